@@ -1,0 +1,36 @@
+"""The one source of time. Decisions read it from a Snapshot; loops get a Clock, tests a VirtualClock."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    def now_s(self) -> float:
+        """Seconds since the epoch."""
+
+    def sleep(self, seconds: float) -> None: ...
+
+
+class SystemClock:
+    def now_s(self) -> float:
+        return time.time()
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+class VirtualClock:
+    """Time that moves only when told to."""
+
+    def __init__(self, start_s: float = 0.0) -> None:
+        self._now_s = start_s
+
+    def now_s(self) -> float:
+        return self._now_s
+
+    def sleep(self, seconds: float) -> None:
+        self._now_s += seconds
+
+    advance = sleep

@@ -1,0 +1,82 @@
+"""The base of every config file and spec, and the one place that reads raytide's environment variables."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from raytide.core.errors import ConfigError
+
+
+class Config(BaseModel):
+    """Frozen, and closed: an unknown key is an error that names the nearest known one."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    @classmethod
+    def parse(cls, data: Mapping[str, object], *, where: str) -> Self:
+        """Validate, or raise one ConfigError that names each bad field of `where` and what to write instead."""
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            raise ConfigError(f"{where}: " + "; ".join(_describe(error, cls)), hint="Correct these keys and try again.") from None
+
+
+def load_yaml(path: Path | str) -> dict[str, object]:
+    """A YAML file's top mapping, or a ConfigError that says where it breaks."""
+    import yaml
+
+    try:
+        text = Path(path).read_text()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}.", hint="Check the path.") from None
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}", hint="Correct the file.") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} holds no mapping at its top.", hint="Start from the shipped example.")
+    return data
+
+
+def home() -> Path:
+    """Where clusters keep their run folders: RAYTIDE_HOME, else ~/.raytide."""
+    return Path(os.environ.get("RAYTIDE_HOME") or Path.home() / ".raytide")
+
+
+def environment(name: str) -> str | None:
+    """RAYTIDE_<name>, or None when it is unset or empty."""
+    return os.environ.get(f"RAYTIDE_{name}") or None
+
+
+def _describe(error: ValidationError, cls: type[BaseModel]) -> list[str]:
+    lines = []
+    for item in error.errors(include_url=False):
+        where = ".".join(str(part) for part in item["loc"]) or "(top)"
+        if item["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(str(item["loc"][-1]), _known_keys(cls), n=1)
+            lines.append(f"unknown key {where}" + (f" (did you mean {near[0]}?)" if near else ""))
+        else:
+            lines.append(f"{where}: {item['msg'].removeprefix('Value error, ')}")
+    return lines
+
+
+def _known_keys(cls: type[BaseModel], seen: frozenset[type] = frozenset()) -> list[str]:
+    keys: list[str] = []
+    for name, field in cls.model_fields.items():
+        keys.append(field.alias or name)
+        for inner in _models_in(field.annotation):
+            if inner not in seen:
+                keys += _known_keys(inner, seen | {cls})
+    return keys
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for arg in getattr(annotation, "__args__", ()) for model in _models_in(arg)]

@@ -1,0 +1,145 @@
+"""Every error that raytide raises on purpose.
+
+RaytideError                 error                1  500
+├── UsageError               usage                2  400   the request itself is wrong
+│   ├── ConfigError          bad_config           2  400   a file or spec names an unknown key or a bad value
+│   ├── DataError            bad_data             2  400   a missing file, an empty corpus, a malformed dataset
+│   └── CapacityError        cannot_fit           2  400   no node type can ever hold what is asked
+├── AuthError                not_authenticated    1  401
+├── DeniedError              denied               1  403   the token's team may not do this
+├── QuotaError               over_quota           3  403   quota or budget
+├── NotFoundError            not_found            4  404
+├── ConflictError            conflict             1  409   it exists, it is running, or a port is taken
+├── WaitTimeoutError         timeout              5  504   a wait ended before the thing happened
+├── CheckpointError          bad_checkpoint       1  500   a checkpoint is missing, torn or altered
+├── StorageError             storage              1  507   a write failed: full disk, lost bucket
+├── EngineError              engine               1  500   one request failed inside the inference engine
+├── LeaseLostError           lease_lost           1  410   the gang's lease is over
+├── ProviderError            provider             1  502   a cloud refused or failed a call
+└── ClusterError             cluster              1  503   Ray, the controller or the API does not answer
+
+Columns: class, `code`, `exit_code`, `http_status`. `hint` says what to do next.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class RaytideError(Exception):
+    """What happened, to which object; `hint` is what to do about it."""
+
+    code: ClassVar[str] = "error"
+    exit_code: ClassVar[int] = 1
+    http_status: ClassVar[int] = 500
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message} {self.hint}".rstrip()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (type(self), self.message, self.hint)
+
+    def to_json(self) -> dict[str, str]:
+        """The wire form, turned back into the same class by `from_json`."""
+        return {"code": self.code, "message": self.message, "hint": self.hint}
+
+
+class UsageError(RaytideError):
+    code = "usage"
+    exit_code = 2
+    http_status = 400
+
+
+class ConfigError(UsageError):
+    code = "bad_config"
+
+
+class DataError(UsageError):
+    code = "bad_data"
+
+
+class CapacityError(UsageError):
+    code = "cannot_fit"
+
+
+class AuthError(RaytideError):
+    code = "not_authenticated"
+    http_status = 401
+
+
+class DeniedError(RaytideError):
+    code = "denied"
+    http_status = 403
+
+
+class QuotaError(RaytideError):
+    code = "over_quota"
+    exit_code = 3
+    http_status = 403
+
+
+class NotFoundError(RaytideError):
+    code = "not_found"
+    exit_code = 4
+    http_status = 404
+
+
+class ConflictError(RaytideError):
+    code = "conflict"
+    http_status = 409
+
+
+class WaitTimeoutError(RaytideError):
+    code = "timeout"
+    exit_code = 5
+    http_status = 504
+
+
+class CheckpointError(RaytideError):
+    code = "bad_checkpoint"
+
+
+class StorageError(RaytideError):
+    code = "storage"
+    http_status = 507
+
+
+class EngineError(RaytideError):
+    code = "engine"
+
+
+class LeaseLostError(RaytideError):
+    code = "lease_lost"
+    http_status = 410
+
+
+class ProviderError(RaytideError):
+    code = "provider"
+    http_status = 502
+
+
+class ClusterError(RaytideError):
+    code = "cluster"
+    http_status = 503
+
+
+def _rebuild(cls: type[RaytideError], message: str, hint: str) -> RaytideError:
+    return cls(message, hint=hint)
+
+
+def _tree(cls: type[RaytideError]) -> dict[str, type[RaytideError]]:
+    found = {cls.code: cls}
+    for sub in cls.__subclasses__():
+        found |= _tree(sub)
+    return found
+
+
+def from_json(body: dict[str, str]) -> RaytideError:
+    """The error that `to_json` described; an unknown code becomes a plain RaytideError."""
+    cls = _tree(RaytideError).get(body.get("code", ""), RaytideError)
+    return cls(body.get("message", "unknown error"), hint=body.get("hint", ""))

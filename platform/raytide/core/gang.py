@@ -1,0 +1,108 @@
+"""A gang is a set of members that are useful only together; a lease is what the queue grants it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from pydantic import Field, field_validator, model_validator
+
+from raytide.core.config import Config
+
+
+class Shape(Config):
+    """One acceptable form of a gang: so many members, each whole on one node.
+
+    Ranks that must share a node are one member: 8 GPUs on one node is one member with GPU 8.
+    """
+
+    members: int = Field(default=1, ge=1)
+    min_members: int | None = Field(default=None, ge=1)
+    """The gang starts, and goes on, with no fewer; all of `members` when left out."""
+    resources: dict[str, float]
+    labels: dict[str, str] = Field(default_factory=dict)
+    """A label selector for the nodes: {"ray.io/market-type": "spot"}."""
+
+    @field_validator("resources")
+    @classmethod
+    def _some(cls, value: dict[str, float]) -> dict[str, float]:
+        if not any(amount > 0 for amount in value.values()) or any(amount < 0 for amount in value.values()):
+            raise ValueError("a member needs some resource, and none negative")
+        return value
+
+    @model_validator(mode="after")
+    def _order(self) -> Shape:
+        if self.min_members is not None and self.min_members > self.members:
+            raise ValueError(f"min_members {self.min_members} is above members {self.members}")
+        return self
+
+    @property
+    def at_least(self) -> int:
+        return self.members if self.min_members is None else self.min_members
+
+    def describe(self) -> str:
+        amounts = " + ".join(f"{amount:g} {name}" for name, amount in sorted(self.resources.items()) if amount)
+        where = ", ".join(f"{key.removeprefix('ray.io/')}={value}" for key, value in sorted(self.labels.items()))
+        return f"{self.members} x ({amounts})" + (f" on {where}" if where else "")
+
+
+class GangSpec(Config):
+    """What a job asks for: shapes in order of preference."""
+
+    shapes: tuple[Shape, ...] = Field(min_length=1)
+    form_timeout_s: float = Field(default=60.0, gt=0)
+    """Placement groups that are not all ready by then are all removed, and the gang waits again."""
+
+
+class LeaseState(StrEnum):
+    WAITING = "waiting"  # admitted; not every needed member has a node that is ready
+    FORMING = "forming"  # its placement groups are being made
+    ACTIVE = "active"  # at least `min` members are usable
+    RELEASED = "released"  # over: the job ended
+
+
+class MemberState(StrEnum):
+    WAITING = "waiting"  # no node chosen
+    ASSIGNED = "assigned"  # a node is chosen, perhaps still launching
+    FORMING = "forming"  # its placement group exists, pinned to the node, not ready yet
+    READY = "ready"  # usable
+    LEAVING = "leaving"  # usable until `leaves_at_s`: its node drains
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One seat of a lease. `incarnation` grows each time it has to be filled anew."""
+
+    index: int
+    state: MemberState = MemberState.WAITING
+    node_id: str = ""
+    ray_node_id: str = ""
+    address: str = ""
+    placement_group_id: str = ""
+    """Hex, for `PlacementGroup(PlacementGroupID(bytes.fromhex(...)))`; one bundle with the shape's resources."""
+    incarnation: int = 0
+    leaves_at_s: float | None = None
+
+    @property
+    def is_usable(self) -> bool:
+        return self.state in (MemberState.READY, MemberState.LEAVING)
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """What a job holds. `epoch` grows with every change that its holder must react to."""
+
+    id: str
+    job_id: str
+    shape: Shape
+    state: LeaseState
+    members: tuple[Member, ...]
+    epoch: int = 0
+    form_timeout_s: float = 60.0
+    created_at_s: float = 0.0
+    forming_since_s: float | None = None
+    reason: str = ""
+
+    @property
+    def usable(self) -> tuple[Member, ...]:
+        return tuple(member for member in self.members if member.is_usable)

@@ -1,0 +1,53 @@
+"""Money is an integer number of micro-dollars; prices are micro-dollars an hour, times integer microseconds.
+
+Amounts of an interval are differences of cumulative roundings: however often an interval is cut, the pieces sum to the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from decimal import ROUND_HALF_EVEN, Decimal
+
+MICRO = 1_000_000
+_HOUR_US = 3600 * MICRO
+
+
+def micro_usd(usd: float | str | Decimal) -> int:
+    """Dollars to micro-dollars: `micro_usd("3.06") == 3_060_000`."""
+    return int((Decimal(str(usd)) * MICRO).to_integral_value(ROUND_HALF_EVEN))
+
+
+def to_us(seconds: float) -> int:
+    """Seconds to whole microseconds, the grid on which intervals are billed."""
+    return round(seconds * MICRO)
+
+
+def cumulative(price_micro_usd_h: int, since_us: int, until_us: int) -> int:
+    """Cost of [since, until) rounded half up to a micro-dollar."""
+    if until_us < since_us:
+        raise ValueError(f"an interval cannot end ({until_us}) before it starts ({since_us})")
+    return (price_micro_usd_h * (until_us - since_us) + _HOUR_US // 2) // _HOUR_US
+
+
+def interval_cost(price_micro_usd_h: int, origin_us: int, from_us: int, to_us: int) -> int:
+    """Cost of the piece [from, to) of a lifetime that began at `origin`; pieces telescope exactly."""
+    return cumulative(price_micro_usd_h, origin_us, to_us) - cumulative(price_micro_usd_h, origin_us, from_us)
+
+
+def split(amount: int, weights: Mapping[str, float]) -> dict[str, int]:
+    """Divide an amount by weight with largest remainders; the parts sum to it exactly. Ties go to the smaller key."""
+    total = sum(weights.values())
+    if total <= 0:
+        raise ValueError("weights must sum to more than zero")
+    exact = {key: Decimal(amount) * Decimal(str(weight)) / Decimal(str(total)) for key, weight in weights.items()}
+    parts = {key: int(value) for key, value in exact.items()}
+    left = amount - sum(parts.values())
+    for key in sorted(exact, key=lambda k: (parts[k] - exact[k], k))[:left]:
+        parts[key] += 1
+    return parts
+
+
+def format_usd(amount_micro_usd: int) -> str:
+    """`$1.23`, with six digits below a cent so that small runs do not look free."""
+    usd = amount_micro_usd / MICRO
+    return f"${usd:,.2f}" if amount_micro_usd == 0 or abs(usd) >= 0.1 else f"${usd:.6f}"

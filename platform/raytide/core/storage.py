@@ -1,0 +1,88 @@
+"""Files by fsspec URL (`s3://bucket/x`, `memory://x`, a plain path), with writes that are whole or absent."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from raytide.core.errors import DataError, StorageError
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+
+def open_url(url: str) -> tuple[AbstractFileSystem, str]:
+    """The filesystem of a URL and the path inside it."""
+    import fsspec
+
+    try:
+        fs, path = fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise DataError(f"cannot open {url}: {error}.", hint="Use a path or a URL of an installed fsspec protocol.") from None
+    return fs, str(path)
+
+
+def read_bytes(url: str) -> bytes:
+    fs, path = open_url(url)
+    try:
+        return bytes(fs.cat_file(path))
+    except FileNotFoundError:
+        raise DataError(f"{url} does not exist.", hint="Check the path.") from None
+
+
+def write_bytes(url: str, data: bytes) -> None:
+    """Write to a temporary name beside it, then move: a reader sees the old content or the new, never a part."""
+    fs, path = open_url(url)
+    parent = fs._parent(path)
+    part = f"{path}.{uuid.uuid4().hex}.part"
+    with full_disk_is_an_error(url):
+        fs.makedirs(parent, exist_ok=True)
+        try:
+            fs.pipe_file(part, data)
+            if is_local(url):
+                _sync(part)
+                os.replace(part, path)
+            else:
+                fs.mv(part, path)
+        except BaseException:
+            if fs.exists(part):
+                fs.rm_file(part)
+            raise
+
+
+def join(url: str, *parts: str) -> str:
+    return "/".join([url.rstrip("/"), *parts])
+
+
+def exists(url: str) -> bool:
+    fs, path = open_url(url)
+    return bool(fs.exists(path))
+
+
+def is_local(url: str) -> bool:
+    return "://" not in url or url.startswith("file://")
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+@contextmanager
+def full_disk_is_an_error(what: str) -> Iterator[None]:
+    """Turn a failed write into a StorageError that names the object and says what to free."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StorageError(f"no space left while writing {what}.", hint="Free space there, then resume: what was written before is whole.") from error
+        raise StorageError(f"cannot write {what}: {error}.", hint="Check the path and its permissions.") from error
+
+
+def _sync(path: str) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
