@@ -15,7 +15,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from raytide.core.config import Config
 from raytide.core.errors import DataError
-from raytide.core.storage import join, open_url, read_bytes
+from raytide.core.storage import exists, join, open_url, read_bytes
 
 MANIFEST = "manifest.json"
 VERSION = 1
@@ -26,13 +26,14 @@ ShardFormat = Literal["bin", "parquet"]
 ITEM_BYTES: dict[str, int] = {"uint16": 2, "uint32": 4}
 CHUNK_BYTES = 1 << 20
 
+_REBUILD = "Build the dataset again."
+
 
 class Shard(Config):
     """One file of tokens, its path relative to the dataset."""
 
     file: str
     tokens: int = Field(ge=0)
-    bytes: int = Field(ge=0)
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
     @field_validator("file")
@@ -46,10 +47,10 @@ class Shard(Config):
 class Source(Config):
     """Where the tokens came from: enough to tell whether a build would repeat this one."""
 
-    digest: str
+    digest: str = ""
     """Of the spec and of what it read (names, sizes, versions of the input files)."""
-    read: int = Field(ge=0)
-    kept: int = Field(ge=0)
+    read: int = Field(default=0, ge=0)
+    kept: int = Field(default=0, ge=0)
     dropped: dict[str, int] = Field(default_factory=dict)
     """Documents by the reason why they were left out."""
 
@@ -60,14 +61,14 @@ class TokenManifest(Config):
     version: Literal[1] = 1
     format: ShardFormat = "bin"
     tokenizer: str = "tokenizer.json"
-    tokenizer_sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    tokenizer_sha256: str | None = None
     vocab_size: int = Field(ge=1)
     eos_id: int = Field(ge=0)
     dtype: TokenDtype
     documents: int = Field(ge=0)
     tokens: int = Field(ge=0)
     shards: tuple[Shard, ...]
-    source: Source
+    source: Source = Source()
 
     @model_validator(mode="after")
     def _adds_up(self) -> TokenManifest:
@@ -75,8 +76,8 @@ class TokenManifest(Config):
             raise ValueError(f"its shards hold {sum(s.tokens for s in self.shards)} tokens, not {self.tokens}")
         if self.eos_id >= self.vocab_size:
             raise ValueError(f"eos_id {self.eos_id} is outside the vocabulary of {self.vocab_size}")
-        if self.format == "bin" and any(s.bytes != s.tokens * ITEM_BYTES[self.dtype] for s in self.shards):
-            raise ValueError(f"a shard's bytes are not {ITEM_BYTES[self.dtype]} for each token")
+        if self.dtype == "uint16" and self.vocab_size > 1 << 16:
+            raise ValueError(f"uint16 cannot hold a vocabulary of {self.vocab_size}")
         return self
 
     def to_bytes(self) -> bytes:
@@ -91,32 +92,38 @@ def dtype_for(vocab_size: int) -> TokenDtype:
 
 def load_manifest(url: str) -> TokenManifest:
     """The manifest of the dataset at `url`, or a DataError that says what is wrong with it."""
+    where = join(url, MANIFEST)
+    if not exists(where):
+        raise DataError(
+            f"{url} holds no token dataset: it has no {MANIFEST}.",
+            hint="Build it with `raytide data build`; a build that was cut off leaves none.",
+        )
     try:
-        data = read_bytes(join(url, MANIFEST))
-    except DataError:
-        raise DataError(f"{url} holds no token dataset: it has no {MANIFEST}.", hint="Build it with `raytide data build`; a build that was cut off leaves none.") from None
-    try:
-        body = json.loads(data)
+        body = json.loads(read_bytes(where))
     except ValueError as error:
-        raise DataError(f"{join(url, MANIFEST)} is not JSON: {error}.", hint="Build the dataset again.") from None
+        raise DataError(f"{where} is not JSON: {error}.", hint=_REBUILD) from None
     version = body.get("version") if isinstance(body, dict) else None
     if version != VERSION:
-        raise DataError(f"{join(url, MANIFEST)} has version {version!r}; this raytide reads {VERSION}.", hint="Build the dataset again, or use the raytide that wrote it.")
+        raise DataError(
+            f"{where} has version {version!r}; this raytide reads {VERSION}.",
+            hint="Build the dataset again, or use the raytide that wrote it.",
+        )
     try:
         return TokenManifest.model_validate(body)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        field = ".".join(str(part) for part in first["loc"])
-        what = f"{field}: {first['msg']}" if field else first["msg"].removeprefix("Value error, ")
-        raise DataError(f"{join(url, MANIFEST)} is malformed: {what}.", hint="Build the dataset again.") from None
+        what = ": ".join([*(str(part) for part in first["loc"]), first["msg"].removeprefix("Value error, ")])
+        raise DataError(f"{where} is malformed: {what}.", hint=_REBUILD) from None
 
 
 def verify(url: str) -> TokenManifest:
-    """Read every shard and the tokenizer, and compare sizes and hashes with the manifest; DataError names the first that differs."""
+    """Read every shard and the tokenizer back; a DataError names the first whose size or hash is not the manifest's."""
     manifest = load_manifest(url)
-    _check(join(url, manifest.tokenizer), None, manifest.tokenizer_sha256)
+    if manifest.tokenizer_sha256 is not None:
+        _check(join(url, manifest.tokenizer), None, manifest.tokenizer_sha256)
     for shard in manifest.shards:
-        _check(join(url, shard.file), shard.bytes, shard.sha256)
+        size = shard.tokens * ITEM_BYTES[manifest.dtype] if manifest.format == "bin" else None
+        _check(join(url, shard.file), size, shard.sha256)
     return manifest
 
 
@@ -129,8 +136,8 @@ def _check(url: str, size: int | None, sha256: str) -> None:
                 digest.update(chunk)
                 read += len(chunk)
     except FileNotFoundError:
-        raise DataError(f"{url} is missing.", hint="Build the dataset again.") from None
+        raise DataError(f"{url} is missing.", hint=_REBUILD) from None
     if size is not None and read != size:
-        raise DataError(f"{url} has {read} bytes, its manifest says {size}.", hint="It was cut off or changed: build the dataset again.")
+        raise DataError(f"{url} has {read} bytes where its manifest says {size}.", hint=_REBUILD)
     if digest.hexdigest() != sha256:
-        raise DataError(f"{url} is not what was written: its SHA-256 differs from the manifest's.", hint="It was altered: build the dataset again.")
+        raise DataError(f"{url} is not what was written: its SHA-256 is not the manifest's.", hint=_REBUILD)
