@@ -1,0 +1,1 @@
+"""Where nodes come from: one small interface, one file for each provider."""

@@ -1,0 +1,54 @@
+"""The provider interface: idempotent, and reconcilable by the node id that every machine carries as a tag."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from raytide.core.fleet import Node, NodeType
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the provider knows of one node, under raytide's own id. It bills [started_at_s, ended_at_s)."""
+
+    node_id: str
+    node_type: str
+    zone: str
+    price_micro_usd_h: int
+    started_at_s: float
+    ended_at_s: float | None = None
+    address: str = ""
+    reason: str = ""
+    """Why it ended: "terminated", "reclaimed", "exited with 1"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """The provider will take this machine back at `deadline_s`."""
+
+    node_id: str
+    deadline_s: float
+
+
+class Provider(Protocol):
+    """A source of nodes. Calls may be repeated after a crash: the same node id never buys twice."""
+
+    def launch(self, node: Node, node_type: NodeType) -> None:
+        """Buy the machine, or return at once when it was bought before. ProviderError when the pool has none."""
+
+    def terminate(self, node_id: str) -> None:
+        """End it; nothing happens when it is gone or was never bought."""
+
+    def machines(self) -> tuple[Machine, ...]:
+        """Every machine of this cluster, ended ones included: this is also the bill."""
+
+    def notices(self) -> tuple[Notice, ...]:
+        """Machines that the provider announced it will take back and that still run."""
+
+    def watch(self, on_change: Callable[[], None]) -> None:
+        """Call `on_change`, from any thread, as soon as a machine ends or gets a notice."""
+
+    def close(self) -> None:
+        """Stop watching. Machines go on."""

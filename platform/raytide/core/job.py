@@ -1,0 +1,68 @@
+"""A job: a gang with work to do. Everything that runs on leased nodes is one, whichever door it came through."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from pydantic import Field
+
+from raytide.core.config import Config
+from raytide.core.gang import GangSpec
+
+
+class JobKind(StrEnum):
+    TRAIN = "train"  # raytide runs its driver: the elastic trainer
+    DATA = "data"  # raytide runs its driver: a dataset build
+    GANG = "gang"  # somebody else's driver holds the lease and keeps it alive by asking for it
+
+
+class JobState(StrEnum):
+    QUEUED = "queued"
+    ADMITTED = "admitted"  # it has a lease; nodes are on their way
+    RUNNING = "running"  # its lease was active at least once
+    STOPPING = "stopping"  # somebody asked; its driver is being ended
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+FINAL_STATES = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.STOPPED})
+
+
+class JobSpec(Config):
+    """What is asked for. `config` is the kind's own spec (TrainSpec, DataSpec) as JSON."""
+
+    kind: JobKind
+    name: str = Field(min_length=1, max_length=100)
+    team: str = "default"
+    gang: GangSpec
+    config: dict[str, object] = Field(default_factory=dict)
+    max_restarts: int = Field(default=3, ge=0)
+    """How often a driver that died (not: failed) is started again."""
+    heartbeat_timeout_s: float = Field(default=10.0, gt=0)
+    """A GANG job whose driver asks for nothing for this long is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    id: str
+    spec: JobSpec
+    user: str
+    state: JobState
+    submitted_at_s: float
+    admitted_at_s: float | None = None
+    started_at_s: float | None = None
+    ended_at_s: float | None = None
+    stop_requested: bool = False
+    reason: str = ""
+    """Why it is in this state, in words; for a failure, what failed and what to do."""
+    restarts: int = 0
+    """Driver attempts after the first."""
+    heartbeat_at_s: float | None = None
+    progress: Mapping[str, float | int | str] = field(default_factory=dict)
+
+    @property
+    def is_final(self) -> bool:
+        return self.state in FINAL_STATES

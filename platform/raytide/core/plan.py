@@ -1,0 +1,94 @@
+"""What was decided, and why: every action carries its reason in words."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from raytide.core.gang import Lease
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """Give a job its lease."""
+
+    job_id: str
+    lease: Lease
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Do nothing for a subject (job, lease or endpoint), and say what it waits for and what would help."""
+
+    subject: str
+    constraint: Literal["capacity", "stock", "behind", "starting", "impossible", "cap", "signal"]
+    reason: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Assign:
+    """Choose the node of one member of a lease: one that is there, or one that this plan launches."""
+
+    lease_id: str
+    member: int
+    node_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Buy a node. `node_id` is the idempotency key at the provider."""
+
+    node_id: str
+    node_type: str
+    zone: str
+    subject: str
+    """For whom: a lease, an endpoint, `unmanaged` or `minimum`."""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Publish a replica target."""
+
+    endpoint: str
+    replicas: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """`idle`: Ray refuses it if anything runs there. `notice`: the node leaves at `deadline_s` whatever runs."""
+
+    node_id: str
+    kind: Literal["idle", "notice"]
+    deadline_s: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Terminate:
+    node_id: str
+    reason: str
+
+
+Action = Admit | Wait | Assign | Launch | Scale | Drain | Terminate
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    at_s: float
+    actions: tuple[Action, ...] = ()
+
+    def to_json(self) -> dict[str, object]:
+        return {"at_s": self.at_s, "actions": [describe(action) for action in self.actions]}
+
+
+def describe(action: Action) -> dict[str, object]:
+    """An action as JSON, its kind first."""
+    fields = asdict(action)
+    if isinstance(action, Admit):
+        fields["lease"] = {"id": action.lease.id, "shape": action.lease.shape.describe()}
+    return {"action": type(action).__name__.lower(), **fields}

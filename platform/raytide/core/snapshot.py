@@ -1,0 +1,83 @@
+"""All that a decision may look at: clock, prices, records and observations, frozen at one instant."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from raytide.core.endpoint import Endpoint, EndpointLoad
+from raytide.core.fleet import Node, NodeType, Resources
+from raytide.core.gang import Lease
+from raytide.core.job import Job
+
+
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    """A node's record with what Ray says of it now."""
+
+    node: Node
+    total: Resources
+    """As Ray reports it; its type's resources until it joined."""
+    available: Resources
+    """Not taken in Ray: placement groups, actors and tasks are already deducted. `total` until it joined."""
+    labels: Mapping[str, str]
+    idle_s: float = 0.0
+    """How long nothing has run on it, by our own clock; 0 when busy or not ready."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointView:
+    endpoint: Endpoint
+    load: EndpointLoad | None
+    """None when nothing was heard yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Work without a lease that Ray cannot place: `count` times `resources` on nodes that match `labels`."""
+
+    resources: Resources
+    labels: Mapping[str, str] = field(default_factory=dict)
+    count: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """The launch history of one node type in one zone."""
+
+    node_type: str
+    zone: str
+    failures: int = 0
+    """In a row; 0 after a success."""
+    retry_at_s: float = 0.0
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Unmanaged:
+    """How much demand without a lease may buy."""
+
+    max_nodes: int = 1
+    gpu: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    at_s: float
+    node_types: tuple[NodeType, ...]
+    nodes: tuple[NodeView, ...] = ()
+    """Every node that is not GONE."""
+    jobs: tuple[Job, ...] = ()
+    """Every job that is not final, in order of submission."""
+    leases: tuple[Lease, ...] = ()
+    """Every lease that is not RELEASED, in order of admission."""
+    endpoints: tuple[EndpointView, ...] = ()
+    demand: tuple[Demand, ...] = ()
+    pools: tuple[Pool, ...] = ()
+    unmanaged: Unmanaged = Unmanaged()
+    next_node: int = 1
+    """The number of the next node to be bought."""
+    next_lease: int = 1
+
+    def node_type(self, name: str) -> NodeType | None:
+        return next((t for t in self.node_types if t.name == name), None)
