@@ -1,0 +1,135 @@
+"""cluster.yaml: Ray's file, with raytide's part in `metadata.raytide`; the two are joined here into one ClusterConfig."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+from pydantic import Field
+
+from raytide.core.config import Config, load_yaml
+from raytide.core.errors import ConfigError
+from raytide.core.fleet import Market, NodeType
+from raytide.core.money import micro_usd
+from raytide.core.snapshot import Unmanaged
+
+
+class NodeTypeSection(Config):
+    """`metadata.raytide.node_types.<name>`: what Ray's node type of the same name cannot say."""
+
+    price_usd_h: float = Field(ge=0)
+    market: Market = Market.ON_DEMAND
+    zones: tuple[str, ...] = ("local",)
+    """Tried in this order."""
+    launch_timeout_s: float = Field(default=600.0, gt=0)
+    spot_notice_s: float = Field(default=120.0, ge=0)
+
+
+class UnmanagedSection(Config):
+    """What work without a lease (raw tasks, foreign placement groups) may buy."""
+
+    max_nodes: int = Field(default=1, ge=0)
+    gpu: bool = False
+
+
+class TeamSection(Config):
+    """One team. Quotas and budgets join it with the queue's own issue."""
+
+    description: str = ""
+
+
+class RaytideSection(Config):
+    """`metadata.raytide` of cluster.yaml."""
+
+    version: int = Field(default=1, ge=1, le=1)
+    node_types: dict[str, NodeTypeSection]
+    unmanaged: UnmanagedSection = UnmanagedSection()
+    teams: dict[str, TeamSection] = Field(default_factory=lambda: {"default": TeamSection()})
+    state_url: str = ""
+    """SQLAlchemy URL of the state store; a SQLite file in the run folder when empty."""
+    tick_s: float = Field(default=0.5, gt=0, le=60)
+    """How often the controller decides when nothing wakes it earlier."""
+
+
+class ClusterConfig(Config):
+    """The fleet and the policies of one cluster, as the rest of raytide sees them."""
+
+    name: str
+    node_types: tuple[NodeType, ...]
+    settings: RaytideSection
+
+    @property
+    def unmanaged(self) -> Unmanaged:
+        return Unmanaged(max_nodes=self.settings.unmanaged.max_nodes, gpu=self.settings.unmanaged.gpu)
+
+
+def load_cluster(path: Path | str) -> ClusterConfig:
+    """Read and check a cluster.yaml; a ConfigError names every key that is wrong."""
+    file = load_yaml(path)
+    check_ray_schema(file, where=str(path))
+    metadata = file.get("metadata")
+    raw = metadata.get("raytide") if isinstance(metadata, Mapping) else None
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"{path} has no metadata.raytide.", hint="`raytide schema` prints what belongs there.")
+    settings = RaytideSection.parse(raw, where=f"{path}: metadata.raytide")
+    return ClusterConfig(
+        name=str(file.get("cluster_name", "raytide")),
+        node_types=_join_node_types(file, settings, where=str(path)),
+        settings=settings,
+    )
+
+
+def check_ray_schema(file: Mapping[str, object], *, where: str) -> None:
+    """Check against the schema that Ray ships, without importing Ray."""
+    import jsonschema
+
+    spec = find_spec("ray")
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(f"cannot check {where}: ray is not installed.", hint="Run `./dev setup`.")
+    schema = json.loads((Path(spec.submodule_search_locations[0]) / "autoscaler" / "ray-schema.json").read_text())
+    problems = sorted(jsonschema.Draft7Validator(schema).iter_errors(file), key=lambda error: list(map(str, error.path)))
+    if problems:
+        lines = [f"{'.'.join(map(str, error.path)) or '(top)'}: {error.message}" for error in problems]
+        raise ConfigError(f"{where}: " + "; ".join(lines), hint="Correct these keys; raytide's own belong in metadata.raytide.")
+
+
+def _join_node_types(file: Mapping[str, object], settings: RaytideSection, *, where: str) -> tuple[NodeType, ...]:
+    ray_types = file.get("available_node_types")
+    ray_types = ray_types if isinstance(ray_types, Mapping) else {}
+    head = file.get("head_node_type")
+    default_max = file.get("max_workers", 2)  # Ray's own defaults
+    for name in settings.node_types:
+        if name not in ray_types:
+            raise ConfigError(
+                f"{where}: metadata.raytide.node_types.{name} has no node type of that name in available_node_types.",
+                hint="The two must match.",
+            )
+    return tuple(
+        _join(name, ray_type, settings.node_types.get(name), default_max, where=where)
+        for name, ray_type in ray_types.items()
+        if name != head
+    )
+
+
+def _join(
+    name: str, ray_type: Mapping[str, object], section: NodeTypeSection | None, default_max: object, *, where: str
+) -> NodeType:
+    if section is None:
+        raise ConfigError(
+            f"{where}: node type {name} has no price.",
+            hint=f"Add metadata.raytide.node_types.{name} with price_usd_h (0 for a machine you own and do not book).",
+        )
+    fields: dict[str, object] = {
+        "name": name,
+        "resources": ray_type.get("resources", {}),
+        "labels": ray_type.get("labels", {}),
+        "min_nodes": ray_type.get("min_workers", 0),
+        "max_nodes": ray_type.get("max_workers", default_max),
+        "price_micro_usd_h": micro_usd(section.price_usd_h),
+        **section.model_dump(exclude={"price_usd_h"}),
+    }
+    if "idle_timeout_s" in ray_type:
+        fields["idle_timeout_s"] = ray_type["idle_timeout_s"]
+    return NodeType.parse(fields, where=f"{where}: node type {name}")
