@@ -14,6 +14,7 @@ RaytideError                 error                1  500
 ├── CheckpointError          bad_checkpoint       1  500   a checkpoint is missing, torn or altered
 ├── StorageError             storage              1  507   a write failed: full disk, lost bucket
 ├── EngineError              engine               1  500   one request failed inside the inference engine
+├── OverloadedError          overloaded           1  503   the queue is full, or the server is draining: try again
 ├── LeaseLostError           lease_lost           1  410   the gang's lease is over
 ├── ProviderError            provider             1  502   a cloud refused or failed a call
 └── ClusterError             cluster              1  503   Ray, the controller or the API does not answer
@@ -111,6 +112,11 @@ class StorageError(RaytideError):
 
 class EngineError(RaytideError):
     code = "engine"
+
+
+class OverloadedError(RaytideError):
+    code = "overloaded"
+    http_status = 503
 
 
 class LeaseLostError(RaytideError):
