@@ -1,0 +1,72 @@
+"""The process group of one generation of ranks, and the few collectives the loop needs.
+
+A group is left and joined again in the same process when the gang changes: starting a process costs 10 s of imports,
+joining a group costs under one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    rank: int
+    world: int
+    device: torch.device
+    mesh: DeviceMesh
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Each value summed over the ranks, in fp64."""
+        totals = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(totals)
+        summed: list[float] = totals.tolist()
+        return summed
+
+    def from_first(self, value: T) -> T:
+        """Rank 0's value, on every rank."""
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+
+def join(store: dist.Store, rank: int, world: int, *, timeout_s: float, address: str = "127.0.0.1") -> Group:
+    """Meet the other ranks at `store`. `address` is this rank's own: loopback nodes must not look up a host name."""
+    if address.startswith("127."):
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s))
+    return Group(rank, world, device, init_device_mesh(device.type, (world,), mesh_dim_names=("shard",)))
+
+
+def leave() -> None:
+    """Give the group up, healthy or not. Closing its sockets also wakes peers that wait for this rank."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@contextmanager
+def alone() -> Iterator[Group]:
+    """A group of one, for a run in this process only."""
+    group = join(dist.HashStore(), 0, 1, timeout_s=60.0)
+    try:
+        yield group
+    finally:
+        leave()

@@ -1,0 +1,174 @@
+"""The training loop: one step is all microbatches, one clip, one update, and nothing is logged before it happened.
+
+A Trainer lives as long as its group: when the gang changes, a new one is built and loads the latest checkpoint. What a
+step does depends on (spec, step) alone; the group decides only who computes which part.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from raytide.actors.trainer import optim, parallel
+from raytide.actors.trainer.checkpoint import Checkpoints
+from raytide.actors.trainer.data import Ids, Sampler, TokenData, share
+from raytide.actors.trainer.export import export
+from raytide.actors.trainer.group import Group
+from raytide.actors.trainer.model import IGNORE, loss_sum
+from raytide.core.errors import CheckpointError, ConfigError, TrainError
+from raytide.core.train_spec import TrainSpec
+
+_ANY: Ids = np.zeros(1, dtype=np.int64)
+"""The sequence that fills up a microbatch which does not count."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step did, over all ranks."""
+
+    step: int
+    """Steps done, this one included."""
+    loss: float
+    """Mean over the valid tokens of the global batch, before the update."""
+    lr: float
+    grad_norm: float
+    """Before clipping."""
+    tokens: int
+    step_s: float
+    data_s: float
+    world: int
+
+
+class Trainer:
+    """The state of one run on one group. Every method is called by all ranks together."""
+
+    def __init__(self, spec: TrainSpec, group: Group) -> None:
+        self.spec, self.group = spec, group
+        self.data = TokenData(spec.dataset, spec.seq_len)
+        vocab = self.data.manifest.vocab_size
+        if spec.model.vocab_size is not None and spec.model.vocab_size < vocab:
+            raise ConfigError(
+                f"model.vocab_size {spec.model.vocab_size} is below the {vocab} of {spec.dataset}.",
+                hint="Leave it out to take the dataset's.",
+            )
+        self.sampler = Sampler(spec.seed, self.data.n_sequences, spec.global_batch)
+        self.model = parallel.build(spec, spec.model.vocab_size or vocab, group)
+        self.optimizer = optim.build(self.model, spec.optim)
+        self.checkpoints = Checkpoints(spec, self.data.digest, group)
+        self.steps_done = 0
+        self.saved_at: int | None = None
+
+    def restore(self) -> list[CheckpointError]:
+        """Go to the newest good checkpoint; returns the ones that had to be passed over."""
+        step, rejected = self.checkpoints.load(self.model, self.optimizer)
+        self.steps_done = step
+        self.saved_at = step or None
+        return rejected
+
+    def save(self) -> None:
+        """Checkpoint the state as it is, unless that was done already."""
+        if self.saved_at != self.steps_done:
+            self.checkpoints.save(self.model, self.optimizer, self.steps_done)
+            self.saved_at = self.steps_done
+
+    def export(self) -> Path:
+        return export(self.model, self.spec, self.data, self.group)
+
+    def run(self, *, on_step: Callable[[StepResult], None], paused: Callable[[], bool] = lambda: False) -> bool:
+        """Train to the end, saving as the spec says; False when some rank asked to pause: the state is saved then."""
+        while self.steps_done < self.spec.steps:
+            result = self.step(pause=paused())
+            if result is None:
+                self.save()
+                return False
+            on_step(result)
+            if self.steps_done % self.spec.checkpoint_every == 0:
+                self.save()
+        self.save()
+        if self.spec.export:
+            self.export()
+        return True
+
+    def step(self, *, pause: bool = False) -> StepResult | None:
+        """One optimiser step over the global batch; None, with nothing done, when any rank asks to pause.
+
+        TrainError when the loss or the gradient is not finite: the weights are then still those of the step before.
+        """
+        began = time.perf_counter()
+        spec, step = self.spec, self.steps_done
+        micros = self._micro_batches(self._my_ids(step))
+        data_s = time.perf_counter() - began
+        tokens, asked = self.group.sum([sum(int((y != IGNORE).sum()) for _, y in micros), pause])
+        if asked:
+            return None
+        local = self._accumulate(micros, tokens)
+        norm = get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        loss = self.group.sum([local])[0] / tokens
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            raise TrainError(
+                f"step {step} of {spec.name} has loss {loss} and gradient norm {grad_norm}; it was not applied.",
+                hint="Lower optim.lr, lengthen the warm-up, or train in fp32; the last checkpoint is whole.",
+            )
+        lr = optim.lr_at(step, spec.steps, spec.optim)
+        clip_grads_with_norm_(self.model.parameters(), spec.optim.clip, norm)
+        self._update(lr)
+        self.steps_done += 1
+        return StepResult(
+            step=self.steps_done,
+            loss=loss,
+            lr=lr,
+            grad_norm=grad_norm,
+            tokens=int(tokens),
+            step_s=time.perf_counter() - began,
+            data_s=data_s,
+            world=self.group.world,
+        )
+
+    def _accumulate(self, micros: list[tuple[Tensor, Tensor]], tokens: float) -> float:
+        """Gradients of the mean loss over the global batch; returns this rank's summed loss."""
+        total = torch.zeros((), dtype=torch.float64, device=self.group.device)
+        for index, (inputs_BT, targets_BT) in enumerate(micros):
+            self.model.set_requires_gradient_sync(index == len(micros) - 1)
+            loss = loss_sum(self.model(inputs_BT), targets_BT)
+            (loss * (self.group.world / tokens)).backward()  # FSDP averages over the ranks
+            total += loss.detach()
+        return float(total)
+
+    def _update(self, lr: float) -> None:
+        optim.set_lr(self.optimizer, lr)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _my_ids(self, step: int) -> Ids:
+        ids = self.sampler.ids(step)[share(self.spec.global_batch, self.group.rank, self.group.world)]
+        if self.spec.record_samples:
+            path = Path(self.spec.out) / "samples" / f"{self.group.world}-{self.group.rank}.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(path, "a") as file:
+                file.write(json.dumps({"step": step + 1, "ids": ids.tolist()}) + "\n")
+        return ids
+
+    def _micro_batches(self, ids: Ids) -> list[tuple[Tensor, Tensor]]:
+        """This rank's microbatches. All ranks have equally many, or their collectives would not match: a rank whose
+        share is smaller fills up with sequences that do not count."""
+        size = self.spec.micro_batch
+        count = -(-(-(-self.spec.global_batch // self.group.world)) // size)
+        out = []
+        for index in range(count):
+            chunk = ids[index * size : (index + 1) * size]
+            counts = len(chunk) > 0
+            tokens = torch.from_numpy(self.data.batch(chunk if counts else _ANY)).to(self.group.device)
+            targets = tokens[:, 1:] if counts else torch.full_like(tokens[:, 1:], IGNORE)
+            out.append((tokens[:, :-1], targets))
+        return out

@@ -1,0 +1,31 @@
+"""AdamW and its learning rate, which is a function of the step and so needs no state."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from raytide.core.train_spec import OptimSpec
+
+
+def build(model: nn.Module, spec: OptimSpec) -> torch.optim.Optimizer:
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": spec.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=spec.lr, betas=(spec.beta1, spec.beta2), eps=spec.eps, fused=True)
+
+
+def lr_at(step: int, steps: int, spec: OptimSpec) -> float:
+    """The rate of the step with this number, counted from 0: linear warm-up, then a cosine down to min_lr_ratio."""
+    if step < spec.warmup_steps:
+        return spec.lr * (step + 1) / spec.warmup_steps
+    done = (step - spec.warmup_steps) / max(1, steps - 1 - spec.warmup_steps)
+    floor = spec.lr * spec.min_lr_ratio
+    return floor + (spec.lr - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr

@@ -1,0 +1,96 @@
+"""What a run leaves to read: `metrics.jsonl` (a line per step), `events.jsonl` and `run.json` (how it stands).
+
+A step that was done again after a death has a line for each time; the last one holds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from raytide.actors.trainer.loop import StepResult
+from raytide.core.clock import Clock
+from raytide.core.storage import full_disk_is_an_error
+from raytide.core.train_spec import TrainSpec
+
+RunState = Literal["running", "done", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """How a run ended."""
+
+    steps: int
+    first_loss: float | None
+    """Of the run's first step, also after a resume; None, like `loss`, when no step was done."""
+    loss: float | None
+    tokens: int
+    """Trained on by this call, steps done twice counted twice."""
+    seconds: float
+    restarts: int
+    recovery_s: float
+    """The longest time from a break to the next step done."""
+    model_dir: str | None
+
+
+class Record:
+    def __init__(self, spec: TrainSpec, clock: Clock) -> None:
+        self.spec, self.clock, self.out = spec, clock, Path(spec.out)
+        with full_disk_is_an_error(spec.out):
+            self.out.mkdir(parents=True, exist_ok=True)
+        self.began_s = clock.now_s()
+        self.steps = self.tokens = self.restarts = 0
+        self.first_loss: float | None = None
+        self.loss: float | None = None
+        self.recovery_s = 0.0
+        self._go_on()
+
+    def step(self, result: StepResult) -> None:
+        self.steps, self.loss = result.step, result.loss
+        self.first_loss = result.loss if self.first_loss is None else self.first_loss
+        self.tokens += result.tokens
+        if result.step % self.spec.log_every == 0 or result.step == self.spec.steps:
+            self._append("metrics.jsonl", {**asdict(result), "at_s": self.clock.now_s()})
+
+    def event(self, what: str, **details: object) -> None:
+        self._append("events.jsonl", {"at_s": self.clock.now_s(), "event": what, **details})
+
+    def recovered(self, seconds: float) -> None:
+        self.recovery_s = max(self.recovery_s, seconds)
+
+    def result(self) -> RunResult:
+        model = self.out / "model"
+        return RunResult(
+            steps=self.steps,
+            first_loss=self.first_loss,
+            loss=self.loss,
+            tokens=self.tokens,
+            seconds=self.clock.now_s() - self.began_s,
+            restarts=self.restarts,
+            recovery_s=self.recovery_s,
+            model_dir=str(model) if model.is_dir() else None,
+        )
+
+    def close(self, state: RunState, reason: str = "") -> RunResult:
+        result = self.result()
+        body = {"state": state, "reason": reason, **asdict(result), "spec": self.spec.model_dump(mode="json")}
+        part = self.out / "run.json.part"
+        with full_disk_is_an_error(str(part)):
+            part.write_text(json.dumps(body, indent=2) + "\n")
+            os.replace(part, self.out / "run.json")
+        return result
+
+    def _go_on(self) -> None:
+        """A resumed run keeps the losses that it had: they are the run's, not the driver's."""
+        metrics = self.out / "metrics.jsonl"
+        lines = metrics.read_text().splitlines() if metrics.exists() else []
+        if lines:
+            self.first_loss, self.loss = (float(json.loads(line)["loss"]) for line in (lines[0], lines[-1]))
+
+    def _append(self, name: str, line: Mapping[str, object]) -> None:
+        with full_disk_is_an_error(str(self.out / name)), open(self.out / name, "a") as file:
+            file.write(json.dumps(line) + "\n")

@@ -1,0 +1,137 @@
+"""A tiny token dataset, and ranks as forked processes.
+
+Forked children of a parent that has imported torch start in a tenth of a second; a spawned one takes 5 s to import it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from raytide.core.train_spec import ModelSpec, OptimSpec, TrainSpec
+
+VOCAB = 96
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def write_dataset(path: Path, *, tokens: int = 6000, shard_tokens: tuple[int, ...] = (2500, 1, 3499)) -> Path:
+    """Token t follows t-1 by a noisy rule, so a model can learn something."""
+    random = np.random.default_rng(0)
+    stream = np.cumsum(random.choice([1, 2, 5], size=tokens, p=[0.7, 0.2, 0.1])) % VOCAB
+    (path / "shards").mkdir(parents=True)
+    shards, start = [], 0
+    for index, count in enumerate(shard_tokens):
+        body = stream[start : start + count].astype("<u2").tobytes()
+        (path / f"shards/{index:05d}.bin").write_bytes(body)
+        shards.append(
+            {"file": f"shards/{index:05d}.bin", "tokens": count, "sha256": hashlib.sha256(body).hexdigest()}
+        )
+        start += count
+    manifest = {
+        "version": 1,
+        "tokenizer": "tokenizer.json",
+        "vocab_size": VOCAB,
+        "eos_id": 0,
+        "dtype": "uint16",
+        "documents": 1,
+        "tokens": tokens,
+        "shards": shards,
+    }
+    (path / "tokenizer.json").write_text("{}")
+    (path / "tokenizer_config.json").write_text("{}")
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    return path
+
+
+@pytest.fixture(scope="session")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_dataset(tmp_path_factory.mktemp("data") / "tokens")
+
+
+@pytest.fixture
+def spec(dataset: Path, tmp_path: Path) -> TrainSpec:
+    return TrainSpec(
+        dataset=str(dataset),
+        out=str(tmp_path / "run"),
+        model=ModelSpec(dim=32, layers=2, heads=4, kv_heads=2, max_seq_len=64),
+        optim=OptimSpec(lr=3e-3, warmup_steps=2),
+        steps=10,
+        global_batch=6,
+        micro_batch=2,
+        seq_len=32,
+        checkpoint_every=100,
+        export=False,
+        collective_timeout_s=30.0,
+    )
+
+
+def with_(spec: TrainSpec, **changes: object) -> TrainSpec:
+    return TrainSpec.model_validate({**spec.model_dump(), **changes})
+
+
+class Ranks:
+    """Run a function in `world` forked processes; a rank that raises or hangs fails the test with its traceback."""
+
+    def __init__(self, tmp: Path) -> None:
+        self.tmp, self.used = tmp, 0
+
+    def run(self, world: int, work: Callable[[int, int, str], Any], *, timeout_s: float = 90.0) -> list[Any]:
+        """The value of `work(rank, world, rendezvous file)` on each rank; the file is fresh."""
+        self.used += 1
+        meet = str(self.tmp / f"meet-{self.used}")
+        context = multiprocessing.get_context("fork")
+        pipes, children = [], []
+        for rank in range(world):
+            here, there = context.Pipe(duplex=False)
+            child = context.Process(target=_child, args=(there, work, rank, world, meet))
+            child.start()
+            there.close()
+            pipes.append(here)
+            children.append(child)
+        results = []
+        try:
+            for rank, pipe in enumerate(pipes):
+                if not pipe.poll(timeout_s):
+                    raise AssertionError(f"rank {rank} of {world} gave nothing within {timeout_s} s")
+                ok, value = pipe.recv()
+                assert ok, f"rank {rank} of {world} failed:\n{value}"
+                results.append(value)
+            return results
+        finally:
+            for child in children:
+                child.join(5.0)
+                if child.is_alive():
+                    child.kill()
+                    child.join()
+
+
+def _child(pipe: Any, work: Callable[[int, int, str], Any], rank: int, world: int, meet: str) -> None:
+    torch.set_num_threads(1)
+    try:
+        pipe.send((True, work(rank, world, meet)))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+    pipe.close()
+    os._exit(0)
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Ranks:
+    return Ranks(tmp_path)
