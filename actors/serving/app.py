@@ -1,0 +1,94 @@
+"""The HTTP routes of one replica, as a FastAPI app that runs under any ASGI server: plain uvicorn, or Ray Serve."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from raytide.actors.serving.answers import ChatAnswer, TextAnswer
+from raytide.actors.serving.errors import ApiError, invalid, to_api_error, validation_error
+from raytide.actors.serving.headers import ResponseHeaders
+from raytide.actors.serving.respond import respond
+from raytide.actors.serving.server import Server
+from raytide.actors.serving.wire import (
+    ChatCompletion,
+    ChatRequest,
+    Completion,
+    CompletionRequest,
+    ErrorBody,
+    Model,
+    ModelList,
+)
+from raytide.core.errors import RaytideError
+
+__all__ = ["create_app"]
+
+
+def create_app(server: Server, *, owns_server: bool = True) -> FastAPI:
+    """With `owns_server` the app starts the server with its own lifespan and stops it; else someone else does."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        if owns_server:
+            await server.start()
+        yield
+        if owns_server:
+            await server.stop()
+
+    app = FastAPI(title="raytide", lifespan=lifespan, responses={400: {"model": ErrorBody}, 404: {"model": ErrorBody}})
+    app.add_middleware(ResponseHeaders, replica=server.replica)
+    _add_error_handlers(app, server)
+
+    @app.get("/v1/models")
+    async def models() -> ModelList:
+        return ModelList(data=[server.card(server.model)])
+
+    @app.get("/v1/models/{model}")
+    async def model(model: str) -> Model:
+        return server.card(model)
+
+    @app.post("/v1/completions", response_model=Completion)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        return await respond(server, body, request, TextAnswer(server.model, includes_usage=body.includes_usage))
+
+    @app.post("/v1/chat/completions", response_model=ChatCompletion)
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        return await respond(server, body, request, ChatAnswer(server.model, includes_usage=body.includes_usage))
+
+    @app.get("/health")
+    async def health() -> Response:
+        problem = await server.problem()
+        return JSONResponse({"status": problem or "ok"}, status_code=503 if problem else 200)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        text = server.metrics.render(await server.engine.stats())
+        return Response(text, media_type="text/plain; version=0.0.4")
+
+    return app
+
+
+def _add_error_handlers(app: FastAPI, server: Server) -> None:
+    @app.exception_handler(RequestValidationError)
+    async def bad_body(request: Request, error: RequestValidationError) -> Response:
+        server.metrics.count(request.url.path.rpartition("/v1/")[2].partition("/")[0], "invalid")
+        return error_response(validation_error(error.errors()))
+
+    @app.exception_handler(HTTPException)
+    async def no_route(request: Request, error: HTTPException) -> Response:
+        return error_response(invalid(f"{request.method} {request.url.path}: {error.detail}.", param=None, status=error.status_code))
+
+    async def failed(_: Request, error: Exception) -> Response:
+        return error_response(to_api_error(error))
+
+    for kind in (ApiError, RaytideError, Exception):
+        app.add_exception_handler(kind, failed)
+
+
+def error_response(error: ApiError) -> Response:
+    return JSONResponse(error.body.model_dump(), status_code=error.status, headers=error.headers)

@@ -1,0 +1,84 @@
+"""Failures as OpenAI's clients expect them: an HTTP status, and a body with message, type, param and code.
+
+The official client retries 408, 409, 429 and 500 upwards by itself, so a status also says whether trying again makes sense.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from raytide.actors.serving.wire import ErrorBody, ErrorDetail
+from raytide.core.errors import OverloadedError, RaytideError
+
+__all__ = ["RETRY_AFTER_S", "ApiError", "invalid", "overloaded", "to_api_error", "validation_error"]
+
+RETRY_AFTER_S = 1
+_INVALID = "invalid_request_error"
+
+
+class ApiError(Exception):
+    """One failed HTTP request."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.headers = headers or {}
+        self.body = ErrorBody(error=ErrorDetail(message=message, type=type, param=param, code=code))
+
+
+def invalid(message: str, *, param: str | None, code: str | None = None, status: int = 400) -> ApiError:
+    """The request itself is wrong: sending it again changes nothing."""
+    return ApiError(status, message, type=_INVALID, param=param, code=code)
+
+
+def overloaded(message: str) -> ApiError:
+    """The queue is full: the same request may pass a moment later."""
+    return ApiError(
+        429, message, type="requests", code="rate_limit_exceeded", headers={"retry-after": str(RETRY_AFTER_S)}
+    )
+
+
+def to_api_error(error: Exception) -> ApiError:
+    """What a client is told of an error from inside. Unplanned errors keep their text to the log."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, OverloadedError):
+        return overloaded(str(error))
+    if isinstance(error, RaytideError):
+        kind = _INVALID if error.http_status < 500 else "server_error"
+        return ApiError(error.http_status, str(error), type=kind, code=error.code)
+    return ApiError(500, "The server failed on this request; its log says why.", type="server_error", code="internal_error")
+
+
+def validation_error(errors: Sequence[dict[str, object]]) -> ApiError:
+    """FastAPI's findings (it would answer 422, which OpenAI never does) as one 400 that names the first bad field."""
+    first = errors[0]
+    if first.get("type") == "json_invalid":
+        return invalid("The body is not valid JSON.", param=None)
+    param = _param(first.get("loc"))
+    message = str(first.get("msg", "invalid value")).removeprefix("Value error, ")
+    return invalid(f"{param or 'body'}: {message}.", param=param)
+
+
+def _param(location: object) -> str | None:
+    """("body", "messages", 0, "role") -> "messages[0].role"; tags of unions, which no client wrote, are left out."""
+    if not isinstance(location, tuple):
+        return None
+    path = ""
+    for part in location[1:]:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif str(part).isidentifier() and str(part) not in ("str", "int", "float", "bool"):
+            path += f".{part}" if path else str(part)
+        else:
+            break
+    return path or None

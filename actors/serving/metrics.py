@@ -1,0 +1,114 @@
+"""What a replica tells Prometheus: the engine's counters as they are, and histograms of what its clients felt."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Literal
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from raytide.actors.engine.core import EngineStats
+
+__all__ = ["Outcome", "ServingMetrics", "Track"]
+
+Outcome = Literal["ok", "aborted", "invalid", "rejected", "error"]
+"""`aborted`: the client went away; `invalid`: 4xx; `rejected`: the queue was full; `error`: the server's fault."""
+
+_FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_INTER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+_REQUEST_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+class ServingMetrics:
+    """One registry of its own, so that many apps can live in one process."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self.registry = CollectorRegistry()
+        labels = {"labelnames": ("model",), "registry": self.registry}
+        self.first_token = Histogram(
+            "raytide_time_to_first_token_seconds", "From the request to its first token", buckets=_FIRST_TOKEN_S, **labels
+        ).labels(model)
+        self.inter_token = Histogram(
+            "raytide_inter_token_seconds", "Between two tokens of one request", buckets=_INTER_TOKEN_S, **labels
+        ).labels(model)
+        self.request = Histogram(
+            "raytide_request_seconds", "From the request to its end", buckets=_REQUEST_S, **labels
+        ).labels(model)
+        self._outcomes = Counter(
+            "raytide_requests", "Requests by how they ended", ("model", "api", "outcome"), registry=self.registry
+        )
+
+    def track(self, api: str) -> Track:
+        return Track(self, api)
+
+    def count(self, api: str, outcome: Outcome) -> None:
+        self._outcomes.labels(self._model, api, outcome).inc()
+
+    def render(self, stats: EngineStats) -> bytes:
+        """The text format of Prometheus."""
+        engine = CollectorRegistry()
+        engine.register(_EngineCollector(self._model, stats))
+        return generate_latest(engine) + generate_latest(self.registry)
+
+
+class Track:
+    """One request's clock: call `tokens` as they leave, and `finish` once (later calls change nothing)."""
+
+    def __init__(self, metrics: ServingMetrics, api: str) -> None:
+        self._metrics = metrics
+        self._api = api
+        self._began_s = self._last_s = time.perf_counter()
+        self._seen: set[int] = set()
+        self._done = False
+
+    def tokens(self, choice: int, count: int) -> None:
+        """`count` new tokens of one choice, sent now."""
+        if not count:
+            return
+        now_s = time.perf_counter()
+        if not self._seen:
+            self._metrics.first_token.observe(now_s - self._began_s)
+        elif choice in self._seen:
+            for _ in range(count):
+                self._metrics.inter_token.observe((now_s - self._last_s) / count)
+        self._seen.add(choice)
+        self._last_s = now_s
+
+    def finish(self, outcome: Outcome) -> None:
+        if self._done:
+            return
+        self._done = True
+        self._metrics.request.observe(time.perf_counter() - self._began_s)
+        self._metrics.count(self._api, outcome)
+
+
+class _EngineCollector:
+    def __init__(self, model: str, stats: EngineStats) -> None:
+        self._model = model
+        self._stats = stats
+
+    def collect(self) -> Iterable[Metric]:
+        stats = self._stats
+        used = 1.0 - stats.free_blocks / stats.num_blocks if stats.num_blocks else 0.0
+        yield self._gauge("raytide_requests_running", "Requests that hold KV blocks", stats.running)
+        yield self._gauge("raytide_requests_waiting", "Requests that wait for a place in the engine", stats.waiting)
+        yield self._gauge("raytide_kv_use_ratio", "Share of the KV blocks in use", used)
+        yield self._gauge("raytide_step_seconds", "Moving average of one engine step", stats.step_ms / 1e3)
+        yield self._counter("raytide_steps", "Engine steps", stats.steps)
+        yield self._counter("raytide_prompt_tokens", "Prompt tokens of requests", stats.prompt_tokens)
+        yield self._counter("raytide_generated_tokens", "Tokens generated", stats.generated_tokens)
+        yield self._counter("raytide_cached_tokens", "Prompt tokens found in the prefix cache", stats.cached_tokens)
+        yield self._counter("raytide_preemptions", "Sequences that lost their KV blocks and start over", stats.preemptions)
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=("model",))
+        family.add_metric((self._model,), value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(name, text, labels=("model",))
+        family.add_metric((self._model,), value)
+        return family
