@@ -62,6 +62,8 @@ class Job:
     """Driver attempts after the first."""
     heartbeat_at_s: float | None = None
     progress: Mapping[str, float | int | str] = field(default_factory=dict)
+    released_by_driver: str | None = None
+    """A GANG driver gave its lease back: "" when its work is done, else what failed."""
 
     @property
     def is_final(self) -> bool:

@@ -19,3 +19,10 @@ class LeaseClient(Protocol):
 
     def report(self, job_id: str, progress: Mapping[str, float | int | str]) -> None:
         """Numbers for `raytide ps` and the SDK: step, steps, loss, tokens_per_s, restarts, ..."""
+
+
+class GangClient(LeaseClient, Protocol):
+    """What the holder of a GANG job can do besides: hand the lease back itself."""
+
+    def release(self, job_id: str, *, error: str = "") -> None:
+        """The work is done, or failed with `error`."""

@@ -1,0 +1,60 @@
+"""A line of the ledger, and what it is made from: who held which share of a node since when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class EntryKind(StrEnum):
+    JOB = "job"  # seats of a job's gang
+    ENDPOINT = "endpoint"  # replicas
+    UNMANAGED = "unmanaged"  # used in Ray by nobody that raytide knows
+    IDLE = "idle"  # ready, and free for anybody
+    STARTUP = "startup"  # paid, and not ready yet
+    WASTE = "waste"  # paid, and nobody may use it any more: draining or ending
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One holder's part of a node. `weight` is its share of the node's dominant resource, 1.0 for the whole node."""
+
+    kind: EntryKind
+    subject: str
+    """A job's id, an endpoint's name, or "" when it is nobody's."""
+    team: str
+    weight: float
+
+
+Occupancy = tuple[Share, ...]
+"""Every share of one node, what is left over included; sorted, so that equal occupancies compare equal."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenInterval:
+    """What a node has cost since `from_us` and is not booked yet: one for each node that the provider bills."""
+
+    node_id: str
+    price_micro_usd_h: int
+    origin_us: int
+    """When the provider began to bill: amounts are differences of costs cumulated from here."""
+    from_us: int
+    occupancy: Occupancy
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """The cost of a share of a node over [from_us, to_us). Never changed; a mistake is reversed by a second entry."""
+
+    node_id: str
+    from_us: int
+    to_us: int
+    kind: EntryKind
+    subject: str
+    team: str
+    price_micro_usd_h: int
+    """Of the whole node, at the time."""
+    amount_micro_usd: int
+    """Of this share; negative in a reversal."""
+    is_reversal: bool = False
+    """It takes back what was booked beyond the node's end, which became known only afterwards."""

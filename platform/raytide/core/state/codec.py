@@ -1,0 +1,299 @@
+"""Nouns to rows and back: what comes out equals what went in, type by type."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from sqlalchemy import Row
+
+from raytide.core.endpoint import Endpoint, EndpointState, ServeSpec
+from raytide.core.entry import Entry, EntryKind, OpenInterval, Share
+from raytide.core.fleet import Market, Node, NodeState
+from raytide.core.gang import Lease, LeaseState, Member, MemberState, Shape
+from raytide.core.job import Job, JobSpec, JobState
+from raytide.core.snapshot import Pool
+from raytide.core.state.records import Event, StoredPlan
+
+Values = dict[str, Any]
+
+
+def number_of(id: str) -> int:
+    """7 of `job-7`: ids are never given twice, so the number also orders them."""
+    return int(id.rpartition("-")[2])
+
+
+def job_verdict(job: Job) -> Values:
+    """The columns of a job that are the controller's."""
+    return {
+        "state": job.state,
+        "admitted_at_s": job.admitted_at_s,
+        "started_at_s": job.started_at_s,
+        "ended_at_s": job.ended_at_s,
+        "reason": job.reason,
+        "restarts": job.restarts,
+    }
+
+
+def new_job(number: int, spec: JobSpec, user: str, now_s: float, key: str | None) -> Values:
+    return {
+        "number": number,
+        "id": f"job-{number}",
+        "name": spec.name,
+        "kind": spec.kind,
+        "team": spec.team,
+        "user": user,
+        "spec": spec.model_dump(mode="json"),
+        "client_key": key,
+        "submitted_at_s": now_s,
+        "stop_requested": False,
+        "progress": {},
+        "state": JobState.QUEUED,
+        "reason": "",
+        "restarts": 0,
+    }
+
+
+def job(row: Row[Any]) -> Job:
+    return Job(
+        id=row.id,
+        spec=JobSpec.model_validate(row.spec),
+        user=row.user,
+        state=JobState(row.state),
+        submitted_at_s=row.submitted_at_s,
+        admitted_at_s=row.admitted_at_s,
+        started_at_s=row.started_at_s,
+        ended_at_s=row.ended_at_s,
+        stop_requested=row.stop_requested,
+        reason=row.reason,
+        restarts=row.restarts,
+        heartbeat_at_s=row.heartbeat_at_s,
+        progress=row.progress,
+        released_by_driver=row.released_by_driver,
+    )
+
+
+def finite(progress: Mapping[str, float | int | str]) -> dict[str, float | int | str]:
+    """JSON has no NaN and no infinity, and a loss may be either: they are kept as words."""
+    return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in progress.items()}
+
+
+def lease_values(lease: Lease) -> Values:
+    return {
+        "number": number_of(lease.id),
+        "id": lease.id,
+        "job_id": lease.job_id,
+        "shape": lease.shape.model_dump(mode="json"),
+        "state": lease.state,
+        "epoch": lease.epoch,
+        "form_timeout_s": lease.form_timeout_s,
+        "created_at_s": lease.created_at_s,
+        "forming_since_s": lease.forming_since_s,
+        "reason": lease.reason,
+    }
+
+
+def member_values(lease_id: str, member: Member) -> Values:
+    return {
+        "lease_id": lease_id,
+        "index": member.index,
+        "state": member.state,
+        "node_id": member.node_id,
+        "ray_node_id": member.ray_node_id,
+        "address": member.address,
+        "placement_group_id": member.placement_group_id,
+        "incarnation": member.incarnation,
+        "leaves_at_s": member.leaves_at_s,
+    }
+
+
+def lease(row: Row[Any], members: Iterable[Row[Any]]) -> Lease:
+    """`members` in the order of their index."""
+    return Lease(
+        id=row.id,
+        job_id=row.job_id,
+        shape=Shape.model_validate(row.shape),
+        state=LeaseState(row.state),
+        members=tuple(_member(member) for member in members),
+        epoch=row.epoch,
+        form_timeout_s=row.form_timeout_s,
+        created_at_s=row.created_at_s,
+        forming_since_s=row.forming_since_s,
+        reason=row.reason,
+    )
+
+
+def _member(row: Row[Any]) -> Member:
+    # By key: `index` and `count` are also methods of a row.
+    return Member(
+        index=row._mapping["index"],
+        state=MemberState(row.state),
+        node_id=row.node_id,
+        ray_node_id=row.ray_node_id,
+        address=row.address,
+        placement_group_id=row.placement_group_id,
+        incarnation=row.incarnation,
+        leaves_at_s=row.leaves_at_s,
+    )
+
+
+def node_values(node: Node) -> Values:
+    return {
+        "number": number_of(node.id),
+        "id": node.id,
+        "type": node.type,
+        "zone": node.zone,
+        "market": node.market,
+        "price_micro_usd_h": node.price_micro_usd_h,
+        "state": node.state,
+        "requested_at_s": node.requested_at_s,
+        "started_at_s": node.started_at_s,
+        "ready_at_s": node.ready_at_s,
+        "drain_deadline_s": node.drain_deadline_s,
+        "ended_at_s": node.ended_at_s,
+        "ray_node_id": node.ray_node_id,
+        "address": node.address,
+        "reason": node.reason,
+    }
+
+
+def node(row: Row[Any]) -> Node:
+    return Node(
+        id=row.id,
+        type=row.type,
+        zone=row.zone,
+        market=Market(row.market),
+        price_micro_usd_h=row.price_micro_usd_h,
+        state=NodeState(row.state),
+        requested_at_s=row.requested_at_s,
+        started_at_s=row.started_at_s,
+        ready_at_s=row.ready_at_s,
+        drain_deadline_s=row.drain_deadline_s,
+        ended_at_s=row.ended_at_s,
+        ray_node_id=row.ray_node_id,
+        address=row.address,
+        reason=row.reason,
+    )
+
+
+def new_endpoint(spec: ServeSpec, user: str, now_s: float) -> Values:
+    return {
+        "name": spec.name,
+        "team": spec.team,
+        "user": user,
+        "spec": spec.model_dump(mode="json"),
+        "delete_requested": False,
+        "created_at_s": now_s,
+        "state": EndpointState.DEPLOYING,
+        "target_replicas": spec.replicas.min,
+        "low_since_s": None,
+        "high_since_s": None,
+        "ended_at_s": None,
+        "reason": "",
+    }
+
+
+def endpoint_verdict(endpoint: Endpoint) -> Values:
+    """The columns of an endpoint that are the controller's."""
+    return {
+        "state": endpoint.state,
+        "target_replicas": endpoint.target_replicas,
+        "low_since_s": endpoint.low_since_s,
+        "high_since_s": endpoint.high_since_s,
+        "ended_at_s": endpoint.ended_at_s,
+        "reason": endpoint.reason,
+    }
+
+
+def endpoint(row: Row[Any]) -> Endpoint:
+    """A delete request shows as DELETING at once, whatever the controller wrote last."""
+    state = EndpointState(row.state)
+    if row.delete_requested and state is not EndpointState.DELETED:
+        state = EndpointState.DELETING
+    return Endpoint(
+        spec=ServeSpec.model_validate(row.spec),
+        user=row.user,
+        state=state,
+        created_at_s=row.created_at_s,
+        target_replicas=row.target_replicas,
+        low_since_s=row.low_since_s,
+        high_since_s=row.high_since_s,
+        ended_at_s=row.ended_at_s,
+        reason=row.reason,
+    )
+
+
+def pool_values(pool: Pool) -> Values:
+    return {
+        "node_type": pool.node_type,
+        "zone": pool.zone,
+        "failures": pool.failures,
+        "retry_at_s": pool.retry_at_s,
+        "reason": pool.reason,
+    }
+
+
+def pool(row: Row[Any]) -> Pool:
+    return Pool(row.node_type, row.zone, row.failures, row.retry_at_s, row.reason)
+
+
+def interval_values(interval: OpenInterval) -> Values:
+    return {
+        "node_id": interval.node_id,
+        "price_micro_usd_h": interval.price_micro_usd_h,
+        "origin_us": interval.origin_us,
+        "from_us": interval.from_us,
+        "occupancy": [[share.kind, share.subject, share.team, share.weight] for share in interval.occupancy],
+    }
+
+
+def interval(row: Row[Any]) -> OpenInterval:
+    occupancy = tuple(Share(EntryKind(kind), subject, team, weight) for kind, subject, team, weight in row.occupancy)
+    return OpenInterval(row.node_id, row.price_micro_usd_h, row.origin_us, row.from_us, occupancy)
+
+
+def entry_values(entry: Entry) -> Values:
+    return {
+        "node_id": entry.node_id,
+        "from_us": entry.from_us,
+        "to_us": entry.to_us,
+        "kind": entry.kind,
+        "subject": entry.subject,
+        "team": entry.team,
+        "price_micro_usd_h": entry.price_micro_usd_h,
+        "amount_micro_usd": entry.amount_micro_usd,
+        "is_reversal": entry.is_reversal,
+    }
+
+
+def entry(row: Row[Any]) -> Entry:
+    return Entry(
+        node_id=row.node_id,
+        from_us=row.from_us,
+        to_us=row.to_us,
+        kind=EntryKind(row.kind),
+        subject=row.subject,
+        team=row.team,
+        price_micro_usd_h=row.price_micro_usd_h,
+        amount_micro_usd=row.amount_micro_usd,
+        is_reversal=row.is_reversal,
+    )
+
+
+def event_values(event: Event) -> Values:
+    return {
+        "at_s": event.at_s,
+        "subject": event.subject,
+        "from_state": event.from_state,
+        "to_state": event.to_state,
+        "reason": event.reason,
+    }
+
+
+def event(row: Row[Any]) -> Event:
+    return Event(row.at_s, row.subject, row.from_state, row.to_state, row.reason)
+
+
+def stored_plan(row: Row[Any]) -> StoredPlan:
+    return StoredPlan(row.at_s, row.last_at_s, tuple(row.actions))

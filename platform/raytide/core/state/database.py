@@ -1,0 +1,137 @@
+"""Where the store lives: an engine for SQLite or PostgreSQL, its transactions, and the schema brought up to date.
+
+SQLite: write-ahead log, a write takes the lock when it begins (a lock taken half-way cannot wait and fails at once).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.exc import IntegrityError, OperationalError, ProgrammingError
+
+from raytide.core.errors import ConfigError, ConflictError, StorageError
+
+BUSY_TIMEOUT_S = 30.0
+_MIGRATIONS = Path(__file__).parent / "migrations"
+_UPGRADE_LOCK = 7_283_118_433
+"""Any number that nobody else on the PostgreSQL server locks on."""
+
+
+class Database:
+    """An engine and its two kinds of transaction."""
+
+    def __init__(self, url: str) -> None:
+        self.engine = _engine(url)
+
+    @contextmanager
+    def read(self) -> Iterator[sa.Connection]:
+        """One consistent view."""
+        with _clear_errors(self.engine), self.engine.connect() as plain:
+            level = None if self.is_sqlite else "REPEATABLE READ"
+            connection = plain.execution_options(isolation_level=level) if level else plain
+            with connection.begin():
+                yield connection
+
+    @contextmanager
+    def write(self) -> Iterator[sa.Connection]:
+        """All of it, or nothing when it raises."""
+        with _clear_errors(self.engine), self.engine.connect() as plain:
+            connection = plain.execution_options(raytide_write=True)
+            with connection.begin():
+                yield connection
+
+    @property
+    def is_sqlite(self) -> bool:
+        return self.engine.dialect.name == "sqlite"
+
+    def upgrade(self) -> None:
+        """Run the migrations that are missing, one process at a time; refuse a schema from the future."""
+        from alembic import command
+        from alembic.config import Config
+        from alembic.runtime.migration import MigrationContext
+        from alembic.script import ScriptDirectory
+
+        config = Config()
+        config.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
+        known = ScriptDirectory.from_config(config)
+        with self.write() as connection:
+            if not self.is_sqlite:
+                connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_UPGRADE_LOCK)))
+            have = MigrationContext.configure(connection).get_current_revision()
+            if have == known.get_current_head():
+                return
+            if have is not None and have not in {script.revision for script in known.walk_revisions()}:
+                raise ConflictError(
+                    f"the state at {self.engine.url.render_as_string()} was written by a newer raytide (schema {have}); "
+                    f"this one knows schemas up to {known.get_current_head()}.",
+                    hint="Run the newer raytide, or name another state URL.",
+                )
+            config.attributes["connection"] = connection
+            command.upgrade(config, "head")
+
+
+def _engine(url: str) -> sa.Engine:
+    try:
+        parsed = sa.make_url(url)
+        if parsed.drivername in ("postgresql", "postgres"):
+            parsed = parsed.set(drivername="postgresql+psycopg")
+        if parsed.get_backend_name() == "sqlite":
+            return _sqlite(parsed)
+        if parsed.get_backend_name() == "postgresql":
+            return sa.create_engine(parsed, pool_pre_ping=True)
+    except sa.exc.ArgumentError:
+        raise ConfigError(
+            f"{url!r} is not a state URL.", hint="Write sqlite:////path/state.db or postgresql://host/db."
+        ) from None
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"PostgreSQL state needs {error.name}, which is not installed.", hint="Install raytide[postgres]."
+        ) from None
+    raise ConfigError(
+        f"state cannot live in {parsed.get_backend_name()}.",
+        hint="Write sqlite:////path/state.db or postgresql://host/db.",
+    )
+
+
+def _sqlite(url: sa.URL) -> sa.Engine:
+    if not url.database or url.database == ":memory:":
+        raise ConfigError("state needs a file: it outlives its process.", hint="Write sqlite:////path/state.db.")
+    with _clear_errors(None):
+        Path(url.database).parent.mkdir(parents=True, exist_ok=True)
+    # autocommit: the driver opens no transactions of its own, `_begin` does.
+    engine = sa.create_engine(url, connect_args={"timeout": BUSY_TIMEOUT_S, "isolation_level": None})
+    sa.event.listen(engine, "connect", _configure)
+    sa.event.listen(engine, "begin", _begin)
+    return engine
+
+
+def _configure(connection: Any, _record: object) -> None:
+    for pragma in ("journal_mode=WAL", "foreign_keys=ON"):
+        connection.execute(f"PRAGMA {pragma}").close()
+
+
+def _begin(connection: sa.Connection) -> None:
+    write = connection.get_execution_options().get("raytide_write")
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
+
+
+@contextmanager
+def _clear_errors(engine: sa.Engine | None) -> Iterator[None]:
+    where = engine.url.render_as_string() if engine else "the state's folder"
+    try:
+        yield
+    except OperationalError as error:
+        raise StorageError(
+            f"the state at {where} cannot be read or written: {error.orig}.",
+            hint="Free space there, check its permissions, or start its server; nothing half-written is kept.",
+        ) from error
+    except IntegrityError as error:
+        raise ConflictError(f"the state at {where} refused a row: {error.orig}.", hint="Nothing was written.") from error
+    except (OSError, ProgrammingError) as error:
+        raise StorageError(
+            f"the state at {where} cannot be used: {error}.", hint="Check its path and permissions."
+        ) from error

@@ -1,0 +1,16 @@
+"""How alembic runs here: on the connection that `Database.upgrade` opened and locked, inside its transaction."""
+
+from __future__ import annotations
+
+from alembic import context
+
+from raytide.core.state.tables import metadata
+
+context.configure(
+    connection=context.config.attributes["connection"],
+    target_metadata=metadata,
+    transactional_ddl=True,
+    render_as_batch=True,  # SQLite alters a table by copying it
+)
+with context.begin_transaction():
+    context.run_migrations()

@@ -1,0 +1,195 @@
+"""The first schema.
+
+Migrations are frozen: later ones build on what this one made, whatever `tables` says by then.
+"""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0001"
+down_revision = None
+
+ROW = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
+
+
+def upgrade() -> None:
+    op.create_table(
+        "counters",
+        sa.Column("name", sa.String(), nullable=False),
+        sa.Column("next", sa.BigInteger(), nullable=False),
+        sa.PrimaryKeyConstraint("name", name="pk_counters"),
+    )
+    op.create_table(
+        "endpoints",
+        sa.Column("name", sa.String(), nullable=False),
+        sa.Column("team", sa.String(), nullable=False),
+        sa.Column("user", sa.String(), nullable=False),
+        sa.Column("spec", sa.JSON(), nullable=False),
+        sa.Column("delete_requested", sa.Boolean(), nullable=False),
+        sa.Column("created_at_s", sa.Double(), nullable=False),
+        sa.Column("state", sa.String(), nullable=False),
+        sa.Column("target_replicas", sa.Integer(), nullable=False),
+        sa.Column("low_since_s", sa.Double(), nullable=True),
+        sa.Column("high_since_s", sa.Double(), nullable=True),
+        sa.Column("ended_at_s", sa.Double(), nullable=True),
+        sa.Column("reason", sa.Text(), nullable=False),
+        sa.PrimaryKeyConstraint("name", name="pk_endpoints"),
+    )
+    op.create_table(
+        "entries",
+        sa.Column("number", ROW, nullable=False),
+        sa.Column("node_id", sa.String(), nullable=False),
+        sa.Column("from_us", sa.BigInteger(), nullable=False),
+        sa.Column("to_us", sa.BigInteger(), nullable=False),
+        sa.Column("kind", sa.String(), nullable=False),
+        sa.Column("subject", sa.String(), nullable=False),
+        sa.Column("team", sa.String(), nullable=False),
+        sa.Column("price_micro_usd_h", sa.BigInteger(), nullable=False),
+        sa.Column("amount_micro_usd", sa.BigInteger(), nullable=False),
+        sa.Column("is_reversal", sa.Boolean(), nullable=False),
+        sa.CheckConstraint("to_us > from_us", name="ck_entries_forward"),
+        sa.PrimaryKeyConstraint("number", name="pk_entries"),
+        sa.UniqueConstraint(
+            "node_id",
+            "from_us",
+            "kind",
+            "subject",
+            "is_reversal",
+            name="uq_entries_node_id_from_us_kind_subject_is_reversal",
+        ),
+    )
+    op.create_index("ix_entries_from_us", "entries", ["from_us"], unique=False)
+    op.create_index("ix_entries_kind_subject", "entries", ["kind", "subject"], unique=False)
+    op.create_table(
+        "events",
+        sa.Column("number", ROW, nullable=False),
+        sa.Column("at_s", sa.Double(), nullable=False),
+        sa.Column("subject", sa.String(), nullable=False),
+        sa.Column("from_state", sa.String(), nullable=False),
+        sa.Column("to_state", sa.String(), nullable=False),
+        sa.Column("reason", sa.Text(), nullable=False),
+        sa.PrimaryKeyConstraint("number", name="pk_events"),
+    )
+    op.create_index("ix_events_subject_number", "events", ["subject", "number"], unique=False)
+    op.create_table(
+        "jobs",
+        sa.Column("number", sa.BigInteger(), autoincrement=False, nullable=False),
+        sa.Column("id", sa.String(), nullable=False),
+        sa.Column("name", sa.String(), nullable=False),
+        sa.Column("kind", sa.String(), nullable=False),
+        sa.Column("team", sa.String(), nullable=False),
+        sa.Column("user", sa.String(), nullable=False),
+        sa.Column("spec", sa.JSON(), nullable=False),
+        sa.Column("client_key", sa.String(), nullable=True),
+        sa.Column("submitted_at_s", sa.Double(), nullable=False),
+        sa.Column("stop_requested", sa.Boolean(), nullable=False),
+        sa.Column("heartbeat_at_s", sa.Double(), nullable=True),
+        sa.Column("progress", sa.JSON(), nullable=False),
+        sa.Column("released_by_driver", sa.Text(), nullable=True),
+        sa.Column("state", sa.String(), nullable=False),
+        sa.Column("admitted_at_s", sa.Double(), nullable=True),
+        sa.Column("started_at_s", sa.Double(), nullable=True),
+        sa.Column("ended_at_s", sa.Double(), nullable=True),
+        sa.Column("reason", sa.Text(), nullable=False),
+        sa.Column("restarts", sa.Integer(), nullable=False),
+        sa.PrimaryKeyConstraint("number", name="pk_jobs"),
+        sa.UniqueConstraint("id", name="uq_jobs_id"),
+        sa.UniqueConstraint("user", "client_key", name="uq_jobs_user_client_key"),
+    )
+    op.create_index("ix_jobs_state", "jobs", ["state"], unique=False)
+    op.create_index("ix_jobs_team_number", "jobs", ["team", "number"], unique=False)
+    op.create_table(
+        "nodes",
+        sa.Column("number", sa.BigInteger(), autoincrement=False, nullable=False),
+        sa.Column("id", sa.String(), nullable=False),
+        sa.Column("type", sa.String(), nullable=False),
+        sa.Column("zone", sa.String(), nullable=False),
+        sa.Column("market", sa.String(), nullable=False),
+        sa.Column("price_micro_usd_h", sa.BigInteger(), nullable=False),
+        sa.Column("state", sa.String(), nullable=False),
+        sa.Column("requested_at_s", sa.Double(), nullable=False),
+        sa.Column("started_at_s", sa.Double(), nullable=True),
+        sa.Column("ready_at_s", sa.Double(), nullable=True),
+        sa.Column("drain_deadline_s", sa.Double(), nullable=True),
+        sa.Column("ended_at_s", sa.Double(), nullable=True),
+        sa.Column("ray_node_id", sa.String(), nullable=False),
+        sa.Column("address", sa.String(), nullable=False),
+        sa.Column("reason", sa.Text(), nullable=False),
+        sa.PrimaryKeyConstraint("number", name="pk_nodes"),
+        sa.UniqueConstraint("id", name="uq_nodes_id"),
+    )
+    op.create_index("ix_nodes_state", "nodes", ["state"], unique=False)
+    op.create_table(
+        "open_intervals",
+        sa.Column("node_id", sa.String(), nullable=False),
+        sa.Column("price_micro_usd_h", sa.BigInteger(), nullable=False),
+        sa.Column("origin_us", sa.BigInteger(), nullable=False),
+        sa.Column("from_us", sa.BigInteger(), nullable=False),
+        sa.Column("occupancy", sa.JSON(), nullable=False),
+        sa.PrimaryKeyConstraint("node_id", name="pk_open_intervals"),
+    )
+    op.create_table(
+        "plans",
+        sa.Column("number", ROW, nullable=False),
+        sa.Column("at_s", sa.Double(), nullable=False),
+        sa.Column("last_at_s", sa.Double(), nullable=False),
+        sa.Column("actions", sa.JSON(), nullable=False),
+        sa.PrimaryKeyConstraint("number", name="pk_plans"),
+    )
+    op.create_table(
+        "pools",
+        sa.Column("node_type", sa.String(), nullable=False),
+        sa.Column("zone", sa.String(), nullable=False),
+        sa.Column("failures", sa.Integer(), nullable=False),
+        sa.Column("retry_at_s", sa.Double(), nullable=False),
+        sa.Column("reason", sa.Text(), nullable=False),
+        sa.PrimaryKeyConstraint("node_type", "zone", name="pk_pools"),
+    )
+    op.create_table(
+        "leases",
+        sa.Column("number", sa.BigInteger(), autoincrement=False, nullable=False),
+        sa.Column("id", sa.String(), nullable=False),
+        sa.Column("job_id", sa.String(), nullable=False),
+        sa.Column("shape", sa.JSON(), nullable=False),
+        sa.Column("state", sa.String(), nullable=False),
+        sa.Column("epoch", sa.Integer(), nullable=False),
+        sa.Column("form_timeout_s", sa.Double(), nullable=False),
+        sa.Column("created_at_s", sa.Double(), nullable=False),
+        sa.Column("forming_since_s", sa.Double(), nullable=True),
+        sa.Column("reason", sa.Text(), nullable=False),
+        sa.ForeignKeyConstraint(["job_id"], ["jobs.id"], name="fk_leases_job_id"),
+        sa.PrimaryKeyConstraint("number", name="pk_leases"),
+        sa.UniqueConstraint("id", name="uq_leases_id"),
+    )
+    op.create_index("ix_leases_job_id", "leases", ["job_id"], unique=False)
+    op.create_index("ix_leases_state", "leases", ["state"], unique=False)
+    op.create_table(
+        "members",
+        sa.Column("lease_id", sa.String(), nullable=False),
+        sa.Column("index", sa.Integer(), autoincrement=False, nullable=False),
+        sa.Column("state", sa.String(), nullable=False),
+        sa.Column("node_id", sa.String(), nullable=False),
+        sa.Column("ray_node_id", sa.String(), nullable=False),
+        sa.Column("address", sa.String(), nullable=False),
+        sa.Column("placement_group_id", sa.String(), nullable=False),
+        sa.Column("incarnation", sa.Integer(), nullable=False),
+        sa.Column("leaves_at_s", sa.Double(), nullable=True),
+        sa.ForeignKeyConstraint(["lease_id"], ["leases.id"], name="fk_members_lease_id"),
+        sa.PrimaryKeyConstraint("lease_id", "index", name="pk_members"),
+    )
+
+
+def downgrade() -> None:
+    op.drop_table("members")
+    op.drop_table("leases")
+    op.drop_table("pools")
+    op.drop_table("plans")
+    op.drop_table("open_intervals")
+    op.drop_table("nodes")
+    op.drop_table("jobs")
+    op.drop_table("events")
+    op.drop_table("entries")
+    op.drop_table("endpoints")
+    op.drop_table("counters")

@@ -1,0 +1,74 @@
+"""What goes into the store and comes out of it in one piece."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from raytide.core.endpoint import Endpoint
+from raytide.core.entry import Entry, OpenInterval
+from raytide.core.fleet import Node
+from raytide.core.gang import Lease
+from raytide.core.job import Job
+from raytide.core.plan import Plan
+from raytide.core.snapshot import Pool
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """All that is not final, read in one transaction: what a controller that was killed goes on from."""
+
+    jobs: tuple[Job, ...] = ()
+    """In order of submission."""
+    leases: tuple[Lease, ...] = ()
+    """In order of admission."""
+    nodes: tuple[Node, ...] = ()
+    endpoints: tuple[Endpoint, ...] = ()
+    pools: tuple[Pool, ...] = ()
+    intervals: Mapping[str, OpenInterval] = field(default_factory=dict)
+    """By node id; also of a node that is gone and whose last interval is not booked yet."""
+    next_node: int = 1
+    next_lease: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A subject (job, lease, node, endpoint) went from one state to another."""
+
+    at_s: float
+    subject: str
+    from_state: str
+    """"" when it is new."""
+    to_state: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What one pass of the controller writes, all of it or nothing.
+
+    Transitions of jobs, leases, nodes and endpoints become events by themselves; `events` is for others.
+    """
+
+    at_s: float
+    jobs: tuple[Job, ...] = ()
+    leases: tuple[Lease, ...] = ()
+    nodes: tuple[Node, ...] = ()
+    endpoints: tuple[Endpoint, ...] = ()
+    pools: tuple[Pool, ...] = ()
+    entries: tuple[Entry, ...] = ()
+    intervals: tuple[OpenInterval, ...] = ()
+    """Open from now on, in place of the node's former one."""
+    closed: tuple[str, ...] = ()
+    """Nodes whose last interval is booked."""
+    plan: Plan | None = None
+    events: tuple[Event, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPlan:
+    """A plan as it was stored; passes that decided the same again only move `last_at_s`."""
+
+    at_s: float
+    last_at_s: float
+    actions: tuple[Mapping[str, object], ...]

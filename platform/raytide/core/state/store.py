@@ -1,0 +1,280 @@
+"""The store's verbs: first what the API may do, then what is the controller's, then what everybody reads.
+
+Each verb is one transaction. Columns have one writer each (see `tables`), so the two processes never undo each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+import sqlalchemy as sa
+
+from raytide.core.endpoint import Endpoint, EndpointState, ServeSpec
+from raytide.core.errors import ConflictError, NotFoundError
+from raytide.core.fleet import Node, NodeState
+from raytide.core.gang import Lease, LeaseState
+from raytide.core.job import FINAL_STATES, Job, JobSpec
+from raytide.core.plan import Plan
+from raytide.core.state import codec
+from raytide.core.state import tables as t
+from raytide.core.state.books import Books
+from raytide.core.state.database import Database
+from raytide.core.state.records import Changes, Event, Records, StoredPlan
+from raytide.core.state.write import append, next_number, number_reached, transitions, update, upsert
+
+KEPT_PLANS = 1000
+
+
+class Store:
+    """Open it with `Store.open(url)`. Safe for threads."""
+
+    def __init__(self, database: Database) -> None:
+        self._db = database
+        self.books = Books(database)
+        """The ledger's tables: entries, open intervals, sums."""
+
+    @classmethod
+    def open(cls, url: str) -> Self:
+        """Bring the schema up to date (one process at a time), then open. ConflictError when a newer raytide wrote it."""
+        database = Database(url)
+        try:
+            database.upgrade()
+        except BaseException:
+            database.engine.dispose()
+            raise
+        return cls(database)
+
+    def close(self) -> None:
+        self._db.engine.dispose()
+
+    # The API's.
+
+    def submit_job(self, spec: JobSpec, user: str, now_s: float, *, key: str | None = None) -> Job:
+        """Queue a job. The same user's same `key` again returns the first job, so that a client may retry."""
+        with self._db.write() as c:
+            if key is not None and (row := c.execute(_job_of_key(user, key)).first()):
+                return codec.job(row)
+            number = next_number(c, "job")
+            c.execute(t.jobs.insert(), codec.new_job(number, spec, user, now_s, key))
+            append(
+                c, t.events, [codec.event_values(Event(now_s, f"job-{number}", "", "queued", f"submitted by {user}"))]
+            )
+            return codec.job(c.execute(_job(f"job-{number}")).one())
+
+    def request_stop(self, job_id: str) -> Job:
+        """Ask for the end of a job; nothing happens when it is over."""
+        return self._write_job(job_id, stop_requested=True)
+
+    def heartbeat(self, job_id: str, now_s: float) -> Job:
+        """Its driver is alive."""
+        return self._write_job(job_id, heartbeat_at_s=now_s)
+
+    def report(self, job_id: str, progress: Mapping[str, float | int | str], now_s: float) -> None:
+        """Add to the job's progress, name by name; also a heartbeat."""
+        with self._db.write() as c:
+            row = c.execute(_job(job_id).with_for_update()).first()
+            if row is None:
+                raise _no_job(job_id)
+            merged = {**row.progress, **codec.finite(progress)}
+            update(c, t.jobs, {"id": job_id}, {"progress": merged, "heartbeat_at_s": now_s})
+
+    def release(self, job_id: str, *, error: str = "") -> Job:
+        """The driver of a GANG job says that its work is done, or what failed."""
+        return self._write_job(job_id, released_by_driver=error)
+
+    def save_endpoint(self, spec: ServeSpec, user: str, now_s: float) -> Endpoint:
+        """Create an endpoint, or give a live one a new spec. ConflictError while one of that name is being deleted."""
+        with self._db.write() as c:
+            row = c.execute(_endpoint(spec.name).with_for_update()).first()
+            if row is None:
+                c.execute(t.endpoints.insert(), codec.new_endpoint(spec, user, now_s))
+            elif row.state == EndpointState.DELETED:
+                update(c, t.endpoints, {"name": spec.name}, codec.new_endpoint(spec, user, now_s))
+            elif row.delete_requested:
+                raise ConflictError(f"endpoint {spec.name} is being deleted.", hint="Try again when it is gone.")
+            else:
+                values = {"spec": spec.model_dump(mode="json"), "team": spec.team}
+                update(c, t.endpoints, {"name": spec.name}, values)
+            if row is None or row.state == EndpointState.DELETED:
+                append(
+                    c, t.events, [codec.event_values(Event(now_s, spec.name, "", "deploying", f"asked for by {user}"))]
+                )
+            return codec.endpoint(c.execute(_endpoint(spec.name)).one())
+
+    def request_delete(self, name: str) -> Endpoint:
+        """Ask for the end of an endpoint; nothing happens when it is over."""
+        with self._db.write() as c:
+            update(c, t.endpoints, {"name": name}, {"delete_requested": True})
+            if (row := c.execute(_endpoint(name)).first()) is None:
+                raise _no_endpoint(name)
+            return codec.endpoint(row)
+
+    # The controller's.
+
+    def load(self) -> Records:
+        """All that is not final, and the numbers that come next."""
+        with self._db.read() as c:
+            leases = self._leases(c, t.leases.c.state != LeaseState.RELEASED)
+            live_jobs = t.jobs.select().where(t.jobs.c.state.not_in(FINAL_STATES)).order_by(t.jobs.c.number)
+            live_nodes = t.nodes.select().where(t.nodes.c.state != NodeState.GONE).order_by(t.nodes.c.number)
+            counters: dict[str, int] = {row.name: row.next for row in c.execute(t.counters.select())}
+            return Records(
+                jobs=tuple(codec.job(row) for row in c.execute(live_jobs)),
+                leases=leases,
+                nodes=tuple(codec.node(row) for row in c.execute(live_nodes)),
+                endpoints=self._endpoints(c, ended=False),
+                pools=tuple(codec.pool(row) for row in c.execute(t.pools.select())),
+                intervals={row.node_id: codec.interval(row) for row in c.execute(t.open_intervals.select())},
+                next_node=counters.get("node", 1),
+                next_lease=counters.get("lease", 1),
+            )
+
+    def commit(self, changes: Changes) -> None:
+        """Write one pass of the controller. When this returns it is durable; when it raises nothing of it is."""
+        ch = changes
+        with self._db.write() as c:
+            events = [
+                *transitions(c, t.jobs.c.id, t.jobs.c.state, {j.id: (j.state, j.reason) for j in ch.jobs}, ch.at_s),
+                *transitions(
+                    c, t.leases.c.id, t.leases.c.state, {x.id: (x.state, x.reason) for x in ch.leases}, ch.at_s
+                ),
+                *transitions(c, t.nodes.c.id, t.nodes.c.state, {n.id: (n.state, n.reason) for n in ch.nodes}, ch.at_s),
+                *transitions(
+                    c,
+                    t.endpoints.c.name,
+                    t.endpoints.c.state,
+                    {e.name: (e.state, e.reason) for e in ch.endpoints},
+                    ch.at_s,
+                ),
+                *ch.events,
+            ]
+            for job in ch.jobs:
+                update(c, t.jobs, {"id": job.id}, codec.job_verdict(job))
+            for endpoint in ch.endpoints:
+                update(c, t.endpoints, {"name": endpoint.name}, codec.endpoint_verdict(endpoint))
+            upsert(c, t.leases, [codec.lease_values(lease) for lease in ch.leases])
+            upsert(c, t.members, [codec.member_values(lease.id, m) for lease in ch.leases for m in lease.members])
+            upsert(c, t.nodes, [codec.node_values(node) for node in ch.nodes])
+            upsert(c, t.pools, [codec.pool_values(pool) for pool in ch.pools])
+            number_reached(c, "lease", max((codec.number_of(lease.id) for lease in ch.leases), default=0))
+            number_reached(c, "node", max((codec.number_of(node.id) for node in ch.nodes), default=0))
+            append(c, t.entries, [codec.entry_values(entry) for entry in ch.entries])
+            upsert(c, t.open_intervals, [codec.interval_values(interval) for interval in ch.intervals])
+            if ch.closed:
+                c.execute(t.open_intervals.delete().where(t.open_intervals.c.node_id.in_(ch.closed)))
+            append(c, t.events, [codec.event_values(event) for event in events])
+            if ch.plan is not None:
+                _store_plan(c, ch.plan)
+
+    # Everybody's.
+
+    def job(self, job_id: str) -> Job:
+        with self._db.read() as c:
+            if (row := c.execute(_job(job_id)).first()) is None:
+                raise _no_job(job_id)
+            return codec.job(row)
+
+    def jobs(
+        self, *, active: bool = False, team: str | None = None, limit: int = 100, offset: int = 0
+    ) -> tuple[Job, ...]:
+        """A page, newest first."""
+        query = t.jobs.select().order_by(t.jobs.c.number.desc()).limit(limit).offset(offset)
+        if active:
+            query = query.where(t.jobs.c.state.not_in(FINAL_STATES))
+        if team is not None:
+            query = query.where(t.jobs.c.team == team)
+        with self._db.read() as c:
+            return tuple(codec.job(row) for row in c.execute(query))
+
+    def lease_of(self, job_id: str) -> Lease | None:
+        """The newest lease of a job, RELEASED ones included; None before it was admitted."""
+        newest = sa.select(sa.func.max(t.leases.c.number)).where(t.leases.c.job_id == job_id).scalar_subquery()
+        with self._db.read() as c:
+            return next(iter(self._leases(c, t.leases.c.number == newest)), None)
+
+    def endpoint(self, name: str) -> Endpoint:
+        with self._db.read() as c:
+            if (row := c.execute(_endpoint(name)).first()) is None:
+                raise _no_endpoint(name)
+            return codec.endpoint(row)
+
+    def endpoints(self, *, ended: bool = False) -> tuple[Endpoint, ...]:
+        """By name; DELETED ones too when `ended`."""
+        with self._db.read() as c:
+            return self._endpoints(c, ended=ended)
+
+    def nodes(self, *, limit: int = 1000) -> tuple[Node, ...]:
+        """Newest first, those that are gone included."""
+        with self._db.read() as c:
+            return tuple(
+                codec.node(row) for row in c.execute(t.nodes.select().order_by(t.nodes.c.number.desc()).limit(limit))
+            )
+
+    def events(self, subject: str | None = None, *, limit: int = 100) -> tuple[Event, ...]:
+        """The newest, oldest of them first: of one subject, or of all."""
+        query = t.events.select().order_by(t.events.c.number.desc()).limit(limit)
+        if subject is not None:
+            query = query.where(t.events.c.subject == subject)
+        with self._db.read() as c:
+            return tuple(codec.event(row) for row in c.execute(query))[::-1]
+
+    def plans(self, *, limit: int = 20, since_s: float = 0.0) -> tuple[StoredPlan, ...]:
+        """The newest that still held at `since_s`, oldest of them first."""
+        query = t.plans.select().where(t.plans.c.last_at_s >= since_s).order_by(t.plans.c.number.desc()).limit(limit)
+        with self._db.read() as c:
+            return tuple(codec.stored_plan(row) for row in c.execute(query))[::-1]
+
+    def _write_job(self, job_id: str, **values: object) -> Job:
+        with self._db.write() as c:
+            update(c, t.jobs, {"id": job_id}, values)
+            if (row := c.execute(_job(job_id)).first()) is None:
+                raise _no_job(job_id)
+            return codec.job(row)
+
+    def _leases(self, c: sa.Connection, which: sa.ColumnElement[bool]) -> tuple[Lease, ...]:
+        rows = c.execute(t.leases.select().where(which).order_by(t.leases.c.number)).all()
+        ids = sa.select(t.leases.c.id).where(which)
+        by_index = t.members.select().where(t.members.c.lease_id.in_(ids)).order_by(t.members.c.index)
+        members: dict[str, list[sa.Row[Any]]] = {row.id: [] for row in rows}
+        for member in c.execute(by_index):
+            members[member.lease_id].append(member)
+        return tuple(codec.lease(row, members[row.id]) for row in rows)
+
+    def _endpoints(self, c: sa.Connection, *, ended: bool) -> tuple[Endpoint, ...]:
+        query = t.endpoints.select().order_by(t.endpoints.c.name)
+        if not ended:
+            query = query.where(t.endpoints.c.state != EndpointState.DELETED)
+        return tuple(codec.endpoint(row) for row in c.execute(query))
+
+
+def _job(job_id: str) -> sa.Select[Any]:
+    return t.jobs.select().where(t.jobs.c.id == job_id)
+
+
+def _job_of_key(user: str, key: str) -> sa.Select[Any]:
+    return t.jobs.select().where(t.jobs.c.user == user, t.jobs.c.client_key == key)
+
+
+def _endpoint(name: str) -> sa.Select[Any]:
+    return t.endpoints.select().where(t.endpoints.c.name == name)
+
+
+def _no_job(job_id: str) -> NotFoundError:
+    return NotFoundError(f"there is no job {job_id}.", hint="`raytide ps` lists them.")
+
+
+def _no_endpoint(name: str) -> NotFoundError:
+    return NotFoundError(f"there is no endpoint {name}.", hint="`raytide status` lists them.")
+
+
+def _store_plan(c: sa.Connection, plan: Plan) -> None:
+    """Append it, or note that the last one still holds; forget the oldest."""
+    actions = plan.to_json()["actions"]
+    last = c.execute(t.plans.select().order_by(t.plans.c.number.desc()).limit(1)).first()
+    if last is not None and last.actions == actions:
+        update(c, t.plans, {"number": last.number}, {"last_at_s": plan.at_s})
+        return
+    append(c, t.plans, [{"at_s": plan.at_s, "last_at_s": plan.at_s, "actions": actions}])
+    if last is not None:
+        c.execute(t.plans.delete().where(t.plans.c.number <= last.number + 1 - KEPT_PLANS))

@@ -1,0 +1,216 @@
+"""The tables, as the newest migration leaves them.
+
+Two processes write, each its own columns, so that neither undoes the other: the API inserts jobs and endpoints and writes
+what is marked `API` here; the controller writes everything else. Times are seconds since the epoch, ledger times whole
+microseconds, money whole micro-dollars. Nothing secret is kept here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Boolean,
+    CheckConstraint,
+    Column,
+    Dialect,
+    Double,
+    ForeignKey,
+    Index,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    Text,
+    TypeDecorator,
+    UniqueConstraint,
+)
+
+metadata = MetaData(
+    naming_convention={
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+        "ck": "ck_%(table_name)s_%(constraint_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_name)s",
+        "pk": "pk_%(table_name)s",
+    }
+)
+
+Row = BigInteger().with_variant(Integer, "sqlite")
+"""SQLite numbers rows by itself only when the key is an INTEGER."""
+
+
+class Words(TypeDecorator[str]):
+    """Text from outside (an exception, a log's tail): PostgreSQL refuses NUL, which is dropped."""
+
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: str | None, dialect: Dialect) -> Any:
+        return None if value is None else value.replace("\0", "")
+
+
+counters = Table(
+    "counters",
+    metadata,
+    Column("name", String, primary_key=True),
+    Column("next", BigInteger, nullable=False),
+)
+
+jobs = Table(
+    "jobs",
+    metadata,
+    Column("number", BigInteger, primary_key=True, autoincrement=False),
+    Column("id", String, nullable=False, unique=True),
+    Column("name", String, nullable=False),
+    Column("kind", String, nullable=False),
+    Column("team", String, nullable=False),
+    Column("user", String, nullable=False),
+    Column("spec", JSON, nullable=False),
+    Column("client_key", String),
+    Column("submitted_at_s", Double, nullable=False),
+    Column("stop_requested", Boolean, nullable=False),  # API
+    Column("heartbeat_at_s", Double),  # API
+    Column("progress", JSON, nullable=False),  # API
+    Column("released_by_driver", Words),  # API
+    Column("state", String, nullable=False),
+    Column("admitted_at_s", Double),
+    Column("started_at_s", Double),
+    Column("ended_at_s", Double),
+    Column("reason", Words, nullable=False),
+    Column("restarts", Integer, nullable=False),
+    UniqueConstraint("user", "client_key"),
+    Index(None, "state"),
+    Index(None, "team", "number"),
+)
+
+leases = Table(
+    "leases",
+    metadata,
+    Column("number", BigInteger, primary_key=True, autoincrement=False),
+    Column("id", String, nullable=False, unique=True),
+    Column("job_id", String, ForeignKey("jobs.id"), nullable=False),
+    Column("shape", JSON, nullable=False),
+    Column("state", String, nullable=False),
+    Column("epoch", Integer, nullable=False),
+    Column("form_timeout_s", Double, nullable=False),
+    Column("created_at_s", Double, nullable=False),
+    Column("forming_since_s", Double),
+    Column("reason", Words, nullable=False),
+    Index(None, "job_id"),
+    Index(None, "state"),
+)
+
+members = Table(
+    "members",
+    metadata,
+    Column("lease_id", String, ForeignKey("leases.id"), primary_key=True),
+    Column("index", Integer, primary_key=True, autoincrement=False),
+    Column("state", String, nullable=False),
+    Column("node_id", String, nullable=False),
+    Column("ray_node_id", String, nullable=False),
+    Column("address", String, nullable=False),
+    Column("placement_group_id", String, nullable=False),
+    Column("incarnation", Integer, nullable=False),
+    Column("leaves_at_s", Double),
+)
+
+nodes = Table(
+    "nodes",
+    metadata,
+    Column("number", BigInteger, primary_key=True, autoincrement=False),
+    Column("id", String, nullable=False, unique=True),
+    Column("type", String, nullable=False),
+    Column("zone", String, nullable=False),
+    Column("market", String, nullable=False),
+    Column("price_micro_usd_h", BigInteger, nullable=False),
+    Column("state", String, nullable=False),
+    Column("requested_at_s", Double, nullable=False),
+    Column("started_at_s", Double),
+    Column("ready_at_s", Double),
+    Column("drain_deadline_s", Double),
+    Column("ended_at_s", Double),
+    Column("ray_node_id", String, nullable=False),
+    Column("address", String, nullable=False),
+    Column("reason", Words, nullable=False),
+    Index(None, "state"),
+)
+
+endpoints = Table(
+    "endpoints",
+    metadata,
+    Column("name", String, primary_key=True),
+    Column("team", String, nullable=False),
+    Column("user", String, nullable=False),
+    Column("spec", JSON, nullable=False),  # API
+    Column("delete_requested", Boolean, nullable=False),  # API
+    Column("created_at_s", Double, nullable=False),
+    Column("state", String, nullable=False),
+    Column("target_replicas", Integer, nullable=False),
+    Column("low_since_s", Double),
+    Column("high_since_s", Double),
+    Column("ended_at_s", Double),
+    Column("reason", Words, nullable=False),
+)
+
+pools = Table(
+    "pools",
+    metadata,
+    Column("node_type", String, primary_key=True),
+    Column("zone", String, primary_key=True),
+    Column("failures", Integer, nullable=False),
+    Column("retry_at_s", Double, nullable=False),
+    Column("reason", Words, nullable=False),
+)
+
+open_intervals = Table(
+    "open_intervals",
+    metadata,
+    Column("node_id", String, primary_key=True),
+    Column("price_micro_usd_h", BigInteger, nullable=False),
+    Column("origin_us", BigInteger, nullable=False),
+    Column("from_us", BigInteger, nullable=False),
+    Column("occupancy", JSON, nullable=False),
+)
+
+entries = Table(
+    "entries",
+    metadata,
+    Column("number", Row, primary_key=True),
+    Column("node_id", String, nullable=False),
+    Column("from_us", BigInteger, nullable=False),
+    Column("to_us", BigInteger, nullable=False),
+    Column("kind", String, nullable=False),
+    Column("subject", String, nullable=False),
+    Column("team", String, nullable=False),
+    Column("price_micro_usd_h", BigInteger, nullable=False),
+    Column("amount_micro_usd", BigInteger, nullable=False),
+    Column("is_reversal", Boolean, nullable=False),
+    CheckConstraint("to_us > from_us", name="forward"),
+    UniqueConstraint("node_id", "from_us", "kind", "subject", "is_reversal"),
+    Index(None, "kind", "subject"),
+    Index(None, "from_us"),
+)
+
+plans = Table(
+    "plans",
+    metadata,
+    Column("number", Row, primary_key=True),
+    Column("at_s", Double, nullable=False),
+    Column("last_at_s", Double, nullable=False),
+    Column("actions", JSON, nullable=False),
+)
+
+events = Table(
+    "events",
+    metadata,
+    Column("number", Row, primary_key=True),
+    Column("at_s", Double, nullable=False),
+    Column("subject", String, nullable=False),
+    Column("from_state", String, nullable=False),
+    Column("to_state", String, nullable=False),
+    Column("reason", Words, nullable=False),
+    Index(None, "subject", "number"),
+)

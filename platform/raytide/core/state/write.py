@@ -1,0 +1,69 @@
+"""The few ways in which rows are written, the same on SQLite and PostgreSQL."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
+
+from raytide.core.state.records import Event
+from raytide.core.state.tables import counters
+
+Values = Mapping[str, Any]
+
+
+def append(c: sa.Connection, table: sa.Table, rows: Sequence[Values]) -> None:
+    if rows:
+        c.execute(table.insert(), rows)
+
+
+def update(c: sa.Connection, table: sa.Table, key: Values, values: Values) -> None:
+    c.execute(table.update().where(*(table.c[name] == value for name, value in key.items())).values(**values))
+
+
+def upsert(c: sa.Connection, table: sa.Table, rows: Sequence[Values]) -> None:
+    """Insert, or replace the row with the same primary key."""
+    if not rows:
+        return
+    insert = sqlite.insert(table) if c.dialect.name == "sqlite" else postgresql.insert(table)
+    keys = [column.name for column in table.primary_key]
+    new = {column.name: insert.excluded[column.name] for column in table.columns if column.name not in keys}
+    c.execute(insert.on_conflict_do_update(index_elements=keys, set_=new), rows)
+
+
+def next_number(c: sa.Connection, name: str) -> int:
+    """Take a number. Rolled back with its transaction, so that none is skipped; never given twice."""
+    upsert_first = sqlite.insert(counters) if c.dialect.name == "sqlite" else postgresql.insert(counters)
+    taken = upsert_first.values(name=name, next=2).on_conflict_do_update(
+        index_elements=["name"], set_={"next": counters.c.next + 1}
+    )
+    return int(c.execute(taken.returning(counters.c.next)).scalar_one()) - 1
+
+
+def number_reached(c: sa.Connection, name: str, number: int) -> None:
+    """The controller names its own nodes and leases: remember the highest number, also when its row will be gone."""
+    if number == 0:
+        return
+    reached = c.execute(sa.select(counters.c.next).where(counters.c.name == name)).scalar()
+    if reached is None or reached <= number:
+        upsert(c, counters, [{"name": name, "next": number + 1}])
+
+
+def transitions(
+    c: sa.Connection,
+    key: sa.Column[Any],
+    state: sa.Column[Any],
+    after: Mapping[str, tuple[str, str]],
+    at_s: float,
+) -> list[Event]:
+    """Events for those of `after` ({id: (state, reason)}) whose stored state is another one."""
+    if not after:
+        return []
+    before = {row[0]: row[1] for row in c.execute(sa.select(key, state).where(key.in_(list(after))))}
+    return [
+        Event(at_s, subject, before.get(subject, ""), str(new), reason)
+        for subject, (new, reason) in after.items()
+        if before.get(subject) != new
+    ]
