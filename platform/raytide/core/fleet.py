@@ -86,6 +86,8 @@ class Node:
     """The provider bills up to here."""
     ray_node_id: str = ""
     address: str = ""
+    subject: str = ""
+    """For whom it was bought: a lease, an endpoint, `unmanaged` or `minimum`."""
     reason: str = ""
     """Why it is in this state, in words."""
 

@@ -38,6 +38,16 @@ class Assign:
 
 
 @dataclass(frozen=True, slots=True)
+class Unassign:
+    """Give a member's node back: the rest of its gang cannot be placed, and a part of a gang holds nothing."""
+
+    lease_id: str
+    member: int
+    node_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Launch:
     """Buy a node. `node_id` is the idempotency key at the provider."""
 
@@ -74,7 +84,7 @@ class Terminate:
     reason: str
 
 
-Action = Admit | Wait | Assign | Launch | Scale | Drain | Terminate
+Action = Admit | Wait | Assign | Unassign | Launch | Scale | Drain | Terminate
 
 
 @dataclass(frozen=True, slots=True)

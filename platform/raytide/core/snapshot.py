@@ -23,6 +23,8 @@ class NodeView:
     labels: Mapping[str, str]
     idle_s: float = 0.0
     """How long nothing has run on it, by our own clock; 0 when busy or not ready."""
+    is_draining: bool = False
+    """Ray itself says that it gives the node no new work; until then a notice is told again."""
 
 
 @dataclass(frozen=True, slots=True)
