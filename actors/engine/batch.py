@@ -1,0 +1,92 @@
+"""The persistent batch: each running sequence's tokens and block table as rows of arrays, so that a step's inputs are gathers.
+
+Per step the Python work is one visit to each sequence; what is per token or per block is numpy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from raytide.actors.engine.core import Chunk, Sequence
+from raytide.kernels.paged import PagedBatch
+
+__all__ = ["PersistentBatch", "StepInputs"]
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class StepInputs:
+    """What the model takes. `sampled_rows_R` are the tokens of the flat batch that a next token follows."""
+
+    ids_T: torch.Tensor
+    positions_T: torch.Tensor
+    paged: PagedBatch
+    sampled_rows_R: torch.Tensor
+
+
+class PersistentBatch:
+    """Rows are given out on a sequence's first step and taken back by `release`."""
+
+    def __init__(self, max_running: int, max_len: int, block_size: int, device: torch.device) -> None:
+        max_blocks = -(-max_len // block_size)
+        self._tokens: Ints = np.zeros((max_running, max_len), np.int64)
+        self._tables: Ints = np.zeros((max_running, max_blocks), np.int64)
+        self._num_tokens = [0] * max_running
+        self._num_blocks = [0] * max_running
+        self._free = list(reversed(range(max_running)))
+        self._row_of: dict[str, int] = {}
+        self._block_size, self._device = block_size, device
+
+    def release(self, seq: Sequence) -> None:
+        """Forget a sequence that finished or was preempted. Harmless if it never ran."""
+        row = self._row_of.pop(seq.seq_id, None)
+        if row is not None:
+            self._free.append(row)
+
+    def build(self, chunks: list[Chunk]) -> StepInputs:
+        rows = np.array([self._sync(chunk.seq) for chunk in chunks])
+        lengths = np.array([chunk.length for chunk in chunks])
+        starts = np.array([chunk.start for chunk in chunks])
+        ends = lengths.cumsum()
+        # Flat positions: 0..T-1, shifted per sequence from its place in the batch to its place in its context.
+        row_T = rows.repeat(lengths)
+        positions_T = np.arange(ends[-1]) + (starts - ends + lengths).repeat(lengths)
+        slots_T = self._tables[row_T, positions_T // self._block_size] * self._block_size
+        slots_T += positions_T % self._block_size
+        contexts = starts + lengths
+        width = -(-int(contexts.max()) // self._block_size)
+        paged = PagedBatch(
+            query_lens=lengths.tolist(),
+            context_lens=contexts.tolist(),
+            block_tables_BM=self._to_device(self._tables[rows, :width]),
+            slots_T=self._to_device(slots_T),
+            block_size=self._block_size,
+        )
+        sampled = np.array([end - 1 for end, chunk in zip(ends, chunks, strict=True) if chunk.samples], np.int64)
+        return StepInputs(
+            self._to_device(self._tokens[row_T, positions_T]), self._to_device(positions_T), paged, self._to_device(sampled)
+        )
+
+    def _sync(self, seq: Sequence) -> int:
+        """The sequence's row, brought up to date with its new tokens and blocks."""
+        row = self._row_of.get(seq.seq_id)
+        if row is None:
+            row = self._row_of[seq.seq_id] = self._free.pop()
+            self._num_tokens[row] = self._num_blocks[row] = 0
+        known, total = self._num_tokens[row], len(seq.tokens)
+        if known < total:
+            self._tokens[row, known:total] = seq.tokens[known:]
+            self._num_tokens[row] = total
+        known, total = self._num_blocks[row], len(seq.block_ids)
+        if known < total:
+            self._tables[row, known:total] = seq.block_ids[known:]
+            self._num_blocks[row] = total
+        return row
+
+    def _to_device(self, values: Ints) -> torch.Tensor:
+        return torch.from_numpy(values).to(self._device, non_blocking=True)

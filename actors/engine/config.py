@@ -1,0 +1,37 @@
+"""How one engine runs: the model, the arithmetic, the memory for KV and the limits of a step."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from raytide.core.config import Config
+
+__all__ = ["EngineConfig"]
+
+
+class EngineConfig(Config):
+    """`max_batch_tokens` is the token budget of one step: it bounds how long a prefill can delay the running decodes."""
+
+    model_dir: str
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
+    device: str = "auto"
+    max_model_len: int | None = Field(default=None, ge=2, description="default: what the model was trained for")
+    max_running: int = Field(default=64, ge=1, description="sequences in one step")
+    max_waiting: int = Field(default=1024, ge=0, description="requests in the queue; more are refused as overloaded")
+    max_batch_tokens: int = Field(default=2048, ge=1, description="tokens in one step")
+    block_size: int | None = Field(default=None, ge=1, description="tokens in a KV block; default: the device's")
+    num_blocks: int | None = Field(default=None, ge=1, description="KV blocks; default: what kv_memory_gb holds")
+    kv_memory_gb: float = Field(default=1.0, gt=0.0)
+    prefix_cache: bool = True
+    seed: int | None = Field(default=None, description="of requests that bring none; default: from the system")
+
+    @model_validator(mode="after")
+    def _budget_holds_every_decode(self) -> EngineConfig:
+        if self.max_batch_tokens < self.max_running:
+            raise ValueError(
+                f"max_batch_tokens ({self.max_batch_tokens}) is below max_running ({self.max_running}), "
+                "so a step could not advance every running sequence"
+            )
+        return self

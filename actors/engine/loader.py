@@ -1,0 +1,62 @@
+"""Weights of a Hugging Face directory: one or many safetensors files, read by name and mapped, not copied, until used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from raytide.actors.engine.architecture import read_json
+from raytide.core.errors import DataError
+
+__all__ = ["Weights"]
+
+
+class Weights:
+    """Tensors by name, in the dtype and on the device the engine computes with."""
+
+    def __init__(self, model_dir: Path, dtype: torch.dtype, device: torch.device) -> None:
+        self._dir, self._dtype, self._device = model_dir, dtype, device
+        self._files: dict[str, Any] = {}
+        self._file_of = self._index()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def get(self, name: str, *shape: int) -> torch.Tensor:
+        """One tensor; a missing one, or one of another shape than config.json implies, is a DataError."""
+        if name not in self._file_of:
+            raise DataError(f"{self._dir} has no weight {name}.", hint="Export or download the model again.")
+        try:
+            tensor: torch.Tensor = self._open(self._file_of[name]).get_tensor(name)
+        except SafetensorError as error:
+            raise DataError(f"{self._dir}: weight {name} cannot be read: {error}.", hint="The file is damaged.") from None
+        if tuple(tensor.shape) != shape:
+            raise DataError(
+                f"{self._dir}: weight {name} has shape {tuple(tensor.shape)}, config.json implies {shape}.",
+                hint="The directory mixes two models; export it again.",
+            )
+        return tensor.to(device=self._device, dtype=self._dtype)
+
+    def stack(self, names: list[str], rows: list[int], *rest: int) -> torch.Tensor:
+        """Several tensors one above the other, so that one product computes what they would compute apart."""
+        return torch.cat([self.get(name, size, *rest) for name, size in zip(names, rows, strict=True)])
+
+    def _index(self) -> dict[str, str]:
+        index = self._dir / "model.safetensors.index.json"
+        if index.exists():
+            return dict(read_json(index)["weight_map"])
+        files = sorted(path.name for path in self._dir.glob("*.safetensors"))
+        if not files:
+            raise DataError(f"{self._dir} holds no *.safetensors file.", hint="Point at a Hugging Face model directory.")
+        return {name: file for file in files for name in self._open(file).keys()}  # noqa: SIM118 (not a dict)
+
+    def _open(self, file: str) -> Any:
+        if file not in self._files:
+            try:
+                self._files[file] = safe_open(self._dir / file, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise DataError(f"cannot read {self._dir / file}: {error}.", hint="The file is missing or damaged.") from None
+        return self._files[file]

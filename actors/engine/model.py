@@ -1,0 +1,101 @@
+"""A Llama-style decoder over a flat batch of tokens and a paged KV cache, made of the operators of `raytide.kernels`.
+
+Projections that read the same input are stacked at load (qkv, gate and up), so that each is one product. Shape suffixes: see
+`kernels/paged.py`, and N hidden size, R rows whose logits are wanted, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from raytide.actors.engine.architecture import Architecture
+from raytide.actors.engine.loader import Weights
+from raytide.kernels.paged import PagedBatch
+from raytide.kernels.registry import Ops
+
+__all__ = ["Decoder"]
+
+Tensor = torch.Tensor
+Linear = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    input_norm: Tensor
+    qkv: Linear
+    attention_out: Linear
+    ffn_norm: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+class Decoder:
+    """Weights and the forward pass. It keeps no state between calls: the KV cache is the caller's."""
+
+    def __init__(self, arch: Architecture, weights: Weights, ops: Ops, max_len: int) -> None:
+        self.arch, self._ops = arch, ops
+        self._embedding = weights.get("model.embed_tokens.weight", arch.vocab_size, arch.hidden_size)
+        self._layers = [_load_layer(arch, weights, ops, i) for i in range(arch.num_layers)]
+        self._norm = weights.get("model.norm.weight", arch.hidden_size)
+        if arch.tied_embeddings or "lm_head.weight" not in weights:
+            self._head = ops.linear(self._embedding, None)
+        else:
+            self._head = ops.linear(weights.get("lm_head.weight", arch.vocab_size, arch.hidden_size), None)
+        self._cos, self._sin = _rope_tables(arch, max_len, self._embedding)
+
+    def new_cache(self, num_blocks: int, block_size: int) -> list[Tensor]:
+        """Zeroed KV per layer, [2, S, K, D]. Zeroed because padding is multiplied by 0, which leaves no NaN only if finite."""
+        shape = (2, num_blocks * block_size, self.arch.num_kv_heads, self.arch.head_dim)
+        return [self._embedding.new_zeros(shape) for _ in self._layers]
+
+    @torch.inference_mode()
+    def forward(self, ids_T: Tensor, positions_T: Tensor, batch: PagedBatch, cache: list[Tensor], rows_R: Tensor) -> Tensor:
+        """Write the KV of all tokens and return float32 logits [R, V] that follow the tokens `rows_R`."""
+        arch, ops = self.arch, self._ops
+        attend = ops.attention(batch)
+        cos_T1D, sin_T1D = self._cos[positions_T], self._sin[positions_T]
+        heads, kv_heads = arch.num_heads, arch.num_kv_heads
+        x_TN = self._embedding[ids_T]
+        for layer, kv in zip(self._layers, cache, strict=True):
+            qkv = layer.qkv(ops.rms_norm(x_TN, layer.input_norm, arch.norm_eps)).view(-1, heads + 2 * kv_heads, arch.head_dim)
+            ops.rope(qkv[:, : heads + kv_heads], cos_T1D, sin_T1D)
+            ops.kv_write(kv, qkv[:, heads:].unflatten(1, (2, kv_heads)), batch.slots_T)
+            x_TN = x_TN + layer.attention_out(attend(qkv[:, :heads], kv).flatten(1))
+            x_TN = x_TN + layer.down(ops.silu_mul(layer.gate_up(ops.rms_norm(x_TN, layer.ffn_norm, arch.norm_eps))))
+        return self._head(ops.rms_norm(x_TN[rows_R], self._norm, arch.norm_eps)).float()
+
+
+def _load_layer(arch: Architecture, weights: Weights, ops: Ops, index: int) -> _Layer:
+    hidden, ffn = arch.hidden_size, arch.ffn_size
+    q, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+    at = f"model.layers.{index}."
+
+    def linear(names: list[str], rows: list[int], columns: int, bias: bool) -> Linear:
+        biases = weights.stack([f"{at}{name}.bias" for name in names], rows) if bias else None
+        return ops.linear(weights.stack([f"{at}{name}.weight" for name in names], rows, columns), biases)
+
+    qkv_names = [f"self_attn.{name}_proj" for name in "qkv"]
+    return _Layer(
+        input_norm=weights.get(at + "input_layernorm.weight", hidden),
+        qkv=linear(qkv_names, [q, kv, kv], hidden, arch.attention_bias),
+        attention_out=linear(["self_attn.o_proj"], [hidden], q, arch.attention_bias),
+        ffn_norm=weights.get(at + "post_attention_layernorm.weight", hidden),
+        gate_up=linear(["mlp.gate_proj", "mlp.up_proj"], [ffn, ffn], hidden, arch.mlp_bias),
+        down=linear(["mlp.down_proj"], [hidden], ffn, arch.mlp_bias),
+    )
+
+
+def _rope_tables(arch: Architecture, max_len: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin [max_len, 1, D], in the model's dtype as transformers has it; sin's first half negated, see the rope operator."""
+    dim = arch.head_dim
+    steps = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+    frequencies = 1.0 / arch.rope_theta**steps
+    if arch.rope_scaling:
+        frequencies = torch.tensor([arch.rope_scaling.apply(f) for f in frequencies.tolist()])
+    angles = torch.outer(torch.arange(max_len).float(), frequencies)
+    cos = torch.cat((angles.cos(), angles.cos()), -1)
+    sin = torch.cat((-angles.sin(), angles.sin()), -1)
+    return cos.unsqueeze(1).to(like), sin.unsqueeze(1).to(like)

@@ -1,0 +1,79 @@
+"""Computes one step: inputs from the persistent batch, the forward pass over the paged cache, a token for each that is due."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from raytide.actors.engine.architecture import Architecture
+from raytide.actors.engine.batch import PersistentBatch
+from raytide.actors.engine.config import EngineConfig
+from raytide.actors.engine.core import Chunk, Sequence
+from raytide.actors.engine.loader import Weights
+from raytide.actors.engine.model import Decoder
+from raytide.actors.engine.sampler import Sampler
+from raytide.core.errors import ConfigError
+from raytide.kernels.device import resolve_device
+from raytide.kernels.registry import ops_for
+
+__all__ = ["Runner"]
+
+
+class Runner:
+    """Owns the weights, the KV cache and all device memory. The scheduler tells it what to compute and knows nothing of it."""
+
+    def __init__(self, config: EngineConfig, arch: Architecture) -> None:
+        device = resolve_device(config.device)
+        dtype = device.dtype(arch.dtype if config.dtype == "auto" else config.dtype)
+        self.max_len = _max_len(config, arch)
+        self.block_size = config.block_size or device.block_size
+        self.num_blocks = config.num_blocks or self._affordable_blocks(config, arch, dtype)
+        self.max_len = min(self.max_len, self.num_blocks * self.block_size)
+        weights = Weights(Path(config.model_dir), dtype, device.torch)
+        self._model = Decoder(arch, weights, ops_for(device.kind), self.max_len)
+        self._cache = self._model.new_cache(self.num_blocks, self.block_size)
+        self._batch = PersistentBatch(config.max_running, self.max_len, self.block_size, device.torch)
+        self._sampler = Sampler(arch.vocab_size)
+
+    def execute(self, chunks: list[Chunk]) -> dict[str, int]:
+        """Compute the chunks; the next token of each sequence that they bring up to date, -1 if its logits are not finite.
+
+        Executing a chunk again writes the same KV and draws the same token, so a failed step can be retried in parts.
+        """
+        logits_RV = self.logits(chunks)
+        due = [chunk.seq for chunk in chunks if chunk.samples]
+        tokens = self._sampler.sample(logits_RV, due)
+        return {seq.seq_id: token for seq, token in zip(due, tokens, strict=True)}
+
+    def logits(self, chunks: list[Chunk]) -> torch.Tensor:
+        """The forward pass alone: a row of float32 logits for each sequence that is brought up to date."""
+        step = self._batch.build(chunks)
+        return self._model.forward(step.ids_T, step.positions_T, step.paged, self._cache, step.sampled_rows_R)
+
+    def release(self, seq: Sequence) -> None:
+        """Forget a sequence that finished or was preempted."""
+        self._batch.release(seq)
+        self._sampler.forget(seq)
+
+    def scrub(self, blocks: list[int]) -> None:
+        """Zero blocks that may hold NaN: padded attention multiplies what it does not use by 0."""
+        for kv in self._cache:
+            kv.unflatten(1, (self.num_blocks, self.block_size))[:, blocks] = 0.0
+
+    def _affordable_blocks(self, config: EngineConfig, arch: Architecture, dtype: torch.dtype) -> int:
+        """What kv_memory_gb holds, but no more than max_running sequences can ever use."""
+        block_bytes = arch.kv_elements * dtype.itemsize * self.block_size
+        usable = config.max_running * -(-self.max_len // self.block_size)
+        return min(int(config.kv_memory_gb * 1e9) // block_bytes, usable)
+
+
+def _max_len(config: EngineConfig, arch: Architecture) -> int:
+    if config.max_model_len is None:
+        return arch.max_model_len
+    if config.max_model_len > arch.max_model_len:
+        raise ConfigError(
+            f"max_model_len {config.max_model_len} is more than the {arch.max_model_len} positions of the model.",
+            hint="Lower it, or leave it out.",
+        )
+    return config.max_model_len

@@ -1,0 +1,89 @@
+"""Text to token ids and back: tokenizer.json by the `tokenizers` library, special ids and chat template from its companions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as RustTokenizer
+
+from raytide.actors.engine.architecture import as_ids, read_json
+from raytide.actors.engine.core import Message
+from raytide.core.errors import ConfigError, DataError, UsageError
+
+__all__ = ["Tokenizer"]
+
+
+class Tokenizer:
+    """A model directory's tokenizer."""
+
+    def __init__(self, model_dir: Path) -> None:
+        path = model_dir / "tokenizer.json"
+        try:
+            self.rust = RustTokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise DataError(f"cannot read {path}: {error}.", hint="Export the model with its tokenizer.json.") from None
+        self.rust.no_truncation()
+        self.rust.no_padding()
+        self._config = _optional_json(model_dir / "tokenizer_config.json")
+        generation = _optional_json(model_dir / "generation_config.json")
+        named = self.rust.token_to_id(self._special("eos_token") or "")
+        self.eos_token_ids = frozenset(as_ids(generation.get("eos_token_id")) + as_ids(named))
+        template = model_dir / "chat_template.jinja"
+        self._template = template.read_text() if template.exists() else self._config.get("chat_template")
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids with the special tokens that the tokenizer's own post-processor adds (a BOS, if it has one)."""
+        ids: list[int] = self.rust.encode(text).ids
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self.rust.decode(list(ids), skip_special_tokens=True))
+
+    def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
+        """A conversation's token ids. A model without a chat template (a base model) gets plain `role: content` lines."""
+        if not messages:
+            raise UsageError("the conversation is empty.", hint="Send at least one message.")
+        turns = [{"role": message.role, "content": message.content} for message in messages]
+        if not self._template:
+            return self.encode("".join(f"{turn['role']}: {turn['content']}\n" for turn in turns) + "assistant:")
+        ids: list[int] = self.rust.encode(self._render(turns), add_special_tokens=False).ids
+        return ids
+
+    def _render(self, turns: list[dict[str, str]]) -> str:
+        from jinja2.exceptions import TemplateError
+
+        specials = {key: self._special(key) or "" for key in ("bos_token", "eos_token")}
+        try:
+            return str(self._compiled.render(messages=turns, add_generation_prompt=True, **specials))
+        except TemplateError as error:
+            raise UsageError(f"the model's chat template refused the messages: {error}.", hint="Check the roles.") from None
+
+    @cached_property
+    def _compiled(self) -> Any:
+        try:
+            from jinja2.sandbox import ImmutableSandboxedEnvironment
+        except ImportError:
+            raise ConfigError("this model's chat template needs jinja2.", hint="Run pip install jinja2.") from None
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+        environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+        environment.globals["raise_exception"] = _refuse
+        return environment.from_string(self._template)
+
+    def _special(self, key: str) -> str | None:
+        """A special token is a string in tokenizer_config.json, or an object that has it as its content."""
+        value = self._config.get(key)
+        return value.get("content") if isinstance(value, dict) else value
+
+
+def _refuse(message: str) -> None:
+    from jinja2.exceptions import TemplateError
+
+    raise TemplateError(message)
+
+
+def _optional_json(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.exists() else {}

@@ -1,0 +1,42 @@
+"""The device a model runs on: its name for the operator registry, its torch device, its usable dtypes and defaults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from raytide.core.errors import ConfigError
+
+__all__ = ["DTYPES", "Device", "resolve_device"]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """`kind` is the operator registry's key. `block_size` is the KV block that suits its attention."""
+
+    kind: str
+    torch: torch.device
+    dtypes: frozenset[str]
+    block_size: int
+
+    def dtype(self, name: str) -> torch.dtype:
+        if name not in self.dtypes:
+            raise ConfigError(f"{self.kind} cannot compute in {name}.", hint=f"It takes {', '.join(sorted(self.dtypes))}.")
+        return DTYPES[name]
+
+
+def resolve_device(name: str = "auto") -> Device:
+    """`auto` takes the accelerator that this torch sees, else the CPU. ROCm's torch calls itself cuda."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cpu":
+        return Device("cpu", torch.device("cpu"), frozenset({"float32", "bfloat16"}), block_size=32)
+    if name.split(":")[0] == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError(f"device {name}: this torch sees no GPU.", hint='Use device="cpu", or mend the driver.')
+        kind = "rocm" if torch.version.hip else "cuda"
+        return Device(kind, torch.device(name), frozenset(DTYPES), block_size=16)
+    raise ConfigError(f"unknown device {name!r}.", hint="Use auto, cpu, cuda or cuda:N.")

@@ -1,0 +1,82 @@
+"""Which implementation of an operator runs on which device.
+
+Every operator has a torch reference in `ref.py`, registered for the device "any": it defines what is right, runs everywhere and
+is the oracle in tests. A faster variant registers for a device with a higher priority and, if it needs an instruction set
+or a private API, a probe. RAYTIDE_OP_<NAME>=ref forces the reference, for instance RAYTIDE_OP_ATTENTION=ref.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import TypeVar
+
+import torch
+
+from raytide.core.config import environment
+from raytide.core.errors import ConfigError
+from raytide.kernels.paged import PagedBatch
+
+__all__ = ["Ops", "ops_for", "register"]
+
+Tensor = torch.Tensor
+Impl = TypeVar("Impl", bound=Callable[..., object])
+
+_MODULES = {"any": "ref", "cpu": "cpu"}  # device kind -> the module whose import registers its variants
+
+
+@dataclass(frozen=True, slots=True)
+class Ops:
+    """The operators a decoder is made of, resolved once for a device. Signatures and contracts: `ref.py`.
+
+    `linear` and `attention` return a function: the first is bound to its weights (a backend may pack them once), the second to
+    one step's batch (a backend may sort it once for all layers).
+    """
+
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
+    rope: Callable[[Tensor, Tensor, Tensor], None]
+    silu_mul: Callable[[Tensor], Tensor]
+    linear: Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor]]
+    kv_write: Callable[[Tensor, Tensor, Tensor], None]
+    attention: Callable[[PagedBatch], Callable[[Tensor, Tensor], Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Variant:
+    device: str
+    priority: int
+    probe: Callable[[], bool]
+    impl: Callable[..., object]
+
+
+_variants: dict[str, list[_Variant]] = {}
+
+
+def register(
+    op: str, device: str, *, priority: int = 10, probe: Callable[[], bool] = lambda: True
+) -> Callable[[Impl], Impl]:
+    """Offer an implementation of `op` on a device kind; `probe` says, when it is about to be chosen, whether it works here."""
+
+    def remember(impl: Impl) -> Impl:
+        _variants.setdefault(op, []).append(_Variant(device, priority, probe, impl))
+        return impl
+
+    return remember
+
+
+def ops_for(device: str) -> Ops:
+    """The best working implementation of each operator on a device kind."""
+    for kind in ("any", device):
+        if kind in _MODULES:
+            importlib.import_module(f"raytide.kernels.{_MODULES[kind]}")
+    return Ops(**{field.name: _select(field.name, device) for field in fields(Ops)})  # type: ignore[arg-type]
+
+
+def _select(op: str, device: str) -> Callable[..., object]:
+    forced = environment(f"OP_{op.upper()}")
+    if forced not in (None, "ref"):
+        raise ConfigError(f"RAYTIDE_OP_{op.upper()} is {forced!r}.", hint="Only ref can be forced; unset it otherwise.")
+    kinds = ("any",) if forced else ("any", device)
+    offers = sorted((v for v in _variants[op] if v.device in kinds), key=lambda v: v.priority, reverse=True)
+    return next(variant.impl for variant in offers if variant.probe())
