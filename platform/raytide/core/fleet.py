@@ -84,6 +84,8 @@ class Node:
     drain_deadline_s: float | None = None
     ended_at_s: float | None = None
     """The provider bills up to here."""
+    lost_at_s: float | None = None
+    """Since when Ray has not listed it alive, although it had joined."""
     ray_node_id: str = ""
     address: str = ""
     subject: str = ""
