@@ -152,8 +152,10 @@ def node_values(node: Node) -> Values:
         "ready_at_s": node.ready_at_s,
         "drain_deadline_s": node.drain_deadline_s,
         "ended_at_s": node.ended_at_s,
+        "lost_at_s": node.lost_at_s,
         "ray_node_id": node.ray_node_id,
         "address": node.address,
+        "subject": node.subject,
         "reason": node.reason,
     }
 
@@ -171,8 +173,10 @@ def node(row: Row[Any]) -> Node:
         ready_at_s=row.ready_at_s,
         drain_deadline_s=row.drain_deadline_s,
         ended_at_s=row.ended_at_s,
+        lost_at_s=row.lost_at_s,
         ray_node_id=row.ray_node_id,
         address=row.address,
+        subject=row.subject,
         reason=row.reason,
     )
 

@@ -132,8 +132,10 @@ nodes = Table(
     Column("ready_at_s", Double),
     Column("drain_deadline_s", Double),
     Column("ended_at_s", Double),
+    Column("lost_at_s", Double),
     Column("ray_node_id", String, nullable=False),
     Column("address", String, nullable=False),
+    Column("subject", String, nullable=False),
     Column("reason", Words, nullable=False),
     Index(None, "state"),
 )
