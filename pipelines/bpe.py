@@ -1,0 +1,92 @@
+"""Byte-level BPE by the `tokenizers` library: learn one, or check a given one; and what transformers needs to load it.
+
+Learning is deterministic: the same texts in the same order give the same bytes, whatever the number of threads.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from raytide.core.data_spec import TrainTokenizer
+from raytide.core.errors import DataError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+EOS = "<|endoftext|>"
+PAD = "<|pad|>"
+TURN_START = "<|im_start|>"
+TURN_END = "<|im_end|>"
+SPECIAL_TOKENS = (EOS, PAD, TURN_START, TURN_END)
+
+NO_LIMIT = int(1e30)
+"""transformers' own mark for a tokenizer that knows no longest input; the trainer's export writes the model's."""
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def train_bpe(texts: Iterable[str], wanted: TrainTokenizer) -> bytes:
+    """A `tokenizer.json`. A small corpus may give fewer entries than `wanted.vocab_size`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=wanted.vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer.to_str(pretty=False).encode()
+
+
+def load_bpe(data: bytes, where: str) -> Tokenizer:
+    """The tokenizer in a `tokenizer.json`, or a DataError that names the file."""
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_str(data.decode())
+    except Exception as error:  # the library raises plain Exception
+        raise DataError(
+            f"{where} is no tokenizer: {error}.", hint="Give a tokenizer.json of the tokenizers library."
+        ) from None
+    # A document may spell a special token out; it is text there, and must not end the document.
+    tokenizer.encode_special_tokens = True
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
+
+
+def vocab_size_of(tokenizer: Tokenizer) -> int:
+    """One more than the highest id: what an embedding table needs, also when ids have gaps."""
+    return 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
+
+
+def eos_id_of(tokenizer: Tokenizer, eos: str, where: str) -> int:
+    found = tokenizer.token_to_id(eos)
+    if found is None:
+        raise DataError(
+            f"{where} has no token {eos!r} to end a document with.", hint="Set tokenizer.eos to one that it has."
+        )
+    return int(found)
+
+
+def tokenizer_config(tokenizer: Tokenizer, eos: str) -> bytes:
+    """A `tokenizer_config.json` with which AutoTokenizer and PreTrainedTokenizerFast load the tokenizer."""
+    config: dict[str, object] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "eos_token": eos,
+        "pad_token": PAD if tokenizer.token_to_id(PAD) is not None else eos,
+        "model_max_length": NO_LIMIT,
+    }
+    if tokenizer.token_to_id(TURN_START) is not None and tokenizer.token_to_id(TURN_END) is not None:
+        config["chat_template"] = CHAT_TEMPLATE
+    return (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()

@@ -1,0 +1,220 @@
+"""Build a dataset: find, survey, learn, encode, pack. Nothing is written before the corpus is known to be good."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from raytide.core.data_spec import DataSpec
+from raytide.core.errors import ClusterError, ConflictError, DataError
+from raytide.core.storage import exists, join, read_bytes, sha256, write_bytes
+from raytide.core.tokens import MANIFEST, Source, TokenDtype, TokenManifest, dtype_for, load_manifest, verify
+from raytide.pipelines.bpe import eos_id_of, load_bpe, tokenizer_config, vocab_size_of
+from raytide.pipelines.encode import Encoder, learn_tokenizer
+from raytide.pipelines.execution import Place, map_in_order, place_for, run_task
+from raytide.pipelines.filter import describe
+from raytide.pipelines.pack import clear, packer_for
+from raytide.pipelines.read import InputFile, find_inputs, group_chunks, split_parts
+from raytide.pipelines.survey import Corpus, survey_corpus
+
+if TYPE_CHECKING:
+    from ray.util.placement_group import PlacementGroup
+
+Stage = Literal["survey", "learn", "encode", "done"]
+
+MAX_CHUNK_BYTES = 8 << 20
+MIN_CHUNK_BYTES = 256 << 10
+MAX_CHUNK_PARTS = 512
+CHUNKS_PER_WORKER = 16
+"""Enough for an even load and a live view; the chunks do not show in the result."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a build is. Rates are of the stage so far."""
+
+    stage: Stage
+    documents: int
+    tokens: int
+    documents_per_s: float
+    tokens_per_s: float
+    documents_total: int
+    """0 while the survey still counts."""
+
+    def as_report(self) -> dict[str, float | int | str]:
+        return asdict(self)
+
+
+OnProgress = Callable[[Progress], None]
+
+
+def build(
+    spec: DataSpec, placement_group: PlacementGroup | None = None, on_progress: OnProgress | None = None
+) -> TokenManifest:
+    """Run the build on the connected Ray cluster, inside the lease's placement group, and return its manifest.
+
+    Idempotent: a finished dataset of the same spec and inputs is verified and returned. One that a killed build left
+    unfinished, or whose bytes were altered, is built again. One of another spec or other inputs is a ConflictError.
+    """
+    files = find_inputs(spec)
+    if not files:
+        raise DataError(
+            f"dataset {spec.name}: nothing found in {', '.join(spec.inputs)}.",
+            hint="Check inputs, include and exclude.",
+        )
+    given = read_bytes(spec.tokenizer.file) if spec.tokenizer.file is not None else None
+    digest = spec.digest(_identity(files, spec, given))
+    if (finished := _finished(spec, digest)) is not None:
+        return finished
+    _check_cluster()
+    place = place_for(spec, placement_group)
+    report = _Reporter(on_progress)
+    corpus = _survey(spec, files, place, report)
+    tokenizer = given if given is not None else _learn(spec, corpus, place, report)
+    clear(spec.out)
+    try:
+        return _write(spec, digest, corpus, tokenizer, place, report)
+    except BaseException:
+        clear(spec.out)
+        raise
+
+
+def _finished(spec: DataSpec, digest: str) -> TokenManifest | None:
+    if not exists(join(spec.out, MANIFEST)):
+        return None
+    elsewhere = "Give the build another out directory, or remove this one."
+    try:
+        manifest = load_manifest(spec.out)
+    except DataError as error:
+        raise ConflictError(f"{spec.out} holds something else: {error.message}", hint=elsewhere) from None
+    if manifest.source.digest != digest:
+        raise ConflictError(f"{spec.out} holds a dataset of another spec or of other inputs.", hint=elsewhere)
+    try:
+        return verify(spec.out)
+    except DataError:
+        return None  # altered since: what was promised is built again
+
+
+def _survey(spec: DataSpec, files: list[InputFile], place: Place, report: _Reporter) -> Corpus:
+    parts = split_parts(files, spec.text_column)
+    even = sum(part.size for part in parts) // (place.workers * CHUNKS_PER_WORKER)
+    chunks = group_chunks(
+        parts, chunk_bytes=min(max(even, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES), max_parts=MAX_CHUNK_PARTS
+    )
+    report.start("survey")
+    corpus = survey_corpus(place, chunks, spec.filter, spec.text_column, report.add)
+    report.total = corpus.found.kept
+    if corpus.found.kept == 0:
+        reasons = describe(corpus.found.dropped())
+        raise DataError(
+            f"dataset {spec.name}: the corpus is empty: of {corpus.found.documents} documents in {len(files)} files "
+            f"none was kept ({reasons or 'the files have no rows'}).",
+            hint="Loosen the filter, or check inputs and text_column.",
+        )
+    return corpus
+
+
+def _learn(spec: DataSpec, corpus: Corpus, place: Place, report: _Reporter) -> bytes:
+    assert spec.tokenizer.train is not None
+    report.start("learn")
+    picks = corpus.sample(spec.tokenizer.train.sample_documents, spec.seed)
+    threads = max(1, int(place.cpus))
+    learned: bytes = run_task(place, learn_tokenizer, (picks, spec.text_column, spec.tokenizer.train, threads))
+    return learned
+
+
+def _write(
+    spec: DataSpec, digest: str, corpus: Corpus, tokenizer: bytes, place: Place, report: _Reporter
+) -> TokenManifest:
+    where = spec.tokenizer.file or "the learned tokenizer"
+    loaded = load_bpe(tokenizer, where)
+    vocab_size, eos_id = vocab_size_of(loaded), eos_id_of(loaded, spec.tokenizer.eos, where)
+    dtype = dtype_for(vocab_size)
+    packer = packer_for(spec, dtype)
+    report.start("encode")
+    for tokens, lengths in _encode(spec, corpus, tokenizer, eos_id, dtype, place):
+        packer.add(tokens, lengths)
+        report.add(len(lengths), len(tokens))
+    shards = packer.finish()
+    manifest = TokenManifest(
+        format=spec.format,
+        tokenizer_sha256=sha256(tokenizer),
+        vocab_size=vocab_size,
+        eos_id=eos_id,
+        dtype=dtype,
+        documents=report.documents,
+        tokens=report.tokens,
+        shards=shards,
+        source=Source(
+            digest=digest,
+            read=corpus.found.documents,
+            kept=corpus.found.kept,
+            dropped=corpus.found.dropped(),
+        ),
+    )
+    write_bytes(join(spec.out, manifest.tokenizer), tokenizer)
+    write_bytes(join(spec.out, "tokenizer_config.json"), tokenizer_config(loaded, spec.tokenizer.eos))
+    write_bytes(join(spec.out, MANIFEST), manifest.to_bytes())
+    report.emit("done")
+    return manifest
+
+
+def _encode(
+    spec: DataSpec, corpus: Corpus, tokenizer: bytes, eos_id: int, dtype: TokenDtype, place: Place
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    picks = [pick for pick in corpus.picks() if pick.keep.any()]
+    for table in map_in_order(place, picks, Encoder, actor_args=(tokenizer, eos_id, dtype, spec.text_column)):
+        for row in table.to_pylist():
+            yield (
+                np.frombuffer(row["tokens"], np.dtype(dtype).newbyteorder("<")),
+                np.frombuffer(row["lengths"], np.int64),
+            )
+
+
+def _identity(files: list[InputFile], spec: DataSpec, tokenizer: bytes | None) -> list[tuple[str, int, str]]:
+    inputs = [(file.url, file.size, file.version) for file in files]
+    if tokenizer is not None:
+        inputs.append((str(spec.tokenizer.file), len(tokenizer), sha256(tokenizer)))
+    return inputs
+
+
+def _check_cluster() -> None:
+    import ray
+
+    if not ray.is_initialized():
+        raise ClusterError(
+            "this process is not connected to a Ray cluster.", hint="Start one with `raytide up --local`."
+        )
+
+
+class _Reporter:
+    """Counts a stage and tells the caller."""
+
+    def __init__(self, on_progress: OnProgress | None) -> None:
+        self.on_progress = on_progress
+        self.total = 0
+        self.start("survey", tell=False)
+
+    def start(self, stage: Stage, *, tell: bool = True) -> None:
+        self.stage = stage
+        self.documents = self.tokens = 0
+        self.since_s = time.perf_counter()
+        if tell:
+            self.emit(stage)
+
+    def add(self, documents: int, tokens: int = 0) -> None:
+        self.documents += documents
+        self.tokens += tokens
+        self.emit(self.stage)
+
+    def emit(self, stage: Stage) -> None:
+        if self.on_progress is None:
+            return
+        spent_s = max(time.perf_counter() - self.since_s, 1e-9)
+        self.on_progress(
+            Progress(stage, self.documents, self.tokens, self.documents / spent_s, self.tokens / spent_s, self.total)
+        )

@@ -1,0 +1,103 @@
+"""Which documents a build keeps, and why not the others. Pure functions: bytes in, verdicts out."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raytide.core.data_spec import TextFilter
+
+DIGEST_BYTES = 16
+
+
+class Verdict(IntEnum):
+    """One byte for each document. The names, in lower case, are the reasons in the manifest."""
+
+    KEPT = 0
+    NO_TEXT = 1
+    NOT_UTF8 = 2
+    TOO_SHORT = 3
+    TOO_LONG = 4
+    LONG_LINE = 5
+    DUPLICATE = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What was found in some documents: 17 bytes for each, so that a hundred million fit in a driver's memory."""
+
+    verdicts: NDArray[np.uint8]
+    digests: NDArray[np.void]
+    """Of each document's bytes, DIGEST_BYTES long."""
+
+    @property
+    def documents(self) -> int:
+        return len(self.verdicts)
+
+    @property
+    def keep(self) -> NDArray[np.bool_]:
+        return np.equal(self.verdicts, Verdict.KEPT)
+
+    @property
+    def kept(self) -> int:
+        return int(np.count_nonzero(self.keep))
+
+    def dropped(self) -> dict[str, int]:
+        """Counts by reason, reasons that never happened left out."""
+        counts = np.bincount(self.verdicts, minlength=len(Verdict))
+        return {v.name.lower(): int(counts[v]) for v in Verdict if v != Verdict.KEPT and counts[v]}
+
+
+def judge(document: bytes | None, rules: TextFilter) -> Verdict:
+    """The first rule that the document breaks, or KEPT. Duplicates are for `drop_duplicates`."""
+    if document is None:
+        return Verdict.NO_TEXT
+    try:
+        text = document.decode()
+    except UnicodeDecodeError:
+        return Verdict.NOT_UTF8
+    if len(text) < rules.min_chars:
+        return Verdict.TOO_SHORT
+    if rules.max_chars is not None and len(text) > rules.max_chars:
+        return Verdict.TOO_LONG
+    if rules.max_line_chars is not None and max(map(len, text.splitlines()), default=0) > rules.max_line_chars:
+        return Verdict.LONG_LINE
+    return Verdict.KEPT
+
+
+def digest(document: bytes | None) -> bytes:
+    return hashlib.blake2b(document or b"", digest_size=DIGEST_BYTES).digest()
+
+
+def survey_of(documents: Iterable[bytes | None], rules: TextFilter) -> Survey:
+    """Judge each document and fingerprint it."""
+    held = list(documents)
+    return survey_from_bytes(
+        bytes(judge(document, rules) for document in held), b"".join(digest(document) for document in held)
+    )
+
+
+def survey_from_bytes(verdicts: bytes, digests: bytes) -> Survey:
+    return Survey(np.frombuffer(verdicts, np.uint8), np.frombuffer(digests, np.dtype((np.void, DIGEST_BYTES))))
+
+
+def drop_duplicates(survey: Survey) -> Survey:
+    """Of kept documents with equal digests, keep the first in the dataset's order."""
+    kept = np.flatnonzero(survey.keep)
+    _, first = np.unique(survey.digests[kept], return_index=True)
+    is_repeat = np.ones(len(kept), np.bool_)
+    is_repeat[first] = False
+    verdicts = survey.verdicts.copy()
+    verdicts[kept[is_repeat]] = Verdict.DUPLICATE
+    return Survey(verdicts, survey.digests)
+
+
+def describe(dropped: dict[str, int]) -> str:
+    """`3 too_short, 1 not_utf8`, the most frequent first."""
+    return ", ".join(f"{count} {reason}" for reason, count in Counter(dropped).most_common())

@@ -1,0 +1,182 @@
+"""Find the inputs of a build and read documents out of them. Documents are raw bytes here; `filter` decodes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from typing import TYPE_CHECKING, Any
+
+from raytide.core.data_spec import DataSpec
+from raytide.core.errors import DataError
+from raytide.core.storage import is_local, open_url
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+PARQUET = ".parquet"
+FOOTER_THREADS = 16
+VERSION_KEYS = (
+    "ETag",
+    "etag",
+    "md5Hash",
+    "content_md5",
+    "mtime",
+    "LastModified",
+    "last_modified",
+    "updated",
+    "created",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class InputFile:
+    url: str
+    size: int
+    version: str
+    """An ETag or a modification time: what tells one content from the next without reading it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The smallest unit of work: a text file, or one row group of a Parquet file."""
+
+    url: str
+    size: int
+    row_group: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Consecutive parts that one task handles together; `index` gives the order of the dataset."""
+
+    index: int
+    parts: tuple[Part, ...]
+
+
+def find_inputs(spec: DataSpec) -> list[InputFile]:
+    """Every file of `spec.inputs` once, sorted by URL. A DataError names an input that does not exist."""
+    found: dict[str, InputFile] = {}
+    for url in spec.inputs:
+        fs, path = open_url(url)
+        for name, info in _files(fs, path, url, spec):
+            full = name if is_local(url) else str(fs.unstrip_protocol(name))
+            found[full] = InputFile(full, int(info.get("size") or 0), _version(info))
+    return [found[url] for url in sorted(found)]
+
+
+def split_parts(files: Iterable[InputFile], text_column: str) -> list[Part]:
+    """Text files whole, Parquet files by row group. A Parquet file without the text column is a DataError."""
+    with ThreadPoolExecutor(FOOTER_THREADS) as pool:
+        return [part for parts in pool.map(lambda file: _parts(file, text_column), files) for part in parts]
+
+
+def group_chunks(parts: Sequence[Part], *, chunk_bytes: int, max_parts: int) -> list[Chunk]:
+    """Consecutive parts up to about `chunk_bytes` together, so that a task is worth its overhead."""
+    chunks: list[Chunk] = []
+    held: list[Part] = []
+    held_bytes = 0
+    for part in parts:
+        if held and (held_bytes + part.size > chunk_bytes or len(held) == max_parts):
+            chunks.append(Chunk(len(chunks), tuple(held)))
+            held, held_bytes = [], 0
+        held.append(part)
+        held_bytes += part.size
+    return [*chunks, Chunk(len(chunks), tuple(held))] if held else chunks
+
+
+def read_documents(parts: Sequence[Part], text_column: str) -> list[list[bytes | None]]:
+    """The documents of each part in order; None for a row without text. Remote text files are fetched concurrently."""
+    texts = _read_text_files([part.url for part in parts if part.row_group is None])
+    return [
+        [texts[part.url]] if part.row_group is None else _read_row_group(part.url, part.row_group, text_column)
+        for part in parts
+    ]
+
+
+def _files(fs: AbstractFileSystem, path: str, url: str, spec: DataSpec) -> list[tuple[str, dict[str, Any]]]:
+    if any(char in path for char in "*?["):
+        matches = fs.glob(path, detail=True)
+        return [(name, info) for name, info in matches.items() if info["type"] == "file"]
+    try:
+        info = fs.info(path)
+    except FileNotFoundError:
+        raise DataError(f"input {url} does not exist.", hint="Check the path.") from None
+    if info["type"] == "file":
+        return [(path, info)]
+    tree = fs.find(path, detail=True)
+    return [(name, info) for name, info in tree.items() if _is_taken(name.removeprefix(path), spec)]
+
+
+def _is_taken(relative: str, spec: DataSpec) -> bool:
+    names = [name for name in relative.split("/") if name]
+    if any(fnmatch(name, pattern) for name in names for pattern in spec.exclude):
+        return False
+    return not spec.include or names[-1].endswith(spec.include)
+
+
+def _version(info: dict[str, Any]) -> str:
+    return next((str(info[key]) for key in VERSION_KEYS if info.get(key)), "")
+
+
+def _parts(file: InputFile, text_column: str) -> list[Part]:
+    if not file.url.endswith(PARQUET):
+        return [Part(file.url, file.size)]
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    fs, path = open_url(file.url)
+    try:
+        with fs.open(path, "rb") as stream:
+            footer = pq.read_metadata(stream)
+    except FileNotFoundError:
+        raise _vanished(file.url) from None
+    except pa.ArrowInvalid as error:
+        raise DataError(f"{file.url} is not a Parquet file: {error}.", hint="Leave it out, or write it anew.") from None
+    columns = footer.schema.to_arrow_schema().names
+    if text_column not in columns:
+        raise DataError(
+            f"{file.url} has no column {text_column!r}; it has {', '.join(columns)}.",
+            hint="Set text_column to the column that holds the text.",
+        )
+    return [Part(file.url, footer.row_group(i).total_byte_size, row_group=i) for i in range(footer.num_row_groups)]
+
+
+def _read_text_files(urls: list[str]) -> dict[str, bytes]:
+    if not urls:
+        return {}
+    paths = {open_url(url)[1]: url for url in urls}
+    texts: dict[str, bytes] = {}
+    for path, content in open_url(urls[0])[0].cat(list(paths), on_error="return").items():
+        if isinstance(content, FileNotFoundError):
+            raise _vanished(paths[path]) from None
+        if isinstance(content, Exception):
+            raise DataError(f"cannot read {paths[path]}: {content}.", hint="Check its permissions.") from content
+        texts[paths[path]] = content
+    return texts
+
+
+def _read_row_group(url: str, row_group: int, text_column: str) -> list[bytes | None]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    fs, path = open_url(url)
+    try:
+        with fs.open(path, "rb") as stream:
+            column = pq.ParquetFile(stream).read_row_group(row_group, columns=[text_column]).column(0)
+            documents: list[bytes | None] = column.cast(pa.large_binary()).to_pylist()
+    except FileNotFoundError:
+        raise _vanished(url) from None
+    except pa.ArrowException as error:
+        raise DataError(
+            f"cannot read column {text_column!r} of {url}: {error}.", hint="It must hold strings."
+        ) from None
+    return documents
+
+
+def _vanished(url: str) -> DataError:
+    return DataError(
+        f"{url} does not exist here, though it was found when the build began.",
+        hint="Keep the inputs in place, on storage that every node of the gang can read.",
+    )

@@ -1,0 +1,116 @@
+"""The first pass over a corpus: judge every document, before anything is written or learned.
+
+The second pass (`encode`) reads the documents again: text is never held, so a corpus may be larger than the cluster.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raytide.core.data_spec import TextFilter
+from raytide.core.errors import DataError
+from raytide.pipelines.execution import Place, map_in_order, payloads
+from raytide.pipelines.filter import Survey, drop_duplicates, survey_from_bytes, survey_of
+from raytide.pipelines.read import Chunk, Part, read_documents
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """Some parts, and which of their documents are wanted, in order."""
+
+    parts: tuple[Part, ...]
+    keep: NDArray[np.bool_]
+    digests: NDArray[np.void]
+    """Of all documents of the parts: tells whether the text is still what was surveyed."""
+
+    def read(self, text_column: str) -> list[str]:
+        """The wanted documents, or a DataError when an input was changed since the survey."""
+        found = [document for part in read_documents(self.parts, text_column) for document in part]
+        if survey_of(found, TextFilter()).digests.tobytes() != self.digests.tobytes():
+            where = (
+                self.parts[0].url
+                if len(self.parts) == 1
+                else f"{self.parts[0].url} or one of the {len(self.parts) - 1} files after it"
+            )
+            raise DataError(f"{where} was changed during the build.", hint="Build again when the inputs are at rest.")
+        return [
+            document.decode() for document, keep in zip(found, self.keep, strict=True) if keep and document is not None
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """A surveyed corpus: `found` covers all documents in order, `counts` says how many each part has."""
+
+    chunks: tuple[Chunk, ...]
+    counts: NDArray[np.int64]
+    found: Survey
+
+    def picks(self) -> list[Pick]:
+        """One pick of all kept documents for each chunk."""
+        starts, first, picks = self._starts(), 0, []
+        for chunk in self.chunks:
+            last = first + len(chunk.parts)
+            picks.append(self._pick(chunk.parts, starts[first], starts[last]))
+            first = last
+        return picks
+
+    def sample(self, documents: int, seed: int) -> list[Pick]:
+        """About `documents` kept documents, from parts in random order, so that few row groups have to be read."""
+        parts = [part for chunk in self.chunks for part in chunk.parts]
+        starts, left, picks = self._starts(), documents, {}
+        for i in random.Random(seed).sample(range(len(parts)), len(parts)):
+            pick = self._pick((parts[i],), starts[i], starts[i + 1])
+            if (kept := int(np.count_nonzero(pick.keep))) == 0:
+                continue
+            pick.keep[np.flatnonzero(pick.keep)[left:]] = False
+            picks[i] = pick
+            left -= kept
+            if left <= 0:
+                break
+        return [picks[i] for i in sorted(picks)]
+
+    def _starts(self) -> NDArray[np.int64]:
+        return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.counts, dtype=np.int64)])
+
+    def _pick(self, parts: tuple[Part, ...], start: np.int64, end: np.int64) -> Pick:
+        return Pick(parts, self.found.keep[start:end].copy(), self.found.digests[start:end])
+
+
+def survey_corpus(
+    place: Place, chunks: Sequence[Chunk], rules: TextFilter, text_column: str, on_documents: Callable[[int], None]
+) -> Corpus:
+    """Judge every document of `chunks` on the cluster; duplicates are found here, once all digests are known."""
+    counts, verdicts, digests = [], [], []
+    for table in map_in_order(place, chunks, _survey_chunk, rules=rules, text_column=text_column):
+        for row in table.to_pylist():
+            counts.append(np.frombuffer(row["counts"], np.int64))
+            verdicts.append(row["verdicts"])
+            digests.append(row["digests"])
+            on_documents(len(row["verdicts"]))
+    found = survey_from_bytes(b"".join(verdicts), b"".join(digests))
+    return Corpus(tuple(chunks), np.concatenate(counts), drop_duplicates(found) if rules.dedup else found)
+
+
+def _survey_chunk(batch: pa.Table, rules: TextFilter, text_column: str) -> Iterator[pa.Table]:
+    import pyarrow as pa
+
+    for chunk in payloads(batch):
+        parts = read_documents(chunk.parts, text_column)
+        found = survey_of((document for part in parts for document in part), rules)
+        yield pa.table(
+            {
+                "counts": pa.array([np.array([len(part) for part in parts], np.int64).tobytes()], pa.large_binary()),
+                "verdicts": pa.array([found.verdicts.tobytes()], pa.large_binary()),
+                "digests": pa.array([found.digests.tobytes()], pa.large_binary()),
+            }
+        )
