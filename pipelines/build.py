@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from raytide.core.data_spec import DataSpec
-from raytide.core.errors import ClusterError, ConflictError, DataError
+from raytide.core.errors import ConflictError, DataError
 from raytide.core.storage import exists, join, read_bytes, sha256, write_bytes
 from raytide.core.tokens import MANIFEST, Source, TokenDtype, TokenManifest, dtype_for, load_manifest, verify
 from raytide.pipelines.bpe import eos_id_of, load_bpe, tokenizer_config, vocab_size_of
 from raytide.pipelines.encode import Encoder, learn_tokenizer
-from raytide.pipelines.execution import Place, map_in_order, place_for, run_task
 from raytide.pipelines.filter import describe
 from raytide.pipelines.pack import clear, packer_for
+from raytide.pipelines.ray_runner import ray_runner
 from raytide.pipelines.read import InputFile, find_inputs, group_chunks, split_parts
+from raytide.pipelines.runner import Runner
 from raytide.pipelines.survey import Corpus, survey_corpus
 
 if TYPE_CHECKING:
@@ -53,9 +54,15 @@ OnProgress = Callable[[Progress], None]
 
 
 def build(
-    spec: DataSpec, placement_group: PlacementGroup | None = None, on_progress: OnProgress | None = None
+    spec: DataSpec,
+    placement_group: PlacementGroup | None = None,
+    on_progress: OnProgress | None = None,
+    *,
+    runner: Runner | None = None,
 ) -> TokenManifest:
     """Run the build on the connected Ray cluster, inside the lease's placement group, and return its manifest.
+
+    Another `runner`, such as InlineRunner, takes Ray's place.
 
     Idempotent: a finished dataset of the same spec and inputs is verified and returned. One that a killed build left
     unfinished, or whose bytes were altered, is built again. One of another spec or other inputs is a ConflictError.
@@ -70,14 +77,13 @@ def build(
     digest = spec.digest(_identity(files, spec, given))
     if (finished := _finished(spec, digest)) is not None:
         return finished
-    _check_cluster()
-    place = place_for(spec, placement_group)
+    runner = runner or ray_runner(spec, placement_group)
     report = _Reporter(on_progress)
-    corpus = _survey(spec, files, place, report)
-    tokenizer = given if given is not None else _learn(spec, corpus, place, report)
+    corpus = _survey(spec, files, runner, report)
+    tokenizer = given if given is not None else _learn(spec, corpus, runner, report)
     clear(spec.out)
     try:
-        return _write(spec, digest, corpus, tokenizer, place, report)
+        return _write(spec, digest, corpus, tokenizer, runner, report)
     except BaseException:
         clear(spec.out)
         raise
@@ -99,14 +105,14 @@ def _finished(spec: DataSpec, digest: str) -> TokenManifest | None:
         return None  # altered since: what was promised is built again
 
 
-def _survey(spec: DataSpec, files: list[InputFile], place: Place, report: _Reporter) -> Corpus:
+def _survey(spec: DataSpec, files: list[InputFile], runner: Runner, report: _Reporter) -> Corpus:
     parts = split_parts(files, spec.text_column)
-    even = sum(part.size for part in parts) // (place.workers * CHUNKS_PER_WORKER)
+    even = sum(part.size for part in parts) // (runner.workers * CHUNKS_PER_WORKER)
     chunks = group_chunks(
         parts, chunk_bytes=min(max(even, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES), max_parts=MAX_CHUNK_PARTS
     )
     report.start("survey")
-    corpus = survey_corpus(place, chunks, spec.filter, spec.text_column, report.add)
+    corpus = survey_corpus(runner, chunks, spec.filter, spec.text_column, report.add)
     report.total = corpus.found.kept
     if corpus.found.kept == 0:
         reasons = describe(corpus.found.dropped())
@@ -118,17 +124,16 @@ def _survey(spec: DataSpec, files: list[InputFile], place: Place, report: _Repor
     return corpus
 
 
-def _learn(spec: DataSpec, corpus: Corpus, place: Place, report: _Reporter) -> bytes:
+def _learn(spec: DataSpec, corpus: Corpus, runner: Runner, report: _Reporter) -> bytes:
     assert spec.tokenizer.train is not None
     report.start("learn")
     picks = corpus.sample(spec.tokenizer.train.sample_documents, spec.seed)
-    threads = max(1, int(place.cpus))
-    learned: bytes = run_task(place, learn_tokenizer, (picks, spec.text_column, spec.tokenizer.train, threads))
+    learned: bytes = runner.run(learn_tokenizer, (picks, spec.text_column, spec.tokenizer.train, runner.threads))
     return learned
 
 
 def _write(
-    spec: DataSpec, digest: str, corpus: Corpus, tokenizer: bytes, place: Place, report: _Reporter
+    spec: DataSpec, digest: str, corpus: Corpus, tokenizer: bytes, runner: Runner, report: _Reporter
 ) -> TokenManifest:
     where = spec.tokenizer.file or "the learned tokenizer"
     loaded = load_bpe(tokenizer, where)
@@ -136,7 +141,7 @@ def _write(
     dtype = dtype_for(vocab_size)
     packer = packer_for(spec, dtype)
     report.start("encode")
-    for tokens, lengths in _encode(spec, corpus, tokenizer, eos_id, dtype, place):
+    for tokens, lengths in _encode(spec, corpus, tokenizer, eos_id, dtype, runner):
         packer.add(tokens, lengths)
         report.add(len(lengths), len(tokens))
     shards = packer.finish()
@@ -164,10 +169,10 @@ def _write(
 
 
 def _encode(
-    spec: DataSpec, corpus: Corpus, tokenizer: bytes, eos_id: int, dtype: TokenDtype, place: Place
+    spec: DataSpec, corpus: Corpus, tokenizer: bytes, eos_id: int, dtype: TokenDtype, runner: Runner
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     picks = [pick for pick in corpus.picks() if pick.keep.any()]
-    for table in map_in_order(place, picks, Encoder, actor_args=(tokenizer, eos_id, dtype, spec.text_column)):
+    for table in runner.map_in_order(picks, Encoder, actor_args=(tokenizer, eos_id, dtype, spec.text_column)):
         for row in table.to_pylist():
             yield (
                 np.frombuffer(row["tokens"], np.dtype(dtype).newbyteorder("<")),
@@ -180,15 +185,6 @@ def _identity(files: list[InputFile], spec: DataSpec, tokenizer: bytes | None) -
     if tokenizer is not None:
         inputs.append((str(spec.tokenizer.file), len(tokenizer), sha256(tokenizer)))
     return inputs
-
-
-def _check_cluster() -> None:
-    import ray
-
-    if not ray.is_initialized():
-        raise ClusterError(
-            "this process is not connected to a Ray cluster.", hint="Start one with `raytide up --local`."
-        )
 
 
 class _Reporter:

@@ -11,7 +11,7 @@ import numpy as np
 from raytide.core.data_spec import TrainTokenizer
 from raytide.core.tokens import TokenDtype
 from raytide.pipelines.bpe import load_bpe, train_bpe
-from raytide.pipelines.execution import payloads
+from raytide.pipelines.runner import payloads
 from raytide.pipelines.survey import Pick
 
 if TYPE_CHECKING:

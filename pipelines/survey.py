@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from raytide.core.data_spec import TextFilter
 from raytide.core.errors import DataError
-from raytide.pipelines.execution import Place, map_in_order, payloads
 from raytide.pipelines.filter import Survey, drop_duplicates, survey_from_bytes, survey_of
 from raytide.pipelines.read import Chunk, Part, read_documents
+from raytide.pipelines.runner import Runner, payloads
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -87,11 +87,11 @@ class Corpus:
 
 
 def survey_corpus(
-    place: Place, chunks: Sequence[Chunk], rules: TextFilter, text_column: str, on_documents: Callable[[int], None]
+    runner: Runner, chunks: Sequence[Chunk], rules: TextFilter, text_column: str, on_documents: Callable[[int], None]
 ) -> Corpus:
     """Judge every document of `chunks` on the cluster; duplicates are found here, once all digests are known."""
     counts, verdicts, digests = [], [], []
-    for table in map_in_order(place, chunks, _survey_chunk, rules=rules, text_column=text_column):
+    for table in runner.map_in_order(chunks, _survey_chunk, rules=rules, text_column=text_column):
         for row in table.to_pylist():
             counts.append(np.frombuffer(row["counts"], np.int64))
             verdicts.append(row["verdicts"])
