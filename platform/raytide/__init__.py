@@ -1,0 +1,52 @@
+"""raytide: one elastic pool on which teams prepare data, train and serve language models.
+
+The whole public API. Names load when they are first used, so that `import raytide` costs nothing: no torch, no ray.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from raytide.actors.engine import SamplingParams
+    from raytide.core.errors import RaytideError
+    from raytide.endpoint import EndpointHandle
+    from raytide.run import Run
+    from raytide.tide import Tide, connect, local
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "EndpointHandle": "raytide.endpoint",
+    "RaytideError": "raytide.core.errors",
+    "Run": "raytide.run",
+    "SamplingParams": "raytide.actors.engine",
+    "Tide": "raytide.tide",
+    "connect": "raytide.tide",
+    "local": "raytide.tide",
+}
+
+__all__ = [
+    "EndpointHandle",
+    "RaytideError",
+    "Run",
+    "SamplingParams",
+    "Tide",
+    "__version__",
+    "connect",
+    "local",
+]
+
+
+def __getattr__(name: str) -> object:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'raytide' has no attribute {name!r}")
+    value: object = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__
