@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
+
+CostBy = Literal["kind", "job", "endpoint", "team", "node"]
+"""What sums of entries can be grouped by."""
 
 
 class EntryKind(StrEnum):

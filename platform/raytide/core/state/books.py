@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import sqlalchemy as sa
 
-from raytide.core.entry import Entry, EntryKind, OpenInterval
+from raytide.core.entry import CostBy, Entry, EntryKind, OpenInterval
 from raytide.core.state import codec
 from raytide.core.state import tables as t
 from raytide.core.state.database import Database
-
-CostBy = Literal["kind", "job", "endpoint", "team", "node"]
 
 
 class Books:
@@ -44,3 +40,10 @@ class Books:
             query = query.where(e.kind == EntryKind(by))
         with self._db.read() as c:
             return {row[0]: int(row[1]) for row in c.execute(query)}
+
+    def lines(self) -> dict[tuple[str, str, str], int]:
+        """Micro-dollars of all entries by (kind, subject, team)."""
+        e = t.entries.c
+        query = sa.select(e.kind, e.subject, e.team, sa.func.sum(e.amount_micro_usd)).group_by(e.kind, e.subject, e.team)
+        with self._db.read() as c:
+            return {(str(row[0]), row[1], row[2]): int(row[3]) for row in c.execute(query)}

@@ -1,0 +1,106 @@
+"""The life of a job, as a pure function of its lease and its driver.
+
+    QUEUED -> ADMITTED -> RUNNING -> SUCCEEDED | FAILED
+       |          |          |  (stop asked)
+       +----------+----------+-> STOPPING -> STOPPED
+
+TRAIN and DATA jobs have a driver that raytide runs: `wanted_driver` says which should be alive. The driver of a GANG job is
+somebody else's: it keeps the job alive by asking for its lease, and gives it back when it is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from raytide.core.gang import Lease, LeaseState
+from raytide.core.job import Job, JobKind, JobState
+from raytide.jobs.leases import release
+
+
+@dataclass(frozen=True, slots=True)
+class DriverKey:
+    """One attempt at running a job. A controller that restarts finds the same key alive and does not start it twice."""
+
+    job_id: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class DriverStatus:
+    """`died`: it vanished (out of memory, killed, node lost), so it may run again; `failed`: it said so itself."""
+
+    key: DriverKey
+    state: Literal["running", "succeeded", "failed", "died"]
+    message: str = ""
+
+
+def advance(job: Job, lease: Lease | None, driver: DriverStatus | None, now_s: float) -> tuple[Job, Lease | None]:
+    """The job as it is now, and its lease, released when the job is over. A status of another attempt is old news."""
+    if driver is not None and driver.key != DriverKey(job.id, job.restarts):
+        driver = None
+    if not job.is_final:
+        job = _step(_follow_lease(job, lease, now_s), driver, now_s)
+    if job.is_final and lease is not None:
+        lease = release(lease, f"{job.id} {job.state}")
+    return job, lease
+
+
+def wanted_drivers(jobs: Iterable[Job]) -> frozenset[DriverKey]:
+    """The drivers that should be alive; one that is not there is started, every other one is ended."""
+    return frozenset(
+        DriverKey(job.id, job.restarts) for job in jobs if job.state is JobState.RUNNING and job.spec.kind is not JobKind.GANG
+    )
+
+
+def _follow_lease(job: Job, lease: Lease | None, now_s: float) -> Job:
+    if job.state is JobState.QUEUED and lease is not None:
+        job = replace(job, state=JobState.ADMITTED, admitted_at_s=now_s, reason=f"it has {lease.id}")
+    if job.state is JobState.ADMITTED and lease is not None and lease.state is LeaseState.ACTIVE:
+        job = replace(job, state=JobState.RUNNING, started_at_s=now_s, reason=f"{lease.id} is active")
+    return job
+
+
+def _step(job: Job, driver: DriverStatus | None, now_s: float) -> Job:
+    if job.spec.kind is JobKind.GANG:
+        return _step_gang(job, now_s)
+    if driver is not None and driver.state == "succeeded":
+        return _end(job, JobState.SUCCEEDED, driver.message, now_s)
+    if job.stop_requested:
+        return _stop(job, driver, now_s)
+    if driver is not None and driver.state == "failed":
+        return _end(job, JobState.FAILED, driver.message, now_s)
+    if driver is not None and driver.state == "died":
+        return _restart(job, driver, now_s)
+    return job
+
+
+def _step_gang(job: Job, now_s: float) -> Job:
+    if job.released_by_driver is not None:
+        error = job.released_by_driver
+        return _end(job, JobState.FAILED if error else JobState.SUCCEEDED, error or "its driver gave the lease back", now_s)
+    if job.stop_requested:
+        return _end(job, JobState.STOPPED, "stopped on request", now_s)
+    heard_at_s = job.submitted_at_s if job.heartbeat_at_s is None else job.heartbeat_at_s
+    if now_s - heard_at_s > job.spec.heartbeat_timeout_s:
+        why = f"its driver has not asked for its lease for {job.spec.heartbeat_timeout_s:g} s: it died, or lost the network"
+        return _end(job, JobState.FAILED, why, now_s)
+    return job
+
+
+def _stop(job: Job, driver: DriverStatus | None, now_s: float) -> Job:
+    if driver is not None and driver.state == "running":
+        return replace(job, state=JobState.STOPPING, reason="its driver is being ended")
+    return _end(job, JobState.STOPPED, "stopped on request", now_s)
+
+
+def _restart(job: Job, driver: DriverStatus, now_s: float) -> Job:
+    why = driver.message or "its driver died"
+    if job.restarts >= job.spec.max_restarts:
+        return _end(job, JobState.FAILED, f"{why}; it was started {job.restarts + 1} times, max_restarts allows no more", now_s)
+    return replace(job, restarts=job.restarts + 1, reason=f"{why}; restart {job.restarts + 1} of {job.spec.max_restarts}")
+
+
+def _end(job: Job, state: JobState, reason: str, now_s: float) -> Job:
+    return replace(job, state=state, ended_at_s=now_s, reason=reason)

@@ -1,0 +1,165 @@
+"""The life of a lease, as a pure function of its nodes and of its placement groups.
+
+All-or-nothing is made here: until a lease is ACTIVE no member is usable, however many groups are ready. Once it is, lost
+members are filled anew one by one while the survivors go on. `wanted_groups` is the whole interface to Ray: the groups
+that should exist now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from raytide.actors.gang.group import Group, GroupKey, WantedGroup
+from raytide.core.fleet import Node, NodeState
+from raytide.core.gang import Lease, LeaseState, Member, MemberState
+
+_WITH_GROUP = frozenset({MemberState.FORMING, MemberState.READY, MemberState.LEAVING})
+
+
+def advance(lease: Lease, nodes: Mapping[str, Node], groups: Mapping[GroupKey, Group], now_s: float) -> Lease:
+    """The lease as it is now. `epoch` grows exactly when its holder has something to react to."""
+    if lease.state is LeaseState.RELEASED:
+        return lease
+    members = tuple(_follow_node(member, nodes.get(member.node_id), now_s) for member in lease.members)
+    members = tuple(_follow_group(member, groups.get(_key(lease, member))) for member in members)
+    settled = _settle(_form(replace(lease, members=members), nodes, now_s), groups)
+    after = _time_out(_say(lease, settled), now_s)
+    return after if _seen(after) == _seen(lease) else replace(after, epoch=lease.epoch + 1)
+
+
+def assign(lease: Lease, index: int, node_id: str) -> Lease:
+    """Apply the planner's Assign to a seat without a node."""
+    return replace(
+        lease,
+        members=tuple(
+            replace(m, state=MemberState.ASSIGNED, node_id=node_id)
+            if m.index == index and m.state is MemberState.WAITING
+            else m
+            for m in lease.members
+        ),
+    )
+
+
+def release(lease: Lease, reason: str) -> Lease:
+    """Over: no group of it is wanted any more."""
+    if lease.state is LeaseState.RELEASED:
+        return lease
+    return replace(lease, state=LeaseState.RELEASED, epoch=lease.epoch + 1, forming_since_s=None, reason=reason)
+
+
+def wanted_groups(leases: Iterable[Lease]) -> dict[GroupKey, WantedGroup]:
+    """The placement groups that should exist now; every other one of raytide's is to be removed."""
+    return {
+        key: WantedGroup(key, member.ray_node_id, lease.shape.resources)
+        for lease in leases
+        if lease.state is not LeaseState.RELEASED
+        for member in lease.members
+        if member.state in _WITH_GROUP
+        for key in [_key(lease, member)]
+    }
+
+
+def _key(lease: Lease, member: Member) -> GroupKey:
+    return GroupKey(lease.id, member.index, member.incarnation)
+
+
+def _vacate(member: Member) -> Member:
+    """The seat is free again. Its group, if any, had the old incarnation's name and is not wanted any more."""
+    return Member(member.index, incarnation=member.incarnation + 1)
+
+
+def _follow_node(member: Member, node: Node | None, now_s: float) -> Member:
+    if member.state is MemberState.WAITING:
+        return member
+    if node is None or node.state in (NodeState.TERMINATING, NodeState.GONE):
+        return _vacate(member)
+    if member.state in _WITH_GROUP and node.ray_node_id != member.ray_node_id:
+        return _vacate(member)  # its raylet is another one than that of the group
+    if node.state is NodeState.DRAINING:
+        is_over = node.drain_deadline_s is not None and now_s >= node.drain_deadline_s
+        if not member.is_usable or is_over:
+            return _vacate(member)
+        return replace(member, state=MemberState.LEAVING, leaves_at_s=node.drain_deadline_s)
+    if member.state is MemberState.LEAVING and node.state is NodeState.READY:
+        return replace(member, state=MemberState.READY, leaves_at_s=None)
+    return member
+
+
+def _follow_group(member: Member, group: Group | None) -> Member:
+    """A usable member whose group Ray lost is not usable. One that Ray does not list is left: the list may be stale."""
+    if member.is_usable and group is not None and group.state != "ready":
+        return _vacate(member)
+    return member
+
+
+def _form(lease: Lease, nodes: Mapping[str, Node], now_s: float) -> Lease:
+    """Once enough members have a ready node, ask for their groups."""
+    able = {m.index for m in lease.members if _is_on_ready_node(m, nodes)}
+    holding = sum(m.state in _WITH_GROUP for m in lease.members)
+    if not able or holding + len(able) < lease.shape.at_least:
+        return lease
+    members = tuple(_start(m, nodes[m.node_id]) if m.index in able else m for m in lease.members)
+    return replace(lease, members=members, forming_since_s=now_s if lease.forming_since_s is None else lease.forming_since_s)
+
+
+def _is_on_ready_node(member: Member, nodes: Mapping[str, Node]) -> bool:
+    return member.state is MemberState.ASSIGNED and nodes[member.node_id].state is NodeState.READY
+
+
+def _start(member: Member, node: Node) -> Member:
+    return replace(member, state=MemberState.FORMING, ray_node_id=node.ray_node_id, address=node.address)
+
+
+def _settle(lease: Lease, groups: Mapping[GroupKey, Group]) -> Lease:
+    """Make members usable, all of them at once the first time, and say what state that makes of the lease."""
+    is_enough = sum(m.is_usable or _is_ready(lease, m, groups) for m in lease.members) >= lease.shape.at_least
+    if is_enough:
+        lease = replace(lease, members=tuple(_finish(lease, m, groups) for m in lease.members))
+    is_forming = any(m.state is MemberState.FORMING for m in lease.members)
+    state = LeaseState.ACTIVE if is_enough else LeaseState.FORMING if is_forming else LeaseState.WAITING
+    return replace(lease, state=state, forming_since_s=lease.forming_since_s if is_forming else None)
+
+
+def _time_out(lease: Lease, now_s: float) -> Lease:
+    """Groups that did not make it in time all go, those that are ready but not enough too; their seats start over."""
+    if lease.forming_since_s is None or now_s - lease.forming_since_s < lease.form_timeout_s:
+        return lease
+    where = ", ".join(sorted({m.node_id for m in lease.members if m.state is MemberState.FORMING}))
+    return replace(
+        lease,
+        state=LeaseState.WAITING if lease.state is LeaseState.FORMING else lease.state,
+        members=tuple(_vacate(m) if m.state is MemberState.FORMING else m for m in lease.members),
+        forming_since_s=None,
+        reason=f"no room in Ray on {where} within {lease.form_timeout_s:g} s; its members look for other nodes",
+    )
+
+
+def _finish(lease: Lease, member: Member, groups: Mapping[GroupKey, Group]) -> Member:
+    if member.state is not MemberState.FORMING or not _is_ready(lease, member, groups):
+        return member
+    group = groups[_key(lease, member)]
+    return replace(member, state=MemberState.READY, placement_group_id=group.placement_group_id)
+
+
+def _is_ready(lease: Lease, member: Member, groups: Mapping[GroupKey, Group]) -> bool:
+    if member.state is not MemberState.FORMING:
+        return False
+    group = groups.get(_key(lease, member))
+    return group is not None and group.state == "ready"
+
+
+def _say(before: Lease, after: Lease) -> Lease:
+    """The reason follows the state and the number of usable members."""
+    have, want = len(after.usable), len(after.members)
+    if (after.state, have) == (before.state, len(before.usable)):
+        return after
+    needed = f", {after.shape.at_least} needed" if have < after.shape.at_least else ""
+    making = "; placement groups are being made" if after.state is LeaseState.FORMING else ""
+    return replace(after, reason=f"{have} of {want} members are usable{needed}{making}")
+
+
+def _seen(lease: Lease) -> tuple[object, ...]:
+    """What its holder can see and must react to."""
+    usable = tuple((m.index, m.incarnation, m.state, m.leaves_at_s) for m in lease.usable)
+    return lease.state is LeaseState.ACTIVE, usable

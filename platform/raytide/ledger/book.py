@@ -1,0 +1,86 @@
+"""From intervals to entries: each moment of each billed node is booked exactly once, whatever happens in between.
+
+The amounts of one node telescope from the moment its bill began, so however often its life is cut, its entries sum to the
+provider's bill. Between two looks nobody knows what happened: the occupancy seen at the first holds until the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from raytide.core.entry import Entry, EntryKind, Occupancy, OpenInterval, Share
+from raytide.core.money import interval_cost, split
+
+MAX_OPEN_US = 60_000_000
+"""An interval is booked at the latest after this long, so that what a running job cost is never far behind."""
+
+
+def open_interval(node_id: str, price_micro_usd_h: int, started_us: int, occupancy: Occupancy) -> OpenInterval:
+    """A node whose bill began at `started_us`, perhaps a while before it was first seen."""
+    return OpenInterval(node_id, price_micro_usd_h, started_us, started_us, occupancy)
+
+
+def book(interval: OpenInterval, now_us: int, occupancy: Occupancy) -> tuple[tuple[Entry, ...], OpenInterval]:
+    """Book up to now if the occupancy changed or the interval is long; else leave it open. The clock may step back."""
+    is_due = occupancy != interval.occupancy or now_us - interval.from_us >= MAX_OPEN_US
+    if not is_due:
+        return (), interval
+    until_us = max(now_us, interval.from_us)
+    return cost_of(interval, until_us), replace(interval, from_us=until_us, occupancy=occupancy)
+
+
+def close(interval: OpenInterval, end_us: int, booked: Sequence[Entry] = ()) -> tuple[Entry, ...]:
+    """The last entries of a node whose bill ends at `end_us`.
+
+    A provider may say afterwards that a node ended earlier than it was booked to. Then `booked`, this node's entries that
+    end after `end_us`, are taken back by reversals from `end_us` on.
+    """
+    if end_us >= interval.from_us:
+        return cost_of(interval, end_us)
+    end_us = max(end_us, interval.origin_us)
+    late = [entry for entry in booked if entry.to_us > end_us and not entry.is_reversal]
+    spans = sorted({(entry.from_us, entry.to_us) for entry in late})
+    return tuple(
+        reversal
+        for from_us, to_us in spans
+        for reversal in _reverse(
+            interval, max(from_us, end_us), to_us, [e for e in late if (e.from_us, e.to_us) == (from_us, to_us)]
+        )
+    )
+
+
+def cost_of(interval: OpenInterval, until_us: int) -> tuple[Entry, ...]:
+    """What the open interval costs up to `until_us`: booked at a cut, shown as accrued in between."""
+    if until_us <= interval.from_us:
+        return ()
+    amount = interval_cost(interval.price_micro_usd_h, interval.origin_us, interval.from_us, until_us)
+    shares = {_key(share): share for share in interval.occupancy}
+    parts = split(amount, {key: share.weight for key, share in shares.items()})
+    return tuple(
+        Entry(
+            node_id=interval.node_id,
+            from_us=interval.from_us,
+            to_us=until_us,
+            kind=share.kind,
+            subject=share.subject,
+            team=share.team,
+            price_micro_usd_h=interval.price_micro_usd_h,
+            amount_micro_usd=parts[key],
+        )
+        for key, share in shares.items()
+    )
+
+
+def _reverse(interval: OpenInterval, from_us: int, to_us: int, together: Sequence[Entry]) -> list[Entry]:
+    """Take [from, to) back from the entries that share one span, in proportion to what each was charged."""
+    amount = interval_cost(interval.price_micro_usd_h, interval.origin_us, from_us, to_us)
+    charged = {_key(entry): float(entry.amount_micro_usd) for entry in together}
+    parts = split(amount, charged) if any(charged.values()) else dict.fromkeys(charged, 0)
+    return [
+        replace(entry, from_us=from_us, amount_micro_usd=-parts[_key(entry)], is_reversal=True) for entry in together
+    ]
+
+
+def _key(of: Share | Entry) -> str:
+    return f"{EntryKind(of.kind)}:{of.subject}"

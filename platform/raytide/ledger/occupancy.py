@@ -1,0 +1,81 @@
+"""Who holds which share of each node, from one Snapshot.
+
+A holder's weight is its share of the node's dominant resource: a job with 1 of 8 CPUs and 4 of 8 GPUs holds half. What
+nobody holds is a share of its own (idle, start-up or waste), so the weights of a node sum to one, or to more when holders
+lean on different resources; then each pays in proportion. A seat counts from the moment it is assigned, used or not.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+from raytide.core.entry import EntryKind, Occupancy, Share
+from raytide.core.fleet import NodeState, Resources, minus, plus
+from raytide.core.gang import MemberState
+from raytide.core.snapshot import NodeView, Snapshot
+
+UNMANAGED = "unmanaged"
+"""The implicit team of everything in Ray that holds no lease."""
+
+_Holder = tuple[EntryKind, str, str]
+_NOISE = 1e-6
+"""Ray counts in ten-thousandths; smaller remainders are rounding."""
+
+
+def occupancies(snapshot: Snapshot) -> dict[str, Occupancy]:
+    """By node id, for every node of the snapshot."""
+    held = _held(snapshot)
+    return {view.node.id: _occupancy(view, held[view.node.id]) for view in snapshot.nodes}
+
+
+def _held(snapshot: Snapshot) -> defaultdict[str, dict[_Holder, Resources]]:
+    held: defaultdict[str, dict[_Holder, Resources]] = defaultdict(dict)
+    team_of = {job.id: job.spec.team for job in snapshot.jobs}
+    for lease in snapshot.leases:
+        holder = (EntryKind.JOB, lease.job_id, team_of.get(lease.job_id, ""))
+        for member in lease.members:
+            if member.state is not MemberState.WAITING:
+                on_node = held[member.node_id]
+                on_node[holder] = plus(on_node.get(holder, {}), lease.shape.resources)
+    id_of = {view.node.ray_node_id: view.node.id for view in snapshot.nodes if view.node.ray_node_id}
+    for endpoint_view in snapshot.endpoints:
+        endpoint = endpoint_view.endpoint
+        holder = (EntryKind.ENDPOINT, endpoint.name, endpoint.spec.team)
+        for ray_node_id in endpoint_view.load.replica_nodes if endpoint_view.load else ():
+            if ray_node_id in id_of:
+                on_node = held[id_of[ray_node_id]]
+                on_node[holder] = plus(on_node.get(holder, {}), endpoint.spec.resources)
+    return held
+
+
+def _occupancy(view: NodeView, held: Mapping[_Holder, Resources]) -> Occupancy:
+    if view.node.ready_at_s is None:
+        # For whom it starts pays for the start, on a line of its own.
+        shares = [
+            Share(EntryKind.STARTUP, subject, team, _weight(need, view.total)) for (_, subject, team), need in held.items()
+        ]
+        return _whole(shares, EntryKind.STARTUP)
+    shares = [Share(kind, subject, team, _weight(need, view.total)) for (kind, subject, team), need in held.items()]
+    known: Resources = {}
+    for need in held.values():
+        known = plus(known, need)
+    foreign = _weight(minus(minus(view.total, view.available), known), view.total)
+    if foreign > _NOISE:
+        shares.append(Share(EntryKind.UNMANAGED, "", UNMANAGED, foreign))
+    is_leaving = view.node.state in (NodeState.DRAINING, NodeState.TERMINATING)
+    return _whole(shares, EntryKind.WASTE if is_leaving else EntryKind.IDLE)
+
+
+def _whole(shares: list[Share], rest: EntryKind) -> Occupancy:
+    """Add what is left over; sorted."""
+    left = round(1.0 - sum(share.weight for share in shares), 9)
+    if left > _NOISE:
+        shares = [*shares, Share(rest, "", "", left)]
+    return tuple(sorted((share for share in shares if share.weight > 0), key=lambda s: (s.kind, s.subject)))
+
+
+def _weight(need: Resources, total: Resources) -> float:
+    """The dominant share of `need` in `total`, at most one; rounded so that equal occupancies compare equal."""
+    shares = [amount / total[name] for name, amount in need.items() if total.get(name, 0.0) > 0]
+    return round(min(1.0, max(shares, default=0.0)), 9)

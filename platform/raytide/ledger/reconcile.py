@@ -1,0 +1,78 @@
+"""The check against the provider's bill: equal to the micro-dollar, with no moment booked twice or left out."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from raytide.core.entry import Entry
+from raytide.core.money import cumulative, to_us
+
+
+class Billed(Protocol):
+    """What a provider says of one machine."""
+
+    @property
+    def node_id(self) -> str: ...
+    @property
+    def price_micro_usd_h(self) -> int: ...
+    @property
+    def started_at_s(self) -> float: ...
+    @property
+    def ended_at_s(self) -> float | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    node_id: str
+    bill_micro_usd: int
+    booked_micro_usd: int
+    what: str
+
+
+def reconcile(bill: Iterable[Billed], entries: Iterable[Entry]) -> tuple[Difference, ...]:
+    """Empty when every ended machine is booked to its end, and every running one without a gap up to its last entry."""
+    machines = {machine.node_id: machine for machine in bill}
+    of_node: defaultdict[str, list[Entry]] = defaultdict(list)
+    for entry in entries:
+        of_node[entry.node_id].append(entry)
+    found = [
+        Difference(node_id, 0, _sum(booked), "the provider has no such machine")
+        for node_id, booked in sorted(of_node.items())
+        if node_id not in machines and _sum(booked)
+    ]
+    found += [d for machine in machines.values() if (d := _compare(machine, of_node[machine.node_id])) is not None]
+    return tuple(found)
+
+
+def _compare(machine: Billed, booked: Sequence[Entry]) -> Difference | None:
+    start_us = to_us(machine.started_at_s)
+    reached_us = _reach(booked, start_us)
+    if reached_us is None:
+        return Difference(machine.node_id, 0, _sum(booked), "a gap, or a moment that is booked twice")
+    end_us = reached_us if machine.ended_at_s is None else max(start_us, to_us(machine.ended_at_s))
+    amount = cumulative(machine.price_micro_usd_h, start_us, end_us)
+    if reached_us != end_us:
+        what = f"booked to {reached_us / 1e6:.6f} s where the provider ended at {end_us / 1e6:.6f} s"
+        return Difference(machine.node_id, amount, _sum(booked), what)
+    return None if _sum(booked) == amount else Difference(machine.node_id, amount, _sum(booked), "another amount")
+
+
+def _reach(booked: Sequence[Entry], start_us: int) -> int | None:
+    """How far the entries reach without gap or overlap from the start, reversals taken off; None when they do not fit."""
+    reach = start_us
+    for from_us, to_us_ in sorted({(e.from_us, e.to_us) for e in booked if not e.is_reversal}):
+        if from_us != reach:
+            return None
+        reach = to_us_
+    for from_us, to_us_ in sorted({(e.from_us, e.to_us) for e in booked if e.is_reversal}, reverse=True):
+        if to_us_ != reach:
+            return None
+        reach = from_us
+    return reach
+
+
+def _sum(entries: Iterable[Entry]) -> int:
+    return sum(entry.amount_micro_usd for entry in entries)
