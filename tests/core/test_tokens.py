@@ -1,0 +1,158 @@
+"""The token dataset's format, without a pipeline: a hand-made dataset, read and damaged."""
+
+import json
+import subprocess
+import sys
+from array import array
+from pathlib import Path
+
+import pytest
+
+from raytide.core.data_spec import DataSpec
+from raytide.core.errors import ConfigError, DataError
+from raytide.core.storage import sha256
+from raytide.core.tokens import Shard, Source, TokenManifest, dtype_for, load_manifest, verify
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Path:
+    shards = []
+    (tmp_path / "shards").mkdir()
+    for i, ids in enumerate(([5, 6, 0], [7, 0])):
+        data = array("H", ids).tobytes()
+        (tmp_path / "shards" / f"{i:05d}.bin").write_bytes(data)
+        shards.append(Shard(file=f"shards/{i:05d}.bin", tokens=len(ids), sha256=sha256(data)))
+    (tmp_path / "tokenizer.json").write_bytes(b"{}")
+    manifest = TokenManifest(
+        tokenizer_sha256=sha256(b"{}"),
+        vocab_size=300,
+        eos_id=0,
+        dtype="uint16",
+        documents=2,
+        tokens=5,
+        shards=tuple(shards),
+        source=Source(digest="d", read=3, kept=2, dropped={"too_short": 1}),
+    )
+    (tmp_path / "manifest.json").write_bytes(manifest.to_bytes())
+    return tmp_path
+
+
+def edit(dataset: Path, **changes: object) -> None:
+    path = dataset / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_a_whole_dataset_is_verified_and_its_manifest_survives_the_round_trip(dataset: Path) -> None:
+    manifest = verify(str(dataset))
+    assert manifest.to_bytes() == (dataset / "manifest.json").read_bytes()
+    assert (manifest.documents, manifest.tokens, manifest.source.dropped) == (2, 5, {"too_short": 1})
+
+
+def test_a_dataset_is_read_by_url(dataset: Path) -> None:
+    assert load_manifest(f"file://{dataset}") == load_manifest(str(dataset))
+
+
+@pytest.mark.parametrize("byte", range(4))
+def test_a_flipped_byte_in_a_shard_is_found_and_the_shard_named(dataset: Path, byte: int) -> None:
+    shard = dataset / "shards" / "00001.bin"
+    data = bytearray(shard.read_bytes())
+    data[byte] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(DataError, match=r"00001\.bin is not what was written"):
+        verify(str(dataset))
+
+
+def test_a_shard_that_was_cut_off_is_found_with_both_sizes(dataset: Path) -> None:
+    shard = dataset / "shards" / "00000.bin"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(DataError, match="has 5 bytes where its manifest says 6"):
+        verify(str(dataset))
+
+
+@pytest.mark.parametrize("file", ["shards/00000.bin", "tokenizer.json"])
+def test_a_file_that_is_gone_is_named(dataset: Path, file: str) -> None:
+    (dataset / file).unlink()
+    with pytest.raises(DataError, match=f"{file} is missing"):
+        verify(str(dataset))
+
+
+def test_an_altered_tokenizer_is_found(dataset: Path) -> None:
+    (dataset / "tokenizer.json").write_bytes(b"[]")
+    with pytest.raises(DataError, match=r"tokenizer\.json is not what was written"):
+        verify(str(dataset))
+
+
+def test_a_directory_without_a_manifest_is_no_dataset(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no token dataset: it has no manifest\.json") as caught:
+        load_manifest(str(tmp_path))
+    assert "raytide data build" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"version": 2}, "has version 2; this raytide reads 1"),
+        ({"tokens": 6}, "its shards hold 5 tokens, not 6"),
+        ({"eos_id": 300}, "eos_id 300 is outside the vocabulary of 300"),
+        ({"vocab_size": 70_000}, "uint16 cannot hold a vocabulary of 70000"),
+        ({"dtype": "float32"}, "dtype"),
+        ({"shards": [{"file": "../x", "tokens": 5, "sha256": "0" * 64}]}, "a shard lies inside its dataset"),
+        ({"surprise": 1}, "surprise"),
+    ],
+)
+def test_a_manifest_that_cannot_be_true_is_refused(dataset: Path, changes: dict[str, object], said: str) -> None:
+    edit(dataset, **changes)
+    with pytest.raises(DataError, match=said):
+        load_manifest(str(dataset))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "\x00"])
+def test_a_manifest_that_is_torn_is_refused(dataset: Path, text: str) -> None:
+    (dataset / "manifest.json").write_text(text)
+    with pytest.raises(DataError, match=r"manifest\.json"):
+        load_manifest(str(dataset))
+
+
+def test_ids_get_the_narrowest_type_that_holds_them() -> None:
+    assert [dtype_for(size) for size in (1, 65_536, 65_537)] == ["uint16", "uint16", "uint32"]
+
+
+def test_the_format_needs_neither_numpy_nor_torch_nor_ray() -> None:
+    check = "import sys, raytide.core.tokens, raytide.core.data_spec; print({'numpy', 'torch', 'ray'} & {*sys.modules})"
+    shown = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "set()"
+
+
+def test_an_unknown_key_of_a_spec_names_the_nearest_known_one() -> None:
+    with pytest.raises(ConfigError, match="did you mean max_chars"):
+        DataSpec.parse({"inputs": ["x"], "out": "y", "filter": {"max_char": 3}}, where="data.yaml")
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({"inputs": []}, "inputs"),
+        ({"filter": {"min_chars": 5, "max_chars": 4}}, "max_chars 4 is below min_chars 5"),
+        ({"tokenizer": {}}, "exactly one of train and file"),
+        ({"tokenizer": {"file": "t.json", "train": {}}}, "exactly one of train and file"),
+        ({"tokenizer": {"train": {"vocab_size": 200}}}, "vocab_size"),
+        ({"gang": {"shapes": [{"members": 2, "resources": {"CPU": 1}}]}}, "runs in one member, not 2"),
+        ({"gang": {"shapes": [{"resources": {"GPU": 1}}]}}, "a member with CPUs"),
+        ({"workers": 0}, "workers"),
+        ({"shard_tokens": 0}, "shard_tokens"),
+    ],
+)
+def test_a_spec_that_cannot_be_built_is_refused(extra: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        DataSpec.parse({"inputs": ["x"], "out": "y", **extra}, where="data.yaml")
+
+
+def test_the_digest_ignores_who_builds_and_where_and_nothing_else() -> None:
+    spec = DataSpec(inputs=("x",), out="y")
+    inputs = [("x", 1, "v")]
+    same = spec.model_copy(update={"name": "n", "team": "t", "out": "z", "workers": 9})
+    assert same.digest(inputs) == spec.digest(inputs)
+    assert spec.digest([("x", 2, "v")]) != spec.digest(inputs)
+    assert spec.digest([("x", 1, "w")]) != spec.digest(inputs)
+    for change in ({"seed": 1}, {"shard_tokens": 2}, {"format": "parquet"}, {"text_column": "body"}):
+        assert spec.model_copy(update=change).digest(inputs) != spec.digest(inputs)

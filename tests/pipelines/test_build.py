@@ -1,0 +1,248 @@
+"""A build in this process, on the inline runner: what is built, and what is left when it fails."""
+
+import errno
+import json
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+from transformers import AutoTokenizer
+
+from raytide.core.data_spec import DataSpec, TextFilter, TokenizerSpec
+from raytide.core.errors import ClusterError, ConflictError, DataError, StorageError
+from raytide.core.tokens import TokenManifest, load_manifest, verify
+from raytide.pipelines import build as build_module
+from raytide.pipelines import read
+from raytide.pipelines.build import Progress
+from raytide.pipelines.runner import InlineRunner
+
+SpecOf = Callable[..., DataSpec]
+
+
+def build(spec: DataSpec, **kwargs: Any) -> TokenManifest:
+    return build_module.build(spec, runner=InlineRunner(), **kwargs)
+
+
+def texts_in(manifest: TokenManifest, out: str) -> list[str]:
+    """The documents of a bin dataset, by transformers' tokenizer."""
+    ids = np.concatenate([np.fromfile(Path(out) / s.file, manifest.dtype) for s in manifest.shards])
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    ends = np.flatnonzero(ids == manifest.eos_id)
+    return [tokenizer.decode(part) for part in (p[p != manifest.eos_id] for p in np.split(ids, ends + 1)) if len(part)]
+
+
+def files_in(out: str) -> dict[str, bytes]:
+    return {str(p.relative_to(out)): p.read_bytes() for p in sorted(Path(out).rglob("*")) if p.is_file()}
+
+
+def test_a_dataset_holds_every_kept_document_once_in_path_order(corpus: Path, spec_of: SpecOf) -> None:
+    spec = spec_of(corpus)
+    manifest = build(spec)
+    assert manifest.source.read == 45
+    assert manifest.source.dropped == {"too_short": 1, "not_utf8": 1, "too_long": 1, "long_line": 1, "duplicate": 1}
+    kept = sorted(p for p in corpus.rglob("[0-9][0-9].txt"))
+    assert texts_in(manifest, spec.out) == [path.read_text() for path in kept]
+    assert manifest.documents == len(kept) == 40
+    assert manifest == verify(spec.out)
+    assert len(manifest.shards) > 1
+    assert sorted(files_in(spec.out)) == sorted(
+        ["manifest.json", "tokenizer.json", "tokenizer_config.json", *(shard.file for shard in manifest.shards)]
+    )
+
+
+def test_of_duplicates_the_first_in_path_order_stays(corpus: Path, spec_of: SpecOf) -> None:
+    copies = [corpus / "01.txt", corpus / "99-copy.txt"]
+    assert build(spec_of(*copies)).source.dropped == {"duplicate": 1}
+    again = spec_of(*copies, out=str(corpus.parent / "all"), filter=TextFilter(dedup=False))
+    assert build(again).documents == 2
+
+
+def test_parquet_rows_are_documents(tmp_path: Path, spec_of: SpecOf) -> None:
+    rows = ["first row", None, "second row", "third row", "first row"]
+    pq.write_table(pa.table({"body": rows}), tmp_path / "in.parquet", row_group_size=2)
+    spec = spec_of(tmp_path / "in.parquet", text_column="body")
+    manifest = build(spec)
+    assert texts_in(manifest, spec.out) == ["first row", "second row", "third row"]
+    assert manifest.source.dropped == {"no_text": 1, "duplicate": 1}
+
+
+def test_parquet_shards_hold_the_same_tokens_as_bin_shards(corpus: Path, spec_of: SpecOf) -> None:
+    out = str(corpus.parent / "rows")
+    flat, rows = build(spec_of(corpus)), build(spec_of(corpus, format="parquet", out=out))
+    documents = [ids for s in rows.shards for ids in pq.read_table(f"{out}/{s.file}").column("tokens").to_pylist()]
+    assert list(chain(*documents)) == [
+        int(i) for s in flat.shards for i in np.fromfile(Path(spec_of(corpus).out) / s.file, flat.dtype)
+    ]
+    assert len(documents) == rows.documents == flat.documents
+    assert verify(out) == rows
+
+
+def test_chunks_and_pieces_leave_no_trace(corpus: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    build(spec_of(corpus))
+    monkeypatch.setattr(build_module, "MAX_CHUNK_PARTS", 3)
+    monkeypatch.setattr("raytide.pipelines.encode.PIECE_CHARS", 50)
+    build(spec_of(corpus, out=str(corpus.parent / "other")))
+    assert files_in(str(corpus.parent / "other")) == files_in(spec_of(corpus).out)
+
+
+def test_the_seed_chooses_what_the_tokenizer_learns_from(corpus: Path, spec_of: SpecOf) -> None:
+    first = build(spec_of(corpus))
+    other = build(spec_of(corpus, seed=1, out=str(corpus.parent / "other")))
+    assert first.tokenizer_sha256 != other.tokenizer_sha256
+
+
+def test_a_given_tokenizer_is_used_as_it_is(corpus: Path, spec_of: SpecOf) -> None:
+    first = build(spec_of(corpus))
+    given = TokenizerSpec(file=f"{spec_of(corpus).out}/tokenizer.json")
+    second = build(spec_of(corpus, tokenizer=given, out=str(corpus.parent / "other"), seed=5))
+    assert second.shards == first.shards
+    assert second.tokenizer_sha256 == first.tokenizer_sha256
+
+
+def test_a_missing_tokenizer_file_is_named_before_any_work(corpus: Path, spec_of: SpecOf) -> None:
+    spec = spec_of(corpus, tokenizer=TokenizerSpec(file=str(corpus / "none.json")))
+    with pytest.raises(DataError, match=r"none\.json does not exist"):
+        build(spec)
+    assert not Path(spec.out).exists()
+
+
+def test_an_empty_corpus_says_why_each_document_was_dropped_and_leaves_nothing(corpus: Path, spec_of: SpecOf) -> None:
+    spec = spec_of(corpus / "empty.txt", corpus / "latin1.txt", name="mine")
+    with pytest.raises(
+        DataError, match="dataset mine: the corpus is empty: of 2 documents in 2 files none was kept"
+    ) as e:
+        build(spec)
+    assert "1 too_short" in e.value.message
+    assert "1 not_utf8" in e.value.message
+    assert e.value.hint
+    assert not Path(spec.out).exists()
+
+
+def test_an_input_directory_without_files_is_an_empty_corpus(tmp_path: Path, spec_of: SpecOf) -> None:
+    (tmp_path / "void").mkdir()
+    with pytest.raises(DataError, match="nothing found in .*void"):
+        build(spec_of(tmp_path / "void"))
+
+
+def test_a_parquet_file_without_rows_is_an_empty_corpus(tmp_path: Path, spec_of: SpecOf) -> None:
+    pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "in.parquet")
+    with pytest.raises(DataError, match="of 0 documents in 1 files none was kept"):
+        build(spec_of(tmp_path / "in.parquet"))
+
+
+def test_a_finished_dataset_is_not_built_again(corpus: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = spec_of(corpus)
+    first = build(spec)
+    monkeypatch.setattr(build_module, "survey_corpus", None)  # would fail if it were called
+    assert build(spec.model_copy(update={"workers": 7, "name": "again"})) == first
+
+
+def test_a_damaged_dataset_is_built_again_to_the_same_bytes(corpus: Path, spec_of: SpecOf) -> None:
+    spec = spec_of(corpus)
+    first = build(spec)
+    whole = files_in(spec.out)
+    shard = Path(spec.out) / first.shards[1].file
+    shard.write_bytes(b"\xff" + shard.read_bytes()[1:])
+    with pytest.raises(DataError):
+        verify(spec.out)
+    assert build(spec) == first
+    assert files_in(spec.out) == whole
+
+
+def test_another_spec_or_a_changed_input_never_replaces_a_dataset(corpus: Path, spec_of: SpecOf) -> None:
+    build(spec_of(corpus))
+    before = files_in(spec_of(corpus).out)
+    with pytest.raises(ConflictError, match="a dataset of another spec or of other inputs"):
+        build(spec_of(corpus, seed=1))
+    (corpus / "01.txt").write_text("something new")
+    with pytest.raises(ConflictError):
+        build(spec_of(corpus))
+    assert files_in(spec_of(corpus).out) == before
+
+
+def test_a_manifest_that_cannot_be_read_is_not_overwritten(corpus: Path, spec_of: SpecOf) -> None:
+    spec = spec_of(corpus)
+    Path(spec.out).mkdir()
+    (Path(spec.out) / "manifest.json").write_text(json.dumps({"version": 99}))
+    with pytest.raises(ConflictError, match="version 99"):
+        build(spec)
+
+
+def test_what_a_killed_build_left_is_no_dataset_and_is_built_over(corpus: Path, spec_of: SpecOf) -> None:
+    spec = spec_of(corpus)
+    build(spec)
+    whole = files_in(spec.out)
+    (Path(spec.out) / "manifest.json").unlink()
+    (Path(spec.out) / "shards" / "00000.bin").write_bytes(b"half")
+    (Path(spec.out) / "shards" / "00077.bin").write_bytes(b"of another life")
+    with pytest.raises(DataError, match="no token dataset"):
+        load_manifest(spec.out)
+    build(spec)
+    assert files_in(spec.out) == whole
+
+
+def test_a_full_disk_is_a_storage_error_that_leaves_nothing_to_be_read(
+    corpus: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, real = spec_of(corpus), LocalFileSystem.pipe_file
+
+    def fill_up(fs: LocalFileSystem, path: str, value: bytes, **kwargs: Any) -> None:
+        if "00001.bin" in path:
+            real(fs, path, value[:10], **kwargs)
+            raise OSError(errno.ENOSPC, "No space left on device", path)
+        real(fs, path, value, **kwargs)
+
+    monkeypatch.setattr(LocalFileSystem, "pipe_file", fill_up)
+    with pytest.raises(StorageError, match=r"no space left while writing .*00001\.bin"):
+        build(spec)
+    assert files_in(spec.out) == {}
+    monkeypatch.setattr(LocalFileSystem, "pipe_file", real)
+    assert build(spec) == verify(spec.out)
+
+
+def test_an_input_that_changes_between_the_passes_is_found(
+    corpus: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    real = read.read_documents
+
+    def meddle(parts: Any, text_column: str) -> list[list[bytes | None]]:
+        seen.append(1)
+        if len(seen) == 1:
+            documents = real(parts, text_column)
+            (corpus / "07.txt").write_text("changed after the survey")
+            return documents
+        return real(parts, text_column)
+
+    monkeypatch.setattr("raytide.pipelines.survey.read_documents", meddle)
+    with pytest.raises(DataError, match="was changed during the build"):
+        build(spec_of(corpus))
+
+
+def test_progress_counts_up_to_the_manifest(corpus: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_module, "MAX_CHUNK_PARTS", 10)
+    seen: list[Progress] = []
+    manifest = build(spec_of(corpus), on_progress=seen.append)
+    assert [stage for i, stage in enumerate(p.stage for p in seen) if i == 0 or seen[i - 1].stage != stage] == [
+        "survey",
+        "learn",
+        "encode",
+        "done",
+    ]
+    encoded = [p for p in seen if p.stage == "encode"]
+    assert [p.documents for p in encoded] == sorted(p.documents for p in encoded)
+    assert (seen[-1].documents, seen[-1].tokens) == (manifest.documents, manifest.tokens)
+    assert seen[-1].documents_total == manifest.documents
+    assert set(seen[-1].as_report()) >= {"stage", "documents", "tokens", "documents_per_s", "tokens_per_s"}
+
+
+def test_without_a_cluster_the_error_says_how_to_get_one(corpus: Path, spec_of: SpecOf) -> None:
+    with pytest.raises(ClusterError, match="not connected to a Ray cluster") as caught:
+        build_module.build(spec_of(corpus))
+    assert "raytide up" in caught.value.hint
