@@ -126,7 +126,7 @@ def test_an_empty_corpus_says_why_each_document_was_dropped_and_leaves_nothing(c
 
 def test_an_input_directory_without_files_is_an_empty_corpus(tmp_path: Path, spec_of: SpecOf) -> None:
     (tmp_path / "void").mkdir()
-    with pytest.raises(DataError, match="nothing found in .*void"):
+    with pytest.raises(DataError, match=r"nothing found in .*void"):
         build(spec_of(tmp_path / "void"))
 
 
