@@ -1,0 +1,3 @@
+from raytide.cli import main
+
+main()

@@ -1,0 +1,34 @@
+"""The commands, put together."""
+
+from __future__ import annotations
+
+import typer
+
+from raytide.cli import autoscaler, cluster, demo, jobs, serve
+
+app = typer.Typer(
+    name="raytide",
+    help="One pool of mixed, partly spot, accelerators where teams prepare data, train and serve language models.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+data = typer.Typer(help="Build datasets.", no_args_is_help=True)
+scaler = typer.Typer(help="Look into the autoscaler.", no_args_is_help=True)
+app.add_typer(data, name="data")
+app.add_typer(scaler, name="autoscaler")
+
+app.command()(demo.demo)
+app.command()(cluster.up)
+app.command()(cluster.down)
+app.command()(cluster.status)
+app.command()(jobs.ps)
+app.command()(jobs.why)
+app.command()(jobs.logs)
+app.command()(jobs.stop)
+data.command("build")(jobs.data_build)
+app.command()(jobs.train)
+app.command()(serve.serve)
+scaler.command("explain")(autoscaler.explain)
+app.command()(cluster.schema)
+app.command()(cluster.doctor)

@@ -1,0 +1,86 @@
+"""up, down, status, schema, doctor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from raytide.cli.show import ClusterName, Json, ago, as_json, as_table
+from raytide.core.errors import UsageError
+from raytide.core.money import format_usd
+
+Name = Annotated[str, typer.Option("--name", help="Several clusters on one machine have different names.")]
+
+
+def up(
+    config: Annotated[Path | None, typer.Argument(help="A cluster.yaml; a small CPU fleet when left out.")] = None,
+    local: Annotated[bool, typer.Option("--local", help="Nodes are real raylets on this machine.")] = False,
+    name: Name = "local",
+    json: Json = False,
+) -> None:
+    """Start a cluster: a Ray head, raytide's controller and its API."""
+    from raytide.control import cluster
+
+    if not local:
+        raise UsageError("only embedded clusters can be started yet.", hint="Say `raytide up --local`.")
+    started = cluster.up(config, name=name)
+    if json:
+        as_json({"name": name, "run_dir": str(started.run_dir), "api": started.api_url, "ray": started.dashboard_url})
+        return
+    print(f"cluster {name} is up: API {started.api_url}, Ray {started.dashboard_url}")
+    print("raytide status shows it, raytide down ends it")
+
+
+def down(name: Name = "local", json: Json = False) -> None:
+    """End a cluster and check that no process of it is left."""
+    from raytide.control import cluster
+
+    cluster.down(name)
+    if json:
+        as_json({"name": name, "state": "down"})
+    else:
+        print(f"cluster {name} is down")
+
+
+def status(cluster: ClusterName = None, json: Json = False) -> None:
+    """Nodes, jobs and dollars of the cluster."""
+    from raytide.control.client import Client
+    from raytide.control.wire import to_json
+
+    now = Client.find(cluster).status()
+    if json:
+        as_json(to_json(now))
+        return
+    age = "never ticked" if now.controller_age_s is None else f"decided {ago(now.controller_age_s)} ago"
+    counts = ", ".join(f"{count} {state}" for state, count in now.jobs.items()) or "none"
+    print(f"cluster {now.name}: controller {age}; jobs: {counts}; endpoints: {now.endpoints}")
+    print(f"{format_usd(now.price_micro_usd_h)} an hour now, {format_usd(now.cost_micro_usd)} so far")
+    rows = [
+        (node.id, node.type, node.market, node.zone, node.state, format_usd(node.price_micro_usd_h) + "/h", node.reason)
+        for node in now.nodes
+    ]
+    as_table(("NODE", "TYPE", "MARKET", "ZONE", "STATE", "PRICE", "REASON"), rows)
+    for error in now.errors:
+        print(f"warning: {error}")
+
+
+def schema() -> None:
+    """Print the JSON schema of `metadata.raytide` in cluster.yaml, for editors."""
+    from raytide.core.cluster import RaytideSection
+
+    as_json(RaytideSection.model_json_schema())
+
+
+def doctor(json: Json = False) -> None:
+    """Check what this machine lacks, and say how to mend it."""
+    from raytide.control.doctor import check
+
+    findings = check()
+    if json:
+        as_json([{"name": f.name, "status": f.status, "detail": f.detail, "mend": f.mend} for f in findings])
+    else:
+        as_table(("CHECK", "STATUS", "DETAIL", "MEND"), [(f.name, f.status, f.detail, f.mend) for f in findings])
+    if any(finding.status == "fail" for finding in findings):
+        raise typer.Exit(1)

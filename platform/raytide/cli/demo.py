@@ -1,0 +1,21 @@
+"""demo: the whole life of a model on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from raytide.cli.show import Json
+
+
+def demo(
+    keep: Annotated[bool, typer.Option("--keep", help="Leave the endpoint up and print a curl line.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Where the dataset and the model go; a temporary folder when left out.")] = None,
+    json: Json = False,
+) -> None:
+    """Build a dataset, train on spot nodes that are reclaimed, serve the model under load, show what it cost."""
+    from raytide.demo import run
+
+    raise typer.Exit(run(keep=keep, out=out, json=json))

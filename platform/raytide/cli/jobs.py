@@ -1,0 +1,135 @@
+"""ps, why, logs, stop, data build, train."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from raytide.cli.show import ClusterName, Json, ago, as_json, as_table
+from raytide.control.client import Client
+from raytide.control.views import JobView
+from raytide.control.wire import to_json
+from raytide.core.job import JobState
+from raytide.core.money import format_usd
+from raytide.run import Run, explain
+from raytide.tide import Tide
+
+JobId = Annotated[str, typer.Argument(help="A job, as `raytide ps` lists it.")]
+Spec = Annotated[Path, typer.Argument(help="A YAML file.")]
+Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Stay until it is over.")]
+_FOLLOW_S = 0.5
+
+
+def ps(
+    cluster: ClusterName = None,
+    limit: Annotated[int, typer.Option(help="How many jobs, newest first.")] = 50,
+    json: Json = False,
+) -> None:
+    """Jobs, with what each waits for and what it costs."""
+    views = Client.find(cluster).jobs(limit=limit)
+    if json:
+        as_json([to_json(view) for view in views])
+        return
+    now = time.time()
+    as_table(
+        ("JOB", "NAME", "KIND", "TEAM", "STATE", "POS", "AGE", "STEP", "COST", "PRICE", "WHY"),
+        [_row(view, now) for view in views],
+    )
+
+
+def why(job_id: JobId, cluster: ClusterName = None, json: Json = False) -> None:
+    """Say what a job waits for and what would meet it, or why it ended."""
+    view = Client.find(cluster).job(job_id)
+    if json:
+        as_json({"job": job_id, "state": view.job.state, "position": view.position, "why": explain(view)})
+    else:
+        print(explain(view))
+
+
+def logs(
+    job_id: JobId,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job is over.")] = False,
+    cluster: ClusterName = None,
+    json: Json = False,
+) -> None:
+    """Print what a job's driver wrote."""
+    client = Client.find(cluster)
+    text = client.logs(job_id)
+    if json:
+        as_json({"job": job_id, "logs": text})
+        return
+    print(text, end="", flush=True)
+    while follow and not client.job(job_id).job.is_final:
+        time.sleep(_FOLLOW_S)
+        more = client.logs(job_id)
+        print(more[len(text) :], end="", flush=True)
+        text = more
+
+
+def stop(job_id: JobId, cluster: ClusterName = None, json: Json = False) -> None:
+    """Stop a job; its lease is freed."""
+    view = Client.find(cluster).stop(job_id)
+    if json:
+        as_json(to_json(view))
+    else:
+        print(f"{job_id} is {view.job.state}")
+
+
+def data_build(spec: Spec, wait: Wait = True, cluster: ClusterName = None, json: Json = False) -> None:
+    """Build a token dataset from text."""
+    _follow(Tide(Client.find(cluster)).data(spec), wait, json)
+
+
+def train(spec: Spec, wait: Wait = True, cluster: ClusterName = None, json: Json = False) -> None:
+    """Train a model on a gang."""
+    _follow(Tide(Client.find(cluster)).train(spec), wait, json)
+
+
+def _follow(run: Run, wait: bool, json: bool) -> None:
+    if wait:
+        line = ""
+        for view in run.watch():
+            latest = _progress(view)
+            if latest != line and not json:
+                line = latest
+                print(line, flush=True)
+    if json:
+        as_json(run.json())
+    elif not wait:
+        print(f"{run.id} is queued; `raytide ps` shows it")
+    if run.view.job.is_final and run.state is not JobState.SUCCEEDED:
+        raise typer.Exit(1)
+
+
+def _progress(view: JobView) -> str:
+    if view.job.is_final or view.waiting is not None or not view.job.progress:
+        return explain(view)
+    numbers = ", ".join(f"{key} {_short(value)}" for key, value in view.job.progress.items())
+    return f"{view.job.id} {view.job.state}: {numbers}"
+
+
+def _row(view: JobView, now: float) -> tuple[object, ...]:
+    job = view.job
+    until = job.ended_at_s if job.ended_at_s is not None else now
+    step = job.progress.get("step", job.progress.get("stage", "-"))
+    reason = view.waiting.reason if view.waiting is not None and not job.is_final else job.reason
+    return (
+        job.id,
+        job.spec.name,
+        job.spec.kind,
+        job.spec.team,
+        job.state,
+        view.position or "-",
+        ago(until - job.submitted_at_s),
+        step,
+        format_usd(view.cost_micro_usd),
+        format_usd(view.price_micro_usd_h) + "/h",
+        reason,
+    )
+
+
+def _short(value: float | int | str) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

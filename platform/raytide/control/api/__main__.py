@@ -1,0 +1,47 @@
+"""The API process: `python -m raytide.control.api RUN_DIR`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import uvicorn
+
+from raytide.control.api.app import create_app
+from raytide.control.api.auth import Tokens
+from raytide.control.api.desk import Desk
+from raytide.control.cluster import provider
+from raytide.control.drivers import Drivers
+from raytide.control.embedded import load
+from raytide.control.processes import hold_lock
+from raytide.core.clock import SystemClock
+from raytide.core.cluster import load_cluster
+from raytide.core.state import Store
+
+
+def main(run_dir: str) -> None:
+    folder = Path(run_dir)
+    cluster = load(folder)
+    assert cluster is not None, run_dir
+    with hold_lock(folder / "api.lock"):
+        desk = Desk(
+            store=Store.open(cluster.state_url),
+            config=load_cluster(cluster.config_path).model_copy(update={"name": cluster.name}),
+            provider=provider(cluster),
+            drivers=Drivers(cluster.dashboard_url, folder),
+            clock=SystemClock(),
+            live=folder / "live.json",
+            serve_url=cluster.serve_url,
+        )
+        address = urlsplit(cluster.api_url)
+        uvicorn.run(
+            create_app(desk, Tokens(cluster.tokens_file)),
+            host=address.hostname or cluster.head_ip,
+            port=address.port or 7400,
+            log_level="warning",
+        )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,110 @@
+"""The routes: each takes the caller and its input to the Desk and its answer to JSON."""
+
+import asyncio
+import time
+from typing import Annotated, Any
+
+from fastapi import Depends, FastAPI, Header, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+
+from raytide.control.api.auth import Caller, Tokens
+from raytide.control.api.desk import Desk
+from raytide.control.wire import to_json
+from raytide.core.errors import RaytideError, UsageError
+
+_LONG_POLL_S = 0.1
+_LONGEST_POLL_S = 60.0
+
+Body = dict[str, Any]
+
+
+def create_app(desk: Desk, tokens: Tokens) -> FastAPI:
+    app = FastAPI(title="raytide", docs_url=None, redoc_url=None)
+
+    def caller(authorization: Annotated[str | None, Header()] = None) -> Caller:
+        return tokens.caller(authorization)
+
+    Who = Annotated[Caller, Depends(caller)]
+
+    @app.exception_handler(RaytideError)
+    def known(_: Request, error: RaytideError) -> JSONResponse:
+        return JSONResponse({"error": error.to_json()}, status_code=error.http_status)
+
+    @app.exception_handler(RequestValidationError)
+    def malformed(_: Request, error: RequestValidationError) -> JSONResponse:
+        problem = UsageError(f"malformed request: {error.errors()[0]['msg']}.")
+        return JSONResponse({"error": problem.to_json()}, status_code=problem.http_status)
+
+    @app.get("/health")
+    def health() -> Any:
+        return {"ok": True, "controller_at_s": desk.live().at_s}
+
+    @app.get("/v1/status")
+    def status(who: Who) -> Any:
+        return to_json(desk.status())
+
+    @app.post("/v1/jobs")
+    def submit(who: Who, body: Body, key: str | None = None) -> Any:
+        return to_json(desk.submit(body, who, key))
+
+    @app.get("/v1/jobs")
+    def jobs(who: Who, limit: int = 100, offset: int = 0) -> Any:
+        return [to_json(view) for view in desk.jobs(who, min(max(limit, 1), 1000), max(offset, 0))]
+
+    @app.get("/v1/jobs/{job_id}")
+    def job(who: Who, job_id: str) -> Any:
+        return to_json(desk.job(job_id, who))
+
+    @app.post("/v1/jobs/{job_id}/stop")
+    def stop(who: Who, job_id: str) -> Any:
+        return to_json(desk.stop(job_id, who))
+
+    @app.get("/v1/jobs/{job_id}/logs")
+    def logs(who: Who, job_id: str) -> Any:
+        return {"logs": desk.logs(job_id, who)}
+
+    @app.post("/v1/jobs/{job_id}/report")
+    def report(who: Who, job_id: str, body: Body) -> Any:
+        desk.report(job_id, who, body)
+        return {}
+
+    @app.post("/v1/jobs/{job_id}/release")
+    def release(who: Who, job_id: str, body: Body) -> Any:
+        desk.release(job_id, who, str(body.get("error", "")))
+        return {}
+
+    @app.get("/v1/jobs/{job_id}/lease")
+    async def lease(who: Who, job_id: str, newer_than: int = -1, timeout_s: float = 0.0) -> Any:
+        deadline = time.monotonic() + min(timeout_s, _LONGEST_POLL_S)
+        while True:
+            now = await asyncio.to_thread(desk.lease, job_id, who)
+            if now.epoch > newer_than or time.monotonic() >= deadline:
+                return to_json(now)
+            await asyncio.sleep(_LONG_POLL_S)
+
+    @app.post("/v1/endpoints")
+    def serve(who: Who, body: Body) -> Any:
+        return to_json(desk.serve(body, who))
+
+    @app.get("/v1/endpoints")
+    def endpoints(who: Who) -> Any:
+        return [to_json(status) for status in desk.endpoints()]
+
+    @app.get("/v1/endpoints/{name}")
+    def endpoint(who: Who, name: str) -> Any:
+        return to_json(desk.endpoint(name))
+
+    @app.delete("/v1/endpoints/{name}")
+    def delete_endpoint(who: Who, name: str) -> Any:
+        return to_json(desk.delete_endpoint(name, who))
+
+    @app.get("/v1/plans")
+    def plans(who: Who, limit: int = 50) -> Any:
+        return desk.plans(min(max(limit, 1), 1000))
+
+    @app.get("/v1/cost")
+    def cost(who: Who) -> Any:
+        return to_json(desk.cost())
+
+    return app

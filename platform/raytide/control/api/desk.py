@@ -1,0 +1,212 @@
+"""What the API does, without HTTP: it checks requests against the fleet and the caller, and joins records into views."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+from raytide.autoscaler.providers.base import Provider
+from raytide.control.api.auth import ANY_TEAM, Caller
+from raytide.control.costs import cost_report
+from raytide.control.drivers import Drivers
+from raytide.control.views import ClusterStatus, CostReport, EndpointStatus, JobView, Live
+from raytide.control.wire import from_json
+from raytide.core.clock import Clock
+from raytide.core.cluster import ClusterConfig
+from raytide.core.data_spec import DataSpec
+from raytide.core.endpoint import ServeSpec
+from raytide.core.entry import Entry, EntryKind
+from raytide.core.errors import ConfigError, DataError, LeaseLostError
+from raytide.core.fleet import LIVE_STATES, NodeState
+from raytide.core.gang import GangSpec, Lease, LeaseState, Shape
+from raytide.core.job import Job, JobKind, JobSpec, JobState
+from raytide.core.money import to_us
+from raytide.core.room import check_possible
+from raytide.core.state import Store
+from raytide.core.tokens import load_manifest
+from raytide.core.train_spec import TrainSpec
+from raytide.jobs.job import DriverKey
+from raytide.ledger.cost import accrued, costs, rate_micro_usd_h
+
+
+class Desk:
+    """One per API process. Every method is a few reads and at most one write of the store."""
+
+    def __init__(
+        self, store: Store, config: ClusterConfig, provider: Provider, drivers: Drivers, clock: Clock, live: Path, serve_url: str
+    ) -> None:
+        self._store, self._config, self._provider, self._drivers = store, config, provider, drivers
+        self._clock, self._live_path, self._serve_url = clock, live, serve_url
+
+    # Jobs.
+
+    def submit(self, body: Mapping[str, object], caller: Caller, key: str | None) -> JobView:
+        spec = JobSpec.parse(body, where="job")
+        caller.require_team(spec.team)
+        self._check_team(spec.team)
+        check_possible(spec.gang, self._config.node_types, subject=f"{spec.kind} {spec.name}")
+        _check_config(spec)
+        return self.view(self._store.submit_job(spec, caller.user, self._clock.now_s(), key=key))
+
+    def jobs(self, caller: Caller, limit: int, offset: int) -> list[JobView]:
+        team = None if caller.team == ANY_TEAM else caller.team
+        jobs = self._store.jobs(team=team, limit=limit, offset=offset)
+        return self._views(jobs)
+
+    def job(self, job_id: str, caller: Caller) -> JobView:
+        return self.view(self._owned(job_id, caller))
+
+    def stop(self, job_id: str, caller: Caller) -> JobView:
+        self._owned(job_id, caller)
+        return self.view(self._store.request_stop(job_id))
+
+    def logs(self, job_id: str, caller: Caller) -> str:
+        job = self._owned(job_id, caller)
+        return "".join(self._drivers.logs(DriverKey(job.id, attempt)) for attempt in range(job.restarts + 1))
+
+    def report(self, job_id: str, caller: Caller, progress: Mapping[str, float | int | str]) -> None:
+        self._owned(job_id, caller)
+        self._store.report(job_id, progress, self._clock.now_s())
+
+    def release(self, job_id: str, caller: Caller, error: str) -> None:
+        self._owned(job_id, caller)
+        self._store.release(job_id, error=error)
+
+    def lease(self, job_id: str, caller: Caller) -> Lease:
+        """The job's lease, also while it has none: then one that waits, with epoch -1. LeaseLostError when it is over."""
+        job = self._owned(job_id, caller)
+        if job.is_final or job.state is JobState.STOPPING:
+            raise LeaseLostError(f"{job_id} is {job.state}: {job.reason}", hint="Submit it again.")
+        if job.spec.kind is JobKind.GANG:
+            self._store.heartbeat(job_id, self._clock.now_s())
+        lease = self._store.lease_of(job_id)
+        if lease is not None and lease.state is not LeaseState.RELEASED:
+            return lease
+        return Lease(id="", job_id=job_id, shape=job.spec.gang.shapes[0], state=LeaseState.WAITING, members=(), epoch=-1)
+
+    def view(self, job: Job) -> JobView:
+        return self._views((job,))[0]
+
+    # Endpoints.
+
+    def serve(self, body: Mapping[str, object], caller: Caller) -> EndpointStatus:
+        spec = ServeSpec.parse(body, where="serve")
+        caller.require_team(spec.team)
+        self._check_team(spec.team)
+        shape = Shape(members=spec.replicas.min, resources=spec.resources, labels=spec.labels)
+        check_possible(GangSpec(shapes=(shape,)), self._config.node_types, subject=f"endpoint {spec.name}")
+        if not (Path(spec.model) / "config.json").is_file():
+            raise DataError(f"{spec.model} is no model directory: it has no config.json.", hint="Give an exported model.")
+        self._store.save_endpoint(spec, caller.user, self._clock.now_s())
+        return self.endpoint(spec.name)
+
+    def endpoints(self) -> list[EndpointStatus]:
+        spent = self._costs("endpoint")
+        live = self.live()
+        return [
+            EndpointStatus(
+                endpoint=endpoint,
+                base_url=f"{self._serve_url}/{endpoint.name}/v1",
+                ready_replicas=live.ready_replicas.get(endpoint.name, 0),
+                ongoing=live.ongoing.get(endpoint.name, 0.0),
+                cost_micro_usd=spent.get(endpoint.name, 0),
+                waiting=live.waiting.get(endpoint.name),
+            )
+            for endpoint in self._store.endpoints(ended=True)
+        ]
+
+    def endpoint(self, name: str) -> EndpointStatus:
+        self._store.endpoint(name)
+        return next(status for status in self.endpoints() if status.endpoint.name == name)
+
+    def delete_endpoint(self, name: str, caller: Caller) -> EndpointStatus:
+        caller.require_team(self._store.endpoint(name).spec.team)
+        self._store.request_delete(name)
+        return self.endpoint(name)
+
+    # The cluster.
+
+    def status(self) -> ClusterStatus:
+        now = self._clock.now_s()
+        live = self.live()
+        nodes = tuple(node for node in self._store.nodes() if node.state is not NodeState.GONE)
+        report = self.cost()
+        return ClusterStatus(
+            name=self._config.name,
+            at_s=now,
+            controller_age_s=now - live.at_s if live.at_s else None,
+            nodes=nodes[::-1],
+            jobs=dict(Counter(str(job.state) for job in self._store.jobs(limit=10_000))),
+            endpoints=len(self._store.endpoints()),
+            price_micro_usd_h=sum(n.price_micro_usd_h for n in nodes if n.state in LIVE_STATES and n.started_at_s is not None),
+            cost_micro_usd=report.booked_micro_usd + report.accrued_micro_usd,
+            errors=live.errors,
+        )
+
+    def plans(self, limit: int) -> list[dict[str, object]]:
+        return [
+            {"at_s": plan.at_s, "last_at_s": plan.last_at_s, "actions": [dict(action) for action in plan.actions]}
+            for plan in self._store.plans(limit=limit)
+        ]
+
+    def cost(self) -> CostReport:
+        return cost_report(self._store.books, self._provider.machines(), to_us(self._clock.now_s()))
+
+    def live(self) -> Live:
+        """What the controller saw last; empty before its first tick."""
+        try:
+            return from_json(Live, json.loads(self._live_path.read_text()))
+        except FileNotFoundError:
+            return Live(at_s=0.0)
+
+    def _views(self, jobs: tuple[Job, ...]) -> list[JobView]:
+        live = self.live()
+        spent = self._costs("job")
+        queue = [job.id for job in reversed(self._store.jobs(active=True, limit=10_000)) if job.state is JobState.QUEUED]
+        positions = {job_id: place for place, job_id in enumerate(queue, start=1)}
+        intervals = self._store.books.intervals()
+        views = []
+        for job in jobs:
+            lease = self._store.lease_of(job.id) if job.state is not JobState.QUEUED else None
+            waiting = live.waiting.get(job.id) or (live.waiting.get(lease.id) if lease else None)
+            views.append(
+                JobView(
+                    job=job,
+                    position=positions.get(job.id),
+                    cost_micro_usd=spent.get(job.id, 0),
+                    price_micro_usd_h=round(rate_micro_usd_h(intervals, EntryKind.JOB, job.id)),
+                    lease=lease,
+                    waiting=waiting,
+                )
+            )
+        return views
+
+    def _costs(self, by: Literal["job", "endpoint"]) -> dict[str, int]:
+        """Booked and accrued micro-dollars by subject."""
+        return costs(self._store.books.booked(by), self._accrued(), by)
+
+    def _accrued(self) -> tuple[Entry, ...]:
+        return accrued(self._store.books.intervals(), to_us(self._clock.now_s()))
+
+    def _owned(self, job_id: str, caller: Caller) -> Job:
+        job = self._store.job(job_id)
+        caller.require_team(job.spec.team)
+        return job
+
+    def _check_team(self, team: str) -> None:
+        known = self._config.settings.teams
+        if team not in known:
+            raise ConfigError(
+                f"there is no team {team}.", hint=f"Teams are {', '.join(sorted(known))}; metadata.raytide.teams adds more."
+            )
+
+
+def _check_config(spec: JobSpec) -> None:
+    """A job whose own spec is wrong, or whose dataset is missing, is refused before it waits for anything."""
+    if spec.kind is JobKind.TRAIN:
+        load_manifest(TrainSpec.parse(spec.config, where=spec.name).dataset)
+    elif spec.kind is JobKind.DATA:
+        DataSpec.parse(spec.config, where=spec.name)

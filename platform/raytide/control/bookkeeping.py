@@ -1,0 +1,56 @@
+"""The ledger's part of a tick: intervals open when the provider starts to bill, are cut, and close when it stops. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from raytide.autoscaler.providers.base import Machine
+from raytide.core.entry import Entry, EntryKind, Occupancy, OpenInterval, Share
+from raytide.core.fleet import Node, NodeState
+from raytide.core.money import to_us
+from raytide.ledger.book import book, close, open_interval
+
+_STARTING: Occupancy = (Share(EntryKind.STARTUP, "", "", 1.0),)
+
+
+@dataclass(frozen=True, slots=True)
+class Booking:
+    entries: tuple[Entry, ...]
+    intervals: tuple[OpenInterval, ...]
+    """New ones, and those that were cut."""
+    closed: tuple[str, ...]
+
+
+def keep_books(
+    nodes: Mapping[str, Node],
+    machines: Mapping[str, Machine],
+    intervals: Mapping[str, OpenInterval],
+    occupancies: Mapping[str, Occupancy],
+    booked_after: Callable[[str, int], Sequence[Entry]],
+    now_us: int,
+) -> Booking:
+    """`nodes` are those that were not GONE before this tick, so each node is closed once, in the commit that makes it GONE."""
+    entries: list[Entry] = []
+    kept: list[OpenInterval] = []
+    closed: list[str] = []
+    for node in nodes.values():
+        machine = machines.get(node.id)
+        if machine is None:
+            continue
+        before = intervals.get(node.id)
+        interval = before or _opened(machine, occupancies.get(node.id, _STARTING))
+        if node.state is NodeState.GONE and machine.ended_at_s is not None:
+            end_us = to_us(machine.ended_at_s)
+            entries += close(interval, end_us, booked_after(node.id, end_us))
+            closed.append(node.id)
+            continue
+        due, after = book(interval, now_us, occupancies.get(node.id, interval.occupancy))
+        entries += due
+        if after != before:
+            kept.append(after)
+    return Booking(tuple(entries), tuple(kept), tuple(closed))
+
+
+def _opened(machine: Machine, occupancy: Occupancy) -> OpenInterval:
+    return open_interval(machine.node_id, machine.price_micro_usd_h, to_us(machine.started_at_s), occupancy)

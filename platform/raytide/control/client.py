@@ -1,0 +1,130 @@
+"""The API's client: the only door for the SDK, the CLI and drivers. Also the LeaseClient of every gang's driver."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from raytide.control.views import ClusterStatus, CostReport, EndpointStatus, JobView
+from raytide.control.wire import from_json
+from raytide.core import errors
+from raytide.core.config import environment, home
+from raytide.core.endpoint import ServeSpec
+from raytide.core.errors import ClusterError, NotFoundError
+from raytide.core.gang import Lease
+from raytide.core.job import JobSpec
+
+_TIMEOUT_S = 15.0
+
+
+class Client:
+    """One connection to one cluster. Every method raises the error that the API named."""
+
+    def __init__(self, address: str, token: str) -> None:
+        self.address = address
+        transport = httpx.HTTPTransport(retries=3)
+        headers = {"Authorization": f"Bearer {token}"}
+        self._http = httpx.Client(base_url=address, headers=headers, timeout=_TIMEOUT_S, transport=transport)
+
+    @classmethod
+    def from_run_dir(cls, run_dir: Path | str) -> Client:
+        """The client of the cluster whose run folder this is."""
+        try:
+            file = json.loads((Path(run_dir) / "client.json").read_text())
+        except OSError:
+            raise NotFoundError(f"no cluster runs from {run_dir}.", hint="Start one: `raytide up --local`.") from None
+        return cls(file["address"], file["token"])
+
+    @classmethod
+    def find(cls, name: str | None = None) -> Client:
+        """RAYTIDE_API and RAYTIDE_TOKEN when set, else the cluster of that name on this machine (`local`)."""
+        address, token = environment("API"), environment("TOKEN")
+        if address and token and name is None:
+            return cls(address, token)
+        return cls.from_run_dir(home() / "clusters" / (name or environment("CLUSTER_NAME") or "local"))
+
+    def status(self) -> ClusterStatus:
+        return from_json(ClusterStatus, self._get("/v1/status"))
+
+    def submit(self, spec: JobSpec, *, key: str | None = None) -> JobView:
+        """Queue a job. The same `key` never queues a second one."""
+        return from_json(JobView, self._post("/v1/jobs", spec.model_dump(mode="json"), {"key": key} if key else {}))
+
+    def jobs(self, *, limit: int = 100, offset: int = 0) -> list[JobView]:
+        return from_json(list[JobView], self._get("/v1/jobs", {"limit": limit, "offset": offset}))
+
+    def job(self, job_id: str) -> JobView:
+        return from_json(JobView, self._get(f"/v1/jobs/{job_id}"))
+
+    def stop(self, job_id: str) -> JobView:
+        return from_json(JobView, self._post(f"/v1/jobs/{job_id}/stop"))
+
+    def logs(self, job_id: str) -> str:
+        return str(self._get(f"/v1/jobs/{job_id}/logs")["logs"])
+
+    def lease(self, job_id: str) -> Lease:
+        return self.wait_lease(job_id, newer_than=-1, timeout_s=0)
+
+    def wait_lease(self, job_id: str, *, newer_than: int, timeout_s: float) -> Lease:
+        query = {"newer_than": newer_than, "timeout_s": timeout_s}
+        return from_json(Lease, self._get(f"/v1/jobs/{job_id}/lease", query, timeout_s=timeout_s + _TIMEOUT_S))
+
+    def report(self, job_id: str, progress: Mapping[str, float | int | str]) -> None:
+        self._post(f"/v1/jobs/{job_id}/report", dict(progress))
+
+    def release(self, job_id: str, *, error: str = "") -> None:
+        self._post(f"/v1/jobs/{job_id}/release", {"error": error})
+
+    def serve(self, spec: ServeSpec) -> EndpointStatus:
+        return from_json(EndpointStatus, self._post("/v1/endpoints", spec.model_dump(mode="json")))
+
+    def endpoints(self) -> list[EndpointStatus]:
+        return from_json(list[EndpointStatus], self._get("/v1/endpoints"))
+
+    def endpoint(self, name: str) -> EndpointStatus:
+        return from_json(EndpointStatus, self._get(f"/v1/endpoints/{name}"))
+
+    def delete_endpoint(self, name: str) -> EndpointStatus:
+        return from_json(EndpointStatus, self._call("DELETE", f"/v1/endpoints/{name}"))
+
+    def plans(self, *, limit: int = 50) -> list[dict[str, Any]]:
+        """The latest decisions that changed anything, newest last, as Plan.to_json wrote them."""
+        return list(self._get("/v1/plans", {"limit": limit}))
+
+    def cost(self) -> CostReport:
+        return from_json(CostReport, self._get("/v1/cost"))
+
+    def close(self) -> None:
+        self._http.close()
+
+    def _get(self, path: str, query: Mapping[str, Any] | None = None, *, timeout_s: float = _TIMEOUT_S) -> Any:
+        return self._call("GET", path, params=query, timeout=timeout_s)
+
+    def _post(self, path: str, body: object = None, query: Mapping[str, Any] | None = None) -> Any:
+        return self._call("POST", path, json=body, params=query)
+
+    def _call(self, method: str, path: str, **kwargs: Any) -> Any:
+        try:
+            response = self._http.request(method, path, **kwargs)
+        except httpx.HTTPError as error:
+            raise ClusterError(
+                f"the API at {self.address} does not answer: {error}.",
+                hint="`raytide status` shows what runs; `raytide up --local` starts a cluster.",
+            ) from None
+        if response.is_success:
+            return response.json()
+        raise _error(response)
+
+
+
+
+def _error(response: httpx.Response) -> errors.RaytideError:
+    try:
+        body = response.json()["error"]
+    except (ValueError, KeyError, TypeError):
+        return ClusterError(f"the API answered {response.status_code}: {response.text[:300]}")
+    return errors.from_json(body)

@@ -1,0 +1,70 @@
+"""The end of a cluster in its records: nodes that were ended are GONE, what they cost is booked, what ran is FAILED."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from raytide.autoscaler import instances
+from raytide.autoscaler.providers.base import Machine
+from raytide.control.bookkeeping import keep_books
+from raytide.control.costs import cost_report
+from raytide.control.observe import Book
+from raytide.control.views import CostReport
+from raytide.core.endpoint import EndpointState
+from raytide.core.fleet import Node, NodeState
+from raytide.core.job import JobState
+from raytide.core.money import to_us
+from raytide.core.state import Changes, Store
+from raytide.jobs import leases
+
+_WHY = "the cluster was ended"
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """What a cluster leaves behind."""
+
+    nodes: tuple[Node, ...]
+    """Every node there ever was, newest first."""
+    cost: CostReport
+
+
+def close_books(store: Store, machines: tuple[Machine, ...], now_s: float) -> Closed:
+    """Bring the records of a cluster of which nothing runs any more to their end. May be repeated."""
+    book = Book.of(store.load())
+    of = {machine.node_id: machine for machine in machines}
+    book.nodes = {key: _gone(instances.from_provider(n, of.get(key), None, now_s), now_s) for key, n in book.nodes.items()}
+    booking = keep_books(
+        book.nodes,
+        of,
+        book.intervals,
+        {},
+        lambda node_id, end_us: store.books.entries(node_id=node_id, ending_after_us=end_us),
+        to_us(now_s),
+    )
+    store.commit(
+        Changes(
+            at_s=now_s,
+            jobs=tuple(
+                replace(job, state=JobState.STOPPED if job.stop_requested else JobState.FAILED, ended_at_s=now_s, reason=_WHY)
+                for job in book.jobs.values()
+            ),
+            leases=tuple(leases.release(lease, _WHY) for lease in book.leases.values()),
+            nodes=tuple(book.nodes.values()),
+            endpoints=tuple(
+                replace(endpoint, state=EndpointState.DELETED, target_replicas=0, ended_at_s=now_s, reason=_WHY)
+                for endpoint in book.endpoints.values()
+            ),
+            entries=booking.entries,
+            intervals=booking.intervals,
+            closed=booking.closed,
+        )
+    )
+    return Closed(store.nodes(limit=100_000), cost_report(store.books, machines, to_us(now_s)))
+
+
+def _gone(node: Node, now_s: float) -> Node:
+    """A node that was decided and never bought is gone too; it cost nothing."""
+    if node.state is NodeState.GONE:
+        return node
+    return replace(node, state=NodeState.GONE, ended_at_s=now_s, reason=_WHY)

@@ -1,0 +1,179 @@
+"""The controller: one loop that loads the records, looks at the world, decides, persists the intents, and applies them.
+
+It may be killed at any point. What was persisted is done by the next one; what was not was never begun.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from raytide.autoscaler import pools
+from raytide.autoscaler.idle import IdleClock
+from raytide.control.apply import Outcome, apply
+from raytide.control.bookkeeping import Booking, keep_books
+from raytide.control.decide import decide
+from raytide.control.observe import Book, advance, snapshot
+from raytide.control.serving import Serving, follow
+from raytide.control.settle import settle
+from raytide.control.views import Live, Waiting
+from raytide.control.wire import to_json
+from raytide.control.world import Sources, World, look
+from raytide.core.clock import Clock, SystemClock
+from raytide.core.cluster import ClusterConfig, load_cluster
+from raytide.core.durable import write_json
+from raytide.core.endpoint import EndpointState
+from raytide.core.entry import Occupancy
+from raytide.core.gang import LeaseState
+from raytide.core.job import JobKind, JobState
+from raytide.core.logs import logger
+from raytide.core.money import to_us
+from raytide.core.plan import Plan, Wait
+from raytide.core.snapshot import Snapshot
+from raytide.core.state import Changes, Records, Store
+from raytide.jobs.why import why
+from raytide.ledger.occupancy import occupancies
+
+log = logger(__name__)
+
+
+class Controller:
+    """`tick` is one pass; `run` repeats it at `tick_s`, earlier when the provider saw something."""
+
+    def __init__(self, store: Store, config: ClusterConfig, sources: Sources, clock: Clock, live_path: Path) -> None:
+        self._store, self._config, self._sources, self._clock = store, config, sources, clock
+        self._live_path = live_path
+        self._node_types = {node_type.name: node_type for node_type in config.node_types}
+        self._serving = Serving(sources.serve)
+        self._idle = IdleClock()
+        self._wake = threading.Event()
+        self._stopped = False
+
+    def run(self) -> None:
+        self._sources.provider.watch(self._wake.set)
+        while not self._stopped:
+            self._wake.clear()
+            self.tick()
+            self._wake.wait(self._config.settings.tick_s)
+        self._serving.close()
+        self._sources.provider.close()
+
+    def stop(self) -> None:
+        """End the loop after the tick that runs. Safe in a signal handler."""
+        self._stopped = True
+        self._wake.set()
+
+    def tick(self) -> Plan:
+        """One pass. Raises only when the store fails: without it nothing may be done."""
+        now_s = self._clock.now_s()
+        records = self._store.load()
+        book = Book.of(records)
+        world = look(self._sources, endpoints=_served(book), with_drivers=_has_drivers(book))
+        if world.ray_nodes is not None:
+            self._idle = self._idle.observe(world.ray_nodes, now_s)
+        advance(book, world, now_s)
+        for name, endpoint in book.endpoints.items():
+            book.endpoints[name] = follow(endpoint, world, self._serving.served, now_s)
+        seen = snapshot(book, world, self._idle, self._config, now_s)
+        plan = decide(seen)
+        settle(book, plan, self._node_types)
+        booking = self._keep_books(book, world, occupancies(seen), now_s)
+        self._store.commit(_changes(records, book, booking, plan, now_s))
+        outcome = apply(book, plan, world, self._sources, self._node_types, now_s)
+        self._serving.match(e for e in book.endpoints.values() if e.state is not EndpointState.DELETED)
+        if outcome.nodes:
+            self._record(book, outcome, now_s)
+        self._show(seen, plan, world, outcome)
+        return plan
+
+    def _keep_books(self, book: Book, world: World, held: dict[str, Occupancy], now_s: float) -> Booking:
+        if world.machines is None:
+            return Booking((), (), ())
+        machines = {machine.node_id: machine for machine in world.machines}
+        books = self._store.books
+        return keep_books(
+            book.nodes,
+            machines,
+            book.intervals,
+            held,
+            lambda node_id, end_us: books.entries(node_id=node_id, ending_after_us=end_us),
+            to_us(now_s),
+        )
+
+    def _record(self, book: Book, outcome: Outcome, now_s: float) -> None:
+        """What only the doing could tell, with what it means for the pools."""
+        before = [book.nodes[node_id] for node_id in outcome.nodes]
+        rested = pools.after(tuple(book.pools.values()), before, outcome.nodes.values(), now_s)
+        changed = tuple(pool for pool in rested if book.pools.get((pool.node_type, pool.zone)) != pool)
+        self._store.commit(Changes(at_s=now_s, nodes=tuple(outcome.nodes.values()), pools=changed))
+
+    def _show(self, seen: Snapshot, plan: Plan, world: World, outcome: Outcome) -> None:
+        loads = {name: load for name, load in world.loads.items() if load is not None}
+        serving_error = self._serving.served.error if self._serving.served else ""
+        live = Live(
+            at_s=seen.at_s,
+            waiting=_waiting(seen, plan),
+            ready_replicas={name: load.ready for name, load in loads.items()},
+            ongoing={name: load.ongoing for name, load in loads.items()},
+            errors=(*world.errors, *outcome.errors, *((serving_error,) if serving_error else ())),
+        )
+        write_json(self._live_path, to_json(live))
+
+
+def _changes(records: Records, book: Book, booking: Booking, plan: Plan, now_s: float) -> Changes:
+    """Only what differs from what was loaded is written."""
+    old = Book.of(records)
+    return Changes(
+        at_s=now_s,
+        jobs=tuple(job for key, job in book.jobs.items() if old.jobs.get(key) != job),
+        leases=tuple(lease for key, lease in book.leases.items() if old.leases.get(key) != lease),
+        nodes=tuple(node for key, node in book.nodes.items() if old.nodes.get(key) != node),
+        endpoints=tuple(e for key, e in book.endpoints.items() if old.endpoints.get(key) != e),
+        pools=tuple(pool for pool_key, pool in book.pools.items() if old.pools.get(pool_key) != pool),
+        entries=booking.entries,
+        intervals=booking.intervals,
+        closed=booking.closed,
+        plan=plan if plan.actions else None,
+    )
+
+
+def _waiting(seen: Snapshot, plan: Plan) -> dict[str, Waiting]:
+    """What each subject waits for: the plan's words, and for an admitted job what its members wait for."""
+    waiting = {a.subject: Waiting(a.constraint, a.reason, a.remedy) for a in plan.actions if isinstance(a, Wait)}
+    forming = {lease.job_id for lease in seen.leases if lease.state is not LeaseState.ACTIVE}
+    for job in seen.jobs:
+        if job.id in forming and job.id not in waiting:
+            found = why(job, seen)
+            waiting[job.id] = Waiting(found.constraint, found.reason, found.remedy)
+    return waiting
+
+
+def _served(book: Book) -> tuple[str, ...]:
+    return tuple(name for name, e in book.endpoints.items() if e.state is not EndpointState.DELETING)
+
+
+def _has_drivers(book: Book) -> bool:
+    """Whether there can be a driver to ask for: a look costs a request, and most clusters are idle most of the time."""
+    return any(job.spec.kind is not JobKind.GANG and job.state is not JobState.QUEUED for job in book.jobs.values())
+
+
+def main(run_dir: str) -> None:
+    """The controller process of one cluster: `python -m raytide.control.controller RUN_DIR`."""
+    from raytide.control.compose import sources
+    from raytide.control.embedded import load
+    from raytide.control.processes import hold_lock
+
+    folder = Path(run_dir)
+    cluster = load(folder)
+    assert cluster is not None, run_dir
+    with hold_lock(folder / "controller.lock"):
+        config = load_cluster(cluster.config_path)
+        controller = Controller(Store.open(cluster.state_url), config, sources(cluster), SystemClock(), folder / "live.json")
+        signal.signal(signal.SIGTERM, lambda *_: controller.stop())
+        controller.run()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

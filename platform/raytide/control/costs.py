@@ -1,0 +1,36 @@
+"""The ledger beside the provider's bill."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from raytide.autoscaler.providers.base import Machine
+from raytide.control.views import CostLine, CostReport
+from raytide.core.money import cumulative, to_us
+from raytide.core.state.books import Books
+from raytide.ledger.cost import accrued
+
+
+def cost_report(books: Books, machines: Iterable[Machine], now_us: int) -> CostReport:
+    """Every line of cost up to now, and for the machines that have ended what was booked and what is billed."""
+    booked, of_node = books.lines(), books.booked("node")
+    pending = accrued(books.intervals(), now_us)
+    total = Counter(booked)
+    for entry in pending:
+        total[(str(entry.kind), entry.subject, entry.team)] += entry.amount_micro_usd
+    ended = [machine for machine in machines if machine.ended_at_s is not None]
+    return CostReport(
+        lines=tuple(CostLine(*key, amount_micro_usd=amount) for key, amount in sorted(total.items())),
+        booked_micro_usd=sum(booked.values()),
+        accrued_micro_usd=sum(entry.amount_micro_usd for entry in pending),
+        billed_micro_usd=sum(bill(machine) for machine in ended),
+        booked_ended_micro_usd=sum(of_node.get(machine.node_id, 0) for machine in ended),
+    )
+
+
+def bill(machine: Machine) -> int:
+    """What the provider charges for a machine that has ended."""
+    assert machine.ended_at_s is not None
+    since_us = to_us(machine.started_at_s)
+    return cumulative(machine.price_micro_usd_h, since_us, max(since_us, to_us(machine.ended_at_s)))

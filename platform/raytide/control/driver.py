@@ -1,0 +1,96 @@
+"""The driver process of a managed job, run by Ray on the head: `python -m raytide.control.driver RUN_DIR JOB`.
+
+It composes what lower floors do with the API client; the job's kind chooses. A RaytideError becomes the job's reason.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from raytide.control.client import Client
+from raytide.core.data_spec import DataSpec
+from raytide.core.errors import RaytideError, WaitTimeoutError
+from raytide.core.gang import Lease, LeaseState
+from raytide.core.job import Job, JobKind
+from raytide.core.train_spec import TrainSpec
+
+_LEASE_TIMEOUT_S = 24 * 3600.0
+_POLL_S = 10.0
+
+
+def train(job: Job, client: Client) -> None:
+    from raytide.actors.trainer.driver import run_train
+
+    spec = TrainSpec.parse(job.spec.config, where=job.id)
+    result = run_train(spec, client, job.id)
+    done: dict[str, float | int | str] = {"first_loss": result.first_loss or 0.0, "loss": result.loss or 0.0}
+    client.report(job.id, done if result.model_dir is None else {**done, "model": result.model_dir})
+
+
+def data(job: Job, client: Client) -> None:
+    from raytide.actors.gang.groups import bundle
+    from raytide.pipelines.build import build
+
+    spec = DataSpec.parse(job.spec.config, where=job.id)
+    lease = active_lease(client, job.id)
+    report = Throttle(client, job.id)
+    manifest = build(
+        spec,
+        placement_group=bundle(lease.usable[0]),
+        on_progress=lambda progress: report(progress.as_report()),
+    )
+    client.report(job.id, {"stage": "done", "documents": manifest.documents, "tokens": manifest.tokens})
+
+
+DRIVERS: Mapping[JobKind, Callable[[Job, Client], None]] = {JobKind.TRAIN: train, JobKind.DATA: data}
+
+
+class Throttle:
+    """Report progress at most once a second, and always a new stage."""
+
+    def __init__(self, client: Client, job_id: str) -> None:
+        self._client, self._job_id = client, job_id
+        self._last_s, self._stage = 0.0, ""
+
+    def __call__(self, progress: Mapping[str, float | int | str]) -> None:
+        stage = str(progress.get("stage", ""))
+        if stage != self._stage or time.monotonic() - self._last_s >= 1.0:
+            self._client.report(self._job_id, progress)
+            self._last_s, self._stage = time.monotonic(), stage
+
+
+def active_lease(client: Client, job_id: str, *, timeout_s: float = _LEASE_TIMEOUT_S) -> Lease:
+    """The job's lease once it is active."""
+    deadline = time.monotonic() + timeout_s
+    epoch = -1
+    while time.monotonic() < deadline:
+        lease = client.wait_lease(job_id, newer_than=epoch, timeout_s=_POLL_S)
+        if lease.state is LeaseState.ACTIVE:
+            return lease
+        epoch = lease.epoch
+    raise WaitTimeoutError(f"the lease of {job_id} was not active within {timeout_s:g} s.", hint=f"`raytide why {job_id}`.")
+
+
+def main(run_dir: str, job_id: str) -> int:
+    import ray
+
+    client = Client.from_run_dir(run_dir)
+    job = client.job(job_id).job
+    gcs_address = json.loads((Path(run_dir) / "cluster.json").read_text())["gcs_address"]
+    ray.init(address=gcs_address, namespace="raytide", log_to_driver=False, logging_level=logging.WARNING)
+    try:
+        DRIVERS[job.spec.kind](job, client)
+    except RaytideError as error:
+        print(f"{error.code}: {error}", file=sys.stderr, flush=True)
+        client.report(job_id, {"error": str(error)})
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

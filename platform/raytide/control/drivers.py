@@ -1,0 +1,96 @@
+"""Managed drivers as Ray jobs: one submission for each attempt of a job, so that starting one twice is impossible.
+
+Speaks Ray's job REST API and does not import Ray.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from raytide.core.errors import ClusterError
+from raytide.jobs.job import DriverKey, DriverStatus
+
+_TIMEOUT_S = 10.0
+_PREFIX = "raytide-"
+
+
+class Drivers:
+    """Start, look at and stop the drivers of jobs through the dashboard at `dashboard_url`."""
+
+    def __init__(self, dashboard_url: str, run_dir: Path) -> None:
+        self._http = httpx.Client(base_url=dashboard_url, timeout=_TIMEOUT_S)
+        self._run_dir = run_dir
+
+    def start(self, key: DriverKey) -> None:
+        """Submit the attempt; nothing happens when it was submitted before."""
+        argv = [sys.executable, "-m", "raytide.control.driver", str(self._run_dir), key.job_id]
+        body = {
+            "entrypoint": "exec " + shlex.join(argv),
+            "submission_id": _submission_id(key),
+            "metadata": {"raytide_job": key.job_id},
+        }
+        response = self._call("POST", "/api/jobs/", json=body)
+        if not response.is_success and "already exists" not in response.text:
+            raise ClusterError(f"Ray refused the driver of {key.job_id}: {response.text.strip()[-300:]}")
+
+    def statuses(self) -> dict[DriverKey, DriverStatus]:
+        """Every attempt that Ray remembers."""
+        response = self._call("GET", "/api/jobs/")
+        if not response.is_success:
+            raise ClusterError(f"Ray's job service answered {response.status_code}: {response.text.strip()[-300:]}")
+        found = {}
+        for entry in response.json():
+            key = _key(str(entry.get("submission_id") or ""))
+            if key is not None:
+                found[key] = _status(key, entry)
+        return found
+
+    def stop(self, key: DriverKey) -> None:
+        """SIGTERM, and SIGKILL three seconds later."""
+        self._call("POST", f"/api/jobs/{_submission_id(key)}/stop")
+
+    def logs(self, key: DriverKey) -> str:
+        """What the attempt wrote so far; empty when Ray does not know it."""
+        response = self._call("GET", f"/api/jobs/{_submission_id(key)}/logs")
+        return str(response.json().get("logs") or "") if response.is_success else ""
+
+    def close(self) -> None:
+        self._http.close()
+
+    def _call(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
+        try:
+            return self._http.request(method, path, **kwargs)
+        except httpx.HTTPError as error:
+            raise ClusterError(
+                f"Ray's job service at {self._http.base_url} does not answer: {error}.", hint="See logs/head.log."
+            ) from None
+
+
+def _submission_id(key: DriverKey) -> str:
+    return f"{_PREFIX}{key.job_id}-{key.attempt}"
+
+
+def _key(submission_id: str) -> DriverKey | None:
+    job_id, _, attempt = submission_id.removeprefix(_PREFIX).rpartition("-")
+    if not submission_id.startswith(_PREFIX) or not job_id or not attempt.isdigit():
+        return None
+    return DriverKey(job_id, int(attempt))
+
+
+def _status(key: DriverKey, entry: dict[str, Any]) -> DriverStatus:
+    """FAILED with an exit code of its own is the driver's word; a signal, a lost node or a STOPPED is not."""
+    message = str(entry.get("message") or "")
+    match str(entry.get("status")):
+        case "PENDING" | "RUNNING":
+            return DriverStatus(key, "running")
+        case "SUCCEEDED":
+            return DriverStatus(key, "succeeded")
+        case "FAILED" if 0 < (entry.get("driver_exit_code") or 0) < 128:
+            return DriverStatus(key, "failed", message)
+        case _:
+            return DriverStatus(key, "died", message or "its driver was killed")

@@ -1,0 +1,116 @@
+"""From records and a look at the world to the records as they are now and the Snapshot to decide on. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from raytide.autoscaler import endpoints, instances, pools
+from raytide.autoscaler.idle import IdleClock
+from raytide.autoscaler.instances import by_node_id
+from raytide.control.world import World
+from raytide.core.cluster import ClusterConfig
+from raytide.core.endpoint import Endpoint
+from raytide.core.entry import OpenInterval
+from raytide.core.fleet import Node, NodeState
+from raytide.core.gang import Lease, LeaseState
+from raytide.core.job import Job
+from raytide.core.snapshot import EndpointView, NodeView, Pool, Snapshot
+from raytide.core.state.records import Records
+from raytide.jobs import job as jobs
+from raytide.jobs import leases
+from raytide.jobs.job import DriverKey
+
+
+@dataclass(slots=True)
+class Book:
+    """The records of one tick by id: as they were loaded, then moved on step by step."""
+
+    jobs: dict[str, Job] = field(default_factory=dict)
+    leases: dict[str, Lease] = field(default_factory=dict)
+    nodes: dict[str, Node] = field(default_factory=dict)
+    endpoints: dict[str, Endpoint] = field(default_factory=dict)
+    pools: dict[tuple[str, str], Pool] = field(default_factory=dict)
+    intervals: dict[str, OpenInterval] = field(default_factory=dict)
+    next_node: int = 1
+    next_lease: int = 1
+
+    @classmethod
+    def of(cls, records: Records) -> Book:
+        return cls(
+            jobs={job.id: job for job in records.jobs},
+            leases={lease.id: lease for lease in records.leases},
+            nodes={node.id: node for node in records.nodes},
+            endpoints={endpoint.name: endpoint for endpoint in records.endpoints},
+            pools={(pool.node_type, pool.zone): pool for pool in records.pools},
+            intervals=dict(records.intervals),
+            next_node=records.next_node,
+            next_lease=records.next_lease,
+        )
+
+
+def advance(book: Book, world: World, now_s: float) -> None:
+    """Move every record forward by what was seen."""
+    before = tuple(book.nodes.values())
+    moved = instances.observe(before, world.machines, world.ray_nodes, world.notices, now_s)
+    rested = pools.after(tuple(book.pools.values()), before, moved, now_s)
+    book.nodes = {node.id: node for node in moved}
+    book.pools = {(pool.node_type, pool.zone): pool for pool in rested}
+    for lease in tuple(book.leases.values()):
+        book.leases[lease.id] = leases.advance(lease, book.nodes, world.groups or {}, now_s)
+    _advance_jobs(book, world, now_s)
+    for endpoint in tuple(book.endpoints.values()):
+        book.endpoints[endpoint.name] = endpoints.observe(endpoint, world.loads.get(endpoint.name), now_s)
+
+
+def snapshot(book: Book, world: World, idle: IdleClock, config: ClusterConfig, now_s: float) -> Snapshot:
+    """Freeze what is to be decided on."""
+    return Snapshot(
+        at_s=now_s,
+        node_types=config.node_types,
+        nodes=tuple(_views(book, world, idle, config, now_s)),
+        jobs=tuple(job for job in book.jobs.values() if not job.is_final),
+        leases=tuple(lease for lease in book.leases.values() if lease.state is not LeaseState.RELEASED),
+        endpoints=tuple(EndpointView(endpoint, world.loads.get(name)) for name, endpoint in book.endpoints.items()),
+        demand=world.demand,
+        pools=tuple(book.pools.values()),
+        unmanaged=config.unmanaged,
+        next_node=book.next_node,
+        next_lease=book.next_lease,
+    )
+
+
+def _advance_jobs(book: Book, world: World, now_s: float) -> None:
+    held = {lease.job_id: lease for lease in book.leases.values()}
+    statuses: Mapping[DriverKey, jobs.DriverStatus] = world.drivers or {}
+    for job in tuple(book.jobs.values()):
+        status = statuses.get(DriverKey(job.id, job.restarts))
+        after, lease = jobs.advance(job, held.get(job.id), status, now_s)
+        book.jobs[job.id] = after
+        if lease is not None:
+            book.leases[lease.id] = lease
+
+
+def _views(book: Book, world: World, idle: IdleClock, config: ClusterConfig, now_s: float) -> list[NodeView]:
+    in_ray = by_node_id(world.ray_nodes or ())
+    types = {node_type.name: node_type for node_type in config.node_types}
+    views = []
+    for node in book.nodes.values():
+        if node.state is NodeState.GONE:
+            continue
+        seen = in_ray.get(node.id)
+        node_type = types.get(node.type)
+        resources = node_type.resources if node_type is not None else {}
+        labels = node_type.all_labels(node.zone) if node_type is not None else {}
+        is_up = seen is not None and seen.is_alive and node.ready_at_s is not None
+        views.append(
+            NodeView(
+                node=node,
+                total=seen.total if seen is not None and is_up else resources,
+                available=seen.available if seen is not None and is_up else resources,
+                labels={**labels, **(seen.labels if seen is not None else {})},
+                idle_s=idle.idle_s(node.id, now_s),
+                is_draining=seen is not None and seen.is_draining,
+            )
+        )
+    return views

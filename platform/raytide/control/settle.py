@@ -1,0 +1,40 @@
+"""Write a plan into the records: the intents that are persisted before anything is done about them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from raytide.autoscaler import endpoints, instances
+from raytide.control.observe import Book
+from raytide.core.fleet import NodeState, NodeType
+from raytide.core.job import JobState
+from raytide.core.plan import Admit, Assign, Drain, Launch, Plan, Scale, Terminate, Unassign
+from raytide.jobs import leases
+
+
+def settle(book: Book, plan: Plan, node_types: Mapping[str, NodeType]) -> None:
+    """Apply every action that is an intent. An idle drain is not one: Ray may still refuse it."""
+    now_s = plan.at_s
+    for action in plan.actions:
+        match action:
+            case Admit(job_id=job_id, lease=lease, reason=reason):
+                job = book.jobs[job_id]
+                book.jobs[job_id] = replace(job, state=JobState.ADMITTED, admitted_at_s=now_s, reason=reason)
+                book.leases[lease.id] = lease
+            case Launch():
+                book.nodes[action.node_id] = instances.requested(action, node_types[action.node_type], now_s)
+            case Assign(lease_id=lease_id, member=member, node_id=node_id):
+                book.leases[lease_id] = leases.assign(book.leases[lease_id], member, node_id)
+            case Unassign(lease_id=lease_id, member=member):
+                book.leases[lease_id] = leases.unassign(book.leases[lease_id], member)
+            case Scale(endpoint=name):
+                book.endpoints[name] = endpoints.scaled(book.endpoints[name], action)
+            case Drain(kind="notice", node_id=node_id, deadline_s=deadline_s, reason=reason):
+                node = book.nodes[node_id]
+                if node.state in (NodeState.READY, NodeState.DRAINING):
+                    book.nodes[node_id] = replace(
+                        node, state=NodeState.DRAINING, drain_deadline_s=deadline_s, reason=reason
+                    )
+            case Terminate(node_id=node_id):
+                book.nodes[node_id] = instances.terminating(book.nodes[node_id], action)

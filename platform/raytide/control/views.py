@@ -1,0 +1,94 @@
+"""What the API shows: records of the state store joined with what the controller saw last."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from raytide.core.endpoint import Endpoint
+from raytide.core.fleet import Node
+from raytide.core.gang import Lease
+from raytide.core.job import Job
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """What a subject waits for, as the last decision said it."""
+
+    constraint: str
+    reason: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """What the controller saw in its last tick. It is written whole to `live.json`; losing it loses nothing."""
+
+    at_s: float
+    waiting: Mapping[str, Waiting] = field(default_factory=dict)
+    """By job, lease or endpoint."""
+    ready_replicas: Mapping[str, int] = field(default_factory=dict)
+    ongoing: Mapping[str, float] = field(default_factory=dict)
+    errors: tuple[str, ...] = ()
+    """Sources that did not answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobView:
+    job: Job
+    position: int | None
+    """Place in the queue, 1 is next; None once admitted."""
+    cost_micro_usd: int
+    price_micro_usd_h: int
+    lease: Lease | None = None
+    waiting: Waiting | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointStatus:
+    endpoint: Endpoint
+    base_url: str
+    """For the OpenAI client."""
+    ready_replicas: int
+    ongoing: float
+    cost_micro_usd: int
+    waiting: Waiting | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterStatus:
+    name: str
+    at_s: float
+    controller_age_s: float | None
+    """Since the controller's last tick; None when it never ticked."""
+    nodes: tuple[Node, ...]
+    jobs: Mapping[str, int]
+    """Count by state."""
+    endpoints: int
+    price_micro_usd_h: int
+    cost_micro_usd: int
+    """So far, all nodes."""
+    errors: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CostLine:
+    kind: str
+    subject: str
+    team: str
+    amount_micro_usd: int
+
+
+@dataclass(frozen=True, slots=True)
+class CostReport:
+    """The ledger beside the provider's bill, over nodes that have ended and nodes that have not."""
+
+    lines: tuple[CostLine, ...]
+    booked_micro_usd: int
+    """Sum of the entries."""
+    accrued_micro_usd: int
+    """Not booked yet: open intervals up to now."""
+    billed_micro_usd: int
+    """What the provider bills for all ended nodes."""
+    booked_ended_micro_usd: int
+    """What the ledger booked for those same nodes: equal to the bill, to the micro-dollar."""

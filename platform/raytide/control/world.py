@@ -1,0 +1,71 @@
+"""One look at everything outside: the provider, Ray, Serve and the drivers. A source that fails is None, and is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from raytide.actors.gang.group import Group, GroupKey
+from raytide.actors.gang.groups import PlacementGroups
+from raytide.actors.serving.control import ServeControl
+from raytide.autoscaler.gcs import GcsReader
+from raytide.autoscaler.providers.base import Machine, Notice, Provider
+from raytide.autoscaler.ray_node import RayNode
+from raytide.control.drivers import Drivers
+from raytide.core.endpoint import EndpointLoad
+from raytide.core.logs import logger
+from raytide.core.snapshot import Demand
+from raytide.jobs.job import DriverKey, DriverStatus
+
+T = TypeVar("T")
+
+log = logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    machines: tuple[Machine, ...] | None
+    notices: tuple[Notice, ...]
+    ray_nodes: tuple[RayNode, ...] | None
+    demand: tuple[Demand, ...]
+    groups: Mapping[GroupKey, Group] | None
+    drivers: Mapping[DriverKey, DriverStatus] | None
+    loads: Mapping[str, EndpointLoad | None]
+    errors: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Every way in and out of the controller. Tests put fakes here."""
+
+    provider: Provider
+    gcs: GcsReader
+    groups: PlacementGroups
+    drivers: Drivers
+    serve: ServeControl
+
+
+def look(sources: Sources, *, endpoints: tuple[str, ...], with_drivers: bool) -> World:
+    """Ask everybody once. Nothing is concluded from silence: what did not answer is None (or empty where that is safe)."""
+    errors: list[str] = []
+
+    def ask(what: str, question: Callable[[], T]) -> T | None:
+        try:
+            return question()
+        except Exception as error:  # any source may fail in any way; the loop goes on with what it has
+            log.warning("source failed", extra={"source": what, "error": str(error)})
+            errors.append(f"{what}: {error}")
+            return None
+
+    return World(
+        machines=ask("provider", sources.provider.machines),
+        notices=ask("provider notices", sources.provider.notices) or (),
+        ray_nodes=ask("ray", sources.gcs.nodes),
+        demand=ask("ray demand", sources.gcs.demand) or (),
+        groups=ask("placement groups", sources.groups.list),
+        drivers=ask("drivers", sources.drivers.statuses) if with_drivers else {},
+        loads={name: ask(f"load of {name}", partial(sources.serve.load, name)) for name in endpoints},
+        errors=tuple(errors),
+    )

@@ -1,0 +1,75 @@
+"""`raytide demo`: the whole life of a model on this machine, for real, in a few minutes and without a network."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import shutil
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+
+from raytide.control import cluster
+from raytide.control.client import Client
+from raytide.core.errors import RaytideError
+from raytide.demo import stages
+from raytide.demo.report import Report
+from raytide.demo.view import View
+from raytide.tide import Tide
+
+NAME = "demo"
+TITLES = ["start a cluster", "build a dataset", "train on spot nodes", "serve the model", "load", "calm", "shut down"]
+
+
+def run(*, keep: bool, out: Path | None, json: bool) -> int:
+    """Exit code: 0 when everything that the demo promises happened."""
+    console = Console(stderr=json)
+    report = Report()
+    folder = out.resolve() if out is not None else Path(tempfile.mkdtemp(prefix="raytide-demo-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    base_url = ""
+    try:
+        with View(TITLES, console) as view:
+            base_url = _live(view, folder, report, keep=keep)
+    except RaytideError as error:
+        report.problems.append(str(error))
+    if not report.problems:
+        report.check(kept=keep)
+    report.show(console)
+    if json:
+        print(jsonlib.dumps(asdict(report), default=str))
+    if keep and base_url:
+        console.print(f"try: curl {base_url}/models; end it with: raytide down --name {NAME}", markup=False, soft_wrap=True)
+    elif out is None:
+        shutil.rmtree(folder, ignore_errors=True)
+    return 1 if report.problems else 0
+
+
+def _live(view: View, folder: Path, report: Report, *, keep: bool) -> str:
+    with view.stage("start a cluster") as say:
+        started = cluster.up(None, name=NAME)
+        say(f"API {started.api_url}")
+    tide = Tide(Client.from_run_dir(started.run_dir))
+    finished = False
+    try:
+        with view.stage("build a dataset") as say:
+            stages.build_dataset(tide, folder, say, report)
+        with view.stage("train on spot nodes") as say:
+            model = stages.train(tide, started.run_dir, folder, say, report)
+        with view.stage("serve the model") as say:
+            handle = stages.start_endpoint(tide, model, say)
+        with view.stage("load") as say:
+            stages.load(tide, handle, say, report)
+        with view.stage("calm") as say:
+            stages.calm(tide, handle, say, report)
+        finished = True
+    finally:
+        tide.close()
+        if not (keep and finished):
+            with view.stage(TITLES[-1]) as say:
+                closed = cluster.down(NAME)
+                if closed is not None:
+                    report.nodes, report.cost = closed.nodes, closed.cost
+                say("nothing is left")
+    return handle.base_url

@@ -1,0 +1,56 @@
+"""What the demo asks raytide for: the sizes that fit two cores and three minutes."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+
+from raytide.core.data_spec import DataSpec, TokenizerSpec, TrainTokenizer
+from raytide.core.endpoint import Replicas, ServeSpec
+from raytide.core.fleet import MARKET_LABEL, Market
+from raytide.core.gang import GangSpec, Shape
+from raytide.core.train_spec import ModelSpec, OptimSpec, TrainSpec
+
+ON_DEMAND = {MARKET_LABEL: str(Market.ON_DEMAND)}
+SPOT = {MARKET_LABEL: str(Market.SPOT)}
+GANG = 2
+MODEL = "tide-tiny"
+
+
+def data(out: Path) -> DataSpec:
+    """The Python standard library's source: real text that every machine with Python has."""
+    return DataSpec(
+        name="stdlib",
+        inputs=(sysconfig.get_path("stdlib"),),
+        include=(".py",),
+        exclude=("site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"),
+        tokenizer=TokenizerSpec(train=TrainTokenizer(vocab_size=2048, sample_documents=300)),
+        out=str(out / "dataset"),
+        gang=GangSpec(shapes=(Shape(resources={"CPU": 2}, labels=ON_DEMAND),)),
+    )
+
+
+def train(out: Path) -> TrainSpec:
+    return TrainSpec(
+        name=MODEL,
+        dataset=str(out / "dataset"),
+        out=str(out / "run"),
+        model=ModelSpec(dim=192, layers=4, heads=6, kv_heads=2, max_seq_len=1024),
+        optim=OptimSpec(lr=3e-3, warmup_steps=5),
+        steps=60,
+        global_batch=16,
+        micro_batch=8,
+        seq_len=128,
+        checkpoint_every=10,
+        gang=GangSpec(shapes=(Shape(members=GANG, resources={"CPU": 1}, labels=SPOT),)),
+    )
+
+
+def serve(model: str) -> ServeSpec:
+    return ServeSpec(
+        name=MODEL,
+        model=model,
+        replicas=Replicas(min=1, max=3, target_ongoing=8, downscale_delay_s=4),
+        resources={"CPU": 1},
+        labels=ON_DEMAND,
+    )

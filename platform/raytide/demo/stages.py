@@ -1,0 +1,133 @@
+"""The demo's stages: each does one thing for real, tells the view, and writes what happened into the report."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+from raytide.autoscaler.providers.local_spot import reclaim
+from raytide.core.errors import RaytideError, WaitTimeoutError
+from raytide.core.fleet import NodeState
+from raytide.core.gang import Lease
+from raytide.demo import specs
+from raytide.demo.load import LoadReport, send
+from raytide.demo.report import Report
+from raytide.demo.view import Say
+from raytide.endpoint import EndpointHandle
+from raytide.run import Run, explain
+from raytide.tide import Tide
+
+CONCURRENCY = 32
+_POLL_S = 0.2
+_STAGE_TIMEOUT_S = 180.0
+_MOST_WAVES = 6
+
+
+def build_dataset(tide: Tide, out: Path, say: Say, report: Report) -> None:
+    run = tide.data(specs.data(out))
+    for view in run.watch(timeout_s=_STAGE_TIMEOUT_S):
+        progress = view.job.progress
+        say(_doing(run, f"{progress.get('stage', '')}, {int(progress.get('documents', 0)):,} documents"))
+    run.wait()
+    report.documents, report.tokens = int(run.progress["documents"]), int(run.progress["tokens"])
+    report.documents_per_s = float(run.progress["documents_per_s"])
+    report.tokens_per_s = float(run.progress["tokens_per_s"])
+    say(f"{report.documents:,} documents, {report.tokens:,} tokens")
+
+
+def train(tide: Tide, run_dir: Path, out: Path, say: Say, report: Report) -> str:
+    """Train, and take one node away once a third of the steps is done. Returns the exported model's directory."""
+    spec = specs.train(out)
+    run = tide.train(spec)
+    reclaimed_s = 0.0
+    losses: list[float] = []
+    for view in run.watch(timeout_s=_STAGE_TIMEOUT_S):
+        progress = view.job.progress
+        step = int(progress.get("step", 0))
+        if "loss" in progress:
+            losses.append(float(progress["loss"]))
+        if not reclaimed_s and step >= spec.steps // 3 and view.lease is not None:
+            victim = _last_node(view.lease)
+            reclaimed_s = time.time()
+            reclaim(run_dir, victim)
+            say(f"step {step}: took {victim} back by force")
+        else:
+            say(_doing(run, f"step {step} of {spec.steps}, loss {losses[-1] if losses else float('nan'):.3f}"))
+    run.wait()
+    progress = run.progress
+    report.first_loss, report.last_loss = float(progress["first_loss"]), float(progress["loss"])
+    report.train_tokens_per_s = float(progress.get("tokens_per_s", 0.0))
+    report.restarts = int(progress.get("restarts", 0))
+    report.recovery_s = float(progress.get("recovery_s", float("nan")))
+    say(f"loss {report.first_loss:.3f} to {report.last_loss:.3f}, recovered in {report.recovery_s:.1f} s")
+    return run.result()
+
+
+def start_endpoint(tide: Tide, model: str, say: Say) -> EndpointHandle:
+    handle = tide.serve(specs.serve(model))
+    deadline = time.monotonic() + _STAGE_TIMEOUT_S
+    while handle.refresh().status.ready_replicas < 1:
+        if time.monotonic() > deadline:
+            raise WaitTimeoutError(f"endpoint {handle.name} had no replica after {_STAGE_TIMEOUT_S:g} s.")
+        say(handle.status.waiting.reason if handle.status.waiting else "loading the model")
+        time.sleep(_POLL_S)
+    say(f"answers at {handle.base_url}")
+    return handle
+
+
+def load(tide: Tide, handle: EndpointHandle, say: Say, report: Report) -> None:
+    """Waves of concurrent streams until the replicas have followed; the last wave is the one that is reported."""
+    for wave in range(1, _MOST_WAVES + 1):
+        report.load = _watched_wave(tide, handle, say, report, wave)
+        if report.most_replicas > 1 and report.most_serving_nodes > 1:
+            break
+    say(f"{CONCURRENCY} streams, {report.load.tokens_per_s if report.load else 0:,.0f} tokens/s")
+
+
+def calm(tide: Tide, handle: EndpointHandle, say: Say, report: Report) -> None:
+    """Without load the replicas and their nodes go away again, down to the minimum."""
+    deadline = time.monotonic() + _STAGE_TIMEOUT_S
+    while time.monotonic() < deadline:
+        report.last_replicas = handle.refresh().status.ready_replicas
+        serving = _serving_nodes(tide)
+        say(f"{report.last_replicas} replicas on {serving} nodes")
+        if report.last_replicas == 1 and serving == 1:
+            return
+        time.sleep(_POLL_S)
+
+
+def _watched_wave(tide: Tide, handle: EndpointHandle, say: Say, report: Report, wave: int) -> LoadReport:
+    done: list[LoadReport | Exception] = []
+
+    def users() -> None:
+        try:
+            done.append(send(handle.base_url, handle.name, concurrency=CONCURRENCY))
+        except Exception as error:
+            done.append(error)
+
+    thread = threading.Thread(target=users, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        status = handle.refresh().status
+        nodes = _serving_nodes(tide)
+        report.most_replicas = max(report.most_replicas, status.ready_replicas)
+        report.most_serving_nodes = max(report.most_serving_nodes, nodes)
+        say(f"wave {wave}: {status.ongoing:g} requests, {status.ready_replicas} replicas on {nodes} nodes")
+        thread.join(_POLL_S)
+    if isinstance(done[0], Exception):
+        raise RaytideError(f"the load could not be sent: {done[0]}") from done[0]
+    return done[0]
+
+
+def _serving_nodes(tide: Tide) -> int:
+    """Ready on-demand nodes: while nothing else runs, all of them are there for replicas."""
+    return sum(1 for node in tide.status().nodes if node.state is NodeState.READY and node.market == "on-demand")
+
+
+def _last_node(lease: Lease) -> str:
+    return max(lease.usable, key=lambda member: member.index).node_id
+
+
+def _doing(run: Run, progress: str) -> str:
+    return explain(run.view) if run.view.waiting is not None or not run.view.job.progress else progress

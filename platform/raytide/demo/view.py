@@ -1,0 +1,97 @@
+"""The demo's live view: a line for each stage, with what it is doing now. Plain lines where there is no terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+_PLAIN_EVERY_S = 5.0
+
+
+@dataclass(slots=True)
+class Stage:
+    title: str
+    started_s: float = 0.0
+    took_s: float | None = None
+    detail: str = ""
+    failed: bool = False
+
+
+class View:
+    """`with view.stage("train") as say: say("step 7 of 60")`."""
+
+    def __init__(self, titles: list[str], console: Console) -> None:
+        self._stages = {title: Stage(title) for title in titles}
+        self._console = console
+        self._live = Live(console=console, refresh_per_second=8, get_renderable=self._render)
+        self._is_live = console.is_terminal
+        self._said_s = 0.0
+
+    def __enter__(self) -> Self:
+        if self._is_live:
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._is_live:
+            self._live.stop()
+
+    @contextmanager
+    def stage(self, title: str) -> Iterator[Say]:
+        stage = self._stages[title]
+        stage.started_s = time.monotonic()
+        self._plain(f"{title} ...")
+        try:
+            yield Say(self, stage)
+        except BaseException:
+            stage.failed = True
+            raise
+        finally:
+            stage.took_s = time.monotonic() - stage.started_s
+            self._plain(f"{title}: {stage.detail} ({stage.took_s:.1f} s)")
+
+    def say(self, stage: Stage, detail: str) -> None:
+        stage.detail = detail
+        if time.monotonic() - self._said_s > _PLAIN_EVERY_S:
+            self._plain(f"  {detail}")
+
+    def _plain(self, line: str) -> None:
+        self._said_s = time.monotonic()
+        if not self._is_live:
+            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def _render(self) -> RenderableType:
+        grid = Table.grid(padding=(0, 1))
+        for stage in self._stages.values():
+            grid.add_row(*_row(stage))
+        return Group(grid)
+
+
+class Say:
+    """Tells the view what its stage is doing."""
+
+    def __init__(self, view: View, stage: Stage) -> None:
+        self._view, self._stage = view, stage
+
+    def __call__(self, detail: str) -> None:
+        self._view.say(self._stage, detail)
+
+
+def _row(stage: Stage) -> tuple[RenderableType, RenderableType, RenderableType, RenderableType]:
+    if not stage.started_s:
+        return Text("·", style="dim"), Text(stage.title, style="dim"), Text(""), Text("")
+    if stage.took_s is None:
+        took = time.monotonic() - stage.started_s
+        return Spinner("dots"), Text(stage.title, style="bold"), Text(f"{took:.0f}s"), Text(stage.detail)
+    mark = Text("✗", style="red") if stage.failed else Text("✓", style="green")
+    return mark, Text(stage.title), Text(f"{stage.took_s:.0f}s", style="dim"), Text(stage.detail, style="dim")

@@ -1,0 +1,117 @@
+"""A submitted job in the SDK: wait for it, watch it, ask it why."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from raytide.control.client import Client
+from raytide.control.views import JobView
+from raytide.control.wire import to_json
+from raytide.core.errors import RaytideError, WaitTimeoutError
+from raytide.core.job import JobState
+from raytide.core.money import format_usd
+
+_POLL_S = 0.3
+
+
+class Run:
+    """A job as last seen; `refresh`, `wait` and `watch` look again."""
+
+    def __init__(self, client: Client, view: JobView) -> None:
+        self._client = client
+        self.view = view
+
+    @property
+    def id(self) -> str:
+        return self.view.job.id
+
+    @property
+    def state(self) -> JobState:
+        return self.view.job.state
+
+    @property
+    def progress(self) -> Mapping[str, float | int | str]:
+        return self.view.job.progress
+
+    @property
+    def cost_usd(self) -> float:
+        return self.view.cost_micro_usd / 1e6
+
+    def refresh(self) -> Run:
+        self.view = self._client.job(self.id)
+        return self
+
+    def watch(self, *, timeout_s: float = 86_400.0) -> Iterator[JobView]:
+        """The job each time that anything about it changed, until it is over."""
+        deadline = time.monotonic() + timeout_s
+        seen: JobView | None = None
+        while True:
+            view = self.refresh().view
+            if view != seen:
+                seen = view
+                yield view
+            if view.job.is_final:
+                return
+            if time.monotonic() > deadline:
+                raise WaitTimeoutError(
+                    f"{self.id} is still {self.state} after {timeout_s:g} s.", hint=f"`raytide why {self.id}` says why."
+                )
+            time.sleep(_POLL_S)
+
+    def wait(self, *, timeout_s: float = 86_400.0) -> Run:
+        """Block until it is over; raises what made it fail."""
+        for _ in self.watch(timeout_s=timeout_s):
+            pass
+        if self.state is not JobState.SUCCEEDED:
+            raise RaytideError(
+                f"{self.id} {self.state}: {self.view.job.reason}", hint=f"`raytide logs {self.id}` has its output."
+            )
+        return self
+
+    def result(self) -> str:
+        """What it made: the dataset's directory, or the exported model's."""
+        self.wait()
+        out = str(self.view.job.spec.config["out"])
+        return str(self.progress.get("model", out))
+
+    def metrics(self) -> Mapping[str, float | int | str]:
+        """The latest numbers that its driver reported."""
+        return self.refresh().progress
+
+    def logs(self) -> str:
+        return self._client.logs(self.id)
+
+    def stop(self) -> Run:
+        self.view = self._client.stop(self.id)
+        return self
+
+    def why(self) -> str:
+        """What it waits for, or why it ended, in words."""
+        return explain(self.refresh().view)
+
+    def json(self) -> dict[str, Any]:
+        value: dict[str, Any] = to_json(self.view)
+        return value
+
+    def __repr__(self) -> str:
+        return f"Run({self.id}, {self.state}, {format_usd(self.view.cost_micro_usd)})"
+
+    def _repr_html_(self) -> str:
+        from raytide.html import table
+
+        rows = [("state", self.state), ("why", explain(self.view)), ("cost", format_usd(self.view.cost_micro_usd))]
+        return table(self.id, ("", ""), [*rows, *self.progress.items()])
+
+
+def explain(view: JobView) -> str:
+    """One line of plain words: the state, its reason, what it waits for and what would help."""
+    job, waiting = view.job, view.waiting
+    parts = [f"{job.id} is {job.state}"]
+    if view.position is not None:
+        parts.append(f"number {view.position} in the queue")
+    text = ", ".join(parts) + "."
+    if waiting is not None and not job.is_final:
+        return " ".join(part for part in (text, waiting.reason, waiting.remedy) if part)
+    return f"{text} {job.reason}".strip()

@@ -1,0 +1,151 @@
+"""The SDK: `rt.connect()` gives a Tide, a Tide gives runs and endpoints, and everything shows itself in a notebook."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, TypeVar
+
+from raytide.control.client import Client
+from raytide.control.views import ClusterStatus, CostReport
+from raytide.core.config import Config, load_yaml
+from raytide.core.data_spec import DataSpec
+from raytide.core.endpoint import Replicas, ServeSpec
+from raytide.core.gang import GangSpec, Shape
+from raytide.core.job import JobKind, JobSpec
+from raytide.core.train_spec import TrainSpec
+from raytide.endpoint import EndpointHandle
+from raytide.run import Run
+
+if TYPE_CHECKING:
+    from raytide.actors.gang import Gang
+
+_Spec = TypeVar("_Spec", bound=Config)
+SpecSource = Mapping[str, object] | str | Path
+"""A spec as a mapping, or the path of a YAML file that holds one."""
+
+
+class Tide:
+    """One cluster, seen by one user. A context manager: leaving it ends a cluster that `rt.local()` started."""
+
+    def __init__(self, client: Client, *, on_exit: Callable[[], object] | None = None) -> None:
+        self.client = client
+        self._on_exit = on_exit
+
+    def status(self) -> ClusterStatus:
+        return self.client.status()
+
+    def cost(self) -> CostReport:
+        return self.client.cost()
+
+    def jobs(self, *, limit: int = 100) -> list[Run]:
+        """The latest jobs, newest first."""
+        return [Run(self.client, view) for view in self.client.jobs(limit=limit)]
+
+    def job(self, job_id: str) -> Run:
+        return Run(self.client, self.client.job(job_id))
+
+    def data(self, spec: DataSpec | SpecSource) -> Run:
+        """Build a token dataset on a leased node."""
+        data = spec if isinstance(spec, DataSpec) else _parse(DataSpec, spec)
+        return self._submit(JobKind.DATA, data.name, data.team, data.gang, data.model_dump(mode="json"))
+
+    def train(self, spec: TrainSpec | SpecSource) -> Run:
+        """Train on a gang; it survives the loss of members."""
+        train = spec if isinstance(spec, TrainSpec) else _parse(TrainSpec, spec)
+        return self._submit(JobKind.TRAIN, train.name, train.team, train.gang, train.model_dump(mode="json"))
+
+    def serve(
+        self,
+        model: str | Path | ServeSpec,
+        *,
+        name: str = "",
+        replicas: tuple[int, int] = (1, 1),
+        **options: object,
+    ) -> EndpointHandle:
+        """Serve a Hugging Face directory; `options` are ServeSpec's. The replicas' number follows the load."""
+        if isinstance(model, ServeSpec):
+            spec = model
+        else:
+            fields = {"name": name or Path(model).name.lower(), "model": str(model), **options}
+            fields.setdefault("replicas", Replicas(min=replicas[0], max=replicas[1]).model_dump())
+            spec = ServeSpec.parse(fields, where="serve")
+        return EndpointHandle(self.client, self.client.serve(spec))
+
+    def endpoint(self, name: str) -> EndpointHandle:
+        return EndpointHandle(self.client, self.client.endpoint(name))
+
+    @contextmanager
+    def gang(
+        self,
+        members: int = 1,
+        *,
+        resources: Mapping[str, float] | None = None,
+        labels: Mapping[str, str] | None = None,
+        name: str = "gang",
+        team: str = "default",
+        timeout_s: float = 600.0,
+    ) -> Iterator[Gang]:
+        """Hold a gang for any Ray code in this process; it goes through the queue like every other job.
+
+        The lease ends with the block, or ten seconds after this process stops asking for it.
+        """
+        from raytide.actors.gang import Gang
+
+        shape = Shape(members=members, resources=dict(resources or {"CPU": 1.0}), labels=dict(labels or {}))
+        run = self._submit(JobKind.GANG, name, team, GangSpec(shapes=(shape,)), {})
+        try:
+            with Gang(self.client, run.id, timeout_s=timeout_s) as gang:
+                yield gang
+        finally:
+            run.stop()
+
+    def close(self) -> None:
+        self.client.close()
+        if self._on_exit is not None:
+            self._on_exit()
+            self._on_exit = None
+
+    def __enter__(self) -> Tide:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Tide({self.client.address})"
+
+    def _repr_html_(self) -> str:
+        from raytide.html import table
+
+        status = self.status()
+        rows = [(node.id, node.type, str(node.market), node.zone, str(node.state)) for node in status.nodes]
+        return table(f"cluster {status.name}", ("node", "type", "market", "zone", "state"), rows)
+
+    def _submit(self, kind: JobKind, name: str, team: str, gang: GangSpec, config: dict[str, object]) -> Run:
+        spec = JobSpec(kind=kind, name=name, team=team, gang=gang, config=config)
+        return Run(self.client, self.client.submit(spec))
+
+
+def connect(cluster: str | None = None) -> Tide:
+    """The cluster of that name on this machine, or the one that RAYTIDE_API and RAYTIDE_TOKEN name.
+
+    Also for drivers under `ray job submit`, which run on the head of the cluster.
+    """
+    return Tide(Client.find(cluster))
+
+
+def local(config: str | Path | None = None, *, name: str = "local") -> Tide:
+    """Start an embedded cluster on this machine; leaving the `with` block, or `.close()`, ends it."""
+    from raytide.control import cluster
+
+    started = cluster.up(config, name=name)
+    return Tide(Client.from_run_dir(started.run_dir), on_exit=lambda: cluster.down(name))
+
+
+def _parse(cls: type[_Spec], source: SpecSource) -> _Spec:
+    if isinstance(source, str | Path):
+        return cls.parse(load_yaml(source), where=str(source))
+    return cls.parse(source, where=cls.__name__)

@@ -1,0 +1,199 @@
+"""The API over a real store: who may ask, what is refused at the door, what is shown."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fastapi.testclient import TestClient
+
+from raytide.control.api.app import create_app
+from raytide.control.api.auth import Tokens
+from raytide.control.api.desk import Desk
+from raytide.core.clock import VirtualClock
+from raytide.core.cluster import load_cluster
+from raytide.core.gang import Lease, LeaseState, Member, MemberState
+from raytide.core.job import JobState
+from raytide.core.state import Changes, Store
+
+LOCAL = Path(__file__).parents[2] / "platform" / "raytide" / "control" / "local.yaml"
+GANG = {"kind": "gang", "name": "mine", "gang": {"shapes": [{"members": 2, "resources": {"CPU": 1}}]}}
+
+
+class NoMachines:
+    """A provider that never bought anything."""
+
+    def machines(self) -> tuple[object, ...]:
+        return ()
+
+
+class Echo:
+    """Drivers whose log is their key."""
+
+    def logs(self, key: object) -> str:
+        return f"{key}\n"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    opened = Store.open(f"sqlite:///{tmp_path}/state.db")
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def clock() -> VirtualClock:
+    return VirtualClock(1000.0)
+
+
+@pytest.fixture
+def client(tmp_path: Path, store: Store, clock: VirtualClock) -> Iterator[TestClient]:
+    tokens = {"secret": {"user": "ana", "team": "default"}, "other": {"user": "bob", "team": "research"}}
+    (tmp_path / "tokens.json").write_text(json.dumps(tokens))
+    desk = Desk(
+        store=store,
+        config=load_cluster(LOCAL),
+        provider=NoMachines(),  # type: ignore[arg-type]
+        drivers=Echo(),  # type: ignore[arg-type]
+        clock=clock,
+        live=tmp_path / "live.json",
+        serve_url="http://127.0.9.1:8000",
+    )
+    with TestClient(create_app(desk, Tokens(tmp_path / "tokens.json"))) as client:
+        client.headers["Authorization"] = "Bearer secret"
+        yield client
+
+
+def error(response: object) -> dict[str, str]:
+    body: dict[str, str] = response.json()["error"]  # type: ignore[attr-defined]
+    return body
+
+
+class TestAuthentication:
+    def test_health_needs_no_token(self, client: TestClient) -> None:
+        assert client.get("/health", headers={"Authorization": ""}).json()["ok"] is True
+
+    @pytest.mark.parametrize("header", ["", "Bearer", "Bearer wrong", "Basic secret"])
+    def test_everything_else_needs_a_known_token(self, client: TestClient, header: str) -> None:
+        response = client.get("/v1/status", headers={"Authorization": header})
+        assert response.status_code == 401
+        assert error(response)["code"] == "not_authenticated"
+
+    def test_a_token_of_one_team_does_nothing_for_another(self, client: TestClient) -> None:
+        job = client.post("/v1/jobs", json=GANG).json()["job"]["id"]
+        other = {"Authorization": "Bearer other"}
+        for method, path in (("GET", ""), ("POST", "/stop"), ("GET", "/logs"), ("GET", "/lease")):
+            assert client.request(method, f"/v1/jobs/{job}{path}", headers=other).status_code == 403
+        assert client.post("/v1/jobs", json=GANG, headers=other).status_code == 403
+        assert client.get("/v1/jobs", headers=other).json() == []
+
+
+class TestJobs:
+    def test_a_submitted_job_waits_in_the_queue_with_its_place(self, client: TestClient) -> None:
+        first, second = (client.post("/v1/jobs", json=GANG).json() for _ in range(2))
+        assert (first["job"]["state"], first["position"]) == ("queued", 1)
+        assert second["position"] == 2
+        assert [view["job"]["id"] for view in client.get("/v1/jobs").json()] == ["job-2", "job-1"]
+
+    def test_the_same_key_queues_one_job(self, client: TestClient) -> None:
+        ids = {client.post("/v1/jobs", json=GANG, params={"key": "k"}).json()["job"]["id"] for _ in range(3)}
+        assert ids == {"job-1"}
+
+    def test_an_unknown_key_is_named_with_its_nearest(self, client: TestClient) -> None:
+        response = client.post("/v1/jobs", json={**GANG, "tema": "x"})
+        assert response.status_code == 400
+        assert "did you mean team" in error(response)["message"]
+
+    def test_a_gang_that_no_node_type_can_hold_is_refused_at_once(self, client: TestClient) -> None:
+        huge = {**GANG, "gang": {"shapes": [{"members": 1, "resources": {"GPU": 8}}]}}
+        response = client.post("/v1/jobs", json=huge)
+        assert (response.status_code, error(response)["code"]) == (400, "cannot_fit")
+        assert error(response)["hint"]
+
+    def test_a_training_job_without_its_dataset_is_refused(self, client: TestClient, tmp_path: Path) -> None:
+        config = {"dataset": str(tmp_path / "none"), "out": str(tmp_path / "out"), "steps": 1}
+        response = client.post("/v1/jobs", json={**GANG, "kind": "train", "config": config})
+        assert (response.status_code, error(response)["code"]) == (400, "bad_data")
+
+    def test_an_unknown_team_is_refused(self, client: TestClient) -> None:
+        assert client.post("/v1/jobs", json={**GANG, "team": "ghosts"}).status_code in (400, 403)
+
+    def test_an_unknown_job_is_not_found(self, client: TestClient) -> None:
+        assert error(client.get("/v1/jobs/job-99"))["code"] == "not_found"
+
+    def test_stop_is_remembered(self, client: TestClient, store: Store) -> None:
+        client.post("/v1/jobs", json=GANG)
+        assert client.post("/v1/jobs/job-1/stop").json()["job"]["stop_requested"] is True
+        assert store.job("job-1").stop_requested
+
+    def test_reports_add_up_by_name(self, client: TestClient) -> None:
+        client.post("/v1/jobs", json=GANG)
+        client.post("/v1/jobs/job-1/report", json={"step": 1, "loss": 2.5})
+        client.post("/v1/jobs/job-1/report", json={"step": 2})
+        assert client.get("/v1/jobs/job-1").json()["job"]["progress"] == {"step": 2, "loss": 2.5}
+
+    def test_logs_join_all_attempts(self, client: TestClient) -> None:
+        client.post("/v1/jobs", json=GANG)
+        assert "attempt=0" in client.get("/v1/jobs/job-1/logs").json()["logs"]
+
+
+class TestLeases:
+    def test_a_job_in_the_queue_has_a_lease_that_waits(self, client: TestClient) -> None:
+        client.post("/v1/jobs", json=GANG)
+        lease = client.get("/v1/jobs/job-1/lease").json()
+        assert (lease["state"], lease["epoch"], lease["members"]) == ("waiting", -1, [])
+
+    def test_asking_keeps_a_gang_alive(self, client: TestClient, store: Store, clock: VirtualClock) -> None:
+        client.post("/v1/jobs", json=GANG)
+        clock.advance(5)
+        client.get("/v1/jobs/job-1/lease")
+        assert store.job("job-1").heartbeat_at_s == 1005.0
+
+    def test_the_lease_is_shown_as_the_controller_wrote_it(self, client: TestClient, store: Store) -> None:
+        client.post("/v1/jobs", json=GANG)
+        job = store.job("job-1")
+        members = (Member(0, MemberState.READY, "node-1", "ab", "127.0.9.2", "cd"),)
+        lease = Lease("lease-1", "job-1", job.spec.gang.shapes[0], LeaseState.ACTIVE, members, epoch=3)
+        store.commit(Changes(at_s=1001.0, jobs=(replace(job, state=JobState.RUNNING),), leases=(lease,)))
+        shown = client.get("/v1/jobs/job-1/lease", params={"newer_than": 2, "timeout_s": 5}).json()
+        assert (shown["epoch"], shown["members"][0]["placement_group_id"]) == (3, "cd")
+
+    def test_the_lease_of_a_job_that_is_over_is_lost(self, client: TestClient, store: Store) -> None:
+        client.post("/v1/jobs", json=GANG)
+        over = replace(store.job("job-1"), state=JobState.FAILED, reason="it broke")
+        store.commit(Changes(at_s=1001.0, jobs=(over,)))
+        response = client.get("/v1/jobs/job-1/lease")
+        assert (response.status_code, error(response)["code"]) == (410, "lease_lost")
+        assert "it broke" in error(response)["message"]
+
+
+class TestEndpoints:
+    def test_a_model_directory_must_be_one(self, client: TestClient, tmp_path: Path) -> None:
+        response = client.post("/v1/endpoints", json={"name": "m", "model": str(tmp_path)})
+        assert (response.status_code, error(response)["code"]) == (400, "bad_data")
+
+    def test_an_endpoint_has_an_openai_url(self, client: TestClient, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text("{}")
+        status = client.post("/v1/endpoints", json={"name": "m", "model": str(tmp_path)}).json()
+        assert status["base_url"] == "http://127.0.9.1:8000/m/v1"
+        assert status["endpoint"]["state"] == "deploying"
+
+    def test_delete_shows_at_once(self, client: TestClient, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text("{}")
+        client.post("/v1/endpoints", json={"name": "m", "model": str(tmp_path)})
+        assert client.delete("/v1/endpoints/m").json()["endpoint"]["state"] == "deleting"
+
+    def test_an_unknown_endpoint_is_not_found(self, client: TestClient) -> None:
+        assert client.get("/v1/endpoints/none").status_code == 404
+
+
+class TestCluster:
+    def test_status_of_an_empty_cluster(self, client: TestClient) -> None:
+        status = client.get("/v1/status").json()
+        assert (status["nodes"], status["jobs"], status["controller_age_s"]) == ([], {}, None)
+
+    def test_cost_of_an_empty_cluster_is_nothing(self, client: TestClient) -> None:
+        assert client.get("/v1/cost").json()["billed_micro_usd"] == 0

@@ -1,0 +1,165 @@
+"""cluster.yaml: what is accepted, what is refused and how that is said, and that Ray itself takes the shipped file."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from raytide.core.cluster import RaytideSection, load_cluster
+from raytide.core.errors import ConfigError
+from raytide.core.fleet import Market
+
+ROOT = Path(__file__).parents[2]
+SHIPPED = [ROOT / "cluster.yaml", ROOT / "platform" / "raytide" / "control" / "local.yaml"]
+
+
+@pytest.fixture
+def shipped() -> dict[str, Any]:
+    file: dict[str, Any] = yaml.safe_load(SHIPPED[0].read_text())
+    return file
+
+
+def refusal(file: dict[str, Any], tmp_path: Path) -> ConfigError:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(yaml.safe_dump(file))
+    with pytest.raises(ConfigError) as caught:
+        load_cluster(path)
+    assert caught.value.exit_code == 2
+    assert caught.value.hint
+    return caught.value
+
+
+class TestShippedFiles:
+    def test_ray_prepares_and_validates_the_fleet(self) -> None:
+        from ray.autoscaler._private.util import prepare_config, validate_config
+
+        prepared = prepare_config(yaml.safe_load(SHIPPED[0].read_text()))
+        validate_config(prepared)
+        assert prepared["metadata"]["raytide"]["version"] == 1
+
+    @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+    def test_they_pass_the_schema_that_editors_get(self, path: Path) -> None:
+        section = yaml.safe_load(path.read_text())["metadata"]["raytide"]
+        jsonschema.validate(section, RaytideSection.model_json_schema())
+
+    def test_the_fleet_is_heterogeneous(self) -> None:
+        types = load_cluster(SHIPPED[0]).node_types
+        assert {t.market for t in types} == {Market.ON_DEMAND, Market.SPOT}
+        assert len({t.labels.get("ray.io/accelerator-type") for t in types} - {None}) >= 3
+        assert len({zone for t in types for zone in t.zones}) >= 3
+        assert all(t.price_micro_usd_h > 0 for t in types)
+
+    def test_the_market_in_node_config_is_the_one_in_metadata(self, shipped: dict[str, Any]) -> None:
+        for name, section in shipped["metadata"]["raytide"]["node_types"].items():
+            options = shipped["available_node_types"][name]["node_config"].get("InstanceMarketOptions", {})
+            assert (options.get("MarketType") == "spot") == (section["market"] == "spot"), name
+
+    def test_the_head_is_not_for_sale(self) -> None:
+        assert "head" not in {t.name for t in load_cluster(SHIPPED[0]).node_types}
+
+    def test_loading_does_not_import_ray(self) -> None:
+        code = f"import sys; from raytide.core.cluster import load_cluster; load_cluster({str(SHIPPED[0])!r}); "
+        code += "sys.exit('ray' in sys.modules)"
+        assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+class TestRefusals:
+    def test_a_missing_file(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match=r"cannot read .*none\.yaml"):
+            load_cluster(tmp_path / "none.yaml")
+
+    def test_what_is_not_yaml(self, tmp_path: Path) -> None:
+        (tmp_path / "bad.yaml").write_text("a: [")
+        with pytest.raises(ConfigError, match="not valid YAML"):
+            load_cluster(tmp_path / "bad.yaml")
+
+    def test_an_unknown_key_of_rays(self, shipped: dict[str, Any], tmp_path: Path) -> None:
+        error = refusal({**shipped, "max_wrokers": 3}, tmp_path)
+        assert "max_wrokers" in error.message
+
+    def test_an_unknown_key_of_ours_names_the_nearest(self, shipped: dict[str, Any], tmp_path: Path) -> None:
+        shipped["metadata"]["raytide"]["node_types"]["l4"]["price_usd"] = 1
+        assert "did you mean price_usd_h" in refusal(shipped, tmp_path).message
+
+    def test_a_negative_price(self, shipped: dict[str, Any], tmp_path: Path) -> None:
+        shipped["metadata"]["raytide"]["node_types"]["l4"]["price_usd_h"] = -1
+        assert "node_types.l4.price_usd_h" in refusal(shipped, tmp_path).message
+
+    def test_a_node_type_without_a_price(self, shipped: dict[str, Any], tmp_path: Path) -> None:
+        del shipped["metadata"]["raytide"]["node_types"]["l4"]
+        error = refusal(shipped, tmp_path)
+        assert "node type l4 has no price" in error.message
+        assert "metadata.raytide.node_types.l4" in error.hint
+
+    def test_a_price_without_a_node_type(self, shipped: dict[str, Any], tmp_path: Path) -> None:
+        sections = shipped["metadata"]["raytide"]["node_types"]
+        sections["b200x8"] = copy.deepcopy(sections["l4"])
+        assert "b200x8" in refusal(shipped, tmp_path).message
+
+    def test_more_minimum_than_maximum(self, shipped: dict[str, Any], tmp_path: Path) -> None:
+        shipped["available_node_types"]["l4"]["min_workers"] = 99
+        assert "min_nodes 99 is above max_nodes 16" in refusal(shipped, tmp_path).message
+
+    def test_no_part_for_raytide(self, shipped: dict[str, Any], tmp_path: Path) -> None:
+        del shipped["metadata"]
+        error = refusal(shipped, tmp_path)
+        assert "raytide schema" in error.hint
+
+
+@pytest.fixture
+def aws(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A moto server in this process, and nothing of the caller's own AWS account."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    for name, value in {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("AWS_PROFILE", raising=False)
+    import boto3
+
+    iam = boto3.client("iam")  # with the profile there, Ray does not make it and wait 15 s for it to spread
+    iam.create_role(RoleName="ray-autoscaler-v1", AssumeRolePolicyDocument="{}")
+    iam.create_instance_profile(InstanceProfileName="ray-autoscaler-v1")
+    iam.add_role_to_instance_profile(InstanceProfileName="ray-autoscaler-v1", RoleName="ray-autoscaler-v1")
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+def test_rays_aws_provider_buys_and_ends_a_spot_node_of_the_shipped_file(
+    aws: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))  # Ray writes the key pair it makes to ~/.ssh
+    (tmp_path / ".ssh").mkdir()
+    from ray.autoscaler._private.aws.config import bootstrap_aws
+    from ray.autoscaler._private.aws.node_provider import AWSNodeProvider
+    from ray.autoscaler._private.util import prepare_config
+    from ray.autoscaler.tags import TAG_RAY_NODE_KIND, TAG_RAY_USER_NODE_TYPE
+
+    config = bootstrap_aws(prepare_config(yaml.safe_load(SHIPPED[0].read_text())))
+    provider = AWSNodeProvider(config["provider"], config["cluster_name"])
+    node_config = config["available_node_types"]["h100x8.spot"]["node_config"]
+    tags = {TAG_RAY_NODE_KIND: "worker", TAG_RAY_USER_NODE_TYPE: "h100x8.spot"}
+
+    created = provider.create_node(node_config, tags, 1)
+
+    (node_id,) = provider.non_terminated_nodes({TAG_RAY_USER_NODE_TYPE: "h100x8.spot"})
+    assert set(created) == {node_id}
+    assert created[node_id].instance_type == "p5.48xlarge"
+    provider.terminate_node(node_id)
+    assert provider.non_terminated_nodes({}) == []
