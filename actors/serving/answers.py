@@ -1,4 +1,4 @@
-"""One request's answer in OpenAI's two dialects, whole or as a stream of chunks. Both dialects have the same five verbs."""
+"""One request's answer in OpenAI's two dialects, completions and chat, whole or as a stream of chunks."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from raytide.actors.serving.wire import (
     PromptDetails,
     Reply,
     Usage,
+    sse,
 )
 
-__all__ = ["DONE", "Answer", "ChatAnswer", "TextAnswer", "Written", "sse", "usage_of"]
+__all__ = ["DONE", "Answer", "ChatAnswer", "TextAnswer", "Written", "usage_of"]
 
 DONE = b"data: [DONE]\n\n"
 
@@ -141,13 +142,7 @@ def usage_of(choices: Iterable[Written], *, choices_per_prompt: int) -> Usage:
     )
 
 
-def sse(data: str) -> bytes:
-    """One server-sent event."""
-    return b"data: " + data.encode() + b"\n\n"
-
-
 def _finish(piece: Piece) -> FinishReason | None:
     if piece.finish_reason is None:
         return None
     return "length" if piece.finish_reason == "length" else "stop"
-

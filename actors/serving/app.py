@@ -81,7 +81,8 @@ def _add_error_handlers(app: FastAPI, server: Server) -> None:
 
     @app.exception_handler(HTTPException)
     async def no_route(request: Request, error: HTTPException) -> Response:
-        return error_response(invalid(f"{request.method} {request.url.path}: {error.detail}.", param=None, status=error.status_code))
+        message = f"{request.method} {request.url.path}: {error.detail}."
+        return error_response(invalid(message, param=None, status=error.status_code))
 
     async def failed(_: Request, error: Exception) -> Response:
         return error_response(to_api_error(error))

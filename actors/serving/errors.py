@@ -1,6 +1,6 @@
 """Failures as OpenAI's clients expect them: an HTTP status, and a body with message, type, param and code.
 
-The official client retries 408, 409, 429 and 500 upwards by itself, so a status also says whether trying again makes sense.
+The official client retries 408, 409, 429 and 500 upwards by itself: a status also says whether to try again.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def to_api_error(error: Exception) -> ApiError:
     if isinstance(error, RaytideError):
         kind = _INVALID if error.http_status < 500 else "server_error"
         return ApiError(error.http_status, str(error), type=kind, code=error.code)
-    return ApiError(500, "The server failed on this request; its log says why.", type="server_error", code="internal_error")
+    return ApiError(500, "The server failed; its log says why.", type="server_error", code="internal_error")
 
 
 def validation_error(errors: Sequence[dict[str, object]]) -> ApiError:

@@ -39,29 +39,35 @@ class Generation:
         Raises what the engine raised; a choice that the engine gave up (drain, failure) is an EngineError.
         """
         while self._open:
-            pieces: dict[int, Piece] = {}
-            self._merge(pieces, *await self._queue.get())
+            items = [await self._queue.get()]
             while not self._queue.empty():
-                self._merge(pieces, *self._queue.get_nowait())
-            yield list(pieces.values())
+                items.append(self._queue.get_nowait())
+            pieces, failure = self._merge(items)
+            if pieces:
+                yield pieces
+            if failure is not None:
+                raise failure
 
     def cancel(self) -> None:
         """Abort what still runs. The engine frees its blocks as the iterators close."""
         for task in self._tasks:
             task.cancel()
 
-    def _merge(self, pieces: dict[int, Piece], index: int, item: GenChunk | Exception) -> None:
-        if isinstance(item, Exception):
-            raise item
-        if item.finish_reason is not None:
-            self._open -= 1
+    def _merge(self, items: Sequence[tuple[int, GenChunk | Exception]]) -> tuple[list[Piece], Exception | None]:
+        """The pieces up to the first failure, and that failure: what was said before it still reaches the client."""
+        pieces: dict[int, Piece] = {}
+        for index, item in items:
+            if isinstance(item, Exception):
+                return list(pieces.values()), item
             if item.finish_reason in ("abort", "error"):
-                raise EngineError(f"request {item.request_id} was ended by the server.", hint="Send it again.")
-        piece = pieces.setdefault(index, Piece(index, "", 0, None, None))
-        piece.text += item.text
-        piece.tokens += len(item.token_ids)
-        piece.finish_reason = item.finish_reason
-        piece.usage = item.usage
+                failure = EngineError(f"request {item.request_id} was ended by the server.", hint="Send it again.")
+                return list(pieces.values()), failure
+            self._open -= item.finish_reason is not None
+            piece = pieces.setdefault(index, Piece(index, "", 0, None, None))
+            piece.text += item.text
+            piece.tokens += len(item.token_ids)
+            piece.finish_reason, piece.usage = item.finish_reason, item.usage
+        return list(pieces.values()), None
 
     async def _drain(self, engine: Engine, index: int, request: GenRequest) -> None:
         try:

@@ -22,8 +22,9 @@ class ProgressWatch:
         return now_s - self._since_s
 
     def problem(self, stats: EngineStats, now_s: float) -> str | None:
-        """Why the replica should be replaced, or None. The limit must exceed the longest single step (a long prefill)."""
+        """Why the replica should be replaced, or None. The limit must exceed the longest step (a long prefill)."""
         stalled_s = self.stalled_s(stats, now_s)
         if stalled_s <= self._limit_s:
             return None
-        return f"the engine holds {stats.running} running and {stats.waiting} waiting requests but took no step for {stalled_s:.0f} s"
+        held = f"{stats.running} running and {stats.waiting} waiting requests"
+        return f"the engine holds {held} but took no step for {stalled_s:.0f} s"

@@ -29,7 +29,10 @@ class ServingMetrics:
         self.registry = CollectorRegistry()
         labels = {"labelnames": ("model",), "registry": self.registry}
         self.first_token = Histogram(
-            "raytide_time_to_first_token_seconds", "From the request to its first token", buckets=_FIRST_TOKEN_S, **labels
+            "raytide_time_to_first_token_seconds",
+            "From the request to its first token",
+            buckets=_FIRST_TOKEN_S,
+            **labels,
         ).labels(model)
         self.inter_token = Histogram(
             "raytide_inter_token_seconds", "Between two tokens of one request", buckets=_INTER_TOKEN_S, **labels
@@ -101,7 +104,9 @@ class _EngineCollector:
         yield self._counter("raytide_prompt_tokens", "Prompt tokens of requests", stats.prompt_tokens)
         yield self._counter("raytide_generated_tokens", "Tokens generated", stats.generated_tokens)
         yield self._counter("raytide_cached_tokens", "Prompt tokens found in the prefix cache", stats.cached_tokens)
-        yield self._counter("raytide_preemptions", "Sequences that lost their KV blocks and start over", stats.preemptions)
+        yield self._counter(
+            "raytide_preemptions", "Sequences that lost their KV blocks and start over", stats.preemptions
+        )
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, text, labels=("model",))

@@ -1,4 +1,4 @@
-"""From a request body to the engine's sampling parameters; what raytide cannot honour is refused, never dropped in silence."""
+"""From a request body to the engine's sampling parameters. What cannot be honoured is refused, never dropped."""
 
 from __future__ import annotations
 

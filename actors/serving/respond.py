@@ -11,12 +11,12 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from raytide.actors.serving.answers import DONE, Answer, Written, sse, usage_of
+from raytide.actors.serving.answers import DONE, Answer, Written, usage_of
 from raytide.actors.serving.errors import ApiError, to_api_error
 from raytide.actors.serving.generation import Generation, Piece
 from raytide.actors.serving.metrics import Outcome, Track
 from raytide.actors.serving.server import Server
-from raytide.actors.serving.wire import ChatRequest, CompletionRequest
+from raytide.actors.serving.wire import ChatRequest, CompletionRequest, sse
 
 __all__ = ["respond"]
 

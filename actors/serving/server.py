@@ -83,7 +83,7 @@ class Server:
             raise invalid(f"{field} is empty.", param=field)
         if tokens >= limit:
             raise invalid(
-                f"{field} has {tokens} tokens; the context of {self.model} holds {limit}, of which the answer needs at least 1.",
+                f"{field} has {tokens} tokens; the context of {self.model} holds {limit}, the answer included.",
                 param=field,
                 code="context_length_exceeded",
             )

@@ -1,6 +1,6 @@
 """The bodies of OpenAI's HTTP API that raytide reads and writes, field for field as the official client types them.
 
-Requests keep fields that are not listed here (`model_extra`): `params` decides which of them are ignored and which refused.
+Requests keep fields that are not listed here (`model_extra`): `params` says which are ignored and which refused.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ __all__ = [
     "Reply",
     "StreamOptions",
     "Usage",
+    "sse",
 ]
 
 FinishReason = Literal["stop", "length"]
@@ -186,3 +187,8 @@ class ErrorDetail(BaseModel):
 
 class ErrorBody(BaseModel):
     error: ErrorDetail
+
+
+def sse(data: str) -> bytes:
+    """One server-sent event."""
+    return b"data: " + data.encode() + b"\n\n"

@@ -18,7 +18,8 @@ from raytide.actors.serving.server import Server
 @contextmanager
 def serving(engine: Engine, model: str) -> Iterator[str]:
     """The base URL of a running uvicorn whose port the system chose."""
-    config = uvicorn.Config(create_app(Server(engine, model=model, drain_s=1.0)), host="127.0.0.1", port=0, log_level="error")
+    app = create_app(Server(engine, model=model, drain_s=1.0))
+    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

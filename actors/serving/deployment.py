@@ -1,0 +1,108 @@
+"""A Serve deployment whose replicas answer HTTP with the engine inside: no token ever crosses a Serve handle."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+from fastapi import FastAPI
+from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, BackpressureConfig
+
+from raytide.actors.serving.app import create_app
+from raytide.actors.serving.engines import build_engine
+from raytide.actors.serving.errors import RETRY_AFTER_S
+from raytide.actors.serving.server import Server
+from raytide.core.endpoint import Endpoint, ServeSpec
+from raytide.core.errors import EngineError
+
+__all__ = ["DEPLOYMENT", "Replica", "application"]
+
+DEPLOYMENT = "replica"
+"""The name of the one deployment in each endpoint's Serve application."""
+
+HEALTH_CHECK_PERIOD_S = 2.0
+HEALTH_CHECK_TIMEOUT_S = 20.0
+DRAIN_S = 60.0
+"""How long a replica that is to go may finish what it answers."""
+METRICS_PERIOD_S = 0.5
+LOAD_WINDOW_S = 1.0
+
+
+@serve.ingress()
+class Replica:
+    async def __init__(self, spec: dict[str, Any]) -> None:
+        parsed = ServeSpec.parse(spec, where="endpoint")
+        _limit_threads(parsed.resources.get("CPU", 0.0))
+        replica = serve.get_replica_context().replica_id.unique_id
+        self._server = Server(build_engine(parsed), model=parsed.name, replica=replica, drain_s=DRAIN_S)
+        await self._server.start()
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return create_app(self._server, owns_server=False)
+
+    async def check_health(self) -> None:
+        """Serve replaces the replica after three failures in a row."""
+        if problem := await self._server.problem():
+            raise EngineError(f"replica {self._server.replica}: {problem}.")
+
+    async def __del__(self) -> None:
+        """Serve calls this once when the replica goes, after its requests have ended."""
+        await self._server.stop()
+
+
+def application(endpoint: Endpoint) -> serve.Application:
+    spec = endpoint.spec
+    deployment: Any = serve.deployment(
+        Replica,
+        name=DEPLOYMENT,
+        ray_actor_options=actor_options(spec),
+        max_ongoing_requests=spec.max_ongoing,
+        max_queued_requests=spec.max_ongoing * spec.replicas.max,
+        backpressure_config=BackpressureConfig(status_code=429, retry_after_s=RETRY_AFTER_S),
+        autoscaling_config=_autoscaling(endpoint),
+        health_check_period_s=HEALTH_CHECK_PERIOD_S,
+        health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
+        graceful_shutdown_timeout_s=DRAIN_S,
+        graceful_shutdown_wait_loop_s=0.5,
+    )
+    bound: serve.Application = deployment.bind(spec.model_dump())
+    return bound
+
+
+def actor_options(spec: ServeSpec) -> dict[str, Any]:
+    """Ray's options for one replica: its resources by Ray's names, and its label selector."""
+    resources = dict(spec.resources)
+    options: dict[str, Any] = {"num_cpus": resources.pop("CPU", 0.0), "num_gpus": resources.pop("GPU", 0.0)}
+    if memory := resources.pop("memory", 0.0):
+        options["memory"] = memory
+    if resources:
+        options["resources"] = resources
+    if spec.labels:
+        options["label_selector"] = dict(spec.labels)
+    return options
+
+
+def _autoscaling(endpoint: Endpoint) -> AutoscalingConfig:
+    """Serve only executes: delays and targets are raytide's, so Serve's own are zero and its window is short."""
+    replicas = endpoint.spec.replicas
+    with warnings.catch_warnings():
+        # Ray 2.60 calls `metrics_interval_s` deprecated; the environment variables that replace it are not read yet.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return AutoscalingConfig(
+            min_replicas=replicas.min,
+            initial_replicas=min(max(endpoint.target_replicas, replicas.min), replicas.max),
+            max_replicas=replicas.max,
+            upscale_delay_s=0.0,
+            downscale_delay_s=0.0,
+            metrics_interval_s=METRICS_PERIOD_S,
+            look_back_period_s=LOAD_WINDOW_S,
+            policy=AutoscalingPolicy(policy_function="raytide.actors.serving.policy:published_target"),
+        )
+
+
+def _limit_threads(cpus: float) -> None:
+    """Before torch is imported: a replica computes with the CPUs it was given, not with all that the machine has."""
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[name] = str(max(1, int(cpus)))

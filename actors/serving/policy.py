@@ -1,0 +1,60 @@
+"""Serve's autoscaling policy for raytide's endpoints: the number that raytide's controller published, nothing else.
+
+Serve pickles this module by value and runs it inside its own controller: it imports nothing of raytide, and neither
+raytide's controller nor its API need to be alive. In the other direction it writes down what Serve sees of the load.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ray.serve.config import AutoscalingContext
+
+__all__ = ["EXCHANGE_PERIOD_S", "KV_NAMESPACE", "load_key", "published_target", "target_key"]
+
+KV_NAMESPACE = b"raytide-serve"
+"""Of the GCS's internal key-value store."""
+
+EXCHANGE_PERIOD_S = 0.5
+"""Serve calls the policy about ten times a second; reading and writing that often would buy nothing."""
+
+
+def target_key(endpoint: str) -> bytes:
+    """How many replicas the endpoint is to have: a decimal number."""
+    return f"{endpoint}/target".encode()
+
+
+def load_key(endpoint: str) -> bytes:
+    """What Serve last saw: JSON with at_s, ongoing (queued included), queued, running replicas."""
+    return f"{endpoint}/load".encode()
+
+
+def published_target(ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+    """The published number of replicas; the present target until one was published, or when the GCS does not answer."""
+    state = dict(ctx.policy_state)
+    now_s = float(ctx.current_time or 0.0)
+    if now_s >= state.get("raytide_due_s", 0.0):
+        state["raytide_due_s"] = now_s + EXCHANGE_PERIOD_S
+        try:
+            state["raytide_target"] = _exchange(ctx, now_s)
+        except Exception:
+            logging.getLogger("ray.serve").warning("raytide's scaling policy cannot reach the GCS", exc_info=True)
+    return state.get("raytide_target") or ctx.target_num_replicas, state
+
+
+def _exchange(ctx: AutoscalingContext, now_s: float) -> int | None:
+    from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
+
+    endpoint = str(ctx.app_name)
+    load = {
+        "at_s": now_s,
+        "ongoing": ctx.total_num_requests,
+        "queued": ctx.total_queued_requests or 0.0,
+        "running": ctx.current_num_replicas,
+    }
+    _internal_kv_put(load_key(endpoint), json.dumps(load).encode(), namespace=KV_NAMESPACE)
+    published = _internal_kv_get(target_key(endpoint), namespace=KV_NAMESPACE)
+    return int(published) if published else None

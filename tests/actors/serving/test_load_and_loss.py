@@ -1,0 +1,165 @@
+"""What happens when there is too much work, when the engine fails, and when a client goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+
+from raytide.actors.engine.core import EngineStats, GenChunk, GenRequest
+from raytide.actors.engine.fake import FakeEngine
+from raytide.actors.serving.health import ProgressWatch
+from raytide.actors.serving.server import Server
+from raytide.actors.serving.wire import CompletionRequest
+from raytide.core.errors import OverloadedError
+
+Serve = Callable[..., str]
+ClientOf = Callable[[str], OpenAI]
+HELLO = [{"role": "user", "content": "hello"}]
+SLOW = 20.0  # tokens per second: 200 of them outlast every test
+
+
+class BreaksAfterTwo(FakeEngine):
+    async def generate(self, request: GenRequest) -> AsyncIterator[GenChunk]:
+        said = 0
+        async for chunk in super().generate(request):
+            if said == 2:
+                raise RuntimeError("the secret reason")
+            said += 1
+            yield chunk
+
+
+def running(url: str) -> tuple[float, float]:
+    """Requests running and waiting, by the replica's own metrics."""
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    values = {line.split("{")[0]: float(line.split()[-1]) for line in lines if not line.startswith("#")}
+    return values["raytide_requests_running"], values["raytide_requests_waiting"]
+
+
+def wait_until(url: str, expected: tuple[float, float]) -> None:
+    deadline = time.monotonic() + 10
+    while running(url) != expected:
+        assert time.monotonic() < deadline, f"still {running(url)}, not {expected}"
+        time.sleep(0.01)
+
+
+def test_a_full_queue_is_a_429_that_says_when_to_retry(serve: Serve, client_of: ClientOf) -> None:
+    url = serve(FakeEngine(tokens_per_s=SLOW, max_running=1, max_waiting=1))
+    client = client_of(url)
+
+    def ask() -> None:
+        with contextlib.suppress(openai.APIError):
+            client.chat.completions.create(model="fake", messages=HELLO, max_tokens=20)
+
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(2):
+            pool.submit(ask)
+        wait_until(url, (1, 1))
+        with pytest.raises(openai.RateLimitError) as caught:
+            client.chat.completions.create(model="fake", messages=HELLO)
+        assert (caught.value.type, caught.value.code) == ("requests", "rate_limit_exceeded")
+        assert caught.value.response.headers["retry-after"] == "1"
+        with pytest.raises(openai.RateLimitError):
+            client.chat.completions.create(model="fake", messages=HELLO, stream=True)
+
+
+def test_a_client_that_leaves_a_stream_frees_its_place(serve: Serve, client_of: ClientOf) -> None:
+    url = serve(FakeEngine(tokens_per_s=SLOW))
+    stream = client_of(url).chat.completions.create(model="fake", messages=HELLO, max_tokens=200, n=2, stream=True)
+    next(iter(stream))
+    assert running(url) == (2, 0)
+    stream.close()
+    wait_until(url, (0, 0))
+    assert 'outcome="aborted"' in httpx.get(f"{url}/metrics").text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_before_the_first_byte_frees_its_place(serve: Serve, stream: bool) -> None:
+    url = serve(FakeEngine(tokens_per_s=0.01))
+    body = {"model": "fake", "messages": HELLO, "max_tokens": 200, "stream": stream}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{url}/v1/chat/completions", json=body, timeout=0.5)
+    wait_until(url, (0, 0))
+
+
+def test_an_engine_that_fails_in_mid_stream_ends_it_with_an_error_event(serve: Serve, client_of: ClientOf) -> None:
+    url = serve(BreaksAfterTwo())
+    said: list[str] = []
+
+    def read() -> None:
+        for chunk in client_of(url).chat.completions.create(model="fake", messages=HELLO, stream=True):
+            said.append(chunk.choices[0].delta.content or "")
+
+    with pytest.raises(openai.APIError) as caught:
+        read()
+    assert "".join(said) == "ti"
+    assert (caught.value.type, caught.value.code) == ("server_error", "internal_error")
+    assert "secret" not in str(caught.value.body)
+    raw = httpx.post(f"{url}/v1/chat/completions", json={"model": "fake", "messages": HELLO, "stream": True}).text
+    assert set(json.loads(raw.strip().split("\n\n")[-1].removeprefix("data: "))["error"]) == {
+        "message", "type", "param", "code",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_that_fails_before_the_first_token_gives_a_500(
+    serve: Serve, client_of: ClientOf, stream: bool
+) -> None:
+    url = serve(FakeEngine(fail_on="boom"))
+    with pytest.raises(openai.InternalServerError) as caught:
+        client_of(url).completions.create(model="fake", prompt="boom", stream=stream)
+    assert (caught.value.status_code, caught.value.code) == (500, "engine")
+
+
+def test_metrics_count_every_outcome_and_time_every_token(serve: Serve, client_of: ClientOf) -> None:
+    url = serve(FakeEngine(fail_on="boom"))
+    client = client_of(url)
+    client.completions.create(model="fake", prompt="hello", max_tokens=5)
+    for prompt, extra in (("boom", {}), ("hello", {"temperature": 9})):
+        with pytest.raises(openai.APIStatusError):
+            client.completions.create(model="fake", prompt=prompt, **extra)  # type: ignore[arg-type]
+    text = httpx.get(f"{url}/metrics").text
+    for outcome in ("ok", "error", "invalid"):
+        assert f'raytide_requests_total{{api="completions",model="fake",outcome="{outcome}"}} 1.0' in text
+    assert 'raytide_time_to_first_token_seconds_count{model="fake"} 1.0' in text
+    assert 'raytide_generated_tokens_total{model="fake"} 5.0' in text
+
+
+def test_health_follows_progress_not_the_port(serve: Serve) -> None:
+    assert httpx.get(f"{serve(FakeEngine())}/health").json() == {"status": "ok"}
+    watch = ProgressWatch(limit_s=10.0)
+    assert watch.problem(EngineStats(running=1, steps=1), 0.0) is None
+    assert watch.problem(EngineStats(running=1, steps=2), 9.0) is None
+    assert watch.problem(EngineStats(running=1, steps=2), 19.0) is None
+    assert "took no step" in str(watch.problem(EngineStats(running=1, waiting=3, steps=2), 19.5))
+
+
+def test_an_idle_engine_is_healthy_however_long_it_rests() -> None:
+    watch = ProgressWatch(limit_s=10.0)
+    assert watch.problem(EngineStats(steps=5), 0.0) is None
+    assert watch.problem(EngineStats(steps=5), 1000.0) is None
+    assert watch.problem(EngineStats(running=1, steps=5), 1005.0) is None
+
+
+def test_a_stopping_server_lets_requests_end_and_refuses_new_ones() -> None:
+    async def scenario() -> None:
+        server = Server(FakeEngine(tokens_per_s=1000), model="fake", drain_s=5.0)
+        await server.start()
+        request = CompletionRequest(model="fake", prompt="hello", max_tokens=20)
+        batches = (await server.generate(request)).batches()
+        await anext(batches)
+        stopping = asyncio.create_task(server.stop())
+        assert [pieces[0].finish_reason async for pieces in batches][-1] == "length"
+        await stopping
+        with pytest.raises(OverloadedError):
+            await anext((await server.generate(request)).batches())
+
+    asyncio.run(scenario())
