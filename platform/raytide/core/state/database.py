@@ -5,13 +5,15 @@ SQLite: write-ahead log, a write takes the lock when it begins (a lock taken hal
 
 from __future__ import annotations
 
+import fcntl
+import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy.exc import IntegrityError, OperationalError, ProgrammingError
+from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from raytide.core.errors import ConfigError, ConflictError, StorageError
 
@@ -58,9 +60,7 @@ class Database:
         config = Config()
         config.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
         known = ScriptDirectory.from_config(config)
-        with self.write() as connection:
-            if not self.is_sqlite:
-                connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_UPGRADE_LOCK)))
+        with self._alone() as connection:
             have = MigrationContext.configure(connection).get_current_revision()
             if have == known.get_current_head():
                 return
@@ -72,6 +72,22 @@ class Database:
                 )
             config.attributes["connection"] = connection
             command.upgrade(config, "head")
+
+    @contextmanager
+    def _alone(self) -> Iterator[sa.Connection]:
+        """A write while no other process opens the store."""
+        if not self.is_sqlite:
+            with self.write() as connection:
+                connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_UPGRADE_LOCK)))
+                yield connection
+            return
+        with _clear_errors(self.engine), open(f"{self.engine.url.database}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            # It stays so in the file. SQLite does not wait for others when it changes the mode, hence the lock file.
+            with self.engine.connect() as connection:
+                connection.connection.cursor().execute("PRAGMA journal_mode=WAL")
+            with self.write() as connection:
+                yield connection
 
 
 def _engine(url: str) -> sa.Engine:
@@ -110,8 +126,7 @@ def _sqlite(url: sa.URL) -> sa.Engine:
 
 
 def _configure(connection: Any, _record: object) -> None:
-    for pragma in ("journal_mode=WAL", "foreign_keys=ON"):
-        connection.execute(f"PRAGMA {pragma}").close()
+    connection.execute("PRAGMA foreign_keys=ON").close()
 
 
 def _begin(connection: sa.Connection) -> None:
@@ -124,14 +139,11 @@ def _clear_errors(engine: sa.Engine | None) -> Iterator[None]:
     where = engine.url.render_as_string() if engine else "the state's folder"
     try:
         yield
-    except OperationalError as error:
-        raise StorageError(
-            f"the state at {where} cannot be read or written: {error.orig}.",
-            hint="Free space there, check its permissions, or start its server; nothing half-written is kept.",
-        ) from error
     except IntegrityError as error:
         raise ConflictError(f"the state at {where} refused a row: {error.orig}.", hint="Nothing was written.") from error
-    except (OSError, ProgrammingError) as error:
+    except (DBAPIError, sqlite3.Error, OSError) as error:
+        what = error.orig if isinstance(error, DBAPIError) else error
         raise StorageError(
-            f"the state at {where} cannot be used: {error}.", hint="Check its path and permissions."
+            f"the state at {where} cannot be read or written: {what}.",
+            hint="Free space there, check its permissions, or start its server; nothing half-written is kept.",
         ) from error

@@ -1,0 +1,337 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from raytide.core.endpoint import EndpointState, Replicas, ServeSpec
+from raytide.core.entry import Entry, EntryKind, OpenInterval, Share
+from raytide.core.errors import ConfigError, ConflictError, NotFoundError, StorageError
+from raytide.core.fleet import Market, Node, NodeState
+from raytide.core.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
+from raytide.core.job import Job, JobKind, JobSpec, JobState
+from raytide.core.plan import Launch, Plan, Wait
+from raytide.core.snapshot import Pool
+from raytide.core.state import Changes, Event, Store
+from raytide.core.state.store import KEPT_PLANS
+
+SHAPE = Shape(members=2, min_members=1, resources={"CPU": 1.5, "GPU": 1.0}, labels={"ray.io/market-type": "spot"})
+SPEC = JobSpec(
+    kind=JobKind.TRAIN,
+    name="naïve run",
+    team="blue",
+    gang=GangSpec(shapes=(SHAPE, Shape(resources={"CPU": 8.0})), form_timeout_s=12.5),
+    config={"steps": 10, "nested": {"lr": 3e-4, "names": ["a", None]}},
+)
+NODE = Node(
+    id="node-12",
+    type="spot-a",
+    zone="z1",
+    market=Market.SPOT,
+    price_micro_usd_h=918_000,
+    state=NodeState.DRAINING,
+    requested_at_s=1.1,
+    started_at_s=2.2,
+    ready_at_s=3.3,
+    drain_deadline_s=99.9,
+    ray_node_id="ab" * 28,
+    address="10.0.0.7",
+    reason="reclaimed",
+)
+LEASE = Lease(
+    "lease-3",
+    "job-1",
+    SHAPE,
+    LeaseState.ACTIVE,
+    (
+        Member(0, MemberState.LEAVING, "node-12", "ab" * 28, "10.0.0.7", "cd" * 18, 4, 99.9),
+        Member(1),
+    ),
+    epoch=5,
+    form_timeout_s=12.5,
+    created_at_s=10.123456789,
+    forming_since_s=11.0,
+    reason="one leaves",
+)
+SERVE = ServeSpec(name="tiny", model="/models/tiny", team="blue", replicas=Replicas(min=2, max=4), engine={"dtype": "float32"})
+INTERVAL = OpenInterval(
+    "node-12", 918_000, 2_200_000, 5_000_000, (Share(EntryKind.IDLE, "", "", 0.25), Share(EntryKind.JOB, "job-1", "blue", 0.75))
+)
+
+
+def entry(**changes: object) -> Entry:
+    return replace(Entry("node-12", 0, 10, EntryKind.JOB, "job-1", "blue", 918_000, 3), **changes)  # type: ignore[arg-type]
+
+
+def admitted(job: Job) -> Job:
+    return replace(job, state=JobState.ADMITTED, admitted_at_s=7.0, reason="it fits")
+
+
+def test_a_job_comes_back_as_it_went_in(store: Store) -> None:
+    job = store.submit_job(SPEC, "ada", 1.25)
+    assert job == Job("job-1", SPEC, "ada", JobState.QUEUED, 1.25)
+    assert store.job("job-1") == job
+    assert store.load().jobs == (job,)
+
+
+def test_what_the_controller_commits_is_what_it_loads(store: Store) -> None:
+    job = admitted(store.submit_job(SPEC, "ada", 1.0))
+    endpoint = replace(store.save_endpoint(SERVE, "ada", 2.0), state=EndpointState.RUNNING, target_replicas=3, low_since_s=8.5)
+    pool = Pool("spot-a", "z1", 3, 60.5, "no stock")
+    store.commit(
+        Changes(9.0, (job,), (LEASE,), (NODE,), (endpoint,), (pool,), (entry(),), (INTERVAL,), plan=Plan(9.0, ()))
+    )
+    records = store.load()
+    assert records.jobs == (job,)
+    assert records.leases == (LEASE,)
+    assert records.nodes == (NODE,)
+    assert records.endpoints == (endpoint,)
+    assert records.pools == (pool,)
+    assert records.intervals == {"node-12": INTERVAL}
+    assert (records.next_node, records.next_lease) == (13, 4)
+    assert store.books.entries() == (entry(),)
+    assert store.books.intervals() == (INTERVAL,)
+    assert store.lease_of("job-1") == LEASE
+    assert store.nodes() == (NODE,)
+
+
+def test_what_is_final_is_not_loaded_but_can_be_read(store: Store) -> None:
+    job = store.submit_job(SPEC, "ada", 1.0)
+    store.save_endpoint(SERVE, "ada", 1.0)
+    ended = replace(job, state=JobState.SUCCEEDED, ended_at_s=5.0)
+    gone, released = replace(NODE, state=NodeState.GONE, ended_at_s=6.0), replace(LEASE, state=LeaseState.RELEASED)
+    deleted = replace(store.endpoint("tiny"), state=EndpointState.DELETED, ended_at_s=7.0)
+    store.commit(Changes(9.0, (ended,), (released,), (gone,), (deleted,)))
+    records = store.load()
+    assert (records.jobs, records.leases, records.nodes, records.endpoints) == ((), (), (), ())
+    assert store.job("job-1") == ended
+    assert store.lease_of("job-1") == released
+    assert store.nodes() == (gone,)
+    assert store.endpoints() == ()
+    assert store.endpoints(ended=True) == (deleted,)
+
+
+def test_an_open_interval_is_loaded_until_it_is_closed_also_of_a_node_that_is_gone(store: Store) -> None:
+    store.commit(Changes(1.0, nodes=(replace(NODE, state=NodeState.GONE),), intervals=(INTERVAL,)))
+    assert store.load().intervals == {"node-12": INTERVAL}
+    store.commit(Changes(2.0, entries=(entry(),), closed=("node-12",)))
+    assert store.load().intervals == {}
+
+
+def test_ids_are_never_given_twice(store: Store, url: str) -> None:
+    store.commit(Changes(1.0, nodes=(NODE,)))
+    store.commit(Changes(2.0, nodes=(replace(NODE, id="node-2"),)))
+    assert store.load().next_node == 13
+    ids = {store.submit_job(SPEC, "ada", 1.0).id for _ in range(3)}
+    again = Store.open(url)
+    assert again.submit_job(SPEC, "ada", 1.0).id == "job-4"
+    assert ids == {"job-1", "job-2", "job-3"}
+    again.close()
+
+
+def test_jobs_submitted_at_once_from_many_threads_have_different_ids(store: Store) -> None:
+    ids: list[str] = []
+    threads = [threading.Thread(target=lambda: ids.append(store.submit_job(SPEC, "ada", 1.0).id)) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(ids) == sorted(f"job-{n}" for n in range(1, 13))
+
+
+def test_submitting_again_with_the_same_key_returns_the_first_job(store: Store) -> None:
+    first = store.submit_job(SPEC, "ada", 1.0, key="k")
+    assert store.submit_job(SPEC, "ada", 2.0, key="k") == first
+    assert store.submit_job(SPEC, "bob", 2.0, key="k").id == "job-2"
+
+
+def test_the_api_and_the_controller_do_not_undo_each_other(store: Store, url: str) -> None:
+    """The controller commits what it loaded before the API wrote."""
+    api = Store.open(url)
+    job = store.submit_job(SPEC, "ada", 1.0)
+    endpoint = store.save_endpoint(SERVE, "ada", 1.0)
+    api.request_stop("job-1")
+    api.report("job-1", {"step": 3}, 4.0)
+    api.release("job-1", error="it broke")
+    bigger = SERVE.model_copy(update={"replicas": Replicas(min=1, max=9)})
+    api.save_endpoint(bigger, "ada", 2.0)
+    api.request_delete("tiny")
+    store.commit(Changes(5.0, (admitted(job),), endpoints=(replace(endpoint, state=EndpointState.RUNNING, target_replicas=4),)))
+    after = api.job("job-1")
+    assert (after.state, after.stop_requested, after.progress, after.heartbeat_at_s) == (JobState.ADMITTED, True, {"step": 3}, 4.0)
+    assert after.released_by_driver == "it broke"
+    assert (api.endpoint("tiny").state, api.endpoint("tiny").spec, api.endpoint("tiny").target_replicas) == (
+        EndpointState.DELETING,
+        bigger,
+        4,
+    )
+    api.close()
+
+
+def test_reports_add_up_and_keep_numbers_that_json_lacks(store: Store) -> None:
+    store.submit_job(SPEC, "ada", 1.0)
+    store.report("job-1", {"step": 1, "loss": 2.5, "who": "a\0b"}, 2.0)
+    store.report("job-1", {"step": 2, "loss": float("nan")}, 3.0)
+    job = store.job("job-1")
+    assert job.progress == {"step": 2, "loss": "nan", "who": "a\0b"}
+    assert job.heartbeat_at_s == 3.0
+    assert store.heartbeat("job-1", 4.0).heartbeat_at_s == 4.0
+
+
+def test_a_reason_with_a_nul_is_kept_without_it(store: Store) -> None:
+    job = store.submit_job(SPEC, "ada", 1.0)
+    store.commit(Changes(2.0, (replace(job, reason="core\0dump"),)))
+    assert store.job("job-1").reason == "coredump"
+
+
+def test_transitions_become_events_and_nothing_else_does(store: Store) -> None:
+    job = store.submit_job(SPEC, "ada", 1.0)
+    store.commit(Changes(7.0, (admitted(job),), nodes=(NODE,), events=(Event(7.0, "fleet", "", "odd", "noted"),)))
+    store.commit(Changes(8.0, (admitted(job),), nodes=(replace(NODE, state=NodeState.GONE, reason="ended"),)))
+    assert store.events("job-1") == (
+        Event(1.0, "job-1", "", "queued", "submitted by ada"),
+        Event(7.0, "job-1", "queued", "admitted", "it fits"),
+    )
+    assert [(e.from_state, e.to_state) for e in store.events("node-12")] == [("", "draining"), ("draining", "gone")]
+    assert store.events("fleet")[0].reason == "noted"
+    assert [e.subject for e in store.events(limit=1)] == ["node-12"]
+
+
+def test_a_commit_that_books_twice_writes_nothing_at_all(store: Store) -> None:
+    job = store.submit_job(SPEC, "ada", 1.0)
+    store.commit(Changes(2.0, entries=(entry(),)))
+    with pytest.raises(ConflictError, match="refused a row"):
+        store.commit(Changes(3.0, (admitted(job),), nodes=(NODE,), entries=(entry(subject="x"), entry(amount_micro_usd=4))))
+    assert store.load().jobs == (job,)
+    assert store.load().nodes == ()
+    assert store.books.entries() == (entry(),)
+
+
+def test_a_reversal_is_not_a_second_booking(store: Store) -> None:
+    store.commit(Changes(2.0, entries=(entry(), entry(amount_micro_usd=-3, is_reversal=True))))
+    assert store.books.booked("job") == {"job-1": 0}
+
+
+def test_sums_group_by_each_column(store: Store) -> None:
+    store.commit(
+        Changes(
+            1.0,
+            entries=(
+                entry(),
+                entry(from_us=10, to_us=20, amount_micro_usd=4),
+                entry(node_id="node-2", kind=EntryKind.ENDPOINT, subject="tiny", team="red", amount_micro_usd=2**40),
+                entry(node_id="node-2", kind=EntryKind.IDLE, subject="", team="", amount_micro_usd=5),
+            ),
+        )
+    )
+    books = store.books
+    assert books.booked("job") == {"job-1": 7}
+    assert books.booked("endpoint") == {"tiny": 2**40}
+    assert books.booked("team") == {"blue": 7, "red": 2**40, "": 5}
+    assert books.booked("node") == {"node-12": 7, "node-2": 2**40 + 5}
+    assert books.booked("kind", since_us=10) == {"job": 4}
+    assert [e.from_us for e in books.entries(node_id="node-12", ending_after_us=10)] == [10]
+    assert [e.subject for e in books.entries(subject="tiny")] == ["tiny"]
+
+
+def test_jobs_are_paged_newest_first(store: Store) -> None:
+    for team in ("blue", "red", "blue"):
+        job = store.submit_job(SPEC.model_copy(update={"team": team}), "ada", 1.0)
+    store.commit(Changes(2.0, (replace(job, state=JobState.FAILED),)))
+    assert [j.id for j in store.jobs()] == ["job-3", "job-2", "job-1"]
+    assert [j.id for j in store.jobs(limit=1, offset=1)] == ["job-2"]
+    assert [j.id for j in store.jobs(active=True)] == ["job-2", "job-1"]
+    assert [j.id for j in store.jobs(team="blue")] == ["job-3", "job-1"]
+
+
+def test_a_plan_that_decides_the_same_again_is_stored_once(store: Store) -> None:
+    launch = Launch("node-1", "spot-a", "z1", "lease-1", "it needs one")
+    store.commit(Changes(1.0, plan=Plan(1.0, (Wait("job-1", "capacity", "full"),))))
+    store.commit(Changes(2.0, plan=Plan(2.0, (launch,))))
+    store.commit(Changes(3.0, plan=Plan(3.0, (launch,))))
+    assert [(p.at_s, p.last_at_s) for p in store.plans()] == [(1.0, 1.0), (2.0, 3.0)]
+    assert [p.at_s for p in store.plans(since_s=2.5)] == [2.0]
+    assert store.plans(limit=1)[0].actions[0]["node_id"] == "node-1"
+
+
+def test_only_the_newest_plans_are_kept(store: Store) -> None:
+    for second in range(5):
+        store.commit(Changes(second, plan=Plan(second, (Wait("job-1", "capacity", f"{second}"),))))
+    assert len(store.plans(limit=KEPT_PLANS)) == 5
+    from raytide.core.state import store as module
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "KEPT_PLANS", 3)
+        store.commit(Changes(9.0, plan=Plan(9.0, ())))
+    assert [p.at_s for p in store.plans()] == [3.0, 4.0, 9.0]
+
+
+def test_an_endpoint_lives_and_can_be_made_again_after_its_end(store: Store) -> None:
+    assert store.save_endpoint(SERVE, "ada", 1.0).target_replicas == 2
+    assert store.request_delete("tiny").state is EndpointState.DELETING
+    with pytest.raises(ConflictError, match="tiny is being deleted"):
+        store.save_endpoint(SERVE, "bob", 2.0)
+    deleted = replace(store.endpoint("tiny"), state=EndpointState.DELETED, ended_at_s=3.0, reason="asked")
+    store.commit(Changes(3.0, endpoints=(deleted,)))
+    again = store.save_endpoint(SERVE, "bob", 4.0)
+    assert (again.user, again.state, again.created_at_s, again.ended_at_s) == ("bob", EndpointState.DEPLOYING, 4.0, None)
+
+
+@pytest.mark.parametrize("verb", ["job", "request_stop", "release"])
+def test_an_unknown_job_is_named(store: Store, verb: str) -> None:
+    with pytest.raises(NotFoundError, match="job-9"):
+        getattr(store, verb)("job-9")
+
+
+def test_unknown_names_are_named(store: Store) -> None:
+    with pytest.raises(NotFoundError, match="job-9"):
+        store.report("job-9", {}, 1.0)
+    with pytest.raises(NotFoundError, match="nope"):
+        store.endpoint("nope")
+    with pytest.raises(NotFoundError, match="nope"):
+        store.request_delete("nope")
+    assert store.lease_of("job-9") is None
+
+
+def test_the_package_loads_without_sqlalchemy_until_the_store_is_named() -> None:
+    code = "import sys, raytide.core.state as s; assert 'sqlalchemy' not in sys.modules; s.Store; assert 'sqlalchemy' in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": _root()})
+    with pytest.raises(ImportError):
+        from raytide.core.state import Stor  # type: ignore[attr-defined] # noqa: F401
+
+
+@pytest.mark.parametrize("url", ["nonsense", "mysql://h/d", "sqlite://"])
+def test_a_url_that_cannot_hold_state_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Store.open(url)
+    assert "sqlite:////path" in caught.value.hint
+
+
+def test_a_file_that_is_no_database_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "state.db").write_bytes(b"this is not a database, it only looks like a file" * 100)
+    with pytest.raises(StorageError, match="state.db"):
+        Store.open(f"sqlite:///{tmp_path}/state.db")
+
+
+def test_a_full_disk_is_a_clear_error_and_what_was_written_before_stays(tmp_path: Path) -> None:
+    store = Store.open(f"sqlite:///{tmp_path}/state.db")
+    store.submit_job(SPEC, "ada", 1.0)
+    with store._db.read() as c:
+        pages = c.exec_driver_sql("PRAGMA page_count").scalar_one()
+        c.exec_driver_sql(f"PRAGMA max_page_count = {pages}")  # of this connection, which the pool hands out again
+    with pytest.raises(StorageError, match="full") as caught:
+        for _ in range(100):
+            store.submit_job(SPEC.model_copy(update={"config": {"x": "y" * 10_000}}), "ada", 1.0)
+    assert "nothing half-written" in caught.value.hint
+    assert store.job("job-1").spec == SPEC
+    store.close()
+
+
+def _root() -> str:
+    import raytide
+
+    return str(Path(next(iter(raytide.__path__))).parent)
