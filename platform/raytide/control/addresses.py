@@ -1,0 +1,63 @@
+"""Which 127.0.K.* a cluster owns. Linux answers on all of 127/8, so clusters on one machine never share an address."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable
+
+from raytide.core.errors import ConflictError
+
+FIRST_K, LAST_K = 2, 250
+
+
+def claim(ports_of: dict[int, Iterable[int]]) -> tuple[int, socket.socket]:
+    """The first K whose head ports are free, and the claim on it: a socket that the cluster's processes inherit.
+
+    The claim is a name in Linux's abstract socket namespace: it has the same scope as 127.0.K.1, and it is gone with the
+    last process that holds it. ConflictError when no K can be had.
+    """
+    taken: list[str] = []
+    for k, ports in ports_of.items():
+        claimed = _claim(k)
+        if claimed is None:
+            taken.append(f"127.0.{k}.* is another cluster's")
+            continue
+        busy = next((port for port in ports if not is_free(f"127.0.{k}.1", port)), None)
+        if busy is None:
+            return k, claimed
+        claimed.close()
+        taken.append(f"port {busy} is in use on 127.0.{k}.1")
+    raise ConflictError(
+        f"no address for a cluster: {taken[-1]}" + (f" (and so on, {len(taken)} tried)." if len(taken) > 1 else "."),
+        hint="End what listens there (`ss -ltnp` shows it), or the clusters that you do not need (`raytide down --name NAME`).",
+    )
+
+
+def is_free(ip: str, port: int) -> bool:
+    """Whether nothing listens there; connections that are only closing do not count."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((ip, port))
+        except OSError:
+            return False
+    return True
+
+
+def is_listening(address: str, *, timeout_s: float = 1.0) -> bool:
+    ip, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((ip, int(port)), timeout=timeout_s).close()
+    except OSError:
+        return False
+    return True
+
+
+def _claim(k: int) -> socket.socket | None:
+    claimed = socket.socket(socket.AF_UNIX)
+    try:
+        claimed.bind(f"\0raytide-{k}")
+    except OSError:
+        claimed.close()
+        return None
+    return claimed

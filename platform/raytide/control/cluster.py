@@ -1,0 +1,223 @@
+"""Up and down of an embedded cluster on this machine. Whatever was killed at whatever moment, `down` leaves nothing running."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+from raytide.autoscaler.providers.local import LocalProvider
+from raytide.autoscaler.providers.local_files import node_folders
+from raytide.control.addresses import FIRST_K, LAST_K, claim
+from raytide.control.embedded import GCS_PORT_BASE, MARK, LocalCluster, installed_version, load, run_dir_of
+from raytide.control.head import start_head, wait_for_head
+from raytide.control.processes import hold_lock, spawn
+from raytide.control.supervisor import CHILDREN
+from raytide.core.clock import Clock, SystemClock
+from raytide.core.cluster import load_cluster
+from raytide.core.config import environment
+from raytide.core.durable import write_json
+from raytide.core.errors import ClusterError, ConflictError, NotFoundError, UsageError
+from raytide.core.processes import end, kill_marked
+
+DEFAULT_CONFIG = Path(__file__).with_name("local.yaml")
+DASHBOARD_PORT, API_PORT, SERVE_PORT, RAY_CLIENT_PORT = 8265, 7400, 8000, 10001
+_STOP_GRACE_S = 12.0
+"""Above the supervisor's own grace for its children."""
+
+
+def up(
+    config_path: str | Path | None = None,
+    name: str = "local",
+    *,
+    k: int | None = None,
+    children: Mapping[str, str] = CHILDREN,
+    timeout_s: float = 120.0,
+) -> LocalCluster:
+    """Start the cluster of that name, or adopt what a killed supervisor left of it. On an error, everything is ended again."""
+    _check_name(name)
+    config = load_cluster(config_path or DEFAULT_CONFIG)
+    with _exclusive(name):
+        cluster = load(run_dir_of(name))
+        if cluster is not None and cluster.is_alive("head"):
+            if cluster.is_alive("supervisor"):
+                raise ConflictError(
+                    f"cluster {name} is up already ({cluster.api_url}).",
+                    hint=f"End it (`raytide down --name {name}`), or start another beside it (`--name other`).",
+                )
+            _start_supervisor(cluster, children)
+            _wait_for_api(cluster, timeout_s=timeout_s)
+            return cluster
+        if cluster is not None:
+            _end_everything(cluster)
+            _set_aside(cluster)
+        cluster, claimed = _create(name, Path(config_path or DEFAULT_CONFIG), k, state_url=config.settings.state_url)
+        deadline = time.monotonic() + timeout_s
+        try:
+            head = start_head(cluster, environment=cluster.environment(), pass_fds=[claimed.fileno()])
+            wait_for_head(cluster, head, timeout_s=timeout_s)
+            _start_supervisor(cluster, children, pass_fds=[claimed.fileno()])
+            _wait_for_api(cluster, timeout_s=deadline - time.monotonic())
+        except BaseException:
+            with _uninterrupted():
+                _end_everything(cluster)
+            raise
+        finally:
+            claimed.close()
+        return cluster
+
+
+def down(name: str = "local") -> None:
+    """End the cluster of that name, up, half up or crashed; nothing happens when there is none. The run folder stays."""
+    _check_name(name)
+    if run_dir_of(name).parent.exists():
+        with _exclusive(name), _uninterrupted():
+            cluster = load(run_dir_of(name))
+            if cluster is not None:
+                _end_everything(cluster)
+
+
+def find(name: str | None = None) -> LocalCluster:
+    """The cluster of that name (RAYTIDE_CLUSTER_NAME, else `local`), if it is up; NotFoundError otherwise."""
+    name = name or environment("CLUSTER_NAME") or "local"
+    cluster = load(run_dir_of(name))
+    if cluster is None or not cluster.is_alive("head"):
+        raise NotFoundError(f"no cluster {name} is up.", hint="Start it: `raytide up --local`.")
+    return cluster
+
+
+def provider(cluster: LocalCluster, clock: Clock | None = None) -> LocalProvider:
+    """The provider of this cluster's nodes."""
+    return LocalProvider(
+        cluster.run_dir,
+        cluster.gcs_address,
+        cluster.k,
+        clock or SystemClock(),
+        temp_dir=cluster.temp_dir,
+        environment=cluster.environment(),
+    )
+
+
+@contextmanager
+def running(
+    config_path: str | Path | None = None, name: str = "local", *, children: Mapping[str, str] = CHILDREN
+) -> Iterator[LocalCluster]:
+    """A cluster for the length of a `with` block."""
+    cluster = up(config_path, name, children=children)
+    try:
+        yield cluster
+    finally:
+        down(name)
+
+
+def _create(name: str, config_path: Path, k: int | None, *, state_url: str) -> tuple[LocalCluster, socket.socket]:
+    """A fresh run folder, and the claim on its addresses. Nothing runs yet, but `down` would already find it."""
+    choices = range(FIRST_K, LAST_K + 1) if k is None else [k]
+    ports = (DASHBOARD_PORT, API_PORT, SERVE_PORT, RAY_CLIENT_PORT)
+    k, claimed = claim({choice: (GCS_PORT_BASE + choice, *ports) for choice in choices})
+    run_dir = run_dir_of(name)
+    run_dir.mkdir(mode=0o700, parents=True)
+    for folder in ("pids", "nodes", "logs"):
+        (run_dir / folder).mkdir(mode=0o700)
+    shutil.copyfile(config_path, run_dir / "cluster.yaml")
+    ip = f"127.0.{k}.1"
+    cluster = LocalCluster(
+        name=name,
+        k=k,
+        cluster_id=f"{name}-{secrets.token_hex(6)}",
+        run_dir=run_dir,
+        temp_dir=Path(tempfile.gettempdir()) / f"rt-{k}-{secrets.token_hex(2)}",
+        gcs_address=f"{ip}:{GCS_PORT_BASE + k}",
+        dashboard_url=f"http://{ip}:{DASHBOARD_PORT}",
+        api_url=f"http://{ip}:{API_PORT}",
+        serve_url=f"http://{ip}:{SERVE_PORT}",
+        state_url=state_url or f"sqlite:///{run_dir / 'state.db'}",
+        config_path=run_dir / "cluster.yaml",
+        created_at_s=time.time(),
+        version=installed_version(),
+    )
+    cluster.save()
+    token = secrets.token_urlsafe(24)
+    write_json(cluster.tokens_file, {token: {"user": "admin", "team": "default"}})
+    write_json(cluster.client_file, {"address": cluster.api_url, "token": token})
+    return cluster, claimed
+
+
+def _start_supervisor(cluster: LocalCluster, children: Mapping[str, str], *, pass_fds: list[int] | None = None) -> None:
+    argv = [sys.executable, "-m", "raytide.control.supervisor", str(cluster.run_dir)]
+    argv += [f"{what}={module}" for what, module in children.items()]
+    spawn("supervisor", argv, run_dir=cluster.run_dir, environment=cluster.environment(), pass_fds=pass_fds or ())
+
+
+def _wait_for_api(cluster: LocalCluster, *, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            if httpx.get(f"{cluster.api_url}/health", timeout=2.0).is_success:
+                return
+        except httpx.HTTPError:
+            pass  # it is starting
+        if not cluster.is_alive("supervisor"):
+            raise ClusterError(f"the supervisor of cluster {cluster.name} ended.", hint=f"See {cluster.log('supervisor')}.")
+        time.sleep(0.1)
+    raise ClusterError(
+        f"the API of cluster {cluster.name} did not answer at {cluster.api_url} within {timeout_s:.0f} s.",
+        hint=f"See {cluster.log('api')} and {cluster.log('controller')}.",
+    )
+
+
+def _end_everything(cluster: LocalCluster) -> None:
+    """In order, so that nothing restarts what was ended: supervisor (with its children), nodes, head, then any straggler."""
+    cluster.client_file.unlink(missing_ok=True)
+    for whats in (["supervisor"], list(CHILDREN)):
+        end([process for what in whats if (process := cluster.process(what))], grace_s=_STOP_GRACE_S)
+    live = [folder for folder in node_folders(cluster.run_dir) if folder.end() is None]
+    for folder in live:
+        folder.announce_end("terminated")
+    kill_marked(MARK, cluster.cluster_id)
+    for folder in live:
+        folder.record_end(time.time())
+    shutil.rmtree(cluster.temp_dir, ignore_errors=True)
+
+
+def _set_aside(cluster: LocalCluster) -> None:
+    """Keep the run folder of an earlier cluster, with its ledger and logs, under a name that says when it was."""
+    stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(cluster.created_at_s))
+    cluster.run_dir.rename(cluster.run_dir.with_name(f"{cluster.name}@{stamp}-{cluster.cluster_id[-4:]}"))
+
+
+@contextmanager
+def _exclusive(name: str) -> Iterator[None]:
+    """One `up` or `down` of a name at a time."""
+    folder = run_dir_of(name).parent
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with hold_lock(folder / f".{name}.lock"):
+        yield
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits until the block is done; a second one must not leave half a cluster."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _check_name(name: str) -> None:
+    if not name or not all(char.isalnum() or char in "-_" for char in name) or len(name) > 40:
+        raise UsageError(f"{name!r} is not a cluster name.", hint="Use letters, digits, `-` and `_`, at most 40.")

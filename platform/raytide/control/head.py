@@ -1,0 +1,65 @@
+"""Ray's head node of an embedded cluster: GCS, dashboard with job submission, and a raylet that holds no resources."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+from raytide.control.addresses import is_listening
+from raytide.control.embedded import LocalCluster
+from raytide.control.processes import spawn
+from raytide.core.errors import ClusterError
+from raytide.core.processes import Process
+
+_OBJECT_STORE_BYTES = 128 << 20
+_POLL_S = 0.1
+_LOG_TAIL = 5
+
+
+def start_head(cluster: LocalCluster, *, environment: Mapping[str, str], pass_fds: Sequence[int] = ()) -> Process:
+    """Start it without Ray's own autoscaler (`--no-monitor`): raytide's controller is the only one."""
+    gcs_port = cluster.gcs_address.rpartition(":")[2]
+    dashboard_port = cluster.dashboard_url.rpartition(":")[2]
+    options = {
+        "node-ip-address": cluster.head_ip,
+        "port": gcs_port,
+        "dashboard-host": cluster.head_ip,
+        "dashboard-port": dashboard_port,
+        "temp-dir": str(cluster.temp_dir),
+        "num-cpus": "0",
+        "num-gpus": "0",
+        "object-store-memory": str(_OBJECT_STORE_BYTES),
+        "include-log-monitor": "false",
+    }
+    argv = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--no-monitor"]
+    argv += [f"--{key}={value}" for key, value in options.items()]
+    return spawn("head", argv, run_dir=cluster.run_dir, environment=environment, pass_fds=pass_fds)
+
+
+def wait_for_head(cluster: LocalCluster, head: Process, *, timeout_s: float) -> None:
+    """Until the head's raylet is registered: a node that is started earlier would fail. ClusterError when it does not come."""
+    from ray._raylet import GcsClient
+
+    log = cluster.log("head")
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if not head.alive:
+            tail = " | ".join(line for line in log.read_text(errors="replace").splitlines()[-_LOG_TAIL:] if line.strip())
+            raise ClusterError(f"the Ray head of cluster {cluster.name} ended while it started: {tail}", hint=f"See {log}.")
+        if is_listening(cluster.gcs_address):
+            try:
+                nodes = GcsClient(address=cluster.gcs_address).get_all_node_info(timeout=2)
+            except Exception as error:  # Ray raises RpcError, RuntimeError or its own kinds while the GCS comes up
+                last = str(error)
+            else:
+                if nodes:
+                    return
+                last = "no node is registered"
+        else:
+            last = "nothing listens"
+        time.sleep(_POLL_S)
+    raise ClusterError(
+        f"the Ray head of cluster {cluster.name} was not ready at {cluster.gcs_address} within {timeout_s:g} s: {last}.",
+        hint=f"See {log}.",
+    )

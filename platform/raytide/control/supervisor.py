@@ -1,0 +1,103 @@
+"""Keeps the controller and the API of one cluster alive: `python -m raytide.control.supervisor RUN_DIR [NAME=MODULE ...]`.
+
+A killed supervisor leaves its children running; the next one adopts them by their recorded pid and start time.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from raytide.control.processes import hold_lock, spawn
+from raytide.core.processes import Process, end
+
+CHILDREN = {"controller": "raytide.control.controller", "api": "raytide.control.api"}
+"""Module by name; each is run as `python -m MODULE RUN_DIR`."""
+
+_FIRST_DELAY_S, _LAST_DELAY_S = 0.2, 10.0
+_HEALTHY_S = 30.0
+"""A child that lived this long starts again at the first delay."""
+_STOP_GRACE_S = 8.0
+
+
+@dataclass(slots=True)
+class Child:
+    """One supervised process, through all its restarts."""
+
+    what: str
+    argv: Sequence[str]
+    process: Process | None = None
+    started_s: float = 0.0
+    delay_s: float = _FIRST_DELAY_S
+    restart_at_s: float = 0.0
+
+    def on_end(self, now_s: float) -> None:
+        """Back off: each quick death doubles the wait before the next start."""
+        if now_s - self.started_s >= _HEALTHY_S:
+            self.delay_s = _FIRST_DELAY_S
+        self.process = None
+        self.restart_at_s = now_s + self.delay_s
+        self.delay_s = min(2 * self.delay_s, _LAST_DELAY_S)
+
+
+def supervise(run_dir: Path, children: Mapping[str, Sequence[str]]) -> NoReturn:
+    """Until SIGTERM, which ends the children too."""
+    watched = [Child(what, argv, _recorded(run_dir, what), started_s=time.monotonic()) for what, argv in children.items()]
+    signal.signal(signal.SIGTERM, _stop)
+    try:
+        while True:
+            for child in watched:
+                _step(child, run_dir)
+            _wait(watched)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        end([child.process for child in watched if child.process is not None], grace_s=_STOP_GRACE_S)
+
+
+def _step(child: Child, run_dir: Path) -> None:
+    now_s = time.monotonic()
+    if child.process is not None and not child.process.alive:
+        child.on_end(now_s)
+        print(f"{child.what} ended; it starts again in {child.restart_at_s - now_s:g} s", flush=True)
+    if child.process is None and now_s >= child.restart_at_s:
+        child.process = spawn(child.what, child.argv, run_dir=run_dir, environment=os.environ)
+        child.started_s = now_s
+
+
+def _wait(children: Sequence[Child]) -> None:
+    """Until a child ends or the next one is due."""
+    fds = [fd for child in children if child.process is not None and (fd := child.process.open()) is not None]
+    due = [child.restart_at_s for child in children if child.process is None]
+    timeout_s = max(0.0, min(due) - time.monotonic()) if due else None
+    if len(fds) + len(due) == len(children):  # else one has just ended
+        select.select(fds, [], [], timeout_s)
+    for fd in fds:
+        os.close(fd)
+
+
+def _recorded(run_dir: Path, what: str) -> Process | None:
+    process = Process.read(run_dir / "pids" / f"{what}.json")
+    return process if process is not None and process.alive else None
+
+
+def _stop(signum: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(0)
+
+
+def main(run_dir: str, *children: str) -> None:
+    modules = dict(child.split("=", 1) for child in children) or CHILDREN
+    folder = Path(run_dir)
+    with hold_lock(folder / "supervisor.lock"):
+        supervise(folder, {what: [sys.executable, "-m", module, run_dir] for what, module in modules.items()})
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
