@@ -24,7 +24,9 @@ class Device:
 
     def dtype(self, name: str) -> torch.dtype:
         if name not in self.dtypes:
-            raise ConfigError(f"{self.kind} cannot compute in {name}.", hint=f"It takes {', '.join(sorted(self.dtypes))}.")
+            raise ConfigError(
+                f"{self.kind} cannot compute in {name}.", hint=f"It takes {', '.join(sorted(self.dtypes))}."
+            )
         return DTYPES[name]
 
 

@@ -17,8 +17,9 @@ __all__ = ["PagedBatch"]
 class PagedBatch:
     """One step's geometry, the same for all layers.
 
-    Sequence b owns the next `query_lens[b]` tokens; they are the last ones of its context of `context_lens[b]` tokens, whose
-    KV lies in the blocks of row b of `block_tables_BM` (padded with any valid block). Token t's own KV goes to `slots_T[t]`.
+    Sequence b owns the next `query_lens[b]` tokens; they are the last ones of its context of `context_lens[b]`
+    tokens, whose KV lies in the blocks of row b of `block_tables_BM` (padded with any valid block). Token t's own KV
+    goes to `slots_T[t]`.
     """
 
     query_lens: list[int]

@@ -51,7 +51,9 @@ def kv_write(cache_2SKD: Tensor, kv_T2KD: Tensor, slots_T: Tensor) -> None:
 
 @register("attention", "any", priority=0)
 def attention(batch: PagedBatch) -> Callable[[Tensor, Tensor], Tensor]:
-    """A function (q_THD, cache_2SKD) -> out_THD: causal attention of each sequence over its own context, scale D^-0.5."""
+    """A function (q_THD, cache_2SKD) -> out_THD: causal attention of each sequence over its own context, scale
+    D^-0.5.
+    """
     slots = [_slots(batch, b) for b in range(len(batch.query_lens))]
 
     def attend(q_THD: Tensor, cache_2SKD: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """Which implementation of an operator runs on which device.
 
-Every operator has a torch reference in `ref.py`, registered for the device "any": it defines what is right, runs everywhere and
-is the oracle in tests. A faster variant registers for a device with a higher priority and, if it needs an instruction set
-or a private API, a probe. RAYTIDE_OP_<NAME>=ref forces the reference, for instance RAYTIDE_OP_ATTENTION=ref.
+Every operator has a torch reference in `ref.py`, registered for the device "any": it defines what is right, runs
+everywhere and is the oracle in tests. A faster variant registers for a device with a higher priority and, if it needs
+an instruction set or a private API, a probe. RAYTIDE_OP_<NAME>=ref forces the reference, for instance
+RAYTIDE_OP_ATTENTION=ref.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ _MODULES = {"any": "ref", "cpu": "cpu"}  # device kind -> the module whose impor
 class Ops:
     """The operators a decoder is made of, resolved once for a device. Signatures and contracts: `ref.py`.
 
-    `linear` and `attention` return a function: the first is bound to its weights (a backend may pack them once), the second to
-    one step's batch (a backend may sort it once for all layers).
+    `linear` and `attention` return a function: the first is bound to its weights (a backend may pack them once), the
+    second to one step's batch (a backend may sort it once for all layers).
     """
 
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
@@ -56,7 +57,9 @@ _variants: dict[str, list[_Variant]] = {}
 def register(
     op: str, device: str, *, priority: int = 10, probe: Callable[[], bool] = lambda: True
 ) -> Callable[[Impl], Impl]:
-    """Offer an implementation of `op` on a device kind; `probe` says, when it is about to be chosen, whether it works here."""
+    """Offer an implementation of `op` on a device kind; `probe` says, when it is about to be chosen, whether it works
+    here.
+    """
 
     def remember(impl: Impl) -> Impl:
         _variants.setdefault(op, []).append(_Variant(device, priority, probe, impl))

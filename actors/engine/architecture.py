@@ -1,4 +1,6 @@
-"""A model's shape, read from its Hugging Face `config.json`. Says no to what the decoder in `model.py` does not compute."""
+"""A model's shape, read from its Hugging Face `config.json`. Says no to what the decoder in `model.py` does not
+compute.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class RopeScaling:
             return frequency
         if wavelength > self.original_max_len / self.low_freq_factor:
             return frequency / self.factor
-        smooth = (self.original_max_len / wavelength - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        smooth = (self.original_max_len / wavelength - self.low_freq_factor) / (
+            self.high_freq_factor - self.low_freq_factor
+        )
         return (1 - smooth) * frequency / self.factor + smooth * frequency
 
 
@@ -70,7 +74,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}.", hint="Point at a Hugging Face model directory.") from None
+        raise DataError(
+            f"cannot read {path}: {error.strerror}.", hint="Point at a Hugging Face model directory."
+        ) from None
     except ValueError as error:
         raise DataError(f"{path} is not valid JSON: {error}.", hint="Export or download the model again.") from None
     if not isinstance(body, dict):
@@ -91,7 +97,9 @@ def read_architecture(model_dir: Path) -> Architecture:
     try:
         return _architecture(body, model_dir)
     except KeyError as error:
-        raise DataError(f"{model_dir}/config.json has no {error}.", hint="Export or download the model again.") from None
+        raise DataError(
+            f"{model_dir}/config.json has no {error}.", hint="Export or download the model again."
+        ) from None
 
 
 def _architecture(body: Mapping[str, Any], model_dir: Path) -> Architecture:

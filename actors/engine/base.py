@@ -1,6 +1,7 @@
 """The `Engine` protocol: all that replicas, the router and tests see of an engine.
 
-Implementations: `native.NativeEngine`, `fake.FakeEngine`. The conformance suite in tests/actors/engine/conformance runs on each.
+Implementations: `native.NativeEngine`, `fake.FakeEngine`. The conformance suite in tests/actors/engine/conformance
+runs on each.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ class Engine(Protocol):
         ...
 
     async def abort(self, request_id: str) -> bool:
-        """End a request now with finish reason "abort"; its blocks are free when this returns. False if it is not known."""
+        """End a request now with finish reason "abort"; its blocks are free when this returns. False if it is not
+        known.
+        """
         ...
 
     async def tokenize(self, text: str) -> list[int]: ...
@@ -41,7 +44,7 @@ class Engine(Protocol):
     async def stats(self) -> EngineStats: ...
 
     async def drain(self, timeout_s: float) -> bool:
-        """Take no new requests and let those in flight end. Returns whether all ended in time; the rest were aborted."""
+        """Take no new requests and let those in flight end. True if all ended in time; the rest were aborted."""
         ...
 
     async def shutdown(self) -> None:

@@ -1,4 +1,5 @@
-"""The persistent batch: each running sequence's tokens and block table as rows of arrays, so that a step's inputs are gathers.
+"""The persistent batch: each running sequence's tokens and block table as rows of arrays, so that a step's inputs are
+gathers.
 
 Per step the Python work is one visit to each sequence; what is per token or per block is numpy.
 """
@@ -69,7 +70,10 @@ class PersistentBatch:
         )
         sampled = np.array([end - 1 for end, chunk in zip(ends, chunks, strict=True) if chunk.samples], np.int64)
         return StepInputs(
-            self._to_device(self._tokens[row_T, positions_T]), self._to_device(positions_T), paged, self._to_device(sampled)
+            self._to_device(self._tokens[row_T, positions_T]),
+            self._to_device(positions_T),
+            paged,
+            self._to_device(sampled),
         )
 
     def _sync(self, seq: Sequence) -> int:

@@ -17,7 +17,7 @@ __all__ = ["BlockPool", "chain_hash"]
 
 
 def chain_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """128 bits that stand for a block's tokens and all tokens before them. `parent` of the first block may be a salt."""
+    """128 bits for a block's tokens and all tokens before them. `parent` of the first block may be a salt."""
     return blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
 
 
@@ -55,7 +55,9 @@ class BlockPool:
         return blocks
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Drop one reference each. Cached ones wait at the far end of the free list, later blocks reused before earlier ones."""
+        """Drop one reference each. Cached ones wait at the far end of the free list, later blocks reused before
+        earlier ones.
+        """
         for block in reversed(blocks):
             self._refs[block] -= 1
             if self._refs[block] == 0:
@@ -70,7 +72,9 @@ class BlockPool:
             self._hash_of[block] = block_hash
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
-        """The blocks that hold the longest cached prefix of a chain. They are not referenced: `share` them to keep them."""
+        """The blocks that hold the longest cached prefix of a chain. They are not referenced: `share` them to keep
+        them.
+        """
         blocks = []
         for block_hash in hashes:
             block = self._block_of.get(block_hash)
@@ -91,7 +95,9 @@ class BlockPool:
         return sum(self._refs[block] == 0 for block in blocks)
 
     def discard(self, blocks: Sequence[int]) -> list[int]:
-        """Forget what the blocks hold that only the caller references, and name those: their content is not to be trusted."""
+        """Forget what the blocks hold that only the caller references, and name those: their content is not to be
+        trusted.
+        """
         alone = [block for block in blocks if self._refs[block] == 1]
         for block in alone:
             self._drop_hash(block)

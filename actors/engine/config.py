@@ -12,7 +12,7 @@ __all__ = ["EngineConfig"]
 
 
 class EngineConfig(Config):
-    """`max_batch_tokens` is the token budget of one step: it bounds how long a prefill can delay the running decodes."""
+    """`max_batch_tokens` is the token budget of one step: it bounds how long a prefill delays the running decodes."""
 
     model_dir: str
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"

@@ -38,9 +38,9 @@ Feature = Literal["logits", "penalties", "prefix_cache", "sampling", "stop_strin
 class SamplingParams:
     """How to choose each next token, and when to stop.
 
-    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 switch these filters off. With a `seed` the tokens depend
-    on the prompt, the parameters and the seed alone, whatever else is in the batch. `max_tokens` None means until the
-    context is full. Penalties follow OpenAI's definition (presence, frequency: over the output) and CTRL's
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 switch these filters off. With a `seed` the tokens
+    depend on the prompt, the parameters and the seed alone, whatever else is in the batch. `max_tokens` None means
+    until the context is full. Penalties follow OpenAI's definition (presence, frequency: over the output) and CTRL's
     (repetition: over prompt and output, arXiv 1909.05858).
     """
 
@@ -196,7 +196,9 @@ class EngineStats:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request inside the engine. `tokens` is the prompt followed by the output; KV exists for the first `num_computed`."""
+    """A request inside the engine. `tokens` is the prompt followed by the output; KV exists for the first
+    `num_computed`.
+    """
 
     seq_id: str
     tokens: list[int]

@@ -1,5 +1,5 @@
-"""Token by token back to text, exactly: what comes out adds up to the tokenizer's decode of all tokens, and half a character
-is held back until it is whole.
+"""Token by token back to text, exactly: what comes out adds up to the tokenizer's decode of all tokens, and half a
+character is held back until it is whole.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ class Detokenizer(Protocol):
 
 
 class Vocabulary:
-    """Makes the streams of one model, by how its decoder works: byte-level ones (GPT-2, Llama 3, Qwen) are streams of bytes."""
+    """Makes the streams of one model, by how its decoder works: byte-level ones (GPT-2, Llama 3, Qwen) are streams of
+    bytes.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -63,7 +65,9 @@ class _ByteStream:
 
 
 class _WindowStream:
-    """For any other decoder: decode a short window with and without the new tokens, and emit the difference once it is whole."""
+    """For any other decoder: decode a short window with and without the new tokens, and emit the difference once it
+    is whole.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._decode = tokenizer.decode
@@ -88,7 +92,9 @@ class _WindowStream:
 
 
 def _alphabet() -> dict[str, int]:
-    """GPT-2's map from printable characters to bytes: printable Latin-1 stands for itself, the rest is shifted above 255."""
+    """GPT-2's map from printable characters to bytes: printable Latin-1 stands for itself, the rest is shifted above
+    255.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(byte): byte for byte in printable}
     for shift, byte in enumerate(sorted(set(range(256)) - set(printable))):

@@ -1,4 +1,5 @@
-"""An engine without a model: it says the same words over and over, at once or at a fixed rate. For router and platform tests.
+"""An engine without a model: it says the same words over and over, at once or at a fixed rate. For router and
+platform tests.
 
 One token is one byte of UTF-8, so that token counts and texts can be predicted by hand.
 """
@@ -25,7 +26,9 @@ __all__ = ["FakeEngine"]
 
 
 class FakeEngine:
-    """`tokens_per_s` None answers as fast as the event loop turns. A prompt that contains `fail_on` fails with EngineError."""
+    """`tokens_per_s` None answers as fast as the event loop turns. A prompt that contains `fail_on` fails with
+    EngineError.
+    """
 
     def __init__(
         self,
@@ -91,7 +94,9 @@ class FakeEngine:
         if not self._accepting or self._stats.waiting >= self._max_waiting:
             raise OverloadedError(f"engine {self._model} takes no more requests now.", hint="Retry later.")
         if request.request_id in self._aborts:
-            raise ConflictError(f"request {request.request_id} is already running.", hint="Give each request its own id.")
+            raise ConflictError(
+                f"request {request.request_id} is already running.", hint="Give each request its own id."
+            )
         if isinstance(request.prompt, str):
             prompt = request.prompt.encode()
         else:

@@ -8,7 +8,15 @@ from collections.abc import Sequence as Items
 from pathlib import Path
 
 from raytide.actors.engine.config import EngineConfig
-from raytide.actors.engine.core import Completion, GenRequest, Message, RequestOutput, SamplingParams, Usage
+from raytide.actors.engine.core import (
+    Completion,
+    EngineStats,
+    GenRequest,
+    Message,
+    RequestOutput,
+    SamplingParams,
+    Usage,
+)
 from raytide.actors.engine.loop import EngineLoop, Failure
 from raytide.core.errors import RaytideError, UsageError
 
@@ -23,7 +31,13 @@ class LLM:
     def __init__(
         self, model_dir: str | Path, dtype: str = "float32", device: str = "auto", **engine_options: object
     ) -> None:
-        fields = {"model_dir": str(model_dir), "dtype": dtype, "device": device, "max_waiting": sys.maxsize, **engine_options}
+        fields = {
+            "model_dir": str(model_dir),
+            "dtype": dtype,
+            "device": device,
+            "max_waiting": sys.maxsize,
+            **engine_options,
+        }
         self._loop = EngineLoop(EngineConfig.parse(fields, where="LLM"))
         self.info = self._loop.info
         self._count = 0
@@ -31,14 +45,16 @@ class LLM:
     def generate(self, prompts: str | Items[str] | Items[Items[int]], sampling: Sampling = None) -> list[RequestOutput]:
         """Answers in the order of the prompts, which are texts or lists of token ids; all run together.
 
-        `sampling` is one SamplingParams for all or a list with one each. A prompt that is empty or too long raises UsageError
-        before anything runs; a request that fails while running has finish reason "error".
+        `sampling` is one SamplingParams for all or a list with one each. A prompt that is empty or too long raises
+        UsageError before anything runs; a request that fails while running has finish reason "error".
         """
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         tokens = [self._loop.tokenizer.encode(text) if isinstance(text, str) else list(text) for text in texts]
         params = [sampling or SamplingParams()] * len(tokens) if not isinstance(sampling, Items) else list(sampling)
         if len(params) != len(tokens):
-            raise UsageError(f"{len(tokens)} prompts but {len(params)} sampling parameters.", hint="Give one, or one each.")
+            raise UsageError(
+                f"{len(tokens)} prompts but {len(params)} sampling parameters.", hint="Give one, or one each."
+            )
         outputs = self._run(tokens, params)
         for output, text in zip(outputs, texts, strict=True):
             output.prompt = text if isinstance(text, str) else None
@@ -50,6 +66,10 @@ class LLM:
         """The model's next turn in a conversation, by its chat template."""
         turns = [each if isinstance(each, Message) else Message(each["role"], each["content"]) for each in messages]
         return self._run([self._loop.tokenizer.chat_prompt(turns)], [sampling or SamplingParams()])[0]
+
+    def stats(self) -> EngineStats:
+        """Counters since the engine was made."""
+        return self._loop.stats()
 
     def _run(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[RequestOutput]:
         outputs: dict[str, RequestOutput] = {}

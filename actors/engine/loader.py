@@ -1,4 +1,6 @@
-"""Weights of a Hugging Face directory: one or many safetensors files, read by name and mapped, not copied, until used."""
+"""Weights of a Hugging Face directory: one or many safetensors files, read by name and mapped, not copied, until
+used.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ class Weights:
         try:
             tensor: torch.Tensor = self._open(self._file_of[name]).get_tensor(name)
         except SafetensorError as error:
-            raise DataError(f"{self._dir}: weight {name} cannot be read: {error}.", hint="The file is damaged.") from None
+            raise DataError(
+                f"{self._dir}: weight {name} cannot be read: {error}.", hint="The file is damaged."
+            ) from None
         if tuple(tensor.shape) != shape:
             raise DataError(
                 f"{self._dir}: weight {name} has shape {tuple(tensor.shape)}, config.json implies {shape}.",
@@ -50,7 +54,9 @@ class Weights:
             return dict(read_json(index)["weight_map"])
         files = sorted(path.name for path in self._dir.glob("*.safetensors"))
         if not files:
-            raise DataError(f"{self._dir} holds no *.safetensors file.", hint="Point at a Hugging Face model directory.")
+            raise DataError(
+                f"{self._dir} holds no *.safetensors file.", hint="Point at a Hugging Face model directory."
+            )
         return {name: file for file in files for name in self._open(file).keys()}  # noqa: SIM118 (not a dict)
 
     def _open(self, file: str) -> Any:
@@ -58,5 +64,7 @@ class Weights:
             try:
                 self._files[file] = safe_open(self._dir / file, framework="pt")
             except (OSError, SafetensorError) as error:
-                raise DataError(f"cannot read {self._dir / file}: {error}.", hint="The file is missing or damaged.") from None
+                raise DataError(
+                    f"cannot read {self._dir / file}: {error}.", hint="The file is missing or damaged."
+                ) from None
         return self._files[file]

@@ -1,4 +1,5 @@
-"""The engine without threads: requests in, one `step` at a time, text out. `native.py` runs it in a thread, `llm.py` in line.
+"""The engine without threads: requests in, one `step` at a time, text out. `native.py` runs it in a thread, `llm.py`
+in line.
 
 A step is plan, execute, commit, detokenize. A failure ends the request it belongs to and no other.
 """
@@ -104,7 +105,9 @@ class EngineLoop:
         """Queue a request whose prompt is already token ids. Raises UsageError, ConflictError or OverloadedError."""
         seq = self._sequence(request, prompt)
         if request.request_id in self._requests:
-            raise ConflictError(f"request {request.request_id} is already running.", hint="Give each request its own id.")
+            raise ConflictError(
+                f"request {request.request_id} is already running.", hint="Give each request its own id."
+            )
         if len(self._scheduler.waiting) >= self._max_waiting:
             raise OverloadedError(f"{self._max_waiting} requests are waiting already.", hint="Retry later.")
         self._scheduler.add(seq)
@@ -180,7 +183,9 @@ class EngineLoop:
         )
 
     def _execute(self, chunks: list[Chunk], failures: dict[str, Exception]) -> dict[str, int]:
-        """Run the step; when it fails, run its halves, down to the request at fault (or to a batch that fits in memory)."""
+        """Run the step; when it fails, run its halves, down to the request at fault (or to a batch that fits in
+        memory).
+        """
         if not chunks:
             return {}
         try:

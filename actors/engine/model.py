@@ -1,7 +1,7 @@
 """A Llama-style decoder over a flat batch of tokens and a paged KV cache, made of the operators of `raytide.kernels`.
 
-Projections that read the same input are stacked at load (qkv, gate and up), so that each is one product. Shape suffixes: see
-`kernels/paged.py`, and N hidden size, R rows whose logits are wanted, V vocabulary.
+Projections that read the same input are stacked at load (qkv, gate and up), so that each is one product. Shape
+suffixes: see `kernels/paged.py`, and N hidden size, R rows whose logits are wanted, V vocabulary.
 """
 
 from __future__ import annotations
@@ -47,12 +47,16 @@ class Decoder:
         self._cos, self._sin = _rope_tables(arch, max_len, self._embedding)
 
     def new_cache(self, num_blocks: int, block_size: int) -> list[Tensor]:
-        """Zeroed KV per layer, [2, S, K, D]. Zeroed because padding is multiplied by 0, which leaves no NaN only if finite."""
+        """Zeroed KV per layer, [2, S, K, D]. Zeroed because padding is multiplied by 0, which leaves no NaN only if
+        finite.
+        """
         shape = (2, num_blocks * block_size, self.arch.num_kv_heads, self.arch.head_dim)
         return [self._embedding.new_zeros(shape) for _ in self._layers]
 
     @torch.inference_mode()
-    def forward(self, ids_T: Tensor, positions_T: Tensor, batch: PagedBatch, cache: list[Tensor], rows_R: Tensor) -> Tensor:
+    def forward(
+        self, ids_T: Tensor, positions_T: Tensor, batch: PagedBatch, cache: list[Tensor], rows_R: Tensor
+    ) -> Tensor:
         """Write the KV of all tokens and return float32 logits [R, V] that follow the tokens `rows_R`."""
         arch, ops = self.arch, self._ops
         attend = ops.attention(batch)
@@ -60,7 +64,9 @@ class Decoder:
         heads, kv_heads = arch.num_heads, arch.num_kv_heads
         x_TN = self._embedding[ids_T]
         for layer, kv in zip(self._layers, cache, strict=True):
-            qkv = layer.qkv(ops.rms_norm(x_TN, layer.input_norm, arch.norm_eps)).view(-1, heads + 2 * kv_heads, arch.head_dim)
+            qkv = layer.qkv(ops.rms_norm(x_TN, layer.input_norm, arch.norm_eps)).view(
+                -1, heads + 2 * kv_heads, arch.head_dim
+            )
             ops.rope(qkv[:, : heads + kv_heads], cos_T1D, sin_T1D)
             ops.kv_write(kv, qkv[:, heads:].unflatten(1, (2, kv_heads)), batch.slots_T)
             x_TN = x_TN + layer.attention_out(attend(qkv[:, :heads], kv).flatten(1))
@@ -89,7 +95,9 @@ def _load_layer(arch: Architecture, weights: Weights, ops: Ops, index: int) -> _
 
 
 def _rope_tables(arch: Architecture, max_len: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin [max_len, 1, D], in the model's dtype as transformers has it; sin's first half negated, see the rope operator."""
+    """cos and sin [max_len, 1, D], in the model's dtype as transformers has it; sin's first half negated, see the
+    rope operator.
+    """
     dim = arch.head_dim
     steps = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
     frequencies = 1.0 / arch.rope_theta**steps

@@ -1,7 +1,8 @@
-"""raytide's own engine behind the `Engine` protocol: the loop runs in a thread of its own, the event loop only hands over.
+"""raytide's own engine behind the `Engine` protocol: the loop runs in a thread of its own, the event loop only hands
+over.
 
-Commands go to the thread through one queue, each step's outputs come back in one call, so that neither side ever waits
-for the other.
+Commands go to the thread through one queue, each step's outputs come back in one call, so that neither side ever
+waits for the other.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ class NativeEngine:
         if not self._accepting:
             raise OverloadedError("the engine is draining or stopped.", hint="Retry on another replica.")
         if request.request_id in self._streams:
-            raise ConflictError(f"request {request.request_id} is already running.", hint="Give each request its own id.")
+            raise ConflictError(
+                f"request {request.request_id} is already running.", hint="Give each request its own id."
+            )
         stream: asyncio.Queue[Output] = asyncio.Queue()
         self._streams[request.request_id] = stream
         self._idle.clear()

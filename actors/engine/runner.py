@@ -1,4 +1,6 @@
-"""Computes one step: inputs from the persistent batch, the forward pass over the paged cache, a token for each that is due."""
+"""Computes one step: inputs from the persistent batch, the forward pass over the paged cache, a token for each that
+is due.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ __all__ = ["Runner"]
 
 
 class Runner:
-    """Owns the weights, the KV cache and all device memory. The scheduler tells it what to compute and knows nothing of it."""
+    """Owns the weights, the KV cache and all device memory. The scheduler tells it what to compute and knows nothing
+    of it.
+    """
 
     def __init__(self, config: EngineConfig, arch: Architecture) -> None:
         device = resolve_device(config.device)
@@ -37,7 +41,8 @@ class Runner:
         self._sampler = Sampler(arch.vocab_size)
 
     def execute(self, chunks: list[Chunk]) -> dict[str, int]:
-        """Compute the chunks; the next token of each sequence that they bring up to date, -1 if its logits are not finite.
+        """Compute the chunks; the next token of each sequence that they bring up to date, -1 if its logits are not
+        finite.
 
         Executing a chunk again writes the same KV and draws the same token, so a failed step can be retried in parts.
         """

@@ -1,4 +1,5 @@
-"""From logits to tokens. Each row's token depends on its logits, parameters, seed and position alone, never on the batch.
+"""From logits to tokens. Each row's token depends on its logits, parameters, seed and position alone, never on the
+batch.
 
 A random token takes one uniform number, hashed from (seed, position), through the inverse of the row's cumulative
 distribution; so no random state lives anywhere, and a sequence that is computed again draws the same again.
@@ -60,7 +61,9 @@ class Sampler:
 
 
 class _Counts:
-    """Which tokens a sequence has seen, and how often each is in its output; extended by what is new since the last step."""
+    """Which tokens a sequence has seen, and how often each is in its output; extended by what is new since the last
+    step.
+    """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.seen_V = torch.zeros(vocab_size, dtype=torch.bool, device=device)
@@ -117,7 +120,9 @@ def _rank_floor(probs_RV: Tensor, seqs: list[Sequence]) -> Tensor:
     candidates = min(vocab, max([_FIRST_CANDIDATES, *(limit for limit in limits if limit < vocab)]))
     while True:
         best_RC = probs_RV.topk(candidates).values
-        mass_RC = torch.where(torch.arange(candidates, device=device) < top_k, best_RC, 0.0).cumsum(-1, dtype=torch.float64)
+        mass_RC = torch.where(torch.arange(candidates, device=device) < top_k, best_RC, 0.0).cumsum(
+            -1, dtype=torch.float64
+        )
         total_R1 = torch.where(top_k < vocab, mass_RC[:, -1:], 1.0)
         kept = torch.where(top_p < 1.0, (mass_RC < top_p * total_R1).sum(-1, keepdim=True) + 1, vocab)
         kept = torch.minimum(kept, top_k)
@@ -136,5 +141,3 @@ def _mix(value: int) -> int:
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
     return value ^ (value >> 31)
-
-

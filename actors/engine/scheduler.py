@@ -1,8 +1,8 @@
 """Decides, before each step, which tokens of which sequences are computed; and after it, what that means.
 
 One rule covers prefill, chunked prefill, decode, prefix hits and resumption: a sequence has `tokens`, of which
-`num_computed` have their KV, and each step brings some sequences closer to being up to date (as in vLLM v1). Pure Python,
-no clock, no randomness, no torch: the same calls give the same plans.
+`num_computed` have their KV, and each step brings some sequences closer to being up to date (as in vLLM v1). Pure
+Python, no clock, no randomness, no torch: the same calls give the same plans.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ class Scheduler:
         return plan
 
     def commit(self, plan: StepPlan, sampled: Mapping[str, int]) -> None:
-        """Take the step's result: KV of every chunk is written, and `sampled` has the next token of those that are up to date.
+        """Take the step's result: KV of every chunk is written, and `sampled` has the next token of those that are up
+        to date.
 
         Sequences that finished since `plan` are skipped. Those whose token ends them are finished here.
         """
@@ -149,7 +150,7 @@ class Scheduler:
         seq.block_ids = []
 
     def _cached_prefix(self, seq: Sequence) -> list[int]:
-        """Blocks that already hold the start of a sequence. Its last token is always computed: its logits are wanted."""
+        """Blocks that already hold the start of a sequence. Its last token is computed in any case, for the logits."""
         if not self._prefix_cache:
             return []
         count = (len(seq.tokens) - 1) // self.pool.block_size

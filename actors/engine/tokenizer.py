@@ -1,4 +1,6 @@
-"""Text to token ids and back: tokenizer.json by the `tokenizers` library, special ids and chat template from its companions."""
+"""Text to token ids and back: tokenizer.json by the `tokenizers` library, special ids and chat template from its
+companions.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ class Tokenizer:
         return str(self.rust.decode(list(ids), skip_special_tokens=True))
 
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """A conversation's token ids. A model without a chat template (a base model) gets plain `role: content` lines."""
+        """A conversation's token ids. A model without a chat template (a base model) gets plain `role: content`
+        lines.
+        """
         if not messages:
             raise UsageError("the conversation is empty.", hint="Send at least one message.")
         turns = [{"role": message.role, "content": message.content} for message in messages]
@@ -60,7 +64,9 @@ class Tokenizer:
         try:
             return str(self._compiled.render(messages=turns, add_generation_prompt=True, **specials))
         except TemplateError as error:
-            raise UsageError(f"the model's chat template refused the messages: {error}.", hint="Check the roles.") from None
+            raise UsageError(
+                f"the model's chat template refused the messages: {error}.", hint="Check the roles."
+            ) from None
 
     @cached_property
     def _compiled(self) -> Any:
@@ -68,7 +74,9 @@ class Tokenizer:
             from jinja2.sandbox import ImmutableSandboxedEnvironment
         except ImportError:
             raise ConfigError("this model's chat template needs jinja2.", hint="Run pip install jinja2.") from None
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
         environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
         environment.globals["raise_exception"] = _refuse
         return environment.from_string(self._template)

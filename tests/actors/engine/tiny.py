@@ -1,0 +1,74 @@
+"""Model directories small enough to make in a test: random Llama weights, and a byte-level BPE trained on real source."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM
+
+VOCAB = 512
+EOS = 0
+
+SHAPES: dict[str, dict[str, object]] = {
+    "gqa-tied": {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "mha-untied-biased": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    "mqa-llama3-rope": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 24,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 5000.0,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+}
+
+
+def save_tokenizer(model_dir: Path) -> None:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=["<eos>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train([argparse.__file__], trainer)
+    tokenizer.save(str(model_dir / "tokenizer.json"))
+
+
+def save_llama(model_dir: Path, max_shard_size: str = "50GB", **overrides: object) -> LlamaForCausalLM:
+    """Random weights, wide enough that the top two logits are rarely close. Returns the model itself, the reference."""
+    torch.manual_seed(7)
+    shape: dict[str, object] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.2,
+        "eos_token_id": EOS,
+        "bos_token_id": None,
+    }
+    model = LlamaForCausalLM(LlamaConfig(**(shape | overrides))).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith(("bias", "norm.weight")):  # transformers starts these at 0 and 1, where mistakes do not show
+            torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.1)
+    model.save_pretrained(model_dir, max_shard_size=max_shard_size)
+    save_tokenizer(model_dir)
+    return model
