@@ -7,7 +7,7 @@ that should exist now.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from raytide.actors.gang.group import Group, GroupKey, WantedGroup
@@ -30,15 +30,17 @@ def advance(lease: Lease, nodes: Mapping[str, Node], groups: Mapping[GroupKey, G
 
 def assign(lease: Lease, index: int, node_id: str) -> Lease:
     """Apply the planner's Assign to a seat without a node."""
-    return replace(
-        lease,
-        members=tuple(
-            replace(m, state=MemberState.ASSIGNED, node_id=node_id)
-            if m.index == index and m.state is MemberState.WAITING
-            else m
-            for m in lease.members
-        ),
-    )
+    return _with(lease, index, MemberState.WAITING, lambda m: replace(m, state=MemberState.ASSIGNED, node_id=node_id))
+
+
+def unassign(lease: Lease, index: int) -> Lease:
+    """Apply the planner's Unassign to a seat whose node holds nothing of it yet."""
+    return _with(lease, index, MemberState.ASSIGNED, _vacate)
+
+
+def _with(lease: Lease, index: int, state: MemberState, change: Callable[[Member], Member]) -> Lease:
+    members = tuple(change(m) if m.index == index and m.state is state else m for m in lease.members)
+    return replace(lease, members=members)
 
 
 def release(lease: Lease, reason: str) -> Lease:
@@ -88,9 +90,10 @@ def _follow_node(member: Member, node: Node | None, now_s: float) -> Member:
 
 def _follow_group(member: Member, group: Group | None) -> Member:
     """A usable member whose group Ray lost is not usable. One that Ray does not list is left: the list may be stale."""
-    if member.is_usable and group is not None and group.state != "ready":
-        return _vacate(member)
-    return member
+    if not member.is_usable or group is None:
+        return member
+    is_its_own = group.state == "ready" and group.placement_group_id == member.placement_group_id
+    return member if is_its_own else _vacate(member)
 
 
 def _form(lease: Lease, nodes: Mapping[str, Node], now_s: float) -> Lease:

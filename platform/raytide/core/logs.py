@@ -1,0 +1,70 @@
+"""Logs as JSON lines: one object a line, so that a person greps them and a machine reads them.
+
+Modules say `log = logger(__name__)` and `log.info("lease is active", extra={"lease": "lease-3"})`: the message is constant,
+what varies is a field. A process calls `log_to` once; a library or a test that does not gets Python's usual logging.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import MutableMapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO, Any
+
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+class Log(logging.LoggerAdapter[logging.Logger]):
+    """A logger with fields that every line of it carries."""
+
+    def __init__(self, logger: logging.Logger, fields: MutableMapping[str, object]) -> None:
+        super().__init__(logger, fields)
+        self._fields = fields
+
+    def bind(self, **fields: object) -> Log:
+        """The same with more fields: `log.bind(job=job.id)`."""
+        return Log(self.logger, {**self._fields, **fields})
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        return msg, {**kwargs, "extra": {**self._fields, **(kwargs.get("extra") or {})}}
+
+
+def logger(name: str, **fields: object) -> Log:
+    return Log(logging.getLogger(name), fields)
+
+
+class JsonLines(logging.Formatter):
+    """{"at": ..., "level": ..., "logger": ..., "message": ..., then the fields, and "error" with a traceback}."""
+
+    def __init__(self, **fields: object) -> None:
+        super().__init__()
+        self._fields = fields
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {
+            "at": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **self._fields,
+            **{name: value for name, value in vars(record).items() if name not in _STANDARD},
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str, ensure_ascii=False)
+
+
+def log_to(target: Path | IO[str] = sys.stderr, *, level: str = "INFO", **fields: object) -> None:
+    """Send raytide's logs of this process to a file or a stream, in place of where they went before."""
+    handler: logging.Handler = logging.FileHandler(target) if isinstance(target, Path) else logging.StreamHandler(target)
+    handler.setFormatter(JsonLines(**fields))
+    root = logging.getLogger("raytide")
+    for old in root.handlers[:]:
+        root.removeHandler(old)
+        old.close()
+    root.addHandler(handler)
+    root.setLevel(level)
+    root.propagate = False
