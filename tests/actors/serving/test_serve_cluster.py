@@ -1,0 +1,209 @@
+"""Endpoints on a real Ray: the head has no CPU, one node has three."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import OpenAI
+
+from raytide.actors.serving.control import ServeControl
+from raytide.core.endpoint import Endpoint, EndpointLoad, EndpointState, Replicas, ServeSpec
+
+pytestmark = pytest.mark.cluster
+
+HEAD, NODE = "127.0.61.1", "127.0.61.2"
+HELLO: list[Any] = [{"role": "user", "content": "hello"}]
+TOKENS = 400
+"""At 100 tokens per second a stream lasts four seconds: a kill hits it in the middle."""
+
+DEPLOY_AND_DIE = """
+import os, pickle, signal, sys
+import ray
+address, port, endpoint = sys.argv[1], int(sys.argv[2]), pickle.loads(bytes.fromhex(sys.argv[3]))
+ray.init(address=address, log_to_driver=False)
+from raytide.actors.serving.control import ServeControl
+control = ServeControl(address.split(":")[0], port)
+control.start()
+control.deploy(endpoint)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def endpoint(name: str, **engine: object) -> Endpoint:
+    spec = ServeSpec(
+        name=name,
+        model="unused",
+        replicas=Replicas(min=1, max=2),
+        labels={"tide": "high"},
+        engine={"kind": "fake", "tokens_per_s": 100.0, **engine},
+    )
+    return Endpoint(spec=spec, user="me", state=EndpointState.DEPLOYING, created_at_s=0.0, target_replicas=1)
+
+
+def until(what: str, holds: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def control() -> Iterator[ServeControl]:
+    """A controller on a fresh cluster, where an earlier controller deployed endpoint `m` and was killed."""
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+    import pickle
+
+    import ray
+    from ray.cluster_utils import Cluster
+
+    with socket.socket() as free:
+        free.bind((HEAD, 0))
+        port: int = free.getsockname()[1]
+    store = {"object_store_memory": 80 << 20}
+    cluster = Cluster()
+    try:
+        cluster.add_node(num_cpus=0, node_ip_address=HEAD, include_dashboard=False, **store)
+        cluster.add_node(num_cpus=3, node_ip_address=NODE, labels={"tide": "high"}, **store)
+        blob = pickle.dumps(endpoint("m")).hex()
+        died = subprocess.run(
+            [sys.executable, "-c", DEPLOY_AND_DIE, cluster.address, str(port), blob],
+            timeout=120, capture_output=True, check=False,
+        )  # fmt: skip
+        assert died.returncode == -signal.SIGKILL, died.stderr.decode()
+        ray.init(address=cluster.address, log_to_driver=False)
+        yield ServeControl(HEAD, port)
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def load_of(control: ServeControl, name: str = "m") -> EndpointLoad:
+    return control.load(name) or EndpointLoad(at_s=0.0, ongoing=0.0, ready=0)
+
+
+def client_of(control: ServeControl, **options: Any) -> OpenAI:
+    return OpenAI(base_url=control.base_url("m"), api_key="none", timeout=30, max_retries=0, **options)
+
+
+def scale(control: ServeControl, replicas: int) -> None:
+    control.publish("m", replicas)
+    until(f"{replicas} ready replicas", lambda: load_of(control).ready == replicas)
+
+
+def pids(control: ServeControl) -> dict[str, int]:
+    """Of each running replica, by the name it gives itself in `x-raytide-replica`."""
+    replicas = control._details()["m"]["deployments"]["replica"]["replicas"]
+    return {replica["replica_id"]: replica["pid"] for replica in replicas if replica["state"] == "RUNNING"}
+
+
+def test_an_endpoint_outlives_the_controller_that_deployed_it(control: ServeControl) -> None:
+    until("the replica", lambda: load_of(control).ready == 1)
+    assert control.names() == {"m"}
+    answer = client_of(control, _strict_response_validation=True).chat.completions.with_raw_response.create(
+        model="m", messages=HELLO, max_tokens=5, extra_headers={"x-request-id": "mine"}
+    )
+    assert answer.parse().choices[0].message.content == "tide "
+    assert answer.headers["x-raytide-replica"] in pids(control)
+    assert answer.headers.get_list("x-request-id") == ["mine"]
+
+
+def test_deploying_the_same_endpoint_again_changes_nothing(control: ServeControl) -> None:
+    before = pids(control)
+    control.start()
+    control.deploy(endpoint("m"))
+    assert pids(control) == before
+
+
+def test_an_unknown_path_gets_an_openai_error(control: ServeControl) -> None:
+    answer = httpx.get(control.base_url("nobody") + "/models")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
+
+
+def test_the_published_number_is_the_number_of_replicas(control: ServeControl) -> None:
+    scale(control, 2)
+    load = load_of(control)
+    assert len(load.replica_nodes) == 2
+    assert len(set(load.replica_nodes)) == 1
+    scale(control, 1)
+    until("the second replica to be gone", lambda: len(load_of(control).replica_nodes) == 1)
+
+
+def test_the_load_counts_what_is_answered_now(control: ServeControl) -> None:
+    def ask() -> None:
+        client_of(control).chat.completions.create(model="m", messages=HELLO, max_tokens=TOKENS)
+
+    with ThreadPoolExecutor(6) as pool:
+        asking = [pool.submit(ask) for _ in range(6)]
+        until("a load of 6", lambda: load_of(control).ongoing > 5.5)
+        assert abs(load_of(control).at_s - time.time()) < 30
+        for future in asking:
+            future.result()
+    until("a load of 0", lambda: load_of(control).ongoing < 0.5)
+
+
+def test_streams_end_and_new_requests_succeed_when_a_replica_is_killed(control: ServeControl) -> None:
+    scale(control, 2)
+    began = []
+
+    def stream() -> str:
+        try:
+            for _ in client_of(control).chat.completions.create(
+                model="m", messages=HELLO, max_tokens=TOKENS, stream=True
+            ):
+                began.append(1)
+        except openai.APIConnectionError:
+            return "connection"
+        except openai.APIError as error:
+            return str(error.code)
+        return "done"
+
+    with ThreadPoolExecutor(32) as pool:
+        streams = [pool.submit(stream) for _ in range(32)]
+        until("tokens", lambda: len(began) > 64)
+        replica, pid = next(iter(pids(control).items()))
+        os.kill(pid, signal.SIGKILL)
+        fresh = client_of(control)
+        for _ in range(8):
+            answer = fresh.completions.with_raw_response.create(model="m", prompt="hello", max_tokens=1)
+            assert answer.headers["x-raytide-replica"] != replica
+        ends = [future.result(timeout=30) for future in streams]
+    assert set(ends) <= {"done", "replica_lost", "connection"}
+    assert "done" in ends
+    assert "replica_lost" in ends
+    until("the replica to be replaced", lambda: len(set(pids(control)) - {replica}) == 2)
+
+
+def test_a_client_that_leaves_frees_its_place_behind_the_proxy(control: ServeControl) -> None:
+    scale(control, 1)
+    stream = client_of(control).chat.completions.create(model="m", messages=HELLO, max_tokens=4000, stream=True)
+    next(iter(stream))
+    stream.close()
+    metrics = f"{control.base_url('m').removesuffix('/v1')}/metrics"
+    until("the place to be free", lambda: 'raytide_requests_running{model="m"} 0.0' in httpx.get(metrics).text)
+
+
+def test_an_endpoint_that_cannot_start_says_why(control: ServeControl) -> None:
+    control.deploy(endpoint("broken", nonsense=1))
+    until("the failure", lambda: control.failure("broken") != "")
+    assert "nonsense" in control.failure("broken")
+    control.delete("broken")
+
+
+def test_a_deleted_endpoint_is_gone(control: ServeControl) -> None:
+    control.delete("m")
+    control.delete("m")
+    until("no endpoints", lambda: not control.names())
+    assert control.load("m") is None
+    assert httpx.get(control.base_url("m") + "/models").status_code == 404
