@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from raytide.core.endpoint import EndpointLoad, EndpointState
+from raytide.core.endpoint import EndpointLoad, EndpointState, ServeSpec
 from raytide.core.fleet import NodeState
 from raytide.core.gang import Shape
 from raytide.core.snapshot import Demand, EndpointView, Snapshot
+
+REPLICA_LABEL = "raytide.io/replica-of"
+"""In a replica's label selector, negated: every node matches it, and Ray's queue shows whose work it is."""
 
 FRESH_S = 10.0
 """Older words from replicas and router are not believed when they would take something away."""
@@ -15,6 +18,11 @@ SERVING_STATES = frozenset({EndpointState.DEPLOYING, EndpointState.RUNNING})
 
 def is_fresh(load: EndpointLoad | None, now_s: float) -> bool:
     return load is not None and now_s - load.at_s <= FRESH_S
+
+
+def replica_selector(spec: ServeSpec) -> dict[str, str]:
+    """The label selector that every replica actor of the endpoint is started with."""
+    return {**spec.labels, REPLICA_LABEL: f"!{spec.name}"}
 
 
 def replica_shape(view: EndpointView) -> Shape:
@@ -37,10 +45,13 @@ def missing_replicas(view: EndpointView, snapshot: Snapshot) -> int:
     missing = max(0, view.endpoint.target_replicas - seated)
     if is_fresh(view.load, snapshot.at_s):
         return missing
-    return min(missing, sum(d.count for d in snapshot.demand if is_replica_of(d, view)))
+    return min(missing, sum(d.count for d in snapshot.demand if is_replica_of(d, view.endpoint.name)))
 
 
-def is_replica_of(demand: Demand, view: EndpointView) -> bool:
-    """Whether work that Ray cannot place looks like a replica of this endpoint; Ray does not say whose it is."""
-    wanted = {name: amount for name, amount in view.endpoint.spec.resources.items() if amount}
-    return dict(demand.resources) == wanted and dict(demand.labels) == view.endpoint.spec.labels
+def is_replica_of(demand: Demand, endpoint: str) -> bool:
+    """Whether work that Ray cannot place is a replica of this endpoint."""
+    return demand.labels.get(REPLICA_LABEL) == f"!{endpoint}"
+
+
+def is_replica(demand: Demand) -> bool:
+    return REPLICA_LABEL in demand.labels

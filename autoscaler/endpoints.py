@@ -1,0 +1,79 @@
+"""How many replicas an endpoint should have: the requests in flight, over what one replica is meant to carry.
+
+Up after `upscale_delay_s` of high load, down after `downscale_delay_s` of low load, and never down on silence.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from raytide.core.endpoint import Endpoint, EndpointLoad, ServeSpec
+from raytide.core.plan import Scale
+from raytide.core.replicas import FRESH_S, SERVING_STATES, is_fresh
+from raytide.core.snapshot import EndpointView
+
+
+def wanted(spec: ServeSpec, load: EndpointLoad) -> int:
+    """ceil(ongoing / target_ongoing), within the bounds."""
+    needed = math.ceil(load.ongoing / spec.replicas.target_ongoing - 1e-9)
+    return bounded(spec, needed)
+
+
+def bounded(spec: ServeSpec, replicas: int) -> int:
+    return min(max(replicas, spec.replicas.min), spec.replicas.max)
+
+
+def observe(endpoint: Endpoint, load: EndpointLoad | None, now_s: float) -> Endpoint:
+    """The endpoint with its clocks of low and high load moved on; silence stops both."""
+    if load is None or not is_fresh(load, now_s):
+        return replace(endpoint, low_since_s=None, high_since_s=None)
+    need = wanted(endpoint.spec, load)
+    return replace(
+        endpoint,
+        low_since_s=_since(endpoint.low_since_s, now_s) if need < endpoint.target_replicas else None,
+        high_since_s=_since(endpoint.high_since_s, now_s) if need > endpoint.target_replicas else None,
+    )
+
+
+def scaled(endpoint: Endpoint, scale: Scale) -> Endpoint:
+    """The endpoint once its new target is published."""
+    return replace(endpoint, target_replicas=scale.replicas, low_since_s=None, high_since_s=None, reason=scale.reason)
+
+
+def decide(view: EndpointView, now_s: float) -> Scale | None:
+    """The target that should be published instead, or None."""
+    endpoint, load = view.endpoint, view.load
+    if endpoint.state not in SERVING_STATES:
+        return None
+    spec, target = endpoint.spec, endpoint.target_replicas
+    if (clamped := bounded(spec, target)) != target:
+        return Scale(endpoint.name, clamped, f"{spec.replicas.min} to {spec.replicas.max} replicas are asked for")
+    if load is None or not is_fresh(load, now_s):
+        return None
+    need = wanted(spec, load)
+    because = f"{load.ongoing:g} requests in flight, {spec.replicas.target_ongoing:g} for each replica"
+    if need > target and _lasted(endpoint.high_since_s, now_s) >= spec.replicas.upscale_delay_s:
+        return Scale(endpoint.name, need, f"{target} -> {need}: {because}")
+    if need < target and _lasted(endpoint.low_since_s, now_s) >= spec.replicas.downscale_delay_s:
+        quiet = f", for {_lasted(endpoint.low_since_s, now_s):.0f} s"
+        return Scale(endpoint.name, need, f"{target} -> {need}: {because}{quiet}")
+    return None
+
+
+def silence(view: EndpointView, now_s: float) -> str:
+    """Why its target is held, when that is because nothing fresh was heard; else empty."""
+    if view.endpoint.state not in SERVING_STATES or is_fresh(view.load, now_s):
+        return ""
+    if view.load is None:
+        return "nothing was heard of its load yet; its replicas stay as they are"
+    age_s = now_s - view.load.at_s
+    return f"its load was last heard of {age_s:.0f} s ago (limit {FRESH_S:.0f} s); its replicas stay as they are"
+
+
+def _since(since_s: float | None, now_s: float) -> float:
+    return now_s if since_s is None else since_s
+
+
+def _lasted(since_s: float | None, now_s: float) -> float:
+    return 0.0 if since_s is None else now_s - since_s

@@ -1,0 +1,71 @@
+"""Which nodes go: idle ones that nobody was promised, and those whose drain or launch has run out of time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator
+
+from raytide.core.fleet import NodeState, NodeType
+from raytide.core.money import format_usd
+from raytide.core.plan import Drain, Terminate
+from raytide.core.snapshot import NodeView, Snapshot
+
+IDLE_DRAIN_S = 30.0
+"""Ray wants a deadline for every drain; an idle node has nothing to finish by it."""
+
+
+def overdue(snapshot: Snapshot) -> Iterator[Drain | Terminate]:
+    """Notices that Ray has not heard, drained nodes that are empty or out of time, launches that never joined."""
+    types = {t.name: t for t in snapshot.node_types}
+    for view in snapshot.nodes:
+        if view.node.state is NodeState.DRAINING:
+            yield from _draining(view, snapshot.at_s)
+        elif view.node.state in (NodeState.REQUESTED, NodeState.LAUNCHING) and view.node.type in types:
+            yield from _launching(view, types[view.node.type], snapshot.at_s)
+
+
+def idle(snapshot: Snapshot, *, keep: Collection[str]) -> Iterator[Drain]:
+    """Drains that Ray refuses if anything runs there, so that a task that starts meanwhile is safe."""
+    types = {t.name: t for t in snapshot.node_types}
+    kept = {*keep, *_seats_taken(snapshot)}
+    staying = Counter(view.node.type for view in snapshot.nodes if view.node.state is not NodeState.TERMINATING)
+    staying -= Counter(view.node.type for view in snapshot.nodes if view.node.state is NodeState.DRAINING)
+    for view in sorted(snapshot.nodes, key=lambda view: (-len(view.node.id), view.node.id), reverse=False):
+        node, node_type = view.node, types.get(view.node.type)
+        timeout_s = node_type.idle_timeout_s if node_type else 0.0
+        min_nodes = node_type.min_nodes if node_type else 0
+        if node.state is not NodeState.READY or node.id in kept or staying[node.type] <= min_nodes:
+            continue
+        if view.idle_s > 0 and view.idle_s >= timeout_s:
+            staying[node.type] -= 1
+            saved = format_usd(node.price_micro_usd_h)
+            reason = f"idle for {view.idle_s:.0f} s (limit {timeout_s:.0f} s); saves {saved}/h"
+            yield Drain(node.id, "idle", snapshot.at_s + IDLE_DRAIN_S, reason)
+
+
+def _draining(view: NodeView, now_s: float) -> Iterator[Drain | Terminate]:
+    node = view.node
+    if node.drain_deadline_s is not None and node.drain_deadline_s <= now_s:
+        yield Terminate(node.id, f"its deadline has passed: {node.reason}")
+    elif node.drain_deadline_s is not None:
+        if not view.is_draining:
+            yield Drain(node.id, "notice", node.drain_deadline_s, node.reason)
+    elif view.is_draining and _is_empty(view):
+        yield Terminate(node.id, f"drained and empty: {node.reason}")
+
+
+def _launching(view: NodeView, node_type: NodeType, now_s: float) -> Iterator[Terminate]:
+    age_s = now_s - view.node.requested_at_s
+    if age_s > node_type.launch_timeout_s:
+        yield Terminate(view.node.id, f"it did not join within {node_type.launch_timeout_s:.0f} s of its launch")
+
+
+def _seats_taken(snapshot: Snapshot) -> set[str]:
+    """Nodes of members, and of replicas by the last word that was heard, however old."""
+    seated = {member.node_id for lease in snapshot.leases for member in lease.members if member.node_id}
+    hosts = {node for view in snapshot.endpoints if view.load for node in view.load.replica_nodes}
+    return seated | {view.node.id for view in snapshot.nodes if view.node.ray_node_id in hosts - {""}}
+
+
+def _is_empty(view: NodeView) -> bool:
+    return all(view.available.get(name, 0.0) >= amount for name, amount in view.total.items())
