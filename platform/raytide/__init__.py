@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from raytide.actors.engine import SamplingParams
+    from raytide.actors.engine import LLM, SamplingParams
     from raytide.core.errors import RaytideError
     from raytide.endpoint import EndpointHandle
     from raytide.run import Run
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "LLM": "raytide.actors.engine",
     "EndpointHandle": "raytide.endpoint",
     "RaytideError": "raytide.core.errors",
     "Run": "raytide.run",
@@ -28,6 +29,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "LLM",
     "EndpointHandle",
     "RaytideError",
     "Run",

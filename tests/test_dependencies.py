@@ -1,0 +1,76 @@
+"""What the code imports is declared, what is declared is pinned, and the pins name no place."""
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "platform" / "raytide"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+# The import name, where it is not the distribution's.
+DISTRIBUTION = {
+    "_pytest": "pytest",
+    "botocore": "boto3",
+    "click": "typer",  # part of typer's own interface
+    "dateutil": "python-dateutil",
+    "opentelemetry": "opentelemetry-api",
+    "prometheus_client": "prometheus-client",
+    "triton": "torch",  # comes with torch where there is a GPU
+    "yaml": "pyyaml",
+}
+# vLLM itself, whose two distributions exclude each other; the kernels' backends guard their import.
+NOT_INSTALLED_BY_DEFAULT = {"psycopg", "vllm"}
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def declared(requirements: Iterable[str]) -> set[str]:
+    return {normal(re.split(r"[\[<>=!~; ]", requirement)[0]) for requirement in requirements}
+
+
+def imported(files: Iterable[Path]) -> dict[str, str]:
+    """Third-party distribution -> one file that imports it."""
+    found = {}
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"), str(file))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+            for top in {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"raytide", "tests"}:
+                found[normal(DISTRIBUTION.get(top, top))] = str(file.relative_to(ROOT))
+    return found
+
+
+def sources() -> list[Path]:
+    folders = [PACKAGE, *(path for path in PACKAGE.iterdir() if path.is_symlink())]
+    return [file for folder in folders for file in folder.resolve().rglob("*.py")]
+
+
+def test_every_import_of_raytide_is_a_declared_dependency() -> None:
+    known = declared(PROJECT["dependencies"]) | NOT_INSTALLED_BY_DEFAULT
+    assert {name: file for name, file in imported(sources()).items() if name not in known} == {}
+
+
+def test_every_dependency_is_imported() -> None:
+    """Delete before adding. SQLAlchemy's migrations and Ray's extras need no mention here: they are imported."""
+    assert declared(PROJECT["dependencies"]) - imported(sources()).keys() == set()
+
+
+def test_every_import_of_a_test_is_declared() -> None:
+    known = declared(PROJECT["dependencies"]) | declared(PROJECT["optional-dependencies"]["dev"])
+    files = [file for folder in ("tests", "examples", "benchmarks") for file in (ROOT / folder).rglob("*.py")]
+    assert {name: file for name, file in imported(files).items() if name not in known} == {}
+
+
+def test_every_dependency_is_pinned_and_no_pin_names_a_place() -> None:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    assert [pin for pin in pins if not re.fullmatch(r"[a-z0-9-]+==[0-9][A-Za-z0-9.]*", pin)] == []
+    extras = PROJECT["optional-dependencies"]
+    wanted = declared([*PROJECT["dependencies"], *extras["dev"], *extras["postgres"], *extras["vllm-cpu"]])
+    assert wanted - {pin.partition("==")[0] for pin in pins} == set()

@@ -1,0 +1,63 @@
+"""What the documents point at is there."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|srcset|href)=\"([^\"]+)\"")
+ELSEWHERE = ("http://", "https://", "mailto:")
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def anchors(document: Path) -> set[str]:
+    """The ids that headings get: lower case, hyphens for spaces, punctuation dropped."""
+    headings = re.findall(r"^#+ +(.+)$", document.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_every_relative_link_resolves(document: Path) -> None:
+    broken = []
+    for match in LINK.finditer(document.read_text(encoding="utf-8")):
+        link = match.group(1) or match.group(2)
+        if link.startswith(ELSEWHERE):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (document.parent / path).resolve() if path else document
+        is_inside = target.is_relative_to(ROOT)
+        if (
+            not is_inside
+            or not target.exists()
+            or (anchor and target.suffix == ".md" and anchor not in anchors(target))
+        ):
+            broken.append(link)
+    assert broken == []
+
+
+def test_the_map_tells_each_life_in_at_most_ten_steps() -> None:
+    chapters = re.split(r"^## ", (ROOT / "docs" / "map.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    lives = {chapter.partition("\n")[0]: chapter for chapter in chapters if chapter.startswith("The life of")}
+    assert set(lives) == {f"The life of a {noun}" for noun in ("job", "request", "token", "dollar")}
+    for title, chapter in lives.items():
+        steps = re.findall(r"^\d+\. .*(?:\n   .*)*", chapter, re.MULTILINE)
+        assert 0 < len(steps) <= 10, title
+        assert all("](" in step for step in steps), f"{title}: a step without a link"
+
+
+def test_the_commands_of_the_readme_exist() -> None:
+    used = set(re.findall(r"^\./dev (\w+)", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE))
+    known = set(re.findall(r"^  (\w+)\)", (ROOT / "dev").read_text(encoding="utf-8"), re.MULTILINE))
+    assert {"demo", "test"} <= used <= known | {"setup", "fmt", "check", "test", "soak", "bench", "demo", "clean"}
+
+
+def test_every_ignored_rule_says_why() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    ignored = tomllib.loads(text)["tool"]["ruff"]["lint"]["ignore"]
+    assert [rule for rule in ignored if not re.search(rf'"{rule}",? +# \S', text)] == []

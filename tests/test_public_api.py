@@ -1,0 +1,66 @@
+"""`import raytide` is the whole public API, complete, sorted, and light."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import raytide
+
+HEAVY = {"torch", "ray", "sqlalchemy", "pyarrow", "transformers"}
+
+
+def loaded_by(*command: str) -> set[str]:
+    """Top-level modules that a fresh interpreter has loaded once `command` is over."""
+    code = f"""
+import atexit, json, sys
+atexit.register(lambda: print("\\n" + json.dumps(sorted({{name.partition(".")[0] for name in sys.modules}}))))
+{"; ".join(command)}
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_the_public_names_are_sorted() -> None:
+    """As ruff sorts them: capitals, classes, functions."""
+    assert raytide.__all__ == sorted(
+        raytide.__all__, key=lambda name: (not name.isupper(), not name[0].isupper(), name)
+    )
+
+
+def test_the_public_names_are_complete() -> None:
+    """The names a type checker sees, those that load, and those announced are the same."""
+    tree = ast.parse(Path(str(raytide.__file__)).read_text(encoding="utf-8"))
+    guarded = next(node for node in tree.body if isinstance(node, ast.If))
+    seen = {
+        alias.asname or alias.name: node.module
+        for node in guarded.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert seen == raytide._HOMES
+    assert set(raytide.__all__) == {*seen, "__version__"}
+    assert dir(raytide) == sorted(raytide.__all__)
+
+
+@pytest.mark.parametrize("name", raytide.__all__)
+def test_a_public_name_loads(name: str) -> None:
+    assert getattr(raytide, name) is not None
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'Trane'"):
+        _ = raytide.Trane
+
+
+def test_importing_raytide_loads_nothing_heavy() -> None:
+    assert loaded_by("import raytide") & HEAVY == set()
+
+
+def test_the_command_line_s_help_loads_nothing_heavy() -> None:
+    loaded = loaded_by("import sys", "sys.argv = ['raytide', '--help']", "from raytide.cli import main", "main()")
+    assert "typer" in loaded
+    assert loaded & HEAVY == set()
