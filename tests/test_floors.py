@@ -54,7 +54,7 @@ MODULES = modules()
 
 
 def imports(file: Path) -> Iterator[tuple[int, str]]:
-    """(line, name) for each import anywhere in the file; `from a.b import c` gives `a.b.c`, so that a submodule shows."""
+    """(line, name) of each import anywhere in the file; `from a.b import c` gives `a.b.c`, which may be a submodule."""
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"), str(file))):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)

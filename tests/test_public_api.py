@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 import raytide
 
 HEAVY = {"torch", "ray", "sqlalchemy", "pyarrow", "transformers"}
