@@ -1,0 +1,60 @@
+"""Stored plans, as the state store keeps them (`Plan.to_json`), turned into lines that a person reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from typing import Any
+
+_SUBJECT = {
+    "admit": "job_id",
+    "wait": "subject",
+    "assign": "lease_id",
+    "unassign": "lease_id",
+    "launch": "node_id",
+    "scale": "endpoint",
+    "drain": "node_id",
+    "terminate": "node_id",
+}
+
+
+def lines(plans: Iterable[Mapping[str, Any]]) -> list[str]:
+    """One line for each action, oldest first: when, what, to which object, why. A wait that goes on is said once."""
+    said: dict[tuple[str, str], str] = {}
+    out = []
+    for plan in plans:
+        at = datetime.fromtimestamp(float(plan["at_s"])).strftime("%H:%M:%S")
+        for action in plan["actions"]:
+            text = _action(action)
+            key = (str(action["action"]), str(action.get(_SUBJECT.get(str(action["action"]), ""), "")))
+            if key[0] == "wait" and said.get(key) == text:
+                continue
+            said[key] = text
+            out.append(f"{at}  {text}")
+    return out
+
+
+def _action(action: Mapping[str, Any]) -> str:
+    kind = str(action["action"])
+    subject = str(action.get(_SUBJECT.get(kind, ""), ""))
+    what = f"{subject}{_detail(kind, action)}"
+    remedy = f" {action['remedy']}" if action.get("remedy") else ""
+    return f"{kind:<9}  {what:<28}  {action.get('reason', '')}{remedy}"
+
+
+def _detail(kind: str, action: Mapping[str, Any]) -> str:
+    match kind:
+        case "launch":
+            return f" {action['node_type']} in {action['zone']} for {action['subject']}"
+        case "assign" | "unassign":
+            arrow = "->" if kind == "assign" else "<-"
+            return f" member {action['member']} {arrow} {action['node_id']}"
+        case "scale":
+            return f" to {action['replicas']} replicas"
+        case "drain":
+            return f" ({action['kind']})"
+        case "wait":
+            return f" ({action['constraint']})"
+        case "admit":
+            return f" gets {action['lease']['id']}: {action['lease']['shape']}"
+    return ""
