@@ -18,7 +18,7 @@ class Device:
     """`kind` is the operator registry's key. `block_size` is the KV block that suits its attention."""
 
     kind: str
-    torch: torch.device
+    torch_device: torch.device
     dtypes: frozenset[str]
     block_size: int
 

@@ -49,7 +49,7 @@ class LLM:
         UsageError before anything runs; a request that fails while running has finish reason "error".
         """
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
-        tokens = [self._loop.tokenizer.encode(text) if isinstance(text, str) else list(text) for text in texts]
+        tokens = [self._tokens(text) for text in texts]
         params = [sampling or SamplingParams()] * len(tokens) if not isinstance(sampling, Items) else list(sampling)
         if len(params) != len(tokens):
             raise UsageError(
@@ -66,6 +66,9 @@ class LLM:
         """The model's next turn in a conversation, by its chat template."""
         turns = [each if isinstance(each, Message) else Message(each["role"], each["content"]) for each in messages]
         return self._run([self._loop.tokenizer.chat_prompt(turns)], [sampling or SamplingParams()])[0]
+
+    def _tokens(self, prompt: str | Items[int]) -> list[int]:
+        return self._loop.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
     def stats(self) -> EngineStats:
         """Counters since the engine was made."""

@@ -20,6 +20,7 @@ from raytide.actors.engine.core import (
     Chunk,
     EngineInfo,
     EngineStats,
+    Feature,
     GenChunk,
     GenRequest,
     Sequence,
@@ -37,6 +38,8 @@ __all__ = ["EngineLoop", "Failure", "Output"]
 
 _log = logging.getLogger(__name__)
 
+_FEATURES: frozenset[Feature] = frozenset({"penalties", "prefix_cache", "sampling", "stop_strings", "tokenizer"})
+
 
 @dataclass(frozen=True, slots=True)
 class Failure:
@@ -44,6 +47,13 @@ class Failure:
 
     request_id: str
     error: RaytideError
+
+    @classmethod
+    def of(cls, request_id: str, error: Exception) -> Failure:
+        """Errors that raytide raises on purpose go through as they are."""
+        if isinstance(error, RaytideError):
+            return cls(request_id, error)
+        return cls(request_id, EngineError(f"request {request_id} failed: {error!r}."))
 
 
 Output = GenChunk | Failure
@@ -89,8 +99,7 @@ class EngineLoop:
             max_model_len=self._runner.max_len,
             block_size=self._pool.block_size,
             num_blocks=self._pool.num_blocks,
-            features=frozenset({"penalties", "sampling", "stop_strings", "tokenizer"})
-            | ({"prefix_cache"} if config.prefix_cache else frozenset()),
+            features=_FEATURES if config.prefix_cache else _FEATURES - {"prefix_cache"},
         )
 
     @property
@@ -232,8 +241,7 @@ class EngineLoop:
         self._scheduler.finish(seq, "error")
         self._counters.failed += 1
         self._forget(seq)
-        known = isinstance(error, RaytideError)
-        return Failure(seq.seq_id, error if known else EngineError(f"request {seq.seq_id} failed: {error!r}."))
+        return Failure.of(seq.seq_id, error)
 
     def _forget(self, seq: Sequence) -> None:
         del self._requests[seq.seq_id]

@@ -68,7 +68,7 @@ class Decoder:
                 -1, heads + 2 * kv_heads, arch.head_dim
             )
             ops.rope(qkv[:, : heads + kv_heads], cos_T1D, sin_T1D)
-            ops.kv_write(kv, qkv[:, heads:].unflatten(1, (2, kv_heads)), batch.slots_T)
+            ops.kv_write(kv, qkv[:, heads:].view(-1, 2, kv_heads, arch.head_dim), batch.slots_T)
             x_TN = x_TN + layer.attention_out(attend(qkv[:, :heads], kv).flatten(1))
             x_TN = x_TN + layer.down(ops.silu_mul(layer.gate_up(ops.rms_norm(x_TN, layer.ffn_norm, arch.norm_eps))))
         return self._head(ops.rms_norm(x_TN[rows_R], self._norm, arch.norm_eps)).float()

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from raytide.actors.engine.config import EngineConfig
 from raytide.actors.engine.core import EngineInfo, EngineStats, GenChunk, GenRequest, Message
 from raytide.actors.engine.loop import EngineLoop, Failure, Output
-from raytide.core.errors import ConflictError, EngineError, OverloadedError, RaytideError
+from raytide.core.errors import ConflictError, EngineError, OverloadedError
 
 __all__ = ["NativeEngine"]
 
@@ -26,6 +26,7 @@ _log = logging.getLogger(__name__)
 _INLINE_CHARS = 2000  # longer texts are tokenized in a thread, not on the event loop
 
 Command = Callable[[EngineLoop], list[Output]]
+Done = asyncio.Future[bool]  # whether the command found what it was about
 
 
 class NativeEngine:
@@ -33,11 +34,12 @@ class NativeEngine:
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()  # None ends the thread
+        self._commands: queue.SimpleQueue[tuple[Command, Done | None] | None] = queue.SimpleQueue()
         self._streams: dict[str, asyncio.Queue[Output]] = {}
         self._idle = asyncio.Event()
         self._idle.set()
         self._accepting = False
+        self._ended = False
         self._thread: threading.Thread | None = None
         self._loop: EngineLoop | None = None
         self._events: asyncio.AbstractEventLoop
@@ -66,7 +68,7 @@ class NativeEngine:
         self._idle.clear()
         ended = False
         try:
-            self._commands.put(lambda loop: _add(loop, request, prompt))
+            self._commands.put((lambda loop: _add(loop, request, prompt), None))
             while not ended:
                 output = await stream.get()
                 ended = isinstance(output, Failure) or output.finish_reason is not None
@@ -74,16 +76,15 @@ class NativeEngine:
                     raise output.error
                 yield output
         finally:
-            del self._streams[request.request_id]
-            if not ended:
-                self._commands.put(lambda loop: _abort(loop, request.request_id))
-            if not self._streams:
-                self._idle.set()
+            if ended:
+                self._forget(request.request_id)
+            else:  # the id stays in use until the thread has let go, or a late token could reach a namesake
+                closed = self._submit(lambda loop: _abort(loop, request.request_id))
+                closed.add_done_callback(lambda _: self._forget(request.request_id))
+                await asyncio.shield(closed)
 
     async def abort(self, request_id: str) -> bool:
-        if self._loop is None:
-            return False
-        return bool(await self._call(lambda loop: _abort(loop, request_id)))
+        return await self._submit(lambda loop: _abort(loop, request_id))
 
     async def tokenize(self, text: str) -> list[int]:
         encode = self._started().tokenizer.encode
@@ -116,17 +117,19 @@ class NativeEngine:
             raise EngineError("the engine is not running.", hint="Await start() first.")
         return self._loop
 
-    async def _call(self, command: Command) -> list[Output]:
-        """Run a command in the engine's thread between two steps, and return its outputs once they are delivered."""
-        done: asyncio.Future[list[Output]] = self._events.create_future()
+    def _submit(self, command: Command) -> Done:
+        """Have a command run in the engine's thread between two steps; done once its outputs are delivered."""
+        done: Done = asyncio.get_running_loop().create_future()
+        if self._ended or self._thread is None:
+            done.set_result(False)
+        else:
+            self._commands.put((command, done))
+        return done
 
-        def answer(loop: EngineLoop) -> list[Output]:
-            outputs = command(loop)
-            self._events.call_soon_threadsafe(lambda: done.done() or done.set_result(outputs))
-            return outputs
-
-        self._commands.put(answer)
-        return await done
+    def _forget(self, request_id: str) -> None:
+        self._streams.pop(request_id, None)
+        if not self._streams:
+            self._idle.set()
 
     def _serve(self, loaded: concurrent.futures.Future[EngineLoop]) -> None:
         """The thread: commands first, then a step, for as long as there is work."""
@@ -140,48 +143,59 @@ class NativeEngine:
             while self._turn(loop):
                 pass
         finally:
-            self._events.call_soon_threadsafe(self._end_streams)
+            self._tell(self._end)
 
     def _turn(self, loop: EngineLoop) -> bool:
         """Obey what has been asked, waiting for it only when there is nothing else to do, then step. False: stop."""
         try:
             while not loop.has_work or not self._commands.empty():
-                command = self._commands.get()
-                if command is None:
-                    for request_id in loop.request_ids:
-                        self._hand_over(_abort(loop, request_id))
+                item = self._commands.get()
+                if item is None:
+                    self._tell(self._deliver, [loop.abort(each) for each in loop.request_ids], None)
                     return False
-                self._hand_over(command(loop))
-            self._hand_over(loop.step())
+                command, done = item
+                if not self._tell(self._deliver, command(loop), done):
+                    return False
+            outputs = loop.step()
         except Exception as error:  # a defect of the engine: its requests end, it does not
             _log.exception("engine step failed")
-            self._hand_over(loop.fail_all(error))
+            outputs = loop.fail_all(error)
+        return self._tell(self._deliver, outputs, None)
+
+    def _tell(self, callback: Callable[..., None], *args: object) -> bool:
+        """Call back on the event loop; False when that is closed, so that nobody is left to serve."""
+        try:
+            self._events.call_soon_threadsafe(callback, *args)
+        except RuntimeError:
+            if self._events.is_closed():
+                return False
+            raise
         return True
 
-    def _hand_over(self, outputs: list[Output]) -> None:
-        if outputs:
-            self._events.call_soon_threadsafe(self._deliver, outputs)
-
-    def _end_streams(self) -> None:
-        """The thread has ended: nobody may wait for it."""
-        while not self._commands.empty():
-            self._commands.get_nowait()
-        for request_id, stream in self._streams.items():
-            stream.put_nowait(Failure(request_id, EngineError("the engine has stopped.", hint="Retry elsewhere.")))
-
-    def _deliver(self, outputs: list[Output]) -> None:
+    def _deliver(self, outputs: list[Output], done: Done | None) -> None:
         for output in outputs:
             stream = self._streams.get(output.request_id)
             if stream is not None:
                 stream.put_nowait(output)
+        if done is not None and not done.done():
+            done.set_result(bool(outputs))
+
+    def _end(self) -> None:
+        """The thread has ended: nobody may go on waiting for it."""
+        self._ended, self._accepting = True, False
+        while not self._commands.empty():
+            item = self._commands.get_nowait()
+            if item is not None and item[1] is not None and not item[1].done():
+                item[1].set_result(False)
+        for request_id, stream in self._streams.items():
+            stream.put_nowait(Failure(request_id, EngineError("the engine has stopped.", hint="Retry elsewhere.")))
 
 
 def _add(loop: EngineLoop, request: GenRequest, prompt: Sequence[int]) -> list[Output]:
     try:
         loop.add(request, prompt)
     except Exception as error:
-        known = isinstance(error, RaytideError)
-        return [Failure(request.request_id, error if known else EngineError(f"{request.request_id}: {error!r}."))]
+        return [Failure.of(request.request_id, error)]
     return []
 
 

@@ -34,10 +34,10 @@ class Runner:
         self.block_size = config.block_size or device.block_size
         self.num_blocks = config.num_blocks or self._affordable_blocks(config, arch, dtype)
         self.max_len = min(self.max_len, self.num_blocks * self.block_size)
-        weights = Weights(Path(config.model_dir), dtype, device.torch)
+        weights = Weights(Path(config.model_dir), dtype, device.torch_device)
         self._model = Decoder(arch, weights, ops_for(device.kind), self.max_len)
         self._cache = self._model.new_cache(self.num_blocks, self.block_size)
-        self._batch = PersistentBatch(config.max_running, self.max_len, self.block_size, device.torch)
+        self._batch = PersistentBatch(config.max_running, self.max_len, self.block_size, device.torch_device)
         self._sampler = Sampler(arch.vocab_size)
 
     def execute(self, chunks: list[Chunk]) -> dict[str, int]:
@@ -64,7 +64,7 @@ class Runner:
     def scrub(self, blocks: list[int]) -> None:
         """Zero blocks that may hold NaN: padded attention multiplies what it does not use by 0."""
         for kv in self._cache:
-            kv.unflatten(1, (self.num_blocks, self.block_size))[:, blocks] = 0.0
+            kv.view(2, self.num_blocks, -1)[:, blocks] = 0.0
 
     def _affordable_blocks(self, config: EngineConfig, arch: Architecture, dtype: torch.dtype) -> int:
         """What kv_memory_gb holds, but no more than max_running sequences can ever use."""

@@ -79,7 +79,7 @@ class Tokenizer:
         )
         environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
         environment.globals["raise_exception"] = _refuse
-        return environment.from_string(self._template)
+        return environment.from_string(str(self._template))
 
     def _special(self, key: str) -> str | None:
         """A special token is a string in tokenizer_config.json, or an object that has it as its content."""

@@ -1,0 +1,25 @@
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from raytide.actors.engine import EngineInfo
+from raytide.actors.engine.base import Engine
+from tests.actors.engine.conformance.engines import ENGINES
+
+Start = Callable[..., Awaitable[tuple[Engine, EngineInfo]]]
+
+
+@pytest.fixture(params=sorted(ENGINES))
+async def start(request: pytest.FixtureRequest, model_dir: Path) -> AsyncIterator[Start]:
+    """Starts engines of one kind, and ends them after the test."""
+    engines: list[Engine] = []
+
+    async def make(max_running: int = 8, max_waiting: int = 64) -> tuple[Engine, EngineInfo]:
+        engine = ENGINES[request.param](model_dir, max_running, max_waiting)
+        engines.append(engine)
+        return engine, await engine.start()
+
+    yield make
+    for engine in engines:
+        await engine.shutdown()

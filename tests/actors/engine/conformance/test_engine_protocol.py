@@ -1,0 +1,215 @@
+"""What every engine promises, whatever is inside. A test of an optional feature is skipped only where it is not declared."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import get_args
+
+import pytest
+
+from raytide.actors.engine import EngineInfo, GenChunk, GenRequest, Message, SamplingParams
+from raytide.actors.engine.base import Engine
+from raytide.actors.engine.core import Feature
+from raytide.core.errors import ConflictError, OverloadedError, UsageError
+from tests.actors.engine.conformance.engines import MAX_LEN
+
+Start = Callable[..., Awaitable[tuple[Engine, EngineInfo]]]
+
+PROMPT = list(range(10, 22))
+GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+ENDLESS = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+
+
+def ask(name: str = "r", prompt: str | list[int] | None = None, sampling: SamplingParams = GREEDY) -> GenRequest:
+    return GenRequest(request_id=name, prompt=PROMPT if prompt is None else prompt, sampling=sampling)
+
+
+async def collect(engine: Engine, request: GenRequest) -> list[GenChunk]:
+    return [chunk async for chunk in engine.generate(request)]
+
+
+def tokens_of(chunks: list[GenChunk]) -> list[int]:
+    return [token for chunk in chunks for token in chunk.token_ids]
+
+
+def text_of(chunks: list[GenChunk]) -> str:
+    return "".join(chunk.text for chunk in chunks)
+
+
+async def test_info_names_what_the_engine_can_do(start: Start) -> None:
+    _, info = await start()
+    assert info.features <= set(get_args(Feature))
+    assert info.max_model_len == MAX_LEN
+    assert info.num_blocks > 0
+
+
+async def test_only_the_last_chunk_ends_the_stream_and_counts_it(start: Start) -> None:
+    engine, _ = await start()
+    chunks = await collect(engine, ask())
+    assert [chunk.finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    last = chunks[-1]
+    assert last.finish_reason == "length"
+    assert last.usage is not None
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (len(PROMPT), 10) == (12, len(tokens_of(chunks)))
+    assert last.timing is not None
+    assert min(last.timing.queue_s, last.timing.prefill_s, last.timing.decode_s) >= 0
+    assert len(chunks) > 1, "tokens come as they are made"
+
+
+async def test_text_prompts_are_tokenized(start: Start) -> None:
+    engine, _ = await start()
+    tokens = await engine.tokenize("import os")
+    chunks = await collect(engine, ask(prompt="import os"))
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.prompt_tokens == len(tokens)
+    assert text_of(chunks) == text_of(await collect(engine, ask(prompt=tokens)))
+
+
+async def test_a_conversation_becomes_a_prompt(start: Start) -> None:
+    engine, _ = await start()
+    prompt = await engine.chat_prompt([Message("user", "hi")])
+    assert len(await collect(engine, ask(prompt=prompt))) > 0
+
+
+async def test_without_max_tokens_it_runs_until_the_context_is_full(start: Start) -> None:
+    engine, _ = await start()
+    chunks = await collect(engine, ask(sampling=ENDLESS))
+    assert len(tokens_of(chunks)) == MAX_LEN - len(PROMPT)
+    assert chunks[-1].finish_reason == "length"
+
+
+async def test_a_stop_token_ends_the_text_before_it(start: Start) -> None:
+    engine, _ = await start()
+    free = tokens_of(await collect(engine, ask()))
+    stop = free[4]
+    chunks = await collect(engine, ask(sampling=SamplingParams(temperature=0, ignore_eos=True, stop_token_ids=(stop,))))
+    assert chunks[-1].finish_reason == "stop"
+    assert tokens_of(chunks) == free[: free.index(stop) + 1]
+
+
+async def test_a_stop_string_is_cut_out_wherever_it_straddles(start: Start) -> None:
+    engine, info = await start()
+    if "stop_strings" not in info.features:
+        pytest.skip("no stop_strings")
+    free = text_of(await collect(engine, ask()))
+    stop = free[3:6]
+    chunks = await collect(engine, ask(sampling=SamplingParams(temperature=0, ignore_eos=True, stop=(stop,))))
+    assert chunks[-1].finish_reason == "stop"
+    assert text_of(chunks) == free[: free.index(stop)]
+
+
+@pytest.mark.parametrize("length", [0, MAX_LEN, 3 * MAX_LEN])
+async def test_a_prompt_that_cannot_fit_is_refused_and_the_engine_goes_on(start: Start, length: int) -> None:
+    engine, _ = await start()
+    with pytest.raises(UsageError, match=str(length)):
+        await collect(engine, ask(prompt=[1] * length))
+    assert (await collect(engine, ask()))[-1].finish_reason == "length"
+    assert (await engine.stats()).free_blocks == (await engine.stats()).num_blocks
+
+
+async def test_a_request_id_in_use_is_refused(start: Start) -> None:
+    engine, _ = await start()
+    stream = engine.generate(ask("same", sampling=ENDLESS))
+    await anext(stream)
+    with pytest.raises(ConflictError, match="same"):
+        await collect(engine, ask("same"))
+    await stream.aclose()  # type: ignore[attr-defined]
+    assert (await collect(engine, ask("same")))[-1].finish_reason == "length"
+
+
+async def test_abort_ends_the_stream_and_frees_the_blocks(start: Start) -> None:
+    engine, _ = await start()
+    stream = engine.generate(ask("gone", sampling=ENDLESS))
+    await anext(stream)
+    assert (await engine.stats()).free_blocks < (await engine.stats()).num_blocks
+    assert await engine.abort("gone")
+    rest = [chunk async for chunk in stream]
+    assert rest[-1].finish_reason == "abort"
+    stats = await engine.stats()
+    assert (stats.free_blocks, stats.running, stats.waiting) == (stats.num_blocks, 0, 0)
+    assert not await engine.abort("gone")
+
+
+async def test_closing_the_stream_aborts_the_request(start: Start) -> None:
+    engine, _ = await start()
+    stream = engine.generate(ask("left", sampling=ENDLESS))
+    await anext(stream)
+    await stream.aclose()  # type: ignore[attr-defined]
+    await collect(engine, ask("after"))
+    stats = await engine.stats()
+    assert (stats.free_blocks, stats.running) == (stats.num_blocks, 0)
+
+
+async def test_many_at_once_each_get_what_they_get_alone(start: Start) -> None:
+    engine, _ = await start(max_running=16)
+    prompts = [[i + 1] * (i + 1) for i in range(40)]
+    alone = [tokens_of(await collect(engine, ask(prompt=prompt))) for prompt in prompts[:5]]
+    together = await asyncio.gather(*(collect(engine, ask(f"r{i}", prompt)) for i, prompt in enumerate(prompts)))
+    assert [tokens_of(chunks) for chunks in together[:5]] == alone
+    assert all(len(tokens_of(chunks)) == 10 for chunks in together)
+    assert {chunk.request_id for chunk in together[7]} == {"r7"}
+    stats = await engine.stats()
+    assert stats.finished == 45
+    assert stats.steps > 0
+
+
+async def test_a_full_queue_refuses_and_recovers(start: Start) -> None:
+    engine, _ = await start(max_running=1, max_waiting=2)
+    results = await asyncio.gather(*(collect(engine, ask(f"r{i}")) for i in range(12)), return_exceptions=True)
+    refused = [result for result in results if isinstance(result, BaseException)]
+    assert refused
+    assert all(isinstance(error, OverloadedError) for error in refused)
+    assert len(results) - len(refused) >= 2
+    assert (await collect(engine, ask("later")))[-1].finish_reason == "length"
+
+
+async def test_seeds_decide_and_nothing_else(start: Start) -> None:
+    engine, info = await start()
+    if "sampling" not in info.features:
+        pytest.skip("no sampling")
+
+    def seeded(seed: int) -> SamplingParams:
+        return SamplingParams(temperature=1.0, top_p=0.95, seed=seed, max_tokens=12, ignore_eos=True)
+
+    alone = tokens_of(await collect(engine, ask(sampling=seeded(1))))
+    crowd = await asyncio.gather(*(collect(engine, ask(f"r{i}", sampling=seeded(i % 3))) for i in range(9)))
+    assert tokens_of(crowd[1]) == tokens_of(crowd[4]) == alone
+    assert tokens_of(crowd[0]) != alone
+
+
+async def test_a_repeated_prompt_is_served_from_the_prefix_cache(start: Start) -> None:
+    engine, info = await start()
+    if "prefix_cache" not in info.features:
+        pytest.skip("no prefix_cache")
+    first, second = [await collect(engine, ask(prompt=list(range(1, 60)))) for _ in range(2)]
+    assert first[-1].usage is not None
+    assert second[-1].usage is not None
+    assert first[-1].usage.cached_tokens == 0
+    assert second[-1].usage.cached_tokens >= 48
+    assert tokens_of(first) == tokens_of(second)
+
+
+async def test_drain_lets_those_in_flight_end_and_takes_no_more(start: Start) -> None:
+    engine, _ = await start()
+    stream = engine.generate(ask("in flight"))
+    await anext(stream)
+
+    async def rest() -> list[GenChunk]:
+        return [chunk async for chunk in stream]
+
+    reading = asyncio.create_task(rest())
+    assert await engine.drain(timeout_s=60)
+    assert (await reading)[-1].finish_reason == "length"
+    with pytest.raises(OverloadedError):
+        await collect(engine, ask("late"))
+
+
+async def test_shutdown_ends_every_stream_and_can_be_repeated(start: Start) -> None:
+    engine, _ = await start(max_running=2)
+    readings = [asyncio.create_task(collect(engine, ask(f"r{i}", sampling=ENDLESS))) for i in range(4)]
+    await asyncio.sleep(0)
+    await engine.shutdown()
+    await engine.shutdown()
+    results = await asyncio.gather(*readings, return_exceptions=True)
+    ended = [result[-1].finish_reason if isinstance(result, list) else type(result).__name__ for result in results]
+    assert set(ended) <= {"abort", "length", "OverloadedError", "EngineError"}

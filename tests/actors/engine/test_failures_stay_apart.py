@@ -1,0 +1,154 @@
+"""One bad request, one broken step or one poisoned block never reaches another request."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+
+from raytide.actors.engine import LLM, EngineConfig, GenRequest, NativeEngine, SamplingParams
+from raytide.actors.engine.core import Chunk, Sequence
+from raytide.actors.engine.loop import EngineLoop
+from raytide.actors.engine.model import Decoder
+from raytide.actors.engine.runner import Runner
+from raytide.core.errors import EngineError, OverloadedError, UsageError
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+PROMPTS = [[20 + i, 30 + i, 40 + i] for i in range(6)]
+BAD = 66  # a token of which the breakages below make something evil
+
+
+@pytest.fixture
+def healthy(model_dir: Path) -> list[list[int]]:
+    return [answer.outputs[0].token_ids for answer in LLM(model_dir).generate(PROMPTS, GREEDY)]
+
+
+def break_execute(monkeypatch: pytest.MonkeyPatch) -> None:
+    execute = Runner.execute
+
+    def broken(self: Runner, chunks: list[Chunk]) -> dict[str, int]:
+        if any(chunk.seq.tokens[0] == BAD for chunk in chunks):
+            raise MemoryError("no room for this one")
+        return execute(self, chunks)
+
+    monkeypatch.setattr(Runner, "execute", broken)
+
+
+def break_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bad sequence's KV and logits turn to NaN, as an overflow would make them."""
+    logits, forward = Runner.logits, Decoder.forward
+    rows: list[int] = []
+
+    def watched(self: Runner, chunks: list[Chunk]) -> torch.Tensor:
+        rows[:] = [i for i, chunk in enumerate(c for c in chunks if c.samples) if chunk.seq.tokens[0] == BAD]
+        blocks = [block for chunk in chunks if chunk.seq.tokens[0] == BAD for block in chunk.seq.block_ids]
+        out = logits(self, chunks)
+        for kv in self._cache:
+            kv.view(2, self.num_blocks, -1)[:, blocks] = float("nan")
+        return out
+
+    def poisoned(self: Decoder, *args: torch.Tensor) -> torch.Tensor:
+        out = forward(self, *args)
+        with torch.inference_mode():
+            out[rows] = float("nan")
+        return out
+
+    monkeypatch.setattr(Runner, "logits", watched)
+    monkeypatch.setattr(Decoder, "forward", poisoned)
+
+
+def break_detokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    from raytide.actors.engine.detokenizer import Vocabulary
+
+    stream = Vocabulary.stream
+    count = iter(range(100))
+
+    class Broken:
+        def push(self, token: int) -> str:
+            raise ValueError("no such token")
+
+    monkeypatch.setattr(Vocabulary, "stream", lambda self: Broken() if next(count) == 3 else stream(self))
+
+
+@pytest.mark.parametrize("breakage", [break_execute, break_logits, break_detokenizer])
+def test_only_the_request_at_fault_fails(
+    breakage: object, healthy: list[list[int]], model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    breakage(monkeypatch)  # type: ignore[operator]
+    llm = LLM(
+        model_dir, num_blocks=8, max_model_len=64, block_size=32
+    )  # so few blocks that a poisoned one is used again
+    answers = llm.generate([*PROMPTS[:3], [BAD, 1, 2], *PROMPTS[3:]], GREEDY)
+    failed = answers.pop(3).outputs[0]
+    assert (failed.finish_reason, failed.token_ids) == ("error", [])
+    assert failed.error is not None
+    assert [answer.outputs[0].token_ids for answer in answers] == healthy
+    assert [answer.outputs[0].token_ids for answer in llm.generate(PROMPTS, GREEDY)] == healthy
+    stats = llm.stats()
+    assert (stats.failed, stats.free_blocks) == (1, stats.num_blocks)
+
+
+async def test_the_async_engine_outlives_a_defect_of_its_own_loop(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = NativeEngine(EngineConfig(model_dir=str(model_dir)))
+    await engine.start()
+    step = EngineLoop.step
+    broken = iter([True])
+
+    def sometimes(self: EngineLoop) -> object:
+        if next(broken, False):
+            raise RuntimeError("a defect")
+        return step(self)
+
+    monkeypatch.setattr(EngineLoop, "step", sometimes)
+
+    async def ask(name: str) -> int:
+        request = GenRequest(request_id=name, prompt=[5, 6], sampling=GREEDY)
+        return sum([len(chunk.token_ids) async for chunk in engine.generate(request)])
+
+    with pytest.raises(EngineError, match="a defect"):
+        await ask("first")
+    assert await asyncio.gather(ask("second"), ask("third")) == [8, 8]
+    await engine.shutdown()
+    with pytest.raises(OverloadedError):
+        await ask("late")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the test kills the thread
+async def test_streams_end_when_the_thread_dies(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = NativeEngine(EngineConfig(model_dir=str(model_dir)))
+    await engine.start()
+
+    def dead(*_: object) -> None:
+        raise SystemExit
+
+    monkeypatch.setattr(EngineLoop, "step", dead)
+    with pytest.raises(EngineError, match="stopped"):
+        async for _ in engine.generate(GenRequest(request_id="r", prompt=[5])):
+            pass
+    assert not await engine.abort("r")
+    await engine.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "says"),
+    [([], "0 tokens"), ([1] * 64, "64 tokens"), ([1, 512], "outside 0 to 511"), ([-1], "outside 0 to 511")],
+)
+def test_a_bad_prompt_is_refused_before_anything_runs(prompt: list[int], says: str, model_dir: Path) -> None:
+    llm = LLM(model_dir, max_model_len=64)
+    with pytest.raises(UsageError, match=says):
+        llm.generate([[1, 2], prompt])
+    assert llm.stats().steps == 0
+    assert len(llm.generate([[1, 2]], GREEDY)) == 1
+
+
+def test_a_request_that_no_pool_can_hold_is_refused() -> None:
+    from raytide.actors.engine.blocks import BlockPool
+    from raytide.actors.engine.scheduler import Scheduler
+
+    scheduler = Scheduler(BlockPool(4, 2), max_running=2, max_batch_tokens=8)
+    seq = Sequence("big", [1] * 6, 6, GREEDY, 9, frozenset(), 0)
+    with pytest.raises(UsageError, match="KV for 9 tokens; the engine holds 8"):
+        scheduler.add(seq)
+    assert not scheduler.has_work

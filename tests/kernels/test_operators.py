@@ -1,0 +1,108 @@
+"""Every variant that this machine has computes what the reference computes."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raytide.core.errors import ConfigError
+from raytide.kernels import ref
+from raytide.kernels.device import resolve_device
+from raytide.kernels.paged import PagedBatch
+from raytide.kernels.registry import Ops, ops_for, register
+
+CPU = ops_for("cpu")
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> PagedBatch:
+    """Ragged mixes of decodes and prefill chunks, over blocks in random order."""
+    block_size = draw(st.sampled_from([1, 3, 8, 32]))
+    queries = draw(st.lists(st.sampled_from([1, 1, 1, 2, 7, 20]), min_size=1, max_size=8))
+    contexts = [query + draw(st.sampled_from([0, 1, 5, 31, 64])) for query in queries]
+    widths = [-(-context // block_size) for context in contexts]
+    order = torch.randperm(sum(widths), generator=torch.Generator().manual_seed(draw(st.integers(0, 99)))).tolist()
+    tables = torch.zeros(len(queries), max(widths), dtype=torch.int64)
+    slots = []
+    for b, (query, context, width) in enumerate(zip(queries, contexts, widths, strict=True)):
+        tables[b, :width] = torch.tensor([order.pop() for _ in range(width)])
+        slots += [
+            int(tables[b, at // block_size]) * block_size + at % block_size for at in range(context - query, context)
+        ]
+    return PagedBatch(queries, contexts, tables, torch.tensor(slots), block_size)
+
+
+@settings(max_examples=80, deadline=None)
+@given(batch=batches(), kv_heads=st.sampled_from([1, 2, 4]), group=st.sampled_from([1, 2, 4]), seed=st.integers(0, 99))
+def test_cpu_attention_is_the_references(batch: PagedBatch, kv_heads: int, group: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    num_slots = (int(batch.block_tables_BM.max()) + 1) * batch.block_size
+    cache = torch.randn(2, num_slots, kv_heads, 16, generator=generator)
+    q = torch.randn(sum(batch.query_lens), kv_heads * group, 16, generator=generator)
+    torch.testing.assert_close(CPU.attention(batch)(q, cache), ref.attention(batch)(q, cache), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 2, 65])
+@pytest.mark.parametrize("biased", [False, True])
+def test_cpu_linear_and_norm_are_the_references(dtype: torch.dtype, rows: int, biased: bool) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    x, weight, bias = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((rows, 48), (80, 48), (80,)))
+    close = {"atol": 1e-4, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 0.15, "rtol": 0.02}
+    given_bias = bias if biased else None
+    torch.testing.assert_close(CPU.linear(weight, given_bias)(x), ref.linear(weight, given_bias)(x), **close)
+    torch.testing.assert_close(CPU.rms_norm(x, x[0], 1e-5), ref.rms_norm(x, x[0], 1e-5), **close)
+
+
+def test_rope_is_a_rotation_of_the_pairs_half_a_head_apart() -> None:
+    x = torch.randn(5, 3, 8, generator=torch.Generator().manual_seed(0))
+    angles = torch.rand(5, 1, 4, generator=torch.Generator().manual_seed(1))
+    expected = torch.view_as_complex(torch.stack(x.chunk(2, -1), -1)) * torch.polar(torch.ones_like(angles), angles)
+    cos, sin = torch.cat((angles.cos(),) * 2, -1), torch.cat((-angles.sin(), angles.sin()), -1)
+    ref.rope(x, cos, sin)
+    torch.testing.assert_close(x, torch.cat((expected.real, expected.imag), -1))
+
+
+def test_kv_write_puts_each_token_into_its_slot_and_touches_no_other() -> None:
+    cache, kv = torch.zeros(2, 6, 2, 4), torch.randn(3, 2, 2, 4)
+    ref.kv_write(cache, kv, torch.tensor([5, 0, 2]))
+    torch.testing.assert_close(cache[:, [5, 0, 2]], kv.transpose(0, 1))
+    assert not cache[:, [1, 3, 4]].any()
+
+
+def test_silu_mul_gates_the_second_half() -> None:
+    gate, up = torch.randn(2, 3, 7)
+    torch.testing.assert_close(ref.silu_mul(torch.cat((gate, up), -1)), gate * gate.sigmoid() * up)
+
+
+def test_the_environment_forces_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert CPU.attention is not ref.attention
+    monkeypatch.setenv("RAYTIDE_OP_ATTENTION", "ref")
+    assert ops_for("cpu").attention is ref.attention
+    monkeypatch.setenv("RAYTIDE_OP_ATTENTION", "fastest")
+    with pytest.raises(ConfigError, match="RAYTIDE_OP_ATTENTION"):
+        ops_for("cpu")
+
+
+def test_the_best_variant_whose_probe_holds_is_chosen_and_others_devices_are_left_alone() -> None:
+    def better(gate_up_T2F: torch.Tensor) -> torch.Tensor:
+        return ref.silu_mul(gate_up_T2F)
+
+    register("silu_mul", "testchip", priority=99, probe=lambda: False)(lambda _: torch.zeros(0))
+    register("silu_mul", "testchip", priority=5)(better)
+    assert ops_for("testchip").silu_mul is better
+    assert CPU.silu_mul is ref.silu_mul
+
+
+def test_a_device_without_variants_runs_on_references() -> None:
+    assert ops_for("abacus") == Ops(ref.rms_norm, ref.rope, ref.silu_mul, ref.linear, ref.kv_write, ref.attention)
+
+
+def test_devices_that_are_not_there_are_refused() -> None:
+    with pytest.raises(ConfigError, match="warp"):
+        resolve_device("warp")
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="no GPU"):
+            resolve_device("cuda:1")
+    with pytest.raises(ConfigError, match="float16"):
+        resolve_device("cpu").dtype("float16")
