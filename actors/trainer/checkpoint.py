@@ -1,4 +1,4 @@
-"""Save and load the sharded state with torch's distributed checkpoint (DCP). Any number of ranks reads what any wrote."""
+"""Save and load the sharded state by torch's distributed checkpoint (DCP): any number of ranks reads what any wrote."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from raytide.core.train_spec import TrainSpec
 
 
 class Checkpoints:
-    """The checkpoints of one run, as one generation of ranks sees them. Every method is called by all ranks together."""
+    """The checkpoints of a run, as one generation of ranks sees them. All ranks call every method together."""
 
     def __init__(self, spec: TrainSpec, dataset_digest: str, group: Group) -> None:
         self.root = Path(spec.out) / "checkpoints"
@@ -31,7 +31,7 @@ class Checkpoints:
         written = self.group.from_first(manifest.part(self.root, step))
         try:
             weights, moments = get_state_dict(model, optimizer)
-            dcp.save({"model": weights, "optim": moments}, checkpoint_id=written)
+            dcp.save({"model": weights, "optim": moments}, checkpoint_id=written, process_group=self.group.io)
         except CheckpointException as error:
             shutil.rmtree(written, ignore_errors=True)
             raise _explain(error, manifest.folder(self.root, step)) from error
@@ -54,7 +54,12 @@ class Checkpoints:
             return 0, found.rejected
         weights, moments = get_state_dict(model, optimizer)
         state = {"model": weights, "optim": moments}
-        dcp.load(state, checkpoint_id=found.checkpoint.path)
+        try:
+            dcp.load(state, checkpoint_id=found.checkpoint.path, process_group=self.group.io)
+        except CheckpointException as error:  # a BaseException: nothing above would catch it
+            raise CheckpointError(
+                f"cannot load {found.checkpoint.path}: {_first(error)}", hint="Go on with the spec that wrote it."
+            ) from error
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
         return found.checkpoint.manifest.step, found.rejected
 
@@ -107,5 +112,8 @@ def _explain(error: CheckpointException, path: Path) -> RaytideError:
                     hint="Free space there, then resume: what was written before is whole.",
                 )
             cause = cause.__cause__ or cause.__context__
-    first = next(iter(error.failures.values()))[0] if error.failures else error
-    return StorageError(f"cannot write {path}: {first}", hint="Check the path and its permissions.")
+    return StorageError(f"cannot write {path}: {_first(error)}", hint="Check the path and its permissions.")
+
+
+def _first(error: CheckpointException) -> BaseException:
+    return next((cause for cause, _ in error.failures.values()), error)

@@ -131,8 +131,11 @@ def staged(dataset: str) -> Path:
         fs, path = open_url(dataset)
         with tempfile.TemporaryDirectory(dir=home.parent) as part:
             fs.get(path.rstrip("/") + "/", f"{part}/data", recursive=True)
-            if not home.exists():  # another rank may have been quicker
+            try:
                 (Path(part) / "data").rename(home)
+            except OSError:
+                if not home.exists():  # else another rank was quicker
+                    raise
     return home
 
 
@@ -148,5 +151,5 @@ def _manifest(path: Path) -> tuple[TokenManifest, str]:
     except ValueError as error:
         raise DataError(f"{path / MANIFEST} is not JSON: {error}.", hint="Build the dataset again.") from None
     if manifest.format != "bin":
-        raise DataError(f"{path} holds {manifest.format} shards.", hint='Build the dataset with format "bin" to train on it.')
+        raise DataError(f"{path} holds {manifest.format} shards.", hint='Build it with format "bin" to train on it.')
     return manifest, hashlib.sha256(body).hexdigest()

@@ -44,6 +44,7 @@ def _write(weights: dict[str, torch.Tensor], spec: TrainSpec, data: TokenData, t
                 part / "model.safetensors",
                 metadata={"format": "pt"},
             )
+            (part / "model.safetensors").chmod(0o644)  # safetensors makes it the owner's alone
             config = hf_config(spec.model, data.manifest.vocab_size, data.manifest.eos_id, dtype_name)
             _json(part / "config.json", config)
             generation = {"bos_token_id": data.manifest.eos_id, "eos_token_id": data.manifest.eos_id}

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 T = TypeVar("T")
+IO_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,8 @@ class Group:
     world: int
     device: torch.device
     mesh: DeviceMesh
+    io: dist.ProcessGroup
+    """For checkpoints, on gloo: their waits are long, and theirs alone, so that a hung step is still seen quickly."""
 
     @property
     def is_first(self) -> bool:
@@ -39,9 +42,9 @@ class Group:
         return summed
 
     def from_first(self, value: T) -> T:
-        """Rank 0's value, on every rank."""
+        """Rank 0's value, on every rank; the others wait for as long as rank 0 may be busy with files."""
         box = [value]
-        dist.broadcast_object_list(box, src=0)
+        dist.broadcast_object_list(box, src=0, group=self.io)
         return box[0]
 
 
@@ -53,7 +56,10 @@ def join(store: dist.Store, rank: int, world: int, *, timeout_s: float, address:
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s))
-    return Group(rank, world, device, init_device_mesh(device.type, (world,), mesh_dim_names=("shard",)))
+    mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
+    io = dist.new_group(backend="gloo", timeout=timedelta(seconds=max(timeout_s, IO_TIMEOUT_S)))
+    assert isinstance(io, dist.ProcessGroup)
+    return Group(rank, world, device, mesh, io)
 
 
 def leave() -> None:

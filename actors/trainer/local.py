@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from raytide.actors.trainer import group
-from raytide.actors.trainer.loop import StepResult, Trainer
-from raytide.actors.trainer.record import Record, RunResult
+from raytide.actors.trainer.core import RunResult, StepResult
+from raytide.actors.trainer.loop import Trainer
+from raytide.actors.trainer.record import Record
 from raytide.core.clock import Clock, SystemClock
 from raytide.core.errors import RaytideError
 from raytide.core.train_spec import TrainSpec

@@ -10,7 +10,6 @@ import json
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +20,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from raytide.actors.trainer import optim, parallel
 from raytide.actors.trainer.checkpoint import Checkpoints
+from raytide.actors.trainer.core import StepResult
 from raytide.actors.trainer.data import Ids, Sampler, TokenData, share
 from raytide.actors.trainer.export import export
 from raytide.actors.trainer.group import Group
@@ -30,23 +30,6 @@ from raytide.core.train_spec import TrainSpec
 
 _ANY: Ids = np.zeros(1, dtype=np.int64)
 """The sequence that fills up a microbatch which does not count."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What one step did, over all ranks."""
-
-    step: int
-    """Steps done, this one included."""
-    loss: float
-    """Mean over the valid tokens of the global batch, before the update."""
-    lr: float
-    grad_norm: float
-    """Before clipping."""
-    tokens: int
-    step_s: float
-    data_s: float
-    world: int
 
 
 class Trainer:
@@ -163,7 +146,7 @@ class Trainer:
         """This rank's microbatches. All ranks have equally many, or their collectives would not match: a rank whose
         share is smaller fills up with sequences that do not count."""
         size = self.spec.micro_batch
-        count = -(-(-(-self.spec.global_batch // self.group.world)) // size)
+        count = math.ceil(math.ceil(self.spec.global_batch / self.group.world) / size)
         out = []
         for index in range(count):
             chunk = ids[index * size : (index + 1) * size]

@@ -40,7 +40,7 @@ def shard(model: Llama, group: Group, precision: Precision) -> None:
 
 @torch.no_grad()
 def initialise(model: Llama, seed: int, layers: int) -> None:
-    """Normal(0, 0.02) for matrices, less by sqrt(2 * layers) where they write to the residual stream (GPT-2); ones for norms."""
+    """Normal(0, 0.02), less by sqrt(2 * layers) for what writes to the residual stream (GPT-2); ones for norms."""
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:
             full = torch.ones(parameter.shape)

@@ -8,33 +8,16 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
 
-from raytide.actors.trainer.loop import StepResult
+from raytide.actors.trainer.core import RunResult, StepResult
 from raytide.core.clock import Clock
 from raytide.core.storage import full_disk_is_an_error
 from raytide.core.train_spec import TrainSpec
 
 RunState = Literal["running", "done", "failed"]
-
-
-@dataclass(frozen=True, slots=True)
-class RunResult:
-    """How a run ended."""
-
-    steps: int
-    first_loss: float | None
-    """Of the run's first step, also after a resume; None, like `loss`, when no step was done."""
-    loss: float | None
-    tokens: int
-    """Trained on by this call, steps done twice counted twice."""
-    seconds: float
-    restarts: int
-    recovery_s: float
-    """The longest time from a break to the next step done."""
-    model_dir: str | None
 
 
 class Record:
@@ -43,7 +26,7 @@ class Record:
         with full_disk_is_an_error(spec.out):
             self.out.mkdir(parents=True, exist_ok=True)
         self.began_s = clock.now_s()
-        self.steps = self.tokens = self.restarts = 0
+        self.steps = self.tokens = self.restarts = self.resizes = 0
         self.first_loss: float | None = None
         self.loss: float | None = None
         self.recovery_s = 0.0
@@ -71,6 +54,7 @@ class Record:
             tokens=self.tokens,
             seconds=self.clock.now_s() - self.began_s,
             restarts=self.restarts,
+            resizes=self.resizes,
             recovery_s=self.recovery_s,
             model_dir=str(model) if model.is_dir() else None,
         )

@@ -6,6 +6,7 @@ Forked children of a parent that has imported torch start in a tenth of a second
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -82,44 +83,46 @@ def spec(dataset: Path, tmp_path: Path) -> TrainSpec:
     )
 
 
-def with_(spec: TrainSpec, **changes: object) -> TrainSpec:
-    return TrainSpec.model_validate({**spec.model_dump(), **changes})
+RunRanks = Callable[..., list[Any]]
 
 
-class Ranks:
-    """Run a function in `world` forked processes; a rank that raises or hangs fails the test with its traceback."""
+@pytest.fixture
+def run_ranks(tmp_path: Path) -> RunRanks:
+    """`run_ranks(world, work)`: the value of `work(rank, world, rendezvous file)` in each of `world` forked processes.
 
-    def __init__(self, tmp: Path) -> None:
-        self.tmp, self.used = tmp, 0
+    A rank that raises or hangs fails the test, with its traceback.
+    """
+    meets = (str(tmp_path / f"meet-{number}") for number in itertools.count())
 
-    def run(self, world: int, work: Callable[[int, int, str], Any], *, timeout_s: float = 90.0) -> list[Any]:
-        """The value of `work(rank, world, rendezvous file)` on each rank; the file is fresh."""
-        self.used += 1
-        meet = str(self.tmp / f"meet-{self.used}")
-        context = multiprocessing.get_context("fork")
-        pipes, children = [], []
-        for rank in range(world):
-            here, there = context.Pipe(duplex=False)
-            child = context.Process(target=_child, args=(there, work, rank, world, meet))
-            child.start()
-            there.close()
-            pipes.append(here)
-            children.append(child)
+    def run(world: int, work: Callable[[int, int, str], Any], timeout_s: float = 90.0) -> list[Any]:
+        return _run_ranks(world, work, next(meets), timeout_s)
+
+    return run
+
+
+def _run_ranks(world: int, work: Callable[[int, int, str], Any], meet: str, timeout_s: float) -> list[Any]:
+    context = multiprocessing.get_context("fork")
+    pipes, children = [], []
+    for rank in range(world):
+        here, there = context.Pipe(duplex=False)
+        child = context.Process(target=_child, args=(there, work, rank, world, meet), daemon=True)
+        child.start()
+        there.close()
+        pipes.append(here)
+        children.append(child)
+    try:
         results = []
-        try:
-            for rank, pipe in enumerate(pipes):
-                if not pipe.poll(timeout_s):
-                    raise AssertionError(f"rank {rank} of {world} gave nothing within {timeout_s} s")
-                ok, value = pipe.recv()
-                assert ok, f"rank {rank} of {world} failed:\n{value}"
-                results.append(value)
-            return results
-        finally:
-            for child in children:
-                child.join(5.0)
-                if child.is_alive():
-                    child.kill()
-                    child.join()
+        for rank, pipe in enumerate(pipes):
+            assert pipe.poll(timeout_s), f"rank {rank} of {world} gave nothing within {timeout_s} s"
+            ok, value = pipe.recv()
+            assert ok, f"rank {rank} of {world} failed:\n{value}"
+            results.append(value)
+        return results
+    finally:
+        for child in children:
+            child.join(5.0)
+            child.kill()
+            child.join()
 
 
 def _child(pipe: Any, work: Callable[[int, int, str], Any], rank: int, world: int, meet: str) -> None:
@@ -130,8 +133,3 @@ def _child(pipe: Any, work: Callable[[int, int, str], Any], rank: int, world: in
         pipe.send((False, traceback.format_exc()))
     pipe.close()
     os._exit(0)
-
-
-@pytest.fixture
-def ranks(tmp_path: Path) -> Ranks:
-    return Ranks(tmp_path)
