@@ -30,7 +30,7 @@ _TERMINATE_GRACE_S = 3.0
 class LocalProvider:
     """Provider whose machines are processes. `environment` is what they inherit: the cluster's, or this process's.
 
-    `node_module` is run with the node's folder and its locked file descriptor; tests put something lighter than a raylet there.
+    `node_module` is run with the node's folder and its locked file descriptor; tests put something lighter there.
     """
 
     def __init__(
@@ -136,7 +136,9 @@ class LocalProvider:
         slots = [_SLOTS[(len(folders) + i) % len(_SLOTS)] for i in range(len(_SLOTS))]
         free = next((slot for slot in slots if slot not in taken), None)
         if free is None:
-            raise ProviderError(f"all {len(_SLOTS)} addresses 127.0.{self._k}.N are in use.", hint="End some nodes first.")
+            raise ProviderError(
+                f"all {len(_SLOTS)} addresses 127.0.{self._k}.N are in use.", hint="End some nodes first."
+            )
         return Purchase(
             node_id=node.id,
             node_type=node_type.name,

@@ -35,7 +35,7 @@ class Watcher:
         path = run_dir / "nodes" / "events"
         if not path.exists():
             os.mkfifo(path, 0o600)
-        self._fifo = os.open(path, os.O_RDWR | os.O_NONBLOCK)  # also a writer itself, so that it never reads end-of-file
+        self._fifo = os.open(path, os.O_RDWR | os.O_NONBLOCK)  # a writer too: it never reads end-of-file
         self._epoll = select.epoll()
         self._epoll.register(self._fifo, select.EPOLLIN)
         self._thread = threading.Thread(target=self._run, name="local-node-watch", daemon=True)

@@ -1,7 +1,7 @@
-"""The folder of one local node: `<run>/nodes/<node-id>/`. Whoever dies at any moment, it says what was bought and when it ended.
+"""The folder of one local node, `<run>/nodes/<node-id>/`: what was bought and when it ended, whoever is killed when.
 
-`machine.json` is written before anything runs, so a node is billed from then; `lock` is held by the node's process for its
-whole life; `ended.json` is written once, by whoever first sees the lock free, and is what every later reader bills.
+`machine.json` is written before anything runs, so a node is billed from then; `lock` is held by the node's process
+for its whole life; `ended.json` is written once, by whoever first sees the lock free, and every later reader bills it.
 """
 
 from __future__ import annotations
@@ -115,6 +115,6 @@ class NodeFolder:
 
 def node_folders(run_dir: Path) -> list[NodeFolder]:
     """Every node that was ever bought, in order of purchase."""
-    folders = [NodeFolder(path.parent) for path in (run_dir / "nodes").glob("*/machine.json")]
-    bought = {folder: folder.purchase() for folder in folders}
-    return sorted(folders, key=lambda folder: (purchase.started_at_s, purchase.slot) if (purchase := bought[folder]) else (0.0, 0))
+    folders = (NodeFolder(path.parent) for path in (run_dir / "nodes").glob("*/machine.json"))
+    bought = [(purchase, folder) for folder in folders if (purchase := folder.purchase()) is not None]
+    return [folder for _, folder in sorted(bought, key=lambda item: (item[0].started_at_s, item[0].slot))]

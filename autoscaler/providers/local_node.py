@@ -1,7 +1,7 @@
 """The process of one local node: `python -m raytide.autoscaler.providers.local_node FOLDER LOCK_FD`.
 
-It starts a raylet, waits for the raylet's end or a SIGTERM, and leaves nothing of the node behind. Ray's `Node` is private API
-(Ray is pinned): `ray start` cannot name the sockets, and two of them in one second pick the same one and one dies.
+It starts a raylet, waits for the raylet's end or a SIGTERM, and leaves nothing of the node behind. Ray's `Node` is
+private API (Ray is pinned): two `ray start` in one second pick the same socket name, which it cannot set, and one dies.
 """
 
 from __future__ import annotations
@@ -92,9 +92,9 @@ def _parameters(purchase: Purchase) -> RayParams:
 
 
 def _ports(purchase: Purchase) -> tuple[int, ...]:
-    """Ports for the agents. A raylet that knows them does not wait until its agents have started: 3.4 s instead of 5.0 s.
+    """Ports for the agents: a raylet that knows them does not wait until its agents run (3.4 s instead of 5.0 s).
 
-    Some agents listen on every address, so the ports follow from the whole address; zeros (Ray chooses) when one is taken.
+    Some agents listen on every address, so the ports follow from K and N; zeros (Ray chooses) when one is taken.
     """
     _, _, k, n = (int(part) for part in purchase.address.split("."))
     first = _FIRST_PORT + (k * 256 + n) % _NODES * _PORTS_PER_NODE

@@ -17,7 +17,7 @@ Pool = tuple[str, str]
 
 
 def give_notice(run_dir: Path, node_id: str, deadline_s: float) -> None:
-    """Announce that the node will be taken back at `deadline_s` (seconds since the epoch). Nothing else happens by itself."""
+    """Announce that the node will be taken back at `deadline_s` (seconds since the epoch). Nothing else happens."""
     _bought(run_dir, node_id).give_notice(deadline_s)
     poke(run_dir)
 

@@ -13,7 +13,7 @@ FIRST_K, LAST_K = 2, 250
 def claim(ports_of: dict[int, Iterable[int]]) -> tuple[int, socket.socket]:
     """The first K whose head ports are free, and the claim on it: a socket that the cluster's processes inherit.
 
-    The claim is a name in Linux's abstract socket namespace: it has the same scope as 127.0.K.1, and it is gone with the
+    The claim is a name in Linux's abstract socket namespace: it has the same scope as 127.0.K.1, and is gone with the
     last process that holds it. ConflictError when no K can be had.
     """
     taken: list[str] = []
@@ -29,7 +29,7 @@ def claim(ports_of: dict[int, Iterable[int]]) -> tuple[int, socket.socket]:
         taken.append(f"port {busy} is in use on 127.0.{k}.1")
     raise ConflictError(
         f"no address for a cluster: {taken[-1]}" + (f" (and so on, {len(taken)} tried)." if len(taken) > 1 else "."),
-        hint="End what listens there (`ss -ltnp` shows it), or the clusters that you do not need (`raytide down --name NAME`).",
+        hint="End what listens there (`ss -ltnp` shows it), or a cluster you do not need (`raytide down --name NAME`).",
     )
 
 

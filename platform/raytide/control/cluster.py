@@ -1,7 +1,8 @@
-"""Up and down of an embedded cluster on this machine. Whatever was killed at whatever moment, `down` leaves nothing running."""
+"""Up and down of an embedded cluster. Whatever was killed at whatever moment, `down` leaves nothing running."""
 
 from __future__ import annotations
 
+import os
 import secrets
 import shutil
 import signal
@@ -44,7 +45,7 @@ def up(
     children: Mapping[str, str] = CHILDREN,
     timeout_s: float = 120.0,
 ) -> LocalCluster:
-    """Start the cluster of that name, or adopt what a killed supervisor left of it. On an error, everything is ended again."""
+    """Start the cluster of that name, or adopt what a killed supervisor left. On an error, all is ended again."""
     _check_name(name)
     config = load_cluster(config_path or DEFAULT_CONFIG)
     with _exclusive(name):
@@ -78,7 +79,7 @@ def up(
 
 
 def down(name: str = "local") -> None:
-    """End the cluster of that name, up, half up or crashed; nothing happens when there is none. The run folder stays."""
+    """End the cluster of that name, up, half up or crashed; nothing happens when there is none. Its folder stays."""
     _check_name(name)
     if run_dir_of(name).parent.exists():
         with _exclusive(name), _uninterrupted():
@@ -109,15 +110,24 @@ def provider(cluster: LocalCluster, clock: Clock | None = None) -> LocalProvider
 
 
 @contextmanager
-def running(
-    config_path: str | Path | None = None, name: str = "local", *, children: Mapping[str, str] = CHILDREN
+def temporary(
+    home_dir: Path,
+    config_path: str | Path | None = None,
+    name: str = "local",
+    *,
+    children: Mapping[str, str] = CHILDREN,
 ) -> Iterator[LocalCluster]:
-    """A cluster for the length of a `with` block."""
-    cluster = up(config_path, name, children=children)
+    """A cluster for a `with` block, under a home of its own, which is also this process's for that time."""
+    before = os.environ.get("RAYTIDE_HOME")
+    os.environ["RAYTIDE_HOME"] = str(home_dir)
     try:
-        yield cluster
+        yield up(config_path, name, children=children)
     finally:
         down(name)
+        if before is None:
+            del os.environ["RAYTIDE_HOME"]
+        else:
+            os.environ["RAYTIDE_HOME"] = before
 
 
 def _create(name: str, config_path: Path, k: int | None, *, state_url: str) -> tuple[LocalCluster, socket.socket]:
@@ -168,7 +178,9 @@ def _wait_for_api(cluster: LocalCluster, *, timeout_s: float) -> None:
         except httpx.HTTPError:
             pass  # it is starting
         if not cluster.is_alive("supervisor"):
-            raise ClusterError(f"the supervisor of cluster {cluster.name} ended.", hint=f"See {cluster.log('supervisor')}.")
+            raise ClusterError(
+                f"the supervisor of cluster {cluster.name} ended.", hint=f"See {cluster.log('supervisor')}."
+            )
         time.sleep(0.1)
     raise ClusterError(
         f"the API of cluster {cluster.name} did not answer at {cluster.api_url} within {timeout_s:.0f} s.",
@@ -177,7 +189,7 @@ def _wait_for_api(cluster: LocalCluster, *, timeout_s: float) -> None:
 
 
 def _end_everything(cluster: LocalCluster) -> None:
-    """In order, so that nothing restarts what was ended: supervisor (with its children), nodes, head, then any straggler."""
+    """The supervisor first, so that nothing restarts what was ended; then its orphans; then whatever bears the mark."""
     cluster.client_file.unlink(missing_ok=True)
     for whats in (["supervisor"], list(CHILDREN)):
         end([process for what in whats if (process := cluster.process(what))], grace_s=_STOP_GRACE_S)

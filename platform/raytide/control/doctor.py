@@ -35,14 +35,16 @@ class Finding:
 
 
 def check() -> list[Finding]:
-    """Every check, in the order in which a new machine is set up. Takes a few seconds: torch is imported in a process."""
+    """Every check, in the order in which a new machine is set up. Takes seconds: torch is imported in a process."""
     return [one() for one in CHECKS]
 
 
 def _linux() -> Finding:
     if sys.platform == "linux":
         return Finding("linux", "ok", platform.release())
-    return Finding("linux", "fail", f"this is {sys.platform}", "The embedded cluster needs Linux: use a virtual machine or WSL 2.")
+    return Finding(
+        "linux", "fail", f"this is {sys.platform}", "The embedded cluster needs Linux: use a virtual machine or WSL 2."
+    )
 
 
 def _python() -> Finding:
@@ -56,7 +58,9 @@ def _ray() -> Finding:
     have = _version("ray")
     if have is not None and have.startswith(_RAY):
         return Finding("ray", "ok", have)
-    return Finding("ray", "fail", have or "not installed", f"Install ray[default,serve,train]=={_RAY}* (`./dev setup`).")
+    return Finding(
+        "ray", "fail", have or "not installed", f"Install ray[default,serve,train]=={_RAY}* (`./dev setup`)."
+    )
 
 
 def _checkout() -> Finding:
@@ -85,13 +89,17 @@ def _torch() -> Finding:
 def _torch_companions() -> Finding:
     """A torchvision, torchaudio or torchcodec built for CUDA beside a CPU torch breaks transformers on import."""
     torch = _version("torch")
-    have = {name: found for name in ("torchvision", "torchaudio", "torchcodec") if (found := _version(name)) is not None}
+    have = {
+        name: found for name in ("torchvision", "torchaudio", "torchcodec") if (found := _version(name)) is not None
+    }
     broken = [name for name in have if not _imports(name)]
     if broken:
         versions = ", ".join(f"{name} {have[name]}" for name in broken)
         mend = f"{sys.executable} -m pip uninstall {' '.join(broken)}"
         return Finding("torch companions", "warn", f"{versions} cannot be imported beside torch {torch}", mend)
-    return Finding("torch companions", "ok", ", ".join(f"{name} {found}" for name, found in have.items()) or "none, none needed")
+    return Finding(
+        "torch companions", "ok", ", ".join(f"{name} {found}" for name, found in have.items()) or "none, none needed"
+    )
 
 
 def _loopback() -> Finding:
@@ -111,7 +119,9 @@ def _shared_memory() -> Finding:
     free = shutil.disk_usage(shm).free
     if free >= _SHM_BYTES:
         return Finding("/dev/shm", "ok", f"{_gib(free)} free")
-    return Finding("/dev/shm", "warn", f"{_gib(free)} free: objects go to disk", "docker run --shm-size=2g, or remount it larger.")
+    return Finding(
+        "/dev/shm", "warn", f"{_gib(free)} free: objects go to disk", "docker run --shm-size=2g, or remount it larger."
+    )
 
 
 def _disk() -> Finding:
@@ -119,7 +129,12 @@ def _disk() -> Finding:
     free = shutil.disk_usage(folder).free
     if free >= _DISK_BYTES:
         return Finding("disk", "ok", f"{_gib(free)} free in {folder}")
-    return Finding("disk", "warn", f"{_gib(free)} free in {folder}", f"Free some, or set TMPDIR; {_gib(_DISK_BYTES)} is comfortable.")
+    return Finding(
+        "disk",
+        "warn",
+        f"{_gib(free)} free in {folder}",
+        f"Free some, or set TMPDIR; {_gib(_DISK_BYTES)} is comfortable.",
+    )
 
 
 def _temp_path() -> Finding:
@@ -141,7 +156,9 @@ def _memory() -> Finding:
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if total >= 6 << 30:
         return Finding("memory", "ok", _gib(total))
-    return Finding("memory", "warn", _gib(total), "A head takes 0.6 GiB and each local node 0.2 GiB: keep the fleet small.")
+    return Finding(
+        "memory", "warn", _gib(total), "A head takes 0.6 GiB and each local node 0.2 GiB: keep the fleet small."
+    )
 
 
 def _vllm() -> Finding:

@@ -15,13 +15,13 @@ MARK = "RAYTIDE_CLUSTER"
 """Environment variable of every process of a cluster; its value is the cluster's id."""
 
 GCS_PORT_BASE = 6379
-"""The GCS listens on every address of the machine, whatever it is told, so its port differs between clusters: this plus K."""
+"""The GCS listens on every address of the machine, whatever it is told, so each cluster has a port of its own: + K."""
 
 RAY_ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",  # unset, a token file left in ~/.ray would switch it on
     "RAY_enable_autoscaler_v2": "1",  # without it the GCS does not report demand
     "RAY_USAGE_STATS_ENABLED": "0",
-    # A killed raylet refuses connections, so it is dead after 5 refusals, 1 s apart; one that is only slow has 5 times 10 s.
+    # A killed raylet refuses connections: dead after 5 refusals, 1 s apart. One that is only slow has 5 times 10 s.
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "10000",
@@ -81,7 +81,7 @@ class LocalCluster(Config):
         return process is not None and process.alive
 
     def environment(self) -> dict[str, str]:
-        """What every process of this cluster inherits. The interpreter's own folder leads PATH: Ray starts jobs with `python`."""
+        """What every process of this cluster inherits. This interpreter leads PATH: jobs start as `python`."""
         inherited = {key: value for key, value in os.environ.items() if not key.startswith(_FOREIGN)}
         return {
             **inherited,
@@ -92,6 +92,7 @@ class LocalCluster(Config):
             "PATH": _led_by(str(Path(sys.executable).parent), inherited.get("PATH", os.defpath)),
             "PYTHONPATH": _led_by(_import_root(), inherited.get("PYTHONPATH", "")),
             "PYTHONUNBUFFERED": "1",
+            "SPT_NOENV": "1",  # else Ray writes process titles over the environment, and MARK is no longer to be seen
         }
 
     def save(self) -> None:

@@ -38,15 +38,19 @@ def start_head(cluster: LocalCluster, *, environment: Mapping[str, str], pass_fd
 
 
 def wait_for_head(cluster: LocalCluster, head: Process, *, timeout_s: float) -> None:
-    """Until the head's raylet is registered: a node that is started earlier would fail. ClusterError when it does not come."""
+    """Until the head's raylet is registered: a node started earlier fails. ClusterError when it does not come."""
     from ray._raylet import GcsClient
 
     log = cluster.log("head")
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if not head.alive:
-            tail = " | ".join(line for line in log.read_text(errors="replace").splitlines()[-_LOG_TAIL:] if line.strip())
-            raise ClusterError(f"the Ray head of cluster {cluster.name} ended while it started: {tail}", hint=f"See {log}.")
+            tail = " | ".join(
+                line for line in log.read_text(errors="replace").splitlines()[-_LOG_TAIL:] if line.strip()
+            )
+            raise ClusterError(
+                f"the Ray head of cluster {cluster.name} ended while it started: {tail}", hint=f"See {log}."
+            )
         if is_listening(cluster.gcs_address):
             try:
                 nodes = GcsClient(address=cluster.gcs_address).get_all_node_info(timeout=2)
@@ -60,6 +64,6 @@ def wait_for_head(cluster: LocalCluster, head: Process, *, timeout_s: float) -> 
             last = "nothing listens"
         time.sleep(_POLL_S)
     raise ClusterError(
-        f"the Ray head of cluster {cluster.name} was not ready at {cluster.gcs_address} within {timeout_s:g} s: {last}.",
+        f"the Ray head of cluster {cluster.name} was not ready within {timeout_s:g} s: {last}.",
         hint=f"See {log}.",
     )

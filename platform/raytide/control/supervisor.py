@@ -1,10 +1,11 @@
-"""Keeps the controller and the API of one cluster alive: `python -m raytide.control.supervisor RUN_DIR [NAME=MODULE ...]`.
+"""Keeps a cluster's controller and API alive: `python -m raytide.control.supervisor RUN_DIR [NAME=MODULE ...]`.
 
 A killed supervisor leaves its children running; the next one adopts them by their recorded pid and start time.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import signal
@@ -21,6 +22,8 @@ from raytide.core.processes import Process, end
 
 CHILDREN = {"controller": "raytide.control.controller", "api": "raytide.control.api"}
 """Module by name; each is run as `python -m MODULE RUN_DIR`."""
+
+_log = logging.getLogger(__name__)
 
 _FIRST_DELAY_S, _LAST_DELAY_S = 0.2, 10.0
 _HEALTHY_S = 30.0
@@ -50,7 +53,9 @@ class Child:
 
 def supervise(run_dir: Path, children: Mapping[str, Sequence[str]]) -> NoReturn:
     """Until SIGTERM, which ends the children too."""
-    watched = [Child(what, argv, _recorded(run_dir, what), started_s=time.monotonic()) for what, argv in children.items()]
+    watched = [
+        Child(what, argv, _recorded(run_dir, what), started_s=time.monotonic()) for what, argv in children.items()
+    ]
     signal.signal(signal.SIGTERM, _stop)
     try:
         while True:
@@ -66,7 +71,7 @@ def _step(child: Child, run_dir: Path) -> None:
     now_s = time.monotonic()
     if child.process is not None and not child.process.alive:
         child.on_end(now_s)
-        print(f"{child.what} ended; it starts again in {child.restart_at_s - now_s:g} s", flush=True)
+        _log.warning("%s ended; it starts again in %g s", child.what, child.restart_at_s - now_s)
     if child.process is None and now_s >= child.restart_at_s:
         child.process = spawn(child.what, child.argv, run_dir=run_dir, environment=os.environ)
         child.started_s = now_s
@@ -95,6 +100,7 @@ def _stop(signum: int, frame: FrameType | None) -> NoReturn:
 def main(run_dir: str, *children: str) -> None:
     modules = dict(child.split("=", 1) for child in children) or CHILDREN
     folder = Path(run_dir)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     with hold_lock(folder / "supervisor.lock"):
         supervise(folder, {what: [sys.executable, "-m", module, run_dir] for what, module in modules.items()})
 

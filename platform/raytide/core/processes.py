@@ -117,7 +117,9 @@ def kill_marked(name: str, value: str, *, timeout_s: float = 10.0) -> int:
     while left := marked(name, value):
         if time.monotonic() > deadline:
             pids = ", ".join(str(process.pid) for process in left)
-            raise ClusterError(f"processes {pids} of {value} do not end.", hint="They hang in the kernel; try again later.")
+            raise ClusterError(
+                f"processes {pids} of {value} do not end.", hint="They hang in the kernel; try again later."
+            )
         for process in left:
             process.send(signal.SIGKILL)
         for process in left:

@@ -9,6 +9,6 @@ if __name__ == "__main__":
     os.set_inheritable(int(sys.argv[2]), False)
     subprocess.Popen(["sleep", "1000"], start_new_session=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    print("up", flush=True)
+    os.write(1, b"up")
     while True:
         signal.pause()

@@ -19,16 +19,18 @@ from raytide.core.errors import NotFoundError, ProviderError
 from raytide.core.fleet import Market, Node, NodeState, NodeType
 from raytide.core.processes import Process, kill_marked, marked
 
-TYPE = NodeType(name="g1", resources={"CPU": 2, "GPU": 1}, market=Market.SPOT, price_micro_usd_h=900_000, zones=("a", "b"))
+TYPE = NodeType(
+    name="g1", resources={"CPU": 2, "GPU": 1}, market=Market.SPOT, price_micro_usd_h=900_000, zones=("a", "b")
+)
 WAIT_S = 20.0
 
 
-@pytest.fixture()
+@pytest.fixture
 def clock() -> VirtualClock:
     return VirtualClock(1000.0)
 
 
-@pytest.fixture()
+@pytest.fixture
 def make(tmp_path: Path, clock: VirtualClock) -> Iterator[Callable[[], LocalProvider]]:
     """Providers over one run folder, as successive controllers would have; all nodes are gone afterwards."""
     made: list[LocalProvider] = []
@@ -87,7 +89,9 @@ def left_of(run_dir: Path, node_id: str) -> list[Process]:
     return marked(MARK, folder_of(run_dir, node_id).mark)
 
 
-def test_a_launch_buys_a_machine_with_its_price_address_and_labels(make: Callable[[], LocalProvider], tmp_path: Path) -> None:
+def test_a_launch_buys_a_machine_with_its_price_address_and_labels(
+    make: Callable[[], LocalProvider], tmp_path: Path
+) -> None:
     provider = make()
     provider.launch(node("n1", "b"), TYPE)
     assert only(provider) == Machine("n1", "g1", "b", 900_000, started_at_s=1000.0, address="127.0.9.2")
@@ -98,7 +102,9 @@ def test_a_launch_buys_a_machine_with_its_price_address_and_labels(make: Callabl
     assert process_of(tmp_path, "n1").alive
 
 
-def test_the_same_node_is_never_bought_twice(make: Callable[[], LocalProvider], tmp_path: Path, clock: VirtualClock) -> None:
+def test_the_same_node_is_never_bought_twice(
+    make: Callable[[], LocalProvider], tmp_path: Path, clock: VirtualClock
+) -> None:
     first = make()
     first.launch(node("n1"), TYPE)
     process = process_of(tmp_path, "n1")
@@ -110,18 +116,30 @@ def test_the_same_node_is_never_bought_twice(make: Callable[[], LocalProvider], 
 
 
 def test_a_purchase_whose_controller_was_killed_before_it_started_anything_is_completed(
-    make: Callable[[], LocalProvider], tmp_path: Path
+    make: Callable[[], LocalProvider], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = make()
-    first.launch(node("n1"), TYPE)
-    first.terminate("n1")
-    first.close()
-    for name in ("process.json", "ended.json", "reason.json"):  # back to the moment after the purchase
-        (tmp_path / "nodes" / "n1" / name).unlink()
+    def killed(*args: object) -> None:
+        raise SystemExit
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalProvider, "_spawn", killed)
+        with pytest.raises(SystemExit):
+            make().launch(node("n1"), TYPE)
     second = make()
     second.launch(node("n1"), TYPE)
     assert process_of(tmp_path, "n1").alive
     assert only(second).ended_at_s is None
+
+
+def test_a_purchase_that_nobody_completes_is_billed_until_it_is_seen(
+    make: Callable[[], LocalProvider], clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalProvider, "_spawn", lambda *args: None)
+    provider = make()
+    provider.launch(node("n1"), TYPE)
+    clock.advance(2.0)
+    machine = only(provider)
+    assert (machine.started_at_s, machine.ended_at_s) == (1000.0, 1002.0)
 
 
 def test_an_ended_node_is_not_started_again(make: Callable[[], LocalProvider], tmp_path: Path) -> None:
@@ -133,7 +151,9 @@ def test_an_ended_node_is_not_started_again(make: Callable[[], LocalProvider], t
     assert not process_of(tmp_path, "n1").alive
 
 
-def test_nodes_have_addresses_of_their_own_and_do_not_take_a_dead_ones_at_once(make: Callable[[], LocalProvider]) -> None:
+def test_nodes_have_addresses_of_their_own_and_do_not_take_a_dead_ones_at_once(
+    make: Callable[[], LocalProvider],
+) -> None:
     provider = make()
     for name in ("n1", "n2"):
         provider.launch(node(name), TYPE)
@@ -143,7 +163,9 @@ def test_nodes_have_addresses_of_their_own_and_do_not_take_a_dead_ones_at_once(m
     assert [machine.address for machine in provider.machines()] == ["127.0.9.2", "127.0.9.3", "127.0.9.4"]
 
 
-def test_terminate_leaves_nothing_of_the_node(make: Callable[[], LocalProvider], tmp_path: Path, clock: VirtualClock) -> None:
+def test_terminate_leaves_nothing_of_the_node(
+    make: Callable[[], LocalProvider], tmp_path: Path, clock: VirtualClock
+) -> None:
     provider = make()
     provider.launch(node("n1"), TYPE)
     started(tmp_path, "n1")
@@ -162,7 +184,9 @@ def test_terminating_what_was_never_bought_does_nothing(make: Callable[[], Local
     assert provider.machines() == ()
 
 
-def test_a_node_outlives_its_provider_and_the_next_one_ends_it(make: Callable[[], LocalProvider], tmp_path: Path) -> None:
+def test_a_node_outlives_its_provider_and_the_next_one_ends_it(
+    make: Callable[[], LocalProvider], tmp_path: Path
+) -> None:
     make().launch(node("n1"), TYPE)
     process = started(tmp_path, "n1")
     second = make()
@@ -214,7 +238,9 @@ def test_a_notice_is_reported_and_stands_until_the_node_ends(make: Callable[[], 
     assert provider.notices() == ()
 
 
-def test_a_reclaim_takes_the_whole_node_at_once(make: Callable[[], LocalProvider], tmp_path: Path, clock: VirtualClock) -> None:
+def test_a_reclaim_takes_the_whole_node_at_once(
+    make: Callable[[], LocalProvider], tmp_path: Path, clock: VirtualClock
+) -> None:
     provider = make()
     provider.launch(node("n1"), TYPE)
     started(tmp_path, "n1")

@@ -1,0 +1,130 @@
+"""One real Ray cluster: nodes that start together, die, are reclaimed and end, and a `down` that leaves nothing."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from raytide.autoscaler.providers.local import NODE_ID_LABEL, LocalProvider
+from raytide.autoscaler.providers.local_files import MARK as NODE_MARK
+from raytide.autoscaler.providers.local_spot import reclaim
+from raytide.control import cluster
+from raytide.control.addresses import is_listening
+from raytide.control.embedded import MARK, LocalCluster
+from raytide.core.fleet import Market, Node, NodeState, NodeType
+from raytide.core.processes import marked
+
+pytestmark = pytest.mark.cluster
+
+TYPE = NodeType(
+    name="g1.spot", resources={"CPU": 1, "GPU": 1, "slots": 2}, market=Market.SPOT, price_micro_usd_h=900_000
+)
+
+
+@pytest.fixture(scope="module")
+def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    """Real Ray, stand-in controller and API: nobody but the test launches and ends nodes."""
+    standins = str(Path(__file__).parent / "standins")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([standins, str(Path(__file__).parents[2] / "platform")]))
+        children = {"controller": "standin_child", "api": "standin_api"}
+        with cluster.temporary(tmp_path_factory.mktemp("home"), children=children) as started:
+            yield started
+    assert marked(MARK, started.cluster_id) == []
+    assert not is_listening(started.gcs_address)
+    assert not started.temp_dir.exists()
+
+
+@pytest.fixture
+def provider(ray_cluster: LocalCluster) -> Iterator[LocalProvider]:
+    provider = cluster.provider(ray_cluster)
+    yield provider
+    for machine in provider.machines():
+        provider.terminate(machine.node_id)
+    provider.close()
+
+
+def launch(provider: LocalProvider, *node_ids: str) -> None:
+    for node_id in node_ids:
+        provider.launch(Node(node_id, TYPE.name, "local", TYPE.market, 900_000, NodeState.REQUESTED, 0.0), TYPE)
+
+
+def nodes_in_ray(of: LocalCluster) -> dict[str, dict[str, object]]:
+    """Labels and resources of the living nodes, by raytide's node id."""
+    from ray._raylet import GcsClient
+
+    nodes = GcsClient(address=of.gcs_address).get_all_node_info(timeout=5).values()
+    live = [node for node in nodes if node.state == 0]
+    return {
+        node.labels[NODE_ID_LABEL]: {"labels": dict(node.labels), "resources": dict(node.resources_total)}
+        for node in live
+        if NODE_ID_LABEL in node.labels
+    }
+
+
+def until(condition: Callable[[], bool]) -> None:
+    pause = threading.Event()
+    while not condition():
+        pause.wait(0.05)
+
+
+def test_nodes_launched_in_the_same_second_join_with_their_labels_and_end(
+    ray_cluster: LocalCluster, provider: LocalProvider
+) -> None:
+    launch(provider, "n1", "n2")
+    until(lambda: set(nodes_in_ray(ray_cluster)) == {"n1", "n2"})
+    joined = nodes_in_ray(ray_cluster)["n1"]
+    assert joined["resources"] == joined["resources"] | {"CPU": 1.0, "GPU": 1.0, "slots": 2.0}
+    assert joined["labels"] == joined["labels"] | TYPE.all_labels("local")
+
+    reclaim(ray_cluster.run_dir, "n1")
+    assert marked(NODE_MARK, str(ray_cluster.run_dir / "nodes" / "n1")) == []
+    provider.terminate("n2")
+    provider.close()
+    assert marked(NODE_MARK, str(ray_cluster.run_dir / "nodes" / "n2")) == []
+    assert {machine.node_id: machine.reason for machine in provider.machines()} == {
+        "n1": "reclaimed",
+        "n2": "terminated",
+    }
+    until(lambda: nodes_in_ray(ray_cluster) == {})
+
+
+def test_a_node_whose_raylet_dies_ends_with_its_agents_and_workers(
+    ray_cluster: LocalCluster, provider: LocalProvider
+) -> None:
+    launch(provider, "n3")
+    until(lambda: "n3" in nodes_in_ray(ray_cluster))
+    mark = str(ray_cluster.run_dir / "nodes" / "n3")
+    # the node's process, the raylet and its two agents: titles that Ray gives them do not hide the mark
+    until(lambda: len(marked(NODE_MARK, mark)) >= 4)
+    ended = threading.Event()
+    provider.watch(ended.set)
+    (raylet,) = [process for process in marked(NODE_MARK, mark) if command(process.pid).endswith("/raylet")]
+    os.kill(raylet.pid, 9)
+    assert ended.wait(20.0)
+    until(lambda: marked(NODE_MARK, mark) == [])
+    machine = next(machine for machine in provider.machines() if machine.node_id == "n3")
+    assert machine.ended_at_s is not None
+    assert machine.reason == "its raylet ended"
+
+
+def test_a_submitted_job_finds_its_python_its_cluster_and_raytide(ray_cluster: LocalCluster) -> None:
+    from ray.job_submission import JobSubmissionClient
+
+    code = (
+        "import os, ray, raytide.core.money;"
+        " from raytide.control import cluster;"
+        " print('cluster', cluster.find().cluster_id == os.environ['RAYTIDE_CLUSTER'])"
+    )
+    client = JobSubmissionClient(ray_cluster.dashboard_url)
+    job = client.submit_job(entrypoint=f'python -c "{code}"')
+    until(lambda: client.get_job_status(job).is_terminal())
+    assert "cluster True" in client.get_job_logs(job)
+
+
+def command(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode()

@@ -1,0 +1,65 @@
+"""The doctor names what is wrong and how to mend it."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+
+import pytest
+
+from raytide.control import doctor
+from raytide.control.cluster import DEFAULT_CONFIG
+from raytide.core.cluster import load_cluster
+
+
+def test_a_machine_that_runs_the_tests_is_fit() -> None:
+    findings = doctor.check()
+    assert [finding for finding in findings if finding.status == "fail"] == []
+    assert all(finding.mend for finding in findings if finding.status != "ok")
+    assert len({finding.name for finding in findings}) == len(findings)
+
+
+def test_another_system_is_sent_to_linux(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    finding = doctor._linux()
+    assert finding.status == "fail"
+    assert "WSL" in finding.mend
+
+
+def test_another_ray_is_refused_with_the_one_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_version", {"ray": "2.49.1"}.get)
+    finding = doctor._ray()
+    assert (finding.status, finding.detail) == ("fail", "2.49.1")
+    assert "2.60" in finding.mend
+
+
+def test_a_companion_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_version", {"torch": "2.13.0+cpu", "torchvision": "0.28.0+cu130"}.get)
+    monkeypatch.setattr(doctor, "_imports", lambda name: False)
+    finding = doctor._torch_companions()
+    assert finding.status == "warn"
+    assert "torchvision 0.28.0+cu130" in finding.detail
+    assert finding.mend.endswith("pip uninstall torchvision")
+
+
+def test_a_low_limit_on_open_files_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 1048576))
+    assert doctor._open_files().status == "warn"
+
+
+def test_links_that_git_wrote_as_text_are_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    package = tmp_path / "raytide"
+    (package / "control").mkdir(parents=True)
+    for name in doctor._LINKS:
+        (package / name).mkdir()
+    (package / "actors").rmdir()
+    (package / "actors").write_text("../../actors")
+    monkeypatch.setattr(doctor, "__file__", str(package / "control" / "doctor.py"))
+    finding = doctor._checkout()
+    assert finding.status == "fail"
+    assert finding.detail.startswith("actors under")
+
+
+def test_the_shipped_local_fleet_is_valid() -> None:
+    assert load_cluster(DEFAULT_CONFIG).node_types
