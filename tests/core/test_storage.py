@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import errno
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from raytide.core import storage
+from raytide.core.errors import DataError, StorageError
+
+
+@pytest.mark.parametrize("protocol", ["local", "memory"])
+def test_what_is_written_is_read(protocol: str, tmp_path: Path) -> None:
+    base = str(tmp_path) if protocol == "local" else f"memory://{tmp_path.name}"
+    url = storage.join(base, "deep", "er", "file")
+    assert not storage.exists(url)
+    for content in (b"one", b"two"):
+        storage.write_bytes(url, content)
+        assert storage.read_bytes(url) == content
+    assert storage.exists(url)
+    fs, path = storage.open_url(storage.join(base, "deep", "er"))
+    assert len(fs.ls(path)) == 1
+    with pytest.raises(DataError, match="does not exist"):
+        storage.read_bytes(url + "x")
+
+
+def test_an_unknown_protocol_is_named() -> None:
+    with pytest.raises(DataError, match="nonsense://x"):
+        storage.open_url("nonsense://x")
+
+
+@pytest.mark.parametrize(("code", "words"), [(errno.ENOSPC, "no space left"), (errno.EACCES, "cannot write")])
+def test_a_write_that_fails_leaves_the_old_content_and_no_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, words: str
+) -> None:
+    url = str(tmp_path / "file")
+    storage.write_bytes(url, b"old")
+
+    def full(path: str) -> None:
+        raise OSError(code, "simulated")
+
+    monkeypatch.setattr(storage, "_sync", full)
+    with pytest.raises(StorageError, match=words):
+        storage.write_bytes(url, b"new")
+    assert storage.read_bytes(url) == b"old"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_hashes_are_sha256() -> None:
+    assert storage.sha256(b"x") == hashlib.sha256(b"x").hexdigest()

@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raytide.core.fleet import Market, Node, NodeState, NodeType
+from raytide.core.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
+from raytide.core.job import Job, JobKind, JobSpec, JobState
+from raytide.core.plan import Admit, Wait
+from raytide.core.snapshot import NodeView, Pool, Snapshot
+from raytide.jobs.admit import admit
+from raytide.jobs.why import why
+
+SMALL = NodeType(name="small", resources={"CPU": 2.0}, price_micro_usd_h=100, max_nodes=2)
+BIG = NodeType(name="big", resources={"CPU": 8.0, "GPU": 4.0}, price_micro_usd_h=900, max_nodes=1, market=Market.SPOT)
+
+
+def job(number: int, *shapes: Shape, state: JobState = JobState.QUEUED, **changes: object) -> Job:
+    spec = JobSpec(kind=JobKind.TRAIN, name="j", gang=GangSpec(shapes=shapes or (cpus(1),), form_timeout_s=7.0))
+    return replace(Job(f"job-{number}", spec, "ada", state, float(number)), **changes)  # type: ignore[arg-type]
+
+
+def cpus(amount: float, members: int = 1, at_least: int | None = None) -> Shape:
+    return Shape(members=members, min_members=at_least, resources={"CPU": amount})
+
+
+def snapshot(*jobs: Job, types: tuple[NodeType, ...] = (SMALL, BIG), **more: object) -> Snapshot:
+    return replace(Snapshot(50.0, types, jobs=jobs, next_lease=4), **more)  # type: ignore[arg-type]
+
+
+def view(number: int, node_type: NodeType = SMALL, state: NodeState = NodeState.READY, free: float | None = None) -> NodeView:
+    node = Node(f"node-{number}", node_type.name, "local", node_type.market, 1, state, 40.0, ray_node_id=f"ray-{number}")
+    available = {**node_type.resources, **({} if free is None else {"CPU": free})}
+    return NodeView(node, node_type.resources, available, node_type.all_labels("local"))
+
+
+def brief(s: Snapshot) -> list[tuple[str, str]]:
+    return [(a.job_id, a.lease.id) if isinstance(a, Admit) else (a.subject, a.constraint) for a in admit(s) if isinstance(a, Admit | Wait)]
+
+
+def test_those_that_fit_are_admitted_in_order_each_with_its_own_lease() -> None:
+    s = snapshot(job(1, cpus(2, members=2)), job(2, Shape(resources={"GPU": 4.0})))
+    first, second = admit(s)
+    assert isinstance(first, Admit)
+    assert first.lease == Lease(
+        "lease-4", "job-1", cpus(2, members=2), LeaseState.WAITING, (Member(0), Member(1)), 0, 7.0, 50.0, None, first.lease.reason
+    )
+    assert "2 new of small" in first.reason
+    assert isinstance(second, Admit)
+    assert second.lease.id == "lease-5"
+
+
+def test_nothing_overtakes_the_head_of_the_queue() -> None:
+    s = snapshot(job(1, cpus(8)), job(2, cpus(8)), job(3, cpus(1)))
+    assert brief(s) == [("job-1", "lease-4"), ("job-2", "capacity"), ("job-3", "behind")]
+    assert admit(s)[2].reason == "job-3 waits behind job-2."
+
+
+def test_what_no_fleet_could_hold_blocks_nobody() -> None:
+    assert brief(snapshot(job(1, Shape(resources={"GPU": 8.0})), job(2))) == [("job-1", "impossible"), ("job-2", "lease-4")]
+
+
+def test_the_first_shape_that_fits_is_taken() -> None:
+    shapes = (Shape(resources={"GPU": 8.0}), cpus(8, members=2), cpus(2, members=2), cpus(1))
+    (action,) = admit(snapshot(job(1, *shapes)))
+    assert isinstance(action, Admit)
+    assert action.lease.shape == shapes[2]
+    (waits,) = admit(snapshot(job(1, *shapes[:2], cpus(8, members=1)), types=(SMALL,)))
+    assert isinstance(waits, Wait)
+    assert waits.constraint == "impossible"
+
+
+def test_a_gang_starts_with_fewer_when_it_may() -> None:
+    (action,) = admit(snapshot(job(1, cpus(2, members=9, at_least=2)), types=(SMALL,)))
+    assert isinstance(action, Admit)
+    assert (len(action.lease.members), "2 of them now" in action.reason) == (9, True)
+
+
+def test_seats_that_an_admitted_lease_still_lacks_are_taken() -> None:
+    lease = Lease("lease-1", "job-1", cpus(2, members=2), LeaseState.WAITING, (Member(0), Member(1)))
+    running = job(1, cpus(2, members=2), state=JobState.ADMITTED)
+    s = snapshot(running, job(2, cpus(2)), types=(SMALL,), leases=(lease,))
+    assert brief(s) == [("job-2", "capacity")]
+
+
+def test_jobs_that_shall_stop_are_not_admitted() -> None:
+    assert admit(snapshot(job(1, stop_requested=True))) == ()
+
+
+def test_a_pool_without_stock_is_named() -> None:
+    s = snapshot(job(1, cpus(2)), types=(SMALL,), pools=(Pool("small", "local", 3, 80.0),))
+    (action,) = admit(s)
+    assert isinstance(action, Wait)
+    assert action.constraint == "stock"
+    assert "small in local" in action.reason
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 9), st.integers(0, 3)), max_size=8))
+def test_admission_is_in_order_and_never_promises_more_than_there_is(wishes: list[tuple[int, int, int]]) -> None:
+    jobs = tuple(job(i + 1, cpus(cpu, members=n, at_least=max(1, n - slack))) for i, (n, cpu, slack) in enumerate(wishes))
+    actions = admit(snapshot(*jobs))
+    assert [a.job_id if isinstance(a, Admit) else a.subject for a in actions if isinstance(a, Admit | Wait)] == [j.id for j in jobs]
+    admitted = [a.lease for a in actions if isinstance(a, Admit)]
+    # One big node and two small ones are all that can be bought.
+    assert sum(lease.shape.at_least * lease.shape.resources["CPU"] for lease in admitted) <= 12
+    head = next((i for i, a in enumerate(actions) if isinstance(a, Wait) and a.constraint != "impossible"), len(actions))
+    assert not any(isinstance(a, Admit) for a in actions[head:])
+    assert admit(snapshot(*jobs)) == actions
+
+
+def test_why_says_the_position_and_what_would_help() -> None:
+    s = snapshot(job(1, cpus(8)), job(2, cpus(8)), job(3), job(4, state=JobState.SUCCEEDED, reason="done"))
+    head, behind = why(s.jobs[1], s), why(s.jobs[2], s)
+    assert (head.position, head.constraint) == (2, "capacity")
+    assert "max_nodes" in head.remedy
+    assert (behind.position, behind.constraint) == (3, "behind")
+    assert "job-2" in behind.remedy
+    assert why(s.jobs[0], s).reason == "job-1 fits and starts with the next decision."
+    assert why(s.jobs[3], s) == why(s.jobs[3], snapshot())
+
+
+def test_why_says_which_node_an_admitted_job_waits_for() -> None:
+    admitted = job(1, cpus(2, members=2), state=JobState.ADMITTED)
+    members = (
+        Member(0, MemberState.ASSIGNED, "node-1"),
+        Member(1, MemberState.FORMING, "node-2", "ray-2"),
+        Member(2),
+    )
+    lease = Lease("lease-1", "job-1", cpus(2, members=3, at_least=2), LeaseState.FORMING, members)
+    s = snapshot(admitted, leases=(lease,), nodes=(view(1, state=NodeState.LAUNCHING), view(2)))
+    told = why(admitted, s)
+    assert (told.position, told.constraint) == (None, "starting")
+    assert told.reason == (
+        "lease-1 has 0 of 2 members that it needs; node-1 (small) is starting since 10 s; "
+        "a placement group on node-2 (small) is being made; a node is being chosen."
+    )
+
+
+def test_why_says_so_when_an_admitted_job_lost_its_room() -> None:
+    admitted = job(1, cpus(2), state=JobState.ADMITTED)
+    lease = Lease("lease-1", "job-1", cpus(2), LeaseState.WAITING, (Member(0),))
+    s = snapshot(admitted, types=(SMALL,), leases=(lease,), nodes=(view(1, free=0.0), view(2, free=0.0)))
+    assert why(admitted, s).constraint == "capacity"
+
+
+def test_why_of_a_job_that_runs_or_stops() -> None:
+    running = job(1, state=JobState.RUNNING)
+    lease = Lease("lease-1", "job-1", cpus(1), LeaseState.ACTIVE, (Member(0),), reason="1 of 1 members are usable")
+    s = snapshot(running, leases=(lease,))
+    assert why(running, s).reason == "job-1 runs: 1 of 1 members are usable"
+    stopping = replace(running, state=JobState.STOPPING, stop_requested=True, reason="its driver is being ended")
+    assert why(stopping, s).reason == "its driver is being ended"
+    assert why(replace(running, reason=""), snapshot(running)).reason == "job-1 is running"

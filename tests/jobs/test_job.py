@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from raytide.core.gang import GangSpec, Lease, LeaseState, Member, Shape
+from raytide.core.job import Job, JobKind, JobSpec, JobState
+from raytide.jobs.job import DriverKey, DriverStatus, advance, wanted_drivers
+
+SHAPE = Shape(resources={"CPU": 1.0})
+LEASE = Lease("lease-1", "job-1", SHAPE, LeaseState.WAITING, (Member(0),))
+ACTIVE = replace(LEASE, state=LeaseState.ACTIVE)
+
+
+def job(kind: JobKind = JobKind.TRAIN, state: JobState = JobState.QUEUED, **changes: object) -> Job:
+    spec = JobSpec(kind=kind, name="j", gang=GangSpec(shapes=(SHAPE,)), max_restarts=1, heartbeat_timeout_s=10.0)
+    return replace(Job("job-1", spec, "ada", state, 100.0), **changes)  # type: ignore[arg-type]
+
+
+def driver(state: str, message: str = "", attempt: int = 0) -> DriverStatus:
+    return DriverStatus(DriverKey("job-1", attempt), state, message)  # type: ignore[arg-type]
+
+
+def test_a_job_goes_from_the_queue_to_success() -> None:
+    queued = job()
+    assert advance(queued, None, None, 101.0) == (queued, None)
+    admitted, lease = advance(queued, LEASE, None, 102.0)
+    assert (admitted.state, admitted.admitted_at_s, lease) == (JobState.ADMITTED, 102.0, LEASE)
+    assert wanted_drivers([admitted]) == frozenset()
+    running, _ = advance(admitted, ACTIVE, None, 103.0)
+    assert (running.state, running.started_at_s) == (JobState.RUNNING, 103.0)
+    assert wanted_drivers([running]) == {DriverKey("job-1", 0)}
+    assert advance(running, ACTIVE, driver("running"), 104.0) == (running, ACTIVE)
+    done, over = advance(running, ACTIVE, driver("succeeded", "loss 2.1"), 105.0)
+    assert (done.state, done.ended_at_s, done.reason) == (JobState.SUCCEEDED, 105.0, "loss 2.1")
+    assert over is not None
+    assert (over.state, over.reason) == (LeaseState.RELEASED, "job-1 succeeded")
+    assert wanted_drivers([done]) == frozenset()
+
+
+def test_a_driver_that_died_is_started_again_until_the_budget_is_spent() -> None:
+    running = job(state=JobState.RUNNING)
+    again, lease = advance(running, ACTIVE, driver("died", "out of memory"), 110.0)
+    assert (again.state, again.restarts, again.reason) == (JobState.RUNNING, 1, "out of memory; restart 1 of 1")
+    assert wanted_drivers([again]) == {DriverKey("job-1", 1)}
+    assert advance(again, lease, driver("died", "out of memory"), 111.0) == (again, ACTIVE), "news of the first attempt"
+    failed, over = advance(again, lease, driver("died", attempt=1), 112.0)
+    assert failed.state is JobState.FAILED
+    assert "started 2 times" in failed.reason
+    assert over is not None
+    assert over.state is LeaseState.RELEASED
+
+
+def test_a_driver_that_failed_is_not_started_again() -> None:
+    failed, _ = advance(job(state=JobState.RUNNING), ACTIVE, driver("failed", "bad data"), 110.0)
+    assert (failed.state, failed.reason) == (JobState.FAILED, "bad data")
+
+
+@pytest.mark.parametrize("state", [JobState.QUEUED, JobState.ADMITTED])
+def test_a_job_without_a_driver_stops_at_once(state: JobState) -> None:
+    stopped, lease = advance(job(state=state, stop_requested=True), LEASE, None, 110.0)
+    assert stopped.state is JobState.STOPPED
+    assert lease is not None
+    assert lease.state is LeaseState.RELEASED
+
+
+def test_a_running_job_stops_once_its_driver_has_ended() -> None:
+    stopping, lease = advance(job(state=JobState.RUNNING, stop_requested=True), ACTIVE, driver("running"), 110.0)
+    assert (stopping.state, lease, wanted_drivers([stopping])) == (JobState.STOPPING, ACTIVE, frozenset())
+    for ended in (None, driver("died"), driver("failed")):
+        assert advance(stopping, ACTIVE, ended, 111.0)[0].state is JobState.STOPPED
+    assert advance(stopping, ACTIVE, driver("succeeded"), 111.0)[0].state is JobState.SUCCEEDED
+
+
+def test_a_job_that_is_over_stays_over_and_lets_its_lease_go() -> None:
+    done = job(state=JobState.SUCCEEDED, ended_at_s=1.0)
+    after, lease = advance(done, ACTIVE, driver("died"), 200.0)
+    assert after == done
+    assert lease is not None
+    assert lease.state is LeaseState.RELEASED
+
+
+def test_a_gang_job_lives_as_long_as_its_driver_asks() -> None:
+    gang = job(JobKind.GANG, JobState.RUNNING, heartbeat_at_s=200.0)
+    assert wanted_drivers([gang]) == frozenset()
+    assert advance(gang, ACTIVE, None, 210.0)[0] == gang
+    silent, lease = advance(gang, ACTIVE, None, 210.1)
+    assert silent.state is JobState.FAILED
+    assert "has not asked" in silent.reason
+    assert lease is not None
+    assert lease.state is LeaseState.RELEASED
+
+
+def test_a_gang_job_whose_driver_never_asked_leaves_the_queue() -> None:
+    assert advance(job(JobKind.GANG), None, None, 110.0)[0].state is JobState.QUEUED
+    assert advance(job(JobKind.GANG), None, None, 111.0)[0].state is JobState.FAILED
+
+
+def test_a_gang_job_ends_as_its_driver_says() -> None:
+    for said, state in (("", JobState.SUCCEEDED), ("ValueError: odd", JobState.FAILED)):
+        done, _ = advance(job(JobKind.GANG, JobState.RUNNING, released_by_driver=said), ACTIVE, None, 101.0)
+        assert done.state is state
+        assert said in done.reason
+    stopped, _ = advance(job(JobKind.GANG, JobState.RUNNING, stop_requested=True), ACTIVE, None, 101.0)
+    assert stopped.state is JobState.STOPPED
