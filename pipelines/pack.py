@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from abc import ABC, abstractmethod
 
 import numpy as np
@@ -13,6 +14,8 @@ from raytide.core.storage import join, open_url, sha256, write_bytes
 from raytide.core.tokens import ITEM_BYTES, MANIFEST, Shard, ShardFormat, TokenDtype
 
 SHARDS = "shards"
+SHARD_NAME = re.compile(r"\d{5,}\.(bin|parquet)(\.[0-9a-f]{32}\.part)?")
+"""A shard, or the unfinished copy that a killed `write_bytes` leaves."""
 
 Tokens = NDArray[np.unsignedinteger]
 
@@ -108,11 +111,18 @@ def packer_for(spec: DataSpec, dtype: TokenDtype) -> Packer:
 
 
 def clear(out: str) -> None:
-    """Remove what a build left in `out`, the manifest first so that nobody reads shards that are going."""
+    """Remove what a build left in `out`, the manifest first so that nobody reads shards that are going.
+
+    Only files with the names that a build gives: whatever else lies there stays.
+    """
     fs, path = open_url(out)
-    manifest = f"{path}/{MANIFEST}"
+    manifest, shards = f"{path}/{MANIFEST}", f"{path}/{SHARDS}"
     if fs.exists(manifest):
         fs.rm_file(manifest)
-    shards = f"{path}/{SHARDS}"
-    if fs.exists(shards):
-        fs.rm(shards, recursive=True)
+    if not fs.exists(shards):
+        return
+    for file in fs.ls(shards, detail=False):
+        if SHARD_NAME.fullmatch(file.rsplit("/", 1)[-1]):
+            fs.rm_file(file)
+    if not fs.ls(shards, detail=False):
+        fs.rmdir(shards)

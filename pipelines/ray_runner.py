@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -82,9 +83,12 @@ class RayRunner:
         context.execution_options.preserve_order = True
         context.execution_options.resource_limits = ExecutionResources(cpu=self.cpus, gpu=0)
         if (strategy := self._strategy()) is not None:
-            # Both, or Ray Data sizes the cluster by its own load instead of keeping to the placement group.
-            context.scheduling_strategy = strategy
-            context.scheduling_strategy_large_args = strategy
+            # Both, or Ray Data sizes the cluster by its own load instead of keeping to the placement group. Ray calls
+            # them deprecated and has no other way to say this.
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)
+                context.scheduling_strategy = strategy
+                context.scheduling_strategy_large_args = strategy
         context.raise_original_map_exception = True
         context.log_internal_stack_trace = False
         context.enable_progress_bars = False

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 
 from raytide.core.data_spec import DataSpec, TextFilter, TokenizerSpec
 from raytide.core.errors import ClusterError, ConflictError, DataError, StorageError
+from raytide.core.storage import write_bytes
 from raytide.core.tokens import TokenManifest, load_manifest, verify
 from raytide.pipelines import build as build_module
 from raytide.pipelines import read
@@ -81,6 +82,16 @@ def test_parquet_shards_hold_the_same_tokens_as_bin_shards(corpus: Path, spec_of
     ]
     assert len(documents) == rows.documents == flat.documents
     assert verify(out) == rows
+
+
+def test_a_dataset_can_go_to_an_object_store_and_back(corpus: Path, spec_of: SpecOf) -> None:
+    for path in corpus.glob("0*.txt"):
+        write_bytes(f"memory://store/in/{path.name}", path.read_bytes())
+    spec = spec_of("memory://store/in", out="memory://store/out")
+    first = build(spec)
+    assert verify(spec.out) == first
+    write_bytes(f"{spec.out}/{first.shards[0].file}", b"altered")
+    assert build(spec) == first == verify(spec.out)
 
 
 def test_chunks_and_pieces_leave_no_trace(corpus: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,15 @@ def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
 
 def test_clear_removes_a_dataset_and_leaves_what_is_not_its_own(tmp_path: Path) -> None:
     pack(str(tmp_path), [[1, 2]], 1, 10)
+    (tmp_path / "shards" / f"00001.bin.{'0' * 32}.part").write_text("unfinished")
     (tmp_path / "manifest.json").write_text("{}")
     (tmp_path / "README").write_text("mine")
     clear(str(tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["README"]
+
+
+def test_clear_leaves_a_foreign_file_among_the_shards(tmp_path: Path) -> None:
+    pack(str(tmp_path), [[1, 2]], 1, 10)
+    (tmp_path / "shards" / "notes.bin").write_text("mine")
+    clear(str(tmp_path))
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["notes.bin"]
