@@ -37,8 +37,8 @@ def main(path: str, lock: str) -> int:
     assert this is not None
     folder.record_process(this)
     raylet = start_raylet(purchase)
-    signal.signal(signal.SIGTERM, _stop)
     try:
+        signal.signal(signal.SIGTERM, _stop)
         raylet.wait(None)
         folder.announce_end("its raylet ended")
     except SystemExit:

@@ -9,13 +9,12 @@ import logging
 import os
 import select
 import signal
+import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 from raytide.control.processes import hold_lock, spawn
 from raytide.core.processes import Process, end
@@ -51,19 +50,21 @@ class Child:
         self.delay_s = min(2 * self.delay_s, _LAST_DELAY_S)
 
 
-def supervise(run_dir: Path, children: Mapping[str, Sequence[str]]) -> NoReturn:
+def supervise(run_dir: Path, children: Mapping[str, Sequence[str]]) -> None:
     """Until SIGTERM, which ends the children too."""
     watched = [
         Child(what, argv, _recorded(run_dir, what), started_s=time.monotonic()) for what, argv in children.items()
     ]
-    signal.signal(signal.SIGTERM, _stop)
+    # SIGTERM is a byte to read, not an exception: one in the middle of a start would lose the child that it started
+    stop, stopped = socket.socketpair()
+    stopped.setblocking(False)
+    signal.set_wakeup_fd(stopped.fileno())
+    signal.signal(signal.SIGTERM, lambda signum, frame: None)
     try:
-        while True:
+        while not _wait(watched, stop):
             for child in watched:
                 _step(child, run_dir)
-            _wait(watched)
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         end([child.process for child in watched if child.process is not None], grace_s=_STOP_GRACE_S)
 
 
@@ -77,24 +78,21 @@ def _step(child: Child, run_dir: Path) -> None:
         child.started_s = now_s
 
 
-def _wait(children: Sequence[Child]) -> None:
-    """Until a child ends or the next one is due."""
+def _wait(children: Sequence[Child], stop: socket.socket) -> bool:
+    """Until a child ends, one is due to start, or the supervisor is to stop: whether it is."""
     fds = [fd for child in children if child.process is not None and (fd := child.process.open()) is not None]
     due = [child.restart_at_s for child in children if child.process is None]
-    timeout_s = max(0.0, min(due) - time.monotonic()) if due else None
-    if len(fds) + len(due) == len(children):  # else one has just ended
-        select.select(fds, [], [], timeout_s)
+    has_ended = len(fds) + len(due) < len(children)
+    timeout_s = 0.0 if has_ended else max(0.0, min(due) - time.monotonic()) if due else None
+    ready, _, _ = select.select([stop, *fds], [], [], timeout_s)
     for fd in fds:
         os.close(fd)
+    return stop in ready
 
 
 def _recorded(run_dir: Path, what: str) -> Process | None:
     process = Process.read(run_dir / "pids" / f"{what}.json")
     return process if process is not None and process.alive else None
-
-
-def _stop(signum: int, frame: FrameType | None) -> NoReturn:
-    raise SystemExit(0)
 
 
 def main(run_dir: str, *children: str) -> None:
