@@ -1,1 +1,7 @@
 """Gangs on Ray: one detached placement group per member of a lease, and what user code sees of its lease."""
+
+from __future__ import annotations
+
+from raytide.actors.gang.gang import Gang
+
+__all__ = ["Gang"]

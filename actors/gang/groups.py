@@ -56,7 +56,9 @@ class PlacementGroups:
 def bundle(member: Member) -> PlacementGroup:
     """The placement group of a usable member, for a driver to schedule into (bundle 0 is all of it)."""
     if not member.placement_group_id:
-        raise ClusterError(f"member {member.index} has no placement group yet.", hint="Use the members of `Lease.usable`.")
+        raise ClusterError(
+            f"member {member.index} has no placement group yet.", hint="Use the members of `Lease.usable`."
+        )
     return _handle(member.placement_group_id)
 
 

@@ -1,0 +1,128 @@
+"""A gang in user code: hold a lease for the length of a `with` block and schedule any Ray actor or task onto its members."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from types import TracebackType
+from typing import Self
+
+from raytide.actors.gang.groups import bundle
+from raytide.core.errors import ClusterError, LeaseLostError, RaytideError, WaitTimeoutError
+from raytide.core.gang import Lease, LeaseState, Member
+from raytide.core.ports import GangClient
+
+_POLL_S = 2.0
+"""Well below a job's heartbeat timeout: each poll tells the platform that this process is alive."""
+
+
+class Gang:
+    """`with Gang(client, job_id) as gang: Worker.options(**gang.actor_options(0)).remote()`.
+
+    A thread asks for the lease all the time, so the gang lives as long as this process does and `members` is never old.
+    """
+
+    def __init__(self, client: GangClient, job_id: str, *, timeout_s: float = 600.0) -> None:
+        self.job_id = job_id
+        self._client = client
+        self._timeout_s = timeout_s
+        self._changed = threading.Condition()
+        self._lease: Lease | None = None
+        self._lost: RaytideError | None = None
+        self._stop = threading.Event()
+        self._asker = threading.Thread(target=self._ask, name=f"lease of {job_id}", daemon=True)
+
+    @property
+    def lease(self) -> Lease:
+        """As it was a moment ago. LeaseLostError once it is over."""
+        with self._changed:
+            if self._lost is not None:
+                raise self._lost
+            if self._lease is None:
+                raise LeaseLostError(f"the gang of {self.job_id} is not held.", hint="Use it inside its `with` block.")
+            return self._lease
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """Those that are usable now; fewer than asked for while one is being replaced."""
+        return self.lease.usable
+
+    def actor_options(self, index: int, **options: object) -> dict[str, object]:
+        """For `.options(...)` of an actor or a task on member `index`: where, and by default all of its resources."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        lease = self.lease
+        member = next((m for m in lease.usable if m.index == index), None)
+        if member is None:
+            hint = "Its node is being replaced: `wait_change`, then ask again."
+            raise ClusterError(f"member {index} of {self.job_id} is not usable now ({lease.reason}).", hint=hint)
+        rest = dict(lease.shape.resources)
+        strategy = PlacementGroupSchedulingStrategy(
+            placement_group=bundle(member), placement_group_bundle_index=0, placement_group_capture_child_tasks=True
+        )
+        whole = {"num_cpus": rest.pop("CPU", 0), "num_gpus": rest.pop("GPU", 0)}
+        if memory := rest.pop("memory", 0):
+            whole["memory"] = memory
+        return {"scheduling_strategy": strategy, **whole, **({"resources": rest} if rest else {}), **options}
+
+    def wait_change(self, newer_than: int, *, timeout_s: float) -> Lease:
+        """The lease once its epoch is above `newer_than`, or as it is after `timeout_s`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._lost is not None or self._epoch > newer_than, timeout_s)
+        return self.lease
+
+    def report(self, **progress: float | int | str) -> None:
+        """Numbers for `raytide ps`."""
+        self._client.report(self.job_id, progress)
+
+    def __enter__(self) -> Self:
+        deadline_s = time.monotonic() + self._timeout_s
+        self._asker.start()
+        with self._changed:
+            self._changed.wait_for(self._is_settled, max(0.0, deadline_s - time.monotonic()))
+            if self._is_settled() and self._lost is None:
+                return self
+            lost = self._lost or WaitTimeoutError(
+                f"{self.job_id} had no gang after {self._timeout_s:g} s.", hint=f"`raytide why {self.job_id}` says why."
+            )
+        self._give_back(str(lost))
+        raise lost
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._give_back("" if kind is None else f"{kind.__name__}: {error}")
+
+    @property
+    def _epoch(self) -> int:
+        return -1 if self._lease is None else self._lease.epoch
+
+    def _is_settled(self) -> bool:
+        return self._lost is not None or (self._lease is not None and self._lease.state is LeaseState.ACTIVE)
+
+    def _ask(self) -> None:
+        while not self._stop.is_set():
+            try:
+                lease = self._client.wait_lease(self.job_id, newer_than=self._epoch, timeout_s=_POLL_S)
+            except ClusterError:
+                # The API restarts sometimes; the lease outlives that, and its end is told as LeaseLostError.
+                self._stop.wait(random.uniform(0.1, 0.5))
+            except RaytideError as error:
+                with self._changed:
+                    self._lost = error
+                    self._changed.notify_all()
+                return
+            else:
+                with self._changed:
+                    self._lease = lease
+                    self._changed.notify_all()
+
+    def _give_back(self, error: str) -> None:
+        self._stop.set()
+        try:
+            self._client.release(self.job_id, error=error)
+        except LeaseLostError:
+            pass  # it was over already
+        finally:
+            self._asker.join(_POLL_S + 1.0)

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import raytide
+from raytide.actors.gang import Gang
+from raytide.core.errors import ClusterError, LeaseLostError, RaytideError, WaitTimeoutError
+from raytide.core.gang import Lease, LeaseState, Member, MemberState, Shape
+
+SHAPE = Shape(members=2, min_members=1, resources={"CPU": 2.0, "GPU": 1.0, "memory": 1024.0, "tpu": 4.0})
+QUEUED = Lease("", "job-1", SHAPE, LeaseState.WAITING, (), epoch=-1)
+MEMBERS = tuple(Member(i, MemberState.READY, f"node-{i}", f"ray-{i}", "", f"{i:036x}") for i in range(2))
+ACTIVE = Lease("lease-1", "job-1", SHAPE, LeaseState.ACTIVE, MEMBERS, epoch=1, reason="2 of 2 members are usable")
+
+
+class Desk:
+    """The platform's side: `now` is what the next poll is told; polls of an unchanged lease block until it changes."""
+
+    def __init__(self, *now: Lease | RaytideError) -> None:
+        self.script = list(now)
+        self.released: list[str] = []
+        self.reports: list[Mapping[str, object]] = []
+        self._told = threading.Condition()
+
+    def tell(self, now: Lease | RaytideError) -> None:
+        with self._told:
+            self.script.append(now)
+            self._told.notify_all()
+
+    def lease(self, job_id: str) -> Lease:
+        raise NotImplementedError
+
+    def wait_lease(self, job_id: str, *, newer_than: int, timeout_s: float) -> Lease:
+        with self._told:
+            self._told.wait_for(lambda: self.script)
+            now = self.script.pop(0)
+            if isinstance(now, RaytideError):
+                raise now
+            return now
+
+    def report(self, job_id: str, progress: Mapping[str, float | int | str]) -> None:
+        self.reports.append(dict(progress))
+
+    def release(self, job_id: str, *, error: str = "") -> None:
+        self.released.append(error)
+        self.tell(LeaseLostError("over"))
+
+
+def test_a_gang_is_held_for_the_length_of_its_block() -> None:
+    desk = Desk(QUEUED, ClusterError("the API restarts"), ACTIVE)
+    with Gang(desk, "job-1") as gang:
+        assert gang.members == MEMBERS
+        gang.report(step=1)
+        assert desk.released == []
+    assert desk.released == [""]
+    assert desk.reports == [{"step": 1}]
+    with pytest.raises(LeaseLostError):
+        _ = gang.members
+
+
+def test_what_failed_in_the_block_is_told() -> None:
+    desk = Desk(ACTIVE)
+    with pytest.raises(ValueError, match="odd"), Gang(desk, "job-1"):
+        raise ValueError("odd")
+    assert desk.released == ["ValueError: odd"]
+
+
+def test_a_gang_that_does_not_come_is_given_back() -> None:
+    desk = Desk(QUEUED)
+    with pytest.raises(WaitTimeoutError, match=r"job-1 had no gang after 0\.01 s") as caught, Gang(desk, "job-1", timeout_s=0.01):
+        pass
+    assert "raytide why job-1" in caught.value.hint
+    assert len(desk.released) == 1
+
+
+def test_a_gang_that_is_stopped_while_it_waits_says_so() -> None:
+    with pytest.raises(LeaseLostError, match="stopped"), Gang(Desk(QUEUED, LeaseLostError("stopped")), "job-1"):
+        pass
+
+
+def test_a_lost_member_shows_and_can_be_waited_for() -> None:
+    desk = Desk(ACTIVE)
+    with Gang(desk, "job-1") as gang:
+        desk.tell(replace(ACTIVE, epoch=2, members=(MEMBERS[0], Member(1, incarnation=1)), reason="1 of 2 members are usable"))
+        assert gang.wait_change(1, timeout_s=30).epoch == 2
+        assert gang.members == MEMBERS[:1]
+        with pytest.raises(ClusterError, match=r"member 1 of job-1 is not usable now \(1 of 2"):
+            gang.actor_options(1)
+        desk.tell(LeaseLostError("job-1 is stopped"))
+        with pytest.raises(LeaseLostError, match="stopped"):
+            gang.wait_change(2, timeout_s=30)
+
+
+def test_a_member_is_scheduled_onto_whole_unless_told_otherwise() -> None:
+    with Gang(Desk(ACTIVE), "job-1") as gang:
+        options = gang.actor_options(1, num_cpus=0.5, name="me")
+    strategy = options.pop("scheduling_strategy")
+    assert strategy.placement_group.id.hex() == MEMBERS[1].placement_group_id  # type: ignore[attr-defined]
+    assert options == {"num_cpus": 0.5, "num_gpus": 1.0, "memory": 1024.0, "resources": {"tpu": 4.0}, "name": "me"}
+
+
+def test_a_gang_that_was_not_entered_holds_nothing() -> None:
+    with pytest.raises(LeaseLostError, match="not held"):
+        _ = Gang(Desk(), "job-1").lease
+
+
+def test_the_package_loads_without_ray() -> None:
+    root = str(Path(next(iter(raytide.__path__))).parent)
+    code = "import sys, raytide.actors.gang; assert 'ray' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": root})
