@@ -24,6 +24,9 @@ MINIMUM = "minimum"
 
 def plan(snapshot: Snapshot) -> tuple[Action, ...]:
     """What to do now. `snapshot.leases` already holds those that this decision admitted."""
+    if not snapshot.ray_answers:
+        reason = "Ray does not answer; nodes, leases and replicas stay as they are, only deadlines are kept"
+        return (*shrink.past_deadline(snapshot), Wait("cluster", "signal", reason, "`raytide doctor` looks for the cause."))
     scales = [scale for view in snapshot.endpoints if (scale := endpoints.decide(view, snapshot.at_s))]
     snapshot = _published(snapshot, scales)
     draft = _Draft(snapshot, Room.of(snapshot), [*shrink.overdue(snapshot), *scales])

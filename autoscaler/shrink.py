@@ -15,13 +15,22 @@ IDLE_DRAIN_S = 30.0
 
 
 def overdue(snapshot: Snapshot) -> Iterator[Drain | Terminate]:
-    """Notices that Ray has not heard, drained nodes that are empty or out of time, launches that never joined."""
+    """Drained nodes that are out of time or empty, notices that Ray has not heard, launches that never joined."""
     types = {t.name: t for t in snapshot.node_types}
+    yield from past_deadline(snapshot)
     for view in snapshot.nodes:
         if view.node.state is NodeState.DRAINING:
             yield from _draining(view, snapshot.at_s)
         elif view.node.state in (NodeState.REQUESTED, NodeState.LAUNCHING) and view.node.type in types:
             yield from _launching(view, types[view.node.type], snapshot.at_s)
+
+
+def past_deadline(snapshot: Snapshot) -> Iterator[Terminate]:
+    """Nodes that the provider takes back now, whatever else is known."""
+    for view in snapshot.nodes:
+        deadline_s = view.node.drain_deadline_s
+        if view.node.state is NodeState.DRAINING and deadline_s is not None and deadline_s <= snapshot.at_s:
+            yield Terminate(view.node.id, f"its deadline has passed: {view.node.reason}")
 
 
 def idle(snapshot: Snapshot, *, keep: Collection[str]) -> Iterator[Drain]:
@@ -30,7 +39,7 @@ def idle(snapshot: Snapshot, *, keep: Collection[str]) -> Iterator[Drain]:
     kept = {*keep, *_seats_taken(snapshot)}
     staying = Counter(view.node.type for view in snapshot.nodes if view.node.state is not NodeState.TERMINATING)
     staying -= Counter(view.node.type for view in snapshot.nodes if view.node.state is NodeState.DRAINING)
-    for view in sorted(snapshot.nodes, key=lambda view: (-len(view.node.id), view.node.id), reverse=False):
+    for view in sorted(snapshot.nodes, key=lambda view: (len(view.node.id), view.node.id), reverse=True):
         node, node_type = view.node, types.get(view.node.type)
         timeout_s = node_type.idle_timeout_s if node_type else 0.0
         min_nodes = node_type.min_nodes if node_type else 0
@@ -45,10 +54,8 @@ def idle(snapshot: Snapshot, *, keep: Collection[str]) -> Iterator[Drain]:
 
 def _draining(view: NodeView, now_s: float) -> Iterator[Drain | Terminate]:
     node = view.node
-    if node.drain_deadline_s is not None and node.drain_deadline_s <= now_s:
-        yield Terminate(node.id, f"its deadline has passed: {node.reason}")
-    elif node.drain_deadline_s is not None:
-        if not view.is_draining:
+    if node.drain_deadline_s is not None:
+        if not view.is_draining and node.drain_deadline_s > now_s:
             yield Drain(node.id, "notice", node.drain_deadline_s, node.reason)
     elif view.is_draining and _is_empty(view):
         yield Terminate(node.id, f"drained and empty: {node.reason}")

@@ -77,6 +77,7 @@ def snapshot(book: Book, world: World, idle: IdleClock, config: ClusterConfig, n
         unmanaged=config.unmanaged,
         next_node=book.next_node,
         next_lease=book.next_lease,
+        ray_answers=world.ray_nodes is not None,
     )
 
 

@@ -22,7 +22,7 @@ def is_fresh(load: EndpointLoad | None, now_s: float) -> bool:
 
 def replica_selector(spec: ServeSpec) -> dict[str, str]:
     """The label selector that every replica actor of the endpoint is started with."""
-    return {**spec.labels, REPLICA_LABEL: f"!{spec.name}"}
+    return {**spec.labels, REPLICA_LABEL: _mark(spec.name)}
 
 
 def replica_shape(view: EndpointView) -> Shape:
@@ -50,8 +50,13 @@ def missing_replicas(view: EndpointView, snapshot: Snapshot) -> int:
 
 def is_replica_of(demand: Demand, endpoint: str) -> bool:
     """Whether work that Ray cannot place is a replica of this endpoint."""
-    return demand.labels.get(REPLICA_LABEL) == f"!{endpoint}"
+    return demand.labels.get(REPLICA_LABEL) == _mark(endpoint)
 
 
 def is_replica(demand: Demand) -> bool:
     return REPLICA_LABEL in demand.labels
+
+
+def _mark(endpoint: str) -> str:
+    """A label value ends in a letter or a digit; the name of an endpoint may not."""
+    return "!" + endpoint.rstrip("._-")

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from raytide.core.errors import CapacityError
-from raytide.core.fleet import LIVE_STATES, Node, NodeState, NodeType, Resources, fits, labels_match, minus
+from raytide.core.fleet import Node, NodeState, NodeType, Resources, fits, labels_match, minus
 from raytide.core.gang import GangSpec, Lease, Member, MemberState, Shape
 from raytide.core.replicas import missing_replicas, replica_shape
 from raytide.core.shortfall import Shortfall, amounts, copies, impossible, open_zones
@@ -53,7 +53,7 @@ class Room:
     next_node: int
     places: list[_Place]
     left: dict[str, int]
-    """Nodes of each type that its maximum still allows."""
+    """Nodes of each type that its maximum still allows; one that is being ended counts until the provider has ended it."""
     holders: Mapping[str, tuple[str, ...]]
     """Who holds something on nodes of each type, for the words of a shortfall."""
     replicas: dict[str, Placements] = field(default_factory=dict)
@@ -61,14 +61,14 @@ class Room:
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> Room:
-        live = [view for view in snapshot.nodes if view.node.state in LIVE_STATES]
+        able = [view for view in snapshot.nodes if _takes_work(view.node) and _is_known(view, snapshot)]
         room = cls(
             at_s=snapshot.at_s,
             node_types=snapshot.node_types,
             pools={(pool.node_type, pool.zone): pool for pool in snapshot.pools},
             next_node=snapshot.next_node,
-            places=[_place(view, snapshot.leases) for view in live if _takes_work(view.node)],
-            left={t.name: t.max_nodes - sum(v.node.type == t.name for v in live) for t in snapshot.node_types},
+            places=[_place(view, snapshot.leases) for view in able],
+            left={t.name: t.max_nodes - sum(v.node.type == t.name for v in snapshot.nodes) for t in snapshot.node_types},
             holders=_holders(snapshot),
         )
         for view in snapshot.endpoints:
@@ -199,6 +199,11 @@ def check_possible(spec: GangSpec, node_types: Sequence[NodeType], *, subject: s
 
 def _takes_work(node: Node) -> bool:
     return node.state in _RANK and node.drain_deadline_s is None
+
+
+def _is_known(view: NodeView, snapshot: Snapshot) -> bool:
+    """Without Ray's word on what is free, a node that runs holds nothing new."""
+    return snapshot.ray_answers or view.node.state is not NodeState.READY
 
 
 def _place(view: NodeView, leases: Sequence[Lease]) -> _Place:
