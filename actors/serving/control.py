@@ -18,7 +18,7 @@ from raytide.core.errors import ClusterError, RaytideError, WaitTimeoutError
 __all__ = ["ServeControl"]
 
 _T = TypeVar("_T")
-_ALIVE = frozenset({"STARTING", "UPDATING", "RECOVERING", "RUNNING", "PENDING_MIGRATION", "STOPPING"})
+_STAYING = frozenset({"STARTING", "UPDATING", "RECOVERING", "RUNNING", "PENDING_MIGRATION"})
 _READY = frozenset({"RUNNING", "PENDING_MIGRATION"})
 
 
@@ -65,7 +65,8 @@ class ServeControl:
             from raytide.actors.serving.deployment import application
 
             self._publish(endpoint.name, endpoint.target_replicas)
-            serve._run(application(endpoint), name=endpoint.name, route_prefix=f"/{endpoint.name}", _blocking=False)
+            target = serve.RunTarget(application(endpoint), name=endpoint.name, route_prefix=f"/{endpoint.name}")
+            serve.run_many([target], wait_for_applications_running=False)
             self._put(_spec_key(endpoint.name), spec)
 
         _within(self._start_timeout_s, f"Ray Serve to accept endpoint {endpoint.name}", call)
@@ -85,7 +86,7 @@ class ServeControl:
             replica
             for deployment in application["deployments"].values()
             for replica in deployment["replicas"]
-            if replica["state"] in _ALIVE
+            if replica["state"] in _STAYING
         ]
         return EndpointLoad(
             at_s=said["at_s"],

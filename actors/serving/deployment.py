@@ -16,6 +16,7 @@ from raytide.actors.serving.errors import RETRY_AFTER_S
 from raytide.actors.serving.server import Server
 from raytide.core.endpoint import Endpoint, ServeSpec
 from raytide.core.errors import EngineError
+from raytide.core.replicas import replica_selector
 
 __all__ = ["DEPLOYMENT", "Replica", "application"]
 
@@ -49,7 +50,8 @@ class Replica:
 
     async def __del__(self) -> None:
         """Serve calls this once when the replica goes, after its requests have ended."""
-        await self._server.stop()
+        if hasattr(self, "_server"):  # not when the engine's options were refused
+            await self._server.stop()
 
 
 def application(endpoint: Endpoint) -> serve.Application:
@@ -72,15 +74,14 @@ def application(endpoint: Endpoint) -> serve.Application:
 
 
 def actor_options(spec: ServeSpec) -> dict[str, Any]:
-    """Ray's options for one replica: its resources by Ray's names, and its label selector."""
+    """Ray's options for one replica: resources by Ray's names, and a label selector that says whose it is."""
     resources = dict(spec.resources)
     options: dict[str, Any] = {"num_cpus": resources.pop("CPU", 0.0), "num_gpus": resources.pop("GPU", 0.0)}
     if memory := resources.pop("memory", 0.0):
         options["memory"] = memory
     if resources:
         options["resources"] = resources
-    if spec.labels:
-        options["label_selector"] = dict(spec.labels)
+    options["label_selector"] = replica_selector(spec)
     return options
 
 

@@ -27,22 +27,19 @@ class ServingMetrics:
     def __init__(self, model: str) -> None:
         self._model = model
         self.registry = CollectorRegistry()
-        labels = {"labelnames": ("model",), "registry": self.registry}
-        self.first_token = Histogram(
-            "raytide_time_to_first_token_seconds",
-            "From the request to its first token",
-            buckets=_FIRST_TOKEN_S,
-            **labels,
-        ).labels(model)
-        self.inter_token = Histogram(
-            "raytide_inter_token_seconds", "Between two tokens of one request", buckets=_INTER_TOKEN_S, **labels
-        ).labels(model)
-        self.request = Histogram(
-            "raytide_request_seconds", "From the request to its end", buckets=_REQUEST_S, **labels
-        ).labels(model)
+        self.first_token = self._histogram(
+            "raytide_time_to_first_token_seconds", "From the request to its first token", _FIRST_TOKEN_S
+        )
+        self.inter_token = self._histogram(
+            "raytide_inter_token_seconds", "Between two tokens of one request", _INTER_TOKEN_S
+        )
+        self.request = self._histogram("raytide_request_seconds", "From the request to its end", _REQUEST_S)
         self._outcomes = Counter(
             "raytide_requests", "Requests by how they ended", ("model", "api", "outcome"), registry=self.registry
         )
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(name, text, ("model",), registry=self.registry, buckets=buckets).labels(self._model)
 
     def track(self, api: str) -> Track:
         return Track(self, api)

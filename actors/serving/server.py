@@ -94,9 +94,8 @@ def _prompts(request: CompletionRequest) -> Sequence[str | list[int]]:
     prompt = request.prompt
     if isinstance(prompt, str):
         return [prompt]
-    if isinstance(prompt[0], int):
-        return [[token for token in prompt if isinstance(token, int)]]
-    return [item for item in prompt if not isinstance(item, int)]
+    tokens = [item for item in prompt if isinstance(item, int)]
+    return [tokens] if tokens else [item for item in prompt if not isinstance(item, int)]
 
 
 def _requests(request: GenerationRequest, prompts: Sequence[list[int]]) -> list[GenRequest]:
