@@ -21,7 +21,7 @@ from raytide.autoscaler.providers.local import LocalProvider
 from raytide.autoscaler.providers.local_files import node_folders
 from raytide.control.addresses import FIRST_K, LAST_K, claim
 from raytide.control.embedded import GCS_PORT_BASE, MARK, LocalCluster, installed_version, load, run_dir_of
-from raytide.control.head import start_head, wait_for_head
+from raytide.control.head import AGENT_PORT, start_head, wait_for_head
 from raytide.control.processes import hold_lock, spawn
 from raytide.control.supervisor import CHILDREN
 from raytide.core.clock import Clock, SystemClock
@@ -133,7 +133,7 @@ def temporary(
 def _create(name: str, config_path: Path, k: int | None, *, state_url: str) -> tuple[LocalCluster, socket.socket]:
     """A fresh run folder, and the claim on its addresses. Nothing runs yet, but `down` would already find it."""
     choices = range(FIRST_K, LAST_K + 1) if k is None else [k]
-    ports = (DASHBOARD_PORT, API_PORT, SERVE_PORT, RAY_CLIENT_PORT)
+    ports = (DASHBOARD_PORT, AGENT_PORT, API_PORT, SERVE_PORT, RAY_CLIENT_PORT)
     k, claimed = claim({choice: (GCS_PORT_BASE + choice, *ports) for choice in choices})
     run_dir = run_dir_of(name)
     run_dir.mkdir(mode=0o700, parents=True)

@@ -12,6 +12,8 @@ from raytide.control.processes import spawn
 from raytide.core.errors import ClusterError
 from raytide.core.processes import Process
 
+AGENT_PORT = 8266
+"""Of the head's dashboard agent, which runs the drivers of jobs."""
 _OBJECT_STORE_BYTES = 128 << 20
 _POLL_S = 0.1
 _LOG_TAIL = 5
@@ -26,6 +28,8 @@ def start_head(cluster: LocalCluster, *, environment: Mapping[str, str], pass_fd
         "port": gcs_port,
         "dashboard-host": cluster.head_ip,
         "dashboard-port": dashboard_port,
+        # Ray's default, 52365, lies among the ports that connections from this address are given.
+        "dashboard-agent-listen-port": str(AGENT_PORT),
         "temp-dir": str(cluster.temp_dir),
         "num-cpus": "0",
         "num-gpus": "0",
