@@ -16,11 +16,14 @@ _LOST = (NodeState.TERMINATING, NodeState.GONE)
 
 
 def after_failure(pool: Pool, now_s: float, reason: str) -> Pool:
-    rest_s = min(LONGEST_REST_S, FIRST_REST_S * 2.0 ** min(pool.failures, 10))
-    return replace(pool, failures=pool.failures + 1, retry_at_s=now_s + rest_s, reason=reason)
+    failures = pool.failures + 1
+    return replace(pool, failures=failures, retry_at_s=now_s + _rest_s(failures), reason=reason)
 
 
-def after_success(pool: Pool) -> Pool:
+def after_success(pool: Pool, requested_at_s: float) -> Pool:
+    """A node that was asked for before the last failure says nothing of the pool as it is now."""
+    if pool.failures and requested_at_s <= pool.retry_at_s - _rest_s(pool.failures):
+        return pool
     return Pool(pool.node_type, pool.zone)
 
 
@@ -31,11 +34,15 @@ def after(pools: Sequence[Pool], before: Iterable[Node], now_nodes: Iterable[Nod
     """
     table = {(pool.node_type, pool.zone): pool for pool in pools}
     was = {node.id: node.state for node in before}
-    changed = [(was[n.id], n) for n in now_nodes if was.get(n.id) in _COMING and n.state not in _COMING]
-    joined = {(n.type, n.zone) for _, n in changed if n.state not in _LOST}
-    failed = {(n.type, n.zone): n.reason for _, n in changed if n.state in _LOST}
-    for key in sorted(joined):
-        table[key] = after_success(Pool(*key))
-    for key in sorted(failed.keys() - joined):
-        table[key] = after_failure(table.get(key, Pool(*key)), now_s, failed[key])
+    changed = [n for n in now_nodes if was.get(n.id) in _COMING and n.state not in _COMING]
+    for node in changed:
+        if node.state not in _LOST:
+            key = (node.type, node.zone)
+            table[key] = after_success(table.get(key, Pool(*key)), node.requested_at_s)
+    for key, reason in {(node.type, node.zone): node.reason for node in changed if node.state in _LOST}.items():
+        table[key] = after_failure(table.get(key, Pool(*key)), now_s, reason)
     return tuple(table[key] for key in sorted(table))
+
+
+def _rest_s(failures: int) -> float:
+    return min(LONGEST_REST_S, FIRST_REST_S * 2.0 ** min(failures - 1, 10))

@@ -54,7 +54,8 @@ class RayRunner:
         import ray.data
         from ray.data import ActorPoolStrategy, DataContext, TaskPoolStrategy
 
-        compute: Any = TaskPoolStrategy(self.workers) if actor_args is None else ActorPoolStrategy(size=self.workers)
+        workers = min(self.workers, len(tasks))
+        compute: Any = TaskPoolStrategy(workers) if actor_args is None else ActorPoolStrategy(size=workers)
         with DataContext.current(self._context()):
             results = ray.data.from_blocks([task_batch(task) for task in tasks]).map_batches(
                 function,

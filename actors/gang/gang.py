@@ -1,4 +1,4 @@
-"""A gang in user code: hold a lease for the length of a `with` block and schedule any Ray actor or task onto its members."""
+"""A gang in user code: hold a lease for the length of a `with` block, and run any Ray actor or task on its members."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Placement groups on Ray: list, create, remove. Nothing here waits for Ray to place anything.
 
-Each is detached, so it outlives the process that made it, and its name says whose it is, so the next process finds it. It
-has one bundle, pinned to one node by its id: Ray neither chooses nor, when the node dies, may it choose another.
+Each is detached, so it outlives the process that made it, and its name says whose it is, so the next process finds it.
+It has one bundle, pinned to one node by its id: Ray neither chooses nor, when the node dies, may it choose another.
 """
 
 from __future__ import annotations

@@ -28,7 +28,12 @@ class Hand:
     actor: Any
     ready_ref: Any
     started_s: float = field(default_factory=time.monotonic)
-    is_ready: bool = False
+    pid: int | None = None
+    """Known once it is ready."""
+
+    @property
+    def is_ready(self) -> bool:
+        return self.pid is not None
 
     @property
     def host(self) -> str:
@@ -61,8 +66,7 @@ class Crew:
         for hand in [hand for hand in self._hands.values() if not hand.is_ready]:
             if ray.wait([hand.ready_ref], timeout=0)[0]:
                 try:
-                    ray.get(hand.ready_ref, timeout=1)
-                    hand.is_ready = True
+                    hand.pid = ray.get(hand.ready_ref, timeout=1)
                 except ray.exceptions.RayError as error:
                     failed.append((hand, f"its worker died while it started: {first_line(error)}"))
             elif time.monotonic() - hand.started_s > START_TIMEOUT_S:

@@ -56,7 +56,8 @@ class _Driver:
         while True:
             hands = self._gather()
             self.number += 1
-            self.record.event("formed", generation=self.number, world=len(hands), hosts=[hand.host for hand in hands])
+            seats = {"hosts": [hand.host for hand in hands], "pids": [hand.pid for hand in hands]}
+            self.record.event("formed", generation=self.number, world=len(hands), **seats)
             generation = Generation(self.number, self.spec, hands, self.crew, self.watch, self.record)
             ending = generation.run(on_steps=self._stepped)
             self._account(ending, had_steps=generation.steps > 0)

@@ -29,6 +29,8 @@ class Group:
     mesh: DeviceMesh
     io: dist.ProcessGroup
     """For checkpoints, on gloo: their waits are long, and theirs alone, so that a hung step is still seen quickly."""
+    generation: int = 0
+    """Which forming of the gang this is."""
 
     @property
     def is_first(self) -> bool:
@@ -48,7 +50,9 @@ class Group:
         return box[0]
 
 
-def join(store: dist.Store, rank: int, world: int, *, timeout_s: float, address: str = "127.0.0.1") -> Group:
+def join(
+    store: dist.Store, rank: int, world: int, *, timeout_s: float, address: str = "127.0.0.1", generation: int = 0
+) -> Group:
     """Meet the other ranks at `store`. `address` is this rank's own: loopback nodes must not look up a host name."""
     if address.startswith("127."):
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -59,7 +63,7 @@ def join(store: dist.Store, rank: int, world: int, *, timeout_s: float, address:
     mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
     io = dist.new_group(backend="gloo", timeout=timedelta(seconds=max(timeout_s, IO_TIMEOUT_S)))
     assert isinstance(io, dist.ProcessGroup)
-    return Group(rank, world, device, mesh, io)
+    return Group(rank, world, device, mesh, io, generation)
 
 
 def leave() -> None:

@@ -136,10 +136,11 @@ class Trainer:
     def _my_ids(self, step: int) -> Ids:
         ids = self.sampler.ids(step)[share(self.spec.global_batch, self.group.rank, self.group.world)]
         if self.spec.record_samples:
-            path = Path(self.spec.out) / "samples" / f"{self.group.world}-{self.group.rank}.jsonl"
+            path = Path(self.spec.out) / "samples" / f"{self.group.rank}.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
             with open(path, "a") as file:
-                file.write(json.dumps({"step": step + 1, "ids": ids.tolist()}) + "\n")
+                line = {"step": step + 1, "generation": self.group.generation, "ids": ids.tolist()}
+                file.write(json.dumps(line) + "\n")
         return ids
 
     def _micro_batches(self, ids: Ids) -> list[tuple[Tensor, Tensor]]:

@@ -86,8 +86,14 @@ class TrainWorker:
             self._generation, self._steps, self._skipped = seat.generation, [], []
         try:
             self._at("joining")
-            timeout_s = self._spec.collective_timeout_s
-            mine = group.join(self._meet(seat), seat.rank, seat.world, timeout_s=timeout_s, address=seat.address)
+            mine = group.join(
+                self._meet(seat),
+                seat.rank,
+                seat.world,
+                timeout_s=self._spec.collective_timeout_s,
+                address=seat.address,
+                generation=seat.generation,
+            )
             return self._run(mine)
         except RaytideError as error:
             return Outcome("failed", str(error), error)

@@ -15,6 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from raytide.autoscaler.providers.local_files import MARK, NodeFolder, Purchase
+from raytide.core.errors import ClusterError
 from raytide.core.processes import Process, kill_marked
 
 if TYPE_CHECKING:
@@ -36,14 +37,17 @@ def main(path: str, lock: str) -> int:
     this = Process.of(os.getpid(), f"node {folder.node_id}")
     assert this is not None
     folder.record_process(this)
-    raylet = start_raylet(purchase)
     try:
+        raylet = start_raylet(purchase)
         signal.signal(signal.SIGTERM, _stop)
         raylet.wait(None)
         folder.announce_end("its raylet ended")
     except SystemExit:
         raylet.send(signal.SIGTERM)
         raylet.wait(_LEAVE_S)
+    except Exception:
+        folder.announce_end("its raylet did not start")
+        raise
     finally:
         kill_marked(MARK, folder.mark)
     return 0
@@ -56,7 +60,7 @@ def start_raylet(purchase: Purchase) -> Process:
     node = Node(_parameters(purchase), head=False, shutdown_at_exit=False, spawn_reaper=True)
     raylet = Process.of(node.all_processes["raylet"][0].process.pid, "raylet")
     if raylet is None:
-        raise SystemExit("the raylet ended while it started")
+        raise ClusterError(f"the raylet of {purchase.node_id} ended while it started.")
     return raylet
 
 

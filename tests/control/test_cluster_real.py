@@ -109,7 +109,7 @@ def test_a_node_whose_raylet_dies_ends_with_its_agents_and_workers(
     until(lambda: marked(NODE_MARK, mark) == [])
     machine = next(machine for machine in provider.machines() if machine.node_id == "n3")
     assert machine.ended_at_s is not None
-    assert machine.reason == "its raylet ended"
+    assert machine.reason in ("its raylet ended", "its raylet did not start")  # it joins a moment before it is started
 
 
 def test_a_submitted_job_finds_its_python_its_cluster_and_raytide(ray_cluster: LocalCluster) -> None:

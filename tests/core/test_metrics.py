@@ -11,7 +11,9 @@ from raytide.core.metrics import BOOKED, CATALOGUE, NODES, Sample, render
 
 
 def test_what_is_rendered_is_what_prometheus_reads() -> None:
-    text = render([Sample(BOOKED, 1.5, ("job",)), Sample(NODES, 2, ("spot-a", "spot", "ready")), Sample(BOOKED, 2.0, ("idle",))])
+    text = render(
+        [Sample(BOOKED, 1.5, ("job",)), Sample(NODES, 2, ("spot-a", "spot", "ready")), Sample(BOOKED, 2.0, ("idle",))]
+    )
     families = {family.name: family for family in text_string_to_metric_families(text.decode())}
     assert set(families) == {"raytide_nodes", "raytide_booked_usd"}
     assert families["raytide_nodes"].samples[0].labels == {"type": "spot-a", "market": "spot", "state": "ready"}

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +14,7 @@ instants = st.integers(0, 4 * 10**15)
 
 @given(prices, st.lists(instants, min_size=2, max_size=20).map(sorted))
 def test_pieces_of_a_lifetime_sum_to_the_whole(price: int, cuts: list[int]) -> None:
-    pieces = [interval_cost(price, cuts[0], a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+    pieces = [interval_cost(price, cuts[0], a, b) for a, b in pairwise(cuts)]
     assert sum(pieces) == cumulative(price, cuts[0], cuts[-1])
     assert all(piece >= 0 for piece in pieces)
 
@@ -45,6 +47,8 @@ def test_dollars_hours_and_microseconds() -> None:
     assert cumulative(3_060_000, 0, 3_600_000_000) == 3_060_000
 
 
-@pytest.mark.parametrize(("amount", "text"), [(0, "$0.00"), (1_234_567_890, "$1,234.57"), (99_999, "$0.099999"), (1, "$0.000001")])
+@pytest.mark.parametrize(
+    ("amount", "text"), [(0, "$0.00"), (1_234_567_890, "$1,234.57"), (99_999, "$0.099999"), (1, "$0.000001")]
+)
 def test_small_amounts_do_not_look_free(amount: int, text: str) -> None:
     assert format_usd(amount) == text

@@ -30,14 +30,22 @@ def snapshot(*jobs: Job, types: tuple[NodeType, ...] = (SMALL, BIG), **more: obj
     return replace(Snapshot(50.0, types, jobs=jobs, next_lease=4), **more)  # type: ignore[arg-type]
 
 
-def view(number: int, node_type: NodeType = SMALL, state: NodeState = NodeState.READY, free: float | None = None) -> NodeView:
-    node = Node(f"node-{number}", node_type.name, "local", node_type.market, 1, state, 40.0, ray_node_id=f"ray-{number}")
+def view(
+    number: int, node_type: NodeType = SMALL, state: NodeState = NodeState.READY, free: float | None = None
+) -> NodeView:
+    node = Node(
+        f"node-{number}", node_type.name, "local", node_type.market, 1, state, 40.0, ray_node_id=f"ray-{number}"
+    )
     available = {**node_type.resources, **({} if free is None else {"CPU": free})}
     return NodeView(node, node_type.resources, available, node_type.all_labels("local"))
 
 
 def brief(s: Snapshot) -> list[tuple[str, str]]:
-    return [(a.job_id, a.lease.id) if isinstance(a, Admit) else (a.subject, a.constraint) for a in admit(s) if isinstance(a, Admit | Wait)]
+    return [
+        (a.job_id, a.lease.id) if isinstance(a, Admit) else (a.subject, a.constraint)
+        for a in admit(s)
+        if isinstance(a, Admit | Wait)
+    ]
 
 
 def test_those_that_fit_are_admitted_in_order_each_with_its_own_lease() -> None:
@@ -45,7 +53,16 @@ def test_those_that_fit_are_admitted_in_order_each_with_its_own_lease() -> None:
     first, second = admit(s)
     assert isinstance(first, Admit)
     assert first.lease == Lease(
-        "lease-4", "job-1", cpus(2, members=2), LeaseState.WAITING, (Member(0), Member(1)), 0, 7.0, 50.0, None, first.lease.reason
+        "lease-4",
+        "job-1",
+        cpus(2, members=2),
+        LeaseState.WAITING,
+        (Member(0), Member(1)),
+        0,
+        7.0,
+        50.0,
+        None,
+        first.lease.reason,
     )
     assert "2 new of small" in first.reason
     assert isinstance(second, Admit)
@@ -59,7 +76,10 @@ def test_nothing_overtakes_the_head_of_the_queue() -> None:
 
 
 def test_what_no_fleet_could_hold_blocks_nobody() -> None:
-    assert brief(snapshot(job(1, Shape(resources={"GPU": 8.0})), job(2))) == [("job-1", "impossible"), ("job-2", "lease-4")]
+    assert brief(snapshot(job(1, Shape(resources={"GPU": 8.0})), job(2))) == [
+        ("job-1", "impossible"),
+        ("job-2", "lease-4"),
+    ]
 
 
 def test_the_first_shape_that_fits_is_taken() -> None:
@@ -99,13 +119,19 @@ def test_a_pool_without_stock_is_named() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 9), st.integers(0, 3)), max_size=8))
 def test_admission_is_in_order_and_never_promises_more_than_there_is(wishes: list[tuple[int, int, int]]) -> None:
-    jobs = tuple(job(i + 1, cpus(cpu, members=n, at_least=max(1, n - slack))) for i, (n, cpu, slack) in enumerate(wishes))
+    jobs = tuple(
+        job(i + 1, cpus(cpu, members=n, at_least=max(1, n - slack))) for i, (n, cpu, slack) in enumerate(wishes)
+    )
     actions = admit(snapshot(*jobs))
-    assert [a.job_id if isinstance(a, Admit) else a.subject for a in actions if isinstance(a, Admit | Wait)] == [j.id for j in jobs]
+    assert [a.job_id if isinstance(a, Admit) else a.subject for a in actions if isinstance(a, Admit | Wait)] == [
+        j.id for j in jobs
+    ]
     admitted = [a.lease for a in actions if isinstance(a, Admit)]
     # One big node and two small ones are all that can be bought.
     assert sum(lease.shape.at_least * lease.shape.resources["CPU"] for lease in admitted) <= 12
-    head = next((i for i, a in enumerate(actions) if isinstance(a, Wait) and a.constraint != "impossible"), len(actions))
+    head = next(
+        (i for i, a in enumerate(actions) if isinstance(a, Wait) and a.constraint != "impossible"), len(actions)
+    )
     assert not any(isinstance(a, Admit) for a in actions[head:])
     assert admit(snapshot(*jobs)) == actions
 

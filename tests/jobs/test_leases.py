@@ -35,7 +35,9 @@ def nodes(*found: Node) -> dict[str, Node]:
 
 def new(members: int = 2, at_least: int | None = None) -> Lease:
     shape = Shape(members=members, min_members=at_least, resources={"CPU": 1.0})
-    return Lease("lease-1", "job-1", shape, LeaseState.WAITING, tuple(Member(i) for i in range(members)), form_timeout_s=60.0)
+    return Lease(
+        "lease-1", "job-1", shape, LeaseState.WAITING, tuple(Member(i) for i in range(members)), form_timeout_s=60.0
+    )
 
 
 def seated(lease: Lease) -> Lease:
@@ -71,7 +73,12 @@ def test_a_gang_forms_when_its_nodes_are_ready_and_becomes_usable_all_at_once() 
     half = advance(lease, nodes(node(0), node(1)), groups_of(lease, m1="pending"), 3.0)
     assert (half.state, half.usable, half.epoch) == (LeaseState.FORMING, (), 0)
     whole = advance(half, nodes(node(0), node(1)), groups_of(lease), 4.0)
-    assert (whole.state, states(whole), whole.epoch, whole.forming_since_s) == (LeaseState.ACTIVE, ["ready", "ready"], 1, None)
+    assert (whole.state, states(whole), whole.epoch, whole.forming_since_s) == (
+        LeaseState.ACTIVE,
+        ["ready", "ready"],
+        1,
+        None,
+    )
     assert whole.members[1] == Member(1, MemberState.READY, "node-1", "ray-1", "127.0.1.1", "pg-raytide/lease-1/1/0")
     assert "2 of 2" in whole.reason
 
@@ -115,7 +122,11 @@ def test_a_notice_makes_a_member_leave_at_the_deadline() -> None:
     lease = active(members=2, at_least=1)
     there = nodes(node(0), node(1, DRAINING, deadline_s=50.0))
     leaving = advance(lease, there, groups_of(lease), 10.0)
-    assert (states(leaving), leaving.members[1].leaves_at_s, leaving.epoch) == (["ready", "leaving"], 50.0, lease.epoch + 1)
+    assert (states(leaving), leaving.members[1].leaves_at_s, leaving.epoch) == (
+        ["ready", "leaving"],
+        50.0,
+        lease.epoch + 1,
+    )
     assert advance(leaving, there, groups_of(lease), 49.0) == leaving
     gone = advance(leaving, there, groups_of(lease), 50.0)
     assert (states(gone), gone.epoch) == (["ready", "waiting"], leaving.epoch + 1)
@@ -139,7 +150,9 @@ def test_a_group_that_ray_lost_or_made_anew_is_not_the_members_any_more() -> Non
     there = nodes(node(0), node(1))
     for state in ("pending", "removed"):
         assert states(advance(lease, there, groups_of(lease, m1=state), 5.0)) == ["ready", "waiting"]
-    other = {key: replace(group, placement_group_id="other") for key, group in groups_of(lease).items() if key.member == 1}
+    other = {
+        key: replace(group, placement_group_id="other") for key, group in groups_of(lease).items() if key.member == 1
+    }
     assert states(advance(lease, there, other, 5.0)) == ["ready", "waiting"]
     assert advance(lease, there, {}, 5.0) == lease
 
@@ -232,7 +245,10 @@ class Life(RuleBasedStateMachine):
         self.now_s += seconds
         before = self.lease
         self.lease = after = advance(before, self.nodes, self.groups, self.now_s)
-        seen = [(x.state is LeaseState.ACTIVE, [(m.index, m.incarnation, m.state, m.leaves_at_s) for m in x.usable]) for x in (before, after)]
+        seen = [
+            (x.state is LeaseState.ACTIVE, [(m.index, m.incarnation, m.state, m.leaves_at_s) for m in x.usable])
+            for x in (before, after)
+        ]
         assert after.epoch == before.epoch + (seen[0] != seen[1])
         assert all(b.incarnation >= a.incarnation for a, b in zip(before.members, after.members, strict=True))
         # A pass without news changes nothing more.
@@ -252,7 +268,9 @@ class Life(RuleBasedStateMachine):
             assert (member.state is MemberState.WAITING) == (member.node_id == "")
             assert member.is_usable == bool(member.placement_group_id)
             assert (member.leaves_at_s is not None) <= (member.state is MemberState.LEAVING)
-        assert (self.lease.forming_since_s is not None) == any(m.state is MemberState.FORMING for m in self.lease.members)
+        assert (self.lease.forming_since_s is not None) == any(
+            m.state is MemberState.FORMING for m in self.lease.members
+        )
 
 
 TestLife = Life.TestCase

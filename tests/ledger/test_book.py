@@ -36,7 +36,9 @@ shares = st.lists(
     max_size=4,
     unique_by=lambda s: s[:2],
 )
-occupancies = shares.map(lambda found: tuple(sorted((Share(k, s, "t", w) for k, s, w in found), key=lambda s: (s.kind, s.subject))))
+occupancies = shares.map(
+    lambda found: tuple(sorted((Share(k, s, "t", w) for k, s, w in found), key=lambda s: (s.kind, s.subject)))
+)
 looks = st.lists(st.tuples(st.integers(-2 * S, 200 * S), occupancies), max_size=8)
 
 
@@ -69,7 +71,9 @@ def test_the_entries_of_a_node_are_its_bill_whatever_happened(
 
 
 @given(st.integers(0, 10**9), occupancies, looks)
-def test_no_moment_is_booked_twice_or_left_out(price: int, first: Occupancy, looks: list[tuple[int, Occupancy]]) -> None:
+def test_no_moment_is_booked_twice_or_left_out(
+    price: int, first: Occupancy, looks: list[tuple[int, Occupancy]]
+) -> None:
     entries, interval = run(open_interval("node-1", price, 0, first), looks)
     spans = sorted({(e.from_us, e.to_us) for e in entries})
     assert [span[0] for span in spans] == [0, *(span[1] for span in spans[:-1])][: len(spans)]
@@ -78,7 +82,9 @@ def test_no_moment_is_booked_twice_or_left_out(price: int, first: Occupancy, loo
 
 
 @given(st.integers(0, 10**9), occupancies, looks, st.integers(0, 400 * S))
-def test_nobody_is_ever_left_with_less_than_nothing(price: int, first: Occupancy, looks: list[tuple[int, Occupancy]], end_us: int) -> None:
+def test_nobody_is_ever_left_with_less_than_nothing(
+    price: int, first: Occupancy, looks: list[tuple[int, Occupancy]], end_us: int
+) -> None:
     entries, interval = run(open_interval("node-1", price, 0, first), looks)
     entries += close(interval, end_us, [e for e in entries if e.to_us > end_us])
     holders = {(e.from_us if not e.is_reversal else None, e.kind, e.subject) for e in entries}
@@ -90,7 +96,9 @@ def test_an_interval_is_cut_when_the_occupancy_changes_and_when_it_is_long() -> 
     interval = open_interval("node-1", 3600 * S, 10 * S, ALL_IDLE)
     assert book(interval, 20 * S, ALL_IDLE) == ((), interval)
     entries, after = book(interval, 20 * S, (IDLE, JOB))
-    assert [(e.from_us, e.to_us, e.kind, e.amount_micro_usd) for e in entries] == [(10 * S, 20 * S, EntryKind.IDLE, 10 * S)]
+    assert [(e.from_us, e.to_us, e.kind, e.amount_micro_usd) for e in entries] == [
+        (10 * S, 20 * S, EntryKind.IDLE, 10 * S)
+    ]
     assert (after.from_us, after.occupancy) == (20 * S, (IDLE, JOB))
     long, later = book(after, 20 * S + MAX_OPEN_US, (IDLE, JOB))
     assert {e.subject: e.amount_micro_usd for e in long} == {"": 15 * S, "job-1": 45 * S}
@@ -111,7 +119,10 @@ def test_a_clock_that_steps_back_books_nothing_twice() -> None:
 
 def test_a_node_that_ended_before_it_was_booked_to_is_reversed() -> None:
     interval = OpenInterval("node-1", 3600 * S, 0, 20 * S, ALL_IDLE)
-    booked = [*cost_of(replace(interval, from_us=0, occupancy=(IDLE, JOB)), 10 * S), *cost_of(replace(interval, from_us=10 * S), 20 * S)]
+    booked = [
+        *cost_of(replace(interval, from_us=0, occupancy=(IDLE, JOB)), 10 * S),
+        *cost_of(replace(interval, from_us=10 * S), 20 * S),
+    ]
     reversals = close(interval, 6 * S, booked)
     assert {(e.from_us, e.to_us, e.kind): e.amount_micro_usd for e in reversals} == {
         (6 * S, 10 * S, EntryKind.IDLE): -1 * S,

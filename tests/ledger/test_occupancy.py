@@ -11,20 +11,32 @@ from raytide.ledger.occupancy import occupancies
 TOTAL = {"CPU": 8.0, "GPU": 4.0}
 SHAPE = Shape(members=2, resources={"CPU": 1.0, "GPU": 1.0})
 JOB = Job(
-    "job-1", JobSpec(kind=JobKind.TRAIN, name="j", team="blue", gang=GangSpec(shapes=(SHAPE,))), "ada", JobState.RUNNING, 0.0
+    "job-1",
+    JobSpec(kind=JobKind.TRAIN, name="j", team="blue", gang=GangSpec(shapes=(SHAPE,))),
+    "ada",
+    JobState.RUNNING,
+    0.0,
 )
 
 
-def view(state: NodeState = NodeState.READY, available: dict[str, float] | None = None, *, ready: bool = True) -> NodeView:
-    node = Node("node-1", "big", "z", Market.SPOT, 1, state, 0.0, ready_at_s=1.0 if ready else None, ray_node_id="ray-1")
+def view(
+    state: NodeState = NodeState.READY, available: dict[str, float] | None = None, *, ready: bool = True
+) -> NodeView:
+    node = Node(
+        "node-1", "big", "z", Market.SPOT, 1, state, 0.0, ready_at_s=1.0 if ready else None, ray_node_id="ray-1"
+    )
     return NodeView(node, TOTAL, TOTAL if available is None else available, {})
 
 
 def lease(*states: MemberState) -> Lease:
-    return Lease("lease-1", "job-1", SHAPE, LeaseState.ACTIVE, tuple(Member(i, s, "node-1") for i, s in enumerate(states)))
+    return Lease(
+        "lease-1", "job-1", SHAPE, LeaseState.ACTIVE, tuple(Member(i, s, "node-1") for i, s in enumerate(states))
+    )
 
 
-def of_node(view: NodeView, *leases: Lease, endpoints: tuple[EndpointView, ...] = ()) -> dict[tuple[str, str, str], float]:
+def of_node(
+    view: NodeView, *leases: Lease, endpoints: tuple[EndpointView, ...] = ()
+) -> dict[tuple[str, str, str], float]:
     snapshot = Snapshot(1.0, (), nodes=(view,), jobs=(JOB,), leases=leases, endpoints=endpoints)
     return {(str(s.kind), s.subject, s.team): s.weight for s in occupancies(snapshot)["node-1"]}
 
@@ -35,7 +47,10 @@ def test_a_free_node_is_idle() -> None:
 
 def test_a_job_holds_its_dominant_share_and_the_rest_is_idle() -> None:
     two = lease(MemberState.READY, MemberState.LEAVING)
-    assert of_node(view(available={"CPU": 6.0, "GPU": 2.0}), two) == {("job", "job-1", "blue"): 0.5, ("idle", "", ""): 0.5}
+    assert of_node(view(available={"CPU": 6.0, "GPU": 2.0}), two) == {
+        ("job", "job-1", "blue"): 0.5,
+        ("idle", "", ""): 0.5,
+    }
 
 
 def test_a_seat_counts_from_its_assignment_and_not_before() -> None:
@@ -47,19 +62,27 @@ def test_a_seat_counts_from_its_assignment_and_not_before() -> None:
 
 def test_a_node_that_starts_is_start_up_of_those_it_starts_for() -> None:
     starting = view(NodeState.LAUNCHING, ready=False)
-    assert of_node(starting, lease(MemberState.ASSIGNED)) == {("startup", "job-1", "blue"): 0.25, ("startup", "", ""): 0.75}
+    assert of_node(starting, lease(MemberState.ASSIGNED)) == {
+        ("startup", "job-1", "blue"): 0.25,
+        ("startup", "", ""): 0.75,
+    }
 
 
 def test_what_is_left_of_a_node_that_leaves_is_waste() -> None:
     for state in (NodeState.DRAINING, NodeState.TERMINATING):
-        assert of_node(view(state), lease(MemberState.LEAVING)) == {("job", "job-1", "blue"): 0.25, ("waste", "", ""): 0.75}
+        assert of_node(view(state), lease(MemberState.LEAVING)) == {
+            ("job", "job-1", "blue"): 0.25,
+            ("waste", "", ""): 0.75,
+        }
 
 
 def test_replicas_are_their_endpoints_and_foreign_use_is_unmanaged() -> None:
     spec = ServeSpec(name="tiny", model="/m", team="red", resources={"CPU": 2.0})
     load = EndpointLoad(1.0, 0.0, 2, ("ray-1", "ray-1", "elsewhere"))
     tiny = EndpointView(Endpoint(spec, "ada", EndpointState.RUNNING, 0.0, 3), load)
-    silent = EndpointView(Endpoint(spec.model_copy(update={"name": "mute"}), "ada", EndpointState.RUNNING, 0.0, 1), None)
+    silent = EndpointView(
+        Endpoint(spec.model_copy(update={"name": "mute"}), "ada", EndpointState.RUNNING, 0.0, 1), None
+    )
     assert of_node(view(available={"CPU": 2.0, "GPU": 4.0}), endpoints=(tiny, silent)) == {
         ("endpoint", "tiny", "red"): 0.5,
         ("unmanaged", "", "unmanaged"): 0.25,

@@ -4,13 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 
 from raytide.core.data_spec import DataSpec, TextFilter, TokenizerSpec, TrainTokenizer
-
-# How long an example takes says more of the machine than of the code.
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
 
 WORDS = [
     "the",

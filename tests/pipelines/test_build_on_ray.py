@@ -68,7 +68,7 @@ def test_any_number_of_workers_builds_the_bytes_that_one_process_builds(
     alone = spec_of(corpus, out=str(corpus.parent / "alone"))
     build(alone, runner=InlineRunner())
     with leased(ray_cluster, 2) as group:
-        for workers in (1, 2, 3):
+        for workers in (1, 3):
             spec = spec_of(corpus, out=str(corpus.parent / f"out-{workers}"), workers=workers)
             seen: list[Progress] = []
             assert build(spec, group, seen.append) == verify(spec.out)

@@ -28,9 +28,9 @@ from raytide.core.endpoint import EndpointState
 from raytide.core.entry import Occupancy
 from raytide.core.gang import LeaseState
 from raytide.core.job import JobKind, JobState
-from raytide.core.logs import logger
+from raytide.core.logs import log_to, logger
 from raytide.core.money import to_us
-from raytide.core.plan import Plan, Wait
+from raytide.core.plan import Plan, Wait, describe
 from raytide.core.snapshot import Snapshot
 from raytide.core.state import Changes, Records, Store
 from raytide.jobs.why import why
@@ -81,6 +81,9 @@ class Controller:
         settle(book, plan, self._node_types)
         booking = self._keep_books(book, world, occupancies(seen), now_s)
         self._store.commit(_changes(records, book, booking, plan, now_s))
+        for action in plan.actions:
+            if not isinstance(action, Wait):
+                log.info("decided", extra=describe(action))
         outcome = apply(book, plan, world, self._sources, self._node_types, now_s)
         self._serving.match(e for e in book.endpoints.values() if e.state is not EndpointState.DELETED)
         if outcome.nodes:
@@ -168,6 +171,7 @@ def main(run_dir: str) -> None:
     folder = Path(run_dir)
     cluster = load(folder)
     assert cluster is not None, run_dir
+    log_to()
     with hold_lock(folder / "controller.lock"):
         config = load_cluster(cluster.config_path)
         controller = Controller(Store.open(cluster.state_url), config, sources(cluster), SystemClock(), folder / "live.json")

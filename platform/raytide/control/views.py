@@ -68,6 +68,10 @@ class ClusterStatus:
     price_micro_usd_h: int
     cost_micro_usd: int
     """So far, all nodes."""
+    ray: str
+    """Ray's dashboard, which is also the address for `ray job submit`."""
+    serve: str
+    """Below it each endpoint has its own path."""
     errors: tuple[str, ...] = ()
 
 

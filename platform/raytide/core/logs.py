@@ -1,7 +1,7 @@
 """Logs as JSON lines: one object a line, so that a person greps them and a machine reads them.
 
-Modules say `log = logger(__name__)` and `log.info("lease is active", extra={"lease": "lease-3"})`: the message is constant,
-what varies is a field. A process calls `log_to` once; a library or a test that does not gets Python's usual logging.
+Modules say `log = logger(__name__)` and `log.info("lease is active", extra={"lease": "lease-3"})`: the message is
+constant, what varies is a field. A process calls `log_to` once; one that does not has Python's usual logging.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ class JsonLines(logging.Formatter):
 
 def log_to(target: Path | IO[str] = sys.stderr, *, level: str = "INFO", **fields: object) -> None:
     """Send raytide's logs of this process to a file or a stream, in place of where they went before."""
-    handler: logging.Handler = logging.FileHandler(target) if isinstance(target, Path) else logging.StreamHandler(target)
+    handler: logging.Handler = (
+        logging.FileHandler(target) if isinstance(target, Path) else logging.StreamHandler(target)
+    )
     handler.setFormatter(JsonLines(**fields))
     root = logging.getLogger("raytide")
     for old in root.handlers[:]:

@@ -32,7 +32,9 @@ class Sample:
 
 
 NODES = Metric("raytide_nodes", "gauge", "Nodes by type, market and state", ("type", "market", "state"))
-NODE_PRICE = Metric("raytide_price_usd_per_hour", "gauge", "What the nodes that are billed cost an hour", ("type", "market"))
+NODE_PRICE = Metric(
+    "raytide_price_usd_per_hour", "gauge", "What the nodes that are billed cost an hour", ("type", "market")
+)
 JOBS = Metric("raytide_jobs", "gauge", "Jobs that are not over, by kind, team and state", ("kind", "team", "state"))
 LEASE_MEMBERS = Metric("raytide_lease_members", "gauge", "Seats of leases that are not over, by state", ("state",))
 REPLICAS_TARGET = Metric("raytide_replicas_target", "gauge", "Replicas that the controller wants", ("endpoint",))

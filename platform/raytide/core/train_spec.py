@@ -1,4 +1,4 @@
-"""What a training run is: the model, the data order, the optimiser and the gang. No torch here: the CLI and the API read it.
+"""What a training run is: the model, the data order, the optimiser and the gang. No torch: the CLI reads it.
 
 Data order belongs to the spec, never to the gang: `global_batch` sequences make a step, whatever the number of ranks.
 """

@@ -23,7 +23,14 @@ def admit(snapshot: Snapshot) -> tuple[Action, ...]:
     number = snapshot.next_lease
     for job in queue(snapshot):
         if head:
-            actions.append(Wait(job.id, "behind", f"{job.id} waits behind {head}.", f"It starts after {head}, or when {head} is stopped."))
+            actions.append(
+                Wait(
+                    job.id,
+                    "behind",
+                    f"{job.id} waits behind {head}.",
+                    f"It starts after {head}, or when {head} is stopped.",
+                )
+            )
             continue
         found = _seat(room, job)
         if isinstance(found, Shortfall):

@@ -4,8 +4,8 @@
        |          |          |  (stop asked)
        +----------+----------+-> STOPPING -> STOPPED
 
-TRAIN and DATA jobs have a driver that raytide runs: `wanted_driver` says which should be alive. The driver of a GANG job is
-somebody else's: it keeps the job alive by asking for its lease, and gives it back when it is done.
+TRAIN and DATA jobs have a driver that raytide runs: `wanted_drivers` says which should be alive. The driver of a GANG
+job is somebody else's: it keeps the job alive by asking for its lease, and gives it back when it is done.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def advance(job: Job, lease: Lease | None, driver: DriverStatus | None, now_s: f
 def wanted_drivers(jobs: Iterable[Job]) -> frozenset[DriverKey]:
     """The drivers that should be alive; one that is not there is started, every other one is ended."""
     return frozenset(
-        DriverKey(job.id, job.restarts) for job in jobs if job.state is JobState.RUNNING and job.spec.kind is not JobKind.GANG
+        DriverKey(job.id, job.restarts)
+        for job in jobs
+        if job.state is JobState.RUNNING and job.spec.kind is not JobKind.GANG
     )
 
 
@@ -79,12 +81,14 @@ def _step(job: Job, driver: DriverStatus | None, now_s: float) -> Job:
 def _step_gang(job: Job, now_s: float) -> Job:
     if job.released_by_driver is not None:
         error = job.released_by_driver
-        return _end(job, JobState.FAILED if error else JobState.SUCCEEDED, error or "its driver gave the lease back", now_s)
+        return _end(
+            job, JobState.FAILED if error else JobState.SUCCEEDED, error or "its driver gave the lease back", now_s
+        )
     if job.stop_requested:
         return _end(job, JobState.STOPPED, "stopped on request", now_s)
     heard_at_s = job.submitted_at_s if job.heartbeat_at_s is None else job.heartbeat_at_s
     if now_s - heard_at_s > job.spec.heartbeat_timeout_s:
-        why = f"its driver has not asked for its lease for {job.spec.heartbeat_timeout_s:g} s: it died, or lost the network"
+        why = f"its driver has not asked for its lease for {job.spec.heartbeat_timeout_s:g} s: dead, or cut off"
         return _end(job, JobState.FAILED, why, now_s)
     return job
 
@@ -98,8 +102,12 @@ def _stop(job: Job, driver: DriverStatus | None, now_s: float) -> Job:
 def _restart(job: Job, driver: DriverStatus, now_s: float) -> Job:
     why = driver.message or "its driver died"
     if job.restarts >= job.spec.max_restarts:
-        return _end(job, JobState.FAILED, f"{why}; it was started {job.restarts + 1} times, max_restarts allows no more", now_s)
-    return replace(job, restarts=job.restarts + 1, reason=f"{why}; restart {job.restarts + 1} of {job.spec.max_restarts}")
+        return _end(
+            job, JobState.FAILED, f"{why}; it was started {job.restarts + 1} times, max_restarts allows no more", now_s
+        )
+    return replace(
+        job, restarts=job.restarts + 1, reason=f"{why}; restart {job.restarts + 1} of {job.spec.max_restarts}"
+    )
 
 
 def _end(job: Job, state: JobState, reason: str, now_s: float) -> Job:

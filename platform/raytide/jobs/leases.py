@@ -1,8 +1,8 @@
 """The life of a lease, as a pure function of its nodes and of its placement groups.
 
-All-or-nothing is made here: until a lease is ACTIVE no member is usable, however many groups are ready. Once it is, lost
-members are filled anew one by one while the survivors go on. `wanted_groups` is the whole interface to Ray: the groups
-that should exist now.
+All-or-nothing is made here: until enough groups are ready no member is usable, and those that are not ready in time all
+go. Later, lost members are filled anew one by one while the survivors go on. `wanted_groups` is the whole interface to
+Ray: the groups that should exist now.
 """
 
 from __future__ import annotations
@@ -103,7 +103,9 @@ def _form(lease: Lease, nodes: Mapping[str, Node], now_s: float) -> Lease:
     if not able or holding + len(able) < lease.shape.at_least:
         return lease
     members = tuple(_start(m, nodes[m.node_id]) if m.index in able else m for m in lease.members)
-    return replace(lease, members=members, forming_since_s=now_s if lease.forming_since_s is None else lease.forming_since_s)
+    return replace(
+        lease, members=members, forming_since_s=now_s if lease.forming_since_s is None else lease.forming_since_s
+    )
 
 
 def _is_on_ready_node(member: Member, nodes: Mapping[str, Node]) -> bool:

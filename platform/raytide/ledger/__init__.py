@@ -1,1 +1,1 @@
-"""What every node cost and whose that was, to the micro-dollar: entries per interval, and their check against the bill."""
+"""What every node cost and whose that was, to the micro-dollar; pure functions over core's entries and intervals."""

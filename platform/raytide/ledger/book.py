@@ -1,7 +1,7 @@
 """From intervals to entries: each moment of each billed node is booked exactly once, whatever happens in between.
 
-The amounts of one node telescope from the moment its bill began, so however often its life is cut, its entries sum to the
-provider's bill. Between two looks nobody knows what happened: the occupancy seen at the first holds until the second.
+The amounts of one node telescope from the moment its bill began, so however often its life is cut, its entries sum to
+the provider's bill. Nobody knows what happened between two looks: the occupancy seen at the first holds to the second.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def book(interval: OpenInterval, now_us: int, occupancy: Occupancy) -> tuple[tup
 def close(interval: OpenInterval, end_us: int, booked: Sequence[Entry] = ()) -> tuple[Entry, ...]:
     """The last entries of a node whose bill ends at `end_us`.
 
-    A provider may say afterwards that a node ended earlier than it was booked to. Then `booked`, this node's entries that
-    end after `end_us`, are taken back by reversals from `end_us` on.
+    A provider may say afterwards that a node ended earlier than it was booked to. Then `booked`, this node's entries
+    that end after `end_us`, are taken back by reversals from `end_us` on.
     """
     if end_us >= interval.from_us:
         return cost_of(interval, end_us)

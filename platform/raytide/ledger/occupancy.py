@@ -1,8 +1,8 @@
 """Who holds which share of each node, from one Snapshot.
 
 A holder's weight is its share of the node's dominant resource: a job with 1 of 8 CPUs and 4 of 8 GPUs holds half. What
-nobody holds is a share of its own (idle, start-up or waste), so the weights of a node sum to one, or to more when holders
-lean on different resources; then each pays in proportion. A seat counts from the moment it is assigned, used or not.
+nobody holds is a share of its own (idle, start-up or waste), so the weights of a node sum to one, or to more when
+holders lean on different resources; then each pays in proportion. A seat counts once it is assigned, used or not.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def _occupancy(view: NodeView, held: Mapping[_Holder, Resources]) -> Occupancy:
     if view.node.ready_at_s is None:
         # For whom it starts pays for the start, on a line of its own.
         shares = [
-            Share(EntryKind.STARTUP, subject, team, _weight(need, view.total)) for (_, subject, team), need in held.items()
+            Share(EntryKind.STARTUP, subject, team, _weight(need, view.total))
+            for (_, subject, team), need in held.items()
         ]
         return _whole(shares, EntryKind.STARTUP)
     shares = [Share(kind, subject, team, _weight(need, view.total)) for (kind, subject, team), need in held.items()]

@@ -4,9 +4,9 @@ import random
 from pathlib import Path
 
 import pytest
+from tests.actors.engine.tiny import VOCAB
 
 from raytide.actors.engine import LLM, SamplingParams
-from tests.actors.engine.tiny import VOCAB
 
 RNG = random.Random(11)
 PROMPTS = [[RNG.randrange(1, VOCAB) for _ in range(RNG.choice([1, 7, 16, 17, 40, 75]))] for _ in range(12)]

@@ -3,12 +3,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.actors.engine.tiny import VOCAB, save_tokenizer
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as RustTokenizer
 
 from raytide.actors.engine.detokenizer import Detokenizer, Vocabulary
 from raytide.actors.engine.tokenizer import Tokenizer
-from tests.actors.engine.tiny import VOCAB, save_tokenizer
 
 
 @pytest.fixture(scope="module")

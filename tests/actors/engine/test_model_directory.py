@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
+from tests.actors.engine.tiny import EOS, save_llama
 
 from raytide.actors.engine import LLM, Message, SamplingParams
 from raytide.core.errors import ConfigError, DataError, UsageError
-from tests.actors.engine.tiny import EOS, save_llama
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
 

@@ -3,10 +3,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.actors.engine.tiny import SHAPES, VOCAB, save_llama
 from transformers import LlamaForCausalLM
 
 from raytide.actors.engine import LLM, SamplingParams
-from tests.actors.engine.tiny import SHAPES, VOCAB, save_llama
 
 NEW_TOKENS = 16
 TIE = 1e-4

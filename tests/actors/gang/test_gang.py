@@ -74,7 +74,10 @@ def test_what_failed_in_the_block_is_told() -> None:
 
 def test_a_gang_that_does_not_come_is_given_back() -> None:
     desk = Desk(QUEUED)
-    with pytest.raises(WaitTimeoutError, match=r"job-1 had no gang after 0\.01 s") as caught, Gang(desk, "job-1", timeout_s=0.01):
+    with (
+        pytest.raises(WaitTimeoutError, match=r"job-1 had no gang after 0\.01 s") as caught,
+        Gang(desk, "job-1", timeout_s=0.01),
+    ):
         pass
     assert "raytide why job-1" in caught.value.hint
     assert len(desk.released) == 1
@@ -88,7 +91,9 @@ def test_a_gang_that_is_stopped_while_it_waits_says_so() -> None:
 def test_a_lost_member_shows_and_can_be_waited_for() -> None:
     desk = Desk(ACTIVE)
     with Gang(desk, "job-1") as gang:
-        desk.tell(replace(ACTIVE, epoch=2, members=(MEMBERS[0], Member(1, incarnation=1)), reason="1 of 2 members are usable"))
+        desk.tell(
+            replace(ACTIVE, epoch=2, members=(MEMBERS[0], Member(1, incarnation=1)), reason="1 of 2 members are usable")
+        )
         assert gang.wait_change(1, timeout_s=30).epoch == 2
         assert gang.members == MEMBERS[:1]
         with pytest.raises(ClusterError, match=r"member 1 of job-1 is not usable now \(1 of 2"):

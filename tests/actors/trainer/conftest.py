@@ -66,21 +66,29 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_dataset(tmp_path_factory.mktemp("data") / "tokens")
 
 
+@pytest.fixture(scope="session")
+def make_spec(dataset: Path) -> Callable[[Path], TrainSpec]:
+    def make(out: Path) -> TrainSpec:
+        return TrainSpec(
+            dataset=str(dataset),
+            out=str(out),
+            model=ModelSpec(dim=32, layers=2, heads=4, kv_heads=2, max_seq_len=64),
+            optim=OptimSpec(lr=3e-3, warmup_steps=2),
+            steps=10,
+            global_batch=6,
+            micro_batch=2,
+            seq_len=32,
+            checkpoint_every=100,
+            export=False,
+            collective_timeout_s=30.0,
+        )
+
+    return make
+
+
 @pytest.fixture
-def spec(dataset: Path, tmp_path: Path) -> TrainSpec:
-    return TrainSpec(
-        dataset=str(dataset),
-        out=str(tmp_path / "run"),
-        model=ModelSpec(dim=32, layers=2, heads=4, kv_heads=2, max_seq_len=64),
-        optim=OptimSpec(lr=3e-3, warmup_steps=2),
-        steps=10,
-        global_batch=6,
-        micro_batch=2,
-        seq_len=32,
-        checkpoint_every=100,
-        export=False,
-        collective_timeout_s=30.0,
-    )
+def spec(make_spec: Callable[[Path], TrainSpec], tmp_path: Path) -> TrainSpec:
+    return make_spec(tmp_path / "run")
 
 
 RunRanks = Callable[..., list[Any]]

@@ -57,9 +57,15 @@ LEASE = Lease(
     forming_since_s=11.0,
     reason="one leaves",
 )
-SERVE = ServeSpec(name="tiny", model="/models/tiny", team="blue", replicas=Replicas(min=2, max=4), engine={"dtype": "float32"})
+SERVE = ServeSpec(
+    name="tiny", model="/models/tiny", team="blue", replicas=Replicas(min=2, max=4), engine={"dtype": "float32"}
+)
 INTERVAL = OpenInterval(
-    "node-12", 918_000, 2_200_000, 5_000_000, (Share(EntryKind.IDLE, "", "", 0.25), Share(EntryKind.JOB, "job-1", "blue", 0.75))
+    "node-12",
+    918_000,
+    2_200_000,
+    5_000_000,
+    (Share(EntryKind.IDLE, "", "", 0.25), Share(EntryKind.JOB, "job-1", "blue", 0.75)),
 )
 
 
@@ -80,7 +86,9 @@ def test_a_job_comes_back_as_it_went_in(store: Store) -> None:
 
 def test_what_the_controller_commits_is_what_it_loads(store: Store) -> None:
     job = admitted(store.submit_job(SPEC, "ada", 1.0))
-    endpoint = replace(store.save_endpoint(SERVE, "ada", 2.0), state=EndpointState.RUNNING, target_replicas=3, low_since_s=8.5)
+    endpoint = replace(
+        store.save_endpoint(SERVE, "ada", 2.0), state=EndpointState.RUNNING, target_replicas=3, low_since_s=8.5
+    )
     pool = Pool("spot-a", "z1", 3, 60.5, "no stock")
     store.commit(
         Changes(9.0, (job,), (LEASE,), (NODE,), (endpoint,), (pool,), (entry(),), (INTERVAL,), plan=Plan(9.0, ()))
@@ -160,9 +168,16 @@ def test_the_api_and_the_controller_do_not_undo_each_other(store: Store, url: st
     bigger = SERVE.model_copy(update={"replicas": Replicas(min=1, max=9)})
     api.save_endpoint(bigger, "ada", 2.0)
     api.request_delete("tiny")
-    store.commit(Changes(5.0, (admitted(job),), endpoints=(replace(endpoint, state=EndpointState.RUNNING, target_replicas=4),)))
+    store.commit(
+        Changes(5.0, (admitted(job),), endpoints=(replace(endpoint, state=EndpointState.RUNNING, target_replicas=4),))
+    )
     after = api.job("job-1")
-    assert (after.state, after.stop_requested, after.progress, after.heartbeat_at_s) == (JobState.ADMITTED, True, {"step": 3}, 4.0)
+    assert (after.state, after.stop_requested, after.progress, after.heartbeat_at_s) == (
+        JobState.ADMITTED,
+        True,
+        {"step": 3},
+        4.0,
+    )
     assert after.released_by_driver == "it broke"
     assert (api.endpoint("tiny").state, api.endpoint("tiny").spec, api.endpoint("tiny").target_replicas) == (
         EndpointState.DELETING,
@@ -205,7 +220,9 @@ def test_a_commit_that_books_twice_writes_nothing_at_all(store: Store) -> None:
     job = store.submit_job(SPEC, "ada", 1.0)
     store.commit(Changes(2.0, entries=(entry(),)))
     with pytest.raises(ConflictError, match="refused a row"):
-        store.commit(Changes(3.0, (admitted(job),), nodes=(NODE,), entries=(entry(subject="x"), entry(amount_micro_usd=4))))
+        store.commit(
+            Changes(3.0, (admitted(job),), nodes=(NODE,), entries=(entry(subject="x"), entry(amount_micro_usd=4)))
+        )
     assert store.load().jobs == (job,)
     assert store.load().nodes == ()
     assert store.books.entries() == (entry(),)
@@ -233,6 +250,7 @@ def test_sums_group_by_each_column(store: Store) -> None:
     assert books.booked("endpoint") == {"tiny": 2**40}
     assert books.booked("team") == {"blue": 7, "red": 2**40, "": 5}
     assert books.booked("node") == {"node-12": 7, "node-2": 2**40 + 5}
+    assert books.lines() == {("job", "job-1", "blue"): 7, ("endpoint", "tiny", "red"): 2**40, ("idle", "", ""): 5}
     assert books.booked("kind", since_us=10) == {"job": 4}
     assert [e.from_us for e in books.entries(node_id="node-12", ending_after_us=10)] == [10]
     assert [e.subject for e in books.entries(subject="tiny")] == ["tiny"]
@@ -278,7 +296,12 @@ def test_an_endpoint_lives_and_can_be_made_again_after_its_end(store: Store) -> 
     deleted = replace(store.endpoint("tiny"), state=EndpointState.DELETED, ended_at_s=3.0, reason="asked")
     store.commit(Changes(3.0, endpoints=(deleted,)))
     again = store.save_endpoint(SERVE, "bob", 4.0)
-    assert (again.user, again.state, again.created_at_s, again.ended_at_s) == ("bob", EndpointState.DEPLOYING, 4.0, None)
+    assert (again.user, again.state, again.created_at_s, again.ended_at_s) == (
+        "bob",
+        EndpointState.DEPLOYING,
+        4.0,
+        None,
+    )
 
 
 @pytest.mark.parametrize("verb", ["job", "request_stop", "release"])
@@ -298,7 +321,9 @@ def test_unknown_names_are_named(store: Store) -> None:
 
 
 def test_the_package_loads_without_sqlalchemy_until_the_store_is_named() -> None:
-    code = "import sys, raytide.core.state as s; assert 'sqlalchemy' not in sys.modules; s.Store; assert 'sqlalchemy' in sys.modules"
+    code = "import sys, raytide.core.state as s; assert not {0}; s.Store; assert {0}".format(
+        "'sqlalchemy' in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": _root()})
     with pytest.raises(ImportError):
         from raytide.core.state import Stor  # type: ignore[attr-defined] # noqa: F401
@@ -313,7 +338,7 @@ def test_a_url_that_cannot_hold_state_is_refused(url: str) -> None:
 
 def test_a_file_that_is_no_database_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "state.db").write_bytes(b"this is not a database, it only looks like a file" * 100)
-    with pytest.raises(StorageError, match="state.db"):
+    with pytest.raises(StorageError, match=r"state\.db"):
         Store.open(f"sqlite:///{tmp_path}/state.db")
 
 
@@ -323,9 +348,9 @@ def test_a_full_disk_is_a_clear_error_and_what_was_written_before_stays(tmp_path
     with store._db.read() as c:
         pages = c.exec_driver_sql("PRAGMA page_count").scalar_one()
         c.exec_driver_sql(f"PRAGMA max_page_count = {pages}")  # of this connection, which the pool hands out again
+    big = SPEC.model_copy(update={"config": {"x": "y" * 1_000_000}})
     with pytest.raises(StorageError, match="full") as caught:
-        for _ in range(100):
-            store.submit_job(SPEC.model_copy(update={"config": {"x": "y" * 10_000}}), "ada", 1.0)
+        store.submit_job(big, "ada", 1.0)
     assert "nothing half-written" in caught.value.hint
     assert store.job("job-1").spec == SPEC
     store.close()

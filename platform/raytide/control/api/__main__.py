@@ -17,6 +17,7 @@ from raytide.control.embedded import load
 from raytide.control.processes import hold_lock
 from raytide.core.clock import SystemClock
 from raytide.core.cluster import load_cluster
+from raytide.core.logs import log_to
 from raytide.core.state import Store
 
 
@@ -24,6 +25,7 @@ def main(run_dir: str) -> None:
     folder = Path(run_dir)
     cluster = load(folder)
     assert cluster is not None, run_dir
+    log_to()
     with hold_lock(folder / "api.lock"):
         desk = Desk(
             store=Store.open(cluster.state_url),
@@ -33,6 +35,7 @@ def main(run_dir: str) -> None:
             clock=SystemClock(),
             live=folder / "live.json",
             serve_url=cluster.serve_url,
+            ray_url=cluster.dashboard_url,
         )
         address = urlsplit(cluster.api_url)
         uvicorn.run(

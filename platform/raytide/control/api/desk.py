@@ -36,10 +36,11 @@ class Desk:
     """One per API process. Every method is a few reads and at most one write of the store."""
 
     def __init__(
-        self, store: Store, config: ClusterConfig, provider: Provider, drivers: Drivers, clock: Clock, live: Path, serve_url: str
+        self, store: Store, config: ClusterConfig, provider: Provider, drivers: Drivers, clock: Clock, live: Path, serve_url: str, ray_url: str
     ) -> None:
         self._store, self._config, self._provider, self._drivers = store, config, provider, drivers
-        self._clock, self._live_path, self._serve_url = clock, live, serve_url
+        self._clock, self._live_path = clock, live
+        self._serve_url, self._ray_url = serve_url, ray_url
 
     # Jobs.
 
@@ -143,6 +144,8 @@ class Desk:
             endpoints=len(self._store.endpoints()),
             price_micro_usd_h=sum(n.price_micro_usd_h for n in nodes if n.state in LIVE_STATES and n.started_at_s is not None),
             cost_micro_usd=report.booked_micro_usd + report.accrued_micro_usd,
+            ray=self._ray_url,
+            serve=self._serve_url,
             errors=live.errors,
         )
 

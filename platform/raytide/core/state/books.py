@@ -44,6 +44,8 @@ class Books:
     def lines(self) -> dict[tuple[str, str, str], int]:
         """Micro-dollars of all entries by (kind, subject, team)."""
         e = t.entries.c
-        query = sa.select(e.kind, e.subject, e.team, sa.func.sum(e.amount_micro_usd)).group_by(e.kind, e.subject, e.team)
+        query = sa.select(e.kind, e.subject, e.team, sa.func.sum(e.amount_micro_usd)).group_by(
+            e.kind, e.subject, e.team
+        )
         with self._db.read() as c:
             return {(str(row[0]), row[1], row[2]): int(row[3]) for row in c.execute(query)}

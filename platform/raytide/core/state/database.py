@@ -66,7 +66,7 @@ class Database:
                 return
             if have is not None and have not in {script.revision for script in known.walk_revisions()}:
                 raise ConflictError(
-                    f"the state at {self.engine.url.render_as_string()} was written by a newer raytide (schema {have}); "
+                    f"the state at {self.engine.url.render_as_string()} is of a newer raytide (schema {have}); "
                     f"this one knows schemas up to {known.get_current_head()}.",
                     hint="Run the newer raytide, or name another state URL.",
                 )
@@ -140,7 +140,9 @@ def _clear_errors(engine: sa.Engine | None) -> Iterator[None]:
     try:
         yield
     except IntegrityError as error:
-        raise ConflictError(f"the state at {where} refused a row: {error.orig}.", hint="Nothing was written.") from error
+        raise ConflictError(
+            f"the state at {where} refused a row: {error.orig}.", hint="Nothing was written."
+        ) from error
     except (DBAPIError, sqlite3.Error, OSError) as error:
         what = error.orig if isinstance(error, DBAPIError) else error
         raise StorageError(

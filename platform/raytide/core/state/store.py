@@ -36,7 +36,7 @@ class Store:
 
     @classmethod
     def open(cls, url: str) -> Self:
-        """Bring the schema up to date (one process at a time), then open. ConflictError when a newer raytide wrote it."""
+        """Bring the schema up to date, one process at a time, then open. ConflictError if a newer raytide wrote it."""
         database = Database(url)
         try:
             database.upgrade()

@@ -1,8 +1,8 @@
 """The tables, as the newest migration leaves them.
 
-Two processes write, each its own columns, so that neither undoes the other: the API inserts jobs and endpoints and writes
-what is marked `API` here; the controller writes everything else. Times are seconds since the epoch, ledger times whole
-microseconds, money whole micro-dollars. Nothing secret is kept here.
+Two processes write, each its own columns, so that neither undoes the other: the API inserts jobs and endpoints and
+writes what is marked `API` here; the controller writes everything else. Times are seconds since the epoch, ledger times
+whole microseconds, money whole micro-dollars. Nothing secret is kept here.
 """
 
 from __future__ import annotations

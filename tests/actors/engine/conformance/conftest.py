@@ -2,10 +2,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
+from tests.actors.engine.conformance.engines import ENGINES
 
 from raytide.actors.engine import EngineInfo
 from raytide.actors.engine.base import Engine
-from tests.actors.engine.conformance.engines import ENGINES
 
 Start = Callable[..., Awaitable[tuple[Engine, EngineInfo]]]
 

@@ -5,12 +5,12 @@ from collections.abc import Awaitable, Callable
 from typing import get_args
 
 import pytest
+from tests.actors.engine.conformance.engines import MAX_LEN
 
 from raytide.actors.engine import EngineInfo, GenChunk, GenRequest, Message, SamplingParams
 from raytide.actors.engine.base import Engine
 from raytide.actors.engine.core import Feature
 from raytide.core.errors import ConflictError, OverloadedError, UsageError
-from tests.actors.engine.conformance.engines import MAX_LEN
 
 Start = Callable[..., Awaitable[tuple[Engine, EngineInfo]]]
 
