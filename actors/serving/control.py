@@ -117,8 +117,8 @@ class ServeControl:
         _within(self._start_timeout_s, f"Ray Serve to delete endpoint {name}", call)
 
     def names(self) -> frozenset[str]:
-        """The endpoints that Serve has, those on their way out left out."""
-        return frozenset(name for name, app in self._details().items() if app["status"] != "DELETING")
+        """The endpoints that Serve has, those included whose replicas still finish what they answer."""
+        return frozenset(self._details())
 
     def _details(self) -> dict[str, Any]:
         """Serve's applications by name; none when Serve does not run."""

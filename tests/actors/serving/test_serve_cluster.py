@@ -198,6 +198,7 @@ def test_an_endpoint_that_cannot_start_says_why(control: ServeControl) -> None:
     control.deploy(endpoint("broken", nonsense=1))
     until("the failure", lambda: control.failure("broken") != "")
     assert "nonsense" in control.failure("broken")
+    assert control.failure("m") == ""
     control.delete("broken")
 
 
@@ -206,4 +207,4 @@ def test_a_deleted_endpoint_is_gone(control: ServeControl) -> None:
     control.delete("m")
     until("no endpoints", lambda: not control.names())
     assert control.load("m") is None
-    assert httpx.get(control.base_url("m") + "/models").status_code == 404
+    until("the route to be gone", lambda: httpx.get(control.base_url("m") + "/models").status_code == 404)
