@@ -48,7 +48,7 @@ class LLM:
         `sampling` is one SamplingParams for all or a list with one each. A prompt that is empty or too long raises
         UsageError before anything runs; a request that fails while running has finish reason "error".
         """
-        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        texts: list[str | Items[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
         tokens = [self._tokens(text) for text in texts]
         params = [sampling or SamplingParams()] * len(tokens) if not isinstance(sampling, Items) else list(sampling)
         if len(params) != len(tokens):

@@ -2,6 +2,7 @@
 
 import sys
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -9,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from raytide.actors.engine.blocks import BlockPool
 from raytide.actors.engine.core import SamplingParams, Sequence, StepPlan
 from raytide.actors.engine.scheduler import Scheduler
+from raytide.core.errors import UsageError
 
 STOP = 3
 GREEDY = SamplingParams(temperature=0)
@@ -42,14 +44,11 @@ class Life(RuleBasedStateMachine):
     def add(self, prompt: list[int], max_new: int) -> None:
         seq = sequence(f"s{self.count}", prompt, max_new)
         self.count += 1
-        fits = self.pool.blocks_for(seq.max_len) <= self.pool.num_blocks
-        try:
-            self.scheduler.add(seq)
-        except Exception as error:
-            assert not fits
-            assert "KV" in str(error)
+        if self.pool.blocks_for(seq.max_len) > self.pool.num_blocks:
+            with pytest.raises(UsageError, match="KV"):
+                self.scheduler.add(seq)
             return
-        assert fits
+        self.scheduler.add(seq)
         self.alive.append(seq)
 
     @precondition(lambda self: self.alive)

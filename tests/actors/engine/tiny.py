@@ -1,4 +1,6 @@
-"""Model directories small enough to make in a test: random Llama weights, and a byte-level BPE trained on real source."""
+"""Model directories small enough to make in a test: random Llama weights, and a byte-level BPE trained on real
+source.
+"""
 
 from __future__ import annotations
 

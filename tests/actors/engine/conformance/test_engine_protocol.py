@@ -1,4 +1,6 @@
-"""What every engine promises, whatever is inside. A test of an optional feature is skipped only where it is not declared."""
+"""What every engine promises, whatever is inside. A test of an optional feature is skipped only where it is not
+declared.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable
