@@ -12,7 +12,7 @@ from raytide.autoscaler import endpoints, shrink
 from raytide.core.fleet import NodeState
 from raytide.core.gang import Lease, LeaseState, MemberState, Shape
 from raytide.core.money import format_usd
-from raytide.core.plan import Action, Assign, Launch, Scale, Unassign, Wait
+from raytide.core.plan import Action, Assign, Launch, Scale, Terminate, Unassign, Wait
 from raytide.core.replicas import is_replica, missing_replicas, replica_shape
 from raytide.core.room import Placements, Room, Seat
 from raytide.core.shortfall import Shortfall, amounts
@@ -28,8 +28,9 @@ def plan(snapshot: Snapshot) -> tuple[Action, ...]:
         reason = "Ray does not answer; nodes, leases and replicas stay as they are, only deadlines are kept"
         return (*shrink.past_deadline(snapshot), Wait("cluster", "signal", reason, "`raytide doctor` looks for the cause."))
     scales = [scale for view in snapshot.endpoints if (scale := endpoints.decide(view, snapshot.at_s))]
-    snapshot = _published(snapshot, scales)
-    draft = _Draft(snapshot, Room.of(snapshot), [*shrink.overdue(snapshot), *scales])
+    ends = tuple(shrink.overdue(snapshot))
+    snapshot = _ended(_published(snapshot, scales), {end.node_id for end in ends if isinstance(end, Terminate)})
+    draft = _Draft(snapshot, Room.of(snapshot), [*ends, *scales])
     _seat_replicas(draft)
     for lease in snapshot.leases:
         _seat_lease(draft, lease)
@@ -74,6 +75,15 @@ def _published(snapshot: Snapshot, scales: list[Scale]) -> Snapshot:
         for view in snapshot.endpoints
     )
     return replace(snapshot, endpoints=views)
+
+
+def _ended(snapshot: Snapshot, node_ids: set[str]) -> Snapshot:
+    """The snapshot once these nodes are being ended, so that nobody is seated on them."""
+    views = tuple(
+        replace(view, node=replace(view.node, state=NodeState.TERMINATING)) if view.node.id in node_ids else view
+        for view in snapshot.nodes
+    )
+    return replace(snapshot, nodes=views)
 
 
 def _seat_replicas(draft: _Draft) -> None:

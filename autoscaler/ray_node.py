@@ -23,8 +23,9 @@ class RayNode:
     idle_ms: int = 0
     """Ray's own clock. It restarts whenever work queues anywhere (ray#60546), so decisions use `IdleClock`."""
     activity: tuple[str, ...] = ()
-    """Why Ray calls it busy, in its words."""
+    """Why Ray calls it busy, in its words. They stay as they were when it becomes idle, so they count at `idle_ms` 0 only."""
 
     @property
     def is_busy(self) -> bool:
-        return bool(self.activity) or any(self.available.get(name, 0.0) < amount for name, amount in self.total.items())
+        is_used = any(self.available.get(name, 0.0) < amount for name, amount in self.total.items())
+        return is_used or (bool(self.activity) and self.idle_ms == 0)

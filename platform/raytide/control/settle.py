@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from raytide.autoscaler import endpoints, instances
+from raytide.autoscaler import endpoints, instances, pools
 from raytide.control.observe import Book
 from raytide.core.fleet import NodeState, NodeType
 from raytide.core.job import JobState
@@ -16,6 +16,7 @@ from raytide.jobs import leases
 def settle(book: Book, plan: Plan, node_types: Mapping[str, NodeType]) -> None:
     """Apply every action that is an intent. An idle drain is not one: Ray may still refuse it."""
     now_s = plan.at_s
+    before = tuple(book.nodes.values())
     for action in plan.actions:
         match action:
             case Admit(job_id=job_id, lease=lease, reason=reason):
@@ -38,3 +39,5 @@ def settle(book: Book, plan: Plan, node_types: Mapping[str, NodeType]) -> None:
                     )
             case Terminate(node_id=node_id):
                 book.nodes[node_id] = instances.terminating(book.nodes[node_id], action)
+    for pool in pools.after(tuple(book.pools.values()), before, book.nodes.values(), now_s):
+        book.pools[(pool.node_type, pool.zone)] = pool

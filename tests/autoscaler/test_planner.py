@@ -1,0 +1,210 @@
+"""What the planner decides, case by case, and how it says so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from raytide.autoscaler.planner import plan
+from raytide.core.endpoint import Endpoint, EndpointLoad, EndpointState, Replicas, ServeSpec
+from raytide.core.fleet import Market, Node, NodeState, NodeType
+from raytide.core.gang import Lease, LeaseState, Member, MemberState, Shape
+from raytide.core.plan import Action, Assign, Drain, Launch, Scale, Terminate, Unassign, Wait
+from raytide.core.snapshot import Demand, EndpointView, NodeView, Pool, Snapshot, Unmanaged
+
+CPU4 = NodeType(name="cpu4", resources={"CPU": 4}, price_micro_usd_h=200_000, max_nodes=4)
+SPOT = NodeType(name="gpu.spot", resources={"GPU": 8}, market=Market.SPOT, price_micro_usd_h=8_000_000, zones=("a", "b"))
+SOLID = SPOT.model_copy(update={"name": "gpu", "market": Market.ON_DEMAND, "price_micro_usd_h": 24_000_000})
+FLEET = (CPU4, SPOT, SOLID)
+
+
+def view(
+    n: int,
+    node_type: NodeType = CPU4,
+    state: NodeState = NodeState.READY,
+    *,
+    idle_s: float = 0.0,
+    is_draining: bool = False,
+    deadline_s: float | None = None,
+    subject: str = "",
+    used: float = 0.0,
+) -> NodeView:
+    node = Node(
+        id=f"node-{n}",
+        type=node_type.name,
+        zone=node_type.zones[0],
+        market=node_type.market,
+        price_micro_usd_h=node_type.price_micro_usd_h,
+        state=state,
+        requested_at_s=990.0,
+        drain_deadline_s=deadline_s,
+        ray_node_id=f"ray-{n}",
+        subject=subject,
+        reason="because",
+    )
+    free = {name: amount - used for name, amount in node_type.resources.items()}
+    labels = node_type.all_labels(node.zone)
+    return NodeView(node, node_type.resources, free, labels, idle_s=idle_s, is_draining=is_draining)
+
+
+def gang(count: int, at_least: int | None = None, *, gpus: float = 8, members: tuple[Member, ...] = ()) -> Lease:
+    shape = Shape(members=count, min_members=at_least, resources={"GPU": gpus})
+    return Lease("lease-1", "job-7", shape, LeaseState.WAITING, members or tuple(Member(i) for i in range(count)))
+
+
+def decided(**snapshot: object) -> list[Action]:
+    defaults: dict[str, object] = {"at_s": 1000.0, "node_types": FLEET, "next_node": 50}
+    return list(plan(Snapshot(**{**defaults, **snapshot})))  # type: ignore[arg-type]
+
+
+def endpoint(target: int, load: EndpointLoad | None, replicas: Replicas | None = None) -> EndpointView:
+    spec = ServeSpec(name="m", model="/m", resources={"CPU": 4}, replicas=replicas or Replicas(max=4, target_ongoing=4))
+    return EndpointView(Endpoint(spec, "me", EndpointState.RUNNING, 0.0, target_replicas=target), load)
+
+
+def test_a_gang_gets_nodes_and_seats_in_one_plan_with_the_price_in_the_reason() -> None:
+    actions = decided(leases=(gang(2),))
+    assert [type(action).__name__ for action in actions] == ["Launch", "Launch", "Assign", "Assign"]
+    assert [a.node_id for a in actions if isinstance(a, Launch)] == ["node-50", "node-51"]
+    assert [a.node_id for a in actions if isinstance(a, Assign)] == ["node-50", "node-51"]
+    launch = actions[0]
+    assert isinstance(launch, Launch) and (launch.node_type, launch.zone, launch.subject) == ("gpu.spot", "a", "lease-1")
+    assert launch.reason == "gang job-7 needs 2 x (8 GPU); gpu.spot in a (spot at $8.00/h) is the cheapest to be had"
+
+
+def test_two_members_on_one_new_node_buy_it_once() -> None:
+    actions = decided(leases=(gang(2, gpus=4),))
+    assert sum(isinstance(action, Launch) for action in actions) == 1
+    assert {a.node_id for a in actions if isinstance(a, Assign)} == {"node-50"}
+
+
+def test_a_gang_that_cannot_have_all_its_minimum_gets_nothing_and_is_told_why() -> None:
+    small = SPOT.model_copy(update={"max_nodes": 2})
+    busy = tuple(view(n, small, used=8) for n in (1, 2))
+    held = gang(2, members=tuple(Member(n - 1, MemberState.READY, f"node-{n}") for n in (1, 2)))
+    waiting = Lease("lease-2", "job-8", Shape(resources={"GPU": 8}), LeaseState.WAITING, (Member(0),))
+    (wait,) = decided(node_types=(small,), nodes=busy, leases=(held, waiting))
+    assert isinstance(wait, Wait) and (wait.subject, wait.constraint) == ("job-8", "capacity")
+    assert "held by job-7" in wait.reason and wait.remedy
+
+
+def test_a_broken_transaction_gives_its_nodes_back() -> None:
+    half = gang(2, members=(Member(0, MemberState.ASSIGNED, "node-1"), Member(1)))
+    empty = tuple(Pool(name, zone, 1, 2000.0, "none") for name in ("gpu.spot", "gpu") for zone in ("a", "b"))
+    wait, unassign = decided(leases=(half,), nodes=(view(1, SPOT),), pools=empty)
+    assert isinstance(wait, Wait) and wait.constraint == "stock"
+    assert isinstance(unassign, Unassign) and (unassign.member, unassign.node_id) == (0, "node-1")
+
+
+def test_a_gang_that_runs_keeps_what_it_has_while_a_lost_member_waits() -> None:
+    hurt = gang(2, members=(Member(0, MemberState.READY, "node-1"), Member(1)))
+    empty = tuple(Pool(name, zone, 1, 2000.0, "none") for name in ("gpu.spot", "gpu") for zone in ("a", "b"))
+    assert [type(a) for a in decided(leases=(hurt,), nodes=(view(1, SPOT, used=8),), pools=empty)] == [Wait]
+
+
+def test_members_above_the_minimum_are_had_when_there_is_room_and_waited_for_when_not() -> None:
+    small = SPOT.model_copy(update={"max_nodes": 3})
+    actions = decided(node_types=(small,), leases=(gang(3, 1),))
+    assert sum(isinstance(action, Assign) for action in actions) == 3
+    actions = decided(node_types=(small.model_copy(update={"max_nodes": 2}),), leases=(gang(3, 1),))
+    assert sum(isinstance(action, Assign) for action in actions) == 2 and isinstance(actions[-1], Wait)
+
+
+def test_nodes_on_their_way_are_counted_so_that_nothing_is_bought_twice() -> None:
+    coming = view(1, SPOT, NodeState.LAUNCHING)
+    actions = decided(nodes=(coming,), leases=(gang(1),))
+    assert [type(action) for action in actions] == [Assign]
+    seated = gang(1, members=(Member(0, MemberState.ASSIGNED, "node-1"),))
+    (wait,) = decided(nodes=(coming,), leases=(seated,))
+    assert isinstance(wait, Wait) and wait.constraint == "starting" and "node-1" in wait.reason
+
+
+def test_load_raises_the_target_and_the_node_for_the_new_replica_in_one_plan() -> None:
+    load = EndpointLoad(at_s=999.0, ongoing=7.0, ready=1, replica_nodes=("ray-1",))
+    actions = decided(nodes=(view(1, used=4),), endpoints=(endpoint(1, load),))
+    scale, launch, wait = actions
+    assert isinstance(scale, Scale) and scale.replicas == 2 and "7 requests in flight" in scale.reason
+    assert isinstance(launch, Launch) and (launch.node_type, launch.subject) == ("cpu4", "m")
+    assert isinstance(wait, Wait) and wait.constraint == "starting"
+    launching = (view(1, used=4), view(50, state=NodeState.LAUNCHING))
+    again = decided(nodes=launching, endpoints=(endpoint(2, load),), next_node=51)
+    assert [type(action) for action in again] == [Wait]
+
+
+def test_a_replica_goes_only_after_its_delay_and_never_on_stale_word() -> None:
+    quiet = EndpointLoad(at_s=999.0, ongoing=0.0, ready=2, replica_nodes=("ray-1", "ray-2"))
+    nodes = (view(1, used=4), view(2, used=4))
+    low = endpoint(2, quiet)
+    fresh = EndpointView(_low_since(low.endpoint, 980.0), quiet)
+    assert decided(nodes=nodes, endpoints=(fresh,)) == []
+    old = EndpointView(_low_since(low.endpoint, 960.0), quiet)
+    (scale,) = decided(nodes=nodes, endpoints=(old,))
+    assert isinstance(scale, Scale) and scale.replicas == 1
+    stale = EndpointView(old.endpoint, EndpointLoad(980.0, 0.0, 2, quiet.replica_nodes))
+    (wait,) = decided(nodes=nodes, endpoints=(stale,))
+    assert isinstance(wait, Wait) and wait.constraint == "signal" and "20 s ago" in wait.reason
+
+
+def test_work_without_a_lease_buys_up_to_its_cap_and_no_gpu() -> None:
+    actions = decided(demand=(Demand({"CPU": 4.0}, count=3),))
+    assert [type(action) for action in actions] == [Launch, Wait]
+    assert isinstance(actions[1], Wait) and actions[1].constraint == "cap" and "1 nodes without a GPU" in actions[1].reason
+    bought = view(1, subject="unmanaged", used=4)
+    assert [type(a) for a in decided(nodes=(bought,), demand=(Demand({"CPU": 4.0}),))] == [Wait]
+    assert [type(a) for a in decided(demand=(Demand({"GPU": 1.0}),))] == [Wait]
+    (launch,) = decided(demand=(Demand({"GPU": 1.0}),), unmanaged=Unmanaged(1, gpu=True))
+    assert isinstance(launch, Launch) and launch.subject == "unmanaged"
+
+
+def test_work_that_fits_on_what_is_there_or_coming_buys_nothing() -> None:
+    assert decided(nodes=(view(1),), demand=(Demand({"CPU": 1.0}, count=4),)) == []
+    assert decided(nodes=(view(1, state=NodeState.LAUNCHING),), demand=(Demand({"CPU": 1.0}),)) == []
+
+
+def test_min_nodes_are_bought_and_never_drained() -> None:
+    floor = CPU4.model_copy(update={"min_nodes": 2})
+    (launch,) = decided(node_types=(floor,), nodes=(view(1, idle_s=500),))
+    assert isinstance(launch, Launch) and launch.subject == "minimum"
+    (drain,) = decided(node_types=(floor,), nodes=tuple(view(n, idle_s=500) for n in (9, 10, 11)))
+    assert isinstance(drain, Drain) and (drain.node_id, drain.kind) == ("node-11", "idle")
+
+
+def test_an_idle_node_stays_while_somebody_was_promised_room_on_it() -> None:
+    idle = view(1, idle_s=500)
+    assert [type(action) for action in decided(nodes=(idle,))] == [Drain]
+    member = Member(0, MemberState.ASSIGNED, "node-1")
+    lease = Lease("lease-1", "job-1", Shape(resources={"CPU": 1}), LeaseState.WAITING, (member,))
+    assert decided(nodes=(idle,), leases=(lease,)) == []
+    assert decided(nodes=(idle,), demand=(Demand({"CPU": 1.0}),)) == []
+    silent = EndpointLoad(at_s=1.0, ongoing=0.0, ready=1, replica_nodes=("ray-1",))
+    assert [type(a) for a in decided(nodes=(idle,), endpoints=(endpoint(1, silent),))] == [Wait]
+
+
+def test_drains_end_when_empty_or_at_the_deadline_and_a_notice_is_told_until_ray_has_heard_it() -> None:
+    gone = NodeState.DRAINING
+    assert decided(nodes=(view(1, state=gone, is_draining=True, used=1),)) == []
+    assert [type(a) for a in decided(nodes=(view(1, state=gone, is_draining=True),))] == [Terminate]
+    assert [type(a) for a in decided(nodes=(view(1, state=gone, deadline_s=1030, used=1),))] == [Drain]
+    assert decided(nodes=(view(1, state=gone, deadline_s=1030, is_draining=True, used=1),)) == []
+    assert [type(a) for a in decided(nodes=(view(1, state=gone, deadline_s=999, used=1),))] == [Terminate]
+
+
+def test_nobody_is_seated_on_a_node_that_the_same_plan_gives_up() -> None:
+    actions = decided(nodes=(view(1, SPOT, NodeState.LAUNCHING),), leases=(gang(1),), at_s=1591.0)
+    assert [a.node_id for a in actions if isinstance(a, Assign)] == ["node-50"]
+
+
+def test_a_launch_that_takes_too_long_is_given_up() -> None:
+    (terminate,) = decided(nodes=(view(1, state=NodeState.LAUNCHING),), at_s=1591.0)
+    assert isinstance(terminate, Terminate) and "within 600 s" in terminate.reason
+
+
+def test_while_ray_does_not_answer_only_deadlines_are_kept() -> None:
+    late = view(1, state=NodeState.DRAINING, deadline_s=999)
+    nodes = (late, view(2, idle_s=500), view(3, state=NodeState.LAUNCHING))
+    terminate, wait = decided(nodes=nodes, leases=(gang(1),), ray_answers=False)
+    assert isinstance(terminate, Terminate) and terminate.node_id == "node-1"
+    assert isinstance(wait, Wait) and wait.constraint == "signal"
+
+
+def _low_since(endpoint: Endpoint, low_since_s: float) -> Endpoint:
+    return replace(endpoint, low_since_s=low_since_s)
