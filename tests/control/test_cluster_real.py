@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from raytide.autoscaler.gcs import GcsReader
 from raytide.autoscaler.providers.local import NODE_ID_LABEL, LocalProvider
 from raytide.autoscaler.providers.local_files import MARK as NODE_MARK
 from raytide.autoscaler.providers.local_spot import reclaim
+from raytide.autoscaler.ray_node import RayNode
 from raytide.control import cluster
 from raytide.control.addresses import is_listening
 from raytide.control.embedded import MARK, LocalCluster
@@ -53,17 +55,9 @@ def launch(provider: LocalProvider, *node_ids: str) -> None:
         provider.launch(Node(node_id, TYPE.name, "local", TYPE.market, 900_000, NodeState.REQUESTED, 0.0), TYPE)
 
 
-def nodes_in_ray(of: LocalCluster) -> dict[str, dict[str, object]]:
-    """Labels and resources of the living nodes, by raytide's node id."""
-    from ray._raylet import GcsClient
-
-    nodes = GcsClient(address=of.gcs_address).get_all_node_info(timeout=5).values()
-    live = [node for node in nodes if node.state == 0]
-    return {
-        node.labels[NODE_ID_LABEL]: {"labels": dict(node.labels), "resources": dict(node.resources_total)}
-        for node in live
-        if NODE_ID_LABEL in node.labels
-    }
+def nodes_in_ray(of: LocalCluster) -> dict[str, RayNode]:
+    """The living nodes, by raytide's node id."""
+    return {node.node_id: node for node in GcsReader(of.gcs_address).nodes() if node.is_alive and node.node_id}
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -78,8 +72,9 @@ def test_nodes_launched_in_the_same_second_join_with_their_labels_and_end(
     launch(provider, "n1", "n2")
     until(lambda: set(nodes_in_ray(ray_cluster)) == {"n1", "n2"})
     joined = nodes_in_ray(ray_cluster)["n1"]
-    assert joined["resources"] == joined["resources"] | {"CPU": 1.0, "GPU": 1.0, "slots": 2.0}
-    assert joined["labels"] == joined["labels"] | TYPE.all_labels("local")
+    assert {name: joined.total[name] for name in TYPE.resources} == TYPE.resources
+    expected = {**TYPE.all_labels("local"), NODE_ID_LABEL: "n1"}
+    assert {name: joined.labels[name] for name in expected} == expected
 
     reclaim(ray_cluster.run_dir, "n1")
     assert marked(NODE_MARK, str(ray_cluster.run_dir / "nodes" / "n1")) == []

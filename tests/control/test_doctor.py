@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import platform
 import resource
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,7 @@ def test_a_machine_that_runs_the_tests_is_fit() -> None:
 
 
 def test_another_system_is_sent_to_linux(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
     finding = doctor._linux()
     assert finding.status == "fail"
     assert "WSL" in finding.mend

@@ -40,11 +40,10 @@ def check() -> list[Finding]:
 
 
 def _linux() -> Finding:
-    if sys.platform == "linux":
+    if platform.system() == "Linux":
         return Finding("linux", "ok", platform.release())
-    return Finding(
-        "linux", "fail", f"this is {sys.platform}", "The embedded cluster needs Linux: use a virtual machine or WSL 2."
-    )
+    mend = "The embedded cluster needs Linux: use a virtual machine or WSL 2."
+    return Finding("linux", "fail", f"this is {platform.system()}", mend)
 
 
 def _python() -> Finding:

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
+from raytide.autoscaler.gcs import GcsReader
 from raytide.control.addresses import is_listening
 from raytide.control.embedded import LocalCluster
 from raytide.control.processes import spawn
@@ -43,29 +44,22 @@ def start_head(cluster: LocalCluster, *, environment: Mapping[str, str], pass_fd
 
 def wait_for_head(cluster: LocalCluster, head: Process, *, timeout_s: float) -> None:
     """Until the head's raylet is registered: a node started earlier fails. ClusterError when it does not come."""
-    from ray._raylet import GcsClient
-
     log = cluster.log("head")
+    gcs = GcsReader(cluster.gcs_address)
     deadline = time.monotonic() + timeout_s
+    last = "nothing listens"
     while time.monotonic() < deadline:
         if not head.alive:
-            tail = " | ".join(
-                line for line in log.read_text(errors="replace").splitlines()[-_LOG_TAIL:] if line.strip()
-            )
-            raise ClusterError(
-                f"the Ray head of cluster {cluster.name} ended while it started: {tail}", hint=f"See {log}."
-            )
+            lines = log.read_text(errors="replace").splitlines()[-_LOG_TAIL:]
+            tail = " | ".join(line.strip() for line in lines if line.strip())
+            raise ClusterError(f"the Ray head of cluster {cluster.name} ended at its start: {tail}", hint=f"See {log}.")
         if is_listening(cluster.gcs_address):
             try:
-                nodes = GcsClient(address=cluster.gcs_address).get_all_node_info(timeout=2)
-            except Exception as error:  # Ray raises RpcError, RuntimeError or its own kinds while the GCS comes up
-                last = str(error)
-            else:
-                if nodes:
+                if gcs.nodes():
                     return
                 last = "no node is registered"
-        else:
-            last = "nothing listens"
+            except ClusterError as error:
+                last = error.message
         time.sleep(_POLL_S)
     raise ClusterError(
         f"the Ray head of cluster {cluster.name} was not ready within {timeout_s:g} s: {last}.",

@@ -84,10 +84,10 @@ def _wait(children: Sequence[Child], stop: socket.socket) -> bool:
     due = [child.restart_at_s for child in children if child.process is None]
     has_ended = len(fds) + len(due) < len(children)
     timeout_s = 0.0 if has_ended else max(0.0, min(due) - time.monotonic()) if due else None
-    ready, _, _ = select.select([stop, *fds], [], [], timeout_s)
+    ready, _, _ = select.select([stop.fileno(), *fds], [], [], timeout_s)
     for fd in fds:
         os.close(fd)
-    return stop in ready
+    return stop.fileno() in ready
 
 
 def _recorded(run_dir: Path, what: str) -> Process | None:
