@@ -157,6 +157,13 @@ def test_a_group_that_ray_lost_or_made_anew_is_not_the_members_any_more() -> Non
     assert advance(lease, there, {}, 5.0) == lease
 
 
+def test_a_group_that_is_removed_while_it_forms_is_not_waited_for() -> None:
+    there = nodes(node(0), node(1))
+    lease = advance(seated(new()), there, {}, 0.0)
+    after = advance(lease, there, groups_of(lease, m1="removed"), 1.0)
+    assert (states(after), after.members[1].incarnation) == (["forming", "waiting"], 1)
+
+
 def test_a_late_joiner_that_finds_no_room_does_not_disturb_the_others() -> None:
     lease = active(members=2, at_least=1)
     lost = advance(lease, nodes(node(0)), groups_of(lease), 5.0)

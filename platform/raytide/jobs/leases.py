@@ -89,11 +89,13 @@ def _follow_node(member: Member, node: Node | None, now_s: float) -> Member:
 
 
 def _follow_group(member: Member, group: Group | None) -> Member:
-    """A usable member whose group Ray lost is not usable. One that Ray does not list is left: the list may be stale."""
-    if not member.is_usable or group is None:
+    """A member whose group Ray lost starts over. One that Ray does not list is left: the list may be stale."""
+    if member.state not in _WITH_GROUP or group is None:
         return member
-    is_its_own = group.state == "ready" and group.placement_group_id == member.placement_group_id
-    return member if is_its_own else _vacate(member)
+    is_lost = group.state == "removed"
+    if member.is_usable:
+        is_lost = group.state != "ready" or group.placement_group_id != member.placement_group_id
+    return _vacate(member) if is_lost else member
 
 
 def _form(lease: Lease, nodes: Mapping[str, Node], now_s: float) -> Lease:
