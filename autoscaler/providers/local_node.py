@@ -75,8 +75,8 @@ def _parameters(purchase: Purchase) -> RayParams:
         redis_address=purchase.gcs_address,
         node_ip_address=purchase.address,
         node_name=purchase.node_id,
-        num_cpus=resources.pop("CPU", 0),
-        num_gpus=resources.pop("GPU", 0),
+        num_cpus=_whole(resources.pop("CPU", 0)),
+        num_gpus=_whole(resources.pop("GPU", 0)),
         memory=_whole(resources.pop("memory", None)),
         object_store_memory=_whole(resources.pop("object_store_memory", _OBJECT_STORE_BYTES)),
         resources=resources,
@@ -90,7 +90,7 @@ def _parameters(purchase: Purchase) -> RayParams:
         metrics_export_port=export,
         dashboard_agent_listen_port=listen,
         runtime_env_agent_port=runtime_env,
-        include_log_monitor=False,
+        include_log_monitor=False,  # type: ignore[arg-type]  # annotated as str, used as a bool
         env_vars={"RAY_CLOUD_INSTANCE_ID": purchase.node_id, "RAY_NODE_TYPE_NAME": purchase.node_type},
     )
 
