@@ -54,6 +54,8 @@ class RayRunner:
         import ray.data
         from ray.data import ActorPoolStrategy, DataContext, TaskPoolStrategy
 
+        if not tasks:
+            return
         workers = min(self.workers, len(tasks))
         compute: Any = TaskPoolStrategy(workers) if actor_args is None else ActorPoolStrategy(size=workers)
         with DataContext.current(self._context()):

@@ -90,7 +90,7 @@ def survey_corpus(
     runner: Runner, chunks: Sequence[Chunk], rules: TextFilter, text_column: str, on_documents: Callable[[int], None]
 ) -> Corpus:
     """Judge every document of `chunks` on the cluster; duplicates are found here, once all digests are known."""
-    counts, verdicts, digests = [], [], []
+    counts, verdicts, digests = [np.zeros(0, np.int64)], [], []
     for table in runner.map_in_order(chunks, _survey_chunk, rules=rules, text_column=text_column):
         for row in table.to_pylist():
             counts.append(np.frombuffer(row["counts"], np.int64))

@@ -141,8 +141,12 @@ def test_an_input_directory_without_files_is_an_empty_corpus(tmp_path: Path, spe
         build(spec_of(tmp_path / "void"))
 
 
-def test_a_parquet_file_without_rows_is_an_empty_corpus(tmp_path: Path, spec_of: SpecOf) -> None:
-    pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "in.parquet")
+@pytest.mark.parametrize("row_groups", [0, 1])
+def test_a_parquet_file_without_rows_is_an_empty_corpus(tmp_path: Path, spec_of: SpecOf, row_groups: int) -> None:
+    table = pa.table({"text": pa.array([], pa.string())})
+    with pq.ParquetWriter(tmp_path / "in.parquet", table.schema) as writer:
+        for _ in range(row_groups):
+            writer.write_table(table)
     with pytest.raises(DataError, match="of 0 documents in 1 files none was kept"):
         build(spec_of(tmp_path / "in.parquet"))
 
