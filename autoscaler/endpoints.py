@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from raytide.core.clock import utc
 from raytide.core.endpoint import Endpoint, EndpointLoad, ServeSpec
 from raytide.core.plan import Scale
 from raytide.core.replicas import FRESH_S, SERVING_STATES, is_fresh
@@ -67,8 +68,9 @@ def silence(view: EndpointView, now_s: float) -> str:
         return ""
     if view.load is None:
         return "nothing was heard of its load yet; its replicas stay as they are"
-    age_s = now_s - view.load.at_s
-    return f"its load was last heard of {age_s:.0f} s ago (limit {FRESH_S:.0f} s); its replicas stay as they are"
+    return (
+        f"its load was last heard of at {utc(view.load.at_s)}, over {FRESH_S:.0f} s ago; its replicas stay as they are"
+    )
 
 
 def _since(since_s: float | None, now_s: float) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 _SUBJECT = {
@@ -23,7 +23,7 @@ def lines(plans: Iterable[Mapping[str, Any]]) -> list[str]:
     said: dict[tuple[str, str], str] = {}
     out = []
     for plan in plans:
-        at = datetime.fromtimestamp(float(plan["at_s"])).strftime("%H:%M:%S")
+        at = datetime.fromtimestamp(float(plan["at_s"]), tz=UTC).astimezone().strftime("%H:%M:%S")
         for action in plan["actions"]:
             text = _action(action)
             key = (str(action["action"]), str(action.get(_SUBJECT.get(str(action["action"]), ""), "")))

@@ -1,11 +1,12 @@
 """Ray's cluster state and drains, straight from its GCS: the one module of raytide that calls Ray's private API.
 
-Checked against ray 2.60. A call takes about a millisecond and needs no driver connection. Utilisation is not here: GCS knows
-logical resources only.
+Checked against ray 2.60. A call takes about a millisecond and needs no driver connection. Utilisation is not here: GCS
+knows logical resources only.
 """
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -18,12 +19,14 @@ if TYPE_CHECKING:
     from ray._raylet import GcsClient
 
 T = TypeVar("T")
+_Key = tuple[tuple[tuple[str, float], ...], tuple[tuple[str, str], ...]]
+"""Resources and labels of one shape of demand, hashable."""
 
 CALL_TIMEOUT_S = 5.0
 NODE_ID_LABEL = "ray.io/node-id"
 _PINNED = (NODE_ID_LABEL, "raytide.io/node-id")
 _GROUP_MARK = "_group_"
-"""In the name of a resource inside a placement group, `CPU_group_0_<id>`: work that waits in a group, not for a node."""
+"""In the names of resources inside a placement group, `CPU_group_0_<id>`: work that waits for its group, not a node."""
 
 
 class GcsReader:
@@ -38,9 +41,9 @@ class GcsReader:
         return tuple(_node(state) for state in self._state().node_states)
 
     def demand(self) -> tuple[Demand, ...]:
-        """Work that Ray cannot place and that another node might help: raytide's own groups are pinned, so never here."""
+        """Work that Ray cannot place and that another node might help. raytide's own groups are pinned: never here."""
         state = self._state()
-        found: dict[tuple[tuple[tuple[str, float], ...], tuple[tuple[str, str], ...]], int] = {}
+        found: dict[_Key, int] = {}
         for ask in state.pending_resource_requests:
             _count(found, ask.request, ask.count)
         for gang in state.pending_gang_resource_requests:
@@ -87,6 +90,14 @@ class GcsReader:
                 )
         self._call("report to Ray", lambda client: client.report_autoscaling_state(state.SerializeToString()))
 
+    def _connect(self) -> GcsClient:
+        """GcsClient itself blocks for 40 s when nobody listens, so somebody must be seen to."""
+        from ray._raylet import GcsClient
+
+        host, _, port = self._address.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=CALL_TIMEOUT_S):
+            return GcsClient(address=self._address)
+
     def _state(self) -> Any:
         from ray.core.generated import autoscaler_pb2
 
@@ -98,9 +109,7 @@ class GcsReader:
     def _call(self, what: str, ask: Callable[[GcsClient], T]) -> T:
         try:
             if self._client is None:
-                from ray._raylet import GcsClient
-
-                self._client = GcsClient(address=self._address)
+                self._client = self._connect()
             return ask(self._client)
         except Exception as error:  # Ray raises RpcError, ConnectionError and bare RuntimeErrors here
             self._client = None
@@ -137,9 +146,7 @@ def _bundles(gang: Any) -> Iterable[Any]:
     return gang.bundle_selectors[0].resource_requests if gang.bundle_selectors else gang.requests
 
 
-def _count(
-    found: dict[tuple[tuple[tuple[str, float], ...], tuple[tuple[str, str], ...]], int], request: Any, count: int
-) -> None:
+def _count(found: dict[_Key, int], request: Any, count: int) -> None:
     labels = _labels(request.label_selectors)
     if any(key in labels for key in _PINNED) or any(_GROUP_MARK in name for name in request.resources_bundle):
         return

@@ -15,7 +15,7 @@ class IdleClock:
     since_s: Mapping[str, float] = field(default_factory=dict)
 
     def observe(self, ray_nodes: Iterable[RayNode], now_s: float) -> IdleClock:
-        """The clock after one look at Ray. A look that fails must not be passed on as an empty one: keep the old clock."""
+        """The clock after one look at Ray. After a look that failed keep the old clock: it is not an empty look."""
         idle = [n.node_id for n in ray_nodes if n.node_id and n.is_alive and not n.is_busy]
         return IdleClock({node_id: self.since_s.get(node_id, now_s) for node_id in idle})
 

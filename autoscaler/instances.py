@@ -1,8 +1,8 @@
 """The life of a node, as pure functions: what was seen moves it forward, what was decided is recorded, then done.
 
-REQUESTED -> LAUNCHING (the provider lists it) -> READY (Ray lists it alive) -> DRAINING (a notice, or Ray accepted a drain)
--> TERMINATING -> GONE (the provider ended it). Every step can be repeated after a crash: `overdue` lists what was decided
-and not done yet.
+REQUESTED -> LAUNCHING (the provider lists it) -> READY (Ray lists it alive) -> DRAINING (a notice, or Ray accepted a
+drain) -> TERMINATING -> GONE (the provider ended it). Every step can be repeated after a crash: `overdue` lists what
+was decided and not done yet.
 """
 
 from __future__ import annotations
@@ -41,9 +41,7 @@ def observe(
     return tuple(moved)
 
 
-def advance(
-    node: Node, machine: Machine | None, in_ray: RayNode | None, notice: Notice | None, now_s: float
-) -> Node:
+def advance(node: Node, machine: Machine | None, in_ray: RayNode | None, notice: Notice | None, now_s: float) -> Node:
     """One node after one look at the provider and at Ray, both of which answered."""
     return from_ray(from_provider(node, machine, notice, now_s), in_ray, now_s)
 
@@ -123,12 +121,8 @@ def overdue(nodes: Iterable[Node], machines: Iterable[Machine]) -> Overdue:
     records: Mapping[str, Node] = {node.id: node for node in nodes}
     listed = {machine.node_id: machine for machine in machines}
     launch = [n for n in records.values() if n.state is NodeState.REQUESTED and n.id not in listed]
-    unwanted = [
-        machine.node_id
-        for machine in listed.values()
-        if machine.ended_at_s is None
-        and (machine.node_id not in records or records[machine.node_id].state in (NodeState.TERMINATING, NodeState.GONE))
-    ]
+    wanted = {n.id for n in records.values() if n.state not in (NodeState.TERMINATING, NodeState.GONE)}
+    unwanted = [m.node_id for m in listed.values() if m.ended_at_s is None and m.node_id not in wanted]
     return Overdue(tuple(launch), tuple(unwanted))
 
 

@@ -1,4 +1,4 @@
-"""The autoscaler's decision: one pure, deterministic function from a Snapshot to actions, each with its reason in words.
+"""The autoscaler's decision: one pure function from a Snapshot to actions, each with its reason in words.
 
 Order is priority: replicas that were published, leases as they were admitted, work without a lease, then the minimum of
 each node type; what nobody was promised and has been idle for long enough goes.
@@ -26,7 +26,7 @@ def plan(snapshot: Snapshot) -> tuple[Action, ...]:
     """What to do now. `snapshot.leases` already holds those that this decision admitted."""
     if not snapshot.ray_answers:
         reason = "Ray does not answer; nodes, leases and replicas stay as they are, only deadlines are kept"
-        return (*shrink.past_deadline(snapshot), Wait("cluster", "signal", reason, "`raytide doctor` looks for the cause."))
+        return (*shrink.past_deadline(snapshot), Wait("cluster", "signal", reason, "See `raytide doctor`."))
     scales = [scale for view in snapshot.endpoints if (scale := endpoints.decide(view, snapshot.at_s))]
     ends = tuple(shrink.overdue(snapshot))
     snapshot = _ended(_published(snapshot, scales), {end.node_id for end in ends if isinstance(end, Terminate)})
@@ -145,7 +145,7 @@ def _say_starting(draft: _Draft, lease: Lease) -> None:
 def _seat_unmanaged(draft: _Draft) -> None:
     """Raw tasks, actors and foreign placement groups use what is free, and may buy no more than their cap."""
     snapshot, cap = draft.snapshot, draft.snapshot.unmanaged
-    bought = sum(view.node.subject == UNMANAGED and view.node.state is not NodeState.TERMINATING for view in snapshot.nodes)
+    bought = sum(view.node.subject == UNMANAGED for view in snapshot.nodes)
     menu = [t for t in snapshot.node_types if cap.gpu or not t.resources.get("GPU")]
     for demand in snapshot.demand:
         if is_replica(demand) or not any(amount > 0 for amount in demand.resources.values()):

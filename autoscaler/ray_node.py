@@ -23,7 +23,7 @@ class RayNode:
     idle_ms: int = 0
     """Ray's own clock. It restarts whenever work queues anywhere (ray#60546), so decisions use `IdleClock`."""
     activity: tuple[str, ...] = ()
-    """Why Ray calls it busy, in its words. They stay as they were when it becomes idle, so they count at `idle_ms` 0 only."""
+    """Why Ray calls it busy, in its words. They stay when it becomes idle, so they count only while `idle_ms` is 0."""
 
     @property
     def is_busy(self) -> bool:

@@ -29,7 +29,7 @@ class FakeProvider:
         pool = (node.type, node.zone)
         running = sum((m.node_type, m.zone) == pool and m.ended_at_s is None for m in self.machines())
         if running >= self._stock.get(pool, running + 1):
-            raise ProviderError(f"{node.zone} has no {node.type} left.", hint="Another zone or node type may have some.")
+            raise ProviderError(f"{node.zone} has no {node.type} left.", hint="Another zone may have some.")
         price = self._prices.get(pool, node_type.price_micro_usd_h)
         self._machines[node.id] = Machine(node.id, node.type, node.zone, price, self._clock.now_s())
 

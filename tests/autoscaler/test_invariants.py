@@ -1,6 +1,6 @@
 """Whatever happens to a cluster: no busy node is ended, nothing is bought twice or leaked, gangs are all or none.
 
-The numbers are those of the invariants in docs/autoscaler.md. I1, I2 and I3 are asserted inside the world, at every call.
+The numbers are those of docs/autoscaler.md. I1, I2 and I3 are asserted inside the world, at every call.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from tests.autoscaler.world import CRASH_POINTS, Cluster, CrashPoint
 
 from raytide.control.decide import decide
 from raytide.core.cluster import UnmanagedSection
@@ -15,9 +16,10 @@ from raytide.core.endpoint import Replicas, ServeSpec
 from raytide.core.fleet import Market, NodeState, NodeType
 from raytide.core.gang import Shape
 from raytide.core.plan import Scale, Terminate, Wait
-from tests.autoscaler.world import CRASH_POINTS, Cluster, CrashPoint
 
-CPU = NodeType(name="cpu4", resources={"CPU": 4}, price_micro_usd_h=200_000, max_nodes=4, idle_timeout_s=20, min_nodes=1)
+CPU = NodeType(
+    name="cpu4", resources={"CPU": 4}, price_micro_usd_h=200_000, max_nodes=4, idle_timeout_s=20, min_nodes=1
+)
 SPOT = NodeType(
     name="gpu2.spot",
     resources={"CPU": 4, "GPU": 2},
@@ -28,7 +30,9 @@ SPOT = NodeType(
     idle_timeout_s=20,
     launch_timeout_s=40,
 )
-SOLID = SPOT.model_copy(update={"name": "gpu2", "market": Market.ON_DEMAND, "price_micro_usd_h": 3_000_000, "max_nodes": 2})
+SOLID = SPOT.model_copy(
+    update={"name": "gpu2", "market": Market.ON_DEMAND, "price_micro_usd_h": 3_000_000, "max_nodes": 2}
+)
 FLEET = (CPU, SPOT, SOLID)
 SPEC = ServeSpec(
     name="m", model="/m", resources={"CPU": 2}, replicas=Replicas(min=1, max=4, target_ongoing=4, downscale_delay_s=15)
@@ -200,12 +204,14 @@ def test_a_reclaimed_spot_node_is_replaced_and_a_noticed_one_ends_at_its_deadlin
     first, second = cluster.machines()
     cluster.provider.reclaim(first.node_id)
     cluster.settle(20)
-    assert len(cluster.machines()) == 2 and second in cluster.machines()
+    assert len(cluster.machines()) == 2
+    assert second in cluster.machines()
     cluster.provider.give_notice(second.node_id, 30)
     cluster.settle(25)
     assert second.node_id in {machine.node_id for machine in cluster.machines()}
     cluster.settle(30)
-    assert second.node_id not in {machine.node_id for machine in cluster.machines()} and len(cluster.machines()) == 2
+    assert second.node_id not in {machine.node_id for machine in cluster.machines()}
+    assert len(cluster.machines()) == 2
 
 
 def test_a_node_that_never_joins_is_given_up_and_its_pool_rests() -> None:

@@ -12,7 +12,9 @@ from raytide.core.plan import Action, Assign, Drain, Launch, Scale, Terminate, U
 from raytide.core.snapshot import Demand, EndpointView, NodeView, Pool, Snapshot, Unmanaged
 
 CPU4 = NodeType(name="cpu4", resources={"CPU": 4}, price_micro_usd_h=200_000, max_nodes=4)
-SPOT = NodeType(name="gpu.spot", resources={"GPU": 8}, market=Market.SPOT, price_micro_usd_h=8_000_000, zones=("a", "b"))
+SPOT = NodeType(
+    name="gpu.spot", resources={"GPU": 8}, market=Market.SPOT, price_micro_usd_h=8_000_000, zones=("a", "b")
+)
 SOLID = SPOT.model_copy(update={"name": "gpu", "market": Market.ON_DEMAND, "price_micro_usd_h": 24_000_000})
 FLEET = (CPU4, SPOT, SOLID)
 
@@ -67,7 +69,8 @@ def test_a_gang_gets_nodes_and_seats_in_one_plan_with_the_price_in_the_reason() 
     assert [a.node_id for a in actions if isinstance(a, Launch)] == ["node-50", "node-51"]
     assert [a.node_id for a in actions if isinstance(a, Assign)] == ["node-50", "node-51"]
     launch = actions[0]
-    assert isinstance(launch, Launch) and (launch.node_type, launch.zone, launch.subject) == ("gpu.spot", "a", "lease-1")
+    assert isinstance(launch, Launch)
+    assert (launch.node_type, launch.zone, launch.subject) == ("gpu.spot", "a", "lease-1")
     assert launch.reason == "gang job-7 needs 2 x (8 GPU); gpu.spot in a (spot at $8.00/h) is the cheapest to be had"
 
 
@@ -83,16 +86,20 @@ def test_a_gang_that_cannot_have_all_its_minimum_gets_nothing_and_is_told_why() 
     held = gang(2, members=tuple(Member(n - 1, MemberState.READY, f"node-{n}") for n in (1, 2)))
     waiting = Lease("lease-2", "job-8", Shape(resources={"GPU": 8}), LeaseState.WAITING, (Member(0),))
     (wait,) = decided(node_types=(small,), nodes=busy, leases=(held, waiting))
-    assert isinstance(wait, Wait) and (wait.subject, wait.constraint) == ("job-8", "capacity")
-    assert "held by job-7" in wait.reason and wait.remedy
+    assert isinstance(wait, Wait)
+    assert (wait.subject, wait.constraint) == ("job-8", "capacity")
+    assert "held by job-7" in wait.reason
+    assert wait.remedy
 
 
 def test_a_broken_transaction_gives_its_nodes_back() -> None:
     half = gang(2, members=(Member(0, MemberState.ASSIGNED, "node-1"), Member(1)))
     empty = tuple(Pool(name, zone, 1, 2000.0, "none") for name in ("gpu.spot", "gpu") for zone in ("a", "b"))
     wait, unassign = decided(leases=(half,), nodes=(view(1, SPOT),), pools=empty)
-    assert isinstance(wait, Wait) and wait.constraint == "stock"
-    assert isinstance(unassign, Unassign) and (unassign.member, unassign.node_id) == (0, "node-1")
+    assert isinstance(wait, Wait)
+    assert wait.constraint == "stock"
+    assert isinstance(unassign, Unassign)
+    assert (unassign.member, unassign.node_id) == (0, "node-1")
 
 
 def test_a_gang_that_runs_keeps_what_it_has_while_a_lost_member_waits() -> None:
@@ -106,7 +113,8 @@ def test_members_above_the_minimum_are_had_when_there_is_room_and_waited_for_whe
     actions = decided(node_types=(small,), leases=(gang(3, 1),))
     assert sum(isinstance(action, Assign) for action in actions) == 3
     actions = decided(node_types=(small.model_copy(update={"max_nodes": 2}),), leases=(gang(3, 1),))
-    assert sum(isinstance(action, Assign) for action in actions) == 2 and isinstance(actions[-1], Wait)
+    assert sum(isinstance(action, Assign) for action in actions) == 2
+    assert isinstance(actions[-1], Wait)
 
 
 def test_nodes_on_their_way_are_counted_so_that_nothing_is_bought_twice() -> None:
@@ -115,16 +123,22 @@ def test_nodes_on_their_way_are_counted_so_that_nothing_is_bought_twice() -> Non
     assert [type(action) for action in actions] == [Assign]
     seated = gang(1, members=(Member(0, MemberState.ASSIGNED, "node-1"),))
     (wait,) = decided(nodes=(coming,), leases=(seated,))
-    assert isinstance(wait, Wait) and wait.constraint == "starting" and "node-1" in wait.reason
+    assert isinstance(wait, Wait)
+    assert wait.constraint == "starting"
+    assert "node-1" in wait.reason
 
 
 def test_load_raises_the_target_and_the_node_for_the_new_replica_in_one_plan() -> None:
     load = EndpointLoad(at_s=999.0, ongoing=7.0, ready=1, replica_nodes=("ray-1",))
     actions = decided(nodes=(view(1, used=4),), endpoints=(endpoint(1, load),))
     scale, launch, wait = actions
-    assert isinstance(scale, Scale) and scale.replicas == 2 and "7 requests in flight" in scale.reason
-    assert isinstance(launch, Launch) and (launch.node_type, launch.subject) == ("cpu4", "m")
-    assert isinstance(wait, Wait) and wait.constraint == "starting"
+    assert isinstance(scale, Scale)
+    assert scale.replicas == 2
+    assert "7 requests in flight" in scale.reason
+    assert isinstance(launch, Launch)
+    assert (launch.node_type, launch.subject) == ("cpu4", "m")
+    assert isinstance(wait, Wait)
+    assert wait.constraint == "starting"
     launching = (view(1, used=4), view(50, state=NodeState.LAUNCHING))
     again = decided(nodes=launching, endpoints=(endpoint(2, load),), next_node=51)
     assert [type(action) for action in again] == [Wait]
@@ -138,21 +152,27 @@ def test_a_replica_goes_only_after_its_delay_and_never_on_stale_word() -> None:
     assert decided(nodes=nodes, endpoints=(fresh,)) == []
     old = EndpointView(_low_since(low.endpoint, 960.0), quiet)
     (scale,) = decided(nodes=nodes, endpoints=(old,))
-    assert isinstance(scale, Scale) and scale.replicas == 1
+    assert isinstance(scale, Scale)
+    assert scale.replicas == 1
     stale = EndpointView(old.endpoint, EndpointLoad(980.0, 0.0, 2, quiet.replica_nodes))
     (wait,) = decided(nodes=nodes, endpoints=(stale,))
-    assert isinstance(wait, Wait) and wait.constraint == "signal" and "20 s ago" in wait.reason
+    assert isinstance(wait, Wait)
+    assert wait.constraint == "signal"
+    assert "at 00:16:20 UTC" in wait.reason
 
 
 def test_work_without_a_lease_buys_up_to_its_cap_and_no_gpu() -> None:
     actions = decided(demand=(Demand({"CPU": 4.0}, count=3),))
     assert [type(action) for action in actions] == [Launch, Wait]
-    assert isinstance(actions[1], Wait) and actions[1].constraint == "cap" and "1 nodes without a GPU" in actions[1].reason
+    assert isinstance(actions[1], Wait)
+    assert actions[1].constraint == "cap"
+    assert "1 nodes without a GPU" in actions[1].reason
     bought = view(1, subject="unmanaged", used=4)
     assert [type(a) for a in decided(nodes=(bought,), demand=(Demand({"CPU": 4.0}),))] == [Wait]
     assert [type(a) for a in decided(demand=(Demand({"GPU": 1.0}),))] == [Wait]
     (launch,) = decided(demand=(Demand({"GPU": 1.0}),), unmanaged=Unmanaged(1, gpu=True))
-    assert isinstance(launch, Launch) and launch.subject == "unmanaged"
+    assert isinstance(launch, Launch)
+    assert launch.subject == "unmanaged"
 
 
 def test_work_that_fits_on_what_is_there_or_coming_buys_nothing() -> None:
@@ -163,9 +183,11 @@ def test_work_that_fits_on_what_is_there_or_coming_buys_nothing() -> None:
 def test_min_nodes_are_bought_and_never_drained() -> None:
     floor = CPU4.model_copy(update={"min_nodes": 2})
     (launch,) = decided(node_types=(floor,), nodes=(view(1, idle_s=500),))
-    assert isinstance(launch, Launch) and launch.subject == "minimum"
+    assert isinstance(launch, Launch)
+    assert launch.subject == "minimum"
     (drain,) = decided(node_types=(floor,), nodes=tuple(view(n, idle_s=500) for n in (9, 10, 11)))
-    assert isinstance(drain, Drain) and (drain.node_id, drain.kind) == ("node-11", "idle")
+    assert isinstance(drain, Drain)
+    assert (drain.node_id, drain.kind) == ("node-11", "idle")
 
 
 def test_an_idle_node_stays_while_somebody_was_promised_room_on_it() -> None:
@@ -195,15 +217,18 @@ def test_nobody_is_seated_on_a_node_that_the_same_plan_gives_up() -> None:
 
 def test_a_launch_that_takes_too_long_is_given_up() -> None:
     (terminate,) = decided(nodes=(view(1, state=NodeState.LAUNCHING),), at_s=1591.0)
-    assert isinstance(terminate, Terminate) and "within 600 s" in terminate.reason
+    assert isinstance(terminate, Terminate)
+    assert "within 600 s" in terminate.reason
 
 
 def test_while_ray_does_not_answer_only_deadlines_are_kept() -> None:
     late = view(1, state=NodeState.DRAINING, deadline_s=999)
     nodes = (late, view(2, idle_s=500), view(3, state=NodeState.LAUNCHING))
     terminate, wait = decided(nodes=nodes, leases=(gang(1),), ray_answers=False)
-    assert isinstance(terminate, Terminate) and terminate.node_id == "node-1"
-    assert isinstance(wait, Wait) and wait.constraint == "signal"
+    assert isinstance(terminate, Terminate)
+    assert terminate.node_id == "node-1"
+    assert isinstance(wait, Wait)
+    assert wait.constraint == "signal"
 
 
 def _low_since(endpoint: Endpoint, low_since_s: float) -> Endpoint:

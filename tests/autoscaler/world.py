@@ -1,4 +1,4 @@
-"""A whole cluster in memory: the controller's own pure steps over the fake provider and a Ray that only counts resources.
+"""A whole cluster in memory: the controller's own pure steps over the fake provider and a Ray that only counts.
 
 The store is a copy of the records, so that a crash is: throw the copy away, or stop in the middle of applying it.
 """
@@ -66,7 +66,8 @@ class FakeRay:
         return {node_id: machine for node_id, machine in up.items() if node_id not in self.exited}
 
     def used(self, node_id: str) -> list[Resources]:
-        groups = [g.resources for g, state in self.groups.values() if state == "ready" and g.ray_node_id == f"ray-{node_id}"]
+        ready = [group for group, state in self.groups.values() if state == "ready"]
+        groups = [group.resources for group in ready if group.ray_node_id == f"ray-{node_id}"]
         return groups + [work.resources for work in self.work if work.node_id == node_id]
 
     def free(self, machine: Machine) -> dict[str, float]:
@@ -257,7 +258,8 @@ class Cluster:
     def check_no_leak(self) -> None:
         """I13: what runs has a record that wants it, and what should run does."""
         running = {machine.node_id for machine in self.machines()}
-        wanted = {n.id for n in self.book.nodes.values() if n.state in (NodeState.LAUNCHING, NodeState.READY, NodeState.DRAINING)}
+        live = (NodeState.LAUNCHING, NodeState.READY, NodeState.DRAINING)
+        wanted = {node.id for node in self.book.nodes.values() if node.state in live}
         assert running == wanted, (running, wanted)
 
     def _apply(self, plan: Plan, look: Look, crash: CrashPoint | None, crash_in: int) -> None:

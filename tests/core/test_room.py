@@ -115,10 +115,12 @@ def test_zones_are_tried_in_order_and_a_pool_that_backs_off_is_passed_over() -> 
     shape = Shape(resources={"GPU": 4})
     tired: tuple[Pool, ...] = (Pool("h100x4.spot", "a", 1, retry_at_s=50),)
     placed = Room.of(Snapshot(at_s=10, node_types=FLEET, pools=tired)).place(shape, 1, subject="g")
-    assert not isinstance(placed, Shortfall) and (placed[0].node_type, placed[0].zone) == ("h100x4.spot", "b")
+    assert not isinstance(placed, Shortfall)
+    assert (placed[0].node_type, placed[0].zone) == ("h100x4.spot", "b")
     tired += (Pool("h100x4.spot", "b", 1, retry_at_s=60),)
     placed = Room.of(Snapshot(at_s=10, node_types=FLEET, pools=tired)).place(shape, 1, subject="g")
-    assert not isinstance(placed, Shortfall) and placed[0].node_type == "h100x4"
+    assert not isinstance(placed, Shortfall)
+    assert placed[0].node_type == "h100x4"
 
 
 def test_nothing_is_taken_when_not_all_fit() -> None:
@@ -163,15 +165,16 @@ def test_too_big_for_every_node_is_said_as_in_the_design() -> None:
 
 
 def test_resources_that_no_one_node_has_together_name_the_nearest_node() -> None:
-    no = short(Room.of(Snapshot(at_s=0, node_types=(SPOT, CPU4.model_copy(update={"resources": {"CPU": 64}})))).place(
-        Shape(resources={"GPU": 2, "CPU": 48}), 1, subject="gang job-7"
-    ))  # fmt: skip
-    assert no.constraint == "impossible" and "needs 2 GPU + 48 CPU on one node; the nearest is" in no.reason
+    many = CPU4.model_copy(update={"resources": {"CPU": 64}})
+    room = Room.of(Snapshot(at_s=0, node_types=(SPOT, many)))
+    no = short(room.place(Shape(resources={"GPU": 2, "CPU": 48}), 1, subject="gang job-7"))
+    assert no.constraint == "impossible"
+    assert "needs 2 GPU + 48 CPU on one node; the nearest is" in no.reason
 
 
 def test_a_label_that_no_node_type_has_is_named_with_those_there_are() -> None:
     spec = GangSpec(shapes=(Shape(resources={"GPU": 1}, labels={"ray.io/accelerator-type": "A100"}),))
-    with pytest.raises(CapacityError, match=r"needs ray.io/accelerator-type=A100; the fleet has H100\. Ask for another"):
+    with pytest.raises(CapacityError, match=r"accelerator-type=A100; the fleet has H100\. Ask for another"):
         check_possible(spec, FLEET)
 
 
@@ -186,10 +189,13 @@ def test_capacity_says_who_holds_it_and_stock_says_until_when() -> None:
     held = lease(cpus(4), *(Member(n - 1, MemberState.READY, f"node-{n}") for n in (1, 2, 3)))
     full = Snapshot(at_s=0, node_types=(CPU4,), nodes=tuple(view(n, CPU4, CPU=0) for n in (1, 2, 3)), leases=(held,))
     no = short(Room.of(full).place(cpus(4), 1, subject="gang job-2"))
-    assert no.constraint == "capacity" and "held by job-1" in no.reason and "max_nodes of cpu4" in no.remedy
+    assert no.constraint == "capacity"
+    assert "held by job-1" in no.reason
+    assert "max_nodes of cpu4" in no.remedy
     dry = Snapshot(at_s=10, node_types=(CPU4,), pools=(Pool("cpu4", "local", 2, retry_at_s=52),))
     no = short(Room.of(dry).place(cpus(4), 1, subject="gang job-2"))
-    assert (no.constraint, no.retry_at_s) == ("stock", 52) and "asked again in 42 s" in no.reason
+    assert (no.constraint, no.retry_at_s) == ("stock", 52)
+    assert "asked again at 00:00:52 UTC" in no.reason
 
 
 amounts = st.sampled_from([0.5, 1.0, 2.0, 3.0, 4.0])

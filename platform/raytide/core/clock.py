@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import UTC, datetime
 from typing import Protocol
 
 
@@ -34,3 +35,8 @@ class VirtualClock:
         self._now_s += seconds
 
     advance = sleep
+
+
+def utc(at_s: float) -> str:
+    """`14:03:07 UTC`, for reasons: a point in time reads the same in every tick, a count of seconds does not."""
+    return datetime.fromtimestamp(at_s, tz=UTC).strftime("%H:%M:%S UTC")

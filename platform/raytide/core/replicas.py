@@ -33,8 +33,8 @@ def replica_shape(view: EndpointView) -> Shape:
 def missing_replicas(view: EndpointView, snapshot: Snapshot) -> int:
     """Published replicas without a node to stay on; those on draining nodes count as missing, Serve moves them.
 
-    Without fresh word from the endpoint only what Ray itself says it cannot place counts, so that a restarted controller
-    does not buy for replicas that run.
+    Without fresh word from the endpoint only what Ray itself says it cannot place counts, so that a restarted
+    controller does not buy for replicas that run.
     """
     if view.endpoint.state not in SERVING_STATES:
         return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from raytide.core.clock import utc
 from raytide.core.errors import CapacityError
 from raytide.core.fleet import Node, NodeState, NodeType, Resources, fits, labels_match, minus
 from raytide.core.gang import GangSpec, Lease, Member, MemberState, Shape
@@ -53,7 +54,7 @@ class Room:
     next_node: int
     places: list[_Place]
     left: dict[str, int]
-    """Nodes of each type that its maximum still allows; one that is being ended counts until the provider has ended it."""
+    """Nodes of each type that its maximum still allows; one counts until the provider has ended it."""
     holders: Mapping[str, tuple[str, ...]]
     """Who holds something on nodes of each type, for the words of a shortfall."""
     replicas: dict[str, Placements] = field(default_factory=dict)
@@ -62,13 +63,14 @@ class Room:
     @classmethod
     def of(cls, snapshot: Snapshot) -> Room:
         able = [view for view in snapshot.nodes if _takes_work(view.node) and _is_known(view, snapshot)]
+        types = snapshot.node_types
         room = cls(
             at_s=snapshot.at_s,
-            node_types=snapshot.node_types,
+            node_types=types,
             pools={(pool.node_type, pool.zone): pool for pool in snapshot.pools},
             next_node=snapshot.next_node,
             places=[_place(view, snapshot.leases) for view in able],
-            left={t.name: t.max_nodes - sum(v.node.type == t.name for v in snapshot.nodes) for t in snapshot.node_types},
+            left={t.name: t.max_nodes - sum(v.node.type == t.name for v in snapshot.nodes) for t in types},
             holders=_holders(snapshot),
         )
         for view in snapshot.endpoints:
@@ -89,8 +91,8 @@ class Room:
     ) -> Placements | Shortfall:
         """Seats for `count` members, or for as many as there is room for; nothing is taken below `at_least`.
 
-        All or nothing when `at_least` is left out. First nodes that are there, the tightest fit first, then new nodes of
-        the type that is cheapest for each member it would hold: of `menu` (every type), `max_new` at most (no limit).
+        All or nothing when `at_least` is left out. First nodes that are there, the tightest fit first, then new nodes
+        of the type that is cheapest for each member it would hold: of `menu` (all types), `max_new` at most (no limit).
         """
         chosen: list[_Place] = []
         for place in self._tightest(shape):
@@ -143,7 +145,8 @@ class Room:
     def _tightest(self, shape: Shape) -> list[_Place]:
         """Nodes with room for a member: ready before launching, then those with the least left over."""
         able = [p for p in self.places if fits(shape.resources, p.free) and labels_match(shape.labels, p.labels)]
-        scale = {name: max(t.resources.get(name, 0.0) for t in self.node_types) for t in self.node_types for name in t.resources}
+        names = {name for t in self.node_types for name in t.resources}
+        scale = {name: max(t.resources.get(name, 0.0) for t in self.node_types) for name in names}
         return sorted(able, key=lambda p: (p.rank, _left_over(p.free, shape.resources, scale), _order(p.seat.node_id)))
 
     def _cheapest(self, shape: Shape, count: int, menu: Sequence[NodeType], bought: Sequence[_Place]) -> _Place | None:
@@ -184,7 +187,7 @@ class Room:
         names = ", ".join(f"{t.name} in {zone}" for t, zone in pools)
         return Shortfall(
             "stock",
-            f"{what}; the provider had no {names}; asked again in {retry_at_s - self.at_s:.0f} s.",
+            f"{what}; the provider had no {names}; asked again at {utc(retry_at_s)}.",
             "Allow another shape, add a zone or a node type, or wait.",
             retry_at_s,
         )
@@ -217,8 +220,8 @@ def _unpromised(available: Resources, here: Sequence[tuple[Member, Shape]]) -> d
     """Ray's free resources without those of members whose placement group Ray does not count yet.
 
     ASSIGNED has no group: taken out. FORMING has one that Ray may count or not. While the free resources still cover it
-    it is taken out: at worst this hides its room for the second until it is READY, and never promises it twice. When they
-    do not cover it, Ray must have counted it.
+    it is taken out: at worst this hides its room for the second until it is READY, and never promises it twice. When
+    they do not cover it, Ray must have counted it.
     """
     free = dict(available)
     for member, shape in here:
@@ -233,7 +236,8 @@ def _unpromised(available: Resources, here: Sequence[tuple[Member, Shape]]) -> d
 def _holders(snapshot: Snapshot) -> dict[str, tuple[str, ...]]:
     type_of = {view.node.id: view.node.type for view in snapshot.nodes}
     type_of_ray = {view.node.ray_node_id: view.node.type for view in snapshot.nodes if view.node.ray_node_id}
-    held = [(type_of[m.node_id], lease.job_id) for lease in snapshot.leases for m in lease.members if m.node_id in type_of]
+    members = [(lease, member) for lease in snapshot.leases for member in lease.members if member.node_id in type_of]
+    held = [(type_of[member.node_id], lease.job_id) for lease, member in members]
     for view in snapshot.endpoints:
         nodes = view.load.replica_nodes if view.load else ()
         held += [(type_of_ray[node], view.endpoint.name) for node in nodes if node in type_of_ray]
@@ -241,7 +245,7 @@ def _holders(snapshot: Snapshot) -> dict[str, tuple[str, ...]]:
 
 
 def _left_over(free: Resources, need: Resources, scale: Mapping[str, float]) -> float:
-    """What stays unused, in units of the largest node of the fleet: keeps big and accelerated nodes for those who need them."""
+    """What stays unused, in units of the largest node: keeps big and accelerated nodes for those who need them."""
     rest = minus(free, need)
     return round(sum(amount / scale[name] for name, amount in rest.items() if scale.get(name)), 9)
 

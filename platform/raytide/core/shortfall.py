@@ -1,4 +1,4 @@
-"""Why something cannot be placed, in words: the first constraint that is unmet and the nearest thing that would meet it."""
+"""Why something cannot be placed, in words: the first unmet constraint and the nearest thing that would meet it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def impossible(shape: Shape, count: int, node_types: Sequence[NodeType], subject
         menu = ", ".join(f"{t.max_nodes} x {t.name}" for t in labelled if capacity[t.name])
         return Shortfall(
             "impossible",
-            f"no fleet fits {subject}: needs {count} x ({amounts(shape)}) at once; the whole fleet holds {most} ({menu}).",
+            f"no fleet fits {subject}: needs {count} x ({amounts(shape)}) at once; "
+            f"the whole fleet holds {most} ({menu}).",
             f"Ask for {most}, or raise max_nodes.",
         )
     return None

@@ -1,0 +1,119 @@
+"""The private calls of Ray, on a real head and raylet: what they answer is what the planner believes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from raytide.autoscaler.gcs import GcsReader
+from raytide.autoscaler.ray_node import RayNode
+from raytide.core.errors import ClusterError
+from raytide.core.fleet import Market, Node, NodeState
+from raytide.core.replicas import REPLICA_LABEL
+from raytide.core.snapshot import Demand
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[Any]:
+    """A head without CPUs and one node that carries our id."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.setenv("RAY_enable_autoscaler_v2", "1")
+        common: dict[str, Any] = {"object_store_memory": 80 << 20, "include_log_monitor": False}
+        head = {"node_ip_address": "127.0.78.1", "num_cpus": 0, "include_dashboard": False, **common}
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        cluster.add_node(
+            node_ip_address="127.0.78.2",
+            num_cpus=4,
+            labels={"ray.io/market-type": "spot"},
+            env_vars={"RAY_CLOUD_INSTANCE_ID": "node-1", "RAY_NODE_TYPE_NAME": "cpu4"},
+            **common,
+        )
+        ray.init(address=cluster.address, log_to_driver=False, namespace="raytide")
+        yield cluster
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def until(what: str, seen: Callable[[], bool], timeout_s: float = 60.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not seen():
+        assert time.monotonic() < deadline_s, f"not within {timeout_s} s: {what}"
+        time.sleep(0.1)
+
+
+def ours(gcs: GcsReader) -> RayNode:
+    (node,) = (node for node in gcs.nodes() if node.node_id == "node-1")
+    return node
+
+
+def test_nodes_demand_and_the_race_free_idle_drain(ray_cluster: Any) -> None:
+    import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    gcs = GcsReader(ray_cluster.address)
+    node = ours(gcs)
+    assert (node.total["CPU"], node.address, node.is_alive) == (4.0, "127.0.78.2", True)
+    assert node.labels["ray.io/market-type"] == "spot"
+    assert not node.is_busy
+    assert gcs.demand() == ()
+
+    @ray.remote(num_cpus=3)
+    class Holder:
+        pass
+
+    spot = {"ray.io/market-type": "in(spot,on-demand)"}
+    runs = placement_group(
+        [{"CPU": 2}], bundle_label_selector=[{"ray.io/node-id": node.ray_node_id}], name="raytide/l/0/0"
+    )
+    ray.get(runs.ready(), timeout=60)
+    pinned = placement_group([{"CPU": 4}], bundle_label_selector=[{"ray.io/node-id": node.ray_node_id}])
+    foreign = placement_group([{"CPU": 8}] * 2, bundle_label_selector=[{"ray.io/market-type": "!spot"}] * 2)
+    replica = Holder.options(label_selector={REPLICA_LABEL: "!m.1-x"}).remote()
+    raw = [Holder.options(label_selector=spot).remote() for _ in range(2)]
+    expected = (
+        Demand({"CPU": 3.0}, {REPLICA_LABEL: "!m.1-x"}),
+        Demand({"CPU": 3.0}, {"ray.io/market-type": "in(on-demand,spot)"}, count=2),
+        Demand({"CPU": 8.0}, {"ray.io/market-type": "!spot"}, count=2),
+    )
+    until("Ray's queue shows all but what is pinned", lambda: same(gcs.demand(), expected))
+    assert ours(gcs).available["CPU"] == 2.0
+    assert ours(gcs).is_busy
+    assert not gcs.drain(node.ray_node_id, "idle", time.time() + 30, "test")
+
+    for group in (pinned, foreign, runs):
+        remove_placement_group(group)
+    for actor in (replica, *raw):
+        ray.kill(actor)
+    until("the node is idle, though Ray's words for why it was busy stay", lambda: not ours(gcs).is_busy)
+    assert gcs.demand() == ()
+    until("Ray accepts the idle drain", lambda: gcs.drain(node.ray_node_id, "idle", time.time() + 30, "test"))
+    until("the raylet leaves by itself", lambda: not ours(gcs).is_alive)
+
+
+def test_launches_are_shown_by_ray_status(ray_cluster: Any) -> None:
+    from ray.autoscaler.v2.sdk import get_cluster_status
+
+    coming = Node("node-2", "cpu4", "local", Market.SPOT, 1, NodeState.LAUNCHING, 1.0)
+    GcsReader(ray_cluster.address).report([coming])
+    assert [node.instance_id for node in get_cluster_status(ray_cluster.address).pending_nodes] == ["node-2"]
+
+
+def test_a_gcs_that_does_not_answer_is_an_error_at_once() -> None:
+    with pytest.raises(ClusterError, match=r"cannot read Ray's cluster state at 127\.0\.78\.9:9"):
+        GcsReader("127.0.78.9:9").nodes()
+
+
+def same(found: tuple[Demand, ...], expected: tuple[Demand, ...]) -> bool:
+    def key(demand: Demand) -> tuple[object, ...]:
+        return tuple(demand.resources.items()), tuple(demand.labels.items()), demand.count
+
+    return sorted(map(repr, map(key, found))) == sorted(repr(key(demand)) for demand in expected)
