@@ -41,9 +41,7 @@ def write_dataset(path: Path, *, tokens: int = 6000, shard_tokens: tuple[int, ..
     for index, count in enumerate(shard_tokens):
         body = stream[start : start + count].astype("<u2").tobytes()
         (path / f"shards/{index:05d}.bin").write_bytes(body)
-        shards.append(
-            {"file": f"shards/{index:05d}.bin", "tokens": count, "sha256": hashlib.sha256(body).hexdigest()}
-        )
+        shards.append({"file": f"shards/{index:05d}.bin", "tokens": count, "sha256": hashlib.sha256(body).hexdigest()})
         start += count
     manifest = {
         "version": 1,

@@ -101,7 +101,6 @@ def test_survivors_re_form_in_their_own_process(spec: TrainSpec, run_ranks: RunR
         trainer.restore()
         losses: list[float] = []
         trainer.run(on_step=lambda result: losses.append(result.loss), paused=lambda: trainer.steps_done == until)
-        del trainer
         group.leave()
         return losses
 
@@ -126,7 +125,7 @@ def test_a_loss_that_is_not_a_number_stops_before_the_weights_change(
         trainer.step()
         before = [parameter.detach().full_tensor().clone() for parameter in trainer.model.parameters()]
         monkeypatch.setattr("raytide.actors.trainer.loop.loss_sum", lambda logits, targets: logits.sum() * torch.nan)
-        with pytest.raises(TrainError, match="step 1 .* was not applied"):
+        with pytest.raises(TrainError, match=r"step 1 .* was not applied"):
             trainer.step()
         after = [parameter.detach().full_tensor() for parameter in trainer.model.parameters()]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

@@ -1,0 +1,133 @@
+"""A checkpoint is whole or it is not there; one that changed afterwards is named and never loaded."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytide.actors.trainer import manifest
+from raytide.actors.trainer.local import train_local
+from raytide.core.errors import CheckpointError, StorageError
+from raytide.core.train_spec import TrainSpec
+
+
+@pytest.fixture(scope="module")
+def trained_once(make_spec: Callable[[Path], TrainSpec], tmp_path_factory: pytest.TempPathFactory) -> TrainSpec:
+    """A run of 6 steps with checkpoints at 2, 4 and 6, of which 4 and 6 are kept."""
+    spec = make_spec(tmp_path_factory.mktemp("trained") / "run")
+    spec = spec.model_copy(update={"steps": 6, "checkpoint_every": 2})
+    train_local(spec)
+    return spec
+
+
+@pytest.fixture
+def trained(trained_once: TrainSpec, tmp_path: Path) -> TrainSpec:
+    shutil.copytree(trained_once.out, tmp_path / "run")
+    return trained_once.model_copy(update={"out": str(tmp_path / "run")})
+
+
+def root(spec: TrainSpec) -> Path:
+    return Path(spec.out) / "checkpoints"
+
+
+def events(spec: TrainSpec) -> list[dict[str, Any]]:
+    file = Path(spec.out) / "events.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def flip(file: Path, at: int) -> None:
+    body = bytearray(file.read_bytes())
+    body[at % len(body)] ^= 1
+    file.write_bytes(bytes(body))
+
+
+def test_the_newest_are_kept_and_verify(trained: TrainSpec) -> None:
+    assert sorted(path.name for path in root(trained).iterdir()) == ["step-00000004", "step-00000006"]
+    checkpoint = manifest.verify(manifest.folder(root(trained), 6))
+    assert (checkpoint.manifest.step, checkpoint.manifest.samples, checkpoint.manifest.world) == (6, 36, 1)
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "manifest.json"])
+@pytest.mark.parametrize("at", [0, 100, -1])
+def test_a_flipped_byte_is_named_with_a_hint(trained: TrainSpec, name: str, at: int) -> None:
+    path = manifest.folder(root(trained), 6)
+    flip(path / name, at)
+    if name == "manifest.json" and at == -1:
+        (path / name).write_text((path / name).read_text()[:-20])  # its last byte is JSON's brace: cut it off instead
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")) as caught:
+        manifest.verify(path)
+    assert "Delete the folder" in caught.value.hint
+
+
+@pytest.mark.parametrize("damage", ["flip", "missing", "no manifest"])
+def test_a_resume_passes_over_a_bad_checkpoint_and_says_so(trained: TrainSpec, damage: str) -> None:
+    whole = [json.loads(line)["loss"] for line in (Path(trained.out) / "metrics.jsonl").read_text().splitlines()]
+    newest = manifest.folder(root(trained), 6)
+    if damage == "flip":
+        flip(newest / "__0_0.distcp", 5000)
+    else:
+        (newest / ("manifest.json" if damage == "no manifest" else ".metadata")).unlink()
+    again: list[float] = []
+    train_local(trained, on_step=lambda result: again.append(result.loss))
+    assert again == whole[4:]
+    assert [event["event"] for event in events(trained)] == ["skipped"]
+    assert manifest.verify(newest).manifest.step == 6  # written anew
+
+
+def test_when_no_checkpoint_is_good_the_run_does_not_start_over_in_silence(trained: TrainSpec) -> None:
+    for path in root(trained).iterdir():
+        flip(path / "__0_0.distcp", 5000)
+    with pytest.raises(CheckpointError, match="was altered"):
+        train_local(trained)
+    assert json.loads((Path(trained.out) / "run.json").read_text())["state"] == "failed"
+
+
+def test_a_write_that_was_cut_off_is_never_seen_and_later_removed(trained: TrainSpec) -> None:
+    torn = manifest.part(root(trained), 8)
+    torn.mkdir()
+    (torn / "__0_0.distcp").write_bytes(b"half")
+    found = manifest.latest(root(trained)).checkpoint
+    assert found is not None
+    assert found.manifest.step == 6
+    train_local(trained.model_copy(update={"steps": 7}))
+    assert not torn.exists()
+
+
+def test_a_full_disk_is_a_storage_error_and_loses_nothing(trained: TrainSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = manifest.latest(root(trained)).checkpoint
+    longer = trained.model_copy(update={"steps": 8})
+
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.distributed.checkpoint.filesystem._write_item", full)
+        with pytest.raises(StorageError, match=r"no space left while writing .*step-00000008") as caught:
+            train_local(longer)
+    assert "what was written before is whole" in caught.value.hint
+    assert manifest.latest(root(trained)).checkpoint == before
+    assert [path.name for path in root(trained).iterdir() if path.name.startswith(".")] == []
+    assert train_local(longer).steps == 8
+
+
+def test_a_full_disk_at_the_manifest_loses_nothing_either(trained: TrainSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("raytide.actors.trainer.manifest.json.dump", full)
+        with pytest.raises(StorageError, match="no space left"):
+            train_local(trained.model_copy(update={"steps": 8}))
+    assert sorted(path.name for path in root(trained).iterdir()) == ["step-00000004", "step-00000006"]
+
+
+@pytest.mark.parametrize("change", [{"seed": 1}, {"global_batch": 4}, {"seq_len": 16}])
+def test_another_runs_checkpoint_is_refused(trained: TrainSpec, change: dict[str, int]) -> None:
+    with pytest.raises(CheckpointError, match="another model, seed or batch"):
+        train_local(trained.model_copy(update=change))

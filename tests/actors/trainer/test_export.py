@@ -1,0 +1,46 @@
+"""The exported directory is what Hugging Face's own code loads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from raytide.actors.trainer import group
+from raytide.actors.trainer.loop import Trainer
+from raytide.core.train_spec import ModelSpec, TrainSpec
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_transformers_loads_it_with_equal_logits(spec: TrainSpec, tied: bool) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = ModelSpec(dim=32, layers=2, heads=4, kv_heads=2, max_seq_len=64, tie_embeddings=tied, rope_theta=5000.0)
+    with group.alone() as mine:
+        trainer = Trainer(spec.model_copy(update={"model": model}), mine)
+        for _ in range(3):
+            trainer.step()
+        path = trainer.export()
+        ids = torch.from_numpy(trainer.data.batch(torch.arange(4).numpy()))
+        with torch.no_grad():
+            ours = trainer.model(ids)
+    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    assert theirs.config.architectures == ["LlamaForCausalLM"]
+    with torch.no_grad():
+        logits = theirs(ids).logits
+    assert torch.allclose(ours, logits, atol=2e-6, rtol=0)
+    assert torch.equal(ours.argmax(-1), logits.argmax(-1))
+
+
+def test_the_directory_is_complete_and_replaces_an_older_one(spec: TrainSpec) -> None:
+    old = Path(spec.out) / "model"
+    old.mkdir(parents=True)
+    (old / "stale").touch()
+    with group.alone() as mine:
+        path = Trainer(spec.model_copy(update={"precision": "bf16"}), mine).export()
+    names = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert {file.name for file in path.iterdir()} == names
+    assert json.loads((path / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    assert [file.name for file in Path(spec.out).iterdir()] == ["model"]
