@@ -20,6 +20,7 @@ import httpx
 from raytide.autoscaler.providers.local import LocalProvider
 from raytide.autoscaler.providers.local_files import node_folders
 from raytide.control.addresses import FIRST_K, LAST_K, claim
+from raytide.control.closing import Closed, close_books
 from raytide.control.embedded import GCS_PORT_BASE, MARK, LocalCluster, installed_version, load, run_dir_of
 from raytide.control.head import AGENT_PORT, start_head, wait_for_head
 from raytide.control.processes import hold_lock, spawn
@@ -30,6 +31,7 @@ from raytide.core.config import environment
 from raytide.core.durable import write_json
 from raytide.core.errors import ClusterError, ConflictError, NotFoundError, UsageError
 from raytide.core.processes import end, kill_marked
+from raytide.core.state import Store
 
 DEFAULT_CONFIG = Path(__file__).with_name("local.yaml")
 DASHBOARD_PORT, API_PORT, SERVE_PORT, RAY_CLIENT_PORT = 8265, 7400, 8000, 10001
@@ -61,6 +63,7 @@ def up(
             return cluster
         if cluster is not None:
             _end_everything(cluster)
+            _close_books(cluster)
             _set_aside(cluster)
         cluster, claimed = _create(name, Path(config_path or DEFAULT_CONFIG), k, state_url=config.settings.state_url)
         deadline = time.monotonic() + timeout_s
@@ -78,14 +81,20 @@ def up(
         return cluster
 
 
-def down(name: str = "local") -> None:
-    """End the cluster of that name, up, half up or crashed; nothing happens when there is none. Its folder stays."""
+def down(name: str = "local") -> Closed | None:
+    """End the cluster of that name, up, half up or crashed, and close its books. Its folder stays.
+
+    Returns what it leaves behind; None, and nothing happens, when there is no such cluster.
+    """
     _check_name(name)
-    if run_dir_of(name).parent.exists():
-        with _exclusive(name), _uninterrupted():
-            cluster = load(run_dir_of(name))
-            if cluster is not None:
-                _end_everything(cluster)
+    if not run_dir_of(name).parent.exists():
+        return None
+    with _exclusive(name), _uninterrupted():
+        cluster = load(run_dir_of(name))
+        if cluster is None:
+            return None
+        _end_everything(cluster)
+        return _close_books(cluster)
 
 
 def find(name: str | None = None) -> LocalCluster:
@@ -200,6 +209,15 @@ def _end_everything(cluster: LocalCluster) -> None:
     for folder in live:
         folder.record_end(time.time())
     shutil.rmtree(cluster.temp_dir, ignore_errors=True)
+
+
+def _close_books(cluster: LocalCluster) -> Closed:
+    """Book what every node cost up to its end; whatever was still running in the records is over."""
+    store = Store.open(cluster.state_url)
+    try:
+        return close_books(store, provider(cluster).machines(), time.time())
+    finally:
+        store.close()
 
 
 def _set_aside(cluster: LocalCluster) -> None:

@@ -1,0 +1,416 @@
+"""The control loop on a virtual clock, against a world in memory: the same code, killed wherever it can be killed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from raytide.actors.gang.group import Group, GroupKey, WantedGroup
+from raytide.autoscaler.providers.base import Machine, Notice
+from raytide.autoscaler.ray_node import RayNode
+from raytide.control.closing import close_books
+from raytide.control.controller import Controller
+from raytide.control.world import Sources
+from raytide.core.clock import VirtualClock
+from raytide.core.cluster import load_cluster
+from raytide.core.endpoint import Endpoint, EndpointLoad, EndpointState, Replicas, ServeSpec
+from raytide.core.errors import ProviderError
+from raytide.core.fleet import Node, NodeState, NodeType, minus, plus
+from raytide.core.gang import GangSpec, LeaseState, Shape
+from raytide.core.job import JobKind, JobSpec, JobState
+from raytide.core.state import Store
+from raytide.jobs.job import DriverKey, DriverStatus
+from raytide.ledger.reconcile import reconcile
+
+CONFIG = load_cluster(Path(__file__).parents[2] / "platform" / "raytide" / "control" / "local.yaml")
+TICK_S = 0.5
+BOOT_S = 2.0
+
+
+class Killed(BaseException):
+    """The process is gone: nothing catches this."""
+
+
+@dataclass
+class World:
+    """Provider, Ray, drivers and Serve in one, each with just enough behaviour. `fuse` kills the caller at the n-th call."""
+
+    clock: VirtualClock
+    bought: dict[str, Machine] = field(default_factory=dict)
+    launches: list[str] = field(default_factory=list)
+    noticed: dict[str, float] = field(default_factory=dict)
+    stocked_out: set[str] = field(default_factory=set)
+    types: dict[str, NodeType] = field(default_factory=dict)
+    placed: dict[GroupKey, tuple[WantedGroup, str]] = field(default_factory=dict)
+    running: dict[DriverKey, DriverStatus] = field(default_factory=dict)
+    drained: set[str] = field(default_factory=set)
+    serving: dict[str, int] = field(default_factory=dict)
+    ongoing: float = 0.0
+    fuse: int | None = None
+
+    def step(self) -> None:
+        """Every outside call that changes something goes through here, before or after it has taken effect."""
+        if self.fuse is not None:
+            self.fuse -= 1
+            if self.fuse < 0:
+                self.fuse = None
+                raise Killed
+
+    def is_up(self, machine: Machine) -> bool:
+        return machine.ended_at_s is None and self.clock.now_s() - machine.started_at_s >= BOOT_S
+
+    def end(self, node_id: str, reason: str) -> None:
+        machine = self.bought[node_id]
+        if machine.ended_at_s is None:
+            self.bought[node_id] = replace(machine, ended_at_s=self.clock.now_s(), reason=reason)
+
+    def hosts(self, name: str) -> list[str]:
+        """Replicas have two CPUs each, and sit on the oldest nodes that are up."""
+        up = [node_id for node_id, machine in self.bought.items() if self.is_up(machine) and node_id not in self.drained]
+        return up[: self.serving.get(name, 0)]
+
+    def used_on(self, node_id: str) -> dict[str, float]:
+        used: dict[str, float] = {"CPU": 2.0} if any(node_id in self.hosts(name) for name in self.serving) else {}
+        for wanted, state in self.placed.values():
+            if wanted.ray_node_id == f"ray-{node_id}" and state == "ready":
+                used = plus(used, wanted.resources)
+        return used
+
+
+class Provider:
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def launch(self, node: Node, node_type: NodeType) -> None:
+        self.world.step()
+        if node.id in self.world.bought:
+            return
+        if node_type.name in self.world.stocked_out:
+            raise ProviderError(f"no {node_type.name} to be had.")
+        self.world.launches.append(node.id)
+        self.world.types[node.id] = node_type
+        now_s = self.world.clock.now_s()
+        self.world.bought[node.id] = Machine(node.id, node_type.name, node.zone, node.price_micro_usd_h, now_s)
+        self.world.step()
+
+    def terminate(self, node_id: str) -> None:
+        self.world.step()
+        self.world.end(node_id, "terminated")
+        self.world.step()
+
+    def machines(self) -> tuple[Machine, ...]:
+        return tuple(self.world.bought.values())
+
+    def notices(self) -> tuple[Notice, ...]:
+        return tuple(Notice(*item) for item in self.world.noticed.items())
+
+    def watch(self, on_change: object) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Gcs:
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def nodes(self) -> tuple[RayNode, ...]:
+        found = []
+        for node_id, machine in self.world.bought.items():
+            if self.world.is_up(machine):
+                total = self.world.types[node_id].resources
+                free = minus(total, self.world.used_on(node_id))
+                is_draining = node_id in self.world.drained
+                found.append(RayNode(f"ray-{node_id}", node_id, True, is_draining, total, free))
+        return tuple(found)
+
+    def demand(self) -> tuple[Any, ...]:
+        return ()
+
+    def drain(self, ray_node_id: str, kind: str, deadline_s: float, why: str) -> bool:
+        self.world.step()
+        node_id = ray_node_id.removeprefix("ray-")
+        if kind == "idle" and self.world.used_on(node_id):
+            return False
+        self.world.drained.add(node_id)
+        self.world.step()
+        return True
+
+
+class Groups:
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def list(self) -> dict[GroupKey, Group]:
+        return {key: Group(key, state, "00") for key, (_, state) in self.world.placed.items()}  # type: ignore[arg-type]
+
+    def create(self, wanted: Iterable[WantedGroup]) -> None:
+        for group in wanted:
+            self.world.step()
+            node_id = group.ray_node_id.removeprefix("ray-")
+            free = minus(self.world.types[node_id].resources, self.world.used_on(node_id))
+            is_ready = all(free.get(name, 0.0) >= amount for name, amount in group.resources.items())
+            self.world.placed.setdefault(group.key, (group, "ready" if is_ready else "pending"))
+            self.world.step()
+
+    def remove(self, groups: Iterable[Group]) -> None:
+        for group in groups:
+            self.world.step()
+            self.world.placed[group.key] = (self.world.placed[group.key][0], "removed")
+
+
+class Drivers:
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def statuses(self) -> dict[DriverKey, DriverStatus]:
+        return dict(self.world.running)
+
+    def start(self, key: DriverKey) -> None:
+        self.world.step()
+        self.world.running.setdefault(key, DriverStatus(key, "running"))
+        self.world.step()
+
+    def stop(self, key: DriverKey) -> None:
+        self.world.running[key] = DriverStatus(key, "died", "stopped")
+
+
+class Serve:
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def start(self) -> None: ...
+
+    def deploy(self, endpoint: Endpoint) -> None:
+        self.world.serving.setdefault(endpoint.name, endpoint.target_replicas)
+
+    def publish(self, name: str, target: int) -> None:
+        self.world.serving[name] = target
+
+    def load(self, name: str) -> EndpointLoad | None:
+        if name not in self.world.serving:
+            return None
+        hosts = [f"ray-{node_id}" for node_id in self.world.hosts(name)]
+        return EndpointLoad(self.world.clock.now_s(), self.world.ongoing, len(hosts), tuple(hosts))
+
+    def failure(self, name: str) -> str:
+        return ""
+
+    def delete(self, name: str) -> None:
+        self.world.serving.pop(name, None)
+
+    def names(self) -> frozenset[str]:
+        return frozenset(self.world.serving)
+
+
+class Loop:
+    """A store that survives, and a controller that may not."""
+
+    def __init__(self, folder: Path) -> None:
+        self.clock = VirtualClock(1_000.0)
+        self.world = World(self.clock)
+        self.store = Store.open(f"sqlite:///{folder}/state.db")
+        self.folder = folder
+        self.controller = self.fresh()
+
+    def fresh(self) -> Controller:
+        w = self.world
+        sources = Sources(Provider(w), Gcs(w), Groups(w), Drivers(w), Serve(w))  # type: ignore[arg-type]
+        return Controller(self.store, CONFIG, sources, self.clock, self.folder / "live.json")
+
+    def tick(self, count: int = 1) -> None:
+        for _ in range(count):
+            try:
+                self.controller.tick()
+            except Killed:
+                self.controller = self.fresh()
+            self.clock.advance(TICK_S)
+
+    def until(self, done: Any, *, ticks: int = 400) -> None:
+        for _ in range(ticks):
+            if done():
+                return
+            self.tick()
+        raise AssertionError("it did not happen in time")
+
+    def submit(self, *, kind: JobKind = JobKind.TRAIN, **shape: Any) -> str:
+        asked = Shape(**{"members": 2, "resources": {"CPU": 1.0}, **shape})
+        spec = JobSpec(kind=kind, name="job", gang=GangSpec(shapes=(asked,)))
+        return self.store.submit_job(spec, "ana", self.clock.now_s()).id
+
+    def state(self, job_id: str) -> JobState:
+        return self.store.job(job_id).state
+
+    def finish(self, job_id: str) -> None:
+        key = DriverKey(job_id, self.store.job(job_id).restarts)
+        self.world.running[key] = DriverStatus(key, "succeeded")
+
+    def nothing_runs(self) -> bool:
+        return all(machine.ended_at_s is not None for machine in self.world.bought.values())
+
+    def check_ledger(self) -> None:
+        """End what still runs, close the books, and compare them with the bill."""
+        for node_id in self.world.bought:
+            self.world.end(node_id, "terminated")
+        closed = close_books(self.store, tuple(self.world.bought.values()), self.clock.now_s())
+        assert reconcile(self.world.bought.values(), self.store.books.entries()) == ()
+        assert closed.cost.booked_micro_usd == closed.cost.billed_micro_usd == closed.cost.booked_ended_micro_usd
+
+
+@pytest.fixture
+def loop(tmp_path: Path) -> Iterator[Loop]:
+    made = Loop(tmp_path)
+    yield made
+    made.store.close()
+
+
+class TestJobs:
+    def test_a_gang_goes_from_zero_nodes_to_done_and_back_to_zero(self, loop: Loop) -> None:
+        job = loop.submit()
+        loop.until(lambda: loop.state(job) is JobState.RUNNING)
+        lease = loop.store.lease_of(job)
+        assert lease is not None and lease.state is LeaseState.ACTIVE
+        assert len(lease.usable) == 2
+        loop.until(lambda: DriverKey(job, 0) in loop.world.running)
+        loop.finish(job)
+        loop.until(lambda: loop.state(job) is JobState.SUCCEEDED)
+        loop.until(loop.nothing_runs)
+        loop.tick(2)
+        assert all(node.state is NodeState.GONE for node in loop.store.nodes())
+        assert all(state == "removed" for _, state in loop.world.placed.values())
+        loop.check_ledger()
+
+    def test_a_lost_node_is_replaced_and_the_survivor_keeps_its_seat(self, loop: Loop) -> None:
+        job = loop.submit(labels={"ray.io/market-type": "spot"})
+        loop.until(lambda: loop.state(job) is JobState.RUNNING)
+        before = loop.store.lease_of(job)
+        assert before is not None
+        victim, survivor = before.members
+        loop.world.end(victim.node_id, "reclaimed")
+        loop.until(lambda: (loop.store.lease_of(job) or before).epoch > before.epoch)
+        loop.until(lambda: len((loop.store.lease_of(job) or before).usable) == 2)
+        after = loop.store.lease_of(job)
+        assert after is not None
+        assert after.members[1] == survivor
+        assert after.members[0].incarnation == victim.incarnation + 1
+        assert loop.state(job) is JobState.RUNNING
+        loop.check_ledger()
+
+    def test_a_notice_lets_the_member_leave_and_the_deadline_is_enforced(self, loop: Loop) -> None:
+        job = loop.submit(labels={"ray.io/market-type": "spot"})
+        loop.until(lambda: loop.state(job) is JobState.RUNNING)
+        lease = loop.store.lease_of(job)
+        assert lease is not None
+        victim = lease.members[0].node_id
+        deadline_s = loop.clock.now_s() + 5.0
+        loop.world.noticed[victim] = deadline_s
+        loop.tick(2)
+        left = loop.store.lease_of(job)
+        assert left is not None and left.members[0].leaves_at_s == deadline_s
+        assert victim in loop.world.drained
+        loop.until(lambda: loop.world.bought[victim].ended_at_s is not None)
+        ended_at_s = loop.world.bought[victim].ended_at_s
+        assert ended_at_s is not None and deadline_s <= ended_at_s <= deadline_s + 2 * TICK_S
+
+    def test_an_exhausted_pool_is_left_alone_and_the_job_says_so(self, loop: Loop) -> None:
+        loop.world.stocked_out = {"cpu1.spot"}
+        job = loop.submit(labels={"ray.io/market-type": "spot"})
+        loop.tick(20)
+        assert loop.world.launches == []
+        assert loop.state(job) in (JobState.QUEUED, JobState.ADMITTED)
+        pools = {(pool.node_type, pool.zone): pool.failures for pool in loop.store.load().pools}
+        assert 0 < sum(pools.values()) <= 4
+        loop.world.stocked_out = set()
+        loop.until(lambda: loop.state(job) is JobState.RUNNING, ticks=1000)
+
+    def test_a_driver_that_died_is_started_again_and_one_that_failed_is_not(self, loop: Loop) -> None:
+        job = loop.submit()
+        loop.until(lambda: DriverKey(job, 0) in loop.world.running)
+        loop.world.running[DriverKey(job, 0)] = DriverStatus(DriverKey(job, 0), "died", "killed")
+        loop.until(lambda: DriverKey(job, 1) in loop.world.running)
+        loop.world.running[DriverKey(job, 1)] = DriverStatus(DriverKey(job, 1), "failed", "bad data")
+        loop.until(lambda: loop.state(job) is JobState.FAILED)
+        assert "bad data" in loop.store.job(job).reason
+
+    def test_stop_ends_the_driver_and_frees_the_nodes(self, loop: Loop) -> None:
+        job = loop.submit()
+        loop.until(lambda: DriverKey(job, 0) in loop.world.running)
+        loop.store.request_stop(job)
+        loop.until(lambda: loop.state(job) is JobState.STOPPED)
+        loop.until(loop.nothing_runs)
+
+    def test_a_gang_whose_driver_went_silent_loses_its_lease(self, loop: Loop) -> None:
+        job = loop.submit(kind=JobKind.GANG)
+        for _ in range(10):
+            loop.store.heartbeat(job, loop.clock.now_s())
+            loop.tick()
+        assert loop.state(job) is JobState.RUNNING
+        loop.until(lambda: loop.state(job) is JobState.FAILED, ticks=30)
+        loop.until(loop.nothing_runs)
+
+
+class TestEndpoints:
+    def test_replicas_follow_the_load_and_nodes_follow_the_replicas(self, loop: Loop) -> None:
+        replicas = Replicas(min=1, max=3, target_ongoing=4, downscale_delay_s=3)
+        spec = ServeSpec(name="m", model="/m", replicas=replicas, resources={"CPU": 2})
+        loop.store.save_endpoint(spec, "ana", loop.clock.now_s())
+
+        def settled(count: int) -> bool:
+            live = [m for m in loop.world.bought.values() if m.ended_at_s is None]
+            return loop.world.serving.get("m") == count == len(live) and all(map(loop.world.is_up, live))
+
+        def eventually(count: int) -> None:
+            for _ in range(300):
+                if settled(count):
+                    return
+                loop.tick()
+                served = loop.controller._serving._pass
+                if served is not None:
+                    served.result(timeout=10)  # the pass has a thread of its own
+            raise AssertionError(f"never settled at {count}")
+
+        eventually(1)
+        loop.until(lambda: loop.store.endpoint("m").state is EndpointState.RUNNING)
+        loop.world.ongoing = 12.0
+        eventually(3)
+        loop.world.ongoing = 0.0
+        loop.until(lambda: loop.store.endpoint("m").target_replicas == 1)
+        loop.store.request_delete("m")
+        loop.until(lambda: loop.store.endpoint("m").state is EndpointState.DELETED, ticks=100)
+        loop.until(loop.nothing_runs, ticks=100)
+        loop.tick()
+        loop.check_ledger()
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(fuses=st.lists(st.integers(min_value=0, max_value=8), min_size=1, max_size=10), reclaim=st.booleans())
+def test_killed_at_any_call_it_loses_no_job_leaks_no_node_and_books_nothing_twice(
+    tmp_path_factory: pytest.TempPathFactory, fuses: list[int], reclaim: bool
+) -> None:
+    loop = Loop(tmp_path_factory.mktemp("loop"))
+    job = loop.submit(labels={"ray.io/market-type": "spot"})
+    for fuse in fuses:
+        loop.world.fuse = fuse
+        loop.tick(4)
+    loop.world.fuse = None
+    loop.until(lambda: loop.state(job) is JobState.RUNNING)
+    if reclaim:
+        lease = loop.store.lease_of(job)
+        assert lease is not None
+        loop.world.fuse = fuses[0]
+        loop.world.end(lease.members[0].node_id, "reclaimed")
+        loop.tick(6)
+    loop.until(lambda: DriverKey(job, 0) in loop.world.running)
+    loop.finish(job)
+    loop.until(lambda: loop.state(job) is JobState.SUCCEEDED)
+    loop.until(loop.nothing_runs)
+    loop.tick(2)
+    assert len(loop.world.launches) == len(set(loop.world.launches)) <= 2 + reclaim
+    assert set(loop.world.running) == {DriverKey(job, 0)}
+    loop.check_ledger()
+    loop.store.close()
