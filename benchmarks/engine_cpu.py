@@ -2,9 +2,10 @@
 
     python benchmarks/engine_cpu.py --threads 1 --concurrency 1 8 32
 
-A Llama shape with random weights; prompts of 16 to 256 tokens from seed 0; each answer has 64 greedy tokens. tokens/s counts
-output tokens over the wall time of the whole call, prefill included. The sides alternate; the best of `--repeats` counts and
-the spread is printed. "overhead" is the share of the offline engine's time outside the model's forward pass and the sampler.
+A Llama shape with random weights; prompts of 16 to 256 tokens from seed 0; each answer has 64 greedy tokens. tokens/s
+counts output tokens over the wall time of the whole call, prefill included. The sides alternate; the best of `--repeats`
+counts and the spread is printed. "overhead" is the share of the offline engine's time outside the model's forward pass
+and the sampler.
 """
 
 from __future__ import annotations
@@ -63,9 +64,7 @@ def compare(model_dir: Path, options: argparse.Namespace) -> None:
     }
     rng = random.Random(0)
     everyone = [[rng.randrange(1, VOCAB) for _ in range(rng.randint(16, 256))] for _ in range(max(options.concurrency))]
-    print(
-        f"{options.shape} {options.dtype}, {options.threads} thread(s), {NEW_TOKENS} new tokens; tokens/s, best (spread)"
-    )
+    print(f"{options.shape} {options.dtype}, {options.threads} thread(s), {NEW_TOKENS} new tokens; tokens/s (spread)")
     print(f"{'concurrency':>11}" + "".join(f"{name:>20}" for name in sides) + f"{'native / hf':>13}{'overhead':>10}")
     for concurrency in options.concurrency:
         rates: dict[str, list[float]] = {name: [] for name in sides}
