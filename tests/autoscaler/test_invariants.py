@@ -5,6 +5,7 @@ The numbers are those of docs/autoscaler.md. I1, I2 and I3 are asserted inside t
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -141,6 +142,14 @@ class Storm(RuleBasedStateMachine):
 
 TestStorm = Storm.TestCase
 TestStorm.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+
+
+class LongStorm(Storm):
+    """The same for long, by `./dev soak`."""
+
+
+TestLongStorm = pytest.mark.soak(pytest.mark.timeout(0)(LongStorm.TestCase))
+TestLongStorm.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
 
 
 def test_i4_constant_demand_ends_in_a_thousand_passes_without_a_deed() -> None:

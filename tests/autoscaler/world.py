@@ -246,7 +246,9 @@ class Cluster:
         return [machine for machine in self.provider.machines() if machine.ended_at_s is None]
 
     def check_records(self) -> None:
-        """I3: of a gang of which nothing stands yet, all that it needs have a node or none has."""
+        """I3: of a gang of which nothing stands yet, all that it needs have a node or none has, once Ray is heard."""
+        if not self.seen.ray_answers:
+            return
         for lease in self.book.leases.values():
             if lease.state is LeaseState.RELEASED or any(
                 m.is_usable or m.state is MemberState.FORMING for m in lease.members
