@@ -79,6 +79,19 @@ def test_a_node_that_leaves_holds_nothing_new(state: NodeState) -> None:
     assert ids(room.place(cpus(4), 1, subject="g")) == ["node-2"]
 
 
+@pytest.mark.parametrize("state", [NodeState.DRAINING, NodeState.TERMINATING])
+def test_i2_a_node_that_leaves_counts_against_the_maximum_until_it_is_gone(state: NodeState) -> None:
+    one = CPU4.model_copy(update={"max_nodes": 1})
+    room = Room.of(Snapshot(at_s=0, node_types=(one,), nodes=(view(1, one, state),), next_node=2))
+    assert short(room.place(cpus(4), 1, subject="g")).constraint == "capacity"
+    assert room.buy(one) is None
+
+
+def test_without_ray_s_word_a_node_that_runs_holds_nothing_new() -> None:
+    snapshot = Snapshot(at_s=0, node_types=(CPU4,), nodes=(view(1, CPU4),), next_node=2, ray_answers=False)
+    assert ids(Room.of(snapshot).place(cpus(4), 1, subject="g")) == ["node-2"]
+
+
 def test_an_assigned_member_has_its_room_before_ray_knows_of_it() -> None:
     held = lease(cpus(3), Member(0, MemberState.ASSIGNED, "node-1"))
     room = Room.of(Snapshot(at_s=0, node_types=(CPU4,), nodes=(view(1, CPU4),), leases=(held,), next_node=2))
