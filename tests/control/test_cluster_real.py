@@ -39,6 +39,7 @@ def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalClust
     assert marked(MARK, started.cluster_id) == []
     assert not is_listening(started.gcs_address)
     assert not started.temp_dir.exists()
+    assert list((started.logs_dir / "ray").glob("gcs_server*"))
 
 
 @pytest.fixture

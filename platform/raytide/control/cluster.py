@@ -208,7 +208,13 @@ def _end_everything(cluster: LocalCluster) -> None:
     kill_marked(MARK, cluster.cluster_id)
     for folder in live:
         folder.record_end(time.time())
+    _keep_ray_logs(cluster)
     shutil.rmtree(cluster.temp_dir, ignore_errors=True)
+
+
+def _keep_ray_logs(cluster: LocalCluster) -> None:
+    for logs in cluster.temp_dir.glob("session_2*/logs"):
+        shutil.copytree(logs, cluster.logs_dir / "ray", dirs_exist_ok=True)
 
 
 def _close_books(cluster: LocalCluster) -> Closed:

@@ -43,7 +43,7 @@ def start_head(cluster: LocalCluster, *, environment: Mapping[str, str], pass_fd
 
 
 def wait_for_head(cluster: LocalCluster, head: Process, *, timeout_s: float) -> None:
-    """Until the head's raylet is registered: a node started earlier fails. ClusterError when it does not come."""
+    """Until it takes nodes (its raylet is registered) and jobs (its agent listens). ClusterError when it does not come."""
     log = cluster.log("head")
     gcs = GcsReader(cluster.gcs_address)
     deadline = time.monotonic() + timeout_s
@@ -55,9 +55,9 @@ def wait_for_head(cluster: LocalCluster, head: Process, *, timeout_s: float) -> 
             raise ClusterError(f"the Ray head of cluster {cluster.name} ended at its start: {tail}", hint=f"See {log}.")
         if is_listening(cluster.gcs_address):
             try:
-                if gcs.nodes():
+                if gcs.nodes() and is_listening(f"{cluster.head_ip}:{AGENT_PORT}"):
                     return
-                last = "no node is registered"
+                last = "its raylet is not registered, or does not take jobs yet"
             except ClusterError as error:
                 last = error.message
         time.sleep(_POLL_S)
