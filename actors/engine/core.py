@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-Feature = Literal["logits", "penalties", "prefix_cache", "sampling", "stop_strings", "tokenizer"]
+Feature = Literal["penalties", "prefix_cache", "sampling", "stop_strings"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

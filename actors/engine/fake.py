@@ -62,7 +62,7 @@ class FakeEngine:
             max_model_len=self._max_model_len,
             block_size=self._max_model_len,
             num_blocks=self._stats.num_blocks,
-            features=frozenset({"stop_strings", "tokenizer"}),
+            features=frozenset({"stop_strings"}),
         )
 
     async def generate(self, request: GenRequest) -> AsyncIterator[GenChunk]:

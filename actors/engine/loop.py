@@ -38,7 +38,7 @@ __all__ = ["EngineLoop", "Failure", "Output"]
 
 _log = logging.getLogger(__name__)
 
-_FEATURES: frozenset[Feature] = frozenset({"penalties", "prefix_cache", "sampling", "stop_strings", "tokenizer"})
+_FEATURES: frozenset[Feature] = frozenset({"penalties", "prefix_cache", "sampling", "stop_strings"})
 
 
 @dataclass(frozen=True, slots=True)

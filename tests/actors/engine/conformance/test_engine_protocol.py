@@ -179,6 +179,15 @@ async def test_seeds_decide_and_nothing_else(start: Start) -> None:
     assert tokens_of(crowd[0]) != alone
 
 
+async def test_a_penalty_of_repetition_leaves_none(start: Start) -> None:
+    engine, info = await start()
+    if "penalties" not in info.features:
+        pytest.skip("no penalties")
+    sampling = SamplingParams(temperature=0, repetition_penalty=1e6, max_tokens=20, ignore_eos=True)
+    tokens = tokens_of(await collect(engine, ask(sampling=sampling)))
+    assert len(set(tokens) - set(PROMPT)) == len(tokens) == 20
+
+
 async def test_a_repeated_prompt_is_served_from_the_prefix_cache(start: Start) -> None:
     engine, info = await start()
     if "prefix_cache" not in info.features:
