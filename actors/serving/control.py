@@ -131,7 +131,7 @@ class ServeControl:
                 controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
             except ValueError:
                 return {}
-            details = ray.get(controller.get_serve_instance_details.remote(), timeout=self._call_timeout_s)
+            details: Any = ray.get(controller.get_serve_instance_details.remote(), timeout=self._call_timeout_s)
             applications: dict[str, Any] = details["applications"]
             return applications
 
@@ -156,8 +156,9 @@ def _spec_key(name: str) -> bytes:
 def _gcs() -> Any:
     from ray._private.worker import global_worker
 
-    global_worker.check_connected()
-    return global_worker.gcs_client
+    worker: Any = global_worker
+    worker.check_connected()
+    return worker.gcs_client
 
 
 def _within(timeout_s: float, what: str, call: Callable[[], _T]) -> _T:

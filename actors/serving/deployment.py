@@ -33,7 +33,7 @@ LOAD_WINDOW_S = 1.0
 
 @serve.ingress()
 class Replica:
-    async def __init__(self, spec: dict[str, Any]) -> None:
+    async def __init__(self, spec: dict[str, Any]) -> None:  # type: ignore[misc] # Serve awaits it
         parsed = ServeSpec.parse(spec, where="endpoint")
         _limit_threads(parsed.resources.get("CPU", 0.0))
         replica = serve.get_replica_context().replica_id.unique_id

@@ -65,7 +65,7 @@ class _Reading:
 
     async def next(self) -> list[Piece]:
         """The next batch; empty at the end."""
-        batch = await anext(self._batches, [])
+        batch: list[Piece] = await anext(self._batches, [])
         for piece in batch:
             self.written[piece.index].add(piece)
             self.track.tokens(piece.index, piece.tokens)

@@ -192,6 +192,11 @@ class TestEndpoints:
 
 
 class TestCluster:
+    def test_metrics_are_prometheus_text(self, client: TestClient) -> None:
+        client.post("/v1/jobs", json=GANG)
+        text = client.get("/metrics", headers={"Authorization": ""}).text
+        assert 'raytide_jobs{kind="gang",state="queued",team="default"} 1.0' in text
+
     def test_status_of_an_empty_cluster(self, client: TestClient) -> None:
         status = client.get("/v1/status").json()
         assert (status["nodes"], status["jobs"], status["controller_age_s"]) == ([], {}, None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 from raytide.autoscaler import pools
@@ -50,6 +51,7 @@ class Controller:
         self._idle = IdleClock()
         self._wake = threading.Event()
         self._stopped = False
+        self._ticks = self._errors = 0
 
     def run(self) -> None:
         self._sources.provider.watch(self._wake.set)
@@ -67,6 +69,7 @@ class Controller:
 
     def tick(self) -> Plan:
         """One pass. Raises only when the store fails: without it nothing may be done."""
+        began_s = time.monotonic()
         now_s = self._clock.now_s()
         records = self._store.load()
         book = Book.of(records)
@@ -88,7 +91,7 @@ class Controller:
         self._serving.match(e for e in book.endpoints.values() if e.state is not EndpointState.DELETED)
         if outcome.nodes:
             self._record(book, outcome, now_s)
-        self._show(seen, plan, world, outcome)
+        self._show(seen, plan, world, outcome, time.monotonic() - began_s)
         return plan
 
     def _keep_books(self, book: Book, world: World, held: dict[str, Occupancy], now_s: float) -> Booking:
@@ -112,15 +115,20 @@ class Controller:
         changed = tuple(pool for pool in rested if book.pools.get((pool.node_type, pool.zone)) != pool)
         self._store.commit(Changes(at_s=now_s, nodes=tuple(outcome.nodes.values()), pools=changed))
 
-    def _show(self, seen: Snapshot, plan: Plan, world: World, outcome: Outcome) -> None:
+    def _show(self, seen: Snapshot, plan: Plan, world: World, outcome: Outcome, tick_s: float) -> None:
         loads = {name: load for name, load in world.loads.items() if load is not None}
         serving_error = self._serving.served.error if self._serving.served else ""
+        errors = (*world.errors, *outcome.errors, *((serving_error,) if serving_error else ()))
+        self._ticks, self._errors = self._ticks + 1, self._errors + len(errors)
         live = Live(
             at_s=seen.at_s,
             waiting=_waiting(seen, plan),
             ready_replicas={name: load.ready for name, load in loads.items()},
             ongoing={name: load.ongoing for name, load in loads.items()},
-            errors=(*world.errors, *outcome.errors, *((serving_error,) if serving_error else ())),
+            errors=errors,
+            ticks=self._ticks,
+            tick_s=tick_s,
+            errors_total=self._errors,
         )
         write_json(self._live_path, to_json(live))
 

@@ -30,7 +30,12 @@ class Live:
     ready_replicas: Mapping[str, int] = field(default_factory=dict)
     ongoing: Mapping[str, float] = field(default_factory=dict)
     errors: tuple[str, ...] = ()
-    """Sources that did not answer."""
+    """Sources that did not answer, and actions that failed."""
+    ticks: int = 0
+    """Of this controller process."""
+    tick_s: float = 0.0
+    """How long the last one took."""
+    errors_total: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,7 @@ def train(tide: Tide, run_dir: Path, out: Path, say: Say, report: Report) -> str
         step = int(progress.get("step", 0))
         if "loss" in progress:
             losses.append(float(progress["loss"]))
+        report.train_tokens_per_s = max(report.train_tokens_per_s, float(progress.get("tokens_per_s", 0.0)))
         if not reclaimed_s and step >= spec.steps // 3 and view.lease is not None:
             victim = _last_node(view.lease)
             reclaimed_s = time.time()
@@ -57,7 +58,6 @@ def train(tide: Tide, run_dir: Path, out: Path, say: Say, report: Report) -> str
     run.wait()
     progress = run.progress
     report.first_loss, report.last_loss = float(progress["first_loss"]), float(progress["loss"])
-    report.train_tokens_per_s = float(progress.get("tokens_per_s", 0.0))
     report.restarts = int(progress.get("restarts", 0))
     report.recovery_s = float(progress.get("recovery_s", float("nan")))
     say(f"loss {report.first_loss:.3f} to {report.last_loss:.3f}, recovered in {report.recovery_s:.1f} s")

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Header, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 
 from raytide.control.api.auth import Caller, Tokens
 from raytide.control.api.desk import Desk
@@ -39,6 +39,10 @@ def create_app(desk: Desk, tokens: Tokens) -> FastAPI:
     @app.get("/health")
     def health() -> Any:
         return {"ok": True, "controller_at_s": desk.live().at_s}
+
+    @app.get("/metrics")
+    def metrics() -> Response:
+        return Response(desk.metrics(), media_type="text/plain; version=0.0.4")
 
     @app.get("/v1/status")
     def status(who: Who) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Literal
 
 from raytide.autoscaler.providers.base import Provider
 from raytide.control.api.auth import ANY_TEAM, Caller
+from raytide.control.api.samples import samples
 from raytide.control.costs import cost_report
 from raytide.control.drivers import Drivers
 from raytide.control.views import ClusterStatus, CostReport, EndpointStatus, JobView, Live
@@ -23,6 +25,7 @@ from raytide.core.errors import ConfigError, DataError, LeaseLostError
 from raytide.core.fleet import LIVE_STATES, NodeState
 from raytide.core.gang import GangSpec, Lease, LeaseState, Shape
 from raytide.core.job import Job, JobKind, JobSpec, JobState
+from raytide.core.metrics import render
 from raytide.core.money import to_us
 from raytide.core.room import check_possible
 from raytide.core.state import Store
@@ -41,6 +44,7 @@ class Desk:
         self._store, self._config, self._provider, self._drivers = store, config, provider, drivers
         self._clock, self._live_path = clock, live
         self._serve_url, self._ray_url = serve_url, ray_url
+        self._heard_s: dict[str, float] = {}
 
     # Jobs.
 
@@ -82,11 +86,18 @@ class Desk:
         if job.is_final or job.state is JobState.STOPPING:
             raise LeaseLostError(f"{job_id} is {job.state}: {job.reason}", hint="Submit it again.")
         if job.spec.kind is JobKind.GANG:
-            self._store.heartbeat(job_id, self._clock.now_s())
+            self._heartbeat(job_id)
         lease = self._store.lease_of(job_id)
         if lease is not None and lease.state is not LeaseState.RELEASED:
             return lease
         return Lease(id="", job_id=job_id, shape=job.spec.gang.shapes[0], state=LeaseState.WAITING, members=(), epoch=-1)
+
+    def _heartbeat(self, job_id: str) -> None:
+        """At most once a second: a long poll asks ten times as often."""
+        now_s = self._clock.now_s()
+        if now_s - self._heard_s.get(job_id, -math.inf) >= 1.0:
+            self._heard_s[job_id] = now_s
+            self._store.heartbeat(job_id, now_s)
 
     def view(self, job: Job) -> JobView:
         return self._views((job,))[0]
@@ -157,6 +168,10 @@ class Desk:
 
     def cost(self) -> CostReport:
         return cost_report(self._store.books, self._provider.machines(), to_us(self._clock.now_s()))
+
+    def metrics(self) -> bytes:
+        """Prometheus' text format."""
+        return render(samples(self._store, self.live()))
 
     def live(self) -> Live:
         """What the controller saw last; empty before its first tick."""
