@@ -4,8 +4,8 @@
 
 A Llama shape with random weights; prompts of 16 to 256 tokens from seed 0; each answer has 64 greedy tokens. tokens/s
 counts output tokens over the wall time of the whole call, prefill included. The sides alternate; the best of the
-repeats counts and the spread is printed. "overhead" is the share of the offline engine's time outside the model's forward pass
-and the sampler.
+repeats counts and the spread is printed. "overhead" is the share of the offline engine's time
+outside the model's forward pass and the sampler.
 """
 
 from __future__ import annotations
