@@ -208,8 +208,10 @@ def _end_everything(cluster: LocalCluster) -> None:
     kill_marked(MARK, cluster.cluster_id)
     for folder in live:
         folder.record_end(time.time())
-    _keep_ray_logs(cluster)
-    shutil.rmtree(cluster.temp_dir, ignore_errors=True)
+    try:
+        _keep_ray_logs(cluster)
+    finally:
+        shutil.rmtree(cluster.temp_dir, ignore_errors=True)
 
 
 def _keep_ray_logs(cluster: LocalCluster) -> None:

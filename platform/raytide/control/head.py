@@ -43,7 +43,7 @@ def start_head(cluster: LocalCluster, *, environment: Mapping[str, str], pass_fd
 
 
 def wait_for_head(cluster: LocalCluster, head: Process, *, timeout_s: float) -> None:
-    """Until it takes nodes (its raylet is registered) and jobs (its agent listens). ClusterError when it does not come."""
+    """Until it takes nodes (its raylet is registered) and jobs (its agent listens); else a ClusterError."""
     log = cluster.log("head")
     gcs = GcsReader(cluster.gcs_address)
     deadline = time.monotonic() + timeout_s
