@@ -96,11 +96,8 @@ class Tide:
 
         shape = Shape(members=members, resources=dict(resources or {"CPU": 1.0}), labels=dict(labels or {}))
         run = self._submit(JobKind.GANG, name, team, GangSpec(shapes=(shape,)), {})
-        try:
-            with Gang(self.client, run.id, timeout_s=timeout_s) as gang:
-                yield gang
-        finally:
-            run.stop()
+        with Gang(self.client, run.id, timeout_s=timeout_s) as gang:
+            yield gang
 
     def close(self) -> None:
         self.client.close()

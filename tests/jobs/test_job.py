@@ -27,7 +27,7 @@ def test_a_job_goes_from_the_queue_to_success() -> None:
     assert advance(queued, None, None, 101.0) == (queued, None)
     admitted, lease = advance(queued, LEASE, None, 102.0)
     assert (admitted.state, admitted.admitted_at_s, lease) == (JobState.ADMITTED, 102.0, LEASE)
-    assert wanted_drivers([admitted]) == frozenset()
+    assert wanted_drivers([admitted]) == {DriverKey("job-1", 0)}
     running, _ = advance(admitted, ACTIVE, None, 103.0)
     assert (running.state, running.started_at_s) == (JobState.RUNNING, 103.0)
     assert wanted_drivers([running]) == {DriverKey("job-1", 0)}

@@ -17,6 +17,7 @@ from raytide.jobs.job import DriverKey, DriverStatus
 
 _TIMEOUT_S = 10.0
 _PREFIX = "raytide-"
+_MESSAGE_CHARS = 300
 
 
 class Drivers:
@@ -84,7 +85,7 @@ def _key(submission_id: str) -> DriverKey | None:
 
 def _status(key: DriverKey, entry: dict[str, Any]) -> DriverStatus:
     """FAILED with an exit code of its own is the driver's word; a signal, a lost node or a STOPPED is not."""
-    message = str(entry.get("message") or "")
+    message = _last_line(str(entry.get("message") or ""))
     match str(entry.get("status")):
         case "PENDING" | "RUNNING":
             return DriverStatus(key, "running")
@@ -94,3 +95,9 @@ def _status(key: DriverKey, entry: dict[str, Any]) -> DriverStatus:
             return DriverStatus(key, "failed", message)
         case _:
             return DriverStatus(key, "died", message or "its driver was killed")
+
+
+def _last_line(message: str) -> str:
+    """Ray appends the end of the driver's output to its message; its last line is what went wrong."""
+    lines = [line for line in message.splitlines() if line.strip()]
+    return lines[-1][-_MESSAGE_CHARS:] if lines else ""

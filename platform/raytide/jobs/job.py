@@ -48,11 +48,14 @@ def advance(job: Job, lease: Lease | None, driver: DriverStatus | None, now_s: f
 
 
 def wanted_drivers(jobs: Iterable[Job]) -> frozenset[DriverKey]:
-    """The drivers that should be alive; one that is not there is started, every other one is ended."""
+    """The drivers that should be alive; one that is not there is started, every other one is ended.
+
+    A driver starts as soon as its job is admitted, while the nodes do.
+    """
     return frozenset(
         DriverKey(job.id, job.restarts)
         for job in jobs
-        if job.state is JobState.RUNNING and job.spec.kind is not JobKind.GANG
+        if job.state in (JobState.ADMITTED, JobState.RUNNING) and job.spec.kind is not JobKind.GANG
     )
 
 
@@ -72,7 +75,7 @@ def _step(job: Job, driver: DriverStatus | None, now_s: float) -> Job:
     if job.stop_requested:
         return _stop(job, driver, now_s)
     if driver is not None and driver.state == "failed":
-        return _end(job, JobState.FAILED, driver.message, now_s)
+        return _end(job, JobState.FAILED, str(job.progress.get("error") or driver.message), now_s)
     if driver is not None and driver.state == "died":
         return _restart(job, driver, now_s)
     return job

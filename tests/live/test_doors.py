@@ -1,0 +1,44 @@
+"""The CLI and the SDK over the same cluster: every list as JSON, every object in a notebook."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import raytide as rt
+from raytide.core.job import JobState
+from raytide.core.train_spec import TrainSpec
+
+pytestmark = pytest.mark.cluster
+
+Cli = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.mark.parametrize("command", [("status",), ("ps",), ("serve",), ("autoscaler", "explain"), ("doctor",)])
+def test_every_list_is_also_json(raytide_cli: Cli, command: tuple[str, ...]) -> None:
+    done = raytide_cli(*command, "--json")
+    assert done.returncode == 0, done.stderr
+    json.loads(done.stdout)
+    assert raytide_cli(*command).returncode == 0
+
+
+def test_a_run_is_followed_stopped_and_resumed_without_losing_a_step(
+    tide: rt.Tide, train_spec: Callable[..., TrainSpec], raytide_cli: Cli, eventually: Callable[..., None]
+) -> None:
+    spec = train_spec(steps=400, checkpoint_every=5)
+    run = tide.train(spec)
+    eventually(lambda: int(run.refresh().progress.get("step", 0)) >= 6)
+    assert "lease-" in run._repr_html_() or run.id in run._repr_html_()
+    stopped = raytide_cli("stop", run.id)
+    assert stopped.returncode == 0, stopped.stderr
+    eventually(lambda: run.refresh().state is JobState.STOPPED)
+
+    resumed = tide.train(spec.model_copy(update={"steps": 20}))
+    resumed.wait(timeout_s=120.0)
+    assert Path(str(resumed.result()), "config.json").is_file()
+    assert "step" in resumed.metrics()
+    assert raytide_cli("why", run.id).stdout.startswith(f"{run.id} is stopped")
