@@ -7,10 +7,11 @@ import shutil
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from raytide.actors.trainer import manifest
 from raytide.actors.trainer.group import Group
@@ -31,7 +32,7 @@ class Checkpoints:
         written = self.group.from_first(manifest.part(self.root, step))
         try:
             weights, moments = get_state_dict(model, optimizer)
-            dcp.save({"model": weights, "optim": moments}, checkpoint_id=written, process_group=self.group.io)
+            save({"model": weights, "optim": moments}, checkpoint_id=written, process_group=self.group.io)
         except CheckpointException as error:
             shutil.rmtree(written, ignore_errors=True)
             raise _explain(error, manifest.folder(self.root, step)) from error
@@ -53,14 +54,13 @@ class Checkpoints:
         if found.checkpoint is None:
             return 0, found.rejected
         weights, moments = get_state_dict(model, optimizer)
-        state = {"model": weights, "optim": moments}
-        try:
-            dcp.load(state, checkpoint_id=found.checkpoint.path, process_group=self.group.io)
+        try:  # in place
+            load({"model": weights, "optim": moments}, checkpoint_id=found.checkpoint.path, process_group=self.group.io)
         except CheckpointException as error:  # a BaseException: nothing above would catch it
             raise CheckpointError(
                 f"cannot load {found.checkpoint.path}: {_first(error)}", hint="Go on with the spec that wrote it."
             ) from error
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
         return found.checkpoint.manifest.step, found.rejected
 
     def _seal(self, written: Path, step: int) -> RaytideError | None:
@@ -104,7 +104,8 @@ class Checkpoints:
 
 def _explain(error: CheckpointException, path: Path) -> RaytideError:
     """The storage failure inside DCP's bundle, in the words of raytide's own tree."""
-    for cause, _ in error.failures.values():
+    for outermost, _ in error.failures.values():
+        cause: BaseException | None = outermost
         while cause is not None:
             if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
                 return StorageError(

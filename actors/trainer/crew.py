@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from raytide.actors.trainer.record import Record
 from raytide.actors.trainer.worker import TrainWorker
 from raytide.core.gang import Lease, Member, MemberState, Shape
 from raytide.core.train_spec import TrainSpec
@@ -41,8 +42,8 @@ class Hand:
 
 
 class Crew:
-    def __init__(self, spec: TrainSpec) -> None:
-        self._spec = spec
+    def __init__(self, spec: TrainSpec, record: Record) -> None:
+        self._spec, self._record = spec, record
         self._hands: dict[Key, Hand] = {}
 
     def staff(self, lease: Lease) -> list[Hand]:
@@ -67,11 +68,14 @@ class Crew:
             if ray.wait([hand.ready_ref], timeout=0)[0]:
                 try:
                     hand.pid = ray.get(hand.ready_ref, timeout=1)
+                    start_s = round(time.monotonic() - hand.started_s, 2)
+                    self._record.event("ready", host=hand.host, pid=hand.pid, start_s=start_s)
                 except ray.exceptions.RayError as error:
                     failed.append((hand, f"its worker died while it started: {first_line(error)}"))
             elif time.monotonic() - hand.started_s > START_TIMEOUT_S:
                 failed.append((hand, f"its worker did not start within {START_TIMEOUT_S:.0f} s"))
-        for hand, _ in failed:
+        for hand, why in failed:
+            self._record.event("lost", host=hand.host, why=why)
             self.dismiss(hand)
         return failed
 
@@ -104,7 +108,8 @@ class Crew:
 
         need = {name: amount / slots_of(shape) for name, amount in shape.resources.items()}
         cpus, gpus, memory = need.pop("CPU", 0.0), need.pop("GPU", 0.0), need.pop("memory", 0.0)
-        actor_class = ray.remote(TrainWorker).options(
+        actor_class: Any = ray.remote(TrainWorker)
+        placed = actor_class.options(
             num_cpus=cpus,
             num_gpus=gpus,
             memory=memory or None,
@@ -113,7 +118,7 @@ class Crew:
             max_concurrency=8,  # `train` holds one for the whole generation
             scheduling_strategy=PlacementGroupSchedulingStrategy(bundle(member), placement_group_bundle_index=0),
         )
-        actor = actor_class.remote(self._spec, max(1, int(cpus)))
+        actor = placed.remote(self._spec, max(1, int(cpus)))
         return Hand(key, member, actor, actor.ready.remote())
 
 

@@ -44,7 +44,7 @@ def run_train(spec: TrainSpec, lease_client: LeaseClient, job_id: str, *, clock:
 class _Driver:
     def __init__(self, spec: TrainSpec, client: LeaseClient, job_id: str, record: Record) -> None:
         self.spec, self.record = spec, record
-        self.crew = Crew(spec)
+        self.crew = Crew(spec, record)
         self.watch = LeaseWatch(client, job_id)
         self.reporter = Reporter(client, job_id)
         self.number = 0
@@ -77,7 +77,6 @@ class _Driver:
             if lease is not None:
                 self.crew.staff(lease)
                 for hand, why in self.crew.check():
-                    self.record.event("lost", host=hand.host, why=why)
                     self._tired(f"{hand.host}: {why}")
                 hands = self.crew.able(lease.shape)
                 members = len({hand.member.index for hand in hands})

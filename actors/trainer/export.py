@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from raytide.actors.trainer.data import TokenData
@@ -31,7 +33,7 @@ def export(model: Llama, spec: TrainSpec, data: TokenData, group: Group) -> Path
     return target
 
 
-def _write(weights: dict[str, torch.Tensor], spec: TrainSpec, data: TokenData, target: Path) -> RaytideError | None:
+def _write(weights: Mapping[str, object], spec: TrainSpec, data: TokenData, target: Path) -> RaytideError | None:
     from safetensors.torch import save_file
 
     dtype, dtype_name = _DTYPES[spec.precision]
@@ -40,7 +42,7 @@ def _write(weights: dict[str, torch.Tensor], spec: TrainSpec, data: TokenData, t
         with full_disk_is_an_error(str(target)):
             part.mkdir(parents=True)
             save_file(
-                {name: tensor.to(dtype).contiguous() for name, tensor in weights.items()},
+                {name: tensor.to(dtype).contiguous() for name, tensor in weights.items() if isinstance(tensor, Tensor)},
                 part / "model.safetensors",
                 metadata={"format": "pt"},
             )
@@ -88,5 +90,5 @@ def hf_config(model: ModelSpec, vocab_size: int, eos_id: int, dtype: str) -> dic
     }
 
 
-def _json(path: Path, body: dict[str, object]) -> None:
+def _json(path: Path, body: Mapping[str, object]) -> None:
     path.write_text(json.dumps(body, indent=2) + "\n")

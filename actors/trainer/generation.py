@@ -108,8 +108,7 @@ class Generation:
         for rank, hand in enumerate(self.hands):
             if hand in lost and rank not in self._outcomes:
                 self._note(f"{hand.host} was lost")
-        for hand, why in self.crew.check():
-            self.record.event("lost", host=hand.host, why=why)
+        self.crew.check()
         if self._sign is None and (why := self._change(lease)):
             self._note(why)
             self.hands[0].actor.pause.remote(self.number)

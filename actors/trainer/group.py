@@ -15,10 +15,16 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import (
+    HashStore,
+    Store,
+    TCPStore,
+)  # torch.distributed has them, but not for type checkers
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 T = TypeVar("T")
 IO_TIMEOUT_S = 600.0
+STORE_TIMEOUT = timedelta(seconds=60)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +56,17 @@ class Group:
         return box[0]
 
 
+def open_store(address: str, world: int) -> TCPStore:
+    """A meeting place for `world` ranks on a free port of this host; it lives as long as the object."""
+    return TCPStore(address, 0, world, is_master=True, wait_for_workers=False, timeout=STORE_TIMEOUT)
+
+
+def reach_store(address: str, port: int, world: int) -> TCPStore:
+    return TCPStore(address, port, world, is_master=False, timeout=STORE_TIMEOUT)
+
+
 def join(
-    store: dist.Store, rank: int, world: int, *, timeout_s: float, address: str = "127.0.0.1", generation: int = 0
+    store: Store, rank: int, world: int, *, timeout_s: float, address: str = "127.0.0.1", generation: int = 0
 ) -> Group:
     """Meet the other ranks at `store`. `address` is this rank's own: loopback nodes must not look up a host name."""
     if address.startswith("127."):
@@ -75,7 +90,7 @@ def leave() -> None:
 @contextmanager
 def alone() -> Iterator[Group]:
     """A group of one, for a run in this process only."""
-    group = join(dist.HashStore(), 0, 1, timeout_s=60.0)
+    group = join(HashStore(), 0, 1, timeout_s=60.0)
     try:
         yield group
     finally:

@@ -11,10 +11,12 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
@@ -121,8 +123,9 @@ class Trainer:
     def _accumulate(self, micros: list[tuple[Tensor, Tensor]], tokens: float) -> float:
         """Gradients of the mean loss over the global batch; returns this rank's summed loss."""
         total = torch.zeros((), dtype=torch.float64, device=self.group.device)
+        sharded = cast(FSDPModule, self.model)
         for index, (inputs_BT, targets_BT) in enumerate(micros):
-            self.model.set_requires_gradient_sync(index == len(micros) - 1)
+            sharded.set_requires_gradient_sync(index == len(micros) - 1)
             loss = loss_sum(self.model(inputs_BT), targets_BT)
             (loss * (self.group.world / tokens)).backward()  # FSDP averages over the ranks
             total += loss.detach()

@@ -13,7 +13,6 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
 from raytide.actors.trainer.core import Beat, Outcome, Seat, StepResult
@@ -21,19 +20,18 @@ from raytide.core.errors import RaytideError
 from raytide.core.train_spec import TrainSpec
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
+    from torch._C._distributed_c10d import TCPStore
 
     from raytide.actors.trainer.group import Group
 
 T = TypeVar("T")
-STORE_TIMEOUT = timedelta(seconds=60)
 
 
 class TrainWorker:
     def __init__(self, spec: TrainSpec, threads: int) -> None:
         self._spec, self._threads = spec, threads
         self._torch = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch", initializer=self._prepare)
-        self._store: dist.TCPStore | None = None
+        self._store: TCPStore | None = None
         self._lock = threading.Lock()
         self._generation, self._paused = -1, -1
         self._phase, self._phase_since = "idle", time.monotonic()
@@ -73,11 +71,10 @@ class TrainWorker:
         torch.set_num_threads(self._threads)
 
     def _open_store(self, address: str, world: int) -> int:
-        import torch.distributed as dist
+        from raytide.actors.trainer import group
 
-        store = dist.TCPStore(address, 0, world, is_master=True, wait_for_workers=False, timeout=STORE_TIMEOUT)
-        self._store = store
-        return int(store.port)
+        self._store = group.open_store(address, world)
+        return self._store.port
 
     def _train(self, seat: Seat) -> Outcome:
         from raytide.actors.trainer import group
@@ -125,11 +122,10 @@ class TrainWorker:
     def _at(self, phase: str) -> None:
         self._phase, self._phase_since = phase, time.monotonic()
 
-    def _meet(self, seat: Seat) -> dist.TCPStore:
-        import torch.distributed as dist
+    def _meet(self, seat: Seat) -> TCPStore:
+        from raytide.actors.trainer import group
 
         if seat.rank == 0:
             assert self._store is not None, "rank 0 opens the store before it takes its seat"
             return self._store
-        host, port = seat.store
-        return dist.TCPStore(host, port, seat.world, is_master=False, timeout=STORE_TIMEOUT)
+        return group.reach_store(*seat.store, seat.world)

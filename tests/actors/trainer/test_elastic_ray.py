@@ -208,14 +208,18 @@ def test_a_killed_worker_is_replaced_on_a_new_member_and_nothing_is_lost(start: 
 
 
 def test_on_a_notice_it_checkpoints_shrinks_and_grows_when_the_member_returns(start: Callable[..., Run]) -> None:
-    run = start(at_least=1, steps=500, checkpoint_every=1000)
+    run = start(at_least=1, checkpoint_every=1000, collective_timeout_s=60.0)
     run.until_step(5)
     run.leases.notice(1)
     run.until("the smaller gang", lambda: [event["world"] for event in run.events("formed")] == [2, 1])
     run.leases.take(1)
+    survivor = run.events("formed")[0]["pids"][0]
+    os.kill(survivor, signal.SIGSTOP)  # or it would be done before the new worker has its imports
     run.leases.give(1)
+    run.until("the new worker", lambda: len(run.events("ready")) == 3)
+    os.kill(survivor, signal.SIGCONT)
     result = run.future.result(timeout=WAIT_S)
-    assert (result.steps, result.restarts, result.resizes) == (500, 0, 2)
+    assert (result.steps, result.restarts, result.resizes) == (60, 0, 2)
     assert [event["world"] for event in run.events("formed")] == [2, 1, 2]
     assert_undisturbed(run)
 
