@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from raytide.control import cluster
-from raytide.control.addresses import claim, is_free
+from raytide.control.addresses import ANY, claim, is_free
 from raytide.control.embedded import MARK, LocalCluster, load, run_dir_of
 from raytide.control.processes import hold_lock, spawn
 from raytide.core.errors import ClusterError, ConfigError, ConflictError, NotFoundError, UsageError
@@ -67,13 +67,13 @@ STANDINS = {"controller": "standin_child", "api": "standin_api"}
 
 
 def test_two_claims_never_get_the_same_addresses() -> None:
-    first, held = claim({K: [1], K - 1: [1]})
-    second, also_held = claim({K: [1], K - 1: [1]})
+    first, held = claim({K: [], K - 1: []})
+    second, also_held = claim({K: [], K - 1: []})
     with held, also_held:
         assert (first, second) == (K, K - 1)
         with pytest.raises(ConflictError, match=rf"127\.0\.{K}\.\* is another cluster's"):
-            claim({K: [1]})
-    again, held = claim({K: [1]})
+            claim({K: []})
+    again, held = claim({K: []})
     held.close()
     assert again == K
 
@@ -83,6 +83,14 @@ def test_a_port_in_use_is_named_and_nothing_is_started(home: Path, listener: soc
         cluster.up(k=K)
     assert not run_dir_of("local").exists()
     assert not is_free(f"127.0.{K}.1", cluster.API_PORT)
+
+
+def test_a_port_that_listens_on_every_address_is_taken_by_a_listener_on_any() -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as listening:
+        port = listening.getsockname()[1]
+        with pytest.raises(ConflictError, match=f"port {port} is in use on this machine"):
+            claim({K: [(ANY, port)]})
+        claim({K: [(f"127.0.{K}.1", port)]})[1].close()
 
 
 def test_a_broken_config_is_refused_before_anything_is_started(home: Path) -> None:

@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from raytide.core.errors import ConflictError
 
 FIRST_K, LAST_K = 2, 250
 
 
-def claim(ports_of: dict[int, Iterable[int]]) -> tuple[int, socket.socket]:
-    """The first K whose head ports are free, and the claim on it: a socket that the cluster's processes inherit.
+ANY = "0.0.0.0"
+"""In a probe: no address of the machine has a listener on the port."""
+
+
+def claim(needs: Mapping[int, Iterable[tuple[str, int]]]) -> tuple[int, socket.socket]:
+    """The first K of which every needed (address, port) is free, and the claim on it: a socket that the cluster's processes inherit.
 
     The claim is a name in Linux's abstract socket namespace: it has the same scope as 127.0.K.1, and is gone with the
     last process that holds it. ConflictError when no K can be had.
     """
     taken: list[str] = []
-    for k, ports in ports_of.items():
+    for k, places in needs.items():
         claimed = _claim(k)
         if claimed is None:
             taken.append(f"127.0.{k}.* is another cluster's")
             continue
-        busy = next((port for port in ports if not is_free(f"127.0.{k}.1", port)), None)
+        busy = next(((ip, port) for ip, port in places if not is_free(ip, port)), None)
         if busy is None:
             return k, claimed
         claimed.close()
-        taken.append(f"port {busy} is in use on 127.0.{k}.1")
+        taken.append(f"port {busy[1]} is in use on {'this machine' if busy[0] == ANY else busy[0]}")
     raise ConflictError(
         f"no address for a cluster: {taken[-1]}" + (f" (and so on, {len(taken)} tried)." if len(taken) > 1 else "."),
         hint="End what listens there (`ss -ltnp` shows it), or a cluster you do not need (`raytide down --name NAME`).",

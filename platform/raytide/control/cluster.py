@@ -19,10 +19,18 @@ import httpx
 
 from raytide.autoscaler.providers.local import LocalProvider
 from raytide.autoscaler.providers.local_files import node_folders
-from raytide.control.addresses import FIRST_K, LAST_K, claim
+from raytide.control.addresses import ANY, FIRST_K, LAST_K, claim
 from raytide.control.closing import Closed, close_books
-from raytide.control.embedded import GCS_PORT_BASE, MARK, LocalCluster, installed_version, load, run_dir_of
-from raytide.control.head import AGENT_PORT, start_head, wait_for_head
+from raytide.control.embedded import (
+    AGENT_PORT_BASE,
+    GCS_PORT_BASE,
+    MARK,
+    LocalCluster,
+    installed_version,
+    load,
+    run_dir_of,
+)
+from raytide.control.head import start_head, wait_for_head
 from raytide.control.processes import hold_lock, spawn
 from raytide.control.supervisor import CHILDREN
 from raytide.core.clock import Clock, SystemClock
@@ -142,8 +150,7 @@ def temporary(
 def _create(name: str, config_path: Path, k: int | None, *, state_url: str) -> tuple[LocalCluster, socket.socket]:
     """A fresh run folder, and the claim on its addresses. Nothing runs yet, but `down` would already find it."""
     choices = range(FIRST_K, LAST_K + 1) if k is None else [k]
-    ports = (DASHBOARD_PORT, AGENT_PORT, API_PORT, SERVE_PORT, RAY_CLIENT_PORT)
-    k, claimed = claim({choice: (GCS_PORT_BASE + choice, *ports) for choice in choices})
+    k, claimed = claim({choice: _places(choice) for choice in choices})
     run_dir = run_dir_of(name)
     run_dir.mkdir(mode=0o700, parents=True)
     for folder in ("pids", "nodes", "logs"):
@@ -170,6 +177,12 @@ def _create(name: str, config_path: Path, k: int | None, *, state_url: str) -> t
     write_json(cluster.tokens_file, {token: {"user": "admin", "team": "default"}})
     write_json(cluster.client_file, {"address": cluster.api_url, "token": token})
     return cluster, claimed
+
+
+def _places(k: int) -> list[tuple[str, int]]:
+    """Where a cluster listens on its head."""
+    own = (DASHBOARD_PORT, API_PORT, SERVE_PORT, RAY_CLIENT_PORT)
+    return [(ANY, GCS_PORT_BASE + k), (ANY, AGENT_PORT_BASE + k), *((f"127.0.{k}.1", port) for port in own)]
 
 
 def _start_supervisor(cluster: LocalCluster, children: Mapping[str, str], *, pass_fds: list[int] | None = None) -> None:

@@ -14,8 +14,10 @@ from raytide.core.processes import Process
 MARK = "RAYTIDE_CLUSTER"
 """Environment variable of every process of a cluster; its value is the cluster's id."""
 
-GCS_PORT_BASE = 6379
-"""The GCS listens on every address of the machine, whatever it is told, so each cluster has a port of its own: + K."""
+GCS_PORT_BASE, AGENT_PORT_BASE = 6379, 8266
+"""Each cluster's is this + K: the GCS listens on every address of the machine, and the agent of the head, which starts
+the drivers of jobs, on 127.0.0.1 too. An agent that cannot have both takes no jobs, for good.
+"""
 
 RAY_ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",  # unset, a token file left in ~/.ray would switch it on
@@ -54,6 +56,11 @@ class LocalCluster(Config):
     @property
     def head_ip(self) -> str:
         return f"127.0.{self.k}.1"
+
+    @property
+    def agent_address(self) -> str:
+        """The head's dashboard agent, which starts the drivers of jobs."""
+        return f"{self.head_ip}:{AGENT_PORT_BASE + self.k}"
 
     @property
     def tokens_file(self) -> Path:

@@ -13,8 +13,6 @@ from raytide.control.processes import spawn
 from raytide.core.errors import ClusterError
 from raytide.core.processes import Process
 
-AGENT_PORT = 8266
-"""Of the head's dashboard agent, which runs the drivers of jobs."""
 _OBJECT_STORE_BYTES = 128 << 20
 _POLL_S = 0.1
 _LOG_TAIL = 5
@@ -29,8 +27,7 @@ def start_head(cluster: LocalCluster, *, environment: Mapping[str, str], pass_fd
         "port": gcs_port,
         "dashboard-host": cluster.head_ip,
         "dashboard-port": dashboard_port,
-        # Ray's default, 52365, lies among the ports that connections from this address are given.
-        "dashboard-agent-listen-port": str(AGENT_PORT),
+        "dashboard-agent-listen-port": cluster.agent_address.rpartition(":")[2],
         "temp-dir": str(cluster.temp_dir),
         "num-cpus": "0",
         "num-gpus": "0",
@@ -55,7 +52,7 @@ def wait_for_head(cluster: LocalCluster, head: Process, *, timeout_s: float) -> 
             raise ClusterError(f"the Ray head of cluster {cluster.name} ended at its start: {tail}", hint=f"See {log}.")
         if is_listening(cluster.gcs_address):
             try:
-                if gcs.nodes() and is_listening(f"{cluster.head_ip}:{AGENT_PORT}"):
+                if gcs.nodes() and is_listening(cluster.agent_address):
                     return
                 last = "its raylet is not registered, or does not take jobs yet"
             except ClusterError as error:
