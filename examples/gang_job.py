@@ -1,7 +1,6 @@
 """A Ray driver that gets its nodes through raytide's queue. From this folder, with a cluster up:
 
-    ray job submit --address "$(raytide status --json | python -c 'import json, sys; print(json.load(sys.stdin)["ray"])')" \\
-        --working-dir . -- python gang_job.py
+ray job submit --address "$(raytide status --ray)" --working-dir . -- python gang_job.py
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class EndpointHandle:
             if time.monotonic() > deadline:
                 waiting = self.status.waiting
                 raise WaitTimeoutError(
-                    f"endpoint {self.name} has {self.status.ready_replicas} of {replicas} replicas after {timeout_s:g} s.",
+                    f"endpoint {self.name}: {self.status.ready_replicas} of {replicas} replicas after {timeout_s:g} s.",
                     hint=waiting.reason if waiting else "`raytide status` shows the nodes.",
                 )
             time.sleep(_POLL_S)

@@ -39,7 +39,7 @@ class Killed(BaseException):
 
 @dataclass
 class World:
-    """Provider, Ray, drivers and Serve in one, each with just enough behaviour. `fuse` kills the caller at the n-th call."""
+    """Provider, Ray, drivers and Serve in one, each with just enough behaviour. `fuse` kills at the n-th call."""
 
     clock: VirtualClock
     bought: dict[str, Machine] = field(default_factory=dict)
@@ -72,7 +72,9 @@ class World:
 
     def hosts(self, name: str) -> list[str]:
         """Replicas have two CPUs each, and sit on the oldest nodes that are up."""
-        up = [node_id for node_id, machine in self.bought.items() if self.is_up(machine) and node_id not in self.drained]
+        up = [
+            node_id for node_id, machine in self.bought.items() if self.is_up(machine) and node_id not in self.drained
+        ]
         return up[: self.serving.get(name, 0)]
 
     def used_on(self, node_id: str) -> dict[str, float]:

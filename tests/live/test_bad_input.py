@@ -60,11 +60,12 @@ def test_a_missing_dataset_is_refused_before_it_waits(raytide_cli: Cli, tmp_path
 
 
 def test_a_gang_that_no_node_type_can_hold(raytide_cli: Cli, dataset: Path, tmp_path: Path) -> None:
-    gang = {"shapes": [{"members": 1, "resources": {"GPU": 8}, "labels": {"ray.io/accelerator-type": "H100"}}]}
+    gang = {"shapes": [{"members": 1, "resources": {"CPU": 64}}]}
     body = {"dataset": str(dataset), "out": str(tmp_path / "out"), "steps": 1, "gang": gang}
     message = refused(raytide_cli("train", write(tmp_path / "t.yaml", body)), 2)
     assert "no node type fits" in message
-    assert "8" in message and "GPU" in message
+    assert "needs 64 CPU" in message
+    assert "2 CPU (cpu2)" in message
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,9 @@ def test_the_controller_killed_ten_times_while_a_gang_trains_and_loses_a_node(
     store = Store.open(live.state_url)
     try:
         nodes = store.nodes(limit=10_000)
-        assert sorted(machine.node_id for machine in machines) == sorted(n.id for n in nodes if n.started_at_s is not None)
+        assert sorted(machine.node_id for machine in machines) == sorted(
+            n.id for n in nodes if n.started_at_s is not None
+        )
         assert reconcile(machines, store.books.entries()) == ()
     finally:
         store.close()

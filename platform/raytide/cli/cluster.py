@@ -44,12 +44,19 @@ def down(name: Name = "local", json: Json = False) -> None:
         print(f"cluster {name} is down")
 
 
-def status(cluster: ClusterName = None, json: Json = False) -> None:
+def status(
+    cluster: ClusterName = None,
+    ray: Annotated[bool, typer.Option("--ray", help="Print only Ray's address, for `ray job submit`.")] = False,
+    json: Json = False,
+) -> None:
     """Nodes, jobs and dollars of the cluster."""
     from raytide.control.client import Client
     from raytide.control.wire import to_json
 
     now = Client.find(cluster).status()
+    if ray:
+        print(now.ray)
+        return
     if json:
         as_json(to_json(now))
         return

@@ -12,7 +12,9 @@ from raytide.cli.show import Json
 
 def demo(
     keep: Annotated[bool, typer.Option("--keep", help="Leave the endpoint up and print a curl line.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Where the dataset and the model go; a temporary folder when left out.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Where the dataset and the model go; a temporary folder when left out.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Build a dataset, train on spot nodes that are reclaimed, serve the model under load, show what it cost."""

@@ -19,7 +19,9 @@ from raytide.tide import Tide
 
 
 def serve(
-    model: Annotated[str | None, typer.Argument(help="A Hugging Face directory, or a ServeSpec in a YAML file.")] = None,
+    model: Annotated[
+        str | None, typer.Argument(help="A Hugging Face directory, or a ServeSpec in a YAML file.")
+    ] = None,
     name: Annotated[str, typer.Option(help="The endpoint's, and so the model's, name.")] = "",
     replicas: Annotated[str, typer.Option(help="`2`, or `1:4` for as many as the load needs.")] = "1",
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Stay until a replica answers.")] = True,

@@ -1,7 +1,7 @@
 """Make the world match the records: launches, drains, terminations, placement groups, drivers, endpoints.
 
-Level-triggered: everything is derived from the records and a look at the world, so whatever a crash or a failed call left
-undone is done by the next tick. Returns what only the doing could tell: refused launches and accepted drains.
+Level-triggered: everything is derived from the records and a look at the world, so whatever a crash or a failed call
+left undone is done by the next tick. Returns what only the doing could tell: refused launches and accepted drains.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ def apply(
     return outcome
 
 
-def _launch(
-    node: Node, sources: Sources, node_types: Mapping[str, NodeType], outcome: Outcome, now_s: float
-) -> None:
+def _launch(node: Node, sources: Sources, node_types: Mapping[str, NodeType], outcome: Outcome, now_s: float) -> None:
     node_type = node_types.get(node.type)
     if node_type is None:
-        outcome.nodes[node.id] = instances.refused(node, f"the configuration has no node type {node.type} any more", now_s)
+        outcome.nodes[node.id] = instances.refused(
+            node, f"the configuration has no node type {node.type} any more", now_s
+        )
         return
     try:
         sources.provider.launch(node, node_type)

@@ -1,4 +1,4 @@
-"""The ledger's part of a tick: intervals open when the provider starts to bill, are cut, and close when it stops. Pure."""
+"""The ledger's part of a tick: intervals open when the provider starts to bill, and close when it stops. Pure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def keep_books(
     booked_after: Callable[[str, int], Sequence[Entry]],
     now_us: int,
 ) -> Booking:
-    """`nodes` are those that were not GONE before this tick, so each node is closed once, in the commit that makes it GONE."""
+    """`nodes` are those that were not GONE before this tick, so each is closed once, by the commit that makes it GONE."""
     entries: list[Entry] = []
     kept: list[OpenInterval] = []
     closed: list[str] = []

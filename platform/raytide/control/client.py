@@ -120,8 +120,6 @@ class Client:
         raise _error(response)
 
 
-
-
 def _error(response: httpx.Response) -> errors.RaytideError:
     try:
         body = response.json()["error"]

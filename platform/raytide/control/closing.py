@@ -33,7 +33,9 @@ def close_books(store: Store, machines: tuple[Machine, ...], now_s: float) -> Cl
     """Bring the records of a cluster of which nothing runs any more to their end. May be repeated."""
     book = Book.of(store.load())
     of = {machine.node_id: machine for machine in machines}
-    book.nodes = {key: _gone(instances.from_provider(n, of.get(key), None, now_s), now_s) for key, n in book.nodes.items()}
+    book.nodes = {
+        key: _gone(instances.from_provider(n, of.get(key), None, now_s), now_s) for key, n in book.nodes.items()
+    }
     booking = keep_books(
         book.nodes,
         of,
@@ -46,7 +48,12 @@ def close_books(store: Store, machines: tuple[Machine, ...], now_s: float) -> Cl
         Changes(
             at_s=now_s,
             jobs=tuple(
-                replace(job, state=JobState.STOPPED if job.stop_requested else JobState.FAILED, ended_at_s=now_s, reason=_WHY)
+                replace(
+                    job,
+                    state=JobState.STOPPED if job.stop_requested else JobState.FAILED,
+                    ended_at_s=now_s,
+                    reason=_WHY,
+                )
                 for job in book.jobs.values()
             ),
             leases=tuple(leases.release(lease, _WHY) for lease in book.leases.values()),

@@ -182,7 +182,9 @@ def main(run_dir: str) -> None:
     log_to()
     with hold_lock(folder / "controller.lock"):
         config = load_cluster(cluster.config_path)
-        controller = Controller(Store.open(cluster.state_url), config, sources(cluster), SystemClock(), folder / "live.json")
+        controller = Controller(
+            Store.open(cluster.state_url), config, sources(cluster), SystemClock(), folder / "live.json"
+        )
         signal.signal(signal.SIGTERM, lambda *_: controller.stop())
         controller.run()
 

@@ -1,4 +1,4 @@
-"""decide(Snapshot) = plan(admit(Snapshot)): the queue admits, the autoscaler plans, one after the other, so they cannot race."""
+"""decide(Snapshot) = plan(admit(Snapshot)): the queue admits, then the autoscaler plans, so they cannot race."""
 
 from __future__ import annotations
 

@@ -73,7 +73,9 @@ def active_lease(client: Client, job_id: str, *, timeout_s: float = _LEASE_TIMEO
         if lease.state is LeaseState.ACTIVE:
             return lease
         epoch = lease.epoch
-    raise WaitTimeoutError(f"the lease of {job_id} was not active within {timeout_s:g} s.", hint=f"`raytide why {job_id}`.")
+    raise WaitTimeoutError(
+        f"the lease of {job_id} was not active within {timeout_s:g} s.", hint=f"`raytide why {job_id}`."
+    )
 
 
 def main(run_dir: str, job_id: str) -> int:
@@ -86,7 +88,7 @@ def main(run_dir: str, job_id: str) -> int:
     try:
         DRIVERS[job.spec.kind](job, client)
     except RaytideError as error:
-        print(f"{error.code}: {error}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"{error.code}: {error}\n")
         client.report(job_id, {"error": str(error)})
         return error.exit_code
     return 0

@@ -1,4 +1,4 @@
-"""Keep Ray Serve at what the endpoints' records say, in a thread of its own: a deployment takes seconds, a tick must not."""
+"""Keep Ray Serve at what the endpoints' records say, in a thread of its own: a deployment takes seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One look at everything outside: the provider, Ray, Serve and the drivers. A source that fails is None, and is named."""
+"""One look at everything outside: provider, Ray, Serve, drivers. A source that fails is None, and is named."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Sources:
 
 
 def look(sources: Sources, *, endpoints: tuple[str, ...], with_drivers: bool) -> World:
-    """Ask everybody once. Nothing is concluded from silence: what did not answer is None (or empty where that is safe)."""
+    """Ask everybody once. What did not answer is None (or empty where that is safe): silence proves nothing."""
     errors: list[str] = []
 
     def ask(what: str, question: Callable[[], T]) -> T | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as jsonlib
 import shutil
+import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -38,9 +39,11 @@ def run(*, keep: bool, out: Path | None, json: bool) -> int:
         report.check(kept=keep)
     report.show(console)
     if json:
-        print(jsonlib.dumps(asdict(report), default=str))
+        sys.stdout.write(jsonlib.dumps(asdict(report), default=str) + "\n")
     if keep and base_url:
-        console.print(f"try: curl {base_url}/models; end it with: raytide down --name {NAME}", markup=False, soft_wrap=True)
+        console.print(
+            f"try: curl {base_url}/models; end it with: raytide down --name {NAME}", markup=False, soft_wrap=True
+        )
     elif out is None:
         shutil.rmtree(folder, ignore_errors=True)
     return 1 if report.problems else 0

@@ -53,7 +53,9 @@ class LoadReport:
 
     @property
     def ttft_median_s(self) -> float:
-        return median(a.ttft_s for a in self.answers if not a.error) if self.failed < len(self.answers) else float("nan")
+        return (
+            median(a.ttft_s for a in self.answers if not a.error) if self.failed < len(self.answers) else float("nan")
+        )
 
 
 def send(base_url: str, model: str, *, concurrency: int) -> LoadReport:

@@ -39,7 +39,9 @@ class Report:
     def check(self, *, kept: bool) -> None:
         """Compare with what the demo promises; fills `problems`."""
         self._expect(self.documents > 0 and self.tokens > 0, "no dataset was built")
-        self._expect(self.last_loss < self.first_loss, f"the loss did not fall ({self.first_loss:g} to {self.last_loss:g})")
+        self._expect(
+            self.last_loss < self.first_loss, f"the loss did not fall ({self.first_loss:g} to {self.last_loss:g})"
+        )
         self._expect(self.restarts >= 1, "the trainer did not have to recover")
         self._expect(self.recovery_s == self.recovery_s, "the trainer did not take another step after the reclaim")
         if self.load is None:

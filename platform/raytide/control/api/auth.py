@@ -40,7 +40,9 @@ class Tokens:
             for token, caller in self._load().items():
                 if hmac.compare_digest(token.encode(), given.strip().encode()):
                     return caller
-        raise AuthError("no valid API token was sent.", hint="Send `Authorization: Bearer TOKEN`; client.json has yours.")
+        raise AuthError(
+            "no valid API token was sent.", hint="Send `Authorization: Bearer TOKEN`; client.json has yours."
+        )
 
     def _load(self) -> dict[str, Caller]:
         changed_ns = self._path.stat().st_mtime_ns

@@ -1,4 +1,4 @@
-"""What the API does, without HTTP: it checks requests against the fleet and the caller, and joins records into views."""
+"""What the API does, without HTTP: it checks requests against fleet and caller, and joins records into views."""
 
 from __future__ import annotations
 
@@ -39,7 +39,15 @@ class Desk:
     """One per API process. Every method is a few reads and at most one write of the store."""
 
     def __init__(
-        self, store: Store, config: ClusterConfig, provider: Provider, drivers: Drivers, clock: Clock, live: Path, serve_url: str, ray_url: str
+        self,
+        store: Store,
+        config: ClusterConfig,
+        provider: Provider,
+        drivers: Drivers,
+        clock: Clock,
+        live: Path,
+        serve_url: str,
+        ray_url: str,
     ) -> None:
         self._store, self._config, self._provider, self._drivers = store, config, provider, drivers
         self._clock, self._live_path = clock, live
@@ -52,7 +60,7 @@ class Desk:
         spec = JobSpec.parse(body, where="job")
         caller.require_team(spec.team)
         self._check_team(spec.team)
-        check_possible(spec.gang, self._config.node_types, subject=f"{spec.kind} {spec.name}")
+        check_possible(spec.gang, self._config.node_types, subject=f"{spec.kind} job {spec.name}")
         _check_config(spec)
         return self.view(self._store.submit_job(spec, caller.user, self._clock.now_s(), key=key))
 
@@ -81,7 +89,7 @@ class Desk:
         self._store.release(job_id, error=error)
 
     def lease(self, job_id: str, caller: Caller) -> Lease:
-        """The job's lease, also while it has none: then one that waits, with epoch -1. LeaseLostError when it is over."""
+        """The job's lease; while it has none yet, one that waits, with epoch -1. LeaseLostError when it is over."""
         job = self._owned(job_id, caller)
         if job.is_final or job.state is JobState.STOPPING:
             raise LeaseLostError(f"{job_id} is {job.state}: {job.reason}", hint="Submit it again.")
@@ -90,7 +98,9 @@ class Desk:
         lease = self._store.lease_of(job_id)
         if lease is not None and lease.state is not LeaseState.RELEASED:
             return lease
-        return Lease(id="", job_id=job_id, shape=job.spec.gang.shapes[0], state=LeaseState.WAITING, members=(), epoch=-1)
+        return Lease(
+            id="", job_id=job_id, shape=job.spec.gang.shapes[0], state=LeaseState.WAITING, members=(), epoch=-1
+        )
 
     def _heartbeat(self, job_id: str) -> None:
         """At most once a second: a long poll asks ten times as often."""
@@ -111,7 +121,9 @@ class Desk:
         shape = Shape(members=spec.replicas.min, resources=spec.resources, labels=spec.labels)
         check_possible(GangSpec(shapes=(shape,)), self._config.node_types, subject=f"endpoint {spec.name}")
         if not (Path(spec.model) / "config.json").is_file():
-            raise DataError(f"{spec.model} is no model directory: it has no config.json.", hint="Give an exported model.")
+            raise DataError(
+                f"{spec.model} is no model directory: it has no config.json.", hint="Give an exported model."
+            )
         self._store.save_endpoint(spec, caller.user, self._clock.now_s())
         return self.endpoint(spec.name)
 
@@ -153,7 +165,9 @@ class Desk:
             nodes=nodes[::-1],
             jobs=dict(Counter(str(job.state) for job in self._store.jobs(limit=10_000))),
             endpoints=len(self._store.endpoints()),
-            price_micro_usd_h=sum(n.price_micro_usd_h for n in nodes if n.state in LIVE_STATES and n.started_at_s is not None),
+            price_micro_usd_h=sum(
+                n.price_micro_usd_h for n in nodes if n.state in LIVE_STATES and n.started_at_s is not None
+            ),
             cost_micro_usd=report.booked_micro_usd + report.accrued_micro_usd,
             ray=self._ray_url,
             serve=self._serve_url,
@@ -183,7 +197,9 @@ class Desk:
     def _views(self, jobs: tuple[Job, ...]) -> list[JobView]:
         live = self.live()
         spent = self._costs("job")
-        queue = [job.id for job in reversed(self._store.jobs(active=True, limit=10_000)) if job.state is JobState.QUEUED]
+        queue = [
+            job.id for job in reversed(self._store.jobs(active=True, limit=10_000)) if job.state is JobState.QUEUED
+        ]
         positions = {job_id: place for place, job_id in enumerate(queue, start=1)}
         intervals = self._store.books.intervals()
         views = []
@@ -218,7 +234,8 @@ class Desk:
         known = self._config.settings.teams
         if team not in known:
             raise ConfigError(
-                f"there is no team {team}.", hint=f"Teams are {', '.join(sorted(known))}; metadata.raytide.teams adds more."
+                f"there is no team {team}.",
+                hint=f"Teams are {', '.join(sorted(known))}; metadata.raytide.teams adds more.",
             )
 
 
