@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from raytide.autoscaler.ray_node import RayNode
 from raytide.core.errors import ClusterError
 from raytide.core.fleet import Node, NodeState
 from raytide.core.snapshot import Demand
 
-if TYPE_CHECKING:
-    from ray._raylet import GcsClient
+GcsClient = Any
+"""ray._raylet.GcsClient, which is compiled and has no types."""
 
 T = TypeVar("T")
 _Key = tuple[tuple[tuple[str, float], ...], tuple[tuple[str, str], ...]]
@@ -53,11 +53,9 @@ class GcsReader:
 
     def drain(self, ray_node_id: str, kind: Literal["idle", "notice"], deadline_s: float, why: str) -> bool:
         """Ask Ray to give the node no more work. False when `kind` is "idle" and something runs there."""
-        from ray.core.generated import autoscaler_pb2
-
         reasons = {
-            "idle": autoscaler_pb2.DrainNodeReason.DRAIN_NODE_REASON_IDLE_TERMINATION,
-            "notice": autoscaler_pb2.DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION,
+            "idle": _messages().DrainNodeReason.DRAIN_NODE_REASON_IDLE_TERMINATION,
+            "notice": _messages().DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION,
         }
 
         def ask(client: GcsClient) -> bool:
@@ -68,10 +66,8 @@ class GcsReader:
 
     def report(self, nodes: Iterable[Node]) -> None:
         """Let `ray status` and Ray's dashboard show the nodes that are on their way and those that failed to start."""
-        from ray.core.generated import autoscaler_pb2
-
         seen = self._state().cluster_resource_state_version
-        state = autoscaler_pb2.AutoscalingState(
+        state = _messages().AutoscalingState(
             last_seen_cluster_resource_state_version=seen, autoscaler_state_version=seen + 1
         )
         for node in nodes:
@@ -92,17 +88,15 @@ class GcsReader:
 
     def _connect(self) -> GcsClient:
         """GcsClient itself blocks for 40 s when nobody listens, so somebody must be seen to."""
-        from ray._raylet import GcsClient
+        from ray import _raylet
 
         host, _, port = self._address.rpartition(":")
         with socket.create_connection((host, int(port)), timeout=CALL_TIMEOUT_S):
-            return GcsClient(address=self._address)
+            return _raylet.GcsClient(address=self._address)  # type: ignore[attr-defined]
 
     def _state(self) -> Any:
-        from ray.core.generated import autoscaler_pb2
-
         body = self._call("read Ray's cluster state", lambda client: client.get_cluster_resource_state(CALL_TIMEOUT_S))
-        reply = autoscaler_pb2.GetClusterResourceStateReply()
+        reply = _messages().GetClusterResourceStateReply()
         reply.ParseFromString(body)
         return reply.cluster_resource_state
 
@@ -119,9 +113,7 @@ class GcsReader:
 
 
 def _node(state: Any) -> RayNode:
-    from ray.core.generated import autoscaler_pb2
-
-    status = autoscaler_pb2.NodeStatus
+    status = _messages().NodeStatus
     return RayNode(
         ray_node_id=state.node_id.hex(),
         node_id=state.instance_id,
@@ -143,7 +135,7 @@ def _resources(amounts: Mapping[str, float]) -> dict[str, float]:
 
 def _bundles(gang: Any) -> Iterable[Any]:
     """`requests` is the old form and has no label selectors."""
-    return gang.bundle_selectors[0].resource_requests if gang.bundle_selectors else gang.requests
+    return tuple(gang.bundle_selectors[0].resource_requests if gang.bundle_selectors else gang.requests)
 
 
 def _count(found: dict[_Key, int], request: Any, count: int) -> None:
@@ -155,10 +147,10 @@ def _count(found: dict[_Key, int], request: Any, count: int) -> None:
 
 
 def _labels(selectors: Any) -> dict[str, str]:
-    """The first selector: further ones are fallbacks, in order. Back in the words in which it was asked."""
+    """The first selector, in the words in which it is asked; further ones are fallbacks. Ray shuffles the values."""
     labels = {}
     for constraint in selectors[0].label_constraints if selectors else ():
-        values = list(constraint.label_values)
+        values = sorted(constraint.label_values)
         body = values[0] if len(values) == 1 else f"in({','.join(values)})"
         labels[constraint.label_key] = body if constraint.operator == _in_operator() else f"!{body}"
     return labels
@@ -167,4 +159,11 @@ def _labels(selectors: Any) -> dict[str, str]:
 def _in_operator() -> int:
     from ray.core.generated import common_pb2
 
-    return int(common_pb2.LabelSelectorOperator.LABEL_OPERATOR_IN)
+    return int(common_pb2.LabelSelectorOperator.LABEL_OPERATOR_IN)  # type: ignore[attr-defined]
+
+
+def _messages() -> Any:
+    """Ray's generated protobuf module, whose classes are made at import and have no types."""
+    from ray.core.generated import autoscaler_pb2
+
+    return autoscaler_pb2
