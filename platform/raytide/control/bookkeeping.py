@@ -30,7 +30,7 @@ def keep_books(
     booked_after: Callable[[str, int], Sequence[Entry]],
     now_us: int,
 ) -> Booking:
-    """`nodes` are those that were not GONE before this tick, so each is closed once, by the commit that makes it GONE."""
+    """`nodes` were not GONE before this tick, so each is closed once, by the commit that makes it GONE."""
     entries: list[Entry] = []
     kept: list[OpenInterval] = []
     closed: list[str] = []
