@@ -1,4 +1,4 @@
-"""cluster.yaml: Ray's file, with raytide's part in `metadata.raytide`; the two are joined here into one ClusterConfig."""
+"""cluster.yaml: Ray's file, with raytide's part in `metadata.raytide`; here the two become one ClusterConfig."""
 
 from __future__ import annotations
 
@@ -89,10 +89,14 @@ def check_ray_schema(file: Mapping[str, object], *, where: str) -> None:
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError(f"cannot check {where}: ray is not installed.", hint="Run `./dev setup`.")
     schema = json.loads((Path(spec.submodule_search_locations[0]) / "autoscaler" / "ray-schema.json").read_text())
-    problems = sorted(jsonschema.Draft7Validator(schema).iter_errors(file), key=lambda error: list(map(str, error.path)))
+    problems = sorted(
+        jsonschema.Draft7Validator(schema).iter_errors(file), key=lambda error: list(map(str, error.path))
+    )
     if problems:
         lines = [f"{'.'.join(map(str, error.path)) or '(top)'}: {error.message}" for error in problems]
-        raise ConfigError(f"{where}: " + "; ".join(lines), hint="Correct these keys; raytide's own belong in metadata.raytide.")
+        raise ConfigError(
+            f"{where}: " + "; ".join(lines), hint="Correct these keys; raytide's own belong in metadata.raytide."
+        )
 
 
 def _join_node_types(file: Mapping[str, object], settings: RaytideSection, *, where: str) -> tuple[NodeType, ...]:

@@ -24,7 +24,9 @@ class Config(BaseModel):
         try:
             return cls.model_validate(data)
         except ValidationError as error:
-            raise ConfigError(f"{where}: " + "; ".join(_describe(error, cls)), hint="Correct these keys and try again.") from None
+            raise ConfigError(
+                f"{where}: " + "; ".join(_describe(error, cls)), hint="Correct these keys and try again."
+            ) from None
 
 
 def load_yaml(path: Path | str) -> dict[str, object]:

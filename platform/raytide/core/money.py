@@ -1,6 +1,6 @@
 """Money is an integer number of micro-dollars; prices are micro-dollars an hour, times integer microseconds.
 
-Amounts of an interval are differences of cumulative roundings: however often an interval is cut, the pieces sum to the whole.
+Amounts of an interval are differences of cumulative roundings: however often it is cut, the pieces sum to the whole.
 """
 
 from __future__ import annotations

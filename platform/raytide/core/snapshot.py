@@ -81,7 +81,7 @@ class Snapshot:
     """The number of the next node to be bought."""
     next_lease: int = 1
     ray_answers: bool = True
-    """False when Ray could not be asked: what it last said of its nodes is not known, and nothing is given up for it."""
+    """False when Ray could not be asked: what it last said of its nodes is not known; nothing is given up for it."""
 
     def node_type(self, name: str) -> NodeType | None:
         return next((t for t in self.node_types if t.name == name), None)

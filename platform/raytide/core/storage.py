@@ -23,7 +23,9 @@ def open_url(url: str) -> tuple[AbstractFileSystem, str]:
     try:
         fs, path = fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:
-        raise DataError(f"cannot open {url}: {error}.", hint="Use a path or a URL of an installed fsspec protocol.") from None
+        raise DataError(
+            f"cannot open {url}: {error}.", hint="Use a path or a URL of an installed fsspec protocol."
+        ) from None
     return fs, str(path)
 
 
@@ -79,7 +81,10 @@ def full_disk_is_an_error(what: str) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise StorageError(f"no space left while writing {what}.", hint="Free space there, then resume: what was written before is whole.") from error
+            raise StorageError(
+                f"no space left while writing {what}.",
+                hint="Free space there, then resume: what was written before is whole.",
+            ) from error
         raise StorageError(f"cannot write {what}: {error}.", hint="Check the path and its permissions.") from error
 
 
