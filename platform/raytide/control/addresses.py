@@ -15,7 +15,7 @@ ANY = "0.0.0.0"
 
 
 def claim(needs: Mapping[int, Iterable[tuple[str, int]]]) -> tuple[int, socket.socket]:
-    """The first K whose needed addresses and ports are all free, and the claim on it: a socket for the cluster."""
+    """The first K whose needed addresses and ports are all free, and the claim on it: a socket for the cluster.
 
     The claim is a name in Linux's abstract socket namespace: it has the same scope as 127.0.K.1, and is gone with the
     last process that holds it. ConflictError when no K can be had.
