@@ -128,10 +128,10 @@ class ServeControl:
             from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
             try:
-                controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+                controller: Any = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
             except ValueError:
                 return {}
-            details: Any = ray.get(controller.get_serve_instance_details.remote(), timeout=self._call_timeout_s)
+            details = ray.get(controller.get_serve_instance_details.remote(), timeout=self._call_timeout_s)
             applications: dict[str, Any] = details["applications"]
             return applications
 
