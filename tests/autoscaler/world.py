@@ -120,6 +120,8 @@ class FakeRay:
             raise ClusterError("no answer")
         return tuple(Demand(work.resources, work.labels) for work in self.work if not work.node_id)
 
+    def report(self, nodes: object) -> None: ...
+
     def drain(self, ray_node_id: str, kind: str, deadline_s: float, why: str) -> bool:
         node_id = ray_node_id.removeprefix("ray-")
         if self.is_silent or (kind == "idle" and self.used(node_id)):

@@ -134,6 +134,8 @@ class Gcs:
     def demand(self) -> tuple[Any, ...]:
         return ()
 
+    def report(self, nodes: Iterable[Node]) -> None: ...
+
     def drain(self, ray_node_id: str, kind: str, deadline_s: float, why: str) -> bool:
         self.world.step()
         node_id = ray_node_id.removeprefix("ray-")

@@ -67,6 +67,8 @@ def apply(
         for key, status in world.drivers.items():
             if status.state == "running" and key not in wanted:
                 attempt(f"stop the driver of {key.job_id}", partial(sources.drivers.stop, key))
+    if world.ray_nodes is not None:
+        attempt("report to Ray", partial(sources.gcs.report, tuple(book.nodes.values())))
     return outcome
 
 
