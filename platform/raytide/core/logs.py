@@ -17,6 +17,11 @@ from typing import IO, Any
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
+def _is_standard(name: str) -> bool:
+    """Python's own attributes, and the private ones that Ray adds to every record of its processes."""
+    return name in _STANDARD or name.startswith("_")
+
+
 class Log(logging.LoggerAdapter[logging.Logger]):
     """A logger with fields that every line of it carries."""
 
@@ -50,7 +55,7 @@ class JsonLines(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
             **self._fields,
-            **{name: value for name, value in vars(record).items() if name not in _STANDARD},
+            **{name: value for name, value in vars(record).items() if not _is_standard(name)},
         }
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
