@@ -1,0 +1,116 @@
+"""Doing what was decided: one call that fails is named, and the others are made all the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+from raytide.actors.gang.group import Group, GroupKey
+from raytide.autoscaler.providers.base import Machine
+from raytide.control.apply import Outcome, apply
+from raytide.control.observe import Book
+from raytide.control.world import Sources, World, look
+from raytide.core.errors import ProviderError
+from raytide.core.fleet import Market, Node, NodeState, NodeType
+from raytide.core.plan import Drain, Plan
+from raytide.jobs.job import DriverKey, DriverStatus
+
+CPU = NodeType(name="cpu", resources={"CPU": 4}, price_micro_usd_h=1)
+NODE = Node(
+    id="node-1",
+    type="cpu",
+    zone="a",
+    market=Market.ON_DEMAND,
+    price_micro_usd_h=1,
+    state=NodeState.REQUESTED,
+    requested_at_s=1.0,
+)
+MACHINE = Machine("node-2", "cpu", "a", started_at_s=2.0, price_micro_usd_h=1)
+SILENT = World(None, (), None, (), None, None, {})
+
+
+@dataclass
+class Outside:
+    """Every source in one: it writes down what it is asked for; what is in `broken` fails instead."""
+
+    broken: dict[str, Exception] = field(default_factory=dict)
+    calls: list[tuple[object, ...]] = field(default_factory=list)
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: object) -> object:
+            if name in self.broken:
+                raise self.broken[name]
+            self.calls.append((name, *args))
+            return True
+
+        return call
+
+    @property
+    def names(self) -> list[object]:
+        return [call[0] for call in self.calls]
+
+
+def done(outside: Outside, world: World, *nodes: Node, actions: tuple[Drain, ...] = ()) -> Outcome:
+    sources = Sources(*cast(Any, [outside] * 5))
+    book = Book(nodes={node.id: node for node in nodes})
+    return apply(book, Plan(1000.0, actions), world, sources, {"cpu": CPU}, 1000.0)
+
+
+def test_a_call_that_fails_is_named_and_the_next_ones_are_made() -> None:
+    outside = Outside(broken={"launch": RuntimeError("connection reset")})
+    ending = replace(NODE, id="node-2", state=NodeState.TERMINATING)
+    outcome = done(outside, replace(SILENT, machines=(MACHINE,)), NODE, ending)
+    assert outcome.errors == ["launch node-1: connection reset"]
+    assert outcome.nodes == {}, "it is launched again by the next tick"
+    assert outside.calls == [("terminate", "node-2")]
+
+
+def test_a_launch_that_the_provider_refuses_ends_the_node_with_its_words() -> None:
+    outside = Outside(broken={"launch": ProviderError("no cpu left in a.")})
+    outcome = done(outside, replace(SILENT, machines=()), NODE)
+    assert outcome.errors == []
+    assert outcome.nodes["node-1"].state is NodeState.GONE
+    assert "no cpu left in a." in outcome.nodes["node-1"].reason
+
+
+def test_a_node_whose_type_left_the_configuration_is_not_launched() -> None:
+    outside = Outside()
+    outcome = done(outside, replace(SILENT, machines=()), replace(NODE, type="gpu"))
+    assert "launch" not in outside.names
+    assert outcome.nodes["node-1"].state is NodeState.GONE
+    assert "no node type gpu any more" in outcome.nodes["node-1"].reason
+
+
+def test_only_a_node_that_ray_knows_is_drained() -> None:
+    outside = Outside()
+    ready = replace(NODE, id="node-2", state=NodeState.READY, ray_node_id="ray-2")
+    ended = replace(NODE, id="node-3", state=NodeState.TERMINATING, ray_node_id="ray-3")
+    drains = tuple(Drain(f"node-{n}", "idle", 1030.0, "idle") for n in (1, 2, 3))
+    outcome = done(outside, SILENT, NODE, ready, ended, actions=drains)
+    assert outside.calls == [("drain", "ray-2", "idle", 1030.0, "idle")]
+    assert list(outcome.nodes) == ["node-2"]
+
+
+def test_groups_and_drivers_that_nobody_wants_are_ended() -> None:
+    outside = Outside()
+    group = Group(GroupKey("lease-9", 0, 0), "ready", "ab")
+    driver = DriverKey("job-9", 0)
+    world = replace(SILENT, groups={group.key: group}, drivers={driver: DriverStatus(driver, "running")})
+    assert done(outside, world).errors == []
+    assert outside.calls == [("remove", (group,)), ("stop", driver)]
+
+
+def test_silence_of_a_source_leads_to_no_deed_for_it() -> None:
+    outside = Outside()
+    assert done(outside, SILENT, NODE) == Outcome()
+    assert outside.calls == []
+
+
+def test_a_source_that_does_not_answer_is_unknown_and_named_while_the_others_are_heard() -> None:
+    outside = Outside(broken={"nodes": TimeoutError("no answer"), "load": TimeoutError("busy")})
+    world = look(Sources(*cast(Any, [outside] * 5)), endpoints=("m",), with_drivers=False)
+    assert world.ray_nodes is None
+    assert world.machines is not None
+    assert world.drivers == {}
+    assert world.loads == {"m": None}
+    assert world.errors == ("ray: no answer", "load of m: busy")
