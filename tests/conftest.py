@@ -7,6 +7,9 @@ from collections.abc import Iterator
 import psutil
 import pytest
 from hypothesis import settings
+from tests.cluster_fixture import eventually, live, raytide_cli, tide
+
+__all__ = ["eventually", "live", "raytide_cli", "tide"]
 
 # Times are benchmarks; a slow machine must not fail a property.
 settings.register_profile("raytide", deadline=None, print_blob=True)

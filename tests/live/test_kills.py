@@ -32,7 +32,7 @@ def kill(live: LocalCluster, what: str) -> None:
 def test_the_controller_killed_ten_times_while_a_gang_trains_and_loses_a_node(
     live: LocalCluster, tide: rt.Tide, train_spec: Callable[..., TrainSpec], eventually: Callable[..., None]
 ) -> None:
-    run = tide.train(train_spec(steps=150))
+    run = tide.train(train_spec(steps=150, name="killed"))
     moments = random.Random(0)
     for number in range(KILLS):
         time.sleep(moments.uniform(0.2, 3.0))
@@ -46,7 +46,7 @@ def test_the_controller_killed_ten_times_while_a_gang_trains_and_loses_a_node(
     run.wait(timeout_s=180.0)
 
     assert int(run.progress["step"]) == 150
-    assert [job.id for job in tide.jobs() if job.view.job.spec.name == "tiny"] == [run.id]
+    assert [job.id for job in tide.jobs() if job.view.job.spec.name == "killed"] == [run.id]
     eventually(lambda: not tide.status().nodes, within_s=120.0)
     machines = cluster.provider(live).machines()
     store = Store.open(live.state_url)
