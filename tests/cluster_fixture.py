@@ -1,0 +1,70 @@
+"""One real embedded cluster for the whole session: a real Ray head, real raylets, the real controller and API.
+
+The root conftest takes its fixtures from here, so that every folder of tests has the same one. What is heavy is
+imported when it is used: most test runs never start it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    import raytide as rt
+    from raytide.control.embedded import LocalCluster
+
+NAME = "live"
+
+
+@pytest.fixture(scope="session")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    from raytide.control import cluster
+
+    before = os.environ.get("RAYTIDE_HOME")
+    os.environ["RAYTIDE_HOME"] = str(tmp_path_factory.mktemp("home"))
+    try:
+        yield cluster.up(name=NAME)
+    finally:
+        cluster.down(NAME)
+        if before is None:
+            del os.environ["RAYTIDE_HOME"]
+        else:
+            os.environ["RAYTIDE_HOME"] = before
+
+
+@pytest.fixture
+def tide(live: LocalCluster) -> Iterator[rt.Tide]:
+    import raytide as rt
+    from raytide.control.client import Client
+
+    with rt.Tide(Client.from_run_dir(live.run_dir)) as connected:
+        yield connected
+
+
+@pytest.fixture
+def raytide_cli(live: LocalCluster) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """The command line in a process of its own."""
+
+    def run(*args: str, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "raytide.cli", *args]
+        environment = {**os.environ, "RAYTIDE_CLUSTER_NAME": NAME, "PYTHONPATH": live.environment()["PYTHONPATH"]}
+        return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False, env=environment)
+
+    return run
+
+
+@pytest.fixture
+def eventually() -> Callable[..., None]:
+    def wait(what: Callable[[], object], *, within_s: float = 90.0, every_s: float = 0.2) -> None:
+        deadline = time.monotonic() + within_s
+        while not what():
+            assert time.monotonic() < deadline, f"it did not happen within {within_s:g} s"
+            time.sleep(every_s)
+
+    return wait
