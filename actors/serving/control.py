@@ -96,9 +96,9 @@ class ServeControl:
         )
 
     def failure(self, name: str) -> str:
-        """Why Serve gave the endpoint up, in Serve's words; empty while it has not."""
+        """Why Serve gave the endpoint up, in Serve's words; empty while it has not: an UNHEALTHY one it still mends."""
         application = self._details().get(name, {})
-        if application.get("status") not in ("DEPLOY_FAILED", "UNHEALTHY"):
+        if application.get("status") != "DEPLOY_FAILED":
             return ""
         said = [str(deployment.get("message", "")) for deployment in application["deployments"].values()]
         return "\n".join(filter(None, [str(application.get("message", "")), *said])) or str(application["status"])

@@ -13,6 +13,9 @@ from raytide.core.logs import logger
 
 log = logger(__name__)
 
+_NODE_DIED = "its node has died"
+"""Ray's words. Serve counts a replica that dies with its node while it starts against the model."""
+
 
 @dataclass(frozen=True, slots=True)
 class Served:
@@ -50,11 +53,16 @@ class Serving:
 
     def _do(self, endpoints: tuple[Endpoint, ...]) -> Served:
         try:
-            self._control.start()
+            if not self._control.names():  # each start of a Serve that runs is a line in its log
+                self._control.start()
             failures = []
             for endpoint in endpoints:
                 self._match_one(endpoint)
-                if endpoint.state is not EndpointState.DELETING and (why := self._control.failure(endpoint.name)):
+                if endpoint.state is EndpointState.DELETING or not (why := self._control.failure(endpoint.name)):
+                    continue
+                if _NODE_DIED in why:
+                    self._control.delete(endpoint.name)  # the next pass deploys it anew, with a fresh count
+                else:
                     failures.append((endpoint.name, why))
             return Served(self._control.names(), tuple(failures))
         except Exception as error:  # Serve may fail in any way; the next pass tries again
