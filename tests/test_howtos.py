@@ -1,0 +1,132 @@
+"""The how-tos work as they are written: every file in them is written, every command is run, in their order.
+
+A block of YAML or Python is the file that the prose before it names last; a block of sh is run. `/tmp/tide` is a folder
+of the test's own, `raytide up --local` has been said (the session's cluster), and commands stand in the repository.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import raytide as rt
+from raytide.control.embedded import LocalCluster
+from raytide.core.job import JobState
+
+pytestmark = pytest.mark.cluster
+
+ROOT = Path(__file__).resolve().parents[1]
+HOWTOS = ROOT / "docs" / "howto"
+FOLDER = "/tmp/tide"
+FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+NAMED = re.compile(rf"`{FOLDER}/([\w.-]+\.(?:yaml|py))`")
+TIMEOUT_S = 150.0
+
+HowTo = Callable[[str], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    language: str
+    text: str
+    file: str
+    """What a block that is a file is called."""
+
+
+def blocks(name: str) -> list[Block]:
+    document = (HOWTOS / f"{name}.md").read_text()
+    found, prose_from = [], 0
+    for match in FENCE.finditer(document):
+        _, language, text = match.groups()
+        named = NAMED.findall(document[prose_from : match.start()])
+        found.append(Block(language, textwrap.dedent(text), named[-1] if named else ""))
+        prose_from = match.end()
+    return found
+
+
+@pytest.fixture(scope="module")
+def how_to(live: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> HowTo:
+    """`how_to(name)` follows that how-to and returns all that its commands printed."""
+    folder = tmp_path_factory.mktemp("tide")
+    environment = {**live.environment(), "RAY_ADDRESS": ""}
+
+    def follow(name: str) -> str:
+        printed = ""
+        for block in blocks(name):
+            text = block.text.replace(FOLDER, str(folder))
+            if block.language == "sh":
+                printed += run(text, environment)
+            else:
+                assert block.file, f"{name}.md has a {block.language} block that is no file and no command"
+                (folder / block.file).write_text(text)
+        return printed
+
+    return follow
+
+
+def run(script: str, environment: dict[str, str]) -> str:
+    done = subprocess.run(
+        ["sh", "-eu"],
+        input=script,
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, f"{script}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def trained(how_to: HowTo) -> str:
+    """What train-your-own printed; its dataset is there for the other how-tos."""
+    return how_to("train-your-own")
+
+
+def test_every_how_to_is_followed_here() -> None:
+    followed = set(re.findall(r'how_to\("([\w-]+)"\)', Path(__file__).read_text()))
+    assert {path.stem for path in HOWTOS.glob("*.md")} == followed
+
+
+def test_a_user_trains_and_serves_a_model_on_text_of_their_own(trained: str, tide: rt.Tide) -> None:
+    runs = {run.view.job.spec.name: run for run in tide.jobs()}
+    assert runs["my-text"].state is JobState.SUCCEEDED
+    assert runs["my-model"].state is JobState.SUCCEEDED
+    assert int(runs["my-model"].progress["step"]) == 40
+    endpoint = tide.endpoint("my-model")
+    assert f"my-model answers at {endpoint.base_url}" in trained
+
+
+def test_a_driver_holds_a_gang(how_to: HowTo, tide: rt.Tide) -> None:
+    printed = how_to("gang-from-ray-code")
+    assert "1 squared is 1, computed on node-" in printed
+    assert str({part: sum(range(part * 1000)) for part in range(4)}) in printed
+    runs = {run.view.job.spec.name: run for run in tide.jobs()}
+    assert runs["squares"].state is runs["stubborn"].state is JobState.SUCCEEDED
+
+
+@pytest.mark.usefixtures("trained")
+def test_a_run_outlives_a_spot_notice(how_to: HowTo, tide: rt.Tide) -> None:
+    printed = how_to("spot-notices")
+    assert re.search(r"^node-\S+ was given notice at step \d+$", printed, re.MULTILINE)
+    assert re.search(r"^resize .*", printed, re.MULTILINE), printed
+    (run,) = (run for run in tide.jobs() if run.view.job.spec.name == "spot")
+    assert run.state is JobState.SUCCEEDED
+    steps = Path(str(run.view.job.spec.config["out"]), "metrics.jsonl").read_text().splitlines()
+    assert sorted({json.loads(line)["step"] for line in steps}) == list(range(1, 151))
+
+
+@pytest.mark.usefixtures("trained")
+def test_the_ledger_is_read(how_to: HowTo) -> None:
+    printed = how_to("read-the-ledger")
+    assert re.search(r"^ +0\.\d{6} \$  job +job-", printed, re.MULTILINE)
+    assert "my-model succeeded: $0." in printed
