@@ -61,10 +61,10 @@ class Storm:
     def deed(self) -> None:
         deeds = {
             self.submit: 30,
-            self.stop: 5,
+            self.stop: 3,
             self.kill_holder: 8,
             self.kill_driver: 6,
-            self.kill_replica: 4,
+            self.kill_replica: 6,
             self.take_node: 7,
             self.kill_raylet: 4,
             self.warn: 7,
@@ -72,7 +72,7 @@ class Storm:
             self.fill_pools: 8,
         }
         if not self.spares_control:
-            deeds |= {self.kill_controller: 12, self.kill_api: 6, self.kill_supervisor: 4}
+            deeds |= {self.kill_controller: 12, self.kill_api: 6, self.kill_supervisor: 7}
         name = self.chance.choices([*deeds], [*deeds.values()])[0]()
         self.done[name] += 1
 

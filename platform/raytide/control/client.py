@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
+import secrets
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,8 @@ from raytide.core.gang import Lease
 from raytide.core.job import JobSpec
 
 _TIMEOUT_S = 15.0
+_AWAY_S = 10.0
+"""An API that was killed is back within seconds; what changes something is asked again for so long."""
 
 
 class Client:
@@ -52,7 +57,8 @@ class Client:
 
     def submit(self, spec: JobSpec, *, key: str | None = None) -> JobView:
         """Queue a job. The same `key` never queues a second one."""
-        return from_json(JobView, self._post("/v1/jobs", spec.model_dump(mode="json"), {"key": key} if key else {}))
+        query = {"key": key or secrets.token_hex(8)}
+        return from_json(JobView, self._post("/v1/jobs", spec.model_dump(mode="json"), query))
 
     def jobs(self, *, limit: int = 100, offset: int = 0) -> list[JobView]:
         return from_json(list[JobView], self._get("/v1/jobs", {"limit": limit, "offset": offset}))
@@ -89,7 +95,7 @@ class Client:
         return from_json(EndpointStatus, self._get(f"/v1/endpoints/{name}"))
 
     def delete_endpoint(self, name: str) -> EndpointStatus:
-        return from_json(EndpointStatus, self._call("DELETE", f"/v1/endpoints/{name}"))
+        return from_json(EndpointStatus, self._call("DELETE", f"/v1/endpoints/{name}", patience_s=_AWAY_S))
 
     def plans(self, *, limit: int = 50) -> list[dict[str, Any]]:
         """The latest decisions that changed anything, newest last, as Plan.to_json wrote them."""
@@ -105,19 +111,25 @@ class Client:
         return self._call("GET", path, params=query, timeout=timeout_s)
 
     def _post(self, path: str, body: object = None, query: Mapping[str, Any] | None = None) -> Any:
-        return self._call("POST", path, json=body, params=query)
+        return self._call("POST", path, patience_s=_AWAY_S, json=body, params=query)
 
-    def _call(self, method: str, path: str, **kwargs: Any) -> Any:
-        try:
-            response = self._http.request(method, path, **kwargs)
-        except httpx.HTTPError as error:
-            raise ClusterError(
-                f"the API at {self.address} does not answer: {error}.",
-                hint="`raytide status` shows what runs; `raytide up --local` starts a cluster.",
-            ) from None
-        if response.is_success:
-            return response.json()
-        raise _error(response)
+    def _call(self, method: str, path: str, *, patience_s: float = 0.0, **kwargs: Any) -> Any:
+        """Every request may be repeated: submissions bear a key, and the others say how it shall be."""
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                response = self._http.request(method, path, **kwargs)
+            except httpx.HTTPError as error:
+                if time.monotonic() >= deadline:
+                    raise ClusterError(
+                        f"the API at {self.address} does not answer: {error}.",
+                        hint="`raytide status` shows what runs; `raytide up --local` starts a cluster.",
+                    ) from None
+                time.sleep(random.uniform(0.1, 0.5))
+                continue
+            if response.is_success:
+                return response.json()
+            raise _error(response)
 
 
 def _error(response: httpx.Response) -> errors.RaytideError:

@@ -1,0 +1,72 @@
+"""The client of an API that dies and comes back: what changes something is not lost, and is done once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import httpx
+import pytest
+
+from raytide.control import client as module
+from raytide.control.client import Client
+from raytide.core.errors import ClusterError, NotFoundError
+from raytide.core.gang import GangSpec, Shape
+from raytide.core.job import JobKind, JobSpec
+
+SPEC = JobSpec(kind=JobKind.GANG, name="g", gang=GangSpec(shapes=(Shape(resources={"CPU": 1.0}),)))
+
+
+class Api:
+    """Dies under so many requests, some of them read already; then it answers."""
+
+    def __init__(self, deaths: int, answer: Callable[[httpx.Request], httpx.Response]) -> None:
+        self.deaths, self.answer = deaths, answer
+        self.seen: list[httpx.Request] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        self.seen.append(request)
+        if len(self.seen) <= self.deaths:
+            raise (httpx.ConnectError, httpx.ReadError)[len(self.seen) % 2]("gone")
+        return self.answer(request)
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.time, "sleep", lambda seconds: None)
+
+
+def connected(api: Api) -> Client:
+    client = Client("http://api", "token")
+    client._http = httpx.Client(base_url="http://api", transport=httpx.MockTransport(api))
+    return client
+
+
+def test_a_lease_is_given_back_although_the_api_is_being_restarted() -> None:
+    api = Api(3, lambda request: httpx.Response(200, json={}))
+    connected(api).release("job-1")
+    assert len(api.seen) == 4
+
+
+def test_a_submission_that_met_a_dying_api_is_repeated_under_one_key() -> None:
+    def missing(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(404, json={"error": NotFoundError("no such thing").to_json()})
+
+    api = Api(2, missing)
+    with pytest.raises(NotFoundError):  # the API's word is final, and ends the repeating
+        connected(api).submit(SPEC)
+    keys = [request.url.params["key"] for request in api.seen]
+    assert len(keys) == 3
+    assert len(set(keys)) == 1
+
+
+def test_a_question_to_an_api_that_is_gone_is_answered_at_once() -> None:
+    api = Api(99, lambda request: httpx.Response(200, json={}))
+    with pytest.raises(ClusterError, match="does not answer"):
+        connected(api).status()
+    assert len(api.seen) == 1
+
+
+def test_a_change_is_given_up_when_the_api_stays_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_AWAY_S", 0.0)
+    with pytest.raises(ClusterError, match="does not answer"):
+        connected(Api(99, lambda request: httpx.Response(200, json={}))).stop("job-1")
