@@ -1,0 +1,109 @@
+"""A served model on the session's cluster: two replicas under 32 streams, one of them killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import openai
+import psutil
+import pytest
+
+import raytide as rt
+from raytide.actors.trainer.local import train_local
+from raytide.control.embedded import MARK, LocalCluster
+from raytide.core.endpoint import EndpointState, Replicas, ServeSpec
+from raytide.core.train_spec import ModelSpec, TrainSpec
+
+pytestmark = pytest.mark.cluster
+
+STREAMS = 32
+TOKENS = 400
+
+
+@dataclass(frozen=True)
+class End:
+    how: str
+    at_s: float
+    tokens: int
+
+
+@pytest.fixture(scope="module")
+def model(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("served")
+    shape = ModelSpec(dim=64, layers=2, heads=4, max_seq_len=512)
+    result = train_local(
+        TrainSpec(dataset=str(dataset), out=str(out), model=shape, steps=2, global_batch=2, micro_batch=2, seq_len=64)
+    )
+    assert result.model_dir is not None
+    return Path(result.model_dir)
+
+
+@pytest.fixture
+def endpoint(tide: rt.Tide, model: Path, eventually: Callable[..., None]) -> Iterator[rt.EndpointHandle]:
+    spec = ServeSpec(name="tiny", model=str(model), replicas=Replicas(min=2, max=2), resources={"CPU": 1})
+    handle = tide.serve(spec)
+    yield handle.wait(replicas=2, timeout_s=120.0)
+    handle.delete()
+    eventually(lambda: handle.refresh().status.endpoint.state is EndpointState.DELETED, within_s=60.0)
+
+
+def replicas(live: LocalCluster) -> list[int]:
+    """The pids of this cluster's replicas."""
+    found = []
+    for process in psutil.process_iter(["name", "cmdline"]):
+        title = " ".join(process.info["cmdline"] or [process.info["name"]])
+        if "ServeReplica" in title:
+            try:
+                if process.environ().get(MARK) == live.cluster_id:
+                    found.append(process.pid)
+            except psutil.Error:  # it ended
+                continue
+    return found
+
+
+def stream(handle: rt.EndpointHandle, number: int, began: list[int]) -> End:
+    client = handle.openai(max_retries=0, timeout=60.0)
+    tokens = 0
+    try:
+        for _ in client.completions.create(
+            model="tiny", prompt=f"def f{number}(", max_tokens=TOKENS, stream=True, extra_body={"ignore_eos": True}
+        ):
+            tokens += 1
+            began.append(number)
+    except openai.APIConnectionError:
+        return End("connection", time.monotonic(), tokens)
+    except openai.APIError as error:
+        return End(str(error.code), time.monotonic(), tokens)
+    return End("done", time.monotonic(), tokens)
+
+
+def test_a_replica_killed_under_32_streams_hangs_none_and_new_requests_succeed(
+    live: LocalCluster, tide: rt.Tide, endpoint: rt.EndpointHandle, eventually: Callable[..., None]
+) -> None:
+    assert "2 of 2" in endpoint._repr_html_()
+    began: list[int] = []
+    with ThreadPoolExecutor(STREAMS) as pool:
+        streams = [pool.submit(stream, endpoint, number, began) for number in range(STREAMS)]
+        eventually(lambda: len(set(began)) == STREAMS, within_s=60.0, every_s=0.01)
+        before = replicas(live)
+        os.kill(before[0], signal.SIGKILL)
+        killed_s = time.monotonic()
+        for _ in range(4):
+            answer = endpoint.openai(max_retries=0, timeout=30.0).completions.create(
+                model="tiny", prompt="x", max_tokens=1
+            )
+            assert answer.choices[0].finish_reason in ("length", "stop")
+        ends = [future.result(timeout=60.0) for future in streams]
+    broken = [end for end in ends if end.how != "done"]
+    assert {end.how for end in broken} <= {"replica_lost", "connection"}
+    assert 0 < len(broken) < STREAMS
+    longest_s = max(end.at_s for end in broken) - killed_s
+
+    assert longest_s < 5.0  # what an OpenAI client is promised; without a sign of death it would wait for 60 s
+    eventually(lambda: len(set(replicas(live)) - {before[0]}) == 2, within_s=60.0)
