@@ -1,26 +1,31 @@
 """The driver process of a managed job, run by Ray on the head: `python -m raytide.control.driver RUN_DIR JOB`.
 
-It composes what lower floors do with the API client; the job's kind chooses. A RaytideError becomes the job's reason.
+It composes what lower floors do with the API client; the job's kind chooses. A RaytideError becomes the job's reason,
+but what befell the cluster (a lost node, an API that restarts) is no fault of the job: the driver dies and runs again.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import random
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from raytide.control.client import Client
 from raytide.core.data_spec import DataSpec
-from raytide.core.errors import RaytideError, WaitTimeoutError
+from raytide.core.errors import ClusterError, RaytideError, WaitTimeoutError
 from raytide.core.gang import Lease, LeaseState
 from raytide.core.job import Job, JobKind
 from raytide.core.train_spec import TrainSpec
 
 _LEASE_TIMEOUT_S = 24 * 3600.0
 _POLL_S = 10.0
+_DIED = 255
+"""Exit code of a driver that may run again; what it said itself is below 128 (see `drivers`)."""
 
 
 def train(job: Job, client: Client) -> None:
@@ -60,8 +65,9 @@ class Throttle:
     def __call__(self, progress: Mapping[str, float | int | str]) -> None:
         stage = str(progress.get("stage", ""))
         if stage != self._stage or time.monotonic() - self._last_s >= 1.0:
-            self._client.report(self._job_id, progress)
             self._last_s, self._stage = time.monotonic(), stage
+            with suppress(ClusterError):  # the API restarts; the next report says the same and more
+                self._client.report(self._job_id, progress)
 
 
 def active_lease(client: Client, job_id: str, *, timeout_s: float = _LEASE_TIMEOUT_S) -> Lease:
@@ -69,7 +75,11 @@ def active_lease(client: Client, job_id: str, *, timeout_s: float = _LEASE_TIMEO
     deadline = time.monotonic() + timeout_s
     epoch = -1
     while time.monotonic() < deadline:
-        lease = client.wait_lease(job_id, newer_than=epoch, timeout_s=_POLL_S)
+        try:
+            lease = client.wait_lease(job_id, newer_than=epoch, timeout_s=_POLL_S)
+        except ClusterError:  # the API restarts; the lease outlives that
+            time.sleep(random.uniform(0.1, 0.5))
+            continue
         if lease.state is LeaseState.ACTIVE:
             return lease
         epoch = lease.epoch
@@ -82,11 +92,14 @@ def main(run_dir: str, job_id: str) -> int:
     import ray
 
     client = Client.from_run_dir(run_dir)
-    job = client.job(job_id).job
     gcs_address = json.loads((Path(run_dir) / "cluster.json").read_text())["gcs_address"]
     ray.init(address=gcs_address, namespace="raytide", log_to_driver=False, logging_level=logging.WARNING)
     try:
+        job = client.job(job_id).job
         DRIVERS[job.spec.kind](job, client)
+    except ClusterError as error:
+        sys.stderr.write(f"{error.code}: {error}\n")
+        return _DIED
     except RaytideError as error:
         sys.stderr.write(f"{error.code}: {error}\n")
         client.report(job_id, {"error": str(error)})

@@ -1,0 +1,91 @@
+"""The driver of a managed job: what befalls the cluster is not the job's fault."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytide.control import driver
+from raytide.core.errors import ClusterError, DataError
+from raytide.core.gang import GangSpec, Lease, LeaseState, Member, Shape
+from raytide.core.job import Job, JobKind, JobSpec, JobState
+
+SHAPE = Shape(resources={"CPU": 1.0})
+JOB = Job("job-1", JobSpec(kind=JobKind.DATA, name="d", gang=GangSpec(shapes=(SHAPE,))), "ana", JobState.ADMITTED, 0.0)
+LEASE = Lease("lease-1", "job-1", SHAPE, LeaseState.WAITING, (Member(0),))
+AWAY = ClusterError("the API does not answer.")
+
+
+class Api:
+    """A client whose answers are given beforehand; an error among them is raised."""
+
+    def __init__(self, *answers: object) -> None:
+        self.answers = list(answers)
+        self.reports: list[object] = []
+
+    def job(self, job_id: str) -> Any:
+        return type("View", (), {"job": JOB})
+
+    def wait_lease(self, job_id: str, *, newer_than: int, timeout_s: float) -> object:
+        return self._next()
+
+    def report(self, job_id: str, progress: object) -> None:
+        self.reports.append(progress)
+        self._next()
+
+    def _next(self) -> object:
+        answer = self.answers.pop(0) if self.answers else None
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+@pytest.fixture
+def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    taken: list[float] = []
+    monkeypatch.setattr(driver.time, "sleep", taken.append)
+    return taken
+
+
+def run(monkeypatch: pytest.MonkeyPatch, folder: Path, api: Api, error: Exception | None) -> int:
+    def work(job: Job, client: object) -> None:
+        if error is not None:
+            raise error
+
+    (folder / "cluster.json").write_text(json.dumps({"gcs_address": "127.0.9.1:6379"}))
+    monkeypatch.setattr("ray.init", lambda **_: None)
+    monkeypatch.setattr(driver.Client, "from_run_dir", lambda _: api)
+    monkeypatch.setattr(driver, "DRIVERS", {JobKind.DATA: work})
+    return driver.main(str(folder), "job-1")
+
+
+def test_an_api_that_restarts_is_waited_for(naps: list[float]) -> None:
+    active = replace(LEASE, state=LeaseState.ACTIVE, epoch=1)
+    api = Api(AWAY, LEASE, AWAY, active)
+    assert driver.active_lease(api, "job-1") == active  # type: ignore[arg-type]
+    assert len(naps) == 2
+
+
+def test_a_report_that_nobody_takes_does_not_end_the_build() -> None:
+    api = Api(AWAY)
+    report = driver.Throttle(api, "job-1")  # type: ignore[arg-type]
+    report({"stage": "read"})
+    report({"stage": "pack"})
+    assert api.reports == [{"stage": "read"}, {"stage": "pack"}]
+
+
+def test_a_driver_that_lost_its_node_has_died_and_not_failed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    api = Api()
+    code = run(monkeypatch, tmp_path, api, ClusterError("the build's Ray tasks could not go on."))
+    assert code >= 128
+    assert api.reports == []
+
+
+def test_what_is_wrong_with_the_job_itself_is_its_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    api = Api()
+    assert 0 < run(monkeypatch, tmp_path, api, DataError("no such column.")) < 128
+    assert api.reports == [{"error": "no such column."}]
