@@ -104,3 +104,13 @@ def test_a_gang_job_ends_as_its_driver_says() -> None:
         assert said in done.reason
     stopped, _ = advance(job(JobKind.GANG, JobState.RUNNING, stop_requested=True), ACTIVE, None, 101.0)
     assert stopped.state is JobState.STOPPED
+
+
+def test_a_stop_waits_while_nobody_knows_whether_the_driver_runs() -> None:
+    running = job(state=JobState.RUNNING, stop_requested=True)
+    stopping, lease = advance(running, ACTIVE, driver("unknown"), 110.0)
+    assert (stopping.state, lease) == (JobState.STOPPING, ACTIVE)
+    stopped, over = advance(stopping, lease, None, 111.0)
+    assert stopped.state is JobState.STOPPED
+    assert over is not None
+    assert over.state is LeaseState.RELEASED

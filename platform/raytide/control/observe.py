@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from raytide.autoscaler import endpoints, instances, pools
@@ -19,7 +18,7 @@ from raytide.core.snapshot import EndpointView, NodeView, Pool, Snapshot
 from raytide.core.state.records import Records
 from raytide.jobs import job as jobs
 from raytide.jobs import leases
-from raytide.jobs.job import DriverKey
+from raytide.jobs.job import DriverKey, DriverStatus
 
 
 @dataclass(slots=True)
@@ -83,9 +82,9 @@ def snapshot(book: Book, world: World, idle: IdleClock, config: ClusterConfig, n
 
 def _advance_jobs(book: Book, world: World, now_s: float) -> None:
     held = {lease.job_id: lease for lease in book.leases.values()}
-    statuses: Mapping[DriverKey, jobs.DriverStatus] = world.drivers or {}
     for job in tuple(book.jobs.values()):
-        status = statuses.get(DriverKey(job.id, job.restarts))
+        key = DriverKey(job.id, job.restarts)
+        status = DriverStatus(key, "unknown") if world.drivers is None else world.drivers.get(key)
         after, lease = jobs.advance(job, held.get(job.id), status, now_s)
         book.jobs[job.id] = after
         if lease is not None:

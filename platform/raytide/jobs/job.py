@@ -29,10 +29,13 @@ class DriverKey:
 
 @dataclass(frozen=True, slots=True)
 class DriverStatus:
-    """`died`: it vanished (out of memory, killed, node lost), so it may run again; `failed`: it said so itself."""
+    """`died`: it vanished (out of memory, killed, node lost), so it may run again; `failed`: it said so itself.
+
+    `unknown`: nobody could be asked. Nothing is concluded from that, least of all that it has ended.
+    """
 
     key: DriverKey
-    state: Literal["running", "succeeded", "failed", "died"]
+    state: Literal["running", "succeeded", "failed", "died", "unknown"]
     message: str = ""
 
 
@@ -97,7 +100,7 @@ def _step_gang(job: Job, now_s: float) -> Job:
 
 
 def _stop(job: Job, driver: DriverStatus | None, now_s: float) -> Job:
-    if driver is not None and driver.state == "running":
+    if driver is not None and driver.state in ("running", "unknown"):
         return replace(job, state=JobState.STOPPING, reason="its driver is being ended")
     return _end(job, JobState.STOPPED, "stopped on request", now_s)
 
