@@ -304,6 +304,13 @@ def test_an_endpoint_lives_and_can_be_made_again_after_its_end(store: Store) -> 
     )
 
 
+def test_another_team_cannot_take_over_an_endpoint_by_its_name(store: Store) -> None:
+    mine = store.save_endpoint(SERVE, "ada", 1.0)
+    with pytest.raises(ConflictError, match=f"team {SERVE.team}'s"):
+        store.save_endpoint(SERVE.model_copy(update={"team": "theirs", "model": "/other"}), "eve", 2.0)
+    assert store.endpoint("tiny") == mine
+
+
 @pytest.mark.parametrize("verb", ["job", "request_stop", "release"])
 def test_an_unknown_job_is_named(store: Store, verb: str) -> None:
     with pytest.raises(NotFoundError, match="job-9"):

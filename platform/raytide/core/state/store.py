@@ -84,7 +84,8 @@ class Store:
         return self._write_job(job_id, released_by_driver=error)
 
     def save_endpoint(self, spec: ServeSpec, user: str, now_s: float) -> Endpoint:
-        """Create an endpoint, or give a live one a new spec. ConflictError while one of that name is being deleted."""
+        """Create an endpoint, or give a live one a new spec. ConflictError while one of that name is being deleted, or
+        when it is another team's."""
         with self._db.write() as c:
             row = c.execute(_endpoint(spec.name).with_for_update()).first()
             if row is None:
@@ -93,9 +94,10 @@ class Store:
                 update(c, t.endpoints, {"name": spec.name}, codec.new_endpoint(spec, user, now_s))
             elif row.delete_requested:
                 raise ConflictError(f"endpoint {spec.name} is being deleted.", hint="Try again when it is gone.")
+            elif row.team != spec.team:
+                raise ConflictError(f"endpoint {spec.name} is team {row.team}'s.", hint="Choose another name.")
             else:
-                values = {"spec": spec.model_dump(mode="json"), "team": spec.team}
-                update(c, t.endpoints, {"name": spec.name}, values)
+                update(c, t.endpoints, {"name": spec.name}, {"spec": spec.model_dump(mode="json")})
             if row is None or row.state == EndpointState.DELETED:
                 append(
                     c, t.events, [codec.event_values(Event(now_s, spec.name, "", "deploying", f"asked for by {user}"))]
