@@ -35,10 +35,14 @@ def keep_books(
     kept: list[OpenInterval] = []
     closed: list[str] = []
     for node in nodes.values():
-        machine = machines.get(node.id)
+        machine, before = machines.get(node.id), intervals.get(node.id)
         if machine is None:
+            if node.state is NodeState.GONE and node.ended_at_s is not None and before is not None:
+                # a provider forgets machines a while after their end; an interval left open would cost for ever
+                end_us = to_us(node.ended_at_s)
+                entries += close(before, end_us, booked_after(node.id, end_us))
+                closed.append(node.id)
             continue
-        before = intervals.get(node.id)
         interval = before or _opened(machine, occupancies.get(node.id, _STARTING))
         if node.state is NodeState.GONE and machine.ended_at_s is not None:
             end_us = to_us(machine.ended_at_s)
