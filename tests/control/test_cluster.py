@@ -196,6 +196,14 @@ def test_after_a_crash_the_next_up_ends_the_rest_and_keeps_the_old_folder(idle_h
         cluster.down()
 
 
+def test_an_up_that_was_killed_before_it_wrote_anything_down_is_no_obstacle(idle_head: None, home: Path) -> None:
+    (home / "clusters" / "local" / "pids").mkdir(parents=True)
+    try:
+        assert cluster.up(k=K, children=STANDINS).is_alive("head")
+    finally:
+        cluster.down()
+
+
 def test_an_up_that_was_killed_is_ended_by_down(home: Path) -> None:
     killed = subprocess.Popen([sys.executable, "-c", _UP_THAT_HANGS], stdout=subprocess.PIPE, env=os.environ.copy())
     assert killed.stdout is not None

@@ -152,9 +152,8 @@ def _create(name: str, config_path: Path, k: int | None, *, state_url: str) -> t
     choices = range(FIRST_K, LAST_K + 1) if k is None else [k]
     k, claimed = claim({choice: _places(choice) for choice in choices})
     run_dir = run_dir_of(name)
-    run_dir.mkdir(mode=0o700, parents=True)
-    for folder in ("pids", "nodes", "logs"):
-        (run_dir / folder).mkdir(mode=0o700)
+    for folder in (run_dir, *(run_dir / name for name in ("pids", "nodes", "logs"))):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # an `up` killed right here leaves some of them
     shutil.copyfile(config_path, run_dir / "cluster.yaml")
     ip = f"127.0.{k}.1"
     cluster = LocalCluster(
