@@ -54,8 +54,8 @@ class ServeControl:
         _within(self._start_timeout_s, "Ray Serve to start", call)
 
     def deploy(self, endpoint: Endpoint) -> None:
-        """Ask Serve for the endpoint; its replicas start in the background. The same spec again changes nothing."""
-        spec = endpoint.spec.model_dump_json().encode()
+        """Ask Serve for the endpoint; its replicas start in the background. The same one again changes nothing."""
+        spec = f"{endpoint.created_at_s} {endpoint.spec.model_dump_json()}".encode()
         if endpoint.name in self.names() and self._get(_spec_key(endpoint.name)) == spec:
             return
 
@@ -149,7 +149,7 @@ class ServeControl:
 
 
 def _spec_key(name: str) -> bytes:
-    """The spec that was last deployed, so that a restarted controller can tell a new one from the old."""
+    """What was last deployed (when it was created, and its spec): a restarted controller tells a new one from the old."""
     return f"{name}/spec".encode()
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from raytide.control.serving import Served, Serving
-from raytide.core.endpoint import Endpoint, EndpointState, ServeSpec
+from raytide.control.serving import Served, Serving, follow
+from raytide.control.world import World
+from raytide.core.endpoint import Endpoint, EndpointLoad, EndpointState, ServeSpec
 
 ENDPOINT = Endpoint(ServeSpec(name="m", model="/models/m"), "ana", EndpointState.DEPLOYING, 0.0, target_replicas=1)
 
@@ -23,6 +26,8 @@ class Serve:
         self.starts += 1
 
     def deploy(self, endpoint: Endpoint) -> None:
+        if endpoint.name == "broken":
+            raise ValueError("no such option")
         if endpoint.name not in self.live:
             self.deployed.append(endpoint.name)
             self.live.add(endpoint.name)
@@ -40,12 +45,12 @@ class Serve:
         return frozenset(self.live)
 
 
-def passes(serving: Serving, count: int) -> Served:
+def passes(serving: Serving, count: int, *endpoints: Endpoint) -> Served:
     for _ in range(count):
-        serving.match([ENDPOINT])
+        serving.match(endpoints or [ENDPOINT])
         assert serving._pass is not None
         serving._pass.result(timeout=10)
-    serving.match([ENDPOINT])
+    serving.match(endpoints or [ENDPOINT])
     assert serving.served is not None
     return serving.served
 
@@ -62,11 +67,45 @@ def test_serve_is_started_once_and_not_at_every_pass(serve: Serve) -> None:
 
 def test_a_model_that_cannot_start_has_failed(serve: Serve) -> None:
     serve.says = "ValueError: no such option"
-    assert passes(Serving(serve), 2).failures == (("m", "ValueError: no such option"),)  # type: ignore[arg-type]
+    assert passes(Serving(serve), 2).failures == {"m": "ValueError: no such option"}  # type: ignore[arg-type]
     assert serve.deployed == ["m"]
 
 
 def test_an_endpoint_whose_nodes_died_under_its_first_replicas_is_deployed_anew(serve: Serve) -> None:
     serve.says = "failed to start 3 times. The actor died because its node has died. Node Id: 00ff"
-    assert passes(Serving(serve), 3).failures == ()  # type: ignore[arg-type]
+    assert passes(Serving(serve), 3).failures == {}  # type: ignore[arg-type]
     assert serve.deployed == ["m", "m"]
+
+
+def world(load: EndpointLoad | None) -> World:
+    return World((), (), (), (), {}, {}, {"m": load})
+
+
+def test_an_endpoint_that_cannot_be_deployed_keeps_no_other_from_its_turn(serve: Serve) -> None:
+    broken = replace(ENDPOINT, spec=ENDPOINT.spec.model_copy(update={"name": "broken"}))
+    leaving = replace(ENDPOINT, spec=ENDPOINT.spec.model_copy(update={"name": "old"}), state=EndpointState.DELETING)
+    seen = passes(Serving(serve), 1, broken, ENDPOINT, leaving)  # type: ignore[arg-type]
+    assert serve.deployed == ["m"]
+    assert seen.gone == {("old", 0.0)}
+    assert seen.errors == ("endpoint broken: no such option",)
+    assert follow(broken, world(None), seen, 9.0) == broken
+    assert follow(leaving, world(None), seen, 9.0).state is EndpointState.DELETED
+
+
+def test_an_endpoint_is_deleted_only_once_a_pass_has_deleted_it() -> None:
+    leaving = replace(ENDPOINT, state=EndpointState.DELETING)
+    before = Served()
+    assert follow(leaving, world(None), before, 9.0) == leaving, "a pass may be deploying it right now"
+    assert follow(leaving, world(None), Served(gone=frozenset({("m", -1.0)})), 9.0) == leaving, "its namesake's end"
+
+
+def test_an_endpoint_of_which_nothing_was_heard_runs_on() -> None:
+    running = replace(ENDPOINT, state=EndpointState.RUNNING)
+    assert follow(running, world(None), Served(), 9.0) == running
+    assert follow(running, world(EndpointLoad(9.0, 0.0, 0)), Served(), 9.0).state is EndpointState.DEPLOYING
+
+
+def test_an_endpoint_that_serve_takes_up_again_has_failed_no_more() -> None:
+    failed = replace(ENDPOINT, state=EndpointState.FAILED, reason="no such option")
+    again = follow(failed, world(None), Served(), 9.0)
+    assert (again.state, again.reason) == (EndpointState.DEPLOYING, "")

@@ -117,8 +117,8 @@ class Controller:
 
     def _show(self, seen: Snapshot, plan: Plan, world: World, outcome: Outcome, tick_s: float) -> None:
         loads = {name: load for name, load in world.loads.items() if load is not None}
-        serving_error = self._serving.served.error if self._serving.served else ""
-        errors = (*world.errors, *outcome.errors, *((serving_error,) if serving_error else ()))
+        served = self._serving.served
+        errors = (*world.errors, *outcome.errors, *(served.errors if served else ()))
         self._ticks, self._errors = self._ticks + 1, self._errors + len(errors)
         live = Live(
             at_s=seen.at_s,

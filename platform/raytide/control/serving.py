@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from raytide.actors.serving.control import ServeControl
 from raytide.control.world import World
@@ -21,9 +21,16 @@ _NODE_DIED = "its node has died"
 class Served:
     """What the last pass saw."""
 
-    names: frozenset[str] = frozenset()
-    failures: tuple[tuple[str, str], ...] = ()
-    error: str = ""
+    gone: frozenset[tuple[str, float]] = frozenset()
+    """Deleted endpoints that Serve has no more, by name and time of creation: a later one of that name is another."""
+    failures: Mapping[str, str] = field(default_factory=dict)
+    """What Serve gave up, and why."""
+    unseen: Mapping[str, str] = field(default_factory=dict)
+    """Endpoints of which nothing can be said, and what went wrong."""
+
+    @property
+    def errors(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(self.unseen.values()))
 
 
 class Serving:
@@ -52,28 +59,38 @@ class Serving:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _do(self, endpoints: tuple[Endpoint, ...]) -> Served:
+        gone: set[tuple[str, float]] = set()
+        failures: dict[str, str] = {}
+        unseen: dict[str, str] = {}
         try:
             if not self._control.names():  # each start of a Serve that runs is a line in its log
                 self._control.start()
-            failures = []
-            for endpoint in endpoints:
-                self._match_one(endpoint)
-                if endpoint.state is EndpointState.DELETING or not (why := self._control.failure(endpoint.name)):
-                    continue
-                if _NODE_DIED in why:
-                    self._control.delete(endpoint.name)  # the next pass deploys it anew, with a fresh count
-                else:
-                    failures.append((endpoint.name, why))
-            return Served(self._control.names(), tuple(failures))
         except Exception as error:  # Serve may fail in any way; the next pass tries again
             log.warning("serving pass failed", extra={"error": str(error)})
-            return Served(self.served.names if self.served else frozenset(), error=str(error))
+            return Served(unseen={endpoint.name: f"Ray Serve: {error}" for endpoint in endpoints})
+        for endpoint in endpoints:
+            try:
+                if endpoint.state is EndpointState.DELETING:
+                    if self._is_deleted(endpoint.name):
+                        gone.add((endpoint.name, endpoint.created_at_s))
+                    continue
+                self._match_one(endpoint)
+                why = self._control.failure(endpoint.name)
+                if _NODE_DIED in why:
+                    self._control.delete(endpoint.name)  # the next pass deploys it anew, with a fresh count
+                elif why:
+                    failures[endpoint.name] = why
+            except Exception as error:  # as above; the other endpoints have nothing to do with it
+                log.warning("endpoint failed", extra={"endpoint": endpoint.name, "error": str(error)})
+                unseen[endpoint.name] = f"endpoint {endpoint.name}: {error}"
+        return Served(frozenset(gone), failures, unseen)
+
+    def _is_deleted(self, name: str) -> bool:
+        self._control.delete(name)
+        self._published.pop(name, None)
+        return name not in self._control.names()
 
     def _match_one(self, endpoint: Endpoint) -> None:
-        if endpoint.state is EndpointState.DELETING:
-            self._control.delete(endpoint.name)
-            self._published.pop(endpoint.name, None)
-            return
         self._control.deploy(endpoint)
         if self._published.get(endpoint.name) != endpoint.target_replicas:
             self._control.publish(endpoint.name, endpoint.target_replicas)
@@ -82,16 +99,18 @@ class Serving:
 
 def follow(endpoint: Endpoint, world: World, served: Served | None, now_s: float) -> Endpoint:
     """The endpoint's state as Serve shows it. Pure."""
-    if served is None or served.error:
+    if served is None or endpoint.name in served.unseen:
         return endpoint
     if endpoint.state is EndpointState.DELETING:
-        if endpoint.name in served.names:
+        if (endpoint.name, endpoint.created_at_s) not in served.gone:
             return endpoint
         return replace(endpoint, state=EndpointState.DELETED, ended_at_s=now_s, target_replicas=0, reason="deleted")
     load = world.loads.get(endpoint.name)
+    reason = "" if endpoint.state is EndpointState.FAILED else endpoint.reason
     if load is not None and load.ready > 0:
-        return replace(endpoint, state=EndpointState.RUNNING)
-    why = dict(served.failures).get(endpoint.name)
-    if why:
+        return replace(endpoint, state=EndpointState.RUNNING, reason=reason)
+    if why := served.failures.get(endpoint.name):
         return replace(endpoint, state=EndpointState.FAILED, reason=why)
-    return replace(endpoint, state=EndpointState.DEPLOYING)
+    if load is None and endpoint.state is EndpointState.RUNNING:
+        return endpoint  # nobody said that its replicas are gone
+    return replace(endpoint, state=EndpointState.DEPLOYING, reason=reason)

@@ -304,6 +304,13 @@ def test_an_endpoint_lives_and_can_be_made_again_after_its_end(store: Store) -> 
     )
 
 
+def test_an_endpoint_that_failed_is_created_anew_when_it_is_asked_for_again(store: Store) -> None:
+    first = store.save_endpoint(SERVE, "ada", 1.0)
+    assert store.save_endpoint(SERVE, "ada", 2.0).created_at_s == 1.0
+    store.commit(Changes(3.0, endpoints=(replace(first, state=EndpointState.FAILED, reason="no config.json"),)))
+    assert store.save_endpoint(SERVE, "ada", 4.0).created_at_s == 4.0
+
+
 def test_another_team_cannot_take_over_an_endpoint_by_its_name(store: Store) -> None:
     mine = store.save_endpoint(SERVE, "ada", 1.0)
     with pytest.raises(ConflictError, match=f"team {SERVE.team}'s"):

@@ -97,7 +97,10 @@ class Store:
             elif row.team != spec.team:
                 raise ConflictError(f"endpoint {spec.name} is team {row.team}'s.", hint="Choose another name.")
             else:
-                update(c, t.endpoints, {"name": spec.name}, {"spec": spec.model_dump(mode="json")})
+                values: dict[str, Any] = {"spec": spec.model_dump(mode="json")}
+                if row.state == EndpointState.FAILED:  # Serve gave it up for good: it is created anew
+                    values["created_at_s"] = now_s
+                update(c, t.endpoints, {"name": spec.name}, values)
             if row is None or row.state == EndpointState.DELETED:
                 append(
                     c, t.events, [codec.event_values(Event(now_s, spec.name, "", "deploying", f"asked for by {user}"))]

@@ -148,7 +148,7 @@ endpoints = Table(
     Column("user", String, nullable=False),
     Column("spec", JSON, nullable=False),  # API
     Column("delete_requested", Boolean, nullable=False),  # API
-    Column("created_at_s", Double, nullable=False),
+    Column("created_at_s", Double, nullable=False),  # API
     Column("state", String, nullable=False),
     Column("target_replicas", Integer, nullable=False),
     Column("low_since_s", Double),
