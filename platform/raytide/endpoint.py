@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from raytide.control.client import Client
@@ -40,6 +41,12 @@ class EndpointHandle:
 
     def wait(self, *, replicas: int = 1, timeout_s: float = 600.0) -> EndpointHandle:
         """Block until that many replicas answer."""
+        for _ in self.watch(replicas=replicas, timeout_s=timeout_s):
+            pass
+        return self
+
+    def watch(self, *, replicas: int = 1, timeout_s: float = 600.0) -> Iterator[EndpointStatus]:
+        """The endpoint at each look, until that many replicas answer."""
         deadline = time.monotonic() + timeout_s
         while self.refresh().status.ready_replicas < replicas:
             if self.status.endpoint.state is EndpointState.FAILED:
@@ -50,8 +57,8 @@ class EndpointHandle:
                     f"endpoint {self.name}: {self.status.ready_replicas} of {replicas} replicas after {timeout_s:g} s.",
                     hint=waiting.reason if waiting else "`raytide status` shows the nodes.",
                 )
+            yield self.status
             time.sleep(_POLL_S)
-        return self
 
     def openai(self, **options: Any) -> OpenAI:
         """The official client, pointed here."""

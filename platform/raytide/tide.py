@@ -12,7 +12,7 @@ from raytide.control.client import Client
 from raytide.control.views import ClusterStatus, CostReport
 from raytide.core.config import Config, load_yaml
 from raytide.core.data_spec import DataSpec
-from raytide.core.endpoint import Replicas, ServeSpec
+from raytide.core.endpoint import ServeSpec
 from raytide.core.gang import GangSpec, Shape
 from raytide.core.job import JobKind, JobSpec
 from raytide.core.train_spec import TrainSpec
@@ -70,7 +70,7 @@ class Tide:
             spec = model
         else:
             fields = {"name": name or Path(model).name.lower(), "model": str(model), **options}
-            fields.setdefault("replicas", Replicas(min=replicas[0], max=replicas[1]).model_dump())
+            fields.setdefault("replicas", {"min": replicas[0], "max": replicas[1]})
             spec = ServeSpec.parse(fields, where="serve")
         return EndpointHandle(self.client, self.client.serve(spec))
 

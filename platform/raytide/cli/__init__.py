@@ -10,10 +10,11 @@ import sys
 
 def main() -> None:
     """The `raytide` command."""
-    from raytide.cli.app import app
     from raytide.core.errors import RaytideError
 
     try:
+        from raytide.cli.app import app
+
         app()
     except RaytideError as error:
         print(f"raytide: {error}", file=sys.stderr)

@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
-from raytide.cli import autoscaler, cluster, demo, jobs, serve
+from raytide.cli import autoscaler, cluster, cost, demo, jobs, serve
 
 app = typer.Typer(
     name="raytide",
     help="One pool of mixed, partly spot, accelerators where teams prepare data, train and serve language models.",
     no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
 data = typer.Typer(help="Build datasets.", no_args_is_help=True)
 scaler = typer.Typer(help="Look into the autoscaler.", no_args_is_help=True)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from raytide import __version__
+
+        print(f"raytide {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """What stands before the command."""
+
+
 app.add_typer(data, name="data")
 app.add_typer(scaler, name="autoscaler")
 
@@ -22,6 +44,7 @@ app.command()(demo.demo)
 app.command()(cluster.up)
 app.command()(cluster.down)
 app.command()(cluster.status)
+app.command()(cost.cost)
 app.command()(jobs.ps)
 app.command()(jobs.why)
 app.command()(jobs.logs)

@@ -11,11 +11,14 @@ from raytide.control.client import Client
 
 
 def explain(
-    limit: Annotated[int, typer.Option(help="How many decisions, the latest last.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, help="How many decisions, the latest last.")] = 20,
     cluster: ClusterName = None,
     json: Json = False,
 ) -> None:
-    """Show the latest decisions: what was launched, drained, placed or left waiting, and why."""
+    """Show the latest decisions, with reasons.
+
+    What was launched, drained, placed or left waiting, and why.
+    """
     plans = Client.find(cluster).plans(limit=limit)
     if json:
         as_json(plans)

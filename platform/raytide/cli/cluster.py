@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +12,7 @@ from raytide.cli.show import ClusterName, Json, ago, as_json, as_table
 from raytide.core.errors import UsageError
 from raytide.core.money import format_usd
 
-Name = Annotated[str, typer.Option("--name", help="Several clusters on one machine have different names.")]
+Name = Annotated[str, typer.Option("--name", "--cluster", help="Several clusters on one machine have different names.")]
 
 
 def up(
@@ -24,22 +25,28 @@ def up(
     from raytide.control import cluster
 
     if not local:
-        raise UsageError("only embedded clusters can be started yet.", hint="Say `raytide up --local`.")
+        asked = "raytide up --local" if config is None else f"raytide up {config} --local"
+        raise UsageError("only clusters on this machine can be started yet.", hint=f"Say `{asked}`.")
+    if not json:
+        print(f"starting cluster {name} ...", file=sys.stderr)
     started = cluster.up(config, name=name)
     if json:
         as_json({"name": name, "run_dir": str(started.run_dir), "api": started.api_url, "ray": started.dashboard_url})
         return
     print(f"cluster {name} is up: API {started.api_url}, Ray {started.dashboard_url}")
-    print("raytide status shows it, raytide down ends it")
+    which = ("", "") if name == "local" else (f" --cluster {name}", f" --name {name}")
+    print(f"`raytide status{which[0]}` shows it, `raytide down{which[1]}` ends it")
 
 
 def down(name: Name = "local", json: Json = False) -> None:
     """End a cluster and check that no process of it is left."""
     from raytide.control import cluster
 
-    cluster.down(name)
+    closed = cluster.down(name)
     if json:
-        as_json({"name": name, "state": "down"})
+        as_json({"name": name, "state": "down" if closed else "absent"})
+    elif closed is None:
+        print(f"there is no cluster {name}; nothing was done")
     else:
         print(f"cluster {name} is down")
 
@@ -74,7 +81,10 @@ def status(
 
 
 def schema() -> None:
-    """Print the JSON schema of `metadata.raytide` in cluster.yaml, for editors."""
+    """Print the JSON schema of raytide's settings.
+
+    They are `metadata.raytide` in cluster.yaml; editors complete and check with it.
+    """
     from raytide.core.cluster import RaytideSection
 
     as_json(RaytideSection.model_json_schema())

@@ -17,7 +17,10 @@ def demo(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Build a dataset, train on spot nodes that are reclaimed, serve the model under load, show what it cost."""
+    """The whole life of a model, on this machine.
+
+    Build a dataset, train on spot nodes that are reclaimed, serve the model under load, show what it cost.
+    """
     from raytide.demo import run
 
     raise typer.Exit(run(keep=keep, out=out, json=json))

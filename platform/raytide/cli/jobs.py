@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -25,7 +26,7 @@ _FOLLOW_S = 0.5
 
 def ps(
     cluster: ClusterName = None,
-    limit: Annotated[int, typer.Option(help="How many jobs, newest first.")] = 50,
+    limit: Annotated[int, typer.Option(min=1, help="How many jobs, newest first.")] = 50,
     json: Json = False,
 ) -> None:
     """Jobs, with what each waits for and what it costs."""
@@ -41,7 +42,7 @@ def ps(
 
 
 def why(job_id: JobId, cluster: ClusterName = None, json: Json = False) -> None:
-    """Say what a job waits for and what would meet it, or why it ended."""
+    """Say what a job waits for, or why it ended."""
     view = Client.find(cluster).job(job_id)
     if json:
         as_json({"job": job_id, "state": view.job.state, "position": view.position, "why": explain(view)})
@@ -80,34 +81,47 @@ def stop(job_id: JobId, cluster: ClusterName = None, json: Json = False) -> None
 
 def data_build(spec: Spec, wait: Wait = True, cluster: ClusterName = None, json: Json = False) -> None:
     """Build a token dataset from text."""
-    _follow(Tide(Client.find(cluster)).data(spec), wait, json)
+    follow(Tide(Client.find(cluster)).data(spec), wait, json)
 
 
 def train(spec: Spec, wait: Wait = True, cluster: ClusterName = None, json: Json = False) -> None:
     """Train a model on a gang."""
-    _follow(Tide(Client.find(cluster)).train(spec), wait, json)
+    follow(Tide(Client.find(cluster)).train(spec), wait, json)
 
 
-def _follow(run: Run, wait: bool, json: bool) -> None:
-    if wait:
-        line = ""
-        for view in run.watch():
-            latest = _progress(view)
-            if latest != line and not json:
-                line = latest
-                print(line, flush=True)
+def follow(run: Run, wait: bool, json: bool) -> None:
+    """Show a job until it is over. Whoever stops watching does not stop it."""
+    try:
+        if wait:
+            _print_changes(run, quiet=json)
+    except KeyboardInterrupt:
+        print(
+            f"{run.id} goes on: `raytide logs -f {run.id}` follows it, `raytide stop {run.id}` ends it", file=sys.stderr
+        )
+        raise
     if json:
         as_json(run.json())
     elif not wait:
         print(f"{run.id} is queued; `raytide ps` shows it")
+    elif run.state is JobState.SUCCEEDED:
+        print(f"{run.view.job.spec.kind} {run.view.job.spec.name}: {run.result()}")
     if run.view.job.is_final and run.state is not JobState.SUCCEEDED:
         raise typer.Exit(1)
+
+
+def _print_changes(run: Run, *, quiet: bool) -> None:
+    line = ""
+    for view in run.watch():
+        latest = _progress(view)
+        if latest != line and not quiet:
+            line = latest
+            print(line, flush=True)
 
 
 def _progress(view: JobView) -> str:
     if view.job.is_final or view.waiting is not None or not view.job.progress:
         return explain(view)
-    numbers = ", ".join(f"{key} {_short(value)}" for key, value in view.job.progress.items())
+    numbers = ", ".join(f"{key} {_short(value)}" for key, value in view.job.progress.items() if value)
     return f"{view.job.id} {view.job.state}: {numbers}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -29,14 +30,24 @@ def serve(
     cluster: ClusterName = None,
     json: Json = False,
 ) -> None:
-    """Serve a model over the OpenAI API; with nothing to serve, list what is served."""
+    """Serve a model, or list what is served.
+
+    The address that it prints takes every OpenAI client.
+    """
     client = Client.find(cluster)
     if delete:
         client.delete_endpoint(delete)
     elif model is not None:
         handle = _start(client, model, name, replicas)
-        if wait:
-            handle.wait()
+        try:
+            if wait:
+                _print_changes(handle, quiet=json)
+        except KeyboardInterrupt:
+            print(
+                f"{handle.name} goes on: `raytide serve` shows it, `raytide serve --delete {handle.name}` ends it",
+                file=sys.stderr,
+            )
+            raise
         if json:
             as_json(handle.json())
         else:
@@ -59,6 +70,15 @@ def serve(
         for status in statuses
     ]
     as_table(("ENDPOINT", "STATE", "REPLICAS", "REQUESTS", "COST", "URL", "WHY"), rows)
+
+
+def _print_changes(handle: EndpointHandle, *, quiet: bool) -> None:
+    line = ""
+    for status in handle.watch():
+        latest = f"{handle.name} is {status.endpoint.state}." + (f" {status.waiting.reason}" if status.waiting else "")
+        if latest != line and not quiet:
+            line = latest
+            print(line, flush=True)
 
 
 def _start(client: Client, model: str, name: str, replicas: str) -> EndpointHandle:

@@ -13,8 +13,9 @@ from rich.console import Console
 
 from raytide.control import cluster
 from raytide.control.client import Client
+from raytide.control.embedded import run_dir_of
 from raytide.core.errors import RaytideError
-from raytide.demo import stages
+from raytide.demo import specs, stages
 from raytide.demo.report import Report
 from raytide.demo.view import View
 from raytide.tide import Tide
@@ -35,6 +36,9 @@ def run(*, keep: bool, out: Path | None, json: bool) -> int:
             base_url = _live(view, folder, report, keep=keep)
     except RaytideError as error:
         report.problems.append(str(error))
+    finally:
+        if out is None and not (keep and base_url):
+            shutil.rmtree(folder, ignore_errors=True)
     if not report.problems:
         report.check(kept=keep)
     report.show(console)
@@ -42,11 +46,20 @@ def run(*, keep: bool, out: Path | None, json: bool) -> int:
         sys.stdout.write(jsonlib.dumps(asdict(report), default=str) + "\n")
     if keep and base_url:
         console.print(
-            f"try: curl {base_url}/models; end it with: raytide down --name {NAME}", markup=False, soft_wrap=True
+            _how_to_go_on(base_url, folder if out is None else None), markup=False, highlight=False, soft_wrap=True
         )
-    elif out is None:
-        shutil.rmtree(folder, ignore_errors=True)
+    if report.problems:
+        console.print(f"the logs: {run_dir_of(NAME) / 'logs'}", markup=False, highlight=False, soft_wrap=True)
     return 1 if report.problems else 0
+
+
+def _how_to_go_on(base_url: str, temporary: Path | None) -> str:
+    command = shutil.which("raytide") or str(Path(sys.executable).with_name("raytide"))
+    body = jsonlib.dumps({"model": specs.MODEL, "prompt": "def main(", "max_tokens": 48})
+    return (
+        f"ask it:  curl {base_url}/completions -H 'content-type: application/json' -d '{body}'\n"
+        f"end it:  {command} down --name {NAME}" + (f" && rm -r {temporary}" if temporary else "")
+    )
 
 
 def _live(view: View, folder: Path, report: Report, *, keep: bool) -> str:

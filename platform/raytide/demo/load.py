@@ -46,16 +46,18 @@ class LoadReport:
     def tokens_per_s(self) -> float:
         return sum(answer.tokens for answer in self.answers) / self.took_s
 
-    def ttft_s(self, quantile: float) -> float:
-        """Of the requests that were answered; not a number when none was."""
-        times = sorted(answer.ttft_s for answer in self.answers if not answer.error)
-        return times[min(len(times) - 1, int(quantile * len(times)))] if times else float("nan")
-
     @property
     def ttft_median_s(self) -> float:
-        return (
-            median(a.ttft_s for a in self.answers if not a.error) if self.failed < len(self.answers) else float("nan")
-        )
+        """Not a number when no request was answered."""
+        return median(self._ttfts_s or (float("nan"),))
+
+    @property
+    def ttft_slowest_s(self) -> float:
+        return max(self._ttfts_s, default=float("nan"))
+
+    @property
+    def _ttfts_s(self) -> list[float]:
+        return [answer.ttft_s for answer in self.answers if not answer.error]
 
 
 def send(base_url: str, model: str, *, concurrency: int) -> LoadReport:

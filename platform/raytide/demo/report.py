@@ -90,7 +90,9 @@ class Report:
         if self.load is not None:
             speed = f"{self.load.tokens_per_s:,.0f} tokens/s over {len(self.load.answers)} streams"
             rows.append(("serving", speed))
-            rows.append(("first token", f"median {self.load.ttft_median_s:.2f} s, p99 {self.load.ttft_s(0.99):.2f} s"))
+            rows.append(
+                ("first token", f"median {self.load.ttft_median_s:.2f} s, slowest {self.load.ttft_slowest_s:.2f} s")
+            )
         launched = Counter(node.type for node in self.nodes)
         removed = Counter(node.type for node in self.nodes if node.state is NodeState.GONE)
         for node_type, count in sorted(launched.items()):

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from raytide.autoscaler.providers.local_spot import reclaim
-from raytide.core.errors import RaytideError, WaitTimeoutError
+from raytide.core.errors import RaytideError
 from raytide.core.fleet import NodeState
 from raytide.core.gang import Lease
 from raytide.demo import specs
@@ -54,7 +54,7 @@ def train(tide: Tide, run_dir: Path, out: Path, say: Say, report: Report) -> str
             reclaim(run_dir, victim)
             say(f"step {step}: took {victim} back by force")
         else:
-            say(_doing(run, f"step {step} of {spec.steps}, loss {losses[-1] if losses else float('nan'):.3f}"))
+            say(_doing(run, f"step {step} of {spec.steps}" + (f", loss {losses[-1]:.3f}" if losses else "")))
     run.wait()
     progress = run.progress
     report.first_loss, report.last_loss = float(progress["first_loss"]), float(progress["loss"])
@@ -66,12 +66,8 @@ def train(tide: Tide, run_dir: Path, out: Path, say: Say, report: Report) -> str
 
 def start_endpoint(tide: Tide, model: str, say: Say) -> EndpointHandle:
     handle = tide.serve(specs.serve(model))
-    deadline = time.monotonic() + _STAGE_TIMEOUT_S
-    while handle.refresh().status.ready_replicas < 1:
-        if time.monotonic() > deadline:
-            raise WaitTimeoutError(f"endpoint {handle.name} had no replica after {_STAGE_TIMEOUT_S:g} s.")
-        say(handle.status.waiting.reason if handle.status.waiting else "loading the model")
-        time.sleep(_POLL_S)
+    for status in handle.watch(timeout_s=_STAGE_TIMEOUT_S):
+        say(status.waiting.reason if status.waiting else "loading the model")
     say(f"answers at {handle.base_url}")
     return handle
 
@@ -91,7 +87,7 @@ def calm(tide: Tide, handle: EndpointHandle, say: Say, report: Report) -> None:
     while time.monotonic() < deadline:
         report.last_replicas = handle.refresh().status.ready_replicas
         serving = _serving_nodes(tide)
-        say(f"{report.last_replicas} replicas on {serving} nodes")
+        say(f"replicas {report.last_replicas}, nodes {serving}")
         if report.last_replicas == 1 and serving == 1:
             return
         time.sleep(_POLL_S)
@@ -113,7 +109,7 @@ def _watched_wave(tide: Tide, handle: EndpointHandle, say: Say, report: Report, 
         nodes = _serving_nodes(tide)
         report.most_replicas = max(report.most_replicas, status.ready_replicas)
         report.most_serving_nodes = max(report.most_serving_nodes, nodes)
-        say(f"wave {wave}: {status.ongoing:g} requests, {status.ready_replicas} replicas on {nodes} nodes")
+        say(f"wave {wave}: requests {status.ongoing:.0f}, replicas {status.ready_replicas}, nodes {nodes}")
         thread.join(_POLL_S)
     if isinstance(done[0], Exception):
         raise RaytideError(f"the load could not be sent: {done[0]}") from done[0]

@@ -1,0 +1,114 @@
+"""What the command line says where there is no cluster, and how it shows what it follows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import raytide
+from raytide.cli import jobs
+from raytide.cli.app import app
+from raytide.control.client import Client
+from raytide.control.views import JobView
+from raytide.core.errors import ConfigError, NotFoundError, RaytideError, UsageError
+from raytide.core.gang import GangSpec, Shape
+from raytide.core.job import Job, JobKind, JobSpec, JobState
+from raytide.run import Run
+from raytide.tide import Tide
+
+runner = CliRunner()
+NOWHERE = "http://127.0.0.1:9"
+"""Nothing listens at the discard port."""
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("API", "TOKEN", "CLUSTER_NAME"):
+        monkeypatch.delenv(f"RAYTIDE_{name}", raising=False)
+    monkeypatch.setenv("RAYTIDE_HOME", str(tmp_path))
+
+
+def error_of(*args: str) -> RaytideError:
+    error = runner.invoke(app, args).exception
+    assert isinstance(error, RaytideError)
+    return error
+
+
+def test_the_version_and_the_short_help() -> None:
+    assert runner.invoke(app, ["--version"]).stdout == f"raytide {raytide.__version__}\n"
+    assert runner.invoke(app, ["-h"]).stdout == runner.invoke(app, ["--help"]).stdout
+
+
+def test_no_command_is_described_by_half_a_sentence() -> None:
+    for args in ([], ["data"], ["autoscaler"]):
+        shown = runner.invoke(app, [*args, "--help"], terminal_width=80).stdout
+        assert "..." not in shown.partition("Commands:")[2]
+
+
+@pytest.mark.parametrize("command", ["status", "cost", "ps", "why job-1", "logs job-1", "serve", "autoscaler explain"])
+def test_without_a_cluster_the_hint_is_how_to_start_one(command: str) -> None:
+    error = error_of(*command.split())
+    assert isinstance(error, NotFoundError)
+    assert "raytide up --local" in error.hint
+
+
+def test_down_of_what_is_not_there_says_so() -> None:
+    assert runner.invoke(app, ["down", "--name", "typo"]).stdout == "there is no cluster typo; nothing was done\n"
+    assert json.loads(runner.invoke(app, ["down", "--cluster", "typo", "--json"]).stdout)["state"] == "absent"
+
+
+def test_up_without_local_says_the_whole_command() -> None:
+    error = error_of("up", "mine.yaml")
+    assert isinstance(error, UsageError)
+    assert "`raytide up mine.yaml --local`" in error.hint
+
+
+@pytest.mark.parametrize("replicas", [(3, 1), (0, 1)])
+def test_impossible_replicas_are_refused_before_anything_is_sent(replicas: tuple[int, int]) -> None:
+    with pytest.raises(ConfigError, match="replicas"):
+        Tide(Client(NOWHERE, "")).serve("model", replicas=replicas)
+
+
+def view(state: JobState, **progress: float | int | str) -> JobView:
+    spec = JobSpec(
+        kind=JobKind.TRAIN, name="tiny", gang=GangSpec(shapes=(Shape(resources={"CPU": 1.0}),)), config={"out": "/out"}
+    )
+    job = Job(id="job-1", spec=spec, user="ada", state=state, submitted_at_s=0.0, progress=progress)
+    return JobView(job=job, position=None, cost_micro_usd=0, price_micro_usd_h=0)
+
+
+class Script(Client):
+    """Answers with these views, one after the other; then the user interrupts."""
+
+    def __init__(self, *views: JobView) -> None:
+        super().__init__(NOWHERE, "")
+        self._views: Iterator[JobView] = iter(views)
+
+    def job(self, job_id: str) -> JobView:
+        try:
+            return next(self._views)
+        except StopIteration:
+            raise KeyboardInterrupt from None
+
+
+def test_a_followed_job_shows_its_numbers_and_where_the_result_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raytide.run._POLL_S", 0.0)
+    done = view(JobState.SUCCEEDED, step=2, model="/out/model")
+    client = Script(view(JobState.RUNNING, step=1, restarts=0, loss=2.34567), done, done)
+    jobs.follow(Run(client, view(JobState.QUEUED)), wait=True, json=False)
+    shown = capsys.readouterr().out.splitlines()
+    assert shown == ["job-1 running: step 1, loss 2.346", "job-1 is succeeded.", "train tiny: /out/model"]
+
+
+def test_whoever_stops_following_is_told_that_the_job_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        jobs.follow(Run(Script(), view(JobState.RUNNING)), wait=True, json=False)
+    said = capsys.readouterr().err
+    assert "job-1 goes on" in said
+    assert "raytide stop job-1" in said

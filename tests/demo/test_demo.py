@@ -1,0 +1,76 @@
+"""What the demo leaves behind, whatever ends it. That it works is for `./dev demo` to show."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from raytide import demo
+from raytide.core.errors import ClusterError
+from raytide.demo.load import Answer, LoadReport
+
+LIVE = "_live"
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def ends_with(monkeypatch: pytest.MonkeyPatch, end: BaseException | str) -> None:
+    def live(*args: object, **options: object) -> str:
+        if isinstance(end, str):
+            return end
+        raise end
+
+    monkeypatch.setattr(demo, LIVE, live)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_an_interrupt_leaves_no_folder(temporary: Path, monkeypatch: pytest.MonkeyPatch, keep: bool) -> None:
+    ends_with(monkeypatch, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        demo.run(keep=keep, out=None, json=False)
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_failure_leaves_no_folder_and_names_the_logs(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ends_with(monkeypatch, ClusterError("the head is gone."))
+    assert demo.run(keep=False, out=None, json=False) == 1
+    assert list(temporary.iterdir()) == []
+    shown = capsys.readouterr().out
+    assert "did not happen: the head is gone." in shown
+    assert "clusters/demo/logs" in shown
+
+
+def test_what_is_kept_comes_with_how_to_ask_it_and_how_to_end_it(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ends_with(monkeypatch, "http://here/v1")
+    demo.run(keep=True, out=None, json=False)
+    (folder,) = temporary.iterdir()
+    shown = capsys.readouterr().out
+    assert "curl http://here/v1/completions" in shown
+    assert f"down --name demo && rm -r {folder}" in shown
+
+
+def test_a_folder_that_the_user_chose_is_never_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = tmp_path / "mine"
+    ends_with(monkeypatch, "http://here/v1")
+    for keep in (False, True):
+        demo.run(keep=keep, out=chosen, json=False)
+        assert chosen.is_dir()
+    assert "rm -r" not in capsys.readouterr().out
+
+
+def test_the_load_report_counts_only_what_was_answered() -> None:
+    report = LoadReport((Answer(1.0, 2.0, 10), Answer(3.0, 4.0, 10), Answer(0.0, 1.0, 0, error="503")), 2.0)
+    assert (report.failed, report.tokens_per_s) == (1, 10.0)
+    assert (report.ttft_median_s, report.ttft_slowest_s) == (2.0, 3.0)
