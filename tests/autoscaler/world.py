@@ -269,7 +269,7 @@ class Cluster:
     def _apply(self, plan: Plan, look: Look, crash: CrashPoint | None, crash_in: int) -> None:
         self.provider.crash_in = crash_in if crash == "in apply" else -1
         nothing = _Nothing()
-        sources = Sources(self.provider, self.ray, self.ray, nothing, nothing)  # type: ignore[arg-type]
+        sources = Sources(self.provider, self.ray, self.ray, nothing, nothing, nothing)  # type: ignore[arg-type]
         try:
             outcome = apply(self.book, plan, look, sources, self.types, plan.at_s)
         except Crash:

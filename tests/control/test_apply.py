@@ -51,7 +51,7 @@ class Outside:
 
 
 def done(outside: Outside, world: World, *nodes: Node, actions: tuple[Drain, ...] = ()) -> Outcome:
-    sources = Sources(*cast(Any, [outside] * 5))
+    sources = Sources(*cast(Any, [outside] * 6))
     book = Book(nodes={node.id: node for node in nodes})
     return apply(book, Plan(1000.0, actions), world, sources, {"cpu": CPU}, 1000.0)
 
@@ -108,7 +108,7 @@ def test_silence_of_a_source_leads_to_no_deed_for_it() -> None:
 
 def test_a_source_that_does_not_answer_is_unknown_and_named_while_the_others_are_heard() -> None:
     outside = Outside(broken={"nodes": TimeoutError("no answer"), "load": TimeoutError("busy")})
-    world = look(Sources(*cast(Any, [outside] * 5)), endpoints=("m",), with_drivers=False)
+    world = look(Sources(*cast(Any, [outside] * 6)), endpoints=("m",), with_drivers=False, with_gangs=False)
     assert world.ray_nodes is None
     assert world.machines is not None
     assert world.drivers == {}

@@ -52,6 +52,7 @@ class World:
     drained: set[str] = field(default_factory=set)
     serving: dict[str, int] = field(default_factory=dict)
     ongoing: float = 0.0
+    api_since_s: float | None = 0.0
     fuse: int | None = None
 
     def step(self) -> None:
@@ -212,6 +213,16 @@ class Serve:
         return frozenset(self.world.serving)
 
 
+class Door:
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def open_since_s(self) -> float:
+        if self.world.api_since_s is None:
+            raise ConnectionError("connection refused")
+        return self.world.api_since_s
+
+
 class Loop:
     """A store that survives, and a controller that may not."""
 
@@ -224,7 +235,7 @@ class Loop:
 
     def fresh(self) -> Controller:
         w = self.world
-        sources = Sources(Provider(w), Gcs(w), Groups(w), Drivers(w), Serve(w))  # type: ignore[arg-type]
+        sources = Sources(Provider(w), Gcs(w), Groups(w), Drivers(w), Serve(w), Door(w))  # type: ignore[arg-type]
         return Controller(self.store, CONFIG, sources, self.clock, self.folder / "live.json")
 
     def tick(self, count: int = 1) -> None:
@@ -356,6 +367,16 @@ class TestJobs:
         assert loop.state(job) is JobState.RUNNING
         loop.until(lambda: loop.state(job) is JobState.FAILED, ticks=30)
         loop.until(loop.nothing_runs)
+
+    def test_a_gang_outlives_an_api_that_nobody_can_reach(self, loop: Loop) -> None:
+        job = loop.submit(kind=JobKind.GANG)
+        loop.until(lambda: loop.state(job) is JobState.RUNNING)
+        loop.world.api_since_s = None
+        loop.tick(60)
+        loop.world.api_since_s = loop.clock.now_s()
+        loop.tick(10)
+        assert loop.state(job) is JobState.RUNNING, "its driver is given its time to come back"
+        loop.until(lambda: loop.state(job) is JobState.FAILED, ticks=30)
 
 
 class TestEndpoints:

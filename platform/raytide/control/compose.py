@@ -9,9 +9,11 @@ from raytide.actors.gang.groups import PlacementGroups
 from raytide.actors.serving.control import ServeControl
 from raytide.autoscaler.gcs import GcsReader
 from raytide.control.cluster import provider
+from raytide.control.door import Door
 from raytide.control.drivers import Drivers
 from raytide.control.embedded import LocalCluster
 from raytide.control.world import Sources
+from raytide.core.clock import SystemClock
 
 RAY_NAMESPACE = "raytide"
 
@@ -28,4 +30,5 @@ def sources(cluster: LocalCluster) -> Sources:
         groups=PlacementGroups(),
         drivers=Drivers(cluster.dashboard_url, cluster.run_dir),
         serve=ServeControl(serve.hostname or cluster.head_ip, serve.port or 8000),
+        door=Door(cluster.api_url, SystemClock()),
     )

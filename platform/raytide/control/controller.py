@@ -73,7 +73,9 @@ class Controller:
         now_s = self._clock.now_s()
         records = self._store.load()
         book = Book.of(records)
-        world = look(self._sources, endpoints=_served(book), with_drivers=_has_drivers(book))
+        world = look(
+            self._sources, endpoints=_served(book), with_drivers=_has_drivers(book), with_gangs=_has_gangs(book)
+        )
         if world.ray_nodes is not None:
             self._idle = self._idle.observe(world.ray_nodes, now_s)
         advance(book, world, now_s)
@@ -168,6 +170,10 @@ def _served(book: Book) -> tuple[str, ...]:
 def _has_drivers(book: Book) -> bool:
     """Whether there can be a driver to ask for: a look costs a request, and most clusters are idle most of the time."""
     return any(job.spec.kind is not JobKind.GANG and job.state is not JobState.QUEUED for job in book.jobs.values())
+
+
+def _has_gangs(book: Book) -> bool:
+    return any(job.spec.kind is JobKind.GANG for job in book.jobs.values())
 
 
 def main(run_dir: str) -> None:

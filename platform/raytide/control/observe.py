@@ -85,7 +85,7 @@ def _advance_jobs(book: Book, world: World, now_s: float) -> None:
     for job in tuple(book.jobs.values()):
         key = DriverKey(job.id, job.restarts)
         status = DriverStatus(key, "unknown") if world.drivers is None else world.drivers.get(key)
-        after, lease = jobs.advance(job, held.get(job.id), status, now_s)
+        after, lease = jobs.advance(job, held.get(job.id), status, now_s, heard_since_s=world.heard_since_s)
         book.jobs[job.id] = after
         if lease is not None:
             book.leases[lease.id] = lease

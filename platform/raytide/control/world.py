@@ -13,6 +13,7 @@ from raytide.actors.serving.control import ServeControl
 from raytide.autoscaler.gcs import GcsReader
 from raytide.autoscaler.providers.base import Machine, Notice, Provider
 from raytide.autoscaler.ray_node import RayNode
+from raytide.control.door import Door
 from raytide.control.drivers import Drivers
 from raytide.core.endpoint import EndpointLoad
 from raytide.core.logs import logger
@@ -34,6 +35,8 @@ class World:
     drivers: Mapping[DriverKey, DriverStatus] | None
     loads: Mapping[str, EndpointLoad | None]
     errors: tuple[str, ...] = ()
+    heard_since_s: float | None = None
+    """Since when drivers can make themselves heard; None while the API does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +48,10 @@ class Sources:
     groups: PlacementGroups
     drivers: Drivers
     serve: ServeControl
+    door: Door
 
 
-def look(sources: Sources, *, endpoints: tuple[str, ...], with_drivers: bool) -> World:
+def look(sources: Sources, *, endpoints: tuple[str, ...], with_drivers: bool, with_gangs: bool) -> World:
     """Ask everybody once. What did not answer is None (or empty where that is safe): silence proves nothing."""
     errors: list[str] = []
 
@@ -67,5 +71,6 @@ def look(sources: Sources, *, endpoints: tuple[str, ...], with_drivers: bool) ->
         groups=ask("placement groups", sources.groups.list),
         drivers=ask("drivers", sources.drivers.statuses) if with_drivers else {},
         loads={name: ask(f"load of {name}", partial(sources.serve.load, name)) for name in endpoints},
+        heard_since_s=ask("API", sources.door.open_since_s) if with_gangs else None,
         errors=tuple(errors),
     )

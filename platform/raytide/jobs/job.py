@@ -39,12 +39,17 @@ class DriverStatus:
     message: str = ""
 
 
-def advance(job: Job, lease: Lease | None, driver: DriverStatus | None, now_s: float) -> tuple[Job, Lease | None]:
-    """The job as it is now, and its lease, released when the job is over. A status of another attempt is old news."""
+def advance(
+    job: Job, lease: Lease | None, driver: DriverStatus | None, now_s: float, *, heard_since_s: float | None = 0.0
+) -> tuple[Job, Lease | None]:
+    """The job as it is now, and its lease, released when the job is over. A status of another attempt is old news.
+
+    `heard_since_s`: since when the drivers of gangs can make themselves heard; None while they cannot.
+    """
     if driver is not None and driver.key != DriverKey(job.id, job.restarts):
         driver = None
     if not job.is_final:
-        job = _step(_follow_lease(job, lease, now_s), driver, now_s)
+        job = _step(_follow_lease(job, lease, now_s), driver, now_s, heard_since_s)
     if job.is_final and lease is not None:
         lease = release(lease, f"{job.id} {job.state}")
     return job, lease
@@ -70,9 +75,9 @@ def _follow_lease(job: Job, lease: Lease | None, now_s: float) -> Job:
     return job
 
 
-def _step(job: Job, driver: DriverStatus | None, now_s: float) -> Job:
+def _step(job: Job, driver: DriverStatus | None, now_s: float, heard_since_s: float | None) -> Job:
     if job.spec.kind is JobKind.GANG:
-        return _step_gang(job, now_s)
+        return _step_gang(job, now_s, heard_since_s)
     if driver is not None and driver.state == "succeeded":
         return _end(job, JobState.SUCCEEDED, driver.message, now_s)
     if job.stop_requested:
@@ -84,7 +89,7 @@ def _step(job: Job, driver: DriverStatus | None, now_s: float) -> Job:
     return job
 
 
-def _step_gang(job: Job, now_s: float) -> Job:
+def _step_gang(job: Job, now_s: float, heard_since_s: float | None) -> Job:
     if job.released_by_driver is not None:
         error = job.released_by_driver
         return _end(
@@ -93,7 +98,7 @@ def _step_gang(job: Job, now_s: float) -> Job:
     if job.stop_requested:
         return _end(job, JobState.STOPPED, "stopped on request", now_s)
     heard_at_s = job.submitted_at_s if job.heartbeat_at_s is None else job.heartbeat_at_s
-    if now_s - heard_at_s > job.spec.heartbeat_timeout_s:
+    if heard_since_s is not None and now_s - max(heard_at_s, heard_since_s) > job.spec.heartbeat_timeout_s:
         why = f"its driver has not asked for its lease for {job.spec.heartbeat_timeout_s:g} s: dead, or cut off"
         return _end(job, JobState.FAILED, why, now_s)
     return job
