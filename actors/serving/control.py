@@ -149,7 +149,7 @@ class ServeControl:
 
 
 def _spec_key(name: str) -> bytes:
-    """What was last deployed (when it was created, and its spec): a restarted controller tells a new one from the old."""
+    """What was last deployed, and when it was created: a restarted controller tells a new one from the old."""
     return f"{name}/spec".encode()
 
 

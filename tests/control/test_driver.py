@@ -47,7 +47,7 @@ class Api:
 @pytest.fixture
 def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     taken: list[float] = []
-    monkeypatch.setattr(driver.time, "sleep", taken.append)
+    monkeypatch.setattr("raytide.control.driver.time.sleep", taken.append)
     return taken
 
 
@@ -58,7 +58,7 @@ def run(monkeypatch: pytest.MonkeyPatch, folder: Path, api: Api, error: Exceptio
 
     (folder / "cluster.json").write_text(json.dumps({"gcs_address": "127.0.9.1:6379"}))
     monkeypatch.setattr("ray.init", lambda **_: None)
-    monkeypatch.setattr(driver.Client, "from_run_dir", lambda _: api)
+    monkeypatch.setattr("raytide.control.driver.Client.from_run_dir", lambda _: api)
     monkeypatch.setattr(driver, "DRIVERS", {JobKind.DATA: work})
     return driver.main(str(folder), "job-1")
 
