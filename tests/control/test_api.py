@@ -130,6 +130,12 @@ class TestJobs:
         assert client.post("/v1/jobs/job-1/stop").json()["job"]["stop_requested"] is True
         assert store.job("job-1").stop_requested
 
+    def test_a_report_that_no_list_of_jobs_could_show_is_refused(self, client: TestClient) -> None:
+        client.post("/v1/jobs", json=GANG)
+        response = client.post("/v1/jobs/job-1/report", json={"step": 1, "losses": [2.5]})
+        assert (response.status_code, "losses" in error(response)["message"]) == (400, True)
+        assert client.get("/v1/jobs/job-1").json()["job"]["progress"] == {}
+
     def test_reports_add_up_by_name(self, client: TestClient) -> None:
         client.post("/v1/jobs", json=GANG)
         client.post("/v1/jobs/job-1/report", json={"step": 1, "loss": 2.5})

@@ -82,6 +82,3 @@ class Snapshot:
     next_lease: int = 1
     ray_answers: bool = True
     """False when Ray could not be asked: what it last said of its nodes is not known; nothing is given up for it."""
-
-    def node_type(self, name: str) -> NodeType | None:
-        return next((t for t in self.node_types if t.name == name), None)

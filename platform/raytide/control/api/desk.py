@@ -21,7 +21,7 @@ from raytide.core.cluster import ClusterConfig
 from raytide.core.data_spec import DataSpec
 from raytide.core.endpoint import ServeSpec
 from raytide.core.entry import Entry, EntryKind
-from raytide.core.errors import ConfigError, DataError, LeaseLostError
+from raytide.core.errors import ConfigError, DataError, LeaseLostError, UsageError
 from raytide.core.fleet import LIVE_STATES, NodeState
 from raytide.core.gang import GangSpec, Lease, LeaseState, Shape
 from raytide.core.job import Job, JobKind, JobSpec, JobState
@@ -80,9 +80,14 @@ class Desk:
         job = self._owned(job_id, caller)
         return "".join(self._drivers.logs(DriverKey(job.id, attempt)) for attempt in range(job.restarts + 1))
 
-    def report(self, job_id: str, caller: Caller, progress: Mapping[str, float | int | str]) -> None:
+    def report(self, job_id: str, caller: Caller, progress: Mapping[str, object]) -> None:
         self._owned(job_id, caller)
-        self._store.report(job_id, progress, self._clock.now_s())
+        known = {name: value for name, value in progress.items() if isinstance(value, int | float | str)}
+        if odd := sorted(progress.keys() - known.keys()):
+            raise UsageError(
+                f"progress {odd[0]!r} of {job_id} is neither number nor text.", hint="Report one of these."
+            )
+        self._store.report(job_id, known, self._clock.now_s())
 
     def release(self, job_id: str, caller: Caller, error: str) -> None:
         self._owned(job_id, caller)
