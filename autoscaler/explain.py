@@ -8,6 +8,7 @@ from typing import Any
 
 _SUBJECT = {
     "admit": "job_id",
+    "requeue": "job_id",
     "wait": "subject",
     "assign": "lease_id",
     "unassign": "lease_id",
@@ -57,4 +58,6 @@ def _detail(kind: str, action: Mapping[str, Any]) -> str:
             return f" ({action['constraint']})"
         case "admit":
             return f" gets {action['lease']['id']}: {action['lease']['shape']}"
+        case "requeue":
+            return f" gives {action['lease_id']} back"
     return ""

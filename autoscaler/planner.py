@@ -12,7 +12,7 @@ from raytide.autoscaler import endpoints, shrink
 from raytide.core.fleet import NodeState
 from raytide.core.gang import Lease, LeaseState, MemberState, Shape
 from raytide.core.money import format_usd
-from raytide.core.plan import Action, Assign, Launch, Scale, Terminate, Unassign, Wait
+from raytide.core.plan import Action, Assign, Launch, Requeue, Scale, Terminate, Unassign, Wait
 from raytide.core.replicas import is_replica, missing_replicas, replica_shape
 from raytide.core.room import Placements, Room, Seat
 from raytide.core.shortfall import Shortfall, amounts
@@ -114,7 +114,8 @@ def _seat_lease(draft: _Draft, lease: Lease) -> None:
     placed = draft.room.place(lease.shape, len(waiting), at_least=needed, subject=subject)
     if isinstance(placed, Shortfall):
         draft.wait(lease.job_id, placed)
-        _give_back(draft, lease, placed)
+        if not _stands(lease):
+            _give_back(draft, lease, placed)
         return
     draft.promise(placed, lease.id, f"{subject} needs {len(waiting)} x ({amounts(lease.shape)})")
     for member, seat in zip(waiting, placed, strict=False):
@@ -126,13 +127,23 @@ def _seat_lease(draft: _Draft, lease: Lease) -> None:
 
 
 def _give_back(draft: _Draft, lease: Lease, short: Shortfall) -> None:
-    """A launch transaction that failed half-way ends here: a gang of which nothing stands yet lets go of its nodes."""
-    if any(member.is_usable or member.state is MemberState.FORMING for member in lease.members):
-        return
+    """A launch transaction that failed half-way ends here: a gang of which nothing stands yet lets go of its nodes.
+
+    When its pools are out of stock and the job named other shapes, they get their turn.
+    """
     for member in lease.members:
         if member.state is MemberState.ASSIGNED:
             reason = f"the rest of its gang cannot be placed: {short.reason}"
             draft.actions.append(Unassign(lease.id, member.index, member.node_id, reason))
+
+    job = next((job for job in draft.snapshot.jobs if job.id == lease.job_id), None)
+    if short.constraint == "stock" and job is not None and len(job.spec.gang.shapes) > 1:
+        reason = f"{lease.shape.describe()} cannot be had ({short.reason}); its other shapes get their turn"
+        draft.actions.append(Requeue(job.id, lease.id, reason))
+
+
+def _stands(lease: Lease) -> bool:
+    return any(member.is_usable or member.state is MemberState.FORMING for member in lease.members)
 
 
 def _say_starting(draft: _Draft, lease: Lease) -> None:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 START_TIMEOUT_S = 120.0
 
-Key = tuple[int, int, int]
-"""Member index, its incarnation, and the rank's slot inside the member."""
+Key = tuple[int, int, int, str]
+"""Member index, its incarnation, the rank's slot inside the member, and the member's placement group."""
 
 
 @dataclass(slots=True, eq=False)
@@ -123,7 +123,7 @@ class Crew:
 
 
 def key_of(member: Member, slot: int) -> Key:
-    return member.index, member.incarnation, slot
+    return member.index, member.incarnation, slot, member.placement_group_id
 
 
 def slots_of(shape: Shape) -> int:

@@ -343,6 +343,19 @@ class TestJobs:
         loop.world.stocked_out = set()
         loop.until(lambda: loop.state(job) is JobState.RUNNING, ticks=1000)
 
+    def test_a_gang_whose_first_shape_sells_out_gets_its_second(self, loop: Loop) -> None:
+        spot, owned = ({"ray.io/market-type": market} for market in ("spot", "on-demand"))
+        shapes = tuple(Shape(members=2, resources={"CPU": 1.0}, labels=labels) for labels in (spot, owned))
+        loop.world.stocked_out = {"cpu1.spot"}
+        spec = JobSpec(kind=JobKind.TRAIN, name="either", gang=GangSpec(shapes=shapes))
+        job = loop.store.submit_job(spec, "ana", loop.clock.now_s()).id
+        loop.until(lambda: loop.state(job) is JobState.RUNNING, ticks=100)
+        lease = loop.store.lease_of(job)
+        assert lease is not None and lease.shape == shapes[1]
+        assert set(loop.world.running) == {DriverKey(job, 0)}
+        assert loop.store.job(job).restarts == 0
+        loop.check_ledger()
+
     def test_a_driver_that_died_is_started_again_and_one_that_failed_is_not(self, loop: Loop) -> None:
         job = loop.submit()
         loop.until(lambda: DriverKey(job, 0) in loop.world.running)

@@ -28,7 +28,7 @@ from raytide.core.durable import write_json
 from raytide.core.endpoint import EndpointState
 from raytide.core.entry import Occupancy
 from raytide.core.gang import LeaseState
-from raytide.core.job import JobKind, JobState
+from raytide.core.job import JobKind
 from raytide.core.logs import log_to, logger
 from raytide.core.money import to_us
 from raytide.core.plan import Plan, Wait, describe
@@ -169,7 +169,7 @@ def _served(book: Book) -> tuple[str, ...]:
 
 def _has_drivers(book: Book) -> bool:
     """Whether there can be a driver to ask for: a look costs a request, and most clusters are idle most of the time."""
-    return any(job.spec.kind is not JobKind.GANG and job.state is not JobState.QUEUED for job in book.jobs.values())
+    return any(job.spec.kind is not JobKind.GANG and job.admitted_at_s is not None for job in book.jobs.values())
 
 
 def _has_gangs(book: Book) -> bool:

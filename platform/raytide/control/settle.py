@@ -9,7 +9,7 @@ from raytide.autoscaler import endpoints, instances, pools
 from raytide.control.observe import Book
 from raytide.core.fleet import NodeState, NodeType
 from raytide.core.job import JobState
-from raytide.core.plan import Admit, Assign, Drain, Launch, Plan, Scale, Terminate, Unassign
+from raytide.core.plan import Admit, Assign, Drain, Launch, Plan, Requeue, Scale, Terminate, Unassign
 from raytide.jobs import leases
 
 
@@ -29,6 +29,9 @@ def settle(book: Book, plan: Plan, node_types: Mapping[str, NodeType]) -> None:
                 book.leases[lease_id] = leases.assign(book.leases[lease_id], member, node_id)
             case Unassign(lease_id=lease_id, member=member):
                 book.leases[lease_id] = leases.unassign(book.leases[lease_id], member)
+            case Requeue(job_id=job_id, lease_id=lease_id, reason=reason):
+                book.leases[lease_id] = leases.release(book.leases[lease_id], reason)
+                book.jobs[job_id] = replace(book.jobs[job_id], state=JobState.QUEUED, reason=reason)
             case Scale(endpoint=name):
                 book.endpoints[name] = endpoints.scaled(book.endpoints[name], action)
             case Drain(kind="notice", node_id=node_id, deadline_s=deadline_s, reason=reason):

@@ -48,6 +48,15 @@ class Unassign:
 
 
 @dataclass(frozen=True, slots=True)
+class Requeue:
+    """End a lease of which nothing stands, so that its job may be admitted with another of its shapes."""
+
+    job_id: str
+    lease_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Launch:
     """Buy a node. `node_id` is the idempotency key at the provider."""
 
@@ -84,7 +93,7 @@ class Terminate:
     reason: str
 
 
-Action = Admit | Wait | Assign | Unassign | Launch | Scale | Drain | Terminate
+Action = Admit | Wait | Assign | Unassign | Requeue | Launch | Scale | Drain | Terminate
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,20 +58,25 @@ def advance(
 def wanted_drivers(jobs: Iterable[Job]) -> frozenset[DriverKey]:
     """The drivers that should be alive; one that is not there is started, every other one is ended.
 
-    A driver starts as soon as its job is admitted, while the nodes do.
+    A driver starts as soon as its job is admitted, while the nodes do, and lives on while its job is queued again.
     """
     return frozenset(
-        DriverKey(job.id, job.restarts)
-        for job in jobs
-        if job.state in (JobState.ADMITTED, JobState.RUNNING) and job.spec.kind is not JobKind.GANG
+        DriverKey(job.id, job.restarts) for job in jobs if job.spec.kind is not JobKind.GANG and _has_driver(job)
     )
+
+
+def _has_driver(job: Job) -> bool:
+    was_admitted = job.state is JobState.QUEUED and job.admitted_at_s is not None
+    return was_admitted or job.state in (JobState.ADMITTED, JobState.RUNNING)
 
 
 def _follow_lease(job: Job, lease: Lease | None, now_s: float) -> Job:
     if job.state is JobState.QUEUED and lease is not None:
         job = replace(job, state=JobState.ADMITTED, admitted_at_s=now_s, reason=f"it has {lease.id}")
     if job.state is JobState.ADMITTED and lease is not None and lease.state is LeaseState.ACTIVE:
-        job = replace(job, state=JobState.RUNNING, started_at_s=now_s, reason=f"{lease.id} is active")
+        job = replace(
+            job, state=JobState.RUNNING, started_at_s=job.started_at_s or now_s, reason=f"{lease.id} is active"
+        )
     return job
 
 
