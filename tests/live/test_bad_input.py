@@ -24,9 +24,10 @@ Cli = Callable[..., "subprocess.CompletedProcess[str]"]
 
 def refused(done: subprocess.CompletedProcess[str], code: int) -> str:
     assert done.returncode == code, (done.stdout, done.stderr)
-    assert done.stderr.startswith("raytide: ")
+    (message,) = [line for line in done.stderr.splitlines() if line.startswith("raytide: ")]
+    assert done.stderr.rstrip().endswith(message)
     assert "Traceback" not in done.stderr
-    return done.stderr
+    return message
 
 
 def write(path: Path, data: object) -> str:
