@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 import raytide
+from raytide import demo
 from raytide.cli import jobs
 from raytide.cli.app import app
 from raytide.control.client import Client
@@ -112,3 +115,24 @@ def test_whoever_stops_following_is_told_that_the_job_goes_on(capsys: pytest.Cap
     said = capsys.readouterr().err
     assert "job-1 goes on" in said
     assert "raytide stop job-1" in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_demo_whose_terminal_closes_still_cleans_up(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    cleaned: list[bool] = []
+
+    def run(**options: object) -> int:
+        try:
+            os.kill(os.getpid(), number)
+        finally:
+            cleaned.append(True)
+        return 0
+
+    monkeypatch.setattr(demo, "run", run)
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        assert runner.invoke(app, ["demo"]).exit_code == 128 + number
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    assert cleaned == [True]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -23,4 +25,10 @@ def demo(
     """
     from raytide.demo import run
 
+    for number in (signal.SIGTERM, signal.SIGHUP):  # as on Ctrl-C, the cluster is ended first
+        signal.signal(number, _leave)
     raise typer.Exit(run(keep=keep, out=out, json=json))
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
