@@ -1,16 +1,10 @@
-"""A tiny token dataset, and ranks as forked processes.
-
-Forked children of a parent that has imported torch start in a tenth of a second; a spawned one takes 5 s to import it.
-"""
+"""A tiny token dataset, a spec for it, and ranks as processes."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
 import json
-import multiprocessing
-import os
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.actors.trainer import trainer_ranks
 
 from raytide.core.train_spec import ModelSpec, OptimSpec, TrainSpec
 
@@ -94,48 +89,10 @@ RunRanks = Callable[..., list[Any]]
 
 @pytest.fixture
 def run_ranks(tmp_path: Path) -> RunRanks:
-    """`run_ranks(world, work)`: the value of `work(rank, world, rendezvous file)` in each of `world` forked processes.
-
-    A rank that raises or hangs fails the test, with its traceback.
-    """
+    """`run_ranks(world, work, *args)`: what `work(*args, rank, world, meeting place)` gives in each rank's process."""
     meets = (str(tmp_path / f"meet-{number}") for number in itertools.count())
 
-    def run(world: int, work: Callable[[int, int, str], Any], timeout_s: float = 90.0) -> list[Any]:
-        return _run_ranks(world, work, next(meets), timeout_s)
+    def run(world: int, work: Callable[..., Any], *args: Any) -> list[Any]:
+        return trainer_ranks.run(world, next(meets), work, args, timeout_s=90.0)
 
     return run
-
-
-def _run_ranks(world: int, work: Callable[[int, int, str], Any], meet: str, timeout_s: float) -> list[Any]:
-    context = multiprocessing.get_context("fork")
-    pipes, children = [], []
-    for rank in range(world):
-        here, there = context.Pipe(duplex=False)
-        child = context.Process(target=_child, args=(there, work, rank, world, meet), daemon=True)
-        child.start()
-        there.close()
-        pipes.append(here)
-        children.append(child)
-    try:
-        results = []
-        for rank, pipe in enumerate(pipes):
-            assert pipe.poll(timeout_s), f"rank {rank} of {world} gave nothing within {timeout_s} s"
-            ok, value = pipe.recv()
-            assert ok, f"rank {rank} of {world} failed:\n{value}"
-            results.append(value)
-        return results
-    finally:
-        for child in children:
-            child.join(5.0)
-            child.kill()
-            child.join()
-
-
-def _child(pipe: Any, work: Callable[[int, int, str], Any], rank: int, world: int, meet: str) -> None:
-    torch.set_num_threads(1)
-    try:
-        pipe.send((True, work(rank, world, meet)))
-    except BaseException:
-        pipe.send((False, traceback.format_exc()))
-    pipe.close()
-    os._exit(0)

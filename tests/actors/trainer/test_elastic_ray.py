@@ -98,15 +98,18 @@ class FakeLeases:
 def local_ray() -> Iterator[None]:
     import ray
 
-    if ray.is_initialized():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        environment = {"PYTHONPATH": str(Path(raytide.core.__file__).parents[2]), "RAY_AUTH_MODE": "disabled"}
+        ray.init(
+            address="local",  # beside whatever cluster this machine or session runs
+            num_cpus=3,
+            include_dashboard=False,
+            runtime_env={"env_vars": environment},
+            log_to_driver=False,
+        )
         yield
-        return
-    root = str(Path(raytide.core.__file__).parents[2])
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    environment = {"PYTHONPATH": root, "RAY_AUTH_MODE": os.environ["RAY_AUTH_MODE"]}
-    ray.init(num_cpus=3, include_dashboard=False, runtime_env={"env_vars": environment}, log_to_driver=False)
-    yield
-    ray.shutdown()
+        ray.shutdown()
 
 
 class Run:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from tests.actors.trainer.trainer_ranks import shrink_and_grow, stop_at, train
 
 from raytide.actors.trainer import group
 from raytide.actors.trainer.local import train_local
@@ -16,17 +16,6 @@ from raytide.core.errors import TrainError
 from raytide.core.train_spec import ModelSpec, OptimSpec, TrainSpec
 
 RunRanks = Callable[..., list[Any]]
-
-
-def train(spec: TrainSpec, rank: int, world: int, meet: str) -> list[float]:
-    """This rank's view of every step's loss, from the latest checkpoint to the end."""
-    mine = group.join(dist.FileStore(meet, world), rank, world, timeout_s=30.0)
-    trainer = Trainer(spec, mine)
-    trainer.restore()
-    losses: list[float] = []
-    trainer.run(on_step=lambda result: losses.append(result.loss))
-    group.leave()
-    return losses
 
 
 def alone(spec: TrainSpec) -> list[float]:
@@ -43,7 +32,7 @@ def test_any_world_gives_the_losses_of_one_process(
     curves = {}
     for world in (1, 2, 4):
         here = spec.model_copy(update={"out": f"{spec.out}-{world}"})
-        by_rank = run_ranks(world, lambda *seat, here=here: train(here, *seat))
+        by_rank = run_ranks(world, train, here)
         assert all(curve == by_rank[0] for curve in by_rank)
         curves[world] = by_rank[0]
     assert len(curves[1]) == spec.steps
@@ -55,63 +44,35 @@ def test_any_world_gives_the_losses_of_one_process(
 def test_a_batch_that_does_not_divide_is_shared_out(spec: TrainSpec, run_ranks: RunRanks) -> None:
     """5 sequences over 3 ranks in microbatches of 1: ranks with one sequence pad their second microbatch."""
     spec = spec.model_copy(update={"global_batch": 5, "micro_batch": 1, "steps": 5})
-    spread = run_ranks(3, lambda *seat: train(spec.model_copy(update={"out": spec.out + "-3"}), *seat))[0]
+    spread = run_ranks(3, train, spec.model_copy(update={"out": spec.out + "-3"}))[0]
     assert max(abs(a - b) for a, b in zip(alone(spec), spread, strict=True)) <= 5e-6
 
 
 def test_more_ranks_than_sequences_still_train(spec: TrainSpec, run_ranks: RunRanks) -> None:
     spec = spec.model_copy(update={"global_batch": 1, "steps": 3})
-    spread = run_ranks(2, lambda *seat: train(spec.model_copy(update={"out": spec.out + "-2"}), *seat))[0]
+    spread = run_ranks(2, train, spec.model_copy(update={"out": spec.out + "-2"}))[0]
     assert max(abs(a - b) for a, b in zip(alone(spec), spread, strict=True)) <= 5e-6
 
 
 def test_untied_embeddings_train_alike(spec: TrainSpec, run_ranks: RunRanks) -> None:
     model = ModelSpec(dim=32, layers=2, heads=4, max_seq_len=64, tie_embeddings=False)
     spec = spec.model_copy(update={"model": model, "steps": 4})
-    spread = run_ranks(2, lambda *seat: train(spec.model_copy(update={"out": spec.out + "-2"}), *seat))[0]
+    spread = run_ranks(2, train, spec.model_copy(update={"out": spec.out + "-2"}))[0]
     assert max(abs(a - b) for a, b in zip(alone(spec), spread, strict=True)) <= 5e-6
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_resume_on_the_same_layout_is_bit_equal(spec: TrainSpec, run_ranks: RunRanks, world: int) -> None:
-    whole = run_ranks(world, lambda *seat: train(spec.model_copy(update={"out": spec.out + "-whole"}), *seat))[0]
+    whole = run_ranks(world, train, spec.model_copy(update={"out": spec.out + "-whole"}))[0]
 
-    def stop_at_four(rank: int, world: int, meet: str) -> list[float]:
-        mine = group.join(dist.FileStore(meet, world), rank, world, timeout_s=30.0)
-        trainer = Trainer(spec, mine)
-        losses: list[float] = []
-        finished = trainer.run(
-            on_step=lambda result: losses.append(result.loss), paused=lambda: rank == world - 1 and len(losses) == 4
-        )
-        assert not finished
-        group.leave()
-        return losses
-
-    before = run_ranks(world, stop_at_four)[0]
-    after = run_ranks(world, lambda *seat: train(spec, *seat))[0]
+    before = run_ranks(world, stop_at, spec, 4)[0]
+    after = run_ranks(world, train, spec)[0]
     assert before + after == whole
 
 
-def test_survivors_re_form_in_their_own_process(spec: TrainSpec, run_ranks: RunRanks, tmp_path: Any) -> None:
+def test_survivors_re_form_in_their_own_process(spec: TrainSpec, run_ranks: RunRanks) -> None:
     """2 -> 1 -> 2 ranks, without a new process for the one that stays, on the curve of one process."""
-
-    def part(rank: int, world: int, meet: str, until: int) -> list[float]:
-        mine = group.join(dist.FileStore(meet, world), rank, world, timeout_s=30.0)
-        trainer = Trainer(spec, mine)
-        trainer.restore()
-        losses: list[float] = []
-        trainer.run(on_step=lambda result: losses.append(result.loss), paused=lambda: trainer.steps_done == until)
-        group.leave()
-        return losses
-
-    def life(rank: int, world: int, meet: str) -> list[float]:
-        losses = part(rank, 2, meet + "a", 3)
-        if rank == 0:
-            losses += part(0, 1, meet + "b", 6)
-        losses += part(rank, 2, meet + "c", 10)  # rank 1 waits here for the one that went on alone
-        return losses
-
-    followed = run_ranks(2, life)
+    followed = run_ranks(2, shrink_and_grow, spec)
     reference = alone(spec.model_copy(update={"out": spec.out + "-alone"}))
     assert max(abs(a - b) for a, b in zip(followed[0], reference, strict=True)) <= 5e-6
     assert followed[1] == followed[0][:3] + followed[0][6:]
