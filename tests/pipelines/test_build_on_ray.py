@@ -29,6 +29,7 @@ def ray_cluster() -> Iterator[Any]:
     before = os.environ.get("RAY_AUTH_MODE")
     os.environ["RAY_AUTH_MODE"] = "disabled"
     ray.init(
+        address="local",
         num_cpus=2,
         namespace="raytide",
         include_dashboard=False,

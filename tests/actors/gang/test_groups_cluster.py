@@ -40,6 +40,7 @@ def ray() -> Iterator[Any]:
         import ray
 
         ray.init(
+            address="local",
             num_cpus=4,
             namespace="raytide",
             include_dashboard=False,
