@@ -13,10 +13,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from raytide.kernels.paged import PagedBatch
+from raytide.kernels import ref
+from raytide.kernels.core import AttentionSpec, Norm, PagedBatch
 from raytide.kernels.registry import register
 
-__all__ = ["attention", "linear", "rms_norm"]
+__all__ = ["add_norm", "attention", "linear", "norm"]
 
 Tensor = torch.Tensor
 
@@ -24,9 +25,14 @@ _GROUP_SLOTS = 4096  # padded context slots gathered at once
 _PACK_ROWS = 64  # the row count that oneDNN is told to pack for
 
 
-@register("rms_norm", "cpu")
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return F.rms_norm(x, weight.shape, weight, eps)
+@register("norm", "cpu")
+def norm(x_TN: Tensor, by: Norm) -> Tensor:
+    return ref.norm(x_TN, by) if by.kind == "layer" else F.rms_norm(x_TN, by.weight.shape, by.weight, by.eps)
+
+
+@register("add_norm", "cpu")
+def add_norm(x_TN: Tensor, delta_TN: Tensor, by: Norm) -> Tensor:
+    return norm(x_TN.add_(delta_TN), by)
 
 
 def _can_pack() -> bool:
@@ -80,18 +86,20 @@ class _Prefill:
 
 
 @register("attention", "cpu")
-def attention(batch: PagedBatch) -> Callable[[Tensor, Tensor], Tensor]:
-    groups, prefills = _decode_groups(batch), _prefills(batch)
+def attention(batch: PagedBatch, spec: AttentionSpec) -> Callable[[Tensor, Tensor], Tensor]:
+    if spec.softcap is not None or spec.window is not None:
+        return ref.attention(batch, spec)
+    groups, prefills, scale = _decode_groups(batch), _prefills(batch), spec.scale
 
     def attend(q_THD: Tensor, cache_2SKD: Tensor) -> Tensor:
         _, _, kv_heads, dim = cache_2SKD.shape
         cache_by_block = cache_2SKD.view(2, -1, batch.block_size * kv_heads * dim)
         if len(groups) == 1 and groups[0].rows is None:
-            return _attend_group(groups[0], q_THD, cache_by_block, kv_heads)
+            return _attend_group(groups[0], q_THD, cache_by_block, kv_heads, scale)
         out_THD = torch.empty_like(q_THD)
         for group in groups:
             rows = group.rows if group.rows is not None else slice(None)
-            out_THD[rows] = _attend_group(group, q_THD[rows], cache_by_block, kv_heads)
+            out_THD[rows] = _attend_group(group, q_THD[rows], cache_by_block, kv_heads, scale)
         for chunk in prefills:
             k, v = cache_by_block.index_select(1, chunk.blocks).view(2, 1, -1, kv_heads, dim).transpose(2, 3)
             mask = None if chunk.mask_TL is None else chunk.mask_TL.to(q_THD.dtype)
@@ -101,6 +109,7 @@ def attention(batch: PagedBatch) -> Callable[[Tensor, Tensor], Tensor]:
                 v[:, :, : chunk.context_len],
                 attn_mask=mask,
                 is_causal=mask is None,
+                scale=scale,
                 enable_gqa=True,
             )
             out_THD[chunk.start : chunk.end] = out[0].transpose(0, 1)
@@ -109,14 +118,14 @@ def attention(batch: PagedBatch) -> Callable[[Tensor, Tensor], Tensor]:
     return attend
 
 
-def _attend_group(group: _DecodeGroup, q_BHD: Tensor, cache_by_block: Tensor, kv_heads: int) -> Tensor:
+def _attend_group(group: _DecodeGroup, q_BHD: Tensor, cache_by_block: Tensor, kv_heads: int, scale: float) -> Tensor:
     """One SDPA for the group; the G query heads of a KV head ride as its query rows, so KV is read once."""
     heads, dim = q_BHD.shape[1:]
     q_BKGD = q_BHD.reshape(group.size, kv_heads, heads // kv_heads, dim)
     gathered = cache_by_block.index_select(1, group.blocks)
     k, v = gathered.view(2, group.size, group.padded_len, kv_heads, dim).transpose(2, 3)
     mask = group.mask_B11L.to(q_BHD.dtype).expand(-1, 1, q_BKGD.shape[2], -1)
-    out_BKGD = F.scaled_dot_product_attention(q_BKGD, k, v, attn_mask=mask)
+    out_BKGD = F.scaled_dot_product_attention(q_BKGD, k, v, attn_mask=mask, scale=scale)
     return out_BKGD.reshape(group.size, heads, dim)
 
 

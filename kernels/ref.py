@@ -1,4 +1,4 @@
-"""Reference operators in plain torch: the definition of right, on every device. Shape suffixes: see `paged.py`."""
+"""Reference operators in plain torch: the definition of right, on every device. Shape suffixes: see `core.py`."""
 
 from __future__ import annotations
 
@@ -7,34 +7,26 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from raytide.kernels.paged import PagedBatch
+from raytide.kernels.core import Activation, AttentionSpec, HeadNorms, Norm, PagedBatch, Rope
 from raytide.kernels.registry import register
 
-__all__ = ["attention", "kv_write", "linear", "rms_norm", "rope", "silu_mul"]
+__all__ = ["activate", "activate_mul", "add_norm", "attention", "experts", "linear", "norm", "rope_write"]
 
 Tensor = torch.Tensor
 
 
-@register("rms_norm", "any", priority=0)
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension, the mean in float32 as transformers has it."""
-    wide = x.float()
-    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+@register("norm", "any", priority=0)
+def norm(x_TN: Tensor, by: Norm) -> Tensor:
+    """x / rms(x) * weight, or (x - mean) / std * weight + bias; over the last dimension, moments in float32."""
+    if by.kind == "layer":
+        return F.layer_norm(x_TN, by.weight.shape, by.weight, by.bias, by.eps)
+    return _rms(x_TN, by.weight, by.eps)
 
 
-@register("rope", "any", priority=0)
-def rope(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> None:
-    """Rotate, in place, the pairs (i, i + D/2) of each head. `sin` comes with its first half negated."""
-    first, second = x_THD.chunk(2, -1)
-    swapped = torch.cat((second, first), -1)
-    x_THD.mul_(cos_T1D).addcmul_(swapped, sin_T1D)
-
-
-@register("silu_mul", "any", priority=0)
-def silu_mul(gate_up_T2F: Tensor) -> Tensor:
-    """silu(gate) * up, where gate and up are the two halves of the last dimension."""
-    gate, up = gate_up_T2F.chunk(2, -1)
-    return F.silu(gate) * up
+@register("add_norm", "any", priority=0)
+def add_norm(x_TN: Tensor, delta_TN: Tensor, by: Norm) -> Tensor:
+    """Add `delta` to the residual stream `x` in place, and return the norm of the sum."""
+    return norm(x_TN.add_(delta_TN), by)
 
 
 @register("linear", "any", priority=0)
@@ -43,17 +35,58 @@ def linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     return lambda x: F.linear(x, weight, bias)
 
 
-@register("kv_write", "any", priority=0)
-def kv_write(cache_2SKD: Tensor, kv_T2KD: Tensor, slots_T: Tensor) -> None:
-    """Put each token's key and value into its slot."""
-    cache_2SKD.index_copy_(1, slots_T, kv_T2KD.transpose(0, 1))
+@register("activate", "any", priority=0)
+def activate(x_TF: Tensor, kind: Activation) -> Tensor:
+    if kind == "silu":
+        return F.silu(x_TF)
+    return F.gelu(x_TF, approximate="tanh" if kind == "gelu_tanh" else "none")
+
+
+@register("activate_mul", "any", priority=0)
+def activate_mul(gate_up_T2F: Tensor, kind: Activation) -> Tensor:
+    """activate(gate) * up, where gate and up are the two halves of the last dimension."""
+    gate, up = gate_up_T2F.chunk(2, -1)
+    return activate(gate, kind) * up
+
+
+@register("experts", "any", priority=0)
+def experts(gate_up_E2FN: Tensor, down_ENF: Tensor, kind: Activation) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """A function (x_TN, chosen_TX, weights_TX) -> y_TN: each token's chosen experts' outputs, weighted and summed."""
+
+    def apply(x_TN: Tensor, chosen_TX: Tensor, weights_TX: Tensor) -> Tensor:
+        y_TN = torch.zeros_like(x_TN)
+        for expert in chosen_TX.unique().tolist():
+            rows, ways = (chosen_TX == expert).nonzero(as_tuple=True)
+            hidden = activate_mul(F.linear(x_TN[rows], gate_up_E2FN[expert]), kind)
+            out = F.linear(hidden, down_ENF[expert]) * weights_TX[rows, ways, None]
+            y_TN.index_add_(0, rows, out.to(y_TN.dtype))
+        return y_TN
+
+    return apply
+
+
+@register("rope_write", "any", priority=0)
+def rope_write(
+    qkv_TAD: Tensor, rope: Rope | None, norms: HeadNorms | None, cache_2SKD: Tensor, slots_T: Tensor
+) -> None:
+    """Norm and rotate the query and key heads in place, then put each token's keys and values into its slot."""
+    kv_heads = cache_2SKD.shape[2]
+    heads = qkv_TAD.shape[1] - 2 * kv_heads
+    q_THD, k_TKD = qkv_TAD[:, :heads], qkv_TAD[:, heads : heads + kv_heads]
+    if norms is not None:
+        q_THD.copy_(_rms(q_THD, norms.q_D, norms.eps))
+        k_TKD.copy_(_rms(k_TKD, norms.k_D, norms.eps))
+    if rope is not None:
+        turned = qkv_TAD[:, : heads + kv_heads, : rope.cos_TR.shape[-1]]
+        first, second = turned.chunk(2, -1)
+        swapped = torch.cat((second, first), -1)
+        turned.mul_(rope.cos_TR[:, None]).addcmul_(swapped, rope.sin_TR[:, None])
+    cache_2SKD.index_copy_(1, slots_T, qkv_TAD[:, heads:].unflatten(1, (2, kv_heads)).transpose(0, 1))
 
 
 @register("attention", "any", priority=0)
-def attention(batch: PagedBatch) -> Callable[[Tensor, Tensor], Tensor]:
-    """A function (q_THD, cache_2SKD) -> out_THD: causal attention of each sequence over its own context, scale
-    D^-0.5.
-    """
+def attention(batch: PagedBatch, spec: AttentionSpec) -> Callable[[Tensor, Tensor], Tensor]:
+    """A function (q_THD, cache_2SKD) -> out_THD: causal attention of each sequence over its own context."""
     slots = [_slots(batch, b) for b in range(len(batch.query_lens))]
 
     def attend(q_THD: Tensor, cache_2SKD: Tensor) -> Tensor:
@@ -62,15 +95,28 @@ def attention(batch: PagedBatch) -> Callable[[Tensor, Tensor], Tensor]:
         for query_len, slots_L in zip(batch.query_lens, slots, strict=True):
             q = q_THD[start : start + query_len].float()
             k, v = cache_2SKD[:, slots_L].float().repeat_interleave(group, 2)
-            scores_HTL = torch.einsum("thd,lhd->htl", q, k) * q.shape[-1] ** -0.5
-            first = len(slots_L) - query_len
-            causal = torch.ones(query_len, len(slots_L), dtype=torch.bool, device=q.device).tril(first)
-            weights = scores_HTL.masked_fill(~causal, float("-inf")).softmax(-1)
-            outs.append(torch.einsum("htl,lhd->thd", weights, v))
+            scores_HTL = torch.einsum("thd,lhd->htl", q, k) * spec.scale
+            if spec.softcap is not None:
+                scores_HTL = spec.softcap * torch.tanh(scores_HTL / spec.softcap)
+            weights = scores_HTL.masked_fill(~_seen(query_len, len(slots_L), spec.window, q.device), float("-inf"))
+            outs.append(torch.einsum("htl,lhd->thd", weights.softmax(-1), v))
             start += query_len
         return torch.cat(outs).to(q_THD.dtype)
 
     return attend
+
+
+def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def _seen(query_len: int, context_len: int, window: int | None, device: torch.device) -> Tensor:
+    """Which positions [L] each of the context's last T tokens attends to, as booleans [T, L]."""
+    last_T1 = torch.arange(context_len - query_len, context_len, device=device)[:, None]
+    at_L = torch.arange(context_len, device=device)
+    seen: Tensor = at_L <= last_T1
+    return seen if window is None else seen & (at_L > last_T1 - window)
 
 
 def _slots(batch: PagedBatch, b: int) -> Tensor:

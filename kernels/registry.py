@@ -2,8 +2,8 @@
 
 Every operator has a torch reference in `ref.py`, registered for the device "any": it defines what is right, runs
 everywhere and is the oracle in tests. A faster variant registers for a device with a higher priority and, if it needs
-an instruction set or a private API, a probe. RAYTIDE_OP_<NAME>=ref forces the reference, for instance
-RAYTIDE_OP_ATTENTION=ref.
+an instruction set, a compiler or a private API, a probe. RAYTIDE_OP_<NAME>=ref forces the reference, for instance
+RAYTIDE_OP_ATTENTION=ref; RAYTIDE_OPS=ref forces all of them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from raytide.core.config import environment
 from raytide.core.errors import ConfigError
-from raytide.kernels.paged import PagedBatch
+from raytide.kernels.core import Activation, AttentionSpec, HeadNorms, Norm, PagedBatch, Rope
 
 __all__ = ["Ops", "ops_for", "register"]
 
@@ -31,16 +31,18 @@ _MODULES = {"any": "ref", "cpu": "cpu"}  # device kind -> the module whose impor
 class Ops:
     """The operators a decoder is made of, resolved once for a device. Signatures and contracts: `ref.py`.
 
-    `linear` and `attention` return a function: the first is bound to its weights (a backend may pack them once), the
-    second to one step's batch (a backend may sort it once for all layers).
+    `linear`, `experts` and `attention` return a function: the first two are bound to their weights (a backend may pack
+    them once), the last to one step's batch (a backend may sort it once for all layers).
     """
 
-    rms_norm: Callable[[Tensor, Tensor, float], Tensor]
-    rope: Callable[[Tensor, Tensor, Tensor], None]
-    silu_mul: Callable[[Tensor], Tensor]
+    norm: Callable[[Tensor, Norm], Tensor]
+    add_norm: Callable[[Tensor, Tensor, Norm], Tensor]
     linear: Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor]]
-    kv_write: Callable[[Tensor, Tensor, Tensor], None]
-    attention: Callable[[PagedBatch], Callable[[Tensor, Tensor], Tensor]]
+    activate: Callable[[Tensor, Activation], Tensor]
+    activate_mul: Callable[[Tensor, Activation], Tensor]
+    experts: Callable[[Tensor, Tensor, Activation], Callable[[Tensor, Tensor, Tensor], Tensor]]
+    rope_write: Callable[[Tensor, Rope | None, HeadNorms | None, Tensor, Tensor], None]
+    attention: Callable[[PagedBatch, AttentionSpec], Callable[[Tensor, Tensor], Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +79,14 @@ def ops_for(device: str) -> Ops:
 
 
 def _select(op: str, device: str) -> Callable[..., object]:
-    forced = environment(f"OP_{op.upper()}")
-    if forced not in (None, "ref"):
-        raise ConfigError(f"RAYTIDE_OP_{op.upper()} is {forced!r}.", hint="Only ref can be forced; unset it otherwise.")
+    forced = _forced("OPS") or _forced(f"OP_{op.upper()}")
     kinds = ("any",) if forced else ("any", device)
     offers = sorted((v for v in _variants[op] if v.device in kinds), key=lambda v: v.priority, reverse=True)
     return next(variant.impl for variant in offers if variant.probe())
+
+
+def _forced(name: str) -> bool:
+    value = environment(name)
+    if value not in (None, "ref"):
+        raise ConfigError(f"RAYTIDE_{name} is {value!r}.", hint="Only ref can be forced; unset it otherwise.")
+    return value == "ref"

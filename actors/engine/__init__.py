@@ -19,11 +19,12 @@ if TYPE_CHECKING:
         GenRequest,
         Message,
         RequestOutput,
-        SamplingParams,
+        TokenLogprobs,
     )
     from raytide.actors.engine.fake import FakeEngine
     from raytide.actors.engine.llm import LLM
     from raytide.actors.engine.native import NativeEngine
+    from raytide.actors.engine.sampling_params import SamplingParams, Structured
 
 __all__ = [
     "LLM",
@@ -39,10 +40,14 @@ __all__ = [
     "NativeEngine",
     "RequestOutput",
     "SamplingParams",
+    "Structured",
+    "TokenLogprobs",
 ]
 
 _HOME = {
     "LLM": "llm",
+    "SamplingParams": "sampling_params",
+    "Structured": "sampling_params",
     "Engine": "base",
     "EngineConfig": "config",
     "FakeEngine": "fake",

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from raytide.actors.engine.core import Chunk, Sequence
-from raytide.kernels.paged import PagedBatch
+from raytide.actors.engine.sequence import Chunk, Sequence
+from raytide.kernels.core import PagedBatch
 
 __all__ = ["PersistentBatch", "StepInputs"]
 

@@ -25,6 +25,13 @@ class EngineConfig(Config):
     num_blocks: int | None = Field(default=None, ge=1, description="KV blocks; default: what kv_memory_gb holds")
     kv_memory_gb: float = Field(default=1.0, gt=0.0)
     prefix_cache: bool = True
+    host_memory_gb: float = Field(default=0.0, ge=0.0, description="for evicted sequences and cold prefixes; 0: none")
+    policy: Literal["fcfs", "priority", "deadline"] = Field(
+        default="priority", description="who goes first; among equals, and with fcfs always, who came first"
+    )
+    ageing_s: float = Field(default=30.0, gt=0.0, description="a waiting request gains one priority each such time")
+    deterministic: bool = Field(default=False, description="bit-equal whatever is in the batch or the prefix cache")
+    max_loras: int = Field(default=8, ge=0, description="adapters loaded at once")
     seed: int | None = Field(default=None, description="of requests that bring none; default: from the system")
 
     @model_validator(mode="after")

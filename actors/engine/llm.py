@@ -8,16 +8,9 @@ from collections.abc import Sequence as Items
 from pathlib import Path
 
 from raytide.actors.engine.config import EngineConfig
-from raytide.actors.engine.core import (
-    Completion,
-    EngineStats,
-    GenRequest,
-    Message,
-    RequestOutput,
-    SamplingParams,
-    Usage,
-)
+from raytide.actors.engine.core import Completion, EngineStats, GenRequest, Message, RequestOutput, Usage
 from raytide.actors.engine.loop import EngineLoop, Failure
+from raytide.actors.engine.sampling_params import SamplingParams
 from raytide.core.errors import RaytideError, UsageError
 
 __all__ = ["LLM"]

@@ -16,20 +16,11 @@ from pathlib import Path
 from raytide.actors.engine.architecture import read_architecture
 from raytide.actors.engine.blocks import BlockPool
 from raytide.actors.engine.config import EngineConfig
-from raytide.actors.engine.core import (
-    Chunk,
-    EngineInfo,
-    EngineStats,
-    Feature,
-    GenChunk,
-    GenRequest,
-    Sequence,
-    Timing,
-    Usage,
-)
+from raytide.actors.engine.core import EngineInfo, EngineStats, Feature, GenChunk, GenRequest, Timing, Usage
 from raytide.actors.engine.detokenizer import Detokenizer, Vocabulary
 from raytide.actors.engine.runner import Runner
 from raytide.actors.engine.scheduler import Scheduler
+from raytide.actors.engine.sequence import Chunk, Sequence
 from raytide.actors.engine.stops import StopScanner
 from raytide.actors.engine.tokenizer import Tokenizer
 from raytide.core.errors import ConflictError, EngineError, OverloadedError, RaytideError, UsageError

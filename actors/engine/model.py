@@ -1,7 +1,7 @@
 """A Llama-style decoder over a flat batch of tokens and a paged KV cache, made of the operators of `raytide.kernels`.
 
 Projections that read the same input are stacked at load (qkv, gate and up), so that each is one product. Shape
-suffixes: see `kernels/paged.py`, and N hidden size, R rows whose logits are wanted, V vocabulary.
+suffixes: see `kernels/core.py`, and N hidden size, R rows whose logits are wanted, V vocabulary.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from raytide.actors.engine.architecture import Architecture
 from raytide.actors.engine.loader import Weights
-from raytide.kernels.paged import PagedBatch
+from raytide.kernels.core import AttentionSpec, Norm, PagedBatch, Rope
 from raytide.kernels.registry import Ops
 
 __all__ = ["Decoder"]
@@ -24,10 +24,10 @@ Linear = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    input_norm: Tensor
+    input_norm: Norm
     qkv: Linear
     attention_out: Linear
-    ffn_norm: Tensor
+    ffn_norm: Norm
     gate_up: Linear
     down: Linear
 
@@ -39,7 +39,8 @@ class Decoder:
         self.arch, self._ops = arch, ops
         self._embedding = weights.get("model.embed_tokens.weight", arch.vocab_size, arch.hidden_size)
         self._layers = [_load_layer(arch, weights, ops, i) for i in range(arch.num_layers)]
-        self._norm = weights.get("model.norm.weight", arch.hidden_size)
+        self._norm = Norm(weights.get("model.norm.weight", arch.hidden_size), None, arch.norm_eps)
+        self._attention = AttentionSpec(scale=arch.head_dim**-0.5)
         if arch.tied_embeddings or "lm_head.weight" not in weights:
             self._head = ops.linear(self._embedding, None)
         else:
@@ -59,19 +60,20 @@ class Decoder:
     ) -> Tensor:
         """Write the KV of all tokens and return float32 logits [R, V] that follow the tokens `rows_R`."""
         arch, ops = self.arch, self._ops
-        attend = ops.attention(batch)
-        cos_T1D, sin_T1D = self._cos[positions_T], self._sin[positions_T]
+        attend = ops.attention(batch, self._attention)
+        rope = Rope(self._cos[positions_T], self._sin[positions_T])
         heads, kv_heads = arch.num_heads, arch.num_kv_heads
         x_TN = self._embedding[ids_T]
+        delta_TN = torch.zeros_like(x_TN)
         for layer, kv in zip(self._layers, cache, strict=True):
-            qkv = layer.qkv(ops.rms_norm(x_TN, layer.input_norm, arch.norm_eps)).view(
+            qkv_TAD = layer.qkv(ops.add_norm(x_TN, delta_TN, layer.input_norm)).view(
                 -1, heads + 2 * kv_heads, arch.head_dim
             )
-            ops.rope(qkv[:, : heads + kv_heads], cos_T1D, sin_T1D)
-            ops.kv_write(kv, qkv[:, heads:].view(-1, 2, kv_heads, arch.head_dim), batch.slots_T)
-            x_TN = x_TN + layer.attention_out(attend(qkv[:, :heads], kv).flatten(1))
-            x_TN = x_TN + layer.down(ops.silu_mul(layer.gate_up(ops.rms_norm(x_TN, layer.ffn_norm, arch.norm_eps))))
-        return self._head(ops.rms_norm(x_TN[rows_R], self._norm, arch.norm_eps)).float()
+            ops.rope_write(qkv_TAD, rope, None, kv, batch.slots_T)
+            delta_TN = layer.attention_out(attend(qkv_TAD[:, :heads], kv).flatten(1))
+            gate_up = layer.gate_up(ops.add_norm(x_TN, delta_TN, layer.ffn_norm))
+            delta_TN = layer.down(ops.activate_mul(gate_up, "silu"))
+        return self._head(ops.add_norm(x_TN[rows_R], delta_TN[rows_R], self._norm)).float()
 
 
 def _load_layer(arch: Architecture, weights: Weights, ops: Ops, index: int) -> _Layer:
@@ -85,17 +87,17 @@ def _load_layer(arch: Architecture, weights: Weights, ops: Ops, index: int) -> _
 
     qkv_names = [f"self_attn.{name}_proj" for name in "qkv"]
     return _Layer(
-        input_norm=weights.get(at + "input_layernorm.weight", hidden),
+        input_norm=Norm(weights.get(at + "input_layernorm.weight", hidden), None, arch.norm_eps),
         qkv=linear(qkv_names, [q, kv, kv], hidden, arch.attention_bias),
         attention_out=linear(["self_attn.o_proj"], [hidden], q, arch.attention_bias),
-        ffn_norm=weights.get(at + "post_attention_layernorm.weight", hidden),
+        ffn_norm=Norm(weights.get(at + "post_attention_layernorm.weight", hidden), None, arch.norm_eps),
         gate_up=linear(["mlp.gate_proj", "mlp.up_proj"], [ffn, ffn], hidden, arch.mlp_bias),
         down=linear(["mlp.down_proj"], [hidden], ffn, arch.mlp_bias),
     )
 
 
 def _rope_tables(arch: Architecture, max_len: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin [max_len, 1, D], in the model's dtype as transformers has it; sin's first half negated, see the
+    """cos and sin [max_len, D], in the model's dtype as transformers has it; sin's first half negated, see the
     rope operator.
     """
     dim = arch.head_dim
@@ -106,4 +108,4 @@ def _rope_tables(arch: Architecture, max_len: int, like: Tensor) -> tuple[Tensor
     angles = torch.outer(torch.arange(max_len).float(), frequencies)
     cos = torch.cat((angles.cos(), angles.cos()), -1)
     sin = torch.cat((-angles.sin(), angles.sin()), -1)
-    return cos.unsqueeze(1).to(like), sin.unsqueeze(1).to(like)
+    return cos.to(like), sin.to(like)

@@ -11,10 +11,10 @@ import torch
 from raytide.actors.engine.architecture import Architecture
 from raytide.actors.engine.batch import PersistentBatch
 from raytide.actors.engine.config import EngineConfig
-from raytide.actors.engine.core import Chunk, Sequence
 from raytide.actors.engine.loader import Weights
 from raytide.actors.engine.model import Decoder
 from raytide.actors.engine.sampler import Sampler
+from raytide.actors.engine.sequence import Chunk, Sequence
 from raytide.core.errors import ConfigError
 from raytide.kernels.device import resolve_device
 from raytide.kernels.registry import ops_for

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from raytide.actors.engine.core import Sequence
+from raytide.actors.engine.sequence import Sequence
 
 __all__ = ["Sampler", "uniform"]
 

@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Mapping
 
 from raytide.actors.engine.blocks import BlockPool, chain_hash
-from raytide.actors.engine.core import Chunk, FinishReason, Sequence, StepPlan
+from raytide.actors.engine.core import FinishReason
+from raytide.actors.engine.sequence import Chunk, Sequence, StepPlan
 from raytide.core.errors import UsageError
 
 __all__ = ["Scheduler"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raytide.actors.engine.core import SamplingParams
+from raytide.actors.engine.sampling_params import SamplingParams
 from raytide.actors.serving.errors import invalid
 from raytide.actors.serving.wire import ChatRequest, GenerationRequest
 

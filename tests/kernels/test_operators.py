@@ -1,5 +1,7 @@
 """Every variant that this machine has computes what the reference computes."""
 
+from dataclasses import fields
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,8 +9,8 @@ from hypothesis import strategies as st
 
 from raytide.core.errors import ConfigError
 from raytide.kernels import ref
+from raytide.kernels.core import Activation, AttentionSpec, Norm, PagedBatch, Rope
 from raytide.kernels.device import resolve_device
-from raytide.kernels.paged import PagedBatch
 from raytide.kernels.registry import Ops, ops_for, register
 
 CPU = ops_for("cpu")
@@ -33,13 +35,25 @@ def batches(draw: st.DrawFn) -> PagedBatch:
 
 
 @settings(max_examples=80, deadline=None)
-@given(batch=batches(), kv_heads=st.sampled_from([1, 2, 4]), group=st.sampled_from([1, 2, 4]), seed=st.integers(0, 99))
-def test_cpu_attention_is_the_references(batch: PagedBatch, kv_heads: int, group: int, seed: int) -> None:
+@given(
+    batch=batches(),
+    kv_heads=st.sampled_from([1, 2, 4]),
+    group=st.sampled_from([1, 2, 4]),
+    window=st.sampled_from([None, None, 1, 16]),
+    softcap=st.sampled_from([None, None, 5.0]),
+    seed=st.integers(0, 99),
+)
+def test_cpu_attention_is_the_references(
+    batch: PagedBatch, kv_heads: int, group: int, window: int | None, softcap: float | None, seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     num_slots = (int(batch.block_tables_BM.max()) + 1) * batch.block_size
     cache = torch.randn(2, num_slots, kv_heads, 16, generator=generator)
     q = torch.randn(sum(batch.query_lens), kv_heads * group, 16, generator=generator)
-    torch.testing.assert_close(CPU.attention(batch)(q, cache), ref.attention(batch)(q, cache), atol=2e-5, rtol=1e-4)
+    spec = AttentionSpec(scale=0.3, window=window, softcap=softcap)
+    torch.testing.assert_close(
+        CPU.attention(batch, spec)(q, cache), ref.attention(batch, spec)(q, cache), atol=2e-5, rtol=1e-4
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -51,28 +65,27 @@ def test_cpu_linear_and_norm_are_the_references(dtype: torch.dtype, rows: int, b
     close = {"atol": 1e-4, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 0.15, "rtol": 0.02}
     given_bias = bias if biased else None
     torch.testing.assert_close(CPU.linear(weight, given_bias)(x), ref.linear(weight, given_bias)(x), **close)
-    torch.testing.assert_close(CPU.rms_norm(x, x[0], 1e-5), ref.rms_norm(x, x[0], 1e-5), **close)
+    by = Norm(x[0], None, 1e-5)
+    torch.testing.assert_close(CPU.norm(x, by), ref.norm(x, by), **close)
+    torch.testing.assert_close(CPU.add_norm(x.clone(), x, by), ref.add_norm(x.clone(), x, by), **close)
 
 
-def test_rope_is_a_rotation_of_the_pairs_half_a_head_apart() -> None:
-    x = torch.randn(5, 3, 8, generator=torch.Generator().manual_seed(0))
-    angles = torch.rand(5, 1, 4, generator=torch.Generator().manual_seed(1))
-    expected = torch.view_as_complex(torch.stack(x.chunk(2, -1), -1)) * torch.polar(torch.ones_like(angles), angles)
+def test_rope_is_a_rotation_of_the_pairs_half_a_head_apart_and_keys_and_values_go_to_their_slots() -> None:
+    qkv = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(0))  # 3 query heads, 1 key, 1 value
+    angles = torch.rand(3, 4, generator=torch.Generator().manual_seed(1))
+    pairs = torch.view_as_complex(torch.stack(qkv[:, :4].chunk(2, -1), -1))
+    expected = pairs * torch.polar(torch.ones_like(angles), angles)[:, None]
+    values, cache = qkv[:, 4].clone(), torch.zeros(2, 6, 1, 8)
     cos, sin = torch.cat((angles.cos(),) * 2, -1), torch.cat((-angles.sin(), angles.sin()), -1)
-    ref.rope(x, cos, sin)
-    torch.testing.assert_close(x, torch.cat((expected.real, expected.imag), -1))
-
-
-def test_kv_write_puts_each_token_into_its_slot_and_touches_no_other() -> None:
-    cache, kv = torch.zeros(2, 6, 2, 4), torch.randn(3, 2, 2, 4)
-    ref.kv_write(cache, kv, torch.tensor([5, 0, 2]))
-    torch.testing.assert_close(cache[:, [5, 0, 2]], kv.transpose(0, 1))
+    ref.rope_write(qkv, Rope(cos, sin), None, cache, torch.tensor([5, 0, 2]))
+    torch.testing.assert_close(qkv[:, :4], torch.cat((expected.real, expected.imag), -1))
+    torch.testing.assert_close(cache[:, [5, 0, 2], 0], torch.stack((qkv[:, 3], values)))
     assert not cache[:, [1, 3, 4]].any()
 
 
-def test_silu_mul_gates_the_second_half() -> None:
+def test_activate_mul_gates_the_second_half() -> None:
     gate, up = torch.randn(2, 3, 7)
-    torch.testing.assert_close(ref.silu_mul(torch.cat((gate, up), -1)), gate * gate.sigmoid() * up)
+    torch.testing.assert_close(ref.activate_mul(torch.cat((gate, up), -1), "silu"), gate * gate.sigmoid() * up)
 
 
 def test_the_environment_forces_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,17 +98,17 @@ def test_the_environment_forces_the_reference(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_best_variant_whose_probe_holds_is_chosen_and_others_devices_are_left_alone() -> None:
-    def better(gate_up_T2F: torch.Tensor) -> torch.Tensor:
-        return ref.silu_mul(gate_up_T2F)
+    def better(gate_up_T2F: torch.Tensor, kind: Activation) -> torch.Tensor:
+        return ref.activate_mul(gate_up_T2F, kind)
 
-    register("silu_mul", "testchip", priority=99, probe=lambda: False)(lambda _: torch.zeros(0))
-    register("silu_mul", "testchip", priority=5)(better)
-    assert ops_for("testchip").silu_mul is better
-    assert CPU.silu_mul is ref.silu_mul
+    register("activate_mul", "testchip", priority=99, probe=lambda: False)(lambda *_: torch.zeros(0))
+    register("activate_mul", "testchip", priority=5)(better)
+    assert ops_for("testchip").activate_mul is better
+    assert CPU.activate_mul is not better
 
 
 def test_a_device_without_variants_runs_on_references() -> None:
-    assert ops_for("abacus") == Ops(ref.rms_norm, ref.rope, ref.silu_mul, ref.linear, ref.kv_write, ref.attention)
+    assert ops_for("abacus") == Ops(**{op.name: getattr(ref, op.name) for op in fields(Ops)})
 
 
 def test_devices_that_are_not_there_are_refused() -> None:

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from raytide.actors.engine import LLM, EngineConfig, GenRequest, NativeEngine, SamplingParams
-from raytide.actors.engine.core import Chunk, Sequence
 from raytide.actors.engine.loop import EngineLoop
 from raytide.actors.engine.model import Decoder
 from raytide.actors.engine.runner import Runner
+from raytide.actors.engine.sequence import Chunk, Sequence
 from raytide.core.errors import EngineError, OverloadedError, UsageError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

@@ -4,8 +4,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raytide.actors.engine.core import SamplingParams, Sequence
 from raytide.actors.engine.sampler import Sampler, uniform
+from raytide.actors.engine.sampling_params import SamplingParams
+from raytide.actors.engine.sequence import Sequence
 from raytide.core.errors import UsageError
 
 VOCAB = 200

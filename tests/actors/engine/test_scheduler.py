@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from raytide.actors.engine.blocks import BlockPool
-from raytide.actors.engine.core import SamplingParams, Sequence, StepPlan
+from raytide.actors.engine.sampling_params import SamplingParams
 from raytide.actors.engine.scheduler import Scheduler
+from raytide.actors.engine.sequence import Sequence, StepPlan
 from raytide.core.errors import UsageError
 
 STOP = 3

@@ -1,0 +1,116 @@
+"""What a request asks of the choice of its tokens. Checked here, so that nothing bad reaches a running batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from typing import Literal
+
+from raytide.core.errors import UsageError
+
+__all__ = ["MAX_LOGPROBS", "SamplingParams", "Structured"]
+
+MAX_LOGPROBS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Structured:
+    """Output that must match: `spec` is a JSON schema (text; "" for any JSON value), a regular expression, an EBNF
+    grammar, or the choices themselves.
+    """
+
+    kind: Literal["json_schema", "regex", "grammar", "choice"]
+    spec: str | tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to choose each next token, and when to stop.
+
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 switch these filters off. With a `seed` the tokens
+    depend on the prompt, the parameters and the seed alone, whatever else is in the batch. `max_tokens` None means
+    until the context is full. Penalties follow OpenAI's definition (presence, frequency: over the output) and CTRL's
+    (repetition: over prompt and output, arXiv 1909.05858). `logprobs` k asks for the chosen token's log probability and
+    those of the k most likely ones, under the model's own distribution (before penalties, bias, temperature and
+    filters); `prompt_logprobs` the same for each prompt token. Of `best_of` samples the `n` with the highest mean
+    log probability come back. Until `min_tokens` no end token and no stop token is chosen.
+    """
+
+    max_tokens: int | None = 128
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: Items[str] = ()
+    stop_token_ids: Items[int] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    bad_words: Items[str] = ()
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    n: int = 1
+    best_of: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    structured: Structured | None = None
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "bad_words", tuple(self.bad_words or ()))
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias or {}))
+        _require(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1, or None")
+        _require(0.0 <= self.temperature < math.inf, "temperature", self.temperature, "0 (greedy) or more")
+        _require(self.top_k >= 0, "top_k", self.top_k, "0 (off) or more")
+        _require(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "above 0 and at most 1")
+        _require(0.0 <= self.min_p <= 1.0, "min_p", self.min_p, "from 0 to 1")
+        _require(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", self.seed, "a 64-bit integer")
+        _require(all(isinstance(s, str) and s for s in stop), "stop", stop, "non-empty strings")
+        _require(
+            all(isinstance(s, str) and s for s in self.bad_words), "bad_words", self.bad_words, "non-empty strings"
+        )
+        _require(self.min_tokens >= 0, "min_tokens", self.min_tokens, "0 or more")
+        within = self.max_tokens is None or self.min_tokens <= self.max_tokens
+        _require(within, "min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
+        _require(
+            all(-100.0 <= bias <= 100.0 for bias in self.logit_bias.values()),
+            "logit_bias",
+            self.logit_bias,
+            "-100 to 100",
+        )
+        _require(self.n >= 1, "n", self.n, "at least 1")
+        _require(self.best_of is None or self.best_of >= self.n, "best_of", self.best_of, f"at least n ({self.n})")
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            _require(count is None or 0 <= count <= MAX_LOGPROBS, name, count, f"0 to {MAX_LOGPROBS}, or None")
+        _require(0.0 < self.repetition_penalty < math.inf, "repetition_penalty", self.repetition_penalty, "above 0")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _require(-2.0 <= getattr(self, name) <= 2.0, name, getattr(self, name), "from -2 to 2")
+
+    @property
+    def num_samples(self) -> int:
+        """How many sequences run for the request."""
+        return self.best_of or self.n
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def has_filters(self) -> bool:
+        return not self.is_greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+def _require(holds: bool, name: str, value: object, allowed: str) -> None:
+    if not holds:
+        raise UsageError(f"sampling parameter {name} is {value!r}.", hint=f"{name} must be {allowed}.")

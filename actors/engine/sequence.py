@@ -1,0 +1,85 @@
+"""A sequence inside the engine and the step that advances it. No torch: the scheduler and its tests need none."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from raytide.actors.engine.core import FinishReason
+from raytide.actors.engine.sampling_params import SamplingParams
+
+__all__ = ["Chunk", "Sequence", "StepPlan"]
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request inside the engine. `tokens` is the prompt followed by the output; KV exists for the first
+    `num_computed`.
+    """
+
+    seq_id: str
+    tokens: list[int]
+    prompt_len: int
+    params: SamplingParams
+    max_len: int  # finished with "length" when `tokens` reaches this
+    stop_token_ids: frozenset[int]  # with the model's end tokens, unless ignore_eos
+    seed: int
+    arrival: int = -1  # set by the scheduler; the order of service
+    num_computed: int = 0
+    num_cached: int = 0
+    preemptions: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    # How it is treated: lower `priority` goes first; `deadline_s` and `arrival_s` are of the loop's clock.
+    priority: int = 0
+    deadline_s: float = math.inf
+    arrival_s: float = 0.0
+    # What its KV depends on beside its tokens: blocks are shared only among sequences of one salt.
+    lora: str | None = None
+    salt: bytes = b""
+    reads_cache: bool = True  # False: computes its whole prompt, since every position's logits are wanted
+    # One of the several samples of a request.
+    request_id: str = ""
+    index: int = 0
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens whose KV is still to be computed; 1 while decoding."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def output_len(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Positions start to start + length of one sequence, computed in one step."""
+
+    seq: Sequence
+    start: int
+    length: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the step brings the sequence up to date, so that it yields a next token."""
+        return self.start + self.length == len(self.seq.tokens)
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step of the model: which tokens of which sequences, and who lost its blocks to make room.
+
+    Blocks move before anything is computed, in this order: swap_out, swap_in, copies.
+    """
+
+    chunks: list[Chunk] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+    swap_out: list[tuple[int, int]] = field(default_factory=list)  # (device block, host block)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)  # (host block, device block)
+    copies: list[tuple[int, int]] = field(default_factory=list)  # (device block, device block), for copy on write
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.length for chunk in self.chunks)
