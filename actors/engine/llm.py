@@ -6,12 +6,16 @@ import sys
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from raytide.actors.engine.config import EngineConfig
 from raytide.actors.engine.core import Completion, EngineStats, GenRequest, Message, RequestOutput, Usage
 from raytide.actors.engine.loop import EngineLoop, Failure
 from raytide.actors.engine.sampling_params import SamplingParams
 from raytide.core.errors import RaytideError, UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["LLM"]
 
@@ -59,6 +63,10 @@ class LLM:
         """The model's next turn in a conversation, by its chat template."""
         turns = [each if isinstance(each, Message) else Message(each["role"], each["content"]) for each in messages]
         return self._run([self._loop.tokenizer.chat_prompt(turns)], [sampling or SamplingParams()])[0]
+
+    def logits(self, token_ids: Items[int]) -> Tensor:
+        """float32 [T, V]: row t is the model's prediction after the first t + 1 tokens of a prompt. For checks."""
+        return self._loop.prompt_logits(token_ids)
 
     def _tokens(self, prompt: str | Items[int]) -> list[int]:
         return self._loop.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from raytide.actors.engine.architecture import read_architecture
 from raytide.actors.engine.blocks import BlockPool
@@ -24,6 +25,9 @@ from raytide.actors.engine.sequence import Chunk, Sequence
 from raytide.actors.engine.stops import StopScanner
 from raytide.actors.engine.tokenizer import Tokenizer
 from raytide.core.errors import ConflictError, EngineError, OverloadedError, RaytideError, UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["EngineLoop", "Failure", "Output"]
 
@@ -149,6 +153,10 @@ class EngineLoop:
         """End every request with an error; for a failure that belongs to no single one."""
         return [self._fail(request.seq, error) for request in list(self._requests.values())]
 
+    def prompt_logits(self, tokens: Items[int]) -> Tensor:
+        """float32 [T, V]: what follows each token of a prompt. Raises UsageError as `add` does."""
+        return self._runner.prompt_logits(self._checked("logits", tokens))
+
     def stats(self) -> EngineStats:
         """A snapshot."""
         return replace(
@@ -160,17 +168,8 @@ class EngineLoop:
         )
 
     def _sequence(self, request: GenRequest, prompt: Items[int]) -> Sequence:
-        params, tokens, limit = request.sampling, list(prompt), self._runner.max_len
-        if not 0 < len(tokens) < limit:
-            raise UsageError(
-                f"request {request.request_id}: prompt of {len(tokens)} tokens; the engine takes 1 to {limit - 1}.",
-                hint="Send a shorter prompt, but not an empty one.",
-            )
-        if not 0 <= min(tokens) <= max(tokens) < self._vocab_size:
-            raise UsageError(
-                f"request {request.request_id}: a token id is outside 0 to {self._vocab_size - 1}.",
-                hint="Use the tokenizer of this model.",
-            )
+        params, limit = request.sampling, self._runner.max_len
+        tokens = self._checked(f"request {request.request_id}", prompt)
         self._seed += 1
         return Sequence(
             seq_id=request.request_id,
@@ -181,6 +180,20 @@ class EngineLoop:
             stop_token_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos),
             seed=self._seed if params.seed is None else params.seed,
         )
+
+    def _checked(self, who: str, prompt: Items[int]) -> list[int]:
+        """A prompt of a length that the model takes, of tokens that it knows."""
+        tokens, limit = list(prompt), self._runner.max_len
+        if not 0 < len(tokens) < limit:
+            raise UsageError(
+                f"{who}: prompt of {len(tokens)} tokens; the engine takes 1 to {limit - 1}.",
+                hint="Send a shorter prompt, but not an empty one.",
+            )
+        if not 0 <= min(tokens) <= max(tokens) < self._vocab_size:
+            raise UsageError(
+                f"{who}: a token id is outside 0 to {self._vocab_size - 1}.", hint="Use the tokenizer of this model."
+            )
+        return tokens
 
     def _execute(self, chunks: list[Chunk], failures: dict[str, Exception]) -> dict[str, int]:
         """Run the step; when it fails, run its halves, down to the request at fault (or to a batch that fits in

@@ -59,6 +59,18 @@ class Decoder:
         self, ids_T: Tensor, positions_T: Tensor, batch: PagedBatch, cache: list[Tensor], rows_R: Tensor
     ) -> Tensor:
         """Write the KV of all tokens and return float32 logits [R, V] that follow the tokens `rows_R`."""
+        return self.head(self.hidden(ids_T, positions_T, batch, cache, rows_R))
+
+    @torch.inference_mode()
+    def head(self, hidden_RN: Tensor) -> Tensor:
+        """float32 logits [R, V] of last hidden states."""
+        return self._head(hidden_RN).float()
+
+    @torch.inference_mode()
+    def hidden(
+        self, ids_T: Tensor, positions_T: Tensor, batch: PagedBatch, cache: list[Tensor], rows_R: Tensor
+    ) -> Tensor:
+        """Write the KV of all tokens and return the last hidden states [R, N], normed, of the tokens `rows_R`."""
         arch, ops = self.arch, self._ops
         attend = ops.attention(batch, self._attention)
         rope = Rope(self._cos[positions_T], self._sin[positions_T])
@@ -73,7 +85,7 @@ class Decoder:
             delta_TN = layer.attention_out(attend(qkv_TAD[:, :heads], kv).flatten(1))
             gate_up = layer.gate_up(ops.add_norm(x_TN, delta_TN, layer.ffn_norm))
             delta_TN = layer.down(ops.activate_mul(gate_up, "silu"))
-        return self._head(ops.add_norm(x_TN[rows_R], delta_TN[rows_R], self._norm)).float()
+        return ops.add_norm(x_TN[rows_R], delta_TN[rows_R], self._norm)
 
 
 def _load_layer(arch: Architecture, weights: Weights, ops: Ops, index: int) -> _Layer:

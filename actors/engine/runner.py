@@ -13,6 +13,7 @@ from raytide.actors.engine.batch import PersistentBatch
 from raytide.actors.engine.config import EngineConfig
 from raytide.actors.engine.loader import Weights
 from raytide.actors.engine.model import Decoder
+from raytide.actors.engine.pooling import WholePrompts
 from raytide.actors.engine.sampler import Sampler
 from raytide.actors.engine.sequence import Chunk, Sequence
 from raytide.core.errors import ConfigError
@@ -37,6 +38,7 @@ class Runner:
         weights = Weights(Path(config.model_dir), dtype, device.torch_device)
         self._model = Decoder(arch, weights, ops_for(device.kind), self.max_len)
         self._cache = self._model.new_cache(self.num_blocks, self.block_size)
+        self._whole = WholePrompts(self._model, self.block_size, device.torch_device)
         self._batch = PersistentBatch(config.max_running, self.max_len, self.block_size, device.torch_device)
         self._sampler = Sampler(arch.vocab_size)
 
@@ -55,6 +57,10 @@ class Runner:
         """The forward pass alone: a row of float32 logits for each sequence that is brought up to date."""
         step = self._batch.build(chunks)
         return self._model.forward(step.ids_T, step.positions_T, step.paged, self._cache, step.sampled_rows_R)
+
+    def prompt_logits(self, tokens: list[int]) -> torch.Tensor:
+        """float32 [T, V]: what follows each token of a prompt, computed apart from what runs."""
+        return self._whole.logits(tokens)
 
     def release(self, seq: Sequence) -> None:
         """Forget a sequence that finished or was preempted."""

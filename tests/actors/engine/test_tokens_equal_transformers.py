@@ -46,6 +46,13 @@ def _agrees(reference: LlamaForCausalLM, prompt: list[int], tokens: list[int]) -
     return True
 
 
+def test_prompt_logits_are_those_of_transformers(tmp_path: Path) -> None:
+    reference, prompt = save_llama(tmp_path), [5, 6, 7, 8] * 20
+    with torch.inference_mode():
+        expected = reference(torch.tensor([prompt])).logits[0]
+    assert (LLM(tmp_path).logits(prompt) - expected).abs().max() < 1e-4
+
+
 def test_sharded_files_give_the_same_tokens(tmp_path: Path) -> None:
     whole, sharded = tmp_path / "whole", tmp_path / "sharded"
     save_llama(whole)
