@@ -24,7 +24,7 @@ def chain_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
 class BlockPool:
     """Reference counts and hashes in flat arrays; every operation is O(1) per block."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ConfigError(
                 f"a pool of {num_blocks} KV blocks of {block_size} tokens holds nothing.",
@@ -32,6 +32,7 @@ class BlockPool:
             )
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.num_host_blocks = num_host_blocks
         self._refs = array("i", bytes(4 * num_blocks))
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
@@ -102,6 +103,11 @@ class BlockPool:
         for block in alone:
             self._drop_hash(block)
         return alone
+
+    def forget(self) -> None:
+        """Forget what every block holds."""
+        for block in list(self._block_of.values()):
+            self._drop_hash(block)
 
     def _drop_hash(self, block: int) -> None:
         stale = self._hash_of[block]

@@ -7,6 +7,7 @@ A step is plan, execute, commit, detokenize. A failure ends the request it belon
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import time
 from collections.abc import Sequence as Items
@@ -77,7 +78,7 @@ class EngineLoop:
         self._vocab_size = arch.vocab_size
         self._eos = self.tokenizer.eos_token_ids | set(arch.eos_token_ids)
         self._runner = Runner(config, arch)
-        self._pool = BlockPool(self._runner.num_blocks, self._runner.block_size)
+        self._pool = BlockPool(self._runner.num_blocks, self._runner.block_size, self._runner.num_host_blocks)
         self._scheduler = Scheduler(
             self._pool,
             max_running=config.max_running,
@@ -107,7 +108,8 @@ class EngineLoop:
 
     def add(self, request: GenRequest, prompt: Items[int]) -> None:
         """Queue a request whose prompt is already token ids. Raises UsageError, ConflictError or OverloadedError."""
-        seq = self._sequence(request, prompt)
+        now_s = time.monotonic()
+        seq = self._sequence(request, prompt, now_s)
         if request.request_id in self._requests:
             raise ConflictError(
                 f"request {request.request_id} is already running.", hint="Give each request its own id."
@@ -116,14 +118,15 @@ class EngineLoop:
             raise OverloadedError(f"{self._max_waiting} requests are waiting already.", hint="Retry later.")
         self._scheduler.add(seq)
         stops = StopScanner(request.sampling.stop)
-        self._requests[seq.seq_id] = _Request(seq, self._vocabulary.stream(), stops, time.monotonic())
+        self._requests[seq.seq_id] = _Request(seq, self._vocabulary.stream(), stops, now_s)
 
     def step(self) -> list[Output]:
         """Advance the running requests by one step of the model, and say what that added to each."""
         began = time.monotonic()
-        plan = self._scheduler.plan()
+        plan = self._scheduler.plan(began)
         for seq in plan.preempted:
             self._runner.release(seq)
+        self._runner.move(plan)
         for chunk in plan.chunks:
             request = self._requests[chunk.seq.seq_id]
             request.started_s = request.started_s or began
@@ -167,7 +170,7 @@ class EngineLoop:
             preemptions=self._scheduler.preemptions,
         )
 
-    def _sequence(self, request: GenRequest, prompt: Items[int]) -> Sequence:
+    def _sequence(self, request: GenRequest, prompt: Items[int], now_s: float) -> Sequence:
         params, limit = request.sampling, self._runner.max_len
         tokens = self._checked(f"request {request.request_id}", prompt)
         self._seed += 1
@@ -179,6 +182,10 @@ class EngineLoop:
             max_len=limit if params.max_tokens is None else min(limit, len(tokens) + params.max_tokens),
             stop_token_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos),
             seed=self._seed if params.seed is None else params.seed,
+            priority=request.priority,
+            deadline_s=math.inf if request.deadline_s is None else now_s + request.deadline_s,
+            arrival_s=now_s,
+            salt=request.cache_salt.encode(),
         )
 
     def _checked(self, who: str, prompt: Items[int]) -> list[int]:

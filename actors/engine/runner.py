@@ -15,7 +15,7 @@ from raytide.actors.engine.loader import Weights
 from raytide.actors.engine.model import Decoder
 from raytide.actors.engine.pooling import WholePrompts
 from raytide.actors.engine.sampler import Sampler
-from raytide.actors.engine.sequence import Chunk, Sequence
+from raytide.actors.engine.sequence import Chunk, Sequence, StepPlan
 from raytide.core.errors import ConfigError
 from raytide.kernels.device import resolve_device
 from raytide.kernels.registry import ops_for
@@ -38,6 +38,8 @@ class Runner:
         weights = Weights(Path(config.model_dir), dtype, device.torch_device)
         self._model = Decoder(arch, weights, ops_for(device.kind), self.max_len)
         self._cache = self._model.new_cache(self.num_blocks, self.block_size)
+        self.num_host_blocks = int(config.host_memory_gb * 1e9) // _block_bytes(arch, dtype, self.block_size)
+        self._host = [self._new_host_cache(kv) for kv in self._cache] if self.num_host_blocks else []
         self._whole = WholePrompts(self._model, self.block_size, device.torch_device)
         self._batch = PersistentBatch(config.max_running, self.max_len, self.block_size, device.torch_device)
         self._sampler = Sampler(arch.vocab_size)
@@ -52,6 +54,22 @@ class Runner:
         due = [chunk.seq for chunk in chunks if chunk.samples]
         tokens = self._sampler.sample(logits_RV, due)
         return {seq.seq_id: token for seq, token in zip(due, tokens, strict=True)}
+
+    def move(self, plan: StepPlan) -> None:
+        """Move blocks between device and host memory as the plan says; before its chunks are executed, and once."""
+        for kv, host in zip(self._cache, self._host, strict=False):
+            blocks = kv.view(2, self.num_blocks, -1)
+            if plan.swap_out:
+                sources, targets = zip(*plan.swap_out, strict=True)
+                host[:, targets] = blocks[:, sources].to(host.device)
+            if plan.swap_in:
+                sources, targets = zip(*plan.swap_in, strict=True)
+                blocks[:, targets] = host[:, sources].to(blocks.device)
+        if plan.copies:
+            sources, targets = zip(*plan.copies, strict=True)
+            for kv in self._cache:
+                blocks = kv.view(2, self.num_blocks, -1)
+                blocks[:, targets] = blocks[:, sources]
 
     def logits(self, chunks: list[Chunk]) -> torch.Tensor:
         """The forward pass alone: a row of float32 logits for each sequence that is brought up to date."""
@@ -74,9 +92,17 @@ class Runner:
 
     def _affordable_blocks(self, config: EngineConfig, arch: Architecture, dtype: torch.dtype) -> int:
         """What kv_memory_gb holds, but no more than max_running sequences can ever use."""
-        block_bytes = arch.kv_elements * dtype.itemsize * self.block_size
         usable = config.max_running * -(-self.max_len // self.block_size)
-        return min(int(config.kv_memory_gb * 1e9) // block_bytes, usable)
+        return min(int(config.kv_memory_gb * 1e9) // _block_bytes(arch, dtype, self.block_size), usable)
+
+    def _new_host_cache(self, kv: torch.Tensor) -> torch.Tensor:
+        """A layer's host blocks: [2, H, block's elements]; pinned where the device copies from it by itself."""
+        elements = kv.numel() // (2 * self.num_blocks)
+        return torch.zeros(2, self.num_host_blocks, elements, dtype=kv.dtype, pin_memory=kv.is_cuda)
+
+
+def _block_bytes(arch: Architecture, dtype: torch.dtype, block_size: int) -> int:
+    return arch.kv_elements * dtype.itemsize * block_size
 
 
 def _max_len(config: EngineConfig, arch: Architecture) -> int:

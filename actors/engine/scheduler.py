@@ -35,6 +35,7 @@ class Scheduler:
         self._budget = max_batch_tokens
         self._prefix_cache = prefix_cache
         self._arrivals = 0
+        self._dropped: list[Sequence] = []  # lost their blocks outside a step
 
     @property
     def has_work(self) -> bool:
@@ -42,6 +43,36 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence, or raise UsageError if it could never run to its `max_len`."""
+        self._number(seq)
+        self.waiting.append(seq)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Queue another sample of the parent's prompt, to share its KV."""
+        assert parent.tokens[: parent.prompt_len] == child.tokens
+        self.add(child)
+
+    def adopt(self, seq: Sequence, num_computed: int) -> bool:
+        """Run a sequence whose KV for the first `num_computed` tokens comes from elsewhere: the caller writes it to
+        `seq.block_ids` before the next step. False, and nothing done, when there is no room now.
+        """
+        assert 0 <= num_computed < len(seq.tokens)
+        if len(self.running) >= self._max_running or not self._reserve(seq, len(seq.tokens)):
+            return False
+        self._number(seq)
+        seq.num_computed = num_computed
+        self.running.append(seq)
+        return True
+
+    def invalidate(self) -> None:
+        """The weights have changed: nothing that was computed counts any more."""
+        self._dropped = list(self.running)
+        for seq in reversed(self._dropped):
+            self._preempt(seq)
+        for seq in self.waiting:
+            seq.block_hashes = []
+        self.pool.forget()
+
+    def _number(self, seq: Sequence) -> None:
         if not seq.tokens:
             raise UsageError(f"request {seq.seq_id}: the prompt is empty.", hint="Send at least one token.")
         if self.pool.blocks_for(seq.max_len) > self.pool.num_blocks:
@@ -52,9 +83,8 @@ class Scheduler:
             )
         seq.arrival = self._arrivals
         self._arrivals += 1
-        self.waiting.append(seq)
 
-    def plan(self) -> StepPlan:
+    def plan(self, now_s: float = 0.0) -> StepPlan:
         """The next step. Blocks for its tokens are allocated; nothing counts as computed before `commit`."""
         plan, chosen, left = StepPlan(), dict[str, Chunk](), self._budget
         # Decodes first: a long prefill never delays them, it gets what they leave (at least one token, by the budget).
@@ -77,6 +107,8 @@ class Scheduler:
                 left -= length
         if not plan.preempted:
             self._admit(chosen, left)
+        plan.preempted += self._dropped
+        self._dropped = []
         plan.chunks = list(chosen.values())
         return plan
 
@@ -152,7 +184,7 @@ class Scheduler:
 
     def _cached_prefix(self, seq: Sequence) -> list[int]:
         """Blocks that already hold the start of a sequence. Its last token is computed in any case, for the logits."""
-        if not self._prefix_cache:
+        if not self._prefix_cache or not seq.reads_cache:
             return []
         count = (len(seq.tokens) - 1) // self.pool.block_size
         return self.pool.match(self._hashes(seq, count)[:count])
@@ -170,5 +202,5 @@ class Scheduler:
         size, hashes = self.pool.block_size, seq.block_hashes
         while len(hashes) < count:
             at = len(hashes) * size
-            hashes.append(chain_hash(hashes[-1] if hashes else b"", seq.tokens[at : at + size]))
+            hashes.append(chain_hash(hashes[-1] if hashes else seq.salt, seq.tokens[at : at + size]))
         return hashes

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from raytide.actors.engine.core import FinishReason
+from raytide.actors.engine.core import FinishReason, TokenLogprobs
 from raytide.actors.engine.sampling_params import SamplingParams
 
-__all__ = ["Chunk", "Sequence", "StepPlan"]
+__all__ = ["Chunk", "Sampled", "Sequence", "StepPlan"]
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +65,14 @@ class Chunk:
     def samples(self) -> bool:
         """Whether the step brings the sequence up to date, so that it yields a next token."""
         return self.start + self.length == len(self.seq.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A sequence's next token, with its log probabilities if it asked for them. Token -1: the logits are not finite."""
+
+    token: int
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(slots=True)
