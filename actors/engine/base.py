@@ -1,17 +1,21 @@
 """The `Engine` protocol: all that replicas, the router and tests see of an engine.
 
-Implementations: `native.NativeEngine`, `fake.FakeEngine`. The conformance suite in tests/actors/engine/conformance
-runs on each.
+Implementations: `native.NativeEngine`, `vllm.VllmEngine`, `fake.FakeEngine`. The conformance suite in
+tests/actors/engine/conformance runs on each. What not every engine can do is declared in `EngineInfo.features`.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from typing import Protocol
+from collections.abc import AsyncIterator, Collection, Sequence
+from typing import Literal, NoReturn, Protocol
 
-from raytide.actors.engine.core import EngineInfo, EngineStats, GenChunk, GenRequest, Message
+from raytide.actors.engine.core import EngineInfo, EngineStats, Feature, GenChunk, GenRequest, Message
+from raytide.actors.engine.kv_handle import KvHandle
+from raytide.core.errors import UsageError
 
-__all__ = ["Engine"]
+__all__ = ["BasicEngine", "Engine", "Prompt", "check_features", "refuse"]
+
+Prompt = str | Sequence[int]
 
 
 class Engine(Protocol):
@@ -22,16 +26,17 @@ class Engine(Protocol):
         ...
 
     def generate(self, request: GenRequest) -> AsyncIterator[GenChunk]:
-        """Stream one request; the last chunk carries `finish_reason`.
+        """Stream one request, all its samples; the last chunk carries `usage`.
 
-        Raises UsageError (bad or too long prompt), ConflictError (request id in use), OverloadedError (queue full or
-        draining) before the first chunk, EngineError when this request fails. Closing the iterator aborts the request.
+        Raises UsageError (bad or too long prompt, a feature that the engine lacks), ConflictError (request id in use),
+        OverloadedError (queue full or draining) before the first chunk, EngineError when this request fails. Closing
+        the iterator aborts the request.
         """
         ...
 
     async def abort(self, request_id: str) -> bool:
-        """End a request now with finish reason "abort"; its blocks are free when this returns. False if it is not
-        known.
+        """End all of a request's samples now with finish reason "abort"; its blocks are free when this returns. False
+        if it is not known.
         """
         ...
 
@@ -43,6 +48,10 @@ class Engine(Protocol):
 
     async def stats(self) -> EngineStats: ...
 
+    async def cached_prefix(self, token_ids: Sequence[int], *, lora: str | None = None, cache_salt: str = "") -> int:
+        """How many of a prompt's first tokens would come from the prefix cache now; 0 without one."""
+        ...
+
     async def drain(self, timeout_s: float) -> bool:
         """Take no new requests and let those in flight end. True if all ended in time; the rest were aborted."""
         ...
@@ -50,3 +59,126 @@ class Engine(Protocol):
     async def shutdown(self) -> None:
         """Abort what runs, stop, free the memory. Idempotent."""
         ...
+
+    # Optional: what `features` does not declare raises UsageError.
+
+    async def pause(self) -> None:
+        """Feature "pause". Take no steps until `resume`; requests stay and new ones queue. Both are idempotent."""
+        ...
+
+    async def resume(self) -> None: ...
+
+    async def sleep(self, level: Literal[1, 2] = 1) -> None:
+        """Feature "sleep". Pause and give memory back: 1 frees the KV, 2 the weights too. Requests stay and are
+        computed again after `wake`.
+        """
+        ...
+
+    async def wake(self) -> None:
+        """Take the memory again and go on. Raises ConflictError when the weights on disk are no longer the version that
+        went to sleep (`load_weights` accepts new ones). Without a `sleep` before it does nothing.
+        """
+        ...
+
+    async def load_weights(self, source: str, version: str | None = None) -> str:
+        """Feature "weights_swap". Serve the weights of another directory of the same architecture from the next step
+        on; running requests go on with them. Returns their version, by default a hash of their content. A load that
+        fails changes nothing.
+        """
+        ...
+
+    async def load_lora(self, name: str, path: str) -> None:
+        """Feature "lora". Serve an adapter under `name`. Raises ConflictError for a name in use, DataError for a bad
+        adapter.
+        """
+        ...
+
+    async def unload_lora(self, name: str) -> None:
+        """Raises NotFoundError for an unknown name, ConflictError while requests use it."""
+        ...
+
+    async def embed(self, batch: Sequence[Prompt]) -> list[list[float]]:
+        """Feature "embeddings". One vector for each text or list of token ids, of length 1."""
+        ...
+
+    async def export_kv(self, request_id: str) -> KvHandle:
+        """Feature "kv_transfer". Take a request of one sample out of this engine between two steps: its stream ends
+        with finish reason "abort", and the handle holds all that another engine needs to go on with its next token.
+        Raises NotFoundError when it is not here.
+        """
+        ...
+
+    def import_kv(self, handle: KvHandle, request: GenRequest) -> AsyncIterator[GenChunk]:
+        """Go on with an exported request: streams what follows the tokens of its first stream. `request` is the one
+        that was exported, under any id. Raises ConflictError when the handle is of another model, version or layout.
+        """
+        ...
+
+
+class BasicEngine:
+    """The optional part of the protocol for an engine that has none of it. Subclasses override what they can do."""
+
+    backend = "this"
+
+    async def cached_prefix(self, token_ids: Sequence[int], *, lora: str | None = None, cache_salt: str = "") -> int:
+        return 0
+
+    async def pause(self) -> None:
+        refuse(self.backend, "pause")
+
+    async def resume(self) -> None:
+        refuse(self.backend, "pause")
+
+    async def sleep(self, level: Literal[1, 2] = 1) -> None:
+        refuse(self.backend, "sleep")
+
+    async def wake(self) -> None:
+        refuse(self.backend, "sleep")
+
+    async def load_weights(self, source: str, version: str | None = None) -> str:
+        refuse(self.backend, "weights_swap")
+
+    async def load_lora(self, name: str, path: str) -> None:
+        refuse(self.backend, "lora")
+
+    async def unload_lora(self, name: str) -> None:
+        refuse(self.backend, "lora")
+
+    async def embed(self, batch: Sequence[Prompt]) -> list[list[float]]:
+        refuse(self.backend, "embeddings")
+
+    async def export_kv(self, request_id: str) -> KvHandle:
+        refuse(self.backend, "kv_transfer")
+
+    def import_kv(self, handle: KvHandle, request: GenRequest) -> AsyncIterator[GenChunk]:
+        refuse(self.backend, "kv_transfer")
+
+
+def refuse(backend: str, feature: Feature) -> NoReturn:
+    """The one error for what an engine cannot do."""
+    raise UsageError(
+        f"the {backend} engine does not offer {feature}.", hint="EngineInfo.features lists what an engine offers."
+    )
+
+
+def check_features(request: GenRequest, features: Collection[Feature], backend: str) -> None:
+    """Raise UsageError when a request asks for something that the engine does not declare; nothing is ignored
+    silently.
+    """
+    params = request.sampling
+    asked: dict[Feature, bool] = {
+        "bad_words": bool(params.bad_words),
+        "best_of": params.num_samples > params.n,
+        "logit_bias": bool(params.logit_bias),
+        "logprobs": params.logprobs is not None,
+        "lora": request.lora is not None,
+        "min_tokens": params.min_tokens > 0,
+        "n": params.num_samples > 1,
+        "penalties": params.has_penalties,
+        "prompt_logprobs": params.prompt_logprobs is not None,
+        "stop_strings": bool(params.stop),
+        "structured": params.structured is not None,
+    }
+    for feature, wanted in asked.items():
+        if wanted and feature not in features:
+            refuse(backend, feature)

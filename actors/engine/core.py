@@ -14,6 +14,7 @@ from raytide.actors.engine.sampling_params import SamplingParams
 __all__ = [
     "Completion",
     "EngineInfo",
+    "EngineState",
     "EngineStats",
     "Feature",
     "FinishReason",
@@ -26,6 +27,7 @@ __all__ = [
     "Usage",
 ]
 
+EngineState = Literal["serving", "paused", "asleep"]
 FinishReason = Literal["stop", "length", "abort", "error"]
 Feature = Literal[
     "bad_words",
@@ -146,8 +148,8 @@ class Completion:
 class RequestOutput:
     """The offline `LLM`'s answers to one prompt: one for each of `n` samples, the best first.
 
-    `text`, `token_ids`, `finish_reason`, `error` and `logprobs` are the first one's. `prompt` is None when token ids were
-    given.
+    `text`, `token_ids`, `finish_reason`, `error` and `logprobs` are the first one's. `prompt` is None when token ids
+    were given.
     """
 
     prompt: str | None
@@ -192,12 +194,13 @@ class EngineInfo:
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counters since the start, except `running`, `waiting` and `free_blocks`, which are now.
+    """Counters since the start, except `state`, `running`, `waiting` and `free_blocks`, which are now.
 
-    `steps` is the progress counter for health checks: with work in the engine it must move. `free_blocks` counts cached
-    but unreferenced blocks too. `step_ms` is a moving average.
+    `steps` is the progress counter for health checks: with work in an engine that is serving it must move.
+    `free_blocks` counts cached but unreferenced blocks too. `step_ms` is a moving average.
     """
 
+    state: EngineState = "serving"
     running: int = 0
     waiting: int = 0
     free_blocks: int = 0

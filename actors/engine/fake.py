@@ -1,34 +1,54 @@
-"""An engine without a model: it says the same words over and over, at once or at a fixed rate. For router and
-platform tests.
-
-One token is one byte of UTF-8, so that token counts and texts can be predicted by hand.
+"""An engine without a model, for router and platform tests: instant or at a fixed rate, with queue, priorities, prefix
+cache, pauses and transfers as the real one has them. What it says: `fake_voice.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from raytide.actors.engine.core import (
-    EngineInfo,
-    EngineStats,
-    FinishReason,
-    GenChunk,
-    GenRequest,
-    Message,
-    Timing,
-    Usage,
-)
-from raytide.actors.engine.stops import StopScanner
-from raytide.core.errors import ConflictError, EngineError, OverloadedError, UsageError
+from raytide.actors.engine.base import BasicEngine, Prompt, check_features
+from raytide.actors.engine.core import EngineInfo, EngineStats, Feature, GenChunk, GenRequest, Message, Timing, Usage
+from raytide.actors.engine.fake_voice import Places, Prompts, Voice, direction
+from raytide.actors.engine.kv_handle import KvHandle, KvHeader
+from raytide.core.errors import ConflictError, EngineError, NotFoundError, OverloadedError, UsageError
 
 __all__ = ["FakeEngine"]
 
+_FEATURES: frozenset[Feature] = frozenset(
+    (
+        "embeddings",
+        "kv_transfer",
+        "logprobs",
+        "lora",
+        "min_tokens",
+        "n",
+        "pause",
+        "prefix_cache",
+        "priority",
+        "sleep",
+        "stop_strings",
+        "weights_swap",
+    )
+)
 
-class FakeEngine:
+
+@dataclass(slots=True)
+class _Live:
+    request: GenRequest
+    prompt: bytes
+    voices: list[Voice]
+    aborted: bool = False
+
+
+class FakeEngine(BasicEngine):
     """`tokens_per_s` None answers as fast as the event loop turns. A prompt that contains `fail_on` fails with
-    EngineError.
+    EngineError. A block is a place among the running.
     """
+
+    backend = "fake"
 
     def __init__(
         self,
@@ -47,10 +67,14 @@ class FakeEngine:
         self._max_model_len = max_model_len
         self._max_waiting = max_waiting
         self._fail_on = fail_on
-        self._places = asyncio.Semaphore(max_running)
+        self._places = Places(max_running)
         self._stats = EngineStats(num_blocks=max_running, free_blocks=max_running)
-        self._aborts: dict[str, asyncio.Event] = {}
-        self._idle = asyncio.Event()
+        self._live: dict[str, _Live] = {}
+        self._served = Prompts(max_running)
+        self._loras: set[str] = set()
+        self._version = "fake-1"
+        self._going, self._idle = asyncio.Event(), asyncio.Event()
+        self._going.set()
         self._idle.set()
         self._accepting = False
 
@@ -58,101 +82,120 @@ class FakeEngine:
         self._accepting = True
         return EngineInfo(
             model=self._model,
-            backend="fake",
+            backend=self.backend,
             max_model_len=self._max_model_len,
             block_size=self._max_model_len,
             num_blocks=self._stats.num_blocks,
-            features=frozenset({"stop_strings"}),
+            features=_FEATURES,
+            weights_version=self._version,
         )
 
-    async def generate(self, request: GenRequest) -> AsyncIterator[GenChunk]:
-        prompt = self._admit(request)
-        aborted = self._aborts[request.request_id] = asyncio.Event()
+    def generate(self, request: GenRequest) -> AsyncIterator[GenChunk]:
+        return self._serve(request, said=0)
+
+    def import_kv(self, handle: KvHandle, request: GenRequest) -> AsyncIterator[GenChunk]:
+        handle.check_fits(self._header(request, [], 0))
+        return self._serve(request, said=len(handle.header.tokens) - handle.header.prompt_len)
+
+    async def export_kv(self, request_id: str) -> KvHandle:
+        live = self._live.get(request_id)
+        if live is None or len(live.voices) > 1:
+            raise NotFoundError(f"no request {request_id} of one sample is here.", hint="It may have ended.")
+        self._end(live)
+        tokens = [*live.prompt, *live.voices[0].tokens]
+        return KvHandle(self._header(live.request, tokens, len(live.prompt)), ())
+
+    async def _serve(self, request: GenRequest, said: int) -> AsyncIterator[GenChunk]:
+        live = self._live[request.request_id] = self._admit(request)
+        for _ in range(said):
+            live.voices[0].next()
         self._idle.clear()
+        queued_s = asyncio.get_running_loop().time()
         self._stats.waiting += 1
-        queued = True
         try:
-            async with self._places:
+            try:
+                await self._places.take(request.priority)
+            finally:
                 self._stats.waiting -= 1
-                queued = False
-                self._stats.running += 1
-                self._stats.free_blocks -= 1
-                try:
-                    async for chunk in self._speak(request, prompt, aborted):
-                        yield chunk
-                finally:
-                    self._stats.running -= 1
-                    self._stats.free_blocks += 1
+            self._stats.running += 1
+            self._stats.free_blocks -= 1
+            try:
+                async for chunk in self._speak(live, queued_s):
+                    yield chunk
+            finally:
+                self._stats.running -= 1
+                self._stats.free_blocks += 1
+                self._places.leave()
         finally:
-            self._stats.waiting -= queued
             self._stats.finished += 1
-            del self._aborts[request.request_id]
-            if not self._aborts:
+            del self._live[request.request_id]
+            if not self._live:
                 self._idle.set()
 
-    def _admit(self, request: GenRequest) -> bytes:
+    def _admit(self, request: GenRequest) -> _Live:
         if not self._accepting or self._stats.waiting >= self._max_waiting:
             raise OverloadedError(f"engine {self._model} takes no more requests now.", hint="Retry later.")
-        if request.request_id in self._aborts:
+        if request.request_id in self._live:
             raise ConflictError(
                 f"request {request.request_id} is already running.", hint="Give each request its own id."
             )
-        if isinstance(request.prompt, str):
-            prompt = request.prompt.encode()
-        else:
-            prompt = bytes(token % 256 for token in request.prompt)
+        check_features(request, _FEATURES, self.backend)
+        if request.lora is not None and request.lora not in self._loras:
+            raise NotFoundError(f"adapter {request.lora} is not loaded.", hint="Load it first.")
+        prompt = _bytes(request.prompt)
+        room = self._max_model_len - len(prompt)
         if not 0 < len(prompt) < self._max_model_len:
             raise UsageError(
                 f"request {request.request_id}: prompt of {len(prompt)} tokens; the model takes 1 to "
                 f"{self._max_model_len - 1}.",
                 hint="Send a shorter prompt, but not an empty one.",
             )
-        return prompt
+        return _Live(request, prompt, [Voice(request, i, self._reply, room) for i in range(request.sampling.n)])
 
-    async def _speak(self, request: GenRequest, prompt: bytes, aborted: asyncio.Event) -> AsyncIterator[GenChunk]:
+    async def _speak(self, live: _Live, queued_s: float) -> AsyncIterator[GenChunk]:
+        request, prompt, clock = live.request, live.prompt, asyncio.get_running_loop().time
         if self._fail_on and self._fail_on.encode() in prompt:
             self._stats.failed += 1
             raise EngineError(f"request {request.request_id} failed: its prompt holds {self._fail_on!r}.")
-        params, loop = request.sampling, asyncio.get_running_loop()
-        room = self._max_model_len - len(prompt)
-        limit = min(params.max_tokens or room, room)
-        scanner, started = StopScanner(params.stop), loop.time()
-        reason: FinishReason | None = None
-        count = 0
-        while reason is None:
+        started_s = clock()
+        cached = self._served.cached(request.lora, request.cache_salt, prompt)
+        self._served.add(request.lora, request.cache_salt, prompt)
+        while speaking := [voice for voice in live.voices if voice.finish_reason is None]:
             await asyncio.sleep(self._pause_s)
+            while not (live.aborted or self._going.is_set()):
+                await self._going.wait()
             self._stats.steps += 1
-            text, tokens = "", []
-            if aborted.is_set():
-                reason = "abort"
-            else:
-                token = self._reply[count % len(self._reply)]
-                count += 1
-                self._stats.generated_tokens += 1
-                tokens, text = [token], scanner.push(chr(token))
-                if scanner.stopped or token in params.stop_token_ids:
-                    reason = "stop"
-                elif count == limit:
-                    reason = "length"
-            if reason is None:
-                yield GenChunk(request.request_id, tokens, text)
-                continue
-            self._stats.prompt_tokens += len(prompt)
-            yield GenChunk(
-                request.request_id,
-                tokens,
-                text + scanner.flush(),
-                reason,
-                Usage(len(prompt), count),
-                Timing(0.0, 0.0, loop.time() - started),
-            )
+            for voice in speaking:
+                chunk = voice.abort() if live.aborted else voice.next()
+                self._stats.generated_tokens += len(chunk.token_ids)
+                if all(each.finish_reason for each in live.voices):
+                    self._stats.prompt_tokens += len(prompt)
+                    self._stats.cached_tokens += cached
+                    count = sum(len(each.tokens) for each in live.voices)
+                    timing = Timing(started_s - queued_s, 0.0, clock() - started_s)
+                    chunk = replace(chunk, usage=Usage(len(prompt), count, cached), timing=timing)
+                yield chunk
+
+    def _header(self, request: GenRequest, tokens: list[int], prompt_len: int) -> KvHeader:
+        return KvHeader(
+            model=self._model,
+            weights_version=self._version,
+            lora=request.lora,
+            dtype="none",
+            layout=[],
+            block_size=self._max_model_len,
+            tokens=tokens,
+            prompt_len=prompt_len,
+            num_computed=0,
+            num_cached=0,
+            seed=0,
+        )
 
     async def abort(self, request_id: str) -> bool:
-        event = self._aborts.get(request_id)
-        if event is None:
-            return False
-        event.set()
-        return True
+        live = self._live.get(request_id)
+        if live is not None:
+            self._end(live)
+        return live is not None
 
     async def tokenize(self, text: str) -> list[int]:
         return list(text.encode())
@@ -161,7 +204,50 @@ class FakeEngine:
         return list("\n".join(f"{message.role}: {message.content}" for message in messages).encode())
 
     async def stats(self) -> EngineStats:
-        return self._stats
+        return replace(self._stats)
+
+    async def cached_prefix(self, token_ids: Sequence[int], *, lora: str | None = None, cache_salt: str = "") -> int:
+        return self._served.cached(lora, cache_salt, _bytes(token_ids))
+
+    async def pause(self) -> None:
+        self._going.clear()
+        self._stats.state = "paused"
+
+    async def resume(self) -> None:
+        if self._stats.state == "asleep":
+            raise ConflictError("the engine sleeps.", hint="Wake it.")
+        self._stats.state = "serving"
+        self._going.set()
+
+    async def sleep(self, level: Literal[1, 2] = 1) -> None:
+        self._going.clear()
+        self._served.clear()
+        self._stats.state = "asleep"
+
+    async def wake(self) -> None:
+        if self._stats.state == "asleep":
+            self._stats.state = "serving"
+            self._going.set()
+
+    async def load_weights(self, source: str, version: str | None = None) -> str:
+        self._version = version or source
+        self._served.clear()
+        return self._version
+
+    async def load_lora(self, name: str, path: str) -> None:
+        if name in self._loras:
+            raise ConflictError(f"adapter {name} is loaded already.", hint="Unload it first.")
+        self._loras.add(name)
+
+    async def unload_lora(self, name: str) -> None:
+        if name not in self._loras:
+            raise NotFoundError(f"adapter {name} is not loaded.")
+        if any(live.request.lora == name for live in self._live.values()):
+            raise ConflictError(f"requests use adapter {name}.", hint="Unload it when they have ended.")
+        self._loras.remove(name)
+
+    async def embed(self, batch: Sequence[Prompt]) -> list[list[float]]:
+        return [direction(_bytes(prompt)) for prompt in batch]
 
     async def drain(self, timeout_s: float) -> bool:
         self._accepting = False
@@ -174,5 +260,15 @@ class FakeEngine:
 
     async def shutdown(self) -> None:
         self._accepting = False
-        for event in self._aborts.values():
-            event.set()
+        for live in self._live.values():
+            self._end(live)
+
+    def _end(self, live: _Live) -> None:
+        live.aborted = True
+        self._going.set()  # even a paused engine lets its requests go
+        if self._stats.state != "serving":
+            self._going.clear()
+
+
+def _bytes(prompt: Prompt) -> bytes:
+    return prompt.encode() if isinstance(prompt, str) else bytes(token % 256 for token in prompt)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raytide.actors.engine.architecture import read_architecture
+from raytide.actors.engine.base import check_features
 from raytide.actors.engine.blocks import BlockPool
 from raytide.actors.engine.config import EngineConfig
 from raytide.actors.engine.core import EngineInfo, EngineStats, Feature, GenChunk, GenRequest, Timing, Usage
@@ -108,6 +109,7 @@ class EngineLoop:
 
     def add(self, request: GenRequest, prompt: Items[int]) -> None:
         """Queue a request whose prompt is already token ids. Raises UsageError, ConflictError or OverloadedError."""
+        check_features(request, self.info.features, self.info.backend)
         now_s = time.monotonic()
         seq = self._sequence(request, prompt, now_s)
         if request.request_id in self._requests:

@@ -14,6 +14,7 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 
+from raytide.actors.engine.base import BasicEngine
 from raytide.actors.engine.config import EngineConfig
 from raytide.actors.engine.core import EngineInfo, EngineStats, GenChunk, GenRequest, Message
 from raytide.actors.engine.loop import EngineLoop, Failure, Output
@@ -29,8 +30,10 @@ Command = Callable[[EngineLoop], list[Output]]
 Done = asyncio.Future[bool]  # whether the command found what it was about
 
 
-class NativeEngine:
+class NativeEngine(BasicEngine):
     """One model in this process. Use it from the event loop that called `start`."""
+
+    backend = "native"
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config

@@ -16,7 +16,8 @@ class ProgressWatch:
         self._since_s = 0.0
 
     def stalled_s(self, stats: EngineStats, now_s: float) -> float:
-        if stats.steps != self._steps or stats.running + stats.waiting == 0:
+        idle = stats.running + stats.waiting == 0 or stats.state != "serving"  # paused and asleep on purpose
+        if stats.steps != self._steps or idle:
             self._steps = stats.steps
             self._since_s = now_s
         return now_s - self._since_s

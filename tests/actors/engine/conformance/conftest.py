@@ -1,13 +1,12 @@
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from tests.actors.engine.conformance.asking import Start
 from tests.actors.engine.conformance.engines import ENGINES
 
 from raytide.actors.engine import EngineInfo
 from raytide.actors.engine.base import Engine
-
-Start = Callable[..., Awaitable[tuple[Engine, EngineInfo]]]
 
 
 @pytest.fixture(params=sorted(ENGINES))

@@ -1,40 +1,26 @@
-"""What every engine promises, whatever is inside. A test of an optional feature is skipped only where it is not
-declared.
+"""What every engine promises of a single request, whatever is inside. A test of an optional feature is skipped only
+where it is not declared.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from typing import get_args
 
 import pytest
+from tests.actors.engine.conformance.asking import (
+    ENDLESS,
+    PROMPT,
+    Start,
+    ask,
+    collect,
+    need,
+    text_of,
+    tokens_of,
+)
 from tests.actors.engine.conformance.engines import MAX_LEN
 
-from raytide.actors.engine import EngineInfo, GenChunk, GenRequest, Message, SamplingParams
-from raytide.actors.engine.base import Engine
+from raytide.actors.engine import GenChunk, Message, SamplingParams
 from raytide.actors.engine.core import Feature
 from raytide.core.errors import ConflictError, OverloadedError, UsageError
-
-Start = Callable[..., Awaitable[tuple[Engine, EngineInfo]]]
-
-PROMPT = list(range(10, 22))
-GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
-ENDLESS = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
-
-
-def ask(name: str = "r", prompt: str | list[int] | None = None, sampling: SamplingParams = GREEDY) -> GenRequest:
-    return GenRequest(request_id=name, prompt=PROMPT if prompt is None else prompt, sampling=sampling)
-
-
-async def collect(engine: Engine, request: GenRequest) -> list[GenChunk]:
-    return [chunk async for chunk in engine.generate(request)]
-
-
-def tokens_of(chunks: list[GenChunk]) -> list[int]:
-    return [token for chunk in chunks for token in chunk.token_ids]
-
-
-def text_of(chunks: list[GenChunk]) -> str:
-    return "".join(chunk.text for chunk in chunks)
 
 
 async def test_info_names_what_the_engine_can_do(start: Start) -> None:
@@ -91,8 +77,7 @@ async def test_a_stop_token_ends_the_text_before_it(start: Start) -> None:
 
 async def test_a_stop_string_is_cut_out_wherever_it_straddles(start: Start) -> None:
     engine, info = await start()
-    if "stop_strings" not in info.features:
-        pytest.skip("no stop_strings")
+    need(info, "stop_strings")
     free = text_of(await collect(engine, ask()))
     stop = free[3:6]
     chunks = await collect(engine, ask(sampling=SamplingParams(temperature=0, ignore_eos=True, stop=(stop,))))
@@ -167,8 +152,7 @@ async def test_a_full_queue_refuses_and_recovers(start: Start) -> None:
 
 async def test_seeds_decide_and_nothing_else(start: Start) -> None:
     engine, info = await start()
-    if "sampling" not in info.features:
-        pytest.skip("no sampling")
+    need(info, "sampling")
 
     def seeded(seed: int) -> SamplingParams:
         return SamplingParams(temperature=1.0, top_p=0.95, seed=seed, max_tokens=12, ignore_eos=True)
@@ -181,8 +165,7 @@ async def test_seeds_decide_and_nothing_else(start: Start) -> None:
 
 async def test_a_penalty_of_repetition_leaves_none(start: Start) -> None:
     engine, info = await start()
-    if "penalties" not in info.features:
-        pytest.skip("no penalties")
+    need(info, "penalties")
     sampling = SamplingParams(temperature=0, repetition_penalty=1e6, max_tokens=20, ignore_eos=True)
     tokens = tokens_of(await collect(engine, ask(sampling=sampling)))
     assert len(set(tokens) - set(PROMPT)) == len(tokens) == 20
@@ -190,14 +173,82 @@ async def test_a_penalty_of_repetition_leaves_none(start: Start) -> None:
 
 async def test_a_repeated_prompt_is_served_from_the_prefix_cache(start: Start) -> None:
     engine, info = await start()
-    if "prefix_cache" not in info.features:
-        pytest.skip("no prefix_cache")
+    need(info, "prefix_cache")
     first, second = [await collect(engine, ask(prompt=list(range(1, 60)))) for _ in range(2)]
     assert first[-1].usage is not None
     assert second[-1].usage is not None
     assert first[-1].usage.cached_tokens == 0
     assert second[-1].usage.cached_tokens >= 48
     assert tokens_of(first) == tokens_of(second)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_samples_of_one_prompt_stream_side_by_side(start: Start, temperature: float) -> None:
+    engine, info = await start()
+    need(info, "n")
+    sampling = SamplingParams(temperature=temperature, seed=3, n=3, max_tokens=8, ignore_eos=True)
+    chunks = await collect(engine, ask(sampling=sampling))
+    samples = [tokens_of(chunks, index) for index in range(3)]
+    assert [len(tokens) for tokens in samples] == [8, 8, 8]
+    assert [[c.finish_reason for c in chunks if c.index == i][-1] for i in range(3)] == ["length"] * 3
+    assert [chunk.usage is not None for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    assert chunks[-1].usage is not None
+    assert (chunks[-1].usage.prompt_tokens, chunks[-1].usage.completion_tokens) == (len(PROMPT), 24)
+    if "sampling" in info.features:
+        assert len({tuple(tokens) for tokens in samples}) == (1 if temperature == 0 else 3)
+        again = await collect(engine, ask(sampling=sampling))
+        assert [tokens_of(again, index) for index in range(3)] == samples
+
+
+async def test_abort_ends_all_samples(start: Start) -> None:
+    engine, info = await start()
+    need(info, "n")
+    stream = engine.generate(ask("gone", sampling=SamplingParams(n=3, max_tokens=None, ignore_eos=True)))
+    await anext(stream)
+    assert await engine.abort("gone")
+    rest = [chunk async for chunk in stream]
+    assert {chunk.index for chunk in rest if chunk.finish_reason == "abort"} == {0, 1, 2}
+    assert rest[-1].usage is not None
+    stats = await engine.stats()
+    assert (stats.free_blocks, stats.running, stats.waiting) == (stats.num_blocks, 0, 0)
+
+
+async def test_the_best_come_back_best_first(start: Start) -> None:
+    engine, info = await start()
+    need(info, "best_of", "logprobs")
+    sampling = SamplingParams(n=2, best_of=5, seed=1, logprobs=0, max_tokens=6, ignore_eos=True)
+    all_five = SamplingParams(n=5, seed=1, logprobs=0, max_tokens=6, ignore_eos=True)
+
+    def means(chunks: list[GenChunk], count: int) -> list[float]:
+        kept = [[each.logprob for c in chunks if c.index == i for each in c.logprobs or ()] for i in range(count)]
+        return [sum(logprobs) / len(logprobs) for logprobs in kept]
+
+    best = await collect(engine, ask(sampling=sampling))
+    assert {chunk.index for chunk in best} == {0, 1}
+    assert best[-1].usage is not None
+    assert best[-1].usage.completion_tokens == 30
+    ranked = sorted(means(await collect(engine, ask(sampling=all_five)), 5), reverse=True)
+    assert means(best, 2) == pytest.approx(ranked[:2], abs=1e-4)
+
+
+async def test_min_tokens_puts_off_the_end(start: Start) -> None:
+    engine, info = await start()
+    need(info, "min_tokens")
+    stop = tokens_of(await collect(engine, ask()))[2]
+    sampling = SamplingParams(temperature=0, ignore_eos=True, stop_token_ids=(stop,), min_tokens=7, max_tokens=30)
+    assert len(tokens_of(await collect(engine, ask(sampling=sampling)))) >= 7
+
+
+async def test_logprobs_come_with_their_tokens(start: Start) -> None:
+    engine, info = await start()
+    need(info, "logprobs")
+    sampling = SamplingParams(temperature=0, ignore_eos=True, max_tokens=6, logprobs=1)
+    for chunk in await collect(engine, ask(sampling=sampling)):
+        assert chunk.logprobs is not None
+        assert [each.token_id for each in chunk.logprobs] == chunk.token_ids
+        for each in chunk.logprobs:
+            assert each.logprob <= 0.0
+            assert (each.rank, each.top) == (1, ((each.token_id, each.logprob),))
 
 
 async def test_drain_lets_those_in_flight_end_and_takes_no_more(start: Start) -> None:
