@@ -8,34 +8,38 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from raytide.actors.serving import edge, policy
+from raytide.actors.serving.application import Application
 from raytide.core.endpoint import Endpoint, EndpointLoad
 from raytide.core.errors import ClusterError, RaytideError, WaitTimeoutError
 
-__all__ = ["ServeControl"]
+__all__ = ["LOOK_TIMEOUT_S", "ServeControl"]
 
 _T = TypeVar("_T")
-_STAYING = frozenset({"STARTING", "UPDATING", "RECOVERING", "RUNNING", "PENDING_MIGRATION"})
-_READY = frozenset({"RUNNING", "PENDING_MIGRATION"})
+LOOK_TIMEOUT_S = 4.0
+"""raytide's controller waits this long for a look at Serve, however many endpoints there are."""
 
 
 class ServeControl:
     """Needs a process that is connected to the cluster (`ray.init`) whenever a verb is called."""
 
     def __init__(
-        self, http_host: str, http_port: int, *, call_timeout_s: float = 10.0, start_timeout_s: float = 90.0
+        self,
+        http_host: str,
+        http_port: int,
+        *,
+        look_timeout_s: float = LOOK_TIMEOUT_S,
+        call_timeout_s: float = 10.0,
+        start_timeout_s: float = 90.0,
     ) -> None:
         self._http_host = http_host
         self._http_port = http_port
+        self._look_timeout_s = look_timeout_s
         self._call_timeout_s = call_timeout_s
         self._start_timeout_s = start_timeout_s
-
-    def base_url(self, name: str) -> str:
-        """What an OpenAI client is given. Each endpoint has a path prefix of its own behind the one proxy."""
-        return f"http://{self._http_host}:{self._http_port}/{name}/v1"
 
     def start(self) -> None:
         """Serve's controller, and one HTTP proxy on the head; neither takes a CPU. Does nothing when they run."""
@@ -53,11 +57,14 @@ class ServeControl:
 
         _within(self._start_timeout_s, "Ray Serve to start", call)
 
-    def deploy(self, endpoint: Endpoint) -> None:
-        """Ask Serve for the endpoint; its replicas start in the background. The same one again changes nothing."""
+    def deploy(self, endpoint: Endpoint, *, is_there: bool) -> bool:
+        """Ask Serve for the endpoint; its replicas start in the background. The same one again changes nothing.
+
+        `is_there`: whether Serve has one of that name, as `applications` said. True when Serve was asked for something.
+        """
         spec = f"{endpoint.created_at_s} {endpoint.spec.model_dump_json()}".encode()
-        if endpoint.name in self.names() and self._get(_spec_key(endpoint.name)) == spec:
-            return
+        if is_there and self._get([_spec_key(endpoint.name)]).get(_spec_key(endpoint.name)) == spec:
+            return False
 
         def call() -> None:
             from ray import serve
@@ -70,72 +77,44 @@ class ServeControl:
             self._put(_spec_key(endpoint.name), spec)
 
         _within(self._start_timeout_s, f"Ray Serve to accept endpoint {endpoint.name}", call)
+        return True
 
     def publish(self, name: str, target: int) -> None:
         """How many replicas the endpoint is to have; Serve's controller acts on it within about a second."""
         _within(self._call_timeout_s, f"the GCS to store the target of {name}", lambda: self._publish(name, target))
 
-    def load(self, name: str) -> EndpointLoad | None:
-        """None until Serve has said something about the endpoint."""
-        application = self._details().get(name)
-        seen = self._get(policy.load_key(name))
-        if application is None or seen is None:
-            return None
-        said = json.loads(seen)
-        replicas = [
-            replica
-            for deployment in application["deployments"].values()
-            for replica in deployment["replicas"]
-            if replica["state"] in _STAYING
-        ]
-        return EndpointLoad(
-            at_s=said["at_s"],
-            ongoing=said["ongoing"],
-            ready=sum(replica["state"] in _READY for replica in replicas),
-            replica_nodes=tuple(sorted(replica["node_id"] for replica in replicas if replica.get("node_id"))),
-        )
+    def loads(self, names: Iterable[str]) -> dict[str, EndpointLoad]:
+        """By endpoint, those left out of which Serve has said nothing yet. One look for all of them."""
+        wanted = tuple(names)
 
-    def failure(self, name: str) -> str:
-        """Why Serve gave the endpoint up, in Serve's words; empty while it has not: an UNHEALTHY one it still mends."""
-        application = self._details().get(name, {})
-        if application.get("status") != "DEPLOY_FAILED":
-            return ""
-        said = [str(deployment.get("message", "")) for deployment in application["deployments"].values()]
-        return "\n".join(filter(None, [str(application.get("message", "")), *said])) or str(application["status"])
+        def call() -> dict[str, EndpointLoad]:
+            applications = _applications(self._look_timeout_s)
+            said = self._get([policy.load_key(name) for name in wanted])
+            return {
+                name: _load(applications[name], said[policy.load_key(name)])
+                for name in wanted
+                if name in applications and policy.load_key(name) in said
+            }
 
-    def delete(self, name: str) -> None:
-        """Take the endpoint away; its replicas finish what they answer. Nothing happens when there is none."""
+        return _within(self._look_timeout_s, "Ray Serve to tell its load", call)
+
+    def applications(self) -> dict[str, Application]:
+        """The endpoints that Serve has, those included whose replicas still finish what they answer."""
+        timeout_s = self._look_timeout_s
+        return _within(timeout_s, "Ray Serve's controller to answer", lambda: _applications(timeout_s))
+
+    def delete(self, name: str, *, is_there: bool) -> None:
+        """Forget the endpoint, and take it from Serve if that has it; its replicas finish what they answer."""
 
         def call() -> None:
             from ray import serve
 
             for key in (_spec_key(name), policy.target_key(name), policy.load_key(name)):
                 _gcs().internal_kv_del(key, False, policy.KV_NAMESPACE, timeout=self._call_timeout_s)
-            if name in self._details():
+            if is_there:
                 serve.delete(name, _blocking=False)
 
         _within(self._start_timeout_s, f"Ray Serve to delete endpoint {name}", call)
-
-    def names(self) -> frozenset[str]:
-        """The endpoints that Serve has, those included whose replicas still finish what they answer."""
-        return frozenset(self._details())
-
-    def _details(self) -> dict[str, Any]:
-        """Serve's applications by name; none when Serve does not run."""
-
-        def call() -> dict[str, Any]:
-            import ray
-            from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
-
-            try:
-                controller: Any = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
-            except ValueError:
-                return {}
-            details = ray.get(controller.get_serve_instance_details.remote(), timeout=self._call_timeout_s)
-            applications: dict[str, Any] = details["applications"]
-            return applications
-
-        return _within(self._call_timeout_s + 1.0, "Ray Serve's controller to answer", call)
 
     def _publish(self, name: str, target: int) -> None:
         self._put(policy.target_key(name), str(target).encode())
@@ -143,9 +122,32 @@ class ServeControl:
     def _put(self, key: bytes, value: bytes) -> None:
         _gcs().internal_kv_put(key, value, True, policy.KV_NAMESPACE, timeout=self._call_timeout_s)
 
-    def _get(self, key: bytes) -> bytes | None:
-        value: bytes | None = _gcs().internal_kv_get(key, policy.KV_NAMESPACE, timeout=self._call_timeout_s)
-        return value
+    def _get(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
+        """Those that are there, in one call."""
+        return dict(_gcs().internal_kv_multi_get(list(keys), policy.KV_NAMESPACE, timeout=self._look_timeout_s))
+
+
+def _applications(timeout_s: float) -> dict[str, Application]:
+    """None when Serve does not run."""
+    import ray
+    from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+
+    try:
+        controller: Any = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+    except ValueError:
+        return {}
+    details = ray.get(controller.get_serve_instance_details.remote(), timeout=timeout_s)
+    return {name: Application.of(application) for name, application in details["applications"].items()}
+
+
+def _load(application: Application, said: bytes) -> EndpointLoad:
+    seen = json.loads(said)
+    return EndpointLoad(
+        at_s=seen["at_s"],
+        ongoing=seen["ongoing"],
+        ready=application.ready,
+        replica_nodes=application.replica_nodes,
+    )
 
 
 def _spec_key(name: str) -> bytes:

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from raytide.actors.gang.group import Group, GroupKey, WantedGroup
+from raytide.actors.serving.application import Application
 from raytide.autoscaler.providers.base import Machine, Notice
 from raytide.autoscaler.ray_node import RayNode
 from raytide.control.closing import close_books
@@ -191,26 +192,25 @@ class Serve:
 
     def start(self) -> None: ...
 
-    def deploy(self, endpoint: Endpoint) -> None:
+    def applications(self) -> dict[str, Application]:
+        return {name: Application() for name in self.world.serving}
+
+    def deploy(self, endpoint: Endpoint, *, is_there: bool) -> bool:
         self.world.serving.setdefault(endpoint.name, endpoint.target_replicas)
+        return not is_there
 
     def publish(self, name: str, target: int) -> None:
         self.world.serving[name] = target
 
-    def load(self, name: str) -> EndpointLoad | None:
-        if name not in self.world.serving:
-            return None
-        hosts = [f"ray-{node_id}" for node_id in self.world.hosts(name)]
-        return EndpointLoad(self.world.clock.now_s(), self.world.ongoing, len(hosts), tuple(hosts))
+    def loads(self, names: Iterable[str]) -> dict[str, EndpointLoad]:
+        loads = {}
+        for name in self.world.serving.keys() & set(names):
+            hosts = [f"ray-{node_id}" for node_id in self.world.hosts(name)]
+            loads[name] = EndpointLoad(self.world.clock.now_s(), self.world.ongoing, len(hosts), tuple(hosts))
+        return loads
 
-    def failure(self, name: str) -> str:
-        return ""
-
-    def delete(self, name: str) -> None:
+    def delete(self, name: str, *, is_there: bool) -> None:
         self.world.serving.pop(name, None)
-
-    def names(self) -> frozenset[str]:
-        return frozenset(self.world.serving)
 
 
 class Door:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from raytide.actors.serving.application import Application
 from raytide.control.serving import Served, Serving, follow
 from raytide.control.world import World
 from raytide.core.endpoint import Endpoint, EndpointLoad, EndpointState, ServeSpec
@@ -17,7 +18,7 @@ class Serve:
     """Serve as its control sees it, with what it says of failures."""
 
     def __init__(self) -> None:
-        self.starts = 0
+        self.starts = self.looks = 0
         self.deployed: list[str] = []
         self.live: set[str] = set()
         self.says = ""
@@ -25,24 +26,24 @@ class Serve:
     def start(self) -> None:
         self.starts += 1
 
-    def deploy(self, endpoint: Endpoint) -> None:
+    def applications(self) -> dict[str, Application]:
+        self.looks += 1
+        return {name: Application(failure=self.says) for name in self.live}
+
+    def deploy(self, endpoint: Endpoint, *, is_there: bool) -> bool:
         if endpoint.name == "broken":
             raise ValueError("no such option")
-        if endpoint.name not in self.live:
-            self.deployed.append(endpoint.name)
-            self.live.add(endpoint.name)
+        if is_there:
+            return False
+        self.deployed.append(endpoint.name)
+        self.live.add(endpoint.name)
+        return True
 
     def publish(self, name: str, target: int) -> None: ...
 
-    def failure(self, name: str) -> str:
-        return self.says
-
-    def delete(self, name: str) -> None:
+    def delete(self, name: str, *, is_there: bool) -> None:
         self.live.discard(name)
         self.says = ""
-
-    def names(self) -> frozenset[str]:
-        return frozenset(self.live)
 
 
 def passes(serving: Serving, count: int, *endpoints: Endpoint) -> Served:
@@ -78,7 +79,28 @@ def test_an_endpoint_whose_nodes_died_under_its_first_replicas_is_deployed_anew(
 
 
 def world(load: EndpointLoad | None) -> World:
-    return World((), (), (), (), {}, {}, {"m": load})
+    return World((), (), (), (), {}, {}, {} if load is None else {"m": load})
+
+
+def test_a_pass_looks_at_serve_once_however_many_endpoints_there_are(serve: Serve) -> None:
+    many = [replace(ENDPOINT, spec=ENDPOINT.spec.model_copy(update={"name": f"m{i}"})) for i in range(20)]
+    leaving = replace(ENDPOINT, spec=ENDPOINT.spec.model_copy(update={"name": "old"}), state=EndpointState.DELETING)
+    serving = Serving(serve)  # type: ignore[arg-type]
+    passes(serving, 2, *many, leaving)
+    assert serving._pass is not None
+    serving._pass.result(timeout=10)
+    assert serve.looks == 3
+    assert len(serve.deployed) == 20
+
+
+def test_a_new_spec_is_not_blamed_for_what_was_seen_before_it(serve: Serve) -> None:
+    class Changed(Serve):
+        def deploy(self, endpoint: Endpoint, *, is_there: bool) -> bool:
+            return True
+
+    changed = Changed()
+    changed.live, changed.says = {"m"}, "ValueError: no such option"
+    assert passes(Serving(changed), 1).failures == {}  # type: ignore[arg-type]
 
 
 def test_an_endpoint_that_cannot_be_deployed_keeps_no_other_from_its_turn(serve: Serve) -> None:

@@ -118,15 +118,14 @@ class Controller:
         self._store.commit(Changes(at_s=now_s, nodes=tuple(outcome.nodes.values()), pools=changed))
 
     def _show(self, seen: Snapshot, plan: Plan, world: World, outcome: Outcome, tick_s: float) -> None:
-        loads = {name: load for name, load in world.loads.items() if load is not None}
         served = self._serving.served
         errors = (*world.errors, *outcome.errors, *(served.errors if served else ()))
         self._ticks, self._errors = self._ticks + 1, self._errors + len(errors)
         live = Live(
             at_s=seen.at_s,
             waiting=_waiting(seen, plan),
-            ready_replicas={name: load.ready for name, load in loads.items()},
-            ongoing={name: load.ongoing for name, load in loads.items()},
+            ready_replicas={name: load.ready for name, load in world.loads.items()},
+            ongoing={name: load.ongoing for name, load in world.loads.items()},
             errors=errors,
             ticks=self._ticks,
             tick_s=tick_s,

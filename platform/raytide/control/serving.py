@@ -59,42 +59,44 @@ class Serving:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _do(self, endpoints: tuple[Endpoint, ...]) -> Served:
+        """All endpoints after one look at Serve: what they did not have then is for the next pass to see."""
         gone: set[tuple[str, float]] = set()
         failures: dict[str, str] = {}
         unseen: dict[str, str] = {}
         try:
-            if not self._control.names():  # each start of a Serve that runs is a line in its log
+            there = self._control.applications()
+            if not there:  # each start of a Serve that runs is a line in its log
                 self._control.start()
         except Exception as error:  # Serve may fail in any way; the next pass tries again
             log.warning("serving pass failed", extra={"error": str(error)})
             return Served(unseen={endpoint.name: f"Ray Serve: {error}" for endpoint in endpoints})
         for endpoint in endpoints:
+            seen = there.get(endpoint.name)
             try:
                 if endpoint.state is EndpointState.DELETING:
-                    if self._is_deleted(endpoint.name):
+                    self._control.delete(endpoint.name, is_there=seen is not None)
+                    self._published.pop(endpoint.name, None)
+                    if seen is None:
                         gone.add((endpoint.name, endpoint.created_at_s))
-                    continue
-                self._match_one(endpoint)
-                why = self._control.failure(endpoint.name)
-                if _NODE_DIED in why:
-                    self._control.delete(endpoint.name)  # the next pass deploys it anew, with a fresh count
-                elif why:
-                    failures[endpoint.name] = why
+                elif not self._match_one(endpoint, is_there=seen is not None) and seen is not None:
+                    if _NODE_DIED in seen.failure:
+                        self._control.delete(
+                            endpoint.name, is_there=True
+                        )  # the next pass deploys it anew, with a fresh count
+                    elif seen.failure:
+                        failures[endpoint.name] = seen.failure
             except Exception as error:  # as above; the other endpoints have nothing to do with it
                 log.warning("endpoint failed", extra={"endpoint": endpoint.name, "error": str(error)})
                 unseen[endpoint.name] = f"endpoint {endpoint.name}: {error}"
         return Served(frozenset(gone), failures, unseen)
 
-    def _is_deleted(self, name: str) -> bool:
-        self._control.delete(name)
-        self._published.pop(name, None)
-        return name not in self._control.names()
-
-    def _match_one(self, endpoint: Endpoint) -> None:
-        self._control.deploy(endpoint)
+    def _match_one(self, endpoint: Endpoint, *, is_there: bool) -> bool:
+        """Whether it was deployed just now: then what was seen before says nothing about it."""
+        is_new = self._control.deploy(endpoint, is_there=is_there)
         if self._published.get(endpoint.name) != endpoint.target_replicas:
             self._control.publish(endpoint.name, endpoint.target_replicas)
             self._published[endpoint.name] = endpoint.target_replicas
+        return is_new
 
 
 def follow(endpoint: Endpoint, world: World, served: Served | None, now_s: float) -> Endpoint:

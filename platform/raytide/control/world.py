@@ -33,7 +33,7 @@ class World:
     demand: tuple[Demand, ...]
     groups: Mapping[GroupKey, Group] | None
     drivers: Mapping[DriverKey, DriverStatus] | None
-    loads: Mapping[str, EndpointLoad | None]
+    loads: Mapping[str, EndpointLoad]
     errors: tuple[str, ...] = ()
     heard_since_s: float | None = None
     """Since when drivers can make themselves heard; None while the API does not answer."""
@@ -70,7 +70,7 @@ def look(sources: Sources, *, endpoints: tuple[str, ...], with_drivers: bool, wi
         demand=ask("ray demand", sources.gcs.demand) or (),
         groups=ask("placement groups", sources.groups.list),
         drivers=ask("drivers", sources.drivers.statuses) if with_drivers else {},
-        loads={name: ask(f"load of {name}", partial(sources.serve.load, name)) for name in endpoints},
+        loads=(ask("Ray Serve", partial(sources.serve.loads, endpoints)) if endpoints else None) or {},
         heard_since_s=ask("API", sources.door.open_since_s) if with_gangs else None,
         errors=tuple(errors),
     )

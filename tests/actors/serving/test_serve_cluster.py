@@ -19,6 +19,7 @@ from openai import OpenAI
 
 from raytide.actors.serving.control import ServeControl
 from raytide.core.endpoint import Endpoint, EndpointLoad, EndpointState, Replicas, ServeSpec
+from raytide.core.errors import RaytideError
 
 pytestmark = pytest.mark.cluster
 
@@ -35,7 +36,7 @@ ray.init(address=address, log_to_driver=False)
 from raytide.actors.serving.control import ServeControl
 control = ServeControl(address.split(":")[0], port)
 control.start()
-control.deploy(endpoint)
+control.deploy(endpoint, is_there=False)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -90,11 +91,15 @@ def control() -> Iterator[ServeControl]:
 
 
 def load_of(control: ServeControl, name: str = "m") -> EndpointLoad:
-    return control.load(name) or EndpointLoad(at_s=0.0, ongoing=0.0, ready=0)
+    return control.loads([name]).get(name) or EndpointLoad(at_s=0.0, ongoing=0.0, ready=0)
+
+
+def base_url(control: ServeControl, name: str) -> str:
+    return f"http://{control._http_host}:{control._http_port}/{name}/v1"
 
 
 def client_of(control: ServeControl, **options: Any) -> OpenAI:
-    return OpenAI(base_url=control.base_url("m"), api_key="none", timeout=30, max_retries=0, **options)
+    return OpenAI(base_url=base_url(control, "m"), api_key="none", timeout=30, max_retries=0, **options)
 
 
 def scale(control: ServeControl, replicas: int) -> None:
@@ -102,15 +107,23 @@ def scale(control: ServeControl, replicas: int) -> None:
     until(f"{replicas} ready replicas", lambda: load_of(control).ready == replicas)
 
 
+def ask_serve(method: str) -> Any:
+    import ray
+    from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+
+    serve = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+    return ray.get(getattr(serve, method).remote(), timeout=30)
+
+
 def pids(control: ServeControl) -> dict[str, int]:
     """Of each running replica, by the name it gives itself in `x-raytide-replica`."""
-    replicas = control._details()["m"]["deployments"]["replica"]["replicas"]
+    replicas = ask_serve("get_serve_instance_details")["applications"]["m"]["deployments"]["replica"]["replicas"]
     return {replica["replica_id"]: replica["pid"] for replica in replicas if replica["state"] == "RUNNING"}
 
 
 def test_an_endpoint_outlives_the_controller_that_deployed_it(control: ServeControl) -> None:
     until("the replica", lambda: load_of(control).ready == 1)
-    assert control.names() == {"m"}
+    assert control.applications().keys() == {"m"}
     answer = client_of(control, _strict_response_validation=True).chat.completions.with_raw_response.create(
         model="m", messages=HELLO, max_tokens=5, extra_headers={"x-request-id": "mine"}
     )
@@ -122,12 +135,12 @@ def test_an_endpoint_outlives_the_controller_that_deployed_it(control: ServeCont
 def test_deploying_the_same_endpoint_again_changes_nothing(control: ServeControl) -> None:
     before = pids(control)
     control.start()
-    control.deploy(endpoint("m"))
+    assert not control.deploy(endpoint("m"), is_there=True)
     assert pids(control) == before
 
 
 def test_an_unknown_path_gets_an_openai_error(control: ServeControl) -> None:
-    answer = httpx.get(control.base_url("nobody") + "/models")
+    answer = httpx.get(base_url(control, "nobody") + "/models")
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
 
 
@@ -190,21 +203,34 @@ def test_a_client_that_leaves_frees_its_place_behind_the_proxy(control: ServeCon
     stream = client_of(control).chat.completions.create(model="m", messages=HELLO, max_tokens=4000, stream=True)
     next(iter(stream))
     stream.close()
-    metrics = f"{control.base_url('m').removesuffix('/v1')}/metrics"
+    metrics = f"{base_url(control, 'm').removesuffix('/v1')}/metrics"
     until("the place to be free", lambda: 'raytide_requests_running{model="m"} 0.0' in httpx.get(metrics).text)
 
 
 def test_an_endpoint_that_cannot_start_says_why(control: ServeControl) -> None:
-    control.deploy(endpoint("broken", nonsense=1))
-    until("the failure", lambda: control.failure("broken") != "")
-    assert "nonsense" in control.failure("broken")
-    assert control.failure("m") == ""
-    control.delete("broken")
+    assert control.deploy(endpoint("broken", nonsense=1), is_there=False)
+    until("the failure", lambda: control.applications()["broken"].failure != "")
+    assert "nonsense" in control.applications()["broken"].failure
+    assert control.applications()["m"].failure == ""
+    control.delete("broken", is_there=True)
+
+
+def test_a_look_at_a_serve_that_hangs_is_over_in_time(control: ServeControl) -> None:
+    pid = ask_serve("get_pid")
+    hasty = ServeControl(HEAD, 0, look_timeout_s=0.5)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(RaytideError):
+            hasty.loads(["m", "broken", "nobody"])
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert control.loads(["m", "nobody"]).keys() == {"m"}
 
 
 def test_a_deleted_endpoint_is_gone(control: ServeControl) -> None:
-    control.delete("m")
-    control.delete("m")
-    until("no endpoints", lambda: not control.names())
-    assert control.load("m") is None
-    until("the route to be gone", lambda: httpx.get(control.base_url("m") + "/models").status_code == 404)
+    control.delete("m", is_there=True)
+    control.delete("m", is_there=True)
+    until("no endpoints", lambda: not control.applications())
+    control.delete("m", is_there=False)
+    assert control.loads(["m"]) == {}
+    until("the route to be gone", lambda: httpx.get(base_url(control, "m") + "/models").status_code == 404)

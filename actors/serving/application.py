@@ -1,0 +1,43 @@
+"""An endpoint as Ray Serve's controller tells of it: which replicas it has, and whether Serve gave it up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Application"]
+
+_STAYING = frozenset({"STARTING", "UPDATING", "RECOVERING", "RUNNING", "PENDING_MIGRATION"})
+_READY = frozenset({"RUNNING", "PENDING_MIGRATION"})
+
+
+@dataclass(frozen=True, slots=True)
+class Application:
+    """Plain data: nothing here asks Serve."""
+
+    ready: int = 0
+    replica_nodes: tuple[str, ...] = ()
+    """Ray's id of each replica's node, those that still start included, those that are on their way out not."""
+    failure: str = ""
+    """Why Serve gave it up, in Serve's words; empty while it has not: an UNHEALTHY one it still mends."""
+
+    @classmethod
+    def of(cls, details: Mapping[str, Any]) -> Application:
+        """From one entry of `get_serve_instance_details()["applications"]`."""
+        replicas = [
+            replica
+            for deployment in details["deployments"].values()
+            for replica in deployment["replicas"]
+            if replica["state"] in _STAYING
+        ]
+        return cls(
+            ready=sum(replica["state"] in _READY for replica in replicas),
+            replica_nodes=tuple(sorted(replica["node_id"] for replica in replicas if replica.get("node_id"))),
+            failure=_failure(details) if details.get("status") == "DEPLOY_FAILED" else "",
+        )
+
+
+def _failure(details: Mapping[str, Any]) -> str:
+    said = [str(deployment.get("message", "")) for deployment in details["deployments"].values()]
+    return "\n".join(filter(None, [str(details.get("message", "")), *said])) or str(details["status"])
