@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
 
 from raytide.autoscaler.providers.base import Provider
 from raytide.control.api.auth import ANY_TEAM, Caller
@@ -22,7 +20,7 @@ from raytide.core.data_spec import DataSpec
 from raytide.core.endpoint import ServeSpec
 from raytide.core.entry import Entry, EntryKind
 from raytide.core.errors import ConfigError, DataError, LeaseLostError, UsageError
-from raytide.core.fleet import LIVE_STATES, NodeState
+from raytide.core.fleet import LIVE_STATES
 from raytide.core.gang import GangSpec, Lease, LeaseState, Shape
 from raytide.core.job import Job, JobKind, JobSpec, JobState
 from raytide.core.metrics import render
@@ -133,7 +131,7 @@ class Desk:
         return self.endpoint(spec.name)
 
     def endpoints(self) -> list[EndpointStatus]:
-        spent = self._costs("endpoint")
+        spent = costs(self._store.books.booked("endpoint"), self._accrued(), "endpoint")
         live = self.live()
         return [
             EndpointStatus(
@@ -161,19 +159,19 @@ class Desk:
     def status(self) -> ClusterStatus:
         now = self._clock.now_s()
         live = self.live()
-        nodes = tuple(node for node in self._store.nodes() if node.state is not NodeState.GONE)
-        report = self.cost()
+        nodes = self._store.nodes(live=True)
+        booked = sum(self._store.books.booked("kind").values())
         return ClusterStatus(
             name=self._config.name,
             at_s=now,
             controller_age_s=now - live.at_s if live.at_s else None,
             nodes=nodes[::-1],
-            jobs=dict(Counter(str(job.state) for job in self._store.jobs(limit=10_000))),
+            jobs=self._store.census.jobs(),
             endpoints=len(self._store.endpoints()),
             price_micro_usd_h=sum(
                 n.price_micro_usd_h for n in nodes if n.state in LIVE_STATES and n.started_at_s is not None
             ),
-            cost_micro_usd=report.booked_micro_usd + report.accrued_micro_usd,
+            cost_micro_usd=booked + sum(entry.amount_micro_usd for entry in self._accrued()),
             ray=self._ray_url,
             serve=self._serve_url,
             errors=live.errors,
@@ -200,16 +198,16 @@ class Desk:
             return Live(at_s=0.0)
 
     def _views(self, jobs: tuple[Job, ...]) -> list[JobView]:
+        """A page of jobs: the number of reads does not depend on how many there are, nor on how long the queue is."""
+        ids = [job.id for job in jobs]
         live = self.live()
-        spent = self._costs("job")
-        queue = [
-            job.id for job in reversed(self._store.jobs(active=True, limit=10_000)) if job.state is JobState.QUEUED
-        ]
-        positions = {job_id: place for place, job_id in enumerate(queue, start=1)}
+        positions, leases = self._store.census.positions(ids), self._store.census.leases(ids)
         intervals = self._store.books.intervals()
+        pending = accrued(intervals, to_us(self._clock.now_s()))
+        spent = costs(self._store.books.booked("job", only=ids), pending, "job")
         views = []
         for job in jobs:
-            lease = self._store.lease_of(job.id) if job.state is not JobState.QUEUED else None
+            lease = leases.get(job.id) if job.state is not JobState.QUEUED else None
             waiting = live.waiting.get(job.id) or (live.waiting.get(lease.id) if lease else None)
             views.append(
                 JobView(
@@ -222,10 +220,6 @@ class Desk:
                 )
             )
         return views
-
-    def _costs(self, by: Literal["job", "endpoint"]) -> dict[str, int]:
-        """Booked and accrued micro-dollars by subject."""
-        return costs(self._store.books.booked(by), self._accrued(), by)
 
     def _accrued(self) -> tuple[Entry, ...]:
         return accrued(self._store.books.intervals(), to_us(self._clock.now_s()))

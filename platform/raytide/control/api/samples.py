@@ -7,29 +7,27 @@ from collections.abc import Iterator
 
 from raytide.control.views import Live
 from raytide.core import metrics as m
-from raytide.core.fleet import NodeState
 from raytide.core.metrics import Sample
 from raytide.core.money import MICRO
 from raytide.core.state import Store
 
 
 def samples(store: Store, live: Live) -> Iterator[Sample]:
-    records = store.load()
-    nodes = Counter((node.type, str(node.market), str(node.state)) for node in records.nodes)
-    yield from (Sample(m.NODES, count, labels) for labels, count in sorted(nodes.items()))
+    nodes = store.nodes(live=True)
+    counts = Counter((node.type, str(node.market), str(node.state)) for node in nodes)
+    yield from (Sample(m.NODES, count, labels) for labels, count in sorted(counts.items()))
     prices: Counter[tuple[str, str]] = Counter()
-    for node in records.nodes:
-        if node.started_at_s is not None and node.state is not NodeState.GONE:
+    for node in nodes:
+        if node.started_at_s is not None:
             prices[(node.type, str(node.market))] += node.price_micro_usd_h
     yield from (Sample(m.NODE_PRICE, price / MICRO, labels) for labels, price in sorted(prices.items()))
-    jobs = Counter((str(job.spec.kind), job.spec.team, str(job.state)) for job in records.jobs)
-    yield from (Sample(m.JOBS, count, labels) for labels, count in sorted(jobs.items()))
-    members = Counter(str(member.state) for lease in records.leases for member in lease.members)
+    yield from (Sample(m.JOBS, count, labels) for labels, count in sorted(store.census.live_jobs().items()))
+    members = store.census.live_members()
     yield from (Sample(m.LEASE_MEMBERS, count, (state,)) for state, count in sorted(members.items()))
-    for endpoint in records.endpoints:
+    for endpoint in store.endpoints():
         yield Sample(m.REPLICAS_TARGET, endpoint.target_replicas, (endpoint.name,))
         yield Sample(m.REPLICAS_READY, live.ready_replicas.get(endpoint.name, 0), (endpoint.name,))
-    yield from (Sample(m.POOL_FAILURES, pool.failures, (pool.node_type, pool.zone)) for pool in records.pools)
+    yield from (Sample(m.POOL_FAILURES, pool.failures, (pool.node_type, pool.zone)) for pool in store.pools())
     booked = store.books.booked("kind")
     yield from (Sample(m.BOOKED, amount / MICRO, (kind,)) for kind, amount in sorted(booked.items()))
     yield Sample(m.TICKS, live.ticks)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import sqlalchemy as sa
 
 from raytide.core.entry import CostBy, Entry, EntryKind, OpenInterval
@@ -31,13 +33,16 @@ class Books:
         with self._db.read() as c:
             return tuple(codec.interval(row) for row in c.execute(t.open_intervals.select()))
 
-    def booked(self, by: CostBy, *, since_us: int = 0) -> dict[str, int]:
-        """Micro-dollars of the entries that began at `since_us` or later, by one of their columns."""
+    def booked(self, by: CostBy, *, since_us: int = 0, only: Sequence[str] | None = None) -> dict[str, int]:
+        """Micro-dollars of the entries that began at `since_us` or later, by one of their columns: all of its values,
+        or `only` these."""
         e = t.entries.c
         key = {"kind": e.kind, "job": e.subject, "endpoint": e.subject, "team": e.team, "node": e.node_id}[by]
         query = sa.select(key, sa.func.sum(e.amount_micro_usd)).where(e.from_us >= since_us).group_by(key)
         if by in ("job", "endpoint"):
             query = query.where(e.kind == EntryKind(by))
+        if only is not None:
+            query = query.where(key.in_(only))
         with self._db.read() as c:
             return {row[0]: int(row[1]) for row in c.execute(query)}
 

@@ -16,11 +16,14 @@ from raytide.core.fleet import Node, NodeState
 from raytide.core.gang import Lease, LeaseState
 from raytide.core.job import FINAL_STATES, Job, JobSpec
 from raytide.core.plan import Plan
+from raytide.core.snapshot import Pool
 from raytide.core.state import codec
 from raytide.core.state import tables as t
 from raytide.core.state.books import Books
+from raytide.core.state.census import Census
 from raytide.core.state.database import Database
 from raytide.core.state.records import Changes, Event, Records, StoredPlan
+from raytide.core.state.rows import leases_where
 from raytide.core.state.write import append, next_number, number_reached, transitions, update, upsert
 
 KEPT_PLANS = 1000
@@ -33,6 +36,8 @@ class Store:
         self._db = database
         self.books = Books(database)
         """The ledger's tables: entries, open intervals, sums."""
+        self.census = Census(database)
+        """Counts and places."""
 
     @classmethod
     def open(cls, url: str) -> Self:
@@ -120,7 +125,7 @@ class Store:
     def load(self) -> Records:
         """All that is not final, and the numbers that come next."""
         with self._db.read() as c:
-            leases = self._leases(c, t.leases.c.state != LeaseState.RELEASED)
+            leases = leases_where(c, t.leases.c.state != LeaseState.RELEASED)
             live_jobs = t.jobs.select().where(t.jobs.c.state.not_in(FINAL_STATES)).order_by(t.jobs.c.number)
             live_nodes = t.nodes.select().where(t.nodes.c.state != NodeState.GONE).order_by(t.nodes.c.number)
             counters: dict[str, int] = {row.name: row.next for row in c.execute(t.counters.select())}
@@ -194,9 +199,7 @@ class Store:
 
     def lease_of(self, job_id: str) -> Lease | None:
         """The newest lease of a job, RELEASED ones included; None before it was admitted."""
-        newest = sa.select(sa.func.max(t.leases.c.number)).where(t.leases.c.job_id == job_id).scalar_subquery()
-        with self._db.read() as c:
-            return next(iter(self._leases(c, t.leases.c.number == newest)), None)
+        return self.census.leases([job_id]).get(job_id)
 
     def endpoint(self, name: str) -> Endpoint:
         with self._db.read() as c:
@@ -209,12 +212,17 @@ class Store:
         with self._db.read() as c:
             return self._endpoints(c, ended=ended)
 
-    def nodes(self, *, limit: int = 1000) -> tuple[Node, ...]:
-        """Newest first, those that are gone included."""
+    def nodes(self, *, live: bool = False, limit: int = 1000) -> tuple[Node, ...]:
+        """Newest first; those that are gone included, unless `live`."""
+        query = t.nodes.select().order_by(t.nodes.c.number.desc()).limit(limit)
+        if live:
+            query = query.where(t.nodes.c.state != NodeState.GONE)
         with self._db.read() as c:
-            return tuple(
-                codec.node(row) for row in c.execute(t.nodes.select().order_by(t.nodes.c.number.desc()).limit(limit))
-            )
+            return tuple(codec.node(row) for row in c.execute(query))
+
+    def pools(self) -> tuple[Pool, ...]:
+        with self._db.read() as c:
+            return tuple(codec.pool(row) for row in c.execute(t.pools.select()))
 
     def events(self, subject: str | None = None, *, limit: int = 100) -> tuple[Event, ...]:
         """The newest, oldest of them first: of one subject, or of all."""
@@ -236,15 +244,6 @@ class Store:
             if (row := c.execute(_job(job_id)).first()) is None:
                 raise _no_job(job_id)
             return codec.job(row)
-
-    def _leases(self, c: sa.Connection, which: sa.ColumnElement[bool]) -> tuple[Lease, ...]:
-        rows = c.execute(t.leases.select().where(which).order_by(t.leases.c.number)).all()
-        ids = sa.select(t.leases.c.id).where(which)
-        by_index = t.members.select().where(t.members.c.lease_id.in_(ids)).order_by(t.members.c.index)
-        members: dict[str, list[sa.Row[Any]]] = {row.id: [] for row in rows}
-        for member in c.execute(by_index):
-            members[member.lease_id].append(member)
-        return tuple(codec.lease(row, members[row.id]) for row in rows)
 
     def _endpoints(self, c: sa.Connection, *, ended: bool) -> tuple[Endpoint, ...]:
         query = t.endpoints.select().order_by(t.endpoints.c.name)

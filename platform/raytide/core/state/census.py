@@ -1,0 +1,56 @@
+"""Counts and places, by SQL: what is asked about thousands of jobs reads no more rows than it answers with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import sqlalchemy as sa
+
+from raytide.core.gang import Lease, LeaseState
+from raytide.core.job import FINAL_STATES, JobState
+from raytide.core.state import tables as t
+from raytide.core.state.database import Database
+from raytide.core.state.rows import leases_where
+
+
+class Census:
+    def __init__(self, database: Database) -> None:
+        self._db = database
+
+    def jobs(self) -> dict[str, int]:
+        """How many there ever were, by state."""
+        query = sa.select(t.jobs.c.state, sa.func.count()).group_by(t.jobs.c.state)
+        with self._db.read() as c:
+            return {str(row[0]): int(row[1]) for row in c.execute(query)}
+
+    def live_jobs(self) -> dict[tuple[str, str, str], int]:
+        """How many are not over, by (kind, team, state)."""
+        j = t.jobs.c
+        query = sa.select(j.kind, j.team, j.state, sa.func.count()).group_by(j.kind, j.team, j.state)
+        with self._db.read() as c:
+            rows = c.execute(query.where(j.state.not_in(FINAL_STATES)))
+            return {(str(row[0]), row[1], str(row[2])): int(row[3]) for row in rows}
+
+    def live_members(self) -> dict[str, int]:
+        """How many seats the leases that are not over have, by state."""
+        m = t.members.c
+        held = sa.select(t.leases.c.id).where(t.leases.c.state != LeaseState.RELEASED)
+        query = sa.select(m.state, sa.func.count()).where(m.lease_id.in_(held)).group_by(m.state)
+        with self._db.read() as c:
+            return {str(row[0]): int(row[1]) for row in c.execute(query)}
+
+    def positions(self, job_ids: Iterable[str]) -> dict[str, int]:
+        """The places of those that are in the queue: 1 is next."""
+        j = t.jobs.c
+        place = sa.func.row_number().over(order_by=j.number).label("place")
+        queue = sa.select(j.id, place).where(j.state == JobState.QUEUED).subquery()
+        with self._db.read() as c:
+            rows = c.execute(sa.select(queue).where(queue.c.id.in_(list(job_ids))))
+            return {row.id: int(row.place) for row in rows}
+
+    def leases(self, job_ids: Iterable[str]) -> dict[str, Lease]:
+        """The newest lease of each of them that was ever admitted, RELEASED ones included; by job."""
+        of_job = t.leases.c.job_id
+        newest = sa.select(sa.func.max(t.leases.c.number)).where(of_job.in_(list(job_ids))).group_by(of_job)
+        with self._db.read() as c:
+            return {lease.job_id: lease for lease in leases_where(c, t.leases.c.number.in_(newest))}
