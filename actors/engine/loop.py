@@ -23,7 +23,7 @@ from raytide.actors.engine.core import EngineInfo, EngineStats, Feature, GenChun
 from raytide.actors.engine.detokenizer import Detokenizer, Vocabulary
 from raytide.actors.engine.runner import Runner
 from raytide.actors.engine.scheduler import Scheduler
-from raytide.actors.engine.sequence import Chunk, Sequence
+from raytide.actors.engine.sequence import Chunk, Sampled, Sequence
 from raytide.actors.engine.stops import StopScanner
 from raytide.actors.engine.tokenizer import Tokenizer
 from raytide.core.errors import ConflictError, EngineError, OverloadedError, RaytideError, UsageError
@@ -35,7 +35,9 @@ __all__ = ["EngineLoop", "Failure", "Output"]
 
 _log = logging.getLogger(__name__)
 
-_FEATURES: frozenset[Feature] = frozenset({"penalties", "prefix_cache", "sampling", "stop_strings"})
+_FEATURES: frozenset[Feature] = frozenset(
+    {"logprobs", "penalties", "prefix_cache", "prompt_logprobs", "sampling", "stop_strings"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,13 +136,12 @@ class EngineLoop:
             request.started_s = request.started_s or began
         failures: dict[str, Exception] = {}
         sampled = self._execute(plan.chunks, failures)
-        for seq_id in [seq_id for seq_id, token in sampled.items() if token < 0]:
-            del sampled[seq_id]
-            failures[seq_id] = ArithmeticError("the model's logits are not finite")
+        for seq_id in [seq_id for seq_id, each in sampled.items() if each.token < 0]:
+            failures[seq_id] = sampled.pop(seq_id).error or ArithmeticError("the model's logits are not finite")
         outputs: list[Output] = [self._fail(self._requests[seq_id].seq, error) for seq_id, error in failures.items()]
-        self._scheduler.commit(plan, sampled)
+        self._scheduler.commit(plan, {seq_id: each.token for seq_id, each in sampled.items()})
         now = time.monotonic()
-        outputs += [self._advance(self._requests[seq_id], token, now) for seq_id, token in sampled.items()]
+        outputs += [self._advance(self._requests[seq_id], each, now) for seq_id, each in sampled.items()]
         counters = self._counters
         counters.steps += 1
         counters.step_ms += ((now - began) * 1e3 - counters.step_ms) * (0.1 if counters.steps > 1 else 1.0)
@@ -188,6 +189,7 @@ class EngineLoop:
             deadline_s=math.inf if request.deadline_s is None else now_s + request.deadline_s,
             arrival_s=now_s,
             salt=request.cache_salt.encode(),
+            reads_cache=params.prompt_logprobs is None,
         )
 
     def _checked(self, who: str, prompt: Items[int]) -> list[int]:
@@ -204,7 +206,7 @@ class EngineLoop:
             )
         return tokens
 
-    def _execute(self, chunks: list[Chunk], failures: dict[str, Exception]) -> dict[str, int]:
+    def _execute(self, chunks: list[Chunk], failures: dict[str, Exception]) -> dict[str, Sampled]:
         """Run the step; when it fails, run its halves, down to the request at fault (or to a batch that fits in
         memory).
         """
@@ -219,20 +221,28 @@ class EngineLoop:
             half = len(chunks) // 2
             return self._execute(chunks[:half], failures) | self._execute(chunks[half:], failures)
 
-    def _advance(self, request: _Request, token: int, now: float) -> Output:
-        seq, stops = request.seq, request.stops
+    def _advance(self, request: _Request, sampled: Sampled, now: float) -> Output:
+        seq, stops, token = request.seq, request.stops, sampled.token
+        is_first = request.first_token_s is None
         try:
             request.first_token_s = request.first_token_s or now
             text = "" if seq.finish_reason == "stop" else stops.push(request.text.push(token))
-            if seq.finish_reason and not stops.stopped:
+            if (seq.finish_reason or sampled.ends) and not stops.stopped:
                 text += stops.push(request.text.flush()) + stops.flush()
-            if stops.stopped:
+            if stops.stopped or sampled.ends:
                 self._scheduler.finish(seq, "stop")
         except Exception as error:
             return self._fail(seq, error)
-        if seq.finish_reason is None:
-            return GenChunk(seq.seq_id, [token], text)
-        return self._close(request, [token], text, now)
+        chunk = (
+            GenChunk(seq.seq_id, [token], text)
+            if seq.finish_reason is None
+            else self._close(request, [token], text, now)
+        )
+        if sampled.logprobs is not None:
+            chunk = replace(chunk, logprobs=(sampled.logprobs,))
+        if is_first and seq.params.prompt_logprobs is not None:
+            chunk = replace(chunk, prompt_logprobs=tuple(seq.prompt_logprobs))
+        return chunk
 
     def _close(self, request: _Request, tokens: list[int], text: str, now: float) -> GenChunk:
         seq, started = request.seq, request.started_s or now

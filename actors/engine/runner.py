@@ -4,6 +4,7 @@ is due.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
 from pathlib import Path
 
 import torch
@@ -12,10 +13,11 @@ from raytide.actors.engine.architecture import Architecture
 from raytide.actors.engine.batch import PersistentBatch
 from raytide.actors.engine.config import EngineConfig
 from raytide.actors.engine.loader import Weights
+from raytide.actors.engine.logprobs import PromptRows
 from raytide.actors.engine.model import Decoder
 from raytide.actors.engine.pooling import WholePrompts
 from raytide.actors.engine.sampler import Sampler
-from raytide.actors.engine.sequence import Chunk, Sequence, StepPlan
+from raytide.actors.engine.sequence import Chunk, Sampled, Sequence, StepPlan
 from raytide.core.errors import ConfigError
 from raytide.kernels.device import resolve_device
 from raytide.kernels.registry import ops_for
@@ -44,16 +46,19 @@ class Runner:
         self._batch = PersistentBatch(config.max_running, self.max_len, self.block_size, device.torch_device)
         self._sampler = Sampler(arch.vocab_size)
 
-    def execute(self, chunks: list[Chunk]) -> dict[str, int]:
-        """Compute the chunks; the next token of each sequence that they bring up to date, -1 if its logits are not
-        finite.
+    def execute(self, chunks: list[Chunk]) -> dict[str, Sampled]:
+        """Compute the chunks; the next token of each sequence that they bring up to date.
+
+        The log probabilities of prompt tokens go into the sequences that ask for them.
 
         Executing a chunk again writes the same KV and draws the same token, so a failed step can be retried in parts.
         """
-        logits_RV = self.logits(chunks)
         due = [chunk.seq for chunk in chunks if chunk.samples]
-        tokens = self._sampler.sample(logits_RV, due)
-        return {seq.seq_id: token for seq, token in zip(due, tokens, strict=True)}
+        prompt = PromptRows.of(chunks)
+        logits_RV = self.logits(chunks, prompt.rows)
+        prompt.record(logits_RV[len(due) :])
+        sampled = self._sampler.sample(logits_RV[: len(due)], due)
+        return {seq.seq_id: each for seq, each in zip(due, sampled, strict=True)}
 
     def move(self, plan: StepPlan) -> None:
         """Move blocks between device and host memory as the plan says; before its chunks are executed, and once."""
@@ -71,10 +76,15 @@ class Runner:
                 blocks = kv.view(2, self.num_blocks, -1)
                 blocks[:, targets] = blocks[:, sources]
 
-    def logits(self, chunks: list[Chunk]) -> torch.Tensor:
-        """The forward pass alone: a row of float32 logits for each sequence that is brought up to date."""
+    def logits(self, chunks: list[Chunk], more_rows: Items[int] = ()) -> torch.Tensor:
+        """The forward pass alone: a row of float32 logits for each sequence that is brought up to date, then one for
+        each of `more_rows` of the flat batch.
+        """
         step = self._batch.build(chunks)
-        return self._model.forward(step.ids_T, step.positions_T, step.paged, self._cache, step.sampled_rows_R)
+        rows_R = step.sampled_rows_R
+        if more_rows:
+            rows_R = torch.cat((rows_R, rows_R.new_tensor(more_rows)))
+        return self._model.forward(step.ids_T, step.positions_T, step.paged, self._cache, rows_R)
 
     def prompt_logits(self, tokens: list[int]) -> torch.Tensor:
         """float32 [T, V]: what follows each token of a prompt, computed apart from what runs."""

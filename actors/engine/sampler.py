@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from raytide.actors.engine.sequence import Sequence
+from raytide.actors.engine.logprobs import token_logprobs
+from raytide.actors.engine.sequence import Sampled, Sequence
 
 __all__ = ["Sampler", "uniform"]
 
@@ -30,8 +31,13 @@ class Sampler:
         self._counts.pop(seq.seq_id, None)
 
     @torch.inference_mode()
-    def sample(self, logits_RV: Tensor, seqs: list[Sequence]) -> list[int]:
-        """The next token of each row; -1 for a row without a finite maximum, which means the model broke on it."""
+    def sample(self, logits_RV: Tensor, seqs: list[Sequence]) -> list[Sampled]:
+        """The next token of each row; -1 for a row without a finite maximum, which means the model broke on it.
+
+        The logits are the sampler's to change.
+        """
+        asked = [row for row, seq in enumerate(seqs) if seq.params.logprobs is not None]
+        untouched_RV = logits_RV[asked] if asked else logits_RV
         broken = ~torch.isfinite(logits_RV.amax(-1))
         for row, seq in enumerate(seqs):
             if seq.params.has_penalties:
@@ -44,8 +50,12 @@ class Sampler:
             if drawn:
                 tokens[drawn] = _draw(logits_RV[drawn], [seqs[row] for row in drawn])
         tokens[broken] = -1
-        chosen: list[int] = tokens.tolist()
-        return chosen
+        sampled = [Sampled(token) for token in tokens.tolist()]
+        asked_tokens = [max(0, sampled[row].token) for row in asked]
+        counts = [seqs[row].params.logprobs or 0 for row in asked]
+        for row, logprobs in zip(asked, token_logprobs(untouched_RV, asked_tokens, counts), strict=True):
+            sampled[row].logprobs = logprobs
+        return sampled
 
     def _penalize(self, logits_V: Tensor, seq: Sequence) -> None:
         counts = self._counts.get(seq.seq_id)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from raytide.actors.engine.core import FinishReason, TokenLogprobs
 from raytide.actors.engine.sampling_params import SamplingParams
+from raytide.core.errors import RaytideError
 
 __all__ = ["Chunk", "Sampled", "Sequence", "StepPlan"]
 
@@ -42,6 +43,9 @@ class Sequence:
     # One of the several samples of a request.
     request_id: str = ""
     index: int = 0
+    # Of each prompt position computed so far, when the request asks for them; None for the first.
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that the output must not contain
 
     @property
     def num_pending(self) -> int:
@@ -67,12 +71,17 @@ class Chunk:
         return self.start + self.length == len(self.seq.tokens)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Sampled:
-    """A sequence's next token, with its log probabilities if it asked for them. Token -1: the logits are not finite."""
+    """The next token of a sequence; -1 when none can be chosen: `error` says why, None that the logits are not finite.
+
+    `ends`: the output is complete with this token, whatever the token is.
+    """
 
     token: int
     logprobs: TokenLogprobs | None = None
+    ends: bool = False
+    error: RaytideError | None = None
 
 
 @dataclass(slots=True)

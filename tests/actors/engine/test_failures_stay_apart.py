@@ -10,7 +10,7 @@ from raytide.actors.engine import LLM, EngineConfig, GenRequest, NativeEngine, S
 from raytide.actors.engine.loop import EngineLoop
 from raytide.actors.engine.model import Decoder
 from raytide.actors.engine.runner import Runner
-from raytide.actors.engine.sequence import Chunk, Sequence
+from raytide.actors.engine.sequence import Chunk, Sampled, Sequence
 from raytide.core.errors import EngineError, OverloadedError, UsageError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -26,7 +26,7 @@ def healthy(model_dir: Path) -> list[list[int]]:
 def break_execute(monkeypatch: pytest.MonkeyPatch) -> None:
     execute = Runner.execute
 
-    def broken(self: Runner, chunks: list[Chunk]) -> dict[str, int]:
+    def broken(self: Runner, chunks: list[Chunk]) -> dict[str, Sampled]:
         if any(chunk.seq.tokens[0] == BAD for chunk in chunks):
             raise MemoryError("no room for this one")
         return execute(self, chunks)
@@ -39,10 +39,10 @@ def break_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, forward = Runner.logits, Decoder.forward
     rows: list[int] = []
 
-    def watched(self: Runner, chunks: list[Chunk]) -> torch.Tensor:
+    def watched(self: Runner, chunks: list[Chunk], more_rows: list[int]) -> torch.Tensor:
         rows[:] = [i for i, chunk in enumerate(c for c in chunks if c.samples) if chunk.seq.tokens[0] == BAD]
         blocks = [block for chunk in chunks if chunk.seq.tokens[0] == BAD for block in chunk.seq.block_ids]
-        out = logits(self, chunks)
+        out = logits(self, chunks, more_rows)
         for kv in self._cache:
             kv.view(2, self.num_blocks, -1)[:, blocks] = float("nan")
         return out

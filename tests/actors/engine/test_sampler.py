@@ -74,7 +74,7 @@ def test_draws_follow_the_distribution() -> None:
     probs = torch.tensor([0.5, 0.0, 0.3, 0.2])
     seqs = [sequence(str(i), [0], 1, SamplingParams(seed=i)) for i in range(4000)]
     with np.errstate(divide="ignore"):
-        tokens = Sampler(4).sample(probs.log().clamp_min(-1e9).expand(4000, 4).clone(), seqs)
+        tokens = [each.token for each in Sampler(4).sample(probs.log().clamp_min(-1e9).expand(4000, 4).clone(), seqs)]
     counts = np.bincount(tokens, minlength=4) / 4000
     assert counts[1] == 0
     assert np.abs(counts - probs.numpy()).max() < 0.03
@@ -109,7 +109,7 @@ def test_logits_that_are_not_finite_are_told_apart_by_row() -> None:
     logits = torch.zeros(3, 4)
     logits[1, 2] = float("nan")
     seqs = [sequence(str(i), [0], 1, SamplingParams(temperature=float(i % 2))) for i in range(3)]
-    tokens = Sampler(4).sample(logits, seqs)
+    tokens = [each.token for each in Sampler(4).sample(logits, seqs)]
     assert tokens[1] == -1
     assert min(tokens[0], tokens[2]) >= 0
 
