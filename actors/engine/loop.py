@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raytide.actors.engine.architecture import read_architecture
 from raytide.actors.engine.base import check_features
 from raytide.actors.engine.blocks import BlockPool
 from raytide.actors.engine.config import EngineConfig
 from raytide.actors.engine.core import EngineInfo, EngineStats, Feature, GenChunk, GenRequest, Timing, Usage
 from raytide.actors.engine.detokenizer import Detokenizer, Vocabulary
+from raytide.actors.engine.families import read_architecture
 from raytide.actors.engine.runner import Runner
 from raytide.actors.engine.scheduler import Scheduler
 from raytide.actors.engine.sequence import Chunk, Sampled, Sequence

@@ -1,35 +1,23 @@
-"""A Llama-style decoder over a flat batch of tokens and a paged KV cache, made of the operators of `raytide.kernels`.
+"""The decoder of all supported families over a flat batch of tokens and a paged KV cache, made of the operators of
+`raytide.kernels`. What a family is, `Architecture` says; there is no class for each.
 
-Projections that read the same input are stacked at load (qkv, gate and up), so that each is one product. Shape
-suffixes: see `kernels/core.py`, and N hidden size, R rows whose logits are wanted, V vocabulary.
+Shape suffixes: see `kernels/core.py`, and N hidden size, R rows whose logits are wanted, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 
 from raytide.actors.engine.architecture import Architecture
+from raytide.actors.engine.layers import Layer, LayerBuilder, SparseFfn
 from raytide.actors.engine.loader import Weights
-from raytide.kernels.core import AttentionSpec, Norm, PagedBatch, Rope
+from raytide.actors.engine.rope import cos_sin
+from raytide.kernels.core import AttentionSpec, PagedBatch, Rope
 from raytide.kernels.registry import Ops
 
 __all__ = ["Decoder"]
 
 Tensor = torch.Tensor
-Linear = Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    input_norm: Norm
-    qkv: Linear
-    attention_out: Linear
-    ffn_norm: Norm
-    gate_up: Linear
-    down: Linear
 
 
 class Decoder:
@@ -37,15 +25,18 @@ class Decoder:
 
     def __init__(self, arch: Architecture, weights: Weights, ops: Ops, max_len: int) -> None:
         self.arch, self._ops = arch, ops
-        self._embedding = weights.get("model.embed_tokens.weight", arch.vocab_size, arch.hidden_size)
-        self._layers = [_load_layer(arch, weights, ops, i) for i in range(arch.num_layers)]
-        self._norm = Norm(weights.get("model.norm.weight", arch.hidden_size), None, arch.norm_eps)
-        self._attention = AttentionSpec(scale=arch.head_dim**-0.5)
-        if arch.tied_embeddings or "lm_head.weight" not in weights:
-            self._head = ops.linear(self._embedding, None)
-        else:
-            self._head = ops.linear(weights.get("lm_head.weight", arch.vocab_size, arch.hidden_size), None)
-        self._cos, self._sin = _rope_tables(arch, max_len, self._embedding)
+        build = LayerBuilder(arch, weights, ops)
+        self._embedding = build.embedding()
+        self._positions = build.positions()
+        self._layers = [build.layer(index) for index in range(arch.num_layers)]
+        self._norm = build.final_norm()
+        self._head = build.head(self._embedding)
+        # Rounded as transformers rounds it.
+        self._embedding_scale = self._embedding.new_tensor(arch.embedding_scale).item()
+        self._ropes = [tuple(each.to(self._embedding) for each in cos_sin(spec, max_len)) for spec in arch.ropes]
+        specs = [AttentionSpec(each.attention_scale, each.window, arch.attention_softcap) for each in arch.layers]
+        self._attentions = list(dict.fromkeys(specs))
+        self._attention_of = [self._attentions.index(spec) for spec in specs]
 
     def new_cache(self, num_blocks: int, block_size: int) -> list[Tensor]:
         """Zeroed KV per layer, [2, S, K, D]. Zeroed because padding is multiplied by 0, which leaves no NaN only if
@@ -64,7 +55,8 @@ class Decoder:
     @torch.inference_mode()
     def head(self, hidden_RN: Tensor) -> Tensor:
         """float32 logits [R, V] of last hidden states."""
-        return self._head(hidden_RN).float()
+        logits_RV, cap = self._head(hidden_RN).float(), self.arch.logit_softcap
+        return logits_RV if cap is None else cap * torch.tanh(logits_RV / cap)
 
     @torch.inference_mode()
     def hidden(
@@ -72,52 +64,44 @@ class Decoder:
     ) -> Tensor:
         """Write the KV of all tokens and return the last hidden states [R, N], normed, of the tokens `rows_R`."""
         arch, ops = self.arch, self._ops
-        attend = ops.attention(batch, self._attention)
-        rope = Rope(self._cos[positions_T], self._sin[positions_T])
-        heads, kv_heads = arch.num_heads, arch.num_kv_heads
-        x_TN = self._embedding[ids_T]
+        attends = [ops.attention(batch, spec) for spec in self._attentions]
+        ropes = [Rope(cos[positions_T], sin[positions_T]) for cos, sin in self._ropes]
+        heads, all_heads, dim = arch.num_heads, arch.num_heads + 2 * arch.num_kv_heads, arch.head_dim
+        x_TN = self._embed(ids_T, positions_T)
         delta_TN = torch.zeros_like(x_TN)
-        for layer, kv in zip(self._layers, cache, strict=True):
-            qkv_TAD = layer.qkv(ops.add_norm(x_TN, delta_TN, layer.input_norm)).view(
-                -1, heads + 2 * kv_heads, arch.head_dim
-            )
-            ops.rope_write(qkv_TAD, rope, None, kv, batch.slots_T)
-            delta_TN = layer.attention_out(attend(qkv_TAD[:, :heads], kv).flatten(1))
-            gate_up = layer.gate_up(ops.add_norm(x_TN, delta_TN, layer.ffn_norm))
-            delta_TN = layer.down(ops.activate_mul(gate_up, "silu"))
+        for spec, attention, layer, kv in zip(arch.layers, self._attention_of, self._layers, cache, strict=True):
+            qkv_TAD = layer.qkv(ops.add_norm(x_TN, delta_TN, layer.input_norm)).view(-1, all_heads, dim)
+            rope = None if spec.rope is None else ropes[spec.rope]
+            ops.rope_write(qkv_TAD, rope, layer.head_norms, kv, batch.slots_T)
+            delta_TN = layer.attention_out(attends[attention](qkv_TAD[:, :heads], kv).flatten(1))
+            if layer.post_attention_norm is not None:
+                delta_TN = ops.norm(delta_TN, layer.post_attention_norm)
+            delta_TN = self._feed_forward(layer, ops.add_norm(x_TN, delta_TN, layer.ffn_norm))
+            if layer.post_ffn_norm is not None:
+                delta_TN = ops.norm(delta_TN, layer.post_ffn_norm)
         return ops.add_norm(x_TN[rows_R], delta_TN[rows_R], self._norm)
 
+    def _embed(self, ids_T: Tensor, positions_T: Tensor) -> Tensor:
+        x_TN = self._embedding[ids_T]
+        if self._embedding_scale != 1.0:
+            x_TN *= self._embedding_scale
+        if self._positions is not None:
+            x_TN += self._positions[positions_T]
+        return x_TN
 
-def _load_layer(arch: Architecture, weights: Weights, ops: Ops, index: int) -> _Layer:
-    hidden, ffn = arch.hidden_size, arch.ffn_size
-    q, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
-    at = f"model.layers.{index}."
+    def _feed_forward(self, layer: Layer, x_TN: Tensor) -> Tensor:
+        arch, ops = self.arch, self._ops
+        if layer.gate_up is None or layer.down is None:
+            assert layer.sparse is not None
+            return self._choose_experts(layer.sparse, x_TN)
+        hidden = layer.gate_up(x_TN)
+        activate = ops.activate_mul if arch.gated_ffn else ops.activate
+        return layer.down(activate(hidden, arch.activation))
 
-    def linear(names: list[str], rows: list[int], columns: int, bias: bool) -> Linear:
-        biases = weights.stack([f"{at}{name}.bias" for name in names], rows) if bias else None
-        return ops.linear(weights.stack([f"{at}{name}.weight" for name in names], rows, columns), biases)
-
-    qkv_names = [f"self_attn.{name}_proj" for name in "qkv"]
-    return _Layer(
-        input_norm=Norm(weights.get(at + "input_layernorm.weight", hidden), None, arch.norm_eps),
-        qkv=linear(qkv_names, [q, kv, kv], hidden, arch.attention_bias),
-        attention_out=linear(["self_attn.o_proj"], [hidden], q, arch.attention_bias),
-        ffn_norm=Norm(weights.get(at + "post_attention_layernorm.weight", hidden), None, arch.norm_eps),
-        gate_up=linear(["mlp.gate_proj", "mlp.up_proj"], [ffn, ffn], hidden, arch.mlp_bias),
-        down=linear(["mlp.down_proj"], [hidden], ffn, arch.mlp_bias),
-    )
-
-
-def _rope_tables(arch: Architecture, max_len: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin [max_len, D], in the model's dtype as transformers has it; sin's first half negated, see the
-    rope operator.
-    """
-    dim = arch.head_dim
-    steps = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
-    frequencies = 1.0 / arch.rope_theta**steps
-    if arch.rope_scaling:
-        frequencies = torch.tensor([arch.rope_scaling.apply(f) for f in frequencies.tolist()])
-    angles = torch.outer(torch.arange(max_len).float(), frequencies)
-    cos = torch.cat((angles.cos(), angles.cos()), -1)
-    sin = torch.cat((-angles.sin(), angles.sin()), -1)
-    return cos.to(like), sin.to(like)
+    def _choose_experts(self, ffn: SparseFfn, x_TN: Tensor) -> Tensor:
+        assert self.arch.experts is not None
+        likely = ffn.router(x_TN).float().softmax(-1).topk(self.arch.experts.per_token)
+        weights_TX = likely.values
+        if self.arch.experts.renormalize:
+            weights_TX = weights_TX / weights_TX.sum(-1, keepdim=True)
+        return ffn.experts(x_TN, likely.indices, weights_TX)

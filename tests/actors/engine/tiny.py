@@ -14,29 +14,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 VOCAB = 512
 EOS = 0
 
-SHAPES: dict[str, dict[str, object]] = {
-    "gqa-tied": {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True},
-    "mha-untied-biased": {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "attention_bias": True,
-        "mlp_bias": True,
-    },
-    "mqa-llama3-rope": {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 1,
-        "head_dim": 24,
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 5000.0,
-            "factor": 4.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
-        },
-    },
-}
-
 
 def save_tokenizer(model_dir: Path) -> None:
     tokenizer = Tokenizer(models.BPE())

@@ -1,0 +1,297 @@
+"""The supported model families: for each, how its `config.json` says what `Architecture` holds.
+
+Defaults are those of the family's transformers class, since older directories leave out what equals them. Both forms
+of config are read: transformers 5 (`rope_parameters`, `layer_types`) and 4 (`rope_scaling`, `rope_theta` and flags).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Items
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from raytide.actors.engine.architecture import Architecture, Experts, LayerSpec
+from raytide.actors.engine.model_config import Fields, read_json
+from raytide.actors.engine.rope import RopeSpec, read_rope
+from raytide.core.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from raytide.kernels.core import Activation
+
+__all__ = ["SUPPORTED", "read_architecture"]
+
+_ACTIVATIONS: Mapping[str, Activation] = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "silu": "silu",
+    "swish": "silu",
+}
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+
+def read_architecture(model_dir: Path) -> Architecture:
+    """The architecture of a model directory. Raises DataError (unreadable) or ConfigError (not supported)."""
+    path = model_dir / "config.json"
+    fields = Fields(read_json(path), str(path))
+    names = fields.items("architectures") or ["(none)"]
+    if names[0] not in _FAMILIES:
+        raise ConfigError(
+            f"{path}: architecture {names[0]} is not supported.", hint=f"Supported: {', '.join(SUPPORTED)}."
+        )
+    if fields.body.get("quantization_config") is not None:
+        raise ConfigError(f"{path}: quantized weights are not supported.", hint="Use the model's bfloat16 weights.")
+    if fields.body.get("use_bidirectional_attention") or fields.body.get("add_cross_attention"):
+        raise ConfigError(f"{path}: the model is not a causal decoder.", hint="Use its decoder-only variant.")
+    arch = _FAMILIES[names[0]](fields)
+    if arch.num_heads % arch.num_kv_heads:
+        raise DataError(
+            f"{path}: {arch.num_heads} attention heads cannot share {arch.num_kv_heads} KV heads.",
+            hint="The first must be a multiple of the second.",
+        )
+    return arch
+
+
+def _llama(fields: Fields) -> Architecture:
+    bias = fields.flag("attention_bias", False)
+    base = _base(fields)
+    return replace(base, qkv_bias=bias, attention_out_bias=bias, ffn_bias=fields.flag("mlp_bias", False))
+
+
+def _mistral(fields: Fields) -> Architecture:
+    window = fields.optional_whole("sliding_window", 4096)
+    return _base(fields, windows=[window] * fields.whole("num_hidden_layers"))
+
+
+def _phi3(fields: Fields) -> Architecture:
+    window = fields.optional_whole("sliding_window")
+    return replace(
+        _base(fields, eps=1e-5, windows=[window] * fields.whole("num_hidden_layers")),
+        names="phi3",
+    )
+
+
+def _qwen2(fields: Fields) -> Architecture:
+    return replace(_base(fields, windows=_qwen_windows(fields)), qkv_bias=True)
+
+
+def _qwen3(fields: Fields) -> Architecture:
+    bias = fields.flag("attention_bias", False)
+    base = _base(fields, head_dim=fields.whole("head_dim", 128), windows=_qwen_windows(fields))
+    return replace(base, head_norms=True, qkv_bias=bias, attention_out_bias=bias)
+
+
+def _qwen3_moe(fields: Fields) -> Architecture:
+    bias, count = fields.flag("attention_bias", False), fields.whole("num_hidden_layers")
+    window = fields.optional_whole("sliding_window", 4096) if fields.flag("use_sliding_window", False) else None
+    dense, every = fields.items("mlp_only_layers"), fields.whole("decoder_sparse_step", 1)
+    sparse = [i not in dense and (i + 1) % every == 0 for i in range(count)]
+    experts = Experts(
+        fields.whole("num_experts", fields.whole("num_local_experts", 128)),
+        fields.whole("num_experts_per_tok", 8),
+        fields.whole("moe_intermediate_size", 768),
+        fields.flag("norm_topk_prob", False),
+    )
+    base = _base(fields, windows=[window] * count, sparse=sparse)
+    return replace(base, head_norms=True, qkv_bias=bias, attention_out_bias=bias, experts=_checked(experts, fields))
+
+
+def _mixtral(fields: Fields) -> Architecture:
+    window, count = fields.optional_whole("sliding_window"), fields.whole("num_hidden_layers")
+    experts = Experts(
+        fields.whole("num_local_experts", 8),
+        fields.whole("num_experts_per_tok", 2),
+        fields.whole("intermediate_size"),
+        renormalize=True,
+    )
+    base = _base(fields, theta=1e6, eps=1e-5, windows=[window] * count, sparse=[True] * count)
+    return replace(base, names="mixtral", experts=_checked(experts, fields))
+
+
+def _gemma2(fields: Fields) -> Architecture:
+    return replace(
+        _gemma(fields, every=2),
+        attention_softcap=fields.optional_number("attn_logit_softcapping", 50.0),
+        logit_softcap=fields.optional_number("final_logit_softcapping", 30.0),
+    )
+
+
+def _gemma3(fields: Fields) -> Architecture:
+    """Its window layers have a rotation of their own. An attention soft-cap in its config is not applied by
+    transformers either.
+    """
+    ropes, scaled = fields.section("rope_parameters"), fields.section("rope_scaling")
+    theta, local_theta = fields.number("rope_theta", 1e6), fields.number("rope_local_base_freq", 1e4)
+    base = _gemma(fields, every=fields.whole("sliding_window_pattern", 6))
+    return replace(
+        base,
+        head_norms=True,
+        layers=tuple(replace(layer, rope=1 if layer.window else 0) for layer in base.layers),
+        ropes=(
+            _rope(fields, ropes.section(_FULL) if _FULL in ropes.body else scaled, base.head_dim, theta),
+            _rope(fields, ropes.section(_SLIDING), base.head_dim, local_theta),
+        ),
+        logit_softcap=fields.optional_number("final_logit_softcapping"),
+    )
+
+
+def _gemma(fields: Fields, *, every: int) -> Architecture:
+    """Window layers with a full one as each `every`th."""
+    bias = fields.flag("attention_bias", False)
+    types = fields.items("layer_types") or [
+        _SLIDING if (i + 1) % every else _FULL for i in range(fields.whole("num_hidden_layers"))
+    ]
+    base = _base(
+        fields,
+        head_dim=fields.whole("head_dim", 256),
+        activation=fields.text("hidden_activation", "gelu_pytorch_tanh"),
+        scale=fields.number("query_pre_attn_scalar", 256.0) ** -0.5,
+        windows=_windows(fields, types, fields.optional_whole("sliding_window", 4096)),
+    )
+    return replace(
+        base,
+        names="gemma",
+        norm_offset=1.0,
+        post_norms=True,
+        tied_embeddings=fields.flag("tie_word_embeddings", True),
+        embedding_scale=base.hidden_size**0.5,
+        qkv_bias=bias,
+        attention_out_bias=bias,
+    )
+
+
+def _gpt2(fields: Fields) -> Architecture:
+    heads, hidden = fields.whole("n_head"), fields.whole("n_embd")
+    scale = (hidden // heads) ** -0.5 if fields.flag("scale_attn_weights", True) else 1.0
+    deeper = fields.flag("scale_attn_by_inverse_layer_idx", False)
+    scales = [scale / (i + 1) if deeper else scale for i in range(fields.whole("n_layer"))]
+    return Architecture(
+        names="gpt2",
+        vocab_size=fields.whole("vocab_size"),
+        hidden_size=hidden,
+        ffn_size=fields.whole("n_inner", 4 * hidden),
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=hidden // heads,
+        layers=tuple(LayerSpec(each, rope=None) for each in scales),
+        max_model_len=fields.whole("n_positions"),
+        dtype=_dtype(fields),
+        eos_token_ids=fields.ids("eos_token_id"),
+        tied_embeddings=fields.flag("tie_word_embeddings", True),
+        activation=_activation(fields, fields.text("activation_function", "gelu_new")),
+        norm_eps=fields.number("layer_norm_epsilon", 1e-5),
+        norm_kind="layer",
+        gated_ffn=False,
+        learned_positions=True,
+        qkv_bias=True,
+        attention_out_bias=True,
+        ffn_bias=True,
+    )
+
+
+def _base(
+    fields: Fields,
+    *,
+    head_dim: int | None = None,
+    theta: float = 1e4,
+    eps: float = 1e-6,
+    scale: float | None = None,
+    activation: str | None = None,
+    windows: list[int | None] | None = None,
+    sparse: list[bool] | None = None,
+) -> Architecture:
+    """A Llama, with what differs in numbers only. The arguments are the family's defaults, and its layers' kinds."""
+    count, heads, hidden = (fields.whole(name) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
+    size = head_dim or fields.whole("head_dim", hidden // heads)
+    parameters = fields.section("rope_parameters" if fields.body.get("rope_parameters") else "rope_scaling")
+    per_type = {_FULL, _SLIDING} & parameters.body.keys()  # Gemma 3 reads these itself
+    rope = _rope(fields, Fields({}, fields.where) if per_type else parameters, size, fields.number("rope_theta", theta))
+    windows, sparse = windows or [None] * count, sparse or [False] * count
+    if not len(windows) == len(sparse) == count:
+        raise DataError(f"{fields.where}: layer_types does not name {count} layers.", hint="Export the model again.")
+    return Architecture(
+        names="llama",
+        vocab_size=fields.whole("vocab_size"),
+        hidden_size=hidden,
+        ffn_size=fields.whole("intermediate_size"),
+        num_heads=heads,
+        num_kv_heads=fields.whole("num_key_value_heads", heads),
+        head_dim=size,
+        layers=tuple(
+            LayerSpec(size**-0.5 if scale is None else scale, window, sparse=is_sparse)
+            for window, is_sparse in zip(windows, sparse, strict=True)
+        ),
+        max_model_len=_max_len(fields, rope),
+        dtype=_dtype(fields),
+        eos_token_ids=fields.ids("eos_token_id"),
+        tied_embeddings=fields.flag("tie_word_embeddings", False),
+        activation=_activation(fields, activation or fields.text("hidden_act", "silu")),
+        norm_eps=fields.number("rms_norm_eps", eps),
+        ropes=(rope,),
+    )
+
+
+def _rope(fields: Fields, parameters: Fields, head_dim: int, theta: float) -> RopeSpec:
+    partial = fields.number("partial_rotary_factor", 1.0)
+    return read_rope(parameters, head_dim=head_dim, theta=theta, partial=partial, config=fields)
+
+
+def _max_len(fields: Fields, rope: RopeSpec) -> int:
+    """Yarn stretches the original length, which Qwen's configs give as the positions."""
+    positions = fields.whole("max_position_embeddings")
+    return max(positions, int(rope.original_max_len * rope.factor)) if rope.kind == "yarn" else positions
+
+
+def _qwen_windows(fields: Fields) -> list[int | None]:
+    window = fields.optional_whole("sliding_window", 4096) if fields.flag("use_sliding_window", False) else None
+    first = fields.number("max_window_layers", 28)
+    old = [_SLIDING if i >= first else _FULL for i in range(fields.whole("num_hidden_layers"))]
+    return _windows(fields, fields.items("layer_types") or old, window)
+
+
+def _windows(fields: Fields, layer_types: Items[object], window: int | None) -> list[int | None]:
+    unknown = set(layer_types) - {_FULL, _SLIDING}
+    if unknown:
+        raise ConfigError(
+            f"{fields.where}: layer type {unknown.pop()} is not supported.", hint=f"Supported: {_FULL}, {_SLIDING}."
+        )
+    return [window if each == _SLIDING else None for each in layer_types]
+
+
+def _checked(experts: Experts, fields: Fields) -> Experts:
+    if experts.per_token > experts.count:
+        raise DataError(
+            f"{fields.where}: a token goes to {experts.per_token} of {experts.count} experts.",
+            hint="num_experts_per_tok must not be more than there are.",
+        )
+    return experts
+
+
+def _activation(fields: Fields, name: str) -> Activation:
+    if name not in _ACTIVATIONS:
+        raise ConfigError(
+            f"{fields.where}: activation {name} is not supported.", hint=f"Supported: {', '.join(_ACTIVATIONS)}."
+        )
+    return _ACTIVATIONS[name]
+
+
+def _dtype(fields: Fields) -> str:
+    return fields.text("dtype", fields.text("torch_dtype", "float32"))
+
+
+_FAMILIES: Mapping[str, Callable[[Fields], Architecture]] = {
+    "GPT2LMHeadModel": _gpt2,
+    "Gemma2ForCausalLM": _gemma2,
+    "Gemma3ForCausalLM": _gemma3,
+    "LlamaForCausalLM": _llama,
+    "MistralForCausalLM": _mistral,
+    "MixtralForCausalLM": _mixtral,
+    "Phi3ForCausalLM": _phi3,
+    "Qwen2ForCausalLM": _qwen2,
+    "Qwen3ForCausalLM": _qwen3,
+    "Qwen3MoeForCausalLM": _qwen3_moe,
+}
+
+SUPPORTED = tuple(_FAMILIES)

@@ -1,0 +1,148 @@
+"""Builds a decoder's layers from a model directory's weights, by the names of its family.
+
+Projections that read the same input are stacked (qkv, gate and up), so that each is one product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from raytide.actors.engine.architecture import Architecture
+from raytide.actors.engine.loader import Weights
+from raytide.actors.engine.naming import NAMES, Names
+from raytide.kernels.core import HeadNorms, Norm
+from raytide.kernels.registry import Ops
+
+__all__ = ["Layer", "LayerBuilder", "Linear", "SparseFfn"]
+
+Tensor = torch.Tensor
+Linear = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class SparseFfn:
+    """The router's logits [T, E], and the experts' sum for the chosen ones (see the operator `experts`)."""
+
+    router: Linear
+    experts: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer's weights. Its feed-forward is `sparse`, or `gate_up` (GPT-2: only up) and `down`."""
+
+    input_norm: Norm
+    qkv: Linear
+    head_norms: HeadNorms | None
+    attention_out: Linear
+    post_attention_norm: Norm | None
+    ffn_norm: Norm
+    gate_up: Linear | None
+    down: Linear | None
+    sparse: SparseFfn | None
+    post_ffn_norm: Norm | None
+
+
+class LayerBuilder:
+    """Reads what is asked for, in the engine's layout and dtype. Raises DataError for what the files lack."""
+
+    def __init__(self, arch: Architecture, weights: Weights, ops: Ops) -> None:
+        self._arch, self._weights, self._ops = arch, weights, ops
+        self._names: Names = NAMES[arch.names]
+        full = f"{self._names.root}{self._names.embedding}.weight"
+        self._root = self._names.root if full in weights else ""
+
+    def embedding(self) -> Tensor:
+        return self._get(self._root + self._names.embedding, self._arch.vocab_size, self._arch.hidden_size)
+
+    def positions(self) -> Tensor | None:
+        arch = self._arch
+        if not arch.learned_positions:
+            return None
+        return self._get(self._root + self._names.positions, arch.max_model_len, arch.hidden_size)
+
+    def final_norm(self) -> Norm:
+        return self._norm(self._root + self._names.norm)
+
+    def head(self, embedding: Tensor) -> Linear:
+        if self._arch.tied_embeddings:
+            return self._ops.linear(embedding, None)
+        return self._ops.linear(self._get(self._names.head, self._arch.vocab_size, self._arch.hidden_size), None)
+
+    def layer(self, index: int) -> Layer:
+        arch, names = self._arch, self._names
+        at = self._root + names.layer.format(index)
+        q, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+        sparse = arch.layers[index].sparse
+        up_rows = [arch.ffn_size] * (2 if arch.gated_ffn else 1)
+        return Layer(
+            input_norm=self._norm(at + names.input_norm),
+            qkv=self._linear(at, names.qkv, [q, kv, kv], arch.hidden_size, arch.qkv_bias),
+            head_norms=self._head_norms(at) if arch.head_norms else None,
+            attention_out=self._linear(at, (names.attention_out,), [arch.hidden_size], q, arch.attention_out_bias),
+            post_attention_norm=self._norm(at + names.post_attention_norm) if arch.post_norms else None,
+            ffn_norm=self._norm(at + names.ffn_norm),
+            gate_up=None if sparse else self._linear(at, names.gate_up, up_rows, arch.hidden_size, arch.ffn_bias),
+            down=None if sparse else self._linear(at, (names.down,), [arch.hidden_size], arch.ffn_size, arch.ffn_bias),
+            sparse=self._sparse(at) if sparse else None,
+            post_ffn_norm=self._norm(at + names.post_ffn_norm) if arch.post_norms else None,
+        )
+
+    def _get(self, path: str, *shape: int) -> Tensor:
+        return self._weights.get(f"{path}.weight", *shape)
+
+    def _norm(self, path: str) -> Norm:
+        arch = self._arch
+        bias = self._weights.get(f"{path}.bias", arch.hidden_size) if arch.norm_kind == "layer" else None
+        return Norm(self._offset(self._get(path, arch.hidden_size)), bias, arch.norm_eps, arch.norm_kind)
+
+    def _head_norms(self, at: str) -> HeadNorms:
+        arch, names = self._arch, self._names
+        q, k = (self._offset(self._get(at + name, arch.head_dim)) for name in (names.query_norm, names.key_norm))
+        return HeadNorms(q, k, arch.norm_eps)
+
+    def _offset(self, weight: Tensor) -> Tensor:
+        """Gemma's 1 + weight."""
+        offset = self._arch.norm_offset
+        return (weight.float() + offset).to(weight.dtype) if offset else weight
+
+    def _linear(self, at: str, paths: tuple[str, ...], rows: list[int], columns: int, bias: bool) -> Linear:
+        """The projections at `paths`, `rows` each, one above the other; or one path that holds them all."""
+        rows = rows if len(paths) == len(rows) else [sum(rows)]
+        biases = self._weights.stack([f"{at}{path}.bias" for path in paths], rows) if bias else None
+        if self._names.transposed:
+            (path,), (size,) = paths, rows
+            return self._ops.linear(self._get(at + path, columns, size).t().contiguous(), biases)
+        return self._ops.linear(self._weights.stack([f"{at}{path}.weight" for path in paths], rows, columns), biases)
+
+    def _sparse(self, at: str) -> SparseFfn:
+        arch, names = self._arch, self._names
+        experts = arch.experts
+        assert experts is not None
+        router = next((path for path in names.routers if f"{at}{path}.weight" in self._weights), names.routers[0])
+        gate_up, down = (
+            self._fused_experts(at, experts.count, experts.ffn_size)
+            if f"{at}{names.fused_gate_up}" in self._weights
+            else self._single_experts(at, experts.count, experts.ffn_size)
+        )
+        return SparseFfn(
+            router=self._ops.linear(self._get(at + router, experts.count, arch.hidden_size), None),
+            experts=self._ops.experts(gate_up, down, arch.activation),
+        )
+
+    def _fused_experts(self, at: str, count: int, ffn: int) -> tuple[Tensor, Tensor]:
+        names, hidden = self._names, self._arch.hidden_size
+        gate_up = self._weights.get(at + names.fused_gate_up, count, 2 * ffn, hidden)
+        return gate_up, self._weights.get(at + names.fused_down, count, hidden, ffn)
+
+    def _single_experts(self, at: str, count: int, ffn: int) -> tuple[Tensor, Tensor]:
+        names, hidden = self._names, self._arch.hidden_size
+        gate_up = [
+            self._weights.stack([f"{at}{path.format(i)}.weight" for path in names.expert_gate_up], [ffn, ffn], hidden)
+            for i in range(count)
+        ]
+        down = [self._get(at + names.expert_down.format(i), hidden, ffn) for i in range(count)]
+        return torch.stack(gate_up), torch.stack(down)

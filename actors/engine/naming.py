@@ -1,0 +1,69 @@
+"""Where each family of safetensors files keeps a weight. Paths are relative to the model, or to a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["NAMES", "Names"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Names:
+    """The defaults are Llama's. Projections with several paths are stacked in that order; with one path, the file has
+    them stacked already, in the same order.
+    """
+
+    root: str = "model."  # may be missing, in files of a model without its head
+    layer: str = "layers.{}."
+    embedding: str = "embed_tokens"
+    positions: str = ""
+    norm: str = "norm"
+    head: str = "lm_head"  # not below the root
+    input_norm: str = "input_layernorm"
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    query_norm: str = "self_attn.q_norm"
+    key_norm: str = "self_attn.k_norm"
+    attention_out: str = "self_attn.o_proj"
+    post_attention_norm: str = ""
+    ffn_norm: str = "post_attention_layernorm"
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+    post_ffn_norm: str = ""
+    # Experts: all in two tensors, as transformers 5 computes with them, or one by one, as on the hub.
+    routers: tuple[str, ...] = ("mlp.gate",)
+    fused_gate_up: str = "mlp.experts.gate_up_proj"
+    fused_down: str = "mlp.experts.down_proj"
+    expert_gate_up: tuple[str, str] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
+    expert_down: str = "mlp.experts.{}.down_proj"
+    transposed: bool = False  # GPT-2's Conv1D keeps [in, out]
+
+
+NAMES: Mapping[str, Names] = {
+    "llama": Names(),
+    "gemma": Names(
+        post_attention_norm="post_attention_layernorm",
+        ffn_norm="pre_feedforward_layernorm",
+        post_ffn_norm="post_feedforward_layernorm",
+    ),
+    "gpt2": Names(
+        root="transformer.",
+        layer="h.{}.",
+        embedding="wte",
+        positions="wpe",
+        norm="ln_f",
+        input_norm="ln_1",
+        qkv=("attn.c_attn",),
+        attention_out="attn.c_proj",
+        ffn_norm="ln_2",
+        gate_up=("mlp.c_fc",),
+        down="mlp.c_proj",
+        transposed=True,
+    ),
+    "mixtral": Names(
+        routers=("block_sparse_moe.gate", "mlp.gate"),
+        expert_gate_up=("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
+        expert_down="block_sparse_moe.experts.{}.w2",
+    ),
+    "phi3": Names(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
+}
