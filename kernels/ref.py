@@ -31,7 +31,7 @@ def add_norm(x_TN: Tensor, delta_TN: Tensor, by: Norm) -> Tensor:
 
 @register("linear", "any", priority=0)
 def linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """A function x -> x @ weight.T + bias."""
+    """A function x -> x @ weight.T + bias. The caller may add to what it returns (adapters do)."""
     return lambda x: F.linear(x, weight, bias)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from raytide.actors.engine.architecture import Architecture
 from raytide.actors.engine.loader import Weights
-from raytide.actors.engine.naming import NAMES, Names
+from raytide.actors.engine.naming import NAMES, Names, Projection, projections
 from raytide.kernels.core import HeadNorms, Norm
 from raytide.kernels.registry import Ops
 
@@ -75,19 +75,17 @@ class LayerBuilder:
     def layer(self, index: int) -> Layer:
         arch, names = self._arch, self._names
         at = self._root + names.layer.format(index)
-        q, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
-        sparse = arch.layers[index].sparse
-        up_rows = [arch.ffn_size] * (2 if arch.gated_ffn else 1)
+        linears = {name: self._linear(at, each) for name, each in projections(arch, index).items()}
         return Layer(
             input_norm=self._norm(at + names.input_norm),
-            qkv=self._linear(at, names.qkv, [q, kv, kv], arch.hidden_size, arch.qkv_bias),
+            qkv=linears["qkv"],
             head_norms=self._head_norms(at) if arch.head_norms else None,
-            attention_out=self._linear(at, (names.attention_out,), [arch.hidden_size], q, arch.attention_out_bias),
+            attention_out=linears["attention_out"],
             post_attention_norm=self._norm(at + names.post_attention_norm) if arch.post_norms else None,
             ffn_norm=self._norm(at + names.ffn_norm),
-            gate_up=None if sparse else self._linear(at, names.gate_up, up_rows, arch.hidden_size, arch.ffn_bias),
-            down=None if sparse else self._linear(at, (names.down,), [arch.hidden_size], arch.ffn_size, arch.ffn_bias),
-            sparse=self._sparse(at) if sparse else None,
+            gate_up=linears.get("gate_up"),
+            down=linears.get("down"),
+            sparse=self._sparse(at) if arch.layers[index].sparse else None,
             post_ffn_norm=self._norm(at + names.post_ffn_norm) if arch.post_norms else None,
         )
 
@@ -109,14 +107,15 @@ class LayerBuilder:
         offset = self._arch.norm_offset
         return (weight.float() + offset).to(weight.dtype) if offset else weight
 
-    def _linear(self, at: str, paths: tuple[str, ...], rows: list[int], columns: int, bias: bool) -> Linear:
-        """The projections at `paths`, `rows` each, one above the other; or one path that holds them all."""
-        rows = rows if len(paths) == len(rows) else [sum(rows)]
-        biases = self._weights.stack([f"{at}{path}.bias" for path in paths], rows) if bias else None
+    def _linear(self, at: str, by: Projection) -> Linear:
+        rows = list(by.rows)
+        bias = self._weights.stack([f"{at}{path}.bias" for path in by.paths], rows) if by.bias else None
         if self._names.transposed:
-            (path,), (size,) = paths, rows
-            return self._ops.linear(self._get(at + path, columns, size).t().contiguous(), biases)
-        return self._ops.linear(self._weights.stack([f"{at}{path}.weight" for path in paths], rows, columns), biases)
+            (path,), (size,) = by.paths, rows
+            return self._ops.linear(self._get(at + path, by.columns, size).t().contiguous(), bias)
+        return self._ops.linear(
+            self._weights.stack([f"{at}{path}.weight" for path in by.paths], rows, by.columns), bias
+        )
 
     def _sparse(self, at: str) -> SparseFfn:
         arch, names = self._arch, self._names

@@ -27,6 +27,14 @@ class Weights:
     def __contains__(self, name: str) -> bool:
         return name in self._file_of
 
+    @property
+    def names(self) -> list[str]:
+        return list(self._file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Without reading the tensor."""
+        return tuple(self._open(self._file_of[name]).get_slice(name).get_shape())
+
     def get(self, name: str, *shape: int) -> torch.Tensor:
         """One tensor; a missing one, or one of another shape than config.json implies, is a DataError."""
         if name not in self._file_of:

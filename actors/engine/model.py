@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 
 from raytide.actors.engine.architecture import Architecture
-from raytide.actors.engine.layers import Layer, LayerBuilder, SparseFfn
+from raytide.actors.engine.layers import LayerBuilder, SparseFfn
 from raytide.actors.engine.loader import Weights
+from raytide.actors.engine.lora import LoraRows
 from raytide.actors.engine.rope import cos_sin
 from raytide.kernels.core import AttentionSpec, PagedBatch, Rope
 from raytide.kernels.registry import Ops
@@ -47,10 +48,16 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(
-        self, ids_T: Tensor, positions_T: Tensor, batch: PagedBatch, cache: list[Tensor], rows_R: Tensor
+        self,
+        ids_T: Tensor,
+        positions_T: Tensor,
+        batch: PagedBatch,
+        cache: list[Tensor],
+        rows_R: Tensor,
+        loras: LoraRows | None = None,
     ) -> Tensor:
         """Write the KV of all tokens and return float32 logits [R, V] that follow the tokens `rows_R`."""
-        return self.head(self.hidden(ids_T, positions_T, batch, cache, rows_R))
+        return self.head(self.hidden(ids_T, positions_T, batch, cache, rows_R, loras))
 
     @torch.inference_mode()
     def head(self, hidden_RN: Tensor) -> Tensor:
@@ -60,7 +67,13 @@ class Decoder:
 
     @torch.inference_mode()
     def hidden(
-        self, ids_T: Tensor, positions_T: Tensor, batch: PagedBatch, cache: list[Tensor], rows_R: Tensor
+        self,
+        ids_T: Tensor,
+        positions_T: Tensor,
+        batch: PagedBatch,
+        cache: list[Tensor],
+        rows_R: Tensor,
+        loras: LoraRows | None = None,
     ) -> Tensor:
         """Write the KV of all tokens and return the last hidden states [R, N], normed, of the tokens `rows_R`."""
         arch, ops = self.arch, self._ops
@@ -69,14 +82,21 @@ class Decoder:
         heads, all_heads, dim = arch.num_heads, arch.num_heads + 2 * arch.num_kv_heads, arch.head_dim
         x_TN = self._embed(ids_T, positions_T)
         delta_TN = torch.zeros_like(x_TN)
-        for spec, attention, layer, kv in zip(arch.layers, self._attention_of, self._layers, cache, strict=True):
-            qkv_TAD = layer.qkv(ops.add_norm(x_TN, delta_TN, layer.input_norm)).view(-1, all_heads, dim)
-            rope = None if spec.rope is None else ropes[spec.rope]
-            ops.rope_write(qkv_TAD, rope, layer.head_norms, kv, batch.slots_T)
-            delta_TN = layer.attention_out(attends[attention](qkv_TAD[:, :heads], kv).flatten(1))
+        for index, (layer, kv) in enumerate(zip(self._layers, cache, strict=True)):
+            normed_TN = ops.add_norm(x_TN, delta_TN, layer.input_norm)
+            qkv_TAD = layer.qkv(normed_TN)
+            if loras is not None:
+                loras.add(index, "qkv", normed_TN, qkv_TAD)
+            qkv_TAD = qkv_TAD.view(-1, all_heads, dim)
+            rope = arch.layers[index].rope
+            ops.rope_write(qkv_TAD, None if rope is None else ropes[rope], layer.head_norms, kv, batch.slots_T)
+            attended = attends[self._attention_of[index]](qkv_TAD[:, :heads], kv).flatten(1)
+            delta_TN = layer.attention_out(attended)
+            if loras is not None:
+                loras.add(index, "attention_out", attended, delta_TN)
             if layer.post_attention_norm is not None:
                 delta_TN = ops.norm(delta_TN, layer.post_attention_norm)
-            delta_TN = self._feed_forward(layer, ops.add_norm(x_TN, delta_TN, layer.ffn_norm))
+            delta_TN = self._feed_forward(index, ops.add_norm(x_TN, delta_TN, layer.ffn_norm), loras)
             if layer.post_ffn_norm is not None:
                 delta_TN = ops.norm(delta_TN, layer.post_ffn_norm)
         return ops.add_norm(x_TN[rows_R], delta_TN[rows_R], self._norm)
@@ -89,14 +109,19 @@ class Decoder:
             x_TN += self._positions[positions_T]
         return x_TN
 
-    def _feed_forward(self, layer: Layer, x_TN: Tensor) -> Tensor:
-        arch, ops = self.arch, self._ops
+    def _feed_forward(self, index: int, x_TN: Tensor, loras: LoraRows | None) -> Tensor:
+        layer, arch, ops = self._layers[index], self.arch, self._ops
         if layer.gate_up is None or layer.down is None:
             assert layer.sparse is not None
             return self._choose_experts(layer.sparse, x_TN)
         hidden = layer.gate_up(x_TN)
-        activate = ops.activate_mul if arch.gated_ffn else ops.activate
-        return layer.down(activate(hidden, arch.activation))
+        if loras is not None:
+            loras.add(index, "gate_up", x_TN, hidden)
+        hidden = (ops.activate_mul if arch.gated_ffn else ops.activate)(hidden, arch.activation)
+        out_TN = layer.down(hidden)
+        if loras is not None:
+            loras.add(index, "down", hidden, out_TN)
+        return out_TN
 
     def _choose_experts(self, ffn: SparseFfn, x_TN: Tensor) -> Tensor:
         assert self.arch.experts is not None

@@ -1,11 +1,15 @@
-"""Where each family of safetensors files keeps a weight. Paths are relative to the model, or to a layer."""
+"""Where each family's safetensors files keep a weight, and which projections are computed as one. Paths are relative to
+the model, or to a layer.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["NAMES", "Names"]
+from raytide.actors.engine.architecture import Architecture
+
+__all__ = ["NAMES", "Names", "Projection", "projections"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,3 +71,35 @@ NAMES: Mapping[str, Names] = {
     ),
     "phi3": Names(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """A linear of a layer: the weights at `paths`, one above the other, with so many `rows` each (outputs) and
+    `columns` (inputs).
+    """
+
+    paths: tuple[str, ...]
+    rows: tuple[int, ...]
+    columns: int
+    bias: bool
+
+
+def projections(arch: Architecture, index: int) -> dict[str, Projection]:
+    """The linears of a layer: qkv and attention_out, and gate_up (GPT-2: only up) and down unless it is sparse."""
+    names, hidden, ffn = NAMES[arch.names], arch.hidden_size, arch.ffn_size
+    q, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+
+    def projection(paths: tuple[str, ...], rows: tuple[int, ...], columns: int, bias: bool) -> Projection:
+        return Projection(paths, rows if len(paths) == len(rows) else (sum(rows),), columns, bias)
+
+    attention = {
+        "qkv": projection(names.qkv, (q, kv, kv), hidden, arch.qkv_bias),
+        "attention_out": projection((names.attention_out,), (hidden,), q, arch.attention_out_bias),
+    }
+    if arch.layers[index].sparse:
+        return attention
+    return attention | {
+        "gate_up": projection(names.gate_up, (ffn, ffn) if arch.gated_ffn else (ffn,), hidden, arch.ffn_bias),
+        "down": projection((names.down,), (hidden,), ffn, arch.ffn_bias),
+    }

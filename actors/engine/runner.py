@@ -9,11 +9,13 @@ from pathlib import Path
 
 import torch
 
+from raytide.actors.engine.adapters import Adapters
 from raytide.actors.engine.architecture import Architecture
 from raytide.actors.engine.batch import PersistentBatch
 from raytide.actors.engine.config import EngineConfig
 from raytide.actors.engine.loader import Weights
 from raytide.actors.engine.logprobs import PromptRows
+from raytide.actors.engine.lora import read_adapter
 from raytide.actors.engine.model import Decoder
 from raytide.actors.engine.pooling import WholePrompts
 from raytide.actors.engine.sampler import Sampler
@@ -38,7 +40,9 @@ class Runner:
         self.num_blocks = config.num_blocks or self._affordable_blocks(config, arch, dtype)
         self.max_len = min(self.max_len, self.num_blocks * self.block_size)
         weights = Weights(Path(config.model_dir), dtype, device.torch_device)
-        self._model = Decoder(arch, weights, ops_for(device.kind), self.max_len)
+        self._arch, self._ops, self._dtype, self._device = arch, ops_for(device.kind), dtype, device.torch_device
+        self._model = Decoder(arch, weights, self._ops, self.max_len)
+        self._adapters = Adapters(config.max_loras)
         self._cache = self._model.new_cache(self.num_blocks, self.block_size)
         self.num_host_blocks = int(config.host_memory_gb * 1e9) // _block_bytes(arch, dtype, self.block_size)
         self._host = [self._new_host_cache(kv) for kv in self._cache] if self.num_host_blocks else []
@@ -53,6 +57,7 @@ class Runner:
 
         Executing a chunk again writes the same KV and draws the same token, so a failed step can be retried in parts.
         """
+        chunks = self._adapters.group(chunks)
         due = [chunk.seq for chunk in chunks if chunk.samples]
         prompt = PromptRows.of(chunks)
         logits_RV = self.logits(chunks, prompt.rows)
@@ -84,11 +89,27 @@ class Runner:
         rows_R = step.sampled_rows_R
         if more_rows:
             rows_R = torch.cat((rows_R, rows_R.new_tensor(more_rows)))
-        return self._model.forward(step.ids_T, step.positions_T, step.paged, self._cache, rows_R)
+        loras = self._adapters.rows(chunks)
+        return self._model.forward(step.ids_T, step.positions_T, step.paged, self._cache, rows_R, loras)
 
     def prompt_logits(self, tokens: list[int]) -> torch.Tensor:
         """float32 [T, V]: what follows each token of a prompt, computed apart from what runs."""
         return self._whole.logits(tokens)
+
+    def load_lora(self, name: str, path: Path) -> None:
+        """Serve sequences whose `lora` is `name` with a PEFT adapter. Raises ConflictError, CapacityError, ConfigError
+        or DataError, and then nothing has changed.
+        """
+        self._adapters.check_free(name)
+        self._adapters.add(name, read_adapter(path, self._arch, self._ops, self._dtype, self._device))
+
+    def unload_lora(self, name: str) -> None:
+        """Raises NotFoundError. No sequence may use it any more."""
+        self._adapters.remove(name)
+
+    def lora_id(self, name: str) -> str:
+        """What the KV of an adapter's sequences is known by, for `Sequence.salt`. Raises NotFoundError."""
+        return self._adapters.id_of(name)
 
     def release(self, seq: Sequence) -> None:
         """Forget a sequence that finished or was preempted."""

@@ -1,0 +1,181 @@
+"""LoRA adapters (Hu et al. 2021) in PEFT's directory format: y += (x A^T) B^T * scale for the rows of its requests.
+
+Several serve in one batch: each has a span of the step's rows. The parts of one stacked projection (q, k and v, say)
+are stacked in the same way, so that they are two products. A batch that uses no adapter does nothing here.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from raytide.actors.engine.architecture import Architecture
+from raytide.actors.engine.loader import Weights
+from raytide.actors.engine.model_config import Fields, read_json
+from raytide.actors.engine.naming import NAMES, projections
+from raytide.core.errors import ConfigError, DataError
+from raytide.kernels.registry import Ops
+
+__all__ = ["Adapter", "LoraRows", "read_adapter"]
+
+Tensor = torch.Tensor
+Linear = Callable[[Tensor], Tensor]
+_Place = tuple[int, str]  # the layer and the projection
+
+_MAX_RANK = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """What it adds to each projection, as a function of the same input."""
+
+    deltas: Mapping[_Place, Linear]
+
+
+@dataclass(frozen=True, slots=True)
+class LoraRows:
+    """Which rows of a step's flat batch, from start to end, are computed with which adapter."""
+
+    spans: list[tuple[Adapter, int, int]]
+
+    @classmethod
+    def of(cls, lengths: Iterable[tuple[Adapter | None, int]]) -> LoraRows | None:
+        """From each sequence's adapter and number of rows, in order; None when there is no adapter at all.
+
+        Neighbours with the same adapter are computed together.
+        """
+        spans: list[tuple[Adapter, int, int]] = []
+        start = 0
+        for adapter, length in lengths:
+            if adapter is not None:
+                joins = bool(spans) and spans[-1][0] is adapter and spans[-1][2] == start
+                first = spans.pop()[1] if joins else start
+                spans.append((adapter, first, start + length))
+            start += length
+        return cls(spans) if spans else None
+
+    def add(self, layer: int, projection: str, x_TN: Tensor, y_TM: Tensor) -> None:
+        """Add to a projection's output what the adapters make of its input."""
+        for adapter, start, end in self.spans:
+            delta = adapter.deltas.get((layer, projection))
+            if delta is not None:
+                y_TM[start:end] += delta(x_TN[start:end])
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """A path's place in the stacked projection that it is computed with: so many rows from `first`."""
+
+    place: _Place
+    first: int
+    rows: int
+    columns: int
+
+
+def read_adapter(path: Path, arch: Architecture, ops: Ops, dtype: torch.dtype, device: torch.device) -> Adapter:
+    """Raises DataError for a directory that is no adapter of this model, ConfigError for a kind that is not
+    supported.
+    """
+    config_path = path / "adapter_config.json"
+    config = Fields(read_json(config_path), str(config_path))
+    _refuse_other_kinds(config)
+    weights = Weights(path, dtype, device)
+    targets, found = _targets(arch), dict[_Place, list[tuple[_Target, Tensor, Tensor]]]()
+    for name in weights.names:
+        module = _module(name, arch, path)
+        if name.endswith("lora_B.weight"):
+            continue
+        target = targets.get(module)
+        if target is None:
+            raise ConfigError(
+                f"{path}: no adapter can be put on {module} here.", hint=f"Adapters may target {_kinds(targets)}."
+            )
+        a_RN, b_MR = _pair(weights, name, target, path)
+        scale = _scale(config, module, a_RN.shape[0])
+        found.setdefault(target.place, []).append((target, a_RN, (b_MR.float() * scale).to(dtype)))
+    if not found:
+        raise DataError(f"{path} holds no adapter weights.", hint="Save the adapter with PEFT's save_pretrained.")
+    sizes = {target.place: 0 for target in targets.values()}
+    for target in targets.values():
+        sizes[target.place] += target.rows
+    return Adapter({place: _delta(parts, sizes[place], ops) for place, parts in found.items()})
+
+
+def _delta(parts: list[tuple[_Target, Tensor, Tensor]], size: int, ops: Ops) -> Linear:
+    """One pair of products for all parts of a stacked projection: B is zero where a part does not reach."""
+    down = ops.linear(torch.cat([a_RN for _, a_RN, _ in parts]), None)
+    b_MR = parts[0][2].new_zeros(size, sum(a_RN.shape[0] for _, a_RN, _ in parts))
+    column = 0
+    for target, a_RN, part_MR in parts:
+        b_MR[target.first : target.first + target.rows, column : column + a_RN.shape[0]] = part_MR
+        column += a_RN.shape[0]
+    up = ops.linear(b_MR, None)
+    return lambda x: up(down(x))
+
+
+def _pair(weights: Weights, name: str, target: _Target, path: Path) -> tuple[Tensor, Tensor]:
+    rank = weights.shape(name)[0]
+    if rank > _MAX_RANK:
+        raise ConfigError(f"{path}: rank {rank} is not supported.", hint=f"Up to {_MAX_RANK}.")
+    other = name.replace("lora_A.weight", "lora_B.weight")
+    return weights.get(name, rank, target.columns), weights.get(other, target.rows, rank)
+
+
+def _module(name: str, arch: Architecture, path: Path) -> str:
+    """`base_model.model.<path of the module>.lora_A.weight`, in a model with or without its head."""
+    match = re.fullmatch(r"base_model\.model\.(.+)\.lora_[AB]\.weight", name)
+    if match is None:
+        raise ConfigError(
+            f"{path}: weight {name} is not supported.", hint="Only lora_A and lora_B of linear modules are."
+        )
+    return match[1].removeprefix(NAMES[arch.names].root)
+
+
+def _targets(arch: Architecture) -> dict[str, _Target]:
+    names, targets = NAMES[arch.names], dict[str, _Target]()
+    for index in range(arch.num_layers):
+        for kind, projection in projections(arch, index).items():
+            first = 0
+            for module, rows in zip(projection.paths, projection.rows, strict=True):
+                at = names.layer.format(index) + module
+                targets[at] = _Target((index, kind), first, rows, projection.columns)
+                first += rows
+    return targets
+
+
+def _kinds(targets: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(target.rsplit(".", 1)[-1] for target in targets))
+
+
+def _scale(config: Fields, module: str, rank: int) -> float:
+    """PEFT's: alpha over the rank, or over its root for rank-stabilized adapters (Kalajdzievski 2023)."""
+    patterns = config.section("alpha_pattern")
+    pattern = next((each for each in patterns.body if re.match(rf"(.*\.)?({each})$", module)), None)
+    alpha = config.number("lora_alpha", 8.0) if pattern is None else patterns.number(pattern)
+    return alpha / (math.sqrt(rank) if config.flag("use_rslora", False) else rank)
+
+
+def _refuse_other_kinds(config: Fields) -> None:
+    body = config.body
+    wrong = {
+        f"peft_type {body.get('peft_type')}": config.text("peft_type", "LORA").upper() != "LORA",
+        "use_dora": bool(body.get("use_dora")),
+        "bias": config.text("bias", "none") != "none" or bool(body.get("lora_bias")),
+        "modules_to_save": bool(body.get("modules_to_save")),
+        "target_parameters": bool(body.get("target_parameters")),
+        "trainable_token_indices": bool(body.get("trainable_token_indices")),
+        # These change the base weights as well, unless PEFT converted them when it saved.
+        f"init_lora_weights {body.get('init_lora_weights')}": str(body.get("init_lora_weights")).split("_")[0]
+        in ("pissa", "olora", "corda"),
+    }
+    for what, is_set in wrong.items():
+        if is_set:
+            raise ConfigError(
+                f"{config.where}: {what} is not supported.",
+                hint="Plain LoRA is: matrices A and B of linear modules. Or merge the adapter into the model.",
+            )
