@@ -35,14 +35,14 @@ def linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     return lambda x: F.linear(x, weight, bias)
 
 
-@register("activate", "any", priority=0)
+@register("activate", "any", priority=0, invariant=True)
 def activate(x_TF: Tensor, kind: Activation) -> Tensor:
     if kind == "silu":
         return F.silu(x_TF)
     return F.gelu(x_TF, approximate="tanh" if kind == "gelu_tanh" else "none")
 
 
-@register("activate_mul", "any", priority=0)
+@register("activate_mul", "any", priority=0, invariant=True)
 def activate_mul(gate_up_T2F: Tensor, kind: Activation) -> Tensor:
     """activate(gate) * up, where gate and up are the two halves of the last dimension."""
     gate, up = gate_up_T2F.chunk(2, -1)
@@ -65,7 +65,7 @@ def experts(gate_up_E2FN: Tensor, down_ENF: Tensor, kind: Activation) -> Callabl
     return apply
 
 
-@register("rope_write", "any", priority=0)
+@register("rope_write", "any", priority=0, invariant=True)
 def rope_write(
     qkv_TAD: Tensor, rope: Rope | None, norms: HeadNorms | None, cache_2SKD: Tensor, slots_T: Tensor
 ) -> None:

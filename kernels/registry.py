@@ -2,8 +2,9 @@
 
 Every operator has a torch reference in `ref.py`, registered for the device "any": it defines what is right, runs
 everywhere and is the oracle in tests. A faster variant registers for a device with a higher priority and, if it needs
-an instruction set, a compiler or a private API, a probe. RAYTIDE_OP_<NAME>=ref forces the reference, for instance
-RAYTIDE_OP_ATTENTION=ref; RAYTIDE_OPS=ref forces all of them.
+an instruction set, a compiler or a private API, a probe. A variant is invariant if each row of its result is the same
+to the bit whatever other rows it computes; a deterministic engine uses no other. RAYTIDE_OP_<NAME>=ref forces the
+reference, for instance RAYTIDE_OP_ATTENTION=ref; RAYTIDE_OPS=ref forces all of them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ __all__ = ["Ops", "ops_for", "register"]
 Tensor = torch.Tensor
 Impl = TypeVar("Impl", bound=Callable[..., object])
 
-_MODULES = {"any": "ref", "cpu": "cpu"}  # device kind -> the module whose import registers its variants
+# device kind -> the modules whose import registers its variants
+_MODULES = {"any": ("ref", "invariant"), "cpu": ("cpu", "compiled")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,7 @@ class _Variant:
     device: str
     priority: int
     probe: Callable[[], bool]
+    invariant: bool
     impl: Callable[..., object]
 
 
@@ -57,31 +60,38 @@ _variants: dict[str, list[_Variant]] = {}
 
 
 def register(
-    op: str, device: str, *, priority: int = 10, probe: Callable[[], bool] = lambda: True
+    op: str,
+    device: str,
+    *,
+    priority: int = 10,
+    probe: Callable[[], bool] = lambda: True,
+    invariant: bool = False,
 ) -> Callable[[Impl], Impl]:
     """Offer an implementation of `op` on a device kind; `probe` says, when it is about to be chosen, whether it works
     here.
     """
 
     def remember(impl: Impl) -> Impl:
-        _variants.setdefault(op, []).append(_Variant(device, priority, probe, impl))
+        _variants.setdefault(op, []).append(_Variant(device, priority, probe, invariant, impl))
         return impl
 
     return remember
 
 
-def ops_for(device: str) -> Ops:
-    """The best working implementation of each operator on a device kind."""
+def ops_for(device: str, deterministic: bool = False) -> Ops:
+    """The best working implementation of each operator on a device kind; only invariant ones if `deterministic`."""
     for kind in ("any", device):
-        if kind in _MODULES:
-            importlib.import_module(f"raytide.kernels.{_MODULES[kind]}")
-    return Ops(**{field.name: _select(field.name, device) for field in fields(Ops)})  # type: ignore[arg-type]
+        for module in _MODULES.get(kind, ()):
+            importlib.import_module(f"raytide.kernels.{module}")
+    chosen = {field.name: _select(field.name, device, deterministic) for field in fields(Ops)}
+    return Ops(**chosen)  # type: ignore[arg-type]
 
 
-def _select(op: str, device: str) -> Callable[..., object]:
+def _select(op: str, device: str, deterministic: bool) -> Callable[..., object]:
     forced = _forced("OPS") or _forced(f"OP_{op.upper()}")
     kinds = ("any",) if forced else ("any", device)
-    offers = sorted((v for v in _variants[op] if v.device in kinds), key=lambda v: v.priority, reverse=True)
+    offers = [v for v in _variants[op] if v.device in kinds and (v.invariant or not deterministic)]
+    offers.sort(key=lambda v: v.priority, reverse=True)
     return next(variant.impl for variant in offers if variant.probe())
 
 

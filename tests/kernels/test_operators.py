@@ -6,32 +6,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.kernels.paged import batches, num_slots
 
 from raytide.core.errors import ConfigError
-from raytide.kernels import ref
+from raytide.kernels import cpu, ref
 from raytide.kernels.core import Activation, AttentionSpec, Norm, PagedBatch, Rope
 from raytide.kernels.device import resolve_device
 from raytide.kernels.registry import Ops, ops_for, register
 
 CPU = ops_for("cpu")
-
-
-@st.composite
-def batches(draw: st.DrawFn) -> PagedBatch:
-    """Ragged mixes of decodes and prefill chunks, over blocks in random order."""
-    block_size = draw(st.sampled_from([1, 3, 8, 32]))
-    queries = draw(st.lists(st.sampled_from([1, 1, 1, 2, 7, 20]), min_size=1, max_size=8))
-    contexts = [query + draw(st.sampled_from([0, 1, 5, 31, 64])) for query in queries]
-    widths = [-(-context // block_size) for context in contexts]
-    order = torch.randperm(sum(widths), generator=torch.Generator().manual_seed(draw(st.integers(0, 99)))).tolist()
-    tables = torch.zeros(len(queries), max(widths), dtype=torch.int64)
-    slots = []
-    for b, (query, context, width) in enumerate(zip(queries, contexts, widths, strict=True)):
-        tables[b, :width] = torch.tensor([order.pop() for _ in range(width)])
-        slots += [
-            int(tables[b, at // block_size]) * block_size + at % block_size for at in range(context - query, context)
-        ]
-    return PagedBatch(queries, contexts, tables, torch.tensor(slots), block_size)
 
 
 @settings(max_examples=80, deadline=None)
@@ -43,31 +26,30 @@ def batches(draw: st.DrawFn) -> PagedBatch:
     softcap=st.sampled_from([None, None, 5.0]),
     seed=st.integers(0, 99),
 )
-def test_cpu_attention_is_the_references(
+def test_cpu_attention_in_torch_is_the_references(
     batch: PagedBatch, kv_heads: int, group: int, window: int | None, softcap: float | None, seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-    num_slots = (int(batch.block_tables_BM.max()) + 1) * batch.block_size
-    cache = torch.randn(2, num_slots, kv_heads, 16, generator=generator)
+    cache = torch.randn(2, num_slots(batch), kv_heads, 16, generator=generator)
     q = torch.randn(sum(batch.query_lens), kv_heads * group, 16, generator=generator)
     spec = AttentionSpec(scale=0.3, window=window, softcap=softcap)
     torch.testing.assert_close(
-        CPU.attention(batch, spec)(q, cache), ref.attention(batch, spec)(q, cache), atol=2e-5, rtol=1e-4
+        cpu.attention(batch, spec)(q, cache), ref.attention(batch, spec)(q, cache), atol=2e-5, rtol=1e-4
     )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [1, 2, 65])
 @pytest.mark.parametrize("biased", [False, True])
-def test_cpu_linear_and_norm_are_the_references(dtype: torch.dtype, rows: int, biased: bool) -> None:
+def test_cpu_linear_and_norm_in_torch_are_the_references(dtype: torch.dtype, rows: int, biased: bool) -> None:
     generator = torch.Generator().manual_seed(rows)
     x, weight, bias = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((rows, 48), (80, 48), (80,)))
     close = {"atol": 1e-4, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 0.15, "rtol": 0.02}
     given_bias = bias if biased else None
-    torch.testing.assert_close(CPU.linear(weight, given_bias)(x), ref.linear(weight, given_bias)(x), **close)
+    torch.testing.assert_close(cpu.linear(weight, given_bias)(x), ref.linear(weight, given_bias)(x), **close)
     by = Norm(x[0], None, 1e-5)
-    torch.testing.assert_close(CPU.norm(x, by), ref.norm(x, by), **close)
-    torch.testing.assert_close(CPU.add_norm(x.clone(), x, by), ref.add_norm(x.clone(), x, by), **close)
+    torch.testing.assert_close(cpu.norm(x, by), ref.norm(x, by), **close)
+    torch.testing.assert_close(cpu.add_norm(x.clone(), x, by), ref.add_norm(x.clone(), x, by), **close)
 
 
 def test_rope_is_a_rotation_of_the_pairs_half_a_head_apart_and_keys_and_values_go_to_their_slots() -> None:

@@ -1,0 +1,132 @@
+/* Vectors of the machine's width, bfloat16 in and out of them, and exp: what all operators share.
+ *
+ * Written with the compilers' vector types, so that AVX512, AVX2 and others come from one text; intrinsics only where
+ * an instruction has no other name. Numbers are float32 inside; `bf16` says what lies in memory and is a constant
+ * wherever these functions are inlined. */
+#pragma once
+
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#include <immintrin.h>
+#define VL 16
+#elif defined(__AVX2__)
+#define VL 8
+#else
+#define VL 4
+#endif
+
+/* Whether two bfloat16 products can be added to a float32 in one instruction. */
+#if VL == 16 && defined(__AVX512BF16__)
+#define HAS_DOT 1
+#else
+#define HAS_DOT 0
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+#define EXPORT __attribute__((visibility("default")))
+
+typedef float vf __attribute__((vector_size(VL * 4)));
+typedef int32_t vi __attribute__((vector_size(VL * 4)));
+typedef uint32_t vu __attribute__((vector_size(VL * 4)));
+typedef uint16_t vh __attribute__((vector_size(VL * 2)));
+typedef vf vf_mem __attribute__((aligned(4), may_alias));
+typedef vu vu_mem __attribute__((aligned(4), may_alias));
+typedef vh vh_mem __attribute__((aligned(2), may_alias));
+typedef uint32_t word __attribute__((aligned(2), may_alias)); /* two bfloat16 or one float32 */
+
+INLINE vf splat(float x) { return x - (vf){0}; }
+INLINE vf load_f32(const float *p) { return *(const vf_mem *)p; }
+INLINE void store_f32(float *p, vf x) { *(vf_mem *)p = x; }
+INLINE vf low_half(vu pairs) { return (vf)(pairs << 16); }
+INLINE vf high_half(vu pairs) { return (vf)(pairs & 0xffff0000u); }
+INLINE vf choose(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no & ~mask)); }
+INLINE vf maximum(vf a, vf b) { return choose(a > b, a, b); }
+INLINE vf minimum(vf a, vf b) { return choose(a < b, a, b); }
+
+INLINE vf load(const void *p, int64_t i, int bf16) {
+    if (!bf16) return load_f32((const float *)p + i);
+    return (vf)(__builtin_convertvector(*(const vh_mem *)((const uint16_t *)p + i), vu) << 16);
+}
+
+/* To the nearest bfloat16, ties to even; a NaN stays one. */
+INLINE vu round_bf16(vf x) {
+    vu bits = (vu)x, nan = (vu)(x != x);
+    return (((bits + 0x7fff + ((bits >> 16) & 1)) & ~nan) | (0x7fc00000u & nan)) >> 16;
+}
+
+INLINE void store(void *p, int64_t i, vf x, int bf16) {
+    if (bf16)
+        *(vh_mem *)((uint16_t *)p + i) = __builtin_convertvector(round_bf16(x), vh);
+    else
+        store_f32((float *)p + i, x);
+}
+
+INLINE float load_one(const void *p, int64_t i, int bf16) {
+    if (!bf16) return ((const float *)p)[i];
+    uint32_t bits = (uint32_t)((const uint16_t *)p)[i] << 16;
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+INLINE void store_one(void *p, int64_t i, float x, int bf16) {
+    if (bf16)
+        ((uint16_t *)p)[i] = (uint16_t)round_bf16(splat(x))[0];
+    else
+        ((float *)p)[i] = x;
+}
+
+/* The last, incomplete vector of a row: `count` numbers, zeros after them. */
+INLINE vf load_some(const void *p, int64_t i, int64_t count, int bf16) {
+    vf x = {0};
+    for (int64_t j = 0; j < count; j++) x[j] = load_one(p, i + j, bf16);
+    return x;
+}
+
+INLINE vf load_upto(const void *p, int64_t i, int64_t count, int bf16) {
+    return count < VL ? load_some(p, i, count, bf16) : load(p, i, bf16);
+}
+
+INLINE void store_some(void *p, int64_t i, int64_t count, vf x, int bf16) {
+    for (int64_t j = 0; j < count; j++) store_one(p, i + j, x[j], bf16);
+}
+
+INLINE float sum(vf x) {
+    float total = 0;
+    for (int j = 0; j < VL; j++) total += x[j];
+    return total;
+}
+
+INLINE float largest(vf x) {
+#if VL == 16
+    return _mm512_reduce_max_ps((__m512)x);
+#else
+    float most = x[0];
+    for (int j = 1; j < VL; j++) most = x[j] > most ? x[j] : most;
+    return most;
+#endif
+}
+
+/* e^x within 2 ulp; exactly 0 from -87.3 down and exactly 1 at 0. Cephes' expf. */
+INLINE vf vexp(vf x) {
+    vi gone = x < -87.3f;
+    x = minimum(maximum(x, splat(-87.3f)), splat(88.3f));
+    vf n = x * 1.44269504f + 12582912.0f; /* adding 1.5 * 2^23 rounds to an integer */
+    n -= 12582912.0f;
+    vf r = x - n * 0.693359375f - n * -2.12194440e-4f;
+    vf y = splat(1.9875691500e-4f);
+    y = y * r + 1.3981999507e-3f;
+    y = y * r + 8.3334519073e-3f;
+    y = y * r + 4.1665795894e-2f;
+    y = y * r + 1.6666665459e-1f;
+    y = y * r + 5.0000001201e-1f;
+    y = y * r * r + r + 1.0f;
+    vi power = (__builtin_convertvector(n, vi) + 127) << 23;
+    return (vf)((vi)(y * (vf)power) & ~gone);
+}
+
+INLINE vf vtanh(vf x) { return 1.0f - 2.0f / (vexp(2.0f * x) + 1.0f); }

@@ -1,0 +1,237 @@
+"""CPU variants in C (`kernels/c`): bfloat16 and float32, any number of rows. What a call's shape or memory layout rules
+out goes to the reference.
+
+Every row's result is the same to the bit whatever else is in the batch; attention has a faster way for single new
+tokens that gives this up, and keeps it for `deterministic` engines.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import torch
+
+from raytide.kernels import ref
+from raytide.kernels.core import Activation, AttentionSpec, HeadNorms, Norm, PagedBatch, Rope
+from raytide.kernels.library import Library, library
+from raytide.kernels.registry import register
+
+__all__ = [
+    "activate",
+    "activate_mul",
+    "add_norm",
+    "attention",
+    "experts",
+    "invariant_attention",
+    "linear",
+    "norm",
+    "rope_write",
+]
+
+Tensor = torch.Tensor
+
+_DTYPES = (torch.float32, torch.bfloat16)
+_KINDS: dict[Activation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+
+
+def _loads() -> bool:
+    return library() is not None
+
+
+def _lib() -> Library:
+    loaded = library()
+    assert loaded is not None  # these variants are chosen only where their probe holds
+    return loaded
+
+
+def _fits(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether the C code can take these as they lie: one dtype of the two, no gaps."""
+    dtype = x.dtype
+    return dtype in _DTYPES and all(t is None or (t.dtype == dtype and t.is_contiguous()) for t in (x, *others))
+
+
+@register("norm", "cpu", priority=20, probe=_loads, invariant=True)
+def norm(x_TN: Tensor, by: Norm) -> Tensor:
+    if not _fits(x_TN, by.weight, by.bias):
+        return ref.norm(x_TN, by)
+    return _norm(x_TN, None, by)
+
+
+@register("add_norm", "cpu", priority=20, probe=_loads, invariant=True)
+def add_norm(x_TN: Tensor, delta_TN: Tensor, by: Norm) -> Tensor:
+    if not _fits(x_TN, delta_TN, by.weight, by.bias):
+        return ref.add_norm(x_TN, delta_TN, by)
+    return _norm(x_TN, delta_TN, by)
+
+
+def _norm(x_TN: Tensor, delta_TN: Tensor | None, by: Norm) -> Tensor:
+    out, size = torch.empty_like(x_TN), x_TN.shape[-1]
+    _lib().norm(
+        x_TN.data_ptr(),
+        delta_TN.data_ptr() if delta_TN is not None else None,
+        by.weight.data_ptr(),
+        by.bias.data_ptr() if by.bias is not None else None,
+        out.data_ptr(),
+        x_TN.numel() // size,
+        size,
+        by.eps,
+        x_TN.dtype == torch.bfloat16,
+        by.kind == "layer",
+    )
+    return out
+
+
+@register("linear", "cpu", priority=20, probe=_loads, invariant=True)
+def linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """Packed once, in the same space; the plain weight is not kept."""
+    size, width = weight.shape
+    words = _lib().packed_words(size, width, weight.dtype == torch.bfloat16) if _fits(weight, bias) else 0
+    if not words:
+        return ref.linear(weight, bias)
+    call, dtype, is_bf16 = _lib().linear, weight.dtype, weight.dtype == torch.bfloat16
+    packed = torch.empty(words + 16, dtype=torch.int32)
+    start = packed.data_ptr() + -packed.data_ptr() % 64  # a vector of weights never straddles two cache lines
+    _lib().pack(weight.data_ptr(), start, size, width, is_bf16)
+    bias_start = bias.data_ptr() if bias is not None else None
+
+    def apply(x: Tensor, kept: tuple[Tensor, Tensor | None] = (packed, bias)) -> Tensor:
+        if not x.is_contiguous():
+            x = x.contiguous()
+        out = torch.empty((*x.shape[:-1], size), dtype=dtype)
+        call(x.data_ptr(), start, bias_start, out.data_ptr(), x.numel() // width, size, width, is_bf16)
+        return out
+
+    return apply
+
+
+@register("activate", "cpu", priority=20, probe=_loads, invariant=True)
+def activate(x_TF: Tensor, kind: Activation) -> Tensor:
+    if not _fits(x_TF):
+        return ref.activate(x_TF, kind)
+    return _activate(x_TF, x_TF.shape[-1], False, kind)
+
+
+@register("activate_mul", "cpu", priority=20, probe=_loads, invariant=True)
+def activate_mul(gate_up_T2F: Tensor, kind: Activation) -> Tensor:
+    if not _fits(gate_up_T2F):
+        return ref.activate_mul(gate_up_T2F, kind)
+    return _activate(gate_up_T2F, gate_up_T2F.shape[-1] // 2, True, kind)
+
+
+def _activate(x: Tensor, size: int, gated: bool, kind: Activation) -> Tensor:
+    out = torch.empty((*x.shape[:-1], size), dtype=x.dtype)
+    _lib().activate(
+        x.data_ptr(), out.data_ptr(), out.numel() // size, size, gated, _KINDS[kind], x.dtype == torch.bfloat16
+    )
+    return out
+
+
+@register("experts", "cpu", priority=20, probe=_loads, invariant=True)
+def experts(gate_up_E2FN: Tensor, down_ENF: Tensor, kind: Activation) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    ups = [linear(weight, None) for weight in gate_up_E2FN]
+    downs = [linear(weight, None) for weight in down_ENF]
+
+    def apply(x_TN: Tensor, chosen_TX: Tensor, weights_TX: Tensor) -> Tensor:
+        y_TN = torch.zeros_like(x_TN)
+        for expert in chosen_TX.unique().tolist():
+            rows, ways = (chosen_TX == expert).nonzero(as_tuple=True)
+            out = downs[expert](activate_mul(ups[expert](x_TN[rows]), kind)) * weights_TX[rows, ways, None]
+            y_TN.index_add_(0, rows, out.to(y_TN.dtype))
+        return y_TN
+
+    return apply
+
+
+@register("rope_write", "cpu", priority=20, probe=_loads, invariant=True)
+def rope_write(
+    qkv_TAD: Tensor, rope: Rope | None, norms: HeadNorms | None, cache_2SKD: Tensor, slots_T: Tensor
+) -> None:
+    cos, sin = (rope.cos_TR, rope.sin_TR) if rope is not None else (None, None)
+    q_weight, k_weight = (norms.q_D, norms.k_D) if norms is not None else (None, None)
+    if not _fits(qkv_TAD, cache_2SKD, cos, sin, q_weight, k_weight):
+        ref.rope_write(qkv_TAD, rope, norms, cache_2SKD, slots_T)
+        return
+    tokens, rows, dim = qkv_TAD.shape
+    kv_heads = cache_2SKD.shape[2]
+    _lib().rope_write(
+        qkv_TAD.data_ptr(),
+        cos.data_ptr() if cos is not None else None,
+        sin.data_ptr() if sin is not None else None,
+        q_weight.data_ptr() if q_weight is not None else None,
+        k_weight.data_ptr() if k_weight is not None else None,
+        cache_2SKD.data_ptr(),
+        slots_T.data_ptr(),
+        tokens,
+        rows - 2 * kv_heads,
+        kv_heads,
+        dim,
+        cos.shape[-1] if cos is not None else 0,
+        cache_2SKD.shape[1],
+        norms.eps if norms is not None else 0.0,
+        qkv_TAD.dtype == torch.bfloat16,
+    )
+
+
+class _Geometry(ctypes.Structure):
+    """As in attention.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("tables", "query_lens", "context_lens")),
+        *((name, ctypes.c_int64) for name in ("batch", "table_width", "block_size", "window")),
+        *((name, ctypes.c_float) for name in ("scale", "softcap")),
+        *((name, ctypes.c_int32) for name in ("bf16", "invariant")),
+        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "dim", "q_stride", "num_slots")),
+    ]
+
+
+@register("attention", "cpu", priority=20, probe=_loads)
+def attention(batch: PagedBatch, spec: AttentionSpec) -> Callable[[Tensor, Tensor], Tensor]:
+    return _attention(batch, spec, invariant=False)
+
+
+@register("attention", "cpu", priority=15, probe=_loads, invariant=True)
+def invariant_attention(batch: PagedBatch, spec: AttentionSpec) -> Callable[[Tensor, Tensor], Tensor]:
+    return _attention(batch, spec, invariant=True)
+
+
+def _attention(batch: PagedBatch, spec: AttentionSpec, invariant: bool) -> Callable[[Tensor, Tensor], Tensor]:
+    lib = _lib()
+    lib.follow_threads()
+    tables = batch.block_tables_BM.contiguous()
+    lens = torch.tensor((batch.query_lens, batch.context_lens))
+    sequences = len(batch.query_lens)
+    geometry = _Geometry(
+        tables=tables.data_ptr(),
+        query_lens=lens.data_ptr(),
+        context_lens=lens.data_ptr() + 8 * sequences,
+        batch=sequences,
+        table_width=tables.shape[1],
+        block_size=batch.block_size,
+        window=spec.window or 0,
+        scale=spec.scale,
+        softcap=spec.softcap or 0.0,
+        invariant=invariant,
+    )
+    here = ctypes.addressof(geometry)
+
+    def attend(q_THD: Tensor, cache_2SKD: Tensor, kept: object = (tables, lens, geometry)) -> Tensor:
+        tokens, heads, dim = q_THD.shape
+        num_slots, kv_heads = cache_2SKD.shape[1:3]
+        if not (
+            q_THD.dtype in _DTYPES
+            and _fits(cache_2SKD)
+            and cache_2SKD.dtype == q_THD.dtype
+            and q_THD.stride()[1:] == (dim, 1)
+            and lib.attends(heads, kv_heads, dim)
+        ):
+            return ref.attention(batch, spec)(q_THD, cache_2SKD)
+        geometry.bf16 = q_THD.dtype == torch.bfloat16
+        geometry.heads, geometry.kv_heads, geometry.dim = heads, kv_heads, dim
+        geometry.q_stride, geometry.num_slots = q_THD.stride(0), num_slots
+        out = torch.empty((tokens, heads, dim), dtype=q_THD.dtype)
+        if lib.attention(here, q_THD.data_ptr(), cache_2SKD.data_ptr(), out.data_ptr()) != 0:
+            raise MemoryError("attention: no memory for the list of its work")
+        return out
+
+    return attend

@@ -1,0 +1,164 @@
+"""The C operators as a loaded library: built by the system's compiler at first use, kept in a per-user cache.
+
+The file's name is a hash of sources, flags and processor, and it ends in a digest of itself: another version, another
+machine on the same home or a damaged file is never loaded. Threads are those of the OpenMP runtime that torch loaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+from raytide.core.config import environment
+
+__all__ = ["Library", "build", "library"]
+
+_log = logging.getLogger(__name__)
+
+_SOURCES = Path(__file__).parent / "c"
+_FLAGS = ("-O3", "-march=native", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math")
+_COMPILERS = ("cc", "gcc", "clang")
+_BUILD_TIMEOUT_S = 120.0
+_DIGEST_BYTES = 32
+
+_P, _I, _F, _B = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+_SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "threads": (None, (_P, ctypes.c_uint)),
+    "packed_words": (_I, (_I, _I, _B)),
+    "pack": (None, (_P, _P, _I, _I, _B)),
+    "linear": (None, (_P, _P, _P, _P, _I, _I, _I, _B)),
+    "norm": (None, (_P, _P, _P, _P, _P, _I, _I, _F, _B, _B)),
+    "rope_write": (None, (_P, _P, _P, _P, _P, _P, _P, _I, _I, _I, _I, _I, _I, _F, _B)),
+    "activate": (None, (_P, _P, _I, _I, _B, _B, _B)),
+    "attends": (_B, (_I, _I, _I)),
+    "attention": (_B, (_P, _P, _P, _P)),
+}
+
+
+class Library:
+    """The functions of `kernels/c`, one attribute each."""
+
+    def __init__(self, path: Path) -> None:
+        self._library = ctypes.CDLL(str(path))
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(self._library, f"raytide_{name}")
+            function.restype, function.argtypes = result, arguments
+            setattr(self, name, function)
+        self._parallel = _openmp_entry()
+        self.use_threads(torch.get_num_threads())
+
+    def use_threads(self, count: int) -> None:
+        self._num_threads = count
+        self.threads(self._parallel, count)
+
+    def follow_threads(self) -> None:
+        """Take torch's present number of threads."""
+        count = torch.get_num_threads()
+        if count != self._num_threads:
+            self.use_threads(count)
+
+    def __getattr__(self, name: str) -> ctypes._NamedFuncPointer:  # what __init__ set, for the type checker
+        raise AttributeError(name)
+
+
+@functools.cache
+def library() -> Library | None:
+    """The library, built if it has to be; None, with one line in the log, where that is not possible."""
+    try:
+        return Library(build(_cache_folder()))
+    except (OSError, subprocess.SubprocessError, AttributeError) as error:
+        detail = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+        _log.warning("no C operators, torch's are used instead: %s", detail[0] if detail else repr(error))
+        return None
+
+
+def build(folder: Path) -> Path:
+    """The library's file in `folder`. Raises OSError or SubprocessError.
+
+    Two processes may build at once: each writes a file of its own and moves it into place whole.
+    """
+    sources = sorted(_SOURCES.glob("*.[ch]"))
+    path = folder / f"raytide-{_key(sources)}.so"
+    if _is_whole(path):
+        return path
+    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    if compiler is None:
+        raise FileNotFoundError(f"none of {', '.join(_COMPILERS)} is installed")
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        fresh = Path(scratch) / "built.so"
+        units = [str(source) for source in sources if source.suffix == ".c"]
+        subprocess.run(
+            [compiler, *_FLAGS, *units, "-o", str(fresh), "-lm"],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=_BUILD_TIMEOUT_S,
+            stdin=subprocess.DEVNULL,
+        )
+        body = fresh.read_bytes()
+        fresh.write_bytes(body + hashlib.sha256(body).digest())  # the loader ignores what follows the sections
+        fresh.chmod(0o700)
+        fresh.replace(path)
+    return path
+
+
+def _key(sources: list[Path]) -> str:
+    digest = hashlib.sha256(" ".join((*_FLAGS, platform.machine(), _processor())).encode())
+    for source in sources:
+        digest.update(source.name.encode() + source.read_bytes())
+    return digest.hexdigest()[:32]
+
+
+def _processor() -> str:
+    """What -march=native depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.startswith(names)}))
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether the file is there, ours, writable by nobody else, and as it was built."""
+    try:
+        status = path.stat()
+        if status.st_uid != os.getuid() or status.st_mode & 0o022:
+            return False
+        body = path.read_bytes()
+    except OSError:
+        return False
+    return hashlib.sha256(body[:-_DIGEST_BYTES]).digest() == body[-_DIGEST_BYTES:]
+
+
+def _cache_folder() -> Path:
+    """RAYTIDE_KERNEL_CACHE, else a folder of the user's cache."""
+    chosen = environment("KERNEL_CACHE")
+    return Path(chosen) if chosen else Path.home() / ".cache" / "raytide" / "kernels"
+
+
+def _openmp_entry() -> int | None:
+    """The address of GOMP_parallel in the OpenMP runtime of this process; None if it has none, or another kind."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return None
+    files = sorted({line.split(maxsplit=5)[-1] for line in lines if line.endswith((".so", ".so.1", ".so.5"))})
+    torch_first = sorted((f for f in files if "omp" in Path(f).name), key=lambda f: "torch" not in f)
+    for file in torch_first:
+        try:
+            return ctypes.cast(ctypes.CDLL(file).GOMP_parallel, ctypes.c_void_p).value
+        except (AttributeError, OSError):
+            continue
+    return None
