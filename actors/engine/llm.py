@@ -8,11 +8,14 @@ from collections.abc import Sequence as Items
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from raytide.actors.engine import operations
 from raytide.actors.engine.config import EngineConfig
 from raytide.actors.engine.core import Completion, EngineStats, GenRequest, Message, RequestOutput, Usage
-from raytide.actors.engine.loop import EngineLoop, Failure
+from raytide.actors.engine.loop import EngineLoop
+from raytide.actors.engine.outputs import Failure, Output
+from raytide.actors.engine.progress import progress_bar
 from raytide.actors.engine.sampling_params import SamplingParams
-from raytide.core.errors import RaytideError, UsageError
+from raytide.core.errors import UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,11 +42,19 @@ class LLM:
         self.info = self._loop.info
         self._count = 0
 
-    def generate(self, prompts: str | Items[str] | Items[Items[int]], sampling: Sampling = None) -> list[RequestOutput]:
+    def generate(
+        self,
+        prompts: str | Items[str] | Items[Items[int]],
+        sampling: Sampling = None,
+        *,
+        lora: str | None = None,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
         """Answers in the order of the prompts, which are texts or lists of token ids; all run together.
 
         `sampling` is one SamplingParams for all or a list with one each. A prompt that is empty or too long raises
-        UsageError before anything runs; a request that fails while running has finish reason "error".
+        UsageError before anything runs; a request that fails while running has finish reason "error". `lora` names
+        a loaded adapter. `progress` shows a bar on stderr.
         """
         texts: list[str | Items[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
         tokens = [self._tokens(text) for text in texts]
@@ -52,7 +63,7 @@ class LLM:
             raise UsageError(
                 f"{len(tokens)} prompts but {len(params)} sampling parameters.", hint="Give one, or one each."
             )
-        outputs = self._run(tokens, params)
+        outputs = self._run(tokens, params, lora, progress)
         for output, text in zip(outputs, texts, strict=True):
             output.prompt = text if isinstance(text, str) else None
         return outputs
@@ -68,33 +79,71 @@ class LLM:
         """float32 [T, V]: row t is the model's prediction after the first t + 1 tokens of a prompt. For checks."""
         return self._loop.prompt_logits(token_ids)
 
-    def _tokens(self, prompt: str | Items[int]) -> list[int]:
-        return self._loop.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    def load_lora(self, name: str, path: str | Path) -> None:
+        """Answer prompts whose adapter is `name` with a PEFT adapter."""
+        operations.load_lora(self._loop, name, str(path))
+
+    def unload_lora(self, name: str) -> None:
+        operations.unload_lora(self._loop, name)
+
+    def load_weights(self, source: str | Path, version: str | None = None) -> str:
+        """Generate with the weights of another directory of the same architecture; returns their version."""
+        model, weights = operations.read_weights(self._loop, str(source), version)
+        operations.use_weights(self._loop, model, weights)
+        self.info = self._loop.info
+        return weights.version
 
     def stats(self) -> EngineStats:
         """Counters since the engine was made."""
         return self._loop.stats()
 
-    def _run(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[RequestOutput]:
+    def _tokens(self, prompt: str | Items[int]) -> list[int]:
+        if isinstance(prompt, str):
+            return self._loop.tokenizer.encode(prompt)
+        if isinstance(prompt, int):
+            raise UsageError("a prompt is one token id.", hint="Give a list of texts, or a list of lists of token ids.")
+        return list(prompt)
+
+    def _run(
+        self, prompts: list[list[int]], params: list[SamplingParams], lora: str | None = None, progress: bool = False
+    ) -> list[RequestOutput]:
         outputs: dict[str, RequestOutput] = {}
+        done = made = 0
         try:
             for tokens, each in zip(prompts, params, strict=True):
                 self._count += 1
                 request_id = f"prompt {self._count}"
-                self._loop.add(GenRequest(request_id=request_id, prompt=tokens, sampling=each), tokens)
-                outputs[request_id] = RequestOutput(None, tokens, [Completion("", [], "error")], Usage(len(tokens), 0))
-            while self._loop.has_work:
-                for output in self._loop.step():
-                    answer, completion = outputs[output.request_id], outputs[output.request_id].outputs[0]
-                    if isinstance(output, Failure):
-                        completion.error = str(output.error)
-                        continue
-                    completion.text += output.text
-                    completion.token_ids += output.token_ids
-                    completion.finish_reason = output.finish_reason or completion.finish_reason
-                    answer.usage = output.usage or answer.usage
-        except (RaytideError, KeyboardInterrupt):
+                self._loop.add(GenRequest(request_id=request_id, prompt=tokens, sampling=each, lora=lora), tokens)
+                empty = [Completion("", [], "error") for _ in range(each.n)]
+                outputs[request_id] = RequestOutput(None, tokens, empty, Usage(len(tokens), 0))
+            with progress_bar(len(prompts), shown=progress) as update:
+                while self._loop.has_work:
+                    for output in self._loop.step():
+                        ended = _take_in(output, outputs[output.request_id])
+                        done += ended
+                        made += 0 if isinstance(output, Failure) else len(output.token_ids)
+                    update(done, made)
+        except BaseException:
             for request_id in outputs:
                 self._loop.abort(request_id)
+            self._loop.take()
             raise
         return list(outputs.values())
+
+
+def _take_in(output: Output, answer: RequestOutput) -> bool:
+    """Add what a step gave to its answer; whether that is complete."""
+    if isinstance(output, Failure):
+        for completion in answer.outputs:
+            completion.finish_reason, completion.error = "error", str(output.error)
+        return True
+    completion = answer.outputs[output.index]
+    completion.text += output.text
+    completion.token_ids += output.token_ids
+    completion.finish_reason = output.finish_reason or completion.finish_reason
+    if output.logprobs is not None:
+        completion.logprobs = [*(completion.logprobs or ()), *output.logprobs]
+    if output.prompt_logprobs is not None:
+        answer.prompt_logprobs = list(output.prompt_logprobs)
+    answer.usage = output.usage or answer.usage
+    return output.usage is not None

@@ -1,275 +1,277 @@
 """The engine without threads: requests in, one `step` at a time, text out. `native.py` runs it in a thread, `llm.py`
-in line.
+in line; what it can do beside steps is in `operations.py`.
 
-A step is plan, execute, commit, detokenize. A failure ends the request it belongs to and no other.
+A step is plan, move, execute, commit, detokenize. A failure ends the request it belongs to and no other.
 """
 
 from __future__ import annotations
 
 import logging
-import math
-import secrets
 import time
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raytide.actors.engine.base import check_features
 from raytide.actors.engine.blocks import BlockPool
 from raytide.actors.engine.config import EngineConfig
-from raytide.actors.engine.core import EngineInfo, EngineStats, Feature, GenChunk, GenRequest, Timing, Usage
-from raytide.actors.engine.detokenizer import Detokenizer, Vocabulary
+from raytide.actors.engine.core import EngineInfo, EngineState, EngineStats, Feature, GenRequest
+from raytide.actors.engine.detokenizer import Vocabulary
 from raytide.actors.engine.families import read_architecture
+from raytide.actors.engine.intake import Intake, salt_of
+from raytide.actors.engine.outputs import Answer, Failure, Output, Sample
 from raytide.actors.engine.runner import Runner
 from raytide.actors.engine.scheduler import Scheduler
-from raytide.actors.engine.sequence import Chunk, Sampled, Sequence
+from raytide.actors.engine.sequence import Sampled, Sequence, StepPlan
 from raytide.actors.engine.stops import StopScanner
 from raytide.actors.engine.tokenizer import Tokenizer
-from raytide.core.errors import ConflictError, EngineError, OverloadedError, RaytideError, UsageError
+from raytide.actors.engine.weights import WeightsSource
+from raytide.core.errors import ConflictError, NotFoundError, OverloadedError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["EngineLoop", "Failure", "Output"]
+__all__ = ["EngineLoop"]
 
 _log = logging.getLogger(__name__)
 
 _FEATURES: frozenset[Feature] = frozenset(
-    {"logprobs", "penalties", "prefix_cache", "prompt_logprobs", "sampling", "stop_strings"}
+    (
+        "best_of",
+        "kv_transfer",
+        "logprobs",
+        "lora",
+        "n",
+        "pause",
+        "penalties",
+        "prefix_cache",
+        "prompt_logprobs",
+        "sampling",
+        "sleep",
+        "stop_strings",
+        "weights_swap",
+    )
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A request that ended with an error instead of a last chunk."""
-
-    request_id: str
-    error: RaytideError
-
-    @classmethod
-    def of(cls, request_id: str, error: Exception) -> Failure:
-        """Errors that raytide raises on purpose go through as they are."""
-        if isinstance(error, RaytideError):
-            return cls(request_id, error)
-        return cls(request_id, EngineError(f"request {request_id} failed: {error!r}."))
-
-
-Output = GenChunk | Failure
-
-
-@dataclass(slots=True)
-class _Request:
-    """What the loop keeps beside the scheduler's sequence."""
-
-    seq: Sequence
-    text: Detokenizer
-    stops: StopScanner
-    added_s: float
-    started_s: float | None = None
-    first_token_s: float | None = None
+_MOVES_MAY_FAIL = 3  # times in a row, before it is more than bad luck
 
 
 class EngineLoop:
-    """Not thread-safe: one thread adds, steps and aborts."""
+    """Not thread-safe: one thread adds, steps and aborts. `state` says whether there are steps to take."""
 
     def __init__(self, config: EngineConfig) -> None:
         model_dir = Path(config.model_dir)
         arch = read_architecture(model_dir)
         self.tokenizer = Tokenizer(model_dir)
+        self.state: EngineState = "serving"
+        self.weights = WeightsSource.at(model_dir)
         self._vocabulary = Vocabulary(self.tokenizer)
-        self._vocab_size = arch.vocab_size
-        self._eos = self.tokenizer.eos_token_ids | set(arch.eos_token_ids)
-        self._runner = Runner(config, arch)
-        self._pool = BlockPool(self._runner.num_blocks, self._runner.block_size, self._runner.num_host_blocks)
-        self._scheduler = Scheduler(
-            self._pool,
+        self.runner = Runner(config, arch)
+        self.pool = BlockPool(self.runner.cache.num_blocks, self.runner.block_size, self.runner.cache.num_host_blocks)
+        self.scheduler = Scheduler(
+            self.pool,
             max_running=config.max_running,
             max_batch_tokens=config.max_batch_tokens,
             prefix_cache=config.prefix_cache,
         )
+        self.intake = Intake(
+            max_len=self.runner.max_len,
+            max_samples=config.max_running,
+            vocab_size=arch.vocab_size,
+            eos=frozenset(self.tokenizer.eos_token_ids | set(arch.eos_token_ids)),
+            seed=config.seed,
+        )
         self._max_waiting = config.max_waiting
-        self._seed = secrets.randbits(62) if config.seed is None else config.seed
-        self._requests: dict[str, _Request] = {}
-        self._counters = EngineStats(num_blocks=self._pool.num_blocks)
+        self._answers: dict[str, Answer] = {}
+        self._samples: dict[str, tuple[Answer, Sample]] = {}  # by sequence id
+        self._counters = EngineStats(num_blocks=self.pool.num_blocks)
+        self._outputs: list[Output] = []
+        self._failed_moves = 0
         self.info = EngineInfo(
             model=model_dir.resolve().name,
             backend="native",
-            max_model_len=self._runner.max_len,
-            block_size=self._pool.block_size,
-            num_blocks=self._pool.num_blocks,
+            max_model_len=self.runner.max_len,
+            block_size=self.pool.block_size,
+            num_blocks=self.pool.num_blocks,
             features=_FEATURES if config.prefix_cache else _FEATURES - {"prefix_cache"},
+            weights_version=self.weights.version,
         )
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work
+        return self.state == "serving" and self.scheduler.has_work
 
     @property
     def request_ids(self) -> list[str]:
-        return list(self._requests)
+        return list(self._answers)
 
     def add(self, request: GenRequest, prompt: Items[int]) -> None:
         """Queue a request whose prompt is already token ids. Raises UsageError, ConflictError or OverloadedError."""
-        check_features(request, self.info.features, self.info.backend)
         now_s = time.monotonic()
-        seq = self._sequence(request, prompt, now_s)
-        if request.request_id in self._requests:
-            raise ConflictError(
-                f"request {request.request_id} is already running.", hint="Give each request its own id."
-            )
-        if len(self._scheduler.waiting) >= self._max_waiting:
-            raise OverloadedError(f"{self._max_waiting} requests are waiting already.", hint="Retry later.")
-        self._scheduler.add(seq)
-        stops = StopScanner(request.sampling.stop)
-        self._requests[seq.seq_id] = _Request(seq, self._vocabulary.stream(), stops, now_s)
+        check_features(request, self.info.features, self.info.backend)
+        parent, *children = seqs = self.intake.sequences(
+            request, prompt, self.salt(request.lora, request.cache_salt), now_s
+        )
+        self.check_room(seqs)
+        self.scheduler.add(parent)
+        for child in children:
+            self.scheduler.fork(parent, child)
+        self.answer(request, seqs, now_s)
 
-    def step(self) -> list[Output]:
-        """Advance the running requests by one step of the model, and say what that added to each."""
-        began = time.monotonic()
-        plan = self._scheduler.plan(began)
-        for seq in plan.preempted:
-            self._runner.release(seq)
-        self._runner.move(plan)
-        for chunk in plan.chunks:
-            request = self._requests[chunk.seq.seq_id]
-            request.started_s = request.started_s or began
-        failures: dict[str, Exception] = {}
-        sampled = self._execute(plan.chunks, failures)
-        for seq_id in [seq_id for seq_id, each in sampled.items() if each.token < 0]:
-            failures[seq_id] = sampled.pop(seq_id).error or ArithmeticError("the model's logits are not finite")
-        outputs: list[Output] = [self._fail(self._requests[seq_id].seq, error) for seq_id, error in failures.items()]
-        self._scheduler.commit(plan, {seq_id: each.token for seq_id, each in sampled.items()})
-        now = time.monotonic()
-        outputs += [self._advance(self._requests[seq_id], each, now) for seq_id, each in sampled.items()]
-        counters = self._counters
-        counters.steps += 1
-        counters.step_ms += ((now - began) * 1e3 - counters.step_ms) * (0.1 if counters.steps > 1 else 1.0)
+    def salt(self, lora: str | None, cache_salt: str) -> bytes:
+        """Raises NotFoundError for an adapter that is not loaded."""
+        adapter = "" if lora is None else self.runner.lora_id(lora)
+        return salt_of(self.weights.version, adapter, cache_salt)
+
+    def salt_again(self) -> None:
+        """The version has changed under the requests that are here."""
+        for answer, sample in self._samples.values():
+            sample.seq.salt = self.salt(answer.request.lora, answer.request.cache_salt)
+
+    def check_room(self, seqs: Items[Sequence]) -> None:
+        """Raise unless these sequences may queue."""
+        for seq in seqs:
+            if seq.seq_id in self._samples:
+                raise ConflictError(
+                    f"request {seq.request_id} is already running.", hint="Give each request its own id."
+                )
+        if len(self.scheduler.waiting) >= self._max_waiting:
+            raise OverloadedError(f"{self._max_waiting} requests are waiting already.", hint="Retry later.")
+
+    def answer(self, request: GenRequest, seqs: Items[Sequence], now_s: float) -> Answer:
+        """Begin to collect what sequences that are in the scheduler will say."""
+        samples = [Sample(seq, self._vocabulary.stream(), StopScanner(request.sampling.stop)) for seq in seqs]
+        answer = self._answers[request.request_id] = Answer(request, samples, now_s)
+        for sample in samples:
+            self._samples[sample.seq.seq_id] = answer, sample
+        return answer
+
+    def take(self) -> list[Output]:
+        """What there is to tell since the last time."""
+        outputs, self._outputs = self._outputs, []
         return outputs
 
-    def abort(self, request_id: str) -> GenChunk | None:
-        """End a request now; its last chunk, or None if it is not here."""
-        request = self._requests.get(request_id)
-        if request is None:
-            return None
-        self._scheduler.finish(request.seq, "abort")
-        return self._close(request, [], "", time.monotonic())
+    def step(self) -> list[Output]:
+        """Advance the running requests by one step of the model, and take what that gave."""
+        began = time.monotonic()
+        plan = self.scheduler.plan(began)
+        for seq in plan.preempted:
+            self.runner.release(seq)
+        if not self._move(plan):
+            return self.take()
+        for chunk in plan.chunks:
+            self._samples[chunk.seq.seq_id][0].start(began)
+        sampled, failures = self.runner.execute_apart(plan.chunks)
+        for seq_id in [seq_id for seq_id, each in sampled.items() if each.token < 0]:
+            failures[seq_id] = sampled.pop(seq_id).error or ArithmeticError("the model's logits are not finite")
+        for seq_id, error in failures.items():
+            self._fail(seq_id, error)
+        self.scheduler.commit(plan, {seq_id: each.token for seq_id, each in sampled.items()})
+        now = time.monotonic()
+        for seq_id, each in sampled.items():
+            self._advance(seq_id, each, now)
+        counters = self._counters
+        counters.steps += bool(plan.chunks)
+        counters.step_ms += ((now - began) * 1e3 - counters.step_ms) * (0.1 if counters.steps > 1 else 1.0)
+        return self.take()
 
-    def fail_all(self, error: Exception) -> list[Output]:
+    def abort(self, request_id: str) -> bool:
+        """End a request's samples now. False if it is not here."""
+        answer = self._answers.get(request_id)
+        if answer is None:
+            return False
+        for sample in answer.samples:
+            if sample.seq.finish_reason is None:
+                self.scheduler.finish(sample.seq, "abort")
+        self._forget(answer)
+        self._outputs += answer.abort(time.monotonic())
+        return True
+
+    def fail_all(self, error: Exception) -> None:
         """End every request with an error; for a failure that belongs to no single one."""
-        return [self._fail(request.seq, error) for request in list(self._requests.values())]
+        for request_id in self.request_ids:
+            self._fail(request_id, error)
 
     def prompt_logits(self, tokens: Items[int]) -> Tensor:
         """float32 [T, V]: what follows each token of a prompt. Raises UsageError as `add` does."""
-        return self._runner.prompt_logits(self._checked("logits", tokens))
+        return self.runner.prompt_logits(self.intake.checked("logits", tokens))
 
     def stats(self) -> EngineStats:
         """A snapshot."""
         return replace(
             self._counters,
-            running=len(self._scheduler.running),
-            waiting=len(self._scheduler.waiting),
-            free_blocks=self._pool.num_free,
-            preemptions=self._scheduler.preemptions,
+            state=self.state,
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            free_blocks=self.pool.num_free,
+            preemptions=self.scheduler.preemptions,
         )
 
-    def _sequence(self, request: GenRequest, prompt: Items[int], now_s: float) -> Sequence:
-        params, limit = request.sampling, self._runner.max_len
-        tokens = self._checked(f"request {request.request_id}", prompt)
-        self._seed += 1
-        return Sequence(
-            seq_id=request.request_id,
-            tokens=tokens,
-            prompt_len=len(tokens),
-            params=params,
-            max_len=limit if params.max_tokens is None else min(limit, len(tokens) + params.max_tokens),
-            stop_token_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos),
-            seed=self._seed if params.seed is None else params.seed,
-            priority=request.priority,
-            deadline_s=math.inf if request.deadline_s is None else now_s + request.deadline_s,
-            arrival_s=now_s,
-            salt=request.cache_salt.encode(),
-            reads_cache=params.prompt_logprobs is None,
-        )
+    def uses_lora(self, name: str) -> bool:
+        return any(sample.seq.lora == name for _, sample in self._samples.values())
 
-    def _checked(self, who: str, prompt: Items[int]) -> list[int]:
-        """A prompt of a length that the model takes, of tokens that it knows."""
-        tokens, limit = list(prompt), self._runner.max_len
-        if not 0 < len(tokens) < limit:
-            raise UsageError(
-                f"{who}: prompt of {len(tokens)} tokens; the engine takes 1 to {limit - 1}.",
-                hint="Send a shorter prompt, but not an empty one.",
-            )
-        if not 0 <= min(tokens) <= max(tokens) < self._vocab_size:
-            raise UsageError(
-                f"{who}: a token id is outside 0 to {self._vocab_size - 1}.", hint="Use the tokenizer of this model."
-            )
-        return tokens
+    def answer_of(self, request_id: str) -> Answer:
+        """Raises NotFoundError when no such request is here."""
+        if request_id not in self._answers:
+            raise NotFoundError(f"no request {request_id} is here.", hint="It may have ended.")
+        return self._answers[request_id]
 
-    def _execute(self, chunks: list[Chunk], failures: dict[str, Exception]) -> dict[str, Sampled]:
-        """Run the step; when it fails, run its halves, down to the request at fault (or to a batch that fits in
-        memory).
+    def _move(self, plan: StepPlan) -> bool:
+        """Move the plan's blocks. When that fails nobody knows what lies where, but the tokens are known: False, and
+        everything is computed again.
         """
-        if not chunks:
-            return {}
         try:
-            return self._runner.execute(chunks)
-        except Exception as error:
-            if len(chunks) == 1:
-                failures[chunks[0].seq.seq_id] = error
-                return {}
-            half = len(chunks) // 2
-            return self._execute(chunks[:half], failures) | self._execute(chunks[half:], failures)
+            self.runner.cache.move(plan)
+        except Exception:
+            self._failed_moves += 1
+            if self._failed_moves > _MOVES_MAY_FAIL:
+                raise
+            _log.exception("KV blocks could not be moved; all requests are computed again")
+            self.scheduler.invalidate()
+            return False
+        self._failed_moves = 0
+        return True
 
-    def _advance(self, request: _Request, sampled: Sampled, now: float) -> Output:
-        seq, stops, token = request.seq, request.stops, sampled.token
-        is_first = request.first_token_s is None
+    def _advance(self, seq_id: str, sampled: Sampled, now_s: float) -> None:
+        if seq_id not in self._samples:  # a sibling's failure has ended its request
+            return
+        answer, sample = self._samples[seq_id]
+        seq = sample.seq
         try:
-            request.first_token_s = request.first_token_s or now
-            text = "" if seq.finish_reason == "stop" else stops.push(request.text.push(token))
-            if (seq.finish_reason or sampled.ends) and not stops.stopped:
-                text += stops.push(request.text.flush()) + stops.flush()
-            if stops.stopped or sampled.ends:
-                self._scheduler.finish(seq, "stop")
+            text = sample.push(sampled.token, sampled.ends)
         except Exception as error:
-            return self._fail(seq, error)
-        chunk = (
-            GenChunk(seq.seq_id, [token], text)
-            if seq.finish_reason is None
-            else self._close(request, [token], text, now)
-        )
-        if sampled.logprobs is not None:
-            chunk = replace(chunk, logprobs=(sampled.logprobs,))
-        if is_first and seq.params.prompt_logprobs is not None:
-            chunk = replace(chunk, prompt_logprobs=tuple(seq.prompt_logprobs))
-        return chunk
+            self._fail(seq_id, error)
+            return
+        if sampled.ends or sample.stops.stopped:
+            self.scheduler.finish(seq, "stop")
+        self._outputs += answer.emit(sample, sampled, text, now_s)
+        if seq.finish_reason is not None:
+            self.runner.release(seq)
+            if answer.is_done:
+                self._forget(answer)
 
-    def _close(self, request: _Request, tokens: list[int], text: str, now: float) -> GenChunk:
-        seq, started = request.seq, request.started_s or now
-        first = request.first_token_s or now
-        self._forget(seq)
-        return GenChunk(
-            seq.seq_id,
-            tokens,
-            text,
-            seq.finish_reason,
-            Usage(seq.prompt_len, seq.output_len, seq.num_cached),
-            Timing(started - request.added_s, max(0.0, first - started), now - first),
-        )
-
-    def _fail(self, seq: Sequence, error: Exception) -> Failure:
-        _log.error("request %s failed", seq.seq_id, exc_info=error)
-        # What a broken computation wrote must not be found by the next owner of these blocks.
-        self._runner.scrub(self._pool.discard(seq.block_ids))
-        self._scheduler.finish(seq, "error")
+    def _fail(self, seq_id: str, error: Exception) -> None:
+        """End the request that a sequence belongs to, and no other."""
+        if seq_id not in self._samples:
+            return
+        answer = self._samples[seq_id][0]
+        _log.error("request %s failed", answer.request_id, exc_info=error)
+        for sample in answer.samples:
+            if sample.seq.finish_reason is None:
+                # What a broken computation wrote must not be found by the next owner of these blocks.
+                self.runner.cache.scrub(self.pool.discard(sample.seq.block_ids))
+                self.scheduler.finish(sample.seq, "error")
         self._counters.failed += 1
-        self._forget(seq)
-        return Failure.of(seq.seq_id, error)
+        self._forget(answer)
+        self._outputs.append(Failure.of(answer.request_id, error))
 
-    def _forget(self, seq: Sequence) -> None:
-        del self._requests[seq.seq_id]
-        self._runner.release(seq)
+    def _forget(self, answer: Answer) -> None:
+        del self._answers[answer.request_id]
+        for sample in answer.samples:
+            del self._samples[sample.seq.seq_id]
+            self.runner.release(sample.seq)
+            self._counters.generated_tokens += sample.seq.output_len
+        parent = answer.samples[0].seq
         self._counters.finished += 1
-        self._counters.prompt_tokens += seq.prompt_len
-        self._counters.generated_tokens += seq.output_len
-        self._counters.cached_tokens += seq.num_cached
+        self._counters.prompt_tokens += parent.prompt_len
+        self._counters.cached_tokens += parent.num_cached

@@ -1,33 +1,28 @@
-"""raytide's own engine behind the `Engine` protocol: the loop runs in a thread of its own, the event loop only hands
-over.
-
-Commands go to the thread through one queue, each step's outputs come back in one call, so that neither side ever
-waits for the other.
+"""raytide's own engine behind the `Engine` protocol: the loop runs in a thread of its own (`engine_thread.py`), the
+event loop only hands over.
 """
 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
-import logging
-import queue
-import threading
 from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Literal, TypeVar
 
+from raytide.actors.engine import kv_transfer, operations
 from raytide.actors.engine.base import BasicEngine
 from raytide.actors.engine.config import EngineConfig
 from raytide.actors.engine.core import EngineInfo, EngineStats, GenChunk, GenRequest, Message
-from raytide.actors.engine.loop import EngineLoop, Failure, Output
-from raytide.core.errors import ConflictError, EngineError, OverloadedError
+from raytide.actors.engine.engine_thread import EngineThread
+from raytide.actors.engine.kv_handle import KvHandle
+from raytide.actors.engine.loop import EngineLoop
+from raytide.actors.engine.outputs import Failure, Output
+from raytide.core.errors import ConflictError, EngineError, OverloadedError, RaytideError
 
 __all__ = ["NativeEngine"]
 
-_log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _INLINE_CHARS = 2000  # longer texts are tokenized in a thread, not on the event loop
-
-Command = Callable[[EngineLoop], list[Output]]
-Done = asyncio.Future[bool]  # whether the command found what it was about
 
 
 class NativeEngine(BasicEngine):
@@ -37,57 +32,35 @@ class NativeEngine(BasicEngine):
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._commands: queue.SimpleQueue[tuple[Command, Done | None] | None] = queue.SimpleQueue()
         self._streams: dict[str, asyncio.Queue[Output]] = {}
         self._idle = asyncio.Event()
         self._idle.set()
         self._accepting = False
-        self._ended = False
-        self._thread: threading.Thread | None = None
+        self._thread: EngineThread | None = None
         self._loop: EngineLoop | None = None
-        self._events: asyncio.AbstractEventLoop
 
     async def start(self) -> EngineInfo:
         if self._thread is not None:
             raise ConflictError("this engine has been started already.", hint="Make a new one.")
-        self._events = asyncio.get_running_loop()
-        loaded: concurrent.futures.Future[EngineLoop] = concurrent.futures.Future()
-        self._thread = threading.Thread(target=self._serve, args=(loaded,), name="raytide-engine", daemon=True)
-        self._thread.start()
-        self._loop = await asyncio.wrap_future(loaded)
+        self._thread = EngineThread(self._config, self._deliver, self._end)
+        self._loop = await self._thread.start()
         self._accepting = True
         return self._loop.info
 
-    async def generate(self, request: GenRequest) -> AsyncIterator[GenChunk]:
-        prompt = await self.tokenize(request.prompt) if isinstance(request.prompt, str) else request.prompt
-        if not self._accepting:
-            raise OverloadedError("the engine is draining or stopped.", hint="Retry on another replica.")
-        if request.request_id in self._streams:
-            raise ConflictError(
-                f"request {request.request_id} is already running.", hint="Give each request its own id."
-            )
-        stream: asyncio.Queue[Output] = asyncio.Queue()
-        self._streams[request.request_id] = stream
-        self._idle.clear()
-        ended = False
-        try:
-            self._commands.put((lambda loop: _add(loop, request, prompt), None))
-            while not ended:
-                output = await stream.get()
-                ended = isinstance(output, Failure) or output.finish_reason is not None
-                if isinstance(output, Failure):
-                    raise output.error
-                yield output
-        finally:
-            if ended:
-                self._forget(request.request_id)
-            else:  # the id stays in use until the thread has let go, or a late token could reach a namesake
-                closed = self._submit(lambda loop: _abort(loop, request.request_id))
-                closed.add_done_callback(lambda _: self._forget(request.request_id))
-                await asyncio.shield(closed)
+    def generate(self, request: GenRequest) -> AsyncIterator[GenChunk]:
+        return self._stream(request, lambda loop, prompt: loop.add(request, prompt))
+
+    def import_kv(self, handle: KvHandle, request: GenRequest) -> AsyncIterator[GenChunk]:
+        return self._stream(request, lambda loop, prompt: kv_transfer.import_kv(loop, handle, request, prompt))
+
+    async def export_kv(self, request_id: str) -> KvHandle:
+        return await self._call(lambda loop: kv_transfer.export_kv(loop, request_id))
 
     async def abort(self, request_id: str) -> bool:
-        return await self._submit(lambda loop: _abort(loop, request_id))
+        try:
+            return await self._call(lambda loop: loop.abort(request_id))
+        except EngineError:  # it has stopped: nothing is here
+            return False
 
     async def tokenize(self, text: str) -> list[int]:
         encode = self._started().tokenizer.encode
@@ -98,6 +71,32 @@ class NativeEngine(BasicEngine):
 
     async def stats(self) -> EngineStats:
         return self._started().stats()
+
+    async def cached_prefix(self, token_ids: Sequence[int], *, lora: str | None = None, cache_salt: str = "") -> int:
+        return await self._call(lambda loop: operations.cached_prefix(loop, token_ids, lora, cache_salt))
+
+    async def pause(self) -> None:
+        await self._call(operations.pause)
+
+    async def resume(self) -> None:
+        await self._call(operations.resume)
+
+    async def sleep(self, level: Literal[1, 2] = 1) -> None:
+        await self._call(lambda loop: operations.sleep(loop, level))
+
+    async def wake(self) -> None:
+        await self._call(operations.wake)
+
+    async def load_weights(self, source: str, version: str | None = None) -> str:
+        model, weights = await asyncio.to_thread(operations.read_weights, self._started(), source, version)
+        await self._call(lambda loop: operations.use_weights(loop, model, weights))
+        return weights.version
+
+    async def load_lora(self, name: str, path: str) -> None:
+        await self._call(lambda loop: operations.load_lora(loop, name, path))
+
+    async def unload_lora(self, name: str) -> None:
+        await self._call(lambda loop: operations.unload_lora(loop, name))
 
     async def drain(self, timeout_s: float) -> bool:
         self._accepting = False
@@ -111,97 +110,71 @@ class NativeEngine(BasicEngine):
 
     async def shutdown(self) -> None:
         self._accepting, self._loop = False, None
-        if self._thread is not None and self._thread.is_alive():
-            self._commands.put(None)
-            await asyncio.to_thread(self._thread.join)
+        if self._thread is not None:
+            await self._thread.stop()
 
     def _started(self) -> EngineLoop:
         if self._loop is None:
             raise EngineError("the engine is not running.", hint="Await start() first.")
         return self._loop
 
-    def _submit(self, command: Command) -> Done:
-        """Have a command run in the engine's thread between two steps; done once its outputs are delivered."""
-        done: Done = asyncio.get_running_loop().create_future()
-        if self._ended or self._thread is None:
-            done.set_result(False)
-        else:
-            self._commands.put((command, done))
-        return done
+    def _call(self, command: Callable[[EngineLoop], T]) -> asyncio.Future[T]:
+        self._started()
+        assert self._thread is not None
+        return self._thread.call(command)
+
+    async def _stream(
+        self, request: GenRequest, enter: Callable[[EngineLoop, Sequence[int]], None]
+    ) -> AsyncIterator[GenChunk]:
+        """Have a request enter the loop, and yield what comes of it."""
+        request_id = request.request_id
+        prompt = await self.tokenize(request.prompt) if isinstance(request.prompt, str) else request.prompt
+        if not self._accepting:
+            raise OverloadedError("the engine is draining or stopped.", hint="Retry on another replica.")
+        if request_id in self._streams:
+            raise ConflictError(f"request {request_id} is already running.", hint="Give each request its own id.")
+        stream = self._streams[request_id] = asyncio.Queue[Output]()
+        self._idle.clear()
+        entered = self._call(lambda loop: enter(loop, prompt))
+        entered.add_done_callback(lambda done: _refused(stream, request_id, done))
+        ended = False
+        try:
+            while not ended:
+                output = await stream.get()
+                ended = isinstance(output, Failure) or output.usage is not None
+                if isinstance(output, Failure):
+                    raise output.error
+                yield output
+        finally:
+            if ended:
+                self._forget(request_id)
+            else:  # the id stays in use until the thread has let go, or a late token could reach a namesake
+                closing = asyncio.ensure_future(self.abort(request_id))
+                closing.add_done_callback(lambda _: self._forget(request_id))
+                await asyncio.shield(closing)
 
     def _forget(self, request_id: str) -> None:
         self._streams.pop(request_id, None)
         if not self._streams:
             self._idle.set()
 
-    def _serve(self, loaded: concurrent.futures.Future[EngineLoop]) -> None:
-        """The thread: commands first, then a step, for as long as there is work."""
-        try:
-            loop = EngineLoop(self._config)
-        except BaseException as error:
-            loaded.set_exception(error)
-            return
-        loaded.set_result(loop)
-        try:
-            while self._turn(loop):
-                pass
-        finally:
-            self._tell(self._end)
-
-    def _turn(self, loop: EngineLoop) -> bool:
-        """Obey what has been asked, waiting for it only when there is nothing else to do, then step. False: stop."""
-        try:
-            while not loop.has_work or not self._commands.empty():
-                item = self._commands.get()
-                if item is None:
-                    self._tell(self._deliver, [loop.abort(each) for each in loop.request_ids], None)
-                    return False
-                command, done = item
-                if not self._tell(self._deliver, command(loop), done):
-                    return False
-            outputs = loop.step()
-        except Exception as error:  # a defect of the engine: its requests end, it does not
-            _log.exception("engine step failed")
-            outputs = loop.fail_all(error)
-        return self._tell(self._deliver, outputs, None)
-
-    def _tell(self, callback: Callable[..., None], *args: object) -> bool:
-        """Call back on the event loop; False when that is closed, so that nobody is left to serve."""
-        try:
-            self._events.call_soon_threadsafe(callback, *args)
-        except RuntimeError:
-            if self._events.is_closed():
-                return False
-            raise
-        return True
-
-    def _deliver(self, outputs: list[Output], done: Done | None) -> None:
+    def _deliver(self, outputs: list[Output]) -> None:
         for output in outputs:
             stream = self._streams.get(output.request_id)
             if stream is not None:
                 stream.put_nowait(output)
-        if done is not None and not done.done():
-            done.set_result(bool(outputs))
 
     def _end(self) -> None:
-        """The thread has ended: nobody may go on waiting for it."""
-        self._ended, self._accepting = True, False
-        while not self._commands.empty():
-            item = self._commands.get_nowait()
-            if item is not None and item[1] is not None and not item[1].done():
-                item[1].set_result(False)
+        """The thread has ended."""
+        self._accepting = False
         for request_id, stream in self._streams.items():
             stream.put_nowait(Failure(request_id, EngineError("the engine has stopped.", hint="Retry elsewhere.")))
 
 
-def _add(loop: EngineLoop, request: GenRequest, prompt: Sequence[int]) -> list[Output]:
-    try:
-        loop.add(request, prompt)
-    except Exception as error:
-        return [Failure.of(request.request_id, error)]
-    return []
-
-
-def _abort(loop: EngineLoop, request_id: str) -> list[Output]:
-    chunk = loop.abort(request_id)
-    return [] if chunk is None else [chunk]
+def _refused(stream: asyncio.Queue[Output], request_id: str, entered: asyncio.Future[None]) -> None:
+    """Tell a stream why its request could not enter."""
+    if entered.cancelled():
+        return
+    error = entered.exception()
+    if isinstance(error, RaytideError):
+        stream.put_nowait(Failure(request_id, error))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -13,14 +14,15 @@ from raytide.actors.engine.adapters import Adapters
 from raytide.actors.engine.architecture import Architecture
 from raytide.actors.engine.batch import PersistentBatch
 from raytide.actors.engine.config import EngineConfig
+from raytide.actors.engine.kv_cache import KvCache
 from raytide.actors.engine.loader import Weights
 from raytide.actors.engine.logprobs import PromptRows
 from raytide.actors.engine.lora import read_adapter
 from raytide.actors.engine.model import Decoder
 from raytide.actors.engine.pooling import WholePrompts
 from raytide.actors.engine.sampler import Sampler
-from raytide.actors.engine.sequence import Chunk, Sampled, Sequence, StepPlan
-from raytide.core.errors import ConfigError
+from raytide.actors.engine.sequence import Chunk, Sampled, Sequence
+from raytide.core.errors import ConfigError, EngineError
 from raytide.kernels.device import resolve_device
 from raytide.kernels.registry import ops_for
 
@@ -33,22 +35,68 @@ class Runner:
     """
 
     def __init__(self, config: EngineConfig, arch: Architecture) -> None:
-        device = resolve_device(config.device)
-        dtype = device.dtype(arch.dtype if config.dtype == "auto" else config.dtype)
+        self.arch, self._device = arch, resolve_device(config.device)
+        self._dtype = self._device.dtype(arch.dtype if config.dtype == "auto" else config.dtype)
         self.max_len = _max_len(config, arch)
-        self.block_size = config.block_size or device.block_size
-        self.num_blocks = config.num_blocks or self._affordable_blocks(config, arch, dtype)
-        self.max_len = min(self.max_len, self.num_blocks * self.block_size)
-        weights = Weights(Path(config.model_dir), dtype, device.torch_device)
-        self._arch, self._ops, self._dtype, self._device = arch, ops_for(device.kind), dtype, device.torch_device
-        self._model = Decoder(arch, weights, self._ops, self.max_len)
+        self.block_size = config.block_size or self._device.block_size
+        block_bytes = arch.kv_elements * self._dtype.itemsize * self.block_size
+        # What kv_memory_gb holds, but no more than max_running sequences can ever use.
+        usable = config.max_running * -(-self.max_len // self.block_size)
+        num_blocks = config.num_blocks or min(int(config.kv_memory_gb * 1e9) // block_bytes, usable)
+        self.max_len = min(self.max_len, num_blocks * self.block_size)
+        self.cache = KvCache(num_blocks, int(config.host_memory_gb * 1e9) // block_bytes)
+        self._ops = ops_for(self._device.kind)
         self._adapters = Adapters(config.max_loras)
-        self._cache = self._model.new_cache(self.num_blocks, self.block_size)
-        self.num_host_blocks = int(config.host_memory_gb * 1e9) // _block_bytes(arch, dtype, self.block_size)
-        self._host = [self._new_host_cache(kv) for kv in self._cache] if self.num_host_blocks else []
-        self._whole = WholePrompts(self._model, self.block_size, device.torch_device)
-        self._batch = PersistentBatch(config.max_running, self.max_len, self.block_size, device.torch_device)
+        self._model: Decoder | None = None
+        self.use(self.load(Path(config.model_dir)))
+        self.allocate()
+        self._batch = PersistentBatch(config.max_running, self.max_len, self.block_size, self._device.torch_device)
         self._sampler = Sampler(arch.vocab_size)
+
+    def load(self, model_dir: Path) -> Decoder:
+        """Read weights; what runs goes on with its own meanwhile."""
+        weights = Weights(model_dir, self._dtype, self._device.torch_device)
+        return Decoder(self.arch, weights, self._ops, self.max_len)
+
+    def use(self, model: Decoder) -> None:
+        """Compute with these weights from now on. KV of the former ones means nothing any more."""
+        self._model = model
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self._dtype).removeprefix("torch.")
+
+    @property
+    def has_weights(self) -> bool:
+        return self._model is not None
+
+    def allocate(self) -> None:
+        """Take the memory for KV."""
+        self.cache.allocate(self._loaded.new_cache(self.cache.num_blocks, self.block_size))
+
+    def sleep(self, level: Literal[1, 2]) -> None:
+        """Give back the memory of the KV, at level 2 also that of the weights."""
+        self.cache.free()
+        if level == 2:
+            self._model = None
+        if self._device.torch_device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def execute_apart(self, chunks: list[Chunk]) -> tuple[dict[str, Sampled], dict[str, Exception]]:
+        """Compute the chunks, and when that fails their halves: down to a batch that fits in memory, or to the one at
+        fault. The second dict has the errors, by sequence id.
+        """
+        if not chunks:
+            return {}, {}
+        try:
+            return self.execute(chunks), {}
+        except Exception as error:
+            if len(chunks) == 1:
+                return {}, {chunks[0].seq.seq_id: error}
+        # Outside of the handler: the traceback would keep the failed step's tensors alive.
+        half = len(chunks) // 2
+        parts = [self.execute_apart(chunks[:half]), self.execute_apart(chunks[half:])]
+        return parts[0][0] | parts[1][0], parts[0][1] | parts[1][1]
 
     def execute(self, chunks: list[Chunk]) -> dict[str, Sampled]:
         """Compute the chunks; the next token of each sequence that they bring up to date.
@@ -65,22 +113,6 @@ class Runner:
         sampled = self._sampler.sample(logits_RV[: len(due)], due)
         return {seq.seq_id: each for seq, each in zip(due, sampled, strict=True)}
 
-    def move(self, plan: StepPlan) -> None:
-        """Move blocks between device and host memory as the plan says; before its chunks are executed, and once."""
-        for kv, host in zip(self._cache, self._host, strict=False):
-            blocks = kv.view(2, self.num_blocks, -1)
-            if plan.swap_out:
-                sources, targets = zip(*plan.swap_out, strict=True)
-                host[:, targets] = blocks[:, sources].to(host.device)
-            if plan.swap_in:
-                sources, targets = zip(*plan.swap_in, strict=True)
-                blocks[:, targets] = host[:, sources].to(blocks.device)
-        if plan.copies:
-            sources, targets = zip(*plan.copies, strict=True)
-            for kv in self._cache:
-                blocks = kv.view(2, self.num_blocks, -1)
-                blocks[:, targets] = blocks[:, sources]
-
     def logits(self, chunks: list[Chunk], more_rows: Items[int] = ()) -> torch.Tensor:
         """The forward pass alone: a row of float32 logits for each sequence that is brought up to date, then one for
         each of `more_rows` of the flat batch.
@@ -90,18 +122,18 @@ class Runner:
         if more_rows:
             rows_R = torch.cat((rows_R, rows_R.new_tensor(more_rows)))
         loras = self._adapters.rows(chunks)
-        return self._model.forward(step.ids_T, step.positions_T, step.paged, self._cache, rows_R, loras)
+        return self._loaded.forward(step.ids_T, step.positions_T, step.paged, self.cache.layers, rows_R, loras)
 
     def prompt_logits(self, tokens: list[int]) -> torch.Tensor:
         """float32 [T, V]: what follows each token of a prompt, computed apart from what runs."""
-        return self._whole.logits(tokens)
+        return WholePrompts(self._loaded, self.block_size, self._device.torch_device).logits(tokens)
 
     def load_lora(self, name: str, path: Path) -> None:
         """Serve sequences whose `lora` is `name` with a PEFT adapter. Raises ConflictError, CapacityError, ConfigError
         or DataError, and then nothing has changed.
         """
         self._adapters.check_free(name)
-        self._adapters.add(name, read_adapter(path, self._arch, self._ops, self._dtype, self._device))
+        self._adapters.add(name, read_adapter(path, self.arch, self._ops, self._dtype, self._device.torch_device))
 
     def unload_lora(self, name: str) -> None:
         """Raises NotFoundError. No sequence may use it any more."""
@@ -116,24 +148,11 @@ class Runner:
         self._batch.release(seq)
         self._sampler.forget(seq)
 
-    def scrub(self, blocks: list[int]) -> None:
-        """Zero blocks that may hold NaN: padded attention multiplies what it does not use by 0."""
-        for kv in self._cache:
-            kv.view(2, self.num_blocks, -1)[:, blocks] = 0.0
-
-    def _affordable_blocks(self, config: EngineConfig, arch: Architecture, dtype: torch.dtype) -> int:
-        """What kv_memory_gb holds, but no more than max_running sequences can ever use."""
-        usable = config.max_running * -(-self.max_len // self.block_size)
-        return min(int(config.kv_memory_gb * 1e9) // _block_bytes(arch, dtype, self.block_size), usable)
-
-    def _new_host_cache(self, kv: torch.Tensor) -> torch.Tensor:
-        """A layer's host blocks: [2, H, block's elements]; pinned where the device copies from it by itself."""
-        elements = kv.numel() // (2 * self.num_blocks)
-        return torch.zeros(2, self.num_host_blocks, elements, dtype=kv.dtype, pin_memory=kv.is_cuda)
-
-
-def _block_bytes(arch: Architecture, dtype: torch.dtype, block_size: int) -> int:
-    return arch.kv_elements * dtype.itemsize * block_size
+    @property
+    def _loaded(self) -> Decoder:
+        if self._model is None:
+            raise EngineError("the engine sleeps without its weights.", hint="Wake it.")
+        return self._model
 
 
 def _max_len(config: EngineConfig, arch: Architecture) -> int:

@@ -36,7 +36,7 @@ class Sampler:
 
         The logits are the sampler's to change.
         """
-        asked = [row for row, seq in enumerate(seqs) if seq.params.logprobs is not None]
+        asked = [row for row, seq in enumerate(seqs) if seq.params.needs_logprobs]
         untouched_RV = logits_RV[asked] if asked else logits_RV
         broken = ~torch.isfinite(logits_RV.amax(-1))
         for row, seq in enumerate(seqs):

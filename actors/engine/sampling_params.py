@@ -99,6 +99,11 @@ class SamplingParams:
         return self.best_of or self.n
 
     @property
+    def needs_logprobs(self) -> bool:
+        """Whether the chosen tokens' log probabilities are wanted, be it only to rank the samples."""
+        return self.logprobs is not None or self.num_samples > self.n
+
+    @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
 

@@ -43,8 +43,8 @@ def break_logits(monkeypatch: pytest.MonkeyPatch) -> None:
         rows[:] = [i for i, chunk in enumerate(c for c in chunks if c.samples) if chunk.seq.tokens[0] == BAD]
         blocks = [block for chunk in chunks if chunk.seq.tokens[0] == BAD for block in chunk.seq.block_ids]
         out = logits(self, chunks, more_rows)
-        for kv in self._cache:
-            kv.view(2, self.num_blocks, -1)[:, blocks] = float("nan")
+        for kv in self.cache.layers:
+            kv.view(2, self.cache.num_blocks, -1)[:, blocks] = float("nan")
         return out
 
     def poisoned(self: Decoder, *args: torch.Tensor) -> torch.Tensor:

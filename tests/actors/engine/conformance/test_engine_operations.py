@@ -141,6 +141,21 @@ async def test_the_first_in_line_is_the_lowest_priority_number(start: Start) -> 
     assert order == ["high", "mid", "low"]
 
 
+async def test_cached_prefix_says_what_a_prompt_would_find(start: Start) -> None:
+    engine, info = await start()
+    need(info, "prefix_cache")
+    prompt = list(range(1, 60))
+    assert await engine.cached_prefix(prompt) == 0
+    await collect(engine, ask("first", prompt))
+    expected = await engine.cached_prefix(prompt)
+    again = (await collect(engine, ask("again", prompt)))[-1].usage
+    salted = (await collect(engine, ask("salted", prompt, cache_salt="other tenant")))[-1].usage
+    assert again is not None
+    assert salted is not None
+    assert again.cached_tokens == expected > 0
+    assert salted.cached_tokens == 0
+
+
 async def test_embeddings_have_length_one_and_depend_on_the_text(start: Start) -> None:
     engine, info = await start()
     need(info, "embeddings")

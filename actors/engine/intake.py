@@ -1,0 +1,78 @@
+"""What a request must be before it may run: checked here, made into sequences here."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Sequence as Items
+from dataclasses import replace
+from hashlib import blake2b
+
+from raytide.actors.engine.core import GenRequest
+from raytide.actors.engine.sequence import Sequence
+from raytide.core.errors import UsageError
+
+__all__ = ["Intake", "salt_of"]
+
+
+class Intake:
+    """Knows the model's limits, and counts the seeds of requests that bring none."""
+
+    def __init__(
+        self, *, max_len: int, max_samples: int, vocab_size: int, eos: frozenset[int], seed: int | None
+    ) -> None:
+        self._max_len, self._max_samples, self._vocab_size, self._eos = max_len, max_samples, vocab_size, eos
+        self._seed = secrets.randbits(62) if seed is None else seed
+
+    def checked(self, who: str, prompt: Items[int]) -> list[int]:
+        """A prompt of a length that the model takes, of tokens that it knows; or UsageError."""
+        tokens, limit = list(prompt), self._max_len
+        if not 0 < len(tokens) < limit:
+            raise UsageError(
+                f"{who}: prompt of {len(tokens)} tokens; the engine takes 1 to {limit - 1}.",
+                hint="Send a shorter prompt, but not an empty one.",
+            )
+        if not 0 <= min(tokens) <= max(tokens) < self._vocab_size:
+            raise UsageError(
+                f"{who}: a token id is outside 0 to {self._vocab_size - 1}.", hint="Use the tokenizer of this model."
+            )
+        return tokens
+
+    def sequences(self, request: GenRequest, prompt: Items[int], salt: bytes, now_s: float) -> list[Sequence]:
+        """One for each sample. Sample i of a seeded request is what the request alone with seed + i would give."""
+        params, limit = request.sampling, self._max_len
+        tokens = self.checked(f"request {request.request_id}", prompt)
+        if params.num_samples > self._max_samples:
+            raise UsageError(
+                f"request {request.request_id} asks for {params.num_samples} samples; the engine runs "
+                f"{self._max_samples} sequences at once.",
+                hint="Ask for fewer, or raise max_running.",
+            )
+        if params.seed is None:
+            self._seed += params.num_samples
+        first_seed = self._seed - params.num_samples + 1 if params.seed is None else params.seed
+        return [
+            Sequence(
+                seq_id=request.request_id if index == 0 else f"{request.request_id}#{index}",
+                tokens=list(tokens),
+                prompt_len=len(tokens),
+                params=params if index == 0 else replace(params, prompt_logprobs=None),
+                max_len=limit if params.max_tokens is None else min(limit, len(tokens) + params.max_tokens),
+                stop_token_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos),
+                seed=first_seed + index,
+                priority=request.priority,
+                deadline_s=math.inf if request.deadline_s is None else now_s + request.deadline_s,
+                arrival_s=now_s,
+                lora=request.lora,
+                salt=salt,
+                reads_cache=index > 0 or params.prompt_logprobs is None,
+                request_id=request.request_id,
+                index=index,
+            )
+            for index in range(params.num_samples)
+        ]
+
+
+def salt_of(weights_version: str, adapter: str, cache_salt: str) -> bytes:
+    """What KV depends on beside the tokens, and who may share it."""
+    return blake2b("\0".join((weights_version, adapter, cache_salt)).encode(), digest_size=16).digest()
