@@ -19,7 +19,7 @@ from raytide.actors.engine.loader import Weights
 from raytide.actors.engine.logprobs import PromptRows
 from raytide.actors.engine.lora import read_adapter
 from raytide.actors.engine.model import Decoder
-from raytide.actors.engine.pooling import WholePrompts
+from raytide.actors.engine.pooling import Pooling, WholePrompts
 from raytide.actors.engine.sampler import Sampler
 from raytide.actors.engine.sequence import Chunk, Sampled, Sequence
 from raytide.core.errors import ConfigError, EngineError
@@ -127,6 +127,11 @@ class Runner:
     def prompt_logits(self, tokens: list[int]) -> torch.Tensor:
         """float32 [T, V]: what follows each token of a prompt, computed apart from what runs."""
         return WholePrompts(self._loaded, self.block_size, self._device.torch_device).logits(tokens)
+
+    def embed(self, prompts: list[list[int]], pooling: Pooling, normalize: bool = True) -> list[list[float]]:
+        """A vector for each prompt, computed in one go apart from what runs: see `pooling.groups`."""
+        vectors: list[list[float]] = self._whole.embed(prompts, pooling, normalize).tolist()
+        return vectors
 
     def load_lora(self, name: str, path: Path) -> None:
         """Serve sequences whose `lora` is `name` with a PEFT adapter. Raises ConflictError, CapacityError, ConfigError
