@@ -126,7 +126,7 @@ class Runner:
 
     def prompt_logits(self, tokens: list[int]) -> torch.Tensor:
         """float32 [T, V]: what follows each token of a prompt, computed apart from what runs."""
-        return WholePrompts(self._loaded, self.block_size, self._device.torch_device).logits(tokens)
+        return self._whole.logits(tokens)
 
     def embed(self, prompts: list[list[int]], pooling: Pooling, normalize: bool = True) -> list[list[float]]:
         """A vector for each prompt, computed in one go apart from what runs: see `pooling.groups`."""
@@ -152,6 +152,10 @@ class Runner:
         """Forget a sequence that finished or was preempted."""
         self._batch.release(seq)
         self._sampler.forget(seq)
+
+    @property
+    def _whole(self) -> WholePrompts:
+        return WholePrompts(self._loaded, self.block_size, self._device.torch_device)
 
     @property
     def _loaded(self) -> Decoder:
