@@ -45,7 +45,7 @@ class Runner:
         num_blocks = config.num_blocks or min(int(config.kv_memory_gb * 1e9) // block_bytes, usable)
         self.max_len = min(self.max_len, num_blocks * self.block_size)
         self.cache = KvCache(num_blocks, int(config.host_memory_gb * 1e9) // block_bytes)
-        self._ops = ops_for(self._device.kind)
+        self._ops = ops_for(self._device.kind, config.deterministic)
         self._adapters = Adapters(config.max_loras)
         self._model: Decoder | None = None
         self.use(self.load(Path(config.model_dir)))
