@@ -1,7 +1,7 @@
-"""Ray's cluster state and drains, straight from its GCS: the one module of raytide that calls Ray's private API.
+"""Ray's cluster state and drains, straight from its GCS.
 
-Checked against ray 2.60. A call takes about a millisecond and needs no driver connection. Utilisation is not here: GCS
-knows logical resources only.
+A call takes about a millisecond and needs no driver connection. Utilisation is not here: GCS knows logical resources
+only.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from typing import Any, Literal, TypeVar
 from raytide.autoscaler.ray_node import RayNode
 from raytide.core.errors import ClusterError
 from raytide.core.fleet import Node, NodeState
+from raytide.core.ray_internals import GcsClient, autoscaler_messages, gcs_client, label_in_operator
 from raytide.core.snapshot import Demand
-
-GcsClient = Any
-"""ray._raylet.GcsClient, which is compiled and has no types."""
 
 T = TypeVar("T")
 _Key = tuple[tuple[tuple[str, float], ...], tuple[tuple[str, str], ...]]
@@ -54,8 +52,8 @@ class GcsReader:
     def drain(self, ray_node_id: str, kind: Literal["idle", "notice"], deadline_s: float, why: str) -> bool:
         """Ask Ray to give the node no more work. False when `kind` is "idle" and something runs there."""
         reasons = {
-            "idle": _messages().DrainNodeReason.DRAIN_NODE_REASON_IDLE_TERMINATION,
-            "notice": _messages().DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION,
+            "idle": autoscaler_messages().DrainNodeReason.DRAIN_NODE_REASON_IDLE_TERMINATION,
+            "notice": autoscaler_messages().DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION,
         }
 
         def ask(client: GcsClient) -> bool:
@@ -67,7 +65,7 @@ class GcsReader:
     def report(self, nodes: Iterable[Node]) -> None:
         """Let `ray status` and Ray's dashboard show the nodes that are on their way and those that failed to start."""
         seen = self._state().cluster_resource_state_version
-        state = _messages().AutoscalingState(
+        state = autoscaler_messages().AutoscalingState(
             last_seen_cluster_resource_state_version=seen, autoscaler_state_version=seen + 1
         )
         for node in nodes:
@@ -88,15 +86,13 @@ class GcsReader:
 
     def _connect(self) -> GcsClient:
         """GcsClient itself blocks for 40 s when nobody listens, so somebody must be seen to."""
-        from ray import _raylet
-
         host, _, port = self._address.rpartition(":")
         with socket.create_connection((host, int(port)), timeout=CALL_TIMEOUT_S):
-            return _raylet.GcsClient(address=self._address)  # type: ignore[attr-defined]
+            return gcs_client(self._address)
 
     def _state(self) -> Any:
         body = self._call("read Ray's cluster state", lambda client: client.get_cluster_resource_state(CALL_TIMEOUT_S))
-        reply = _messages().GetClusterResourceStateReply()
+        reply = autoscaler_messages().GetClusterResourceStateReply()
         reply.ParseFromString(body)
         return reply.cluster_resource_state
 
@@ -113,7 +109,7 @@ class GcsReader:
 
 
 def _node(state: Any) -> RayNode:
-    status = _messages().NodeStatus
+    status = autoscaler_messages().NodeStatus
     return RayNode(
         ray_node_id=state.node_id.hex(),
         node_id=state.instance_id,
@@ -152,18 +148,5 @@ def _labels(selectors: Any) -> dict[str, str]:
     for constraint in selectors[0].label_constraints if selectors else ():
         values = sorted(constraint.label_values)
         body = values[0] if len(values) == 1 else f"in({','.join(values)})"
-        labels[constraint.label_key] = body if constraint.operator == _in_operator() else f"!{body}"
+        labels[constraint.label_key] = body if constraint.operator == label_in_operator() else f"!{body}"
     return labels
-
-
-def _in_operator() -> int:
-    from ray.core.generated import common_pb2
-
-    return int(common_pb2.LabelSelectorOperator.LABEL_OPERATOR_IN)  # type: ignore[attr-defined]
-
-
-def _messages() -> Any:
-    """Ray's generated protobuf module, whose classes are made at import and have no types."""
-    from ray.core.generated import autoscaler_pb2
-
-    return autoscaler_pb2

@@ -1,6 +1,7 @@
 """A module imports only from floors below its own. Imports in functions and for type checking count too."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -106,6 +107,18 @@ def test_every_module_imports_only_downwards() -> None:
         for importer, file in sorted(MODULES.items())
         for line, name in imports(file)
         if name.partition(".")[0] == "raytide" and not is_allowed(importer, name)
+    ]
+    assert wrong == []
+
+
+def test_what_is_private_in_ray_is_used_in_one_place() -> None:
+    allowed = {"raytide.core.ray_internals", "raytide.actors.serving.policy"}
+    private = re.compile(r"ray\.(\w+\.)*_|ray\.core\.generated|ray\.experimental|\b_raylet\b|\b_private\b")
+    wrong = [
+        f"{file.relative_to(PACKAGE)}:{number} {line.strip()}"
+        for module, file in sorted(MODULES.items())
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1)
+        if module not in allowed and private.search(line)
     ]
     assert wrong == []
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +23,11 @@ class Application:
     """Why Serve gave it up, in Serve's words; empty while it has not: an UNHEALTHY one it still mends."""
 
     @classmethod
-    def of(cls, details: Mapping[str, Any]) -> Application:
-        """From one entry of `get_serve_instance_details()["applications"]`."""
+    def of(cls, details: Mapping[str, Any], node_of: Callable[[str], str]) -> Application:
+        """From one entry of `get_serve_instance_details()["applications"]`.
+
+        `node_of` finds the node of an actor by its name: Serve says nothing of a replica's node until it is up.
+        """
         replicas = [
             replica
             for deployment in details["deployments"].values()
@@ -33,9 +36,13 @@ class Application:
         ]
         return cls(
             ready=sum(replica["state"] in _READY for replica in replicas),
-            replica_nodes=tuple(sorted(replica["node_id"] for replica in replicas if replica.get("node_id"))),
+            replica_nodes=tuple(sorted(node for replica in replicas if (node := _node(replica, node_of)))),
             failure=_failure(details) if details.get("status") == "DEPLOY_FAILED" else "",
         )
+
+
+def _node(replica: Mapping[str, Any], node_of: Callable[[str], str]) -> str:
+    return str(replica.get("node_id") or "") or node_of(replica["actor_name"])
 
 
 def _failure(details: Mapping[str, Any]) -> str:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from raytide.actors.serving import edge, policy
 from raytide.actors.serving.application import Application
+from raytide.core import ray_internals
 from raytide.core.endpoint import Endpoint, EndpointLoad
 from raytide.core.errors import ClusterError, RaytideError, WaitTimeoutError
 
@@ -72,6 +74,8 @@ class ServeControl:
             from raytide.actors.serving.deployment import application
 
             self._publish(endpoint.name, endpoint.target_replicas)
+            nothing = json.dumps({"at_s": time.time(), "ongoing": 0.0}).encode()
+            self._put(policy.load_key(endpoint.name), nothing, overwrite=False)  # its policy speaks seconds later
             target = serve.RunTarget(application(endpoint), name=endpoint.name, route_prefix=f"/{endpoint.name}")
             serve.run_many([target], wait_for_applications_running=False)
             self._put(_spec_key(endpoint.name), spec)
@@ -109,8 +113,9 @@ class ServeControl:
         def call() -> None:
             from ray import serve
 
+            gcs = ray_internals.connected_gcs()
             for key in (_spec_key(name), policy.target_key(name), policy.load_key(name)):
-                _gcs().internal_kv_del(key, False, policy.KV_NAMESPACE, timeout=self._call_timeout_s)
+                gcs.internal_kv_del(key, False, policy.KV_NAMESPACE, timeout=self._call_timeout_s)
             if is_there:
                 serve.delete(name, _blocking=False)
 
@@ -119,25 +124,29 @@ class ServeControl:
     def _publish(self, name: str, target: int) -> None:
         self._put(policy.target_key(name), str(target).encode())
 
-    def _put(self, key: bytes, value: bytes) -> None:
-        _gcs().internal_kv_put(key, value, True, policy.KV_NAMESPACE, timeout=self._call_timeout_s)
+    def _put(self, key: bytes, value: bytes, *, overwrite: bool = True) -> None:
+        gcs = ray_internals.connected_gcs()
+        gcs.internal_kv_put(key, value, overwrite, policy.KV_NAMESPACE, timeout=self._call_timeout_s)
 
     def _get(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
         """Those that are there, in one call."""
-        return dict(_gcs().internal_kv_multi_get(list(keys), policy.KV_NAMESPACE, timeout=self._look_timeout_s))
+        gcs = ray_internals.connected_gcs()
+        return dict(gcs.internal_kv_multi_get(list(keys), policy.KV_NAMESPACE, timeout=self._look_timeout_s))
 
 
 def _applications(timeout_s: float) -> dict[str, Application]:
     """None when Serve does not run."""
     import ray
-    from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
     try:
-        controller: Any = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+        controller = ray_internals.serve_controller()
     except ValueError:
         return {}
     details = ray.get(controller.get_serve_instance_details.remote(), timeout=timeout_s)
-    return {name: Application.of(application) for name, application in details["applications"].items()}
+    return {
+        name: Application.of(application, ray_internals.replica_node)
+        for name, application in details["applications"].items()
+    }
 
 
 def _load(application: Application, said: bytes) -> EndpointLoad:
@@ -153,14 +162,6 @@ def _load(application: Application, said: bytes) -> EndpointLoad:
 def _spec_key(name: str) -> bytes:
     """What was last deployed, and when it was created: a restarted controller tells a new one from the old."""
     return f"{name}/spec".encode()
-
-
-def _gcs() -> Any:
-    from ray._private.worker import global_worker
-
-    worker: Any = global_worker
-    worker.check_connected()
-    return worker.gcs_client
 
 
 def _within(timeout_s: float, what: str, call: Callable[[], _T]) -> _T:

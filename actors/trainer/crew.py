@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from raytide.actors.gang.groups import bundle
 from raytide.actors.trainer.record import Record
 from raytide.actors.trainer.worker import TrainWorker
 from raytide.core.gang import Lease, Member, MemberState, Shape
 from raytide.core.train_spec import TrainSpec
-
-if TYPE_CHECKING:
-    from ray.util.placement_group import PlacementGroup
 
 START_TIMEOUT_S = 120.0
 
@@ -129,14 +127,6 @@ def key_of(member: Member, slot: int) -> Key:
 def slots_of(shape: Shape) -> int:
     """Ranks in a member: one for each GPU, or one."""
     return max(1, int(shape.resources.get("GPU", 0)))
-
-
-def bundle(member: Member) -> PlacementGroup:
-    """The placement group that the lease holds for this member; its one bundle has the shape's resources."""
-    import ray
-    from ray.util.placement_group import PlacementGroup
-
-    return PlacementGroup(ray._raylet.PlacementGroupID(bytes.fromhex(member.placement_group_id)))
 
 
 def first_line(error: BaseException) -> str:

@@ -1,7 +1,6 @@
 """The process of one local node: `python -m raytide.autoscaler.providers.local_node FOLDER LOCK_FD`.
 
-It starts a raylet, waits for the raylet's end or a SIGTERM, and leaves nothing of the node behind. Ray's `Node` is
-private API (Ray is pinned): two `ray start` in one second pick the same socket name, which it cannot set, and one dies.
+It starts a raylet, waits for the raylet's end or a SIGTERM, and leaves nothing of the node behind.
 """
 
 from __future__ import annotations
@@ -12,14 +11,12 @@ import socket
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import Any, NoReturn
 
 from raytide.autoscaler.providers.local_files import MARK, NodeFolder, Purchase
+from raytide.core import ray_internals
 from raytide.core.errors import ClusterError
 from raytide.core.processes import Process, kill_marked
-
-if TYPE_CHECKING:
-    from ray._private.parameter import RayParams
 
 _OBJECT_STORE_BYTES = 128 << 20
 _LEAVE_S = 2.0
@@ -55,44 +52,39 @@ def main(path: str, lock: str) -> int:
 
 def start_raylet(purchase: Purchase) -> Process:
     """Start it and return at once; it joins the cluster a few seconds later."""
-    from ray._private.node import Node
-
-    node = Node(_parameters(purchase), head=False, shutdown_at_exit=False, spawn_reaper=True)
-    raylet = Process.of(node.all_processes["raylet"][0].process.pid, "raylet")
+    raylet = Process.of(ray_internals.start_raylet(_parameters(purchase)), "raylet")
     if raylet is None:
         raise ClusterError(f"the raylet of {purchase.node_id} ended while it started.")
     return raylet
 
 
-def _parameters(purchase: Purchase) -> RayParams:
-    from ray._private.parameter import RayParams
-
+def _parameters(purchase: Purchase) -> dict[str, Any]:
     resources = dict(purchase.resources)
     metrics, export, listen, runtime_env = _ports(purchase)
     sockets = f"{purchase.temp_dir}/{purchase.slot}.{os.getpid()}"  # short: a socket's path has at most 107 characters
-    return RayParams(
-        gcs_address=purchase.gcs_address,
-        redis_address=purchase.gcs_address,
-        node_ip_address=purchase.address,
-        node_name=purchase.node_id,
-        num_cpus=_whole(resources.pop("CPU", 0)),
-        num_gpus=_whole(resources.pop("GPU", 0)),
-        memory=_whole(resources.pop("memory", None)),
-        object_store_memory=_whole(resources.pop("object_store_memory", _OBJECT_STORE_BYTES)),
-        resources=resources,
-        labels=dict(purchase.labels),
-        raylet_socket_name=f"{sockets}.r",
-        plasma_store_socket_name=f"{sockets}.p",
-        node_manager_port=0,
-        min_worker_port=0,
-        max_worker_port=0,
-        metrics_agent_port=metrics,
-        metrics_export_port=export,
-        dashboard_agent_listen_port=listen,
-        runtime_env_agent_port=runtime_env,
-        include_log_monitor=False,  # type: ignore[arg-type]  # annotated as str, used as a bool
-        env_vars={"RAY_CLOUD_INSTANCE_ID": purchase.node_id, "RAY_NODE_TYPE_NAME": purchase.node_type},
-    )
+    return {
+        "gcs_address": purchase.gcs_address,
+        "redis_address": purchase.gcs_address,
+        "node_ip_address": purchase.address,
+        "node_name": purchase.node_id,
+        "num_cpus": _whole(resources.pop("CPU", 0)),
+        "num_gpus": _whole(resources.pop("GPU", 0)),
+        "memory": _whole(resources.pop("memory", None)),
+        "object_store_memory": _whole(resources.pop("object_store_memory", _OBJECT_STORE_BYTES)),
+        "resources": resources,
+        "labels": dict(purchase.labels),
+        "raylet_socket_name": f"{sockets}.r",
+        "plasma_store_socket_name": f"{sockets}.p",
+        "node_manager_port": 0,
+        "min_worker_port": 0,
+        "max_worker_port": 0,
+        "metrics_agent_port": metrics,
+        "metrics_export_port": export,
+        "dashboard_agent_listen_port": listen,
+        "runtime_env_agent_port": runtime_env,
+        "include_log_monitor": False,
+        "env_vars": {"RAY_CLOUD_INSTANCE_ID": purchase.node_id, "RAY_NODE_TYPE_NAME": purchase.node_type},
+    }
 
 
 def _ports(purchase: Purchase) -> tuple[int, ...]:

@@ -299,6 +299,7 @@ class TestJobs:
         assert all(node.state is NodeState.GONE for node in loop.store.nodes())
         assert all(state == "removed" for _, state in loop.world.placed.values())
         loop.check_ledger()
+        assert "unmanaged" not in loop.store.books.booked("kind"), "its groups outlived its lease by a tick"
 
     def test_a_lost_node_is_replaced_and_the_survivor_keeps_its_seat(self, loop: Loop) -> None:
         job = loop.submit(labels={"ray.io/market-type": "spot"})

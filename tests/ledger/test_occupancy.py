@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 from raytide.core.endpoint import Endpoint, EndpointLoad, EndpointState, ServeSpec
 from raytide.core.entry import EntryKind, Share
 from raytide.core.fleet import Market, Node, NodeState
@@ -100,3 +102,9 @@ def test_holders_of_different_resources_may_hold_more_than_the_whole_and_nothing
 def test_a_node_without_resources_is_idle() -> None:
     empty = NodeView(view().node, {}, {}, {})
     assert occupancies(Snapshot(1.0, (), nodes=(empty,)))["node-1"] == (Share(EntryKind.IDLE, "", "", 1.0),)
+
+
+def test_objects_that_lie_on_a_node_are_nobodys_use_of_it() -> None:
+    total = {"CPU": 8.0, "object_store_memory": 100.0}
+    seen = replace(view(), total=total, available={"CPU": 8.0, "object_store_memory": 40.0})
+    assert of_node(seen) == {("idle", "", ""): 1.0}

@@ -35,7 +35,8 @@ from raytide.core.plan import Plan, Wait, describe
 from raytide.core.snapshot import Snapshot
 from raytide.core.state import Changes, Records, Store
 from raytide.jobs.why import why
-from raytide.ledger.occupancy import occupancies
+from raytide.ledger.leaving import Leaving
+from raytide.ledger.occupancy import holders, occupancies
 
 log = logger(__name__)
 
@@ -48,7 +49,7 @@ class Controller:
         self._live_path = live_path
         self._node_types = {node_type.name: node_type for node_type in config.node_types}
         self._serving = Serving(sources.serve)
-        self._idle = IdleClock()
+        self._idle, self._leaving = IdleClock(), Leaving()
         self._wake = threading.Event()
         self._stopped = False
         self._ticks = self._errors = 0
@@ -84,7 +85,9 @@ class Controller:
         seen = snapshot(book, world, self._idle, self._config, now_s)
         plan = decide(seen)
         settle(book, plan, self._node_types)
-        booking = self._keep_books(book, world, occupancies(seen), now_s)
+        if world.ray_nodes is not None:
+            self._leaving = self._leaving.observe(holders(seen), now_s)
+        booking = self._keep_books(book, world, occupancies(seen, self._leaving.held), now_s)
         self._store.commit(_changes(records, book, booking, plan, now_s))
         for action in plan.actions:
             if not isinstance(action, Wait):

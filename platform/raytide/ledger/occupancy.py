@@ -18,19 +18,29 @@ from raytide.core.snapshot import NodeView, Snapshot
 UNMANAGED = "unmanaged"
 """The implicit team of everything in Ray that holds no lease."""
 
-_Holder = tuple[EntryKind, str, str]
+Holder = tuple[EntryKind, str, str]
+"""Kind, subject, team."""
+Held = Mapping[str, Mapping[Holder, Resources]]
+"""By node id: who holds what of it."""
+
+_OBJECT_STORE = "object_store_memory"
+"""Objects lie where they were made, long after and whoever made them: their room says nothing of who uses a node."""
 _NOISE = 1e-6
 """Ray counts in ten-thousandths; smaller remainders are rounding."""
 
 
-def occupancies(snapshot: Snapshot) -> dict[str, Occupancy]:
-    """By node id, for every node of the snapshot."""
-    held = _held(snapshot)
-    return {view.node.id: _occupancy(view, held[view.node.id]) for view in snapshot.nodes}
+def occupancies(snapshot: Snapshot, left: Held | None = None) -> dict[str, Occupancy]:
+    """By node id, for every node of the snapshot. `left`: what holders have let go of and Ray may still show in use."""
+    held, left = holders(snapshot), left or {}
+    return {
+        view.node.id: _occupancy(view, held.get(view.node.id, {}), left.get(view.node.id, {}))
+        for view in snapshot.nodes
+    }
 
 
-def _held(snapshot: Snapshot) -> defaultdict[str, dict[_Holder, Resources]]:
-    held: defaultdict[str, dict[_Holder, Resources]] = defaultdict(dict)
+def holders(snapshot: Snapshot) -> Held:
+    """What each lease and each endpoint holds, in use or not."""
+    held: defaultdict[str, dict[Holder, Resources]] = defaultdict(dict)
     team_of = {job.id: job.spec.team for job in snapshot.jobs}
     for lease in snapshot.leases:
         holder = (EntryKind.JOB, lease.job_id, team_of.get(lease.job_id, ""))
@@ -49,7 +59,7 @@ def _held(snapshot: Snapshot) -> defaultdict[str, dict[_Holder, Resources]]:
     return held
 
 
-def _occupancy(view: NodeView, held: Mapping[_Holder, Resources]) -> Occupancy:
+def _occupancy(view: NodeView, held: Mapping[Holder, Resources], left: Mapping[Holder, Resources]) -> Occupancy:
     if view.node.ready_at_s is None:
         # For whom it starts pays for the start, on a line of its own.
         shares = [
@@ -57,15 +67,29 @@ def _occupancy(view: NodeView, held: Mapping[_Holder, Resources]) -> Occupancy:
             for (_, subject, team), need in held.items()
         ]
         return _whole(shares, EntryKind.STARTUP)
-    shares = [Share(kind, subject, team, _weight(need, view.total)) for (kind, subject, team), need in held.items()]
-    known: Resources = {}
+    used = minus(view.total, view.available)
     for need in held.values():
-        known = plus(known, need)
-    foreign = _weight(minus(minus(view.total, view.available), known), view.total)
+        used = minus(used, need)
+    still = _still_used(left, used)
+    for use in still.values():
+        used = minus(used, use)
+    all_held = {holder: plus(held.get(holder, {}), still.get(holder, {})) for holder in {**held, **still}}
+    shares = [Share(kind, subject, team, _weight(need, view.total)) for (kind, subject, team), need in all_held.items()]
+    foreign = _weight({name: amount for name, amount in used.items() if name != _OBJECT_STORE}, view.total)
     if foreign > _NOISE:
         shares.append(Share(EntryKind.UNMANAGED, "", UNMANAGED, foreign))
     is_leaving = view.node.state in (NodeState.DRAINING, NodeState.TERMINATING)
     return _whole(shares, EntryKind.WASTE if is_leaving else EntryKind.IDLE)
+
+
+def _still_used(left: Mapping[Holder, Resources], used: Resources) -> dict[Holder, Resources]:
+    """How much of what they have let go of is in use: no more than Ray shows beside the present holders."""
+    found: dict[Holder, Resources] = {}
+    for holder, had in left.items():
+        use = {name: amount for name, have in had.items() if (amount := min(have, used.get(name, 0.0))) > _NOISE}
+        if use:
+            found[holder], used = use, minus(used, use)
+    return found
 
 
 def _whole(shares: list[Share], rest: EntryKind) -> Occupancy:
