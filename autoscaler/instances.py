@@ -18,6 +18,9 @@ from raytide.core.plan import Drain, Launch, Terminate
 RAY_GRACE_S = 30.0
 """A machine that runs without its Ray node for longer is of no use to anybody."""
 
+DRAINED_BY_OTHERS_S = 600.0
+"""A node that somebody else drained takes no new work: whatever stays on it has this long to end."""
+
 
 def observe(
     nodes: Iterable[Node],
@@ -39,11 +42,6 @@ def observe(
             node = from_ray(node, in_ray.get(node.id), now_s)
         moved.append(node)
     return tuple(moved)
-
-
-def advance(node: Node, machine: Machine | None, in_ray: RayNode | None, notice: Notice | None, now_s: float) -> Node:
-    """One node after one look at the provider and at Ray, both of which answered."""
-    return from_ray(from_provider(node, machine, notice, now_s), in_ray, now_s)
 
 
 def from_provider(node: Node, machine: Machine | None, notice: Notice | None, now_s: float) -> Node:
@@ -69,7 +67,8 @@ def from_ray(node: Node, in_ray: RayNode | None, now_s: float) -> Node:
         return _without_ray(node, was_told=in_ray is not None, now_s=now_s)
     node = replace(node, ray_node_id=alive.ray_node_id, address=alive.address or node.address, lost_at_s=None)
     if node.state is NodeState.READY and alive.is_draining:
-        return replace(node, state=NodeState.DRAINING, reason="Ray drains it")
+        deadline_s = now_s + DRAINED_BY_OTHERS_S
+        return replace(node, state=NodeState.DRAINING, drain_deadline_s=deadline_s, reason="somebody drains it in Ray")
     return node
 
 

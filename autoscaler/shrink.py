@@ -54,11 +54,10 @@ def idle(snapshot: Snapshot, *, keep: Collection[str]) -> Iterator[Drain]:
 
 def _draining(view: NodeView, now_s: float) -> Iterator[Drain | Terminate]:
     node = view.node
-    if node.drain_deadline_s is not None:
-        if not view.is_draining and node.drain_deadline_s > now_s:
-            yield Drain(node.id, "notice", node.drain_deadline_s, node.reason)
-    elif view.is_draining and _is_empty(view):
+    if view.is_draining and _is_empty(view):
         yield Terminate(node.id, f"drained and empty: {node.reason}")
+    elif not view.is_draining and node.drain_deadline_s is not None and node.drain_deadline_s > now_s:
+        yield Drain(node.id, "notice", node.drain_deadline_s, node.reason)
 
 
 def _launching(view: NodeView, node_type: NodeType, now_s: float) -> Iterator[Terminate]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from raytide.autoscaler import instances, pools
-from raytide.autoscaler.instances import RAY_GRACE_S, advance, observe, overdue
+from raytide.autoscaler.instances import RAY_GRACE_S, from_provider, from_ray, observe, overdue
 from raytide.autoscaler.providers.base import Machine, Notice
 from raytide.autoscaler.ray_node import RayNode
 from raytide.core.fleet import Node, NodeState, NodeType
@@ -21,6 +21,11 @@ ENDED = replace(MACHINE, ended_at_s=150.0, reason="reclaimed")
 IN_RAY = RayNode("abc", "node-1", address="127.0.9.2")
 READY = replace(ASKED, state=NodeState.READY, started_at_s=101.0, ready_at_s=110.0, ray_node_id="abc")
 NOTICE = Notice("node-1", deadline_s=200.0)
+
+
+def advance(node: Node, machine: Machine | None, in_ray: RayNode | None, notice: Notice | None, now_s: float) -> Node:
+    """One node after one look at the provider and at Ray, both of which answered."""
+    return from_ray(from_provider(node, machine, notice, now_s), in_ray, now_s)
 
 
 def test_a_request_carries_what_was_decided() -> None:
@@ -53,7 +58,9 @@ def test_a_notice_before_it_joined_ends_it() -> None:
 
 
 def test_ray_s_own_word_that_it_drains_is_recorded_after_a_crash() -> None:
-    assert advance(READY, MACHINE, replace(IN_RAY, is_draining=True), None, 120.0).state is NodeState.DRAINING
+    drained = advance(READY, MACHINE, replace(IN_RAY, is_draining=True), None, 120.0)
+    assert drained.state is NodeState.DRAINING
+    assert drained.drain_deadline_s == 120.0 + instances.DRAINED_BY_OTHERS_S, "what stays on it does not stay for ever"
 
 
 def test_a_drained_node_whose_raylet_left_is_ended_at_once() -> None:

@@ -207,6 +207,8 @@ def test_drains_end_when_empty_or_at_the_deadline_and_a_notice_is_told_until_ray
     assert [type(a) for a in decided(nodes=(view(1, state=gone, is_draining=True),))] == [Terminate]
     assert [type(a) for a in decided(nodes=(view(1, state=gone, deadline_s=1030, used=1),))] == [Drain]
     assert decided(nodes=(view(1, state=gone, deadline_s=1030, is_draining=True, used=1),)) == []
+    empty = decided(nodes=(view(1, state=gone, deadline_s=1030, is_draining=True),))
+    assert [type(a) for a in empty] == [Terminate], "nothing is left there to wait for"
     assert [type(a) for a in decided(nodes=(view(1, state=gone, deadline_s=999, used=1),))] == [Terminate]
 
 

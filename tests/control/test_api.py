@@ -182,6 +182,13 @@ class TestEndpoints:
         response = client.post("/v1/endpoints", json={"name": "m", "model": str(tmp_path)})
         assert (response.status_code, error(response)["code"]) == (400, "bad_data")
 
+    @pytest.mark.parametrize("name", ["job-1", "lease-20", "node-3", "cluster", "unmanaged"])
+    def test_a_name_that_raytide_gives_itself_is_refused(self, client: TestClient, tmp_path: Path, name: str) -> None:
+        (tmp_path / "config.json").write_text("{}")
+        response = client.post("/v1/endpoints", json={"name": name, "model": str(tmp_path)})
+        assert (response.status_code, name in error(response)["message"]) == (400, True)
+        assert client.get("/v1/endpoints").json() == []
+
     def test_an_endpoint_has_an_openai_url(self, client: TestClient, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text("{}")
         status = client.post("/v1/endpoints", json={"name": "m", "model": str(tmp_path)}).json()

@@ -179,3 +179,10 @@ def test_why_of_a_job_that_runs_or_stops() -> None:
     stopping = replace(running, state=JobState.STOPPING, stop_requested=True, reason="its driver is being ended")
     assert why(stopping, s).reason == "its driver is being ended"
     assert why(replace(running, reason=""), snapshot(running)).reason == "job-1 is running"
+
+
+def test_nobody_is_admitted_while_ray_does_not_answer() -> None:
+    silent = snapshot(job(1), job(2), ray_answers=False)
+    assert brief(silent) == [("job-1", "signal"), ("job-2", "signal")]
+    assert "Ray does not answer" in why(silent.jobs[0], silent).reason
+    assert brief(replace(silent, ray_answers=True))[0] == ("job-1", "lease-4")

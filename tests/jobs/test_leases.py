@@ -96,6 +96,22 @@ def test_a_gang_that_cannot_form_in_time_gives_everything_back_and_looks_elsewhe
     assert (create, len(remove)) == ((), 2)
 
 
+def test_nothing_times_out_while_nobody_can_say_what_became_of_the_groups() -> None:
+    there = nodes(node(0), node(1))
+    lease = advance(seated(new()), there, {}, 0.0)
+    silent = advance(lease, there, None, 500.0)
+    assert (silent.state, states(silent), silent.epoch) == (LeaseState.FORMING, ["forming", "forming"], 0)
+    assert advance(silent, there, groups_of(silent), 501.0).state is LeaseState.ACTIVE
+    stuck = groups_of(silent, m1="pending")
+    assert advance(silent, there, stuck, 559.0).state is LeaseState.FORMING, "its time begins when Ray answers again"
+    assert advance(silent, there, stuck, 560.0).state is LeaseState.WAITING
+
+
+def test_an_active_lease_outlives_the_silence_of_ray() -> None:
+    lease = active()
+    assert advance(lease, nodes(node(0), node(1)), None, 500.0) == lease
+
+
 def test_a_member_whose_node_dies_is_filled_anew_while_the_survivors_go_on() -> None:
     lease = active(members=2, at_least=1)
     lost = advance(lease, nodes(node(0), node(1, GONE)), groups_of(lease), 5.0)

@@ -56,7 +56,7 @@ def advance(book: Book, world: World, now_s: float) -> None:
     book.nodes = {node.id: node for node in moved}
     book.pools = {(pool.node_type, pool.zone): pool for pool in rested}
     for lease in tuple(book.leases.values()):
-        book.leases[lease.id] = leases.advance(lease, book.nodes, world.groups or {}, now_s)
+        book.leases[lease.id] = leases.advance(lease, book.nodes, world.groups, now_s)
     _advance_jobs(book, world, now_s)
     for endpoint in tuple(book.endpoints.values()):
         book.endpoints[endpoint.name] = endpoints.observe(endpoint, world.loads.get(endpoint.name), now_s)

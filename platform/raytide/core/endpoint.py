@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from raytide.core.config import Config
+
+_NUMBERED = re.compile(r"(job|lease|node)-[0-9]+")
+_RESERVED = frozenset({"cluster", "unmanaged", "minimum"})
 
 
 class Replicas(Config):
@@ -43,6 +47,14 @@ class ServeSpec(Config):
     """Options of the engine, as `raytide.LLM` takes them."""
     max_ongoing: int = Field(default=256, ge=1)
     """More at once in one replica wait in the router."""
+
+    @field_validator("name")
+    @classmethod
+    def _not_a_name_of_ours(cls, name: str) -> str:
+        """What waits, what costs and what happened is told by name: an endpoint's must be nobody else's."""
+        if name in _RESERVED or _NUMBERED.fullmatch(name):
+            raise ValueError(f"{name} is a name that raytide gives itself; choose another")
+        return name
 
 
 class EndpointState(StrEnum):

@@ -17,6 +17,9 @@ from raytide.core.snapshot import Snapshot
 
 def admit(snapshot: Snapshot) -> tuple[Action, ...]:
     """One Admit or Wait for each job in the queue, in its order."""
+    if not snapshot.ray_answers:
+        silent = "Ray does not answer, so nobody knows what is free."
+        return tuple(Wait(job.id, "signal", silent, "See `raytide doctor`.") for job in queue(snapshot))
     room = room_beside_leases(snapshot)
     actions: list[Action] = []
     head = ""

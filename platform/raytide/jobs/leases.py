@@ -17,10 +17,16 @@ from raytide.core.gang import Lease, LeaseState, Member, MemberState
 _WITH_GROUP = frozenset({MemberState.FORMING, MemberState.READY, MemberState.LEAVING})
 
 
-def advance(lease: Lease, nodes: Mapping[str, Node], groups: Mapping[GroupKey, Group], now_s: float) -> Lease:
-    """The lease as it is now. `epoch` grows exactly when its holder has something to react to."""
+def advance(lease: Lease, nodes: Mapping[str, Node], groups: Mapping[GroupKey, Group] | None, now_s: float) -> Lease:
+    """The lease as it is now. `epoch` grows exactly when its holder has something to react to.
+
+    `groups` is None while Ray cannot be asked: nothing is concluded, and the time to form begins anew when it can.
+    """
     if lease.state is LeaseState.RELEASED:
         return lease
+    if groups is None:
+        groups = {}
+        lease = replace(lease, forming_since_s=None if lease.forming_since_s is None else now_s)
     members = tuple(_follow_node(member, nodes.get(member.node_id), now_s) for member in lease.members)
     members = tuple(_follow_group(member, groups.get(_key(lease, member))) for member in members)
     settled = _settle(_form(replace(lease, members=members), nodes, now_s), groups)
