@@ -60,9 +60,8 @@ def replica_node(actor_name: str) -> str:
         actor: Any = ray.get_actor(actor_name, namespace=SERVE_NAMESPACE)
     except ValueError:
         return ""
-    info = state.actors(actor._actor_id.hex())
-    node_id = str(info["Address"]["NodeID"]) if info else ""
-    return "" if node_id == ray.NodeID.nil().hex() else node_id
+    address = (state.actors(actor._actor_id.hex()) or {}).get("Address", {})
+    return str(address["NodeID"]) if address.get("IPAddress") else ""  # while it waits, its id is the head's
 
 
 def start_raylet(parameters: Mapping[str, Any]) -> int:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -115,6 +116,12 @@ def ask_serve(method: str) -> Any:
     return ray.get(getattr(serve, method).remote(), timeout=30)
 
 
+def replica_actors() -> set[str]:
+    from ray.util import list_named_actors
+
+    return {str(actor["name"]).removeprefix("SERVE_REPLICA::") for actor in list_named_actors(all_namespaces=True)}
+
+
 def pids(control: ServeControl) -> dict[str, int]:
     """Of each running replica, by the name it gives itself in `x-raytide-replica`."""
     replicas = ask_serve("get_serve_instance_details")["applications"]["m"]["deployments"]["replica"]["replicas"]
@@ -213,6 +220,16 @@ def test_an_endpoint_that_cannot_start_says_why(control: ServeControl) -> None:
     assert "nonsense" in control.applications()["broken"].failure
     assert control.applications()["m"].failure == ""
     control.delete("broken", is_there=True)
+
+
+def test_a_replica_that_waits_for_a_node_is_on_none(control: ServeControl) -> None:
+    waiting = endpoint("waiting")
+    waiting = replace(waiting, spec=waiting.spec.model_copy(update={"labels": {"tide": "none"}}))
+    assert control.deploy(waiting, is_there=False)
+    until("the replica's actor", lambda: "waiting" in {name.split("#")[0] for name in replica_actors()})
+    assert control.applications()["waiting"].replica_nodes == ()
+    assert control.loads(["waiting"])["waiting"].ready == 0
+    control.delete("waiting", is_there=True)
 
 
 def test_a_look_at_a_serve_that_hangs_is_over_in_time(control: ServeControl) -> None:
