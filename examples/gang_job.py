@@ -1,6 +1,6 @@
 """A Ray driver that gets its nodes through raytide's queue. From this folder, with a cluster up:
 
-ray job submit --address "$(raytide status --ray)" --working-dir . -- python gang_job.py
+eval "$(raytide status --ray)"; ray job submit --working-dir . -- python gang_job.py
 """
 
 from __future__ import annotations

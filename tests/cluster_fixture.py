@@ -11,8 +11,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
 
 if TYPE_CHECKING:
@@ -20,6 +21,13 @@ if TYPE_CHECKING:
     from raytide.control.embedded import LocalCluster
 
 NAME = "live"
+
+
+def ray_nodes(of: LocalCluster) -> list[dict[str, Any]]:
+    """All nodes that Ray remembers, the dead and the head included. Over HTTP: this process has no token of Ray's."""
+    query = {"detail": True, "limit": 10_000}
+    found = httpx.get(f"{of.dashboard_url}/api/v0/nodes", params=query, headers=of.ray_headers, timeout=30).json()
+    return list(found["data"]["result"]["result"])
 
 
 @pytest.fixture(scope="session")

@@ -55,7 +55,7 @@ def blocks(name: str) -> list[Block]:
 def how_to(live: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> HowTo:
     """`how_to(name)` follows that how-to and returns all that its commands printed."""
     folder = tmp_path_factory.mktemp("tide")
-    environment = {**live.environment(), "RAY_ADDRESS": ""}
+    environment = {name: value for name, value in live.environment().items() if not name.startswith("RAY_")}
 
     def follow(name: str) -> str:
         printed = ""

@@ -62,6 +62,7 @@ def client(tmp_path: Path, store: Store, clock: VirtualClock) -> Iterator[TestCl
         live=tmp_path / "live.json",
         serve_url="http://127.0.9.1:8000",
         ray_url="http://127.0.9.1:8265",
+        ray_environment={"RAY_AUTH_MODE": "token"},
     )
     with TestClient(create_app(desk, Tokens(tmp_path / "tokens.json"))) as client:
         client.headers["Authorization"] = "Bearer secret"

@@ -65,6 +65,7 @@ def desk(store: Store, tmp_path: Path) -> Desk:
         live=tmp_path / "live.json",
         serve_url="",
         ray_url="",
+        ray_environment={},
     )
 
 

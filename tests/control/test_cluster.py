@@ -121,7 +121,7 @@ def test_an_up_writes_private_files_and_a_second_is_refused(idle_head: None) -> 
         assert load(started.run_dir) == cluster.find() == started
         assert started.gcs_address == f"127.0.{K}.1:{6379 + K}"
         assert started.run_dir.stat().st_mode & 0o777 == 0o700
-        for file in (started.client_file, started.tokens_file):
+        for file in (started.client_file, started.tokens_file, started.ray_token_file):
             assert file.stat().st_mode & 0o777 == 0o600
         with pytest.raises(ConflictError, match="is up already"):
             cluster.up(k=K, children=STANDINS)

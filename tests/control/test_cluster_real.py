@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
+from tests.cluster_fixture import ray_nodes
 
-from raytide.autoscaler.gcs import GcsReader
 from raytide.autoscaler.providers.local import NODE_ID_LABEL, LocalProvider
 from raytide.autoscaler.providers.local_files import MARK as NODE_MARK
 from raytide.autoscaler.providers.local_spot import reclaim
-from raytide.autoscaler.ray_node import RayNode
 from raytide.control import cluster
 from raytide.control.addresses import is_listening
 from raytide.control.embedded import MARK, LocalCluster
@@ -56,9 +59,10 @@ def launch(provider: LocalProvider, *node_ids: str) -> None:
         provider.launch(Node(node_id, TYPE.name, "local", TYPE.market, 900_000, NodeState.REQUESTED, 0.0), TYPE)
 
 
-def nodes_in_ray(of: LocalCluster) -> dict[str, RayNode]:
+def nodes_in_ray(of: LocalCluster) -> dict[str, dict[str, Any]]:
     """The living nodes, by raytide's node id."""
-    return {node.node_id: node for node in GcsReader(of.gcs_address).nodes() if node.is_alive and node.node_id}
+    ours = [node for node in ray_nodes(of) if node["state"] == "ALIVE" and NODE_ID_LABEL in node["labels"]]
+    return {node["labels"][NODE_ID_LABEL]: node for node in ours}
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -73,9 +77,9 @@ def test_nodes_launched_in_the_same_second_join_with_their_labels_and_end(
     launch(provider, "n1", "n2")
     until(lambda: set(nodes_in_ray(ray_cluster)) == {"n1", "n2"})
     joined = nodes_in_ray(ray_cluster)["n1"]
-    assert {name: joined.total[name] for name in TYPE.resources} == TYPE.resources
+    assert {name: joined["resources_total"][name] for name in TYPE.resources} == TYPE.resources
     expected = {**TYPE.all_labels("local"), NODE_ID_LABEL: "n1"}
-    assert {name: joined.labels[name] for name in expected} == expected
+    assert {name: joined["labels"][name] for name in expected} == expected
 
     reclaim(ray_cluster.run_dir, "n1")
     assert marked(NODE_MARK, str(ray_cluster.run_dir / "nodes" / "n1")) == []
@@ -116,10 +120,40 @@ def test_a_submitted_job_finds_its_python_its_cluster_and_raytide(ray_cluster: L
         " from raytide.control import cluster;"
         " print('cluster', cluster.find().cluster_id == os.environ['RAYTIDE_CLUSTER'])"
     )
-    client = JobSubmissionClient(ray_cluster.dashboard_url)
+    client = JobSubmissionClient(ray_cluster.dashboard_url, headers=ray_cluster.ray_headers)
     job = client.submit_job(entrypoint=f'python -c "{code}"')
     until(lambda: client.get_job_status(job).is_terminal())
     assert "cluster True" in client.get_job_logs(job)
+
+
+@pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}])
+def test_nobody_enters_ray_over_http_without_the_token(ray_cluster: LocalCluster, headers: dict[str, str]) -> None:
+    body = {"entrypoint": "true"}
+    for base in (ray_cluster.dashboard_url, f"http://{ray_cluster.agent_address}"):
+        jobs = "/api/jobs/" if base == ray_cluster.dashboard_url else "/api/job_agent/jobs/"
+        assert httpx.post(base + jobs, json=body, headers=headers).status_code in (401, 403), base
+    assert httpx.get(f"{ray_cluster.dashboard_url}/api/v0/nodes", headers=headers).status_code in (401, 403)
+
+
+@pytest.mark.parametrize("mode", ["disabled", "token"])
+def test_no_driver_and_no_reader_enters_rays_gcs_without_the_token(ray_cluster: LocalCluster, mode: str) -> None:
+    environment = {**ray_cluster.environment(), "RAY_AUTH_MODE": mode, "RAY_AUTH_TOKEN_PATH": "", "RAY_AUTH_TOKEN": "x"}
+    read = f"from raytide.autoscaler.gcs import GcsReader; GcsReader('{ray_cluster.gcs_address}').nodes()"
+    drive = f"import ray; ray.init('{ray_cluster.gcs_address}')"
+    for code in (read, drive):
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120
+        )
+        assert done.returncode != 0
+        assert "oken" in done.stderr, done.stderr[-2000:]
+
+
+def test_rays_own_command_enters_with_what_status_prints(ray_cluster: LocalCluster) -> None:
+    ray = [sys.executable, "-m", "ray.scripts.scripts", "status"]
+    environment = {**os.environ, **ray_cluster.ray_access}
+    done = subprocess.run(ray, capture_output=True, text=True, env=environment, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "Autoscaler status" in done.stdout
 
 
 def command(pid: int) -> str:

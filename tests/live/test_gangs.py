@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -25,11 +26,11 @@ SPOT = {"ray.io/market-type": "spot"}
 
 def test_a_driver_under_ray_job_submit_gets_its_gang_through_the_queue(live: LocalCluster, tide: rt.Tide) -> None:
     ray = [sys.executable, "-m", "ray.scripts.scripts"]
-    command = [*ray, "job", "submit", "--address", live.dashboard_url, "--working-dir", "."]
+    command = [*ray, "job", "submit", "--working-dir", "."]
     done = subprocess.run(
         [*command, "--", "python", "gang_job.py"],
         cwd=EXAMPLES,
-        env={**live.environment(), "RAY_ADDRESS": ""},
+        env={**os.environ, **live.ray_access},
         capture_output=True,
         text=True,
         timeout=180,

@@ -8,9 +8,10 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 import psutil
+from tests.cluster_fixture import ray_nodes
 from tests.soak.storm import Storm
 
-from raytide.autoscaler.gcs import GcsReader
+from raytide.autoscaler.providers.local import NODE_ID_LABEL
 from raytide.autoscaler.providers.local_files import MARK as NODE_MARK
 from raytide.autoscaler.providers.local_files import node_folders
 from raytide.control import cluster as clusters
@@ -56,9 +57,9 @@ def _is_as_expected(job: Job, storm: Storm) -> bool:
 
 
 def nothing_was_started_twice(cluster: LocalCluster, store: Store) -> None:
-    joined = Counter(node.node_id for node in GcsReader(cluster.gcs_address).nodes() if node.node_id)
+    joined = Counter(node_id for node in ray_nodes(cluster) if (node_id := node["labels"].get(NODE_ID_LABEL)))
     assert [node_id for node_id, times in joined.items() if times > 1] == []
-    drivers = Drivers(cluster.dashboard_url, cluster.run_dir)
+    drivers = Drivers(cluster.dashboard_url, cluster.run_dir, cluster.ray_headers)
     attempts = defaultdict(set)
     for key, status in drivers.statuses().items():
         assert status.state != "running", key

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -36,6 +37,7 @@ def up(
     print(f"cluster {name} is up: API {started.api_url}, Ray {started.dashboard_url}")
     which = ("", "") if name == "local" else (f" --cluster {name}", f" --name {name}")
     print(f"`raytide status{which[0]}` shows it, `raytide down{which[1]}` ends it")
+    print(f'`eval "$(raytide status --ray{which[0]})"` lets Ray\'s own commands in: ray status, ray job submit')
 
 
 def down(name: Name = "local", json: Json = False) -> None:
@@ -53,7 +55,9 @@ def down(name: Name = "local", json: Json = False) -> None:
 
 def status(
     cluster: ClusterName = None,
-    ray: Annotated[bool, typer.Option("--ray", help="Print only Ray's address, for `ray job submit`.")] = False,
+    ray: Annotated[
+        bool, typer.Option("--ray", help='For `eval "$(raytide status --ray)"`: Ray\'s own commands find the cluster.')
+    ] = False,
     json: Json = False,
 ) -> None:
     """Nodes, jobs and dollars of the cluster."""
@@ -62,7 +66,7 @@ def status(
 
     now = Client.find(cluster).status()
     if ray:
-        print(now.ray)
+        print("\n".join(f"export {name}={shlex.quote(value)}" for name, value in now.ray_environment.items()))
         return
     if json:
         as_json(to_json(now))

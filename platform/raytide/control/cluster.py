@@ -172,6 +172,8 @@ def _create(name: str, config_path: Path, k: int | None, *, state_url: str) -> t
         version=installed_version(),
     )
     cluster.save()
+    cluster.ray_token_file.touch(mode=0o600)
+    cluster.ray_token_file.write_text(secrets.token_hex(32))
     token = secrets.token_urlsafe(24)
     write_json(cluster.tokens_file, {token: {"user": "admin", "team": "default"}})
     write_json(cluster.client_file, {"address": cluster.api_url, "token": token})

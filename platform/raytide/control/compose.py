@@ -28,7 +28,7 @@ def sources(cluster: LocalCluster) -> Sources:
         provider=provider(cluster),
         gcs=GcsReader(cluster.gcs_address),
         groups=PlacementGroups(),
-        drivers=Drivers(cluster.dashboard_url, cluster.run_dir),
+        drivers=Drivers(cluster.dashboard_url, cluster.run_dir, cluster.ray_headers),
         serve=ServeControl(serve.hostname or cluster.head_ip, serve.port or 8000),
         door=Door(cluster.api_url, SystemClock()),
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,10 @@ _MESSAGE_CHARS = 300
 
 
 class Drivers:
-    """Start, look at and stop the drivers of jobs through the dashboard at `dashboard_url`."""
+    """Start, look at and stop the drivers of jobs through the dashboard at `dashboard_url`; `headers` let us in."""
 
-    def __init__(self, dashboard_url: str, run_dir: Path) -> None:
-        self._http = httpx.Client(base_url=dashboard_url, timeout=_TIMEOUT_S)
+    def __init__(self, dashboard_url: str, run_dir: Path, headers: Mapping[str, str]) -> None:
+        self._http = httpx.Client(base_url=dashboard_url, timeout=_TIMEOUT_S, headers=headers)
         self._run_dir = run_dir
 
     def start(self, key: DriverKey) -> None:

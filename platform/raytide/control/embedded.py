@@ -20,7 +20,7 @@ the drivers of jobs, on 127.0.0.1 too. An agent that cannot have both takes no j
 """
 
 RAY_ENVIRONMENT = {
-    "RAY_AUTH_MODE": "disabled",  # unset, a token file left in ~/.ray would switch it on
+    "RAY_AUTH_MODE": "token",  # some of Ray's ports are open on every address: nobody gets in without ray_token_file
     "RAY_enable_autoscaler_v2": "1",  # without it the GCS does not report demand
     "RAY_USAGE_STATS_ENABLED": "0",
     # A killed raylet refuses connections: dead after 5 refusals, 1 s apart. One that is only slow has 5 times 10 s.
@@ -73,6 +73,26 @@ class LocalCluster(Config):
         return self.run_dir / "client.json"
 
     @property
+    def ray_token_file(self) -> Path:
+        """Whoever can read it may do anything in this cluster's Ray."""
+        return self.run_dir / "ray_token"
+
+    @property
+    def ray_access(self) -> dict[str, str]:
+        """With this environment, `ray status`, `ray job submit` and `ray.init()` find the cluster and may enter it."""
+        return {
+            "RAY_ADDRESS": self.gcs_address,
+            "RAY_API_SERVER_ADDRESS": self.dashboard_url,
+            "RAY_AUTH_MODE": RAY_ENVIRONMENT["RAY_AUTH_MODE"],
+            "RAY_AUTH_TOKEN_PATH": str(self.ray_token_file),
+        }
+
+    @property
+    def ray_headers(self) -> dict[str, str]:
+        """For requests to Ray's dashboard."""
+        return {"Authorization": f"Bearer {self.ray_token_file.read_text()}"}
+
+    @property
     def logs_dir(self) -> Path:
         return self.run_dir / "logs"
 
@@ -93,6 +113,7 @@ class LocalCluster(Config):
         return {
             **inherited,
             **RAY_ENVIRONMENT,
+            "RAY_AUTH_TOKEN_PATH": str(self.ray_token_file),
             MARK: self.cluster_id,
             "RAYTIDE_HOME": str(home().resolve()),
             "RAYTIDE_CLUSTER_NAME": self.name,

@@ -6,7 +6,8 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from raytide.autoscaler.gcs import GcsReader
+import httpx
+
 from raytide.control.addresses import is_listening
 from raytide.control.embedded import LocalCluster
 from raytide.control.processes import spawn
@@ -42,23 +43,36 @@ def start_head(cluster: LocalCluster, *, environment: Mapping[str, str], pass_fd
 def wait_for_head(cluster: LocalCluster, head: Process, *, timeout_s: float) -> None:
     """Until it takes nodes (its raylet is registered) and jobs (its agent listens); else a ClusterError."""
     log = cluster.log("head")
-    gcs = GcsReader(cluster.gcs_address)
     deadline = time.monotonic() + timeout_s
-    last = "nothing listens"
-    while time.monotonic() < deadline:
-        if not head.alive:
-            lines = log.read_text(errors="replace").splitlines()[-_LOG_TAIL:]
-            tail = " | ".join(line.strip() for line in lines if line.strip())
-            raise ClusterError(f"the Ray head of cluster {cluster.name} ended at its start: {tail}", hint=f"See {log}.")
-        if is_listening(cluster.gcs_address):
-            try:
-                if gcs.nodes() and is_listening(cluster.agent_address):
-                    return
-                last = "its raylet is not registered, or does not take jobs yet"
-            except ClusterError as error:
-                last = error.message
-        time.sleep(_POLL_S)
+    missing = ""
+    with httpx.Client(base_url=cluster.dashboard_url, headers=cluster.ray_headers, timeout=5.0) as dashboard:
+        while time.monotonic() < deadline:
+            if not head.alive:
+                lines = log.read_text(errors="replace").splitlines()[-_LOG_TAIL:]
+                tail = " | ".join(line.strip() for line in lines if line.strip())
+                raise ClusterError(
+                    f"the Ray head of cluster {cluster.name} ended at its start: {tail}", hint=f"See {log}."
+                )
+            missing = _missing(cluster, dashboard)
+            if not missing:
+                return
+            time.sleep(_POLL_S)
     raise ClusterError(
-        f"the Ray head of cluster {cluster.name} was not ready within {timeout_s:g} s: {last}.",
+        f"the Ray head of cluster {cluster.name} was not ready within {timeout_s:g} s: {missing}.",
         hint=f"See {log}.",
     )
+
+
+def _missing(cluster: LocalCluster, dashboard: httpx.Client) -> str:
+    """What it still lacks, in words. Over HTTP: this process may have begun without the cluster's token for Ray."""
+    if not is_listening(cluster.gcs_address):
+        return "nothing listens"
+    try:
+        response = dashboard.get("/api/v0/nodes")
+    except httpx.HTTPError as error:
+        return f"its dashboard does not answer: {error}"
+    if not response.is_success:
+        return f"its dashboard answers {response.status_code}: {response.text.strip()[-200:]}"
+    if not response.json()["data"]["result"]["result"]:
+        return "its raylet is not registered"
+    return "" if is_listening(cluster.agent_address) else "it does not take jobs yet"

@@ -75,6 +75,8 @@ class ClusterStatus:
     """So far, all nodes."""
     ray: str
     """Ray's dashboard, which is also the address for `ray job submit`."""
+    ray_environment: Mapping[str, str]
+    """With it, Ray's own commands and drivers on this machine find the cluster and may enter it."""
     serve: str
     """Below it each endpoint has its own path."""
     errors: tuple[str, ...] = ()

@@ -247,7 +247,7 @@ def test_a_look_at_a_serve_that_hangs_is_over_in_time(control: ServeControl) -> 
 def test_a_deleted_endpoint_is_gone(control: ServeControl) -> None:
     control.delete("m", is_there=True)
     control.delete("m", is_there=True)
-    until("no endpoints", lambda: not control.applications())
+    until("the endpoint to be gone", lambda: "m" not in control.applications())
     control.delete("m", is_there=False)
     assert control.loads(["m"]) == {}
     until("the route to be gone", lambda: httpx.get(base_url(control, "m") + "/models").status_code == 404)

@@ -31,11 +31,12 @@ def main(run_dir: str) -> None:
             store=Store.open(cluster.state_url),
             config=load_cluster(cluster.config_path).model_copy(update={"name": cluster.name}),
             provider=provider(cluster),
-            drivers=Drivers(cluster.dashboard_url, folder),
+            drivers=Drivers(cluster.dashboard_url, folder, cluster.ray_headers),
             clock=SystemClock(),
             live=folder / "live.json",
             serve_url=cluster.serve_url,
             ray_url=cluster.dashboard_url,
+            ray_environment=cluster.ray_access,
         )
         address = urlsplit(cluster.api_url)
         uvicorn.run(

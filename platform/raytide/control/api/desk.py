@@ -46,10 +46,12 @@ class Desk:
         live: Path,
         serve_url: str,
         ray_url: str,
+        ray_environment: Mapping[str, str],
     ) -> None:
         self._store, self._config, self._provider, self._drivers = store, config, provider, drivers
         self._clock, self._live_path = clock, live
         self._serve_url, self._ray_url = serve_url, ray_url
+        self._ray_environment = ray_environment
         self._heard_s: dict[str, float] = {}
 
     # Jobs.
@@ -173,6 +175,7 @@ class Desk:
             ),
             cost_micro_usd=booked + sum(entry.amount_micro_usd for entry in self._accrued()),
             ray=self._ray_url,
+            ray_environment=self._ray_environment,
             serve=self._serve_url,
             errors=live.errors,
         )
