@@ -99,6 +99,7 @@ class _Driver:
             assert ending.error is not None
             raise ending.error
         if ending.kind == "done":
+            self.record.finished()
             return
         self.stopped_s = self.stopped_s or ending.began_s
         if ending.kind == "paused":

@@ -15,7 +15,7 @@ from raytide.actors.trainer.crew import Crew, Hand, first_line
 from raytide.actors.trainer.leases import LeaseWatch
 from raytide.actors.trainer.pulse import Pulse
 from raytide.actors.trainer.record import Record
-from raytide.core.errors import RaytideError
+from raytide.core.errors import RaytideError, TrainError
 from raytide.core.gang import MemberState
 from raytide.core.train_spec import TrainSpec
 
@@ -64,6 +64,7 @@ class Generation:
                 self._take(beat, on_steps)
             self._follow_lease()
             self._find_hung()
+            self._find_stalled()
         for beat in self._pulse.last(LAST_BEATS_S):
             self._take(beat, on_steps)
         return self._ending()
@@ -130,6 +131,15 @@ class Generation:
                 self._hung(rank, f"it has not answered for {silence_s:.0f} s")
             elif self._broke_s is not None and time.monotonic() - self._broke_s > patience_s:
                 self._hung(rank, f"{patience_s:.0f} s after its peers' collective failed it has not ended")
+
+    def _find_stalled(self) -> None:
+        """A rank that answers and gets nowhere (its storage hangs, say) would do no better in another generation."""
+        for rank in sorted(self._refs.values()):
+            if self._pulse.still_s(rank) > self.spec.stall_timeout_s:
+                why = f"rank {rank} on {self.hands[rank].host} gets nowhere: {self._pulse.phase(rank)}"
+                error = TrainError(f"{self.spec.name} stalled: {why}.", hint="Mend that, or raise stall_timeout_s.")
+                self._hung(rank, f"stall_timeout_s is {self.spec.stall_timeout_s:g} s")
+                self._outcomes[rank] = Outcome("failed", why, error)
 
     def _hung(self, rank: int, why: str) -> None:
         host, phase = self.hands[rank].host, self._pulse.phase(rank)

@@ -17,6 +17,7 @@ class Pulse:
         self._out: dict[int, tuple[Any, float]] = {}
         self._next_s = dict.fromkeys(range(len(hands)), 0.0)
         self._phase = dict.fromkeys(range(len(hands)), "starting")
+        self._still_s = dict.fromkeys(range(len(hands)), 0.0)
 
     def beats(self, ranks: Iterable[int]) -> list[Beat]:
         """The answers that have come; asks again those of `ranks` whose turn it is."""
@@ -51,6 +52,10 @@ class Pulse:
         """What it was doing when it was last heard."""
         return self._phase[rank]
 
+    def still_s(self, rank: int) -> float:
+        """For how long it had been at the same thing when it was last heard."""
+        return self._still_s[rank]
+
     def _read(self, rank: int, ref: Any) -> list[Beat]:
         import ray
 
@@ -58,5 +63,6 @@ class Pulse:
             beat: Beat = ray.get(ref)
         except ray.exceptions.RayError:
             return []  # a dead rank's `train` says so too, with the reason
+        self._still_s[rank] = beat.phase_s
         self._phase[rank] = f"{beat.phase} for {beat.phase_s:.1f} s"
         return [beat]

@@ -68,13 +68,26 @@ class Record:
             os.replace(part, self.out / "run.json")
         return result
 
+    def finished(self) -> None:
+        """All steps are done. A driver that was killed after the last one did not see it, nor does its successor."""
+        self.steps = self.spec.steps
+
     def _go_on(self) -> None:
-        """A resumed run keeps the losses that it had: they are the run's, not the driver's."""
+        """A resumed run keeps the steps and losses that it had: they are the run's, not the driver's."""
         metrics = self.out / "metrics.jsonl"
+        for file in (metrics, self.out / "events.jsonl"):
+            _drop_torn_line(file)
         lines = metrics.read_text().splitlines() if metrics.exists() else []
         if lines:
-            self.first_loss, self.loss = (float(json.loads(line)["loss"]) for line in (lines[0], lines[-1]))
+            first, last = json.loads(lines[0]), json.loads(lines[-1])
+            self.steps, self.first_loss, self.loss = int(last["step"]), float(first["loss"]), float(last["loss"])
 
     def _append(self, name: str, line: Mapping[str, object]) -> None:
         with full_disk_is_an_error(str(self.out / name)), open(self.out / name, "a") as file:
             file.write(json.dumps(line) + "\n")
+
+
+def _drop_torn_line(file: Path) -> None:
+    """A driver killed in the middle of a line leaves half of it, and the next one would write on behind that."""
+    if file.exists() and not (body := file.read_bytes()).endswith(b"\n"):
+        os.truncate(file, body.rfind(b"\n") + 1)

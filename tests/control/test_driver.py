@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,13 +12,16 @@ from typing import Any
 import pytest
 
 from raytide.control import driver
-from raytide.core.errors import ClusterError, DataError
-from raytide.core.gang import GangSpec, Lease, LeaseState, Member, Shape
+from raytide.core.data_spec import DataSpec
+from raytide.core.errors import ClusterError, DataError, WaitTimeoutError
+from raytide.core.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
 from raytide.core.job import Job, JobKind, JobSpec, JobState
+from raytide.pipelines.build import Progress
 
 SHAPE = Shape(resources={"CPU": 1.0})
 JOB = Job("job-1", JobSpec(kind=JobKind.DATA, name="d", gang=GangSpec(shapes=(SHAPE,))), "ana", JobState.ADMITTED, 0.0)
 LEASE = Lease("lease-1", "job-1", SHAPE, LeaseState.WAITING, (Member(0),))
+READY = MemberState.READY
 AWAY = ClusterError("the API does not answer.")
 
 
@@ -76,6 +81,26 @@ def test_a_report_that_nobody_takes_does_not_end_the_build() -> None:
     report({"stage": "read"})
     report({"stage": "pack"})
     assert api.reports == [{"stage": "read"}, {"stage": "pack"}]
+
+
+def test_a_build_that_gets_nowhere_fails_with_that_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    spec = DataSpec(name="stuck", inputs=("x",), out="y", stall_timeout_s=0.05)
+    moves = iter(range(3))
+
+    def build(spec: DataSpec, *, placement_group: object, on_progress: Any) -> None:
+        for _ in moves:
+            on_progress(Progress("encode", 1, 1, 1.0, 1.0, 1))
+        threading.Event().wait()
+
+    active = replace(LEASE, state=LeaseState.ACTIVE, epoch=1, members=(replace(LEASE.members[0], state=READY),))
+    api = Api(active)
+    monkeypatch.setattr("raytide.pipelines.build.build", build)
+    monkeypatch.setattr("raytide.actors.gang.groups.bundle", lambda member: None)
+    job = replace(JOB, spec=JOB.spec.model_copy(update={"config": spec.model_dump(mode="json")}))
+    with pytest.raises(WaitTimeoutError, match=r"stuck stalled: nothing new was done for 0\.05 s"):
+        driver.data(job, api)  # type: ignore[arg-type]
+    assert list(moves) == []
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 def test_a_driver_that_lost_its_node_has_died_and_not_failed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -9,11 +9,14 @@ from __future__ import annotations
 import json
 import logging
 import random
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
+from typing import Self
 
 from raytide.control.client import Client
 from raytide.core.data_spec import DataSpec
@@ -39,20 +42,50 @@ def train(job: Job, client: Client) -> None:
 
 def data(job: Job, client: Client) -> None:
     from raytide.actors.gang.groups import bundle
-    from raytide.pipelines.build import build
+    from raytide.pipelines.build import Progress, build
 
     spec = DataSpec.parse(job.spec.config, where=job.id)
     lease = active_lease(client, job.id)
     report = Throttle(client, job.id)
-    manifest = build(
-        spec,
-        placement_group=bundle(lease.usable[0]),
-        on_progress=lambda progress: report(progress.as_report()),
-    )
+    with Stall(spec.name, spec.stall_timeout_s) as stall:
+
+        def on_progress(progress: Progress) -> None:
+            stall.moved()
+            report(progress.as_report())
+
+        manifest = build(spec, placement_group=bundle(lease.usable[0]), on_progress=on_progress)
     client.report(job.id, {"stage": "done", "documents": manifest.documents, "tokens": manifest.tokens})
 
 
 DRIVERS: Mapping[JobKind, Callable[[Job, Client], None]] = {JobKind.TRAIN: train, JobKind.DATA: data}
+
+
+class Stall:
+    """Inside its `with` block, WaitTimeoutError is raised when `moved` was not called for so long, whatever waits.
+
+    An alarm: the main thread is in Ray's code then, which waits without limit. One at a time, in the main thread.
+    """
+
+    def __init__(self, what: str, timeout_s: float) -> None:
+        self._what, self._timeout_s = what, timeout_s
+
+    def __enter__(self) -> Self:
+        self._before = signal.signal(signal.SIGALRM, self._late)
+        self.moved()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, self._before)
+
+    def moved(self) -> None:
+        signal.setitimer(signal.ITIMER_REAL, self._timeout_s)
+
+    def _late(self, number: int, frame: FrameType | None) -> None:
+        raise WaitTimeoutError(
+            f"{self._what} stalled: nothing new was done for {self._timeout_s:g} s.",
+            hint="See its logs for what it waits for, or raise stall_timeout_s.",
+        )
 
 
 class Throttle:

@@ -77,6 +77,8 @@ class DataSpec(Config):
     gang: GangSpec = GangSpec(shapes=(Shape(resources={"CPU": 1.0}),))
     workers: int | None = Field(default=None, ge=1)
     """Processes that tokenize; one for each whole CPU of the lease when left out."""
+    stall_timeout_s: float = Field(default=1800.0, gt=0)
+    """A build of which nothing new is done for so long fails. Learning the tokenizer is one thing."""
     seed: int = 0
     """Chooses the documents that the tokenizer learns from."""
 
@@ -95,6 +97,6 @@ class DataSpec(Config):
 
         Who builds it, with how many workers and where it goes change nothing in it.
         """
-        body = self.model_dump(mode="json", exclude={"name", "team", "out", "gang", "workers"})
+        body = self.model_dump(mode="json", exclude={"name", "team", "out", "gang", "workers", "stall_timeout_s"})
         text = json.dumps({"spec": body, "inputs": inputs, "pipeline": 1}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()

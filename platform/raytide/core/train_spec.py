@@ -99,6 +99,8 @@ class TrainSpec(Config):
     """Every rank writes the sample ids of each step: the audit that a resize changed nothing."""
     collective_timeout_s: float = Field(default=20.0, gt=0)
     """A rank that keeps the others waiting for longer is taken for hung."""
+    stall_timeout_s: float = Field(default=1800.0, gt=0)
+    """A run of which a rank is at one step, load or export for longer fails."""
     gang: GangSpec = GangSpec(shapes=(Shape(resources={"CPU": 1.0}),))
 
     @model_validator(mode="after")

@@ -1,0 +1,76 @@
+"""What a run leaves to read outlives its drivers, however they end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from raytide.actors.trainer.core import StepResult
+from raytide.actors.trainer.driver import _Driver
+from raytide.actors.trainer.generation import Ending, Generation
+from raytide.actors.trainer.record import Record
+from raytide.core.clock import VirtualClock
+from raytide.core.errors import TrainError
+from raytide.core.train_spec import TrainSpec
+
+
+def record_of(spec: TrainSpec) -> Record:
+    return Record(spec, VirtualClock(1000.0))
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> TrainSpec:
+    return TrainSpec(name="small", dataset="none", out=str(tmp_path / "run"), steps=3, stall_timeout_s=60.0)
+
+
+def done(step: int, loss: float) -> StepResult:
+    known: dict[str, Any] = dict.fromkeys(StepResult.__dataclass_fields__, 1)
+    return StepResult(**{**known, "step": step, "loss": loss})
+
+
+def test_a_driver_that_starts_again_knows_how_far_the_run_is(small: TrainSpec) -> None:
+    first = record_of(small)
+    for step, loss in ((1, 3.0), (2, 2.0)):
+        first.step(done(step, loss))
+    again = record_of(small).result()
+    assert (again.steps, again.first_loss, again.loss) == (2, 3.0, 2.0)
+
+
+def test_half_a_line_of_a_killed_driver_is_dropped_and_not_written_behind(small: TrainSpec) -> None:
+    record_of(small).step(done(1, 3.0))
+    metrics = Path(small.out) / "metrics.jsonl"
+    whole = metrics.read_text()
+    metrics.write_text(whole + whole[:10])
+    again = record_of(small)
+    assert again.steps == 1
+    again.step(done(2, 2.0))
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [1, 2]
+
+
+def test_a_run_that_was_over_when_its_driver_started_again_shows_all_its_steps(small: TrainSpec) -> None:
+    driver = object.__new__(_Driver)
+    driver.spec, driver.record = small, record_of(small)
+    driver._account(Ending("done"), had_steps=False)
+    progress = driver._progress(0)
+    assert (progress["step"], progress["steps"]) == (3, 3)
+
+
+def test_a_rank_that_answers_and_gets_nowhere_ends_the_run_with_its_name(small: TrainSpec) -> None:
+    hands: list[Any] = [SimpleNamespace(host=f"member {n}") for n in range(2)]
+    dismissed: list[Any] = []
+    crew: Any = SimpleNamespace(dismiss=dismissed.append)
+    generation = Generation(1, small, hands, crew, None, record_of(small))  # type: ignore[arg-type]
+    generation._refs = {"first": 0, "second": 1}
+    generation._pulse._still_s[1] = 60.0
+    generation._find_stalled()
+    assert dismissed == []
+    generation._pulse._still_s[1], generation._pulse._phase[1] = 60.1, "loading for 60.1 s"
+    generation._find_stalled()
+    ending = generation._ending()
+    assert dismissed == [hands[1]]
+    assert isinstance(ending.error, TrainError)
+    assert "rank 1 on member 1 gets nowhere: loading for 60.1 s" in str(ending.error)
