@@ -39,12 +39,13 @@ _log = logging.getLogger(__name__)
 _FEATURES: frozenset[Feature] = frozenset(
     (
         "best_of",
-        "embeddings",
         "kv_transfer",
         "logprobs",
+        "lora",
         "n",
         "pause",
         "penalties",
+        "prefix_cache",
         "prompt_logprobs",
         "sampling",
         "sleep",
@@ -72,6 +73,9 @@ class EngineLoop:
             max_running=config.max_running,
             max_batch_tokens=config.max_batch_tokens,
             prefix_cache=config.prefix_cache,
+            policy=config.policy,
+            ageing_s=config.ageing_s,
+            swap_cost=self.runner.swap_cost(),
         )
         self.intake = Intake(
             max_len=self.runner.max_len,
@@ -92,7 +96,7 @@ class EngineLoop:
             max_model_len=self.runner.max_len,
             block_size=self.pool.block_size,
             num_blocks=self.pool.num_blocks,
-            features=_features(config),
+            features=_FEATURES if config.prefix_cache else _FEATURES - {"prefix_cache"},
             weights_version=self.weights.version,
         )
 
@@ -190,6 +194,7 @@ class EngineLoop:
         """End every request with an error; for a failure that belongs to no single one."""
         for request_id in self.request_ids:
             self._fail(request_id, error)
+        self.scheduler.invalidate()  # who knows what was computed
 
     def prompt_logits(self, tokens: Items[int]) -> Tensor:
         """float32 [T, V]: what follows each token of a prompt. Raises UsageError as `add` does."""
@@ -274,12 +279,3 @@ class EngineLoop:
         self._counters.finished += 1
         self._counters.prompt_tokens += parent.prompt_len
         self._counters.cached_tokens += parent.num_cached
-
-
-def _features(config: EngineConfig) -> frozenset[Feature]:
-    optional: dict[Feature, bool] = {
-        "deterministic": config.deterministic,
-        "lora": config.max_loras > 0,
-        "prefix_cache": config.prefix_cache,
-    }
-    return _FEATURES | {name for name, on in optional.items() if on}

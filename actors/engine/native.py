@@ -6,18 +6,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from functools import partial
 from typing import Literal, TypeVar
 
 from raytide.actors.engine import kv_transfer, operations
-from raytide.actors.engine.base import BasicEngine, Prompt
+from raytide.actors.engine.base import BasicEngine
 from raytide.actors.engine.config import EngineConfig
 from raytide.actors.engine.core import EngineInfo, EngineStats, GenChunk, GenRequest, Message
 from raytide.actors.engine.engine_thread import EngineThread
 from raytide.actors.engine.kv_handle import KvHandle
 from raytide.actors.engine.loop import EngineLoop
 from raytide.actors.engine.outputs import Failure, Output
-from raytide.actors.engine.pooling import groups
 from raytide.core.errors import ConflictError, EngineError, OverloadedError, RaytideError
 
 __all__ = ["NativeEngine"]
@@ -99,14 +97,6 @@ class NativeEngine(BasicEngine):
 
     async def unload_lora(self, name: str) -> None:
         await self._call(lambda loop: operations.unload_lora(loop, name))
-
-    async def embed(self, batch: Sequence[Prompt]) -> list[list[float]]:
-        check, vectors = self._started().intake.checked, list[list[float]]()
-        prompts = [await self.tokenize(each) if isinstance(each, str) else each for each in batch]
-        checked = [check(f"input {index}", prompt) for index, prompt in enumerate(prompts)]
-        for group in groups(checked, self._config.max_batch_tokens):  # what generates takes its steps in between
-            vectors += await self._call(partial(operations.embed, prompts=group))
-        return vectors
 
     async def drain(self, timeout_s: float) -> bool:
         self._accepting = False

@@ -4,6 +4,8 @@ is due.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from pathlib import Path
 from typing import Literal
@@ -14,6 +16,7 @@ from raytide.actors.engine.adapters import Adapters
 from raytide.actors.engine.architecture import Architecture
 from raytide.actors.engine.batch import PersistentBatch
 from raytide.actors.engine.config import EngineConfig
+from raytide.actors.engine.evict import SwapCost
 from raytide.actors.engine.kv_cache import KvCache
 from raytide.actors.engine.loader import Weights
 from raytide.actors.engine.logprobs import PromptRows
@@ -21,12 +24,15 @@ from raytide.actors.engine.lora import read_adapter
 from raytide.actors.engine.model import Decoder
 from raytide.actors.engine.pooling import Pooling, WholePrompts
 from raytide.actors.engine.sampler import Sampler
-from raytide.actors.engine.sequence import Chunk, Sampled, Sequence
+from raytide.actors.engine.sampling_params import SamplingParams
+from raytide.actors.engine.sequence import Chunk, Sampled, Sequence, StepPlan
 from raytide.core.errors import ConfigError, EngineError
 from raytide.kernels.device import resolve_device
 from raytide.kernels.registry import ops_for
 
 __all__ = ["Runner"]
+
+_MEASURED_TOKENS = 256
 
 
 class Runner:
@@ -81,6 +87,20 @@ class Runner:
             self._model = None
         if self._device.torch_device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def swap_cost(self) -> SwapCost | None:
+        """Measured now, while nothing runs; None without host memory."""
+        if not self.cache.num_host_blocks:
+            return None
+        length = min(_MEASURED_TOKENS, self.max_len - 1)
+        blocks = range(-(-length // self.block_size))
+        prompt = Sequence("measured", [0] * length, length, SamplingParams(), self.max_len, frozenset(), 0)
+        prompt.block_ids += blocks
+        pairs = [(block, block) for block in blocks[: self.cache.num_host_blocks]]
+        prefill_s = _best_s(lambda: self.logits([Chunk(prompt, 0, length)]).cpu())
+        move_s = _best_s(lambda: self.cache.move(StepPlan(swap_out=pairs, swap_in=pairs)))
+        self.release(prompt)
+        return SwapCost(move_s / len(pairs) * length / prefill_s)
 
     def execute_apart(self, chunks: list[Chunk]) -> tuple[dict[str, Sampled], dict[str, Exception]]:
         """Compute the chunks, and when that fails their halves: down to a batch that fits in memory, or to the one at
@@ -162,6 +182,16 @@ class Runner:
         if self._model is None:
             raise EngineError("the engine sleeps without its weights.", hint="Wake it.")
         return self._model
+
+
+def _best_s(work: Callable[[], object]) -> float:
+    """Of three times, after one that warms up."""
+    times = []
+    for _ in range(4):
+        began = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - began)
+    return min(times[1:])
 
 
 def _max_len(config: EngineConfig, arch: Architecture) -> int:

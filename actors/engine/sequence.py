@@ -9,7 +9,10 @@ from raytide.actors.engine.core import FinishReason, TokenLogprobs
 from raytide.actors.engine.sampling_params import SamplingParams
 from raytide.core.errors import RaytideError
 
-__all__ = ["Chunk", "Sampled", "Sequence", "StepPlan"]
+__all__ = ["Chunk", "Rank", "Sampled", "Sequence", "StepPlan"]
+
+Rank = tuple[float, float, int]
+"""Level, due, arrival: the smallest goes first."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,6 +49,15 @@ class Sequence:
     # Of each prompt position computed so far, when the request asks for them; None for the first.
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that the output must not contain
+    # The scheduler's own notes. `host_ids` hold the computed tokens of one that was swapped out.
+    host_ids: list[int] = field(default_factory=list)
+    num_registered: int = 0  # blocks offered to the prefix cache
+    starts: int = 0  # how often it began to run
+    waited_s: float = 0.0  # before it ran last
+    waiting_since_s: float = 0.0
+    level: int = 0
+    rank: Rank = (0.0, 0.0, 0)  # while it runs
+    parent: Sequence | None = None  # whose prompt's KV it starts from
 
     @property
     def num_pending(self) -> int:
@@ -57,7 +69,7 @@ class Sequence:
         return len(self.tokens) - self.prompt_len
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Chunk:
     """Positions start to start + length of one sequence, computed in one step."""
 

@@ -1,0 +1,88 @@
+"""The blocks of one memory: who holds each, which are free, and which still hold a prefix that can be used again.
+
+A block is free when nobody references it; a free block that was registered under a hash keeps its content until it is
+taken, least recently used first. Nothing here touches memory: a block is a number.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+__all__ = ["Tier"]
+
+
+class Tier:
+    """Every operation is O(1) per block."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.refs = array("i", bytes(4 * num_blocks))
+        self._hash_of: list[bytes | None] = [None] * num_blocks
+        self._block_of: dict[bytes, int] = {}
+        # An OrderedDict is a linked list in C; the same over two arrays takes three times as long.
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # next to be taken first
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self) -> tuple[int, bytes | None]:
+        """A block with one reference, and the hash of what it cached until now. The caller has checked `num_free`."""
+        block, _ = self._free.popitem(last=False)
+        stale = self._hash_of[block]
+        if stale is not None:
+            self.forget(block)
+        self.refs[block] = 1
+        return block, stale
+
+    def share(self, block: int) -> None:
+        """Add a reference."""
+        if self.refs[block] == 0:
+            del self._free[block]
+        self.refs[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Drop one reference each. Cached ones wait at the far end of the free list, later blocks taken before
+        earlier ones, since a prefix is of no use without its start.
+        """
+        for block in reversed(blocks):
+            self.refs[block] -= 1
+            if self.refs[block] == 0:
+                self._free[block] = None
+                if self._hash_of[block] is None:
+                    self._free.move_to_end(block, last=False)
+
+    def find(self, block_hash: bytes | None) -> int | None:
+        """The block that holds this, referenced or not."""
+        return None if block_hash is None else self._block_of.get(block_hash)
+
+    def register(self, block: int, block_hash: bytes) -> None:
+        """Remember what a full block holds. The first block registered under a hash stays the one to share."""
+        if block_hash not in self._block_of and self._hash_of[block] is None:
+            self._block_of[block_hash] = block
+            self._hash_of[block] = block_hash
+
+    def forget(self, block: int) -> bytes | None:
+        """Share the block's content with nobody from now on; what it was registered under."""
+        stale = self._hash_of[block]
+        if stale is not None:
+            del self._block_of[stale]
+            self._hash_of[block] = None
+        return stale
+
+    def forget_all(self) -> None:
+        for block in list(self._block_of.values()):
+            self.forget(block)
+
+    def check(self, tables: Iterable[Sequence[int]]) -> None:
+        """Raise AssertionError unless the counts agree with the tables of all living sequences. For tests."""
+        held = [0] * self.num_blocks
+        for table in tables:
+            assert len(set(table)) == len(table), "a sequence holds a block twice"
+            for block in table:
+                held[block] += 1
+        assert held == self.refs.tolist(), "reference counts differ from the block tables"
+        assert set(self._free) == {block for block, refs in enumerate(held) if refs == 0}, "free list is wrong"
+        assert {h: b for b, h in enumerate(self._hash_of) if h is not None} == self._block_of, "hash index is wrong"

@@ -1,0 +1,161 @@
+"""A model of what the KV memory holds, and a fake language model over it, to run the scheduler and its pool against.
+
+Each slot holds what it was computed from: salt, version of the weights, and all tokens up to its own. So a block that
+is shared by mistake, moved too late or offered too early is seen as soon as somebody reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from raytide.actors.engine.blocks import BlockPool, chain_hash
+from raytide.actors.engine.sampling_params import SamplingParams
+from raytide.actors.engine.scheduler import Scheduler
+from raytide.actors.engine.sequence import Chunk, Sequence, StepPlan
+
+STOP = 3
+GREEDY = SamplingParams(temperature=0)
+
+Slot = tuple[bytes, int, tuple[int, ...]] | str | None
+
+
+def sequence(name: str, prompt: Iterable[int], max_new: int, **fields: object) -> Sequence:
+    tokens = list(prompt)
+    return Sequence(name, tokens, len(tokens), GREEDY, len(tokens) + max_new, frozenset({STOP}), 0, **fields)  # type: ignore[arg-type]
+
+
+def next_token(tokens: list[int]) -> int:
+    """What the fake model says, a function of the tokens alone; it stops now and then."""
+    return sum(token * (31 + 7 * at) for at, token in enumerate(tokens[-3:])) * (len(tokens) + 5) % 6
+
+
+def tokens_alone(seq: Sequence) -> list[int]:
+    """All tokens that the sequence ends with when nobody disturbs it."""
+    tokens = seq.tokens[: seq.prompt_len]
+    while len(tokens) < seq.max_len:
+        tokens.append(next_token(tokens))
+        if tokens[-1] == STOP:
+            break
+    return tokens
+
+
+class Memory:
+    """The device's and the host's blocks. `step` is what a runner does with a plan."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.pool, self.version = pool, 0
+        self.device: list[list[Slot]] = [[None] * pool.block_size for _ in range(pool.num_blocks)]
+        self.host: list[list[Slot]] = [[None] * pool.block_size for _ in range(pool.host.num_blocks)]
+        self._hashes: dict[tuple[bytes, tuple[int, ...]], bytes] = {}
+
+    def move(self, plan: StepPlan) -> None:
+        for moves, source, target in (
+            (plan.swap_out, self.device, self.host),
+            (plan.swap_in, self.host, self.device),
+            (plan.copies, self.device, self.device),
+        ):
+            targets = [to for _, to in moves]
+            assert len(set(targets)) == len(targets), "two moves write one block"
+            content = [list(source[at]) for at, _ in moves]
+            for to, slots in zip(targets, content, strict=True):
+                target[to] = slots
+
+    def compute(self, chunks: list[Chunk], poisoned: Sequence | None = None) -> None:
+        size = self.pool.block_size
+        written: set[tuple[int, int]] = set()
+        for chunk in chunks:
+            for at in range(chunk.start, chunk.start + chunk.length):
+                block = chunk.seq.block_ids[at // size]
+                assert self.pool.device.refs[block] == 1, "a shared block is written"
+                assert (block, at % size) not in written, "two tokens share a slot"
+                written.add((block, at % size))
+                self.device[block][at % size] = "poison" if chunk.seq is poisoned else self.right(chunk.seq, at)
+        for chunk in chunks:
+            if chunk.seq is not poisoned:
+                self.check_sequence(chunk.seq, chunk.seq.block_ids, self.device, chunk.start + chunk.length)
+
+    def right(self, seq: Sequence, at: int) -> Slot:
+        return seq.salt, self.version, tuple(seq.tokens[: at + 1])
+
+    def fill(self, seq: Sequence) -> None:
+        """As an import of KV does."""
+        size = self.pool.block_size
+        for at in range(seq.num_computed):
+            self.device[seq.block_ids[at // size]][at % size] = self.right(seq, at)
+
+    def check_sequence(self, seq: Sequence, blocks: list[int], memory: list[list[Slot]], num_tokens: int) -> None:
+        size = self.pool.block_size
+        for at in range(num_tokens):
+            assert memory[blocks[at // size]][at % size] == self.right(seq, at), f"{seq.seq_id} reads another's KV"
+
+    def check_index(self) -> None:
+        """What is registered anywhere is there, whole, and of the present weights."""
+        for tier, memory in ((self.pool.device, self.device), (self.pool.host, self.host)):
+            for block, slots in enumerate(memory):
+                registered = tier.forget(block)
+                if registered is None:
+                    continue
+                tier.register(block, registered)
+                last = slots[-1]
+                assert isinstance(last, tuple), "a block is offered that holds nothing, or poison"
+                salt, version, tokens = last
+                assert version == self.version, "stale KV is offered"
+                assert self._hash(salt, tokens) == registered, "a block is offered as what it is not"
+                starts = range(len(tokens) - len(slots) + 1, len(tokens) + 1)
+                assert slots == [(salt, version, tokens[:end]) for end in starts]
+
+    def _hash(self, salt: bytes, tokens: tuple[int, ...]) -> bytes:
+        if not tokens:
+            return salt
+        known = self._hashes.get((salt, tokens))
+        if known is None:
+            size = self.pool.block_size
+            known = chain_hash(self._hash(salt, tokens[:-size]), tokens[-size:])
+            self._hashes[salt, tokens] = known
+        return known
+
+
+class Life:
+    """A scheduler at work on its memory."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler, self.memory = scheduler, Memory(scheduler.pool)
+        self.alive: list[Sequence] = []
+        self.now_s = 0.0
+
+    def add(self, seq: Sequence) -> Sequence:
+        seq.arrival_s = self.now_s
+        self.scheduler.add(seq)
+        self.alive.append(seq)
+        return seq
+
+    def fork(self, parent: Sequence, child: Sequence) -> Sequence:
+        child.arrival_s = self.now_s
+        self.scheduler.fork(parent, child)
+        self.alive.append(child)
+        return child
+
+    def step(self, poisoned: Sequence | None = None) -> StepPlan:
+        plan = self.scheduler.plan(self.now_s)
+        self.execute(plan, poisoned)
+        return plan
+
+    def execute(self, plan: StepPlan, poisoned: Sequence | None = None) -> None:
+        self.memory.move(plan)
+        self.memory.compute(plan.chunks, poisoned)
+        if poisoned is not None:
+            for block in self.scheduler.pool.discard(poisoned.block_ids):
+                self.memory.device[block] = ["scrubbed"] * self.scheduler.pool.block_size
+            self.scheduler.finish(poisoned, "error")
+        due = {chunk.seq.seq_id: next_token(chunk.seq.tokens) for chunk in plan.chunks if chunk.samples}
+        if poisoned is not None:
+            due.pop(poisoned.seq_id, None)
+        self.scheduler.commit(plan, due)
+        self.alive = [seq for seq in self.alive if seq.finish_reason is None]
+
+    def run(self, most: int = 5000) -> None:
+        """Until everybody has finished."""
+        while self.scheduler.has_work:
+            self.step()
+            most -= 1
+            assert most, "no end is in sight"
