@@ -23,7 +23,7 @@ class Voice:
         self.finish_reason: FinishReason | None = None
         self._request, self._index, self._reply = request, index, reply
         self._limit = min(request.sampling.max_tokens or room, room)
-        self._scanner = StopScanner(request.sampling.stop)
+        self._scanner = StopScanner.of(request.sampling)
 
     def next(self) -> GenChunk:
         params = self._request.sampling

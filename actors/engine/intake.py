@@ -8,8 +8,12 @@ from collections.abc import Sequence as Items
 from dataclasses import replace
 from hashlib import blake2b
 
+from raytide.actors.engine.bans import bad_word_tokens
 from raytide.actors.engine.core import GenRequest
+from raytide.actors.engine.sampling_params import SamplingParams
 from raytide.actors.engine.sequence import Sequence
+from raytide.actors.engine.structured import Grammar, Grammars
+from raytide.actors.engine.tokenizer import Tokenizer
 from raytide.core.errors import UsageError
 
 __all__ = ["Intake", "salt_of"]
@@ -19,8 +23,17 @@ class Intake:
     """Knows the model's limits, and counts the seeds of requests that bring none."""
 
     def __init__(
-        self, *, max_len: int, max_samples: int, vocab_size: int, eos: frozenset[int], seed: int | None
+        self,
+        tokenizer: Tokenizer,
+        *,
+        max_len: int,
+        max_samples: int,
+        vocab_size: int,
+        eos: frozenset[int],
+        seed: int | None,
     ) -> None:
+        self.grammars = Grammars(tokenizer.rust.to_str, vocab_size, eos)
+        self._tokenizer = tokenizer
         self._max_len, self._max_samples, self._vocab_size, self._eos = max_len, max_samples, vocab_size, eos
         self._seed = secrets.randbits(62) if seed is None else seed
 
@@ -38,10 +51,19 @@ class Intake:
             )
         return tokens
 
-    def sequences(self, request: GenRequest, prompt: Items[int], salt: bytes, now_s: float) -> list[Sequence]:
-        """One for each sample. Sample i of a seeded request is what the request alone with seed + i would give."""
+    def sequences(
+        self, request: GenRequest, prompt: Items[int], salt: bytes, now_s: float, grammar: Grammar | None = None
+    ) -> list[Sequence]:
+        """One for each sample. Sample i of a seeded request is what the request alone with seed + i would give.
+
+        Waits for the grammar of structured output unless it is given.
+        """
         params, limit = request.sampling, self._max_len
         tokens = self.checked(f"request {request.request_id}", prompt)
+        self._check_tokens(request.request_id, params)
+        if params.structured is not None and grammar is None:
+            grammar = self.grammars.compile(params.structured)
+        bad_words = bad_word_tokens(params.bad_words, self._tokenizer.encode_plain, self._tokenizer.rust.token_to_id)
         if params.num_samples > self._max_samples:
             raise UsageError(
                 f"request {request.request_id} asks for {params.num_samples} samples; the engine runs "
@@ -68,9 +90,20 @@ class Intake:
                 reads_cache=index > 0 or params.prompt_logprobs is None,
                 request_id=request.request_id,
                 index=index,
+                bad_words=bad_words,
+                grammar=grammar,
             )
             for index in range(params.num_samples)
         ]
+
+    def _check_tokens(self, request_id: str, params: SamplingParams) -> None:
+        for name in ("logit_bias", "stop_token_ids"):
+            unknown = [token for token in getattr(params, name) if not 0 <= token < self._vocab_size]
+            if unknown:
+                raise UsageError(
+                    f"request {request_id}: {name} has token {unknown[0]}; the model has 0 to {self._vocab_size - 1}.",
+                    hint="Use the tokenizer of this model.",
+                )
 
 
 def salt_of(weights_version: str, adapter: str, cache_salt: str) -> bytes:

@@ -11,6 +11,7 @@ from raytide.actors.engine.core import GenRequest
 from raytide.actors.engine.kv_handle import KvHandle, KvHeader
 from raytide.actors.engine.loop import EngineLoop
 from raytide.actors.engine.sequence import Sequence
+from raytide.actors.engine.structured import Grammar
 from raytide.core.errors import ConflictError, UsageError
 
 __all__ = ["export_kv", "import_kv"]
@@ -30,11 +31,13 @@ def export_kv(loop: EngineLoop, request_id: str) -> KvHandle:
     return KvHandle(header, layers)
 
 
-def import_kv(loop: EngineLoop, handle: KvHandle, request: GenRequest, prompt: Items[int]) -> None:
+def import_kv(
+    loop: EngineLoop, handle: KvHandle, request: GenRequest, prompt: Items[int], grammar: Grammar | None = None
+) -> None:
     """Go on with an exported request. Where there is no room for its KV now, it queues and is computed again."""
     header, now_s = handle.header, time.monotonic()
     check_features(request, loop.info.features, loop.info.backend)
-    seqs = loop.intake.sequences(request, prompt, loop.salt(request.lora, request.cache_salt), now_s)
+    seqs = loop.intake.sequences(request, prompt, loop.salt(request.lora, request.cache_salt), now_s, grammar)
     loop.check_room(seqs)
     seq = seqs[0]
     handle.check_fits(_header(loop, seq))

@@ -25,6 +25,7 @@ from raytide.actors.engine.runner import Runner
 from raytide.actors.engine.scheduler import Scheduler
 from raytide.actors.engine.sequence import Sampled, Sequence, StepPlan
 from raytide.actors.engine.stops import StopScanner
+from raytide.actors.engine.structured import Grammar
 from raytide.actors.engine.tokenizer import Tokenizer
 from raytide.actors.engine.weights import WeightsSource
 from raytide.core.errors import ConflictError, NotFoundError, OverloadedError
@@ -38,10 +39,13 @@ _log = logging.getLogger(__name__)
 
 _FEATURES: frozenset[Feature] = frozenset(
     (
+        "bad_words",
         "best_of",
         "kv_transfer",
+        "logit_bias",
         "logprobs",
         "lora",
+        "min_tokens",
         "n",
         "pause",
         "penalties",
@@ -50,6 +54,7 @@ _FEATURES: frozenset[Feature] = frozenset(
         "sampling",
         "sleep",
         "stop_strings",
+        "structured",
         "weights_swap",
     )
 )
@@ -78,6 +83,7 @@ class EngineLoop:
             swap_cost=self.runner.swap_cost(),
         )
         self.intake = Intake(
+            self.tokenizer,
             max_len=self.runner.max_len,
             max_samples=config.max_running,
             vocab_size=arch.vocab_size,
@@ -108,12 +114,14 @@ class EngineLoop:
     def request_ids(self) -> list[str]:
         return list(self._answers)
 
-    def add(self, request: GenRequest, prompt: Items[int]) -> None:
-        """Queue a request whose prompt is already token ids. Raises UsageError, ConflictError or OverloadedError."""
+    def add(self, request: GenRequest, prompt: Items[int], grammar: Grammar | None = None) -> None:
+        """Queue a request whose prompt is already token ids, and perhaps its grammar compiled. Raises UsageError,
+        ConflictError or OverloadedError.
+        """
         now_s = time.monotonic()
         check_features(request, self.info.features, self.info.backend)
         parent, *children = seqs = self.intake.sequences(
-            request, prompt, self.salt(request.lora, request.cache_salt), now_s
+            request, prompt, self.salt(request.lora, request.cache_salt), now_s, grammar
         )
         self.check_room(seqs)
         self.scheduler.add(parent)
@@ -143,7 +151,7 @@ class EngineLoop:
 
     def answer(self, request: GenRequest, seqs: Items[Sequence], now_s: float) -> Answer:
         """Begin to collect what sequences that are in the scheduler will say."""
-        samples = [Sample(seq, self._vocabulary.stream(), StopScanner(request.sampling.stop)) for seq in seqs]
+        samples = [Sample(seq, self._vocabulary.stream(), StopScanner.of(request.sampling)) for seq in seqs]
         answer = self._answers[request.request_id] = Answer(request, samples, now_s)
         for sample in samples:
             self._samples[sample.seq.seq_id] = answer, sample

@@ -9,13 +9,14 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Literal, TypeVar
 
 from raytide.actors.engine import kv_transfer, operations
-from raytide.actors.engine.base import BasicEngine
+from raytide.actors.engine.base import BasicEngine, check_features
 from raytide.actors.engine.config import EngineConfig
 from raytide.actors.engine.core import EngineInfo, EngineStats, GenChunk, GenRequest, Message
 from raytide.actors.engine.engine_thread import EngineThread
 from raytide.actors.engine.kv_handle import KvHandle
 from raytide.actors.engine.loop import EngineLoop
-from raytide.actors.engine.outputs import Failure, Output
+from raytide.actors.engine.outputs import Failure, Output, aborted_chunks
+from raytide.actors.engine.structured import Grammar
 from raytide.core.errors import ConflictError, EngineError, OverloadedError, RaytideError
 
 __all__ = ["NativeEngine"]
@@ -33,6 +34,7 @@ class NativeEngine(BasicEngine):
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._streams: dict[str, asyncio.Queue[Output]] = {}
+        self._compiling: dict[str, asyncio.Future[Grammar]] = {}  # of requests that have not entered
         self._idle = asyncio.Event()
         self._idle.set()
         self._accepting = False
@@ -48,15 +50,21 @@ class NativeEngine(BasicEngine):
         return self._loop.info
 
     def generate(self, request: GenRequest) -> AsyncIterator[GenChunk]:
-        return self._stream(request, lambda loop, prompt: loop.add(request, prompt))
+        return self._stream(request, lambda loop, prompt, grammar: loop.add(request, prompt, grammar))
 
     def import_kv(self, handle: KvHandle, request: GenRequest) -> AsyncIterator[GenChunk]:
-        return self._stream(request, lambda loop, prompt: kv_transfer.import_kv(loop, handle, request, prompt))
+        def enter(loop: EngineLoop, prompt: Sequence[int], grammar: Grammar | None) -> None:
+            kv_transfer.import_kv(loop, handle, request, prompt, grammar)
+
+        return self._stream(request, enter)
 
     async def export_kv(self, request_id: str) -> KvHandle:
         return await self._call(lambda loop: kv_transfer.export_kv(loop, request_id))
 
     async def abort(self, request_id: str) -> bool:
+        if request_id in self._compiling:
+            self._compiling[request_id].cancel()
+            return True
         try:
             return await self._call(lambda loop: loop.abort(request_id))
         except EngineError:  # it has stopped: nothing is here
@@ -124,9 +132,11 @@ class NativeEngine(BasicEngine):
         return self._thread.call(command)
 
     async def _stream(
-        self, request: GenRequest, enter: Callable[[EngineLoop, Sequence[int]], None]
+        self, request: GenRequest, enter: Callable[[EngineLoop, Sequence[int], Grammar | None], None]
     ) -> AsyncIterator[GenChunk]:
-        """Have a request enter the loop, and yield what comes of it."""
+        """Have a request enter the loop, and yield what comes of it. It waits for its grammar out here, where it holds
+        up nobody.
+        """
         request_id = request.request_id
         prompt = await self.tokenize(request.prompt) if isinstance(request.prompt, str) else request.prompt
         if not self._accepting:
@@ -135,10 +145,16 @@ class NativeEngine(BasicEngine):
             raise ConflictError(f"request {request_id} is already running.", hint="Give each request its own id.")
         stream = self._streams[request_id] = asyncio.Queue[Output]()
         self._idle.clear()
-        entered = self._call(lambda loop: enter(loop, prompt))
-        entered.add_done_callback(lambda done: _refused(stream, request_id, done))
         ended = False
         try:
+            grammar = await self._grammar(request)
+            if grammar == "aborted":
+                ended = True
+                for chunk in aborted_chunks(request, len(prompt)):
+                    yield chunk
+                return
+            entered = self._call(lambda loop: enter(loop, prompt, grammar))
+            entered.add_done_callback(lambda done: _refused(stream, request_id, done))
             while not ended:
                 output = await stream.get()
                 ended = isinstance(output, Failure) or output.usage is not None
@@ -152,6 +168,20 @@ class NativeEngine(BasicEngine):
                 closing = asyncio.ensure_future(self.abort(request_id))
                 closing.add_done_callback(lambda _: self._forget(request_id))
                 await asyncio.shield(closing)
+
+    async def _grammar(self, request: GenRequest) -> Grammar | Literal["aborted"] | None:
+        loop, structured = self._started(), request.sampling.structured
+        if structured is None:
+            return None
+        check_features(request, loop.info.features, self.backend)
+        compiling = asyncio.ensure_future(loop.intake.grammars.compile_async(structured))
+        self._compiling[request.request_id] = compiling
+        try:
+            await asyncio.wait({compiling})
+        finally:
+            del self._compiling[request.request_id]
+            compiling.cancel()
+        return "aborted" if compiling.cancelled() else compiling.result()
 
     def _forget(self, request_id: str) -> None:
         self._streams.pop(request_id, None)

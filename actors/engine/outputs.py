@@ -10,7 +10,7 @@ from raytide.actors.engine.sequence import Sampled, Sequence
 from raytide.actors.engine.stops import StopScanner
 from raytide.core.errors import EngineError, RaytideError
 
-__all__ = ["Answer", "Failure", "Output", "Sample"]
+__all__ = ["Answer", "Failure", "Output", "Sample", "aborted_chunks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +126,13 @@ class Answer:
             usage=Usage(parent.prompt_len, output_len, parent.num_cached),
             timing=Timing(started_s - self._added_s, max(0.0, first_s - started_s), now_s - first_s),
         )
+
+
+def aborted_chunks(request: GenRequest, prompt_len: int) -> list[GenChunk]:
+    """Of a request that was aborted before it had sequences."""
+    chunks = [GenChunk(request.request_id, [], "", "abort", index=index) for index in range(request.sampling.n)]
+    chunks[-1] = replace(chunks[-1], usage=Usage(prompt_len, 0), timing=Timing(0.0, 0.0, 0.0))
+    return chunks
 
 
 def _merged(chunks: list[GenChunk], index: int) -> GenChunk:

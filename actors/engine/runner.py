@@ -57,7 +57,7 @@ class Runner:
         self.use(self.load(Path(config.model_dir)))
         self.allocate()
         self._batch = PersistentBatch(config.max_running, self.max_len, self.block_size, self._device.torch_device)
-        self._sampler = Sampler(arch.vocab_size)
+        self._sampler = Sampler()
 
     def load(self, model_dir: Path) -> Decoder:
         """Read weights; what runs goes on with its own meanwhile."""

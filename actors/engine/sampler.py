@@ -1,153 +1,151 @@
 """From logits to tokens. Each row's token depends on its logits, parameters, seed and position alone, never on the
 batch.
 
-A random token takes one uniform number, hashed from (seed, position), through the inverse of the row's cumulative
-distribution; so no random state lives anywhere, and a sequence that is computed again draws the same again.
+In this order: log probabilities are noted, logit bias, penalties, the grammar's mask, bans, then the choice.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+
 import torch
 
+from raytide.actors.engine.bans import banned_tokens
+from raytide.actors.engine.constraint import Constraint
+from raytide.actors.engine.draw import Draws
 from raytide.actors.engine.logprobs import token_logprobs
+from raytide.actors.engine.penalties import Occurrences, penalize
 from raytide.actors.engine.sequence import Sampled, Sequence
+from raytide.core.errors import RaytideError, UsageError
 
-__all__ = ["Sampler", "uniform"]
+__all__ = ["Sampler"]
 
 Tensor = torch.Tensor
 
-_MASK = (1 << 64) - 1
-_FIRST_CANDIDATES = 64
-
 
 class Sampler:
-    """Keeps, for sequences with penalties only, how often each token has occurred."""
+    """Keeps what it has learned of a sequence's tokens (their counts, the state of its grammar) until told to forget;
+    after that it learns it again from the tokens.
+    """
 
-    def __init__(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
-        self._counts: dict[str, _Counts] = {}
+    def __init__(self) -> None:
+        self._occurrences: dict[str, Occurrences] = {}
+        self._constraint = Constraint()
+        self._batch = _Batch([], torch.device("cpu"))
 
     def forget(self, seq: Sequence) -> None:
-        self._counts.pop(seq.seq_id, None)
+        self._occurrences.pop(seq.seq_id, None)
+        self._constraint.forget(seq)
 
     @torch.inference_mode()
     def sample(self, logits_RV: Tensor, seqs: list[Sequence]) -> list[Sampled]:
-        """The next token of each row; -1 for a row without a finite maximum, which means the model broke on it.
+        """The next token of each row; -1 for a row without a finite maximum, which means the model broke on it, and for
+        one whose `error` says why it has none.
 
         The logits are the sampler's to change.
         """
-        asked = [row for row, seq in enumerate(seqs) if seq.params.needs_logprobs]
-        untouched_RV = logits_RV[asked] if asked else logits_RV
-        broken = ~torch.isfinite(logits_RV.amax(-1))
-        for row, seq in enumerate(seqs):
-            if seq.params.has_penalties:
-                self._penalize(logits_RV[row], seq)
-        drawn = [row for row, seq in enumerate(seqs) if not seq.params.is_greedy]
-        if len(drawn) == len(seqs):
-            tokens = _draw(logits_RV, seqs)
-        else:
-            tokens = _argmax(logits_RV)
-            if drawn:
-                tokens[drawn] = _draw(logits_RV[drawn], [seqs[row] for row in drawn])
-        tokens[broken] = -1
-        sampled = [Sampled(token) for token in tokens.tolist()]
-        asked_tokens = [max(0, sampled[row].token) for row in asked]
-        counts = [seqs[row].params.logprobs or 0 for row in asked]
-        for row, logprobs in zip(asked, token_logprobs(untouched_RV, asked_tokens, counts), strict=True):
+        if seqs != self._batch.seqs:  # by identity: while the batch stays, nothing is asked of its sequences again
+            self._batch = _Batch(seqs, logits_RV.device)
+        batch = self._batch
+        if batch.is_plain:
+            return _greedy(logits_RV)
+        is_broken_R = ~logits_RV.amax(-1).isfinite()
+        untouched_RV = logits_RV[batch.reporting] if batch.reporting else logits_RV
+        errors = self._shape(logits_RV, batch)
+        tokens = _choose(logits_RV, batch)
+        tokens[is_broken_R] = -1
+        sampled = list(map(Sampled, tokens.tolist()))
+        for row, error in errors.items():
+            sampled[row] = Sampled(-1, error=error)
+        self._constraint.advance([(seqs[row], sampled[row]) for row in batch.structured])
+        chosen = [max(0, sampled[row].token) for row in batch.reporting]
+        for row, logprobs in zip(
+            batch.reporting, token_logprobs(untouched_RV, chosen, batch.logprob_counts), strict=True
+        ):
             sampled[row].logprobs = logprobs
         return sampled
 
-    def _penalize(self, logits_V: Tensor, seq: Sequence) -> None:
-        counts = self._counts.get(seq.seq_id)
-        if counts is None:
-            counts = self._counts[seq.seq_id] = _Counts(self._vocab_size, logits_V.device)
-        counts.update(seq)
-        params = seq.params
-        if params.repetition_penalty != 1.0:
-            factor = torch.where(logits_V > 0, 1.0 / params.repetition_penalty, params.repetition_penalty)
-            logits_V.mul_(torch.where(counts.seen_V, factor, 1.0))
-        logits_V.sub_(counts.output_V * params.frequency_penalty)
-        logits_V.sub_((counts.output_V > 0) * params.presence_penalty)
+    def _shape(self, logits_RV: Tensor, batch: _Batch) -> dict[int, RaytideError]:
+        """Change the logits as the parameters ask; the rows for which that fails."""
+        seqs = batch.seqs
+        if batch.bias is not None:
+            rows, tokens, values = batch.bias
+            logits_RV[rows, tokens] += values
+        if batch.penalized:
+            penalized = [seqs[row] for row in batch.penalized]
+            seen = [self._occurrences.setdefault(seq.seq_id, Occurrences(seq)) for seq in penalized]
+            penalize(logits_RV, batch.penalized, penalized, seen)
+        errors = self._constraint.mask(logits_RV, [(row, seqs[row]) for row in batch.structured])
+        bans = {row: banned for row in batch.banning if (banned := banned_tokens(seqs[row]))}
+        if bans:
+            _ban(logits_RV, bans, batch.structured)
+            for row in bans:
+                if row not in errors and bool(logits_RV[row].amax() == -torch.inf):
+                    hint = "Leave some token out of bad_words, stop_token_ids or min_tokens."
+                    errors[row] = UsageError(f"request {seqs[row].seq_id}: every token is banned.", hint=hint)
+        return errors
 
 
-class _Counts:
-    """Which tokens a sequence has seen, and how often each is in its output; extended by what is new since the last
-    step.
-    """
+class _Batch:
+    """Which rows ask for what, found out once for as long as the same sequences run."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self.seen_V = torch.zeros(vocab_size, dtype=torch.bool, device=device)
-        self.output_V = torch.zeros(vocab_size, device=device)
-        self._known = 0
+    def __init__(self, seqs: list[Sequence], device: torch.device) -> None:
+        self.seqs = list(seqs)
+        self.reporting = self._rows(lambda seq: seq.params.needs_logprobs)
+        self.logprob_counts = [seqs[row].params.logprobs or 0 for row in self.reporting]
+        self.penalized = self._rows(lambda seq: seq.params.has_penalties)
+        self.structured = self._rows(lambda seq: seq.grammar is not None)
+        self.banning = self._rows(lambda seq: bool(seq.bad_words) or seq.params.min_tokens > 0)
+        self.bias = _bias(seqs, device)
+        self.drawn = self._rows(lambda seq: not seq.params.is_greedy)
+        self.draws = Draws([seqs[row].params for row in self.drawn], [seqs[row].seed for row in self.drawn], device)
+        shaped = self.reporting or self.penalized or self.structured or self.banning or self.bias
+        self.is_plain = not (shaped or self.drawn)
 
-    def update(self, seq: Sequence) -> None:
-        new = torch.tensor(seq.tokens[self._known :], device=self.seen_V.device)
-        self.seen_V[new] = True
-        output = new[max(0, seq.prompt_len - self._known) :]
-        self.output_V.index_add_(0, output, torch.ones(len(output), device=new.device))
-        self._known = len(seq.tokens)
+    def _rows(self, holds: Callable[[Sequence], bool]) -> list[int]:
+        return [row for row, seq in enumerate(self.seqs) if holds(seq)]
+
+
+def _bias(seqs: Items[Sequence], device: torch.device) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Rows, tokens and values of every logit bias."""
+    entries = [(row, token, value) for row, seq in enumerate(seqs) for token, value in seq.params.logit_bias.items()]
+    if not entries:
+        return None
+    rows, tokens, values = zip(*entries, strict=True)
+    return torch.tensor(rows, device=device), torch.tensor(tokens, device=device), torch.tensor(values, device=device)
+
+
+def _ban(logits_RV: Tensor, bans: dict[int, list[int]], structured: Items[int]) -> None:
+    """Rule tokens out. Where a grammar leaves nothing else, it wins: an output cannot go on behind its end."""
+    ruled = [row for row in bans if row in structured]
+    before_RV = logits_RV[ruled] if ruled else None
+    rows = [row for row, banned in bans.items() for _ in banned]
+    tokens = [token for banned in bans.values() for token in banned]
+    logits_RV[torch.tensor(rows, device=logits_RV.device), torch.tensor(tokens, device=logits_RV.device)] = -torch.inf
+    if before_RV is not None:
+        is_empty = (logits_RV[ruled].amax(-1) == -torch.inf)[:, None]
+        logits_RV[ruled] = torch.where(is_empty, before_RV, logits_RV[ruled])
+
+
+def _choose(logits_RV: Tensor, batch: _Batch) -> Tensor:
+    positions = [len(batch.seqs[row].tokens) for row in batch.drawn]
+    if len(batch.drawn) == len(batch.seqs):
+        return batch.draws.draw(logits_RV, positions)
+    tokens = _argmax(logits_RV)
+    if batch.drawn:
+        tokens[batch.drawn] = batch.draws.draw(logits_RV[batch.drawn], positions)
+    return tokens
+
+
+def _greedy(logits_RV: Tensor) -> list[Sampled]:
+    """A not-a-number counts as the largest, and infinity is it: the chosen logit tells whether the row is sound."""
+    tokens_R = _argmax(logits_RV)
+    is_sound_R = logits_RV.gather(-1, tokens_R[:, None]).isfinite().squeeze(1)
+    return list(map(Sampled, torch.where(is_sound_R, tokens_R, -1).tolist()))
 
 
 def _argmax(logits_RV: Tensor) -> Tensor:
     if logits_RV.device.type == "cpu":  # torch's own takes ten times as long there
         return torch.from_numpy(logits_RV.numpy().argmax(-1))
     return logits_RV.argmax(-1)
-
-
-def _draw(logits_RV: Tensor, seqs: list[Sequence]) -> Tensor:
-    """One random token per row."""
-    device = logits_RV.device
-    temperatures = torch.tensor([max(seq.params.temperature, 1e-5) for seq in seqs], device=device)
-    probs_RV = (logits_RV / temperatures[:, None]).softmax(-1)
-    filtered = [row for row, seq in enumerate(seqs) if seq.params.has_filters]
-    if filtered:
-        probs_RV[filtered] = _filter(probs_RV[filtered], [seqs[row] for row in filtered])
-    cumulative_RV = probs_RV.cumsum(-1, dtype=torch.float64)
-    points = torch.tensor([uniform(seq.seed, len(seq.tokens)) for seq in seqs], dtype=torch.float64, device=device)
-    points = points * cumulative_RV[:, -1]
-    return torch.searchsorted(cumulative_RV, points[:, None], right=True).squeeze(1)  # right: steps over probability 0
-
-
-def _filter(probs_RV: Tensor, seqs: list[Sequence]) -> Tensor:
-    """Zero what top_k, then top_p, and min_p exclude. Ties with the least token that is kept are kept too."""
-    min_p = torch.tensor([seq.params.min_p for seq in seqs], device=probs_RV.device)
-    floor_R = min_p * probs_RV.amax(-1)
-    ranked = [row for row, seq in enumerate(seqs) if seq.params.top_k or seq.params.top_p < 1.0]
-    if ranked:
-        floor_R[ranked] = torch.maximum(floor_R[ranked], _rank_floor(probs_RV[ranked], [seqs[row] for row in ranked]))
-    return probs_RV.masked_fill(probs_RV < floor_R[:, None], 0.0)
-
-
-def _rank_floor(probs_RV: Tensor, seqs: list[Sequence]) -> Tensor:
-    """The least probability that top_k and then top_p (of what top_k left) keep.
-
-    Sorting the vocabulary is dear, so the largest few are tried first; how many were tried does not change the answer.
-    """
-    device, vocab = probs_RV.device, probs_RV.shape[-1]
-    limits = [min(seq.params.top_k or vocab, vocab) for seq in seqs]
-    top_k = torch.tensor(limits, device=device)[:, None]
-    top_p = torch.tensor([seq.params.top_p for seq in seqs], dtype=torch.float64, device=device)[:, None]
-    candidates = min(vocab, max([_FIRST_CANDIDATES, *(limit for limit in limits if limit < vocab)]))
-    while True:
-        best_RC = probs_RV.topk(candidates).values
-        mass_RC = torch.where(torch.arange(candidates, device=device) < top_k, best_RC, 0.0).cumsum(
-            -1, dtype=torch.float64
-        )
-        total_R1 = torch.where(top_k < vocab, mass_RC[:, -1:], 1.0)
-        kept = torch.where(top_p < 1.0, (mass_RC < top_p * total_R1).sum(-1, keepdim=True) + 1, vocab)
-        kept = torch.minimum(kept, top_k)
-        if candidates == vocab or bool((kept <= candidates).all()):
-            return best_RC.gather(-1, kept.clamp_max(candidates) - 1).squeeze(1)
-        candidates = min(candidates * 8, vocab)
-
-
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that (seed, position) determines: two rounds of splitmix64's finalizer."""
-    return (_mix(_mix(seed & _MASK) ^ position) >> 11) * 2.0**-53
-
-
-def _mix(value: int) -> int:
-    value = (value + 0x9E3779B97F4A7C15) & _MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)

@@ -24,6 +24,14 @@ class Structured:
     kind: Literal["json_schema", "regex", "grammar", "choice"]
     spec: str | tuple[str, ...]
 
+    def __post_init__(self) -> None:
+        if self.kind == "choice":
+            is_fit = isinstance(self.spec, tuple) and bool(self.spec) and all(self.spec)
+            _require(is_fit, "structured", self, "of a tuple of non-empty choices")
+        else:
+            is_fit = isinstance(self.spec, str) and bool(self.spec or self.kind == "json_schema")
+            _require(is_fit, "structured", self, f"of the text of a {self.kind}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
@@ -35,7 +43,8 @@ class SamplingParams:
     (repetition: over prompt and output, arXiv 1909.05858). `logprobs` k asks for the chosen token's log probability and
     those of the k most likely ones, under the model's own distribution (before penalties, bias, temperature and
     filters); `prompt_logprobs` the same for each prompt token. Of `best_of` samples the `n` with the highest mean
-    log probability come back. Until `min_tokens` no end token and no stop token is chosen.
+    log probability come back. Until `min_tokens` no end
+    token and no stop token is chosen, and no stop string looked for; a grammar that can only end ends all the same.
     """
 
     max_tokens: int | None = 128
@@ -46,6 +55,7 @@ class SamplingParams:
     seed: int | None = None
     stop: Items[str] = ()
     stop_token_ids: Items[int] = ()
+    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     min_tokens: int = 0
     bad_words: Items[str] = ()

@@ -42,6 +42,11 @@ class Tokenizer:
         ids: list[int] = self.rust.encode(text).ids
         return ids
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of the text alone."""
+        ids: list[int] = self.rust.encode(text, add_special_tokens=False).ids
+        return ids
+
     def decode(self, ids: Sequence[int]) -> str:
         return str(self.rust.decode(list(ids), skip_special_tokens=True))
 
@@ -54,8 +59,7 @@ class Tokenizer:
         turns = [{"role": message.role, "content": message.content} for message in messages]
         if not self._template:
             return self.encode("".join(f"{turn['role']}: {turn['content']}\n" for turn in turns) + "assistant:")
-        ids: list[int] = self.rust.encode(self._render(turns), add_special_tokens=False).ids
-        return ids
+        return self.encode_plain(self._render(turns))
 
     def _render(self, turns: list[dict[str, str]]) -> str:
         from jinja2.exceptions import TemplateError

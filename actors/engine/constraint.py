@@ -1,0 +1,84 @@
+"""Keeps rows of logits to what their sequences' grammars allow. A grammar that breaks fails its own row alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+
+import numpy as np
+import torch
+
+from raytide.actors.engine.sequence import Sampled, Sequence
+from raytide.actors.engine.structured import GrammarState
+from raytide.core.errors import EngineError, RaytideError
+
+__all__ = ["Constraint", "apply_mask"]
+
+
+class Constraint:
+    """The state of each sequence's grammar, for as long as it runs."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, GrammarState] = {}
+
+    def forget(self, seq: Sequence) -> None:
+        self._states.pop(seq.seq_id, None)
+
+    def mask(self, logits_RV: torch.Tensor, seqs: Items[tuple[int, Sequence]]) -> dict[int, RaytideError]:
+        """Rule out, in each of these rows, the tokens that its grammar does not allow; the rows whose grammar broke."""
+        if not seqs:
+            return {}
+        grammars = [seq.grammar for _, seq in seqs if seq.grammar is not None]
+        mask_RW = np.zeros((len(seqs), max(grammar.mask_words for grammar in grammars)), np.int32)
+        errors: dict[int, RaytideError] = {}
+        for place, (row, seq) in enumerate(seqs):
+            try:
+                state = self._state(seq)
+                state.follow(seq.tokens[seq.prompt_len :])
+                state.fill(mask_RW[place])
+            except BaseException as error:
+                errors[row] = _own(error)
+        apply_mask(logits_RV, [row for row, _ in seqs], mask_RW)
+        return errors
+
+    def advance(self, chosen: Items[tuple[Sequence, Sampled]]) -> None:
+        """Take each sequence's token, and note whether its output is complete with it."""
+        for seq, sampled in chosen:
+            if sampled.token < 0:
+                continue
+            try:
+                state = self._state(seq)
+                state.follow([*seq.tokens[seq.prompt_len :], sampled.token])
+                sampled.ends = state.is_complete
+            except BaseException as error:
+                sampled.token, sampled.error = -1, _own(error)
+
+    def _state(self, seq: Sequence) -> GrammarState:
+        state = self._states.get(seq.seq_id)
+        if state is None:
+            assert seq.grammar is not None
+            state = self._states[seq.seq_id] = seq.grammar.state()
+        return state
+
+
+def apply_mask(
+    logits_RV: torch.Tensor, rows: Items[int], mask_RW: np.ndarray[tuple[int, int], np.dtype[np.int32]]
+) -> None:
+    """Set the logits of these rows to minus infinity where their bit is 0, the lowest bit of a word first."""
+    vocab = logits_RV.shape[1]
+    bytes_RB = torch.from_numpy(mask_RW.view(np.uint8)).to(logits_RV.device)
+    table = _EIGHT_BITS.to(logits_RV.device)
+    allowed_RV = table[bytes_RB.long()].flatten(1)[:, :vocab]
+    if len(rows) == len(logits_RV):
+        logits_RV.masked_fill_(~allowed_RV, -torch.inf)
+    else:
+        logits_RV[rows] = logits_RV[rows].masked_fill_(~allowed_RV, -torch.inf)
+
+
+_EIGHT_BITS = torch.from_numpy(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")).bool()
+
+
+def _own(error: BaseException) -> RaytideError:
+    """A panic in Rust is no Exception, and ends no more than one request."""
+    if isinstance(error, KeyboardInterrupt | SystemExit):
+        raise error
+    return error if isinstance(error, RaytideError) else EngineError(f"the grammar failed: {error!r}.")

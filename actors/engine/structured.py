@@ -1,0 +1,193 @@
+"""Output that must match a JSON schema, a regular expression, a grammar or one of some choices, by llguidance: compiled
+in threads of its own, with limits on time and size, and kept.
+
+`constraint.py` follows a compiled grammar, token by token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor
+from copy import copy
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
+
+from raytide.actors.engine.sampling_params import Structured
+from raytide.core.errors import ConfigError, EngineError, RaytideError, UsageError
+
+__all__ = ["Grammar", "GrammarState", "Grammars", "can_structure"]
+
+_THREADS = 2
+_KEPT = 256
+_MAX_SPEC_CHARS = 1 << 18
+_MAX_FILL_S = 2.0
+_END = "<|raytide: end|>"
+
+
+def can_structure() -> bool:
+    """Whether the library is there."""
+    return importlib.util.find_spec("llguidance") is not None
+
+
+class GrammarState:
+    """Where one output stands in its grammar. It follows the tokens: it can be dropped and made again at any time."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+        self._taken: list[int] = []
+
+    def follow(self, output: list[int]) -> None:
+        """Stand behind exactly these tokens. Raises EngineError when the grammar does not allow them."""
+        known = len(self._taken)
+        if output[:known] != self._taken:  # a step that failed is tried again
+            known = next(i for i in range(known) if output[i : i + 1] != self._taken[i : i + 1])
+            self._matcher.rollback(len(self._taken) - known)
+            del self._taken[known:]
+        new = output[known:]
+        if new and not self._matcher.consume_tokens(new):
+            raise EngineError(f"the grammar does not allow its own tokens: {self._matcher.get_error()}.")
+        self._taken += new
+
+    def fill(self, mask_W: npt.NDArray[np.int32]) -> None:
+        """Set the bits of the tokens that may come next, and no others. Raises EngineError when that fails."""
+        began = time.monotonic()
+        self._matcher.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
+        if self._matcher.is_error():
+            raise EngineError(f"the grammar broke: {self._matcher.get_error()}.", hint="Make it simpler.")
+        if time.monotonic() - began > _MAX_FILL_S:  # everybody else in the batch waited for this
+            raise EngineError(f"the grammar took over {_MAX_FILL_S:g} s for one token.", hint="Make it simpler.")
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing but the end can follow."""
+        return bool(self._matcher.is_stopped())
+
+
+class Grammar:
+    """A compiled grammar. Every sequence follows it with a state of its own."""
+
+    def __init__(self, matcher: Any, vocab_size: int) -> None:
+        self._matcher = matcher
+        self.mask_words = -(-vocab_size // 32)
+
+    def state(self) -> GrammarState:
+        return GrammarState(self._matcher.deep_copy())
+
+
+class Grammars:
+    """Compiles the grammars of one model's vocabulary."""
+
+    def __init__(
+        self,
+        tokenizer_json: Callable[[], str],
+        vocab_size: int,
+        eos_token_ids: Collection[int],
+        *,
+        timeout_s: float = 10.0,
+    ) -> None:
+        self._tokenizer_json = tokenizer_json
+        self._vocab_size = vocab_size
+        self._eos = sorted(eos_token_ids)
+        self._timeout_s = timeout_s
+        self._tokenizer: Any = None
+        self._pool: ThreadPoolExecutor | None = None
+        self._lock, self._tokenizer_lock = Lock(), Lock()
+        self._known: OrderedDict[Structured, Future[Grammar]] = OrderedDict()
+
+    def compile(self, structured: Structured) -> Grammar:
+        """Wait for a grammar. Raises UsageError when it is wrong, too large or not ready in time."""
+        try:
+            return self._submit(structured).result(self._timeout_s)
+        except TimeoutError:
+            raise self._too_slow(structured) from None
+        except RaytideError as error:
+            raise copy(error) from None  # the kept one must not collect the tracebacks of all who ask
+
+    async def compile_async(self, structured: Structured) -> Grammar:
+        """The same without blocking the event loop."""
+        compiling = asyncio.wrap_future(self._submit(structured))
+        try:
+            return await asyncio.wait_for(asyncio.shield(compiling), self._timeout_s)
+        except TimeoutError:
+            raise self._too_slow(structured) from None
+        except RaytideError as error:
+            raise copy(error) from None
+
+    def _submit(self, structured: Structured) -> Future[Grammar]:
+        """One compilation for each grammar, however many ask; what failed is kept too, so that it costs once."""
+        if not can_structure():
+            raise ConfigError("structured output needs llguidance.", hint="Run pip install llguidance.")
+        with self._lock:
+            future = self._known.get(structured)
+            if future is None:
+                if self._pool is None:
+                    self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="raytide-grammar")
+                future = self._known[structured] = self._pool.submit(self._compile, structured)
+            self._known.move_to_end(structured)
+            while len(self._known) > _KEPT:
+                self._known.popitem(last=False)
+        return future
+
+    def _compile(self, structured: Structured) -> Grammar:
+        import llguidance
+
+        spec = _spec_text(structured)
+        if len(spec) > _MAX_SPEC_CHARS:
+            raise _refused(structured, f"it has {len(spec)} characters, more than {_MAX_SPEC_CHARS}")
+        try:
+            text = llguidance.grammar_from(structured.kind, spec)
+            limits = llguidance.LLParserLimits(verbose_errors=False)
+            matcher = llguidance.LLMatcher(self._vocabulary(), text, log_level=0, limits=limits)
+            grammar = Grammar(matcher, self._vocabulary().vocab_size)
+            if not matcher.is_error():
+                matcher.compute_bitmask()  # the dearest, and the first to find out that a grammar is too complex
+        except RaytideError:
+            raise
+        except BaseException as error:  # a panic in Rust is no Exception
+            raise _refused(structured, str(error)) from None
+        if matcher.is_error():
+            raise _refused(structured, matcher.get_error())
+        return grammar
+
+    def _vocabulary(self) -> Any:
+        with self._tokenizer_lock:
+            if self._tokenizer is None:
+                try:
+                    self._tokenizer = _vocabulary(self._tokenizer_json(), self._vocab_size, self._eos)
+                except Exception as error:
+                    raise ConfigError(f"structured output cannot read this model's tokenizer: {error}.") from None
+            return self._tokenizer
+
+    def _too_slow(self, structured: Structured) -> UsageError:
+        return _refused(structured, f"it was not compiled within {self._timeout_s:g} s")
+
+
+def _vocabulary(tokenizer_json: str, vocab_size: int, eos: list[int]) -> Any:
+    """llguidance needs an end token: a model that has none gets one that stands for no text."""
+    import llguidance
+
+    if not eos:
+        tokenizer = Tokenizer.from_str(tokenizer_json)
+        tokenizer.add_special_tokens([_END])
+        eos = [tokenizer.get_vocab_size() - 1]
+        tokenizer_json, vocab_size = tokenizer.to_str(), max(vocab_size, eos[0] + 1)
+    return llguidance.LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=eos)
+
+
+def _spec_text(structured: Structured) -> str:
+    if structured.kind == "json_schema" and not structured.spec:
+        return "{}"
+    return structured.spec if isinstance(structured.spec, str) else json.dumps(structured.spec)
+
+
+def _refused(structured: Structured, why: str) -> UsageError:
+    return UsageError(f"the {structured.kind} of structured output cannot be used: {why}.", hint="Correct it.")
