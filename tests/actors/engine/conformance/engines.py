@@ -28,4 +28,5 @@ def native(model_dir: Path, max_running: int, max_waiting: int) -> Engine:
     )
 
 
-ENGINES: dict[str, Callable[[Path, int, int], Engine]] = {"fake": fake, "native": native}
+ENGINES: dict[str, Callable[[Path, int, int], Engine]] = {"fake": fake, "native": native, "native-ref": native}
+ENVIRONMENT: dict[str, dict[str, str]] = {"native-ref": {"RAYTIDE_OPS": "ref"}}  # while an engine starts
