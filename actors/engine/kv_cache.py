@@ -67,6 +67,8 @@ class KvCache:
     def read(self, blocks: Items[int]) -> tuple[Bytes, ...]:
         """Each layer's blocks as bytes in host memory."""
         rows = list(blocks)
+        if not rows:  # which a sleeping cache can say too
+            return tuple(np.empty(0, np.uint8) for _ in self.block_bytes)
         return tuple(
             self._blocks(kv)[:, rows].transpose(0, 1).contiguous().cpu().view(torch.uint8).numpy().reshape(-1)
             for kv in self.layers

@@ -26,7 +26,7 @@ def export_kv(loop: EngineLoop, request_id: str) -> KvHandle:
         )
     seq = answer.samples[0].seq
     header = _header(loop, seq)
-    layers = loop.runner.cache.read(seq.block_ids[: header.num_blocks]) if header.num_computed else ()
+    layers = loop.runner.cache.read(seq.block_ids[: header.num_blocks])
     loop.abort(request_id)
     return KvHandle(header, layers)
 

@@ -13,6 +13,7 @@ from raytide.actors.engine.config import EngineConfig
 from raytide.actors.engine.core import Completion, EngineStats, GenRequest, Message, RequestOutput, Usage
 from raytide.actors.engine.loop import EngineLoop
 from raytide.actors.engine.outputs import Failure, Output
+from raytide.actors.engine.pooling import groups
 from raytide.actors.engine.progress import progress_bar
 from raytide.actors.engine.sampling_params import SamplingParams
 from raytide.core.errors import UsageError
@@ -38,7 +39,9 @@ class LLM:
             "max_waiting": sys.maxsize,
             **engine_options,
         }
-        self._loop = EngineLoop(EngineConfig.parse(fields, where="LLM"))
+        config = EngineConfig.parse(fields, where="LLM")
+        self._max_tokens = config.max_batch_tokens
+        self._loop = EngineLoop(config)
         self.info = self._loop.info
         self._count = 0
 
@@ -78,6 +81,12 @@ class LLM:
     def logits(self, token_ids: Items[int]) -> Tensor:
         """float32 [T, V]: row t is the model's prediction after the first t + 1 tokens of a prompt. For checks."""
         return self._loop.prompt_logits(token_ids)
+
+    def embed(self, prompts: str | Items[str] | Items[Items[int]]) -> list[list[float]]:
+        """A vector of length 1 for each prompt, pooled as the model directory says (else the last token's)."""
+        texts: list[str | Items[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
+        tokens = [self._loop.intake.checked(f"input {i}", self._tokens(text)) for i, text in enumerate(texts)]
+        return [each for group in groups(tokens, self._max_tokens) for each in operations.embed(self._loop, group)]
 
     def load_lora(self, name: str, path: str | Path) -> None:
         """Answer prompts whose adapter is `name` with a PEFT adapter."""

@@ -41,15 +41,15 @@ _FEATURES: frozenset[Feature] = frozenset(
     (
         "bad_words",
         "best_of",
+        "embeddings",
         "kv_transfer",
         "logit_bias",
         "logprobs",
-        "lora",
         "min_tokens",
         "n",
         "pause",
         "penalties",
-        "prefix_cache",
+        "priority",
         "prompt_logprobs",
         "sampling",
         "sleep",
@@ -102,7 +102,7 @@ class EngineLoop:
             max_model_len=self.runner.max_len,
             block_size=self.pool.block_size,
             num_blocks=self.pool.num_blocks,
-            features=_FEATURES if config.prefix_cache else _FEATURES - {"prefix_cache"},
+            features=_features(config),
             weights_version=self.weights.version,
         )
 
@@ -287,3 +287,12 @@ class EngineLoop:
         self._counters.finished += 1
         self._counters.prompt_tokens += parent.prompt_len
         self._counters.cached_tokens += parent.num_cached
+
+
+def _features(config: EngineConfig) -> frozenset[Feature]:
+    optional: dict[Feature, bool] = {
+        "deterministic": config.deterministic,
+        "lora": config.max_loras > 0,
+        "prefix_cache": config.prefix_cache,
+    }
+    return _FEATURES | {name for name, on in optional.items() if on}

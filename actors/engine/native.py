@@ -6,16 +6,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import Literal, TypeVar
 
 from raytide.actors.engine import kv_transfer, operations
-from raytide.actors.engine.base import BasicEngine, check_features
+from raytide.actors.engine.base import BasicEngine, Prompt, check_features
 from raytide.actors.engine.config import EngineConfig
 from raytide.actors.engine.core import EngineInfo, EngineStats, GenChunk, GenRequest, Message
 from raytide.actors.engine.engine_thread import EngineThread
 from raytide.actors.engine.kv_handle import KvHandle
 from raytide.actors.engine.loop import EngineLoop
 from raytide.actors.engine.outputs import Failure, Output, aborted_chunks
+from raytide.actors.engine.pooling import groups
 from raytide.actors.engine.structured import Grammar
 from raytide.core.errors import ConflictError, EngineError, OverloadedError, RaytideError
 
@@ -105,6 +107,14 @@ class NativeEngine(BasicEngine):
 
     async def unload_lora(self, name: str) -> None:
         await self._call(lambda loop: operations.unload_lora(loop, name))
+
+    async def embed(self, batch: Sequence[Prompt]) -> list[list[float]]:
+        check, vectors = self._started().intake.checked, list[list[float]]()
+        prompts = [await self.tokenize(each) if isinstance(each, str) else each for each in batch]
+        checked = [check(f"input {index}", prompt) for index, prompt in enumerate(prompts)]
+        for group in groups(checked, self._config.max_batch_tokens):  # what generates takes its steps in between
+            vectors += await self._call(partial(operations.embed, prompts=group))
+        return vectors
 
     async def drain(self, timeout_s: float) -> bool:
         self._accepting = False

@@ -14,11 +14,13 @@ from raytide.actors.engine.blocks import chain_hash
 from raytide.actors.engine.families import read_architecture
 from raytide.actors.engine.loop import EngineLoop
 from raytide.actors.engine.model import Decoder
+from raytide.actors.engine.pooling import pooling_of
 from raytide.actors.engine.weights import WeightsSource
 from raytide.core.errors import ConflictError
 
 __all__ = [
     "cached_prefix",
+    "embed",
     "load_lora",
     "pause",
     "read_weights",
@@ -84,6 +86,11 @@ def use_weights(loop: EngineLoop, model: Decoder, weights: WeightsSource) -> Non
     loop.info = replace(loop.info, weights_version=weights.version)
     loop.salt_again()
     loop.scheduler.invalidate()
+
+
+def embed(loop: EngineLoop, prompts: list[list[int]]) -> list[list[float]]:
+    """One vector for each prompt, pooled as the model directory says. The caller bounds how many tokens these are."""
+    return loop.runner.embed(prompts, pooling_of(loop.weights.model_dir))
 
 
 def load_lora(loop: EngineLoop, name: str, path: str) -> None:

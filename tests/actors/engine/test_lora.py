@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from tests.actors.engine.families import save_family
 
-from raytide.actors.engine import SamplingParams
+from raytide.actors.engine import LLM, SamplingParams
 from raytide.actors.engine.config import EngineConfig
 from raytide.actors.engine.families import read_architecture
 from raytide.actors.engine.runner import Runner
@@ -162,6 +162,36 @@ def test_alpha_may_differ_by_module_and_rank_by_tensor(
     )
     runner.load_lora("a", path)
     assert (last_logits(runner, ["a"])[0] - merged(model, path, 64 / 256)).abs().max() < 1e-4
+
+
+def test_the_prefix_cache_does_not_cross_adapters(tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    model = save_family(path, "llama3-mqa")
+    adapters = [
+        write_adapter(tmp_path / name, model, ["q_proj", "v_proj"], seed=seed) for seed, name in enumerate("ab")
+    ]
+    sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+    def answer(llm: LLM, lora: str | None) -> list[int]:
+        return llm.generate([PROMPT], sampling, lora=lora)[0].outputs[0].token_ids
+
+    def alone(adapter: Path) -> list[int]:
+        llm = LLM(path, block_size=4)
+        llm.load_lora("x", adapter)
+        return answer(llm, "x")
+
+    llm = LLM(path, block_size=4)
+    base = answer(llm, None)
+    seen = []
+    for adapter in adapters:  # under one name, one after the other
+        llm.load_lora("x", adapter)
+        seen += [answer(llm, "x"), answer(llm, "x")]
+        llm.unload_lora("x")
+    first, second = alone(adapters[0]), alone(adapters[1])
+    assert seen == [first, first, second, second]
+    assert len({tuple(tokens) for tokens in (base, first, second)}) == 3
+    assert answer(llm, None) == base
+    assert llm.stats().cached_tokens > 0
 
 
 @pytest.mark.parametrize(

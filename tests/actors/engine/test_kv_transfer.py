@@ -1,0 +1,149 @@
+"""A request that moves to another engine goes on with the very tokens that it would have had."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raytide.actors.engine import LLM, EngineConfig, GenRequest, SamplingParams, operations
+from raytide.actors.engine.core import FinishReason
+from raytide.actors.engine.kv_handle import KvHandle
+from raytide.actors.engine.kv_transfer import export_kv, import_kv
+from raytide.actors.engine.loop import EngineLoop
+from raytide.core.errors import ConflictError, DataError, NotFoundError, UsageError
+
+PROMPT = list(range(40, 75))
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+SEEDED = SamplingParams(temperature=0.9, top_p=0.9, max_tokens=24, ignore_eos=True, repetition_penalty=1.2)
+
+
+def start(model_dir: Path, **options: object) -> EngineLoop:
+    fields = {"model_dir": str(model_dir), "block_size": 4, "max_batch_tokens": 16, "max_running": 4, "seed": 5}
+    return EngineLoop(EngineConfig.parse(fields | options, where="test"))
+
+
+def ask(name: str = "r", sampling: SamplingParams = GREEDY) -> GenRequest:
+    return GenRequest(request_id=name, prompt=PROMPT, sampling=sampling)
+
+
+def run(loop: EngineLoop, steps: int | None = None) -> tuple[list[int], str, FinishReason | None]:
+    """Tokens, text and the end of request "r"."""
+    tokens, text, reason = list[int](), "", None
+    while loop.has_work and steps != 0:
+        for output in loop.step():
+            if output.request_id == "r":
+                tokens += output.token_ids  # type: ignore[union-attr]
+                text += output.text  # type: ignore[union-attr]
+                reason = output.finish_reason  # type: ignore[union-attr]
+        steps = None if steps is None else steps - 1
+    return tokens, text, reason
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seed of the engine"])
+@pytest.mark.parametrize("steps", [0, 1, 3, 4, 9, 20])
+def test_it_goes_on_at_any_point(model_dir: Path, sampling: SamplingParams, steps: int) -> None:
+    whole = start(model_dir)
+    whole.add(ask(sampling=sampling), PROMPT)
+    tokens, text, _ = run(whole)
+    here, there = start(model_dir), start(model_dir, seed=77)
+    here.add(ask(sampling=sampling), PROMPT)
+    first = run(here, steps)
+    handle = KvHandle.from_bytes(export_kv(here, "r").to_bytes())
+    last = here.take()[-1]
+    assert (last.finish_reason, here.stats().free_blocks) == ("abort", here.stats().num_blocks)  # type: ignore[union-attr]
+    there.add(ask("busy", sampling=GREEDY), PROMPT[::-1])
+    run(there, 2)
+    import_kv(there, handle, ask(sampling=sampling), PROMPT)
+    soon = run(there, 1)
+    rest = run(there)
+    assert first[0] + soon[0] + rest[0] == tokens
+    assert first[1] + soon[1] + rest[1] == text
+    assert rest[2] == "length"
+    assert len(soon[0]) == (1 if steps >= 3 else 0)  # its KV came along: of 35 tokens each step computes 16
+    assert there.stats().free_blocks == there.stats().num_blocks
+
+
+def test_where_there_is_no_room_it_is_computed_again(model_dir: Path) -> None:
+    expected = LLM(model_dir, block_size=4).generate([PROMPT], GREEDY)[0].token_ids
+    here, there = start(model_dir), start(model_dir, num_blocks=16, max_running=2)
+    here.add(ask(), PROMPT)
+    first = run(here, 6)[0]
+    there.add(ask("busy"), PROMPT)
+    run(there, 3)
+    import_kv(there, export_kv(here, "r"), ask(), PROMPT)
+    assert there.stats().waiting == 1
+    assert first + run(there)[0] == expected
+
+
+def test_text_held_back_for_a_stop_string_is_held_back_there_too(model_dir: Path) -> None:
+    text = LLM(model_dir, block_size=4).generate([PROMPT], GREEDY)[0].text
+    stop = text[8:13]
+    sampling = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, stop=stop)
+    for steps in range(3, 9):
+        here, there = start(model_dir), start(model_dir)
+        here.add(ask(sampling=sampling), PROMPT)
+        first = run(here, steps)[1]
+        if not here.has_work:
+            break
+        import_kv(there, export_kv(here, "r"), ask(sampling=sampling), PROMPT)
+        assert first + run(there)[1] == text[: text.index(stop)]
+    assert steps > 4
+
+
+@pytest.mark.parametrize(
+    ("options", "names"), [({"block_size": 8}, "layout"), ({"dtype": "bfloat16"}, "dtype")], ids=["blocks", "dtype"]
+)
+def test_an_engine_of_another_layout_refuses_it(model_dir: Path, options: dict[str, object], names: str) -> None:
+    here, there = start(model_dir), start(model_dir, **options)
+    here.add(ask(), PROMPT)
+    run(here, 5)
+    with pytest.raises(ConflictError, match=names):
+        import_kv(there, export_kv(here, "r"), ask(), PROMPT)
+    assert (there.request_ids, there.stats().free_blocks) == ([], there.stats().num_blocks)
+
+
+def test_another_prompt_more_samples_or_none_are_refused(model_dir: Path) -> None:
+    here, there = start(model_dir), start(model_dir)
+    here.add(ask(), PROMPT)
+    run(here, 5)
+    handle = export_kv(here, "r")
+    with pytest.raises(UsageError, match="not the one"):
+        import_kv(there, handle, ask(), [*PROMPT, 1])
+    with pytest.raises(UsageError, match="not the one"):
+        import_kv(there, handle, ask(sampling=SamplingParams(n=2)), PROMPT)
+    with pytest.raises(NotFoundError):
+        export_kv(here, "r")
+    here.add(ask(sampling=SamplingParams(n=2)), PROMPT)
+    with pytest.raises(ConflictError, match="2 samples"):
+        export_kv(here, "r")
+    import_kv(there, handle, ask(), PROMPT)
+    with pytest.raises(ConflictError, match="already running"):
+        import_kv(there, handle, ask(), PROMPT)
+
+
+def test_a_sleeping_engine_takes_it_and_computes_it_when_awake(model_dir: Path) -> None:
+    here, there = start(model_dir), start(model_dir)
+    here.add(ask(), PROMPT)
+    first = run(here, 6)[0]
+    operations.sleep(there, 1)
+    import_kv(there, export_kv(here, "r"), ask(), PROMPT)
+    operations.wake(there)
+    assert first + run(there)[0] == LLM(model_dir, block_size=4).generate([PROMPT], GREEDY)[0].token_ids
+
+
+@pytest.fixture(scope="module")
+def data(model_dir: Path) -> bytes:
+    loop = start(model_dir)
+    loop.add(ask(), PROMPT)
+    run(loop, 5)
+    return export_kv(loop, "r").to_bytes()
+
+
+@given(cut=st.integers(0, 10**6), at=st.integers(0, 10**6), bit=st.integers(0, 7))
+def test_damaged_bytes_are_refused(data: bytes, cut: int, at: int, bit: int) -> None:
+    flipped = bytearray(data)
+    flipped[-1 - at % (len(data) // 2)] ^= 1 << bit
+    for damaged in (data[: cut % len(data)], bytes(flipped), data + b"\0"):
+        with pytest.raises(DataError, match="no KV handle"):
+            KvHandle.from_bytes(damaged)
