@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from raytide.actors.engine.model_config import read_json
+from raytide.actors.engine.model_config import Fields, read_json
 from raytide.core.errors import DataError
 
 __all__ = ["Weights"]
@@ -59,7 +59,10 @@ class Weights:
     def _index(self) -> dict[str, str]:
         index = self._dir / "model.safetensors.index.json"
         if index.exists():
-            return dict(read_json(index)["weight_map"])
+            return {
+                name: str(file)
+                for name, file in Fields(read_json(index), str(index)).section("weight_map").body.items()
+            }
         files = sorted(path.name for path in self._dir.glob("*.safetensors"))
         if not files:
             raise DataError(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from raytide.actors.engine.model_config import Fields
-from raytide.core.errors import ConfigError
+from raytide.core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     import torch
@@ -51,6 +51,8 @@ def read_rope(parameters: Fields, *, head_dim: int, theta: float, partial: float
             f"{parameters.where}: rope scaling {kind} is not supported.", hint=f"Supported: {', '.join(_KINDS)}."
         )
     dim = int(head_dim * parameters.number("partial_rotary_factor", partial))
+    if dim % 2:
+        raise DataError(f"{parameters.where}: {dim} numbers cannot be turned in pairs.", hint="Export the model again.")
     theta = parameters.number("rope_theta", theta)
     if kind == "default":
         return RopeSpec(dim=dim, theta=theta)

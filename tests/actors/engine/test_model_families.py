@@ -131,6 +131,7 @@ def test_an_untied_head_that_is_missing_is_named(tmp_path: Path) -> None:
         ({"rope_parameters": [1.0]}, "rope_parameters is .*, not an object"),
         ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters has no 'factor'"),
         ({"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}}, "short_factor is .* 8 numbers"),
+        ({"partial_rotary_factor": 0.2}, "3 numbers cannot be turned in pairs"),
         ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 KV heads"),
         ({"architectures": None}, r"architecture \(none\) is not supported"),
     ],
@@ -140,6 +141,13 @@ def test_a_wrong_field_is_named(change: Config, message: str, tmp_path: Path) ->
     rewrite(tmp_path, lambda config: config | change)
     with pytest.raises((ConfigError, DataError), match=message):
         read_architecture(tmp_path)
+
+
+def test_an_index_without_its_map_lacks_the_weights(tmp_path: Path) -> None:
+    save_family(tmp_path, "llama3-mqa")
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(DataError, match="no weight"):
+        LLM(tmp_path)
 
 
 @pytest.mark.parametrize(
