@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import codecs
 import json
-from typing import Protocol
+import re
+from typing import Any, Protocol
 
 from raytide.actors.engine.tokenizer import Tokenizer
 
@@ -27,27 +28,48 @@ class Detokenizer(Protocol):
 
 class Vocabulary:
     """Makes the streams of one model, by how its decoder works: byte-level ones (GPT-2, Llama 3, Qwen) are streams of
-    bytes.
+    bytes, all others (SentencePiece's, WordPiece) of pieces.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        decoder = json.loads(tokenizer.rust.to_str()).get("decoder") or {}
-        self._is_byte_level = decoder.get("type") == "ByteLevel"
+        kinds = _decoder_kinds(json.loads(tokenizer.rust.to_str()).get("decoder"))
+        self._is_byte_level = kinds == ["ByteLevel"]
+        self._has_bytes = "ByteFallback" in kinds
+        self._joins_bytes = "ByteLevel" in kinds
         added = tokenizer.rust.get_added_tokens_decoder()
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
         self._bytes: dict[int, bytes] = {}
 
     def stream(self) -> Detokenizer:
-        return _ByteStream(self) if self._is_byte_level else _WindowStream(self._tokenizer)
+        return _ByteStream(self) if self._is_byte_level else _PieceStream(self)
+
+    def decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids)
 
     def bytes_of(self, token: int) -> bytes:
         """The bytes that a byte-level token stands for; a special or unknown one stands for none."""
         known = self._bytes.get(token)
         if known is None:
-            text = None if token in self._special else self._tokenizer.rust.id_to_token(token)
-            known = self._bytes[token] = _unmap(text or "")
+            known = self._bytes[token] = _unmap(self._piece(token) or "")
         return known
+
+    def has_text(self, token: int) -> bool:
+        """Not for special and unknown tokens: the decoder never sees them."""
+        return self._piece(token) is not None
+
+    def is_open(self, token: int, text: str) -> bool:
+        """Whether what comes next can change how the end of `text`, which ends with `token`, is read.
+
+        A run of byte tokens is text or, when it is not valid as a whole, one U+FFFD for each byte.
+        """
+        if self._has_bytes:
+            return _BYTE_TOKEN.fullmatch(self._piece(token) or "") is not None
+        return self._joins_bytes and text.endswith("\ufffd")
+
+    def _piece(self, token: int) -> str | None:
+        piece: str | None = None if token in self._special else self._tokenizer.rust.id_to_token(token)
+        return piece
 
 
 class _ByteStream:
@@ -64,31 +86,37 @@ class _ByteStream:
         return self._decoder.decode(b"", final=True)
 
 
-class _WindowStream:
-    """For any other decoder: decode a short window with and without the new tokens, and emit the difference once it
-    is whole.
+class _PieceStream:
+    """Decodes what is new behind the piece before it, so that the decoder does with it what it does in mid-text; emits
+    it once nothing can change it. The work for a token does not grow with the text.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._decode = tokenizer.decode
-        self._tokens: list[int] = []
-        self._window = 0  # tokens before it no longer change the text
-        self._emitted = 0  # tokens whose text is out
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._context: list[int] = []  # the last piece that is out
+        self._new: list[int] = []
+        self._begun = ""  # the context's text
 
     def push(self, token: int) -> str:
-        self._tokens.append(token)
-        return self._advance(final=False)
+        vocabulary = self._vocabulary
+        if not vocabulary.has_text(token):
+            return ""
+        self._new.append(token)
+        if vocabulary.is_open(token, ""):
+            return ""
+        return self._emit(final=False)
 
     def flush(self) -> str:
-        return self._advance(final=True)
+        return self._emit(final=True) if self._new else ""
 
-    def _advance(self, final: bool) -> str:
-        before = self._decode(self._tokens[self._window : self._emitted])
-        after = self._decode(self._tokens[self._window :])
-        if not final and (len(after) <= len(before) or after.endswith("\ufffd")):
+    def _emit(self, final: bool) -> str:
+        text = self._vocabulary.decode(self._context + self._new)
+        if not final and self._vocabulary.is_open(self._new[-1], text):
             return ""
-        self._window, self._emitted = self._emitted, len(self._tokens)
-        return after[len(before) :]
+        said = text[len(self._begun) :]
+        self._context, self._new = self._new[-1:], []
+        self._begun = self._vocabulary.decode(self._context)
+        return said
 
 
 def _alphabet() -> dict[str, int]:
@@ -103,6 +131,18 @@ def _alphabet() -> dict[str, int]:
 
 
 _BYTE_OF = _alphabet()
+
+
+def _decoder_kinds(decoder: dict[str, Any] | None) -> list[str]:
+    """The steps of a decoder of tokenizer.json, by type."""
+    if decoder is None:
+        return []
+    if decoder["type"] == "Sequence":
+        return [kind for step in decoder["decoders"] for kind in _decoder_kinds(step)]
+    return [decoder["type"]]
+
+
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 def _unmap(text: str) -> bytes:

@@ -22,19 +22,67 @@ def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer(path)
 
 
-@pytest.fixture(scope="module")
-def byte_fallback(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    """A decoder in Llama 2's manner: a space is U+2581, unknown characters are byte tokens."""
-    path = tmp_path_factory.mktemp("fallback")
+WORDS = (
+    "▁the",
+    "▁tide",
+    "s",
+    "▁",
+    "▁▁",
+    "é",
+    "▁日本",
+    ".",
+    "▁.",
+    "'s",
+    "\ufffd",
+    " ",
+    "##ing",
+    "##s",
+    "n't",
+    "end</w>",
+    "</w>",
+)
+
+DECODERS = {
+    "llama 2, mistral": [
+        decoders.Replace("▁", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ],
+    "gemma": [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()],
+    "metaspace": [decoders.Metaspace()],
+    "metaspace, never prepended": [decoders.Metaspace(prepend_scheme="never")],
+    "metaspace with bytes": [decoders.ByteFallback(), decoders.Metaspace()],
+    "wordpiece": [decoders.WordPiece()],
+    "word ends": [decoders.BPEDecoder()],
+    "bytes in a sequence": [decoders.Replace("▁", "Ġ"), decoders.ByteLevel()],
+    "none": None,
+}
+
+
+def pieced(path: Path, name: str) -> Tokenizer:
+    """Pieces as SentencePiece and WordPiece have them, byte tokens, added tokens, and one of the decoders."""
     vocab = {"<unk>": 0} | {f"<0x{byte:02X}>": byte + 1 for byte in range(256)}
-    for word in ("▁the", "▁tide", "s", "▁", "é", "▁日本"):
+    for word in WORDS:
         vocab[word] = len(vocab)
     rust = RustTokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
-    rust.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
+    steps = DECODERS[name]
+    if steps is not None:
+        rust.decoder = decoders.Sequence(steps) if len(steps) > 1 else steps[0]
+    rust.add_tokens([AddedToken("→tool←"), AddedToken("<0xe2>")])
+    rust.add_special_tokens(["</s>"])
     rust.save(str(path / "tokenizer.json"))
     return Tokenizer(path)
+
+
+@pytest.fixture(scope="module", params=DECODERS)
+def any_pieced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return pieced(tmp_path_factory.mktemp("pieced"), request.param)
+
+
+@pytest.fixture(scope="module")
+def byte_fallback(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return pieced(tmp_path_factory.mktemp("llama2"), "llama 2, mistral")
 
 
 def pieces(stream: Detokenizer, tokens: list[int]) -> list[str]:
@@ -55,6 +103,33 @@ def test_no_half_character_is_ever_emitted(byte_level: Tokenizer, text: str) -> 
     got = pieces(Vocabulary(byte_level).stream(), tokens)
     assert not any("\ufffd" in piece for piece in got)
     assert "".join(got) == byte_level.decode(tokens)
+
+
+@settings(max_examples=200, deadline=None)
+@given(tokens=st.lists(st.one_of(st.integers(0, 290), st.integers(257, 280), st.integers(195, 245)), max_size=25))
+def test_pieces_add_up_to_the_whole_decode_for_any_ids_and_decoder(any_pieced: Tokenizer, tokens: list[int]) -> None:
+    assert "".join(pieces(Vocabulary(any_pieced).stream(), tokens)) == any_pieced.decode(tokens)
+
+
+@settings(max_examples=100, deadline=None)
+@given(tokens=st.lists(st.integers(257, 273), min_size=1, max_size=12))
+def test_text_is_not_held_back_without_need(byte_fallback: Tokenizer, tokens: list[int]) -> None:
+    stream = Vocabulary(byte_fallback).stream()
+    assert "".join(stream.push(token) for token in tokens) == byte_fallback.decode(tokens)
+
+
+def test_the_work_for_a_piece_does_not_grow_with_the_text(
+    byte_fallback: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded, decode = [0], Vocabulary.decode
+
+    def counted(self: Vocabulary, ids: list[int]) -> str:
+        decoded[0] += len(ids)
+        return decode(self, ids)
+
+    monkeypatch.setattr(Vocabulary, "decode", counted)
+    pieces(Vocabulary(byte_fallback).stream(), [257 + place % 9 for place in range(2000)] + [0x41] * 2000)
+    assert decoded[0] <= 3 * 4000
 
 
 @settings(max_examples=200, deadline=None)
