@@ -14,7 +14,7 @@ from pathlib import Path
 
 from raytide.autoscaler.providers.base import Machine, Notice
 from raytide.autoscaler.providers.local_events import Watcher, poke
-from raytide.autoscaler.providers.local_files import MARK, NodeFolder, Purchase, node_folders
+from raytide.autoscaler.providers.local_files import MARK, NodeFolder, Purchase, node_names
 from raytide.autoscaler.providers.local_spot import is_out_of_stock
 from raytide.core.clock import Clock
 from raytide.core.errors import ProviderError
@@ -51,6 +51,7 @@ class LocalProvider:
         self._temp_dir = temp_dir
         self._node_module = node_module
         self._environment = dict(os.environ if environment is None else environment)
+        self._over: dict[str, Machine] = {}
         self._launching = threading.Lock()
         self._ending: dict[str, threading.Thread] = {}
         self._watcher: Watcher | None = None
@@ -88,36 +89,43 @@ class LocalProvider:
             thread.start()
 
     def machines(self) -> tuple[Machine, ...]:
-        found = []
-        for folder in node_folders(self._run_dir):
+        found = dict(self._over)
+        for folder in self._not_over():
             purchase, over = folder.purchase(), folder.end()
-            assert purchase is not None
+            if purchase is None:
+                continue
             if over is None:
                 with self._launching:  # its lock is free for a moment while it is being launched
                     over = None if folder.is_running() else folder.record_end(self._clock.now_s())
-            found.append(
-                Machine(
-                    node_id=purchase.node_id,
-                    node_type=purchase.node_type,
-                    zone=purchase.zone,
-                    price_micro_usd_h=purchase.price_micro_usd_h,
-                    started_at_s=purchase.started_at_s,
-                    ended_at_s=over.ended_at_s if over else None,
-                    address=purchase.address,
-                    reason=over.reason if over else "",
-                )
+            machine = Machine(
+                node_id=purchase.node_id,
+                node_type=purchase.node_type,
+                zone=purchase.zone,
+                price_micro_usd_h=purchase.price_micro_usd_h,
+                started_at_s=purchase.started_at_s,
+                ended_at_s=over.ended_at_s if over else None,
+                address=purchase.address,
+                reason=over.reason if over else "",
             )
-        return tuple(found)
+            found[folder.node_id] = machine
+            if over is not None:
+                self._over[folder.node_id] = machine
+        return tuple(sorted(found.values(), key=lambda machine: (machine.started_at_s, machine.node_id)))
 
     def notices(self) -> tuple[Notice, ...]:
-        live = [folder for folder in node_folders(self._run_dir) if folder.end() is None]
+        live = [folder for folder in self._not_over() if folder.end() is None]
         return tuple(Notice(folder.node_id, at) for folder in live if (at := folder.notice()) is not None)
+
+    def _not_over(self) -> list[NodeFolder]:
+        """The folders of nodes that were not seen to have ended: what is written of an end never changes."""
+        names = set(node_names(self._run_dir)) - self._over.keys()
+        return [NodeFolder(self._run_dir / "nodes" / name) for name in sorted(names)]
 
     def watch(self, on_change: Callable[[], None]) -> None:
         if self._watcher is not None:
             self._watcher.close()
         self._watcher = Watcher(self._run_dir, on_change)
-        for folder in node_folders(self._run_dir):
+        for folder in self._not_over():
             process = folder.process()
             if process is not None and folder.end() is None:
                 self._watcher.add(process)
@@ -130,10 +138,11 @@ class LocalProvider:
             self._watcher = None
 
     def _purchase(self, node: Node, node_type: NodeType) -> Purchase:
-        folders = node_folders(self._run_dir)
-        taken = {p.slot for folder in folders if folder.end() is None and (p := folder.purchase()) is not None}
+        live = [folder for folder in self._not_over() if folder.end() is None]
+        taken = {purchase.slot for folder in live if (purchase := folder.purchase()) is not None}
         # the next address in turn: a fresh node does not sit where one has just died
-        slots = [_SLOTS[(len(folders) + i) % len(_SLOTS)] for i in range(len(_SLOTS))]
+        turn = len(node_names(self._run_dir)) - 1  # its own folder is there already
+        slots = [_SLOTS[(turn + i) % len(_SLOTS)] for i in range(len(_SLOTS))]
         free = next((slot for slot in slots if slot not in taken), None)
         if free is None:
             raise ProviderError(

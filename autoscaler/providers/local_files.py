@@ -113,6 +113,12 @@ class NodeFolder:
         write_json(self.path / "notice.json", {"deadline_s": deadline_s})
 
 
+def node_names(run_dir: Path) -> list[str]:
+    """The ids of all nodes whose folder is there, bought or not."""
+    with os.scandir(run_dir / "nodes") as found:
+        return [entry.name for entry in found if entry.is_dir()]
+
+
 def node_folders(run_dir: Path) -> list[NodeFolder]:
     """Every node that was ever bought, in order of purchase."""
     folders = (NodeFolder(path.parent) for path in (run_dir / "nodes").glob("*/machine.json"))

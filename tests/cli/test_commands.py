@@ -16,10 +16,12 @@ from raytide import demo
 from raytide.cli import jobs
 from raytide.cli.app import app
 from raytide.control.client import Client
-from raytide.control.views import JobView
+from raytide.control.closing import Closed
+from raytide.control.views import CostReport, JobView
 from raytide.core.errors import ConfigError, NotFoundError, RaytideError, UsageError
 from raytide.core.gang import GangSpec, Shape
 from raytide.core.job import Job, JobKind, JobSpec, JobState
+from raytide.ledger.reconcile import Difference
 from raytide.run import Run
 from raytide.tide import Tide
 
@@ -57,6 +59,16 @@ def test_without_a_cluster_the_hint_is_how_to_start_one(command: str) -> None:
     error = error_of(*command.split())
     assert isinstance(error, NotFoundError)
     assert "raytide up --local" in error.hint
+
+
+def test_down_says_when_the_books_do_not_balance(monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing = CostReport((), 0, 0, 0, 0)
+    closed = Closed((), nothing, (Difference("node-7", 3_000_000, 1_000_000, "another amount"),))
+    monkeypatch.setattr("raytide.control.cluster.down", lambda name: closed)
+    printed = runner.invoke(app, ["down"]).stdout
+    assert "node-7: booked 1000000 micro-dollars, billed 3000000: another amount" in printed
+    shown = json.loads(runner.invoke(app, ["down", "--json"]).stdout)
+    assert [difference["node_id"] for difference in shown["differences"]] == ["node-7"]
 
 
 def test_down_of_what_is_not_there_says_so() -> None:

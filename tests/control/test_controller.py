@@ -274,6 +274,7 @@ class Loop:
             self.world.end(node_id, "terminated")
         closed = close_books(self.store, tuple(self.world.bought.values()), self.clock.now_s())
         assert reconcile(self.world.bought.values(), self.store.books.entries()) == ()
+        assert closed.differences == ()
         assert closed.cost.booked_micro_usd == closed.cost.billed_micro_usd == closed.cost.booked_ended_micro_usd
 
 

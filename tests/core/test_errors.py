@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from raytide.core import errors
-from raytide.core.errors import CapacityError, QuotaError, RaytideError, UsageError, from_json
+from raytide.core.errors import CapacityError, RaytideError, UsageError, from_json
 
 CLASSES = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, RaytideError)]
 
@@ -20,8 +20,8 @@ def test_an_error_survives_the_wire_and_pickling_as_its_own_class(cls: type[Rayt
 
 def test_codes_are_unique_and_exit_codes_are_those_of_the_cli() -> None:
     assert len({c.code for c in CLASSES}) == len(CLASSES)
-    assert {c.exit_code for c in CLASSES} == {1, 2, 3, 4, 5}
-    assert (CapacityError.exit_code, CapacityError.http_status, QuotaError.exit_code) == (2, 400, 3)
+    assert {c.exit_code for c in CLASSES} == {1, 2, 4, 5}
+    assert (CapacityError.exit_code, CapacityError.http_status) == (2, 400)
     assert issubclass(CapacityError, UsageError)
 
 

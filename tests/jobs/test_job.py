@@ -6,7 +6,7 @@ import pytest
 
 from raytide.core.gang import GangSpec, Lease, LeaseState, Member, Shape
 from raytide.core.job import Job, JobKind, JobSpec, JobState
-from raytide.jobs.job import DriverKey, DriverStatus, advance, wanted_drivers
+from raytide.jobs.job import DriverKey, DriverStatus, admitted, advance, wanted_drivers
 
 SHAPE = Shape(resources={"CPU": 1.0})
 LEASE = Lease("lease-1", "job-1", SHAPE, LeaseState.WAITING, (Member(0),))
@@ -25,10 +25,11 @@ def driver(state: str, message: str = "", attempt: int = 0) -> DriverStatus:
 def test_a_job_goes_from_the_queue_to_success() -> None:
     queued = job()
     assert advance(queued, None, None, 101.0) == (queued, None)
-    admitted, lease = advance(queued, LEASE, None, 102.0)
-    assert (admitted.state, admitted.admitted_at_s, lease) == (JobState.ADMITTED, 102.0, LEASE)
-    assert wanted_drivers([admitted]) == {DriverKey("job-1", 0)}
-    running, _ = advance(admitted, ACTIVE, None, 103.0)
+    chosen = admitted(queued, "it fits", 102.0)
+    assert (chosen.state, chosen.admitted_at_s, chosen.reason) == (JobState.ADMITTED, 102.0, "it fits")
+    assert advance(chosen, LEASE, None, 102.5) == (chosen, LEASE)
+    assert wanted_drivers([chosen]) == {DriverKey("job-1", 0)}
+    running, _ = advance(chosen, ACTIVE, None, 103.0)
     assert (running.state, running.started_at_s) == (JobState.RUNNING, 103.0)
     assert wanted_drivers([running]) == {DriverKey("job-1", 0)}
     assert advance(running, ACTIVE, driver("running"), 104.0) == (running, ACTIVE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -45,12 +46,16 @@ def down(name: Name = "local", json: Json = False) -> None:
     from raytide.control import cluster
 
     closed = cluster.down(name)
+    wrong = [] if closed is None else [asdict(difference) for difference in closed.differences]
     if json:
-        as_json({"name": name, "state": "down" if closed else "absent"})
+        as_json({"name": name, "state": "down" if closed else "absent", "differences": wrong})
     elif closed is None:
         print(f"there is no cluster {name}; nothing was done")
     else:
         print(f"cluster {name} is down")
+        for d in closed.differences:
+            amounts = f"booked {d.booked_micro_usd} micro-dollars, billed {d.bill_micro_usd}"
+            print(f"warning: the books do not balance: {d.node_id}: {amounts}: {d.what}")
 
 
 def status(

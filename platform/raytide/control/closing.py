@@ -16,6 +16,7 @@ from raytide.core.job import JobState
 from raytide.core.money import to_us
 from raytide.core.state import Changes, Store
 from raytide.jobs import leases
+from raytide.ledger.reconcile import Difference, reconcile
 
 _WHY = "the cluster was ended"
 
@@ -27,6 +28,8 @@ class Closed:
     nodes: tuple[Node, ...]
     """Every node there ever was, newest first."""
     cost: CostReport
+    differences: tuple[Difference, ...]
+    """Where the entries are not what the provider bills; empty, unless something is wrong with the books."""
 
 
 def close_books(store: Store, machines: tuple[Machine, ...], now_s: float) -> Closed:
@@ -67,7 +70,11 @@ def close_books(store: Store, machines: tuple[Machine, ...], now_s: float) -> Cl
             closed=booking.closed,
         )
     )
-    return Closed(store.nodes(limit=100_000), cost_report(store.books, machines, to_us(now_s)))
+    return Closed(
+        nodes=store.nodes(limit=100_000),
+        cost=cost_report(store.books, machines, to_us(now_s)),
+        differences=reconcile(machines, store.books.entries()),
+    )
 
 
 def _gone(node: Node, now_s: float) -> Node:

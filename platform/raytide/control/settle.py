@@ -8,8 +8,8 @@ from dataclasses import replace
 from raytide.autoscaler import endpoints, instances, pools
 from raytide.control.observe import Book
 from raytide.core.fleet import NodeState, NodeType
-from raytide.core.job import JobState
 from raytide.core.plan import Admit, Assign, Drain, Launch, Plan, Requeue, Scale, Terminate, Unassign
+from raytide.jobs import job as jobs
 from raytide.jobs import leases
 
 
@@ -20,8 +20,7 @@ def settle(book: Book, plan: Plan, node_types: Mapping[str, NodeType]) -> None:
     for action in plan.actions:
         match action:
             case Admit(job_id=job_id, lease=lease, reason=reason):
-                job = book.jobs[job_id]
-                book.jobs[job_id] = replace(job, state=JobState.ADMITTED, admitted_at_s=now_s, reason=reason)
+                book.jobs[job_id] = jobs.admitted(book.jobs[job_id], reason, now_s)
                 book.leases[lease.id] = lease
             case Launch():
                 book.nodes[action.node_id] = instances.requested(action, node_types[action.node_type], now_s)
@@ -31,7 +30,7 @@ def settle(book: Book, plan: Plan, node_types: Mapping[str, NodeType]) -> None:
                 book.leases[lease_id] = leases.unassign(book.leases[lease_id], member)
             case Requeue(job_id=job_id, lease_id=lease_id, reason=reason):
                 book.leases[lease_id] = leases.release(book.leases[lease_id], reason)
-                book.jobs[job_id] = replace(book.jobs[job_id], state=JobState.QUEUED, reason=reason)
+                book.jobs[job_id] = jobs.requeued(book.jobs[job_id], reason)
             case Scale(endpoint=name):
                 book.endpoints[name] = endpoints.scaled(book.endpoints[name], action)
             case Drain(kind="notice", node_id=node_id, deadline_s=deadline_s, reason=reason):

@@ -24,7 +24,6 @@ class NodeTypeSection(Config):
     zones: tuple[str, ...] = ("local",)
     """Tried in this order."""
     launch_timeout_s: float = Field(default=600.0, gt=0)
-    spot_notice_s: float = Field(default=120.0, ge=0)
 
 
 class UnmanagedSection(Config):
@@ -36,8 +35,6 @@ class UnmanagedSection(Config):
 
 class TeamSection(Config):
     """One team. Quotas and budgets join it with the queue's own issue."""
-
-    description: str = ""
 
 
 class RaytideSection(Config):

@@ -7,7 +7,6 @@ RaytideError                 error                1  500
 │   └── CapacityError        cannot_fit           2  400   no node type can ever hold what is asked
 ├── AuthError                not_authenticated    1  401
 ├── DeniedError              denied               1  403   the token's team may not do this
-├── QuotaError               over_quota           3  403   quota or budget
 ├── NotFoundError            not_found            4  404
 ├── ConflictError            conflict             1  409   it exists, it is running, or a port is taken
 ├── WaitTimeoutError         timeout              5  504   a wait ended before the thing happened
@@ -76,12 +75,6 @@ class AuthError(RaytideError):
 
 class DeniedError(RaytideError):
     code = "denied"
-    http_status = 403
-
-
-class QuotaError(RaytideError):
-    code = "over_quota"
-    exit_code = 3
     http_status = 403
 
 

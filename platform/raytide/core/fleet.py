@@ -37,7 +37,6 @@ class NodeType(Config):
     idle_timeout_s: float = Field(default=60.0, ge=0)
     launch_timeout_s: float = Field(default=600.0, gt=0)
     """A node that has not joined by then is given up and its pool backs off."""
-    spot_notice_s: float = Field(default=120.0, ge=0)
 
     @model_validator(mode="after")
     def _bounds(self) -> NodeType:
@@ -61,10 +60,6 @@ class NodeState(StrEnum):
     DRAINING = "draining"  # it takes no new work and leaves at its deadline or when idle
     TERMINATING = "terminating"  # the provider was asked to end it
     GONE = "gone"  # the provider ended it; it is billed until `ended_at_s`
-
-
-LIVE_STATES = frozenset({NodeState.REQUESTED, NodeState.LAUNCHING, NodeState.READY, NodeState.DRAINING})
-"""States in which a node counts against its type's maximum and may still do work."""
 
 
 @dataclass(frozen=True, slots=True)

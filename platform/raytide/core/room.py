@@ -189,7 +189,6 @@ class Room:
             "stock",
             f"{what}; the provider had no {names}; asked again at {utc(retry_at_s)}.",
             "Allow another shape, add a zone or a node type, or wait.",
-            retry_at_s,
         )
 
 

@@ -19,7 +19,6 @@ class Shortfall:
     constraint: Literal["impossible", "capacity", "stock"]
     reason: str
     remedy: str
-    retry_at_s: float | None = None
 
 
 def copies(need: Resources, free: Resources) -> int:

@@ -55,6 +55,16 @@ def advance(
     return job, lease
 
 
+def admitted(job: Job, reason: str, now_s: float) -> Job:
+    """Apply the queue's Admit; its lease is recorded with it."""
+    return replace(job, state=JobState.ADMITTED, admitted_at_s=now_s, reason=reason)
+
+
+def requeued(job: Job, reason: str) -> Job:
+    """Apply the planner's Requeue; its lease is released with it."""
+    return replace(job, state=JobState.QUEUED, reason=reason)
+
+
 def wanted_drivers(jobs: Iterable[Job]) -> frozenset[DriverKey]:
     """The drivers that should be alive; one that is not there is started, every other one is ended.
 
@@ -71,8 +81,6 @@ def _has_driver(job: Job) -> bool:
 
 
 def _follow_lease(job: Job, lease: Lease | None, now_s: float) -> Job:
-    if job.state is JobState.QUEUED and lease is not None:
-        job = replace(job, state=JobState.ADMITTED, admitted_at_s=now_s, reason=f"it has {lease.id}")
     if job.state is JobState.ADMITTED and lease is not None and lease.state is LeaseState.ACTIVE:
         job = replace(
             job, state=JobState.RUNNING, started_at_s=job.started_at_s or now_s, reason=f"{lease.id} is active"

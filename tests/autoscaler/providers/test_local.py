@@ -12,7 +12,7 @@ import pytest
 
 from raytide.autoscaler.providers.base import Machine
 from raytide.autoscaler.providers.local import NODE_ID_LABEL, LocalProvider
-from raytide.autoscaler.providers.local_files import MARK, NodeFolder
+from raytide.autoscaler.providers.local_files import MARK, NodeFolder, Purchase
 from raytide.autoscaler.providers.local_spot import give_notice, reclaim, set_stockouts
 from raytide.core.clock import VirtualClock
 from raytide.core.errors import NotFoundError, ProviderError
@@ -272,3 +272,30 @@ def test_a_pool_out_of_stock_refuses_until_it_is_restocked(make: Callable[[], Lo
     set_stockouts(tmp_path, [])
     provider.launch(node("n1", "a"), TYPE)
     assert {machine.node_id for machine in provider.machines()} == {"n1", "n2"}
+
+
+def test_a_node_that_has_ended_is_read_once_and_billed_for_ever(
+    make: Callable[[], LocalProvider], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    purchase_of = NodeFolder.purchase
+
+    def purchase(folder: NodeFolder) -> Purchase | None:
+        read.append(folder.node_id)
+        return purchase_of(folder)
+
+    provider = make()
+    for number in range(20):
+        folder = folder_of(tmp_path, f"old-{number:02}")
+        folder.path.mkdir()
+        folder.buy(provider._purchase(node(folder.node_id), TYPE))
+        folder.record_end(1001.0)
+    provider.launch(node("n1"), TYPE)
+    first = provider.machines()
+    monkeypatch.setattr(NodeFolder, "purchase", purchase)
+    assert provider.machines() == first == make().machines()
+    assert len(first) == 21
+    read.clear()
+    provider.machines()
+    provider.notices()
+    assert read == ["n1"]

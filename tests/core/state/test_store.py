@@ -288,6 +288,19 @@ def test_only_the_newest_plans_are_kept(store: Store) -> None:
     assert [p.at_s for p in store.plans()] == [3.0, 4.0, 9.0]
 
 
+def test_only_the_newest_events_of_each_subject_are_kept_and_every_entry(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raytide.core.state.write.KEPT_EVENTS", 3)
+    for second in range(1, 8):
+        event = Event(float(second), "node-1", "a", "b", f"{second}")
+        other = (Event(1.0, "node-2", "", "a"),) if second == 1 else ()
+        store.commit(Changes(second, entries=(entry(from_us=second, to_us=second + 1),), events=(event, *other)))
+    assert [event.reason for event in store.events("node-1")] == ["5", "6", "7"]
+    assert len(store.events("node-2")) == 1
+    assert len(store.books.entries()) == 7
+
+
 def test_an_endpoint_lives_and_can_be_made_again_after_its_end(store: Store) -> None:
     assert store.save_endpoint(SERVE, "ada", 1.0).target_replicas == 2
     assert store.request_delete("tiny").state is EndpointState.DELETING

@@ -20,7 +20,6 @@ from raytide.core.data_spec import DataSpec
 from raytide.core.endpoint import ServeSpec
 from raytide.core.entry import Entry, EntryKind
 from raytide.core.errors import ConfigError, DataError, LeaseLostError, UsageError
-from raytide.core.fleet import LIVE_STATES
 from raytide.core.gang import GangSpec, Lease, LeaseState, Shape
 from raytide.core.job import Job, JobKind, JobSpec, JobState
 from raytide.core.metrics import render
@@ -170,9 +169,7 @@ class Desk:
             nodes=nodes[::-1],
             jobs=self._store.census.jobs(),
             endpoints=len(self._store.endpoints()),
-            price_micro_usd_h=sum(
-                n.price_micro_usd_h for n in nodes if n.state in LIVE_STATES and n.started_at_s is not None
-            ),
+            price_micro_usd_h=sum(node.price_micro_usd_h for node in nodes if node.started_at_s is not None),
             cost_micro_usd=booked + sum(entry.amount_micro_usd for entry in self._accrued()),
             ray=self._ray_url,
             ray_environment=self._ray_environment,

@@ -24,7 +24,7 @@ from raytide.core.state.census import Census
 from raytide.core.state.database import Database
 from raytide.core.state.records import Changes, Event, Records, StoredPlan
 from raytide.core.state.rows import leases_where
-from raytide.core.state.write import append, next_number, number_reached, transitions, update, upsert
+from raytide.core.state.write import append, next_number, note, number_reached, transitions, update, upsert
 
 KEPT_PLANS = 1000
 
@@ -62,9 +62,7 @@ class Store:
                 return codec.job(row)
             number = next_number(c, "job")
             c.execute(t.jobs.insert(), codec.new_job(number, spec, user, now_s, key))
-            append(
-                c, t.events, [codec.event_values(Event(now_s, f"job-{number}", "", "queued", f"submitted by {user}"))]
-            )
+            note(c, [Event(now_s, f"job-{number}", "", "queued", f"submitted by {user}")])
             return codec.job(c.execute(_job(f"job-{number}")).one())
 
     def request_stop(self, job_id: str) -> Job:
@@ -107,9 +105,7 @@ class Store:
                     values["created_at_s"] = now_s
                 update(c, t.endpoints, {"name": spec.name}, values)
             if row is None or row.state == EndpointState.DELETED:
-                append(
-                    c, t.events, [codec.event_values(Event(now_s, spec.name, "", "deploying", f"asked for by {user}"))]
-                )
+                note(c, [Event(now_s, spec.name, "", "deploying", f"asked for by {user}")])
             return codec.endpoint(c.execute(_endpoint(spec.name)).one())
 
     def request_delete(self, name: str) -> Endpoint:
@@ -173,7 +169,7 @@ class Store:
             upsert(c, t.open_intervals, [codec.interval_values(interval) for interval in ch.intervals])
             if ch.closed:
                 c.execute(t.open_intervals.delete().where(t.open_intervals.c.node_id.in_(ch.closed)))
-            append(c, t.events, [codec.event_values(event) for event in events])
+            note(c, events)
             if ch.plan is not None:
                 _store_plan(c, ch.plan)
 

@@ -8,15 +8,28 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
+from raytide.core.state.codec import event_values
 from raytide.core.state.records import Event
-from raytide.core.state.tables import counters
+from raytide.core.state.tables import counters, events
 
 Values = Mapping[str, Any]
+
+KEPT_EVENTS = 500
+"""Of each job, lease, node and endpoint: the newest."""
 
 
 def append(c: sa.Connection, table: sa.Table, rows: Sequence[Values]) -> None:
     if rows:
         c.execute(table.insert(), rows)
+
+
+def note(c: sa.Connection, noted: Sequence[Event]) -> None:
+    """Append events, and forget the oldest of their subjects. What the ledger books is never forgotten."""
+    append(c, events, [event_values(event) for event in noted])
+    for subject in {event.subject for event in noted}:
+        newest = sa.select(events.c.number).where(events.c.subject == subject).order_by(events.c.number.desc())
+        oldest_kept = newest.limit(1).offset(KEPT_EVENTS - 1).scalar_subquery()
+        c.execute(events.delete().where(events.c.subject == subject, events.c.number < oldest_kept))
 
 
 def update(c: sa.Connection, table: sa.Table, key: Values, values: Values) -> None:
