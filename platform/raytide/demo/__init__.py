@@ -87,5 +87,6 @@ def _live(view: View, folder: Path, report: Report, *, keep: bool) -> str:
                 closed = cluster.down(NAME)
                 if closed is not None:
                     report.nodes, report.cost = closed.nodes, closed.cost
+                    report.problems += [f"{d.node_id} is booked wrongly: {d.what}" for d in closed.differences]
                 say("nothing is left")
     return handle.base_url
