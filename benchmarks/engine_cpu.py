@@ -1,171 +1,243 @@
-"""Tokens per second of the native engine and of transformers' static batches, side by side in one run, on this CPU.
+"""How fast the engine generates on CPU cores, beside vLLM and transformers and against what the machine can do.
 
-    python benchmarks/engine_cpu.py --threads 1 --concurrency 1 8 32
+Each side is a process of its own, pinned to the same cores; they take turns. Prompts of 16 to 256 random tokens (seed
+0), 64 new tokens each, greedy, no prefix cache. Concurrency 1: four requests, one after another; 8: two batches; 64:
+one. tokens/s counts new tokens over the whole time, prefill included; the best of the repeats.
 
-A Llama shape with random weights; prompts of 16 to 256 tokens from seed 0; each answer has 64 greedy tokens. tokens/s
-counts output tokens over the wall time of the whole call, prefill included. The sides alternate; the best of the
-repeats counts and the spread is printed. "overhead" is the share of the offline engine's time
-outside the model's forward pass and the sampler.
+The floor is the time to multiply the prompts' tokens with the weights, and in each step to read all weights and the
+context's KV from memory or to multiply, whichever is longer, at the rates measured in the same run. "own" is the share
+of a decoding step that the native engine spends outside of the model and the sampler.
+
+    python benchmarks/engine_cpu.py --vllm-python .venv-vllm/bin/python
+    python benchmarks/engine_cpu.py --shape 28M --dtype bfloat16 --threads 1 --concurrency 64
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
+import importlib.util
+import itertools
+import json
 import os
 import random
+import statistics
+import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "platform"))
-
-if TYPE_CHECKING:
-    from transformers import LlamaForCausalLM
-
-    from raytide.actors.engine import LLM
-
-VOCAB = 4096
 NEW_TOKENS = 64
+CALLS = {1: 4, 8: 2}  # at this concurrency; else 1
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model of random weights."""
+
+    architecture: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+
+    @property
+    def layer_weights(self) -> int:
+        attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
+        return self.layers * (attention + 3 * self.hidden * self.ffn)
+
+    @property
+    def head_weights(self) -> int:
+        return self.vocab * self.hidden
+
+    @property
+    def kv_numbers(self) -> int:
+        """Of one token."""
+        return 2 * self.layers * self.kv_heads * self.head_dim
+
+
 SHAPES = {
-    "5M": {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6},
-    "28M": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8},
+    "28M": Shape("llama", 512, 8, 8, 4, 64, 1408, 4096),
+    "350M": Shape("qwen3", 1024, 20, 16, 8, 128, 3072, 32768),
 }
 
 Prompts = list[list[int]]
+Answer = dict[str, float]
+
+
+class Side:
+    """A process that generates; see `engine_sides.py`."""
+
+    def __init__(self, name: str, python: str, model_dir: Path, dtype: str, cores: list[int]) -> None:
+        env = os.environ | {
+            "OMP_NUM_THREADS": str(len(cores)),
+            "PYTHONWARNINGS": "ignore",
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_OFFLINE": "1",
+        }
+        if name == "vllm":
+            env |= vllm_environment(python, cores)
+        script = str(Path(__file__).with_name("engine_sides.py"))
+        command = [python, script, name, str(model_dir), dtype, ",".join(map(str, cores))]
+        self.log = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
+        self.process = subprocess.Popen(
+            command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log, text=True
+        )
+        self._answer()
+
+    def generate(self, prompts: Prompts) -> Answer:
+        assert self.process.stdin is not None
+        print(json.dumps(prompts), file=self.process.stdin, flush=True)
+        return self._answer()
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(timeout=60)
+
+    def _answer(self) -> Answer:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            self.log.seek(0)
+            sys.exit(f"{self.process.args} failed:\n" + self.log.read().decode()[-4000:])
+        answer: Answer = json.loads(line)
+        return answer
+
+
+def vllm_environment(python: str, cores: list[int]) -> dict[str, str]:
+    """What vLLM's documentation advises for CPUs; in one process, which is faster at these sizes."""
+    env = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "4",
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    openmp = Path(python).parents[1] / "lib" / "libiomp5.so"
+    return env | ({"LD_PRELOAD": str(openmp)} if openmp.exists() else {})
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--shape", choices=SHAPES, default="5M")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--shape", choices=SHAPES, nargs="+", default=list(SHAPES))
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], nargs="+", default=["bfloat16", "float32"])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--sides", choices=["native", "vllm", "transformers"], nargs="+", default=None)
+    parser.add_argument("--vllm-python", default=sys.executable, help="an interpreter that has vLLM")
     options = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = str(options.threads)  # before torch is loaded
-    with tempfile.TemporaryDirectory() as folder:
-        compare(Path(folder), options)
+    sides = options.sides or ["native", "vllm", "transformers"]
+    if "vllm" in sides and options.vllm_python == sys.executable and importlib.util.find_spec("vllm") is None:
+        sides.remove("vllm")
+    available = sorted(os.sched_getaffinity(0))
+    cells = f"{'tok/s spread    TTFT':>22}"
+    print(f"{'':31}{'native':>27}{'vLLM':>22}{'transformers':>22}{'native /':>15}{'share of':>10}")
+    print(f"{'shape  dtype    cores  conc.':31}{cells}  own{cells}{cells}{'vLLM':>8}{'hf':>7}{'floor':>10}")
+    for name, dtype, threads in itertools.product(options.shape, options.dtype, options.threads):
+        if threads > len(available):
+            print(f"{name:7}{dtype:9}{threads:5}  skipped: {len(available)} core(s) here")
+            continue
+        with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+            save_model(Path(folder), SHAPES[name], dtype)
+            cores = available[:threads]
+            started = {}
+            for side in [*sides, "floor"]:
+                python = options.vllm_python if side == "vllm" else sys.executable
+                started[side] = Side(side, python, Path(folder), dtype, cores)
+                stack.callback(started[side].close)
+            for concurrency in options.concurrency:
+                row = measure(started, SHAPES[name], dtype, concurrency, options.repeats)
+                print(f"{name:7}{dtype:9}{threads:5}{concurrency:7}   {row}", flush=True)
 
 
-def compare(model_dir: Path, options: argparse.Namespace) -> None:
-    from raytide.actors.engine import LLM
+def measure(sides: dict[str, Side], shape: Shape, dtype: str, concurrency: int, repeats: int) -> str:
+    """One line of the table: what each side made of the same batches, taking turns."""
+    rng, calls = random.Random(0), CALLS.get(concurrency, 1)
+    batches = [
+        [[rng.randrange(1, shape.vocab) for _ in range(rng.randint(16, 256))] for _ in range(concurrency)]
+        for _ in range(calls)
+    ]
+    rates: dict[str, list[float]] = {name: [] for name in sides}
+    ttfts: dict[str, list[float]] = {name: [] for name in sides}
+    own, machine = [], []
+    for turn in range(repeats + 1):
+        for name, side in sides.items():
+            if turn == 0:  # the first call warms up
+                side.generate([prompt[:16] for prompt in batches[0]])
+                continue
+            answers = [side.generate(batch) for batch in batches]
+            if name == "floor":
+                machine.append(answers[0])
+                continue
+            seconds = sum(answer["seconds"] for answer in answers)
+            rates[name].append(calls * concurrency * NEW_TOKENS / seconds)
+            ttfts[name].append(statistics.mean(answer["ttft"] for answer in answers))
+            own += [answer["python"] for answer in answers if "python" in answer]
+    width = 2 if dtype == "bfloat16" else 4
+    bytes_s, flops_s = (max(each[key] for each in machine) for key in ("bytes_s", "flops_s"))
+    least_s = sum(floor_s(shape, width, batch, bytes_s, flops_s) for batch in batches)
+    floor_rate = calls * concurrency * NEW_TOKENS / least_s
+    cells = ""
+    for name in ("native", "vllm", "transformers"):
+        cells += cell(rates.get(name), ttfts.get(name))
+        if name == "native":
+            cells += f"{statistics.median(own):5.0%}" if own else f"{'-':>5}"
+    best = {name: max(found) for name, found in rates.items() if found}
+    for other in ("vllm", "transformers"):
+        cells += f"{best['native'] / best[other]:7.2f}x" if {"native", other} <= best.keys() else f"{'-':>8}"
+    share = f"{best['native'] / floor_rate:9.0%}" if "native" in best else f"{'-':>9}"
+    return f"{cells}{share}   ({bytes_s / 1e9:.1f} GB/s, {flops_s / 1e9:.0f} GFLOP/s)"
 
-    model = save_model(model_dir, options.shape, options.dtype)
-    llm = LLM(model_dir, dtype=options.dtype, prefix_cache=False)
-    inside_s = watch(llm)
-    sides: dict[str, Callable[[Prompts], float]] = {
-        "native": lambda prompts: timed(lambda: native(llm, prompts)),
-        "async": lambda prompts: asyncio.run(native_async(model_dir, options.dtype, prompts)),
-        "transformers": lambda prompts: timed(lambda: static_batch(model, prompts)),
-    }
-    rng = random.Random(0)
-    everyone = [[rng.randrange(1, VOCAB) for _ in range(rng.randint(16, 256))] for _ in range(max(options.concurrency))]
-    print(f"{options.shape} {options.dtype}, {options.threads} thread(s), {NEW_TOKENS} new tokens; tokens/s (spread)")
-    print(f"{'concurrency':>11}" + "".join(f"{name:>20}" for name in sides) + f"{'native / hf':>13}{'overhead':>10}")
-    for concurrency in options.concurrency:
-        rates: dict[str, list[float]] = {name: [] for name in sides}
-        overheads = []
-        for _ in range(options.repeats):
-            for name, side in sides.items():
-                inside_s[0] = 0.0
-                seconds = side(everyone[:concurrency])
-                rates[name].append(concurrency * NEW_TOKENS / seconds)
-                if name == "native":
-                    overheads.append(1 - inside_s[0] / seconds)
-        cells = "".join(f"{max(r):>12.0f} ({1 - min(r) / max(r):>4.0%})" for r in rates.values())
-        ratio = max(rates["native"]) / max(rates["transformers"])
-        print(f"{concurrency:>11}{cells}{ratio:>13.2f}{min(overheads):>10.1%}", flush=True)
+
+def cell(rates: list[float] | None, ttfts: list[float] | None) -> str:
+    if not rates or not ttfts:
+        return f"{'not installed':>22}"
+    ttft = f"{min(ttfts) * 1e3:6.0f}ms" if min(ttfts) else f"{'-':>8}"
+    return f"{max(rates):7.0f}{1 - min(rates) / max(rates):6.0%} {ttft}"
 
 
-def save_model(model_dir: Path, shape: str, dtype: str) -> LlamaForCausalLM:
+def floor_s(shape: Shape, width: int, batch: Prompts, bytes_s: float, flops_s: float) -> float:
+    prompt_tokens, weights = sum(map(len, batch)), shape.layer_weights + shape.head_weights
+    flops = 2 * prompt_tokens * shape.layer_weights + 2 * len(batch) * shape.head_weights
+    flops += sum(2 * len(prompt) ** 2 * shape.layers * shape.heads * shape.head_dim for prompt in batch)
+    total = flops / flops_s
+    for made in range(1, NEW_TOKENS):
+        read_s = (weights + (prompt_tokens + made * len(batch)) * shape.kv_numbers) * width / bytes_s
+        total += max(read_s, 2 * len(batch) * weights / flops_s)
+    return total
+
+
+def save_model(model_dir: Path, shape: Shape, dtype: str) -> None:
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        **SHAPES[shape],
-    )
-    model = LlamaForCausalLM(config).to(getattr(torch, dtype)).eval()
-    model.save_pretrained(model_dir)
+    fields = {
+        "vocab_size": shape.vocab,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.ffn,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+    }
+    config, kind = (LlamaConfig, LlamaForCausalLM) if shape.architecture == "llama" else (Qwen3Config, Qwen3ForCausalLM)
+    kind(config(**fields)).to(getattr(torch, dtype)).save_pretrained(model_dir)
     alphabet = {char: index for index, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(model_dir / "tokenizer.json"))
-    return model
-
-
-def watch(llm: LLM) -> list[float]:
-    """Add up the seconds that the runner spends in the forward pass and the sampler."""
-    inside_s = [0.0]
-    runner = llm._loop._runner
-
-    def measured(function: Callable[..., object]) -> Callable[..., object]:
-        def call(*args: object) -> object:
-            began = time.perf_counter()
-            result = function(*args)
-            inside_s[0] += time.perf_counter() - began
-            return result
-
-        return call
-
-    runner._model.forward = measured(runner._model.forward)  # type: ignore[method-assign]
-    runner._sampler.sample = measured(runner._sampler.sample)  # type: ignore[method-assign]
-    return inside_s
-
-
-def timed(call: Callable[[], None]) -> float:
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
-
-
-def native(llm: LLM, prompts: Prompts) -> None:
-    from raytide.actors.engine import SamplingParams
-
-    answers = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True))
-    assert all(len(answer.outputs[0].token_ids) == NEW_TOKENS for answer in answers)
-
-
-async def native_async(model_dir: Path, dtype: str, prompts: Prompts) -> float:
-    """The same through the async engine, each request its own task that reads its stream."""
-    from raytide.actors.engine import EngineConfig, GenRequest, NativeEngine, SamplingParams
-
-    engine = NativeEngine(EngineConfig.parse({"model_dir": str(model_dir), "dtype": dtype}, where="engine"))
-    await engine.start()
-    sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
-
-    async def ask(name: str, prompt: list[int]) -> int:
-        request = GenRequest(request_id=name, prompt=prompt, sampling=sampling)
-        return sum([len(chunk.token_ids) async for chunk in engine.generate(request)])
-
-    began = time.perf_counter()
-    counts = await asyncio.gather(*(ask(str(index), prompt) for index, prompt in enumerate(prompts)))
-    seconds = time.perf_counter() - began
-    assert set(counts) == {NEW_TOKENS}
-    await engine.shutdown()
-    return seconds
-
-
-def static_batch(model: LlamaForCausalLM, prompts: Prompts) -> None:
-    import torch
-
-    longest = max(map(len, prompts))
-    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    out = model.generate(
-        ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
-    )
-    assert out.shape[1] == longest + NEW_TOKENS
 
 
 if __name__ == "__main__":

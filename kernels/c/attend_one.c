@@ -1,7 +1,7 @@
 /* Attention of one new token: each key and value is read once, as it lies, for all query heads of the group. */
 #include "attention.h"
 
-#define TILE 256
+#define TILE 64
 #define HEADS_AT_ONCE 4
 #define ONE_GROUP 16
 
@@ -45,7 +45,7 @@ INLINE vf sums(vf *x) {
 }
 
 /* scores of VL positions whose keys are at `rows`, for one head's q. */
-INLINE vf score(const void *const *rows, const void *q, int64_t dim, int bf16) {
+INLINE vf score(const char *const *rows, const void *q, int64_t dim, int bf16) {
     vf acc[VL];
     for (int t = 0; t < VL; t++) acc[t] = (vf){0};
     for (int64_t at = 0; at < dim; at += CHUNK) {
@@ -72,28 +72,50 @@ INLINE vf score(const void *const *rows, const void *q, int64_t dim, int bf16) {
     return sums(acc);
 }
 
-/* out[heads][CHUNK] += weights of `heads` heads x values, for one chunk of the head. */
-INLINE void mix(int heads, const void *const *rows, int64_t count, int64_t at, const float *weights, float *out,
-                int64_t stride, int bf16) {
-    vf even[HEADS_AT_ONCE], odd[HEADS_AT_ONCE];
+/* out[heads][chunks * CHUNK] += weights of `heads` heads x values, for some chunks of the head. */
+INLINE void mix(int heads, int chunks, const char *const *rows, int64_t count, int64_t at, const float *weights,
+                float *out, int64_t dim, int bf16) {
+    vf even[HEADS_AT_ONCE][2], odd[HEADS_AT_ONCE][2];
 #pragma GCC unroll 4
-    for (int h = 0; h < heads; h++) {
-        even[h] = load_f32(out + h * stride);
-        odd[h] = load_f32(out + h * stride + VL);
-    }
+    for (int h = 0; h < heads; h++)
+#pragma GCC unroll 2
+        for (int c = 0; c < chunks; c++) {
+            even[h][c] = load_f32(out + h * dim + at + c * CHUNK);
+            odd[h][c] = load_f32(out + h * dim + at + c * CHUNK + VL);
+        }
     for (int64_t t = 0; t < count; t++) {
-        vf v_even, v_odd;
-        split(rows[t], at, &v_even, &v_odd, bf16);
+        vf v_even[2], v_odd[2];
+#pragma GCC unroll 2
+        for (int c = 0; c < chunks; c++) split(rows[t], at + c * CHUNK, &v_even[c], &v_odd[c], bf16);
 #pragma GCC unroll 4
         for (int h = 0; h < heads; h++) {
-            even[h] += v_even * weights[h * TILE + t];
-            odd[h] += v_odd * weights[h * TILE + t];
+            float weight = weights[h * TILE + t];
+#pragma GCC unroll 2
+            for (int c = 0; c < chunks; c++) {
+                even[h][c] += v_even[c] * weight;
+                odd[h][c] += v_odd[c] * weight;
+            }
         }
     }
 #pragma GCC unroll 4
-    for (int h = 0; h < heads; h++) {
-        store_f32(out + h * stride, even[h]);
-        store_f32(out + h * stride + VL, odd[h]);
+    for (int h = 0; h < heads; h++)
+#pragma GCC unroll 2
+        for (int c = 0; c < chunks; c++) {
+            store_f32(out + h * dim + at + c * CHUNK, even[h][c]);
+            store_f32(out + h * dim + at + c * CHUNK + VL, odd[h][c]);
+        }
+}
+
+/* The same for all heads of a group and all of the head. */
+INLINE void mix_all(int64_t group, const char *const *rows, int64_t count, const float *weights, float *out,
+                    int64_t dim, int bf16) {
+    for (int64_t h = 0; h < group; h += HEADS_AT_ONCE, weights += HEADS_AT_ONCE * TILE, out += HEADS_AT_ONCE * dim) {
+        int64_t heads = group - h < HEADS_AT_ONCE ? group - h : HEADS_AT_ONCE, at = 0;
+#define MIX(HEADS, CHUNKS) mix(HEADS, CHUNKS, rows, count, at, weights, out, dim, bf16)
+        for (; at + 2 * CHUNK <= dim; at += 2 * CHUNK)
+            heads == 4 ? MIX(4, 2) : heads == 3 ? MIX(3, 2) : heads == 2 ? MIX(2, 2) : MIX(1, 2);
+        if (at < dim) heads == 4 ? MIX(4, 1) : heads == 3 ? MIX(3, 1) : heads == 2 ? MIX(2, 1) : MIX(1, 1);
+#undef MIX
     }
 }
 
@@ -133,44 +155,81 @@ INLINE void finish(const float *out, void *to, int64_t at, int64_t dim, float fa
     }
 }
 
+/* Positions whose keys and values will be read next, all heads of the item. */
+typedef struct {
+    const char *rows[TILE + VL];
+    int64_t count; /* of this sequence: none when the next sequence's are fetched already */
+    int64_t fetched, known;
+} Tile;
+
+/* Ask for the lines of some more of the tile's positions. A little at a time: a burst would wait for memory itself. */
+INLINE void fetch(const Item *item, Tile *tile, int64_t positions, int bf16) {
+    const Geometry *g = item->of;
+    int64_t width = bf16 ? 2 : 4, begin = item->kv_head * g->dim * width, bytes = item->kv_heads * g->dim * width;
+    int64_t values = values_behind(g, bf16), until = tile->fetched + positions;
+    if (until > tile->known) until = tile->known;
+    for (; tile->fetched < until; tile->fetched++) {
+        const char *row = tile->rows[tile->fetched] + begin;
+        for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + at, 0, 2);
+        for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(row + values + at, 0, 2);
+    }
+}
+
+INLINE int64_t first_position(const Geometry *g, int64_t sequence) {
+    int64_t length = g->context_lens[sequence];
+    return g->window > 0 && length > g->window ? length - g->window : 0;
+}
+
+/* Locate a tile of positions; after the sequence's last one the next sequence's first. */
+INLINE void look_ahead(const Item *item, int64_t at, Tile *tile, int bf16) {
+    const Geometry *g = item->of;
+    int64_t sequence = item->sequence;
+    *tile = (Tile){.fetched = 0};
+    int is_other = at >= g->context_lens[sequence];
+    if (is_other && ++sequence == g->batch) return;
+    if (is_other) at = first_position(g, sequence);
+    int64_t left = g->context_lens[sequence] - at;
+    tile->known = left < TILE ? left : TILE;
+    tile->count = is_other ? 0 : tile->known;
+    locate(item, sequence, at, tile->known, tile->rows, bf16);
+}
+
 INLINE void attend(const Item *item, int bf16) {
     const Geometry *g = item->of;
-    int64_t group = g->heads / g->kv_heads, dim = g->dim, width = bf16 ? 2 : 4;
-    int64_t position = g->context_lens[item->sequence] - 1, begin = 0;
-    if (g->window > 0 && position + 1 > g->window) begin = position + 1 - g->window;
-    float weights[ONE_GROUP * TILE], out[ONE_GROUP * MAX_DIM], most[ONE_GROUP];
-    vf total[ONE_GROUP];
-    memset(out, 0, (size_t)(group * dim * 4));
-    for (int64_t h = 0; h < group; h++) {
+    int64_t group = g->heads / g->kv_heads, dim = g->dim, width = bf16 ? 2 : 4, values = values_behind(g, bf16);
+    float weights[ONE_GROUP * TILE], out[item->kv_heads * group * dim], most[item->kv_heads * group];
+    vf total[item->kv_heads * group];
+    memset(out, 0, sizeof out);
+    for (int64_t h = 0; h < item->kv_heads * group; h++) {
         most[h] = -INFINITY;
         total[h] = (vf){0};
     }
     const char *q = (const char *)item->q + (item->first_row * g->q_stride + item->kv_head * group * dim) * width;
-    for (int64_t at = begin; at <= position; at += TILE) {
-        int64_t count = position + 1 - at < TILE ? position + 1 - at : TILE;
-        const void *k[TILE + VL], *v[TILE];
-        for (int64_t t = 0; t < count; t++) {
-            int64_t row = (slot_of(g, item->sequence, at + t) * g->kv_heads + item->kv_head) * dim * width;
-            k[t] = (const char *)item->cache + row;
-            v[t] = (const char *)k[t] + g->num_slots * g->kv_heads * dim * width;
-        }
-        for (int64_t t = count; t % VL; t++) k[t] = k[0];
-        for (int64_t t = 0; t < count; t += VL)
-            for (int64_t h = 0; h < group; h++)
-                store_f32(weights + h * TILE + t, score(k + t, q + h * dim * width, dim, bf16));
-        for (int64_t h = 0; h < group; h++) soften(g, weights + h * TILE, count, most + h, total + h, out + h * dim);
-        for (int64_t h = 0; h < group; h += HEADS_AT_ONCE)
-            for (int64_t i = 0; i < dim; i += CHUNK) {
-                const float *w = weights + h * TILE;
-                float *o = out + h * dim + i;
-                int64_t heads = group - h;
-                if (heads >= 4) mix(4, v, count, i, w, o, dim, bf16);
-                else if (heads == 3) mix(3, v, count, i, w, o, dim, bf16);
-                else if (heads == 2) mix(2, v, count, i, w, o, dim, bf16);
-                else mix(1, v, count, i, w, o, dim, bf16);
+    Tile tiles[2], *tile = tiles, *next = tiles + 1;
+    int64_t at = first_position(g, item->sequence);
+    look_ahead(item, at, tile, bf16);
+    for (; tile->count > 0; next = tile, tile = tile == tiles ? tiles + 1 : tiles) {
+        look_ahead(item, at += tile->count, next, bf16);
+        int64_t share = next->known / (item->kv_heads * ((tile->count + VL - 1) / VL)) + 1;
+        for (int64_t head = 0; head < item->kv_heads; head++) {
+            int64_t first = head * group, begin = (item->kv_head + head) * dim * width;
+            const char *k[TILE + VL], *v[TILE];
+            for (int64_t t = 0; t < tile->count; t++) {
+                k[t] = tile->rows[t] + begin;
+                v[t] = k[t] + values;
             }
+            for (int64_t t = tile->count; t % VL; t++) k[t] = k[0];
+            for (int64_t t = 0; t < tile->count; t += VL) {
+                fetch(item, next, share, bf16);
+                for (int64_t h = 0; h < group; h++)
+                    store_f32(weights + h * TILE + t, score(k + t, q + (first + h) * dim * width, dim, bf16));
+            }
+            for (int64_t h = 0; h < group; h++)
+                soften(g, weights + h * TILE, tile->count, most + first + h, total + first + h, out + (first + h) * dim);
+            mix_all(group, v, tile->count, weights, out + first * dim, dim, bf16);
+        }
     }
-    for (int64_t h = 0; h < group; h++) {
+    for (int64_t h = 0; h < item->kv_heads * group; h++) {
         int64_t to = (item->first_row * g->heads + item->kv_head * group + h) * dim;
         finish(out + h * dim, item->out, to, dim, 1.0f / sum(total[h]), bf16);
     }

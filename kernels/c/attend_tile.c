@@ -49,7 +49,7 @@ INLINE void transpose(const uint32_t *const *rows, int64_t at, uint32_t *out, in
 #endif
 
 /* The heads' rows of 64 positions as panels of positions. */
-INLINE void pack_keys(const void *const *rows, uint32_t *keys, int64_t dim, Words words, int bf16) {
+INLINE void pack_keys(const char *const *rows, uint32_t *keys, int64_t dim, Words words, int bf16) {
     int64_t steps = words == PAIRS ? dim / 2 : dim;
     for (int panel = 0; panel < PANELS; panel++) {
         uint32_t *out = keys + panel * steps * PANEL;
@@ -63,7 +63,7 @@ INLINE void pack_keys(const void *const *rows, uint32_t *keys, int64_t dim, Word
 #endif
         for (; step < steps; step++)
             for (int j = 0; j < PANEL; j++) {
-                const void *row = rows[panel * PANEL + j];
+                const char *row = rows[panel * PANEL + j];
                 if (words == PAIRS)
                     out[step * PANEL + j] = ((const word *)row)[step];
                 else
@@ -73,7 +73,7 @@ INLINE void pack_keys(const void *const *rows, uint32_t *keys, int64_t dim, Word
 }
 
 /* The heads' rows of 64 positions as panels of dim, two positions to a word where words are pairs. */
-INLINE void pack_values(const void *const *rows, uint32_t *values, int64_t dim, Words words, int bf16) {
+INLINE void pack_values(const char *const *rows, uint32_t *values, int64_t dim, Words words, int bf16) {
     int64_t steps = words == PAIRS ? TILE / 2 : TILE;
     for (int64_t at = 0; at < dim; at += VL) {
         uint32_t *out = values + at / PANEL * steps * PANEL + at % PANEL;
@@ -153,11 +153,12 @@ INLINE void attend(const Item *item, Words words, int bf16) {
     int64_t end = position + item->num_queries, begin = 0;
     if (g->window > 0 && position + 1 > g->window) begin = (position + 1 - g->window) / TILE * TILE;
     for (int64_t tile_at = begin; tile_at < end; tile_at += TILE) {
-        const void *k[TILE], *v[TILE];
-        for (int64_t j = 0; j < TILE; j++) {
-            int64_t slot = slot_of(g, item->sequence, tile_at + j < end ? tile_at + j : tile_at);
-            k[j] = (const char *)item->cache + (slot * g->kv_heads + item->kv_head) * dim * width;
-            v[j] = (const char *)k[j] + g->num_slots * g->kv_heads * dim * width;
+        const char *k[TILE], *v[TILE];
+        int64_t count = end - tile_at < TILE ? end - tile_at : TILE;
+        locate(item, item->sequence, tile_at, count, k, bf16);
+        for (int64_t j = 0; j < TILE; j++) { /* what lies beyond the context is masked, but has to be numbers */
+            k[j] = j < count ? k[j] + item->kv_head * dim * width : k[0];
+            v[j] = k[j] + values_behind(g, bf16);
         }
         pack_keys(k, s->keys, dim, words, bf16);
         pack_values(v, s->values, dim, words, bf16);

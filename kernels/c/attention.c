@@ -1,10 +1,11 @@
-/* Paged attention: cuts a step into items, one for a KV head and one new token or a tile of a prompt's tokens. */
+/* Paged attention: cuts a step into items, a new token or a tile of a prompt's tokens, and one or all KV heads. */
 #include "attention.h"
 
 #include <stdlib.h>
 
 #include "parallel.h"
 
+#define MANY 4       /* sequences from which on threads are busy with one each */
 #define TILE_ROWS 48 /* query rows, heads of a group times tokens, that read a tile of KV together */
 
 static void attend(const void *context, int64_t i) {
@@ -29,14 +30,16 @@ EXPORT int raytide_attention(const Geometry *g, const void *q, const void *cache
         cost += g->query_lens[b] * g->context_lens[b] * g->heads * g->dim / 2;
     }
     Item *items = malloc((size_t)count * sizeof(Item)), *next = items;
+    int many = !g->invariant && attends_one(g) && g->batch >= MANY; /* then cache lines are best read in order */
     if (!items) return -1;
     for (int64_t b = 0, row = 0; b < g->batch; row += g->query_lens[b++])
         for (int64_t first = 0; first < g->query_lens[b]; first += queries) {
             int64_t left = g->query_lens[b] - first;
-            for (int64_t head = 0; head < g->kv_heads; head++)
-                *next++ = (Item){g, q, cache, out, b, first, left < queries ? left : queries, row + first, head};
+            int64_t here = left < queries ? left : queries, at_once = here == 1 && many ? g->kv_heads : 1;
+            for (int64_t head = 0; head < g->kv_heads; head += at_once)
+                *next++ = (Item){g, q, cache, out, b, first, here, row + first, head, at_once};
         }
-    for_each(attend, items, count, cost);
+    for_each(attend, items, next - items, cost);
     free(items);
     return 0;
 }

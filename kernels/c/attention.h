@@ -21,14 +21,20 @@ typedef struct {
     const void *q, *cache;
     void *out;
     int64_t sequence, first_query, num_queries, first_row; /* of this item; rows are tokens of the step */
-    int64_t kv_head;
+    int64_t kv_head, kv_heads;                             /* the first one, and how many */
 } Item;
 
-/* The slot of a position of the context. */
-INLINE int64_t slot_of(const Geometry *g, int64_t sequence, int64_t position) {
-    const int64_t *table = g->tables + sequence * g->table_width;
-    return table[position / g->block_size] * g->block_size + position % g->block_size;
+/* Where `count` positions from `at` on have their keys, all heads of them; values lie values_behind() bytes further. */
+INLINE void locate(const Item *item, int64_t sequence, int64_t at, int64_t count, const char **rows, int bf16) {
+    const Geometry *g = item->of;
+    const int64_t *table = g->tables + sequence * g->table_width + at / g->block_size;
+    int64_t offset = at % g->block_size, row_bytes = g->kv_heads * g->dim * (bf16 ? 2 : 4);
+    for (int64_t t = 0; t < count; table++, offset = 0)
+        for (; offset < g->block_size && t < count; offset++)
+            rows[t++] = (const char *)item->cache + (*table * g->block_size + offset) * row_bytes;
 }
+
+INLINE int64_t values_behind(const Geometry *g, int bf16) { return g->num_slots * g->kv_heads * g->dim * (bf16 ? 2 : 4); }
 
 /* Scores times scale, and bounded by the softcap. */
 INLINE vf scaled(const Geometry *g, vf scores) {
@@ -36,9 +42,10 @@ INLINE vf scaled(const Geometry *g, vf scores) {
     return g->softcap > 0 ? g->softcap * vtanh(scores / g->softcap) : scores;
 }
 
-/* One new token over its context, keys read as they lie. Fast, but adds in another order than attend_tile. */
+/* One new token over its context, for some KV heads: keys read as they lie. Fast, but adds
+ * in another order than attend_tile. */
 void attend_one(const Item *item);
 int attends_one(const Geometry *g);
 
-/* Up to QUERIES(group) tokens over their context; each token's result is the same to the bit whatever the tile. */
+/* Some tokens over their context, for one KV head; each token's result is the same to the bit whatever the tile. */
 void attend_tile(const Item *item);

@@ -1,0 +1,197 @@
+"""One engine in a process of its own, pinned and told on stdin what to generate; `engine_cpu.py` starts these.
+
+    python engine_sides.py SIDE MODEL_DIR DTYPE CORES
+
+Each line on stdin is a JSON list of prompts, which run together; each line on stdout says how long that took, when
+first tokens came on average, and for the native engine how long its own Python took. Runs under any interpreter that
+has the engine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+NEW_TOKENS = 64
+MAX_LEN = 512
+MAX_RUNNING = 64
+
+Prompts = list[list[int]]
+Answer = dict[str, float]
+
+
+def native(model_dir: str, dtype: str) -> Callable[[Prompts], Answer]:
+    sys.path.insert(0, str(Path(__file__).parents[1] / "platform"))
+    from raytide.actors.engine import EngineConfig, GenRequest, SamplingParams
+    from raytide.actors.engine.core import GenChunk
+    from raytide.actors.engine.loop import EngineLoop
+
+    fields = {"model_dir": model_dir, "dtype": dtype, "prefix_cache": False, "max_model_len": MAX_LEN}
+    loop = EngineLoop(EngineConfig.parse({**fields, "kv_memory_gb": 4.0}, where="engine"))
+    sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    computing_s = [0.0]
+
+    def watch(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: object, **options: object) -> Any:
+            began = time.perf_counter()
+            result = function(*args, **options)
+            computing_s[0] += time.perf_counter() - began
+            return result
+
+        return call
+
+    loop.runner._model.forward = watch(loop.runner._model.forward)
+    loop.runner._sampler.sample = watch(loop.runner._sampler.sample)
+
+    def generate(prompts: Prompts) -> Answer:
+        computing_s[0], firsts, counts = 0.0, {}, dict.fromkeys(map(str, range(len(prompts))), 0)
+        decode_s = decode_python_s = 0.0
+        began = time.perf_counter()
+        for name, prompt in zip(counts, prompts, strict=True):
+            loop.add(GenRequest(request_id=name, prompt=prompt, sampling=sampling), prompt)
+        while loop.has_work:
+            step_began, computed_s = time.perf_counter(), computing_s[0]
+            for chunk in loop.step():
+                assert isinstance(chunk, GenChunk), chunk
+                firsts.setdefault(chunk.request_id, time.perf_counter() - began)
+                counts[chunk.request_id] += len(chunk.token_ids)
+            if len(firsts) == len(prompts):
+                step_s = time.perf_counter() - step_began
+                decode_s += step_s
+                decode_python_s += step_s - (computing_s[0] - computed_s)
+        seconds = time.perf_counter() - began
+        assert set(counts.values()) == {NEW_TOKENS}
+        return {
+            "seconds": seconds,
+            "ttft": sum(firsts.values()) / len(firsts),
+            "python": decode_python_s / decode_s,
+        }
+
+    return generate
+
+
+def vllm(model_dir: str, dtype: str) -> Callable[[Prompts], Answer]:
+    from vllm import LLM, SamplingParams, TokensPrompt
+
+    llm = LLM(
+        model=model_dir,
+        dtype=dtype,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        max_model_len=MAX_LEN,
+        max_num_seqs=MAX_RUNNING,
+        disable_log_stats=False,
+    )
+    sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
+
+    def generate(prompts: Prompts) -> Answer:
+        inputs = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
+        began = time.perf_counter()
+        outputs = llm.generate(inputs, sampling, use_tqdm=False)
+        seconds = time.perf_counter() - began
+        assert all(len(output.outputs[0].token_ids) == NEW_TOKENS for output in outputs)
+        firsts = [output.metrics.first_token_latency for output in outputs if output.metrics is not None]
+        return {"seconds": seconds, "ttft": sum(firsts) / len(firsts) if firsts else 0.0}
+
+    return generate
+
+
+def transformers(model_dir: str, dtype: str) -> Callable[[Prompts], Answer]:
+    """The usual static batch, padded on the left."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.generation.streamers import BaseStreamer
+
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).eval()
+
+    class FirstToken(BaseStreamer):  # type: ignore[misc]
+        """When the second `put` comes: the first has the prompts."""
+
+        def __init__(self) -> None:
+            self.times: list[float] = []
+
+        def put(self, value: object) -> None:
+            self.times.append(time.perf_counter())
+
+        def end(self) -> None:
+            pass
+
+    def generate(prompts: Prompts) -> Answer:
+        longest, first = max(map(len, prompts)), FirstToken()
+        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        streamer = first if len(prompts) == 1 else None  # transformers streams single prompts only
+        began = time.perf_counter()
+        out = model.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            streamer=streamer,
+        )
+        seconds = time.perf_counter() - began
+        assert out.shape[1] == longest + NEW_TOKENS
+        return {"seconds": seconds, "ttft": first.times[1] - began if first.times else 0.0}
+
+    return generate
+
+
+def floor(model_dir: str, dtype: str) -> Callable[[Prompts], Answer]:
+    """What the machine can do: bytes a second read from memory and matrix multiplications a second, the best of several
+    ways to use it. The prompts do not matter.
+    """
+    sys.path.insert(0, str(Path(__file__).parents[1] / "platform"))
+    import torch
+
+    from raytide.kernels.registry import ops_for
+
+    kind, wide = getattr(torch, dtype), 2048
+    weight = torch.randn(wide, wide).to(kind)
+    linear, many = ops_for("cpu").linear(weight, None), torch.randn(wide, wide).to(kind)
+    products = [lambda: linear(many), lambda: torch.mm(many, weight)]
+    big = torch.randn(64 << 20)  # 256 MB, no cache holds it
+    streamed = ops_for("cpu").linear(big.view(-1, 4096).to(kind), None)
+    one, streamed_bytes = torch.randn(1, 4096).to(kind), big.numel() * kind.itemsize
+    reads = [(big.sum, big.numel() * 4), (lambda: streamed(one), streamed_bytes)]
+
+    def measure(_: Prompts) -> Answer:
+        return {
+            "bytes_s": max(size / _least(call) for call, size in reads),
+            "flops_s": 2 * wide**3 / min(map(_least, products)),
+        }
+
+    return measure
+
+
+def _least(call: Callable[[], object], times: int = 8) -> float:
+    best = float("inf")
+    for _ in range(times):
+        began = time.perf_counter()
+        call()
+        best = min(best, time.perf_counter() - began)
+    return best
+
+
+SIDES = {"native": native, "vllm": vllm, "transformers": transformers, "floor": floor}
+
+
+def main(side: str, model_dir: str, dtype: str, cores: str) -> None:
+    os.sched_setaffinity(0, set(map(int, cores.split(","))))
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what the engines print goes to stderr
+    generate = SIDES[side](model_dir, dtype)
+    print("{}", file=answers, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(generate(json.loads(line))), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
