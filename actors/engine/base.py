@@ -156,8 +156,10 @@ class BasicEngine:
 
 def refuse(backend: str, feature: Feature) -> NoReturn:
     """The one error for what an engine cannot do."""
+    hint = "It needs the package llguidance. " if feature == "structured" else ""
     raise UsageError(
-        f"the {backend} engine does not offer {feature}.", hint="EngineInfo.features lists what an engine offers."
+        f"the {backend} engine does not offer {feature}.",
+        hint=f"{hint}EngineInfo.features lists what an engine offers.",
     )
 
 

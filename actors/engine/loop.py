@@ -25,7 +25,7 @@ from raytide.actors.engine.runner import Runner
 from raytide.actors.engine.scheduler import Scheduler
 from raytide.actors.engine.sequence import Sampled, Sequence, StepPlan
 from raytide.actors.engine.stops import StopScanner
-from raytide.actors.engine.structured import Grammar
+from raytide.actors.engine.structured import Grammar, can_structure
 from raytide.actors.engine.tokenizer import Tokenizer
 from raytide.actors.engine.weights import WeightsSource
 from raytide.core.errors import ConflictError, NotFoundError, OverloadedError
@@ -54,7 +54,6 @@ _FEATURES: frozenset[Feature] = frozenset(
         "sampling",
         "sleep",
         "stop_strings",
-        "structured",
         "weights_swap",
     )
 )
@@ -294,5 +293,6 @@ def _features(config: EngineConfig) -> frozenset[Feature]:
         "deterministic": config.deterministic,
         "lora": config.max_loras > 0,
         "prefix_cache": config.prefix_cache,
+        "structured": can_structure(),
     }
     return _FEATURES | {name for name, on in optional.items() if on}

@@ -16,13 +16,7 @@ MODULES = {"prometheus-client": "prometheus_client", "pyyaml": "yaml"}
 SCRIPT = """
 import importlib, pkgutil, sys
 blocked = set(sys.argv[2].split(","))
-
-class Wall:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in blocked:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-sys.meta_path.insert(0, Wall())
+sys.modules.update(dict.fromkeys(blocked))  # None: as if it were not installed
 import raytide.actors.engine, raytide.kernels
 for package in (raytide.actors.engine, raytide.kernels):
     for module in pkgutil.iter_modules(package.__path__):
@@ -32,7 +26,7 @@ llm = LLM(sys.argv[1])
 answers = llm.generate(["import os", "def main("], SamplingParams(max_tokens=5, ignore_eos=True), progress=True)
 assert [len(answer.token_ids) for answer in answers] == [5, 5]
 assert len(llm.embed(["import os"])) == 1
-assert not blocked & {name.split(".")[0] for name in sys.modules}, "the wall has a hole"
+assert not [name for name, module in sys.modules.items() if module and name.split(".")[0] in blocked]
 print("done")
 """
 

@@ -10,7 +10,9 @@ from raytide.actors.engine import LLM, EngineConfig, GenRequest, NativeEngine, S
 from raytide.actors.engine.loop import EngineLoop
 from raytide.actors.engine.model import Decoder
 from raytide.actors.engine.runner import Runner
+from raytide.actors.engine.sampling_params import Structured
 from raytide.actors.engine.sequence import Chunk, Sampled, Sequence
+from raytide.actors.engine.structured import GrammarState
 from raytide.core.errors import EngineError, OverloadedError, UsageError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -87,6 +89,75 @@ def test_only_the_request_at_fault_fails(
     assert [answer.outputs[0].token_ids for answer in again] == [*healthy, *healthy]
     stats = llm.stats()
     assert (stats.failed, stats.free_blocks) == (1, stats.num_blocks)
+
+
+def test_a_batch_that_does_not_fit_in_memory_runs_in_parts(
+    healthy: list[list[int]], model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    execute, refused = Runner.execute, []
+
+    def short_of_memory(self: Runner, chunks: list[Chunk]) -> dict[str, Sampled]:
+        if len(chunks) > 2:
+            self.logits(chunks)  # fails late, after the KV is written
+            refused.append(len(chunks))
+            raise torch.OutOfMemoryError("no room for so many")
+        return execute(self, chunks)
+
+    monkeypatch.setattr(Runner, "execute", short_of_memory)
+    seeded = SamplingParams(temperature=1.0, seed=3, repetition_penalty=1.3, max_tokens=8, ignore_eos=True)
+    llm = LLM(model_dir)
+    answers = llm.generate([*PROMPTS, PROMPTS[0]], [*[GREEDY] * len(PROMPTS), seeded])
+    monkeypatch.undo()
+    assert [answer.token_ids for answer in answers[:-1]] == healthy
+    assert answers[-1].token_ids == LLM(model_dir).generate([PROMPTS[0]], seeded)[0].token_ids
+    assert refused
+    assert llm.stats().failed == 0
+
+
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_a_request_whose_one_sample_fails_ends_as_a_whole(
+    at: int, healthy: list[list[int]], model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    execute = Runner.execute
+
+    def broken(self: Runner, chunks: list[Chunk]) -> dict[str, Sampled]:
+        if any(chunk.seq.index == 2 and chunk.seq.output_len == at for chunk in chunks):
+            raise ValueError("the third sample is cursed")
+        return execute(self, chunks)
+
+    monkeypatch.setattr(Runner, "execute", broken)
+    llm = LLM(model_dir, block_size=2)
+    cursed = SamplingParams(n=3, best_of=4, temperature=1.0, seed=1, max_tokens=8, ignore_eos=True)
+    answers = llm.generate([*PROMPTS, [5, 6, 7]], [*[GREEDY] * len(PROMPTS), cursed])
+    assert [completion.finish_reason for completion in answers.pop().outputs] == ["error"] * 3
+    assert [answer.token_ids for answer in answers] == healthy
+    stats = llm.stats()
+    assert (stats.failed, stats.free_blocks) == (1, stats.num_blocks)
+
+
+def test_a_grammar_that_panics_fails_its_request_alone(
+    healthy: list[list[int]], model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("llguidance", reason="a dependency; an environment from before it has none")
+
+    class Panic(BaseException):
+        """What a panic in Rust arrives as."""
+
+    fill, calls = GrammarState.fill, iter(range(100))
+
+    def sometimes(self: GrammarState, mask_W: object) -> None:
+        if next(calls) == 2:
+            raise Panic("index out of bounds")
+        fill(self, mask_W)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(GrammarState, "fill", sometimes)
+    llm = LLM(model_dir)
+    strict = SamplingParams(structured=Structured("regex", "[a-z]{20}"), max_tokens=20)
+    answers = llm.generate([*PROMPTS, [5, 6]], [*[GREEDY] * len(PROMPTS), strict])
+    failed = answers.pop()
+    assert (failed.finish_reason, "index out of bounds" in str(failed.error)) == ("error", True)
+    assert [answer.token_ids for answer in answers] == healthy
+    assert llm.generate([[5, 6]], strict)[0].finish_reason == "stop"
 
 
 async def test_the_async_engine_outlives_a_defect_of_its_own_loop(

@@ -1,7 +1,10 @@
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from tests.actors.engine.conformance.asking import Start
 from tests.actors.engine.conformance.engines import ENGINES, ENVIRONMENT
 
@@ -26,3 +29,19 @@ async def start(
     yield make
     for engine in engines:
         await engine.shutdown()
+
+
+@pytest.fixture(scope="session")
+def adapter_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A LoRA adapter of the tiny model, in PEFT's format."""
+    path = tmp_path_factory.mktemp("adapter")
+    generator = torch.Generator().manual_seed(1)
+    weights = {}
+    for layer in range(3):
+        at = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        weights[f"{at}.lora_A.weight"] = torch.randn(4, 64, generator=generator)
+        weights[f"{at}.lora_B.weight"] = torch.randn(64, 4, generator=generator)
+    save_file(weights, path / "adapter_model.safetensors")
+    body = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "bias": "none"}
+    (path / "adapter_config.json").write_text(json.dumps(body))
+    return path

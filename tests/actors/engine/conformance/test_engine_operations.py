@@ -156,6 +156,31 @@ async def test_cached_prefix_says_what_a_prompt_would_find(start: Start) -> None
     assert salted.cached_tokens == 0
 
 
+async def test_an_adapter_serves_those_that_name_it(start: Start, adapter_dir: Path) -> None:
+    engine, info = await start()
+    need(info, "lora")
+    with pytest.raises(RaytideError, match="not loaded"):
+        await collect(engine, ask(lora="tuned"))
+    base = tokens_of(await collect(engine, ask()))
+    await engine.load_lora("tuned", str(adapter_dir))
+    with pytest.raises(ConflictError, match="tuned"):
+        await engine.load_lora("tuned", str(adapter_dir))
+    names = [None, "tuned", None, "tuned"]
+    answers = await asyncio.gather(*(collect(engine, ask(f"r{i}", lora=name)) for i, name in enumerate(names)))
+    tokens = [tokens_of(chunks) for chunks in answers]
+    assert tokens[0] == tokens[2] == base
+    assert tokens[1] == tokens[3]
+    assert tokens[1] != base or info.backend == "fake"
+    stream = engine.generate(ask("using", sampling=ENDLESS, lora="tuned"))
+    await anext(stream)
+    with pytest.raises(ConflictError, match="tuned"):
+        await engine.unload_lora("tuned")
+    await stream.aclose()  # type: ignore[attr-defined]
+    await engine.unload_lora("tuned")
+    with pytest.raises(RaytideError, match="not loaded"):
+        await engine.unload_lora("tuned")
+
+
 async def test_embeddings_have_length_one_and_depend_on_the_text(start: Start) -> None:
     engine, info = await start()
     need(info, "embeddings")

@@ -3,6 +3,9 @@ where it is not declared.
 """
 
 import asyncio
+import json
+import re
+from collections.abc import Callable
 from typing import get_args
 
 import pytest
@@ -20,6 +23,7 @@ from tests.actors.engine.conformance.engines import MAX_LEN
 
 from raytide.actors.engine import GenChunk, Message, SamplingParams
 from raytide.actors.engine.core import Feature
+from raytide.actors.engine.sampling_params import Structured
 from raytide.core.errors import ConflictError, OverloadedError, UsageError
 
 
@@ -249,6 +253,26 @@ async def test_logprobs_come_with_their_tokens(start: Start) -> None:
         for each in chunk.logprobs:
             assert each.logprob <= 0.0
             assert (each.rank, each.top) == (1, ((each.token_id, each.logprob),))
+
+
+STRUCTURES = [  # finite ones: a random model would never come to the end of a number
+    (Structured("json_schema", '{"enum": ["red", "green", [1, {"deep": null}]]}'), json.loads),
+    (Structured("regex", "[0-9]{3}-[a-f]{2}"), re.compile("[0-9]{3}-[a-f]{2}").fullmatch),
+    (Structured("choice", ("yes", "no")), ("yes", "no").index),
+]
+
+
+@pytest.mark.parametrize(("structured", "check"), STRUCTURES, ids=[each.kind for each, _ in STRUCTURES])
+async def test_structured_output_is_what_was_asked_for(
+    start: Start, structured: Structured, check: Callable[[str], object]
+) -> None:
+    engine, info = await start()
+    need(info, "structured")
+    sampling = SamplingParams(structured=structured, seed=4, max_tokens=60, temperature=0.7)
+    strict, free = await asyncio.gather(collect(engine, ask("strict", sampling=sampling)), collect(engine, ask("free")))
+    assert strict[-1].finish_reason == "stop"
+    assert check(text_of(strict)) is not None
+    assert len(tokens_of(free)) == 10
 
 
 async def test_drain_lets_those_in_flight_end_and_takes_no_more(start: Start) -> None:
