@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -20,14 +21,9 @@ def progress_bar(total: int, *, shown: bool) -> Iterator[Update]:
     if not shown:
         yield lambda done, tokens: None
         return
-    try:
-        with _rich_bar(total) as update:
-            yield update
-    except ModuleNotFoundError as error:
-        if error.name != "rich":
-            raise
-        with _plain_line(total) as update:
-            yield update
+    has_rich = importlib.util.find_spec("rich") is not None
+    with _rich_bar(total) if has_rich else _plain_line(total) as update:
+        yield update
 
 
 @contextmanager
