@@ -131,6 +131,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--clock",
+        choices=["wall", "cpu"],
+        default="wall",
+        help="cpu: count the CPU time of a side, divided by its cores, where other work disturbs the machine",
+    )
     parser.add_argument("--sides", choices=["native", "vllm", "transformers"], nargs="+", default=None)
     parser.add_argument("--vllm-python", default=sys.executable, help="an interpreter that has vLLM")
     options = parser.parse_args()
@@ -154,11 +160,14 @@ def main() -> None:
                 started[side] = Side(side, python, Path(folder), dtype, cores)
                 stack.callback(started[side].close)
             for concurrency in options.concurrency:
-                row = measure(started, SHAPES[name], dtype, concurrency, options.repeats)
+                clock = "seconds" if options.clock == "wall" else "cpu"
+                row = measure(started, SHAPES[name], dtype, concurrency, options.repeats, clock, threads)
                 print(f"{name:7}{dtype:9}{threads:5}{concurrency:7}   {row}", flush=True)
 
 
-def measure(sides: dict[str, Side], shape: Shape, dtype: str, concurrency: int, repeats: int) -> str:
+def measure(
+    sides: dict[str, Side], shape: Shape, dtype: str, concurrency: int, repeats: int, clock: str, threads: int
+) -> str:
     """One line of the table: what each side made of the same batches, taking turns."""
     rng, calls = random.Random(0), CALLS.get(concurrency, 1)
     batches = [
@@ -177,7 +186,7 @@ def measure(sides: dict[str, Side], shape: Shape, dtype: str, concurrency: int, 
             if name == "floor":
                 machine.append(answers[0])
                 continue
-            seconds = sum(answer["seconds"] for answer in answers)
+            seconds = sum(answer[clock] for answer in answers) / (threads if clock == "cpu" else 1)
             rates[name].append(calls * concurrency * NEW_TOKENS / seconds)
             ttfts[name].append(statistics.mean(answer["ttft"] for answer in answers))
             own += [answer["python"] for answer in answers if "python" in answer]
