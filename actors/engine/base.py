@@ -49,7 +49,8 @@ class Engine(Protocol):
     async def stats(self) -> EngineStats: ...
 
     async def cached_prefix(self, token_ids: Sequence[int], *, lora: str | None = None, cache_salt: str = "") -> int:
-        """How many of a prompt's first tokens would come from the prefix cache now; 0 without one."""
+        """How many of a prompt's first tokens would come from the prefix cache now; 0 without one, and from an
+        engine that cannot tell."""
         ...
 
     async def drain(self, timeout_s: float) -> bool:

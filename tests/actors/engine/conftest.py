@@ -1,8 +1,11 @@
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 import torch
 from tests.actors.engine.tiny import save_llama
+from tests.actors.engine.vllm_cores import SharedCores
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -16,3 +19,18 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
     save_llama(path)
     return path
+
+
+@pytest.fixture(scope="session")
+def wide_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with heads of 32, the narrowest that vLLM computes on a CPU."""
+    path = tmp_path_factory.mktemp("wide-model")
+    save_llama(path, hidden_size=128, head_dim=32)
+    return path
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def vllm_cores(wide_model_dir: Path) -> AsyncIterator[SharedCores]:
+    cores = SharedCores(wide_model_dir)
+    yield cores
+    cores.shutdown()

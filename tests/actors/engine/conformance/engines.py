@@ -28,5 +28,6 @@ def native(model_dir: Path, max_running: int, max_waiting: int) -> Engine:
     )
 
 
+# vLLM, which tests share, is made by a fixture of its own.
 ENGINES: dict[str, Callable[[Path, int, int], Engine]] = {"fake": fake, "native": native, "native-ref": native}
 ENVIRONMENT: dict[str, dict[str, str]] = {"native-ref": {"RAYTIDE_OPS": "ref"}}  # while an engine starts

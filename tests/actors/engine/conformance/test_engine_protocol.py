@@ -26,6 +26,9 @@ from raytide.actors.engine.core import Feature
 from raytide.actors.engine.sampling_params import Structured
 from raytide.core.errors import ConflictError, OverloadedError, UsageError
 
+# One event loop for all: vLLM belongs to the one it was started on.
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
 
 async def test_info_names_what_the_engine_can_do(start: Start) -> None:
     _, info = await start()
@@ -178,7 +181,7 @@ async def test_a_penalty_of_repetition_leaves_none(start: Start) -> None:
 async def test_a_repeated_prompt_is_served_from_the_prefix_cache(start: Start) -> None:
     engine, info = await start()
     need(info, "prefix_cache")
-    first, second = [await collect(engine, ask(prompt=list(range(1, 60)))) for _ in range(2)]
+    first, second = [await collect(engine, ask(prompt=list(range(1, 100)))) for _ in range(2)]
     assert first[-1].usage is not None
     assert second[-1].usage is not None
     assert first[-1].usage.cached_tokens == 0

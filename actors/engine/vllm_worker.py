@@ -1,0 +1,27 @@
+"""What raytide adds to vLLM's worker: its process ends when the one that started it is killed. Runs inside vLLM's
+process, and imports nothing of raytide.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+
+__all__ = ["EndsWithParent"]
+
+
+class EndsWithParent:
+    """Mixed into vLLM's worker by its `worker_extension_cls`."""
+
+    def end_with_parent(self) -> None:
+        """vLLM's core outlives a parent that had no chance to say goodbye, with all its memory."""
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+
+        def watch() -> None:
+            parent.join()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        threading.Thread(target=watch, name="ends-with-parent", daemon=True).start()
