@@ -13,7 +13,7 @@ from raytide.actors.engine.core import EngineInfo, EngineStats, Feature, GenChun
 from raytide.actors.engine.kv_handle import KvHandle
 from raytide.core.errors import UsageError
 
-__all__ = ["BasicEngine", "Engine", "Prompt", "check_features", "refuse"]
+__all__ = ["BasicEngine", "Engine", "Prompt", "asked_features", "check_features", "refuse"]
 
 Prompt = str | Sequence[int]
 
@@ -41,6 +41,10 @@ class Engine(Protocol):
         ...
 
     async def tokenize(self, text: str) -> list[int]: ...
+
+    def token_bytes(self, token: int) -> bytes:
+        """The text that a token stands for in mid-text, as UTF-8 that may begin or end with half a character."""
+        ...
 
     async def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
         """The token ids of a conversation, by the model's chat template, ready for `generate`."""
@@ -121,6 +125,9 @@ class BasicEngine:
 
     backend = "this"
 
+    def token_bytes(self, token: int) -> bytes:
+        refuse(self.backend, "logprobs")
+
     async def cached_prefix(self, token_ids: Sequence[int], *, lora: str | None = None, cache_salt: str = "") -> int:
         return 0
 
@@ -168,6 +175,13 @@ def check_features(request: GenRequest, features: Collection[Feature], backend: 
     """Raise UsageError when a request asks for something that the engine does not declare; nothing is ignored
     silently.
     """
+    for feature in asked_features(request):
+        if feature not in features:
+            refuse(backend, feature)
+
+
+def asked_features(request: GenRequest) -> list[Feature]:
+    """What of an engine's optional abilities a request needs."""
     params = request.sampling
     asked: dict[Feature, bool] = {
         "bad_words": bool(params.bad_words),
@@ -182,6 +196,4 @@ def check_features(request: GenRequest, features: Collection[Feature], backend: 
         "stop_strings": bool(params.stop),
         "structured": params.structured is not None,
     }
-    for feature, wanted in asked.items():
-        if wanted and feature not in features:
-            refuse(backend, feature)
+    return [feature for feature, wanted in asked.items() if wanted]

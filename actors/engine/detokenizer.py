@@ -7,6 +7,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
+from functools import cached_property
 from typing import Any, Protocol
 
 from raytide.actors.engine.tokenizer import Tokenizer
@@ -53,6 +54,23 @@ class Vocabulary:
         if known is None:
             known = self._bytes[token] = _unmap(self._piece(token) or "")
         return known
+
+    def token_bytes(self, token: int) -> bytes:
+        """What a token of any kind stands for in mid-text; special ones for their own name."""
+        piece = self._tokenizer.rust.id_to_token(token) or ""
+        if token in self._special:
+            return piece.encode()
+        if self._is_byte_level:
+            return self.bytes_of(token)
+        if self._has_bytes and _BYTE_TOKEN.fullmatch(piece):
+            return bytes([int(piece[3:5], 16)])
+        return self.decode([*self._before, token])[len(self.decode(self._before)) :].encode()
+
+    @cached_property
+    def _before(self) -> list[int]:
+        """A token with text, so that what follows it is in mid-text."""
+        texts = ((token, self.decode([token])) for token in range(self._tokenizer.rust.get_vocab_size()))
+        return [next(token for token, text in texts if text.strip().isalpha())]
 
     def has_text(self, token: int) -> bool:
         """Not for special and unknown tokens: the decoder never sees them."""

@@ -200,6 +200,9 @@ class FakeEngine(BasicEngine):
     async def tokenize(self, text: str) -> list[int]:
         return list(text.encode())
 
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token % 256])
+
     async def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
         return list("\n".join(f"{message.role}: {message.content}" for message in messages).encode())
 

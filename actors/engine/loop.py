@@ -69,7 +69,7 @@ class EngineLoop:
         self.tokenizer = Tokenizer(model_dir)
         self.state: EngineState = "serving"
         self.weights = WeightsSource.at(model_dir)
-        self._vocabulary = Vocabulary(self.tokenizer)
+        self.vocabulary = Vocabulary(self.tokenizer)
         self.runner = Runner(config, arch)
         self.pool = BlockPool(self.runner.cache.num_blocks, self.runner.block_size, self.runner.cache.num_host_blocks)
         self.scheduler = Scheduler(
@@ -150,7 +150,7 @@ class EngineLoop:
 
     def answer(self, request: GenRequest, seqs: Items[Sequence], now_s: float) -> Answer:
         """Begin to collect what sequences that are in the scheduler will say."""
-        samples = [Sample(seq, self._vocabulary.stream(), StopScanner.of(request.sampling)) for seq in seqs]
+        samples = [Sample(seq, self.vocabulary.stream(), StopScanner.of(request.sampling)) for seq in seqs]
         answer = self._answers[request.request_id] = Answer(request, samples, now_s)
         for sample in samples:
             self._samples[sample.seq.seq_id] = answer, sample

@@ -76,6 +76,9 @@ class NativeEngine(BasicEngine):
         encode = self._started().tokenizer.encode
         return encode(text) if len(text) <= _INLINE_CHARS else await asyncio.to_thread(encode, text)
 
+    def token_bytes(self, token: int) -> bytes:
+        return self._started().vocabulary.token_bytes(token)
+
     async def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
         return await asyncio.to_thread(self._started().tokenizer.chat_prompt, messages)
 

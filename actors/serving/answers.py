@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 from raytide.actors.engine import core
 from raytide.actors.serving.generation import Piece
+from raytide.actors.serving.logprobs import ScoredToken, TokenBytes, chat_logprobs, text_logprobs
 from raytide.actors.serving.wire import (
     ChatChoice,
     ChatCompletion,
@@ -37,10 +38,12 @@ class Written:
     def __init__(self) -> None:
         self.text = ""
         self.finish_reason: FinishReason = "stop"
-        self.usage = core.Usage(0, 0)
+        self.usage: core.Usage | None = None
+        self.logprobs: list[ScoredToken] = []
 
     def add(self, piece: Piece) -> None:
         self.text += piece.text
+        self.logprobs += piece.logprobs
         self.usage = piece.usage or self.usage
         self.finish_reason = _finish(piece) or self.finish_reason
 
@@ -49,12 +52,12 @@ class Answer(Protocol):
     id: str
     api: str
 
-    def whole(self, choices: Sequence[Written], usage: Usage) -> BaseModel: ...
+    def whole(self, choices: Sequence[Written], usage: Usage, bytes_of: TokenBytes) -> BaseModel: ...
 
     def opening(self, choices: int) -> bytes:
         """What a stream begins with."""
 
-    def chunk(self, piece: Piece) -> bytes:
+    def chunk(self, piece: Piece, bytes_of: TokenBytes) -> bytes:
         """The events for one piece."""
 
     def closing(self, usage: Usage) -> bytes:
@@ -76,10 +79,16 @@ class TextAnswer(_Dialect):
 
     def __init__(self, model: str, *, includes_usage: bool = False) -> None:
         super().__init__(model, prefix="cmpl", includes_usage=includes_usage)
+        self._offsets: dict[int, int] = {}  # of each choice's next token in its text
 
-    def whole(self, choices: Sequence[Written], usage: Usage) -> Completion:
+    def whole(self, choices: Sequence[Written], usage: Usage, bytes_of: TokenBytes) -> Completion:
         said = [
-            CompletionChoice(index=index, text=choice.text, finish_reason=choice.finish_reason)
+            CompletionChoice(
+                index=index,
+                text=choice.text,
+                finish_reason=choice.finish_reason,
+                logprobs=text_logprobs(choice.logprobs, bytes_of) if choice.logprobs else None,
+            )
             for index, choice in enumerate(choices)
         ]
         return Completion.model_validate({**self._head, "choices": said, "usage": usage})
@@ -87,8 +96,12 @@ class TextAnswer(_Dialect):
     def opening(self, choices: int) -> bytes:
         return b""
 
-    def chunk(self, piece: Piece) -> bytes:
+    def chunk(self, piece: Piece, bytes_of: TokenBytes) -> bytes:
         choice = CompletionChoice(index=piece.index, text=piece.text, finish_reason=_finish(piece))
+        if piece.logprobs:
+            offset = self._offsets.get(piece.index, 0)
+            choice.logprobs = text_logprobs(piece.logprobs, bytes_of, offset)
+            self._offsets[piece.index] = offset + sum(map(len, choice.logprobs.tokens))
         return self._event(Completion.model_validate({**self._head, "choices": [choice]}))
 
     def closing(self, usage: Usage) -> bytes:
@@ -101,9 +114,14 @@ class ChatAnswer(_Dialect):
     def __init__(self, model: str, *, includes_usage: bool = False) -> None:
         super().__init__(model, prefix="chatcmpl", includes_usage=includes_usage)
 
-    def whole(self, choices: Sequence[Written], usage: Usage) -> ChatCompletion:
+    def whole(self, choices: Sequence[Written], usage: Usage, bytes_of: TokenBytes) -> ChatCompletion:
         said = [
-            ChatChoice(index=index, message=Reply(content=choice.text), finish_reason=choice.finish_reason)
+            ChatChoice(
+                index=index,
+                message=Reply(content=choice.text),
+                finish_reason=choice.finish_reason,
+                logprobs=chat_logprobs(choice.logprobs, bytes_of) if choice.logprobs else None,
+            )
             for index, choice in enumerate(choices)
         ]
         return ChatCompletion.model_validate({**self._head, "choices": said, "usage": usage})
@@ -112,11 +130,12 @@ class ChatAnswer(_Dialect):
         role = Delta(role="assistant", content="")
         return b"".join(self._choice(ChunkChoice(index=index, delta=role)) for index in range(choices))
 
-    def chunk(self, piece: Piece) -> bytes:
+    def chunk(self, piece: Piece, bytes_of: TokenBytes) -> bytes:
         """The text first, and the finish reason with an empty delta after it, as OpenAI orders them."""
         events = b""
-        if piece.text:
-            events += self._choice(ChunkChoice(index=piece.index, delta=Delta(content=piece.text)))
+        if piece.text or piece.logprobs:
+            logprobs = chat_logprobs(piece.logprobs, bytes_of) if piece.logprobs else None
+            events += self._choice(ChunkChoice(index=piece.index, delta=Delta(content=piece.text), logprobs=logprobs))
         if piece.finish_reason is not None:
             events += self._choice(ChunkChoice(index=piece.index, delta=Delta(), finish_reason=_finish(piece)))
         return events
@@ -128,17 +147,16 @@ class ChatAnswer(_Dialect):
         return self._event(ChatCompletionChunk.model_validate({**self._head, "choices": [choice]}))
 
 
-def usage_of(choices: Iterable[Written], *, choices_per_prompt: int) -> Usage:
-    """Sums over the choices; a prompt with several choices counts once, as OpenAI bills it."""
-    listed = list(choices)
-    prompts = listed[::choices_per_prompt]
-    prompt_tokens = sum(choice.usage.prompt_tokens for choice in prompts)
-    completion_tokens = sum(choice.usage.completion_tokens for choice in listed)
+def usage_of(choices: Iterable[Written]) -> Usage:
+    """The sum over the prompts: one with several choices counts once, as OpenAI bills it."""
+    prompts = [choice.usage for choice in choices if choice.usage is not None]
+    prompt_tokens = sum(usage.prompt_tokens for usage in prompts)
+    completion_tokens = sum(usage.completion_tokens for usage in prompts)
     return Usage(
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
         total_tokens=prompt_tokens + completion_tokens,
-        prompt_tokens_details=PromptDetails(cached_tokens=sum(choice.usage.cached_tokens for choice in prompts)),
+        prompt_tokens_details=PromptDetails(cached_tokens=sum(usage.cached_tokens for usage in prompts)),
     )
 
 

@@ -11,16 +11,16 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from raytide.actors.serving.answers import ChatAnswer, TextAnswer
-from raytide.actors.serving.errors import ApiError, invalid, to_api_error, validation_error
+from raytide.actors.serving.embeddings import EmbeddingList, EmbeddingRequest, embed
+from raytide.actors.serving.errors import ApiError, ErrorBody, invalid, to_api_error, validation_error
 from raytide.actors.serving.headers import ResponseHeaders
-from raytide.actors.serving.respond import respond
+from raytide.actors.serving.respond import failed, respond
 from raytide.actors.serving.server import Server
 from raytide.actors.serving.wire import (
     ChatCompletion,
     ChatRequest,
     Completion,
     CompletionRequest,
-    ErrorBody,
     Model,
     ModelList,
 )
@@ -60,6 +60,16 @@ def create_app(server: Server, *, owns_server: bool = True) -> FastAPI:
     async def chat(body: ChatRequest, request: Request) -> Response:
         return await respond(server, body, request, ChatAnswer(server.model, includes_usage=body.includes_usage))
 
+    @app.post("/v1/embeddings")
+    async def embeddings(body: EmbeddingRequest) -> EmbeddingList:
+        track = server.metrics.track("embeddings")
+        try:
+            answer = await embed(server, body)
+        except Exception as error:
+            raise failed(error, track) from error
+        track.finish("ok")
+        return answer
+
     @app.get("/health")
     async def health() -> Response:
         problem = await server.problem()
@@ -84,11 +94,11 @@ def _add_error_handlers(app: FastAPI, server: Server) -> None:
         message = f"{request.method} {request.url.path}: {error.detail}."
         return error_response(invalid(message, param=None, status=error.status_code))
 
-    async def failed(_: Request, error: Exception) -> Response:
+    async def internal(_: Request, error: Exception) -> Response:
         return error_response(to_api_error(error))
 
     for kind in (ApiError, RaytideError, Exception):
-        app.add_exception_handler(kind, failed)
+        app.add_exception_handler(kind, internal)
 
 
 def error_response(error: ApiError) -> Response:

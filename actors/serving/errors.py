@@ -7,13 +7,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from raytide.actors.serving.wire import ErrorBody, ErrorDetail
+from pydantic import BaseModel
+
 from raytide.core.errors import OverloadedError, RaytideError
 
-__all__ = ["RETRY_AFTER_S", "ApiError", "invalid", "overloaded", "to_api_error", "validation_error"]
+__all__ = [
+    "RETRY_AFTER_S",
+    "ApiError",
+    "ErrorBody",
+    "ErrorDetail",
+    "invalid",
+    "overloaded",
+    "to_api_error",
+    "validation_error",
+]
 
 RETRY_AFTER_S = 1
 _INVALID = "invalid_request_error"
+
+
+class ErrorDetail(BaseModel):
+    """All four keys are always sent: OpenAI's schema requires them."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(BaseModel):
+    error: ErrorDetail
 
 
 class ApiError(Exception):

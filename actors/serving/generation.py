@@ -1,16 +1,17 @@
 """The choices of one HTTP request, generated side by side and merged into batches in the order they come.
 
-Each choice is drained by a task of its own, so that `cancel()` needs no await: it works inside a cancelled request too.
+Each prompt is drained by a task of its own, so that `cancel()` needs no await: it works inside a cancelled request too.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from raytide.actors.engine.base import Engine
 from raytide.actors.engine.core import FinishReason, GenChunk, GenRequest, Usage
+from raytide.actors.serving.logprobs import ScoredToken, TokenBytes
 from raytide.core.errors import EngineError
 
 __all__ = ["Generation", "Piece"]
@@ -18,19 +19,31 @@ __all__ = ["Generation", "Piece"]
 
 @dataclass(slots=True)
 class Piece:
-    """New text of one choice; what came while the client was slow is joined."""
+    """New text of one choice; what came while the client was slow is joined. `usage` is of its prompt's choices
+    together, with the last of them.
+    """
 
     index: int
-    text: str
-    tokens: int
-    finish_reason: FinishReason | None
-    usage: Usage | None
+    text: str = ""
+    tokens: int = 0
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+    logprobs: list[ScoredToken] = field(default_factory=list)
 
 
 class Generation:
-    def __init__(self, engine: Engine, requests: Sequence[GenRequest]) -> None:
+    """Choice i of prompt p is number p * n + i, as OpenAI counts them. `echoes`: what the choices of each prompt begin
+    with.
+    """
+
+    def __init__(self, engine: Engine, requests: Sequence[GenRequest], echoes: Sequence[str]) -> None:
+        self.token_bytes: TokenBytes = engine.token_bytes
         self._queue: asyncio.Queue[tuple[int, GenChunk | Exception]] = asyncio.Queue()
-        self.choices = self._open = len(requests)
+        self._requests = requests
+        self._n = requests[0].sampling.n
+        self.choices = self._n * len(requests)
+        self._open = len(requests)
+        self._echoes = {index: echo for index in range(self.choices) if (echo := echoes[index // self._n])}
         self._tasks = [asyncio.create_task(self._drain(engine, i, request)) for i, request in enumerate(requests)]
 
     async def batches(self) -> AsyncIterator[list[Piece]]:
@@ -56,22 +69,26 @@ class Generation:
     def _merge(self, items: Sequence[tuple[int, GenChunk | Exception]]) -> tuple[list[Piece], Exception | None]:
         """The pieces up to the first failure, and that failure: what was said before it still reaches the client."""
         pieces: dict[int, Piece] = {}
-        for index, item in items:
+        for place, item in items:
             if isinstance(item, Exception):
                 return list(pieces.values()), item
             if item.finish_reason in ("abort", "error"):
                 failure = EngineError(f"request {item.request_id} was ended by the server.", hint="Send it again.")
                 return list(pieces.values()), failure
-            self._open -= item.finish_reason is not None
-            piece = pieces.setdefault(index, Piece(index, "", 0, None, None))
-            piece.text += item.text
+            self._open -= item.usage is not None
+            index = place * self._n + item.index
+            piece = pieces.setdefault(index, Piece(index))
+            piece.text += self._echoes.pop(index, "") + item.text
             piece.tokens += len(item.token_ids)
             piece.finish_reason, piece.usage = item.finish_reason, item.usage
+            if item.prompt_logprobs is not None:
+                piece.logprobs += zip(self._requests[place].prompt, item.prompt_logprobs, strict=True)  # type: ignore[arg-type]
+            piece.logprobs += [(each.token_id, each) for each in item.logprobs or ()]
         return list(pieces.values()), None
 
-    async def _drain(self, engine: Engine, index: int, request: GenRequest) -> None:
+    async def _drain(self, engine: Engine, place: int, request: GenRequest) -> None:
         try:
             async for chunk in engine.generate(request):
-                self._queue.put_nowait((index, chunk))
+                self._queue.put_nowait((place, chunk))
         except Exception as error:
-            self._queue.put_nowait((index, error))
+            self._queue.put_nowait((place, error))

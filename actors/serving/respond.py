@@ -18,7 +18,7 @@ from raytide.actors.serving.metrics import Outcome, Track
 from raytide.actors.serving.server import Server
 from raytide.actors.serving.wire import ChatRequest, CompletionRequest, sse
 
-__all__ = ["respond"]
+__all__ = ["failed", "respond"]
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -26,7 +26,6 @@ _T = TypeVar("_T")
 
 async def respond(server: Server, body: CompletionRequest | ChatRequest, request: Request, answer: Answer) -> Response:
     track = server.metrics.track(answer.api)
-    choices = body.n or 1
     try:
         generation = await server.generate(body)
         try:
@@ -34,12 +33,12 @@ async def respond(server: Server, body: CompletionRequest | ChatRequest, request
             if body.stream:
                 # The first tokens come before the headers, so that a refusal still has an HTTP status of its own.
                 first = await _unless_gone(request, reading.next())
-                events = _events(reading, first, answer, choices, body.includes_usage)
+                events = _events(reading, first, answer, body.includes_usage)
                 return _EventStream(events, reading.close)
             await _unless_gone(request, reading.to_the_end())
             track.finish("ok")
             return JSONResponse(
-                answer.whole(reading.written, usage_of(reading.written, choices_per_prompt=choices)).model_dump()
+                answer.whole(reading.written, usage_of(reading.written), generation.token_bytes).model_dump()
             )
         except BaseException:
             generation.cancel()
@@ -51,7 +50,7 @@ async def respond(server: Server, body: CompletionRequest | ChatRequest, request
         track.finish("aborted")
         raise
     except Exception as error:
-        raise _failed(error, track) from error
+        raise failed(error, track) from error
 
 
 class _Reading:
@@ -60,6 +59,7 @@ class _Reading:
     def __init__(self, generation: Generation, track: Track) -> None:
         self.written = [Written() for _ in range(generation.choices)]
         self.track = track
+        self.token_bytes = generation.token_bytes
         self._generation = generation
         self._batches = generation.batches()
 
@@ -81,20 +81,18 @@ class _Reading:
         self.track.finish("aborted")
 
 
-async def _events(
-    reading: _Reading, first: list[Piece], answer: Answer, choices: int, includes_usage: bool
-) -> AsyncIterator[bytes]:
+async def _events(reading: _Reading, first: list[Piece], answer: Answer, includes_usage: bool) -> AsyncIterator[bytes]:
     """The body of a stream: one message for each engine step, then usage if asked for, then [DONE], or an error."""
     try:
         batch, head = first, answer.opening(len(reading.written))
         while batch:
-            yield head + b"".join(answer.chunk(piece) for piece in batch)
+            yield head + b"".join(answer.chunk(piece, reading.token_bytes) for piece in batch)
             batch, head = await reading.next(), b""
-        tail = answer.closing(usage_of(reading.written, choices_per_prompt=choices)) if includes_usage else b""
+        tail = answer.closing(usage_of(reading.written)) if includes_usage else b""
         reading.track.finish("ok")
         yield tail + DONE
     except Exception as error:
-        yield sse(_failed(error, reading.track).body.model_dump_json())
+        yield sse(failed(error, reading.track).body.model_dump_json())
 
 
 class _EventStream(StreamingResponse):
@@ -134,7 +132,8 @@ async def _disconnect(request: Request) -> None:
         pass
 
 
-def _failed(error: Exception, track: Track) -> ApiError:
+def failed(error: Exception, track: Track) -> ApiError:
+    """Count and log a failure, and say it as the client is told."""
     api_error = to_api_error(error)
     outcome: Outcome = "rejected" if api_error.status == 429 else "invalid" if api_error.status < 500 else "error"
     if outcome == "error":

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from uuid import uuid4
 
 from raytide.actors.engine.base import Engine
-from raytide.actors.engine.core import EngineInfo, GenRequest
+from raytide.actors.engine.core import EngineInfo, Feature, GenRequest
 from raytide.actors.serving.chat import messages_of
 from raytide.actors.serving.errors import invalid
 from raytide.actors.serving.generation import Generation
 from raytide.actors.serving.health import ProgressWatch
 from raytide.actors.serving.metrics import ServingMetrics
-from raytide.actors.serving.params import sampling_of
-from raytide.actors.serving.wire import ChatRequest, CompletionRequest, GenerationRequest, Model
+from raytide.actors.serving.params import refuse_missing, sampling_of
+from raytide.actors.serving.wire import ChatRequest, CompletionRequest, Model
 
 __all__ = ["Server"]
 
@@ -61,49 +61,61 @@ class Server:
             )
         return Model(id=self.model, created=self._created, max_model_len=self.info.max_model_len)
 
+    def require(self, feature: Feature, *, param: str) -> None:
+        """Refuse what the engine does not declare."""
+        if feature not in self.info.features:
+            raise invalid(f"{feature} is not supported by {self.model}.", param=param)
+
     async def generate(self, request: CompletionRequest | ChatRequest) -> Generation:
         """Everything that can be wrong with the request is found here, before the engine sees any of it."""
         self.card(request.model)
+        sampling, echoes = sampling_of(request), [""]
         if isinstance(request, ChatRequest):
             prompts = [await self.engine.chat_prompt(messages_of(request.messages))]
-            field = "messages"
+            self._check_length(prompts[0], "messages")
         else:
-            prompts = [await self._tokens(prompt) for prompt in _prompts(request)]
-            field = "prompt"
+            prompts = await self.prompts(request.prompt, field="prompt")
+            echoes = self._echoes(request.prompt, prompts) if request.echo else [""] * len(prompts)
+        group = uuid4().hex
+        asked = [
+            GenRequest(
+                request_id=f"{group}-{place}",
+                prompt=prompt,
+                sampling=sampling,
+                priority=request.priority or 0,
+                cache_salt=request.cache_salt or "",
+            )
+            for place, prompt in enumerate(prompts)
+        ]
+        refuse_missing(asked[0], self.info.features)
+        if request.priority:
+            self.require("priority", param="priority")
+        return Generation(self.engine, asked, echoes)
+
+    async def prompts(self, given: str | list[str] | list[int] | list[list[int]], *, field: str) -> list[list[int]]:
+        """OpenAI's four forms of a prompt as token lists that fit into the context."""
+        tokens = [item for item in given if isinstance(item, int)]
+        texts = [given] if isinstance(given, str) else [item for item in given if not isinstance(item, int)]
+        prompts = [tokens] if tokens else [await self._tokens(text) for text in texts]
         for prompt in prompts:
-            self._check_length(len(prompt), field)
-        return Generation(self.engine, _requests(request, prompts))
+            self._check_length(prompt, field)
+        return prompts
 
     async def _tokens(self, prompt: str | list[int]) -> list[int]:
         return await self.engine.tokenize(prompt) if isinstance(prompt, str) else prompt
 
-    def _check_length(self, tokens: int, field: str) -> None:
+    def _echoes(self, given: str | Sequence[object], prompts: list[list[int]]) -> list[str]:
+        """The prompts as texts, as they were given where they were."""
+        texts = [given] if isinstance(given, str) else [item for item in given if isinstance(item, str)]
+        return texts or [b"".join(map(self.engine.token_bytes, prompt)).decode(errors="replace") for prompt in prompts]
+
+    def _check_length(self, prompt: list[int], field: str) -> None:
         limit = self.info.max_model_len
-        if tokens == 0:
+        if not prompt:
             raise invalid(f"{field} is empty.", param=field)
-        if tokens >= limit:
+        if len(prompt) >= limit:
             raise invalid(
-                f"{field} has {tokens} tokens; the context of {self.model} holds {limit}, the answer included.",
+                f"{field} has {len(prompt)} tokens; the context of {self.model} holds {limit}, the answer included.",
                 param=field,
                 code="context_length_exceeded",
             )
-
-
-def _prompts(request: CompletionRequest) -> Sequence[str | list[int]]:
-    """OpenAI's four forms of `prompt` as a list of texts or token lists."""
-    prompt = request.prompt
-    if isinstance(prompt, str):
-        return [prompt]
-    tokens = [item for item in prompt if isinstance(item, int)]
-    return [tokens] if tokens else [item for item in prompt if not isinstance(item, int)]
-
-
-def _requests(request: GenerationRequest, prompts: Sequence[list[int]]) -> list[GenRequest]:
-    """Choice i of prompt p is number p * n + i, as OpenAI counts them."""
-    group = uuid4().hex
-    samplings = [sampling_of(request, choice) for choice in range(request.n or 1)]
-    return [
-        GenRequest(request_id=f"{group}-{place}-{choice}", prompt=prompt, sampling=sampling)
-        for place, prompt in enumerate(prompts)
-        for choice, sampling in enumerate(samplings)
-    ]

@@ -9,6 +9,10 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_serializer
 
+from raytide.actors.engine.sampling_params import MAX_LOGPROBS
+from raytide.actors.serving.logprobs import ChatLogprobs, TextLogprobs
+from raytide.actors.serving.structure import Constraints
+
 __all__ = [
     "ChatChoice",
     "ChatCompletion",
@@ -20,8 +24,6 @@ __all__ = [
     "CompletionChoice",
     "CompletionRequest",
     "Delta",
-    "ErrorBody",
-    "ErrorDetail",
     "FinishReason",
     "GenerationRequest",
     "Model",
@@ -45,8 +47,8 @@ class StreamOptions(_Request):
     include_usage: bool = False
 
 
-class GenerationRequest(_Request):
-    """What chat and plain completions share. `top_k` to `ignore_eos` are extensions that vLLM's clients know too."""
+class GenerationRequest(_Request, Constraints):
+    """What chat and plain completions share. From `top_k` on they are extensions that vLLM's clients know too."""
 
     model: str
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -59,11 +61,18 @@ class GenerationRequest(_Request):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0)] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    bad_words: list[Annotated[str, Field(min_length=1)]] | None = None
+    best_of: Annotated[int, Field(ge=1, le=128)] | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
 
     @property
     def includes_usage(self) -> bool:
@@ -72,6 +81,8 @@ class GenerationRequest(_Request):
 
 class CompletionRequest(GenerationRequest):
     prompt: str | Annotated[list[str] | list[int] | list[list[int]], Field(min_length=1)]
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = None
 
 
 class Part(_Request):
@@ -87,6 +98,8 @@ class ChatMessage(_Request):
 class ChatRequest(GenerationRequest):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
 
 class PromptDetails(BaseModel):
@@ -104,7 +117,7 @@ class CompletionChoice(BaseModel):
     index: int
     text: str
     finish_reason: FinishReason | None
-    logprobs: None = None
+    logprobs: TextLogprobs | None = None
 
 
 class _Answer(BaseModel):
@@ -132,7 +145,7 @@ class ChatChoice(BaseModel):
     index: int
     message: Reply
     finish_reason: FinishReason
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
 
 
 class ChatCompletion(_Answer):
@@ -155,7 +168,7 @@ class ChunkChoice(BaseModel):
     index: int
     delta: Delta
     finish_reason: FinishReason | None = None
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
 
 
 class ChatCompletionChunk(_Answer):
@@ -174,19 +187,6 @@ class Model(BaseModel):
 class ModelList(BaseModel):
     object: Literal["list"] = "list"
     data: list[Model]
-
-
-class ErrorDetail(BaseModel):
-    """All four keys are always sent: OpenAI's schema requires them."""
-
-    message: str
-    type: str
-    param: str | None = None
-    code: str | None = None
-
-
-class ErrorBody(BaseModel):
-    error: ErrorDetail
 
 
 def sse(data: str) -> bytes:

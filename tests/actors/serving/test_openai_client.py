@@ -63,7 +63,9 @@ def test_text_parts_are_read_as_text(client: OpenAI) -> None:
     parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
     whole = client.chat.completions.create(model="fake", messages=HELLO, max_tokens=1)
     split = client.chat.completions.create(model="fake", messages=[{"role": "user", "content": parts}], max_tokens=1)
-    assert whole.usage == split.usage
+    assert whole.usage is not None
+    assert split.usage is not None
+    assert whole.usage.prompt_tokens == split.usage.prompt_tokens
 
 
 def test_a_chat_stream_opens_with_the_role_and_ends_with_reason_then_usage(client: OpenAI) -> None:
@@ -99,6 +101,66 @@ def test_a_completion_stream_ends_with_done_on_the_wire(url: str) -> None:
     assert '"finish_reason":"length"' in events[-2]
 
 
+def test_a_chats_logprobs_come_with_bytes_and_alternatives(client: OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="fake", messages=HELLO, max_tokens=3, logprobs=True, top_logprobs=1, n=2
+    )
+    for choice in answer.choices:
+        assert choice.logprobs is not None
+        assert choice.logprobs.content is not None
+        assert [each.token for each in choice.logprobs.content] == ["t", "i", "d"]
+        first = choice.logprobs.content[0]
+        assert (first.logprob, first.bytes, [each.token for each in first.top_logprobs]) == (0.0, [116], ["t"])
+
+
+def test_a_chat_stream_carries_logprobs_with_the_text_they_belong_to(client: OpenAI) -> None:
+    stream = client.chat.completions.create(model="fake", messages=HELLO, max_tokens=3, logprobs=True, stream=True)
+    scored = [(c.delta.content, c.logprobs) for chunk in stream for c in chunk.choices if c.logprobs]
+    tokens = [each.token for _, logprobs in scored for each in logprobs.content or []]
+    assert "".join(text or "" for text, _ in scored) == "".join(tokens) == "tid"
+
+
+def test_a_completions_logprobs_say_where_each_token_is(client: OpenAI) -> None:
+    answer = client.completions.create(model="fake", prompt="hello", max_tokens=3, logprobs=1)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert (logprobs.tokens, logprobs.text_offset, logprobs.token_logprobs) == (["t", "i", "d"], [0, 1, 2], [0, 0, 0])
+    assert logprobs.top_logprobs == [{"t": 0.0}, {"i": 0.0}, {"d": 0.0}]
+
+
+@pytest.mark.parametrize("prompt", ["ab", [97, 98], ["ab"]])
+def test_an_echo_begins_with_the_prompt(client: OpenAI, prompt: object) -> None:
+    answer = client.completions.create(model="fake", prompt=prompt, max_tokens=2, echo=True, n=2)  # type: ignore[arg-type]
+    assert [choice.text for choice in answer.choices] == ["abti", "abti"]
+
+
+def test_choices_of_several_prompts_count_each_prompt_once(client: OpenAI) -> None:
+    answer = client.completions.create(model="fake", prompt=["ab", "cde"], max_tokens=4, n=3)
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (5, 24)
+
+
+@pytest.mark.parametrize("encoding", ["float", openai.NOT_GIVEN])
+def test_embeddings_have_length_1_however_they_travel(url: str, encoding: object) -> None:
+    """Unless it is told otherwise the client asks for base64 and decodes it, which the strict one cannot."""
+    client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    answer = client.embeddings.create(model="fake", input=["hello", "other"], encoding_format=encoding)  # type: ignore[arg-type]
+    assert [each.index for each in answer.data] == [0, 1]
+    lengths = [sum(value * value for value in each.embedding) for each in answer.data]
+    assert lengths == pytest.approx([1.0, 1.0], abs=1e-5)
+    assert answer.data[0].embedding != answer.data[1].embedding
+    assert (answer.usage.prompt_tokens, answer.usage.total_tokens) == (10, 10)
+
+
+@pytest.mark.parametrize(
+    ("change", "param"), [({"input": []}, "input"), ({"input": ""}, "input"), ({"dimensions": 2}, "dimensions")]
+)
+def test_embeddings_that_cannot_be_had_are_refused(client: OpenAI, change: dict[str, object], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.embeddings.create(**{"model": "fake", "input": "x", **change})  # type: ignore[arg-type]
+    assert caught.value.param == param
+
+
 def test_every_response_names_request_replica_and_time(client: OpenAI) -> None:
     answer = client.chat.completions.with_raw_response.create(
         model="fake", messages=HELLO, max_tokens=1, extra_headers={"x-request-id": "mine"}
@@ -118,7 +180,20 @@ def test_every_response_names_request_replica_and_time(client: OpenAI) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
         ({"extra_body": {"colour": "blue"}}, "colour"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({"logprobs": True}, "logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"extra_body": {"min_tokens": 9, "max_tokens": 3}}, "min_tokens"),
+        ({"n": 3, "extra_body": {"best_of": 2}}, "best_of"),
+        ({"stream": True, "extra_body": {"best_of": 2}}, "best_of"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"extra_body": {"guided_regex": "a", "guided_choice": ["b"]}}, "guided_regex"),
+        # What the engine behind does not declare:
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"presence_penalty": 1}, "penalties"),
+        ({"extra_body": {"bad_words": ["x"]}}, "bad_words"),
         ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
         ({"stop": [""]}, "stop"),
         ({"max_tokens": 0}, "max_tokens"),
