@@ -102,11 +102,12 @@ def test_adapters_in_one_batch_each_equal_their_merged_weights(
     stable = write_adapter(tmp_path / "stable", model, ALL[family][:2], rank=9, seed=2, use_rslora=True)
     runner.load_lora("plain", plain)
     runner.load_lora("stable", stable)
-    logits = last_logits(runner, ["stable", None, "plain", "stable", "plain", "plain", None])
+    order: list[str | None] = ["stable", None, "stable", "plain", "plain", None, "plain"]
+    logits = last_logits(runner, order)
     base = model(torch.tensor([PROMPT])).logits[0, -1]
     expected = {"plain": merged(model, plain, 8 / 4), "stable": merged(model, stable, 8 / math.sqrt(9)), None: base}
     assert (expected["plain"] - base).abs().max() > 0.1 and (expected["stable"] - base).abs().max() > 0.1
-    for row, lora in enumerate(["stable", None, "plain", "stable", "plain", "plain", None]):
+    for row, lora in enumerate(order):
         assert (logits[row] - expected[lora]).abs().max() < 1e-4
 
 

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tests.actors.engine.families import save_family
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from raytide.actors.engine import LLM
 from raytide.actors.engine.families import read_architecture
@@ -64,6 +66,68 @@ def test_the_config_of_transformers_4_means_the_same(family: str, tmp_path: Path
     now = read_architecture(tmp_path)
     rewrite(tmp_path, older_form)
     assert read_architecture(tmp_path) == now
+
+
+REQUIRED = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "more"),
+    [
+        ("LlamaForCausalLM", {"num_key_value_heads": None}),
+        ("MistralForCausalLM", {}),
+        ("Qwen2ForCausalLM", {"use_sliding_window": True}),
+        ("Qwen3ForCausalLM", {}),
+        ("Qwen3MoeForCausalLM", {"use_sliding_window": True}),
+        ("MixtralForCausalLM", {}),
+        ("Gemma2ForCausalLM", {}),
+        ("Gemma3ForCausalLM", {}),
+        ("Phi3ForCausalLM", {}),
+        ("GPT2LMHeadModel", {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512}),
+    ],
+)
+def test_what_a_config_leaves_out_is_as_in_transformers(architecture: str, more: Config, tmp_path: Path) -> None:
+    short, full = tmp_path / "short", tmp_path / "full"
+    short.mkdir()
+    required = {"vocab_size": 64} if architecture.startswith("GPT2") else REQUIRED
+    config_class = getattr(transformers, architecture).config_class
+    body = required | more | {"architectures": [architecture], "model_type": config_class.model_type, "eos_token_id": 3}
+    (short / "config.json").write_text(json.dumps(body))
+    config_class.from_pretrained(short, dtype="float32").save_pretrained(full)
+    assert len((full / "config.json").read_text()) > 1.5 * len((short / "config.json").read_text())
+    assert read_architecture(short) == read_architecture(full)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+        {"rope_type": "yarn", "factor": 8.0, "mscale": 0.7, "mscale_all_dim": 1.0, "beta_fast": 16.0},
+        {"rope_type": "yarn", "factor": 8.0, "attention_factor": 1.3, "truncate": False, "beta_slow": 2.0},
+        {"rope_type": "yarn", "factor": 1.0},
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        {"rope_type": "linear", "factor": 2.5},
+        {"rope_type": "default", "rope_theta": 5e5},
+    ],
+    ids=lambda rope: "-".join(str(value) for value in rope.values()),
+)
+def test_every_rope_scaling_turns_as_in_transformers(rope: Config, tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(**REQUIRED, rope_parameters=dict(rope), architectures=["LlamaForCausalLM"])
+    config.save_pretrained(tmp_path)
+    theirs = LlamaRotaryEmbedding(config)
+    cos, sin = theirs(torch.zeros(1), torch.arange(512)[None])
+    mine = cos_sin(read_architecture(tmp_path).ropes[0], 512)
+    assert (mine[0] - cos[0]).abs().max() < 1e-4
+    assert (mine[1][:, 8:] - sin[0, :, 8:]).abs().max() < 1e-4
+    assert (mine[1][:, :8] + sin[0, :, :8]).abs().max() < 1e-4
 
 
 def test_gemma3_counts_its_windows_when_it_names_no_layer_types(tmp_path: Path) -> None:
