@@ -74,7 +74,10 @@ class Sampler:
             logits_RV[rows, tokens] += values
         if batch.penalized:
             penalized = [seqs[row] for row in batch.penalized]
-            seen = [self._occurrences.setdefault(seq.seq_id, Occurrences(seq)) for seq in penalized]
+            for seq in penalized:
+                if seq.seq_id not in self._occurrences:
+                    self._occurrences[seq.seq_id] = Occurrences(seq)
+            seen = [self._occurrences[seq.seq_id] for seq in penalized]
             penalize(logits_RV, batch.penalized, penalized, seen)
         errors = self._constraint.mask(logits_RV, [(row, seqs[row]) for row in batch.structured])
         bans = {row: banned for row in batch.banning if (banned := banned_tokens(seqs[row]))}
