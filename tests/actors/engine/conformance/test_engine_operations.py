@@ -3,8 +3,10 @@ where the feature is not declared.
 """
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from tests.actors.engine.conformance.asking import ENDLESS, GREEDY, PROMPT, Start, ask, collect, need, tokens_of
@@ -17,6 +19,7 @@ from raytide.core.errors import ConflictError, RaytideError, UsageError
 # One event loop for all: vLLM belongs to the one it was started on.
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
+PAGE = Path(__file__).resolve().parents[4] / "docs" / "engine.md"
 NEVER = 0.05  # of something that must not happen: too short can only hide a failure, not make one
 
 
@@ -227,3 +230,13 @@ async def test_what_is_not_declared_is_refused_by_name(start: Start) -> None:
             with pytest.raises(UsageError, match=r"does not offer"):
                 await collect(engine, ask(sampling=SamplingParams(temperature=0, **params)))  # type: ignore[arg-type]
     assert (await collect(engine, ask()))[-1].finish_reason == "length"
+
+
+async def test_the_page_says_what_each_engine_offers(start: Start) -> None:
+    _, info = await start()
+    column = {"native": 1, "vllm": 2, "fake": 3}[info.backend]
+    rows = [re.split(r" *\| *", line.strip("| \n")) for line in PAGE.open() if line.startswith("| `")]
+    cells = {row[0].strip("`"): row[column] for row in rows if len(row) == 4}
+    assert set(cells) == set(get_args(Feature))
+    assert {name for name, cell in cells.items() if cell == "yes"} <= info.features
+    assert info.features <= {name for name, cell in cells.items() if cell != "no"}
