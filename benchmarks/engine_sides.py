@@ -2,9 +2,9 @@
 
     python engine_sides.py SIDE MODEL_DIR DTYPE CORES
 
-Each line on stdin is a JSON list of prompts, which run together; each line on stdout says how long that took, by
-the clock and in CPU time, when first tokens came on average, and the share of the native engine's own Python. Runs under any interpreter that
-has the engine.
+Each line on stdin is a JSON list of prompts, which run together; each line on stdout says how long that took, by the
+clock and in CPU time, when first tokens came on average, and the share of the native engine's own Python. Runs under
+any interpreter that has the engine.
 """
 
 from __future__ import annotations
