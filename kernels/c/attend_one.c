@@ -147,7 +147,7 @@ INLINE void finish(const float *out, void *to, int64_t at, int64_t dim, float fa
     for (int64_t i = 0; i < dim; i += CHUNK) {
         vf even = load_f32(out + i) * factor, odd = load_f32(out + i + VL) * factor;
         if (bf16) {
-            *(vu_mem *)((uint16_t *)to + at + i) = round_bf16(even) | (round_bf16(odd) << 16);
+            *(vu_mem *)((uint16_t *)to + at + i) = (vu)rounded(even, 1) >> 16 | (vu)rounded(odd, 1);
         } else {
             store_f32((float *)to + at + i, even);
             store_f32((float *)to + at + i + VL, odd);

@@ -8,7 +8,6 @@
 
 #define TILE 64
 #define ROWS MAX_GROUP
-#define PANELS (TILE / PANEL)
 #define PADDED (MAX_DIM + PANEL) /* a head, filled up to whole panels */
 
 typedef struct {
@@ -48,10 +47,10 @@ INLINE void transpose(const uint32_t *const *rows, int64_t at, uint32_t *out, in
 }
 #endif
 
-/* The heads' rows of 64 positions as panels of positions. */
-INLINE void pack_keys(const char *const *rows, uint32_t *keys, int64_t dim, Words words, int bf16) {
+/* The heads' rows of a tile's positions as panels of positions. */
+INLINE void pack_keys(const char *const *rows, int64_t panels, uint32_t *keys, int64_t dim, Words words, int bf16) {
     int64_t steps = words == PAIRS ? dim / 2 : dim;
-    for (int panel = 0; panel < PANELS; panel++) {
+    for (int64_t panel = 0; panel < panels; panel++) {
         uint32_t *out = keys + panel * steps * PANEL;
         int64_t step = 0;
 #if VL == 16
@@ -72,9 +71,8 @@ INLINE void pack_keys(const char *const *rows, uint32_t *keys, int64_t dim, Word
     }
 }
 
-/* The heads' rows of 64 positions as panels of dim, two positions to a word where words are pairs. */
-INLINE void pack_values(const char *const *rows, uint32_t *values, int64_t dim, Words words, int bf16) {
-    int64_t steps = words == PAIRS ? TILE / 2 : TILE;
+/* The heads' rows of `steps` positions, or twice as many where words are pairs of them, as panels of dim. */
+INLINE void pack_values(const char *const *rows, int64_t steps, uint32_t *values, int64_t dim, Words words, int bf16) {
     for (int64_t at = 0; at < dim; at += VL) {
         uint32_t *out = values + at / PANEL * steps * PANEL + at % PANEL;
         int64_t count = dim - at < VL ? dim - at : VL;
@@ -102,12 +100,13 @@ INLINE void product(Words words, const void *a, int64_t lda, int64_t rows, const
     }
 }
 
-/* Turn a row of scores into weights, for the positions [from, to) of the tile, and keep the row's sum and maximum. */
-INLINE void soften(const Geometry *g, Scratch *s, int64_t row, int64_t from, int64_t to, int64_t padded, Words words) {
+/* Turn a row of scores into weights, zero outside of the positions [from, to) of the tile, and keep the row's sum and maximum. */
+INLINE void soften(const Geometry *g, Scratch *s, int64_t row, int64_t from, int64_t to, int64_t columns,
+                   int64_t padded, Words words) {
     vf scores[TILE / VL], most = splat(-INFINITY);
     vi lane;
     for (int j = 0; j < VL; j++) lane[j] = j;
-    for (int i = 0; i < TILE / VL; i++) {
+    for (int i = 0; i < columns / VL; i++) {
         vi at = lane + i * VL;
         scores[i] = choose((at >= (int32_t)from) & (at < (int32_t)to),
                            scaled(g, load_f32(s->scores + row * TILE + i * VL)), splat(-INFINITY));
@@ -123,7 +122,7 @@ INLINE void soften(const Geometry *g, Scratch *s, int64_t row, int64_t from, int
         s->most[row] = now;
     }
     vf total = s->total[row];
-    for (int i = 0; i < TILE / VL; i++) {
+    for (int i = 0; i < columns / VL; i++) {
         vf weight = now == -INFINITY ? splat(0) : vexp(scores[i] - now);
         total += weight;
         store(s->weights, row * TILE + i * VL, weight, words == PAIRS);
@@ -148,7 +147,7 @@ INLINE void attend(const Item *item, Words words, int bf16) {
         s->total[row] = (vf){0};
         memset(s->out + row * PADDED, 0, padded * 4);
     }
-    memset(s->values, 0, (words == PAIRS ? TILE / 2 : TILE) * padded * 4);
+    if (padded > dim) memset(s->values, 0, TILE * padded * 4);
     int64_t position = g->context_lens[item->sequence] - g->query_lens[item->sequence] + item->first_query;
     int64_t end = position + item->num_queries, begin = 0;
     if (g->window > 0 && position + 1 > g->window) begin = (position + 1 - g->window) / TILE * TILE;
@@ -160,15 +159,18 @@ INLINE void attend(const Item *item, Words words, int bf16) {
             k[j] = j < count ? k[j] + item->kv_head * dim * width : k[0];
             v[j] = k[j] + values_behind(g, bf16);
         }
-        pack_keys(k, s->keys, dim, words, bf16);
-        pack_values(v, s->values, dim, words, bf16);
-        product(words, s->q, steps, rows, s->keys, steps, PANELS, s->scores, TILE, 0);
+        /* What is not computed here would have added zeros. */
+        int64_t columns = (count + PANEL - 1) / PANEL * PANEL, value_steps = words == PAIRS ? columns / 2 : columns;
+        pack_keys(k, columns / PANEL, s->keys, dim, words, bf16);
+        pack_values(v, value_steps, s->values, dim, words, bf16);
+        product(words, s->q, steps, rows, s->keys, steps, columns / PANEL, s->scores, TILE, 0);
         for (int64_t row = 0; row < rows; row++) {
             int64_t sees = position + row / group + 1, from = g->window > 0 ? sees - g->window - tile_at : 0;
-            soften(g, s, row, from > 0 ? from : 0, sees - tile_at < TILE ? sees - tile_at : TILE, padded, words);
+            soften(g, s, row, from > 0 ? from : 0, sees - tile_at < columns ? sees - tile_at : columns, columns,
+                   padded, words);
         }
-        int64_t value_steps = words == PAIRS ? TILE / 2 : TILE;
-        product(words, s->weights, value_steps, rows, s->values, value_steps, panels, s->out, PADDED, 1);
+        product(words, s->weights, words == PAIRS ? TILE / 2 : TILE, rows, s->values, value_steps, panels, s->out, PADDED,
+                1);
     }
     for (int64_t row = 0; row < rows; row++) {
         int64_t head = item->kv_head * group + row % group, i = 0;

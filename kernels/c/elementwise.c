@@ -15,9 +15,6 @@ typedef struct {
     int bf16, layer;
 } NormTask;
 
-/* x as it is in memory: rounded if that is bfloat16. */
-INLINE vf rounded(vf x, int bf16) { return bf16 ? (vf)(round_bf16(x) << 16) : x; }
-
 /* weight * x / rms(x) over `size` numbers; x may be out. */
 INLINE void rms_row(const void *x, const void *weight, void *out, int64_t size, float eps, int bf16) {
     int64_t whole = size / VL * VL, rest = size - whole;
@@ -155,25 +152,34 @@ INLINE vf activated(vf x, int kind) {
     return x;
 }
 
-INLINE void activate_rows(const ActivationTask *t, int64_t item, int bf16) {
+INLINE void activate_rows(const ActivationTask *t, int64_t item, int kind, int bf16) {
     int64_t stride = t->size * (t->gated ? 2 : 1), end = (item + 1) * t->rows;
     int64_t whole = t->size / VL * VL, rest = t->size - whole;
     for (int64_t row = item * t->rows; row < end && row < t->tokens; row++) {
         int64_t in = row * stride, up = in + t->size, out = row * t->size;
         for (int64_t i = 0; i < whole; i += VL) {
-            vf y = activated(load(t->x, in + i, bf16), t->kind);
+            vf y = activated(load(t->x, in + i, bf16), kind);
             store(t->out, out + i, t->gated ? rounded(y, bf16) * load(t->x, up + i, bf16) : y, bf16);
         }
         if (rest) {
-            vf y = activated(load_some(t->x, in + whole, rest, bf16), t->kind);
+            vf y = activated(load_some(t->x, in + whole, rest, bf16), kind);
             if (t->gated) y = rounded(y, bf16) * load_some(t->x, up + whole, rest, bf16);
             store_some(t->out, out + whole, rest, y, bf16);
         }
     }
 }
 
-static void activate_f32(const void *t, int64_t item) { activate_rows(t, item, 0); }
-static void activate_bf16(const void *t, int64_t item) { activate_rows(t, item, 1); }
+INLINE void activate_any(const ActivationTask *t, int64_t item, int bf16) {
+    if (t->kind == SILU)
+        activate_rows(t, item, SILU, bf16);
+    else if (t->kind == GELU)
+        activate_rows(t, item, GELU, bf16);
+    else
+        activate_rows(t, item, GELU_TANH, bf16);
+}
+
+static void activate_f32(const void *t, int64_t item) { activate_any(t, item, 0); }
+static void activate_bf16(const void *t, int64_t item) { activate_any(t, item, 1); }
 
 /* out = act(x), or act(gate) * up when `gated`: then x has rows of gate and up, `size` numbers each. */
 EXPORT void raytide_activate(const void *x, void *out, int64_t tokens, int64_t size, int gated, int kind, int bf16) {

@@ -44,8 +44,13 @@ INLINE void store_f32(float *p, vf x) { *(vf_mem *)p = x; }
 INLINE vf low_half(vu pairs) { return (vf)(pairs << 16); }
 INLINE vf high_half(vu pairs) { return (vf)(pairs & 0xffff0000u); }
 INLINE vf choose(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no & ~mask)); }
+#if VL == 16 /* compilers make masks and blends of the general way */
+INLINE vf maximum(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
+INLINE vf minimum(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
+#else
 INLINE vf maximum(vf a, vf b) { return choose(a > b, a, b); }
 INLINE vf minimum(vf a, vf b) { return choose(a < b, a, b); }
+#endif
 
 INLINE vf load(const void *p, int64_t i, int bf16) {
     if (!bf16) return load_f32((const float *)p + i);
@@ -53,14 +58,21 @@ INLINE vf load(const void *p, int64_t i, int bf16) {
 }
 
 /* To the nearest bfloat16, ties to even; a NaN stays one. */
-INLINE vu round_bf16(vf x) {
+INLINE vh round_bf16(vf x) {
+#if HAS_DOT
+    return (vh)_mm512_cvtneps_pbh((__m512)x);
+#else
     vu bits = (vu)x, nan = (vu)(x != x);
-    return (((bits + 0x7fff + ((bits >> 16) & 1)) & ~nan) | (0x7fc00000u & nan)) >> 16;
+    return __builtin_convertvector((((bits + 0x7fff + ((bits >> 16) & 1)) & ~nan) | (0x7fc00000u & nan)) >> 16, vh);
+#endif
 }
+
+/* x as it is in memory: rounded if that is bfloat16. */
+INLINE vf rounded(vf x, int bf16) { return bf16 ? (vf)(__builtin_convertvector(round_bf16(x), vu) << 16) : x; }
 
 INLINE void store(void *p, int64_t i, vf x, int bf16) {
     if (bf16)
-        *(vh_mem *)((uint16_t *)p + i) = __builtin_convertvector(round_bf16(x), vh);
+        *(vh_mem *)((uint16_t *)p + i) = round_bf16(x);
     else
         store_f32((float *)p + i, x);
 }
@@ -75,7 +87,7 @@ INLINE float load_one(const void *p, int64_t i, int bf16) {
 
 INLINE void store_one(void *p, int64_t i, float x, int bf16) {
     if (bf16)
-        ((uint16_t *)p)[i] = (uint16_t)round_bf16(splat(x))[0];
+        ((uint16_t *)p)[i] = round_bf16(splat(x))[0];
     else
         ((float *)p)[i] = x;
 }
