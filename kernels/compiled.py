@@ -22,6 +22,7 @@ __all__ = [
     "activate_mul",
     "add_norm",
     "attention",
+    "can_run",
     "experts",
     "invariant_attention",
     "linear",
@@ -35,7 +36,8 @@ _DTYPES = (torch.float32, torch.bfloat16)
 _KINDS: dict[Activation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 
 
-def _loads() -> bool:
+def can_run() -> bool:
+    """Whether the C library is here."""
     return library() is not None
 
 
@@ -51,14 +53,14 @@ def _fits(x: Tensor, *others: Tensor | None) -> bool:
     return dtype in _DTYPES and all(t is None or (t.dtype == dtype and t.is_contiguous()) for t in (x, *others))
 
 
-@register("norm", "cpu", priority=20, probe=_loads, invariant=True)
+@register("norm", "cpu", priority=20, probe=can_run, invariant=True)
 def norm(x_TN: Tensor, by: Norm) -> Tensor:
     if not _fits(x_TN, by.weight, by.bias):
         return ref.norm(x_TN, by)
     return _norm(x_TN, None, by)
 
 
-@register("add_norm", "cpu", priority=20, probe=_loads, invariant=True)
+@register("add_norm", "cpu", priority=20, probe=can_run, invariant=True)
 def add_norm(x_TN: Tensor, delta_TN: Tensor, by: Norm) -> Tensor:
     if not _fits(x_TN, delta_TN, by.weight, by.bias):
         return ref.add_norm(x_TN, delta_TN, by)
@@ -82,7 +84,7 @@ def _norm(x_TN: Tensor, delta_TN: Tensor | None, by: Norm) -> Tensor:
     return out
 
 
-@register("linear", "cpu", priority=20, probe=_loads, invariant=True)
+@register("linear", "cpu", priority=20, probe=can_run, invariant=True)
 def linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     """Packed once, in the same space; the plain weight is not kept."""
     size, width = weight.shape
@@ -105,14 +107,14 @@ def linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     return apply
 
 
-@register("activate", "cpu", priority=20, probe=_loads, invariant=True)
+@register("activate", "cpu", priority=20, probe=can_run, invariant=True)
 def activate(x_TF: Tensor, kind: Activation) -> Tensor:
     if not _fits(x_TF):
         return ref.activate(x_TF, kind)
     return _activate(x_TF, x_TF.shape[-1], False, kind)
 
 
-@register("activate_mul", "cpu", priority=20, probe=_loads, invariant=True)
+@register("activate_mul", "cpu", priority=20, probe=can_run, invariant=True)
 def activate_mul(gate_up_T2F: Tensor, kind: Activation) -> Tensor:
     if not _fits(gate_up_T2F):
         return ref.activate_mul(gate_up_T2F, kind)
@@ -127,7 +129,7 @@ def _activate(x: Tensor, size: int, gated: bool, kind: Activation) -> Tensor:
     return out
 
 
-@register("experts", "cpu", priority=20, probe=_loads, invariant=True)
+@register("experts", "cpu", priority=20, probe=can_run, invariant=True)
 def experts(gate_up_E2FN: Tensor, down_ENF: Tensor, kind: Activation) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     ups = [linear(weight, None) for weight in gate_up_E2FN]
     downs = [linear(weight, None) for weight in down_ENF]
@@ -143,7 +145,7 @@ def experts(gate_up_E2FN: Tensor, down_ENF: Tensor, kind: Activation) -> Callabl
     return apply
 
 
-@register("rope_write", "cpu", priority=20, probe=_loads, invariant=True)
+@register("rope_write", "cpu", priority=20, probe=can_run, invariant=True)
 def rope_write(
     qkv_TAD: Tensor, rope: Rope | None, norms: HeadNorms | None, cache_2SKD: Tensor, slots_T: Tensor
 ) -> None:
@@ -185,12 +187,12 @@ class _Geometry(ctypes.Structure):
     ]
 
 
-@register("attention", "cpu", priority=20, probe=_loads)
+@register("attention", "cpu", priority=20, probe=can_run)
 def attention(batch: PagedBatch, spec: AttentionSpec) -> Callable[[Tensor, Tensor], Tensor]:
     return _attention(batch, spec, invariant=False)
 
 
-@register("attention", "cpu", priority=15, probe=_loads, invariant=True)
+@register("attention", "cpu", priority=15, probe=can_run, invariant=True)
 def invariant_attention(batch: PagedBatch, spec: AttentionSpec) -> Callable[[Tensor, Tensor], Tensor]:
     return _attention(batch, spec, invariant=True)
 

@@ -17,7 +17,7 @@ from raytide.kernels import ref
 from raytide.kernels.core import AttentionSpec, Norm, PagedBatch
 from raytide.kernels.registry import register
 
-__all__ = ["add_norm", "attention", "linear", "norm"]
+__all__ = ["add_norm", "attention", "can_pack", "linear", "norm"]
 
 Tensor = torch.Tensor
 
@@ -35,7 +35,7 @@ def add_norm(x_TN: Tensor, delta_TN: Tensor, by: Norm) -> Tensor:
     return norm(x_TN.add_(delta_TN), by)
 
 
-def _can_pack() -> bool:
+def can_pack() -> bool:
     """Whether this torch still has the private oneDNN operators that `linear` uses, with the meaning they had."""
     try:
         x, weight = torch.ones(2, 16), torch.ones(8, 16)
@@ -46,7 +46,7 @@ def _can_pack() -> bool:
         return False
 
 
-@register("linear", "cpu", probe=_can_pack)
+@register("linear", "cpu", probe=can_pack)
 def linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     """Packed once. For one row in float32 the plain product is faster, so there the plain weight is kept as well."""
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS)

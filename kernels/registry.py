@@ -26,7 +26,7 @@ Tensor = torch.Tensor
 Impl = TypeVar("Impl", bound=Callable[..., object])
 
 # device kind -> the modules whose import registers its variants
-_MODULES = {"any": ("ref", "invariant"), "cpu": ("cpu", "compiled")}
+_MODULES = {"any": ("ref", "invariant"), "cpu": ("cpu", "compiled", "amx")}
 
 
 @dataclass(frozen=True, slots=True)
