@@ -69,6 +69,16 @@ def test_a_job_that_gives_one_of_two_seats_back_pays_for_both_until_the_group_is
     assert weights(occupancies(one, leaving.held)["node-1"]) == {"job": 0.5, "idle": 0.5}
 
 
+def test_seats_given_back_one_after_the_other_are_all_the_jobs_until_they_are_free() -> None:
+    busy = (view(available={"CPU": 6.0, "GPU": 2.0}),)
+    both = replace(HELD, nodes=busy, leases=(lease(*[MemberState.READY] * 2),))
+    one, none = (replace(both, leases=seats) for seats in ((lease(MemberState.READY),), ()))
+    leaving = Leaving()
+    for at_s, seen in enumerate((both, one, none)):
+        leaving = leaving.observe(holders(seen), float(at_s))
+    assert weights(occupancies(none, leaving.held)["node-1"]) == {"job": 0.5, "idle": 0.5}
+
+
 @given(
     cpus=st.floats(min_value=0, max_value=8),
     gpus=st.floats(min_value=0, max_value=4),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from raytide.core.fleet import Resources, minus
+from raytide.core.fleet import Resources, minus, plus
 from raytide.ledger.occupancy import Held, Holder
 
 GRACE_S = 30.0
@@ -42,8 +42,8 @@ class Leaving:
         for node_id, holders in self.before.items():
             for holder, had in holders.items():
                 rest = minus(had, now.get(node_id, {}).get(holder, {}))
-                if any(amount > 0 for amount in rest.values()):
-                    left[(node_id, holder)] = _Left(
-                        {name: amount for name, amount in rest.items() if amount > 0}, now_s + GRACE_S
-                    )
+                if less := {name: amount for name, amount in rest.items() if amount > 0}:
+                    key = (node_id, holder)
+                    earlier = left[key].resources if key in left else {}
+                    left[key] = _Left(plus(earlier, less), now_s + GRACE_S)
         return Leaving(now, left)
