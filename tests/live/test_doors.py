@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import raytide as rt
+from raytide.control.embedded import LocalCluster
 from raytide.core.job import JobState
 from raytide.core.train_spec import TrainSpec
 
@@ -26,6 +28,16 @@ def test_every_list_is_also_json(raytide_cli: Cli, command: tuple[str, ...]) -> 
     assert done.returncode == 0, done.stderr
     json.loads(done.stdout)
     assert raytide_cli(*command).returncode == 0
+
+
+def test_a_process_of_the_users_enters_ray_with_what_the_status_says(live: LocalCluster) -> None:
+    code = (
+        "import os, raytide as rt; os.environ.update(rt.connect().status().ray_environment);"
+        " import ray; ray.init(log_to_driver=False); print('nodes', len(ray.nodes()) > 0)"
+    )
+    environment = {name: value for name, value in live.environment().items() if not name.startswith("RAY_")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+    assert "nodes True" in done.stdout, done.stderr[-2000:]
 
 
 def test_a_run_is_followed_stopped_and_resumed_without_losing_a_step(
