@@ -126,6 +126,10 @@ class VllmEngine(BasicEngine):
         encode = self._tokenizer.encode
         return encode(text) if len(text) <= _INLINE_CHARS else await asyncio.to_thread(encode, text)
 
+    def token_bytes(self, token: int) -> bytes:
+        self._running()
+        return self._vocabulary.token_bytes(token)
+
     async def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
         self._running()
         return await asyncio.to_thread(self._tokenizer.chat_prompt, messages)

@@ -28,7 +28,7 @@ class Sample:
         self._request = request
         self._prompt = prompt
         self._text = text
-        self._stops = StopScanner(request.sampling.stop)
+        self._stops = StopScanner.of(request.sampling)
 
     def take(self, output: Any) -> GenChunk:
         """What one of vLLM's outputs, a delta of one or more tokens, adds to the answer."""

@@ -153,3 +153,11 @@ def test_an_emoji_split_over_tokens_comes_out_once_and_whole(byte_level: Tokeniz
 def test_special_tokens_leave_no_text(byte_level: Tokenizer, tmp_path: Path) -> None:
     end = byte_level.rust.token_to_id("<|im_end|>")
     assert pieces(Vocabulary(byte_level).stream(), [end, byte_level.encode("x")[0], end]) == ["", "x", "", ""]
+
+
+def test_a_token_alone_stands_for_what_it_is_in_mid_text(byte_fallback: Tokenizer, byte_level: Tokenizer) -> None:
+    pieced, whole = Vocabulary(byte_fallback), Vocabulary(byte_level)
+    found = {word: pieced.token_bytes(byte_fallback.rust.token_to_id(word)) for word in ("▁the", "s", "<0xE2>", "</s>")}
+    assert found == {"▁the": b" the", "s": b"s", "<0xE2>": b"\xe2", "</s>": b"</s>"}
+    text = "a 🌊 of text, and more"
+    assert b"".join(map(whole.token_bytes, byte_level.encode(text))) == text.encode()

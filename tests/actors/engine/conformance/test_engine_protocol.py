@@ -51,6 +51,11 @@ async def test_only_the_last_chunk_ends_the_stream_and_counts_it(start: Start) -
     assert len(chunks) > 1, "tokens come as they are made"
 
 
+async def test_the_bytes_of_a_texts_tokens_are_the_text(start: Start) -> None:
+    engine, _ = await start()
+    assert b"".join(map(engine.token_bytes, await engine.tokenize("import os"))) == b"import os"
+
+
 async def test_text_prompts_are_tokenized(start: Start) -> None:
     engine, _ = await start()
     tokens = await engine.tokenize("import os")
@@ -80,6 +85,18 @@ async def test_a_stop_token_ends_the_text_before_it(start: Start) -> None:
     chunks = await collect(engine, ask(sampling=SamplingParams(temperature=0, ignore_eos=True, stop_token_ids=(stop,))))
     assert chunks[-1].finish_reason == "stop"
     assert tokens_of(chunks) == free[: free.index(stop) + 1]
+
+
+async def test_a_stop_string_can_stay_and_is_not_looked_for_before_min_tokens(start: Start) -> None:
+    engine, info = await start()
+    need(info, "stop_strings")
+    need(info, "min_tokens")
+    free = text_of(await collect(engine, ask()))
+    stop = free[3:6]
+    sampling = SamplingParams(temperature=0, ignore_eos=True, stop=(stop,), include_stop_str_in_output=True)
+    assert text_of(await collect(engine, ask(sampling=sampling))) == free[: free.index(stop) + len(stop)]
+    sampling = SamplingParams(temperature=0, ignore_eos=True, stop=(stop,), min_tokens=9, max_tokens=10)
+    assert len(tokens_of(await collect(engine, ask(sampling=sampling)))) >= 9
 
 
 async def test_a_stop_string_is_cut_out_wherever_it_straddles(start: Start) -> None:
