@@ -124,9 +124,9 @@ class Scheduler:
             start = seq.num_computed
             if len(seq.tokens) - start == 1 and start < len(seq.block_ids) * size:
                 step.decode(seq)
-            elif not self._advance(seq, step):
-                next_level = math.inf  # nobody overtakes one that lacks a block
-            elif step.evicted and next_level < math.inf:
+                continue
+            self._advance(seq, step)
+            if step.evicted and next_level < math.inf:
                 next_level = self._next_level(step)
         while next_level < math.inf:
             next_level = self._next_level(step) if self._admit(step, []) else math.inf
@@ -189,19 +189,21 @@ class Scheduler:
             return math.inf
         return self.policy.level(seq, self._now_s)
 
-    def _advance(self, seq: Sequence, step: StepBuilder) -> bool:
-        """Plan a running sequence's next tokens; False, and nothing done, when it cannot have the blocks for them."""
+    def _advance(self, seq: Sequence, step: StepBuilder) -> None:
+        """Plan a running sequence's next tokens. If it cannot have a block for them it waits and keeps its own: one is
+        kept free for it, and its betters take those it has when they need them.
+        """
         is_decode = seq.num_pending == 1
         length = 1 if is_decode else min(seq.num_pending, step.left)
         if length == 0:
-            return True
+            return
         missing = self.pool.blocks_for(seq.num_computed + length) - len(seq.block_ids)
         if missing > self.pool.num_free:
             lower = [each for each in self.running if each.rank > seq.rank and not is_protected(each)]
             victims = self._victims(lower, missing - self.pool.num_free, ())
             if not victims:
                 step.stall(seq)
-                return False
+                return
             for victim in victims:
                 self._evict(victim, step)
         seq.block_ids += self.pool.allocate(max(0, missing))
@@ -209,7 +211,6 @@ class Scheduler:
             step.decode(seq)
         else:
             step.fill(seq)
-        return True
 
     def _admit(self, step: StepBuilder, rest: list[Sequence]) -> bool:
         """Start the sequence that is served next, or set it aside, and True; False if it has to wait, and all with

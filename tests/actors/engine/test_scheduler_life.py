@@ -68,6 +68,7 @@ class Machine(RuleBasedStateMachine):
         )
         self.life = Life(self.scheduler)
         self.count = 0
+        self.dropped: set[str] = set()  # by changed weights, since the last step
         self.passed_over: Sequence | None = None  # waited in the last step though somebody could have made room
 
     def new(self, prompt: list[int], max_new: int, priority: int, deadline_s: float, salt: bytes) -> Sequence:
@@ -129,8 +130,11 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.count % 8 == 7)
     @rule()
     def invalidate(self) -> None:
+        self.dropped |= {seq.seq_id for seq in self.scheduler.running}
         self.scheduler.invalidate()
         self.life.memory.version += 1
+        for seq in self.life.alive:
+            seq.salt += b"'"
 
     @rule(count=st.integers(1, 12), passed_s=st.sampled_from([0.0, 0.1, 6.0]))
     def step(self, count: int, passed_s: float) -> None:
@@ -141,8 +145,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.scheduler.running)
     @rule(data=st.data())
     def step_on_which_one_breaks(self, data: st.DataObject) -> None:
-        plan = self.scheduler.plan(self.life.now_s)
-        self.check(plan)
+        plan = self.plan()
         assume(plan.chunks)
         poisoned = data.draw(st.sampled_from([chunk.seq for chunk in plan.chunks]))
         self.life.execute(plan, poisoned)
@@ -150,8 +153,7 @@ class Machine(RuleBasedStateMachine):
     def advance(self) -> None:
         first = self.scheduler.running[0] if self.scheduler.running else None
         had_work, before = self.scheduler.has_work, list(self.life.alive)
-        plan = self.scheduler.plan(self.life.now_s)
-        self.check(plan)
+        plan = self.plan()
         advanced = {chunk.seq.seq_id for chunk in plan.chunks}
         assert bool(advanced) == had_work, "a step without progress"
         if first is not None:
@@ -162,6 +164,18 @@ class Machine(RuleBasedStateMachine):
             if seq.finish_reason in ("stop", "length"):
                 assert seq.tokens == tokens_alone(seq)
         Machine.steps += 1
+
+    def plan(self) -> StepPlan:
+        before = list(self.scheduler.running)
+        plan = self.scheduler.plan(self.life.now_s)
+        self.check(plan)
+        planned = {chunk.seq.seq_id for chunk in plan.chunks}
+        assert not {seq.seq_id for seq in plan.preempted} & planned - self.dropped, "evicted and started in one step"
+        self.dropped = set()
+        lacking = [seq for seq in before if seq.block_ids and seq.num_pending == 1 and seq.seq_id not in planned]
+        started = [chunk.seq for chunk in plan.chunks if chunk.seq not in before]
+        assert all(seq.rank < each.rank for seq in started for each in lacking), "one that lacks a block is overtaken"
+        return plan
 
     def check(self, plan: StepPlan) -> None:
         running = self.scheduler.running
