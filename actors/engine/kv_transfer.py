@@ -65,7 +65,7 @@ def _header(loop: EngineLoop, seq: Sequence) -> KvHeader:
     return KvHeader(
         model=blake2b(repr(runner.arch).encode(), digest_size=8).hexdigest(),
         weights_version=loop.weights.version,
-        lora=seq.lora,
+        lora=loop.adapter_of(seq),
         dtype=runner.dtype_name,
         layout=runner.cache.block_bytes,
         block_size=runner.block_size,

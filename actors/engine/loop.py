@@ -16,16 +16,17 @@ from typing import TYPE_CHECKING
 from raytide.actors.engine.base import check_features
 from raytide.actors.engine.blocks import BlockPool
 from raytide.actors.engine.config import EngineConfig
-from raytide.actors.engine.core import EngineInfo, EngineState, EngineStats, Feature, GenRequest
+from raytide.actors.engine.core import EngineInfo, EngineState, EngineStats, GenRequest
 from raytide.actors.engine.detokenizer import Vocabulary
 from raytide.actors.engine.families import read_architecture
+from raytide.actors.engine.features import native_features
 from raytide.actors.engine.intake import Intake, salt_of
 from raytide.actors.engine.outputs import Answer, Failure, Output, Sample
 from raytide.actors.engine.runner import Runner
 from raytide.actors.engine.scheduler import Scheduler
 from raytide.actors.engine.sequence import Sampled, Sequence, StepPlan
 from raytide.actors.engine.stops import StopScanner
-from raytide.actors.engine.structured import Grammar, can_structure
+from raytide.actors.engine.structured import Grammar
 from raytide.actors.engine.tokenizer import Tokenizer
 from raytide.actors.engine.weights import WeightsSource
 from raytide.core.errors import ConflictError, NotFoundError, OverloadedError
@@ -37,26 +38,6 @@ __all__ = ["EngineLoop"]
 
 _log = logging.getLogger(__name__)
 
-_FEATURES: frozenset[Feature] = frozenset(
-    (
-        "bad_words",
-        "best_of",
-        "embeddings",
-        "kv_transfer",
-        "logit_bias",
-        "logprobs",
-        "min_tokens",
-        "n",
-        "pause",
-        "penalties",
-        "priority",
-        "prompt_logprobs",
-        "sampling",
-        "sleep",
-        "stop_strings",
-        "weights_swap",
-    )
-)
 _MOVES_MAY_FAIL = 3  # times in a row, before it is more than bad luck
 
 
@@ -94,6 +75,7 @@ class EngineLoop:
         self._samples: dict[str, tuple[Answer, Sample]] = {}  # by sequence id
         self._counters = EngineStats(num_blocks=self.pool.num_blocks)
         self._outputs: list[Output] = []
+        self.adapter_contents: dict[str, str] = {}  # a hash of each loaded adapter, by name
         self._failed_moves = 0
         self.info = EngineInfo(
             model=model_dir.resolve().name,
@@ -101,7 +83,7 @@ class EngineLoop:
             max_model_len=self.runner.max_len,
             block_size=self.pool.block_size,
             num_blocks=self.pool.num_blocks,
-            features=_features(config),
+            features=native_features(config),
             weights_version=self.weights.version,
         )
 
@@ -218,6 +200,10 @@ class EngineLoop:
             preemptions=self.scheduler.preemptions,
         )
 
+    def adapter_of(self, seq: Sequence) -> str | None:
+        """A sequence's adapter by name and content, as every engine that has loaded it calls it."""
+        return None if seq.lora is None else f"{seq.lora}@{self.adapter_contents[seq.lora]}"
+
     def uses_lora(self, name: str) -> bool:
         return any(sample.seq.lora == name for _, sample in self._samples.values())
 
@@ -286,13 +272,3 @@ class EngineLoop:
         self._counters.finished += 1
         self._counters.prompt_tokens += parent.prompt_len
         self._counters.cached_tokens += parent.num_cached
-
-
-def _features(config: EngineConfig) -> frozenset[Feature]:
-    optional: dict[Feature, bool] = {
-        "deterministic": config.deterministic,
-        "lora": config.max_loras > 0,
-        "prefix_cache": config.prefix_cache,
-        "structured": can_structure(),
-    }
-    return _FEATURES | {name for name, on in optional.items() if on}

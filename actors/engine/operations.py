@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 from dataclasses import replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import Literal
 
@@ -15,7 +16,7 @@ from raytide.actors.engine.families import read_architecture
 from raytide.actors.engine.loop import EngineLoop
 from raytide.actors.engine.model import Decoder
 from raytide.actors.engine.pooling import pooling_of
-from raytide.actors.engine.weights import WeightsSource
+from raytide.actors.engine.weights import WeightsSource, content_of
 from raytide.core.errors import ConflictError
 
 __all__ = [
@@ -94,7 +95,10 @@ def embed(loop: EngineLoop, prompts: list[list[int]]) -> list[list[float]]:
 
 
 def load_lora(loop: EngineLoop, name: str, path: str) -> None:
-    loop.runner.load_lora(name, Path(path))
+    folder = Path(path)
+    loop.runner.load_lora(name, folder)
+    content = content_of(folder).encode() + (folder / "adapter_config.json").read_bytes()
+    loop.adapter_contents[name] = blake2b(content, digest_size=8).hexdigest()
 
 
 def unload_lora(loop: EngineLoop, name: str) -> None:
@@ -102,6 +106,7 @@ def unload_lora(loop: EngineLoop, name: str) -> None:
     if loop.uses_lora(name):
         raise ConflictError(f"requests use adapter {name}.", hint="Unload it when they have ended.")
     loop.runner.unload_lora(name)
+    del loop.adapter_contents[name]
 
 
 def cached_prefix(loop: EngineLoop, tokens: Items[int], lora: str | None, cache_salt: str) -> int:

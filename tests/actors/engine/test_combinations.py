@@ -2,14 +2,11 @@
 docs/engine.md, cell by cell.
 """
 
-import json
 import re
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import save_file
-from tests.actors.engine.tiny import VOCAB
+from tests.actors.engine.tiny import VOCAB, save_adapter
 
 from raytide.actors.engine import LLM, RequestOutput, SamplingParams
 from raytide.actors.engine.evict import SwapCost
@@ -42,14 +39,7 @@ CONDITIONS: dict[str, dict[str, object]] = {
 
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("adapter")
-    generator = torch.Generator().manual_seed(1)
-    at = "base_model.model.model.layers.1.self_attn.q_proj"
-    weights = {"A": torch.randn(4, 64, generator=generator), "B": torch.randn(64, 4, generator=generator)}
-    save_file({f"{at}.lora_{name}.weight": w for name, w in weights.items()}, path / "adapter_model.safetensors")
-    body = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "bias": "none"}
-    (path / "adapter_config.json").write_text(json.dumps(body))
-    return path
+    return save_adapter(tmp_path_factory.mktemp("adapter"))
 
 
 def figures(answers: list[RequestOutput]) -> list[float]:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.actors.engine.tiny import save_adapter
 
 from raytide.actors.engine import LLM, EngineConfig, GenRequest, SamplingParams, operations
 from raytide.actors.engine.core import FinishReason
@@ -120,6 +121,26 @@ def test_another_prompt_more_samples_or_none_are_refused(model_dir: Path) -> Non
     import_kv(there, handle, ask(), PROMPT)
     with pytest.raises(ConflictError, match="already running"):
         import_kv(there, handle, ask(), PROMPT)
+
+
+@pytest.mark.parametrize(("seed", "alpha", "same"), [(1, 8, True), (2, 8, False), (1, 16, False)])
+def test_an_adapter_is_known_by_what_it_holds(
+    model_dir: Path, tmp_path: Path, seed: int, alpha: int, same: bool
+) -> None:
+    here, there = start(model_dir), start(model_dir)
+    operations.load_lora(here, "tuned", str(save_adapter(tmp_path / "here")))
+    operations.load_lora(there, "tuned", str(save_adapter(tmp_path / "there", seed, alpha)))
+    request = GenRequest(request_id="r", prompt=PROMPT, sampling=GREEDY, lora="tuned")
+    here.add(request, PROMPT)
+    first = run(here, 6)[0]
+    handle = export_kv(here, "r")
+    if same:
+        import_kv(there, handle, request, PROMPT)
+        here.add(request, PROMPT)
+        assert first + run(there)[0] == run(here)[0]
+    else:
+        with pytest.raises(ConflictError, match="lora"):
+            import_kv(there, handle, request, PROMPT)
 
 
 def test_a_sleeping_engine_takes_it_and_computes_it_when_awake(model_dir: Path) -> None:

@@ -5,9 +5,11 @@ source.
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -51,3 +53,15 @@ def save_llama(model_dir: Path, max_shard_size: str = "50GB", **overrides: objec
     model.save_pretrained(model_dir, max_shard_size=max_shard_size)
     save_tokenizer(model_dir)
     return model
+
+
+def save_adapter(path: Path, seed: int = 1, alpha: int = 8) -> Path:
+    """A LoRA adapter of the tiny Llama's second layer, in PEFT's format."""
+    path.mkdir(exist_ok=True)
+    generator = torch.Generator().manual_seed(seed)
+    at = "base_model.model.model.layers.1.self_attn.q_proj"
+    weights = {"A": torch.randn(4, 64, generator=generator), "B": torch.randn(64, 4, generator=generator)}
+    save_file({f"{at}.lora_{name}.weight": w for name, w in weights.items()}, path / "adapter_model.safetensors")
+    body = {"peft_type": "LORA", "r": 4, "lora_alpha": alpha, "target_modules": ["q_proj"], "bias": "none"}
+    (path / "adapter_config.json").write_text(json.dumps(body))
+    return path
