@@ -37,6 +37,15 @@ KILLS = 10
 LONGEST_LIFE_S = 4.0
 """Of a controller, from its start to its end: some die while they import, some in the middle of a tick."""
 DEMO_S = 900.0
+LONGER = """
+from raytide.demo import specs, stages
+train = specs.train
+specs.train = lambda out: train(out).model_copy(update={"steps": 400})
+stages._STAGE_TIMEOUT_S = 600.0
+from raytide.cli import main
+main()
+"""
+"""The demo as it is, but for a training that is long enough for ten kills: a controller is back later each time."""
 STARTED = re.compile(r"Registering new node\. node_id=\S+ node_name=(node-\d+) ")
 
 
@@ -51,7 +60,7 @@ def test_the_demo_does_all_that_it_promises_while_its_controller_is_killed_ten_t
     run_dir: Path, tmp_path: Path, say: Callable[[str], None]
 ) -> None:
     say(f"\n{KILLS} kills, seed {SEED} (SOAK_SEED)")
-    command = [sys.executable, "-m", "raytide.cli", "demo", "--json", "--out", str(tmp_path / "out")]
+    command = [sys.executable, "-c", LONGER, "demo", "--json", "--out", str(tmp_path / "out")]
     log, answer = (tmp_path / "demo.log").open("w"), (tmp_path / "demo.json").open("w")
     with log, answer, subprocess.Popen(command, stdout=answer, stderr=log) as demo:
         try:
@@ -77,7 +86,7 @@ def test_the_demo_does_all_that_it_promises_while_its_controller_is_killed_ten_t
 
 
 def _kill_while_it_trains(run_dir: Path, demo: subprocess.Popen[bytes], moments: random.Random) -> dict[int, int]:
-    """The step at which each controller was killed, by its pid."""
+    """The step at which each controller was killed, by its pid. The first falls once steps are being done."""
     killed: dict[int, int] = {}
     while len(killed) < KILLS and demo.poll() is None:
         time.sleep(0.05)
@@ -85,11 +94,17 @@ def _kill_while_it_trains(run_dir: Path, demo: subprocess.Popen[bytes], moments:
         if job is not None and job.is_final:
             break
         controller = Process.read(run_dir / "pids" / "controller.json")
-        if job is None or controller is None or controller.pid in killed or not controller.alive:
+        if (
+            job is None
+            or not job.progress.get("step")
+            or controller is None
+            or controller.pid in killed
+            or not controller.alive
+        ):
             continue
         time.sleep(moments.uniform(0.0, LONGEST_LIFE_S))
         controller.send(9)
-        killed[controller.pid] = int(job.progress.get("step", 0))
+        killed[controller.pid] = int(job.progress["step"])
     return killed
 
 
