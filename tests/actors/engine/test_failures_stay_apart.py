@@ -85,6 +85,7 @@ def test_only_the_request_at_fault_fails(
     assert (failed.finish_reason, failed.token_ids) == ("error", [])
     assert failed.error is not None
     assert [answer.outputs[0].token_ids for answer in answers] == healthy
+    assert all(kv.isfinite().all() for kv in llm._loop.runner.cache.layers)
     again = llm.generate([*PROMPTS, *PROMPTS], GREEDY)
     assert [answer.outputs[0].token_ids for answer in again] == [*healthy, *healthy]
     stats = llm.stats()

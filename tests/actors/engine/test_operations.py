@@ -9,7 +9,10 @@ from safetensors.torch import load_file, save_file
 from tests.actors.engine.tiny import save_llama
 
 from raytide.actors.engine import LLM, EngineConfig, GenRequest, SamplingParams, operations
+from raytide.actors.engine.evict import SwapCost
 from raytide.actors.engine.loop import EngineLoop
+from raytide.actors.engine.runner import Runner
+from raytide.actors.engine.sequence import StepPlan
 from raytide.actors.engine.weights import WeightsSource
 from raytide.core.errors import ConflictError, DataError
 
@@ -153,21 +156,23 @@ def test_weights_that_change_while_they_are_read_are_refused(
 
 
 def test_blocks_that_cannot_be_moved_are_computed_again(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loop = start(mine)
+    monkeypatch.setattr(Runner, "swap_cost", lambda self: SwapCost(0.01))
+    loop = start(mine, num_blocks=30, max_model_len=100, host_memory_gb=0.01)
     prompts = {f"r{i}": PROMPT[i:] for i in range(4)}
     for name, prompt in prompts.items():
         add(loop, name, prompt)
-    move, broken = loop.runner.cache.move, iter([False, False, True, False, True, True])
+    move, broken = loop.runner.cache.move, iter([True, True])
 
-    def sometimes(plan: object) -> None:
-        if next(broken, False):
+    def sometimes(plan: StepPlan) -> None:
+        if plan.swap_in and next(broken, False):
             raise RuntimeError("a copy failed")
-        move(plan)  # type: ignore[arg-type]
+        move(plan)
 
     monkeypatch.setattr(loop.runner.cache, "move", sometimes)
     assert finish(loop) == {name: alone(mine, prompt) for name, prompt in prompts.items()}
-    assert next(broken, None) is None
+    assert loop.stats().failed == 0
     assert loop.stats().free_blocks == loop.stats().num_blocks
+    assert len(list(broken)) < 2, "a move with content in it failed"
 
 
 def test_moves_that_never_succeed_are_no_endless_loop(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
