@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import resource
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from raytide.cli.app import app
 from raytide.control import doctor
 from raytide.control.cluster import DEFAULT_CONFIG
 from raytide.core.cluster import load_cluster
 
 
 def test_a_machine_that_runs_the_tests_is_fit() -> None:
-    findings = doctor.check()
-    assert [finding for finding in findings if finding.status == "fail"] == []
-    assert all(finding.mend for finding in findings if finding.status != "ok")
-    assert len({finding.name for finding in findings}) == len(findings)
+    done = CliRunner().invoke(app, ["doctor", "--json"])
+    findings = json.loads(done.stdout)
+    assert [finding for finding in findings if finding["status"] == "fail"] == []
+    assert done.exit_code == 0
+    assert all(finding["mend"] for finding in findings if finding["status"] != "ok")
+    assert len({finding["name"] for finding in findings}) == len(findings)
+
+
+def test_what_is_missing_is_a_row_of_the_table_and_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "check", lambda: [doctor.Finding("disk", "fail", "full", "Make room.")])
+    done = CliRunner().invoke(app, ["doctor"])
+    assert "Make room." in done.stdout
+    assert done.exit_code == 1
 
 
 def test_another_system_is_sent_to_linux(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,3 +60,18 @@ def test_a_second_target_takes_the_place_of_the_first(tmp_path: Path) -> None:
     assert out.getvalue() == ""
     assert json.loads((tmp_path / "log.jsonl").read_text())["message"] == "hello"
     log_to(out)
+
+
+def test_what_a_library_adds_to_every_record_is_no_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = logging.getLogRecordFactory()
+
+    def adding(*args: object, **kwargs: object) -> logging.LogRecord:
+        record = usual(*args, **kwargs)
+        record.vllm_process_name = "MainProcess"
+        return record
+
+    monkeypatch.setattr(logging, "_logRecordFactory", adding)
+    out = io.StringIO()
+    log_to(out, process="replica")
+    logger("raytide.test").warning("hello", extra={"job": "job-1"})
+    assert json.loads(out.getvalue()).keys() == {"at", "level", "logger", "message", "process", "job"}

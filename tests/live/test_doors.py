@@ -20,9 +20,7 @@ pytestmark = pytest.mark.cluster
 Cli = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-@pytest.mark.parametrize(
-    "command", [("status",), ("cost",), ("ps",), ("serve",), ("autoscaler", "explain"), ("doctor",)]
-)
+@pytest.mark.parametrize("command", [("status",), ("cost",), ("ps",), ("serve",), ("autoscaler", "explain")])
 def test_every_list_is_also_json(raytide_cli: Cli, command: tuple[str, ...]) -> None:
     done = raytide_cli(*command, "--json")
     assert done.returncode == 0, done.stderr

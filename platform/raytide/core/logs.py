@@ -14,12 +14,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
-_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+_WRITTEN_LATER = frozenset({"message", "asctime", "taskName"})
 
 
-def _is_standard(name: str) -> bool:
-    """Python's own attributes, and the private ones that Ray adds to every record of its processes."""
-    return name in _STANDARD or name.startswith("_")
+def _fields_of(record: logging.LogRecord) -> dict[str, object]:
+    """What its caller gave it, without what every record of this process has: Python's own attributes, those of a
+    library's record factory (vLLM's), and the private ones that Ray adds.
+    """
+    usual = vars(logging.makeLogRecord({})).keys() | _WRITTEN_LATER
+    return {name: value for name, value in vars(record).items() if name not in usual and not name.startswith("_")}
 
 
 class Log(logging.LoggerAdapter[logging.Logger]):
@@ -55,7 +58,7 @@ class JsonLines(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
             **self._fields,
-            **{name: value for name, value in vars(record).items() if not _is_standard(name)},
+            **_fields_of(record),
         }
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)

@@ -28,18 +28,24 @@ def cores() -> list[psutil.Process]:
 
 
 @pytest.fixture
-def url(tmp_path: Path) -> Iterator[str]:
+def served(tmp_path: Path) -> Iterator[tuple[str, psutil.Process]]:
+    """The app's address and vLLM's process."""
     save_llama(tmp_path, hidden_size=128, head_dim=32)
     options: dict[str, object] = {"kind": "vllm", "kv_memory_gb": 0.05, "max_running": 4}
     spec = ServeSpec(name="tiny", model=str(tmp_path), engine=options)
     before = cores()
     with ExitStack() as stack:
-        yield stack.enter_context(serving(build_engine(spec), "tiny"))
+        url = stack.enter_context(serving(build_engine(spec), "tiny"))
+        [core] = [process for process in cores() if process not in before]
+        yield url, core
     assert [process for process in cores() if process not in before and process.status() != "zombie"] == []
 
 
 @needs_vllm
-def test_it_answers_until_its_process_dies_and_says_so_then(url: str, client_of: Callable[[str], OpenAI]) -> None:
+def test_it_answers_until_its_process_dies_and_says_so_then(
+    served: tuple[str, psutil.Process], client_of: Callable[[str], OpenAI]
+) -> None:
+    url, core = served
     client = client_of(url)
     hello = [{"role": "user", "content": "the tide"}]
     ask = {"model": "tiny", "messages": hello, "max_tokens": 12, "temperature": 0, "extra_body": {"ignore_eos": True}}
@@ -48,7 +54,6 @@ def test_it_answers_until_its_process_dies_and_says_so_then(url: str, client_of:
     stream = client.chat.completions.create(**ask, stream=True)  # type: ignore[call-overload]
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == whole.choices[0].message.content
     assert httpx.get(f"{url}/health").status_code == 200
-    [core] = cores()
     core.kill()
     psutil.wait_procs([core])
     with pytest.raises(APIStatusError, match="died"):
