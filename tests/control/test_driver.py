@@ -95,12 +95,36 @@ def test_a_build_that_gets_nowhere_fails_with_that_reason(monkeypatch: pytest.Mo
     active = replace(LEASE, state=LeaseState.ACTIVE, epoch=1, members=(replace(LEASE.members[0], state=READY),))
     api = Api(active)
     monkeypatch.setattr("raytide.pipelines.build.build", build)
+    monkeypatch.setattr(driver, "die_with", lambda *_: None)
     monkeypatch.setattr("raytide.actors.gang.groups.bundle", lambda member: None)
     job = replace(JOB, spec=JOB.spec.model_copy(update={"config": spec.model_dump(mode="json")}))
     with pytest.raises(WaitTimeoutError, match=r"stuck stalled: nothing new was done for 0\.05 s"):
         driver.data(job, api)  # type: ignore[arg-type]
     assert list(moves) == []
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_a_build_ends_with_the_member_it_works_on_and_not_before(
+    monkeypatch: pytest.MonkeyPatch, naps: list[float]
+) -> None:
+    """Whatever the main thread waits for: the group is gone, and the lease's next one is another."""
+    member = replace(LEASE.members[0], state=READY, placement_group_id="aa")
+    active = replace(LEASE, state=LeaseState.ACTIVE, epoch=1, members=(member,))
+    leaving = replace(active, epoch=2, members=(replace(member, state=MemberState.LEAVING),))
+    refilled = replace(active, epoch=4, members=(replace(member, placement_group_id="bb"),))
+    codes: list[int] = []
+
+    def leave(code: int) -> None:
+        codes.append(code)
+        raise SystemExit
+
+    monkeypatch.setattr("raytide.control.driver.os._exit", leave)
+    for lost in (replace(LEASE, epoch=3), refilled):
+        api = Api(active, AWAY, leaving, lost)
+        with pytest.raises(SystemExit):
+            driver.die_with(member, 1, api, "job-1")  # type: ignore[arg-type]
+        assert api.answers == []
+    assert min(codes) >= 128, "it may run again"
 
 
 def test_a_driver_that_lost_its_node_has_died_and_not_failed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

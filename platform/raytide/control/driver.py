@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import random
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -21,7 +23,7 @@ from typing import Self
 from raytide.control.client import Client
 from raytide.core.data_spec import DataSpec
 from raytide.core.errors import ClusterError, RaytideError, WaitTimeoutError
-from raytide.core.gang import Lease, LeaseState
+from raytide.core.gang import Lease, LeaseState, Member
 from raytide.core.job import Job, JobKind
 from raytide.core.train_spec import TrainSpec
 
@@ -46,6 +48,7 @@ def data(job: Job, client: Client) -> None:
 
     spec = DataSpec.parse(job.spec.config, where=job.id)
     lease = active_lease(client, job.id)
+    threading.Thread(target=die_with, args=(lease.usable[0], lease.epoch, client, job.id), daemon=True).start()
     report = Throttle(client, job.id)
     with Stall(spec.name, spec.stall_timeout_s) as stall:
 
@@ -55,6 +58,23 @@ def data(job: Job, client: Client) -> None:
 
         manifest = build(spec, placement_group=bundle(lease.usable[0]), on_progress=on_progress)
     client.report(job.id, {"stage": "done", "documents": manifest.documents, "tokens": manifest.tokens})
+
+
+def die_with(member: Member, epoch: int, client: Client, job_id: str) -> None:
+    """End this process once the member that it works on is lost: Ray Data would wait for ever for room in a placement
+    group that is gone. The driver then runs again, on the lease as it is by then.
+    """
+    while True:
+        try:
+            lease = client.wait_lease(job_id, newer_than=epoch, timeout_s=_POLL_S)
+        except ClusterError:
+            time.sleep(random.uniform(0.1, 0.5))
+            continue
+        if member.placement_group_id not in {each.placement_group_id for each in lease.usable}:
+            sys.stderr.write(f"member {member.index} on {member.node_id} is lost\n")
+            sys.stderr.flush()
+            os._exit(_DIED)  # the main thread may be in Ray's code, which nothing else gets out of
+        epoch = lease.epoch
 
 
 DRIVERS: Mapping[JobKind, Callable[[Job, Client], None]] = {JobKind.TRAIN: train, JobKind.DATA: data}
