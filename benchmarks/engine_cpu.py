@@ -2,7 +2,8 @@
 
 Each side is a process of its own, pinned to the same cores; they take turns. Prompts of 16 to 256 random tokens (seed
 0), 64 new tokens each, greedy, no prefix cache. Concurrency 1: four requests, one after another; 8: two batches; 64:
-one. tokens/s counts new tokens over the whole time, prefill included; the best of the repeats.
+one. tokens/s counts new tokens over the whole time, prefill included; the best of the repeats (transformers, which is
+many times slower, takes one turn).
 
 The floor is the time to multiply the prompts' tokens with the weights, and in each step to read all weights and the
 context's KV from memory or to multiply, whichever is longer, at the rates measured in the same run. "own" is the share
@@ -181,6 +182,8 @@ def measure(
         for name, side in sides.items():
             if turn == 0:  # the first call warms up
                 side.generate([prompt[:16] for prompt in batches[0]])
+                continue
+            if name == "transformers" and turn > 1:
                 continue
             answers = [side.generate(batch) for batch in batches]
             if name == "floor":

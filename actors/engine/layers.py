@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from raytide.actors.engine.architecture import Architecture
-from raytide.actors.engine.loader import Weights
-from raytide.actors.engine.naming import NAMES, Names, Projection, projections
+from raytide.actors.models.architecture import Architecture
+from raytide.actors.models.loader import Weights
+from raytide.actors.models.naming import NAMES, Names, Projection, projections
 from raytide.kernels.core import HeadNorms, Norm
 from raytide.kernels.registry import Ops
 

@@ -18,7 +18,6 @@ from raytide.actors.engine.blocks import BlockPool
 from raytide.actors.engine.config import EngineConfig
 from raytide.actors.engine.core import EngineInfo, EngineState, EngineStats, GenRequest
 from raytide.actors.engine.detokenizer import Vocabulary
-from raytide.actors.engine.families import read_architecture
 from raytide.actors.engine.features import native_features
 from raytide.actors.engine.intake import Intake, salt_of
 from raytide.actors.engine.outputs import Answer, Failure, Output, Sample
@@ -29,6 +28,7 @@ from raytide.actors.engine.stops import StopScanner
 from raytide.actors.engine.structured import Grammar
 from raytide.actors.engine.tokenizer import Tokenizer
 from raytide.actors.engine.weights import WeightsSource
+from raytide.actors.models.families import read_architecture
 from raytide.core.errors import ConflictError, NotFoundError, OverloadedError
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
-from raytide.actors.engine.architecture import Architecture
-from raytide.actors.engine.loader import Weights
-from raytide.actors.engine.model_config import Fields, read_json
-from raytide.actors.engine.naming import NAMES, projections
+from raytide.actors.models.architecture import Architecture
+from raytide.actors.models.loader import Weights
+from raytide.actors.models.model_config import Fields, read_json
+from raytide.actors.models.naming import NAMES, projections
 from raytide.core.errors import ConfigError, DataError
 from raytide.kernels.registry import Ops
 

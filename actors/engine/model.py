@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import torch
 
-from raytide.actors.engine.architecture import Architecture
 from raytide.actors.engine.layers import LayerBuilder, SparseFfn
-from raytide.actors.engine.loader import Weights
 from raytide.actors.engine.lora import LoraRows
-from raytide.actors.engine.rope import cos_sin
+from raytide.actors.models.architecture import Architecture
+from raytide.actors.models.loader import Weights
+from raytide.actors.models.rope import cos_sin
 from raytide.kernels.core import AttentionSpec, PagedBatch, Rope
 from raytide.kernels.registry import Ops
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from raytide.actors.engine.model import Decoder
-from raytide.actors.engine.model_config import Fields, read_json
+from raytide.actors.models.model_config import Fields, read_json
 from raytide.core.errors import ConfigError
 from raytide.kernels.core import PagedBatch
 

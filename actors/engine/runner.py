@@ -13,12 +13,10 @@ from typing import Literal
 import torch
 
 from raytide.actors.engine.adapters import Adapters
-from raytide.actors.engine.architecture import Architecture
 from raytide.actors.engine.batch import PersistentBatch
 from raytide.actors.engine.config import EngineConfig
 from raytide.actors.engine.evict import SwapCost
 from raytide.actors.engine.kv_cache import KvCache
-from raytide.actors.engine.loader import Weights
 from raytide.actors.engine.logprobs import PromptRows
 from raytide.actors.engine.lora import read_adapter
 from raytide.actors.engine.model import Decoder
@@ -26,6 +24,8 @@ from raytide.actors.engine.pooling import Pooling, WholePrompts
 from raytide.actors.engine.sampler import Sampler
 from raytide.actors.engine.sampling_params import SamplingParams
 from raytide.actors.engine.sequence import Chunk, Sampled, Sequence, StepPlan
+from raytide.actors.models.architecture import Architecture
+from raytide.actors.models.loader import Weights
 from raytide.core.errors import ConfigError, EngineError
 from raytide.kernels.device import resolve_device
 from raytide.kernels.registry import ops_for

@@ -13,7 +13,7 @@ from typing import Any
 from tokenizers import Tokenizer as RustTokenizer
 
 from raytide.actors.engine.core import Message
-from raytide.actors.engine.model_config import as_ids, read_json
+from raytide.actors.models.model_config import as_ids, read_json
 from raytide.core.errors import ConfigError, DataError, UsageError
 
 __all__ = ["Tokenizer"]

@@ -17,12 +17,12 @@ from raytide.actors.engine.base import BasicEngine, check_features, refuse
 from raytide.actors.engine.core import EngineInfo, EngineStats, Feature, GenChunk, GenRequest, Message, Timing, Usage
 from raytide.actors.engine.detokenizer import Vocabulary
 from raytide.actors.engine.merge import merge
-from raytide.actors.engine.model_config import as_ids, read_json
 from raytide.actors.engine.tokenizer import Tokenizer
 from raytide.actors.engine.vllm_config import VllmConfig
 from raytide.actors.engine.vllm_core import VllmCore, launch
 from raytide.actors.engine.vllm_request import call, died, sample_id, tokens_prompt, translated
 from raytide.actors.engine.vllm_sample import Sample
+from raytide.actors.models.model_config import as_ids, read_json
 from raytide.core.errors import (
     ConfigError,
     ConflictError,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -27,10 +28,11 @@ class Checkpoints:
         self.root = Path(spec.out) / "checkpoints"
         self.spec, self.dataset_digest, self.group = spec, dataset_digest, group
 
-    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Path:
+    def save(self, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer, step: int) -> Path:
         """Write all shards, then let rank 0 seal them. StorageError on a full disk, with nothing older touched."""
         written = self.group.from_first(manifest.part(self.root, step))
         try:
+            (model,) = parts
             weights, moments = get_state_dict(model, optimizer)
             save({"model": weights, "optim": moments}, checkpoint_id=written, process_group=self.group.io)
         except CheckpointException as error:
@@ -41,7 +43,7 @@ class Checkpoints:
             raise failed
         return manifest.folder(self.root, step)
 
-    def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, list[CheckpointError]]:
+    def load(self, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> tuple[int, list[CheckpointError]]:
         """Load the newest good checkpoint and return its step, or 0 when the run has none, and the ones passed over.
 
         CheckpointError when there are some and none is good, or when another run wrote them: starting over in silence
@@ -53,6 +55,7 @@ class Checkpoints:
         assert found is not None
         if found.checkpoint is None:
             return 0, found.rejected
+        (model,) = parts
         weights, moments = get_state_dict(model, optimizer)
         try:  # in place
             load({"model": weights, "optim": moments}, checkpoint_id=found.checkpoint.path, process_group=self.group.io)

@@ -22,6 +22,8 @@ from torch._C._distributed_c10d import (
 )  # torch.distributed has them, but not for type checkers
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from raytide.core.layout import AXES, Sizes
+
 T = TypeVar("T")
 IO_TIMEOUT_S = 600.0
 STORE_TIMEOUT = timedelta(seconds=60)
@@ -32,7 +34,9 @@ class Group:
     rank: int
     world: int
     device: torch.device
+    sizes: Sizes
     mesh: DeviceMesh
+    """With the axes of `AXES`, by name."""
     io: dist.ProcessGroup
     """For checkpoints, on gloo: their waits are long, and theirs alone, so that a hung step is still seen quickly."""
     generation: int = 0
@@ -41,6 +45,16 @@ class Group:
     @property
     def is_first(self) -> bool:
         return self.rank == 0
+
+    @property
+    def data_mesh(self) -> DeviceMesh:
+        """Over which FSDP divides and copies."""
+        return self.mesh["replicate", "shard"] if self.sizes.replicate > 1 else self.mesh["shard"]
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of a global batch is this rank's."""
+        return self.mesh.get_local_rank("replicate") * self.sizes.shard + self.mesh.get_local_rank("shard")
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Each value summed over the ranks, in fp64."""
@@ -66,19 +80,26 @@ def reach_store(address: str, port: int, world: int) -> TCPStore:
 
 
 def join(
-    store: Store, rank: int, world: int, *, timeout_s: float, address: str = "127.0.0.1", generation: int = 0
+    store: Store,
+    rank: int,
+    sizes: Sizes,
+    *,
+    timeout_s: float,
+    address: str = "127.0.0.1",
+    generation: int = 0,
 ) -> Group:
     """Meet the other ranks at `store`. `address` is this rank's own: loopback nodes must not look up a host name."""
+    world = sizes.world
     if address.startswith("127."):
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s))
-    mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
+    mesh = init_device_mesh(device.type, sizes.shape, mesh_dim_names=AXES)
     io = dist.new_group(backend="gloo", timeout=timedelta(seconds=max(timeout_s, IO_TIMEOUT_S)))
     assert isinstance(io, dist.ProcessGroup)
-    return Group(rank, world, device, mesh, io, generation)
+    return Group(rank, world, device, sizes, mesh, io, generation)
 
 
 def leave() -> None:
@@ -90,7 +111,7 @@ def leave() -> None:
 @contextmanager
 def alone() -> Iterator[Group]:
     """A group of one, for a run in this process only."""
-    group = join(HashStore(), 0, 1, timeout_s=60.0)
+    group = join(HashStore(), 0, Sizes(), timeout_s=60.0)
     try:
         yield group
     finally:

@@ -20,13 +20,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from raytide.actors.models.families import architecture_of
 from raytide.actors.trainer import optim, parallel
 from raytide.actors.trainer.checkpoint import Checkpoints
 from raytide.actors.trainer.core import StepResult
 from raytide.actors.trainer.data import Ids, Sampler, TokenData, share
-from raytide.actors.trainer.export import export
+from raytide.actors.trainer.export import export, hf_config
 from raytide.actors.trainer.group import Group
-from raytide.actors.trainer.model import IGNORE, loss_sum
+from raytide.actors.trainer.loss import IGNORE
 from raytide.core.errors import CheckpointError, ConfigError, TrainError
 from raytide.core.train_spec import TrainSpec
 
@@ -47,15 +48,17 @@ class Trainer:
                 hint="Leave it out to take the dataset's.",
             )
         self.sampler = Sampler(spec.seed, self.data.n_sequences, spec.global_batch)
-        self.model = parallel.build(spec, spec.model.vocab_size or vocab, group)
-        self.optimizer = optim.build(self.model, spec.optim)
+        self.arch = architecture_of(hf_config(spec, self.data.manifest), f"model of {spec.name}")
+        self.parts = parallel.build(spec, self.arch, group)
+        """Of the model: what this rank has of it."""
+        self.optimizer = optim.build(self.parts, spec.optim)
         self.checkpoints = Checkpoints(spec, self.data.digest, group)
         self.steps_done = 0
         self.saved_at: int | None = None
 
     def restore(self) -> list[CheckpointError]:
         """Go to the newest good checkpoint; returns the ones that had to be passed over."""
-        step, rejected = self.checkpoints.load(self.model, self.optimizer)
+        step, rejected = self.checkpoints.load(self.parts, self.optimizer)
         self.steps_done = step
         self.saved_at = step or None
         return rejected
@@ -63,11 +66,11 @@ class Trainer:
     def save(self) -> None:
         """Checkpoint the state as it is, unless that was done already."""
         if self.saved_at != self.steps_done:
-            self.checkpoints.save(self.model, self.optimizer, self.steps_done)
+            self.checkpoints.save(self.parts, self.optimizer, self.steps_done)
             self.saved_at = self.steps_done
 
     def export(self) -> Path:
-        return export(self.model, self.spec, self.data, self.group)
+        return export(self.parts, self.spec, self.data, self.group)
 
     def run(self, *, on_step: Callable[[StepResult], None], paused: Callable[[], bool] = lambda: False) -> bool:
         """Train to the end, saving as the spec says; False when some rank asked to pause: the state is saved then."""
@@ -97,7 +100,8 @@ class Trainer:
         if asked:
             return None
         local = self._accumulate(micros, tokens)
-        norm = get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None])
+        weights = [weight for part in self.parts for weight in part.parameters()]
+        norm = get_total_norm([weight.grad for weight in weights if weight.grad is not None])
         grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         loss = self.group.sum([local])[0] / tokens
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
@@ -106,7 +110,7 @@ class Trainer:
                 hint="Lower optim.lr, lengthen the warm-up, or train in fp32; the last checkpoint is whole.",
             )
         lr = optim.lr_at(step, spec.steps, spec.optim)
-        clip_grads_with_norm_(self.model.parameters(), spec.optim.clip, norm)
+        clip_grads_with_norm_(weights, spec.optim.clip, norm)
         self._update(lr)
         self.steps_done += 1
         return StepResult(
@@ -123,11 +127,12 @@ class Trainer:
     def _accumulate(self, micros: list[tuple[Tensor, Tensor]], tokens: float) -> float:
         """Gradients of the mean loss over the global batch; returns this rank's summed loss."""
         total = torch.zeros((), dtype=torch.float64, device=self.group.device)
-        sharded = cast(FSDPModule, self.model)
+        (model,) = self.parts
+        sharded = cast(FSDPModule, model)
         for index, (inputs_BT, targets_BT) in enumerate(micros):
             sharded.set_requires_gradient_sync(index == len(micros) - 1)
-            loss = loss_sum(self.model(inputs_BT), targets_BT)
-            (loss * (self.group.world / tokens)).backward()  # FSDP averages over the ranks
+            loss = model(inputs_BT, targets_BT)
+            (loss * (self.group.sizes.data / tokens)).backward()  # FSDP averages over the ranks
             total += loss.detach()
         return float(total)
 
@@ -137,7 +142,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
 
     def _my_ids(self, step: int) -> Ids:
-        ids = self.sampler.ids(step)[share(self.spec.global_batch, self.group.rank, self.group.world)]
+        ids = self.sampler.ids(step)[share(self.spec.global_batch, self.group.data_rank, self.group.sizes.data)]
         if self.spec.record_samples:
             path = Path(self.spec.out) / "samples" / f"{self.group.rank}.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -150,7 +155,7 @@ class Trainer:
         """This rank's microbatches. All ranks have equally many, or their collectives would not match: a rank whose
         share is smaller fills up with sequences that do not count."""
         size = self.spec.micro_batch
-        count = math.ceil(math.ceil(self.spec.global_batch / self.group.world) / size)
+        count = math.ceil(math.ceil(self.spec.global_batch / self.group.sizes.data) / size)
         out = []
         for index in range(count):
             chunk = ids[index * size : (index + 1) * size]

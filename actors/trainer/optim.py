@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -10,9 +11,10 @@ from torch import nn
 from raytide.core.train_spec import OptimSpec
 
 
-def build(model: nn.Module, spec: OptimSpec) -> torch.optim.Optimizer:
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
-    vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+def build(parts: Sequence[nn.Module], spec: OptimSpec) -> torch.optim.Optimizer:
+    weights = [parameter for part in parts for parameter in part.parameters()]
+    matrices = [parameter for parameter in weights if parameter.ndim >= 2]
+    vectors = [parameter for parameter in weights if parameter.ndim < 2]
     groups = [{"params": matrices, "weight_decay": spec.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=spec.lr, betas=(spec.beta1, spec.beta2), eps=spec.eps, fused=True)
 

@@ -13,40 +13,46 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from raytide.actors.models.architecture import Architecture
+from raytide.actors.trainer.decoder import Decoder
 from raytide.actors.trainer.group import Group
-from raytide.actors.trainer.model import INIT_STD, Llama
 from raytide.core.train_spec import Precision, TrainSpec
 
+__all__ = ["INIT_STD", "build", "initialise", "shard"]
 
-def build(spec: TrainSpec, vocab_size: int, group: Group) -> Llama:
-    """The sharded model of `spec` with its first weights."""
+INIT_STD = 0.02
+
+
+def build(spec: TrainSpec, arch: Architecture, group: Group) -> list[Decoder]:
+    """The parts of the sharded model of `spec` that this rank has, with their first weights."""
     with torch.device("meta"):
-        model = Llama(spec.model, vocab_size)
+        model = Decoder(arch, spec.seq_len)
     shard(model, group, spec.precision)
     model.to_empty(device=group.device)
-    initialise(model, spec.seed, spec.model.layers)
-    return model
+    initialise(model, spec.seed)
+    return [model]
 
 
-def shard(model: Llama, group: Group, precision: Precision) -> None:
+def shard(model: Decoder, group: Group, precision: Precision) -> None:
     """One FSDP unit for each layer and one for the rest. Weights and gradient sums stay fp32; bf16 is for compute."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     policy = policy if precision == "bf16" else MixedPrecisionPolicy()
     alone = group.world == 1  # nothing to free: resharding would only copy
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=group.mesh, mp_policy=policy, reshard_after_forward=not alone)
-    fully_shard(model, mesh=group.mesh, mp_policy=policy, reshard_after_forward=False)
+    for layer in model.layers.values():
+        fully_shard(layer, mesh=group.data_mesh, mp_policy=policy, reshard_after_forward=not alone)
+    fully_shard(model, mesh=group.data_mesh, mp_policy=policy, reshard_after_forward=False)
 
 
 @torch.no_grad()
-def initialise(model: Llama, seed: int, layers: int) -> None:
-    """Normal(0, 0.02), less by sqrt(2 * layers) for what writes to the residual stream (GPT-2); ones for norms."""
+def initialise(model: Decoder, seed: int) -> None:
+    """Normal(0, 0.02), less by sqrt(2 * layers) for what writes to the residual stream (GPT-2); norms start at one."""
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:
-            full = torch.ones(parameter.shape)
+            first = 0.0 if name.endswith("bias") else 1.0 - model.arch.norm_offset
+            full = torch.full(parameter.shape, first)
         else:
-            residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-            std = INIT_STD / (2 * layers) ** 0.5 if residual else INIT_STD
+            residual = "o_proj" in name or "down_proj" in name
+            std = INIT_STD / (2 * model.arch.num_layers) ** 0.5 if residual else INIT_STD
             full = torch.empty(parameter.shape).normal_(0.0, std, generator=_generator(seed, name))
         parameter.copy_(_like(full, parameter))
 

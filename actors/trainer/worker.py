@@ -86,7 +86,7 @@ class TrainWorker:
             mine = group.join(
                 self._meet(seat),
                 seat.rank,
-                seat.world,
+                self._spec.layout.sizes(seat.world),
                 timeout_s=self._spec.collective_timeout_s,
                 address=seat.address,
                 generation=seat.generation,

@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 
 from raytide.core.config import Config
 from raytide.core.gang import GangSpec, Shape
+from raytide.core.layout import Layout
 
 Precision = Literal["bf16", "fp32"]
 
@@ -81,6 +82,7 @@ class TrainSpec(Config):
     """A directory that every member reaches: checkpoints, metrics and the exported model."""
     model: ModelSpec = ModelSpec()
     optim: OptimSpec = OptimSpec()
+    layout: Layout = Layout()
     steps: int = Field(ge=1)
     global_batch: int = Field(default=32, ge=1)
     """Sequences in a step, over all ranks."""

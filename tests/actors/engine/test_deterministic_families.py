@@ -11,9 +11,9 @@ from tests.actors.engine.tiny import VOCAB
 
 from raytide.actors.engine import SamplingParams
 from raytide.actors.engine.config import EngineConfig
-from raytide.actors.engine.families import read_architecture
 from raytide.actors.engine.runner import Runner
 from raytide.actors.engine.sequence import Chunk, Sequence
+from raytide.actors.models.families import read_architecture
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -13,9 +13,9 @@ from tests.actors.engine.families import save_family
 
 from raytide.actors.engine import LLM, SamplingParams
 from raytide.actors.engine.config import EngineConfig
-from raytide.actors.engine.families import read_architecture
 from raytide.actors.engine.runner import Runner
 from raytide.actors.engine.sequence import Chunk, Sequence
+from raytide.actors.models.families import read_architecture
 from raytide.core.errors import CapacityError, ConfigError, ConflictError, DataError, NotFoundError
 
 PROMPT = [5, 9, 17, 300, 41, 6, 77, 8] * 3

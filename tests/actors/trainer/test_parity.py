@@ -84,11 +84,11 @@ def test_a_loss_that_is_not_a_number_stops_before_the_weights_change(
     with group.alone() as mine:
         trainer = Trainer(spec, mine)
         trainer.step()
-        before = [parameter.detach().full_tensor().clone() for parameter in trainer.model.parameters()]
-        monkeypatch.setattr("raytide.actors.trainer.loop.loss_sum", lambda logits, targets: logits.sum() * torch.nan)
+        before = [parameter.detach().full_tensor().clone() for parameter in trainer.parts[0].parameters()]
+        monkeypatch.setattr("raytide.actors.trainer.decoder.loss_sum", lambda x, *rest: x.sum() * torch.nan)
         with pytest.raises(TrainError, match=r"step 1 .* was not applied"):
             trainer.step()
-        after = [parameter.detach().full_tensor() for parameter in trainer.model.parameters()]
+        after = [parameter.detach().full_tensor() for parameter in trainer.parts[0].parameters()]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 

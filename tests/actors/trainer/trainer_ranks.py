@@ -57,7 +57,7 @@ def train(spec: TrainSpec, rank: int, world: int, meet: str) -> list[float]:
 
 def stop_at(spec: TrainSpec, until: int, rank: int, world: int, meet: str) -> list[float]:
     """As `train`, but the last rank asks to pause once `until` steps are done."""
-    mine = group.join(dist.FileStore(meet, world), rank, world, timeout_s=30.0)
+    mine = group.join(dist.FileStore(meet, world), rank, spec.layout.sizes(world), timeout_s=30.0)
     trainer = Trainer(spec, mine)
     trainer.restore()
     losses: list[float] = []

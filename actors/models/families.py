@@ -12,15 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raytide.actors.engine.architecture import Architecture, Experts, LayerSpec
-from raytide.actors.engine.model_config import Fields, read_json
-from raytide.actors.engine.rope import RopeSpec, read_rope
+from raytide.actors.models.architecture import Architecture, Experts, LayerSpec
+from raytide.actors.models.model_config import Fields, read_json
+from raytide.actors.models.rope import RopeSpec, read_rope
 from raytide.core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from raytide.kernels.core import Activation
 
-__all__ = ["SUPPORTED", "read_architecture"]
+__all__ = ["SUPPORTED", "architecture_of", "read_architecture"]
 
 _ACTIVATIONS: Mapping[str, Activation] = {
     "gelu": "gelu",
@@ -35,20 +35,25 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 def read_architecture(model_dir: Path) -> Architecture:
     """The architecture of a model directory. Raises DataError (unreadable) or ConfigError (not supported)."""
     path = model_dir / "config.json"
-    fields = Fields(read_json(path), str(path))
+    return architecture_of(read_json(path), str(path))
+
+
+def architecture_of(config: Mapping[str, object], where: str) -> Architecture:
+    """The architecture that the contents of a `config.json` describe; `where` names them in errors."""
+    fields = Fields(config, where)
     names = fields.items("architectures") or ["(none)"]
     if names[0] not in _FAMILIES:
         raise ConfigError(
-            f"{path}: architecture {names[0]} is not supported.", hint=f"Supported: {', '.join(SUPPORTED)}."
+            f"{where}: architecture {names[0]} is not supported.", hint=f"Supported: {', '.join(SUPPORTED)}."
         )
     if fields.body.get("quantization_config") is not None:
-        raise ConfigError(f"{path}: quantized weights are not supported.", hint="Use the model's bfloat16 weights.")
+        raise ConfigError(f"{where}: quantized weights are not supported.", hint="Use the model's bfloat16 weights.")
     if fields.body.get("use_bidirectional_attention") or fields.body.get("add_cross_attention"):
-        raise ConfigError(f"{path}: the model is not a causal decoder.", hint="Use its decoder-only variant.")
+        raise ConfigError(f"{where}: the model is not a causal decoder.", hint="Use its decoder-only variant.")
     arch = _FAMILIES[names[0]](fields)
     if arch.num_heads % arch.num_kv_heads:
         raise DataError(
-            f"{path}: {arch.num_heads} attention heads cannot share {arch.num_kv_heads} KV heads.",
+            f"{where}: {arch.num_heads} attention heads cannot share {arch.num_kv_heads} KV heads.",
             hint="The first must be a multiple of the second.",
         )
     return arch

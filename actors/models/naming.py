@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from raytide.actors.engine.architecture import Architecture
+from raytide.actors.models.architecture import Architecture
 
 __all__ = ["NAMES", "Names", "Projection", "projections"]
 

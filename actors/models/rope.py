@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from raytide.actors.engine.model_config import Fields
+from raytide.actors.models.model_config import Fields
 from raytide.core.errors import ConfigError, DataError
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from raytide.actors.engine.model_config import Fields, read_json
+from raytide.actors.models.model_config import Fields, read_json
 from raytide.core.errors import DataError
 
 __all__ = ["Weights"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from raytide.actors.engine.rope import RopeSpec
+from raytide.actors.models.rope import RopeSpec
 
 if TYPE_CHECKING:  # the scheduler's side reads architectures without torch
     from raytide.kernels.core import Activation
