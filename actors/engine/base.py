@@ -13,7 +13,7 @@ from raytide.actors.engine.core import EngineInfo, EngineStats, Feature, GenChun
 from raytide.actors.engine.kv_handle import KvHandle
 from raytide.core.errors import UsageError
 
-__all__ = ["BasicEngine", "Engine", "Prompt", "asked_features", "check_features", "refuse"]
+__all__ = ["BasicEngine", "Engine", "Prompt", "asked_features", "check_features", "check_prompt", "refuse"]
 
 Prompt = str | Sequence[int]
 
@@ -178,6 +178,19 @@ def check_features(request: GenRequest, features: Collection[Feature], backend: 
     for feature in asked_features(request):
         if feature not in features:
             refuse(backend, feature)
+
+
+def check_prompt(who: str, prompt: Sequence[int], *, max_len: int, vocab_size: int) -> None:
+    """Raise UsageError for a prompt that is empty, leaves no room for an answer, or has tokens the model lacks."""
+    if not 0 < len(prompt) < max_len:
+        raise UsageError(
+            f"{who}: prompt of {len(prompt)} tokens; the engine takes 1 to {max_len - 1}.",
+            hint="Send a shorter prompt, but not an empty one.",
+        )
+    if not 0 <= min(prompt) <= max(prompt) < vocab_size:
+        raise UsageError(
+            f"{who}: a token id is outside 0 to {vocab_size - 1}.", hint="Use the tokenizer of this model."
+        )
 
 
 def asked_features(request: GenRequest) -> list[Feature]:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from hashlib import blake2b
 
 from raytide.actors.engine.bans import bad_word_tokens
+from raytide.actors.engine.base import check_prompt
 from raytide.actors.engine.core import GenRequest
 from raytide.actors.engine.sampling_params import SamplingParams
 from raytide.actors.engine.sequence import Sequence
@@ -39,17 +40,8 @@ class Intake:
 
     def checked(self, who: str, prompt: Items[int]) -> list[int]:
         """A prompt of a length that the model takes, of tokens that it knows; or UsageError."""
-        tokens, limit = list(prompt), self._max_len
-        if not 0 < len(tokens) < limit:
-            raise UsageError(
-                f"{who}: prompt of {len(tokens)} tokens; the engine takes 1 to {limit - 1}.",
-                hint="Send a shorter prompt, but not an empty one.",
-            )
-        if not 0 <= min(tokens) <= max(tokens) < self._vocab_size:
-            raise UsageError(
-                f"{who}: a token id is outside 0 to {self._vocab_size - 1}.", hint="Use the tokenizer of this model."
-            )
-        return tokens
+        check_prompt(who, prompt, max_len=self._max_len, vocab_size=self._vocab_size)
+        return list(prompt)
 
     def sequences(
         self, request: GenRequest, prompt: Items[int], salt: bytes, now_s: float, grammar: Grammar | None = None

@@ -25,8 +25,6 @@ __all__ = ["NativeEngine"]
 
 T = TypeVar("T")
 
-_INLINE_CHARS = 2000  # longer texts are tokenized in a thread, not on the event loop
-
 
 class NativeEngine(BasicEngine):
     """One model in this process. Use it from the event loop that called `start`."""
@@ -73,8 +71,7 @@ class NativeEngine(BasicEngine):
             return False
 
     async def tokenize(self, text: str) -> list[int]:
-        encode = self._started().tokenizer.encode
-        return encode(text) if len(text) <= _INLINE_CHARS else await asyncio.to_thread(encode, text)
+        return await self._started().tokenizer.encode_off_loop(text)
 
     def token_bytes(self, token: int) -> bytes:
         return self._started().vocabulary.token_bytes(token)

@@ -21,7 +21,7 @@ class Tier:
         self.refs = array("i", bytes(4 * num_blocks))
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
-        # An OrderedDict is a linked list in C; the same over two arrays takes three times as long.
+        # An OrderedDict is a linked list in C; the same over two arrays takes twice as long.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # next to be taken first
 
     @property

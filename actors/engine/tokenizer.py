@@ -4,6 +4,7 @@ companions.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from functools import cached_property
@@ -17,6 +18,8 @@ from raytide.actors.models.model_config import as_ids, read_json
 from raytide.core.errors import ConfigError, DataError, UsageError
 
 __all__ = ["Tokenizer"]
+
+_INLINE_CHARS = 2000
 
 
 class Tokenizer:
@@ -41,6 +44,10 @@ class Tokenizer:
         """Token ids with the special tokens that the tokenizer's own post-processor adds (a BOS, if it has one)."""
         ids: list[int] = self.rust.encode(text).ids
         return ids
+
+    async def encode_off_loop(self, text: str) -> list[int]:
+        """As `encode`; a long text in a thread, so that the event loop goes on."""
+        return self.encode(text) if len(text) <= _INLINE_CHARS else await asyncio.to_thread(self.encode, text)
 
     def encode_plain(self, text: str) -> list[int]:
         """Token ids of the text alone."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from raytide.actors.engine.base import BasicEngine, check_features, refuse
+from raytide.actors.engine.base import BasicEngine, check_features, check_prompt, refuse
 from raytide.actors.engine.core import EngineInfo, EngineStats, Feature, GenChunk, GenRequest, Message, Timing, Usage
 from raytide.actors.engine.detokenizer import Vocabulary
 from raytide.actors.engine.merge import merge
@@ -30,12 +30,9 @@ from raytide.core.errors import (
     EngineError,
     NotFoundError,
     OverloadedError,
-    UsageError,
 )
 
 __all__ = ["VllmEngine"]
-
-_INLINE_CHARS = 2000  # longer texts are tokenized in a thread, not on the event loop
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,8 +120,7 @@ class VllmEngine(BasicEngine):
 
     async def tokenize(self, text: str) -> list[int]:
         self._running()
-        encode = self._tokenizer.encode
-        return encode(text) if len(text) <= _INLINE_CHARS else await asyncio.to_thread(encode, text)
+        return await self._tokenizer.encode_off_loop(text)
 
     def token_bytes(self, token: int) -> bytes:
         self._running()
@@ -240,16 +236,7 @@ class VllmEngine(BasicEngine):
         if name in self._live:
             raise ConflictError(f"request {name} is already running.", hint="Give each request its own id.")
         check_features(request, core.features, self.backend)
-        if not 0 < len(prompt) < core.max_model_len:
-            raise UsageError(
-                f"request {name}: prompt of {len(prompt)} tokens; the engine takes 1 to {core.max_model_len - 1}.",
-                hint="Send a shorter prompt, but not an empty one.",
-            )
-        if not 0 <= min(prompt) <= max(prompt) < core.vocab_size:
-            raise UsageError(
-                f"request {name}: a token id is outside 0 to {core.vocab_size - 1}.",
-                hint="Use the tokenizer of this model.",
-            )
+        check_prompt(f"request {name}", prompt, max_len=core.max_model_len, vocab_size=core.vocab_size)
         if request.lora is not None and request.lora not in self._loras:
             raise NotFoundError(f"adapter {request.lora} is not loaded.", hint="Load it first.")
         if (
