@@ -18,7 +18,8 @@ import raytide as rt
 from raytide.actors.trainer.core import StepResult
 from raytide.actors.trainer.local import train_local
 from raytide.core.data_spec import DataSpec, TokenizerSpec, TrainTokenizer
-from raytide.core.train_spec import ModelSpec, OptimSpec, TrainSpec
+from raytide.core.model_spec import ModelSpec
+from raytide.core.train_spec import OptimSpec, TrainSpec
 from raytide.pipelines.build import build
 from raytide.pipelines.runner import InlineRunner
 

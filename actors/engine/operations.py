@@ -15,7 +15,8 @@ from raytide.actors.engine.blocks import chain_hash
 from raytide.actors.engine.loop import EngineLoop
 from raytide.actors.engine.model import Decoder
 from raytide.actors.engine.pooling import pooling_of
-from raytide.actors.engine.weights import WeightsSource, content_of
+from raytide.actors.engine.weights import WeightsSource
+from raytide.actors.models.content import content_of
 from raytide.actors.models.families import read_architecture
 from raytide.core.errors import ConflictError
 

@@ -5,7 +5,6 @@ companions.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -14,8 +13,9 @@ from typing import Any
 from tokenizers import Tokenizer as RustTokenizer
 
 from raytide.actors.engine.core import Message
+from raytide.actors.models.chat_template import ChatTemplate
 from raytide.actors.models.model_config import as_ids, read_json
-from raytide.core.errors import ConfigError, DataError, UsageError
+from raytide.core.errors import DataError, UsageError
 
 __all__ = ["Tokenizer"]
 
@@ -66,42 +66,17 @@ class Tokenizer:
         turns = [{"role": message.role, "content": message.content} for message in messages]
         if not self._template:
             return self.encode("".join(f"{turn['role']}: {turn['content']}\n" for turn in turns) + "assistant:")
-        return self.encode_plain(self._render(turns))
-
-    def _render(self, turns: list[dict[str, str]]) -> str:
-        from jinja2.exceptions import TemplateError
-
-        specials = {key: self._special(key) or "" for key in ("bos_token", "eos_token")}
-        try:
-            return str(self._compiled.render(messages=turns, add_generation_prompt=True, **specials))
-        except TemplateError as error:
-            raise UsageError(
-                f"the model's chat template refused the messages: {error}.", hint="Check the roles."
-            ) from None
+        return self.encode_plain(self._chat.render(turns, prompt=True))
 
     @cached_property
-    def _compiled(self) -> Any:
-        try:
-            from jinja2.sandbox import ImmutableSandboxedEnvironment
-        except ImportError:
-            raise ConfigError("this model's chat template needs jinja2.", hint="Run pip install jinja2.") from None
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
-        environment.globals["raise_exception"] = _refuse
-        return environment.from_string(str(self._template))
+    def _chat(self) -> ChatTemplate:
+        specials = {key: self._special(key) or "" for key in ("bos_token", "eos_token")}
+        return ChatTemplate(str(self._template), specials)
 
     def _special(self, key: str) -> str | None:
         """A special token is a string in tokenizer_config.json, or an object that has it as its content."""
         value = self._config.get(key)
         return value.get("content") if isinstance(value, dict) else value
-
-
-def _refuse(message: str) -> None:
-    from jinja2.exceptions import TemplateError
-
-    raise TemplateError(message)
 
 
 def _optional_json(path: Path) -> dict[str, Any]:

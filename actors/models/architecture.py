@@ -24,6 +24,7 @@ class Experts:
     per_token: int
     ffn_size: int
     renormalize: bool  # whether the chosen ones' probabilities are scaled to sum to 1
+    balance: float = 0.0  # weight of the loss that keeps them equally busy, in training
 
 
 @dataclass(frozen=True, slots=True)

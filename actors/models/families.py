@@ -98,6 +98,7 @@ def _qwen3_moe(fields: Fields) -> Architecture:
         fields.whole("num_experts_per_tok", 8),
         fields.whole("moe_intermediate_size", 768),
         fields.flag("norm_topk_prob", False),
+        _balance(fields),
     )
     base = _base(fields, windows=[window] * count, sparse=sparse)
     return replace(base, head_norms=True, qkv_bias=bias, attention_out_bias=bias, experts=_checked(experts, fields))
@@ -110,6 +111,7 @@ def _mixtral(fields: Fields) -> Architecture:
         fields.whole("num_experts_per_tok", 2),
         fields.whole("intermediate_size"),
         renormalize=True,
+        balance=_balance(fields),
     )
     base = _base(fields, theta=1e6, eps=1e-5, windows=[window] * count, sparse=[True] * count)
     return replace(base, names="mixtral", experts=_checked(experts, fields))
@@ -263,6 +265,11 @@ def _windows(fields: Fields, layer_types: Items[object], window: int | None) -> 
             f"{fields.where}: layer type {unknown.pop()} is not supported.", hint=f"Supported: {_FULL}, {_SLIDING}."
         )
     return [window if each == _SLIDING else None for each in layer_types]
+
+
+def _balance(fields: Fields) -> float:
+    """transformers trains with it only where the router's logits are wanted."""
+    return fields.number("router_aux_loss_coef", 0.001) if fields.flag("output_router_logits", False) else 0.0
 
 
 def _checked(experts: Experts, fields: Fields) -> Experts:

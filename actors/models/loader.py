@@ -52,6 +52,18 @@ class Weights:
             )
         return tensor.to(device=self._device, dtype=self._dtype)
 
+    def part(self, name: str, where: tuple[slice, ...]) -> torch.Tensor:
+        """A block of a tensor, with explicit ends; the rest of it is not read."""
+        if any(each.start >= each.stop for each in where):
+            return torch.empty([each.stop - each.start for each in where], device=self._device, dtype=self._dtype)
+        try:
+            block: torch.Tensor = self._open(self._file_of[name]).get_slice(name)[where]
+        except SafetensorError as error:
+            raise DataError(
+                f"{self._dir}: weight {name} cannot be read: {error}.", hint="The file is damaged."
+            ) from None
+        return block.to(device=self._device, dtype=self._dtype)
+
     def stack(self, names: list[str], rows: list[int], *rest: int) -> torch.Tensor:
         """Several tensors one above the other, so that one product computes what they would compute apart."""
         return torch.cat([self.get(name, size, *rest) for name, size in zip(names, rows, strict=True)])

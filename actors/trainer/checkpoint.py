@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -20,20 +20,23 @@ from raytide.actors.trainer.manifest import Checkpoint
 from raytide.core.errors import CheckpointError, RaytideError, StorageError
 from raytide.core.train_spec import TrainSpec
 
+TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
+"""Frozen weights come from where they came first."""
+
 
 class Checkpoints:
     """The checkpoints of a run, as one generation of ranks sees them. All ranks call every method together."""
 
-    def __init__(self, spec: TrainSpec, dataset_digest: str, group: Group) -> None:
+    def __init__(self, spec: TrainSpec, run_digest: str, dataset_digest: str, group: Group) -> None:
         self.root = Path(spec.out) / "checkpoints"
-        self.spec, self.dataset_digest, self.group = spec, dataset_digest, group
+        self.spec, self.run_digest, self.dataset_digest, self.group = spec, run_digest, dataset_digest, group
 
     def save(self, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer, step: int) -> Path:
         """Write all shards, then let rank 0 seal them. StorageError on a full disk, with nothing older touched."""
         written = self.group.from_first(manifest.part(self.root, step))
         try:
             (model,) = parts
-            weights, moments = get_state_dict(model, optimizer)
+            weights, moments = get_state_dict(model, optimizer, options=TRAINED)
             save({"model": weights, "optim": moments}, checkpoint_id=written, process_group=self.group.io)
         except CheckpointException as error:
             shutil.rmtree(written, ignore_errors=True)
@@ -56,14 +59,14 @@ class Checkpoints:
         if found.checkpoint is None:
             return 0, found.rejected
         (model,) = parts
-        weights, moments = get_state_dict(model, optimizer)
+        weights, moments = get_state_dict(model, optimizer, options=TRAINED)
         try:  # in place
             load({"model": weights, "optim": moments}, checkpoint_id=found.checkpoint.path, process_group=self.group.io)
         except CheckpointException as error:  # a BaseException: nothing above would catch it
             raise CheckpointError(
                 f"cannot load {found.checkpoint.path}: {_first(error)}", hint="Go on with the spec that wrote it."
             ) from error
-        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments, options=TRAINED)
         return found.checkpoint.manifest.step, found.rejected
 
     def _seal(self, written: Path, step: int) -> RaytideError | None:
@@ -73,7 +76,7 @@ class Checkpoints:
                 self.root,
                 step,
                 samples=step * self.spec.global_batch,
-                spec_digest=self.spec.digest(),
+                spec_digest=self.run_digest,
                 dataset_digest=self.dataset_digest,
                 world=self.group.world,
             )
@@ -95,7 +98,7 @@ class Checkpoints:
 
     def _check(self, checkpoint: Checkpoint) -> None:
         for what, theirs, ours in (
-            ("model, seed or batch", checkpoint.manifest.spec_digest, self.spec.digest()),
+            ("model, seed or batch", checkpoint.manifest.spec_digest, self.run_digest),
             ("dataset", checkpoint.manifest.dataset_digest, self.dataset_digest),
         ):
             if theirs != ours:

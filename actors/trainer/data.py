@@ -9,8 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +22,7 @@ from raytide.core.tokens import ITEM_BYTES, MANIFEST, TokenManifest
 
 Ids = npt.NDArray[np.int64]
 _ROUNDS = 6
+CONFIG = "tokenizer_config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +78,57 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
+class Data(Protocol):
+    """Sequences to train on, by number. Every rank opens them itself and reads what it is asked for."""
+
+    @property
+    def name(self) -> str:
+        """In errors: where they come from."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """Of what `examples` gives."""
+        ...
+
+    @property
+    def n_sequences(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def eos_id(self) -> int: ...
+
+    @property
+    def tokenizer_file(self) -> Path: ...
+
+    @property
+    def files(self) -> Mapping[str, Path]:
+        """What a model trained on it needs beside its weights, by the name in its directory."""
+        ...
+
+    @property
+    def template(self) -> Mapping[str, Path]:
+        """The chat template that it was written with, where that is not the model's own."""
+        ...
+
+    def examples(self, ids: Ids) -> tuple[Ids, Ids]:
+        """Inputs and targets [len(ids), seq_len]; a target that does not count is IGNORE."""
+        ...
+
+
 class TokenData:
     """Sequences of `seq_len` + 1 tokens (inputs and their targets) from memory-mapped shards."""
 
     def __init__(self, dataset: str, seq_len: int) -> None:
-        self.path = staged(dataset)
+        self.name, self.path = dataset, staged(dataset)
         self.manifest, self.digest = _manifest(self.path)
+        self.vocab_size, self.eos_id = self.manifest.vocab_size, self.manifest.eos_id
+        self.tokenizer_file = self.path / self.manifest.tokenizer
+        files = {"tokenizer.json": self.tokenizer_file, CONFIG: self.path / CONFIG}
+        self.files = {name: file for name, file in files.items() if file.is_file()}
+        self.template: dict[str, Path] = {}
         self.seq_len = seq_len
         self._shards = [self._map(shard.file, shard.tokens) for shard in self.manifest.shards if shard.tokens]
         self._ends = np.cumsum([len(shard) for shard in self._shards], dtype=np.int64)
@@ -90,6 +138,11 @@ class TokenData:
                 f"{dataset} holds {self.manifest.tokens} tokens, too few for one sequence of {seq_len} and its target.",
                 hint="Build a larger dataset, or lower seq_len.",
             )
+
+    def examples(self, ids: Ids) -> tuple[Ids, Ids]:
+        """All targets count."""
+        tokens = self.batch(ids)
+        return tokens[:, :-1], tokens[:, 1:]
 
     def batch(self, ids: Ids) -> npt.NDArray[np.int64]:
         """[len(ids), seq_len + 1] tokens; sequence i starts at token i * seq_len of the whole dataset."""

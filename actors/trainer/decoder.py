@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from raytide.actors.models.architecture import Architecture, Experts, LayerSpec
 from raytide.actors.models.rope import cos_sin
 from raytide.actors.trainer.attention import attend
+from raytide.actors.trainer.balance import Routing, imbalance_sum
 from raytide.actors.trainer.loss import loss_sum
 from raytide.kernels.core import Activation, AttentionSpec
 
@@ -96,6 +97,8 @@ class SparseFeedForward(nn.Module):
     def __init__(self, arch: Architecture, experts: Experts) -> None:
         super().__init__()
         self.activation, self.experts = arch.activation, experts
+        self.routing: Routing | None = None
+        """Of the last batch, where the router is to be balanced."""
         count, ffn, width = experts.count, experts.ffn_size, arch.hidden_size
         self.router = nn.Linear(width, count, bias=False)
         self.gate_proj = nn.Parameter(torch.empty(count, ffn, width))
@@ -104,7 +107,10 @@ class SparseFeedForward(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         x_ND = x_BTD.flatten(0, -2)
-        likely = self.router(x_ND).float().softmax(-1).topk(self.experts.per_token)
+        likelihood_NE = self.router(x_ND).float().softmax(-1)
+        likely = likelihood_NE.topk(self.experts.per_token)
+        if self.experts.balance:
+            self.routing = Routing(likelihood_NE, likely.indices)
         weights_NX = likely.values
         if self.experts.renormalize:
             weights_NX = weights_NX / weights_NX.sum(-1, keepdim=True)
@@ -159,6 +165,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict({str(index): Layer(arch, index) for index in mine})
         self.norm = Norm(width, arch) if self.is_last else None
         self.head = nn.Linear(width, vocab, bias=False) if self.is_last and not arch.tied_embeddings else None
+        self.balance = 0.0 if arch.experts is None else arch.experts.balance
         self._tables: list[Rotation] | None = None
 
     def forward(self, x: Tensor, targets_BT: Tensor | None = None, first: int = 0) -> Tensor:
@@ -174,7 +181,8 @@ class Decoder(nn.Module):
             return x_BTD
         x_BTD, cap = self.norm(x_BTD), self.arch.logit_softcap
         if targets_BT is not None:
-            return loss_sum(x_BTD, self.head_weight, targets_BT, cap)
+            loss = loss_sum(x_BTD, self.head_weight, targets_BT, cap)
+            return loss if self.balance == 0 else loss + self.balance * imbalance_sum(self._routings(), targets_BT)
         logits_BTV = F.linear(x_BTD, self.head_weight)
         return logits_BTV if cap is None else cap * torch.tanh(logits_BTV / cap)
 
@@ -184,6 +192,16 @@ class Decoder(nn.Module):
         head = self.embedding if self.head is None else self.head
         assert head is not None
         return head.weight
+
+    def _routings(self) -> list[Routing]:
+        """Of the layers just run. Taken, so that no graph is kept beyond its step."""
+        found = []
+        for layer in self.layers.values():
+            ffn = layer.ffn
+            if isinstance(ffn, SparseFeedForward) and ffn.routing is not None:
+                found.append(ffn.routing)
+                ffn.routing = None
+        return found
 
     def _embed(self, ids_BT: Tensor, first: int) -> Tensor:
         assert self.embedding is not None

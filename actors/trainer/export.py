@@ -1,100 +1,137 @@
-"""Write a model as a Hugging Face directory that transformers, vLLM and the native engine load."""
+"""Write a model as a Hugging Face directory that transformers, vLLM and the native engine load.
+
+Weights come to rank 0 one parameter at a time and leave it file by file, so it never holds the model.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
-import uuid
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from raytide.actors.trainer.data import TokenData
+from raytide.actors.models.companions import companions
+from raytide.actors.trainer.data import Data
 from raytide.actors.trainer.decoder import Decoder
+from raytide.actors.trainer.draft import Draft
+from raytide.actors.trainer.gather import Gather
 from raytide.actors.trainer.group import Group
-from raytide.actors.trainer.hf import to_hf
-from raytide.actors.trainer.parallel import INIT_STD
-from raytide.core.errors import RaytideError
-from raytide.core.storage import full_disk_is_an_error
-from raytide.core.tokens import TokenManifest
+from raytide.actors.trainer.hf import FileTensor, Form, assemble, file_tensors
+from raytide.actors.trainer.hf_files import WeightFiles, save
+from raytide.actors.trainer.lora import LORA_A, LORA_B, adapted, merged
+from raytide.actors.trainer.origin import Origin
+from raytide.actors.trainer.peft import adapter_config, file_adapters
+from raytide.core.model_spec import LoraSpec
+from raytide.core.storage import join
 from raytide.core.train_spec import TrainSpec
 
-_DTYPES = {"bf16": (torch.bfloat16, "bfloat16"), "fp32": (torch.float32, "float32")}
+__all__ = ["export"]
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_GB = 1e9
 
 
-def export(parts: Sequence[Decoder], spec: TrainSpec, data: TokenData, group: Group) -> Path:
-    """Gather the weights on rank 0 and write `out`/model there, whole or not at all. All ranks call it together."""
-    (model,) = parts
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    whole = get_model_state_dict(model, options=options)  # empty on all ranks but the first
-    own = {name: weight for name, weight in whole.items() if isinstance(weight, Tensor)}
-    weights = to_hf(model.arch, own) if group.is_first else {}
-    target = Path(spec.out) / "model"
-    failed = group.from_first(_write(weights, spec, data, target) if group.is_first else None)
+def export(parts: Sequence[Decoder], spec: TrainSpec, origin: Origin, data: Data, group: Group) -> str:
+    """Write `out`/model, and with adapters `out`/adapter, each whole or not at all. All ranks call it together."""
+    gather = Gather(parts, group)
+    if spec.finetune is not None:
+        _export_adapter(gather, spec, spec.finetune.lora, origin, group)
+    return _export_model(gather, spec, origin, data, group)
+
+
+def _export_model(gather: Gather, spec: TrainSpec, origin: Origin, data: Data, group: Group) -> str:
+    tensors, dtype = file_tensors(origin.arch, Form.on_the_hub(origin.arch)), _dtype(spec)
+    files = WeightFiles(tensors, dtype, spec.export_shard_gb * _GB)
+    target = join(spec.out, "model")
+    draft = Draft(target) if group.is_first else None
+    for name, tensor in _contents(tensors, gather, spec, origin):
+        if draft is not None:
+            assert tensor is not None
+            draft.write(partial(files.add, name=name, tensor=tensor))
+    if draft is not None:
+        draft.write(files.close)
+        draft.write(lambda folder: _companions(folder, origin, data, spec, dtype))
+    return _publish(draft, target, group)
+
+
+def _export_adapter(gather: Gather, spec: TrainSpec, lora: LoraSpec, origin: Origin, group: Group) -> None:
+    adapters, weights = file_adapters(origin.arch, lora), dict[str, Tensor]()
+    for adapter in adapters:
+        whole = {name: gather.whole(name) for name in adapter.needs}
+        if group.is_first:
+            here = {name: each for name, each in whole.items() if each is not None}
+            for kind, tensor in zip("AB", adapter.pair(here.__getitem__), strict=True):
+                weights[f"base_model.model.{adapter.module}.lora_{kind}.weight"] = tensor.to(_dtype(spec))
+    target = join(spec.out, "adapter")
+    draft = Draft(target) if group.is_first else None
+    if draft is not None:
+        draft.write(lambda folder: save(weights, folder / "adapter_model.safetensors"))
+        config = adapter_config(origin.arch, lora, adapters, str(origin.folder))
+        draft.write(lambda folder: _json(folder / "adapter_config.json", config))
+    _publish(draft, target, group)
+
+
+def _contents(
+    tensors: Sequence[FileTensor], gather: Gather, spec: TrainSpec, origin: Origin
+) -> Iterator[tuple[str, Tensor | None]]:
+    """Each tensor of the files, on rank 0. A parameter is gathered once and kept while a tensor needs it."""
+    lora = None if spec.finetune is None else spec.finetune.lora
+    changed = set() if lora is None else set(adapted(origin.arch, lora))
+    left = Counter(piece.ours for tensor in tensors for piece in tensor.pieces)
+    held: dict[str, Tensor] = {}
+    for tensor in tensors:
+        for piece in tensor.pieces:
+            if piece.ours not in held:
+                path = piece.ours.removesuffix(".weight")
+                whole = _whole(gather, piece.ours, path, lora if path in changed else None)
+                held[piece.ours] = torch.empty(0) if whole is None else whole
+        yield tensor.name, None if not gather.is_first else assemble(tensor, held.__getitem__)
+        for piece in tensor.pieces:
+            left[piece.ours] -= 1
+            if not left[piece.ours]:
+                del held[piece.ours]
+
+
+def _whole(gather: Gather, name: str, path: str, lora: LoraSpec | None) -> Tensor | None:
+    """A parameter as the model alone needs it: with its adapter in it."""
+    weight = gather.whole(name)
+    if lora is None:
+        return weight
+    a_RI, b_OR = gather.whole(f"{path}.{LORA_A}"), gather.whole(f"{path}.{LORA_B}")
+    if weight is None or a_RI is None or b_OR is None:
+        return None
+    return merged(weight, a_RI, b_OR, lora)
+
+
+def _companions(folder: Path, origin: Origin, data: Data, spec: TrainSpec, dtype: torch.dtype) -> None:
+    """Config, tokenizer, chat template: those of the model it began from, where it has them."""
+    key = "dtype" if "dtype" in origin.config else "torch_dtype"
+    _json(folder / "config.json", {**origin.config, key: str(dtype).removeprefix("torch.")})
+    own = {} if origin.folder is None else companions(origin.folder)
+    files = {**own, **data.files} if spec.other_tokenizer else {**data.files, **own}
+    for name, source in {**files, **data.template}.items():
+        shutil.copyfile(source, folder / name)
+    if "generation_config.json" not in files:
+        eos = origin.config.get("eos_token_id")
+        _json(
+            folder / "generation_config.json", {"bos_token_id": origin.config.get("bos_token_id"), "eos_token_id": eos}
+        )
+
+
+def _publish(draft: Draft | None, target: str, group: Group) -> str:
+    failed = group.from_first(None if draft is None else draft.publish())
     if failed is not None:
         raise failed
     return target
 
 
-def _write(weights: Mapping[str, Tensor], spec: TrainSpec, data: TokenData, target: Path) -> RaytideError | None:
-    from safetensors.torch import save_file
-
-    dtype, _ = _DTYPES[spec.precision]
-    part = target.with_name(f".model.{uuid.uuid4().hex[:8]}.part")
-    try:
-        with full_disk_is_an_error(str(target)):
-            part.mkdir(parents=True)
-            save_file(
-                {name: tensor.to(dtype).contiguous() for name, tensor in weights.items()},
-                part / "model.safetensors",
-                metadata={"format": "pt"},
-            )
-            (part / "model.safetensors").chmod(0o644)  # safetensors makes it the owner's alone
-            config = hf_config(spec, data.manifest)
-            _json(part / "config.json", config)
-            generation = {"bos_token_id": data.manifest.eos_id, "eos_token_id": data.manifest.eos_id}
-            _json(part / "generation_config.json", generation)
-            for source, name in ((data.manifest.tokenizer, "tokenizer.json"), ("tokenizer_config.json",) * 2):
-                if (data.path / source).is_file():
-                    shutil.copyfile(data.path / source, part / name)
-            if target.exists():
-                shutil.rmtree(target)
-            part.rename(target)
-    except RaytideError as error:
-        shutil.rmtree(part, ignore_errors=True)
-        return error
-    return None
-
-
-def hf_config(spec: TrainSpec, manifest: TokenManifest) -> dict[str, object]:
-    """LlamaForCausalLM's `config.json`. Documents are only ever separated by eos, which so is also what begins one."""
-    model, eos_id = spec.model, manifest.eos_id
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": model.vocab_size or manifest.vocab_size,
-        "hidden_size": model.dim,
-        "intermediate_size": model.n_ffn,
-        "num_hidden_layers": model.layers,
-        "num_attention_heads": model.heads,
-        "num_key_value_heads": model.n_kv_heads,
-        "head_dim": model.head_dim,
-        "max_position_embeddings": model.max_seq_len,
-        "rms_norm_eps": model.norm_eps,
-        "rope_theta": model.rope_theta,
-        "tie_word_embeddings": model.tie_embeddings,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "initializer_range": INIT_STD,
-        "bos_token_id": eos_id,
-        "eos_token_id": eos_id,
-        "use_cache": True,
-        "torch_dtype": _DTYPES[spec.precision][1],
-    }
+def _dtype(spec: TrainSpec) -> torch.dtype:
+    return _DTYPES[spec.export_dtype or spec.precision]
 
 
 def _json(path: Path, body: Mapping[str, object]) -> None:

@@ -1,79 +1,239 @@
-"""Weights in Hugging Face's names and layout, from the decoder's own."""
+"""Where a Hugging Face directory keeps the decoder's parameters: one table for every family, read in both directions.
+
+The decoder has each projection by itself. Files may stack them (`qkv_proj`), keep them turned over (GPT-2), and have
+experts one by one or all in two tensors.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from raytide.actors.models.architecture import Architecture
-from raytide.actors.models.naming import NAMES, Names
+from raytide.actors.models.loader import Weights
+from raytide.actors.models.naming import NAMES, Names, projections
+from raytide.core.errors import DataError
 
-__all__ = ["to_hf"]
+__all__ = ["Block", "FileTensor", "Form", "HfWeights", "Piece", "assemble", "file_tensors"]
 
-_QKV = ("attention.q_proj", "attention.k_proj", "attention.v_proj")
+Block = tuple[slice, ...]
+"""A part of a parameter: a range of each dimension."""
+
+_NAMED = 5
 
 
-def to_hf(arch: Architecture, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename, and stack or turn what the family's files keep so. `weights` has all of the decoder's parameters."""
-    names = NAMES[arch.names]
-    out = {f"{names.root}{names.embedding}.weight": weights["embedding.weight"]}
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """`rows` of a file's tensor, from `start` on, are the parameter `ours`, or its expert `expert`."""
+
+    ours: str
+    rows: int
+    start: int = 0
+    expert: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FileTensor:
+    """A tensor of the files. Its pieces are stacked along `rows_dim`: 1 where it is turned over or has all experts."""
+
+    name: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    turned: bool = False
+
+    @property
+    def rows_dim(self) -> int:
+        return 1 if self.turned or len(self.shape) == 3 else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What files of one family may do differently."""
+
+    root: str
+    router: str
+    fused_experts: bool = False
+
+    @classmethod
+    def on_the_hub(cls, arch: Architecture) -> Form:
+        """In which all that load the family read it."""
+        names = NAMES[arch.names]
+        return cls(names.root, names.routers[0])
+
+    @classmethod
+    def of(cls, arch: Architecture, found: Collection[str]) -> Form:
+        """That of the files which hold these tensors."""
+        names = NAMES[arch.names]
+        root = names.root if f"{names.root}{names.embedding}.weight" in found else ""
+        router = next((each for each in names.routers if any(f".{each}.weight" in name for name in found)), "")
+        fused = any(name.endswith(names.fused_gate_up) for name in found)
+        return cls(root, router or names.routers[0], fused)
+
+
+def file_tensors(arch: Architecture, form: Form) -> list[FileTensor]:
+    """All tensors of the model's files, in the order of the computation."""
+    names, width = NAMES[arch.names], arch.hidden_size
+    bias = arch.norm_kind == "layer"
+    out = [_same("embedding.weight", f"{form.root}{names.embedding}.weight", arch.vocab_size, width)]
     if arch.learned_positions:
-        out[f"{names.root}{names.positions}.weight"] = weights["positions.weight"]
-    if not arch.tied_embeddings:
-        out[f"{names.head}.weight"] = weights["head.weight"]
-    _copy(out, weights, "norm", names.root + names.norm)
+        out.append(_same("positions.weight", f"{form.root}{names.positions}.weight", arch.max_model_len, width))
     for index in range(arch.num_layers):
-        at, to = f"layers.{index}.", names.root + names.layer.format(index)
-        for ours, theirs in _pairs(names):
-            _copy(out, weights, at + ours, to + theirs)
-        gate_up = ("ffn.gate_proj", "ffn.up_proj") if arch.gated_ffn else ("ffn.up_proj",)
-        linears = [(_QKV, names.qkv), (("attention.o_proj",), (names.attention_out,))]
-        if arch.layers[index].sparse:
-            _copy(out, weights, at + "ffn.router", to + names.routers[0])
-            _experts(out, weights, at + "ffn.", to, names)
-        else:
-            linears += [(gate_up, names.gate_up), (("ffn.down_proj",), (names.down,))]
-        for ours_all, theirs_all in linears:
-            _linear(out, weights, [at + each for each in ours_all], [to + each for each in theirs_all], names)
-    return {name: tensor.contiguous() for name, tensor in out.items()}
+        ours, theirs = f"layers.{index}.", form.root + names.layer.format(index)
+        out += _norm(ours + "input_norm", theirs + names.input_norm, width, bias)
+        out += _attention(arch, index, ours, theirs, names)
+        if arch.post_norms:
+            out += _norm(ours + "post_attention_norm", theirs + names.post_attention_norm, width, bias)
+        out += _norm(ours + "ffn_norm", theirs + names.ffn_norm, width, bias)
+        out += _feed_forward(arch, index, ours + "ffn.", theirs, form)
+        if arch.post_norms:
+            out += _norm(ours + "post_ffn_norm", theirs + names.post_ffn_norm, width, bias)
+    out += _norm("norm", form.root + names.norm, width, bias)
+    if not arch.tied_embeddings:
+        out.append(_same("head.weight", f"{names.head}.weight", arch.vocab_size, width))
+    return out
 
 
-def _pairs(names: Names) -> list[tuple[str, str]]:
-    """A layer's parameters that are kept as they are: ours, theirs."""
-    return [
-        ("input_norm", names.input_norm),
-        ("attention.q_norm", names.query_norm),
-        ("attention.k_norm", names.key_norm),
-        ("post_attention_norm", names.post_attention_norm),
-        ("ffn_norm", names.ffn_norm),
-        ("post_ffn_norm", names.post_ffn_norm),
-    ]
+def assemble(tensor: FileTensor, whole: Callable[[str], Tensor]) -> Tensor:
+    """A tensor as the files have it, from the decoder's whole parameters."""
+    parts = []
+    for piece in tensor.pieces:
+        part = whole(piece.ours)
+        part = part if piece.expert is None else part[piece.expert]
+        parts.append(part.t() if tensor.turned else part)
+    return torch.cat(parts, tensor.rows_dim) if len(parts) > 1 else parts[0]
 
 
-def _copy(out: dict[str, Tensor], weights: Mapping[str, Tensor], ours: str, theirs: str) -> None:
-    for kind in ("weight", "bias"):
-        if f"{ours}.{kind}" in weights:
-            out[f"{theirs}.{kind}"] = weights[f"{ours}.{kind}"]
+class HfWeights:
+    """The weights of a Hugging Face directory in the decoder's names, in float32, read block by block."""
+
+    def __init__(self, folder: Path, arch: Architecture) -> None:
+        self._weights = Weights(folder, torch.float32, torch.device("cpu"))
+        tensors = file_tensors(arch, Form.of(arch, self._weights.names))
+        self._check(folder, arch, tensors)
+        self._places: dict[str, list[tuple[FileTensor, Piece]]] = {}
+        for tensor in tensors:
+            for piece in tensor.pieces:
+                self._places.setdefault(piece.ours, []).append((tensor, piece))
+
+    def read(self, ours: str, block: Block) -> Tensor:
+        """A block of the parameter `ours`; of the files, only that is read."""
+        places = self._places[ours]
+        if places[0][1].expert is None:
+            ((tensor, piece),) = places
+            return self._part(tensor, piece, block)
+        experts = [self._part(tensor, piece, block[1:]) for tensor, piece in places[block[0]]]
+        return torch.stack(experts) if experts else torch.empty(0, *(size(each) for each in block[1:]))
+
+    def _part(self, tensor: FileTensor, piece: Piece, block: Block) -> Tensor:
+        where = list(reversed(block)) if tensor.turned else list(block)
+        rows = where[tensor.rows_dim]
+        where[tensor.rows_dim] = slice(piece.start + rows.start, piece.start + rows.stop)
+        part = self._weights.part(tensor.name, tuple(where))
+        return part.t() if tensor.turned else part
+
+    def _check(self, folder: Path, arch: Architecture, tensors: list[FileTensor]) -> None:
+        """All that is wrong at once, on every rank alike."""
+        shapes = {tensor.name: tensor.shape for tensor in tensors}
+        found = set(self._weights.names)
+        wrong = {
+            "lacks": [name for name in shapes if name not in found],
+            "also has": sorted(name for name in found - shapes.keys() if not _is_idle(name, arch)),
+            "has in another shape": [
+                f"{name} {self._weights.shape(name)} for {shape}"
+                for name, shape in shapes.items()
+                if name in found and self._weights.shape(name) != shape
+            ],
+        }
+        said = [f"it {what} {_some(each)}" for what, each in wrong.items() if each]
+        if said:
+            raise DataError(
+                f"the weights of {folder} are not those that its config.json implies: {'; '.join(said)}.",
+                hint="Export or download the model again; model.config must not change a size.",
+            )
+
+
+def size(part: slice) -> int:
+    return int(part.stop - part.start)
+
+
+def _same(ours: str, theirs: str, *shape: int) -> FileTensor:
+    return FileTensor(theirs, shape, (Piece(ours, shape[0]),))
+
+
+def _norm(ours: str, theirs: str, width: int, bias: bool) -> list[FileTensor]:
+    return [_same(f"{ours}.{kind}", f"{theirs}.{kind}", width) for kind in ("weight", "bias")[: 1 + bias]]
+
+
+def _attention(arch: Architecture, index: int, ours: str, theirs: str, names: Names) -> Iterator[FileTensor]:
+    q, kv = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
+    qkv = {"attention.q_proj": q, "attention.k_proj": kv, "attention.v_proj": kv}
+    yield from _linear(arch, index, "qkv", ours, theirs, qkv)
+    if arch.head_norms:
+        yield from _norm(f"{ours}attention.q_norm", theirs + names.query_norm, arch.head_dim, bias=False)
+        yield from _norm(f"{ours}attention.k_norm", theirs + names.key_norm, arch.head_dim, bias=False)
+    yield from _linear(arch, index, "attention_out", ours, theirs, {"attention.o_proj": arch.hidden_size})
+
+
+def _feed_forward(arch: Architecture, index: int, ours: str, theirs: str, form: Form) -> Iterator[FileTensor]:
+    if arch.layers[index].sparse:
+        yield from _sparse(arch, ours, theirs, form)
+        return
+    up = {"gate_proj": arch.ffn_size, "up_proj": arch.ffn_size} if arch.gated_ffn else {"up_proj": arch.ffn_size}
+    yield from _linear(arch, index, "gate_up", ours, theirs, up)
+    yield from _linear(arch, index, "down", ours, theirs, {"down_proj": arch.hidden_size})
 
 
 def _linear(
-    out: dict[str, Tensor], weights: Mapping[str, Tensor], ours: list[str], theirs: list[str], names: Names
-) -> None:
-    turned: Callable[[Tensor], Tensor] = Tensor.t if names.transposed else Tensor.contiguous
-    for kind in ("weight", "bias"):
-        parts = [weights[f"{each}.{kind}"] for each in ours if f"{each}.{kind}" in weights]
-        if not parts:
-            continue
-        stacked = parts if len(theirs) == len(parts) else [torch.cat(parts)]
-        for name, tensor in zip(theirs, stacked, strict=True):
-            out[f"{name}.{kind}"] = turned(tensor) if kind == "weight" else tensor
+    arch: Architecture, index: int, kind: str, ours: str, theirs: str, rows: dict[str, int]
+) -> Iterator[FileTensor]:
+    """The linears of one projection: each in a tensor of its own, or all in one."""
+    projection, turned = projections(arch, index)[kind], NAMES[arch.names].transposed
+    for suffix in ("weight", "bias") if projection.bias else ("weight",):
+        pieces, start = [], 0
+        for name, count in rows.items():
+            pieces.append(Piece(f"{ours}{name}.{suffix}", count, start))
+            start += count
+        apart = len(projection.paths) == len(pieces)
+        groups = [(Piece(each.ours, each.rows),) for each in pieces] if apart else [tuple(pieces)]
+        for path, group in zip(projection.paths, groups, strict=True):
+            total, inner = sum(each.rows for each in group), projection.columns
+            matrix = suffix == "weight"
+            shape = ((inner, total) if turned else (total, inner)) if matrix else (total,)
+            yield FileTensor(f"{theirs}{path}.{suffix}", shape, group, turned and matrix)
 
 
-def _experts(out: dict[str, Tensor], weights: Mapping[str, Tensor], at: str, to: str, names: Names) -> None:
-    """One by one, as on the hub."""
+def _sparse(arch: Architecture, ours: str, theirs: str, form: Form) -> Iterator[FileTensor]:
+    names, experts, width = NAMES[arch.names], arch.experts, arch.hidden_size
+    assert experts is not None
+    count, ffn = experts.count, experts.ffn_size
+    yield _same(f"{ours}router.weight", f"{theirs}{form.router}.weight", count, width)
+    gate, up, down = (f"{ours}{each}_proj" for each in ("gate", "up", "down"))
+    if form.fused_experts:
+        both = (Piece(gate, ffn), Piece(up, ffn, ffn))
+        yield FileTensor(theirs + names.fused_gate_up, (count, 2 * ffn, width), both)
+        yield FileTensor(theirs + names.fused_down, (count, width, ffn), (Piece(down, width),))
+        return
     gate_name, up_name = names.expert_gate_up
-    for ours, theirs in (("gate_proj", gate_name), ("up_proj", up_name), ("down_proj", names.expert_down)):
-        for expert, tensor in enumerate(weights[at + ours]):
-            out[f"{to}{theirs.format(expert)}.weight"] = tensor
+    for expert in range(count):
+        for name, path, rows, columns in (
+            (gate, gate_name, ffn, width),
+            (up, up_name, ffn, width),
+            (down, names.expert_down, width, ffn),
+        ):
+            piece = Piece(name, rows, expert=expert)
+            yield FileTensor(f"{theirs}{path.format(expert)}.weight", (rows, columns), (piece,))
+
+
+def _is_idle(name: str, arch: Architecture) -> bool:
+    """What older files have beside the weights: tables and masks, and a copy of tied embeddings."""
+    tied = arch.tied_embeddings and name == f"{NAMES[arch.names].head}.weight"
+    return tied or name.endswith((".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias"))
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more

@@ -20,15 +20,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from raytide.actors.models.families import architecture_of
 from raytide.actors.trainer import optim, parallel
 from raytide.actors.trainer.checkpoint import Checkpoints
 from raytide.actors.trainer.core import StepResult
-from raytide.actors.trainer.data import Ids, Sampler, TokenData, share
-from raytide.actors.trainer.export import export, hf_config
+from raytide.actors.trainer.data import Ids, Sampler, share
+from raytide.actors.trainer.export import export
 from raytide.actors.trainer.group import Group
 from raytide.actors.trainer.loss import IGNORE
-from raytide.core.errors import CheckpointError, ConfigError, TrainError
+from raytide.actors.trainer.origin import open_data, origin_of
+from raytide.core.errors import CheckpointError, TrainError
 from raytide.core.train_spec import TrainSpec
 
 _ANY: Ids = np.zeros(1, dtype=np.int64)
@@ -40,19 +40,13 @@ class Trainer:
 
     def __init__(self, spec: TrainSpec, group: Group) -> None:
         self.spec, self.group = spec, group
-        self.data = TokenData(spec.dataset, spec.seq_len)
-        vocab = self.data.manifest.vocab_size
-        if spec.model.vocab_size is not None and spec.model.vocab_size < vocab:
-            raise ConfigError(
-                f"model.vocab_size {spec.model.vocab_size} is below the {vocab} of {spec.dataset}.",
-                hint="Leave it out to take the dataset's.",
-            )
+        self.data = open_data(spec)
         self.sampler = Sampler(spec.seed, self.data.n_sequences, spec.global_batch)
-        self.arch = architecture_of(hf_config(spec, self.data.manifest), f"model of {spec.name}")
-        self.parts = parallel.build(spec, self.arch, group)
+        self.origin = origin_of(spec, self.data)
+        self.parts = parallel.build(spec, self.origin, group)
         """Of the model: what this rank has of it."""
         self.optimizer = optim.build(self.parts, spec.optim)
-        self.checkpoints = Checkpoints(spec, self.data.digest, group)
+        self.checkpoints = Checkpoints(spec, self.origin.digest, self.data.digest, group)
         self.steps_done = 0
         self.saved_at: int | None = None
 
@@ -69,8 +63,8 @@ class Trainer:
             self.checkpoints.save(self.parts, self.optimizer, self.steps_done)
             self.saved_at = self.steps_done
 
-    def export(self) -> Path:
-        return export(self.parts, self.spec, self.data, self.group)
+    def export(self) -> str:
+        return export(self.parts, self.spec, self.origin, self.data, self.group)
 
     def run(self, *, on_step: Callable[[StepResult], None], paused: Callable[[], bool] = lambda: False) -> bool:
         """Train to the end, saving as the spec says; False when some rank asked to pause: the state is saved then."""
@@ -99,6 +93,11 @@ class Trainer:
         tokens, asked = self.group.sum([sum(int((y != IGNORE).sum()) for _, y in micros), pause])
         if asked:
             return None
+        if not tokens:
+            raise TrainError(
+                f"step {step} of {spec.name} has no token to learn: all its answers begin beyond seq_len.",
+                hint="Raise seq_len, or global_batch.",
+            )
         local = self._accumulate(micros, tokens)
         weights = [weight for part in self.parts for weight in part.parameters()]
         norm = get_total_norm([weight.grad for weight in weights if weight.grad is not None])
@@ -160,7 +159,7 @@ class Trainer:
         for index in range(count):
             chunk = ids[index * size : (index + 1) * size]
             counts = len(chunk) > 0
-            tokens = torch.from_numpy(self.data.batch(chunk if counts else _ANY)).to(self.group.device)
-            targets = tokens[:, 1:] if counts else torch.full_like(tokens[:, 1:], IGNORE)
-            out.append((tokens[:, :-1], targets))
+            both = self.data.examples(chunk if counts else _ANY)
+            inputs, targets = (torch.from_numpy(each).to(self.group.device) for each in both)
+            out.append((inputs, targets if counts else torch.full_like(targets, IGNORE)))
         return out

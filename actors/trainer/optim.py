@@ -12,7 +12,7 @@ from raytide.core.train_spec import OptimSpec
 
 
 def build(parts: Sequence[nn.Module], spec: OptimSpec) -> torch.optim.Optimizer:
-    weights = [parameter for part in parts for parameter in part.parameters()]
+    weights = [parameter for part in parts for parameter in part.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in weights if parameter.ndim >= 2]
     vectors = [parameter for parameter in weights if parameter.ndim < 2]
     groups = [{"params": matrices, "weight_decay": spec.weight_decay}, {"params": vectors, "weight_decay": 0.0}]

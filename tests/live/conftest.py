@@ -10,7 +10,8 @@ import pytest
 
 from raytide.core.data_spec import DataSpec, TokenizerSpec, TrainTokenizer
 from raytide.core.gang import GangSpec, Shape
-from raytide.core.train_spec import ModelSpec, OptimSpec, TrainSpec
+from raytide.core.model_spec import ModelSpec
+from raytide.core.train_spec import OptimSpec, TrainSpec
 from raytide.pipelines.build import build
 from raytide.pipelines.runner import InlineRunner
 

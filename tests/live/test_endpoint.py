@@ -18,7 +18,8 @@ import raytide as rt
 from raytide.actors.trainer.local import train_local
 from raytide.control.embedded import MARK, LocalCluster
 from raytide.core.endpoint import EndpointState, Replicas, ServeSpec
-from raytide.core.train_spec import ModelSpec, TrainSpec
+from raytide.core.model_spec import ModelSpec
+from raytide.core.train_spec import TrainSpec
 
 pytestmark = pytest.mark.cluster
 

@@ -14,7 +14,8 @@ from raytide.actors.trainer.local import train_local
 from raytide.control import cluster
 from raytide.control.embedded import LocalCluster
 from raytide.core.data_spec import DataSpec, TokenizerSpec, TrainTokenizer
-from raytide.core.train_spec import ModelSpec, TrainSpec
+from raytide.core.model_spec import ModelSpec
+from raytide.core.train_spec import TrainSpec
 from raytide.pipelines.build import build
 from raytide.pipelines.runner import InlineRunner
 

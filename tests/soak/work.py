@@ -10,7 +10,8 @@ from raytide.core.data_spec import DataSpec, TokenizerSpec, TrainTokenizer
 from raytide.core.endpoint import Replicas, ServeSpec
 from raytide.core.gang import GangSpec, Shape
 from raytide.core.job import JobKind, JobSpec
-from raytide.core.train_spec import ModelSpec, TrainSpec
+from raytide.core.model_spec import ModelSpec
+from raytide.core.train_spec import TrainSpec
 
 SPOT = {"ray.io/market-type": "spot"}
 ON_DEMAND = {"ray.io/market-type": "on-demand"}

@@ -14,46 +14,10 @@ from pydantic import Field, model_validator
 from raytide.core.config import Config
 from raytide.core.gang import GangSpec, Shape
 from raytide.core.layout import Layout
+from raytide.core.model_spec import ChatSpec, FinetuneSpec, ModelSpec
 
 Precision = Literal["bf16", "fp32"]
-
-
-class ModelSpec(Config):
-    """A Llama-style decoder."""
-
-    vocab_size: int | None = Field(default=None, ge=2)
-    """The dataset's own when left out."""
-    dim: int = Field(default=256, ge=2)
-    layers: int = Field(default=6, ge=1)
-    heads: int = Field(default=8, ge=1)
-    kv_heads: int | None = Field(default=None, ge=1)
-    """As many as heads when left out; fewer is grouped-query attention."""
-    ffn_dim: int | None = Field(default=None, ge=1)
-    """8/3 of dim, rounded up to a multiple of 64, when left out."""
-    max_seq_len: int = Field(default=1024, ge=1)
-    rope_theta: float = Field(default=10000.0, gt=0)
-    norm_eps: float = Field(default=1e-5, gt=0)
-    tie_embeddings: bool = True
-
-    @model_validator(mode="after")
-    def _divides(self) -> ModelSpec:
-        if self.dim % self.heads or (self.dim // self.heads) % 2:
-            raise ValueError(f"dim {self.dim} over heads {self.heads} must give an even head size")
-        if self.heads % self.n_kv_heads:
-            raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.n_kv_heads}")
-        return self
-
-    @property
-    def head_dim(self) -> int:
-        return self.dim // self.heads
-
-    @property
-    def n_kv_heads(self) -> int:
-        return self.heads if self.kv_heads is None else self.kv_heads
-
-    @property
-    def n_ffn(self) -> int:
-        return self.ffn_dim if self.ffn_dim is not None else -(-self.dim * 8 // 3 // 64) * 64
+ExportDtype = Literal["bf16", "fp16", "fp32"]
 
 
 class OptimSpec(Config):
@@ -76,11 +40,19 @@ class TrainSpec(Config):
 
     name: str = Field(default="train", min_length=1, max_length=100)
     team: str = "default"
-    dataset: str
+    dataset: str | None = None
     """A token dataset: a directory or an fsspec URL."""
+    chat: ChatSpec | None = None
+    """Conversations to train on, instead of a dataset."""
     out: str
     """A directory that every member reaches: checkpoints, metrics and the exported model."""
     model: ModelSpec = ModelSpec()
+    init_from: str | None = None
+    """A Hugging Face directory, or the `out` of a run that exported one: its config, weights and tokenizer."""
+    other_tokenizer: bool = False
+    """Train although the dataset was made with another tokenizer than that of init_from; the dataset's is exported."""
+    finetune: FinetuneSpec | None = None
+    """What learns of the model of init_from; all of it when left out."""
     optim: OptimSpec = OptimSpec()
     layout: Layout = Layout()
     steps: int = Field(ge=1)
@@ -96,7 +68,11 @@ class TrainSpec(Config):
     keep_checkpoints: int = Field(default=2, ge=1)
     log_every: int = Field(default=1, ge=1)
     export: bool = True
-    """Write a Hugging Face directory to `out`/model at the end."""
+    """Write a Hugging Face directory to `out`/model at the end; with adapters, those alone to `out`/adapter too."""
+    export_dtype: ExportDtype | None = None
+    """That of `precision` when left out."""
+    export_shard_gb: float = Field(default=5.0, gt=0)
+    """The largest file of weights that an export writes; a tensor is never split."""
     record_samples: bool = False
     """Every rank writes the sample ids of each step: the audit that a resize changed nothing."""
     collective_timeout_s: float = Field(default=20.0, gt=0)
@@ -106,12 +82,25 @@ class TrainSpec(Config):
     gang: GangSpec = GangSpec(shapes=(Shape(resources={"CPU": 1.0}),))
 
     @model_validator(mode="after")
+    def _source(self) -> TrainSpec:
+        if (self.dataset is None) == (self.chat is None):
+            raise ValueError("give a dataset or chat: one of the two")
+        if self.init_from is not None and (self.model.numbers or isinstance(self.model.config, str)):
+            raise ValueError("init_from has a config of its own; model.config may only replace fields of it")
+        if self.finetune is not None and self.init_from is None:
+            raise ValueError("finetune adapts the model of init_from, which is missing")
+        if self.chat is not None and self.chat.tokenizer is None and self.init_from is None:
+            raise ValueError("chat.tokenizer is missing: there is no init_from to take it from")
+        return self
+
+    @model_validator(mode="after")
     def _lengths(self) -> TrainSpec:
-        if self.seq_len > self.model.max_seq_len:
+        short = self.init_from is None and self.model.config is None
+        if short and self.seq_len > self.model.max_seq_len:
             raise ValueError(f"seq_len {self.seq_len} is above model.max_seq_len {self.model.max_seq_len}")
         return self
 
     def digest(self) -> str:
-        """Of what a checkpoint cannot be resumed without: the model's form and the data order."""
-        keys = {"model", "seed", "global_batch", "seq_len"}
+        """Of what a checkpoint cannot be resumed without, beside the model and the data themselves: the data order."""
+        keys = {"seed", "global_batch", "seq_len"}
         return hashlib.sha256(json.dumps(self.model_dump(include=keys), sort_keys=True).encode()).hexdigest()

@@ -9,7 +9,8 @@ from raytide.core.data_spec import DataSpec, TokenizerSpec, TrainTokenizer
 from raytide.core.endpoint import Replicas, ServeSpec
 from raytide.core.fleet import MARKET_LABEL, Market
 from raytide.core.gang import GangSpec, Shape
-from raytide.core.train_spec import ModelSpec, OptimSpec, TrainSpec
+from raytide.core.model_spec import ModelSpec
+from raytide.core.train_spec import OptimSpec, TrainSpec
 
 ON_DEMAND = {MARKET_LABEL: str(Market.ON_DEMAND)}
 SPOT = {MARKET_LABEL: str(Market.SPOT)}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,6 +31,20 @@ class SharedCores:
 
     def engine(self, max_running: int = 8, max_waiting: int = 64) -> VllmEngine:
         return VllmEngine(self._config(max_running, max_waiting), launch=self._launch)
+
+    @asynccontextmanager
+    async def other_weights(self, model_dir: Path) -> AsyncIterator[None]:
+        """The core with sixteen places computes another model of the same form meanwhile."""
+        await self._reload(model_dir)
+        try:
+            yield
+        finally:
+            await self._reload(self._model_dir)
+
+    async def _reload(self, model_dir: Path) -> None:
+        llm = self._cores[16].llm
+        await llm.collective_rpc("reload_weights", kwargs={"weights_path": str(model_dir)})
+        await llm.reset_prefix_cache()
 
     def shutdown(self) -> None:
         for core in self._cores.values():

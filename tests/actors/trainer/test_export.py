@@ -10,7 +10,8 @@ import torch
 
 from raytide.actors.trainer import group
 from raytide.actors.trainer.loop import Trainer
-from raytide.core.train_spec import ModelSpec, TrainSpec
+from raytide.core.model_spec import ModelSpec
+from raytide.core.train_spec import TrainSpec
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -22,7 +23,7 @@ def test_transformers_loads_it_with_equal_logits(spec: TrainSpec, tied: bool) ->
         trainer = Trainer(spec.model_copy(update={"model": model}), mine)
         for _ in range(3):
             trainer.step()
-        path = trainer.export()
+        path = Path(trainer.export())
         ids = torch.from_numpy(trainer.data.batch(torch.arange(4).numpy()))
         with torch.no_grad():
             ours = trainer.parts[0](ids)
@@ -39,7 +40,7 @@ def test_the_directory_is_complete_and_replaces_an_older_one(spec: TrainSpec) ->
     old.mkdir(parents=True)
     (old / "stale").touch()
     with group.alone() as mine:
-        path = Trainer(spec.model_copy(update={"precision": "bf16"}), mine).export()
+        path = Path(Trainer(spec.model_copy(update={"precision": "bf16"}), mine).export())
     names = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert {file.name for file in path.iterdir()} == names
     assert json.loads((path / "config.json").read_text())["torch_dtype"] == "bfloat16"

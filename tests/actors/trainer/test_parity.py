@@ -13,7 +13,8 @@ from raytide.actors.trainer import group
 from raytide.actors.trainer.local import train_local
 from raytide.actors.trainer.loop import Trainer
 from raytide.core.errors import TrainError
-from raytide.core.train_spec import ModelSpec, OptimSpec, TrainSpec
+from raytide.core.model_spec import ModelSpec
+from raytide.core.train_spec import OptimSpec, TrainSpec
 
 RunRanks = Callable[..., list[Any]]
 

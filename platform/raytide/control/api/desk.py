@@ -26,6 +26,7 @@ from raytide.core.metrics import render
 from raytide.core.money import to_us
 from raytide.core.room import check_possible
 from raytide.core.state import Store
+from raytide.core.storage import exists
 from raytide.core.tokens import load_manifest
 from raytide.core.train_spec import TrainSpec
 from raytide.jobs.job import DriverKey
@@ -241,6 +242,13 @@ class Desk:
 def _check_config(spec: JobSpec) -> None:
     """A job whose own spec is wrong, or whose dataset is missing, is refused before it waits for anything."""
     if spec.kind is JobKind.TRAIN:
-        load_manifest(TrainSpec.parse(spec.config, where=spec.name).dataset)
+        _check_data(TrainSpec.parse(spec.config, where=spec.name))
     elif spec.kind is JobKind.DATA:
         DataSpec.parse(spec.config, where=spec.name)
+
+
+def _check_data(spec: TrainSpec) -> None:
+    if spec.dataset is not None:
+        load_manifest(spec.dataset)
+    elif spec.chat is not None and not exists(spec.chat.file):
+        raise DataError(f"{spec.chat.file} does not exist.", hint="Check chat.file.")

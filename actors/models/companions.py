@@ -1,0 +1,24 @@
+"""The files of a model directory beside its weights and config: its tokenizer, how it generates and chats."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+__all__ = ["companions"]
+
+_NAMES = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+)
+
+
+def companions(folder: Path) -> dict[str, Path]:
+    """Those that the directory has, by name."""
+    return {name: folder / name for name in _NAMES if (folder / name).is_file()}

@@ -1,0 +1,118 @@
+"""What is trained: a model's form, which of its weights learn, and conversations to learn from. No torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, JsonValue, model_validator
+
+from raytide.core.config import Config
+
+__all__ = ["ChatSpec", "FinetuneSpec", "LoraSpec", "ModelSpec", "Target"]
+
+Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+class ModelSpec(Config):
+    """A Llama-style decoder in a few numbers, or any supported family by its Hugging Face config."""
+
+    config: str | dict[str, JsonValue] | None = None
+    """A `config.json` (path, or directory with one) or its contents, instead of the numbers below. Beside `init_from`:
+    fields that replace those of its config."""
+    vocab_size: int | None = Field(default=None, ge=2)
+    """The dataset's own when left out."""
+    dim: int = Field(default=256, ge=2)
+    layers: int = Field(default=6, ge=1)
+    heads: int = Field(default=8, ge=1)
+    kv_heads: int | None = Field(default=None, ge=1)
+    """As many as heads when left out; fewer is grouped-query attention."""
+    ffn_dim: int | None = Field(default=None, ge=1)
+    """8/3 of dim, rounded up to a multiple of 64, when left out."""
+    max_seq_len: int = Field(default=1024, ge=1)
+    rope_theta: float = Field(default=10000.0, gt=0)
+    norm_eps: float = Field(default=1e-5, gt=0)
+    tie_embeddings: bool = True
+
+    @model_validator(mode="after")
+    def _one_form(self) -> ModelSpec:
+        numbers = sorted(self.numbers)
+        if self.config is not None and numbers:
+            raise ValueError(f"a config says what {', '.join(numbers)} would; give one or the other")
+        if self.dim % self.heads or (self.dim // self.heads) % 2:
+            raise ValueError(f"dim {self.dim} over heads {self.heads} must give an even head size")
+        if self.heads % self.n_kv_heads:
+            raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.n_kv_heads}")
+        return self
+
+    @property
+    def numbers(self) -> frozenset[str]:
+        """The fields of the short form that were given."""
+        return frozenset(name for name in self.model_fields_set - {"config"} if getattr(self, name) != _default(name))
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.heads
+
+    @property
+    def n_kv_heads(self) -> int:
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def n_ffn(self) -> int:
+        return self.ffn_dim if self.ffn_dim is not None else -(-self.dim * 8 // 3 // 64) * 64
+
+    def hf_config(self, vocab_size: int, eos_id: int) -> dict[str, object]:
+        """The short form as LlamaForCausalLM's `config.json`. Documents are only ever separated by eos, so
+        that is also what begins one."""
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "vocab_size": self.vocab_size or vocab_size,
+            "hidden_size": self.dim,
+            "intermediate_size": self.n_ffn,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.n_kv_heads,
+            "head_dim": self.head_dim,
+            "max_position_embeddings": self.max_seq_len,
+            "rms_norm_eps": self.norm_eps,
+            "rope_theta": self.rope_theta,
+            "tie_word_embeddings": self.tie_embeddings,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "mlp_bias": False,
+            "initializer_range": 0.02,
+            "bos_token_id": eos_id,
+            "eos_token_id": eos_id,
+            "use_cache": True,
+        }
+
+
+class LoraSpec(Config):
+    """Low-rank adapters (Hu et al. 2021): the model's own weights stay as they are."""
+
+    rank: int = Field(default=8, ge=1, le=256)
+    alpha: float = Field(default=16.0, gt=0)
+    """What an adapter adds is scaled by alpha / rank."""
+    targets: tuple[Target, ...] | None = Field(default=None, min_length=1)
+    """Projections that get one; all that the model has when left out. Experts and embeddings get none."""
+
+
+class FinetuneSpec(Config):
+    lora: LoraSpec
+
+
+class ChatSpec(Config):
+    """Conversations: a line of JSON each, `{"messages": [{"role": ..., "content": ...}, ...]}`. Only what the assistant
+    says is learnt; a conversation longer than seq_len is cut at its end."""
+
+    file: str
+    """A path or an fsspec URL."""
+    tokenizer: str | None = None
+    """The directory of `tokenizer.json` and the chat template; that of `init_from` when left out."""
+    template: str | None = None
+    """A file with a jinja2 chat template, instead of the tokenizer's; the exported model gets it."""
+
+
+def _default(name: str) -> object:
+    return ModelSpec.model_fields[name].default

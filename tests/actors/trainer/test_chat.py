@@ -1,0 +1,129 @@
+"""Conversations become sequences of which only the assistant's words are learnt."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.actors.engine.tiny import save_tokenizer
+from tokenizers import Tokenizer
+
+from raytide.actors.trainer.chat import ChatData
+from raytide.actors.trainer.loss import IGNORE
+from raytide.core.errors import ConfigError, DataError
+from raytide.core.model_spec import ChatSpec
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}<assistant>"
+    "{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration %}{% else %}<{{ m.role }}>{{ m.content }}\n"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+FORGETFUL = "{% for m in messages %}<{{ m.role }}>{{ m.content if loop.last else '' }}{% endfor %}"
+TALK = [
+    {"role": "user", "content": "what is 2 + 2?"},
+    {"role": "assistant", "content": "it is 4"},
+    {"role": "user", "content": "sure? été"},
+    {"role": "assistant", "content": "yes, été"},
+]
+
+
+def lines(*talks: object) -> str:
+    return "".join(json.dumps({"messages": talk}) + "\n" for talk in talks)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>", "chat_template": TEMPLATE}))
+    (tmp_path / "talks.jsonl").write_text(lines(TALK, TALK[:2]))
+    return tmp_path
+
+
+def open_chat(folder: Path, seq_len: int = 80, template: str | None = None) -> ChatData:
+    if template is not None:
+        (folder / "own.jinja").write_text(template)
+    given = None if template is None else str(folder / "own.jinja")
+    return ChatData(ChatSpec(file=str(folder / "talks.jsonl"), template=given), folder, seq_len)
+
+
+def learnt(data: ChatData, folder: Path, index: int = 0) -> str:
+    """The text of the targets that count."""
+    _, targets = data.examples(np.array([index]))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return str(tokenizer.decode([int(token) for token in targets[0] if token != IGNORE], skip_special_tokens=False))
+
+
+@pytest.mark.parametrize("template", [None, MARKED])
+def test_only_answers_and_their_ends_are_learnt(folder: Path, template: str | None) -> None:
+    data = open_chat(folder, template=template)
+    assert data.n_sequences == 2
+    assert learnt(data, folder) == "it is 4<eos>yes, été<eos>"
+    assert learnt(data, folder, 1) == "it is 4<eos>"
+
+
+def test_targets_follow_their_inputs_and_the_rest_is_filled_up(folder: Path) -> None:
+    data = open_chat(folder)
+    inputs, targets = data.examples(np.array([1, 0]))
+    assert inputs.shape == targets.shape == (2, 80)
+    for row in range(2):
+        (counts,) = np.nonzero(targets[row] != IGNORE)
+        assert (targets[row, counts[:-1]] == inputs[row, counts[:-1] + 1]).all()
+        assert (inputs[row, counts[-1] + 1 :] == 0).all()
+    alone, _ = data.examples(np.array([0]))
+    assert (alone[0] == inputs[1]).all()
+
+
+def test_the_prompt_is_what_the_engine_would_ask_with(folder: Path) -> None:
+    from raytide.actors.engine.core import Message
+    from raytide.actors.engine.tokenizer import Tokenizer as Served
+
+    inputs, targets = open_chat(folder).examples(np.array([1]))
+    first = int(np.nonzero(targets[0] != IGNORE)[0][0])
+    asked = Served(folder).chat_prompt([Message("user", "what is 2 + 2?")])
+    assert inputs[0, : first + 1].tolist() == asked
+
+
+def test_a_long_conversation_is_cut_at_its_end(folder: Path) -> None:
+    whole, cut = open_chat(folder), open_chat(folder, seq_len=30)
+    for long, short in zip(whole.examples(np.array([0])), cut.examples(np.array([0])), strict=True):
+        assert (long[:, :30] == short).all()
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 4 is not JSON"),
+        ('{"prompt": "x"}', "line 4 has no messages"),
+        ('{"messages": [{"role": "user", "content": "x"}]}', "line 4 has no message of the assistant"),
+        ('{"messages": [{"role": "assistant"}]}', "line 4: message 1 lacks a role or content"),
+    ],
+)
+def test_a_bad_line_is_named(folder: Path, line: str, message: str) -> None:
+    (folder / "talks.jsonl").write_text(lines(TALK, TALK) + "\n" + line + "\n")
+    with pytest.raises(DataError, match=message):
+        open_chat(folder)
+
+
+def test_a_template_that_rewrites_turns_is_refused_with_the_line(folder: Path) -> None:
+    (folder / "talks.jsonl").write_text(lines(TALK))
+    with pytest.raises(DataError, match=r"line 1: the chat template writes turn 2 otherwise"):
+        open_chat(folder, template=FORGETFUL)
+
+
+def test_a_tokenizer_without_a_template_is_refused(folder: Path) -> None:
+    (folder / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"has no chat template"):
+        open_chat(folder)
+
+
+def test_the_digest_follows_the_conversations_and_the_template(folder: Path) -> None:
+    before = open_chat(folder).digest
+    assert open_chat(folder, template=MARKED).digest != before
+    (folder / "talks.jsonl").write_text(lines(TALK[:2], TALK))
+    assert open_chat(folder).digest != before

@@ -1,0 +1,265 @@
+"""Training on from a Hugging Face directory: what is read, what learns, what is kept and what comes out."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.actors.engine.families import save_family
+from tests.actors.trainer.conftest import write_dataset
+from tests.actors.trainer.model_ranks import export_and_tune
+
+from raytide.actors.engine import LLM, SamplingParams
+from raytide.actors.models.families import read_architecture
+from raytide.actors.trainer import group
+from raytide.actors.trainer.decoder import Decoder
+from raytide.actors.trainer.hf import HfWeights
+from raytide.actors.trainer.local import train_local
+from raytide.actors.trainer.loop import Trainer
+from raytide.core.errors import CheckpointError, ConfigError, DataError
+from raytide.core.model_spec import ChatSpec, FinetuneSpec, LoraSpec, ModelSpec
+from raytide.core.train_spec import OptimSpec, TrainSpec
+
+RunRanks = Callable[..., list[Any]]
+Start = Callable[..., TrainSpec]
+LORA = FinetuneSpec(lora=LoraSpec(rank=3, alpha=6.0))
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Start:
+    """A spec that trains a family's model on from its directory, with its tokenizer."""
+
+    def make(family: str, **more: Any) -> TrainSpec:
+        folder, data = tmp_path / family, tmp_path / "tokens"
+        if not folder.exists():
+            save_family(folder, family)
+        if not data.exists():
+            write_dataset(data)
+            shutil.copyfile(folder / "tokenizer.json", data / "tokenizer.json")
+        return TrainSpec(
+            dataset=str(data),
+            init_from=str(folder),
+            out=str(tmp_path / f"run-{family}"),
+            optim=OptimSpec(lr=3e-3, warmup_steps=1, weight_decay=0.0),
+            steps=4,
+            global_batch=6,
+            micro_batch=2,
+            seq_len=32,
+            collective_timeout_s=30.0,
+        ).model_copy(update=more)
+
+    return make
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    arch = read_architecture(folder)
+    files = HfWeights(folder, arch)
+    shapes = {name: each.shape for name, each in Decoder(arch, 8).named_parameters()}
+    return {name: files.read(name, tuple(slice(0, size) for size in shape)) for name, shape in shapes.items()}
+
+
+def losses(spec: TrainSpec) -> list[float]:
+    found: list[float] = []
+    train_local(spec, on_step=lambda result: found.append(result.loss))
+    return found
+
+
+def test_each_rank_reads_its_shards_and_rank_0_writes_the_whole(start: Start, run_ranks: RunRanks) -> None:
+    """Turned over, stacked and expert by expert, over 3 ranks that get unequal shards, into several files. Then the
+    last of them trains on with adapters as one rank would."""
+    specs = [start(name, export_shard_gb=1e-4) for name in ("gpt2", "phi3-longrope", "qwen3-moe", "gemma2")]
+    tuned = start("qwen3-tied", finetune=LORA, export=False)
+    written, curve = run_ranks(3, export_and_tune, specs, tuned)[0]
+    for spec, path in zip(specs, written, strict=True):
+        assert spec.init_from is not None
+        source, copy = weights_of(Path(spec.init_from)), weights_of(Path(path))
+        assert source.keys() == copy.keys()
+        assert all(torch.equal(copy[name], each) for name, each in source.items())
+        before, after = (json.loads((Path(at) / "config.json").read_text()) for at in (spec.init_from, path))
+        assert after == before
+        assert (Path(path) / "model.safetensors.index.json").exists()
+    alone = losses(tuned.model_copy(update={"out": tuned.out + "-alone"}))
+    assert alone[-1] < alone[0]
+    assert max(abs(a - b) for a, b in zip(alone, curve, strict=True)) <= 5e-6
+
+
+@pytest.mark.parametrize("finetune", [None, LORA])
+def test_a_resume_is_bit_equal(start: Start, finetune: FinetuneSpec | None) -> None:
+    spec = start("qwen3-tied", finetune=finetune, export=False)
+    whole = losses(spec.model_copy(update={"out": spec.out + "-whole"}))
+    before: list[float] = []
+    with group.alone() as mine:
+        trainer = Trainer(spec, mine)
+        trainer.run(on_step=lambda result: before.append(result.loss), paused=lambda: trainer.steps_done == 2)
+    assert len(before) == 2
+    assert before + losses(spec) == whole
+
+
+def test_with_adapters_nothing_else_learns_or_is_kept(start: Start) -> None:
+    spec = start("llama3-mqa", finetune=LORA, export=False)
+    with group.alone() as mine:
+        trainer = Trainer(spec, mine)
+        before = {name: each.detach().clone() for name, each in trainer.parts[0].named_parameters()}
+        for _ in range(2):
+            trainer.step()
+        trainer.save()
+        after = dict(trainer.parts[0].named_parameters())
+        changed = {name for name, each in after.items() if not torch.equal(each.detach(), before[name])}
+    assert changed == {name for name in after if "lora_" in name}
+    assert len(changed) == 3 * 7 * 2
+    stored = sum(file.stat().st_size for file in (Path(spec.out) / "checkpoints").rglob("*.distcp"))
+    frozen = sum(each.numel() for name, each in after.items() if name not in changed) * 4
+    assert 0 < stored < frozen  # the adapters and their two moments are a fifth of that, the rest is DCP's own
+
+
+@pytest.mark.parametrize("family", ["llama3-mqa", "phi3-longrope", "gpt2", "qwen3-moe"])
+def test_adapter_and_merged_model_compute_what_was_trained(start: Start, family: str) -> None:
+    """Also where the files stack the projections, keep them turned over, or have experts without adapters."""
+    spec = start(family, finetune=LORA, optim=OptimSpec(lr=0.05, warmup_steps=0, weight_decay=0.0))
+    prompt = list(range(7, 37))
+    with group.alone() as mine:
+        trainer = Trainer(spec, mine)
+        for _ in range(3):
+            trainer.step()
+        merged = Path(trainer.export())
+        with torch.no_grad():
+            trained = trainer.parts[0](torch.tensor([prompt]))[0, -1]
+    assert spec.init_from is not None
+    base = LLM(spec.init_from, max_model_len=32)
+    before = base.logits(prompt)[-1]
+    base.load_lora("tuned", str(merged.parent / "adapter"))
+    assert (trained - before).abs().max() > 0.05
+    assert (LLM(merged, max_model_len=32).logits(prompt)[-1] - trained).abs().max() <= 1e-4
+    sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    tokens = [
+        llm.generate([prompt[:20]], sampling, lora=lora)[0].outputs[0].token_ids
+        for llm, lora in ((base, "tuned"), (LLM(merged, max_model_len=32), None))
+    ]
+    assert tokens[0] == tokens[1]
+
+
+def test_what_came_with_the_model_stays_with_it(start: Start) -> None:
+    spec = start("qwen3-tied", export_dtype="bf16", steps=1)
+    folder = Path(spec.init_from or "")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "generation_config.json").write_text('{"temperature": 0.3}')
+    config = json.loads((folder / "config.json").read_text()) | {"use_cache": False, "a_field_of_its_own": 7}
+    (folder / "config.json").write_text(json.dumps(config))
+    train_local(spec)
+    model = Path(spec.out) / "model"
+    exported = json.loads((model / "config.json").read_text())
+    assert exported == config | {"dtype": "bfloat16"}
+    for name in ("chat_template.jinja", "generation_config.json", "tokenizer.json"):
+        assert (model / name).read_bytes() == (folder / name).read_bytes()
+    again = start("qwen3-tied", init_from=spec.out, out=spec.out + "-2", steps=1, export=False)
+    assert losses(again)
+
+
+def test_a_config_trains_any_family_from_nothing(start: Start, tmp_path: Path) -> None:
+    folder = tmp_path / "gemma3"
+    spec = start("gemma3", init_from=None, export=True)
+    body = json.loads((folder / "config.json").read_text())
+    del body["vocab_size"], body["eos_token_id"]
+    for config in (str(folder), body):
+        here = spec.model_copy(update={"model": ModelSpec(config=config), "out": str(tmp_path / f"{type(config)}")})
+        curve = losses(here)
+        assert curve[-1] < curve[0]
+        exported = read_architecture(Path(here.out) / "model")
+        assert exported.names == "gemma"
+        assert exported.vocab_size == (512 if isinstance(config, str) else 96)
+
+
+def test_talk_teaches_the_assistant_s_words(start: Start, tmp_path: Path) -> None:
+    spec = start("llama3-mqa", dataset=None, steps=6)
+    folder = Path(spec.init_from or "")
+    template = tmp_path / "chat.jinja"
+    template.write_text(
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "parser"}]
+    (tmp_path / "talk.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 5)
+    chat = ChatSpec(file=str(tmp_path / "talk.jsonl"), template=str(template))
+    curve = losses(spec.model_copy(update={"chat": chat, "steps": 25}))
+    assert curve[-1] < 0.1 < curve[0]
+    model = Path(spec.out) / "model"
+    assert (model / "chat_template.jinja").read_text() == template.read_text()
+    assert (folder / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
+    answer = LLM(model).chat([{"role": "user", "content": "hi"}], SamplingParams(temperature=0, max_tokens=8))
+    assert answer.outputs[0].text == "parser"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seq_len": 300}, r"seq_len 300 is above the 256 positions"),
+        ({"model": ModelSpec(config={"vocab_size": 40})}, r"vocab_size of 40, below the 96"),
+        ({"model": ModelSpec(config={"intermediate_size": 100})}, r"has in another shape model\.layers\.0\.mlp"),
+        ({"init_from": "nowhere"}, r"nowhere holds no model"),
+        ({"init_from": "s3://models/one"}, r"must be a directory"),
+    ],
+)
+def test_what_does_not_fit_is_refused(start: Start, change: dict[str, Any], message: str) -> None:
+    spec = start("llama3-mqa", **change)
+    with group.alone() as mine, pytest.raises((ConfigError, DataError), match=message):
+        Trainer(spec, mine)
+
+
+def test_a_target_that_the_model_lacks_is_named(start: Start) -> None:
+    spec = start("gpt2", finetune=FinetuneSpec(lora=LoraSpec(targets=("q_proj", "gate_proj"))))
+    with group.alone() as mine, pytest.raises(ConfigError, match="no gate_proj that an adapter"):
+        Trainer(spec, mine)
+
+
+def test_another_tokenizer_needs_to_be_wanted(start: Start) -> None:
+    spec = start("llama3-mqa")
+    assert spec.dataset is not None
+    (Path(spec.dataset) / "tokenizer.json").write_text('{"model": "another"}')
+    with group.alone() as mine:
+        with pytest.raises(ConfigError, match="another tokenizer"):
+            Trainer(spec, mine)
+        path = Trainer(spec.model_copy(update={"other_tokenizer": True}), mine).export()
+    assert (Path(path) / "tokenizer.json").read_text() == '{"model": "another"}'
+
+
+def test_a_checkpoint_belongs_to_its_first_weights_and_its_adapters(start: Start, tmp_path: Path) -> None:
+    spec = start("llama3-mqa", steps=1, export=False)
+    losses(spec)
+    moved = tmp_path / "moved"
+    shutil.copytree(spec.init_from or "", moved)
+    assert losses(spec.model_copy(update={"init_from": str(moved)})) == []  # done already: the same weights elsewhere
+    torch.manual_seed(1)
+    for other in (
+        spec.model_copy(update={"init_from": str(start("mistral-window").init_from)}),
+        spec.model_copy(update={"finetune": LORA}),
+    ):
+        with pytest.raises(CheckpointError, match="another model"):
+            losses(other)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "give a dataset or chat"),
+        ({"dataset": "d", "chat": {"file": "c"}}, "give a dataset or chat"),
+        ({"chat": {"file": "c"}}, "chat.tokenizer is missing"),
+        ({"dataset": "d", "finetune": {"lora": {}}}, "init_from, which is missing"),
+        ({"dataset": "d", "init_from": "m", "model": {"dim": 64}}, "init_from has a config of its own"),
+        ({"dataset": "d", "init_from": "m", "model": {"config": "c"}}, "init_from has a config of its own"),
+        ({"dataset": "d", "model": {"config": "c", "layers": 3}}, "a config says what layers would"),
+        ({"dataset": "d", "init_from": "m", "finetune": {"lora": {"targets": ["lm_head"]}}}, "q_proj"),
+    ],
+)
+def test_specs_that_mean_nothing_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TrainSpec.parse({"out": "o", "steps": 1, **fields}, where="spec")
+
+
+def test_a_spec_survives_json() -> None:
+    spec = TrainSpec(chat=ChatSpec(file="c"), init_from="m", finetune=LORA, out="o", steps=1)
+    assert TrainSpec.model_validate_json(spec.model_dump_json()) == spec
