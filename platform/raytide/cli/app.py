@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from raytide.cli import autoscaler, cluster, cost, demo, jobs, serve
+from raytide.cli import autoscaler, cluster, cost, demo, jobs, serve, simulate
 
 app = typer.Typer(
     name="raytide",
@@ -18,6 +18,7 @@ app = typer.Typer(
 )
 data = typer.Typer(help="Build datasets.", no_args_is_help=True)
 scaler = typer.Typer(help="Look into the autoscaler.", no_args_is_help=True)
+simulation = typer.Typer(help="Replay recorded traces through the decisions.", no_args_is_help=True)
 
 
 def _print_version(asked: bool) -> None:
@@ -39,6 +40,7 @@ def options(
 
 app.add_typer(data, name="data")
 app.add_typer(scaler, name="autoscaler")
+app.add_typer(simulation, name="simulate")
 
 app.command()(demo.demo)
 app.command()(cluster.up)
@@ -53,5 +55,6 @@ data.command("build")(jobs.data_build)
 app.command()(jobs.train)
 app.command()(serve.serve)
 scaler.command("explain")(autoscaler.explain)
+simulation.command("deadline")(simulate.deadline)
 app.command()(cluster.schema)
 app.command()(cluster.doctor)

@@ -1,0 +1,166 @@
+"""One job with a deadline on a recorded spot market, in whole ticks of the trace.
+
+A start wastes `restart` ticks, all billed. A zone that is up at a tick can be held for the whole of it; a held one that
+is not up any more is lost at the tick's start, and nothing of the work done before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raytide.core.errors import DataError, UsageError
+from raytide.simulate.spot import SpotTrace, stacked
+
+NONE = -1
+ON_DEMAND = -2
+"""What is held: one of these, or the index of a zone."""
+
+Up = NDArray[np.bool_]
+"""Whether a zone can be had, by zone and tick."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """The job and the prices. Times in ticks."""
+
+    work: int
+    restart: int
+    deadline: int
+    tick_s: float
+    spot_usd_h: float = 0.918
+    ondemand_usd_h: float = 3.06
+
+    @classmethod
+    def of(cls, hours: float, restart_h: float, slack: float, tick_s: float) -> Terms:
+        """`slack` is the share of the work that the deadline leaves beyond it; one restart comes on top."""
+        work = max(1, round(hours * 3600 / tick_s))
+        restart = max(1, round(restart_h * 3600 / tick_s))
+        return cls(work, restart, int(work * (1 + slack) + 1e-9) + restart, tick_s)
+
+    def usd(self, held: int) -> float:
+        """The price of one tick."""
+        price_usd_h = 0.0 if held == NONE else self.ondemand_usd_h if held == ON_DEMAND else self.spot_usd_h
+        return price_usd_h * self.tick_s / 3600
+
+    @property
+    def ondemand_usd(self) -> float:
+        """The whole job on demand."""
+        return self.usd(ON_DEMAND) * (self.work + self.restart)
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a policy sees at a tick. `held` is NONE when the held zone was just lost."""
+
+    tick: int
+    """Since the job's start."""
+    work: int
+    """Left."""
+    held: int
+    starting: int
+    """Ticks that the start of `held` still takes."""
+    up: NDArray[np.bool_]
+    """By zone, now."""
+
+
+Policy = Callable[[View], int]
+"""What to hold for this tick: NONE, ON_DEMAND or a zone that is up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    cost_usd: float
+    is_missed: bool = False
+
+
+Runs = Callable[[Terms, Up], Callable[[int], Outcome]]
+"""For a job on a market, what comes of it by the tick of its start. What lies before that tick may be known."""
+
+
+def replay(terms: Terms, up: Up, policy: Policy) -> Outcome:
+    """Run the job on `up`, from the job's start, until it is done; past the deadline on demand."""
+    held, starting, work, cost_usd, tick = NONE, 0, terms.work, 0.0, 0
+    while work:
+        if tick >= terms.deadline:
+            late = work + (starting if held == ON_DEMAND else terms.restart)
+            return Outcome(cost_usd + late * terms.usd(ON_DEMAND), is_missed=True)
+        now = up[:, tick]
+        if held >= 0 and not now[held]:
+            held, starting = NONE, 0
+        choice = policy(View(tick, work, held, starting, now))
+        if choice >= 0 and not now[choice]:
+            raise ValueError(f"the policy holds zone {choice}, which is not up at tick {tick}")
+        if choice != held:
+            held, starting = choice, 0 if choice == NONE else terms.restart
+        cost_usd += terms.usd(held)
+        if starting:
+            starting -= 1
+        elif held != NONE:
+            work -= 1
+        tick += 1
+    return Outcome(cost_usd)
+
+
+def starts(ticks: int, terms: Terms, count: int) -> list[int]:
+    """First ticks of `count` runs, evenly over the trace, each with its whole deadline inside it."""
+    room = ticks - terms.deadline
+    if room < 0:
+        raise DataError(
+            f"the trace has {ticks} ticks and one run needs {terms.deadline}.",
+            hint="Ask for fewer hours or less slack.",
+        )
+    return [int(start) for start in np.linspace(0, room, count)]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    policy: str
+    collection: str
+    zones: list[str]
+    slack: float
+    hours: float
+    restart_h: float
+    tick_s: float
+    starts: int
+    cost_vs_ondemand: float
+    """Mean over the starts of what the run cost, in costs of the job on demand."""
+    cost_vs_ondemand_worst: float
+    missed_deadlines: int
+
+
+def run(
+    traces: Sequence[SpotTrace],
+    runs: Runs,
+    *,
+    policy: str,
+    collection: str,
+    slack: float,
+    hours: float,
+    restart_h: float,
+    count: int,
+) -> Report:
+    """The policy on the pool of these zones, from each start."""
+    if count < 1 or hours <= 0 or slack < 0 or restart_h <= 0:
+        raise UsageError("starts, hours and restart must be above zero, and slack not below it.")
+    terms = Terms.of(hours, restart_h, slack, traces[0].gap_s)
+    up = stacked(traces) > 0
+    from_start = runs(terms, up)
+    outcomes = [from_start(start) for start in starts(up.shape[1], terms, count)]
+    shares = [outcome.cost_usd / terms.ondemand_usd for outcome in outcomes]
+    return Report(
+        policy=policy,
+        collection=collection,
+        zones=[trace.zone for trace in traces],
+        slack=slack,
+        hours=hours,
+        restart_h=restart_h,
+        tick_s=terms.tick_s,
+        starts=count,
+        cost_vs_ondemand=sum(shares) / count,
+        cost_vs_ondemand_worst=max(shares),
+        missed_deadlines=sum(outcome.is_missed for outcome in outcomes),
+    )

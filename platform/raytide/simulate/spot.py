@@ -1,0 +1,127 @@
+"""Recorded spot markets: at each tick, how many nodes of one kind could be had in one zone.
+
+A file is a JSON object from a trace's key to its fields, the counts run-length encoded as [count, ticks] pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+
+from raytide.core.errors import DataError, NotFoundError
+
+Runs = list[tuple[Annotated[float, Field(ge=0)], Annotated[int, Field(ge=1)]]]
+USUAL = ("v100", 1)
+"""The GPU and GPUs of a node that are meant where traces of several match and none was named."""
+
+
+class _Recorded(BaseModel):
+    """One entry of the file; fields beyond these say where it comes from and are left alone."""
+
+    kind: str
+    collection: str
+    zone: str
+    gpu: str
+    gpus_per_node: int = Field(ge=1)
+    gap_seconds: float = Field(gt=0)
+    rle: Runs = Field(min_length=1)
+    prices_rle: Runs | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SpotTrace:
+    """One zone's market for one kind of node."""
+
+    key: str
+    kind: str
+    """`availability`: a node could be had; `preemption`: a node that was held lived."""
+    collection: str
+    zone: str
+    gpu: str
+    gpus_per_node: int
+    gap_s: float
+    nodes: NDArray[np.int64]
+    """How many could be had, one number for each tick of `gap_s`."""
+    prices_usd_h: NDArray[np.float64] | None
+    """Of one node, for each tick; None when the recording has no prices."""
+
+
+def read(path: Path) -> tuple[SpotTrace, ...]:
+    """Every trace of the file, in its order."""
+    try:
+        entries = TypeAdapter(dict[str, _Recorded]).validate_json(path.read_bytes())
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}.", hint="Check the path.") from None
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "(top)"
+        raise DataError(f"{path}: {where}: {first['msg']}.", hint="It is no file of spot traces.") from None
+    return tuple(_trace(key, entry) for key, entry in entries.items())
+
+
+def select(
+    traces: Sequence[SpotTrace],
+    collection: str,
+    *,
+    gpu: str | None = None,
+    gpus_per_node: int | None = None,
+    kind: str | None = None,
+    zones: Sequence[str] = (),
+) -> tuple[SpotTrace, ...]:
+    """Those whose key contains `collection`, one for each zone, with one gap; in the order of `zones`, when given.
+
+    Raises NotFoundError for a zone or a collection that is not there, DataError when what is left is ambiguous.
+    """
+    found = [
+        trace
+        for trace in traces
+        if collection in trace.key
+        and gpu in (None, trace.gpu)
+        and gpus_per_node in (None, trace.gpus_per_node)
+        and kind in (None, trace.kind)
+    ]
+    if gpu is None and gpus_per_node is None and any((trace.gpu, trace.gpus_per_node) == USUAL for trace in found):
+        found = [trace for trace in found if (trace.gpu, trace.gpus_per_node) == USUAL]
+    there = sorted({trace.zone for trace in found})
+    wanted = list(dict.fromkeys(zones)) or there
+    missing = [zone for zone in wanted if zone not in there]
+    if missing or not wanted:
+        known = ", ".join(there or sorted({trace.collection for trace in traces}))
+        raise NotFoundError(
+            f"no spot trace of {collection!r}" + (f" in {', '.join(missing)}." if missing else "."),
+            hint=f"There are: {known}.",
+        )
+    chosen = [trace for zone in wanted for trace in found if trace.zone == zone]
+    keys = ", ".join(trace.key for trace in chosen)
+    if len(chosen) > len(wanted):
+        raise DataError(f"several traces for one zone: {keys}.", hint="Name more of the key, or the GPU and the kind.")
+    if len({trace.gap_s for trace in chosen}) > 1:
+        raise DataError(f"traces with different gaps: {keys}.", hint="Name one collection.")
+    return tuple(chosen)
+
+
+def stacked(traces: Sequence[SpotTrace]) -> NDArray[np.int64]:
+    """Nodes by [zone, tick], as long as the shortest trace."""
+    ticks = min(len(trace.nodes) for trace in traces)
+    return np.stack([trace.nodes[:ticks] for trace in traces])
+
+
+def _trace(key: str, entry: _Recorded) -> SpotTrace:
+    nodes = _spread(entry.rle).astype(np.int64)
+    prices = None if entry.prices_rle is None else _spread(entry.prices_rle)
+    if prices is not None and len(prices) != len(nodes):
+        raise DataError(f"{key}: {len(nodes)} ticks but {len(prices)} prices.", hint="The file is damaged.")
+    return SpotTrace(
+        key, entry.kind, entry.collection, entry.zone, entry.gpu, entry.gpus_per_node, entry.gap_seconds, nodes, prices
+    )
+
+
+def _spread(runs: Runs) -> NDArray[np.float64]:
+    values, ticks = zip(*runs, strict=True)
+    return np.repeat(np.asarray(values, dtype=np.float64), ticks)
