@@ -26,6 +26,7 @@ _BOUNDS = np.asarray(AGES_S[1:])
 _MIDDLES = np.asarray([*((a + b) / 2 for a, b in pairwise(AGES_S)), AGES_S[-1] * 1.5])
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 PRIOR_HAZARD = _PRIOR_SHAPE / (_PRIOR_SCALE_S + _MIDDLES)
 """Ends per second of a Lomax law, before anything is seen: half the spells end within the hour, some last for days."""
@@ -57,89 +58,82 @@ class Spells:
         self.up = np.zeros(zones, dtype=bool)
         self.since_s = np.full(zones, np.nan)
         self.at_s = np.nan
-        self._weight = 1.0
+        self._weight = 1.0  # of what is seen now; it grows, so that nothing stored has to fade
         self._held: int | None = None
-        self._none_since_s = np.nan
+        self._gone_since_s = np.nan
         self._zone_ends = np.zeros((zones, BANDS))
         self._zone_seconds = np.zeros((zones, BANDS))
         self._lost = np.zeros(BANDS)
         self._switched = np.zeros((BANDS, BANDS))
         self._held_seconds = np.zeros(BANDS)
         self._found = np.zeros(BANDS)
-        self._none_seconds = np.zeros(BANDS)
+        self._gone_seconds = np.zeros(BANDS)
 
     def observe(self, at_s: float, up: Sequence[bool] | NDArray[np.bool_]) -> None:
         """Which zones can be had now. Calls come in order of time; a state holds until the next call."""
         now = np.asarray(up, dtype=bool)
         if np.isnan(self.at_s):
-            self.since_s[:] = at_s
-            self._none_since_s = at_s
-        else:
-            self._learn(at_s, now)
+            self.since_s[:] = self._gone_since_s = self.at_s = at_s
+            self.up = now.copy()
+            self._held = self._best()
+            return
+        bands = self._bands()
+        self._add_time(at_s - self.at_s, now, bands)
         self.since_s[now != self.up] = at_s
         self.up, self.at_s = now.copy(), at_s
         if self._held is None or not now[self._held]:
-            was_held, self._held = self._held, self.best()
-            if self._held is None and was_held is not None:
-                self._none_since_s = at_s
+            self._take_next(bands)
 
     def ages_s(self) -> Floats:
         """How long each zone has been as it is."""
         return np.asarray(self.at_s - self.since_s)
 
-    def drought_s(self) -> float:
-        """How long no zone has been there; 0 when one is."""
-        return 0.0 if self.up.any() else float(self.at_s - self.since_s.max())
-
-    def best(self, hazard: Floats | None = None) -> int | None:
-        """The zone that is there and least likely to go, the older one of equals."""
-        there = np.flatnonzero(self.up)
-        if not len(there):
-            return None
-        if len(there) == 1:
-            return int(there[0])
-        hazard = self._zone_hazard() if hazard is None else hazard
-        ages = self.ages_s()
-        return int(min(there, key=lambda zone: (hazard[zone, band(ages[zone])], -ages[zone], zone)))
-
     def market(self) -> Market:
         prior = PRIOR_EVENTS * self._weight
-        ends = self._lost + self._switched.sum(axis=1)
+        switches = self._switched.sum(axis=1)
+        ends = self._lost + switches
         hazard = (ends + prior) / (self._held_seconds + prior / PRIOR_HAZARD)
         others = len(self.up) - 1
-        share = (self._switched.sum(axis=1) + prior * others / (others + 2)) / (ends + prior)
-        landing = self._switched + np.eye(1, BANDS) * prior * 1e-3
-        landing /= landing.sum(axis=1, keepdims=True)
+        share = (switches + prior * others / (others + 2)) / (ends + prior)
+        landing = self._switched + prior * 1e-3 * (np.arange(BANDS) == 0)
         return Market(
             lost=hazard * (1 - share),
-            switched=(hazard * share)[:, None] * landing,
-            found=(self._found + prior) / (self._none_seconds + prior / PRIOR_HAZARD),
+            switched=(hazard * share)[:, None] * landing / landing.sum(axis=1, keepdims=True),
+            found=(self._found + prior) / (self._gone_seconds + prior / PRIOR_HAZARD),
             zone_hazard=self._zone_hazard(),
         )
 
-    def _learn(self, at_s: float, now: NDArray[np.bool_]) -> None:
-        seconds = at_s - self.at_s
+    def _add_time(self, seconds: float, now: NDArray[np.bool_], bands: Ints) -> None:
         self._weight *= 2.0 ** (seconds / HALF_LIFE_S)
-        bands = np.searchsorted(_BOUNDS, self.ages_s(), side="right")
-        for zone in np.flatnonzero(self.up):
-            self._zone_seconds[zone, bands[zone]] += seconds * self._weight
-            self._zone_ends[zone, bands[zone]] += self._weight * (not now[zone])
+        there = np.flatnonzero(self.up)
+        self._zone_seconds[there, bands[there]] += seconds * self._weight
+        self._zone_ends[there, bands[there]] += self._weight * ~now[there]
         if self._held is None:
-            drought = band(self.at_s - self._none_since_s)
-            self._none_seconds[drought] += seconds * self._weight
-            self._found[drought] += self._weight * bool(now.any())
-            return
-        held = bands[self._held]
-        self._held_seconds[held] += seconds * self._weight
-        if now[self._held]:
-            return
-        if not now.any():
-            self._lost[held] += self._weight
-            return
-        ages = np.where(now & self.up, at_s - self.since_s, 0.0)
-        hazard = self._zone_hazard()
-        landed = min(np.flatnonzero(now), key=lambda zone: hazard[zone, band(ages[zone])])
-        self._switched[held, band(ages[landed])] += self._weight
+            self._gone_seconds[band(self.at_s - self._gone_since_s)] += seconds * self._weight
+        else:
+            self._held_seconds[bands[self._held]] += seconds * self._weight
+
+    def _take_next(self, bands: Ints) -> None:
+        """The holder has nothing, or just lost it, at an age in `bands`."""
+        lost, self._held = self._held, self._best()
+        if lost is None:
+            if self._held is not None:
+                self._found[band(self.at_s - self._gone_since_s)] += self._weight
+        elif self._held is None:
+            self._lost[bands[lost]] += self._weight
+            self._gone_since_s = self.at_s
+        else:
+            self._switched[bands[lost], self._bands()[self._held]] += self._weight
+
+    def _best(self) -> int | None:
+        """The zone that is there and least likely to go, the older one of equals."""
+        there, bands = np.flatnonzero(self.up), self._bands()
+        if not len(there):
+            return None
+        return int(there[np.lexsort((self.since_s[there], self._zone_hazard()[there, bands[there]]))[0]])
+
+    def _bands(self) -> Ints:
+        return np.searchsorted(_BOUNDS, self.ages_s(), side="right")
 
     def _zone_hazard(self) -> Floats:
         """Each zone's own, drawn to that of all zones while little of it was seen."""
