@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 from raytide.core.errors import RaytideError
 
@@ -13,7 +14,7 @@ class StepResult:
     """What one step did, over all ranks."""
 
     step: int
-    """Steps done, this one included."""
+    """Its number, counted from 1; when it was applied or skipped, so many are done."""
     loss: float
     """Mean over the valid tokens of the global batch, before the update."""
     lr: float
@@ -22,7 +23,38 @@ class StepResult:
     tokens: int
     step_s: float
     data_s: float
+    """Waiting for the batch."""
     world: int
+    mfu: float | None = None
+    """Model FLOPs utilisation; None where the device's peak is not known."""
+    memory_bytes: int = 0
+    """The most that the reporting rank had so far: of its GPU, else of the process."""
+    times: Mapping[str, float] = field(default_factory=dict)
+    """Seconds by phase, the stall of a checkpoint before this step among them."""
+    verdict: Literal["applied", "skipped", "stopped"] = "applied"
+    """skipped: its samples are used up and nothing was learned. stopped: neither, and the run ends."""
+    why: str = ""
+    samples: tuple[int, ...] = ()
+    """The ids of the whole batch, when it was not applied."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of the whole gang, checkpoints left out."""
+        return self.tokens / self.step_s if self.step_s > 0 else 0.0
+
+    def line(self) -> dict[str, Any]:
+        """As metrics.jsonl has it."""
+        line = {**asdict(self), "tokens_per_s": round(self.tokens_per_s, 1)}
+        for key in ("samples", "verdict", "why") if self.verdict == "applied" else ("samples",):
+            del line[key]  # an event has the samples
+        return line
+
+
+def numbers(line: Mapping[str, Any]) -> dict[str, float]:
+    """What of a step's line can be drawn over its steps, flat: for MLflow and Ray Train."""
+    flat = {f"times/{phase}": float(seconds) for phase, seconds in line["times"].items()}
+    names = [name for name, value in line.items() if isinstance(value, int | float) and name not in ("step", "at_s")]
+    return {name: float(line[name]) for name in names} | flat
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,8 @@ from torch._C._distributed_c10d import (
 )  # torch.distributed has them, but not for type checkers
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from raytide.core.layout import AXES, Sizes
+from raytide.core.errors import ConfigError
+from raytide.core.layout import AXES, Layout, Sizes
 
 T = TypeVar("T")
 IO_TIMEOUT_S = 600.0
@@ -89,23 +90,40 @@ def join(
     generation: int = 0,
 ) -> Group:
     """Meet the other ranks at `store`. `address` is this rank's own: loopback nodes must not look up a host name."""
-    world = sizes.world
     if address.startswith("127."):
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     cuda = torch.cuda.is_available()
-    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s))
-    mesh = init_device_mesh(device.type, sizes.shape, mesh_dim_names=AXES)
-    io = dist.new_group(backend="gloo", timeout=timedelta(seconds=max(timeout_s, IO_TIMEOUT_S)))
-    assert isinstance(io, dist.ProcessGroup)
-    return Group(rank, world, device, sizes, mesh, io, generation)
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=sizes.world, timeout=timeout)
+    return _joined(sizes, timeout_s, generation)
+
+
+def adopt(layout: Layout, *, timeout_s: float) -> Group:
+    """The group of a process group that somebody else made and will end, such as Ray Train. It has no spares."""
+    world = dist.get_world_size()
+    sizes = layout.sizes(world)
+    if sizes.world != world:
+        raise ConfigError(
+            f"{world} workers cannot all have a part in a layout of {sizes}.",
+            hint=f"Start {sizes.world}, or change layout.",
+        )
+    return _joined(sizes, timeout_s, generation=0)
 
 
 def leave() -> None:
     """Give the group up, healthy or not. Closing its sockets also wakes peers that wait for this rank."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _joined(sizes: Sizes, timeout_s: float, generation: int) -> Group:
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    mesh = init_device_mesh(device.type, sizes.shape, mesh_dim_names=AXES)
+    io = dist.new_group(backend="gloo", timeout=timedelta(seconds=max(timeout_s, IO_TIMEOUT_S)))
+    assert isinstance(io, dist.ProcessGroup)
+    return Group(dist.get_rank(), sizes.world, device, sizes, mesh, io, generation)
 
 
 @contextmanager

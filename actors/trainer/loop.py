@@ -20,14 +20,18 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from raytide.actors.trainer import optim, parallel
+from raytide.actors.trainer import guard, optim, parallel
 from raytide.actors.trainer.checkpoint import Checkpoints
 from raytide.actors.trainer.core import StepResult
 from raytide.actors.trainer.data import Ids, Sampler, share
 from raytide.actors.trainer.export import export
 from raytide.actors.trainer.group import Group
+from raytide.actors.trainer.guard import Guard
 from raytide.actors.trainer.loss import IGNORE
+from raytide.actors.trainer.metrics import Meter
 from raytide.actors.trainer.origin import open_data, origin_of
+from raytide.actors.trainer.profile import Profiler
+from raytide.actors.trainer.timing import StepClock
 from raytide.core.errors import CheckpointError, TrainError
 from raytide.core.train_spec import TrainSpec
 
@@ -47,6 +51,12 @@ class Trainer:
         """Of the model: what this rank has of it."""
         self.optimizer = optim.build(self.parts, spec.optim)
         self.checkpoints = Checkpoints(spec, self.origin.digest, self.data.digest, group)
+        self.guard = Guard(spec.guard)
+        self.extras = {"guard": self.guard}
+        """What else a checkpoint carries: each has state_dict and load_state_dict of small tensors."""
+        self.clock = StepClock(group.device)
+        self.meter = Meter(spec, self.origin.arch, group)
+        self.profiler = Profiler(spec.profile, spec.out, group.rank, group.device)
         self.steps_done = 0
         self.saved_at: int | None = None
 
@@ -60,20 +70,33 @@ class Trainer:
     def save(self) -> None:
         """Checkpoint the state as it is, unless that was done already."""
         if self.saved_at != self.steps_done:
+            self.clock.start()
             self.checkpoints.save(self.parts, self.optimizer, self.steps_done)
+            self.clock.lap("checkpoint")
             self.saved_at = self.steps_done
 
     def export(self) -> str:
         return export(self.parts, self.spec, self.origin, self.data, self.group)
 
     def run(self, *, on_step: Callable[[StepResult], None], paused: Callable[[], bool] = lambda: False) -> bool:
-        """Train to the end, saving as the spec says; False when some rank asked to pause: the state is saved then."""
+        """Train to the end, saving as the spec says; False when some rank asked to pause: the state is saved then.
+
+        TrainError when the guard stops the run: the weights are then still those of the step before.
+        """
+        try:
+            return self._run(on_step, paused)
+        finally:
+            self.profiler.close(self.steps_done)
+
+    def _run(self, on_step: Callable[[StepResult], None], paused: Callable[[], bool]) -> bool:
         while self.steps_done < self.spec.steps:
             result = self.step(pause=paused())
             if result is None:
                 self.save()
                 return False
             on_step(result)
+            if result.verdict == "stopped":
+                raise guard.stopped(self.spec.name, result)
             if self.steps_done % self.spec.checkpoint_every == 0:
                 self.save()
         self.save()
@@ -84,13 +107,17 @@ class Trainer:
     def step(self, *, pause: bool = False) -> StepResult | None:
         """One optimiser step over the global batch; None, with nothing done, when any rank asks to pause.
 
-        TrainError when the loss or the gradient is not finite: the weights are then still those of the step before.
+        A batch that the guard objects to is not applied; the result says so, and why.
         """
         began = time.perf_counter()
+        self.clock.start()
         spec, step = self.spec, self.steps_done
         micros = self._micro_batches(self._my_ids(step))
         data_s = time.perf_counter() - began
-        tokens, asked = self.group.sum([sum(int((y != IGNORE).sum()) for _, y in micros), pause])
+        self.clock.lap("data")
+        counted = sum(int((y != IGNORE).sum()) for _, y in micros)
+        tokens, asked, profiled = self.group.sum([counted, pause, self.profiler.asked()])
+        self.clock.lap("wait")
         if asked:
             return None
         if not tokens:
@@ -98,29 +125,40 @@ class Trainer:
                 f"step {step} of {spec.name} has no token to learn: all its answers begin beyond seq_len.",
                 hint="Raise seq_len, or global_batch.",
             )
+        self.profiler.begin(step + 1, int(profiled))
         local = self._accumulate(micros, tokens)
+        self.clock.lap("forward_backward")
         weights = [weight for part in self.parts for weight in part.parameters()]
         norm = get_total_norm([weight.grad for weight in weights if weight.grad is not None])
         grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         loss = self.group.sum([local])[0] / tokens
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            raise TrainError(
-                f"step {step} of {spec.name} has loss {loss} and gradient norm {grad_norm}; it was not applied.",
-                hint="Lower optim.lr, lengthen the warm-up, or train in fp32; the last checkpoint is whole.",
-            )
-        lr = optim.lr_at(step, spec.steps, spec.optim)
-        clip_grads_with_norm_(weights, spec.optim.clip, norm)
-        self._update(lr)
-        self.steps_done += 1
+        self.clock.lap("norm")
+        lr = optim.lr_at(step - self.guard.skipped, spec.steps, spec.optim)
+        verdict = self.guard.judge(loss, grad_norm)
+        if verdict.kind == "applied":
+            clip_grads_with_norm_(weights, spec.optim.clip, norm)
+            self.clock.lap("clip")
+            self._update(lr)
+            self.clock.lap("optimizer")
+        self.optimizer.zero_grad(set_to_none=True)
+        self.steps_done += verdict.kind != "stopped"
+        self.profiler.end(self.steps_done)
+        step_s = time.perf_counter() - began
         return StepResult(
-            step=self.steps_done,
+            step=step + 1,
             loss=loss,
             lr=lr,
             grad_norm=grad_norm,
             tokens=int(tokens),
-            step_s=time.perf_counter() - began,
+            step_s=step_s,
             data_s=data_s,
             world=self.group.world,
+            mfu=self.meter.mfu(int(tokens), step_s),
+            memory_bytes=self.meter.memory_bytes(),
+            times=self.clock.take(),
+            verdict=verdict.kind,
+            why=verdict.why,
+            samples=() if verdict.kind == "applied" else tuple(self.sampler.ids(step).tolist()),
         )
 
     def _accumulate(self, micros: list[tuple[Tensor, Tensor]], tokens: float) -> float:
@@ -138,7 +176,6 @@ class Trainer:
     def _update(self, lr: float) -> None:
         optim.set_lr(self.optimizer, lr)
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
 
     def _my_ids(self, step: int) -> Ids:
         ids = self.sampler.ids(step)[share(self.spec.global_batch, self.group.data_rank, self.group.sizes.data)]

@@ -6,13 +6,15 @@ A step that was done again after a death has a line for each time; the last one 
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
 
 from raytide.actors.trainer.core import RunResult, StepResult
+from raytide.actors.trainer.mlflow import MlflowRun
 from raytide.core.clock import Clock
 from raytide.core.storage import full_disk_is_an_error
 from raytide.core.train_spec import TrainSpec
@@ -31,13 +33,21 @@ class Record:
         self.loss: float | None = None
         self.recovery_s = 0.0
         self._go_on()
+        self.mlflow = MlflowRun(spec, spec.mlflow, clock) if spec.mlflow is not None else None
 
     def step(self, result: StepResult) -> None:
-        self.steps, self.loss = result.step, result.loss
-        self.first_loss = result.loss if self.first_loss is None else self.first_loss
-        self.tokens += result.tokens
+        if result.verdict in ("skipped", "stopped"):
+            numbers = {"loss": result.loss, "grad_norm": result.grad_norm, "samples": list(result.samples)}
+            self.event("not_applied", step=result.step, verdict=result.verdict, why=result.why, **numbers)
+        if result.verdict == "stopped":
+            return
+        self.steps = result.step
+        if result.verdict != "skipped":
+            self.loss = result.loss
+            self.first_loss = result.loss if self.first_loss is None else self.first_loss
+            self.tokens += result.tokens
         if result.step % self.spec.log_every == 0 or result.step == self.spec.steps:
-            self._append("metrics.jsonl", {**asdict(result), "at_s": self.clock.now_s()})
+            self._append("metrics.jsonl", {**result.line(), "at_s": self.clock.now_s()})
 
     def event(self, what: str, **details: object) -> None:
         self._append("events.jsonl", {"at_s": self.clock.now_s(), "event": what, **details})
@@ -60,6 +70,8 @@ class Record:
         )
 
     def close(self, state: RunState, reason: str = "") -> RunResult:
+        if self.mlflow is not None and (lost := self.mlflow.close(done=state == "done")):
+            self.event("mlflow", why=lost)
         result = self.result()
         body = {"state": state, "reason": reason, **asdict(result), "spec": self.spec.model_dump(mode="json")}
         part = self.out / "run.json.part"
@@ -79,12 +91,24 @@ class Record:
             _drop_torn_line(file)
         lines = metrics.read_text().splitlines() if metrics.exists() else []
         if lines:
-            first, last = json.loads(lines[0]), json.loads(lines[-1])
-            self.steps, self.first_loss, self.loss = int(last["step"]), float(first["loss"]), float(last["loss"])
+            self.steps = int(json.loads(lines[-1])["step"])
+            self.first_loss, self.loss = _first_loss(lines), _first_loss(reversed(lines))
 
     def _append(self, name: str, line: Mapping[str, object]) -> None:
         with full_disk_is_an_error(str(self.out / name)), open(self.out / name, "a") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps(_plain(line)) + "\n")
+
+
+def _first_loss(lines: Iterable[str]) -> float | None:
+    """Of a step that was learned from."""
+    return next((float(line["loss"]) for line in map(json.loads, lines) if "verdict" not in line), None)
+
+
+def _plain(value: object) -> object:
+    """As JSON has it: there is no number for what is not one."""
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _drop_torn_line(file: Path) -> None:

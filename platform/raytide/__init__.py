@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from raytide.core.errors import RaytideError
     from raytide.endpoint import EndpointHandle
     from raytide.run import Run
-    from raytide.tide import Tide, connect, local
+    from raytide.tide import Tide, connect, local, train
+    from raytide.train_run import TrainRun
 
 __version__ = "0.1.0"
 
@@ -24,8 +25,10 @@ _HOMES = {
     "Run": "raytide.run",
     "SamplingParams": "raytide.actors.engine",
     "Tide": "raytide.tide",
+    "TrainRun": "raytide.train_run",
     "connect": "raytide.tide",
     "local": "raytide.tide",
+    "train": "raytide.tide",
 }
 
 __all__ = [
@@ -35,9 +38,11 @@ __all__ = [
     "Run",
     "SamplingParams",
     "Tide",
+    "TrainRun",
     "__version__",
     "connect",
     "local",
+    "train",
 ]
 
 

@@ -1,10 +1,10 @@
-"""A submitted job in the SDK: wait for it, watch it, ask it why."""
+"""A submitted job in the SDK: wait for it, watch it, ask it why. What a training run adds is in train_run.py."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Self
 
 from raytide.control.client import Client
 from raytide.control.views import JobView
@@ -39,11 +39,16 @@ class Run:
     def cost_usd(self) -> float:
         return self.view.cost_micro_usd / 1e6
 
-    def refresh(self) -> Run:
+    @property
+    def out(self) -> str:
+        """Where it writes: its spec's `out`."""
+        return str(self.view.job.spec.config["out"])
+
+    def refresh(self) -> Self:
         self.view = self._client.job(self.id)
         return self
 
-    def watch(self, *, timeout_s: float = 86_400.0) -> Iterator[JobView]:
+    def watch(self, timeout_s: float = 86_400.0) -> Iterator[JobView]:
         """The job each time that anything about it changed, until it is over."""
         deadline = time.monotonic() + timeout_s
         seen: JobView | None = None
@@ -60,7 +65,7 @@ class Run:
                 )
             time.sleep(_POLL_S)
 
-    def wait(self, *, timeout_s: float = 86_400.0) -> Run:
+    def wait(self, timeout_s: float = 86_400.0) -> Self:
         """Block until it is over; raises what made it fail."""
         for _ in self.watch(timeout_s=timeout_s):
             pass
@@ -70,20 +75,15 @@ class Run:
             )
         return self
 
-    def result(self) -> str:
-        """What it made: the dataset's directory, or the exported model's."""
+    def output(self) -> str:
+        """What it made: the dataset's directory, or the exported model's. Waits for its end."""
         self.wait()
-        out = str(self.view.job.spec.config["out"])
-        return str(self.progress.get("model", out))
-
-    def metrics(self) -> Mapping[str, float | int | str]:
-        """The latest numbers that its driver reported."""
-        return self.refresh().progress
+        return str(self.progress.get("model", self.out))
 
     def logs(self) -> str:
         return self._client.logs(self.id)
 
-    def stop(self) -> Run:
+    def stop(self) -> Self:
         self.view = self._client.stop(self.id)
         return self
 

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
 from raytide.control.client import Client
-from raytide.control.views import ClusterStatus, CostReport
+from raytide.control.views import ClusterStatus, CostReport, JobView
 from raytide.core.config import Config, load_yaml
 from raytide.core.data_spec import DataSpec
 from raytide.core.endpoint import ServeSpec
@@ -18,6 +18,7 @@ from raytide.core.job import JobKind, JobSpec
 from raytide.core.train_spec import TrainSpec
 from raytide.endpoint import EndpointHandle
 from raytide.run import Run
+from raytide.train_run import TrainRun, run_of
 
 if TYPE_CHECKING:
     from raytide.actors.gang import Gang
@@ -42,20 +43,23 @@ class Tide:
 
     def jobs(self, *, limit: int = 100) -> list[Run]:
         """The latest jobs, newest first."""
-        return [Run(self.client, view) for view in self.client.jobs(limit=limit)]
+        return [run_of(self.client, view) for view in self.client.jobs(limit=limit)]
 
     def job(self, job_id: str) -> Run:
-        return Run(self.client, self.client.job(job_id))
+        return run_of(self.client, self.client.job(job_id))
 
     def data(self, spec: DataSpec | SpecSource) -> Run:
         """Build a token dataset on a leased node."""
         data = spec if isinstance(spec, DataSpec) else _parse(DataSpec, spec)
-        return self._submit(JobKind.DATA, data.name, data.team, data.gang, data.model_dump(mode="json"))
+        return Run(
+            self.client, self._submit(JobKind.DATA, data.name, data.team, data.gang, data.model_dump(mode="json"))
+        )
 
-    def train(self, spec: TrainSpec | SpecSource) -> Run:
+    def train(self, spec: TrainSpec | SpecSource) -> TrainRun:
         """Train on a gang; it survives the loss of members."""
         train = spec if isinstance(spec, TrainSpec) else _parse(TrainSpec, spec)
-        return self._submit(JobKind.TRAIN, train.name, train.team, train.gang, train.model_dump(mode="json"))
+        view = self._submit(JobKind.TRAIN, train.name, train.team, train.gang, train.model_dump(mode="json"))
+        return TrainRun(self.client, view)
 
     def serve(
         self,
@@ -95,8 +99,8 @@ class Tide:
         from raytide.actors.gang import Gang
 
         shape = Shape(members=members, resources=dict(resources or {"CPU": 1.0}), labels=dict(labels or {}))
-        run = self._submit(JobKind.GANG, name, team, GangSpec(shapes=(shape,)), {})
-        with Gang(self.client, run.id, timeout_s=timeout_s) as gang:
+        job = self._submit(JobKind.GANG, name, team, GangSpec(shapes=(shape,)), {}).job
+        with Gang(self.client, job.id, timeout_s=timeout_s) as gang:
             yield gang
 
     def close(self) -> None:
@@ -123,9 +127,9 @@ class Tide:
         rows = [(node.id, node.type, str(node.market), node.zone, str(node.state)) for node in status.nodes]
         return table(f"cluster {status.name}", ("node", "type", "market", "zone", "state"), rows)
 
-    def _submit(self, kind: JobKind, name: str, team: str, gang: GangSpec, config: dict[str, object]) -> Run:
+    def _submit(self, kind: JobKind, name: str, team: str, gang: GangSpec, config: dict[str, object]) -> JobView:
         spec = JobSpec(kind=kind, name=name, team=team, gang=gang, config=config)
-        return Run(self.client, self.client.submit(spec))
+        return self.client.submit(spec)
 
 
 def connect(cluster: str | None = None) -> Tide:
@@ -134,6 +138,11 @@ def connect(cluster: str | None = None) -> Tide:
     Also for drivers under `ray job submit`, which run on the head of the cluster.
     """
     return Tide(Client.find(cluster))
+
+
+def train(spec: TrainSpec | SpecSource, *, cluster: str | None = None) -> TrainRun:
+    """Train on the cluster that `connect(cluster)` finds."""
+    return connect(cluster).train(spec)
 
 
 def local(config: str | Path | None = None, *, name: str = "local") -> Tide:

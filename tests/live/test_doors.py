@@ -51,6 +51,7 @@ def test_a_run_is_followed_stopped_and_resumed_without_losing_a_step(
 
     resumed = tide.train(spec.model_copy(update={"steps": 20}))
     resumed.wait(timeout_s=120.0)
-    assert Path(str(resumed.result()), "config.json").is_file()
-    assert "step" in resumed.metrics()
+    assert Path(str(resumed.output()), "config.json").is_file()
+    assert [line["step"] for line in resumed.metrics()] == list(range(1, 21))
+    assert resumed.result().steps == 20
     assert raytide_cli("why", run.id).stdout.startswith(f"{run.id} is stopped")

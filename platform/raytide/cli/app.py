@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from raytide.cli import autoscaler, cluster, cost, demo, jobs, serve, simulate
+from raytide.cli import autoscaler, cluster, cost, demo, jobs, runs, serve, simulate
 
 app = typer.Typer(
     name="raytide",
@@ -53,6 +53,9 @@ app.command()(jobs.logs)
 app.command()(jobs.stop)
 data.command("build")(jobs.data_build)
 app.command()(jobs.train)
+app.command()(runs.metrics)
+app.command()(runs.plot)
+app.command()(runs.profile)
 app.command()(serve.serve)
 scaler.command("explain")(autoscaler.explain)
 simulation.command("deadline")(simulate.deadline)

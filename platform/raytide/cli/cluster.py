@@ -6,7 +6,7 @@ import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -15,6 +15,7 @@ from raytide.core.errors import UsageError
 from raytide.core.money import format_usd
 
 Name = Annotated[str, typer.Option("--name", "--cluster", help="Several clusters on one machine have different names.")]
+SchemaOf = Literal["cluster", "train", "data", "serve"]
 
 
 def up(
@@ -89,14 +90,26 @@ def status(
         print(f"warning: {error}")
 
 
-def schema() -> None:
-    """Print the JSON schema of raytide's settings.
+def schema(
+    what: Annotated[SchemaOf, typer.Argument(help="Which file it is for.")] = "cluster",
+) -> None:
+    """Print the JSON schema of a spec, or of cluster.yaml's settings.
 
-    They are `metadata.raytide` in cluster.yaml; editors complete and check with it.
+    Editors complete and check with it.
     """
     from raytide.core.cluster import RaytideSection
+    from raytide.core.config import Config
+    from raytide.core.data_spec import DataSpec
+    from raytide.core.endpoint import ServeSpec
+    from raytide.core.train_spec import TrainSpec
 
-    as_json(RaytideSection.model_json_schema())
+    specs: dict[SchemaOf, type[Config]] = {
+        "cluster": RaytideSection,
+        "train": TrainSpec,
+        "data": DataSpec,
+        "serve": ServeSpec,
+    }
+    as_json(specs[what].model_json_schema())
 
 
 def doctor(json: Json = False) -> None:

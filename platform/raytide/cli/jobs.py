@@ -104,7 +104,7 @@ def follow(run: Run, wait: bool, json: bool) -> None:
     elif not wait:
         print(f"{run.id} is queued; `raytide ps` shows it")
     elif run.state is JobState.SUCCEEDED:
-        print(f"{run.view.job.spec.kind} {run.view.job.spec.name}: {run.result()}")
+        print(f"{run.view.job.spec.kind} {run.view.job.spec.name}: {run.output()}")
     if run.view.job.is_final and run.state is not JobState.SUCCEEDED:
         raise typer.Exit(1)
 

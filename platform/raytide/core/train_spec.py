@@ -15,6 +15,7 @@ from raytide.core.config import Config
 from raytide.core.gang import GangSpec, Shape
 from raytide.core.layout import Layout
 from raytide.core.model_spec import ChatSpec, FinetuneSpec, ModelSpec
+from raytide.core.record_spec import GuardSpec, MlflowSpec, ProfileSpec
 
 Precision = Literal["bf16", "fp32"]
 ExportDtype = Literal["bf16", "fp16", "fp32"]
@@ -75,6 +76,11 @@ class TrainSpec(Config):
     """The largest file of weights that an export writes; a tensor is never split."""
     record_samples: bool = False
     """Every rank writes the sample ids of each step: the audit that a resize changed nothing."""
+    guard: GuardSpec = GuardSpec()
+    profile: ProfileSpec | None = None
+    mlflow: MlflowSpec | None = None
+    peak_tflops: float | None = Field(default=None, gt=0)
+    """What one device can do at this precision, for the MFU; needed where the device is not a known GPU."""
     collective_timeout_s: float = Field(default=20.0, gt=0)
     """A rank that keeps the others waiting for longer is taken for hung."""
     stall_timeout_s: float = Field(default=1800.0, gt=0)

@@ -61,7 +61,7 @@ def train(tide: Tide, run_dir: Path, out: Path, say: Say, report: Report) -> str
     report.restarts = int(progress.get("restarts", 0))
     report.recovery_s = float(progress.get("recovery_s", float("nan")))
     say(f"loss {report.first_loss:.3f} to {report.last_loss:.3f}, recovered in {report.recovery_s:.1f} s")
-    return run.result()
+    return run.output()
 
 
 def start_endpoint(tide: Tide, model: str, say: Say) -> EndpointHandle:

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-import raytide.core
 from raytide.actors.trainer.core import RunResult
 from raytide.actors.trainer.data import Sampler, TokenData
 from raytide.actors.trainer.driver import run_train
@@ -92,24 +91,6 @@ class FakeLeases:
             members[index] = replace(members[index], **changes)
             self._lease = replace(self._lease, members=tuple(members), epoch=self._lease.epoch + 1)
             self._changed.notify_all()
-
-
-@pytest.fixture(scope="module")
-def local_ray() -> Iterator[None]:
-    import ray
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_MODE", "disabled")
-        environment = {"PYTHONPATH": str(Path(raytide.core.__file__).parents[2]), "RAY_AUTH_MODE": "disabled"}
-        ray.init(
-            address="local",  # beside whatever cluster this machine or session runs
-            num_cpus=3,
-            include_dashboard=False,
-            runtime_env={"env_vars": environment},
-            log_to_driver=False,
-        )
-        yield
-        ray.shutdown()
 
 
 class Run:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from raytide.actors.trainer.core import StepResult
+from raytide.actors.trainer import history
+from raytide.actors.trainer.core import StepResult, numbers
 from raytide.actors.trainer.driver import _Driver
 from raytide.actors.trainer.generation import Ending, Generation
 from raytide.actors.trainer.record import Record
@@ -29,7 +32,7 @@ def small(tmp_path: Path) -> TrainSpec:
 
 def done(step: int, loss: float) -> StepResult:
     known: dict[str, Any] = dict.fromkeys(StepResult.__dataclass_fields__, 1)
-    return StepResult(**{**known, "step": step, "loss": loss})
+    return StepResult(**{**known, "step": step, "loss": loss, "verdict": "applied", "times": {}})
 
 
 def test_a_driver_that_starts_again_knows_how_far_the_run_is(small: TrainSpec) -> None:
@@ -74,3 +77,43 @@ def test_a_rank_that_answers_and_gets_nowhere_ends_the_run_with_its_name(small: 
     assert dismissed == [hands[1]]
     assert isinstance(ending.error, TrainError)
     assert "rank 1 on member 1 gets nowhere: loading for 60.1 s" in str(ending.error)
+
+
+def refused(step: int, verdict: str) -> StepResult:
+    return replace(done(step, math.nan), verdict=verdict, why="loss nan", samples=(7, 3), times={})  # type: ignore[arg-type]
+
+
+def test_a_batch_that_was_not_learned_from_is_an_event_with_its_samples_and_no_loss_of_the_run(
+    small: TrainSpec,
+) -> None:
+    record = record_of(small)
+    record.step(done(1, 3.0))
+    record.step(refused(2, "skipped"))
+    record.step(refused(3, "stopped"))
+    out = Path(small.out)
+    events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    told = [(event["event"], event["step"], event["verdict"], event["samples"], event["loss"]) for event in events]
+    assert told == [("not_applied", 2, "skipped", [7, 3], None), ("not_applied", 3, "stopped", [7, 3], None)]
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["loss"], line.get("verdict")) for line in lines] == [
+        (1, 3.0, None),
+        (2, None, "skipped"),
+    ]
+    for result in (record.result(), record_of(small).result()):
+        assert (result.steps, result.first_loss, result.loss) == (2, 3.0, 3.0)
+
+
+def test_a_line_tells_tokens_per_second_and_the_phases(small: TrainSpec) -> None:
+    record = record_of(small)
+    record.step(replace(done(1, 3.0), tokens=100, step_s=0.5, mfu=None, times={"data": 0.1}))
+    (line,) = history.read(small.out).steps
+    assert (line["tokens_per_s"], line["mfu"], line["times"]) == (200.0, None, {"data": 0.1})
+    assert numbers(line)["times/data"] == 0.1
+    assert "mfu" not in numbers(line)
+
+
+def test_how_a_run_ended_can_be_read_back(small: TrainSpec) -> None:
+    record = record_of(small)
+    record.step(done(1, 3.0))
+    ended = record.close("done")
+    assert history.result(small.out) == ended

@@ -6,17 +6,20 @@ would inherit Ray's threads without their state and hang, and a spawned one take
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from raytide.actors.trainer import group
+from raytide.actors.trainer import group, profile
+from raytide.actors.trainer.core import StepResult
 from raytide.actors.trainer.loop import Trainer
 from raytide.core.train_spec import TrainSpec
 
@@ -77,6 +80,26 @@ def shrink_and_grow(spec: TrainSpec, rank: int, world: int, meet: str) -> list[f
         losses += stop_at(spec, 6, 0, 1, meet + "b")
     losses += train(spec, rank, 2, meet + "c")  # rank 1 waits here for the one that went on alone
     return losses
+
+
+def watched(spec: TrainSpec, rank: int, world: int, meet: str) -> list[StepResult]:
+    """Every step's result; the last rank's loss is no number in step 2, and after step 3 a profile is asked for."""
+    Path(spec.out).mkdir(parents=True, exist_ok=True)  # as the driver does
+    mine = group.join(dist.FileStore(meet, world), rank, spec.layout.sizes(world), timeout_s=30.0)
+    trainer = Trainer(spec, mine)
+    trainer.parts[-1].register_forward_hook(
+        lambda module, inputs, loss: loss * (math.nan if rank == world - 1 and trainer.steps_done == 1 else 1.0)
+    )
+    results: list[StepResult] = []
+
+    def done(result: StepResult) -> None:
+        results.append(result)
+        if rank == 0 and result.step == 3:
+            profile.request(spec.out, 2)
+
+    trainer.run(on_step=done)
+    group.leave()
+    return results
 
 
 def _child(pipe: Connection, work: Callable[..., Any], args: tuple[Any, ...], rank: int, world: int, meet: str) -> None:

@@ -1,0 +1,108 @@
+"""The same loop inside Ray Train: `TorchTrainer(train_loop_per_worker, train_loop_config=...)`, the spec as a dict.
+
+Ray Train makes the process group and restarts the workers; raytide trains, and writes the same files as ever into the
+spec's `out`, which every worker must reach. What is sealed there is reported to Ray Train, and resumed from.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from raytide.actors.trainer import manifest
+from raytide.actors.trainer.core import StepResult, numbers
+from raytide.core.clock import SystemClock
+from raytide.core.errors import CheckpointError, RaytideError
+from raytide.core.train_spec import TrainSpec
+
+if TYPE_CHECKING:
+    from ray.train import Checkpoint
+
+    from raytide.actors.trainer.record import Record
+
+
+def train_loop_per_worker(config: Mapping[str, Any]) -> None:
+    """Train the spec that `config` is to its end, on the workers that Ray Train has started."""
+    import ray.train
+
+    from raytide.actors.trainer import group
+    from raytide.actors.trainer.loop import Trainer
+    from raytide.actors.trainer.record import Record
+
+    spec = TrainSpec.parse(config, where="train_loop_config")
+    mine = group.adopt(spec.layout, timeout_s=spec.collective_timeout_s)
+    record = Record(spec, SystemClock()) if mine.is_first else None
+    try:
+        given = ray.train.get_checkpoint()
+        bad = mine.from_first(_place(given, spec) if mine.is_first and given is not None else [])
+        trainer = Trainer(spec, mine)
+        rejected = [*bad, *trainer.restore()]
+        if record is not None:
+            record.steps = trainer.steps_done
+            for error in rejected:
+                record.event("skipped", why=str(error))
+        reports = _Reports(spec, record)
+        trainer.run(on_step=reports.step)
+        reports.send()
+    except RaytideError as error:
+        if record is not None:
+            record.close("failed", str(error))
+        raise
+    if record is not None:
+        record.close("done")
+
+
+class _Reports:
+    """To Ray Train, by all workers at the same steps. Its report is a barrier and waits for the controller's next look,
+    two seconds away at most: each checkpoint has one, a step has not."""
+
+    def __init__(self, spec: TrainSpec, record: Record | None) -> None:
+        self.spec, self.record = spec, record
+        self._last: StepResult | None = None
+        self._reported = ""
+
+    def step(self, result: StepResult) -> None:
+        if self.record is not None:
+            self.record.step(result)
+        if self._last is not None and self._last.step % self.spec.checkpoint_every == 0:
+            self.send()  # the step before was saved meanwhile
+        self._last = result
+
+    def send(self) -> None:
+        """The latest step, and the newest checkpoint unless Ray Train has it."""
+        import ray.train
+
+        if self._last is None:
+            return
+        ray.train.report({"step": self._last.step} | numbers(self._last.line()), checkpoint=self._new_checkpoint())
+
+    def _new_checkpoint(self) -> Checkpoint | None:
+        import ray.train
+
+        found = _newest(self.spec) if self.record is not None else None
+        if found is None or found.name == self._reported:
+            return None
+        self._reported = found.name
+        return ray.train.Checkpoint.from_directory(str(found))
+
+
+def _place(given: Checkpoint, spec: TrainSpec) -> list[CheckpointError]:
+    """Put Ray Train's checkpoint among the run's own, unless they are newer; what is wrong with it, if anything is."""
+    root = Path(spec.out) / "checkpoints"
+    with given.as_directory() as folder:
+        try:
+            step = manifest.verify(Path(folder)).manifest.step
+        except CheckpointError as error:
+            return [error]
+        target, newest = manifest.folder(root, step), _newest(spec)
+        if newest is None or newest.name < target.name:
+            part = manifest.part(root, step)
+            shutil.copytree(folder, part)
+            part.rename(target)
+    return []
+
+
+def _newest(spec: TrainSpec) -> Path | None:
+    return max((Path(spec.out) / "checkpoints").glob("step-*"), default=None)

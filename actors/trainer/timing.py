@@ -1,0 +1,59 @@
+"""Where the time of a step goes: a mark after each phase, read without ever waiting for the device."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+Mark = float | torch.cuda.Event
+
+
+class StepClock:
+    """Laps between marks: of the host's clock on a CPU, of the device's own on a GPU.
+
+    On a GPU the host runs ahead. A lap whose kernels are still running when it is asked for is counted with the next
+    step; in a long run that evens out.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._last = self._mark()
+        self._open: list[tuple[str, Mark, Mark]] = []
+
+    def start(self) -> None:
+        """What passed since the last mark belongs to no phase."""
+        self._last = self._mark()
+
+    def lap(self, phase: str) -> None:
+        """What passed since the last mark belongs to `phase`."""
+        now = self._mark()
+        self._open.append((phase, self._last, now))
+        self._last = now
+
+    def take(self) -> dict[str, float]:
+        """Seconds by phase, of all laps that are over and were not taken before."""
+        times: dict[str, float] = {}
+        still = []
+        for phase, begin, end in self._open:
+            seconds = _between(begin, end)
+            if seconds is None:
+                still.append((phase, begin, end))
+            else:
+                times[phase] = times.get(phase, 0.0) + seconds
+        self._open = still
+        return times
+
+    def _mark(self) -> Mark:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def _between(begin: Mark, end: Mark) -> float | None:
+    if isinstance(begin, float) or isinstance(end, float):
+        assert isinstance(begin, float) and isinstance(end, float)
+        return end - begin
+    return begin.elapsed_time(end) / 1e3 if end.query() else None

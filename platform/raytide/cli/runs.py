@@ -1,0 +1,86 @@
+"""metrics, plot, profile: what training runs wrote down, by job or by directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from raytide.cli.show import ClusterName, Json, as_json, as_table
+from raytide.control.client import Client
+from raytide.core.errors import UsageError
+from raytide.core.job import JobKind
+
+Which = Annotated[str, typer.Argument(metavar="RUN_OR_JOB", help="A training job, or a run's `out` directory.")]
+COLUMNS = ("step", "loss", "lr", "grad_norm", "tokens_per_s", "mfu", "data_s", "world")
+
+
+def metrics(
+    which: Which,
+    last: Annotated[int, typer.Option(min=1, help="How many steps, the latest ones.")] = 20,
+    cluster: ClusterName = None,
+    json: Json = False,
+) -> None:
+    """Print the latest steps of a training run."""
+    from raytide.actors.trainer import history
+
+    steps = history.read(_out(which, cluster)).steps[-last:]
+    if json:
+        as_json(steps)
+    else:
+        as_table([name.upper() for name in COLUMNS], [[_short(line.get(name)) for name in COLUMNS] for line in steps])
+
+
+def plot(
+    which: Which,
+    output: Annotated[Path, typer.Option("--output", "-o", help="A .svg or .html file.")] = Path("run.svg"),
+    cluster: ClusterName = None,
+    json: Json = False,
+) -> None:
+    """Draw a training run: its numbers over its steps, and its breaks."""
+    from raytide.actors.trainer import history
+    from raytide.actors.trainer import plot as draw
+    from raytide.core.storage import full_disk_is_an_error
+
+    if output.suffix not in (".svg", ".html"):
+        raise UsageError(f"cannot draw into {output}.", hint="Name a .svg or an .html file.")
+    run = history.read(_out(which, cluster))
+    drawn = draw.html(run, which) if output.suffix == ".html" else draw.svg(run, which)
+    with full_disk_is_an_error(str(output)):
+        output.write_text(drawn)
+    if json:
+        as_json({"file": str(output), "steps": len(run.steps)})
+    else:
+        print(f"{output} shows {len(run.steps)} steps")
+
+
+def profile(
+    which: Which,
+    steps: Annotated[int, typer.Option(min=1, help="How many.")] = 3,
+    cluster: ClusterName = None,
+    json: Json = False,
+) -> None:
+    """Profile the next steps of a running job, which goes on as it is."""
+    from raytide.actors.trainer import profile as profiler
+
+    out = _out(which, cluster)
+    profiler.request(out, steps)
+    if json:
+        as_json({"out": f"{out}/profile", "steps": steps})
+    else:
+        print(f"the next {steps} steps are profiled; traces and tables appear in {out}/profile")
+
+
+def _out(which: str, cluster: str | None) -> str:
+    """The directory or URL itself, or that of the job."""
+    if "://" in which or Path(which).is_dir():
+        return which
+    job = Client.find(cluster).job(which).job
+    if job.spec.kind is not JobKind.TRAIN:
+        raise UsageError(f"{which} is a {job.spec.kind} job.", hint="Name a training job, or a run's directory.")
+    return str(job.spec.config["out"])
+
+
+def _short(value: object) -> str:
+    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,79 @@
+"""The loop under Ray Train, on real Ray, and what of Ray Train's checkpoints it goes on from."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytide.actors.trainer import history, manifest, ray_train
+from raytide.actors.trainer.local import train_local
+from raytide.core.train_spec import TrainSpec
+
+
+def losses(out: str) -> list[float]:
+    return [line["loss"] for line in history.read(out).steps]
+
+
+@pytest.mark.cluster
+def test_two_workers_of_ray_train_follow_one_process_and_report_what_they_sealed(
+    local_ray: None, spec: TrainSpec, tmp_path: Path
+) -> None:
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    spec = spec.model_copy(update={"checkpoint_every": 4})
+    result = TorchTrainer(
+        ray_train.train_loop_per_worker,
+        train_loop_config=spec.model_dump(mode="json"),
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(name="run", storage_path=str(tmp_path / "ray")),
+    ).fit()
+
+    assert {"step", "loss", "tokens_per_s", "times/forward_backward"} <= result.metrics.keys()
+    assert result.metrics["step"] == spec.steps
+    reported = [manifest.verify(Path(checkpoint.path)).manifest.step for checkpoint, _ in result.best_checkpoints]
+    assert reported == [4, 8, 10]
+    alone = spec.model_copy(update={"out": spec.out + "-alone"})
+    train_local(alone)
+    assert max(abs(a - b) for a, b in zip(losses(spec.out), losses(alone.out), strict=True)) <= 5e-6
+
+
+class Given:
+    """Ray Train's checkpoint, as far as it is used: a directory that may have to be fetched."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @contextmanager
+    def as_directory(self) -> Iterator[str]:
+        yield str(self.path)
+
+
+def test_a_new_cluster_goes_on_from_what_ray_train_kept_unless_the_run_has_newer(
+    spec: TrainSpec, tmp_path: Path
+) -> None:
+    spec = spec.model_copy(update={"steps": 2, "checkpoint_every": 1})
+    train_local(spec)
+    root, kept = Path(spec.out) / "checkpoints", tmp_path / "kept"
+    shutil.copytree(manifest.folder(root, 1), kept)
+    given: Any = Given(kept)
+
+    assert ray_train._place(given, spec) == []
+    assert manifest.folder(root, 2).exists()
+    shutil.rmtree(root)
+    assert ray_train._place(given, spec) == []
+    assert manifest.verify(manifest.folder(root, 1)).manifest.step == 1
+    told: list[int] = []
+    train_local(spec, on_step=lambda result: told.append(result.step))
+    assert told == [2]
+
+    shutil.rmtree(root)
+    next(kept.glob("*.distcp")).write_bytes(b"torn")
+    (error,) = ray_train._place(given, spec)
+    assert "was altered" in str(error)
+    assert not root.exists()

@@ -1,0 +1,121 @@
+"""What a step's line says of its time, its work and its device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from raytide.actors.models.architecture import Architecture
+from raytide.actors.models.families import architecture_of
+from raytide.actors.trainer import metrics
+from raytide.actors.trainer.decoder import Decoder
+from raytide.actors.trainer.timing import StepClock
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+}
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
+
+
+def arch_of(**changes: Any) -> Architecture:
+    return architecture_of({**LLAMA, **changes}, "a test's model")
+
+
+def test_llama_8b_at_the_speed_torchtitan_published_has_the_mfu_it_published() -> None:
+    """5,762 tokens/s per H100 at 8192 tokens are 33.7 % of 989 TFLOP/s."""
+    flops = metrics.flops_per_token(arch_of(), 8192) * 5762
+    assert flops / 1e12 == pytest.approx(333.7, abs=0.3)
+    assert flops / 1e12 / metrics.PEAK_TFLOPS["H100"] == pytest.approx(0.337, abs=0.001)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_counted_weights_are_the_matrices_of_the_model_without_its_embedding(tied: bool) -> None:
+    arch = arch_of(**SMALL, num_key_value_heads=2, tie_word_embeddings=tied)
+    with torch.device("meta"):
+        model = Decoder(arch, 16)
+    matrices = {name: weight.numel() for name, weight in model.named_parameters() if weight.ndim > 1}
+    left_out = 0 if tied else matrices["embedding.weight"]
+    assert metrics.matrix_parameters(arch) == sum(matrices.values()) - left_out
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16", 989.4),
+        ("NVIDIA H100 PCIe", "bf16", 756.5),
+        ("NVIDIA H200", "fp16", 989.4),
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312.0),
+        ("NVIDIA L40S", "bf16", 362.05),
+        ("NVIDIA L40", "bf16", None),
+        ("NVIDIA H100 80GB HBM3", "fp32", None),
+        ("", "bf16", None),
+    ],
+)
+def test_a_device_that_is_not_known_has_no_peak(name: str, precision: str, peak: float | None) -> None:
+    assert metrics.peak_tflops(name, precision) == peak
+
+
+def test_laps_of_one_phase_add_up_and_are_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([0.0, 1.0, 3.0, 4.0, 8.0, 9.0])
+    monkeypatch.setattr("raytide.actors.trainer.timing.time.perf_counter", lambda: next(now))
+    clock = StepClock(torch.device("cpu"))
+    clock.start()
+    clock.lap("data")
+    clock.lap("optimizer")
+    clock.lap("data")
+    assert clock.take() == {"data": 6.0, "optimizer": 1.0}
+    clock.lap("data")
+    assert clock.take() == {"data": 1.0}
+
+
+@dataclass
+class Device:
+    """A stream of events: those up to `done` have happened, one a second."""
+
+    done: int = -1
+    events: list[Event] = field(default_factory=list)
+
+
+@dataclass
+class Event:
+    device: Device
+    at: int = -1
+
+    def record(self) -> None:
+        self.at = len(self.device.events)
+        self.device.events.append(self)
+
+    def query(self) -> bool:
+        return self.at <= self.device.done
+
+    def elapsed_time(self, other: Event) -> float:
+        assert other.query(), "asking for the time of an event to come would wait for it"
+        return 1e3 * (other.at - self.at)
+
+
+def test_on_a_gpu_a_lap_that_still_runs_is_counted_with_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device()
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(device))
+    clock = StepClock(torch.device("cuda"))
+    clock.start()
+    for phase in ("forward_backward", "norm", "optimizer"):
+        clock.lap(phase)
+    device.done = len(device.events) - 2  # the loss was read before the optimizer's kernels ran
+    assert clock.take() == {"forward_backward": 1.0, "norm": 1.0}
+    clock.start()
+    clock.lap("forward_backward")
+    device.done = len(device.events) - 1
+    assert clock.take() == {"optimizer": 1.0, "forward_backward": 1.0}
