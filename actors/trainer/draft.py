@@ -15,6 +15,8 @@ from raytide.core.storage import full_disk_is_an_error, is_local
 
 __all__ = ["Draft"]
 
+_CONFIGS = ("config.json", "adapter_config.json")
+
 
 class Draft:
     """Written under a hidden name beside its target, which `publish` gives it; for a URL, in a local directory.
@@ -66,7 +68,7 @@ class Draft:
         fs, path = open_url(self._target)
         if fs.exists(path):
             fs.rm(path, recursive=True)
-        for file in sorted(folder.iterdir(), key=lambda each: each.name in ("config.json", "adapter_config.json")):
+        for file in sorted(folder.iterdir(), key=lambda each: (each.name in _CONFIGS, each.name)):
             fs.put_file(str(file), f"{path}/{file.name}")
         shutil.rmtree(folder)
 

@@ -56,7 +56,7 @@ def adapted(arch: Architecture, lora: LoraSpec) -> list[str]:
         if not any(path.endswith(f".{target}") for path in paths):
             raise ConfigError(
                 f"the model has no {target} that an adapter can be put on.",
-                hint="Leave finetune.lora.targets out to adapt every projection; experts get none.",
+                hint="Leave finetune.lora.targets out to adapt every projection; with experts, only those of attention get one.",
             )
     return paths
 
@@ -68,7 +68,7 @@ def merged(weight: Tensor, a_RI: Tensor, b_OR: Tensor, lora: LoraSpec) -> Tensor
 
 def _linears(arch: Architecture) -> Iterator[str]:
     ffn = ("gate_proj", "up_proj", "down_proj") if arch.gated_ffn else ("up_proj", "down_proj")
-    for index, layer in enumerate(arch.layers):
+    for index in range(arch.num_layers):
         yield from (f"layers.{index}.attention.{each}_proj" for each in "qkvo")
-        if not layer.sparse:
+        if arch.experts is None:  # among experts PEFT takes a dense layer's for one of theirs
             yield from (f"layers.{index}.ffn.{each}" for each in ffn)

@@ -95,7 +95,7 @@ class LoraSpec(Config):
     alpha: float = Field(default=16.0, gt=0)
     """What an adapter adds is scaled by alpha / rank."""
     targets: tuple[Target, ...] | None = Field(default=None, min_length=1)
-    """Projections that get one; all that the model has when left out. Experts and embeddings get none."""
+    """Projections that get one; all when left out, of a model with experts those of attention."""
 
 
 class FinetuneSpec(Config):

@@ -127,3 +127,11 @@ def test_the_digest_follows_the_conversations_and_the_template(folder: Path) -> 
     assert open_chat(folder, template=MARKED).digest != before
     (folder / "talks.jsonl").write_text(lines(TALK[:2], TALK))
     assert open_chat(folder).digest != before
+
+
+def test_the_engine_renders_marked_templates_without_their_marks(folder: Path) -> None:
+    from raytide.actors.models.chat_template import ChatTemplate
+
+    text = ChatTemplate(MARKED, {"eos_token": "<eos>"}).render(TALK, prompt=True)
+    assert "\ufdd0" not in text and "\ufdd1" not in text
+    assert text.endswith("yes, été<eos><assistant>")
