@@ -56,7 +56,7 @@ def adapted(arch: Architecture, lora: LoraSpec) -> list[str]:
         if not any(path.endswith(f".{target}") for path in paths):
             raise ConfigError(
                 f"the model has no {target} that an adapter can be put on.",
-                hint="Leave finetune.lora.targets out to adapt every projection; with experts, only those of attention get one.",
+                hint="Leave finetune.lora.targets out; beside experts only projections of attention get one.",
             )
     return paths
 
