@@ -30,6 +30,19 @@ def ray_nodes(of: LocalCluster) -> list[dict[str, Any]]:
     return list(found["data"]["result"]["result"])
 
 
+def kill_raylet(of: LocalCluster, node_id: str) -> None:
+    """The node's other processes are left to notice it."""
+    import psutil
+
+    from raytide.autoscaler.providers.local_files import NodeFolder
+
+    node = NodeFolder(of.run_dir / "nodes" / node_id).process()
+    assert node is not None
+    for process in psutil.Process(node.pid).children(recursive=True):
+        if "raylet/raylet" in " ".join(process.cmdline()):
+            process.kill()
+
+
 @pytest.fixture(scope="session")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     from raytide.control import cluster

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from enum import IntEnum
 from typing import Any, Literal
 
 from raytide.core.errors import RaytideError
@@ -71,10 +72,20 @@ class RunResult:
     restarts: int
     """How often the gang broke and formed again."""
     resizes: int
-    """How often it formed again on purpose, from a checkpoint of that moment."""
+    """How often it formed again on purpose, from the state of that moment."""
+    steps_lost: int
+    """Done again, because no snapshot and no checkpoint of them was left."""
     recovery_s: float
     """The longest time from the first sign of a break to the next step done."""
     model_dir: str | None
+
+
+class Pause(IntEnum):
+    """Whether a generation shall stop before its next step. The ranks add their answers up: the largest wins."""
+
+    NO = 0
+    STOP = 1  # with the state in memory only: a checkpoint would not fit into the notice
+    SAVE = 2  # with a checkpoint besides
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +98,8 @@ class Seat:
     store: tuple[str, int]
     """Host and port of the store where the ranks meet; rank 0 has it open already."""
     address: str
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a generation ended for one rank."""
-
-    kind: Literal["done", "paused", "broken", "failed"]
-    """broken: a collective failed, so some peer is gone. failed: the run itself cannot go on."""
-    detail: str = ""
-    error: RaytideError | None = None
+    micro_batch: int
+    """The spec's, or less once it did not fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +109,29 @@ class Beat:
     generation: int
     phase: str
     phase_s: float
+    where: str = ""
+    """The innermost frames of its work, the innermost first."""
+    waits: bool = False
+    """Whether it waits there for other ranks."""
     steps: list[StepResult] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     """Checkpoints that had to be passed over."""
+    laps: dict[str, float] = field(default_factory=dict)
+    """Seconds of this generation's join, build, load, first_step and leave, as far as they are over."""
+    source: str = ""
+    """Where its state came from: "memory", "storage", or nothing for the first step of all."""
+    save_s: float = 0.0
+    """Of the last checkpoint, from the state to its seal; 0 before the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a generation ended for one rank."""
+
+    kind: Literal["done", "paused", "broken", "oom", "failed"]
+    """broken: a collective failed, so some peer is gone. failed: the run itself cannot go on."""
+    detail: str = ""
+    error: RaytideError | None = None
+    timed_out: bool = False
+    """broken, since a peer kept it waiting rather than closed its door."""
+    last: Beat | None = None

@@ -1,36 +1,42 @@
 """Runs a training job over a lease: in its driver process, on the head.
 
 One generation of ranks after another: staff the lease's members with workers, seat those that are ready, train until
-something ends it. A break costs the steps since the last checkpoint; a planned change costs none.
+something ends it. A break costs the steps since the last snapshot or checkpoint; a planned change costs none.
 """
 
 from __future__ import annotations
 
 import time
 
-from raytide.actors.trainer.core import RunResult
+from raytide.actors.trainer.budget import Budget
+from raytide.actors.trainer.core import Beat, RunResult, StepResult
 from raytide.actors.trainer.crew import Crew, Hand
 from raytide.actors.trainer.generation import Ending, Generation
 from raytide.actors.trainer.leases import LeaseWatch, Reporter
 from raytide.actors.trainer.record import Record
+from raytide.actors.trainer.recovery import Recovery
+from raytide.actors.trainer.remote import RayWorker, Start
+from raytide.actors.trainer.seating import most_ranks
 from raytide.core.clock import Clock, SystemClock
 from raytide.core.errors import RaytideError, TrainError
+from raytide.core.gang import Lease
 from raytide.core.ports import LeaseClient
 from raytide.core.train_spec import TrainSpec
 
-TICK_S = 0.1
-MAX_FRUITLESS = 5
-"""Breaks in a row without one step done, after which the cause is taken to be the run's own."""
+TICK_S = 0.05
 
 
-def run_train(spec: TrainSpec, lease_client: LeaseClient, job_id: str, *, clock: Clock | None = None) -> RunResult:
+def run_train(
+    spec: TrainSpec, lease_client: LeaseClient, job_id: str, *, clock: Clock | None = None, start: Start = RayWorker
+) -> RunResult:
     """Train `spec` on the lease of `job_id` to its end, through deaths, notices and returns of its members.
 
-    Needs a process that is connected to Ray. Goes on from the latest checkpoint in `spec.out`. Raises what ended the
-    run early: LeaseLostError, DataError, CheckpointError, StorageError or TrainError.
+    Needs a process that is connected to Ray, unless `start` makes other workers than Ray's. Goes on from the latest
+    checkpoint in `spec.out`. Raises what ended the run early: LeaseLostError, DataError, CheckpointError, StorageError
+    or TrainError.
     """
     record = Record(spec, clock or SystemClock())
-    driver = _Driver(spec, lease_client, job_id, record)
+    driver = _Driver(spec, lease_client, job_id, record, start)
     try:
         driver.run()
     except RaytideError as error:
@@ -42,27 +48,41 @@ def run_train(spec: TrainSpec, lease_client: LeaseClient, job_id: str, *, clock:
 
 
 class _Driver:
-    def __init__(self, spec: TrainSpec, client: LeaseClient, job_id: str, record: Record) -> None:
+    def __init__(self, spec: TrainSpec, client: LeaseClient, job_id: str, record: Record, start: Start) -> None:
         self.spec, self.record = spec, record
-        self.crew = Crew(spec, record)
+        self.crew = Crew(spec, record, start)
         self.watch = LeaseWatch(client, job_id)
         self.reporter = Reporter(client, job_id)
+        self.budget = Budget(spec.name, best=record.steps)
+        self.micro_batch = spec.micro_batch
         self.number = 0
-        self.fruitless = 0
-        self.stopped_s: float | None = None
-        """When the gang stopped making steps; None while it makes them."""
+        self.hands: list[Hand] = []
+        """Those that were seated last."""
+        self.recovery: Recovery | None = None
+        """From the end of a generation until the next step."""
 
     def run(self) -> None:
         while True:
-            hands = self._gather()
+            self.hands = self._gather()
             self.number += 1
-            seats = {"hosts": [hand.host for hand in hands], "pids": [hand.pid for hand in hands]}
-            self.record.event("formed", generation=self.number, world=len(hands), **seats)
-            generation = Generation(self.number, self.spec, hands, self.crew, self.watch, self.record)
-            ending = generation.run(on_steps=self._stepped)
-            self._account(ending, had_steps=generation.steps > 0)
+            self._tell_who()
+            if self.recovery is not None:
+                self.recovery.seated_s = time.monotonic()
+            generation = Generation(
+                self.number,
+                self.spec,
+                self.hands,
+                self.crew,
+                self.watch,
+                self.record,
+                micro_batch=self.micro_batch,
+                on_steps=self._stepped,
+            )
+            ending = generation.run()
             if ending.kind == "done":
+                self.record.finished()
                 return
+            self._account(ending)
 
     def close(self) -> None:
         self.watch.close()
@@ -70,54 +90,69 @@ class _Driver:
         self.reporter.close(self._progress(0))
 
     def _gather(self) -> list[Hand]:
-        """Wait until enough workers are ready. The first time also for those that are on their way; later, survivors
-        go on at once and the others join them when they come."""
+        """Wait until enough workers are ready. The first time also for those that are on their way to a seat; later,
+        survivors go on at once and the others join them when they come."""
         while True:
             lease = self.watch.latest()
             if lease is not None:
-                self.crew.staff(lease)
+                lost = self.crew.staff(lease)
+                self.budget.lost(hand.filling for hand in lost)
                 for hand, why in self.crew.check():
-                    self._tired(f"{hand.host}: {why}")
-                hands = self.crew.able(lease.shape)
-                members = len({hand.member.index for hand in hands})
-                if members >= lease.shape.at_least and (self.number > 0 or self.crew.starting == 0):
+                    self.budget.charge(f"{hand.host}: {why}", [hand.filling])
+                self.budget.check()
+                hands = self.crew.seats(lease.shape, self.hands)
+                if hands and (self.number > 0 or self._is_full(lease, len(hands))):
                     return hands
+                if not hands:
+                    self.spec.layout.sizes(most_ranks(self.spec, lease.shape))  # raises when even all would be too few
                 self.reporter.send(self._progress(0))
             time.sleep(TICK_S)
 
-    def _stepped(self, world: int, tokens_per_s: float) -> None:
-        if self.stopped_s is not None:
-            seconds = time.monotonic() - self.stopped_s
-            self.record.recovered(seconds)
-            self.record.event("recovered", seconds=round(seconds, 3), world=world, step=self.record.steps)
-            self.stopped_s = None
-        self.fruitless = 0
-        self.reporter.send(self._progress(world, tokens_per_s))
+    def _is_full(self, lease: Lease, seated: int) -> bool:
+        return self.crew.starting == 0 or seated == most_ranks(self.spec, lease.shape)
 
-    def _account(self, ending: Ending, *, had_steps: bool) -> None:
-        if ending.kind == "failed":
-            assert ending.error is not None
+    def _tell_who(self) -> None:
+        seats = {"hosts": [hand.host for hand in self.hands], "pids": [hand.pid for hand in self.hands]}
+        sizes = str(self.spec.layout.sizes(len(self.hands)))
+        spare = self.crew.ready - len(self.hands)
+        self.record.event("formed", generation=self.number, world=len(self.hands), layout=sizes, spare=spare, **seats)
+
+    def _stepped(self, new: list[StepResult], beat: Beat) -> None:
+        if self.recovery is not None:
+            told = self.recovery.over(time.monotonic(), new[0], beat)
+            self.record.recovered(float(told["seconds"]), self.recovery.steps_lost(new[0]))
+            self.record.event("recovered", **told)
+            self.recovery = None
+        self.budget.reached(new[-1].step)
+        tokens_per_s = sum(step.tokens for step in new) / max(sum(step.step_s for step in new), 1e-9)
+        self.reporter.send(self._progress(new[-1].world, tokens_per_s))
+
+    def _account(self, ending: Ending) -> None:
+        if ending.error is not None:
             raise ending.error
-        if ending.kind == "done":
-            self.record.finished()
-            return
-        self.stopped_s = self.stopped_s or ending.began_s
+        now_s, step = time.monotonic(), self.record.steps
+        if self.recovery is None:
+            self.recovery = Recovery(ending.began_s, ending.leave_s, now_s, step)
+        self.recovery.ended_s = now_s
         if ending.kind == "paused":
             self.record.resizes += 1
-            self.record.event("resize", generation=self.number, step=self.record.steps, why=ending.why)
-            return
-        self.record.restarts += 1
-        self.record.event("broke", generation=self.number, step=self.record.steps, why=ending.why)
-        if not had_steps:
-            self._tired(ending.why)
+            self.record.event("resize", generation=self.number, step=step, why=ending.why)
+        elif ending.kind == "oom":
+            self._shrink_micro_batch(ending.why)
+        else:
+            self.record.restarts += 1
+            self.record.event("broke", generation=self.number, step=step, why=ending.why)
+            self.budget.broke(ending.why, [hand.filling for hand in ending.dead])
 
-    def _tired(self, why: str) -> None:
-        self.fruitless += 1
-        if self.fruitless > MAX_FRUITLESS:
+    def _shrink_micro_batch(self, why: str) -> None:
+        """Half as many sequences at once and twice as often: the same global batch in about half the memory."""
+        before, self.micro_batch = self.micro_batch, -(-self.micro_batch // 2)
+        if before == 1:
             raise TrainError(
-                f"{self.spec.name} broke {self.fruitless} times in a row without one step done; the last time: {why}.",
-                hint="Mend that; the run goes on from its last checkpoint.",
+                f"{self.spec.name} does not fit into memory with one sequence at a time: {why}.",
+                hint="Divide the model among more ranks (layout), checkpoint activations, or shorten seq_len.",
             )
+        self.record.event("oom", generation=self.number, why=why, micro_batch=self.micro_batch, was=before)
 
     def _progress(self, world: int, tokens_per_s: float = 0.0) -> dict[str, float | int | str]:
         record = self.record
@@ -127,6 +162,7 @@ class _Driver:
             "tokens_per_s": round(tokens_per_s, 1),
             "restarts": record.restarts,
             "resizes": record.resizes,
+            "steps_lost": record.steps_lost,
             "recovery_s": round(record.recovery_s, 3),
             "world": world,
         }

@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import (
 )  # torch.distributed has them, but not for type checkers
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from raytide.actors.trainer import compat
 from raytide.core.errors import ConfigError
 from raytide.core.layout import AXES, Layout, Sizes
 
@@ -115,11 +116,13 @@ def leave() -> None:
     """Give the group up, healthy or not. Closing its sockets also wakes peers that wait for this rank."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    compat.forget_meshes()
 
 
 def _joined(sizes: Sizes, timeout_s: float, generation: int) -> Group:
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    compat.tell_meshes_apart()
     mesh = init_device_mesh(device.type, sizes.shape, mesh_dim_names=AXES)
     io = dist.new_group(backend="gloo", timeout=timedelta(seconds=max(timeout_s, IO_TIMEOUT_S)))
     assert isinstance(io, dist.ProcessGroup)

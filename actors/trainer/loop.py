@@ -22,7 +22,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from raytide.actors.trainer import guard, optim, parallel
 from raytide.actors.trainer.checkpoint import Checkpoints
-from raytide.actors.trainer.core import StepResult
+from raytide.actors.trainer.core import Pause, StepResult
 from raytide.actors.trainer.data import Ids, Sampler, share
 from raytide.actors.trainer.export import export
 from raytide.actors.trainer.group import Group
@@ -59,26 +59,33 @@ class Trainer:
         self.profiler = Profiler(spec.profile, spec.out, group.rank, group.device)
         self.steps_done = 0
         self.saved_at: int | None = None
+        self.restored_from = ""
+        """"storage", or nothing when this is the run's first step."""
+        self.save_s = 0.0
+        """Of the last checkpoint."""
 
     def restore(self) -> list[CheckpointError]:
         """Go to the newest good checkpoint; returns the ones that had to be passed over."""
         step, rejected = self.checkpoints.load(self.parts, self.optimizer)
         self.steps_done = step
         self.saved_at = step or None
+        self.restored_from = "storage" if step else ""
         return rejected
 
     def save(self) -> None:
         """Checkpoint the state as it is, unless that was done already."""
         if self.saved_at != self.steps_done:
+            began = time.perf_counter()
             self.clock.start()
             self.checkpoints.save(self.parts, self.optimizer, self.steps_done)
             self.clock.lap("checkpoint")
             self.saved_at = self.steps_done
+            self.save_s = time.perf_counter() - began
 
     def export(self) -> str:
         return export(self.parts, self.spec, self.origin, self.data, self.group)
 
-    def run(self, *, on_step: Callable[[StepResult], None], paused: Callable[[], bool] = lambda: False) -> bool:
+    def run(self, *, on_step: Callable[[StepResult], None], paused: Callable[[], Pause] = lambda: Pause.NO) -> bool:
         """Train to the end, saving as the spec says; False when some rank asked to pause: the state is saved then.
 
         TrainError when the guard stops the run: the weights are then still those of the step before.
@@ -88,7 +95,7 @@ class Trainer:
         finally:
             self.profiler.close(self.steps_done)
 
-    def _run(self, on_step: Callable[[StepResult], None], paused: Callable[[], bool]) -> bool:
+    def _run(self, on_step: Callable[[StepResult], None], paused: Callable[[], Pause]) -> bool:
         while self.steps_done < self.spec.steps:
             result = self.step(pause=paused())
             if result is None:
@@ -104,7 +111,7 @@ class Trainer:
             self.export()
         return True
 
-    def step(self, *, pause: bool = False) -> StepResult | None:
+    def step(self, *, pause: Pause = Pause.NO) -> StepResult | None:
         """One optimiser step over the global batch; None, with nothing done, when any rank asks to pause.
 
         A batch that the guard objects to is not applied; the result says so, and why.

@@ -4,65 +4,68 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import Any
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 
 from raytide.actors.trainer.core import Beat
 from raytide.actors.trainer.crew import Hand
+
+EVERY_S = 0.25
+
+
+@dataclass(slots=True)
+class Heard:
+    """What a rank said last."""
+
+    beat: Beat = field(default_factory=lambda: Beat(-1, "starting", 0.0))
+    elsewhere: int = 0
+    """Answers in a row, since its peers began to complain, in which it did not wait for them."""
+
+    @property
+    def phase(self) -> str:
+        return f"{self.beat.phase} for {self.beat.phase_s:.1f} s"
 
 
 class Pulse:
     def __init__(self, hands: list[Hand]) -> None:
         self._hands = hands
-        self._every_s = max(0.25, 0.005 * len(hands))  # a large gang is asked less often
-        self._out: dict[int, tuple[Any, float]] = {}
+        self._every_s = max(EVERY_S, 0.005 * len(hands))  # a large gang is asked less often
+        self._out: dict[int, tuple[Future[Beat], float]] = {}
         self._next_s = dict.fromkeys(range(len(hands)), 0.0)
-        self._phase = dict.fromkeys(range(len(hands)), "starting")
-        self._still_s = dict.fromkeys(range(len(hands)), 0.0)
+        self._heard = {rank: Heard() for rank in range(len(hands))}
+        self._complained_s: float | None = None
 
     def beats(self, ranks: Iterable[int]) -> list[Beat]:
         """The answers that have come; asks again those of `ranks` whose turn it is."""
-        import ray
-
         now = time.monotonic()
         for rank in ranks:
             if rank not in self._out and now >= self._next_s[rank]:
-                self._out[rank] = self._hands[rank].actor.poll.remote(), now
+                self._out[rank] = self._hands[rank].call("poll"), now
         found = []
-        for rank, (ref, _) in list(self._out.items()):
-            if ray.wait([ref], timeout=0)[0]:
+        for rank, (answer, asked_s) in list(self._out.items()):
+            if answer.done():
                 del self._out[rank]
-                self._next_s[rank] = now + self._every_s
-                found += self._read(rank, ref)
+                self._next_s[rank] = now + (self._every_s if self._complained_s is None else 0.0)
+                if answer.exception() is None:  # a dead rank's `train` says so too, with the reason
+                    found.append(self._read(rank, answer.result(), asked_s))
         return found
 
-    def last(self, timeout_s: float) -> list[Beat]:
-        """One more answer from every rank that still gives one."""
-        import ray
-
-        refs = {hand.actor.poll.remote(): rank for rank, hand in enumerate(self._hands)}
-        refs |= {ref: rank for rank, (ref, _) in self._out.items()}
-        done, _ = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s)
-        return [beat for ref in done for beat in self._read(refs[ref], ref)]
+    def complained(self) -> None:
+        """Some rank waited for its peers in vain: from now on it matters who is not waiting, and is asked at once."""
+        if self._complained_s is None:
+            self._complained_s = time.monotonic()
+            self._next_s = dict.fromkeys(self._next_s, 0.0)
 
     def silent_s(self, rank: int) -> float:
         """For how long its question has been waiting."""
         return time.monotonic() - self._out[rank][1] if rank in self._out else 0.0
 
-    def phase(self, rank: int) -> str:
-        """What it was doing when it was last heard."""
-        return self._phase[rank]
+    def heard(self, rank: int) -> Heard:
+        return self._heard[rank]
 
-    def still_s(self, rank: int) -> float:
-        """For how long it had been at the same thing when it was last heard."""
-        return self._still_s[rank]
-
-    def _read(self, rank: int, ref: Any) -> list[Beat]:
-        import ray
-
-        try:
-            beat: Beat = ray.get(ref)
-        except ray.exceptions.RayError:
-            return []  # a dead rank's `train` says so too, with the reason
-        self._still_s[rank] = beat.phase_s
-        self._phase[rank] = f"{beat.phase} for {beat.phase_s:.1f} s"
-        return [beat]
+    def _read(self, rank: int, beat: Beat, asked_s: float) -> Beat:
+        heard = self._heard[rank]
+        heard.beat = beat
+        if self._complained_s is not None and asked_s >= self._complained_s:
+            heard.elsewhere = 0 if beat.waits or beat.phase in ("leaving", "idle") else heard.elsewhere + 1
+        return beat

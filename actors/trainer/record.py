@@ -28,7 +28,7 @@ class Record:
         with full_disk_is_an_error(spec.out):
             self.out.mkdir(parents=True, exist_ok=True)
         self.began_s = clock.now_s()
-        self.steps = self.tokens = self.restarts = self.resizes = 0
+        self.steps = self.tokens = self.restarts = self.resizes = self.steps_lost = 0
         self.first_loss: float | None = None
         self.loss: float | None = None
         self.recovery_s = 0.0
@@ -52,8 +52,9 @@ class Record:
     def event(self, what: str, **details: object) -> None:
         self._append("events.jsonl", {"at_s": self.clock.now_s(), "event": what, **details})
 
-    def recovered(self, seconds: float) -> None:
+    def recovered(self, seconds: float, steps_lost: int) -> None:
         self.recovery_s = max(self.recovery_s, seconds)
+        self.steps_lost += steps_lost
 
     def result(self) -> RunResult:
         model = self.out / "model"
@@ -65,6 +66,7 @@ class Record:
             seconds=self.clock.now_s() - self.began_s,
             restarts=self.restarts,
             resizes=self.resizes,
+            steps_lost=self.steps_lost,
             recovery_s=self.recovery_s,
             model_dir=str(model) if model.is_dir() else None,
         )

@@ -9,13 +9,14 @@ from __future__ import annotations
 import gc
 import os
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
-from raytide.actors.trainer.core import Beat, Outcome, Seat, StepResult
+from raytide.actors.trainer.core import Beat, Outcome, Pause, Seat, StepResult
+from raytide.actors.trainer.diary import Diary
 from raytide.core.errors import RaytideError
 from raytide.core.train_spec import TrainSpec
 
@@ -23,42 +24,43 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
     from raytide.actors.trainer.group import Group
+    from raytide.actors.trainer.loop import Trainer
 
 T = TypeVar("T")
+OWN_SHARE = 0.9
+"""Of collective_timeout_s, for the collectives themselves; the rest is for naming the rank that they waited for."""
 
 
 class TrainWorker:
-    def __init__(self, spec: TrainSpec, threads: int) -> None:
-        self._spec, self._threads = spec, threads
+    def __init__(self, spec: TrainSpec, threads: int, host: str) -> None:
+        self._spec, self._threads, self._host = spec, threads, host
         self._torch = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch", initializer=self._prepare)
         self._store: TCPStore | None = None
-        self._lock = threading.Lock()
-        self._generation, self._paused = -1, -1
-        self._phase, self._phase_since = "idle", time.monotonic()
-        self._steps: list[StepResult] = []
-        self._skipped: list[str] = []
+        self._diary = Diary()
+        self._generation, self._pause = -1, Pause.NO
 
     def ready(self) -> int:
         """The process id, once the imports are done and the worker can take a seat."""
         return self._on_torch(os.getpid)
+
+    def stay(self) -> None:
+        """Never answers: the call fails when this process ends."""
+        threading.Event().wait()
 
     def open_store(self, address: str, world: int) -> int:
         """Open the store of a new generation on this rank's host and return its port."""
         return self._on_torch(lambda: self._open_store(address, world))
 
     def train(self, seat: Seat) -> Outcome:
-        """Join the generation, load the latest checkpoint, train until something ends it, and leave it."""
+        """Join the generation, load the newest state, train until something ends it, and leave it."""
         return self._on_torch(lambda: self._train(seat))
 
-    def pause(self, generation: int) -> None:
-        """Make all ranks of this generation, through this one, checkpoint before their next step and stop there."""
-        self._paused = generation
+    def pause(self, generation: int, how: Pause) -> None:
+        """Make all ranks of this generation, through this one, stop before their next step."""
+        self._generation, self._pause = generation, how
 
     def poll(self) -> Beat:
-        with self._lock:
-            steps, self._steps = self._steps, []
-            skipped, self._skipped = self._skipped, []
-            return Beat(self._generation, self._phase, time.monotonic() - self._phase_since, steps, skipped)
+        return self._diary.read()
 
     def _on_torch(self, work: Callable[[], T]) -> T:
         return self._torch.submit(work).result()
@@ -79,48 +81,56 @@ class TrainWorker:
     def _train(self, seat: Seat) -> Outcome:
         from raytide.actors.trainer import group
 
-        with self._lock:
-            self._generation, self._steps, self._skipped = seat.generation, [], []
+        self._diary.open(seat.generation)
+        outcome = self._attempt(seat)
+        self._diary.at("leaving", lap="leave")
+        gc.collect()  # FSDP's cycles hold the group, and closing its sockets is what wakes the peers
+        group.leave()
+        self._store = None
+        self._diary.at("idle")
+        return replace(outcome, last=self._diary.read())
+
+    def _attempt(self, seat: Seat) -> Outcome:
         try:
-            self._at("joining")
-            mine = group.join(
-                self._meet(seat),
-                seat.rank,
-                self._spec.layout.sizes(seat.world),
-                timeout_s=self._spec.collective_timeout_s,
-                address=seat.address,
-                generation=seat.generation,
-            )
-            return self._run(mine)
+            return self._run(seat, self._join(seat))
         except RaytideError as error:
             return Outcome("failed", str(error), error)
         except Exception as error:  # torch raises RuntimeError and its kin for a peer that is gone
-            return Outcome("broken", "".join(traceback.format_exception(error)).strip()[-2000:])
-        finally:
-            gc.collect()  # FSDP's cycles hold the group, and closing its sockets is what wakes the peers
-            group.leave()
-            self._store = None
-            self._at("idle")
+            detail = "".join(traceback.format_exception(error)).strip()[-2000:]
+            if _is_out_of_memory(error):
+                return Outcome("oom", detail)
+            return Outcome("broken", detail, timed_out="timed out" in str(error).lower())
 
-    def _run(self, mine: Group) -> Outcome:
+    def _join(self, seat: Seat) -> Group:
+        from raytide.actors.trainer import group
+
+        self._diary.at("joining", lap="join")
+        return group.join(
+            self._meet(seat),
+            seat.rank,
+            self._spec.layout.sizes(seat.world),
+            timeout_s=self._spec.collective_timeout_s * OWN_SHARE,
+            address=seat.address,
+            generation=seat.generation,
+        )
+
+    def _run(self, seat: Seat, mine: Group) -> Outcome:
         from raytide.actors.trainer.loop import Trainer
 
-        self._at("loading")
-        trainer = Trainer(self._spec, mine)
-        skipped = [str(error) for error in trainer.restore()]
-        with self._lock:
-            self._skipped = skipped
-        self._at(f"step {trainer.steps_done + 1}")
-        finished = trainer.run(on_step=self._did, paused=lambda: self._paused == self._generation)
+        self._diary.at("building", lap="build")
+        trainer = Trainer(self._spec.model_copy(update={"micro_batch": seat.micro_batch}), mine)
+        self._diary.at("loading", lap="load")
+        skipped = trainer.restore()
+        self._diary.restored(trainer.restored_from, [str(error) for error in skipped])
+        self._diary.at(f"step {trainer.steps_done + 1}", lap="first_step")
+        finished = trainer.run(on_step=self._did(trainer), paused=lambda: self._asked(seat))
         return Outcome("done" if finished else "paused")
 
-    def _did(self, result: StepResult) -> None:
-        with self._lock:
-            self._steps.append(result)
-        self._at(f"after step {result.step}")
+    def _did(self, trainer: Trainer) -> Callable[[StepResult], None]:
+        return lambda result: self._diary.did(result, trainer.save_s)
 
-    def _at(self, phase: str) -> None:
-        self._phase, self._phase_since = phase, time.monotonic()
+    def _asked(self, seat: Seat) -> Pause:
+        return self._pause if self._generation == seat.generation else Pause.NO
 
     def _meet(self, seat: Seat) -> TCPStore:
         from raytide.actors.trainer import group
@@ -129,3 +139,10 @@ class TrainWorker:
             assert self._store is not None, "rank 0 opens the store before it takes its seat"
             return self._store
         return group.reach_store(*seat.store, seat.world)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """torch has a class for devices and none for the host's own memory."""
+    import torch
+
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)

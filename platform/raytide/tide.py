@@ -58,7 +58,7 @@ class Tide:
     def train(self, spec: TrainSpec | SpecSource) -> TrainRun:
         """Train on a gang; it survives the loss of members."""
         train = spec if isinstance(spec, TrainSpec) else _parse(TrainSpec, spec)
-        view = self._submit(JobKind.TRAIN, train.name, train.team, train.gang, train.model_dump(mode="json"))
+        view = self._submit(JobKind.TRAIN, train.name, train.team, train.asks, train.model_dump(mode="json"))
         return TrainRun(self.client, view)
 
     def serve(

@@ -86,6 +86,8 @@ class TrainSpec(Config):
     stall_timeout_s: float = Field(default=1800.0, gt=0)
     """A run of which a rank is at one step, load or export for longer fails."""
     gang: GangSpec = GangSpec(shapes=(Shape(resources={"CPU": 1.0}),))
+    spares: int = Field(default=0, ge=0)
+    """Members kept warm beyond those of the gang: started and idle, seated the moment that another one dies."""
 
     @model_validator(mode="after")
     def _source(self) -> TrainSpec:
@@ -105,6 +107,17 @@ class TrainSpec(Config):
         if short and self.seq_len > self.model.max_seq_len:
             raise ValueError(f"seq_len {self.seq_len} is above model.max_seq_len {self.model.max_seq_len}")
         return self
+
+    @property
+    def asks(self) -> GangSpec:
+        """What the job asks the platform for: the gang and its spares, none of which is needed to begin."""
+        if not self.spares:
+            return self.gang
+        shapes = (
+            shape.model_copy(update={"members": shape.members + self.spares, "min_members": shape.at_least})
+            for shape in self.gang.shapes
+        )
+        return self.gang.model_copy(update={"shapes": tuple(shapes)})
 
     def digest(self) -> str:
         """Of what a checkpoint cannot be resumed without, beside the model and the data themselves: the data order."""

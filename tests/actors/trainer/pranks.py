@@ -1,0 +1,89 @@
+"""What goes wrong inside a worker, at a step of the test's choice. By name and picklable: its process imports this."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from raytide.actors.trainer.data import TokenData
+from raytide.actors.trainer.decoder import Decoder
+from raytide.actors.trainer.loop import Trainer
+
+_now = {"step": 0}
+
+
+@dataclass(frozen=True)
+class SleepsInStep:
+    step: int
+
+    def __call__(self) -> None:
+        _follow_steps()
+        forward = Decoder.forward
+
+        def sleeps_here(self_: Decoder, *args: Any, **options: Any) -> Any:
+            if _now["step"] == self.step:
+                time.sleep(3600)
+            return forward(self_, *args, **options)
+
+        Decoder.forward = sleeps_here  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
+class StuckInRead:
+    step: int
+
+    def __call__(self) -> None:
+        _follow_steps()
+        batch = TokenData.batch
+
+        def never_reads(self_: TokenData, ids: Any) -> Any:
+            if _now["step"] == self.step:
+                os.read(os.pipe()[0], 1)
+            return batch(self_, ids)
+
+        TokenData.batch = never_reads  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
+class DiesInStep:
+    step: int
+
+    def __call__(self) -> None:
+        _follow_steps()
+        forward = Decoder.forward
+
+        def dies_here(self_: Decoder, *args: Any, **options: Any) -> Any:
+            if _now["step"] == self.step:
+                os._exit(1)
+            return forward(self_, *args, **options)
+
+        Decoder.forward = dies_here  # type: ignore[method-assign]
+
+
+@dataclass(frozen=True)
+class HasRoomFor:
+    sequences: int
+
+    def __call__(self) -> None:
+        forward = Decoder.forward
+
+        def is_full(self_: Decoder, inputs: torch.Tensor, *args: Any, **options: Any) -> Any:
+            if len(inputs) > self.sequences:
+                raise torch.OutOfMemoryError("no room (the test's)")
+            return forward(self_, inputs, *args, **options)
+
+        Decoder.forward = is_full  # type: ignore[method-assign]
+
+
+def _follow_steps() -> None:
+    step = Trainer.step
+
+    def followed(self: Trainer, *args: Any, **options: Any) -> Any:
+        _now["step"] = self.steps_done + 1
+        return step(self, *args, **options)
+
+    Trainer.step = followed  # type: ignore[method-assign]

@@ -1,0 +1,156 @@
+"""Ranks that die, hang, run out of memory, leave and come: the losses stay those of one process, with its samples."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from tests.actors.trainer.gang_processes import Run, assert_undisturbed
+from tests.actors.trainer.kills import kill_at_random
+from tests.actors.trainer.pranks import DiesInStep, HasRoomFor, SleepsInStep, StuckInRead
+
+from raytide.core.errors import CheckpointError, LeaseLostError, TrainError
+from raytide.core.gang import Shape
+from raytide.core.layout import Layout
+from raytide.core.train_spec import TrainSpec
+
+Start = Callable[..., Run]
+
+
+@pytest.fixture
+def start(spec: TrainSpec) -> Iterator[Start]:
+    """`start(members, at_least, pranks, **changes of the spec)`"""
+    runs: list[Run] = []
+
+    def begin(members: int, at_least: int, pranks: Any = None, **changes: Any) -> Run:
+        base = {"steps": 40, "checkpoint_every": 5, "record_samples": True, "collective_timeout_s": 20.0}
+        shape = Shape(members=members, min_members=at_least, resources={"CPU": 1.0})
+        runs.append(Run(spec.model_copy(update=base | changes), shape, pranks))
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        run.close()
+
+
+def test_four_become_two_by_a_death_and_a_notice_and_four_again(start: Start) -> None:
+    run = start(4, 2, steps=60)
+    run.until_step(6)
+    kept = {run.pid(0), run.pid(3)}
+    os.kill(run.pid(1), signal.SIGKILL)
+    run.leases.take(1)
+    run.until("three that train", lambda: len(run.events("recovered")) == 1)
+    run.leases.notice(2)
+    run.until("two that train", lambda: len(run.events("recovered")) == 2)
+    for pid in kept:
+        os.kill(pid, signal.SIGSTOP)  # or they would be done before the new workers have their imports
+    run.leases.take(2)
+    run.leases.give(1, 2)
+    run.until("new workers", lambda: len(run.events("ready")) == 6)
+    for pid in kept:
+        os.kill(pid, signal.SIGCONT)
+    result = run.result()
+    assert (result.steps, result.restarts, result.resizes) == (60, 1, 2)
+    assert run.worlds == [4, 3, 2, 4]
+    assert kept < set(run.events("formed")[-1]["pids"])
+    assert_undisturbed(run.spec)
+    death, notice, growth = run.events("recovered")
+    assert (notice["steps_lost"], growth["steps_lost"]) == (0, 0)
+    assert max(event["seconds"] for event in (death, notice, growth)) == pytest.approx(result.recovery_s, abs=0.01)
+    phases = ("detect_s", "leave_s", "wait_s", "join_s", "build_s", "load_s", "first_step_s")
+    assert 0 < sum(death[phase] for phase in phases) <= death["seconds"] + 0.01
+
+
+def test_a_warm_spare_takes_the_seat_of_a_dead_rank_at_once(start: Start) -> None:
+    """The layout uses two of three ranks: the third is ready and idle until then."""
+    run = start(3, 2, layout=Layout(shard=2))
+    run.until_step(6)
+    assert run.events("formed")[0]["spare"] == 1
+    spare = next(event["pid"] for event in run.events("ready") if event["host"].startswith("member 2 "))
+    os.kill(run.pid(0), signal.SIGKILL)
+    run.leases.take(0)
+    run.result()
+    assert run.worlds == [2, 2]
+    assert spare in run.events("formed")[-1]["pids"]
+    assert len(run.events("ready")) == 3
+    assert_undisturbed(run.spec)
+
+
+def test_a_spare_that_dies_disturbs_nobody_and_is_replaced(start: Start) -> None:
+    run = start(3, 2, layout=Layout(shard=2))
+    run.until_step(3)
+    spare = next(event["pid"] for event in run.events("ready") if event["host"].startswith("member 2 "))
+    os.kill(spare, signal.SIGKILL)
+    run.until("another spare", lambda: len(run.events("ready")) == 4)
+    result = run.result()
+    assert run.worlds == [2]
+    assert (result.restarts, result.resizes) == (0, 0)
+
+
+def test_a_hung_rank_is_named_with_its_host_and_its_code_and_replaced(start: Start) -> None:
+    """One that sleeps in a step, one whose data never comes, one that does not answer at all."""
+    pranks = {1: [SleepsInStep(7), StuckInRead(14)]}
+    run = start(2, 2, pranks, collective_timeout_s=4.0)
+    run.until_step(21)
+    os.kill(run.pid(1), signal.SIGSTOP)
+    result = run.result()
+    sleeping, reading, stopped = run.events("hung")
+    assert {event["rank"] for event in (sleeping, reading, stopped)} == {1}
+    assert all(event["host"] == "member 1 (node-1 127.0.0.2)" for event in (sleeping, reading, stopped))
+    assert "sleeps_here" in sleeping["where"] and "in step" in sleeping["where"]
+    assert "never_reads" in reading["where"]
+    assert "trainer/" in stopped["where"]
+    assert "step" in stopped["phase"]
+    assert (result.steps, result.restarts) == (40, 3)
+    assert len({event["pids"][0] for event in run.events("formed")}) == 1, "the other rank kept its process"
+    assert_undisturbed(run.spec)
+
+
+def test_out_of_memory_halves_the_micro_batch_at_equal_global_batch(start: Start) -> None:
+    pranks = {index: [HasRoomFor(1)] for index in (0, 1)}
+    run = start(2, 2, pranks, micro_batch=4, steps=8)
+    result = run.result()
+    assert [(event["was"], event["micro_batch"]) for event in run.events("oom")] == [(4, 2), (2, 1)]
+    assert (result.steps, result.restarts) == (8, 0)
+    assert_undisturbed(run.spec)
+
+
+def test_a_model_that_does_not_fit_one_sequence_ends_the_run(start: Start) -> None:
+    run = start(1, 1, {0: [HasRoomFor(0)]}, micro_batch=1, steps=2)
+    with pytest.raises(TrainError, match="does not fit into memory with one sequence"):
+        run.result()
+
+
+def test_a_rank_that_dies_at_the_same_step_each_time_ends_the_run(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raytide.actors.trainer.budget.MAX_FRUITLESS", 2)
+    run = start(2, 2, {1: [DiesInStep(7)] * 9}, steps=8)
+    with pytest.raises(TrainError, match="times in a row at step 6"):
+        run.result()
+    assert len(run.events("broke")) == 4, "the first was no repetition, and one is one too many"
+
+
+def test_what_is_wrong_with_the_run_itself_ends_it_with_that_error(start: Start) -> None:
+    assert start(1, 1, steps=5).result().steps == 5
+    with pytest.raises(CheckpointError, match="another model, seed or batch"):
+        start(1, 1, steps=6, seed=5).result()
+
+
+def test_a_lost_lease_ends_the_driver(start: Start) -> None:
+    run = start(1, 1, steps=100000)
+    run.leases.end()
+    with pytest.raises(LeaseLostError):
+        run.result()
+
+
+def test_random_kills_end_with_the_curve_of_one_process(start: Start) -> None:
+    run = start(3, 1, steps=60, checkpoint_every=3, collective_timeout_s=4.0)
+    killed = kill_at_random(run, kills=5, chance=random.Random(11))
+    assert len(killed) == 5
+    assert run.result().steps == 60
+    assert_undisturbed(run.spec)

@@ -1,0 +1,144 @@
+"""Who is seated, which breaks count, and what a recovery cost, without a process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raytide.actors.trainer.budget import MAX_FRUITLESS, Budget
+from raytide.actors.trainer.core import Beat, StepResult
+from raytide.actors.trainer.recovery import Recovery
+from raytide.actors.trainer.seating import Key, choose, most_ranks, usable
+from raytide.core.errors import TrainError
+from raytide.core.gang import GangSpec, Shape
+from raytide.core.layout import Layout
+from raytide.core.train_spec import TrainSpec
+
+
+@dataclass(frozen=True)
+class Seat:
+    key: Key
+
+
+def of(member: int, slot: int = 0, incarnation: int = 0) -> Seat:
+    return Seat((member, incarnation, slot, "group"))
+
+
+def shape(members: int, at_least: int | None = None, gpus: int = 0) -> Shape:
+    return Shape(members=members, min_members=at_least, resources={"CPU": 1.0, "GPU": float(gpus)})
+
+
+def run_spec(**changes: object) -> TrainSpec:
+    return TrainSpec(dataset="d", out="o", steps=1).model_copy(update=changes)
+
+
+def multiples_of(size: int) -> Callable[[int], int]:
+    return lambda ranks: ranks // size * size
+
+
+@given(
+    members=st.sets(st.integers(0, 9)),
+    held=st.sets(st.integers(0, 9)),
+    size=st.integers(1, 3),
+    most=st.integers(1, 10),
+    gpus=st.sampled_from([0, 2]),
+    at_least=st.integers(1, 4),
+)
+def test_seats_are_usable_in_rank_order_and_go_to_holders_first(
+    members: set[int], held: set[int], size: int, most: int, gpus: int, at_least: int
+) -> None:
+    slots = max(1, gpus)
+    able = [of(member, slot) for member in members for slot in range(slots)]
+    before = [of(member, slot) for member in held for slot in range(slots)]
+    seats = choose(able, shape(10, at_least, gpus), most=most, usable=multiples_of(size), held=before)
+    assert seats == sorted(set(seats), key=lambda seat: seat.key)
+    assert set(seats) <= set(able)
+    if len(members) < at_least:
+        assert seats == []
+    else:
+        assert len(seats) == min(len(able), most) // size * size
+        left = set(able) - set(seats)
+        assert not (any(seat in before for seat in left) and any(seat not in before for seat in seats))
+
+
+def test_a_member_that_lacks_a_rank_takes_no_seat() -> None:
+    able = [of(0, 0), of(0, 1), of(1, 1)]
+    assert choose(able, shape(2, 1, gpus=2), most=4, usable=multiples_of(1)) == able[:2]
+
+
+def test_spares_are_asked_for_beyond_the_gang_and_never_needed_to_begin() -> None:
+    spec = run_spec(spares=2, gang=GangSpec(shapes=(shape(4), shape(3, 1))))
+    assert [(s.members, s.at_least) for s in spec.asks.shapes] == [(6, 4), (5, 1)]
+    assert [most_ranks(spec, s) for s in spec.asks.shapes] == [4, 3]
+    assert run_spec(gang=GangSpec(shapes=(shape(4),))).asks.shapes[0].min_members is None
+
+
+def test_a_layout_uses_what_it_can_and_nobody_when_they_are_too_few() -> None:
+    spec = run_spec(layout=Layout(tensor=2, replicate=2))
+    assert [usable(spec, ranks) for ranks in (0, 1, 3, 4, 7, 8)] == [0, 0, 0, 4, 4, 8]
+
+
+def test_the_same_step_broken_too_often_ends_the_run() -> None:
+    budget = Budget("run", best=5)
+    for _ in range(MAX_FRUITLESS + 1):
+        budget.broke("why", [(0, 0)])
+        budget.check()
+    budget.broke("the last", [(0, 0)])
+    with pytest.raises(TrainError, match="at step 5; the last time: the last"):
+        budget.check()
+
+
+@given(st.lists(st.sampled_from(["break", "step"]), max_size=60))
+def test_a_step_further_than_ever_clears_what_was_charged(deeds: list[str]) -> None:
+    budget, in_a_row = Budget("run"), -1
+    for deed in deeds:
+        if deed == "step":
+            budget.reached(budget.best + 1)
+            in_a_row = -1
+        else:
+            budget.broke("why", [])
+            in_a_row += 1
+        if in_a_row > MAX_FRUITLESS:
+            with pytest.raises(TrainError):
+                budget.check()
+            return
+        budget.check()
+
+
+def test_lost_members_never_count_also_when_the_platform_says_so_later() -> None:
+    budget = Budget("run")
+    for incarnation in range(20):
+        budget.broke("why", [(0, incarnation)])
+        budget.lost([(0, incarnation)])
+    budget.check()
+    for _ in range(MAX_FRUITLESS + 1):
+        budget.broke("why", [(1, 0)])
+    with pytest.raises(TrainError):
+        budget.check()
+    budget.lost([(1, 0)])
+    budget.check()
+
+
+def test_a_recovery_says_what_was_lost_and_where_the_time_went() -> None:
+    recovery = Recovery(began_s=10.0, leave_s=0.25, ended_s=11.0, step=9, seated_s=11.5)
+    first = StepResult(step=8, loss=1.0, lr=0.1, grad_norm=1.0, tokens=1, step_s=1.0, data_s=0.0, world=3)
+    laps = {"join": 0.1, "build": 0.2, "load": 0.3, "first_step": 0.4}
+    told = recovery.over(12.5, first, Beat(2, "after step 8", 0.0, laps=laps, source="memory"))
+    assert told == {
+        "seconds": 2.5,
+        "world": 3,
+        "step": 8,
+        "steps_lost": 2,
+        "source": "memory",
+        "detect_s": 0.75,
+        "leave_s": 0.25,
+        "wait_s": 0.5,
+        "join_s": 0.1,
+        "build_s": 0.2,
+        "load_s": 0.3,
+        "first_step_s": 0.4,
+    }

@@ -1,0 +1,59 @@
+"""The elastic gang on real raylets: what the processes of tests/actors/trainer cannot show."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+from tests.actors.trainer.gang_processes import assert_undisturbed, lines, node_of
+from tests.cluster_fixture import kill_raylet
+
+import raytide as rt
+from raytide.autoscaler.providers.local_spot import give_notice, set_stockouts
+from raytide.control.embedded import LocalCluster
+from raytide.core.gang import GangSpec, Shape
+from raytide.core.train_spec import TrainSpec
+
+pytestmark = pytest.mark.cluster
+
+SPOT = {"ray.io/market-type": "spot"}
+
+
+def test_four_members_become_two_by_a_dead_raylet_and_a_notice_and_four_again(
+    live: LocalCluster, tide: rt.Tide, train_spec: Callable[..., TrainSpec], eventually: Callable[..., None]
+) -> None:
+    """No replacement can be bought until two are left; they then stand still until the new workers are there."""
+    gang = GangSpec(shapes=(Shape(members=4, min_members=2, resources={"CPU": 1}, labels=SPOT),))
+    spec = train_spec(gang=gang, record_samples=True, export=False, collective_timeout_s=100.0)
+    run = tide.train(spec)
+
+    def formed() -> list[dict[str, list[str]]]:
+        return [event for event in lines(spec, "events.jsonl") if event["event"] == "formed"]
+
+    def ready() -> int:
+        return sum(event["event"] == "ready" for event in lines(spec, "events.jsonl"))
+
+    eventually(lambda: len(lines(spec, "metrics.jsonl")) > 5)
+    nodes = [node_of(host) for host in formed()[-1]["hosts"]]
+    pids = dict(zip(nodes, formed()[-1]["pids"], strict=True))
+    set_stockouts(live.run_dir, [("cpu1.spot", "*")])
+    kill_raylet(live, nodes[1])
+    give_notice(live.run_dir, nodes[3], time.time() + 5.0)
+    eventually(lambda: formed()[-1]["world"] == 2)
+    kept = [int(pids[nodes[0]]), int(pids[nodes[2]])]
+    for pid in kept:
+        os.kill(pid, signal.SIGSTOP)
+    set_stockouts(live.run_dir, ())
+    eventually(lambda: ready() == 6)
+    for pid in kept:
+        os.kill(pid, signal.SIGCONT)
+    run.wait(timeout_s=120.0)
+
+    worlds = [event["world"] for event in formed()]
+    assert (worlds[0], min(worlds), worlds[-1]) == (4, 2, 4)
+    assert formed()[-1]["pids"][0] == kept[0] and formed()[-1]["pids"][2] == kept[1], "the same two processes"
+    assert int(run.refresh().progress["step"]) == spec.steps
+    assert_undisturbed(spec)
