@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -112,54 +111,3 @@ class TestRefusals:
         del shipped["metadata"]
         error = refusal(shipped, tmp_path)
         assert "raytide schema" in error.hint
-
-
-@pytest.fixture
-def aws(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A moto server in this process, and nothing of the caller's own AWS account."""
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    for name, value in {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_EC2_METADATA_DISABLED": "true",
-    }.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv("AWS_PROFILE", raising=False)
-    import boto3
-
-    iam = boto3.client("iam")  # with the profile there, Ray does not make it and wait 15 s for it to spread
-    iam.create_role(RoleName="ray-autoscaler-v1", AssumeRolePolicyDocument="{}")
-    iam.create_instance_profile(InstanceProfileName="ray-autoscaler-v1")
-    iam.add_role_to_instance_profile(InstanceProfileName="ray-autoscaler-v1", RoleName="ray-autoscaler-v1")
-    yield f"http://{host}:{port}"
-    server.stop()
-
-
-def test_rays_aws_provider_buys_and_ends_a_spot_node_of_the_shipped_file(
-    aws: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))  # Ray writes the key pair it makes to ~/.ssh
-    (tmp_path / ".ssh").mkdir()
-    from ray.autoscaler._private.aws.config import bootstrap_aws
-    from ray.autoscaler._private.aws.node_provider import AWSNodeProvider
-    from ray.autoscaler._private.util import prepare_config
-    from ray.autoscaler.tags import TAG_RAY_NODE_KIND, TAG_RAY_USER_NODE_TYPE
-
-    config = bootstrap_aws(prepare_config(yaml.safe_load(SHIPPED[0].read_text())))
-    provider = AWSNodeProvider(config["provider"], config["cluster_name"])
-    node_config = config["available_node_types"]["h100x8.spot"]["node_config"]
-    tags = {TAG_RAY_NODE_KIND: "worker", TAG_RAY_USER_NODE_TYPE: "h100x8.spot"}
-
-    created = provider.create_node(node_config, tags, 1)
-
-    (node_id,) = provider.non_terminated_nodes({TAG_RAY_USER_NODE_TYPE: "h100x8.spot"})
-    assert set(created) == {node_id}
-    assert created[node_id].instance_type == "p5.48xlarge"
-    provider.terminate_node(node_id)
-    assert provider.non_terminated_nodes({}) == []

@@ -74,3 +74,81 @@ def start_raylet(parameters: Mapping[str, Any]) -> int:
 
     node = Node(RayParams(**parameters), head=False, shutdown_at_exit=False, spawn_reaper=True)
     return int(node.all_processes["raylet"][0].process.pid)
+
+
+NODE_KIND_TAG, NODE_TYPE_TAG, _STATUS_TAG = "ray-node-type", "ray-user-node-type", "ray-node-status"
+
+
+def completed_config(file: Mapping[str, Any]) -> dict[str, Any]:
+    """cluster.yaml as `ray up` completes it: the cloud's defaults, and what it makes there (keys, roles, groups)."""
+    from ray.autoscaler._private.providers import _get_node_provider_cls
+    from ray.autoscaler._private.util import prepare_config
+
+    prepared = prepare_config(dict(file))
+    completed: dict[str, Any] = _get_node_provider_cls(prepared["provider"]).bootstrap_config(prepared)
+    return completed
+
+
+def node_provider(section: Mapping[str, Any], cluster_name: str) -> Any:
+    """The NodeProvider of a `provider` section; a new one each time, since Ray's cache has only one for each type."""
+    from ray.autoscaler._private.providers import _get_node_provider
+
+    return _get_node_provider(dict(section), cluster_name, use_cache=False)
+
+
+def worker_tags(config: Mapping[str, Any], node_type: str) -> dict[str, str]:
+    """What Ray's own autoscaler tags a new worker with, so that `ray down` and `ray exec` know it."""
+    from ray.autoscaler import tags
+    from ray.autoscaler._private.util import hash_launch_conf
+
+    node_config = config["available_node_types"][node_type].get("node_config", {})
+    return {
+        tags.TAG_RAY_NODE_NAME: f"ray-{config['cluster_name']}-worker",
+        tags.TAG_RAY_NODE_KIND: tags.NODE_KIND_WORKER,
+        tags.TAG_RAY_USER_NODE_TYPE: node_type,
+        tags.TAG_RAY_NODE_STATUS: tags.STATUS_UNINITIALIZED,
+        tags.TAG_RAY_LAUNCH_CONFIG: hash_launch_conf(node_config, config["auth"]),
+    }
+
+
+def is_set_up(tags: Mapping[str, str]) -> bool:
+    return tags.get(_STATUS_TAG) == "up-to-date"
+
+
+def set_up_worker(
+    cloud: Any, config: Mapping[str, Any], cloud_id: str, node_type: str, commands: list[str], process_runner: Any
+) -> None:
+    """Files, initialization, set-up and these start commands, over ssh; raises what failed."""
+    from ray.autoscaler._private.updater import NodeUpdater
+    from ray.autoscaler._private.util import hash_runtime_conf
+
+    raw = config["available_node_types"][node_type]
+    files, synced = config["file_mounts"], config["cluster_synced_files"]
+    init = config["initialization_commands"]
+    set_up = raw.get("worker_setup_commands", config["worker_setup_commands"])
+    runtime_hash, contents_hash = hash_runtime_conf(files, synced, [init, set_up, commands])
+    updater = NodeUpdater(
+        node_id=cloud_id,
+        provider_config=config["provider"],
+        provider=cloud,
+        auth_config=config["auth"],
+        cluster_name=config["cluster_name"],
+        file_mounts=files,
+        initialization_commands=init,
+        setup_commands=set_up,
+        ray_start_commands=commands,
+        runtime_hash=runtime_hash,
+        file_mounts_contents_hash=contents_hash,
+        is_head_node=False,
+        cluster_synced_files=synced,
+        rsync_options={
+            "rsync_exclude": config.get("rsync_exclude"),
+            "rsync_filter": config.get("rsync_filter"),
+        },
+        process_runner=process_runner,
+        use_internal_ip=True,
+        docker_config=config.get("docker"),
+    )
+    updater.run()
+    if updater.update_time is None:  # Ray swallows the failure of a command
+        raise RuntimeError(f"{cloud_id}: a set-up or start command failed; its output is in the log above")

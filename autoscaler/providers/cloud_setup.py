@@ -1,0 +1,65 @@
+"""Makes a bought machine a node: files, set-up and start commands of cluster.yaml, over ssh, by Ray's own updater.
+
+Each worker is started under raytide's node id and with its labels, which is how Ray's report of it is matched.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from raytide.core import ray_internals
+from raytide.core.fleet import NodeType
+from raytide.core.logs import logger
+
+__all__ = ["CloudSetUp", "start_commands"]
+
+AT_ONCE = 16
+
+log = logger(__name__)
+
+
+class CloudSetUp:
+    """One thread for each machine that is being set up; a machine that fails is retried by the next `begin`."""
+
+    def __init__(
+        self, config: Mapping[str, Any], cloud: Any, head_ip: str, *, process_runner: Any = subprocess
+    ) -> None:
+        self._config, self._cloud, self._head_ip, self._runner = config, cloud, head_ip, process_runner
+        self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="set-up")
+        self._lock = threading.Lock()
+        self._under_way: dict[str, Future[None]] = {}
+
+    def begin(self, cloud_id: str, node_id: str, node_type: NodeType, zone: str) -> None:
+        with self._lock:
+            running = self._under_way.get(node_id)
+            if running is None or (running.done() and running.exception() is not None):
+                self._under_way[node_id] = self._pool.submit(self._do, cloud_id, node_id, node_type, zone)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _do(self, cloud_id: str, node_id: str, node_type: NodeType, zone: str) -> None:
+        commands = start_commands(self._config, self._head_ip, node_id, node_type, zone)
+        try:
+            ray_internals.set_up_worker(self._cloud, self._config, cloud_id, node_type.name, commands, self._runner)
+        except Exception as error:
+            log.warning("a machine could not be set up", extra={"node": node_id, "error": str(error)})
+            raise
+
+
+def start_commands(config: Mapping[str, Any], head_ip: str, node_id: str, node_type: NodeType, zone: str) -> list[str]:
+    """The file's `worker_start_ray_commands`, with what every raylet of raytide's needs to know in its environment."""
+    variables = {
+        "RAY_HEAD_IP": head_ip,
+        "RAY_NODE_TYPE_NAME": node_type.name,
+        "RAY_CLOUD_INSTANCE_ID": node_id,
+        "RAY_OVERRIDE_LABELS": json.dumps(node_type.all_labels(zone), sort_keys=True),
+        "RAY_OVERRIDE_RESOURCES": json.dumps(node_type.resources, sort_keys=True),
+    }
+    exports = "".join(f"export {name}='{value}'; " for name, value in variables.items())
+    return [exports + command for command in config["worker_start_ray_commands"]]

@@ -1,0 +1,75 @@
+"""What was bought of a cloud and when it ended, in files, since a cloud forgets what is gone and a bill must not.
+
+`<folder>/<node-id>.json` is written when the cloud has the machine; one that a crash left unwritten is found by its
+tags. `<node-id>.end.json` is written once, by whoever first misses the machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from raytide.autoscaler.providers.base import Machine
+from raytide.core.durable import create_json, read_json
+
+__all__ = ["Purchase", "Purchases"]
+
+
+@dataclass(frozen=True, slots=True)
+class Purchase:
+    node_id: str
+    node_type: str
+    zone: str
+    price_micro_usd_h: int
+    started_at_s: float
+
+    def machine(self, address: str = "") -> Machine:
+        return Machine(
+            self.node_id, self.node_type, self.zone, self.price_micro_usd_h, self.started_at_s, address=address
+        )
+
+
+class Purchases:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._over: dict[str, Machine] = {}
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def record(self, purchase: Purchase) -> None:
+        """The first record of a node stays."""
+        create_json(self._folder / f"{purchase.node_id}.json", asdict(purchase))
+
+    def find(self, node_id: str) -> Purchase | None:
+        record = read_json(self._folder / f"{node_id}.json")
+        return None if record is None else Purchase(**record)
+
+    def end(self, node_id: str, now_s: float, reason: str) -> None:
+        """The first to say so is believed."""
+        create_json(self._folder / f"{node_id}.end.json", {"ended_at_s": now_s, "reason": reason})
+
+    def is_over(self, node_id: str) -> bool:
+        return (self._folder / f"{node_id}.end.json").exists()
+
+    def open(self) -> list[Purchase]:
+        """Those whose end was not recorded."""
+        ids = {path.name.removesuffix(".json") for path in self._folder.glob("*.json")}
+        ended = {name.removesuffix(".end") for name in ids if name.endswith(".end")}
+        found = (self.find(name) for name in sorted(ids - ended) if not name.endswith(".end"))
+        return [purchase for purchase in found if purchase is not None]
+
+    def over(self) -> list[Machine]:
+        """Those that ended, as they are billed."""
+        for path in self._folder.glob("*.end.json"):
+            node_id = path.name.removesuffix(".end.json")
+            purchase, end = self.find(node_id), read_json(path)
+            if node_id not in self._over and purchase is not None and end is not None:
+                self._over[node_id] = Machine(
+                    purchase.node_id,
+                    purchase.node_type,
+                    purchase.zone,
+                    purchase.price_micro_usd_h,
+                    purchase.started_at_s,
+                    ended_at_s=end["ended_at_s"],
+                    reason=end["reason"],
+                )
+        return list(self._over.values())

@@ -1,0 +1,217 @@
+"""The shipped cluster.yaml on a cloud: Ray's own AWS provider against a moto server."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from raytide.autoscaler.providers.cloud import NODE_TAG, CloudProvider
+from raytide.autoscaler.providers.cloud_setup import CloudSetUp
+from raytide.core import ray_internals
+from raytide.core.clock import VirtualClock
+from raytide.core.cluster import load_cluster
+from raytide.core.errors import ConfigError, ProviderError
+from raytide.core.fleet import Market, Node, NodeState, NodeType
+
+SHIPPED = Path(__file__).parents[3] / "cluster.yaml"
+TYPES = {each.name: each for each in load_cluster(SHIPPED).node_types}
+
+
+@pytest.fixture(scope="module")
+def moto_url() -> Iterator[str]:
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def aws(moto_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty AWS on this machine, and nothing of the caller's own account."""
+    for name, value in {
+        "AWS_ENDPOINT_URL": moto_url,
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("AWS_PROFILE", raising=False)
+    import boto3
+    import httpx
+
+    httpx.post(f"{moto_url}/moto-api/reset", timeout=30.0).raise_for_status()
+    iam = boto3.client("iam")  # with the profile there, Ray does not make it and wait 15 s for it to spread
+    iam.create_role(RoleName="ray-autoscaler-v1", AssumeRolePolicyDocument="{}")
+    iam.create_instance_profile(InstanceProfileName="ray-autoscaler-v1")
+    iam.add_role_to_instance_profile(InstanceProfileName="ray-autoscaler-v1", RoleName="ray-autoscaler-v1")
+
+
+@pytest.fixture
+def config(aws: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The shipped file as `ray up` completes it."""
+    monkeypatch.setenv("HOME", str(tmp_path))  # Ray writes the key pair it makes to ~/.ssh
+    (tmp_path / ".ssh").mkdir()
+    return ray_internals.completed_config(yaml.safe_load(SHIPPED.read_text()))
+
+
+class Begun:
+    """A SetUp that only notes what it was asked for."""
+
+    def __init__(self) -> None:
+        self.nodes: list[tuple[str, str]] = []
+
+    def begin(self, cloud_id: str, node_id: str, node_type: NodeType, zone: str) -> None:
+        self.nodes.append((node_id, zone))
+
+
+@pytest.fixture
+def begun() -> Begun:
+    return Begun()
+
+
+@pytest.fixture
+def clock() -> VirtualClock:
+    return VirtualClock(1_000.0)
+
+
+def ray_cloud(config: dict[str, Any]) -> Any:
+    return ray_internals.node_provider(config["provider"], config["cluster_name"])
+
+
+MakeCloud = Callable[[], CloudProvider]
+
+
+@pytest.fixture
+def make(config: dict[str, Any], tmp_path: Path, begun: Begun, clock: VirtualClock) -> MakeCloud:
+    """A provider over the same folder each time, as after a crash."""
+    return lambda: CloudProvider(config, ray_cloud(config), TYPES.values(), tmp_path / "run", clock, begun)
+
+
+def wanted(node_id: str, node_type: str = "h100x8.spot", zone: str = "us-east-1b") -> Node:
+    return Node(node_id, node_type, zone, Market.SPOT, 23_140_000, NodeState.REQUESTED, 1_000.0)
+
+
+def instances() -> list[Any]:
+    import boto3
+
+    live = [{"Name": "instance-state-name", "Values": ["pending", "running"]}]
+    return list(boto3.resource("ec2").instances.filter(Filters=live))
+
+
+def test_a_node_is_bought_in_its_zone_once_and_billed_until_it_ends(
+    make: MakeCloud, begun: Begun, clock: VirtualClock
+) -> None:
+    cloud, node = make(), wanted("node-1")
+    cloud.launch(node, TYPES[node.type])
+    cloud.launch(node, TYPES[node.type])
+    make().launch(node, TYPES[node.type])  # by the next controller
+
+    (instance,) = instances()
+    assert (instance.instance_type, instance.placement["AvailabilityZone"]) == ("p5.48xlarge", "us-east-1b")
+    assert instance.instance_lifecycle == "spot"
+    assert {tag["Key"]: tag["Value"] for tag in instance.tags}[NODE_TAG] == "node-1"
+    assert begun.nodes[0] == ("node-1", "us-east-1b")
+    (machine,) = cloud.machines()
+    assert (machine.node_type, machine.zone, machine.price_micro_usd_h) == ("h100x8.spot", "us-east-1b", 23_140_000)
+    assert machine.address == instance.private_ip_address
+
+    clock.advance(600.0)
+    cloud.terminate("node-1")
+    cloud.terminate("node-1")
+    assert instances() == []
+    (ended,) = make().machines()
+    assert (ended.started_at_s, ended.ended_at_s, ended.reason) == (1_000.0, 1_600.0, "terminated")
+    cloud.launch(node, TYPES[node.type])
+    assert instances() == []
+
+
+def test_a_controller_killed_before_it_wrote_the_purchase_finds_the_machine_by_its_tags(
+    make: MakeCloud, begun: Begun, tmp_path: Path
+) -> None:
+    cloud, node = make(), wanted("node-1", zone="us-east-1a")
+    cloud.launch(node, TYPES[node.type])
+    for file in (tmp_path / "run" / "purchases").iterdir():
+        file.unlink()
+    begun.nodes.clear()
+
+    after = make()
+    (machine,) = after.machines()
+    assert (machine.node_id, machine.zone, machine.price_micro_usd_h) == ("node-1", "us-east-1a", 23_140_000)
+    assert begun.nodes == [("node-1", "us-east-1a")]  # it was not set up either
+    after.launch(node, TYPES[node.type])
+    assert len(instances()) == 1
+
+
+def test_a_machine_that_the_cloud_takes_away_ends_when_it_is_missed(make: MakeCloud, clock: VirtualClock) -> None:
+    cloud, node = make(), wanted("node-1")
+    cloud.launch(node, TYPES[node.type])
+    instances()[0].terminate()
+    assert cloud.machines()[0].ended_at_s is None  # a cloud may not list at once what it sold
+    clock.advance(120.0)
+    (machine,) = cloud.machines()
+    assert (machine.ended_at_s, machine.reason) == (1_120.0, "the cloud took it away")
+
+
+def test_a_refusal_of_the_cloud_is_a_provider_error_and_nothing_is_billed(
+    make: MakeCloud, config: dict[str, Any]
+) -> None:
+    config["available_node_types"]["h100x8.spot"]["node_config"]["SecurityGroupIds"] = ["sg-none"]
+    cloud = make()
+    with pytest.raises(ProviderError, match=r"could not buy h100x8.spot in us-east-1a.*sg-none"):
+        cloud.launch(wanted("node-1", zone="us-east-1a"), TYPES["h100x8.spot"])
+    assert cloud.machines() == ()
+
+
+def test_a_zone_without_a_subnet_is_refused_by_name(make: MakeCloud) -> None:
+    with pytest.raises(ConfigError, match="no subnet of this cluster lies in eu-west-9z"):
+        make().launch(wanted("node-2", zone="eu-west-9z"), TYPES["h100x8.spot"])
+
+
+class Shell:
+    """Stands where Ray runs ssh and rsync: notes each command and says that it went well."""
+
+    def __init__(self) -> None:
+        self.ran: list[str] = []
+        self.started = threading.Event()
+
+    def check_call(self, command: list[str], **_: object) -> None:
+        self.ran.append(" ".join(command))
+        if "ray start" in self.ran[-1]:
+            self.started.set()
+
+    def check_output(self, command: list[str], **_: object) -> bytes:
+        self.check_call(command)
+        return b""
+
+
+def test_a_machine_is_set_up_by_rays_updater_under_raytides_id_and_labels(
+    config: dict[str, Any], tmp_path: Path, clock: VirtualClock
+) -> None:
+    config |= {"worker_setup_commands": ["echo set-up"], "initialization_commands": ["echo first"]}
+    shell, of_ray = Shell(), ray_cloud(config)
+    set_up = CloudSetUp(config, of_ray, "10.0.0.1", process_runner=shell)
+    cloud = CloudProvider(config, of_ray, TYPES.values(), tmp_path / "run", clock, set_up)
+    cloud.launch(wanted("node-1"), TYPES["h100x8.spot"])
+    assert shell.started.wait(30.0)
+    set_up.close()
+
+    text = "\n".join(shell.ran)
+    assert text.index("uptime") < text.index("echo first") < text.index("echo set-up") < text.index("ray start")
+    last = next(line for line in shell.ran if "ray start" in line)
+    for name, value in (
+        ("RAY_CLOUD_INSTANCE_ID", "node-1"),
+        ("RAY_HEAD_IP", "10.0.0.1"),
+        ("RAY_NODE_TYPE_NAME", "h100x8.spot"),
+        ("RAY_OVERRIDE_LABELS", '"ray.io/availability-zone": "us-east-1b"'),
+        ("RAY_OVERRIDE_RESOURCES", '"GPU": 8.0'),
+    ):
+        assert value in last.split(f"export {name}=")[1].split("export")[0], last
