@@ -1,11 +1,16 @@
-"""The private parts of torch that the trainer touches, in one place, and why."""
+"""What is private in torch or differs between 2.11 and 2.13, in one place, and why."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch.distributed as dist
 import torch.distributed.tensor.debug
 from torch.distributed.device_mesh import DeviceMesh
+
+# 2.13 renamed both and warns at the old names
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _forming = 0
 _with_groups: list[DeviceMesh] = []

@@ -22,8 +22,10 @@ from raytide.actors.trainer.balance import Routing, imbalance_sum
 from raytide.actors.trainer.loss import loss_sum
 from raytide.kernels.core import Activation, AttentionSpec
 
-__all__ = ["Decoder", "Layer"]
+__all__ = ["Attend", "Attention", "Decoder", "Layer", "Loss", "SparseFeedForward"]
 
+Attend = Callable[[Tensor, Tensor, Tensor, AttentionSpec], Tensor]
+Loss = Callable[[Tensor, Tensor, Tensor, float | None], Tensor]
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines [T, R]: the first R numbers of each head are turned."""
 
@@ -50,7 +52,7 @@ class Attention(nn.Module):
         width, dim, kv_width = arch.hidden_size, arch.head_dim, arch.num_kv_heads * arch.head_dim
         self.head_dim = dim
         self.spec = AttentionSpec(layer.attention_scale, layer.window, arch.attention_softcap)
-        self.attend: Callable[[Tensor, Tensor, Tensor, AttentionSpec], Tensor] = attend
+        self.attend: Attend = attend
         """q_BHTC, k_BKTC, v_BKTC -> out_BHTC. Context parallelism puts its own here."""
         self.q_proj = nn.Linear(width, arch.num_heads * dim, bias=arch.qkv_bias)
         self.k_proj = nn.Linear(width, kv_width, bias=arch.qkv_bias)
@@ -166,14 +168,18 @@ class Decoder(nn.Module):
         self.norm = Norm(width, arch) if self.is_last else None
         self.head = nn.Linear(width, vocab, bias=False) if self.is_last and not arch.tied_embeddings else None
         self.balance = 0.0 if arch.experts is None else arch.experts.balance
+        self.at_T: Tensor | None = None
+        """Positions of the tokens that attention sees here; None for all from 0 on. Context parallelism has some."""
+        self.loss: Loss = loss_sum
+        """Tensor parallelism puts its own here."""
         self._tables: list[Rotation] | None = None
 
-    def forward(self, x: Tensor, targets_BT: Tensor | None = None, first: int = 0) -> Tensor:
-        """`x` is ids [B, T], or hidden states [B, T, D] where another part comes before; `first` the position of the
-        first of them. Gives the summed loss when there are targets, else logits [B, T, V], or hidden states [B, T, D].
-        """
-        x_BTD = self._embed(x, first) if self.is_first else x
-        rotations = self._rotations(first, x.shape[1], x_BTD)
+    def forward(self, x: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+        """`x` is ids [B, T], or hidden states [B, T, D] where another part comes before. Gives the summed loss when
+        there are targets, else logits [B, T, V], or hidden states [B, T, D] where another part comes after."""
+        at_T = torch.arange(x.shape[1], device=x.device) if self.at_T is None else self.at_T
+        x_BTD = self._embed(x, at_T) if self.is_first else x
+        rotations = self._rotations(at_T, x_BTD)
         for layer in self.layers.values():
             assert isinstance(layer.rope, int | None)
             x_BTD = layer(x_BTD, None if layer.rope is None else rotations[layer.rope])
@@ -181,7 +187,7 @@ class Decoder(nn.Module):
             return x_BTD
         x_BTD, cap = self.norm(x_BTD), self.arch.logit_softcap
         if targets_BT is not None:
-            loss = loss_sum(x_BTD, self.head_weight, targets_BT, cap)
+            loss = self.loss(x_BTD, self.head_weight, targets_BT, cap)
             return loss if self.balance == 0 else loss + self.balance * imbalance_sum(self._routings(), targets_BT)
         logits_BTV = F.linear(x_BTD, self.head_weight)
         return logits_BTV if cap is None else cap * torch.tanh(logits_BTV / cap)
@@ -203,21 +209,21 @@ class Decoder(nn.Module):
                 ffn.routing = None
         return found
 
-    def _embed(self, ids_BT: Tensor, first: int) -> Tensor:
+    def _embed(self, ids_BT: Tensor, at_T: Tensor) -> Tensor:
         assert self.embedding is not None
         x_BTD: Tensor = self.embedding(ids_BT)
         if self.arch.embedding_scale != 1.0:
             x_BTD = x_BTD * torch.tensor(self.arch.embedding_scale, dtype=x_BTD.dtype)  # rounded, as Gemma does
         if self.positions is not None:
-            x_BTD = x_BTD + self.positions(torch.arange(first, first + ids_BT.shape[1], device=ids_BT.device))
+            x_BTD = x_BTD + self.positions(at_T)
         return x_BTD
 
-    def _rotations(self, first: int, length: int, like: Tensor) -> list[Rotation]:
-        if self._tables is None or first + length > self.max_len:
-            self.max_len = max(self.max_len, first + length)
+    def _rotations(self, at_T: Tensor, like: Tensor) -> list[Rotation]:
+        if self._tables is None or (self.at_T is None and len(at_T) > self.max_len):
+            self.max_len = max(self.max_len, len(at_T))
             made = [cos_sin(spec, self.max_len) for spec in self.arch.ropes]
             self._tables = [(cos.to(like.device), sin.to(like.device)) for cos, sin in made]
-        here = slice(first, first + length)
+        here: Tensor | slice = slice(len(at_T)) if self.at_T is None else at_T
         return [(cos[here].to(like.dtype), sin[here].to(like.dtype)) for cos, sin in self._tables]
 
 

@@ -38,9 +38,11 @@ class Group:
     device: torch.device
     sizes: Sizes
     mesh: DeviceMesh
-    """With the axes of `AXES`, by name."""
+    """pipeline x replicate x shard x tensor. A context's ranks are part of "shard" here: they divide the weights."""
     io: dist.ProcessGroup
     """For checkpoints, on gloo: their waits are long, and theirs alone, so that a hung step is still seen quickly."""
+    context: dist.ProcessGroup | None = None
+    """The ranks that share this one's sequences, when there are several."""
     generation: int = 0
     """Which forming of the gang this is."""
 
@@ -56,7 +58,30 @@ class Group:
     @property
     def data_rank(self) -> int:
         """Which part of a global batch is this rank's."""
-        return self.mesh.get_local_rank("replicate") * self.sizes.shard + self.mesh.get_local_rank("shard")
+        shard = self.mesh.get_local_rank("shard") // self.sizes.context
+        return self.mesh.get_local_rank("replicate") * self.sizes.shard + shard
+
+    @property
+    def context_rank(self) -> int:
+        return self.mesh.get_local_rank("shard") % self.sizes.context
+
+    @property
+    def tensor_rank(self) -> int:
+        return self.mesh.get_local_rank("tensor")
+
+    @property
+    def pipeline_rank(self) -> int:
+        return self.mesh.get_local_rank("pipeline")
+
+    @property
+    def averaged(self) -> int:
+        """FSDP gives the mean of so many ranks' gradients, where their sum is meant."""
+        return self.sizes.data * self.sizes.context
+
+    @property
+    def is_data_first(self) -> bool:
+        """Whether this rank is the one that speaks for its part of the global batch."""
+        return self.tensor_rank == self.context_rank == self.pipeline_rank == 0
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Each value summed over the ranks, in fp64."""
@@ -123,10 +148,21 @@ def _joined(sizes: Sizes, timeout_s: float, generation: int) -> Group:
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     compat.tell_meshes_apart()
-    mesh = init_device_mesh(device.type, sizes.shape, mesh_dim_names=AXES)
+    shape = (sizes.pipeline, sizes.replicate, sizes.shard * sizes.context, sizes.tensor)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pipeline", "replicate", "shard", "tensor"))
     io = dist.new_group(backend="gloo", timeout=timedelta(seconds=max(timeout_s, IO_TIMEOUT_S)))
     assert isinstance(io, dist.ProcessGroup)
-    return Group(dist.get_rank(), sizes.world, device, sizes, mesh, io, generation)
+    return Group(dist.get_rank(), sizes.world, device, sizes, mesh, io, _context(sizes), generation)
+
+
+def _context(sizes: Sizes) -> dist.ProcessGroup | None:
+    """Every rank makes all of them, as torch wants it."""
+    if sizes.context == 1:
+        return None
+    ranks = torch.arange(sizes.world).view(sizes.shape).movedim(AXES.index("context"), -1)
+    mine: dist.ProcessGroup
+    mine, _ = dist.new_subgroups_by_enumeration(ranks.reshape(-1, sizes.context).tolist())
+    return mine
 
 
 @contextmanager

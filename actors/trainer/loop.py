@@ -11,16 +11,11 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from raytide.actors.trainer import guard, optim, parallel
+from raytide.actors.trainer import compute, gradients, guard, optim, parallel
 from raytide.actors.trainer.checkpoint import Checkpoints
 from raytide.actors.trainer.core import Pause, StepResult
 from raytide.actors.trainer.data import Ids, Sampler, share
@@ -32,11 +27,12 @@ from raytide.actors.trainer.metrics import Meter
 from raytide.actors.trainer.origin import open_data, origin_of
 from raytide.actors.trainer.profile import Profiler
 from raytide.actors.trainer.timing import StepClock
+from raytide.actors.trainer.validate import validate
 from raytide.core.errors import CheckpointError, TrainError
 from raytide.core.train_spec import TrainSpec
 
 _ANY: Ids = np.zeros(1, dtype=np.int64)
-"""The sequence that fills up a microbatch which does not count."""
+"""The sequence that fills up a microbatch; it does not count."""
 
 
 class Trainer:
@@ -47,8 +43,10 @@ class Trainer:
         self.data = open_data(spec)
         self.sampler = Sampler(spec.seed, self.data.n_sequences, spec.global_batch)
         self.origin = origin_of(spec, self.data)
+        validate(spec.layout, self.origin.arch, spec)
         self.parts = parallel.build(spec, self.origin, group)
         """Of the model: what this rank has of it."""
+        self.compute = compute.build(spec, self.parts, group)
         self.optimizer = optim.build(self.parts, spec.optim)
         self.checkpoints = Checkpoints(spec, self.origin.digest, self.data.digest, group)
         self.guard = Guard(spec.guard)
@@ -122,7 +120,7 @@ class Trainer:
         micros = self._micro_batches(self._my_ids(step))
         data_s = time.perf_counter() - began
         self.clock.lap("data")
-        counted = sum(int((y != IGNORE).sum()) for _, y in micros)
+        counted = sum(int((y != IGNORE).sum()) for _, y in micros) if self.group.is_data_first else 0
         tokens, asked, profiled = self.group.sum([counted, pause, self.profiler.asked()])
         self.clock.lap("wait")
         if asked:
@@ -133,17 +131,15 @@ class Trainer:
                 hint="Raise seq_len, or global_batch.",
             )
         self.profiler.begin(step + 1, int(profiled))
-        local = self._accumulate(micros, tokens)
+        local = self.compute.accumulate(micros, 1 / tokens)
         self.clock.lap("forward_backward")
-        weights = [weight for part in self.parts for weight in part.parameters()]
-        norm = get_total_norm([weight.grad for weight in weights if weight.grad is not None])
-        grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        loss = self.group.sum([local])[0] / tokens
+        loss, squares = self.group.sum([local, gradients.square_sum(self.parts)])
+        loss, grad_norm = loss / tokens, math.sqrt(squares)
         self.clock.lap("norm")
         lr = optim.lr_at(step - self.guard.skipped, spec.steps, spec.optim)
         verdict = self.guard.judge(loss, grad_norm)
         if verdict.kind == "applied":
-            clip_grads_with_norm_(weights, spec.optim.clip, norm)
+            gradients.clip(self.parts, grad_norm, spec.optim.clip)
             self.clock.lap("clip")
             self._update(lr)
             self.clock.lap("optimizer")
@@ -168,25 +164,13 @@ class Trainer:
             samples=() if verdict.kind == "applied" else tuple(self.sampler.ids(step).tolist()),
         )
 
-    def _accumulate(self, micros: list[tuple[Tensor, Tensor]], tokens: float) -> float:
-        """Gradients of the mean loss over the global batch; returns this rank's summed loss."""
-        total = torch.zeros((), dtype=torch.float64, device=self.group.device)
-        (model,) = self.parts
-        sharded = cast(FSDPModule, model)
-        for index, (inputs_BT, targets_BT) in enumerate(micros):
-            sharded.set_requires_gradient_sync(index == len(micros) - 1)
-            loss = model(inputs_BT, targets_BT)
-            (loss * (self.group.sizes.data / tokens)).backward()  # FSDP averages over the ranks
-            total += loss.detach()
-        return float(total)
-
     def _update(self, lr: float) -> None:
         optim.set_lr(self.optimizer, lr)
         self.optimizer.step()
 
     def _my_ids(self, step: int) -> Ids:
         ids = self.sampler.ids(step)[share(self.spec.global_batch, self.group.data_rank, self.group.sizes.data)]
-        if self.spec.record_samples:
+        if self.spec.record_samples and self.group.is_data_first:
             path = Path(self.spec.out) / "samples" / f"{self.group.rank}.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
             with open(path, "a") as file:
@@ -194,16 +178,19 @@ class Trainer:
                 file.write(json.dumps(line) + "\n")
         return ids
 
-    def _micro_batches(self, ids: Ids) -> list[tuple[Tensor, Tensor]]:
+    def _micro_batches(self, ids: Ids) -> list[compute.Micro]:
         """This rank's microbatches. All ranks have equally many, or their collectives would not match: a rank whose
-        share is smaller fills up with sequences that do not count."""
-        size = self.spec.micro_batch
-        count = math.ceil(math.ceil(self.spec.global_batch / self.group.sizes.data) / size)
+        share is smaller fills up with sequences that do not count. In a pipeline they also have one shape."""
+        rows = math.ceil(self.spec.global_batch / self.group.sizes.data)
+        count, size = self.spec.layout.microbatches(rows, self.spec.micro_batch)
         out = []
         for index in range(count):
             chunk = ids[index * size : (index + 1) * size]
-            counts = len(chunk) > 0
-            both = self.data.examples(chunk if counts else _ANY)
-            inputs, targets = (torch.from_numpy(each).to(self.group.device) for each in both)
-            out.append((inputs, targets if counts else torch.full_like(targets, IGNORE)))
+            wanted = size if self.group.sizes.pipeline > 1 else max(1, len(chunk))
+            filled = np.concatenate((chunk, np.repeat(_ANY, wanted - len(chunk))))
+            inputs, targets = (torch.from_numpy(each).to(self.group.device) for each in self.data.examples(filled))
+            if wanted > len(chunk):
+                targets = targets.clone()
+                targets[len(chunk) :] = IGNORE
+            out.append((inputs, targets))
         return out

@@ -1,36 +1,45 @@
-"""Put a model on a gang: shard it with FSDP2, then give every rank the first weights of its shards."""
+"""Put a model on a gang: divide it over tensor and pipeline ranks, shard it with FSDP2, give it its first weights."""
 
 from __future__ import annotations
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from raytide.actors.trainer import context, tensor
 from raytide.actors.trainer.decoder import Decoder
 from raytide.actors.trainer.group import Group
 from raytide.actors.trainer.lora import adapt
 from raytide.actors.trainer.origin import Origin
 from raytide.actors.trainer.start import first_weights
+from raytide.core.layout import Layout
 from raytide.core.train_spec import Precision, TrainSpec
 
 __all__ = ["build", "shard"]
 
 
 def build(spec: TrainSpec, origin: Origin, group: Group) -> list[Decoder]:
-    """The parts of the sharded model of `spec` that this rank has, with their first weights."""
-    with torch.device("meta"):
-        model = Decoder(origin.arch, spec.seq_len)
-        adapt(model, spec.finetune)
-    shard(model, group, spec.precision)
-    model.to_empty(device=group.device)
-    first_weights(model, origin, spec.seed)
-    return [model]
+    """The parts of the model of `spec` that this rank has, with their first weights: one, or its pipeline stages."""
+    parts = []
+    for stage in spec.layout.stages_of(group.pipeline_rank):
+        with torch.device("meta"):
+            part = Decoder(origin.arch, spec.seq_len, spec.layout.stage_layers(stage, origin.arch.num_layers))
+            adapt(part, spec.finetune)
+        if group.sizes.tensor > 1:
+            tensor.divide(part, group.mesh["tensor"], spec.seq_len)
+        context.divide(part, group, spec.seq_len)
+        shard(part, group, spec.layout, spec.precision)
+        part.to_empty(device=group.device)
+        first_weights(part, origin, spec.seed)
+        parts.append(part)
+    return parts
 
 
-def shard(model: Decoder, group: Group, precision: Precision) -> None:
+def shard(part: Decoder, group: Group, layout: Layout, precision: Precision) -> None:
     """One FSDP unit for each layer and one for the rest. Weights and gradient sums stay fp32; bf16 is for compute."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     policy = policy if precision == "bf16" else MixedPrecisionPolicy()
-    alone = group.world == 1  # nothing to free: resharding would only copy
-    for layer in model.layers.values():
-        fully_shard(layer, mesh=group.data_mesh, mp_policy=policy, reshard_after_forward=not alone)
-    fully_shard(model, mesh=group.data_mesh, mp_policy=policy, reshard_after_forward=False)
+    mesh = group.data_mesh
+    frees = layout.frees_after_forward and mesh.shape[-1] > 1  # with one rank there is nothing to free, only to copy
+    for layer in part.layers.values():
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=frees)
+    fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=False)

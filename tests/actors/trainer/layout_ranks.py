@@ -1,0 +1,115 @@
+"""What the ranks of the layout tests do: one layout after another in the same processes, some with a part broken."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import PropertyMock, patch
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.distributed.tensor import DTensor
+
+from raytide.actors.trainer import attention, compute, group, pipeline
+from raytide.actors.trainer.loop import Trainer
+from raytide.core.layout import Layout
+from raytide.core.train_spec import TrainSpec
+
+Weights = dict[str, npt.NDArray[np.float32]]
+
+
+@dataclass(frozen=True)
+class Case:
+    spec: TrainSpec
+    broken: str = ""
+    """What of BREAKS is done to it."""
+
+
+@dataclass
+class Curve:
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    weights: Weights = field(default_factory=dict)
+    """After the last step, whole: those that this rank has a part of."""
+
+
+def curves(cases: Sequence[Case], rank: int, world: int, meet: str) -> list[Curve]:
+    return [curve(case, rank, world, f"{meet}-{index}") for index, case in enumerate(cases)]
+
+
+def curve(case: Case, rank: int, world: int, meet: str) -> Curve:
+    sizes = case.spec.layout.sizes(world)
+    if rank >= sizes.world:
+        return Curve()
+    mine = group.join(dist.FileStore(meet, sizes.world), rank, sizes, timeout_s=30.0)
+    out = Curve()
+    with BREAKS[case.broken]():
+        trainer = Trainer(case.spec, mine)
+        for _ in range(case.spec.steps):
+            result = trainer.step()
+            assert result is not None
+            out.losses.append(result.loss)
+            out.norms.append(result.grad_norm)
+    for part in trainer.parts:
+        for name, weight in part.named_parameters():
+            out.weights[name] = whole(weight).numpy()
+    del trainer
+    gc.collect()
+    group.leave()
+    return out
+
+
+def whole(weight: Tensor) -> Tensor:
+    return (weight.full_tensor() if isinstance(weight, DTensor) else weight).detach().clone()
+
+
+def _frees_weights_under_a_split_backward() -> AbstractContextManager[Any]:
+    return patch.object(Layout, "frees_after_forward", new_callable=PropertyMock, return_value=True)
+
+
+@contextmanager
+def _torch_scales_the_gradients() -> Iterator[None]:
+    """What a schedule does when it is not told otherwise."""
+    whole_init = PipelineScheduleSingle.__init__
+
+    def init(self: Any, *args: Any, **named: Any) -> None:
+        whole_init(self, *args, **{**named, "scale_grads": True})
+
+    with patch.object(PipelineScheduleSingle, "__init__", init):
+        yield
+
+
+def _mask_from_the_first_key(q_BHTC: Tensor, k_BKTC: Tensor, window: int | None) -> Tensor:
+    """What `is_causal` means to torch when there are more keys than queries."""
+    return torch.ones(q_BHTC.shape[2], k_BKTC.shape[2], dtype=torch.bool).tril()
+
+
+BREAKS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "": nullcontext,
+    "weights freed under a split backward": _frees_weights_under_a_split_backward,
+    "gradients scaled by torch": _torch_scales_the_gradients,
+    "tied copies apart": lambda: patch.object(pipeline.Tie, "add_up", lambda self: None),
+    "mean for a sum": lambda: patch.object(group.Group, "averaged", new_callable=PropertyMock, return_value=1),
+    "mask not offset": lambda: patch.object(attention, "seen", _mask_from_the_first_key),
+    "last microbatch not reduced": lambda: patch.object(compute, "cast", lambda _, part: _NeverReduces(part)),
+}
+
+
+class _NeverReduces:
+    """An FSDP module whose gradients stay on their rank."""
+
+    def __init__(self, part: Any) -> None:
+        self._part = part
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._part, name)
+
+    def set_requires_gradient_sync(self, wanted: bool) -> None:
+        self._part.set_requires_gradient_sync(False)

@@ -1,0 +1,52 @@
+"""Layouts that cannot work are refused by name, before any rank builds anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.actors.trainer.test_layouts import BASE, FAMILIES, LAYOUTS, RUN
+
+from raytide.actors.models.families import architecture_of
+from raytide.actors.trainer.validate import validate
+from raytide.core.errors import ConfigError
+from raytide.core.layout import Layout
+from raytide.core.train_spec import TrainSpec
+
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
+    ({"tensor": 3}, {}, "does not divide the model's 4 attention heads", "Choose from 1, 2, 4"),
+    ({"tensor": 4}, {"num_attention_heads": 12, "num_key_value_heads": 6}, "6 KV heads", "Choose from 1, 2, 3, 6"),
+    ({"tensor": 4}, {"intermediate_size": 50}, "50 feed-forward units", "Choose from 1, 2, 5"),
+    ({"tensor": 4}, FAMILIES["qwen3-moe"] | {"moe_intermediate_size": 18}, "units of each expert", "1, 2, 3, 6, 9, 18"),
+    ({"context": 3}, {}, "seq_len 32 does not divide into 6 pieces", "multiple of 6"),
+    ({"context": 16, "tensor": 4}, {}, "seq_len 32 does not divide into 64 pieces", "multiple of 64"),
+    ({"schedule": "gpipe"}, {}, "needs layout.pipeline above 1", "Leave"),
+    ({"pipeline": 2, "stages": 2}, {}, "layout.stages is for", "Leave"),
+    ({"pipeline": 4, "schedule": "zbv_zero_bubble"}, {}, "8 pipeline stages have only 4 layers", "Lower"),
+    ({"pipeline": 2, "zero": 2}, {}, "once a step, as zero 1 does", "1 or 3"),
+    ({"pipeline": 4, "shard": 2}, {}, r"gives a pipeline 3 sequences.*4 microbatches", "Raise global_batch"),
+]
+
+
+@pytest.fixture(scope="module")
+def some(make_spec: Callable[[Path], TrainSpec], tmp_path_factory: pytest.TempPathFactory) -> TrainSpec:
+    return make_spec(tmp_path_factory.mktemp("validate"))
+
+
+@pytest.mark.parametrize(("layout", "model", "problem", "hint"), REFUSED)
+def test_what_cannot_work_is_refused_with_what_to_change(
+    some: TrainSpec, layout: dict[str, Any], model: dict[str, Any], problem: str, hint: str
+) -> None:
+    arch = architecture_of(BASE | {"architectures": ["LlamaForCausalLM"]} | model, "model")
+    with pytest.raises(ConfigError, match=problem) as refused:
+        validate(Layout(**layout), arch, some)
+    assert hint in str(refused.value.hint)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_what_trains_is_not_refused(some: TrainSpec, name: str) -> None:
+    _, options = LAYOUTS[name]
+    layout = Layout(**{key: options[key] for key in options if key not in (*RUN, "family")})
+    validate(layout, architecture_of(BASE | FAMILIES[options.get("family", "llama")], "model"), some)
