@@ -20,10 +20,12 @@ BASE: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
+    "n_embd": 32,
+    "n_head": 4,
+    "n_positions": 64,
     "head_dim": 8,
     "eos_token_id": 0,
 }
@@ -38,13 +40,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attn_logit_softcapping": 5.0,
         "final_logit_softcapping": 6.0,
     },
-    "gpt2": {
-        "architectures": ["GPT2LMHeadModel"],
-        "n_embd": 32,
-        "n_head": 4,
-        "n_layer": 4,
-        "n_positions": 64,
-    },
+    "gpt2": {"architectures": ["GPT2LMHeadModel"]},
     "qwen3-moe": {
         "architectures": ["Qwen3MoeForCausalLM"],
         "num_experts": 4,
@@ -125,10 +121,11 @@ def measure(make_spec: Callable[[Path], TrainSpec], tmp_path_factory: pytest.Tem
 
     def case(options: Options, broken: str = "") -> Case:
         run = {key: value for key, value in options.items() if key in RUN}
-        layout = Layout(**{key: value for key, value in options.items() if key not in (*RUN, "family")})
-        model = ModelSpec(config=BASE | FAMILIES[options.get("family", "llama")])
-        spec = make_spec(root).model_copy(update={"model": model, "optim": OPTIM, "steps": 12, "layout": layout} | run)
-        return Case(spec, broken)
+        layout = Layout(**{key: value for key, value in options.items() if key not in (*RUN, "family", "layers")})
+        depth = {"num_hidden_layers": layers(options), "n_layer": layers(options)}
+        model = ModelSpec(config=BASE | FAMILIES[options.get("family", "llama")] | depth)
+        change = {"model": model, "optim": OPTIM, "steps": 12, "micro_batch": 3, "layout": layout}
+        return Case(make_spec(root).model_copy(update=change | run), broken)
 
     @cache
     def all_of(world: int) -> dict[str, Curve]:
@@ -146,7 +143,13 @@ def measure(make_spec: Callable[[Path], TrainSpec], tmp_path_factory: pytest.Tem
 
 def plain(options: Options) -> tuple[tuple[str, Any], ...]:
     """What one process needs to know."""
-    return tuple((key, options[key]) for key in (*RUN, "family") if key in options)
+    run = tuple((key, options[key]) for key in (*RUN, "family") if key in options)
+    return (*run, ("layers", layers(options)))
+
+
+def layers(options: Options) -> int:
+    """As many as the longest pipeline has stages, else two."""
+    return int(options.get("layers", 4 if "pipeline" in options else 2))
 
 
 def alone(options: Options) -> str:

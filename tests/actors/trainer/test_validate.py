@@ -15,6 +15,7 @@ from raytide.core.errors import ConfigError
 from raytide.core.layout import Layout
 from raytide.core.train_spec import TrainSpec
 
+DEPTH = {"num_hidden_layers": 4, "n_layer": 4}
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     ({"tensor": 3}, {}, "does not divide the model's 4 attention heads", "Choose from 1, 2, 4"),
     ({"tensor": 4}, {"num_attention_heads": 12, "num_key_value_heads": 6}, "6 KV heads", "Choose from 1, 2, 3, 6"),
@@ -39,7 +40,7 @@ def some(make_spec: Callable[[Path], TrainSpec], tmp_path_factory: pytest.TempPa
 def test_what_cannot_work_is_refused_with_what_to_change(
     some: TrainSpec, layout: dict[str, Any], model: dict[str, Any], problem: str, hint: str
 ) -> None:
-    arch = architecture_of(BASE | {"architectures": ["LlamaForCausalLM"]} | model, "model")
+    arch = architecture_of(BASE | {"architectures": ["LlamaForCausalLM"]} | DEPTH | model, "model")
     with pytest.raises(ConfigError, match=problem) as refused:
         validate(Layout(**layout), arch, some)
     assert hint in str(refused.value.hint)
@@ -48,5 +49,5 @@ def test_what_cannot_work_is_refused_with_what_to_change(
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_what_trains_is_not_refused(some: TrainSpec, name: str) -> None:
     _, options = LAYOUTS[name]
-    layout = Layout(**{key: options[key] for key in options if key not in (*RUN, "family")})
-    validate(layout, architecture_of(BASE | FAMILIES[options.get("family", "llama")], "model"), some)
+    layout = Layout(**{key: options[key] for key in options if key not in (*RUN, "family", "layers")})
+    validate(layout, architecture_of(BASE | FAMILIES[options.get("family", "llama")] | DEPTH, "model"), some)
