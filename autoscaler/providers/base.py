@@ -20,6 +20,8 @@ class Machine:
     started_at_s: float
     ended_at_s: float | None = None
     address: str = ""
+    ray_id: str = ""
+    """What Ray calls it, where that is not raytide's id: KubeRay starts each pod's raylet under the pod's name."""
     reason: str = ""
     """Why it ended: "terminated", "reclaimed", "exited with 1"."""
 

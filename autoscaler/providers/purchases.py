@@ -23,9 +23,15 @@ class Purchase:
     price_micro_usd_h: int
     started_at_s: float
 
-    def machine(self, address: str = "") -> Machine:
+    def machine(self, address: str = "", *, ray_id: str = "") -> Machine:
         return Machine(
-            self.node_id, self.node_type, self.zone, self.price_micro_usd_h, self.started_at_s, address=address
+            self.node_id,
+            self.node_type,
+            self.zone,
+            self.price_micro_usd_h,
+            self.started_at_s,
+            address=address,
+            ray_id=ray_id,
         )
 
 
@@ -43,6 +49,13 @@ class Purchases:
         record = read_json(self._folder / f"{node_id}.json")
         return None if record is None else Purchase(**record)
 
+    def see(self, node_id: str) -> None:
+        """Note that the machine was there: from now on its absence means that it ended."""
+        create_json(self._folder / f"{node_id}.seen.json", {"seen": True})
+
+    def was_seen(self, node_id: str) -> bool:
+        return (self._folder / f"{node_id}.seen.json").exists()
+
     def end(self, node_id: str, now_s: float, reason: str) -> None:
         """The first to say so is believed."""
         create_json(self._folder / f"{node_id}.end.json", {"ended_at_s": now_s, "reason": reason})
@@ -52,9 +65,9 @@ class Purchases:
 
     def open(self) -> list[Purchase]:
         """Those whose end was not recorded."""
-        ids = {path.name.removesuffix(".json") for path in self._folder.glob("*.json")}
-        ended = {name.removesuffix(".end") for name in ids if name.endswith(".end")}
-        found = (self.find(name) for name in sorted(ids - ended) if not name.endswith(".end"))
+        names = {path.name.removesuffix(".json") for path in self._folder.glob("*.json")}
+        over = {name.removesuffix(".end") for name in names if name.endswith(".end")}
+        found = (self.find(name) for name in sorted(names - over) if not name.endswith((".end", ".seen")))
         return [purchase for purchase in found if purchase is not None]
 
     def over(self) -> list[Machine]:

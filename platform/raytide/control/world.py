@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -63,10 +63,11 @@ def look(sources: Sources, *, endpoints: tuple[str, ...], with_drivers: bool, wi
             errors.append(f"{what}: {error}")
             return None
 
+    machines = ask("provider", sources.provider.machines)
     return World(
-        machines=ask("provider", sources.provider.machines),
+        machines=machines,
         notices=ask("provider notices", sources.provider.notices) or (),
-        ray_nodes=ask("ray", sources.gcs.nodes),
+        ray_nodes=named(ask("ray", sources.gcs.nodes), machines or ()),
         demand=ask("ray demand", sources.gcs.demand) or (),
         groups=ask("placement groups", sources.groups.list),
         drivers=ask("drivers", sources.drivers.statuses) if with_drivers else {},
@@ -74,3 +75,11 @@ def look(sources: Sources, *, endpoints: tuple[str, ...], with_drivers: bool, wi
         heard_since_s=ask("API", sources.door.open_since_s) if with_gangs else None,
         errors=tuple(errors),
     )
+
+
+def named(ray_nodes: tuple[RayNode, ...] | None, machines: Iterable[Machine]) -> tuple[RayNode, ...] | None:
+    """Ray's nodes under raytide's ids, also where the provider let Ray call them something else."""
+    ours = {machine.ray_id: machine.node_id for machine in machines if machine.ray_id}
+    if ray_nodes is None or not ours:
+        return ray_nodes
+    return tuple(replace(node, node_id=ours.get(node.node_id, node.node_id)) for node in ray_nodes)
