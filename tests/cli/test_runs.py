@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+import raytide as rt
 from raytide.actors.trainer.core import StepResult
 from raytide.actors.trainer.record import Record
 from raytide.cli.app import app
 from raytide.control.client import Client
 from raytide.control.views import JobView
 from raytide.core.clock import VirtualClock
-from raytide.core.errors import UsageError
+from raytide.core.errors import ConfigError, UsageError
 from raytide.core.gang import GangSpec, Shape
 from raytide.core.job import Job, JobKind, JobSpec, JobState
 from raytide.core.train_spec import TrainSpec
@@ -66,6 +68,21 @@ def test_a_run_gives_its_metrics_its_result_and_its_picture(out: Path) -> None:
     assert (result.steps, result.first_loss, result.loss, result.tokens) == (2, 3.0, 2.5, 128)
     assert "rank 1 is gone" in run._repr_html_()
     assert str(run.plot()) == run.plot()._repr_html_()
+
+
+def test_a_spec_in_a_file_or_a_mapping_becomes_a_run(
+    out: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    client = One(out)
+    sent: list[Any] = []
+    monkeypatch.setattr(Client, "find", lambda name: client)
+    monkeypatch.setattr(client, "submit", lambda spec: (sent.append(spec), client.job("job-1"))[1])
+    (tmp_path / "t.yaml").write_text(f"{{name: tiny, dataset: none, out: {out}, steps: 2, guard: {{nan: skip}}}}")
+    run = rt.train(tmp_path / "t.yaml")
+    assert run.wait(timeout_s=5).result().steps == 2
+    assert sent[0].config["guard"]["nan"] == "skip"
+    with pytest.raises(ConfigError, match="did you mean guard"):
+        rt.train({"dataset": "none", "out": str(out), "steps": 2, "gaurd": {}})
 
 
 def test_a_run_that_has_no_step_yet_has_no_metrics(tmp_path: Path) -> None:
