@@ -32,7 +32,7 @@ from raytide.core.train_spec import TrainSpec
 
 __all__ = ["export"]
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.bfloat16}
 _GB = 1e9
 
 

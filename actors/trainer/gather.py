@@ -29,6 +29,7 @@ class Gather:
     @torch.no_grad()
     def whole(self, name: str) -> Tensor | None:
         """In float32 on the CPU. Those that hold shards of it put it together, and the lowest of them sends it."""
+        dist.barrier(group=self._group.io)  # rank 0 may be writing a file for longer than a collective may take
         mine, owner = self._mine.get(name), self._owner[name]
         full: Tensor | None = mine.full_tensor() if isinstance(mine, DTensor) else mine
         if self._group.rank == owner:

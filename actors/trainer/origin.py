@@ -91,8 +91,6 @@ def _check(spec: TrainSpec, data: Data, arch: Architecture, where: str) -> None:
             "the router's balancing loss needs all layers and whole sequences on a rank.",
             hint="Use the replicate and shard axes alone, or set output_router_logits to false in model.config.",
         )
-    if spec.finetune is not None and layout.tensor > 1:
-        raise ConfigError("adapters are not divided over a tensor axis.", hint="Use the other axes of layout.")
 
 
 def _check_tokenizer(folder: Path, data: Data) -> None:

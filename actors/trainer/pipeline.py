@@ -114,7 +114,8 @@ class Tie:
 
     def __init__(self, parts: list[Decoder], group: Group, layout: Layout) -> None:
         tied = parts[0].arch.tied_embeddings
-        self.mine = [part for part in parts if tied and (part.is_first or part.is_last)]
+        ends = [(part, part.embedding) for part in parts if tied and part.embedding is not None]
+        self.mine = [part for part, copy in ends if copy.weight.requires_grad]  # with adapters it does not learn
         self.device = group.device
         peers = dist.get_process_group_ranks(group.mesh["pipeline"].get_group())
         self.group = group.mesh["pipeline"].get_group()

@@ -20,6 +20,7 @@ from raytide.actors.models.architecture import Architecture
 from raytide.actors.trainer.collectives import gather, scatter
 from raytide.actors.trainer.decoder import Decoder, Layer, SparseFeedForward
 from raytide.actors.trainer.group import Group
+from raytide.actors.trainer.lora import LoraLinear
 from raytide.actors.trainer.vocabulary import VocabularyLoss
 
 __all__ = ["divide", "divides_vocabulary", "placement_of", "speaks"]
@@ -35,7 +36,10 @@ def divides_vocabulary(arch: Architecture, ranks: int) -> bool:
 
 def placement_of(arch: Architecture, name: str, ranks: int) -> Placement:
     """How the parameter of this name lies on the tensor axis. Where it is replicated, its gradient is partial."""
-    *_, module, kind = ("", *name.split("."))
+    *_, parent, module, kind = ("", "", *name.split("."))
+    if module in ("lora_a", "lora_b"):  # as the side of the weight that it stands for
+        side = Shard(1 if module == "lora_a" else 0)
+        return side if placement_of(arch, f"{parent}.weight", ranks) == side else Replicate()
     if module in ("embedding", "head"):
         return Shard(0) if divides_vocabulary(arch, ranks) else Replicate()
     if module in ("k_proj", "v_proj"):
@@ -124,7 +128,10 @@ def _layer(layer: Layer, arch: Architecture, rank: int, ranks: int, group: dist.
     if arch.num_kv_heads % ranks:
         head = rank * arch.num_kv_heads // ranks  # the one that all of this rank's query heads share
         for projection in (layer.attention.k_proj, layer.attention.v_proj):
-            projection.register_forward_pre_hook(_only(head * arch.head_dim, arch.head_dim))
+            rows = projection.lora_b if isinstance(projection, LoraLinear) else None
+            for linear in (projection, rows):
+                if linear is not None:
+                    linear.register_forward_pre_hook(_only(head * arch.head_dim, arch.head_dim))
 
 
 def _sum_out(linear: nn.Linear, group: dist.ProcessGroup) -> None:

@@ -10,12 +10,20 @@ from raytide.core.train_spec import TrainSpec
 
 
 def export_and_tune(
-    specs: list[TrainSpec], tuned: TrainSpec, rank: int, world: int, meet: str
-) -> tuple[list[str], list[float]]:
-    """Where the specs' models were exported to as they start, and this rank's losses of a whole run."""
-    mine = group.join(dist.FileStore(meet, world), rank, tuned.layout.sizes(world), timeout_s=30.0)
-    paths = [Trainer(spec, mine).export() for spec in specs]
-    losses: list[float] = []
-    Trainer(tuned, mine).run(on_step=lambda result: losses.append(result.loss))
-    group.leave()
-    return paths, losses
+    exported: list[TrainSpec], tuned: list[TrainSpec], rank: int, world: int, meet: str
+) -> list[list[float]]:
+    """Exports the models of `exported` as they start, then gives this rank's losses over each of `tuned`."""
+    curves: list[list[float]] = [[] for _ in tuned]
+    for number, spec in enumerate([*exported, *tuned]):
+        sizes = spec.layout.sizes(world)
+        if rank >= sizes.world:
+            continue
+        mine = group.join(dist.FileStore(f"{meet}-{number}", sizes.world), rank, sizes, timeout_s=30.0)
+        trainer = Trainer(spec, mine)
+        if number < len(exported):
+            trainer.export()
+        else:
+            results = [trainer.step() for _ in range(spec.steps)]
+            curves[number - len(exported)] += [result.loss for result in results if result is not None]
+        group.leave()
+    return curves

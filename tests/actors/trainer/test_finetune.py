@@ -22,6 +22,7 @@ from raytide.actors.trainer.hf import HfWeights
 from raytide.actors.trainer.local import train_local
 from raytide.actors.trainer.loop import Trainer
 from raytide.core.errors import CheckpointError, ConfigError, DataError
+from raytide.core.layout import Layout
 from raytide.core.model_spec import ChatSpec, FinetuneSpec, LoraSpec, ModelSpec
 from raytide.core.train_spec import OptimSpec, TrainSpec
 
@@ -34,7 +35,7 @@ LORA = FinetuneSpec(lora=LoraSpec(rank=3, alpha=6.0))
 def start(tmp_path: Path) -> Start:
     """A spec that trains a family's model on from its directory, with its tokenizer."""
 
-    def make(family: str, **more: Any) -> TrainSpec:
+    def make(family: str, number: int = 0, **more: Any) -> TrainSpec:
         folder, data = tmp_path / family, tmp_path / "tokens"
         if not folder.exists():
             save_family(folder, family)
@@ -44,7 +45,7 @@ def start(tmp_path: Path) -> Start:
         return TrainSpec(
             dataset=str(data),
             init_from=str(folder),
-            out=str(tmp_path / f"run-{family}"),
+            out=str(tmp_path / f"run-{family}-{number}"),
             optim=OptimSpec(lr=3e-3, warmup_steps=1, weight_decay=0.0),
             steps=4,
             global_batch=6,
@@ -69,23 +70,39 @@ def losses(spec: TrainSpec) -> list[float]:
     return found
 
 
-def test_each_rank_reads_its_shards_and_rank_0_writes_the_whole(start: Start, run_ranks: RunRanks) -> None:
-    """Turned over, stacked and expert by expert, over 3 ranks that get unequal shards, into several files. Then the
-    last of them trains on with adapters as one rank would."""
-    specs = [start(name, export_shard_gb=1e-4) for name in ("gpt2", "phi3-longrope", "qwen3-moe", "gemma2")]
-    tuned = start("qwen3-tied", finetune=LORA, export=False)
-    written, curve = run_ranks(3, export_and_tune, specs, tuned)[0]
-    for spec, path in zip(specs, written, strict=True):
-        assert spec.init_from is not None
-        source, copy = weights_of(Path(spec.init_from)), weights_of(Path(path))
-        assert source.keys() == copy.keys()
-        assert all(torch.equal(copy[name], each) for name, each in source.items())
-        before, after = (json.loads((Path(at) / "config.json").read_text()) for at in (spec.init_from, path))
-        assert after == before
-        assert (Path(path) / "model.safetensors.index.json").exists()
-    alone = losses(tuned.model_copy(update={"out": tuned.out + "-alone"}))
-    assert alone[-1] < alone[0]
-    assert max(abs(a - b) for a, b in zip(alone, curve, strict=True)) <= 5e-6
+def test_any_layout_reads_its_shards_writes_the_whole_and_tunes_alike(start: Start, run_ranks: RunRanks) -> None:
+    """Turned over, stacked and expert by expert, in unequal shards, two ways at once, and tied over the ends of a
+    pipeline; written into several files. Adapters learn the same on each layout."""
+    three = Layout(shard=3)
+    square, ends = Layout(pipeline=2, tensor=2), Layout(pipeline=2, schedule="zbv_zero_bubble")
+    cases = (
+        ("gpt2", three),
+        ("qwen3-moe", three),
+        ("phi3-longrope", square),
+        ("gemma3", ends),
+    )
+    exported = [start(case[0], number, layout=case[1], export_shard_gb=1e-4) for number, case in enumerate(cases)]
+    adapters = {"finetune": LORA, "export": False, "optim": OptimSpec(lr=0.02, warmup_steps=0)}
+    tuned = [
+        start(family, number, layout=layout, **adapters)
+        for number, (family, layout) in enumerate((("gemma3", three), ("gemma3", ends), ("llama3-mqa", square)), 10)
+    ]
+    curves = run_ranks(4, export_and_tune, exported, tuned)[0]
+    for spec in exported:
+        check_copy(Path(spec.init_from or ""), Path(spec.out) / "model")
+    alone = {family: losses(start(family, 20, **adapters)) for family in ("gemma3", "llama3-mqa")}
+    for curve, reference in zip(curves, (alone["gemma3"], alone["gemma3"], alone["llama3-mqa"]), strict=True):
+        assert reference[-1] < reference[0]
+        assert max(abs(a - b) for a, b in zip(reference, curve, strict=True)) <= 5e-6
+
+
+def check_copy(source: Path, copy: Path) -> None:
+    """The same weights and config, in several files."""
+    before, after = weights_of(source), weights_of(copy)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], each) for name, each in before.items())
+    assert json.loads((copy / "config.json").read_text()) == json.loads((source / "config.json").read_text())
+    assert (copy / "model.safetensors.index.json").exists()
 
 
 @pytest.mark.parametrize("finetune", [None, LORA])
