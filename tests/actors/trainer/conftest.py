@@ -14,7 +14,6 @@ import pytest
 import torch
 from tests.actors.trainer import trainer_ranks
 
-import raytide.core
 from raytide.core.model_spec import ModelSpec
 from raytide.core.train_spec import OptimSpec, TrainSpec
 
@@ -98,22 +97,3 @@ def run_ranks(tmp_path: Path) -> RunRanks:
         return trainer_ranks.run(world, next(meets), work, args, timeout_s=90.0)
 
     return run
-
-
-@pytest.fixture(scope="package")
-def local_ray() -> Iterator[None]:
-    """A Ray of this folder's own, with three CPUs."""
-    import ray
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_MODE", "disabled")
-        environment = {"PYTHONPATH": str(Path(raytide.core.__file__).parents[2]), "RAY_AUTH_MODE": "disabled"}
-        ray.init(
-            address="local",  # beside whatever cluster this machine or session runs
-            num_cpus=3,
-            include_dashboard=False,
-            runtime_env={"env_vars": environment},
-            log_to_driver=False,
-        )
-        yield
-        ray.shutdown()

@@ -10,9 +10,29 @@ from typing import Any
 
 import pytest
 
+import raytide.core
 from raytide.actors.trainer import history, manifest, ray_train
 from raytide.actors.trainer.local import train_local
 from raytide.core.train_spec import TrainSpec
+
+
+@pytest.fixture(scope="module")
+def local_ray() -> Iterator[None]:
+    """A Ray of this file's own."""
+    import ray
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        environment = {"PYTHONPATH": str(Path(raytide.core.__file__).parents[2]), "RAY_AUTH_MODE": "disabled"}
+        ray.init(
+            address="local",  # beside whatever cluster this machine or session runs
+            num_cpus=3,
+            include_dashboard=False,
+            runtime_env={"env_vars": environment},
+            log_to_driver=False,
+        )
+        yield
+        ray.shutdown()
 
 
 def losses(out: str) -> list[float]:

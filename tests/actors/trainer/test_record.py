@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from raytide.actors.trainer import history
-from raytide.actors.trainer.core import StepResult, numbers
+from raytide.actors.trainer.core import Beat, StepResult, numbers
 from raytide.actors.trainer.driver import _Driver
 from raytide.actors.trainer.generation import Ending, Generation
 from raytide.actors.trainer.record import Record
@@ -54,10 +55,16 @@ def test_half_a_line_of_a_killed_driver_is_dropped_and_not_written_behind(small:
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [1, 2]
 
 
-def test_a_run_that_was_over_when_its_driver_started_again_shows_all_its_steps(small: TrainSpec) -> None:
+def test_a_run_that_was_over_when_its_driver_started_again_shows_all_its_steps(
+    small: TrainSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
     driver = object.__new__(_Driver)
-    driver.spec, driver.record = small, record_of(small)
-    driver._account(Ending("done"), had_steps=False)
+    driver.spec, driver.record, driver.number, driver.recovery, driver.hands = small, record_of(small), 0, None, []
+    driver.crew, driver.micro_batch, driver.watch = SimpleNamespace(ready=0), 1, None  # type: ignore[assignment]
+    monkeypatch.setattr(driver, "_gather", list)
+    monkeypatch.setattr(driver, "_tell_who", lambda: None)
+    monkeypatch.setattr(Generation, "run", lambda generation: Ending("done"))
+    driver.run()
     progress = driver._progress(0)
     assert (progress["step"], progress["steps"]) == (3, 3)
 
@@ -66,17 +73,18 @@ def test_a_rank_that_answers_and_gets_nowhere_ends_the_run_with_its_name(small: 
     hands: list[Any] = [SimpleNamespace(host=f"member {n}") for n in range(2)]
     dismissed: list[Any] = []
     crew: Any = SimpleNamespace(dismiss=dismissed.append)
-    generation = Generation(1, small, hands, crew, None, record_of(small))  # type: ignore[arg-type]
-    generation._refs = {"first": 0, "second": 1}
-    generation._pulse._still_s[1] = 60.0
+    rest: Any = {"micro_batch": 1, "on_steps": None}
+    generation = Generation(1, small, hands, crew, None, record_of(small), **rest)  # type: ignore[arg-type]
+    generation._out = {Future(): 0, Future(): 1}
+    generation._pulse.heard(1).beat = Beat(1, "loading", 60.0, where="manifest.py:88 in verify")
     generation._find_stalled()
     assert dismissed == []
-    generation._pulse._still_s[1], generation._pulse._phase[1] = 60.1, "loading for 60.1 s"
+    generation._pulse.heard(1).beat = Beat(1, "loading", 60.1, where="manifest.py:88 in verify")
     generation._find_stalled()
     ending = generation._ending()
     assert dismissed == [hands[1]]
     assert isinstance(ending.error, TrainError)
-    assert "rank 1 on member 1 gets nowhere: loading for 60.1 s" in str(ending.error)
+    assert "rank 1 on member 1 gets nowhere: loading for 60.1 s, in manifest.py:88" in str(ending.error)
 
 
 def refused(step: int, verdict: str) -> StepResult:
