@@ -35,7 +35,8 @@ class ChatData:
     def __init__(self, chat: ChatSpec, tokenizer: Path, seq_len: int) -> None:
         self.name, self.seq_len = chat.file, seq_len
         self._file = _staged(chat.file)
-        self._lines = _index(self._file, self._file.stat().st_mtime_ns, chat.file)
+        about = self._file.stat()
+        self._lines = _index(self._file, (about.st_mtime_ns, about.st_size), chat.file)
         self.n_sequences = len(self._lines.starts)
         self.tokenizer_file = tokenizer / "tokenizer.json"
         self._config = _optional(tokenizer / CONFIG)
@@ -139,7 +140,7 @@ class _Lines:
 
 
 @lru_cache(maxsize=2)
-def _index(file: Path, changed_ns: int, name: str) -> _Lines:
+def _index(file: Path, version: tuple[int, int], name: str) -> _Lines:
     """Kept, since a gang that forms again opens the same file."""
     return _Lines(file, name)
 
@@ -167,15 +168,18 @@ def _staged(file: str) -> Path:
         if not Path(file).is_file():
             raise DataError(f"{file} does not exist.", hint="Check chat.file.")
         return Path(file)
-    from raytide.core.storage import read_bytes
+    from raytide.core.storage import exists, open_url
 
-    body = read_bytes(file)
-    home = Path(tempfile.gettempdir()) / "raytide-datasets" / f"{hashlib.sha256(body).hexdigest()[:16]}.jsonl"
+    if not exists(file):
+        raise DataError(f"{file} does not exist.", hint="Check chat.file.")
+    fs, path = open_url(file)
+    version = hashlib.sha256(f"{file} {fs.ukey(path)}".encode()).hexdigest()[:16]
+    home = Path(tempfile.gettempdir()) / "raytide-datasets" / f"{version}.jsonl"
     if not home.exists():
         home.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=home.parent, delete=False) as part:
-            part.write(body)
-        Path(part.name).replace(home)
+        with tempfile.TemporaryDirectory(dir=home.parent) as part:
+            fs.get_file(path, f"{part}/talks")
+            (Path(part) / "talks").replace(home)
     return home
 
 

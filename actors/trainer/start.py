@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from raytide.actors.trainer.decoder import Decoder
 from raytide.actors.trainer.hf import Block, HfWeights
 from raytide.actors.trainer.origin import Origin
 
-__all__ = ["INIT_STD", "first_weights", "initialise", "local_block", "place"]
+__all__ = ["INIT_STD", "cut", "first_weights", "initialise", "local_block", "place"]
 
 INIT_STD = 0.02
 
@@ -56,14 +57,21 @@ def place(parameter: Tensor, full: Tensor) -> None:
 
 def local_block(parameter: Tensor) -> Block:
     """Which part of the whole this rank has."""
-    block = [slice(0, length) for length in parameter.shape]
     if not isinstance(parameter, DTensor):
-        return tuple(block)
+        return cut(parameter.shape, ())
     mesh, at = parameter.device_mesh, parameter.device_mesh.get_coordinate()
     assert at is not None
-    # The innermost axis, that of tensor parallelism, cuts first, then FSDP what that left.
-    for ranks, rank, placement in reversed(list(zip(mesh.shape, at, parameter.placements, strict=True))):
-        dim = getattr(placement, "dim", None)  # replicated: none
+    dims = [getattr(placement, "dim", None) for placement in parameter.placements]  # replicated: none
+    return cut(parameter.shape, list(zip(mesh.shape, at, dims, strict=True)))
+
+
+def cut(shape: Sequence[int], axes: Sequence[tuple[int, int, int | None]]) -> Block:
+    """The part of one rank: for each axis of the mesh its size, where the rank is on it, and the dimension it divides.
+
+    The innermost axis, that of tensor parallelism, cuts first, then FSDP what that left.
+    """
+    block = [slice(0, length) for length in shape]
+    for ranks, rank, dim in reversed(axes):
         if dim is not None:
             start, stop = block[dim].start, block[dim].stop
             each = math.ceil((stop - start) / ranks)  # as torch.chunk: the last ranks may have less, or nothing

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.actors.engine.tiny import save_tokenizer
 from tokenizers import Tokenizer
 
@@ -135,3 +139,44 @@ def test_the_engine_renders_marked_templates_without_their_marks(folder: Path) -
     text = ChatTemplate(MARKED, {"eos_token": "<eos>"}).render(TALK, prompt=True)
     assert "\ufdd0" not in text and "\ufdd1" not in text
     assert text.endswith("yes, été<eos><assistant>")
+
+
+words = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\ufdd0\ufdd1"), max_size=12)
+turns = st.lists(st.tuples(st.sampled_from(("system", "user", "assistant")), words), min_size=1, max_size=5)
+
+
+@pytest.fixture(scope="module")
+def talks_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the tokenizer lies that all examples of the property share."""
+    folder = tmp_path_factory.mktemp("talks")
+    save_tokenizer(folder)
+    ends = "{% for m in messages %}{{ m.role }}<eos>{{ m.content }}<eos>{% endfor %}"
+    (folder / "chat_template.jinja").write_text(ends + "{% if add_generation_prompt %}assistant<eos>{% endif %}")
+    return folder
+
+
+@settings(max_examples=25)
+@given(talks=st.lists(turns.map(lambda found: [*found, ("assistant", "!")]), min_size=1, max_size=4))
+def test_whatever_is_said_exactly_the_answers_are_learnt(talks: list[list[tuple[str, str]]], talks_dir: Path) -> None:
+    with tempfile.NamedTemporaryFile("w", dir=talks_dir, suffix=".jsonl") as file:
+        file.write(lines(*([{"role": role, "content": content} for role, content in talk] for talk in talks)))
+        file.flush()
+        data = ChatData(ChatSpec(file=file.name), talks_dir, 400)
+        found = [learnt(data, talks_dir, index) for index in range(len(talks))]
+    expected = ["".join(f"{content}<eos>" for role, content in talk if role == "assistant") for talk in talks]
+    assert found == expected
+
+
+def test_a_remote_file_is_fetched_once_for_each_version(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "local"))
+    (tmp_path / "local").mkdir()
+    fs = fsspec.filesystem("memory")
+    for talks in (lines(TALK), lines(TALK), lines(TALK[:2], TALK)):
+        fs.pipe_file(f"/{tmp_path.name}/talks.jsonl", talks.encode())
+        data = ChatData(ChatSpec(file=f"memory://{tmp_path.name}/talks.jsonl"), folder, 80)
+        assert data.n_sequences == talks.count("\n")
+        assert learnt(data, folder, data.n_sequences - 1) == "it is 4<eos>yes, été<eos>"
+    with pytest.raises(DataError, match="does not exist"):
+        ChatData(ChatSpec(file="memory://nowhere/talks.jsonl"), folder, 80)
