@@ -1,126 +1,171 @@
-"""Save and load the sharded state by torch's distributed checkpoint (DCP): any number of ranks reads what any wrote."""
+"""Checkpoints by torch's distributed checkpoint (DCP): written beside the training, read by any number of ranks.
+
+A save costs training one copy in memory. A thread writes that copy on a process group of its own: two threads that
+share one break it. At most one save is in flight, and its error is raised at the next step, on all ranks.
+"""
 
 from __future__ import annotations
 
-import errno
-import shutil
-from collections.abc import Sequence
-from pathlib import Path
+import hashlib
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
 
-import torch
-from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from raytide.actors.trainer import manifest
+from raytide.actors.trainer.files import Reader
 from raytide.actors.trainer.group import Group
 from raytide.actors.trainer.manifest import Checkpoint
-from raytide.core.errors import CheckpointError, RaytideError, StorageError
+from raytide.actors.trainer.plan import LoadPieces
+from raytide.actors.trainer.saving import Saves, attempt, first_cause
+from raytide.actors.trainer.state import Piece, TrainState
+from raytide.actors.trainer.store import Store, open_store
+from raytide.core.errors import CheckpointError, StorageError
 from raytide.core.train_spec import TrainSpec
 
-TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
-"""Frozen weights come from where they came first."""
+CLOSE_S = 2.0
+
+
+@dataclass(slots=True)
+class Listing:
+    """What lies in the store, newest first. The files themselves were not read yet."""
+
+    sealed: list[Checkpoint] = field(default_factory=list)
+    passed_over: list[CheckpointError] = field(default_factory=list)
+    bad: list[str] = field(default_factory=list)
+    """The folders whose manifest is no good."""
+
+    @property
+    def newest_step(self) -> int:
+        return self.sealed[0].manifest.step if self.sealed else 0
 
 
 class Checkpoints:
-    """The checkpoints of a run, as one generation of ranks sees them. All ranks call every method together."""
+    """A run's checkpoints, as one generation of ranks sees them. All ranks call every method but `close` together."""
 
-    def __init__(self, spec: TrainSpec, run_digest: str, dataset_digest: str, group: Group) -> None:
-        self.root = Path(spec.out) / "checkpoints"
-        self.spec, self.run_digest, self.dataset_digest, self.group = spec, run_digest, dataset_digest, group
+    def __init__(self, spec: TrainSpec, digests: Mapping[str, str], group: Group) -> None:
+        self.spec, self.digests, self.group = spec, dict(digests), group
+        self.store = open_store(spec.checkpoint_url)
+        self._saves = Saves(group.channel(), group.rank, group.world, digests, spec.keep_checkpoints)
+        self._life = group.from_first(uuid.uuid4().hex)
+        self._count = 0
 
-    def save(self, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer, step: int) -> Path:
-        """Write all shards, then let rank 0 seal them. StorageError on a full disk, with nothing older touched."""
-        written = self.group.from_first(manifest.part(self.root, step))
-        try:
-            (model,) = parts
-            weights, moments = get_state_dict(model, optimizer, options=TRAINED)
-            save({"model": weights, "optim": moments}, checkpoint_id=written, process_group=self.group.io)
-        except CheckpointException as error:
-            shutil.rmtree(written, ignore_errors=True)
-            raise _explain(error, manifest.folder(self.root, step)) from error
-        failed = self.group.from_first(self._seal(written, step) if self.group.is_first else None)
+    @property
+    def save_s(self) -> float:
+        """From the copy to the manifest, of the last save; 0.0 before there is one."""
+        return self._saves.last_s
+
+    @property
+    def failed(self) -> bool:
+        """A save has failed, and `wait` will say why."""
+        return self._saves.beside.failed
+
+    @property
+    def saving(self) -> bool:
+        return self._saves.beside.running
+
+    def prepare(self, state: TrainState) -> None:
+        """Make room for the copy, so that the first save is no slower than the others."""
+        self._saves.image.prepare(state.pieces())
+
+    def save(self, state: TrainState, step: int) -> None:
+        """Copy the state, and write the copy beside the training. Waits for the save before, and raises its error."""
+        self.wait()
+        self._saves.image.copy(state.pieces())
+        self._count += 1
+        attempt_id = hashlib.sha256(f"{self._life}/{self._count}".encode()).hexdigest()[:8]
+        samples = step * self.spec.global_batch
+        self._saves.start(self.store, manifest.folder(step, attempt_id), step, samples)
+
+    def before_update(self) -> None:
+        """Call before weights change: a copy may still be under way on the GPU."""
+        self._saves.image.before_update()
+
+    def wait(self) -> None:
+        """Until no save is in flight. StorageError for one that failed (a full disk, a lost bucket); the older ones are
+        whole."""
+        self._saves.beside.wait()
+
+    def close(self) -> None:
+        """Give up what is in flight: it stays an unfinished write. For this rank alone, and quick."""
+        self._saves.close(CLOSE_S)
+
+    def look(self) -> Listing:
+        """What can be loaded. What interrupted writes have left is removed, since nobody writes there any more."""
+        listing, failed = self.group.from_first(attempt(self._list) if self.group.is_first else (None, None))
         if failed is not None:
             raise failed
-        return manifest.folder(self.root, step)
+        assert listing is not None
+        self._saves.rejected = listing.bad
+        return listing
 
-    def load(self, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> tuple[int, list[CheckpointError]]:
-        """Load the newest good checkpoint and return its step, or 0 when the run has none, and the ones passed over.
+    def choose(self, listing: Listing) -> Checkpoint | None:
+        """The newest checkpoint, every byte of it read by the ranks together; why others were passed over is noted.
 
-        CheckpointError when there are some and none is good, or when another run wrote them: starting over in silence
+        CheckpointError when there are some and none is good, or when another run wrote it: to start over in silence
         would lose work.
         """
-        found, failed = self.group.from_first(self._find() if self.group.is_first else (None, None))
-        if failed is not None:
-            raise failed
-        assert found is not None
-        if found.checkpoint is None:
-            return 0, found.rejected
-        (model,) = parts
-        weights, moments = get_state_dict(model, optimizer, options=TRAINED)
-        try:  # in place
-            load({"model": weights, "optim": moments}, checkpoint_id=found.checkpoint.path, process_group=self.group.io)
-        except CheckpointException as error:  # a BaseException: nothing above would catch it
-            raise CheckpointError(
-                f"cannot load {found.checkpoint.path}: {_first(error)}", hint="Go on with the spec that wrote it."
-            ) from error
-        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments, options=TRAINED)
-        return found.checkpoint.manifest.step, found.rejected
-
-    def _seal(self, written: Path, step: int) -> RaytideError | None:
-        try:
-            manifest.seal(
-                written,
-                self.root,
-                step,
-                samples=step * self.spec.global_batch,
-                spec_digest=self.run_digest,
-                dataset_digest=self.dataset_digest,
-                world=self.group.world,
-            )
-            manifest.prune(self.root, self.spec.keep_checkpoints)
-        except RaytideError as error:
-            shutil.rmtree(written, ignore_errors=True)
-            return error
+        for checkpoint in listing.sealed:
+            problems = self._check(checkpoint)
+            if not problems:
+                self._is_ours(checkpoint)
+                return checkpoint
+            listing.passed_over.append(manifest.bad(problems[0]))
+            self._saves.rejected.append(checkpoint.name)
+        if self._saves.rejected:
+            raise listing.passed_over[-1]
         return None
 
-    def _find(self) -> tuple[manifest.Found | None, CheckpointError | None]:
-        found = manifest.latest(self.root)
-        if found.checkpoint is None:
-            return found, found.rejected[0] if found.rejected else None
-        try:
-            self._check(found.checkpoint)
-        except CheckpointError as error:
-            return None, error
-        return found, None
+    def load(self, state: TrainState, checkpoint: Checkpoint) -> None:
+        where = f"{self.store.url}/{checkpoint.name}"
 
-    def _check(self, checkpoint: Checkpoint) -> None:
-        for what, theirs, ours in (
-            ("model, seed or batch", checkpoint.manifest.spec_digest, self.run_digest),
-            ("dataset", checkpoint.manifest.dataset_digest, self.dataset_digest),
-        ):
-            if theirs != ours:
+        def fill(pieces: list[Piece]) -> None:
+            reader = Reader(self.store, checkpoint.name)
+            load({}, storage_reader=reader, planner=LoadPieces(pieces), process_group=self.group.io)
+
+        try:
+            state.load(fill)
+        except CheckpointException as error:  # a BaseException: nothing above would catch it
+            cause = first_cause(error)
+            if isinstance(cause, StorageError):
+                raise cause from error
+            raise CheckpointError(f"cannot load {where}: {cause}", hint="Go on with the spec that wrote it.") from error
+
+    def _list(self) -> Listing:
+        listing = Listing()
+        leftovers = manifest.unfinished(self.store)
+        for name in manifest.newest_first(self.store):
+            try:
+                listing.sealed.append(manifest.read(self.store, name))
+            except CheckpointError as error:
+                listing.passed_over.append(error)
+                if name not in leftovers:
+                    listing.bad.append(name)
+        store = self.store
+        self._saves.beside.start(lambda: _remove(store, leftovers))
+        return listing
+
+    def _check(self, checkpoint: Checkpoint) -> list[str]:
+        """What is wrong with it; each rank reads its share of the files."""
+        files = sorted(checkpoint.manifest.files)[self.group.rank :: self.group.world]
+        found = self.group.gather(attempt(lambda: manifest.problems(self.store, checkpoint, files)))
+        for _, failed in found:
+            if failed is not None:
+                raise failed
+        return [problem for problems, _ in found for problem in problems or []]
+
+    def _is_ours(self, checkpoint: Checkpoint) -> None:
+        for what, ours in self.digests.items():
+            if checkpoint.manifest.digests.get(what) != ours:
                 raise CheckpointError(
-                    f"{checkpoint.path} was written with another {what}.",
+                    f"{self.store.url}/{checkpoint.name} was written with another {what}.",
                     hint="Go on with the spec that wrote it, or choose another out directory.",
                 )
 
 
-def _explain(error: CheckpointException, path: Path) -> RaytideError:
-    """The storage failure inside DCP's bundle, in the words of raytide's own tree."""
-    for outermost, _ in error.failures.values():
-        cause: BaseException | None = outermost
-        while cause is not None:
-            if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT):
-                return StorageError(
-                    f"no space left while writing {path}.",
-                    hint="Free space there, then resume: what was written before is whole.",
-                )
-            cause = cause.__cause__ or cause.__context__
-    return StorageError(f"cannot write {path}: {_first(error)}", hint="Check the path and its permissions.")
-
-
-def _first(error: CheckpointException) -> BaseException:
-    return next((cause for cause, _ in error.failures.values()), error)
+def _remove(store: Store, names: list[str]) -> None:
+    for name in names:  # one that cannot be removed harms nobody, and the next generation tries again
+        attempt(partial(manifest.remove, store, name))

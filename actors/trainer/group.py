@@ -96,6 +96,18 @@ class Group:
         dist.broadcast_object_list(box, src=0, group=self.io)
         return box[0]
 
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, by rank, on every rank."""
+        values = [value] * self.world
+        dist.all_gather_object(values, value, group=self.io)
+        return values
+
+    def channel(self) -> dist.ProcessGroup:
+        """A group of all ranks for one thread beside the training: two threads that share a gloo group break it."""
+        channel = dist.new_group(backend="gloo", timeout=timedelta(seconds=IO_TIMEOUT_S))
+        assert isinstance(channel, dist.ProcessGroup)
+        return channel
+
 
 def open_store(address: str, world: int) -> TCPStore:
     """A meeting place for `world` ranks on a free port of this host; it lives as long as the object."""

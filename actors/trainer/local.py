@@ -26,10 +26,13 @@ def train_local(
     try:
         with group.alone() as mine:
             trainer = Trainer(spec, mine)
-            for error in trainer.restore():
-                record.event("skipped", why=str(error))
-            record.steps = trainer.steps_done
-            trainer.run(on_step=done)
+            try:
+                for error in trainer.restore():
+                    record.event("skipped", why=str(error))
+                record.steps = trainer.steps_done
+                trainer.run(on_step=done)
+            finally:
+                trainer.close()
     except RaytideError as error:
         record.close("failed", str(error))
         raise

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -26,6 +27,8 @@ from raytide.actors.trainer.loss import IGNORE
 from raytide.actors.trainer.metrics import Meter
 from raytide.actors.trainer.origin import open_data, origin_of
 from raytide.actors.trainer.profile import Profiler
+from raytide.actors.trainer.snapshots import Snapshots
+from raytide.actors.trainer.state import TrainState
 from raytide.actors.trainer.timing import StepClock
 from raytide.actors.trainer.validate import validate
 from raytide.core.errors import CheckpointError, TrainError
@@ -38,7 +41,7 @@ _ANY: Ids = np.zeros(1, dtype=np.int64)
 class Trainer:
     """The state of one run on one group. Every method is called by all ranks together."""
 
-    def __init__(self, spec: TrainSpec, group: Group) -> None:
+    def __init__(self, spec: TrainSpec, group: Group, snapshots: Snapshots | None = None) -> None:
         self.spec, self.group = spec, group
         self.data = open_data(spec)
         self.sampler = Sampler(spec.seed, self.data.n_sequences, spec.global_batch)
@@ -48,37 +51,77 @@ class Trainer:
         """Of the model: what this rank has of it."""
         self.compute = compute.build(spec, self.parts, group)
         self.optimizer = optim.build(self.parts, spec.optim)
-        self.checkpoints = Checkpoints(spec, self.origin.digest, self.data.digest, group)
         self.guard = Guard(spec.guard)
         self.extras = {"guard": self.guard}
         """What else a checkpoint carries: each has state_dict and load_state_dict of small tensors."""
+        self.state = TrainState(self.parts, optim.State(self.parts, self.optimizer), self.extras)
+        digests = {"model, seed or batch": self.origin.digest, "dataset": self.data.digest}
+        self.checkpoints = Checkpoints(spec, digests, group)
+        self.snapshots = snapshots if spec.snapshot_every else None
+        if self.snapshots is not None:
+            self.snapshots.join(group)
         self.clock = StepClock(group.device)
         self.meter = Meter(spec, self.origin.arch, group)
         self.profiler = Profiler(spec.profile, spec.out, group.rank, group.device)
         self.steps_done = 0
         self.saved_at: int | None = None
-        self.restored_from = ""
-        """"storage", or nothing when this is the run's first step."""
-        self.save_s = 0.0
-        """Of the last checkpoint."""
+        self.held_at: int | None = None
+        """The step of the last snapshot."""
+        self.restored_from: Literal["", "memory", "storage"] = ""
+        self._asked = 0
+        """To pause, by all ranks together, at the last step."""
 
     def restore(self) -> list[CheckpointError]:
-        """Go to the newest good checkpoint; returns the ones that had to be passed over."""
-        step, rejected = self.checkpoints.load(self.parts, self.optimizer)
-        self.steps_done = step
-        self.saved_at = step or None
-        self.restored_from = "storage" if step else ""
-        return rejected
+        """Go to the newest state that is left, in the members' memory or on storage; returns the checkpoints that had
+        to be passed over."""
+        listing = self.checkpoints.look()
+        in_memory = self.snapshots.newest() if self.snapshots is not None else 0
+        if self.snapshots is not None and in_memory and in_memory >= listing.newest_step:
+            self.snapshots.load(self.state)
+            self.steps_done, self.restored_from = in_memory, "memory"
+            self.saved_at = in_memory if in_memory == listing.newest_step else None
+        elif (checkpoint := self.checkpoints.choose(listing)) is not None:
+            self.checkpoints.load(self.state, checkpoint)
+            self.steps_done, self.restored_from = checkpoint.manifest.step, "storage"
+            self.saved_at = self.steps_done
+        self.checkpoints.prepare(self.state)
+        return listing.passed_over
 
     def save(self) -> None:
-        """Checkpoint the state as it is, unless that was done already."""
+        """Begin to checkpoint the state as it is, unless that was done already."""
         if self.saved_at != self.steps_done:
-            began = time.perf_counter()
             self.clock.start()
-            self.checkpoints.save(self.parts, self.optimizer, self.steps_done)
+            self.checkpoints.save(self.state, self.steps_done)
             self.clock.lap("checkpoint")
             self.saved_at = self.steps_done
-            self.save_s = time.perf_counter() - began
+
+    @property
+    def save_s(self) -> float:
+        """What the last checkpoint took, from the copy to the manifest."""
+        return self.checkpoints.save_s
+
+    def hold(self) -> None:
+        """Begin to give a copy of the state to another member's memory, unless that was done already."""
+        if self.snapshots is not None and self.held_at != self.steps_done:
+            self.snapshots.take(self.state, self.steps_done)
+            self.held_at = self.steps_done
+
+    def secure(self, *, save: bool = True) -> None:
+        """Bring the state to safety and wait for that: into other members' memory, and onto storage too if `save` or if
+        there is no other memory."""
+        alone = self.snapshots is None or self.group.world == 1
+        self.hold()
+        if self.snapshots is not None:
+            self.snapshots.wait()
+        if save or alone:
+            self.save()
+            self.checkpoints.wait()
+
+    def close(self) -> None:
+        """Give up what is in flight. For this rank alone, and quick: the generation may be broken."""
+        self.checkpoints.close()
+        if self.snapshots is not None:
+            self.snapshots.close()
 
     def export(self) -> str:
         return export(self.parts, self.spec, self.origin, self.data, self.group)
@@ -97,14 +140,18 @@ class Trainer:
         while self.steps_done < self.spec.steps:
             result = self.step(pause=paused())
             if result is None:
-                self.save()
+                self.secure(save=self._asked >= Pause.SAVE)
                 return False
             on_step(result)
             if result.verdict == "stopped":
+                self.checkpoints.wait()
                 raise guard.stopped(self.spec.name, result)
             if self.steps_done % self.spec.checkpoint_every == 0:
                 self.save()
+            if self.group.world > 1 and self.spec.snapshot_every and self.steps_done % self.spec.snapshot_every == 0:
+                self.hold()
         self.save()
+        self.checkpoints.wait()
         if self.spec.export:
             self.export()
         return True
@@ -121,8 +168,12 @@ class Trainer:
         data_s = time.perf_counter() - began
         self.clock.lap("data")
         counted = sum(int((y != IGNORE).sum()) for _, y in micros) if self.group.is_data_first else 0
-        tokens, asked, profiled = self.group.sum([counted, pause, self.profiler.asked()])
+        flags = [pause, self.profiler.asked(), self.checkpoints.failed]
+        tokens, asked, profiled, failed = self.group.sum([counted, *flags])
         self.clock.lap("wait")
+        if failed:
+            self.checkpoints.wait()  # it raises, on every rank
+        self._asked = int(asked)
         if asked:
             return None
         if not tokens:
@@ -165,6 +216,9 @@ class Trainer:
         )
 
     def _update(self, lr: float) -> None:
+        self.checkpoints.before_update()
+        if self.snapshots is not None:
+            self.snapshots.before_update()
         optim.set_lr(self.optimizer, lr)
         self.optimizer.step()
 

@@ -1,29 +1,33 @@
-"""A checkpoint as files: a folder `step-00000050` whose manifest names and hashes all of them.
+"""A checkpoint as files: a folder `step-00000050-5f3a9c01` whose manifest, written last, names and hashes all of them.
 
-A folder is written under a hidden name and renamed when it is whole, so a name that can be seen is a finished
-checkpoint; the hashes find what changed afterwards. No torch here: `raytide checkpoint verify` reads this.
+A folder without a manifest is an unfinished write and is never loaded; the hashes find what changed afterwards. Every
+attempt has a folder of its own, so a straggler of a broken generation cannot touch another's. No torch here.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
-import uuid
+import re
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from pydantic import Field
 
+from raytide.actors.trainer.store import Store, named_failures
 from raytide.core.config import Config
 from raytide.core.errors import CheckpointError, ConfigError
-from raytide.core.storage import full_disk_is_an_error
 
 MANIFEST = "manifest.json"
-_PREFIX = "step-"
+_NAME = re.compile(r"step-(\d{8,})-[0-9a-f]{8}")
 _CHUNK = 1 << 20
 _RESTORE = "Delete the folder: the run goes on from the checkpoint before it."
+
+
+class FileRecord(Config):
+    sha256: str
+    size: int = Field(ge=0)
+    """Bytes."""
 
 
 class Manifest(Config):
@@ -31,18 +35,23 @@ class Manifest(Config):
     """Steps done; the next one to run has this number."""
     samples: int = Field(ge=0)
     """Sequences consumed. With the spec's seed it is the whole state of the data."""
-    spec_digest: str
-    dataset_digest: str
+    digests: dict[str, str]
+    """Of what it cannot be continued without, by its name."""
     world: int = Field(ge=1)
     """Ranks that wrote it; any number may read it."""
-    files: dict[str, str]
-    """SHA-256 by path inside the folder."""
+    files: dict[str, FileRecord]
+    """By path inside the folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    path: Path
+    name: str
+    """Of its folder in the store."""
     manifest: Manifest
+
+    @property
+    def size(self) -> int:
+        return sum(file.size for file in self.manifest.files.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,108 +62,144 @@ class Found:
     rejected: list[CheckpointError] = field(default_factory=list)
 
 
-def folder(root: Path, step: int) -> Path:
-    return root / f"{_PREFIX}{step:08d}"
+def folder(step: int, attempt: str) -> str:
+    """`attempt`: eight hexadecimal digits that no other write of this run has."""
+    return f"step-{step:08d}-{attempt}"
 
 
-def part(root: Path, step: int) -> Path:
-    """A name to write under; never used twice, so that a straggler of an earlier attempt cannot touch this one."""
-    return root / f".{_PREFIX}{step:08d}.{uuid.uuid4().hex[:8]}.part"
+def step_of(name: str) -> int | None:
+    """The step in a checkpoint folder's name; None for anything else that lies there."""
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else None
 
 
-def seal(
-    written: Path, root: Path, step: int, *, samples: int, spec_digest: str, dataset_digest: str, world: int
-) -> Checkpoint:
-    """Hash what was written, add the manifest, make it durable and give it its name."""
-    manifest = Manifest(
-        step=step,
-        samples=samples,
-        spec_digest=spec_digest,
-        dataset_digest=dataset_digest,
-        world=world,
-        files={file.relative_to(written).as_posix(): _sha256(file) for file in _files(written)},
-    )
-    final = folder(root, step)
-    with full_disk_is_an_error(str(final)):
-        body = manifest.model_dump()
-        with open(written / MANIFEST, "w") as file:
-            json.dump({**body, "sha256": _digest(body)}, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        if final.exists():  # only one that `latest` rejected: the run got here again
-            final.rename(part(root, step))
-        written.rename(final)
-        _sync_dir(root)
-    return Checkpoint(final, manifest)
+def seal(store: Store, name: str, manifest: Manifest) -> Checkpoint:
+    """Make what was written a checkpoint. From here on it can be found."""
+    body = manifest.model_dump()
+    with named_failures(f"{store.url}/{name}"):
+        store.publish(f"{name}/{MANIFEST}", json.dumps({**body, "sha256": _digest(body)}, indent=1).encode())
+    return Checkpoint(name, manifest)
 
 
-def verify(path: Path) -> Checkpoint:
-    """The checkpoint at `path`, every byte checked; CheckpointError names the first file that is wrong."""
-    manifest = _read(path)
-    for name, digest in manifest.files.items():
-        file = path / name
-        if not file.is_file():
-            raise CheckpointError(f"{file} is missing from its checkpoint.", hint=_RESTORE)
-        if _sha256(file) != digest:
-            raise CheckpointError(f"{file} was altered: its SHA-256 is not the manifest's.", hint=_RESTORE)
-    return Checkpoint(path, manifest)
+def read(store: Store, name: str) -> Checkpoint:
+    """What a folder's manifest says; CheckpointError when it has none or it was altered. The files are not read."""
+    where = f"{store.url}/{name}"
+    try:
+        with named_failures(where), store.read(f"{name}/{MANIFEST}") as stream:
+            text = stream.read()
+    except FileNotFoundError:
+        raise CheckpointError(f"{where} is torn: it has no {MANIFEST}.", hint=_RESTORE) from None
+    try:
+        body = json.loads(text)
+        digest = body.pop("sha256")
+        manifest = Manifest.parse(body, where=f"{where}/{MANIFEST}")
+    except (ValueError, AttributeError, KeyError, TypeError, ConfigError):
+        raise CheckpointError(f"{where}/{MANIFEST} was altered: it is no manifest.", hint=_RESTORE) from None
+    if digest != _digest(body):
+        raise CheckpointError(f"{where}/{MANIFEST} was altered: it does not match its own hash.", hint=_RESTORE)
+    return Checkpoint(name, manifest)
 
 
-def latest(root: Path) -> Found:
-    """The newest checkpoint under `root` that verifies. Bad ones are skipped and returned, never loaded."""
-    rejected: list[CheckpointError] = []
-    for path in reversed(_all(root)):
+def problems(store: Store, checkpoint: Checkpoint, files: Iterable[str] | None = None) -> list[str]:
+    """What is wrong with these files of a checkpoint (all when None), every byte read. Empty when nothing is."""
+    found = []
+    for name in checkpoint.manifest.files if files is None else files:
+        path, wanted = f"{checkpoint.name}/{name}", checkpoint.manifest.files[name]
         try:
-            return Found(verify(path), rejected)
+            with named_failures(f"{store.url}/{path}"):
+                digest, size = _sha256(store, path)
+        except FileNotFoundError:
+            found.append(f"{store.url}/{path} is missing from its checkpoint.")
+            continue
+        if size != wanted.size:
+            found.append(f"{store.url}/{path} was altered: it has {size} bytes of {wanted.size}.")
+        elif digest != wanted.sha256:
+            found.append(f"{store.url}/{path} was altered: its SHA-256 is not the manifest's.")
+    return found
+
+
+def verify(store: Store, name: str) -> Checkpoint:
+    """A checkpoint, every byte checked; CheckpointError names the first file that is wrong."""
+    checkpoint = read(store, name)
+    for problem in problems(store, checkpoint):
+        raise bad(problem)
+    return checkpoint
+
+
+def bad(problem: str) -> CheckpointError:
+    return CheckpointError(problem, hint=_RESTORE)
+
+
+def latest(store: Store) -> Found:
+    """The newest checkpoint that verifies. Bad ones are skipped and returned, never loaded."""
+    rejected: list[CheckpointError] = []
+    for name in newest_first(store):
+        try:
+            return Found(verify(store, name), rejected)
         except CheckpointError as error:
             rejected.append(error)
     return Found(None, rejected)
 
 
-def prune(root: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints, and what interrupted writes left behind."""
-    for path in [*_all(root)[:-keep], *root.glob(f".{_PREFIX}*.part")]:
-        shutil.rmtree(path, ignore_errors=True)
+def newest_first(store: Store) -> list[str]:
+    """The folders of all checkpoints and of unfinished writes."""
+    with named_failures(store.url):
+        steps = {name: step for name in store.folders() if (step := step_of(name)) is not None}
+    return sorted(steps, key=lambda name: (steps[name], name), reverse=True)
 
 
-def _all(root: Path) -> list[Path]:
-    return sorted(path for path in root.glob(f"{_PREFIX}*") if path.is_dir())
+def unfinished(store: Store) -> list[str]:
+    """Folders in which a write goes on, or ended before its manifest."""
+    return [name for name in newest_first(store) if MANIFEST not in _sizes(store, name)]
 
 
-def _read(path: Path) -> Manifest:
-    file = path / MANIFEST
+def prune(store: Store, keep: int, sealed: Checkpoint, rejected: Collection[str] = ()) -> None:
+    """Remove what is older than the newest `keep` steps up to the one just sealed, and bad ones that it outdates.
+
+    Newer folders are neither counted nor touched: they are another generation's. Nor are unfinished ones: somebody may
+    be writing there, and only a restart knows better.
+    """
+    kept: set[int] = set()
+    for name in newest_first(store):
+        step = step_of(name)
+        assert step is not None
+        sizes = _sizes(store, name)
+        if step > sealed.manifest.step or MANIFEST not in sizes:
+            continue
+        whole = name == sealed.name or (name not in rejected and _looks_whole(store, name, sizes))
+        if whole and (step in kept or len(kept) < keep):
+            kept.add(step)
+        else:
+            remove(store, name)
+
+
+def remove(store: Store, name: str) -> None:
+    """The manifest first: what a removal that was cut off leaves is then an unfinished write, not a bad checkpoint."""
+    with named_failures(f"{store.url}/{name}"):
+        store.remove(name, first=MANIFEST)
+
+
+def _looks_whole(store: Store, name: str, sizes: dict[str, int]) -> bool:
     try:
-        body = json.loads(file.read_text())
-        digest = body.pop("sha256")
-        manifest = Manifest.parse(body, where=str(file))
-    except OSError:
-        raise CheckpointError(f"{path} is torn: it has no readable {MANIFEST}.", hint=_RESTORE) from None
-    except (ValueError, AttributeError, KeyError, TypeError, ConfigError):
-        raise CheckpointError(f"{file} was altered: it is no manifest.", hint=_RESTORE) from None
-    if digest != _digest(body):
-        raise CheckpointError(f"{file} was altered: it does not match its own hash.", hint=_RESTORE)
-    return manifest
+        files = read(store, name).manifest.files
+    except CheckpointError:
+        return False
+    return all(sizes.get(file) == record.size for file, record in files.items())
 
 
-def _files(path: Path) -> list[Path]:
-    return sorted(file for file in path.rglob("*") if file.is_file())
+def _sizes(store: Store, name: str) -> dict[str, int]:
+    with named_failures(f"{store.url}/{name}"):
+        return store.sizes(name)
 
 
-def _sha256(file: Path) -> str:
-    digest = hashlib.sha256()
-    with open(file, "rb") as stream:
+def _sha256(store: Store, path: str) -> tuple[str, int]:
+    digest, size = hashlib.sha256(), 0
+    with store.read(path) as stream:
         while chunk := stream.read(_CHUNK):
             digest.update(chunk)
-    return digest.hexdigest()
+            size += len(chunk)
+    return digest.hexdigest(), size
 
 
 def _digest(body: dict[str, object]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
-def _sync_dir(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

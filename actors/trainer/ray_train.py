@@ -1,18 +1,21 @@
 """The same loop inside Ray Train: `TorchTrainer(train_loop_per_worker, train_loop_config=...)`, the spec as a dict.
 
 Ray Train makes the process group and restarts the workers; raytide trains, and writes the same files as ever into the
-spec's `out`, which every worker must reach. What is sealed there is reported to Ray Train, and resumed from.
+spec's `out`, which every worker must reach. What is sealed there is reported to Ray Train, and resumed from;
+checkpoints in an object store (`checkpoint_dir`) stay there and are only resumed from.
 """
 
 from __future__ import annotations
 
 import shutil
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raytide.actors.trainer import manifest
 from raytide.actors.trainer.core import StepResult, numbers
+from raytide.actors.trainer.store import LocalStore, Store, open_store
 from raytide.core.clock import SystemClock
 from raytide.core.errors import CheckpointError, RaytideError
 from raytide.core.train_spec import TrainSpec
@@ -20,6 +23,7 @@ from raytide.core.train_spec import TrainSpec
 if TYPE_CHECKING:
     from ray.train import Checkpoint
 
+    from raytide.actors.trainer.loop import Trainer
     from raytide.actors.trainer.record import Record
 
 
@@ -38,14 +42,17 @@ def train_loop_per_worker(config: Mapping[str, Any]) -> None:
         given = ray.train.get_checkpoint()
         bad = mine.from_first(_place(given, spec) if mine.is_first and given is not None else [])
         trainer = Trainer(spec, mine)
-        rejected = [*bad, *trainer.restore()]
-        if record is not None:
-            record.steps = trainer.steps_done
-            for error in rejected:
-                record.event("skipped", why=str(error))
-        reports = _Reports(spec, record)
-        trainer.run(on_step=reports.step)
-        reports.send()
+        try:
+            rejected = [*bad, *trainer.restore()]
+            if record is not None:
+                record.steps = trainer.steps_done
+                for error in rejected:
+                    record.event("skipped", why=str(error))
+            reports = _Reports(trainer, record)
+            trainer.run(on_step=reports.step)
+            reports.send()
+        finally:
+            trainer.close()
     except RaytideError as error:
         if record is not None:
             record.close("failed", str(error))
@@ -58,8 +65,8 @@ class _Reports:
     """To Ray Train, by all workers at the same steps. Its report is a barrier and waits for the controller's next look,
     two seconds away at most: each checkpoint has one, a step has not."""
 
-    def __init__(self, spec: TrainSpec, record: Record | None) -> None:
-        self.spec, self.record = spec, record
+    def __init__(self, trainer: Trainer, record: Record | None) -> None:
+        self.trainer, self.spec, self.record = trainer, trainer.spec, record
         self._last: StepResult | None = None
         self._reported = ""
 
@@ -67,7 +74,7 @@ class _Reports:
         if self.record is not None:
             self.record.step(result)
         if self._last is not None and self._last.step % self.spec.checkpoint_every == 0:
-            self.send()  # the step before was saved meanwhile
+            self.send()
         self._last = result
 
     def send(self) -> None:
@@ -76,33 +83,39 @@ class _Reports:
 
         if self._last is None:
             return
+        self.trainer.checkpoints.wait()
         ray.train.report({"step": self._last.step} | numbers(self._last.line()), checkpoint=self._new_checkpoint())
 
     def _new_checkpoint(self) -> Checkpoint | None:
         import ray.train
 
-        found = _newest(self.spec) if self.record is not None else None
-        if found is None or found.name == self._reported:
+        store = open_store(self.spec.checkpoint_url)
+        found = _newest(store) if self.record is not None and isinstance(store, LocalStore) else None
+        if found is None or found == self._reported:
             return None
-        self._reported = found.name
-        return ray.train.Checkpoint.from_directory(str(found))
+        self._reported = found
+        return ray.train.Checkpoint.from_directory(f"{store.url}/{found}")
 
 
 def _place(given: Checkpoint, spec: TrainSpec) -> list[CheckpointError]:
     """Put Ray Train's checkpoint among the run's own, unless they are newer; what is wrong with it, if anything is."""
-    root = Path(spec.out) / "checkpoints"
+    store = open_store(spec.checkpoint_url)
     with given.as_directory() as folder:
+        source = LocalStore(Path(folder).parent)
         try:
-            step = manifest.verify(Path(folder)).manifest.step
+            found = manifest.verify(source, Path(folder).name)
         except CheckpointError as error:
             return [error]
-        target, newest = manifest.folder(root, step), _newest(spec)
-        if newest is None or newest.name < target.name:
-            part = manifest.part(root, step)
-            shutil.copytree(folder, part)
-            part.rename(target)
+        newest, step = _newest(store), found.manifest.step
+        if newest is None or (manifest.step_of(newest) or 0) < step:
+            name = manifest.folder(step, uuid.uuid4().hex[:8])
+            for file in found.manifest.files:
+                with source.read(f"{found.name}/{file}") as old, store.write(f"{name}/{file}") as new:
+                    shutil.copyfileobj(old, new)
+            manifest.seal(store, name, found.manifest)
     return []
 
 
-def _newest(spec: TrainSpec) -> Path | None:
-    return max((Path(spec.out) / "checkpoints").glob("step-*"), default=None)
+def _newest(store: Store) -> str | None:
+    unfinished = manifest.unfinished(store)
+    return next((name for name in manifest.newest_first(store) if name not in unfinished), None)

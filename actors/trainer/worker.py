@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from raytide.actors.trainer.group import Group
     from raytide.actors.trainer.loop import Trainer
+    from raytide.actors.trainer.snapshots import Snapshots
 
 T = TypeVar("T")
 OWN_SHARE = 0.9
@@ -38,6 +39,7 @@ class TrainWorker:
         self._store: TCPStore | None = None
         self._diary = Diary()
         self._generation, self._pause = -1, Pause.NO
+        self._snapshots: Snapshots | None = None
 
     def ready(self) -> int:
         """The process id, once the imports are done and the worker can take a seat."""
@@ -116,14 +118,20 @@ class TrainWorker:
 
     def _run(self, seat: Seat, mine: Group) -> Outcome:
         from raytide.actors.trainer.loop import Trainer
+        from raytide.actors.trainer.snapshots import Snapshots
 
         self._diary.at("building", lap="build")
-        trainer = Trainer(self._spec.model_copy(update={"micro_batch": seat.micro_batch}), mine)
-        self._diary.at("loading", lap="load")
-        skipped = trainer.restore()
-        self._diary.restored(trainer.restored_from, [str(error) for error in skipped])
-        self._diary.at(f"step {trainer.steps_done + 1}", lap="first_step")
-        finished = trainer.run(on_step=self._did(trainer), paused=lambda: self._asked(seat))
+        self._snapshots = self._snapshots or Snapshots(self._host)
+        spec = self._spec.model_copy(update={"micro_batch": seat.micro_batch})
+        trainer = Trainer(spec, mine, self._snapshots)
+        try:
+            self._diary.at("loading", lap="load")
+            skipped = trainer.restore()
+            self._diary.restored(trainer.restored_from, [str(error) for error in skipped])
+            self._diary.at(f"step {trainer.steps_done + 1}", lap="first_step")
+            finished = trainer.run(on_step=self._did(trainer), paused=lambda: self._asked(seat))
+        finally:
+            trainer.close()
         return Outcome("done" if finished else "paused")
 
     def _did(self, trainer: Trainer) -> Callable[[StepResult], None]:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from raytide.cli import autoscaler, cluster, cost, demo, jobs, runs, serve, simulate
+from raytide.cli import autoscaler, checkpoint, cluster, cost, demo, jobs, runs, serve, simulate
 
 app = typer.Typer(
     name="raytide",
@@ -19,6 +19,7 @@ app = typer.Typer(
 data = typer.Typer(help="Build datasets.", no_args_is_help=True)
 scaler = typer.Typer(help="Look into the autoscaler.", no_args_is_help=True)
 simulation = typer.Typer(help="Replay recorded traces through the decisions.", no_args_is_help=True)
+checkpoints = typer.Typer(help="Look into checkpoints.", no_args_is_help=True)
 
 
 def _print_version(asked: bool) -> None:
@@ -41,6 +42,7 @@ def options(
 app.add_typer(data, name="data")
 app.add_typer(scaler, name="autoscaler")
 app.add_typer(simulation, name="simulate")
+app.add_typer(checkpoints, name="checkpoint")
 
 app.command()(demo.demo)
 app.command()(cluster.up)
@@ -59,5 +61,6 @@ app.command()(runs.profile)
 app.command()(serve.serve)
 scaler.command("explain")(autoscaler.explain)
 simulation.command("deadline")(simulate.deadline)
+checkpoints.command("verify")(checkpoint.verify)
 app.command()(cluster.schema)
 app.command()(cluster.doctor)

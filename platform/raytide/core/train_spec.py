@@ -46,7 +46,9 @@ class TrainSpec(Config):
     chat: ChatSpec | None = None
     """Conversations to train on, instead of a dataset."""
     out: str
-    """A directory that every member reaches: checkpoints, metrics and the exported model."""
+    """A directory that every member reaches: metrics, the exported model and, if nothing else is said, checkpoints."""
+    checkpoint_dir: str | None = None
+    """Where checkpoints go: a directory or an fsspec URL (`s3://bucket/run`); `out`/checkpoints when left out."""
     model: ModelSpec = ModelSpec()
     init_from: str | None = None
     """A Hugging Face directory, or the `out` of a run that exported one: its config, weights and tokenizer."""
@@ -67,6 +69,8 @@ class TrainSpec(Config):
     checkpoint_every: int = Field(default=100, ge=1)
     """Steps. The last step is always saved."""
     keep_checkpoints: int = Field(default=2, ge=1)
+    snapshot_every: int = Field(default=10, ge=0)
+    """Steps between copies of the state in other members' memory, from which a gang that lost one goes on. 0: none."""
     log_every: int = Field(default=1, ge=1)
     export: bool = True
     """Write a Hugging Face directory to `out`/model at the end; with adapters, those alone to `out`/adapter too."""
@@ -118,6 +122,10 @@ class TrainSpec(Config):
             for shape in self.gang.shapes
         )
         return self.gang.model_copy(update={"shapes": tuple(shapes)})
+
+    @property
+    def checkpoint_url(self) -> str:
+        return self.checkpoint_dir or f"{self.out.rstrip('/')}/checkpoints"
 
     def digest(self) -> str:
         """Of what a checkpoint cannot be resumed without, beside the model and the data themselves: the data order."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,7 @@ def run_ranks(tmp_path: Path) -> RunRanks:
     """`run_ranks(world, work, *args)`: what `work(*args, rank, world, meeting place)` gives in each rank's process."""
     meets = (str(tmp_path / f"meet-{number}") for number in itertools.count())
 
-    def run(world: int, work: Callable[..., Any], *args: Any) -> list[Any]:
-        return trainer_ranks.run(world, next(meets), work, args, timeout_s=90.0)
+    def run(world: int, work: Callable[..., Any], *args: Any, dying: Collection[int] = ()) -> list[Any]:
+        return trainer_ranks.run(world, next(meets), work, args, timeout_s=90.0, dying=dying)
 
     return run

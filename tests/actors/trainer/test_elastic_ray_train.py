@@ -13,6 +13,7 @@ import pytest
 import raytide.core
 from raytide.actors.trainer import history, manifest, ray_train
 from raytide.actors.trainer.local import train_local
+from raytide.actors.trainer.store import LocalStore
 from raytide.core.train_spec import TrainSpec
 
 
@@ -57,7 +58,8 @@ def test_two_workers_of_ray_train_follow_one_process_and_report_what_they_sealed
 
     assert {"step", "loss", "tokens_per_s", "times/forward_backward"} <= result.metrics.keys()
     assert result.metrics["step"] == spec.steps
-    reported = [manifest.verify(Path(checkpoint.path)).manifest.step for checkpoint, _ in result.best_checkpoints]
+    paths = [Path(checkpoint.path) for checkpoint, _ in result.best_checkpoints]
+    reported = [manifest.verify(LocalStore(path.parent), path.name).manifest.step for path in paths]
     assert reported == [3, 6]
     alone = spec.model_copy(update={"out": spec.out + "-alone"})
     train_local(alone)
@@ -80,21 +82,23 @@ def test_a_new_cluster_goes_on_from_what_ray_train_kept_unless_the_run_has_newer
 ) -> None:
     spec = spec.model_copy(update={"steps": 2, "checkpoint_every": 1})
     train_local(spec)
-    root, kept = Path(spec.out) / "checkpoints", tmp_path / "kept"
-    shutil.copytree(manifest.folder(root, 1), kept)
+    store, kept = LocalStore(Path(spec.checkpoint_url)), tmp_path / "kept"
+    newer, older = manifest.newest_first(store)
+    shutil.copytree(store.root / older, kept)
     given: Any = Given(kept)
 
     assert ray_train._place(given, spec) == []
-    assert manifest.folder(root, 2).exists()
-    shutil.rmtree(root)
+    assert manifest.newest_first(store) == [newer, older]
+    shutil.rmtree(store.root)
     assert ray_train._place(given, spec) == []
-    assert manifest.verify(manifest.folder(root, 1)).manifest.step == 1
+    (placed,) = manifest.newest_first(store)
+    assert manifest.verify(store, placed).manifest.step == 1
     told: list[int] = []
     train_local(spec, on_step=lambda result: told.append(result.step))
     assert told == [2]
 
-    shutil.rmtree(root)
+    shutil.rmtree(store.root)
     next(kept.glob("*.distcp")).write_bytes(b"torn")
     (error,) = ray_train._place(given, spec)
     assert "was altered" in str(error)
-    assert not root.exists()
+    assert not store.root.exists()

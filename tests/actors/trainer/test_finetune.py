@@ -125,6 +125,7 @@ def test_with_adapters_nothing_else_learns_or_is_kept(start: Start) -> None:
         for _ in range(2):
             trainer.step()
         trainer.save()
+        trainer.checkpoints.wait()
         after = dict(trainer.parts[0].named_parameters())
         changed = {name for name, each in after.items() if not torch.equal(each.detach(), before[name])}
     assert changed == {name for name in after if "lora_" in name}

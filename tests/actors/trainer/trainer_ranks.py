@@ -10,7 +10,7 @@ import math
 import multiprocessing
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,16 @@ from raytide.core.train_spec import TrainSpec
 PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint.state_dict"]
 
 
-def run(world: int, meet: str, work: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> list[Any]:
-    """`work(*args, rank, world, meet)` in each rank; AssertionError with the traceback of one that raises or hangs."""
+def run(
+    world: int,
+    meet: str,
+    work: Callable[..., Any],
+    args: tuple[Any, ...],
+    timeout_s: float,
+    dying: Collection[int] = (),
+) -> list[Any]:
+    """`work(*args, rank, world, meet)` in each rank; AssertionError with the traceback of one that raises or hangs.
+    None for the `dying` ranks, which give nothing."""
     multiprocessing.set_forkserver_preload(PRELOAD)
     context = multiprocessing.get_context("forkserver")
     pipes, children = [], []
@@ -42,6 +50,9 @@ def run(world: int, meet: str, work: Callable[..., Any], args: tuple[Any, ...], 
         results = []
         for rank, pipe in enumerate(pipes):
             assert pipe.poll(timeout_s), f"rank {rank} of {world} gave nothing within {timeout_s} s"
+            if rank in dying:
+                results.append(None)
+                continue
             ok, value = pipe.recv()
             assert ok, f"rank {rank} of {world} failed:\n{value}"
             results.append(value)

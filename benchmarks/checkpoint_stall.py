@@ -1,0 +1,123 @@
+"""How long training stands still for a checkpoint: one process, a state of half a gigabyte, saved while it trains.
+
+    python benchmarks/checkpoint_stall.py [--mb 512] [--runs 7] [--threads 2] [--url s3://bucket/run]
+
+Each run measures, one after the other: an in-memory copy of the whole state (into memory that was used before), a
+save that is waited for, and a save beside the training with the steps that run meanwhile. Prints the median, the
+least and the most of each in milliseconds, and two ratios with their goals: stall / copy <= 2, stall / waited save
+<= 0.25.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from raytide.actors.trainer import group
+from raytide.actors.trainer.loop import Trainer
+from raytide.core.train_spec import ModelSpec, TrainSpec
+
+VOCAB, SEED = 8192, 0
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--mb", type=int, default=512, help="of state: weights and two moments in fp32")
+    arguments.add_argument("--runs", type=int, default=7)
+    arguments.add_argument("--threads", type=int, default=torch.get_num_threads())
+    arguments.add_argument("--url", help="where the checkpoints go; a temporary directory when left out")
+    options = arguments.parse_args()
+    torch.set_num_threads(options.threads)
+    with tempfile.TemporaryDirectory() as folder, group.alone() as mine:
+        trainer = Trainer(spec_of(Path(folder), options.mb, options.url), mine)
+        trainer.restore()
+        trainer.step()
+        times = measure(trainer, options.runs)
+        size = sum(piece.local.nbytes for piece in trainer.state.pieces())
+        trainer.close()
+    report(times, size, options.threads)
+
+
+def spec_of(folder: Path, mb: int, url: str | None) -> TrainSpec:
+    dim = 512
+    layers = max(1, round((mb * 1e6 / 12 - VOCAB * dim) / (12 * dim * dim)))
+    return TrainSpec(
+        dataset=str(dataset(folder / "tokens")),
+        out=str(folder / "run"),
+        checkpoint_dir=url,
+        model=ModelSpec(dim=dim, layers=layers, heads=8, max_seq_len=64),
+        steps=10_000,
+        global_batch=2,
+        micro_batch=2,
+        seq_len=64,
+        seed=SEED,
+        keep_checkpoints=1,
+        export=False,
+    )
+
+
+def measure(trainer: Trainer, runs: int) -> dict[str, list[float]]:
+    pieces = trainer.state.pieces()
+    kept = [torch.zeros_like(piece.local) for piece in pieces]
+    times: dict[str, list[float]] = {
+        name: [] for name in ("copy", "waited save", "stall", "step", "step beside a save")
+    }
+
+    def copy() -> None:
+        for target, piece in zip(kept, pieces, strict=True):
+            target.copy_(piece.local)
+
+    def waited_save() -> None:
+        trainer.save()
+        trainer.checkpoints.wait()
+
+    for _ in range(runs):
+        times["step"].append(timed(trainer.step))
+        times["copy"].append(timed(copy))
+        times["waited save"].append(timed(waited_save))
+        trainer.step()
+        times["stall"].append(timed(trainer.save))
+        while trainer.checkpoints.saving:
+            times["step beside a save"].append(timed(trainer.step))
+        trainer.checkpoints.wait()
+    return times
+
+
+def timed(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return (time.perf_counter() - began) * 1e3
+
+
+def report(times: dict[str, list[float]], size: int, threads: int) -> None:
+    print(f"state {size / 1e6:.0f} MB, {threads} threads, seed {SEED}, {len(times['stall'])} runs; milliseconds")
+    for name, values in times.items():
+        print(f"{name:20} median {statistics.median(values):8.1f}   {min(values):8.1f} .. {max(values):8.1f}")
+    for name, yardstick, goal in (("copy", times["copy"], 2.0), ("waited save", times["waited save"], 0.25)):
+        ratios = [stall / whole for stall, whole in zip(times["stall"], yardstick, strict=True)]
+        spread = f"{min(ratios):.3f} .. {max(ratios):.3f}"
+        print(f"stall / {name:12} median {statistics.median(ratios):.3f}   {spread}   goal <= {goal}")
+
+
+def dataset(path: Path) -> Path:
+    tokens = np.random.default_rng(SEED).integers(0, VOCAB, 20_000).astype("<u2").tobytes()
+    (path / "shards").mkdir(parents=True)
+    (path / "shards/00000.bin").write_bytes(tokens)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (path / name).write_text("{}")
+    shard = {"file": "shards/00000.bin", "tokens": 20_000, "sha256": ""}
+    manifest = {"version": 1, "tokenizer": "tokenizer.json", "vocab_size": VOCAB, "eos_id": 0, "dtype": "uint16"}
+    (path / "manifest.json").write_text(json.dumps({**manifest, "documents": 1, "tokens": 20_000, "shards": [shard]}))
+    return path
+
+
+if __name__ == "__main__":
+    main()

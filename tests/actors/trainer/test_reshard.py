@@ -1,0 +1,39 @@
+"""A checkpoint continues the same run on any layout, and bit for bit on the one that wrote it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tests.actors.trainer.checkpoint_ranks import Phase, Reached, phases
+
+from raytide.core.train_spec import TrainSpec
+
+RunRanks = Callable[..., list[Any]]
+END = 9
+"""Past the last step: no pause."""
+
+
+def test_any_layout_goes_on_with_what_any_other_wrote(spec: TrainSpec, run_ranks: RunRanks) -> None:
+    spec = spec.model_copy(update={"checkpoint_every": 4, "steps": 8})
+    plan = [
+        Phase("whole", 4, END),
+        Phase("same", 4, END, after=("whole", 4)),
+        Phase("4 to 1", 1, END, after=("whole", 4)),
+        Phase("4 to 2", 2, END, after=("whole", 4)),
+        Phase("one", 1, 4),
+        Phase("1 to 4", 4, END, after=("one", 4)),
+    ]
+    by_rank = run_ranks(4, phases, spec, plan)
+    for mine in by_rank:
+        whole, *resumed = mine
+        for phase, reached in zip(plan[1:], resumed, strict=True):
+            if phase.after is not None and reached is not None:
+                assert reached.source == "storage"
+                assert reached.losses == pytest.approx(whole.losses[4:], abs=5e-6, rel=0), phase.out
+        assert bit_equal(mine[1], whole)
+
+
+def bit_equal(resumed: Reached, whole: Reached) -> bool:
+    return resumed.losses == whole.losses[4:] and resumed.state == whole.state

@@ -1,0 +1,106 @@
+"""Checkpoints in an object store: a real S3 server, in this process."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from raytide.actors.trainer import manifest
+from raytide.actors.trainer.local import train_local
+from raytide.actors.trainer.store import Store, open_store
+from raytide.actors.trainer.verify import verify
+from raytide.core.errors import NotFoundError, StorageError
+from raytide.core.train_spec import TrainSpec
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URL of an empty bucket, and nothing of the caller's own account."""
+    for name, value in {
+        "AWS_ENDPOINT_URL": endpoint,
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("AWS_PROFILE", raising=False)
+    import boto3
+
+    name = uuid.uuid4().hex
+    boto3.client("s3").create_bucket(Bucket=name)
+    return f"s3://{name}"
+
+
+def damage(store: Store, path: str) -> None:
+    with store.read(path) as stream:
+        body = stream.read()
+    store.publish(path, body[:-5] + b"other")
+
+
+def test_a_run_saves_resumes_and_verifies_in_a_bucket(spec: TrainSpec, bucket: str) -> None:
+    there = spec.model_copy(update={"checkpoint_dir": f"{bucket}/run", "steps": 4, "checkpoint_every": 1})
+    losses: list[float] = []
+    train_local(there, on_step=lambda result: losses.append(result.loss))
+    verdicts = verify(f"{bucket}/run")
+    assert [(verdict.step, verdict.state) for verdict in verdicts] == [(4, "whole"), (3, "whole")]
+    assert not Path(spec.out, "checkpoints").exists()
+
+    store = open_store(f"{bucket}/run")
+    name = manifest.newest_first(store)[0]
+    damage(store, f"{name}/__0_0.distcp")
+    assert verify(verdicts[0].url)[0].state == "bad"
+    again: list[float] = []
+    train_local(there.model_copy(update={"steps": 5}), on_step=lambda result: again.append(result.loss))
+    assert again[0] == losses[3]  # from step 3, bit for bit
+    assert [verdict.step for verdict in verify(f"{bucket}/run")] == [5, 4]
+    with pytest.raises(NotFoundError):
+        verify(f"{bucket}/elsewhere")
+
+
+def test_a_write_that_ends_before_its_manifest_is_never_found(bucket: str) -> None:
+    store = open_store(f"{bucket}/run")
+    name = manifest.folder(7, "0123abcd")
+    with store.write(f"{name}/__0_0.distcp") as stream:
+        stream.write(b"whole file")
+    with suppress(KeyboardInterrupt), store.write(f"{name}/__1_0.distcp") as stream:
+        stream.write(b"half a fi")
+        raise KeyboardInterrupt
+    assert store.sizes(name) == {"__0_0.distcp": 10}
+    found = manifest.latest(store)
+    assert found.checkpoint is None
+    assert "torn" in str(found.rejected[0])
+    assert manifest.unfinished(store) == [name]
+    manifest.remove(store, name)
+    assert store.folders() == []
+
+
+def test_a_store_that_fails_at_reading_is_not_taken_for_a_bad_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_store(str(tmp_path))
+    name = manifest.folder(7, "0123abcd")
+    store.publish(f"{name}/manifest.json", b"{}")
+    assert "is no manifest" in str(manifest.latest(store).rejected[0])
+
+    def broken(path: str) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(store, "read", broken)
+    with pytest.raises(StorageError, match="Permission denied"):
+        manifest.latest(store)
