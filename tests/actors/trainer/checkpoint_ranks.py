@@ -104,13 +104,13 @@ def phases(spec: TrainSpec, plan: list[Phase], rank: int, world: int, meet: str)
 def _reach(spec: TrainSpec, until: int, rank: int, world: int, meet: str) -> Reached:
     trainer = Trainer(spec, join(spec, rank, world, meet))
     trainer.restore()
-    losses: list[float] = []
+    began, losses = trainer.steps_done, list[float]()
     trainer.run(
         on_step=lambda result: losses.append(result.loss),
         paused=lambda: rank == world - 1 and trainer.steps_done >= until,
     )
     state = {piece.name: piece.local.numpy().tobytes() for piece in trainer.state.pieces()}
-    reached = Reached(trainer.restored_from, losses, state)
+    reached = Reached(trainer.restored_from, began, losses, state)
     trainer.close()
     trainer = None  # type: ignore[assignment]
     leave()
@@ -129,6 +129,7 @@ class Reached:
     """Where a rank began, the losses of its steps, and all that it has of the state then."""
 
     source: str
+    began: int
     losses: list[float]
     state: dict[str, bytes]
 

@@ -25,14 +25,14 @@ def test_any_layout_goes_on_with_what_any_other_wrote(spec: TrainSpec, run_ranks
         Phase("one", 1, 4),
         Phase("1 to 4", 4, END, after=("one", 4)),
     ]
-    by_rank = run_ranks(4, phases, spec, plan)
-    for mine in by_rank:
-        whole, *resumed = mine
-        for phase, reached in zip(plan[1:], resumed, strict=True):
-            if phase.after is not None and reached is not None:
-                assert reached.source == "storage"
-                assert reached.losses == pytest.approx(whole.losses[4:], abs=5e-6, rel=0), phase.out
+    for mine in run_ranks(4, phases, spec, plan):
+        whole = mine[0]
         assert bit_equal(mine[1], whole)
+        for phase, reached in zip(plan[1:], mine[1:], strict=True):
+            if phase.after is not None and reached is not None:
+                assert (reached.source, reached.began) == ("storage", phase.after[1])
+                expected = whole.losses[reached.began : phase.until]
+                assert reached.losses == pytest.approx(expected, abs=5e-6, rel=0), phase.out
 
 
 def bit_equal(resumed: Reached, whole: Reached) -> bool:
