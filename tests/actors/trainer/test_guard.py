@@ -131,6 +131,14 @@ def test_a_skipped_batch_changes_nothing_but_the_place_in_the_data(skipping: Tra
     assert equal(before, after)
 
 
+def test_a_resume_after_a_skip_is_bit_equal(skipping: TrainSpec, tmp_path: Path) -> None:
+    whole, _ = poisoned(skipping.model_copy(update={"out": str(tmp_path / "whole")}), {3})
+    first, _ = poisoned(skipping, {3}, until=4)
+    second, _ = poisoned(skipping, {3})
+    told = [(result.loss, result.lr, result.grad_norm) for result in [*first, *second]]
+    assert told[3:] == [(result.loss, result.lr, result.grad_norm) for result in whole[3:]]
+
+
 def test_a_stop_tells_of_the_batch_and_leaves_the_weights_alone(skipping: TrainSpec, tmp_path: Path) -> None:
     stops = skipping.model_copy(update={"guard": GuardSpec()})
     told: list[StepResult] = []
