@@ -1,10 +1,10 @@
-"""simulate deadline, simulate jobs: production decisions and their baselines on recorded traces."""
+"""simulate serving, simulate deadline: production decisions and their baselines on recorded traces."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -54,3 +54,62 @@ def deadline(
         as_json(report)
     else:
         as_table(("WHAT", "VALUE"), report.items())
+
+
+def serving(
+    requests: Annotated[Path, typer.Option(help="CSV with t_s, prompt_tokens, output_tokens.")],
+    spot: Annotated[Path, typer.Option(help="JSON of spot traces.")],
+    collection: Annotated[str, typer.Option(help="The traces whose key contains this.")],
+    envelope: Annotated[Path | None, typer.Option(help="CSV with hour, requests. Flat when left out.")] = None,
+    gpu: Annotated[str, typer.Option(help="The GPU of the traces.")] = "v100",
+    gpus_per_node: Annotated[int, typer.Option(help="GPUs of one node.")] = 1,
+    kind: Annotated[str, typer.Option(help="`availability` or `preemption`.")] = "availability",
+    depth: Annotated[int, typer.Option(help="Multiplies the nodes of each trace.")] = 4,
+    policy: Annotated[
+        str,
+        typer.Option(help="`raytide`, `static`, `serve-ondemand`, `spot-naive`, or `spothedge-0` to `spothedge-4`."),
+    ] = "raytide",
+    slo_ttft_s: Annotated[float, typer.Option(help="The time to first token that is promised.")] = 5.0,
+    slo_target: Annotated[float, typer.Option(help="The share of requests in time that raytide aims at.")] = 0.99,
+    days: Annotated[float, typer.Option(help="How long.")] = 7.0,
+    peak_rps: Annotated[float, typer.Option(help="Requests a second in the busiest hour.")] = 6.0,
+    prefill_tps: Annotated[float, typer.Option(help="Prompt tokens a second of one replica.")] = 1500.0,
+    slots: Annotated[int, typer.Option(help="Requests that one replica decodes at once.")] = 8,
+    tpot_ms: Annotated[float, typer.Option(help="Milliseconds for each further token.")] = 60.0,
+    max_replicas: Annotated[int, typer.Option(help="No policy has more.")] = 24,
+    cold_start_s: Annotated[float, typer.Option(help="From launch to the first request, billed.")] = 180.0,
+    notice_s: Annotated[float, typer.Option(help="How long ahead a lost spot node is announced.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Chooses the arrivals, the window of the traces, who is lost.")] = 0,
+    ondemand_usd_h: Annotated[float | None, typer.Option(help="A node. Known for v100 and k80.")] = None,
+    spot_usd_h: Annotated[float | None, typer.Option(help="A node. Known for v100 and k80.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write an HTML page: cost against SLO, nodes over time.")] = None,
+    json: Json = False,
+) -> None:
+    """Serve recorded requests on recorded spot capacity.
+
+    Says what a policy costs, how many requests it serves in time, and what an omniscient buyer would pay.
+    """
+    options: dict[str, Any] = {key: value for key, value in locals().items() if key not in ("plot", "json")}
+    from raytide.core.fleet import Market
+    from raytide.simulate.serving import Stage
+    from raytide.simulate.serving_setup import ServingSetup
+
+    setup = ServingSetup.parse(options, where="simulate serving")
+    stage = Stage.of(setup)
+    result = stage.play(setup.policy)
+    bound_usd = stage.lower_bound_usd()
+    if plot is not None:
+        from raytide.simulate.serving_plot import write_page
+
+        write_page(plot, stage, result, bound_usd)
+    shown = {
+        **setup.model_dump(mode="json"),
+        "ondemand_usd_h": stage.usd_h[Market.ON_DEMAND],
+        "spot_usd_h": stage.usd_h[Market.SPOT],
+        **result.to_json(),
+        "lower_bound_usd": bound_usd,
+    }
+    if json:
+        as_json(shown)
+    else:
+        as_table(("NAME", "VALUE"), list(shown.items()))

@@ -1,0 +1,113 @@
+"""raytide's own policy in the simulator: the production plan, told what a live controller would be told."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+from raytide.autoscaler.hazard import holds
+from raytide.autoscaler.replica_target import BUCKETS, ReplicaSpeed, bucket_of
+from raytide.autoscaler.serving_fleet import FleetNode, Heard, Memory, ServingGoal, plan
+from raytide.autoscaler.spot_mix import ONDEMAND
+from raytide.core.fleet import Market
+from raytide.simulate.fleet import Fleet, Replica
+from raytide.simulate.requests import Workload
+from raytide.simulate.serving_setup import ServingSetup
+from raytide.simulate.capacity import SpotZones
+
+_ROUNDS = 12
+"""A launch that was refused, or given, is a reason to decide again at once, so many times."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    at_s: float = 0.0
+    arrived: int = 0
+    judged: int = 0
+    lost: int = 0
+
+
+class RaytidePolicy:
+    def __init__(self, setup: ServingSetup, work: Workload, zones: SpotZones, usd_h: dict[Market, float]) -> None:
+        speed = ReplicaSpeed(setup.prefill_tps, setup.slots, setup.tpot_ms / 1000.0)
+        self.memory = Memory.of(
+            ServingGoal(
+                slo_ttft_s=setup.slo_ttft_s,
+                slo_target=setup.slo_target,
+                min_replicas=1,
+                max_replicas=setup.max_replicas,
+                cold_start_s=setup.cold_start_s,
+                speed=speed,
+                ondemand_usd_h=usd_h[Market.ON_DEMAND],
+                spot_usd_h=dict.fromkeys(zones.names, usd_h[Market.SPOT]),
+            )
+        )
+        self._zones = zones
+        self._slo_ttft_s = setup.slo_ttft_s
+        self._bucket, self._prompt = bucket_of(work.prompt_tokens), work.prompt_tokens
+        self._arrival_s = work.arrival_s
+        self._outputs = np.concatenate(([0.0], np.cumsum(work.output_tokens)))
+        self._squares = np.concatenate(([0.0], np.cumsum(work.output_tokens**2)))
+        self._seen = _Seen()
+
+    def tick(self, fleet: Fleet) -> None:
+        self.memory.learn(self._listen(fleet), self._nodes(fleet))
+        for _ in range(_ROUNDS):
+            if not self._act(fleet):
+                break
+
+    def _act(self, fleet: Fleet) -> bool:
+        """Whether something was learned that is worth another decision."""
+        decided = plan(self.memory, self._nodes(fleet), fleet.now_s)
+        by_id = {str(replica.number): replica for replica in fleet.alive}
+        for node_id in decided.release:
+            fleet.release(by_id[node_id])
+        refused: set[str] = set()
+        for pool in decided.launch:
+            if pool == ONDEMAND:
+                fleet.launch_ondemand()
+            elif pool not in refused and fleet.launch_spot(self._zones.names.index(pool)) is None:
+                refused.add(pool)
+            elif pool not in refused:
+                self.memory.stock.gave(pool)
+        held = holds(node.zone for node in self._nodes(fleet))
+        for zone in refused:
+            self.memory.stock.refused(zone, held.get(zone, 0), fleet.now_s)
+        return any(pool != ONDEMAND for pool in decided.launch)
+
+    def _nodes(self, fleet: Fleet) -> list[FleetNode]:
+        staying = [replica for replica in fleet.alive if not replica.is_leaving]
+        return [FleetNode(str(r.number), self._zone(r), fleet.is_ready(r), fleet.busy(r)) for r in staying]
+
+    def _zone(self, replica: Replica) -> str:
+        return ONDEMAND if replica.zone is None else self._zones.names[replica.zone]
+
+    def _listen(self, fleet: Fleet) -> Heard:
+        """Output tokens are told of requests that came a little earlier, misses once the time for a first token ran
+        out."""
+        seen, now_s = self._seen, fleet.now_s
+        new = slice(seen.arrived, fleet.arrived)
+        judged = int(np.searchsorted(self._arrival_s, now_s - self._slo_ttft_s, side="right"))
+        seconds = max(1, int(now_s - seen.at_s))
+        second = np.minimum((self._arrival_s[new] - seen.at_s).astype(np.int64), seconds - 1)
+        late = range(seen.judged, judged)
+        missed = sum(fleet.first_token_s[i] - self._arrival_s[i] > self._slo_ttft_s for i in late)
+        heard = Heard(
+            at_s=now_s,
+            dt_s=now_s - seen.at_s,
+            requests=fleet.arrived - seen.arrived,
+            prompt_count=np.bincount(self._bucket[new], minlength=BUCKETS).astype(float),
+            prompt_tokens=np.bincount(self._bucket[new], weights=self._prompt[new], minlength=BUCKETS),
+            finished=len(late),
+            output_tokens=float(self._outputs[judged] - self._outputs[seen.judged]),
+            output_squares=float(self._squares[judged] - self._squares[seen.judged]),
+            missed=missed,
+            requests_by_s=np.bincount(second, minlength=seconds),
+            prompt_tokens_by_s=np.bincount(second, weights=self._prompt[new], minlength=seconds),
+            ongoing=sum(fleet.busy(replica) for replica in fleet.alive) + fleet.waiting,
+            lost=Counter(self._zone(replica) for replica in fleet.lost_nodes[seen.lost :]),
+        )
+        self._seen = _Seen(now_s, fleet.arrived, judged, len(fleet.lost_nodes))
+        return heard
