@@ -35,7 +35,8 @@ class ReplicaSpeed:
 
 def bucket_of(tokens: Floats) -> NDArray[np.int64]:
     """The histogram bucket of each number of tokens."""
-    return np.clip(np.log2(np.maximum(tokens, 1.0)) * BUCKETS_PER_DOUBLING, 0, BUCKETS - 1).astype(np.int64)
+    doublings: Floats = np.log2(np.maximum(tokens, 1.0))
+    return np.minimum(doublings * BUCKETS_PER_DOUBLING, BUCKETS - 1).astype(np.int64)
 
 
 @dataclass(slots=True)
@@ -108,7 +109,7 @@ class MissTable:
         mean_s, held_s, slack_s, weight = service.prefill_s, service.held_s, service.slack_s, service.weight
         uneven, held_uneven = service.prefill_square / mean_s**2 - 1.0, service.held_square / held_s**2 - 1.0
         least_rps = 0.02 / max(mean_s, held_s / slots_each)
-        rates = least_rps * _STEP ** np.arange(_RATES)
+        rates: Floats = least_rps * np.power(_STEP, np.arange(_RATES, dtype=np.float64))
         hopeless = float(weight[slack_s < 0].sum())
         loads, slot_loads = rates * mean_s, rates * held_s
         waits, slot_waits = _erlang_c(most, loads), _erlang_c(most * slots_each, slot_loads)

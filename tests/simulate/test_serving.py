@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from raytide.cli.app import app
 from raytide.core.errors import ConfigError, DataError, NotFoundError
 from raytide.core.fleet import Market
-from raytide.simulate.serving_plot import page
 from raytide.simulate.serving import Stage
+from raytide.simulate.serving_plot import page
 from raytide.simulate.serving_setup import ServingSetup
 
 POLICIES = ("raytide", "serve-ondemand", "spot-naive", "spothedge-1")

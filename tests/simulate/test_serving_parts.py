@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from raytide.core.fleet import Market
-from raytide.simulate.serving_baselines import ServeTarget, SpotHedge
-from raytide.simulate.serving_bound import lower_bound_usd
+from raytide.simulate.capacity import SpotZones, spot_zones
 from raytide.simulate.fleet import Fleet
 from raytide.simulate.requests import Workload, workload
+from raytide.simulate.serving_baselines import ServeTarget, SpotHedge
+from raytide.simulate.serving_bound import lower_bound_usd
 from raytide.simulate.serving_setup import ServingSetup
-from raytide.simulate.capacity import SpotZones, spot_zones
 
 USD_H = {Market.ON_DEMAND: 3.0, Market.SPOT: 1.0}
 

@@ -15,9 +15,9 @@ from heapq import heapreplace
 import numpy as np
 
 from raytide.core.fleet import Market
+from raytide.simulate.capacity import SpotZones
 from raytide.simulate.requests import Workload
 from raytide.simulate.serving_setup import ServingSetup
-from raytide.simulate.capacity import SpotZones
 
 _NEVER_S = float("inf")
 

@@ -94,7 +94,8 @@ def _envelope(setup: ServingSetup) -> Floats:
     starts = range(0, max(len(smooth) - hours, 0) + 1, 24)
     first = max(starts, key=lambda start: float(smooth[start : start + hours].sum()))
     chosen = np.resize(smooth[first:] if first else smooth, hours)
-    return np.maximum(chosen / chosen.max(), LEAST_RATE)
+    shares: Floats = np.maximum(chosen / chosen.max(), LEAST_RATE)
+    return shares
 
 
 def _columns(path: Path, names: tuple[str, ...]) -> dict[str, Floats]:

@@ -12,13 +12,13 @@ import numpy as np
 
 from raytide.core.errors import ConfigError
 from raytide.core.fleet import Market
+from raytide.simulate.capacity import SpotZones, spot_zones
+from raytide.simulate.fleet import Fleet, Replica
+from raytide.simulate.requests import Workload, workload
 from raytide.simulate.serving_baselines import TICK_S, ServeOnDemand, ServeTarget, SpotHedge, SpotNaive, Static
 from raytide.simulate.serving_bound import lower_bound_usd
-from raytide.simulate.fleet import Fleet, Replica
 from raytide.simulate.serving_raytide import RaytidePolicy
-from raytide.simulate.requests import Workload, workload
 from raytide.simulate.serving_setup import USD_H, ServingSetup
-from raytide.simulate.capacity import SpotZones, spot_zones
 
 STATIC_SLO = 0.99
 """The fixed fleet is the smallest that attains it."""

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import numpy as np
 
 from raytide.core.fleet import Market
+from raytide.simulate.capacity import SpotZones
 from raytide.simulate.requests import Workload
 from raytide.simulate.serving_setup import ServingSetup
-from raytide.simulate.capacity import SpotZones
 
 SLOT_S = 300.0
 

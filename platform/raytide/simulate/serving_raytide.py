@@ -12,10 +12,10 @@ from raytide.autoscaler.replica_target import BUCKETS, ReplicaSpeed, bucket_of
 from raytide.autoscaler.serving_fleet import FleetNode, Heard, Memory, ServingGoal, plan
 from raytide.autoscaler.spot_mix import ONDEMAND
 from raytide.core.fleet import Market
+from raytide.simulate.capacity import SpotZones
 from raytide.simulate.fleet import Fleet, Replica
 from raytide.simulate.requests import Workload
 from raytide.simulate.serving_setup import ServingSetup
-from raytide.simulate.capacity import SpotZones
 
 _ROUNDS = 12
 """A launch that was refused, or given, is a reason to decide again at once, so many times."""
@@ -99,13 +99,13 @@ class RaytidePolicy:
             dt_s=now_s - seen.at_s,
             requests=fleet.arrived - seen.arrived,
             prompt_count=np.bincount(self._bucket[new], minlength=BUCKETS).astype(float),
-            prompt_tokens=np.bincount(self._bucket[new], weights=self._prompt[new], minlength=BUCKETS),
+            prompt_tokens=np.bincount(self._bucket[new], weights=self._prompt[new], minlength=BUCKETS).astype(float),
             finished=len(late),
             output_tokens=float(self._outputs[judged] - self._outputs[seen.judged]),
             output_squares=float(self._squares[judged] - self._squares[seen.judged]),
             missed=missed,
             requests_by_s=np.bincount(second, minlength=seconds),
-            prompt_tokens_by_s=np.bincount(second, weights=self._prompt[new], minlength=seconds),
+            prompt_tokens_by_s=np.bincount(second, weights=self._prompt[new], minlength=seconds).astype(float),
             ongoing=sum(fleet.busy(replica) for replica in fleet.alive) + fleet.waiting,
             lost=Counter(self._zone(replica) for replica in fleet.lost_nodes[seen.lost :]),
         )
