@@ -7,10 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial
 
 from raytide.actors.trainer import compat
 
-__all__ = ["gather", "gathered", "scatter", "summed"]
+__all__ = ["gather", "gathered", "local", "scatter", "summed"]
 
 
 def gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -23,6 +24,14 @@ def scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """This rank's part of `dim` of the ranks' sum; the inverse of `gather`."""
     out: Tensor = _Scatter.apply(x, dim, group)  # type: ignore[no-untyped-call]
     return out
+
+
+def local(parameter: Tensor) -> Tensor:
+    """A rank's share of a parameter of the tensor axis. That of a replicated one gets a gradient of the rank's own work
+    only, a partial sum."""
+    assert isinstance(parameter, DTensor), "something has put a plain tensor in its place, as torch's replicate does"
+    placement = parameter.placements[0]
+    return parameter.to_local(grad_placements=[Partial() if placement.is_replicate() else placement])
 
 
 def gathered(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:

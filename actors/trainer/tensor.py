@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 from raytide.actors.models.architecture import Architecture
-from raytide.actors.trainer.collectives import gather, scatter
+from raytide.actors.trainer.collectives import gather, local, scatter
 from raytide.actors.trainer.decoder import Decoder, Layer, SparseFeedForward
 from raytide.actors.trainer.group import Group
 from raytide.actors.trainer.lora import LoraLinear
@@ -100,13 +100,6 @@ class _Lend:
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         module._parameters.update(self._whole)
-
-
-def local(parameter: Tensor) -> Tensor:
-    """This rank's share of a parameter, with the gradient's placement that `placement_of` promises."""
-    assert isinstance(parameter, DTensor)
-    placement = parameter.placements[0]
-    return parameter.to_local(grad_placements=[Partial() if placement.is_replicate() else placement])
 
 
 def _layer(layer: Layer, arch: Architecture, rank: int, ranks: int, group: dist.ProcessGroup) -> None:

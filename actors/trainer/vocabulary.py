@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial
 
-from raytide.actors.trainer.collectives import gather
+from raytide.actors.trainer.collectives import gather, local
 from raytide.actors.trainer.loss import IGNORE, loss_sum
 
 __all__ = ["VocabularyLoss"]
@@ -28,12 +27,11 @@ class VocabularyLoss:
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
 
     def __call__(self, x_BTD: Tensor, head_VD: Tensor, targets_BT: Tensor, softcap: float | None = None) -> Tensor:
-        assert isinstance(head_VD, DTensor)
         if not self.divided:
             size = x_BTD.shape[1]
             mine_BT = targets_BT.narrow(1, self.rank * size, size)
-            return loss_sum(x_BTD, head_VD.to_local(grad_placements=[Partial()]), mine_BT, softcap)
-        logits_NV = F.linear(gather(x_BTD, 1, self.group).flatten(0, 1), head_VD.to_local()).float()
+            return loss_sum(x_BTD, local(head_VD), mine_BT, softcap)
+        logits_NV = F.linear(gather(x_BTD, 1, self.group).flatten(0, 1), local(head_VD)).float()
         if softcap is not None:
             logits_NV = softcap * torch.tanh(logits_NV / softcap)
         first = self.rank * logits_NV.shape[1]

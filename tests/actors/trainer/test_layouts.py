@@ -85,6 +85,7 @@ LAYOUTS: dict[str, tuple[int, Options]] = {
     "shard x tensor": (4, {"tensor": 2}),
     "replicate x tensor": (4, {"tensor": 2, "replicate": 2, "shard": 1}),
     "shard x context": (4, {"context": 2}),
+    "replicate x context": (4, {"context": 2, "replicate": 2, "shard": 1}),
     "context x tensor": (4, {"context": 2, "tensor": 2}),
     "1f1b over four": (4, {"pipeline": 4}),
     "1f1b x shard": (4, {"pipeline": 2}),
@@ -105,6 +106,9 @@ LAYOUTS: dict[str, tuple[int, Options]] = {
 BREAKS: dict[str, tuple[int, Options, str]] = {
     "split backward that frees weights": (
         4, {"pipeline": 2, "schedule": "zbv_zero_bubble"}, "weights freed under a split backward",
+    ),
+    "copies of a tensor-parallel model by torch's replicate": (
+        4, {"tensor": 2, "replicate": 2, "shard": 1}, "copies by torch's replicate",
     ),
     "gradients divided by microbatches": (2, {"pipeline": 2}, "gradients scaled by torch"),
     "tied copies trained apart": (2, {"pipeline": 2}, "tied copies apart"),
