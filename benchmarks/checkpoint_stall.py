@@ -11,6 +11,7 @@ least and the most of each in milliseconds, and two ratios with their goals: sta
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import statistics
 import tempfile
@@ -113,7 +114,7 @@ def dataset(path: Path) -> Path:
     (path / "shards/00000.bin").write_bytes(tokens)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (path / name).write_text("{}")
-    shard = {"file": "shards/00000.bin", "tokens": 20_000, "sha256": ""}
+    shard = {"file": "shards/00000.bin", "tokens": 20_000, "sha256": hashlib.sha256(tokens).hexdigest()}
     manifest = {"version": 1, "tokenizer": "tokenizer.json", "vocab_size": VOCAB, "eos_id": 0, "dtype": "uint16"}
     (path / "manifest.json").write_text(json.dumps({**manifest, "documents": 1, "tokens": 20_000, "shards": [shard]}))
     return path

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -82,13 +83,13 @@ class TrainState:
                 found.append(Piece(f"extra.{name}.{key}", tuple(tensor.shape), place, tensor, optional=True))
         return found
 
+    @torch.no_grad()  # with gradients on, to_local is an operation of its own: half of what a copy takes
     def _piece(self, name: str, tensor: Tensor) -> Piece:
-        local = tensor.detach()
-        if isinstance(local, DTensor):
-            if name not in self._places:  # the same for as long as the layout, and slow to find
-                self._places[name] = tuple(local.__create_chunk_list__()[0].offsets)
-            return Piece(name, tuple(tensor.shape), self._places[name], local.to_local())
-        return Piece(name, tuple(tensor.shape), (0,) * tensor.ndim, local)
+        if not isinstance(tensor, DTensor):
+            return Piece(name, tuple(tensor.shape), (0,) * tensor.ndim, tensor.detach())
+        if name not in self._places:  # the same for as long as the layout, and slow to find
+            self._places[name] = tuple(tensor.__create_chunk_list__()[0].offsets)
+        return Piece(name, tuple(tensor.shape), self._places[name], tensor.to_local().detach())
 
 
 def _saved(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
