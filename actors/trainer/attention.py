@@ -1,4 +1,8 @@
-"""Causal attention for training, with a window and a soft-cap where the family has them."""
+"""Causal attention for training, with a window and a soft-cap where the family has them.
+
+Plain causal attention is SDPA everywhere, which takes its flash kernel by itself. With a window or a soft-cap it is
+FlexAttention on a GPU, and SDPA with a mask or plain products on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from raytide.actors.trainer.flex import flex
 from raytide.kernels.core import AttentionSpec
 
 __all__ = ["attend"]
@@ -13,10 +18,12 @@ __all__ = ["attend"]
 
 def attend(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, spec: AttentionSpec) -> Tensor:
     """out_BHTC. The queries are the last T of the keys' S positions."""
-    if spec.softcap is not None:
-        return _capped(q_BHTC, k_BKTC, v_BKTC, spec)
     same = q_BHTC.shape[2] == k_BKTC.shape[2]
     windowed = spec.window is not None and spec.window < k_BKTC.shape[2]
+    if q_BHTC.is_cuda and (windowed or spec.softcap is not None):
+        return flex(q_BHTC, k_BKTC, v_BKTC, spec)
+    if spec.softcap is not None:
+        return _capped(q_BHTC, k_BKTC, v_BKTC, spec)
     return F.scaled_dot_product_attention(
         q_BHTC,
         k_BKTC,

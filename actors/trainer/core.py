@@ -37,6 +37,8 @@ class StepResult:
     why: str = ""
     samples: tuple[int, ...] = ()
     """The ids of the whole batch, when it was not applied."""
+    micro_batch: int = 0
+    """Sequences that a rank had at once."""
 
     @property
     def tokens_per_s(self) -> float:

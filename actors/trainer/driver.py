@@ -54,7 +54,8 @@ class _Driver:
         self.watch = LeaseWatch(client, job_id)
         self.reporter = Reporter(client, job_id)
         self.budget = Budget(spec.name, best=record.steps)
-        self.micro_batch = spec.micro_batch
+        self.fits: int | None = None
+        """Sequences that a rank may have room for at once, once memory ran out."""
         self.number = 0
         self.hands: list[Hand] = []
         """Those that were seated last."""
@@ -75,7 +76,7 @@ class _Driver:
                 self.crew,
                 self.watch,
                 self.record,
-                micro_batch=self.micro_batch,
+                micro_batch=self._micro_batch(),
                 on_steps=self._stepped,
             )
             ending = generation.run()
@@ -144,15 +145,20 @@ class _Driver:
             self.record.event("broke", generation=self.number, step=step, why=ending.why)
             self.budget.broke(ending.why, [hand.filling for hand in ending.dead])
 
+    def _micro_batch(self) -> int:
+        first = self.spec.first_micro_batch(self.spec.layout.sizes(len(self.hands)))
+        return first if self.fits is None else min(first, self.fits)
+
     def _shrink_micro_batch(self, why: str) -> None:
         """Half as many sequences at once and twice as often: the same global batch in about half the memory."""
-        before, self.micro_batch = self.micro_batch, -(-self.micro_batch // 2)
+        before = self._micro_batch()
+        self.fits = -(-before // 2)
         if before == 1:
             raise TrainError(
                 f"{self.spec.name} does not fit into memory with one sequence at a time: {why}.",
                 hint="Divide the model among more ranks (layout), checkpoint activations, or shorten seq_len.",
             )
-        self.record.event("oom", generation=self.number, why=why, micro_batch=self.micro_batch, was=before)
+        self.record.event("oom", generation=self.number, why=why, micro_batch=self.fits, was=before)
 
     def _progress(self, world: int, tokens_per_s: float = 0.0) -> dict[str, float | int | str]:
         record = self.record

@@ -56,6 +56,11 @@ class Group:
         return self.mesh["replicate", "shard"] if self.sizes.replicate > 1 else self.mesh["shard"]
 
     @property
+    def replicas(self) -> dist.ProcessGroup:
+        """The ranks that hold copies of what this one holds."""
+        return self.mesh.get_group("replicate")
+
+    @property
     def data_rank(self) -> int:
         """Which part of a global batch is this rank's."""
         shard = self.mesh.get_local_rank("shard") // self.sizes.context

@@ -13,48 +13,61 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-import torch
-
-from raytide.actors.trainer import compute, gradients, guard, optim, parallel
+from raytide.actors.trainer import (
+    compress,
+    compute,
+    gradients,
+    guard,
+    microbatch,
+    offload,
+    optim,
+    parallel,
+    shards,
+    techniques,
+)
+from raytide.actors.trainer.batches import Batches
 from raytide.actors.trainer.checkpoint import Checkpoints
 from raytide.actors.trainer.core import Pause, StepResult
-from raytide.actors.trainer.data import Ids, Sampler, share
+from raytide.actors.trainer.data import Ids, Sampler
 from raytide.actors.trainer.export import export
 from raytide.actors.trainer.group import Group
-from raytide.actors.trainer.guard import Guard
-from raytide.actors.trainer.loss import IGNORE
+from raytide.actors.trainer.guard import Guard, Verdict
 from raytide.actors.trainer.metrics import Meter
 from raytide.actors.trainer.origin import open_data, origin_of
+from raytide.actors.trainer.precision import LossScale
 from raytide.actors.trainer.profile import Profiler
+from raytide.actors.trainer.schedule import lr_at
 from raytide.actors.trainer.snapshots import Snapshots
-from raytide.actors.trainer.state import TrainState
+from raytide.actors.trainer.state import Extra, TrainState
 from raytide.actors.trainer.timing import StepClock
 from raytide.actors.trainer.validate import validate
 from raytide.core.errors import CheckpointError, TrainError
 from raytide.core.train_spec import TrainSpec
-
-_ANY: Ids = np.zeros(1, dtype=np.int64)
-"""The sequence that fills up a microbatch; it does not count."""
 
 
 class Trainer:
     """The state of one run on one group. Every method is called by all ranks together."""
 
     def __init__(self, spec: TrainSpec, group: Group, snapshots: Snapshots | None = None) -> None:
+        techniques.check(spec, group.device)
         self.spec, self.group = spec, group
         self.data = open_data(spec)
         self.sampler = Sampler(spec.seed, self.data.n_sequences, spec.global_batch)
         self.origin = origin_of(spec, self.data)
         validate(spec.layout, self.origin.arch, spec)
-        self.parts = parallel.build(spec, self.origin, group)
-        """Of the model: what this rank has of it."""
-        self.compute = compute.build(spec, self.parts, group)
-        self.optimizer = optim.build(self.parts, spec.optim)
+        self.micro_batch = spec.first_micro_batch(group.sizes)
+        """Sequences at once; it shrinks when memory runs out."""
+        self.loss_scale = LossScale(spec.precision)
+        self.average = None if spec.memory.compression == "none" else compress.average(spec.memory, group.replicas)
+        self._pool = offload.pool(spec.memory)
+        self._batches = Batches(self.data, self.sampler, group, spec)
+        self._copies = 1 if self.average is None else group.sizes.replicate
+        """Of each gradient, that no DTensor knows of: replicas that reduce by themselves are not on its mesh."""
+        self._applying = False
         self.guard = Guard(spec.guard)
-        self.extras = {"guard": self.guard}
+        self.extras: dict[str, Extra] = {"guard": self.guard, "loss_scale": self.loss_scale}
         """What else a checkpoint carries: each has state_dict and load_state_dict of small tensors."""
-        self.state = TrainState(self.parts, optim.State(self.parts, self.optimizer), self.extras)
+        self._build()
         digests = {"model, seed or batch": self.origin.digest, "dataset": self.data.digest}
         self.checkpoints = Checkpoints(spec, digests, group)
         self.snapshots = snapshots if spec.snapshot_every else None
@@ -70,6 +83,15 @@ class Trainer:
         self.restored_from: Literal["", "memory", "storage"] = ""
         self._asked = 0
         """To pause, by all ranks together, at the last step."""
+
+    def _build(self) -> None:
+        self.parts = parallel.build(self.spec, self.origin, self.group, self._pool)
+        """Of the model: what this rank has of it."""
+        spec = self.spec.model_copy(update={"micro_batch": self.micro_batch})
+        self.compute = compute.build(spec, self.parts, self.group)
+        named = [named for part in self.parts for named in part.named_parameters()]
+        self.optimizer = optim.build(named, self.spec.optim, self.spec.memory)
+        self.state = TrainState(self.parts, self.optimizer, self.extras)
 
     def restore(self) -> list[CheckpointError]:
         """Go to the newest state that is left, in the members' memory or on storage; returns the checkpoints that had
@@ -159,15 +181,42 @@ class Trainer:
     def step(self, *, pause: Pause = Pause.NO) -> StepResult | None:
         """One optimiser step over the global batch; None, with nothing done, when any rank asks to pause.
 
-        A batch that the guard objects to is not applied; the result says so, and why.
+        A batch that the guard objects to is not applied; the result says so, and why. torch.OutOfMemoryError in a gang,
+        which then forms again with smaller microbatches; alone, that is done here.
         """
+        while True:
+            try:
+                return self._step(pause)
+            except (RuntimeError, MemoryError) as error:
+                if not microbatch.is_out_of_memory(error) or self._applying or self.group.world > 1:
+                    raise
+            self.micro_batch = microbatch.smaller(self.micro_batch)
+            self._rebuild()  # out of the handler, which holds the frames that hold the graph
+
+    def _before_update(self) -> None:
+        """Copies of the weights may still be under way."""
+        self.checkpoints.before_update()
+        if self.snapshots is not None:
+            self.snapshots.before_update()
+
+    def _rebuild(self) -> None:
+        """The same state in a new model: a backward pass that broke off leaves FSDP's own state in the middle of it."""
+        self._before_update()
+        saved = microbatch.take_out(self.parts, self.optimizer)
+        self.parts.clear()
+        del self.optimizer, self.state, self.compute
+        self._build()
+        microbatch.put_in(self.parts, self.optimizer, saved)
+
+    def _step(self, pause: Pause) -> StepResult | None:
         began = time.perf_counter()
         self.clock.start()
         spec, step = self.spec, self.steps_done
-        micros = self._micro_batches(self._my_ids(step))
+        ids, micros, counted = self._batches.take(step, self.micro_batch)
+        self._record(step, ids)
         data_s = time.perf_counter() - began
         self.clock.lap("data")
-        counted = sum(int((y != IGNORE).sum()) for _, y in micros) if self.group.is_data_first else 0
+        counted = counted if self.group.is_data_first else 0
         flags = [pause, self.profiler.asked(), self.checkpoints.failed]
         tokens, asked, profiled, failed = self.group.sum([counted, *flags])
         self.clock.lap("wait")
@@ -182,19 +231,23 @@ class Trainer:
                 hint="Raise seq_len, or global_batch.",
             )
         self.profiler.begin(step + 1, int(profiled))
-        local = self.compute.accumulate(micros, 1 / tokens)
+        local = self.compute.accumulate(micros, self.loss_scale.value / tokens)
         self.clock.lap("forward_backward")
-        loss, squares = self.group.sum([local, gradients.square_sum(self.parts)])
+        self._reduce()
+        self.clock.lap("reduce")
+        loss, squares = self.group.sum([local, gradients.square_sum(self.parts) / self._copies])
         loss, grad_norm = loss / tokens, math.sqrt(squares)
         self.clock.lap("norm")
-        lr = optim.lr_at(step - self.guard.skipped, spec.steps, spec.optim)
-        verdict = self.guard.judge(loss, grad_norm)
+        lr = lr_at(step - self.guard.skipped, spec.steps, spec.optim)
+        verdict = self._judge(loss, grad_norm)
         if verdict.kind == "applied":
             gradients.clip(self.parts, grad_norm, spec.optim.clip)
             self.clock.lap("clip")
             self._update(lr)
             self.clock.lap("optimizer")
-        self.optimizer.zero_grad(set_to_none=True)
+        elif self.average is not None:
+            self.average.forget()
+        self.optimizer.zero_grad()
         self.steps_done += verdict.kind != "stopped"
         self.profiler.end(self.steps_done)
         step_s = time.perf_counter() - began
@@ -213,38 +266,38 @@ class Trainer:
             verdict=verdict.kind,
             why=verdict.why,
             samples=() if verdict.kind == "applied" else tuple(self.sampler.ids(step).tolist()),
+            micro_batch=self.micro_batch,
         )
 
-    def _update(self, lr: float) -> None:
-        self.checkpoints.before_update()
-        if self.snapshots is not None:
-            self.snapshots.before_update()
-        optim.set_lr(self.optimizer, lr)
-        self.optimizer.step()
+    def _reduce(self) -> None:
+        """Take the loss scale back out of the gradients, and average them over replicas that do so themselves."""
+        named = [named for part in self.parts for named in part.named_parameters()]
+        grads = [(name, shards.local(weight.grad)) for name, weight in named if weight.grad is not None]
+        self.loss_scale.unscale([grad for _, grad in grads])
+        if self.average is not None:
+            self.average(grads)
 
-    def _my_ids(self, step: int) -> Ids:
-        ids = self.sampler.ids(step)[share(self.spec.global_batch, self.group.data_rank, self.group.sizes.data)]
+    def _judge(self, loss: float, grad_norm: float) -> Verdict:
+        """An overflow in fp16 is no anomaly of the batch: the loss scale's own affair."""
+        if not self.loss_scale.overflowed(loss, grad_norm):
+            return self.guard.judge(loss, grad_norm)
+        why = f"gradients overflowed in fp16 at a loss scale of {self.loss_scale.value:g}"
+        self.loss_scale.bad(self.steps_done)
+        self.guard.passed_over()
+        return Verdict("skipped", why)
+
+    def _update(self, lr: float) -> None:
+        self._before_update()
+        self._applying = True
+        self.optimizer.set_lr(lr)
+        self.optimizer.step()
+        self.loss_scale.good()
+        self._applying = False
+
+    def _record(self, step: int, ids: Ids) -> None:
         if self.spec.record_samples and self.group.is_data_first:
             path = Path(self.spec.out) / "samples" / f"{self.group.rank}.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
             with open(path, "a") as file:
                 line = {"step": step + 1, "generation": self.group.generation, "ids": ids.tolist()}
                 file.write(json.dumps(line) + "\n")
-        return ids
-
-    def _micro_batches(self, ids: Ids) -> list[compute.Micro]:
-        """This rank's microbatches. All ranks have equally many, or their collectives would not match: a rank whose
-        share is smaller fills up with sequences that do not count. In a pipeline they also have one shape."""
-        rows = math.ceil(self.spec.global_batch / self.group.sizes.data)
-        count, size = self.spec.layout.microbatches(rows, self.spec.micro_batch)
-        out = []
-        for index in range(count):
-            chunk = ids[index * size : (index + 1) * size]
-            wanted = size if self.group.sizes.pipeline > 1 else max(1, len(chunk))
-            filled = np.concatenate((chunk, np.repeat(_ANY, wanted - len(chunk))))
-            inputs, targets = (torch.from_numpy(each).to(self.group.device) for each in self.data.examples(filled))
-            if wanted > len(chunk):
-                targets = targets.clone()
-                targets[len(chunk) :] = IGNORE
-            out.append((inputs, targets))
-        return out

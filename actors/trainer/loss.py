@@ -1,10 +1,17 @@
-"""The loss: cross entropy summed over the targets that count; the caller divides by the global count."""
+"""The loss: cross entropy summed over the targets that count; the caller divides by the global count.
+
+Chunked, the logits of all tokens never exist at once: each chunk's gradients are made in the forward pass, where its
+logits are at hand, and only scaled in the backward pass. Gemma's soft-cap is inside.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 __all__ = ["IGNORE", "loss_sum"]
 
@@ -12,9 +19,66 @@ IGNORE = -100
 """The target of a position that does not count."""
 
 
-def loss_sum(x_BTD: Tensor, head_VD: Tensor, targets_BT: Tensor, softcap: float | None = None) -> Tensor:
-    """In fp32, from the last hidden states and the head's weight."""
-    logits_NV = F.linear(x_BTD.flatten(0, 1), head_VD).float()
-    if softcap is not None:
-        logits_NV = softcap * torch.tanh(logits_NV / softcap)
-    return F.cross_entropy(logits_NV, targets_BT.flatten(), ignore_index=IGNORE, reduction="sum")
+def loss_sum(
+    x_BTD: Tensor, head_VD: Tensor, targets_BT: Tensor, softcap: float | None = None, *, chunk: int = 0
+) -> Tensor:
+    """In fp32, from the last hidden states and the head's weight. `chunk` tokens have logits at once; 0 is all.
+
+    A head that tensor parallelism divides is never chunked: each rank has its part of the vocabulary's logits only.
+    """
+    x_ND, targets_N = x_BTD.flatten(0, 1), targets_BT.flatten()
+    if chunk and not isinstance(head_VD, DTensor):
+        loss: Tensor = _Chunked.apply(x_ND, head_VD, targets_N, softcap, chunk)  # type: ignore[no-untyped-call]
+        return loss
+    logits_NV = _cap(F.linear(x_ND, head_VD).float(), softcap)
+    return F.cross_entropy(logits_NV, targets_N, ignore_index=IGNORE, reduction="sum")
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_ND: Tensor, head_VD: Tensor, targets_N: Tensor, softcap: float | None, chunk: int
+    ) -> Tensor:
+        total = torch.zeros((), dtype=torch.float32, device=x_ND.device)
+        want_x, want_head = ctx.needs_input_grad[:2]
+        grad_x_ND = torch.empty_like(x_ND) if want_x else None
+        grad_head_VD = torch.zeros_like(head_VD, dtype=torch.float32) if want_head else None
+        for start in range(0, x_ND.shape[0], chunk):
+            x, targets = x_ND[start : start + chunk], targets_N[start : start + chunk]
+            logits = _cap(F.linear(x, head_VD).float(), softcap)
+            counts, at = targets != IGNORE, targets.clamp(min=0)[:, None]
+            norm = logits.logsumexp(-1, keepdim=True)
+            total += ((norm - logits.gather(1, at)).squeeze(1) * counts).sum()
+            if not (want_x or want_head):
+                continue
+            slope = _slope(logits, norm, at, counts, softcap).to(x.dtype)
+            del logits
+            if grad_x_ND is not None:
+                torch.mm(slope, head_VD, out=grad_x_ND[start : start + chunk])
+            if grad_head_VD is not None:
+                if x.dtype == torch.float32:
+                    grad_head_VD.addmm_(slope.t(), x)
+                else:
+                    grad_head_VD.add_(slope.t() @ x)
+        ctx.save_for_backward(grad_x_ND, None if grad_head_VD is None else grad_head_VD.to(head_VD.dtype))
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        grad_x_ND, grad_head_VD = (
+            None if each is None else each * grads[0].to(each.dtype) for each in ctx.saved_tensors
+        )
+        return grad_x_ND, grad_head_VD, None, None, None
+
+
+def _slope(logits_NV: Tensor, norm_N1: Tensor, at_N1: Tensor, counts_N: Tensor, softcap: float | None) -> Tensor:
+    """Of the summed loss, at each logit before its cap. Overwrites the logits."""
+    bend_NV = None if softcap is None else 1 - (logits_NV / softcap).square()
+    slope_NV = logits_NV.sub_(norm_N1).exp_()
+    slope_NV.scatter_add_(1, at_N1, slope_NV.new_full((1, 1), -1.0).expand(at_N1.shape))
+    slope_NV *= counts_N[:, None]
+    return slope_NV if bend_NV is None else slope_NV.mul_(bend_NV)
+
+
+def _cap(logits_NV: Tensor, softcap: float | None) -> Tensor:
+    return logits_NV if softcap is None else softcap * torch.tanh(logits_NV / softcap)

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 
-from raytide.actors.trainer import context, tensor
+from raytide.actors.trainer import context, precision, techniques, tensor
 from raytide.actors.trainer.decoder import Decoder
 from raytide.actors.trainer.group import Group
 from raytide.actors.trainer.lora import adapt
+from raytide.actors.trainer.offload import Pool
 from raytide.actors.trainer.origin import Origin
 from raytide.actors.trainer.start import first_weights
-from raytide.core.layout import Layout
-from raytide.core.train_spec import Precision, TrainSpec
+from raytide.core.train_spec import TrainSpec
 
 __all__ = ["build", "shard"]
 
 
-def build(spec: TrainSpec, origin: Origin, group: Group) -> list[Decoder]:
-    """The parts of the model of `spec` that this rank has, with their first weights: one, or its pipeline stages."""
+def build(spec: TrainSpec, origin: Origin, group: Group, pool: Pool | None = None) -> list[Decoder]:
+    """The parts of the model of `spec` that this rank has, with their first weights: one, or its pipeline stages.
+    `pool` takes the activations that are offloaded."""
     parts = []
     for stage in spec.layout.stages_of(group.pipeline_rank):
         with torch.device("meta"):
@@ -27,19 +28,20 @@ def build(spec: TrainSpec, origin: Origin, group: Group) -> list[Decoder]:
         if group.sizes.tensor > 1:
             tensor.divide(part, group.mesh["tensor"], spec.seq_len)
         context.divide(part, group, spec.seq_len)
-        shard(part, group, spec.layout, spec.precision)
+        techniques.apply(part, spec, pool)
+        shard(part, spec, group)
         part.to_empty(device=group.device)
         first_weights(part, origin, spec.seed)
         parts.append(part)
     return parts
 
 
-def shard(part: Decoder, group: Group, layout: Layout, precision: Precision) -> None:
-    """One FSDP unit for each layer and one for the rest. Weights and gradient sums stay fp32; bf16 is for compute."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    policy = policy if precision == "bf16" else MixedPrecisionPolicy()
-    mesh = group.data_mesh
-    frees = layout.frees_after_forward and mesh.shape[-1] > 1  # with one rank there is nothing to free, only to copy
+def shard(part: Decoder, spec: TrainSpec, group: Group) -> None:
+    """One FSDP unit for each layer and one for the rest."""
+    policy = precision.policy(spec.precision)
+    # Replicas that compress what they exchange do so themselves, see compress.py.
+    mesh = group.data_mesh if spec.memory.compression == "none" else group.mesh["shard"]
+    frees = spec.layout.frees_after_forward and mesh.shape[-1] > 1  # one rank has nothing to free, only to copy
     for layer in part.layers.values():
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=frees)
     fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=False)

@@ -93,13 +93,15 @@ class TrainWorker:
         return replace(outcome, last=self._diary.read())
 
     def _attempt(self, seat: Seat) -> Outcome:
+        from raytide.actors.trainer.microbatch import is_out_of_memory
+
         try:
             return self._run(seat, self._join(seat))
         except RaytideError as error:
             return Outcome("failed", str(error), error)
         except Exception as error:  # torch raises RuntimeError and its kin for a peer that is gone
             detail = "".join(traceback.format_exception(error)).strip()[-2000:]
-            if _is_out_of_memory(error):
+            if is_out_of_memory(error):
                 return Outcome("oom", detail)
             return Outcome("broken", detail, timed_out="timed out" in str(error).lower())
 
@@ -147,10 +149,3 @@ class TrainWorker:
             assert self._store is not None, "rank 0 opens the store before it takes its seat"
             return self._store
         return group.reach_store(*seat.store, seat.world)
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """torch has a class for devices and none for the host's own memory."""
-    import torch
-
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)

@@ -7,33 +7,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Literal
+import math
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from raytide.core.config import Config
 from raytide.core.gang import GangSpec, Shape
-from raytide.core.layout import Layout
+from raytide.core.layout import Layout, Sizes
+from raytide.core.memory_spec import MemorySpec
 from raytide.core.model_spec import ChatSpec, FinetuneSpec, ModelSpec
+from raytide.core.optim_spec import OptimSpec
 from raytide.core.record_spec import GuardSpec, MlflowSpec, ProfileSpec
 
-Precision = Literal["bf16", "fp32"]
+__all__ = ["ExportDtype", "ModelSpec", "OptimSpec", "Precision", "TrainSpec"]
+
+Precision = Literal["bf16", "fp16", "fp32", "fp8"]
 ExportDtype = Literal["bf16", "fp16", "fp32"]
-
-
-class OptimSpec(Config):
-    """AdamW; the rate warms up linearly, then falls along a cosine to `lr * min_lr_ratio` at the last step."""
-
-    lr: float = Field(default=3e-4, gt=0)
-    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
-    warmup_steps: int = Field(default=10, ge=0)
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    beta2: float = Field(default=0.95, ge=0, lt=1)
-    eps: float = Field(default=1e-8, gt=0)
-    weight_decay: float = Field(default=0.1, ge=0)
-    """On matrices; norms have none."""
-    clip: float = Field(default=1.0, gt=0)
-    """The largest global gradient norm."""
 
 
 class TrainSpec(Config):
@@ -61,10 +51,14 @@ class TrainSpec(Config):
     steps: int = Field(ge=1)
     global_batch: int = Field(default=32, ge=1)
     """Sequences in a step, over all ranks."""
-    micro_batch: int = Field(default=8, ge=1)
-    """Sequences that a rank holds at once; a rank's share of a step is cut into so many."""
+    micro_batch: Annotated[int, Field(ge=1)] | Literal["auto"] = 8
+    """Sequences that a rank begins to hold at once; its share of a step is cut into so many. "auto" begins with all of
+    the share. Either is halved when memory runs out, at the same global batch."""
     seq_len: int = Field(default=256, ge=2)
     precision: Precision = "fp32"
+    """What is computed in; weights, gradient sums and optimiser are fp32 with all of them. fp8 is bf16 with the layers'
+    matrix products in FP8."""
+    memory: MemorySpec = MemorySpec()
     seed: int = Field(default=0, ge=0, lt=2**63)
     checkpoint_every: int = Field(default=100, ge=1)
     """Steps. The last step is always saved."""
@@ -112,6 +106,23 @@ class TrainSpec(Config):
             raise ValueError(f"seq_len {self.seq_len} is above model.max_seq_len {self.model.max_seq_len}")
         return self
 
+    @model_validator(mode="after")
+    def _work_together(self) -> TrainSpec:
+        tensor = self.layout.tensor > 1
+        for wrong, why in (
+            (tensor and self.memory.compile, "memory.compile fails in the backward pass of a tensor-parallel layer"),
+            (tensor and self.precision == "fp8", "precision fp8 has no tensor-parallel products"),
+            (self.finetune is not None and self.precision == "fp8", "precision fp8 has no products with adapters"),
+            (tensor and self.memory.loss_chunk, "memory.loss_chunk: with layout.tensor the logits are divided already"),
+            (
+                self.memory.compression != "none" and self.layout.replicate == 1,
+                "memory.compression is for what replicas exchange, and layout.replicate is 1",
+            ),
+        ):
+            if wrong:
+                raise ValueError(why)
+        return self
+
     @property
     def asks(self) -> GangSpec:
         """What the job asks the platform for: the gang and its spares, none of which is needed to begin."""
@@ -126,6 +137,12 @@ class TrainSpec(Config):
     @property
     def checkpoint_url(self) -> str:
         return self.checkpoint_dir or f"{self.out.rstrip('/')}/checkpoints"
+
+    def first_micro_batch(self, sizes: Sizes) -> int:
+        """What ranks begin with. A pipeline needs a rank's share in as many pieces as it has stages."""
+        if self.micro_batch != "auto":
+            return self.micro_batch
+        return max(1, math.ceil(self.global_batch / sizes.data) // sizes.pipeline)
 
     def digest(self) -> str:
         """Of what a checkpoint cannot be resumed without, beside the model and the data themselves: the data order."""

@@ -10,7 +10,7 @@ from tests.actors.trainer.trainer_ranks import shrink_and_grow, stop_at, train
 
 from raytide.actors.trainer.local import train_local
 from raytide.core.model_spec import ModelSpec
-from raytide.core.train_spec import OptimSpec, TrainSpec
+from raytide.core.train_spec import TrainSpec
 
 RunRanks = Callable[..., list[Any]]
 
@@ -73,13 +73,3 @@ def test_survivors_re_form_in_their_own_process(spec: TrainSpec, run_ranks: RunR
     reference = alone(spec.model_copy(update={"out": spec.out + "-alone"}))
     assert max(abs(a - b) for a, b in zip(followed[0], reference, strict=True)) <= 5e-6
     assert followed[1] == followed[0][:3] + followed[0][6:]
-
-
-def test_the_rate_warms_up_and_falls_to_its_floor() -> None:
-    from raytide.actors.trainer.optim import lr_at
-
-    spec = OptimSpec(lr=1.0, min_lr_ratio=0.1, warmup_steps=4)
-    rates = [lr_at(step, 20, spec) for step in range(20)]
-    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
-    assert rates[3:] == sorted(rates[3:], reverse=True)
-    assert rates[-1] == pytest.approx(0.1)

@@ -1,0 +1,108 @@
+"""What one rank of the techniques' tests does: several short runs in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from raytide.actors.trainer import group, shards
+from raytide.actors.trainer.compute import Micro
+from raytide.actors.trainer.group import Group
+from raytide.actors.trainer.loop import Trainer
+from raytide.core.train_spec import TrainSpec
+
+
+@dataclass
+class Run:
+    losses: list[float]
+    sent_bytes: int
+    verdicts: list[str]
+    loss_scales: list[float]
+    micro_batch: int
+
+
+def runs(specs: dict[str, TrainSpec], rank: int, world: int, meet: str) -> dict[str, Run]:
+    """Each spec from its start, or its checkpoint, to its end."""
+    out = {}
+    for index, (name, spec) in enumerate(specs.items()):
+        with joined(spec, rank, world, f"{meet}-{index}") as mine:
+            trainer = Trainer(spec, mine)
+            trainer.restore()
+            out[name] = follow(trainer)
+    return out
+
+
+def overflow(spec: TrainSpec, rank: int, world: int, meet: str) -> tuple[Run, bool, Run]:
+    """A run in which one rank's gradients overflow at the third of six steps, whether that step changed a weight, and
+    the run that goes on from the checkpoint after the fourth."""
+    with joined(spec, rank, world, meet + "a") as mine:
+        trainer = Trainer(spec.model_copy(update={"steps": 4}), mine)
+        step = trainer.compute.accumulate
+        weights = list(trainer.parts[0].parameters())
+        before: list[torch.Tensor] = []
+
+        def poisoned(micros: list[Micro], factor: float) -> float:
+            loss = step(micros, factor)
+            if trainer.steps_done == 2:
+                before.extend(shards.local(weight.detach()).clone() for weight in weights)
+                if rank == world - 1:
+                    grad = weights[-2].grad
+                    assert grad is not None
+                    shards.local(grad).fill_(torch.inf)
+            return loss
+
+        trainer.compute.accumulate = poisoned  # type: ignore[method-assign]
+        unchanged: list[bool] = []
+
+        def look() -> None:
+            if trainer.steps_done == 3:
+                now = [shards.local(weight.detach()) for weight in weights]
+                unchanged.append(all(torch.equal(a, b) for a, b in zip(before, now, strict=True)))
+
+        first = follow(trainer, look)
+    with joined(spec, rank, world, meet + "b") as mine:
+        trainer = Trainer(spec, mine)
+        trainer.restore()
+        return first, unchanged == [True], follow(trainer)
+
+
+def out_of_memory(spec: TrainSpec, rank: int, world: int, meet: str) -> str:
+    """What comes out of a step in which all ranks run out of memory."""
+    with joined(spec, rank, world, meet) as mine:
+        trainer = Trainer(spec, mine)
+        layer = next(iter(trainer.parts[0].layers.values()))
+
+        def full(*args: object) -> None:
+            raise torch.OutOfMemoryError("injected")
+
+        layer.register_forward_pre_hook(full)
+        try:
+            trainer.step()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def follow(trainer: Trainer, look: object = None) -> Run:
+    losses, verdicts, scales = [], [], []
+
+    def on_step(result: object) -> None:
+        losses.append(result.loss)  # type: ignore[attr-defined]
+        verdicts.append(result.verdict)  # type: ignore[attr-defined]
+        scales.append(trainer.loss_scale.value)
+        if callable(look):
+            look()
+
+    trainer.run(on_step=on_step)
+    sent = 0 if trainer.average is None else trainer.average.sent_bytes
+    return Run(losses, sent, verdicts, scales, trainer.micro_batch)
+
+
+@contextmanager
+def joined(spec: TrainSpec, rank: int, world: int, meet: str) -> Iterator[Group]:
+    yield group.join(dist.FileStore(meet, world), rank, spec.layout.sizes(world), timeout_s=30.0)
+    group.leave()

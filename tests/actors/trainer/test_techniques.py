@@ -1,0 +1,244 @@
+"""Whatever is traded for memory and speed, two ranks follow one process's curve, each as closely as it promises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.actors.trainer.technique_ranks import Run, out_of_memory, overflow, runs
+
+from raytide.actors.trainer import group, optim, techniques
+from raytide.actors.trainer.fp8 import convert
+from raytide.actors.trainer.local import train_local
+from raytide.actors.trainer.loop import Trainer
+from raytide.core.errors import ConfigError, TrainError
+from raytide.core.layout import Layout
+from raytide.core.optim_spec import OptimSpec
+from raytide.core.train_spec import ModelSpec, TrainSpec
+
+RunRanks = Callable[..., list[Any]]
+EXACT: dict[str, dict[str, Any]] = {
+    "full": {"checkpointing": "full"},
+    "selective": {"checkpointing": "selective"},
+    "disk": {"activations": "disk", "offload_min_bytes": 1024},
+    "optimizer": {"optimizer": "disk"},
+    "chunk": {"loss_chunk": 7},
+    "compile": {"compile": True, "compile_backend": "aot_eager"},
+    "compile-full-disk": {
+        "compile": True,
+        "compile_backend": "aot_eager",
+        "checkpointing": "full",
+        "activations": "disk",
+        "offload_min_bytes": 1024,
+    },
+}
+
+
+def alone(spec: TrainSpec) -> list[float]:
+    losses: list[float] = []
+    train_local(spec.model_copy(update={"out": spec.out + "-alone"}), on_step=lambda result: losses.append(result.loss))
+    return losses
+
+
+def with_(spec: TrainSpec, name: str, **changes: Any) -> TrainSpec:
+    known = {key: value for key, value in spec.model_dump().items() if key not in changes}
+    return TrainSpec.parse({**known, **changes, "out": f"{spec.out}-{name}"}, where=name)
+
+
+def far(a: list[float], b: list[float]) -> float:
+    return max(abs(x - y) for x, y in zip(a, b, strict=True))
+
+
+def test_two_ranks_with_each_technique_follow_one_process(spec: TrainSpec, run_ranks: RunRanks) -> None:
+    spec = with_(spec, "base", steps=4)
+    specs = {name: with_(spec, name, memory=memory) for name, memory in EXACT.items()}
+    for axis, name in (("tensor", "selective"), ("tensor", "disk"), ("pipeline", "full"), ("pipeline", "chunk")):
+        specs[f"{axis}-{name}"] = with_(spec, f"{axis}-{name}", layout={axis: 2}, memory=EXACT[name])
+    specs["auto"] = with_(spec, "auto", micro_batch="auto")
+    specs["fp16"] = with_(spec, "fp16", precision="fp16")
+    wanted, found = alone(spec), run_ranks(2, runs, specs)[0]
+    assert len(wanted) == 4
+    for name, run in found.items():
+        assert far(run.losses, wanted) <= (1e-3 if name == "fp16" else 5e-6), name
+    assert found["fp16"].losses != wanted
+    assert found["auto"].micro_batch == 3
+
+
+def test_replicas_that_compress_learn_alike_and_send_less(spec: TrainSpec, run_ranks: RunRanks) -> None:
+    spec = with_(spec, "base", steps=60, layout=Layout(replicate=2), optim=OptimSpec(lr=3e-3, warmup_steps=2))
+    kinds = {"bf16": {}, "int8": {}, "powersgd": {"powersgd_rank": 2}}
+    specs = {kind: with_(spec, kind, memory={"compression": kind, **more}) for kind, more in kinds.items()}
+    specs["none"] = spec
+    by_rank: list[dict[str, Run]] = run_ranks(2, runs, specs)
+    found, plain = by_rank[0], by_rank[0]["none"].losses
+    assert far(found["bf16"].losses[:10], plain[:10]) <= 5e-4
+    assert plain[-1] < plain[0] - 1.5
+    for kind in kinds:
+        assert by_rank[1][kind].losses == found[kind].losses
+        assert sum(found[kind].losses[-5:]) <= 1.1 * sum(plain[-5:]), kind
+    weights = 96 * 32 + 2 * (32 * 32 * 3 + 3 * 32 * 128 + 64) + 32
+    fp32_bytes = 60 * 4 * weights  # 2 (n - 1) / n of the buffer, for n of 2
+    assert found["bf16"].sent_bytes == fp32_bytes // 2
+    assert found["int8"].sent_bytes < 0.27 * fp32_bytes
+    assert found["powersgd"].sent_bytes < 0.2 * fp32_bytes
+
+
+def test_an_overflow_on_one_rank_is_skipped_on_all_and_halves_the_scale(spec: TrainSpec, run_ranks: RunRanks) -> None:
+    spec = with_(spec, "fp16", precision="fp16", steps=6, checkpoint_every=4)
+    for first, unchanged, rest in run_ranks(2, overflow, spec):
+        assert first.verdicts == ["applied", "applied", "skipped", "applied"]
+        assert first.loss_scales == [65536.0, 65536.0, 32768.0, 32768.0]
+        assert unchanged
+        assert rest.loss_scales == [32768.0, 32768.0]
+
+
+def test_an_overflow_that_no_scale_cures_ends_the_run(spec: TrainSpec) -> None:
+    spec = with_(spec, "fp16", precision="fp16")
+    with group.alone() as mine:
+        trainer = Trainer(spec, mine)
+        trainer.loss_scale.value = 1.0
+        trainer.parts[0].norm.weight.register_post_accumulate_grad_hook(lambda weight: weight.grad.mul_(torch.inf))
+        with pytest.raises(TrainError, match="overflows in fp16"):
+            trainer.step()
+
+
+def test_fp8_products_learn_like_bf16(spec: TrainSpec) -> None:
+    spec = with_(spec, "base", steps=12, global_batch=3, micro_batch=3)
+    bf16, fp8 = alone(with_(spec, "bf16", precision="bf16")), alone(with_(spec, "fp8", precision="fp8"))
+    assert bf16 != fp8
+    assert far(bf16, fp8) < 0.05
+    assert fp8[-1] < fp8[0] - 0.3
+
+
+def test_fp8_of_a_linear_layer_is_near_its_product_and_gradients() -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(32, 48)
+    inputs = torch.randn(5, 7, 32, requires_grad=True)  # 35 rows are filled up to 48
+    wanted = layer(inputs)
+    wanted.square().sum().backward()
+    grads = [inputs.grad, layer.weight.grad, layer.bias.grad]
+    inputs.grad = None
+    layer.zero_grad()
+    assert convert(layer) == 1
+    got = layer(inputs)
+    got.square().sum().backward()
+    for exact, close in zip([wanted, *grads], [got, inputs.grad, layer.weight.grad, layer.bias.grad], strict=True):
+        assert 0 < (exact - close).norm() < 0.08 * exact.norm()
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "second micro"])
+def test_out_of_memory_alone_halves_the_microbatch_and_changes_nothing_else(spec: TrainSpec, where: str) -> None:
+    """Global batch 6: 6 at once, then 3. A broken backward pass leaves nothing behind."""
+    spec = with_(spec, "auto", steps=4, micro_batch="auto", optim={"name": "adamw8bit", "lr": 3e-3})
+    wanted, losses = alone(spec), []
+    with group.alone() as mine:
+        trainer = Trainer(spec, mine)
+        if where == "second micro":
+            trainer.micro_batch = 3
+        for _ in range(2):
+            result = trainer.step()
+            assert result is not None
+            losses.append(result.loss)
+        inject(trainer, where)
+        for _ in range(2):
+            result = trainer.step()
+            assert result is not None
+            losses.append(result.loss)
+        assert result.micro_batch == (2 if where == "second micro" else 3)
+    assert far(losses, wanted) <= 5e-6
+
+
+def inject(trainer: Trainer, where: str) -> None:
+    """Run out of memory once, in the second layer."""
+    calls = 0
+
+    def full(*args: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == (2 if where == "second micro" else 1):
+            raise torch.OutOfMemoryError("injected")
+
+    layer = trainer.parts[0].layers["1"]
+    if where == "backward":
+        layer.register_forward_hook(lambda module, args, out: out.register_hook(full) and None)
+    else:
+        layer.register_forward_pre_hook(full)
+
+
+def test_out_of_memory_in_a_gang_goes_up_and_with_one_sequence_it_ends_the_run(
+    spec: TrainSpec, run_ranks: RunRanks
+) -> None:
+    assert run_ranks(2, out_of_memory, spec) == ["OutOfMemoryError: injected"] * 2
+    with group.alone() as mine:
+        trainer = Trainer(with_(spec, "one", micro_batch=1), mine)
+        inject(trainer, "forward")
+        with pytest.raises(TrainError, match="one sequence at a time"):
+            trainer.step()
+
+
+@pytest.mark.parametrize("name", list(optim.OPTIMIZERS))
+def test_a_resume_with_any_optimiser_is_bit_equal(spec: TrainSpec, name: str) -> None:
+    home = "none" if name == "adamw" else "disk"
+    spec = with_(spec, name, steps=4, optim={"name": name, "lr": 3e-3}, memory={"optimizer": home})
+    whole = alone(spec)
+    with group.alone() as mine:
+        first = Trainer(spec, mine)
+        before = [result.loss for result in (first.step(), first.step()) if result is not None]
+        first.save()
+        again = Trainer(spec, mine)
+        assert again.restore() == []
+        after = [result.loss for result in (again.step(), again.step()) if result is not None]
+    assert before + after == whole
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"memory": {"compile": True}, "layout": {"tensor": 2}}, "memory.compile fails"),
+        ({"precision": "fp8", "layout": {"tensor": 2}}, "no tensor-parallel products"),
+        ({"memory": {"loss_chunk": 8}, "layout": {"tensor": 2}}, "divided already"),
+        ({"memory": {"compression": "int8"}}, "layout.replicate is 1"),
+    ],
+)
+def test_what_does_not_work_together_is_refused(spec: TrainSpec, changes: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        with_(spec, "refused", **changes)
+
+
+def test_what_does_nothing_on_this_device_is_refused(spec: TrainSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    for field in ("activations", "optimizer"):
+        there = with_(spec, "there", memory={field: "cpu"})
+        with pytest.raises(ConfigError, match="frees nothing on a CPU"):
+            techniques.check(there, cpu)
+        techniques.check(there, cuda)
+    fp8 = with_(spec, "fp8", precision="fp8")
+    techniques.check(fp8, cpu)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an old one")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(ConfigError, match="an old one"):
+        techniques.check(fp8, cuda)
+    odd = with_(fp8, "odd", model=ModelSpec(dim=24, layers=1, heads=2, ffn_dim=40, max_seq_len=64))
+    with group.alone() as mine, pytest.raises(ConfigError, match="multiples of 16"):
+        Trainer(odd, mine)
+
+
+def test_a_sequence_of_steps_reads_one_ahead_and_follows_a_jump() -> None:
+    from raytide.actors.trainer.prefetch import Prefetch
+
+    read: list[int] = []
+
+    def rows(step: int) -> int:
+        read.append(step)
+        if step == 9:
+            raise OSError("gone")
+        return step * 10
+
+    ahead = Prefetch(rows, 10)
+    assert [ahead.take(step) for step in (0, 1, 2, 7)] == [0, 10, 20, 70]
+    assert ahead.take(8) == 80
+    with pytest.raises(OSError, match="gone"):
+        ahead.take(9)
+    assert read == [0, 1, 2, 3, 7, 8, 9]
