@@ -101,7 +101,7 @@ def test_a_hung_rank_is_named_with_its_host_and_its_code_and_replaced(start: Sta
     sleeping, reading, stopped = run.events("hung")
     assert {event["rank"] for event in (sleeping, reading, stopped)} == {1}
     assert all(event["host"] == "member 1 (node-1 127.0.0.2)" for event in (sleeping, reading, stopped))
-    assert "sleeps_here" in sleeping["where"] and "in step" in sleeping["where"]
+    assert "sleeps_here" in sleeping["where"] and "in _step" in sleeping["where"]
     assert "never_reads" in reading["where"]
     assert "trainer/" in stopped["where"]
     assert "step" in stopped["phase"]
