@@ -60,8 +60,8 @@ def test_a_run_that_was_over_when_its_driver_started_again_shows_all_its_steps(
 ) -> None:
     driver = object.__new__(_Driver)
     driver.spec, driver.record, driver.number, driver.recovery, driver.hands = small, record_of(small), 0, None, []
-    driver.crew, driver.micro_batch, driver.watch = SimpleNamespace(ready=0), 1, None  # type: ignore[assignment]
-    monkeypatch.setattr(driver, "_gather", list)
+    driver.crew, driver.fits, driver.watch = SimpleNamespace(ready=0), None, None  # type: ignore[assignment]
+    monkeypatch.setattr(driver, "_gather", lambda: [SimpleNamespace(host="only")])
     monkeypatch.setattr(driver, "_tell_who", lambda: None)
     monkeypatch.setattr(Generation, "run", lambda generation: Ending("done"))
     driver.run()
