@@ -186,7 +186,7 @@ def test_a_resume_with_any_optimiser_is_bit_equal(spec: TrainSpec, name: str) ->
     with group.alone() as mine:
         first = Trainer(spec, mine)
         before = [result.loss for result in (first.step(), first.step()) if result is not None]
-        first.save()
+        first.secure()
         again = Trainer(spec, mine)
         assert again.restore() == []
         after = [result.loss for result in (again.step(), again.step()) if result is not None]
