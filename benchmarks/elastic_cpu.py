@@ -268,6 +268,8 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def last(path: Path) -> dict[str, Any]:
     """The newest line, without the whole file: the cores are busy."""
+    if not path.exists():
+        return {"step": 0, "world": 0}
     with open(path, "rb") as file:
         file.seek(max(0, path.stat().st_size - 4096))
         whole = file.read().rpartition(b"\n")[0]
