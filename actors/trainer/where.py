@@ -21,18 +21,19 @@ def place(thread_id: int) -> tuple[str, bool]:
 
     A thread that waits for another one to read is shown with that one's frames behind its own.
     """
-    running = sys._current_frames()
-    frames = _frames(running.get(thread_id))
+    frames = _frames(thread_id)
     shown = _show(frames)
     if frames and _file(frames[0]).endswith(_LOCKS):
         for reader in threading.enumerate():
-            if reader.name.startswith(READERS) and (there := _frames(running.get(reader.ident or 0))):
+            if reader.name.startswith(READERS) and (there := _frames(reader.ident or 0)):
                 shown += f"; thread {reader.name}: {_show(there)}"
     return shown, _waits(frames)
 
 
-def _frames(innermost: FrameType | None) -> list[FrameType]:
-    found = []
+def _frames(thread_id: int) -> list[FrameType]:
+    """No name for all threads' frames: this one's would then hold itself, and with it every local variable of the run
+    until the next collection, the groups that a broken generation leaves too."""
+    innermost, found = sys._current_frames().get(thread_id), []
     while innermost is not None:
         found.append(innermost)
         innermost = innermost.f_back

@@ -73,6 +73,8 @@ class TrainWorker:
         from raytide.actors.trainer import loop  # noqa: F401  imported now, so that forming a gang does not wait for it
 
         torch.set_num_threads(self._threads)
+        gc.collect()
+        gc.freeze()  # what was imported stays: leaving a group then looks through what the run made, and nothing else
 
     def _open_store(self, address: str, world: int) -> int:
         from raytide.actors.trainer import group

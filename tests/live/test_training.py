@@ -41,7 +41,7 @@ def test_four_members_become_two_by_a_dead_raylet_and_a_notice_and_four_again(
     pids = dict(zip(nodes, formed()[-1]["pids"], strict=True))
     set_stockouts(live.run_dir, [("cpu1.spot", "*")])
     kill_raylet(live, nodes[1])
-    give_notice(live.run_dir, nodes[3], time.time() + 5.0)
+    give_notice(live.run_dir, nodes[3], time.time() + 20.0)
     eventually(lambda: formed()[-1]["world"] == 2)
     kept = [int(pids[nodes[0]]), int(pids[nodes[2]])]
     for pid in kept:
