@@ -77,8 +77,9 @@ class Trainer:
         self.meter = Meter(spec, self.origin.arch, group)
         self.profiler = Profiler(spec.profile, spec.out, group.rank, group.device)
         self.steps_done = 0
-        self.saved_at: int | None = None
-        self.held_at: int | None = None
+        self.saved_at: int | None = 0
+        """The first state needs no copy: the seed makes it again."""
+        self.held_at = 0
         """The step of the last snapshot."""
         self.restored_from: Literal["", "memory", "storage"] = ""
         self._asked = 0
