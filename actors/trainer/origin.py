@@ -91,6 +91,11 @@ def _check(spec: TrainSpec, data: Data, arch: Architecture, where: str) -> None:
             "the router's balancing loss needs all layers and whole sequences on a rank.",
             hint="Use the replicate and shard axes alone, or set output_router_logits to false in model.config.",
         )
+    if balanced and spec.memory.compile and spec.memory.checkpointing != "none":
+        raise ConfigError(
+            "the router's balancing loss cannot be compiled together with activation checkpointing.",
+            hint="Leave out memory.compile or memory.checkpointing.",
+        )
 
 
 def _check_tokenizer(folder: Path, data: Data) -> None:

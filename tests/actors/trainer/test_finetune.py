@@ -21,8 +21,10 @@ from raytide.actors.trainer.decoder import Decoder
 from raytide.actors.trainer.hf import HfWeights
 from raytide.actors.trainer.local import train_local
 from raytide.actors.trainer.loop import Trainer
+from raytide.actors.trainer.origin import open_data, origin_of
 from raytide.core.errors import CheckpointError, ConfigError, DataError
 from raytide.core.layout import Layout
+from raytide.core.memory_spec import MemorySpec
 from raytide.core.model_spec import ChatSpec, FinetuneSpec, LoraSpec, ModelSpec
 from raytide.core.train_spec import OptimSpec, TrainSpec
 
@@ -281,3 +283,14 @@ def test_specs_that_mean_nothing_are_refused(fields: dict[str, Any], message: st
 def test_a_spec_survives_json() -> None:
     spec = TrainSpec(chat=ChatSpec(file="c"), init_from="m", finetune=LORA, out="o", steps=1)
     assert TrainSpec.model_validate_json(spec.model_dump_json()) == spec
+
+
+def test_a_balanced_router_is_refused_where_it_would_not_be_seen_whole(start: Start) -> None:
+    body = {"output_router_logits": True}
+    spec = start("mixtral", model=ModelSpec(config=body), export=False)
+    compiled = MemorySpec(compile=True, checkpointing="full")
+    for change in ({"layout": Layout(tensor=2)}, {"layout": Layout(pipeline=2)}, {"memory": compiled}):
+        other = spec.model_copy(update=change)
+        with pytest.raises(ConfigError, match="balancing loss"):
+            origin_of(other, open_data(other))
+    assert losses(spec)[-1] > 0
