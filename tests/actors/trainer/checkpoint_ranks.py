@@ -143,7 +143,8 @@ def lose_ranks(
 ) -> Resumed:
     """Train on `hosts` (a letter for each rank) until the `lost` ranks die; the others form again and go on to the end.
 
-    `at`: ("step", 5) is after step 5; ("exchange", 2) in the middle of the exchange of the second snapshot.
+    `at`: ("step", 5) is after step 5; ("exchange", 2) in the middle of the exchange of the second snapshot,
+    ("save", 2) in the middle of the second save.
     """
     snapshots = Snapshots(hosts[rank])
     trainer = Trainer(spec, join(spec, rank, world, meet), snapshots)
@@ -151,11 +152,12 @@ def lose_ranks(
     what, when = at
     if rank in lost and what == "exchange":
         _die_in_exchange(when)
+    if rank in lost and what == "save":
+        _die_in_save(trainer, when)
 
     def on_step(step: int) -> None:
         if rank in lost and what == "step" and step == when:
             snapshots.wait()
-            trainer.checkpoints.wait()
             os._exit(1)
 
     with suppress(Exception):  # whatever torch raises for a peer that is gone
@@ -206,3 +208,14 @@ def _die_in_exchange(number: int) -> None:
         return isend(*args, **kwargs)
 
     dist.isend = cut
+
+
+def _die_in_save(trainer: Trainer, number: int) -> None:
+    write = files._Hashing.write
+
+    def cut(self: Any, chunk: Any) -> int:
+        if trainer.checkpoints._count == number:
+            os._exit(1)
+        return write(self, chunk)
+
+    files._Hashing.write = cut  # type: ignore[method-assign]

@@ -10,6 +10,7 @@ import pytest
 from tests.actors.trainer.checkpoint_ranks import grow, lose_ranks
 
 from raytide.actors.trainer.local import train_local
+from raytide.actors.trainer.verify import verify
 from raytide.core.train_spec import TrainSpec
 
 RunRanks = Callable[..., list[Any]]
@@ -53,15 +54,16 @@ def test_a_death_in_the_middle_of_an_exchange_leaves_the_snapshot_before(
         assert same(resumed, curve, start=2)
 
 
-def test_where_a_rank_and_its_buddy_are_lost_the_checkpoint_is_taken(
+def test_where_a_rank_and_its_buddy_are_lost_the_checkpoint_before_the_one_they_died_in_is_taken(
     held: TrainSpec, run_ranks: RunRanks, curve: dict[int, float]
 ) -> None:
     held = held.model_copy(update={"checkpoint_every": 3})
     lost = [0, 2]  # rank 0's copy is with rank 2
-    results = run_ranks(4, lose_ranks, held, "aabb", lost, ("step", 5), dying=lost)
+    results = run_ranks(4, lose_ranks, held, "aabb", lost, ("save", 2), dying=lost)
     for resumed in (results[1], results[3]):
         assert (resumed["from"], resumed["at"]) == ("storage", 3)
         assert same(resumed, curve, start=3)
+    assert [(each.step, each.state) for each in verify(held.out)] == [(8, "whole"), (6, "whole")]
 
 
 def test_newcomers_get_the_state_from_the_others_memory(
