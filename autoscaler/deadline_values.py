@@ -44,17 +44,11 @@ class Values:
         slack = min(slack, self.max_slack)  # more slack than the table has is worth no less
         low, first = int(np.floor(slack + 1e-9)), int(np.floor(work + 1e-9))
         right, ahead = max(0.0, slack - low), max(0.0, work - first)
-        total = np.zeros(STATES)
-        for s, s_share in ((low, 1 - right), (low + 1, right)):
-            for w, w_share in ((first, 1 - ahead), (first + 1, ahead)):
-                if s_share * w_share > 1e-9:
-                    total += s_share * w_share * self._point(mode, s, w)
-        return total
-
-    def _point(self, mode: int, slack: int, work: int) -> NDArray[np.float32]:
-        if slack < 0:
-            return np.full(STATES, INFEASIBLE, dtype=np.float32)
-        return np.asarray(self.cost[slack + work, mode, :, work])
+        corners = [(low, first), (low, first + 1), (low + 1, first), (low + 1, first + 1)]
+        shares = [(1 - right) * (1 - ahead), (1 - right) * ahead, right * (1 - ahead), right * ahead]
+        used = [(s + w, w, share) for (s, w), share in zip(corners, shares, strict=True) if share > 1e-9]
+        lefts, works, weights = zip(*used, strict=True)
+        return np.asarray(np.asarray(weights) @ self.cost[lefts, mode, :, works])
 
 
 def solve(market: Market, *, slack_s: float, work_s: float, restart_s: float, price_ratio: float) -> Values:

@@ -49,7 +49,7 @@ def test_the_version_and_the_short_help() -> None:
 
 
 def test_no_command_is_described_by_half_a_sentence() -> None:
-    for args in ([], ["data"], ["autoscaler"]):
+    for args in ([], ["data"], ["autoscaler"], ["simulate"]):
         shown = runner.invoke(app, [*args, "--help"], terminal_width=80).stdout
         assert "..." not in shown.partition("Commands:")[2]
 

@@ -1,4 +1,4 @@
-"""simulate serving, simulate deadline: production decisions and their baselines on recorded traces."""
+"""simulate serving, deadline and jobs: production decisions and their baselines on recorded traces."""
 
 from __future__ import annotations
 
@@ -113,3 +113,27 @@ def serving(
         as_json(shown)
     else:
         as_table(("NAME", "VALUE"), list(shown.items()))
+
+
+def jobs(
+    trace: Annotated[Path, typer.Option(help="A CSV file: submit_s, duration_s, num_gpus, vc.")],
+    window: Annotated[str, typer.Option(help="`busiest`, or the number of the first day.")] = "busiest",
+    days: Annotated[int, typer.Option(help="The length of the window.")] = 14,
+    gpus: Annotated[int | None, typer.Option(help="The size of the cluster.")] = None,
+    load: Annotated[float | None, typer.Option(help="Size it so that the jobs need this share of it.")] = None,
+    policy: Annotated[str, typer.Option(help="raytide, fifo, easy, drf, las, srpt.")] = "raytide",
+    multi_gpu_share: Annotated[float, typer.Option(help="Redraw 1-GPU jobs until this share has several.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of what is redrawn.")] = 0,
+    json: Json = False,
+) -> None:
+    """Run recorded training jobs through a queue.
+
+    GPUs are counted, a restart takes 60 s, durations are clipped to 30 s to 7 days.
+    """
+    from raytide.simulate.jobs import Setting, simulate
+
+    report = simulate(trace, Setting(window, days, gpus, load, policy, multi_gpu_share, seed))
+    if json:
+        as_json(report)
+    else:
+        as_table(("WHAT", "VALUE"), report.items())
