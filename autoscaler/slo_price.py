@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-START = 0.4
+START = 0.27
 """At the start, all misses that are allowed together cost this much of what serving on demand costs."""
 GAIN = 1.0
 """How far the logarithm moves when a day misses twice what is allowed."""

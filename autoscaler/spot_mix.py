@@ -17,6 +17,10 @@ ONDEMAND = ""
 
 LACKING_USD_H = 1e6
 
+MOST_MOVES = 4
+PLATEAU = 0.5
+"""While more than this is missed one node more may change nothing, and two all."""
+
 LONGEST_USE_S = 3600.0
 """The start of a new node is spread over no more than this."""
 
@@ -75,10 +79,11 @@ def choose(
         while 0 <= ondemand + step <= most:
             ondemand += step
             found = search.with_ondemand(ondemand)
-            if found.cost_usd_h >= best.cost_usd_h:
+            if found.cost_usd_h < best.cost_usd_h:
+                best = found
+            elif found.mix.missed_share < PLATEAU:
                 break
-            best = found
-    return best.mix
+    return search.spread(best).mix
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +114,14 @@ class _Search:
         best = self._found(path, spent_usd_h, self.misses[ondemand])
         for _ in range(ondemand, self.most):
             steps = [
-                (usd_h + self.usd_per_missed_share_h * missed, offer.name, usd_h, missed)
+                (usd_h + self.usd_per_missed_share_h * missed, path.nodes[offer.name], offer.name, usd_h, missed)
                 for offer, missed in path.steps()
                 if offer.name != ONDEMAND
                 for usd_h in (_usd_h(offer, path.nodes[offer.name], self.cold_start_s),)
             ]
             if not steps:
                 break
-            _, name, usd_h, missed = min(steps)
+            _, _, name, usd_h, missed = min(steps)
             path.take(name)
             spent_usd_h += usd_h
             found = self._found(path, spent_usd_h, missed)
@@ -124,6 +129,35 @@ class _Search:
             if spent_usd_h > best.cost_usd_h:
                 break
         return best
+
+    def spread(self, best: _Found) -> _Found:
+        """Nodes move from zone to zone, one or half of them at a time, while that helps."""
+        spot = [offer for offer in self.offers if offer.name != ONDEMAND]
+        for _ in range(MOST_MOVES):
+            before = best
+            for giver in spot:
+                there = before.mix.nodes.get(giver.name, 0)
+                for count in {1, there // 2} - {0} if there else ():
+                    for taker in spot:
+                        nodes = dict(before.mix.nodes)
+                        nodes[giver.name] = there - count
+                        nodes[taker.name] = nodes.get(taker.name, 0) + count
+                        if taker is not giver and nodes[taker.name] <= max(taker.most, taker.held):
+                            found = self._of(nodes)
+                            best = found if found.cost_usd_h < best.cost_usd_h - 1e-9 else best
+            if best is before:
+                break
+        return best
+
+    def _of(self, nodes: Mapping[str, int]) -> _Found:
+        path = _Path(self.offers, self.misses, self.risk)
+        path.nodes.update(nodes)
+        spent_usd_h = sum(
+            _usd_h(offer, chosen, self.cold_start_s)
+            for offer in self.offers
+            for chosen in range(path.nodes[offer.name])
+        )
+        return self._found(path, spent_usd_h, path.missed())
 
     def _found(self, path: _Path, spent_usd_h: float, missed: float) -> _Found:
         lacking = max(0, self.least - sum(path.nodes.values()))
@@ -162,6 +196,14 @@ class _Path:
                 after = self._after(total, self.nodes[offer.name] + 1)
                 missed += self._hole[offer.name] * (after - fine)
             yield offer, min(missed, 1.0)
+
+    def missed(self) -> float:
+        """With the nodes that are chosen."""
+        total = sum(self.nodes.values())
+        fine = self._at(total)
+        spot = [(name, count) for name, count in self.nodes.items() if count and name != ONDEMAND]
+        holes = sum(self._hole[name] * (self._after(total, count) - fine) for name, count in spot)
+        return min(fine + holes, 1.0)
 
     def _after(self, total: int, count: int) -> float:
         """The share that misses when a zone with `count` nodes loses some."""
