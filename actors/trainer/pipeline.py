@@ -21,7 +21,7 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.distributed.tensor import DTensor
 
-from raytide.actors.trainer import context
+from raytide.actors.trainer import context, precision
 from raytide.actors.trainer.decoder import Decoder
 from raytide.actors.trainer.group import Group
 from raytide.actors.trainer.tensor import speaks
@@ -79,9 +79,10 @@ class Pipeline:
         return self._schedules[count, size]
 
     def _stage(self, part: Decoder, index: int, size: int) -> PipelineStage:
-        """Its shapes are given, or torch would run a forward and a backward to find them."""
+        """Shapes and types are given, or torch would run a forward and a backward to find them. It does not check what
+        arrives: another type than the one said here trains on nonsense."""
         length = self.spec.seq_len // self.group.sizes.context
-        dtype = torch.float32 if self.spec.precision == "fp32" else torch.bfloat16
+        dtype = precision.policy(self.spec.precision).param_dtype or torch.float32
         hidden = torch.empty(
             size,
             length // self.group.sizes.tensor,

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from raytide.actors.models.architecture import Architecture
 from raytide.core.errors import ConfigError
-from raytide.core.layout import LOOPED, Layout
+from raytide.core.layout import LOOPED, SPLIT_BACKWARD, Layout
+from raytide.core.memory_spec import MemorySpec
 from raytide.core.train_spec import TrainSpec
 
 __all__ = ["validate"]
@@ -70,11 +71,26 @@ def _pipeline(layout: Layout, arch: Architecture, spec: TrainSpec) -> Iterator[t
             "layout.zero 2 with a pipeline: its schedules reduce gradients once a step, as zero 1 does",
             "Set layout.zero to 1 or 3.",
         )
+    yield from _memory(layout, arch, spec.memory)
     needed, rows = layout.min_microbatches, math.ceil(spec.global_batch / (layout.replicate * (layout.shard or 1)))
     if rows < needed:
         yield (
             f"global_batch {spec.global_batch} gives a pipeline {rows} sequences for {needed} microbatches at least",
             "Raise global_batch or lower layout.pipeline.",
+        )
+
+
+def _memory(layout: Layout, arch: Architecture, memory: MemorySpec) -> Iterator[tuple[str, str]]:
+    """Of a pipeline."""
+    split = f"layout.schedule {layout.schedule} runs a layer's backward in two halves"
+    if layout.schedule in SPLIT_BACKWARD and memory.checkpointing == "selective":
+        yield f"{split}, and selective checkpointing allows one", 'Set memory.checkpointing to "full" or "none".'
+    if layout.schedule in SPLIT_BACKWARD and memory.compile:
+        yield f"{split}, and a compiled one is a single piece", "Leave memory.compile out, or choose 1f1b."
+    if memory.compression != "none" and arch.tied_embeddings:
+        yield (
+            "memory.compression would round a tied embedding's gradient differently in the first and the last stage",
+            "Leave memory.compression out, or untie the embeddings.",
         )
 
 

@@ -62,6 +62,7 @@ def curve(case: Case, rank: int, world: int, meet: str) -> Curve:
     for part in trainer.parts:
         for name, weight in part.named_parameters():
             out.weights[name] = whole(weight).numpy()
+    trainer.close()
     del trainer
     gc.collect()
     group.leave()
@@ -99,7 +100,7 @@ def _legacy_replicate() -> Iterator[None]:
     completes the gradients of what that axis has replicated. Our own check of it is off here."""
     from torch.distributed._composable.replicate import replicate
 
-    def shard(part: Any, mine: group.Group, *_: Any) -> None:
+    def shard(part: Any, spec: TrainSpec, mine: group.Group) -> None:
         replicate(part, process_group=mine.mesh["replicate"].get_group())
 
     def unchecked(weight: Tensor) -> Tensor:

@@ -13,9 +13,10 @@ from tests.actors.trainer import trainer_ranks
 from tests.actors.trainer.layout_ranks import Case, Curve, curves
 
 from raytide.core.layout import Layout
+from raytide.core.memory_spec import MemorySpec
 from raytide.core.train_spec import ModelSpec, OptimSpec, TrainSpec
 
-TOLERANCE = {"fp32": 5e-6, "bf16": 5e-3}
+TOLERANCE = {"fp32": 5e-6, "bf16": 5e-3, "fp16": 1e-3}
 BASE: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 32,
@@ -53,7 +54,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 OPTIM = OptimSpec(lr=3e-3, warmup_steps=2, eps=1e-6)
 """Its eps is larger than usual: Adam divides by it where a gradient is only rounding, as that of GPT-2's key biases."""
-RUN = ("precision", "global_batch", "micro_batch")
+RUN = ("precision", "global_batch", "micro_batch", "memory")
 Options = Mapping[str, Any]
 """Of the layout, except `family` and those of RUN."""
 
@@ -76,6 +77,10 @@ LAYOUTS: dict[str, tuple[int, Options]] = {
     "sharded, bf16": (2, {"precision": "bf16"}),
     "tensor, bf16": (2, {"tensor": 2, "precision": "bf16"}),
     "1f1b, bf16": (2, {"pipeline": 2, "precision": "bf16"}),
+    "tensor, fp16": (2, {"tensor": 2, "precision": "fp16"}),
+    "1f1b, fp16": (2, {"pipeline": 2, "precision": "fp16"}),
+    "zbv, recomputed": (2, {"pipeline": 2, "schedule": "zbv_zero_bubble", "memory": MemorySpec(checkpointing="full")}),
+    "tensor, recomputed": (2, {"tensor": 2, "memory": MemorySpec(checkpointing="selective")}),
     "tensor, qwen3": (2, {"tensor": 2, "family": "qwen3"}),
     "tensor, gpt2": (2, {"tensor": 2, "family": "gpt2"}),
     "tensor, moe": (2, {"tensor": 2, "family": "qwen3-moe"}),
@@ -147,7 +152,7 @@ def measure(make_spec: Callable[[Path], TrainSpec], tmp_path_factory: pytest.Tem
 
 def plain(options: Options) -> tuple[tuple[str, Any], ...]:
     """What one process needs to know."""
-    run = tuple((key, options[key]) for key in (*RUN, "family") if key in options)
+    run = tuple((key, options[key]) for key in (*RUN, "family") if key in options and key != "memory")
     return (*run, ("layers", layers(options)))
 
 

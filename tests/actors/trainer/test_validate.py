@@ -13,6 +13,7 @@ from raytide.actors.models.families import architecture_of
 from raytide.actors.trainer.validate import validate
 from raytide.core.errors import ConfigError
 from raytide.core.layout import Layout
+from raytide.core.memory_spec import MemorySpec
 from raytide.core.train_spec import TrainSpec
 
 DEPTH = {"num_hidden_layers": 4, "n_layer": 4}
@@ -30,6 +31,13 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     ({"pipeline": 4, "shard": 2}, {}, r"gives a pipeline 3 sequences.*4 microbatches", "Raise global_batch"),
 ]
 
+SPLIT = {"pipeline": 2, "schedule": "dualpipe_v"}
+WITH_MEMORY: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (SPLIT, {"checkpointing": "selective"}, "two halves, and selective checkpointing allows one"),
+    (SPLIT, {"compile": True}, "two halves, and a compiled one is a single piece"),
+    ({"pipeline": 2, "replicate": 2}, {"compression": "int8"}, "a tied embedding's gradient"),
+]
+
 
 @pytest.fixture(scope="module")
 def some(make_spec: Callable[[Path], TrainSpec], tmp_path_factory: pytest.TempPathFactory) -> TrainSpec:
@@ -44,6 +52,15 @@ def test_what_cannot_work_is_refused_with_what_to_change(
     with pytest.raises(ConfigError, match=problem) as refused:
         validate(Layout(**layout), arch, some)
     assert hint in str(refused.value.hint)
+
+
+@pytest.mark.parametrize(("layout", "memory", "problem"), WITH_MEMORY)
+def test_memory_techniques_that_a_pipeline_breaks_are_refused(
+    some: TrainSpec, layout: dict[str, Any], memory: dict[str, Any], problem: str
+) -> None:
+    arch = architecture_of(BASE | FAMILIES["llama"] | DEPTH, "model")
+    with pytest.raises(ConfigError, match=problem):
+        validate(Layout(**layout), arch, some.model_copy(update={"memory": MemorySpec(**memory)}))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
