@@ -87,6 +87,7 @@ def test_the_command_prints_what_it_was_given_and_what_came_of_it(setup: Serving
     assert {name: shown[name] for name in ("policy", "depth", "peak_rps", "slo_ttft_s", "seed", "cold_start_s")} == {
         "policy": "spothedge-1", "depth": 4, "peak_rps": 6.0, "slo_ttft_s": 5.0, "seed": 0, "cold_start_s": 180.0,
     }  # fmt: skip
+    assert shown["requests"] == str(setup.requests) and shown["spot"] == str(setup.spot)
     assert shown["node_hours"].keys() == {"on-demand", "spot"}
     assert shown.keys() >= {"cost_usd", "slo_attainment", "lower_bound_usd", "ttft_p50_s", "ttft_p99_s"}
 

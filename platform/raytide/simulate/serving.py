@@ -48,7 +48,7 @@ class Result:
     ttft_p50_s: float
     ttft_p99_s: float
     node_hours: dict[Market, float]
-    requests: int
+    request_count: int
     spot_nodes_lost: int
     samples: tuple[Sample, ...] = ()
 
@@ -108,7 +108,7 @@ class Stage:
             ttft_p50_s=float(p50),
             ttft_p99_s=float(p99),
             node_hours=hours,
-            requests=self.work.count,
+            request_count=self.work.count,
             spot_nodes_lost=len(fleet.lost_nodes),
             samples=tuple(samples),
         )

@@ -78,7 +78,7 @@ def page(chosen: Result, others: Sequence[Result], curve: Sequence[Result], boun
     )
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
-        f"<h1>{title}</h1><p>{chosen.requests:,} requests; an omniscient buyer pays at least ${bound_usd:,.0f}.</p>"
+        f"<h1>{title}</h1><p>{chosen.request_count:,} requests; lower bound ${bound_usd:,.0f}.</p>"
         f"<h2>Cost against SLO</h2>{_cost_against_slo(chosen, others, curve)}"
         f"<h2>Nodes over time</h2>{_nodes(chosen)}"
         f"<table><tr><th>policy</th><th>cost, $</th><th>in time, %</th></tr>{rows}</table></html>\n"
