@@ -31,7 +31,7 @@ from raytide.core.errors import LeaseLostError
 from raytide.core.gang import Lease, LeaseState, Member, MemberState, Shape
 from raytide.core.train_spec import TrainSpec
 
-WAIT_S = 90.0
+WAIT_S = 150.0
 
 Prank = Callable[[], None]
 """What is wrong with a worker's process from its beginning; picklable."""
