@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 
-from raytide.actors.trainer.budget import Budget
+from raytide.actors.trainer.budget import Budget, smaller
 from raytide.actors.trainer.core import Beat, RunResult, StepResult
 from raytide.actors.trainer.crew import Crew, Hand
 from raytide.actors.trainer.generation import Ending, Generation
@@ -18,7 +18,7 @@ from raytide.actors.trainer.recovery import Recovery
 from raytide.actors.trainer.remote import RayWorker, Start
 from raytide.actors.trainer.seating import most_ranks
 from raytide.core.clock import Clock, SystemClock
-from raytide.core.errors import RaytideError, TrainError
+from raytide.core.errors import RaytideError
 from raytide.core.gang import Lease
 from raytide.core.ports import LeaseClient
 from raytide.core.train_spec import TrainSpec
@@ -150,14 +150,8 @@ class _Driver:
         return first if self.fits is None else min(first, self.fits)
 
     def _shrink_micro_batch(self, why: str) -> None:
-        """Half as many sequences at once and twice as often: the same global batch in about half the memory."""
         before = self._micro_batch()
-        self.fits = -(-before // 2)
-        if before == 1:
-            raise TrainError(
-                f"{self.spec.name} does not fit into memory with one sequence at a time: {why}.",
-                hint="Divide the model among more ranks (layout), checkpoint activations, or shorten seq_len.",
-            )
+        self.fits = smaller(before, self.spec.name)
         self.record.event("oom", generation=self.number, why=why, micro_batch=self.fits, was=before)
 
     def _progress(self, world: int, tokens_per_s: float = 0.0) -> dict[str, float | int | str]:

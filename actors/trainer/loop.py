@@ -26,6 +26,7 @@ from raytide.actors.trainer import (
     techniques,
 )
 from raytide.actors.trainer.batches import Batches
+from raytide.actors.trainer.budget import smaller
 from raytide.actors.trainer.checkpoint import Checkpoints
 from raytide.actors.trainer.core import Pause, StepResult
 from raytide.actors.trainer.data import Ids, Sampler
@@ -191,7 +192,7 @@ class Trainer:
             except (RuntimeError, MemoryError) as error:
                 if not microbatch.is_out_of_memory(error) or self._applying or self.group.world > 1:
                     raise
-            self.micro_batch = microbatch.smaller(self.micro_batch)
+            self.micro_batch = smaller(self.micro_batch, self.spec.name)
             self._rebuild()  # out of the handler, which holds the frames that hold the graph
 
     def _before_update(self) -> None:

@@ -14,19 +14,8 @@ from torch import Tensor, nn
 
 from raytide.actors.trainer.optimizer import Optimizer
 from raytide.actors.trainer.shards import local
-from raytide.core.errors import TrainError
 
-__all__ = ["is_out_of_memory", "put_in", "smaller", "take_out"]
-
-
-def smaller(size: int) -> int:
-    """Half of `size`, after it was too much; TrainError when it is one already."""
-    if size == 1:
-        raise TrainError(
-            "out of memory with one sequence at a time.",
-            hint="Use memory.checkpointing, memory.loss_chunk or memory.activations, lower seq_len, or add members.",
-        )
-    return -(-size // 2)
+__all__ = ["is_out_of_memory", "put_in", "take_out"]
 
 
 def is_out_of_memory(error: BaseException) -> bool:

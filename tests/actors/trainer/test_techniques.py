@@ -174,7 +174,7 @@ def test_out_of_memory_in_a_gang_goes_up_and_with_one_sequence_it_ends_the_run(
     with group.alone() as mine:
         trainer = Trainer(with_(spec, "one", micro_batch=1), mine)
         inject(trainer, "forward")
-        with pytest.raises(TrainError, match="one sequence at a time"):
+        with pytest.raises(TrainError, match="does not fit into memory with one sequence"):
             trainer.step()
 
 
