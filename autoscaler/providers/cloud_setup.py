@@ -9,7 +9,6 @@ import json
 import subprocess
 import threading
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from raytide.core import ray_internals
@@ -24,32 +23,41 @@ log = logger(__name__)
 
 
 class CloudSetUp:
-    """One thread for each machine that is being set up; a machine that fails is retried by the next `begin`."""
+    """A thread for each machine that is being set up, AT_ONCE of them at work. They do not hold up the process's end:
+    whatever is not set up is begun again by the next controller."""
 
     def __init__(
         self, config: Mapping[str, Any], cloud: Any, head_ip: str, *, process_runner: Any = subprocess
     ) -> None:
         self._config, self._cloud, self._head_ip, self._runner = config, cloud, head_ip, process_runner
-        self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="set-up")
+        self._places = threading.BoundedSemaphore(AT_ONCE)
         self._lock = threading.Lock()
-        self._under_way: dict[str, Future[None]] = {}
+        self._under_way: dict[str, threading.Thread] = {}
+        self._done: set[str] = set()
 
     def begin(self, cloud_id: str, node_id: str, node_type: NodeType, zone: str) -> None:
         with self._lock:
             running = self._under_way.get(node_id)
-            if running is None or (running.done() and running.exception() is not None):
-                self._under_way[node_id] = self._pool.submit(self._do, cloud_id, node_id, node_type, zone)
+            if node_id in self._done or (running is not None and running.is_alive()):
+                return
+            arguments = (cloud_id, node_id, node_type, zone)
+            thread = threading.Thread(target=self._do, args=arguments, name=f"set-up-{node_id}", daemon=True)
+            self._under_way[node_id] = thread
+            thread.start()
 
-    def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+    def wait(self, node_id: str, timeout_s: float) -> bool:
+        """Whether the machine is set up by then."""
+        self._under_way[node_id].join(timeout_s)
+        return node_id in self._done
 
     def _do(self, cloud_id: str, node_id: str, node_type: NodeType, zone: str) -> None:
         commands = start_commands(self._config, self._head_ip, node_id, node_type, zone)
-        try:
-            ray_internals.set_up_worker(self._cloud, self._config, cloud_id, node_type.name, commands, self._runner)
-        except Exception as error:
-            log.warning("a machine could not be set up", extra={"node": node_id, "error": str(error)})
-            raise
+        with self._places:
+            try:
+                ray_internals.set_up_worker(self._cloud, self._config, cloud_id, node_type.name, commands, self._runner)
+                self._done.add(node_id)
+            except Exception as error:  # Ray's updater raises whatever its commands do
+                log.warning("a machine could not be set up", extra={"node": node_id, "error": str(error)})
 
 
 def start_commands(config: Mapping[str, Any], head_ip: str, node_id: str, node_type: NodeType, zone: str) -> list[str]:

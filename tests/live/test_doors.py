@@ -49,9 +49,10 @@ def test_a_run_is_followed_stopped_and_resumed_without_losing_a_step(
     assert stopped.returncode == 0, stopped.stderr
     eventually(lambda: run.refresh().state is JobState.STOPPED)
 
-    resumed = tide.train(spec.model_copy(update={"steps": 20}))
+    steps = int(run.metrics()[-1]["step"]) + 10
+    resumed = tide.train(spec.model_copy(update={"steps": steps}))
     resumed.wait(timeout_s=120.0)
     assert Path(str(resumed.output()), "config.json").is_file()
-    assert [line["step"] for line in resumed.metrics()] == list(range(1, 21))
-    assert resumed.result().steps == 20
+    assert [line["step"] for line in resumed.metrics()] == list(range(1, steps + 1))
+    assert resumed.result().steps == steps
     assert raytide_cli("why", run.id).stdout.startswith(f"{run.id} is stopped")

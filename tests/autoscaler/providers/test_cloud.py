@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -181,12 +180,9 @@ class Shell:
 
     def __init__(self) -> None:
         self.ran: list[str] = []
-        self.started = threading.Event()
 
     def check_call(self, command: list[str], **_: object) -> None:
         self.ran.append(" ".join(command))
-        if "ray start" in self.ran[-1]:
-            self.started.set()
 
     def check_output(self, command: list[str], **_: object) -> bytes:
         self.check_call(command)
@@ -201,8 +197,7 @@ def test_a_machine_is_set_up_by_rays_updater_under_raytides_id_and_labels(
     set_up = CloudSetUp(config, of_ray, "10.0.0.1", process_runner=shell)
     cloud = CloudProvider(config, of_ray, TYPES.values(), tmp_path / "run", clock, set_up)
     cloud.launch(wanted("node-1"), TYPES["h100x8.spot"])
-    assert shell.started.wait(30.0)
-    set_up.close()
+    assert set_up.wait("node-1", 60.0)
 
     text = "\n".join(shell.ran)
     assert text.index("uptime") < text.index("echo first") < text.index("echo set-up") < text.index("ray start")

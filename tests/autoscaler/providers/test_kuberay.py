@@ -147,7 +147,7 @@ Step = tuple[str, int]
 STEPS = ("launch", "terminate", "operate", "evict", "look", "fail", "crash")
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(steps=st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 5)), max_size=25))
 def test_whatever_happens_pods_and_purchases_agree_in_the_end(
     steps: list[Step], tmp_path_factory: pytest.TempPathFactory
