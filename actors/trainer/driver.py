@@ -35,7 +35,7 @@ def run_train(
     checkpoint in `spec.out`. Raises what ended the run early: LeaseLostError, DataError, CheckpointError, StorageError
     or TrainError.
     """
-    record = Record(spec, clock or SystemClock())
+    record = Record(spec, clock or SystemClock(), logs_steps=False)
     driver = _Driver(spec, lease_client, job_id, record, start)
     try:
         driver.run()

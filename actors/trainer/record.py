@@ -22,8 +22,23 @@ from raytide.core.train_spec import TrainSpec
 RunState = Literal["running", "done", "failed"]
 
 
-class Record:
+class StepLog:
+    """Appends to `metrics.jsonl`. In a gang rank 0 does, after the step and before anything is saved: whoever is killed
+    when, no checkpoint is ahead of the file."""
+
     def __init__(self, spec: TrainSpec, clock: Clock) -> None:
+        self.spec, self.clock, self.file = spec, clock, Path(spec.out) / "metrics.jsonl"
+        _drop_torn_line(self.file)
+
+    def add(self, result: StepResult) -> None:
+        if result.verdict != "stopped" and (result.step % self.spec.log_every == 0 or result.step == self.spec.steps):
+            _append(self.file, {**result.line(), "at_s": self.clock.now_s()})
+
+
+class Record:
+    """Of one driver. `logs_steps` is False where rank 0 does that."""
+
+    def __init__(self, spec: TrainSpec, clock: Clock, *, logs_steps: bool = True) -> None:
         self.spec, self.clock, self.out = spec, clock, Path(spec.out)
         with full_disk_is_an_error(spec.out):
             self.out.mkdir(parents=True, exist_ok=True)
@@ -33,12 +48,15 @@ class Record:
         self.loss: float | None = None
         self.recovery_s = 0.0
         self._go_on()
+        self._log = StepLog(spec, clock) if logs_steps else None
         self.mlflow = MlflowRun(spec, spec.mlflow, clock) if spec.mlflow is not None else None
 
     def step(self, result: StepResult) -> None:
         if result.verdict in ("skipped", "stopped"):
             numbers = {"loss": result.loss, "grad_norm": result.grad_norm, "samples": list(result.samples)}
             self.event("not_applied", step=result.step, verdict=result.verdict, why=result.why, **numbers)
+        if self._log is not None:
+            self._log.add(result)
         if result.verdict == "stopped":
             return
         self.steps = result.step
@@ -46,11 +64,9 @@ class Record:
             self.loss = result.loss
             self.first_loss = result.loss if self.first_loss is None else self.first_loss
             self.tokens += result.tokens
-        if result.step % self.spec.log_every == 0 or result.step == self.spec.steps:
-            self._append("metrics.jsonl", {**result.line(), "at_s": self.clock.now_s()})
 
     def event(self, what: str, **details: object) -> None:
-        self._append("events.jsonl", {"at_s": self.clock.now_s(), "event": what, **details})
+        _append(self.out / "events.jsonl", {"at_s": self.clock.now_s(), "event": what, **details})
 
     def recovered(self, seconds: float, steps_lost: int) -> None:
         self.recovery_s = max(self.recovery_s, seconds)
@@ -96,9 +112,10 @@ class Record:
             self.steps = int(json.loads(lines[-1])["step"])
             self.first_loss, self.loss = _first_loss(lines), _first_loss(reversed(lines))
 
-    def _append(self, name: str, line: Mapping[str, object]) -> None:
-        with full_disk_is_an_error(str(self.out / name)), open(self.out / name, "a") as file:
-            file.write(json.dumps(_plain(line)) + "\n")
+
+def _append(path: Path, line: Mapping[str, object]) -> None:
+    with full_disk_is_an_error(str(path)), open(path, "a") as file:
+        file.write(json.dumps(_plain(line)) + "\n")
 
 
 def _first_loss(lines: Iterable[str]) -> float | None:
@@ -114,6 +131,6 @@ def _plain(value: object) -> object:
 
 
 def _drop_torn_line(file: Path) -> None:
-    """A driver killed in the middle of a line leaves half of it, and the next one would write on behind that."""
+    """A process killed in the middle of a line leaves half of it, and the next one would write on behind that."""
     if file.exists() and not (body := file.read_bytes()).endswith(b"\n"):
         os.truncate(file, body.rfind(b"\n") + 1)

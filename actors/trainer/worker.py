@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from raytide.actors.trainer.core import Beat, Outcome, Pause, Seat, StepResult
 from raytide.actors.trainer.diary import Diary
+from raytide.actors.trainer.record import StepLog
+from raytide.core.clock import SystemClock
 from raytide.core.errors import RaytideError
 from raytide.core.train_spec import TrainSpec
 
@@ -133,13 +135,19 @@ class TrainWorker:
             skipped = trainer.restore()
             self._diary.restored(trainer.restored_from, [str(error) for error in skipped])
             self._diary.at(f"step {trainer.steps_done + 1}", lap="first_step")
-            finished = trainer.run(on_step=self._did(trainer), paused=lambda: self._asked(seat))
+            log = StepLog(spec, SystemClock()) if mine.is_first else None
+            finished = trainer.run(on_step=self._did(trainer, log), paused=lambda: self._asked(seat))
         finally:
             trainer.close()
         return Outcome("done" if finished else "paused")
 
-    def _did(self, trainer: Trainer) -> Callable[[StepResult], None]:
-        return lambda result: self._diary.did(result, trainer.save_s)
+    def _did(self, trainer: Trainer, log: StepLog | None) -> Callable[[StepResult], None]:
+        def did(result: StepResult) -> None:
+            if log is not None:
+                log.add(result)
+            self._diary.did(result, trainer.save_s)
+
+        return did
 
     def _asked(self, seat: Seat) -> Pause:
         return self._pause if self._generation == seat.generation else Pause.NO
