@@ -82,11 +82,18 @@ def test_a_warm_spare_takes_the_seat_of_a_dead_rank_at_once(start: Start) -> Non
 
 
 def test_a_spare_that_dies_disturbs_nobody_and_is_replaced(start: Start) -> None:
-    run = start(3, 2, layout=Layout(shard=2))
+    run = start(3, 2, layout=Layout(shard=2), collective_timeout_s=100.0)
     run.until_step(3)
-    spare = next(event["pid"] for event in run.events("ready") if event["host"].startswith("member 2 "))
+    first, second, spare = (
+        next(event["pid"] for event in run.events("ready") if event["host"].startswith(f"member {index} "))
+        for index in range(3)
+    )
+    for rank in (first, second):  # or the run might end before the new spare is there
+        os.kill(rank, signal.SIGSTOP)
     os.kill(spare, signal.SIGKILL)
     run.until("another spare", lambda: len(run.events("ready")) == 4)
+    for rank in (first, second):
+        os.kill(rank, signal.SIGCONT)
     result = run.result()
     assert run.worlds == [2]
     assert (result.restarts, result.resizes) == (0, 0)
