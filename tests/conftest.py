@@ -17,6 +17,9 @@ settings.load_profile("raytide")
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # two workers with a thread for each core would wait for each other
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Carried by everything this session starts, however far it is detached.
 MARK = "RAYTIDE_TEST_SESSION"
 os.environ[MARK] = uuid.uuid4().hex
@@ -44,6 +47,25 @@ def is_helper(process: psutil.Process) -> bool:
         return process.status() == psutil.STATUS_ZOMBIE or any(helper in command for helper in HELPERS)
     except psutil.NoSuchProcess:
         return True
+
+
+# What is dear to start, and so is started in one worker only.
+SHARED = ("live", "vllm_cores")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of several workers, one takes a file; all that need the same shared thing go together, and begin first."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return
+
+    def group(item: pytest.Item) -> str:
+        fixtures = getattr(item, "fixturenames", ())
+        return next((name for name in SHARED if name in fixtures), item.nodeid.partition("::")[0])
+
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(group(item)))
+    items.sort(key=lambda item: group(item) not in SHARED)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -146,6 +146,8 @@ class Trainer:
         self.checkpoints.close()
         if self.snapshots is not None:
             self.snapshots.close()
+        if self._pool is not None:
+            self._pool.close()
 
     def export(self) -> str:
         return export(self.parts, self.spec, self.origin, self.data, self.group)

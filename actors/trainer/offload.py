@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, Protocol, cast
@@ -48,7 +49,8 @@ class Account:
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes, self.held_bytes, self.peak_bytes = max_bytes, 0, 0
-        self._lock = threading.Lock()  # backward passes run on autograd's own threads
+        # Backward passes run on autograd's own threads; the garbage collector may end a slot while its thread has this.
+        self._lock = threading.RLock()
 
     def take(self, count: int) -> bool:
         with self._lock:
@@ -95,6 +97,7 @@ class DiskPool(Account):
         self.folder = folder or tempfile.gettempdir()
         os.makedirs(self.folder, exist_ok=True)
         self._file = tempfile.TemporaryFile(dir=self.folder, buffering=0)  # noqa: SIM115  closed with the pool
+        weakref.finalize(self, self._file.close)  # a trainer that failed half built closes nothing
         self._end = 0
         self._free: defaultdict[int, list[int]] = defaultdict(list)
         """Offsets of free places by their size: a model saves the same few shapes again and again."""

@@ -9,6 +9,7 @@ import errno
 import mmap
 import os
 import tempfile
+import weakref
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -81,6 +82,7 @@ class Disk:
         self._folder = folder or tempfile.gettempdir()
         os.makedirs(self._folder, exist_ok=True)
         self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115  closed with the states
+        weakref.finalize(self, self._file.close)
         self._size = 0
 
     def settle(self, state: State) -> State:

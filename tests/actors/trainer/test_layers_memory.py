@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,12 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[DiskPool]:
+    with closing(DiskPool(1 << 30, str(tmp_path))) as pool:
+        yield pool
 
 
 def decoder(memory: MemorySpec, pool: offload.Pool | None = None) -> Decoder:
@@ -88,10 +95,11 @@ def test_activations_on_disk_are_out_of_memory_until_the_backward_pass(
     plainly: tuple[list[Tensor], int], tmp_path: Path, checkpointing: str
 ) -> None:
     memory = MemorySpec(activations="disk", scratch=str(tmp_path), offload_min_bytes=4096, checkpointing=checkpointing)  # type: ignore[arg-type]
+    wanted, most = plainly
     pool = offload.pool(memory)
     assert isinstance(pool, DiskPool)
-    wanted, most = plainly
-    grads, peak = train_once(decoder(memory, pool))
+    with closing(pool):
+        grads, peak = train_once(decoder(memory, pool))
     assert all(torch.equal(a, b) for a, b in zip(wanted, grads, strict=True))
     assert peak < 0.6 * most
     if checkpointing == "full":  # only the layers' inputs are left to go
@@ -109,64 +117,60 @@ def test_activations_in_host_memory_give_equal_gradients(plainly: tuple[list[Ten
 
 
 def test_a_full_pool_leaves_the_rest_on_the_device(plainly: tuple[list[Tensor], int], tmp_path: Path) -> None:
-    pool = DiskPool(300_000, str(tmp_path))
-    grads, _ = train_once(decoder(MemorySpec(activations="disk", offload_min_bytes=4096), pool))
+    with closing(DiskPool(300_000, str(tmp_path))) as pool:
+        grads, _ = train_once(decoder(MemorySpec(activations="disk", offload_min_bytes=4096), pool))
     assert all(torch.equal(a, b) for a, b in zip(plainly[0], grads, strict=True))
     assert 200_000 < pool.peak_bytes <= 300_000
 
 
-def test_a_step_that_breaks_off_gives_its_room_back(tmp_path: Path) -> None:
-    pool = DiskPool(1 << 30, str(tmp_path))
-    model = decoder(MemorySpec(activations="disk", offload_min_bytes=4096), pool)
+def test_a_step_that_breaks_off_gives_its_room_back(disk: DiskPool) -> None:
+    model = decoder(MemorySpec(activations="disk", offload_min_bytes=4096), disk)
     loss = model(IDS, IDS)
-    assert pool.held_bytes > 0
+    assert disk.held_bytes > 0
     del loss
-    assert pool.held_bytes == 0
-    first = pool._end
+    assert disk.held_bytes == 0
+    first = disk._end
     model(IDS, IDS).backward()
-    assert pool._end == first
+    assert disk._end == first
 
 
-def test_weights_and_small_tensors_stay(tmp_path: Path) -> None:
-    pool = DiskPool(1 << 30, str(tmp_path))
+def test_weights_and_small_tensors_stay(disk: DiskPool) -> None:
     layer = nn.Linear(64, 64, bias=False)
-    offload.offload(layer, pool, 4096)
+    offload.offload(layer, disk, 4096)
     inputs = torch.randn(16, 64, requires_grad=True)
     kept = layer(inputs)
-    assert pool.held_bytes == inputs.numel() * 4  # saved twice by name, kept once; the weight is not there
+    assert disk.held_bytes == inputs.numel() * 4  # saved twice by name, kept once; the weight is not there
     kept.sum().backward()
     small = layer(torch.randn(2, 64, requires_grad=True))
-    assert pool.held_bytes == 0
+    assert disk.held_bytes == 0
     assert small.shape == (2, 64)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-def test_what_was_away_comes_back_with_its_strides(tmp_path: Path, dtype: torch.dtype) -> None:
-    pool = DiskPool(1 << 30, str(tmp_path))
+def test_what_was_away_comes_back_with_its_strides(disk: DiskPool, dtype: torch.dtype) -> None:
     for tensor in (
         torch.arange(24).view(2, 3, 4).to(dtype),
         torch.arange(24).view(2, 3, 4).to(dtype).transpose(0, 2),
         torch.arange(24).view(4, 6).to(dtype)[:, ::2],
         torch.zeros(0, 3, dtype=dtype),
     ):
-        for slot in (pool.put(tensor), HostPool(1 << 20).put(tensor)):
+        for slot in (disk.put(tensor), HostPool(1 << 20).put(tensor)):
             assert slot is not None
             assert torch.equal(slot.read(), tensor)
-        back = pool.put(tensor)
+        back = disk.put(tensor)
         assert back is not None
         if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size():
             assert back.read().stride() == tensor.stride()
 
 
-def test_a_disk_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_cannot_be_written_is_named(disk: DiskPool, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: object) -> int:
         raise OSError(28, "No space left on device")
 
-    pool = DiskPool(1 << 30, str(tmp_path))
     monkeypatch.setattr(offload.os, "pwrite", full)
     with pytest.raises(StorageError, match="No space left"):
-        pool.put(torch.ones(8))
-    assert pool.held_bytes == 0
+        disk.put(torch.ones(8))
+    assert disk.held_bytes == 0
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
