@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
+from torch import Tensor
+
 from raytide.actors.trainer import (
     compress,
     compute,
@@ -59,16 +61,18 @@ class Trainer:
         self.micro_batch = spec.first_micro_batch(group.sizes)
         """Sequences at once; it shrinks when memory runs out."""
         self.loss_scale = LossScale(spec.precision)
-        self.average = None if spec.memory.compression == "none" else compress.average(spec.memory, group.replicas)
         self._pool = offload.pool(spec.memory)
         self._batches = Batches(self.data, self.sampler, group, spec)
-        self._copies = 1 if self.average is None else group.sizes.replicate
+        self._copies = 1 if spec.memory.compression == "none" else group.sizes.replicate
         """Of each gradient, that no DTensor knows of: replicas that reduce by themselves are not on its mesh."""
         self._applying = False
         self.guard = Guard(spec.guard)
         self.extras: dict[str, Extra] = {"guard": self.guard, "loss_scale": self.loss_scale}
         """What else a checkpoint carries: each has state_dict and load_state_dict of small tensors."""
         self._build()
+        self.average = compress.average(spec.memory, group.replicas, self._trained())
+        if self.average is not None:  # another layout, another gradient to leave something out of
+            self.extras[f"left_out.{'x'.join(map(str, group.sizes.shape))}.{group.rank}"] = self.average
         digests = {"model, seed or batch": self.origin.digest, "dataset": self.data.digest}
         self.checkpoints = Checkpoints(spec, digests, group)
         self.snapshots = snapshots if spec.snapshot_every else None
@@ -94,6 +98,11 @@ class Trainer:
         named = [named for part in self.parts for named in part.named_parameters()]
         self.optimizer = optim.build(named, self.spec.optim, self.spec.memory)
         self.state = TrainState(self.parts, self.optimizer, self.extras)
+
+    def _trained(self) -> list[tuple[str, Tensor]]:
+        """What this rank has of each weight that gets a gradient."""
+        named = [named for part in self.parts for named in part.named_parameters()]
+        return [(name, shards.local(weight)) for name, weight in named if weight.requires_grad]
 
     def restore(self) -> list[CheckpointError]:
         """Go to the newest state that is left, in the members' memory or on storage; returns the checkpoints that had

@@ -41,7 +41,8 @@ class OptimizerState(Protocol):
 
 
 class Extra(Protocol):
-    """Small state beside the weights (a loss scale, a guard's window): tensors of fixed shapes, equal on all ranks."""
+    """State beside the weights (a loss scale, a guard's window): tensors of fixed shapes, equal on all ranks or under a
+    name of each rank's own."""
 
     def state_dict(self) -> Mapping[str, Tensor]: ...
 

@@ -70,6 +70,31 @@ def overflow(spec: TrainSpec, rank: int, world: int, meet: str) -> tuple[Run, bo
         return first, unchanged == [True], follow(trainer)
 
 
+def went_on(specs: dict[str, TrainSpec], rank: int, world: int, meet: str) -> dict[str, tuple[list[float], list[float]]]:
+    """The losses after a checkpoint, in the run that wrote it and in the one that began with it."""
+    out = {}
+    for index, (name, spec) in enumerate(specs.items()):
+        with joined(spec, rank, world, f"{meet}-{index}-a") as mine:
+            trainer = Trainer(spec, mine)
+            for _ in range(3):
+                trainer.step()
+            trainer.secure()
+            first = losses(trainer, 3)
+            trainer.close()
+        with joined(spec, rank, world, f"{meet}-{index}-b") as mine:
+            trainer = Trainer(spec, mine)
+            trainer.restore()
+            assert trainer.steps_done == 3
+            out[name] = first, losses(trainer, 3)
+            trainer.close()
+    return out
+
+
+def losses(trainer: Trainer, steps: int) -> list[float]:
+    results = [trainer.step() for _ in range(steps)]
+    return [result.loss for result in results if result is not None]
+
+
 def out_of_memory(spec: TrainSpec, rank: int, world: int, meet: str) -> str:
     """What comes out of a step in which all ranks run out of memory."""
     with joined(spec, rank, world, meet) as mine:

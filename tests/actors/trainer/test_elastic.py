@@ -156,6 +156,17 @@ def test_a_lost_lease_ends_the_driver(start: Start) -> None:
         run.result()
 
 
+def test_a_notice_too_short_for_a_checkpoint_loses_no_step(start: Start) -> None:
+    run = start(2, 1, checkpoint_every=1000)
+    run.until_step(6)
+    run.leases.notice(1, left_s=0.0)
+    assert run.result().steps == 40
+    assert [event["saves"] for event in run.events("notice")] == [False]
+    recovered = run.events("recovered")
+    assert [(event["source"], event["steps_lost"]) for event in recovered] == [("memory", 0)]
+    assert_undisturbed(run.spec)
+
+
 def test_random_kills_end_with_the_curve_of_one_process(start: Start) -> None:
     run = start(3, 1, steps=60, checkpoint_every=3, collective_timeout_s=4.0)
     killed = kill_at_random(run, kills=5, chance=random.Random(11))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.actors.trainer.technique_ranks import Run, out_of_memory, overflow, runs
+from tests.actors.trainer.technique_ranks import Run, out_of_memory, overflow, runs, went_on
 
 from raytide.actors.trainer import group, optim, techniques
 from raytide.actors.trainer.fp8 import convert
@@ -83,6 +83,15 @@ def test_replicas_that_compress_learn_alike_and_send_less(spec: TrainSpec, run_r
     assert found["bf16"].sent_bytes == fp32_bytes // 2
     assert found["int8"].sent_bytes < 0.27 * fp32_bytes
     assert found["powersgd"].sent_bytes < 0.2 * fp32_bytes
+
+
+def test_what_compression_left_out_goes_with_the_checkpoint(spec: TrainSpec, run_ranks: RunRanks) -> None:
+    spec = with_(spec, "base", layout=Layout(replicate=2), optim=OptimSpec(lr=3e-3, warmup_steps=2))
+    kinds = {"int8": {}, "powersgd": {"powersgd_rank": 2}}
+    specs = {kind: with_(spec, kind, memory={"compression": kind, **more}) for kind, more in kinds.items()}
+    for by_kind in run_ranks(2, went_on, specs):
+        for kind, (on, again) in by_kind.items():
+            assert on == again, kind
 
 
 def test_an_overflow_on_one_rank_is_skipped_on_all_and_halves_the_scale(spec: TrainSpec, run_ranks: RunRanks) -> None:
