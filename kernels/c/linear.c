@@ -4,7 +4,9 @@
 #include "tile.h"
 
 #define CHUNK_BYTES (384 * 1024) /* of x that stay in the core's cache while weights pass by */
-#define MAX_K 65536              /* widened rows live on the stack; longer ones are not packed */
+#define MAX_K 65536              /* copied rows live on the stack; longer ones are not packed */
+#define PAGE 4096                /* bytes apart, all rows of a tile would share one set of the first cache */
+#define LINE 16                  /* words */
 
 static int64_t steps_of(int64_t k, int bf16) { return bf16 ? k / 2 : k; }
 static int64_t panels_of(int64_t n) { return (n + PANEL - 1) / PANEL; }
@@ -52,14 +54,21 @@ INLINE void multiply(const Product *p, int64_t item, Words words, int bf16) {
     int64_t begin = item / p->groups * p->chunk, end = begin + p->chunk < p->m ? begin + p->chunk : p->m;
     int64_t first = item % p->groups * p->group, steps = steps_of(p->k, bf16);
     int64_t last = first + p->group < panels_of(p->n) ? first + p->group : panels_of(p->n);
-    float c[MAX_ROWS * PANEL * 4], wide[words == WIDENED ? MAX_ROWS * p->k : 1];
+    int64_t width = words == WIDENED ? p->k : steps, apart = width * 4 % PAGE ? width : width + LINE;
+    int copies = words == WIDENED || (apart > width && end - begin > 1);
+    float c[MAX_ROWS * PANEL * 4];
+    word rows[copies ? MAX_ROWS * apart : 1];
     for (int64_t row = begin; row < end;) {
         int mr = rows_of_tile(row, end), at_once = panels_at_once(mr);
-        int64_t lda = words == PAIRS ? steps : p->k;
+        int64_t lda = copies ? apart : width;
         const void *a = (const char *)p->x + row * p->k * (bf16 ? 2 : 4);
-        if (words == WIDENED) {
-            for (int64_t i = 0; i < mr * p->k; i++) wide[i] = load_one(a, i, 1);
-            a = wide;
+        if (copies) {
+            for (int64_t i = 0; i < mr; i++)
+                if (words == WIDENED)
+                    for (int64_t k = 0; k < width; k++) ((float *)rows)[i * lda + k] = load_one(a, i * p->k + k, 1);
+                else
+                    memcpy(rows + i * lda, (const word *)a + i * width, width * 4);
+            a = rows;
         }
         for (int64_t panel = first; panel < last;) {
             int panels = panel + at_once <= last ? at_once : 1;
