@@ -12,8 +12,11 @@ from dataclasses import dataclass, replace
 
 from raytide.autoscaler.providers.base import Machine, Notice
 from raytide.autoscaler.ray_node import RayNode
-from raytide.core.fleet import Node, NodeState, NodeType
+from raytide.core.fleet import Market, Node, NodeState, NodeType
 from raytide.core.plan import Drain, Launch, Terminate
+
+TAKEN_BACK = "the provider takes it back"
+UNASKED = "ended by the provider"
 
 RAY_GRACE_S = 30.0
 """A machine that runs without its Ray node for longer is of no use to anybody."""
@@ -51,7 +54,7 @@ def from_provider(node: Node, machine: Machine | None, notice: Notice | None, no
         return node if node.state is NodeState.REQUESTED else _unlisted(node, now_s)
     node = replace(node, started_at_s=machine.started_at_s, price_micro_usd_h=machine.price_micro_usd_h)
     if machine.ended_at_s is not None:
-        return _gone(node, machine.ended_at_s, machine.reason or "ended by the provider")
+        return _gone(node, machine.ended_at_s, _why_ended(node, machine.reason))
     if node.state is NodeState.REQUESTED:
         node = replace(node, state=NodeState.LAUNCHING, address=machine.address, reason="the provider has it")
     return node if notice is None else _noticed(node, notice)
@@ -79,12 +82,17 @@ def requested(launch: Launch, node_type: NodeType, now_s: float) -> Node:
         type=node_type.name,
         zone=launch.zone,
         market=node_type.market,
-        price_micro_usd_h=node_type.price_micro_usd_h,
+        price_micro_usd_h=node_type.price_in(launch.zone),
         state=NodeState.REQUESTED,
         requested_at_s=now_s,
         subject=launch.subject,
         reason=launch.reason,
     )
+
+
+def was_taken_back(node: Node) -> bool:
+    """Whether it is a spot node that the provider has ended, or will, without being asked."""
+    return node.market is Market.SPOT and (TAKEN_BACK in node.reason or UNASKED in node.reason)
 
 
 def refused(node: Node, why: str, now_s: float) -> Node:
@@ -132,12 +140,12 @@ def by_node_id(ray_nodes: Iterable[RayNode]) -> dict[str, RayNode]:
 
 def _noticed(node: Node, notice: Notice) -> Node:
     if node.state is NodeState.LAUNCHING:
-        return replace(node, state=NodeState.TERMINATING, reason="the provider takes it back before it joined")
+        return replace(node, state=NodeState.TERMINATING, reason=f"{TAKEN_BACK} before it joined")
     if node.state not in (NodeState.READY, NodeState.DRAINING):
         return node
     known = node.drain_deadline_s
     deadline_s = notice.deadline_s if known is None else min(notice.deadline_s, known)
-    return replace(node, state=NodeState.DRAINING, drain_deadline_s=deadline_s, reason="the provider takes it back")
+    return replace(node, state=NodeState.DRAINING, drain_deadline_s=deadline_s, reason=TAKEN_BACK)
 
 
 def _without_ray(node: Node, *, was_told: bool, now_s: float) -> Node:
@@ -153,7 +161,13 @@ def _without_ray(node: Node, *, was_told: bool, now_s: float) -> Node:
 
 def _unlisted(node: Node, now_s: float) -> Node:
     """It was listed once, or its end was decided before it was bought."""
-    return _gone(node, now_s, "the provider does not list it")
+    return _gone(node, now_s, _why_ended(node, "it is not listed any more"))
+
+
+def _why_ended(node: Node, word: str) -> str:
+    """Our own reason says more than the provider's word for what we asked of it."""
+    is_asked = node.state in (NodeState.DRAINING, NodeState.TERMINATING)
+    return node.reason if is_asked else f"{UNASKED}: {word}" if word else UNASKED
 
 
 def _gone(node: Node, ended_at_s: float, reason: str) -> Node:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 
 from raytide.core.fleet import NodeState, NodeType
 from raytide.core.money import format_usd
-from raytide.core.plan import Drain, Terminate
+from raytide.core.plan import Drain, Rejected, Terminate
 from raytide.core.snapshot import NodeView, Snapshot
 
 IDLE_DRAIN_S = 30.0
@@ -47,9 +47,10 @@ def idle(snapshot: Snapshot, *, keep: Collection[str]) -> Iterator[Drain]:
             continue
         if view.idle_s > 0 and view.idle_s >= timeout_s:
             staying[node.type] -= 1
-            saved = format_usd(node.price_micro_usd_h)
+            price, saved = node.price_micro_usd_h, format_usd(node.price_micro_usd_h)
             reason = f"idle for {view.idle_s:.0f} s (limit {timeout_s:.0f} s); saves {saved}/h"
-            yield Drain(node.id, "idle", snapshot.at_s + IDLE_DRAIN_S, reason)
+            keeping = Rejected(f"keep {node.id}", f"costs {saved}/h, and nobody is promised room on it", price)
+            yield Drain(node.id, "idle", snapshot.at_s + IDLE_DRAIN_S, reason, -price, (keeping,))
 
 
 def _draining(view: NodeView, now_s: float) -> Iterator[Drain | Terminate]:
@@ -63,14 +64,15 @@ def _draining(view: NodeView, now_s: float) -> Iterator[Drain | Terminate]:
 def _launching(view: NodeView, node_type: NodeType, now_s: float) -> Iterator[Terminate]:
     age_s = now_s - view.node.requested_at_s
     if age_s > node_type.launch_timeout_s:
-        yield Terminate(view.node.id, f"it did not join within {node_type.launch_timeout_s:.0f} s of its launch")
+        reason = f"it did not join within {node_type.launch_timeout_s:.0f} s of its launch"
+        yield Terminate(view.node.id, reason, -view.node.price_micro_usd_h)
 
 
 def _seats_taken(snapshot: Snapshot) -> set[str]:
     """Nodes of members, and of replicas by the last word that was heard, however old."""
     seated = {member.node_id for lease in snapshot.leases for member in lease.members if member.node_id}
-    hosts = {node for view in snapshot.endpoints if view.load for node in view.load.replica_nodes}
-    return seated | {view.node.id for view in snapshot.nodes if view.node.ray_node_id in hosts - {""}}
+    hosts = {node for view in snapshot.endpoints if view.load for node in view.load.replica_nodes} - {""}
+    return seated | {view.node.id for view in snapshot.nodes if view.node.ray_node_id in hosts}
 
 
 def _is_empty(view: NodeView) -> bool:

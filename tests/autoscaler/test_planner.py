@@ -8,7 +8,7 @@ from raytide.autoscaler.planner import plan
 from raytide.core.endpoint import Endpoint, EndpointLoad, EndpointState, Replicas, ServeSpec
 from raytide.core.fleet import Market, Node, NodeState, NodeType
 from raytide.core.gang import Lease, LeaseState, Member, MemberState, Shape
-from raytide.core.plan import Action, Assign, Drain, Launch, Scale, Terminate, Unassign, Wait
+from raytide.core.plan import Action, Assign, Drain, Launch, Rejected, Scale, Terminate, Unassign, Wait
 from raytide.core.snapshot import Demand, EndpointView, NodeView, Pool, Snapshot, Unmanaged
 
 CPU4 = NodeType(name="cpu4", resources={"CPU": 4}, price_micro_usd_h=200_000, max_nodes=4)
@@ -235,3 +235,60 @@ def test_while_ray_does_not_answer_only_deadlines_are_kept() -> None:
 
 def _low_since(endpoint: Endpoint, low_since_s: float) -> Endpoint:
     return replace(endpoint, low_since_s=low_since_s)
+
+
+def test_a_launch_tells_what_it_costs_and_what_else_there_was() -> None:
+    tired = (Pool("gpu.spot", "a", 1, 2000.0, "none left"),)
+    launch, _ = decided(leases=(gang(1),), pools=tired)
+    assert isinstance(launch, Launch)
+    assert (launch.zone, launch.cost_micro_usd_h) == ("b", 8_000_000)
+    refused, dearer, *_ = launch.rejected
+    assert refused == Rejected("gpu.spot in a", "rests until 00:33:20 UTC: none left")
+    assert dearer == Rejected("gpu in a", "costs $16.00/h more for the same members", 16_000_000)
+
+
+def test_an_idle_node_s_drain_tells_what_it_saves() -> None:
+    (drain,) = decided(nodes=(view(1, idle_s=500),))
+    assert isinstance(drain, Drain)
+    assert drain.cost_micro_usd_h == -200_000
+    assert drain.rejected[0].extra_micro_usd_h == 200_000
+
+
+def test_warm_nodes_are_bought_ahead_of_need_kept_and_replaced_when_they_are_used() -> None:
+    warm = CPU4.model_copy(update={"warm_nodes": 1})
+    (launch,) = decided(node_types=(warm,))
+    assert isinstance(launch, Launch)
+    assert (launch.subject, "warm_nodes of cpu4 is 1, 0 are free" in launch.reason) == ("warm", True)
+    assert decided(node_types=(warm,), nodes=(view(1, warm, idle_s=500),)) == []
+    two_idle = decided(node_types=(warm,), nodes=(view(1, warm, idle_s=500), view(2, warm, idle_s=500)))
+    assert [a.node_id for a in two_idle if isinstance(a, Drain)] == ["node-2"]
+    used = decided(node_types=(warm,), nodes=(view(1, warm, used=1),))
+    assert [type(action) for action in used] == [Launch]
+
+
+def test_a_node_that_will_be_taken_back_is_replaced_while_its_member_still_works() -> None:
+    leaving = Member(0, MemberState.LEAVING, "node-1", leaves_at_s=1120.0)
+    lease = gang(1, members=(leaving,))
+    going = view(1, SPOT, NodeState.DRAINING, deadline_s=1120.0, is_draining=True, used=8)
+    (launch,) = decided(nodes=(going,), leases=(lease,))
+    assert isinstance(launch, Launch)
+    assert (launch.subject, launch.node_type) == ("lease-1", "gpu.spot")
+    assert "gang job-7 loses node-1 at 00:18:40 UTC" in launch.reason
+    coming = view(50, SPOT, NodeState.LAUNCHING, subject="lease-1")
+    assert decided(nodes=(going, coming), leases=(lease,)) == [], "it is bought once, and kept"
+    idle = view(50, SPOT, idle_s=500)
+    assert decided(nodes=(going, idle), leases=(lease,)) == []
+
+
+def test_a_member_that_comes_back_sits_where_the_others_of_its_rack_are() -> None:
+    shape = Shape(members=2, resources={"GPU": 8}, together="raytide.io/rack")
+    members = (Member(0, MemberState.READY, "node-1"), Member(1))
+    lease = Lease("lease-1", "job-7", shape, LeaseState.ACTIVE, members)
+    racks = {1: "r1", 2: "r2", 3: "r1"}
+    nodes = [view(n, SOLID, used=8 * (n == 1)) for n in racks]
+    labelled = tuple(
+        replace(v, labels={**v.labels, "raytide.io/rack": rack})
+        for v, rack in zip(nodes, racks.values(), strict=True)
+    )
+    (assign,) = [a for a in decided(nodes=labelled, leases=(lease,)) if isinstance(a, Assign)]
+    assert assign.node_id == "node-3"

@@ -5,6 +5,7 @@ The store is a copy of the records, so that a crash is: throw the copy away, or 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -15,6 +16,7 @@ from raytide.autoscaler.idle import IdleClock
 from raytide.autoscaler.providers.base import Machine
 from raytide.autoscaler.providers.fake import FakeProvider
 from raytide.autoscaler.ray_node import RayNode
+from raytide.autoscaler.risk import SpotRisk
 from raytide.control.apply import apply
 from raytide.control.decide import decide
 from raytide.control.observe import Book, advance, snapshot
@@ -30,7 +32,7 @@ from raytide.core.gang import GangSpec, LeaseState, MemberState, Shape
 from raytide.core.job import Job, JobKind, JobSpec, JobState
 from raytide.core.plan import Action, Plan, Wait
 from raytide.core.replicas import replica_selector
-from raytide.core.snapshot import Demand, Snapshot
+from raytide.core.snapshot import Demand, Limits, Snapshot
 
 CRASH_POINTS = ("before persist", "before apply", "in apply", "before recording")
 CrashPoint = Literal["before persist", "before apply", "in apply", "before recording"]
@@ -148,8 +150,12 @@ class StrictProvider(FakeProvider):
     crash_in: int = -1
     """The call in which the controller dies; -1 for never."""
 
+    asked: Counter[tuple[str, str]]
+    """Launches by pool, those included that were refused."""
+
     def launch(self, node: Node, node_type: NodeType) -> None:
         self._maybe_crash()
+        self.asked[node.type, node.zone] += 1
         super().launch(node, node_type)
         running = [m for m in self.machines() if m.node_type == node.type and m.ended_at_s is None]
         assert len(running) <= node_type.max_nodes, f"I2: {len(running)} machines of {node.type}"
@@ -182,10 +188,10 @@ class Cluster:
         self.types = {t.name: t for t in self.node_types}
         self.clock = VirtualClock(1_000.0)
         self.provider = StrictProvider(self.clock, launch_delay_s=self.launch_delay_s)
-        self.provider.world = self
+        self.provider.world, self.provider.asked = self, Counter()
         self.ray = FakeRay(self.provider, self.types, self.clock)
         self.book = Book()
-        self.idle = IdleClock()
+        self.idle, self.risk, self.limits = IdleClock(), SpotRisk(), Limits()
         self.ongoing: dict[str, float] = {}
         self.silent: set[str] = set()
         self.loads: dict[str, EndpointLoad] = {}
@@ -219,8 +225,9 @@ class Cluster:
         self.clock.advance(dt_s)
         self._serve_steps()
         self.ray.step()
+        self._replicas_speak()
         if crash:
-            self.idle = IdleClock()
+            self.idle, self.risk = IdleClock(), SpotRisk()
         now_s = self.clock.now_s()
         book, look = _loaded(self.book), self._look()
         self._keep_jobs(book, now_s)
@@ -229,7 +236,10 @@ class Cluster:
         book.next_node = 1 + max((int(n.removeprefix("node-")) for n in book.nodes), default=0)
         book.next_lease = 1 + max((int(n.removeprefix("lease-")) for n in book.leases), default=0)
         advance(book, look, now_s)
+        self.risk.observe(book.nodes.values(), now_s)
+        quotes = self.risk.quotes(self.node_types, {}, now_s)
         self.seen = snapshot(book, look, self.idle, self.config, now_s)
+        self.seen = replace(self.seen, quotes=quotes, limits=self.limits)
         plan = decide(self.seen)
         settle(book, plan, self.types)
         if crash == "before persist":
@@ -300,8 +310,7 @@ class Cluster:
             book.jobs[job.id] = replace(job, heartbeat_at_s=now_s)
 
     def _serve_steps(self) -> None:
-        """Serve starts and stops replicas until there are as many as published, and says so unless it is silent."""
-        now_s = self.clock.now_s()
+        """Serve starts and stops replicas until there are as many as published."""
         for name, endpoint in self.book.endpoints.items():
             replicas = [work for work in self.ray.work if work.endpoint == name]
             leaving = [r for r in replicas if r.node_id in self.ray.draining]
@@ -311,6 +320,11 @@ class Cluster:
             surplus = [r for r in replicas if r not in leaving][endpoint.target_replicas :]
             for gone in surplus + (leaving if len(seated) >= endpoint.target_replicas else []):
                 self.ray.work.remove(gone)
+
+    def _replicas_speak(self) -> None:
+        """Like the controller, which asks Serve after Ray: where they are, unless they are silent."""
+        now_s = self.clock.now_s()
+        for name in self.book.endpoints:
             if name not in self.silent:
                 nodes = tuple(f"ray-{w.node_id}" for w in self.ray.work if w.endpoint == name and w.node_id)
                 self.loads[name] = EndpointLoad(now_s, self.ongoing[name], len(nodes), nodes)

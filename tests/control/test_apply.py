@@ -73,6 +73,25 @@ def test_a_launch_that_the_provider_refuses_ends_the_node_with_its_words() -> No
     assert "no cpu left in a." in outcome.nodes["node-1"].reason
 
 
+def test_a_pool_that_refused_is_not_asked_again_in_the_same_pass() -> None:
+    outside = Outside()
+    asked: list[str] = []
+
+    def launch(node: Node, node_type: NodeType) -> None:
+        asked.append(node.id)
+        if node.zone == "a":
+            raise ProviderError("none left.")
+
+    outside.launch = launch  # type: ignore[attr-defined]
+    elsewhere = replace(NODE, id="node-3", zone="b")
+    outcome = done(outside, replace(SILENT, machines=()), NODE, replace(NODE, id="node-2"), elsewhere)
+    assert asked == ["node-1", "node-3"], "the first launch was the probe"
+    assert {id: node.state for id, node in outcome.nodes.items()} == {
+        "node-1": NodeState.GONE,
+        "node-2": NodeState.GONE,
+    }
+
+
 def test_a_node_whose_type_left_the_configuration_is_not_launched() -> None:
     outside = Outside()
     outcome = done(outside, replace(SILENT, machines=()), replace(NODE, type="gpu"))

@@ -29,6 +29,8 @@ log = logger(__name__)
 class Outcome:
     nodes: dict[str, Node] = field(default_factory=dict)
     """Nodes whose record changed by the doing."""
+    refusals: dict[tuple[str, str], str] = field(default_factory=dict)
+    """Pools that gave no node, in the provider's words: they are not asked again in this pass."""
     errors: list[str] = field(default_factory=list)
 
 
@@ -48,6 +50,9 @@ def apply(
     if world.machines is not None:
         due = overdue(book.nodes.values(), world.machines)
         for node in due.launch:
+            if refusal := outcome.refusals.get((node.type, node.zone)):
+                outcome.nodes[node.id] = instances.refused(node, refusal, now_s)  # the first one was the probe
+                continue
             attempt(f"launch {node.id}", partial(_launch, node, sources, node_types, outcome, now_s))
         for node_id in due.terminate:
             attempt(f"terminate {node_id}", partial(sources.provider.terminate, node_id))
@@ -83,6 +88,7 @@ def _launch(node: Node, sources: Sources, node_types: Mapping[str, NodeType], ou
         sources.provider.launch(node, node_type)
     except ProviderError as error:
         outcome.nodes[node.id] = instances.refused(node, str(error), now_s)
+        outcome.refusals[(node.type, node.zone)] = str(error)
 
 
 def _drain(book: Book, action: Drain, sources: Sources, outcome: Outcome) -> None:

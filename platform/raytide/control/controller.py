@@ -17,6 +17,7 @@ from raytide.control.apply import Outcome, apply
 from raytide.control.bookkeeping import Booking, keep_books
 from raytide.control.decide import decide
 from raytide.control.observe import Book, advance, snapshot
+from raytide.control.outlook import Outlook
 from raytide.control.serving import Serving, follow
 from raytide.control.settle import settle
 from raytide.control.views import Live, Waiting
@@ -50,6 +51,7 @@ class Controller:
         self._node_types = {node_type.name: node_type for node_type in config.node_types}
         self._serving = Serving(sources.serve)
         self._idle, self._leaving = IdleClock(), Leaving()
+        self._outlook = Outlook(store, config)
         self._wake = threading.Event()
         self._stopped = False
         self._ticks = self._errors = 0
@@ -82,7 +84,7 @@ class Controller:
         advance(book, world, now_s)
         for name, endpoint in book.endpoints.items():
             book.endpoints[name] = follow(endpoint, world, self._serving.served, now_s)
-        seen = snapshot(book, world, self._idle, self._config, now_s)
+        seen = self._outlook.on(snapshot(book, world, self._idle, self._config, now_s), book.nodes.values(), {})
         plan = decide(seen)
         settle(book, plan, self._node_types)
         if world.ray_nodes is not None:

@@ -23,7 +23,23 @@ class NodeTypeSection(Config):
     market: Market = Market.ON_DEMAND
     zones: tuple[str, ...] = ("local",)
     """Tried in this order."""
+    zone_prices_usd_h: dict[str, float] = Field(default_factory=dict)
+    """Of zones with another price."""
+    warm_nodes: int = Field(default=0, ge=0)
+    """So many stand free, ahead of need."""
     launch_timeout_s: float = Field(default=600.0, gt=0)
+
+
+class LimitsSection(Config):
+    """What the whole fleet may cost and how fast it may grow; no limit where left out."""
+
+    soft_usd_h: float | None = Field(default=None, ge=0)
+    """Above it only spot is bought."""
+    hard_usd_h: float | None = Field(default=None, ge=0)
+    """Above it nothing is bought."""
+    month_usd: float | None = Field(default=None, ge=0)
+    """For a calendar month (UTC): nothing is bought that would pass it, were all that runs to stay until its end."""
+    launches_per_min: int | None = Field(default=None, ge=1)
 
 
 class UnmanagedSection(Config):
@@ -42,6 +58,7 @@ class RaytideSection(Config):
 
     version: int = Field(default=1, ge=1, le=1)
     node_types: dict[str, NodeTypeSection]
+    limits: LimitsSection = LimitsSection()
     unmanaged: UnmanagedSection = UnmanagedSection()
     teams: dict[str, TeamSection] = Field(default_factory=lambda: {"default": TeamSection()})
     state_url: str = ""
@@ -129,7 +146,8 @@ def _join(
         "min_nodes": ray_type.get("min_workers", 0),
         "max_nodes": ray_type.get("max_workers", default_max),
         "price_micro_usd_h": micro_usd(section.price_usd_h),
-        **section.model_dump(exclude={"price_usd_h"}),
+        "zone_prices_micro_usd_h": {zone: micro_usd(usd) for zone, usd in section.zone_prices_usd_h.items()},
+        **section.model_dump(exclude={"price_usd_h", "zone_prices_usd_h"}),
     }
     if "idle_timeout_s" in ray_type:
         fields["idle_timeout_s"] = ray_type["idle_timeout_s"]

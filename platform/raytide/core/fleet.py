@@ -31,9 +31,13 @@ class NodeType(Config):
     labels: dict[str, str] = Field(default_factory=dict)
     market: Market = Market.ON_DEMAND
     price_micro_usd_h: int = Field(ge=0)
+    zone_prices_micro_usd_h: dict[str, int] = Field(default_factory=dict)
+    """Where a zone's price is another one."""
     zones: tuple[str, ...] = ("local",)
     min_nodes: int = Field(default=0, ge=0)
     max_nodes: int = Field(default=8, ge=0)
+    warm_nodes: int = Field(default=0, ge=0)
+    """So many stand free, ahead of need."""
     idle_timeout_s: float = Field(default=60.0, ge=0)
     launch_timeout_s: float = Field(default=600.0, gt=0)
     """A node that has not joined by then is given up and its pool backs off."""
@@ -47,6 +51,9 @@ class NodeType(Config):
         if any(amount < 0 for amount in self.resources.values()):
             raise ValueError("resources cannot be negative")
         return self
+
+    def price_in(self, zone: str) -> int:
+        return self.zone_prices_micro_usd_h.get(zone, self.price_micro_usd_h)
 
     def all_labels(self, zone: str) -> dict[str, str]:
         """The labels that its nodes carry in Ray, market, zone and type included."""
@@ -87,6 +94,14 @@ class Node:
     """For whom it was bought: a lease, an endpoint, `unmanaged` or `minimum`."""
     reason: str = ""
     """Why it is in this state, in words."""
+
+
+def whole_shares(need: Resources) -> Resources:
+    """What a member really takes: Ray never splits a share over two GPUs, so 0.4 of one is one of its two halves."""
+    share = need.get("GPU", 0.0)
+    if not 0.0 < share < 1.0:
+        return need
+    return {**need, "GPU": 1.0 / int(1.0 / share + 1e-9)}
 
 
 def fits(need: Resources, free: Resources) -> bool:

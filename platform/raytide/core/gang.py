@@ -22,6 +22,8 @@ class Shape(Config):
     resources: dict[str, float]
     labels: dict[str, str] = Field(default_factory=dict)
     """A label selector for the nodes: {"ray.io/market-type": "spot"}."""
+    together: str = ""
+    """A label of nodes (rack, NVLink domain, zone): all members sit where it has one value."""
 
     @field_validator("resources")
     @classmethod
@@ -43,7 +45,8 @@ class Shape(Config):
     def describe(self) -> str:
         amounts = " + ".join(f"{amount:g} {name}" for name, amount in sorted(self.resources.items()) if amount)
         where = ", ".join(f"{key.removeprefix('ray.io/')}={value}" for key, value in sorted(self.labels.items()))
-        return f"{self.members} x ({amounts})" + (f" on {where}" if where else "")
+        one = f" in one {self.together.removeprefix('ray.io/')}" if self.together else ""
+        return f"{self.members} x ({amounts})" + (f" on {where}" if where else "") + one
 
 
 class GangSpec(Config):

@@ -9,6 +9,16 @@ from raytide.core.gang import Lease
 
 
 @dataclass(frozen=True, slots=True)
+class Rejected:
+    """What was thought of instead, and why it was not taken."""
+
+    choice: str
+    reason: str
+    extra_micro_usd_h: int | None = None
+    """How much dearer an hour of it is than what was taken; None when it could not be had."""
+
+
+@dataclass(frozen=True, slots=True)
 class Admit:
     """Give a job its lease."""
 
@@ -22,7 +32,7 @@ class Wait:
     """Do nothing for a subject (job, lease or endpoint), and say what it waits for and what would help."""
 
     subject: str
-    constraint: Literal["capacity", "stock", "behind", "starting", "impossible", "cap", "signal"]
+    constraint: Literal["capacity", "stock", "behind", "starting", "impossible", "cap", "signal", "budget", "rate"]
     reason: str
     remedy: str = ""
 
@@ -64,8 +74,11 @@ class Launch:
     node_type: str
     zone: str
     subject: str
-    """For whom: a lease, an endpoint, `unmanaged` or `minimum`."""
+    """For whom: a lease, an endpoint, `unmanaged`, `minimum`, `warm`, or `move node-7`, which it replaces."""
     reason: str
+    cost_micro_usd_h: int = 0
+    """What this changes in the price of the fleet."""
+    rejected: tuple[Rejected, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +98,16 @@ class Drain:
     kind: Literal["idle", "notice"]
     deadline_s: float
     reason: str
+    cost_micro_usd_h: int = 0
+    rejected: tuple[Rejected, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Terminate:
     node_id: str
     reason: str
+    cost_micro_usd_h: int = 0
+    """Of one that was drained, its drain has said it."""
 
 
 Action = Admit | Wait | Assign | Unassign | Requeue | Launch | Scale | Drain | Terminate

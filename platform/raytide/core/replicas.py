@@ -30,7 +30,13 @@ def replica_shape(view: EndpointView) -> Shape:
     return Shape(resources=view.endpoint.spec.resources, labels=view.endpoint.spec.labels)
 
 
-def missing_replicas(view: EndpointView, snapshot: Snapshot) -> int:
+def leaving_nodes(snapshot: Snapshot) -> frozenset[str]:
+    """Ray's ids of the nodes on which no replica stays."""
+    gone = (NodeState.DRAINING, NodeState.TERMINATING)
+    return frozenset(view.node.ray_node_id for view in snapshot.nodes if view.node.state in gone) - {""}
+
+
+def missing_replicas(view: EndpointView, snapshot: Snapshot, leaving: frozenset[str]) -> int:
     """Published replicas without a node to stay on; those on draining nodes count as missing, Serve moves them.
 
     Without fresh word from the endpoint only what Ray itself says it cannot place counts, so that a restarted
@@ -38,9 +44,6 @@ def missing_replicas(view: EndpointView, snapshot: Snapshot) -> int:
     """
     if view.endpoint.state not in SERVING_STATES:
         return 0
-    leaving = {
-        n.node.ray_node_id for n in snapshot.nodes if n.node.state in (NodeState.DRAINING, NodeState.TERMINATING)
-    } - {""}
     seated = sum(node not in leaving for node in view.load.replica_nodes) if view.load else 0
     missing = max(0, view.endpoint.target_replicas - seated)
     if is_fresh(view.load, snapshot.at_s):

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from raytide.core.clock import utc
+import numpy as np
+
+from raytide.core.coming import Coming
 from raytide.core.errors import CapacityError
-from raytide.core.fleet import Node, NodeState, NodeType, Resources, fits, labels_match, minus
+from raytide.core.fleet import Node, NodeState, NodeType, Resources, fits, minus, whole_shares
 from raytide.core.gang import GangSpec, Lease, Member, MemberState, Shape
-from raytide.core.replicas import missing_replicas, replica_shape
-from raytide.core.shortfall import Shortfall, amounts, copies, impossible, open_zones
-from raytide.core.snapshot import NodeView, Pool, Snapshot
+from raytide.core.grid import Floats, Grid
+from raytide.core.market import Basket, Market, Offer
+from raytide.core.replicas import leaving_nodes, missing_replicas, replica_shape
+from raytide.core.shortfall import Shortfall, impossible
+from raytide.core.snapshot import NodeView, Snapshot
+from raytide.core.want import Want, holders, resource_scale, usual_shapes, why_not
 
 _RANK = {NodeState.READY: 0, NodeState.LAUNCHING: 1, NodeState.REQUESTED: 2}
 """Where members may sit, the soonest usable first."""
+_NEW = len(_RANK)
+
+SPREAD_EXTRA = 0.2
+"""What a replica may cost more in another zone, while one zone holds half of its endpoint or more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +40,13 @@ class Seat:
 Placements = tuple[Seat, ...]
 
 
-@dataclass(slots=True)
-class _Place:
-    """One node, there or bought in this decision, with what nobody was promised."""
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Somebody who was given a seat on a new node."""
 
-    seat: Seat
-    rank: int
-    labels: Mapping[str, str]
-    free: dict[str, float]
+    shape: Shape
+    menu: frozenset[str] | None
+    """The node types that may be bought for it; None for all."""
 
 
 @dataclass(slots=True)
@@ -48,35 +57,47 @@ class Room:
     A scratch pad: `place` takes out what it promises, so that no room is promised twice within one decision.
     """
 
-    at_s: float
-    node_types: tuple[NodeType, ...]
-    pools: Mapping[tuple[str, str], Pool]
+    snapshot: Snapshot
+    market: Market
     next_node: int
-    places: list[_Place]
-    left: dict[str, int]
-    """Nodes of each type that its maximum still allows; one counts until the provider has ended it."""
-    holders: Mapping[str, tuple[str, ...]]
-    """Who holds something on nodes of each type, for the words of a shortfall."""
+    grid: Grid
+    seats: list[Seat] = field(default_factory=list)
+    """By row of the grid."""
+    rows: dict[str, int] = field(default_factory=dict)
+    """By node."""
+    bought: dict[str, Offer] = field(default_factory=dict)
+    tenants: dict[str, list[Tenant]] = field(default_factory=dict)
+    """Of each new node, in the order in which they were seated."""
+    coming: Coming | None = None
+    """Who will be seated later in this decision, when that is known."""
+    missing: dict[str, int] = field(default_factory=dict)
+    """Published replicas of each endpoint that have no node, where there are any."""
     replicas: dict[str, Placements] = field(default_factory=dict)
     """Where the published replicas of each endpoint that have no node will find one, as far as there is room."""
+    _holders: dict[str, set[str]] | None = None
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> Room:
         able = [view for view in snapshot.nodes if _takes_work(view.node) and _is_known(view, snapshot)]
-        types = snapshot.node_types
         room = cls(
-            at_s=snapshot.at_s,
-            node_types=types,
-            pools={(pool.node_type, pool.zone): pool for pool in snapshot.pools},
+            snapshot=snapshot,
+            market=Market.of(snapshot),
             next_node=snapshot.next_node,
-            places=[_place(view, snapshot.leases) for view in able],
-            left={t.name: t.max_nodes - sum(v.node.type == t.name for v in snapshot.nodes) for t in types},
-            holders=_holders(snapshot),
+            grid=Grid(resource_scale(snapshot.node_types, able), usual_shapes(snapshot)),
         )
+        promised = _promised(snapshot.leases)
+        for view in sorted(able, key=lambda view: _order(view.node.id)):
+            node = view.node
+            free = _unpromised(view.available, promised.get(node.id, ()))
+            room._add(Seat(node.id, node.type, node.zone, is_new=False), _RANK[node.state], free, view.labels)
+        leaving = leaving_nodes(snapshot)
+        zones = {view.node.ray_node_id: view.node.zone for view in snapshot.nodes}
         for view in snapshot.endpoints:
-            if missing := missing_replicas(view, snapshot):
-                seats = room.place(replica_shape(view), missing, at_least=0, subject=view.endpoint.name)
-                room.replicas[view.endpoint.name] = () if isinstance(seats, Shortfall) else seats
+            if missing := missing_replicas(view, snapshot, leaving):
+                name, hosts = view.endpoint.name, view.load.replica_nodes if view.load else ()
+                there = Counter(zones[node] for node in hosts if node in zones and node not in leaving)
+                seats = room.place(replica_shape(view), missing, at_least=0, subject=name, spread_from=there)
+                room.missing[name], room.replicas[name] = missing, () if isinstance(seats, Shortfall) else seats
         return room
 
     def place(
@@ -88,108 +109,198 @@ class Room:
         at_least: int | None = None,
         menu: Iterable[NodeType] | None = None,
         max_new: int | None = None,
+        spread_from: Counter[str] | None = None,
     ) -> Placements | Shortfall:
         """Seats for `count` members, or for as many as there is room for; nothing is taken below `at_least`.
 
         All or nothing when `at_least` is left out. First nodes that are there, the tightest fit first, then new nodes
-        of the type that is cheapest for each member it would hold: of `menu` (all types), `max_new` at most (no limit).
+        of the pool that is cheapest for each member it would hold: of `menu` (all types), `max_new` at most (no limit).
+        `spread_from`: how many there are by zone, when they should not all sit in one.
         """
-        chosen: list[_Place] = []
-        for place in self._tightest(shape):
-            chosen += [place] * min(copies(shape.resources, place.free), count - len(chosen))
-        menu = tuple(self.node_types if menu is None else menu)
-        bought: list[_Place] = []
-        while len(chosen) < count and (max_new is None or len(bought) < max_new):
-            place_or_none = self._cheapest(shape, count - len(chosen), menu, bought)
-            if place_or_none is None:
-                break
-            bought.append(place_or_none)
-            chosen += [place_or_none] * min(copies(shape.resources, place_or_none.free), count - len(chosen))
-        if len(chosen) < (count if at_least is None else at_least):
-            return self.why_not(shape, count if at_least is None else at_least, subject)
-        for place in bought:
-            self._add(place)
-        for place in chosen:
-            place.free = minus(place.free, shape.resources)
-        return tuple(place.seat for place in chosen)
+        needed = count if at_least is None else at_least
+        types = None if menu is None else frozenset(t.name for t in menu)
+        best: _Choice | None = None
+        for bound in self._bound(shape):
+            want = Want(bound, count, types, max_new, spread_from)
+            choice = self._choose(want)
+            pace = self.market.launches_left
+            if pace is not None and choice.basket.size > pace and not (pace and choice.would_break(pace, needed)):
+                choice = self._choose(replace(want, max_new=pace))
+            if choice.count >= needed and (best is None or choice.rating < best.rating):
+                best = choice
+        if best is None:
+            return self.why_not(shape, needed, subject)
+        return self._commit(best, types)
 
     def buy(self, node_type: NodeType) -> Seat | None:
-        """One more node of a type, whoever needs it; None at its maximum or while all its pools back off."""
-        place = self._new(node_type, node_type.zones, number=self.next_node)
-        if place is None or self.left[node_type.name] <= 0:
-            return None
-        self._add(place)
-        return place.seat
+        """One more node of a type, whoever needs it; None when none can be had."""
+        offers = [o for o in self.market.offers if o.node_type.name == node_type.name]
+        able = [o for o in offers if self.market.refusal(o) is None]
+        return self.buy_offer(min(able, key=lambda offer: offer.cost_micro_usd_h)) if able else None
+
+    def buy_offer(self, offer: Offer) -> Seat:
+        seat = Seat(f"node-{self.next_node}", offer.node_type.name, offer.zone, is_new=True)
+        self.next_node += 1
+        self.market.buy(offer)
+        self.bought[seat.node_id], self.tenants[seat.node_id] = offer, []
+        self._add(seat, _NEW, offer.node_type.resources, offer.labels)
+        return seat
 
     def why_not(self, shape: Shape, count: int, subject: str) -> Shortfall:
         """What keeps `count` members from being placed now; capacity when nothing worse does."""
-        if (never := impossible(shape, count, self.node_types, subject)) is not None:
+        if (never := impossible(shape, count, self.snapshot.node_types, subject)) is not None:
             return never
-        matching = [t for t in self.node_types if copies(shape.resources, t.resources) and open_zones(shape, t)]
-        there = sum(copies(shape.resources, place.free) for place in self._tightest(shape))
-        buyable = {t.name: max(0, self.left[t.name]) * copies(shape.resources, t.resources) for t in matching}
-        waiting = [t for t in matching if buyable[t.name] and not self._open(t, open_zones(shape, t))]
-        now = there + sum(buyable[t.name] for t in matching if t not in waiting)
-        needs = f"needs {count} x ({amounts(shape)}), {min(now, count)} fit now"
-        if waiting and now + sum(buyable[t.name] for t in waiting) >= count:
-            return self._out_of_stock(shape, waiting, f"{subject} waits for nodes: {needs}")
-        held = sorted({who for t in matching for who in self.holders.get(t.name, ())})
-        by = f"; {', '.join(t.name for t in matching)} is held by {', '.join(held[:5])}" if held else ""
-        more = f" and {len(held) - 5} more" if len(held) > 5 else ""
-        return Shortfall(
-            "capacity",
-            f"{subject} waits for room: {needs}{by}{more}.",
-            f"It starts when they end. To start now, raise max_nodes of {' or '.join(t.name for t in matching)}.",
+        there = max((int(self.grid.fitting(b.resources, b.labels)[1].sum()) for b in self._bound(shape)), default=0)
+        if self._holders is None:
+            self._holders = holders(self.snapshot)
+        return why_not(self.market, self._holders, shape, count, there, subject)
+
+    def copy(self) -> Room:
+        """A scratch pad of the scratch pad."""
+        return replace(
+            self,
+            market=replace(self.market, left=dict(self.market.left)),
+            grid=self.grid.copy(),
+            seats=list(self.seats),
+            rows=dict(self.rows),
+            bought=dict(self.bought),
+            tenants={node_id: list(tenants) for node_id, tenants in self.tenants.items()},
+            missing=dict(self.missing),
+            replicas=dict(self.replicas),
         )
 
-    def _tightest(self, shape: Shape) -> list[_Place]:
-        """Nodes with room for a member: ready before launching, then those with the least left over."""
-        able = [p for p in self.places if fits(shape.resources, p.free) and labels_match(shape.labels, p.labels)]
-        names = {name for t in self.node_types for name in t.resources}
-        scale = {name: max(t.resources.get(name, 0.0) for t in self.node_types) for name in names}
-        return sorted(able, key=lambda p: (p.rank, _left_over(p.free, shape.resources, scale), _order(p.seat.node_id)))
+    def give(self, node_id: str, resources: Resources) -> None:
+        """Somebody on that node lets go of these; a node that takes no work is left."""
+        if (row := self.rows.get(node_id)) is not None:
+            self.grid.take(row, resources, -1)
 
-    def _cheapest(self, shape: Shape, count: int, menu: Sequence[NodeType], bought: Sequence[_Place]) -> _Place | None:
-        options = []
-        for node_type in menu:
-            useful = min(copies(shape.resources, node_type.resources), count)
-            left = self.left[node_type.name] - sum(place.seat.node_type == node_type.name for place in bought)
-            if useful and left > 0 and self._open(node_type, open_zones(shape, node_type)):
-                price = node_type.price_micro_usd_h
-                options.append((price / useful, price, node_type.name, node_type))
-        if not options:
+    def take(self, node_id: str, resources: Resources) -> None:
+        if (row := self.rows.get(node_id)) is not None:
+            self.grid.take(row, resources)
+
+    def _bound(self, shape: Shape) -> list[Shape]:
+        """The shape with the label that its members share, once for each value; itself when they share none."""
+        if not shape.together:
+            return [shape]
+        rows, _ = self.grid.fitting(shape.resources, shape.labels)
+        values = self.grid.values(shape.together, rows)
+        values |= {o.labels[shape.together] for o, _ in self.market.holding(shape) if shape.together in o.labels}
+        return [shape.model_copy(update={"labels": {**shape.labels, shape.together: v}}) for v in sorted(values)]
+
+    def _choose(self, want: Want) -> _Choice:
+        choice = _Choice(want.shape, left=None if self.coming is None else self.coming.left)
+        rows, copies = self.grid.fitting(want.shape.resources, want.shape.labels)
+        for row, fit in zip(rows.tolist(), copies.tolist(), strict=True):
+            if choice.count >= want.count:
+                break
+            choice.there.append((row, min(fit, want.count - choice.count)))
+            choice.count += choice.there[-1][1]
+        zones = Counter(want.spread_from or ())
+        for row, members in choice.there:
+            zones[self.seats[row].zone] += members
+        while choice.count < want.count and (want.max_new is None or choice.basket.size < want.max_new):
+            found = self._cheapest(want, choice, zones)
+            if found is None:
+                break
+            offer, fit, nodes = found
+            members = min(nodes * fit, want.count - choice.count)
+            choice.new.append((offer, nodes, members))
+            choice.basket.add(offer, nodes)
+            choice.count += members
+            zones[offer.zone] += members
+        return choice
+
+    def _cheapest(self, want: Want, choice: _Choice, zones: Counter[str]) -> tuple[Offer, int, int] | None:
+        """The best offer, how many members a node of it holds, and how many of its nodes to take at once."""
+        lacking = want.count - choice.count
+        able = [
+            (offer, fit)
+            for offer, fit in self.market.holding(want.shape)
+            if (want.menu is None or offer.node_type.name in want.menu) and self.market.most(offer, choice.basket)
+        ]
+        if not able:
             return None
-        best = min(options, key=lambda option: option[:3])[3]
-        return self._new(best, open_zones(shape, best), number=self.next_node + len(bought))
+        worth, fits = self._worth_of_the_rest(want.shape, able, lacking, choice.left)
+        options = [
+            (max(0.0, offer.cost_micro_usd_h - worth[at]) / min(fit, lacking), offer.cost_micro_usd_h, at)
+            for at, (offer, fit) in enumerate(able)
+        ]
+        best = min(options)
+        if want.spread_from is not None:
+            if zones[able[best[2]][0].zone] * 2 > sum(zones.values()):
+                near = [option for option in options if option[0] <= best[0] * (1 + SPREAD_EXTRA)]
+                best = min(near, key=lambda option: (zones[able[option[2]][0].zone], option))
+            return *able[best[2]], 1
+        offer, fit = able[best[2]]
+        nodes = min(max(1, lacking // fit), self.market.most(offer, choice.basket))
+        if want.max_new is not None:
+            nodes = min(nodes, want.max_new - choice.basket.size)
+        if choice.left is not None and (shared := fits[best[2]]).any():
+            full = choice.left[shared > 0] // shared[shared > 0]
+            nodes = int(min(nodes, max(1.0, full.min())))
+            choice.left = np.maximum(0.0, choice.left - nodes * shared)
+        return offer, fit, nodes
 
-    def _new(self, node_type: NodeType, zones: Sequence[str], *, number: int) -> _Place | None:
-        if not (open_ := self._open(node_type, zones)):
-            return None
-        seat = Seat(f"node-{number}", node_type.name, open_[0], is_new=True)
-        return _Place(seat, len(_RANK), node_type.all_labels(open_[0]), dict(node_type.resources))
+    def _worth_of_the_rest(
+        self, shape: Shape, able: Sequence[tuple[Offer, int]], lacking: int, left: Floats | None
+    ) -> tuple[list[float], Floats]:
+        """What those who still wait would pay for what a node of each offer leaves over, and how many it would hold."""
+        if self.coming is None or left is None:
+            return [0.0] * len(able), np.zeros((len(able), 0))
+        at = {offer.name: row for row, offer in enumerate(self.market.offers)}
+        rows = [at[offer.name] for offer, _ in able]
+        members = np.zeros(len(at))
+        members[rows] = [min(fit, lacking) for _, fit in able]
+        worth, fits = self.coming.worth(shape.resources, members, left)
+        return worth[rows].tolist(), fits[rows]
 
-    def _add(self, place: _Place) -> None:
-        self.places.append(place)
-        self.left[place.seat.node_type] -= 1
-        self.next_node += 1
+    def _commit(self, choice: _Choice, menu: frozenset[str] | None) -> Placements:
+        seats: list[Seat] = []
+        if self.coming is not None and choice.left is not None:
+            self.coming.left = choice.left
+        for row, members in choice.there:
+            self.grid.take(row, choice.shape.resources, members)
+            seats += [self.seats[row]] * members
+            if self.seats[row].is_new:
+                self.tenants[self.seats[row].node_id] += [Tenant(choice.shape, menu)] * members
+        for offer, nodes, members in choice.new:
+            for at in range(nodes):
+                fit = members // nodes + (at < members % nodes)
+                seat = self.buy_offer(offer)
+                self.grid.take(self.rows[seat.node_id], choice.shape.resources, fit)
+                self.tenants[seat.node_id] = [Tenant(choice.shape, menu)] * fit
+                seats += [seat] * fit
+        return tuple(seats)
 
-    def _open(self, node_type: NodeType, zones: Sequence[str]) -> tuple[str, ...]:
-        """The zones whose pool does not back off, in the order of the node type."""
-        return tuple(z for z in zones if self._retry_at_s(node_type, z) <= self.at_s)
+    def _add(self, seat: Seat, rank: int, free: Resources, labels: Mapping[str, str]) -> None:
+        self.rows[seat.node_id] = self.grid.add(free, rank, labels)
+        self.seats.append(seat)
 
-    def _retry_at_s(self, node_type: NodeType, zone: str) -> float:
-        pool = self.pools.get((node_type.name, zone))
-        return pool.retry_at_s if pool else 0.0
 
-    def _out_of_stock(self, shape: Shape, waiting: Sequence[NodeType], what: str) -> Shortfall:
-        pools = [(t, zone) for t in waiting for zone in open_zones(shape, t)]
-        retry_at_s = min(self._retry_at_s(t, zone) for t, zone in pools)
-        names = ", ".join(f"{t.name} in {zone}" for t, zone in pools)
-        return Shortfall(
-            "stock",
-            f"{what}; the provider had no {names}; asked again at {utc(retry_at_s)}.",
-            "Allow another shape, add a zone or a node type, or wait.",
-        )
+@dataclass(slots=True)
+class _Choice:
+    """Where a placement would sit, before anything is taken."""
+
+    shape: Shape
+    there: list[tuple[int, int]] = field(default_factory=list)
+    """Rows of the grid, with members."""
+    new: list[tuple[Offer, int, int]] = field(default_factory=list)
+    """Offers, with nodes and members."""
+    basket: Basket = field(default_factory=Basket)
+    count: int = 0
+    left: Floats | None = None
+    """How many of each ask that is coming are not yet thought of as filling up nodes that this buys."""
+
+    @property
+    def rating(self) -> tuple[int, float]:
+        """The smaller the better: most members, then cheapest."""
+        return -self.count, sum(offer.cost_micro_usd_h * nodes for offer, nodes, _ in self.new)
+
+    def would_break(self, pace: int, needed: int) -> bool:
+        """Whether with so many new nodes fewer would sit than are needed at least."""
+        members = sum(members for _, members in self.there)
+        sizes = [members // nodes for _, nodes, members in self.new for _ in range(nodes)]
+        return members + sum(sizes[:pace]) < needed
 
 
 def check_possible(spec: GangSpec, node_types: Sequence[NodeType], *, subject: str = "the gang") -> None:
@@ -208,11 +319,14 @@ def _is_known(view: NodeView, snapshot: Snapshot) -> bool:
     return snapshot.ray_answers or view.node.state is not NodeState.READY
 
 
-def _place(view: NodeView, leases: Sequence[Lease]) -> _Place:
-    node = view.node
-    here = [(member, lease.shape) for lease in leases for member in lease.members if member.node_id == node.id]
-    seat = Seat(node.id, node.type, node.zone, is_new=False)
-    return _Place(seat, _RANK[node.state], view.labels, _unpromised(view.available, here))
+def _promised(leases: Sequence[Lease]) -> dict[str, list[tuple[Member, Shape]]]:
+    """Members by node whose placement groups Ray may not count yet."""
+    found: dict[str, list[tuple[Member, Shape]]] = {}
+    for lease in leases:
+        for member in lease.members:
+            if member.state in (MemberState.ASSIGNED, MemberState.FORMING):
+                found.setdefault(member.node_id, []).append((member, lease.shape))
+    return found
 
 
 def _unpromised(available: Resources, here: Sequence[tuple[Member, Shape]]) -> dict[str, float]:
@@ -225,28 +339,11 @@ def _unpromised(available: Resources, here: Sequence[tuple[Member, Shape]]) -> d
     free = dict(available)
     for member, shape in here:
         if member.state is MemberState.ASSIGNED:
-            free = minus(free, shape.resources)
+            free = minus(free, whole_shares(shape.resources))
     for member, shape in here:
         if member.state is MemberState.FORMING and fits(shape.resources, free):
-            free = minus(free, shape.resources)
+            free = minus(free, whole_shares(shape.resources))
     return {name: max(0.0, amount) for name, amount in free.items()}
-
-
-def _holders(snapshot: Snapshot) -> dict[str, tuple[str, ...]]:
-    type_of = {view.node.id: view.node.type for view in snapshot.nodes}
-    type_of_ray = {view.node.ray_node_id: view.node.type for view in snapshot.nodes if view.node.ray_node_id}
-    members = [(lease, member) for lease in snapshot.leases for member in lease.members if member.node_id in type_of]
-    held = [(type_of[member.node_id], lease.job_id) for lease, member in members]
-    for view in snapshot.endpoints:
-        nodes = view.load.replica_nodes if view.load else ()
-        held += [(type_of_ray[node], view.endpoint.name) for node in nodes if node in type_of_ray]
-    return {name: tuple(sorted({who for type_, who in held if type_ == name})) for name, _ in held}
-
-
-def _left_over(free: Resources, need: Resources, scale: Mapping[str, float]) -> float:
-    """What stays unused, in units of the largest node: keeps big and accelerated nodes for those who need them."""
-    rest = minus(free, need)
-    return round(sum(amount / scale[name] for name, amount in rest.items() if scale.get(name)), 9)
 
 
 def _order(node_id: str) -> tuple[int, str]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from raytide.core.fleet import NodeType, Resources, fits, labels_match
+from raytide.core.fleet import NodeType, Resources, fits, labels_match, whole_shares
 from raytide.core.gang import Shape
 
 ACCELERATOR_LABEL = "ray.io/accelerator-type"
@@ -14,15 +14,17 @@ ACCELERATOR_LABEL = "ray.io/accelerator-type"
 
 @dataclass(frozen=True, slots=True)
 class Shortfall:
-    """`impossible`: no fleet of these node types could; `capacity`: others hold it; `stock`: its pools back off."""
+    """`impossible`: no fleet of these node types could; `capacity`: others hold it; `stock`: its pools back off;
+    `budget` and `rate`: it could be bought, but not within the limits."""
 
-    constraint: Literal["impossible", "capacity", "stock"]
+    constraint: Literal["impossible", "capacity", "stock", "budget", "rate"]
     reason: str
     remedy: str
 
 
 def copies(need: Resources, free: Resources) -> int:
     """How many times `need` goes into `free`."""
+    need = whole_shares(need)
     return min((int((free.get(name, 0.0) + 1e-9) // amount) for name, amount in need.items() if amount > 0), default=0)
 
 

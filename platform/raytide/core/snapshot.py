@@ -56,6 +56,29 @@ class Pool:
 
 
 @dataclass(frozen=True, slots=True)
+class Quote:
+    """What an hour of a pool's nodes costs now, and how often it takes one back."""
+
+    node_type: str
+    zone: str
+    price_micro_usd_h: int | None = None
+    """None: as the node type says."""
+    deaths_per_h: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the fleet may cost an hour, and how fast it may grow. None: as much as it likes."""
+
+    soft_micro_usd_h: int | None = None
+    """Above it only spot is bought."""
+    hard_micro_usd_h: int | None = None
+    """Above it nothing is bought."""
+    launches_per_min: int | None = None
+    """A gang is never cut in half by it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Unmanaged:
     """How much demand without a lease may buy."""
 
@@ -76,6 +99,9 @@ class Snapshot:
     endpoints: tuple[EndpointView, ...] = ()
     demand: tuple[Demand, ...] = ()
     pools: tuple[Pool, ...] = ()
+    quotes: tuple[Quote, ...] = ()
+    """Of the pools of which more is known than their node type says."""
+    limits: Limits = Limits()
     unmanaged: Unmanaged = Unmanaged()
     next_node: int = 1
     """The number of the next node to be bought."""

@@ -1,0 +1,79 @@
+"""How often each spot pool takes nodes back, as seen on our own nodes: by the age of its spell, and on its neighbours."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from raytide.autoscaler.hazard import Hazard
+from raytide.autoscaler.instances import was_taken_back
+from raytide.core.fleet import Market, Node, NodeState, NodeType
+from raytide.core.snapshot import Quote
+
+RECENT_S = 900.0
+SAME_REGION, ELSEWHERE = 0.4, 0.16
+"""Correlation of zones on recorded V100 spot traces: within a region, and across."""
+
+_HELD = (NodeState.READY, NodeState.DRAINING)
+
+
+@dataclass(slots=True)
+class SpotRisk:
+    """Learns from the node records. A new controller replays those of nodes that are gone."""
+
+    hazard: Hazard = field(default_factory=Hazard)
+    _lost: set[str] = field(default_factory=set)
+    """Nodes whose loss is counted."""
+    _recent: deque[tuple[float, str, str]] = field(default_factory=deque)
+    """When, node type and zone."""
+    _at_s: float | None = None
+
+    def replay(self, nodes: Iterable[Node]) -> None:
+        """Nodes that are gone, as the store keeps them."""
+        ends = sorted((node.ended_at_s or 0.0, node.id, node) for node in nodes if node.ready_at_s is not None)
+        for ended_at_s, _, node in ends:
+            held = [n for end_s, _, n in ends if end_s > ended_at_s and (n.ready_at_s or 0.0) <= ended_at_s]
+            self.observe((*(replace(n, state=NodeState.READY, reason="") for n in held), node), ended_at_s)
+
+    def observe(self, nodes: Iterable[Node], now_s: float) -> None:
+        spot = [node for node in nodes if node.market is Market.SPOT and node.ready_at_s is not None]
+        lost = [node for node in spot if was_taken_back(node) and node.id not in self._lost]
+        held = Counter(_pool(node.type, node.zone) for node in spot if node.state in _HELD and not was_taken_back(node))
+        dt_s = 0.0 if self._at_s is None else max(0.0, now_s - self._at_s)
+        self.hazard.observe(held, Counter(_pool(node.type, node.zone) for node in lost), now_s, dt_s)
+        self._at_s = now_s
+        self._lost |= {node.id for node in lost}
+        self._recent.extend((now_s, node.type, node.zone) for node in lost)
+        while self._recent and self._recent[0][0] < now_s - RECENT_S:
+            self._recent.popleft()
+
+    def quotes(
+        self, node_types: Iterable[NodeType], prices: Mapping[tuple[str, str], int], now_s: float
+    ) -> tuple[Quote, ...]:
+        """One for each spot pool, and for those of which a price was heard."""
+        found = []
+        for node_type in node_types:
+            for zone in node_type.zones:
+                price = prices.get((node_type.name, zone))
+                if node_type.market is Market.SPOT:
+                    found.append(Quote(node_type.name, zone, price, self._per_h(node_type.name, zone, now_s)))
+                elif price is not None:
+                    found.append(Quote(node_type.name, zone, price))
+        return tuple(found)
+
+    def _per_h(self, node_type: str, zone: str, now_s: float) -> float:
+        """Its own, and an hourly share of the losses that others of its type had a moment ago."""
+        others = {place for at_s, type_, place in self._recent if type_ == node_type and place != zone}
+        near = sum(SAME_REGION if _region(place) == _region(zone) else ELSEWHERE for place in others)
+        return round(self.hazard.per_h(_pool(node_type, zone), now_s) + near, 2)
+
+
+def _pool(node_type: str, zone: str) -> str:
+    return f"{node_type}/{zone}"
+
+
+def _region(zone: str) -> str:
+    """us-east-1 of us-east-1a."""
+    return re.sub(r"-?[a-z]$", "", zone)

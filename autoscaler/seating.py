@@ -1,0 +1,172 @@
+"""Who gets a node, subject by subject: published replicas, leases, and work without a lease."""
+
+from __future__ import annotations
+
+from raytide.autoscaler import endpoints
+from raytide.autoscaler.draft import Draft, Seating
+from raytide.core.clock import utc
+from raytide.core.coming import Ask, Coming
+from raytide.core.fleet import NodeState
+from raytide.core.gang import Lease, LeaseState, Member, MemberState, Shape
+from raytide.core.plan import Requeue, Unassign, Wait
+from raytide.core.replicas import is_replica, replica_shape
+from raytide.core.shortfall import Shortfall, amounts
+from raytide.core.snapshot import Demand
+
+UNMANAGED = "unmanaged"
+
+
+def seat_replicas(draft: Draft) -> None:
+    """The room has seated them already; here their nodes are launched, or the reason is said why they wait."""
+    for view in draft.snapshot.endpoints:
+        name, shape = view.endpoint.name, replica_shape(view)
+        if quiet := endpoints.silence(view, draft.snapshot.at_s):
+            draft.actions.append(Wait(name, "signal", quiet, "See that its replicas and the proxies answer."))
+        missing = draft.room.missing.get(name, 0)
+        seats = draft.room.replicas.get(name, ())
+        starting = f"{missing} replicas start" if len(seats) == missing else ""
+        draft.seat(Seating(name, f"endpoint {name} lacks {missing} x ({amounts(shape)})", seats, starting=starting))
+        if len(seats) < missing:
+            draft.wait(name, draft.room.why_not(shape, missing - len(seats), f"endpoint {name}"))
+
+
+def seat_leases(draft: Draft) -> None:
+    """In the order in which they were admitted."""
+    waiting = [(lease, sum(m.state is MemberState.WAITING for m in lease.members)) for lease in draft.snapshot.leases]
+    asks = [Ask(lease.shape, count) for lease, count in waiting if count]
+    draft.room.coming = Coming(draft.room.market, asks) if len(asks) > 1 else None
+    for lease, count in waiting:
+        if count and draft.room.coming is not None:
+            draft.room.coming.next()
+        if lease.state is not LeaseState.RELEASED:
+            _seat_lease(draft, lease)
+    draft.room.coming = None
+
+
+def _seat_lease(draft: Draft, lease: Lease) -> None:
+    """Nodes for the members that have none: all that are needed for its minimum or none, beyond it what can be had."""
+    waiting = tuple(member for member in lease.members if member.state is MemberState.WAITING)
+    if not waiting:
+        _say_starting(draft, lease)
+    else:
+        needed = max(0, lease.shape.at_least - (len(lease.members) - len(waiting)))
+        subject, shape = f"gang {lease.job_id}", _where_the_rest_is(draft, lease)
+        placed = draft.room.place(shape, len(waiting), at_least=needed, subject=subject)
+        if isinstance(placed, Shortfall):
+            draft.wait(lease.job_id, placed)
+            if not _stands(lease):
+                _give_back(draft, lease, placed)
+            return
+        why = f"{subject} needs {len(waiting)} x ({amounts(lease.shape)})"
+        draft.seat(Seating(lease.id, why, placed, lease, waiting))
+        if rest := len(waiting) - len(placed):
+            draft.wait(lease.job_id, draft.room.why_not(shape, rest, f"the rest of {subject}"))
+    _replace_leaving(draft, lease)
+
+
+def _replace_leaving(draft: Draft, lease: Lease) -> None:
+    """A node that will be taken back is replaced while its member still works there."""
+    leaving = [member for member in lease.members if member.state is MemberState.LEAVING]
+    draining = {v.node.id: v.node for v in draft.snapshot.nodes if v.node.state is NodeState.DRAINING} if leaving else {}
+    leaving = [member for member in leaving if member.node_id in draining]
+    if not leaving:
+        return
+    shape = _where_the_rest_is(draft, lease)
+    placed = draft.room.place(shape, len(leaving), at_least=0, subject=f"gang {lease.job_id}")
+    if not isinstance(placed, Shortfall):
+        node = draining[leaving[0].node_id]
+        when = f" at {utc(node.drain_deadline_s)}" if node.drain_deadline_s is not None else ""
+        why = f"gang {lease.job_id} loses {', '.join(member.node_id for member in leaving)}{when}"
+        draft.seat(Seating(lease.id, why, placed))
+
+
+def _where_the_rest_is(draft: Draft, lease: Lease) -> Shape:
+    """Members that join others of their gang must share the label with them."""
+    label = lease.shape.together
+    seated = {member.node_id for member in lease.members if member.node_id}
+    if not label or not seated:
+        return lease.shape
+    there = {view.labels[label] for view in draft.snapshot.nodes if view.node.id in seated and label in view.labels}
+    if len(there) != 1:
+        return lease.shape
+    labels = {**lease.shape.labels, label: there.pop()}
+    return lease.shape.model_copy(update={"labels": labels, "together": ""})
+
+
+def _give_back(draft: Draft, lease: Lease, short: Shortfall) -> None:
+    """A launch transaction that failed half-way ends here: a gang of which nothing stands yet lets go of its nodes.
+
+    When its pools are out of stock and the job named other shapes, they get their turn.
+    """
+    for member in lease.members:
+        if member.state is MemberState.ASSIGNED:
+            reason = f"the rest of its gang cannot be placed: {short.reason}"
+            draft.actions.append(Unassign(lease.id, member.index, member.node_id, reason))
+
+    job = next((job for job in draft.snapshot.jobs if job.id == lease.job_id), None)
+    if short.constraint == "stock" and job is not None and len(job.spec.gang.shapes) > 1:
+        reason = f"{lease.shape.describe()} cannot be had ({short.reason}); its other shapes get their turn"
+        draft.actions.append(Requeue(job.id, lease.id, reason))
+
+
+def _stands(lease: Lease) -> bool:
+    return any(member.is_usable or member.state is MemberState.FORMING for member in lease.members)
+
+
+def _say_starting(draft: Draft, lease: Lease) -> None:
+    assigned = {m.node_id for m in lease.members if m.state is MemberState.ASSIGNED}
+    if not assigned:
+        return
+    ready = {view.node.id for view in draft.snapshot.nodes if view.node.state is NodeState.READY}
+    if coming := sorted(assigned - ready):
+        draft.actions.append(Wait(lease.job_id, "starting", f"its nodes start: {', '.join(coming)}"))
+
+
+def seat_unmanaged(draft: Draft) -> None:
+    """Raw tasks, actors and foreign placement groups use what is free, and may buy no more than their cap.
+
+    The largest first: what they leave over is for the small.
+    """
+    snapshot, cap = draft.snapshot, draft.snapshot.unmanaged
+    bought = sum(view.node.subject == UNMANAGED for view in snapshot.nodes)
+    menu = [t for t in snapshot.node_types if cap.gpu or not t.resources.get("GPU")]
+    demands = [d for d in snapshot.demand if not is_replica(d) and any(amount > 0 for amount in d.resources.values())]
+    most = {name: max(t.resources.get(name, 0.0) for t in snapshot.node_types) for t in menu for name in t.resources}
+    demands.sort(key=lambda demand: -_size(demand, most))
+    shapes = [Shape(resources=dict(demand.resources), labels=dict(demand.labels)) for demand in demands]
+    in_menu = frozenset(node_type.name for node_type in menu)
+    asks = [Ask(shape, demand.count, in_menu) for shape, demand in zip(shapes, demands, strict=True)]
+    draft.room.coming = Coming(draft.room.market, asks) if asks else None
+    for demand, shape in zip(demands, shapes, strict=True):
+        assert draft.room.coming is not None
+        draft.room.coming.next()
+        what = f"work without a lease ({demand.count} x ({amounts(shape)}))"
+        before = draft.room.next_node
+        placed = draft.room.place(
+            shape, demand.count, at_least=0, menu=menu, max_new=max(0, cap.max_nodes - bought), subject=what
+        )
+        if isinstance(placed, Shortfall):
+            continue  # not with at_least=0
+        bought += draft.room.next_node - before
+        draft.seat(Seating(UNMANAGED, f"{what} finds no room", placed))
+        if rest := demand.count - len(placed):
+            _say_unmanaged(draft, shape, rest, what, is_capped=bought >= cap.max_nodes)
+
+
+def _size(demand: Demand, most: dict[str, float]) -> float:
+    """Of one, as the largest share that it takes of the largest node."""
+    return max((amount / most[name] for name, amount in demand.resources.items() if most.get(name)), default=0.0)
+
+
+def _say_unmanaged(draft: Draft, shape: Shape, rest: int, what: str, *, is_capped: bool) -> None:
+    cap = draft.snapshot.unmanaged
+    short = draft.room.why_not(shape, rest, what)
+    if short.constraint == "impossible":
+        draft.wait(UNMANAGED, short)
+        return
+    if not is_capped and (cap.gpu or not shape.resources.get("GPU")):
+        draft.wait(UNMANAGED, short)
+        return
+    kinds = "nodes" if cap.gpu else "nodes without a GPU"
+    reason = f"{what} waits: it may buy {cap.max_nodes} {kinds} (metadata.raytide.unmanaged)"
+    draft.actions.append(Wait(UNMANAGED, "cap", reason, "Submit it as a job, or raise the cap."))

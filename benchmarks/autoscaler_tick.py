@@ -1,0 +1,170 @@
+"""How long one decision takes on a large cluster: 10,000 nodes, 200 pools, 30,000 pending tasks in 120 shapes.
+
+Besides: 1,500 gangs that run or wait, 100 endpoints with 4,000 replicas, a queue of 300 jobs. Every tick decides on
+another random state. Prints quantiles of the whole tick without I/O (records moved forward by what was seen, snapshot,
+queue, plan, plan written into the records) and of its parts, and the process's peak memory.
+
+    python benchmarks/autoscaler_tick.py --ticks 100
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import resource
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from raytide.autoscaler.idle import IdleClock
+from raytide.autoscaler.providers.base import Machine
+from raytide.autoscaler.ray_node import RayNode
+from raytide.control.decide import decide
+from raytide.control.observe import Book, advance, snapshot
+from raytide.control.settle import settle
+from raytide.control.world import World
+from raytide.core.cluster import ClusterConfig, RaytideSection, UnmanagedSection
+from raytide.core.endpoint import Endpoint, EndpointLoad, EndpointState, Replicas, ServeSpec
+from raytide.core.fleet import Market, Node, NodeState, NodeType
+from raytide.core.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
+from raytide.core.job import Job, JobKind, JobSpec, JobState
+from raytide.core.plan import Launch
+from raytide.core.snapshot import Demand
+
+NOW_S = 1_000_000.0
+ZONES = ("a", "b")
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    nodes: int = 10_000
+    pools: int = 200
+    tasks: int = 30_000
+    shapes: int = 120
+    gangs: int = 1_500
+    endpoints: int = 100
+    queue: int = 300
+
+
+def node_types(size: Size, chance: random.Random) -> tuple[NodeType, ...]:
+    types = []
+    for number in range(size.pools // len(ZONES)):
+        gpus = chance.choice([0, 0, 1, 2, 4, 8])
+        cpus = chance.choice([16, 32, 64, 96]) if not gpus else 12 * gpus
+        types.append(
+            NodeType(
+                name=f"type{number}",
+                resources={"CPU": cpus, "GPU": gpus, "memory": 4.0 * cpus} if gpus else {"CPU": cpus, "memory": 4.0 * cpus},
+                market=chance.choice([Market.SPOT, Market.ON_DEMAND]),
+                price_micro_usd_h=int(1e6 * (0.05 * cpus + 1.5 * gpus) * chance.uniform(0.3, 1.2)),
+                zones=ZONES,
+                max_nodes=size.nodes // 10,
+            )
+        )
+    return tuple(types)
+
+
+def cluster(size: Size, types: Sequence[NodeType], chance: random.Random) -> tuple[Book, World]:
+    """A busy cluster: gangs and replicas hold whole GPUs, tasks hold random shares of the rest."""
+    book = Book(next_node=size.nodes + 1)
+    ray_nodes, machines, free = [], [], {}
+    for number in range(1, size.nodes + 1):
+        node_type, zone = chance.choice(types), chance.choice(ZONES)
+        ready = chance.random() < 0.97
+        node = Node(
+            id=f"node-{number}", type=node_type.name, zone=zone, market=node_type.market,
+            price_micro_usd_h=node_type.price_micro_usd_h, state=NodeState.READY if ready else NodeState.LAUNCHING,
+            requested_at_s=NOW_S - 500, ready_at_s=NOW_S - 400 if ready else None, ray_node_id=f"ray-{number}" if ready else "",
+        )
+        book.nodes[node.id] = node
+        left = {name: float(int(amount * chance.choice([0, 0, 0.25, 0.5, 1]))) for name, amount in node_type.resources.items()}
+        free[node.id] = left
+        machines.append(Machine(node.id, node.type, zone, node.price_micro_usd_h, NOW_S - 450))
+        if ready:
+            labels = {**node_type.all_labels(zone), "ray.io/node-id": f"ray-{number}"}
+            ray_nodes.append(RayNode(f"ray-{number}", node.id, total=node_type.resources, available=left, labels=labels))
+    _add_gangs(book, size, chance)
+    loads = _add_endpoints(book, size, chance)
+    world = World(
+        machines=tuple(machines), notices=(), ray_nodes=tuple(ray_nodes), demand=tuple(_demand(size, chance)),
+        groups={}, drivers={}, loads=loads,
+    )
+    return book, world
+
+
+def _add_gangs(book: Book, size: Size, chance: random.Random) -> None:
+    ids = [node.id for node in book.nodes.values() if node.state is NodeState.READY]
+    for number in range(1, size.gangs + size.queue + 1):
+        shape = Shape(members=chance.choice([1, 2, 4, 8]), resources={"GPU": chance.choice([1.0, 2.0, 4.0, 8.0]), "CPU": 4.0})
+        spec = JobSpec(kind=JobKind.GANG, name="g", gang=GangSpec(shapes=(shape,)), heartbeat_timeout_s=1e9)
+        is_queued = number > size.gangs
+        state = JobState.QUEUED if is_queued else JobState.RUNNING
+        book.jobs[f"job-{number}"] = Job(f"job-{number}", spec, "me", state, NOW_S - 900, heartbeat_at_s=NOW_S)
+        if is_queued:
+            continue
+        members = tuple(_member(at, chance.choice(ids), waits=chance.random() < 0.02) for at in range(shape.members))
+        lease = Lease(f"lease-{number}", f"job-{number}", shape, LeaseState.ACTIVE, members)
+        book.leases[lease.id] = lease
+
+
+def _member(index: int, node_id: str, *, waits: bool) -> Member:
+    if waits:
+        return Member(index)
+    return Member(index, MemberState.READY, node_id, node_id.replace("node", "ray"), placement_group_id="ab")
+
+
+def _add_endpoints(book: Book, size: Size, chance: random.Random) -> dict[str, EndpointLoad]:
+    ids = [node.ray_node_id for node in book.nodes.values() if node.ray_node_id]
+    loads = {}
+    for number in range(size.endpoints):
+        name = f"m{number}x"
+        spec = ServeSpec(name=name, model="/m", resources={"GPU": 1.0, "CPU": 2.0}, replicas=Replicas(max=64))
+        book.endpoints[name] = Endpoint(spec, "me", EndpointState.RUNNING, 0.0, target_replicas=40)
+        hosts = tuple(chance.choice(ids) for _ in range(chance.choice([39, 40])))
+        loads[name] = EndpointLoad(NOW_S - 1.0, chance.uniform(200.0, 400.0), len(hosts), hosts)
+    return loads
+
+
+def _demand(size: Size, chance: random.Random) -> Iterator[Demand]:
+    for _ in range(size.shapes):
+        need = {"CPU": float(chance.randint(1, 16)), "memory": float(chance.randint(1, 32))}
+        if chance.random() < 0.5:
+            need["GPU"] = float(chance.choice([1, 1, 2, 4]))
+        labels = {"ray.io/market-type": "spot"} if chance.random() < 0.3 else {}
+        yield Demand(need, labels, size.tasks // size.shapes)
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--ticks", type=int, default=100)
+    options.add_argument("--seed", type=int, default=0)
+    given = options.parse_args()
+    size, chance = Size(), random.Random(given.seed)
+    types = node_types(size, chance)
+    unmanaged = UnmanagedSection(max_nodes=2_000, gpu=True)
+    config = ClusterConfig(name="large", node_types=types, settings=RaytideSection(node_types={}, unmanaged=unmanaged))
+    by_name = {t.name: t for t in types}
+    whole, deciding, launches = [], [], 0
+    for _ in range(given.ticks):
+        book, world = cluster(size, types, chance)
+        began = time.process_time()
+        advance(book, world, NOW_S)
+        seen = snapshot(book, world, IdleClock(), config, NOW_S)
+        between = time.process_time()
+        plan = decide(seen)
+        deciding.append(time.process_time() - between)
+        settle(book, plan, by_name)
+        whole.append(time.process_time() - began)
+        launches += sum(isinstance(action, Launch) for action in plan.actions)
+    memory_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(f"{size.nodes} nodes, {size.pools} pools, {size.tasks} tasks in {size.shapes} shapes, seed {given.seed}")
+    for what, seconds in (("whole tick", whole), ("decide alone", deciding)):
+        p50, p99 = np.quantile(seconds, [0.5, 0.99])
+        print(f"{what:<13} p50 {p50:.3f} s  p99 {p99:.3f} s  worst {max(seconds):.3f} s of CPU, {len(seconds)} ticks")
+    print(f"{launches / given.ticks:.0f} launches a tick; peak memory {memory_mb:.0f} MB")
+
+
+if __name__ == "__main__":
+    main()

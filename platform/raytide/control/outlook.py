@@ -1,0 +1,45 @@
+"""What the controller knows of the market beside the fleet: how often pools take nodes back, and what may be spent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from raytide.autoscaler.risk import SpotRisk
+from raytide.autoscaler.spend import limits, month_start_s
+from raytide.core.cluster import ClusterConfig
+from raytide.core.fleet import Node, NodeState
+from raytide.core.money import to_us
+from raytide.core.snapshot import Limits, Snapshot
+from raytide.core.state import Store
+from raytide.ledger.cost import accrued
+
+SPEND_PERIOD_S = 60.0
+"""How often the month's spending is summed."""
+
+
+class Outlook:
+    """Kept from tick to tick; a new controller learns it anew from the records of nodes that are gone."""
+
+    def __init__(self, store: Store, config: ClusterConfig) -> None:
+        self._books, self._config = store.books, config
+        self._risk = SpotRisk()
+        self._risk.replay(node for node in store.nodes() if node.state is NodeState.GONE)
+        self._spent_micro_usd = 0
+        self._summed_at_s: float | None = None
+
+    def on(self, seen: Snapshot, nodes: Iterable[Node], prices: Mapping[tuple[str, str], int]) -> Snapshot:
+        """The snapshot with it. `nodes`: those that ended since the last tick included."""
+        self._risk.observe(nodes, seen.at_s)
+        quotes = self._risk.quotes(seen.node_types, prices, seen.at_s)
+        return replace(seen, quotes=quotes, limits=self._limits(seen.at_s))
+
+    def _limits(self, now_s: float) -> Limits:
+        section = self._config.settings.limits
+        is_due = self._summed_at_s is None or now_s - self._summed_at_s >= SPEND_PERIOD_S
+        if section.month_usd is not None and is_due:
+            booked = self._books.booked("kind", since_us=to_us(month_start_s(now_s)))
+            running = accrued(self._books.intervals(), to_us(now_s))
+            self._spent_micro_usd = sum(booked.values()) + sum(entry.amount_micro_usd for entry in running)
+            self._summed_at_s = now_s
+        return limits(section, self._spent_micro_usd, now_s)

@@ -1,0 +1,111 @@
+"""What must hold of every plan, whatever the fleet is like: budgets, moves, capacity, silence, and repetition."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import replace
+
+from raytide.autoscaler.moves import MIN_LIFETIME_S, MOVE
+from raytide.control.decide import decide
+from raytide.core.fleet import Market, NodeState
+from raytide.core.plan import Action, Drain, Launch, Scale, Terminate
+from raytide.core.room import Room
+from raytide.core.snapshot import Snapshot
+
+
+def check(seen: Snapshot, actions: Sequence[Action]) -> None:
+    check_budget(seen, actions)
+    check_silence(seen, actions)
+    check_moves(seen, actions)
+    check_capacity(seen, actions)
+    check_repeats(seen)
+    check_more_load_wants_no_less(seen, actions)
+
+
+def check_budget(seen: Snapshot, actions: Sequence[Action]) -> None:
+    """I6: what is there and what is bought stay below the hard limit; what is no spot, below the soft one."""
+    prices = {t.name: t for t in seen.node_types}
+    burn = sum(view.node.price_micro_usd_h for view in seen.nodes)
+    soft, hard = seen.limits.soft_micro_usd_h, seen.limits.hard_micro_usd_h
+    for launch in (action for action in actions if isinstance(action, Launch)):
+        assert launch.cost_micro_usd_h == prices[launch.node_type].price_in(launch.zone)
+        burn += launch.cost_micro_usd_h
+        assert hard is None or burn <= hard, "I6"
+        is_spot = prices[launch.node_type].market is Market.SPOT
+        assert soft is None or is_spot or burn <= soft, "I6"
+
+
+def check_silence(seen: Snapshot, actions: Sequence[Action]) -> None:
+    """I8: without fresh word nothing is taken away."""
+    views = {view.endpoint.name: view for view in seen.endpoints}
+    for action in actions:
+        if isinstance(action, Scale):
+            view = views[action.endpoint]
+            is_fresh = view.load is not None and seen.at_s - view.load.at_s <= 10
+            assert is_fresh or action.replicas >= view.endpoint.target_replicas, "I8"
+        if isinstance(action, Terminate) and not seen.ray_answers:
+            assert "deadline" in action.reason, "I8"
+
+
+def check_moves(seen: Snapshot, actions: Sequence[Action]) -> None:
+    """I16: a move makes the fleet cheaper, and no young node moves."""
+    nodes = {view.node.id: view.node for view in seen.nodes}
+    coming = {v.node.subject: v.node for v in seen.nodes if v.node.state is NodeState.READY}
+    for action in actions:
+        if isinstance(action, Launch) and action.subject.startswith(MOVE):
+            old = nodes[action.subject.removeprefix(MOVE)]
+            assert action.cost_micro_usd_h < old.price_micro_usd_h, "I16"
+            assert seen.at_s - (old.ready_at_s or seen.at_s) >= MIN_LIFETIME_S, "I16"
+        if isinstance(action, Drain) and action.kind == "notice" and nodes[action.node_id].state is NodeState.READY:
+            old, new = nodes[action.node_id], coming.get(f"{MOVE}{action.node_id}")
+            assert seen.at_s - (old.ready_at_s or seen.at_s) >= MIN_LIFETIME_S, "I16"
+            assert new is None or new.price_micro_usd_h < old.price_micro_usd_h, "I16"
+            assert action.cost_micro_usd_h < 0 and action.rejected, "I16"
+
+
+def check_capacity(seen: Snapshot, actions: Sequence[Action]) -> None:
+    """I7: what is drained by choice leaves room, on nodes that are ready, for all replicas that have a node now."""
+    leaving = {a.node_id for a in actions if isinstance(a, Drain) and a.deadline_s > seen.at_s}
+    given_up = {v.node.id for v in seen.nodes if v.node.id in leaving and v.node.state is NodeState.READY}
+    if not given_up:
+        return
+    targets = {action.endpoint: action.replicas for action in actions if isinstance(action, Scale)}
+    ready = {v.node.ray_node_id for v in seen.nodes if v.node.state is NodeState.READY}
+    endpoints = []
+    for view in seen.endpoints:
+        seated = sum(node in ready for node in (view.load.replica_nodes if view.load else ()))
+        target = min(seated, targets.get(view.endpoint.name, view.endpoint.target_replicas))
+        endpoints.append(replace(view, endpoint=replace(view.endpoint, target_replicas=target)))
+    nodes = tuple(
+        replace(v, node=replace(v.node, state=NodeState.DRAINING)) if v.node.id in given_up else v for v in seen.nodes
+    )
+    room = Room.of(replace(seen, nodes=nodes, endpoints=tuple(endpoints)))
+    for name, missing in room.missing.items():
+        seats = room.replicas[name]
+        assert len(seats) == missing and not any(seat.is_new for seat in seats), "I7"
+
+
+def check_repeats(seen: Snapshot) -> None:
+    """I12: the same snapshot gives the same plan, to the byte, whoever asks and in whatever order dicts were filled."""
+    again = deepcopy(seen)
+    assert json.dumps(decide(seen).to_json()) == json.dumps(decide(again).to_json()), "I12"
+
+
+def check_more_load_wants_no_less(seen: Snapshot, actions: Sequence[Action]) -> None:
+    """I5: had there been more requests, no endpoint would get fewer replicas."""
+    chance = random.Random(int(seen.at_s * 1000))
+    more = tuple(
+        replace(v, load=replace(v.load, ongoing=v.load.ongoing + chance.choice([0.5, 4.0, 40.0]))) if v.load else v
+        for v in seen.endpoints
+    )
+    targets = {view.endpoint.name: view.endpoint.target_replicas for view in seen.endpoints}
+    with_more = {**targets, **_scales(decide(replace(seen, endpoints=more)).actions)}
+    for name, replicas in {**targets, **_scales(actions)}.items():
+        assert with_more[name] >= replicas, "I5"
+
+
+def _scales(actions: Sequence[Action]) -> dict[str, int]:
+    return {action.endpoint: action.replicas for action in actions if isinstance(action, Scale)}

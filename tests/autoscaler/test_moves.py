@@ -1,0 +1,125 @@
+"""Replicas follow the price: back to spot once it is there, together when there is room, and never for nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.autoscaler.world import Cluster
+
+from raytide.autoscaler.moves import MIN_LIFETIME_S
+from raytide.core.endpoint import Replicas, ServeSpec
+from raytide.core.fleet import Market, NodeType
+from raytide.core.gang import Shape
+from raytide.core.plan import Drain, Launch
+
+SOLID = NodeType(name="gpu", resources={"GPU": 2}, price_micro_usd_h=3_000_000, max_nodes=4, idle_timeout_s=20)
+SPOT = SOLID.model_copy(update={"name": "gpu.spot", "market": Market.SPOT, "price_micro_usd_h": 1_000_000})
+SPEC = ServeSpec(
+    name="m", model="/m", resources={"GPU": 1}, replicas=Replicas(max=4, target_ongoing=4, downscale_delay_s=10)
+)
+
+
+def ready(cluster: Cluster) -> int:
+    """Replicas that answer, those that still do on a draining node included."""
+    return sum(bool(work.node_id) for work in cluster.ray.work)
+
+
+def kinds(cluster: Cluster) -> list[str]:
+    return sorted(machine.node_type for machine in cluster.machines())
+
+
+def on_demand_in_need() -> Cluster:
+    """Two replicas that had to go on demand, because there was no spot."""
+    cluster = Cluster((SOLID, SPOT))
+    cluster.provider.set_stock("gpu.spot", "local", 0)
+    cluster.serve(SPEC, ongoing=8.0)
+    cluster.settle(30)
+    assert (kinds(cluster), ready(cluster)) == (["gpu"], 2)
+    return cluster
+
+
+def test_on_demand_stays_until_its_spot_replacement_is_ready_and_no_replica_is_missed() -> None:
+    cluster = on_demand_in_need()
+    cluster.provider.set_stock("gpu.spot", "local", None)
+    deeds = []
+    for _ in range(900):
+        deeds += [a for a in cluster.tick() if isinstance(a, Launch | Drain)]
+        assert ready(cluster) >= 2
+    launch, drain = deeds
+    assert isinstance(launch, Launch)
+    assert (launch.subject, launch.node_type, launch.cost_micro_usd_h) == ("move node-2", "gpu.spot", 1_000_000)
+    assert "for $2.00/h less; the move costs $0.33" in launch.reason
+    assert isinstance(drain, Drain)
+    assert (drain.node_id, drain.cost_micro_usd_h) == ("node-2", -3_000_000)
+    assert drain.rejected[0].extra_micro_usd_h == 2_000_000
+    assert kinds(cluster) == ["gpu.spot"]
+
+
+def test_no_node_moves_that_is_young() -> None:
+    cluster = on_demand_in_need()
+    cluster.provider.set_stock("gpu.spot", "local", None)
+    assert cluster.settle(int(MIN_LIFETIME_S) - 40) == []
+
+
+def test_while_spot_is_not_to_be_had_it_is_asked_for_ever_more_rarely_and_nothing_leaves() -> None:
+    cluster = on_demand_in_need()
+    deeds = cluster.settle(2_000)
+    assert all(isinstance(deed, Launch) for deed in deeds)
+    assert 1 <= len(deeds) <= 7
+    assert (kinds(cluster), ready(cluster)) == (["gpu"], 2)
+
+
+def test_a_move_that_would_not_pay_back_is_not_made() -> None:
+    dear = SPOT.model_copy(update={"price_micro_usd_h": 2_300_000})
+    cluster = Cluster((SOLID, dear))
+    cluster.provider.set_stock("gpu.spot", "local", 0)
+    cluster.serve(SPEC, ongoing=8.0)
+    cluster.settle(30)
+    cluster.provider.set_stock("gpu.spot", "local", None)
+    assert cluster.settle(900) == [], "with its losses spot would cost $2.88 an hour, and the move $0.44"
+
+
+def test_replicas_that_fit_on_other_nodes_leave_theirs() -> None:
+    cluster = Cluster((SOLID,))
+    cluster.serve(SPEC, ongoing=16.0)
+    cluster.settle(30)
+    assert (kinds(cluster), ready(cluster)) == (["gpu", "gpu"], 4)
+    cluster.book.endpoints["m"] = replace(cluster.book.endpoints["m"], target_replicas=2)
+    for work in [work for work in cluster.ray.work if work.node_id][1:3]:
+        cluster.ray.work.remove(work)
+    cluster.ongoing["m"] = 8.0
+    cluster.settle(5)
+    assert len({work.node_id for work in cluster.ray.work}) == 2, "one replica on each node"
+    deeds = cluster.settle(700)
+    assert kinds(cluster) == ["gpu"]
+    assert ready(cluster) == 2
+    drain = next(deed for deed in deeds if isinstance(deed, Drain))
+    assert drain.kind == "notice"
+    assert "fit on node-" in drain.reason
+
+
+def test_gangs_and_work_without_a_lease_keep_their_nodes() -> None:
+    cluster = Cluster((SOLID, SPOT))
+    cluster.provider.set_stock("gpu.spot", "local", 0)
+    cluster.submit(Shape(members=1, resources={"GPU": 2}))
+    cluster.serve(SPEC, ongoing=4.0)
+    cluster.settle(30)
+    cluster.run_task({"GPU": 1.0})
+    cluster.settle(5)
+    cluster.provider.set_stock("gpu.spot", "local", None)
+    before = kinds(cluster)
+    assert cluster.settle(900) == []
+    assert kinds(cluster) == before == ["gpu", "gpu"]
+
+
+def test_a_replacement_that_is_taken_back_before_it_is_ready_costs_no_replica() -> None:
+    cluster = on_demand_in_need()
+    cluster.provider.set_stock("gpu.spot", "local", None)
+    while "gpu.spot" not in kinds(cluster):
+        cluster.tick()
+    cluster.provider.reclaim(next(m.node_id for m in cluster.machines() if m.node_type == "gpu.spot"))
+    cluster.provider.set_stock("gpu.spot", "local", 0)
+    for _ in range(200):
+        cluster.tick()
+        assert ready(cluster) == 2
+    assert kinds(cluster) == ["gpu"]
