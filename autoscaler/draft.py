@@ -99,4 +99,3 @@ class Draft:
         if key not in self.others:
             self.others[key] = rejected(self.room.market, shapes[0], members, offer)
         return self.others[key]
-

@@ -13,12 +13,13 @@ from typing import Any, Literal, TypeVar
 from raytide.autoscaler.ray_node import RayNode
 from raytide.core.errors import ClusterError
 from raytide.core.fleet import Node, NodeState
-from raytide.core.ray_internals import GcsClient, autoscaler_messages, gcs_client, label_in_operator
+from raytide.core.ray_internals import GcsClient, autoscaler_messages, gcs_client, label_in_operator, strict_pack
 from raytide.core.snapshot import Demand
 
 T = TypeVar("T")
-_Key = tuple[tuple[tuple[str, float], ...], tuple[tuple[str, str], ...]]
-"""Resources and labels of one shape of demand, hashable."""
+_Key = tuple[tuple[tuple[str, float], ...], tuple[tuple[str, str], ...], str, str]
+"""Resources and labels of one shape of demand, hashable; of a placement group whose bundles belong together, the label
+that they share, and which group it is."""
 
 CALL_TIMEOUT_S = 5.0
 NODE_ID_LABEL = "ray.io/node-id"
@@ -46,8 +47,8 @@ class GcsReader:
             _count(found, ask.request, ask.count)
         for gang in state.pending_gang_resource_requests:
             for request in _bundles(gang):
-                _count(found, request, 1)
-        return tuple(Demand(dict(resources), dict(labels), n) for (resources, labels), n in sorted(found.items()))
+                _count(found, request, 1, _together(gang), gang.details)
+        return tuple(Demand(dict(key[0]), dict(key[1]), n, key[2]) for key, n in sorted(found.items()))
 
     def drain(self, ray_node_id: str, kind: Literal["idle", "notice"], deadline_s: float, why: str) -> bool:
         """Ask Ray to give the node no more work. False when `kind` is "idle" and something runs there."""
@@ -134,11 +135,20 @@ def _bundles(gang: Any) -> Iterable[Any]:
     return tuple(gang.bundle_selectors[0].resource_requests if gang.bundle_selectors else gang.requests)
 
 
-def _count(found: dict[_Key, int], request: Any, count: int) -> None:
+def _together(gang: Any) -> str:
+    """The label of `topology_strategy={label: "STRICT_PACK"}`."""
+    if not gang.bundle_selectors or not gang.bundle_selectors[0].HasField("locality_requirement"):
+        return ""
+    constraint = gang.bundle_selectors[0].locality_requirement.locality_constraint
+    return str(constraint.label_name) if constraint.placement_strategy == strict_pack() else ""
+
+
+def _count(found: dict[_Key, int], request: Any, count: int, together: str = "", group: str = "") -> None:
     labels = _labels(request.label_selectors)
     if any(key in labels for key in _PINNED) or any(_GROUP_MARK in name for name in request.resources_bundle):
         return
-    key = tuple(sorted(_resources(request.resources_bundle).items())), tuple(sorted(labels.items()))
+    resources = tuple(sorted(_resources(request.resources_bundle).items()))
+    key = resources, tuple(sorted(labels.items())), together, group if together else ""
     found[key] = found.get(key, 0) + count
 
 

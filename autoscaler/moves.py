@@ -137,14 +137,10 @@ def _to_cheaper(draft: Draft, old: _Movable) -> Launch | None:
     draft.promised.add(seat.node_id)
     node, saved = old.view.node, old.price_micro_usd_h - best.price_micro_usd_h
     overlap = round((best.price_micro_usd_h + old.price_micro_usd_h) * OVERLAP_S / 3600.0)
-    reason = (
-        f"{best.name} ({best.node_type.market} at {format_usd(best.price_micro_usd_h)}/h) holds the {len(old.replicas)} "
-        f"replicas of {node.id} for {format_usd(saved)}/h less; the move costs {format_usd(overlap)}"
-    )
+    reason = f"{best.name} ({best.node_type.market} at {format_usd(best.price_micro_usd_h)}/h) holds the replicas of "
+    reason += f"{node.id} ({len(old.replicas)}) for {format_usd(saved)}/h less; the move costs {format_usd(overlap)}"
     stay = Rejected(f"stay on {node.id}", f"costs {format_usd(saved)}/h more", saved)
-    return Launch(
-        seat.node_id, seat.node_type, seat.zone, f"{MOVE}{node.id}", reason, best.price_micro_usd_h, (stay,)
-    )
+    return Launch(seat.node_id, seat.node_type, seat.zone, f"{MOVE}{node.id}", reason, best.price_micro_usd_h, (stay,))
 
 
 def _pays_back(offer: Offer, price_micro_usd_h: int) -> bool:

@@ -1,8 +1,8 @@
 """The autoscaler's decision: one pure function from a Snapshot to actions, each with its reason in words.
 
-Order is priority: replicas that were published, leases as they were admitted, work without a lease, then the minimum and
-the warm nodes of each type; what nobody was promised and has been idle for long enough goes, and replicas move to where
-they cost less.
+Order is priority: replicas that were published, leases as they were admitted, work without a lease, then the minimum
+and the warm nodes of each type; what nobody was promised and has been idle for long enough goes, and replicas move to
+where they cost less.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How often each spot pool takes nodes back, as seen on our own nodes: by the age of its spell, and on its neighbours."""
+"""How often each spot pool takes nodes back, as seen on our own nodes: by the age of its spell, and by neighbours."""
 
 from __future__ import annotations
 

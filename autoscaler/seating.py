@@ -6,8 +6,8 @@ from raytide.autoscaler import endpoints
 from raytide.autoscaler.draft import Draft, Seating
 from raytide.core.clock import utc
 from raytide.core.coming import Ask, Coming
-from raytide.core.fleet import NodeState
-from raytide.core.gang import Lease, LeaseState, Member, MemberState, Shape
+from raytide.core.fleet import NodeState, NodeType
+from raytide.core.gang import Lease, LeaseState, MemberState, Shape
 from raytide.core.plan import Requeue, Unassign, Wait
 from raytide.core.replicas import is_replica, replica_shape
 from raytide.core.shortfall import Shortfall, amounts
@@ -67,7 +67,9 @@ def _seat_lease(draft: Draft, lease: Lease) -> None:
 def _replace_leaving(draft: Draft, lease: Lease) -> None:
     """A node that will be taken back is replaced while its member still works there."""
     leaving = [member for member in lease.members if member.state is MemberState.LEAVING]
-    draining = {v.node.id: v.node for v in draft.snapshot.nodes if v.node.state is NodeState.DRAINING} if leaving else {}
+    if not leaving:
+        return
+    draining = {view.node.id: view.node for view in draft.snapshot.nodes if view.node.state is NodeState.DRAINING}
     leaving = [member for member in leaving if member.node_id in draining]
     if not leaving:
         return
@@ -133,7 +135,7 @@ def seat_unmanaged(draft: Draft) -> None:
     demands = [d for d in snapshot.demand if not is_replica(d) and any(amount > 0 for amount in d.resources.values())]
     most = {name: max(t.resources.get(name, 0.0) for t in snapshot.node_types) for t in menu for name in t.resources}
     demands.sort(key=lambda demand: -_size(demand, most))
-    shapes = [Shape(resources=dict(demand.resources), labels=dict(demand.labels)) for demand in demands]
+    shapes = [Shape(resources=dict(d.resources), labels=dict(d.labels), together=d.together) for d in demands]
     in_menu = frozenset(node_type.name for node_type in menu)
     asks = [Ask(shape, demand.count, in_menu) for shape, demand in zip(shapes, demands, strict=True)]
     draft.room.coming = Coming(draft.room.market, asks) if asks else None
@@ -143,14 +145,23 @@ def seat_unmanaged(draft: Draft) -> None:
         what = f"work without a lease ({demand.count} x ({amounts(shape)}))"
         before = draft.room.next_node
         placed = draft.room.place(
-            shape, demand.count, at_least=0, menu=menu, max_new=max(0, cap.max_nodes - bought), subject=what
+            shape,
+            demand.count,
+            at_least=demand.count if demand.together else 0,
+            menu=menu,
+            max_new=max(0, cap.max_nodes - bought),
+            subject=what,
         )
-        if isinstance(placed, Shortfall):
-            continue  # not with at_least=0
+        placed = () if isinstance(placed, Shortfall) else placed
         bought += draft.room.next_node - before
         draft.seat(Seating(UNMANAGED, f"{what} finds no room", placed))
         if rest := demand.count - len(placed):
-            _say_unmanaged(draft, shape, rest, what, is_capped=bought >= cap.max_nodes)
+            is_capped = bought >= cap.max_nodes or bool(demand.together and _fits_without_cap(draft, shape, rest, menu))
+            _say_unmanaged(draft, shape, rest, what, is_capped=is_capped)
+
+
+def _fits_without_cap(draft: Draft, shape: Shape, count: int, menu: list[NodeType]) -> bool:
+    return not isinstance(draft.room.copy().place(shape, count, menu=menu, subject=UNMANAGED), Shortfall)
 
 
 def _size(demand: Demand, most: dict[str, float]) -> float:

@@ -12,11 +12,15 @@ from __future__ import annotations
 import argparse
 import random
 import resource
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "platform"))
 
 from raytide.autoscaler.idle import IdleClock
 from raytide.autoscaler.providers.base import Machine
@@ -53,10 +57,11 @@ def node_types(size: Size, chance: random.Random) -> tuple[NodeType, ...]:
     for number in range(size.pools // len(ZONES)):
         gpus = chance.choice([0, 0, 1, 2, 4, 8])
         cpus = chance.choice([16, 32, 64, 96]) if not gpus else 12 * gpus
+        resources = {"CPU": cpus, "memory": 4.0 * cpus} | ({"GPU": gpus} if gpus else {})
         types.append(
             NodeType(
                 name=f"type{number}",
-                resources={"CPU": cpus, "GPU": gpus, "memory": 4.0 * cpus} if gpus else {"CPU": cpus, "memory": 4.0 * cpus},
+                resources=resources,
                 market=chance.choice([Market.SPOT, Market.ON_DEMAND]),
                 price_micro_usd_h=int(1e6 * (0.05 * cpus + 1.5 * gpus) * chance.uniform(0.3, 1.2)),
                 zones=ZONES,
@@ -69,27 +74,40 @@ def node_types(size: Size, chance: random.Random) -> tuple[NodeType, ...]:
 def cluster(size: Size, types: Sequence[NodeType], chance: random.Random) -> tuple[Book, World]:
     """A busy cluster: gangs and replicas hold whole GPUs, tasks hold random shares of the rest."""
     book = Book(next_node=size.nodes + 1)
-    ray_nodes, machines, free = [], [], {}
+    ray_nodes, machines = [], []
     for number in range(1, size.nodes + 1):
         node_type, zone = chance.choice(types), chance.choice(ZONES)
-        ready = chance.random() < 0.97
+        is_ready = chance.random() < 0.97
         node = Node(
-            id=f"node-{number}", type=node_type.name, zone=zone, market=node_type.market,
-            price_micro_usd_h=node_type.price_micro_usd_h, state=NodeState.READY if ready else NodeState.LAUNCHING,
-            requested_at_s=NOW_S - 500, ready_at_s=NOW_S - 400 if ready else None, ray_node_id=f"ray-{number}" if ready else "",
+            id=f"node-{number}",
+            type=node_type.name,
+            zone=zone,
+            market=node_type.market,
+            price_micro_usd_h=node_type.price_micro_usd_h,
+            state=NodeState.READY if is_ready else NodeState.LAUNCHING,
+            requested_at_s=NOW_S - 500,
+            ready_at_s=NOW_S - 400 if is_ready else None,
+            ray_node_id=f"ray-{number}" if is_ready else "",
         )
         book.nodes[node.id] = node
-        left = {name: float(int(amount * chance.choice([0, 0, 0.25, 0.5, 1]))) for name, amount in node_type.resources.items()}
-        free[node.id] = left
+        left = {
+            n: float(int(amount * chance.choice([0, 0, 0.25, 0.5, 1]))) for n, amount in node_type.resources.items()
+        }
         machines.append(Machine(node.id, node.type, zone, node.price_micro_usd_h, NOW_S - 450))
-        if ready:
+        if is_ready:
             labels = {**node_type.all_labels(zone), "ray.io/node-id": f"ray-{number}"}
-            ray_nodes.append(RayNode(f"ray-{number}", node.id, total=node_type.resources, available=left, labels=labels))
+            total = node_type.resources
+            ray_nodes.append(RayNode(f"ray-{number}", node.id, total=total, available=left, labels=labels))
     _add_gangs(book, size, chance)
     loads = _add_endpoints(book, size, chance)
     world = World(
-        machines=tuple(machines), notices=(), ray_nodes=tuple(ray_nodes), demand=tuple(_demand(size, chance)),
-        groups={}, drivers={}, loads=loads,
+        machines=tuple(machines),
+        notices=(),
+        ray_nodes=tuple(ray_nodes),
+        demand=tuple(_demand(size, chance)),
+        groups={},
+        drivers={},
+        loads=loads,
     )
     return book, world
 
@@ -97,7 +115,8 @@ def cluster(size: Size, types: Sequence[NodeType], chance: random.Random) -> tup
 def _add_gangs(book: Book, size: Size, chance: random.Random) -> None:
     ids = [node.id for node in book.nodes.values() if node.state is NodeState.READY]
     for number in range(1, size.gangs + size.queue + 1):
-        shape = Shape(members=chance.choice([1, 2, 4, 8]), resources={"GPU": chance.choice([1.0, 2.0, 4.0, 8.0]), "CPU": 4.0})
+        gpus = chance.choice([1.0, 2.0, 4.0, 8.0])
+        shape = Shape(members=chance.choice([1, 2, 4, 8]), resources={"GPU": gpus, "CPU": 4.0})
         spec = JobSpec(kind=JobKind.GANG, name="g", gang=GangSpec(shapes=(shape,)), heartbeat_timeout_s=1e9)
         is_queued = number > size.gangs
         state = JobState.QUEUED if is_queued else JobState.RUNNING

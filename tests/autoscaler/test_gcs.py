@@ -77,19 +77,21 @@ def test_nodes_demand_and_the_race_free_idle_drain(ray_cluster: Any) -> None:
     ray.get(runs.ready(), timeout=60)
     pinned = placement_group([{"CPU": 4}], bundle_label_selector=[{"ray.io/node-id": node.ray_node_id}])
     foreign = placement_group([{"CPU": 8}] * 2, bundle_label_selector=[{"ray.io/market-type": "!spot"}] * 2)
+    rack = placement_group([{"CPU": 8}] * 3, topology_strategy={"raytide.io/rack": "STRICT_PACK"})
     replica = Holder.options(label_selector={REPLICA_LABEL: "!m.1-x"}).remote()
     raw = [Holder.options(label_selector=spot).remote() for _ in range(2)]
     expected = (
         Demand({"CPU": 3.0}, {REPLICA_LABEL: "!m.1-x"}),
         Demand({"CPU": 3.0}, {"ray.io/market-type": "in(on-demand,spot)"}, count=2),
         Demand({"CPU": 8.0}, {"ray.io/market-type": "!spot"}, count=2),
+        Demand({"CPU": 8.0}, count=3, together="raytide.io/rack"),
     )
     until("Ray's queue shows all but what is pinned", lambda: same(gcs.demand(), expected))
     assert ours(gcs).available["CPU"] == 2.0
     assert ours(gcs).is_busy
     assert not gcs.drain(node.ray_node_id, "idle", time.time() + 30, "test")
 
-    for group in (pinned, foreign, runs):
+    for group in (pinned, foreign, rack, runs):
         remove_placement_group(group)
     for actor in (replica, *raw):
         ray.kill(actor)
@@ -114,6 +116,6 @@ def test_a_gcs_that_does_not_answer_is_an_error_at_once() -> None:
 
 def same(found: tuple[Demand, ...], expected: tuple[Demand, ...]) -> bool:
     def key(demand: Demand) -> tuple[object, ...]:
-        return tuple(demand.resources.items()), tuple(demand.labels.items()), demand.count
+        return tuple(demand.resources.items()), tuple(demand.labels.items()), demand.count, demand.together
 
     return sorted(map(repr, map(key, found))) == sorted(repr(key(demand)) for demand in expected)

@@ -63,7 +63,9 @@ def bought(types: tuple[NodeType, ...], demand: list[Demand]) -> list[Launch]:
 def bound_usd_h(types: tuple[NodeType, ...], demand: list[Demand]) -> float:
     """The relaxed problem: nodes may be bought in parts, and a member may sit on many."""
     pairs = [
-        (s, t) for s, ask in enumerate(demand) for t, node in enumerate(types)
+        (s, t)
+        for s, ask in enumerate(demand)
+        for t, node in enumerate(types)
         if all(amount <= node.resources[name] for name, amount in ask.resources.items())
     ]
     cost = np.array([t.price_micro_usd_h / 1e6 for t in types] + [0.0] * len(pairs))
@@ -86,9 +88,7 @@ prices = st.fixed_dictionaries({name: st.floats(0.8, 1.25) for name in MACHINES}
 
 @settings(max_examples=25, deadline=None)
 @given(demand=works, factors=prices)
-def test_i17_everything_is_held_for_little_more_than_the_bound(
-    demand: list[Demand], factors: dict[str, float]
-) -> None:
+def test_i17_everything_is_held_for_little_more_than_the_bound(demand: list[Demand], factors: dict[str, float]) -> None:
     """One node may be nearly empty, and nodes of one kind cannot be cut: hence the node, and more than the mean."""
     types = menu(factors)
     dearest = max(t.price_micro_usd_h for t in types) / 1e6

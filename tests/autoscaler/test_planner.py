@@ -287,8 +287,7 @@ def test_a_member_that_comes_back_sits_where_the_others_of_its_rack_are() -> Non
     racks = {1: "r1", 2: "r2", 3: "r1"}
     nodes = [view(n, SOLID, used=8 * (n == 1)) for n in racks]
     labelled = tuple(
-        replace(v, labels={**v.labels, "raytide.io/rack": rack})
-        for v, rack in zip(nodes, racks.values(), strict=True)
+        replace(v, labels={**v.labels, "raytide.io/rack": rack}) for v, rack in zip(nodes, racks.values(), strict=True)
     )
     (assign,) = [a for a in decided(nodes=labelled, leases=(lease,)) if isinstance(a, Assign)]
     assert assign.node_id == "node-3"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from raytide.autoscaler.planner import plan
 from raytide.core.endpoint import ServeSpec
-from raytide.core.fleet import NodeType
+from raytide.core.fleet import ZONE_LABEL, NodeType
 from raytide.core.gang import Lease, LeaseState, Member, Shape
 from raytide.core.plan import Action, Launch, Wait
 from raytide.core.replicas import replica_selector
@@ -43,3 +43,13 @@ def test_work_that_takes_nothing_and_replicas_that_the_targets_count_buy_nothing
 def test_a_released_lease_gets_no_node() -> None:
     lease = Lease("lease-1", "job-1", Shape(resources={"CPU": 1}), LeaseState.RELEASED, (Member(0),))
     assert decided(leases=(lease,)) == []
+
+
+def test_a_foreign_group_that_belongs_together_gets_all_its_nodes_in_one_place_or_none() -> None:
+    rack = Demand({"CPU": 4.0}, count=2, together=ZONE_LABEL)
+    types = (CPU4.model_copy(update={"zones": ("a", "b")}),)
+    (wait,) = plan(Snapshot(at_s=0.0, node_types=types, demand=(rack,)))
+    assert isinstance(wait, Wait)
+    assert wait.constraint == "cap", "one of the two could be bought"
+    both = plan(Snapshot(at_s=0.0, node_types=types, demand=(rack,), unmanaged=Unmanaged(max_nodes=2)))
+    assert [action.zone for action in both if isinstance(action, Launch)] == ["a", "a"]

@@ -42,6 +42,12 @@ def label_in_operator() -> int:
     return int(common_pb2.LabelSelectorOperator.LABEL_OPERATOR_IN)  # type: ignore[attr-defined]
 
 
+def strict_pack() -> int:
+    from ray.core.generated import common_pb2
+
+    return int(common_pb2.PlacementStrategy.STRICT_PACK)  # type: ignore[attr-defined]
+
+
 def serve_controller() -> Any:
     """The handle of Serve's controller; ValueError when Serve does not run."""
     import ray

@@ -41,6 +41,8 @@ class Demand:
     resources: Resources
     labels: Mapping[str, str] = field(default_factory=dict)
     count: int = 1
+    together: str = ""
+    """A label of nodes: all of it sits where that has one value, or nowhere."""
 
 
 @dataclass(frozen=True, slots=True)

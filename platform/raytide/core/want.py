@@ -64,7 +64,8 @@ def why_not(
     needs = f"needs {count} x ({amounts(shape)}), {min(now, count)} fit now"
     if now < count and now + sum(many for name, many in buyable.items() if name not in rested) >= count:
         retry_at_s = min(market.retry_at_s(offer) for offer in resting)
-        waiting = [offer.name for offer in resting if offer.node_type.name not in rested and buyable[offer.node_type.name]]
+        out = {name for name, many in buyable.items() if many and name not in rested}
+        waiting = [offer.name for offer in resting if offer.node_type.name in out]
         return Shortfall(
             "stock",
             f"{subject} waits for nodes: {needs}; the provider had no {', '.join(waiting)}; "
