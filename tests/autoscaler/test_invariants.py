@@ -43,13 +43,15 @@ SPEC = ServeSpec(
     name="m", model="/m", resources={"CPU": 2}, replicas=Replicas(min=1, max=4, target_ongoing=4, downscale_delay_s=15)
 )
 
+GPU_SPEC = SPEC.model_copy(update={"name": "g", "resources": {"GPU": 1}, "replicas": Replicas(max=4, target_ongoing=4)})
+
 
 class Storm(RuleBasedStateMachine):
     """Jobs, requests, tasks, empty pools, notices, reclaims, silence and crashes, in any order."""
 
     @initialize()
     def start(self) -> None:
-        self.cluster = Cluster(FLEET, unmanaged=UnmanagedSection(max_nodes=1))
+        self.cluster = Cluster(FLEET, unmanaged=UnmanagedSection(max_nodes=1), watch=promises.check)
         self.jobs: list[str] = []
 
     @rule(
@@ -109,8 +111,7 @@ class Storm(RuleBasedStateMachine):
     @rule(ticks=st.integers(1, 12), dt_s=st.sampled_from([0.5, 2.0, 7.0]))
     def run(self, ticks: int, dt_s: float) -> None:
         for _ in range(ticks):
-            actions = self.cluster.tick(dt_s)
-        promises.check(self.cluster.seen, actions)
+            self.cluster.tick(dt_s)
 
     @rule(point=st.sampled_from(CRASH_POINTS), calls=st.integers(0, 5))
     def crash(self, point: CrashPoint, calls: int) -> None:
@@ -146,8 +147,46 @@ class Storm(RuleBasedStateMachine):
         self.cluster.check_no_leak()
 
 
+class Prices(RuleBasedStateMachine):
+    """An endpoint for hours, while spot comes and goes and money is short: its replicas move, and none is missed."""
+
+    @initialize(soft=st.sampled_from([None, 2_000_000]))
+    def start(self, soft: int | None) -> None:
+        self.cluster = Cluster(FLEET, watch=promises.check)
+        self.cluster.limits = Limits(soft)
+        self.cluster.serve(GPU_SPEC, ongoing=4.0)
+
+    @rule(ongoing=st.sampled_from([0.0, 7.0, 16.0, 40.0]))
+    def load(self, ongoing: float) -> None:
+        self.cluster.ongoing["g"] = ongoing
+        self._minutes(15)
+
+    @rule(zone=st.sampled_from(SPOT.zones), nodes=st.sampled_from([0, 1, None]))
+    def stock(self, zone: str, nodes: int | None) -> None:
+        self.cluster.provider.set_stock("gpu2.spot", zone, nodes)
+        self._minutes(3)
+
+    @rule(hard=st.sampled_from([None, 3_500_000, 8_000_000]))
+    def limit(self, hard: int | None) -> None:
+        self.cluster.limits = replace(self.cluster.limits, hard_micro_usd_h=hard)
+        self._minutes(3)
+
+    @rule(data=st.data(), notice_s=st.sampled_from([0.0, 120.0]))
+    def notice(self, data: st.DataObject, notice_s: float) -> None:
+        if spot := [machine for machine in self.cluster.machines() if machine.node_type == "gpu2.spot"]:
+            self.cluster.provider.give_notice(data.draw(st.sampled_from(spot)).node_id, notice_s)
+        self._minutes(3)
+
+    def _minutes(self, minutes: int) -> None:
+        for _ in range(2 * minutes):
+            self.cluster.tick(30.0)
+
+
 TestStorm = Storm.TestCase
-TestStorm.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+TestStorm.settings = settings(max_examples=20, stateful_step_count=25, deadline=None)
+
+TestPrices = Prices.TestCase
+TestPrices.settings = settings(max_examples=15, stateful_step_count=15, deadline=None)
 
 
 class LongStorm(Storm):
@@ -156,6 +195,14 @@ class LongStorm(Storm):
 
 TestLongStorm = pytest.mark.soak(pytest.mark.timeout(0)(LongStorm.TestCase))
 TestLongStorm.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+
+
+class LongPrices(Prices):
+    """The same for long, by `./dev soak`."""
+
+
+TestLongPrices = pytest.mark.soak(pytest.mark.timeout(0)(LongPrices.TestCase))
+TestLongPrices.settings = settings(max_examples=300, stateful_step_count=30, deadline=None)
 
 
 def test_i4_constant_demand_ends_in_a_thousand_passes_without_a_deed() -> None:

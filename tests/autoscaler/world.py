@@ -6,7 +6,7 @@ The store is a copy of the records, so that a crash is: throw the copy away, or 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -183,6 +183,8 @@ class Cluster:
     node_types: tuple[NodeType, ...]
     unmanaged: UnmanagedSection = field(default_factory=UnmanagedSection)
     launch_delay_s: float = 8.0
+    watch: Callable[[Snapshot, tuple[Action, ...]], None] = lambda seen, actions: None
+    """Sees every decision that does something."""
 
     def __post_init__(self) -> None:
         self.types = {t.name: t for t in self.node_types}
@@ -241,6 +243,8 @@ class Cluster:
         self.seen = snapshot(book, look, self.idle, self.config, now_s)
         self.seen = replace(self.seen, quotes=quotes, limits=self.limits)
         plan = decide(self.seen)
+        if any(not isinstance(action, Wait) for action in plan.actions):
+            self.watch(self.seen, plan.actions)
         settle(book, plan, self.types)
         if crash == "before persist":
             return ()

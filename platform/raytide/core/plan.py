@@ -124,7 +124,7 @@ class Plan:
 
 def describe(action: Action) -> dict[str, object]:
     """An action as JSON, its kind first."""
-    fields = asdict(action)
+    fields = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(action).items()}
     if isinstance(action, Admit):
         fields["lease"] = {"id": action.lease.id, "shape": action.lease.shape.describe()}
     return {"action": type(action).__name__.lower(), **fields}

@@ -92,11 +92,11 @@ class Room:
             room._add(Seat(node.id, node.type, node.zone, is_new=False), _RANK[node.state], free, view.labels)
         leaving = leaving_nodes(snapshot)
         zones = {view.node.ray_node_id: view.node.zone for view in snapshot.nodes}
-        for view in snapshot.endpoints:
-            if missing := missing_replicas(view, snapshot, leaving):
-                name, hosts = view.endpoint.name, view.load.replica_nodes if view.load else ()
+        for served in snapshot.endpoints:
+            if missing := missing_replicas(served, snapshot, leaving):
+                name, hosts = served.endpoint.name, served.load.replica_nodes if served.load else ()
                 there = Counter(zones[node] for node in hosts if node in zones and node not in leaving)
-                seats = room.place(replica_shape(view), missing, at_least=0, subject=name, spread_from=there)
+                seats = room.place(replica_shape(served), missing, at_least=0, subject=name, spread_from=there)
                 room.missing[name], room.replicas[name] = missing, () if isinstance(seats, Shortfall) else seats
         return room
 
