@@ -44,7 +44,7 @@ def test_fifty_random_kills_in_processes(tmp_path: Path, say: Callable[[str], No
         checkpoint_every=3,
         export=False,
         record_samples=True,
-        collective_timeout_s=4.0,
+        collective_timeout_s=8.0,
     )
     say(f"\n{KILLS} kills, seed {SEED} (SOAK_SEED)")
     run = Run(spec, Shape(members=4, min_members=1, resources={"CPU": 1.0}))
