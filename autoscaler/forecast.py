@@ -10,10 +10,28 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 
+MEMORY_S = 900.0
 MEMORIES_S = (300.0, 900.0, 2400.0)
 LEAST_RPS = 1e-3
 _JUDGED_OVER_S = 600.0
 _DAY_S = 86400.0
+
+
+@dataclass(slots=True)
+class UsualRate:
+    _sum: float = 0.0
+    _weight: float = 0.0
+
+    def observe(self, requests: int, dt_s: float) -> None:
+        if dt_s <= 0:
+            return
+        fade = math.exp(-dt_s / MEMORY_S)
+        self._sum = self._sum * fade + requests / dt_s * (1.0 - fade)
+        self._weight = self._weight * fade + 1.0 - fade
+
+    @property
+    def rps(self) -> float:
+        return self._sum / self._weight if self._weight else 0.0
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
 """Ray's cluster state and drains, straight from its GCS.
 
 A call takes about a millisecond and needs no driver connection. Utilisation is not here: GCS knows logical resources
-only.
+only, and where each node's agent tells the rest (meters.py).
 """
 
 from __future__ import annotations
@@ -49,6 +49,15 @@ class GcsReader:
             for request in _bundles(gang):
                 _count(found, request, 1, _together(gang), gang.details)
         return tuple(Demand(dict(key[0]), dict(key[1]), n, key[2]) for key, n in sorted(found.items()))
+
+    def metrics_addresses(self) -> dict[str, str]:
+        """Where Ray's agent on each living node tells its metrics, `host:port`, by the id that Ray knows us by."""
+        nodes = self._call("list Ray's nodes", lambda client: client.get_all_node_info(timeout=CALL_TIMEOUT_S))
+        return {
+            node.instance_id: f"{node.node_manager_address}:{node.metrics_export_port}"
+            for node in nodes.values()
+            if node.state == node.ALIVE and node.instance_id and node.metrics_export_port
+        }
 
     def drain(self, ray_node_id: str, kind: Literal["idle", "notice"], deadline_s: float, why: str) -> bool:
         """Ask Ray to give the node no more work. False when `kind` is "idle" and something runs there."""

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 
 from raytide.core.fleet import NodeState, NodeType
 from raytide.core.money import format_usd
-from raytide.core.plan import Drain, Rejected, Terminate
+from raytide.core.plan import Drain, Rejected, Terminate, Wait
 from raytide.core.snapshot import NodeView, Snapshot
 
 IDLE_DRAIN_S = 30.0
@@ -33,7 +33,7 @@ def past_deadline(snapshot: Snapshot) -> Iterator[Terminate]:
             yield Terminate(view.node.id, f"its deadline has passed: {view.node.reason}")
 
 
-def idle(snapshot: Snapshot, *, keep: Collection[str]) -> Iterator[Drain]:
+def idle(snapshot: Snapshot, *, keep: Collection[str]) -> Iterator[Drain | Wait]:
     """Drains that Ray refuses if anything runs there, so that a task that starts meanwhile is safe."""
     types = {t.name: t for t in snapshot.node_types}
     kept = {*keep, *_seats_taken(snapshot)}
@@ -45,7 +45,9 @@ def idle(snapshot: Snapshot, *, keep: Collection[str]) -> Iterator[Drain]:
         min_nodes = node_type.min_nodes if node_type else 0
         if node.state is not NodeState.READY or node.id in kept or staying[node.type] <= min_nodes:
             continue
-        if view.idle_s > 0 and view.idle_s >= timeout_s:
+        if view.idle_s > 0 and view.idle_s >= timeout_s and view.busy:
+            yield Wait(node.id, "signal", view.busy)
+        elif view.idle_s > 0 and view.idle_s >= timeout_s:
             staying[node.type] -= 1
             price, saved = node.price_micro_usd_h, format_usd(node.price_micro_usd_h)
             reason = f"idle for {view.idle_s:.0f} s (limit {timeout_s:.0f} s); saves {saved}/h"

@@ -45,7 +45,8 @@ class _Live:
 
 class FakeEngine(BasicEngine):
     """`tokens_per_s` None answers as fast as the event loop turns. A prompt that contains `fail_on` fails with
-    EngineError. A block is a place among the running.
+    EngineError. A block is a place among the running; with `kv_tokens` it is a token, and each one said takes another,
+    so that the use of the cache grows while the number of requests does not. A full cache stops nobody.
     """
 
     backend = "fake"
@@ -59,6 +60,7 @@ class FakeEngine(BasicEngine):
         max_model_len: int = 4096,
         max_running: int = 64,
         max_waiting: int = 256,
+        kv_tokens: int = 0,
         fail_on: str | None = None,
     ) -> None:
         self._model = model
@@ -67,6 +69,7 @@ class FakeEngine(BasicEngine):
         self._max_model_len = max_model_len
         self._max_waiting = max_waiting
         self._fail_on = fail_on
+        self._kv_tokens = kv_tokens
         self._places = Places(max_running)
         self._stats = EngineStats(num_blocks=max_running, free_blocks=max_running)
         self._live: dict[str, _Live] = {}
@@ -84,8 +87,8 @@ class FakeEngine(BasicEngine):
             model=self._model,
             backend=self.backend,
             max_model_len=self._max_model_len,
-            block_size=self._max_model_len,
-            num_blocks=self._stats.num_blocks,
+            block_size=1 if self._kv_tokens else self._max_model_len,
+            num_blocks=self._kv_tokens or self._stats.num_blocks,
             features=_FEATURES,
             weights_version=self._version,
         )
@@ -207,7 +210,10 @@ class FakeEngine(BasicEngine):
         return list("\n".join(f"{message.role}: {message.content}" for message in messages).encode())
 
     async def stats(self) -> EngineStats:
-        return replace(self._stats)
+        if not self._kv_tokens:
+            return replace(self._stats)
+        held = sum(len(live.prompt) + sum(len(v.tokens) for v in live.voices) for live in self._live.values())
+        return replace(self._stats, num_blocks=self._kv_tokens, free_blocks=max(0, self._kv_tokens - held))
 
     async def cached_prefix(self, token_ids: Sequence[int], *, lora: str | None = None, cache_salt: str = "") -> int:
         return self._served.cached(lora, cache_salt, _bytes(token_ids))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from raytide.actors.gang.group import Group, GroupKey, GroupState, WantedGroup
 from raytide.core.errors import ClusterError
 from raytide.core.gang import Member
+from raytide.core.patience import within
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -20,12 +21,16 @@ _NODE_ID_LABEL = "ray.io/node-id"
 _STATES: dict[str, GroupState] = {"CREATED": "ready", "REMOVED": "removed"}
 
 
+LIST_TIMEOUT_S = 5.0
+
+
 class PlacementGroups:
     """The actuator of leases. It needs a process that is connected to Ray."""
 
     def list(self) -> dict[GroupKey, Group]:
         """Every placement group of raytide's that Ray knows; removed ones for as long as Ray remembers them."""
-        groups = [group for info in _table().values() if (group := _group(info)) is not None]
+        table = within(LIST_TIMEOUT_S, "the GCS to list placement groups", _table)
+        groups = [group for info in table.values() if (group := _group(info)) is not None]
         # A removed group and its successor may bear one name if somebody removed it by hand; the living one counts.
         return {group.key: group for group in sorted(groups, key=lambda g: g.state != "removed")}
 

@@ -7,20 +7,18 @@ endpoints go on answering while raytide's controller is dead, and the next one c
 from __future__ import annotations
 
 import json
-import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 
 from raytide.actors.serving import edge, policy
 from raytide.actors.serving.application import Application
 from raytide.core import ray_internals
-from raytide.core.endpoint import Endpoint, EndpointLoad
-from raytide.core.errors import ClusterError, RaytideError, WaitTimeoutError
+from raytide.core.endpoint import Counters, Endpoint, EndpointLoad, ReplicaLoad
+from raytide.core.patience import within
 
 __all__ = ["LOOK_TIMEOUT_S", "ServeControl"]
 
-_T = TypeVar("_T")
 LOOK_TIMEOUT_S = 4.0
 """raytide's controller waits this long for a look at Serve, however many endpoints there are."""
 
@@ -57,7 +55,7 @@ class ServeControl:
                 },
             )
 
-        _within(self._start_timeout_s, "Ray Serve to start", call)
+        within(self._start_timeout_s, "Ray Serve to start", call)
 
     def deploy(self, endpoint: Endpoint, *, is_there: bool) -> bool:
         """Ask Serve for the endpoint; its replicas start in the background. The same one again changes nothing.
@@ -80,12 +78,12 @@ class ServeControl:
             serve.run_many([target], wait_for_applications_running=False)
             self._put(_spec_key(endpoint.name), spec)
 
-        _within(self._start_timeout_s, f"Ray Serve to accept endpoint {endpoint.name}", call)
+        within(self._start_timeout_s, f"Ray Serve to accept endpoint {endpoint.name}", call)
         return True
 
     def publish(self, name: str, target: int) -> None:
         """How many replicas the endpoint is to have; Serve's controller acts on it within about a second."""
-        _within(self._call_timeout_s, f"the GCS to store the target of {name}", lambda: self._publish(name, target))
+        within(self._call_timeout_s, f"the GCS to store the target of {name}", lambda: self._publish(name, target))
 
     def loads(self, names: Iterable[str]) -> dict[str, EndpointLoad]:
         """By endpoint, those left out of which Serve has said nothing yet. One look for all of them."""
@@ -100,12 +98,12 @@ class ServeControl:
                 if name in applications and policy.load_key(name) in said
             }
 
-        return _within(self._look_timeout_s, "Ray Serve to tell its load", call)
+        return within(self._look_timeout_s, "Ray Serve to tell its load", call)
 
     def applications(self) -> dict[str, Application]:
         """The endpoints that Serve has, those included whose replicas still finish what they answer."""
         timeout_s = self._look_timeout_s
-        return _within(timeout_s, "Ray Serve's controller to answer", lambda: _applications(timeout_s))
+        return within(timeout_s, "Ray Serve's controller to answer", lambda: _applications(timeout_s))
 
     def delete(self, name: str, *, is_there: bool) -> None:
         """Forget the endpoint, and take it from Serve if that has it; its replicas finish what they answer."""
@@ -119,7 +117,7 @@ class ServeControl:
             if is_there:
                 serve.delete(name, _blocking=False)
 
-        _within(self._start_timeout_s, f"Ray Serve to delete endpoint {name}", call)
+        within(self._start_timeout_s, f"Ray Serve to delete endpoint {name}", call)
 
     def _publish(self, name: str, target: int) -> None:
         self._put(policy.target_key(name), str(target).encode())
@@ -150,38 +148,27 @@ def _applications(timeout_s: float) -> dict[str, Application]:
 
 
 def _load(application: Application, said: bytes) -> EndpointLoad:
+    """Serve forgets the requests of a router that went silent; the engines that answer them do not."""
     seen = json.loads(said)
+    replicas = tuple(_replica(name, words) for name, words in sorted(seen.get("replicas", {}).items()))
+    held = sum(replica.running + replica.waiting for replica in replicas)
     return EndpointLoad(
         at_s=seen["at_s"],
-        ongoing=seen["ongoing"],
+        ongoing=max(seen["ongoing"], held + seen.get("queued", 0.0)),
         ready=application.ready,
         replica_nodes=application.replica_nodes,
+        replicas=replicas,
     )
+
+
+def _replica(name: str, words: Mapping[str, float]) -> ReplicaLoad:
+    now, since = (
+        {field.name: words[field.name] for field in fields(kind) if field.name in words}
+        for kind in (ReplicaLoad, Counters)
+    )
+    return ReplicaLoad(id=name, counters=Counters(**since), **now)
 
 
 def _spec_key(name: str) -> bytes:
     """What was last deployed, and when it was created: a restarted controller tells a new one from the old."""
     return f"{name}/spec".encode()
-
-
-def _within(timeout_s: float, what: str, call: Callable[[], _T]) -> _T:
-    """Serve's own calls wait without limit, so they run in a thread that is left behind when it takes too long."""
-    done: list[_T] = []
-    failed: list[Exception] = []
-
-    def run() -> None:
-        try:
-            done.append(call())
-        except Exception as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=run, name=what, daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if thread.is_alive():
-        raise WaitTimeoutError(f"waited {timeout_s:g} s for {what}.", hint="`raytide status` says how the cluster is.")
-    if not failed:
-        return done[0]
-    if isinstance(failed[0], RaytideError):
-        raise failed[0]
-    raise ClusterError(f"while waiting for {what}: {failed[0]}", hint="Serve's own logs have more.") from failed[0]

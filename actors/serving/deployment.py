@@ -48,6 +48,10 @@ class Replica:
         if problem := await self._server.problem():
             raise EngineError(f"replica {self._server.replica}: {problem}.")
 
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve asks for them several times a second and shows them to `policy.py` with the time."""
+        return self._server.metrics.said(await self._server.engine.stats())
+
     async def __del__(self) -> None:
         """Serve calls this once when the replica goes, after its requests have ended."""
         if hasattr(self, "_server"):  # not when the engine's options were refused

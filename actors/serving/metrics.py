@@ -34,6 +34,8 @@ class ServingMetrics:
             "raytide_inter_token_seconds", "Between two tokens of one request", _INTER_TOKEN_S
         )
         self.request = self._histogram("raytide_request_seconds", "From the request to its end", _REQUEST_S)
+        self._asked = self._first_tokens = 0
+        self._first_token_s = 0.0
         self._outcomes = Counter(
             "raytide_requests", "Requests by how they ended", ("model", "api", "outcome"), registry=self.registry
         )
@@ -42,7 +44,26 @@ class ServingMetrics:
         return Histogram(name, text, ("model",), registry=self.registry, buckets=buckets).labels(self._model)
 
     def track(self, api: str) -> Track:
+        self._asked += 1
         return Track(self, api)
+
+    def said(self, stats: EngineStats) -> dict[str, float]:
+        """What raytide's controller is told (`raytide.core.endpoint.ReplicaLoad`): by name, numbers alone."""
+        return {
+            "running": float(stats.running),
+            "waiting": float(stats.waiting),
+            "kv_use": _kv_use(stats),
+            "requests": float(self._asked),
+            "prompt_tokens": float(stats.prompt_tokens - stats.cached_tokens),
+            "output_tokens": float(stats.generated_tokens),
+            "first_tokens": float(self._first_tokens),
+            "first_token_s": self._first_token_s,
+        }
+
+    def first_token_after(self, seconds: float) -> None:
+        self._first_tokens += 1
+        self._first_token_s += seconds
+        self.first_token.observe(seconds)
 
     def count(self, api: str, outcome: Outcome) -> None:
         self._outcomes.labels(self._model, api, outcome).inc()
@@ -70,7 +91,7 @@ class Track:
             return
         now_s = time.perf_counter()
         if not self._seen:
-            self._metrics.first_token.observe(now_s - self._began_s)
+            self._metrics.first_token_after(now_s - self._began_s)
         elif choice in self._seen:
             for _ in range(count):
                 self._metrics.inter_token.observe((now_s - self._last_s) / count)
@@ -92,10 +113,9 @@ class _EngineCollector:
 
     def collect(self) -> Iterable[Metric]:
         stats = self._stats
-        used = 1.0 - stats.free_blocks / stats.num_blocks if stats.num_blocks else 0.0
         yield self._gauge("raytide_requests_running", "Requests that hold KV blocks", stats.running)
         yield self._gauge("raytide_requests_waiting", "Requests that wait for a place in the engine", stats.waiting)
-        yield self._gauge("raytide_kv_use_ratio", "Share of the KV blocks in use", used)
+        yield self._gauge("raytide_kv_use_ratio", "Share of the KV blocks in use", _kv_use(stats))
         yield self._gauge("raytide_step_seconds", "Moving average of one engine step", stats.step_ms / 1e3)
         yield self._counter("raytide_steps", "Engine steps", stats.steps)
         yield self._counter("raytide_prompt_tokens", "Prompt tokens of requests", stats.prompt_tokens)
@@ -114,3 +134,7 @@ class _EngineCollector:
         family = CounterMetricFamily(name, text, labels=("model",))
         family.add_metric((self._model,), value)
         return family
+
+
+def _kv_use(stats: EngineStats) -> float:
+    return 1.0 - stats.free_blocks / stats.num_blocks if stats.num_blocks else 0.0

@@ -28,7 +28,9 @@ def target_key(endpoint: str) -> bytes:
 
 
 def load_key(endpoint: str) -> bytes:
-    """What Serve last saw: JSON with at_s, ongoing (queued included), queued, running replicas."""
+    """What Serve last saw: JSON with at_s, ongoing (queued included), queued, running replicas, and by replica what it
+    said of itself and when.
+    """
     return f"{endpoint}/load".encode()
 
 
@@ -54,7 +56,20 @@ def _exchange(ctx: AutoscalingContext, now_s: float) -> int | None:
         "ongoing": ctx.total_num_requests,
         "queued": ctx.total_queued_requests or 0.0,
         "running": ctx.current_num_replicas,
+        "replicas": _said(ctx),
     }
     _internal_kv_put(load_key(endpoint), json.dumps(load).encode(), namespace=KV_NAMESPACE)
     published = _internal_kv_get(target_key(endpoint), namespace=KV_NAMESPACE)
     return int(published) if published else None
+
+
+def _said(ctx: AutoscalingContext) -> dict[str, dict[str, float]]:
+    """The last word of each replica. Serve goes on showing it when the replica has gone silent: `at_s` tells."""
+    said: dict[str, dict[str, float]] = {}
+    for name, by_replica in (ctx.raw_metrics or {}).items():
+        for replica, series in by_replica.items():
+            if series:
+                words = said.setdefault(replica.unique_id, {"at_s": series[-1].timestamp})
+                words[name] = series[-1].value
+                words["at_s"] = min(words["at_s"], series[-1].timestamp)
+    return said

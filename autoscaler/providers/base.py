@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,6 +22,8 @@ class Machine:
     address: str = ""
     ray_id: str = ""
     """What Ray calls it, where that is not raytide's id: KubeRay starts each pod's raylet under the pod's name."""
+    meter: str = ""
+    """`host:port` of an exporter of its own physical use; empty where Ray's agent speaks for the machine."""
     reason: str = ""
     """Why it ended: "terminated", "reclaimed", "exited with 1"."""
 
@@ -48,6 +50,9 @@ class Provider(Protocol):
 
     def notices(self) -> tuple[Notice, ...]:
         """Machines that the provider announced it will take back and that still run."""
+
+    def prices(self) -> Mapping[tuple[str, str], int]:
+        """Present prices by node type and zone, micro-dollars an hour; of those left out the configured one holds."""
 
     def watch(self, on_change: Callable[[], None]) -> None:
         """Call `on_change`, from any thread, as soon as a machine ends or gets a notice."""

@@ -97,6 +97,9 @@ class CloudProvider:
         """None: a cloud tells the machine, not its owner."""
         return ()
 
+    def prices(self) -> Mapping[tuple[str, str], int]:
+        return {}
+
     def watch(self, on_change: Callable[[], None]) -> None:
         """Look at the cloud every ten seconds, since none of Ray's providers can be listened to."""
         self._watcher = threading.Thread(target=self._look, args=(on_change,), name="cloud", daemon=True)

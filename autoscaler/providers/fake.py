@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from raytide.autoscaler.providers.base import Machine, Notice
@@ -45,6 +45,9 @@ class FakeProvider:
     def notices(self) -> tuple[Notice, ...]:
         running = {machine.node_id for machine in self.machines() if machine.ended_at_s is None}
         return tuple(notice for notice in self._notices.values() if notice.node_id in running)
+
+    def prices(self) -> Mapping[tuple[str, str], int]:
+        return dict(self._prices)
 
     def watch(self, on_change: Callable[[], None]) -> None:
         self._watchers.append(on_change)

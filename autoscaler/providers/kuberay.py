@@ -8,7 +8,7 @@ there are, so a call that was lost is made good by the next.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,6 +85,9 @@ class KubeRayProvider:
     def notices(self) -> tuple[Notice, ...]:
         """None: Kubernetes evicts pods, and KubeRay drains the Ray node of one that ends."""
         return ()
+
+    def prices(self) -> Mapping[tuple[str, str], int]:
+        return {}
 
     def watch(self, on_change: Callable[[], None]) -> None:
         """Look at the pods every five seconds."""

@@ -105,6 +105,7 @@ class LocalProvider:
                 started_at_s=purchase.started_at_s,
                 ended_at_s=over.ended_at_s if over else None,
                 address=purchase.address,
+                meter=folder.meter(),
                 reason=over.reason if over else "",
             )
             found[folder.node_id] = machine
@@ -120,6 +121,9 @@ class LocalProvider:
         """The folders of nodes that were not seen to have ended: what is written of an end never changes."""
         names = set(node_names(self._run_dir)) - self._over.keys()
         return [NodeFolder(self._run_dir / "nodes" / name) for name in sorted(names)]
+
+    def prices(self) -> Mapping[tuple[str, str], int]:
+        return {}
 
     def watch(self, on_change: Callable[[], None]) -> None:
         if self._watcher is not None:

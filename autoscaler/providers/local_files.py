@@ -104,6 +104,14 @@ class NodeFolder:
         assert end is not None
         return end
 
+    def meter(self) -> str:
+        """Where its fake GPU exporter listens; empty when it has none."""
+        record = read_json(self.path / "meter.json")
+        return "" if record is None else str(record["address"])
+
+    def record_meter(self, address: str) -> None:
+        write_json(self.path / "meter.json", {"address": address})
+
     def notice(self) -> float | None:
         """When the provider will take the node back, if it said so."""
         record = read_json(self.path / "notice.json")

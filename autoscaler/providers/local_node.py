@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from raytide.autoscaler.providers.local_files import MARK, NodeFolder, Purchase
+from raytide.autoscaler.providers.local_meter import start_meter
 from raytide.core import ray_internals
 from raytide.core.errors import ClusterError
 from raytide.core.processes import Process, kill_marked
@@ -37,6 +38,8 @@ def main(path: str, lock: str) -> int:
     try:
         raylet = start_raylet(purchase)
         signal.signal(signal.SIGTERM, _stop)
+        if purchase.resources.get("GPU"):
+            folder.record_meter(start_meter(folder, purchase))
         raylet.wait(None)
         folder.announce_end("its raylet ended")
     except SystemExit:

@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 
 from raytide.autoscaler.gcs import GcsReader
+from raytide.autoscaler.meters import Meters
+from raytide.autoscaler.providers.base import Machine
 from raytide.autoscaler.ray_node import RayNode
+from raytide.core.clock import SystemClock
 from raytide.core.errors import ClusterError
 from raytide.core.fleet import Market, Node, NodeState
 from raytide.core.replicas import REPLICA_LABEL
+from raytide.core.signals import Signal
 from raytide.core.snapshot import Demand
 
 pytestmark = pytest.mark.cluster
@@ -53,6 +57,24 @@ def until(what: str, seen: Callable[[], bool], timeout_s: float = 60.0) -> None:
 def ours(gcs: GcsReader) -> RayNode:
     (node,) = (node for node in gcs.nodes() if node.node_id == "node-1")
     return node
+
+
+def test_ray_s_own_agents_tell_how_busy_their_nodes_are(ray_cluster: Any) -> None:
+    """Before the next test drains the node."""
+    clock = SystemClock()
+    meters = Meters(GcsReader(ray_cluster.address), clock)
+    meters._machines = (Machine("node-1", "cpu4", "local", 1, 0.0),)  # without its thread
+
+    def cpu() -> Signal | None:
+        meters.ask()
+        return meters.heard()["node-1"].get("cpu")
+
+    until("the agent of the node to have measured", lambda: cpu() is not None)
+    found = cpu()
+    assert found is not None
+    assert 0.0 <= found.value <= 1.0
+    assert found.is_fresh(clock.now_s())
+    assert "gpu" not in meters.heard()["node-1"], "there is none"
 
 
 def test_nodes_demand_and_the_race_free_idle_drain(ray_cluster: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from raytide.autoscaler.planner import plan
-from raytide.core.endpoint import Endpoint, EndpointLoad, EndpointState, Replicas, ServeSpec
+from raytide.core.endpoint import Endpoint, EndpointLoad, EndpointState, ReplicaLoad, Replicas, ServeSpec
 from raytide.core.fleet import Market, Node, NodeState, NodeType
 from raytide.core.gang import Lease, LeaseState, Member, MemberState, Shape
 from raytide.core.plan import Action, Assign, Drain, Launch, Rejected, Scale, Terminate, Unassign, Wait
@@ -145,7 +145,8 @@ def test_load_raises_the_target_and_the_node_for_the_new_replica_in_one_plan() -
 
 
 def test_a_replica_goes_only_after_its_delay_and_never_on_stale_word() -> None:
-    quiet = EndpointLoad(at_s=999.0, ongoing=0.0, ready=2, replica_nodes=("ray-1", "ray-2"))
+    spoke = tuple(ReplicaLoad(name, at_s=999.0) for name in "ab")
+    quiet = EndpointLoad(at_s=999.0, ongoing=0.0, ready=2, replica_nodes=("ray-1", "ray-2"), replicas=spoke)
     nodes = (view(1, used=4), view(2, used=4))
     low = endpoint(2, quiet)
     fresh = EndpointView(_low_since(low.endpoint, 980.0), quiet)

@@ -15,7 +15,7 @@ from raytide.autoscaler.instances import requested
 from raytide.autoscaler.providers.fake import FakeProvider
 from raytide.autoscaler.ray_node import RayNode
 from raytide.core.clock import VirtualClock
-from raytide.core.endpoint import Endpoint, EndpointLoad, EndpointState, Replicas, ServeSpec
+from raytide.core.endpoint import Endpoint, EndpointLoad, EndpointState, ReplicaLoad, Replicas, ServeSpec
 from raytide.core.errors import ProviderError
 from raytide.core.fleet import NodeType
 from raytide.core.gang import Lease, LeaseState, Shape
@@ -30,7 +30,7 @@ ENDPOINT = Endpoint(SPEC, "me", EndpointState.RUNNING, 0.0, target_replicas=2)
 
 
 def heard(ongoing: float, at_s: float = 100.0) -> EndpointLoad:
-    return EndpointLoad(at_s, ongoing, 2)
+    return EndpointLoad(at_s, ongoing, 2, replicas=tuple(ReplicaLoad(name, at_s) for name in "ab"))
 
 
 @given(less=st.floats(0, 100), more=st.floats(0, 100))

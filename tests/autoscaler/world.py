@@ -25,7 +25,7 @@ from raytide.control.world import Sources
 from raytide.control.world import World as Look
 from raytide.core.clock import VirtualClock
 from raytide.core.cluster import ClusterConfig, RaytideSection, UnmanagedSection
-from raytide.core.endpoint import Endpoint, EndpointLoad, EndpointState, ServeSpec
+from raytide.core.endpoint import Endpoint, EndpointLoad, EndpointState, ReplicaLoad, ServeSpec
 from raytide.core.errors import ClusterError
 from raytide.core.fleet import Node, NodeState, NodeType, Resources, fits, labels_match, minus
 from raytide.core.gang import GangSpec, LeaseState, MemberState, Shape
@@ -283,7 +283,7 @@ class Cluster:
     def _apply(self, plan: Plan, look: Look, crash: CrashPoint | None, crash_in: int) -> None:
         self.provider.crash_in = crash_in if crash == "in apply" else -1
         nothing = _Nothing()
-        sources = Sources(self.provider, self.ray, self.ray, nothing, nothing, nothing)  # type: ignore[arg-type]
+        sources = Sources(self.provider, self.ray, self.ray, nothing, nothing, nothing, nothing)  # type: ignore[arg-type]
         try:
             outcome = apply(self.book, plan, look, sources, self.types, plan.at_s)
         except Crash:
@@ -331,7 +331,8 @@ class Cluster:
         for name in self.book.endpoints:
             if name not in self.silent:
                 nodes = tuple(f"ray-{w.node_id}" for w in self.ray.work if w.endpoint == name and w.node_id)
-                self.loads[name] = EndpointLoad(now_s, self.ongoing[name], len(nodes), nodes)
+                spoke = tuple(ReplicaLoad(str(number), now_s) for number in range(len(nodes)))
+                self.loads[name] = EndpointLoad(now_s, self.ongoing[name], len(nodes), nodes, spoke)
 
 
 def _loaded(book: Book) -> Book:

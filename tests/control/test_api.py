@@ -13,10 +13,15 @@ from fastapi.testclient import TestClient
 from raytide.control.api.app import create_app
 from raytide.control.api.auth import Tokens
 from raytide.control.api.desk import Desk
+from raytide.control.views import Live
+from raytide.control.wire import to_json
 from raytide.core.clock import VirtualClock
 from raytide.core.cluster import load_cluster
+from raytide.core.durable import write_json
+from raytide.core.endpoint import EndpointLoad, ReplicaLoad, Traffic
 from raytide.core.gang import Lease, LeaseState, Member, MemberState
 from raytide.core.job import JobState
+from raytide.core.signals import Signal
 from raytide.core.state import Changes, Store
 
 LOCAL = Path(__file__).parents[2] / "platform" / "raytide" / "control" / "local.yaml"
@@ -110,7 +115,7 @@ class TestJobs:
         assert "did you mean team" in error(response)["message"]
 
     def test_a_gang_that_no_node_type_can_hold_is_refused_at_once(self, client: TestClient) -> None:
-        huge = {**GANG, "gang": {"shapes": [{"members": 1, "resources": {"GPU": 8}}]}}
+        huge = {**GANG, "gang": {"shapes": [{"members": 1, "resources": {"GPU": 9}}]}}
         response = client.post("/v1/jobs", json=huge)
         assert (response.status_code, error(response)["code"]) == (400, "cannot_fit")
         assert error(response)["hint"]
@@ -210,6 +215,24 @@ class TestCluster:
         client.post("/v1/jobs", json=GANG)
         text = client.get("/metrics", headers={"Authorization": ""}).text
         assert 'raytide_jobs{kind="gang",state="queued",team="default"} 1.0' in text
+
+    def test_what_replicas_and_meters_said_last_is_shown(self, client: TestClient, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text("{}")
+        client.post("/v1/endpoints", json={"name": "m", "model": str(tmp_path)})
+        replicas = tuple(ReplicaLoad(name, 1000.0, kv_use=use) for name, use in (("a", 0.5), ("b", 1.0)))
+        load = EndpointLoad(1000.0, 7.0, 2, replicas=replicas, traffic=Traffic(2.0, ttft_s=0.25, ahead_rps=3.0))
+        live = Live(1000.0, loads={"m": load}, use={"node-1": {"gpu": Signal(0.97, 999.0)}})
+        write_json(tmp_path / "live.json", to_json(live))
+        status = client.get("/v1/endpoints/m").json()
+        assert (status["ready_replicas"], status["ongoing"]) == (2, 7.0)
+        text = client.get("/metrics").text
+        for line in (
+            'raytide_endpoint_kv_use_ratio{endpoint="m"} 0.75',
+            'raytide_endpoint_first_token_seconds{endpoint="m"} 0.25',
+            'raytide_endpoint_forecast_requests_per_second{endpoint="m"} 3.0',
+            'raytide_node_use_ratio{meter="gpu",node="node-1"} 0.97',
+        ):
+            assert line in text
 
     def test_status_of_an_empty_cluster(self, client: TestClient) -> None:
         status = client.get("/v1/status").json()

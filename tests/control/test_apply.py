@@ -51,7 +51,7 @@ class Outside:
 
 
 def done(outside: Outside, world: World, *nodes: Node, actions: tuple[Drain, ...] = ()) -> Outcome:
-    sources = Sources(*cast(Any, [outside] * 6))
+    sources = Sources(*cast(Any, [outside] * 7))
     book = Book(nodes={node.id: node for node in nodes})
     return apply(book, Plan(1000.0, actions), world, sources, {"cpu": CPU}, 1000.0)
 
@@ -127,9 +127,19 @@ def test_silence_of_a_source_leads_to_no_deed_for_it() -> None:
 
 def test_a_source_that_does_not_answer_is_unknown_and_named_while_the_others_are_heard() -> None:
     outside = Outside(broken={"nodes": TimeoutError("no answer"), "loads": TimeoutError("busy")})
-    world = look(Sources(*cast(Any, [outside] * 6)), endpoints=("m", "n"), with_drivers=False, with_gangs=False)
+    world = look(Sources(*cast(Any, [outside] * 7)), endpoints=("m", "n"), with_drivers=False, with_gangs=False)
     assert world.ray_nodes is None
     assert world.machines is not None
     assert world.drivers == {}
     assert world.loads == {}
     assert world.errors == ("ray: no answer", "Ray Serve: busy"), "one question for all endpoints"
+
+
+def test_half_an_answer_of_ray_is_none_and_names_outlast_a_provider_that_is_silent() -> None:
+    outside = Outside(broken={"demand": TimeoutError("no answer"), "machines": TimeoutError("busy")})
+    sources = Sources(*cast(Any, [outside] * 7))
+    world = look(sources, endpoints=(), with_drivers=False, with_gangs=False, names={"pod-1": "node-1"})
+    assert world.ray_nodes is None
+    assert world.names == {"pod-1": "node-1"}
+    del outside.broken["machines"]
+    assert look(sources, endpoints=(), with_drivers=False, with_gangs=False, names={"pod-1": "node-1"}).names == {}

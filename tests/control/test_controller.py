@@ -20,11 +20,13 @@ from raytide.control.controller import Controller
 from raytide.control.world import Sources
 from raytide.core.clock import VirtualClock
 from raytide.core.cluster import load_cluster
-from raytide.core.endpoint import Endpoint, EndpointLoad, EndpointState, Replicas, ServeSpec
+from raytide.core.endpoint import Endpoint, EndpointLoad, EndpointState, ReplicaLoad, Replicas, ServeSpec
 from raytide.core.errors import ProviderError
 from raytide.core.fleet import Node, NodeState, NodeType, minus, plus
 from raytide.core.gang import GangSpec, LeaseState, Shape
 from raytide.core.job import JobKind, JobSpec, JobState
+from raytide.core.plan import Wait
+from raytide.core.signals import Signal, Use
 from raytide.core.state import Store
 from raytide.jobs.job import DriverKey, DriverStatus
 from raytide.ledger.reconcile import reconcile
@@ -53,6 +55,7 @@ class World:
     drained: set[str] = field(default_factory=set)
     serving: dict[str, int] = field(default_factory=dict)
     ongoing: float = 0.0
+    use: dict[str, Use] = field(default_factory=dict)
     api_since_s: float | None = 0.0
     fuse: int | None = None
 
@@ -114,9 +117,26 @@ class Provider:
     def notices(self) -> tuple[Notice, ...]:
         return tuple(Notice(*item) for item in self.world.noticed.items())
 
+    def prices(self) -> dict[tuple[str, str], int]:
+        return {}
+
     def watch(self, on_change: object) -> None: ...
 
     def close(self) -> None: ...
+
+
+class Meters:
+    """`world.use` is what they said last, None for a node that has said nothing."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.watched: list[str] = []
+
+    def watch(self, machines: Iterable[Machine]) -> None:
+        self.watched = [machine.node_id for machine in machines]
+
+    def heard(self) -> dict[str, Use]:
+        return {node_id: self.world.use[node_id] for node_id in self.watched if node_id in self.world.use}
 
 
 class Gcs:
@@ -206,7 +226,9 @@ class Serve:
         loads = {}
         for name in self.world.serving.keys() & set(names):
             hosts = [f"ray-{node_id}" for node_id in self.world.hosts(name)]
-            loads[name] = EndpointLoad(self.world.clock.now_s(), self.world.ongoing, len(hosts), tuple(hosts))
+            now_s = self.world.clock.now_s()
+            spoke = tuple(ReplicaLoad(host, now_s) for host in hosts)
+            loads[name] = EndpointLoad(now_s, self.world.ongoing, len(hosts), tuple(hosts), spoke)
         return loads
 
     def delete(self, name: str, *, is_there: bool) -> None:
@@ -235,7 +257,7 @@ class Loop:
 
     def fresh(self) -> Controller:
         w = self.world
-        sources = Sources(Provider(w), Gcs(w), Groups(w), Drivers(w), Serve(w), Door(w))  # type: ignore[arg-type]
+        sources = Sources(Provider(w), Gcs(w), Groups(w), Drivers(w), Serve(w), Door(w), Meters(w))  # type: ignore[arg-type]
         return Controller(self.store, CONFIG, sources, self.clock, self.folder / "live.json")
 
     def tick(self, count: int = 1) -> None:
@@ -424,6 +446,39 @@ class TestEndpoints:
         loop.until(lambda: loop.store.endpoint("m").state is EndpointState.DELETED, ticks=100)
         loop.until(loop.nothing_runs, ticks=100)
         loop.tick()
+        loop.check_ledger()
+
+
+class TestMeters:
+    def test_a_node_that_is_idle_in_ray_goes_only_when_its_gpus_are_known_to_rest(self, loop: Loop) -> None:
+        job = loop.submit(members=1, resources={"GPU": 8.0})
+        loop.until(lambda: DriverKey(job, 0) in loop.world.running)
+        (node_id,) = loop.world.bought
+        loop.finish(job)
+
+        def said(gpu: float, ticks: int = 40) -> str:
+            """What is waited for after so many ticks in which the exporter says this."""
+            for _ in range(ticks):
+                loop.world.use[node_id] = {"gpu": Signal(gpu, loop.clock.now_s())}
+                loop.tick()
+            return waits()
+
+        def waits() -> str:
+            assert not loop.nothing_runs()
+            (wait,) = loop.controller.tick().actions
+            assert isinstance(wait, Wait) and (wait.subject, wait.constraint) == (node_id, "signal")
+            return wait.reason
+
+        loop.tick(40)
+        assert "never heard of" in waits()
+        assert "in use" in said(0.97)
+        assert "only since" in said(0.0, ticks=3)
+        loop.tick(60)
+        assert "last heard of" in waits(), "its exporter stopped while it rested: nobody knows what it does now"
+        for _ in range(20):
+            loop.world.use[node_id] = {"gpu": Signal(0.0, loop.clock.now_s())}
+            loop.tick()
+        loop.until(loop.nothing_runs)
         loop.check_ledger()
 
 

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 from raytide.actors.gang.groups import PlacementGroups
 from raytide.actors.serving.control import ServeControl
 from raytide.autoscaler.gcs import GcsReader
+from raytide.autoscaler.meters import Meters
 from raytide.control.cluster import provider
 from raytide.control.door import Door
 from raytide.control.drivers import Drivers
@@ -31,4 +32,5 @@ def sources(cluster: LocalCluster) -> Sources:
         drivers=Drivers(cluster.dashboard_url, cluster.run_dir, cluster.ray_headers),
         serve=ServeControl(serve.hostname or cluster.head_ip, serve.port or 8000),
         door=Door(cluster.api_url, SystemClock()),
+        meters=Meters(GcsReader(cluster.gcs_address), SystemClock()),
     )

@@ -9,10 +9,13 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from raytide.autoscaler import pools
 from raytide.autoscaler.idle import IdleClock
+from raytide.autoscaler.traffic import Traffics
 from raytide.control.apply import Outcome, apply
 from raytide.control.bookkeeping import Booking, keep_books
 from raytide.control.decide import decide
@@ -28,6 +31,7 @@ from raytide.core.cluster import ClusterConfig, load_cluster
 from raytide.core.durable import write_json
 from raytide.core.endpoint import EndpointState
 from raytide.core.entry import Occupancy
+from raytide.core.fleet import NodeType
 from raytide.core.gang import LeaseState
 from raytide.core.job import JobKind
 from raytide.core.logs import log_to, logger
@@ -50,7 +54,8 @@ class Controller:
         self._live_path = live_path
         self._node_types = {node_type.name: node_type for node_type in config.node_types}
         self._serving = Serving(sources.serve)
-        self._idle, self._leaving = IdleClock(), Leaving()
+        self._idle, self._leaving, self._traffics = IdleClock(), Leaving(), Traffics()
+        self._names: Mapping[str, str] = {}
         self._outlook = Outlook(store, config)
         self._wake = threading.Event()
         self._stopped = False
@@ -63,6 +68,7 @@ class Controller:
             self.tick()
             self._wake.wait(self._config.settings.tick_s)
         self._serving.close()
+        self._sources.meters.close()
         self._sources.provider.close()
 
     def stop(self) -> None:
@@ -76,15 +82,16 @@ class Controller:
         now_s = self._clock.now_s()
         records = self._store.load()
         book = Book.of(records)
-        world = look(
-            self._sources, endpoints=_served(book), with_drivers=_has_drivers(book), with_gangs=_has_gangs(book)
-        )
+        world = self._look(book)
         if world.ray_nodes is not None:
             self._idle = self._idle.observe(world.ray_nodes, now_s)
+        self._idle = self._idle.hear(world.use, self._metered(book))
         advance(book, world, now_s)
         for name, endpoint in book.endpoints.items():
             book.endpoints[name] = follow(endpoint, world, self._serving.served, now_s)
-        seen = self._outlook.on(snapshot(book, world, self._idle, self._config, now_s), book.nodes.values(), {})
+        seen = self._outlook.on(
+            snapshot(book, world, self._idle, self._config, now_s), book.nodes.values(), world.prices
+        )
         plan = decide(seen)
         settle(book, plan, self._node_types)
         if world.ray_nodes is not None:
@@ -100,6 +107,27 @@ class Controller:
             self._record(book, outcome, now_s)
         self._show(seen, plan, world, outcome, time.monotonic() - began_s)
         return plan
+
+    def _look(self, book: Book) -> World:
+        world = look(
+            self._sources,
+            endpoints=_served(book),
+            with_drivers=_has_drivers(book),
+            with_gangs=_has_gangs(book),
+            names=self._names,
+        )
+        self._names = world.names
+        if world.machines is not None:
+            metered = self._metered(book)
+            living = [m for m in world.machines if m.node_id in metered and m.ended_at_s is None]
+            self._sources.meters.watch(sorted(living, key=lambda machine: machine.node_id not in self._idle.since_s))
+        types = {node.ray_node_id: node.type for node in book.nodes.values()}
+        return replace(world, loads=self._traffics.measured(world.loads, book.endpoints.values(), types))
+
+    def _metered(self, book: Book) -> dict[str, NodeType]:
+        """The nodes whose physical use counts, with their types."""
+        types = {node.id: self._node_types.get(node.type) for node in book.nodes.values() if node.ready_at_s}
+        return {node_id: found for node_id, found in types.items() if found is not None and found.busy_above}
 
     def _keep_books(self, book: Book, world: World, held: dict[str, Occupancy], now_s: float) -> Booking:
         if world.machines is None:
@@ -129,8 +157,8 @@ class Controller:
         live = Live(
             at_s=seen.at_s,
             waiting=_waiting(seen, plan),
-            ready_replicas={name: load.ready for name, load in world.loads.items()},
-            ongoing={name: load.ongoing for name, load in world.loads.items()},
+            loads=world.loads,
+            use=world.use,
             errors=errors,
             ticks=self._ticks,
             tick_s=tick_s,

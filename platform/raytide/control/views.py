@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from raytide.core.endpoint import Endpoint
+from raytide.core.endpoint import Endpoint, EndpointLoad
 from raytide.core.fleet import Node
 from raytide.core.gang import Lease
 from raytide.core.job import Job
+from raytide.core.signals import Use
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +28,10 @@ class Live:
     at_s: float
     waiting: Mapping[str, Waiting] = field(default_factory=dict)
     """By job, lease or endpoint."""
-    ready_replicas: Mapping[str, int] = field(default_factory=dict)
-    ongoing: Mapping[str, float] = field(default_factory=dict)
+    loads: Mapping[str, EndpointLoad] = field(default_factory=dict)
+    """By endpoint."""
+    use: Mapping[str, Use] = field(default_factory=dict)
+    """What the meters of each node said last."""
     errors: tuple[str, ...] = ()
     """Sources that did not answer, and actions that failed."""
     ticks: int = 0

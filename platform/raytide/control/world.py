@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
@@ -11,12 +11,14 @@ from raytide.actors.gang.group import Group, GroupKey
 from raytide.actors.gang.groups import PlacementGroups
 from raytide.actors.serving.control import ServeControl
 from raytide.autoscaler.gcs import GcsReader
+from raytide.autoscaler.meters import Meters
 from raytide.autoscaler.providers.base import Machine, Notice, Provider
 from raytide.autoscaler.ray_node import RayNode
 from raytide.control.door import Door
 from raytide.control.drivers import Drivers
 from raytide.core.endpoint import EndpointLoad
 from raytide.core.logs import logger
+from raytide.core.signals import Use
 from raytide.core.snapshot import Demand
 from raytide.jobs.job import DriverKey, DriverStatus
 
@@ -37,6 +39,12 @@ class World:
     errors: tuple[str, ...] = ()
     heard_since_s: float | None = None
     """Since when drivers can make themselves heard; None while the API does not answer."""
+    prices: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    """Present ones by node type and zone, micro-dollars an hour; of those left out the configured one holds."""
+    use: Mapping[str, Use] = field(default_factory=dict)
+    """What the meters of each node said last."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Our node id by what Ray calls the machine, where the two differ; from the provider's last answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +57,21 @@ class Sources:
     drivers: Drivers
     serve: ServeControl
     door: Door
+    meters: Meters
 
 
-def look(sources: Sources, *, endpoints: tuple[str, ...], with_drivers: bool, with_gangs: bool) -> World:
-    """Ask everybody once. What did not answer is None (or empty where that is safe): silence proves nothing."""
+def look(
+    sources: Sources,
+    *,
+    endpoints: tuple[str, ...],
+    with_drivers: bool,
+    with_gangs: bool,
+    names: Mapping[str, str] | None = None,
+) -> World:
+    """Ask everybody once. What did not answer is None (or empty where that is safe): silence proves nothing.
+
+    `names`: those of the last look, for when the provider does not answer.
+    """
     errors: list[str] = []
 
     def ask(what: str, question: Callable[[], T]) -> T | None:
@@ -64,22 +83,31 @@ def look(sources: Sources, *, endpoints: tuple[str, ...], with_drivers: bool, wi
             return None
 
     machines = ask("provider", sources.provider.machines)
+    ray_nodes, demand = ask("ray", sources.gcs.nodes), ask("ray demand", sources.gcs.demand)
+    known = (names or {}) if machines is None else ray_names(machines)
     return World(
         machines=machines,
         notices=ask("provider notices", sources.provider.notices) or (),
-        ray_nodes=named(ask("ray", sources.gcs.nodes), machines or ()),
-        demand=ask("ray demand", sources.gcs.demand) or (),
+        ray_nodes=None if demand is None else named(ray_nodes, known),  # half an answer is none
+        demand=demand or (),
         groups=ask("placement groups", sources.groups.list),
         drivers=ask("drivers", sources.drivers.statuses) if with_drivers else {},
         loads=(ask("Ray Serve", partial(sources.serve.loads, endpoints)) if endpoints else None) or {},
         heard_since_s=ask("API", sources.door.open_since_s) if with_gangs else None,
+        prices=ask("provider prices", sources.provider.prices) or {},
+        use=sources.meters.heard(),
+        names=known,
         errors=tuple(errors),
     )
 
 
-def named(ray_nodes: tuple[RayNode, ...] | None, machines: Iterable[Machine]) -> tuple[RayNode, ...] | None:
+def ray_names(machines: Iterable[Machine]) -> dict[str, str]:
+    """Our node id by what Ray calls the machine, where the two differ."""
+    return {machine.ray_id: machine.node_id for machine in machines if machine.ray_id}
+
+
+def named(ray_nodes: tuple[RayNode, ...] | None, names: Mapping[str, str]) -> tuple[RayNode, ...] | None:
     """Ray's nodes under raytide's ids, also where the provider let Ray call them something else."""
-    ours = {machine.ray_id: machine.node_id for machine in machines if machine.ray_id}
-    if ray_nodes is None or not ours:
+    if ray_nodes is None or not names:
         return ray_nodes
-    return tuple(replace(node, node_id=ours.get(node.node_id, node.node_id)) for node in ray_nodes)
+    return tuple(replace(node, node_id=names.get(node.node_id, node.node_id)) for node in ray_nodes)

@@ -13,7 +13,10 @@ from raytide.core.config import Config, load_yaml
 from raytide.core.errors import ConfigError
 from raytide.core.fleet import Market, NodeType
 from raytide.core.money import micro_usd
+from raytide.core.signals import Meter
 from raytide.core.snapshot import Unmanaged
+
+GPU_BUSY_ABOVE = 0.05
 
 
 class NodeTypeSection(Config):
@@ -28,6 +31,10 @@ class NodeTypeSection(Config):
     warm_nodes: int = Field(default=0, ge=0)
     """So many stand free, ahead of need."""
     launch_timeout_s: float = Field(default=600.0, gt=0)
+    busy_above: dict[Meter, float] | None = None
+    """Physical use, 0 to 1, above which a node that is idle in Ray stays: `{gpu: 0.05}` for types with GPUs unless
+    given, nothing for others. `{}` for GPUs that Ray's agent cannot measure: else no node of them ever goes.
+    """
 
 
 class LimitsSection(Config):
@@ -147,8 +154,11 @@ def _join(
         "max_nodes": ray_type.get("max_workers", default_max),
         "price_micro_usd_h": micro_usd(section.price_usd_h),
         "zone_prices_micro_usd_h": {zone: micro_usd(usd) for zone, usd in section.zone_prices_usd_h.items()},
-        **section.model_dump(exclude={"price_usd_h", "zone_prices_usd_h"}),
+        **section.model_dump(exclude={"price_usd_h", "zone_prices_usd_h"}, exclude_none=True),
     }
     if "idle_timeout_s" in ray_type:
         fields["idle_timeout_s"] = ray_type["idle_timeout_s"]
-    return NodeType.parse(fields, where=f"{where}: node type {name}")
+    node_type = NodeType.parse(fields, where=f"{where}: node type {name}")
+    if section.busy_above is None and node_type.resources.get("GPU"):
+        return node_type.model_copy(update={"busy_above": {"gpu": GPU_BUSY_ABOVE}})
+    return node_type

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from enum import StrEnum
 
 from pydantic import Field, field_validator, model_validator
@@ -14,11 +14,32 @@ _NUMBERED = re.compile(r"(job|lease|node)-[0-9]+")
 _RESERVED = frozenset({"cluster", "unmanaged", "minimum"})
 
 
+class Speed(Config):
+    """What one replica does on one type of node, as measured."""
+
+    prefill_tps: float = Field(gt=0)
+    """Prompt tokens a second, when it does nothing else."""
+    slots: int = Field(ge=1)
+    """Sequences that it decodes side by side."""
+    tpot_ms: float = Field(gt=0)
+    """From one token of a sequence to the next while all slots are taken."""
+
+
 class Replicas(Config):
+    """How many there are follows the largest of what requests, KV caches and work ask for."""
+
     min: int = Field(default=1, ge=1)
     max: int = Field(default=1, ge=1)
     target_ongoing: float = Field(default=8.0, gt=0)
     """Requests in flight or waiting that one replica is meant to carry."""
+    target_kv: float = Field(default=0.85, gt=0, le=1)
+    """How full the replicas' KV caches are meant to be."""
+    speed: dict[str, Speed] = Field(default_factory=dict)
+    """By node type. Without it the rate of work asks for nothing."""
+    slo_ttft_s: float | None = Field(default=None, gt=0)
+    """While first tokens take longer on average, there is one replica more than answer."""
+    cold_start_s: float = Field(default=60.0, gt=0)
+    """From the decision for a replica to its first answer: what waits by then counts."""
     upscale_delay_s: float = Field(default=0.0, ge=0)
     downscale_delay_s: float = Field(default=30.0, ge=0)
     """How long the load must have been below before a replica goes."""
@@ -85,13 +106,64 @@ class Endpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class Counters:
+    """Of one engine since it started."""
+
+    requests: float = 0.0
+    prompt_tokens: float = 0.0
+    """Without those found in the prefix cache."""
+    output_tokens: float = 0.0
+    first_tokens: float = 0.0
+    first_token_s: float = 0.0
+    """How long all first tokens together took."""
+
+    def plus(self, other: Counters) -> Counters:
+        return Counters(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def since(self, before: Counters) -> Counters:
+        return Counters(*(max(0.0, a - b) for a, b in zip(astuple(self), astuple(before), strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLoad:
+    """What one replica's engine said, and when."""
+
+    id: str
+    at_s: float
+    running: float = 0.0
+    waiting: float = 0.0
+    kv_use: float = 0.0
+    """Share of its KV cache that is taken."""
+    counters: Counters = Counters()
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What an endpoint is asked, learned by watching (`autoscaler/traffic.py`)."""
+
+    requests_rps: float = 0.0
+    """Over the last half minute, as all of these that say nothing else."""
+    prompt_tps: float = 0.0
+    output_tps: float = 0.0
+    ttft_s: float | None = None
+    """Mean time to first token; None when there was none."""
+    ahead_rps: float = 0.0
+    """What is to be expected at the end of a cold start: the usual rate, never below that of now."""
+    request_s: float | None = None
+    """Replica-seconds that a request takes; None when the replicas' speed is not known."""
+
+
+@dataclass(frozen=True, slots=True)
 class EndpointLoad:
-    """What its replicas and its router said, and when they said it."""
+    """What its replicas and its router said, and when Serve said it."""
 
     at_s: float
     ongoing: float
-    """Requests being answered plus requests waiting anywhere."""
+    """Requests being answered plus requests waiting anywhere, by Serve's count or by the engines', which is more."""
     ready: int
     """Replicas that answer."""
     replica_nodes: tuple[str, ...] = ()
     """The Ray node of each replica that has one, starting ones included."""
+    replicas: tuple[ReplicaLoad, ...] = ()
+    """Of those that answer, what each said last of itself."""
+    traffic: Traffic | None = None

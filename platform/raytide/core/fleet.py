@@ -9,6 +9,7 @@ from enum import StrEnum
 from pydantic import Field, model_validator
 
 from raytide.core.config import Config
+from raytide.core.signals import Meter
 
 Resources = Mapping[str, float]
 """Ray's logical resources: {"CPU": 8, "GPU": 1, "memory": bytes}."""
@@ -41,6 +42,8 @@ class NodeType(Config):
     idle_timeout_s: float = Field(default=60.0, ge=0)
     launch_timeout_s: float = Field(default=600.0, gt=0)
     """A node that has not joined by then is given up and its pool backs off."""
+    busy_above: dict[Meter, float] = Field(default_factory=dict)
+    """Physical use, 0 to 1, above which a node that is idle in Ray stays. Its type has no other meters than these."""
 
     @model_validator(mode="after")
     def _bounds(self) -> NodeType:

@@ -39,6 +39,18 @@ JOBS = Metric("raytide_jobs", "gauge", "Jobs that are not over, by kind, team an
 LEASE_MEMBERS = Metric("raytide_lease_members", "gauge", "Seats of leases that are not over, by state", ("state",))
 REPLICAS_TARGET = Metric("raytide_replicas_target", "gauge", "Replicas that the controller wants", ("endpoint",))
 REPLICAS_READY = Metric("raytide_replicas_ready", "gauge", "Replicas that answer", ("endpoint",))
+ONGOING = Metric("raytide_endpoint_requests", "gauge", "Requests being answered or waiting anywhere", ("endpoint",))
+REQUEST_RATE = Metric("raytide_endpoint_requests_per_second", "gauge", "Over the last half minute", ("endpoint",))
+REQUEST_FORECAST = Metric(
+    "raytide_endpoint_forecast_requests_per_second",
+    "gauge",
+    "At the end of a cold start, never below now",
+    ("endpoint",),
+)
+OUTPUT_RATE = Metric("raytide_endpoint_output_tokens_per_second", "gauge", "Tokens generated", ("endpoint",))
+FIRST_TOKEN = Metric("raytide_endpoint_first_token_seconds", "gauge", "Mean over the last half minute", ("endpoint",))
+KV_USE = Metric("raytide_endpoint_kv_use_ratio", "gauge", "Mean of the replicas that answer", ("endpoint",))
+NODE_USE = Metric("raytide_node_use_ratio", "gauge", "Physical use, as the node's meters said last", ("node", "meter"))
 POOL_FAILURES = Metric("raytide_pool_failures", "gauge", "Launches of a pool that failed in a row", ("type", "zone"))
 BOOKED = Metric("raytide_booked_usd", "counter", "Money in the ledger by kind of entry", ("kind",))
 TICKS = Metric("raytide_controller_ticks", "counter", "Passes of the controller's loop")
@@ -52,6 +64,13 @@ CATALOGUE: tuple[Metric, ...] = (
     LEASE_MEMBERS,
     REPLICAS_TARGET,
     REPLICAS_READY,
+    ONGOING,
+    REQUEST_RATE,
+    REQUEST_FORECAST,
+    OUTPUT_RATE,
+    FIRST_TOKEN,
+    KV_USE,
+    NODE_USE,
     POOL_FAILURES,
     BOOKED,
     TICKS,

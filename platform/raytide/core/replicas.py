@@ -5,19 +5,22 @@ from __future__ import annotations
 from raytide.core.endpoint import EndpointLoad, EndpointState, ServeSpec
 from raytide.core.fleet import NodeState
 from raytide.core.gang import Shape
+from raytide.core.signals import FRESH_S
 from raytide.core.snapshot import Demand, EndpointView, Snapshot
 
 REPLICA_LABEL = "raytide.io/replica-of"
 """In a replica's label selector, negated: every node matches it, and Ray's queue shows whose work it is."""
-
-FRESH_S = 10.0
-"""Older words from replicas and router are not believed when they would take something away."""
 
 SERVING_STATES = frozenset({EndpointState.DEPLOYING, EndpointState.RUNNING})
 
 
 def is_fresh(load: EndpointLoad | None, now_s: float) -> bool:
     return load is not None and now_s - load.at_s <= FRESH_S
+
+
+def unheard(load: EndpointLoad, now_s: float) -> int:
+    """How many of the replicas that answer requests said nothing of their own lately."""
+    return max(0, load.ready - sum(now_s - replica.at_s <= FRESH_S for replica in load.replicas))
 
 
 def replica_selector(spec: ServeSpec) -> dict[str, str]:

@@ -9,6 +9,7 @@ from raytide.core.endpoint import Endpoint, EndpointLoad
 from raytide.core.fleet import Node, NodeType, Resources
 from raytide.core.gang import Lease
 from raytide.core.job import Job
+from raytide.core.signals import Use
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,10 @@ class NodeView:
     """How long nothing has run on it, by our own clock; 0 when busy or not ready."""
     is_draining: bool = False
     """Ray itself says that it gives the node no new work; until then a notice is told again."""
+    use: Use = field(default_factory=dict)
+    """What its meters said last, however long ago."""
+    busy: str = ""
+    """Why it must not be called idle though Ray does; empty when nothing speaks against it."""
 
 
 @dataclass(frozen=True, slots=True)

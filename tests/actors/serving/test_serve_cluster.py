@@ -19,7 +19,7 @@ import pytest
 from openai import OpenAI
 
 from raytide.actors.serving.control import ServeControl
-from raytide.core.endpoint import Endpoint, EndpointLoad, EndpointState, Replicas, ServeSpec
+from raytide.core.endpoint import Endpoint, EndpointLoad, EndpointState, ReplicaLoad, Replicas, ServeSpec
 from raytide.core.errors import RaytideError
 
 pytestmark = pytest.mark.cluster
@@ -171,6 +171,32 @@ def test_the_load_counts_what_is_answered_now(control: ServeControl) -> None:
         for future in asking:
             future.result()
     until("a load of 0", lambda: load_of(control).ongoing < 0.5)
+
+
+def test_replicas_speak_for_themselves_and_one_that_hangs_falls_silent(control: ServeControl) -> None:
+    scale(control, 2)
+    until("both to speak", lambda: len(load_of(control).replicas) == 2)
+    stream = client_of(control).chat.completions.create(model="m", messages=HELLO, max_tokens=4000, stream=True)
+    next(iter(stream))
+
+    def said() -> dict[str, ReplicaLoad]:
+        return {replica.id: replica for replica in load_of(control).replicas}
+
+    until("the one that answers to say so", lambda: sum(replica.running for replica in said().values()) == 1)
+    (busy,) = (replica for replica in said().values() if replica.running)
+    assert busy.kv_use == 1 / 64
+    until("its counters", lambda: said()[busy.id].counters.output_tokens > busy.counters.output_tokens)
+    assert said()[busy.id].counters.first_tokens >= 1
+    pid = pids(control)[busy.id]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        silent_since_s = time.time()
+        until("the other to have spoken", lambda: max(r.at_s for r in said().values()) > silent_since_s + 1.5)
+        assert said()[busy.id].at_s < silent_since_s + 1.0
+        assert load_of(control).ongoing >= 1, "what it answers is not forgotten"
+    finally:
+        os.kill(pid, signal.SIGCONT)
+        stream.close()
 
 
 def test_streams_end_and_new_requests_succeed_when_a_replica_is_killed(control: ServeControl) -> None:

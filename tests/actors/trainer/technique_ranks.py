@@ -70,7 +70,9 @@ def overflow(spec: TrainSpec, rank: int, world: int, meet: str) -> tuple[Run, bo
         return first, unchanged == [True], follow(trainer)
 
 
-def went_on(specs: dict[str, TrainSpec], rank: int, world: int, meet: str) -> dict[str, tuple[list[float], list[float]]]:
+def went_on(
+    specs: dict[str, TrainSpec], rank: int, world: int, meet: str
+) -> dict[str, tuple[list[float], list[float]]]:
     """The losses after a checkpoint, in the run that wrote it and in the one that began with it."""
     out = {}
     for index, (name, spec) in enumerate(specs.items()):

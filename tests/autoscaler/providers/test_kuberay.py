@@ -13,7 +13,7 @@ from tests.autoscaler.providers.kube_server import KubeServer
 from raytide.autoscaler.providers.kube_api import KubeApi
 from raytide.autoscaler.providers.kuberay import NODE_LABEL, KubeRayProvider
 from raytide.autoscaler.ray_node import RayNode
-from raytide.control.world import named
+from raytide.control.world import named, ray_names
 from raytide.core.clock import VirtualClock
 from raytide.core.errors import ConfigError, ProviderError
 from raytide.core.fleet import Market, Node, NodeState, NodeType
@@ -69,7 +69,7 @@ def test_a_launch_raises_the_groups_replicas_once_and_the_pod_becomes_the_node(k
     assert (machine.node_id, machine.ray_id, machine.address) == ("a", "tide-l4-worker-001", "10.0.0.1")
     assert kube.pods["tide-l4-worker-001"]["metadata"]["labels"][NODE_LABEL] == "a"
     joined = (RayNode("ff", "tide-l4-worker-001"), RayNode("00", ""))
-    assert [node.node_id for node in named(joined, provider.machines()) or ()] == ["a", ""]
+    assert [node.node_id for node in named(joined, ray_names(provider.machines())) or ()] == ["a", ""]
 
 
 def test_a_termination_names_its_pod(kube: KubeServer, make: Make, clock: VirtualClock) -> None:

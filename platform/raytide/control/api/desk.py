@@ -139,8 +139,8 @@ class Desk:
             EndpointStatus(
                 endpoint=endpoint,
                 base_url=f"{self._serve_url}/{endpoint.name}/v1",
-                ready_replicas=live.ready_replicas.get(endpoint.name, 0),
-                ongoing=live.ongoing.get(endpoint.name, 0.0),
+                ready_replicas=load.ready if (load := live.loads.get(endpoint.name)) else 0,
+                ongoing=load.ongoing if load else 0.0,
                 cost_micro_usd=spent.get(endpoint.name, 0),
                 waiting=live.waiting.get(endpoint.name),
             )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from statistics import fmean
 
 from raytide.control.views import Live
 from raytide.core import metrics as m
+from raytide.core.endpoint import EndpointLoad
 from raytide.core.metrics import Sample
 from raytide.core.money import MICRO
 from raytide.core.state import Store
@@ -26,10 +28,28 @@ def samples(store: Store, live: Live) -> Iterator[Sample]:
     yield from (Sample(m.LEASE_MEMBERS, count, (state,)) for state, count in sorted(members.items()))
     for endpoint in store.endpoints():
         yield Sample(m.REPLICAS_TARGET, endpoint.target_replicas, (endpoint.name,))
-        yield Sample(m.REPLICAS_READY, live.ready_replicas.get(endpoint.name, 0), (endpoint.name,))
+        load = live.loads.get(endpoint.name)
+        yield Sample(m.REPLICAS_READY, load.ready if load else 0, (endpoint.name,))
+        if load is not None:
+            yield from _told(endpoint.name, load)
+    for node_id, use in live.use.items():
+        yield from (Sample(m.NODE_USE, word.value, (node_id, meter)) for meter, word in use.items())
     yield from (Sample(m.POOL_FAILURES, pool.failures, (pool.node_type, pool.zone)) for pool in store.pools())
     booked = store.books.booked("kind")
     yield from (Sample(m.BOOKED, amount / MICRO, (kind,)) for kind, amount in sorted(booked.items()))
     yield Sample(m.TICKS, live.ticks)
     yield Sample(m.TICK_SECONDS, live.tick_s)
     yield Sample(m.ERRORS, live.errors_total)
+
+
+def _told(endpoint: str, load: EndpointLoad) -> Iterator[Sample]:
+    """What the replicas and the router said."""
+    yield Sample(m.ONGOING, load.ongoing, (endpoint,))
+    if load.replicas:
+        yield Sample(m.KV_USE, fmean(replica.kv_use for replica in load.replicas), (endpoint,))
+    if (traffic := load.traffic) is not None:
+        yield Sample(m.REQUEST_RATE, traffic.requests_rps, (endpoint,))
+        yield Sample(m.REQUEST_FORECAST, traffic.ahead_rps, (endpoint,))
+        yield Sample(m.OUTPUT_RATE, traffic.output_tps, (endpoint,))
+        if traffic.ttft_s is not None:
+            yield Sample(m.FIRST_TOKEN, traffic.ttft_s, (endpoint,))

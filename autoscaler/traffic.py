@@ -1,0 +1,100 @@
+"""What each endpoint is asked, from the counters of its replicas: rates of the last half minute, and the usual rate,
+which is the forecast. A new controller begins anew, with rates too low rather than too high.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+
+from raytide.autoscaler.forecast import UsualRate
+from raytide.autoscaler.replica_need import request_s
+from raytide.core.endpoint import Counters, Endpoint, EndpointLoad, ReplicaLoad, Speed, Traffic
+
+WINDOW_S = 30.0
+
+
+@dataclass(slots=True)
+class TrafficMeter:
+    """Of one endpoint."""
+
+    usual: UsualRate = field(default_factory=UsualRate)
+    before: dict[str, Counters] | None = None
+    """What each replica said last; None before the first word."""
+    total: Counters = field(default_factory=Counters)
+    window: deque[tuple[float, Counters]] = field(default_factory=deque)
+    """(when, total until then)"""
+    began_s: float | None = None
+    request_s: float | None = None
+
+    def observe(self, load: EndpointLoad, speed: Speed | None) -> Traffic:
+        self._count(load.replicas)
+        if self.window:
+            at_s, total = self.window[-1]
+            self.usual.observe(round(self.total.requests - total.requests), load.at_s - at_s)
+        self.window.append((load.at_s, self.total))
+        while self.window[0][0] < load.at_s - WINDOW_S:
+            self.window.popleft()
+        lately = self.total.since(self.window[0][1])
+        self._price(lately, speed)
+        self.began_s = load.at_s if self.began_s is None else self.began_s
+        rps, usual_rps = lately.requests / WINDOW_S, self.usual.rps if load.at_s - self.began_s >= WINDOW_S else 0.0
+        return Traffic(
+            requests_rps=rps,
+            prompt_tps=lately.prompt_tokens / WINDOW_S,
+            output_tps=lately.output_tokens / WINDOW_S,
+            ttft_s=lately.first_token_s / lately.first_tokens if lately.first_tokens >= 1 else None,
+            ahead_rps=max(rps, usual_rps),
+            request_s=self.request_s,
+        )
+
+    def _count(self, replicas: tuple[ReplicaLoad, ...]) -> None:
+        """A replica that is new brings all that it counted since its start; the first look brings none."""
+        for replica in replicas:
+            if self.before is not None:
+                self.total = self.total.plus(replica.counters.since(self.before.get(replica.id, Counters())))
+        self.before = {**(self.before or {}), **{replica.id: replica.counters for replica in replicas}}
+
+    def _price(self, lately: Counters, speed: Speed | None) -> None:
+        """The last one holds while nothing is asked."""
+        if speed is None:
+            self.request_s = None
+        elif lately.requests >= 1:
+            each = lately.prompt_tokens / lately.requests, lately.output_tokens / lately.requests
+            self.request_s = request_s(*each, speed)
+
+
+class Traffics:
+    """All endpoints', by name and time of creation: a later one of that name is another."""
+
+    def __init__(self) -> None:
+        self._meters: dict[tuple[str, float], TrafficMeter] = {}
+
+    def measured(
+        self, loads: Mapping[str, EndpointLoad], endpoints: Iterable[Endpoint], node_types: Mapping[str, str]
+    ) -> dict[str, EndpointLoad]:
+        """The loads with their traffic. `node_types`: by Ray's id of the node."""
+        measured = {}
+        for endpoint in endpoints:
+            key, load = (endpoint.name, endpoint.created_at_s), loads.get(endpoint.name)
+            if load is None:
+                continue
+            spec = endpoint.spec.replicas
+            meter = self._meters.setdefault(key, TrafficMeter())
+            types = {node_types[node] for node in load.replica_nodes if node in node_types}
+            measured[endpoint.name] = replace(load, traffic=meter.observe(load, speed_of(spec.speed, types)))
+        return measured
+
+
+def speed_of(speeds: Mapping[str, Speed], node_types: Iterable[str]) -> Speed | None:
+    """The mean over these node types, over all if none of them was measured; None when nothing was."""
+    known = [speeds[name] for name in node_types if name in speeds] or list(speeds.values())
+    if not known:
+        return None
+    return Speed(
+        prefill_tps=fmean(speed.prefill_tps for speed in known),
+        slots=round(fmean(speed.slots for speed in known)),
+        tpot_ms=fmean(speed.tpot_ms for speed in known),
+    )

@@ -1,0 +1,34 @@
+"""An end to waiting for calls that have none."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from raytide.core.errors import ClusterError, RaytideError, WaitTimeoutError
+
+T = TypeVar("T")
+
+
+def within(timeout_s: float, what: str, call: Callable[[], T]) -> T:
+    """The call's result. It runs in a thread that is left behind when it takes too long."""
+    done: list[T] = []
+    failed: list[Exception] = []
+
+    def run() -> None:
+        try:
+            done.append(call())
+        except Exception as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name=what, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if thread.is_alive():
+        raise WaitTimeoutError(f"waited {timeout_s:g} s for {what}.", hint="`raytide status` says how the cluster is.")
+    if not failed:
+        return done[0]
+    if isinstance(failed[0], RaytideError):
+        raise failed[0]
+    raise ClusterError(f"while waiting for {what}: {failed[0]}", hint="Ray's own logs have more.") from failed[0]

@@ -1,0 +1,109 @@
+"""The scraper against pages in memory: Ray's agents and exporters, some of which do not answer."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from raytide.autoscaler.meters import MOST_NODES, Meters, read
+from raytide.autoscaler.providers.base import Machine
+from raytide.core.clock import VirtualClock
+from raytide.core.errors import ClusterError
+from raytide.core.signals import Signal
+
+PAGE = """# HELP ray_node_gpus_utilization Total GPUs usage on a ray node
+# TYPE ray_node_gpus_utilization gauge
+ray_node_gpus_utilization{GpuIndex="0",ip="10.0.0.7"} 3.0
+ray_node_gpus_utilization{GpuIndex="1",ip="10.0.0.7"} 97.0
+ray_node_gpus_available{GpuIndex="1",ip="10.0.0.7"} 1.0
+ray_node_cpu_utilization{ip="10.0.0.7"} 12.5
+"""
+
+
+@dataclass
+class Agents:
+    """Ray's agents by id; a page of None does not answer."""
+
+    pages: dict[str, str | None] = field(default_factory=dict)
+    is_silent: bool = False
+
+    def metrics_addresses(self) -> dict[str, str]:
+        if self.is_silent:
+            raise ClusterError("no answer")
+        return {name: f"{name}:1" for name in self.pages}
+
+    def handle(self, request: httpx.Request) -> httpx.Response:
+        page = self.pages.get(request.url.host)
+        if page is None:
+            raise httpx.ConnectTimeout("too late")
+        return httpx.Response(200 if page else 503, text=page)
+
+
+def meters(agents: Agents, clock: VirtualClock) -> Meters:
+    return Meters(agents, clock, httpx.MockTransport(agents.handle))  # type: ignore[arg-type]
+
+
+def watched(agents: Agents, clock: VirtualClock, *machines: Machine) -> Meters:
+    made = meters(agents, clock)
+    made._machines = machines  # without its thread
+    made.ask()
+    return made
+
+
+def machine(node_id: str, **more: str) -> Machine:
+    return Machine(node_id, "gpu8", "a", 1, 0.0, **more)
+
+
+def test_the_busiest_gpu_speaks_for_the_node_and_a_page_s_own_time_counts() -> None:
+    assert read(PAGE, 5.0) == {"gpu": Signal(0.97, 5.0), "cpu": Signal(0.125, 5.0)}
+    assert read('ray_node_cpu_utilization{ip="1"} 50 3000\n', 5.0) == {"cpu": Signal(0.5, 3.0)}
+    assert read("", 5.0) == {}
+    assert len(list(text_string_to_metric_families(PAGE))) == 3, "Prometheus itself reads the page too"
+
+
+def test_every_node_is_asked_where_it_speaks_whoever_is_silent() -> None:
+    agents = Agents(
+        {"node-1": PAGE, "pod-x": PAGE, "exporter": PAGE, "node-3": None, "node-4": "", "node-5": "{nonsense"}
+    )
+    machines = [machine("node-1"), machine("node-2", ray_id="pod-x"), machine("node-6", meter="exporter:9")]
+    machines += [machine("node-3"), machine("node-4"), machine("node-5"), machine("node-7")]
+    heard = watched(agents, VirtualClock(5.0), *machines).heard()
+    assert {node_id for node_id, use in heard.items() if use} == {"node-1", "node-2", "node-6"}
+
+
+def test_a_last_word_keeps_its_time_and_a_machine_that_is_gone_is_forgotten() -> None:
+    agents, clock = Agents({"node-1": PAGE, "node-2": PAGE}), VirtualClock(5.0)
+    made = watched(agents, clock, machine("node-1"), machine("node-2"))
+    clock.advance(60.0)
+    agents.pages["node-1"] = None
+    made._machines = (machine("node-1"),)
+    made.ask()
+    assert made.heard()["node-1"]["gpu"] == Signal(0.97, 5.0)
+    assert made.heard().keys() == {"node-1"}
+    agents.is_silent = True
+    made.ask()
+    assert made.heard()["node-1"]["gpu"].at_s == 5.0
+
+
+def test_watching_waits_for_nobody_and_asks_a_bounded_number() -> None:
+    asked, go_on = threading.Event(), threading.Event()
+
+    def hang(request: httpx.Request) -> httpx.Response:
+        asked.set()
+        go_on.wait(30)
+        return httpx.Response(200, text=PAGE)
+
+    made = Meters(Agents(), VirtualClock(), httpx.MockTransport(hang))  # type: ignore[arg-type]
+    made.watch(machine(f"node-{n}", meter="exporter:9") for n in range(MOST_NODES + 1))
+    assert asked.wait(30)
+    assert made.heard() == {}
+    assert len(made._machines) == MOST_NODES
+    made.close()
+    go_on.set()
+    made._thread.join(30)
+    assert not made._thread.is_alive()
+    made.watch([machine("node-1", meter="exporter:9")])
+    assert not made._thread.is_alive()

@@ -1,0 +1,86 @@
+"""What a load asks for: requests, KV caches, work, first tokens; the largest counts, and more never asks for less."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raytide.autoscaler import endpoints
+from raytide.autoscaler.replica_need import needed, request_s
+from raytide.core.endpoint import (
+    Endpoint,
+    EndpointLoad,
+    EndpointState,
+    ReplicaLoad,
+    Replicas,
+    ServeSpec,
+    Speed,
+    Traffic,
+)
+from raytide.core.snapshot import EndpointView
+
+REPLICAS = Replicas(min=1, max=8, target_ongoing=8, downscale_delay_s=20)
+SPEC = ServeSpec(name="m", model="/m", replicas=REPLICAS)
+
+
+def load(*kv: float, ongoing: float = 2.0, waiting: float = 0.0, traffic: Traffic | None = None) -> EndpointLoad:
+    replicas = tuple(ReplicaLoad(str(n), 100.0, running=2.0, waiting=waiting, kv_use=use) for n, use in enumerate(kv))
+    return EndpointLoad(100.0, ongoing, len(kv), replicas=replicas, traffic=traffic)
+
+
+@pytest.mark.parametrize(("kv", "replicas"), [((0.5,), 1), ((0.85,), 1), ((0.9,), 2), ((0.9, 0.9), 3), ((0.4, 0.4), 1)])
+def test_kv_caches_that_fill_ask_for_more_at_the_same_number_of_requests(kv: tuple[float, ...], replicas: int) -> None:
+    assert endpoints.wanted(SPEC, load(*kv)) == replicas
+    if replicas > 1:
+        assert "KV caches are full, 0.85 of each is meant to be" in needed(REPLICAS, load(*kv)).reason
+
+
+def test_requests_that_wait_for_room_ask_for_the_room_that_they_will_fill() -> None:
+    assert endpoints.wanted(SPEC, load(0.8, ongoing=6.0, waiting=4.0)) == 3
+
+
+def test_the_rate_of_work_asks_by_the_measured_speed_and_for_what_piles_up_until_a_replica_answers() -> None:
+    speed = Speed(prefill_tps=1000.0, slots=8, tpot_ms=50.0)
+    assert request_s(2000.0, 100.0, speed) == 2.0
+    assert request_s(100.0, 400.0, speed) == pytest.approx(20.1 / 8)
+    busy = Traffic(requests_rps=1.0, ahead_rps=1.9, request_s=2.0)
+    enough, one = load(0.1, 0.1, 0.1, 0.1, traffic=busy), load(0.1, traffic=busy)
+    assert needed(REPLICAS, enough).replicas == pytest.approx(4.0)
+    assert "1.90 requests/s of 2.00 replica-seconds each" in needed(REPLICAS, enough).reason
+    assert needed(REPLICAS, one).replicas == pytest.approx(4.0 + (3.8 - 1) * REPLICAS.cold_start_s / 120)
+    queue = replace(one, replicas=tuple(replace(replica, waiting=30.0, kv_use=0.0) for replica in one.replicas))
+    assert needed(REPLICAS, queue).replicas == pytest.approx(4.0 + (2.8 * REPLICAS.cold_start_s + 30 * 2.0) / 120)
+
+
+def test_late_first_tokens_ask_for_one_more_than_answer() -> None:
+    spec, late = REPLICAS.model_copy(update={"slo_ttft_s": 1.0}), Traffic(ttft_s=1.5)
+    assert needed(spec, load(0.1, 0.1, traffic=late)).replicas == 3
+    assert needed(spec, load(0.1, 0.1, traffic=replace(late, ttft_s=0.5))).replicas < 1
+    assert needed(REPLICAS, load(0.1, 0.1, traffic=late)).replicas < 1
+
+
+amounts = st.floats(0, 50)
+loads = st.builds(load, st.floats(0, 1), st.floats(0, 1), ongoing=amounts, waiting=amounts)
+
+
+@given(less=loads, kv=st.floats(0, 1), ongoing=amounts)
+def test_i5_more_load_never_wants_fewer_replicas(less: EndpointLoad, kv: float, ongoing: float) -> None:
+    fuller = tuple(replace(r, kv_use=max(r.kv_use, kv)) for r in less.replicas)
+    more = replace(less, ongoing=less.ongoing + ongoing, replicas=fuller)
+    assert endpoints.wanted(SPEC, less) <= endpoints.wanted(SPEC, more)
+
+
+@given(load=loads, silent_s=st.floats(10.1, 1e4), silent=st.integers(1, 2))
+def test_i8_a_replica_that_said_nothing_lately_takes_none_away_and_it_is_said(
+    load: EndpointLoad, silent_s: float, silent: int
+) -> None:
+    old = tuple(replace(r, at_s=r.at_s - silent_s) if n < silent else r for n, r in enumerate(load.replicas))
+    for said in (replace(load, replicas=old), replace(load, replicas=load.replicas[silent:])):
+        endpoint = Endpoint(SPEC, "me", EndpointState.RUNNING, 0.0, target_replicas=8, low_since_s=0.0)
+        assert endpoints.observe(endpoint, said, 100.0).low_since_s is None
+        assert endpoints.decide(EndpointView(endpoint, said), 100.0) is None
+        if endpoints.wanted(SPEC, said) < 8:
+            assert f"{silent} of its 2 replicas" in endpoints.silence(EndpointView(endpoint, said), 100.0)
