@@ -1,13 +1,15 @@
-"""How soon spot nodes are taken back: a rate that falls with the age of a zone's spell, learned from what happened.
+"""How soon spot nodes are taken back, and with which others: learned from what happened.
 
 A zone that has held nodes for long goes on holding them (the recorded spells are heavy-tailed), so deaths and time are
 counted in bins of age over all zones, and each zone has a factor of its own. Both begin at a prior and move with
-evidence (gamma priors).
+evidence (gamma priors). Zones of one region are often lost together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 AGES_S = (900.0, 3600.0, 4 * 3600.0, float("inf"))
@@ -17,6 +19,10 @@ PRIOR_DEATHS = 3.0
 """How many deaths the prior of a bin is worth."""
 PRIOR_FACTOR = 2.0
 """The same for a zone's factor, whose prior is 1."""
+PRIOR_TOGETHER, PRIOR_LOSSES = 0.4, 5.0
+"""The chance that another zone of the region goes too, and how many losses this is worth."""
+TOGETHER_S = 600.0
+"""Losses within this time are one."""
 STALE_S = 600.0
 """A zone in which nothing of ours has run for longer begins a new spell."""
 
@@ -26,6 +32,8 @@ class _Zone:
     since_s: float
     """Since when something of ours has run there, or it took launches."""
     seen_s: float
+    lost_s: float = -math.inf
+    """When it last took something back."""
     deaths: float = 0.0
     expected: float = 0.0
     """Deaths that the rates of all zones would have made it."""
@@ -38,6 +46,8 @@ class Hazard:
     lost_share: float = 0.8
     """Of a zone's nodes, how many go when one goes."""
     zones: dict[str, _Zone] = field(default_factory=dict)
+    _together: float = PRIOR_TOGETHER * PRIOR_LOSSES
+    _losses: float = PRIOR_LOSSES
 
     def observe(self, held: Mapping[str, int], lost: Mapping[str, int], now_s: float, dt_s: float) -> None:
         """`held`: our nodes by zone now; `lost`: those taken back since the last look."""
@@ -45,7 +55,7 @@ class Hazard:
             zone = self.zones.get(name)
             if zone is None or now_s - zone.seen_s > STALE_S:
                 kept = zone or _Zone(now_s, now_s)
-                zone = self.zones[name] = _Zone(now_s, now_s, kept.deaths, kept.expected)
+                zone = self.zones[name] = _Zone(now_s, now_s, kept.lost_s, kept.deaths, kept.expected)
             at = _bin(now_s - zone.since_s)
             zone.expected += self.deaths[at] / self.hours[at] * dt_s / 3600.0
             self.hours[at] += dt_s / 3600.0
@@ -55,6 +65,23 @@ class Hazard:
                 self.deaths[at] += 1
                 self._learn_share(lost[name], held.get(name, 0))
                 zone.since_s = now_s
+        for name in lost:
+            self._learn_together(name, held, lost, now_s)
+        for name in lost:
+            self.zones[name].lost_s = now_s
+
+    def losses(self, held: Mapping[str, int], now_s: float, recovery_s: float) -> Iterator[tuple[float, Sequence[str]]]:
+        """(share of the time, zones whose nodes are missing in it): each alone, and those of a region together."""
+        regions: dict[str, list[str]] = {}
+        for zone in held:
+            regions.setdefault(region(zone), []).append(zone)
+        together = self._together / self._losses
+        for zones in regions.values():
+            shares = [min(1.0, self.per_h(zone, now_s) * recovery_s / 3600.0) for zone in zones]
+            alone = 1.0 - together if len(zones) > 1 else 1.0
+            yield from ((share * alone, (zone,)) for share, zone in zip(shares, zones, strict=True))
+            if len(zones) > 1:
+                yield sum(shares) * together / len(zones), zones
 
     def per_h(self, name: str, now_s: float) -> float:
         """Expected deaths an hour of a zone at its present age; a zone that we do not hold begins at age 0."""
@@ -66,9 +93,24 @@ class Hazard:
         factor = (zone.deaths + PRIOR_FACTOR) / (zone.expected + PRIOR_FACTOR)
         return factor * self.deaths[at] / self.hours[at]
 
+    def _learn_together(self, name: str, held: Mapping[str, int], lost: Mapping[str, int], now_s: float) -> None:
+        """Each loss was alone or not, with each other zone of the region in which we had something."""
+        for other, zone in self.zones.items():
+            if other == name or region(other) != region(name):
+                continue
+            before = now_s - zone.lost_s <= TOGETHER_S and other not in lost
+            if before or other in lost or held.get(other):
+                self._losses += 1
+                self._together += 2 if before else other in lost  # the one before had counted as alone
+
     def _learn_share(self, lost: int, left: int) -> None:
         if lost + left > 1:
             self.lost_share += 0.05 * (lost / (lost + left) - self.lost_share)
+
+
+def region(zone: str) -> str:
+    """us-west-2 of us-west-2a, us-central1 of us-central1-b."""
+    return re.sub("-?[a-z]$", "", zone)
 
 
 def _bin(age_s: float) -> int:

@@ -1,8 +1,8 @@
 """Spot and on-demand nodes for one endpoint: what was seen goes into a memory, and a plan comes out.
 
-A plan says how many replicas there should be, what to launch and what to let go. A node that is not wanted any more
-stays until as many as are wanted are ready without it: on-demand leaves when its spot replacement serves, not when that
-starts. No clock and no I/O.
+As many nodes are wanted as spare enough late requests for their price, and there are two prices: so many at that of
+spot, and, if spot cannot be had, so many at that of on demand. On-demand nodes stay until the spot nodes that replace
+them serve. No clock and no I/O.
 """
 
 from __future__ import annotations
@@ -13,25 +13,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
-from raytide.autoscaler.forecast import Forecast
+from raytide.autoscaler.forecast import UsualRate
 from raytide.autoscaler.hazard import Hazard, holds
-from raytide.autoscaler.replica_target import Floats, MissTable, ReplicaSpeed, Service
-from raytide.autoscaler.replica_target import Mix as RequestMix
-from raytide.autoscaler.shadow import Shadow
+from raytide.autoscaler.paper_fleets import Floats, PaperFleets, ReplicaSpeed, Served
 from raytide.autoscaler.slo_price import SloPrice
-from raytide.autoscaler.spot_mix import ONDEMAND, Mix, PoolOffer, Risk, choose
 from raytide.autoscaler.stock import Stock
+from raytide.autoscaler.worth import NodeCount, late_with_losses, spared_by_draining
 
-SERVICE_PERIOD_S = 1800.0
-"""How often it is worked out anew what requests hold."""
-HOLD_S = 300.0
-"""Capacity is let go when it was not wanted for this long."""
-FULL = 0.95
-"""No replica is meant to be busier."""
-DRAIN_S = 120.0
-"""In which time work that has piled up should be gone."""
+ONDEMAND = ""
+"""The name of the one pool that is never taken back."""
+NOTICED_S = 20.0
+"""From a loss to the launch of what replaces it, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +33,7 @@ class ServingGoal:
     slo_target: float
     min_replicas: int
     max_replicas: int
+    """While on-demand nodes wait for their spot replacements there may be more nodes."""
     cold_start_s: float
     speed: ReplicaSpeed
     ondemand_usd_h: float
@@ -54,19 +48,11 @@ class Heard:
     at_s: float
     dt_s: float
     requests: int
-    prompt_count: Floats
-    prompt_tokens: Floats
-    """Requests and their tokens by `replica_target.bucket_of`."""
-    finished: int
-    output_tokens: float
-    output_squares: float
     missed: int
     """Requests of which it is certain since the last look that their first token was late."""
-    ongoing: float
+    ongoing: int
     """Requests in flight and waiting."""
-    requests_by_s: NDArray[np.int64]
-    prompt_tokens_by_s: Floats
-    """Second by second."""
+    served: Served
     lost: Mapping[str, int]
     """Spot nodes taken back, by zone."""
 
@@ -82,7 +68,6 @@ class FleetNode:
 
 @dataclass(frozen=True, slots=True)
 class FleetPlan:
-    replicas: int
     launch: tuple[str, ...] = ()
     """Pools, one for each node to launch."""
     release: tuple[str, ...] = ()
@@ -93,118 +78,140 @@ class FleetPlan:
 @dataclass(slots=True)
 class Memory:
     goal: ServingGoal
-    forecast: Forecast
+    paper: PaperFleets
     price: SloPrice
-    shadow: Shadow
-    requests: RequestMix = field(default_factory=RequestMix)
+    usual: UsualRate = field(default_factory=UsualRate)
     hazard: Hazard = field(default_factory=Hazard)
     stock: Stock = field(default_factory=Stock)
-    service: Service | None = None
-    service_at_s: float = 0.0
-    ongoing: float = 0.0
-    _rates: deque[tuple[float, float]] = field(default_factory=deque)
+    late_per_h: Floats = field(default_factory=lambda: np.zeros(1))
+    """That are expected with 0, 1, 2... replicas while nothing is taken back."""
+    spot: NodeCount = field(default_factory=NodeCount)
+    ondemand: NodeCount = field(default_factory=NodeCount)
+    _usual_at: deque[tuple[float, float]] = field(default_factory=deque)
+    """(when, requests a second), back to one cold start before the last requests that were served."""
 
     @classmethod
     def of(cls, goal: ServingGoal) -> Memory:
-        shadow = Shadow(goal.max_replicas, goal.speed.slots, goal.cold_start_s)
-        return cls(goal, Forecast(goal.cold_start_s), SloPrice(goal.slo_target), shadow)
+        return cls(goal, PaperFleets(goal.max_replicas, goal.speed, goal.slo_ttft_s), SloPrice(goal.slo_target))
 
-    def rate_rps(self) -> float:
-        """The highest forecast of the time in which capacity is held."""
-        return max(rate for _, rate in self._rates)
+    @property
+    def recovery_s(self) -> float:
+        """From a loss to the first request of what replaces it."""
+        return self.goal.cold_start_s + NOTICED_S
+
+    @property
+    def late_usd(self) -> float:
+        """What it is worth that a request is not late."""
+        return self.price.usd(self.paper.request_s, self.goal.ondemand_usd_h)
 
     def learn(self, heard: Heard, nodes: Sequence[FleetNode]) -> None:
-        expected = self.forecast.rate_rps * heard.dt_s
-        self.requests.observe(heard.prompt_count, heard.prompt_tokens, heard.dt_s)
-        self.requests.observe_outputs(heard.finished, heard.output_tokens, heard.output_squares, heard.dt_s)
-        self.requests.observe_burst(heard.requests, expected)
-        self.forecast.observe(heard.at_s, heard.requests, heard.dt_s)
-        self.price.observe(heard.requests, heard.missed, self.forecast.rate_rps, heard.dt_s)
+        self.usual.observe(heard.requests, heard.dt_s)
+        self._usual_at.append((heard.at_s, self.usual.rps))
+        while len(self._usual_at) > 1 and self._usual_at[1][0] <= heard.served.from_s - self.recovery_s:
+            self._usual_at.popleft()
+        self.paper.observe(heard.served, self._usual_at[0][1])
+        self.price.observe(heard.requests, heard.missed, self.usual.rps, heard.dt_s)
         held = holds(node.zone for node in nodes if node.zone != ONDEMAND)
         self.hazard.observe(held, heard.lost, heard.at_s, heard.dt_s)
         for zone in heard.lost:
-            self.stock.took_back(zone, held.get(zone, 0), heard.at_s)
-        self.ongoing = heard.ongoing
-        self._rates.append((heard.at_s, self.forecast.rate_rps))
-        while self._rates[0][0] < heard.at_s - HOLD_S:
-            self._rates.popleft()
-        if self.service is not None:
-            prefill_s = heard.prompt_tokens_by_s / self.goal.speed.prefill_tps
-            self.shadow.observe(heard.at_s, heard.requests_by_s, prefill_s, self.service, self.forecast.rate_rps)
-        if self.requests.count.sum() > 0 and (
-            self.service is None or heard.at_s - self.service_at_s >= SERVICE_PERIOD_S
-        ):
-            goal, self.service_at_s = self.goal, heard.at_s
-            self.service = self.requests.service(goal.speed, goal.slo_ttft_s)
-            formula = MissTable.of(self.service, self.requests.burst, goal.speed.slots, goal.max_replicas)
-            self.shadow.trust(formula, self.forecast.spread)
+            self.stock.took_back(zone, heard.at_s)
+        self.late_per_h = self.paper.late_per_h(self.usual.rps)
+        self._count(held, heard, sum(node.is_ready for node in nodes))
+
+    def _count(self, held: Mapping[str, int], heard: Heard, ready: int) -> None:
+        """More spot would be spread as what is held; more on demand would not be lost with it."""
+        goal, total = self.goal, np.arange(self.goal.max_replicas + 1)
+        losses = list(self.hazard.losses(held, heard.at_s, self.recovery_s))
+        shares = np.array([share for share, _ in losses])
+        lost = np.array([[sum(held[zone] for zone in zones)] for _, zones in losses]).reshape(-1, 1)
+        as_now, fixed = total * lost / max(sum(held.values()), 1), np.minimum(total, lost)
+        drained = self._drained(heard.ongoing, ready)
+        spot_usd_h = min(goal.spot_usd_h.values(), default=goal.ondemand_usd_h)
+        for nodes, usd_h, gone in ((self.spot, spot_usd_h, as_now), (self.ondemand, goal.ondemand_usd_h, fixed)):
+            missing = np.maximum(gone * self.hazard.lost_share, 1.0)
+            spared = -np.diff(late_with_losses(self.late_per_h, shares, missing))
+            nodes.update(spared * self.late_usd + drained, usd_h, usd_h * goal.cold_start_s / 3600.0, heard.dt_s)
+            nodes.count = max(nodes.count, goal.min_replicas, min(math.ceil(self._work), goal.max_replicas))
+
+    @property
+    def _work(self) -> float:
+        """The replicas that the usual requests keep busy; fewer would fall behind for ever."""
+        return self.usual.rps * self.paper.request_s
+
+    def _drained(self, ongoing: int, ready: int) -> Floats:
+        """What each node is worth for working off what will wait when a launch of now is ready."""
+        goal, waiting = self.goal, ongoing - self.usual.rps * self.paper.in_flight_s
+        backlog_s = waiting * self.paper.request_s + (self._work - ready) * goal.cold_start_s
+        if waiting <= 0 or backlog_s <= 0:
+            return np.zeros(goal.max_replicas)
+        return spared_by_draining(
+            self.late_usd, self.usual.rps, self._work, backlog_s, goal.cold_start_s, goal.max_replicas
+        )
 
 
 def plan(memory: Memory, nodes: Sequence[FleetNode], now_s: float) -> FleetPlan:
     """What to launch and what to let go. Tell `memory.stock` what became of the launches."""
-    mix = wanted(memory, nodes, now_s)
-    have = holds(node.zone for node in nodes)
-    launch = [name for name, count in mix.nodes.items() for _ in range(count - have.get(name, 0))]
-    launch = launch[: max(0, memory.goal.max_replicas - len(nodes))]
-    surplus = [node for name, count in have.items() for node in _surplus(nodes, name, count - mix.nodes.get(name, 0))]
+    wanted_spot, wanted = memory.spot.count, memory.ondemand.count
+    spot = [node for node in nodes if node.zone != ONDEMAND]
+    ondemand = [node for node in nodes if node.zone == ONDEMAND]
+    launch = _spot_launches(memory, nodes, wanted_spot - len(spot), now_s)
+    missing = max(0, wanted - len(spot) - len(launch))
+    launch += [ONDEMAND] * (missing - len(ondemand))
+    release = _dearest(memory, nodes, len(spot) - wanted_spot, now_s)
     ready = sum(node.is_ready for node in nodes)
-    release = []
-    for node in sorted(surplus, key=lambda node: (node.is_ready, node.zone != ONDEMAND, node.busy, node.id)):
+    surplus = sorted(ondemand, key=lambda node: (node.is_ready, node.busy, node.id))[: max(0, len(ondemand) - missing)]
+    for node in surplus:
         if not node.is_ready:
-            release.append(node.id)
-        elif ready - 1 >= mix.total:
-            release.append(node.id)
+            release.append(node)
+        elif ready - 1 >= wanted:
+            release.append(node)
             ready -= 1
-    shares = ", ".join(f"{count} {name or 'on demand'}" for name, count in sorted(mix.nodes.items()))
-    reason = f"{memory.rate_rps():.2f} requests/s ahead; {shares} miss {mix.missed_share:.2%} at ${mix.usd_h:.2f}/h"
-    return FleetPlan(mix.total, tuple(launch), tuple(release), reason)
-
-
-def wanted(memory: Memory, nodes: Sequence[FleetNode], now_s: float) -> Mix:
-    """The fleet that is cheapest with the price of missed requests in the sum."""
-    goal, have = memory.goal, holds(node.zone for node in nodes)
-    offers = [PoolOffer(ONDEMAND, goal.ondemand_usd_h, have.get(ONDEMAND, 0), goal.max_replicas)]
-    for zone, usd_h in goal.spot_usd_h.items():
-        held = have.get(zone, 0)
-        most = memory.stock.most(zone, held, now_s)
-        offers.append(PoolOffer(zone, usd_h, held, most, memory.hazard.per_h(zone, now_s)))
-    rate_rps = memory.rate_rps()
-    return choose(
-        offers,
-        memory.shadow.misses(rate_rps),
-        usd_per_missed_share_h=memory.price.usd(_request_s(memory), goal.ondemand_usd_h) * rate_rps * 3600.0,
-        risk=Risk(goal.cold_start_s + 20.0, memory.hazard.lost_share),
-        cold_start_s=goal.cold_start_s,
-        least=min(max(goal.min_replicas, _least(memory, nodes)), goal.max_replicas),
-        most=goal.max_replicas,
+    reason = (
+        f"{memory.usual.rps:.2f} requests/s are usual and a late one costs ${memory.late_usd:.4f}: "
+        f"{wanted_spot} nodes are worth the price of spot, {wanted} that of on demand"
     )
+    return FleetPlan(tuple(launch), tuple(node.id for node in release), reason)
 
 
-def _surplus(nodes: Sequence[FleetNode], zone: str, count: int) -> list[FleetNode]:
-    """Of a pool: those that are not ready, then the least busy."""
-    there = sorted((n for n in nodes if n.zone == zone), key=lambda n: (n.is_ready, n.busy, n.id))
-    return there[: max(0, count)]
+def _spot_launches(memory: Memory, nodes: Sequence[FleetNode], count: int, now_s: float) -> list[str]:
+    """Each where one more costs least, its risk included."""
+    have = holds(node.zone for node in nodes)
+    left = {zone: memory.stock.most(zone, now_s) for zone in memory.goal.spot_usd_h}
+    chosen: list[str] = []
+    while len(chosen) < count:
+        there = [zone for zone, most in left.items() if most is None or most > chosen.count(zone)]
+        if not there:
+            break
+        zone = min(there, key=lambda zone: (_usd_h(memory, zone, have, now_s), have.get(zone, 0)))
+        have[zone] = have.get(zone, 0) + 1
+        chosen.append(zone)
+    return chosen
 
 
-def _request_s(memory: Memory) -> float:
-    """Replica-seconds of one request: of prefill, or of its share of the slots."""
-    prefill_s, decode_s = _means_s(memory)
-    return max(prefill_s, (prefill_s + decode_s) / memory.goal.speed.slots)
+def _dearest(memory: Memory, nodes: Sequence[FleetNode], count: int, now_s: float) -> list[FleetNode]:
+    """The spot nodes to let go: those that are not ready, then of the zones where one more costs most."""
+    left = list(nodes)
+    chosen: list[FleetNode] = []
+    while len(chosen) < count:
+        have = holds(node.zone for node in left)
+        cost = {zone: _usd_h(memory, zone, {**have, zone: have[zone] - 1}, now_s) for zone in have if zone != ONDEMAND}
+        spot = [node for node in left if node.zone != ONDEMAND]
+        node = min(spot, key=lambda node: (node.is_ready, -cost[node.zone], node.busy, node.id))
+        left.remove(node)
+        chosen.append(node)
+    return chosen
 
 
-def _means_s(memory: Memory) -> tuple[float, float]:
-    """Prefill and decode of one request."""
-    speed, requests = memory.goal.speed, memory.requests
-    prompt_tokens = float(requests.tokens.sum() / max(requests.count.sum(), 1.0))
-    return prompt_tokens / speed.prefill_tps, requests.output_tokens / max(requests.finished, 1.0) * speed.tpot_s
-
-
-def _least(memory: Memory, nodes: Sequence[FleetNode]) -> int:
-    """What keeps up with the work, and clears within `DRAIN_S` what will still wait after a cold start."""
-    request_s, rate_rps = _request_s(memory), memory.rate_rps()
-    prefill_s, decode_s = _means_s(memory)
-    usual = rate_rps * (2 * prefill_s + decode_s)
-    ready = sum(node.is_ready for node in nodes)
-    cleared = max(0.0, ready - rate_rps * request_s) * memory.goal.cold_start_s
-    waiting_s = max(0.0, (memory.ongoing - usual) * request_s - cleared)
-    return math.ceil(rate_rps * request_s / FULL + waiting_s / DRAIN_S)
+def _usd_h(memory: Memory, zone: str, have: Mapping[str, int], now_s: float) -> float:
+    """An hour of one more node there: what starting again costs, and that it is missing just when others are."""
+    goal, late = memory.goal, memory.late_per_h
+    total = sum(have.values())
+    held = {name: count for name, count in have.items() if name != ONDEMAND and count} | {zone: have.get(zone, 0) + 1}
+    late_per_h = 0.0
+    for share, zones in memory.hazard.losses(held, now_s, memory.recovery_s):
+        if zone in zones:
+            left = min(total + 1 - sum(held[name] for name in zones), len(late) - 2)
+            late_per_h += share * float(late[left] - late[left + 1])
+    starts_per_h = memory.hazard.per_h(zone, now_s)
+    usd_h = goal.spot_usd_h[zone] * (1.0 + starts_per_h * goal.cold_start_s / 3600.0)
+    return usd_h + memory.late_usd * late_per_h

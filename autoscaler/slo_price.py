@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-START = 0.27
+START = 1.5
 """At the start, all misses that are allowed together cost this much of what serving on demand costs."""
-GAIN = 1.0
+GAIN = 3.0
 """How far the logarithm moves when a day misses twice what is allowed."""
-MOST_UP, MOST_DOWN = math.log(1.5), math.log(8.0)
+MOST_UP, MOST_DOWN = math.log(3.0), math.log(8.0)
 """A target that no fleet reaches is not chased at any price."""
 _DAY_S = 86400.0
 

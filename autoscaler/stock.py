@@ -1,47 +1,42 @@
-"""How many spot nodes each zone would give us, as far as launches and losses have told.
+"""Which zones it is worth asking for spot nodes, as far as launches and losses have told.
 
-A refusal while we hold nodes says that the zone is full at that number, one while we hold none that it is empty; either
-lets it rest, twice as long after each further refusal (pools.py). After the rest it is tried with few nodes, and with
-more as they are given.
+One that refused a node or took one back rests, twice as long after each further refusal (pools.py), but never for long:
+asking is free, and each minute in which a zone is not known to be back is paid at the price of on demand. After the
+rest it is tried with one node, and with more once that was given.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from raytide.autoscaler import pools
 from raytide.core.snapshot import Pool
 
-
-@dataclass(slots=True)
-class _Zone:
-    pool: Pool
-    room: int | None = None
-    """What it is known to hold at most; None when nothing was refused since the last success."""
+LONGEST_REST_S = 300.0
 
 
 @dataclass(slots=True)
 class Stock:
     node_type: str = "spot"
-    _zones: dict[str, _Zone] = field(default_factory=dict)
+    _zones: dict[str, Pool] = field(default_factory=dict)
+    """Those that did not give the last node."""
 
-    def most(self, zone: str, held: int, now_s: float) -> int:
-        """How many nodes it is worth trying to hold there."""
+    def most(self, zone: str, now_s: float) -> int | None:
+        """How many more it is worth asking for now; None when there is no limit."""
         known = self._zones.get(zone)
-        if known is None or known.room is None:
-            return held + max(1, held)
-        if known.pool.retry_at_s > now_s:
-            return max(known.room, held)
-        return max(known.room, held + 1)
+        if known is None:
+            return None
+        return 1 if known.retry_at_s <= now_s else 0
 
     def gave(self, zone: str) -> None:
-        self._zones[zone] = _Zone(Pool(self.node_type, zone))
+        self._zones.pop(zone, None)
 
-    def refused(self, zone: str, held: int, now_s: float) -> None:
-        known = self._zones.get(zone)
-        before = known.pool if known and known.room == held else Pool(self.node_type, zone)
-        self._zones[zone] = _Zone(pools.after_failure(before, now_s, "refused"), held)
+    def refused(self, zone: str, now_s: float) -> None:
+        self._rest(self._zones.get(zone, Pool(self.node_type, zone)), now_s, "refused")
 
-    def took_back(self, zone: str, held: int, now_s: float) -> None:
-        """`held`: what it left us."""
-        self._zones[zone] = _Zone(pools.after_failure(Pool(self.node_type, zone), now_s, "taken back"), held)
+    def took_back(self, zone: str, now_s: float) -> None:
+        self._rest(Pool(self.node_type, zone), now_s, "taken back")
+
+    def _rest(self, pool: Pool, now_s: float, reason: str) -> None:
+        rests = pools.after_failure(pool, now_s, reason)
+        self._zones[pool.zone] = replace(rests, retry_at_s=min(rests.retry_at_s, now_s + LONGEST_REST_S))

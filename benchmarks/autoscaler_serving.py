@@ -1,31 +1,89 @@
 """raytide's serving policy beside Ray Serve on demand, spot alone and SpotHedge, on recorded requests and spot nodes.
 
-    python benchmarks/autoscaler_serving.py --requests R.csv --envelope E.csv --spot S.json --collection A
+    benchmarks/autoscaler_serving.py --requests R.csv --envelope E.csv --spot S.json --collection A --results F.jsonl
 
 For each collection and depth: every policy's cost and share of requests in time (mean over the seeds, least and most),
 raytide's curve over its targets, the omniscient lower bound, and for each SpotHedge the cheapest point of the curve
-that serves no fewer in time than it does, less 0.05 points. Ends with the share of these comparisons that save 15 %.
+that serves no fewer in time than it does, less 0.05 points. Ends with the count of these comparisons that save 15 %.
+Runs are kept in --results and not repeated, so hours of them may be interrupted; --figure draws the curves.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 
 from raytide.core.fleet import Market
-from raytide.simulate.serving import Result, Stage
+from raytide.simulate.serving import Stage
+from raytide.simulate.serving_plot import Frame, svg
 from raytide.simulate.serving_setup import ServingSetup
 
-TARGETS = (0.95, 0.97, 0.98, 0.985, 0.99, 0.9925, 0.995, 0.9965, 0.998, 0.999)
+TARGETS = (0.6, 0.65, 0.68, 0.7, 0.72, 0.74, 0.76, 0.78, 0.8, 0.85, 0.9, 0.95, 0.99)
 HEDGES = tuple(f"spothedge-{extra}" for extra in range(5))
-OTHERS = ("static", "serve-ondemand", "spot-naive")
+OTHERS = ("serve-ondemand", "spot-naive", "static")
 ALLOWED_LOSS = 0.0005
 SAVING = 0.15
 MOST_OVER_BOUND = 2.2
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    cost_usd: float
+    slo: float = 0.0
+    ttft_p99_s: float = 0.0
+    ondemand_h: float = 0.0
+    spot_h: float = 0.0
+    cpu_s: float = 0.0
+
+
+class Runs:
+    """Of one collection, depth and seed, kept in a file."""
+
+    def __init__(self, setup: ServingSetup, file: Path | None) -> None:
+        self.setup, self._file = setup, file
+        self._known: dict[str, Run] = {}
+        for line in file.read_text().splitlines() if file and file.exists() else ():
+            entry = json.loads(line)
+            if entry["setup"] == self._of:
+                self._known[entry["name"]] = Run(**entry["run"])
+
+    @property
+    def _of(self) -> str:
+        return self.setup.model_dump_json(exclude={"slo_target", "policy"})
+
+    @cached_property
+    def _stage(self) -> Stage:
+        return Stage.of(self.setup)
+
+    def of(self, name: str, target: float | None = None) -> Run:
+        label = name if target is None else f"{name} {target:g}"
+        if label not in self._known:
+            self._known[label] = self._play(name, target)
+            if self._file:
+                with self._file.open("a") as file:
+                    run = asdict(self._known[label])
+                    file.write(json.dumps({"setup": self._of, "name": label, "run": run}) + "\n")
+        return self._known[label]
+
+    def _play(self, name: str, target: float | None) -> Run:
+        stage, began_s = self._stage, time.process_time()
+        if name == "bound":
+            return Run(stage.lower_bound_usd())
+        if target is not None:
+            setup = self.setup.model_copy(update={"slo_target": target})
+            stage = Stage(setup, stage.work, stage.zones, stage.usd_h)
+        result = stage.play(name)
+        hours = (result.node_hours[Market.ON_DEMAND], result.node_hours[Market.SPOT])
+        cpu_s = time.process_time() - began_s
+        print(f"{self.setup.collection} {self.setup.depth} {self.setup.seed} {name} {cpu_s:.1f} s", file=sys.stderr)
+        return Run(result.cost_usd, result.slo_attainment, result.ttft_p99_s, *hours, cpu_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,68 +91,96 @@ class Mean:
     """One policy over all seeds."""
 
     name: str
-    results: tuple[Result, ...]
+    runs: tuple[Run, ...]
+
+    @classmethod
+    def of(cls, seeds: Iterable[Runs], name: str, target: float | None = None) -> Mean:
+        label = name if target is None else f"{name} {target:g}"
+        return cls(label, tuple(runs.of(name, target) for runs in seeds))
 
     @property
     def cost_usd(self) -> float:
-        return statistics.fmean(result.cost_usd for result in self.results)
+        return statistics.fmean(run.cost_usd for run in self.runs)
 
     @property
     def slo(self) -> float:
-        return statistics.fmean(result.slo_attainment for result in self.results)
+        return statistics.fmean(run.slo for run in self.runs)
 
     def row(self, bound_usd: float) -> str:
-        costs = [result.cost_usd for result in self.results]
-        slos = [100 * result.slo_attainment for result in self.results]
-        p99_s = statistics.fmean(result.ttft_p99_s for result in self.results)
-        split = "/".join(f"{statistics.fmean(r.node_hours[m] for r in self.results):.0f}" for m in Market)
+        costs, slos = [run.cost_usd for run in self.runs], [100 * run.slo for run in self.runs]
+        p99_s = statistics.fmean(run.ttft_p99_s for run in self.runs)
+        ondemand_h = statistics.fmean(run.ondemand_h for run in self.runs)
+        spot_h = statistics.fmean(run.spot_h for run in self.runs)
         return (
             f"| {self.name} | {self.cost_usd:,.0f} ({min(costs):,.0f} to {max(costs):,.0f}) "
             f"| {self.cost_usd / bound_usd:.2f} | {100 * self.slo:.2f} ({min(slos):.2f} to {max(slos):.2f}) "
-            f"| {p99_s:.1f} | {split} |"
+            f"| {p99_s:.1f} | {ondemand_h:.0f}/{spot_h:.0f} |"
         )
 
 
-def play(stages: list[Stage], name: str, target: float | None = None) -> Mean:
-    began_s = time.perf_counter()
-    if target is not None:
-        stages = [replace(s, setup=s.setup.model_copy(update={"slo_target": target})) for s in stages]
-    results = tuple(stage.play(name) for stage in stages)
-    label = name if target is None else f"{name} {target:g}"
-    print(f"{label}: {(time.perf_counter() - began_s) / len(stages):.1f} s a seed", file=sys.stderr)
-    return Mean(label, results)
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """All of one collection and depth."""
+
+    title: str
+    bound_usd: float
+    others: list[Mean]
+    hedges: list[Mean]
+    curve: list[Mean]
+
+    def table(self) -> str:
+        head = (
+            "| policy | cost $ (least to most) | x bound | in time % (least to most) | p99 TTFT s | on-demand/spot h |"
+        )
+        rows = [mean.row(self.bound_usd) for mean in (*self.others, *self.hedges, *self.curve)]
+        return "\n".join(
+            (f"### {self.title}, lower bound ${self.bound_usd:,.0f}\n", head, "|---|---|---|---|---|---|", *rows)
+        )
+
+    def verdicts(self) -> list[tuple[bool, str]]:
+        found = [self._against(hedge) for hedge in self.hedges]
+        if any(mean.name == "serve-ondemand" and mean.slo >= 0.99 for mean in self.others):
+            best = self._cheapest(0.99)
+            ratio = best.cost_usd / self.bound_usd if best else float("inf")
+            found.append(
+                (ratio <= MOST_OVER_BOUND, f"99 %: {best.name if best else 'no point'}, {ratio:.2f} x the bound")
+            )
+        return found
+
+    def _against(self, hedge: Mean) -> tuple[bool, str]:
+        best = self._cheapest(hedge.slo - ALLOWED_LOSS)
+        if best is None:
+            return False, f"{hedge.name}: no point serves as many in time"
+        saving = 1 - best.cost_usd / hedge.cost_usd
+        points = 100 * (best.slo - hedge.slo)
+        return saving >= SAVING, f"{hedge.name}: {best.name} saves {saving:.1%} at {points:+.2f} points"
+
+    def _cheapest(self, slo: float) -> Mean | None:
+        enough = [point for point in self.curve if point.slo >= slo]
+        return min(enough, key=lambda point: point.cost_usd, default=None)
+
+    def picture(self) -> str:
+        means = (*self.others, *self.hedges, *self.curve)
+        frame = Frame.around([(mean.cost_usd, 100 * mean.slo) for mean in means])
+        dots = [frame.dot(m.cost_usd, 100 * m.slo, m.name, "#777") for m in (*self.others, *self.hedges)]
+        line = frame.line(sorted((point.cost_usd, 100 * point.slo) for point in self.curve), "#0a7")
+        axes = frame.axes("$", f"{self.title}: requests in time, %; the line is raytide's curve")
+        return svg([axes, line, *dots])
 
 
-def compare(title: str, stages: list[Stage], targets: list[float], others: tuple[str, ...]) -> list[bool]:
-    """Prints the table of one collection and depth; returns what held."""
-    bound_usd = statistics.fmean(stage.lower_bound_usd() for stage in stages)
-    print(f"\n### {title}: {stages[0].work.count:,} requests, lower bound ${bound_usd:,.0f}\n")
-    print("| policy | cost $ (least to most) | x bound | in time % (least to most) | p99 TTFT s | on-demand/spot h |")
-    print("|---|---|---|---|---|---|")
-    rows = {name: play(stages, name) for name in (*others, *HEDGES)}
-    curve = [play(stages, "raytide", target) for target in targets]
-    for mean in (*rows.values(), *curve):
-        print(mean.row(bound_usd), flush=True)
-    held = []
-    print()
-    for hedge in (rows[name] for name in HEDGES):
-        enough = [point for point in curve if point.slo >= hedge.slo - ALLOWED_LOSS]
-        best = min(enough, key=lambda point: point.cost_usd, default=None)
-        saving = 1 - best.cost_usd / hedge.cost_usd if best else float("-inf")
-        held.append(saving >= SAVING)
-        what = f"{best.name} saves {saving:.1%} at {100 * (best.slo - hedge.slo):+.2f} points" if best else "no point"
-        print(f"- {hedge.name}: {what}{'' if held[-1] else ' (MISSED)'}")
-    served = [point for point in curve if point.slo >= 0.99]
-    if "serve-ondemand" in rows and rows["serve-ondemand"].slo >= 0.99:
-        best = min(served, key=lambda point: point.cost_usd, default=None)
-        ratio = best.cost_usd / bound_usd if best else float("inf")
-        held.append(ratio <= MOST_OVER_BOUND)
-        what = f"{best.name} costs {ratio:.2f} x the bound" if best else "no point"
-        print(f"- 99 %: {what}{'' if held[-1] else ' (MISSED)'}")
-    return held
+def figure(pictures: list[str]) -> str:
+    """One picture below the other in one file."""
+    height = 320
+    placed = "".join(
+        picture.replace("<svg ", f'<svg y="{at * height}" height="{height}" ', 1) for at, picture in enumerate(pictures)
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 860 {height * len(pictures)}" '
+        f'font-family="system-ui" font-size="12"><rect width="100%" height="100%" fill="#fff"/>{placed}</svg>\n'
+    )
 
 
-def main() -> None:
+def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=Path, required=True)
     parser.add_argument("--envelope", type=Path)
@@ -106,21 +192,41 @@ def main() -> None:
     parser.add_argument("--days", type=float, default=7.0)
     parser.add_argument("--target", type=float, action="append")
     parser.add_argument("--hedges-only", action="store_true", help="leave out static, spot-naive and serve-ondemand")
-    args = parser.parse_args()
-    held = []
+    parser.add_argument("--results", type=Path, help="a file for the runs, made when it is not there")
+    parser.add_argument("--figure", type=Path, help="an SVG file to write")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = options()
+    verdicts, pictures = [], []
     for collection in args.collection:
         for depth in args.depth or [1, 4]:
-            setups = [
-                ServingSetup(
-                    requests=args.requests, envelope=args.envelope, spot=args.spot, collection=collection,
-                    gpu=args.gpu, depth=depth, days=args.days, seed=seed,
+            seeds = [
+                Runs(
+                    ServingSetup(
+                        requests=args.requests, envelope=args.envelope, spot=args.spot, collection=collection,
+                        gpu=args.gpu, depth=depth, days=args.days, seed=seed,
+                    ),
+                    args.results,
                 )
                 for seed in args.seed or [0, 1, 2]
             ]  # fmt: skip
-            stages = [Stage.of(setup) for setup in setups]
-            others = () if args.hedges_only else OTHERS
-            held += compare(f"{collection}, depth {depth}", stages, args.target or list(TARGETS), others)
-    print(f"\n{sum(held)} of {len(held)} comparisons hold")
+            found = Comparison(
+                f"{collection}, depth {depth}",
+                Mean.of(seeds, "bound").cost_usd,
+                [] if args.hedges_only else [Mean.of(seeds, name) for name in OTHERS],
+                [Mean.of(seeds, name) for name in HEDGES],
+                [Mean.of(seeds, "raytide", target) for target in args.target or TARGETS],
+            )
+            print(found.table(), end="\n\n")
+            for held, what in found.verdicts():
+                print(f"- {what}{'' if held else ' (MISSED)'}", flush=True)
+                verdicts.append(held)
+            pictures.append(found.picture())
+    if args.figure:
+        args.figure.write_text(figure(pictures))
+    print(f"\n{sum(verdicts)} of {len(verdicts)} comparisons hold")
 
 
 if __name__ == "__main__":

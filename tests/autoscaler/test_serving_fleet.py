@@ -1,95 +1,139 @@
-"""The serving policy's parts: forecast, paper fleets, hazard, stock, and the choice of nodes."""
+"""The serving policy's parts: usual rate, paper fleets, worth of a node, hazard, stock, and the plan that they make."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raytide.autoscaler.forecast import Forecast
+from raytide.autoscaler.forecast import MEMORY_S, UsualRate
 from raytide.autoscaler.hazard import Hazard
-from raytide.autoscaler.replica_target import BUCKETS, MissTable, Mix, ReplicaSpeed, bucket_of
-from raytide.autoscaler.serving_fleet import FleetNode, Heard, Memory, ServingGoal, plan
-from raytide.autoscaler.shadow import Shadow
+from raytide.autoscaler.paper_fleets import PaperFleets, ReplicaSpeed, Served, convex
+from raytide.autoscaler.serving_fleet import ONDEMAND, FleetNode, Heard, Memory, ServingGoal, plan
 from raytide.autoscaler.slo_price import SloPrice
-from raytide.autoscaler.spot_mix import ONDEMAND, PoolOffer, Risk, choose
-from raytide.autoscaler.stock import Stock
+from raytide.autoscaler.stock import LONGEST_REST_S, Stock
+from raytide.autoscaler.worth import NodeCount, late_with_losses, spared_by_draining
 
 SPEED = ReplicaSpeed(prefill_tps=1500.0, slots=8, tpot_s=0.06)
-RISK = Risk(recovery_s=200.0, lost_share=1.0)
+PROMPT_OF_A_SECOND = 1500.0
 
 
-def mix_of(prompt: float = 1500.0, outputs: float = 20.0, requests: int = 1000) -> Mix:
-    mix = Mix(burst=1.0)
-    counts = np.bincount(bucket_of(np.full(requests, prompt)), minlength=len(mix.count)).astype(float)
-    mix.observe(counts, counts * prompt, 1.0)
-    mix.observe_outputs(requests, requests * outputs, requests * outputs**2, 1.0)
-    return mix
+def served(from_s: float, until_s: float, arrivals_s: list[float], outputs: float = 20.0) -> Served:
+    """Requests with a prefill of one second each."""
+    count = len(arrivals_s)
+    return Served(from_s, until_s, np.array(arrivals_s), np.full(count, PROMPT_OF_A_SECOND), np.full(count, outputs))
 
 
-def chosen(offers: list[PoolOffer], misses: list[float], worth: float = 1000.0, least: int = 1) -> dict[str, int]:
-    found = choose(
-        offers,
-        misses,
-        usd_per_missed_share_h=worth,
-        risk=RISK,
-        cold_start_s=180.0,
-        least=least,
-        most=len(misses) - 1,
-    )
-    return dict(found.nodes)
+def goal(zones: Sequence[str], slo_target: float = 0.99, max_replicas: int = 8) -> ServingGoal:
+    return ServingGoal(5.0, slo_target, 1, max_replicas, 180.0, SPEED, 3.06, dict.fromkeys(zones, 0.918))
 
 
-def quiet(at_s: float) -> Heard:
-    """A request every ten seconds."""
-    count = np.zeros(BUCKETS)
-    count[60] = 2.0
-    return Heard(
-        at_s=at_s,
-        dt_s=20.0,
-        requests=2,
-        prompt_count=count,
-        prompt_tokens=count * 1000.0,
-        finished=2,
-        output_tokens=40.0,
-        output_squares=800.0,
-        missed=0,
-        ongoing=0.0,
-        requests_by_s=np.bincount([3, 13], minlength=20),
-        prompt_tokens_by_s=np.bincount([3, 13], weights=[1000.0, 1000.0], minlength=20).astype(float),
-        lost={},
-    )
+def busy_memory(zones: Sequence[str], rps: int = 2, slo_target: float = 0.99) -> Memory:
+    """An hour and a half of that many requests at the start of every second."""
+    memory = Memory.of(goal(zones, slo_target))
+    for at_s in range(20, 5400, 20):
+        came = served(
+            at_s - 20.0, float(at_s), [float(second) for second in range(at_s - 20, at_s) for _ in range(rps)]
+        )
+        memory.learn(Heard(float(at_s), 20.0, 20 * rps, 0, 0, came, {}), [])
+    return memory
 
 
-def falling(most: int, needed: int) -> list[float]:
-    return [1.0 if n < needed else 0.5 ** (4 * (n - needed + 1)) for n in range(most + 1)]
+def launched(memory: Memory, nodes: list[FleetNode]) -> list[str]:
+    return sorted(plan(memory, nodes, 5400.0).launch)
 
 
-def test_the_forecast_follows_a_ramp_one_cold_start_ahead() -> None:
-    forecast = Forecast(180.0)
-    for tick in range(720):
-        forecast.observe(20.0 * tick, 20 + tick, 20.0)
-    assert forecast.rate_rps == pytest.approx((20 + 720 + 9) / 20, rel=0.03)
+def test_the_usual_rate_is_a_mean_and_forgets_by_e_in_a_quarter_of_an_hour() -> None:
+    usual = UsualRate()
+    for _ in range(1000):
+        usual.observe(40, 20.0)
+    assert usual.rps == pytest.approx(2.0)
+    for _ in range(int(MEMORY_S / 20)):
+        usual.observe(0, 20.0)
+    assert usual.rps == pytest.approx(2.0 / np.e)
 
 
-def test_more_replicas_never_miss_more_and_a_higher_rate_never_fewer() -> None:
-    table = MissTable.of(mix_of().service(SPEED, 5.0), 2.0, SPEED.slots, 12)
-    assert (np.diff(table.shares, axis=0) <= 1e-9).all()
-    assert (np.diff(table.shares, axis=1) >= -1e-9).all()
+def test_paper_fleets_are_late_for_what_a_burst_makes_late() -> None:
+    """Twenty prefills of a second every minute: five of them are in time on each replica, four replicas serve all."""
+    paper = PaperFleets(10, SPEED, 5.0)
+    for at_s in range(0, 60 * 400, 60):
+        paper.observe(served(float(at_s), at_s + 60.0, [float(at_s)] * 20), 1 / 3)
+    late = paper.late_per_h(1 / 3)
+    assert late[0] == pytest.approx(1200, rel=0.02)
+    assert late[1] == pytest.approx(900, rel=0.02)
+    assert late[4] == pytest.approx(0, abs=20)
 
 
-def test_a_paper_fleet_misses_what_a_burst_makes_late() -> None:
-    """Twenty prefills of a second at once: one replica is late for all but the first, ten for none."""
-    shadow = Shadow(10, SPEED.slots, 180.0)
-    service = mix_of().service(SPEED, 5.0)
-    for at_s in range(60, 60 * 200, 60):
-        requests = np.zeros(60, dtype=np.int64)
-        requests[0] = 20
-        shadow.observe(float(at_s), requests, requests * 1.0, service, 1 / 3)
-    misses = shadow.misses(1 / 3)
-    assert misses[1] > 0.4 and misses[10] < 0.01
-    assert misses == sorted(misses, reverse=True)
+def test_decode_slots_make_requests_wait_too() -> None:
+    paper = PaperFleets(4, ReplicaSpeed(prefill_tps=150000.0, slots=2, tpot_s=1.0), 5.0)
+    for at_s in range(0, 60 * 400, 60):
+        paper.observe(served(float(at_s), at_s + 60.0, [float(at_s)] * 4, outputs=20.0), 0.1)
+    late = paper.late_per_h(0.1)
+    assert late[1] == pytest.approx(120, rel=0.05)
+    assert late[2] < 10
+
+
+def test_a_rate_that_was_never_seen_is_as_late_as_a_known_one_with_as_many_replicas_for_each_request() -> None:
+    paper = PaperFleets(20, SPEED, 5.0)
+    for at_s in range(0, 60 * 400, 60):
+        paper.observe(served(float(at_s), at_s + 60.0, [float(at_s)] * 20), 1 / 3)
+    seen, twice = paper.late_per_h(1 / 3), paper.late_per_h(2 / 3)
+    assert twice[2] / twice[0] == pytest.approx(seen[1] / seen[0], rel=0.2)
+    assert twice[10] < 0.05 * twice[0]
+
+
+@settings(max_examples=40, deadline=None)
+@given(gaps=st.lists(st.floats(0, 30), min_size=1, max_size=60), rate=st.floats(0.001, 50))
+def test_each_replica_spares_something_and_never_more_than_the_one_before(gaps: list[float], rate: float) -> None:
+    paper = PaperFleets(12, SPEED, 5.0)
+    arrivals = np.cumsum(gaps).tolist()
+    paper.observe(served(0.0, arrivals[-1] + 1.0, arrivals), 0.5)
+    late = paper.late_per_h(rate)
+    assert (np.diff(late) <= 1e-6).all()
+    assert (np.diff(late, n=2) >= -1e-6 * late[0]).all()
+
+
+@given(st.lists(st.floats(0, 1000), min_size=2, max_size=20))
+def test_the_convex_curve_is_below_and_falls_ever_less(values: list[float]) -> None:
+    curve = convex(np.array(values))
+    assert (curve <= np.array(values) + 1e-6).all()
+    assert (np.diff(curve) <= 1e-9).all()
+    slopes = np.diff(curve)
+    assert all(second >= first - 1e-6 for first, second in pairwise(slopes))
+
+
+def test_a_node_is_bought_for_more_than_its_price_and_kept_until_a_start_would_have_been_paid() -> None:
+    nodes = NodeCount()
+    nodes.update(np.array([9.0, 2.0, 0.5]), 1.0, 0.05, 20.0)
+    assert nodes.count == 2
+    slack = np.array([9.0, 0.5, 0.1])
+    ticks = 0
+    while nodes.count == 2 and ticks < 100:
+        nodes.update(slack, 1.0, 0.05, 20.0)
+        ticks += 1
+    assert ticks in (18, 19)  # half a dollar an hour too much: 0.05 after 360 s
+    assert nodes.count == 1
+
+
+def test_a_node_that_was_worth_its_price_in_between_begins_anew() -> None:
+    nodes = NodeCount()
+    for _ in range(20):
+        nodes.update(np.array([2.0]), 1.0, 0.05, 20.0)
+        for _ in range(17):
+            nodes.update(np.array([0.5]), 1.0, 0.05, 20.0)
+    assert nodes.count == 1
+
+
+def test_losses_add_what_is_late_without_the_lost_nodes() -> None:
+    late = np.array([100.0, 40.0, 10.0, 0.0])
+    total = late_with_losses(late, np.array([0.1]), np.array([[0.0, 1.0, 1.0, 1.5]]))
+    assert total.tolist() == pytest.approx([100.0, 46.0, 13.0, 2.5])
+    assert late_with_losses(late, np.zeros(0), np.zeros((0, 4))).tolist() == late.tolist()
 
 
 def test_a_zone_that_has_held_long_is_trusted_more_than_one_that_was_lost() -> None:
@@ -101,18 +145,26 @@ def test_a_zone_that_has_held_long_is_trusted_more_than_one_that_was_lost() -> N
     assert hazard.per_h("good", now_s) < 0.1 < hazard.per_h("bad", now_s)
 
 
-def test_an_empty_zone_is_asked_ever_less_often_and_a_full_one_keeps_what_it_holds() -> None:
+def test_an_empty_zone_is_asked_ever_less_often_but_never_left_alone_for_long() -> None:
     stock = Stock()
-    asked = 0
-    for second in range(0, 6 * 3600, 20):
-        if stock.most("a", 0, float(second)) > 0:
-            asked += 1
-            stock.refused("a", 0, float(second))
-    assert asked <= 1 + np.log2(6 * 3600 / 30) + 6 * 3600 / 1800
-    stock.gave("b")
-    stock.refused("b", 2, 0.0)
-    assert stock.most("b", 1, 10.0) == 2  # one that left may come back at once
-    assert stock.most("b", 2, 40.0) == 3  # and after its rest one more is tried
+    asked = []
+    for second in range(0, 6 * 3600, 10):
+        if stock.most("a", float(second)) != 0:
+            asked.append(second)
+            stock.refused("a", float(second))
+    rests = np.diff(asked)
+    assert rests[:4].tolist() == [30, 60, 120, 240]
+    assert (rests[4:] == LONGEST_REST_S).all()
+
+
+def test_a_zone_that_rested_is_tried_with_one_node_and_with_more_once_that_was_given() -> None:
+    stock = Stock()
+    assert stock.most("a", 0.0) is None
+    stock.took_back("a", 0.0)
+    assert stock.most("a", 10.0) == 0
+    assert stock.most("a", 30.0) == 1
+    stock.gave("a")
+    assert stock.most("a", 31.0) is None
 
 
 def test_a_missed_request_is_worth_more_while_too_many_are_missed_and_not_without_end() -> None:
@@ -120,54 +172,88 @@ def test_a_missed_request_is_worth_more_while_too_many_are_missed_and_not_withou
     first = price.usd(1.0, 3.06)
     for _ in range(20000):
         price.observe(100, 50, 5.0, 20.0)
-    assert first < price.usd(1.0, 3.06) <= 1.6 * first
+    assert first < price.usd(1.0, 3.06) <= 3.01 * first
     for _ in range(20000):
         price.observe(100, 0, 5.0, 20.0)
     assert price.usd(1.0, 3.06) < first
 
 
 def test_spot_is_bought_where_it_is_to_be_had_and_on_demand_where_it_is_not() -> None:
-    misses = falling(8, needed=3)
-    ondemand = PoolOffer(ONDEMAND, 3.06, 0, 8)
-    assert chosen([ondemand, PoolOffer("a", 0.918, 0, 8, 0.1)], misses).get(ONDEMAND, 0) == 0
-    assert chosen([ondemand, PoolOffer("a", 0.918, 0, 0, 0.1)], misses) == {ONDEMAND: 5}
+    memory = busy_memory("a")
+    assert set(launched(memory, [])) == {"a"}
+    memory.stock.refused("a", 5400.0)
+    there = launched(memory, [])
+    assert set(there) == {ONDEMAND}
+    assert 2 <= len(there) <= memory.spot.count  # at least what keeps up, and no more than at the lower price
 
 
-def test_nodes_are_spread_when_losing_a_zone_would_hurt() -> None:
-    offers = [PoolOffer(ONDEMAND, 3.06, 0, 8), *(PoolOffer(zone, 0.918, 0, 8, 0.5) for zone in "abc")]
-    nodes = chosen(offers, falling(8, needed=3))
-    assert len(nodes) == 3 and max(nodes.values()) <= 2
+def test_nodes_are_spread_over_regions_when_losing_one_would_hurt() -> None:
+    zones = ("us-east-1a", "us-east-1b", "us-west-2a")
+    memory = busy_memory(zones, rps=4)
+    assert set(launched(memory, [])) == set(zones)
 
 
-def test_a_node_that_is_there_is_not_left_for_an_equal_one() -> None:
-    offers = [PoolOffer("a", 0.918, 0, 8, 0.2), PoolOffer("b", 0.918, 2, 2, 0.2)]
-    assert chosen(offers, [1.0, 0.5, 0.0, 0.0], worth=50.0).get("b") == 2
+def test_a_zone_that_loses_nodes_often_is_left_for_one_that_does_not() -> None:
+    memory = busy_memory("ab", slo_target=0.9)
+    for minute in range(24 * 60):
+        lost = {"a": 1} if minute % 30 == 29 else {}
+        memory.hazard.observe({"a": 2, "b": 2}, lost, 5400.0 + 60.0 * minute, 60.0)
+    now_s = 5400.0 + 24 * 3600.0
+    first = plan(memory, [], now_s).launch
+    assert first.count("b") > first.count("a")
+    held = [FleetNode(f"{zone}{at}", zone, True, 0) for zone in "ab" for at in range(4)]
+    released = plan(memory, held, now_s).release
+    assert released and all(node_id.startswith("a") for node_id in released[:2])
+
+
+def test_there_are_always_enough_to_keep_up_with_the_work() -> None:
+    memory = busy_memory("a", rps=4, slo_target=0.01)
+    assert len(launched(memory, [])) >= 4
+
+
+@lru_cache
+def two_zones(target: float) -> Memory:
+    return busy_memory("ab", slo_target=target)
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    held=st.lists(st.integers(0, 4), min_size=3, max_size=3),
-    rooms=st.lists(st.integers(0, 4), min_size=2, max_size=2),
-    needed=st.integers(1, 6),
-    least=st.integers(1, 8),
-)
-def test_there_are_always_as_many_as_needed_and_a_dearer_miss_never_means_fewer(
-    held: list[int], rooms: list[int], needed: int, least: int
+@given(target=st.sampled_from([0.5, 0.9, 0.99]), held=st.lists(st.sampled_from(["a", "b", ONDEMAND]), max_size=10))
+def test_a_plan_leaves_no_fewer_nodes_than_are_worth_it_and_the_same_memory_gives_the_same_plan(
+    target: float, held: list[str]
 ) -> None:
-    offers = [PoolOffer(ONDEMAND, 3.06, held[0], 10)]
-    offers += [PoolOffer(zone, 0.918, held[i + 1], rooms[i], 0.3) for i, zone in enumerate("ab")]
-    cheap, dear = (chosen(offers, falling(10, needed), worth=worth, least=least) for worth in (10.0, 10000.0))
-    assert sum(cheap.values()) >= least
-    assert sum(dear.values()) >= needed
-    for nodes in (cheap, dear):
-        for offer in offers[1:]:
-            assert nodes.get(offer.name, 0) <= max(offer.held, offer.most)
+    memory = two_zones(target)
+    nodes = [FleetNode(str(at), zone, True, at % 3) for at, zone in enumerate(held)]
+    made = plan(memory, nodes, 5400.0)
+    assert len(nodes) + len(made.launch) - len(made.release) >= memory.ondemand.count
+    assert plan(memory, nodes, 5400.0) == made
+    spot = sum(zone != ONDEMAND for zone in held) + sum(pool != ONDEMAND for pool in made.launch)
+    assert spot - sum(nodes[int(node_id)].zone != ONDEMAND for node_id in made.release) <= memory.spot.count
+
+
+def test_zones_that_were_lost_together_are_expected_to_go_together() -> None:
+    apart, together = Hazard(), Hazard()
+    held = {"us-west-2a": 2, "us-west-2b": 2, "eu-west-1a": 2}
+    for hour in range(20):
+        now_s = 3600.0 * hour
+        apart.observe(held, {"us-west-2a" if hour % 2 else "us-west-2b": 2}, now_s, 20.0)
+        together.observe(held, {"us-west-2a": 2, "us-west-2b": 2}, now_s, 20.0)
+    shares = [{tuple(zones): share for share, zones in h.losses(held, 72000.0, 200.0)} for h in (apart, together)]
+    both = ("us-west-2a", "us-west-2b")
+    assert shares[0][both] < 0.5 * shares[0][both[:1]]
+    assert shares[1][both] > 2 * shares[1][both[:1]]
+    assert all(("eu-west-1a",) in seen and len(seen) == 4 for seen in shares)
+
+
+def test_what_waits_makes_nodes_worth_more_the_more_it_is() -> None:
+    little, much = (spared_by_draining(0.01, 2.0, 3.0, backlog_s, 180.0, 12) for backlog_s in (60.0, 600.0))
+    assert (little[:2] == 0).all()  # they do not even keep up
+    assert (little[3:] > 0).all() and (much[4:] > little[4:]).all()
+    assert (np.diff(much[4:]) < 0).all()
 
 
 def test_on_demand_stays_until_its_spot_replacement_is_ready() -> None:
-    goal = ServingGoal(5.0, 0.99, 1, 8, 180.0, SPEED, 3.06, {"a": 0.918})
-    memory = Memory.of(goal)
-    memory.learn(quiet(20.0), [])
+    memory = Memory.of(goal("a"))
+    memory.learn(Heard(20.0, 20.0, 2, 0, 0, served(0.0, 0.0, []), {}), [])
     there = [FleetNode("1", ONDEMAND, True, 0)]
     first = plan(memory, there, 20.0)
     assert first.launch == ("a",) and first.release == ()
@@ -175,4 +261,3 @@ def test_on_demand_stays_until_its_spot_replacement_is_ready() -> None:
     assert plan(memory, starting, 40.0).release == ()
     serving = [*there, FleetNode("2", "a", True, 0)]
     assert plan(memory, serving, 60.0).release == ("1",)
-    assert plan(memory, serving, 60.0) == plan(memory, serving, 60.0)

@@ -23,7 +23,7 @@ _STYLE = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Frame:
+class Frame:
     """Values to pixels."""
 
     x_low: float
@@ -32,7 +32,7 @@ class _Frame:
     y_high: float
 
     @classmethod
-    def around(cls, points: Sequence[tuple[float, float]]) -> _Frame:
+    def around(cls, points: Sequence[tuple[float, float]]) -> Frame:
         xs, ys = [x for x, _ in points], [y for _, y in points]
         return cls(min(xs), max(xs), min(ys), max(ys))
 
@@ -86,11 +86,11 @@ def page(chosen: Result, others: Sequence[Result], curve: Sequence[Result], boun
 
 
 def _cost_against_slo(chosen: Result, others: Sequence[Result], curve: Sequence[Result]) -> str:
-    frame = _Frame.around([_point(result) for result in (chosen, *others, *curve)])
+    frame = Frame.around([_point(result) for result in (chosen, *others, *curve)])
     dots = [frame.dot(*_point(result), result.policy, "#777") for result in others]
     dots.append(frame.dot(*_point(chosen), chosen.policy, "#d40"))
     line = frame.line(sorted(_point(result) for result in curve), "#0a7")
-    return _svg([frame.axes("$", "requests in time, %; the line is raytide's curve"), line, *dots])
+    return svg([frame.axes("$", "requests in time, %; the line is raytide's curve"), line, *dots])
 
 
 def _nodes(chosen: Result) -> str:
@@ -102,18 +102,18 @@ def _nodes(chosen: Result) -> str:
         "ready": ("#26c", [sample.ready for sample in samples]),
     }
     most = max(count for _, line in counts.values() for count in line)
-    frame = _Frame(0.0, days[-1], 0.0, float(most))
+    frame = Frame(0.0, days[-1], 0.0, float(most))
     parts = [frame.axes("days", "nodes")]
     for row, (name, (colour, line)) in enumerate(counts.items()):
         steps = list(zip(days, line, strict=True))
         parts.append(frame.line([corner for a, b in pairwise(steps) for corner in (a, (b[0], a[1]))], colour))
         parts.append(f'<text x="{_WIDTH - 2 * _MARGIN}" y="{20 + 16 * row}" fill="{colour}">{name}</text>')
-    return _svg(parts)
+    return svg(parts)
 
 
 def _point(result: Result) -> tuple[float, float]:
     return result.cost_usd, 100 * result.slo_attainment
 
 
-def _svg(parts: Iterable[str]) -> str:
+def svg(parts: Iterable[str]) -> str:
     return f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" role="img">{"".join(parts)}</svg>'

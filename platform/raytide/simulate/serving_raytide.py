@@ -7,10 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from raytide.autoscaler.hazard import holds
-from raytide.autoscaler.replica_target import BUCKETS, ReplicaSpeed, bucket_of
-from raytide.autoscaler.serving_fleet import FleetNode, Heard, Memory, ServingGoal, plan
-from raytide.autoscaler.spot_mix import ONDEMAND
+from raytide.autoscaler.paper_fleets import ReplicaSpeed, Served
+from raytide.autoscaler.serving_fleet import ONDEMAND, FleetNode, Heard, Memory, ServingGoal, plan
 from raytide.core.fleet import Market
 from raytide.simulate.capacity import SpotZones
 from raytide.simulate.fleet import Fleet, Replica
@@ -21,11 +19,16 @@ _ROUNDS = 12
 """A launch that was refused, or given, is a reason to decide again at once, so many times."""
 
 
+TOLD_AFTER_S = 120.0
+"""What a request brought is told this long after it arrived: nearly all have their last token by then."""
+
+
 @dataclass(slots=True)
 class _Seen:
     at_s: float = 0.0
     arrived: int = 0
     judged: int = 0
+    served: int = 0
     lost: int = 0
 
 
@@ -46,10 +49,7 @@ class RaytidePolicy:
         )
         self._zones = zones
         self._slo_ttft_s = setup.slo_ttft_s
-        self._bucket, self._prompt = bucket_of(work.prompt_tokens), work.prompt_tokens
-        self._arrival_s = work.arrival_s
-        self._outputs = np.concatenate(([0.0], np.cumsum(work.output_tokens)))
-        self._squares = np.concatenate(([0.0], np.cumsum(work.output_tokens**2)))
+        self._work = work
         self._seen = _Seen()
 
     def tick(self, fleet: Fleet) -> None:
@@ -72,9 +72,8 @@ class RaytidePolicy:
                 refused.add(pool)
             elif pool not in refused:
                 self.memory.stock.gave(pool)
-        held = holds(node.zone for node in self._nodes(fleet))
         for zone in refused:
-            self.memory.stock.refused(zone, held.get(zone, 0), fleet.now_s)
+            self.memory.stock.refused(zone, fleet.now_s)
         return any(pool != ONDEMAND for pool in decided.launch)
 
     def _nodes(self, fleet: Fleet) -> list[FleetNode]:
@@ -85,29 +84,24 @@ class RaytidePolicy:
         return ONDEMAND if replica.zone is None else self._zones.names[replica.zone]
 
     def _listen(self, fleet: Fleet) -> Heard:
-        """Output tokens are told of requests that came a little earlier, misses once the time for a first token ran
-        out."""
-        seen, now_s = self._seen, fleet.now_s
-        new = slice(seen.arrived, fleet.arrived)
-        judged = int(np.searchsorted(self._arrival_s, now_s - self._slo_ttft_s, side="right"))
-        seconds = max(1, int(now_s - seen.at_s))
-        second = np.minimum((self._arrival_s[new] - seen.at_s).astype(np.int64), seconds - 1)
-        late = range(seen.judged, judged)
-        missed = sum(fleet.first_token_s[i] - self._arrival_s[i] > self._slo_ttft_s for i in late)
+        seen, now_s, arrival_s = self._seen, fleet.now_s, self._work.arrival_s
+        judged, served = np.searchsorted(arrival_s, (now_s - self._slo_ttft_s, now_s - TOLD_AFTER_S), side="right")
+        told = slice(seen.served, int(served))
+        late = range(seen.judged, int(judged))
         heard = Heard(
             at_s=now_s,
             dt_s=now_s - seen.at_s,
             requests=fleet.arrived - seen.arrived,
-            prompt_count=np.bincount(self._bucket[new], minlength=BUCKETS).astype(float),
-            prompt_tokens=np.bincount(self._bucket[new], weights=self._prompt[new], minlength=BUCKETS).astype(float),
-            finished=len(late),
-            output_tokens=float(self._outputs[judged] - self._outputs[seen.judged]),
-            output_squares=float(self._squares[judged] - self._squares[seen.judged]),
-            missed=missed,
-            requests_by_s=np.bincount(second, minlength=seconds),
-            prompt_tokens_by_s=np.bincount(second, weights=self._prompt[new], minlength=seconds).astype(float),
+            missed=sum(fleet.first_token_s[i] - arrival_s[i] > self._slo_ttft_s for i in late),
             ongoing=sum(fleet.busy(replica) for replica in fleet.alive) + fleet.waiting,
+            served=Served(
+                max(seen.at_s - TOLD_AFTER_S, 0.0),
+                max(now_s - TOLD_AFTER_S, 0.0),
+                arrival_s[told],
+                self._work.prompt_tokens[told],
+                self._work.output_tokens[told],
+            ),
             lost=Counter(self._zone(replica) for replica in fleet.lost_nodes[seen.lost :]),
         )
-        self._seen = _Seen(now_s, fleet.arrived, judged, len(fleet.lost_nodes))
+        self._seen = _Seen(now_s, fleet.arrived, int(judged), int(served), len(fleet.lost_nodes))
         return heard

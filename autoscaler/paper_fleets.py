@@ -1,0 +1,169 @@
+"""What would be late with 1, 2, 3... replicas: fleets that exist on paper only, fed with what really arrived.
+
+Each starts a request on the replica that is free first, as the router does (only that slots are one pool), so bursts of
+any shape and the error of the forecast are in the counts. These are kept by the rate that was usual one cold start
+earlier: it is what a launch knows of the time in which its node will serve.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from heapq import heapreplace
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+HALF_LIFE_S = 3 * 86400.0
+GUESS_H = 0.3
+"""What is guessed of a rate counts as much as so many hours of having seen it."""
+LONGEST_WAIT = 24
+"""A paper fleet that is too small for the day turns away what would wait so many times the SLO, or it would be late all
+night."""
+_BINS = 80
+_LEAST_RPS = 1e-3
+_RATIO = 1.25
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSpeed:
+    """What one replica does on its GPU, as measured."""
+
+    prefill_tps: float
+    slots: int
+    tpot_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The requests that arrived in [from_s, until_s), told when their tokens are known."""
+
+    from_s: float
+    until_s: float
+    arrival_s: Floats
+    prompt_tokens: Floats
+    output_tokens: Floats
+
+
+class PaperFleets:
+    def __init__(self, most: int, speed: ReplicaSpeed, slo_ttft_s: float) -> None:
+        self._speed, self._most = speed, most
+        self._fleets = [_PaperFleet(size, speed.slots, slo_ttft_s) for size in _sizes(most)]
+        self._at = np.array([0, *(fleet.size for fleet in self._fleets)])
+        self._late = np.zeros((_BINS, len(self._at)))
+        """By rate and size; nobody serves in the first column, so all are late there."""
+        self._hours = np.zeros(_BINS)
+        self._totals = np.zeros(4)
+        """Requests, and their seconds of work, prefill and decode."""
+
+    def observe(self, served: Served, usual_rps: float) -> None:
+        """`usual_rps`: as it was one cold start before."""
+        dt_s, speed = served.until_s - served.from_s, self._speed
+        fade = 0.5 ** (dt_s / HALF_LIFE_S)
+        self._late *= fade
+        self._hours *= fade
+        rate_bin = _bin(usual_rps)
+        self._hours[rate_bin] += dt_s / 3600.0
+        if not len(served.arrival_s):
+            return
+        prefill_s, decode_s = served.prompt_tokens / speed.prefill_tps, served.output_tokens * speed.tpot_s
+        requests = list(zip(served.arrival_s.tolist(), prefill_s.tolist(), decode_s.tolist(), strict=True))
+        self._late[rate_bin] += [len(requests), *(fleet.late(requests) for fleet in self._fleets)]
+        work_s = np.maximum(prefill_s, (prefill_s + decode_s) / speed.slots)
+        self._totals = self._totals * fade + [len(requests), work_s.sum(), prefill_s.sum(), decode_s.sum()]
+
+    @property
+    def request_s(self) -> float:
+        """Replica-seconds of one request: of prefill, or of its share of the slots."""
+        requests, work_s, _, _ = self._totals.tolist()
+        return work_s / requests if requests else 0.0
+
+    @property
+    def in_flight_s(self) -> float:
+        """From a request's arrival to its last token on a fleet that is not behind, about one prefill of waiting."""
+        requests, _, prefill_s, decode_s = self._totals.tolist()
+        return (2 * prefill_s + decode_s) / requests if requests else 0.0
+
+    def late_per_h(self, usual_rps: float) -> Floats:
+        """Requests that will be late in an hour with 0, 1, 2... replicas; falling, each replica less than the last."""
+        rate_bin = _bin(usual_rps)
+        counted = np.interp(np.arange(self._most + 1), self._at, self._late[rate_bin])
+        guessed = self._guess(rate_bin) * _rate(rate_bin) * 3600.0
+        return convex((counted + GUESS_H * guessed) / (self._hours[rate_bin] + GUESS_H))
+
+    def _guess(self, rate_bin: int) -> Floats:
+        """The share that is late: as at the nearest rate that was seen, with as many replicas for each request; before,
+        the share that would find all replicas busy if each were so by chance."""
+        replicas = np.arange(self._most + 1)
+        seen = np.flatnonzero((self._hours > GUESS_H) & (self._late[:, 0] > 0))
+        if len(seen):
+            near = seen[np.abs(seen - rate_bin).argmin()]
+            shares = self._late[near] / self._late[near, 0]
+            as_many: Floats = np.interp(replicas * (_rate(near) / _rate(rate_bin)), self._at, shares)
+            return as_many
+        busy: Floats = np.minimum(1.0, _rate(rate_bin) * self.request_s / np.maximum(replicas, 1))
+        all_busy: Floats = busy**replicas
+        return all_busy
+
+
+class _PaperFleet:
+    def __init__(self, size: int, slots: int, slo_ttft_s: float) -> None:
+        self.size = size
+        self._slo_ttft_s = slo_ttft_s
+        self._free_s = [0.0] * size
+        """When each replica is done with its prefills, the first one first."""
+        self._slots_free_s = [0.0] * (size * slots)
+
+    def late(self, requests: Iterable[tuple[float, float, float]]) -> int:
+        """How many of (arrival, prefill, decode) get their first token too late. A hot loop."""
+        free_s, slots_free_s, slo_s, count = self._free_s, self._slots_free_s, self._slo_ttft_s, 0
+        longest_s = LONGEST_WAIT * slo_s
+        for arrived_s, prefill_s, decode_s in requests:
+            start_s, slot_s = free_s[0], slots_free_s[0]
+            if slot_s > start_s:
+                start_s = slot_s
+            if start_s < arrived_s:
+                start_s = arrived_s
+            elif start_s - arrived_s > longest_s:
+                count += 1
+                continue
+            token_s = start_s + prefill_s
+            heapreplace(free_s, token_s)
+            heapreplace(slots_free_s, token_s + decode_s)
+            if token_s - arrived_s > slo_s:
+                count += 1
+        return count
+
+
+def convex(late: Floats) -> Floats:
+    """The largest curve below that falls ever less: replicas that help only together share what they help."""
+    corners: list[int] = []
+    values = late.tolist()
+    for at, value in enumerate(values):
+        while len(corners) > 1:
+            first, middle = corners[-2], corners[-1]
+            if (values[middle] - values[first]) * (at - first) < (value - values[first]) * (middle - first):
+                break
+            corners.pop()
+        corners.append(at)
+    hull: Floats = np.interp(np.arange(len(values)), corners, late[corners])
+    return np.minimum.accumulate(hull)
+
+
+def _sizes(most: int) -> Sequence[int]:
+    sizes = [1]
+    while sizes[-1] < most:
+        sizes.append(min(most, max(sizes[-1] + 1, round(sizes[-1] * 1.2))))
+    return sizes
+
+
+def _bin(rate_rps: float) -> int:
+    return min(int(math.log(max(rate_rps, _LEAST_RPS) / _LEAST_RPS) / math.log(_RATIO)), _BINS - 1)
+
+
+def _rate(rate_bin: int) -> float:
+    """In the middle of the bin."""
+    return float(_LEAST_RPS * _RATIO ** (rate_bin + 0.5))
