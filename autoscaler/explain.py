@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+from raytide.core.money import format_usd
+
 _SUBJECT = {
     "admit": "job_id",
     "requeue": "job_id",
@@ -20,7 +22,8 @@ _SUBJECT = {
 
 
 def lines(plans: Iterable[Mapping[str, Any]]) -> list[str]:
-    """One line for each action, oldest first: when, what, to which object, why. A wait that goes on is said once."""
+    """One line for each action, oldest first: when, what, to which object, why, at what cost; then what was rejected
+    for it, a line each. A wait that goes on is said once."""
     said: dict[tuple[str, str], str] = {}
     out = []
     for plan in plans:
@@ -32,6 +35,7 @@ def lines(plans: Iterable[Mapping[str, Any]]) -> list[str]:
                 continue
             said[key] = text
             out.append(f"{at}  {text}")
+            out += [" " * 21 + _rejected(rejected) for rejected in action.get("rejected", ())]
     return out
 
 
@@ -40,7 +44,19 @@ def _action(action: Mapping[str, Any]) -> str:
     subject = str(action.get(_SUBJECT.get(kind, ""), ""))
     what = f"{subject}{_detail(kind, action)}"
     remedy = f" {action['remedy']}" if action.get("remedy") else ""
-    return f"{kind:<9}  {what:<28}  {action.get('reason', '')}{remedy}"
+    cost = f" ({_an_hour(action['cost_micro_usd_h'])})" if action.get("cost_micro_usd_h") else ""
+    return f"{kind:<9}  {what:<28}  {action.get('reason', '')}{remedy}{cost}"
+
+
+def _rejected(rejected: Mapping[str, Any]) -> str:
+    extra = rejected.get("extra_micro_usd_h")
+    cost = "" if extra is None else f" ({_an_hour(extra)})"
+    return f"not {rejected['choice']}: {rejected['reason']}{cost}"
+
+
+def _an_hour(micro_usd_h: int) -> str:
+    """`+$1.20/h`, a difference."""
+    return f"{'-' if micro_usd_h < 0 else '+'}{format_usd(abs(micro_usd_h))}/h"
 
 
 def _detail(kind: str, action: Mapping[str, Any]) -> str:

@@ -33,6 +33,10 @@ class FakeProvider:
         price = self._prices.get(pool, node_type.price_micro_usd_h)
         self._machines[node.id] = Machine(node.id, node.type, node.zone, price, self._clock.now_s())
 
+    def adopt(self, machine: Machine) -> None:
+        """A machine that ran before this provider was made."""
+        self._machines[machine.node_id] = machine
+
     def terminate(self, node_id: str) -> None:
         self._end(node_id, self._clock.now_s(), "terminated")
 

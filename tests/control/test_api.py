@@ -21,6 +21,7 @@ from raytide.core.durable import write_json
 from raytide.core.endpoint import EndpointLoad, ReplicaLoad, Traffic
 from raytide.core.gang import Lease, LeaseState, Member, MemberState
 from raytide.core.job import JobState
+from raytide.core.plan import Plan, Wait
 from raytide.core.signals import Signal
 from raytide.core.state import Changes, Store
 
@@ -237,6 +238,20 @@ class TestCluster:
     def test_status_of_an_empty_cluster(self, client: TestClient) -> None:
         status = client.get("/v1/status").json()
         assert (status["nodes"], status["jobs"], status["controller_age_s"]) == ([], {}, None)
+
+    def test_plans_can_be_asked_for_as_of_a_time(self, client: TestClient, store: Store) -> None:
+        for at_s in (1.0, 2.0):
+            store.commit(Changes(at_s, plan=Plan(at_s, (Wait("job-1", "capacity", f"full at {at_s}"),))))
+        assert [plan["at_s"] for plan in client.get("/v1/plans").json()] == [1.0, 2.0]
+        assert [plan["at_s"] for plan in client.get("/v1/plans?until_s=1.5").json()] == [1.0]
+
+    def test_a_snapshot_is_the_controller_s_own_answer(
+        self, client: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked: list[Path] = []
+        monkeypatch.setattr("raytide.control.api.desk.ask", lambda folder: asked.append(folder) or '{"at_s": 7.0}')
+        assert client.get("/v1/snapshot").json() == {"at_s": 7.0}
+        assert asked == [tmp_path]
 
     def test_cost_of_an_empty_cluster_is_nothing(self, client: TestClient) -> None:
         assert client.get("/v1/cost").json()["billed_micro_usd"] == 0

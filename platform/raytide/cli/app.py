@@ -17,8 +17,8 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 data = typer.Typer(help="Build datasets.", no_args_is_help=True)
-scaler = typer.Typer(help="Look into the autoscaler.", no_args_is_help=True)
-simulation = typer.Typer(help="Replay recorded traces through the decisions.", no_args_is_help=True)
+scaler = typer.Typer(callback=autoscaler.options, no_args_is_help=True, invoke_without_command=True)
+simulation = typer.Typer(callback=simulate.options, no_args_is_help=True, invoke_without_command=True)
 checkpoints = typer.Typer(help="Look into checkpoints.", no_args_is_help=True)
 
 

@@ -1,14 +1,65 @@
-"""simulate serving, deadline and jobs: production decisions and their baselines on recorded traces."""
+"""simulate: production decisions forward from the live cluster, and with their baselines on recorded traces."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from raytide.cli.show import Json, as_json, as_table
+from raytide.cli.show import ClusterName, Json, ago, as_json, as_table
+from raytide.core.errors import UsageError
+from raytide.core.money import format_usd
+
+
+def options(
+    context: typer.Context,
+    from_live: Annotated[
+        bool, typer.Option("--from-live", help="Go on from what the cluster is now, on a virtual clock.")
+    ] = False,
+    hours: Annotated[float, typer.Option(help="How far.")] = 1.0,
+    launch_s: Annotated[
+        float | None, typer.Option(help="Until a new node joins; as the cluster's own did when left out.")
+    ] = None,
+    job_hours: Annotated[
+        float | None, typer.Option(help="How long every job runs from its start; none ends when left out.")
+    ] = None,
+    cluster: ClusterName = None,
+    json: Json = False,
+) -> None:
+    """Replay recorded traces, or look ahead (--from-live).
+
+    Looking ahead, load and prices stay as they are, nothing new comes in, every pool sells, and no node is lost.
+    """
+    if context.invoked_subcommand is not None:
+        if from_live:
+            raise UsageError("--from-live stands alone.", hint="Say `raytide simulate --from-live`.")
+        return
+    if not from_live:
+        raise UsageError("nothing was asked for.", hint="Say --from-live, or what: `raytide simulate --help`.")
+    from raytide.control.client import Client
+    from raytide.simulate.live import look_ahead
+
+    outlook = look_ahead(Client.find(cluster).snapshot(), hours=hours, launch_s=launch_s, job_hours=job_hours)
+    if json:
+        as_json({**asdict(replace(outlook, plans=())), "plans": [plan.to_json() for plan in outlook.plans]})
+        return
+    from raytide.autoscaler.explain import lines
+
+    for line in lines([plan.to_json() for plan in outlook.plans]) or ["there is nothing to do"]:
+        print(line)
+    if outlook.jobs:
+        rows = [
+            (job.job_id, job.name, "not yet" if job.after_s is None else f"in {ago(job.after_s)}", job.waits_for)
+            for job in outlook.jobs
+        ]
+        as_table(("JOB", "NAME", "STARTS", "WAITS FOR"), rows)
+    now, most, end = (
+        format_usd(price)
+        for price in (outlook.price_now_micro_usd_h, outlook.price_most_micro_usd_h, outlook.price_end_micro_usd_h)
+    )
+    print(f"{now} an hour now, {most} at most, {end} at the end; {format_usd(outlook.cost_micro_usd)} in {hours:g} h")
 
 
 def deadline(

@@ -20,6 +20,7 @@ from raytide.core.endpoint import ServeSpec
 from raytide.core.errors import ClusterError, NotFoundError
 from raytide.core.gang import Lease
 from raytide.core.job import JobSpec
+from raytide.core.snapshot import Snapshot
 
 _TIMEOUT_S = 15.0
 _AWAY_S = 10.0
@@ -97,9 +98,14 @@ class Client:
     def delete_endpoint(self, name: str) -> EndpointStatus:
         return from_json(EndpointStatus, self._call("DELETE", f"/v1/endpoints/{name}", patience_s=_AWAY_S))
 
-    def plans(self, *, limit: int = 50) -> list[dict[str, Any]]:
-        """The latest decisions that changed anything, newest last, as Plan.to_json wrote them."""
-        return list(self._get("/v1/plans", {"limit": limit}))
+    def plans(self, *, limit: int = 50, until_s: float | None = None) -> list[dict[str, Any]]:
+        """The latest decisions (made by `until_s`) that said anything, newest last, as Plan.to_json wrote them."""
+        query = {"limit": limit} if until_s is None else {"limit": limit, "until_s": until_s}
+        return list(self._get("/v1/plans", query))
+
+    def snapshot(self) -> Snapshot:
+        """What the controller decides on in its next tick, without the jobs' own configuration."""
+        return from_json(Snapshot, self._get("/v1/snapshot"))
 
     def cost(self) -> CostReport:
         return from_json(CostReport, self._get("/v1/cost"))

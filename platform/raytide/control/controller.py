@@ -19,6 +19,7 @@ from raytide.autoscaler.traffic import Traffics
 from raytide.control.apply import Outcome, apply
 from raytide.control.bookkeeping import Booking, keep_books
 from raytide.control.decide import decide
+from raytide.control.glimpse import answer
 from raytide.control.observe import Book, advance, snapshot
 from raytide.control.outlook import Outlook
 from raytide.control.serving import Serving, follow
@@ -165,6 +166,7 @@ class Controller:
             errors_total=self._errors,
         )
         write_json(self._live_path, to_json(live))
+        answer(self._live_path.parent, seen)
 
 
 def _changes(records: Records, book: Book, booking: Booking, plan: Plan, now_s: float) -> Changes:

@@ -273,6 +273,7 @@ def test_a_plan_that_decides_the_same_again_is_stored_once(store: Store) -> None
     store.commit(Changes(3.0, plan=Plan(3.0, (launch,))))
     assert [(p.at_s, p.last_at_s) for p in store.plans()] == [(1.0, 1.0), (2.0, 3.0)]
     assert [p.at_s for p in store.plans(since_s=2.5)] == [2.0]
+    assert [p.at_s for p in store.plans(limit=1, until_s=1.5)] == [1.0]
     assert store.plans(limit=1)[0].actions[0]["node_id"] == "node-1"
 
 

@@ -104,8 +104,12 @@ def create_app(desk: Desk, tokens: Tokens) -> FastAPI:
         return to_json(desk.delete_endpoint(name, who))
 
     @app.get("/v1/plans")
-    def plans(who: Who, limit: int = 50) -> Any:
-        return desk.plans(min(max(limit, 1), 1000))
+    def plans(who: Who, limit: int = 50, until_s: float | None = None) -> Any:
+        return desk.plans(min(max(limit, 1), 1000), until_s)
+
+    @app.get("/v1/snapshot")
+    def snapshot(who: Who) -> Response:
+        return Response(desk.snapshot(), media_type="application/json")
 
     @app.get("/v1/cost")
     def cost(who: Who) -> Any:

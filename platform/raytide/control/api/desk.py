@@ -12,6 +12,7 @@ from raytide.control.api.auth import ANY_TEAM, Caller
 from raytide.control.api.samples import samples
 from raytide.control.costs import cost_report
 from raytide.control.drivers import Drivers
+from raytide.control.glimpse import ask
 from raytide.control.views import ClusterStatus, CostReport, EndpointStatus, JobView, Live
 from raytide.control.wire import from_json
 from raytide.core.clock import Clock
@@ -178,11 +179,15 @@ class Desk:
             errors=live.errors,
         )
 
-    def plans(self, limit: int) -> list[dict[str, object]]:
+    def plans(self, limit: int, until_s: float | None) -> list[dict[str, object]]:
         return [
             {"at_s": plan.at_s, "last_at_s": plan.last_at_s, "actions": [dict(action) for action in plan.actions]}
-            for plan in self._store.plans(limit=limit)
+            for plan in self._store.plans(limit=limit, until_s=until_s)
         ]
+
+    def snapshot(self) -> str:
+        """What the controller decides on in its next tick, as JSON."""
+        return ask(self._live_path.parent)
 
     def cost(self) -> CostReport:
         return cost_report(self._store.books, self._provider.machines(), to_us(self._clock.now_s()))

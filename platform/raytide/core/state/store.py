@@ -228,9 +228,11 @@ class Store:
         with self._db.read() as c:
             return tuple(codec.event(row) for row in c.execute(query))[::-1]
 
-    def plans(self, *, limit: int = 20, since_s: float = 0.0) -> tuple[StoredPlan, ...]:
-        """The newest that still held at `since_s`, oldest of them first."""
+    def plans(self, *, limit: int = 20, since_s: float = 0.0, until_s: float | None = None) -> tuple[StoredPlan, ...]:
+        """The newest that still held at `since_s` (and were made by `until_s`), oldest of them first."""
         query = t.plans.select().where(t.plans.c.last_at_s >= since_s).order_by(t.plans.c.number.desc()).limit(limit)
+        if until_s is not None:
+            query = query.where(t.plans.c.at_s <= until_s)
         with self._db.read() as c:
             return tuple(codec.stored_plan(row) for row in c.execute(query))[::-1]
 
