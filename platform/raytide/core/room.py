@@ -132,6 +132,12 @@ class Room:
             return self.why_not(shape, needed, subject)
         return self._commit(best, types)
 
+    def most(self, shape: Shape) -> int:
+        """How many members there would be room for now, nodes to be bought included: at most so many, that is."""
+        holding = [(o.node_type.name, fit * self.market.most(o, Basket())) for o, fit in self.market.holding(shape)]
+        bought = {name: max(many for other, many in holding if other == name) for name, _ in holding}
+        return int(self.grid.fitting(shape.resources, shape.labels)[1].sum()) + sum(bought.values())
+
     def buy(self, node_type: NodeType) -> Seat | None:
         """One more node of a type, whoever needs it; None when none can be had."""
         offers = [o for o in self.market.offers if o.node_type.name == node_type.name]
