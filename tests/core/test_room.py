@@ -240,3 +240,9 @@ def test_no_room_is_promised_twice_and_no_maximum_is_passed(
     assert all(left >= -1e-9 for left in capacity.values())
     assert sum(t == "cpu4" for t in bought.values()) + len(nodes) <= 3
     assert sum(t == "small" for t in bought.values()) <= 2
+
+
+def test_an_endpoint_on_its_way_out_asks_for_no_gpu_and_stops_nobody() -> None:
+    spec = ServeSpec(name="m", model="/m", resources={"GPU": 8})
+    gone = EndpointView(Endpoint(spec, "me", EndpointState.DELETED, 0.0, target_replicas=0), None)
+    assert Room.of(Snapshot(at_s=0, node_types=(CPU4,), endpoints=(gone,))).replicas == {}

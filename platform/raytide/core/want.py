@@ -45,7 +45,7 @@ def usual_shapes(snapshot: Snapshot) -> list[tuple[Resources, float]]:
         counts[tuple(sorted(shape.resources.items()))] += shape.members
     for view in snapshot.endpoints:
         counts[tuple(sorted(replica_shape(view).resources.items()))] += view.endpoint.target_replicas
-    usual = [(dict(key), count) for key, count in counts.items() if dict(key).get(GPU)]
+    usual = [(dict(key), count) for key, count in counts.items() if count and dict(key).get(GPU)]
     usual = sorted(usual, key=lambda item: (-item[1], sorted(item[0].items())))[:USUAL]
     total = sum(count for _, count in usual)
     return [(whole_shares(need), count / total) for need, count in usual]
