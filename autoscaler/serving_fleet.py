@@ -155,12 +155,11 @@ def plan(memory: Memory, nodes: Sequence[FleetNode], now_s: float) -> FleetPlan:
     spot = [node for node in nodes if node.zone != ONDEMAND]
     ondemand = [node for node in nodes if node.zone == ONDEMAND]
     launch = _spot_launches(memory, nodes, wanted_spot - len(spot), now_s)
-    missing = max(0, wanted - len(spot) - len(launch))
-    launch += [ONDEMAND] * (missing - len(ondemand))
+    launch += [ONDEMAND] * (wanted - len(nodes) - len(launch))
     release = _dearest(memory, nodes, len(spot) - wanted_spot, now_s)
     ready = sum(node.is_ready for node in nodes)
-    surplus = sorted(ondemand, key=lambda node: (node.is_ready, node.busy, node.id))[: max(0, len(ondemand) - missing)]
-    for node in surplus:
+    surplus = len(ondemand) - max(0, wanted - len(spot))  # what is only about to be launched replaces nothing yet
+    for node in sorted(ondemand, key=lambda node: (node.is_ready, node.busy, node.id))[: max(0, surplus)]:
         if not node.is_ready:
             release.append(node)
         elif ready - 1 >= wanted:

@@ -230,6 +230,13 @@ def test_a_plan_leaves_no_fewer_nodes_than_are_worth_it_and_the_same_memory_give
     assert spot - sum(nodes[int(node_id)].zone != ONDEMAND for node_id in made.release) <= memory.spot.count
 
 
+def test_an_on_demand_node_that_starts_is_not_given_up_for_spot_that_may_be_refused() -> None:
+    memory = busy_memory("a")
+    starting = [FleetNode(str(at), ONDEMAND, False, 0) for at in range(memory.ondemand.count)]
+    made = plan(memory, starting, 5400.0)
+    assert set(made.launch) == {"a"} and made.release == ()
+
+
 def test_zones_that_were_lost_together_are_expected_to_go_together() -> None:
     apart, together = Hazard(), Hazard()
     held = {"us-west-2a": 2, "us-west-2b": 2, "eu-west-1a": 2}

@@ -75,17 +75,17 @@ class Fleet:
         return replica.ready_s <= self.now_s and not replica.is_leaving
 
     def busy(self, replica: Replica) -> int:
-        """Its requests in flight and waiting."""
+        """Its requests in flight and waiting, and those done behind an older one that is not."""
         return len(replica.jobs)
 
-    def mean_ongoing(self) -> float:
-        """Requests in flight and waiting, over the last 30 s."""
-        return sum(self._ongoing) / len(self._ongoing)
-
     @property
-    def waiting(self) -> int:
-        """Requests that no replica could take yet."""
-        return len(self._waiting)
+    def ongoing(self) -> int:
+        """Requests in flight and waiting."""
+        return self._ongoing[-1]
+
+    def mean_ongoing(self) -> float:
+        """The same, over the last 30 s."""
+        return sum(self._ongoing) / len(self._ongoing)
 
     def launch_ondemand(self) -> Replica:
         return self._launch(None)

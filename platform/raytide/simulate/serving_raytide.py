@@ -93,7 +93,7 @@ class RaytidePolicy:
             dt_s=now_s - seen.at_s,
             requests=fleet.arrived - seen.arrived,
             missed=sum(fleet.first_token_s[i] - arrival_s[i] > self._slo_ttft_s for i in late),
-            ongoing=sum(fleet.busy(replica) for replica in fleet.alive) + fleet.waiting,
+            ongoing=fleet.ongoing,
             served=Served(
                 max(seen.at_s - TOLD_AFTER_S, 0.0),
                 max(now_s - TOLD_AFTER_S, 0.0),
