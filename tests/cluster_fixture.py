@@ -43,6 +43,24 @@ def kill_raylet(of: LocalCluster, node_id: str) -> None:
             process.kill()
 
 
+def replica_pids(of: LocalCluster) -> list[int]:
+    """The processes of this cluster's replicas."""
+    import psutil
+
+    from raytide.control.embedded import MARK
+
+    found = []
+    for process in psutil.process_iter(["name", "cmdline"]):
+        title = " ".join(process.info["cmdline"] or [process.info["name"]])
+        if "ServeReplica" in title:
+            try:
+                if process.environ().get(MARK) == of.cluster_id:
+                    found.append(process.pid)
+            except psutil.Error:  # it ended
+                continue
+    return found
+
+
 @pytest.fixture(scope="session")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     from raytide.control import cluster

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import openai
-import psutil
 import pytest
+from tests.cluster_fixture import replica_pids
 
 import raytide as rt
 from raytide.actors.trainer.local import train_local
-from raytide.control.embedded import MARK, LocalCluster
+from raytide.control.embedded import LocalCluster
 from raytide.core.endpoint import EndpointState, Replicas, ServeSpec
 from raytide.core.model_spec import ModelSpec
 from raytide.core.train_spec import TrainSpec
@@ -54,20 +54,6 @@ def endpoint(tide: rt.Tide, model: Path, eventually: Callable[..., None]) -> Ite
     eventually(lambda: handle.refresh().status.endpoint.state is EndpointState.DELETED, within_s=60.0)
 
 
-def replicas(live: LocalCluster) -> list[int]:
-    """The pids of this cluster's replicas."""
-    found = []
-    for process in psutil.process_iter(["name", "cmdline"]):
-        title = " ".join(process.info["cmdline"] or [process.info["name"]])
-        if "ServeReplica" in title:
-            try:
-                if process.environ().get(MARK) == live.cluster_id:
-                    found.append(process.pid)
-            except psutil.Error:  # it ended
-                continue
-    return found
-
-
 def stream(handle: rt.EndpointHandle, number: int, began: list[int]) -> End:
     client = handle.openai(max_retries=0, timeout=60.0)
     tokens = 0
@@ -92,7 +78,7 @@ def test_a_replica_killed_under_32_streams_hangs_none_and_new_requests_succeed(
     with ThreadPoolExecutor(STREAMS) as pool:
         streams = [pool.submit(stream, endpoint, number, began) for number in range(STREAMS)]
         eventually(lambda: len(set(began)) == STREAMS, within_s=60.0, every_s=0.01)
-        before = replicas(live)
+        before = replica_pids(live)
         os.kill(before[0], signal.SIGKILL)
         killed_s = time.monotonic()
         for _ in range(4):
@@ -107,4 +93,4 @@ def test_a_replica_killed_under_32_streams_hangs_none_and_new_requests_succeed(
     longest_s = max(end.at_s for end in broken) - killed_s
 
     assert longest_s < 5.0  # what an OpenAI client is promised; without a sign of death it would wait for 60 s
-    eventually(lambda: len(set(replicas(live)) - {before[0]}) == 2, within_s=60.0)
+    eventually(lambda: len(set(replica_pids(live)) - {before[0]}) == 2, within_s=60.0)

@@ -1,0 +1,100 @@
+"""What nodes and engines tell, on the session's cluster: a fake engine whose KV cache fills, a fake GPU exporter."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.cluster_fixture import replica_pids
+
+import raytide as rt
+from raytide.autoscaler.explain import lines
+from raytide.autoscaler.providers.local_meter import set_use
+from raytide.control.embedded import LocalCluster
+from raytide.core.endpoint import EndpointState, Replicas, ServeSpec
+from raytide.core.fleet import NodeState
+from raytide.core.signals import FRESH_S
+
+pytestmark = pytest.mark.cluster
+
+GROWING = {"kind": "fake", "tokens_per_s": 50.0, "kv_tokens": 600, "max_model_len": 100_000}
+
+
+@pytest.fixture
+def endpoint(tide: rt.Tide, tmp_path: Path, eventually: Callable[..., None]) -> Iterator[rt.EndpointHandle]:
+    """Each replica takes a GPU node of its own; by requests alone one would do for hundreds."""
+    replicas = Replicas(min=1, max=2, target_ongoing=1000, downscale_delay_s=1.0)
+    (tmp_path / "config.json").write_text("{}")
+    spec = ServeSpec(name="fills", model=str(tmp_path), replicas=replicas, resources={"GPU": 8}, engine=GROWING)
+    handle = tide.serve(spec)
+    yield handle.wait(replicas=1, timeout_s=120.0)
+    handle.delete()
+    eventually(lambda: handle.refresh().status.endpoint.state is EndpointState.DELETED, within_s=60.0)
+
+
+def test_full_caches_buy_a_node_and_neither_a_silent_replica_nor_a_busy_or_silent_node_goes(
+    live: LocalCluster, tide: rt.Tide, endpoint: rt.EndpointHandle, eventually: Callable[..., None]
+) -> None:
+    def nodes() -> set[str]:
+        return {n.id for n in tide.status().nodes if n.type == "gpu8" and n.state is NodeState.READY}
+
+    def explained(*words: str) -> bool:
+        return any(all(word in line for word in words) for line in lines(tide.client.plans(limit=200)))
+
+    def target() -> int:
+        return endpoint.refresh().status.endpoint.target_replicas
+
+    def is_heard() -> bool:
+        load = json.loads((live.run_dir / "live.json").read_text())["loads"]["fills"]
+        return all(replica["at_s"] > load["at_s"] - FRESH_S for replica in load["replicas"])
+
+    (first,), (early,) = nodes(), replica_pids(live)
+    with ExitStack() as two_requests:
+        for _ in range(2):
+            two_requests.enter_context(forever(endpoint))
+        eventually(lambda: target() == 2)
+        assert explained("scale", "fills to 2 replicas", "KV caches are full")
+        assert endpoint.refresh().status.ongoing <= 2
+        eventually(lambda: endpoint.refresh().status.ready_replicas == 2)
+        (second,), (late,) = nodes() - {first}, set(replica_pids(live)) - {early}
+        assert explained("launch", second, "endpoint fills lacks 1 x")
+        with stopped(late):
+            eventually(lambda: not is_heard())
+            two_requests.close()
+            eventually(lambda: explained("wait", "fills", "1 of its 2 replicas said nothing of their own"))
+            assert target() == 2
+        for node in (first, second):
+            set_use(live.run_dir, node, gpu=0.97)
+    eventually(lambda: target() == 1)
+    eventually(lambda: any(explained("wait", node, "its GPU is in use") for node in (first, second)))
+    (held,) = (node for node in (first, second) if explained("wait", node, "its GPU is in use"))
+    set_use(live.run_dir, held, gpu=None)
+    eventually(lambda: explained("wait", held, "its GPU use was last heard of"))
+    assert nodes() == {first, second}
+    set_use(live.run_dir, held, gpu=0.0)
+    eventually(lambda: held not in nodes())
+    assert explained("drain", held, "idle for")
+
+
+def forever(endpoint: rt.EndpointHandle) -> Any:
+    """One answer that goes on until it is closed."""
+    stream = endpoint.openai(max_retries=0, timeout=60.0).completions.create(
+        model="fills", prompt="x", max_tokens=50_000, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    return stream
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
