@@ -52,7 +52,8 @@ def from_provider(node: Node, machine: Machine | None, notice: Notice | None, no
         return node
     if machine is None:
         return node if node.state is NodeState.REQUESTED else _unlisted(node, now_s)
-    node = replace(node, started_at_s=machine.started_at_s, price_micro_usd_h=machine.price_micro_usd_h)
+    if (node.started_at_s, node.price_micro_usd_h) != (machine.started_at_s, machine.price_micro_usd_h):
+        node = replace(node, started_at_s=machine.started_at_s, price_micro_usd_h=machine.price_micro_usd_h)
     if machine.ended_at_s is not None:
         return _gone(node, machine.ended_at_s, _why_ended(node, machine.reason))
     if node.state is NodeState.REQUESTED:
@@ -68,7 +69,9 @@ def from_ray(node: Node, in_ray: RayNode | None, now_s: float) -> Node:
         return node
     if alive is None:
         return _without_ray(node, was_told=in_ray is not None, now_s=now_s)
-    node = replace(node, ray_node_id=alive.ray_node_id, address=alive.address or node.address, lost_at_s=None)
+    address = alive.address or node.address
+    if (node.ray_node_id, node.address, node.lost_at_s) != (alive.ray_node_id, address, None):
+        node = replace(node, ray_node_id=alive.ray_node_id, address=address, lost_at_s=None)
     if node.state is NodeState.READY and alive.is_draining:
         deadline_s = now_s + DRAINED_BY_OTHERS_S
         return replace(node, state=NodeState.DRAINING, drain_deadline_s=deadline_s, reason="somebody drains it in Ray")

@@ -94,7 +94,8 @@ def _to_free_room(draft: Draft, old: _Movable) -> Drain | None:
     allowed = _worth_using(draft, old)
     restore, seats = room.grid.undo(), []
     for shape in old.replicas:
-        rows, _ = room.grid.fitting(shape.resources, shape.labels, but=room.rows.get(node.id, -1))
+        row = room.rows.get(node.id, -1)
+        rows, _ = room.grid.fitting(shape.resources, shape.labels, enough=len(room.seats), but=row)
         ready = [row for row in rows.tolist() if room.seats[row].node_id in allowed]
         if not ready:
             restore()

@@ -86,6 +86,7 @@ def cluster(size: Size, types: Sequence[NodeType], chance: random.Random) -> tup
             price_micro_usd_h=node_type.price_micro_usd_h,
             state=NodeState.READY if is_ready else NodeState.LAUNCHING,
             requested_at_s=NOW_S - 500,
+            started_at_s=NOW_S - 450,
             ready_at_s=NOW_S - 400 if is_ready else None,
             ray_node_id=f"ray-{number}" if is_ready else "",
         )

@@ -14,8 +14,13 @@ from numpy.typing import NDArray
 
 from raytide.core.fleet import Resources, labels_match, whole_shares
 
-_EPS = 1e-9
 GPU = "GPU"
+SHORTLIST = 256
+"""Only the tightest nodes are compared by what is cut on them."""
+
+_EPS = 1e-9
+_RANK = 1000.0
+"""More than all that can be left over on a node, in units of the largest."""
 
 Rows = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -40,18 +45,19 @@ class Grid:
     def __len__(self) -> int:
         return len(self._labels)
 
-    def add(self, free: Resources, rank: int, labels: Mapping[str, str]) -> int:
-        """The row of one more node."""
-        row = len(self._labels)
-        if row == len(self._rank):
+    def extend(self, free: Sequence[Resources], rank: Sequence[int], labels: Sequence[Mapping[str, str]]) -> None:
+        """More nodes, in rows that follow one another. What is less than nothing counts as nothing."""
+        first, count = len(self), len(self) + len(free)
+        while count > len(self._rank):
             self._free_RN = np.concatenate([self._free_RN, np.zeros_like(self._free_RN)], axis=1)
             self._rank = np.concatenate([self._rank, np.zeros_like(self._rank)])
             self._masks = {key: np.concatenate([mask, np.zeros_like(mask)]) for key, mask in self._masks.items()}
-        self._free_RN[:, row], self._rank[row] = self._vector(free), rank
-        self._labels.append(labels)
+        for name, at in self._column.items():
+            self._free_RN[at, first:count] = np.maximum(0.0, [amounts.get(name, 0.0) for amounts in free])
+        self._rank[first:count] = rank
+        self._labels.extend(labels)
         for (key, want), mask in self._masks.items():
-            mask[row] = labels_match({key: want}, labels)
-        return row
+            mask[first:count] = [labels_match({key: want}, each) for each in labels]
 
     def copy(self) -> Grid:
         other = copy(self)
@@ -64,28 +70,34 @@ class Grid:
             if (at := self._column.get(name)) is not None:
                 self._free_RN[at, row] -= count * amount
 
-    def fitting(self, need: Resources, selector: Mapping[str, str], *, but: int = -1) -> tuple[Rows, Rows]:
-        """Rows with room, the best first, and how many members each would hold."""
+    def fitting(self, need: Resources, selector: Mapping[str, str], *, enough: int, but: int = -1) -> tuple[Rows, Rows]:
+        """Rows with room, the best first, and how many members each would hold: at least `enough` members, or all."""
+        rows, copies = self.holding(need, selector)
+        if but >= 0:
+            rows, copies = rows[rows != but], copies[rows != but]
+        free_RN = self._free_RN[:, rows]
+        left = (free_RN / self._scale[:, None]).sum(axis=0)
+        order = np.argsort((_RANK * self._rank[rows] + left).round(9), kind="stable")
+        first = order[:SHORTLIST]
+        cut = self._cut(free_RN[:, first], need)
+        first = first[np.lexsort((np.arange(len(first)), cut, self._rank[rows[first]]))]
+        if len(order) > SHORTLIST and copies[first].sum() < enough:
+            first = np.concatenate([first, order[SHORTLIST:]])
+        return rows[first], copies[first]
+
+    def holding(self, need: Resources, selector: Mapping[str, str]) -> tuple[Rows, Rows]:
+        """Rows with room, in their order, and how many members each would hold."""
         need = {name: amount for name, amount in whole_shares(need).items() if amount > 0}
-        none = np.zeros(0, dtype=np.int64)
         if not need or not need.keys() <= self._column.keys():
-            return none, none
-        asked = [(self._column[name], amount) for name, amount in need.items()]
+            return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
         able = np.ones(len(self), dtype=np.bool_)
-        for at, amount in asked:
-            able &= self._free_RN[at, : len(self)] >= amount - _EPS
+        for name, amount in need.items():
+            able &= self._free_RN[self._column[name], : len(self)] >= amount - _EPS
         for key, want in selector.items():
             able &= self._mask(key, want)[: len(self)]
-        if but >= 0:
-            able[but] = False
         rows = np.flatnonzero(able)
-        if not rows.size:
-            return none, none
-        free_RN = self._free_RN[:, rows]
-        copies = np.min([(free_RN[at] + _EPS) // amount for at, amount in asked], axis=0).astype(np.int64)
-        left = (free_RN / self._scale[:, None]).sum(axis=0).round(9)
-        order = np.lexsort((rows, left, self._cut(free_RN, need), self._rank[rows]))
-        return rows[order], copies[order]
+        copies = [(self._free_RN[self._column[name], rows] + _EPS) // amount for name, amount in need.items()]
+        return rows, np.min(copies, axis=0).astype(np.int64)
 
     def values(self, key: str, rows: Iterable[int]) -> set[str]:
         """Of a label, on those nodes that have it."""

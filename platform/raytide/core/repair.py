@@ -55,7 +55,7 @@ def _elsewhere(room: Room, row: int, tenants: list[Tenant]) -> list[Seat]:
     restore = room.grid.undo()
     seats: list[Seat] = []
     for tenant in tenants:
-        rows, _ = room.grid.fitting(tenant.shape.resources, tenant.shape.labels, but=row)
+        rows, _ = room.grid.fitting(tenant.shape.resources, tenant.shape.labels, enough=1, but=row)
         if not rows.size:
             restore()
             return []

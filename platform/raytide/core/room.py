@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -86,10 +86,14 @@ class Room:
             grid=Grid(resource_scale(snapshot.node_types, able), usual_shapes(snapshot)),
         )
         promised = _promised(snapshot.leases)
-        for view in sorted(able, key=lambda view: _order(view.node.id)):
-            node = view.node
-            free = _unpromised(view.available, promised.get(node.id, ()))
-            room._add(Seat(node.id, node.type, node.zone, is_new=False), _RANK[node.state], free, view.labels)
+        able.sort(key=lambda view: _order(view.node.id))
+        room.seats = [Seat(view.node.id, view.node.type, view.node.zone, is_new=False) for view in able]
+        room.rows = {seat.node_id: row for row, seat in enumerate(room.seats)}
+        room.grid.extend(
+            [_unpromised(view.available, promised.get(view.node.id, ())) for view in able],
+            [_RANK[view.node.state] for view in able],
+            [view.labels for view in able],
+        )
         leaving = leaving_nodes(snapshot)
         zones = {view.node.ray_node_id: view.node.zone for view in snapshot.nodes}
         for served in snapshot.endpoints:
@@ -136,7 +140,7 @@ class Room:
         """How many members there would be room for now, nodes to be bought included: at most so many, that is."""
         holding = [(o.node_type.name, fit * self.market.most(o, Basket())) for o, fit in self.market.holding(shape)]
         bought = {name: max(many for other, many in holding if other == name) for name, _ in holding}
-        return int(self.grid.fitting(shape.resources, shape.labels)[1].sum()) + sum(bought.values())
+        return int(self.grid.holding(shape.resources, shape.labels)[1].sum()) + sum(bought.values())
 
     def buy(self, node_type: NodeType) -> Seat | None:
         """One more node of a type, whoever needs it; None when none can be had."""
@@ -149,14 +153,16 @@ class Room:
         self.next_node += 1
         self.market.buy(offer)
         self.bought[seat.node_id], self.tenants[seat.node_id] = offer, []
-        self._add(seat, _NEW, offer.node_type.resources, offer.labels)
+        self.rows[seat.node_id] = len(self.seats)
+        self.seats.append(seat)
+        self.grid.extend([offer.node_type.resources], [_NEW], [offer.labels])
         return seat
 
     def why_not(self, shape: Shape, count: int, subject: str) -> Shortfall:
         """What keeps `count` members from being placed now; capacity when nothing worse does."""
         if (never := impossible(shape, count, self.snapshot.node_types, subject)) is not None:
             return never
-        there = max((int(self.grid.fitting(b.resources, b.labels)[1].sum()) for b in self._bound(shape)), default=0)
+        there = max((int(self.grid.holding(b.resources, b.labels)[1].sum()) for b in self._bound(shape)), default=0)
         if self._holders is None:
             self._holders = holders(self.snapshot)
         return why_not(self.market, self._holders, shape, count, there, subject)
@@ -188,14 +194,14 @@ class Room:
         """The shape with the label that its members share, once for each value; itself when they share none."""
         if not shape.together:
             return [shape]
-        rows, _ = self.grid.fitting(shape.resources, shape.labels)
+        rows, _ = self.grid.holding(shape.resources, shape.labels)
         values = self.grid.values(shape.together, rows)
         values |= {o.labels[shape.together] for o, _ in self.market.holding(shape) if shape.together in o.labels}
         return [shape.model_copy(update={"labels": {**shape.labels, shape.together: v}}) for v in sorted(values)]
 
     def _choose(self, want: Want) -> _Choice:
         choice = _Choice(want.shape, left=None if self.coming is None else self.coming.left)
-        rows, copies = self.grid.fitting(want.shape.resources, want.shape.labels)
+        rows, copies = self.grid.fitting(want.shape.resources, want.shape.labels, enough=want.count)
         for row, fit in zip(rows.tolist(), copies.tolist(), strict=True):
             if choice.count >= want.count:
                 break
@@ -278,10 +284,6 @@ class Room:
                 seats += [seat] * fit
         return tuple(seats)
 
-    def _add(self, seat: Seat, rank: int, free: Resources, labels: Mapping[str, str]) -> None:
-        self.rows[seat.node_id] = self.grid.add(free, rank, labels)
-        self.seats.append(seat)
-
 
 @dataclass(slots=True)
 class _Choice:
@@ -335,21 +337,21 @@ def _promised(leases: Sequence[Lease]) -> dict[str, list[tuple[Member, Shape]]]:
     return found
 
 
-def _unpromised(available: Resources, here: Sequence[tuple[Member, Shape]]) -> dict[str, float]:
+def _unpromised(available: Resources, here: Sequence[tuple[Member, Shape]]) -> Resources:
     """Ray's free resources without those of members whose placement group Ray does not count yet.
 
     ASSIGNED has no group: taken out. FORMING has one that Ray may count or not. While the free resources still cover it
     it is taken out: at worst this hides its room for the second until it is READY, and never promises it twice. When
     they do not cover it, Ray must have counted it.
     """
-    free = dict(available)
+    free = available
     for member, shape in here:
         if member.state is MemberState.ASSIGNED:
             free = minus(free, whole_shares(shape.resources))
     for member, shape in here:
         if member.state is MemberState.FORMING and fits(shape.resources, free):
             free = minus(free, whole_shares(shape.resources))
-    return {name: max(0.0, amount) for name, amount in free.items()}
+    return free
 
 
 def _order(node_id: str) -> tuple[int, str]:
