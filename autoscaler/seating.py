@@ -49,7 +49,7 @@ def _seat_lease(draft: Draft, lease: Lease) -> None:
     if not waiting:
         _say_starting(draft, lease)
     else:
-        needed = max(0, lease.shape.at_least - (len(lease.members) - len(waiting)))
+        needed = max(0, lease.shape.at_least - lease.held)
         subject, shape = f"gang {lease.job_id}", _where_the_rest_is(draft, lease)
         placed = draft.room.place(shape, len(waiting), at_least=needed, subject=subject)
         if isinstance(placed, Shortfall):

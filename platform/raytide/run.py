@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 from raytide.control.client import Client
-from raytide.control.views import JobView
+from raytide.control.views import JobView, WhyView
 from raytide.control.wire import to_json
+from raytide.core.clock import ago
 from raytide.core.errors import RaytideError, WaitTimeoutError
 from raytide.core.job import JobState
 from raytide.core.money import format_usd
@@ -91,6 +92,10 @@ class Run:
         """What it waits for, or why it ended, in words."""
         return explain(self.refresh().view)
 
+    def waits_for(self) -> WhyView:
+        """The same as data: the first unmet constraint, what would meet it, and when it would start."""
+        return self._client.why(self.id)
+
     def json(self) -> dict[str, Any]:
         value: dict[str, Any] = to_json(self.view)
         return value
@@ -113,5 +118,6 @@ def explain(view: JobView) -> str:
         parts.append(f"number {view.position} in the queue")
     text = ", ".join(parts) + "."
     if waiting is not None and not job.is_final:
-        return " ".join(part for part in (text, waiting.reason, waiting.remedy) if part)
+        soon = "" if waiting.wait_s is None else f"It starts in {ago(waiting.wait_s)} or so, if nothing else comes."
+        return " ".join(part for part in (text, waiting.reason, waiting.remedy, soon) if part)
     return f"{text} {job.reason}".strip()

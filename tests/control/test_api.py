@@ -100,10 +100,11 @@ class TestAuthentication:
 
 
 class TestJobs:
-    def test_a_submitted_job_waits_in_the_queue_with_its_place(self, client: TestClient) -> None:
-        first, second = (client.post("/v1/jobs", json=GANG).json() for _ in range(2))
-        assert (first["job"]["state"], first["position"]) == ("queued", 1)
-        assert second["position"] == 2
+    def test_a_submitted_job_waits_in_the_queue_with_its_place(self, client: TestClient, tmp_path: Path) -> None:
+        first, _ = (client.post("/v1/jobs", json=GANG).json() for _ in range(2))
+        assert (first["job"]["state"], first["position"]) == ("queued", None), "no decision has seen it yet"
+        (tmp_path / "live.json").write_text(json.dumps({"at_s": 1000.0, "queue": ["job-2", "job-1"]}))
+        assert [view["position"] for view in client.get("/v1/jobs").json()] == [1, 2]
         assert [view["job"]["id"] for view in client.get("/v1/jobs").json()] == ["job-2", "job-1"]
 
     def test_the_same_key_queues_one_job(self, client: TestClient) -> None:

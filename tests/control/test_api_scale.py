@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ import sqlalchemy as sa
 
 from raytide.control.api.auth import Caller
 from raytide.control.api.desk import Desk
+from raytide.control.views import Live
+from raytide.control.wire import to_json
 from raytide.core.clock import VirtualClock
 from raytide.core.cluster import load_cluster
 from raytide.core.entry import Entry, EntryKind
@@ -56,13 +59,16 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
 
 @pytest.fixture
 def desk(store: Store, tmp_path: Path) -> Desk:
+    live = tmp_path / "live.json"
+    queue = tuple(f"job-{number}" for number in range(DONE + 1, DONE + QUEUED + 1))
+    live.write_text(json.dumps(to_json(Live(9.0, queue=queue))))
     return Desk(
         store=store,
         config=load_cluster(LOCAL),
         provider=NoMachines(),  # type: ignore[arg-type]
         drivers=None,  # type: ignore[arg-type]
         clock=VirtualClock(10.0),
-        live=tmp_path / "live.json",
+        live=live,
         serve_url="",
         ray_url="",
         ray_environment={},
@@ -122,7 +128,7 @@ def test_a_page_of_jobs_reads_as_often_as_one_job_and_no_more_rows_than_it_shows
 
 def test_the_status_counts_jobs_without_reading_them(desk: Desk, store: Store) -> None:
     with counted(store) as reads:
-        status = desk.status()
+        status = desk.status(Caller("root", "*"))
     assert status.jobs == {"queued": QUEUED, "succeeded": DONE}
     assert status.cost_micro_usd == DONE
     assert 0 < reads.rows <= 10

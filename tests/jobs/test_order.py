@@ -1,27 +1,67 @@
-"""Who holds the GPUs: the new first, gangs that waited longer than others soon, long runs last, and no GPU wasted."""
+"""Who goes first: the new, gangs that waited longer than others soon, long runs last, and no GPU wasted."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytide.jobs.order import LAST, LONGER, NEW, OVERDUE, SHORT, Claims, bands, fill, holders
+from raytide.jobs.order import LAST, LONGER, NEW, OVERDUE, SHORT, Claims, bands, ranked
+from raytide.jobs.turn import turn
+from raytide.simulate.job_raytide import Counted
 
 HOUR_S = 3600.0
 
 
-def claims(*rows: tuple[int, float, float, float]) -> Claims:
-    """(GPUs, GPU-hours attained, hours held, hours queued), in order of submission."""
+def claims(
+    *rows: tuple[float, float, float, float],
+    held: Sequence[int] = (),
+    fixed: Sequence[int] = (),
+    cooling: Sequence[int] = (),
+    priority: Sequence[int] | None = None,
+    share: Sequence[float] | None = None,
+) -> Claims:
+    """(GPUs, GPU-hours attained, hours held, hours queued), in order of submission; `held` and others name rows."""
     gpus, attained_h, held_h, queued_h = (np.array(column, dtype=float) for column in zip(*rows, strict=True))
-    submitted_s = np.arange(len(rows), dtype=float)
-    return Claims(gpus.astype(np.int64), submitted_s, attained_h * HOUR_S, held_h * HOUR_S, queued_h * HOUR_S)
+    n = len(rows)
+
+    def mask(chosen: Sequence[int]) -> np.ndarray:  # type: ignore[type-arg]
+        return np.isin(np.arange(n), list(chosen))
+
+    return Claims(
+        gpus=gpus,
+        submitted_s=np.arange(n, dtype=float),
+        attained_gpu_s=attained_h * HOUR_S,
+        held_s=held_h * HOUR_S,
+        queued_s=queued_h * HOUR_S,
+        priority=np.array(priority or [0] * n),
+        share=np.array(share or [0.0] * n),
+        is_held=mask(held),
+        gives_way=mask(held) & ~mask(fixed),
+        is_cooling=mask(cooling),
+    )
+
+
+def holders(table: Claims, total: int) -> list[int]:
+    floor = Counted.of(table, total)
+    turn(table, floor)
+    assert float(table.gpus[floor.holds].sum()) == total - floor.free
+    return sorted(np.flatnonzero(floor.holds).tolist())
 
 
 def test_least_attained_service_goes_first_and_the_earlier_of_equals() -> None:
     rows = claims((1, 20, 2, 0), (1, 5, 2, 0), (1, 0, 0, 0), (1, 0.5, 0.5, 0))
     assert bands(rows).tolist() == [LONGER, SHORT, NEW, NEW]
-    assert holders(rows, 3).tolist() == [2, 3, 1]
+    assert ranked(rows).tolist() == [2, 3, 1, 0]
+    assert holders(rows, 3) == [1, 2, 3]
+
+
+def test_a_higher_class_goes_first_whatever_the_band_and_within_a_band_whose_team_used_less() -> None:
+    rows = [(1.0, 0.0, 0.0, 0.0)] * 3
+    assert ranked(claims(*rows, (1, 20, 2, 0), priority=[0, 0, 0, 1])).tolist() == [3, 0, 1, 2]
+    assert ranked(claims(*rows, share=[2.0, 0.0, 1.0])).tolist() == [1, 2, 0]
 
 
 def test_a_gang_that_waited_longer_than_the_others_goes_before_all_but_the_new() -> None:
@@ -48,35 +88,42 @@ def test_who_runs_for_days_is_not_what_a_gang_is_compared_with() -> None:
 
 
 def test_a_gang_gets_all_or_nothing_and_smaller_ones_what_it_cannot_use() -> None:
-    assert fill(np.array([0, 1, 2]), np.array([6, 4, 2]), 8).tolist() == [0, 2]
-    assert fill(np.array([1, 0, 2]), np.array([6, 4, 2]), 8).tolist() == [1, 2]
-    assert fill(np.array([0]), np.array([9]), 8).tolist() == []
+    assert holders(claims((6, 0, 0, 0), (4, 0, 0, 0), (2, 0, 0, 0)), 8) == [0, 2]
+
+
+def test_the_lowest_give_way_and_no_more_of_them_than_must() -> None:
+    old, older = (4, 20, 5, 0), (2, 400, 80, 0)
+    rows = (old, older, (2, 20, 5, 0), (4, 0, 0, 0))
+    assert holders(claims(*rows, held=[0, 1, 2]), 8) == [0, 3], "the last two are enough"
+    assert holders(claims(*rows, held=[0, 1, 2]), 10) == [0, 2, 3]
+    assert holders(claims(*rows, held=[0, 1, 2], fixed=[1]), 8) == [1, 2, 3]
+    assert holders(claims(*rows, held=[0, 1, 2], cooling=[3]), 8) == [0, 1, 2]
 
 
 hours = st.floats(0, 200)
 
 
-@given(st.lists(st.tuples(st.integers(1, 64), hours, hours, hours), min_size=1, max_size=40), st.integers(1, 128))
+@given(
+    st.lists(st.tuples(st.integers(1, 64), hours, hours, hours, st.booleans(), st.booleans()), min_size=1, max_size=30),
+    st.integers(1, 128),
+)
 def test_no_gpu_is_given_twice_and_none_is_left_that_somebody_could_use(
-    rows: list[tuple[int, float, float, float]], total: int
+    rows: list[tuple[int, float, float, float, bool, bool]], total: int
 ) -> None:
-    table = claims(*rows)
-    picked = holders(table, total)
-    assert len(set(picked.tolist())) == len(picked)
-    free = total - int(table.gpus[picked].sum())
-    assert free >= 0
-    assert all(gpus > free for row, gpus in enumerate(table.gpus) if row not in picked)
-
-
-@given(st.lists(st.tuples(st.integers(1, 8), hours, hours, hours), min_size=1, max_size=20), st.integers(8, 16))
-def test_who_is_refused_is_refused_for_earlier_ones_only(
-    rows: list[tuple[int, float, float, float]], total: int
-) -> None:
-    """So nobody of a later band can keep the head of the queue waiting."""
-    table = claims(*rows)
-    picked = set(holders(table, total).tolist())
-    order = np.lexsort((table.submitted_s, bands(table))).tolist()
+    fits = [(row, i) for i, row in enumerate(rows)]
+    held, used = [], 0
+    for row, i in fits:
+        if row[4] and used + row[0] <= total:
+            held.append(i)
+            used += row[0]
+    table = claims(*(row[:4] for row in rows), held=held, fixed=[i for row, i in fits if row[5]])
+    floor = Counted.of(table, total)
+    turn(table, floor)
+    assert floor.free >= 0
+    order = ranked(table).tolist()
     for place, row in enumerate(order):
-        if row not in picked:
-            earlier = sum(int(table.gpus[other]) for other in order[:place] if other in picked)
-            assert earlier + table.gpus[row] > total
+        if not floor.holds[row] and not table.is_held[row]:
+            lower = [r for r in order[place + 1 :] if floor.holds[r] and table.is_held[r] and table.gives_way[r]]
+            assert table.gpus[row] > floor.free + sum(table.gpus[r] for r in lower), "he could have pushed"
+    for row in np.flatnonzero(table.is_held & ~table.gives_way):
+        assert floor.holds[row]

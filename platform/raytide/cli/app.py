@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from raytide.cli import autoscaler, checkpoint, cluster, cost, demo, jobs, runs, serve, simulate
+from raytide.cli import autoscaler, checkpoint, cluster, cost, demo, jobs, limits, runs, serve, simulate
 
 app = typer.Typer(
     name="raytide",
@@ -43,6 +43,8 @@ app.add_typer(data, name="data")
 app.add_typer(scaler, name="autoscaler")
 app.add_typer(simulation, name="simulate")
 app.add_typer(checkpoints, name="checkpoint")
+app.add_typer(limits.quota, name="quota")
+app.add_typer(limits.budget, name="budget")
 
 app.command()(demo.demo)
 app.command()(cluster.up)
@@ -53,6 +55,7 @@ app.command()(jobs.ps)
 app.command()(jobs.why)
 app.command()(jobs.logs)
 app.command()(jobs.stop)
+app.command()(jobs.retry)
 data.command("build")(jobs.data_build)
 app.command()(jobs.train)
 app.command()(runs.metrics)

@@ -2,15 +2,68 @@
 
 from __future__ import annotations
 
+import csv
+import re
+import sys
+import time
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+
 from raytide.cli.show import ClusterName, Json, as_json, as_table
 from raytide.control.client import Client
+from raytide.control.views import CostReport, CostTable
 from raytide.control.wire import to_json
-from raytide.core.money import format_usd
+from raytide.core.errors import UsageError
+from raytide.core.money import MICRO, format_usd
+from raytide.ledger.report import By
+
+Money = Callable[[int], str]
+_UNITS_S = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 
 
-def cost(cluster: ClusterName = None, json: Json = False) -> None:
-    """Dollars by job, endpoint and team."""
-    report = Client.find(cluster).cost()
+def cost(
+    by: Annotated[By | None, typer.Option(help="How to group it.")] = None,
+    since: Annotated[str, typer.Option(help="Only what began since then: 12h, 30d.")] = "",
+    forecast: Annotated[bool, typer.Option("--forecast", help="Also what it will be at the month's end.")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print comma-separated values, in dollars.")] = False,
+    cluster: ClusterName = None,
+    json: Json = False,
+) -> None:
+    """Dollars by job, endpoint and team, or grouped; idle, start-up and waste have lines of their own."""
+    client = Client.find(cluster)
+    if by is None and not (since or forecast or as_csv):
+        _show_report(client.cost(), json)
+        return
+    table = client.costs(by or "team", since_s=time.time() - seconds(since) if since else 0.0)
+    if json:
+        as_json(to_json(table))
+    elif as_csv:
+        csv.writer(sys.stdout).writerows(_columns(table, forecast, lambda amount: f"{amount / MICRO:.6f}"))
+    else:
+        head, *rows = _columns(table, forecast, format_usd)
+        as_table([str(name).upper() for name in head], rows)
+
+
+def seconds(text: str) -> float:
+    """`30d` in seconds."""
+    if (found := re.fullmatch(r"(\d+(?:\.\d+)?)([mhdw])", text)) is None:
+        raise UsageError(f"{text!r} is no time.", hint="Write 45m, 12h, 30d or 4w.")
+    return float(found[1]) * _UNITS_S[found[2]]
+
+
+def _columns(table: CostTable, forecast: bool, money: Money) -> list[list[str]]:
+    lines = [[table.by, "cost", "per_hour", *(["forecast"] if forecast else [])]]
+    for row in table.rows:
+        end = [money(row.forecast_micro_usd)] if forecast else []
+        lines.append([row.key, money(row.amount_micro_usd), money(row.micro_usd_h), *end])
+    end = [money(table.forecast_micro_usd)] if forecast else []
+    burn = sum(row.micro_usd_h for row in table.rows)
+    return [*lines, ["total", money(table.total_micro_usd), money(burn), *end]]
+
+
+def _show_report(report: CostReport, json: bool) -> None:
     if json:
         as_json(to_json(report))
         return

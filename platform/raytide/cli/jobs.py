@@ -1,4 +1,4 @@
-"""ps, why, logs, stop, data build, train."""
+"""ps, why, logs, stop, retry, data build, train."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Annotated
 
 import typer
 
-from raytide.cli.show import ClusterName, Json, ago, as_json, as_table
+from raytide.cli.show import ClusterName, Json, as_json, as_table
 from raytide.control.client import Client
 from raytide.control.views import JobView
 from raytide.control.wire import to_json
+from raytide.core.clock import ago
 from raytide.core.job import JobState
 from raytide.core.money import format_usd
 from raytide.run import Run, explain
@@ -27,10 +28,22 @@ _FOLLOW_S = 0.5
 def ps(
     cluster: ClusterName = None,
     limit: Annotated[int, typer.Option(min=1, help="How many jobs, newest first.")] = 50,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Show it again whenever it changes.")] = False,
     json: Json = False,
 ) -> None:
     """Jobs, with what each waits for and what it costs."""
-    views = Client.find(cluster).jobs(limit=limit)
+    client = Client.find(cluster)
+    views = client.jobs(limit=limit)
+    _show(views, json)
+    while watch:
+        time.sleep(_FOLLOW_S)
+        before, views = views, client.jobs(limit=limit)
+        if views != before:
+            print("\033[2J\033[H" if sys.stdout.isatty() else "")
+            _show(views, json)
+
+
+def _show(views: list[JobView], json: bool) -> None:
     if json:
         as_json([to_json(view) for view in views])
         return
@@ -43,11 +56,11 @@ def ps(
 
 def why(job_id: JobId, cluster: ClusterName = None, json: Json = False) -> None:
     """Say what a job waits for, or why it ended."""
-    view = Client.find(cluster).job(job_id)
+    client = Client.find(cluster)
     if json:
-        as_json({"job": job_id, "state": view.job.state, "position": view.position, "why": explain(view)})
+        as_json(to_json(client.why(job_id)))
     else:
-        print(explain(view))
+        print(explain(client.job(job_id)))
 
 
 def logs(
@@ -77,6 +90,15 @@ def stop(job_id: JobId, cluster: ClusterName = None, json: Json = False) -> None
         as_json(to_json(view))
     else:
         print(f"{job_id} is {view.job.state}")
+
+
+def retry(job_id: JobId, cluster: ClusterName = None, json: Json = False) -> None:
+    """Submit a job that is over again; training goes on from its last checkpoint."""
+    view = Client.find(cluster).retry(job_id)
+    if json:
+        as_json(to_json(view))
+    else:
+        print(f"{view.job.id} is {view.job.state}: {job_id} again")
 
 
 def data_build(spec: Spec, wait: Wait = True, cluster: ClusterName = None, json: Json = False) -> None:

@@ -29,13 +29,3 @@ def as_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     for row in rows:
         table.add_row(*(str(cell) for cell in row))
     Console().print(table)
-
-
-def ago(seconds: float | None) -> str:
-    """`7s`, `3m`, `2h05m`."""
-    if seconds is None:
-        return "-"
-    whole = max(0, int(seconds))
-    if whole < 60:
-        return f"{whole}s"
-    return f"{whole // 60}m{whole % 60:02d}s" if whole < 3600 else f"{whole // 3600}h{whole % 3600 // 60:02d}m"

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from raytide.control.views import ClusterStatus, CostReport, EndpointStatus, JobView
+from raytide.control.views import ClusterStatus, CostReport, CostTable, EndpointStatus, JobView, TeamView, WhyView
 from raytide.control.wire import from_json
 from raytide.core import errors
 from raytide.core.config import environment, home
@@ -21,6 +21,8 @@ from raytide.core.errors import ClusterError, NotFoundError
 from raytide.core.gang import Lease
 from raytide.core.job import JobSpec
 from raytide.core.snapshot import Snapshot
+from raytide.core.team import TeamSpec
+from raytide.ledger.report import By
 
 _TIMEOUT_S = 15.0
 _AWAY_S = 10.0
@@ -70,6 +72,18 @@ class Client:
     def stop(self, job_id: str) -> JobView:
         return from_json(JobView, self._post(f"/v1/jobs/{job_id}/stop"))
 
+    def retry(self, job_id: str, *, key: str | None = None) -> JobView:
+        """Submit what it was again."""
+        query = {"key": key or secrets.token_hex(8)}
+        return from_json(JobView, self._post(f"/v1/jobs/{job_id}/retry", query=query))
+
+    def why(self, job_id: str) -> WhyView:
+        return from_json(WhyView, self._get(f"/v1/jobs/{job_id}/why"))
+
+    def set_job_budget(self, job_id: str, usd: float) -> JobView:
+        path = f"/v1/jobs/{job_id}/budget"
+        return from_json(JobView, self._call("PUT", path, patience_s=_AWAY_S, params={"usd": usd}))
+
     def logs(self, job_id: str) -> str:
         return str(self._get(f"/v1/jobs/{job_id}/logs")["logs"])
 
@@ -109,6 +123,17 @@ class Client:
 
     def cost(self) -> CostReport:
         return from_json(CostReport, self._get("/v1/cost"))
+
+    def costs(self, by: By, *, since_s: float = 0.0) -> CostTable:
+        """Grouped; of what began at `since_s` (seconds since the epoch) or later."""
+        return from_json(CostTable, self._get(f"/v1/cost/{by}", {"since_s": since_s}))
+
+    def teams(self) -> list[TeamView]:
+        return from_json(list[TeamView], self._get("/v1/teams"))
+
+    def change_team(self, name: str, **changes: object) -> TeamSpec:
+        """Set some of its limits, by the names of TeamSpec."""
+        return from_json(TeamSpec, self._call("PATCH", f"/v1/teams/{name}", patience_s=_AWAY_S, json=changes))
 
     def close(self) -> None:
         self._http.close()

@@ -175,7 +175,7 @@ def _create(name: str, config_path: Path, k: int | None, *, state_url: str) -> t
     cluster.ray_token_file.touch(mode=0o600)
     cluster.ray_token_file.write_text(secrets.token_hex(32))
     token = secrets.token_urlsafe(24)
-    write_json(cluster.tokens_file, {token: {"user": "admin", "team": "default"}})
+    write_json(cluster.tokens_file, {token: {"user": "admin", "team": "*"}})
     write_json(cluster.client_file, {"address": cluster.api_url, "token": token})
     return cluster, claimed
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from raytide.autoscaler import pools
 from raytide.autoscaler.idle import IdleClock
+from raytide.control.accounts import Spent, used_lately, uses, with_accounts
 from raytide.autoscaler.traffic import Traffics
 from raytide.control.apply import Outcome, apply
 from raytide.control.bookkeeping import Booking, keep_books
@@ -36,15 +37,20 @@ from raytide.core.fleet import NodeType
 from raytide.core.gang import LeaseState
 from raytide.core.job import JobKind
 from raytide.core.logs import log_to, logger
-from raytide.core.money import to_us
-from raytide.core.plan import Plan, Wait, describe
+from raytide.core.money import month_of, to_us
+from raytide.core.plan import Admit, Plan, Wait, describe
 from raytide.core.snapshot import Snapshot
 from raytide.core.state import Changes, Records, Store
-from raytide.jobs.why import why
+from raytide.jobs.admit import queue
+from raytide.jobs.forward import starts_in_s
+from raytide.jobs.why import forming
 from raytide.ledger.leaving import Leaving
 from raytide.ledger.occupancy import holders, occupancies
 
 log = logger(__name__)
+
+_FORESEE_S = 10.0
+"""How old a look ahead may be."""
 
 
 class Controller:
@@ -60,6 +66,7 @@ class Controller:
         self._outlook = Outlook(store, config)
         self._wake = threading.Event()
         self._stopped = False
+        self._foreseen: tuple[float, Mapping[str, float]] = (0.0, {})
         self._ticks = self._errors = 0
 
     def run(self) -> None:
@@ -93,6 +100,8 @@ class Controller:
         seen = self._outlook.on(
             snapshot(book, world, self._idle, self._config, now_s), book.nodes.values(), world.prices
         )
+        spent = Spent(*self._store.books.spent([job.id for job in seen.jobs], month_of(to_us(now_s))))
+        seen = with_accounts(seen, self._config, book.teams, spent)
         plan = decide(seen)
         settle(book, plan, self._node_types)
         if world.ray_nodes is not None:
@@ -153,11 +162,18 @@ class Controller:
 
     def _show(self, seen: Snapshot, plan: Plan, world: World, outcome: Outcome, tick_s: float) -> None:
         served = self._serving.served
+        queued = {job.id for job in queue(seen)}
         errors = (*world.errors, *outcome.errors, *(served.errors if served else ()))
         self._ticks, self._errors = self._ticks + 1, self._errors + len(errors)
         live = Live(
             at_s=seen.at_s,
-            waiting=_waiting(seen, plan),
+            waiting=_waiting(seen, plan, self._foresee(seen, plan)),
+            queue=tuple(
+                a.job_id if isinstance(a, Admit) else a.subject
+                for a in plan.actions
+                if isinstance(a, Admit) or (isinstance(a, Wait) and a.subject in queued)
+            ),
+            teams=uses(seen),
             loads=world.loads,
             use=world.use,
             errors=errors,
@@ -167,6 +183,15 @@ class Controller:
         )
         write_json(self._live_path, to_json(live))
         answer(self._live_path.parent, seen)
+
+    def _foresee(self, seen: Snapshot, plan: Plan) -> Mapping[str, float]:
+        """When those that wait would start: looked ahead now and then, since it takes as long as many decisions."""
+        at_s, found = self._foreseen
+        if not any(isinstance(action, Wait) for action in plan.actions):
+            return {}
+        if not 0 <= seen.at_s - at_s < _FORESEE_S:
+            at_s, found = self._foreseen = seen.at_s, starts_in_s(seen)
+        return {job_id: max(0.0, at_s + in_s - seen.at_s) for job_id, in_s in found.items()}
 
 
 def _changes(records: Records, book: Book, booking: Booking, plan: Plan, now_s: float) -> Changes:
@@ -182,18 +207,25 @@ def _changes(records: Records, book: Book, booking: Booking, plan: Plan, now_s: 
         entries=booking.entries,
         intervals=booking.intervals,
         closed=booking.closed,
+        teams=used_lately(book.teams, book.jobs.values(), now_s),
         plan=plan if plan.actions else None,
     )
 
 
-def _waiting(seen: Snapshot, plan: Plan) -> dict[str, Waiting]:
+def _waiting(seen: Snapshot, plan: Plan, starts: Mapping[str, float]) -> dict[str, Waiting]:
     """What each subject waits for: the plan's words, and for an admitted job what its members wait for."""
-    waiting = {a.subject: Waiting(a.constraint, a.reason, a.remedy) for a in plan.actions if isinstance(a, Wait)}
-    forming = {lease.job_id for lease in seen.leases if lease.state is not LeaseState.ACTIVE}
+    waiting = {
+        a.subject: Waiting(a.constraint, a.reason, a.remedy, starts.get(a.subject))
+        for a in plan.actions
+        if isinstance(a, Wait)
+    }
+    leases = {lease.job_id: lease for lease in seen.leases if lease.state is not LeaseState.ACTIVE}
+    gives_way = any(member.gives_way for lease in seen.leases for member in lease.members)
     for job in seen.jobs:
-        if job.id in forming and job.id not in waiting:
-            found = why(job, seen)
-            waiting[job.id] = Waiting(found.constraint, found.reason, found.remedy)
+        if job.id in leases and not job.stop_requested and (gives_way or job.id not in waiting):
+            found = forming(job, leases[job.id], seen)
+            if job.id not in waiting or found.wait_s is not None:
+                waiting[job.id] = Waiting(found.constraint, found.reason, found.remedy, found.wait_s)
     return waiting
 
 

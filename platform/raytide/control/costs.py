@@ -12,14 +12,19 @@ from raytide.core.state.books import Books
 from raytide.ledger.cost import accrued
 
 
-def cost_report(books: Books, machines: Iterable[Machine], now_us: int) -> CostReport:
-    """Every line of cost up to now, and for the machines that have ended what was booked and what is billed."""
-    booked, of_node = books.lines(), books.booked("node")
-    pending = accrued(books.intervals(), now_us)
+def cost_report(books: Books, machines: Iterable[Machine], now_us: int, team: str | None = None) -> CostReport:
+    """Every line of cost up to now, and for the machines that have ended what was booked and what is billed.
+
+    With `team` its own lines only, and no bill: a machine's is not one team's.
+    """
+    mine = [line for line in books.lines() if team in (None, line.team)]
+    booked = Counter({(str(line.kind), line.subject, line.team): line.amount_micro_usd for line in mine})
+    pending = [entry for entry in accrued(books.intervals(), now_us) if team in (None, entry.team)]
+    of_node = {} if team else books.booked("node")
     total = Counter(booked)
     for entry in pending:
         total[(str(entry.kind), entry.subject, entry.team)] += entry.amount_micro_usd
-    ended = [machine for machine in machines if machine.ended_at_s is not None]
+    ended = [machine for machine in machines if machine.ended_at_s is not None and not team]
     return CostReport(
         lines=tuple(CostLine(*key, amount_micro_usd=amount) for key, amount in sorted(total.items())),
         booked_micro_usd=sum(booked.values()),

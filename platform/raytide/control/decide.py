@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from raytide.autoscaler.planner import plan
-from raytide.core.plan import Action, Admit, Plan
+from raytide.core.plan import Action, Admit, Grow, Plan, Preempt, Shrink
 from raytide.core.snapshot import Snapshot
 from raytide.jobs.admit import admit
+from raytide.jobs.leases import changed
 
 
 def decide(snapshot: Snapshot) -> Plan:
@@ -18,6 +19,8 @@ def decide(snapshot: Snapshot) -> Plan:
 
 
 def with_leases(snapshot: Snapshot, actions: tuple[Action, ...]) -> Snapshot:
-    """The snapshot as it is once those jobs are admitted."""
-    leases = tuple(action.lease for action in actions if isinstance(action, Admit))
-    return replace(snapshot, leases=(*snapshot.leases, *leases), next_lease=snapshot.next_lease + len(leases))
+    """The snapshot as it is once those jobs are admitted, and those seats are given away or back."""
+    new = tuple(action.lease for action in actions if isinstance(action, Admit))
+    of = {action.lease_id: action for action in actions if isinstance(action, Shrink | Preempt | Grow)}
+    old = tuple(changed(x, of[x.id], snapshot.at_s) if x.id in of else x for x in snapshot.leases)
+    return replace(snapshot, leases=(*old, *new), next_lease=snapshot.next_lease + len(new))

@@ -15,7 +15,7 @@ from raytide.core.fleet import Node, NodeState
 from raytide.core.gang import Lease, LeaseState
 from raytide.core.job import Job
 from raytide.core.snapshot import EndpointView, NodeView, Pool, Snapshot
-from raytide.core.state.records import Records
+from raytide.core.state.records import Records, StoredTeam
 from raytide.jobs import job as jobs
 from raytide.jobs import leases
 from raytide.jobs.job import DriverKey, DriverStatus
@@ -31,6 +31,7 @@ class Book:
     endpoints: dict[str, Endpoint] = field(default_factory=dict)
     pools: dict[tuple[str, str], Pool] = field(default_factory=dict)
     intervals: dict[str, OpenInterval] = field(default_factory=dict)
+    teams: tuple[StoredTeam, ...] = ()
     next_node: int = 1
     next_lease: int = 1
 
@@ -43,6 +44,7 @@ class Book:
             endpoints={endpoint.name: endpoint for endpoint in records.endpoints},
             pools={(pool.node_type, pool.zone): pool for pool in records.pools},
             intervals=dict(records.intervals),
+            teams=records.teams,
             next_node=records.next_node,
             next_lease=records.next_lease,
         )

@@ -8,7 +8,20 @@ from dataclasses import replace
 from raytide.autoscaler import endpoints, instances, pools
 from raytide.control.observe import Book
 from raytide.core.fleet import NodeState, NodeType
-from raytide.core.plan import Admit, Assign, Drain, Launch, Plan, Requeue, Scale, Terminate, Unassign
+from raytide.core.plan import (
+    Admit,
+    Assign,
+    Drain,
+    Grow,
+    Launch,
+    Plan,
+    Preempt,
+    Requeue,
+    Scale,
+    Shrink,
+    Terminate,
+    Unassign,
+)
 from raytide.jobs import job as jobs
 from raytide.jobs import leases
 
@@ -19,9 +32,13 @@ def settle(book: Book, plan: Plan, node_types: Mapping[str, NodeType]) -> None:
     before = tuple(book.nodes.values())
     for action in plan.actions:
         match action:
-            case Admit(job_id=job_id, lease=lease, reason=reason):
-                book.jobs[job_id] = jobs.admitted(book.jobs[job_id], reason, now_s)
+            case Admit(job_id=job_id, lease=lease):
+                book.jobs[job_id] = jobs.admitted(book.jobs[job_id], action.reason, now_s, action.reserved_micro_usd)
                 book.leases[lease.id] = lease
+            case Shrink() | Preempt() | Grow():
+                book.leases[action.lease_id] = leases.changed(book.leases[action.lease_id], action, now_s)
+                if isinstance(action, Preempt):
+                    book.jobs[action.job_id] = replace(book.jobs[action.job_id], reason=action.reason)
             case Launch():
                 book.nodes[action.node_id] = instances.requested(action, node_types[action.node_type], now_s)
             case Assign(lease_id=lease_id, member=member, node_id=node_id):

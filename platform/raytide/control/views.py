@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from raytide.control.accounts import TeamUse
 from raytide.core.endpoint import Endpoint, EndpointLoad
 from raytide.core.fleet import Node
 from raytide.core.gang import Lease
-from raytide.core.job import Job
+from raytide.core.job import Job, JobState
 from raytide.core.signals import Use
+from raytide.core.team import TeamSpec
+from raytide.ledger.report import By, CostRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +22,8 @@ class Waiting:
     constraint: str
     reason: str
     remedy: str = ""
+    wait_s: float | None = None
+    """When it would start if nothing else came; None when nobody can tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +33,9 @@ class Live:
     at_s: float
     waiting: Mapping[str, Waiting] = field(default_factory=dict)
     """By job, lease or endpoint."""
+    queue: tuple[str, ...] = ()
+    """Jobs that waited for a lease, in the order in which they get their turn."""
+    teams: Mapping[str, TeamUse] = field(default_factory=dict)
     loads: Mapping[str, EndpointLoad] = field(default_factory=dict)
     """By endpoint."""
     use: Mapping[str, Use] = field(default_factory=dict)
@@ -83,6 +91,39 @@ class ClusterStatus:
     serve: str
     """Below it each endpoint has its own path."""
     errors: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WhyView:
+    """`raytide why JOB`."""
+
+    job: str
+    state: JobState
+    position: int | None
+    """In the queue's order, from 1."""
+    constraint: str
+    """The first that is unmet; "" when it waits for nothing."""
+    reason: str
+    remedy: str
+    wait_s: float | None
+    """When it would start if nothing else came; None when nobody can tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class TeamView:
+    name: str
+    spec: TeamSpec
+    spent_micro_usd: int
+    """This month."""
+    use: TeamUse
+
+
+@dataclass(frozen=True, slots=True)
+class CostTable:
+    by: By
+    rows: tuple[CostRow, ...]
+    total_micro_usd: int
+    forecast_micro_usd: int
 
 
 @dataclass(frozen=True, slots=True)

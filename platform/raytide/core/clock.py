@@ -40,3 +40,13 @@ class VirtualClock:
 def utc(at_s: float) -> str:
     """`14:03:07 UTC`, for reasons: a point in time reads the same in every tick, a count of seconds does not."""
     return datetime.fromtimestamp(at_s, tz=UTC).strftime("%H:%M:%S UTC")
+
+
+def ago(seconds: float | None) -> str:
+    """`7s`, `3m`, `2h05m`."""
+    if seconds is None:
+        return "-"
+    whole = max(0, int(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    return f"{whole // 60}m{whole % 60:02d}s" if whole < 3600 else f"{whole // 3600}h{whole % 3600 // 60:02d}m"

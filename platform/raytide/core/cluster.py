@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from raytide.core.config import Config, load_yaml
 from raytide.core.errors import ConfigError
@@ -15,6 +15,7 @@ from raytide.core.fleet import Market, NodeType
 from raytide.core.money import micro_usd
 from raytide.core.signals import Meter
 from raytide.core.snapshot import Unmanaged
+from raytide.core.team import CLASSES, TeamSpec, check_tree
 
 GPU_BUSY_ABOVE = 0.05
 
@@ -56,10 +57,6 @@ class UnmanagedSection(Config):
     gpu: bool = False
 
 
-class TeamSection(Config):
-    """One team. Quotas and budgets join it with the queue's own issue."""
-
-
 class RaytideSection(Config):
     """`metadata.raytide` of cluster.yaml."""
 
@@ -67,11 +64,18 @@ class RaytideSection(Config):
     node_types: dict[str, NodeTypeSection]
     limits: LimitsSection = LimitsSection()
     unmanaged: UnmanagedSection = UnmanagedSection()
-    teams: dict[str, TeamSection] = Field(default_factory=lambda: {"default": TeamSection()})
+    teams: dict[str, TeamSpec] = Field(default_factory=lambda: {"default": TeamSpec()})
+    priorities: dict[str, int] = Field(default_factory=lambda: dict(CLASSES))
+    """Priority classes: a higher number goes first, and may preempt a lower one."""
     state_url: str = ""
     """SQLAlchemy URL of the state store; a SQLite file in the run folder when empty."""
     tick_s: float = Field(default=0.5, gt=0, le=60)
     """How often the controller decides when nothing wakes it earlier."""
+
+    @model_validator(mode="after")
+    def _tree(self) -> RaytideSection:
+        check_tree(self.teams)
+        return self
 
 
 class ClusterConfig(Config):

@@ -59,6 +59,8 @@ class ServeSpec(Config):
     model: str
     """A Hugging Face directory that every node can read."""
     team: str = "default"
+    project: str = ""
+    """A way to group costs."""
     replicas: Replicas = Replicas()
     resources: dict[str, float] = Field(default_factory=lambda: {"CPU": 1.0})
     """Of one replica."""

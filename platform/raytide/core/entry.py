@@ -62,3 +62,18 @@ class Entry:
     """Of this share; negative in a reversal."""
     is_reversal: bool = False
     """It takes back what was booked beyond the node's end, which became known only afterwards."""
+
+
+DAY_US = 86_400_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A sum of entries that have all of this in common; `node_id` and `day` (since the epoch) only where asked for."""
+
+    kind: EntryKind
+    subject: str
+    team: str
+    node_id: str
+    day: int
+    amount_micro_usd: int

@@ -69,7 +69,8 @@ class MemberState(StrEnum):
     ASSIGNED = "assigned"  # a node is chosen, perhaps still launching
     FORMING = "forming"  # its placement group exists, pinned to the node, not ready yet
     READY = "ready"  # usable
-    LEAVING = "leaving"  # usable until `leaves_at_s`: its node drains
+    LEAVING = "leaving"  # usable until `leaves_at_s`: its node drains, or it gives way to another job
+    PARKED = "parked"  # given away by the queue: it wants no node until the queue gives it back
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,18 @@ class Member:
     """Hex, for `PlacementGroup(PlacementGroupID(bytes.fromhex(...)))`; one bundle with the shape's resources."""
     incarnation: int = 0
     leaves_at_s: float | None = None
+    """Of a parked seat: when it was given away."""
+    gives_way: bool = False
+    """LEAVING, and then PARKED although its node stays."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether it has a node."""
+        return self.state not in (MemberState.WAITING, MemberState.PARKED)
+
+    @property
+    def is_parked(self) -> bool:
+        return self.state is MemberState.PARKED
 
     @property
     def is_usable(self) -> bool:
@@ -105,6 +118,16 @@ class Lease:
     created_at_s: float = 0.0
     forming_since_s: float | None = None
     reason: str = ""
+
+    @property
+    def held(self) -> int:
+        """Seats that have a node, usable or not yet."""
+        return sum(member.holds for member in self.members)
+
+    @property
+    def yields(self) -> bool:
+        """Every seat is given away: it is being preempted, and goes back to the queue."""
+        return all(member.gives_way or member.state is MemberState.PARKED for member in self.members)
 
     @property
     def usable(self) -> tuple[Member, ...]:

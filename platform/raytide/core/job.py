@@ -39,10 +39,22 @@ class JobSpec(Config):
     team: str = "default"
     gang: GangSpec
     config: dict[str, object] = Field(default_factory=dict)
+    priority: str = "normal"
+    """A class of `metadata.raytide.priorities`."""
+    preemptible: bool | None = None
+    """Whether it may be asked to checkpoint and give way; training is when left out, nothing else."""
+    budget_usd: float | None = Field(default=None, gt=0)
+    """It checkpoints and waits once it cost so much."""
+    labels: dict[str, str] = Field(default_factory=dict)
+    """Whatever its owner wants to find it by; `project` and `model` are ways to group costs."""
     max_restarts: int = Field(default=3, ge=0)
     """How often a driver that died (not: failed) is started again."""
     heartbeat_timeout_s: float = Field(default=10.0, gt=0)
     """A GANG job whose driver asks for nothing for this long is over."""
+
+    @property
+    def gives_way(self) -> bool:
+        return self.kind is JobKind.TRAIN if self.preemptible is None else self.preemptible
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +76,18 @@ class Job:
     progress: Mapping[str, float | int | str] = field(default_factory=dict)
     released_by_driver: str | None = None
     """A GANG driver gave its lease back: "" when its work is done, else what failed."""
+    attained_gpu_s: float = 0.0
+    """GPU-seconds of its former spells; `raytide.jobs.service` adds the present one."""
+    held_s: float = 0.0
+    """How long it held its gang, in its former spells."""
+    spell_since_s: float | None = None
+    """Since when it has held as many GPUs as now."""
+    spell_gpus: float = 0.0
+    preemptions: int = 0
+    """How often it gave way whole."""
+    preempted_at_s: float | None = None
+    reserved_micro_usd: int = 0
+    """What it may have cost in all before its next reservation: see `raytide.jobs.purse`."""
 
     @property
     def is_final(self) -> bool:

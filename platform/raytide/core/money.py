@@ -6,6 +6,7 @@ Amounts of an interval are differences of cumulative roundings: however often it
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from decimal import ROUND_HALF_EVEN, Decimal
 
 MICRO = 1_000_000
@@ -20,6 +21,11 @@ def micro_usd(usd: float | str | Decimal) -> int:
 def to_us(seconds: float) -> int:
     """Seconds to whole microseconds, the grid on which intervals are billed."""
     return round(seconds * MICRO)
+
+
+def month_of(us: int) -> str:
+    """`2026-11`, in UTC: the month whose budget pays for what began then."""
+    return datetime.fromtimestamp(us // MICRO, UTC).strftime("%Y-%m")
 
 
 def cumulative(price_micro_usd_h: int, since_us: int, until_us: int) -> int:

@@ -25,6 +25,8 @@ class Admit:
     job_id: str
     lease: Lease
     reason: str
+    reserved_micro_usd: int = 0
+    """What the job may have cost in all before its next reservation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,9 @@ class Wait:
     """Do nothing for a subject (job, lease or endpoint), and say what it waits for and what would help."""
 
     subject: str
-    constraint: Literal["capacity", "stock", "behind", "starting", "impossible", "cap", "signal", "budget", "rate"]
+    constraint: Literal[
+        "capacity", "stock", "behind", "starting", "impossible", "cap", "signal", "quota", "budget", "rate"
+    ]
     reason: str
     remedy: str = ""
 
@@ -63,6 +67,37 @@ class Requeue:
 
     job_id: str
     lease_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Shrink:
+    """Seats of an elastic gang give way to another job, and the rest goes on: usable until `leaves_at_s`."""
+
+    job_id: str
+    lease_id: str
+    members: tuple[int, ...]
+    leaves_at_s: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Preempt:
+    """A whole gang gives way: it checkpoints, and goes back to the queue after `leaves_at_s`."""
+
+    job_id: str
+    lease_id: str
+    leaves_at_s: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Grow:
+    """Seats that were given away look for nodes again."""
+
+    job_id: str
+    lease_id: str
+    members: tuple[int, ...]
     reason: str
 
 
@@ -110,7 +145,7 @@ class Terminate:
     """Of one that was drained, its drain has said it."""
 
 
-Action = Admit | Wait | Assign | Unassign | Requeue | Launch | Scale | Drain | Terminate
+Action = Admit | Wait | Shrink | Preempt | Grow | Assign | Unassign | Requeue | Launch | Scale | Drain | Terminate
 
 
 @dataclass(frozen=True, slots=True)

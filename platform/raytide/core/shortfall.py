@@ -17,7 +17,7 @@ class Shortfall:
     """`impossible`: no fleet of these node types could; `capacity`: others hold it; `stock`: its pools back off;
     `budget` and `rate`: it could be bought, but not within the limits."""
 
-    constraint: Literal["impossible", "capacity", "stock", "budget", "rate"]
+    constraint: Literal["impossible", "capacity", "stock", "budget", "rate", "quota", "behind"]
     reason: str
     remedy: str
 

@@ -10,6 +10,7 @@ from raytide.core.fleet import Node, NodeType, Resources
 from raytide.core.gang import Lease
 from raytide.core.job import Job
 from raytide.core.signals import Use
+from raytide.core.team import CLASSES, Team
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,5 +114,10 @@ class Snapshot:
     next_node: int = 1
     """The number of the next node to be bought."""
     next_lease: int = 1
+    teams: tuple[Team, ...] = ()
+    """Those that are configured; any other is without quota and budget."""
+    classes: Mapping[str, int] = field(default_factory=lambda: CLASSES)
+    spent: Mapping[str, int] = field(default_factory=dict)
+    """Micro-dollars that each job of `jobs` has cost so far."""
     ray_answers: bool = True
     """False when Ray could not be asked: what it last said of its nodes is not known; nothing is given up for it."""

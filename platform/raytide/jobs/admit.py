@@ -1,93 +1,228 @@
-"""Who may start now. First form of the policy: strictly first come, first served.
+"""Who starts, who gives way and who grows now: the queue's part of a decision. Pure.
 
-The head of the queue takes the first of its shapes that fits, on nodes that are there or that may be bought. While it
-does not fit, those behind it wait too, so that a large gang cannot be overtaken for ever. A job that no fleet of these
-node types could hold blocks nobody.
+Everybody in the order of `order.py` takes room that is there, may be bought, or is held by lower ones that give way. A
+job may be admitted to seats that are still being vacated: its members get them within `GRACE_S`, and nobody else does.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from raytide.core.fleet import NodeType
 from raytide.core.gang import Lease, LeaseState, Member, MemberState, Shape
 from raytide.core.job import Job, JobState
-from raytide.core.plan import Action, Admit, Wait
+from raytide.core.plan import Action, Admit, Grow, Preempt, Shrink, Wait
 from raytide.core.room import Placements, Room
-from raytide.core.shortfall import Shortfall
+from raytide.core.shortfall import copies, open_zones
 from raytide.core.snapshot import Snapshot
+from raytide.jobs import seats, service
+from raytide.jobs.floor import Floor
+from raytide.jobs.order import Claims, ranked
+from raytide.jobs.purse import Purse
+from raytide.jobs.quota import Quotas
+from raytide.jobs.turn import turn
+
+GRACE_S = 30.0
+"""How long seats that give way are still usable: for a checkpoint, and for the rest to go on without them."""
+SETTLE_S = 60.0
+"""A seat that was given away is not given back sooner."""
 
 
 def admit(snapshot: Snapshot) -> tuple[Action, ...]:
-    """One Admit or Wait for each job in the queue, in its order."""
+    """An Admit or Wait for each job in the queue, in its order; before them who gives way, after them who grows."""
+    waiting = queue(snapshot)
     if not snapshot.ray_answers:
         silent = "Ray does not answer, so nobody knows what is free."
-        return tuple(Wait(job.id, "signal", silent, "See `raytide doctor`.") for job in queue(snapshot))
-    room = room_beside_leases(snapshot)
-    actions: list[Action] = []
-    head = ""
-    number = snapshot.next_lease
-    for job in queue(snapshot):
-        if head:
-            actions.append(
-                Wait(
-                    job.id,
-                    "behind",
-                    f"{job.id} waits behind {head}.",
-                    f"It starts after {head}, or when {head} is stopped.",
-                )
-            )
-            continue
-        found = _seat(room, job)
-        if isinstance(found, Shortfall):
-            actions.append(Wait(job.id, found.constraint, found.reason, found.remedy))
-            head = "" if found.constraint == "impossible" else job.id
-            continue
-        shape, seats = found
-        actions.append(Admit(job.id, _lease(f"lease-{number}", job, shape, snapshot.at_s), _fits(job, shape, seats)))
-        number += 1
-    return tuple(actions)
+        return tuple(Wait(job.id, "signal", silent, "See `raytide doctor`.") for job in waiting)
+    floor = floor_of(snapshot)
+    claims = claims_of(floor)
+    drained = _drain(floor, claims)
+    turn(claims, floor)
+    order = ranked(claims).tolist()
+    return (*drained, *_give_way(floor), *_verdicts(floor, order), *_grow(floor, order))
 
 
 def queue(snapshot: Snapshot) -> tuple[Job, ...]:
-    """Jobs that wait for a lease, who is first first."""
+    """Jobs that wait for a lease, who was submitted first first."""
     return tuple(job for job in snapshot.jobs if job.state is JobState.QUEUED and not job.stop_requested)
 
 
-def room_beside_leases(snapshot: Snapshot) -> Room:
-    """The room that is left when every lease has got the seats it still lacks."""
-    room = Room.of(snapshot)
+def floor_of(snapshot: Snapshot) -> Floor:
+    """What is there before this decision: seats that give way already count as free, promised ones as taken."""
+    room, types = Room.of(snapshot), seats.types_of(snapshot)
+    for lease in snapshot.leases:
+        for member in lease.members:
+            if member.gives_way:
+                room.give(member.node_id, lease.shape.resources)
+    quotas = Quotas.of(snapshot.teams, seats.supply(snapshot.node_types))
+    jobs = {job.id: job for job in snapshot.jobs}
+    floor = Floor(
+        snapshot=snapshot,
+        jobs=snapshot.jobs,
+        leases=_held(snapshot),
+        room=room,
+        quotas=quotas,
+        purse=Purse.of(snapshot.teams, snapshot.jobs, snapshot.spent),
+        types=types,
+    )
     for lease in snapshot.leases:
         if missing := sum(member.state is MemberState.WAITING for member in lease.members):
             room.place(lease.shape, missing, subject=lease.job_id, at_least=0)
-    return room
+        if (job := jobs.get(lease.job_id)) is not None:
+            quotas.take(job.spec.team, seats.held_quota(lease, types), gives_way=service.gives_way(job))
+    return floor
 
 
-def _seat(room: Room, job: Job) -> tuple[Shape, Placements] | Shortfall:
-    shortfalls = []
-    for shape in job.spec.gang.shapes:
-        seats = room.place(shape, shape.members, subject=job.id, at_least=shape.at_least)
-        if not isinstance(seats, Shortfall):
-            return shape, seats
-        shortfalls.append(seats)
-    return next((s for s in shortfalls if s.constraint != "impossible"), shortfalls[0])
+def claims_of(floor: Floor) -> Claims:
+    """The rows of the order; those that neither wait nor hold (stopping, giving way) claim nothing and are held."""
+    now_s, jobs = floor.snapshot.at_s, floor.jobs
+    waits = {job.id for job in queue(floor.snapshot)}
+    teams = {team.name: team for team in floor.snapshot.teams}
+    classes = floor.snapshot.classes
+
+    def share(job: Job) -> float:
+        """Doublings of recent GPU-hours, so that who was first counts among teams that used about as much."""
+        team = teams.get(job.spec.team)
+        return 0.0 if team is None else math.floor(math.log2(1.0 + team.recent_gpu_s / 3600.0 / team.spec.weight))
+
+    def size(row: int, job: Job) -> float:
+        shape = floor.leases[row].shape if row in floor.leases else job.spec.gang.shapes[0]
+        return service.gpus_of(shape) * shape.at_least
+
+    def column(values: Iterator[float]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        return np.fromiter(values, dtype=np.float64, count=len(jobs))
+
+    return Claims(
+        gpus=column(size(row, job) for row, job in enumerate(jobs)),
+        submitted_s=column(job.submitted_at_s for job in jobs),
+        attained_gpu_s=column(service.attained_gpu_s(job, now_s) for job in jobs),
+        held_s=column(service.held_s(job, now_s) for job in jobs),
+        queued_s=column(service.queued_s(job, now_s) for job in jobs),
+        priority=column(classes.get(job.spec.priority, 0) for job in jobs).astype(np.int64),
+        share=column(share(job) for job in jobs),
+        is_held=np.array([job.id not in waits for job in jobs], dtype=bool),
+        gives_way=np.array(
+            [row in floor.leases and service.gives_way(job) for row, job in enumerate(jobs)], dtype=bool
+        ),
+        is_cooling=np.array([service.is_cooling(job, now_s) for job in jobs], dtype=bool),
+    )
 
 
-def _lease(lease_id: str, job: Job, shape: Shape, now_s: float) -> Lease:
+def _held(snapshot: Snapshot) -> dict[int, Lease]:
+    """Leases that stay, by the row of their job."""
+    of = {lease.job_id: lease for lease in snapshot.leases if not lease.yields}
+    able = (JobState.ADMITTED, JobState.RUNNING)
+    return {
+        row: of[job.id]
+        for row, job in enumerate(snapshot.jobs)
+        if job.id in of and job.state in able and not job.stop_requested
+    }
+
+
+def _drain(floor: Floor, claims: Claims) -> list[Preempt]:
+    """Whoever's budget is about to run out checkpoints and gives way; what cannot be preempted runs on."""
+    burning = {floor.jobs[row].id: (floor.jobs[row], _micro_usd_h(floor, lease)) for row, lease in floor.leases.items()}
+    broke = floor.purse.overdrawn(burning, floor.snapshot.teams)
+    found = []
+    for row in [row for row in floor.leases if floor.jobs[row].id in broke and claims.gives_way[row]]:
+        lease, claims.gives_way[row] = floor.leases[row], False
+        found.append(_preempt(floor, lease, broke[lease.job_id]))
+        floor.lets_go(row, seats.kept(lease), by=row)
+        del floor.leases[row]
+    return found
+
+
+def _micro_usd_h(floor: Floor, lease: Lease) -> float:
+    on = [floor.types[member.node_id] for member in seats.kept(lease) if member.node_id in floor.types]
+    return seats.price_of(lease.shape, on)
+
+
+def _give_way(floor: Floor) -> Iterator[Action]:
+    for row, gone in floor.away.items():
+        if row not in floor.leases:
+            continue  # its budget ran out, which was said
+        lease = floor.leases[row]
+        by = ", ".join(dict.fromkeys(floor.jobs[other].id for other in gone.values()))
+        if len(gone) == len(seats.kept(lease)):
+            yield _preempt(floor, lease, f"it gives way to {by}, and goes on when there is room again")
+        else:
+            until_s = floor.snapshot.at_s + GRACE_S
+            reason = f"{len(gone)} of its members give way to {by}; it goes on with {lease.held - len(gone)}"
+            yield Shrink(lease.job_id, lease.id, tuple(sorted(gone)), until_s, reason)
+
+
+def _preempt(floor: Floor, lease: Lease, reason: str) -> Preempt:
+    return Preempt(lease.job_id, lease.id, floor.snapshot.at_s + GRACE_S, reason)
+
+
+def _verdicts(floor: Floor, order: Sequence[int]) -> Iterator[Action]:
+    number = floor.snapshot.next_lease
+    for row in order:
+        job = floor.jobs[row]
+        if row in floor.taken:
+            taken = floor.taken[row]
+            lease = _lease(f"lease-{number}", job, taken.shape, len(taken.seats), floor.snapshot.at_s)
+            yield Admit(job.id, lease, _fits(job, taken.shape, taken.seats), taken.reserved_micro_usd)
+            number += 1
+        elif row in floor.refused:
+            short = floor.refused[row]
+            yield Wait(job.id, short.constraint, short.reason, short.remedy)
+
+
+def _grow(floor: Floor, order: Sequence[int]) -> Iterator[Grow]:
+    """Parked seats come back to where nobody in the queue waits for room."""
+    wanted = {
+        node_type.name
+        for row, short in floor.refused.items()
+        if short.constraint in ("capacity", "stock", "behind")
+        for shape in floor.jobs[row].spec.gang.shapes
+        for node_type in _types_for(floor, shape)
+    }
+    for row in (row for row in order if row in floor.leases and row not in floor.away):
+        lease, job = floor.leases[row], floor.jobs[row]
+        parked = [m for m in lease.members if m.is_parked and _has_settled(m, floor.snapshot.at_s)]
+        if not parked or floor.purse.is_soft(job.spec.team):
+            continue
+        if wanted & {node_type.name for node_type in _types_for(floor, lease.shape)}:
+            continue
+        if (count := floor.room_to_grow(row, len(parked))) > 0:
+            back = tuple(member.index for member in parked[:count])
+            yield Grow(job.id, lease.id, back, f"there is room for {count} more members, and nobody waits for it")
+
+
+def _types_for(floor: Floor, shape: Shape) -> Iterator[NodeType]:
+    for node_type in floor.snapshot.node_types:
+        if copies(shape.resources, node_type.resources) and open_zones(shape, node_type):
+            yield node_type
+
+
+def _has_settled(member: Member, now_s: float) -> bool:
+    return member.leaves_at_s is None or now_s - member.leaves_at_s >= SETTLE_S
+
+
+def _lease(lease_id: str, job: Job, shape: Shape, seated: int, now_s: float) -> Lease:
+    """Members that found no room now are parked until there is."""
+    states = [MemberState.WAITING] * seated + [MemberState.PARKED] * (shape.members - seated)
     return Lease(
         id=lease_id,
         job_id=job.id,
         shape=shape,
         state=LeaseState.WAITING,
-        members=tuple(Member(index) for index in range(shape.members)),
+        members=tuple(Member(index, state) for index, state in enumerate(states)),
         form_timeout_s=job.spec.gang.form_timeout_s,
         created_at_s=now_s,
         reason="admitted; its members wait for nodes",
     )
 
 
-def _fits(job: Job, shape: Shape, seats: Placements) -> str:
-    there = sorted({seat.node_id for seat in seats if not seat.is_new})
-    new = sorted({(seat.node_id, seat.node_type) for seat in seats if seat.is_new})
+def _fits(job: Job, shape: Shape, placed: Placements) -> str:
+    there = sorted({seat.node_id for seat in placed if not seat.is_new})
+    new = sorted({(seat.node_id, seat.node_type) for seat in placed if seat.is_new})
     places = [", ".join(there)] if there else []
     if new:
         places.append(f"{len(new)} new of {', '.join(sorted({node_type for _, node_type in new}))}")
-    fewer = f", {len(seats)} of them now" if len(seats) < shape.members else ""
-    return f"{job.id} is first in the queue and fits: {shape.describe()}{fewer}; on {' and '.join(places)}."
+    fewer = f", {len(placed)} of them now" if len(placed) < shape.members else ""
+    return f"{job.id} has its turn and fits: {shape.describe()}{fewer}; on {' and '.join(places)}."

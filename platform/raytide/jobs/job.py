@@ -2,6 +2,8 @@
 
     QUEUED -> ADMITTED -> RUNNING -> SUCCEEDED | FAILED
        |          |          |  (stop asked)
+       |   preempted         |
+  QUEUED <--------+----------+
        +----------+----------+-> STOPPING -> STOPPED
 
 TRAIN and DATA jobs have a driver that raytide runs: `wanted_drivers` says which should be alive. The driver of a GANG
@@ -16,7 +18,10 @@ from typing import Literal
 
 from raytide.core.gang import Lease, LeaseState
 from raytide.core.job import Job, JobKind, JobState
+from raytide.jobs import service
 from raytide.jobs.leases import release
+
+_WITH_LEASE = (JobState.ADMITTED, JobState.RUNNING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +57,26 @@ def advance(
         job = _step(_follow_lease(job, lease, now_s), driver, now_s, heard_since_s)
     if job.is_final and lease is not None:
         lease = release(lease, f"{job.id} {job.state}")
-    return job, lease
+    elif lease is not None and lease.yields and not lease.held and job.state in _WITH_LEASE:
+        job = replace(requeued(job, job.reason), preemptions=job.preemptions + 1, preempted_at_s=now_s)
+        lease = release(lease, job.reason)
+    return service.follow(job, lease, now_s), lease
 
 
-def admitted(job: Job, reason: str, now_s: float) -> Job:
+def admitted(job: Job, reason: str, now_s: float, reserved_micro_usd: int = 0) -> Job:
     """Apply the queue's Admit; its lease is recorded with it."""
-    return replace(job, state=JobState.ADMITTED, admitted_at_s=now_s, reason=reason)
+    return replace(
+        job,
+        state=JobState.ADMITTED,
+        admitted_at_s=now_s,
+        reason=reason,
+        reserved_micro_usd=reserved_micro_usd,
+    )
 
 
 def requeued(job: Job, reason: str) -> Job:
-    """Apply the planner's Requeue; its lease is released with it."""
-    return replace(job, state=JobState.QUEUED, reason=reason)
+    """Apply the planner's Requeue, or the end of a preemption; its lease is released with it."""
+    return replace(job, state=JobState.QUEUED, reason=reason, reserved_micro_usd=0)
 
 
 def wanted_drivers(jobs: Iterable[Job]) -> frozenset[DriverKey]:
@@ -135,4 +149,4 @@ def _restart(job: Job, driver: DriverStatus, now_s: float) -> Job:
 
 
 def _end(job: Job, state: JobState, reason: str, now_s: float) -> Job:
-    return replace(job, state=state, ended_at_s=now_s, reason=reason)
+    return replace(job, state=state, ended_at_s=now_s, reason=reason, reserved_micro_usd=0)

@@ -13,6 +13,7 @@ from dataclasses import replace
 from raytide.actors.gang.group import Group, GroupKey, WantedGroup
 from raytide.core.fleet import Node, NodeState
 from raytide.core.gang import Lease, LeaseState, Member, MemberState
+from raytide.core.plan import Grow, Preempt, Shrink
 
 _WITH_GROUP = frozenset({MemberState.FORMING, MemberState.READY, MemberState.LEAVING})
 
@@ -28,7 +29,7 @@ def advance(lease: Lease, nodes: Mapping[str, Node], groups: Mapping[GroupKey, G
         groups = {}
         lease = replace(lease, forming_since_s=None if lease.forming_since_s is None else now_s)
     members = tuple(_follow_node(member, nodes.get(member.node_id), now_s) for member in lease.members)
-    members = tuple(_follow_group(member, groups.get(_key(lease, member))) for member in members)
+    members = tuple(_follow_group(member, groups.get(_key(lease, member)), now_s) for member in members)
     settled = _settle(_form(replace(lease, members=members), nodes, now_s), groups)
     after = _time_out(_say(lease, settled), now_s)
     return after if _seen(after) == _seen(lease) else replace(after, epoch=lease.epoch + 1)
@@ -42,6 +43,23 @@ def assign(lease: Lease, index: int, node_id: str) -> Lease:
 def unassign(lease: Lease, index: int) -> Lease:
     """Apply the planner's Unassign to a seat whose node holds nothing of it yet."""
     return _with(lease, index, MemberState.ASSIGNED, _vacate)
+
+
+def changed(lease: Lease, action: Shrink | Preempt | Grow, now_s: float) -> Lease:
+    """Apply what the queue decided about seats: some or all give way for a while and are then parked, or come back."""
+    match action:
+        case Shrink(members=members):
+            return _give_way(lease, frozenset(members), action.leaves_at_s, now_s)
+        case Preempt():
+            return _give_way(lease, frozenset(range(len(lease.members))), action.leaves_at_s, now_s)
+        case Grow(members=members):
+            back = tuple(_vacate(m) if m.index in members and m.is_parked else m for m in lease.members)
+            return replace(lease, members=back)
+
+
+def _give_way(lease: Lease, away: frozenset[int], leaves_at_s: float, now_s: float) -> Lease:
+    seats = tuple(_leaving(m, leaves_at_s, now_s) if m.index in away else m for m in lease.members)
+    return lease if seats == lease.members else replace(lease, members=seats, epoch=lease.epoch + 1)
 
 
 def _with(lease: Lease, index: int, state: MemberState, change: Callable[[Member], Member]) -> Lease:
@@ -77,13 +95,31 @@ def _vacate(member: Member) -> Member:
     return Member(member.index, incarnation=member.incarnation + 1)
 
 
-def _follow_node(member: Member, node: Node | None, now_s: float) -> Member:
-    if member.state is MemberState.WAITING:
+def _park(member: Member, now_s: float) -> Member:
+    return replace(_vacate(member), state=MemberState.PARKED, leaves_at_s=now_s)
+
+
+def _leaving(member: Member, leaves_at_s: float, now_s: float) -> Member:
+    """Usable a little longer; a seat that nobody can use yet is away at once."""
+    if member.is_parked or member.gives_way:
         return member
+    if not member.is_usable:
+        return _park(member, now_s)
+    sooner_s = min(leaves_at_s, member.leaves_at_s or leaves_at_s)
+    return replace(member, state=MemberState.LEAVING, leaves_at_s=sooner_s, gives_way=True)
+
+
+def _follow_node(member: Member, node: Node | None, now_s: float) -> Member:
+    if not member.holds:
+        return member
+    if member.gives_way and member.leaves_at_s is not None and now_s >= member.leaves_at_s:
+        return _park(member, now_s)
     if node is None or node.state in (NodeState.TERMINATING, NodeState.GONE):
-        return _vacate(member)
+        return _let_go(member, now_s)
     if member.state in _WITH_GROUP and node.ray_node_id != member.ray_node_id:
-        return _vacate(member)  # its raylet is another one than that of the group
+        return _let_go(member, now_s)  # its raylet is another one than that of the group
+    if member.gives_way:
+        return member
     if node.state is NodeState.DRAINING:
         is_over = node.drain_deadline_s is not None and now_s >= node.drain_deadline_s
         if not member.is_usable or is_over:
@@ -94,14 +130,18 @@ def _follow_node(member: Member, node: Node | None, now_s: float) -> Member:
     return member
 
 
-def _follow_group(member: Member, group: Group | None) -> Member:
+def _let_go(member: Member, now_s: float) -> Member:
+    return _park(member, now_s) if member.gives_way else _vacate(member)
+
+
+def _follow_group(member: Member, group: Group | None, now_s: float) -> Member:
     """A member whose group Ray lost starts over. One that Ray does not list is left: the list may be stale."""
     if member.state not in _WITH_GROUP or group is None:
         return member
     is_lost = group.state == "removed"
     if member.is_usable:
         is_lost = group.state != "ready" or group.placement_group_id != member.placement_group_id
-    return _vacate(member) if is_lost else member
+    return _let_go(member, now_s) if is_lost else member
 
 
 def _form(lease: Lease, nodes: Mapping[str, Node], now_s: float) -> Lease:

@@ -1,8 +1,8 @@
-"""Who should hold the GPUs now: least attained service first, with three rules against its faults. Pure.
+"""The order in which everybody is given room, whether it holds some or waits: least attained service, mended. Pure.
 
 Least attained service starves large gangs, and stops long jobs late. So a gang that waited longer than the smaller jobs
 do goes before all but the newest; a job well into its run is stopped only for short ones; and one that has had days
-gives way to all. Nothing is known of durations. The live queue does not use this yet: see `admit`.
+gives way to all. Nothing is known of durations.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
 
 NEW_GPU_S, SHORT_GPU_S = 3600.0, 36000.0
 """Attained service up to which a job counts as new, and as short."""
@@ -25,16 +26,20 @@ WELL_IN_S = 12 * 3600.0
 """A smaller job that ran for so long counts as short ..."""
 LONG_S = 72 * 3600.0
 """... until it ran for so long; then it gives way to everybody."""
+COOL_DOWN_S = 600.0
+"""Who was preempted takes only room that is free for so long: it preempts nobody."""
+MAX_PREEMPTIONS = 10
+"""Who was preempted so often is not preempted again, and counts as one that cannot be."""
 
 NEW, OVERDUE, SHORT, LONGER, LAST = range(5)
-"""The bands, first come, first served within each."""
+"""The bands."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Claims:
     """Every job that wants or holds GPUs, a row each."""
 
-    gpus: Ints
+    gpus: Floats
     submitted_s: Floats
     attained_gpu_s: Floats
     """Work done, in GPU-seconds."""
@@ -42,12 +47,20 @@ class Claims:
     """How long it has held its GPUs, all its runs together."""
     queued_s: Floats
     """How long it has waited, all its waits together."""
+    priority: Ints
+    """Of its class; a higher number goes first."""
+    share: Floats
+    """What its team has used of late, by its weight: the least goes first within a band."""
+    is_held: Bools
+    gives_way: Bools
+    """It holds GPUs and may be preempted."""
+    is_cooling: Bools
+    """It was preempted a short while ago, so it preempts nobody."""
 
 
-def holders(claims: Claims, gpus_total: int) -> Ints:
-    """The rows that should hold their GPUs now. Those that hold some and are not among them are to be preempted."""
-    order = np.lexsort((claims.submitted_s, bands(claims)))
-    return fill(order, claims.gpus, gpus_total)
+def ranked(claims: Claims) -> Ints:
+    """All rows, who goes first first."""
+    return np.asarray(np.lexsort((claims.submitted_s, claims.share, bands(claims), -claims.priority)))
 
 
 def bands(claims: Claims) -> Ints:
@@ -61,15 +74,3 @@ def bands(claims: Claims) -> Ints:
     band[is_gang & (claims.queued_s > others_s.max(initial=PATIENCE_S))] = OVERDUE
     band[claims.attained_gpu_s < NEW_GPU_S] = NEW
     return np.asarray(band)
-
-
-def fill(order: Ints, gpus: Ints, gpus_total: int) -> Ints:
-    """Give GPUs away in this order, to each row all it needs or nothing."""
-    free, rest, taken = gpus_total, order, [order[:0]]
-    while free and len(rest := rest[gpus[rest] <= free]):
-        sums = np.cumsum(gpus[rest])
-        fit = int(np.searchsorted(sums, free, side="right"))
-        taken.append(rest[:fit])
-        free -= int(sums[fit - 1])
-        rest = rest[fit + 1 :]
-    return np.concatenate(taken)

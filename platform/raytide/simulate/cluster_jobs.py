@@ -44,6 +44,9 @@ class Queue:
     held_s: Floats
     """How long it held its GPUs so far."""
     is_running: NDArray[np.bool_]
+    preempted_s: Floats
+    """When it was last; minus infinity when never."""
+    preemptions: Ints
 
     @property
     def running(self) -> Ints:
@@ -145,6 +148,8 @@ class _State:
             left_s=trace.duration_s.copy(),
             held_s=zeros.copy(),
             is_running=np.zeros(len(trace), dtype=bool),
+            preempted_s=np.full(len(trace), -np.inf),
+            preemptions=np.zeros(len(trace), dtype=np.int64),
         )
         return cls(trace, queue, zeros.copy(), zeros.copy())
 
@@ -175,6 +180,9 @@ class _State:
         again = picked[~queue.is_running[picked] & (queue.held_s[picked] > 0)]
         self.overhead_s[again] = RESTART_S
         self.restarts += len(again)
+        preempted = queue.running[~holds[queue.running]]
+        queue.preempted_s[preempted] = queue.now_s
+        queue.preemptions[preempted] += 1
         queue.is_running[queue.active] = holds[queue.active]
 
     def _run(self, running: Ints, ends_in_s: Floats, next_s: float, window_s: float) -> None:

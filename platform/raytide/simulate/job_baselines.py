@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from raytide.jobs.order import fill
 from raytide.simulate.cluster_jobs import Ints, Policy, Queue
 
 LAS_LIMITS_GPU_S = np.array([3600.0, 36000.0])
@@ -90,7 +89,15 @@ def srpt(queue: Queue) -> Ints:
 
 
 def _filled(queue: Queue, order: Ints) -> Ints:
-    return fill(order, queue.gpus, queue.gpus_total)
+    """Give GPUs away in this order, to each job all it needs or nothing."""
+    free, rest, taken = queue.gpus_total, order, [order[:0]]
+    while free and len(rest := rest[queue.gpus[rest] <= free]):
+        sums = np.cumsum(queue.gpus[rest])
+        fit = int(np.searchsorted(sums, free, side="right"))
+        taken.append(rest[:fit])
+        free -= int(sums[fit - 1])
+        rest = rest[fit + 1 :]
+    return np.concatenate(taken)
 
 
 def next_band_s(queue: Queue, limits_gpu_s: Iterable[float] = tuple(LAS_LIMITS_GPU_S)) -> float:

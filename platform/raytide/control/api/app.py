@@ -12,6 +12,7 @@ from raytide.control.api.auth import Caller, Tokens
 from raytide.control.api.desk import Desk
 from raytide.control.wire import to_json
 from raytide.core.errors import RaytideError, UsageError
+from raytide.ledger.report import By
 
 _LONG_POLL_S = 0.1
 _LONGEST_POLL_S = 60.0
@@ -46,7 +47,7 @@ def create_app(desk: Desk, tokens: Tokens) -> FastAPI:
 
     @app.get("/v1/status")
     def status(who: Who) -> Any:
-        return to_json(desk.status())
+        return to_json(desk.status(who))
 
     @app.post("/v1/jobs")
     def submit(who: Who, body: Body, key: str | None = None) -> Any:
@@ -63,6 +64,18 @@ def create_app(desk: Desk, tokens: Tokens) -> FastAPI:
     @app.post("/v1/jobs/{job_id}/stop")
     def stop(who: Who, job_id: str) -> Any:
         return to_json(desk.stop(job_id, who))
+
+    @app.post("/v1/jobs/{job_id}/retry")
+    def retry(who: Who, job_id: str, key: str | None = None) -> Any:
+        return to_json(desk.retry(job_id, who, key))
+
+    @app.get("/v1/jobs/{job_id}/why")
+    def why(who: Who, job_id: str) -> Any:
+        return to_json(desk.why(job_id, who))
+
+    @app.put("/v1/jobs/{job_id}/budget")
+    def job_budget(who: Who, job_id: str, usd: float) -> Any:
+        return to_json(desk.set_budget(job_id, who, usd))
 
     @app.get("/v1/jobs/{job_id}/logs")
     def logs(who: Who, job_id: str) -> Any:
@@ -93,11 +106,11 @@ def create_app(desk: Desk, tokens: Tokens) -> FastAPI:
 
     @app.get("/v1/endpoints")
     def endpoints(who: Who) -> Any:
-        return [to_json(status) for status in desk.endpoints()]
+        return [to_json(status) for status in desk.endpoints(who)]
 
     @app.get("/v1/endpoints/{name}")
     def endpoint(who: Who, name: str) -> Any:
-        return to_json(desk.endpoint(name))
+        return to_json(desk.endpoint(name, who))
 
     @app.delete("/v1/endpoints/{name}")
     def delete_endpoint(who: Who, name: str) -> Any:
@@ -109,10 +122,22 @@ def create_app(desk: Desk, tokens: Tokens) -> FastAPI:
 
     @app.get("/v1/snapshot")
     def snapshot(who: Who) -> Response:
-        return Response(desk.snapshot(), media_type="application/json")
+        return Response(desk.snapshot(who), media_type="application/json")
 
     @app.get("/v1/cost")
     def cost(who: Who) -> Any:
-        return to_json(desk.cost())
+        return to_json(desk.cost(who))
+
+    @app.get("/v1/cost/{by}")
+    def costs(who: Who, by: By, since_s: float = 0.0) -> Any:
+        return to_json(desk.costs(by, who, since_s))
+
+    @app.get("/v1/teams")
+    def teams(who: Who) -> Any:
+        return [to_json(team) for team in desk.teams(who)]
+
+    @app.patch("/v1/teams/{name}")
+    def change_team(who: Who, name: str, body: Body) -> Any:
+        return to_json(desk.accounts.change(name, body, who))
 
     return app

@@ -18,11 +18,19 @@ class Caller:
     team: str
     """`*` may act for every team."""
 
+    def sees(self, team: str) -> bool:
+        return self.team in (ANY_TEAM, team)
+
     def require_team(self, team: str) -> None:
-        if self.team not in (ANY_TEAM, team):
+        if not self.sees(team):
             raise DeniedError(
                 f"the token of {self.user} is for team {self.team}, not {team}.", hint=f"Use a token of team {team}."
             )
+
+    def require_all(self) -> None:
+        if self.team != ANY_TEAM:
+            what = f"the token of {self.user} is for team {self.team}; this takes one for every team."
+            raise DeniedError(what, hint="Ask whoever runs the cluster.")
 
 
 class Tokens:

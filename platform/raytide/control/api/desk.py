@@ -8,19 +8,29 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from raytide.autoscaler.providers.base import Provider
+from raytide.control.api.accounts import Accounts
 from raytide.control.api.auth import ANY_TEAM, Caller
 from raytide.control.api.samples import samples
 from raytide.control.costs import cost_report
 from raytide.control.drivers import Drivers
 from raytide.control.glimpse import ask
-from raytide.control.views import ClusterStatus, CostReport, EndpointStatus, JobView, Live
+from raytide.control.views import (
+    ClusterStatus,
+    CostReport,
+    CostTable,
+    EndpointStatus,
+    JobView,
+    Live,
+    TeamView,
+    WhyView,
+)
 from raytide.control.wire import from_json
 from raytide.core.clock import Clock
 from raytide.core.cluster import ClusterConfig
 from raytide.core.data_spec import DataSpec
 from raytide.core.endpoint import ServeSpec
 from raytide.core.entry import Entry, EntryKind
-from raytide.core.errors import ConfigError, DataError, LeaseLostError, UsageError
+from raytide.core.errors import ConfigError, ConflictError, DataError, LeaseLostError, UsageError
 from raytide.core.gang import GangSpec, Lease, LeaseState, Shape
 from raytide.core.job import Job, JobKind, JobSpec, JobState
 from raytide.core.metrics import render
@@ -32,6 +42,7 @@ from raytide.core.tokens import load_manifest
 from raytide.core.train_spec import TrainSpec
 from raytide.jobs.job import DriverKey
 from raytide.ledger.cost import accrued, costs, rate_micro_usd_h
+from raytide.ledger.report import By, rates
 
 
 class Desk:
@@ -54,13 +65,15 @@ class Desk:
         self._serve_url, self._ray_url = serve_url, ray_url
         self._ray_environment = ray_environment
         self._heard_s: dict[str, float] = {}
+        self.accounts = Accounts(store, config)
 
     # Jobs.
 
     def submit(self, body: Mapping[str, object], caller: Caller, key: str | None) -> JobView:
         spec = JobSpec.parse(body, where="job")
         caller.require_team(spec.team)
-        self._check_team(spec.team)
+        self.accounts.check_team(spec.team)
+        self._check_priority(spec)
         check_possible(spec.gang, self._config.node_types, subject=f"{spec.kind} job {spec.name}")
         _check_config(spec)
         return self.view(self._store.submit_job(spec, caller.user, self._clock.now_s(), key=key))
@@ -76,6 +89,23 @@ class Desk:
     def stop(self, job_id: str, caller: Caller) -> JobView:
         self._owned(job_id, caller)
         return self.view(self._store.request_stop(job_id))
+
+    def retry(self, job_id: str, caller: Caller, key: str | None) -> JobView:
+        """Submit the same again; training goes on from its last checkpoint, which lies under the same `out`."""
+        job = self._owned(job_id, caller)
+        if not job.is_final:
+            raise ConflictError(f"{job_id} is {job.state}.", hint=f"Stop it first: `raytide stop {job_id}`.")
+        return self.submit(job.spec.model_dump(mode="json"), caller, key)
+
+    def why(self, job_id: str, caller: Caller) -> WhyView:
+        view = self.view(self._owned(job_id, caller))
+        job, waits = view.job, view.waiting
+        if waits is None or job.is_final:
+            return WhyView(job.id, job.state, view.position, "", job.reason, "", None)
+        return WhyView(job.id, job.state, view.position, waits.constraint, waits.reason, waits.remedy, waits.wait_s)
+
+    def set_budget(self, job_id: str, caller: Caller, usd: float) -> JobView:
+        return self.view(self.accounts.set_job_budget(self._owned(job_id, caller), usd))
 
     def logs(self, job_id: str, caller: Caller) -> str:
         job = self._owned(job_id, caller)
@@ -123,7 +153,7 @@ class Desk:
     def serve(self, body: Mapping[str, object], caller: Caller) -> EndpointStatus:
         spec = ServeSpec.parse(body, where="serve")
         caller.require_team(spec.team)
-        self._check_team(spec.team)
+        self.accounts.check_team(spec.team)
         shape = Shape(members=spec.replicas.min, resources=spec.resources, labels=spec.labels)
         check_possible(GangSpec(shapes=(shape,)), self._config.node_types, subject=f"endpoint {spec.name}")
         if not (Path(spec.model) / "config.json").is_file():
@@ -131,9 +161,9 @@ class Desk:
                 f"{spec.model} is no model directory: it has no config.json.", hint="Give an exported model."
             )
         self._store.save_endpoint(spec, caller.user, self._clock.now_s())
-        return self.endpoint(spec.name)
+        return self.endpoint(spec.name, caller)
 
-    def endpoints(self) -> list[EndpointStatus]:
+    def endpoints(self, caller: Caller) -> list[EndpointStatus]:
         spent = costs(self._store.books.booked("endpoint"), self._accrued(), "endpoint")
         live = self.live()
         return [
@@ -146,24 +176,28 @@ class Desk:
                 waiting=live.waiting.get(endpoint.name),
             )
             for endpoint in self._store.endpoints(ended=True)
+            if caller.sees(endpoint.spec.team)
         ]
 
-    def endpoint(self, name: str) -> EndpointStatus:
-        self._store.endpoint(name)
-        return next(status for status in self.endpoints() if status.endpoint.name == name)
+    def endpoint(self, name: str, caller: Caller) -> EndpointStatus:
+        caller.require_team(self._store.endpoint(name).spec.team)
+        return next(status for status in self.endpoints(caller) if status.endpoint.name == name)
 
     def delete_endpoint(self, name: str, caller: Caller) -> EndpointStatus:
         caller.require_team(self._store.endpoint(name).spec.team)
         self._store.request_delete(name)
-        return self.endpoint(name)
+        return self.endpoint(name, caller)
 
     # The cluster.
 
-    def status(self) -> ClusterStatus:
+    def status(self, caller: Caller) -> ClusterStatus:
+        """Money is the caller's team's; a token for every team sees all of it."""
         now = self._clock.now_s()
         live = self.live()
         nodes = self._store.nodes(live=True)
-        booked = sum(self._store.books.booked("kind").values())
+        booked = self._store.books.booked("team")
+        pending = self._accrued()
+        burn = rates(self._store.books.intervals())
         return ClusterStatus(
             name=self._config.name,
             at_s=now,
@@ -171,8 +205,9 @@ class Desk:
             nodes=nodes[::-1],
             jobs=self._store.census.jobs(),
             endpoints=len(self._store.endpoints()),
-            price_micro_usd_h=sum(node.price_micro_usd_h for node in nodes if node.started_at_s is not None),
-            cost_micro_usd=booked + sum(entry.amount_micro_usd for entry in self._accrued()),
+            price_micro_usd_h=round(sum(rate for (_, _, team, _), rate in burn.items() if caller.sees(team))),
+            cost_micro_usd=sum(amount for team, amount in booked.items() if caller.sees(team))
+            + sum(entry.amount_micro_usd for entry in pending if caller.sees(entry.team)),
             ray=self._ray_url,
             ray_environment=self._ray_environment,
             serve=self._serve_url,
@@ -185,12 +220,20 @@ class Desk:
             for plan in self._store.plans(limit=limit, until_s=until_s)
         ]
 
-    def snapshot(self) -> str:
-        """What the controller decides on in its next tick, as JSON."""
+    def snapshot(self, caller: Caller) -> str:
+        """What the controller decides on in its next tick, as JSON; it shows every team's jobs."""
+        caller.require_all()
         return ask(self._live_path.parent)
 
-    def cost(self) -> CostReport:
-        return cost_report(self._store.books, self._provider.machines(), to_us(self._clock.now_s()))
+    def cost(self, caller: Caller) -> CostReport:
+        team = None if caller.team == ANY_TEAM else caller.team
+        return cost_report(self._store.books, self._provider.machines(), to_us(self._clock.now_s()), team)
+
+    def costs(self, by: By, caller: Caller, since_s: float) -> CostTable:
+        return self.accounts.cost(by, caller, max(0, to_us(since_s)), to_us(self._clock.now_s()))
+
+    def teams(self, caller: Caller) -> list[TeamView]:
+        return self.accounts.teams(caller, self.live(), to_us(self._clock.now_s()))
 
     def metrics(self) -> bytes:
         """Prometheus' text format."""
@@ -207,7 +250,8 @@ class Desk:
         """A page of jobs: the number of reads does not depend on how many there are, nor on how long the queue is."""
         ids = [job.id for job in jobs]
         live = self.live()
-        positions, leases = self._store.census.positions(ids), self._store.census.leases(ids)
+        positions = {job_id: place for place, job_id in enumerate(live.queue, start=1)}
+        leases = self._store.census.leases(ids)
         intervals = self._store.books.intervals()
         pending = accrued(intervals, to_us(self._clock.now_s()))
         spent = costs(self._store.books.booked("job", only=ids), pending, "job")
@@ -218,7 +262,7 @@ class Desk:
             views.append(
                 JobView(
                     job=job,
-                    position=positions.get(job.id),
+                    position=positions.get(job.id) if job.state is JobState.QUEUED else None,
                     cost_micro_usd=spent.get(job.id, 0),
                     price_micro_usd_h=round(rate_micro_usd_h(intervals, EntryKind.JOB, job.id)),
                     lease=lease,
@@ -235,12 +279,12 @@ class Desk:
         caller.require_team(job.spec.team)
         return job
 
-    def _check_team(self, team: str) -> None:
-        known = self._config.settings.teams
-        if team not in known:
+    def _check_priority(self, spec: JobSpec) -> None:
+        classes = self._config.settings.priorities
+        if spec.priority not in classes:
             raise ConfigError(
-                f"there is no team {team}.",
-                hint=f"Teams are {', '.join(sorted(known))}; metadata.raytide.teams adds more.",
+                f"there is no priority class {spec.priority}.",
+                hint=f"There are {', '.join(sorted(classes, key=lambda name: -classes[name]))}.",
             )
 
 

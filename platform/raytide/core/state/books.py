@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import sqlalchemy as sa
 
-from raytide.core.entry import CostBy, Entry, EntryKind, OpenInterval
+from raytide.core.entry import DAY_US, CostBy, Entry, EntryKind, Line, OpenInterval
 from raytide.core.state import codec
 from raytide.core.state import tables as t
 from raytide.core.state.database import Database
@@ -33,24 +34,42 @@ class Books:
         with self._db.read() as c:
             return tuple(codec.interval(row) for row in c.execute(t.open_intervals.select()))
 
-    def booked(self, by: CostBy, *, since_us: int = 0, only: Sequence[str] | None = None) -> dict[str, int]:
-        """Micro-dollars of the entries that began at `since_us` or later, by one of their columns: all of its values,
-        or `only` these."""
-        e = t.entries.c
-        key = {"kind": e.kind, "job": e.subject, "endpoint": e.subject, "team": e.team, "node": e.node_id}[by]
-        query = sa.select(key, sa.func.sum(e.amount_micro_usd)).where(e.from_us >= since_us).group_by(key)
+    def booked(self, by: CostBy, *, only: Sequence[str] | None = None) -> dict[str, int]:
+        """Micro-dollars of all entries by kind, job, endpoint, team or node: all of its values, or `only` these."""
+        s = t.entries.c if by == "node" else t.totals.c
+        key = {"kind": s.kind, "team": s.team, "node": t.entries.c.node_id}.get(by, s.subject)
+        query = sa.select(key, sa.func.sum(s.amount_micro_usd)).group_by(key)
         if by in ("job", "endpoint"):
-            query = query.where(e.kind == EntryKind(by))
+            query = query.where(s.kind == EntryKind(by))
         if only is not None:
             query = query.where(key.in_(only))
         with self._db.read() as c:
             return {row[0]: int(row[1]) for row in c.execute(query)}
 
-    def lines(self) -> dict[tuple[str, str, str], int]:
-        """Micro-dollars of all entries by (kind, subject, team)."""
-        e = t.entries.c
-        query = sa.select(e.kind, e.subject, e.team, sa.func.sum(e.amount_micro_usd)).group_by(
-            e.kind, e.subject, e.team
-        )
+    def spent(self, jobs: Sequence[str], month: str) -> tuple[dict[str, int], dict[str, int]]:
+        """What each of the jobs has cost with its start, and what each team has in that month."""
+        s = t.totals.c
+        amount = sa.func.sum(s.amount_micro_usd)
+        of_job = sa.select(s.subject, amount).where(s.subject.in_(jobs)).group_by(s.subject)
+        of_team = sa.select(s.team, amount).where(s.month == month).group_by(s.team)
         with self._db.read() as c:
-            return {(str(row[0]), row[1], row[2]): int(row[3]) for row in c.execute(query)}
+            return {row[0]: int(row[1]) for row in c.execute(of_job)}, {
+                row[0]: int(row[1]) for row in c.execute(of_team)
+            }
+
+    def lines(self, *, since_us: int = 0, with_node: bool = False, with_day: bool = False) -> tuple[Line, ...]:
+        """Micro-dollars of the entries that began at `since_us` or later, by whose they are and, if asked, where or
+        on which day (UTC)."""
+        e = t.entries.c
+        if not (since_us or with_node or with_day):
+            e = t.totals.c
+        keys: list[sa.ColumnElement[Any]] = [e.kind, e.subject, e.team]
+        keys.append(e.node_id if with_node else sa.literal("").label("node"))
+        keys.append((e.from_us // DAY_US).label("day") if with_day else sa.literal(0).label("day"))
+        query = sa.select(*keys, sa.func.sum(e.amount_micro_usd)).group_by(*keys)
+        if since_us:
+            query = query.where(e.from_us >= since_us)
+        with self._db.read() as c:
+            return tuple(
+                Line(EntryKind(row[0]), row[1], row[2], row[3], int(row[4]), int(row[5])) for row in c.execute(query)
+            )

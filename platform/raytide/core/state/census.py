@@ -1,4 +1,4 @@
-"""Counts and places, by SQL: what is asked about thousands of jobs reads no more rows than it answers with."""
+"""Counts, by SQL: what is asked about thousands of jobs reads no more rows than it answers with."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import sqlalchemy as sa
 
 from raytide.core.gang import Lease, LeaseState
-from raytide.core.job import FINAL_STATES, JobState
+from raytide.core.job import FINAL_STATES
 from raytide.core.state import tables as t
 from raytide.core.state.database import Database
 from raytide.core.state.rows import leases_where
@@ -38,15 +38,6 @@ class Census:
         query = sa.select(m.state, sa.func.count()).where(m.lease_id.in_(held)).group_by(m.state)
         with self._db.read() as c:
             return {str(row[0]): int(row[1]) for row in c.execute(query)}
-
-    def positions(self, job_ids: Iterable[str]) -> dict[str, int]:
-        """The places of those that are in the queue: 1 is next."""
-        j = t.jobs.c
-        place = sa.func.row_number().over(order_by=j.number).label("place")
-        queue = sa.select(j.id, place).where(j.state == JobState.QUEUED).subquery()
-        with self._db.read() as c:
-            rows = c.execute(sa.select(queue).where(queue.c.id.in_(list(job_ids))))
-            return {row.id: int(row.place) for row in rows}
 
     def leases(self, job_ids: Iterable[str]) -> dict[str, Lease]:
         """The newest lease of each of them that was ever admitted, RELEASED ones included; by job."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -13,8 +14,10 @@ from raytide.core.entry import Entry, EntryKind, OpenInterval, Share
 from raytide.core.fleet import Market, Node, NodeState
 from raytide.core.gang import Lease, LeaseState, Member, MemberState, Shape
 from raytide.core.job import Job, JobSpec, JobState
+from raytide.core.money import month_of
 from raytide.core.snapshot import Pool
-from raytide.core.state.records import Event, StoredPlan
+from raytide.core.state.records import Event, StoredPlan, StoredTeam
+from raytide.core.team import TeamSpec
 
 Values = dict[str, Any]
 
@@ -33,6 +36,13 @@ def job_verdict(job: Job) -> Values:
         "ended_at_s": job.ended_at_s,
         "reason": job.reason,
         "restarts": job.restarts,
+        "attained_gpu_s": job.attained_gpu_s,
+        "held_s": job.held_s,
+        "spell_since_s": job.spell_since_s,
+        "spell_gpus": job.spell_gpus,
+        "preemptions": job.preemptions,
+        "preempted_at_s": job.preempted_at_s,
+        "reserved_micro_usd": job.reserved_micro_usd,
     }
 
 
@@ -71,6 +81,13 @@ def job(row: Row[Any]) -> Job:
         heartbeat_at_s=row.heartbeat_at_s,
         progress=row.progress,
         released_by_driver=row.released_by_driver,
+        attained_gpu_s=row.attained_gpu_s,
+        held_s=row.held_s,
+        spell_since_s=row.spell_since_s,
+        spell_gpus=row.spell_gpus,
+        preemptions=row.preemptions,
+        preempted_at_s=row.preempted_at_s,
+        reserved_micro_usd=row.reserved_micro_usd,
     )
 
 
@@ -105,6 +122,7 @@ def member_values(lease_id: str, member: Member) -> Values:
         "placement_group_id": member.placement_group_id,
         "incarnation": member.incarnation,
         "leaves_at_s": member.leaves_at_s,
+        "gives_way": member.gives_way,
     }
 
 
@@ -135,6 +153,7 @@ def _member(row: Row[Any]) -> Member:
         placement_group_id=row.placement_group_id,
         incarnation=row.incarnation,
         leaves_at_s=row.leaves_at_s,
+        gives_way=row.gives_way,
     )
 
 
@@ -283,6 +302,20 @@ def entry(row: Row[Any]) -> Entry:
         amount_micro_usd=row.amount_micro_usd,
         is_reversal=row.is_reversal,
     )
+
+
+def totals_of(entries: Iterable[Entry]) -> list[Values]:
+    """Their sums, by the month in which each began."""
+    sums: defaultdict[tuple[str, str, str, str], int] = defaultdict(int)
+    for entry in entries:
+        sums[(entry.kind, entry.subject, entry.team, month_of(entry.from_us))] += entry.amount_micro_usd
+    names = ("kind", "subject", "team", "month")
+    return [{**dict(zip(names, key, strict=True)), "amount_micro_usd": amount} for key, amount in sums.items()]
+
+
+def team(row: Row[Any]) -> StoredTeam:
+    spec = None if row.spec is None else TeamSpec.model_validate(row.spec)
+    return StoredTeam(row.name, spec, row.recent_gpu_s, row.recent_at_s)
 
 
 def event_values(event: Event) -> Values:

@@ -12,6 +12,7 @@ from raytide.core.gang import Lease
 from raytide.core.job import Job
 from raytide.core.plan import Plan
 from raytide.core.snapshot import Pool
+from raytide.core.team import TeamSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +28,21 @@ class Records:
     pools: tuple[Pool, ...] = ()
     intervals: Mapping[str, OpenInterval] = field(default_factory=dict)
     """By node id; also of a node that is gone and whose last interval is not booked yet."""
+    teams: tuple[StoredTeam, ...] = ()
     next_node: int = 1
     next_lease: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTeam:
+    """What is kept of a team beside its configuration."""
+
+    name: str
+    spec: TeamSpec | None = None
+    """In place of the configuration's, when somebody changed it while the cluster ran."""
+    recent_gpu_s: float = 0.0
+    """As it was at `recent_at_s`."""
+    recent_at_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +74,8 @@ class Changes:
     intervals: tuple[OpenInterval, ...] = ()
     """Open from now on, in place of the node's former one."""
     closed: tuple[str, ...] = ()
+    teams: tuple[StoredTeam, ...] = ()
+    """Their recent use alone is written."""
     """Nodes whose last interval is booked."""
     plan: Plan | None = None
     events: tuple[Event, ...] = ()

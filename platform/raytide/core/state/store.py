@@ -5,7 +5,7 @@ Each verb is one transaction. Columns have one writer each (see `tables`), so th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import sqlalchemy as sa
@@ -22,9 +22,19 @@ from raytide.core.state import tables as t
 from raytide.core.state.books import Books
 from raytide.core.state.census import Census
 from raytide.core.state.database import Database
-from raytide.core.state.records import Changes, Event, Records, StoredPlan
+from raytide.core.state.records import Changes, Event, Records, StoredPlan, StoredTeam
 from raytide.core.state.rows import leases_where
-from raytide.core.state.write import append, next_number, note, number_reached, transitions, update, upsert
+from raytide.core.state.write import (
+    add_up,
+    append,
+    next_number,
+    note,
+    number_reached,
+    transitions,
+    update,
+    upsert,
+)
+from raytide.core.team import TeamSpec
 
 KEPT_PLANS = 1000
 
@@ -37,7 +47,7 @@ class Store:
         self.books = Books(database)
         """The ledger's tables: entries, open intervals, sums."""
         self.census = Census(database)
-        """Counts and places."""
+        """Counts."""
 
     @classmethod
     def open(cls, url: str) -> Self:
@@ -116,6 +126,15 @@ class Store:
                 raise _no_endpoint(name)
             return codec.endpoint(row)
 
+    def save_team(self, name: str, spec: TeamSpec) -> None:
+        """What a team may from now on, in place of its configuration's."""
+        with self._db.write() as c:
+            _write_team(c, name, spec=spec.model_dump(mode="json"))
+
+    def save_spec(self, job_id: str, spec: JobSpec) -> Job:
+        """Ask for something else than when it was submitted."""
+        return self._write_job(job_id, spec=spec.model_dump(mode="json"))
+
     # The controller's.
 
     def load(self) -> Records:
@@ -132,6 +151,7 @@ class Store:
                 endpoints=self._endpoints(c, ended=False),
                 pools=tuple(codec.pool(row) for row in c.execute(t.pools.select())),
                 intervals={row.node_id: codec.interval(row) for row in c.execute(t.open_intervals.select())},
+                teams=_teams(c),
                 next_node=counters.get("node", 1),
                 next_lease=counters.get("lease", 1),
             )
@@ -166,6 +186,9 @@ class Store:
             number_reached(c, "lease", max((codec.number_of(lease.id) for lease in ch.leases), default=0))
             number_reached(c, "node", max((codec.number_of(node.id) for node in ch.nodes), default=0))
             append(c, t.entries, [codec.entry_values(entry) for entry in ch.entries])
+            add_up(c, t.totals, codec.totals_of(ch.entries), "amount_micro_usd")
+            for team in ch.teams:
+                _write_team(c, team.name, recent_gpu_s=team.recent_gpu_s, recent_at_s=team.recent_at_s)
             upsert(c, t.open_intervals, [codec.interval_values(interval) for interval in ch.intervals])
             if ch.closed:
                 c.execute(t.open_intervals.delete().where(t.open_intervals.c.node_id.in_(ch.closed)))
@@ -193,6 +216,11 @@ class Store:
         with self._db.read() as c:
             return tuple(codec.job(row) for row in c.execute(query))
 
+    def jobs_of(self, ids: Sequence[str]) -> tuple[Job, ...]:
+        """Those of these ids that are jobs."""
+        with self._db.read() as c:
+            return tuple(codec.job(row) for row in c.execute(t.jobs.select().where(t.jobs.c.id.in_(ids))))
+
     def lease_of(self, job_id: str) -> Lease | None:
         """The newest lease of a job, RELEASED ones included; None before it was admitted."""
         return self.census.leases([job_id]).get(job_id)
@@ -215,6 +243,10 @@ class Store:
             query = query.where(t.nodes.c.state != NodeState.GONE)
         with self._db.read() as c:
             return tuple(codec.node(row) for row in c.execute(query))
+
+    def teams(self) -> tuple[StoredTeam, ...]:
+        with self._db.read() as c:
+            return _teams(c)
 
     def pools(self) -> tuple[Pool, ...]:
         with self._db.read() as c:
@@ -248,6 +280,18 @@ class Store:
         if not ended:
             query = query.where(t.endpoints.c.state != EndpointState.DELETED)
         return tuple(codec.endpoint(row) for row in c.execute(query))
+
+
+def _teams(c: sa.Connection) -> tuple[StoredTeam, ...]:
+    return tuple(codec.team(row) for row in c.execute(t.teams.select().order_by(t.teams.c.name)))
+
+
+def _write_team(c: sa.Connection, name: str, **values: object) -> None:
+    """The API writes the spec and the controller the use, so a row that is there keeps what is not written."""
+    if c.execute(sa.select(t.teams.c.name).where(t.teams.c.name == name)).first() is None:
+        c.execute(t.teams.insert(), {"name": name, "spec": None, "recent_gpu_s": 0.0, "recent_at_s": 0.0, **values})
+    else:
+        update(c, t.teams, {"name": name}, values)
 
 
 def _job(job_id: str) -> sa.Select[Any]:

@@ -81,6 +81,13 @@ jobs = Table(
     Column("ended_at_s", Double),
     Column("reason", Words, nullable=False),
     Column("restarts", Integer, nullable=False),
+    Column("attained_gpu_s", Double, nullable=False, default=0.0),
+    Column("held_s", Double, nullable=False, default=0.0),
+    Column("spell_since_s", Double),
+    Column("spell_gpus", Double, nullable=False, default=0.0),
+    Column("preemptions", Integer, nullable=False, default=0),
+    Column("preempted_at_s", Double),
+    Column("reserved_micro_usd", BigInteger, nullable=False, default=0),
     UniqueConstraint("user", "client_key"),
     Index(None, "state"),
     Index(None, "team", "number"),
@@ -115,7 +122,18 @@ members = Table(
     Column("placement_group_id", String, nullable=False),
     Column("incarnation", Integer, nullable=False),
     Column("leaves_at_s", Double),
+    Column("gives_way", Boolean, nullable=False, default=False),
 )
+
+teams = Table(
+    "teams",
+    metadata,
+    Column("name", String, primary_key=True),
+    Column("spec", JSON(none_as_null=True)),  # API
+    Column("recent_gpu_s", Double, nullable=False),
+    Column("recent_at_s", Double, nullable=False),
+)
+"""What differs from the configuration (`spec`), and the recent use that the fair share looks at."""
 
 nodes = Table(
     "nodes",
@@ -195,6 +213,17 @@ entries = Table(
     Index(None, "kind", "subject"),
     Index(None, "from_us"),
 )
+
+totals = Table(
+    "totals",
+    metadata,
+    Column("kind", String, primary_key=True),
+    Column("subject", String, primary_key=True),
+    Column("team", String, primary_key=True),
+    Column("month", String, primary_key=True),
+    Column("amount_micro_usd", BigInteger, nullable=False),
+)
+"""Sums of the entries by the month (`2026-11`, UTC) in which each began, written with them."""
 
 plans = Table(
     "plans",

@@ -46,6 +46,18 @@ def upsert(c: sa.Connection, table: sa.Table, rows: Sequence[Values]) -> None:
     c.execute(insert.on_conflict_do_update(index_elements=keys, set_=new), rows)
 
 
+def add_up(c: sa.Connection, table: sa.Table, rows: Sequence[Values], amount: str) -> None:
+    """Insert, or add `amount` to that of the row with the same primary key."""
+    if not rows:
+        return
+    insert = sqlite.insert(table) if c.dialect.name == "sqlite" else postgresql.insert(table)
+    keys = [column.name for column in table.primary_key]
+    c.execute(
+        insert.on_conflict_do_update(index_elements=keys, set_={amount: table.c[amount] + insert.excluded[amount]}),
+        rows,
+    )
+
+
 def next_number(c: sa.Connection, name: str) -> int:
     """Take a number. Rolled back with its transaction, so that none is skipped; never given twice."""
     upsert_first = sqlite.insert(counters) if c.dialect.name == "sqlite" else postgresql.insert(counters)

@@ -1,0 +1,134 @@
+"""How long a pass of the queue takes with 1,000 jobs of 200 teams waiting, and a page of 100 of them from the API.
+
+    python benchmarks/queue.py [--jobs 1000] [--teams 200] [--nodes 64] [--repeats 20] [--seed 0]
+
+Three passes: nobody may be preempted (the usual tick of a long queue), everybody may and is (the worst tick), and an
+empty fleet that is filled. The API's page is timed over HTTP, encoding included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from fastapi.testclient import TestClient
+
+from raytide.control.api.app import create_app
+from raytide.control.api.auth import Tokens
+from raytide.control.api.desk import Desk
+from raytide.control.views import Live, Waiting
+from raytide.control.wire import to_json
+from raytide.core.clock import SystemClock
+from raytide.core.cluster import load_cluster
+from raytide.core.fleet import Node, NodeState, NodeType
+from raytide.core.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
+from raytide.core.job import Job, JobKind, JobSpec, JobState
+from raytide.core.snapshot import NodeView, Snapshot
+from raytide.core.state import Store
+from raytide.core.team import Team, TeamSpec
+from raytide.jobs.admit import admit
+
+LOCAL = Path(__file__).parents[1] / "platform" / "raytide" / "control" / "local.yaml"
+MODEL = {"ray.io/accelerator-type": "H100"}
+
+
+def snapshot(args: argparse.Namespace, *, held: bool, gives_way: bool) -> Snapshot:
+    chance = random.Random(args.seed)
+    h100 = NodeType(
+        name="h100x8",
+        resources={"CPU": 192.0, "GPU": 8.0},
+        labels=MODEL,
+        price_micro_usd_h=55_000_000,
+        max_nodes=args.nodes,
+    )
+    teams = tuple(
+        Team(f"team-{i}", TeamSpec(quota={"H100": 8.0 * args.nodes / args.teams}), recent_gpu_s=chance.uniform(0, 1e6))
+        for i in range(args.teams)
+    )
+    running = 4 * args.nodes if held else 0
+    jobs = [_job(n, chance, args.teams, JobState.RUNNING, gives_way) for n in range(1, running + 1)]
+    leases = [_lease(job, n, args.nodes) for n, job in enumerate(jobs)]
+    jobs += [_job(n, chance, args.teams, JobState.QUEUED, True) for n in range(running + 1, running + args.jobs + 1)]
+    views = tuple(_view(n, h100, held) for n in range(args.nodes)) if held else ()
+    return Snapshot(1e6, (h100,), views, tuple(jobs), tuple(leases), teams=teams, next_lease=10**6)
+
+
+def _job(number: int, chance: random.Random, teams: int, state: JobState, gives_way: bool) -> Job:
+    if state is JobState.RUNNING:
+        shape = Shape(members=2, min_members=1, resources={"GPU": 1.0}, labels=MODEL)
+    else:
+        each = float(chance.choice([1, 1, 2, 4, 8]))
+        shape = Shape(members=chance.choice([1, 1, 2, 4]), resources={"GPU": each}, labels=MODEL)
+    team = f"team-{chance.randrange(teams)}"
+    spec = JobSpec(kind=JobKind.TRAIN, name="b", team=team, gang=GangSpec(shapes=(shape,)), preemptible=gives_way)
+    attained = 1e6 if state is JobState.RUNNING else 0.0
+    return Job(f"job-{number}", spec, "ada", state, float(number), attained_gpu_s=attained)
+
+
+def _lease(job: Job, number: int, nodes: int) -> Lease:
+    places = [(2 * number + k) % nodes for k in range(2)]
+    members = tuple(Member(k, MemberState.READY, f"node-{n}", f"ray-{n}", "", "pg") for k, n in enumerate(places))
+    return Lease(f"lease-{number}", job.id, job.spec.gang.shapes[0], LeaseState.ACTIVE, members)
+
+
+def _view(number: int, node_type: NodeType, held: bool) -> NodeView:
+    node = Node(
+        f"node-{number}",
+        node_type.name,
+        "local",
+        node_type.market,
+        1,
+        NodeState.READY,
+        0.0,
+        ray_node_id=f"ray-{number}",
+    )
+    free = {**node_type.resources, **({"GPU": 0.0} if held else {})}
+    return NodeView(node, node_type.resources, free, node_type.all_labels("local"))
+
+
+def api(folder: Path, jobs: int) -> TestClient:
+    store = Store.open(f"sqlite:///{folder}/state.db")
+    spec = JobSpec(kind=JobKind.GANG, name="b", gang=GangSpec(shapes=(Shape(resources={"CPU": 1.0}),)))
+    ids = [store.submit_job(spec, "ada", 1.0).id for _ in range(jobs)]
+    waiting = {job_id: Waiting("capacity", "it waits for room.", "Wait.") for job_id in ids}
+    (folder / "live.json").write_text(json.dumps(to_json(Live(2.0, waiting=waiting, queue=tuple(ids)))))
+    (folder / "tokens.json").write_text(json.dumps({"t": {"user": "ada", "team": "*"}}))
+    desk = Desk(store, load_cluster(LOCAL), None, None, SystemClock(), folder / "live.json", "", "", {})  # type: ignore[arg-type]
+    return TestClient(create_app(desk, Tokens(folder / "tokens.json")), headers={"Authorization": "Bearer t"})
+
+
+def timed(what: str, act: Callable[[], object], repeats: int) -> None:
+    act()
+    took = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        act()
+        took.append(1000 * (time.perf_counter() - began))
+    print(f"{what:58} median {statistics.median(took):7.1f} ms   {min(took):7.1f} .. {max(took):7.1f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name, default in (("jobs", 1000), ("teams", 200), ("nodes", 64), ("repeats", 20), ("seed", 0)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    args = parser.parse_args()
+    print(f"{args.jobs} queued, {args.teams} teams, {args.nodes} nodes of 8 GPUs, seed {args.seed}")
+    for what, held, gives_way in (
+        ("pass: the fleet is held, nobody may be preempted", True, False),
+        ("pass: the fleet is held, everybody may be, and is", True, True),
+        ("pass: an empty fleet is filled", False, False),
+    ):
+        seen = snapshot(args, held=held, gives_way=gives_way)
+        timed(what, lambda seen=seen: admit(seen), args.repeats)
+    with tempfile.TemporaryDirectory() as folder, api(Path(folder), args.jobs) as client:
+        timed("page of 100 jobs over HTTP", lambda: client.get("/v1/jobs?limit=100").raise_for_status(), args.repeats)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""quota, budget: what teams may hold and spend, and how much of it they do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated
+
+import typer
+
+from raytide.cli.show import ClusterName, Json, as_json, as_table
+from raytide.control.client import Client
+from raytide.control.views import TeamView
+from raytide.control.wire import to_json
+from raytide.core.errors import UsageError
+from raytide.core.money import format_usd
+
+Amounts = Annotated[list[str] | None, typer.Argument(help="RESOURCE=AMOUNT: GPU=8, H100=16, CPU=64.")]
+Name = Annotated[str, typer.Argument(help="A team, as cluster.yaml names it.")]
+
+quota = typer.Typer(help="What teams may hold: their own, and what they borrow from others.")
+budget = typer.Typer(help="What teams and jobs may spend.")
+
+
+@quota.callback(invoke_without_command=True)
+def quotas(context: typer.Context, cluster: ClusterName = None, json: Json = False) -> None:
+    """What teams may hold, and hold."""
+    if context.invoked_subcommand is not None:
+        return
+    teams = Client.find(cluster).teams()
+    if json:
+        as_json([to_json(team) for team in teams])
+        return
+    rows = [row for team in teams for row in _quota_rows(team)]
+    as_table(("TEAM", "PARENT", "WEIGHT", "RESOURCE", "QUOTA", "IN USE", "BORROWED", "MORE", "RECENT GPU-H"), rows)
+
+
+@quota.command("set")
+def set_quota(
+    team: Name,
+    amounts: Amounts = None,
+    borrow: Annotated[list[str] | None, typer.Option(help="RESOURCE=AMOUNT beyond its own at most.")] = None,
+    lend: Annotated[list[str] | None, typer.Option(help="RESOURCE=AMOUNT of its own that others may use.")] = None,
+    weight: Annotated[float | None, typer.Option(help="Its part in the fair share.")] = None,
+    cluster: ClusterName = None,
+    json: Json = False,
+) -> None:
+    """Change what a team may hold; resources that are not named stay as they are."""
+    client = Client.find(cluster)
+    changes: dict[str, object] = {} if weight is None else {"weight": weight}
+    now = next((t.spec for t in client.teams() if t.name == team), None)
+    for what, given in (("quota", amounts), ("borrow", borrow), ("lend", lend)):
+        if given:
+            changes[what] = {**(getattr(now, what) if now else {}), **_amounts(given)}
+    if not changes:
+        raise UsageError("nothing was given to set.", hint="Write RESOURCE=AMOUNT, --borrow, --lend or --weight.")
+    spec = client.change_team(team, **changes)
+    if json:
+        as_json(to_json(spec))
+    else:
+        print(f"{team}: quota {_words(spec.quota)}, borrows {_words(spec.borrow)}, lends {_words(spec.lend)}")
+
+
+@budget.callback(invoke_without_command=True)
+def budgets(context: typer.Context, cluster: ClusterName = None, json: Json = False) -> None:
+    """What teams may spend this month, and have."""
+    if context.invoked_subcommand is not None:
+        return
+    teams = Client.find(cluster).teams()
+    if json:
+        as_json([to_json(team) for team in teams])
+        return
+    as_table(("TEAM", "SOFT", "HARD", "SPENT", "WITH RESERVED"), [_budget_row(team) for team in teams])
+
+
+@budget.command("set")
+def set_budget(
+    who: Annotated[str, typer.Argument(help="A team, or a job.")],
+    usd: Annotated[float, typer.Argument(min=0, help="Dollars: a month for a team, in all for a job.")],
+    soft: Annotated[bool, typer.Option("--soft", help="The limit from which on a team has spot nodes only.")] = False,
+    cluster: ClusterName = None,
+    json: Json = False,
+) -> None:
+    """Limit what a team spends a month, or a job in all."""
+    client = Client.find(cluster)
+    teams = {team.name: team.spec for team in client.teams()}
+    if who in teams:
+        limits = {**teams[who].budget.model_dump(), "soft_usd" if soft else "hard_usd": usd}
+        changed: object = client.change_team(who, budget=limits)
+    elif soft:
+        raise UsageError(f"{who} is no team; a job has no soft limit.", hint="`raytide budget` lists the teams.")
+    else:
+        changed = client.set_job_budget(who, usd)
+    if json:
+        as_json(to_json(changed))
+    else:
+        print(f"{who} may spend ${usd:,.2f}{' before it is limited to spot' if soft else ''}")
+
+
+def _amounts(given: list[str]) -> dict[str, float]:
+    try:
+        return {name: float(amount) for name, amount in (text.split("=") for text in given)}
+    except ValueError:
+        raise UsageError(f"{' '.join(given)} is no list of RESOURCE=AMOUNT.", hint="Write H100=16.") from None
+
+
+def _quota_rows(team: TeamView) -> list[tuple[object, ...]]:
+    lead = (team.name, team.spec.parent or "-", f"{team.spec.weight:g}")
+    recent = f"{team.use.recent_gpu_h:.1f}"
+    names = sorted(team.use.own.keys() | team.spec.quota.keys())
+    return [
+        (
+            *lead,
+            name,
+            f"{team.use.own.get(name, team.spec.quota.get(name, 0.0)):g}",
+            f"{(used := team.use.used.get(name, 0.0)):g}",
+            f"{max(0.0, used - team.use.own.get(name, 0.0)):g}",
+            f"{team.use.available.get(name, 0.0):g}",
+            recent,
+        )
+        for name in names
+    ] or [(*lead, "-", "no limit", "-", "-", "-", recent)]
+
+
+def _budget_row(team: TeamView) -> tuple[str, ...]:
+    limits = (team.spec.budget.soft_usd, team.spec.budget.hard_usd)
+    shown = ["-" if limit is None else f"${limit:,.2f}" for limit in limits]
+    return (team.name, *shown, format_usd(team.spent_micro_usd), format_usd(team.use.committed_micro_usd))
+
+
+def _words(amounts: Mapping[str, float]) -> str:
+    return ", ".join(f"{name}={amount:g}" for name, amount in sorted(amounts.items())) or "without limit"

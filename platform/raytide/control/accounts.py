@@ -1,0 +1,95 @@
+"""What the queue has to know of teams and money, from the configuration, the records and the ledger's sums. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from raytide.core.cluster import ClusterConfig
+from raytide.core.job import Job
+from raytide.core.snapshot import Snapshot
+from raytide.core.state.records import StoredTeam
+from raytide.core.team import Team, faded
+from raytide.jobs.admit import floor_of
+
+_EVERY_S = 30.0
+"""How often the recent use of a team is written down."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """Micro-dollars that are booked: by job, and by team in this month. What is still open is at most a minute old;
+    budgets leave more time than that."""
+
+    jobs: Mapping[str, int] = field(default_factory=dict)
+    teams: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TeamUse:
+    """What a team may, holds and spends, as the last decision saw it."""
+
+    used: Mapping[str, float]
+    """Of each resource that any team has a quota of."""
+    own: Mapping[str, float]
+    available: Mapping[str, float]
+    """How much more it may hold, borrowed or its own."""
+    committed_micro_usd: int
+    """Spent this month, and reserved by what runs."""
+    recent_gpu_h: float
+
+
+def with_accounts(snapshot: Snapshot, config: ClusterConfig, stored: Iterable[StoredTeam], spent: Spent) -> Snapshot:
+    teams = {team.name: team for team in stored}
+    named = {**config.settings.teams, **{name: team.spec for name, team in teams.items() if team.spec}}
+    return replace(
+        snapshot,
+        teams=tuple(
+            Team(
+                name=name,
+                spec=spec,
+                recent_gpu_s=recent_gpu_s(teams.get(name), snapshot.at_s),
+                spent_micro_usd=spent.teams.get(name, 0),
+            )
+            for name, spec in sorted(named.items())
+        ),
+        classes=config.settings.priorities,
+        spent=spent.jobs,
+    )
+
+
+def recent_gpu_s(stored: StoredTeam | None, now_s: float) -> float:
+    return 0.0 if stored is None else faded(stored.recent_gpu_s, now_s - stored.recent_at_s)
+
+
+def used_lately(stored: Iterable[StoredTeam], jobs: Iterable[Job], now_s: float) -> tuple[StoredTeam, ...]:
+    """Teams whose recent use is to be written down: what it was, faded, and what they have held since."""
+    teams = {team.name: team for team in stored}
+    holds: Counter[str] = Counter()
+    for job in jobs:
+        holds[job.spec.team] += job.spell_gpus  # type: ignore[assignment]  # a Counter of floats
+    found = []
+    for name in sorted(teams.keys() | holds.keys()):
+        team = teams.get(name, StoredTeam(name, recent_at_s=now_s - _EVERY_S))
+        since_s = now_s - team.recent_at_s
+        if since_s >= _EVERY_S and (holds[name] or team.recent_gpu_s):
+            # A controller that was away does not know what was held meanwhile.
+            recent = recent_gpu_s(team, now_s) + holds[name] * min(since_s, 2 * _EVERY_S)
+            found.append(replace(team, recent_gpu_s=recent, recent_at_s=now_s))
+    return tuple(found)
+
+
+def uses(snapshot: Snapshot) -> dict[str, TeamUse]:
+    floor = floor_of(snapshot)
+    names = sorted(floor.quotas.limited)
+    return {
+        team.name: TeamUse(
+            used={name: floor.quotas.used[team.name][name] for name in names},
+            own={name: floor.quotas.own(team.name, name) for name in names},
+            available={name: max(0.0, floor.quotas.available(team.name, name)) for name in names},
+            committed_micro_usd=floor.purse.committed[team.name],
+            recent_gpu_h=team.recent_gpu_s / 3600.0,
+        )
+        for team in snapshot.teams
+    }

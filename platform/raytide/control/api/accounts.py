@@ -1,0 +1,95 @@
+"""What the API does about money and limits: costs by whatever groups them, quotas and budgets of teams."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from raytide.control.accounts import TeamUse
+from raytide.control.api.auth import Caller
+from raytide.control.views import CostTable, Live, TeamView
+from raytide.core.cluster import ClusterConfig
+from raytide.core.endpoint import Endpoint
+from raytide.core.errors import ConfigError
+from raytide.core.job import Job, JobKind, JobSpec
+from raytide.core.money import month_of
+from raytide.core.state import Store
+from raytide.core.team import TeamSpec, check_tree
+from raytide.ledger import report
+from raytide.ledger.cost import accrued
+
+
+class Accounts:
+    def __init__(self, store: Store, config: ClusterConfig) -> None:
+        self._store, self._config = store, config
+
+    def cost(self, by: report.By, caller: Caller, since_us: int, now_us: int) -> CostTable:
+        """Of the caller's team; a token for every team sees all, what is nobody's included."""
+        intervals = self._store.books.intervals()
+        booked = self._store.books.lines(since_us=since_us, with_node=by == "node", with_day=by == "day")
+        pending = [entry for entry in accrued(intervals, now_us) if entry.to_us > since_us]
+        lines = [*booked, *report.as_lines(pending)]
+        rates = report.rates(intervals)
+        lines = [line for line in lines if caller.sees(line.team)]
+        rates = {key: rate for key, rate in rates.items() if caller.sees(key[2])}
+        tags = self._tags({line.subject for line in lines}) if by in ("project", "model") else {}
+        rows = report.rows(lines, rates, by, tags, now_us)
+        return CostTable(
+            by=by,
+            rows=rows,
+            total_micro_usd=sum(row.amount_micro_usd for row in rows),
+            forecast_micro_usd=sum(row.forecast_micro_usd for row in rows),
+        )
+
+    def teams(self, caller: Caller, live: Live, now_us: int) -> list[TeamView]:
+        _, spent = self._store.books.spent([], month_of(now_us))
+        return [
+            TeamView(name, spec, spent.get(name, 0), live.teams.get(name, _NOTHING))
+            for name, spec in sorted(self.specs().items())
+            if caller.sees(name)
+        ]
+
+    def change(self, name: str, changes: Mapping[str, object], caller: Caller) -> TeamSpec:
+        """Set some of a team's limits from now on; only a token for every team may."""
+        caller.require_all()
+        specs = self.specs()
+        self.check_team(name)
+        spec = TeamSpec.parse({**specs[name].model_dump(mode="json"), **changes}, where=f"team {name}")
+        try:
+            check_tree({**specs, name: spec})
+        except ValueError as error:
+            raise ConfigError(f"{error}.", hint="Choose another parent.") from None
+        self._store.save_team(name, spec)
+        return spec
+
+    def set_job_budget(self, job: Job, usd: float) -> Job:
+        spec = JobSpec.parse({**job.spec.model_dump(mode="json"), "budget_usd": usd}, where=job.id)
+        return self._store.save_spec(job.id, spec)
+
+    def specs(self) -> dict[str, TeamSpec]:
+        changed = {team.name: team.spec for team in self._store.teams() if team.spec is not None}
+        return {**self._config.settings.teams, **changed}
+
+    def check_team(self, team: str) -> None:
+        known = self.specs()
+        if team not in known:
+            raise ConfigError(
+                f"there is no team {team}.",
+                hint=f"Teams are {', '.join(sorted(known))}; metadata.raytide.teams adds more.",
+            )
+
+    def _tags(self, subjects: set[str]) -> dict[str, dict[str, str]]:
+        jobs = {job.id: _tags_of_job(job) for job in self._store.jobs_of(sorted(subjects))}
+        return {**jobs, **{e.name: _tags_of_endpoint(e) for e in self._store.endpoints(ended=True)}}
+
+
+_NOTHING = TeamUse({}, {}, {}, 0, 0.0)
+
+
+def _tags_of_job(job: Job) -> dict[str, str]:
+    """Its labels; a training run without the label is grouped by its name, which is what it makes."""
+    model = {"model": job.spec.name} if job.spec.kind is JobKind.TRAIN else {}
+    return {**model, **job.spec.labels}
+
+
+def _tags_of_endpoint(endpoint: Endpoint) -> dict[str, str]:
+    return {"model": endpoint.spec.model, "project": endpoint.spec.project or "-"}

@@ -1,0 +1,69 @@
+"""What the queue counts of each job, seats that give way, limits and recent use of teams, and sums of the ledger."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0002"
+down_revision = "0001"
+
+
+def upgrade() -> None:
+    with op.batch_alter_table("jobs") as jobs:
+        for name in ("attained_gpu_s", "held_s", "spell_gpus"):
+            jobs.add_column(sa.Column(name, sa.Double(), nullable=False, server_default="0"))
+        for name in ("spell_since_s", "preempted_at_s"):
+            jobs.add_column(sa.Column(name, sa.Double(), nullable=True))
+        jobs.add_column(sa.Column("preemptions", sa.Integer(), nullable=False, server_default="0"))
+        jobs.add_column(sa.Column("reserved_micro_usd", sa.BigInteger(), nullable=False, server_default="0"))
+    with op.batch_alter_table("members") as members:
+        members.add_column(sa.Column("gives_way", sa.Boolean(), nullable=False, server_default="0"))
+    op.create_table(
+        "teams",
+        sa.Column("name", sa.String(), nullable=False),
+        sa.Column("spec", sa.JSON(), nullable=True),
+        sa.Column("recent_gpu_s", sa.Double(), nullable=False),
+        sa.Column("recent_at_s", sa.Double(), nullable=False),
+        sa.PrimaryKeyConstraint("name", name="pk_teams"),
+    )
+    op.create_table(
+        "totals",
+        sa.Column("kind", sa.String(), nullable=False),
+        sa.Column("subject", sa.String(), nullable=False),
+        sa.Column("team", sa.String(), nullable=False),
+        sa.Column("month", sa.String(), nullable=False),
+        sa.Column("amount_micro_usd", sa.BigInteger(), nullable=False),
+        sa.PrimaryKeyConstraint("kind", "subject", "team", "month", name="pk_totals"),
+    )
+    _sum_what_is_booked()
+
+
+def downgrade() -> None:
+    op.drop_table("totals")
+    op.drop_table("teams")
+    with op.batch_alter_table("members") as members:
+        members.drop_column("gives_way")
+    with op.batch_alter_table("jobs") as jobs:
+        for name in (
+            "attained_gpu_s",
+            "held_s",
+            "spell_gpus",
+            "spell_since_s",
+            "preempted_at_s",
+            "preemptions",
+            "reserved_micro_usd",
+        ):
+            jobs.drop_column(name)
+
+
+def _sum_what_is_booked() -> None:
+    """Each entry counts in the month (UTC) in which it began."""
+    month = {
+        "sqlite": "strftime('%Y-%m', from_us / 1000000, 'unixepoch')",
+        "postgresql": "to_char(to_timestamp(from_us / 1000000) AT TIME ZONE 'UTC', 'YYYY-MM')",
+    }[op.get_bind().dialect.name]
+    op.execute(
+        "INSERT INTO totals (kind, subject, team, month, amount_micro_usd) "
+        f"SELECT kind, subject, team, {month}, SUM(amount_micro_usd) FROM entries GROUP BY kind, subject, team, {month}"
+    )

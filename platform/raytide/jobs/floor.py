@@ -1,0 +1,252 @@
+"""The live queue's floor: what fits by nodes, by quota and by budget, and what was given away in this pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from raytide.core.fleet import MARKET_LABEL, Market, NodeType, Resources
+from raytide.core.gang import Lease, Member, Shape
+from raytide.core.job import Job
+from raytide.core.room import Placements, Room
+from raytide.core.shortfall import Shortfall, copies, impossible
+from raytide.core.snapshot import Snapshot
+from raytide.jobs import seats, service
+from raytide.jobs.order import Ints
+from raytide.jobs.purse import Purse
+from raytide.jobs.quota import Quotas
+from raytide.jobs.turn import Victims
+from raytide.jobs.victims import Emptied, Unit, enough
+
+Key = tuple[object, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What a job was given."""
+
+    shape: Shape
+    seats: Placements
+    reserved_micro_usd: int
+
+
+@dataclass(slots=True, eq=False)
+class Floor:
+    """Rows are places in `jobs`; those that hold something have a lease."""
+
+    snapshot: Snapshot
+    jobs: Sequence[Job]
+    leases: dict[int, Lease]
+    room: Room
+    quotas: Quotas
+    purse: Purse
+    types: Mapping[str, NodeType]
+    """Of each node."""
+    taken: dict[int, Taken] = field(default_factory=dict)
+    refused: dict[int, Shortfall] = field(default_factory=dict)
+    away: dict[int, dict[int, int]] = field(default_factory=dict)
+    """By row: its seats that give way, each with the row for whom."""
+    head: int | None = None
+    """The first in the order for whom there is no room: what cannot be stopped again may not take its place."""
+    _future: Room | None = None
+    """The room that there will be beside the head."""
+    _emptied: Emptied | None = None
+    _full: dict[Key, Shortfall] = field(default_factory=dict)
+    _stuck: set[Key] = field(default_factory=set)
+
+    def first(self, waiting: Ints) -> int | None:
+        """Everybody is tried, and told why not."""
+        return 0 if len(waiting) else None
+
+    def seat(self, row: int) -> bool:
+        found = self._find(row)
+        if isinstance(found, Shortfall):
+            self.refused[row] = found
+            return False
+        self._take(row, *found)
+        return True
+
+    def clear(self, row: int, victims: Victims) -> Sequence[int]:
+        constraint = self.refused[row].constraint
+        if constraint not in ("capacity", "stock", "quota", "budget"):
+            return ()
+        if (gone := self._push(row, victims)) is not None:
+            return gone
+        if self.head is None and constraint in ("capacity", "stock"):
+            self.head, self._future = row, self._room_of_head(self.jobs[row])
+        return ()
+
+    def lets_go(self, row: int, members: Iterable[Member], by: int) -> None:
+        """These seats of a holder are free for others from now on."""
+        lease, job = self.leases[row], self.jobs[row]
+        for member in members:
+            self.room.give(member.node_id, lease.shape.resources)
+            self.quotas.give(job.spec.team, seats.quota_of(lease.shape, [self.types.get(member.node_id)]))
+            self.away.setdefault(row, {})[member.index] = by
+        self._full.clear()
+
+    def room_to_grow(self, row: int, most: int) -> int:
+        """Take room for as many more members of a holder as quota and nodes allow."""
+        job, shape = self.jobs[row], self.leases[row].shape
+        if self._short_of(job, seats.quota_of(shape, [None])) is not None:
+            return 0
+        placed = self.room.place(shape, min(most, self._allowed(job, shape)), at_least=0, subject="it")
+        assert not isinstance(placed, Shortfall)
+        on = seats.placed_types(placed, self.snapshot.node_types)
+        self.quotas.take(job.spec.team, seats.quota_of(shape, on), gives_way=service.gives_way(job))
+        return len(placed)
+
+    def shapes(self, row: int) -> list[Shape]:
+        """What the job may have; beyond its soft limit a team has spot nodes only."""
+        found = list(self.jobs[row].spec.gang.shapes)
+        if not self.purse.is_soft(self.jobs[row].spec.team):
+            return found
+        spot = {MARKET_LABEL: str(Market.SPOT)}
+        return [shape.model_copy(update={"labels": {**spot, **shape.labels}}) for shape in found]
+
+    def beyond_limits(self, job: Job, shape: Shape) -> Shortfall | None:
+        """Budget, then quota, for the least that the gang can do with."""
+        types = self.snapshot.node_types
+        prices = [seats.price_of(shape, [t]) for t in types if copies(shape.resources, t.resources)]
+        if (short := self.purse.refuses(job, min(prices, default=0.0) * shape.at_least)) is not None:
+            return short
+        if self.purse.is_soft(job.spec.team) and shape.labels.get(MARKET_LABEL) != Market.SPOT:
+            reason = f"team {job.spec.team} is beyond its soft budget and may use spot nodes only; it asks for others"
+            return Shortfall("budget", f"{reason}.", "Drop the market label, or raise the budget.")
+        return self._short_of(job, seats.quota_of(shape, [None] * shape.at_least))
+
+    # Whether a job fits.
+
+    def _find(self, row: int) -> tuple[Shape, Placements] | Shortfall:
+        shortfalls = []
+        for shape in self.shapes(row):
+            found = self._fit(row, shape)
+            if not isinstance(found, Shortfall):
+                return shape, found
+            shortfalls.append(found)
+        return next((short for short in shortfalls if short.constraint != "impossible"), shortfalls[0])
+
+    def _fit(self, row: int, shape: Shape) -> Placements | Shortfall:
+        job, key = self.jobs[row], _key(shape)
+        if (never := impossible(shape, shape.at_least, self.snapshot.node_types, "it")) is not None:
+            return never
+        if (short := self.beyond_limits(job, shape)) is not None:
+            return short
+        if key in self._full:
+            return self._full[key]
+        count = max(shape.at_least, self._allowed(job, shape))
+        placed = self.room.place(shape, count, at_least=shape.at_least, subject="it")
+        if isinstance(placed, Shortfall):
+            self._full[key] = placed
+            return placed
+        # Which accelerators they are may show only now.
+        on = seats.placed_types(placed, self.snapshot.node_types)
+        if (short := self._in_the_way(row, shape) or self._short_of(job, seats.quota_of(shape, on))) is not None:
+            for seat in placed:
+                self.room.give(seat.node_id, shape.resources)
+            return short
+        return placed
+
+    def _short_of(self, job: Job, need: Resources) -> Shortfall | None:
+        """Quota. A team beyond its soft budget borrows nothing, nor does a job that cannot be preempted."""
+        team, gives_way, is_soft = job.spec.team, service.gives_way(job), self.purse.is_soft(job.spec.team)
+        name = self.quotas.lacking(team, need, gives_way=gives_way, may_borrow=not is_soft)
+        if name is None:
+            return None
+        free, own, used = self.quotas.available(team, name), self.quotas.own(team, name), self.quotas.used[team][name]
+        reason = f"team {team} has {used:g} of its {own:g} {name} in use and it needs {need[name]:g}"
+        if need[name] > free:
+            reason += f"; {max(0.0, free):g} more may be had, what others leave included"
+            return Shortfall("quota", f"{reason}.", f"It starts when {name} is free; or raise the quota of {team}.")
+        if is_soft:
+            reason += "; beyond its soft budget it borrows nothing"
+            return Shortfall("budget", f"{reason}.", f"Wait for its own quota, or raise the budget of {team}.")
+        reason += "; what cannot be preempted may not borrow"
+        return Shortfall("quota", f"{reason}.", "Submit it as preemptible, or wait for the team's own quota.")
+
+    def _allowed(self, job: Job, shape: Shape) -> int:
+        """How many members quota allows."""
+        one = seats.quota_of(shape, [None])
+        ratios = [self.quotas.available(job.spec.team, name) / amount for name, amount in one.items() if amount > 0]
+        most = min(ratios, default=float(shape.members))
+        return shape.members if most >= shape.members else max(0, int(most + 1e-6))
+
+    def _in_the_way(self, row: int, shape: Shape) -> Shortfall | None:
+        """What cannot be stopped again starts only where the head of the queue would find room beside it.
+
+        So the head starts at the latest when what was there before it, and cannot be stopped, has ended.
+        """
+        if self.head is None or self._future is None or service.gives_way(self.jobs[row]):
+            return None
+        if not isinstance(self._future.place(shape, shape.at_least, subject="it"), Shortfall):
+            return None
+        head = self.jobs[self.head].id
+        return Shortfall(
+            "behind",
+            f"it cannot be preempted, and would take room that {head} waits for, which is before it in the queue.",
+            f"It starts after {head}. Submitted as preemptible it may start before.",
+        )
+
+    def _room_of_head(self, head: Job) -> Room:
+        """The room once all has ended that was there before the head, and all that gives way has, and the head sits."""
+        future = self.room.copy()
+        for taken in self.taken.values():
+            for seat in taken.seats:
+                future.give(seat.node_id, taken.shape.resources)
+        since_s = max(head.submitted_at_s, head.preempted_at_s or 0.0)
+        for row, lease in self.leases.items():
+            if service.gives_way(self.jobs[row]) or lease.created_at_s <= since_s:
+                for member in seats.kept(lease):
+                    if member.index not in self.away.get(row, ()):
+                        future.give(member.node_id, lease.shape.resources)
+        for shape in head.spec.gang.shapes:
+            if not isinstance(future.place(shape, shape.at_least, subject="it"), Shortfall):
+                break
+        return future
+
+    def _take(self, row: int, shape: Shape, placed: Placements) -> None:
+        job, on = self.jobs[row], seats.placed_types(placed, self.snapshot.node_types)
+        need = seats.quota_of(shape, on)
+        self.quotas.take(job.spec.team, need, gives_way=service.gives_way(job))
+        if self._emptied is not None:
+            self._emptied.take(job, shape, need, placed)
+        self.taken[row] = Taken(shape, placed, self.purse.reserve(job, seats.price_of(shape, on)))
+        self.refused.pop(row, None)
+
+    # Who gives way.
+
+    def _push(self, row: int, victims: Victims) -> Sequence[int] | None:
+        """Take room that lower ones give way for; those that do so whole. None when that is not to be had."""
+        job = self.jobs[row]
+        key = (job.spec.team, service.gives_way(job), *map(_key, job.spec.gang.shapes))
+        is_behind = self.head is not None and not service.gives_way(job)
+        if is_behind or service.is_cooling(job, self.snapshot.at_s) or key in self._stuck:
+            return None
+        if self._emptied is None:
+            self._emptied = Emptied.of(self)
+        chosen = enough(self, row, victims()) if self._emptied.has_room(self, row) else []
+        if not chosen:
+            self._stuck.add(key)
+            return None
+        return self._evict(row, chosen)
+
+    def _evict(self, row: int, chosen: Unit) -> list[int] | None:
+        before = {other: dict(self.away.get(other, {})) for other, _ in chosen}
+        for other, member in chosen:
+            self.lets_go(other, [member], row)
+        if self.seat(row):
+            return [other for other in before if len(self.away[other]) == len(seats.kept(self.leases[other]))]
+        # There is room and still no seats: its members belong together, or their accelerators count against a quota.
+        for other, member in chosen:
+            lease = self.leases[other]
+            self.room.take(member.node_id, lease.shape.resources)
+            quota = seats.quota_of(lease.shape, [self.types.get(member.node_id)])
+            self.quotas.take(self.jobs[other].spec.team, quota)
+            self.away[other] = before[other]
+        self.away = {other: gone for other, gone in self.away.items() if gone}
+        return None
+
+
+def _key(shape: Shape) -> Key:
+    """Equal for shapes that fit or do not fit alike."""
+    return (shape.at_least, *sorted(shape.resources.items()), *sorted(shape.labels.items()))

@@ -1,0 +1,121 @@
+"""Budgets: what may be spent is reserved when a job is admitted and settled by what it costs. Pure.
+
+A job reserves an hour of its gang's price. What it has reserved and not spent yet counts as spent, so jobs that are
+admitted together cannot together overdraw. Before a hard limit is reached, early enough for the checkpoints, what may
+be preempted gives way.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from raytide.core.job import Job
+from raytide.core.money import format_usd, micro_usd
+from raytide.core.shortfall import Shortfall
+from raytide.core.team import Team, TeamSpec
+
+RESERVE_S = 3600.0
+LEAD_S = 180.0
+"""How long before a limit is reached its jobs begin to give way: for the checkpoint, and what is not booked yet."""
+
+
+@dataclass(slots=True, eq=False)
+class Purse:
+    specs: Mapping[str, TeamSpec]
+    spent: Mapping[str, int]
+    """By job, all that it cost."""
+    committed: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
+    """By team, its children included: spent this month, and reserved and not spent yet."""
+
+    @classmethod
+    def of(cls, teams: Iterable[Team], jobs: Iterable[Job], spent: Mapping[str, int]) -> Purse:
+        teams = tuple(teams)
+        purse = cls({team.name: team.spec for team in teams}, spent)
+        for team in teams:
+            purse._commit(team.name, team.spent_micro_usd)
+        for job in jobs:
+            purse._commit(job.spec.team, purse.outstanding(job))
+        return purse
+
+    def outstanding(self, job: Job) -> int:
+        return max(0, job.reserved_micro_usd - self.spent.get(job.id, 0))
+
+    def is_soft(self, team: str) -> bool:
+        """Whether the team, or one above it, is beyond its soft limit."""
+        return any(_reached(self.committed[name], self.specs[name].budget.soft_usd) for name in self._line(team))
+
+    def refuses(self, job: Job, micro_usd_h: float) -> Shortfall | None:
+        """Why the job may not reserve its next hour at this price."""
+        need = self._reservation(job, micro_usd_h)
+        if job.spec.budget_usd is not None and need <= 0 and micro_usd_h > 0:
+            limit = (
+                f"{job.id} has cost {format_usd(self.spent.get(job.id, 0))} of its budget of ${job.spec.budget_usd:g}"
+            )
+            return Shortfall("budget", f"{limit}.", f"Give it more: `raytide budget set {job.id} USD`.")
+        for name in self._line(job.spec.team):
+            hard = self.specs[name].budget.hard_usd
+            if hard is not None and self.committed[name] + need > micro_usd(hard):
+                reason = (
+                    f"team {name} has spent or reserved {format_usd(self.committed[name])} of ${hard:g} this month; "
+                    f"an hour of this job is {format_usd(need)}."
+                )
+                remedy = f"Wait for the next month, or raise it: `raytide budget set {name} USD`."
+                return Shortfall("budget", reason, remedy)
+        return None
+
+    def reserve(self, job: Job, micro_usd_h: float) -> int:
+        """Commit the job's next hour. What it may have cost in all by then is returned, for its record."""
+        need = self._reservation(job, micro_usd_h)
+        self._commit(job.spec.team, need)
+        return self.spent.get(job.id, 0) + need
+
+    def overdrawn(self, jobs: Mapping[str, tuple[Job, float]], teams: Iterable[Team]) -> dict[str, str]:
+        """Which of the jobs (with what each costs an hour) must give way now, and why."""
+        burn: defaultdict[str, float] = defaultdict(float)
+        spent: defaultdict[str, int] = defaultdict(int)
+        for team in teams:
+            for name in self._line(team.name):
+                spent[name] += team.spent_micro_usd
+        for job, micro_usd_h in jobs.values():
+            for name in self._line(job.spec.team):
+                burn[name] += micro_usd_h
+        found = {}
+        for job, micro_usd_h in jobs.values():
+            if _is_out(self.spent.get(job.id, 0), micro_usd_h, job.spec.budget_usd):
+                found[job.id] = f"its budget of ${job.spec.budget_usd:g} is spent"
+            for name in self._line(job.spec.team):
+                if _is_out(spent[name], burn[name], hard := self.specs[name].budget.hard_usd):
+                    found[job.id] = f"the budget of team {name}, ${hard:g} this month, is spent"
+        return found
+
+    def _reservation(self, job: Job, micro_usd_h: float) -> int:
+        hour = round(micro_usd_h * RESERVE_S / 3600.0)
+        if job.spec.budget_usd is None:
+            return hour
+        return min(hour, micro_usd(job.spec.budget_usd) - self.spent.get(job.id, 0) - round(_lead(micro_usd_h)))
+
+    def _commit(self, team: str, amount: int) -> None:
+        for name in self._line(team):
+            self.committed[name] += amount
+
+    def _line(self, team: str) -> list[str]:
+        """The team and those above it."""
+        line = []
+        while team in self.specs:
+            line.append(team)
+            team = self.specs[team].parent
+        return line
+
+
+def _reached(amount: int, limit_usd: float | None) -> bool:
+    return limit_usd is not None and amount >= micro_usd(limit_usd)
+
+
+def _is_out(spent: int, micro_usd_h: float, limit_usd: float | None) -> bool:
+    return limit_usd is not None and spent + _lead(micro_usd_h) >= micro_usd(limit_usd)
+
+
+def _lead(micro_usd_h: float) -> float:
+    return micro_usd_h * LEAD_S / 3600.0

@@ -1,0 +1,68 @@
+"""What jobs hold and would hold, in resources, in quota and in dollars: the sums that the floor works with. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from raytide.core.fleet import NodeType, Resources, plus
+from raytide.core.gang import Lease, Member, Shape
+from raytide.core.room import Placements
+from raytide.core.shortfall import ACCELERATOR_LABEL
+from raytide.core.snapshot import Snapshot
+
+
+def kept(lease: Lease) -> tuple[Member, ...]:
+    """Seats that hold a node and do not give way."""
+    return tuple(member for member in lease.members if member.holds and not member.gives_way)
+
+
+def surplus(lease: Lease) -> tuple[Member, ...]:
+    """Seats that an elastic gang can do without, the last first."""
+    return kept(lease)[lease.shape.at_least :][::-1]
+
+
+def types_of(snapshot: Snapshot) -> dict[str, NodeType]:
+    """The type of each node that is there."""
+    types = {node_type.name: node_type for node_type in snapshot.node_types}
+    return {view.node.id: types[view.node.type] for view in snapshot.nodes if view.node.type in types}
+
+
+def quota_of(shape: Shape, types: Iterable[NodeType | None]) -> Resources:
+    """What one member on each of these types counts: its resources, and its GPUs by the name of the accelerator."""
+    total: Resources = {}
+    for node_type in types:
+        model = node_type.labels.get(ACCELERATOR_LABEL, "") if node_type else shape.labels.get(ACCELERATOR_LABEL, "")
+        named = {model: shape.resources["GPU"]} if model and shape.resources.get("GPU") else {}
+        total = plus(total, {**shape.resources, **named})
+    return total
+
+
+def held_quota(lease: Lease, types: Mapping[str, NodeType]) -> Resources:
+    """Seats that are promised count like those that are held; given away ones do not."""
+    seats = [m for m in lease.members if m.holds and not m.gives_way]
+    waiting = sum(not m.holds and not m.is_parked for m in lease.members)
+    return quota_of(lease.shape, [*(types.get(m.node_id) for m in seats), *[None] * waiting])
+
+
+def price_of(shape: Shape, types: Iterable[NodeType]) -> float:
+    """Micro-dollars an hour of one member on each of these types, by its share of the dominant resource."""
+    return sum(node_type.price_micro_usd_h * dominant(shape.resources, node_type.resources) for node_type in types)
+
+
+def placed_types(placed: Placements, node_types: Sequence[NodeType]) -> list[NodeType]:
+    types = {node_type.name: node_type for node_type in node_types}
+    return [types[seat.node_type] for seat in placed if seat.node_type in types]
+
+
+def dominant(need: Resources, total: Resources) -> float:
+    return min(1.0, max((n / total[name] for name, n in need.items() if total.get(name)), default=0.0))
+
+
+def supply(node_types: Iterable[NodeType]) -> Resources:
+    """What the whole fleet could hold, accelerators also by name."""
+    total: Resources = {}
+    for t in node_types:
+        model = t.labels.get(ACCELERATOR_LABEL, "")
+        named = {model: t.resources["GPU"]} if model and t.resources.get("GPU") else {}
+        total = plus(total, {name: amount * t.max_nodes for name, amount in {**t.resources, **named}.items()})
+    return total

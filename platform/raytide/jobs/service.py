@@ -1,0 +1,59 @@
+"""How much service a job has had: what the order of the queue looks at. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from raytide.core.gang import Lease, LeaseState, Shape
+from raytide.core.job import Job
+from raytide.jobs.order import COOL_DOWN_S, MAX_PREEMPTIONS
+
+CPUS_OF_A_GPU = 8.0
+"""A member without GPUs counts as its CPUs over this, so that jobs without any are ordered too."""
+
+
+def gpus_of(shape: Shape) -> float:
+    """One member's size in GPUs."""
+    return shape.resources.get("GPU", 0.0) or shape.resources.get("CPU", 0.0) / CPUS_OF_A_GPU
+
+
+def follow(job: Job, lease: Lease | None, now_s: float) -> Job:
+    """A new spell begins whenever the number of GPUs that the job can use changes."""
+    is_active = lease is not None and lease.state is LeaseState.ACTIVE and not job.is_final
+    gpus = gpus_of(lease.shape) * len(lease.usable) if lease is not None and is_active else 0.0
+    if gpus == job.spell_gpus:
+        return job
+    return replace(
+        job,
+        attained_gpu_s=attained_gpu_s(job, now_s),
+        held_s=held_s(job, now_s),
+        spell_since_s=now_s if gpus else None,
+        spell_gpus=gpus,
+    )
+
+
+def attained_gpu_s(job: Job, now_s: float) -> float:
+    return job.attained_gpu_s + job.spell_gpus * _spell_s(job, now_s)
+
+
+def held_s(job: Job, now_s: float) -> float:
+    return job.held_s + _spell_s(job, now_s)
+
+
+def queued_s(job: Job, now_s: float) -> float:
+    """All that it waited, before it was admitted, between its turns, and while its nodes started."""
+    return max(0.0, now_s - job.submitted_at_s - held_s(job, now_s))
+
+
+def gives_way(job: Job) -> bool:
+    """Whether it may be preempted: it says so, and has not been too often."""
+    return job.spec.gives_way and job.preemptions < MAX_PREEMPTIONS
+
+
+def is_cooling(job: Job, now_s: float) -> bool:
+    """It was preempted a short while ago: it takes only what is free."""
+    return job.preempted_at_s is not None and now_s - job.preempted_at_s < COOL_DOWN_S
+
+
+def _spell_s(job: Job, now_s: float) -> float:
+    return 0.0 if job.spell_since_s is None else max(0.0, now_s - job.spell_since_s)

@@ -1,0 +1,60 @@
+"""One pass over the queue: everybody in order takes room that is free, or room that lower ones give way for. Pure.
+
+It knows nothing of nodes: a Floor says what fits. The live queue's floor has nodes, quotas and budgets (`floor.py`),
+the simulator's counts GPUs.
+
+There is no cycle: at one instant who gives way stands below, in one order, whom it gives way to; later it preempts
+nobody until its cool-down is over; and nobody is preempted more than `MAX_PREEMPTIONS` times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+
+from raytide.jobs.order import Bools, Claims, Ints, ranked
+
+Victims = Callable[[], list[int]]
+
+
+class Floor(Protocol):
+    def first(self, waiting: Ints) -> int | None:
+        """The place in `waiting` of the first that may find room; those before it are passed over."""
+        ...
+
+    def seat(self, row: int) -> bool:
+        """Take room that is free for a waiting row."""
+        ...
+
+    def clear(self, row: int, victims: Victims) -> Sequence[int]:
+        """Take room that `victims` give way for: the first of them, and as few as will do.
+
+        Those that give way whole are returned; none when it takes none, or when it was enough that some shrink.
+        """
+        ...
+
+
+def turn(claims: Claims, floor: Floor) -> None:
+    """Seat whom there is room for. What came of it is the floor's to tell."""
+    order = ranked(claims)
+    rank = np.empty(len(order), dtype=np.int64)
+    rank[order] = np.arange(len(order))
+    there = claims.is_held & claims.gives_way
+    waiting = order[~claims.is_held[order]]
+    while (at := floor.first(waiting)) is not None:
+        row, waiting = int(waiting[at]), waiting[at + 1 :]
+        if not floor.seat(row):
+            gone = floor.clear(row, partial(_below, claims, rank, there, row))
+            there[list(gone)] = False
+
+
+def _below(claims: Claims, rank: Ints, there: Bools, row: int) -> list[int]:
+    """Who gives way to the row: the lowest class and band first, within one who came last."""
+    if claims.is_cooling[row]:
+        return []
+    below = np.flatnonzero(there & (rank > rank[row]))
+    found: list[int] = below[np.argsort(-rank[below])].tolist()
+    return found

@@ -1,0 +1,82 @@
+"""Whose money it was: every micro-dollar of the ledger on one line, whichever way it is grouped. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Literal
+
+from raytide.core.entry import DAY_US, Entry, EntryKind, Line, OpenInterval
+
+By = Literal["team", "project", "job", "model", "node", "day"]
+Tags = Mapping[str, Mapping[str, str]]
+"""By job or endpoint: its `project` and its `model`."""
+Rates = Mapping[tuple[EntryKind, str, str, str], float]
+"""Micro-dollars an hour by kind, subject, team and node, as things are now."""
+
+
+@dataclass(frozen=True, slots=True)
+class CostRow:
+    key: str
+    amount_micro_usd: int
+    micro_usd_h: int
+    """What it burns now."""
+    forecast_micro_usd: int
+    """At the end of the month (UTC), if it went on like this."""
+
+
+def rows(lines: Iterable[Line], rates: Rates, by: By, tags: Tags, now_us: int) -> tuple[CostRow, ...]:
+    """The dearest first. What is nobody's (idle, start-up, waste) has rows of its own, so the sum is the whole."""
+    amounts: defaultdict[str, int] = defaultdict(int)
+    burn: defaultdict[str, float] = defaultdict(float)
+    for line in lines:
+        amounts[_key(line, by, tags)] += line.amount_micro_usd
+    for (kind, subject, team, node_id), micro_usd_h in rates.items():
+        now = Line(kind, subject, team, node_id, now_us // DAY_US, 0)
+        burn[_key(now, by, tags)] += micro_usd_h
+    # A day is over at its end; everything else goes on to the end of the month.
+    left_h = (DAY_US - now_us % DAY_US) / 3.6e9 if by == "day" else _left_h(now_us)
+    found = [
+        CostRow(key, amounts[key], round(burn[key]), amounts[key] + round(burn[key] * left_h))
+        for key in amounts.keys() | burn.keys()
+    ]
+    if by == "day":
+        return tuple(sorted(found, key=lambda row: row.key))
+    return tuple(sorted(found, key=lambda row: (-row.amount_micro_usd, row.key)))
+
+
+def as_lines(entries: Iterable[Entry]) -> list[Line]:
+    return [Line(e.kind, e.subject, e.team, e.node_id, e.from_us // DAY_US, e.amount_micro_usd) for e in entries]
+
+
+def rates(intervals: Sequence[OpenInterval]) -> dict[tuple[EntryKind, str, str, str], float]:
+    found: defaultdict[tuple[EntryKind, str, str, str], float] = defaultdict(float)
+    for interval in intervals:
+        whole = sum(share.weight for share in interval.occupancy)
+        for share in interval.occupancy:
+            part = interval.price_micro_usd_h * share.weight / whole
+            found[(share.kind, share.subject, share.team, interval.node_id)] += part
+    return dict(found)
+
+
+def _key(line: Line, by: By, tags: Tags) -> str:
+    match by:
+        case "node":
+            return line.node_id
+        case "day":
+            return (datetime.fromtimestamp(0, UTC) + timedelta(days=line.day)).date().isoformat()
+        case "team":
+            return line.team or f"({line.kind})"
+        case "job":
+            return line.subject or f"({line.kind})"
+        case _:
+            return tags.get(line.subject, {}).get(by, "-") if line.subject else f"({line.kind})"
+
+
+def _left_h(now_us: int) -> float:
+    now = datetime.fromtimestamp(now_us / 1e6, UTC)
+    first = now.replace(day=1, hour=0, minute=0, second=0, microsecond=0)
+    end = (first + timedelta(days=32)).replace(day=1)
+    return (end - now).total_seconds() / 3600.0

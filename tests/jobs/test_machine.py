@@ -1,0 +1,136 @@
+"""The queue under random work: gangs whole or not at all, no cycle, a bound for the head, quotas that are kept."""
+
+from __future__ import annotations
+
+import re
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from tests.jobs.cluster import Cluster, gpus, team
+
+from raytide.core.job import JobState
+from raytide.core.plan import Action, Preempt, Shrink, Wait
+from raytide.jobs import seats, service
+from raytide.jobs.admit import GRACE_S, claims_of, floor_of, queue
+from raytide.jobs.order import MAX_PREEMPTIONS, ranked
+
+TICK_S = 15.0
+TEAMS = (
+    team("org", quota={"GPU": 2}),
+    team("blue", parent="org", quota={"GPU": 8}, borrow={"GPU": 6}),
+    team("red", parent="org", quota={"GPU": 6}, lend={"GPU": 4}),
+    team("free"),
+)
+
+
+class Queue(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.c = Cluster(nodes=3, teams=TEAMS)
+        self.lasts_s: dict[str, float] = {}
+        self.head, self.bound_s = "", 0.0
+
+    @rule(
+        each=st.sampled_from([1.0, 2.0, 4.0, 8.0]),
+        members=st.integers(1, 3),
+        spare=st.integers(0, 2),
+        may_stop=st.booleans(),
+        who=st.sampled_from(["blue", "red", "free"]),
+        level=st.sampled_from(["low", "normal", "high"]),
+        lasts_s=st.sampled_from([40.0, 200.0, 2000.0]),
+    )
+    def submit(
+        self, each: float, members: int, spare: int, may_stop: bool, who: str, level: str, lasts_s: float
+    ) -> None:
+        shape = gpus(each, members=members + spare, at_least=members)
+        job_id = self.c.submit(shape, team=who, preemptible=may_stop, priority=level)
+        self.lasts_s[job_id] = lasts_s
+
+    @precondition(lambda self: self.c.jobs)
+    @rule(ticks=st.integers(1, 4))
+    def run(self, ticks: int) -> None:
+        for _ in range(ticks):
+            for job_id in [job_id for job_id in self.c.running() if self._end_s(job_id) <= self.c.now_s]:
+                self.c.end(job_id)
+            before = dict(self.c.jobs)
+            actions = self.c.step(TICK_S)
+            for action in actions:
+                if isinstance(action, Preempt | Shrink):
+                    self._no_cycle(action, before)
+            self._lenders_wait_for_nobody(actions)
+            self._watch_head(actions)
+
+    @rule()
+    def long_runs_count(self) -> None:
+        """Hours pass at once, so that bands change."""
+        self.c.now_s += 3600.0
+        self.head = ""
+
+    @invariant()
+    def gangs_are_whole_or_nothing(self) -> None:
+        for lease in self.c.leases.values():
+            assert len(lease.usable) == 0 or len(lease.usable) >= lease.shape.at_least
+        for number in range(1, self.c.nodes + 1):
+            assert min(self.c.free(number).values()) >= 0
+
+    @invariant()
+    def quotas_are_kept(self) -> None:
+        floor = floor_of(self.c.snapshot)
+        for name in ("org", "blue", "red", "free", ""):
+            assert floor.quotas.available(name, "GPU") >= -1e-6, name
+            assert floor.quotas.fixed[name]["GPU"] <= floor.quotas.own(name, "GPU") + 1e-6 or name == "free"
+        assert sum(self._held_by(name) for name in ("org", "blue", "red", "free")) <= 24
+        assert self._held_by("blue") <= 8 + 6
+
+    def _held_by(self, name: str) -> float:
+        """Seats that give way are the next one's already."""
+        return sum(
+            len(seats.kept(lease)) * lease.shape.resources["GPU"]
+            for lease in self.c.snapshot.leases
+            if self.c.jobs[lease.job_id].spec.team == name
+        )
+
+    def _lenders_wait_for_nobody(self, actions: tuple[Action, ...]) -> None:
+        """Whoever asks for no more than his team's own has it after one round, or had to wait for room, not quota."""
+        waits = [self.c.jobs[a.subject] for a in actions if isinstance(a, Wait) and a.constraint == "quota"]
+        if not waits:
+            return
+        quotas = floor_of(self.c.snapshot).quotas
+        for job in waits:
+            need = seats.quota_of(job.spec.gang.shapes[0], [None] * job.spec.gang.shapes[0].at_least)
+            is_fixed = not service.gives_way(job) or service.is_cooling(job, self.c.now_s)
+            assert is_fixed or not quotas.may_take_back(job.spec.team, need), job.id
+
+    def _no_cycle(self, action: Preempt | Shrink, before: dict) -> None:  # type: ignore[type-arg]
+        """Whoever pushes has not been pushed itself a short while ago, and nobody is pushed too often."""
+        assert before[action.job_id].preemptions < MAX_PREEMPTIONS
+        for by in re.findall(r"job-\d+", action.reason):
+            assert not service.is_cooling(before[by], self.c.now_s), f"{by} pushes {action.job_id}"
+
+    def _watch_head(self, actions: tuple[Action, ...]) -> None:
+        """Who is first and finds no room is admitted when those that it cannot push have ended."""
+        snapshot = self.c.snapshot
+        waits = {job.id for job in queue(snapshot)}
+        floor = floor_of(snapshot)
+        order = [floor.jobs[row].id for row in ranked(claims_of(floor))]
+        first = next((job_id for job_id in order if job_id in waits), "")
+        constraint = next((a.constraint for a in actions if isinstance(a, Wait) and a.subject == first), "")
+        if constraint != "capacity" or service.is_cooling(self.c.jobs[first], self.c.now_s):
+            self.head = ""
+        elif first == self.head:
+            assert self.c.now_s <= self.bound_s + GRACE_S + 2 * TICK_S, f"{first} should have started"
+        else:
+            above = order[: order.index(first)]
+            fixed = [j for j in self.c.running() if j in above or not service.gives_way(self.c.jobs[j])]
+            self.head, self.bound_s = first, max(map(self._end_s, fixed), default=self.c.now_s)
+
+    def _end_s(self, job_id: str) -> float:
+        job = self.c.jobs[job_id]
+        assert job.state in (JobState.RUNNING, JobState.ADMITTED)
+        left_s = self.lasts_s[job_id] - service.held_s(job, self.c.now_s)
+        return self.c.now_s + left_s
+
+
+TestQueue = Queue.TestCase
+TestQueue.settings = settings(max_examples=15, stateful_step_count=15, deadline=None)

@@ -1,0 +1,152 @@
+"""Who gives way to whom: checkpoint first, seats that can be spared before gangs, borrowers before others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.jobs.cluster import Cluster, brief, gpus, team
+
+from raytide.core.job import JobState
+from raytide.core.plan import Grow, Preempt, Shrink
+from raytide.jobs.admit import GRACE_S, SETTLE_S
+from raytide.jobs.order import COOL_DOWN_S, MAX_PREEMPTIONS
+
+
+def test_a_higher_class_shrinks_an_elastic_gang_in_place_and_it_grows_back() -> None:
+    c = Cluster()
+    low = c.submit(gpus(2, members=8, at_least=2), priority="low")
+    c.step()
+    assert c.running() == {low: 8}
+    high = c.submit(gpus(4, members=2), priority="high")
+    actions = c.step()
+    (shrink,) = [action for action in actions if isinstance(action, Shrink)]
+    assert (shrink.job_id, len(shrink.members), shrink.leaves_at_s) == (low, 4, c.now_s + GRACE_S)
+    assert c.held(low) == 8, "they are usable for a while"
+    assert c.running() == {low: 8}
+    c.step(GRACE_S)
+    assert c.running() == {low: 4, high: 2}
+    assert c.jobs[low].state is JobState.RUNNING
+    c.end(high)
+    c.step(1.0)
+    assert c.held(low) == 4, "not at once: a seat that was given away settles first"
+    (grow,) = [action for action in c.step(SETTLE_S) if isinstance(action, Grow)]
+    assert (grow.job_id, len(grow.members)) == (low, 4)
+    assert c.running() == {low: 8}
+
+
+def test_a_gang_that_cannot_shrink_checkpoints_gives_way_and_is_queued_again() -> None:
+    c = Cluster()
+    low = c.submit(gpus(8, members=2), priority="low")
+    c.step()
+    high = c.submit(gpus(8), priority="high")
+    assert brief(c.step()) == [(low, "preempt"), (high, "admit")]
+    assert c.running() == {low: 2}
+    c.step(GRACE_S / 2)
+    assert brief(c.step()) == [], "nobody else is asked meanwhile"
+    assert brief(c.step(GRACE_S / 2)) == [(low, "capacity")]
+    assert c.running() == {high: 1}
+    assert (c.jobs[low].state, c.jobs[low].preemptions, c.jobs[low].preempted_at_s) == (JobState.QUEUED, 1, c.now_s)
+    assert "gives way to job-2" in c.jobs[low].reason
+    c.end(high)
+    c.step(1.0)
+    assert c.running() == {low: 2}
+
+
+def test_what_cannot_be_preempted_is_left_alone() -> None:
+    c = Cluster()
+    held = c.submit(gpus(8, members=2), priority="low", preemptible=False)
+    c.step()
+    high = c.submit(gpus(8), priority="high")
+    assert brief(c.step()) == [(high, "capacity")]
+    assert c.running() == {held: 2}
+
+
+def test_as_few_give_way_as_will_do_and_the_lowest_first() -> None:
+    c = Cluster(nodes=1)
+    small = [c.submit(gpus(2), priority="low") for _ in range(4)]
+    c.step()
+    high = c.submit(gpus(4), priority="high")
+    decided = brief(c.step())
+    assert decided == [(small[3], "preempt"), (small[2], "preempt"), (high, "admit")]
+
+
+def test_of_those_asked_only_who_helps_gives_way() -> None:
+    c = Cluster()
+    whole = c.submit(gpus(8), priority="low")
+    parts = [c.submit(gpus(4), priority="low") for _ in range(2)]
+    c.step()
+    high = c.submit(gpus(8), priority="high")
+    gone = {job_id for job_id, what in brief(c.step()) if what == "preempt"}
+    assert gone in ({whole}, set(parts)), "one node is enough"
+    assert c.lease(high) is not None
+
+
+def test_who_was_preempted_preempts_nobody_until_it_has_cooled_down() -> None:
+    c = Cluster(nodes=1)
+    first = c.submit(gpus(8))
+    c.step()
+    c.jobs[first] = replace(c.jobs[first], attained_gpu_s=1e6)
+    second = c.submit(gpus(8))
+    c.step()
+    c.step(GRACE_S)
+    assert c.running() == {second: 1}
+    c.jobs[second] = replace(c.jobs[second], attained_gpu_s=1e9, held_s=1e9)
+    assert brief(c.step(1.0)) == [(first, "capacity")]
+    assert brief(c.step(COOL_DOWN_S)) == [(second, "preempt"), (first, "admit")]
+
+
+def test_who_was_preempted_too_often_is_not_preempted_again() -> None:
+    c = Cluster(nodes=1)
+    low = c.submit(gpus(8), priority="low")
+    c.jobs[low] = replace(c.jobs[low], preemptions=MAX_PREEMPTIONS)
+    c.step()
+    high = c.submit(gpus(8), priority="high")
+    assert brief(c.step()) == [(high, "capacity")]
+
+
+def test_a_lender_takes_back_its_own_in_one_round_whatever_the_order() -> None:
+    c = Cluster(teams=(team("blue", quota={"H100": 8}), team("red", quota={"H100": 8})))
+    label = {"ray.io/accelerator-type": "H100"}
+    borrowed = [c.submit(gpus(4, **label), team="red", priority="high") for _ in range(4)]
+    c.step()
+    assert c.running() == dict.fromkeys(borrowed, 1)
+    mine = c.submit(gpus(4, members=2, **label), team="blue", priority="low")
+    decided = brief(c.step())
+    assert [what for _, what in decided] == ["preempt", "preempt", "admit"]
+    assert {job_id for job_id, what in decided if what == "preempt"} == {borrowed[2], borrowed[3]}
+    c.step(GRACE_S)
+    assert c.held(mine) == 2
+    assert len(c.running()) == 3
+
+
+def test_nobody_beyond_his_quota_takes_back_from_a_borrower() -> None:
+    c = Cluster(nodes=1, teams=(team("blue", quota={"GPU": 4}), team("red", quota={"GPU": 4})))
+    for _ in range(2):
+        c.submit(gpus(4), team="red")
+    c.step()
+    much = c.submit(gpus(6), team="blue", priority="low")
+    assert brief(c.step()) == [(much, "quota")]
+
+
+def test_gangs_of_six_on_eight_never_half_hold() -> None:
+    c = Cluster(nodes=1)
+    first, second = c.submit(gpus(1, members=6), kind="gang"), c.submit(gpus(1, members=6), kind="gang")
+    assert brief(c.step()) == [(first, "admit"), (second, "capacity")]
+    for _ in range(5):
+        c.step(10.0)
+        assert c.running() == {first: 6}
+    c.end(first)
+    c.step(1.0)
+    assert c.running() == {second: 6}
+
+
+def test_what_is_preempted_goes_on_with_its_service_counted() -> None:
+    c = Cluster(nodes=1)
+    low = c.submit(gpus(8), priority="low")
+    c.step()
+    c.submit(gpus(8), priority="high")
+    c.step(100.0)
+    c.step(GRACE_S)
+    c.step(500.0)
+    assert (c.jobs[low].attained_gpu_s, c.jobs[low].held_s) == (8 * 130.0, 130.0)
+    assert [type(a) for a in c.step() if isinstance(a, Preempt)] == []

@@ -1,0 +1,111 @@
+"""Budgets stop spending: reserved before, settled after, and drained in time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.jobs.cluster import Cluster, brief, gpus, job, team
+
+from raytide.core.job import JobState
+from raytide.core.money import micro_usd
+from raytide.core.plan import Preempt
+from raytide.core.team import Team
+from raytide.jobs.admit import GRACE_S
+from raytide.jobs.purse import Purse
+
+HOUR = micro_usd(80)
+"""Of a whole node."""
+
+
+def test_what_is_reserved_counts_before_it_is_spent_and_no_longer_after() -> None:
+    blue = team("blue", spent_usd=10.0, budget={"hard_usd": 100})
+    first = replace(job(1), reserved_micro_usd=micro_usd(50), state=JobState.RUNNING)
+    purse = Purse.of([blue], [first], {"job-1": micro_usd(20)})
+    assert purse.committed["blue"] == micro_usd(10 + 30)
+    assert purse.refuses(job(2), micro_usd(60)) is None
+    assert purse.reserve(job(2), micro_usd(60)) == micro_usd(60)
+    short = purse.refuses(job(3), 1.0)
+    assert short is not None
+    assert short.constraint == "budget"
+    assert Purse.of([blue], [replace(first, reserved_micro_usd=0)], {}).committed["blue"] == micro_usd(10)
+
+
+def test_a_parents_budget_holds_for_all_its_teams() -> None:
+    teams = [
+        team("org", budget={"hard_usd": 100}),
+        team("blue", spent_usd=70.0, parent="org"),
+        team("red", parent="org"),
+    ]
+    purse = Purse.of(teams, [], {})
+    short = purse.refuses(job(1, team="red"), micro_usd(40))
+    assert short is not None
+    assert "team org has spent or reserved $70.00 of $100" in short.reason
+
+
+def test_jobs_submitted_at_once_cannot_together_overdraw() -> None:
+    c = Cluster(nodes=8, teams=(team("blue", budget={"hard_usd": 250}),))
+    for _ in range(8):
+        c.submit(gpus(8))
+    decided = [what for _, what in brief(c.step())]
+    assert decided == ["admit"] * 3 + ["budget"] * 5
+
+
+def test_beyond_the_soft_limit_nothing_is_borrowed() -> None:
+    spot = "spot"
+    blue = team("blue", spent_usd=90.0, quota={"GPU": 4}, budget={"soft_usd": 80})
+    c = Cluster(teams=(blue,))
+    c.node_type = c.node_type.model_copy(update={"market": spot})
+    assert brief(_submitted(c, 4)) == [("job-1", "admit")]
+    assert brief(_submitted(c, 1)) == [("job-2", "budget")]
+    c.teams = (replace(blue, spent_micro_usd=0),)
+    assert brief(c.step()) == [("job-2", "admit")]
+
+
+def test_a_job_beyond_its_own_budget_checkpoints_and_waits_until_it_gets_more() -> None:
+    c = Cluster()
+    mine = c.submit(gpus(8), budget_usd=10)
+    c.step()
+    c.spent = {mine: micro_usd(9.9)}
+    (preempt,) = [action for action in c.step() if isinstance(action, Preempt)]
+    assert preempt.reason == "its budget of $10 is spent"
+    assert brief(c.step(GRACE_S)) == [(mine, "budget")]
+    assert c.jobs[mine].reserved_micro_usd == 0
+    c.jobs[mine] = replace(c.jobs[mine], spec=c.jobs[mine].spec.model_copy(update={"budget_usd": 20.0}))
+    assert brief(c.step(1.0)) == [(mine, "admit")]
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from([1, 4, 8]), st.integers(0, 60)), min_size=1, max_size=6),
+    st.floats(5.0, 120.0),
+    st.integers(10, 30),
+)
+def test_settled_spend_stays_within_the_hard_limit(
+    wishes: list[tuple[int, int]], limit_usd: float, tick_s: int
+) -> None:
+    """What is booked lags by a minute, as in the ledger."""
+    c = Cluster(nodes=2)
+    spent: list[dict[str, float]] = [{}]
+    for tick in range(200):
+        known = spent[max(0, len(spent) - 1 - 60 // tick_s)]
+        c.spent = {job_id: int(amount) for job_id, amount in known.items()}
+        total = int(sum(known.values()))
+        c.teams = (Team("blue", team("blue", budget={"hard_usd": limit_usd}).spec, spent_micro_usd=total),)
+        for gpus_, at in wishes:
+            if at == tick:
+                c.submit(gpus(float(gpus_)))
+        c.step(float(tick_s))
+        held = {job_id: HOUR / 8 * members * tick_s / 3600 for job_id, members in c.running().items()}
+        sizes = {job_id: c.jobs[job_id].spec.gang.shapes[0].resources["GPU"] for job_id in held}
+        now = {**spent[-1]}
+        for job_id, amount in held.items():
+            now[job_id] = now.get(job_id, 0.0) + amount * sizes[job_id]
+        spent.append(now)
+    assert sum(spent[-1].values()) <= limit_usd * 1e6 + 1
+
+
+def _submitted(c: Cluster, gpu: float):  # type: ignore[no-untyped-def]
+    c.submit(gpus(gpu))
+    return c.step()
