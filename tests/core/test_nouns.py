@@ -100,6 +100,7 @@ def test_a_plan_is_json_with_its_reasons() -> None:
                 "job_id": "job-1",
                 "lease": {"id": "lease-1", "shape": "1 x (1 CPU)"},
                 "reason": "fits",
+                "reserved_micro_usd": 0,
             },
             {"action": "wait", "subject": "job-2", "constraint": "behind", "reason": "waits", "remedy": "stop job-1"},
         ],

@@ -31,7 +31,7 @@ def cost(
     cluster: ClusterName = None,
     json: Json = False,
 ) -> None:
-    """Dollars by job, endpoint and team, or grouped; idle, start-up and waste have lines of their own."""
+    """Dollars by job, endpoint and team, or grouped."""
     client = Client.find(cluster)
     if by is None and not (since or forecast or as_csv):
         _show_report(client.cost(), json)

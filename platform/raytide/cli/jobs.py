@@ -93,7 +93,10 @@ def stop(job_id: JobId, cluster: ClusterName = None, json: Json = False) -> None
 
 
 def retry(job_id: JobId, cluster: ClusterName = None, json: Json = False) -> None:
-    """Submit a job that is over again; training goes on from its last checkpoint."""
+    """Submit a job that is over again.
+
+    Training goes on from its last checkpoint.
+    """
     view = Client.find(cluster).retry(job_id)
     if json:
         as_json(to_json(view))
