@@ -17,7 +17,7 @@ from raytide.core.money import format_usd
 Amounts = Annotated[list[str] | None, typer.Argument(help="RESOURCE=AMOUNT: GPU=8, H100=16, CPU=64.")]
 Name = Annotated[str, typer.Argument(help="A team, as cluster.yaml names it.")]
 
-quota = typer.Typer(help="What teams may hold: their own, and what they borrow from others.")
+quota = typer.Typer(help="What teams may hold.")
 budget = typer.Typer(help="What teams and jobs may spend.")
 
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from raytide.autoscaler.risk import SpotRisk
-from raytide.autoscaler.spend import limits, month_start_s
+from raytide.autoscaler.spend import limits
 from raytide.core.cluster import ClusterConfig
 from raytide.core.fleet import Node, NodeState
-from raytide.core.money import to_us
+from raytide.core.money import month_of, to_us
 from raytide.core.snapshot import Limits, Snapshot
 from raytide.core.state import Store
 from raytide.ledger.cost import accrued
@@ -38,7 +38,7 @@ class Outlook:
         section = self._config.settings.limits
         is_due = self._summed_at_s is None or now_s - self._summed_at_s >= SPEND_PERIOD_S
         if section.month_usd is not None and is_due:
-            booked = self._books.booked("kind", since_us=to_us(month_start_s(now_s)))
+            _, booked = self._books.spent([], month_of(to_us(now_s)))
             running = accrued(self._books.intervals(), to_us(now_s))
             self._spent_micro_usd = sum(booked.values()) + sum(entry.amount_micro_usd for entry in running)
             self._summed_at_s = now_s

@@ -249,4 +249,4 @@ class Floor:
 
 def _key(shape: Shape) -> Key:
     """Equal for shapes that fit or do not fit alike."""
-    return (shape.at_least, *sorted(shape.resources.items()), *sorted(shape.labels.items()))
+    return (shape.at_least, shape.together, *sorted(shape.resources.items()), *sorted(shape.labels.items()))

@@ -28,7 +28,7 @@ LONG_S = 72 * 3600.0
 """... until it ran for so long; then it gives way to everybody."""
 COOL_DOWN_S = 600.0
 """Who was preempted takes only room that is free for so long: it preempts nobody."""
-MAX_PREEMPTIONS = 10
+MAX_PREEMPTIONS = 100
 """Who was preempted so often is not preempted again, and counts as one that cannot be."""
 
 NEW, OVERDUE, SHORT, LONGER, LAST = range(5)
