@@ -57,7 +57,11 @@ def clock() -> VirtualClock:
 
 @pytest.fixture
 def client(tmp_path: Path, store: Store, clock: VirtualClock) -> Iterator[TestClient]:
-    tokens = {"secret": {"user": "ana", "team": "default"}, "other": {"user": "bob", "team": "research"}}
+    tokens = {
+        "secret": {"user": "ana", "team": "default"},
+        "other": {"user": "bob", "team": "research"},
+        "root": {"user": "root", "team": "*"},
+    }
     (tmp_path / "tokens.json").write_text(json.dumps(tokens))
     desk = Desk(
         store=store,
@@ -251,7 +255,8 @@ class TestCluster:
     ) -> None:
         asked: list[Path] = []
         monkeypatch.setattr("raytide.control.api.desk.ask", lambda folder: asked.append(folder) or '{"at_s": 7.0}')
-        assert client.get("/v1/snapshot").json() == {"at_s": 7.0}
+        assert client.get("/v1/snapshot").status_code == 403, "it shows every team's jobs"
+        assert client.get("/v1/snapshot", headers={"Authorization": "Bearer root"}).json() == {"at_s": 7.0}
         assert asked == [tmp_path]
 
     def test_cost_of_an_empty_cluster_is_nothing(self, client: TestClient) -> None:

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from raytide.cli.show import ClusterName, Json, ago, as_json, as_table
+from raytide.cli.show import ClusterName, Json, as_json, as_table
+from raytide.core.clock import ago
 from raytide.core.errors import UsageError
 from raytide.core.money import format_usd
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from raytide.autoscaler import pools
 from raytide.autoscaler.idle import IdleClock
-from raytide.control.accounts import Spent, used_lately, uses, with_accounts
 from raytide.autoscaler.traffic import Traffics
+from raytide.control.accounts import Spent, used_lately, uses, with_accounts
 from raytide.control.apply import Outcome, apply
 from raytide.control.bookkeeping import Booking, keep_books
 from raytide.control.decide import decide
