@@ -167,16 +167,6 @@ class Room:
             self._holders = holders(self.snapshot)
         return why_not(self.market, self._holders, shape, count, there, subject)
 
-    def most(self, shape: Shape) -> int:
-        """How many members there would be room for, with nodes that can be bought; of those in one place, the most."""
-        there = max((int(self.grid.fitting(b.resources, b.labels)[1].sum()) for b in self._bound(shape)), default=0)
-        buyable: dict[str, int] = {}
-        for offer, fit in self.market.holding(shape):
-            buyable[offer.node_type.name] = max(
-                buyable.get(offer.node_type.name, 0), fit * self.market.most(offer, Basket())
-            )
-        return there + sum(buyable.values())
-
     def copy(self) -> Room:
         """A scratch pad of the scratch pad."""
         return replace(
