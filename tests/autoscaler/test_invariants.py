@@ -183,10 +183,10 @@ class Prices(RuleBasedStateMachine):
 
 
 TestStorm = Storm.TestCase
-TestStorm.settings = settings(max_examples=20, stateful_step_count=25, deadline=None)
+TestStorm.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
 
 TestPrices = Prices.TestCase
-TestPrices.settings = settings(max_examples=15, stateful_step_count=15, deadline=None)
+TestPrices.settings = settings(max_examples=8, stateful_step_count=15, deadline=None)
 
 
 class LongStorm(Storm):
@@ -217,8 +217,8 @@ def test_i4_constant_demand_ends_in_a_thousand_passes_without_a_deed() -> None:
     assert cluster.settle(1_000) == []
 
 
-@settings(max_examples=6, deadline=None)
-@given(members=st.integers(1, 2), passes=st.integers(60, 900))
+@settings(max_examples=4, deadline=None)
+@given(members=st.integers(1, 2), passes=st.integers(60, 500))
 def test_i9_an_empty_pool_is_asked_less_and_less_and_the_next_one_is_taken_within_two_passes(
     members: int, passes: int
 ) -> None:

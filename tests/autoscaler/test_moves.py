@@ -63,7 +63,7 @@ def test_no_node_moves_that_is_young() -> None:
 
 def test_while_spot_is_not_to_be_had_it_is_asked_for_ever_more_rarely_and_nothing_leaves() -> None:
     cluster = on_demand_in_need()
-    deeds = cluster.settle(2_000)
+    deeds = cluster.settle(500, dt_s=4.0)
     assert all(isinstance(deed, Launch) for deed in deeds)
     assert 1 <= len(deeds) <= 7
     assert (kinds(cluster), ready(cluster)) == (["gpu"], 2)

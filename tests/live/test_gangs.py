@@ -83,7 +83,7 @@ def test_a_gang_that_waits_says_for_what(tide: rt.Tide, eventually: Callable[...
 def test_a_gang_of_two_times_eight_gpus_forms_whole_from_no_node_at_all(
     tide: rt.Tide, eventually: Callable[..., None]
 ) -> None:
-    assert not any(node.type == "gpu8" for node in tide.status().nodes)
+    eventually(lambda: not any(node.type == "gpu8" for node in tide.status().nodes))
     job = tide.client.submit(gang("gpus", Shape(members=2, resources={"GPU": 8}))).job.id
     usable: list[int] = []
 
@@ -96,10 +96,11 @@ def test_a_gang_of_two_times_eight_gpus_forms_whole_from_no_node_at_all(
     eventually(is_active)
     assert set(usable) <= {0, 2}, "I3: all of it, or nothing"
     nodes = {node.id: node for node in tide.status().nodes}
-    members = tide.client.lease(job).members
+    lease = tide.client.lease(job)
+    members = lease.members
     assert [nodes[member.node_id].type for member in members] == ["gpu8", "gpu8"]
     assert members[0].node_id != members[1].node_id
-    launches = [a for a in decided(tide, "launch") if a["node_id"] in nodes]
+    launches = [launch for _, launch in launches_for(lease.id, tide)]
     assert [a["cost_micro_usd_h"] for a in launches] == [2_000_000, 2_000_000]
     assert all("needs 2 x (8 GPU)" in a["reason"] for a in launches)
     tide.client.release(job)
@@ -117,12 +118,7 @@ def test_an_exhausted_pool_is_left_for_the_next_one_by_the_next_decisions(
         set_stockouts(live.run_dir, ())
     lease = tide.client.lease(job)
     tide.client.release(job)
-    bought = [
-        (at, action)
-        for at, plan in enumerate(tide.client.plans(limit=200))
-        for action in plan["actions"]
-        if action["action"] == "launch" and action["subject"] == lease.id
-    ]
+    bought = launches_for(lease.id, tide)
     spot, solid = ([item for item in bought if item[1]["node_type"] == name] for name in ("cpu1.spot", "cpu2"))
     assert solid[0][0] - spot[-1][0] <= 2, bought
     refused = solid[0][1]["rejected"][:2]
@@ -150,5 +146,11 @@ def gang(name: str, shape: Shape) -> JobSpec:
     return JobSpec(kind=JobKind.GANG, name=name, gang=GangSpec(shapes=(shape,)), heartbeat_timeout_s=60)
 
 
-def decided(tide: rt.Tide, kind: str) -> list[dict[str, Any]]:
-    return [action for plan in tide.client.plans(limit=200) for action in plan["actions"] if action["action"] == kind]
+def launches_for(lease_id: str, tide: rt.Tide) -> list[tuple[int, dict[str, Any]]]:
+    """With the number of the decision that made each."""
+    return [
+        (at, action)
+        for at, plan in enumerate(tide.client.plans(limit=200))
+        for action in plan["actions"]
+        if action["action"] == "launch" and action["subject"] == lease_id
+    ]
