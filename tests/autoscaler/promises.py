@@ -48,6 +48,12 @@ def check_silence(seen: Snapshot, actions: Sequence[Action]) -> None:
             assert is_fresh or action.replicas >= view.endpoint.target_replicas, "I8"
         if isinstance(action, Terminate) and not seen.ray_answers:
             assert "deadline" in action.reason, "I8"
+        if isinstance(action, Drain) and action.kind == "idle":
+            view = next(view for view in seen.nodes if view.node.id == action.node_id)
+            limits = next(t.busy_above for t in seen.node_types if t.name == view.node.type)
+            words = [view.use.get(meter) for meter in limits]
+            assert all(word is not None and seen.at_s - word.at_s <= 10 for word in words), "I8"
+            assert all(word is not None and word.value <= limits[m] for m, word in view.use.items()), "I8"
 
 
 def check_moves(seen: Snapshot, actions: Sequence[Action]) -> None:

@@ -34,6 +34,7 @@ SPOT = NodeType(
     zones=("a", "b"),
     idle_timeout_s=20,
     launch_timeout_s=40,
+    busy_above={"gpu": 0.05},
 )
 SOLID = SPOT.model_copy(
     update={"name": "gpu2", "market": Market.ON_DEMAND, "price_micro_usd_h": 3_000_000, "max_nodes": 2}
@@ -78,6 +79,13 @@ class Storm(RuleBasedStateMachine):
     @rule(is_silent=st.booleans())
     def replicas_fall_silent(self, is_silent: bool) -> None:
         self.cluster.silent = {"m"} if is_silent else set()
+
+    @rule(data=st.data(), gpu_use=st.sampled_from([0.0, 0.9]), is_mute=st.booleans())
+    def something_works_beside_ray(self, data: st.DataObject, gpu_use: float, is_mute: bool) -> None:
+        if machines := self.cluster.machines():
+            node_id = data.draw(st.sampled_from(machines)).node_id
+            self.cluster.gpu_use[node_id] = gpu_use
+            (self.cluster.mute.add if is_mute else self.cluster.mute.discard)(node_id)
 
     @rule(is_silent=st.booleans())
     def ray_falls_silent(self, is_silent: bool) -> None:
@@ -130,6 +138,8 @@ class Storm(RuleBasedStateMachine):
         if not hasattr(self, "cluster"):
             return
         self.cluster.silent.clear()
+        self.cluster.gpu_use.clear()
+        self.cluster.mute.clear()
         self.cluster.ray.is_silent = False
         self.cluster.limits = Limits()
         for node_type in FLEET:
@@ -262,6 +272,25 @@ def test_i8_silence_removes_nothing_and_says_so() -> None:
     cluster.silent = set()
     cluster.settle(120)
     assert cluster.book.endpoints["m"].target_replicas == 1
+
+
+def test_i8_a_node_that_works_beside_ray_stays_and_one_whose_meter_fell_silent_too() -> None:
+    cluster = Cluster((SPOT,), watch=promises.check)
+    job = cluster.submit(Shape(resources={"GPU": 2}))
+    cluster.settle(20)
+    (machine,) = cluster.machines()
+    cluster.gpu_use[machine.node_id] = 0.9
+    cluster.finish(job)
+    cluster.settle(60)
+    assert cluster.machines() == [machine]
+    cluster.gpu_use.clear()
+    cluster.settle(15)
+    cluster.mute = {machine.node_id}
+    cluster.settle(60)
+    assert cluster.machines() == [machine]
+    cluster.mute.clear()
+    cluster.settle(60)
+    assert cluster.machines() == []
 
 
 def test_a_reclaimed_spot_node_is_replaced_and_a_noticed_one_ends_at_its_deadline_not_before() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from math import ceil
 from typing import Literal
 
 from raytide.actors.gang.group import Group, GroupKey, WantedGroup
@@ -19,7 +20,7 @@ from raytide.autoscaler.ray_node import RayNode
 from raytide.autoscaler.risk import SpotRisk
 from raytide.control.apply import apply
 from raytide.control.decide import decide
-from raytide.control.observe import Book, advance, snapshot
+from raytide.control.observe import Book, advance, metered, snapshot
 from raytide.control.settle import settle
 from raytide.control.world import Sources
 from raytide.control.world import World as Look
@@ -32,6 +33,7 @@ from raytide.core.gang import GangSpec, LeaseState, MemberState, Shape
 from raytide.core.job import Job, JobKind, JobSpec, JobState
 from raytide.core.plan import Action, Plan, Wait
 from raytide.core.replicas import replica_selector
+from raytide.core.signals import Signal, Use
 from raytide.core.snapshot import Demand, Limits, Snapshot
 
 CRASH_POINTS = ("before persist", "before apply", "in apply", "before recording")
@@ -197,6 +199,11 @@ class Cluster:
         self.ongoing: dict[str, float] = {}
         self.silent: set[str] = set()
         self.loads: dict[str, EndpointLoad] = {}
+        self.gpu_use: dict[str, float] = {}
+        """Of nodes on which something works beside Ray."""
+        self.mute: set[str] = set()
+        """Nodes whose meters say nothing more."""
+        self.use: dict[str, Use] = {}
         settings = RaytideSection(node_types={}, unmanaged=self.unmanaged)
         self.config = ClusterConfig(name="test", node_types=self.node_types, settings=settings)
         self.seen = Snapshot(at_s=self.clock.now_s(), node_types=self.node_types)
@@ -235,6 +242,7 @@ class Cluster:
         self._keep_jobs(book, now_s)
         if look.ray_nodes is not None:
             self.idle = self.idle.observe(look.ray_nodes, now_s)
+        self._meters_speak(book, now_s - dt_s, now_s)
         book.next_node = 1 + max((int(n.removeprefix("node-")) for n in book.nodes), default=0)
         book.next_lease = 1 + max((int(n.removeprefix("lease-")) for n in book.leases), default=0)
         advance(book, look, now_s)
@@ -306,7 +314,16 @@ class Cluster:
             groups=None if self.ray.is_silent else self.ray.list(),
             drivers={},
             loads={name: self.loads.get(name) for name in self.book.endpoints},
+            use=self.use,
         )
+
+    def _meters_speak(self, book: Book, since_s: float, now_s: float) -> None:
+        """Every five seconds, and now."""
+        nodes = metered(book, self.types)
+        for at_s in (*range(ceil(since_s), ceil(now_s), 5), now_s):
+            for node_id in nodes.keys() - self.mute:
+                self.use[node_id] = {"gpu": Signal(self.gpu_use.get(node_id, 0.0), at_s)}
+            self.idle = self.idle.hear(self.use, nodes)
 
     def _keep_jobs(self, book: Book, now_s: float) -> None:
         """Every driver asks for its lease all the time."""

@@ -21,7 +21,7 @@ from raytide.control.apply import Outcome, apply
 from raytide.control.bookkeeping import Booking, keep_books
 from raytide.control.decide import decide
 from raytide.control.glimpse import answer
-from raytide.control.observe import Book, advance, snapshot
+from raytide.control.observe import Book, advance, metered, snapshot
 from raytide.control.outlook import Outlook
 from raytide.control.serving import Serving, follow
 from raytide.control.settle import settle
@@ -33,7 +33,6 @@ from raytide.core.cluster import ClusterConfig, load_cluster
 from raytide.core.durable import write_json
 from raytide.core.endpoint import EndpointState
 from raytide.core.entry import Occupancy
-from raytide.core.fleet import NodeType
 from raytide.core.gang import LeaseState
 from raytide.core.job import JobKind
 from raytide.core.logs import log_to, logger
@@ -93,7 +92,7 @@ class Controller:
         world = self._look(book)
         if world.ray_nodes is not None:
             self._idle = self._idle.observe(world.ray_nodes, now_s)
-        self._idle = self._idle.hear(world.use, self._metered(book))
+        self._idle = self._idle.hear(world.use, metered(book, self._node_types))
         advance(book, world, now_s)
         for name, endpoint in book.endpoints.items():
             book.endpoints[name] = follow(endpoint, world, self._serving.served, now_s)
@@ -128,16 +127,11 @@ class Controller:
         )
         self._names = world.names
         if world.machines is not None:
-            metered = self._metered(book)
-            living = [m for m in world.machines if m.node_id in metered and m.ended_at_s is None]
+            nodes = metered(book, self._node_types)
+            living = [m for m in world.machines if m.node_id in nodes and m.ended_at_s is None]
             self._sources.meters.watch(sorted(living, key=lambda machine: machine.node_id not in self._idle.since_s))
         types = {node.ray_node_id: node.type for node in book.nodes.values()}
         return replace(world, loads=self._traffics.measured(world.loads, book.endpoints.values(), types))
-
-    def _metered(self, book: Book) -> dict[str, NodeType]:
-        """The nodes whose physical use counts, with their types."""
-        types = {node.id: self._node_types.get(node.type) for node in book.nodes.values() if node.ready_at_s}
-        return {node_id: found for node_id, found in types.items() if found is not None and found.busy_above}
 
     def _keep_books(self, book: Book, world: World, held: dict[str, Occupancy], now_s: float) -> Booking:
         if world.machines is None:

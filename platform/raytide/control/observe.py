@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from raytide.autoscaler import endpoints, instances, pools
@@ -11,7 +12,7 @@ from raytide.control.world import World
 from raytide.core.cluster import ClusterConfig
 from raytide.core.endpoint import Endpoint
 from raytide.core.entry import OpenInterval
-from raytide.core.fleet import Node, NodeState
+from raytide.core.fleet import Node, NodeState, NodeType
 from raytide.core.gang import Lease, LeaseState
 from raytide.core.job import Job
 from raytide.core.snapshot import EndpointView, NodeView, Pool, Snapshot
@@ -80,6 +81,12 @@ def snapshot(book: Book, world: World, idle: IdleClock, config: ClusterConfig, n
         next_lease=book.next_lease,
         ray_answers=world.ray_nodes is not None,
     )
+
+
+def metered(book: Book, types: Mapping[str, NodeType]) -> dict[str, NodeType]:
+    """The types of the nodes whose physical use counts."""
+    ready = {node.id: types[node.type] for node in book.nodes.values() if node.ready_at_s and node.type in types}
+    return {node_id: node_type for node_id, node_type in ready.items() if node_type.busy_above}
 
 
 def _advance_jobs(book: Book, world: World, now_s: float) -> None:
