@@ -10,6 +10,7 @@ queue, plan, plan written into the records) and of its parts, and the process's 
 from __future__ import annotations
 
 import argparse
+import gc
 import random
 import resource
 import sys
@@ -25,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "platform"))
 from raytide.autoscaler.idle import IdleClock
 from raytide.autoscaler.providers.base import Machine
 from raytide.autoscaler.ray_node import RayNode
+from raytide.control.controller import GC_THRESHOLDS
 from raytide.control.decide import decide
 from raytide.control.observe import Book, advance, snapshot
 from raytide.control.settle import settle
@@ -161,6 +163,7 @@ def main() -> None:
     options.add_argument("--ticks", type=int, default=100)
     options.add_argument("--seed", type=int, default=0)
     given = options.parse_args()
+    gc.set_threshold(*GC_THRESHOLDS)  # as the controller does
     size, chance = Size(), random.Random(given.seed)
     types = node_types(size, chance)
     unmanaged = UnmanagedSection(max_nodes=2_000, gpu=True)

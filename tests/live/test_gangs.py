@@ -72,8 +72,8 @@ def test_a_gang_that_waits_says_for_what(tide: rt.Tide, eventually: Callable[...
     spec = JobSpec(kind=JobKind.GANG, name="big", gang=GangSpec(shapes=(shape,)), heartbeat_timeout_s=60)
     first, second = (tide.client.submit(spec).job.id for _ in range(2))
     eventually(lambda: tide.job(second).view.waiting is not None and tide.job(first).state is not JobState.QUEUED)
+    eventually(lambda: "number 1 in the queue" in tide.job(second).why())
     why = tide.job(second).why()
-    assert "number 1 in the queue" in why
     assert "4 x" in why or first in why
     for job in (second, first):
         tide.client.stop(job)

@@ -52,6 +52,7 @@ class Floor:
     """The room that there will be beside the head."""
     _emptied: Emptied | None = None
     _full: dict[Key, Shortfall] = field(default_factory=dict)
+    _known: dict[Key, tuple[Shortfall | None, float]] = field(default_factory=dict)
     _stuck: set[Key] = field(default_factory=set)
 
     def first(self, waiting: Ints) -> int | None:
@@ -106,9 +107,8 @@ class Floor:
 
     def beyond_limits(self, job: Job, shape: Shape) -> Shortfall | None:
         """Budget, then quota, for the least that the gang can do with."""
-        types = self.snapshot.node_types
-        prices = [seats.price_of(shape, [t]) for t in types if copies(shape.resources, t.resources)]
-        if (short := self.purse.refuses(job, min(prices, default=0.0) * shape.at_least)) is not None:
+        _, least_micro_usd_h = self._facts(shape)
+        if (short := self.purse.refuses(job, least_micro_usd_h * shape.at_least)) is not None:
             return short
         if self.purse.is_soft(job.spec.team) and shape.labels.get(MARKET_LABEL) != Market.SPOT:
             reason = f"team {job.spec.team} is beyond its soft budget and may use spot nodes only; it asks for others"
@@ -128,7 +128,8 @@ class Floor:
 
     def _fit(self, row: int, shape: Shape) -> Placements | Shortfall:
         job, key = self.jobs[row], _key(shape)
-        if (never := impossible(shape, shape.at_least, self.snapshot.node_types, "it")) is not None:
+        never, _ = self._facts(shape)
+        if never is not None:
             return never
         if (short := self.beyond_limits(job, shape)) is not None:
             return short
@@ -146,6 +147,15 @@ class Floor:
                 self.room.give(seat.node_id, shape.resources)
             return short
         return placed
+
+    def _facts(self, shape: Shape) -> tuple[Shortfall | None, float]:
+        """Whatever the fleet holds just now: why a shape can never fit, and the least that a member of it costs."""
+        if (known := self._known.get(key := _key(shape))) is None:
+            types = self.snapshot.node_types
+            prices = [seats.price_of(shape, [t]) for t in types if copies(shape.resources, t.resources)]
+            never = impossible(shape, shape.at_least, types, "it")
+            known = self._known[key] = (never, min(prices, default=0.0))
+        return known
 
     def _short_of(self, job: Job, need: Resources) -> Shortfall | None:
         """Quota. A team beyond its soft budget borrows nothing, nor does a job that cannot be preempted."""
