@@ -6,7 +6,6 @@ only, and where each node's agent tells the rest (meters.py).
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypeVar
 
@@ -94,12 +93,6 @@ class GcsReader:
                 )
         self._call("report to Ray", lambda client: client.report_autoscaling_state(state.SerializeToString()))
 
-    def _connect(self) -> GcsClient:
-        """GcsClient itself blocks for 40 s when nobody listens, so somebody must be seen to."""
-        host, _, port = self._address.rpartition(":")
-        with socket.create_connection((host, int(port)), timeout=CALL_TIMEOUT_S):
-            return gcs_client(self._address)
-
     def _state(self) -> Any:
         body = self._call("read Ray's cluster state", lambda client: client.get_cluster_resource_state(CALL_TIMEOUT_S))
         reply = autoscaler_messages().GetClusterResourceStateReply()
@@ -109,7 +102,7 @@ class GcsReader:
     def _call(self, what: str, ask: Callable[[GcsClient], T]) -> T:
         try:
             if self._client is None:
-                self._client = self._connect()
+                self._client = gcs_client(self._address)
             return ask(self._client)
         except Exception as error:  # Ray raises RpcError, ConnectionError and bare RuntimeErrors here
             self._client = None

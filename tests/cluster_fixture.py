@@ -47,7 +47,7 @@ def replica_pids(of: LocalCluster) -> list[int]:
     """The processes of this cluster's replicas."""
     import psutil
 
-    from raytide.control.embedded import MARK
+    from raytide.control.running import MARK
 
     found = []
     for process in psutil.process_iter(["name", "cmdline"]):

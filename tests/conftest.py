@@ -8,8 +8,9 @@ import psutil
 import pytest
 from hypothesis import settings
 from tests.cluster_fixture import eventually, live, raytide_cli, tide
+from tests.moto_fixture import aws, aws_for_ray, moto_url
 
-__all__ = ["eventually", "live", "raytide_cli", "tide"]
+__all__ = ["aws", "aws_for_ray", "eventually", "live", "moto_url", "raytide_cli", "tide"]
 
 # Times are benchmarks; a slow machine must not fail a property.
 settings.register_profile("raytide", deadline=None, print_blob=True)

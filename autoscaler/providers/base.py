@@ -36,7 +36,14 @@ class Notice:
     deadline_s: float
 
 
-class Provider(Protocol):
+class Bill(Protocol):
+    """What the machines of a cluster cost."""
+
+    def machines(self) -> tuple[Machine, ...]:
+        """Every machine of this cluster, ended ones included."""
+
+
+class Provider(Bill, Protocol):
     """A source of nodes. Calls may be repeated after a crash: the same node id never buys twice."""
 
     def launch(self, node: Node, node_type: NodeType) -> None:
@@ -44,9 +51,6 @@ class Provider(Protocol):
 
     def terminate(self, node_id: str) -> None:
         """End it; nothing happens when it is gone or was never bought."""
-
-    def machines(self) -> tuple[Machine, ...]:
-        """Every machine of this cluster, ended ones included: this is also the bill."""
 
     def notices(self) -> tuple[Notice, ...]:
         """Machines that the provider announced it will take back and that still run."""

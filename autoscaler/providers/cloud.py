@@ -1,8 +1,8 @@
 """Any cloud that Ray's cluster launcher knows, through the NodeProvider that ships with Ray and the file's own
 `provider` section. raytide chooses type, zone and time; Ray's code talks to the cloud.
 
-The cloud is asked for what runs by tags, so a controller that was killed finds its machines again. Spot notices reach
-raytide through Ray: a node that its cloud takes back drains itself (docs/autoscaler.md).
+The cloud is asked for what runs by tags, so a controller that was killed finds its machines again. Notices come from
+the watcher that runs on each node (raytide.autoscaler.notices), since a cloud tells only the machine itself.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from raytide.autoscaler.notices.board import NoticeBoard
 from raytide.autoscaler.providers.base import Machine, Notice
-from raytide.autoscaler.providers.purchases import Purchase, Purchases
+from raytide.autoscaler.providers.poll import PollWatcher
+from raytide.autoscaler.providers.purchases import Purchase, Purchases, in_order
 from raytide.core import ray_internals
 from raytide.core.clock import Clock
 from raytide.core.errors import ConfigError, ProviderError
@@ -45,13 +47,14 @@ class CloudProvider:
         run_dir: Path,
         clock: Clock,
         set_up: SetUp,
+        board: NoticeBoard,
     ) -> None:
-        self._config, self._cloud, self._clock, self._set_up = config, cloud, clock, set_up
+        self._config, self._cloud, self._clock = config, cloud, clock
+        self._set_up, self._board = set_up, board
         self._purchases = Purchases(run_dir / "purchases")
         self._lock = threading.Lock()
         self._types = {node_type.name: node_type for node_type in node_types}
-        self._stop = threading.Event()
-        self._watcher: threading.Thread | None = None
+        self._watcher: PollWatcher | None = None
 
     def launch(self, node: Node, node_type: NodeType) -> None:
         with self._lock:
@@ -91,36 +94,30 @@ class CloudProvider:
                     live.append(purchase.machine())
                 else:
                     self._purchases.end(purchase.node_id, now_s, "the cloud took it away")
-            return tuple(sorted([*self._purchases.over(), *live], key=lambda m: (m.started_at_s, m.node_id)))
+            return in_order([*self._purchases.over(), *live])
 
     def notices(self) -> tuple[Notice, ...]:
-        """None: a cloud tells the machine, not its owner."""
-        return ()
+        """What the nodes' watchers pinned; of machines that have ended nothing stays on the board."""
+        pinned = self._board.notices()
+        for notice in pinned:
+            if self._purchases.is_over(notice.node_id):
+                self._board.remove(notice.node_id)
+        return tuple(notice for notice in pinned if not self._purchases.is_over(notice.node_id))
 
     def prices(self) -> Mapping[tuple[str, str], int]:
         return {}
 
     def watch(self, on_change: Callable[[], None]) -> None:
         """Look at the cloud every ten seconds, since none of Ray's providers can be listened to."""
-        self._watcher = threading.Thread(target=self._look, args=(on_change,), name="cloud", daemon=True)
-        self._watcher.start()
+        self._watcher = PollWatcher("cloud", _POLL_S, self._look, on_change)
 
     def close(self) -> None:
-        self._stop.set()
         if self._watcher is not None:
-            self._watcher.join(_POLL_S)
+            self._watcher.close()
 
-    def _look(self, on_change: Callable[[], None]) -> None:
-        before: set[str] | None = None
-        while not self._stop.wait(_POLL_S):
-            try:
-                with self._lock:
-                    now = set(self._running())
-            except ProviderError:
-                continue  # the controller's own look says so
-            if before is not None and now != before:
-                on_change()
-            before = now
+    def _look(self) -> set[str]:
+        with self._lock:
+            return set(self._running())
 
     def _is_unlisted(self, node_id: str) -> bool:
         purchase = self._purchases.find(node_id)

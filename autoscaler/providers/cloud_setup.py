@@ -11,6 +11,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+from raytide.autoscaler.notices.watch import CLOUDS
 from raytide.core import ray_internals
 from raytide.core.fleet import NodeType
 from raytide.core.logs import logger
@@ -61,7 +62,8 @@ class CloudSetUp:
 
 
 def start_commands(config: Mapping[str, Any], head_ip: str, node_id: str, node_type: NodeType, zone: str) -> list[str]:
-    """The file's `worker_start_ray_commands`, with what every raylet of raytide's needs to know in its environment."""
+    """The file's `worker_start_ray_commands`, with what every raylet of raytide's needs to know in its environment, and
+    the watcher of notices where the cloud has any."""
     variables = {
         "RAY_HEAD_IP": head_ip,
         "RAY_NODE_TYPE_NAME": node_type.name,
@@ -70,4 +72,7 @@ def start_commands(config: Mapping[str, Any], head_ip: str, node_id: str, node_t
         "RAY_OVERRIDE_RESOURCES": json.dumps(node_type.resources, sort_keys=True),
     }
     exports = "".join(f"export {name}='{value}'; " for name, value in variables.items())
-    return [exports + command for command in config["worker_start_ray_commands"]]
+    commands = [*config["worker_start_ray_commands"]]
+    if (cloud := config["provider"]["type"]) in CLOUDS:
+        commands.append(f"raytide watch-notices {cloud}")
+    return [exports + command for command in commands]

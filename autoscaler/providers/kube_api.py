@@ -37,7 +37,7 @@ class KubeApi:
         if host is None or not (_ACCOUNT / "namespace").exists():
             raise ConfigError(
                 "this process does not run in a pod with a service account.",
-                hint="Run raytide's controller in the RayCluster's namespace; docs/autoscaler.md has the manifest.",
+                hint="Run `raytide head` in the RayCluster's head pod; docs/providers.md has the manifest.",
             )
         return cls(f"https://{host}:{port}", (_ACCOUNT / "namespace").read_text().strip())
 
@@ -55,6 +55,11 @@ class KubeApi:
 
     def patch_pod(self, name: str, patch: Patch) -> None:
         self._call("PATCH", f"{self._pods_path}/{name}", patch)
+
+    def nodes(self) -> list[dict[str, Any]]:
+        """The machines under the pods, of the whole Kubernetes cluster."""
+        found: list[dict[str, Any]] = self._call("GET", "/api/v1/nodes")["items"]
+        return found
 
     def close(self) -> None:
         self._http.close()
@@ -78,7 +83,7 @@ class KubeApi:
         except httpx.HTTPStatusError as error:
             raise ProviderError(
                 f"Kubernetes refused {method} {path}: {error.response.status_code} {error.response.text[:300]}",
-                hint="raytide's service account must read and patch rayclusters and pods of this namespace.",
+                hint="raytide's service account must be allowed to; docs/providers.md has its roles.",
             ) from None
         except httpx.HTTPError as error:
             raise ProviderError(f"Kubernetes does not answer: {error!r}.", hint="The next tick asks again.") from None

@@ -1,21 +1,24 @@
 """Nodes as pods of a RayCluster: raytide patches the worker groups, KubeRay's operator does the rest.
 
-A node type is a worker group. The operator is told how many pods a group has and which to delete, never one without
-the other, since it deletes any when only the number falls. Everything is derived from what was bought and which pods
-there are, so a call that was lost is made good by the next.
+A node type is a worker group. The operator is told how many pods a group has and which to delete. It counts pods that
+are on their way out as long as Kubernetes lists them, and deletes any one when it counts too many: so a pod is named
+until it is gone. Everything is derived from what was bought and which pods there are, so a call that was lost is made
+good by the next.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from raytide.autoscaler.providers.base import Machine, Notice
 from raytide.autoscaler.providers.kube_api import KubeApi
-from raytide.autoscaler.providers.purchases import Purchase, Purchases
+from raytide.autoscaler.providers.poll import PollWatcher
+from raytide.autoscaler.providers.purchases import Purchase, Purchases, in_order
 from raytide.core.clock import Clock
 from raytide.core.errors import ConfigError, ProviderError
 from raytide.core.fleet import Node, NodeType
@@ -26,6 +29,17 @@ NODE_LABEL = "raytide.io/node-id"
 _LABEL_PATH = "/metadata/labels/raytide.io~1node-id"
 _POLL_S = 5.0
 
+TAINTS: Mapping[str, float] = {
+    "cloud.google.com/impending-node-termination": 30.0,
+    "aws-node-termination-handler/spot-itn": 120.0,
+    "aws-node-termination-handler/asg-lifecycle-termination": 120.0,
+    "aws-node-termination-handler/scheduled-maintenance": 600.0,
+    "aws-node-termination-handler/rebalance-recommendation": 600.0,
+    "karpenter.sh/disrupted": 120.0,
+    "ToBeDeletedByClusterAutoscaler": 120.0,
+}
+"""What marks a machine that will be taken away, and for how long its pods then stay at least, seconds."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Pod:
@@ -34,6 +48,10 @@ class _Pod:
     node_id: str
     """Empty until it is given to a node."""
     address: str
+    machine: str
+    """The Kubernetes node that it runs on."""
+    leaves_at_s: float | None
+    """When Kubernetes kills it; None while it stays."""
 
 
 class KubeRayProvider:
@@ -43,8 +61,10 @@ class KubeRayProvider:
         self._api, self._cluster, self._clock = api, cluster, clock
         self._purchases = Purchases(run_dir / "purchases")
         self._lock = threading.Lock()
-        self._stop = threading.Event()
-        self._watcher: threading.Thread | None = None
+        self._watcher: PollWatcher | None = None
+        self._tainted_s: dict[tuple[str, str], float] = {}
+        """Since when a machine has had a taint."""
+        self._looked_s = 0.0
 
     def launch(self, node: Node, node_type: NodeType) -> None:
         with self._lock:
@@ -80,47 +100,60 @@ class KubeRayProvider:
                     live.append(purchase.machine(pod.address if pod else "", ray_id=pod.name if pod else ""))
             for index, group in enumerate(self._groups()):
                 self._align(index, group, pods)
-            return tuple(sorted([*self._purchases.over(), *live], key=lambda m: (m.started_at_s, m.node_id)))
+            return in_order([*self._purchases.over(), *live])
 
     def notices(self) -> tuple[Notice, ...]:
-        """None: Kubernetes evicts pods, and KubeRay drains the Ray node of one that ends."""
-        return ()
+        """Of pods that Kubernetes is deleting, and of those on machines that are marked to go."""
+        with self._lock:
+            pods = [pod for pod in self._pods() if pod.node_id]
+            going = self._going_machines() if pods else {}
+            told = {pod.node_id: pod.leaves_at_s or going.get(pod.machine) for pod in pods}
+            return tuple(Notice(node_id, at_s) for node_id, at_s in sorted(told.items()) if at_s is not None)
 
     def prices(self) -> Mapping[tuple[str, str], int]:
         return {}
 
     def watch(self, on_change: Callable[[], None]) -> None:
         """Look at the pods every five seconds."""
-        self._watcher = threading.Thread(target=self._look, args=(on_change,), name="kuberay", daemon=True)
-        self._watcher.start()
+        self._watcher = PollWatcher(
+            "kuberay", _POLL_S, lambda: {(pod.name, pod.leaves_at_s) for pod in self._pods()}, on_change
+        )
 
     def close(self) -> None:
-        self._stop.set()
         if self._watcher is not None:
-            self._watcher.join(_POLL_S + 1.0)
+            self._watcher.close()
         self._api.close()
 
-    def _look(self, on_change: Callable[[], None]) -> None:
-        before: set[str] | None = None
-        while not self._stop.wait(_POLL_S):
-            try:
-                now = {pod.name for pod in self._pods()}
-            except ProviderError:
-                continue  # the controller's own look says so
-            if before is not None and now != before:
-                on_change()
-            before = now
+    def _going_machines(self) -> dict[str, float]:
+        """When each machine with one of TAINTS goes, counted from when the taint was first seen."""
+        now_s = self._clock.now_s()
+        if now_s - self._looked_s >= _POLL_S:
+            marked = [
+                (node["metadata"]["name"], taint["key"])
+                for node in self._api.nodes()
+                for taint in node["spec"].get("taints", [])
+                if taint["key"] in TAINTS
+            ]
+            self._tainted_s = {each: self._tainted_s.get(each, now_s) for each in marked}
+            self._looked_s = now_s
+        going: dict[str, float] = {}
+        for (machine, taint), since_s in self._tainted_s.items():
+            going[machine] = min(going.get(machine, float("inf")), since_s + TAINTS[taint])
+        return going
 
     def _align(self, index: int, group: dict[str, Any], pods: list[_Pod]) -> None:
         """Tell the operator how many pods the group has, and which are not among them."""
         name = group["groupName"]
-        wanted = {purchase.node_id for purchase in self._open(name)}
-        spare = [pod.name for pod in pods if pod.group == name and pod.node_id and pod.node_id not in wanted]
-        unnamed = [pod.name for pod in pods if pod.group == name and not pod.node_id]
-        waiting = len(wanted) - sum(pod.group == name and pod.node_id in wanted for pod in pods)
+        mine = [pod for pod in pods if pod.group == name]
+        leaving = {pod.node_id for pod in mine if pod.leaves_at_s is not None}
+        wanted = {purchase.node_id for purchase in self._open(name)} - leaving
+        spare = [pod.name for pod in mine if pod.leaves_at_s is not None or (pod.node_id and pod.node_id not in wanted)]
+        unnamed = [pod.name for pod in mine if not pod.node_id and pod.leaves_at_s is None]
+        waiting = len(wanted) - sum(pod.node_id in wanted for pod in mine)
         spare += unnamed[max(waiting, 0) :]
-        told = (int(group.get("replicas") or 0), sorted(group.get("scaleStrategy", {}).get("workersToDelete", [])))
-        if told == (len(wanted), sorted(spare)):
+        listed = {pod.name for pod in mine}  # a name that is gone stays told: the operator's own list may be older
+        named = sorted(listed.intersection(group.get("scaleStrategy", {}).get("workersToDelete", [])))
+        if (int(group.get("replicas") or 0), named) == (len(wanted), sorted(spare)):
             return
         at = f"/spec/workerGroupSpecs/{index}"
         patch: list[dict[str, object]] = [
@@ -138,29 +171,21 @@ class KubeRayProvider:
         for pod in pods:
             waiting = [p for p in self._open(pod.group) if p.node_id not in taken]
             waiting = [p for p in waiting if not self._purchases.was_seen(p.node_id)]
-            if not pod.node_id and waiting:
+            if not pod.node_id and pod.leaves_at_s is None and waiting:
                 node_id = waiting[0].node_id
                 self._api.patch_pod(pod.name, [{"op": "add", "path": _LABEL_PATH, "value": node_id}])
                 taken.add(node_id)
-                pod = _Pod(pod.name, pod.group, node_id, pod.address)
+                pod = replace(pod, node_id=node_id)
             if pod.node_id:
                 self._purchases.see(pod.node_id)
             given.append(pod)
         return given
 
     def _pods(self) -> list[_Pod]:
-        """Those that stay, oldest first."""
-        found = [pod for pod in self._api.workers(self._cluster) if "deletionTimestamp" not in pod["metadata"]]
+        """All that Kubernetes lists, oldest first."""
+        found = self._api.workers(self._cluster)
         found.sort(key=lambda pod: (pod["metadata"].get("creationTimestamp", ""), pod["metadata"]["name"]))
-        return [
-            _Pod(
-                pod["metadata"]["name"],
-                pod["metadata"]["labels"]["ray.io/group"],
-                pod["metadata"]["labels"].get(NODE_LABEL, ""),
-                pod.get("status", {}).get("podIP", ""),
-            )
-            for pod in found
-        ]
+        return [_pod(pod["metadata"], pod.get("spec", {}), pod.get("status", {})) for pod in found]
 
     def _open(self, group: str) -> list[Purchase]:
         bought = [purchase for purchase in self._purchases.open() if purchase.node_type == group]
@@ -174,6 +199,12 @@ class KubeRayProvider:
                 hint="Set spec.enableInTreeAutoscaling to false: two autoscalers undo each other's work.",
             )
         groups: list[dict[str, Any]] = spec.get("workerGroupSpecs", [])
+        for group in groups:
+            if group.get("minReplicas"):
+                raise ConfigError(
+                    f"worker group {group['groupName']} has minReplicas {group['minReplicas']}.",
+                    hint="Set it to 0: the operator would make pods that nobody bought. cluster.yaml has min_workers.",
+                )
         return groups
 
     def _group(self, name: str) -> tuple[int, dict[str, Any]]:
@@ -185,3 +216,15 @@ class KubeRayProvider:
                 hint=f"It has: {', '.join(group['groupName'] for group in groups) or 'none'}.",
             )
         return found, groups[found]
+
+
+def _pod(metadata: dict[str, Any], spec: dict[str, Any], status: dict[str, Any]) -> _Pod:
+    leaves_at = metadata.get("deletionTimestamp")
+    return _Pod(
+        name=metadata["name"],
+        group=metadata["labels"]["ray.io/group"],
+        node_id=metadata["labels"].get(NODE_LABEL, ""),
+        address=status.get("podIP", ""),
+        machine=spec.get("nodeName", ""),
+        leaves_at_s=datetime.fromisoformat(leaves_at).timestamp() if leaves_at else None,
+    )

@@ -6,13 +6,14 @@ tags. `<node-id>.end.json` is written once, by whoever first misses the machine.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from raytide.autoscaler.providers.base import Machine
 from raytide.core.durable import create_json, read_json
 
-__all__ = ["Purchase", "Purchases"]
+__all__ = ["Purchase", "Purchases", "in_order"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,13 @@ class Purchase:
         )
 
 
+def in_order(machines: Iterable[Machine]) -> tuple[Machine, ...]:
+    return tuple(sorted(machines, key=lambda machine: (machine.started_at_s, machine.node_id)))
+
+
 class Purchases:
+    """The purchases of one cluster, in this folder."""
+
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._over: dict[str, Machine] = {}
@@ -69,6 +76,10 @@ class Purchases:
         over = {name.removesuffix(".end") for name in names if name.endswith(".end")}
         found = (self.find(name) for name in sorted(names - over) if not name.endswith((".end", ".seen")))
         return [purchase for purchase in found if purchase is not None]
+
+    def machines(self) -> tuple[Machine, ...]:
+        """The bill as it is written down. Only the controller's own provider looks whether an open one still runs."""
+        return in_order([*self.over(), *(purchase.machine() for purchase in self.open())])
 
     def over(self) -> list[Machine]:
         """Those that ended, as they are billed."""

@@ -10,7 +10,9 @@ import pytest
 
 from raytide.autoscaler.gcs import GcsReader
 from raytide.autoscaler.meters import Meters
-from raytide.autoscaler.providers.base import Machine
+from raytide.autoscaler.notices.base import Told
+from raytide.autoscaler.notices.watch import board_at
+from raytide.autoscaler.providers.base import Machine, Notice
 from raytide.autoscaler.ray_node import RayNode
 from raytide.core.clock import SystemClock
 from raytide.core.errors import ClusterError
@@ -121,6 +123,16 @@ def test_nodes_demand_and_the_race_free_idle_drain(ray_cluster: Any) -> None:
     assert gcs.demand() == ()
     until("Ray accepts the idle drain", lambda: gcs.drain(node.ray_node_id, "idle", time.time() + 30, "test"))
     until("the raylet leaves by itself", lambda: not ours(gcs).is_alive)
+
+
+def test_the_gcs_keeps_what_watchers_pin(ray_cluster: Any) -> None:
+    board, reader = board_at(ray_cluster.address), board_at(ray_cluster.address)
+    assert reader.notices() == ()
+    board.pin("node-1", Told(120.0, "preempted"))
+    board.pin("node-1", Told(60.0, "preempted"))
+    assert reader.notices() == (Notice("node-1", 60.0),)
+    board.remove("node-1")
+    assert reader.notices() == ()
 
 
 def test_launches_are_shown_by_ray_status(ray_cluster: Any) -> None:

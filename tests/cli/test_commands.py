@@ -17,6 +17,8 @@ from raytide.cli import jobs
 from raytide.cli.app import app
 from raytide.control.client import Client
 from raytide.control.closing import Closed
+from raytide.control.cluster import DEFAULT_CONFIG
+from raytide.control.rehearsal import Step
 from raytide.control.views import CostReport, JobView
 from raytide.core.errors import ConfigError, NotFoundError, RaytideError, UsageError
 from raytide.core.gang import GangSpec, Shape
@@ -76,10 +78,27 @@ def test_down_of_what_is_not_there_says_so() -> None:
     assert json.loads(runner.invoke(app, ["down", "--cluster", "typo", "--json"]).stdout)["state"] == "absent"
 
 
-def test_up_without_local_says_the_whole_command() -> None:
-    error = error_of("up", "mine.yaml")
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["up"], "`raytide up --local`"),
+        (["up", "--dry-run"], "`raytide up cluster.yaml --dry-run`"),
+        (["up", "mine.yaml", "--local", "--dry-run"], "`raytide up mine.yaml --dry-run`"),
+        (["up", str(DEFAULT_CONFIG)], f"`raytide up {DEFAULT_CONFIG} --local`"),
+    ],
+)
+def test_an_up_that_names_no_place_says_the_whole_command(args: list[str], said: str) -> None:
+    error = error_of(*args)
     assert isinstance(error, UsageError)
-    assert "`raytide up mine.yaml --local`" in error.hint
+    assert said in error.hint
+
+
+def test_a_dry_run_prints_what_it_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = [Step("head", "buy", "{}"), Step("l4", "run", "ray start")]
+    monkeypatch.setattr("raytide.control.launcher.dry_run", lambda config, name: steps)
+    assert runner.invoke(app, ["up", "c.yaml", "--dry-run"]).stdout == "head: buy {}\nl4: run ray start\n"
+    shown = json.loads(runner.invoke(app, ["up", "c.yaml", "--dry-run", "--json"]).stdout)
+    assert shown[1] == {"machine": "l4", "what": "run", "text": "ray start"}
 
 
 @pytest.mark.parametrize("replicas", [(3, 1), (0, 1)])

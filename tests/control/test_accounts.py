@@ -59,7 +59,7 @@ def client(tmp_path: Path, store: Store) -> Iterator[TestClient]:
     desk = Desk(
         store=store,
         config=config.model_copy(update={"settings": settings}),
-        provider=NoMachines(),  # type: ignore[arg-type]
+        bill=NoMachines(),
         drivers=None,  # type: ignore[arg-type]
         clock=VirtualClock(NOW_S),
         live=tmp_path / "live.json",

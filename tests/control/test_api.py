@@ -66,7 +66,7 @@ def client(tmp_path: Path, store: Store, clock: VirtualClock) -> Iterator[TestCl
     desk = Desk(
         store=store,
         config=load_cluster(LOCAL),
-        provider=NoMachines(),  # type: ignore[arg-type]
+        bill=NoMachines(),
         drivers=Echo(),  # type: ignore[arg-type]
         clock=clock,
         live=tmp_path / "live.json",

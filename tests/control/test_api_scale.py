@@ -65,7 +65,7 @@ def desk(store: Store, tmp_path: Path) -> Desk:
     return Desk(
         store=store,
         config=load_cluster(LOCAL),
-        provider=NoMachines(),  # type: ignore[arg-type]
+        bill=NoMachines(),
         drivers=None,  # type: ignore[arg-type]
         clock=VirtualClock(10.0),
         live=live,

@@ -14,8 +14,9 @@ import pytest
 
 from raytide.control import cluster
 from raytide.control.addresses import ANY, claim, is_free
-from raytide.control.embedded import MARK, LocalCluster, load, run_dir_of
+from raytide.control.embedded import LocalCluster
 from raytide.control.processes import hold_lock, spawn
+from raytide.control.running import MARK, load, run_dir_of
 from raytide.core.errors import ClusterError, ConfigError, ConflictError, NotFoundError, UsageError
 from raytide.core.processes import Process, marked
 
@@ -51,9 +52,10 @@ def idle_head(monkeypatch: pytest.MonkeyPatch) -> None:
 _UP_THAT_HANGS = f"""
 import signal
 from raytide.control import cluster
+from raytide.control.processes import spawn
 
 def start_head(of, *, environment, pass_fds):
-    return cluster.spawn("head", ["sleep", "1000"], run_dir=of.run_dir, environment=environment)
+    return spawn("head", ["sleep", "1000"], run_dir=of.run_dir, environment=environment)
 
 def wait_for_head(*args, **kwargs):
     print("up", flush=True)

@@ -19,7 +19,8 @@ from raytide.autoscaler.providers.local_files import MARK as NODE_MARK
 from raytide.autoscaler.providers.local_spot import reclaim
 from raytide.control import cluster
 from raytide.control.addresses import is_listening
-from raytide.control.embedded import MARK, LocalCluster
+from raytide.control.embedded import LocalCluster
+from raytide.control.running import MARK
 from raytide.core.fleet import Market, Node, NodeState, NodeType
 from raytide.core.processes import marked
 

@@ -23,7 +23,8 @@ from raytide.autoscaler.providers.local_files import NodeFolder, node_folders
 from raytide.autoscaler.providers.local_spot import give_notice, reclaim, set_stockouts
 from raytide.control import cluster as clusters
 from raytide.control.client import Client
-from raytide.control.embedded import MARK, LocalCluster
+from raytide.control.embedded import LocalCluster
+from raytide.control.running import MARK
 from raytide.core.errors import ClusterError
 from raytide.core.job import JobSpec
 from raytide.core.processes import Process, marked

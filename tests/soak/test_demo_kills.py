@@ -22,7 +22,8 @@ import raytide as rt
 from raytide.control import cluster as clusters
 from raytide.control.client import Client
 from raytide.control.costs import bill
-from raytide.control.embedded import MARK, LocalCluster, load
+from raytide.control.embedded import LocalCluster
+from raytide.control.running import MARK, load
 from raytide.core.errors import RaytideError
 from raytide.core.job import Job, JobKind, JobState
 from raytide.core.processes import Process, marked

@@ -19,7 +19,8 @@ from tests.soak.users import Clients
 import raytide as rt
 from raytide.control import cluster as clusters
 from raytide.control.client import Client
-from raytide.control.embedded import MARK, LocalCluster
+from raytide.control.embedded import LocalCluster
+from raytide.control.running import MARK
 from raytide.core.endpoint import EndpointState
 from raytide.core.errors import ClusterError
 from raytide.core.money import format_usd

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
@@ -22,15 +25,32 @@ SchemaOf = Literal["cluster", "train", "data", "serve"]
 def up(
     config: Annotated[Path | None, typer.Argument(help="A cluster.yaml; a small CPU fleet when left out.")] = None,
     local: Annotated[bool, typer.Option("--local", help="Nodes are real raylets on this machine.")] = False,
-    name: Name = "local",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what would be done in the cloud; do nothing.")
+    ] = False,
+    name: Annotated[
+        str | None, typer.Option("--name", "--cluster", help="`local`, or the file's cluster_name, when left out.")
+    ] = None,
     json: Json = False,
 ) -> None:
-    """Start a cluster: a Ray head, raytide's controller and its API."""
+    """Start a cluster: a Ray head, raytide's controller and its API.
+
+    On this machine with --local, else in the cloud that the file names, through Ray's cluster launcher.
+    """
+    if local and not dry_run:
+        _up_here(config, name or "local", json=json)
+    elif config is None or local:
+        asked = f"raytide up {config or 'cluster.yaml'} --dry-run" if dry_run else "raytide up --local"
+        raise UsageError("a cloud's cluster needs its cluster.yaml, and no --local.", hint=f"Say `{asked}`.")
+    elif dry_run:
+        _show_steps(config, name, json=json)
+    else:
+        _up_there(config, name, json=json)
+
+
+def _up_here(config: Path | None, name: str, *, json: bool) -> None:
     from raytide.control import cluster
 
-    if not local:
-        asked = "raytide up --local" if config is None else f"raytide up {config} --local"
-        raise UsageError("only clusters on this machine can be started yet.", hint=f"Say `{asked}`.")
     if not json:
         print(f"starting cluster {name} ...", file=sys.stderr)
     started = cluster.up(config, name=name)
@@ -43,11 +63,77 @@ def up(
     print(f'`eval "$(raytide status --ray{which[0]})"` lets Ray\'s own commands in: ray status, ray job submit')
 
 
-def down(name: Name = "local", json: Json = False) -> None:
-    """End a cluster and check that no process of it is left."""
-    from raytide.control import cluster
+def _show_steps(config: Path, name: str | None, *, json: bool) -> None:
+    from raytide.control import launcher
 
-    closed = cluster.down(name)
+    steps = launcher.dry_run(config, name)
+    if json:
+        as_json([asdict(step) for step in steps])
+        return
+    for step in steps:
+        print(f"{step.machine}: {step.what} {step.text}")
+
+
+def _up_there(config: Path, name: str | None, *, json: bool) -> None:
+    """Ray's launcher prints its progress, and so does what it runs: with --json all of that goes to stderr."""
+    from raytide.control import launcher
+
+    with _stdout_to_stderr() if json else nullcontext():
+        head = launcher.up(config, name)
+    if json:
+        as_json({"name": head.name, "head": head.ip})
+        return
+    print(f"cluster {head.name} is up; its head is {head.ip}. To look at it and to end it:")
+    print(f"  ray exec {config} 'raytide status --cluster {head.name}'")
+    print(f"  ray exec {config} 'raytide down --name {head.name}' && ray down {config}")
+
+
+@contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    sys.stdout.flush()
+    before = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(before, 1)
+        os.close(before)
+
+
+def head(
+    config: Annotated[Path, typer.Argument(help="cluster.yaml as `ray up` left it: ~/ray_bootstrap_config.yaml.")],
+    block: Annotated[bool, typer.Option("--block", help="Stay until it ends, for a container.")] = False,
+) -> None:
+    """Start controller and API beside the Ray head of this machine.
+
+    The last of cluster.yaml's head_start_ray_commands. Said again, it goes on with the file as it is now.
+    """
+    from raytide.control import heads
+
+    started = heads.start(config)
+    print(f"cluster {started.name} is up: API {started.api_url}, Ray {started.dashboard_url}")
+    if block:
+        heads.stay(started)
+
+
+def watch_notices(cloud: Annotated[str, typer.Argument(help="aws, gcp or azure.")]) -> None:
+    """Start this node's watcher of its cloud's notices; raytide says this itself on every node that it buys."""
+    from raytide.control.node import watch_notices as start
+
+    print(f"notices of {cloud} are watched by process {start(cloud).pid}")
+
+
+def down(name: Name = "local", json: Json = False) -> None:
+    """End a cluster and check that no process of it is left.
+
+    On a cloud's head: end every node that raytide bought; `ray down` then ends the head.
+    """
+    from raytide.control import cluster, heads
+    from raytide.control.running import load, run_dir_of
+
+    there = load(run_dir_of(name))
+    closed = heads.down(there) if isinstance(there, heads.HeadCluster) else cluster.down(name)
     wrong = [] if closed is None else [asdict(difference) for difference in closed.differences]
     if json:
         as_json({"name": name, "state": "down" if closed else "absent", "differences": wrong})

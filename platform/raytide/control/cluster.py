@@ -7,7 +7,6 @@ import secrets
 import shutil
 import signal
 import socket
-import sys
 import tempfile
 import threading
 import time
@@ -15,36 +14,25 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
-
 from raytide.autoscaler.providers.local import LocalProvider
 from raytide.autoscaler.providers.local_files import node_folders
 from raytide.control.addresses import ANY, FIRST_K, LAST_K, claim
 from raytide.control.closing import Closed, close_books
-from raytide.control.embedded import (
-    AGENT_PORT_BASE,
-    GCS_PORT_BASE,
-    MARK,
-    LocalCluster,
-    installed_version,
-    load,
-    run_dir_of,
-)
+from raytide.control.embedded import AGENT_PORT_BASE, GCS_PORT_BASE, LocalCluster
 from raytide.control.head import start_head, wait_for_head
-from raytide.control.processes import hold_lock, spawn
+from raytide.control.processes import hold_lock
+from raytide.control.running import MARK, installed_version, load, run_dir_of
+from raytide.control.supervised import end_children, grant_access, start_supervisor, wait_for_api
 from raytide.control.supervisor import CHILDREN
 from raytide.core.clock import Clock, SystemClock
 from raytide.core.cluster import load_cluster
 from raytide.core.config import environment
-from raytide.core.durable import write_json
-from raytide.core.errors import ClusterError, ConflictError, NotFoundError, UsageError
-from raytide.core.processes import end, kill_marked
+from raytide.core.errors import ConflictError, NotFoundError, UsageError
+from raytide.core.processes import kill_marked
 from raytide.core.state import Store
 
 DEFAULT_CONFIG = Path(__file__).with_name("local.yaml")
 DASHBOARD_PORT, API_PORT, SERVE_PORT, RAY_CLIENT_PORT = 8265, 7400, 8000, 10001
-_STOP_GRACE_S = 12.0
-"""Above the supervisor's own grace for its children."""
 
 
 def up(
@@ -59,15 +47,15 @@ def up(
     _check_name(name)
     config = load_cluster(config_path or DEFAULT_CONFIG)
     with _exclusive(name):
-        cluster = load(run_dir_of(name))
+        cluster = _load(name)
         if cluster is not None and cluster.is_alive("head"):
             if cluster.is_alive("supervisor"):
                 raise ConflictError(
                     f"cluster {name} is up already ({cluster.api_url}).",
                     hint=f"End it (`raytide down --name {name}`), or start another beside it (`--name other`).",
                 )
-            _start_supervisor(cluster, children)
-            _wait_for_api(cluster, timeout_s=timeout_s)
+            start_supervisor(cluster, children)
+            wait_for_api(cluster, timeout_s=timeout_s)
             return cluster
         if cluster is not None:
             _end_everything(cluster)
@@ -78,8 +66,8 @@ def up(
         try:
             head = start_head(cluster, environment=cluster.environment(), pass_fds=[claimed.fileno()])
             wait_for_head(cluster, head, timeout_s=timeout_s)
-            _start_supervisor(cluster, children, pass_fds=[claimed.fileno()])
-            _wait_for_api(cluster, timeout_s=deadline - time.monotonic())
+            start_supervisor(cluster, children, pass_fds=[claimed.fileno()])
+            wait_for_api(cluster, timeout_s=deadline - time.monotonic())
         except BaseException:
             with _uninterrupted():
                 _end_everything(cluster)
@@ -98,7 +86,7 @@ def down(name: str = "local") -> Closed | None:
     if not run_dir_of(name).parent.exists():
         return None
     with _exclusive(name), _uninterrupted():
-        cluster = load(run_dir_of(name))
+        cluster = _load(name)
         if cluster is None:
             return None
         _end_everything(cluster)
@@ -108,7 +96,7 @@ def down(name: str = "local") -> Closed | None:
 def find(name: str | None = None) -> LocalCluster:
     """The cluster of that name (RAYTIDE_CLUSTER_NAME, else `local`), if it is up; NotFoundError otherwise."""
     name = name or environment("CLUSTER_NAME") or "local"
-    cluster = load(run_dir_of(name))
+    cluster = _load(name)
     if cluster is None or not cluster.is_alive("head"):
         raise NotFoundError(f"no cluster {name} is up.", hint="Start it: `raytide up --local`.")
     return cluster
@@ -147,6 +135,15 @@ def temporary(
             os.environ["RAYTIDE_HOME"] = before
 
 
+def _load(name: str) -> LocalCluster | None:
+    cluster = load(run_dir_of(name))
+    if cluster is None or isinstance(cluster, LocalCluster):
+        return cluster
+    raise ConflictError(
+        f"{name} is the cluster of which this machine is the head.", hint="Give the embedded one another --name."
+    )
+
+
 def _create(name: str, config_path: Path, k: int | None, *, state_url: str) -> tuple[LocalCluster, socket.socket]:
     """A fresh run folder, and the claim on its addresses. Nothing runs yet, but `down` would already find it."""
     choices = range(FIRST_K, LAST_K + 1) if k is None else [k]
@@ -174,9 +171,7 @@ def _create(name: str, config_path: Path, k: int | None, *, state_url: str) -> t
     cluster.save()
     cluster.ray_token_file.touch(mode=0o600)
     cluster.ray_token_file.write_text(secrets.token_hex(32))
-    token = secrets.token_urlsafe(24)
-    write_json(cluster.tokens_file, {token: {"user": "admin", "team": "*"}})
-    write_json(cluster.client_file, {"address": cluster.api_url, "token": token})
+    grant_access(cluster)
     return cluster, claimed
 
 
@@ -186,36 +181,10 @@ def _places(k: int) -> list[tuple[str, int]]:
     return [(ANY, GCS_PORT_BASE + k), (ANY, AGENT_PORT_BASE + k), *((f"127.0.{k}.1", port) for port in own)]
 
 
-def _start_supervisor(cluster: LocalCluster, children: Mapping[str, str], *, pass_fds: list[int] | None = None) -> None:
-    argv = [sys.executable, "-m", "raytide.control.supervisor", str(cluster.run_dir)]
-    argv += [f"{what}={module}" for what, module in children.items()]
-    spawn("supervisor", argv, run_dir=cluster.run_dir, environment=cluster.environment(), pass_fds=pass_fds or ())
-
-
-def _wait_for_api(cluster: LocalCluster, *, timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        try:
-            if httpx.get(f"{cluster.api_url}/health", timeout=2.0).is_success:
-                return
-        except httpx.HTTPError:
-            pass  # it is starting
-        if not cluster.is_alive("supervisor"):
-            raise ClusterError(
-                f"the supervisor of cluster {cluster.name} ended.", hint=f"See {cluster.log('supervisor')}."
-            )
-        time.sleep(0.1)
-    raise ClusterError(
-        f"the API of cluster {cluster.name} did not answer at {cluster.api_url} within {timeout_s:.0f} s.",
-        hint=f"See {cluster.log('api')} and {cluster.log('controller')}.",
-    )
-
-
 def _end_everything(cluster: LocalCluster) -> None:
-    """The supervisor first, so that nothing restarts what was ended; then its orphans; then whatever bears the mark."""
+    """The supervisor and its children first; then whatever bears the mark."""
     cluster.client_file.unlink(missing_ok=True)
-    for whats in (["supervisor"], list(CHILDREN)):
-        end([process for what in whats if (process := cluster.process(what))], grace_s=_STOP_GRACE_S)
+    end_children(cluster)
     live = [folder for folder in node_folders(cluster.run_dir) if folder.end() is None]
     for folder in live:
         folder.announce_end("terminated")

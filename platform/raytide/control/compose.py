@@ -1,25 +1,42 @@
-"""The real ways in and out of a cluster, for its controller."""
+"""The real ways in and out of a cluster, for its controller: what cluster.yaml names becomes what runs."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from typing import Any
 from urllib.parse import urlsplit
 
 from raytide.actors.gang.groups import PlacementGroups
 from raytide.actors.serving.control import ServeControl
 from raytide.autoscaler.gcs import GcsReader
 from raytide.autoscaler.meters import Meters
-from raytide.control.cluster import provider
+from raytide.autoscaler.notices.watch import board_at
+from raytide.autoscaler.providers.base import Bill, Provider
+from raytide.autoscaler.providers.cloud import CloudProvider
+from raytide.autoscaler.providers.cloud_setup import CloudSetUp
+from raytide.autoscaler.providers.fake import FakeProvider
+from raytide.autoscaler.providers.kube_api import KubeApi
+from raytide.autoscaler.providers.kuberay import KubeRayProvider
+from raytide.autoscaler.providers.purchases import Purchases
+from raytide.control.cluster import provider as local_provider
 from raytide.control.door import Door
 from raytide.control.drivers import Drivers
 from raytide.control.embedded import LocalCluster
+from raytide.control.running import RunningCluster
 from raytide.control.world import Sources
-from raytide.core.clock import SystemClock
+from raytide.core import ray_internals
+from raytide.core.clock import Clock, SystemClock
+from raytide.core.cluster import load_cluster, provider_section
+from raytide.core.config import load_yaml
+from raytide.core.errors import ConfigError
+
+__all__ = ["RAY_NAMESPACE", "bill", "provider", "sources"]
 
 RAY_NAMESPACE = "raytide"
 
 
-def sources(cluster: LocalCluster) -> Sources:
+def sources(cluster: RunningCluster) -> Sources:
     """Connects this process to Ray."""
     import ray
 
@@ -33,4 +50,51 @@ def sources(cluster: LocalCluster) -> Sources:
         serve=ServeControl(serve.hostname or cluster.head_ip, serve.port or 8000),
         door=Door(cluster.api_url, SystemClock()),
         meters=Meters(GcsReader(cluster.gcs_address), SystemClock()),
+    )
+
+
+def provider(cluster: RunningCluster) -> Provider:
+    """What the `provider` section names. On an embedded cluster every node is a process here, whatever it names, except
+    for `fake`, whose nodes are nowhere."""
+    file = load_yaml(cluster.config_path)
+    section = provider_section(file, where=str(cluster.config_path))
+    clock = SystemClock()
+    if section["type"] == "fake":
+        return FakeProvider(clock)
+    if isinstance(cluster, LocalCluster):
+        return local_provider(cluster, clock)
+    if section["type"] == "local":
+        raise ConfigError(
+            f"{cluster.config_path}: provider local is for one machine.", hint="Start it with `raytide up --local`."
+        )
+    if section["type"] == "kuberay":
+        return KubeRayProvider(_kube_api(section), str(file["cluster_name"]), cluster.run_dir, clock)
+    return _cloud(cluster, file, clock)
+
+
+def bill(cluster: RunningCluster) -> Bill:
+    """What is written down of the machines, for processes that must not act on them."""
+    section = provider_section(load_yaml(cluster.config_path), where=str(cluster.config_path))
+    if isinstance(cluster, LocalCluster) or section["type"] == "fake":
+        return provider(cluster)
+    return Purchases(cluster.run_dir / "purchases")
+
+
+def _kube_api(section: Mapping[str, Any]) -> KubeApi:
+    """Of the pod that this runs in, or of `api_url` (`kubectl proxy`), which needs a `namespace`."""
+    if "api_url" not in section:
+        return KubeApi.of_this_pod()
+    return KubeApi(section["api_url"], section.get("namespace", "default"))
+
+
+def _cloud(cluster: RunningCluster, file: dict[str, Any], clock: Clock) -> CloudProvider:
+    cloud = ray_internals.node_provider(file["provider"], file["cluster_name"])
+    return CloudProvider(
+        file,
+        cloud,
+        load_cluster(cluster.config_path).node_types,
+        cluster.run_dir,
+        clock,
+        CloudSetUp(file, cloud, cluster.head_ip),
+        board_at(cluster.gcs_address),
     )

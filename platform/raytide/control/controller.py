@@ -243,8 +243,8 @@ def _has_gangs(book: Book) -> bool:
 def main(run_dir: str) -> None:
     """The controller process of one cluster: `python -m raytide.control.controller RUN_DIR`."""
     from raytide.control.compose import sources
-    from raytide.control.embedded import load
     from raytide.control.processes import hold_lock
+    from raytide.control.running import load
 
     folder = Path(run_dir)
     cluster = load(folder)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field, model_validator
 
@@ -104,6 +106,24 @@ def load_cluster(path: Path | str) -> ClusterConfig:
         node_types=_join_node_types(file, settings, where=str(path)),
         settings=settings,
     )
+
+
+CLOUDS = ("aws", "azure", "gcp", "vsphere", "aliyun", "external")
+"""The types of Ray's cluster launcher that raytide can buy from. Ray's own `local` is not one: it has no node types."""
+
+
+def provider_section(file: Mapping[str, object], *, where: str) -> Mapping[str, Any]:
+    """The `provider` section of a cluster.yaml, of a type that raytide knows."""
+    section = file.get("provider")
+    kind = section.get("type") if isinstance(section, Mapping) else None
+    known = ("local", "fake", "kuberay", *CLOUDS)
+    if not isinstance(section, Mapping) or kind not in known:
+        near = get_close_matches(str(kind), known, n=1)
+        raise ConfigError(
+            f"{where}: raytide has no provider of type {kind!r}" + (f" (did you mean {near[0]}?)." if near else "."),
+            hint=f"provider.type is one of {', '.join(known)}.",
+        )
+    return section
 
 
 def check_ray_schema(file: Mapping[str, object], *, where: str) -> None:

@@ -6,6 +6,8 @@ own: Serve runs it by value, where raytide may not be installed.
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,11 +15,30 @@ GcsClient = Any
 """ray._raylet.GcsClient, which is compiled and has no types."""
 
 
-def gcs_client(address: str) -> GcsClient:
-    """A client without a driver's connection. It blocks for 40 s when nobody listens there."""
+def gcs_client(address: str, *, timeout_s: float = 5.0) -> GcsClient:
+    """A client without a driver's connection. OSError when nobody listens there: Ray's own would block for 40 s."""
     from ray import _raylet
 
-    return _raylet.GcsClient(address=address)  # type: ignore[attr-defined]
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=timeout_s):
+        return _raylet.GcsClient(address=address)  # type: ignore[attr-defined]
+
+
+def gcs_address_here() -> str:
+    """The cluster that this machine belongs to: RAY_ADDRESS, else what `ray start` noted here; empty when neither."""
+    from ray._private.services import canonicalize_bootstrap_address, find_bootstrap_address
+
+    address = os.environ.get("RAY_ADDRESS") or find_bootstrap_address(None)
+    return (canonicalize_bootstrap_address(address) or "") if address else ""
+
+
+def dashboard_url(client: GcsClient) -> str:
+    """Where Ray's dashboard listens, with the job service; empty while it starts."""
+    from ray._private import ray_constants
+
+    key, namespace = ray_constants.DASHBOARD_ADDRESS.encode(), ray_constants.KV_NAMESPACE_DASHBOARD
+    address = client.internal_kv_get(key, namespace, 5.0)
+    return f"http://{address.decode()}" if address else ""
 
 
 def connected_gcs() -> GcsClient:
@@ -85,14 +106,35 @@ def start_raylet(parameters: Mapping[str, Any]) -> int:
 NODE_KIND_TAG, NODE_TYPE_TAG, _STATUS_TAG = "ray-node-type", "ray-user-node-type", "ray-node-status"
 
 
+def prepared_config(file: Mapping[str, Any]) -> dict[str, Any]:
+    """cluster.yaml with Ray's defaults filled in. Nothing is asked of the cloud and nothing is made there."""
+    from ray.autoscaler._private.util import prepare_config
+
+    prepared: dict[str, Any] = prepare_config(dict(file))
+    return prepared
+
+
 def completed_config(file: Mapping[str, Any]) -> dict[str, Any]:
     """cluster.yaml as `ray up` completes it: the cloud's defaults, and what it makes there (keys, roles, groups)."""
     from ray.autoscaler._private.providers import _get_node_provider_cls
-    from ray.autoscaler._private.util import prepare_config
 
-    prepared = prepare_config(dict(file))
+    prepared = prepared_config(file)
     completed: dict[str, Any] = _get_node_provider_cls(prepared["provider"]).bootstrap_config(prepared)
     return completed
+
+
+def set_up_head(cloud: Any, config: Mapping[str, Any]) -> None:
+    """What `ray up` does to the head, on the machines of this NodeProvider."""
+    from ray.autoscaler._private.commands import get_or_create_head_node
+
+    get_or_create_head_node(dict(config), "cluster.yaml", False, False, True, None, _provider=cloud)
+
+
+def with_environment(command: str, variables: Mapping[str, Any]) -> str:
+    """The command as Ray's updater sends it."""
+    from ray.autoscaler._private.command_runner import _with_environment_variables
+
+    return str(_with_environment_variables(command, dict(variables)))
 
 
 def node_provider(section: Mapping[str, Any], cluster_name: str) -> Any:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from raytide.control import cluster
 from raytide.control.client import Client
-from raytide.control.embedded import run_dir_of
+from raytide.control.running import run_dir_of
 from raytide.core.errors import RaytideError
 from raytide.demo import specs, stages
 from raytide.demo.report import Report

@@ -1,6 +1,7 @@
 """A Kubernetes API server for one RayCluster, and KubeRay's operator as far as it makes and deletes worker pods.
 
-Every patch is checked against the RayCluster schema (the worker groups' part of the CRD `rayclusters.ray.io`, v1).
+Every patch is checked against the RayCluster schema (the worker groups' part of the CRD `rayclusters.ray.io`, v1). The
+operator counts as KubeRay's raycluster_controller.go does: a pod that is on its way out counts, unless it is named.
 """
 
 from __future__ import annotations
@@ -37,8 +38,13 @@ WORKER_GROUP = {
 }
 
 
+LEAVES_AT = "1970-01-01T00:17:30Z"
+"""When every pod that is deleted is killed: 1,050 s."""
+
+
 class KubeServer:
-    """`operate` is the operator's turn. It refuses what makes the real one delete pods at random."""
+    """`operate` is the operator's turn, `reap` the kubelets'. It refuses what makes the real operator delete a pod at
+    random."""
 
     def __init__(self, groups: dict[str, int], *, in_tree: bool = False) -> None:
         self.cluster: dict[str, Any] = {
@@ -58,6 +64,7 @@ class KubeServer:
             },
         }
         self.pods: dict[str, dict[str, Any]] = {}
+        self.taints: dict[str, list[dict[str, str]]] = {}
         self.patches = 0
         self.fail_next: list[int] = []
         self._made = 0
@@ -84,13 +91,26 @@ class KubeServer:
     def operate(self) -> None:
         with self._lock:
             for group in self.cluster["spec"]["workerGroupSpecs"]:
-                name = group["groupName"]
-                for pod in group.get("scaleStrategy", {}).get("workersToDelete", []):
-                    self.pods.pop(pod, None)
-                missing = group.get("replicas", 0) - len(self.names(name))
+                name, named = group["groupName"], group.get("scaleStrategy", {}).get("workersToDelete", [])
+                for pod in named:
+                    self.evict(pod)
+                missing = group.get("replicas", 0) - len(set(self.names(name)) - set(named))
                 assert missing >= 0, f"{-missing} pods of {name} would be deleted at random"
                 for _ in range(missing):
                     self._make(name)
+
+    def evict(self, pod: str) -> None:
+        """Delete it with a grace, in which it is still listed."""
+        if pod in self.pods:
+            self.pods[pod]["metadata"].setdefault("deletionTimestamp", LEAVES_AT)
+
+    def reap(self) -> None:
+        """The graces are over."""
+        self.pods = {name: pod for name, pod in self.pods.items() if "deletionTimestamp" not in pod["metadata"]}
+
+    def taint(self, pod: str, key: str) -> None:
+        """Mark the machine under a pod."""
+        self.taints.setdefault(self.pods[pod]["spec"]["nodeName"], []).append({"key": key, "effect": "NoSchedule"})
 
     def _make(self, group: str) -> None:
         self._made += 1
@@ -98,12 +118,17 @@ class KubeServer:
         labels = {"ray.io/cluster": "tide", "ray.io/node-type": "worker", "ray.io/group": group}
         self.pods[name] = {
             "metadata": {"name": name, "labels": labels, "creationTimestamp": f"2026-01-01T00:00:{self._made:02d}Z"},
+            "spec": {"nodeName": f"machine-{self._made}"},
             "status": {"podIP": f"10.0.0.{self._made}"},
         }
 
     def get(self, path: str) -> dict[str, Any]:
         if "/pods" in path:
             return {"items": list(self.pods.values())}
+        if path == "/api/v1/nodes":
+            machines = sorted({pod["spec"]["nodeName"] for pod in self.pods.values()})
+            spec = {name: {"taints": self.taints[name]} if name in self.taints else {} for name in machines}
+            return {"items": [{"metadata": {"name": name}, "spec": spec[name]} for name in machines]}
         return self.cluster
 
     def patch(self, path: str, patch: list[dict[str, Any]]) -> dict[str, Any]:

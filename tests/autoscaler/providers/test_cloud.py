@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from tests.autoscaler.notices.key_values import KeyValues
 
+from raytide.autoscaler.notices.base import Told
+from raytide.autoscaler.notices.board import NoticeBoard
+from raytide.autoscaler.providers.base import Notice
 from raytide.autoscaler.providers.cloud import NODE_TAG, CloudProvider
 from raytide.autoscaler.providers.cloud_setup import CloudSetUp
+from raytide.control.launcher import dry_run
 from raytide.core import ray_internals
 from raytide.core.clock import VirtualClock
 from raytide.core.cluster import load_cluster
@@ -18,47 +28,13 @@ from raytide.core.errors import ConfigError, ProviderError
 from raytide.core.fleet import Market, Node, NodeState, NodeType
 
 SHIPPED = Path(__file__).parents[3] / "cluster.yaml"
+STANDINS = Path(__file__).parents[2] / "control" / "cloud"
 TYPES = {each.name: each for each in load_cluster(SHIPPED).node_types}
 
 
-@pytest.fixture(scope="module")
-def moto_url() -> Iterator[str]:
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
-
-
 @pytest.fixture
-def aws(moto_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty AWS on this machine, and nothing of the caller's own account."""
-    for name, value in {
-        "AWS_ENDPOINT_URL": moto_url,
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_EC2_METADATA_DISABLED": "true",
-    }.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv("AWS_PROFILE", raising=False)
-    import boto3
-    import httpx
-
-    httpx.post(f"{moto_url}/moto-api/reset", timeout=30.0).raise_for_status()
-    iam = boto3.client("iam")  # with the profile there, Ray does not make it and wait 15 s for it to spread
-    iam.create_role(RoleName="ray-autoscaler-v1", AssumeRolePolicyDocument="{}")
-    iam.create_instance_profile(InstanceProfileName="ray-autoscaler-v1")
-    iam.add_role_to_instance_profile(InstanceProfileName="ray-autoscaler-v1", RoleName="ray-autoscaler-v1")
-
-
-@pytest.fixture
-def config(aws: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def config(aws_for_ray: Path) -> dict[str, Any]:
     """The shipped file as `ray up` completes it."""
-    monkeypatch.setenv("HOME", str(tmp_path))  # Ray writes the key pair it makes to ~/.ssh
-    (tmp_path / ".ssh").mkdir()
     return ray_internals.completed_config(yaml.safe_load(SHIPPED.read_text()))
 
 
@@ -90,9 +66,15 @@ MakeCloud = Callable[[], CloudProvider]
 
 
 @pytest.fixture
-def make(config: dict[str, Any], tmp_path: Path, begun: Begun, clock: VirtualClock) -> MakeCloud:
+def kv() -> KeyValues:
+    return KeyValues()
+
+
+@pytest.fixture
+def make(config: dict[str, Any], tmp_path: Path, begun: Begun, clock: VirtualClock, kv: KeyValues) -> MakeCloud:
     """A provider over the same folder each time, as after a crash."""
-    return lambda: CloudProvider(config, ray_cloud(config), TYPES.values(), tmp_path / "run", clock, begun)
+    board = NoticeBoard(lambda: kv)
+    return lambda: CloudProvider(config, ray_cloud(config), TYPES.values(), tmp_path / "run", clock, begun, board)
 
 
 def wanted(node_id: str, node_type: str = "h100x8.spot", zone: str = "us-east-1b") -> Node:
@@ -175,6 +157,18 @@ def test_a_zone_without_a_subnet_is_refused_by_name(make: MakeCloud) -> None:
         make().launch(wanted("node-2", zone="eu-west-9z"), TYPES["h100x8.spot"])
 
 
+def test_what_a_nodes_watcher_pinned_is_its_notice_until_the_node_is_gone(make: MakeCloud, kv: KeyValues) -> None:
+    cloud, board = make(), NoticeBoard(lambda: kv)
+    for name in ("node-1", "node-2"):
+        cloud.launch(wanted(name), TYPES["h100x8.spot"])
+    assert cloud.notices() == ()
+    board.pin("node-2", Told(1_120.0, "spot/instance-action terminate"))
+    assert make().notices() == (Notice("node-2", 1_120.0),)
+    cloud.terminate("node-2")
+    assert cloud.notices() == ()
+    assert kv.values == {}
+
+
 class Shell:
     """Stands where Ray runs ssh and rsync: notes each command and says that it went well."""
 
@@ -192,15 +186,17 @@ class Shell:
 def test_a_machine_is_set_up_by_rays_updater_under_raytides_id_and_labels(
     config: dict[str, Any], tmp_path: Path, clock: VirtualClock
 ) -> None:
-    config |= {"worker_setup_commands": ["echo set-up"], "initialization_commands": ["echo first"]}
+    config |= {"worker_setup_commands": ["echo set-up"], "initialization_commands": ["echo first"], "file_mounts": {}}
     shell, of_ray = Shell(), ray_cloud(config)
     set_up = CloudSetUp(config, of_ray, "10.0.0.1", process_runner=shell)
-    cloud = CloudProvider(config, of_ray, TYPES.values(), tmp_path / "run", clock, set_up)
+    board = NoticeBoard(KeyValues)
+    cloud = CloudProvider(config, of_ray, TYPES.values(), tmp_path / "run", clock, set_up, board)
     cloud.launch(wanted("node-1"), TYPES["h100x8.spot"])
     assert set_up.wait("node-1", 60.0)
 
     text = "\n".join(shell.ran)
     assert text.index("uptime") < text.index("echo first") < text.index("echo set-up") < text.index("ray start")
+    assert text.index("ray start") < text.index("raytide watch-notices aws")
     last = next(line for line in shell.ran if "ray start" in line)
     for name, value in (
         ("RAY_CLOUD_INSTANCE_ID", "node-1"),
@@ -210,3 +206,36 @@ def test_a_machine_is_set_up_by_rays_updater_under_raytides_id_and_labels(
         ("RAY_OVERRIDE_RESOURCES", '"GPU": 8.0'),
     ):
         assert value in last.split(f"export {name}=")[1].split("export")[0], last
+
+
+def test_ray_up_does_to_the_head_what_the_dry_run_shows(
+    aws_for_ray: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but the key pair that Ray makes in the cloud, and copies for the head to reach the workers."""
+    import boto3
+
+    log = tmp_path / "log"
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "dist").mkdir()
+    standins = {"PATH": f"{STANDINS}:{os.environ['PATH']}", "STANDIN_LOG": str(log), "STANDIN_MACHINES": ""}
+    command = [sys.executable, "-m", "ray.scripts.scripts", "up", "-y", "--no-config-cache", str(SHIPPED)]
+    environment = {**os.environ, **standins}  # in a process of its own: Ray's threads must find no other ssh
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    (head,) = boto3.resource("ec2").instances.all()
+    assert {"Key": "ray-node-type", "Value": "head"} in head.tags
+    did = [entry.split(" ", 1)[1] for entry in log.read_text().split("\0") if entry]
+    would = [f"{step.what} {step.text}" for step in dry_run(SHIPPED) if step.machine == "head"]
+    key = next(at for at, step in enumerate(did) if step.endswith("to ~/ray_bootstrap_key.pem"))
+    shown = [as_shown(step).replace(head.id, "node-1") for step in did[: key - 1] + did[key + 1 :]]
+    assert shown == would[1:]
+
+
+def as_shown(step: str) -> str:
+    """A command without what Ray wraps it in, `bash --login -c -i '... && (COMMAND)'`; a file that Ray wrote itself as
+    such."""
+    if step.startswith("run "):
+        return "run " + shlex.split(step)[-1].split(" && (", 1)[1][:-1]
+    return re.sub(r"\S*/ray-bootstrap-\S+", "this file", step)

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import jsonschema
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.autoscaler.providers.kube_server import KubeServer
+from tests.autoscaler.providers.kube_server import WORKER_GROUP, KubeServer
 
+from raytide.autoscaler.providers.base import Notice
 from raytide.autoscaler.providers.kube_api import KubeApi
 from raytide.autoscaler.providers.kuberay import NODE_LABEL, KubeRayProvider
 from raytide.autoscaler.ray_node import RayNode
 from raytide.control.world import named, ray_names
 from raytide.core.clock import VirtualClock
+from raytide.core.cluster import load_cluster
 from raytide.core.errors import ConfigError, ProviderError
-from raytide.core.fleet import Market, Node, NodeState, NodeType
+from raytide.core.fleet import TYPE_LABEL, Market, Node, NodeState, NodeType
 
+EXAMPLE = Path(__file__).parents[3] / "examples" / "kuberay.yaml"
 L4 = NodeType(name="l4", resources={"CPU": 4, "GPU": 1}, price_micro_usd_h=800_000)
 CPU = NodeType(name="cpu", resources={"CPU": 16}, price_micro_usd_h=400_000)
 
@@ -85,8 +91,56 @@ def test_a_termination_names_its_pod(kube: KubeServer, make: Make, clock: Virtua
     kube.operate()
     ended = {machine.node_id: machine.ended_at_s for machine in make().machines()}
     assert ended == {"a": None, "b": 1_060.0, "c": None}
-    assert kube.group("l4")["scaleStrategy"]["workersToDelete"] == []
+    kube.operate()  # it goes on being named while it goes: the operator would delete another in its place
+    kube.reap()
+    make().machines()
+    kube.operate()
     assert sorted(kube.names("l4")) == sorted([pod["a"], pod["c"]])
+
+
+def test_a_pod_that_kubernetes_deletes_is_a_notice_and_its_node_is_replaced_meanwhile(
+    kube: KubeServer, make: Make, clock: VirtualClock
+) -> None:
+    provider = make()
+    provider.launch(wanted("a"), L4)
+    kube.operate()
+    pod = provider.machines()[0].ray_id
+    assert provider.notices() == ()
+    kube.evict(pod)
+    assert provider.notices() == (Notice("a", 1_050.0),)
+    assert provider.machines()[0].ended_at_s is None  # it runs until it is killed
+    provider.launch(wanted("b"), L4)
+    kube.operate()
+    assert sorted(machine.ray_id for machine in provider.machines()) == [pod, "tide-l4-worker-002"]
+    clock.advance(50.0)
+    kube.reap()
+    ended = {machine.node_id: machine.ended_at_s for machine in provider.machines()}
+    assert ended == {"a": 1_050.0, "b": None}
+    kube.operate()
+    assert kube.names("l4") == ["tide-l4-worker-002"]
+
+
+def test_a_machine_that_is_marked_to_go_is_a_notice_for_its_pods(
+    kube: KubeServer, make: Make, clock: VirtualClock
+) -> None:
+    provider = make()
+    for name in ("a", "b"):
+        provider.launch(wanted(name), L4)
+    kube.operate()
+    pods = {machine.node_id: machine.ray_id for machine in provider.machines()}
+    kube.taint(pods["a"], "node.kubernetes.io/unschedulable")  # says nothing of an end
+    assert provider.notices() == ()
+    clock.advance(10.0)
+    kube.taint(pods["b"], "cloud.google.com/impending-node-termination")
+    assert provider.notices() == (Notice("b", 1_040.0),)
+    clock.advance(10.0)
+    assert provider.notices() == (Notice("b", 1_040.0),)
+
+
+def test_pods_that_nobody_bought_are_refused(kube: KubeServer, make: Make) -> None:
+    kube.group("l4")["minReplicas"] = 1
+    with pytest.raises(ConfigError, match="worker group l4 has minReplicas 1"):
+        make().machines()
 
 
 def test_a_node_given_up_before_its_pod_came_takes_nobody_elses(kube: KubeServer, make: Make) -> None:
@@ -113,6 +167,7 @@ def test_a_pod_that_vanishes_ends_its_node_and_its_substitute_is_deleted(
     (machine,) = provider.machines()
     assert (machine.ended_at_s, machine.reason) == (1_005.0, "its pod is gone")
     kube.operate()
+    kube.reap()
     assert kube.names("l4") == []
 
 
@@ -126,6 +181,7 @@ def test_a_lost_patch_is_made_good_by_the_next_look(kube: KubeServer, make: Make
         provider.terminate("a")
     make().machines()
     kube.operate()
+    kube.reap()
     assert kube.names("l4") == []
 
 
@@ -143,8 +199,38 @@ def test_what_cannot_be_bought_is_said_by_name(kube: KubeServer, make: Make) -> 
         provider.machines()
 
 
+def test_the_example_manifest_is_whole(tmp_path: Path) -> None:
+    documents = {each["kind"]: each for each in yaml.safe_load_all(EXAMPLE.read_text())}
+    file = tmp_path / "cluster.yaml"
+    file.write_text(documents["ConfigMap"]["data"]["cluster.yaml"])
+    config, spec = load_cluster(file), documents["RayCluster"]["spec"]
+    assert config.name == documents["RayCluster"]["metadata"]["name"]
+    assert not spec["enableInTreeAutoscaling"]
+    groups = {group["groupName"]: group for group in spec["workerGroupSpecs"]}
+    assert groups.keys() == {node_type.name for node_type in config.node_types}
+    for node_type in config.node_types:
+        group = groups[node_type.name]
+        jsonschema.validate(group, WORKER_GROUP)
+        assert group["minReplicas"] == 0
+        assert group["maxReplicas"] >= node_type.max_nodes
+        assert float(group["rayStartParams"].get("num-gpus", 0)) == node_type.resources.get("GPU", 0)
+        variables = {each["name"]: each.get("value", "") for each in group["template"]["spec"]["containers"][0]["env"]}
+        (zone,) = node_type.zones
+        labels = {TYPE_LABEL: variables["RAY_NODE_TYPE_NAME"], **json.loads(variables["RAY_OVERRIDE_LABELS"])}
+        assert labels == node_type.all_labels(zone)
+    allowed = {
+        (resource, verb)
+        for kind in ("Role", "ClusterRole")
+        for rule in documents[kind]["rules"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+    used = {("rayclusters", "get"), ("rayclusters", "patch"), ("pods", "list"), ("pods", "patch"), ("nodes", "list")}
+    assert allowed == used
+
+
 Step = tuple[str, int]
-STEPS = ("launch", "terminate", "operate", "evict", "look", "fail", "crash")
+STEPS = ("launch", "terminate", "operate", "evict", "kill", "reap", "look", "fail", "crash")
 
 
 @settings(max_examples=12, deadline=None)
@@ -171,7 +257,12 @@ def test_whatever_happens_pods_and_purchases_agree_in_the_end(
                     kube.operate()
                 elif what == "evict":
                     for name in sorted(kube.pods)[number : number + 1]:
+                        kube.evict(name)
+                elif what == "kill":
+                    for name in sorted(kube.pods)[number : number + 1]:
                         kube.pods.pop(name)
+                elif what == "reap":
+                    kube.reap()
                 elif what == "look":
                     provider.machines()
                 elif what == "fail":
@@ -185,6 +276,7 @@ def test_whatever_happens_pods_and_purchases_agree_in_the_end(
         for _ in range(4):
             provider.machines()
             kube.operate()
+            kube.reap()
         live = {machine.ray_id for machine in provider.machines() if machine.ended_at_s is None}
         assert live == set(kube.pods)
         assert len(live) == kube.group("cpu").get("replicas", 0)

@@ -11,10 +11,10 @@ import uvicorn
 from raytide.control.api.app import create_app
 from raytide.control.api.auth import Tokens
 from raytide.control.api.desk import Desk
-from raytide.control.cluster import provider
+from raytide.control.compose import bill
 from raytide.control.drivers import Drivers
-from raytide.control.embedded import load
 from raytide.control.processes import hold_lock
+from raytide.control.running import load
 from raytide.core.clock import SystemClock
 from raytide.core.cluster import load_cluster
 from raytide.core.logs import log_to
@@ -30,7 +30,7 @@ def main(run_dir: str) -> None:
         desk = Desk(
             store=Store.open(cluster.state_url),
             config=load_cluster(cluster.config_path).model_copy(update={"name": cluster.name}),
-            provider=provider(cluster),
+            bill=bill(cluster),
             drivers=Drivers(cluster.dashboard_url, folder, cluster.ray_headers),
             clock=SystemClock(),
             live=folder / "live.json",

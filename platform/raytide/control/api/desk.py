@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from raytide.autoscaler.providers.base import Provider
+from raytide.autoscaler.providers.base import Bill
 from raytide.control.api.accounts import Accounts
 from raytide.control.api.auth import ANY_TEAM, Caller
 from raytide.control.api.samples import samples
@@ -52,7 +52,7 @@ class Desk:
         self,
         store: Store,
         config: ClusterConfig,
-        provider: Provider,
+        bill: Bill,
         drivers: Drivers,
         clock: Clock,
         live: Path,
@@ -60,7 +60,7 @@ class Desk:
         ray_url: str,
         ray_environment: Mapping[str, str],
     ) -> None:
-        self._store, self._config, self._provider, self._drivers = store, config, provider, drivers
+        self._store, self._config, self._bill, self._drivers = store, config, bill, drivers
         self._clock, self._live_path = clock, live
         self._serve_url, self._ray_url = serve_url, ray_url
         self._ray_environment = ray_environment
@@ -227,7 +227,7 @@ class Desk:
 
     def cost(self, caller: Caller) -> CostReport:
         team = None if caller.team == ANY_TEAM else caller.team
-        return cost_report(self._store.books, self._provider.machines(), to_us(self._clock.now_s()), team)
+        return cost_report(self._store.books, self._bill.machines(), to_us(self._clock.now_s()), team)
 
     def costs(self, by: By, caller: Caller, since_s: float) -> CostTable:
         return self.accounts.cost(by, caller, max(0, to_us(since_s)), to_us(self._clock.now_s()))

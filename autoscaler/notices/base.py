@@ -1,0 +1,60 @@
+"""What a cloud tells its machine, and the interface of its metadata service."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import httpx
+
+from raytide.core.errors import ClusterError
+
+__all__ = ["Metadata", "MetadataService", "Told"]
+
+_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """The machine goes at `deadline_s` (seconds since the epoch), or should be empty by then."""
+
+    deadline_s: float
+    what: str
+    """In the cloud's own words: `spot/instance-action terminate`."""
+
+
+class Metadata(Protocol):
+    """One cloud's metadata service, as seen from one of its machines."""
+
+    def told(self, now_s: float) -> Told | None:
+        """What it says now, the most urgent if several; ClusterError when it does not answer."""
+
+
+class MetadataService:
+    """Plain HTTP to the address that only the machine itself can reach. A 404 means that there is nothing to say."""
+
+    def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
+        self._url = url
+        # a proxy of the environment must never see these requests
+        self._http = httpx.Client(base_url=url, headers=headers, timeout=_TIMEOUT_S, trust_env=False)
+
+    def get(self, path: str, headers: Mapping[str, str] | None = None, *, method: str = "GET") -> httpx.Response | None:
+        try:
+            answer = self._http.request(method, path, headers=headers)
+        except httpx.HTTPError as error:
+            raise ClusterError(
+                f"the metadata service at {self._url} does not answer: {error!r}.",
+                hint="Is this machine of that cloud, and may its containers reach the service (AWS: hop limit)?",
+            ) from None
+        if answer.status_code == httpx.codes.NOT_FOUND:
+            return None
+        return answer
+
+    def text(self, path: str, headers: Mapping[str, str] | None = None, *, method: str = "GET") -> str | None:
+        answer = self.get(path, headers, method=method)
+        if answer is None:
+            return None
+        if not answer.is_success:
+            raise ClusterError(f"the metadata service at {self._url} answers {answer.status_code} to {method} {path}.")
+        return answer.text

@@ -1,0 +1,36 @@
+"""Watching what cannot be listened to: a thread that looks again and again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from raytide.core.errors import ProviderError
+
+__all__ = ["PollWatcher"]
+
+
+class PollWatcher:
+    """Calls `on_change`, from its own thread, when `look` returns something else than the time before."""
+
+    def __init__(self, what: str, every_s: float, look: Callable[[], object], on_change: Callable[[], None]) -> None:
+        self._every_s, self._look, self._on_change = every_s, look, on_change
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"watch-{what}", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """A look that is under way is waited for, but not for ever."""
+        self._stop.set()
+        self._thread.join(self._every_s)
+
+    def _run(self) -> None:
+        before: object = None
+        while not self._stop.wait(self._every_s):
+            try:
+                now = self._look()
+            except ProviderError:
+                continue  # the controller's own look says so
+            if before is not None and now != before:
+                self._on_change()
+            before = now

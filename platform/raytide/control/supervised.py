@@ -1,0 +1,62 @@
+"""The supervisor of a running cluster and its children, controller and API: their start and their end."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+import httpx
+
+from raytide.control.processes import spawn
+from raytide.control.running import RunningCluster
+from raytide.control.supervisor import CHILDREN
+from raytide.core.durable import write_json
+from raytide.core.errors import ClusterError
+from raytide.core.processes import end
+
+__all__ = ["end_children", "grant_access", "start_supervisor", "wait_for_api"]
+
+_STOP_GRACE_S = 12.0
+"""Above the supervisor's own grace for its children."""
+
+
+def grant_access(cluster: RunningCluster) -> None:
+    """A token for the cluster's own user, in `client.json`."""
+    token = secrets.token_urlsafe(24)
+    write_json(cluster.tokens_file, {token: {"user": "admin", "team": "*"}})
+    write_json(cluster.client_file, {"address": cluster.api_url, "token": token})
+
+
+def start_supervisor(
+    cluster: RunningCluster, children: Mapping[str, str] = CHILDREN, *, pass_fds: Sequence[int] = ()
+) -> None:
+    argv = [sys.executable, "-m", "raytide.control.supervisor", str(cluster.run_dir)]
+    argv += [f"{what}={module}" for what, module in children.items()]
+    spawn("supervisor", argv, run_dir=cluster.run_dir, environment=cluster.environment(), pass_fds=pass_fds)
+
+
+def wait_for_api(cluster: RunningCluster, *, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            if httpx.get(f"{cluster.api_url}/health", timeout=2.0).is_success:
+                return
+        except httpx.HTTPError:
+            pass  # it is starting
+        if not cluster.is_alive("supervisor"):
+            raise ClusterError(
+                f"the supervisor of cluster {cluster.name} ended.", hint=f"See {cluster.log('supervisor')}."
+            )
+        time.sleep(0.1)
+    raise ClusterError(
+        f"the API of cluster {cluster.name} did not answer at {cluster.api_url} within {timeout_s:.0f} s.",
+        hint=f"See {cluster.log('api')} and {cluster.log('controller')}.",
+    )
+
+
+def end_children(cluster: RunningCluster) -> None:
+    """The supervisor first, so that nothing restarts what was ended; then its orphans."""
+    for whats in (["supervisor"], list(CHILDREN)):
+        end([process for what in whats if (process := cluster.process(what))], grace_s=_STOP_GRACE_S)
