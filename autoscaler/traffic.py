@@ -21,8 +21,8 @@ class TrafficMeter:
     """Of one endpoint."""
 
     usual: UsualRate = field(default_factory=UsualRate)
-    before: dict[str, Counters] | None = None
-    """What each replica said last; None before the first word."""
+    before: dict[str, Counters] = field(default_factory=dict)
+    """What each replica said last."""
     total: Counters = field(default_factory=Counters)
     window: deque[tuple[float, Counters]] = field(default_factory=deque)
     """(when, total until then)"""
@@ -51,11 +51,10 @@ class TrafficMeter:
         )
 
     def _count(self, replicas: tuple[ReplicaLoad, ...]) -> None:
-        """A replica that is new brings all that it counted since its start; the first look brings none."""
+        """What a replica counted before its first word is left out: nobody knows when that was."""
         for replica in replicas:
-            if self.before is not None:
-                self.total = self.total.plus(replica.counters.since(self.before.get(replica.id, Counters())))
-        self.before = {**(self.before or {}), **{replica.id: replica.counters for replica in replicas}}
+            self.total = self.total.plus(replica.counters.since(self.before.get(replica.id, replica.counters)))
+            self.before[replica.id] = replica.counters
 
     def _price(self, lately: Counters, speed: Speed | None) -> None:
         """The last one holds while nothing is asked."""
@@ -76,15 +75,15 @@ class Traffics:
         self, loads: Mapping[str, EndpointLoad], endpoints: Iterable[Endpoint], node_types: Mapping[str, str]
     ) -> dict[str, EndpointLoad]:
         """The loads with their traffic. `node_types`: by Ray's id of the node."""
-        measured = {}
+        measured, before = {}, self._meters
+        self._meters = {}
         for endpoint in endpoints:
-            key, load = (endpoint.name, endpoint.created_at_s), loads.get(endpoint.name)
-            if load is None:
-                continue
-            spec = endpoint.spec.replicas
-            meter = self._meters.setdefault(key, TrafficMeter())
-            types = {node_types[node] for node in load.replica_nodes if node in node_types}
-            measured[endpoint.name] = replace(load, traffic=meter.observe(load, speed_of(spec.speed, types)))
+            key = (endpoint.name, endpoint.created_at_s)
+            meter = self._meters[key] = before.get(key) or TrafficMeter()
+            if (load := loads.get(endpoint.name)) is not None:
+                types = {node_types[node] for node in load.replica_nodes if node in node_types}
+                speed = speed_of(endpoint.spec.replicas.speed, types)
+                measured[endpoint.name] = replace(load, traffic=meter.observe(load, speed))
         return measured
 
 

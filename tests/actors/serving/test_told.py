@@ -1,0 +1,75 @@
+"""What a replica tells raytide's controller, from the engine's counters to the load that is decided on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from raytide.actors.engine.core import GenRequest
+from raytide.actors.engine.fake import FakeEngine
+from raytide.actors.engine.sampling_params import SamplingParams
+from raytide.actors.serving import policy
+from raytide.actors.serving.application import Application
+from raytide.actors.serving.control import _load
+from raytide.actors.serving.metrics import ServingMetrics
+from raytide.core.endpoint import Counters, EndpointLoad, ReplicaLoad
+
+
+def told(metrics: ServingMetrics, tokens: int) -> dict[str, float]:
+    """While one request has said so many tokens."""
+
+    async def run() -> dict[str, float]:
+        engine = FakeEngine(kv_tokens=100)
+        await engine.start()
+        speaking = engine.generate(
+            GenRequest(request_id="a", prompt="ten bytes!", sampling=SamplingParams(max_tokens=50))
+        )
+        for _ in range(tokens):
+            await anext(speaking)
+        said = metrics.said(await engine.stats())
+        await engine.shutdown()
+        return said
+
+    return asyncio.run(run())
+
+
+def heard(words: dict[str, float], at_s: float, queued: float = 0.0, serve_counts: float = 0.0) -> EndpointLoad:
+    """What the controller makes of it after Serve has passed it on."""
+    point = SimpleNamespace(timestamp=at_s)
+    series = {
+        name: {SimpleReplica("r1"): [SimpleNamespace(**vars(point), value=value)]} for name, value in words.items()
+    }
+    ctx: Any = SimpleNamespace(raw_metrics={**series, "running_requests": {SimpleReplica("r2"): []}})
+    load = {"at_s": at_s + 1, "ongoing": serve_counts, "queued": queued, "replicas": policy._said(ctx)}
+    return _load(Application(ready=1), json.dumps(load).encode())
+
+
+class SimpleReplica:
+    def __init__(self, unique_id: str) -> None:
+        self.unique_id = unique_id
+
+
+def test_the_cache_of_the_fake_engine_fills_with_every_token() -> None:
+    assert [told(ServingMetrics("m"), n)["kv_use"] for n in (1, 31)] == pytest.approx([0.11, 0.41])
+
+
+def test_what_is_told_arrives_by_name_with_its_time() -> None:
+    metrics = ServingMetrics("m")
+    track = metrics.track("chat")
+    track.tokens(0, 1)
+    (replica,) = heard(told(metrics, 5), at_s=100.0).replicas
+    assert (replica.id, replica.at_s, replica.running, replica.waiting) == ("r1", 100.0, 1.0, 0.0)
+    assert replica.kv_use == pytest.approx(0.15)
+    assert (replica.counters.requests, replica.counters.first_tokens, replica.counters.output_tokens) == (1.0, 1.0, 5.0)
+    names = {field.name for kind in (ReplicaLoad, Counters) for field in fields(kind)} - {"id", "at_s", "counters"}
+    assert told(metrics, 1).keys() == names
+
+
+def test_requests_of_which_serve_has_forgotten_are_those_of_the_engines_and_the_queue() -> None:
+    assert heard(told(ServingMetrics("m"), 1), 1.0, queued=3.0, serve_counts=0.0).ongoing == 4.0
+    assert heard(told(ServingMetrics("m"), 1), 1.0, serve_counts=7.0).ongoing == 7.0
