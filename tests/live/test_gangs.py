@@ -106,9 +106,26 @@ def test_a_gang_of_two_times_eight_gpus_forms_whole_from_no_node_at_all(
     tide.client.release(job)
 
 
+def test_idle_nodes_go_away_by_themselves_and_every_other_was_drained_or_taken(
+    live: LocalCluster, tide: rt.Tide, eventually: Callable[..., None]
+) -> None:
+    eventually(lambda: not tide.status().nodes, within_s=120.0)
+    report = tide.cost()
+    assert report.billed_micro_usd == report.booked_ended_micro_usd > 0
+    store = Store.open(live.state_url)
+    try:
+        ends = {node.id: node.reason for node in store.nodes(limit=10_000) if node.ready_at_s is not None}
+    finally:
+        store.close()
+    known = ("drained and empty", "its deadline has passed", "idle for", UNASKED, TAKEN_BACK, "its Ray node")
+    assert {node_id: why for node_id, why in ends.items() if not any(words in why for words in known)} == {}, "I1"
+    assert any("idle for" in why for why in ends.values())
+
+
 def test_an_exhausted_pool_is_left_for_the_next_one_by_the_next_decisions(
     live: LocalCluster, tide: rt.Tide, eventually: Callable[..., None]
 ) -> None:
+    assert not tide.status().nodes, "the test above has waited for that"
     set_stockouts(live.run_dir, [("cpu1.spot", "*")])
     try:
         job = tide.client.submit(gang("fallback", Shape(members=2, resources={"CPU": 1}))).job.id
@@ -124,22 +141,6 @@ def test_an_exhausted_pool_is_left_for_the_next_one_by_the_next_decisions(
     refused = solid[0][1]["rejected"][:2]
     assert sorted(item["choice"] for item in refused) == ["cpu1.spot in local-a", "cpu1.spot in local-b"]
     assert all("rests until" in item["reason"] for item in refused)
-
-
-def test_idle_nodes_go_away_by_themselves_and_every_other_was_drained_or_taken(
-    live: LocalCluster, tide: rt.Tide, eventually: Callable[..., None]
-) -> None:
-    eventually(lambda: not tide.status().nodes, within_s=120.0)
-    report = tide.cost()
-    assert report.billed_micro_usd == report.booked_ended_micro_usd > 0
-    store = Store.open(live.state_url)
-    try:
-        ends = {node.id: node.reason for node in store.nodes(limit=10_000) if node.ready_at_s is not None}
-    finally:
-        store.close()
-    known = ("drained and empty", "its deadline has passed", "idle for", UNASKED, TAKEN_BACK, "its Ray node")
-    assert {node_id: why for node_id, why in ends.items() if not any(words in why for words in known)} == {}, "I1"
-    assert any("idle for" in why for why in ends.values())
 
 
 def gang(name: str, shape: Shape) -> JobSpec:

@@ -102,6 +102,11 @@ class Market:
             self._held[key] = found
         return found
 
+    def could_hold(self, shape: Shape, count: int) -> bool:
+        """Whether an empty fleet with every pool in stock would hold so many; `impossible` says why not."""
+        most = {o.node_type.name: o.node_type.max_nodes * fit for o, fit in self.holding(shape)}
+        return sum(most.values()) >= count
+
     def carrying(self, selector: Mapping[str, str]) -> tuple[bool, ...]:
         """Of each offer, whether its nodes carry the labels that are asked for."""
         key = tuple(selector.items())

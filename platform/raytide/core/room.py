@@ -160,7 +160,9 @@ class Room:
 
     def why_not(self, shape: Shape, count: int, subject: str) -> Shortfall:
         """What keeps `count` members from being placed now; capacity when nothing worse does."""
-        if (never := impossible(shape, count, self.snapshot.node_types, subject)) is not None:
+        if not self.market.could_hold(shape, count):
+            never = impossible(shape, count, self.snapshot.node_types, subject)
+            assert never is not None
             return never
         there = max((int(self.grid.holding(b.resources, b.labels)[1].sum()) for b in self._bound(shape)), default=0)
         if self._holders is None:
