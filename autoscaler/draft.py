@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from raytide.autoscaler.choices import rejected
+from raytide.core.choice import Seat
 from raytide.core.gang import Lease, Member
 from raytide.core.market import Offer
 from raytide.core.money import format_usd
 from raytide.core.plan import Action, Assign, Launch, Rejected, Wait
 from raytide.core.repair import Repaired, repair
-from raytide.core.room import Placements, Room, Seat
+from raytide.core.room import Placements, Room
 from raytide.core.shortfall import Shortfall
 from raytide.core.snapshot import Snapshot
 

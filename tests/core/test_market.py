@@ -9,6 +9,7 @@ import pytest
 from raytide.core.endpoint import Endpoint, EndpointLoad, EndpointState, Replicas, ServeSpec
 from raytide.core.fleet import ZONE_LABEL, Market, Node, NodeState, NodeType
 from raytide.core.gang import Lease, LeaseState, Member, MemberState, Shape
+from raytide.core.grid import SHORTLIST
 from raytide.core.room import Placements, Room
 from raytide.core.shortfall import Shortfall
 from raytide.core.snapshot import EndpointView, Limits, NodeView, Pool, Quote, Snapshot
@@ -137,3 +138,24 @@ def test_a_small_member_sits_where_it_cuts_nothing_that_others_usually_need() ->
     placed = room(big, nodes=nodes, leases=(usual, taken, whole)).place(Shape(resources={"GPU": 1}), 1, subject="g")
     assert not isinstance(placed, Shortfall)
     assert [seat.node_id for seat in placed] == ["node-2"], "five are free there: one of them is of no use to fours"
+
+
+def test_more_members_than_the_shortlist_of_nodes_holds_are_all_seated() -> None:
+    count = SHORTLIST + 44
+    nodes = tuple(view(n) for n in range(1, count + 1))
+    placed = room(SOLID.model_copy(update={"max_nodes": count}), nodes=nodes).place(TWO_GPUS, count, subject="g")
+    assert not isinstance(placed, Shortfall)
+    assert len({seat.node_id for seat in placed}) == count
+
+
+def test_a_copy_of_the_room_is_a_room_of_its_own() -> None:
+    here = room(SPOT, nodes=(view(1, SPOT),))
+    there = here.copy()
+    assert pools(there.place(TWO_GPUS, 3, subject="g")) == {("gpu.spot", "us-1a"): 3}
+    assert (here.most(TWO_GPUS), there.most(TWO_GPUS)) == (9, 6)
+    assert (here.next_node, here.market.burn_micro_usd_h) == (50, 1_000_000)
+    here.take("node-1", {"GPU": 1})
+    assert here.most(TWO_GPUS) == 8
+    here.give("node-1", {"GPU": 1})
+    here.give("node-99", {"GPU": 1})
+    assert here.most(TWO_GPUS) == 9

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from raytide.core.choice import Seat
 from raytide.core.fleet import Resources, fits, labels_match, plus, whole_shares
 from raytide.core.market import Basket, Offer
-from raytide.core.room import Room, Seat, Tenant
+from raytide.core.room import Room, Tenant
 
 FULL = 0.999
 MOST_TENANTS = 64

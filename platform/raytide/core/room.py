@@ -6,13 +6,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
+from raytide.core.choice import Choice, Seat, choose
 from raytide.core.coming import Coming
 from raytide.core.errors import CapacityError
 from raytide.core.fleet import Node, NodeState, NodeType, Resources, fits, minus, whole_shares
 from raytide.core.gang import GangSpec, Lease, Member, MemberState, Shape
-from raytide.core.grid import Floats, Grid
+from raytide.core.grid import Grid
 from raytide.core.market import Basket, Market, Offer
 from raytide.core.replicas import leaving_nodes, missing_replicas, replica_shape
 from raytide.core.shortfall import Shortfall, impossible
@@ -22,20 +21,6 @@ from raytide.core.want import Want, holders, resource_scale, usual_shapes, why_n
 _RANK = {NodeState.READY: 0, NodeState.LAUNCHING: 1, NodeState.REQUESTED: 2}
 """Where members may sit, the soonest usable first."""
 _NEW = len(_RANK)
-
-SPREAD_EXTRA = 0.2
-"""What a replica may cost more in another zone, while one zone holds half of its endpoint or more."""
-
-
-@dataclass(frozen=True, slots=True)
-class Seat:
-    """One member's place. A new node has the id under which the plan buys it, so that members can share it."""
-
-    node_id: str
-    node_type: str
-    zone: str
-    is_new: bool
-
 
 Placements = tuple[Seat, ...]
 
@@ -123,13 +108,13 @@ class Room:
         """
         needed = count if at_least is None else at_least
         types = None if menu is None else frozenset(t.name for t in menu)
-        best: _Choice | None = None
+        best: Choice | None = None
         for bound in self._bound(shape):
             want = Want(bound, count, types, max_new, spread_from)
-            choice = self._choose(want)
+            choice = choose(self.market, self.grid, self.seats, self.coming, want)
             pace = self.market.launches_left
             if pace is not None and choice.basket.size > pace and not (pace and choice.would_break(pace, needed)):
-                choice = self._choose(replace(want, max_new=pace))
+                choice = choose(self.market, self.grid, self.seats, self.coming, replace(want, max_new=pace))
             if choice.count >= needed and (best is None or choice.rating < best.rating):
                 best = choice
         if best is None:
@@ -138,8 +123,10 @@ class Room:
 
     def most(self, shape: Shape) -> int:
         """How many members there would be room for now, nodes to be bought included: at most so many, that is."""
-        holding = [(o.node_type.name, fit * self.market.most(o, Basket())) for o, fit in self.market.holding(shape)]
-        bought = {name: max(many for other, many in holding if other == name) for name, _ in holding}
+        bought: dict[str, int] = {}
+        for offer, fit in self.market.holding(shape):
+            name, many = offer.node_type.name, fit * self.market.most(offer, Basket())
+            bought[name] = max(many, bought.get(name, 0))
         return int(self.grid.holding(shape.resources, shape.labels)[1].sum()) + sum(bought.values())
 
     def buy(self, node_type: NodeType) -> Seat | None:
@@ -201,74 +188,7 @@ class Room:
         values |= {o.labels[shape.together] for o, _ in self.market.holding(shape) if shape.together in o.labels}
         return [shape.model_copy(update={"labels": {**shape.labels, shape.together: v}}) for v in sorted(values)]
 
-    def _choose(self, want: Want) -> _Choice:
-        choice = _Choice(want.shape, left=None if self.coming is None else self.coming.left)
-        rows, copies = self.grid.fitting(want.shape.resources, want.shape.labels, enough=want.count)
-        for row, fit in zip(rows.tolist(), copies.tolist(), strict=True):
-            if choice.count >= want.count:
-                break
-            choice.there.append((row, min(fit, want.count - choice.count)))
-            choice.count += choice.there[-1][1]
-        zones = Counter(want.spread_from or ())
-        for row, members in choice.there:
-            zones[self.seats[row].zone] += members
-        while choice.count < want.count and (want.max_new is None or choice.basket.size < want.max_new):
-            found = self._cheapest(want, choice, zones)
-            if found is None:
-                break
-            offer, fit, nodes = found
-            members = min(nodes * fit, want.count - choice.count)
-            choice.new.append((offer, nodes, members))
-            choice.basket.add(offer, nodes)
-            choice.count += members
-            zones[offer.zone] += members
-        return choice
-
-    def _cheapest(self, want: Want, choice: _Choice, zones: Counter[str]) -> tuple[Offer, int, int] | None:
-        """The best offer, how many members a node of it holds, and how many of its nodes to take at once."""
-        lacking = want.count - choice.count
-        able = [
-            (offer, fit)
-            for offer, fit in self.market.holding(want.shape)
-            if (want.menu is None or offer.node_type.name in want.menu) and self.market.most(offer, choice.basket)
-        ]
-        if not able:
-            return None
-        worth, fits = self._worth_of_the_rest(want.shape, able, lacking, choice.left)
-        options = [
-            (max(0.0, offer.cost_micro_usd_h - worth[at]) / min(fit, lacking), offer.cost_micro_usd_h, at)
-            for at, (offer, fit) in enumerate(able)
-        ]
-        best = min(options)
-        if want.spread_from is not None:
-            if zones[able[best[2]][0].zone] * 2 > sum(zones.values()):
-                near = [option for option in options if option[0] <= best[0] * (1 + SPREAD_EXTRA)]
-                best = min(near, key=lambda option: (zones[able[option[2]][0].zone], option))
-            return *able[best[2]], 1
-        offer, fit = able[best[2]]
-        nodes = min(max(1, lacking // fit), self.market.most(offer, choice.basket))
-        if want.max_new is not None:
-            nodes = min(nodes, want.max_new - choice.basket.size)
-        if choice.left is not None and (shared := fits[best[2]]).any():
-            full = choice.left[shared > 0] // shared[shared > 0]
-            nodes = int(min(nodes, max(1.0, full.min())))
-            choice.left = np.maximum(0.0, choice.left - nodes * shared)
-        return offer, fit, nodes
-
-    def _worth_of_the_rest(
-        self, shape: Shape, able: Sequence[tuple[Offer, int]], lacking: int, left: Floats | None
-    ) -> tuple[list[float], Floats]:
-        """What those who still wait would pay for what a node of each offer leaves over, and how many it would hold."""
-        if self.coming is None or left is None:
-            return [0.0] * len(able), np.zeros((len(able), 0))
-        at = {offer.name: row for row, offer in enumerate(self.market.offers)}
-        rows = [at[offer.name] for offer, _ in able]
-        members = np.zeros(len(at))
-        members[rows] = [min(fit, lacking) for _, fit in able]
-        worth, fits = self.coming.worth(shape.resources, members, left)
-        return worth[rows].tolist(), fits[rows]
-
-    def _commit(self, choice: _Choice, menu: frozenset[str] | None) -> Placements:
+    def _commit(self, choice: Choice, menu: frozenset[str] | None) -> Placements:
         seats: list[Seat] = []
         if self.coming is not None and choice.left is not None:
             self.coming.left = choice.left
@@ -285,32 +205,6 @@ class Room:
                 self.tenants[seat.node_id] = [Tenant(choice.shape, menu)] * fit
                 seats += [seat] * fit
         return tuple(seats)
-
-
-@dataclass(slots=True)
-class _Choice:
-    """Where a placement would sit, before anything is taken."""
-
-    shape: Shape
-    there: list[tuple[int, int]] = field(default_factory=list)
-    """Rows of the grid, with members."""
-    new: list[tuple[Offer, int, int]] = field(default_factory=list)
-    """Offers, with nodes and members."""
-    basket: Basket = field(default_factory=Basket)
-    count: int = 0
-    left: Floats | None = None
-    """How many of each ask that is coming are not yet thought of as filling up nodes that this buys."""
-
-    @property
-    def rating(self) -> tuple[int, float]:
-        """The smaller the better: most members, then cheapest."""
-        return -self.count, sum(offer.cost_micro_usd_h * nodes for offer, nodes, _ in self.new)
-
-    def would_break(self, pace: int, needed: int) -> bool:
-        """Whether with so many new nodes fewer would sit than are needed at least."""
-        members = sum(members for _, members in self.there)
-        sizes = [members // nodes for _, nodes, members in self.new for _ in range(nodes)]
-        return members + sum(sizes[:pace]) < needed
 
 
 def check_possible(spec: GangSpec, node_types: Sequence[NodeType], *, subject: str = "the gang") -> None:
