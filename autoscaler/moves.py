@@ -21,8 +21,6 @@ from raytide.core.replicas import is_fresh, replica_shape
 from raytide.core.snapshot import EndpointView, NodeView, Snapshot
 
 MOVE = "move "
-MIN_LIFETIME_S = 600.0
-"""No node moves that is younger."""
 PAYBACK_S = 3600.0
 OVERLAP_S = 300.0
 """How long both nodes are paid for: the start of the new one, and the drain of the old one."""
@@ -70,7 +68,7 @@ def decide(draft: Draft) -> list[Drain | Launch]:
                 actions.append(_to_replacement(old, new, snapshot.at_s))
             continue
         is_needed = node.id in draft.promised or staying[node.type] <= _min_nodes(types.get(node.type))
-        if budget <= 0 or is_needed or node.ready_at_s is None or snapshot.at_s - node.ready_at_s < MIN_LIFETIME_S:
+        if budget <= 0 or is_needed or not _is_old_enough(old, snapshot):
             continue
         action = _to_free_room(draft, old) or _to_cheaper(draft, old)
         if action is not None:
@@ -78,6 +76,11 @@ def decide(draft: Draft) -> list[Drain | Launch]:
             staying[node.type] -= 1
             budget -= 1
     return actions
+
+
+def _is_old_enough(old: _Movable, snapshot: Snapshot) -> bool:
+    least_s, ready_at_s = snapshot.limits.moves_after_s, old.view.node.ready_at_s
+    return least_s is not None and ready_at_s is not None and snapshot.at_s - ready_at_s >= least_s
 
 
 def _to_replacement(old: _Movable, new: NodeView, now_s: float) -> Drain:

@@ -16,7 +16,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "platform"))
 from raytide.autoscaler.idle import IdleClock
 from raytide.autoscaler.providers.base import Machine
 from raytide.autoscaler.ray_node import RayNode
+from raytide.autoscaler.risk import SpotRisk
 from raytide.control.controller import GC_THRESHOLDS
 from raytide.control.decide import decide
 from raytide.control.observe import Book, advance, snapshot
@@ -174,7 +175,10 @@ def main() -> None:
         book, world = cluster(size, types, chance)
         began = time.process_time()
         advance(book, world, NOW_S)
+        risk = SpotRisk()
+        risk.observe(book.nodes.values(), NOW_S)
         seen = snapshot(book, world, IdleClock(), config, NOW_S)
+        seen = replace(seen, quotes=risk.quotes(types, {}, NOW_S))
         between = time.process_time()
         plan = decide(seen)
         deciding.append(time.process_time() - between)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 
-from raytide.autoscaler.moves import MIN_LIFETIME_S, MOVE
+from raytide.autoscaler.moves import MOVE
 from raytide.control.decide import decide
 from raytide.core.fleet import Market, NodeState
 from raytide.core.plan import Action, Drain, Launch, Scale, Terminate
@@ -59,15 +59,17 @@ def check_silence(seen: Snapshot, actions: Sequence[Action]) -> None:
 def check_moves(seen: Snapshot, actions: Sequence[Action]) -> None:
     """I16: a move makes the fleet cheaper, and no young node moves."""
     nodes = {view.node.id: view.node for view in seen.nodes}
+    youngest_s = seen.limits.moves_after_s
+    assert youngest_s is not None
     coming = {v.node.subject: v.node for v in seen.nodes if v.node.state is NodeState.READY}
     for action in actions:
         if isinstance(action, Launch) and action.subject.startswith(MOVE):
             old = nodes[action.subject.removeprefix(MOVE)]
             assert action.cost_micro_usd_h < old.price_micro_usd_h, "I16"
-            assert seen.at_s - (old.ready_at_s or seen.at_s) >= MIN_LIFETIME_S, "I16"
+            assert seen.at_s - (old.ready_at_s or seen.at_s) >= youngest_s, "I16"
         if isinstance(action, Drain) and action.kind == "notice" and nodes[action.node_id].state is NodeState.READY:
             old, new = nodes[action.node_id], coming.get(f"{MOVE}{action.node_id}")
-            assert seen.at_s - (old.ready_at_s or seen.at_s) >= MIN_LIFETIME_S, "I16"
+            assert seen.at_s - (old.ready_at_s or seen.at_s) >= youngest_s, "I16"
             assert new is None or new.price_micro_usd_h < old.price_micro_usd_h, "I16"
             assert action.cost_micro_usd_h < 0 and action.rejected, "I16"
 

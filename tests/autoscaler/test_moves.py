@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from tests.autoscaler.world import Cluster
 
-from raytide.autoscaler.moves import MIN_LIFETIME_S
 from raytide.core.endpoint import Replicas, ServeSpec
 from raytide.core.fleet import Market, NodeType
 from raytide.core.gang import Shape
 from raytide.core.plan import Drain, Launch
+from raytide.core.snapshot import Limits
 
 SOLID = NodeType(name="gpu", resources={"GPU": 2}, price_micro_usd_h=3_000_000, max_nodes=4, idle_timeout_s=20)
 SPOT = SOLID.model_copy(update={"name": "gpu.spot", "market": Market.SPOT, "price_micro_usd_h": 1_000_000})
@@ -55,10 +55,14 @@ def test_on_demand_stays_until_its_spot_replacement_is_ready_and_no_replica_is_m
     assert kinds(cluster) == ["gpu.spot"]
 
 
-def test_no_node_moves_that_is_young() -> None:
+def test_no_node_moves_that_is_young_and_none_at_all_where_that_is_switched_off() -> None:
     cluster = on_demand_in_need()
     cluster.provider.set_stock("gpu.spot", "local", None)
-    assert cluster.settle(int(MIN_LIFETIME_S) - 40) == []
+    assert cluster.settle(560) == []
+    cluster.limits = Limits(moves_after_s=None)
+    assert cluster.settle(60, dt_s=30.0) == []
+    cluster.limits = Limits(moves_after_s=1200.0)
+    assert isinstance(cluster.settle(1)[0], Launch)
 
 
 def test_while_spot_is_not_to_be_had_it_is_asked_for_ever_more_rarely_and_nothing_leaves() -> None:

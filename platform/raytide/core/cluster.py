@@ -41,7 +41,7 @@ class NodeTypeSection(Config):
 
 
 class LimitsSection(Config):
-    """What the whole fleet may cost and how fast it may grow; no limit where left out."""
+    """What the whole fleet may cost and how fast it may change; no limit where left out."""
 
     soft_usd_h: float | None = Field(default=None, ge=0)
     """Above it only spot is bought."""
@@ -50,6 +50,8 @@ class LimitsSection(Config):
     month_usd: float | None = Field(default=None, ge=0)
     """For a calendar month (UTC): nothing is bought that would pass it, were all that runs to stay until its end."""
     launches_per_min: int | None = Field(default=None, ge=1)
+    moves_after_s: float | None = Field(default=600.0, ge=0)
+    """The age from which a node may be left by its replicas for a cheaper one; null: never."""
 
 
 class UnmanagedSection(Config):

@@ -76,7 +76,7 @@ class Quote:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the fleet may cost an hour, and how fast it may grow. None: as much as it likes."""
+    """What the fleet may cost an hour, and how fast it may change. None: as much as it likes."""
 
     soft_micro_usd_h: int | None = None
     """Above it only spot is bought."""
@@ -84,6 +84,8 @@ class Limits:
     """Above it nothing is bought."""
     launches_per_min: int | None = None
     """A gang is never cut in half by it."""
+    moves_after_s: float | None = 600.0
+    """No node whose replicas could be held for less is left when it is younger; None: none ever is."""
 
 
 @dataclass(frozen=True, slots=True)
