@@ -16,9 +16,7 @@ from raytide.jobs.order import Ints
 from raytide.jobs.purse import Purse
 from raytide.jobs.quota import Quotas
 from raytide.jobs.turn import Victims
-from raytide.jobs.victims import Emptied, Unit, enough
-
-Key = tuple[object, ...]
+from raytide.jobs.victims import Emptied, Key, Unit, enough, key_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +125,7 @@ class Floor:
         return next((short for short in shortfalls if short.constraint != "impossible"), shortfalls[0])
 
     def _fit(self, row: int, shape: Shape) -> Placements | Shortfall:
-        job, key = self.jobs[row], _key(shape)
+        job, key = self.jobs[row], key_of(shape)
         never, _ = self._facts(shape)
         if never is not None:
             return never
@@ -150,7 +148,7 @@ class Floor:
 
     def _facts(self, shape: Shape) -> tuple[Shortfall | None, float]:
         """Whatever the fleet holds just now: why a shape can never fit, and the least that a member of it costs."""
-        if (known := self._known.get(key := _key(shape))) is None:
+        if (known := self._known.get(key := key_of(shape))) is None:
             types = self.snapshot.node_types
             prices = [seats.price_of(shape, [t]) for t in types if copies(shape.resources, t.resources)]
             never = impossible(shape, shape.at_least, types, "it")
@@ -228,7 +226,7 @@ class Floor:
     def _push(self, row: int, victims: Victims) -> Sequence[int] | None:
         """Take room that lower ones give way for; those that do so whole. None when that is not to be had."""
         job = self.jobs[row]
-        key = (job.spec.team, service.gives_way(job), *map(_key, job.spec.gang.shapes))
+        key = (job.spec.team, service.gives_way(job), *map(key_of, job.spec.gang.shapes))
         is_behind = self.head is not None and not service.gives_way(job)
         if is_behind or service.is_cooling(job, self.snapshot.at_s) or key in self._stuck:
             return None
@@ -255,8 +253,3 @@ class Floor:
             self.away[other] = before[other]
         self.away = {other: gone for other, gone in self.away.items() if gone}
         return None
-
-
-def _key(shape: Shape) -> Key:
-    """Equal for shapes that fit or do not fit alike."""
-    return (shape.at_least, shape.together, *sorted(shape.resources.items()), *sorted(shape.labels.items()))

@@ -29,6 +29,8 @@ class Quotas:
     specs: Mapping[str, TeamSpec]
     supply: Resources
     """What the fleet could hold at most."""
+    limited: frozenset[str] = frozenset()
+    """The resources that some team names."""
     subtree: dict[str, dict[str, float]] = field(default_factory=dict)
     used: Used = field(default_factory=lambda: _zeros())
     """At each team: what it holds, and what its children hold beyond what they keep for themselves."""
@@ -38,7 +40,7 @@ class Quotas:
     @classmethod
     def of(cls, teams: Iterable[Team], supply: Resources) -> Quotas:
         quotas = cls({team.name: team.spec for team in teams}, supply)
-        names = {name for spec in quotas.specs.values() for name in spec.quota}
+        names = quotas.limited = frozenset(name for spec in quotas.specs.values() for name in spec.quota)
         quotas.subtree[_ROOT] = dict.fromkeys(names, 0.0)
         for team in quotas.specs:
             quotas._sum(team, names)
@@ -51,10 +53,6 @@ class Quotas:
     def copy(self) -> Quotas:
         """A tally of its own."""
         return replace(self, used=deepcopy(self.used), fixed=deepcopy(self.fixed))
-
-    @property
-    def limited(self) -> frozenset[str]:
-        return frozenset(self.subtree[_ROOT])
 
     def take(self, team: str, need: Resources, *, gives_way: bool = True) -> None:
         for name in self.limited & need.keys():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from raytide.core.fleet import Resources
@@ -16,6 +17,7 @@ from raytide.jobs.quota import Quotas
 if TYPE_CHECKING:
     from raytide.jobs.floor import Floor
 
+Key = tuple[object, ...]
 Unit = list[tuple[int, Member]]
 """Seats that can only be taken together, each with the row of its job."""
 
@@ -25,22 +27,20 @@ def enough(floor: Floor, row: int, lower: list[int]) -> Unit:
 
     `lower` are the rows below it in the order, the lowest first.
     """
-    first = borrowers(floor, row, lower)
-    units = _units(floor, [*first, *(other for other in lower if other not in set(first))])
-    trial, asked = _Trial(floor, row, floor.room.copy()), 0
-    while asked < len(units) and not trial.fits():
-        more = max(1, asked)
-        for unit in units[asked : asked + more]:
+    first = dict.fromkeys(borrowers(floor, row, lower))
+    units = _units(floor, [*first, *(other for other in lower if other not in first)])
+    trial, asked = _Trial(floor, row, floor.room.copy()), list[Unit]()
+    while not (fits := trial.fits()) and (more := list(islice(units, max(1, len(asked))))):
+        for unit in more:
             trial.free(unit)
-        asked = min(len(units), asked + more)
+        asked += more
     chosen: list[Unit] = []
-    if trial.fits():
-        for unit in reversed(units[:asked]):
-            trial.hold(unit)
-            if not trial.fits():
-                trial.free(unit)
-                chosen.append(unit)
-    for unit in chosen or units[:asked]:
+    for unit in reversed(asked) if fits else ():
+        trial.hold(unit)
+        if not trial.fits():
+            trial.free(unit)
+            chosen.append(unit)
+    for unit in chosen if fits else asked:
         trial.hold(unit)
     return [seat for unit in reversed(chosen) for seat in unit]
 
@@ -69,6 +69,7 @@ class Emptied:
 
     room: Room
     quotas: Quotas
+    _most: dict[Key, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, floor: Floor) -> Emptied:
@@ -85,11 +86,12 @@ class Emptied:
         self.quotas.take(job.spec.team, need, gives_way=service.gives_way(job))
         for seat in placed:
             self.room.take(seat.node_id, shape.resources)
+        self._most.clear()
 
     def has_room(self, floor: Floor, row: int) -> bool:
         job = floor.jobs[row]
         return any(
-            self.room.most(shape) >= shape.at_least
+            self._members(shape) >= shape.at_least
             and self.quotas.lacking(
                 job.spec.team, seats.quota_of(shape, [None] * shape.at_least), gives_way=service.gives_way(job)
             )
@@ -97,17 +99,28 @@ class Emptied:
             for shape in floor.shapes(row)
         )
 
+    def _members(self, shape: Shape) -> int:
+        if (key := key_of(shape)) not in self._most:
+            self._most[key] = self.room.most(shape)
+        return self._most[key]
 
-def _units(floor: Floor, rows: Sequence[int]) -> list[Unit]:
+
+def key_of(shape: Shape) -> Key:
+    """Equal for shapes that fit or do not fit alike."""
+    return (shape.at_least, shape.together, *sorted(shape.resources.items()), *sorted(shape.labels.items()))
+
+
+def _units(floor: Floor, rows: Sequence[int]) -> Iterator[Unit]:
     """Seats that can be spared one by one, then what is left of each gang whole."""
-    spare: list[Unit] = []
-    whole: list[Unit] = []
+    for row in rows:
+        for member in seats.surplus(floor.leases[row]):
+            if member.index not in floor.away.get(row, ()):
+                yield [(row, member)]
     for row in rows:
         lease, gone = floor.leases[row], floor.away.get(row, {})
-        extra = [member for member in seats.surplus(lease) if member.index not in gone]
-        spare += [[(row, member)] for member in extra]
-        whole.append([(row, m) for m in seats.kept(lease) if m.index not in gone and m not in extra])
-    return [*spare, *(unit for unit in whole if unit)]
+        spare = {member.index for member in seats.surplus(lease)}
+        if rest := [(row, m) for m in seats.kept(lease) if m.index not in gone and m.index not in spare]:
+            yield rest
 
 
 @dataclass(slots=True, eq=False)
