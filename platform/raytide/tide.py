@@ -48,18 +48,20 @@ class Tide:
     def job(self, job_id: str) -> Run:
         return run_of(self.client, self.client.job(job_id))
 
-    def data(self, spec: DataSpec | SpecSource) -> Run:
-        """Build a token dataset on a leased node."""
+    def data(self, spec: DataSpec | SpecSource, **job: object) -> Run:
+        """Build a token dataset on a leased node; `job` as in `train`."""
         data = spec if isinstance(spec, DataSpec) else _parse(DataSpec, spec)
-        return Run(
-            self.client, self._submit(JobKind.DATA, data.name, data.team, data.gang, data.model_dump(mode="json"))
-        )
+        config = data.model_dump(mode="json")
+        return Run(self.client, self._submit(JobKind.DATA, data.name, data.team, data.gang, config, job))
 
-    def train(self, spec: TrainSpec | SpecSource) -> TrainRun:
-        """Train on a gang; it survives the loss of members."""
+    def train(self, spec: TrainSpec | SpecSource, **job: object) -> TrainRun:
+        """Train on a gang; it survives the loss of members.
+
+        `job` is for the queue, by the names of JobSpec: priority, preemptible, budget_usd, labels, max_restarts.
+        """
         train = spec if isinstance(spec, TrainSpec) else _parse(TrainSpec, spec)
-        view = self._submit(JobKind.TRAIN, train.name, train.team, train.asks, train.model_dump(mode="json"))
-        return TrainRun(self.client, view)
+        config = train.model_dump(mode="json")
+        return TrainRun(self.client, self._submit(JobKind.TRAIN, train.name, train.team, train.asks, config, job))
 
     def serve(
         self,
@@ -91,16 +93,17 @@ class Tide:
         name: str = "gang",
         team: str = "default",
         timeout_s: float = 600.0,
+        **job: object,
     ) -> Iterator[Gang]:
-        """Hold a gang for any Ray code in this process; it goes through the queue like every other job.
+        """Hold a gang for any Ray code in this process; it goes through the queue like every other job (see `train`).
 
         The lease ends with the block, or ten seconds after this process stops asking for it.
         """
         from raytide.actors.gang import Gang
 
         shape = Shape(members=members, resources=dict(resources or {"CPU": 1.0}), labels=dict(labels or {}))
-        job = self._submit(JobKind.GANG, name, team, GangSpec(shapes=(shape,)), {}).job
-        with Gang(self.client, job.id, timeout_s=timeout_s) as gang:
+        view = self._submit(JobKind.GANG, name, team, GangSpec(shapes=(shape,)), {}, job)
+        with Gang(self.client, view.job.id, timeout_s=timeout_s) as gang:
             yield gang
 
     def close(self) -> None:
@@ -127,9 +130,17 @@ class Tide:
         rows = [(node.id, node.type, str(node.market), node.zone, str(node.state)) for node in status.nodes]
         return table(f"cluster {status.name}", ("node", "type", "market", "zone", "state"), rows)
 
-    def _submit(self, kind: JobKind, name: str, team: str, gang: GangSpec, config: dict[str, object]) -> JobView:
-        spec = JobSpec(kind=kind, name=name, team=team, gang=gang, config=config)
-        return self.client.submit(spec)
+    def _submit(
+        self,
+        kind: JobKind,
+        name: str,
+        team: str,
+        gang: GangSpec,
+        config: dict[str, object],
+        options: Mapping[str, object],
+    ) -> JobView:
+        fields = {"kind": kind, "name": name, "team": team, "gang": gang, "config": config, **options}
+        return self.client.submit(JobSpec.parse(fields, where=name))
 
 
 def connect(cluster: str | None = None) -> Tide:
@@ -140,9 +151,9 @@ def connect(cluster: str | None = None) -> Tide:
     return Tide(Client.find(cluster))
 
 
-def train(spec: TrainSpec | SpecSource, *, cluster: str | None = None) -> TrainRun:
-    """Train on the cluster that `connect(cluster)` finds."""
-    return connect(cluster).train(spec)
+def train(spec: TrainSpec | SpecSource, *, cluster: str | None = None, **job: object) -> TrainRun:
+    """Train on the cluster that `connect(cluster)` finds; `job` as in `Tide.train`."""
+    return connect(cluster).train(spec, **job)
 
 
 def local(config: str | Path | None = None, *, name: str = "local") -> Tide:

@@ -22,6 +22,8 @@ from raytide.tide import Tide
 JobId = Annotated[str, typer.Argument(help="A job, as `raytide ps` lists it.")]
 Spec = Annotated[Path, typer.Argument(help="A YAML file.")]
 Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Stay until it is over.")]
+Priority = Annotated[str, typer.Option(help="A class of metadata.raytide.priorities.")]
+BudgetUsd = Annotated[float | None, typer.Option(help="Dollars; it checkpoints and waits once it cost so much.")]
 _FOLLOW_S = 0.5
 
 
@@ -104,14 +106,28 @@ def retry(job_id: JobId, cluster: ClusterName = None, json: Json = False) -> Non
         print(f"{view.job.id} is {view.job.state}: {job_id} again")
 
 
-def data_build(spec: Spec, wait: Wait = True, cluster: ClusterName = None, json: Json = False) -> None:
+def data_build(
+    spec: Spec,
+    priority: Priority = "normal",
+    budget: BudgetUsd = None,
+    wait: Wait = True,
+    cluster: ClusterName = None,
+    json: Json = False,
+) -> None:
     """Build a token dataset from text."""
-    follow(Tide(Client.find(cluster)).data(spec), wait, json)
+    follow(Tide(Client.find(cluster)).data(spec, priority=priority, budget_usd=budget), wait, json)
 
 
-def train(spec: Spec, wait: Wait = True, cluster: ClusterName = None, json: Json = False) -> None:
+def train(
+    spec: Spec,
+    priority: Priority = "normal",
+    budget: BudgetUsd = None,
+    wait: Wait = True,
+    cluster: ClusterName = None,
+    json: Json = False,
+) -> None:
     """Train a model on a gang."""
-    follow(Tide(Client.find(cluster)).train(spec), wait, json)
+    follow(Tide(Client.find(cluster)).train(spec, priority=priority, budget_usd=budget), wait, json)
 
 
 def follow(run: Run, wait: bool, json: bool) -> None:
