@@ -16,7 +16,7 @@ from raytide.core import ray_internals
 from raytide.core.fleet import NodeType
 from raytide.core.logs import logger
 
-__all__ = ["CloudSetUp", "start_commands"]
+__all__ = ["CloudSetUp", "NoSetUp", "start_commands"]
 
 AT_ONCE = 16
 
@@ -59,6 +59,13 @@ class CloudSetUp:
                 self._done.add(node_id)
             except Exception as error:  # Ray's updater raises whatever its commands do
                 log.warning("a machine could not be set up", extra={"node": node_id, "error": str(error)})
+
+
+class NoSetUp:
+    """For who only ends machines."""
+
+    def begin(self, cloud_id: str, node_id: str, node_type: NodeType, zone: str) -> None:
+        """Nothing."""
 
 
 def start_commands(config: Mapping[str, Any], head_ip: str, node_id: str, node_type: NodeType, zone: str) -> list[str]:

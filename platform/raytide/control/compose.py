@@ -14,7 +14,7 @@ from raytide.autoscaler.meters import Meters
 from raytide.autoscaler.notices.watch import board_at
 from raytide.autoscaler.providers.base import Bill, Provider
 from raytide.autoscaler.providers.cloud import CloudProvider
-from raytide.autoscaler.providers.cloud_setup import CloudSetUp
+from raytide.autoscaler.providers.cloud_setup import CloudSetUp, NoSetUp
 from raytide.autoscaler.providers.fake import FakeProvider
 from raytide.autoscaler.providers.kube_api import KubeApi
 from raytide.autoscaler.providers.kuberay import KubeRayProvider
@@ -26,7 +26,7 @@ from raytide.control.embedded import LocalCluster
 from raytide.control.running import RunningCluster
 from raytide.control.world import Sources
 from raytide.core import ray_internals
-from raytide.core.clock import Clock, SystemClock
+from raytide.core.clock import SystemClock
 from raytide.core.cluster import load_cluster, provider_section
 from raytide.core.config import load_yaml
 from raytide.core.errors import ConfigError
@@ -53,10 +53,10 @@ def sources(cluster: RunningCluster) -> Sources:
     )
 
 
-def provider(cluster: RunningCluster) -> Provider:
+def provider(cluster: RunningCluster, *, only_ends: bool = False) -> Provider:
     """What the `provider` section names. On an embedded cluster every node is a process here, whatever it names, except
-    for `fake`, whose nodes are nowhere."""
-    file = load_yaml(cluster.config_path)
+    for `fake`, whose nodes are nowhere. One that `only_ends` nodes sets up none."""
+    file: dict[str, Any] = load_yaml(cluster.config_path)
     section = provider_section(file, where=str(cluster.config_path))
     clock = SystemClock()
     if section["type"] == "fake":
@@ -69,7 +69,16 @@ def provider(cluster: RunningCluster) -> Provider:
         )
     if section["type"] == "kuberay":
         return KubeRayProvider(_kube_api(section), str(file["cluster_name"]), cluster.run_dir, clock)
-    return _cloud(cluster, file, clock)
+    cloud = ray_internals.node_provider(file["provider"], file["cluster_name"])
+    return CloudProvider(
+        file,
+        cloud,
+        load_cluster(cluster.config_path).node_types,
+        cluster.run_dir,
+        clock,
+        NoSetUp() if only_ends else CloudSetUp(file, cloud, cluster.head_ip),
+        board_at(cluster.gcs_address),
+    )
 
 
 def bill(cluster: RunningCluster) -> Bill:
@@ -85,16 +94,3 @@ def _kube_api(section: Mapping[str, Any]) -> KubeApi:
     if "api_url" not in section:
         return KubeApi.of_this_pod()
     return KubeApi(section["api_url"], section.get("namespace", "default"))
-
-
-def _cloud(cluster: RunningCluster, file: dict[str, Any], clock: Clock) -> CloudProvider:
-    cloud = ray_internals.node_provider(file["provider"], file["cluster_name"])
-    return CloudProvider(
-        file,
-        cloud,
-        load_cluster(cluster.config_path).node_types,
-        cluster.run_dir,
-        clock,
-        CloudSetUp(file, cloud, cluster.head_ip),
-        board_at(cluster.gcs_address),
-    )

@@ -99,7 +99,7 @@ def down(cluster: HeadCluster, *, timeout_s: float = 120.0) -> Closed:
     with hold_lock(cluster.run_dir / "head.lock"):
         cluster.client_file.unlink(missing_ok=True)
         end_children(cluster)
-        machines = _end_nodes(provider(cluster), time.monotonic() + timeout_s)
+        machines = _end_nodes(provider(cluster, only_ends=True), time.monotonic() + timeout_s)
         store = Store.open(cluster.state_url)
         try:
             return close_books(store, machines, time.time())
