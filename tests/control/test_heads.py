@@ -1,0 +1,88 @@
+"""raytide on the head of a cloud, without Ray: what is refused, and how it ends. test_ray_up_real.py has the rest."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from raytide.control import heads
+from raytide.control.cluster import DEFAULT_CONFIG
+from raytide.control.heads import HeadCluster
+from raytide.control.processes import spawn
+from raytide.control.running import MARK, run_dir_of
+from raytide.core.errors import ClusterError, ConfigError
+from raytide.core.processes import kill_marked
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HeadCluster]:
+    """The record of one whose nodes are nowhere."""
+    monkeypatch.setenv("RAYTIDE_HOME", str(tmp_path))
+    run_dir = run_dir_of("local")
+    for folder in ("pids", "logs"):
+        (run_dir / folder).mkdir(parents=True)
+    file = yaml.safe_load(DEFAULT_CONFIG.read_text()) | {"provider": {"type": "fake"}}
+    (run_dir / "cluster.yaml").write_text(yaml.safe_dump(file))
+    one = HeadCluster(
+        name="local",
+        cluster_id=f"test-{tmp_path.name}",
+        run_dir=run_dir,
+        gcs_address="127.0.9.1:6388",
+        dashboard_url="",
+        api_url="",
+        serve_url="",
+        state_url=f"sqlite:///{run_dir / 'state.db'}",
+        config_path=run_dir / "cluster.yaml",
+        created_at_s=0.0,
+        version="",
+    )
+    one.save()
+    yield one
+    kill_marked(MARK, one.cluster_id)
+
+
+def start(cluster: HeadCluster, what: str, seconds: float) -> None:
+    spawn(what, ["sleep", str(seconds)], run_dir=cluster.run_dir, environment=cluster.environment())
+
+
+def test_a_head_without_ray_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    with pytest.raises(ClusterError, match="no Ray runs on this machine") as refused:
+        heads.start(DEFAULT_CONFIG)
+    assert "--no-monitor" in refused.value.hint
+
+
+def test_an_embedded_clusters_folder_is_not_taken(cluster: HeadCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = json.loads((cluster.run_dir / "cluster.json").read_text())
+    (cluster.run_dir / "cluster.json").write_text(json.dumps(record | {"k": 9, "temp_dir": "/nowhere"}))
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.9.1:6388")
+    with pytest.raises(ConfigError, match="is an embedded cluster's"):
+        heads.start(cluster.config_path)
+
+
+def test_a_container_ends_with_its_supervisor_and_takes_the_children_along(cluster: HeadCluster) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    start(cluster, "controller", 1000.0)
+    start(cluster, "supervisor", 0.1)
+    try:
+        heads.stay(cluster)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not cluster.is_alive("controller")
+
+
+def test_down_ends_what_runs_here_and_closes_the_books(cluster: HeadCluster) -> None:
+    for what in ("supervisor", "controller", "api"):
+        start(cluster, what, 1000.0)
+    shutil.copyfile(cluster.config_path, cluster.client_file)
+    closed = heads.down(cluster)
+    assert (closed.nodes, closed.differences) == ((), ())
+    assert not any(cluster.is_alive(what) for what in ("supervisor", "controller", "api"))
+    assert not cluster.client_file.exists()
