@@ -206,7 +206,7 @@ def _changes(records: Records, book: Book, booking: Booking, plan: Plan, now_s: 
         intervals=booking.intervals,
         closed=booking.closed,
         teams=used_lately(book.teams, book.jobs.values(), now_s),
-        plan=plan if plan.actions else None,
+        plan=plan.to_keep() if plan.actions else None,
     )
 
 

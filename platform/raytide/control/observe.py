@@ -111,7 +111,7 @@ def _views(book: Book, world: World, idle: IdleClock, config: ClusterConfig, now
         node_type = types.get(node.type)
         resources = node_type.resources if node_type is not None else {}
         labels = node_type.all_labels(node.zone) if node_type is not None else {}
-        use = world.use.get(node.id, {})
+        use, idle_s = world.use.get(node.id, {}), idle.idle_s(node.id, now_s)
         is_up = seen is not None and seen.is_alive and node.ready_at_s is not None
         views.append(
             NodeView(
@@ -119,10 +119,10 @@ def _views(book: Book, world: World, idle: IdleClock, config: ClusterConfig, now
                 total=seen.total if seen is not None and is_up else resources,
                 available=seen.available if seen is not None and is_up else resources,
                 labels={**labels, **(seen.labels if seen is not None else {})},
-                idle_s=idle.idle_s(node.id, now_s),
+                idle_s=idle_s,
                 is_draining=seen is not None and seen.is_draining,
                 use=use,
-                busy=idle.held(node.id, node_type, use, now_s) if node_type is not None else "",
+                busy=idle.held(node.id, node_type, use, now_s) if node_type is not None and idle_s > 0 else "",
             )
         )
     return views

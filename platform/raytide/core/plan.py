@@ -148,10 +148,25 @@ class Terminate:
 Action = Admit | Wait | Shrink | Preempt | Grow | Assign | Unassign | Requeue | Launch | Scale | Drain | Terminate
 
 
+MOST_WAITS = 100
+"""Of jobs, kept of one plan. A queue of thousands is told by `raytide why` job by job."""
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     at_s: float
     actions: tuple[Action, ...] = ()
+
+    def to_keep(self) -> Plan:
+        """As it is stored: all but the waits of the jobs far back in the queue, whose number is said."""
+        waits = [action for action in self.actions if isinstance(action, Wait) and action.subject.startswith("job-")]
+        if len(waits) <= MOST_WAITS:
+            return self
+        rest = {id(wait) for wait in waits[MOST_WAITS:]}
+        kept = tuple(action for action in self.actions if id(action) not in rest)
+        return Plan(
+            self.at_s, (*kept, Wait("queue", "behind", f"{len(rest)} more jobs wait", "See `raytide why JOB`."))
+        )
 
     def to_json(self) -> dict[str, object]:
         return {"at_s": self.at_s, "actions": [describe(action) for action in self.actions]}
