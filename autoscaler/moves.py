@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from raytide.autoscaler.draft import Draft
-from raytide.core.fleet import NodeState, NodeType, Resources, plus, whole_shares
+from raytide.core.fleet import NodeState, NodeType, Resources, labels_match, plus, whole_shares
 from raytide.core.gang import Shape
 from raytide.core.market import Offer
 from raytide.core.money import format_usd
@@ -131,8 +131,11 @@ def _to_cheaper(draft: Draft, old: _Movable) -> Launch | None:
     need: Resources = {}
     for shape in old.replicas:
         need = plus(need, whole_shares(shape.resources))
-    all_of_them = Shape(resources=dict(need), labels=_labels(old.replicas))
-    offers = [offer for offer, _ in market.holding(all_of_them) if market.refusal(offer) is None]
+    offers = [
+        offer
+        for offer, _ in market.holding(Shape(resources=dict(need)))
+        if market.refusal(offer) is None and all(labels_match(shape.labels, offer.labels) for shape in old.replicas)
+    ]
     best = min(offers, key=lambda offer: offer.cost_micro_usd_h, default=None)
     if best is None or not _pays_back(best, old.price_micro_usd_h):
         return None
@@ -184,10 +187,6 @@ def _is_all(view: NodeView, shapes: tuple[Shape, ...]) -> bool:
     for shape in shapes:
         theirs = plus(theirs, shape.resources)
     return all(amount <= theirs.get(name, 0.0) + 1e-6 for name, amount in used.items())
-
-
-def _labels(shapes: tuple[Shape, ...]) -> dict[str, str]:
-    return {key: value for shape in shapes for key, value in shape.labels.items()}
 
 
 def _min_nodes(node_type: NodeType | None) -> int:

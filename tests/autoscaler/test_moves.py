@@ -42,8 +42,8 @@ def test_on_demand_stays_until_its_spot_replacement_is_ready_and_no_replica_is_m
     cluster = on_demand_in_need()
     cluster.provider.set_stock("gpu.spot", "local", None)
     deeds = []
-    for _ in range(900):
-        deeds += [a for a in cluster.tick() if isinstance(a, Launch | Drain)]
+    for _ in range(225):
+        deeds += [a for a in cluster.tick(4.0) if isinstance(a, Launch | Drain)]
         assert ready(cluster) >= 2
     launch, drain = deeds
     assert isinstance(launch, Launch)
@@ -58,7 +58,7 @@ def test_on_demand_stays_until_its_spot_replacement_is_ready_and_no_replica_is_m
 def test_no_node_moves_that_is_young_and_none_at_all_where_that_is_switched_off() -> None:
     cluster = on_demand_in_need()
     cluster.provider.set_stock("gpu.spot", "local", None)
-    assert cluster.settle(560) == []
+    assert cluster.settle(56, dt_s=10.0) == []
     cluster.limits = Limits(moves_after_s=None)
     assert cluster.settle(60, dt_s=30.0) == []
     cluster.limits = Limits(moves_after_s=1200.0)
@@ -67,7 +67,7 @@ def test_no_node_moves_that_is_young_and_none_at_all_where_that_is_switched_off(
 
 def test_while_spot_is_not_to_be_had_it_is_asked_for_ever_more_rarely_and_nothing_leaves() -> None:
     cluster = on_demand_in_need()
-    deeds = cluster.settle(500, dt_s=4.0)
+    deeds = cluster.settle(200, dt_s=10.0)
     assert all(isinstance(deed, Launch) for deed in deeds)
     assert 1 <= len(deeds) <= 7
     assert (kinds(cluster), ready(cluster)) == (["gpu"], 2)
@@ -80,7 +80,7 @@ def test_a_move_that_would_not_pay_back_is_not_made() -> None:
     cluster.serve(SPEC, ongoing=8.0)
     cluster.settle(30)
     cluster.provider.set_stock("gpu.spot", "local", None)
-    assert cluster.settle(900) == [], "with its losses spot would cost $2.88 an hour, and the move $0.44"
+    assert cluster.settle(60, dt_s=15.0) == [], "with its losses spot would cost $2.88 an hour, and the move $0.44"
 
 
 def test_replicas_that_fit_on_other_nodes_leave_theirs() -> None:
@@ -94,7 +94,7 @@ def test_replicas_that_fit_on_other_nodes_leave_theirs() -> None:
     cluster.ongoing["m"] = 8.0
     cluster.settle(5)
     assert len({work.node_id for work in cluster.ray.work}) == 2, "one replica on each node"
-    deeds = cluster.settle(700)
+    deeds = cluster.settle(200, dt_s=4.0)
     assert kinds(cluster) == ["gpu"]
     assert ready(cluster) == 2
     drain = next(deed for deed in deeds if isinstance(deed, Drain))
@@ -112,7 +112,7 @@ def test_gangs_and_work_without_a_lease_keep_their_nodes() -> None:
     cluster.settle(5)
     cluster.provider.set_stock("gpu.spot", "local", None)
     before = kinds(cluster)
-    assert cluster.settle(900) == []
+    assert cluster.settle(60, dt_s=15.0) == []
     assert kinds(cluster) == before == ["gpu", "gpu"]
 
 
@@ -120,10 +120,18 @@ def test_a_replacement_that_is_taken_back_before_it_is_ready_costs_no_replica() 
     cluster = on_demand_in_need()
     cluster.provider.set_stock("gpu.spot", "local", None)
     while "gpu.spot" not in kinds(cluster):
-        cluster.tick()
+        cluster.tick(4.0)
     cluster.provider.reclaim(next(m.node_id for m in cluster.machines() if m.node_type == "gpu.spot"))
     cluster.provider.set_stock("gpu.spot", "local", 0)
     for _ in range(200):
         cluster.tick()
         assert ready(cluster) == 2
     assert kinds(cluster) == ["gpu"]
+
+
+def test_replicas_only_move_to_nodes_that_carry_their_labels() -> None:
+    cluster = Cluster((SOLID, SPOT))
+    cluster.serve(SPEC.model_copy(update={"labels": {"ray.io/market-type": "on-demand"}}), ongoing=8.0)
+    cluster.settle(30)
+    assert kinds(cluster) == ["gpu"]
+    assert cluster.settle(60, dt_s=30.0) == []
