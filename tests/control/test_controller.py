@@ -456,7 +456,7 @@ class TestMeters:
         (node_id,) = loop.world.bought
         loop.finish(job)
 
-        def said(gpu: float, ticks: int = 40) -> str:
+        def said(gpu: float, ticks: int = 3) -> str:
             """What is waited for after so many ticks in which the exporter says this."""
             for _ in range(ticks):
                 loop.world.use[node_id] = {"gpu": Signal(gpu, loop.clock.now_s())}
@@ -469,11 +469,11 @@ class TestMeters:
             assert isinstance(wait, Wait) and (wait.subject, wait.constraint) == (node_id, "signal")
             return wait.reason
 
-        loop.tick(40)
+        loop.tick(14)
         assert "never heard of" in waits()
         assert "in use" in said(0.97)
-        assert "only since" in said(0.0, ticks=3)
-        loop.tick(60)
+        assert "only since" in said(0.0)
+        loop.tick(24)
         assert "last heard of" in waits(), "its exporter stopped while it rested: nobody knows what it does now"
         for _ in range(20):
             loop.world.use[node_id] = {"gpu": Signal(0.0, loop.clock.now_s())}
