@@ -88,6 +88,10 @@ class TestRefusals:
         shipped["metadata"]["raytide"]["node_types"]["l4"]["price_usd"] = 1
         assert "did you mean price_usd_h" in refusal(shipped, tmp_path).message
 
+    def test_a_provider_that_nobody_has(self, shipped: dict[str, Any], tmp_path: Path) -> None:
+        shipped["provider"]["type"] = "gpc"
+        assert "no provider of type 'gpc' (did you mean gcp?)" in refusal(shipped, tmp_path).message
+
     def test_a_negative_price(self, shipped: dict[str, Any], tmp_path: Path) -> None:
         shipped["metadata"]["raytide"]["node_types"]["l4"]["price_usd_h"] = -1
         assert "node_types.l4.price_usd_h" in refusal(shipped, tmp_path).message

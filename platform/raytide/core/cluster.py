@@ -98,6 +98,7 @@ def load_cluster(path: Path | str) -> ClusterConfig:
     """Read and check a cluster.yaml; a ConfigError names every key that is wrong."""
     file = load_yaml(path)
     check_ray_schema(file, where=str(path))
+    provider_section(file, where=str(path))
     metadata = file.get("metadata")
     raw = metadata.get("raytide") if isinstance(metadata, Mapping) else None
     if not isinstance(raw, Mapping):
