@@ -26,14 +26,7 @@ def limits(section: LimitsSection, spent_micro_usd: int, now_s: float) -> Limits
     return Limits(soft, hard, section.launches_per_min, section.moves_after_s)
 
 
-def month_start_s(now_s: float) -> float:
-    return _first(now_s).timestamp()
-
-
 def month_end_s(now_s: float) -> float:
     """The first instant of the next month, UTC."""
-    return (_first(now_s) + timedelta(days=32)).replace(day=1).timestamp()
-
-
-def _first(now_s: float) -> datetime:
-    return datetime.fromtimestamp(now_s, UTC).replace(day=1, hour=0, minute=0, second=0, microsecond=0)
+    first = datetime.fromtimestamp(now_s, UTC).replace(day=1, hour=0, minute=0, second=0, microsecond=0)
+    return (first + timedelta(days=32)).replace(day=1).timestamp()

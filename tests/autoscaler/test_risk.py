@@ -83,4 +83,3 @@ def test_i6_the_fleet_as_it_is_may_stay_until_the_month_ends() -> None:
     tighter = LimitsSection(month_usd=1000.0, soft_usd_h=3, hard_usd_h=4, launches_per_min=5)
     assert spend.limits(tighter, 0, now_s) == Limits(3_000_000, 4_000_000, 5)
     assert spend.limits(LimitsSection(), 10**12, now_s) == Limits()
-    assert spend.month_start_s(now_s) == 0.0

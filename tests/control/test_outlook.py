@@ -1,0 +1,73 @@
+"""What the controller brings to a snapshot from its books and from nodes that are gone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+from raytide.autoscaler.instances import UNASKED
+from raytide.control.outlook import SPEND_PERIOD_S, Outlook
+from raytide.core.cluster import ClusterConfig, LimitsSection, RaytideSection
+from raytide.core.fleet import Market, Node, NodeState, NodeType
+from raytide.core.snapshot import Limits, Snapshot
+
+SPOT = NodeType(name="s", resources={"GPU": 1}, market=Market.SPOT, price_micro_usd_h=1_000_000, zones=("a",))
+NOW_S = 29 * 24 * 3600.0
+"""Two days before the end of January 1970."""
+
+
+@dataclass
+class Books:
+    """Also the store: nodes that are gone, and what was booked since when."""
+
+    gone: tuple[Node, ...] = ()
+    booked_micro_usd: int = 0
+    asked: list[str] = field(default_factory=list)
+
+    @property
+    def books(self) -> Books:
+        return self
+
+    def nodes(self) -> tuple[Node, ...]:
+        return self.gone
+
+    def spent(self, jobs: list[str], month: str) -> tuple[dict[str, int], dict[str, int]]:
+        self.asked.append(month)
+        return {}, {"default": self.booked_micro_usd}
+
+    def intervals(self) -> tuple[()]:
+        return ()
+
+
+def outlook(books: Books, **limits: float) -> Outlook:
+    settings = RaytideSection(node_types={}, limits=LimitsSection.model_validate(limits))
+    return Outlook(cast(Any, books), ClusterConfig(name="c", node_types=(SPOT,), settings=settings))
+
+
+def seen(at_s: float = NOW_S) -> Snapshot:
+    return Snapshot(at_s=at_s, node_types=(SPOT,))
+
+
+def test_i6_a_month_s_budget_becomes_what_the_fleet_may_cost_an_hour_and_is_summed_once_a_minute() -> None:
+    books = Books(booked_micro_usd=520_000_000)
+    watched = outlook(books, month_usd=1000.0)
+    assert watched.on(seen(), (), {}).limits == Limits(8_000_000, 10_000_000)
+    books.booked_micro_usd = 1_000_000_000
+    assert watched.on(seen(NOW_S + 1.0), (), {}).limits.hard_micro_usd_h == 10_000_057
+    assert watched.on(seen(NOW_S + SPEND_PERIOD_S), (), {}).limits == Limits(0, 0)
+    assert books.asked == ["1970-01", "1970-01"]
+
+
+def test_without_a_month_s_budget_nobody_looks_into_the_books() -> None:
+    books = Books()
+    assert outlook(books, hard_usd_h=3.0).on(seen(), (), {}).limits == Limits(None, 3_000_000)
+    assert books.asked == []
+
+
+def test_losses_of_nodes_that_are_gone_and_the_price_of_the_moment_are_quoted() -> None:
+    gone = Node("node-1", "s", "a", Market.SPOT, 1, NodeState.GONE, 0.0, ready_at_s=0.0, ended_at_s=NOW_S)
+    lost = [replace(gone, id=f"node-{n}", reason=UNASKED) for n in range(3)]
+    (calm,) = outlook(Books()).on(seen(), (), {}).quotes
+    (stormy,) = outlook(Books(gone=tuple(lost))).on(seen(NOW_S + 1.0), (), {("s", "a"): 7}).quotes
+    assert stormy.deaths_per_h > calm.deaths_per_h
+    assert (calm.price_micro_usd_h, stormy.price_micro_usd_h) == (None, 7)
