@@ -11,6 +11,9 @@ from raytide.core.money import format_usd
 _SUBJECT = {
     "admit": "job_id",
     "requeue": "job_id",
+    "preempt": "job_id",
+    "shrink": "job_id",
+    "grow": "job_id",
     "wait": "subject",
     "assign": "lease_id",
     "unassign": "lease_id",
@@ -74,6 +77,9 @@ def _detail(kind: str, action: Mapping[str, Any]) -> str:
             return f" ({action['constraint']})"
         case "admit":
             return f" gets {action['lease']['id']}: {action['lease']['shape']}"
-        case "requeue":
+        case "requeue" | "preempt":
             return f" gives {action['lease_id']} back"
+        case "shrink" | "grow":
+            verb = "gives back" if kind == "shrink" else "gets back"
+            return f" {verb} {len(action['members'])} members"
     return ""

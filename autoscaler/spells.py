@@ -58,6 +58,8 @@ class Spells:
         self.up = np.zeros(zones, dtype=bool)
         self.since_s = np.full(zones, np.nan)
         self.at_s = np.nan
+        self.ends = 0
+        """How many spells of the holder, and droughts, were seen to end."""
         self._weight = 1.0  # of what is seen now; it grows, so that nothing stored has to fade
         self._held: int | None = None
         self._gone_since_s = np.nan
@@ -77,12 +79,13 @@ class Spells:
             self.up = now.copy()
             self._held = self._best()
             return
-        bands = self._bands()
-        self._add_time(at_s - self.at_s, now, bands)
+        bands, drought = self._bands(), band(self.at_s - self._gone_since_s)
+        self._weight *= 2.0 ** ((at_s - self.at_s) / HALF_LIFE_S)
+        self._add_time((at_s - self.at_s) * self._weight, now, bands, drought)
         self.since_s[now != self.up] = at_s
         self.up, self.at_s = now.copy(), at_s
         if self._held is None or not now[self._held]:
-            self._take_next(bands)
+            self._take_next(bands, drought)
 
     def ages_s(self) -> Floats:
         """How long each zone has been as it is."""
@@ -92,33 +95,34 @@ class Spells:
         prior = PRIOR_EVENTS * self._weight
         switches = self._switched.sum(axis=1)
         ends = self._lost + switches
-        hazard = (ends + prior) / (self._held_seconds + prior / PRIOR_HAZARD)
+        hazard = _rates(ends, self._held_seconds, PRIOR_HAZARD, prior)
         others = len(self.up) - 1
         share = (switches + prior * others / (others + 2)) / (ends + prior)
         landing = self._switched + prior * 1e-3 * (np.arange(BANDS) == 0)
         return Market(
             lost=hazard * (1 - share),
             switched=(hazard * share)[:, None] * landing / landing.sum(axis=1, keepdims=True),
-            found=(self._found + prior) / (self._gone_seconds + prior / PRIOR_HAZARD),
+            found=_rates(self._found, self._gone_seconds, PRIOR_HAZARD, prior),
             zone_hazard=self._zone_hazard(),
         )
 
-    def _add_time(self, seconds: float, now: NDArray[np.bool_], bands: Ints) -> None:
-        self._weight *= 2.0 ** (seconds / HALF_LIFE_S)
+    def _add_time(self, weight_s: float, now: NDArray[np.bool_], bands: Ints, drought: int) -> None:
+        """What has changed since the last look is taken to have done so midway."""
         there = np.flatnonzero(self.up)
-        self._zone_seconds[there, bands[there]] += seconds * self._weight
+        self._zone_seconds[there, bands[there]] += weight_s * np.where(now[there], 1.0, 0.5)
         self._zone_ends[there, bands[there]] += self._weight * ~now[there]
         if self._held is None:
-            self._gone_seconds[band(self.at_s - self._gone_since_s)] += seconds * self._weight
+            self._gone_seconds[drought] += weight_s * (0.5 if now.any() else 1.0)
         else:
-            self._held_seconds[bands[self._held]] += seconds * self._weight
+            self._held_seconds[bands[self._held]] += weight_s * (1.0 if now[self._held] else 0.5)
 
-    def _take_next(self, bands: Ints) -> None:
-        """The holder has nothing, or just lost it, at an age in `bands`."""
+    def _take_next(self, bands: Ints, drought: int) -> None:
+        """The holder has nothing, or just lost it; at the last look, at these ages."""
         lost, self._held = self._held, self._best()
+        self.ends += lost is not None or self._held is not None
         if lost is None:
             if self._held is not None:
-                self._found[band(self.at_s - self._gone_since_s)] += self._weight
+                self._found[drought] += self._weight
         elif self._held is None:
             self._lost[bands[lost]] += self._weight
             self._gone_since_s = self.at_s
@@ -139,5 +143,11 @@ class Spells:
         """Each zone's own, drawn to that of all zones while little of it was seen."""
         prior = PRIOR_EVENTS * self._weight
         ends, seconds = self._zone_ends.sum(axis=0), self._zone_seconds.sum(axis=0)
-        common = (ends + prior) / (seconds + prior / PRIOR_HAZARD)
+        common = _rates(ends, seconds, PRIOR_HAZARD, prior)
         return np.asarray((self._zone_ends + 2 * prior) / (self._zone_seconds + 2 * prior / common))
+
+
+def _rates(ends: Floats, seconds: Floats, expected: Floats, prior: float) -> Floats:
+    """Ends a second by band: drawn to what was expected, once that is scaled to all the ends that were seen."""
+    level = (ends.sum() + prior) / (seconds @ expected + prior)
+    return np.asarray((ends + prior) / (seconds + prior / (level * expected)))

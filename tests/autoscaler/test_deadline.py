@@ -121,15 +121,32 @@ def test_no_market_makes_a_job_late_that_could_finish_on_demand(
         left, tick, was = left - 1, tick + 1, now
 
 
-def test_hazards_follow_what_was_seen_and_the_prior_where_nothing_was() -> None:
+def test_hazards_follow_what_was_seen_and_the_other_ages_where_nothing_was() -> None:
     learned = Spells(1)
-    assert learned.market().lost[0] == pytest.approx(PRIOR_HAZARD[0])
+    assert learned.market().lost == pytest.approx(PRIOR_HAZARD)
     for tick in range(4000):
         learned.observe(tick * 900.0, [tick % 4 < 2])  # half an hour up, half an hour gone
     market = learned.market()
     assert market.lost[1] > 5 * market.lost[0]
-    assert market.lost[BANDS - 1] == pytest.approx(PRIOR_HAZARD[BANDS - 1])
+    assert market.found[1] > 5 * market.found[0]
+    restless = market.lost[2:] / PRIOR_HAZARD[2:]
+    assert restless == pytest.approx([restless[0]] * (BANDS - 2))
+    assert restless[0] > 1.2
     assert market.switched.sum() == 0
+
+
+def test_a_zone_never_up_at_two_looks_in_a_row_is_not_expected_to_be() -> None:
+    learned = Spells(1)
+    for tick in range(6000):
+        learned.observe(tick * 900.0, [tick % 3 == 0])
+    assert np.exp(-learned.market().lost[0] * 900.0) < 0.2
+
+
+def test_every_spell_and_every_drought_that_ended_is_counted() -> None:
+    learned = Spells(1)
+    for tick, is_up in enumerate([True, False, False, True, True, False]):
+        learned.observe(tick * 900.0, [is_up])
+    assert learned.ends == 3
 
 
 def test_a_zone_that_takes_over_is_told_from_a_market_that_is_gone() -> None:

@@ -9,11 +9,12 @@ import pytest
 from tests.simulate.test_live import NOW_S, cluster, job
 from typer.testing import CliRunner
 
+from raytide.autoscaler.explain import lines
 from raytide.cli.app import app
 from raytide.cli.autoscaler import moment
 from raytide.control.client import Client
 from raytide.core.errors import UsageError
-from raytide.core.plan import Plan, Wait
+from raytide.core.plan import Plan, Preempt, Shrink, Wait
 from raytide.core.snapshot import Snapshot
 
 runner = CliRunner()
@@ -56,6 +57,15 @@ def shown(*args: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+def test_explain_names_the_job_that_gives_way() -> None:
+    plan = Plan(
+        0.0, (Preempt("job-1", "lease-1", 30.0, "job-2 is owed more"), Shrink("job-3", "lease-3", (2, 3), 30.0, "x"))
+    )
+    preempt, shrink = lines([plan.to_json()])
+    assert "preempt    job-1 gives lease-1 back" in preempt
+    assert "shrink     job-3 gives back 2 members" in shrink
+
+
 def test_explain_shows_cost_and_what_was_rejected() -> None:
     first, dearer, gone, wait = shown("autoscaler", "explain")
     assert first.endswith("no room (+$0.92/h)")
@@ -65,7 +75,7 @@ def test_explain_shows_cost_and_what_was_rejected() -> None:
 
 
 @pytest.mark.parametrize(
-    ("at_s", "says", "lines"),
+    ("at_s", "says", "count"),
     [
         (130, "this held then:", 4),
         (190, "nothing was to be done then", 4),
@@ -73,10 +83,10 @@ def test_explain_shows_cost_and_what_was_rejected() -> None:
         (50, "nothing had been", 1),
     ],
 )
-def test_explain_at_shows_what_held_at_that_time(at_s: int, says: str, lines: int) -> None:
+def test_explain_at_shows_what_held_at_that_time(at_s: int, says: str, count: int) -> None:
     printed = shown("autoscaler", "explain", "--at", datetime.fromtimestamp(at_s, tz=UTC).isoformat())
     assert printed[0].startswith(says)
-    assert len(printed) == lines
+    assert len(printed) == count
 
 
 def test_times_without_a_date_are_the_last_ones_that_were() -> None:

@@ -2,39 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from raytide.autoscaler.deadline import DeadlineJob, ZoneView, decide
 from raytide.autoscaler.deadline_values import Values, solve
-from raytide.autoscaler.spells import Market, Spells
+from raytide.autoscaler.spells import Floats, Market, Spells
 from raytide.simulate.deadline import NONE, ON_DEMAND, Outcome, Policy, Terms, Up, View, replay
 
 LEARN_EVERY_S = 6 * 3600.0
-"""How often the market is learned anew and the values with it."""
+LEARN_GROWTH = 1.1
+"""The market is learned anew, and the values with it, after so long, or when so many times the ends were seen."""
 
 
 def raytide(terms: Terms, up: Up) -> Callable[[int], Outcome]:
     """The market was watched since the trace began."""
-    every = max(1, int(LEARN_EVERY_S / terms.tick_s))
-    markets, ages_s = _watch(up, terms.tick_s, every)
-    known: dict[int, Values] = {}
+    ticks, markets, ages_s = _watch(up, terms.tick_s)
 
-    def values(tick: int) -> Values:
-        if tick // every not in known:
-            known.clear()  # a table is large, and runs go forward
-            known[tick // every] = _solve(markets[tick // every], terms)
-        return known[tick // every]
+    def from_start(start: int) -> Outcome:
+        def market(tick: int) -> Market:
+            return markets[bisect_right(ticks, start + tick) - 1]
 
-    return lambda start: replay(
-        terms,
-        up[:, start : start + terms.deadline],
-        _policy(terms, ages_s[:, start:], lambda tick: values(start + tick)),
-    )
+        return replay(terms, up[:, start : start + terms.deadline], _policy(terms, ages_s[:, start:], market))
+
+    return from_start
 
 
-def _policy(terms: Terms, ages_s: np.ndarray, values: Callable[[int], Values]) -> Policy:
+def _policy(terms: Terms, ages_s: Floats, market: Callable[[int], Market]) -> Policy:
+    known: list[tuple[Market, Values]] = []
+
+    def values(job: DeadlineJob, tick: int) -> Values:
+        now = market(tick)
+        if not known or known[0][0] is not now:
+            price_ratio = terms.spot_usd_h / terms.ondemand_usd_h
+            table = solve(now, slack_s=job.slack_s, work_s=job.work_s, restart_s=job.restart_s, price_ratio=price_ratio)
+            known[:] = [(now, table)]
+        return known[0][1]
+
     def choose(view: View) -> int:
         job = DeadlineJob(
             left_s=(terms.deadline - view.tick) * terms.tick_s,
@@ -45,29 +51,22 @@ def _policy(terms: Terms, ages_s: np.ndarray, values: Callable[[int], Values]) -
             starting_s=view.starting * terms.tick_s,
         )
         zones = [ZoneView(bool(up), float(age)) for up, age in zip(view.up, ages_s[:, view.tick], strict=True)]
-        held = decide(job, zones, values(view.tick)).held
+        held = decide(job, zones, values(job, view.tick)).held
         return NONE if held is None else ON_DEMAND if held == "on_demand" else held
 
     return choose
 
 
-def _watch(up: Up, tick_s: float, every: int) -> tuple[list[Market], np.ndarray]:
-    """What was learned by the first tick of each period, and each zone's age in its state at each tick."""
+def _watch(up: Up, tick_s: float) -> tuple[Sequence[int], Sequence[Market], Floats]:
+    """From which tick on what was learned of the market, and each zone's age in its state at each tick."""
     spells = Spells(len(up))
-    markets, ages_s = [], np.empty(up.shape)
+    ticks, markets, ends = [0], [spells.market()], 0
+    ages_s = np.empty(up.shape)
     for tick in range(up.shape[1]):
-        if tick % every == 0:
+        if (tick - ticks[-1]) * tick_s >= LEARN_EVERY_S or spells.ends > LEARN_GROWTH * ends:
+            ticks.append(tick)
             markets.append(spells.market())
+            ends = spells.ends
         spells.observe(tick * tick_s, up[:, tick])
         ages_s[:, tick] = spells.ages_s()
-    return markets, ages_s
-
-
-def _solve(market: Market, terms: Terms) -> Values:
-    return solve(
-        market,
-        slack_s=(terms.deadline - terms.work) * terms.tick_s,
-        work_s=terms.work * terms.tick_s,
-        restart_s=terms.restart * terms.tick_s,
-        price_ratio=terms.spot_usd_h / terms.ondemand_usd_h,
-    )
+    return ticks, markets, ages_s
