@@ -22,6 +22,7 @@ def claims(
     cooling: Sequence[int] = (),
     priority: Sequence[int] | None = None,
     share: Sequence[float] | None = None,
+    long_s: float = 0.0,
 ) -> Claims:
     """(GPUs, GPU-hours attained, hours held, hours queued), in order of submission; `held` and others name rows."""
     gpus, attained_h, held_h, queued_h = (np.array(column, dtype=float) for column in zip(*rows, strict=True))
@@ -41,6 +42,7 @@ def claims(
         is_held=mask(held),
         gives_way=mask(held) & ~mask(fixed),
         is_cooling=mask(cooling),
+        long_s=long_s,
     )
 
 
@@ -77,6 +79,12 @@ def test_a_gang_is_patient_for_hours_even_where_nobody_else_waits() -> None:
 
 def test_a_small_job_well_into_its_run_counts_as_short_until_it_ran_for_days() -> None:
     assert bands(claims((2, 22, 11, 0), (2, 26, 13, 0), (2, 146, 73, 0))).tolist() == [LONGER, SHORT, LAST]
+
+
+def test_only_the_few_that_ran_for_longest_give_way_to_all() -> None:
+    rows = ((2, 146, 73, 0), (2, 400, 200, 0))
+    assert bands(claims(*rows)).tolist() == [LAST, LAST]
+    assert bands(claims(*rows, long_s=100 * HOUR_S)).tolist() == [SHORT, LAST]
 
 
 def test_a_gang_that_ran_for_days_does_not_come_last() -> None:

@@ -24,6 +24,8 @@ class Spent:
 
     jobs: Mapping[str, int] = field(default_factory=dict)
     teams: Mapping[str, int] = field(default_factory=dict)
+    long_s: float = 0.0
+    """As in the Snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ def with_accounts(snapshot: Snapshot, config: ClusterConfig, stored: Iterable[St
         ),
         classes=config.settings.priorities,
         spent=spent.jobs,
+        long_s=spent.long_s,
     )
 
 

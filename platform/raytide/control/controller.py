@@ -43,6 +43,7 @@ from raytide.core.snapshot import Snapshot
 from raytide.core.state import Changes, Records, Store
 from raytide.jobs.admit import queue
 from raytide.jobs.forward import starts_in_s
+from raytide.jobs.order import LAST_SHARE
 from raytide.jobs.why import forming
 from raytide.ledger.leaving import Leaving
 from raytide.ledger.occupancy import holders, occupancies
@@ -103,7 +104,8 @@ class Controller:
         seen = self._outlook.on(
             snapshot(book, world, self._idle, self._config, now_s), book.nodes.values(), world.prices
         )
-        spent = Spent(*self._store.books.spent([job.id for job in seen.jobs], month_of(to_us(now_s))))
+        sums = self._store.books.spent([job.id for job in seen.jobs], month_of(to_us(now_s)))
+        spent = Spent(*sums, self._store.census.held_longest_s(LAST_SHARE))
         seen = with_accounts(seen, self._config, book.teams, spent)
         plan = decide(seen)
         settle(book, plan, self._node_types)

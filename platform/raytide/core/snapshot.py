@@ -121,5 +121,7 @@ class Snapshot:
     classes: Mapping[str, int] = field(default_factory=lambda: CLASSES)
     spent: Mapping[str, int] = field(default_factory=dict)
     """Micro-dollars that each job of `jobs` has cost so far."""
+    long_s: float = 0.0
+    """How long the longest of all jobs that there ever were held their gangs: see `raytide.jobs.order`."""
     ray_answers: bool = True
     """False when Ray could not be asked: what it last said of its nodes is not known; nothing is given up for it."""

@@ -108,6 +108,7 @@ def claims_of(floor: Floor) -> Claims:
             [row in floor.leases and service.gives_way(job) for row, job in enumerate(jobs)], dtype=bool
         ),
         is_cooling=np.array([service.is_cooling(job, now_s) for job in jobs], dtype=bool),
+        long_s=floor.snapshot.long_s,
     )
 
 

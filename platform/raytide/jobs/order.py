@@ -1,8 +1,8 @@
 """The order in which everybody is given room, whether it holds some or waits: least attained service, mended. Pure.
 
 Least attained service starves large gangs, and stops long jobs late. So a gang that waited longer than the smaller jobs
-do goes before all but the newest; a job well into its run is stopped only for short ones; and one that has had days
-gives way to all. Nothing is known of durations.
+do goes before all but the newest; a job well into its run is stopped only for short ones; and the few that have run for
+longest give way to all. Nothing is known of durations.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ PATIENCE_S = 4 * 3600.0
 WELL_IN_S = 12 * 3600.0
 """A smaller job that ran for so long counts as short ..."""
 LONG_S = 72 * 3600.0
-"""... until it ran for so long; then it gives way to everybody."""
+LAST_SHARE = 0.005
+"""... until it ran for so long, and for longer than all but this share of jobs; then it gives way to everybody."""
 COOL_DOWN_S = 600.0
 """Who was preempted takes only room that is free for so long: it preempts nobody."""
 MAX_PREEMPTIONS = 100
@@ -56,6 +57,8 @@ class Claims:
     """It holds GPUs and may be preempted."""
     is_cooling: Bools
     """It was preempted a short while ago, so it preempts nobody."""
+    long_s: float = 0.0
+    """Only `LAST_SHARE` of all jobs, those that are over included, held their GPUs for longer."""
 
 
 def ranked(claims: Claims) -> Ints:
@@ -65,7 +68,7 @@ def ranked(claims: Claims) -> Ints:
 
 def bands(claims: Claims) -> Ints:
     is_gang = claims.gpus >= GANG
-    is_last = ~is_gang & (claims.held_s > LONG_S)
+    is_last = ~is_gang & (claims.held_s > max(LONG_S, claims.long_s))
     band = np.where(claims.attained_gpu_s < SHORT_GPU_S, SHORT, LONGER)
     band[~is_gang & (claims.held_s > WELL_IN_S)] = SHORT
     band[is_last] = LAST

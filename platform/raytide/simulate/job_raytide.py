@@ -7,7 +7,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from raytide.jobs.order import COOL_DOWN_S, MAX_PREEMPTIONS, NEW_GPU_S, SHORT_GPU_S, Bools, Claims, Floats, ranked
+from raytide.jobs.order import (
+    COOL_DOWN_S,
+    LAST_SHARE,
+    MAX_PREEMPTIONS,
+    NEW_GPU_S,
+    SHORT_GPU_S,
+    Bools,
+    Claims,
+    Floats,
+    ranked,
+)
 from raytide.jobs.turn import Victims, turn
 from raytide.simulate.cluster_jobs import Ints, Policy, Queue
 from raytide.simulate.job_baselines import next_band_s
@@ -87,7 +97,17 @@ def _claims(queue: Queue) -> Claims:
         is_held=is_held,
         gives_way=is_held & (queue.preemptions[active] < MAX_PREEMPTIONS),
         is_cooling=queue.now_s - queue.preempted_s[active] < COOL_DOWN_S,
+        long_s=_long_s(queue),
     )
+
+
+def _long_s(queue: Queue) -> float:
+    """Of the jobs that were submitted so far."""
+    held_s = queue.held_s[: queue.active.max(initial=-1) + 1]
+    if not len(held_s):
+        return 0.0
+    place = len(held_s) - 1 - int(LAST_SHARE * len(held_s))
+    return float(np.partition(held_s, place)[place])
 
 
 RAYTIDE = Policy(pick, preempts=True, wake_s=lambda queue: next_band_s(queue, (NEW_GPU_S, SHORT_GPU_S)))

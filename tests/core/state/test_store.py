@@ -257,6 +257,13 @@ def test_sums_group_by_each_column(store: Store) -> None:
     assert [e.subject for e in books.entries(subject="tiny")] == ["tiny"]
 
 
+def test_the_longest_hold_of_all_jobs_but_a_share(store: Store) -> None:
+    assert store.census.held_longest_s(0.1) == 0.0
+    held = [store.submit_job(SPEC, "ada", 1.0) for _ in range(10)]
+    store.commit(Changes(2.0, jobs=tuple(replace(job, held_s=float(n)) for n, job in enumerate(held))))
+    assert (store.census.held_longest_s(0.0), store.census.held_longest_s(0.2)) == (9.0, 7.0)
+
+
 def test_jobs_are_paged_newest_first(store: Store) -> None:
     for team in ("blue", "red", "blue"):
         job = store.submit_job(SPEC.model_copy(update={"team": team}), "ada", 1.0)

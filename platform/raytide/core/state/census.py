@@ -39,6 +39,14 @@ class Census:
         with self._db.read() as c:
             return {str(row[0]): int(row[1]) for row in c.execute(query)}
 
+    def held_longest_s(self, share: float) -> float:
+        """How long jobs held their gangs, of all there ever were, but for this share that held them for longer."""
+        c_ = t.counters.c
+        with self._db.read() as c:
+            ever = (c.execute(sa.select(c_.next).where(c_.name == "job")).scalar() or 1) - 1
+            query = sa.select(t.jobs.c.held_s).order_by(t.jobs.c.held_s.desc()).offset(int(share * ever)).limit(1)
+            return float(c.execute(query).scalar() or 0.0)
+
     def leases(self, job_ids: Iterable[str]) -> dict[str, Lease]:
         """The newest lease of each of them that was ever admitted, RELEASED ones included; by job."""
         of_job = t.leases.c.job_id

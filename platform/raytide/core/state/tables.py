@@ -91,6 +91,7 @@ jobs = Table(
     UniqueConstraint("user", "client_key"),
     Index(None, "state"),
     Index(None, "team", "number"),
+    Index(None, "held_s"),
 )
 
 leases = Table(

@@ -17,6 +17,7 @@ def upgrade() -> None:
             jobs.add_column(sa.Column(name, sa.Double(), nullable=True))
         jobs.add_column(sa.Column("preemptions", sa.Integer(), nullable=False, server_default="0"))
         jobs.add_column(sa.Column("reserved_micro_usd", sa.BigInteger(), nullable=False, server_default="0"))
+    op.create_index("ix_jobs_held_s", "jobs", ["held_s"], unique=False)
     with op.batch_alter_table("members") as members:
         members.add_column(sa.Column("gives_way", sa.Boolean(), nullable=False, server_default="0"))
     op.create_table(
@@ -44,6 +45,7 @@ def downgrade() -> None:
     op.drop_table("teams")
     with op.batch_alter_table("members") as members:
         members.drop_column("gives_way")
+    op.drop_index("ix_jobs_held_s", "jobs")
     with op.batch_alter_table("jobs") as jobs:
         for name in (
             "attained_gpu_s",
