@@ -51,7 +51,7 @@ class Hazard:
 
     def observe(self, held: Mapping[str, int], lost: Mapping[str, int], now_s: float, dt_s: float) -> None:
         """`held`: our nodes by zone now; `lost`: those taken back since the last look."""
-        for name in {*held, *lost}:
+        for name in sorted({*held, *lost}):
             zone = self.zones.get(name)
             if zone is None or now_s - zone.seen_s > STALE_S:
                 kept = zone or _Zone(now_s, now_s)
@@ -75,7 +75,7 @@ class Hazard:
         regions: dict[str, list[str]] = {}
         for zone in held:
             regions.setdefault(region(zone), []).append(zone)
-        together = self._together / self._losses
+        together = min(1.0, self._together / self._losses)
         for zones in regions.values():
             shares = [min(1.0, self.per_h(zone, now_s) * recovery_s / 3600.0) for zone in zones]
             alone = 1.0 - together if len(zones) > 1 else 1.0
