@@ -172,10 +172,11 @@ def figure(pictures: list[str]) -> str:
     """One picture below the other in one file."""
     height = 320
     placed = "".join(
-        picture.replace("<svg ", f'<svg y="{at * height}" height="{height}" ', 1) for at, picture in enumerate(pictures)
+        picture.replace("<svg ", f'<svg y="{at * height}" height="{height}" overflow="visible" ', 1)
+        for at, picture in enumerate(pictures)
     )
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 860 {height * len(pictures)}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 920 {height * len(pictures)}" '
         f'font-family="system-ui" font-size="12"><rect width="100%" height="100%" fill="#fff"/>{placed}</svg>\n'
     )
 
