@@ -30,7 +30,7 @@ class FakeProvider:
         running = sum((m.node_type, m.zone) == pool and m.ended_at_s is None for m in self.machines())
         if running >= self._stock.get(pool, running + 1):
             raise ProviderError(f"{node.zone} has no {node.type} left.", hint="Another zone may have some.")
-        price = self._prices.get(pool, node_type.price_micro_usd_h)
+        price = self._prices.get(pool, node_type.price_in(node.zone))
         self._machines[node.id] = Machine(node.id, node.type, node.zone, price, self._clock.now_s())
 
     def adopt(self, machine: Machine) -> None:
