@@ -127,7 +127,7 @@ def _add_gangs(book: Book, size: Size, chance: random.Random) -> None:
         book.jobs[f"job-{number}"] = Job(f"job-{number}", spec, "me", state, NOW_S - 900, heartbeat_at_s=NOW_S)
         if is_queued:
             continue
-        members = tuple(_member(at, chance.choice(ids), waits=chance.random() < 0.02) for at in range(shape.members))
+        members = tuple(_member(at, chance.choice(ids), waits=chance.random() < 0.005) for at in range(shape.members))
         lease = Lease(f"lease-{number}", f"job-{number}", shape, LeaseState.ACTIVE, members)
         book.leases[lease.id] = lease
 

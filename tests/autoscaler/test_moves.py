@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from tests.autoscaler.world import Cluster
 
+from raytide.autoscaler.planner import plan
 from raytide.core.endpoint import Replicas, ServeSpec
 from raytide.core.fleet import Market, NodeType
 from raytide.core.gang import Shape
@@ -135,3 +136,15 @@ def test_replicas_only_move_to_nodes_that_carry_their_labels() -> None:
     cluster.settle(30)
     assert kinds(cluster) == ["gpu"]
     assert cluster.settle(60, dt_s=30.0) == []
+
+
+def test_objects_in_the_store_of_a_node_do_not_hold_its_replicas() -> None:
+    """Ray's own count of them goes down with every byte."""
+    cluster = on_demand_in_need()
+    cluster.limits = Limits(moves_after_s=1.0)
+    cluster.tick(5.0)
+    seen = replace(cluster.seen, pools=())
+    (old,) = (view for view in seen.nodes if view.node.type == "gpu")
+    total, free = {**old.total, "object_store_memory": 100.0}, {**old.available, "object_store_memory": 99.0}
+    alone = replace(seen, nodes=(replace(old, total=total, available=free),))
+    assert [type(action) for action in plan(alone)] == [Launch]
