@@ -20,7 +20,10 @@ pytestmark = pytest.mark.cluster
 Cli = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-@pytest.mark.parametrize("command", [("status",), ("cost",), ("ps",), ("serve",), ("autoscaler", "explain")])
+LISTS = ["status", "cost", "ps", "serve", "autoscaler explain", "autoscaler --dry-run", "simulate --from-live"]
+
+
+@pytest.mark.parametrize("command", [tuple(command.split()) for command in LISTS])
 def test_every_list_is_also_json(raytide_cli: Cli, command: tuple[str, ...]) -> None:
     done = raytide_cli(*command, "--json")
     assert done.returncode == 0, done.stderr
