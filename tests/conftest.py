@@ -1,8 +1,11 @@
 """What every test gets: no process outlives the session, no network for model hubs, no deadline in property tests."""
 
+import functools
 import os
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -11,6 +14,8 @@ from tests.cluster_fixture import eventually, live, raytide_cli, tide
 from tests.moto_fixture import aws, aws_for_ray, moto_url
 
 __all__ = ["aws", "aws_for_ray", "eventually", "live", "moto_url", "raytide_cli", "tide"]
+
+ROOT = Path(__file__).parents[1]
 
 # Times are benchmarks; a slow machine must not fail a property.
 settings.register_profile("raytide", deadline=None, print_blob=True)
@@ -50,23 +55,29 @@ def is_helper(process: psutil.Process) -> bool:
         return True
 
 
-# What is dear to start, and so is started in one worker only.
-SHARED = ("live", "vllm_cores")
+@functools.cache
+def shared(file: str) -> str:
+    """Which of two workers' tests go to the same one: those that start a Ray, those of the engines, or of one file."""
+    if "mark.cluster" in (ROOT / file).read_text():
+        return "cluster"
+    return "engine" if file.startswith("tests/actors/engine/") else file
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of several workers, one takes a file; all that need the same shared thing go together, and begin first."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        return
+    """With two workers, what takes longest begins first."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: shared(item.nodeid.partition("::")[0]) not in ("cluster", "engine"))
 
-    def group(item: pytest.Item) -> str:
-        fixtures = getattr(item, "fixturenames", ())
-        return next((name for name in SHARED if name in fixtures), item.nodeid.partition("::")[0])
 
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(group(item)))
-    items.sort(key=lambda item: group(item) not in SHARED)
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Sharing(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return shared(nodeid.partition("::")[0])
+
+    return Sharing(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)
