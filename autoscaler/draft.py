@@ -41,6 +41,8 @@ class Draft:
     """What else could have been bought, by shape, offer and members: nodes are often bought by the dozen."""
     promised: set[str] = field(default_factory=set)
     """Nodes that this plan counts on: bought by it, or seating somebody whom Ray does not show there yet."""
+    movable: set[str] = field(default_factory=set)
+    """Nodes whose replicas all have their room on the node that was bought to replace theirs."""
 
     def seat(self, seating: Seating) -> None:
         if seating.seats:

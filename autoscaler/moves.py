@@ -38,18 +38,29 @@ class _Movable:
     replicas: tuple[Shape, ...]
 
     @property
+    def need(self) -> Resources:
+        need: Resources = {}
+        for shape in self.replicas:
+            need = plus(need, whole_shares(shape.resources))
+        return need
+
+    @property
     def price_micro_usd_h(self) -> int:
         return self.view.node.price_micro_usd_h
 
 
 def reserve(draft: Draft) -> None:
-    """What was bought for a move is kept for those who will move there."""
+    """What was bought for a move is kept for those who will move there, unless they have become too many for it."""
     coming = _replacements(draft.snapshot)
     for old in _movable(draft.snapshot) if coming else ():
-        if (new := coming.get(old.view.node.id)) is not None:
+        new = coming.get(old.view.node.id)
+        row = draft.room.rows.get(new.node.id) if new is not None else None
+        if new is None or row is None or not draft.room.grid.has(row, old.need):
+            continue
+        if all(labels_match(shape.labels, new.labels) for shape in old.replicas):
             draft.promised.add(new.node.id)
-            for shape in old.replicas:
-                draft.room.take(new.node.id, whole_shares(shape.resources))
+            draft.movable.add(old.view.node.id)
+            draft.room.take(new.node.id, old.need)
 
 
 def decide(draft: Draft) -> list[Drain | Launch]:
@@ -64,7 +75,8 @@ def decide(draft: Draft) -> list[Drain | Launch]:
     for old in sorted(_movable(snapshot), key=lambda old: (-old.price_micro_usd_h, old.view.node.id)):
         node = old.view.node
         if (new := coming.get(node.id)) is not None:
-            if new.node.state is NodeState.READY:
+            is_free_to_go = node.id in draft.movable and node.id not in draft.promised
+            if new.node.state is NodeState.READY and is_free_to_go:
                 actions.append(_to_replacement(old, new, snapshot.at_s))
             continue
         is_needed = node.id in draft.promised or staying[node.type] <= _min_nodes(types.get(node.type))
@@ -121,16 +133,14 @@ def _worth_using(draft: Draft, old: _Movable) -> set[str]:
         for view in draft.snapshot.nodes
         if view.node.state is NodeState.READY
         and (row := room.rows.get(view.node.id)) is not None
-        and (view.node.price_micro_usd_h < old.price_micro_usd_h or not room.grid.is_untouched(row, _countable(view)))
+        and (view.node.price_micro_usd_h < old.price_micro_usd_h or not room.grid.has(row, _countable(view)))
     }
 
 
 def _to_cheaper(draft: Draft, old: _Movable) -> Launch | None:
     """The cheapest node that would hold its replicas, if the move pays back."""
     market = draft.room.market
-    need: Resources = {}
-    for shape in old.replicas:
-        need = plus(need, whole_shares(shape.resources))
+    need = old.need
     offers = [
         offer
         for offer, _ in market.holding(Shape(resources=dict(need)))

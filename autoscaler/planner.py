@@ -80,7 +80,7 @@ def _keep_warm(draft: Draft) -> None:
         if not node_type.warm_nodes:
             continue
         rows = {id: row for id, row in room.rows.items() if room.seats[row].node_type == node_type.name}
-        free = [id for id, row in rows.items() if room.grid.is_untouched(row, node_type.resources)]
+        free = [id for id, row in rows.items() if room.grid.has(row, node_type.resources)]
         draft.promised.update(free[: node_type.warm_nodes])
         for _ in range(node_type.warm_nodes - len(free)):
             if (seat := room.buy(node_type)) is None:

@@ -9,9 +9,9 @@ from tests.autoscaler.world import Cluster
 from raytide.autoscaler.planner import plan
 from raytide.core.endpoint import Replicas, ServeSpec
 from raytide.core.fleet import Market, NodeType
-from raytide.core.gang import Shape
+from raytide.core.gang import Lease, LeaseState, Member, Shape
 from raytide.core.plan import Drain, Launch
-from raytide.core.snapshot import Limits
+from raytide.core.snapshot import EndpointView, Limits, NodeView, Snapshot
 
 SOLID = NodeType(name="gpu", resources={"GPU": 2}, price_micro_usd_h=3_000_000, max_nodes=4, idle_timeout_s=20)
 SPOT = SOLID.model_copy(update={"name": "gpu.spot", "market": Market.SPOT, "price_micro_usd_h": 1_000_000})
@@ -148,3 +148,47 @@ def test_objects_in_the_store_of_a_node_do_not_hold_its_replicas() -> None:
     total, free = {**old.total, "object_store_memory": 100.0}, {**old.available, "object_store_memory": 99.0}
     alone = replace(seen, nodes=(replace(old, total=total, available=free),))
     assert [type(action) for action in plan(alone)] == [Launch]
+
+
+def move_on_its_way() -> Snapshot:
+    """Its replacement is ready, and the next decision drains the old node."""
+    cluster = on_demand_in_need()
+    cluster.provider.set_stock("gpu.spot", "local", None)
+    while not any(isinstance(action, Drain) for action in cluster.tick(4.0)):
+        pass
+    return cluster.seen
+
+
+def drains(seen: Snapshot) -> list[str]:
+    return [action.node_id for action in plan(seen) if isinstance(action, Drain)]
+
+
+def test_replicas_that_have_become_too_many_for_their_replacement_stay() -> None:
+    seen = move_on_its_way()
+    assert drains(seen) == ["node-2"]
+    (served,) = seen.endpoints
+    more = replace(seen, endpoints=(_with_replicas(served, 4),), nodes=tuple(_larger(v) for v in seen.nodes))
+    assert drains(more) == []
+
+
+def test_a_node_on_which_this_plan_seats_somebody_does_not_make_room_for_its_replacement() -> None:
+    seen = move_on_its_way()
+    (served,) = seen.endpoints
+    one = _with_replicas(served, 1)
+    free = tuple(replace(v, available={"GPU": 1.0}) if v.node.type == "gpu" else v for v in seen.nodes)
+    assert drains(replace(seen, endpoints=(one,), nodes=free)) == ["node-2"]
+    task = Shape(resources={"GPU": 1}, labels={"ray.io/market-type": "on-demand"})
+    lease = Lease("lease-1", "job-1", task, LeaseState.WAITING, (Member(0),))
+    assert drains(replace(seen, endpoints=(one,), nodes=free, leases=(lease,))) == []
+
+
+def _with_replicas(served: EndpointView, count: int) -> EndpointView:
+    """All on the old node."""
+    assert served.load is not None
+    load = replace(served.load, ready=count, replica_nodes=("ray-node-2",) * count, replicas=(), ongoing=4.0 * count)
+    return replace(served, endpoint=replace(served.endpoint, target_replicas=count), load=load)
+
+
+def _larger(view: NodeView) -> NodeView:
+    """The old node holds four of them."""
+    return replace(view, total={"GPU": 4.0}, available={"GPU": 0.0}) if view.node.type == "gpu" else view

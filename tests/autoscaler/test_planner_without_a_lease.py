@@ -53,3 +53,12 @@ def test_a_foreign_group_that_belongs_together_gets_all_its_nodes_in_one_place_o
     assert wait.constraint == "cap", "one of the two could be bought"
     both = plan(Snapshot(at_s=0.0, node_types=types, demand=(rack,), unmanaged=Unmanaged(max_nodes=2)))
     assert [action.zone for action in both if isinstance(action, Launch)] == ["a", "a"]
+
+
+def test_a_demand_for_what_no_node_type_has_keeps_nobody_else_from_a_node() -> None:
+    asked = Demand({"GPU": 1.0}, {}, 1), Demand({"CPU": 1.0}, {}, 1)
+    actions = plan(Snapshot(at_s=0.0, node_types=(CPU4,), demand=asked))
+    assert [action.node_type for action in actions if isinstance(action, Launch)] == ["cpu4"]
+    assert [action.constraint for action in actions if isinstance(action, Wait)] == ["impossible"]
+    alone = plan(Snapshot(at_s=0.0, node_types=(), demand=asked))
+    assert [type(action) for action in alone] == [Wait, Wait], "a cluster that has only its head"

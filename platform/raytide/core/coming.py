@@ -38,12 +38,12 @@ class Coming:
         self._column = {name: at for at, name in enumerate(names)}
         self._totals = np.array([self._vector(offer.node_type.resources) for offer in market.offers])
         self._needs = [self._vector(whole_shares(ask.shape.resources)) for ask in asks]
-        self.left = np.array([ask.count for ask in asks], dtype=np.float64)
+        self.left = np.array([ask.count if self._is_known(ask.shape) else 0 for ask in asks], dtype=np.float64)
         self._worth = [
             min((offer.cost_micro_usd_h / fit for offer, fit in market.holding(ask.shape)), default=0.0) for ask in asks
         ]
         menus = {menu: _in_menu(market, menu) for menu in {ask.menu for ask in asks}}
-        self._able = [np.array(market.carrying(ask.shape.labels)) & menus[ask.menu] for ask in asks]
+        self._able = [np.array(market.carrying(ask.shape.labels), dtype=np.bool_) & menus[ask.menu] for ask in asks]
         self._turn = 0
 
     def next(self) -> None:
@@ -66,6 +66,10 @@ class Coming:
             fits[:, at] = fit
         return worth, fits
 
+    def _is_known(self, shape: Shape) -> bool:
+        """Whether it asks for something, and for nothing that no node type has: that would look as if it fits."""
+        return any(shape.resources.values()) and shape.resources.keys() <= self._column.keys()
+
     def _vector(self, amounts: Resources) -> Floats:
         vector = np.zeros(len(self._column))
         for name, amount in amounts.items():
@@ -75,4 +79,4 @@ class Coming:
 
 
 def _in_menu(market: Market, menu: frozenset[str] | None) -> NDArray[np.bool_]:
-    return np.array([menu is None or offer.node_type.name in menu for offer in market.offers])
+    return np.array([menu is None or offer.node_type.name in menu for offer in market.offers], dtype=np.bool_)

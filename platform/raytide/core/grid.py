@@ -125,8 +125,9 @@ class Grid:
             default=1.0,
         )
 
-    def is_untouched(self, row: int, total: Resources) -> bool:
-        return bool((self._free_RN[:, row] + _EPS >= self._vector(total)).all())
+    def has(self, row: int, amounts: Resources) -> bool:
+        """Whether so much is free there."""
+        return bool((self._free_RN[:, row] + _EPS >= self._vector(amounts)).all())
 
     def _cut(self, free_RN: Floats, need: Resources) -> Floats:
         """GPUs that the usual members could no longer use there, for one member placed."""
