@@ -144,20 +144,19 @@ class CloudProvider:
         raw = self._config["available_node_types"][node.type]
         tags = ray_internals.worker_tags(self._config, node.type)
         tags |= {NODE_TAG: node.id, _ZONE_TAG: node.zone, _PRICE_TAG: str(node.price_micro_usd_h)}
-        cloud, node_config = self._in_zone(dict(raw.get("node_config", {})), node.zone)
+        node_config = self._in_zone(dict(raw.get("node_config", {})), node.zone)
         created = self._ask(
             f"buy {node.type} in {node.zone}",
-            lambda: cloud.create_node_with_resources_and_labels(
+            lambda: self._cloud.create_node_with_resources_and_labels(
                 node_config, tags, 1, raw.get("resources", {}), raw.get("labels", {})
             ),
         )
         listed = self._running().get(node.id, "")  # Ray's providers learn a node's tags by listing it
         return listed or next(iter(created or {}), "")
 
-    def _in_zone(self, node_config: dict[str, Any], zone: str) -> tuple[Any, dict[str, Any]]:
-        """Ray's providers choose a zone themselves; this leaves them only one."""
-        section = self._config["provider"]
-        if section["type"] == "aws":
+    def _in_zone(self, node_config: dict[str, Any], zone: str) -> dict[str, Any]:
+        """Ray's AWS provider chooses a zone itself; this leaves it only one."""
+        if self._config["provider"]["type"] == "aws":
             wanted = node_config.get("SubnetIds", [])
             subnets = self._ask(
                 "look at the subnets", lambda: self._cloud.ec2.meta.client.describe_subnets(SubnetIds=wanted)["Subnets"]
@@ -168,11 +167,8 @@ class CloudProvider:
                     f"no subnet of this cluster lies in {zone}.",
                     hint=f"Add {zone} to provider.availability_zone, or take it out of the node type's zones.",
                 )
-            return self._cloud, node_config | {"SubnetIds": mine}
-        if section["type"] == "gcp":
-            in_zone = dict(section) | {"availability_zone": zone}
-            return ray_internals.node_provider(in_zone, self._config["cluster_name"]), node_config
-        return self._cloud, node_config
+            return node_config | {"SubnetIds": mine}
+        return node_config
 
     def _address(self, cloud_id: str) -> str:
         return str(self._ask("ask for an address", lambda: self._cloud.internal_ip(cloud_id)) or "")

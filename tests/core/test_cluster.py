@@ -92,6 +92,16 @@ class TestRefusals:
         shipped["provider"]["type"] = "gpc"
         assert "no provider of type 'gpc' (did you mean gcp?)" in refusal(shipped, tmp_path).message
 
+    def test_a_zone_where_rays_gcp_provider_sees_no_machine(self, shipped: dict[str, Any], tmp_path: Path) -> None:
+        shipped["provider"] = {"type": "gcp", "region": "us-west1", "availability_zone": "us-west1-a"}
+        for section in shipped["metadata"]["raytide"]["node_types"].values():
+            section |= {"zones": ["us-west1-a"], "zone_prices_usd_h": {}}
+        path = tmp_path / "gcp.yaml"
+        path.write_text(yaml.safe_dump(shipped))
+        assert {zone for node_type in load_cluster(path).node_types for zone in node_type.zones} == {"us-west1-a"}
+        shipped["metadata"]["raytide"]["node_types"]["h100x8.spot"]["zones"] = ["us-west1-a", "us-west1-b"]
+        assert "node type h100x8.spot has the zones us-west1-a, us-west1-b" in str(refusal(shipped, tmp_path))
+
     def test_a_negative_price(self, shipped: dict[str, Any], tmp_path: Path) -> None:
         shipped["metadata"]["raytide"]["node_types"]["l4"]["price_usd_h"] = -1
         assert "node_types.l4.price_usd_h" in refusal(shipped, tmp_path).message

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
@@ -98,17 +98,15 @@ def load_cluster(path: Path | str) -> ClusterConfig:
     """Read and check a cluster.yaml; a ConfigError names every key that is wrong."""
     file = load_yaml(path)
     check_ray_schema(file, where=str(path))
-    provider_section(file, where=str(path))
+    section = provider_section(file, where=str(path))
     metadata = file.get("metadata")
     raw = metadata.get("raytide") if isinstance(metadata, Mapping) else None
     if not isinstance(raw, Mapping):
         raise ConfigError(f"{path} has no metadata.raytide.", hint="`raytide schema` prints what belongs there.")
     settings = RaytideSection.parse(raw, where=f"{path}: metadata.raytide")
-    return ClusterConfig(
-        name=str(file.get("cluster_name", "raytide")),
-        node_types=_join_node_types(file, settings, where=str(path)),
-        settings=settings,
-    )
+    node_types = _join_node_types(file, settings, where=str(path))
+    _check_zones(section, node_types, where=str(path))
+    return ClusterConfig(name=str(file.get("cluster_name", "raytide")), node_types=node_types, settings=settings)
 
 
 CLOUDS = ("aws", "azure", "gcp", "vsphere", "aliyun", "external")
@@ -127,6 +125,19 @@ def provider_section(file: Mapping[str, object], *, where: str) -> Mapping[str, 
             hint=f"provider.type is one of {', '.join(known)}.",
         )
     return section
+
+
+def _check_zones(section: Mapping[str, Any], node_types: Iterable[NodeType], *, where: str) -> None:
+    """Ray's GCP provider makes and lists machines in one zone only."""
+    if section["type"] != "gcp":
+        return
+    zone = section.get("availability_zone")
+    for node_type in node_types:
+        if node_type.zones != (zone,):
+            raise ConfigError(
+                f"{where}: node type {node_type.name} has the zones {', '.join(node_type.zones)}, on gcp.",
+                hint=f"Set metadata.raytide.node_types.{node_type.name}.zones to [{zone}], provider.availability_zone.",
+            )
 
 
 def check_ray_schema(file: Mapping[str, object], *, where: str) -> None:
