@@ -193,7 +193,12 @@ def test_a_resume_after_a_stop_gives_bit_equal_losses_and_weights(
     whole = losses(unbroken)
     parts = [losses(broken, stop_after=8), losses(broken, stop_after=11), losses(broken)]
 
-    assert [(min(part), max(part)) for part in parts] == [(1, 8), (7, 11), (10, 14)]
+    assert [max(part) for part in parts] == [8, 11, 14]
+    begun = [
+        min(part) for part in parts
+    ]  # after the newest checkpoint that was whole: they are written in the background
+    assert begun[0] == 1
+    assert all(1 < begin <= stopped and begin % 3 == 1 for begin, stopped in zip(begun[1:], (8, 11), strict=True))
     for part in parts:
         assert part == {step: whole[step] for step in part}
     weights = [Path(spec.out, "model", "model.safetensors").read_bytes() for spec in (unbroken, broken)]

@@ -54,7 +54,8 @@ def environment(tmp_path: Path, metadata: MetadataServer, k: int) -> Iterator[di
     """Of every machine. Paths of Ray's sockets must be short."""
     with tempfile.TemporaryDirectory(prefix="rt-up-") as short:
         (Path(short) / "ray").mkdir()
-        own = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "RAYTIDE_API"))}
+        here = ("RAY_", "RAYTIDE_API", "RAYTIDE_HOME")
+        own = {name: value for name, value in os.environ.items() if not name.startswith(here)}
         yield {
             **own,
             "PATH": os.pathsep.join([str(STANDINS), str(Path(sys.executable).parent), os.environ["PATH"]]),
