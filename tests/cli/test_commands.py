@@ -56,6 +56,15 @@ def test_no_command_is_described_by_half_a_sentence() -> None:
         assert "..." not in shown.partition("Commands:")[2]
 
 
+@pytest.mark.parametrize(
+    "args", ["quota set red GPU=inf", "quota set red GPU", "budget set red nan", "budget set red -- -1"]
+)
+def test_limits_are_finite(args: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Client, "find", lambda _: Client(NOWHERE, ""))
+    monkeypatch.setattr(Client, "teams", lambda _: [])
+    assert isinstance(error_of(*args.split()), UsageError)
+
+
 @pytest.mark.parametrize("command", ["status", "cost", "ps", "why job-1", "logs job-1", "serve", "autoscaler explain"])
 def test_without_a_cluster_the_hint_is_how_to_start_one(command: str) -> None:
     error = error_of(*command.split())

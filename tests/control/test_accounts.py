@@ -18,7 +18,7 @@ from raytide.control.api.desk import Desk
 from raytide.control.views import Live, Waiting
 from raytide.control.wire import to_json
 from raytide.core.clock import VirtualClock
-from raytide.core.cluster import load_cluster
+from raytide.core.cluster import ClusterConfig, load_cluster
 from raytide.core.endpoint import ServeSpec
 from raytide.core.entry import Entry, EntryKind, OpenInterval, Share
 from raytide.core.job import JobState
@@ -52,13 +52,9 @@ def client(tmp_path: Path, store: Store) -> Iterator[TestClient]:
         "bob": {"user": "bob", "team": "red"},
     }
     (tmp_path / "tokens.json").write_text(json.dumps(tokens))
-    config = load_cluster(LOCAL)
-    settings = config.settings.model_copy(
-        update={"teams": {**config.settings.teams, "red": TeamSpec(quota={"CPU": 2.0})}}
-    )
     desk = Desk(
         store=store,
-        config=config.model_copy(update={"settings": settings}),
+        config=configured(red=TeamSpec(quota={"CPU": 2.0})),
         bill=NoMachines(),
         drivers=None,  # type: ignore[arg-type]
         clock=VirtualClock(NOW_S),
@@ -69,6 +65,12 @@ def client(tmp_path: Path, store: Store) -> Iterator[TestClient]:
     )
     with TestClient(create_app(desk, Tokens(tmp_path / "tokens.json"))) as client:
         yield client
+
+
+def configured(**teams: TeamSpec) -> ClusterConfig:
+    config = load_cluster(LOCAL)
+    settings = config.settings.model_copy(update={"teams": {**config.settings.teams, **teams}})
+    return config.model_copy(update={"settings": settings})
 
 
 def as_(who: str) -> dict[str, str]:
@@ -141,9 +143,31 @@ def test_limits_are_set_by_whoever_sees_all_and_hold_at_once(client: TestClient,
     assert client.patch("/v1/teams/red", json={"parent": "red"}, headers=as_("root")).status_code == 400
     assert client.patch("/v1/teams/red", json={"quota": {"GPU": -1}}, headers=as_("root")).status_code == 400
     assert [team["name"] for team in client.get("/v1/teams", headers=as_("bob")).json()] == ["red"]
-    snapshot = with_accounts(Snapshot(NOW_S, ()), load_cluster(LOCAL), store.load().teams, Spent(teams={"red": 9}))
+    snapshot = with_accounts(
+        Snapshot(NOW_S, ()), configured(red=TeamSpec()), store.load().teams, Spent(teams={"red": 9})
+    )
     red = next(team for team in snapshot.teams if team.name == "red")
     assert (red.spec.quota, red.spec.weight, red.spent_micro_usd) == ({"GPU": 4.0}, 2.0, 9)
+
+
+def test_limits_stored_under_another_tree_close_no_circle() -> None:
+    stored = [StoredTeam(name, TeamSpec(parent=above, quota={"GPU": 4.0})) for name, above in (("b", "a"), ("c", "d"))]
+    now = configured(b=TeamSpec(), a=TeamSpec(parent="b", quota={"GPU": 2.0}))
+    c = Cluster(teams=with_accounts(Snapshot(NOW_S, ()), now, stored, Spent()).teams)
+    assert [(team.name, team.spec.parent) for team in c.teams] == [("a", "b"), ("b", ""), ("default", "")]
+    c.submit(gpus(1), team="a")
+    c.step()
+    assert uses(c.snapshot)["b"].own == {"GPU": 6.0}
+
+
+@pytest.mark.parametrize("usd", ["inf", "nan"])
+def test_budgets_are_finite_and_can_be_taken_away(client: TestClient, usd: str) -> None:
+    body = f'{{"budget": {{"hard_usd": {usd.replace("inf", "Infinity").replace("nan", "NaN")}}}}}'
+    assert client.patch("/v1/teams/red", content=body, headers=as_("root")).status_code == 400
+    gang = {"kind": "gang", "name": "x", "budget_usd": 3, "gang": {"shapes": [{"resources": {"CPU": 1}}]}}
+    path = f"/v1/jobs/{client.post('/v1/jobs', json=gang, headers=as_('ana')).json()['job']['id']}/budget"
+    assert client.put(path, params={"usd": usd}, headers=as_("ana")).status_code == 400
+    assert client.put(path, headers=as_("ana")).json()["job"]["spec"]["budget_usd"] is None
 
 
 def test_why_says_what_the_last_decision_said(client: TestClient, store: Store, tmp_path: Path) -> None:

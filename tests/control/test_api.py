@@ -247,6 +247,8 @@ class TestCluster:
     def test_plans_can_be_asked_for_as_of_a_time(self, client: TestClient, store: Store) -> None:
         for at_s in (1.0, 2.0):
             store.commit(Changes(at_s, plan=Plan(at_s, (Wait("job-1", "capacity", f"full at {at_s}"),))))
+        assert client.get("/v1/plans").status_code == 403, "they show every team's jobs"
+        client.headers["Authorization"] = "Bearer root"
         assert [plan["at_s"] for plan in client.get("/v1/plans").json()] == [1.0, 2.0]
         assert [plan["at_s"] for plan in client.get("/v1/plans?until_s=1.5").json()] == [1.0]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Annotated
 
@@ -75,12 +76,15 @@ def budgets(context: typer.Context, cluster: ClusterName = None, json: Json = Fa
 @budget.command("set")
 def set_budget(
     who: Annotated[str, typer.Argument(help="A team, or a job.")],
-    usd: Annotated[float, typer.Argument(min=0, help="Dollars: a month for a team, in all for a job.")],
+    limit: Annotated[
+        str, typer.Argument(metavar="USD", help="Dollars: a month for a team, in all for a job; `none` for no limit.")
+    ],
     soft: Annotated[bool, typer.Option("--soft", help="The limit from which on a team has spot nodes only.")] = False,
     cluster: ClusterName = None,
     json: Json = False,
 ) -> None:
     """Limit what a team spends a month, or a job in all."""
+    usd = None if limit == "none" else _finite(limit, f"{limit} is no number of dollars.", "Write 250, or `none`.")
     client = Client.find(cluster)
     teams = {team.name: team.spec for team in client.teams()}
     if who in teams:
@@ -93,14 +97,24 @@ def set_budget(
     if json:
         as_json(to_json(changed))
     else:
-        print(f"{who} may spend ${usd:,.2f}{' before it is limited to spot' if soft else ''}")
+        amount = "without limit" if usd is None else f"${usd:,.2f}"
+        print(f"{who} may spend {amount}{' before it is limited to spot' if soft else ''}")
 
 
 def _amounts(given: list[str]) -> dict[str, float]:
+    wrong = f"{' '.join(given)} is no list of RESOURCE=AMOUNT."
+    pairs = (text.partition("=") for text in given)
+    return {name: _finite(amount, wrong, "Write H100=16.") for name, _, amount in pairs}
+
+
+def _finite(text: str, wrong: str, hint: str) -> float:
     try:
-        return {name: float(amount) for name, amount in (text.split("=") for text in given)}
+        number = float(text)
     except ValueError:
-        raise UsageError(f"{' '.join(given)} is no list of RESOURCE=AMOUNT.", hint="Write H100=16.") from None
+        number = math.nan
+    if not math.isfinite(number) or number < 0:
+        raise UsageError(wrong, hint=hint)
+    return number
 
 
 def _quota_rows(team: TeamView) -> list[tuple[object, ...]]:

@@ -10,7 +10,7 @@ from raytide.core.cluster import ClusterConfig
 from raytide.core.job import Job
 from raytide.core.snapshot import Snapshot
 from raytide.core.state.records import StoredTeam
-from raytide.core.team import Team, faded
+from raytide.core.team import Team, TeamSpec, faded
 from raytide.jobs.admit import floor_of
 
 _EVERY_S = 30.0
@@ -42,9 +42,18 @@ class TeamUse:
     recent_gpu_h: float
 
 
+def limits(config: ClusterConfig, stored: Iterable[StoredTeam]) -> dict[str, TeamSpec]:
+    """The teams of the configuration, with what each was given since. The tree is the configuration's, and no other:
+    what was stored under an earlier one could close a circle."""
+    given = {team.name: team.spec for team in stored if team.spec is not None}
+    return {
+        name: given[name].model_copy(update={"parent": spec.parent}) if name in given else spec
+        for name, spec in config.settings.teams.items()
+    }
+
+
 def with_accounts(snapshot: Snapshot, config: ClusterConfig, stored: Iterable[StoredTeam], spent: Spent) -> Snapshot:
     teams = {team.name: team for team in stored}
-    named = {**config.settings.teams, **{name: team.spec for name, team in teams.items() if team.spec}}
     return replace(
         snapshot,
         teams=tuple(
@@ -54,7 +63,7 @@ def with_accounts(snapshot: Snapshot, config: ClusterConfig, stored: Iterable[St
                 recent_gpu_s=recent_gpu_s(teams.get(name), snapshot.at_s),
                 spent_micro_usd=spent.teams.get(name, 0),
             )
-            for name, spec in sorted(named.items())
+            for name, spec in sorted(limits(config, teams.values()).items())
         ),
         classes=config.settings.priorities,
         spent=spent.jobs,

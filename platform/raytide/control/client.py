@@ -80,9 +80,12 @@ class Client:
     def why(self, job_id: str) -> WhyView:
         return from_json(WhyView, self._get(f"/v1/jobs/{job_id}/why"))
 
-    def set_job_budget(self, job_id: str, usd: float) -> JobView:
+    def set_job_budget(self, job_id: str, usd: float | None) -> JobView:
+        """What it may cost in all; None takes the limit away."""
         path = f"/v1/jobs/{job_id}/budget"
-        return from_json(JobView, self._call("PUT", path, patience_s=_AWAY_S, params={"usd": usd}))
+        return from_json(
+            JobView, self._call("PUT", path, patience_s=_AWAY_S, params={} if usd is None else {"usd": usd})
+        )
 
     def logs(self, job_id: str) -> str:
         return str(self._get(f"/v1/jobs/{job_id}/logs")["logs"])

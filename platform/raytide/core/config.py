@@ -14,9 +14,9 @@ from raytide.core.errors import ConfigError
 
 
 class Config(BaseModel):
-    """Frozen, and closed: an unknown key is an error that names the nearest known one."""
+    """Frozen, and closed: an unknown key is an error that names the nearest known one. Numbers are finite."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
     @classmethod
     def parse(cls, data: Mapping[str, object], *, where: str) -> Self:

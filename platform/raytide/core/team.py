@@ -35,7 +35,7 @@ class TeamSpec(Config):
     """
 
     parent: str = ""
-    """The team that it belongs to; the root when empty."""
+    """The team that it belongs to; the root when empty. The configuration alone says it."""
     weight: float = Field(default=1.0, gt=0)
     """Its part in the fair share."""
     quota: dict[str, float] = Field(default_factory=dict)

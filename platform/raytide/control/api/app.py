@@ -74,7 +74,7 @@ def create_app(desk: Desk, tokens: Tokens) -> FastAPI:
         return to_json(desk.why(job_id, who))
 
     @app.put("/v1/jobs/{job_id}/budget")
-    def job_budget(who: Who, job_id: str, usd: float) -> Any:
+    def job_budget(who: Who, job_id: str, usd: float | None = None) -> Any:
         return to_json(desk.set_budget(job_id, who, usd))
 
     @app.get("/v1/jobs/{job_id}/logs")
@@ -118,7 +118,7 @@ def create_app(desk: Desk, tokens: Tokens) -> FastAPI:
 
     @app.get("/v1/plans")
     def plans(who: Who, limit: int = 50, until_s: float | None = None) -> Any:
-        return desk.plans(min(max(limit, 1), 1000), until_s)
+        return desk.plans(who, min(max(limit, 1), 1000), until_s)
 
     @app.get("/v1/snapshot")
     def snapshot(who: Who) -> Response:

@@ -104,7 +104,8 @@ class Desk:
             return WhyView(job.id, job.state, view.position, "", job.reason, "", None)
         return WhyView(job.id, job.state, view.position, waits.constraint, waits.reason, waits.remedy, waits.wait_s)
 
-    def set_budget(self, job_id: str, caller: Caller, usd: float) -> JobView:
+    def set_budget(self, job_id: str, caller: Caller, usd: float | None) -> JobView:
+        """None takes the limit away."""
         return self.view(self.accounts.set_job_budget(self._owned(job_id, caller), usd))
 
     def logs(self, job_id: str, caller: Caller) -> str:
@@ -214,7 +215,9 @@ class Desk:
             errors=live.errors,
         )
 
-    def plans(self, limit: int, until_s: float | None) -> list[dict[str, object]]:
+    def plans(self, caller: Caller, limit: int, until_s: float | None) -> list[dict[str, object]]:
+        """Each shows every team's jobs, and their limits."""
+        caller.require_all()
         return [
             {"at_s": plan.at_s, "last_at_s": plan.last_at_s, "actions": [dict(action) for action in plan.actions]}
             for plan in self._store.plans(limit=limit, until_s=until_s)
