@@ -91,6 +91,14 @@ def test_what_fits_beside_the_head_takes_nothing_from_it() -> None:
     assert brief(s) == [("job-1", "lease-4"), ("job-2", "capacity"), ("job-3", "lease-5")]
 
 
+def test_an_elastic_gang_that_cannot_be_stopped_takes_what_the_head_leaves() -> None:
+    s = snapshot(fixed(job(1, cpus(4))), job(2, cpus(6)), fixed(job(3, cpus(1, members=4, at_least=1))), types=(BIG,))
+    assert brief(s) == [("job-1", "lease-4"), ("job-2", "capacity"), ("job-3", "lease-5")]
+    last = admit(s)[-1]
+    assert isinstance(last, Admit)
+    assert [member.state for member in last.lease.members] == ["waiting"] * 2 + ["parked"] * 2
+
+
 def test_what_no_fleet_could_hold_blocks_nobody() -> None:
     assert brief(snapshot(job(1, Shape(resources={"GPU": 8.0})), job(2))) == [
         ("job-1", "impossible"),

@@ -8,7 +8,8 @@ from tests.jobs.cluster import Cluster, brief, gpus, team
 
 from raytide.core.job import JobState
 from raytide.core.plan import Grow, Preempt, Shrink
-from raytide.jobs.admit import GRACE_S, SETTLE_S
+from raytide.core.shortfall import Shortfall
+from raytide.jobs.admit import GRACE_S, SETTLE_S, _grow, floor_of
 from raytide.jobs.order import COOL_DOWN_S, MAX_PREEMPTIONS
 
 
@@ -32,6 +33,26 @@ def test_a_higher_class_shrinks_an_elastic_gang_in_place_and_it_grows_back() -> 
     (grow,) = [action for action in c.step(SETTLE_S) if isinstance(action, Grow)]
     assert (grow.job_id, len(grow.members)) == (low, 4)
     assert c.running() == {low: 8}
+
+
+def test_nobody_grows_while_one_waits_for_the_fleets_own_limit() -> None:
+    c = Cluster()
+    low = c.submit(gpus(8, members=2, at_least=1), priority="low")
+    c.step()
+    high = c.submit(gpus(8), priority="high")
+    c.step()
+    c.step(GRACE_S)
+    c.end(high)
+    c.now_s += SETTLE_S
+    floor = floor_of(c.snapshot)
+    order = range(len(floor.jobs))
+    assert [grow.job_id for grow in _grow(floor, order)] == [low]
+    waits = c.submit(gpus(8))
+    for constraint in ("rate", "budget"):
+        floor = floor_of(c.snapshot)
+        row = next(row for row, job in enumerate(floor.jobs) if job.id == waits)
+        floor.refused[row] = Shortfall(constraint, "the fleet would cost more.", "")  # type: ignore[arg-type]
+        assert list(_grow(floor, order)) == []
 
 
 def test_a_gang_that_cannot_shrink_checkpoints_gives_way_and_is_queued_again() -> None:

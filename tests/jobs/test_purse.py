@@ -6,13 +6,13 @@ from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.jobs.cluster import Cluster, brief, gpus, job, team
+from tests.jobs.cluster import H100, Cluster, brief, gpus, job, team
 
 from raytide.core.job import JobState
 from raytide.core.money import micro_usd
 from raytide.core.plan import Preempt
 from raytide.core.team import Team
-from raytide.jobs.admit import GRACE_S
+from raytide.jobs.admit import GRACE_S, SETTLE_S, admit
 from raytide.jobs.purse import Purse
 
 HOUR = micro_usd(80)
@@ -74,6 +74,34 @@ def test_a_job_beyond_its_own_budget_checkpoints_and_waits_until_it_gets_more() 
     assert c.jobs[mine].reserved_micro_usd == 0
     c.jobs[mine] = replace(c.jobs[mine], spec=c.jobs[mine].spec.model_copy(update={"budget_usd": 20.0}))
     assert brief(c.step(1.0)) == [(mine, "admit")]
+
+
+def test_who_has_no_budget_asks_nobody_to_give_way_and_keeps_nobody_from_it() -> None:
+    c = Cluster(nodes=1)
+    low = c.submit(gpus(8), priority="low")
+    c.step()
+    broke = c.submit(gpus(8), priority="high", budget_usd=5)
+    c.spent = {broke: micro_usd(5)}
+    high = c.submit(gpus(8), priority="high")
+    assert brief(c.step()) == [(low, "preempt"), (broke, "budget"), (high, "admit")]
+
+
+def test_what_is_reserved_is_what_the_budget_was_asked_for() -> None:
+    """Where the cheap type is taken the other one is all that is left."""
+    cheap = H100.model_copy(update={"name": "cheap", "price_micro_usd_h": micro_usd(8), "max_nodes": 0})
+    c = Cluster(nodes=1, teams=(team("blue", budget={"hard_usd": 20}),))
+    c.submit(gpus(8))
+    both = replace(c.snapshot, node_types=(*c.snapshot.node_types, cheap))
+    assert brief(admit(both)) == [("job-1", "budget")]
+
+
+def test_an_elastic_gang_takes_no_more_than_is_paid_for() -> None:
+    c = Cluster(nodes=1, teams=(team("blue", budget={"hard_usd": 45}),))
+    mine = c.submit(gpus(1, members=8, at_least=2))
+    c.step()
+    assert (c.held(mine), c.jobs[mine].reserved_micro_usd) == (2, micro_usd(20))
+    c.step(SETTLE_S)
+    assert c.held(mine) == 2
 
 
 @settings(max_examples=8, deadline=None)

@@ -178,7 +178,8 @@ def _grow(floor: Floor, order: Sequence[int]) -> Iterator[Grow]:
     wanted = {
         node_type.name
         for row, short in floor.refused.items()
-        if short.constraint in ("capacity", "stock", "behind")
+        if short.constraint in ("capacity", "stock", "behind", "rate")
+        or (short.constraint == "budget" and any(floor.pays(row)))  # the fleet's dollars an hour
         for shape in floor.jobs[row].spec.gang.shapes
         for node_type in _types_for(floor, shape)
     }

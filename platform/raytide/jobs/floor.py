@@ -9,7 +9,7 @@ from raytide.core.fleet import MARKET_LABEL, Market, NodeType, Resources
 from raytide.core.gang import Lease, Member, Shape
 from raytide.core.job import Job
 from raytide.core.room import Placements, Room
-from raytide.core.shortfall import Shortfall, copies, impossible
+from raytide.core.shortfall import Shortfall, copies, impossible, open_zones
 from raytide.core.snapshot import Snapshot
 from raytide.jobs import seats, service
 from raytide.jobs.order import Ints
@@ -67,9 +67,9 @@ class Floor:
 
     def clear(self, row: int, victims: Victims) -> Sequence[int]:
         constraint = self.refused[row].constraint
-        if constraint not in ("capacity", "stock", "quota", "budget"):
+        if constraint not in ("capacity", "stock", "quota", "budget") or not any(paid := self.pays(row)):
             return ()
-        if (gone := self._push(row, victims)) is not None:
+        if (gone := self._push(row, victims, paid)) is not None:
             return gone
         if self.head is None and constraint in ("capacity", "stock"):
             self.head, self._future = row, self._room_of_head(self.jobs[row])
@@ -92,6 +92,9 @@ class Floor:
         placed = self.room.place(shape, min(most, self._allowed(job, shape)), at_least=0, subject="it")
         assert not isinstance(placed, Shortfall)
         on = seats.placed_types(placed, self.snapshot.node_types)
+        if self.purse.refuses(job, seats.price_of(shape, on)) is not None:
+            self._leave(shape, placed)
+            return 0
         self.quotas.take(job.spec.team, seats.quota_of(shape, on), gives_way=service.gives_way(job))
         return len(placed)
 
@@ -103,15 +106,23 @@ class Floor:
         spot = {MARKET_LABEL: str(Market.SPOT)}
         return [shape.model_copy(update={"labels": {**spot, **shape.labels}}) for shape in found]
 
+    def pays(self, row: int) -> list[bool]:
+        """Which of the shapes its budgets allow; for the others it helps nothing when anybody gives way."""
+        return [self._unpaid(self.jobs[row], shape) is None for shape in self.shapes(row)]
+
     def beyond_limits(self, job: Job, shape: Shape) -> Shortfall | None:
         """Budget, then quota, for the least that the gang can do with."""
+        return self._unpaid(job, shape) or self._short_of(job, seats.quota_of(shape, [None] * shape.at_least))
+
+    def _unpaid(self, job: Job, shape: Shape) -> Shortfall | None:
+        """Budget, at the least that the gang may cost: what it does cost shows once it is placed."""
         _, least_micro_usd_h = self._facts(shape)
         if (short := self.purse.refuses(job, least_micro_usd_h * shape.at_least)) is not None:
             return short
         if self.purse.is_soft(job.spec.team) and shape.labels.get(MARKET_LABEL) != Market.SPOT:
             reason = f"team {job.spec.team} is beyond its soft budget and may use spot nodes only; it asks for others"
             return Shortfall("budget", f"{reason}.", "Drop the market label, or raise the budget.")
-        return self._short_of(job, seats.quota_of(shape, [None] * shape.at_least))
+        return None
 
     # Whether a job fits.
 
@@ -138,19 +149,36 @@ class Floor:
         if isinstance(placed, Shortfall):
             self._full[key] = placed
             return placed
-        # Which accelerators they are may show only now.
+        # Which accelerators they are, and what they cost, may show only now.
         on = seats.placed_types(placed, self.snapshot.node_types)
-        if (short := self._in_the_way(row, shape) or self._short_of(job, seats.quota_of(shape, on))) is not None:
-            for seat in placed:
-                self.room.give(seat.node_id, shape.resources)
-            return short
-        return placed
+        kept = self._short_of(job, seats.quota_of(shape, on)) or self._afforded(job, shape, placed)
+        if not isinstance(kept, Shortfall):
+            kept = self._beside_head(row, shape, kept)
+        self._leave(shape, placed if isinstance(kept, Shortfall) else placed[len(kept) :])
+        return kept
+
+    def _leave(self, shape: Shape, placed: Placements) -> None:
+        for seat in placed:
+            self.room.give(seat.node_id, shape.resources)
+
+    def _afforded(self, job: Job, shape: Shape, placed: Placements) -> Placements | Shortfall:
+        """All that was placed when its budgets allow an hour of it, else the least that will do."""
+
+        def refused(some: Placements) -> Shortfall | None:
+            on = seats.placed_types(some, self.snapshot.node_types)
+            return self.purse.refuses(job, seats.price_of(shape, on))
+
+        if refused(placed) is None:
+            return placed
+        least = placed[: shape.at_least]
+        return refused(least) or least
 
     def _facts(self, shape: Shape) -> tuple[Shortfall | None, float]:
         """Whatever the fleet holds just now: why a shape can never fit, and the least that a member of it costs."""
         if (known := self._known.get(key := key_of(shape))) is None:
             types = self.snapshot.node_types
-            prices = [seats.price_of(shape, [t]) for t in types if copies(shape.resources, t.resources)]
+            fitting = [t for t in types if copies(shape.resources, t.resources) and open_zones(shape, t)]
+            prices = [seats.price_of(shape, [t]) for t in fitting]
             never = impossible(shape, shape.at_least, types, "it")
             known = self._known[key] = (never, min(prices, default=0.0))
         return known
@@ -179,15 +207,16 @@ class Floor:
         most = min(ratios, default=float(shape.members))
         return shape.members if most >= shape.members else max(0, int(most + 1e-6))
 
-    def _in_the_way(self, row: int, shape: Shape) -> Shortfall | None:
-        """What cannot be stopped again starts only where the head of the queue would find room beside it.
+    def _beside_head(self, row: int, shape: Shape, placed: Placements) -> Placements | Shortfall:
+        """What cannot be stopped again takes only what leaves the head of the queue its room.
 
         So the head starts at the latest when what was there before it, and cannot be stopped, has ended.
         """
         if self.head is None or self._future is None or service.gives_way(self.jobs[row]):
-            return None
-        if not isinstance(self._future.place(shape, shape.at_least, subject="it"), Shortfall):
-            return None
+            return placed
+        beside = self._future.place(shape, len(placed), at_least=shape.at_least, subject="it")
+        if not isinstance(beside, Shortfall):
+            return placed[: len(beside)]
         head = self.jobs[self.head].id
         return Shortfall(
             "behind",
@@ -223,10 +252,10 @@ class Floor:
 
     # Who gives way.
 
-    def _push(self, row: int, victims: Victims) -> Sequence[int] | None:
+    def _push(self, row: int, victims: Victims, paid: Sequence[bool]) -> Sequence[int] | None:
         """Take room that lower ones give way for; those that do so whole. None when that is not to be had."""
         job = self.jobs[row]
-        key = (job.spec.team, service.gives_way(job), *map(key_of, job.spec.gang.shapes))
+        key = (job.spec.team, service.gives_way(job), *paid, *map(key_of, job.spec.gang.shapes))
         is_behind = self.head is not None and not service.gives_way(job)
         if is_behind or service.is_cooling(job, self.snapshot.at_s) or key in self._stuck:
             return None
