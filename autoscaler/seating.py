@@ -54,7 +54,7 @@ def _seat_lease(draft: Draft, lease: Lease) -> None:
         placed = draft.room.place(shape, len(waiting), at_least=needed, subject=subject)
         if isinstance(placed, Shortfall):
             draft.wait(lease.job_id, placed)
-            if not _stands(lease):
+            if not _stands(lease) and not _is_vacated_for(draft, shape, len(waiting), needed):
                 _give_back(draft, lease, placed)
             return
         why = f"{subject} needs {len(waiting)} x ({amounts(lease.shape)})"
@@ -109,6 +109,17 @@ def _give_back(draft: Draft, lease: Lease, short: Shortfall) -> None:
     if short.constraint == "stock" and job is not None and len(job.spec.gang.shapes) > 1:
         reason = f"{lease.shape.describe()} cannot be had ({short.reason}); its other shapes get their turn"
         draft.actions.append(Requeue(job.id, lease.id, reason))
+
+
+def _is_vacated_for(draft: Draft, shape: Shape, count: int, needed: int) -> bool:
+    """Whether it has room once the seats that give way are left: it was admitted to them, and waits."""
+    seats = [(lease, m.node_id) for lease in draft.snapshot.leases for m in lease.members if m.gives_way]
+    if not seats:
+        return False
+    room = draft.room.copy()
+    for lease, node_id in seats:
+        room.give(node_id, lease.shape.resources)
+    return not isinstance(room.place(shape, count, at_least=needed, subject=""), Shortfall)
 
 
 def _stands(lease: Lease) -> bool:

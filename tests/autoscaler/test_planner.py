@@ -7,8 +7,9 @@ from dataclasses import replace
 from raytide.autoscaler.planner import plan
 from raytide.core.endpoint import Endpoint, EndpointLoad, EndpointState, ReplicaLoad, Replicas, ServeSpec
 from raytide.core.fleet import Market, Node, NodeState, NodeType
-from raytide.core.gang import Lease, LeaseState, Member, MemberState, Shape
-from raytide.core.plan import Action, Assign, Drain, Launch, Rejected, Scale, Terminate, Unassign, Wait
+from raytide.core.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
+from raytide.core.job import Job, JobKind, JobSpec, JobState
+from raytide.core.plan import Action, Assign, Drain, Launch, Rejected, Requeue, Scale, Terminate, Unassign, Wait
 from raytide.core.snapshot import Demand, EndpointView, NodeView, Pool, Snapshot, Unmanaged
 
 CPU4 = NodeType(name="cpu4", resources={"CPU": 4}, price_micro_usd_h=200_000, max_nodes=4)
@@ -100,6 +101,20 @@ def test_a_broken_transaction_gives_its_nodes_back() -> None:
     assert wait.constraint == "stock"
     assert isinstance(unassign, Unassign)
     assert (unassign.member, unassign.node_id) == (0, "node-1")
+
+
+def test_a_gang_that_waits_for_seats_that_give_way_keeps_its_turn() -> None:
+    member = Member(0, MemberState.LEAVING, "node-1", gives_way=True, leaves_at_s=1030.0)
+    leaves = replace(gang(1, members=(member,)), state=LeaseState.ACTIVE)
+    shapes = (Shape(resources={"GPU": 8}), Shape(resources={"GPU": 4}))
+    spec = JobSpec(kind=JobKind.TRAIN, name="x", gang=GangSpec(shapes=shapes))
+    job = Job("job-8", spec, "ana", JobState.ADMITTED, 0.0)
+    waits = Lease("lease-2", "job-8", shapes[0], LeaseState.WAITING, (Member(0),))
+    empty = tuple(Pool(name, zone, 1, 2000.0, "none") for name in ("gpu.spot", "gpu") for zone in ("a", "b"))
+    now = {"jobs": (job,), "nodes": (view(1, SPOT, used=8),), "pools": empty}
+    assert [type(a) for a in decided(leases=(leaves, waits), **now)] == [Wait]
+    stays = replace(leaves, members=(Member(0, MemberState.READY, "node-1"),))
+    assert [type(a) for a in decided(leases=(stays, waits), **now)] == [Wait, Requeue]
 
 
 def test_a_gang_that_runs_keeps_what_it_has_while_a_lost_member_waits() -> None:

@@ -69,10 +69,18 @@ def run(monkeypatch: pytest.MonkeyPatch, folder: Path, api: Api, error: Exceptio
 
 
 def test_an_api_that_restarts_is_waited_for(naps: list[float]) -> None:
-    active = replace(LEASE, state=LeaseState.ACTIVE, epoch=1)
+    active = replace(LEASE, state=LeaseState.ACTIVE, epoch=1, members=(Member(0, READY, "node-1"),))
     api = Api(AWAY, LEASE, AWAY, active)
     assert driver.active_lease(api, "job-1") == active  # type: ignore[arg-type]
     assert len(naps) == 2
+
+
+def test_a_driver_waits_for_its_turn_for_days(naps: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    days = iter(range(100))
+    monkeypatch.setattr("raytide.control.driver.time.monotonic", lambda: next(days) * 86400.0)
+    seatless = replace(LEASE, state=LeaseState.ACTIVE)
+    active = replace(seatless, members=(Member(0, READY, "node-1"),), epoch=9)
+    assert driver.active_lease(Api(LEASE, LEASE, seatless, active), "job-1") == active  # type: ignore[arg-type]
 
 
 def test_a_report_that_nobody_takes_does_not_end_the_build() -> None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from raytide.core.gang import GangSpec, Lease, LeaseState, Member, Shape
+from raytide.core.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
 from raytide.core.job import Job, JobKind, JobSpec, JobState
 from raytide.jobs.job import DriverKey, DriverStatus, admitted, advance, wanted_drivers
 
@@ -51,6 +51,17 @@ def test_a_driver_that_died_is_started_again_until_the_budget_is_spent() -> None
     assert "started 2 times" in failed.reason
     assert over is not None
     assert over.state is LeaseState.RELEASED
+
+
+def test_a_driver_that_dies_with_the_seats_its_job_gave_away_costs_no_restart() -> None:
+    leaving = replace(ACTIVE, members=(Member(0, MemberState.LEAVING, "node-1", gives_way=True, leaves_at_s=130.0),))
+    running = job(JobKind.DATA, JobState.RUNNING, restarts=1)
+    again, _ = advance(running, leaving, driver("died", attempt=1), 110.0)
+    assert (again.state, again.restarts) == (JobState.RUNNING, 2)
+    queued, _ = advance(running, replace(leaving, members=(Member(0, MemberState.PARKED),)), None, 131.0)
+    later, _ = advance(queued, None, driver("died", attempt=1), 132.0)
+    assert (later.state, later.restarts) == (JobState.QUEUED, 2)
+    assert advance(later, None, driver("died", attempt=2), 133.0)[0].state is JobState.FAILED, "that was its own"
 
 
 def test_a_driver_that_failed_is_not_started_again() -> None:

@@ -27,7 +27,6 @@ from raytide.core.gang import Lease, LeaseState, Member
 from raytide.core.job import Job, JobKind
 from raytide.core.train_spec import TrainSpec
 
-_LEASE_TIMEOUT_S = 24 * 3600.0
 _POLL_S = 10.0
 _DIED = 255
 """Exit code of a driver that may run again; what it said itself is below 128 (see `drivers`)."""
@@ -123,22 +122,18 @@ class Throttle:
                 self._client.report(self._job_id, progress)
 
 
-def active_lease(client: Client, job_id: str, *, timeout_s: float = _LEASE_TIMEOUT_S) -> Lease:
-    """The job's lease once it is active."""
-    deadline = time.monotonic() + timeout_s
+def active_lease(client: Client, job_id: str) -> Lease:
+    """The job's lease once it is active, however long it waits: a job that is over has none, which is an error."""
     epoch = -1
-    while time.monotonic() < deadline:
+    while True:
         try:
             lease = client.wait_lease(job_id, newer_than=epoch, timeout_s=_POLL_S)
         except ClusterError:  # the API restarts; the lease outlives that
             time.sleep(random.uniform(0.1, 0.5))
             continue
-        if lease.state is LeaseState.ACTIVE:
+        if lease.state is LeaseState.ACTIVE and lease.usable:
             return lease
         epoch = lease.epoch
-    raise WaitTimeoutError(
-        f"the lease of {job_id} was not active within {timeout_s:g} s.", hint=f"`raytide why {job_id}`."
-    )
 
 
 def main(run_dir: str, job_id: str) -> int:

@@ -54,7 +54,8 @@ def advance(
     if driver is not None and driver.key != DriverKey(job.id, job.restarts):
         driver = None
     if not job.is_final:
-        job = _step(_follow_lease(job, lease, now_s), driver, now_s, heard_since_s)
+        excused = job.preemptions + (lease is not None and lease.yields)
+        job = _step(_follow_lease(job, lease, now_s), driver, now_s, heard_since_s, excused)
     if job.is_final and lease is not None:
         lease = release(lease, f"{job.id} {job.state}")
     elif lease is not None and lease.yields and not lease.held and job.state in _WITH_LEASE:
@@ -102,7 +103,7 @@ def _follow_lease(job: Job, lease: Lease | None, now_s: float) -> Job:
     return job
 
 
-def _step(job: Job, driver: DriverStatus | None, now_s: float, heard_since_s: float | None) -> Job:
+def _step(job: Job, driver: DriverStatus | None, now_s: float, heard_since_s: float | None, excused: int) -> Job:
     if job.spec.kind is JobKind.GANG:
         return _step_gang(job, now_s, heard_since_s)
     if driver is not None and driver.state == "succeeded":
@@ -112,7 +113,7 @@ def _step(job: Job, driver: DriverStatus | None, now_s: float, heard_since_s: fl
     if driver is not None and driver.state == "failed":
         return _end(job, JobState.FAILED, str(job.progress.get("error") or driver.message), now_s)
     if driver is not None and driver.state == "died":
-        return _restart(job, driver, now_s)
+        return _restart(job, driver, now_s, job.spec.max_restarts + excused)
     return job
 
 
@@ -137,15 +138,14 @@ def _stop(job: Job, driver: DriverStatus | None, now_s: float) -> Job:
     return _end(job, JobState.STOPPED, "stopped on request", now_s)
 
 
-def _restart(job: Job, driver: DriverStatus, now_s: float) -> Job:
+def _restart(job: Job, driver: DriverStatus, now_s: float, most: int) -> Job:
+    """A driver may die with the seats that its job gave away: each preemption allows one death more."""
     why = driver.message or "its driver died"
-    if job.restarts >= job.spec.max_restarts:
+    if job.restarts >= most:
         return _end(
             job, JobState.FAILED, f"{why}; it was started {job.restarts + 1} times, max_restarts allows no more", now_s
         )
-    return replace(
-        job, restarts=job.restarts + 1, reason=f"{why}; restart {job.restarts + 1} of {job.spec.max_restarts}"
-    )
+    return replace(job, restarts=job.restarts + 1, reason=f"{why}; restart {job.restarts + 1} of {most}")
 
 
 def _end(job: Job, state: JobState, reason: str, now_s: float) -> Job:
