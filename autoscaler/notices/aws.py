@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from datetime import datetime
 
 import httpx
 
-from raytide.autoscaler.notices.base import MetadataService, Told
+from raytide.autoscaler.notices.base import MetadataService, Told, read
 
 __all__ = ["REBALANCE_S", "AwsMetadata"]
 
@@ -29,10 +28,10 @@ class AwsMetadata:
 
     def told(self, now_s: float) -> Told | None:
         if (action := self._read(_SPOT)) is not None:
-            said = json.loads(action)
-            return Told(_seconds(said["time"]), f"spot/instance-action {said['action']}")
+            return read(action, lambda said: Told(_seconds(said["time"]), f"spot/instance-action {said['action']}"))
         if (recommended := self._read(_REBALANCE)) is not None:
-            return Told(_seconds(json.loads(recommended)["noticeTime"]) + REBALANCE_S, "a rebalance recommendation")
+            at_s = read(recommended, lambda said: _seconds(said["noticeTime"]))
+            return Told(at_s + REBALANCE_S, "a rebalance recommendation")
         return None
 
     def _read(self, path: str) -> str | None:
@@ -40,7 +39,7 @@ class AwsMetadata:
         if self._token:
             answer = self._service.get(path, {"X-aws-ec2-metadata-token": self._token})
             if answer is None or answer.status_code != httpx.codes.UNAUTHORIZED:
-                return None if answer is None else answer.raise_for_status().text
+                return None if answer is None else self._service.checked(answer)
         ttl = {"X-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_TTL_S)}
         self._token = self._service.text("/latest/api/token", ttl, method="PUT") or ""
         return self._service.text(path, {"X-aws-ec2-metadata-token": self._token})

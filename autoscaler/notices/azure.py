@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-from raytide.autoscaler.notices.base import MetadataService, Told
+from raytide.autoscaler.notices.base import MetadataService, Told, read
 
 __all__ = ["AzureMetadata"]
 
@@ -25,7 +24,9 @@ class AzureMetadata:
 
     def told(self, now_s: float) -> Told | None:
         self._name = self._name or self._service.text(_NAME) or ""
-        events = json.loads(self._service.text(_EVENTS) or "{}").get("Events", [])
+        return read(self._service.text(_EVENTS) or "{}", lambda said: self._first(said.get("Events", []), now_s))
+
+    def _first(self, events: list[dict[str, Any]], now_s: float) -> Told | None:
         mine = [e for e in events if e["EventType"] in _LEAVES and self._name in e.get("Resources", [])]
         told = [Told(_deadline_s(event, now_s), f"scheduled event {event['EventType']}") for event in mine]
         return min(told, key=lambda each: each.deadline_s, default=None)

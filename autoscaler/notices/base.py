@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import httpx
 
 from raytide.core.errors import ClusterError
 
-__all__ = ["Metadata", "MetadataService", "Told"]
+__all__ = ["Metadata", "MetadataService", "Told", "read"]
+
+T = TypeVar("T")
 
 _TIMEOUT_S = 2.0
 
@@ -51,10 +54,20 @@ class MetadataService:
             return None
         return answer
 
+    def checked(self, answer: httpx.Response) -> str:
+        if not answer.is_success:
+            asked = f"{answer.request.method} {answer.request.url.path}"
+            raise ClusterError(f"the metadata service at {self._url} answers {answer.status_code} to {asked}.")
+        return answer.text
+
     def text(self, path: str, headers: Mapping[str, str] | None = None, *, method: str = "GET") -> str | None:
         answer = self.get(path, headers, method=method)
-        if answer is None:
-            return None
-        if not answer.is_success:
-            raise ClusterError(f"the metadata service at {self._url} answers {answer.status_code} to {method} {path}.")
-        return answer.text
+        return None if answer is None else self.checked(answer)
+
+
+def read(body: str, parse: Callable[[Any], T]) -> T:
+    """What `parse` makes of this JSON; ClusterError when it is not what the cloud documents."""
+    try:
+        return parse(json.loads(body))
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ClusterError(f"the metadata service tells what raytide cannot read: {body[:200]!r}.") from error

@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 import subprocess
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from raytide.autoscaler.notices.watch import CLOUDS
+from raytide.autoscaler.ray_node import RayNode
 from raytide.core import ray_internals
 from raytide.core.fleet import NodeType
 from raytide.core.logs import logger
@@ -28,9 +29,16 @@ class CloudSetUp:
     whatever is not set up is begun again by the next controller."""
 
     def __init__(
-        self, config: Mapping[str, Any], cloud: Any, head_ip: str, *, process_runner: Any = subprocess
+        self,
+        config: Mapping[str, Any],
+        cloud: Any,
+        head_ip: str,
+        in_ray: Callable[[], Iterable[RayNode]],
+        *,
+        process_runner: Any = subprocess,
     ) -> None:
         self._config, self._cloud, self._head_ip, self._runner = config, cloud, head_ip, process_runner
+        self._in_ray = in_ray
         self._places = threading.BoundedSemaphore(AT_ONCE)
         self._lock = threading.Lock()
         self._under_way: dict[str, threading.Thread] = {}
@@ -55,7 +63,15 @@ class CloudSetUp:
         commands = start_commands(self._config, self._head_ip, node_id, node_type, zone)
         with self._places:
             try:
-                ray_internals.set_up_worker(self._cloud, self._config, cloud_id, node_type.name, commands, self._runner)
+                if any(node.node_id == node_id and node.is_alive for node in self._in_ray()):
+                    # the start commands end Ray, and the work on it
+                    log.warning(
+                        "a node joined Ray with its set-up unfinished; it is left as is", extra={"node": node_id}
+                    )
+                else:
+                    ray_internals.set_up_worker(
+                        self._cloud, self._config, cloud_id, node_type.name, commands, self._runner
+                    )
                 self._done.add(node_id)
             except Exception as error:  # Ray's updater raises whatever its commands do
                 log.warning("a machine could not be set up", extra={"node": node_id, "error": str(error)})

@@ -167,14 +167,16 @@ class KubeRayProvider:
     def _give_out(self, pods: list[_Pod]) -> list[_Pod]:
         """Give each new pod to the oldest node of its group that has none; the pod's label says so for ever."""
         taken = {pod.node_id for pod in pods}
+        waiting = {group: [p.node_id for p in self._open(group)] for group in {pod.group for pod in pods}}
+        waiting = {
+            group: [each for each in ids if each not in taken and not self._purchases.was_seen(each)]
+            for group, ids in waiting.items()
+        }
         given = []
         for pod in pods:
-            waiting = [p for p in self._open(pod.group) if p.node_id not in taken]
-            waiting = [p for p in waiting if not self._purchases.was_seen(p.node_id)]
-            if not pod.node_id and pod.leaves_at_s is None and waiting:
-                node_id = waiting[0].node_id
+            if not pod.node_id and pod.leaves_at_s is None and waiting[pod.group]:
+                node_id = waiting[pod.group].pop(0)
                 self._api.patch_pod(pod.name, [{"op": "add", "path": _LABEL_PATH, "value": node_id}])
-                taken.add(node_id)
                 pod = replace(pod, node_id=node_id)
             if pod.node_id:
                 self._purchases.see(pod.node_id)

@@ -85,8 +85,10 @@ class Purchases:
         """Those that ended, as they are billed."""
         for path in self._folder.glob("*.end.json"):
             node_id = path.name.removesuffix(".end.json")
+            if node_id in self._over:
+                continue
             purchase, end = self.find(node_id), read_json(path)
-            if node_id not in self._over and purchase is not None and end is not None:
+            if purchase is not None and end is not None:
                 self._over[node_id] = Machine(
                     purchase.node_id,
                     purchase.node_type,

@@ -8,7 +8,7 @@ import sys
 from raytide.autoscaler.notices.watch import CLOUDS, board_at
 from raytide.control.processes import spawn
 from raytide.core.config import home
-from raytide.core.errors import UsageError
+from raytide.core.errors import ClusterError, UsageError
 from raytide.core.processes import Process
 from raytide.core.ray_internals import gcs_address_here
 
@@ -18,7 +18,8 @@ _WHAT = "notices"
 def watch_notices(cloud: str) -> Process:
     """Start the watcher of this node, which outlives the caller; the one that runs already if there is one.
 
-    Cloud and GCS are asked once before: a watcher that could hear or tell nothing is an error here and now.
+    Cloud and GCS are asked once before. What does not answer is only said: the node has joined Ray by now and goes on,
+    and the watcher keeps asking.
     """
     if cloud not in CLOUDS:
         raise UsageError(f"raytide knows no notices of {cloud!r}.", hint=f"It knows those of {', '.join(CLOUDS)}.")
@@ -32,8 +33,11 @@ def watch_notices(cloud: str) -> Process:
     running = Process.read(folder / "pids" / f"{_WHAT}.json")
     if running is not None and running.alive:
         return running
-    CLOUDS[cloud]().told(0.0)
-    board_at(gcs_address).notices()
+    try:
+        CLOUDS[cloud]().told(0.0)
+        board_at(gcs_address).notices()
+    except ClusterError as error:
+        sys.stderr.write(f"no notices of {cloud} reach raytide yet: {error}\n")
     for name in ("logs", "pids"):
         (folder / name).mkdir(mode=0o700, parents=True, exist_ok=True)
     argv = [sys.executable, "-m", "raytide.autoscaler.notices.watch", cloud, node_id, gcs_address]

@@ -25,6 +25,8 @@ class MetadataServer:
         self.tokens: list[str] = []
         """AWS's, those that still count."""
         self.sessions = 0
+        self.fail_next: list[int] = []
+        """Statuses of the next answers, whatever is asked."""
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
@@ -62,7 +64,9 @@ def _handler(service: MetadataServer) -> type[BaseHTTPRequestHandler]:
 
         def do_GET(self) -> None:
             path = urlsplit(self.path).path
-            if path.startswith("/latest/") and self.headers.get("X-aws-ec2-metadata-token") not in service.tokens:
+            if service.fail_next:
+                self._send(service.fail_next.pop(0), "")
+            elif path.startswith("/latest/") and self.headers.get("X-aws-ec2-metadata-token") not in service.tokens:
                 self._send(401, "")
             elif path.startswith("/computeMetadata/") and self.headers.get("Metadata-Flavor") != "Google":
                 self._send(403, "")

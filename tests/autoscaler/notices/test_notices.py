@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from pathlib import Path
 
 import pytest
 from tests.autoscaler.notices.key_values import KeyValues
@@ -16,6 +17,7 @@ from raytide.autoscaler.notices.board import NoticeBoard
 from raytide.autoscaler.notices.gcp import MAINTENANCE_S, PREEMPTED_S, GcpMetadata
 from raytide.autoscaler.notices.watch import Watch
 from raytide.autoscaler.providers.base import Notice
+from raytide.control import node
 from raytide.control.node import watch_notices
 from raytide.core.clock import VirtualClock
 from raytide.core.errors import ClusterError, UsageError
@@ -117,7 +119,37 @@ def test_a_service_that_stops_answering_takes_nothing_back(service: MetadataServ
     assert board.notices() == (Notice("node-3", NOW_S + 120.0),)
 
 
-def test_a_watcher_that_could_hear_or_tell_nothing_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_nobody_can_read_is_an_error_that_a_watcher_outlives(service: MetadataServer) -> None:
+    aws, azure = AwsMetadata(service.url), AzureMetadata(service.url)
+    for said in ("<html>", "[]", "{}", '{"action": "terminate", "time": 7}'):
+        service.pages["/latest/meta-data/spot/instance-action"] = said
+        with pytest.raises(ClusterError, match="cannot read"):
+            aws.told(NOW_S)
+    for said in ("<html>", "[]", '{"Events": [{}]}'):
+        service.pages["/metadata/scheduledevents"] = said
+        with pytest.raises(ClusterError, match="cannot read"):
+            azure.told(NOW_S)
+    service.schedule("Preempt", "soon", NAME)
+    with pytest.raises(ClusterError, match="cannot read"):
+        azure.told(NOW_S)
+
+
+def test_a_service_of_aws_that_is_busy_is_asked_again_by_the_next_look(service: MetadataServer) -> None:
+    kv = KeyValues()
+    board = NoticeBoard(lambda: kv)
+    watch = Watch("node-3", AwsMetadata(service.url), board, VirtualClock(NOW_S))
+    watch.look()
+    service.interrupt()
+    for status in (429, 503):
+        service.fail_next = [status]
+        assert watch.look() is None
+    watch.look()
+    assert board.notices() == (Notice("node-3", NOW_S + 120.0),)
+
+
+def test_a_watcher_that_hears_nothing_yet_is_started_and_that_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     with pytest.raises(UsageError, match="no notices of 'vsphere'"):
         watch_notices("vsphere")
     monkeypatch.delenv("RAY_CLOUD_INSTANCE_ID", raising=False)
@@ -126,5 +158,9 @@ def test_a_watcher_that_could_hear_or_tell_nothing_is_not_started(monkeypatch: p
     monkeypatch.setenv("RAY_CLOUD_INSTANCE_ID", "node-1")
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
     monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(ClusterError, match="metadata service"):
-        watch_notices("aws")
+    monkeypatch.setenv("RAYTIDE_HOME", str(tmp_path))
+    started: list[list[str]] = []
+    monkeypatch.setattr(node, "spawn", lambda what, argv, **_: started.append(argv))
+    watch_notices("aws")
+    assert [argv[-3:-1] for argv in started] == [["aws", "node-1"]]
+    assert "the metadata service at http://127.0.0.1:9 does not answer" in capsys.readouterr().err

@@ -20,6 +20,7 @@ from raytide.autoscaler.notices.board import NoticeBoard
 from raytide.autoscaler.providers.base import Notice
 from raytide.autoscaler.providers.cloud import NODE_TAG, CloudProvider
 from raytide.autoscaler.providers.cloud_setup import CloudSetUp
+from raytide.autoscaler.ray_node import RayNode
 from raytide.control.launcher import dry_run
 from raytide.core import ray_internals
 from raytide.core.clock import VirtualClock
@@ -188,7 +189,7 @@ def test_a_machine_is_set_up_by_rays_updater_under_raytides_id_and_labels(
 ) -> None:
     config |= {"worker_setup_commands": ["echo set-up"], "initialization_commands": ["echo first"], "file_mounts": {}}
     shell, of_ray = Shell(), ray_cloud(config)
-    set_up = CloudSetUp(config, of_ray, "10.0.0.1", process_runner=shell)
+    set_up = CloudSetUp(config, of_ray, "10.0.0.1", tuple, process_runner=shell)
     board = NoticeBoard(KeyValues)
     cloud = CloudProvider(config, of_ray, TYPES.values(), tmp_path / "run", clock, set_up, board)
     cloud.launch(wanted("node-1"), TYPES["h100x8.spot"])
@@ -206,6 +207,24 @@ def test_a_machine_is_set_up_by_rays_updater_under_raytides_id_and_labels(
         ("RAY_OVERRIDE_RESOURCES", '"GPU": 8.0'),
     ):
         assert value in last.split(f"export {name}=")[1].split("export")[0], last
+
+
+def test_a_node_that_joined_ray_is_not_set_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def fail(cloud: object, config: object, cloud_id: str, *_: object) -> None:
+        asked.append(cloud_id)
+        raise RuntimeError("the connection broke after `ray start`")
+
+    monkeypatch.setattr(ray_internals, "set_up_worker", fail)
+    in_ray: list[RayNode] = []
+    file = {"worker_start_ray_commands": ["ray stop", "ray start"], "provider": {"type": "aws"}}
+    set_up = CloudSetUp(file, None, "10.0.0.1", lambda: in_ray)
+    for alive in (None, False, True, True):
+        in_ray[:] = [] if alive is None else [RayNode("ff", "node-1", is_alive=alive)]
+        set_up.begin("i-1", "node-1", TYPES["h100x8.spot"], "us-east-1a")
+        assert set_up.wait("node-1", 60.0) == bool(alive)
+    assert asked == ["i-1", "i-1"]
 
 
 def test_ray_up_does_to_the_head_what_the_dry_run_shows(

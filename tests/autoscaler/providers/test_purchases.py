@@ -1,0 +1,25 @@
+"""What was bought of a cloud, in files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from raytide.autoscaler.providers import purchases
+from raytide.autoscaler.providers.purchases import Purchase, Purchases
+
+
+def test_what_is_over_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bought = Purchases(tmp_path)
+    for name in ("node-1", "node-2"):
+        bought.record(Purchase(name, "cpu", "a", 1, 10.0))
+    bought.end("node-1", 20.0, "terminated")
+    before, read = bought.over(), []
+    real = purchases.read_json
+    monkeypatch.setattr(purchases, "read_json", lambda path: (read.append(path.name), real(path))[1])
+    assert bought.over() == before
+    assert read == []
+    bought.end("node-2", 30.0, "terminated")
+    assert [machine.ended_at_s for machine in bought.over()] == [20.0, 30.0]
+    assert sorted(read) == ["node-2.end.json", "node-2.json"]
