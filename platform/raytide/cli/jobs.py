@@ -109,7 +109,9 @@ def retry(job_id: JobId, cluster: ClusterName = None, json: Json = False) -> Non
 def data_build(
     spec: Spec,
     priority: Priority = "normal",
-    budget: BudgetUsd = None,
+    budget: Annotated[
+        float | None, typer.Option(help="Dollars; beyond it the build is not admitted again. What runs is not stopped.")
+    ] = None,
     wait: Wait = True,
     cluster: ClusterName = None,
     json: Json = False,

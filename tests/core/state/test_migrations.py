@@ -1,16 +1,25 @@
 from __future__ import annotations
 
 import threading
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from alembic import command
 from alembic.autogenerate import compare_metadata
+from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 
+from raytide.core.entry import Entry, EntryKind
 from raytide.core.errors import ConflictError
-from raytide.core.state import Store
-from raytide.core.state.database import Database
+from raytide.core.gang import GangSpec, Lease, LeaseState, Member, Shape
+from raytide.core.job import JobKind, JobSpec
+from raytide.core.state import Changes, Store
+from raytide.core.state.database import _MIGRATIONS, Database
 from raytide.core.state.tables import metadata
+
+US = 1_000_000
 
 
 def test_the_migrations_lead_to_the_tables_that_the_code_uses(url: str) -> None:
@@ -19,6 +28,38 @@ def test_the_migrations_lead_to_the_tables_that_the_code_uses(url: str) -> None:
     with database.read() as connection:
         assert compare_metadata(MigrationContext.configure(connection), metadata) == []
     database.engine.dispose()
+
+
+def test_what_an_older_release_booked_is_summed_and_its_jobs_are_kept(url: str, tmp_path: Path) -> None:
+    store = Store.open(f"sqlite:///{tmp_path}/now.db")
+    spec = JobSpec(kind=JobKind.GANG, name="old", gang=GangSpec(shapes=(Shape(resources={"CPU": 1.0}),)))
+    job = store.submit_job(spec, "ana", 1.0)
+    lease = Lease("lease-1", job.id, spec.gang.shapes[0], LeaseState.WAITING, (Member(0),))
+    nov, dec = 1_700_000_000 * US, 1_702_000_000 * US
+    booked = [Entry("node-1", at, at + US, EntryKind.JOB, job.id, "blue", 1, 7) for at in (nov, nov + US, dec)]
+    store.commit(Changes(2.0, leases=(lease,), entries=tuple(booked)))
+    store.close()
+    _copy_as_of("0001", Database(f"sqlite:///{tmp_path}/now.db"), Database(url))
+    with closing(Store.open(url)) as store:
+        assert store.books.spent([job.id], "2023-11") == ({job.id: 21}, {"blue": 14})
+        assert (store.job(job.id), store.lease_of(job.id)) == (job, lease)
+
+
+def _copy_as_of(revision: str, now: Database, then: Database) -> None:
+    config = Config()
+    config.set_main_option("script_location", str(_MIGRATIONS))
+    with now.read() as source, then.write() as target:
+        config.attributes["connection"] = target
+        command.upgrade(config, revision)
+        tables = sa.MetaData()
+        tables.reflect(target)
+        for table in tables.sorted_tables:
+            if table.name in metadata.tables:
+                known = metadata.tables[table.name].c
+                for row in source.execute(sa.select(*(known[column.name] for column in table.c))).mappings().all():
+                    target.execute(table.insert(), {**row})
+    now.engine.dispose()
+    then.engine.dispose()
 
 
 def test_a_state_from_a_newer_release_is_refused_and_left_alone(url: str) -> None:

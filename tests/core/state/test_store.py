@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 
 from raytide.core.endpoint import EndpointState, Replicas, ServeSpec
 from raytide.core.entry import Entry, EntryKind, OpenInterval, Share
@@ -17,6 +18,8 @@ from raytide.core.job import Job, JobKind, JobSpec, JobState
 from raytide.core.plan import Launch, Plan, Wait
 from raytide.core.snapshot import Pool
 from raytide.core.state import Changes, Event, Store
+from raytide.core.state.books import Books
+from raytide.core.state.database import Database
 from raytide.core.state.store import KEPT_PLANS
 
 SHAPE = Shape(members=2, min_members=1, resources={"CPU": 1.5, "GPU": 1.0}, labels={"ray.io/market-type": "spot"})
@@ -231,6 +234,26 @@ def test_a_commit_that_books_twice_writes_nothing_at_all(store: Store) -> None:
 def test_a_reversal_is_not_a_second_booking(store: Store) -> None:
     store.commit(Changes(2.0, entries=(entry(), entry(amount_micro_usd=-3, is_reversal=True))))
     assert store.books.booked("job") == {"job-1": 0}
+
+
+def test_what_jobs_and_teams_spent_is_found_by_a_key_and_not_by_a_scan(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path}/state.db")
+    database.upgrade()
+    said: list[tuple[str, object]] = []
+    sa.event.listen(database.engine, "before_cursor_execute", lambda *args: said.append((args[2], args[3])))
+    Books(database).spent(["job-1", "job-2"], "2026-11")
+    with database.read() as c:
+        for statement, values in [each for each in said if "totals" in each[0]]:
+            (*_, how), *_ = c.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", values).all()  # type: ignore[arg-type]
+            assert "SEARCH totals USING INDEX" in how
+    database.engine.dispose()
+
+
+def test_any_number_of_jobs_can_be_named(store: Store) -> None:
+    made = store.submit_job(SPEC, "ada", 1.0)
+    ids = [f"job-{number}" for number in range(2, 70_000)]
+    assert store.jobs_of([*ids, made.id]) == (made,)
+    assert store.jobs_of([]) == ()
 
 
 def test_sums_group_by_each_column(store: Store) -> None:

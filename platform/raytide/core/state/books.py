@@ -50,7 +50,8 @@ class Books:
         """What each of the jobs has cost with its start, and what each team has in that month."""
         s = t.totals.c
         amount = sa.func.sum(s.amount_micro_usd)
-        of_job = sa.select(s.subject, amount).where(s.subject.in_(jobs)).group_by(s.subject)
+        is_one = sa.and_(s.kind == EntryKind.JOB, s.subject.in_(jobs))
+        of_job = sa.select(s.subject, amount).where(is_one).group_by(s.subject)
         of_team = sa.select(s.team, amount).where(s.month == month).group_by(s.team)
         with self._db.read() as c:
             return {row[0]: int(row[1]) for row in c.execute(of_job)}, {

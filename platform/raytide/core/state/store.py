@@ -37,6 +37,8 @@ from raytide.core.state.write import (
 from raytide.core.team import TeamSpec
 
 KEPT_PLANS = 1000
+_MOST_NAMED = 1000
+"""A statement takes so many values at most: databases have a limit."""
 
 
 class Store:
@@ -219,7 +221,10 @@ class Store:
     def jobs_of(self, ids: Sequence[str]) -> tuple[Job, ...]:
         """Those of these ids that are jobs."""
         with self._db.read() as c:
-            return tuple(codec.job(row) for row in c.execute(t.jobs.select().where(t.jobs.c.id.in_(ids))))
+            some = (ids[at : at + _MOST_NAMED] for at in range(0, len(ids), _MOST_NAMED))
+            return tuple(
+                codec.job(row) for part in some for row in c.execute(t.jobs.select().where(t.jobs.c.id.in_(part)))
+            )
 
     def lease_of(self, job_id: str) -> Lease | None:
         """The newest lease of a job, RELEASED ones included; None before it was admitted."""

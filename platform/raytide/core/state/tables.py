@@ -223,6 +223,7 @@ totals = Table(
     Column("team", String, primary_key=True),
     Column("month", String, primary_key=True),
     Column("amount_micro_usd", BigInteger, nullable=False),
+    Index(None, "month"),
 )
 """Sums of the entries by the month (`2026-11`, UTC) in which each began, written with them."""
 

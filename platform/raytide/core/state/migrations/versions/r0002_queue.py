@@ -37,6 +37,7 @@ def upgrade() -> None:
         sa.Column("amount_micro_usd", sa.BigInteger(), nullable=False),
         sa.PrimaryKeyConstraint("kind", "subject", "team", "month", name="pk_totals"),
     )
+    op.create_index("ix_totals_month", "totals", ["month"], unique=False)
     _sum_what_is_booked()
 
 
