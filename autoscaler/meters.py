@@ -6,8 +6,9 @@ One thread asks them all every few seconds, each with a timeout; the controller'
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -23,6 +24,9 @@ log = logger(__name__)
 
 PERIOD_S = 2.0
 TIMEOUT_S = 2.0
+"""For a whole page, from when it is asked."""
+MOST_AT_ONCE = 128
+"""So that a round is short although half of them are silent."""
 MOST_NODES = 256
 """Asked in one round: a page of Ray's agent has about 60 KB."""
 _METERS: dict[str, Meter] = {"ray_node_cpu_utilization": "cpu", "ray_node_gpus_utilization": "gpu"}
@@ -36,13 +40,15 @@ class Meters:
         """`gcs` is used by the thread alone."""
         self._gcs, self._clock, self._transport = gcs, clock, transport
         self._machines: tuple[Machine, ...] = ()
+        self._idle: Container[str] = ()
+        self._round = 0
         self._heard: dict[str, Use] = {}
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="meters", daemon=True)
 
-    def watch(self, machines: Iterable[Machine]) -> None:
-        """From now on ask about these, the first ones if there are too many."""
-        self._machines = tuple(machines)[:MOST_NODES]
+    def watch(self, machines: Iterable[Machine], idle: Container[str] = ()) -> None:
+        """From now on ask about these; about some, first of all the idle ones, if there are too many."""
+        self._machines, self._idle = tuple(machines), idle
         if self._machines and not self._thread.is_alive() and not self._stopped.is_set():
             self._thread.start()
 
@@ -55,10 +61,19 @@ class Meters:
 
     def ask(self) -> None:
         """One round. Who does not answer in time is left with what it said before."""
-        pages = self._addresses(self._machines)
-        words = asyncio.run(self._ask_all(pages))
-        before = self._heard
-        self._heard = {m.node_id: {**before.get(m.node_id, {}), **words.get(m.node_id, {})} for m in self._machines}
+        machines, before = self._machines, self._heard
+        words = asyncio.run(self._ask_all(self._addresses(self._turn(machines))))
+        self._heard = {m.node_id: {**before.get(m.node_id, {}), **words.get(m.node_id, {})} for m in machines}
+
+    def _turn(self, machines: tuple[Machine, ...]) -> tuple[Machine, ...]:
+        """Whose turn it is. Of too many idle ones another joins in each round: all have theirs, and each is asked for
+        long enough without a break to be seen idle."""
+        idle = tuple(machine for machine in machines if machine.node_id in self._idle)
+        self._round += 1
+        if len(idle) > MOST_NODES:
+            at = self._round % len(idle)
+            return (idle[at:] + idle[:at])[:MOST_NODES]
+        return (*idle, *(machine for machine in machines if machine.node_id not in self._idle))[:MOST_NODES]
 
     def _run(self) -> None:
         while not self._stopped.is_set():
@@ -82,23 +97,26 @@ class Meters:
         return {**own, **{node_id: agents[ray_id] for node_id, ray_id in rays.items() if ray_id in agents}}
 
     async def _ask_all(self, pages: Mapping[str, str]) -> dict[str, Use]:
-        limits = httpx.Limits(max_connections=32)
-        async with httpx.AsyncClient(
-            timeout=TIMEOUT_S, limits=limits, transport=self._transport, trust_env=False
-        ) as http:
-            answers = await asyncio.gather(*(self._ask_one(http, address) for address in pages.values()))
+        turns = asyncio.Semaphore(MOST_AT_ONCE)
+        limits = httpx.Limits(max_connections=MOST_AT_ONCE)
+        async with httpx.AsyncClient(timeout=None, limits=limits, transport=self._transport, trust_env=False) as http:
+            answers = await asyncio.gather(*(self._ask_one(http, address, turns) for address in pages.values()))
         return dict(zip(pages, answers, strict=True))
 
-    async def _ask_one(self, http: httpx.AsyncClient, address: str) -> Use:
+    async def _ask_one(self, http: httpx.AsyncClient, address: str, turns: asyncio.Semaphore) -> Use:
         try:
-            page = (await http.get(f"http://{address}/metrics")).raise_for_status().text
+            async with turns, asyncio.timeout(TIMEOUT_S):  # whoever waits for a turn is not late; httpx would say so
+                page = (await http.get(f"http://{address}/metrics")).raise_for_status().text
             return read(page, self._clock.now_s())
-        except (httpx.HTTPError, ValueError):  # silence: its last word grows old
+        except (httpx.HTTPError, ValueError, TimeoutError):  # silence: its last word grows old
             return {}
 
 
 def read(page: str, now_s: float) -> dict[Meter, Signal]:
-    """The meters on a page of Prometheus' text format, the busiest GPU for all of a node's."""
+    """The meters on a page of Prometheus' text format, the busiest GPU for all of a node's.
+
+    One that says NaN of any GPU (a driver that fails) knows nothing of the node: the GPU may be in use.
+    """
     lines = [line for line in page.splitlines() if line.startswith(tuple(_METERS))]  # a page has hundreds of others
     found: dict[Meter, Signal] = {}
     for family in text_string_to_metric_families("\n".join(lines) + "\n"):
@@ -107,6 +125,6 @@ def read(page: str, now_s: float) -> dict[Meter, Signal]:
             if meter is None:
                 continue
             signal = Signal(sample.value / 100.0, now_s if sample.timestamp is None else float(sample.timestamp))
-            if meter not in found or signal.value > found[meter].value:
+            if meter not in found or not math.isfinite(signal.value) or signal.value > found[meter].value:
                 found[meter] = signal
-    return found
+    return {meter: signal for meter, signal in found.items() if math.isfinite(signal.value)}

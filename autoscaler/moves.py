@@ -133,7 +133,7 @@ def _worth_using(draft: Draft, old: _Movable) -> set[str]:
         for view in draft.snapshot.nodes
         if view.node.state is NodeState.READY
         and (row := room.rows.get(view.node.id)) is not None
-        and (view.node.price_micro_usd_h < old.price_micro_usd_h or not room.grid.has(row, _countable(view)))
+        and (view.node.price_micro_usd_h < old.price_micro_usd_h or not room.grid.has(row, view.countable))
     }
 
 
@@ -192,16 +192,11 @@ def _movable(snapshot: Snapshot) -> Iterator[_Movable]:
 
 
 def _is_all(view: NodeView, shapes: tuple[Shape, ...]) -> bool:
-    used = {name: total - view.available.get(name, 0.0) for name, total in _countable(view).items()}
+    used = {name: total - view.available.get(name, 0.0) for name, total in view.countable.items()}
     theirs: Resources = {}
     for shape in shapes:
         theirs = plus(theirs, shape.resources)
     return all(amount <= theirs.get(name, 0.0) + 1e-6 for name, amount in used.items())
-
-
-def _countable(view: NodeView) -> Resources:
-    """Without the object store: Ray takes off it what objects happen to fill, whoever made them."""
-    return {name: amount for name, amount in view.total.items() if name != "object_store_memory"}
 
 
 def _min_nodes(node_type: NodeType | None) -> int:

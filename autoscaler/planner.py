@@ -76,11 +76,12 @@ def _keep_minimum(draft: Draft) -> None:
 def _keep_warm(draft: Draft) -> None:
     """Nodes on which nobody sits and to which nobody was promised anything stay, up to `warm_nodes` of each type."""
     room = draft.room
+    there = {view.node.id: view.countable for view in draft.snapshot.nodes}  # what joined has what Ray says, not more
     for node_type in draft.snapshot.node_types:
         if not node_type.warm_nodes:
             continue
         rows = {id: row for id, row in room.rows.items() if room.seats[row].node_type == node_type.name}
-        free = [id for id, row in rows.items() if room.grid.has(row, node_type.resources)]
+        free = [id for id, row in rows.items() if room.grid.has(row, there.get(id, node_type.resources))]
         draft.promised.update(free[: node_type.warm_nodes])
         for _ in range(node_type.warm_nodes - len(free)):
             if (seat := room.buy(node_type)) is None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from dataclasses import dataclass, field
 
 import httpx
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from raytide.autoscaler.meters import MOST_NODES, Meters, read
+from raytide.autoscaler import meters as module
+from raytide.autoscaler.meters import MOST_AT_ONCE, Meters, read
 from raytide.autoscaler.providers.base import Machine
 from raytide.core.clock import VirtualClock
 from raytide.core.errors import ClusterError
@@ -64,6 +67,12 @@ def test_the_busiest_gpu_speaks_for_the_node_and_a_page_s_own_time_counts() -> N
     assert len(list(text_string_to_metric_families(PAGE))) == 3, "Prometheus itself reads the page too"
 
 
+@pytest.mark.parametrize("order", [("NaN", "0.0"), ("0.0", "NaN"), ("+Inf", "0.0")])
+def test_a_gpu_of_which_nothing_is_known_leaves_nothing_known_of_the_node_s(order: tuple[str, str]) -> None:
+    page = "".join(f'ray_node_gpus_utilization{{GpuIndex="{at}"}} {value}\n' for at, value in enumerate(order))
+    assert read(page + "ray_node_cpu_utilization 50\n", 5.0) == {"cpu": Signal(0.5, 5.0)}
+
+
 def test_every_node_is_asked_where_it_speaks_whoever_is_silent() -> None:
     agents = Agents(
         {"node-1": PAGE, "pod-x": PAGE, "exporter": PAGE, "node-3": None, "node-4": "", "node-5": "{nonsense"}
@@ -88,7 +97,38 @@ def test_a_last_word_keeps_its_time_and_a_machine_that_is_gone_is_forgotten() ->
     assert made.heard()["node-1"]["gpu"].at_s == 5.0
 
 
-def test_watching_waits_for_nobody_and_asks_a_bounded_number() -> None:
+class Slow(httpx.AsyncBaseTransport):
+    """Some never end their page."""
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        if request.url.host.startswith("slow"):
+            await asyncio.Event().wait()
+        return httpx.Response(200, text=PAGE)
+
+
+def test_many_that_never_end_their_page_silence_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "TIMEOUT_S", 0.05)
+    made = Meters(Agents(), VirtualClock(5.0), Slow())  # type: ignore[arg-type]
+    slow = [machine(f"node-{n}", meter=f"slow-{n}:9") for n in range(MOST_AT_ONCE)]
+    made._machines = (*slow, machine("node-x", meter="quick:9"))
+    made.ask()
+    assert [node_id for node_id, use in made.heard().items() if use] == ["node-x"]
+
+
+def test_of_too_many_nodes_the_idle_ones_are_asked_and_each_in_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_NODES", 2)
+    agents = Agents({f"node-{n}": PAGE for n in range(5)})
+    made = meters(agents, VirtualClock(5.0))
+    made._machines, made._idle = tuple(machine(f"node-{n}") for n in range(5)), {"node-4"}
+    made.ask()
+    assert [node_id for node_id, use in made.heard().items() if use] == ["node-0", "node-4"]
+    made._idle = {"node-1", "node-2", "node-3", "node-4"}
+    for _ in range(4):
+        made.ask()
+    assert [node_id for node_id, use in made.heard().items() if use] == [f"node-{n}" for n in range(5)]
+
+
+def test_watching_waits_for_nobody() -> None:
     asked, go_on = threading.Event(), threading.Event()
 
     def hang(request: httpx.Request) -> httpx.Response:
@@ -97,10 +137,9 @@ def test_watching_waits_for_nobody_and_asks_a_bounded_number() -> None:
         return httpx.Response(200, text=PAGE)
 
     made = Meters(Agents(), VirtualClock(), httpx.MockTransport(hang))  # type: ignore[arg-type]
-    made.watch(machine(f"node-{n}", meter="exporter:9") for n in range(MOST_NODES + 1))
+    made.watch(machine(f"node-{n}", meter="exporter:9") for n in range(3))
     assert asked.wait(30)
     assert made.heard() == {}
-    assert len(made._machines) == MOST_NODES
     made.close()
     go_on.set()
     made._thread.join(30)

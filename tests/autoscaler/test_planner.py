@@ -282,6 +282,12 @@ def test_warm_nodes_are_bought_ahead_of_need_kept_and_replaced_when_they_are_use
     assert [type(action) for action in used] == [Launch]
 
 
+def test_a_warm_node_that_has_less_than_its_type_says_is_free_all_the_same() -> None:
+    warm = CPU4.model_copy(update={"warm_nodes": 1, "resources": {"CPU": 4, "memory": 100}})
+    joined = replace(view(1, warm, idle_s=500), total={"CPU": 4, "memory": 98}, available={"CPU": 4, "memory": 98})
+    assert decided(node_types=(warm,), nodes=(joined,)) == []
+
+
 def test_a_node_that_will_be_taken_back_is_replaced_while_its_member_still_works() -> None:
     leaving = Member(0, MemberState.LEAVING, "node-1", leaves_at_s=1120.0)
     lease = gang(1, members=(leaving,))

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytide.core.clock import utc
+from raytide.core.coming import Ask, Coming
 from raytide.core.endpoint import Endpoint, EndpointLoad, EndpointState, Replicas, ServeSpec
 from raytide.core.errors import CapacityError
 from raytide.core.fleet import Market, Node, NodeState, NodeType
@@ -166,6 +167,14 @@ def test_without_fresh_word_only_the_replicas_that_ray_cannot_place_are_missing(
     pending = Snapshot(at_s=99, node_types=(CPU4,), endpoints=(endpoint,), demand=asked)
     assert Room.of(silent).replicas == {}
     assert len(Room.of(pending).replicas["m"]) == 1
+
+
+def test_a_look_at_what_could_be_leaves_the_others_worth_as_it_was() -> None:
+    room = Room.of(Snapshot(at_s=0, node_types=(CPU4,)))
+    room.coming = Coming(room.market, [Ask(cpus(3), 1), Ask(cpus(1), 1)])
+    room.coming.next()
+    assert len(ids(room.copy().place(cpus(3), 1, subject="g"))) == 1
+    assert room.coming.left.tolist() == [0.0, 1.0], "nobody sits on the rest of a node that is not bought"
 
 
 def test_too_big_for_every_node_is_said_as_in_the_design() -> None:

@@ -135,7 +135,7 @@ class Controller:
         if world.machines is not None:
             nodes = metered(book, self._node_types)
             living = [m for m in world.machines if m.node_id in nodes and m.ended_at_s is None]
-            self._sources.meters.watch(sorted(living, key=lambda machine: machine.node_id not in self._idle.since_s))
+            self._sources.meters.watch(living, self._idle.since_s)
         types = {node.ray_node_id: node.type for node in book.nodes.values()}
         return replace(world, loads=self._traffics.measured(world.loads, book.endpoints.values(), types))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 
 from raytide.core.choice import Choice, Seat, choose
@@ -161,6 +162,7 @@ class Room:
         return replace(
             self,
             market=replace(self.market, left=dict(self.market.left)),
+            coming=copy(self.coming),
             grid=self.grid.copy(),
             seats=list(self.seats),
             rows=dict(self.rows),

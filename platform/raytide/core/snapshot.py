@@ -32,6 +32,11 @@ class NodeView:
     busy: str = ""
     """Why it must not be called idle though Ray does; empty when nothing speaks against it."""
 
+    @property
+    def countable(self) -> Resources:
+        """`total` without the object store: Ray takes off it what objects happen to fill, whoever made them."""
+        return {name: amount for name, amount in self.total.items() if name != "object_store_memory"}
+
 
 @dataclass(frozen=True, slots=True)
 class EndpointView:
