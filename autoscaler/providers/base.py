@@ -47,7 +47,8 @@ class Provider(Bill, Protocol):
     """A source of nodes. Calls may be repeated after a crash: the same node id never buys twice."""
 
     def launch(self, node: Node, node_type: NodeType) -> None:
-        """Buy the machine, or return at once when it was bought before. ProviderError when the pool has none."""
+        """Buy the machine, or return at once when it was bought before. ProviderError when the pool has none: the
+        node is given up. After any other error it is asked again."""
 
     def terminate(self, node_id: str) -> None:
         """End it; nothing happens when it is gone or was never bought."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,8 +19,9 @@ from raytide.autoscaler.providers.poll import PollWatcher
 from raytide.autoscaler.providers.purchases import Purchase, Purchases, in_order
 from raytide.core import ray_internals
 from raytide.core.clock import Clock
-from raytide.core.errors import ConfigError, ProviderError
+from raytide.core.errors import ClusterError, ConfigError, ProviderError, RaytideError
 from raytide.core.fleet import Node, NodeType
+from raytide.core.logs import logger
 
 __all__ = ["NODE_TAG", "CloudProvider", "SetUp"]
 
@@ -27,6 +29,8 @@ NODE_TAG, _ZONE_TAG, _PRICE_TAG = "raytide-node-id", "raytide-zone", "raytide-pr
 _POLL_S = 10.0
 _UNLISTED_S = 60.0
 """For how long a cloud may not list what it just sold."""
+
+log = logger(__name__)
 
 
 class SetUp(Protocol):
@@ -60,22 +64,23 @@ class CloudProvider:
         with self._lock:
             if self._purchases.is_over(node.id):
                 return
-            cloud_id = self._running().get(node.id)
-            if cloud_id is None:
+            cloud_ids = self._running().get(node.id)
+            if cloud_ids is None:
                 if self._purchases.find(node.id) is not None:
                     return  # bought, and not listed yet, or no more
-                cloud_id = self._create(node)
+                self._create(node)
                 self._purchases.record(
                     Purchase(node.id, node.type, node.zone, node.price_micro_usd_h, self._clock.now_s())
                 )
-        if cloud_id:
-            self._set_up.begin(cloud_id, node.id, node_type, node.zone)
+                cloud_ids = self._running().get(node.id)  # Ray's providers learn a node's tags by listing it
+        if cloud_ids is not None:
+            self._set_up.begin(cloud_ids[0], node.id, node_type, node.zone)
 
     def terminate(self, node_id: str) -> None:
         with self._lock:
-            cloud_id = self._running().get(node_id)
-            if cloud_id is not None:
-                self._ask(f"end {node_id}", lambda: self._cloud.terminate_node(cloud_id))
+            cloud_ids = self._running().get(node_id)
+            if cloud_ids is not None:
+                self._end(node_id, cloud_ids)
             elif self._is_unlisted(node_id):
                 return  # asked again by the next tick, when the cloud lists it
             if self._purchases.find(node_id) is not None:
@@ -84,12 +89,15 @@ class CloudProvider:
     def machines(self) -> tuple[Machine, ...]:
         with self._lock:
             running, now_s = self._running(), self._clock.now_s()
-            for node_id, cloud_id in running.items():
-                self._adopt(node_id, cloud_id, now_s)
+            for node_id, cloud_ids in running.items():
+                if self._purchases.is_over(node_id):
+                    self._end_stray(node_id, cloud_ids)
+                else:
+                    self._adopt(node_id, cloud_ids[0], now_s)
             live = []
             for purchase in self._purchases.open():
                 if purchase.node_id in running:
-                    live.append(purchase.machine(self._address(running[purchase.node_id])))
+                    live.append(purchase.machine(self._address(running[purchase.node_id][0])))
                 elif now_s < purchase.started_at_s + _UNLISTED_S:
                     live.append(purchase.machine())
                 else:
@@ -123,12 +131,26 @@ class CloudProvider:
         purchase = self._purchases.find(node_id)
         return purchase is not None and self._clock.now_s() < purchase.started_at_s + _UNLISTED_S
 
-    def _running(self) -> dict[str, str]:
-        """raytide's node ids to the cloud's."""
+    def _end(self, node_id: str, cloud_ids: list[str]) -> None:
+        for cloud_id in cloud_ids:
+            self._ask(f"end {node_id}", partial(self._cloud.terminate_node, cloud_id))
+
+    def _end_stray(self, node_id: str, cloud_ids: list[str]) -> None:
+        """A listing left it out once, and it was booked as gone: nobody can be using it."""
+        try:
+            self._end(node_id, cloud_ids)
+        except ClusterError as error:  # the next look finds it again; the other machines are told of all the same
+            log.warning("a machine runs on after its node's end", extra={"node": node_id, "error": str(error)})
+
+    def _running(self) -> dict[str, list[str]]:
+        """raytide's node ids to the cloud's: several where a crash hid the first purchase from the second."""
         tags = {ray_internals.NODE_KIND_TAG: "worker"}
         ids = self._ask("list the nodes", lambda: self._cloud.non_terminated_nodes(tags))
-        found = {self._cloud.node_tags(cloud_id).get(NODE_TAG): cloud_id for cloud_id in ids}
-        return {node_id: cloud_id for node_id, cloud_id in found.items() if node_id}
+        found: dict[str, list[str]] = {}
+        for cloud_id in sorted(ids):
+            if node_id := self._cloud.node_tags(cloud_id).get(NODE_TAG):
+                found.setdefault(node_id, []).append(cloud_id)
+        return found
 
     def _adopt(self, node_id: str, cloud_id: str, now_s: float) -> None:
         """Record a machine that was bought by a controller killed before it could say so; set up what is not."""
@@ -139,20 +161,19 @@ class CloudProvider:
         if not ray_internals.is_set_up(tags) and node_type in self._types:
             self._set_up.begin(cloud_id, node_id, self._types[node_type], zone)
 
-    def _create(self, node: Node) -> str:
-        """The cloud's id, or nothing where it is not told yet."""
+    def _create(self, node: Node) -> None:
+        """ProviderError here, and only here: whatever else fails says nothing of the pool."""
         raw = self._config["available_node_types"][node.type]
         tags = ray_internals.worker_tags(self._config, node.type)
         tags |= {NODE_TAG: node.id, _ZONE_TAG: node.zone, _PRICE_TAG: str(node.price_micro_usd_h)}
         node_config = self._in_zone(dict(raw.get("node_config", {})), node.zone)
-        created = self._ask(
+        self._ask(
             f"buy {node.type} in {node.zone}",
             lambda: self._cloud.create_node_with_resources_and_labels(
                 node_config, tags, 1, raw.get("resources", {}), raw.get("labels", {})
             ),
+            ProviderError,
         )
-        listed = self._running().get(node.id, "")  # Ray's providers learn a node's tags by listing it
-        return listed or next(iter(created or {}), "")
 
     def _in_zone(self, node_config: dict[str, Any], zone: str) -> dict[str, Any]:
         """Ray's AWS provider chooses a zone itself; this leaves it only one."""
@@ -173,11 +194,8 @@ class CloudProvider:
     def _address(self, cloud_id: str) -> str:
         return str(self._ask("ask for an address", lambda: self._cloud.internal_ip(cloud_id)) or "")
 
-    def _ask(self, what: str, call: Callable[[], Any]) -> Any:
+    def _ask(self, what: str, call: Callable[[], Any], kind: type[RaytideError] = ClusterError) -> Any:
         try:
             return call()
         except Exception as error:  # each cloud's library has errors of its own
-            raise ProviderError(
-                f"{self._config['provider']['type']} could not {what}: {error}",
-                hint="The pool is left alone for a while; another zone or type may have some.",
-            ) from error
+            raise kind(f"{self._config['provider']['type']} could not {what}: {error}") from error

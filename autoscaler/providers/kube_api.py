@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from raytide.core.errors import ConfigError, ProviderError
+from raytide.core.errors import ClusterError, ConfigError
 
 __all__ = ["KubeApi"]
 
@@ -81,11 +81,11 @@ class KubeApi:
             answer = self._http.request(method, path, headers=headers, json=None if patch is None else list(patch))
             answer.raise_for_status()
         except httpx.HTTPStatusError as error:
-            raise ProviderError(
+            raise ClusterError(
                 f"Kubernetes refused {method} {path}: {error.response.status_code} {error.response.text[:300]}",
                 hint="raytide's service account must be allowed to; docs/providers.md has its roles.",
             ) from None
         except httpx.HTTPError as error:
-            raise ProviderError(f"Kubernetes does not answer: {error!r}.", hint="The next tick asks again.") from None
+            raise ClusterError(f"Kubernetes does not answer: {error!r}.", hint="The next tick asks again.") from None
         body: dict[str, Any] = answer.json()
         return body

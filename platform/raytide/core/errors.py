@@ -17,7 +17,7 @@ RaytideError                 error                1  500
 ├── OverloadedError          overloaded           1  503   the queue is full, or the server is draining: try again
 ├── LeaseLostError           lease_lost           1  410   the gang's lease is over
 ├── ProviderError            provider             1  502   a cloud refused or failed a call
-└── ClusterError             cluster              1  503   Ray, the controller or the API does not answer
+└── ClusterError             cluster              1  503   Ray, a cloud, the controller or the API does not answer
 
 Columns: class, `code`, `exit_code`, `http_status`. `hint` says what to do next.
 """

@@ -114,15 +114,6 @@ def prepared_config(file: Mapping[str, Any]) -> dict[str, Any]:
     return prepared
 
 
-def completed_config(file: Mapping[str, Any]) -> dict[str, Any]:
-    """cluster.yaml as `ray up` completes it: the cloud's defaults, and what it makes there (keys, roles, groups)."""
-    from ray.autoscaler._private.providers import _get_node_provider_cls
-
-    prepared = prepared_config(file)
-    completed: dict[str, Any] = _get_node_provider_cls(prepared["provider"]).bootstrap_config(prepared)
-    return completed
-
-
 def set_up_head(cloud: Any, config: Mapping[str, Any]) -> None:
     """What `ray up` does to the head, on the machines of this NodeProvider."""
     from ray.autoscaler._private.commands import get_or_create_head_node

@@ -25,7 +25,7 @@ from raytide.control.launcher import dry_run
 from raytide.core import ray_internals
 from raytide.core.clock import VirtualClock
 from raytide.core.cluster import load_cluster
-from raytide.core.errors import ConfigError, ProviderError
+from raytide.core.errors import ClusterError, ConfigError, ProviderError
 from raytide.core.fleet import Market, Node, NodeState, NodeType
 
 SHIPPED = Path(__file__).parents[3] / "cluster.yaml"
@@ -36,7 +36,12 @@ TYPES = {each.name: each for each in load_cluster(SHIPPED).node_types}
 @pytest.fixture
 def config(aws_for_ray: Path) -> dict[str, Any]:
     """The shipped file as `ray up` completes it."""
-    return ray_internals.completed_config(yaml.safe_load(SHIPPED.read_text()))
+    from ray.autoscaler._private.aws.node_provider import AWSNodeProvider
+
+    completed: dict[str, Any] = AWSNodeProvider.bootstrap_config(
+        ray_internals.prepared_config(yaml.safe_load(SHIPPED.read_text()))
+    )
+    return completed
 
 
 class Begun:
@@ -141,6 +146,78 @@ def test_a_machine_that_the_cloud_takes_away_ends_when_it_is_missed(make: MakeCl
     clock.advance(120.0)
     (machine,) = cloud.machines()
     assert (machine.ended_at_s, machine.reason) == (1_120.0, "the cloud took it away")
+
+
+class Listings:
+    """Ray's NodeProvider, whose listings can be empty or fail."""
+
+    def __init__(self, of_ray: Any) -> None:
+        self._of_ray = of_ray
+        self.are_empty = self.fail_after_a_purchase = self._fail = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._of_ray, name)
+
+    def create_node_with_resources_and_labels(self, *what: Any) -> Any:
+        self._fail = self.fail_after_a_purchase
+        return self._of_ray.create_node_with_resources_and_labels(*what)
+
+    def non_terminated_nodes(self, tags: dict[str, str]) -> list[str]:
+        if self._fail:
+            self._fail = False
+            raise ConnectionError("request limit exceeded")
+        return [] if self.are_empty else list(self._of_ray.non_terminated_nodes(tags))
+
+
+@pytest.fixture
+def listed(config: dict[str, Any]) -> Listings:
+    return Listings(ray_cloud(config))
+
+
+@pytest.fixture
+def cloud(config: dict[str, Any], listed: Listings, tmp_path: Path, begun: Begun, clock: VirtualClock) -> CloudProvider:
+    board = NoticeBoard(KeyValues)
+    return CloudProvider(config, listed, TYPES.values(), tmp_path / "run", clock, begun, board)
+
+
+def test_a_machine_that_a_listing_left_out_is_ended_when_it_is_back(
+    cloud: CloudProvider, listed: Listings, clock: VirtualClock
+) -> None:
+    cloud.launch(wanted("node-1"), TYPES["h100x8.spot"])
+    clock.advance(120.0)
+    listed.are_empty = True
+    (gone,) = cloud.machines()
+    assert gone.reason == "the cloud took it away"
+    listed.are_empty = False
+    assert cloud.machines() == (gone,)
+    assert instances() == []
+
+
+def test_a_node_that_was_bought_twice_over_a_crash_ends_with_both_machines(
+    cloud: CloudProvider, listed: Listings, tmp_path: Path
+) -> None:
+    cloud.launch(wanted("node-1"), TYPES["h100x8.spot"])
+    for file in (tmp_path / "run" / "purchases").iterdir():
+        file.unlink()
+    listed.are_empty = True
+    cloud.launch(wanted("node-1"), TYPES["h100x8.spot"])
+    listed.are_empty = False
+    assert len(instances()) == 2
+    assert len(cloud.machines()) == 1
+    cloud.terminate("node-1")
+    assert instances() == []
+
+
+def test_a_listing_that_fails_after_the_purchase_does_not_empty_the_pool_nor_buy_again(
+    cloud: CloudProvider, listed: Listings, begun: Begun
+) -> None:
+    listed.fail_after_a_purchase = True
+    with pytest.raises(ClusterError, match="could not list the nodes: request limit exceeded"):
+        cloud.launch(wanted("node-1"), TYPES["h100x8.spot"])
+    assert begun.nodes == []
+    cloud.launch(wanted("node-1"), TYPES["h100x8.spot"])
+    assert len(instances()) == 1
+    assert begun.nodes == [("node-1", "us-east-1b")]
 
 
 def test_a_refusal_of_the_cloud_is_a_provider_error_and_nothing_is_billed(

@@ -20,7 +20,7 @@ from raytide.autoscaler.ray_node import RayNode
 from raytide.control.world import named, ray_names
 from raytide.core.clock import VirtualClock
 from raytide.core.cluster import load_cluster
-from raytide.core.errors import ConfigError, ProviderError
+from raytide.core.errors import ClusterError, ConfigError, ProviderError
 from raytide.core.fleet import TYPE_LABEL, Market, Node, NodeState, NodeType
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "kuberay.yaml"
@@ -154,6 +154,23 @@ def test_a_node_given_up_before_its_pod_came_takes_nobody_elses(kube: KubeServer
     assert kube.group("l4")["replicas"] == 1
 
 
+def test_a_patch_that_is_lost_after_the_purchase_does_not_empty_the_pool(
+    kube: KubeServer, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("not now")
+
+    provider = make()
+    with monkeypatch.context() as busy:
+        busy.setattr(kube, "patch", refuse)
+        with pytest.raises(ClusterError, match="not now"):
+            provider.launch(wanted("a"), L4)
+    assert [machine.ended_at_s for machine in provider.machines()] == [None]
+    provider.launch(wanted("a"), L4)
+    kube.operate()
+    assert [machine.ray_id for machine in provider.machines()] == ["tide-l4-worker-001"]
+
+
 def test_a_pod_that_vanishes_ends_its_node_and_its_substitute_is_deleted(
     kube: KubeServer, make: Make, clock: VirtualClock
 ) -> None:
@@ -177,7 +194,7 @@ def test_a_lost_patch_is_made_good_by_the_next_look(kube: KubeServer, make: Make
     kube.operate()
     provider.machines()
     kube.fail_next = [503]
-    with pytest.raises(ProviderError, match="503"):
+    with pytest.raises(ClusterError, match="503"):
         provider.terminate("a")
     make().machines()
     kube.operate()
@@ -270,7 +287,7 @@ def test_whatever_happens_pods_and_purchases_agree_in_the_end(
                 else:
                     provider.close()
                     provider = controller()
-            except ProviderError:
+            except ClusterError:
                 pass
         kube.fail_next = []
         for _ in range(4):
