@@ -20,6 +20,7 @@ DISTRIBUTION = {
     "opentelemetry": "opentelemetry-api",
     "prometheus_client": "prometheus-client",
     "triton": "torch",  # comes with torch where there is a GPU
+    "xdist": "pytest-xdist",
     "yaml": "pyyaml",
 }
 # vLLM itself, whose two distributions exclude each other; the kernels' backends guard their import.
