@@ -140,6 +140,16 @@ def test_a_lender_takes_back_its_own_in_one_round_whatever_the_order() -> None:
     assert len(c.running()) == 3
 
 
+def test_who_has_no_quota_holds_for_good_only_what_is_beyond_all_quotas() -> None:
+    c = Cluster(teams=(team("blue", quota={"GPU": 8}), team("free")))
+    free = c.submit(gpus(4, members=4, at_least=2), team="free", preemptible=False)
+    c.step()
+    assert c.held(free) == 2
+    mine = c.submit(gpus(4, members=2), team="blue", priority="low")
+    c.step()
+    assert c.running() == {free: 2, mine: 2}
+
+
 def test_nobody_beyond_his_quota_takes_back_from_a_borrower() -> None:
     c = Cluster(nodes=1, teams=(team("blue", quota={"GPU": 4}), team("red", quota={"GPU": 4})))
     for _ in range(2):

@@ -202,8 +202,11 @@ class Floor:
 
     def _allowed(self, job: Job, shape: Shape) -> int:
         """How many members quota allows."""
-        one = seats.quota_of(shape, [None])
-        ratios = [self.quotas.available(job.spec.team, name) / amount for name, amount in one.items() if amount > 0]
+        team, gives_way, one = job.spec.team, service.gives_way(job), seats.quota_of(shape, [None])
+        more = {name: self.quotas.available(team, name) for name in one}
+        if not gives_way:
+            more = {name: min(amount, self.quotas.never_taken_back(team, name)) for name, amount in more.items()}
+        ratios = [more[name] / amount for name, amount in one.items() if amount > 0]
         most = min(ratios, default=float(shape.members))
         return shape.members if most >= shape.members else max(0, int(most + 1e-6))
 

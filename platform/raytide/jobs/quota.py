@@ -31,11 +31,14 @@ class Quotas:
     """What the fleet could hold at most."""
     limited: frozenset[str] = frozenset()
     """The resources that some team names."""
+    spare: dict[str, float] = field(default_factory=dict)
+    """What the fleet could hold of each beyond all quotas."""
     subtree: dict[str, dict[str, float]] = field(default_factory=dict)
     used: Used = field(default_factory=lambda: _zeros())
     """At each team: what it holds, and what its children hold beyond what they keep for themselves."""
     fixed: Used = field(default_factory=lambda: _zeros())
-    """What cannot be taken back: held by jobs that do not give way."""
+    """What cannot be taken back, held by jobs that do not give way: of each team, and of those without a quota together
+    at the root."""
 
     @classmethod
     def of(cls, teams: Iterable[Team], supply: Resources) -> Quotas:
@@ -47,7 +50,8 @@ class Quotas:
         for name in names:
             promised = sum(spec.quota.get(name, 0.0) for spec in quotas.specs.values())
             lent = sum(quotas._lent(team, name) for team, spec in quotas.specs.items() if not spec.parent)
-            quotas.subtree[_ROOT][name] = lent + max(0.0, supply.get(name, 0.0) - promised)
+            quotas.spare[name] = max(0.0, supply.get(name, 0.0) - promised)
+            quotas.subtree[_ROOT][name] = lent + quotas.spare[name]
         return quotas
 
     def copy(self) -> Quotas:
@@ -58,7 +62,7 @@ class Quotas:
         for name in self.limited & need.keys():
             self._add(team, name, need[name])
             if not gives_way:
-                self.fixed[team][name] += need[name]
+                self.fixed[team if self._named(team, name) else _ROOT][name] += need[name]
 
     def give(self, team: str, need: Resources) -> None:
         for name in self.limited & need.keys():
@@ -81,12 +85,19 @@ class Quotas:
         for name in sorted(self.limited & need.keys()):
             if need[name] > self.available(team, name) + _SLACK:
                 return name
-            own_left = self.own(team, name) - self.fixed[team][name]
-            if not gives_way and self._named(team, name) and need[name] > own_left + _SLACK:
+            if not gives_way and need[name] > self.never_taken_back(team, name) + _SLACK:
                 return name
             if not may_borrow and not self.is_own(team, {name: need[name]}):
                 return name
         return None
+
+    def never_taken_back(self, team: str, name: str) -> float:
+        """How much more of what nobody may ask for again the team may hold: its own, or without one what is spare."""
+        if name not in self.limited:
+            return math.inf
+        if self._named(team, name):
+            return self.own(team, name) - self.fixed[team][name]
+        return self.spare[name] - self.fixed[_ROOT][name]
 
     def is_own(self, team: str, need: Resources) -> bool:
         """Whether the team would hold no more than its own with it."""
