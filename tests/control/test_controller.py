@@ -132,7 +132,7 @@ class Meters:
         self.world = world
         self.watched: list[str] = []
 
-    def watch(self, machines: Iterable[Machine]) -> None:
+    def watch(self, machines: Iterable[Machine], idle: object) -> None:
         self.watched = [machine.node_id for machine in machines]
 
     def heard(self) -> dict[str, Use]:
