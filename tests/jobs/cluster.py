@@ -6,15 +6,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from raytide.control.decide import with_leases
+from raytide.control.views import Waiting
 from raytide.core.fleet import Node, NodeState, NodeType, minus
 from raytide.core.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
 from raytide.core.job import Job, JobSpec, JobState
-from raytide.core.plan import Action, Admit, Preempt, Shrink, Wait
+from raytide.core.plan import Action, Admit, Plan, Preempt, Shrink, Wait
 from raytide.core.snapshot import NodeView, Snapshot
 from raytide.core.team import Team, TeamSpec
 from raytide.jobs import job as jobs
 from raytide.jobs import leases
 from raytide.jobs.admit import admit
+from raytide.jobs.forward import starts_in_s
 
 H100 = NodeType(
     name="h100x8",
@@ -171,6 +173,13 @@ class Cluster:
 def _ready(member: Member, node_id: str) -> Member:
     ray_node_id = f"ray-{node_id.removeprefix('node-')}"
     return replace(member, state=MemberState.READY, node_id=node_id, ray_node_id=ray_node_id, placement_group_id="pg")
+
+
+def told(job_id: str, snapshot: Snapshot) -> Waiting | None:
+    """What `raytide why` would say of it after the next decision; None when it waits for nothing."""
+    from raytide.control.controller import _waiting
+
+    return _waiting(snapshot, Plan(snapshot.at_s, admit(snapshot)), starts_in_s(snapshot)).get(job_id)
 
 
 def brief(actions: Iterable[Action]) -> list[tuple[str, str]]:

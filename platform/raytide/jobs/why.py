@@ -1,4 +1,4 @@
-"""`raytide why JOB`: what it waits for and what would help, from the same functions that decide."""
+"""What an admitted job waits for, and what would help; of one in the queue the decision itself says it."""
 
 from __future__ import annotations
 
@@ -7,53 +7,22 @@ from dataclasses import dataclass
 
 from raytide.core.clock import utc
 from raytide.core.fleet import NodeState
-from raytide.core.gang import Lease, LeaseState, Member, MemberState
-from raytide.core.job import Job, JobState
-from raytide.core.plan import Admit, Wait
+from raytide.core.gang import Lease, Member, MemberState
+from raytide.core.job import Job
 from raytide.core.room import Room
 from raytide.core.shortfall import Shortfall
 from raytide.core.snapshot import Snapshot
-from raytide.jobs.admit import admit, queue
-from raytide.jobs.forward import starts_in_s
 
 
 @dataclass(frozen=True, slots=True)
 class Why:
-    state: JobState
-    position: int | None
-    """In the queue's order, from 1; None once it left it."""
     constraint: str
-    """As in `Wait`: the first that is unmet; "" when it waits for nothing."""
+    """As in `Wait`: the first that is unmet."""
     reason: str
     remedy: str = ""
     """The nearest thing that would meet it."""
     wait_s: float | None = None
     """When it would start if nothing else came; None when nobody can tell."""
-
-
-def why(job: Job, snapshot: Snapshot) -> Why:
-    if job.state is JobState.QUEUED and not job.stop_requested:
-        return _queued(job, snapshot)
-    lease = next((lease for lease in snapshot.leases if lease.job_id == job.id), None)
-    if job.is_final or job.stop_requested or lease is None:
-        return Why(job.state, None, "", job.reason or f"{job.id} is {job.state}")
-    if lease.yields:
-        return Why(job.state, None, "", f"{job.id} checkpoints: {job.reason}")
-    if lease.state is LeaseState.ACTIVE:
-        return Why(job.state, None, "", f"{job.id} runs: {lease.reason}")
-    return forming(job, lease, snapshot)
-
-
-def _queued(job: Job, snapshot: Snapshot) -> Why:
-    waits = {job.id for job in queue(snapshot)}
-    verdicts = [action for action in admit(snapshot) if isinstance(action, Admit | Wait)]
-    ids = [a.job_id if isinstance(a, Admit) else a.subject for a in verdicts]
-    place = [id for id in ids if id in waits].index(job.id)
-    action = verdicts[ids.index(job.id)]
-    wait_s = starts_in_s(snapshot).get(job.id)
-    if isinstance(action, Wait):
-        return Why(job.state, place + 1, action.constraint, action.reason, action.remedy, wait_s)
-    return Why(job.state, place + 1, "", f"{job.id} fits and starts with the next decision.", "", 0.0)
 
 
 def forming(job: Job, lease: Lease, snapshot: Snapshot) -> Why:
@@ -64,14 +33,14 @@ def forming(job: Job, lease: Lease, snapshot: Snapshot) -> Why:
         room = Room.of(snapshot)
         found = room.place(lease.shape, needed, subject=job.id)
         if isinstance(found, Shortfall):
-            return _vacated(job, snapshot) or Why(job.state, None, found.constraint, found.reason, found.remedy)
+            return _vacated(snapshot) or Why(found.constraint, found.reason, found.remedy)
     parts = [f"{lease.id} has {len(lease.usable)} of {lease.shape.at_least} members that it needs"]
     parts += [_waits_for(m, snapshot) for m in lease.members if not (m.is_usable or m.is_parked)]
     remedy = "Nothing to do: it goes on when they are ready."
-    return Why(job.state, None, "starting", "; ".join(_unique(parts)) + ".", remedy)
+    return Why("starting", "; ".join(_unique(parts)) + ".", remedy)
 
 
-def _vacated(job: Job, snapshot: Snapshot) -> Why | None:
+def _vacated(snapshot: Snapshot) -> Why | None:
     """It was admitted to seats that others still use until they have given way."""
     going = [(m.leaves_at_s or 0.0, lease.job_id) for lease in snapshot.leases for m in lease.members if m.gives_way]
     if not going:
@@ -79,7 +48,7 @@ def _vacated(job: Job, snapshot: Snapshot) -> Why | None:
     who = ", ".join(dict.fromkeys(job_id for _, job_id in going))
     wait_s = max(0.0, max(going)[0] - snapshot.at_s)
     reason = f"{who} gives way to it and is usable until {utc(max(going)[0])}."
-    return Why(job.state, None, "starting", reason, "Nothing to do: it starts then.", wait_s)
+    return Why("starting", reason, "Nothing to do: it starts then.", wait_s)
 
 
 def _waits_for(member: Member, snapshot: Snapshot) -> str:
