@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from raytide.autoscaler.hazard import Hazard
+from raytide.autoscaler.hazard import STALE_S, Hazard
 from raytide.autoscaler.instances import was_taken_back
 from raytide.core.fleet import Market, Node, NodeState, NodeType
 from raytide.core.snapshot import Quote
 
 RECENT_S = 900.0
+LOOK_S = STALE_S / 2
+MOST_LOOKS = 2000
+"""At the past: those of a week."""
 SAME_REGION, ELSEWHERE = 0.4, 0.16
 """Correlation of zones on recorded V100 spot traces: within a region, and across."""
 
@@ -21,7 +24,7 @@ _HELD = (NodeState.READY, NodeState.DRAINING)
 
 @dataclass(slots=True)
 class SpotRisk:
-    """Learns from the node records. A new controller replays those of nodes that are gone."""
+    """Learns from the node records. A new controller replays all that there are."""
 
     hazard: Hazard = field(default_factory=Hazard)
     _lost: set[str] = field(default_factory=set)
@@ -30,12 +33,22 @@ class SpotRisk:
     """When, node type and zone."""
     _at_s: float | None = None
 
-    def replay(self, nodes: Iterable[Node]) -> None:
-        """Nodes that are gone, as the store keeps them."""
-        ends = sorted((node.ended_at_s or 0.0, node.id, node) for node in nodes if node.ready_at_s is not None)
-        for ended_at_s, _, node in ends:
-            held = [n for end_s, _, n in ends if end_s > ended_at_s and (n.ready_at_s or 0.0) <= ended_at_s]
-            self.observe((*(replace(n, state=NodeState.READY, reason="") for n in held), node), ended_at_s)
+    def replay(self, nodes: Iterable[Node], now_s: float) -> None:
+        """All nodes that the store keeps, those that live included, up to now."""
+        spot = [node for node in nodes if node.market is Market.SPOT and node.ready_at_s is not None]
+        at_s = max(min((node.ready_at_s or 0.0 for node in spot), default=now_s), now_s - MOST_LOOKS * LOOK_S)
+        ends = [(node.ended_at_s, node.id, node) for node in spot if node.ended_at_s is not None]
+        for end_s, _, node in sorted(end for end in ends if at_s <= end[0] <= now_s):
+            at_s = self._look_on(spot, at_s, end_s)
+            self.observe((*_held(spot, end_s), node), end_s)
+        self._look_on(spot, at_s, now_s)
+
+    def _look_on(self, spot: Sequence[Node], at_s: float, until_s: float) -> float:
+        """In steps after which no zone counts as new."""
+        while at_s < until_s:
+            self.observe(_held(spot, at_s), at_s)
+            at_s += LOOK_S
+        return until_s
 
     def observe(self, nodes: Iterable[Node], now_s: float) -> None:
         spot = [node for node in nodes if node.market is Market.SPOT and node.ready_at_s is not None]
@@ -68,6 +81,15 @@ class SpotRisk:
         others = {place for at_s, type_, place in self._recent if type_ == node_type and place != zone}
         near = sum(SAME_REGION if _region(place) == _region(zone) else ELSEWHERE for place in others)
         return round(self.hazard.per_h(_pool(node_type, zone), now_s) + near, 2)
+
+
+def _held(nodes: Iterable[Node], at_s: float) -> list[Node]:
+    """Those that were ready at that time, as they were."""
+    return [
+        replace(node, state=NodeState.READY, reason="")
+        for node in nodes
+        if node.ready_at_s is not None and node.ready_at_s <= at_s < (node.ended_at_s or float("inf"))
+    ]
 
 
 def _pool(node_type: str, zone: str) -> str:

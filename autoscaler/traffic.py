@@ -14,6 +14,8 @@ from raytide.autoscaler.replica_need import request_s
 from raytide.core.endpoint import Counters, Endpoint, EndpointLoad, ReplicaLoad, Speed, Traffic
 
 WINDOW_S = 30.0
+FORGET_S = 600.0
+"""A replica that has been silent for longer is gone."""
 
 
 @dataclass(slots=True)
@@ -21,7 +23,7 @@ class TrafficMeter:
     """Of one endpoint."""
 
     usual: UsualRate = field(default_factory=UsualRate)
-    before: dict[str, Counters] = field(default_factory=dict)
+    before: dict[str, ReplicaLoad] = field(default_factory=dict)
     """What each replica said last."""
     total: Counters = field(default_factory=Counters)
     window: deque[tuple[float, Counters]] = field(default_factory=deque)
@@ -30,11 +32,12 @@ class TrafficMeter:
     request_s: float | None = None
 
     def observe(self, load: EndpointLoad, speed: Speed | None) -> Traffic:
-        self._count(load.replicas)
-        if self.window:
+        self._count(load)
+        if self.window and load.at_s > self.window[-1][0]:
             at_s, total = self.window[-1]
             self.usual.observe(round(self.total.requests - total.requests), load.at_s - at_s)
-        self.window.append((load.at_s, self.total))
+        if not self.window or load.at_s > self.window[-1][0]:  # the same word is looked at at every tick
+            self.window.append((load.at_s, self.total))
         while self.window[0][0] < load.at_s - WINDOW_S:
             self.window.popleft()
         lately = self.total.since(self.window[0][1])
@@ -50,11 +53,12 @@ class TrafficMeter:
             request_s=self.request_s,
         )
 
-    def _count(self, replicas: tuple[ReplicaLoad, ...]) -> None:
+    def _count(self, load: EndpointLoad) -> None:
         """What a replica counted before its first word is left out: nobody knows when that was."""
-        for replica in replicas:
-            self.total = self.total.plus(replica.counters.since(self.before.get(replica.id, replica.counters)))
-            self.before[replica.id] = replica.counters
+        for replica in load.replicas:
+            self.total = self.total.plus(replica.counters.since(self.before.get(replica.id, replica).counters))
+            self.before[replica.id] = replica
+        self.before = {id: said for id, said in self.before.items() if load.at_s - said.at_s <= FORGET_S}
 
     def _price(self, lately: Counters, speed: Speed | None) -> None:
         """The last one holds while nothing is asked."""

@@ -88,7 +88,9 @@ def check_capacity(seen: Snapshot, actions: Sequence[Action]) -> None:
         target = min(seated, targets.get(view.endpoint.name, view.endpoint.target_replicas))
         endpoints.append(replace(view, endpoint=replace(view.endpoint, target_replicas=target)))
     nodes = tuple(
-        replace(v, node=replace(v.node, state=NodeState.DRAINING)) if v.node.id in given_up else v for v in seen.nodes
+        replace(v, node=replace(v.node, state=NodeState.DRAINING)) if v.node.id in given_up else v
+        for v in seen.nodes
+        if v.node.state is NodeState.READY
     )
     room = Room.of(replace(seen, nodes=nodes, endpoints=tuple(endpoints)))
     for name, missing in room.missing.items():

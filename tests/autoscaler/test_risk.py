@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from raytide.autoscaler import spend
 from raytide.autoscaler.instances import TAKEN_BACK, UNASKED, was_taken_back
 from raytide.autoscaler.risk import SpotRisk
@@ -63,8 +65,17 @@ def test_a_new_controller_learns_from_the_records_of_nodes_that_are_gone() -> No
         for n in range(1, 5)
     ]
     risk = SpotRisk()
-    risk.replay(gone)
+    risk.replay(gone, 5 * HOUR)
     assert sum(risk.hazard.deaths) == sum(SpotRisk().hazard.deaths) + 2
+
+
+def test_a_replay_counts_every_hour_at_its_age_those_of_living_nodes_too() -> None:
+    lost = node(1, state=NodeState.GONE, ended_at_s=8 * HOUR, reason=f"{UNASKED}: reclaimed")
+    risk, fresh = SpotRisk(), SpotRisk()
+    risk.replay([lost, node(2, zone="us-1b")], 10 * HOUR)
+    learned = [hours - before for hours, before in zip(risk.hazard.hours, fresh.hazard.hours, strict=True)]
+    assert learned == pytest.approx([0.5, 1.5, 6.0, 10.0], abs=0.5)
+    assert per_h(risk, 10 * HOUR)["us-1b"] < per_h(fresh, 0.0)["us-1b"] / 4
 
 
 def test_only_spot_nodes_that_went_unasked_were_taken_back() -> None:

@@ -101,3 +101,12 @@ def test_an_endpoint_made_anew_under_an_old_name_begins_anew() -> None:
     assert seen(0.0, 2.0, 40.0).requests_rps == pytest.approx(1.0)
     assert seen(5.0, 6.0, 30.0).requests_rps == 0.0
     assert traffics.measured({}, [Endpoint(spec, "me", EndpointState.RUNNING, 0.0, 1)], {}) == {}
+
+
+def test_word_that_stands_still_and_replicas_that_are_gone_take_no_memory() -> None:
+    watch = TrafficMeter()
+    for _ in range(5):
+        watch.observe(load(0.0, a=1.0), None)
+    assert len(watch.window) == 1
+    watch.observe(load(1000.0, b=1.0), None)
+    assert set(watch.before) == {"b"}

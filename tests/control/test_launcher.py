@@ -74,6 +74,7 @@ def head_commands(*commands: str) -> Change:
         (head_commands("ray start --head --no-monitor"), "does not start raytide"),
         (lambda file: file["provider"].update(type="asw"), r"no provider of type 'asw' \(did you mean aws\?\)"),
         (lambda file: file.update(file_mounts={"~/raytide": "nowhere"}), "there is no nowhere"),
+        (lambda file: file["provider"].pop("cache_stopped_nodes"), "instead of ending them"),
     ],
 )
 def test_what_cannot_work_is_said_before_anything_is_done(change: Change, message: str, built: Path) -> None:

@@ -41,7 +41,7 @@ class Books:
 
 def outlook(books: Books, **limits: float) -> Outlook:
     settings = RaytideSection(node_types={}, limits=LimitsSection.model_validate(limits))
-    return Outlook(cast(Any, books), ClusterConfig(name="c", node_types=(SPOT,), settings=settings))
+    return Outlook(cast(Any, books), ClusterConfig(name="c", node_types=(SPOT,), settings=settings), NOW_S)
 
 
 def seen(at_s: float = NOW_S) -> Snapshot:
@@ -65,7 +65,7 @@ def test_without_a_month_s_budget_nobody_looks_into_the_books() -> None:
 
 
 def test_losses_of_nodes_that_are_gone_and_the_price_of_the_moment_are_quoted() -> None:
-    gone = Node("node-1", "s", "a", Market.SPOT, 1, NodeState.GONE, 0.0, ready_at_s=0.0, ended_at_s=NOW_S)
+    gone = Node("node-1", "s", "a", Market.SPOT, 1, NodeState.GONE, 0.0, ready_at_s=NOW_S - 600.0, ended_at_s=NOW_S)
     lost = [replace(gone, id=f"node-{n}", reason=UNASKED) for n in range(3)]
     (calm,) = outlook(Books()).on(seen(), (), {}).quotes
     (stormy,) = outlook(Books(gone=tuple(lost))).on(seen(NOW_S + 1.0), (), {("s", "a"): 7}).quotes

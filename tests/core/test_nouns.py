@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from raytide.core.clock import SystemClock, VirtualClock
-from raytide.core.endpoint import Replicas
+from raytide.core.endpoint import Replicas, ServeSpec
 from raytide.core.errors import ConfigError
 from raytide.core.fleet import Market, NodeType, fits, labels_match, minus, plus
 from raytide.core.gang import GangSpec, Lease, LeaseState, Member, Shape
@@ -116,3 +116,9 @@ def test_virtual_time_moves_only_when_told() -> None:
     before_s = real.now_s()
     real.sleep(0.0)
     assert real.now_s() >= before_s
+
+
+@pytest.mark.parametrize("name", ["warm", "queue", "unmanaged", "node-7"])
+def test_no_endpoint_has_a_name_under_which_something_else_is_told(name: str) -> None:
+    with pytest.raises(ValueError, match="gives itself"):
+        ServeSpec(name=name, model="/m")

@@ -67,7 +67,7 @@ class Controller:
         self._serving = Serving(sources.serve)
         self._idle, self._leaving, self._traffics = IdleClock(), Leaving(), Traffics()
         self._names: Mapping[str, str] = {}
-        self._outlook = Outlook(store, config)
+        self._outlook = Outlook(store, config, clock.now_s())
         self._wake = threading.Event()
         self._stopped = False
         self._foreseen: tuple[float, Mapping[str, float]] = (0.0, {})

@@ -8,7 +8,7 @@ from dataclasses import replace
 from raytide.autoscaler.risk import SpotRisk
 from raytide.autoscaler.spend import limits
 from raytide.core.cluster import ClusterConfig
-from raytide.core.fleet import Node, NodeState
+from raytide.core.fleet import Node
 from raytide.core.money import month_of, to_us
 from raytide.core.snapshot import Limits, Snapshot
 from raytide.core.state import Store
@@ -19,12 +19,12 @@ SPEND_PERIOD_S = 60.0
 
 
 class Outlook:
-    """Kept from tick to tick; a new controller learns it anew from the records of nodes that are gone."""
+    """Kept from tick to tick; a new controller learns it anew from the records of nodes."""
 
-    def __init__(self, store: Store, config: ClusterConfig) -> None:
+    def __init__(self, store: Store, config: ClusterConfig, now_s: float) -> None:
         self._books, self._config = store.books, config
         self._risk = SpotRisk()
-        self._risk.replay(node for node in store.nodes() if node.state is NodeState.GONE)
+        self._risk.replay(store.nodes(), now_s)
         self._spent_micro_usd = 0
         self._summed_at_s: float | None = None
 

@@ -111,6 +111,8 @@ def load_cluster(path: Path | str) -> ClusterConfig:
 
 CLOUDS = ("aws", "azure", "gcp", "vsphere", "aliyun", "external")
 """The types of Ray's cluster launcher that raytide can buy from. Ray's own `local` is not one: it has no node types."""
+_KEEPS_STOPPED = {"aws": True, "azure": True, "gcp": False, "aliyun": True}
+"""What Ray does with machines that it ends when `cache_stopped_nodes` is left out."""
 
 
 def provider_section(file: Mapping[str, object], *, where: str) -> Mapping[str, Any]:
@@ -123,6 +125,12 @@ def provider_section(file: Mapping[str, object], *, where: str) -> Mapping[str, 
         raise ConfigError(
             f"{where}: raytide has no provider of type {kind!r}" + (f" (did you mean {near[0]}?)." if near else "."),
             hint=f"provider.type is one of {', '.join(known)}.",
+        )
+    keeps = section.get("cache_stopped_nodes", _KEEPS_STOPPED.get(str(kind), False))
+    if kind in _KEEPS_STOPPED and keeps:
+        raise ConfigError(
+            f"{where}: Ray would stop machines of {kind} and keep them, with their disks, instead of ending them.",
+            hint="Say `cache_stopped_nodes: false` in the provider section.",
         )
     return section
 

@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from raytide.core.config import Config
 
 _NUMBERED = re.compile(r"(job|lease|node)-[0-9]+")
-_RESERVED = frozenset({"cluster", "unmanaged", "minimum"})
+_RESERVED = frozenset({"cluster", "unmanaged", "minimum", "warm", "queue"})
 
 
 class Speed(Config):
