@@ -70,6 +70,7 @@ def decide(draft: Draft) -> list[Drain | Launch]:
     coming = _replacements(snapshot)
     budget = max(1, int(MOST_LEAVING * len(snapshot.nodes))) - leaving - len(coming)
     actions: list[Drain | Launch] = []
+    going = set(coming)
     staying = Counter(v.node.type for v in snapshot.nodes if v.node.state in (NodeState.READY, NodeState.LAUNCHING))
     types = {t.name: t for t in snapshot.node_types}
     for old in sorted(_movable(snapshot), key=lambda old: (-old.price_micro_usd_h, old.view.node.id)):
@@ -82,9 +83,10 @@ def decide(draft: Draft) -> list[Drain | Launch]:
         is_needed = node.id in draft.promised or staying[node.type] <= _min_nodes(types.get(node.type))
         if budget <= 0 or is_needed or not _is_old_enough(old, snapshot):
             continue
-        action = _to_free_room(draft, old) or _to_cheaper(draft, old)
+        action = _to_free_room(draft, old, going) or _to_cheaper(draft, old)
         if action is not None:
             actions.append(action)
+            going.add(node.id)
             staying[node.type] -= 1
             budget -= 1
     return actions
@@ -103,10 +105,10 @@ def _to_replacement(old: _Movable, new: NodeView, now_s: float) -> Drain:
     return Drain(old.view.node.id, "notice", now_s + DRAIN_S, reason, -old.price_micro_usd_h, (stay,))
 
 
-def _to_free_room(draft: Draft, old: _Movable) -> Drain | None:
-    """All of its replicas fit on other nodes that are ready."""
+def _to_free_room(draft: Draft, old: _Movable, going: set[str]) -> Drain | None:
+    """All of its replicas fit on other nodes that are ready and stay."""
     node, room = old.view.node, draft.room
-    allowed = _worth_using(draft, old)
+    allowed = _worth_using(draft, old) - going
     restore, seats = room.grid.undo(), []
     for shape in old.replicas:
         row = room.rows.get(node.id, -1)

@@ -103,6 +103,24 @@ def test_replicas_that_fit_on_other_nodes_leave_theirs() -> None:
     assert "fit on node-" in drain.reason
 
 
+def test_nobody_moves_onto_a_node_that_leaves_in_the_same_plan() -> None:
+    others = NodeType(name="cpu", resources={"CPU": 1}, price_micro_usd_h=100, min_nodes=20, max_nodes=20)
+    cluster = Cluster((SOLID, others))
+    cluster.limits = Limits(moves_after_s=None)
+    cluster.serve(SPEC.model_copy(update={"replicas": Replicas(min=3, max=6, target_ongoing=4)}), ongoing=24.0)
+    cluster.settle(30)
+    cluster.book.endpoints["m"] = replace(cluster.book.endpoints["m"], target_replicas=3)
+    on = {work.node_id: work for work in cluster.ray.work}
+    assert (len(on), ready(cluster)) == (3, 6)
+    for work in on.values():
+        cluster.ray.work.remove(work)
+    cluster.ongoing["m"] = 12.0
+    cluster.settle(5)
+    cluster.limits = Limits(moves_after_s=0.0)
+    leaving = [action for action in cluster.tick(4.0) if isinstance(action, Drain)]
+    assert len(leaving) == 1, "of three half empty nodes one is filled, and one has nowhere to go"
+
+
 def test_gangs_and_work_without_a_lease_keep_their_nodes() -> None:
     cluster = Cluster((SOLID, SPOT))
     cluster.provider.set_stock("gpu.spot", "local", 0)
