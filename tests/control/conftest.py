@@ -1,11 +1,14 @@
-"""Stand-ins for the controller and the API, so that the cluster is tested without them."""
+"""An empty store and a provider that sold nothing, and stand-ins for the controller and the API."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from raytide.core.state import Store
 
 STANDINS = Path(__file__).parent / "standins"
 
@@ -16,3 +19,17 @@ def standin_path(monkeypatch: pytest.MonkeyPatch) -> str:
     path = os.pathsep.join([str(STANDINS), str(Path(__file__).parents[2] / "platform")])
     monkeypatch.setenv("PYTHONPATH", path)
     return path
+
+
+class NoMachines:
+    """A provider that never bought anything."""
+
+    def machines(self) -> tuple[object, ...]:
+        return ()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    opened = Store.open(f"sqlite:///{tmp_path}/state.db")
+    yield opened
+    opened.close()

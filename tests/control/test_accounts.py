@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from fastapi.testclient import TestClient
+from tests.control.conftest import NoMachines
 from tests.jobs.cluster import Cluster, gpus, spec, team
 
 from raytide.control.accounts import Spent, recent_gpu_s, used_lately, uses, with_accounts
@@ -30,18 +31,6 @@ from raytide.core.team import HALF_LIFE_S, TeamSpec
 LOCAL = Path(__file__).parents[2] / "platform" / "raytide" / "control" / "local.yaml"
 NOW_S = 1_700_000_000.0
 US = 1_000_000
-
-
-class NoMachines:
-    def machines(self) -> tuple[object, ...]:
-        return ()
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    opened = Store.open(f"sqlite:///{tmp_path}/state.db")
-    yield opened
-    opened.close()
 
 
 @pytest.fixture

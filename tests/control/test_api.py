@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from fastapi.testclient import TestClient
+from tests.control.conftest import NoMachines
 
 from raytide.control.api.app import create_app
 from raytide.control.api.auth import Tokens
@@ -29,25 +30,11 @@ LOCAL = Path(__file__).parents[2] / "platform" / "raytide" / "control" / "local.
 GANG = {"kind": "gang", "name": "mine", "gang": {"shapes": [{"members": 2, "resources": {"CPU": 1}}]}}
 
 
-class NoMachines:
-    """A provider that never bought anything."""
-
-    def machines(self) -> tuple[object, ...]:
-        return ()
-
-
 class Echo:
     """Drivers whose log is their key."""
 
     def logs(self, key: object) -> str:
         return f"{key}\n"
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    opened = Store.open(f"sqlite:///{tmp_path}/state.db")
-    yield opened
-    opened.close()
 
 
 @pytest.fixture

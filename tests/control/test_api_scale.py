@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from tests.control.conftest import NoMachines
 
 from raytide.control.api.auth import Caller
 from raytide.control.api.desk import Desk
@@ -28,11 +29,6 @@ SHAPE = Shape(members=1, resources={"CPU": 1})
 SPEC = JobSpec(kind=JobKind.GANG, name="many", gang=GangSpec(shapes=(SHAPE,)))
 ANA = Caller("ana", "default")
 QUEUED, DONE = 5_000, 5_000
-
-
-class NoMachines:
-    def machines(self) -> tuple[object, ...]:
-        return ()
 
 
 @dataclass
