@@ -1,7 +1,7 @@
 """How many replicas an endpoint should have, and since when its load has asked for more or fewer.
 
-Up after `upscale_delay_s` of high load, down after `downscale_delay_s` of low load, and never down on silence: neither
-Serve's nor that of a single replica.
+With an SLO it is what the serving policy says (`live_fleet`). Without: up after `upscale_delay_s` of high load, down
+after `downscale_delay_s` of low load. Never down on silence: neither Serve's nor that of a single replica.
 """
 
 from __future__ import annotations
@@ -9,13 +9,31 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from raytide.autoscaler import live_fleet
 from raytide.autoscaler.replica_need import needed
 from raytide.core.clock import utc
 from raytide.core.endpoint import Endpoint, EndpointLoad, ServeSpec
+from raytide.core.market import Market
 from raytide.core.plan import Scale
 from raytide.core.replicas import SERVING_STATES, is_fresh, unheard
 from raytide.core.signals import FRESH_S
-from raytide.core.snapshot import EndpointView
+from raytide.core.snapshot import EndpointView, Snapshot
+
+
+def publish(snapshot: Snapshot) -> tuple[Snapshot, tuple[Scale, ...]]:
+    """The targets that should be published, and the snapshot in which they are. Again, it finds nothing more to say."""
+    if not snapshot.ray_answers:
+        return snapshot, ()
+    views, scales = [], []
+    market = Market.of(snapshot) if any(view.worth is not None for view in snapshot.endpoints) else None
+    for view in snapshot.endpoints:
+        if market is None or (found := _planned(view, snapshot, market)) is None:
+            scale = decide(view, snapshot.at_s)
+        else:
+            view, scale = found
+        scales += [scale] if scale is not None else []
+        views.append(view if scale is None else replace(view, endpoint=scaled(view.endpoint, scale)))
+    return replace(snapshot, endpoints=tuple(views)), tuple(scales)
 
 
 def wanted(spec: ServeSpec, load: EndpointLoad) -> int:
@@ -46,12 +64,12 @@ def scaled(endpoint: Endpoint, scale: Scale) -> Endpoint:
 
 
 def decide(view: EndpointView, now_s: float) -> Scale | None:
-    """The target that should be published instead, or None."""
+    """The target that should be published instead, or None, by the load alone."""
     endpoint, load = view.endpoint, view.load
     if endpoint.state not in SERVING_STATES:
         return None
     spec, target = endpoint.spec, endpoint.target_replicas
-    if (clamped := bounded(spec, target)) != target:
+    if (clamped := min(max(target, spec.replicas.min), spec.replicas.most)) != target:
         return Scale(endpoint.name, clamped, f"{spec.replicas.min} to {spec.replicas.max} replicas are asked for")
     if load is None or not is_fresh(load, now_s):
         return None
@@ -65,6 +83,18 @@ def decide(view: EndpointView, now_s: float) -> Scale | None:
     return None
 
 
+def _planned(view: EndpointView, snapshot: Snapshot, market: Market) -> tuple[EndpointView, Scale | None] | None:
+    """The view with what the serving policy decided for it; None where it has no say."""
+    endpoint, worth = view.endpoint, view.worth
+    if worth is None or endpoint.state not in SERVING_STATES or not is_fresh(view.load, snapshot.at_s):
+        return None
+    found = live_fleet.decide(view, worth, snapshot, market)
+    target = endpoint.target_replicas
+    change = f"{target} -> {found.replicas}: {found.reason}"
+    scale = Scale(endpoint.name, found.replicas, change) if found.replicas != target else None
+    return replace(view, pools=found.pools, given_up=found.given_up), scale
+
+
 def silence(view: EndpointView, now_s: float) -> str:
     """Why its target is held, when that is because nothing fresh was heard; else empty."""
     endpoint, load = view.endpoint, view.load
@@ -75,10 +105,14 @@ def silence(view: EndpointView, now_s: float) -> str:
     if not is_fresh(load, now_s):
         heard = f"its load was last heard of at {utc(load.at_s)}, over {FRESH_S:.0f} s ago"
         return f"{heard}; its replicas stay as they are"
-    silent = unheard(load, now_s)
-    if silent and wanted(endpoint.spec, load) < endpoint.target_replicas:
+    wish = wanted(endpoint.spec, load) if view.worth is None else view.worth.ondemand
+    if wish >= endpoint.target_replicas:
+        return ""
+    if silent := unheard(load, now_s):
         said = f"{silent} of its {load.ready} replicas said nothing of their own in the last {FRESH_S:.0f} s"
         return f"{said}; none is taken away"
+    if view.worth is not None and not view.worth.is_sure:
+        return "this controller has not watched its requests for long enough yet; none is taken away"
     return ""
 
 

@@ -70,18 +70,14 @@ class Hazard:
         for name in lost:
             self.zones[name].lost_s = now_s
 
+    @property
+    def together(self) -> float:
+        """The chance that another zone of the region goes with one."""
+        return min(1.0, self._together / self._losses)
+
     def losses(self, held: Mapping[str, int], now_s: float, recovery_s: float) -> Iterator[tuple[float, Sequence[str]]]:
-        """(share of the time, zones whose nodes are missing in it): each alone, and those of a region together."""
-        regions: dict[str, list[str]] = {}
-        for zone in held:
-            regions.setdefault(region(zone), []).append(zone)
-        together = min(1.0, self._together / self._losses)
-        for zones in regions.values():
-            shares = [min(1.0, self.per_h(zone, now_s) * recovery_s / 3600.0) for zone in zones]
-            alone = 1.0 - together if len(zones) > 1 else 1.0
-            yield from ((share * alone, (zone,)) for share, zone in zip(shares, zones, strict=True))
-            if len(zones) > 1:
-                yield sum(shares) * together / len(zones), zones
+        """Of the zones that hold something; see `losses` below."""
+        return losses({zone: self.per_h(zone, now_s) for zone in held}, self.together, recovery_s)
 
     def per_h(self, name: str, now_s: float) -> float:
         """Expected deaths an hour of a zone at its present age; a zone that we do not hold begins at age 0."""
@@ -106,6 +102,21 @@ class Hazard:
     def _learn_share(self, lost: int, left: int) -> None:
         if lost + left > 1:
             self.lost_share += 0.05 * (lost / (lost + left) - self.lost_share)
+
+
+def losses(
+    deaths_per_h: Mapping[str, float], together: float, recovery_s: float
+) -> Iterator[tuple[float, Sequence[str]]]:
+    """(share of the time, zones whose nodes are missing in it): each alone, and those of a region together."""
+    regions: dict[str, list[str]] = {}
+    for zone in deaths_per_h:
+        regions.setdefault(region(zone), []).append(zone)
+    for zones in regions.values():
+        shares = [min(1.0, deaths_per_h[zone] * recovery_s / 3600.0) for zone in zones]
+        alone = 1.0 - together if len(zones) > 1 else 1.0
+        yield from ((share * alone, (zone,)) for share, zone in zip(shares, zones, strict=True))
+        if len(zones) > 1:
+            yield sum(shares) * together / len(zones), zones
 
 
 def region(zone: str) -> str:

@@ -85,7 +85,7 @@ def requested(launch: Launch, node_type: NodeType, now_s: float) -> Node:
         type=node_type.name,
         zone=launch.zone,
         market=node_type.market,
-        price_micro_usd_h=node_type.price_in(launch.zone),
+        price_micro_usd_h=launch.cost_micro_usd_h or node_type.price_in(launch.zone),
         state=NodeState.REQUESTED,
         requested_at_s=now_s,
         subject=launch.subject,

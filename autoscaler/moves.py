@@ -187,6 +187,8 @@ def _movable(snapshot: Snapshot) -> Iterator[_Movable]:
         is_quiet = not view.is_draining and view.node.id not in seated
         if not here or not is_quiet or view.node.state is not NodeState.READY:
             continue
+        if any(endpoint.worth is not None for endpoint in here):
+            continue  # the serving policy decides where they are, see live_fleet
         if all(is_fresh(endpoint.load, snapshot.at_s) for endpoint in here):
             shapes = tuple(replica_shape(endpoint) for endpoint in here)
             if _is_all(view, shapes):

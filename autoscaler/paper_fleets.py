@@ -50,7 +50,7 @@ class Served:
 
 class PaperFleets:
     def __init__(self, most: int, speed: ReplicaSpeed, slo_ttft_s: float) -> None:
-        self._speed, self._most = speed, most
+        self.speed, self._most = speed, most
         self._fleets = [_PaperFleet(size, speed.slots, slo_ttft_s) for size in _sizes(most)]
         self._at = np.array([0, *(fleet.size for fleet in self._fleets)])
         self._late = np.zeros((_BINS, len(self._at)))
@@ -61,7 +61,7 @@ class PaperFleets:
 
     def observe(self, served: Served, usual_rps: float) -> None:
         """`usual_rps`: as it was one cold start before."""
-        dt_s, speed = served.until_s - served.from_s, self._speed
+        dt_s, speed = served.until_s - served.from_s, self.speed
         fade = 0.5 ** (dt_s / HALF_LIFE_S)
         self._late *= fade
         self._hours *= fade

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from raytide.autoscaler import endpoints, moves, shrink
+from raytide.autoscaler import endpoints, live_fleet, moves, shrink
 from raytide.autoscaler.draft import Draft
 from raytide.autoscaler.seating import seat_leases, seat_replicas, seat_unmanaged
 from raytide.core.fleet import NodeState
-from raytide.core.plan import Action, Scale, Terminate, Wait
+from raytide.core.plan import Action, Terminate, Wait
 from raytide.core.room import Room
 from raytide.core.snapshot import Snapshot
 
@@ -27,9 +27,9 @@ def plan(snapshot: Snapshot) -> tuple[Action, ...]:
     if not snapshot.ray_answers:
         reason = "Ray does not answer; nodes, leases and replicas stay as they are, only deadlines are kept"
         return (*shrink.past_deadline(snapshot), Wait("cluster", "signal", reason, "See `raytide doctor`."))
-    scales = [scale for view in snapshot.endpoints if (scale := endpoints.decide(view, snapshot.at_s))]
     ends = tuple(shrink.overdue(snapshot))
-    snapshot = _ended(_published(snapshot, scales), {end.node_id for end in ends if isinstance(end, Terminate)})
+    snapshot, scales = endpoints.publish(snapshot)
+    snapshot = _ended(snapshot, {end.node_id for end in ends if isinstance(end, Terminate)})
     draft = Draft(snapshot, Room.of(snapshot), [*ends, *scales])
     moves.reserve(draft)
     seat_replicas(draft)
@@ -38,21 +38,10 @@ def plan(snapshot: Snapshot) -> tuple[Action, ...]:
     draft.close()
     _keep_minimum(draft)
     _keep_warm(draft)
+    draft.actions += [drain for drain in live_fleet.drains(snapshot) if drain.node_id not in draft.promised]
     draft.actions += moves.decide(draft)
     draft.actions += shrink.idle(snapshot, keep=draft.promised)
     return tuple(draft.actions)
-
-
-def _published(snapshot: Snapshot, scales: list[Scale]) -> Snapshot:
-    """The snapshot once the new targets hold, so that their replicas are seated in this same plan."""
-    by_name = {scale.endpoint: scale for scale in scales}
-    views = tuple(
-        replace(view, endpoint=endpoints.scaled(view.endpoint, by_name[view.endpoint.name]))
-        if view.endpoint.name in by_name
-        else view
-        for view in snapshot.endpoints
-    )
-    return replace(snapshot, endpoints=views)
 
 
 def _ended(snapshot: Snapshot, node_ids: set[str]) -> Snapshot:

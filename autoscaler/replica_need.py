@@ -33,14 +33,14 @@ def _needs(spec: Replicas, load: EndpointLoad) -> Iterator[Need]:
     traffic = load.traffic or Traffic()
     each = f"{spec.target_ongoing:g} for each replica"
     yield Need(load.ongoing / spec.target_ongoing, f"{load.ongoing:g} requests in flight, {each}")
-    yield _kv_need(spec, load)
+    yield kv_need(spec, load)
     if traffic.request_s is not None:
         yield _work_need(spec, load, traffic.ahead_rps, traffic.request_s)
     if spec.slo_ttft_s is not None and traffic.ttft_s is not None and traffic.ttft_s > spec.slo_ttft_s:
         yield Need(load.ready + 1, f"first tokens take {traffic.ttft_s:.2f} s, {spec.slo_ttft_s:g} s are wanted")
 
 
-def _kv_need(spec: Replicas, load: EndpointLoad) -> Need:
+def kv_need(spec: Replicas, load: EndpointLoad) -> Need:
     """The caches that are full, and what the requests that wait would fill at the mean of those that run."""
     full = sum(replica.kv_use for replica in load.replicas)
     running = sum(replica.running for replica in load.replicas)

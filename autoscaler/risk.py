@@ -27,6 +27,7 @@ class SpotRisk:
     """Learns from the node records. A new controller replays all that there are."""
 
     hazard: Hazard = field(default_factory=Hazard)
+    """By `pool_name`."""
     _lost: set[str] = field(default_factory=set)
     """Nodes whose loss is counted."""
     _recent: deque[tuple[float, str, str]] = field(default_factory=deque)
@@ -53,9 +54,11 @@ class SpotRisk:
     def observe(self, nodes: Iterable[Node], now_s: float) -> None:
         spot = [node for node in nodes if node.market is Market.SPOT and node.ready_at_s is not None]
         lost = [node for node in spot if was_taken_back(node) and node.id not in self._lost]
-        held = Counter(_pool(node.type, node.zone) for node in spot if node.state in _HELD and not was_taken_back(node))
+        held = Counter(
+            pool_name(node.type, node.zone) for node in spot if node.state in _HELD and not was_taken_back(node)
+        )
         dt_s = 0.0 if self._at_s is None else max(0.0, now_s - self._at_s)
-        self.hazard.observe(held, Counter(_pool(node.type, node.zone) for node in lost), now_s, dt_s)
+        self.hazard.observe(held, Counter(pool_name(node.type, node.zone) for node in lost), now_s, dt_s)
         self._at_s = now_s
         self._lost |= {node.id for node in lost}
         self._recent.extend((now_s, node.type, node.zone) for node in lost)
@@ -80,7 +83,7 @@ class SpotRisk:
         """Its own, and an hourly share of the losses that others of its type had a moment ago."""
         others = {place for at_s, type_, place in self._recent if type_ == node_type and place != zone}
         near = sum(SAME_REGION if _region(place) == _region(zone) else ELSEWHERE for place in others)
-        return round(self.hazard.per_h(_pool(node_type, zone), now_s) + near, 2)
+        return round(self.hazard.per_h(pool_name(node_type, zone), now_s) + near, 2)
 
 
 def _held(nodes: Iterable[Node], at_s: float) -> list[Node]:
@@ -92,7 +95,8 @@ def _held(nodes: Iterable[Node], at_s: float) -> list[Node]:
     ]
 
 
-def _pool(node_type: str, zone: str) -> str:
+def pool_name(node_type: str, zone: str) -> str:
+    """By which `Hazard` knows it: pools of one type in one region go together."""
     return f"{node_type}/{zone}"
 
 

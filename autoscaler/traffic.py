@@ -1,5 +1,6 @@
 """What each endpoint is asked, from the counters of its replicas: rates of the last half minute, and the usual rate,
-which is the forecast. A new controller begins anew, with rates too low rather than too high.
+which is the forecast; and what a replica of it does, where that was not configured. A new controller begins anew, with
+rates too low rather than too high, and with the speeds that were learned before.
 """
 
 from __future__ import annotations
@@ -11,11 +12,16 @@ from statistics import fmean
 
 from raytide.autoscaler.forecast import UsualRate
 from raytide.autoscaler.replica_need import request_s
-from raytide.core.endpoint import Counters, Endpoint, EndpointLoad, ReplicaLoad, Speed, Traffic
+from raytide.autoscaler.speed import SpeedMeter
+from raytide.autoscaler.words import Words
+from raytide.core.endpoint import Counters, Endpoint, EndpointLoad, Speed, Traffic
 
 WINDOW_S = 30.0
-FORGET_S = 600.0
-"""A replica that has been silent for longer is gone."""
+
+Key = tuple[str, float]
+"""An endpoint's name and time of creation: a later one of that name is another."""
+Speeds = Mapping[Key, dict[str, Speed]]
+"""By endpoint and node type."""
 
 
 @dataclass(slots=True)
@@ -23,16 +29,18 @@ class TrafficMeter:
     """Of one endpoint."""
 
     usual: UsualRate = field(default_factory=UsualRate)
-    before: dict[str, ReplicaLoad] = field(default_factory=dict)
-    """What each replica said last."""
+    words: Words = field(default_factory=Words)
+    speeds: dict[str, SpeedMeter] = field(default_factory=dict)
+    """By node type."""
     total: Counters = field(default_factory=Counters)
     window: deque[tuple[float, Counters]] = field(default_factory=deque)
     """(when, total until then)"""
     began_s: float | None = None
     request_s: float | None = None
 
-    def observe(self, load: EndpointLoad, speed: Speed | None) -> Traffic:
-        self._count(load)
+    def observe(self, load: EndpointLoad, speeds: Mapping[str, Speed], node_types: Mapping[str, str]) -> Traffic:
+        """`speeds`: those that are configured. `node_types`: by Ray's id of the node."""
+        self._count(load, node_types)
         if self.window and load.at_s > self.window[-1][0]:
             at_s, total = self.window[-1]
             self.usual.observe(round(self.total.requests - total.requests), load.at_s - at_s)
@@ -41,6 +49,8 @@ class TrafficMeter:
         while self.window[0][0] < load.at_s - WINDOW_S:
             self.window.popleft()
         lately = self.total.since(self.window[0][1])
+        types = {node_types[node] for node in load.replica_nodes if node in node_types}
+        speed = speed_of({**self.learned, **speeds}, types)
         self._price(lately, speed)
         self.began_s = load.at_s if self.began_s is None else self.began_s
         rps, usual_rps = lately.requests / WINDOW_S, self.usual.rps if load.at_s - self.began_s >= WINDOW_S else 0.0
@@ -51,14 +61,19 @@ class TrafficMeter:
             ttft_s=lately.first_token_s / lately.first_tokens if lately.first_tokens >= 1 else None,
             ahead_rps=max(rps, usual_rps),
             request_s=self.request_s,
+            speed=speed,
         )
 
-    def _count(self, load: EndpointLoad) -> None:
-        """What a replica counted before its first word is left out: nobody knows when that was."""
-        for replica in load.replicas:
-            self.total = self.total.plus(replica.counters.since(self.before.get(replica.id, replica).counters))
-            self.before[replica.id] = replica
-        self.before = {id: said for id, said in self.before.items() if load.at_s - said.at_s <= FORGET_S}
+    @property
+    def learned(self) -> dict[str, Speed]:
+        """By node type."""
+        return {name: speed for name, meter in self.speeds.items() if (speed := meter.speed) is not None}
+
+    def _count(self, load: EndpointLoad, node_types: Mapping[str, str]) -> None:
+        for word in self.words.new(load):
+            self.total = self.total.plus(word.counted)
+            if (node_type := node_types.get(word.replica.node)) is not None:
+                self.speeds.setdefault(node_type, SpeedMeter()).hear(word)
 
     def _price(self, lately: Counters, speed: Speed | None) -> None:
         """The last one holds while nothing is asked."""
@@ -70,10 +85,17 @@ class TrafficMeter:
 
 
 class Traffics:
-    """All endpoints', by name and time of creation: a later one of that name is another."""
+    """All endpoints'. `known`: speeds that were learned before."""
 
-    def __init__(self) -> None:
-        self._meters: dict[tuple[str, float], TrafficMeter] = {}
+    def __init__(self, known: Speeds | None = None) -> None:
+        self._meters: dict[Key, TrafficMeter] = {
+            key: TrafficMeter(speeds={name: SpeedMeter(speed) for name, speed in by_type.items()})
+            for key, by_type in (known or {}).items()
+        }
+
+    @property
+    def learned(self) -> Speeds:
+        return {key: found for key, meter in self._meters.items() if (found := meter.learned)}
 
     def measured(
         self, loads: Mapping[str, EndpointLoad], endpoints: Iterable[Endpoint], node_types: Mapping[str, str]
@@ -85,9 +107,8 @@ class Traffics:
             key = (endpoint.name, endpoint.created_at_s)
             meter = self._meters[key] = before.get(key) or TrafficMeter()
             if (load := loads.get(endpoint.name)) is not None:
-                types = {node_types[node] for node in load.replica_nodes if node in node_types}
-                speed = speed_of(endpoint.spec.replicas.speed, types)
-                measured[endpoint.name] = replace(load, traffic=meter.observe(load, speed))
+                traffic = meter.observe(load, endpoint.spec.replicas.speed, node_types)
+                measured[endpoint.name] = replace(load, traffic=traffic)
         return measured
 
 

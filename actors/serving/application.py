@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 __all__ = ["Application"]
@@ -19,6 +19,8 @@ class Application:
     ready: int = 0
     replica_nodes: tuple[str, ...] = ()
     """Ray's id of each replica's node, those that still start included, those that are on their way out not."""
+    ready_on: Mapping[str, str] = field(default_factory=dict)
+    """The same of those that are ready, by the replica's id."""
     failure: str = ""
     """Why Serve gave it up, in Serve's words; empty while it has not: an UNHEALTHY one it still mends."""
 
@@ -29,14 +31,16 @@ class Application:
         `node_of` finds the node of an actor by its name: Serve says nothing of a replica's node until it is up.
         """
         replicas = [
-            replica
+            (replica, _node(replica, node_of))
             for deployment in details["deployments"].values()
             for replica in deployment["replicas"]
             if replica["state"] in _STAYING
         ]
+        ready = [(replica, node) for replica, node in replicas if replica["state"] in _READY]
         return cls(
-            ready=sum(replica["state"] in _READY for replica in replicas),
-            replica_nodes=tuple(sorted(node for replica in replicas if (node := _node(replica, node_of)))),
+            ready=len(ready),
+            replica_nodes=tuple(sorted(node for _, node in replicas if node)),
+            ready_on={str(replica.get("replica_id")): node for replica, node in ready if node},
             failure=_failure(details) if details.get("status") == "DEPLOY_FAILED" else "",
         )
 

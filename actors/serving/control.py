@@ -150,7 +150,8 @@ def _applications(timeout_s: float) -> dict[str, Application]:
 def _load(application: Application, said: bytes) -> EndpointLoad:
     """Serve forgets the requests of a router that went silent; the engines that answer them do not."""
     seen = json.loads(said)
-    replicas = tuple(_replica(name, words) for name, words in sorted(seen.get("replicas", {}).items()))
+    said_by = sorted(seen.get("replicas", {}).items())
+    replicas = tuple(_replica(name, words, application.ready_on.get(name, "")) for name, words in said_by)
     held = sum(replica.running + replica.waiting for replica in replicas)
     return EndpointLoad(
         at_s=seen["at_s"],
@@ -161,12 +162,12 @@ def _load(application: Application, said: bytes) -> EndpointLoad:
     )
 
 
-def _replica(name: str, words: Mapping[str, float]) -> ReplicaLoad:
+def _replica(name: str, words: Mapping[str, float], node: str) -> ReplicaLoad:
     now, since = (
         {field.name: words[field.name] for field in fields(kind) if field.name in words}
         for kind in (ReplicaLoad, Counters)
     )
-    return ReplicaLoad(id=name, counters=Counters(**since), **now)
+    return ReplicaLoad(id=name, node=node, counters=Counters(**since), **now)
 
 
 def _spec_key(name: str) -> bytes:

@@ -37,7 +37,10 @@ class Replica:
         parsed = ServeSpec.parse(spec, where="endpoint")
         _limit_threads(parsed.resources.get("CPU", 0.0))
         replica = serve.get_replica_context().replica_id.unique_id
-        self._server = Server(build_engine(parsed), model=parsed.name, replica=replica, drain_s=DRAIN_S)
+        slo_ttft_s = parsed.replicas.slo_ttft_s
+        self._server = Server(
+            build_engine(parsed), model=parsed.name, replica=replica, drain_s=DRAIN_S, slo_ttft_s=slo_ttft_s
+        )
         await self._server.start()
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -97,8 +100,8 @@ def _autoscaling(endpoint: Endpoint) -> AutoscalingConfig:
         warnings.simplefilter("ignore", DeprecationWarning)
         return AutoscalingConfig(
             min_replicas=replicas.min,
-            initial_replicas=min(max(endpoint.target_replicas, replicas.min), replicas.max),
-            max_replicas=replicas.max,
+            initial_replicas=min(max(endpoint.target_replicas, replicas.min), replicas.most),
+            max_replicas=replicas.most,
             upscale_delay_s=0.0,
             downscale_delay_s=0.0,
             metrics_interval_s=METRICS_PERIOD_S,

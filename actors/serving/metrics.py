@@ -24,8 +24,10 @@ _REQUEST_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 class ServingMetrics:
     """One registry of its own, so that many apps can live in one process."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, slo_ttft_s: float | None = None) -> None:
+        """Of an endpoint that means to say its first tokens within `slo_ttft_s`, late ones are counted."""
         self._model = model
+        self._slo_ttft_s = slo_ttft_s or float("inf")
         self.registry = CollectorRegistry()
         self.first_token = self._histogram(
             "raytide_time_to_first_token_seconds", "From the request to its first token", _FIRST_TOKEN_S
@@ -34,7 +36,7 @@ class ServingMetrics:
             "raytide_inter_token_seconds", "Between two tokens of one request", _INTER_TOKEN_S
         )
         self.request = self._histogram("raytide_request_seconds", "From the request to its end", _REQUEST_S)
-        self._asked = self._first_tokens = 0
+        self._asked = self._first_tokens = self._late = 0
         self._first_token_s = 0.0
         self._outcomes = Counter(
             "raytide_requests", "Requests by how they ended", ("model", "api", "outcome"), registry=self.registry
@@ -58,12 +60,19 @@ class ServingMetrics:
             "output_tokens": float(stats.generated_tokens),
             "first_tokens": float(self._first_tokens),
             "first_token_s": self._first_token_s,
+            "finished": float(stats.finished),
+            "late": float(self._late),
         }
 
     def first_token_after(self, seconds: float) -> None:
         self._first_tokens += 1
         self._first_token_s += seconds
+        self._late += seconds > self._slo_ttft_s
         self.first_token.observe(seconds)
+
+    def unanswered_after(self, seconds: float, outcome: Outcome) -> None:
+        """A request ended without a token."""
+        self._late += outcome == "rejected" or seconds > self._slo_ttft_s
 
     def count(self, api: str, outcome: Outcome) -> None:
         self._outcomes.labels(self._model, api, outcome).inc()
@@ -102,7 +111,10 @@ class Track:
         if self._done:
             return
         self._done = True
-        self._metrics.request.observe(time.perf_counter() - self._began_s)
+        seconds = time.perf_counter() - self._began_s
+        if not self._seen:
+            self._metrics.unanswered_after(seconds, outcome)
+        self._metrics.request.observe(seconds)
         self._metrics.count(self._api, outcome)
 
 

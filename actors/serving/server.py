@@ -23,12 +23,19 @@ class Server:
     """`replica` names this process in the `x-raytide-replica` header."""
 
     def __init__(
-        self, engine: Engine, *, model: str, replica: str = "local", stall_limit_s: float = 60.0, drain_s: float = 30.0
+        self,
+        engine: Engine,
+        *,
+        model: str,
+        replica: str = "local",
+        stall_limit_s: float = 60.0,
+        drain_s: float = 30.0,
+        slo_ttft_s: float | None = None,
     ) -> None:
         self.engine = engine
         self.model = model
         self.replica = replica
-        self.metrics = ServingMetrics(model)
+        self.metrics = ServingMetrics(model, slo_ttft_s)
         self._watch = ProgressWatch(stall_limit_s)
         self._drain_s = drain_s
         self._created = int(time.time())

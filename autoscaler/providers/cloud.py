@@ -17,6 +17,7 @@ from raytide.autoscaler.notices.board import NoticeBoard
 from raytide.autoscaler.providers.base import Machine, Notice
 from raytide.autoscaler.providers.poll import PollWatcher
 from raytide.autoscaler.providers.purchases import Purchase, Purchases, in_order
+from raytide.autoscaler.providers.spot_prices import SpotPrices, instance_types
 from raytide.core import ray_internals
 from raytide.core.clock import Clock
 from raytide.core.errors import ClusterError, ConfigError, ProviderError, RaytideError
@@ -59,6 +60,10 @@ class CloudProvider:
         self._lock = threading.Lock()
         self._types = {node_type.name: node_type for node_type in node_types}
         self._watcher: PollWatcher | None = None
+        self._spot_prices: SpotPrices | None = None
+        if config["provider"]["type"] == "aws":
+            machines = instance_types(config, self._types.values())
+            self._spot_prices = SpotPrices(cloud.ec2.meta.client, machines, clock)
 
     def launch(self, node: Node, node_type: NodeType) -> None:
         with self._lock:
@@ -113,13 +118,16 @@ class CloudProvider:
         return tuple(notice for notice in pinned if not self._purchases.is_over(notice.node_id))
 
     def prices(self) -> Mapping[tuple[str, str], int]:
-        return {}
+        """On AWS those of spot; what no cloud tells is as configured."""
+        return {} if self._spot_prices is None else self._spot_prices.now()
 
     def watch(self, on_change: Callable[[], None]) -> None:
         """Look at the cloud every ten seconds, since none of Ray's providers can be listened to."""
         self._watcher = PollWatcher("cloud", _POLL_S, self._look, on_change)
 
     def close(self) -> None:
+        if self._spot_prices is not None:
+            self._spot_prices.close()
         if self._watcher is not None:
             self._watcher.close()
 

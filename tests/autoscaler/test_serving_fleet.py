@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
 
@@ -14,13 +14,16 @@ from hypothesis import strategies as st
 from raytide.autoscaler.forecast import MEMORY_S, UsualRate
 from raytide.autoscaler.hazard import Hazard
 from raytide.autoscaler.paper_fleets import PaperFleets, ReplicaSpeed, Served, convex
-from raytide.autoscaler.serving_fleet import ONDEMAND, FleetNode, Heard, Memory, ServingGoal, plan
+from raytide.autoscaler.serving_fleet import FleetNode, FleetPlan, FleetState, ReplicaPool
+from raytide.autoscaler.serving_memory import Heard, Memory, ServingGoal
 from raytide.autoscaler.slo_price import SloPrice
 from raytide.autoscaler.stock import LONGEST_REST_S, Stock
 from raytide.autoscaler.worth import NodeCount, late_with_losses, spared_by_draining
+from raytide.core.endpoint import Worth
 
 SPEED = ReplicaSpeed(prefill_tps=1500.0, slots=8, tpot_s=0.06)
 PROMPT_OF_A_SECOND = 1500.0
+ONDEMAND = "on demand"
 
 
 def served(from_s: float, until_s: float, arrivals_s: list[float], outputs: float = 20.0) -> Served:
@@ -40,12 +43,31 @@ def busy_memory(zones: Sequence[str], rps: int = 2, slo_target: float = 0.99) ->
         came = served(
             at_s - 20.0, float(at_s), [float(second) for second in range(at_s - 20, at_s) for _ in range(rps)]
         )
-        memory.learn(Heard(float(at_s), 20.0, 20 * rps, 0, 0, came, {}), [])
+        memory.learn(Heard(float(at_s), 20.0, 20 * rps, 0, 0, came, {}, 0), Hazard())
     return memory
 
 
-def launched(memory: Memory, nodes: list[FleetNode]) -> list[str]:
-    return sorted(plan(memory, nodes, 5400.0).launch)
+def at(id: str, pool: str, is_ready: bool, busy: int = 0) -> FleetNode:
+    return FleetNode(id, pool, pool != ONDEMAND, is_ready, busy)
+
+
+def plan(
+    memory: Memory,
+    nodes: Sequence[FleetNode],
+    hazard: Hazard | None = None,
+    most: Mapping[str, int] | None = None,
+    now_s: float = 5400.0,
+) -> FleetPlan:
+    hazard, most = hazard or Hazard(), most or {}
+    prices = memory.goal.spot_usd_h.items()
+    pools = [ReplicaPool(z, usd_h, True, hazard.per_h(z, now_s), most.get(z)) for z, usd_h in prices]
+    pools.append(ReplicaPool(ONDEMAND, memory.goal.ondemand_usd_h, False, most=most.get(ONDEMAND)))
+    by_name = {pool.name: pool for pool in pools}
+    return FleetState(memory.worth(hazard), by_name, nodes, memory.goal.cold_start_s).plan()
+
+
+def launched(memory: Memory, **most: int) -> list[str]:
+    return sorted(plan(memory, [], most=most).launch)
 
 
 def test_the_usual_rate_is_a_mean_and_forgets_by_e_in_a_quarter_of_an_hour() -> None:
@@ -180,9 +202,8 @@ def test_a_missed_request_is_worth_more_while_too_many_are_missed_and_not_withou
 
 def test_spot_is_bought_where_it_is_to_be_had_and_on_demand_where_it_is_not() -> None:
     memory = busy_memory("a")
-    assert set(launched(memory, [])) == {"a"}
-    memory.stock.refused("a", 5400.0)
-    there = launched(memory, [])
+    assert set(launched(memory)) == {"a"}
+    there = launched(memory, a=0)
     assert set(there) == {ONDEMAND}
     assert 2 <= len(there) <= memory.spot.count  # at least what keeps up, and no more than at the lower price
 
@@ -190,25 +211,25 @@ def test_spot_is_bought_where_it_is_to_be_had_and_on_demand_where_it_is_not() ->
 def test_nodes_are_spread_over_regions_when_losing_one_would_hurt() -> None:
     zones = ("us-east-1a", "us-east-1b", "us-west-2a")
     memory = busy_memory(zones, rps=4)
-    assert set(launched(memory, [])) == set(zones)
+    assert set(launched(memory)) == set(zones)
 
 
 def test_a_zone_that_loses_nodes_often_is_left_for_one_that_does_not() -> None:
-    memory = busy_memory("ab", slo_target=0.9)
+    memory, hazard = busy_memory("ab", slo_target=0.9), Hazard()
     for minute in range(24 * 60):
         lost = {"a": 1} if minute % 30 == 29 else {}
-        memory.hazard.observe({"a": 2, "b": 2}, lost, 5400.0 + 60.0 * minute, 60.0)
+        hazard.observe({"a": 2, "b": 2}, lost, 5400.0 + 60.0 * minute, 60.0)
     now_s = 5400.0 + 24 * 3600.0
-    first = plan(memory, [], now_s).launch
+    first = plan(memory, [], hazard, now_s=now_s).launch
     assert first.count("b") > first.count("a")
-    held = [FleetNode(f"{zone}{at}", zone, True, 0) for zone in "ab" for at in range(4)]
-    released = plan(memory, held, now_s).release
+    held = [at(f"{zone}{number}", zone, True) for zone in "ab" for number in range(4)]
+    released = plan(memory, held, hazard, now_s=now_s).release
     assert released and all(node_id.startswith("a") for node_id in released[:2])
 
 
 def test_there_are_always_enough_to_keep_up_with_the_work() -> None:
     memory = busy_memory("a", rps=4, slo_target=0.01)
-    assert len(launched(memory, [])) >= 4
+    assert len(launched(memory)) >= 4
 
 
 @lru_cache
@@ -222,18 +243,18 @@ def test_a_plan_leaves_no_fewer_nodes_than_are_worth_it_and_the_same_memory_give
     target: float, held: list[str]
 ) -> None:
     memory = two_zones(target)
-    nodes = [FleetNode(str(at), zone, True, at % 3) for at, zone in enumerate(held)]
-    made = plan(memory, nodes, 5400.0)
+    nodes = [at(str(number), zone, True, number % 3) for number, zone in enumerate(held)]
+    made = plan(memory, nodes)
     assert len(nodes) + len(made.launch) - len(made.release) >= memory.ondemand.count
-    assert plan(memory, nodes, 5400.0) == made
+    assert plan(memory, nodes) == made
     spot = sum(zone != ONDEMAND for zone in held) + sum(pool != ONDEMAND for pool in made.launch)
-    assert spot - sum(nodes[int(node_id)].zone != ONDEMAND for node_id in made.release) <= memory.spot.count
+    assert spot - sum(nodes[int(node_id)].pool != ONDEMAND for node_id in made.release) <= memory.spot.count
 
 
 def test_an_on_demand_node_that_starts_is_not_given_up_for_spot_that_may_be_refused() -> None:
     memory = busy_memory("a")
-    starting = [FleetNode(str(at), ONDEMAND, False, 0) for at in range(memory.ondemand.count)]
-    made = plan(memory, starting, 5400.0)
+    starting = [at(str(number), ONDEMAND, False) for number in range(memory.ondemand.count)]
+    made = plan(memory, starting)
     assert set(made.launch) == {"a"} and made.release == ()
 
 
@@ -260,11 +281,22 @@ def test_what_waits_makes_nodes_worth_more_the_more_it_is() -> None:
 
 def test_on_demand_stays_until_its_spot_replacement_is_ready() -> None:
     memory = Memory.of(goal("a"))
-    memory.learn(Heard(20.0, 20.0, 2, 0, 0, served(0.0, 0.0, []), {}), [])
-    there = [FleetNode("1", ONDEMAND, True, 0)]
-    first = plan(memory, there, 20.0)
+    memory.learn(Heard(20.0, 20.0, 2, 0, 0, served(0.0, 0.0, []), {}, 1), Hazard())
+    there = [at("1", ONDEMAND, True)]
+    first = plan(memory, there)
     assert first.launch == ("a",) and first.release == ()
-    starting = [*there, FleetNode("2", "a", False, 0)]
-    assert plan(memory, starting, 40.0).release == ()
-    serving = [*there, FleetNode("2", "a", True, 0)]
-    assert plan(memory, serving, 60.0).release == ("1",)
+    starting = [*there, at("2", "a", False)]
+    assert plan(memory, starting).release == ()
+    serving = [*there, at("2", "a", True)]
+    assert plan(memory, serving).release == ("1",)
+
+
+def test_spot_that_is_no_cheaper_than_on_demand_is_not_bought_and_the_cheapest_on_demand_pool_comes_first() -> None:
+    worth = Worth(spot=3, ondemand=3, late_usd=0.0, late_per_h=(9.0, 4.0, 1.0, 0.0), usual_rps=1.0, together=0.4)
+    pools = [
+        ReplicaPool("spot", 2.0, True),
+        ReplicaPool("dear", 3.0, False),
+        ReplicaPool("cheap", 2.0, False, most=2),
+    ]
+    made = FleetState(worth, {pool.name: pool for pool in pools}, (), 60.0).plan()
+    assert made.launch == ("cheap", "cheap", "dear")

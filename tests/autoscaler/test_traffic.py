@@ -18,6 +18,7 @@ from raytide.core.endpoint import (
 )
 
 SPEED = Speed(prefill_tps=1000.0, slots=8, tpot_ms=50.0)
+SPEEDS = {"l4": SPEED}
 
 
 def load(at_s: float, **requests: float) -> EndpointLoad:
@@ -31,11 +32,11 @@ def load(at_s: float, **requests: float) -> EndpointLoad:
 
 def test_rates_are_those_of_the_last_half_minute() -> None:
     watch = TrafficMeter()
-    watch.observe(load(0.0, a=1000.0), SPEED)
+    watch.observe(load(0.0, a=1000.0), SPEEDS, {})
     for second in range(1, 61):
         rate = 2.0 if second <= 30 else 4.0
         before = 1000.0 + min(second, 30) * 2.0 + max(0, second - 30) * 4.0
-        traffic = watch.observe(load(float(second), a=before), SPEED)
+        traffic = watch.observe(load(float(second), a=before), SPEEDS, {})
     assert traffic.requests_rps == pytest.approx(rate)
     assert (traffic.prompt_tps, traffic.output_tps) == (pytest.approx(2000.0), pytest.approx(400.0))
     assert traffic.ttft_s == pytest.approx(0.5)
@@ -44,26 +45,26 @@ def test_rates_are_those_of_the_last_half_minute() -> None:
 
 def test_replicas_come_go_and_are_silent_for_a_while_without_a_request_too_many() -> None:
     watch = TrafficMeter()
-    watch.observe(load(0.0, a=100.0), None)
-    watch.observe(load(1.0, a=101.0, b=3.0), None)
-    watch.observe(load(2.0), None)
-    watch.observe(load(3.0, a=102.0, b=3.0), None)
-    assert watch.observe(load(10.0, b=5.0), None).requests_rps == pytest.approx((1 + 1 + 2) / 30)
+    watch.observe(load(0.0, a=100.0), {}, {})
+    watch.observe(load(1.0, a=101.0, b=3.0), {}, {})
+    watch.observe(load(2.0), {}, {})
+    watch.observe(load(3.0, a=102.0, b=3.0), {}, {})
+    assert watch.observe(load(10.0, b=5.0), {}, {}).requests_rps == pytest.approx((1 + 1 + 2) / 30)
 
 
 def test_without_requests_the_last_price_of_one_holds_and_without_a_speed_there_is_none() -> None:
     watch = TrafficMeter()
-    watch.observe(load(0.0, a=0.0), SPEED)
-    known = watch.observe(load(1.0, a=4.0), SPEED).request_s
-    quiet = watch.observe(load(100.0, a=4.0), SPEED)
+    watch.observe(load(0.0, a=0.0), SPEEDS, {})
+    known = watch.observe(load(1.0, a=4.0), SPEEDS, {}).request_s
+    quiet = watch.observe(load(100.0, a=4.0), SPEEDS, {})
     assert (quiet.requests_rps, quiet.ttft_s, quiet.request_s) == (0.0, None, known)
-    assert watch.observe(load(101.0, a=4.0), None).request_s is None
+    assert watch.observe(load(101.0, a=4.0), {}, {}).request_s is None
 
 
 def test_what_is_usual_is_expected_again_in_a_lull_and_what_comes_now_in_a_rush() -> None:
     watch, said = TrafficMeter(), []
     for at_s, count in ((0.0, 0.0), (3600.0, 7200.0), (3640.0, 7200.0), (3641.0, 7300.0)):
-        said.append(watch.observe(load(at_s, a=count), SPEED))
+        said.append(watch.observe(load(at_s, a=count), SPEEDS, {}))
     steady, lull, rush = said[1:]
     assert steady.ahead_rps == pytest.approx(2.0)
     assert (lull.requests_rps, round(lull.ahead_rps, 1)) == (0.0, 1.9)
@@ -72,8 +73,8 @@ def test_what_is_usual_is_expected_again_in_a_lull_and_what_comes_now_in_a_rush(
 
 def test_one_early_request_is_no_rush() -> None:
     watch = TrafficMeter()
-    watch.observe(load(0.0, a=0.0), SPEED)
-    assert watch.observe(load(0.5, a=1.0), SPEED).ahead_rps == pytest.approx(1 / 30)
+    watch.observe(load(0.0, a=0.0), SPEEDS, {})
+    assert watch.observe(load(0.5, a=1.0), SPEEDS, {}).ahead_rps == pytest.approx(1 / 30)
 
 
 def test_the_speed_is_that_of_the_node_types_that_serve() -> None:
@@ -106,7 +107,7 @@ def test_an_endpoint_made_anew_under_an_old_name_begins_anew() -> None:
 def test_word_that_stands_still_and_replicas_that_are_gone_take_no_memory() -> None:
     watch = TrafficMeter()
     for _ in range(5):
-        watch.observe(load(0.0, a=1.0), None)
+        watch.observe(load(0.0, a=1.0), {}, {})
     assert len(watch.window) == 1
-    watch.observe(load(1000.0, b=1.0), None)
-    assert set(watch.before) == {"b"}
+    watch.observe(load(1000.0, b=1.0), {}, {})
+    assert set(watch.words.before) == {"b"}

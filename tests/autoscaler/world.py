@@ -18,6 +18,7 @@ from raytide.autoscaler.providers.base import Machine
 from raytide.autoscaler.providers.fake import FakeProvider
 from raytide.autoscaler.ray_node import RayNode
 from raytide.autoscaler.risk import SpotRisk
+from raytide.autoscaler.slo_fleets import SloFleets
 from raytide.control.apply import apply
 from raytide.control.decide import decide
 from raytide.control.observe import Book, advance, metered, snapshot
@@ -196,6 +197,7 @@ class Cluster:
         self.ray = FakeRay(self.provider, self.types, self.clock)
         self.book = Book()
         self.idle, self.risk, self.limits = IdleClock(), SpotRisk(), Limits()
+        self.fleets = SloFleets()
         self.ongoing: dict[str, float] = {}
         self.silent: set[str] = set()
         self.loads: dict[str, EndpointLoad] = {}
@@ -236,7 +238,7 @@ class Cluster:
         self.ray.step()
         self._replicas_speak()
         if crash:
-            self.idle, self.risk = IdleClock(), SpotRisk()
+            self.idle, self.risk, self.fleets = IdleClock(), SpotRisk(), SloFleets()
         now_s = self.clock.now_s()
         book, look = _loaded(self.book), self._look()
         self._keep_jobs(book, now_s)
@@ -249,7 +251,7 @@ class Cluster:
         self.risk.observe(book.nodes.values(), now_s)
         quotes = self.risk.quotes(self.node_types, {}, now_s)
         self.seen = snapshot(book, look, self.idle, self.config, now_s)
-        self.seen = replace(self.seen, quotes=quotes, limits=self.limits)
+        self.seen = self.fleets.on(replace(self.seen, quotes=quotes, limits=self.limits), self.risk.hazard)
         plan = decide(self.seen)
         if any(not isinstance(action, Wait) for action in plan.actions):
             self.watch(self.seen, plan.actions)
@@ -348,7 +350,7 @@ class Cluster:
         for name in self.book.endpoints:
             if name not in self.silent:
                 nodes = tuple(f"ray-{w.node_id}" for w in self.ray.work if w.endpoint == name and w.node_id)
-                spoke = tuple(ReplicaLoad(str(number), now_s) for number in range(len(nodes)))
+                spoke = tuple(ReplicaLoad(str(number), now_s, node=node) for number, node in enumerate(nodes))
                 self.loads[name] = EndpointLoad(now_s, self.ongoing[name], len(nodes), nodes, spoke)
 
 

@@ -22,6 +22,7 @@ from raytide.control.apply import Outcome, apply
 from raytide.control.bookkeeping import Booking, keep_books
 from raytide.control.decide import decide
 from raytide.control.glimpse import answer
+from raytide.control.learned import Learned
 from raytide.control.observe import Book, advance, metered, snapshot
 from raytide.control.outlook import Outlook
 from raytide.control.serving import Serving, follow
@@ -65,7 +66,9 @@ class Controller:
         self._live_path = live_path
         self._node_types = {node_type.name: node_type for node_type in config.node_types}
         self._serving = Serving(sources.serve)
-        self._idle, self._leaving, self._traffics = IdleClock(), Leaving(), Traffics()
+        self._idle, self._leaving = IdleClock(), Leaving()
+        self._learned = Learned(live_path.with_name("learned.json"))
+        self._traffics = Traffics(self._learned.speeds)
         self._names: Mapping[str, str] = {}
         self._outlook = Outlook(store, config, clock.now_s())
         self._wake = threading.Event()
@@ -137,7 +140,9 @@ class Controller:
             living = [m for m in world.machines if m.node_id in nodes and m.ended_at_s is None]
             self._sources.meters.watch(living, self._idle.since_s)
         types = {node.ray_node_id: node.type for node in book.nodes.values()}
-        return replace(world, loads=self._traffics.measured(world.loads, book.endpoints.values(), types))
+        loads = self._traffics.measured(world.loads, book.endpoints.values(), types)
+        self._learned.keep(self._traffics.learned, self._clock.now_s())
+        return replace(world, loads=loads)
 
     def _keep_books(self, book: Book, world: World, held: dict[str, Occupancy], now_s: float) -> Booking:
         if world.machines is None:

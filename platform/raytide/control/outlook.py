@@ -1,4 +1,5 @@
-"""What the controller knows of the market beside the fleet: how often pools take nodes back, and what may be spent."""
+"""What the controller knows beside the fleet: how often pools take nodes back, what may be spent, what replicas are
+worth."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from raytide.autoscaler.risk import SpotRisk
+from raytide.autoscaler.slo_fleets import SloFleets
 from raytide.autoscaler.spend import limits
 from raytide.core.cluster import ClusterConfig
 from raytide.core.fleet import Node
@@ -23,7 +25,7 @@ class Outlook:
 
     def __init__(self, store: Store, config: ClusterConfig, now_s: float) -> None:
         self._books, self._config = store.books, config
-        self._risk = SpotRisk()
+        self._risk, self._fleets = SpotRisk(), SloFleets()
         self._risk.replay(store.nodes(), now_s)
         self._spent_micro_usd = 0
         self._summed_at_s: float | None = None
@@ -32,7 +34,8 @@ class Outlook:
         """The snapshot with it. `nodes`: those that ended since the last tick included."""
         self._risk.observe(nodes, seen.at_s)
         quotes = self._risk.quotes(seen.node_types, prices, seen.at_s)
-        return replace(seen, quotes=quotes, limits=self._limits(seen.at_s))
+        seen = replace(seen, quotes=quotes, limits=self._limits(seen.at_s))
+        return self._fleets.on(seen, self._risk.hazard)
 
     def _limits(self, now_s: float) -> Limits:
         section = self._config.settings.limits

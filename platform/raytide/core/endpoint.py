@@ -35,9 +35,13 @@ class Replicas(Config):
     target_kv: float = Field(default=0.85, gt=0, le=1)
     """How full the replicas' KV caches are meant to be."""
     speed: dict[str, Speed] = Field(default_factory=dict)
-    """By node type. Without it the rate of work asks for nothing."""
+    """By node type. Where it is left out it is learned from replicas on which requests waited for a while."""
     slo_ttft_s: float | None = Field(default=None, gt=0)
-    """While first tokens take longer on average, there is one replica more than answer."""
+    """Without `slo_target`: while first tokens take longer on average, there is one replica more than answer."""
+    slo_target: float | None = Field(default=None, gt=0, lt=1)
+    """The share of requests whose first token is meant to come within `slo_ttft_s`. With it, as many replicas are
+    wanted as spare enough late requests for their price, on spot and on demand; `target_ongoing` and the delays count
+    only while `speed` is neither given nor learned."""
     cold_start_s: float = Field(default=60.0, gt=0)
     """From the decision for a replica to its first answer: what waits by then counts."""
     upscale_delay_s: float = Field(default=0.0, ge=0)
@@ -48,7 +52,14 @@ class Replicas(Config):
     def _order(self) -> Replicas:
         if self.min > self.max:
             raise ValueError(f"min {self.min} is above max {self.max}")
+        if self.slo_target is not None and self.slo_ttft_s is None:
+            raise ValueError("slo_target is the share that is in time: slo_ttft_s must say what is in time")
         return self
+
+    @property
+    def most(self) -> int:
+        """With an SLO there may be more than `max` while on-demand replicas wait for those on spot to replace them."""
+        return self.max if self.slo_target is None else 2 * self.max
 
 
 class ServeSpec(Config):
@@ -118,6 +129,10 @@ class Counters:
     first_tokens: float = 0.0
     first_token_s: float = 0.0
     """How long all first tokens together took."""
+    finished: float = 0.0
+    """Requests whose tokens are counted."""
+    late: float = 0.0
+    """Requests whose first token came later than `slo_ttft_s`, or that were refused."""
 
     def plus(self, other: Counters) -> Counters:
         return Counters(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
@@ -137,6 +152,8 @@ class ReplicaLoad:
     kv_use: float = 0.0
     """Share of its KV cache that is taken."""
     counters: Counters = Counters()
+    node: str = ""
+    """Ray's id of the node on which it runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +170,8 @@ class Traffic:
     """What is to be expected at the end of a cold start: the usual rate, never below that of now."""
     request_s: float | None = None
     """Replica-seconds that a request takes; None when the replicas' speed is not known."""
+    speed: Speed | None = None
+    """Of one replica, the mean over the node types that serve, as configured or learned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,3 +188,23 @@ class EndpointLoad:
     replicas: tuple[ReplicaLoad, ...] = ()
     """Of those that answer, what each said last of itself."""
     traffic: Traffic | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Worth:
+    """How many replicas of an endpoint with an SLO are worth their price, learned by watching
+    (`autoscaler/serving_memory.py`)."""
+
+    spot: int
+    """So many are worth the price of spot..."""
+    ondemand: int
+    """... and so many that of on demand."""
+    late_usd: float
+    """What it is worth that a request is not late."""
+    late_per_h: tuple[float, ...]
+    """Requests that will be late with 0, 1, 2... replicas."""
+    usual_rps: float
+    together: float
+    """The chance that another zone of the region is lost with one."""
+    is_sure: bool = True
+    """False while it was watched for so short a time that nothing may be taken away."""

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, replace
 from raytide.core.choice import Choice, Seat, choose
 from raytide.core.coming import Coming
 from raytide.core.errors import CapacityError
-from raytide.core.fleet import Node, NodeState, NodeType, Resources, fits, minus, whole_shares
+from raytide.core.fleet import TYPE_LABEL, ZONE_LABEL, Node, NodeState, NodeType, Resources, fits, minus, whole_shares
 from raytide.core.gang import GangSpec, Lease, Member, MemberState, Shape
 from raytide.core.grid import Grid
 from raytide.core.market import Basket, Market, Offer
 from raytide.core.replicas import leaving_nodes, missing_replicas, replica_shape
 from raytide.core.shortfall import Shortfall, impossible
-from raytide.core.snapshot import NodeView, Snapshot
+from raytide.core.snapshot import EndpointView, NodeView, Snapshot
 from raytide.core.want import Want, holders, resource_scale, usual_shapes, why_not
 
 _RANK = {NodeState.READY: 0, NodeState.LAUNCHING: 1, NodeState.REQUESTED: 2}
@@ -86,8 +86,7 @@ class Room:
             if missing := missing_replicas(served, snapshot, leaving):
                 name, hosts = served.endpoint.name, served.load.replica_nodes if served.load else ()
                 there = Counter(zones[node] for node in hosts if node in zones and node not in leaving)
-                seats = room.place(replica_shape(served), missing, at_least=0, subject=name, spread_from=there)
-                room.missing[name], room.replicas[name] = missing, () if isinstance(seats, Shortfall) else seats
+                room.missing[name], room.replicas[name] = missing, room._seats_for(served, missing, there)
         return room
 
     def place(
@@ -180,6 +179,30 @@ class Room:
     def take(self, node_id: str, resources: Resources) -> None:
         if (row := self.rows.get(node_id)) is not None:
             self.grid.take(row, resources)
+
+    def _seats_for(self, view: EndpointView, missing: int, there: Counter[str]) -> Placements:
+        """Where it was decided to buy them, or where it is cheapest; whatever is free comes first."""
+        shape, name = replica_shape(view), view.endpoint.name
+        if view.pools is None:
+            return self._placed(shape, missing, name, spread_from=there)
+        seats = self._placed(shape, missing, name, max_new=0)
+        for (node_type, zone), count in Counter(view.pools[: missing - len(seats)]).items():
+            labels = {**shape.labels, TYPE_LABEL: node_type, ZONE_LABEL: zone}
+            seats += self._placed(shape.model_copy(update={"labels": labels}), count, name)
+        return seats
+
+    def _placed(
+        self,
+        shape: Shape,
+        count: int,
+        subject: str,
+        *,
+        max_new: int | None = None,
+        spread_from: Counter[str] | None = None,
+    ) -> Placements:
+        """As many as there is room for."""
+        seats = self.place(shape, count, subject=subject, at_least=0, max_new=max_new, spread_from=spread_from)
+        return () if isinstance(seats, Shortfall) else seats
 
     def _bound(self, shape: Shape) -> list[Shape]:
         """The shape with the label that its members share, once for each value; itself when they share none."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from raytide.core.endpoint import Endpoint, EndpointLoad
+from raytide.core.endpoint import Endpoint, EndpointLoad, Worth
 from raytide.core.fleet import Node, NodeType, Resources
 from raytide.core.gang import Lease
 from raytide.core.job import Job
@@ -43,6 +43,12 @@ class EndpointView:
     endpoint: Endpoint
     load: EndpointLoad | None
     """None when nothing was heard yet."""
+    worth: Worth | None = None
+    """What replicas of an endpoint with an SLO are worth; None where that is not known."""
+    pools: tuple[tuple[str, str], ...] | None = None
+    """By a decision: node type and zone in which each new replica is to be bought; None: where it is cheapest."""
+    given_up: tuple[str, ...] = ()
+    """By the same decision: nodes that its replicas leave."""
 
 
 @dataclass(frozen=True, slots=True)

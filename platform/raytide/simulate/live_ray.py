@@ -95,7 +95,7 @@ class LiveRay:
             at_s=load.at_s + later_s,
             ready=len(at),
             replica_nodes=tuple(at),
-            replicas=_spread(load.replicas, len(at), later_s),
+            replicas=_spread(load.replicas, at, later_s),
             traffic=traffic,
         )
 
@@ -126,10 +126,11 @@ class LiveRay:
         return used
 
 
-def _spread(replicas: Sequence[ReplicaLoad], count: int, later_s: float) -> tuple[ReplicaLoad, ...]:
-    """The same load on so many replicas, evenly."""
-    if not replicas or not count:
+def _spread(replicas: Sequence[ReplicaLoad], nodes: Sequence[str], later_s: float) -> tuple[ReplicaLoad, ...]:
+    """The same load on replicas on these nodes, evenly."""
+    if not replicas or not nodes:
         return ()
+    count = len(nodes)
     share = ReplicaLoad(
         id="",
         at_s=min(replica.at_s for replica in replicas) + later_s,
@@ -137,7 +138,7 @@ def _spread(replicas: Sequence[ReplicaLoad], count: int, later_s: float) -> tupl
         waiting=sum(replica.waiting for replica in replicas) / count,
         kv_use=sum(replica.kv_use for replica in replicas) / count,
     )
-    return tuple(replace(share, id=str(number)) for number in range(count))
+    return tuple(replace(share, id=str(number), node=node) for number, node in enumerate(nodes))
 
 
 def _replicas(seen: Snapshot) -> Iterator[_Work]:

@@ -52,6 +52,7 @@ class LiveWorld:
             if quote.price_micro_usd_h is not None:
                 self.provider.set_price(quote.node_type, quote.zone, quote.price_micro_usd_h)
         self._ray = LiveRay(seen)
+        self._worth = {view.endpoint.name: view.worth for view in seen.endpoints}
         self._types = {node_type.name: node_type for node_type in seen.node_types}
         self._views = {view.node.id: replace(view, busy=self._held(view)) for view in seen.nodes}
         self._idle = IdleClock({name: seen.at_s - view.idle_s for name, view in self._views.items() if view.idle_s})
@@ -97,7 +98,9 @@ class LiveWorld:
             nodes=tuple(self._view(node) for node in book.nodes.values() if node.state is not NodeState.GONE),
             jobs=tuple(job for job in book.jobs.values() if not job.is_final),
             leases=tuple(lease for lease in book.leases.values() if lease.state is not LeaseState.RELEASED),
-            endpoints=tuple(EndpointView(e, world.loads.get(name)) for name, e in book.endpoints.items()),
+            endpoints=tuple(
+                EndpointView(e, world.loads.get(name), self._worth.get(name)) for name, e in book.endpoints.items()
+            ),
             demand=world.demand,
             pools=tuple(book.pools.values()),
             next_node=book.next_node,

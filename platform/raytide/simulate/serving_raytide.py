@@ -7,20 +7,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from raytide.autoscaler.hazard import Hazard, holds
 from raytide.autoscaler.paper_fleets import ReplicaSpeed, Served
-from raytide.autoscaler.serving_fleet import ONDEMAND, FleetNode, Heard, Memory, ServingGoal, plan
+from raytide.autoscaler.serving_fleet import FleetNode, FleetState, ReplicaPool
+from raytide.autoscaler.serving_memory import TOLD_AFTER_S, Heard, Memory, ServingGoal
+from raytide.autoscaler.stock import Stock
 from raytide.core.fleet import Market
 from raytide.simulate.capacity import SpotZones
 from raytide.simulate.fleet import Fleet, Replica
 from raytide.simulate.requests import Workload
 from raytide.simulate.serving_setup import ServingSetup
 
+ONDEMAND = ""
+"""The name of the one pool that is never taken back and never empty."""
+
 _ROUNDS = 12
 """A launch that was refused, or given, is a reason to decide again at once, so many times."""
-
-
-TOLD_AFTER_S = 120.0
-"""What a request brought is told this long after it arrived: nearly all have their last token by then."""
 
 
 @dataclass(slots=True)
@@ -47,20 +49,37 @@ class RaytidePolicy:
                 spot_usd_h=dict.fromkeys(zones.names, usd_h[Market.SPOT]),
             )
         )
+        self.hazard, self.stock = Hazard(), Stock()
         self._zones = zones
         self._slo_ttft_s = setup.slo_ttft_s
         self._work = work
         self._seen = _Seen()
 
     def tick(self, fleet: Fleet) -> None:
-        self.memory.learn(self._listen(fleet), self._nodes(fleet))
+        self._learn(fleet)
         for _ in range(_ROUNDS):
             if not self._act(fleet):
                 break
 
+    def state(self, fleet: Fleet) -> FleetState:
+        """What the production plan is asked."""
+        goal = self.memory.goal
+        pools = {
+            zone: ReplicaPool(
+                zone,
+                usd_h,
+                is_spot=True,
+                losses_per_h=self.hazard.per_h(zone, fleet.now_s),
+                most=self.stock.most(zone, fleet.now_s),
+            )
+            for zone, usd_h in goal.spot_usd_h.items()
+        }
+        pools[ONDEMAND] = ReplicaPool(ONDEMAND, goal.ondemand_usd_h, is_spot=False)
+        return FleetState(self.memory.worth(self.hazard), pools, self._nodes(fleet), goal.cold_start_s)
+
     def _act(self, fleet: Fleet) -> bool:
         """Whether something was learned that is worth another decision."""
-        decided = plan(self.memory, self._nodes(fleet), fleet.now_s)
+        decided = self.state(fleet).plan()
         by_id = {str(replica.number): replica for replica in fleet.alive}
         for node_id in decided.release:
             fleet.release(by_id[node_id])
@@ -71,23 +90,27 @@ class RaytidePolicy:
             elif pool not in refused and fleet.launch_spot(self._zones.names.index(pool)) is None:
                 refused.add(pool)
             elif pool not in refused:
-                self.memory.stock.gave(pool)
+                self.stock.gave(pool)
         for zone in refused:
-            self.memory.stock.refused(zone, fleet.now_s)
+            self.stock.refused(zone, fleet.now_s)
         return any(pool != ONDEMAND for pool in decided.launch)
 
     def _nodes(self, fleet: Fleet) -> list[FleetNode]:
         staying = [replica for replica in fleet.alive if not replica.is_leaving]
-        return [FleetNode(str(r.number), self._zone(r), fleet.is_ready(r), fleet.busy(r)) for r in staying]
+        return [
+            FleetNode(str(r.number), self._zone(r), r.zone is not None, fleet.is_ready(r), fleet.busy(r))
+            for r in staying
+        ]
 
     def _zone(self, replica: Replica) -> str:
         return ONDEMAND if replica.zone is None else self._zones.names[replica.zone]
 
-    def _listen(self, fleet: Fleet) -> Heard:
+    def _learn(self, fleet: Fleet) -> None:
         seen, now_s, arrival_s = self._seen, fleet.now_s, self._work.arrival_s
         judged, served = np.searchsorted(arrival_s, (now_s - self._slo_ttft_s, now_s - TOLD_AFTER_S), side="right")
         told = slice(seen.served, int(served))
         late = range(seen.judged, int(judged))
+        nodes = self._nodes(fleet)
         heard = Heard(
             at_s=now_s,
             dt_s=now_s - seen.at_s,
@@ -101,7 +124,12 @@ class RaytidePolicy:
                 self._work.prompt_tokens[told],
                 self._work.output_tokens[told],
             ),
-            lost=Counter(self._zone(replica) for replica in fleet.lost_nodes[seen.lost :]),
+            held=holds(node.pool for node in nodes if node.is_spot),
+            ready=sum(node.is_ready for node in nodes),
         )
+        lost = Counter(self._zone(replica) for replica in fleet.lost_nodes[seen.lost :])
+        self.hazard.observe(heard.held, lost, now_s, heard.dt_s)
+        for zone in lost:
+            self.stock.took_back(zone, now_s)
+        self.memory.learn(heard, self.hazard)
         self._seen = _Seen(now_s, fleet.arrived, int(judged), int(served), len(fleet.lost_nodes))
-        return heard

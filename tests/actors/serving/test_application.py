@@ -8,7 +8,7 @@ from raytide.actors.serving.application import Application
 
 
 def replica(state: str, node_id: str | None = None) -> dict[str, Any]:
-    return {"state": state, "node_id": node_id, "actor_name": f"{state} actor"}
+    return {"state": state, "node_id": node_id, "actor_name": f"{state} actor", "replica_id": f"id of {state}"}
 
 
 def details(*replicas: dict[str, Any], status: str = "RUNNING", **said: str) -> dict[str, Any]:
@@ -23,6 +23,7 @@ def test_a_replica_that_starts_is_on_the_node_of_its_actor() -> None:
     there = {"STARTING actor": "ray-2"}
     seen = Application.of(details(replica("RUNNING", "ray-1"), replica("STARTING")), lambda name: there[name])
     assert (seen.ready, seen.replica_nodes) == (1, ("ray-1", "ray-2"))
+    assert seen.ready_on == {"id of RUNNING": "ray-1"}
 
 
 def test_a_replica_that_waits_for_a_node_has_none_and_one_that_leaves_does_not_count() -> None:

@@ -46,7 +46,7 @@ def heard(words: dict[str, float], at_s: float, queued: float = 0.0, serve_count
     }
     ctx: Any = SimpleNamespace(raw_metrics={**series, "running_requests": {SimpleReplica("r2"): []}})
     load = {"at_s": at_s + 1, "ongoing": serve_counts, "queued": queued, "replicas": policy._said(ctx)}
-    return _load(Application(ready=1), json.dumps(load).encode())
+    return _load(Application(ready=1, ready_on={"r1": "ray-1"}), json.dumps(load).encode())
 
 
 class SimpleReplica:
@@ -63,13 +63,43 @@ def test_what_is_told_arrives_by_name_with_its_time() -> None:
     track = metrics.track("chat")
     track.tokens(0, 1)
     (replica,) = heard(told(metrics, 5), at_s=100.0).replicas
-    assert (replica.id, replica.at_s, replica.running, replica.waiting) == ("r1", 100.0, 1.0, 0.0)
+    assert (replica.id, replica.node, replica.at_s) == ("r1", "ray-1", 100.0)
+    assert (replica.running, replica.waiting) == (1.0, 0.0)
     assert replica.kv_use == pytest.approx(0.15)
     assert (replica.counters.requests, replica.counters.first_tokens, replica.counters.output_tokens) == (1.0, 1.0, 5.0)
-    names = {field.name for kind in (ReplicaLoad, Counters) for field in fields(kind)} - {"id", "at_s", "counters"}
+    names = {field.name for kind in (ReplicaLoad, Counters) for field in fields(kind)} - {
+        "id",
+        "at_s",
+        "counters",
+        "node",
+    }
     assert told(metrics, 1).keys() == names
 
 
 def test_requests_of_which_serve_has_forgotten_are_those_of_the_engines_and_the_queue() -> None:
     assert heard(told(ServingMetrics("m"), 1), 1.0, queued=3.0, serve_counts=0.0).ongoing == 4.0
     assert heard(told(ServingMetrics("m"), 1), 1.0, serve_counts=7.0).ongoing == 7.0
+
+
+def test_late_is_a_first_token_after_the_slo_a_request_that_never_got_one_in_that_time_and_one_that_was_refused() -> (
+    None
+):
+    metrics = ServingMetrics("m", slo_ttft_s=5.0)
+    metrics.first_token_after(4.9)
+    metrics.unanswered_after(1.0, "aborted")
+    assert told(metrics, 1)["late"] == 0.0
+    metrics.first_token_after(5.1)
+    metrics.unanswered_after(6.0, "aborted")
+    metrics.unanswered_after(0.1, "rejected")
+    assert told(metrics, 1)["late"] == 3.0
+
+
+def test_a_request_that_said_something_is_judged_once_and_without_an_slo_nothing_is_late() -> None:
+    metrics = ServingMetrics("m", slo_ttft_s=1e-9)
+    track = metrics.track("chat")
+    track.tokens(0, 1)
+    track.finish("ok")
+    assert told(metrics, 1)["late"] == 1.0
+    free = ServingMetrics("m")
+    free.first_token_after(1e6)
+    assert told(free, 1)["late"] == 0.0

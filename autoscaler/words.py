@@ -1,0 +1,77 @@
+"""What replicas counted between two words of theirs, and requests put together from that."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from raytide.autoscaler.paper_fleets import Served
+from raytide.core.endpoint import Counters, EndpointLoad, ReplicaLoad
+
+FORGET_S = 600.0
+"""A replica that has been silent for longer is gone."""
+MOST_SIZES = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    replica: ReplicaLoad
+    from_s: float
+    """When it spoke before."""
+    counted: Counters
+    """Since then."""
+
+
+@dataclass(slots=True)
+class Words:
+    """Of one endpoint."""
+
+    before: dict[str, ReplicaLoad] = field(default_factory=dict)
+    """What each replica said last."""
+
+    def new(self, load: EndpointLoad) -> list[Word]:
+        """What a replica counted before its first word is left out: nobody knows when that was."""
+        found = []
+        for replica in load.replicas:
+            before = self.before.get(replica.id)
+            if before is not None and replica.at_s > before.at_s:
+                found.append(Word(replica, before.at_s, replica.counters.since(before.counters)))
+            self.before[replica.id] = replica
+        self.before = {id: said for id, said in self.before.items() if load.at_s - said.at_s <= FORGET_S}
+        return found
+
+
+@dataclass(slots=True)
+class Arrivals:
+    """Requests of one endpoint: when each came, and its tokens, which engines count when it has ended.
+
+    The sizes are those of the requests that ended, in that order, which for most of them is the order in which they
+    came; where several ended between two words, their mean.
+    """
+
+    came_s: list[float] = field(default_factory=list)
+    sizes: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=MOST_SIZES))
+    last: tuple[float, float] = (0.0, 0.0)
+
+    def hear(self, word: Word) -> None:
+        count, ended = round(word.counted.requests), round(word.counted.finished)
+        apart_s = (word.replica.at_s - word.from_s) / max(count, 1)
+        self.came_s += [word.from_s + (at + 0.5) * apart_s for at in range(count)]
+        if ended:
+            size = word.counted.prompt_tokens / ended, word.counted.output_tokens / ended
+            self.sizes.extend([size] * ended)
+
+    def served(self, from_s: float, until_s: float) -> Served:
+        """Those that came before `until_s` and were not told yet; of whom no size is known, the last one's."""
+        told = sorted(at_s for at_s in self.came_s if at_s < until_s)
+        self.came_s = [at_s for at_s in self.came_s if at_s >= until_s]
+        sizes = [self._size() for _ in told]
+        prompt, output = np.array(sizes).reshape(-1, 2).T
+        return Served(from_s, until_s, np.array(told), prompt, output)
+
+    def _size(self) -> tuple[float, float]:
+        if self.sizes:
+            self.last = self.sizes.popleft()
+        return self.last

@@ -1,0 +1,300 @@
+"""An endpoint with an SLO: the production decision on snapshots, and a whole life of it over the fake provider."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.autoscaler.world import Cluster
+
+from raytide.autoscaler import endpoints
+from raytide.autoscaler.forecast import MEMORY_S
+from raytide.control.decide import decide
+from raytide.core.endpoint import (
+    Counters,
+    Endpoint,
+    EndpointLoad,
+    EndpointState,
+    ReplicaLoad,
+    Replicas,
+    ServeSpec,
+    Speed,
+    Traffic,
+    Worth,
+)
+from raytide.core.errors import ConfigError
+from raytide.core.fleet import Market, Node, NodeState, NodeType
+from raytide.core.plan import Action, Drain, Launch, Scale, Wait
+from raytide.core.snapshot import EndpointView, NodeView, Pool, Quote, Snapshot
+
+SOLID = NodeType(
+    name="gpu", resources={"GPU": 1}, price_micro_usd_h=3_000_000, zones=("us-1a",), max_nodes=20, idle_timeout_s=20
+)
+SPOT = SOLID.model_copy(
+    update={
+        "name": "gpu.spot",
+        "market": Market.SPOT,
+        "price_micro_usd_h": 1_000_000,
+        "zones": ("us-1a", "us-1b", "eu-1a"),
+    }
+)
+SPEED = Speed(prefill_tps=1500.0, slots=8, tpot_ms=60.0)
+SPEC = ServeSpec(
+    name="m",
+    model="/m",
+    resources={"GPU": 1},
+    replicas=Replicas(
+        min=1, max=8, slo_ttft_s=5.0, slo_target=0.95, cold_start_s=30.0, speed={"gpu": SPEED, "gpu.spot": SPEED}
+    ),
+)
+NOW_S = 10_000.0
+LATE = (9000.0, 3000.0, 900.0, 200.0, 50.0, 10.0, 2.0, 0.5, 0.1)
+
+
+def worth(spot: int, ondemand: int, *, is_sure: bool = True) -> Worth:
+    return Worth(spot, ondemand, 0.01, LATE, 2.0, 0.4, is_sure)
+
+
+def node(number: int, node_type: NodeType, zone: str, state: NodeState = NodeState.READY, used: int = 1) -> NodeView:
+    ready_s = NOW_S - 3000.0 if state is NodeState.READY else None
+    record = Node(
+        f"node-{number}",
+        node_type.name,
+        zone,
+        node_type.market,
+        node_type.price_in(zone),
+        state,
+        NOW_S - 3100.0 if ready_s else NOW_S - 20.0,
+        ready_at_s=ready_s,
+        ray_node_id=f"ray-{number}" if ready_s else "",
+        subject="m",
+    )
+    left = {name: amount - (used if ready_s else 0) for name, amount in node_type.resources.items()}
+    return NodeView(record, node_type.resources, left, node_type.all_labels(zone))
+
+
+def snapshot(
+    known: Worth | None,
+    *nodes: NodeView,
+    seats: tuple[int, ...] | None = None,
+    target: int | None = None,
+    kv_use: float = 0.1,
+    silent: int = 0,
+    types: tuple[NodeType, ...] = (SOLID, SPOT),
+    pools: tuple[Pool, ...] = (),
+) -> Snapshot:
+    """One replica on each node that is ready, or on those that are named."""
+    ready = [view.node.ray_node_id for view in nodes if view.node.state is NodeState.READY]
+    hosts = tuple(ready if seats is None else (f"ray-{seat}" for seat in seats))
+    said = [
+        ReplicaLoad(str(at), NOW_S - (60.0 if at < silent else 0.0), kv_use=kv_use, node=host)
+        for at, host in enumerate(hosts)
+    ]
+    load = EndpointLoad(NOW_S, 2.0, len(hosts), hosts, tuple(said), Traffic(speed=SPEED))
+    endpoint = Endpoint(SPEC, "me", EndpointState.RUNNING, 0.0, len(hosts) if target is None else target)
+    return Snapshot(
+        at_s=NOW_S,
+        node_types=types,
+        nodes=nodes,
+        endpoints=(EndpointView(endpoint, load, known),),
+        pools=pools,
+        next_node=100,
+        quotes=tuple(Quote("gpu.spot", zone, None, 0.2) for zone in SPOT.zones),
+    )
+
+
+def bought(actions: tuple[Action, ...]) -> Counter[tuple[str, str]]:
+    return Counter((action.node_type, action.zone) for action in actions if isinstance(action, Launch))
+
+
+def target_of(seen: Snapshot, actions: tuple[Action, ...]) -> int:
+    (before,) = (view.endpoint.target_replicas for view in seen.endpoints)
+    return next((action.replicas for action in actions if isinstance(action, Scale)), before)
+
+
+def drained(actions: tuple[Action, ...]) -> list[str]:
+    return [action.node_id for action in actions if isinstance(action, Drain)]
+
+
+def test_spot_is_bought_over_regions_up_to_its_count_and_the_decision_says_why() -> None:
+    seen = snapshot(worth(5, 3), node(1, SPOT, "us-1a"))
+    plan = decide(seen)
+    assert target_of(seen, plan.actions) == 5
+    assert sum(bought(plan.actions).values()) == 4
+    assert {zone for _, zone in bought(plan.actions)} >= {"us-1b", "eu-1a"}
+    (scale,) = (action for action in plan.actions if isinstance(action, Scale))
+    assert "1 -> 5: 2.00 requests/s are usual and a late one costs $0.0100" in scale.reason
+    assert "5 replicas are worth the price of spot, 3 that of on demand" in scale.reason
+
+
+def test_where_spot_is_short_on_demand_fills_up_to_its_own_count() -> None:
+    rests = [Pool("gpu.spot", zone, 2, NOW_S + 60.0, "no stock") for zone in ("us-1a", "us-1b")]
+    tried = Pool("gpu.spot", "eu-1a", 3, NOW_S - 1.0, "no stock")
+    seen = snapshot(worth(6, 4), node(1, SPOT, "us-1a"), pools=(*rests, tried))
+    plan = decide(seen)
+    assert bought(plan.actions) == {("gpu.spot", "eu-1a"): 1, ("gpu", "us-1a"): 2}  # a probe, and what is lacking
+    assert target_of(seen, plan.actions) == 4
+
+
+def test_on_demand_is_left_when_as_many_as_are_wanted_answer_without_it_and_the_node_is_drained() -> None:
+    od, starting = node(1, SOLID, "us-1a"), node(2, SPOT, "us-1a", NodeState.LAUNCHING)
+    wait = snapshot(worth(2, 2), od, starting, node(3, SPOT, "eu-1a"), target=3)
+    assert (target_of(wait, decide(wait).actions), drained(decide(wait).actions)) == (3, [])
+    there = snapshot(worth(2, 2), od, node(2, SPOT, "us-1a"), node(3, SPOT, "eu-1a"))
+    plan = decide(there)
+    assert (target_of(there, plan.actions), drained(plan.actions)) == (2, ["node-1"])
+    (drain,) = (action for action in plan.actions if isinstance(action, Drain))
+    assert (drain.kind, drain.cost_micro_usd_h, drain.deadline_s) == ("notice", -3_000_000, NOW_S + 600.0)
+    assert drain.reason == "endpoint m has 2 replicas without it; saves $3.00/h"
+
+
+def test_a_replica_that_shares_its_on_demand_node_stays_there_and_counts_as_one_on_spot() -> None:
+    wide = SOLID.model_copy(update={"resources": {"GPU": 4}})
+    shared = node(1, wide, "us-1a", used=3)
+    seen = snapshot(worth(2, 1), shared, node(2, SPOT, "us-1b"), types=(wide, SPOT))
+    plan = decide(seen)
+    assert (target_of(seen, plan.actions), drained(plan.actions), bought(plan.actions)) == (2, [], {})
+
+
+def test_replicas_of_one_endpoint_that_share_a_node_leave_it_together() -> None:
+    wide = SOLID.model_copy(update={"resources": {"GPU": 2}})
+    pair, spot = node(1, wide, "us-1a", used=2), [node(number, SPOT, "us-1b") for number in (2, 3, 4)]
+    half = snapshot(worth(3, 4), pair, *spot[:2], seats=(1, 1, 2, 3), types=(wide, SPOT))
+    assert drained(decide(half).actions) == []
+    whole = snapshot(worth(3, 3), pair, *spot, seats=(1, 1, 2, 3, 4), types=(wide, SPOT))
+    plan = decide(whole)
+    assert (drained(plan.actions), target_of(whole, plan.actions)) == (["node-1"], 3)
+
+
+@pytest.mark.parametrize(("silent", "is_sure", "words"), [(1, True, "said nothing"), (0, False, "not watched")])
+def test_i8_silence_and_a_new_controller_take_nothing_away_but_replace_what_is_lost(
+    silent: int, is_sure: bool, words: str
+) -> None:
+    known = worth(1, 1, is_sure=is_sure)
+    there = tuple(node(number, SPOT, "us-1a") for number in (1, 2, 3))
+    seen = snapshot(known, *there, silent=silent)
+    plan = decide(seen)
+    assert (target_of(seen, plan.actions), drained(plan.actions)) == (3, [])
+    assert any(isinstance(a, Wait) and a.constraint == "signal" and words in a.reason for a in plan.actions)
+    lost = snapshot(known, *there[:2], silent=silent, target=3)
+    assert sum(bought(decide(lost).actions).values()) == 1
+
+
+def test_i8_while_the_load_is_old_the_target_stays_even_above_its_maximum() -> None:
+    seen = snapshot(worth(1, 1), *(node(number, SPOT, "us-1a") for number in range(1, 11)))
+    (view,) = seen.endpoints
+    assert view.load is not None
+    stale = replace(seen, endpoints=(replace(view, load=replace(view.load, at_s=NOW_S - 60.0)),))
+    assert [action for action in decide(stale).actions if not isinstance(action, Wait)] == []
+
+
+def test_full_kv_caches_ask_for_more_than_the_policy_does() -> None:
+    seen = snapshot(worth(2, 2), node(1, SPOT, "us-1a"), node(2, SPOT, "eu-1a"), kv_use=1.0)
+    assert target_of(seen, decide(seen).actions) == 3
+
+
+def test_without_anything_to_buy_the_target_is_what_on_demand_would_be_worth_and_the_rest_waits() -> None:
+    none = tuple(t.model_copy(update={"max_nodes": 1}) for t in (SOLID, SPOT))
+    seen = snapshot(worth(5, 3), node(1, SPOT, "us-1a"), node(2, SOLID, "us-1a"), types=none)
+    plan = decide(seen)
+    assert (target_of(seen, plan.actions), bought(plan.actions)) == (3, {})
+    assert any(isinstance(a, Wait) and a.subject == "m" and a.constraint == "capacity" for a in plan.actions)
+
+
+def test_where_machines_are_free_they_are_taken_first_and_paid_ones_after_them() -> None:
+    own = SOLID.model_copy(update={"price_micro_usd_h": 0, "max_nodes": 2})
+    seen = snapshot(worth(4, 4), types=(own, SPOT), target=1)
+    assert bought(decide(seen).actions) == {("gpu", "us-1a"): 2}
+    full = snapshot(worth(4, 4), node(1, own, "us-1a"), node(2, own, "us-1a"), types=(own, SPOT))
+    assert sum(count for (name, _), count in bought(decide(full).actions).items() if name == "gpu.spot") == 4
+
+
+def test_an_slo_without_a_time_is_refused() -> None:
+    with pytest.raises(ConfigError, match="slo_ttft_s must say what is in time"):
+        Replicas.parse({"slo_target": 0.9}, where="spec")
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    counts=st.tuples(st.integers(1, 8), st.integers(1, 8)).map(lambda both: (max(both), min(both))),
+    there=st.lists(
+        st.tuples(st.sampled_from([SOLID, SPOT]), st.sampled_from([NodeState.READY, NodeState.LAUNCHING])), max_size=8
+    ),
+    silent=st.integers(0, 1),
+)
+def test_what_was_published_needs_no_second_word_and_never_falls_below_what_on_demand_is_worth(
+    counts: tuple[int, int], there: list[tuple[NodeType, NodeState]], silent: int
+) -> None:
+    nodes = tuple(node(number, kind, "us-1a", state) for number, (kind, state) in enumerate(there, start=1))
+    seen = snapshot(worth(*counts), *nodes, silent=silent, target=max(1, len(nodes)))
+    published, scales = endpoints.publish(seen)
+    again, nothing = endpoints.publish(published)
+    assert nothing == () and again.endpoints[0].endpoint == published.endpoints[0].endpoint
+    assert published.endpoints[0].endpoint.target_replicas >= counts[1]
+    assert decide(seen) == decide(seen)
+    if silent and any(state is NodeState.READY for _, state in there):
+        assert all(scale.replicas >= len(nodes) for scale in scales)
+
+
+class Serving(Cluster):
+    """Its replicas count what they answer, each request with a prefill of a second."""
+
+    rps = 2.0
+    spoke_s = 0.0
+    counted = 0.0
+
+    def _replicas_speak(self) -> None:
+        super()._replicas_speak()
+        now_s = self.clock.now_s()
+        self.counted += self.rps * (now_s - self.spoke_s) if self.spoke_s else 0.0
+        self.spoke_s = now_s
+        load = self.loads["m"]
+        counters = Counters(self.counted, 1500.0 * self.counted, 10.0 * self.counted, finished=self.counted)
+        told = tuple(replace(r, counters=counters if not at else Counters()) for at, r in enumerate(load.replicas))
+        self.loads["m"] = replace(load, replicas=told, traffic=Traffic(speed=SPEED))
+
+    def on(self) -> Counter[tuple[str, str]]:
+        """Replicas by pool."""
+        pools = {m.node_id: (m.node_type, m.zone) for m in self.machines()}
+        return Counter(pools[work.node_id] for work in self.ray.work if work.node_id in pools)
+
+    def pass_by(self, seconds: float) -> list[Action]:
+        return self.settle(int(seconds / 4.0), 4.0)
+
+    def lose(self, zone: str) -> None:
+        """All of its spot, and there is no more."""
+        self.provider.set_stock("gpu.spot", zone, 0)
+        for machine in self.machines():
+            if (machine.node_type, machine.zone) == ("gpu.spot", zone):
+                self.provider.reclaim(machine.node_id)
+
+
+def test_a_lost_zone_is_replaced_in_others_and_spot_that_is_gone_on_demand_until_it_is_back() -> None:
+    world = Serving((SOLID, SPOT))
+    world.serve(SPEC)
+    world.pass_by(2 * MEMORY_S)
+    calm = world.on()
+    assert sum(calm.values()) >= 3 and {name for name, _ in calm} == {"gpu.spot"} and len(calm) > 1
+    lost = max(calm, key=lambda pool: (calm[pool], pool))[1]
+    world.lose(lost)
+    world.pass_by(120.0)
+    assert sum(world.on().values()) >= 3
+    assert {name for name, _ in world.on()} == {"gpu.spot"} and lost not in {zone for _, zone in world.on()}
+    for zone in SPOT.zones:
+        world.lose(zone)
+    world.pass_by(120.0)
+    assert {name for name, _ in world.on()} == {"gpu"} and sum(world.on().values()) >= 2
+    for zone in SPOT.zones:
+        world.provider.set_stock("gpu.spot", zone, None)
+    fewest = min(_replicas_after(world, 4.0) for _ in range(500))
+    assert fewest >= 2  # nobody left before those who replace them answered
+    assert {name for name, _ in world.on()} == {"gpu.spot"}
+    assert {machine.node_type for machine in world.machines()} == {"gpu.spot"}
+
+
+def _replicas_after(world: Serving, seconds: float) -> int:
+    world.tick(seconds)
+    return sum(world.on().values())

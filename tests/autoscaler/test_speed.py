@@ -1,0 +1,114 @@
+"""What a replica can do is learned while requests wait on it, and from nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from raytide.autoscaler.replica_need import request_s
+from raytide.autoscaler.speed import ENOUGH, STRETCH_S, SpeedMeter
+from raytide.autoscaler.traffic import Traffics
+from raytide.autoscaler.words import Word, Words
+from raytide.control.learned import PERIOD_S, Learned
+from raytide.core.endpoint import Counters, Endpoint, EndpointLoad, EndpointState, ReplicaLoad, ServeSpec, Speed
+
+PROMPT, OUTPUT = 500.0, 100.0
+
+
+def word(at_s: float, rps: float, running: float, waiting: float, dt_s: float = 1.0) -> Word:
+    """A second in which so many requests ended."""
+    ended = rps * dt_s
+    replica = ReplicaLoad("a", at_s, running, waiting)
+    return Word(replica, at_s - dt_s, Counters(0, PROMPT * ended, OUTPUT * ended, finished=ended))
+
+
+def stretch(meter: SpeedMeter, from_s: float, rps: float = 4.0, running: float = 8.0, waiting: float = 3.0) -> None:
+    for second in range(int(STRETCH_S)):
+        meter.hear(word(from_s + second + 1.0, rps, running, waiting))
+
+
+def test_nothing_is_said_before_enough_was_seen_and_then_it_explains_the_requests_that_were_served() -> None:
+    meter = SpeedMeter()
+    for number in range(ENOUGH):
+        assert meter.speed is None
+        stretch(meter, 100.0 * number)
+    speed = meter.speed
+    assert speed is not None and speed.slots == 8
+    assert request_s(PROMPT, OUTPUT, speed) == pytest.approx(1 / 4.0)
+
+
+def test_a_replica_on_which_nothing_waits_teaches_nothing_however_slow_it_is() -> None:
+    meter = SpeedMeter()
+    for number in range(10):
+        stretch(meter, 100.0 * number, rps=0.1, running=1.0, waiting=0.0)
+    assert meter.speed is None
+
+
+def test_a_wait_that_is_too_short_for_every_slot_to_have_had_its_turn_goes_on_or_is_forgotten() -> None:
+    meter = SpeedMeter()
+    for second in range(1, 200):
+        meter.hear(word(float(second), rps=0.01, running=8.0, waiting=1.0))
+    assert not meter.stretches
+    meter.hear(word(200.0, rps=0.0, running=8.0, waiting=0.0))
+    stretch(meter, 200.0)
+    assert len(meter.stretches) == 1
+    assert meter.stretches[0].prompt_tps == pytest.approx(4 * PROMPT)
+
+
+def test_a_few_stretches_in_which_the_engine_stood_still_or_rushed_change_little() -> None:
+    meter = SpeedMeter()
+    for number in range(16):
+        stretch(meter, 100.0 * number, rps=4.0 if number % 4 else 0.3)
+    for number in range(16, 18):
+        stretch(meter, 100.0 * number, rps=40.0)
+    assert meter.speed is not None
+    assert request_s(PROMPT, OUTPUT, meter.speed) == pytest.approx(1 / 4.0, rel=0.2)
+
+
+def test_speeds_are_learned_by_node_type_and_the_configured_one_wins() -> None:
+    own = Speed(prefill_tps=1.0, slots=1, tpot_ms=1.0)
+    traffics = Traffics()
+    endpoint = Endpoint(ServeSpec(name="m", model="/m"), "me", EndpointState.RUNNING, 0.0, 1)
+    mine = endpoint.spec.replicas.model_copy(update={"speed": {"l4": own}})
+    told = Endpoint(endpoint.spec.model_copy(update={"replicas": mine}), "me", EndpointState.RUNNING, 0.0, 1)
+    for second in range(1000):
+        ended = 4.0 * second
+        counters = Counters(ended, PROMPT * ended, OUTPUT * ended, finished=ended)
+        replica = ReplicaLoad("a", float(second), 8.0, 3.0, counters=counters, node="ray-1")
+        load = EndpointLoad(float(second), 11.0, 1, ("ray-1",), (replica,))
+        learned = traffics.measured({"m": load}, [endpoint], {"ray-1": "l4"})["m"].traffic
+    assert learned is not None and learned.speed is not None and learned.request_s == pytest.approx(0.25, rel=0.01)
+    assert traffics.learned == {("m", 0.0): {"l4": learned.speed}}
+    configured = traffics.measured({"m": load}, [told], {"ray-1": "l4"})["m"].traffic
+    assert configured is not None and configured.speed == own
+
+
+def test_what_was_learned_outlives_the_controller_and_counts_until_there_is_enough_of_the_new_one_s(
+    tmp_path: Path,
+) -> None:
+    path, speed = tmp_path / "learned.json", Speed(prefill_tps=2000.0, slots=8, tpot_ms=20.0)
+    Learned(path).keep({("m", 5.0): {"l4": speed}}, PERIOD_S)
+    traffics = Traffics(Learned(path).speeds)
+    endpoint = Endpoint(ServeSpec(name="m", model="/m"), "me", EndpointState.RUNNING, 5.0, 1)
+    found = traffics.measured({"m": EndpointLoad(0.0, 0.0, 1, ("ray-1",))}, [endpoint], {"ray-1": "l4"})["m"].traffic
+    assert found is not None and found.speed == speed
+    meter = SpeedMeter(speed)
+    for number in range(ENOUGH):
+        assert meter.speed == speed
+        stretch(meter, 100.0 * number)
+    assert meter.speed != speed
+
+
+@pytest.mark.parametrize("text", ["", '{"speeds": [{"endpoint": "m"}]}', '{"speeds": [1]}'])
+def test_a_file_that_says_nothing_useful_is_nothing_learned(tmp_path: Path, text: str) -> None:
+    (tmp_path / "learned.json").write_text(text)
+    assert Learned(tmp_path / "learned.json").speeds == {}
+
+
+def test_a_word_is_what_was_counted_since_the_last_one_and_the_same_one_says_nothing_twice() -> None:
+    words = Words()
+    first = EndpointLoad(1.0, 0.0, 1, replicas=(ReplicaLoad("a", 1.0, counters=Counters(7.0)),))
+    second = EndpointLoad(2.0, 0.0, 1, replicas=(ReplicaLoad("a", 2.0, counters=Counters(9.0)),))
+    assert words.new(first) == []
+    assert [w.counted.requests for w in (*words.new(second), *words.new(second))] == [2.0]
