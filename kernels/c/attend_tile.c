@@ -95,7 +95,7 @@ INLINE void product(Words words, const void *a, int64_t lda, int64_t rows, const
         int mr = rows_of_tile(row, rows);
         for (int64_t panel = 0; panel < panels; panel++)
             any_tile(words, mr, 1, (const word *)a + row * lda, lda, b + panel * steps * PANEL, steps,
-                     c + row * ldc + panel * PANEL, ldc, add);
+                     steps, c + row * ldc + panel * PANEL, ldc, add);
         row += mr;
     }
 }

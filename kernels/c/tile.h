@@ -13,9 +13,10 @@
  * WIDENED: the same for machines without it, where A comes as float32. */
 typedef enum { FLOATS, PAIRS, WIDENED } Words;
 
-/* `b` has `steps` rows of PANEL words in each panel; A's rows are `lda` words (WIDENED: floats) apart. */
-INLINE void tile(Words words, int mr, int panels, const void *a, int64_t lda, const uint32_t *b, int64_t steps,
-                 float *c, int64_t ldc, int add) {
+/* Of `b`, `steps` rows of PANEL words in each panel, and panels are `ldb` rows apart; A's rows are `lda` words (WIDENED:
+ * floats) apart. */
+INLINE void tile(Words words, int mr, int panels, const void *a, int64_t lda, const uint32_t *b, int64_t ldb,
+                 int64_t steps, float *c, int64_t ldc, int add) {
     vf acc[MAX_ROWS][8];
 #pragma GCC unroll 16
     for (int i = 0; i < mr; i++)
@@ -25,7 +26,7 @@ INLINE void tile(Words words, int mr, int panels, const void *a, int64_t lda, co
         vu w[8];
 #pragma GCC unroll 8
         for (int j = 0; j < 2 * panels; j++)
-            w[j] = *(const vu_mem *)(b + ((j / 2) * steps + k) * PANEL + (j % 2) * VL);
+            w[j] = *(const vu_mem *)(b + ((j / 2) * ldb + k) * PANEL + (j % 2) * VL);
 #pragma GCC unroll 16
         for (int i = 0; i < mr; i++) {
             if (words == WIDENED) {
@@ -59,14 +60,14 @@ INLINE int panels_at_once(int mr) {
 }
 
 /* The tile for a number of rows that only the run knows; `panels` is 1 or panels_at_once(mr). */
-INLINE void any_tile(Words words, int mr, int panels, const void *a, int64_t lda, const uint32_t *b, int64_t steps,
-                     float *c, int64_t ldc, int add) {
+INLINE void any_tile(Words words, int mr, int panels, const void *a, int64_t lda, const uint32_t *b, int64_t ldb,
+                     int64_t steps, float *c, int64_t ldc, int add) {
 #define CASE(ROWS)                                                                                                    \
     case ROWS:                                                                                                        \
         if (panels == 1)                                                                                              \
-            tile(words, ROWS, 1, a, lda, b, steps, c, ldc, add);                                                      \
+            tile(words, ROWS, 1, a, lda, b, ldb, steps, c, ldc, add);                                                 \
         else                                                                                                          \
-            tile(words, ROWS, panels_at_once(ROWS), a, lda, b, steps, c, ldc, add);                                   \
+            tile(words, ROWS, panels_at_once(ROWS), a, lda, b, ldb, steps, c, ldc, add);                              \
         break;
     switch (mr) {
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
