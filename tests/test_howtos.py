@@ -114,6 +114,13 @@ def test_a_driver_holds_a_gang(how_to: HowTo, tide: rt.Tide) -> None:
     assert runs["squares"].state is runs["stubborn"].state is JobState.SUCCEEDED
 
 
+def test_a_script_runs_on_a_gang(how_to: HowTo, tide: rt.Tide) -> None:
+    printed = how_to("run-a-script")
+    assert "[1] the sum of 2 ranks is 3" in printed
+    (run,) = (run for run in tide.jobs() if run.view.job.spec.name == "sum")
+    assert run.state is JobState.SUCCEEDED
+
+
 @pytest.mark.usefixtures("trained")
 def test_a_run_outlives_a_spot_notice(how_to: HowTo, tide: rt.Tide) -> None:
     printed = how_to("spot-notices")

@@ -8,7 +8,6 @@ import time
 from types import TracebackType
 from typing import Self
 
-from raytide.actors.gang.groups import bundle
 from raytide.core.errors import ClusterError, LeaseLostError, RaytideError, WaitTimeoutError
 from raytide.core.gang import Lease, LeaseState, Member
 from raytide.core.ports import GangClient
@@ -50,21 +49,14 @@ class Gang:
 
     def actor_options(self, index: int, **options: object) -> dict[str, object]:
         """For `.options(...)` of an actor or a task on member `index`: where, and by default all of its resources."""
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+        from raytide.actors.gang.groups import whole_member
 
         lease = self.lease
         member = next((m for m in lease.usable if m.index == index), None)
         if member is None:
             hint = "Its node is being replaced: `wait_change`, then ask again."
             raise ClusterError(f"member {index} of {self.job_id} is not usable now ({lease.reason}).", hint=hint)
-        rest = dict(lease.shape.resources)
-        strategy = PlacementGroupSchedulingStrategy(
-            placement_group=bundle(member), placement_group_bundle_index=0, placement_group_capture_child_tasks=True
-        )
-        whole = {"num_cpus": rest.pop("CPU", 0), "num_gpus": rest.pop("GPU", 0)}
-        if memory := rest.pop("memory", 0):
-            whole["memory"] = memory
-        return {"scheduling_strategy": strategy, **whole, **({"resources": rest} if rest else {}), **options}
+        return {**whole_member(member, lease.shape), **options}
 
     def wait_change(self, newer_than: int, *, timeout_s: float) -> Lease:
         """The lease once its epoch is above `newer_than`, or as it is after `timeout_s`."""

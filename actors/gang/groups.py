@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from raytide.actors.gang.group import Group, GroupKey, GroupState, WantedGroup
 from raytide.core.errors import ClusterError
-from raytide.core.gang import Member
+from raytide.core.gang import Member, Shape
 from raytide.core.patience import within
 
 if TYPE_CHECKING:
@@ -65,6 +65,20 @@ def bundle(member: Member) -> PlacementGroup:
             f"member {member.index} has no placement group yet.", hint="Use the members of `Lease.usable`."
         )
     return _handle(member.placement_group_id)
+
+
+def whole_member(member: Member, shape: Shape) -> dict[str, object]:
+    """For `.options(...)` of an actor or a task: on this member, with all of its resources."""
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    rest = dict(shape.resources)
+    strategy = PlacementGroupSchedulingStrategy(
+        placement_group=bundle(member), placement_group_bundle_index=0, placement_group_capture_child_tasks=True
+    )
+    whole: dict[str, object] = {"num_cpus": rest.pop("CPU", 0), "num_gpus": rest.pop("GPU", 0)}
+    if memory := rest.pop("memory", 0):
+        whole["memory"] = memory
+    return {"scheduling_strategy": strategy, **whole, **({"resources": rest} if rest else {})}
 
 
 def _handle(placement_group_id: str) -> PlacementGroup:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import time
 
+from raytide.actors.gang.leases import LeaseWatch, Reporter
 from raytide.actors.trainer.budget import Budget, smaller
 from raytide.actors.trainer.core import Beat, RunResult, StepResult
 from raytide.actors.trainer.crew import Crew, Hand
 from raytide.actors.trainer.generation import Ending, Generation
-from raytide.actors.trainer.leases import LeaseWatch, Reporter
 from raytide.actors.trainer.record import Record
 from raytide.actors.trainer.recovery import Recovery
 from raytide.actors.trainer.remote import RayWorker, Start

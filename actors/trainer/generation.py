@@ -12,9 +12,9 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from raytide.actors.gang.leases import LeaseWatch
 from raytide.actors.trainer.core import Beat, Outcome, Pause, Seat, StepResult
 from raytide.actors.trainer.crew import Crew, Hand, reason
-from raytide.actors.trainer.leases import LeaseWatch
 from raytide.actors.trainer.pulse import Pulse
 from raytide.actors.trainer.record import Record
 from raytide.core.errors import RaytideError, TrainError

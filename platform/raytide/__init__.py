@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from raytide.actors.engine import LLM, SamplingParams
     from raytide.core.errors import RaytideError
     from raytide.endpoint import EndpointHandle
-    from raytide.run import Run
-    from raytide.tide import Tide, connect, local, train
+    from raytide.job_run import Run
+    from raytide.shortcuts import gang, run, scaling_config, task, train
+    from raytide.tide import Tide, connect, local
     from raytide.train_run import TrainRun
 
 __version__ = "0.1.0"
@@ -22,13 +23,17 @@ _HOMES = {
     "LLM": "raytide.actors.engine",
     "EndpointHandle": "raytide.endpoint",
     "RaytideError": "raytide.core.errors",
-    "Run": "raytide.run",
+    "Run": "raytide.job_run",
     "SamplingParams": "raytide.actors.engine",
     "Tide": "raytide.tide",
     "TrainRun": "raytide.train_run",
     "connect": "raytide.tide",
+    "gang": "raytide.shortcuts",
     "local": "raytide.tide",
-    "train": "raytide.tide",
+    "run": "raytide.shortcuts",
+    "scaling_config": "raytide.shortcuts",
+    "task": "raytide.shortcuts",
+    "train": "raytide.shortcuts",
 }
 
 __all__ = [
@@ -41,7 +46,11 @@ __all__ = [
     "TrainRun",
     "__version__",
     "connect",
+    "gang",
     "local",
+    "run",
+    "scaling_config",
+    "task",
     "train",
 ]
 

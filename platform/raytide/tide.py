@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from raytide.control.client import Client
 from raytide.control.views import ClusterStatus, CostReport, JobView
@@ -15,14 +16,21 @@ from raytide.core.data_spec import DataSpec
 from raytide.core.endpoint import ServeSpec
 from raytide.core.gang import GangSpec, Shape
 from raytide.core.job import JobKind, JobSpec
+from raytide.core.package import pack
+from raytide.core.script_spec import ScriptSpec
 from raytide.core.train_spec import TrainSpec
 from raytide.endpoint import EndpointHandle
-from raytide.run import Run
+from raytide.job_run import Run
+from raytide.script import command_of, shape
 from raytide.train_run import TrainRun, run_of
 
 if TYPE_CHECKING:
+    from ray.train import ScalingConfig
+
     from raytide.actors.gang import Gang
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _Spec = TypeVar("_Spec", bound=Config)
 SpecSource = Mapping[str, object] | str | Path
 """A spec as a mapping, or the path of a YAML file that holds one."""
@@ -62,6 +70,38 @@ class Tide:
         train = spec if isinstance(spec, TrainSpec) else _parse(TrainSpec, spec)
         config = train.model_dump(mode="json")
         return TrainRun(self.client, self._submit(JobKind.TRAIN, train.name, train.team, train.asks, config, job))
+
+    def run(
+        self,
+        script: str | Path,
+        *args: str,
+        shapes: Sequence[Shape] = (),
+        gpus: float = 0.0,
+        cpus: float | None = None,
+        nodes: int | tuple[int, int] = 1,
+        selector: Mapping[str, str] | None = None,
+        working_dir: str | Path = ".",
+        exclude: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        nproc_per_node: int | str = 1,
+        retries: int = 0,
+        name: str = "",
+        team: str = "default",
+        **job: object,
+    ) -> Run:
+        """Run a script on every node of a gang, with RANK, WORLD_SIZE and MASTER_ADDR as torchrun sets them.
+
+        `gpus` and `cpus` are of each node, `nodes=(1, 4)` is elastic, `selector` is of nodes' labels; or `shapes`, in
+        order of preference. The working directory is uploaded. `job` as in `train`.
+        """
+        folder = Path(working_dir)
+        command = command_of(str(script), args, folder)
+        wanted = tuple(shapes) or (shape(gpus=gpus, cpus=cpus, nodes=nodes, selector=selector),)
+        fields = {"command": command, "env": dict(env or {}), "nproc_per_node": nproc_per_node, "retries": retries}
+        spec = ScriptSpec.parse(fields, where="run")
+        config = {**spec.model_dump(mode="json"), "package": self.client.upload(pack(folder, tuple(exclude)))}
+        named = name or Path(script).stem
+        return Run(self.client, self._submit(JobKind.SCRIPT, named, team, GangSpec(shapes=wanted), config, job))
 
     def serve(
         self,
@@ -106,6 +146,66 @@ class Tide:
         with Gang(self.client, view.job.id, timeout_s=timeout_s) as gang:
             yield gang
 
+    def task(
+        self,
+        *,
+        resources: Mapping[str, float] | None = None,
+        labels: Mapping[str, str] | None = None,
+        name: str = "",
+        team: str = "default",
+        timeout_s: float = 600.0,
+        retries: int = 3,
+        **job: object,
+    ) -> Callable[[Callable[P, T]], Callable[P, T]]:
+        """A decorator: each call of the function waits in the queue, runs on a leased node, and returns its result.
+
+        This process is its driver, as in `gang`. A lost node costs one of `retries`; what the function raises, none.
+        """
+        from raytide.task_call import call
+
+        def leased(work: Callable[P, T]) -> Callable[P, T]:
+            @wraps(work)
+            def run(*args: P.args, **kwargs: P.kwargs) -> T:
+                named = name or work.__name__
+                with self.gang(
+                    1, resources=resources, labels=labels, name=named, team=team, timeout_s=timeout_s, **job
+                ) as gang:
+                    return call(gang, retries, work, *args, **kwargs)
+
+            return run
+
+        return leased
+
+    def scaling_config(
+        self,
+        workers: int | tuple[int, int] = 1,
+        *,
+        gpus_per_worker: float = 0.0,
+        cpus_per_worker: float | None = None,
+        selector: Mapping[str, str] | None = None,
+        together: str = "",
+        name: str = "ray-train",
+        team: str = "default",
+        timeout_s: float = 30 * 86_400.0,
+        **job: object,
+    ) -> ScalingConfig:
+        """For a trainer of Ray Train: its `fit()` waits in the queue and runs its workers inside the lease.
+
+        `TorchTrainer(loop, scaling_config=tide.scaling_config(workers=4, gpus_per_worker=1))`; `workers=(2, 4)` is
+        elastic. A worker takes one CPU where nothing is said. `selector`, `together`: see `Shape`; `job` as in `train`.
+        """
+        from raytide.actors.gang import Gang
+        from raytide.actors.gang.ray_train import scaling
+
+        each = shape(gpus=gpus_per_worker, cpus=cpus_per_worker, nodes=workers, selector=selector)
+        gang = GangSpec(shapes=(each.model_copy(update={"together": together}),))
+
+        def hold() -> Gang:
+            view = self._submit(JobKind.GANG, name, team, gang, {}, job)
+            return Gang(self.client, view.job.id, timeout_s=timeout_s)
+
+        return scaling(hold, self.client, workers, dict(each.resources))
+
     def close(self) -> None:
         self.client.close()
         if self._on_exit is not None:
@@ -149,11 +249,6 @@ def connect(cluster: str | None = None) -> Tide:
     Also for drivers under `ray job submit`, which run on the head of the cluster.
     """
     return Tide(Client.find(cluster))
-
-
-def train(spec: TrainSpec | SpecSource, *, cluster: str | None = None, **job: object) -> TrainRun:
-    """Train on the cluster that `connect(cluster)` finds; `job` as in `Tide.train`."""
-    return connect(cluster).train(spec, **job)
 
 
 def local(config: str | Path | None = None, *, name: str = "local") -> Tide:

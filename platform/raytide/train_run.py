@@ -9,7 +9,7 @@ from raytide.actors.trainer.core import RunResult
 from raytide.control.client import Client
 from raytide.control.views import JobView
 from raytide.core.job import JobKind
-from raytide.run import Run
+from raytide.job_run import Run
 
 if TYPE_CHECKING:
     import pyarrow as pa

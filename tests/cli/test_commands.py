@@ -23,8 +23,8 @@ from raytide.control.views import CostReport, JobView
 from raytide.core.errors import ConfigError, NotFoundError, RaytideError, UsageError
 from raytide.core.gang import GangSpec, Shape
 from raytide.core.job import Job, JobKind, JobSpec, JobState
+from raytide.job_run import Run
 from raytide.ledger.reconcile import Difference
-from raytide.run import Run
 from raytide.tide import Tide
 
 runner = CliRunner()
@@ -141,7 +141,7 @@ class Script(Client):
 def test_a_followed_job_shows_its_numbers_and_where_the_result_is(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raytide.run._POLL_S", 0.0)
+    monkeypatch.setattr("raytide.job_run._POLL_S", 0.0)
     done = view(JobState.SUCCEEDED, step=2, model="/out/model")
     client = Script(view(JobState.RUNNING, step=1, restarts=0, loss=2.34567), done, done)
     jobs.follow(Run(client, view(JobState.QUEUED)), wait=True, json=False)
@@ -176,3 +176,42 @@ def test_a_demo_whose_terminal_closes_still_cleans_up(number: signal.Signals, mo
         for each, handler in before.items():
             signal.signal(each, handler)
     assert cleaned == [True]
+
+
+class Watched(Client):
+    """Two looks at the jobs, and one log that grows until its job is over; then the user interrupts."""
+
+    def __init__(self) -> None:
+        super().__init__(NOWHERE, "")
+        self.pages = [[view(JobState.RUNNING)], [view(JobState.RUNNING)], [view(JobState.SUCCEEDED)]]
+        self.states = [JobState.RUNNING, JobState.SUCCEEDED]
+        self.texts = ["step 1\n", "step 1\nstep 2\n"]
+
+    def jobs(self, *, limit: int = 100, offset: int = 0) -> list[JobView]:
+        if not self.pages:
+            raise KeyboardInterrupt
+        return self.pages.pop(0)
+
+    def job(self, job_id: str) -> JobView:
+        return view(self.states.pop(0))
+
+    def logs(self, job_id: str) -> str:
+        return self.texts.pop(0)
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Client, "find", lambda _: Watched())
+    monkeypatch.setattr(jobs, "_FOLLOW_S", 0.0)
+
+
+@pytest.mark.usefixtures("watched")
+def test_a_watched_list_is_shown_again_when_it_changed() -> None:
+    shown = runner.invoke(app, ["ps", "-w"]).stdout
+    assert [line.split("\t")[4] for line in shown.splitlines() if line.startswith("job-1")] == ["running", "succeeded"]
+
+
+@pytest.mark.usefixtures("watched")
+def test_a_followed_log_is_printed_to_its_last_line_and_each_line_once() -> None:
+    assert runner.invoke(app, ["logs", "-f", "job-1"]).stdout == "step 1\nstep 2\n"
+    assert runner.invoke(app, ["logs", "job-1"]).stdout == "step 1\n"

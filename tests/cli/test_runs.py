@@ -20,7 +20,7 @@ from raytide.core.errors import ConfigError, UsageError
 from raytide.core.gang import GangSpec, Shape
 from raytide.core.job import Job, JobKind, JobSpec, JobState
 from raytide.core.train_spec import TrainSpec
-from raytide.run import Run
+from raytide.job_run import Run
 from raytide.tide import Tide
 from raytide.train_run import TrainRun
 

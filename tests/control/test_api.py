@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -43,14 +45,8 @@ def clock() -> VirtualClock:
 
 
 @pytest.fixture
-def client(tmp_path: Path, store: Store, clock: VirtualClock) -> Iterator[TestClient]:
-    tokens = {
-        "secret": {"user": "ana", "team": "default"},
-        "other": {"user": "bob", "team": "research"},
-        "root": {"user": "root", "team": "*"},
-    }
-    (tmp_path / "tokens.json").write_text(json.dumps(tokens))
-    desk = Desk(
+def desk(tmp_path: Path, store: Store, clock: VirtualClock) -> Desk:
+    return Desk(
         store=store,
         config=load_cluster(LOCAL),
         bill=NoMachines(),
@@ -61,6 +57,16 @@ def client(tmp_path: Path, store: Store, clock: VirtualClock) -> Iterator[TestCl
         ray_url="http://127.0.9.1:8265",
         ray_environment={"RAY_AUTH_MODE": "token"},
     )
+
+
+@pytest.fixture
+def client(tmp_path: Path, desk: Desk) -> Iterator[TestClient]:
+    tokens = {
+        "secret": {"user": "ana", "team": "default"},
+        "other": {"user": "bob", "team": "research"},
+        "root": {"user": "root", "team": "*"},
+    }
+    (tmp_path / "tokens.json").write_text(json.dumps(tokens))
     with TestClient(create_app(desk, Tokens(tmp_path / "tokens.json"))) as client:
         client.headers["Authorization"] = "Bearer secret"
         yield client
@@ -84,8 +90,9 @@ class TestAuthentication:
     def test_a_token_of_one_team_does_nothing_for_another(self, client: TestClient) -> None:
         job = client.post("/v1/jobs", json=GANG).json()["job"]["id"]
         other = {"Authorization": "Bearer other"}
-        for method, path in (("GET", ""), ("POST", "/stop"), ("GET", "/logs"), ("GET", "/lease")):
-            assert client.request(method, f"/v1/jobs/{job}{path}", headers=other).status_code == 403
+        reads, writes = ("", "/logs", "/lease", "/why"), ("/stop", "/retry", "/report", "/release")
+        for method, path in [*(("GET", path) for path in reads), *(("POST", path) for path in writes)]:
+            assert client.request(method, f"/v1/jobs/{job}{path}", headers=other, json={}).status_code == 403
         assert client.post("/v1/jobs", json=GANG, headers=other).status_code == 403
         assert client.get("/v1/jobs", headers=other).json() == []
 
@@ -112,6 +119,44 @@ class TestJobs:
         response = client.post("/v1/jobs", json=huge)
         assert (response.status_code, error(response)["code"]) == (400, "cannot_fit")
         assert error(response)["hint"]
+
+    def test_a_script_needs_its_package_which_is_what_its_digest_says(self, client: TestClient) -> None:
+        digest = hashlib.sha256(b"files").hexdigest()
+        script = {**GANG, "kind": "script", "config": {"command": ["python", "x.py"], "package": digest}}
+        assert error(client.post("/v1/jobs", json=script))["code"] == "not_found"
+        assert error(client.put(f"/v1/packages/{digest}", content=b"other"))["code"] == "bad_data"
+        assert error(client.put("/v1/packages/state.db", content=b"files"))["code"] == "bad_data"
+        assert client.put(f"/v1/packages/{digest}", content=b"files").status_code == 200
+        assert client.post("/v1/jobs", json=script).json()["job"]["state"] == "queued"
+        assert client.get(f"/v1/packages/{digest}").content == b"files"
+        assert client.get(f"/v1/packages/{digest}", headers={"Authorization": ""}).status_code == 401
+
+    def test_a_package_that_nobody_used_for_a_month_goes(
+        self, client: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        old, new = (hashlib.sha256(body).hexdigest() for body in (b"old", b"new"))
+        client.put(f"/v1/packages/{old}", content=b"old")
+        os.utime(tmp_path / "packages" / f"{old}.zip", (1.0, 1.0))
+        client.put(f"/v1/packages/{new}", content=b"new")
+        assert [path.stem for path in (tmp_path / "packages").iterdir()] == [new]
+
+    def test_a_driver_that_hangs_up_has_a_moment_to_ask_again(
+        self, client: TestClient, clock: VirtualClock, desk: Desk, store: Store
+    ) -> None:
+        job = client.post("/v1/jobs", json=GANG).json()["job"]["id"]
+        client.get(f"/v1/jobs/{job}/lease")
+        desk.hung_up(job)
+        silent_at_s = store.job(job).heartbeat_at_s
+        assert silent_at_s is not None
+        assert 3.0 <= silent_at_s + 10.0 - clock.now_s() <= 5.0
+        client.get(f"/v1/jobs/{job}/lease")
+        assert store.job(job).heartbeat_at_s == clock.now_s(), "it lives"
+
+    def test_what_waits_without_a_lease_is_told_to_everybody(self, client: TestClient, tmp_path: Path) -> None:
+        assert "no work" in client.get("/v1/jobs/unmanaged/why").json()["reason"]
+        said = {"constraint": "cap", "reason": "work without a lease waits.", "remedy": "Submit it as a job."}
+        (tmp_path / "live.json").write_text(json.dumps({"at_s": 1.0, "waiting": {"unmanaged": said}}))
+        assert said.items() <= client.get("/v1/jobs/unmanaged/why").json().items()
 
     def test_a_training_job_without_its_dataset_is_refused(self, client: TestClient, tmp_path: Path) -> None:
         config = {"dataset": str(tmp_path / "none"), "out": str(tmp_path / "out"), "steps": 1}

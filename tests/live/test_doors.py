@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import pytest
 
 import raytide as rt
 from raytide.control.embedded import LocalCluster
+from raytide.core.durable import write_json
+from raytide.core.errors import LeaseLostError
 from raytide.core.job import JobState
 from raytide.core.train_spec import TrainSpec
 
@@ -39,6 +45,61 @@ def test_a_process_of_the_users_enters_ray_with_what_the_status_says(live: Local
     environment = {name: value for name, value in live.environment().items() if not name.startswith("RAY_")}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
     assert "nodes True" in done.stdout, done.stderr[-2000:]
+
+
+HOLD = """
+import os, sys, time
+import ray
+import raytide as rt
+
+ray.init()
+with rt.connect() as tide, tide.gang(1, resources={"CPU": 1}, name="held"):
+    print("holds", os.getpid(), flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_killed_driver_under_ray_job_submit_frees_its_lease_within_ten_seconds(
+    live: LocalCluster, tide: rt.Tide, tmp_path: Path, eventually: Callable[..., None]
+) -> None:
+    (tmp_path / "hold.py").write_text(HOLD)
+    headers, address = live.ray_headers, f"{live.dashboard_url}/api/jobs/"
+    submitted = httpx.post(address, headers=headers, json={"entrypoint": f"exec python {tmp_path}/hold.py"}).json()
+
+    def said() -> list[str]:
+        logs = httpx.get(f"{address}{submitted['submission_id']}/logs", headers=headers).json()["logs"] or ""
+        return next((line.split() for line in logs.splitlines() if line.startswith("holds")), [])
+
+    eventually(said)
+    (run,) = (run for run in tide.jobs() if run.view.job.spec.name == "held")
+    os.kill(int(said()[1]), signal.SIGKILL)
+    killed_s = time.monotonic()
+    eventually(lambda: run.refresh().view.job.is_final)
+    assert time.monotonic() - killed_s < 10.0  # what is promised to whoever waits for its nodes
+    assert "dead, or cut off" in run.view.job.reason
+    with pytest.raises(LeaseLostError):
+        tide.client.lease(run.id)
+
+
+def test_a_token_of_one_team_does_nothing_with_anothers_job(
+    live: LocalCluster, tide: rt.Tide, raytide_cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "x.py").write_text("print('secret')")
+    mine = tide.run(tmp_path / "x.py", working_dir=tmp_path).wait(timeout_s=120.0)
+    before = live.tokens_file.read_text()
+    write_json(live.tokens_file, {**json.loads(before), "theirs": {"user": "bob", "team": "research"}})
+    monkeypatch.setenv("RAYTIDE_API", live.api_url)
+    monkeypatch.setenv("RAYTIDE_TOKEN", "theirs")
+    try:
+        run = ("run", "--working-dir", str(tmp_path), str(tmp_path / "x.py"))
+        for command in (run, ("stop", mine.id), ("logs", mine.id), ("why", mine.id), ("retry", mine.id)):
+            done = raytide_cli(*command)
+            assert (done.returncode, done.stdout) == (1, ""), command
+            assert "is for team research, not default" in done.stderr
+        assert mine.id not in raytide_cli("ps").stdout
+    finally:
+        write_json(live.tokens_file, json.loads(before))
+    assert mine.refresh().state is JobState.SUCCEEDED
 
 
 def test_a_run_is_followed_stopped_and_resumed_without_losing_a_step(

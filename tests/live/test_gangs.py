@@ -143,6 +143,40 @@ def test_an_exhausted_pool_is_left_for_the_next_one_by_the_next_decisions(
     assert all("rests until" in item["reason"] for item in refused)
 
 
+def test_two_gangs_of_six_on_eight_gpus_run_one_after_the_other_and_neither_is_ever_half_placed(
+    live: LocalCluster, tide: rt.Tide, eventually: Callable[..., None]
+) -> None:
+    holder = tide.client.submit(gang("holder", Shape(resources={"GPU": 8}))).job.id
+    eventually(lambda: tide.job(holder).state is JobState.RUNNING)
+    set_stockouts(live.run_dir, [("gpu8", "*")])  # these eight are all that there are
+    try:
+        six = gang("six", Shape(members=6, resources={"GPU": 1}))
+        both = [tide.client.submit(six).job.id for _ in range(2)]
+        seen: dict[str, list[int]] = {job: [] for job in both}
+
+        def active() -> list[str]:
+            for job in both:
+                lease = tide.job(job).view.lease
+                seen[job].append(0 if lease is None or tide.job(job).view.job.is_final else len(lease.usable))
+            return [job for job in both if seen[job][-1] == 6]
+
+        tide.client.release(holder)
+        eventually(active, every_s=0.05)
+        (first,) = active()
+        eventually(lambda: active() and tide.job(other(both, first)).view.waiting is not None)
+        assert tide.job(other(both, first)).state is JobState.QUEUED
+        tide.client.release(first)
+        eventually(lambda: active() == [other(both, first)], every_s=0.05)
+        tide.client.release(other(both, first))
+    finally:
+        set_stockouts(live.run_dir, ())
+    assert {held for counts in seen.values() for held in counts} == {0, 6}, "I3: all of it, or nothing"
+
+
+def other(both: list[str], one: str) -> str:
+    return next(job for job in both if job != one)
+
+
 def gang(name: str, shape: Shape) -> JobSpec:
     return JobSpec(kind=JobKind.GANG, name=name, gang=GangSpec(shapes=(shape,)), heartbeat_timeout_s=60)
 

@@ -6,6 +6,7 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -30,11 +31,22 @@ def kill(live: LocalCluster, what: str) -> None:
 
 
 def test_the_controller_killed_ten_times_while_a_gang_trains_and_loses_a_node(
-    live: LocalCluster, tide: rt.Tide, train_spec: Callable[..., TrainSpec], eventually: Callable[..., None]
+    live: LocalCluster,
+    tide: rt.Tide,
+    train_spec: Callable[..., TrainSpec],
+    eventually: Callable[..., None],
+    tmp_path: Path,
 ) -> None:
     run = tide.train(train_spec(steps=150, name="killed"))
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "once.py").write_text("import sys; print('ran', file=open(sys.argv[1], 'a'))")
+    small: list[rt.Run] = []
     moments = random.Random(0)
     for number in range(KILLS):
+        if number % 3 == 0:
+            small.append(
+                tide.run(tmp_path / "work" / "once.py", str(tmp_path / f"{number}"), working_dir=tmp_path / "work")
+            )
         time.sleep(moments.uniform(0.2, 3.0))
         kill(live, "controller")
         if number == KILLS // 2:
@@ -47,6 +59,8 @@ def test_the_controller_killed_ten_times_while_a_gang_trains_and_loses_a_node(
 
     assert int(run.progress["step"]) == 150
     assert [job.id for job in tide.jobs() if job.view.job.spec.name == "killed"] == [run.id]
+    assert [each.wait(timeout_s=60.0).state for each in small] == [JobState.SUCCEEDED] * 4
+    assert [(tmp_path / f"{number}").read_text() for number in range(0, KILLS, 3)] == ["ran\n"] * 4, "once each"
     eventually(lambda: not tide.status().nodes, within_s=120.0)
     machines = cluster.provider(live).machines()
     store = Store.open(live.state_url)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from raytide.cli import autoscaler, checkpoint, cluster, cost, demo, jobs, limits, runs, serve, simulate
+from raytide.cli import autoscaler, checkpoint, cluster, cost, demo, jobs, limits, run, runs, serve, simulate
 
 app = typer.Typer(
     name="raytide",
@@ -53,6 +53,7 @@ app.command()(cluster.head)
 app.command(hidden=True)(cluster.watch_notices)
 app.command()(cluster.status)
 app.command()(cost.cost)
+app.command(context_settings={"allow_interspersed_args": False})(run.run)
 app.command()(jobs.ps)
 app.command()(jobs.why)
 app.command()(jobs.logs)

@@ -16,7 +16,7 @@ from raytide.control.wire import to_json
 from raytide.core.clock import ago
 from raytide.core.job import JobState
 from raytide.core.money import format_usd
-from raytide.run import Run, explain
+from raytide.job_run import Run, explain
 from raytide.tide import Tide
 
 JobId = Annotated[str, typer.Argument(help="A job, as `raytide ps` lists it.")]
@@ -56,11 +56,18 @@ def _show(views: list[JobView], json: bool) -> None:
     )
 
 
-def why(job_id: JobId, cluster: ClusterName = None, json: Json = False) -> None:
+def why(
+    job_id: Annotated[str, typer.Argument(help="A job, or `unmanaged`: all work in Ray that has no lease.")],
+    cluster: ClusterName = None,
+    json: Json = False,
+) -> None:
     """Say what a job waits for, or why it ended."""
     client = Client.find(cluster)
     if json:
         as_json(to_json(client.why(job_id)))
+    elif job_id == "unmanaged":
+        found = client.why(job_id)
+        print(f"{found.reason} {found.remedy}".strip())
     else:
         print(explain(client.job(job_id)))
 
@@ -73,16 +80,18 @@ def logs(
 ) -> None:
     """Print what a job's driver wrote."""
     client = Client.find(cluster)
-    text = client.logs(job_id)
     if json:
-        as_json({"job": job_id, "logs": text})
+        as_json({"job": job_id, "logs": client.logs(job_id)})
         return
-    print(text, end="", flush=True)
-    while follow and not client.job(job_id).job.is_final:
+    printed = 0
+    while True:
+        is_over = not follow or client.job(job_id).job.is_final  # asked first: what it says last is not to be missed
+        text = client.logs(job_id)
+        print(text[printed:], end="", flush=True)
+        printed = len(text)
+        if is_over:
+            return
         time.sleep(_FOLLOW_S)
-        more = client.logs(job_id)
-        print(more[len(text) :], end="", flush=True)
-        text = more
 
 
 def stop(job_id: JobId, cluster: ClusterName = None, json: Json = False) -> None:
@@ -184,7 +193,7 @@ def _row(view: JobView, now: float) -> tuple[object, ...]:
         step,
         format_usd(view.cost_micro_usd),
         format_usd(view.price_micro_usd_h) + "/h",
-        reason,
+        reason.partition("\n")[0],
     )
 
 

@@ -20,11 +20,13 @@ from raytide.core.endpoint import ServeSpec
 from raytide.core.errors import ClusterError, NotFoundError
 from raytide.core.gang import Lease
 from raytide.core.job import JobSpec
+from raytide.core.package import digest_of
 from raytide.core.snapshot import Snapshot
 from raytide.core.team import TeamSpec
 from raytide.ledger.report import By
 
 _TIMEOUT_S = 15.0
+_UPLOAD_TIMEOUT_S = 300.0
 _AWAY_S = 10.0
 """An API that was killed is back within seconds; what changes something is asked again for so long."""
 
@@ -34,9 +36,14 @@ class Client:
 
     def __init__(self, address: str, token: str) -> None:
         self.address = address
+        self._token = token
         transport = httpx.HTTPTransport(retries=3)
         headers = {"Authorization": f"Bearer {token}"}
         self._http = httpx.Client(base_url=address, headers=headers, timeout=_TIMEOUT_S, transport=transport)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Another process gets a connection of its own."""
+        return Client, (self.address, self._token)
 
     @classmethod
     def from_run_dir(cls, run_dir: Path | str) -> Client:
@@ -62,6 +69,16 @@ class Client:
         """Queue a job. The same `key` never queues a second one."""
         query = {"key": key or secrets.token_hex(8)}
         return from_json(JobView, self._post("/v1/jobs", spec.model_dump(mode="json"), query))
+
+    def upload(self, package: bytes) -> str:
+        """Keep a packed working directory for jobs to come; returns its digest."""
+        digest = digest_of(package)
+        self._call("PUT", f"/v1/packages/{digest}", patience_s=_AWAY_S, content=package, timeout=_UPLOAD_TIMEOUT_S)
+        return digest
+
+    def package(self, digest: str) -> bytes:
+        path = f"/v1/packages/{digest}"
+        return self._respond("GET", path, patience_s=_AWAY_S, timeout=_UPLOAD_TIMEOUT_S).content
 
     def jobs(self, *, limit: int = 100, offset: int = 0) -> list[JobView]:
         return from_json(list[JobView], self._get("/v1/jobs", {"limit": limit, "offset": offset}))
@@ -148,6 +165,9 @@ class Client:
         return self._call("POST", path, patience_s=_AWAY_S, json=body, params=query)
 
     def _call(self, method: str, path: str, *, patience_s: float = 0.0, **kwargs: Any) -> Any:
+        return self._respond(method, path, patience_s=patience_s, **kwargs).json()
+
+    def _respond(self, method: str, path: str, *, patience_s: float, **kwargs: Any) -> httpx.Response:
         """Every request may be repeated: submissions bear a key, and the others say how it shall be."""
         deadline = time.monotonic() + patience_s
         while True:
@@ -162,7 +182,7 @@ class Client:
                 time.sleep(random.uniform(0.1, 0.5))
                 continue
             if response.is_success:
-                return response.json()
+                return response
             raise _error(response)
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from raytide.autoscaler import pools
 from raytide.autoscaler.idle import IdleClock
+from raytide.autoscaler.seating import UNMANAGED
 from raytide.autoscaler.traffic import Traffics
 from raytide.control.accounts import Spent, used_lately, uses, with_accounts
 from raytide.control.apply import Outcome, apply
@@ -224,6 +225,10 @@ def _waiting(seen: Snapshot, plan: Plan, starts: Mapping[str, float]) -> dict[st
         for a in plan.actions
         if isinstance(a, Wait)
     }
+    unmanaged = [a for a in plan.actions if isinstance(a, Wait) and a.subject == UNMANAGED]
+    if unmanaged:  # each kind of work has its own
+        reasons = " ".join(dict.fromkeys(f"{a.reason}." for a in unmanaged))
+        waiting[UNMANAGED] = Waiting(unmanaged[0].constraint, reasons, unmanaged[0].remedy)
     leases = {lease.job_id: lease for lease in seen.leases if lease.state is not LeaseState.ACTIVE}
     gives_way = any(member.gives_way for lease in seen.leases for member in lease.members)
     for job in seen.jobs:

@@ -25,6 +25,7 @@ from raytide.core.data_spec import DataSpec
 from raytide.core.errors import ClusterError, RaytideError, WaitTimeoutError
 from raytide.core.gang import Lease, LeaseState, Member
 from raytide.core.job import Job, JobKind
+from raytide.core.script_spec import ScriptSpec
 from raytide.core.train_spec import TrainSpec
 
 _POLL_S = 10.0
@@ -59,6 +60,17 @@ def data(job: Job, client: Client) -> None:
     client.report(job.id, {"stage": "done", "documents": manifest.documents, "tokens": manifest.tokens})
 
 
+def script(job: Job, client: Client) -> None:
+    import ray
+
+    from raytide.actors.gang.script import run_script
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_DIED))  # so that its processes are ended first
+    spec = ScriptSpec.parse(job.spec.config, where=job.id)
+    package = ray.put(client.package(spec.package)) if spec.package else None
+    run_script(spec, package, client, job.id)
+
+
 def die_with(member: Member, epoch: int, client: Client, job_id: str) -> None:
     """End this process once the member that it works on is lost: Ray Data would wait for ever for room in a placement
     group that is gone. The driver then runs again, on the lease as it is by then.
@@ -76,7 +88,11 @@ def die_with(member: Member, epoch: int, client: Client, job_id: str) -> None:
         epoch = lease.epoch
 
 
-DRIVERS: Mapping[JobKind, Callable[[Job, Client], None]] = {JobKind.TRAIN: train, JobKind.DATA: data}
+DRIVERS: Mapping[JobKind, Callable[[Job, Client], None]] = {
+    JobKind.TRAIN: train,
+    JobKind.DATA: data,
+    JobKind.SCRIPT: script,
+}
 
 
 class Stall:

@@ -95,10 +95,11 @@ class ClusterStatus:
 
 @dataclass(frozen=True, slots=True)
 class WhyView:
-    """`raytide why JOB`."""
+    """`raytide why JOB`, or `raytide why unmanaged`."""
 
     job: str
-    state: JobState
+    state: JobState | None
+    """None of `unmanaged`."""
     position: int | None
     """In the queue's order, from 1."""
     constraint: str

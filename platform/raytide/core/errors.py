@@ -13,6 +13,7 @@ RaytideError                 error                1  500
 ├── CheckpointError          bad_checkpoint       1  500   a checkpoint is missing, torn or altered
 ├── StorageError             storage              1  507   a write failed: full disk, lost bucket
 ├── TrainError               training             1  500  a run cannot go on: not-a-number, a gang that keeps breaking
+├── ScriptError              script               1  500  a process of a script ended with an error
 ├── EngineError              engine               1  500   one request failed inside the inference engine
 ├── OverloadedError          overloaded           1  503   the queue is full, or the server is draining: try again
 ├── LeaseLostError           lease_lost           1  410   the gang's lease is over
@@ -106,6 +107,10 @@ class StorageError(RaytideError):
 
 class TrainError(RaytideError):
     code = "training"
+
+
+class ScriptError(RaytideError):
+    code = "script"
 
 
 class EngineError(RaytideError):

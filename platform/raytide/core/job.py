@@ -15,6 +15,7 @@ from raytide.core.gang import GangSpec
 class JobKind(StrEnum):
     TRAIN = "train"  # raytide runs its driver: the elastic trainer
     DATA = "data"  # raytide runs its driver: a dataset build
+    SCRIPT = "script"  # raytide runs its driver: a command on every member
     GANG = "gang"  # somebody else's driver holds the lease and keeps it alive by asking for it
 
 
@@ -32,7 +33,7 @@ FINAL_STATES = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.STOPPED}
 
 
 class JobSpec(Config):
-    """What is asked for. `config` is the kind's own spec (TrainSpec, DataSpec) as JSON."""
+    """What is asked for. `config` is the kind's own spec (TrainSpec, DataSpec, ScriptSpec) as JSON."""
 
     kind: JobKind
     name: str = Field(min_length=1, max_length=100)

@@ -15,7 +15,7 @@ from raytide.demo.load import LoadReport, send
 from raytide.demo.report import Report
 from raytide.demo.view import Say
 from raytide.endpoint import EndpointHandle
-from raytide.run import Run, explain
+from raytide.job_run import Run, explain
 from raytide.tide import Tide
 
 CONCURRENCY = 32

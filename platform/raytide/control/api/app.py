@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Header, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import FileResponse, JSONResponse, Response
 
 from raytide.control.api.auth import Caller, Tokens
 from raytide.control.api.desk import Desk
@@ -53,6 +53,17 @@ def create_app(desk: Desk, tokens: Tokens) -> FastAPI:
     def submit(who: Who, body: Body, key: str | None = None) -> Any:
         return to_json(desk.submit(body, who, key))
 
+    @app.put("/v1/packages/{digest}")
+    async def upload(who: Who, digest: str, request: Request) -> Any:
+        with desk.packages.receive(digest) as part:
+            async for chunk in request.stream():
+                await asyncio.to_thread(part.write, chunk)
+        return {}
+
+    @app.get("/v1/packages/{digest}")
+    def package(who: Who, digest: str) -> Response:
+        return FileResponse(desk.packages.path(digest))
+
     @app.get("/v1/jobs")
     def jobs(who: Who, limit: int = 100, offset: int = 0) -> Any:
         return [to_json(view) for view in desk.jobs(who, min(max(limit, 1), 1000), max(offset, 0))]
@@ -92,12 +103,15 @@ def create_app(desk: Desk, tokens: Tokens) -> FastAPI:
         return {}
 
     @app.get("/v1/jobs/{job_id}/lease")
-    async def lease(who: Who, job_id: str, newer_than: int = -1, timeout_s: float = 0.0) -> Any:
+    async def lease(who: Who, request: Request, job_id: str, newer_than: int = -1, timeout_s: float = 0.0) -> Any:
         deadline = time.monotonic() + min(timeout_s, _LONGEST_POLL_S)
         while True:
             now = await asyncio.to_thread(desk.lease, job_id, who)
             if now.epoch > newer_than or time.monotonic() >= deadline:
                 return to_json(now)
+            if await request.is_disconnected():
+                await asyncio.to_thread(desk.hung_up, job_id)
+                return {}
             await asyncio.sleep(_LONG_POLL_S)
 
     @app.post("/v1/endpoints")

@@ -8,12 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from raytide.autoscaler.providers.base import Bill
+from raytide.autoscaler.seating import UNMANAGED
 from raytide.control.api.accounts import Accounts
 from raytide.control.api.auth import ANY_TEAM, Caller
 from raytide.control.api.samples import samples
 from raytide.control.costs import cost_report
 from raytide.control.drivers import Drivers
 from raytide.control.glimpse import ask
+from raytide.control.packages import Packages
 from raytide.control.views import (
     ClusterStatus,
     CostReport,
@@ -22,6 +24,7 @@ from raytide.control.views import (
     JobView,
     Live,
     TeamView,
+    Waiting,
     WhyView,
 )
 from raytide.control.wire import from_json
@@ -36,6 +39,7 @@ from raytide.core.job import Job, JobKind, JobSpec, JobState
 from raytide.core.metrics import render
 from raytide.core.money import to_us
 from raytide.core.room import check_possible
+from raytide.core.script_spec import ScriptSpec
 from raytide.core.state import Store
 from raytide.core.storage import exists
 from raytide.core.tokens import load_manifest
@@ -43,6 +47,8 @@ from raytide.core.train_spec import TrainSpec
 from raytide.jobs.job import DriverKey
 from raytide.ledger.cost import accrued, costs, rate_micro_usd_h
 from raytide.ledger.report import By, rates
+
+_HUNG_UP_S = 4.0
 
 
 class Desk:
@@ -66,6 +72,7 @@ class Desk:
         self._ray_environment = ray_environment
         self._heard_s: dict[str, float] = {}
         self.accounts = Accounts(store, config)
+        self.packages = Packages(live.parent / "packages")
 
     # Jobs.
 
@@ -75,7 +82,7 @@ class Desk:
         self.accounts.check_team(spec.team)
         self._check_priority(spec)
         check_possible(spec.gang, self._config.node_types, subject=f"{spec.kind} job {spec.name}")
-        _check_config(spec)
+        self._check_config(spec)
         return self.view(self._store.submit_job(spec, caller.user, self._clock.now_s(), key=key))
 
     def jobs(self, caller: Caller, limit: int, offset: int) -> list[JobView]:
@@ -98,6 +105,10 @@ class Desk:
         return self.submit(job.spec.model_dump(mode="json"), caller, key)
 
     def why(self, job_id: str, caller: Caller) -> WhyView:
+        """Of a job; or of `unmanaged`, all work in Ray that has no lease."""
+        if job_id == UNMANAGED:
+            found = self.live().waiting.get(UNMANAGED, Waiting("", "no work without a lease waits."))
+            return WhyView(UNMANAGED, None, None, found.constraint, found.reason, found.remedy, None)
         view = self.view(self._owned(job_id, caller))
         job, waits = view.job, view.waiting
         if waits is None or job.is_final:
@@ -145,6 +156,15 @@ class Desk:
         if now_s - self._heard_s.get(job_id, -math.inf) >= 1.0:
             self._heard_s[job_id] = now_s
             self._store.heartbeat(job_id, now_s)
+
+    def hung_up(self, job_id: str) -> None:
+        """Whoever asked for the lease is gone before the answer, as a driver is that was killed. One that lives asks
+        again at once; it is waited for no longer than a moment."""
+        job = self._store.job(job_id)
+        if job.spec.kind is JobKind.GANG and not job.is_final:
+            self._heard_s.pop(job_id, None)
+            left_s = min(_HUNG_UP_S, job.spec.heartbeat_timeout_s)
+            self._store.heartbeat(job_id, self._clock.now_s() - job.spec.heartbeat_timeout_s + left_s)
 
     def view(self, job: Job) -> JobView:
         return self._views((job,))[0]
@@ -290,13 +310,14 @@ class Desk:
                 hint=f"There are {', '.join(sorted(classes, key=lambda name: -classes[name]))}.",
             )
 
-
-def _check_config(spec: JobSpec) -> None:
-    """A job whose own spec is wrong, or whose dataset is missing, is refused before it waits for anything."""
-    if spec.kind is JobKind.TRAIN:
-        _check_data(TrainSpec.parse(spec.config, where=spec.name))
-    elif spec.kind is JobKind.DATA:
-        DataSpec.parse(spec.config, where=spec.name)
+    def _check_config(self, spec: JobSpec) -> None:
+        """A job whose own spec is wrong, or whose dataset is missing, is refused before it waits for anything."""
+        if spec.kind is JobKind.TRAIN:
+            _check_data(TrainSpec.parse(spec.config, where=spec.name))
+        elif spec.kind is JobKind.DATA:
+            DataSpec.parse(spec.config, where=spec.name)
+        elif spec.kind is JobKind.SCRIPT and (package := ScriptSpec.parse(spec.config, where=spec.name).package):
+            self.packages.path(package)
 
 
 def _check_data(spec: TrainSpec) -> None:

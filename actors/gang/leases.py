@@ -1,4 +1,4 @@
-"""The driver's view of its lease. Both directions run on threads: an API that restarts never holds up the training."""
+"""A driver's view of its lease. Both directions run on threads: an API that restarts never holds up the work."""
 
 from __future__ import annotations
 
@@ -9,12 +9,25 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_futures
 
 from raytide.core.errors import ClusterError, LeaseLostError, RaytideError, WaitTimeoutError
-from raytide.core.gang import Lease
+from raytide.core.gang import Lease, LeaseState, Member, MemberState
 from raytide.core.ports import LeaseClient
 
 POLL_S = 5.0
 RETRY_S = 0.5
 REPORT_EVERY_S = 1.0
+
+
+def ready(lease: Lease) -> list[Member]:
+    """Members for work that begins now: usable, and not about to leave."""
+    return [member for member in lease.members if member.state is MemberState.READY]
+
+
+def settled(lease: Lease) -> list[Member]:
+    """The same, once they are enough and no other is on its way; nobody before that."""
+    coming = any(member.state in (MemberState.ASSIGNED, MemberState.FORMING) for member in lease.members)
+    there = ready(lease)
+    is_enough = lease.state is LeaseState.ACTIVE and len(there) >= lease.shape.at_least
+    return there if is_enough and not coming else []
 
 
 class LeaseWatch:

@@ -42,8 +42,8 @@ class Run:
 
     @property
     def out(self) -> str:
-        """Where it writes: its spec's `out`."""
-        return str(self.view.job.spec.config["out"])
+        """Where it writes: its spec's `out`; a script and a gang have none."""
+        return str(self.view.job.spec.config.get("out", ""))
 
     def refresh(self) -> Self:
         self.view = self._client.job(self.id)

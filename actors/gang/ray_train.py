@@ -1,0 +1,182 @@
+"""Ray Train inside a lease: any of its trainers, with a `scaling_config` of `raytide.scaling_config`.
+
+`fit()` then waits in raytide's queue, its workers run in the placement groups of the lease, one in each member, and the
+lease ends with it. Ray Train makes no placement group of its own and asks for no nodes. Three things of Ray Train's are
+put in place to that end, all of them in processes that use such a `scaling_config`: `fit`, the scaling policy, and the
+worker group. What the loop computes, its checkpoints and its restarts (`FailureConfig`) stay Ray Train's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ClassVar
+
+import ray
+from ray.train import ScalingConfig
+from ray.util.placement_group import PlacementGroup
+
+from raytide.actors.gang.gang import Gang
+from raytide.actors.gang.groups import bundle
+from raytide.actors.gang.leases import LeaseWatch, ready, settled
+from raytide.core.gang import Member
+from raytide.core.ports import GangClient
+from raytide.core.ray_internals import ray_train
+
+_train = ray_train()
+_ScalingPolicy: Any = _train.ScalingPolicy
+_WorkerGroup: Any = _train.WorkerGroup
+_GroupHandle: Any = _train.PlacementGroupHandle
+_plain_fit = _train.trainers.DataParallelTrainer.fit
+_plain_policy = _train.trainers.create_scaling_policy
+
+_WAIT_S = 0.2
+"""Between two looks at a lease that is not whole: Ray Train's loop would ask without pause."""
+
+Hold = Callable[[], Gang]
+"""Submits the gang; its lease is held inside the `with` block of what it returns."""
+
+
+class LeasedScaling(ScalingConfig):
+    """Ray Train's own, with the gang that its `fit` waits for."""
+
+    def __init__(self, hold: Hold, client: GangClient, num_workers: int | tuple[int, int], **fields: Any) -> None:
+        super().__init__(num_workers=num_workers, **fields)  # type: ignore[arg-type]  # its v2 takes a pair
+        self.hold, self.client, self.job_id = hold, client, ""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What Ray Train's controller gets: it holds nothing itself."""
+        return {name: value for name, value in self.__dict__.items() if name != "hold"}
+
+
+def scaling(
+    hold: Hold, client: GangClient, num_workers: int | tuple[int, int], resources: dict[str, float]
+) -> LeasedScaling:
+    """The `scaling_config`; `resources` are of each worker, and those of a member of the gang."""
+    _train.trainers.DataParallelTrainer.fit = _fit
+    _train.trainers.create_scaling_policy = _policy
+    use_gpu = resources.get("GPU", 0) > 0
+    return LeasedScaling(hold, client, num_workers, use_gpu=use_gpu, resources_per_worker=dict(resources))
+
+
+def _fit(trainer: Any) -> Any:
+    config = trainer.scaling_config
+    if not isinstance(config, LeasedScaling):
+        return _plain_fit(trainer)
+    with config.hold() as gang:
+        config.job_id = gang.job_id
+        return _plain_fit(trainer)
+
+
+def _policy(config: ScalingConfig) -> Any:
+    return LeasePolicy(config) if isinstance(config, LeasedScaling) else _plain_policy(config)
+
+
+class LeasePolicy(_ScalingPolicy):  # type: ignore[misc]
+    """As many workers as the lease has members. It is made by `fit`, and lives in Ray Train's controller."""
+
+    def __init__(self, config: LeasedScaling) -> None:
+        super().__init__(config)
+        self._client, self._job_id = config.client, config.job_id
+        self._watch: LeaseWatch | None = None
+
+    def after_controller_start(self, train_run_context: object) -> None:
+        """In the controller's own process, before it makes any workers."""
+        self._watch = LeaseWatch(self._client, self._job_id)
+        LeasedWorkers.policy = self
+        _train.TrainController.worker_group_cls = LeasedWorkers
+
+    async def before_controller_shutdown(self) -> None:
+        self.before_controller_abort()
+
+    def before_controller_abort(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+
+    def make_decision_for_non_running_worker_group(self) -> Any:
+        members = self.members(settled)
+        if not members:
+            time.sleep(_WAIT_S)
+            return _train.NoopDecision()
+        return self._resize(len(members))
+
+    def make_decision_for_running_worker_group(self, worker_group_state: Any, worker_group_status: object) -> Any:
+        """A member that came back is taken in by a restart, as often as `elastic_resize_monitor_interval_s` allows; one
+        that goes makes Ray Train restart by itself."""
+        age_s = time.monotonic() - worker_group_state.start_time
+        members = self.members(settled)
+        if age_s < self.scaling_config.elastic_resize_monitor_interval_s:
+            return _train.NoopDecision()
+        if len(members) <= worker_group_state.num_workers:
+            return _train.NoopDecision()
+        return self._resize(len(members))
+
+    def members(self, choose: Callable[[Any], list[Member]]) -> list[Member]:
+        """LeaseLostError once the lease is over: nobody may go on then."""
+        assert self._watch is not None, "the controller has started"
+        lease = self._watch.latest()
+        return [] if lease is None else choose(lease)
+
+    def _get_num_workers_for_resource_request(self) -> int:
+        return 0
+
+    def _resize(self, workers: int) -> Any:
+        return _train.ResizeDecision(workers, dict(self.scaling_config.resources_per_worker))
+
+
+class LeasedWorkers(_WorkerGroup):  # type: ignore[misc]
+    """Each worker in the placement group of a member of its own."""
+
+    policy: ClassVar[LeasePolicy]
+    """Of this process, which controls one run."""
+
+    def _create_placement_group(self, scaling_config: ScalingConfig, worker_group_context: Any) -> Any:
+        there = self.policy.members(ready)
+        self._groups = [bundle(member) for member in there[: worker_group_context.num_workers]]
+        return LeasedGroups(self._groups, worker_group_context.num_workers)
+
+    def _create_workers(
+        self,
+        num_workers: int,
+        placement_group: PlacementGroup,
+        resources_per_worker: dict[str, float],
+        placement_group_bundle_indices: list[int] | None = None,
+        starting_world_rank: int = 0,
+        world_size: int | None = None,
+        replica_group_size: int | None = None,
+    ) -> list[Any]:
+        make = super()._create_workers
+        seats = placement_group_bundle_indices or list(range(num_workers))
+        with ThreadPoolExecutor(len(seats)) as pool:  # each waits for its worker to start
+            futures = [pool.submit(make, 1, self._groups[seat], resources_per_worker, [0]) for seat in seats]
+        made = [worker for future in futures if future.exception() is None for worker in future.result()]
+        if len(made) < len(seats):
+            for worker in made:
+                ray.kill(worker.actor)  # its group stays, and the next attempt wants the room
+            raise next(error for future in futures if (error := future.exception()) is not None)
+        for worker, seat in zip(made, seats, strict=True):
+            worker.placement_group_bundle_index = seat
+        ranked: list[Any] = self._assign_worker_ranks(made, starting_world_rank, world_size, replica_group_size)
+        return ranked
+
+
+class LeasedGroups(_GroupHandle):  # type: ignore[misc]
+    """The members' groups, for Ray Train: the lease makes and removes them."""
+
+    def __init__(self, groups: Sequence[PlacementGroup], wanted: int) -> None:
+        self._groups, self._wanted = groups, wanted
+
+    @property
+    def placement_group(self) -> PlacementGroup:
+        return self._groups[0]
+
+    def ready(self) -> Any:
+        return ray.put(self._groups[0])
+
+    def wait(self, timeout_seconds: float = 30) -> bool:
+        """False when a member went since the decision; Ray Train then decides anew."""
+        return len(self._groups) == self._wanted
+
+    def shutdown(self) -> None:
+        """The workers are killed one by one before this."""

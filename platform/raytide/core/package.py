@@ -1,0 +1,102 @@
+"""A working directory as one file: packed where a job is submitted, unpacked on every member that runs it.
+
+The same files give the same digest, whenever they are packed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import zipfile
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+
+from raytide.core.errors import DataError
+
+MOST_BYTES = 200 * 2**20
+"""Of a package, compressed."""
+MOST_FILE_BYTES = 50 * 2**20
+LEFT_OUT = (
+    ".git",
+    ".hg",
+    ".svn",
+    ".venv",
+    "venv",
+    "node_modules",
+    "__pycache__",
+    ".mypy_cache",
+    ".ruff_cache",
+    "*.pyc",
+)
+_EPOCH = (1980, 1, 1, 0, 0, 0)
+
+
+def pack(folder: Path, exclude: tuple[str, ...] = ()) -> bytes:
+    """The folder as a zip file. `exclude`: patterns of names, or of paths below the folder, beside `LEFT_OUT`.
+
+    DataError when a file, or all of it, is too large to travel with a job.
+    """
+    if not folder.is_dir():
+        raise DataError(f"the working directory {folder} is no directory.", hint="Check --working-dir.")
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        for path in sorted(_files(folder, (*LEFT_OUT, *exclude))):
+            name = path.relative_to(folder).as_posix()
+            stat = path.stat()
+            if stat.st_size > MOST_FILE_BYTES:
+                raise DataError(
+                    f"{path} has {_mb(stat.st_size)}; a file of a working directory may have {_mb(MOST_FILE_BYTES)}.",
+                    hint=f"Leave it out (`--exclude '{name}'`) and read it from shared storage, or name a smaller "
+                    "--working-dir.",
+                )
+            entry = zipfile.ZipInfo(name, _EPOCH)
+            entry.external_attr = (stat.st_mode & 0o777) << 16
+            entry.compress_type = zipfile.ZIP_DEFLATED
+            archive.writestr(entry, path.read_bytes())
+            if buffer.tell() > MOST_BYTES:
+                raise DataError(
+                    f"the working directory {folder} is too large: more than {_mb(MOST_BYTES)} when compressed.",
+                    hint="Leave files out with --exclude, or name a smaller --working-dir.",
+                )
+    return buffer.getvalue()
+
+
+def unpack(package: bytes, folder: Path) -> None:
+    """Write the files below `folder`; those that could be run there can be run here."""
+    with zipfile.ZipFile(io.BytesIO(package)) as archive:
+        for entry in archive.infolist():
+            path = Path(archive.extract(entry, folder))
+            if mode := entry.external_attr >> 16 & 0o777:
+                path.chmod(mode | 0o600)
+
+
+def digest_of(package: bytes) -> str:
+    return hashlib.sha256(package).hexdigest()
+
+
+def _files(folder: Path, left_out: tuple[str, ...]) -> Iterator[Path]:
+    """Links are followed, each directory once."""
+    seen: set[str] = set()
+    for place, folders, files in os.walk(folder, followlinks=True):
+        real = os.path.realpath(place)
+        if real in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        here = Path(place)
+        folders[:] = sorted(name for name in folders if not _is_left_out(here / name, folder, left_out))
+        for name in files:
+            path = here / name
+            if path.is_file() and not _is_left_out(path, folder, left_out):
+                yield path
+
+
+def _is_left_out(path: Path, folder: Path, left_out: tuple[str, ...]) -> bool:
+    below = path.relative_to(folder).as_posix()
+    return any(fnmatch(path.name, pattern) or fnmatch(below, pattern) for pattern in left_out)
+
+
+def _mb(size: int) -> str:
+    return f"{size / 2**20:.0f} MiB"

@@ -1,0 +1,284 @@
+"""The driver of a script, over members whose processes run on this machine."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raytide.actors.gang import attempt, script
+from raytide.actors.gang.processes import MemberProcesses
+from raytide.actors.gang.script import run_script
+from raytide.core.clock import VirtualClock
+from raytide.core.errors import LeaseLostError, RaytideError, ScriptError
+from raytide.core.gang import Lease, LeaseState, Member, MemberState, Shape
+from raytide.core.package import pack
+from raytide.core.script_spec import ScriptSpec
+
+SHAPE = Shape(members=2, min_members=1, resources={"CPU": 1.0, "GPU": 2.0})
+
+
+def member(index: int, incarnation: int = 0) -> Member:
+    node = f"node-{index}-{incarnation}"
+    return Member(index, MemberState.READY, node, node, "127.0.0.1", node, incarnation=incarnation)
+
+
+ONE = Lease("lease-1", "job-1", SHAPE.model_copy(update={"members": 1}), LeaseState.ACTIVE, (member(0),), epoch=1)
+TWO = Lease("lease-1", "job-1", SHAPE, LeaseState.ACTIVE, (member(0), member(1)), epoch=1)
+
+
+class Platform:
+    """The lease as it is now; `tell` changes it."""
+
+    def __init__(self, lease: Lease) -> None:
+        self.now: Lease | RaytideError = lease
+        self.progress: dict[str, object] = {}
+        self._told = threading.Condition()
+
+    def tell(self, now: Lease | RaytideError) -> None:
+        with self._told:
+            self.now = now
+            self._told.notify_all()
+
+    def lease(self, job_id: str) -> Lease:
+        return self.wait_lease(job_id, newer_than=-1, timeout_s=0.0)
+
+    def wait_lease(self, job_id: str, *, newer_than: int, timeout_s: float) -> Lease:
+        with self._told:
+            self._told.wait_for(lambda: not isinstance(self.now, Lease) or self.now.epoch > newer_than, timeout_s)
+            if isinstance(self.now, RaytideError):
+                raise self.now
+            return self.now
+
+    def report(self, job_id: str, progress: Mapping[str, float | int | str]) -> None:
+        self.progress.update(progress)
+
+
+class Host:
+    """A member whose node can die: its processes end, and nobody answers."""
+
+    def __init__(self, member: Member, shape: Shape) -> None:
+        self.member, self.is_dead = member, False
+        self.processes = MemberProcesses()
+        self._pool = ThreadPoolExecutor(4)
+
+    def call(self, method: str, *args: object) -> Future[Any]:
+        return self._pool.submit(self._do, method, *args)
+
+    def kill(self) -> None:
+        self.processes.stop(0.0)
+        self._pool.shutdown(wait=False)
+
+    def die(self) -> None:
+        self.is_dead = True
+        self.processes.stop(0.0)
+
+    def _do(self, method: str, *args: object) -> object:
+        answer = getattr(self.processes, method)(*args)
+        if self.is_dead:
+            raise ConnectionError("its node died")
+        return answer
+
+
+class Run:
+    """`run_script` in a thread, and what it said."""
+
+    def __init__(self, code: str, folder: Path, lease: Lease, **spec: Any) -> None:
+        (folder / "train.py").write_text(code)
+        self.spec = ScriptSpec.parse({"command": ("python", "train.py"), **spec}, where="test")
+        self.platform, self.clock = Platform(lease), VirtualClock(1000.0)
+        self.hosts: list[Host] = []
+        self.said: list[str] = []
+        self._heard = threading.Condition()
+        self._pool = ThreadPoolExecutor(1)
+        self._package = pack(folder)
+        self.result = self._pool.submit(self._run)
+
+    def wait_for(self, line: str, times: int = 1) -> None:
+        with self._heard:
+            assert self._heard.wait_for(lambda: self.said.count(line) >= times, 60), self.said
+
+    def _run(self) -> None:
+        run_script(self.spec, self._package, self.platform, "job-1", start=self._start, say=self._say, clock=self.clock)
+
+    def _start(self, member: Member, shape: Shape) -> Host:
+        self.hosts.append(Host(member, shape))
+        return self.hosts[-1]
+
+    def _say(self, line: str) -> None:
+        with self._heard:
+            self.said.append(line)
+            self._heard.notify_all()
+
+
+Start = Callable[..., Run]
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    monkeypatch.setattr(attempt, "SETTLE_S", 0.2)
+    runs: list[Run] = []
+
+    def begin(code: str, lease: Lease = TWO, **spec: Any) -> Run:
+        runs.append(Run(code, tmp_path, lease, **spec))
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        run.platform.tell(LeaseLostError("the test is over"))
+        run.result.exception(60)
+
+
+SAY = "import os; print(*(os.environ[n] for n in ('RANK','LOCAL_RANK','WORLD_SIZE','GROUP_RANK')), os.environ['LR'])"
+
+
+def test_every_process_knows_its_place_as_under_torchrun(start: Start) -> None:
+    run = start(SAY, nproc_per_node="gpu", env={"LR": "3e-4"})
+    run.result.result(60)
+    assert sorted(run.said) == [f"[{rank}] {rank} {rank % 2} 4 {rank // 2} 3e-4" for rank in range(4)]
+    assert run.platform.progress["world"] == 4
+
+
+def test_all_meet_at_one_open_port(start: Start) -> None:
+    code = """
+import os, socket
+at = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+if os.environ["RANK"] == "0":
+    peer, _ = socket.create_server(at).accept()
+    print(peer.recv(10).decode())
+else:
+    while True:
+        try:
+            socket.create_connection(at).send(b"met")
+            break
+        except ConnectionRefusedError:
+            pass
+"""
+    run = start(code)
+    run.result.result(60)
+    assert run.said == ["[0] met"]
+
+
+def test_one_process_alone_prints_as_it_is(start: Start) -> None:
+    run = start("print('step 1'); print('step 2')", ONE)
+    run.result.result(60)
+    assert run.said == ["step 1", "step 2"]
+
+
+FAIL = """
+import os, time
+print("before")
+if os.environ["RANK"] == "1":
+    raise SystemExit(7)
+time.sleep(600)
+"""
+
+
+def test_a_failing_rank_ends_the_others_and_is_named_with_its_code_and_last_lines(start: Start) -> None:
+    run = start(FAIL, grace_s=0.0)
+    error = run.result.exception(60)
+    assert isinstance(error, ScriptError)
+    assert "rank 1 on node-1-0 ended with exit code 7" in str(error)
+    assert "before" in str(error)
+    assert run.platform.progress["exit_code"] == 7
+    assert len(run.hosts) == 2
+
+
+def test_a_script_is_tried_again_as_often_as_it_says(start: Start) -> None:
+    code = (
+        "import os, sys; print('attempt', os.environ['RAYTIDE_ATTEMPT']); sys.exit(os.environ['RAYTIDE_ATTEMPT'] < '3')"
+    )
+    run = start(code, ONE, retries=2)
+    run.result.result(60)
+    assert [line for line in run.said if line.startswith("attempt")] == ["attempt 1", "attempt 2", "attempt 3"]
+    short = start(code, ONE, retries=1)
+    assert "It was started 2 times" in str(short.result.exception(60))
+
+
+WAIT = """
+import os, pathlib, time
+print("at", os.environ["WORLD_SIZE"])
+while os.environ["RAYTIDE_ATTEMPT"] == "1":
+    time.sleep(0.05)
+"""
+
+
+def test_a_dead_node_costs_no_retry_and_the_script_goes_on_with_the_replacement(start: Start) -> None:
+    run = start(WAIT)
+    run.wait_for("[1] at 2")
+    run.hosts[1].die()
+    run.platform.tell(replace(TWO, epoch=2, state=LeaseState.WAITING, members=(member(0), Member(1, incarnation=1))))
+    run.platform.tell(replace(TWO, epoch=3, members=(member(0), member(1, 1))))
+    run.result.result(60)
+    assert [host.member.node_id for host in run.hosts[2:]] == ["node-0-0", "node-1-1"]
+    assert run.said.count("[0] at 2") == 2
+
+
+def test_an_elastic_script_goes_on_with_fewer(start: Start) -> None:
+    run = start(WAIT)
+    run.wait_for("[1] at 2")
+    run.hosts[1].die()
+    run.platform.tell(replace(TWO, epoch=2, members=(member(0), Member(1, incarnation=1))))
+    run.result.result(60)
+    assert run.said[-1] == "at 1"
+
+
+def test_processes_that_vanish_while_their_node_stays_count_as_a_failure(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script, "LOST_WITHIN_S", 0.1)
+    run = start(WAIT)
+    run.wait_for("[1] at 2")
+    run.hosts[1].die()
+    error = run.result.exception(60)
+    assert isinstance(error, ScriptError)
+    assert "the processes on node-1-0 are gone: its node died" in str(error)
+
+
+LEAVE = """
+import os, signal, sys, time
+def leave(*_):
+    print("saved", flush=True)
+    sys.exit(1)
+signal.signal(signal.SIGTERM, leave)
+print("at", os.environ["WORLD_SIZE"], flush=True)
+while os.environ["RAYTIDE_ATTEMPT"] == "1":
+    time.sleep(0.05)
+"""
+
+
+def test_a_notice_lets_the_script_save_before_it_moves(start: Start) -> None:
+    run = start(LEAVE)
+    run.wait_for("[0] at 2")
+    run.wait_for("[1] at 2")
+    leaving = replace(member(1), state=MemberState.LEAVING, leaves_at_s=run.clock.now_s() + 120.0)
+    run.platform.tell(replace(TWO, epoch=2, members=(member(0), leaving)))
+    assert "[1] saved" not in run.said, "two minutes are more than its grace"
+    run.clock.advance(95.0)
+    run.wait_for("[0] saved")
+    run.wait_for("[1] saved")
+    run.platform.tell(replace(TWO, epoch=3, members=(member(0), member(1, 1))))
+    run.result.result(60)
+    assert "raytide: node-1-0 has to be left; it is started again" in run.said
+
+
+def test_an_elastic_script_takes_in_a_member_that_came_back(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script, "GROW_AFTER_S", 0.0)
+    run = start(LEAVE, replace(TWO, members=(member(0), Member(1))))
+    run.wait_for("at 1")
+    run.platform.tell(replace(TWO, epoch=2))
+    run.result.result(60)
+    assert run.said.count("[1] at 2") == 1
+
+
+def test_a_lease_that_is_over_ends_the_processes(start: Start) -> None:
+    run = start(WAIT)
+    run.wait_for("[1] at 2")
+    run.platform.tell(LeaseLostError("job-1 is stopped"))
+    assert isinstance(run.result.exception(60), LeaseLostError)
+    assert all(process.poll() is not None for host in run.hosts for process in host.processes._running.values())

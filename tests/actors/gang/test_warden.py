@@ -1,0 +1,60 @@
+"""Nothing of a script outlives its owner, and its end is told as it was."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from raytide.actors.gang import warden
+
+STUBBORN = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, lambda *_: print("asked to end", flush=True))
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(child.pid, flush=True)
+while True:
+    time.sleep(600)
+"""
+
+
+def guarded(folder: Path, *command: str) -> subprocess.Popen[str]:
+    folder.mkdir(exist_ok=True)
+    return subprocess.Popen(
+        [sys.executable, str(Path(warden.__file__).resolve()), str(folder), *command],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"), [("pass", 0), ("raise SystemExit(3)", 3), ("import os; os.kill(os.getpid(), 9)", 137)]
+)
+def test_it_ends_as_the_command_did(tmp_path: Path, code: str, expected: int) -> None:
+    with guarded(tmp_path / "there", sys.executable, "-c", code) as process:
+        assert process.wait(60) == expected
+    assert (tmp_path / "there").exists(), "its owner still wants to look"
+
+
+def test_a_command_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with guarded(tmp_path / "there", "no-such-command") as process:
+        assert process.communicate()[0] == "cannot start no-such-command: No such file or directory\n"
+        assert process.returncode == warden.NOT_STARTED
+
+
+def test_an_owner_that_is_gone_takes_everything_with_it(tmp_path: Path) -> None:
+    with guarded(tmp_path / "there", sys.executable, "-c", STUBBORN) as process:
+        assert process.stdin is not None and process.stdout is not None
+        child = psutil.Process(int(process.stdout.readline()))
+        process.send_signal(15)
+        assert process.stdout.readline() == "asked to end\n"
+        process.stdin.close()
+        assert process.wait(60) == 137
+        gone, alive = psutil.wait_procs([child], timeout=30)
+        assert (gone, alive) == ([child], [])
+    assert not (tmp_path / "there").exists()

@@ -1,0 +1,159 @@
+"""`raytide run`: what a user may write, and what is printed while the script runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from raytide.cli.app import app
+from raytide.control.client import Client
+from raytide.control.views import JobView, Waiting
+from raytide.core.errors import ConfigError, RaytideError, UsageError
+from raytide.core.gang import Shape
+from raytide.core.job import Job, JobKind, JobSpec, JobState
+from raytide.script import between, command_of, pairs_of, shape, shape_of
+
+runner = CliRunner()
+
+
+class Desk(Client):
+    """Takes the submission; each look at the job finds the next of its states and what it printed by then."""
+
+    def __init__(self, *looks: tuple[JobState, str]) -> None:
+        super().__init__("http://127.0.0.1:9", "")
+        self.looks, self.specs, self.packages = list(looks), [], []
+
+    def upload(self, package: bytes) -> str:
+        self.packages.append(package)
+        return "0" * 64
+
+    def submit(self, spec: JobSpec, *, key: str | None = None) -> JobView:
+        self.specs.append(spec)
+        return self._view(JobState.QUEUED)
+
+    def job(self, job_id: str) -> JobView:
+        state, self.printed = self.looks.pop(0)
+        return self._view(state)
+
+    def logs(self, job_id: str) -> str:
+        return self.printed
+
+    def _view(self, state: JobState) -> JobView:
+        reason = "rank 0 on node-1 ended with exit code 3" if state is JobState.FAILED else ""
+        job = Job("job-1", self.specs[-1], "ana", state, 0.0, reason=reason)
+        waiting = Waiting("capacity", "it needs 2 x (8 GPU).") if state is JobState.QUEUED else None
+        return JobView(job, None, 0, 0, waiting=waiting)
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("raytide.cli.run._FOLLOW_S", 0.0)
+    (tmp_path / "train.py").write_text("pass\n")
+    return tmp_path / "train.py"
+
+
+@pytest.fixture
+def desk(monkeypatch: pytest.MonkeyPatch) -> Desk:
+    desk = Desk((JobState.QUEUED, ""), (JobState.RUNNING, "step 1\n"), (JobState.SUCCEEDED, "step 1\nstep 2\n"))
+    monkeypatch.setattr(Client, "find", lambda _: desk)
+    return desk
+
+
+def test_the_output_is_followed_and_the_wait_goes_to_stderr(script: Path, desk: Desk) -> None:
+    done = runner.invoke(app, ["run", "train.py"])
+    assert (done.exit_code, done.stdout) == (0, "step 1\nstep 2\n")
+    assert "it needs 2 x (8 GPU)." in done.stderr
+
+
+def test_a_failed_script_is_a_failed_command(script: Path, desk: Desk) -> None:
+    desk.looks = [(JobState.FAILED, "boom\n")]
+    done = runner.invoke(app, ["run", "train.py"])
+    assert (done.exit_code, done.stdout) == (1, "boom\n")
+    assert "exit code 3" in done.stderr
+
+
+def test_options_before_the_script_are_raytides_and_those_after_it_the_scripts(script: Path, desk: Desk) -> None:
+    args = "run --gpus 8 --nodes 1:2 --env A=b=c --select ray.io/market-type=spot --nproc-per-node gpu --retries 2"
+    runner.invoke(app, [*args.split(), "train.py", "--gpus", "1", "--lr", "3"], catch_exceptions=False)
+    (spec,) = desk.specs
+    assert spec.kind is JobKind.SCRIPT
+    assert (spec.name, spec.gives_way) == ("train", False)
+    labels = {"ray.io/market-type": "spot"}
+    assert spec.gang.shapes == (Shape(members=2, min_members=1, resources={"GPU": 8.0}, labels=labels),)
+    assert spec.config["command"] == ["python", "train.py", "--gpus", "1", "--lr", "3"]
+    assert spec.config["env"] == {"A": "b=c"}
+    assert (spec.config["nproc_per_node"], spec.config["retries"], spec.config["package"]) == ("gpu", 2, "0" * 64)
+
+
+def test_no_wait_says_how_to_follow(script: Path, desk: Desk) -> None:
+    assert "raytide logs -f job-1" in runner.invoke(app, ["run", "--no-wait", "train.py"]).stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("GPU:8", Shape(members=1, min_members=1, resources={"GPU": 8})),
+        ("2xGPU:8,CPU:16", Shape(members=2, min_members=2, resources={"GPU": 8, "CPU": 16})),
+        (
+            "1:4xCPU:0.5@zone=a,type=b",
+            Shape(members=4, min_members=1, resources={"CPU": 0.5}, labels={"zone": "a", "type": "b"}),
+        ),
+    ],
+)
+def test_a_shape_in_one_word(text: str, expected: Shape) -> None:
+    assert shape_of(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "2x", "GPU", "GPU:many", "2xGPU:8@zone", "4:2xGPU:1", "GPU:-1"])
+def test_what_is_no_shape_is_said_so(text: str) -> None:
+    with pytest.raises(UsageError):
+        shape_of(text)
+
+
+def test_nothing_asked_for_is_one_cpu_and_gpus_come_without() -> None:
+    assert shape().resources == {"CPU": 1.0}
+    assert shape(gpus=2).resources == {"GPU": 2.0}
+    assert shape(gpus=2, cpus=4).resources == {"GPU": 2.0, "CPU": 4.0}
+    with pytest.raises(ConfigError):
+        shape(cpus=0)
+
+
+@pytest.mark.parametrize("text", ["two", "1:", "1:x", ":2", "-1"])
+def test_a_number_of_nodes_that_is_none(text: str) -> None:
+    with pytest.raises(UsageError, match="--nodes"):
+        between(text, "--nodes")
+
+
+@pytest.mark.parametrize("text", ["A", "=b"])
+def test_a_variable_without_a_value_or_a_name(text: str) -> None:
+    with pytest.raises(UsageError, match="KEY=VALUE"):
+        pairs_of([text], "--env")
+
+
+def test_what_runs_on_the_members(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "train.py").write_text("")
+    tool = tmp_path / "a" / "tool"
+    tool.write_text("#!/bin/sh\n")
+    assert command_of(str(tmp_path / "a" / "train.py"), ["-x"], tmp_path) == ("python", "a/train.py", "-x")
+    assert command_of("python", ["-m", "mine"], tmp_path) == ("python", "-m", "mine")
+    with pytest.raises(UsageError, match="cannot be executed"):
+        command_of(str(tool), [], tmp_path)
+    tool.chmod(0o755)
+    assert command_of(str(tool), [], tmp_path) == ("./a/tool",)
+
+
+@pytest.mark.parametrize("script", ["gone.py", "no-such-command", "./gone"])
+def test_a_script_that_is_not_there_is_refused_before_anything_is_sent(script: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="neither a file nor a command"):
+        command_of(script, [], tmp_path)
+
+
+def test_a_script_outside_of_what_is_uploaded_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "other").mkdir()
+    with pytest.raises(RaytideError, match="not below the working directory"):
+        command_of(str(tmp_path / "train.py"), [], tmp_path / "other")

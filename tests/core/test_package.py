@@ -1,0 +1,78 @@
+"""A working directory that travels with a job."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from raytide.core import package
+from raytide.core.errors import DataError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "work"
+    (folder / "lib").mkdir(parents=True)
+    (folder / "train.py").write_text("print('hello')\n")
+    (folder / "lib" / "part.py").write_text("x = 1\n")
+    (folder / "run.sh").write_text("#!/bin/sh\n")
+    (folder / "run.sh").chmod(0o755)
+    return folder
+
+
+def below(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def test_what_is_packed_is_unpacked_and_can_be_run(folder: Path, tmp_path: Path) -> None:
+    package.unpack(package.pack(folder), tmp_path / "there")
+    assert below(tmp_path / "there") == ["lib/part.py", "run.sh", "train.py"]
+    assert (tmp_path / "there" / "train.py").read_text() == "print('hello')\n"
+    assert os.access(tmp_path / "there" / "run.sh", os.X_OK)
+    assert not os.access(tmp_path / "there" / "train.py", os.X_OK)
+
+
+def test_the_same_files_are_the_same_package_at_any_time(folder: Path) -> None:
+    before = package.digest_of(package.pack(folder))
+    os.utime(folder / "train.py", (1, 1))
+    assert package.digest_of(package.pack(folder)) == before
+    (folder / "train.py").write_text("print('other')\n")
+    assert package.digest_of(package.pack(folder)) != before
+
+
+def test_histories_caches_and_what_the_user_names_stay_behind(folder: Path, tmp_path: Path) -> None:
+    for name in (".git/HEAD", "lib/__pycache__/part.cpython.pyc", "data/big.bin", "lib/notes.log"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("x")
+    package.unpack(package.pack(folder, ("data", "lib/*.log")), tmp_path / "there")
+    assert below(tmp_path / "there") == ["lib/part.py", "run.sh", "train.py"]
+
+
+def test_links_are_followed_and_a_circle_ends(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / "common.py").write_text("y = 2\n")
+    (folder / "shared").symlink_to(tmp_path / "shared")
+    (folder / "lib" / "circle").symlink_to(folder)
+    (folder / "gone").symlink_to(tmp_path / "nowhere")
+    package.unpack(package.pack(folder), tmp_path / "there")
+    assert below(tmp_path / "there") == ["lib/part.py", "run.sh", "shared/common.py", "train.py"]
+
+
+def test_a_large_file_is_named_with_what_to_do(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(package, "MOST_FILE_BYTES", 1000)
+    (folder / "lib" / "model.bin").write_bytes(os.urandom(1001))
+    with pytest.raises(DataError, match=r"lib/model\.bin") as caught:
+        package.pack(folder)
+    assert "--exclude 'lib/model.bin'" in caught.value.hint
+    package.pack(folder, ("*.bin",))
+
+
+def test_too_much_in_all_and_no_directory_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DataError, match="no directory"):
+        package.pack(folder / "train.py")
+    monkeypatch.setattr(package, "MOST_BYTES", 1000)
+    (folder / "noise").write_bytes(os.urandom(2000))
+    with pytest.raises(DataError, match="too large"):
+        package.pack(folder)

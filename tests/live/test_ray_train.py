@@ -1,0 +1,84 @@
+"""Ray Train and Ray Data on the session's cluster: through the queue, and without a lease."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import raytide as rt
+from raytide.control.embedded import LocalCluster
+from raytide.core.job import JobKind, JobState
+
+pytestmark = pytest.mark.cluster
+
+DRIVER = Path(__file__).parent / "ray_train_driver.py"
+DATA = """
+import ray
+ray.init()
+print(ray.data.range(8).map_batches(lambda batch: batch, num_gpus=1, batch_size=4).take_all())
+"""
+
+
+@contextmanager
+def driver(live: LocalCluster, *command: str) -> Iterator[subprocess.Popen[str]]:
+    """A driver of the user's on the head."""
+    process = subprocess.Popen(
+        [sys.executable, *command],
+        env={**os.environ, **live.environment(), **live.ray_access},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_torch_trainer_waits_in_the_queue_and_runs_inside_its_lease(
+    live: LocalCluster, tide: rt.Tide, tmp_path: Path, eventually: Callable[..., None]
+) -> None:
+    with driver(live, str(DRIVER), "leased", str(tmp_path)) as process:
+        said, _ = process.communicate(timeout=180)
+    assert process.returncode == 0, said[-3000:]
+    (line,) = [line for line in said.splitlines() if line.startswith("trained")]
+    _, total, node, group = line.split()
+    assert float(total) == 3.0
+    (run,) = (run for run in tide.jobs() if run.view.job.spec.name == "leased")
+    assert (run.view.job.spec.kind, run.refresh().state) == (JobKind.GANG, JobState.SUCCEEDED)
+    plans = tide.client.plans(limit=1000)
+    actions = [action for plan in plans for action in plan["actions"]]
+    assigned = {action["node_id"] for action in actions if action["action"] == "assign" and lease_of(action, run)}
+    bought = {action["subject"] for action in actions if action["action"] == "launch" and action["node_id"] == node}
+    assert node in assigned
+    assert bought <= {f"lease-{number}" for number in range(10_000)}
+    assert group
+    eventually(lambda: run.refresh().view.lease is None or not run.view.lease.usable)
+
+
+def lease_of(action: dict[str, str], run: rt.Run) -> bool:
+    lease = run.view.lease
+    return lease is not None and action["lease_id"] == lease.id
+
+
+def test_a_plain_trainer_and_a_ray_data_job_that_ask_for_gpus_buy_no_gpu_node_and_why_says_so(
+    live: LocalCluster, tide: rt.Tide, tmp_path: Path, eventually: Callable[..., None]
+) -> None:
+    eventually(lambda: not any(node.type == "gpu8" for node in tide.status().nodes))
+    before = {node.id for node in tide.status().nodes}
+    with driver(live, str(DRIVER), "plain", str(tmp_path)), driver(live, "-c", DATA):
+        eventually(lambda: "2 x (4 GPU)" in tide.client.why("unmanaged").reason)
+        eventually(lambda: "(1 GPU)" in tide.client.why("unmanaged").reason)
+        why = tide.client.why("unmanaged")
+        assert why.constraint == "cap"
+        assert "it may buy 1 nodes without a GPU (metadata.raytide.unmanaged)" in why.reason
+        assert "Submit it as a job" in why.remedy
+        assert not any(node.type == "gpu8" for node in tide.status().nodes if node.id not in before)
+    eventually(lambda: tide.client.why("unmanaged").constraint == "")

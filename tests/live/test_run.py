@@ -1,0 +1,71 @@
+"""`raytide run` on real raylets: torch over two nodes, a node that dies, a stop."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.cluster_fixture import kill_raylet
+
+import raytide as rt
+from raytide.control.embedded import LocalCluster
+from raytide.core.job import JobKind, JobState
+
+pytestmark = pytest.mark.cluster
+
+TORCH = """
+import torch
+import torch.distributed as dist
+from helper import name
+
+dist.init_process_group("gloo")
+total = torch.tensor([dist.get_rank() + 1.0])
+dist.all_reduce(total)
+print(name, int(total.item()), "of", dist.get_world_size(), flush=True)
+dist.destroy_process_group()
+"""
+
+STAY = """
+import os, time
+print("attempt", os.environ["RAYTIDE_ATTEMPT"], "pid", os.getpid(), flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_plain_torch_script_runs_over_two_nodes(
+    raytide_cli: Callable[..., subprocess.CompletedProcess[str]], tide: rt.Tide, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(TORCH)
+    (tmp_path / "helper.py").write_text("name = 'sum'\n")
+    args = ("run", "--nodes", "2", "--cpus", "1", "--working-dir", str(tmp_path), "--name", "torch")
+    done = raytide_cli(*args, str(tmp_path / "train.py"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {"[0] sum 3 of 2", "[1] sum 3 of 2"} <= set(done.stdout.splitlines()), done.stdout
+    (run,) = (run for run in tide.jobs() if run.view.job.spec.name == "torch")
+    assert (run.view.job.spec.kind, run.state) == (JobKind.SCRIPT, JobState.SUCCEEDED)
+    assert run.cost_usd > 0
+
+
+def test_a_script_outlives_a_dead_node_and_its_processes_end_when_it_is_stopped(
+    live: LocalCluster, tide: rt.Tide, tmp_path: Path, eventually: Callable[..., None]
+) -> None:
+    (tmp_path / "stay.py").write_text(STAY)
+    run = tide.run(tmp_path / "stay.py", nodes=2, working_dir=tmp_path)
+
+    def pids(attempt: int) -> list[int]:
+        lines = [line.split() for line in run.logs().splitlines() if f"attempt {attempt} pid" in line]
+        return [int(line[-1]) for line in lines]
+
+    eventually(lambda: len(pids(1)) == 2)
+    lease = run.refresh().view.lease
+    assert lease is not None
+    kill_raylet(live, lease.usable[1].node_id)
+    eventually(lambda: len(pids(2)) == 2)
+    assert not any(psutil.pid_exists(pid) for pid in pids(1))
+    assert run.refresh().view.job.restarts == 0
+    run.stop()
+    eventually(lambda: run.refresh().state is JobState.STOPPED)
+    eventually(lambda: not any(psutil.pid_exists(pid) for pid in pids(2)))
