@@ -21,7 +21,7 @@ import torch
 
 from raytide.core.config import environment
 
-__all__ = ["Library", "build", "library"]
+__all__ = ["Library", "build", "compiler", "library"]
 
 _log = logging.getLogger(__name__)
 
@@ -82,6 +82,11 @@ def library() -> Library | None:
         return None
 
 
+def compiler() -> str | None:
+    """The C compiler of this machine."""
+    return next(filter(None, map(shutil.which, _COMPILERS)), None)
+
+
 def build(folder: Path) -> Path:
     """The library's file in `folder`. Raises OSError or SubprocessError.
 
@@ -91,15 +96,14 @@ def build(folder: Path) -> Path:
     path = folder / f"raytide-{_key(sources)}.so"
     if _is_whole(path):
         return path
-    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
-    if compiler is None:
+    if (found := compiler()) is None:
         raise FileNotFoundError(f"none of {', '.join(_COMPILERS)} is installed")
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         fresh = Path(scratch) / "built.so"
         units = [str(source) for source in sources if source.suffix == ".c"]
         subprocess.run(
-            [compiler, *_FLAGS, *units, "-o", str(fresh), "-lm"],
+            [found, *_FLAGS, *units, "-o", str(fresh), "-lm"],
             check=True,
             capture_output=True,
             text=True,

@@ -6,10 +6,11 @@ import pytest
 import torch
 from tests.kernels.test_compiled_operators import DTYPES, close, random
 
-from raytide.kernels import amx, compiled, cpu, ref
+from raytide.kernels import amx, compiled, cpu, library, ref
 from raytide.kernels.registry import ops_for
 
-needs_both = pytest.mark.skipif(not (compiled.can_run() and cpu.can_pack()), reason="no C compiler or no oneDNN here")
+is_missing = library.compiler() is None or not cpu.can_pack()
+needs_both = pytest.mark.skipif(is_missing, reason="no C compiler or no oneDNN here")
 
 
 @needs_both

@@ -8,9 +8,9 @@ from tests.kernels.paged import batches, num_slots, paged_batch
 
 from raytide.kernels import compiled, ref
 from raytide.kernels.core import Activation, AttentionSpec, HeadNorms, Norm, PagedBatch, Rope
-from raytide.kernels.library import library
+from raytide.kernels.library import compiler
 
-pytestmark = pytest.mark.skipif(library() is None, reason="no C compiler here")
+pytestmark = pytest.mark.skipif(compiler() is None, reason="no C compiler here")
 
 DTYPES = [torch.float32, torch.bfloat16]
 SIZES = [16, 24, 32, 64, 80, 96, 128, 256]

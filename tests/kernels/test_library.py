@@ -12,7 +12,7 @@ import pytest
 from raytide.kernels import cpu, library, ref
 from raytide.kernels.registry import ops_for
 
-needs_compiler = pytest.mark.skipif(library.library() is None, reason="no C compiler here")
+needs_compiler = pytest.mark.skipif(library.compiler() is None, reason="no C compiler here")
 
 
 @pytest.fixture
