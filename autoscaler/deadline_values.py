@@ -34,14 +34,14 @@ class Values:
     step_s: float
     price_ratio: float
     """Spot price over on-demand price."""
-    max_slack: int
-    """In steps; more than that is taken for as much."""
+    max_left: int
+    """In steps; what is further from the deadline is taken for as far."""
 
     def at(self, mode: int, slack: float, work: float) -> Floats:
         """By market state, between the points of the table; `slack` and `work` in steps."""
         if work <= 0:
             return np.zeros(STATES)
-        slack = min(slack, self.max_slack)  # more slack than the table has is worth no less
+        slack = min(slack, self.max_left - np.ceil(work - 1e-9) - 1)  # more slack is worth no less
         low, first = int(np.floor(slack + 1e-9)), int(np.floor(work + 1e-9))
         right, ahead = max(0.0, slack - low), max(0.0, work - first)
         corners = [(low, first), (low, first + 1), (low + 1, first), (low + 1, first + 1)]
@@ -51,18 +51,18 @@ class Values:
         return np.asarray(np.asarray(weights) @ self.cost[lefts, mode, :, works])
 
 
-def solve(market: Market, *, slack_s: float, work_s: float, restart_s: float, price_ratio: float) -> Values:
-    """The table for every state with at most this work left, and for slack up to this."""
-    slacks, works = int(np.ceil(slack_s / restart_s)) + 1, int(np.ceil(work_s / restart_s)) + 1
+def solve(market: Market, *, left_s: float, work_s: float, restart_s: float, price_ratio: float) -> Values:
+    """The table for every state with at most so long until the deadline, and at most so much work left."""
+    lefts, works = int(np.ceil(left_s / restart_s)) + 2, int(np.ceil(work_s / restart_s)) + 1
     kept, moved = _transitions(market, restart_s)
-    cost = np.full((slacks + works + 1, 3, STATES, works + 1), INFEASIBLE, dtype=np.float32)
+    cost = np.full((lefts + 1, 3, STATES, works + 1), INFEASIBLE, dtype=np.float32)
     work = np.arange(works + 1)
-    for left in range(slacks + works + 1):
+    for left in range(lefts + 1):
         now = cost[left]
         now[:, :, 0] = 0
         if left:
             _step(now, cost[left - 1], kept, moved, left - work, price_ratio)
-    return Values(cost, market.zone_hazard, kept, moved, restart_s, price_ratio, slacks - 1)
+    return Values(cost, market.zone_hazard, kept, moved, restart_s, price_ratio, lefts)
 
 
 def _step(

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from raytide.autoscaler import endpoints
 from raytide.autoscaler.draft import Draft, Seating
 from raytide.core.clock import utc
 from raytide.core.coming import Ask, Coming
-from raytide.core.fleet import NodeState, NodeType
+from raytide.core.fleet import Market, NodeState, NodeType
 from raytide.core.gang import Lease, LeaseState, MemberState, Shape
 from raytide.core.plan import Requeue, Unassign, Wait
 from raytide.core.replicas import is_replica, replica_shape
+from raytide.core.room import Placements
 from raytide.core.shortfall import Shortfall, amounts
 from raytide.core.snapshot import Demand
+from raytide.core.stance import Stance, bound
 
 UNMANAGED = "unmanaged"
 
@@ -46,22 +50,56 @@ def seat_leases(draft: Draft) -> None:
 def _seat_lease(draft: Draft, lease: Lease) -> None:
     """Nodes for the members that have none: all that are needed for its minimum or none, beyond it what can be had."""
     waiting = tuple(member for member in lease.members if member.state is MemberState.WAITING)
+    stance = draft.snapshot.stances.get(lease.job_id)
     if not waiting:
-        _say_starting(draft, lease)
+        if stance is None or not _turns_around(draft, lease, stance):
+            _say_starting(draft, lease)
     else:
         needed = max(0, lease.shape.at_least - lease.held)
-        subject, shape = f"gang {lease.job_id}", _where_the_rest_is(draft, lease)
-        placed = draft.room.place(shape, len(waiting), at_least=needed, subject=subject)
+        subject, shapes = f"gang {lease.job_id}", bound([_where_the_rest_is(draft, lease)], stance)
+        if stance is not None and not shapes:
+            draft.wait(lease.job_id, Shortfall("deadline", f"{subject} {stance.reason}.", "Nothing to do."))
+            return
+        shape, placed = _first_that_fits(draft, shapes, len(waiting), needed, subject)
         if isinstance(placed, Shortfall):
             draft.wait(lease.job_id, placed)
             if not _stands(lease) and not _is_vacated_for(draft, shape, len(waiting), needed):
                 _give_back(draft, lease, placed)
             return
         why = f"{subject} needs {len(waiting)} x ({amounts(lease.shape)})"
+        why += f" ({stance.reason})" if stance is not None else ""
         draft.seat(Seating(lease.id, why, placed, lease, waiting))
         if rest := len(waiting) - len(placed):
             draft.wait(lease.job_id, draft.room.why_not(shape, rest, f"the rest of {subject}"))
     _replace_leaving(draft, lease)
+
+
+def _first_that_fits(
+    draft: Draft, shapes: Sequence[Shape], count: int, needed: int, subject: str
+) -> tuple[Shape, Placements | Shortfall]:
+    """Of some shapes, the best first; when none fits, why the first does not."""
+    tried = []
+    for shape in shapes:
+        placed = draft.room.place(shape, count, at_least=needed, subject=subject)
+        if placed and not isinstance(placed, Shortfall):
+            return shape, placed
+        tried.append((shape, placed))
+    return tried[0]
+
+
+def _turns_around(draft: Draft, lease: Lease, stance: Stance) -> bool:
+    """A gang that still waits for spot nodes leaves them when it had better be on demand by now, and can be."""
+    market = {view.node.id: view.node.market for view in draft.snapshot.nodes}
+    seated = [member for member in lease.members if member.state is MemberState.ASSIGNED]
+    is_on_spot = any(market.get(member.node_id) is Market.SPOT for member in seated)
+    if _stands(lease) or not is_on_spot or stance.markets[:1] != (Market.ON_DEMAND,):
+        return False
+    shape = bound([lease.shape], stance)[0]
+    if isinstance(draft.room.copy().place(shape, lease.shape.at_least, subject=""), Shortfall):
+        return False
+    reason = f"its job is {stance.reason}"
+    draft.actions += [Unassign(lease.id, member.index, member.node_id, reason) for member in seated]
+    return True
 
 
 def _replace_leaving(draft: Draft, lease: Lease) -> None:
@@ -73,12 +111,14 @@ def _replace_leaving(draft: Draft, lease: Lease) -> None:
     leaving = [member for member in leaving if member.node_id in draining]
     if not leaving:
         return
-    shape = _where_the_rest_is(draft, lease)
-    placed = draft.room.place(shape, len(leaving), at_least=0, subject=f"gang {lease.job_id}")
+    subject, stance = f"gang {lease.job_id}", draft.snapshot.stances.get(lease.job_id)
+    if not (shapes := bound([_where_the_rest_is(draft, lease)], stance)):
+        return
+    _, placed = _first_that_fits(draft, shapes, len(leaving), 0, subject)
     if not isinstance(placed, Shortfall):
         node = draining[leaving[0].node_id]
         when = f" at {utc(node.drain_deadline_s)}" if node.drain_deadline_s is not None else ""
-        why = f"gang {lease.job_id} loses {', '.join(member.node_id for member in leaving)}{when}"
+        why = f"{subject} loses {', '.join(member.node_id for member in leaving)}{when}"
         draft.seat(Seating(lease.id, why, placed))
 
 

@@ -18,6 +18,9 @@ AGES_S = (0.0, 900.0, 1800.0, 3600.0, 7200.0, 14400.0, 28800.0, 57600.0)
 BANDS = len(AGES_S)
 HALF_LIFE_S = 7 * 86400.0
 """What was seen so long ago counts half."""
+LEARN_EVERY_S = 6 * 3600.0
+LEARN_GROWTH = 1.1
+"""What was seen is put into rates anew after so long, or when so many times the ends were seen."""
 PRIOR_EVENTS = 1.0
 """The prior of each band weighs as much as so many ends of spells."""
 _PRIOR_SCALE_S = 1800.0
@@ -70,6 +73,7 @@ class Spells:
         self._held_seconds = np.zeros(BANDS)
         self._found = np.zeros(BANDS)
         self._gone_seconds = np.zeros(BANDS)
+        self._learned: tuple[float, int, Market] | None = None
 
     def observe(self, at_s: float, up: Sequence[bool] | NDArray[np.bool_]) -> None:
         """Which zones can be had now. Calls come in order of time; a state holds until the next call."""
@@ -91,7 +95,17 @@ class Spells:
         """How long each zone has been as it is."""
         return np.asarray(self.at_s - self.since_s)
 
+    def learned(self, at_s: float) -> Market:
+        """The same as before while there is little news: what follows from it takes long to work out."""
+        if self._learned is not None:
+            since_s, ends, market = self._learned
+            if at_s - since_s < LEARN_EVERY_S and self.ends <= LEARN_GROWTH * ends:
+                return market
+        self._learned = (at_s, self.ends, self.market())
+        return self._learned[2]
+
     def market(self) -> Market:
+        """The rates by all that was seen."""
         prior = PRIOR_EVENTS * self._weight
         switches = self._switched.sum(axis=1)
         ends = self._lost + switches

@@ -13,6 +13,7 @@ from raytide.actors.trainer.budget import Budget, smaller
 from raytide.actors.trainer.core import Beat, RunResult, StepResult
 from raytide.actors.trainer.crew import Crew, Hand
 from raytide.actors.trainer.generation import Ending, Generation
+from raytide.actors.trainer.pace import Pace
 from raytide.actors.trainer.record import Record
 from raytide.actors.trainer.recovery import Recovery
 from raytide.actors.trainer.remote import RayWorker, Start
@@ -61,6 +62,7 @@ class _Driver:
         """Those that were seated last."""
         self.recovery: Recovery | None = None
         """From the end of a generation until the next step."""
+        self.pace = Pace(record.step_s)
 
     def run(self) -> None:
         while True:
@@ -124,8 +126,11 @@ class _Driver:
             self.record.recovered(float(told["seconds"]), self.recovery.steps_lost(new[0]))
             self.record.event("recovered", **told)
             self.recovery = None
+            self.pace.rest()
         self.budget.reached(new[-1].step)
-        tokens_per_s = sum(step.tokens for step in new) / max(sum(step.step_s for step in new), 1e-9)
+        worked_s = sum(step.step_s for step in new)
+        self.pace.stepped(len(new), time.monotonic(), worked_s)
+        tokens_per_s = sum(step.tokens for step in new) / max(worked_s, 1e-9)
         self.reporter.send(self._progress(new[-1].world, tokens_per_s))
 
     def _account(self, ending: Ending) -> None:
@@ -168,4 +173,7 @@ class _Driver:
         }
         if record.loss is not None:
             progress["loss"] = round(record.loss, 6)
+        if (step_s := self.pace.step_s) is not None:
+            progress["left_s"] = round((self.spec.steps - record.steps) * step_s, 3)
+            progress["redo_s"] = round(self.spec.checkpoint_every * step_s, 3)
         return progress

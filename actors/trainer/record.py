@@ -47,6 +47,8 @@ class Record:
         self.first_loss: float | None = None
         self.loss: float | None = None
         self.recovery_s = 0.0
+        self.step_s: float | None = None
+        """Of the last step of the run so far that was written down before this driver."""
         self._go_on()
         self._log = StepLog(spec, clock) if logs_steps else None
         self.mlflow = MlflowRun(spec, spec.mlflow, clock) if spec.mlflow is not None else None
@@ -109,7 +111,8 @@ class Record:
             _drop_torn_line(file)
         lines = metrics.read_text().splitlines() if metrics.exists() else []
         if lines:
-            self.steps = int(json.loads(lines[-1])["step"])
+            last = json.loads(lines[-1])
+            self.steps, self.step_s = int(last["step"]), last.get("step_s")
             self.first_loss, self.loss = _first_loss(lines), _first_loss(reversed(lines))
 
 

@@ -111,13 +111,16 @@ class Run:
 
 
 def explain(view: JobView) -> str:
-    """One line of plain words: the state, its reason, what it waits for and what would help."""
+    """One line of plain words: the state, its reason, what it waits for and what would help, and its deadline."""
     job, waiting = view.job, view.waiting
     parts = [f"{job.id} is {job.state}"]
     if view.position is not None:
         parts.append(f"number {view.position} in the queue")
     text = ", ".join(parts) + "."
+    due = "" if view.stance is None else f"Deadline: {view.stance.reason}."
     if waiting is not None and not job.is_final:
         soon = "" if waiting.wait_s is None else f"It starts in {ago(waiting.wait_s)} or so, if nothing else comes."
-        return " ".join(part for part in (text, waiting.reason, waiting.remedy, soon) if part)
-    return f"{text} {job.reason}".strip()
+        due = "" if waiting.constraint == "deadline" else due
+        return " ".join(part for part in (text, waiting.reason, waiting.remedy, soon, due) if part)
+    reason = f"{job.reason}." if due and job.reason else job.reason
+    return " ".join(part for part in (text, reason, due) if part)

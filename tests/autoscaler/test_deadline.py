@@ -26,7 +26,7 @@ def values(spells: tuple[int, ...] = (), zones: int = 1) -> Values:
         for _ in range(ticks):
             learned.observe(tick * 300.0, [number % 2 == 0] * zones)
             tick += 1
-    return solve(learned.market(), slack_s=12 * HOUR_S, work_s=10 * HOUR_S, restart_s=RESTART_S, price_ratio=0.3)
+    return solve(learned.market(), left_s=22 * HOUR_S, work_s=10 * HOUR_S, restart_s=RESTART_S, price_ratio=0.3)
 
 
 def job(left_h: float, work_h: float, held: Held = None, starting_s: float = 0.0) -> DeadlineJob:
@@ -76,7 +76,7 @@ def test_the_zone_that_lived_longer_is_taken() -> None:
     learned = Spells(2)
     for tick in range(2000):
         learned.observe(tick * 900.0, [tick % 40 < 30, tick % 3 == 0])
-    table = solve(learned.market(), slack_s=12 * HOUR_S, work_s=10 * HOUR_S, restart_s=RESTART_S, price_ratio=0.3)
+    table = solve(learned.market(), left_s=22 * HOUR_S, work_s=10 * HOUR_S, restart_s=RESTART_S, price_ratio=0.3)
     assert decide(job(15, 10), [up(4), up(0.1)], table).held == 0
 
 

@@ -13,12 +13,14 @@ from typing import Literal
 
 from raytide.actors.gang.group import Group, GroupKey, WantedGroup
 from raytide.autoscaler import pools
+from raytide.autoscaler.deadline_jobs import outlooks
 from raytide.autoscaler.idle import IdleClock
 from raytide.autoscaler.providers.base import Machine
 from raytide.autoscaler.providers.fake import FakeProvider
 from raytide.autoscaler.ray_node import RayNode
 from raytide.autoscaler.risk import SpotRisk
 from raytide.autoscaler.slo_fleets import SloFleets
+from raytide.autoscaler.spot_watch import SpotWatch
 from raytide.control.apply import apply
 from raytide.control.decide import decide
 from raytide.control.observe import Book, advance, metered, snapshot
@@ -196,7 +198,7 @@ class Cluster:
         self.provider.world, self.provider.asked = self, Counter()
         self.ray = FakeRay(self.provider, self.types, self.clock)
         self.book = Book()
-        self.idle, self.risk, self.limits = IdleClock(), SpotRisk(), Limits()
+        self.idle, self.risk, self.spot, self.limits = IdleClock(), SpotRisk(), SpotWatch(), Limits()
         self.fleets = SloFleets()
         self.ongoing: dict[str, float] = {}
         self.silent: set[str] = set()
@@ -210,9 +212,11 @@ class Cluster:
         self.config = ClusterConfig(name="test", node_types=self.node_types, settings=settings)
         self.seen = Snapshot(at_s=self.clock.now_s(), node_types=self.node_types)
 
-    def submit(self, *shapes: Shape, form_timeout_s: float = 60.0) -> str:
+    def submit(self, *shapes: Shape, form_timeout_s: float = 60.0, **more: object) -> str:
+        """`more` goes into the job's spec."""
         number = len(self.book.jobs) + 1
-        spec = JobSpec(kind=JobKind.GANG, name="g", gang=GangSpec(shapes=shapes, form_timeout_s=form_timeout_s))
+        gang = GangSpec(shapes=shapes, form_timeout_s=form_timeout_s)
+        spec = JobSpec.parse({"kind": JobKind.GANG, "name": "g", "gang": gang, **more}, where="job")
         job = Job(f"job-{number}", spec, "me", JobState.QUEUED, self.clock.now_s())
         self.book.jobs[job.id] = job
         return job.id
@@ -238,7 +242,7 @@ class Cluster:
         self.ray.step()
         self._replicas_speak()
         if crash:
-            self.idle, self.risk, self.fleets = IdleClock(), SpotRisk(), SloFleets()
+            self.idle, self.risk, self.spot, self.fleets = IdleClock(), SpotRisk(), SpotWatch(), SloFleets()
         now_s = self.clock.now_s()
         book, look = _loaded(self.book), self._look()
         self._keep_jobs(book, now_s)
@@ -251,7 +255,10 @@ class Cluster:
         self.risk.observe(book.nodes.values(), now_s)
         quotes = self.risk.quotes(self.node_types, {}, now_s)
         self.seen = snapshot(book, look, self.idle, self.config, now_s)
-        self.seen = self.fleets.on(replace(self.seen, quotes=quotes, limits=self.limits), self.risk.hazard)
+        self.spot.observe(book.nodes.values(), now_s)
+        spot = outlooks(self.spot, self.seen)
+        seen = replace(self.seen, quotes=quotes, spot=spot, limits=self.limits)
+        self.seen = self.fleets.on(seen, self.risk.hazard)
         plan = decide(self.seen)
         if any(not isinstance(action, Wait) for action in plan.actions):
             self.watch(self.seen, plan.actions)

@@ -6,6 +6,8 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -19,11 +21,13 @@ from raytide.control.client import Client
 from raytide.control.closing import Closed
 from raytide.control.cluster import DEFAULT_CONFIG
 from raytide.control.rehearsal import Step
-from raytide.control.views import CostReport, JobView
+from raytide.control.views import CostReport, JobView, Waiting
 from raytide.core.errors import ConfigError, NotFoundError, RaytideError, UsageError
+from raytide.core.fleet import Market
 from raytide.core.gang import GangSpec, Shape
 from raytide.core.job import Job, JobKind, JobSpec, JobState
-from raytide.job_run import Run
+from raytide.core.stance import Stance
+from raytide.job_run import Run, explain
 from raytide.ledger.reconcile import Difference
 from raytide.tide import Tide
 
@@ -147,6 +151,35 @@ def test_a_followed_job_shows_its_numbers_and_where_the_result_is(
     jobs.follow(Run(client, view(JobState.QUEUED)), wait=True, json=False)
     shown = capsys.readouterr().out.splitlines()
     assert shown == ["job-1 running: step 1, loss 2.346", "job-1 is succeeded.", "train tiny: /out/model"]
+
+
+@pytest.mark.parametrize(
+    ("state", "at_s", "shown"),
+    [
+        (JobState.RUNNING, 400.0, "in 53m20s"),
+        (JobState.RUNNING, 3700.0, "1m40s late"),
+        (JobState.SUCCEEDED, 3000.0, "kept"),
+    ],
+)
+def test_ps_shows_how_long_there_is_until_a_deadline(state: JobState, at_s: float, shown: str) -> None:
+    gang = GangSpec(shapes=(Shape(resources={"CPU": 1}),))
+    spec = JobSpec.parse({"kind": "train", "name": "j", "gang": gang, "deadline": "1970-01-01T01:00Z"}, where="job")
+    job = Job("job-1", spec, "ana", state, 0.0, ended_at_s=at_s if state is JobState.SUCCEEDED else None)
+    assert jobs._due(job, at_s) == shown
+
+
+def test_a_deadline_without_a_zone_is_meant_where_it_is_said() -> None:
+    said = jobs.due("2026-11-22T08:00")
+    assert said is not None and datetime.fromisoformat(said) == datetime(2026, 11, 22, 8).astimezone()
+    assert (jobs.due("8h"), jobs.due(None)) == ("8h", None)
+
+
+def test_what_is_said_of_a_job_ends_with_how_its_deadline_stands() -> None:
+    stance = Stance((Market.SPOT,), False, 1.0, 1.0, 1.0, "on spot: 3.1 h of work")
+    assert explain(replace(view(JobState.RUNNING), stance=stance)).endswith("Deadline: on spot: 3.1 h of work.")
+    waits = Waiting("deadline", "it waits for spot: 3.1 h of work.", "Nothing to do: it starts in time.")
+    said = explain(replace(view(JobState.QUEUED), stance=stance, waiting=waits))
+    assert said.count("3.1 h of work") == 1
 
 
 def test_whoever_stops_following_is_told_that_the_job_goes_on(capsys: pytest.CaptureFixture[str]) -> None:

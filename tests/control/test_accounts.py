@@ -172,6 +172,7 @@ def test_why_says_what_the_last_decision_said(client: TestClient, store: Store, 
         "reason": "team red has no more.",
         "remedy": "Raise it.",
         "wait_s": 90.0,
+        "stance": None,
     }
 
 

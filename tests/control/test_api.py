@@ -22,10 +22,12 @@ from raytide.core.clock import VirtualClock
 from raytide.core.cluster import load_cluster
 from raytide.core.durable import write_json
 from raytide.core.endpoint import EndpointLoad, ReplicaLoad, Traffic
+from raytide.core.fleet import Market
 from raytide.core.gang import Lease, LeaseState, Member, MemberState
 from raytide.core.job import JobState
 from raytide.core.plan import Plan, Wait
 from raytide.core.signals import Signal
+from raytide.core.stance import Stance
 from raytide.core.state import Changes, Store
 
 LOCAL = Path(__file__).parents[2] / "platform" / "raytide" / "control" / "local.yaml"
@@ -113,6 +115,37 @@ class TestJobs:
         response = client.post("/v1/jobs", json={**GANG, "tema": "x"})
         assert response.status_code == 400
         assert "did you mean team" in error(response)["message"]
+
+    def test_a_deadline_from_now_is_a_moment_once_submitted_and_shown_with_what_it_means(
+        self, client: TestClient, tmp_path: Path
+    ) -> None:
+        asked = {**GANG, "deadline": "8h", "estimate_h": 3}
+        job = client.post("/v1/jobs", json=asked).json()["job"]
+        assert job["spec"]["deadline"] == "1970-01-01T08:16:40+00:00"
+        stance = Stance((Market.SPOT,), False, 29800.0, 11340.0, 17000.0, "on spot: 3.1 h of work")
+        write_json(tmp_path / "live.json", to_json(Live(1000.0, stances={job["id"]: stance})))
+        assert client.get(f"/v1/jobs/{job['id']}").json()["stance"]["reason"] == stance.reason
+        assert client.get(f"/v1/jobs/{job['id']}/why").json()["stance"]["markets"] == ["spot"]
+
+    def test_a_deadline_that_nobody_can_keep_is_refused(self, client: TestClient) -> None:
+        for deadline, words in (
+            ("2s", "it needs 3 h"),
+            ("1970-01-01T00:00Z", "is past"),
+            ("1970-01-02", "no time zone"),
+        ):
+            response = client.post("/v1/jobs", json={**GANG, "deadline": deadline, "estimate_h": 3})
+            assert response.status_code == 400 and words in error(response)["message"]
+
+    def test_a_job_that_was_late_is_tried_again_without_its_deadline(
+        self, client: TestClient, store: Store, clock: VirtualClock
+    ) -> None:
+        for deadline in ("1h", "3h"):
+            job = client.post("/v1/jobs", json={**GANG, "deadline": deadline}).json()["job"]["id"]
+            ended = replace(store.job(job), state=JobState.STOPPED, ended_at_s=clock.now_s())
+            store.commit(Changes(at_s=clock.now_s(), jobs=(ended,)))
+        clock.advance(2 * 3600.0)
+        again = [client.post(f"/v1/jobs/job-{n}/retry").json()["job"]["spec"]["deadline"] for n in (1, 2)]
+        assert again == [None, "1970-01-01T03:16:40+00:00"]
 
     def test_a_gang_that_no_node_type_can_hold_is_refused_at_once(self, client: TestClient) -> None:
         huge = {**GANG, "gang": {"shapes": [{"members": 1, "resources": {"GPU": 9}}]}}

@@ -12,6 +12,7 @@ from raytide.core.gang import GangSpec, Lease, LeaseState, Member, MemberState, 
 from raytide.core.job import Job, JobSpec, JobState
 from raytide.core.plan import Action, Admit, Plan, Preempt, Shrink, Wait
 from raytide.core.snapshot import NodeView, Snapshot
+from raytide.core.stance import Stance
 from raytide.core.team import Team, TeamSpec
 from raytide.jobs import job as jobs
 from raytide.jobs import leases
@@ -62,6 +63,7 @@ class Cluster:
     jobs: dict[str, Job] = field(default_factory=dict)
     leases: dict[str, Lease] = field(default_factory=dict)
     spent: dict[str, int] = field(default_factory=dict)
+    stances: dict[str, Stance] = field(default_factory=dict)
     admissions: list[tuple[float, str]] = field(default_factory=list)
 
     def submit(self, *shapes: Shape, **more: object) -> str:
@@ -80,6 +82,7 @@ class Cluster:
             leases=live,
             teams=self.teams,
             spent=self.spent,
+            stances=self.stances,
             next_node=self.nodes + 1,
             next_lease=len(self.leases) + 1,
         )

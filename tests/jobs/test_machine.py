@@ -128,7 +128,7 @@ class Queue(RuleBasedStateMachine):
     def _end_s(self, job_id: str) -> float:
         job = self.c.jobs[job_id]
         assert job.state in (JobState.RUNNING, JobState.ADMITTED)
-        left_s = self.lasts_s[job_id] - service.held_s(job, self.c.now_s)
+        left_s = self.lasts_s[job_id] - job.held_for_s(self.c.now_s)
         return self.c.now_s + left_s
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytide.jobs.order import LAST, LONGER, NEW, OVERDUE, SHORT, Claims, bands, ranked
+from raytide.jobs.order import LAST, LONGER, NEW, OVERDUE, SHORT, URGENT, Claims, bands, ranked
 from raytide.jobs.turn import turn
 from raytide.simulate.job_raytide import Counted
 
@@ -20,6 +20,7 @@ def claims(
     held: Sequence[int] = (),
     fixed: Sequence[int] = (),
     cooling: Sequence[int] = (),
+    urgent: Sequence[int] = (),
     priority: Sequence[int] | None = None,
     share: Sequence[float] | None = None,
     long_s: float = 0.0,
@@ -42,6 +43,7 @@ def claims(
         is_held=mask(held),
         gives_way=mask(held) & ~mask(fixed),
         is_cooling=mask(cooling),
+        is_urgent=mask(urgent),
         long_s=long_s,
     )
 
@@ -51,6 +53,14 @@ def holders(table: Claims, total: int) -> list[int]:
     turn(table, floor)
     assert float(table.gpus[floor.holds].sum()) == total - floor.free
     return sorted(np.flatnonzero(floor.holds).tolist())
+
+
+def test_who_has_no_time_to_lose_goes_first_in_its_class_and_gives_way_to_no_class() -> None:
+    rows = claims((1, 20, 2, 0), (1, 0, 0, 0), (1, 5, 2, 0), urgent=[0], priority=[0, 0, 1])
+    assert bands(rows).tolist() == [URGENT, NEW, SHORT]
+    assert ranked(rows).tolist() == [2, 0, 1]
+    assert holders(claims((1, 20, 2, 0), (1, 0, 0, 1), held=[0], priority=[0, 1]), 1) == [1]
+    assert holders(claims((1, 20, 2, 0), (1, 0, 0, 1), held=[0], urgent=[0], priority=[0, 1]), 1) == [0]
 
 
 def test_least_attained_service_goes_first_and_the_earlier_of_equals() -> None:

@@ -12,7 +12,7 @@ from raytide.core.fleet import Market, NodeType
 from raytide.core.job import JobState
 from raytide.core.snapshot import Pool, Snapshot
 from raytide.jobs.admit import GRACE_S
-from raytide.jobs.forward import left_s, starts_in_s
+from raytide.jobs.forward import starts_in_s
 
 H = {"ray.io/accelerator-type": "H100"}
 
@@ -154,7 +154,7 @@ def test_the_wait_is_what_those_that_run_have_left(step: int, wait_s: float) -> 
     c.step()
     c.step(100.0)
     c.jobs[first] = replace(c.jobs[first], progress={"step": step})
-    assert left_s(c.jobs[first], c.now_s) == wait_s
+    assert c.jobs[first].left_s(c.now_s) == wait_s
     second, third = c.submit(gpus(8)), c.submit(gpus(8))
     assert why(second, c.snapshot).wait_s == wait_s
     assert why(third, c.snapshot).wait_s is None, "nobody knows how long the second runs"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +15,7 @@ from raytide.control.client import Client
 from raytide.control.views import JobView
 from raytide.control.wire import to_json
 from raytide.core.clock import ago
-from raytide.core.job import JobState
+from raytide.core.job import Job, JobState
 from raytide.core.money import format_usd
 from raytide.job_run import Run, explain
 from raytide.tide import Tide
@@ -24,6 +25,17 @@ Spec = Annotated[Path, typer.Argument(help="A YAML file.")]
 Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Stay until it is over.")]
 Priority = Annotated[str, typer.Option(help="A class of metadata.raytide.priorities.")]
 BudgetUsd = Annotated[float | None, typer.Option(help="Dollars; it checkpoints and waits once it cost so much.")]
+Deadline = Annotated[
+    str | None,
+    typer.Option(
+        help="When it must be done: 8h, 1d12h, or 2026-11-22T08:00 (local time without a zone). It then runs on spot, "
+        "waits, or runs on demand, as is cheapest and in time."
+    ),
+]
+EstimateH = Annotated[
+    float | None,
+    typer.Option("--estimate", help="Hours of work on the whole gang, until the job itself says how far it is."),
+]
 _FOLLOW_S = 0.5
 
 
@@ -51,7 +63,7 @@ def _show(views: list[JobView], json: bool) -> None:
         return
     now = time.time()
     as_table(
-        ("JOB", "NAME", "KIND", "TEAM", "STATE", "POS", "AGE", "STEP", "COST", "PRICE", "WHY"),
+        ("JOB", "NAME", "KIND", "TEAM", "STATE", "POS", "AGE", "DUE", "STEP", "COST", "PRICE", "WHY"),
         [_row(view, now) for view in views],
     )
 
@@ -121,24 +133,38 @@ def data_build(
     budget: Annotated[
         float | None, typer.Option(help="Dollars; beyond it the build is not admitted again. What runs is not stopped.")
     ] = None,
+    deadline: Deadline = None,
+    estimate: EstimateH = None,
     wait: Wait = True,
     cluster: ClusterName = None,
     json: Json = False,
 ) -> None:
     """Build a token dataset from text."""
-    follow(Tide(Client.find(cluster)).data(spec, priority=priority, budget_usd=budget), wait, json)
+    job = {"priority": priority, "budget_usd": budget, "deadline": due(deadline), "estimate_h": estimate}
+    follow(Tide(Client.find(cluster)).data(spec, **job), wait, json)
 
 
 def train(
     spec: Spec,
     priority: Priority = "normal",
     budget: BudgetUsd = None,
+    deadline: Deadline = None,
+    estimate: EstimateH = None,
     wait: Wait = True,
     cluster: ClusterName = None,
     json: Json = False,
 ) -> None:
     """Train a model on a gang."""
-    follow(Tide(Client.find(cluster)).train(spec, priority=priority, budget_usd=budget), wait, json)
+    job = {"priority": priority, "budget_usd": budget, "deadline": due(deadline), "estimate_h": estimate}
+    follow(Tide(Client.find(cluster)).train(spec, **job), wait, json)
+
+
+def due(said: str | None) -> str | None:
+    """A date and time without a zone is meant where it is said."""
+    try:
+        return said if said is None else datetime.fromisoformat(said).astimezone().isoformat()
+    except ValueError:
+        return said  # a time from now; what it is not is said by the job's own check
 
 
 def follow(run: Run, wait: bool, json: bool) -> None:
@@ -182,6 +208,8 @@ def _row(view: JobView, now: float) -> tuple[object, ...]:
     until = job.ended_at_s if job.ended_at_s is not None else now
     step = job.progress.get("step", job.progress.get("stage", "-"))
     reason = view.waiting.reason if view.waiting is not None and not job.is_final else job.reason
+    if view.stance is not None and view.waiting is None:
+        reason = view.stance.reason
     return (
         job.id,
         job.spec.name,
@@ -190,11 +218,22 @@ def _row(view: JobView, now: float) -> tuple[object, ...]:
         job.state,
         view.position or "-",
         ago(until - job.submitted_at_s),
+        _due(job, now),
         step,
         format_usd(view.cost_micro_usd),
         format_usd(view.price_micro_usd_h) + "/h",
         reason.partition("\n")[0],
     )
+
+
+def _due(job: Job, now: float) -> str:
+    """How long there is, or by how much it was late."""
+    if (due_at_s := job.spec.due_at_s) is None:
+        return "-"
+    end_s = job.ended_at_s if job.ended_at_s is not None else now
+    if end_s > due_at_s:
+        return f"{ago(end_s - due_at_s)} late"
+    return "kept" if job.is_final else f"in {ago(due_at_s - now)}"
 
 
 def _short(value: float | int | str) -> str:

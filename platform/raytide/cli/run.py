@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from raytide.cli.jobs import BudgetUsd, Priority, Wait
+from raytide.cli.jobs import BudgetUsd, Deadline, EstimateH, Priority, Wait, due
 from raytide.cli.show import ClusterName, Json, as_json
 from raytide.control.client import Client
 from raytide.core.job import JobState
@@ -42,6 +42,8 @@ def run(
     priority: Priority = "normal",
     preemptible: Annotated[bool, typer.Option("--preemptible", help="It may be asked to give way.")] = False,
     budget: BudgetUsd = None,
+    deadline: Deadline = None,
+    estimate: EstimateH = None,
     wait: Wait = True,
     cluster: ClusterName = None,
     json: Json = False,
@@ -67,6 +69,8 @@ def run(
         priority=priority,
         preemptible=preemptible,
         budget_usd=budget,
+        deadline=due(deadline),
+        estimate_h=estimate,
     )
     try:
         if wait:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from raytide.autoscaler import pools
+from raytide.autoscaler.deadline_jobs import judged
 from raytide.autoscaler.idle import IdleClock
 from raytide.autoscaler.seating import UNMANAGED
 from raytide.autoscaler.traffic import Traffics
@@ -110,7 +111,7 @@ class Controller:
         )
         sums = self._store.books.spent([job.id for job in seen.jobs], month_of(to_us(now_s)))
         spent = Spent(*sums, self._store.census.held_longest_s(LAST_SHARE))
-        seen = with_accounts(seen, self._config, book.teams, spent)
+        seen = judged(with_accounts(seen, self._config, book.teams, spent))
         plan = decide(seen)
         settle(book, plan, self._node_types)
         if world.ray_nodes is not None:
@@ -180,6 +181,7 @@ class Controller:
                 if isinstance(a, Admit) or (isinstance(a, Wait) and a.subject in queued)
             ),
             teams=uses(seen),
+            stances=seen.stances,
             loads=world.loads,
             use=world.use,
             errors=errors,

@@ -1,9 +1,13 @@
-"""decide(Snapshot) = plan(admit(Snapshot)): the queue admits, then the autoscaler plans, so they cannot race."""
+"""decide(Snapshot) = plan(admit(Snapshot)): the queue admits, then the autoscaler plans, so they cannot race.
+
+Before both it is decided where jobs with a deadline may sit: that is for both of them to keep.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from raytide.autoscaler.deadline_jobs import judged
 from raytide.autoscaler.planner import plan
 from raytide.core.plan import Action, Admit, Grow, Plan, Preempt, Shrink
 from raytide.core.snapshot import Snapshot
@@ -13,6 +17,7 @@ from raytide.jobs.leases import changed
 
 def decide(snapshot: Snapshot) -> Plan:
     """Everything to be done now, with reasons. Pure: the same snapshot gives the same plan."""
+    snapshot = judged(snapshot)
     admissions = admit(snapshot)
     actions = plan(with_leases(snapshot, admissions))
     return Plan(at_s=snapshot.at_s, actions=(*admissions, *actions))

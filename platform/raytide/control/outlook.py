@@ -6,13 +6,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from raytide.autoscaler.deadline_jobs import outlooks
 from raytide.autoscaler.risk import SpotRisk
 from raytide.autoscaler.slo_fleets import SloFleets
 from raytide.autoscaler.spend import limits
+from raytide.autoscaler.spot_watch import SpotWatch
 from raytide.core.cluster import ClusterConfig
 from raytide.core.fleet import Node
 from raytide.core.money import month_of, to_us
 from raytide.core.snapshot import Limits, Snapshot
+from raytide.core.stance import SpotOutlook
 from raytide.core.state import Store
 from raytide.ledger.cost import accrued
 
@@ -24,18 +27,30 @@ class Outlook:
     """Kept from tick to tick; a new controller learns it anew from the records of nodes."""
 
     def __init__(self, store: Store, config: ClusterConfig, now_s: float) -> None:
-        self._books, self._config = store.books, config
+        self._store, self._books, self._config = store, store.books, config
         self._risk, self._fleets = SpotRisk(), SloFleets()
         self._risk.replay(store.nodes(), now_s)
+        self._spot: SpotWatch | None = None
         self._spent_micro_usd = 0
         self._summed_at_s: float | None = None
 
     def on(self, seen: Snapshot, nodes: Iterable[Node], prices: Mapping[tuple[str, str], int]) -> Snapshot:
         """The snapshot with it. `nodes`: those that ended since the last tick included."""
+        nodes = tuple(nodes)
         self._risk.observe(nodes, seen.at_s)
         quotes = self._risk.quotes(seen.node_types, prices, seen.at_s)
-        seen = replace(seen, quotes=quotes, limits=self._limits(seen.at_s))
-        return self._fleets.on(seen, self._risk.hazard)
+        spot, limits = self._watched(seen, nodes), self._limits(seen.at_s)
+        return self._fleets.on(replace(seen, quotes=quotes, spot=spot, limits=limits), self._risk.hazard)
+
+    def _watched(self, seen: Snapshot, nodes: Iterable[Node]) -> tuple[SpotOutlook, ...]:
+        """What jobs with a deadline have to know of spot. The past is read when the first of them comes."""
+        if self._spot is None:
+            if all(job.spec.deadline is None for job in seen.jobs):
+                return ()
+            self._spot = SpotWatch()
+            self._spot.observe(self._store.nodes(), seen.at_s)
+        self._spot.observe(nodes, seen.at_s)
+        return outlooks(self._spot, seen)
 
     def _limits(self, now_s: float) -> Limits:
         section = self._config.settings.limits

@@ -11,6 +11,7 @@ from raytide.core.fleet import Node
 from raytide.core.gang import Lease
 from raytide.core.job import Job, JobState
 from raytide.core.signals import Use
+from raytide.core.stance import Stance
 from raytide.core.team import TeamSpec
 from raytide.ledger.report import By, CostRow
 
@@ -36,6 +37,8 @@ class Live:
     queue: tuple[str, ...] = ()
     """Jobs that waited for a lease, in the order in which they get their turn."""
     teams: Mapping[str, TeamUse] = field(default_factory=dict)
+    stances: Mapping[str, Stance] = field(default_factory=dict)
+    """By job with a deadline."""
     loads: Mapping[str, EndpointLoad] = field(default_factory=dict)
     """By endpoint."""
     use: Mapping[str, Use] = field(default_factory=dict)
@@ -58,6 +61,8 @@ class JobView:
     price_micro_usd_h: int
     lease: Lease | None = None
     waiting: Waiting | None = None
+    stance: Stance | None = None
+    """Of a job with a deadline."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +113,8 @@ class WhyView:
     remedy: str
     wait_s: float | None
     """When it would start if nothing else came; None when nobody can tell."""
+    stance: Stance | None = None
+    """Of a job with a deadline: where it may sit, and why."""
 
 
 @dataclass(frozen=True, slots=True)

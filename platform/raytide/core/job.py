@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 from enum import StrEnum
 
-from pydantic import Field
+from pydantic import Field, field_serializer, field_validator
 
+from raytide.core import due
 from raytide.core.config import Config
 from raytide.core.gang import GangSpec
 
@@ -29,6 +31,9 @@ class JobState(StrEnum):
     STOPPED = "stopped"
 
 
+UNDERESTIMATED = 0.05
+"""Of its estimate, what is left of a job that still runs when that is over."""
+
 FINAL_STATES = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.STOPPED})
 
 
@@ -46,6 +51,10 @@ class JobSpec(Config):
     """Whether it may be asked to checkpoint and give way; training is when left out, nothing else."""
     budget_usd: float | None = Field(default=None, gt=0)
     """It checkpoints and waits once it cost so much."""
+    deadline: datetime | timedelta | None = None
+    """When it must be done; a time from now becomes a moment when it is submitted."""
+    estimate_h: float | None = Field(default=None, gt=0)
+    """Hours of work on the whole gang; holds until the job itself reports how much is left."""
     labels: dict[str, str] = Field(default_factory=dict)
     """Whatever its owner wants to find it by; `project` and `model` are ways to group costs."""
     max_restarts: int = Field(default=3, ge=0)
@@ -53,9 +62,23 @@ class JobSpec(Config):
     heartbeat_timeout_s: float = Field(default=10.0, gt=0)
     """A GANG job whose driver asks for nothing for this long is over."""
 
+    @field_validator("deadline", mode="before")
+    @classmethod
+    def _due(cls, said: object) -> due.Due | None:
+        return None if said is None else due.parse(said)
+
+    @field_serializer("deadline", when_used="json-unless-none")
+    def _due_text(self, deadline: due.Due) -> str:
+        return due.text(deadline)
+
     @property
     def gives_way(self) -> bool:
         return self.kind is JobKind.TRAIN if self.preemptible is None else self.preemptible
+
+    @property
+    def due_at_s(self) -> float | None:
+        """Seconds since the epoch; None without a deadline, and before it is submitted."""
+        return self.deadline.timestamp() if isinstance(self.deadline, datetime) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,3 +116,31 @@ class Job:
     @property
     def is_final(self) -> bool:
         return self.state in FINAL_STATES
+
+    def held_for_s(self, now_s: float) -> float:
+        """How long it has held its gang, all its runs together."""
+        return self.held_s + (0.0 if self.spell_since_s is None else max(0.0, now_s - self.spell_since_s))
+
+    def left_s(self, now_s: float) -> float | None:
+        """Work that is left, on the gang that it has: by its own word (`left_s`), else by the pace of its steps, else
+        by its estimate. None when nobody knows."""
+        if (told := _number(self.progress, "left_s")) is not None:
+            return max(0.0, told)
+        step = _number(self.progress, "step")
+        steps = _number(self.progress, "steps") or _number(self.spec.config, "steps")
+        if step is not None and steps is not None and 0 < step <= steps:
+            return self.held_for_s(now_s) / step * (steps - step)
+        if self.spec.estimate_h is None:
+            return None
+        estimate_s = self.spec.estimate_h * 3600.0
+        return max(estimate_s - self.held_for_s(now_s), UNDERESTIMATED * estimate_s)
+
+    @property
+    def redo_s(self) -> float:
+        """The most work that is done again when its gang is lost, by its own word."""
+        return max(0.0, _number(self.progress, "redo_s") or 0.0)
+
+
+def _number(values: Mapping[str, object], name: str) -> float | None:
+    value = values.get(name)
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -35,7 +35,7 @@ class Wait:
 
     subject: str
     constraint: Literal[
-        "capacity", "stock", "behind", "starting", "impossible", "cap", "signal", "quota", "budget", "rate"
+        "capacity", "stock", "behind", "starting", "impossible", "cap", "signal", "quota", "budget", "rate", "deadline"
     ]
     reason: str
     remedy: str = ""

@@ -15,9 +15,9 @@ ACCELERATOR_LABEL = "ray.io/accelerator-type"
 @dataclass(frozen=True, slots=True)
 class Shortfall:
     """`impossible`: no fleet of these node types could; `capacity`: others hold it; `stock`: its pools back off;
-    `budget` and `rate`: it could be bought, but not within the limits."""
+    `budget` and `rate`: it could be bought, but not within the limits; `deadline`: it has the time to wait for spot."""
 
-    constraint: Literal["impossible", "capacity", "stock", "budget", "rate", "quota", "behind"]
+    constraint: Literal["impossible", "capacity", "stock", "budget", "rate", "quota", "behind", "deadline"]
     reason: str
     remedy: str
 

@@ -10,6 +10,7 @@ from raytide.core.fleet import Node, NodeType, Resources
 from raytide.core.gang import Lease
 from raytide.core.job import Job
 from raytide.core.signals import Use
+from raytide.core.stance import SpotOutlook, Stance
 from raytide.core.team import CLASSES, Team
 
 
@@ -122,6 +123,10 @@ class Snapshot:
     pools: tuple[Pool, ...] = ()
     quotes: tuple[Quote, ...] = ()
     """Of the pools of which more is known than their node type says."""
+    spot: tuple[SpotOutlook, ...] = ()
+    """Of each set of spot pools that a job with a deadline could use."""
+    stances: Mapping[str, Stance] = field(default_factory=dict)
+    """By job with a deadline; a decision finds them first of all."""
     limits: Limits = Limits()
     unmanaged: Unmanaged = Unmanaged()
     next_node: int = 1

@@ -18,6 +18,7 @@ from raytide.core.plan import Action, Admit, Grow, Preempt, Shrink, Wait
 from raytide.core.room import Placements, Room
 from raytide.core.shortfall import copies, open_zones
 from raytide.core.snapshot import Snapshot
+from raytide.core.stance import bound, unbound
 from raytide.jobs import seats, service
 from raytide.jobs.floor import Floor
 from raytide.jobs.order import Claims, ranked
@@ -69,8 +70,10 @@ def floor_of(snapshot: Snapshot) -> Floor:
         types=types,
     )
     for lease in snapshot.leases:
-        if missing := sum(member.state is MemberState.WAITING for member in lease.members):
-            room.place(lease.shape, missing, subject=lease.job_id, at_least=0)
+        missing = sum(member.state is MemberState.WAITING for member in lease.members)
+        for shape in bound([lease.shape], snapshot.stances.get(lease.job_id)) if missing else ():
+            if room.place(shape, missing, subject=lease.job_id, at_least=0):
+                break
         if (job := jobs.get(lease.job_id)) is not None:
             quotas.take(job.spec.team, seats.held_quota(lease, types), gives_way=service.gives_way(job))
     return floor
@@ -81,7 +84,7 @@ def claims_of(floor: Floor) -> Claims:
     now_s, jobs = floor.snapshot.at_s, floor.jobs
     waits = {job.id for job in queue(floor.snapshot)}
     teams = {team.name: team for team in floor.snapshot.teams}
-    classes = floor.snapshot.classes
+    classes, stances = floor.snapshot.classes, floor.snapshot.stances
 
     def share(job: Job) -> float:
         """Doublings of recent GPU-hours, so that who was first counts among teams that used about as much."""
@@ -99,7 +102,7 @@ def claims_of(floor: Floor) -> Claims:
         gpus=column(size(row, job) for row, job in enumerate(jobs)),
         submitted_s=column(job.submitted_at_s for job in jobs),
         attained_gpu_s=column(service.attained_gpu_s(job, now_s) for job in jobs),
-        held_s=column(service.held_s(job, now_s) for job in jobs),
+        held_s=column(job.held_for_s(now_s) for job in jobs),
         queued_s=column(service.queued_s(job, now_s) for job in jobs),
         priority=column(classes.get(job.spec.priority, 0) for job in jobs).astype(np.int64),
         share=column(share(job) for job in jobs),
@@ -108,6 +111,7 @@ def claims_of(floor: Floor) -> Claims:
             [row in floor.leases and service.gives_way(job) for row, job in enumerate(jobs)], dtype=bool
         ),
         is_cooling=np.array([service.is_cooling(job, now_s) for job in jobs], dtype=bool),
+        is_urgent=np.array([job.id in stances and stances[job.id].is_urgent for job in jobs], dtype=bool),
         long_s=floor.snapshot.long_s,
     )
 
@@ -165,7 +169,9 @@ def _verdicts(floor: Floor, order: Sequence[int]) -> Iterator[Action]:
         job = floor.jobs[row]
         if row in floor.taken:
             taken = floor.taken[row]
-            lease = _lease(f"lease-{number}", job, taken.shape, len(taken.seats), floor.snapshot.at_s)
+            may_change = job.id in floor.snapshot.stances and not floor.purse.is_soft(job.spec.team)
+            shape = unbound(taken.shape, job.spec.gang.shapes) if may_change else taken.shape
+            lease = _lease(f"lease-{number}", job, shape, len(taken.seats), floor.snapshot.at_s)
             yield Admit(job.id, lease, _fits(job, taken.shape, taken.seats), taken.reserved_micro_usd)
             number += 1
         elif row in floor.refused:

@@ -11,6 +11,7 @@ from raytide.core.job import Job
 from raytide.core.room import Placements, Room
 from raytide.core.shortfall import Shortfall, copies, impossible, open_zones
 from raytide.core.snapshot import Snapshot
+from raytide.core.stance import bound
 from raytide.jobs import seats, service
 from raytide.jobs.order import Ints
 from raytide.jobs.purse import Purse
@@ -86,8 +87,9 @@ class Floor:
 
     def room_to_grow(self, row: int, most: int) -> int:
         """Take room for as many more members of a holder as quota and nodes allow."""
-        job, shape = self.jobs[row], self.leases[row].shape
-        if self._short_of(job, seats.quota_of(shape, [None])) is not None:
+        job = self.jobs[row]
+        shape = next(iter(bound([self.leases[row].shape], self.snapshot.stances.get(job.id))), None)
+        if shape is None or self._short_of(job, seats.quota_of(shape, [None])) is not None:
             return 0
         placed = self.room.place(shape, min(most, self._allowed(job, shape)), at_least=0, subject="it")
         assert not isinstance(placed, Shortfall)
@@ -99,9 +101,13 @@ class Floor:
         return len(placed)
 
     def shapes(self, row: int) -> list[Shape]:
-        """What the job may have; beyond its soft limit a team has spot nodes only."""
-        found = list(self.jobs[row].spec.gang.shapes)
-        if not self.purse.is_soft(self.jobs[row].spec.team):
+        """What the job may have; beyond its soft limit a team has spot nodes only.
+
+        None while it has the time to wait for spot.
+        """
+        job = self.jobs[row]
+        found = list(bound(job.spec.gang.shapes, self.snapshot.stances.get(job.id)))
+        if not self.purse.is_soft(job.spec.team):
             return found
         spot = {MARKET_LABEL: str(Market.SPOT)}
         return [shape.model_copy(update={"labels": {**spot, **shape.labels}}) for shape in found]
@@ -128,7 +134,10 @@ class Floor:
 
     def _find(self, row: int) -> tuple[Shape, Placements] | Shortfall:
         shortfalls = []
-        for shape in self.shapes(row):
+        if not (shapes := self.shapes(row)):
+            reason = self.snapshot.stances[self.jobs[row].id].reason
+            return Shortfall("deadline", f"it {reason}.", "Nothing to do: it starts in time.")
+        for shape in shapes:
             found = self._fit(row, shape)
             if not isinstance(found, Shortfall):
                 return shape, found

@@ -7,22 +7,13 @@ from dataclasses import replace
 
 from raytide.core.fleet import plus
 from raytide.core.gang import Lease
-from raytide.core.job import Job, JobState
+from raytide.core.job import JobState
 from raytide.core.plan import Admit
 from raytide.core.snapshot import NodeView, Snapshot
-from raytide.jobs import service
 from raytide.jobs.admit import admit
 
 MOST_DECISIONS = 2000
 """Jobs decided on in all: a long queue is looked ahead less far."""
-
-
-def left_s(job: Job, now_s: float) -> float | None:
-    """What a job has still to run by the pace of its steps; None for one that does not say how far it is."""
-    step, steps = job.progress.get("step"), job.progress.get("steps", job.spec.config.get("steps"))
-    if not (isinstance(step, int | float) and isinstance(steps, int | float) and 0 < step <= steps):
-        return None
-    return service.held_s(job, now_s) / step * (steps - step)
 
 
 def starts_in_s(snapshot: Snapshot) -> Mapping[str, float]:
@@ -31,7 +22,7 @@ def starts_in_s(snapshot: Snapshot) -> Mapping[str, float]:
     ends = sorted(
         (left, lease.job_id)
         for lease in snapshot.leases
-        if lease.job_id in jobs and (left := left_s(jobs[lease.job_id], snapshot.at_s)) is not None
+        if lease.job_id in jobs and (left := jobs[lease.job_id].left_s(snapshot.at_s)) is not None
     )
     found: dict[str, float] = {}
     now = snapshot

@@ -32,7 +32,7 @@ COOL_DOWN_S = 600.0
 MAX_PREEMPTIONS = 100
 """Who was preempted so often is not preempted again, and counts as one that cannot be."""
 
-NEW, OVERDUE, SHORT, LONGER, LAST = range(5)
+URGENT, NEW, OVERDUE, SHORT, LONGER, LAST = range(6)
 """The bands."""
 
 
@@ -57,6 +57,8 @@ class Claims:
     """It holds GPUs and may be preempted."""
     is_cooling: Bools
     """It was preempted a short while ago, so it preempts nobody."""
+    is_urgent: Bools
+    """It has a deadline and no time to lose."""
     long_s: float = 0.0
     """Only `LAST_SHARE` of all jobs, those that are over included, held their GPUs for longer."""
 
@@ -76,4 +78,5 @@ def bands(claims: Claims) -> Ints:
     others_s = claims.queued_s[~is_gang & ~is_last]
     band[is_gang & (claims.queued_s > others_s.max(initial=PATIENCE_S))] = OVERDUE
     band[claims.attained_gpu_s < NEW_GPU_S] = NEW
+    band[claims.is_urgent] = URGENT
     return np.asarray(band)

@@ -26,23 +26,19 @@ def follow(job: Job, lease: Lease | None, now_s: float) -> Job:
     return replace(
         job,
         attained_gpu_s=attained_gpu_s(job, now_s),
-        held_s=held_s(job, now_s),
+        held_s=job.held_for_s(now_s),
         spell_since_s=now_s if gpus else None,
         spell_gpus=gpus,
     )
 
 
 def attained_gpu_s(job: Job, now_s: float) -> float:
-    return job.attained_gpu_s + job.spell_gpus * _spell_s(job, now_s)
-
-
-def held_s(job: Job, now_s: float) -> float:
-    return job.held_s + _spell_s(job, now_s)
+    return job.attained_gpu_s + job.spell_gpus * (job.held_for_s(now_s) - job.held_s)
 
 
 def queued_s(job: Job, now_s: float) -> float:
     """All that it waited, before it was admitted, between its turns, and while its nodes started."""
-    return max(0.0, now_s - job.submitted_at_s - held_s(job, now_s))
+    return max(0.0, now_s - job.submitted_at_s - job.held_for_s(now_s))
 
 
 def gives_way(job: Job) -> bool:
@@ -53,7 +49,3 @@ def gives_way(job: Job) -> bool:
 def is_cooling(job: Job, now_s: float) -> bool:
     """It was preempted a short while ago: it takes only what is free."""
     return job.preempted_at_s is not None and now_s - job.preempted_at_s < COOL_DOWN_S
-
-
-def _spell_s(job: Job, now_s: float) -> float:
-    return 0.0 if job.spell_since_s is None else max(0.0, now_s - job.spell_since_s)

@@ -42,7 +42,7 @@ def turn(claims: Claims, floor: Floor) -> None:
     order = ranked(claims)
     rank = np.empty(len(order), dtype=np.int64)
     rank[order] = np.arange(len(order))
-    there = claims.is_held & claims.gives_way
+    there = claims.is_held & claims.gives_way & ~claims.is_urgent
     waiting = order[~claims.is_held[order]]
     while (at := floor.first(waiting)) is not None:
         row, waiting = int(waiting[at]), waiting[at + 1 :]

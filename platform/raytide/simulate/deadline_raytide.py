@@ -12,10 +12,6 @@ from raytide.autoscaler.deadline_values import Values, solve
 from raytide.autoscaler.spells import Floats, Market, Spells
 from raytide.simulate.deadline import NONE, ON_DEMAND, Outcome, Policy, Terms, Up, View, replay
 
-LEARN_EVERY_S = 6 * 3600.0
-LEARN_GROWTH = 1.1
-"""The market is learned anew, and the values with it, after so long, or when so many times the ends were seen."""
-
 
 def raytide(terms: Terms, up: Up) -> Callable[[int], Outcome]:
     """The market was watched since the trace began."""
@@ -37,7 +33,7 @@ def _policy(terms: Terms, ages_s: Floats, market: Callable[[int], Market]) -> Po
         now = market(tick)
         if not known or known[0][0] is not now:
             price_ratio = terms.spot_usd_h / terms.ondemand_usd_h
-            table = solve(now, slack_s=job.slack_s, work_s=job.work_s, restart_s=job.restart_s, price_ratio=price_ratio)
+            table = solve(now, left_s=job.left_s, work_s=job.work_s, restart_s=job.restart_s, price_ratio=price_ratio)
             known[:] = [(now, table)]
         return known[0][1]
 
@@ -60,13 +56,12 @@ def _policy(terms: Terms, ages_s: Floats, market: Callable[[int], Market]) -> Po
 def _watch(up: Up, tick_s: float) -> tuple[Sequence[int], Sequence[Market], Floats]:
     """From which tick on what was learned of the market, and each zone's age in its state at each tick."""
     spells = Spells(len(up))
-    ticks, markets, ends = [0], [spells.market()], 0
+    ticks, markets = [0], [spells.learned(0.0)]
     ages_s = np.empty(up.shape)
     for tick in range(up.shape[1]):
-        if (tick - ticks[-1]) * tick_s >= LEARN_EVERY_S or spells.ends > LEARN_GROWTH * ends:
+        if (market := spells.learned(tick * tick_s)) is not markets[-1]:
             ticks.append(tick)
-            markets.append(spells.market())
-            ends = spells.ends
+            markets.append(market)
         spells.observe(tick * tick_s, up[:, tick])
         ages_s[:, tick] = spells.ages_s()
     return ticks, markets, ages_s

@@ -16,6 +16,7 @@ from raytide.actors.trainer import history
 from raytide.actors.trainer.core import Beat, StepResult, numbers
 from raytide.actors.trainer.driver import _Driver
 from raytide.actors.trainer.generation import Ending, Generation
+from raytide.actors.trainer.pace import Pace
 from raytide.actors.trainer.record import Record
 from raytide.core.clock import VirtualClock
 from raytide.core.errors import TrainError
@@ -61,12 +62,35 @@ def test_a_run_that_was_over_when_its_driver_started_again_shows_all_its_steps(
     driver = object.__new__(_Driver)
     driver.spec, driver.record, driver.number, driver.recovery, driver.hands = small, record_of(small), 0, None, []
     driver.crew, driver.fits, driver.watch = SimpleNamespace(ready=0), None, None  # type: ignore[assignment]
+    driver.pace = Pace()
     monkeypatch.setattr(driver, "_gather", lambda: [SimpleNamespace(host="only")])
     monkeypatch.setattr(driver, "_tell_who", lambda: None)
     monkeypatch.setattr(Generation, "run", lambda generation: Ending("done"))
     driver.run()
     progress = driver._progress(0)
     assert (progress["step"], progress["steps"]) == (3, 3)
+    assert "left_s" not in progress, "no step was seen, so nobody knows how long one takes"
+
+
+def test_a_driver_says_how_much_work_is_left_and_how_much_may_be_done_again(small: TrainSpec) -> None:
+    record_of(small).step(done(1, 3.0))
+    driver = object.__new__(_Driver)
+    driver.spec, driver.record = small.model_copy(update={"steps": 11, "checkpoint_every": 5}), record_of(small)
+    driver.pace = Pace(driver.record.step_s)
+    progress = driver._progress(1)
+    assert (progress["left_s"], progress["redo_s"]) == (10 * done(1, 3.0).step_s, 5 * done(1, 3.0).step_s)
+
+
+def test_the_pace_counts_what_lies_between_steps_but_not_the_time_without_a_gang() -> None:
+    pace = Pace()
+    pace.stepped(1, 100.0, worked_s=2.0)
+    assert pace.step_s == 2.0
+    for at_s in range(1, 400):
+        pace.stepped(1, 100.0 + 3.0 * at_s, worked_s=2.0)
+    assert pace.step_s == pytest.approx(3.0)
+    pace.rest()
+    pace.stepped(4, 9000.0, worked_s=12.0)
+    assert pace.step_s == pytest.approx(3.0)
 
 
 def test_a_rank_that_answers_and_gets_nowhere_ends_the_run_with_its_name(small: TrainSpec) -> None:

@@ -44,6 +44,7 @@ from raytide.core.state import Store
 from raytide.core.storage import exists
 from raytide.core.tokens import load_manifest
 from raytide.core.train_spec import TrainSpec
+from raytide.jobs.due import resolved
 from raytide.jobs.job import DriverKey
 from raytide.ledger.cost import accrued, costs, rate_micro_usd_h
 from raytide.ledger.report import By, rates
@@ -83,7 +84,9 @@ class Desk:
         self._check_priority(spec)
         check_possible(spec.gang, self._config.node_types, subject=f"{spec.kind} job {spec.name}")
         self._check_config(spec)
-        return self.view(self._store.submit_job(spec, caller.user, self._clock.now_s(), key=key))
+        now_s = self._clock.now_s()
+        spec = resolved(spec, self._config.node_types, now_s)
+        return self.view(self._store.submit_job(spec, caller.user, now_s, key=key))
 
     def jobs(self, caller: Caller, limit: int, offset: int) -> list[JobView]:
         team = None if caller.team == ANY_TEAM else caller.team
@@ -98,11 +101,16 @@ class Desk:
         return self.view(self._store.request_stop(job_id))
 
     def retry(self, job_id: str, caller: Caller, key: str | None) -> JobView:
-        """Submit the same again; training goes on from its last checkpoint, which lies under the same `out`."""
+        """Submit the same again; training goes on from its last checkpoint, which lies under the same `out`.
+
+        A deadline that has passed is left out.
+        """
         job = self._owned(job_id, caller)
         if not job.is_final:
             raise ConflictError(f"{job_id} is {job.state}.", hint=f"Stop it first: `raytide stop {job_id}`.")
-        return self.submit(job.spec.model_dump(mode="json"), caller, key)
+        is_late = job.spec.due_at_s is not None and job.spec.due_at_s <= self._clock.now_s()
+        body = job.spec.model_dump(mode="json") | ({"deadline": None} if is_late else {})
+        return self.submit(body, caller, key)
 
     def why(self, job_id: str, caller: Caller) -> WhyView:
         """Of a job; or of `unmanaged`, all work in Ray that has no lease."""
@@ -112,8 +120,9 @@ class Desk:
         view = self.view(self._owned(job_id, caller))
         job, waits = view.job, view.waiting
         if waits is None or job.is_final:
-            return WhyView(job.id, job.state, view.position, "", job.reason, "", None)
-        return WhyView(job.id, job.state, view.position, waits.constraint, waits.reason, waits.remedy, waits.wait_s)
+            return WhyView(job.id, job.state, view.position, "", job.reason, "", None, view.stance)
+        told = (waits.constraint, waits.reason, waits.remedy, waits.wait_s)
+        return WhyView(job.id, job.state, view.position, *told, view.stance)
 
     def set_budget(self, job_id: str, caller: Caller, usd: float | None) -> JobView:
         """None takes the limit away."""
@@ -290,6 +299,7 @@ class Desk:
                     price_micro_usd_h=round(rate_micro_usd_h(intervals, EntryKind.JOB, job.id)),
                     lease=lease,
                     waiting=waiting,
+                    stance=None if job.is_final else live.stances.get(job.id),
                 )
             )
         return views

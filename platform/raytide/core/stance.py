@@ -1,0 +1,69 @@
+"""What a job with a deadline may hold now, and what was learned of the spot pools that it could use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from raytide.core.fleet import MARKET_LABEL, Market, labels_match
+from raytide.core.gang import Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Stance:
+    markets: tuple[Market, ...]
+    """Where its gang may sit, the wanted one first; none while it waits for spot."""
+    is_urgent: bool
+    """It has no time for another attempt on spot: it goes first in its class, and nobody preempts it."""
+    due_at_s: float
+    work_s: float | None
+    """What is left, with a margin; None when nobody knows."""
+    latest_s: float | None
+    """When it must have asked for on-demand nodes, unless it works on others."""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SpotOutlook:
+    """Some spot pools, watched as one market; `raytide.autoscaler.spells` says what the rates mean."""
+
+    pools: tuple[str, ...]
+    is_up: tuple[bool, ...]
+    """Whether each could be had, as far as was heard."""
+    since_s: tuple[float, ...]
+    lost: tuple[float, ...]
+    switched: tuple[tuple[float, ...], ...]
+    found: tuple[float, ...]
+    zone_hazard: tuple[tuple[float, ...], ...]
+
+
+def bound(shapes: Sequence[Shape], stance: Stance | None) -> tuple[Shape, ...]:
+    """The shapes in the markets that are allowed, the wanted market first: none while it waits.
+
+    As they are without a stance, and when they name another market than all of those.
+    """
+    if stance is None:
+        return tuple(shapes)
+    allowed = tuple(
+        shape.model_copy(update={"labels": {**shape.labels, MARKET_LABEL: str(market)}})
+        for market in stance.markets
+        for shape in shapes
+        if _allows(shape, market)
+    )
+    return allowed or (tuple(shapes) if stance.markets else ())
+
+
+def unbound(shape: Shape, shapes: Sequence[Shape]) -> Shape:
+    """The one of `shapes` that was bound to a market: a lease keeps that, since its market may change."""
+    free = _without_market(shape)
+    return next(asked for asked in shapes if _without_market(asked) == free)
+
+
+def _allows(shape: Shape, market: Market) -> bool:
+    said = shape.labels.get(MARKET_LABEL)
+    return said is None or labels_match({MARKET_LABEL: said}, {MARKET_LABEL: str(market)})
+
+
+def _without_market(shape: Shape) -> Shape:
+    labels = {key: value for key, value in shape.labels.items() if key != MARKET_LABEL}
+    return shape.model_copy(update={"labels": labels})

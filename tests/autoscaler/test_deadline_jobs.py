@@ -1,0 +1,145 @@
+"""Jobs with a deadline, decided by the controller's own functions: in time whatever spot does, and cheaper for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.autoscaler.deadline_world import SOLID, SPOT, Story, spells
+
+from raytide.autoscaler.deadline_jobs import judged
+from raytide.core.fleet import MARKET_LABEL, Market, Node, NodeState
+from raytide.core.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
+from raytide.core.job import Job, JobSpec, JobState
+from raytide.core.snapshot import NodeView, Pool, Snapshot
+from raytide.core.stance import Stance
+
+NOW_S = datetime(2026, 11, 21, 20, tzinfo=UTC).timestamp()
+HOUR_S = 3600.0
+NOWHERE = [[False]] * 2
+SOON = [[True] * 600] * 2
+
+
+def job(left_h: float, work_h: float | None = None, **more: object) -> Job:
+    gang = GangSpec(shapes=(Shape(resources={"GPU": 1.0}),))
+    deadline = datetime.fromtimestamp(NOW_S + left_h * HOUR_S, UTC)
+    fields = {"kind": "train", "name": "j", "gang": gang, "deadline": deadline, "estimate_h": work_h, **more}
+    return Job("job-1", JobSpec.parse(fields, where="job"), "ada", JobState.QUEUED, NOW_S)
+
+
+def stance(
+    job: Job, *, on: Market | None = None, pools: tuple[Pool, ...] = (), types: tuple[object, ...] = ()
+) -> Stance:
+    """`on`: where its gang runs now."""
+    views, leases = (), ()
+    if on is not None:
+        node_type = SPOT if on is Market.SPOT else SOLID
+        node = Node("node-1", node_type.name, "a", on, 1, NodeState.READY, NOW_S - 400.0, ready_at_s=NOW_S - 300.0)
+        views = (NodeView(node, node_type.resources, {}, node_type.all_labels("a")),)
+        member = Member(0, MemberState.READY, "node-1")
+        leases = (Lease("lease-1", job.id, job.spec.gang.shapes[0], LeaseState.ACTIVE, (member,)),)
+    seen = Snapshot(NOW_S, types or (SPOT, SOLID), views, (job,), leases, pools=pools)  # type: ignore[arg-type]
+    return judged(seen).stances[job.id]
+
+
+NO_SPOT = tuple(Pool(SPOT.name, zone, 3, NOW_S + 900.0, "none left") for zone in SPOT.zones)
+
+
+def test_with_time_to_spare_it_runs_on_spot_and_says_until_when() -> None:
+    found = stance(job(12, 3))
+    assert (found.markets, found.is_urgent) == ((Market.SPOT,), False)
+    assert found.reason == "on spot: 3.1 h of work, due Nov 22 08:00 UTC, on demand from Nov 22 04:39 UTC at the latest"
+
+
+def test_without_spot_it_waits_while_there_is_time_and_then_runs_on_demand() -> None:
+    waits = stance(job(12, 3), pools=NO_SPOT)
+    assert waits.markets == () and waits.reason.startswith("waits for spot: 3.1 h of work, due Nov 22 08:00 UTC")
+    late = stance(job(3.3, 3), pools=NO_SPOT)
+    assert (late.markets, late.is_urgent) == ((Market.ON_DEMAND, Market.SPOT), True)
+    assert late.reason.endswith("; there is no time for another attempt on spot")
+
+
+def test_on_demand_is_left_for_spot_only_by_who_can_be_moved_and_never_to_wait() -> None:
+    assert stance(job(12, 3), on=Market.ON_DEMAND).markets == (Market.SPOT,)
+    assert stance(job(12, 3, preemptible=False), on=Market.ON_DEMAND).markets[0] is Market.ON_DEMAND
+    stays = stance(job(12, 3), on=Market.ON_DEMAND, pools=NO_SPOT)
+    assert stays.markets[0] is Market.ON_DEMAND and not stays.is_urgent
+
+
+def test_spot_is_left_for_on_demand_when_time_runs_out() -> None:
+    found = stance(job(3.2, 3), on=Market.SPOT)
+    assert (found.markets[0], found.is_urgent) == (Market.ON_DEMAND, True)
+    assert found.reason.startswith("on spot, moves to on demand: 3.1 h of work")
+
+
+def test_work_that_nobody_knows_is_done_on_demand() -> None:
+    found = stance(job(12))
+    assert (found.markets, found.work_s) == ((Market.ON_DEMAND,), None)
+    assert "estimate_h would say it" in found.reason
+
+
+def test_its_own_word_counts_for_more_than_its_estimate() -> None:
+    told = replace(job(12, 3), progress={"left_s": 11 * HOUR_S, "redo_s": 900.0})
+    found = stance(told)
+    assert found.work_s == pytest.approx(11 * 1.05 * HOUR_S)
+    assert found.is_urgent
+
+
+def test_a_job_that_is_late_goes_on_like_any_other() -> None:
+    found = stance(job(-1, 3), on=Market.SPOT)
+    assert (found.is_urgent, set(found.markets)) == (False, set(Market))
+    assert found.reason.startswith("late: it was due Nov 21 19:00 UTC")
+
+
+def test_without_a_cheaper_spot_type_there_is_nothing_to_wait_for() -> None:
+    assert stance(job(12, 3), types=(SOLID,)).reason.endswith("; no spot node type holds it")
+    dear = SPOT.model_copy(update={"price_micro_usd_h": SOLID.price_micro_usd_h})
+    assert stance(job(12, 3), types=(dear, SOLID)).reason.endswith("; spot is no cheaper")
+    tied = {"gang": GangSpec(shapes=(Shape(resources={"GPU": 1.0}, labels={MARKET_LABEL: "on-demand"}),))}
+    assert stance(job(12, 3, **tied)).markets[0] is Market.ON_DEMAND
+
+
+def test_the_same_snapshot_is_judged_the_same_and_jobs_without_a_deadline_are_left_alone() -> None:
+    assert stance(job(12, 3)) == stance(job(12, 3))
+    plain = replace(job(12), spec=job(12).spec.model_copy(update={"deadline": None}))
+    seen = Snapshot(NOW_S, (SPOT, SOLID), jobs=(plain,))
+    assert judged(seen) is seen
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    up=st.tuples(*[st.lists(st.tuples(st.booleans(), st.integers(1, 30)), min_size=1, max_size=6)] * 2),
+    slack_min=st.integers(16, 90),
+    reports=st.booleans(),
+)
+def test_no_spot_market_makes_a_job_late(up: tuple[list[tuple[bool, int]], ...], slack_min: int, reports: bool) -> None:
+    """On demand can be had; a start on it, the first at least, takes up to a quarter of an hour."""
+    zones = [[is_up for is_up, ticks in zone for _ in range(ticks)] for zone in up]
+    story = Story(zones, work_s=40 * 60.0, slack_s=slack_min * 60.0, reports=reports).run()
+    assert story.late_s == 0.0
+
+
+def test_without_any_spot_it_costs_what_it_costs_on_demand() -> None:
+    story = Story(NOWHERE, work_s=HOUR_S, slack_s=2 * HOUR_S).run()
+    assert story.late_s == 0.0
+    assert story.cost <= 1.03
+
+
+def test_where_spot_stays_it_costs_what_spot_costs() -> None:
+    story = Story(SOON, work_s=HOUR_S, slack_s=2 * HOUR_S).run()
+    assert story.late_s == 0.0
+    assert story.cost <= 0.31
+    assert story.markets == {(Market.SPOT,)}
+
+
+def test_on_zones_that_come_and_go_it_is_in_time_and_cheaper_than_on_demand() -> None:
+    stories = [
+        Story([spells(seed + zone, 600, 1.0, 0.7) for zone in range(2)], work_s=2 * HOUR_S, slack_s=HOUR_S).run()
+        for seed in (0, 2)
+    ]
+    assert [story.late_s for story in stories] == [0.0] * 2
+    assert max(story.cost for story in stories) <= 1.05
+    assert sum(story.cost for story in stories) / 2 <= 0.75
