@@ -23,7 +23,9 @@ def limits(section: LimitsSection, spent_micro_usd: int, now_s: float) -> Limits
         rate = int(left / max(LEAST_LEFT_H, (month_end_s(now_s) - now_s) / 3600.0))
         soft = min(int(SOFT_SHARE * rate), soft if soft is not None else rate)
         hard = min(rate, hard if hard is not None else rate)
-    return Limits(soft, hard, section.launches_per_min, section.moves_after_s)
+    return Limits(
+        soft, hard, section.launches_per_min, section.moves_after_s, shrink_for_serving=section.shrink_for_serving
+    )
 
 
 def month_end_s(now_s: float) -> float:

@@ -66,17 +66,21 @@ class LeaseWatch:
 
 
 class Reporter:
-    """Sends progress at most once a second and never waits for it; a report that fails is replaced by the next."""
+    """Sends progress at most once a second, and at once when seats were left. It never waits; what fails is replaced by
+    the next."""
 
     def __init__(self, client: LeaseClient, job_id: str) -> None:
         self._client, self._job_id = client, job_id
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="report")
         self._flight: Future[None] | None = None
         self._next_s = 0.0
+        self._settled: object = ""
 
     def send(self, progress: Mapping[str, float | int | str]) -> None:
-        if time.monotonic() >= self._next_s and (self._flight is None or self._flight.done()):
+        is_due = time.monotonic() >= self._next_s or progress.get("settled") != self._settled
+        if is_due and (self._flight is None or self._flight.done()):
             self._next_s = time.monotonic() + REPORT_EVERY_S
+            self._settled = progress.get("settled")
             self._flight = self._pool.submit(self._report, dict(progress))
 
     def close(self, progress: Mapping[str, float | int | str], timeout_s: float = 5.0) -> None:

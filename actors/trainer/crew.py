@@ -51,6 +51,8 @@ class Crew:
     def __init__(self, spec: TrainSpec, record: Record, start: Start) -> None:
         self._spec, self._record, self._start = spec, record, start
         self._hands: dict[Key, Hand] = {}
+        self.settled = ""
+        """The version of the lease on which nobody trained any more on seats that it takes away."""
 
     def staff(self, lease: Lease) -> list[Hand]:
         """Start a worker for every usable seat that has none, and let go of those whose member is lost: returned."""
@@ -65,6 +67,11 @@ class Crew:
                 worker = self._start(self._spec, member, lease.shape)
                 self._hands[key] = Hand(key, member, worker, worker.call("ready"), worker.call("stay"))
         return lost
+
+    def settle(self, lease: Lease, hands: Collection[Hand]) -> None:
+        """These train, on the seats of this lease; whoever else is on a seat that is being left does nothing there."""
+        if not any(hand.member.state is MemberState.LEAVING for hand in hands):
+            self.settled = lease.version
 
     def check(self) -> list[tuple[Hand, str]]:
         """See who is ready now and who died. Those that never came to be ready are returned, with why."""

@@ -99,6 +99,7 @@ class _Driver:
             lease = self.watch.latest()
             if lease is not None:
                 lost = self.crew.staff(lease)
+                self.crew.settle(lease, ())
                 self.budget.lost(hand.filling for hand in lost)
                 for hand, why in self.crew.check():
                     self.budget.charge(f"{hand.host}: {why}", [hand.filling])
@@ -119,6 +120,7 @@ class _Driver:
         sizes = str(self.spec.layout.sizes(len(self.hands)))
         spare = self.crew.ready - len(self.hands)
         self.record.event("formed", generation=self.number, world=len(self.hands), layout=sizes, spare=spare, **seats)
+        self.reporter.send(self._progress(len(self.hands)))
 
     def _stepped(self, new: list[StepResult], beat: Beat) -> None:
         if self.recovery is not None:
@@ -170,6 +172,7 @@ class _Driver:
             "steps_lost": record.steps_lost,
             "recovery_s": round(record.recovery_s, 3),
             "world": world,
+            "settled": self.crew.settled,
         }
         if record.loss is not None:
             progress["loss"] = round(record.loss, 6)

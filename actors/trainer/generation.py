@@ -125,6 +125,7 @@ class Generation:
         if lease is None:
             return
         lost = self.crew.staff(lease)
+        self.crew.settle(lease, self.hands)
         for rank, hand in enumerate(self.hands):
             if hand in lost and rank not in self._outcomes:
                 self._note(f"{hand.host} was lost")

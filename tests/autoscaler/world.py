@@ -190,6 +190,8 @@ class Cluster:
     launch_delay_s: float = 8.0
     watch: Callable[[Snapshot, tuple[Action, ...]], None] = lambda seen, actions: None
     """Sees every decision that does something."""
+    nimble: bool = True
+    """Whether drivers say that they have left the seats that were taken from them."""
 
     def __post_init__(self) -> None:
         self.types = {t.name: t for t in self.node_types}
@@ -335,9 +337,11 @@ class Cluster:
             self.idle = self.idle.hear(self.use, nodes)
 
     def _keep_jobs(self, book: Book, now_s: float) -> None:
-        """Every driver asks for its lease all the time."""
+        """Every driver asks for its lease all the time, and has left by now what the last pass took from it."""
+        versions = {lease.job_id: lease.version for lease in book.leases.values()}
         for job in tuple(book.jobs.values()):
-            book.jobs[job.id] = replace(job, heartbeat_at_s=now_s)
+            told = {"settled": versions[job.id]} if job.id in versions and self.nimble else {}
+            book.jobs[job.id] = replace(job, heartbeat_at_s=now_s, progress=told)
 
     def _serve_steps(self) -> None:
         """Serve starts and stops replicas until there are as many as published."""

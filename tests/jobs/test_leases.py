@@ -9,7 +9,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from raytide.actors.gang.group import Group, GroupKey, GroupState, WantedGroup, difference
 from raytide.core.fleet import Market, Node, NodeState
 from raytide.core.gang import Lease, LeaseState, Member, MemberState, Shape
-from raytide.jobs.leases import advance, assign, release, unassign, wanted_groups
+from raytide.core.plan import Shrink
+from raytide.core.vacated import VACATED_S
+from raytide.jobs.leases import advance, assign, changed, let_go, release, unassign, wanted_groups
 
 READY, DRAINING, GONE = NodeState.READY, NodeState.DRAINING, NodeState.GONE
 
@@ -148,6 +150,25 @@ def test_a_notice_makes_a_member_leave_at_the_deadline() -> None:
     assert (states(gone), gone.epoch) == (["ready", "waiting"], leaving.epoch + 1)
     back = advance(leaving, nodes(node(0), node(1)), groups_of(lease), 20.0)
     assert (states(back), back.members[1].leaves_at_s) == (["ready", "ready"], None)
+
+
+def test_a_seat_that_gives_way_is_free_as_soon_as_its_holder_has_left_it_and_no_sooner() -> None:
+    shrink = Shrink("job-1", "lease-1", (1,), 40.0, "a spike", by=("chat",))
+    before = active(2, 1)
+    lease = changed(before, shrink, 10.0)
+    assert [(m.state, m.given_to) for m in lease.members] == [(MemberState.READY, ""), (MemberState.LEAVING, "chat")]
+    assert let_go(lease, before.version, 11.0) is lease, "what it left before it was asked is old news"
+    assert let_go(lease, "lease-0@1", 11.0) is lease
+    left = let_go(lease, lease.version, 12.0)
+    assert (states(left), left.epoch, left.state) == (["ready", "parked"], lease.epoch + 1, LeaseState.ACTIVE)
+    assert left.reason == "1 of 2 members are usable"
+    assert {key.member for key in wanted_groups([left])} == {0}
+    there = nodes(node(0), node(1))
+    assert advance(left, there, groups_of(left), 12.5).members[1].node_id == "node-1", (
+        "it may not be seen to be free yet"
+    )
+    later = advance(left, there, groups_of(left), 12.0 + VACATED_S)
+    assert (later.members[1].node_id, later.members[1].given_to, later.epoch) == ("", "chat", left.epoch)
 
 
 def test_a_draining_node_never_receives_a_member() -> None:

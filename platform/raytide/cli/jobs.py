@@ -199,7 +199,9 @@ def _print_changes(run: Run, *, quiet: bool) -> None:
 def _progress(view: JobView) -> str:
     if view.job.is_final or view.waiting is not None or not view.job.progress:
         return explain(view)
-    numbers = ", ".join(f"{key} {_short(value)}" for key, value in view.job.progress.items() if value)
+    numbers = ", ".join(
+        f"{key} {_short(value)}" for key, value in view.job.progress.items() if value and key != "settled"
+    )
     return f"{view.job.id} {view.job.state}: {numbers}"
 
 

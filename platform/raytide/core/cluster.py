@@ -52,6 +52,8 @@ class LimitsSection(Config):
     launches_per_min: int | None = Field(default=None, ge=1)
     moves_after_s: float | None = Field(default=600.0, ge=0)
     """The age from which a node may be left by its replicas for a cheaper one; null: never."""
+    shrink_for_serving: bool = True
+    """Replicas that find no room take seats of elastic trainers, never below their minimum, until the load falls."""
 
 
 class UnmanagedSection(Config):

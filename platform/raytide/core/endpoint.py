@@ -70,6 +70,9 @@ class ServeSpec(Config):
     model: str
     """A Hugging Face directory that every node can read."""
     team: str = "default"
+    priority: str | None = None
+    """A class of `metadata.raytide.priorities`: replicas take seats of elastic gangs of a lower one when there is no
+    room else. Of any class when left out."""
     project: str = ""
     """A way to group costs."""
     replicas: Replicas = Replicas()

@@ -89,6 +89,8 @@ class Member:
     """Of a parked seat: when it was given away."""
     gives_way: bool = False
     """LEAVING, and then PARKED although its node stays."""
+    given_to: str = ""
+    """The job or the endpoint that a seat gives way to, or was given away to while it is PARKED."""
 
     @property
     def holds(self) -> bool:
@@ -118,6 +120,11 @@ class Lease:
     created_at_s: float = 0.0
     forming_since_s: float | None = None
     reason: str = ""
+
+    @property
+    def version(self) -> str:
+        """What a holder reports as `settled` once nothing of it runs on the seats that this epoch takes from it."""
+        return f"{self.id}@{self.epoch}"
 
     @property
     def held(self) -> int:

@@ -72,13 +72,16 @@ class Requeue:
 
 @dataclass(frozen=True, slots=True)
 class Shrink:
-    """Seats of an elastic gang give way to another job, and the rest goes on: usable until `leaves_at_s`."""
+    """Seats of an elastic gang give way, and the rest goes on: usable until `leaves_at_s`, or until they are left."""
 
     job_id: str
     lease_id: str
     members: tuple[int, ...]
     leaves_at_s: float
     reason: str
+    by: tuple[str, ...] = ()
+    """For whom: a job or an endpoint."""
+    rejected: tuple[Rejected, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

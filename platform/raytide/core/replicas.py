@@ -54,6 +54,17 @@ def missing_replicas(view: EndpointView, snapshot: Snapshot, leaving: frozenset[
     return min(missing, sum(d.count for d in snapshot.demand if is_replica_of(d, view.endpoint.name)))
 
 
+def is_pressed(view: EndpointView, now_s: float) -> bool:
+    """Whether it is asked more now than the replicas that answer are meant to carry."""
+    load, spec = view.load, view.endpoint.spec.replicas
+    if load is None or not is_fresh(load, now_s):
+        return False
+    ttft_s = load.traffic.ttft_s if load.traffic is not None else None
+    is_slow = spec.slo_ttft_s is not None and ttft_s is not None and ttft_s > spec.slo_ttft_s
+    waits = any(replica.waiting > 0 for replica in load.replicas)
+    return is_slow or waits or load.ongoing > load.ready * spec.target_ongoing
+
+
 def is_replica_of(demand: Demand, endpoint: str) -> bool:
     """Whether work that Ray cannot place is a replica of this endpoint."""
     return demand.labels.get(REPLICA_LABEL) == _mark(endpoint)

@@ -17,6 +17,7 @@ from raytide.core.market import Basket, Market, Offer
 from raytide.core.replicas import leaving_nodes, missing_replicas, replica_shape
 from raytide.core.shortfall import Shortfall, impossible
 from raytide.core.snapshot import EndpointView, NodeView, Snapshot
+from raytide.core.vacated import vacated
 from raytide.core.want import Want, holders, resource_scale, usual_shapes, why_not
 
 _RANK = {NodeState.READY: 0, NodeState.LAUNCHING: 1, NodeState.REQUESTED: 2}
@@ -82,11 +83,16 @@ class Room:
         )
         leaving = leaving_nodes(snapshot)
         zones = {view.node.ray_node_id: view.node.zone for view in snapshot.nodes}
+        left = vacated(snapshot)
         for served in snapshot.endpoints:
             if missing := missing_replicas(served, snapshot, leaving):
                 name, hosts = served.endpoint.name, served.load.replica_nodes if served.load else ()
                 there = Counter(zones[node] for node in hosts if node in zones and node not in leaving)
+                for node_id, resources in left.get(name, ()):
+                    room.give(node_id, resources)
                 room.missing[name], room.replicas[name] = missing, room._seats_for(served, missing, there)
+                for node_id, resources in left.get(name, ()):
+                    room.take(node_id, resources)
         return room
 
     def place(

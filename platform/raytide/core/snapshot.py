@@ -98,6 +98,8 @@ class Limits:
     """A gang is never cut in half by it."""
     moves_after_s: float | None = 600.0
     """No node whose replicas could be held for less is left when it is younger; None: none ever is."""
+    shrink_for_serving: bool = True
+    """Replicas that find no room take seats that elastic gangs of a lower class can spare."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ job may be admitted to seats that are still being vacated: its members get them 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from raytide.core.shortfall import copies, open_zones
 from raytide.core.snapshot import Snapshot
 from raytide.core.stance import bound, unbound
 from raytide.jobs import seats, service
+from raytide.jobs.absorb import absorb
 from raytide.jobs.floor import Floor
 from raytide.jobs.order import Claims, ranked
 from raytide.jobs.purse import Purse
@@ -27,8 +28,8 @@ from raytide.jobs.quota import Quotas
 from raytide.jobs.turn import turn
 
 GRACE_S = 30.0
-"""How long seats that give way are still usable: for a checkpoint, and for the rest to go on without them."""
-SETTLE_S = 60.0
+"""How long seats that give way are usable at most: for a checkpoint, and for the rest to go on without them."""
+SETTLE_S = 15.0
 """A seat that was given away is not given back sooner."""
 
 
@@ -41,6 +42,7 @@ def admit(snapshot: Snapshot) -> tuple[Action, ...]:
     floor = floor_of(snapshot)
     claims = claims_of(floor)
     drained = _drain(floor, claims)
+    absorb(floor, claims)
     turn(claims, floor)
     order = ranked(claims).tolist()
     return (*drained, *_give_way(floor), *_verdicts(floor, order), *_grow(floor, order))
@@ -59,6 +61,8 @@ def floor_of(snapshot: Snapshot) -> Floor:
             if member.gives_way:
                 room.give(member.node_id, lease.shape.resources)
     quotas = Quotas.of(snapshot.teams, seats.supply(snapshot.node_types))
+    for view in snapshot.endpoints:
+        quotas.take(view.endpoint.spec.team, seats.quota_of_replicas(view, snapshot), gives_way=False)
     jobs = {job.id: job for job in snapshot.jobs}
     floor = Floor(
         snapshot=snapshot,
@@ -135,7 +139,7 @@ def _drain(floor: Floor, claims: Claims) -> list[Preempt]:
     for row in [row for row in floor.leases if floor.jobs[row].id in broke and claims.gives_way[row]]:
         lease, claims.gives_way[row] = floor.leases[row], False
         found.append(_preempt(floor, lease, broke[lease.job_id]))
-        floor.lets_go(row, seats.kept(lease), by=row)
+        floor.lets_go(row, seats.kept(lease), by=lease.job_id)
         del floor.leases[row]
     return found
 
@@ -150,13 +154,22 @@ def _give_way(floor: Floor) -> Iterator[Action]:
         if row not in floor.leases:
             continue  # its budget ran out, which was said
         lease = floor.leases[row]
-        by = ", ".join(dict.fromkeys(floor.jobs[other].id for other in gone.values()))
         if len(gone) == len(seats.kept(lease)):
+            by = ", ".join(dict.fromkeys(gone.values()))
             yield _preempt(floor, lease, f"it gives way to {by}, and goes on when there is room again")
         else:
-            until_s = floor.snapshot.at_s + GRACE_S
-            reason = f"{len(gone)} of its members give way to {by}; it goes on with {lease.held - len(gone)}"
-            yield Shrink(lease.job_id, lease.id, tuple(sorted(gone)), until_s, reason)
+            yield from _shrink(floor, lease, gone)
+
+
+def _shrink(floor: Floor, lease: Lease, gone: Mapping[int, str]) -> Iterator[Shrink]:
+    """One for each for whom seats give way."""
+    until_s, left = floor.snapshot.at_s + GRACE_S, len(seats.kept(lease))
+    for by in dict.fromkeys(gone.values()):
+        members = tuple(sorted(index for index, other in gone.items() if other == by))
+        instead, left = floor.instead.get(by), left - len(members)
+        whom = by if instead is None else f"endpoint {by} until its load falls"
+        reason = f"{len(members)} of its {left + len(members)} members give way to {whom}; it goes on with {left}"
+        yield Shrink(lease.job_id, lease.id, members, until_s, reason, (by,), instead or ())
 
 
 def _preempt(floor: Floor, lease: Lease, reason: str) -> Preempt:
@@ -189,6 +202,7 @@ def _grow(floor: Floor, order: Sequence[int]) -> Iterator[Grow]:
         for shape in floor.jobs[row].spec.gang.shapes
         for node_type in _types_for(floor, shape)
     }
+    wanted |= {node_type.name for shape in floor.unseated for node_type in _types_for(floor, shape)}
     for row in (row for row in order if row in floor.leases and row not in floor.away):
         lease, job = floor.leases[row], floor.jobs[row]
         parked = [m for m in lease.members if m.is_parked and _has_settled(m, floor.snapshot.at_s)]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from raytide.core.fleet import MARKET_LABEL, Market, NodeType, Resources
 from raytide.core.gang import Lease, Member, Shape
 from raytide.core.job import Job
+from raytide.core.plan import Rejected
 from raytide.core.room import Placements, Room
 from raytide.core.shortfall import Shortfall, copies, impossible, open_zones
 from raytide.core.snapshot import Snapshot
@@ -43,8 +44,12 @@ class Floor:
     """Of each node."""
     taken: dict[int, Taken] = field(default_factory=dict)
     refused: dict[int, Shortfall] = field(default_factory=dict)
-    away: dict[int, dict[int, int]] = field(default_factory=dict)
-    """By row: its seats that give way, each with the row for whom."""
+    away: dict[int, dict[int, str]] = field(default_factory=dict)
+    """By row: its seats that give way, each with the job or the endpoint for whom."""
+    unseated: list[Shape] = field(default_factory=list)
+    """Of replicas that have no room, and for which nobody gives way."""
+    instead: dict[str, tuple[Rejected, ...]] = field(default_factory=dict)
+    """By endpoint for whom seats give way: what else was thought of."""
     head: int | None = None
     """The first in the order for whom there is no room: what cannot be stopped again may not take its place."""
     _future: Room | None = None
@@ -76,7 +81,7 @@ class Floor:
             self.head, self._future = row, self._room_of_head(self.jobs[row])
         return ()
 
-    def lets_go(self, row: int, members: Iterable[Member], by: int) -> None:
+    def lets_go(self, row: int, members: Iterable[Member], by: str) -> None:
         """These seats of a holder are free for others from now on."""
         lease, job = self.leases[row], self.jobs[row]
         for member in members:
@@ -84,6 +89,11 @@ class Floor:
             self.quotas.give(job.spec.team, seats.quota_of(lease.shape, [self.types.get(member.node_id)]))
             self.away.setdefault(row, {})[member.index] = by
         self._full.clear()
+
+    def spare(self, row: int) -> list[Member]:
+        """Seats that an elastic gang can do without beyond those that give way, the last first."""
+        lease, gone = self.leases[row], self.away.get(row, ())
+        return [member for member in seats.kept(lease) if member.index not in gone][lease.shape.at_least :][::-1]
 
     def room_to_grow(self, row: int, most: int) -> int:
         """Take room for as many more members of a holder as quota and nodes allow."""
@@ -282,7 +292,7 @@ class Floor:
     def _evict(self, row: int, chosen: Unit) -> list[int] | None:
         before = {other: dict(self.away.get(other, {})) for other, _ in chosen}
         for other, member in chosen:
-            self.lets_go(other, [member], row)
+            self.lets_go(other, [member], self.jobs[row].id)
         if self.seat(row):
             return [other for other in before if len(self.away[other]) == len(seats.kept(self.leases[other]))]
         # There is room and still no seats: its members belong together, or their accelerators count against a quota.

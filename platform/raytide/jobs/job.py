@@ -19,7 +19,7 @@ from typing import Literal
 from raytide.core.gang import Lease, LeaseState
 from raytide.core.job import Job, JobKind, JobState
 from raytide.jobs import service
-from raytide.jobs.leases import release
+from raytide.jobs.leases import let_go, release
 
 _WITH_LEASE = (JobState.ADMITTED, JobState.RUNNING)
 
@@ -53,6 +53,8 @@ def advance(
     """
     if driver is not None and driver.key != DriverKey(job.id, job.restarts):
         driver = None
+    if lease is not None:
+        lease = let_go(lease, str(job.progress.get("settled", "")), now_s)
     if not job.is_final:
         excused = job.preemptions + (lease is not None and lease.yields)
         job = _step(_follow_lease(job, lease, now_s), driver, now_s, heard_since_s, excused)

@@ -14,6 +14,7 @@ from raytide.actors.gang.group import Group, GroupKey, WantedGroup
 from raytide.core.fleet import Node, NodeState
 from raytide.core.gang import Lease, LeaseState, Member, MemberState
 from raytide.core.plan import Grow, Preempt, Shrink
+from raytide.core.vacated import VACATED_S
 
 _WITH_GROUP = frozenset({MemberState.FORMING, MemberState.READY, MemberState.LEAVING})
 
@@ -49,16 +50,24 @@ def changed(lease: Lease, action: Shrink | Preempt | Grow, now_s: float) -> Leas
     """Apply what the queue decided about seats: some or all give way for a while and are then parked, or come back."""
     match action:
         case Shrink(members=members):
-            return _give_way(lease, frozenset(members), action.leaves_at_s, now_s)
+            return _give_way(lease, frozenset(members), action, now_s)
         case Preempt():
-            return _give_way(lease, frozenset(range(len(lease.members))), action.leaves_at_s, now_s)
+            return _give_way(lease, frozenset(range(len(lease.members))), action, now_s)
         case Grow(members=members):
             back = tuple(_vacate(m) if m.index in members and m.is_parked else m for m in lease.members)
             return replace(lease, members=back)
 
 
-def _give_way(lease: Lease, away: frozenset[int], leaves_at_s: float, now_s: float) -> Lease:
-    seats = tuple(_leaving(m, leaves_at_s, now_s) if m.index in away else m for m in lease.members)
+def let_go(lease: Lease, settled: str, now_s: float) -> Lease:
+    """The seats that give way are parked as soon as their holder says that it has left them, not only in time."""
+    if settled != lease.version or not any(member.gives_way for member in lease.members):
+        return lease
+    members = tuple(_park(m, now_s) if m.gives_way else m for m in lease.members)
+    return _say(lease, replace(lease, members=members, epoch=lease.epoch + 1))
+
+
+def _give_way(lease: Lease, away: frozenset[int], action: Shrink | Preempt, now_s: float) -> Lease:
+    seats = tuple(_leaving(m, action, now_s) if m.index in away else m for m in lease.members)
     return lease if seats == lease.members else replace(lease, members=seats, epoch=lease.epoch + 1)
 
 
@@ -96,22 +105,26 @@ def _vacate(member: Member) -> Member:
 
 
 def _park(member: Member, now_s: float) -> Member:
-    return replace(_vacate(member), state=MemberState.PARKED, leaves_at_s=now_s)
+    """It keeps its node in mind until that is seen to be free."""
+    parked = replace(_vacate(member), state=MemberState.PARKED, leaves_at_s=now_s)
+    return replace(parked, given_to=member.given_to, node_id=member.node_id if member.given_to else "")
 
 
-def _leaving(member: Member, leaves_at_s: float, now_s: float) -> Member:
+def _leaving(member: Member, action: Shrink | Preempt, now_s: float) -> Member:
     """Usable a little longer; a seat that nobody can use yet is away at once."""
     if member.is_parked or member.gives_way:
         return member
+    member = replace(member, given_to=", ".join(action.by) if isinstance(action, Shrink) else "")
     if not member.is_usable:
         return _park(member, now_s)
-    sooner_s = min(leaves_at_s, member.leaves_at_s or leaves_at_s)
+    sooner_s = min(action.leaves_at_s, member.leaves_at_s or action.leaves_at_s)
     return replace(member, state=MemberState.LEAVING, leaves_at_s=sooner_s, gives_way=True)
 
 
 def _follow_node(member: Member, node: Node | None, now_s: float) -> Member:
     if not member.holds:
-        return member
+        is_free = member.is_parked and now_s - (member.leaves_at_s or 0.0) >= VACATED_S
+        return replace(member, node_id="") if is_free and member.node_id else member
     if member.gives_way and member.leaves_at_s is not None and now_s >= member.leaves_at_s:
         return _park(member, now_s)
     if node is None or node.state in (NodeState.TERMINATING, NodeState.GONE):

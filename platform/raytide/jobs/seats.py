@@ -6,19 +6,15 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from raytide.core.fleet import NodeType, Resources, plus
 from raytide.core.gang import Lease, Member, Shape
+from raytide.core.replicas import SERVING_STATES, replica_shape
 from raytide.core.room import Placements
 from raytide.core.shortfall import ACCELERATOR_LABEL
-from raytide.core.snapshot import Snapshot
+from raytide.core.snapshot import EndpointView, Snapshot
 
 
 def kept(lease: Lease) -> tuple[Member, ...]:
     """Seats that hold a node and do not give way."""
     return tuple(member for member in lease.members if member.holds and not member.gives_way)
-
-
-def surplus(lease: Lease) -> tuple[Member, ...]:
-    """Seats that an elastic gang can do without, the last first."""
-    return kept(lease)[lease.shape.at_least :][::-1]
 
 
 def types_of(snapshot: Snapshot) -> dict[str, NodeType]:
@@ -42,6 +38,16 @@ def held_quota(lease: Lease, types: Mapping[str, NodeType]) -> Resources:
     seats = [m for m in lease.members if m.holds and not m.gives_way]
     waiting = sum(not m.holds and not m.is_parked for m in lease.members)
     return quota_of(lease.shape, [*(types.get(m.node_id) for m in seats), *[None] * waiting])
+
+
+def quota_of_replicas(view: EndpointView, snapshot: Snapshot) -> Resources:
+    """An endpoint's replicas count against its team, those too that still wait for a node."""
+    if view.endpoint.state not in SERVING_STATES:
+        return {}
+    names = {node.node.ray_node_id: node.node.id for node in snapshot.nodes}
+    hosts, types = view.load.replica_nodes if view.load else (), types_of(snapshot)
+    missing = max(0, view.endpoint.target_replicas - len(hosts))
+    return quota_of(replica_shape(view), [*(types.get(names.get(host, "")) for host in hosts), *[None] * missing])
 
 
 def price_of(shape: Shape, types: Iterable[NodeType]) -> float:

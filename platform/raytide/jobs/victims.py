@@ -113,13 +113,10 @@ def key_of(shape: Shape) -> Key:
 def _units(floor: Floor, rows: Sequence[int]) -> Iterator[Unit]:
     """Seats that can be spared one by one, then what is left of each gang whole."""
     for row in rows:
-        for member in seats.surplus(floor.leases[row]):
-            if member.index not in floor.away.get(row, ()):
-                yield [(row, member)]
+        yield from ([(row, member)] for member in floor.spare(row))
     for row in rows:
-        lease, gone = floor.leases[row], floor.away.get(row, {})
-        spare = {member.index for member in seats.surplus(lease)}
-        if rest := [(row, m) for m in seats.kept(lease) if m.index not in gone and m.index not in spare]:
+        without = {member.index for member in floor.spare(row)} | set(floor.away.get(row, ()))
+        if rest := [(row, m) for m in seats.kept(floor.leases[row]) if m.index not in without]:
             yield rest
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -38,6 +39,24 @@ def forming(job: Job, lease: Lease, snapshot: Snapshot) -> Why:
     parts += [_waits_for(m, snapshot) for m in lease.members if not (m.is_usable or m.is_parked)]
     remedy = "Nothing to do: it goes on when they are ready."
     return Why("starting", "; ".join(_unique(parts)) + ".", remedy)
+
+
+def given_away(lease: Lease) -> str:
+    """Who has which of its seats; empty when it has them all."""
+    to = Counter(member.given_to for member in lease.members if member.gives_way or member.is_parked)
+    gpus = lease.shape.resources.get("GPU", 0.0)
+    each, what = (gpus, "GPUs") if gpus else (1.0, "members")
+    return "; ".join(
+        f"it gave {count * each:g} of {len(lease.members) * each:g} {what} to "
+        + (name if _is_job(name) else f"endpoint {name} until its load falls")
+        for name, count in to.items()
+        if name
+    )
+
+
+def _is_job(name: str) -> bool:
+    """No endpoint may be called like a job."""
+    return name.startswith("job-") and name[4:].isdigit()
 
 
 def _vacated(snapshot: Snapshot) -> Why | None:

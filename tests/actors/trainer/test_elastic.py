@@ -160,10 +160,12 @@ def test_a_notice_too_short_for_a_checkpoint_loses_no_step(start: Start) -> None
     run = start(2, 1, checkpoint_every=1000)
     run.until_step(6)
     run.leases.notice(1, left_s=0.0)
+    taken = run.leases.lease("job-1").version
     assert run.result().steps == 40
     assert [event["saves"] for event in run.events("notice")] == [False]
     recovered = run.events("recovered")
     assert [(event["source"], event["steps_lost"]) for event in recovered] == [("memory", 0)]
+    assert taken in [report["settled"] for report in run.leases.reports], "and says that it has left the seat"
     assert_undisturbed(run.spec)
 
 

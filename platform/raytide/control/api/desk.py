@@ -46,6 +46,7 @@ from raytide.core.tokens import load_manifest
 from raytide.core.train_spec import TrainSpec
 from raytide.jobs.due import resolved
 from raytide.jobs.job import DriverKey
+from raytide.jobs.why import given_away
 from raytide.ledger.cost import accrued, costs, rate_micro_usd_h
 from raytide.ledger.report import By, rates
 
@@ -81,7 +82,7 @@ class Desk:
         spec = JobSpec.parse(body, where="job")
         caller.require_team(spec.team)
         self.accounts.check_team(spec.team)
-        self._check_priority(spec)
+        self._check_priority(spec.priority)
         check_possible(spec.gang, self._config.node_types, subject=f"{spec.kind} job {spec.name}")
         self._check_config(spec)
         now_s = self._clock.now_s()
@@ -120,7 +121,9 @@ class Desk:
         view = self.view(self._owned(job_id, caller))
         job, waits = view.job, view.waiting
         if waits is None or job.is_final:
-            return WhyView(job.id, job.state, view.position, "", job.reason, "", None, view.stance)
+            given = "" if view.lease is None else given_away(view.lease)
+            reason = f"{job.reason}; {given}" if given else job.reason
+            return WhyView(job.id, job.state, view.position, "", reason, "", None, view.stance)
         told = (waits.constraint, waits.reason, waits.remedy, waits.wait_s)
         return WhyView(job.id, job.state, view.position, *told, view.stance)
 
@@ -184,6 +187,8 @@ class Desk:
         spec = ServeSpec.parse(body, where="serve")
         caller.require_team(spec.team)
         self.accounts.check_team(spec.team)
+        if spec.priority is not None:
+            self._check_priority(spec.priority)
         shape = Shape(members=spec.replicas.min, resources=spec.resources, labels=spec.labels)
         check_possible(GangSpec(shapes=(shape,)), self._config.node_types, subject=f"endpoint {spec.name}")
         if not (Path(spec.model) / "config.json").is_file():
@@ -312,11 +317,11 @@ class Desk:
         caller.require_team(job.spec.team)
         return job
 
-    def _check_priority(self, spec: JobSpec) -> None:
+    def _check_priority(self, priority: str) -> None:
         classes = self._config.settings.priorities
-        if spec.priority not in classes:
+        if priority not in classes:
             raise ConfigError(
-                f"there is no priority class {spec.priority}.",
+                f"there is no priority class {priority}.",
                 hint=f"There are {', '.join(sorted(classes, key=lambda name: -classes[name]))}.",
             )
 

@@ -123,6 +123,7 @@ def member_values(lease_id: str, member: Member) -> Values:
         "incarnation": member.incarnation,
         "leaves_at_s": member.leaves_at_s,
         "gives_way": member.gives_way,
+        "given_to": member.given_to,
     }
 
 
@@ -154,6 +155,7 @@ def _member(row: Row[Any]) -> Member:
         incarnation=row.incarnation,
         leaves_at_s=row.leaves_at_s,
         gives_way=row.gives_way,
+        given_to=row.given_to,
     )
 
 

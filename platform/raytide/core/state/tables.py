@@ -124,6 +124,7 @@ members = Table(
     Column("incarnation", Integer, nullable=False),
     Column("leaves_at_s", Double),
     Column("gives_way", Boolean, nullable=False, default=False),
+    Column("given_to", String, nullable=False, default=""),
 )
 
 teams = Table(

@@ -1,0 +1,185 @@
+"""The shock absorber: replicas for which there is no room take seats that elastic gangs can do without. Pure.
+
+A gang that is asked shrinks in place, never below its minimum, and grows back when there is room again. Who can wait
+for a node waits: seats are taken for replicas for which none can be had, and for those whose node would be ready later
+than the seats are left, while more is asked than the replicas that answer carry.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from statistics import fmean
+
+from raytide.core.choice import Seat
+from raytide.core.fleet import NodeState, Resources, labels_match, whole_shares
+from raytide.core.gang import Member, MemberState
+from raytide.core.plan import Rejected
+from raytide.core.replicas import is_pressed, replica_shape
+from raytide.core.snapshot import EndpointView
+from raytide.jobs import seats, service
+from raytide.jobs.floor import Floor
+from raytide.jobs.order import Claims, ranked
+
+LEAVE_S = 5.0
+"""What a trainer takes to leave a seat: a checkpoint, and a new group without it."""
+MOST_REJECTED = 4
+
+Given = list[tuple[int, Member]]
+"""Seats, each with the row of its job."""
+Cost = tuple[bool, int, float, int, int, int, str]
+
+
+def absorb(floor: Floor, claims: Claims) -> None:
+    """Let seats go until every published replica that needs one has room, the highest class first."""
+    rank = {row: at for at, row in enumerate(ranked(claims).tolist())}
+    for view in sorted(floor.snapshot.endpoints, key=lambda view: -_class_of(floor, view)):
+        name, shape = view.endpoint.name, replica_shape(view)
+        lacking = _without_room(floor, view)
+        instead = _instead(floor, view, lacking) if lacking else ()
+        while lacking and (found := _cheapest(floor, view, rank)) is not None:
+            (node_id, given), waited_for = found, lacking.pop(0)
+            for row, member in given:
+                floor.lets_go(row, [member], name)
+            floor.room.take(node_id, shape.resources)
+            if waited_for is not None:
+                floor.room.give(waited_for.node_id, shape.resources)
+            floor.instead[name] = instead
+        if None in lacking:
+            floor.unseated.append(shape)
+
+
+def _without_room(floor: Floor, view: EndpointView) -> list[Seat | None]:
+    """One for each replica that needs a seat now: where it would have to wait for a node, None when nowhere."""
+    name, room = view.endpoint.name, floor.room
+    found = room.replicas.get(name, ())
+    nowhere: list[Seat | None] = [None] * (room.missing.get(name, 0) - len(found))
+    if not is_pressed(view, floor.snapshot.at_s):
+        return nowhere
+    return nowhere + [seat for seat in found if _ready_in_s(floor, seat) > LEAVE_S]
+
+
+def _ready_in_s(floor: Floor, seat: Seat) -> float:
+    """When a node that starts, or would be bought, is there, by what others of its type took; unknown is late."""
+    nodes = {view.node.id: view.node for view in floor.snapshot.nodes}
+    node = nodes.get(seat.node_id)
+    if node is not None and node.state is NodeState.READY:
+        return 0.0
+    took_s = [n.ready_at_s - n.requested_at_s for n in nodes.values() if n.ready_at_s and n.type == seat.node_type]
+    if not took_s:
+        return math.inf
+    age_s = 0.0 if node is None else floor.snapshot.at_s - node.requested_at_s
+    return math.inf if age_s > 2 * fmean(took_s) else max(0.0, fmean(took_s) - age_s)
+
+
+def _cheapest(floor: Floor, view: EndpointView, rank: dict[int, int]) -> tuple[str, Given] | None:
+    """The node on which least is given up for one replica, and the seats: of borrowers, of the lowest class, with the
+    fewest GPUs that stand still meanwhile, of those who come last."""
+    if not floor.snapshot.limits.shrink_for_serving:
+        return None
+    spec = view.endpoint.spec
+    there: defaultdict[str, Given] = defaultdict(list)
+    for row in floor.leases:
+        if not _refusal(floor, view, row):
+            for member in _ready(floor, row):
+                there[member.node_id].append((row, member))
+    ready = {v.node.id: v.labels for v in floor.snapshot.nodes if v.node.state is NodeState.READY}
+    best: tuple[Cost, str, Given] | None = None
+    for node_id, on_node in there.items():
+        if node_id not in floor.room.rows or not labels_match(spec.labels, ready.get(node_id, {})):
+            continue
+        on_node.sort(key=lambda seat: (*_worth(floor, seat[0]), -rank[seat[0]], -seat[1].index))
+        if given := _enough(floor, node_id, on_node, whole_shares(spec.resources)):
+            rows = {row for row, _ in given}
+            still = sum(_gpus(floor, row) for row in rows if row not in floor.away)
+            worth = max(_worth(floor, row) for row in rows)
+            cost = (*worth, still, len(given), -max(rank[row] for row in rows), len(node_id), node_id)
+            if best is None or cost < best[0]:
+                best = cost, node_id, given
+    return None if best is None else best[1:]
+
+
+def _enough(floor: Floor, node_id: str, on_node: Given, need: Resources) -> Given:
+    """As few of these seats as make room for one replica there, the first of them; none when all would not do."""
+    room, at = floor.room, floor.room.rows[node_id]
+    spare = {row: _spare(floor, row) for row, _ in on_node}
+    taken: Given = []
+    for row, member in on_node:
+        if room.grid.has(at, need):
+            break
+        if spare[row]:
+            spare[row] -= 1
+            taken.append((row, member))
+            room.give(node_id, floor.leases[row].shape.resources)
+    chosen: Given = []
+    does = room.grid.has(at, need)
+    for row, member in reversed(taken):
+        room.take(node_id, floor.leases[row].shape.resources)
+        if does and not room.grid.has(at, need):
+            room.give(node_id, floor.leases[row].shape.resources)
+            chosen.append((row, member))
+    for row, _ in chosen:
+        room.take(node_id, floor.leases[row].shape.resources)
+    return chosen
+
+
+def _refusal(floor: Floor, view: EndpointView, row: int) -> str:
+    """Why no seat of a gang is taken for this endpoint; empty when one may be."""
+    job = floor.jobs[row]
+    if not service.gives_way(job):
+        return "it cannot be preempted"
+    if _priority(floor, row) >= _class_of(floor, view):
+        return f"its class, {job.spec.priority}, is not below that of the endpoint"
+    if not _spare(floor, row):
+        return f"it has no more than the {floor.leases[row].shape.at_least} members that it needs"
+    return ""
+
+
+def _instead(floor: Floor, view: EndpointView, lacking: Sequence[Seat | None]) -> tuple[Rejected, ...]:
+    """What else could have given the replicas room."""
+    name, found = view.endpoint.name, []
+    if nowhere := sum(seat is None for seat in lacking):
+        found.append(Rejected("a node", floor.room.why_not(replica_shape(view), nowhere, f"endpoint {name}").reason))
+    for seat in dict.fromkeys(seat for seat in lacking if seat is not None):
+        when = "would have to be bought" if seat.is_new else "still starts"
+        ready = view.load.ready if view.load is not None else 0
+        why = f"it {when}, and more is asked now than the ready replicas ({ready}) carry"
+        found.append(Rejected(f"{seat.node_type} in {seat.zone}" if seat.is_new else seat.node_id, why))
+    for row in floor.leases:
+        if why := _refusal(floor, view, row):
+            found.append(Rejected(floor.jobs[row].id, why))
+    return tuple(found[:MOST_REJECTED])
+
+
+def _ready(floor: Floor, row: int) -> list[Member]:
+    """Seats that it uses and that stay."""
+    gone = floor.away.get(row, ())
+    members = floor.leases[row].members
+    return [m for m in members if m.state is MemberState.READY and m.index not in gone]
+
+
+def _spare(floor: Floor, row: int) -> int:
+    """How many of them it can do without."""
+    return max(0, len(_ready(floor, row)) - floor.leases[row].shape.at_least)
+
+
+def _worth(floor: Floor, row: int) -> tuple[bool, int]:
+    """What is given up last is largest: no borrower, a high class."""
+    job, shape = floor.jobs[row], floor.leases[row].shape
+    return not floor.quotas.borrows(job.spec.team, seats.quota_of(shape, [None])), _priority(floor, row)
+
+
+def _gpus(floor: Floor, row: int) -> float:
+    lease = floor.leases[row]
+    return service.gpus_of(lease.shape) * len(seats.kept(lease))
+
+
+def _priority(floor: Floor, row: int) -> int:
+    return floor.snapshot.classes.get(floor.jobs[row].spec.priority, 0)
+
+
+def _class_of(floor: Floor, view: EndpointView) -> float:
+    """Above all others unless the endpoint names its class."""
+    priority = view.endpoint.spec.priority
+    return math.inf if priority is None else floor.snapshot.classes.get(priority, 0)
