@@ -56,7 +56,7 @@ def _without_room(floor: Floor, view: EndpointView) -> list[Seat | None]:
     found = room.replicas.get(name, ())
     nowhere: list[Seat | None] = [None] * (room.missing.get(name, 0) - len(found))
     if not is_pressed(view, floor.snapshot.at_s):
-        return nowhere
+        return nowhere if view.pools is None else []  # with pools it was decided what is worth buying
     return nowhere + [seat for seat in found if _ready_in_s(floor, seat) > LEAVE_S]
 
 
