@@ -12,13 +12,14 @@ from tests.autoscaler.world import CRASH_POINTS, Cluster
 from raytide.autoscaler.endpoints import publish
 from raytide.core.cluster import UnmanagedSection
 from raytide.core.endpoint import Replicas, ServeSpec
-from raytide.core.fleet import NodeType
+from raytide.core.fleet import Market, NodeType
 from raytide.core.gang import Lease, LeaseState, Shape
 from raytide.core.plan import Action, Grow, Launch, Scale, Shrink, Wait
 from raytide.core.snapshot import Limits
+from raytide.core.stance import Stance
 from raytide.core.team import Team, TeamSpec
 from raytide.core.vacated import VACATED_S, vacated
-from raytide.jobs.admit import GRACE_S, SETTLE_S, floor_of
+from raytide.jobs.admit import GRACE_S, SETTLE_S, admit, floor_of
 from raytide.jobs.why import given_away
 
 GPU4 = NodeType(name="gpu4", resources={"GPU": 4.0}, price_micro_usd_h=4_000_000, max_nodes=1, idle_timeout_s=30)
@@ -283,3 +284,14 @@ def test_replicas_count_against_the_quota_of_their_team() -> None:
     quotas = floor_of(replace(w.c.seen, teams=(blue,))).quotas
     assert quotas.used["blue"]["GPU"] == 5.0
     assert quotas.never_taken_back("blue", "GPU") == 4.0, "a replica is not taken back"
+
+
+def test_a_gang_whose_deadline_leaves_no_time_gives_nothing() -> None:
+    w = World()
+    w.load(6.0)
+    w.after(1)
+    asked, _ = publish(w.c.seen)
+    assert [action.job_id for action in admit(asked) if isinstance(action, Shrink)] == [w.job]
+    urgent = Stance((Market.ON_DEMAND,), True, 2e3, None, None, "it is late")
+    late = replace(asked, stances={w.job: urgent})
+    assert not [action for action in admit(late) if isinstance(action, Shrink)]

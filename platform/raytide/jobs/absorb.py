@@ -129,6 +129,9 @@ def _refusal(floor: Floor, view: EndpointView, row: int) -> str:
     job = floor.jobs[row]
     if not service.gives_way(job):
         return "it cannot be preempted"
+    stance = floor.snapshot.stances.get(job.id)
+    if stance is not None and stance.is_urgent:
+        return "its deadline leaves it no time"
     if _priority(floor, row) >= _class_of(floor, view):
         return f"its class, {job.spec.priority}, is not below that of the endpoint"
     if not _spare(floor, row):
