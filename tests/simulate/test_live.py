@@ -18,10 +18,11 @@ from raytide.core.errors import UsageError
 from raytide.core.fleet import Node, NodeState, NodeType
 from raytide.core.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
 from raytide.core.job import Job, JobKind, JobSpec, JobState
-from raytide.core.plan import Launch, Terminate
+from raytide.core.plan import Launch, Shrink, Terminate
 from raytide.core.signals import Signal
 from raytide.core.snapshot import Demand, EndpointView, NodeView, Quote, Snapshot, Unmanaged
 from raytide.simulate.live import Outlook, look_ahead, usual_launch_s
+from raytide.simulate.live_world import LiveWorld
 
 NOW_S = 50_000.0
 GPU = NodeType(name="gpu1", resources={"CPU": 4, "GPU": 1}, price_micro_usd_h=3_000_000, max_nodes=2, idle_timeout_s=60)
@@ -189,3 +190,20 @@ def test_what_was_foreseen_is_what_then_happens(tmp_path: Path) -> None:
         assert (start.after_s is None) == (started_s is None)
         assert start.after_s is None or started_s == pytest.approx(seen.at_s + start.after_s, abs=2.0)
     loop.store.close()
+
+
+def test_a_trainer_shrinks_for_replicas_here_too_and_has_left_its_seat_by_the_next_step() -> None:
+    wide = GPU.model_copy(update={"resources": {"CPU": 4, "GPU": 2}, "max_nodes": 1})
+    node = ready(1, wide, taken={"GPU": 2})
+    trainer, lease = running(1, node)
+    gang = GangSpec(shapes=(Shape(members=2, min_members=1, resources={"GPU": 1}),))
+    trainer = replace(trainer, spec=trainer.spec.model_copy(update={"kind": JobKind.TRAIN, "gang": gang}))
+    members = (lease.members[0], replace(lease.members[0], index=1, placement_group_id="cd34"))
+    lease = replace(lease, shape=gang.shapes[0], members=members)
+    spec = ServeSpec(name="chat", model="/m", resources={"GPU": 1})
+    endpoint = Endpoint(spec, "ana", EndpointState.DEPLOYING, NOW_S, target_replicas=1)
+    seen = cluster(nodes=(node,), jobs=(trainer,), leases=(lease,), endpoints=(EndpointView(endpoint, None),))
+    world = LiveWorld(replace(seen, node_types=(wide,)), launch_s=60.0, job_s=None)
+    plans = [world.step(5.0) for _ in range(3)]
+    assert [a.by for plan in plans for a in plan.actions if isinstance(a, Shrink)] == [("chat",)]
+    assert [member.is_parked for member in world.book.leases["lease-1"].members] == [False, True]

@@ -64,6 +64,7 @@ class LiveWorld:
         now_s, book = self.clock.now_s(), self.book
         world = self._look()
         self._idle = self._idle.observe(world.ray_nodes or (), now_s)
+        self._leave_seats()
         advance(book, world, now_s)
         plan = decide(self._snapshot(world))
         settle(book, plan, self._types)
@@ -140,6 +141,12 @@ class LiveWorld:
         if node.id in self._left or node.state in (NodeState.REQUESTED, NodeState.TERMINATING, NodeState.GONE):
             return False
         return node.ready_at_s is not None or self.provider.is_up(node.id)
+
+    def _leave_seats(self) -> None:
+        """Trainers have left by now what the last step took from them."""
+        for lease in self.book.leases.values():
+            if (job := self.book.jobs.get(lease.job_id)) is not None and job.spec.kind is JobKind.TRAIN:
+                self.book.jobs[job.id] = replace(job, progress={**job.progress, "settled": lease.version})
 
     def _ended_drivers(self) -> dict[DriverKey, DriverStatus]:
         """Jobs that have run for as long as jobs are said to run are done; a gang's driver gives its lease back."""
