@@ -14,7 +14,7 @@ from raytide.autoscaler.risk import pool_name
 from raytide.autoscaler.serving_fleet import FleetNode, FleetState, ReplicaPool
 from raytide.core.endpoint import Worth
 from raytide.core.fleet import Market as Kind
-from raytide.core.fleet import NodeState, fits, labels_match, whole_shares
+from raytide.core.fleet import NodeState, fits, labels_match, minus, whole_shares
 from raytide.core.gang import Shape
 from raytide.core.market import Basket, Market
 from raytide.core.money import format_usd
@@ -96,10 +96,17 @@ def nodes_of(view: EndpointView, snapshot: Snapshot) -> Iterator[FleetNode]:
         for at in range(seated):
             yield FleetNode(f"{node.id}#{at}", pool, is_spot, at < ready[ray_id], busy[ray_id])
         if node.subject == name and node.state in _COMING and labels_match(shape.labels, node_view.labels):
-            room = copies(shape.resources, node_view.available)
+            room = _room(node_view, shape, seated)
             yield from (FleetNode(f"{node.id}+{at}", pool, is_spot, False) for at in range(room))
     for ray_id, count in sorted(here.items()):
         yield from (FleetNode(f"{ray_id}#{at}", ELSEWHERE, True, at < ready[ray_id]) for at in range(count))
+
+
+def _room(view: NodeView, shape: Shape, seated: int) -> int:
+    """For more replicas: Ray may not have taken off yet what those that are seated use."""
+    need = whole_shares(shape.resources)
+    left = minus(view.total, {name: seated * amount for name, amount in need.items()})
+    return min(copies(need, view.available), copies(need, left))
 
 
 def spot_held(view: EndpointView, snapshot: Snapshot) -> Counter[str]:

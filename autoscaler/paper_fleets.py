@@ -8,9 +8,10 @@ earlier: it is what a launch knows of the time in which its node will serve.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapreplace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,6 +75,15 @@ class PaperFleets:
         self._late[rate_bin] += [len(requests), *(fleet.late(requests) for fleet in self._fleets)]
         work_s = np.maximum(prefill_s, (prefill_s + decode_s) / speed.slots)
         self._totals = self._totals * fade + [len(requests), work_s.sum(), prefill_s.sum(), decode_s.sum()]
+
+    def to_json(self) -> dict[str, list[Any]]:
+        """What was counted; the fleets themselves are as good as new within minutes."""
+        return {"late": self._late.tolist(), "hours": self._hours.tolist(), "totals": self._totals.tolist()}
+
+    def recall(self, told: Mapping[str, list[Any]]) -> None:
+        late, hours, totals = (np.array(told[name], dtype=np.float64) for name in ("late", "hours", "totals"))
+        if (late.shape, hours.shape, totals.shape) == (self._late.shape, self._hours.shape, self._totals.shape):
+            self._late, self._hours, self._totals = late, hours, totals
 
     @property
     def request_s(self) -> float:

@@ -8,6 +8,7 @@ import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -93,6 +94,24 @@ class Memory:
             together=hazard.together,
         )
 
+    def to_json(self) -> dict[str, object]:
+        """What takes days to learn."""
+        return {
+            "goal": _fixed(self.goal),
+            "paper": self.paper.to_json(),
+            "price": [self.price.moved, self.price.day_requests],
+        }
+
+    def recall(self, told: Mapping[str, Any]) -> None:
+        """What `to_json` said, if it was of the same goal."""
+        if told.get("goal") == _fixed(self.goal):
+            self.paper.recall(told["paper"])
+            self.price.moved, self.price.day_requests = told["price"]
+
+    def is_for(self, goal: ServingGoal) -> bool:
+        """Prices and speeds change with time; what the paper fleets are made of is another endpoint's."""
+        return _fixed(self.goal) == _fixed(goal)
+
     @property
     def _recovery_s(self) -> float:
         """From a loss to the first request of what replaces it."""
@@ -132,3 +151,7 @@ class Memory:
         return spared_by_draining(
             self._late_usd, self.usual.rps, self._work, backlog_s, goal.cold_start_s, goal.max_replicas
         )
+
+
+def _fixed(goal: ServingGoal) -> list[float]:
+    return [goal.slo_ttft_s, goal.slo_target, goal.max_replicas, goal.speed.slots]

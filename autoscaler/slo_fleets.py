@@ -1,5 +1,6 @@
 """The endpoints with an SLO, from tick to tick: the memory of each hears what its replicas say, and the snapshot gets
-what more and fewer replicas would be worth. A new controller takes nothing away until it has watched for a while.
+what more and fewer replicas would be worth. A new controller takes nothing away until it has watched an old
+endpoint for a while.
 """
 
 from __future__ import annotations
@@ -11,14 +12,20 @@ from raytide.autoscaler.hazard import Hazard
 from raytide.autoscaler.live_fleet import prices, spot_held
 from raytide.autoscaler.paper_fleets import ReplicaSpeed
 from raytide.autoscaler.serving_memory import TOLD_AFTER_S, Heard, Memory, ServingGoal
+from raytide.autoscaler.traffic import Key
 from raytide.autoscaler.words import Arrivals, Words
 from raytide.core.endpoint import Counters, EndpointLoad, Worth
 from raytide.core.market import Market
 from raytide.core.replicas import is_fresh, replica_shape
 from raytide.core.snapshot import EndpointView, Snapshot
 
+Fleets = dict[Key, dict[str, object]]
+"""What was learned, as JSON, by endpoint."""
+
 LOOK_S = 20.0
 """As often as the policies of the simulator decide."""
+YOUNG_S = 300.0
+"""An endpoint that is watched since it was so young has no past that is not known."""
 
 
 @dataclass(slots=True)
@@ -50,18 +57,28 @@ class _Watched:
             ready=load.ready,
         )
         self.memory.learn(heard, hazard)
-        self.worth = replace(self.memory.worth(hazard), is_sure=at_s - since_s >= MEMORY_S)
+        is_sure = at_s - since_s >= MEMORY_S or since_s - view.endpoint.created_at_s <= YOUNG_S
+        self.worth = replace(self.memory.worth(hazard), is_sure=is_sure)
         self.looked_s, self.counted = at_s, Counters()
 
 
 class SloFleets:
-    def __init__(self) -> None:
-        self._watched: dict[tuple[str, float], _Watched] = {}
+    """`known`: what an earlier controller learned of each endpoint."""
+
+    def __init__(self, known: Fleets | None = None) -> None:
+        self._known = known or {}
+        self._watched: dict[Key, _Watched] = {}
+
+    @property
+    def learned(self) -> Fleets:
+        """Of endpoints that were not heard of yet, as before."""
+        return {**self._known, **{key: watched.memory.to_json() for key, watched in self._watched.items()}}
 
     def on(self, seen: Snapshot, hazard: Hazard) -> Snapshot:
         """The snapshot with what replicas are worth, where that can be told: it takes an SLO, and their speed."""
         served = {(v.endpoint.name, v.endpoint.created_at_s): v for v in seen.endpoints}
         self._watched = {key: watched for key, watched in self._watched.items() if key in served}
+        self._known = {key: told for key, told in self._known.items() if key in served}
         for key, view in served.items():
             if view.load is not None and view.endpoint.spec.replicas.slo_target is not None:
                 self._watch(key, view, view.load, seen, hazard)
@@ -69,9 +86,7 @@ class SloFleets:
         views = (replace(view, worth=worth[key]) if key in worth else view for key, view in served.items())
         return replace(seen, endpoints=tuple(views))
 
-    def _watch(
-        self, key: tuple[str, float], view: EndpointView, load: EndpointLoad, seen: Snapshot, hazard: Hazard
-    ) -> None:
+    def _watch(self, key: Key, view: EndpointView, load: EndpointLoad, seen: Snapshot, hazard: Hazard) -> None:
         watched = self._watched.get(key)
         if watched is not None:
             watched.hear(load)
@@ -79,8 +94,9 @@ class SloFleets:
             return
         if (goal := _goal(view, load, seen)) is None:
             return
-        if watched is None or not _is_same(watched.memory.goal, goal):
+        if watched is None or not watched.memory.is_for(goal):
             watched = self._watched[key] = _Watched(Memory.of(goal), seen.at_s, seen.at_s)
+            watched.memory.recall(self._known.pop(key, {}))
             watched.hear(load)
         watched.memory.goal, watched.memory.paper.speed = goal, goal.speed
         watched.look(view, load, seen, hazard)
@@ -102,9 +118,3 @@ def _goal(view: EndpointView, load: EndpointLoad, seen: Snapshot) -> ServingGoal
         ondemand_usd_h=ondemand_usd_h,
         spot_usd_h=spot_usd_h,
     )
-
-
-def _is_same(old: ServingGoal, new: ServingGoal) -> bool:
-    """Prices and speeds change with time; what the paper fleets are made of is another endpoint's."""
-    mine = old.slo_ttft_s, old.slo_target, old.max_replicas, old.speed.slots
-    return mine == (new.slo_ttft_s, new.slo_target, new.max_replicas, new.speed.slots)

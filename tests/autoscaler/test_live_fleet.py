@@ -12,6 +12,7 @@ from tests.autoscaler.world import Cluster
 
 from raytide.autoscaler import endpoints
 from raytide.autoscaler.forecast import MEMORY_S
+from raytide.autoscaler.live_fleet import nodes_of
 from raytide.control.decide import decide
 from raytide.core.endpoint import (
     Counters,
@@ -167,6 +168,14 @@ def test_replicas_of_one_endpoint_that_share_a_node_leave_it_together() -> None:
     whole = snapshot(worth(3, 3), pair, *spot, seats=(1, 1, 2, 3, 4), types=(wide, SPOT))
     plan = decide(whole)
     assert (drained(plan.actions), target_of(whole, plan.actions)) == (["node-1"], 3)
+
+
+def test_a_replica_that_ray_has_not_taken_off_its_node_yet_is_counted_once() -> None:
+    early = node(3, SPOT, "us-1b", used=0)
+    seen = snapshot(worth(2, 2), node(1, SOLID, "us-1a"), node(2, SPOT, "us-1a"), early, seats=(1, 2, 3), silent=1)
+    assert [place.id for place in nodes_of(seen.endpoints[0], seen)] == ["node-1#0", "node-2#0", "node-3#0"]
+    there = snapshot(worth(2, 2), node(2, SPOT, "us-1a"), early, seats=(2, 3))
+    assert [action for action in decide(there).actions if not isinstance(action, Wait)] == []
 
 
 @pytest.mark.parametrize(("silent", "is_sure", "words"), [(1, True, "said nothing"), (0, False, "not watched")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
@@ -300,3 +301,17 @@ def test_spot_that_is_no_cheaper_than_on_demand_is_not_bought_and_the_cheapest_o
     ]
     made = FleetState(worth, {pool.name: pool for pool in pools}, (), 60.0).plan()
     assert made.launch == ("cheap", "cheap", "dear")
+
+
+def test_what_took_days_to_learn_is_known_to_the_next_controller_and_of_another_goal_nothing() -> None:
+    old, new = busy_memory("a"), Memory.of(goal("a"))
+    old.price.observe(1000, 500, 2.0, 20.0)
+    told = json.loads(json.dumps(old.to_json()))
+    new.recall(told)
+    assert new.paper.late_per_h(2.0).tolist() == old.paper.late_per_h(2.0).tolist()
+    assert new.paper.request_s == old.paper.request_s
+    assert new.price.usd(1.0, 3.0) == old.price.usd(1.0, 3.0)
+    other, blank = Memory.of(goal("a", slo_target=0.5)), Memory.of(goal("a", slo_target=0.5))
+    other.recall(told)
+    other.recall({})
+    assert other.to_json() == blank.to_json()

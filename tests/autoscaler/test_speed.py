@@ -88,7 +88,8 @@ def test_what_was_learned_outlives_the_controller_and_counts_until_there_is_enou
     tmp_path: Path,
 ) -> None:
     path, speed = tmp_path / "learned.json", Speed(prefill_tps=2000.0, slots=8, tpot_ms=20.0)
-    Learned(path).keep({("m", 5.0): {"l4": speed}}, PERIOD_S)
+    Learned(path).keep({("m", 5.0): {"l4": speed}}, {("m", 5.0): {"paper": [1.0]}}, PERIOD_S)
+    assert Learned(path).fleets == {("m", 5.0): {"paper": [1.0]}}
     traffics = Traffics(Learned(path).speeds)
     endpoint = Endpoint(ServeSpec(name="m", model="/m"), "me", EndpointState.RUNNING, 5.0, 1)
     found = traffics.measured({"m": EndpointLoad(0.0, 0.0, 1, ("ray-1",))}, [endpoint], {"ray-1": "l4"})["m"].traffic
@@ -100,7 +101,7 @@ def test_what_was_learned_outlives_the_controller_and_counts_until_there_is_enou
     assert meter.speed != speed
 
 
-@pytest.mark.parametrize("text", ["", '{"speeds": [{"endpoint": "m"}]}', '{"speeds": [1]}'])
+@pytest.mark.parametrize("text", ["", '{"endpoints": [{"endpoint": "m"}]}', '{"endpoints": [1]}'])
 def test_a_file_that_says_nothing_useful_is_nothing_learned(tmp_path: Path, text: str) -> None:
     (tmp_path / "learned.json").write_text(text)
     assert Learned(tmp_path / "learned.json").speeds == {}

@@ -72,7 +72,7 @@ class Controller:
         self._learned = Learned(live_path.with_name("learned.json"))
         self._traffics = Traffics(self._learned.speeds)
         self._names: Mapping[str, str] = {}
-        self._outlook = Outlook(store, config, clock.now_s())
+        self._outlook = Outlook(store, config, clock.now_s(), self._learned.fleets)
         self._wake = threading.Event()
         self._stopped = False
         self._foreseen: tuple[float, Mapping[str, float]] = (0.0, {})
@@ -109,6 +109,7 @@ class Controller:
         seen = self._outlook.on(
             snapshot(book, world, self._idle, self._config, now_s), book.nodes.values(), world.prices
         )
+        self._learned.keep(self._traffics.learned, self._outlook.fleets.learned, now_s)
         sums = self._store.books.spent([job.id for job in seen.jobs], month_of(to_us(now_s)))
         spent = Spent(*sums, self._store.census.held_longest_s(LAST_SHARE))
         seen = judged(with_accounts(seen, self._config, book.teams, spent))
@@ -143,7 +144,6 @@ class Controller:
             self._sources.meters.watch(living, self._idle.since_s)
         types = {node.ray_node_id: node.type for node in book.nodes.values()}
         loads = self._traffics.measured(world.loads, book.endpoints.values(), types)
-        self._learned.keep(self._traffics.learned, self._clock.now_s())
         return replace(world, loads=loads)
 
     def _keep_books(self, book: Book, world: World, held: dict[str, Occupancy], now_s: float) -> Booking:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from raytide.autoscaler.deadline_jobs import outlooks
 from raytide.autoscaler.risk import SpotRisk
-from raytide.autoscaler.slo_fleets import SloFleets
+from raytide.autoscaler.slo_fleets import Fleets, SloFleets
 from raytide.autoscaler.spend import limits
 from raytide.autoscaler.spot_watch import SpotWatch
 from raytide.core.cluster import ClusterConfig
@@ -26,9 +26,10 @@ SPEND_PERIOD_S = 60.0
 class Outlook:
     """Kept from tick to tick; a new controller learns it anew from the records of nodes."""
 
-    def __init__(self, store: Store, config: ClusterConfig, now_s: float) -> None:
+    def __init__(self, store: Store, config: ClusterConfig, now_s: float, known: Fleets | None = None) -> None:
+        """`known`: what an earlier controller learned of endpoints with an SLO."""
         self._store, self._books, self._config = store, store.books, config
-        self._risk, self._fleets = SpotRisk(), SloFleets()
+        self._risk, self.fleets = SpotRisk(), SloFleets(known)
         self._risk.replay(store.nodes(), now_s)
         self._spot: SpotWatch | None = None
         self._spent_micro_usd = 0
@@ -40,7 +41,7 @@ class Outlook:
         self._risk.observe(nodes, seen.at_s)
         quotes = self._risk.quotes(seen.node_types, prices, seen.at_s)
         spot, limits = self._watched(seen, nodes), self._limits(seen.at_s)
-        return self._fleets.on(replace(seen, quotes=quotes, spot=spot, limits=limits), self._risk.hazard)
+        return self.fleets.on(replace(seen, quotes=quotes, spot=spot, limits=limits), self._risk.hazard)
 
     def _watched(self, seen: Snapshot, nodes: Iterable[Node]) -> tuple[SpotOutlook, ...]:
         """What jobs with a deadline have to know of spot. The past is read when the first of them comes."""

@@ -87,8 +87,8 @@ def replica_node(actor_name: str) -> str:
         actor: Any = ray.get_actor(actor_name, namespace=SERVE_NAMESPACE)
     except ValueError:
         return ""
-    address = (state.actors(actor._actor_id.hex()) or {}).get("Address", {})
-    return str(address["NodeID"]) if address.get("IPAddress") else ""  # while it waits, its id is the head's
+    known = state.actors(actor._actor_id.hex()) or {}
+    return str(known["Address"]["NodeID"]) if known.get("Pid") else ""  # while it waits, the node is one that was asked
 
 
 def start_raylet(parameters: Mapping[str, Any]) -> int:

@@ -1,0 +1,99 @@
+"""An endpoint with an SLO on real raylets: its spot nodes are taken back, on demand serves, spot takes over again."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import raytide as rt
+from raytide.autoscaler.providers.local_spot import reclaim, set_stockouts
+from raytide.control import cluster
+from raytide.control.client import Client
+from raytide.control.embedded import LocalCluster
+from raytide.core.endpoint import Replicas, ServeSpec, Speed
+from raytide.core.fleet import NodeState
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(0)]
+
+SPEED = Speed(prefill_tps=1000.0, slots=8, tpot_ms=20.0)
+
+
+@pytest.fixture
+def up(tmp_path: Path) -> Iterator[LocalCluster]:
+    with cluster.temporary(tmp_path / "home", cluster.DEFAULT_CONFIG, "slo") as running:
+        yield running
+
+
+def test_lost_spot_is_replaced_on_demand_and_takes_over_again_when_it_is_back(
+    up: LocalCluster, tmp_path: Path, eventually: Callable[..., None], say: Callable[[str], None]
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    replicas = Replicas(
+        min=2, max=3, slo_ttft_s=2.0, slo_target=0.9, cold_start_s=20.0, speed={"cpu2": SPEED, "cpu1.spot": SPEED}
+    )
+    spec = ServeSpec(name="slo", model=str(tmp_path), engine={"kind": "fake", "tokens_per_s": 50.0}, replicas=replicas)
+    with rt.Tide(Client.from_run_dir(up.run_dir)) as tide:
+        handle = tide.serve(spec).wait(replicas=2, timeout_s=180.0)
+
+        def nodes(state: NodeState = NodeState.READY) -> dict[str, str]:
+            return {node.id: node.type for node in tide.status().nodes if node.state is state}
+
+        def types() -> Counter[str]:
+            return Counter(nodes().values())
+
+        def explained() -> list[dict[str, object]]:
+            return [action for plan in reversed(tide.client.plans(limit=500)) for action in plan["actions"]]
+
+        with Asking(handle) as (answers, errors):
+            eventually(lambda: types() == {"cpu1.spot": 2}, within_s=120.0)
+            set_stockouts(up.run_dir, [("cpu1.spot", "*")])
+            for node_id in nodes():
+                reclaim(up.run_dir, node_id)
+            eventually(lambda: types() == {"cpu2": 1}, within_s=180.0)
+            eventually(lambda: handle.refresh().status.ready_replicas == 2, within_s=180.0)
+            say(f"on demand after the loss: {len(answers)} answers, {len(errors)} errors")
+            errors.clear()
+            set_stockouts(up.run_dir, ())
+            eventually(lambda: types()["cpu1.spot"] == 2, within_s=300.0)
+            eventually(lambda: types() == {"cpu1.spot": 2}, within_s=300.0)
+            before = len(answers)
+            eventually(lambda: len(answers) > before + 3)
+            assert errors == []
+        assert handle.refresh().status.endpoint.target_replicas == 2
+        said = explained()
+        scales = [str(a["reason"]) for a in said if a["action"] == "scale"]
+        assert any("2 replicas are worth the price of spot, 2 that of on demand" in reason for reason in scales)
+        (drain,) = (a for a in said if a["action"] == "drain" and a["kind"] == "notice")
+        assert str(drain["reason"]).startswith("endpoint slo has 2 replicas without it; saves")
+        for line in scales:
+            say(line)
+
+
+class Asking:
+    """One request after another, beside what happens; answers and errors."""
+
+    def __init__(self, handle: rt.EndpointHandle) -> None:
+        self._handle, self._is_over = handle, threading.Event()
+        self._answers: list[str] = []
+        self._errors: list[Exception] = []
+        self._thread = threading.Thread(target=self._ask)
+
+    def __enter__(self) -> tuple[list[str], list[Exception]]:
+        self._thread.start()
+        return self._answers, self._errors
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _ask(self) -> None:
+        client = self._handle.openai(max_retries=0, timeout=30.0)
+        while not self._is_over.is_set():
+            try:
+                self._answers.append(client.completions.create(model="slo", prompt="a b c", max_tokens=8).id)
+            except Exception as error:  # whatever it is, it is what the test is about
+                self._errors.append(error)
