@@ -141,6 +141,7 @@ class _Driver:
         now_s, step = time.monotonic(), self.record.steps
         if self.recovery is None:
             self.recovery = Recovery(ending.began_s, ending.leave_s, now_s, step)
+            self.record.broke_at_s = self.record.clock.now_s() - (now_s - ending.began_s)
         self.recovery.ended_s = now_s
         if ending.kind == "paused":
             self.record.resizes += 1
@@ -179,4 +180,6 @@ class _Driver:
         if (step_s := self.pace.step_s) is not None:
             progress["left_s"] = round((self.spec.steps - record.steps) * step_s, 3)
             progress["redo_s"] = round(self.spec.checkpoint_every * step_s, 3)
+        if record.lost_s and record.broke_at_s is not None:
+            progress |= {"lost_s": round(record.lost_s, 3), "lost_at_s": round(record.broke_at_s, 3)}
         return progress

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -20,6 +21,9 @@ from raytide.core.storage import full_disk_is_an_error
 from raytide.core.train_spec import TrainSpec
 
 RunState = Literal["running", "done", "failed"]
+
+MOST_STEPS = 10_000
+"""Of so many the time is kept: nobody goes longer without a checkpoint."""
 
 
 class StepLog:
@@ -46,7 +50,10 @@ class Record:
         self.steps = self.tokens = self.restarts = self.resizes = self.steps_lost = 0
         self.first_loss: float | None = None
         self.loss: float | None = None
-        self.recovery_s = 0.0
+        self.recovery_s = self.lost_s = 0.0
+        """The longest recovery; the seconds of all steps that had to be done again."""
+        self.broke_at_s: float | None = None
+        self._done: deque[tuple[int, float]] = deque(maxlen=MOST_STEPS)
         self.step_s: float | None = None
         """Of the last step of the run so far that was written down before this driver."""
         self._go_on()
@@ -62,6 +69,9 @@ class Record:
         if result.verdict == "stopped":
             return
         self.steps = result.step
+        while self._done and self._done[-1][0] >= result.step:
+            self.lost_s += self._done.pop()[1]
+        self._done.append((result.step, result.step_s))
         if result.verdict != "skipped":
             self.loss = result.loss
             self.first_loss = result.loss if self.first_loss is None else self.first_loss

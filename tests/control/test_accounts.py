@@ -12,7 +12,7 @@ from fastapi.testclient import TestClient
 from tests.control.conftest import NoMachines
 from tests.jobs.cluster import Cluster, gpus, spec, team
 
-from raytide.control.accounts import Spent, recent_gpu_s, used_lately, uses, with_accounts
+from raytide.control.accounts import Spent, limits, recent_gpu_s, used_lately, uses, with_accounts
 from raytide.control.api.app import create_app
 from raytide.control.api.auth import Tokens
 from raytide.control.api.desk import Desk
@@ -26,7 +26,7 @@ from raytide.core.job import JobState
 from raytide.core.snapshot import Snapshot
 from raytide.core.state import Changes, Store
 from raytide.core.state.records import StoredTeam
-from raytide.core.team import HALF_LIFE_S, TeamSpec
+from raytide.core.team import HALF_LIFE_S, Budget, TeamSpec
 
 LOCAL = Path(__file__).parents[2] / "platform" / "raytide" / "control" / "local.yaml"
 NOW_S = 1_700_000_000.0
@@ -66,9 +66,9 @@ def as_(who: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {who}"}
 
 
-def book(store: Store, subject: str, team: str, amount: int, kind: EntryKind = EntryKind.JOB) -> None:
+def book(store: Store, subject: str, team: str, amount: int, kind: EntryKind = EntryKind.JOB, cause: str = "") -> None:
     from_us = round(NOW_S * US) - 7200 * US + len(store.books.entries())
-    entry = Entry("node-1", from_us, from_us + 60 * US, kind, subject, team, 1, amount)
+    entry = Entry("node-1", from_us, from_us + 60 * US, kind, subject, team, 1, amount, cause=cause)
     store.commit(Changes(NOW_S, entries=(entry,)))
 
 
@@ -91,6 +91,9 @@ def test_costs_are_of_the_callers_team_and_sum_to_all_for_the_one_who_sees_all(
     since = {"since_s": NOW_S - 3600}
     assert client.get("/v1/cost/team", params=since, headers=as_("root")).json()["total_micro_usd"] == 2
     assert [line["team"] for line in client.get("/v1/cost", headers=as_("bob")).json()["lines"]] == ["red"]
+    book(store, "job-1", "default", 40, EntryKind.WASTE, "job-7")
+    (row,) = client.get("/v1/cost/job", headers=as_("ana")).json()["rows"]
+    assert (row["amount_micro_usd"], row["lost_micro_usd"], row["lost_to"]) == (141, 40, ["job-7"])
     assert client.get("/v1/status", headers=as_("bob")).json()["cost_micro_usd"] == 30
     assert client.get("/v1/cost/phase", headers=as_("root")).status_code == 400
 
@@ -126,12 +129,13 @@ def test_nobody_touches_another_teams_job(client: TestClient, store: Store) -> N
 def test_limits_are_set_by_whoever_sees_all_and_hold_at_once(client: TestClient, store: Store) -> None:
     change = {"quota": {"GPU": 4}, "budget": {"hard_usd": 50}}
     assert client.patch("/v1/teams/red", json=change, headers=as_("bob")).status_code == 403
-    assert client.patch("/v1/teams/red", json=change, headers=as_("root")).json()["quota"] == {"GPU": 4}
+    assert client.patch("/v1/teams/red", json=change, headers=as_("root")).json()["quota"] == {"CPU": 2, "GPU": 4}
     assert client.patch("/v1/teams/red", json={"weight": 2}, headers=as_("root")).json()["budget"]["hard_usd"] == 50
     assert client.patch("/v1/teams/nobody", json=change, headers=as_("root")).status_code == 400
     assert client.patch("/v1/teams/red", json={"parent": "red"}, headers=as_("root")).status_code == 400
     assert client.patch("/v1/teams/red", json={"quota": {"GPU": -1}}, headers=as_("root")).status_code == 400
-    assert [team["name"] for team in client.get("/v1/teams", headers=as_("bob")).json()] == ["red"]
+    (shown,) = client.get("/v1/teams", headers=as_("bob")).json()
+    assert (shown["name"], shown["given"]) == ("red", ["budget", "quota", "weight"])
     snapshot = with_accounts(
         Snapshot(NOW_S, ()), configured(red=TeamSpec()), store.load().teams, Spent(teams={"red": 9})
     )
@@ -139,8 +143,19 @@ def test_limits_are_set_by_whoever_sees_all_and_hold_at_once(client: TestClient,
     assert (red.spec.quota, red.spec.weight, red.spent_micro_usd) == ({"GPU": 4.0}, 2.0, 9)
 
 
+def test_the_file_holds_for_all_that_was_not_set_and_again_after_a_reset(client: TestClient, store: Store) -> None:
+    client.patch("/v1/teams/red", json={"quota": {"GPU": 4}, "budget": {"hard_usd": 50}}, headers=as_("root"))
+    edited = configured(red=TeamSpec(quota={"CPU": 7.0, "GPU": 1.0}, weight=3.0, budget=Budget(soft_usd=60.0)))
+    red = limits(edited, store.teams())["red"]
+    assert (red.quota, red.weight) == ({"CPU": 7.0, "GPU": 4.0}, 3.0)
+    assert (red.budget.soft_usd, red.budget.hard_usd) == (60.0, 50.0), "a later edit of the file fails nothing"
+    back = client.patch("/v1/teams/red", json={"quota": None}, headers=as_("root")).json()
+    assert (back["quota"], back["budget"]["hard_usd"]) == ({"CPU": 2.0}, 50.0)
+    assert limits(edited, store.teams())["red"].quota == {"CPU": 7.0, "GPU": 1.0}
+
+
 def test_limits_stored_under_another_tree_close_no_circle() -> None:
-    stored = [StoredTeam(name, TeamSpec(parent=above, quota={"GPU": 4.0})) for name, above in (("b", "a"), ("c", "d"))]
+    stored = [StoredTeam(name, {"parent": above, "quota": {"GPU": 4.0}}) for name, above in (("b", "a"), ("c", "d"))]
     now = configured(b=TeamSpec(), a=TeamSpec(parent="b", quota={"GPU": 2.0}))
     c = Cluster(teams=with_accounts(Snapshot(NOW_S, ()), now, stored, Spent()).teams)
     assert [(team.name, team.spec.parent) for team in c.teams] == [("a", "b"), ("b", ""), ("default", "")]
@@ -186,6 +201,9 @@ def test_a_job_that_is_over_is_submitted_again_and_one_that_is_not_is_refused(cl
     assert again["spec"] == to_json(store.job(made).spec)
     changed = client.put(f"/v1/jobs/{again['id']}/budget", params={"usd": 7}, headers=as_("bob")).json()
     assert changed["job"]["spec"]["budget_usd"] == 7
+    softly = {"usd": 5, "soft": True}
+    changed = client.put(f"/v1/jobs/{again['id']}/budget", params=softly, headers=as_("bob")).json()
+    assert (changed["job"]["spec"]["soft_budget_usd"], changed["job"]["spec"]["budget_usd"]) == (5, 7)
 
 
 def test_a_class_that_there_is_not_is_refused(client: TestClient) -> None:
@@ -196,7 +214,7 @@ def test_a_class_that_there_is_not_is_refused(client: TestClient) -> None:
 
 
 def test_recent_use_fades_by_half_and_is_written_down_now_and_then() -> None:
-    stored = StoredTeam("blue", None, 1000.0, NOW_S)
+    stored = StoredTeam("blue", {}, 1000.0, NOW_S)
     assert recent_gpu_s(stored, NOW_S + HALF_LIFE_S) == 500.0
     c = Cluster()
     c.submit(gpus(2, members=2))

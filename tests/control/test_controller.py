@@ -21,6 +21,7 @@ from raytide.control.world import Sources
 from raytide.core.clock import VirtualClock
 from raytide.core.cluster import load_cluster
 from raytide.core.endpoint import Endpoint, EndpointLoad, EndpointState, ReplicaLoad, Replicas, ServeSpec
+from raytide.core.entry import EntryKind
 from raytide.core.errors import ProviderError
 from raytide.core.fleet import Node, NodeState, NodeType, minus, plus
 from raytide.core.gang import GangSpec, LeaseState, Shape
@@ -340,6 +341,26 @@ class TestJobs:
         assert loop.state(job) is JobState.RUNNING
         loop.check_ledger()
 
+    def test_work_that_went_with_a_node_is_booked_as_waste_when_the_driver_tells_of_it(self, loop: Loop) -> None:
+        job = loop.submit(labels={"ray.io/market-type": "spot"})
+        loop.until(lambda: loop.state(job) is JobState.RUNNING)
+        before = loop.store.lease_of(job)
+        assert before is not None
+        victim = before.members[0].node_id
+        loop.tick(30)
+        loop.world.end(victim, "reclaimed")
+        broke_at_s = loop.clock.now_s()
+        loop.until(lambda: (loop.store.lease_of(job) or before).epoch > before.epoch)
+        spent = loop.store.books.spent([job], "1970-01")[0][job]
+        loop.store.report(job, {"lost_s": 10.0, "lost_at_s": broke_at_s}, loop.clock.now_s())
+        loop.tick(3)
+        lost = loop.store.books.losses()
+        assert {(line.subject, line.team, line.cause) for line in lost} == {(job, "default", victim)}
+        price = next(t.price_micro_usd_h for t in CONFIG.node_types if t.name == "cpu1.spot")
+        assert sum(line.amount_micro_usd for line in lost) == pytest.approx(2 * price * 10 / 3600, rel=0.01)
+        assert loop.store.books.spent([job], "1970-01")[0][job] >= spent, "it is still what the job cost"
+        loop.check_ledger()
+
     def test_a_notice_lets_the_member_leave_and_the_deadline_is_enforced(self, loop: Loop) -> None:
         job = loop.submit(labels={"ray.io/market-type": "spot"})
         loop.until(lambda: loop.state(job) is JobState.RUNNING)
@@ -499,6 +520,7 @@ def test_killed_at_any_call_it_loses_no_job_leaks_no_node_and_books_nothing_twic
         assert lease is not None
         loop.world.fuse = fuses[0]
         loop.world.end(lease.members[0].node_id, "reclaimed")
+        loop.store.report(job, {"lost_s": 2.0, "lost_at_s": loop.clock.now_s()}, loop.clock.now_s())
         loop.tick(6)
     loop.until(lambda: DriverKey(job, 0) in loop.world.running)
     loop.finish(job)
@@ -507,5 +529,7 @@ def test_killed_at_any_call_it_loses_no_job_leaks_no_node_and_books_nothing_twic
     loop.tick(2)
     assert len(loop.world.launches) == len(set(loop.world.launches)) <= 2 + reclaim
     assert set(loop.world.running) == {DriverKey(job, 0)}
+    spans = [(e.node_id, e.from_us) for e in loop.store.books.entries() if e.kind is EntryKind.WASTE and e.subject]
+    assert len(spans) == len(set(spans)) and bool(spans) == reclaim
     loop.check_ledger()
     loop.store.close()

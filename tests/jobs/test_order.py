@@ -23,6 +23,7 @@ def claims(
     urgent: Sequence[int] = (),
     priority: Sequence[int] | None = None,
     share: Sequence[float] | None = None,
+    own: Sequence[int] = (),
     long_s: float = 0.0,
 ) -> Claims:
     """(GPUs, GPU-hours attained, hours held, hours queued), in order of submission; `held` and others name rows."""
@@ -44,6 +45,7 @@ def claims(
         gives_way=mask(held) & ~mask(fixed),
         is_cooling=mask(cooling),
         is_urgent=mask(urgent),
+        is_own=mask(own),
         long_s=long_s,
     )
 

@@ -102,6 +102,17 @@ def test_of_those_asked_only_who_helps_gives_way() -> None:
     assert c.lease(high) is not None
 
 
+def test_a_gang_that_has_to_give_its_rest_keeps_nothing_that_it_could_have_spared() -> None:
+    c = Cluster(nodes=1)
+    fixed = c.submit(gpus(2), preemptible=False)
+    low = c.submit(gpus(2, members=3, at_least=2), priority="low")
+    c.step()
+    high = c.submit(gpus(4), priority="high")
+    assert brief(c.step()) == [(low, "preempt"), (high, "admit")]
+    c.step(GRACE_S)
+    assert c.running() == {fixed: 1, high: 1}
+
+
 def test_who_was_preempted_preempts_nobody_until_it_has_cooled_down() -> None:
     c = Cluster(nodes=1)
     first = c.submit(gpus(8))
@@ -138,6 +149,53 @@ def test_a_lender_takes_back_its_own_in_one_round_whatever_the_order() -> None:
     c.step(GRACE_S)
     assert c.held(mine) == 2
     assert len(c.running()) == 3
+
+
+def test_who_asks_for_his_own_is_seated_before_who_would_borrow_it() -> None:
+    c = Cluster(teams=(team("blue", quota={"GPU": 8}), team("red", quota={"GPU": 8})))
+    much = c.submit(gpus(8, members=2, at_least=1), team="red", priority="high")
+    mine = c.submit(gpus(1), team="blue", priority="low")
+    assert brief(c.step()) == [(much, "admit"), (mine, "admit")]
+    assert c.running() == {much: 1, mine: 1}, "it took what was left"
+    assert brief(c.step(1.0)) == [], "nothing is given back that was just taken"
+
+
+def test_small_jobs_of_a_team_do_not_pass_a_large_one_by_asking_for_less_than_its_own() -> None:
+    c = Cluster(nodes=1, teams=(team("blue", quota={"GPU": 4}), team("red", quota={"GPU": 4})))
+    large = c.submit(gpus(6), team="blue", priority="high")
+    small = c.submit(gpus(4), team="blue")
+    assert brief(c.step()) == [(large, "admit"), (small, "quota")]
+
+
+def test_seats_that_wait_for_a_node_are_given_back_to_the_lender_at_once() -> None:
+    c = Cluster(nodes=1, teams=(team("blue", quota={"GPU": 8}), team("red")))
+    first = c.submit(gpus(8), team="red", priority="low")
+    c.step()
+    second = c.submit(gpus(8), team="red", priority="high")
+    assert brief(c.step()) == [(first, "preempt"), (second, "admit")]
+    mine = c.submit(gpus(8), team="blue", priority="low")
+    assert brief(c.step(1.0)) == [(second, "preempt"), (mine, "admit")]
+    c.step(1.0)
+    assert c.jobs[second].state is JobState.QUEUED
+    c.step(GRACE_S)
+    assert c.running() == {mine: 1}
+
+
+def test_nobody_grows_into_what_its_owner_waits_for() -> None:
+    c = Cluster(teams=(team("blue", quota={"GPU": 8}), team("red", quota={"GPU": 8})))
+    red = c.submit(gpus(4, members=4, at_least=1), team="red")
+    c.step()
+    first = c.submit(gpus(8), team="blue")
+    c.step()
+    c.step(GRACE_S)
+    assert c.running() == {red: 2, first: 1}
+    c.end(first)
+    second = c.submit(gpus(8), team="blue")
+    c.jobs[second] = replace(c.jobs[second], preempted_at_s=c.now_s)
+    other = c.submit(gpus(4), team="red")
+    c.step(SETTLE_S)
+    assert c.held(second) == 1, "cooling down, it takes what is free"
+    assert (c.held(red), c.held(other)) == (2, 0)
 
 
 def test_who_has_no_quota_holds_for_good_only_what_is_beyond_all_quotas() -> None:

@@ -15,6 +15,7 @@ from raytide.core.money import cumulative, micro_usd
 from raytide.core.state import Changes, Store
 from raytide.ledger.book import book, close, open_interval
 from raytide.ledger.cost import accrued
+from raytide.ledger.losses import lost
 from raytide.ledger.report import By, as_lines, rates, rows
 
 NOW_US = int(datetime(2026, 11, 21, 12, tzinfo=UTC).timestamp()) * 1_000_000
@@ -45,6 +46,18 @@ def test_rows_by_every_way_to_group() -> None:
     assert grouped("model") == {"llama": 34, "/m/chat": 20, "(idle)": 7}
     assert grouped("node") == {"node-1": 57, "node-2": 4}
     assert grouped("day") == {"1970-01-06": 34, "1970-01-07": 27}
+
+
+def test_lost_work_is_its_owners_cost_and_says_what_it_was_lost_to() -> None:
+    pair = [line(EntryKind.JOB, "job-1", "blue", -12, 5), line(EntryKind.WASTE, "job-1", "blue", 12, 5)]
+    losses = [
+        Line(EntryKind.WASTE, "job-1", "blue", "node-1", 5, amount, cause)
+        for cause, amount in (("node-4", 3), ("job-7", 9))
+    ]
+    for by, key in (("job", "job-1"), ("team", "blue"), ("model", "llama"), ("day", "1970-01-06")):
+        found = {row.key: row for row in rows([*LINES, *pair], {}, by, TAGS, NOW_US, losses)}
+        assert (found[key].amount_micro_usd, found[key].lost_micro_usd) == (34, 12)
+        assert found[key].lost_to == ("job-7", "node-4")
 
 
 def test_the_forecast_goes_on_to_the_end_of_the_month() -> None:
@@ -113,6 +126,12 @@ class Books(RuleBasedStateMachine):
         self.open[name] = after
         self.store.commit(Changes(0.0, entries=due, intervals=(after,)))
 
+    @rule(who=st.sampled_from(["job-1", "job-2"]), seconds=st.floats(0.001, 100_000), ago_s=st.floats(0, 1000))
+    def lose(self, who: str, seconds: float, ago_s: float) -> None:
+        until_us, lost_us = self.now_us - round(ago_s * 1e6), round(seconds * 1e6)
+        mine = self.store.books.entries(subject=who, ending_after_us=until_us - lost_us)
+        self.store.commit(Changes(0.0, entries=lost(mine, until_us, lost_us, "job-9")))
+
     @precondition(lambda self: self.open)
     @rule(data=st.data(), early_s=st.floats(0, 200))
     def end(self, data: st.DataObject, early_s: float) -> None:
@@ -141,6 +160,9 @@ class Books(RuleBasedStateMachine):
         assert sum(books.booked("kind").values()) == total
         assert sum(line.amount_micro_usd for line in books.lines()) == total
         assert sum(line.amount_micro_usd for line in books.lines(with_node=True, with_day=True)) == total
+        wasted = sum(line.amount_micro_usd for line in books.losses())
+        assert wasted == sum(e.amount_micro_usd for e in books.entries() if e.kind is EntryKind.WASTE)
+        assert all(line.amount_micro_usd >= 0 for line in books.lines(with_node=True))
 
 
 TestBooks = Books.TestCase

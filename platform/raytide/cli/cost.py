@@ -54,13 +54,14 @@ def seconds(text: str) -> float:
 
 
 def _columns(table: CostTable, forecast: bool, money: Money) -> list[list[str]]:
-    lines = [[table.by, "cost", "per_hour", *(["forecast"] if forecast else [])]]
+    lines = [[table.by, "cost", "per_hour", *(["forecast"] if forecast else []), "lost", "lost_to"]]
     for row in table.rows:
         end = [money(row.forecast_micro_usd)] if forecast else []
-        lines.append([row.key, money(row.amount_micro_usd), money(row.micro_usd_h), *end])
+        lost = [money(row.lost_micro_usd), " ".join(row.lost_to) or "-"]
+        lines.append([row.key, money(row.amount_micro_usd), money(row.micro_usd_h), *end, *lost])
     end = [money(table.forecast_micro_usd)] if forecast else []
-    burn = sum(row.micro_usd_h for row in table.rows)
-    return [*lines, ["total", money(table.total_micro_usd), money(burn), *end]]
+    burn, lost_ = sum(row.micro_usd_h for row in table.rows), sum(row.lost_micro_usd for row in table.rows)
+    return [*lines, ["total", money(table.total_micro_usd), money(burn), *end, money(lost_), "-"]]
 
 
 def _show_report(report: CostReport, json: bool) -> None:

@@ -14,9 +14,12 @@ from raytide.control.views import TeamView
 from raytide.control.wire import to_json
 from raytide.core.errors import UsageError
 from raytide.core.money import format_usd
+from raytide.core.team import TeamSpec
 
 Amounts = Annotated[list[str] | None, typer.Argument(help="RESOURCE=AMOUNT: GPU=8, H100=16, CPU=64.")]
 Name = Annotated[str, typer.Argument(help="A team, as cluster.yaml names it.")]
+
+_QUOTA = frozenset({"quota", "borrow", "lend", "weight"})
 
 quota = typer.Typer(help="What teams may hold.")
 budget = typer.Typer(help="What teams and jobs may spend.")
@@ -32,7 +35,8 @@ def quotas(context: typer.Context, cluster: ClusterName = None, json: Json = Fal
         as_json([to_json(team) for team in teams])
         return
     rows = [row for team in teams for row in _quota_rows(team)]
-    as_table(("TEAM", "PARENT", "WEIGHT", "RESOURCE", "QUOTA", "IN USE", "BORROWED", "MORE", "RECENT GPU-H"), rows)
+    head = ("TEAM", "PARENT", "WEIGHT", "RESOURCE", "QUOTA", "IN USE", "BORROWED", "MORE", "RECENT GPU-H", "SET BY")
+    as_table(head, rows)
 
 
 @quota.command("set")
@@ -45,20 +49,20 @@ def set_quota(
     cluster: ClusterName = None,
     json: Json = False,
 ) -> None:
-    """Change what a team may hold; resources that are not named stay as they are."""
-    client = Client.find(cluster)
+    """Change what a team may hold; resources that are not named stay as they are, and follow cluster.yaml."""
     changes: dict[str, object] = {} if weight is None else {"weight": weight}
-    now = next((t.spec for t in client.teams() if t.name == team), None)
     for what, given in (("quota", amounts), ("borrow", borrow), ("lend", lend)):
         if given:
-            changes[what] = {**(getattr(now, what) if now else {}), **_amounts(given)}
+            changes[what] = _amounts(given)
     if not changes:
         raise UsageError("nothing was given to set.", hint="Write RESOURCE=AMOUNT, --borrow, --lend or --weight.")
-    spec = client.change_team(team, **changes)
-    if json:
-        as_json(to_json(spec))
-    else:
-        print(f"{team}: quota {_words(spec.quota)}, borrows {_words(spec.borrow)}, lends {_words(spec.lend)}")
+    _show_quota(team, Client.find(cluster).change_team(team, **changes), json)
+
+
+@quota.command("reset")
+def reset_quota(team: Name, cluster: ClusterName = None, json: Json = False) -> None:
+    """Forget what `quota set` set: cluster.yaml holds again."""
+    _show_quota(team, Client.find(cluster).change_team(team, **dict.fromkeys(_QUOTA)), json)
 
 
 @budget.callback(invoke_without_command=True)
@@ -70,7 +74,7 @@ def budgets(context: typer.Context, cluster: ClusterName = None, json: Json = Fa
     if json:
         as_json([to_json(team) for team in teams])
         return
-    as_table(("TEAM", "SOFT", "HARD", "SPENT", "WITH RESERVED"), [_budget_row(team) for team in teams])
+    as_table(("TEAM", "SOFT", "HARD", "SPENT", "WITH RESERVED", "SET BY"), [_budget_row(team) for team in teams])
 
 
 @budget.command("set")
@@ -79,26 +83,39 @@ def set_budget(
     limit: Annotated[
         str, typer.Argument(metavar="USD", help="Dollars: a month for a team, in all for a job; `none` for no limit.")
     ],
-    soft: Annotated[bool, typer.Option("--soft", help="The limit from which on a team has spot nodes only.")] = False,
+    soft: Annotated[bool, typer.Option("--soft", help="The limit from which on it has spot nodes only.")] = False,
     cluster: ClusterName = None,
     json: Json = False,
 ) -> None:
     """Limit what a team spends a month, or a job in all."""
     usd = None if limit == "none" else _finite(limit, f"{limit} is no number of dollars.", "Write 250, or `none`.")
     client = Client.find(cluster)
-    teams = {team.name: team.spec for team in client.teams()}
-    if who in teams:
-        limits = {**teams[who].budget.model_dump(), "soft_usd" if soft else "hard_usd": usd}
-        changed: object = client.change_team(who, budget=limits)
-    elif soft:
-        raise UsageError(f"{who} is no team; a job has no soft limit.", hint="`raytide budget` lists the teams.")
+    if who in {team.name for team in client.teams()}:
+        changed: object = client.change_team(who, budget={"soft_usd" if soft else "hard_usd": usd})
     else:
-        changed = client.set_job_budget(who, usd)
+        changed = client.set_job_budget(who, usd, soft=soft)
     if json:
         as_json(to_json(changed))
     else:
         amount = "without limit" if usd is None else f"${usd:,.2f}"
         print(f"{who} may spend {amount}{' before it is limited to spot' if soft else ''}")
+
+
+@budget.command("reset")
+def reset_budget(team: Name, cluster: ClusterName = None, json: Json = False) -> None:
+    """Forget what `budget set` set for a team: cluster.yaml holds again."""
+    spec = Client.find(cluster).change_team(team, budget=None)
+    if json:
+        as_json(to_json(spec))
+    else:
+        print(f"{team} may spend what cluster.yaml says")
+
+
+def _show_quota(team: str, spec: TeamSpec, json: bool) -> None:
+    if json:
+        as_json(to_json(spec))
+    else:
+        print(f"{team}: quota {_words(spec.quota)}, borrows {_words(spec.borrow)}, lends {_words(spec.lend)}")
 
 
 def _amounts(given: list[str]) -> dict[str, float]:
@@ -119,7 +136,7 @@ def _finite(text: str, wrong: str, hint: str) -> float:
 
 def _quota_rows(team: TeamView) -> list[tuple[object, ...]]:
     lead = (team.name, team.spec.parent or "-", f"{team.spec.weight:g}")
-    recent = f"{team.use.recent_gpu_h:.1f}"
+    end = (f"{team.use.recent_gpu_h:.1f}", "raytide quota" if _QUOTA & set(team.given) else "cluster.yaml")
     names = sorted(team.use.own.keys() | team.spec.quota.keys())
     return [
         (
@@ -129,16 +146,17 @@ def _quota_rows(team: TeamView) -> list[tuple[object, ...]]:
             f"{(used := team.use.used.get(name, 0.0)):g}",
             f"{max(0.0, used - team.use.own.get(name, 0.0)):g}",
             f"{team.use.available.get(name, 0.0):g}",
-            recent,
+            *end,
         )
         for name in names
-    ] or [(*lead, "-", "no limit", "-", "-", "-", recent)]
+    ] or [(*lead, "-", "no limit", "-", "-", "-", *end)]
 
 
 def _budget_row(team: TeamView) -> tuple[str, ...]:
     limits = (team.spec.budget.soft_usd, team.spec.budget.hard_usd)
     shown = ["-" if limit is None else f"${limit:,.2f}" for limit in limits]
-    return (team.name, *shown, format_usd(team.spent_micro_usd), format_usd(team.use.committed_micro_usd))
+    by = "raytide budget" if "budget" in team.given else "cluster.yaml"
+    return (team.name, *shown, format_usd(team.spent_micro_usd), format_usd(team.use.committed_micro_usd), by)
 
 
 def _words(amounts: Mapping[str, float]) -> str:

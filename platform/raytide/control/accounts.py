@@ -10,7 +10,7 @@ from raytide.core.cluster import ClusterConfig
 from raytide.core.job import Job
 from raytide.core.snapshot import Snapshot
 from raytide.core.state.records import StoredTeam
-from raytide.core.team import Team, TeamSpec, faded
+from raytide.core.team import Team, TeamSpec, faded, overlaid
 from raytide.jobs.admit import floor_of
 
 _EVERY_S = 30.0
@@ -45,10 +45,9 @@ class TeamUse:
 def limits(config: ClusterConfig, stored: Iterable[StoredTeam]) -> dict[str, TeamSpec]:
     """The teams of the configuration, with what each was given since. The tree is the configuration's, and no other:
     what was stored under an earlier one could close a circle."""
-    given = {team.name: team.spec for team in stored if team.spec is not None}
+    given = {team.name: team.given for team in stored if team.given}
     return {
-        name: given[name].model_copy(update={"parent": spec.parent}) if name in given else spec
-        for name, spec in config.settings.teams.items()
+        name: overlaid(spec, given[name]) if name in given else spec for name, spec in config.settings.teams.items()
     }
 
 

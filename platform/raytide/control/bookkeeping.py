@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from raytide.autoscaler.providers.base import Machine
@@ -29,8 +29,10 @@ def keep_books(
     occupancies: Mapping[str, Occupancy],
     booked_after: Callable[[str, int], Sequence[Entry]],
     now_us: int,
+    at_once: Collection[str] = (),
 ) -> Booking:
-    """`nodes` were not GONE before this tick, so each is closed once, by the commit that makes it GONE."""
+    """`nodes` were not GONE before this tick, so each is closed once, by the commit that makes it GONE. What jobs
+    `at_once` hold is booked up to now."""
     entries: list[Entry] = []
     kept: list[OpenInterval] = []
     closed: list[str] = []
@@ -49,7 +51,8 @@ def keep_books(
             entries += close(interval, end_us, booked_after(node.id, end_us))
             closed.append(node.id)
             continue
-        due, after = book(interval, now_us, occupancies.get(node.id, interval.occupancy))
+        is_asked = any(share.kind is EntryKind.JOB and share.subject in at_once for share in interval.occupancy)
+        due, after = book(interval, now_us, occupancies.get(node.id, interval.occupancy), at_once=is_asked)
         entries += due
         if after != before:
             kept.append(after)

@@ -97,12 +97,10 @@ class Client:
     def why(self, job_id: str) -> WhyView:
         return from_json(WhyView, self._get(f"/v1/jobs/{job_id}/why"))
 
-    def set_job_budget(self, job_id: str, usd: float | None) -> JobView:
-        """What it may cost in all; None takes the limit away."""
-        path = f"/v1/jobs/{job_id}/budget"
-        return from_json(
-            JobView, self._call("PUT", path, patience_s=_AWAY_S, params={} if usd is None else {"usd": usd})
-        )
+    def set_job_budget(self, job_id: str, usd: float | None, *, soft: bool = False) -> JobView:
+        """What it may cost in all, or before it is limited to spot; None takes the limit away."""
+        params = {"soft": soft} if usd is None else {"usd": usd, "soft": soft}
+        return from_json(JobView, self._call("PUT", f"/v1/jobs/{job_id}/budget", patience_s=_AWAY_S, params=params))
 
     def logs(self, job_id: str) -> str:
         return str(self._get(f"/v1/jobs/{job_id}/logs")["logs"])

@@ -25,6 +25,7 @@ from raytide.control.bookkeeping import Booking, keep_books
 from raytide.control.decide import decide
 from raytide.control.glimpse import answer
 from raytide.control.learned import Learned
+from raytide.control.losses import book_losses, ripe
 from raytide.control.observe import Book, advance, metered, snapshot
 from raytide.control.outlook import Outlook
 from raytide.control.serving import Serving, follow
@@ -150,15 +151,24 @@ class Controller:
         if world.machines is None:
             return Booking((), (), ())
         machines = {machine.node_id: machine for machine in world.machines}
-        books = self._store.books
-        return keep_books(
+        books, told = self._store.books, ripe(book.jobs.values(), now_s)
+        booking = keep_books(
             book.nodes,
             machines,
             book.intervals,
             held,
             lambda node_id, end_us: books.entries(node_id=node_id, ending_after_us=end_us),
             to_us(now_s),
+            at_once=told,
         )
+        losses = book_losses(
+            [book.jobs[job_id] for job_id in sorted(told)],
+            booking.entries,
+            lambda job_id, after_us: books.entries(subject=job_id, ending_after_us=after_us),
+            now_s,
+        )
+        book.jobs |= {job.id: job for job in losses.jobs}
+        return replace(booking, entries=(*booking.entries, *losses.entries))
 
     def _record(self, book: Book, outcome: Outcome, now_s: float) -> None:
         """What only the doing could tell, with what it means for the pools."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from raytide.autoscaler import endpoints, instances, pools
 from raytide.autoscaler.idle import IdleClock
 from raytide.autoscaler.instances import by_node_id
+from raytide.control.losses import nodes_lost, struck
 from raytide.control.world import World
 from raytide.core.cluster import ClusterConfig
 from raytide.core.endpoint import Endpoint
@@ -59,7 +60,9 @@ def advance(book: Book, world: World, now_s: float) -> None:
     book.nodes = {node.id: node for node in moved}
     book.pools = {(pool.node_type, pool.zone): pool for pool in rested}
     for lease in tuple(book.leases.values()):
-        book.leases[lease.id] = leases.advance(lease, book.nodes, world.groups, now_s)
+        after = book.leases[lease.id] = leases.advance(lease, book.nodes, world.groups, now_s)
+        if lease.job_id in book.jobs:
+            book.jobs[lease.job_id] = struck(book.jobs[lease.job_id], nodes_lost(lease, after), now_s)
     _advance_jobs(book, world, now_s)
     for endpoint in tuple(book.endpoints.values()):
         book.endpoints[endpoint.name] = endpoints.observe(endpoint, world.loads.get(endpoint.name), now_s)

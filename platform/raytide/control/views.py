@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from raytide.control.accounts import TeamUse
+from raytide.control.wire import to_json
 from raytide.core.endpoint import Endpoint, EndpointLoad
 from raytide.core.fleet import Node
 from raytide.core.gang import Lease
 from raytide.core.job import Job, JobState
+from raytide.core.money import format_usd
 from raytide.core.signals import Use
 from raytide.core.stance import Stance
 from raytide.core.team import TeamSpec
@@ -97,6 +100,19 @@ class ClusterStatus:
     """Below it each endpoint has its own path."""
     errors: tuple[str, ...] = ()
 
+    def json(self) -> dict[str, Any]:
+        value: dict[str, Any] = to_json(self)
+        return value
+
+    def _repr_html_(self) -> str:
+        from raytide.html import table
+
+        jobs = ", ".join(f"{count} {state}" for state, count in self.jobs.items()) or "none"
+        money = f"{format_usd(self.cost_micro_usd)} so far, {format_usd(self.price_micro_usd_h)} an hour"
+        nodes = [(node.id, f"{node.type} in {node.zone}: {node.state}") for node in self.nodes]
+        rows = [("jobs", jobs), ("endpoints", self.endpoints), ("cost", money), ("Ray", self.ray), *nodes]
+        return table(self.name, ("", ""), [*rows, *(("trouble", error) for error in self.errors)])
+
 
 @dataclass(frozen=True, slots=True)
 class WhyView:
@@ -124,6 +140,8 @@ class TeamView:
     spent_micro_usd: int
     """This month."""
     use: TeamUse
+    given: tuple[str, ...] = ()
+    """The fields of the spec that `raytide quota` or `raytide budget` set: those no longer follow the configuration."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,3 +173,14 @@ class CostReport:
     """What the provider bills for all ended nodes."""
     booked_ended_micro_usd: int
     """What the ledger booked for those same nodes: equal to the bill, to the micro-dollar."""
+
+    def json(self) -> dict[str, Any]:
+        value: dict[str, Any] = to_json(self)
+        return value
+
+    def _repr_html_(self) -> str:
+        from raytide.html import table
+
+        total = format_usd(self.booked_micro_usd + self.accrued_micro_usd)
+        rows = [(x.kind, x.subject, x.team, format_usd(x.amount_micro_usd)) for x in self.lines]
+        return table("cost", ("for", "whose", "team", "cost"), [*rows, ("total", "", "", total)])

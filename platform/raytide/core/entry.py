@@ -16,7 +16,7 @@ class EntryKind(StrEnum):
     UNMANAGED = "unmanaged"  # used in Ray by nobody that raytide knows
     IDLE = "idle"  # ready, and free for anybody
     STARTUP = "startup"  # paid, and not ready yet
-    WASTE = "waste"  # paid, and nobody may use it any more: draining or ending
+    WASTE = "waste"  # paid for nothing: a job's work that was lost, or a node that drains and nobody may use
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,9 @@ class Entry:
     """Of this share; negative in a reversal."""
     is_reversal: bool = False
     """It takes back what was booked beyond the node's end, which became known only afterwards."""
+    cause: str = ""
+    """Of the two entries that move lost work from its job to waste: the job that it gave way to, or the node that went.
+    Both have the whole span of the entry that bears the loss; the amount is the lost part."""
 
 
 DAY_US = 86_400_000_000
@@ -77,3 +80,5 @@ class Line:
     node_id: str
     day: int
     amount_micro_usd: int
+    cause: str = ""
+    """Of lost work, where it is asked for by itself."""

@@ -51,6 +51,8 @@ class JobSpec(Config):
     """Whether it may be asked to checkpoint and give way; training is when left out, nothing else."""
     budget_usd: float | None = Field(default=None, gt=0)
     """It checkpoints and waits once it cost so much."""
+    soft_budget_usd: float | None = Field(default=None, gt=0)
+    """Once it cost so much it is admitted to spot nodes only, and borrows nothing."""
     deadline: datetime | timedelta | None = None
     """When it must be done; a time from now becomes a moment when it is submitted."""
     estimate_h: float | None = Field(default=None, gt=0)
@@ -112,6 +114,12 @@ class Job:
     preempted_at_s: float | None = None
     reserved_micro_usd: int = 0
     """What it may have cost in all before its next reservation: see `raytide.jobs.purse`."""
+    struck_at_s: float | None = None
+    """When it last lost seats: they were asked of it, or their node went."""
+    struck_by: str = ""
+    """Whom it gave way to, or the node."""
+    lost_s: float = 0.0
+    """Of its progress's `lost_s` (seconds of work that had to be done again), what the ledger knows."""
 
     @property
     def is_final(self) -> bool:

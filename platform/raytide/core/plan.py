@@ -92,6 +92,8 @@ class Preempt:
     lease_id: str
     leaves_at_s: float
     reason: str
+    by: tuple[str, ...] = ()
+    """For whom; for nobody when its own budget is spent."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from pydantic import Field, model_validator
 
@@ -29,7 +30,8 @@ class Budget(Config):
 
 
 class TeamSpec(Config):
-    """`metadata.raytide.teams.<name>`; `raytide quota set` and `raytide budget set` change it while the cluster runs.
+    """`metadata.raytide.teams.<name>`. What `raytide quota set` and `raytide budget set` set goes before it, amount by
+    amount, until they reset it.
 
     Quotas count a resource by Ray's name (`GPU`, `CPU`) or accelerators by their type's (`H100`).
     """
@@ -52,6 +54,22 @@ class TeamSpec(Config):
             if bad := sorted(name for name, amount in getattr(self, what).items() if amount < 0):
                 raise ValueError(f"{what} of {bad[0]} is negative")
         return self
+
+
+def merged(spec: TeamSpec, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a spec with those that were given since: amounts one by one, the rest whole."""
+    fields = spec.model_dump(mode="json")
+    for name, value in given.items():
+        is_part = isinstance(value, Mapping) and isinstance(fields.get(name), Mapping)
+        fields[name] = {**fields[name], **value} if is_part else value
+    return fields
+
+
+def overlaid(spec: TeamSpec, given: Mapping[str, Any]) -> TeamSpec:
+    """The spec that holds. Each part was checked when it was given; what a file says later cannot make it fail."""
+    known = {name: value for name, value in given.items() if name in TeamSpec.model_fields and name != "parent"}
+    fields = merged(spec, known)
+    return TeamSpec.model_construct(**{**fields, "budget": Budget.model_construct(**fields["budget"])})
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from raytide.core.fleet import NodeType
+from raytide.core.fleet import NodeType, Resources, plus
 from raytide.core.gang import Lease, LeaseState, Member, MemberState, Shape
 from raytide.core.job import Job, JobState
 from raytide.core.plan import Action, Admit, Grow, Preempt, Shrink, Wait
 from raytide.core.room import Placements, Room
-from raytide.core.shortfall import copies, open_zones
+from raytide.core.shortfall import Shortfall, copies, open_zones
 from raytide.core.snapshot import Snapshot
 from raytide.core.stance import bound, unbound
 from raytide.jobs import seats, service
 from raytide.jobs.absorb import absorb
 from raytide.jobs.floor import Floor
-from raytide.jobs.order import Claims, ranked
+from raytide.jobs.order import Bools, Claims, ranked
 from raytide.jobs.purse import Purse
 from raytide.jobs.quota import Quotas
 from raytide.jobs.turn import turn
@@ -41,11 +42,11 @@ def admit(snapshot: Snapshot) -> tuple[Action, ...]:
         return tuple(Wait(job.id, "signal", silent, "See `raytide doctor`.") for job in waiting)
     floor = floor_of(snapshot)
     claims = claims_of(floor)
+    floor.owners = frozenset(floor.jobs[row].spec.team for row in np.flatnonzero(claims.is_own))
     drained = _drain(floor, claims)
     absorb(floor, claims)
-    turn(claims, floor)
-    order = ranked(claims).tolist()
-    return (*drained, *_give_way(floor), *_verdicts(floor, order), *_grow(floor, order))
+    tried = turn(claims, floor).tolist()
+    return (*drained, *_give_way(floor), *_verdicts(floor, tried), *_grow(floor, ranked(claims).tolist()))
 
 
 def queue(snapshot: Snapshot) -> tuple[Job, ...]:
@@ -63,8 +64,24 @@ def floor_of(snapshot: Snapshot) -> Floor:
     quotas = Quotas.of(snapshot.teams, seats.supply(snapshot.node_types))
     for view in snapshot.endpoints:
         quotas.take(view.endpoint.spec.team, seats.quota_of_replicas(view, snapshot), gives_way=False)
-    jobs = {job.id: job for job in snapshot.jobs}
-    floor = Floor(
+    rows = {job.id: row for row, job in enumerate(snapshot.jobs)}
+    promised: dict[tuple[int, int], str] = {}
+    for lease in snapshot.leases:
+        row, seatless = rows.get(lease.job_id), [m.index for m in lease.members if m.state is MemberState.WAITING]
+        found: Placements = ()
+        for shape in bound([lease.shape], snapshot.stances.get(lease.job_id)) if seatless else ():
+            placed = room.place(shape, len(seatless), subject=lease.job_id, at_least=0)
+            assert not isinstance(placed, Shortfall)
+            if found := placed:
+                break
+        if row is not None:
+            promised |= {(row, index): seat.node_id for index, seat in zip(seatless, found, strict=False)}
+            quotas.take(
+                snapshot.jobs[row].spec.team,
+                seats.held_quota(lease, types),
+                gives_way=service.gives_way(snapshot.jobs[row]),
+            )
+    return Floor(
         snapshot=snapshot,
         jobs=snapshot.jobs,
         leases=_held(snapshot),
@@ -72,15 +89,8 @@ def floor_of(snapshot: Snapshot) -> Floor:
         quotas=quotas,
         purse=Purse.of(snapshot.teams, snapshot.jobs, snapshot.spent),
         types=types,
+        promised=promised,
     )
-    for lease in snapshot.leases:
-        missing = sum(member.state is MemberState.WAITING for member in lease.members)
-        for shape in bound([lease.shape], snapshot.stances.get(lease.job_id)) if missing else ():
-            if room.place(shape, missing, subject=lease.job_id, at_least=0):
-                break
-        if (job := jobs.get(lease.job_id)) is not None:
-            quotas.take(job.spec.team, seats.held_quota(lease, types), gives_way=service.gives_way(job))
-    return floor
 
 
 def claims_of(floor: Floor) -> Claims:
@@ -102,7 +112,7 @@ def claims_of(floor: Floor) -> Claims:
     def column(values: Iterator[float]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         return np.fromiter(values, dtype=np.float64, count=len(jobs))
 
-    return Claims(
+    claims = Claims(
         gpus=column(size(row, job) for row, job in enumerate(jobs)),
         submitted_s=column(job.submitted_at_s for job in jobs),
         attained_gpu_s=column(service.attained_gpu_s(job, now_s) for job in jobs),
@@ -116,8 +126,29 @@ def claims_of(floor: Floor) -> Claims:
         ),
         is_cooling=np.array([service.is_cooling(job, now_s) for job in jobs], dtype=bool),
         is_urgent=np.array([job.id in stances and stances[job.id].is_urgent for job in jobs], dtype=bool),
+        is_own=np.zeros(len(jobs), dtype=bool),
         long_s=floor.snapshot.long_s,
     )
+    return replace(claims, is_own=_own(floor, claims))
+
+
+def _own(floor: Floor, claims: Claims) -> Bools:
+    """After the first of a team that asks for more than what is left of its own, nobody of the team does: a job passes
+    no other of its own team by being small."""
+    own = np.zeros(len(floor.jobs), dtype=bool)
+    asked: dict[str, Resources] = {}
+    beyond = set[str]()
+    for row in ranked(claims).tolist() if floor.quotas.limited else ():
+        job = floor.jobs[row]
+        if claims.is_held[row] or job.spec.team in beyond:
+            continue
+        need = plus(asked.get(job.spec.team, {}), seats.least_quota(job.spec.gang.shapes[0]))
+        own[row] = floor.quotas.may_take_back(job.spec.team, need)
+        if own[row]:
+            asked[job.spec.team] = need
+        else:
+            beyond.add(job.spec.team)
+    return own
 
 
 def _held(snapshot: Snapshot) -> dict[int, Lease]:
@@ -155,8 +186,9 @@ def _give_way(floor: Floor) -> Iterator[Action]:
             continue  # its budget ran out, which was said
         lease = floor.leases[row]
         if len(gone) == len(seats.kept(lease)):
-            by = ", ".join(dict.fromkeys(gone.values()))
-            yield _preempt(floor, lease, f"it gives way to {by}, and goes on when there is room again")
+            by = tuple(dict.fromkeys(gone.values()))
+            reason = f"it gives way to {', '.join(by)}, and goes on when there is room again"
+            yield _preempt(floor, lease, reason, by)
         else:
             yield from _shrink(floor, lease, gone)
 
@@ -172,8 +204,8 @@ def _shrink(floor: Floor, lease: Lease, gone: Mapping[int, str]) -> Iterator[Shr
         yield Shrink(lease.job_id, lease.id, members, until_s, reason, (by,), instead or ())
 
 
-def _preempt(floor: Floor, lease: Lease, reason: str) -> Preempt:
-    return Preempt(lease.job_id, lease.id, floor.snapshot.at_s + GRACE_S, reason)
+def _preempt(floor: Floor, lease: Lease, reason: str, by: tuple[str, ...] = ()) -> Preempt:
+    return Preempt(lease.job_id, lease.id, floor.snapshot.at_s + GRACE_S, reason, by)
 
 
 def _verdicts(floor: Floor, order: Sequence[int]) -> Iterator[Action]:
@@ -182,7 +214,7 @@ def _verdicts(floor: Floor, order: Sequence[int]) -> Iterator[Action]:
         job = floor.jobs[row]
         if row in floor.taken:
             taken = floor.taken[row]
-            may_change = job.id in floor.snapshot.stances and not floor.purse.is_soft(job.spec.team)
+            may_change = job.id in floor.snapshot.stances and not floor.purse.beyond_soft(job)
             shape = unbound(taken.shape, job.spec.gang.shapes) if may_change else taken.shape
             lease = _lease(f"lease-{number}", job, shape, len(taken.seats), floor.snapshot.at_s)
             yield Admit(job.id, lease, _fits(job, taken.shape, taken.seats), taken.reserved_micro_usd)
@@ -199,6 +231,7 @@ def _grow(floor: Floor, order: Sequence[int]) -> Iterator[Grow]:
         for row, short in floor.refused.items()
         if short.constraint in ("capacity", "stock", "behind", "rate")
         or (short.constraint == "budget" and any(floor.pays(row)))  # the fleet's dollars an hour
+        or (short.constraint == "quota" and floor.is_own(floor.jobs[row]))  # which others have borrowed
         for shape in floor.jobs[row].spec.gang.shapes
         for node_type in _types_for(floor, shape)
     }
@@ -206,7 +239,7 @@ def _grow(floor: Floor, order: Sequence[int]) -> Iterator[Grow]:
     for row in (row for row in order if row in floor.leases and row not in floor.away):
         lease, job = floor.leases[row], floor.jobs[row]
         parked = [m for m in lease.members if m.is_parked and _has_settled(m, floor.snapshot.at_s)]
-        if not parked or floor.purse.is_soft(job.spec.team):
+        if not parked or floor.purse.beyond_soft(job):
             continue
         if wanted & {node_type.name for node_type in _types_for(floor, lease.shape)}:
             continue

@@ -42,6 +42,8 @@ class Floor:
     purse: Purse
     types: Mapping[str, NodeType]
     """Of each node."""
+    promised: Mapping[tuple[int, int], str] = field(default_factory=dict)
+    """By row and index of a seat that waits for a node: the one that it would find, which may have to be bought."""
     taken: dict[int, Taken] = field(default_factory=dict)
     refused: dict[int, Shortfall] = field(default_factory=dict)
     away: dict[int, dict[int, str]] = field(default_factory=dict)
@@ -50,6 +52,8 @@ class Floor:
     """Of replicas that have no room, and for which nobody gives way."""
     instead: dict[str, tuple[Rejected, ...]] = field(default_factory=dict)
     """By endpoint for whom seats give way: what else was thought of."""
+    owners: frozenset[str] = frozenset()
+    """Teams of whom somebody waits for his own quota: no other team borrows for members that it can do without."""
     head: int | None = None
     """The first in the order for whom there is no room: what cannot be stopped again may not take its place."""
     _future: Room | None = None
@@ -58,6 +62,7 @@ class Floor:
     _full: dict[Key, Shortfall] = field(default_factory=dict)
     _known: dict[Key, tuple[Shortfall | None, float]] = field(default_factory=dict)
     _stuck: set[Key] = field(default_factory=set)
+    _givers: list[int] | None = None
 
     def first(self, waiting: Ints) -> int | None:
         """Everybody is tried, and told why not."""
@@ -85,7 +90,7 @@ class Floor:
         """These seats of a holder are free for others from now on."""
         lease, job = self.leases[row], self.jobs[row]
         for member in members:
-            self.room.give(member.node_id, lease.shape.resources)
+            self.room.give(self.node_of(row, member), lease.shape.resources)
             self.quotas.give(job.spec.team, seats.quota_of(lease.shape, [self.types.get(member.node_id)]))
             self.away.setdefault(row, {})[member.index] = by
         self._full.clear()
@@ -94,6 +99,20 @@ class Floor:
         """Seats that an elastic gang can do without beyond those that give way, the last first."""
         lease, gone = self.leases[row], self.away.get(row, ())
         return [member for member in seats.kept(lease) if member.index not in gone][lease.shape.at_least :][::-1]
+
+    def node_of(self, row: int, member: Member) -> str:
+        """Where the seat's room is: on its node, or where it would find one; "" when there is none for it."""
+        return member.node_id or self.promised.get((row, member.index), "")
+
+    def givers(self) -> list[int]:
+        """The holders that may be asked for seats, and still have some."""
+        if self._givers is None:
+            self._givers = [row for row in self.leases if service.gives_way(self.jobs[row])]
+        return self._givers
+
+    def is_own(self, job: Job) -> bool:
+        """Whether the least that it asks for is its team's own quota, which others may hold."""
+        return self.quotas.may_take_back(job.spec.team, seats.least_quota(job.spec.gang.shapes[0]))
 
     def room_to_grow(self, row: int, most: int) -> int:
         """Take room for as many more members of a holder as quota and nodes allow."""
@@ -111,13 +130,13 @@ class Floor:
         return len(placed)
 
     def shapes(self, row: int) -> list[Shape]:
-        """What the job may have; beyond its soft limit a team has spot nodes only.
+        """What the job may have; beyond a soft limit, its own or its team's, spot nodes only.
 
         None while it has the time to wait for spot.
         """
         job = self.jobs[row]
         found = list(bound(job.spec.gang.shapes, self.snapshot.stances.get(job.id)))
-        if not self.purse.is_soft(job.spec.team):
+        if not self.purse.beyond_soft(job):
             return found
         spot = {MARKET_LABEL: str(Market.SPOT)}
         return [shape.model_copy(update={"labels": {**spot, **shape.labels}}) for shape in found]
@@ -128,15 +147,15 @@ class Floor:
 
     def beyond_limits(self, job: Job, shape: Shape) -> Shortfall | None:
         """Budget, then quota, for the least that the gang can do with."""
-        return self._unpaid(job, shape) or self._short_of(job, seats.quota_of(shape, [None] * shape.at_least))
+        return self._unpaid(job, shape) or self._short_of(job, seats.least_quota(shape))
 
     def _unpaid(self, job: Job, shape: Shape) -> Shortfall | None:
         """Budget, at the least that the gang may cost: what it does cost shows once it is placed."""
         _, least_micro_usd_h = self._facts(shape)
         if (short := self.purse.refuses(job, least_micro_usd_h * shape.at_least)) is not None:
             return short
-        if self.purse.is_soft(job.spec.team) and shape.labels.get(MARKET_LABEL) != Market.SPOT:
-            reason = f"team {job.spec.team} is beyond its soft budget and may use spot nodes only; it asks for others"
+        if (who := self.purse.beyond_soft(job)) and shape.labels.get(MARKET_LABEL) != Market.SPOT:
+            reason = f"{who} is beyond its soft budget and may use spot nodes only; {job.id} asks for others"
             return Shortfall("budget", f"{reason}.", "Drop the market label, or raise the budget.")
         return None
 
@@ -203,9 +222,9 @@ class Floor:
         return known
 
     def _short_of(self, job: Job, need: Resources) -> Shortfall | None:
-        """Quota. A team beyond its soft budget borrows nothing, nor does a job that cannot be preempted."""
-        team, gives_way, is_soft = job.spec.team, service.gives_way(job), self.purse.is_soft(job.spec.team)
-        name = self.quotas.lacking(team, need, gives_way=gives_way, may_borrow=not is_soft)
+        """Quota. Who is beyond a soft budget borrows nothing, nor does a job that cannot be preempted."""
+        team, gives_way, soft = job.spec.team, service.gives_way(job), self.purse.beyond_soft(job)
+        name = self.quotas.lacking(team, need, gives_way=gives_way, may_borrow=not soft)
         if name is None:
             return None
         free, own, used = self.quotas.available(team, name), self.quotas.own(team, name), self.quotas.used[team][name]
@@ -213,9 +232,9 @@ class Floor:
         if need[name] > free:
             reason += f"; {max(0.0, free):g} more may be had, what others leave included"
             return Shortfall("quota", f"{reason}.", f"It starts when {name} is free; or raise the quota of {team}.")
-        if is_soft:
-            reason += "; beyond its soft budget it borrows nothing"
-            return Shortfall("budget", f"{reason}.", f"Wait for its own quota, or raise the budget of {team}.")
+        if soft:
+            reason += f"; {soft} is beyond its soft budget, and borrows nothing"
+            return Shortfall("budget", f"{reason}.", f"Wait for its own quota, or raise the budget of {soft}.")
         reason += "; what cannot be preempted may not borrow"
         return Shortfall("quota", f"{reason}.", "Submit it as preemptible, or wait for the team's own quota.")
 
@@ -223,6 +242,8 @@ class Floor:
         """How many members quota allows."""
         team, gives_way, one = job.spec.team, service.gives_way(job), seats.quota_of(shape, [None])
         more = {name: self.quotas.available(team, name) for name in one}
+        if self.owners - {team}:
+            more = {name: min(amount, self.quotas.left_of_own(team, name)) for name, amount in more.items()}
         if not gives_way:
             more = {name: min(amount, self.quotas.never_taken_back(team, name)) for name, amount in more.items()}
         ratios = [more[name] / amount for name, amount in one.items() if amount > 0]
@@ -257,7 +278,7 @@ class Floor:
             if service.gives_way(self.jobs[row]) or lease.created_at_s <= since_s:
                 for member in seats.kept(lease):
                     if member.index not in self.away.get(row, ()):
-                        future.give(member.node_id, lease.shape.resources)
+                        future.give(self.node_of(row, member), lease.shape.resources)
         for shape in head.spec.gang.shapes:
             if not isinstance(future.place(shape, shape.at_least, subject="it"), Shortfall):
                 break
@@ -277,30 +298,33 @@ class Floor:
     def _push(self, row: int, victims: Victims, paid: Sequence[bool]) -> Sequence[int] | None:
         """Take room that lower ones give way for; those that do so whole. None when that is not to be had."""
         job = self.jobs[row]
-        key = (job.spec.team, service.gives_way(job), *paid, *map(key_of, job.spec.gang.shapes))
+        key = (job.spec.team, service.gives_way(job), self.is_own(job), *paid, *map(key_of, self.shapes(row)))
         is_behind = self.head is not None and not service.gives_way(job)
         if is_behind or service.is_cooling(job, self.snapshot.at_s) or key in self._stuck:
             return None
         if self._emptied is None:
             self._emptied = Emptied.of(self)
         chosen = enough(self, row, victims()) if self._emptied.has_room(self, row) else []
-        if not chosen:
+        gone = self._evict(row, chosen) if chosen else None
+        if gone is None:
             self._stuck.add(key)
-            return None
-        return self._evict(row, chosen)
+        return gone
 
-    def _evict(self, row: int, chosen: Unit) -> list[int] | None:
-        before = {other: dict(self.away.get(other, {})) for other, _ in chosen}
-        for other, member in chosen:
-            self.lets_go(other, [member], self.jobs[row].id)
+    def _evict(self, row: int, chosen: Sequence[Unit]) -> list[int] | None:
+        before = {unit.row: dict(self.away.get(unit.row, {})) for unit in chosen}
+        for unit in chosen:
+            self.lets_go(unit.row, unit.members, self.jobs[row].id)
         if self.seat(row):
-            return [other for other in before if len(self.away[other]) == len(seats.kept(self.leases[other]))]
+            gone = [other for other in before if len(self.away[other]) == len(seats.kept(self.leases[other]))]
+            self._givers = [other for other in self.givers() if other not in gone]
+            return gone
         # There is room and still no seats: its members belong together, or their accelerators count against a quota.
-        for other, member in chosen:
-            lease = self.leases[other]
-            self.room.take(member.node_id, lease.shape.resources)
-            quota = seats.quota_of(lease.shape, [self.types.get(member.node_id)])
-            self.quotas.take(self.jobs[other].spec.team, quota)
-            self.away[other] = before[other]
+        for unit in chosen:
+            lease = self.leases[unit.row]
+            for member in unit.members:
+                self.room.take(self.node_of(unit.row, member), lease.shape.resources)
+                quota = seats.quota_of(lease.shape, [self.types.get(member.node_id)])
+                self.quotas.take(self.jobs[unit.row].spec.team, quota)
+            self.away[unit.row] = before[unit.row]
         self.away = {other: gone for other, gone in self.away.items() if gone}
         return None

@@ -59,6 +59,8 @@ class Claims:
     """It was preempted a short while ago, so it preempts nobody."""
     is_urgent: Bools
     """It has a deadline and no time to lose."""
+    is_own: Bools
+    """It asks for no more than its team's own quota, with those of its team before it in the order."""
     long_s: float = 0.0
     """Only `LAST_SHARE` of all jobs, those that are over included, held their GPUs for longer."""
 
@@ -66,6 +68,15 @@ class Claims:
 def ranked(claims: Claims) -> Ints:
     """All rows, who goes first first."""
     return np.asarray(np.lexsort((claims.submitted_s, claims.share, bands(claims), -claims.priority)))
+
+
+def waiting(claims: Claims, order: Ints) -> Ints:
+    """The rows that are to be seated, who is first first: those who ask for their own before those who would borrow it.
+
+    Otherwise a borrower would be admitted in one pass, and give it back in the next.
+    """
+    rows = order[~claims.is_held[order]]
+    return rows[np.argsort(~claims.is_own[rows], kind="stable")]
 
 
 def bands(claims: Claims) -> Ints:

@@ -42,9 +42,13 @@ class Purse:
     def outstanding(self, job: Job) -> int:
         return max(0, job.reserved_micro_usd - self.spent.get(job.id, 0))
 
-    def is_soft(self, team: str) -> bool:
-        """Whether the team, or one above it, is beyond its soft limit."""
-        return any(_reached(self.committed[name], self.specs[name].budget.soft_usd) for name in self._line(team))
+    def beyond_soft(self, job: Job) -> str:
+        """Who is beyond a soft limit: the job itself, its team, or one above it; "" when nobody is."""
+        if _reached(self.spent.get(job.id, 0), job.spec.soft_budget_usd):
+            return job.id
+        line = self._line(job.spec.team)
+        reached = (name for name in line if _reached(self.committed[name], self.specs[name].budget.soft_usd))
+        return next((f"team {name}" for name in reached), "")
 
     def refuses(self, job: Job, micro_usd_h: float) -> Shortfall | None:
         """Why the job may not reserve its next hour at this price."""

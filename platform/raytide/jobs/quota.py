@@ -107,6 +107,10 @@ class Quotas:
             if self._named(team, name)
         )
 
+    def left_of_own(self, team: str, name: str) -> float:
+        """How much more the team may hold without borrowing; what no team above it has a quota of is not borrowed."""
+        return self.own(team, name) - self.used[team][name] if self._named(team, name) else math.inf
+
     def may_take_back(self, team: str, need: Resources) -> bool:
         """Whether what it lacks is its own, lent to others, or what its place in the fleet is held by them."""
         return self.is_own(team, need) and any(self._named(team, name) for name in self.limited & need.keys())

@@ -13,8 +13,12 @@ from raytide.core.snapshot import EndpointView, Snapshot
 
 
 def kept(lease: Lease) -> tuple[Member, ...]:
-    """Seats that hold a node and do not give way."""
-    return tuple(member for member in lease.members if member.holds and not member.gives_way)
+    """Seats that are its own and do not give way: those that hold a node, then those that wait for one.
+
+    Who waits for a node holds quota and the room that was promised to it, and loses nothing by giving way.
+    """
+    there = [member for member in lease.members if not (member.is_parked or member.gives_way)]
+    return tuple(sorted(there, key=lambda member: not member.holds))
 
 
 def types_of(snapshot: Snapshot) -> dict[str, NodeType]:
@@ -35,9 +39,12 @@ def quota_of(shape: Shape, types: Iterable[NodeType | None]) -> Resources:
 
 def held_quota(lease: Lease, types: Mapping[str, NodeType]) -> Resources:
     """Seats that are promised count like those that are held; given away ones do not."""
-    seats = [m for m in lease.members if m.holds and not m.gives_way]
-    waiting = sum(not m.holds and not m.is_parked for m in lease.members)
-    return quota_of(lease.shape, [*(types.get(m.node_id) for m in seats), *[None] * waiting])
+    return quota_of(lease.shape, [types.get(member.node_id) for member in kept(lease)])
+
+
+def least_quota(shape: Shape) -> Resources:
+    """What the least that a gang can do with counts, wherever it sits."""
+    return {name: amount * shape.at_least for name, amount in quota_of(shape, [None]).items()}
 
 
 def quota_of_replicas(view: EndpointView, snapshot: Snapshot) -> Resources:

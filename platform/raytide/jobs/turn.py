@@ -15,7 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from raytide.jobs.order import Bools, Claims, Ints, ranked
+from raytide.jobs.order import Bools, Claims, Ints, ranked, waiting
 
 Victims = Callable[[], list[int]]
 
@@ -37,18 +37,19 @@ class Floor(Protocol):
         ...
 
 
-def turn(claims: Claims, floor: Floor) -> None:
-    """Seat whom there is room for. What came of it is the floor's to tell."""
+def turn(claims: Claims, floor: Floor) -> Ints:
+    """Seat whom there is room for, in the order that is returned. What came of it is the floor's to tell."""
     order = ranked(claims)
     rank = np.empty(len(order), dtype=np.int64)
     rank[order] = np.arange(len(order))
     there = claims.is_held & claims.gives_way & ~claims.is_urgent
-    waiting = order[~claims.is_held[order]]
-    while (at := floor.first(waiting)) is not None:
-        row, waiting = int(waiting[at]), waiting[at + 1 :]
+    tried = left = waiting(claims, order)
+    while (at := floor.first(left)) is not None:
+        row, left = int(left[at]), left[at + 1 :]
         if not floor.seat(row):
             gone = floor.clear(row, partial(_below, claims, rank, there, row))
             there[list(gone)] = False
+    return tried
 
 
 def _below(claims: Claims, rank: Ints, there: Bools, row: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -18,11 +18,18 @@ if TYPE_CHECKING:
     from raytide.jobs.floor import Floor
 
 Key = tuple[object, ...]
-Unit = list[tuple[int, Member]]
-"""Seats that can only be taken together, each with the row of its job."""
 
 
-def enough(floor: Floor, row: int, lower: list[int]) -> Unit:
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Seats of a gang that can only be taken together: one that it can spare, or all that it cannot."""
+
+    row: int
+    members: tuple[Member, ...]
+    is_rest: bool
+
+
+def enough(floor: Floor, row: int, lower: list[int]) -> list[Unit]:
     """The seats that make room for the row: as few as will do. Empty when not even all of them would.
 
     `lower` are the rows below it in the order, the lowest first.
@@ -31,34 +38,45 @@ def enough(floor: Floor, row: int, lower: list[int]) -> Unit:
     units = _units(floor, [*first, *(other for other in lower if other not in first)])
     trial, asked = _Trial(floor, row, floor.room.copy()), list[Unit]()
     while not (fits := trial.fits()) and (more := list(islice(units, max(1, len(asked))))):
-        for unit in more:
-            trial.free(unit)
+        trial.free(more)
         asked += more
-    chosen: list[Unit] = []
-    for unit in reversed(asked) if fits else ():
-        trial.hold(unit)
-        if not trial.fits():
-            trial.free(unit)
-            chosen.append(unit)
-    for unit in chosen if fits else asked:
-        trial.hold(unit)
-    return [seat for unit in reversed(chosen) for seat in unit]
+    chosen = _needed(trial, asked) if fits else []
+    trial.hold(chosen if fits else asked)
+    return chosen[::-1]
+
+
+def _needed(trial: _Trial, asked: list[Unit]) -> list[Unit]:
+    """Of units that all give way, those that have to. What a gang could spare is of no use to it without the rest."""
+    rests = _least(trial, [unit for unit in asked if unit.is_rest])
+    whole = {unit.row for unit in rests}
+    spare = [unit for unit in asked if not unit.is_rest]
+    bound = [unit for unit in spare if unit.row in whole]
+    return [*rests, *bound[::-1], *_least(trial, [unit for unit in spare if unit.row not in whole])]
+
+
+def _least(trial: _Trial, units: list[Unit]) -> list[Unit]:
+    """From the last on, each that is not needed holds on to its seats. Asked of halves, since most are not needed; what
+    is left is what asking one by one would leave."""
+    trial.hold(units)
+    if trial.fits():
+        return []
+    trial.free(units)
+    if len(units) == 1:
+        return units
+    half = len(units) // 2
+    return [*_least(trial, units[half:]), *_least(trial, units[:half])]
 
 
 def borrowers(floor: Floor, row: int, lower: list[int]) -> list[int]:
     """Those below the row whose team borrows; and anybody who borrows what is the row's own team's, wherever he is."""
     job, quotas = floor.jobs[row], floor.quotas
-    shape = job.spec.gang.shapes[0]
-    need = seats.quota_of(shape, [None] * shape.at_least)
-    if not quotas.may_take_back(job.spec.team, need):
-        return [other for other in lower if quotas.borrows(floor.jobs[other].spec.team, need)]
-    found = [
-        other
-        for other in floor.leases
-        if service.gives_way(floor.jobs[other])
-        and floor.jobs[other].spec.team != job.spec.team
-        and quotas.borrows(floor.jobs[other].spec.team, need)
-    ]
+    need = seats.least_quota(job.spec.gang.shapes[0])
+    asked = floor.givers() if quotas.may_take_back(job.spec.team, need) else lower
+    team_of = {other: floor.jobs[other].spec.team for other in asked}
+    borrowing = {team for team in {*team_of.values()} if quotas.borrows(team, need)}
+    if asked is lower:
+        return [other for other in lower if team_of[other] in borrowing]
+    found = [other for other in asked if team_of[other] in borrowing and team_of[other] != job.spec.team]
     below = set(lower)
     return sorted(found, key=lambda other: (other not in below, -floor.leases[other].created_at_s, -other))
 
@@ -74,12 +92,12 @@ class Emptied:
     @classmethod
     def of(cls, floor: Floor) -> Emptied:
         room, quotas = floor.room.copy(), floor.quotas.copy()
-        for row, lease in floor.leases.items():
-            if service.gives_way(job := floor.jobs[row]):
-                for member in seats.kept(lease):
-                    if member.index not in floor.away.get(row, ()):
-                        room.give(member.node_id, lease.shape.resources)
-                        quotas.give(job.spec.team, seats.quota_of(lease.shape, [floor.types.get(member.node_id)]))
+        for row in floor.givers():
+            lease, team = floor.leases[row], floor.jobs[row].spec.team
+            for member in seats.kept(lease):
+                if member.index not in floor.away.get(row, ()):
+                    room.give(floor.node_of(row, member), lease.shape.resources)
+                    quotas.give(team, seats.quota_of(lease.shape, [floor.types.get(member.node_id)]))
         return cls(room, quotas)
 
     def take(self, job: Job, shape: Shape, need: Resources, placed: Placements) -> None:
@@ -92,10 +110,7 @@ class Emptied:
         job = floor.jobs[row]
         return any(
             self._members(shape) >= shape.at_least
-            and self.quotas.lacking(
-                job.spec.team, seats.quota_of(shape, [None] * shape.at_least), gives_way=service.gives_way(job)
-            )
-            is None
+            and self.quotas.lacking(job.spec.team, seats.least_quota(shape), gives_way=service.gives_way(job)) is None
             for shape in floor.shapes(row)
         )
 
@@ -113,11 +128,15 @@ def key_of(shape: Shape) -> Key:
 def _units(floor: Floor, rows: Sequence[int]) -> Iterator[Unit]:
     """Seats that can be spared one by one, then what is left of each gang whole."""
     for row in rows:
-        yield from ([(row, member)] for member in floor.spare(row))
+        yield from (Unit(row, (member,), is_rest=False) for member in floor.spare(row))
     for row in rows:
         without = {member.index for member in floor.spare(row)} | set(floor.away.get(row, ()))
-        if rest := [(row, m) for m in seats.kept(floor.leases[row]) if m.index not in without]:
-            yield rest
+        if rest := tuple(m for m in seats.kept(floor.leases[row]) if m.index not in without):
+            yield Unit(row, rest, is_rest=True)
+
+
+def _seats(units: Iterable[Unit]) -> Iterator[tuple[int, Member]]:
+    return ((unit.row, member) for unit in units for member in unit.members)
 
 
 @dataclass(slots=True, eq=False)
@@ -135,16 +154,16 @@ class _Trial:
             for shape in floor.shapes(self.row)
         )
 
-    def free(self, unit: Unit) -> None:
-        for other, member in unit:
+    def free(self, units: Iterable[Unit]) -> None:
+        for other, member in _seats(units):
             team, shape, quota = self._of(other, member)
-            self.room.give(member.node_id, shape.resources)
+            self.room.give(self.floor.node_of(other, member), shape.resources)
             self.floor.quotas.give(team, quota)
 
-    def hold(self, unit: Unit) -> None:
-        for other, member in unit:
+    def hold(self, units: Iterable[Unit]) -> None:
+        for other, member in _seats(units):
             team, shape, quota = self._of(other, member)
-            self.room.take(member.node_id, shape.resources)
+            self.room.take(self.floor.node_of(other, member), shape.resources)
             self.floor.quotas.take(team, quota)
 
     def _of(self, other: int, member: Member) -> tuple[str, Shape, Resources]:

@@ -21,9 +21,12 @@ def open_interval(node_id: str, price_micro_usd_h: int, started_us: int, occupan
     return OpenInterval(node_id, price_micro_usd_h, started_us, started_us, occupancy)
 
 
-def book(interval: OpenInterval, now_us: int, occupancy: Occupancy) -> tuple[tuple[Entry, ...], OpenInterval]:
-    """Book up to now if the occupancy changed or the interval is long; else leave it open. The clock may step back."""
-    is_due = occupancy != interval.occupancy or now_us - interval.from_us >= MAX_OPEN_US
+def book(
+    interval: OpenInterval, now_us: int, occupancy: Occupancy, *, at_once: bool = False
+) -> tuple[tuple[Entry, ...], OpenInterval]:
+    """Book up to now if the occupancy changed, the interval is long, or it has to be `at_once`; else leave it open.
+    The clock may step back."""
+    is_due = at_once or occupancy != interval.occupancy or now_us - interval.from_us >= MAX_OPEN_US
     if not is_due:
         return (), interval
     until_us = max(now_us, interval.from_us)
@@ -73,12 +76,13 @@ def cost_of(interval: OpenInterval, until_us: int) -> tuple[Entry, ...]:
 
 
 def _reverse(interval: OpenInterval, from_us: int, to_us: int, together: Sequence[Entry]) -> list[Entry]:
-    """Take [from, to) back from the entries that share one span, in proportion to what each was charged."""
+    """Take [from, to) back from whoever was charged for one span, in proportion to it: lost work as what it is."""
     amount = interval_cost(interval.price_micro_usd_h, interval.origin_us, from_us, to_us)
-    charged = {_key(entry): float(entry.amount_micro_usd) for entry in together}
+    first = {_key(entry): entry for entry in reversed(together)}
+    charged = {key: float(sum(e.amount_micro_usd for e in together if _key(e) == key)) for key in first}
     parts = split(amount, charged) if any(charged.values()) else dict.fromkeys(charged, 0)
     return [
-        replace(entry, from_us=from_us, amount_micro_usd=-parts[_key(entry)], is_reversal=True) for entry in together
+        replace(entry, from_us=from_us, amount_micro_usd=-parts[key], is_reversal=True) for key, entry in first.items()
     ]
 
 

@@ -61,9 +61,10 @@ def _compare(machine: Billed, booked: Sequence[Entry]) -> Difference | None:
 
 
 def _reach(booked: Sequence[Entry], start_us: int) -> int | None:
-    """How far the entries reach without gap or overlap from the start, reversals taken off; None if they do not fit."""
+    """How far the entries reach without gap or overlap from the start, reversals taken off; None if they do not fit.
+    What moves lost work to waste reaches nowhere: it sums to nothing over the span of another entry."""
     reach = start_us
-    for from_us, to_us_ in sorted({(e.from_us, e.to_us) for e in booked if not e.is_reversal}):
+    for from_us, to_us_ in sorted({(e.from_us, e.to_us) for e in booked if not (e.is_reversal or e.cause)}):
         if from_us != reach:
             return None
         reach = to_us_

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -25,21 +25,38 @@ class CostRow:
     """What it burns now."""
     forecast_micro_usd: int
     """At the end of the month (UTC), if it went on like this."""
+    lost_micro_usd: int = 0
+    """Of the amount: for work that was lost, and done again."""
+    lost_to: tuple[str, ...] = ()
+    """The jobs that it gave way to and the nodes that went, the costliest first."""
 
 
-def rows(lines: Iterable[Line], rates: Rates, by: By, tags: Tags, now_us: int) -> tuple[CostRow, ...]:
-    """The dearest first. What is nobody's (idle, start-up, waste) has rows of its own, so the sum is the whole."""
+def rows(
+    lines: Iterable[Line], rates: Rates, by: By, tags: Tags, now_us: int, losses: Iterable[Line] = ()
+) -> tuple[CostRow, ...]:
+    """The dearest first. What is nobody's (idle, start-up, waste) has rows of its own, so the sum is the whole.
+    `losses` are parts of `lines`, by what they were lost to."""
     amounts: defaultdict[str, int] = defaultdict(int)
     burn: defaultdict[str, float] = defaultdict(float)
+    lost: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for line in lines:
         amounts[_key(line, by, tags)] += line.amount_micro_usd
+    for line in losses:
+        lost[_key(line, by, tags)][line.cause] += line.amount_micro_usd
     for (kind, subject, team, node_id), micro_usd_h in rates.items():
         now = Line(kind, subject, team, node_id, now_us // DAY_US, 0)
         burn[_key(now, by, tags)] += micro_usd_h
     # A day is over at its end; everything else goes on to the end of the month.
     left_h = (DAY_US - now_us % DAY_US) / 3.6e9 if by == "day" else _left_h(now_us)
     found = [
-        CostRow(key, amounts[key], round(burn[key]), amounts[key] + round(burn[key] * left_h))
+        CostRow(
+            key,
+            amounts[key],
+            round(burn[key]),
+            amounts[key] + round(burn[key] * left_h),
+            lost[key].total(),
+            tuple(cause for cause, amount in lost[key].most_common() if amount > 0),
+        )
         for key in amounts.keys() | burn.keys()
     ]
     if by == "day":

@@ -98,6 +98,7 @@ def _claims(queue: Queue) -> Claims:
         gives_way=is_held & (queue.preemptions[active] < MAX_PREEMPTIONS),
         is_cooling=queue.now_s - queue.preempted_s[active] < COOL_DOWN_S,
         is_urgent=np.zeros(len(active), dtype=bool),
+        is_own=np.zeros(len(active), dtype=bool),
         long_s=_long_s(queue),
     )
 

@@ -45,6 +45,13 @@ def test_a_driver_that_starts_again_knows_how_far_the_run_is(small: TrainSpec) -
     assert (again.steps, again.first_loss, again.loss) == (2, 3.0, 2.0)
 
 
+def test_the_time_of_steps_that_are_done_again_is_lost_once(small: TrainSpec) -> None:
+    record = record_of(small)
+    for step in (1, 2, 3, 4, 3, 4, 5, 4):
+        record.step(replace(done(step, 1.0), step_s=float(step)))
+    assert record.lost_s == (3 + 4) + (4 + 5)
+
+
 def test_half_a_line_of_a_killed_driver_is_dropped_and_not_written_behind(small: TrainSpec) -> None:
     record_of(small).step(done(1, 3.0))
     metrics = Path(small.out) / "metrics.jsonl"

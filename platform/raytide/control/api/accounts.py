@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from raytide.control.accounts import TeamUse, limits
 from raytide.control.api.auth import Caller
@@ -13,7 +14,7 @@ from raytide.core.errors import ConfigError
 from raytide.core.job import Job, JobKind, JobSpec
 from raytide.core.money import month_of
 from raytide.core.state import Store
-from raytide.core.team import TeamSpec
+from raytide.core.team import TeamSpec, merged
 from raytide.ledger import report
 from raytide.ledger.cost import accrued
 
@@ -32,7 +33,8 @@ class Accounts:
         lines = [line for line in lines if caller.sees(line.team)]
         rates = {key: rate for key, rate in rates.items() if caller.sees(key[2])}
         tags = self._tags({line.subject for line in lines}) if by in ("project", "model") else {}
-        rows = report.rows(lines, rates, by, tags, now_us)
+        losses = [line for line in self._store.books.losses(since_us=since_us) if caller.sees(line.team)]
+        rows = report.rows(lines, rates, by, tags, now_us, losses)
         return CostTable(
             by=by,
             rows=rows,
@@ -42,24 +44,31 @@ class Accounts:
 
     def teams(self, caller: Caller, live: Live, now_us: int) -> list[TeamView]:
         _, spent = self._store.books.spent([], month_of(now_us))
+        given = {team.name: tuple(sorted(team.given)) for team in self._store.teams()}
         return [
-            TeamView(name, spec, spent.get(name, 0), live.teams.get(name, _NOTHING))
+            TeamView(name, spec, spent.get(name, 0), live.teams.get(name, _NOTHING), given.get(name, ()))
             for name, spec in sorted(self.specs().items())
             if caller.sees(name)
         ]
 
     def change(self, name: str, changes: Mapping[str, object], caller: Caller) -> TeamSpec:
-        """Set some of a team's limits from now on; only a token for every team may."""
+        """Set some of a team's limits from now on, None as the configuration says; only a token for every team may."""
         caller.require_all()
         self.check_team(name)
         if "parent" in changes:
             raise ConfigError("the tree of teams is the configuration's.", hint="Set it in metadata.raytide.teams.")
-        spec = TeamSpec.parse({**self.specs()[name].model_dump(mode="json"), **changes}, where=f"team {name}")
-        self._store.save_team(name, spec)
+        given: dict[str, Any] = next((dict(team.given) for team in self._store.teams() if team.name == name), {})
+        for field, value in changes.items():
+            before = given.get(field)
+            given[field] = {**before, **value} if isinstance(before, dict) and isinstance(value, Mapping) else value
+        given = {field: value for field, value in given.items() if value is not None and field != "parent"}
+        spec = TeamSpec.parse(merged(self._config.settings.teams[name], given), where=f"team {name}")
+        self._store.save_team(name, given)
         return spec
 
-    def set_job_budget(self, job: Job, usd: float | None) -> Job:
-        spec = JobSpec.parse({**job.spec.model_dump(mode="json"), "budget_usd": usd}, where=job.id)
+    def set_job_budget(self, job: Job, usd: float | None, *, soft: bool = False) -> Job:
+        limit = {"soft_budget_usd" if soft else "budget_usd": usd}
+        spec = JobSpec.parse({**job.spec.model_dump(mode="json"), **limit}, where=job.id)
         return self._store.save_spec(job.id, spec)
 
     def specs(self) -> dict[str, TeamSpec]:

@@ -85,8 +85,8 @@ def create_app(desk: Desk, tokens: Tokens) -> FastAPI:
         return to_json(desk.why(job_id, who))
 
     @app.put("/v1/jobs/{job_id}/budget")
-    def job_budget(who: Who, job_id: str, usd: float | None = None) -> Any:
-        return to_json(desk.set_budget(job_id, who, usd))
+    def job_budget(who: Who, job_id: str, usd: float | None = None, soft: bool = False) -> Any:
+        return to_json(desk.set_budget(job_id, who, usd, soft=soft))
 
     @app.get("/v1/jobs/{job_id}/logs")
     def logs(who: Who, job_id: str) -> Any:

@@ -127,9 +127,9 @@ class Desk:
         told = (waits.constraint, waits.reason, waits.remedy, waits.wait_s)
         return WhyView(job.id, job.state, view.position, *told, view.stance)
 
-    def set_budget(self, job_id: str, caller: Caller, usd: float | None) -> JobView:
+    def set_budget(self, job_id: str, caller: Caller, usd: float | None, *, soft: bool) -> JobView:
         """None takes the limit away."""
-        return self.view(self.accounts.set_job_budget(self._owned(job_id, caller), usd))
+        return self.view(self.accounts.set_job_budget(self._owned(job_id, caller), usd, soft=soft))
 
     def logs(self, job_id: str, caller: Caller) -> str:
         job = self._owned(job_id, caller)

@@ -40,17 +40,18 @@ class Books:
         key = {"kind": s.kind, "team": s.team, "node": t.entries.c.node_id}.get(by, s.subject)
         query = sa.select(key, sa.func.sum(s.amount_micro_usd)).group_by(key)
         if by in ("job", "endpoint"):
-            query = query.where(s.kind == EntryKind(by))
+            query = query.where(s.kind.in_(_OF_JOB) if by == "job" else s.kind == EntryKind.ENDPOINT)
+            query = query.where(s.subject != "")
         if only is not None:
             query = query.where(key.in_(only))
         with self._db.read() as c:
             return {row[0]: int(row[1]) for row in c.execute(query)}
 
     def spent(self, jobs: Sequence[str], month: str) -> tuple[dict[str, int], dict[str, int]]:
-        """What each of the jobs has cost with its start, and what each team has in that month."""
+        """What each of the jobs has cost, and what each team has in that month: what was lost included."""
         s = t.totals.c
         amount = sa.func.sum(s.amount_micro_usd)
-        is_one = sa.and_(s.kind == EntryKind.JOB, s.subject.in_(jobs))
+        is_one = sa.and_(s.kind.in_(_OF_JOB), s.subject.in_(jobs))
         of_job = sa.select(s.subject, amount).where(is_one).group_by(s.subject)
         of_team = sa.select(s.team, amount).where(s.month == month).group_by(s.team)
         with self._db.read() as c:
@@ -74,3 +75,19 @@ class Books:
             return tuple(
                 Line(EntryKind(row[0]), row[1], row[2], row[3], int(row[4]), int(row[5])) for row in c.execute(query)
             )
+
+    def losses(self, *, since_us: int = 0) -> tuple[Line, ...]:
+        """Of the waste that lines tell of: the work that jobs lost, where, on which day (UTC) and to what."""
+        e = t.entries.c
+        keys = (e.kind, e.subject, e.team, e.node_id, (e.from_us // DAY_US).label("day"), e.cause)
+        query = sa.select(*keys, sa.func.sum(e.amount_micro_usd)).group_by(*keys)
+        query = query.where(e.kind == EntryKind.WASTE, e.subject != "", e.from_us >= since_us)
+        with self._db.read() as c:
+            return tuple(
+                Line(EntryKind(row[0]), row[1], row[2], row[3], int(row[4]), int(row[6]), row[5])
+                for row in c.execute(query)
+            )
+
+
+_OF_JOB = (EntryKind.JOB, EntryKind.WASTE)
+"""What counts as a job's cost; waste without a subject is nobody's."""

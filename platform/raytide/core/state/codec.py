@@ -17,7 +17,6 @@ from raytide.core.job import Job, JobSpec, JobState
 from raytide.core.money import month_of
 from raytide.core.snapshot import Pool
 from raytide.core.state.records import Event, StoredPlan, StoredTeam
-from raytide.core.team import TeamSpec
 
 Values = dict[str, Any]
 
@@ -43,6 +42,9 @@ def job_verdict(job: Job) -> Values:
         "preemptions": job.preemptions,
         "preempted_at_s": job.preempted_at_s,
         "reserved_micro_usd": job.reserved_micro_usd,
+        "struck_at_s": job.struck_at_s,
+        "struck_by": job.struck_by,
+        "lost_s": job.lost_s,
     }
 
 
@@ -88,6 +90,9 @@ def job(row: Row[Any]) -> Job:
         preemptions=row.preemptions,
         preempted_at_s=row.preempted_at_s,
         reserved_micro_usd=row.reserved_micro_usd,
+        struck_at_s=row.struck_at_s,
+        struck_by=row.struck_by,
+        lost_s=row.lost_s,
     )
 
 
@@ -289,6 +294,7 @@ def entry_values(entry: Entry) -> Values:
         "price_micro_usd_h": entry.price_micro_usd_h,
         "amount_micro_usd": entry.amount_micro_usd,
         "is_reversal": entry.is_reversal,
+        "cause": entry.cause,
     }
 
 
@@ -303,6 +309,7 @@ def entry(row: Row[Any]) -> Entry:
         price_micro_usd_h=row.price_micro_usd_h,
         amount_micro_usd=row.amount_micro_usd,
         is_reversal=row.is_reversal,
+        cause=row.cause,
     )
 
 
@@ -316,8 +323,7 @@ def totals_of(entries: Iterable[Entry]) -> list[Values]:
 
 
 def team(row: Row[Any]) -> StoredTeam:
-    spec = None if row.spec is None else TeamSpec.model_validate(row.spec)
-    return StoredTeam(row.name, spec, row.recent_gpu_s, row.recent_at_s)
+    return StoredTeam(row.name, row.spec or {}, row.recent_gpu_s, row.recent_at_s)
 
 
 def event_values(event: Event) -> Values:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from raytide.core.endpoint import Endpoint
 from raytide.core.entry import Entry, OpenInterval
@@ -12,7 +13,6 @@ from raytide.core.gang import Lease
 from raytide.core.job import Job
 from raytide.core.plan import Plan
 from raytide.core.snapshot import Pool
-from raytide.core.team import TeamSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,8 @@ class StoredTeam:
     """What is kept of a team beside its configuration."""
 
     name: str
-    spec: TeamSpec | None = None
-    """In place of the configuration's, when somebody changed it while the cluster ran."""
+    given: Mapping[str, Any] = field(default_factory=dict)
+    """The fields of TeamSpec that somebody set while the cluster ran, and of amounts those that he set."""
     recent_gpu_s: float = 0.0
     """As it was at `recent_at_s`."""
     recent_at_s: float = 0.0

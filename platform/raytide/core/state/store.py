@@ -34,7 +34,6 @@ from raytide.core.state.write import (
     update,
     upsert,
 )
-from raytide.core.team import TeamSpec
 
 KEPT_PLANS = 1000
 _MOST_NAMED = 1000
@@ -128,10 +127,10 @@ class Store:
                 raise _no_endpoint(name)
             return codec.endpoint(row)
 
-    def save_team(self, name: str, spec: TeamSpec) -> None:
-        """What a team may from now on, in place of its configuration's."""
+    def save_team(self, name: str, given: Mapping[str, Any]) -> None:
+        """What goes before the team's configuration from now on; nothing when it is empty."""
         with self._db.write() as c:
-            _write_team(c, name, spec=spec.model_dump(mode="json"))
+            _write_team(c, name, spec=dict(given) or None)
 
     def save_spec(self, job_id: str, spec: JobSpec) -> Job:
         """Ask for something else than when it was submitted."""

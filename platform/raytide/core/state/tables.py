@@ -88,6 +88,9 @@ jobs = Table(
     Column("preemptions", Integer, nullable=False, default=0),
     Column("preempted_at_s", Double),
     Column("reserved_micro_usd", BigInteger, nullable=False, default=0),
+    Column("struck_at_s", Double),
+    Column("struck_by", String, nullable=False, default=""),
+    Column("lost_s", Double, nullable=False, default=0.0),
     UniqueConstraint("user", "client_key"),
     Index(None, "state"),
     Index(None, "team", "number"),
@@ -135,7 +138,7 @@ teams = Table(
     Column("recent_gpu_s", Double, nullable=False),
     Column("recent_at_s", Double, nullable=False),
 )
-"""What differs from the configuration (`spec`), and the recent use that the fair share looks at."""
+"""What was set in place of the configuration (`spec`), and the recent use that the fair share looks at."""
 
 nodes = Table(
     "nodes",
@@ -210,8 +213,9 @@ entries = Table(
     Column("price_micro_usd_h", BigInteger, nullable=False),
     Column("amount_micro_usd", BigInteger, nullable=False),
     Column("is_reversal", Boolean, nullable=False),
+    Column("cause", String, nullable=False, default=""),
     CheckConstraint("to_us > from_us", name="forward"),
-    UniqueConstraint("node_id", "from_us", "kind", "subject", "is_reversal"),
+    UniqueConstraint("node_id", "from_us", "kind", "subject", "is_reversal", "cause"),
     Index(None, "kind", "subject"),
     Index(None, "from_us"),
 )

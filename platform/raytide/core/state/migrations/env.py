@@ -1,4 +1,7 @@
-"""How alembic runs here: on the connection that `Database.upgrade` opened and locked, inside its transaction."""
+"""How alembic runs here: on the connection that `Database.upgrade` opened and locked, inside its transaction.
+
+Schemas go forward only: the way back is a copy of the store from before.
+"""
 
 from __future__ import annotations
 

@@ -181,17 +181,3 @@ def upgrade() -> None:
         sa.ForeignKeyConstraint(["lease_id"], ["leases.id"], name="fk_members_lease_id"),
         sa.PrimaryKeyConstraint("lease_id", "index", name="pk_members"),
     )
-
-
-def downgrade() -> None:
-    op.drop_table("members")
-    op.drop_table("leases")
-    op.drop_table("pools")
-    op.drop_table("plans")
-    op.drop_table("open_intervals")
-    op.drop_table("nodes")
-    op.drop_table("jobs")
-    op.drop_table("events")
-    op.drop_table("entries")
-    op.drop_table("endpoints")
-    op.drop_table("counters")

@@ -41,25 +41,6 @@ def upgrade() -> None:
     _sum_what_is_booked()
 
 
-def downgrade() -> None:
-    op.drop_table("totals")
-    op.drop_table("teams")
-    with op.batch_alter_table("members") as members:
-        members.drop_column("gives_way")
-    op.drop_index("ix_jobs_held_s", "jobs")
-    with op.batch_alter_table("jobs") as jobs:
-        for name in (
-            "attained_gpu_s",
-            "held_s",
-            "spell_gpus",
-            "spell_since_s",
-            "preempted_at_s",
-            "preemptions",
-            "reserved_micro_usd",
-        ):
-            jobs.drop_column(name)
-
-
 def _sum_what_is_booked() -> None:
     """Each entry counts in the month (UTC) in which it began."""
     month = {

@@ -1,0 +1,43 @@
+"""Work that was paid for and has to be done again: moved from its job to waste, with what it was lost to. Pure.
+
+Entries are never changed: for each that bears a part of the loss two more are booked over its own span, one that takes
+the part off the job and one that puts it down as waste. Each pair sums to zero, so a node's entries stay its bill.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import replace
+
+from raytide.core.entry import Entry, EntryKind
+
+
+def lost(entries: Iterable[Entry], until_us: int, lost_us: int, cause: str) -> tuple[Entry, ...]:
+    """What a job was charged over the last `lost_us` before `until_us`, as waste.
+
+    `entries`: all of the job that end within that time or after it. No entry bears two losses: what is done a third
+    time was moved when it was lost first.
+    """
+    spans: defaultdict[tuple[str, int], list[Entry]] = defaultdict(list)
+    for entry in entries:
+        if entry.kind is EntryKind.JOB or entry.cause:
+            spans[(entry.node_id, entry.to_us)].append(entry)
+    return tuple(pair for together in spans.values() for pair in _moved(together, until_us - lost_us, until_us, cause))
+
+
+def _moved(together: list[Entry], from_us: int, until_us: int, cause: str) -> tuple[Entry, ...]:
+    """`together`: an entry, the reversals that cut it short, and the loss that it bears, if any."""
+    first = next((entry for entry in together if not (entry.is_reversal or entry.cause)), None)
+    if first is None or any(entry.cause for entry in together):
+        return ()
+    end_us = min((entry.from_us for entry in together if entry.is_reversal), default=first.to_us)
+    part_us = min(end_us, until_us) - max(first.from_us, from_us)
+    charged = sum(entry.amount_micro_usd for entry in together)
+    amount = charged * part_us // (end_us - first.from_us) if part_us > 0 else 0
+    if amount <= 0:
+        return ()
+    return (
+        replace(first, amount_micro_usd=-amount, cause=cause),
+        replace(first, kind=EntryKind.WASTE, amount_micro_usd=amount, cause=cause),
+    )

@@ -1,0 +1,71 @@
+"""cost, quota and budget: what is shown of money and limits, and by whom they were set."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from raytide.cli.app import app
+from raytide.control.accounts import TeamUse
+from raytide.control.client import Client
+from raytide.control.views import ClusterStatus, CostLine, CostReport, CostTable, TeamView
+from raytide.core.fleet import Market, Node, NodeState
+from raytide.core.team import TeamSpec
+from raytide.ledger.report import CostRow
+
+runner = CliRunner()
+
+
+@pytest.fixture
+def client(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Client, "find", lambda _: Client("http://127.0.0.1:1", ""))
+
+
+@pytest.mark.usefixtures("client")
+def test_costs_name_what_work_was_lost_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = CostRow("job-1", 3_000_000, 1_000_000, 0, 1_000_000, ("job-7", "node-4"))
+    table = CostTable("job", (row, CostRow("(idle)", 2_000_000, 0, 0)), 5_000_000, 0)
+    monkeypatch.setattr(Client, "costs", lambda *_, **__: table)
+    lines = runner.invoke(app, ["cost", "--by", "job", "--csv"]).stdout.splitlines()
+    assert lines == [
+        "job,cost,per_hour,lost,lost_to",
+        "job-1,3.000000,1.000000,1.000000,job-7 node-4",
+        "(idle),2.000000,0.000000,0.000000,-",
+        "total,5.000000,1.000000,1.000000,-",
+    ]
+
+
+@pytest.mark.usefixtures("client")
+def test_limits_say_whether_the_file_still_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    use = TeamUse({}, {}, {}, 0, 0.0)
+    teams = [
+        TeamView("blue", TeamSpec(quota={"GPU": 8.0}), 0, use, ("quota",)),
+        TeamView("red", TeamSpec(quota={"GPU": 4.0}), 0, use, ("budget",)),
+    ]
+    monkeypatch.setattr(Client, "teams", lambda _: teams)
+    for command, by in (("quota", {"blue"}), ("budget", {"red"})):
+        for line in runner.invoke(app, [command]).stdout.splitlines()[1:]:
+            shown = f"raytide {command}" if line.split()[0] in by else "cluster.yaml"
+            assert line.rstrip().endswith(shown), line
+
+
+@pytest.mark.usefixtures("client")
+def test_a_reset_gives_the_file_its_say_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, object]] = []
+    monkeypatch.setattr(Client, "change_team", lambda _, name, **changes: (asked.append(changes), TeamSpec())[1])
+    assert runner.invoke(app, ["quota", "reset", "red"]).exit_code == 0
+    assert runner.invoke(app, ["budget", "reset", "red"]).exit_code == 0
+    assert asked == [dict.fromkeys(("quota", "borrow", "lend", "weight")), {"budget": None}]
+
+
+def test_costs_and_status_show_themselves_in_a_notebook_and_as_json() -> None:
+    report = CostReport((CostLine("waste", "job-3", "blue", 2_000_000),), 2_000_000, 0, 0, 0)
+    assert "<td>job-3</td><td>blue</td><td>$2.00</td>" in report._repr_html_()
+    assert report.json()["lines"][0]["subject"] == "job-3"
+    node = Node("node-1", "h100x8", "a", Market.SPOT, 1, NodeState.READY, 0.0)
+    status = ClusterStatus(
+        "mine", 1.0, 0.1, (node,), {"queued": 2}, 1, 3_000_000, 0, "http://ray", {}, "", ("no <Ray>",)
+    )
+    shown = status._repr_html_()
+    assert "h100x8 in a: ready" in shown and "2 queued" in shown and "no &lt;Ray&gt;" in shown
+    assert status.json()["nodes"][0]["id"] == "node-1"

@@ -1,0 +1,63 @@
+"""Work is lost to what struck the gang when its driver broke off; by its own fault it stays its cost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.jobs.cluster import gpus, job
+
+from raytide.control.losses import PATIENCE_S, book_losses, nodes_lost, ripe, struck
+from raytide.core.entry import Entry, EntryKind
+from raytide.core.gang import Lease, LeaseState, Member, MemberState
+from raytide.core.job import Job, JobState
+
+S = 1_000_000
+MINE = Entry("node-1", 0, 100 * S, EntryKind.JOB, "job-1", "blue", 1, 1000)
+
+
+def told(seconds: float, known_s: float = 0.0) -> Job:
+    return replace(job(1, state=JobState.RUNNING), progress={"lost_s": seconds, "lost_at_s": 100.0}, lost_s=known_s)
+
+
+def moved(one: Job, now_s: float = 110.0) -> list[tuple[str, int]]:
+    found = book_losses([one], [MINE], lambda *_: (), now_s)
+    assert [after.lost_s for after in found.jobs] == [one.progress["lost_s"]]
+    return [(e.cause, e.amount_micro_usd) for e in found.entries if e.kind is EntryKind.WASTE]
+
+
+def test_what_struck_it_when_it_broke_off_is_the_cause() -> None:
+    one = struck(told(20.0), ["job-7", "job-8"], 95.0)
+    assert ripe([one], 101.0) == {"job-1"}
+    assert moved(one) == [("job-7, job-8", 200)]
+    assert ripe([replace(one, lost_s=20.0)], 101.0) == frozenset(), "it is in the books"
+
+
+def test_a_cause_that_is_not_seen_yet_is_waited_for_and_then_there_is_none() -> None:
+    one = told(20.0)
+    assert ripe([one], 100.0 + PATIENCE_S) == frozenset()
+    assert ripe([one], 101.0 + PATIENCE_S) == {"job-1"}
+    assert ripe([replace(one, state=JobState.SUCCEEDED)], 101.0) == {"job-1"}
+    assert moved(one) == []
+    assert moved(struck(one, ["job-7"], 100.0 - 2 * PATIENCE_S)) == [], "that was another time"
+
+
+def test_only_what_is_new_is_lost_and_a_new_driver_counts_from_nothing() -> None:
+    assert moved(struck(told(20.0, known_s=15.0), ["job-7"], 100.0)) == [("job-7", 50)]
+    assert moved(struck(told(10.0, known_s=15.0), ["job-7"], 100.0)) == [("job-7", 100)]
+
+
+def test_a_driver_that_does_not_say_both_how_much_and_when_says_nothing() -> None:
+    for said in ({"lost_s": 5.0}, {"lost_at_s": 5.0}, {"lost_s": "much", "lost_at_s": 5.0}):
+        assert ripe([struck(replace(job(1), progress=said), ["job-7"], 5.0)], 500.0) == frozenset()
+
+
+def test_nodes_are_lost_from_under_members_that_had_not_been_asked_to_give_way() -> None:
+    ready = Member(0, MemberState.READY, "node-1")
+    leaving = Member(1, MemberState.LEAVING, "node-2", gives_way=True)
+    coming = Member(2, MemberState.ASSIGNED, "node-3")
+    before = Lease("lease-1", "job-1", gpus(1, members=3), LeaseState.ACTIVE, (ready, leaving, coming))
+    after = replace(before, members=(Member(0), Member(1, MemberState.PARKED), Member(2)))
+    assert nodes_lost(before, after) == ("node-1",)
+    assert nodes_lost(before, before) == ()
+    one = job(1)
+    assert struck(one, (), 5.0) is one
