@@ -77,7 +77,7 @@ class EndpointHandle:
         return f"EndpointHandle({self.name}, {self.status.endpoint.state}, {self.base_url})"
 
     def _repr_html_(self) -> str:
-        from raytide.html import table
+        from raytide.core.html import table
 
         rows = [
             ("state", self.status.endpoint.state),

@@ -104,7 +104,7 @@ class Run:
         return f"Run({self.id}, {self.state}, {format_usd(self.view.cost_micro_usd)})"
 
     def _repr_html_(self) -> str:
-        from raytide.html import table
+        from raytide.core.html import table
 
         rows = [("state", self.state), ("why", explain(self.view)), ("cost", format_usd(self.view.cost_micro_usd))]
         return table(self.id, ("", ""), [*rows, *self.progress.items()])

@@ -225,7 +225,7 @@ class Tide:
         return f"Tide({self.client.address})"
 
     def _repr_html_(self) -> str:
-        from raytide.html import table
+        from raytide.core.html import table
 
         status = self.status()
         rows = [(node.id, node.type, str(node.market), node.zone, str(node.state)) for node in status.nodes]

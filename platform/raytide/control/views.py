@@ -105,7 +105,7 @@ class ClusterStatus:
         return value
 
     def _repr_html_(self) -> str:
-        from raytide.html import table
+        from raytide.core.html import table
 
         jobs = ", ".join(f"{count} {state}" for state, count in self.jobs.items()) or "none"
         money = f"{format_usd(self.cost_micro_usd)} so far, {format_usd(self.price_micro_usd_h)} an hour"
@@ -179,7 +179,7 @@ class CostReport:
         return value
 
     def _repr_html_(self) -> str:
-        from raytide.html import table
+        from raytide.core.html import table
 
         total = format_usd(self.booked_micro_usd + self.accrued_micro_usd)
         rows = [(x.kind, x.subject, x.team, format_usd(x.amount_micro_usd)) for x in self.lines]
