@@ -160,6 +160,21 @@ def test_who_asks_for_his_own_is_seated_before_who_would_borrow_it() -> None:
     assert brief(c.step(1.0)) == [], "nothing is given back that was just taken"
 
 
+def test_who_would_borrow_takes_nothing_from_who_keeps_within_his_own_whatever_the_classes() -> None:
+    c = Cluster(nodes=1, teams=(team("blue", quota={"GPU": 4}), team("red"), team("green", quota={"GPU": 1})))
+    within, borrowed = c.submit(gpus(4), team="blue", priority="low"), c.submit(gpus(4), team="green", priority="low")
+    c.step()
+    high = c.submit(gpus(8), team="red", priority="high")
+    assert brief(c.step()) == [(high, "quota")]
+    less = c.submit(gpus(4), team="red", priority="high")
+    assert brief(c.step()) == [(borrowed, "preempt"), (high, "quota"), (less, "admit")]
+    own = c.submit(gpus(4), team="blue", priority="high")
+    c.step()
+    c.step(GRACE_S)
+    assert c.running() == {less: 1, own: 1}, "within a team its classes count"
+    assert c.jobs[within].state is JobState.QUEUED
+
+
 def test_small_jobs_of_a_team_do_not_pass_a_large_one_by_asking_for_less_than_its_own() -> None:
     c = Cluster(nodes=1, teams=(team("blue", quota={"GPU": 4}), team("red", quota={"GPU": 4})))
     large = c.submit(gpus(6), team="blue", priority="high")

@@ -114,6 +114,12 @@ class Floor:
         """Whether the least that it asks for is its team's own quota, which others may hold."""
         return self.quotas.may_take_back(job.spec.team, seats.least_quota(job.spec.gang.shapes[0]))
 
+    def may_ask(self, job: Job, team: str) -> bool:
+        """Who would borrow asks nobody of another team that keeps within its own: it would only be taken back."""
+        need = seats.least_quota(job.spec.gang.shapes[0])
+        has_limit = bool(self.quotas.limited & need.keys())
+        return not has_limit or team == job.spec.team or self.quotas.borrows(team, need) or self.is_own(job)
+
     def room_to_grow(self, row: int, most: int) -> int:
         """Take room for as many more members of a holder as quota and nodes allow."""
         job = self.jobs[row]
@@ -275,7 +281,8 @@ class Floor:
                 future.give(seat.node_id, taken.shape.resources)
         since_s = max(head.submitted_at_s, head.preempted_at_s or 0.0)
         for row, lease in self.leases.items():
-            if service.gives_way(self.jobs[row]) or lease.created_at_s <= since_s:
+            goes = service.gives_way(self.jobs[row]) and self.may_ask(head, self.jobs[row].spec.team)
+            if goes or lease.created_at_s <= since_s:
                 for member in seats.kept(lease):
                     if member.index not in self.away.get(row, ()):
                         future.give(self.node_of(row, member), lease.shape.resources)

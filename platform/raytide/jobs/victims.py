@@ -34,14 +34,13 @@ def enough(floor: Floor, row: int, lower: list[int]) -> list[Unit]:
 
     `lower` are the rows below it in the order, the lowest first.
     """
-    first = dict.fromkeys(borrowers(floor, row, lower))
-    units = _units(floor, [*first, *(other for other in lower if other not in first)])
-    trial, asked = _Trial(floor, row, floor.room.copy()), list[Unit]()
-    while not (fits := trial.fits()) and (more := list(islice(units, max(1, len(asked))))):
+    units = _units(floor, asked_of(floor, row, lower))
+    trial, freed = _Trial(floor, row, floor.room.copy()), list[Unit]()
+    while not (fits := trial.fits()) and (more := list(islice(units, max(1, len(freed))))):
         trial.free(more)
-        asked += more
-    chosen = _needed(trial, asked) if fits else []
-    trial.hold(chosen if fits else asked)
+        freed += more
+    chosen = _needed(trial, freed) if fits else []
+    trial.hold(chosen if fits else freed)
     return chosen[::-1]
 
 
@@ -67,18 +66,21 @@ def _least(trial: _Trial, units: list[Unit]) -> list[Unit]:
     return [*_least(trial, units[half:]), *_least(trial, units[:half])]
 
 
-def borrowers(floor: Floor, row: int, lower: list[int]) -> list[int]:
-    """Those below the row whose team borrows; and anybody who borrows what is the row's own team's, wherever he is."""
-    job, quotas = floor.jobs[row], floor.quotas
+def asked_of(floor: Floor, row: int, lower: list[int]) -> list[int]:
+    """Who is asked, in turn: whose team borrows, then the others below the row.
+
+    Who takes his own back asks everybody who borrows it, wherever he is.
+    """
+    job, quotas, is_own = floor.jobs[row], floor.quotas, floor.is_own(floor.jobs[row])
     need = seats.least_quota(job.spec.gang.shapes[0])
-    asked = floor.givers() if quotas.may_take_back(job.spec.team, need) else lower
-    team_of = {other: floor.jobs[other].spec.team for other in asked}
+    team_of = {other: floor.jobs[other].spec.team for other in (floor.givers() if is_own else lower)}
     borrowing = {team for team in {*team_of.values()} if quotas.borrows(team, need)}
-    if asked is lower:
-        return [other for other in lower if team_of[other] in borrowing]
-    found = [other for other in asked if team_of[other] in borrowing and team_of[other] != job.spec.team]
-    below = set(lower)
-    return sorted(found, key=lambda other: (other not in below, -floor.leases[other].created_at_s, -other))
+    first = [other for other, team in team_of.items() if team in borrowing and not (is_own and team == job.spec.team)]
+    if is_own:
+        below = set(lower)
+        first.sort(key=lambda other: (other not in below, -floor.leases[other].created_at_s, -other))
+    able = {team for team in {floor.jobs[other].spec.team for other in lower} if floor.may_ask(job, team)}
+    return list(dict.fromkeys([*first, *(other for other in lower if floor.jobs[other].spec.team in able)]))
 
 
 @dataclass(slots=True, eq=False)

@@ -12,8 +12,3 @@ down_revision = "0002"
 def upgrade() -> None:
     with op.batch_alter_table("members") as members:
         members.add_column(sa.Column("given_to", sa.String(), nullable=False, server_default=""))
-
-
-def downgrade() -> None:
-    with op.batch_alter_table("members") as members:
-        members.drop_column("given_to")
