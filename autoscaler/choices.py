@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from raytide.core.gang import Shape
-from raytide.core.market import Market, Offer
+from raytide.core.market import Market
 from raytide.core.money import format_usd
 from raytide.core.plan import Rejected
+from raytide.core.shelf import Offer
 
 CHEAPER, DEARER = 2, 2
 """How many of each are told."""

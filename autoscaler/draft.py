@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from raytide.autoscaler.choices import rejected
+from raytide.autoscaler.roster import Roster
 from raytide.core.choice import Seat
 from raytide.core.gang import Lease, Member
-from raytide.core.market import Offer
 from raytide.core.money import format_usd
 from raytide.core.plan import Action, Assign, Launch, Rejected, Wait
 from raytide.core.repair import Repaired, repair
 from raytide.core.room import Placements, Room
+from raytide.core.shelf import Offer
 from raytide.core.shortfall import Shortfall
 from raytide.core.snapshot import Snapshot
 
@@ -34,6 +35,7 @@ class Seating:
 class Draft:
     snapshot: Snapshot
     room: Room
+    roster: Roster
     actions: list[Action]
     seatings: list[tuple[int, Seating]] = field(default_factory=list)
     """With the place in `actions` in front of which each belongs."""
@@ -42,7 +44,7 @@ class Draft:
     promised: set[str] = field(default_factory=set)
     """Nodes that this plan counts on: bought by it, or seating somebody whom Ray does not show there yet."""
     movable: set[str] = field(default_factory=set)
-    """Nodes whose replicas all have their room on the node that was bought to replace theirs."""
+    """Nodes whose occupants all have their room on the node that was bought to replace theirs."""
 
     def seat(self, seating: Seating) -> None:
         if seating.seats:

@@ -16,7 +16,7 @@ from raytide.core.endpoint import Worth
 from raytide.core.fleet import Market as Kind
 from raytide.core.fleet import NodeState, fits, labels_match, minus, whole_shares
 from raytide.core.gang import Shape
-from raytide.core.market import Basket, Market
+from raytide.core.market import Market
 from raytide.core.money import format_usd
 from raytide.core.plan import Drain, Rejected
 from raytide.core.replicas import is_fresh, leaving_nodes, replica_shape, unheard
@@ -131,10 +131,11 @@ def _pools(view: EndpointView, snapshot: Snapshot, market: Market) -> dict[str, 
     for node in (node_view.node for node_view in snapshot.nodes):
         name, is_spot = pool_name(node.type, node.zone), node.market is Kind.SPOT
         pools[name] = ReplicaPool(name, node.price_micro_usd_h / 1e6, is_spot, most=0)
+    to_be_had = market.can_have()
     for offer, fit in market.holding(replica_shape(view)):
         name = pool_name(offer.node_type.name, offer.zone)
         known = market.pools.get((offer.node_type.name, offer.zone))
-        most = market.most(offer, Basket()) * fit
+        most = int(to_be_had[offer.row]) * fit
         pools[name] = ReplicaPool(
             name=name,
             usd_h=offer.price_micro_usd_h / fit / 1e6,

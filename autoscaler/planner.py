@@ -1,8 +1,8 @@
 """The autoscaler's decision: one pure function from a Snapshot to actions, each with its reason in words.
 
 Order is priority: replicas that were published, leases as they were admitted, work without a lease, then the minimum
-and the warm nodes of each type; what nobody was promised and has been idle for long enough goes, and replicas move to
-where they cost less.
+and the warm nodes of each type; what nobody was promised and has been idle for long enough goes, and replicas and gangs
+move to where they cost less.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from raytide.autoscaler import endpoints, live_fleet, moves, shrink
 from raytide.autoscaler.draft import Draft
+from raytide.autoscaler.roster import Roster
 from raytide.autoscaler.seating import seat_leases, seat_replicas, seat_unmanaged
 from raytide.core.fleet import NodeState
 from raytide.core.plan import Action, Terminate, Wait
@@ -30,7 +31,7 @@ def plan(snapshot: Snapshot) -> tuple[Action, ...]:
     ends = tuple(shrink.overdue(snapshot))
     snapshot, scales = endpoints.publish(snapshot)
     snapshot = _ended(snapshot, {end.node_id for end in ends if isinstance(end, Terminate)})
-    draft = Draft(snapshot, Room.of(snapshot), [*ends, *scales])
+    draft = Draft(snapshot, Room.of(snapshot), Roster.of(snapshot), [*ends, *scales])
     moves.reserve(draft)
     seat_replicas(draft)
     seat_leases(draft)

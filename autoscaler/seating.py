@@ -104,7 +104,7 @@ def _turns_around(draft: Draft, lease: Lease, stance: Stance) -> bool:
 
 def _replace_leaving(draft: Draft, lease: Lease) -> None:
     """A node that will be taken back is replaced while its member still works there."""
-    leaving = [member for member in lease.members if member.state is MemberState.LEAVING]
+    leaving = [m for m in lease.members if m.state is MemberState.LEAVING and not m.gives_way]
     if not leaving:
         return
     draining = {view.node.id: view.node for view in draft.snapshot.nodes if view.node.state is NodeState.DRAINING}

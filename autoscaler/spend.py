@@ -12,19 +12,27 @@ SOFT_SHARE = 0.8
 """Of what a month's budget leaves: above it only spot is bought."""
 LEAST_LEFT_H = 1.0
 """In the last hour of a month the rest of its budget is for that whole hour."""
+SLACK = 1.01
+"""Nodes go only above this many times what is left: spending is summed once a minute, in whole micro-dollars."""
 
 
 def limits(section: LimitsSection, spent_micro_usd: int, now_s: float) -> Limits:
     """`spent_micro_usd`: since the month began. The fleet as it is may stay to the end of the month and fit."""
     soft = None if section.soft_usd_h is None else micro_usd(section.soft_usd_h)
-    hard = None if section.hard_usd_h is None else micro_usd(section.hard_usd_h)
+    hard = most = None if section.hard_usd_h is None else micro_usd(section.hard_usd_h)
     if section.month_usd is not None:
-        left = max(0, micro_usd(section.month_usd) - spent_micro_usd)
-        rate = int(left / max(LEAST_LEFT_H, (month_end_s(now_s) - now_s) / 3600.0))
+        left, left_h = max(0, micro_usd(section.month_usd) - spent_micro_usd), (month_end_s(now_s) - now_s) / 3600.0
+        rate, to_the_end = int(left / max(LEAST_LEFT_H, left_h)), int(SLACK * left / left_h)
         soft = min(int(SOFT_SHARE * rate), soft if soft is not None else rate)
         hard = min(rate, hard if hard is not None else rate)
+        most = min(to_the_end, most if most is not None else to_the_end)
     return Limits(
-        soft, hard, section.launches_per_min, section.moves_after_s, shrink_for_serving=section.shrink_for_serving
+        soft,
+        hard,
+        section.launches_per_min,
+        section.moves_after_s,
+        shrink_for_serving=section.shrink_for_serving,
+        most_micro_usd_h=most,
     )
 
 

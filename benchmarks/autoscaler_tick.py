@@ -34,10 +34,10 @@ from raytide.control.settle import settle
 from raytide.control.world import World
 from raytide.core.cluster import ClusterConfig, RaytideSection, UnmanagedSection
 from raytide.core.endpoint import Endpoint, EndpointLoad, EndpointState, Replicas, ServeSpec
-from raytide.core.fleet import Market, Node, NodeState, NodeType
+from raytide.core.fleet import Market, Node, NodeState, NodeType, Resources, fits, minus
 from raytide.core.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
 from raytide.core.job import Job, JobKind, JobSpec, JobState
-from raytide.core.plan import Launch
+from raytide.core.plan import Drain, Launch
 from raytide.core.snapshot import Demand
 
 NOW_S = 1_000_000.0
@@ -75,37 +75,45 @@ def node_types(size: Size, chance: random.Random) -> tuple[NodeType, ...]:
 
 
 def cluster(size: Size, types: Sequence[NodeType], chance: random.Random) -> tuple[Book, World]:
-    """A busy cluster: gangs and replicas hold whole GPUs, tasks hold random shares of the rest."""
-    book = Book(next_node=size.nodes + 1)
-    ray_nodes, machines = [], []
+    """A busy cluster: gangs and replicas hold whole GPUs, tasks hold random shares of the rest of half of the nodes."""
+    book, by_name = Book(next_node=size.nodes + 1), {t.name: t for t in types}
     for number in range(1, size.nodes + 1):
         node_type, zone = chance.choice(types), chance.choice(ZONES)
-        is_ready = chance.random() < 0.97
-        node = Node(
+        is_ready, age_s = chance.random() < 0.97, chance.uniform(60.0, 7200.0)
+        book.nodes[f"node-{number}"] = Node(
             id=f"node-{number}",
             type=node_type.name,
             zone=zone,
             market=node_type.market,
             price_micro_usd_h=node_type.price_micro_usd_h,
             state=NodeState.READY if is_ready else NodeState.LAUNCHING,
-            requested_at_s=NOW_S - 500,
-            started_at_s=NOW_S - 450,
-            ready_at_s=NOW_S - 400 if is_ready else None,
+            requested_at_s=NOW_S - (age_s + 60.0 if is_ready else 50.0),
+            started_at_s=NOW_S - (age_s + 30.0 if is_ready else 20.0),
+            ready_at_s=NOW_S - age_s if is_ready else None,
             ray_node_id=f"ray-{number}" if is_ready else "",
         )
-        book.nodes[node.id] = node
-        left = {
-            n: float(int(amount * chance.choice([0, 0, 0.25, 0.5, 1]))) for n, amount in node_type.resources.items()
-        }
-        machines.append(Machine(node.id, node.type, zone, node.price_micro_usd_h, NOW_S - 450))
-        if is_ready:
-            labels = {**node_type.all_labels(zone), "ray.io/node-id": f"ray-{number}"}
-            total = node_type.resources
-            ray_nodes.append(RayNode(f"ray-{number}", node.id, total=total, available=left, labels=labels))
-    _add_gangs(book, size, chance)
-    loads = _add_endpoints(book, size, chance)
+    ready = [node for node in book.nodes.values() if node.ready_at_s is not None]
+    free = {node.id: dict(by_name[node.type].resources) for node in ready}
+    _add_gangs(book, size, free, chance)
+    loads = _add_endpoints(book, size, free, chance)
+    for left in free.values():
+        if chance.random() < 0.5:
+            taken = chance.choice([0.25, 0.5, 1.0])
+            left.update({name: float(int(amount * (1.0 - taken))) for name, amount in left.items()})
+    ray_nodes = [
+        RayNode(
+            node.ray_node_id,
+            node.id,
+            total=by_name[node.type].resources,
+            available=free[node.id],
+            labels={**by_name[node.type].all_labels(node.zone), "ray.io/node-id": node.ray_node_id},
+        )
+        for node in ready
+    ]
     world = World(
-        machines=tuple(machines),
+        machines=tuple(
+            Machine(n.id, n.type, n.zone, n.price_micro_usd_h, n.started_at_s or NOW_S) for n in book.nodes.values()
+        ),
         notices=(),
         ray_nodes=tuple(ray_nodes),
         demand=tuple(_demand(size, chance)),
@@ -116,36 +124,50 @@ def cluster(size: Size, types: Sequence[NodeType], chance: random.Random) -> tup
     return book, world
 
 
-def _add_gangs(book: Book, size: Size, chance: random.Random) -> None:
-    ids = [node.id for node in book.nodes.values() if node.state is NodeState.READY]
+def _seat(need: Resources, free: dict[str, dict[str, float]], ids: Sequence[str], chance: random.Random) -> str:
+    """A random node with room for it, which is taken; none when it takes too long to find one."""
+    for _ in range(30):
+        node_id = chance.choice(ids)
+        if fits(need, free[node_id]):
+            free[node_id] = minus(free[node_id], need)
+            return node_id
+    return ""
+
+
+def _add_gangs(book: Book, size: Size, free: dict[str, dict[str, float]], chance: random.Random) -> None:
+    ids = list(free)
     for number in range(1, size.gangs + size.queue + 1):
-        gpus = chance.choice([1.0, 2.0, 4.0, 8.0])
-        shape = Shape(members=chance.choice([1, 2, 4, 8]), resources={"GPU": gpus, "CPU": 4.0})
-        spec = JobSpec(kind=JobKind.GANG, name="g", gang=GangSpec(shapes=(shape,)), heartbeat_timeout_s=1e9)
-        is_queued = number > size.gangs
+        gpus, members = chance.choice([1.0, 1.0, 2.0, 2.0, 4.0, 8.0]), chance.choice([1, 2, 4, 8])
+        shape = Shape(members=members, min_members=chance.choice([1, members]), resources={"GPU": gpus, "CPU": 4.0})
+        gang, is_queued = GangSpec(shapes=(shape,)), number > size.gangs
+        gives_way = chance.random() < 0.5
+        spec = JobSpec(kind=JobKind.GANG, name="g", gang=gang, heartbeat_timeout_s=1e9, preemptible=gives_way)
         state = JobState.QUEUED if is_queued else JobState.RUNNING
         book.jobs[f"job-{number}"] = Job(f"job-{number}", spec, "me", state, NOW_S - 900, heartbeat_at_s=NOW_S)
         if is_queued:
             continue
-        members = tuple(_member(at, chance.choice(ids), waits=chance.random() < 0.005) for at in range(shape.members))
-        lease = Lease(f"lease-{number}", f"job-{number}", shape, LeaseState.ACTIVE, members)
+        nodes = ["" if chance.random() < 0.005 else _seat(shape.resources, free, ids, chance) for _ in range(members)]
+        seats = tuple(_member(index, node_id) for index, node_id in enumerate(nodes))
+        lease = Lease(f"lease-{number}", f"job-{number}", shape, LeaseState.ACTIVE, seats, created_at_s=NOW_S - 7200)
         book.leases[lease.id] = lease
 
 
-def _member(index: int, node_id: str, *, waits: bool) -> Member:
-    if waits:
+def _member(index: int, node_id: str) -> Member:
+    if not node_id:
         return Member(index)
     return Member(index, MemberState.READY, node_id, node_id.replace("node", "ray"), placement_group_id="ab")
 
 
-def _add_endpoints(book: Book, size: Size, chance: random.Random) -> dict[str, EndpointLoad]:
-    ids = [node.ray_node_id for node in book.nodes.values() if node.ray_node_id]
-    loads = {}
+def _add_endpoints(
+    book: Book, size: Size, free: dict[str, dict[str, float]], chance: random.Random
+) -> dict[str, EndpointLoad]:
+    loads, ids = {}, list(free)
     for number in range(size.endpoints):
         name = f"m{number}x"
         spec = ServeSpec(name=name, model="/m", resources={"GPU": 1.0, "CPU": 2.0}, replicas=Replicas(max=64))
         book.endpoints[name] = Endpoint(spec, "me", EndpointState.RUNNING, 0.0, target_replicas=40)
-        hosts = tuple(chance.choice(ids) for _ in range(chance.choice([39, 40])))
+        seats = [_seat(spec.resources, free, ids, chance) for _ in range(chance.choice([39, 40]))]
+        hosts = tuple(node_id.replace("node", "ray") for node_id in seats if node_id)
         loads[name] = EndpointLoad(NOW_S - 1.0, chance.uniform(200.0, 400.0), len(hosts), hosts)
     return loads
 
@@ -170,7 +192,7 @@ def main() -> None:
     unmanaged = UnmanagedSection(max_nodes=2_000, gpu=True)
     config = ClusterConfig(name="large", node_types=types, settings=RaytideSection(node_types={}, unmanaged=unmanaged))
     by_name = {t.name: t for t in types}
-    whole, deciding, launches = [], [], 0
+    whole, deciding, launches, drains = [], [], 0, 0
     for _ in range(given.ticks):
         book, world = cluster(size, types, chance)
         began = time.process_time()
@@ -185,12 +207,14 @@ def main() -> None:
         settle(book, plan, by_name)
         whole.append(time.process_time() - began)
         launches += sum(isinstance(action, Launch) for action in plan.actions)
+        drains += sum(isinstance(action, Drain) for action in plan.actions)
     memory_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(f"{size.nodes} nodes, {size.pools} pools, {size.tasks} tasks in {size.shapes} shapes, seed {given.seed}")
     for what, seconds in (("whole tick", whole), ("decide alone", deciding)):
         p50, p99 = np.quantile(seconds, [0.5, 0.99])
         print(f"{what:<13} p50 {p50:.3f} s  p99 {p99:.3f} s  worst {max(seconds):.3f} s of CPU, {len(seconds)} ticks")
-    print(f"{launches / given.ticks:.0f} launches a tick; peak memory {memory_mb:.0f} MB")
+    done = f"{launches / given.ticks:.0f} launches, {drains / given.ticks:.0f} drains"
+    print(f"{done} a tick; peak memory {memory_mb:.0f} MB")
 
 
 if __name__ == "__main__":

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 
-from raytide.autoscaler.moves import MOVE
+from raytide.autoscaler.relocation import MOVE
 from raytide.control.decide import decide
 from raytide.core.fleet import Market, NodeState
 from raytide.core.plan import Action, Drain, Launch, Scale, Terminate
 from raytide.core.room import Room
+from raytide.core.shortfall import Shortfall
 from raytide.core.snapshot import Snapshot
 
 
@@ -21,6 +22,7 @@ def check(seen: Snapshot, actions: Sequence[Action]) -> None:
     check_silence(seen, actions)
     check_moves(seen, actions)
     check_capacity(seen, actions)
+    check_shed(seen, actions)
     check_repeats(seen)
     check_more_load_wants_no_less(seen, actions)
 
@@ -30,8 +32,10 @@ def check_budget(seen: Snapshot, actions: Sequence[Action]) -> None:
     prices = {t.name: t for t in seen.node_types}
     burn = sum(view.node.price_micro_usd_h for view in seen.nodes)
     soft, hard = seen.limits.soft_micro_usd_h, seen.limits.hard_micro_usd_h
+    now = {(quote.node_type, quote.zone): quote.price_micro_usd_h for quote in seen.quotes}
     for launch in (action for action in actions if isinstance(action, Launch)):
-        assert launch.cost_micro_usd_h == prices[launch.node_type].price_in(launch.zone)
+        known = now.get((launch.node_type, launch.zone))
+        assert launch.cost_micro_usd_h == (prices[launch.node_type].price_in(launch.zone) if known is None else known)
         burn += launch.cost_micro_usd_h
         assert hard is None or burn <= hard, "I6"
         is_spot = prices[launch.node_type].market is Market.SPOT
@@ -58,7 +62,7 @@ def check_silence(seen: Snapshot, actions: Sequence[Action]) -> None:
 
 def check_moves(seen: Snapshot, actions: Sequence[Action]) -> None:
     """I16: a move makes the fleet cheaper, and no young node moves."""
-    nodes = {view.node.id: view.node for view in seen.nodes}
+    nodes, shed = {view.node.id: view.node for view in seen.nodes}, _shed(seen, actions)
     youngest_s = seen.limits.moves_after_s
     assert youngest_s is not None
     coming = {v.node.subject: v.node for v in seen.nodes if v.node.state is NodeState.READY}
@@ -67,6 +71,8 @@ def check_moves(seen: Snapshot, actions: Sequence[Action]) -> None:
             old = nodes[action.subject.removeprefix(MOVE)]
             assert action.cost_micro_usd_h < old.price_micro_usd_h, "I16"
             assert seen.at_s - (old.ready_at_s or seen.at_s) >= youngest_s, "I16"
+        if isinstance(action, Drain) and action.node_id in shed:
+            continue
         if isinstance(action, Drain) and action.kind == "notice" and nodes[action.node_id].state is NodeState.READY:
             old, new = nodes[action.node_id], coming.get(f"{MOVE}{action.node_id}")
             assert seen.at_s - (old.ready_at_s or seen.at_s) >= youngest_s, "I16"
@@ -75,8 +81,9 @@ def check_moves(seen: Snapshot, actions: Sequence[Action]) -> None:
 
 
 def check_capacity(seen: Snapshot, actions: Sequence[Action]) -> None:
-    """I7: what is drained by choice leaves room, on nodes that are ready, for all replicas that have a node now."""
-    leaving = {a.node_id for a in actions if isinstance(a, Drain) and a.deadline_s > seen.at_s}
+    """I7: what is drained by choice leaves room, on nodes that are ready, for all replicas and members that have a node
+    now."""
+    leaving = {a.node_id for a in actions if isinstance(a, Drain) and a.deadline_s > seen.at_s} - _shed(seen, actions)
     given_up = {v.node.id for v in seen.nodes if v.node.id in leaving and v.node.state is NodeState.READY}
     if not given_up:
         return
@@ -96,6 +103,34 @@ def check_capacity(seen: Snapshot, actions: Sequence[Action]) -> None:
     for name, missing in room.missing.items():
         seats = room.replicas[name]
         assert len(seats) == missing and not any(seat.is_new for seat in seats), "I7"
+    for lease in seen.leases:
+        members = sum(member.node_id in given_up for member in lease.members)
+        placed = room.place(lease.shape, members, subject="") if members else ()
+        assert not isinstance(placed, Shortfall) and not any(seat.is_new for seat in placed), "I7"
+
+
+def check_shed(seen: Snapshot, actions: Sequence[Action]) -> None:
+    """What goes for the sake of the hard limit is no replica and no gang that may not be preempted, and no more than it
+    takes."""
+    shed, most = _shed(seen, actions), seen.limits.most_micro_usd_h
+    if not shed:
+        return
+    leaving = (NodeState.DRAINING, NodeState.TERMINATING)
+    price = {v.node.id: v.node.price_micro_usd_h for v in seen.nodes if v.node.state not in leaving}
+    assert most is not None and sum(price.values()) > most
+    left = sum(price.values()) - sum(price[node_id] for node_id in shed)
+    assert left + max(price[node_id] for node_id in shed) > most
+    fixed = {job.id for job in seen.jobs if not job.spec.gives_way}
+    held = {m.node_id for lease in seen.leases if lease.job_id in fixed for m in lease.members if not m.gives_way}
+    ids = {v.node.ray_node_id: v.node.id for v in seen.nodes}
+    serving = {ids.get(node) for v in seen.endpoints for node in (v.load.replica_nodes if v.load else ())}
+    assert not shed & (held | serving)
+
+
+def _shed(seen: Snapshot, actions: Sequence[Action]) -> set[str]:
+    """Nodes that go because the fleet costs too much."""
+    ends = [action for action in actions if isinstance(action, Drain | Terminate)]
+    return {action.node_id for action in ends if "above the hard limit" in action.reason and action.cost_micro_usd_h}
 
 
 def check_repeats(seen: Snapshot) -> None:

@@ -60,10 +60,11 @@ class Storm(RuleBasedStateMachine):
         spare=st.integers(0, 2),
         need=st.sampled_from([{"GPU": 1}, {"GPU": 2}, {"CPU": 3}, {"GPU": 0.4}]),
         together=st.sampled_from(["", "", ZONE_LABEL]),
+        preemptible=st.booleans(),
     )
-    def submit(self, members: int, spare: int, need: dict[str, float], together: str) -> None:
+    def submit(self, members: int, spare: int, need: dict[str, float], together: str, preemptible: bool) -> None:
         shape = Shape(members=members + spare, min_members=members, resources=need, together=together)
-        self.jobs.append(self.cluster.submit(shape))
+        self.jobs.append(self.cluster.submit(shape, preemptible=preemptible))
 
     @precondition(lambda self: self.jobs)
     @rule(data=st.data())
@@ -125,9 +126,13 @@ class Storm(RuleBasedStateMachine):
     def crash(self, point: CrashPoint, calls: int) -> None:
         self.cluster.tick(1.0, crash=point, crash_in=calls)
 
-    @rule(soft=st.sampled_from([None, 0, 3_000_000]), hard=st.sampled_from([None, 0, 4_000_000, 9_000_000]))
-    def limit(self, soft: int | None, hard: int | None) -> None:
-        self.cluster.limits = Limits(soft, hard)
+    @rule(
+        soft=st.sampled_from([None, 0, 3_000_000]),
+        hard=st.sampled_from([None, 0, 4_000_000, 9_000_000]),
+        drains=st.booleans(),
+    )
+    def limit(self, soft: int | None, hard: int | None, drains: bool) -> None:
+        self.cluster.limits = Limits(soft, hard, most_micro_usd_h=hard if drains else None)
 
     @rule(pace=st.sampled_from([None, 1, 3]))
     def limit_the_pace(self, pace: int | None) -> None:
@@ -158,12 +163,14 @@ class Storm(RuleBasedStateMachine):
 
 
 class Prices(RuleBasedStateMachine):
-    """An endpoint for hours, while spot comes and goes and money is short: its replicas move, and none is missed."""
+    """An endpoint and a gang for hours, while spot comes and goes and money is short: they move, and none is missed."""
 
-    @initialize(soft=st.sampled_from([None, 2_000_000]))
-    def start(self, soft: int | None) -> None:
+    @initialize(soft=st.sampled_from([None, 2_000_000]), spare=st.integers(0, 1), preemptible=st.booleans())
+    def start(self, soft: int | None, spare: int, preemptible: bool) -> None:
         self.cluster = Cluster(FLEET, watch=promises.check)
         self.cluster.limits = Limits(soft)
+        shape = Shape(members=1 + spare, min_members=1, resources={"GPU": 2})
+        self.cluster.submit(shape, preemptible=preemptible)
         self.cluster.serve(GPU_SPEC, ongoing=4.0)
 
     @rule(ongoing=st.sampled_from([0.0, 7.0, 16.0, 40.0]))

@@ -210,3 +210,51 @@ def _with_replicas(served: EndpointView, count: int) -> EndpointView:
 def _larger(view: NodeView) -> NodeView:
     """The old node holds four of them."""
     return replace(view, total={"GPU": 4.0}, available={"GPU": 0.0}) if view.node.type == "gpu" else view
+
+
+def spread(*, dearer: int) -> Cluster:
+    """Two replicas in two zones, of which one is dearer."""
+    pools = NodeType(
+        name="gpu",
+        resources={"GPU": 1},
+        price_micro_usd_h=1_000_000,
+        zones=("a", "b"),
+        zone_prices_micro_usd_h={"b": dearer},
+        max_nodes=4,
+        idle_timeout_s=20,
+    )
+    cluster = Cluster((pools,))
+    cluster.serve(SPEC, ongoing=8.0)
+    cluster.settle(30)
+    return cluster
+
+
+def test_replicas_that_were_spread_over_zones_are_not_gathered_in_the_cheapest() -> None:
+    cluster = spread(dearer=1_190_000)
+    assert sorted(machine.zone for machine in cluster.machines()) == ["a", "b"]
+    assert cluster.settle(200, dt_s=10.0) == []
+
+
+def test_replicas_move_to_the_cheapest_zone_in_which_they_stay_spread() -> None:
+    """Three zones, of which the third is the dearest by far: its replica goes to the one that holds none."""
+    pools = NodeType(
+        name="gpu",
+        resources={"GPU": 1},
+        price_micro_usd_h=1_000_000,
+        zones=("a", "b", "c"),
+        zone_prices_micro_usd_h={"b": 1_150_000, "c": 2_000_000},
+        max_nodes=4,
+        idle_timeout_s=20,
+    )
+    cluster = Cluster((pools,))
+    cluster.provider.set_stock("gpu", "b", 0)
+    cluster.serve(SPEC, ongoing=4.0)
+    cluster.settle(20)
+    cluster.provider.set_stock("gpu", "a", 1)
+    cluster.ongoing["m"] = 8.0
+    cluster.settle(30)
+    assert sorted(machine.zone for machine in cluster.machines()) == ["a", "c"]
+    for zone in ("a", "b"):
+        cluster.provider.set_stock("gpu", zone, None)
+    cluster.settle(400, dt_s=4.0)
+    assert sorted(machine.zone for machine in cluster.machines()) == ["a", "b"]

@@ -255,7 +255,7 @@ class Cluster:
         book.next_lease = 1 + max((int(n.removeprefix("lease-")) for n in book.leases), default=0)
         advance(book, look, now_s)
         self.risk.observe(book.nodes.values(), now_s)
-        quotes = self.risk.quotes(self.node_types, {}, now_s)
+        quotes = self.risk.quotes(self.node_types, self.provider.prices(), now_s)
         self.seen = snapshot(book, look, self.idle, self.config, now_s)
         self.spot.observe(book.nodes.values(), now_s)
         spot = outlooks(self.spot, self.seen)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from raytide.autoscaler.planner import plan
-from raytide.core.fleet import NodeType
+from raytide.core.fleet import ZONE_LABEL, NodeType
 from raytide.core.gang import Lease, LeaseState, Member, Shape
 from raytide.core.plan import Assign, Launch
 from raytide.core.repair import repair
@@ -50,7 +52,7 @@ def test_a_node_that_is_half_used_is_swapped_for_a_cheaper_one_that_holds_the_sa
     repaired = repair(here)
     assert {repaired.seat(seat).node_type for seat in placed[:4]} == {"gpu4"}
     assert here.market.burn_micro_usd_h == 4_500_000
-    assert (here.market.left["gpu8"], here.market.left["gpu4"]) == (8, 7)
+    assert (here.market.left_of("gpu8"), here.market.left_of("gpu4")) == (8, 7)
 
 
 def test_what_may_not_be_bought_is_not_swapped_in() -> None:
@@ -58,3 +60,21 @@ def test_what_may_not_be_bought_is_not_swapped_in() -> None:
     snapshot = Snapshot(at_s=0.0, node_types=(SMALL, dear), leases=(lease(1, 1),), limits=Limits(None, 1_000_000))
     (launch,) = [action for action in plan(snapshot) if isinstance(action, Launch)]
     assert launch.node_type == "gpu1"
+
+
+def test_who_was_spread_over_zones_stays_in_his() -> None:
+    pair = NodeType(
+        name="gpu2",
+        resources={"GPU": 2},
+        price_micro_usd_h=2_000_000,
+        zones=("a", "b"),
+        zone_prices_micro_usd_h={"b": 2_200_000},
+    )
+    here, one = room(pair), Shape(resources={"GPU": 1})
+    (alone,) = here.place(one, 1, subject="m", spread_from=Counter({"a": 1}))  # type: ignore[misc]
+    assert alone.zone == "b"
+    assert repair(here).seat(alone) == alone, "a node in the other zone is cheaper"
+    here.place(Shape(resources={"GPU": 1}, labels={ZONE_LABEL: "a"}), 1, subject="g")
+    assert repair(here).seat(alone) == alone, "there is room on a node in the other zone"
+    (anywhere,) = here.place(one, 1, subject="g")  # type: ignore[misc]
+    assert anywhere.is_new

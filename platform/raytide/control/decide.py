@@ -1,7 +1,8 @@
 """decide(Snapshot) = plan(admit(publish(Snapshot))): endpoints get their targets, the queue admits, shrinks and grows,
 then the autoscaler plans, so they cannot race.
 
-Before all it is decided where jobs with a deadline may sit: that is for all of them to keep.
+Before all it is decided where jobs with a deadline may sit, and what the fleet may not cost any more goes: that is for
+all of them to keep.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from dataclasses import replace
 
 from raytide.autoscaler.deadline_jobs import judged
 from raytide.autoscaler.endpoints import publish
+from raytide.autoscaler.overspend import shed, without
 from raytide.autoscaler.planner import plan
 from raytide.core.plan import Action, Admit, Grow, Plan, Preempt, Shrink
 from raytide.core.snapshot import Snapshot
@@ -19,10 +21,13 @@ from raytide.jobs.leases import changed
 
 def decide(snapshot: Snapshot) -> Plan:
     """Everything to be done now, with reasons. Pure: the same snapshot gives the same plan."""
-    published, scales = publish(judged(snapshot))
+    seen = judged(snapshot)
+    given_up = shed(seen)
+    seen = with_leases(without(seen, given_up), given_up) if given_up else seen
+    published, scales = publish(seen)
     admissions = admit(published)
     actions = plan(with_leases(published, admissions))
-    return Plan(at_s=snapshot.at_s, actions=(*scales, *admissions, *actions))
+    return Plan(at_s=snapshot.at_s, actions=(*given_up, *scales, *admissions, *actions))
 
 
 def with_leases(snapshot: Snapshot, actions: tuple[Action, ...]) -> Snapshot:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,11 +11,15 @@ import numpy as np
 from raytide.core.coming import Coming
 from raytide.core.gang import Shape
 from raytide.core.grid import Floats, Grid
-from raytide.core.market import Basket, Market, Offer
+from raytide.core.market import Basket, Market
+from raytide.core.shelf import Offer
 from raytide.core.want import Want
 
 SPREAD_EXTRA = 0.2
 """What a replica may cost more in another zone, while one zone holds half of its endpoint or more."""
+
+Option = tuple[float, float, int]
+"""What an offer costs for each member, and in all, and its place among the offers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,54 +83,42 @@ def choose(market: Market, grid: Grid, seats: Sequence[Seat], coming: Coming | N
     return choice
 
 
+def spread_over(options: Sequence[Option], zone: Callable[[int], str], there: Counter[str]) -> Option:
+    """The cheapest. While its zone holds more than half of those that are there, one that costs little more in the zone
+    that holds the fewest."""
+    best = min(options)
+    if there[zone(best[2])] * 2 <= there.total():
+        return best
+    near = [option for option in options if option[0] <= best[0] * (1 + SPREAD_EXTRA)]
+    return min(near, key=lambda option: (there[zone(option[2])], option))
+
+
 def _cheapest(
     market: Market, coming: Coming | None, want: Want, choice: Choice, zones: Counter[str]
 ) -> tuple[Offer, int, int] | None:
     """The best offer, how many members a node of it holds, and how many of its nodes to take at once."""
-    lacking = want.count - choice.count
-    able = [
-        (offer, fit)
-        for offer, fit in market.holding(want.shape)
-        if (want.menu is None or offer.node_type.name in want.menu) and market.most(offer, choice.basket)
-    ]
-    if not able:
+    shelf, lacking = market.shelf, want.count - choice.count
+    fits, to_be_had = shelf.members(want.shape), market.can_have(choice.basket)
+    rows = np.flatnonzero((fits > 0) & (to_be_had > 0) & shelf.in_menu(want.menu))
+    if not len(rows):
         return None
-    worth, fits = _worth_of_the_rest(market, coming, want.shape, able, lacking, choice.left)
-    options = [
-        (max(0.0, offer.cost_micro_usd_h - worth[at]) / min(fit, lacking), offer.cost_micro_usd_h, at)
-        for at, (offer, fit) in enumerate(able)
-    ]
-    best = min(options)
+    members = np.minimum(fits, lacking)
+    if coming is not None and choice.left is not None:
+        worth, shared = coming.worth(want.shape.resources, rows, members[rows], choice.left)
+    else:
+        worth, shared = np.zeros(len(rows)), np.zeros((len(rows), 0))
+    each = np.maximum(0.0, shelf.cost[rows] - worth) / members[rows]
     if want.spread_from is not None:
-        if zones[able[best[2]][0].zone] * 2 > sum(zones.values()):
-            near = [option for option in options if option[0] <= best[0] * (1 + SPREAD_EXTRA)]
-            best = min(near, key=lambda option: (zones[able[option[2]][0].zone], option))
-        return *able[best[2]], 1
-    offer, fit = able[best[2]]
-    nodes = min(max(1, lacking // fit), market.most(offer, choice.basket))
+        options = list(zip(each.tolist(), shelf.cost[rows].tolist(), rows.tolist(), strict=True))
+        row = spread_over(options, lambda row: shelf.offers[row].zone, zones)[2]
+        return shelf.offers[row], int(fits[row]), 1
+    at = int(np.lexsort((rows, shelf.cost[rows], each))[0])
+    row = int(rows[at])
+    nodes = min(max(1, lacking // int(fits[row])), int(to_be_had[row]))
     if want.max_new is not None:
         nodes = min(nodes, want.max_new - choice.basket.size)
-    if choice.left is not None and (shared := fits[best[2]]).any():
-        full = choice.left[shared > 0] // shared[shared > 0]
+    if choice.left is not None and (there := shared[at] > 0).any():
+        full = choice.left[there] // shared[at][there]
         nodes = int(min(nodes, max(1.0, full.min())))
-        choice.left = np.maximum(0.0, choice.left - nodes * shared)
-    return offer, fit, nodes
-
-
-def _worth_of_the_rest(
-    market: Market,
-    coming: Coming | None,
-    shape: Shape,
-    able: Sequence[tuple[Offer, int]],
-    lacking: int,
-    left: Floats | None,
-) -> tuple[list[float], Floats]:
-    """What those who still wait would pay for what a node of each offer leaves over, and how many it would hold."""
-    if coming is None or left is None:
-        return [0.0] * len(able), np.zeros((len(able), 0))
-    at = {offer.name: row for row, offer in enumerate(market.offers)}
-    rows = [at[offer.name] for offer, _ in able]
-    members = np.zeros(len(at))
-    members[rows] = [min(fit, lacking) for _, fit in able]
-    worth, fits = coming.worth(shape.resources, members, left)
-    return worth[rows].tolist(), fits[rows]
+        choice.left = np.maximum(0.0, choice.left - nodes * shared[at])
+    return shelf.offers[row], int(fits[row]), nodes

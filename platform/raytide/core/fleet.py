@@ -112,6 +112,11 @@ def fits(need: Resources, free: Resources) -> bool:
     return all(amount <= free.get(name, 0.0) + 1e-9 for name, amount in need.items())
 
 
+def dominant(need: Resources, total: Resources) -> float:
+    """Its share of what it takes most of; of what `total` has none of, nothing counts."""
+    return min(1.0, max((n / total[name] for name, n in need.items() if total.get(name)), default=0.0))
+
+
 def minus(free: Resources, used: Resources) -> dict[str, float]:
     """What is left of `free`; names that only `used` has appear negative."""
     return {name: free.get(name, 0.0) - used.get(name, 0.0) for name in {**free, **used}}

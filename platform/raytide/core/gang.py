@@ -98,6 +98,12 @@ class Member:
         return self.state not in (MemberState.WAITING, MemberState.PARKED)
 
     @property
+    def seeks_a_node(self) -> bool:
+        """It has none, or the one that it has leaves."""
+        is_moving = self.state is MemberState.LEAVING and not self.gives_way
+        return is_moving or self.state is MemberState.WAITING
+
+    @property
     def is_parked(self) -> bool:
         return self.state is MemberState.PARKED
 

@@ -129,6 +129,13 @@ class Grid:
         """Whether so much is free there."""
         return bool((self._free_RN[:, row] + _EPS >= self._vector(amounts)).all())
 
+    def have(self, amounts: Sequence[Resources]) -> Mask:
+        """By row from the first: whether so much is free there."""
+        have = np.ones(len(amounts), dtype=np.bool_)
+        for name, at in self._column.items():
+            have &= self._free_RN[at, : len(amounts)] + _EPS >= [each.get(name, 0.0) for each in amounts]
+        return have
+
     def _cut(self, free_RN: Floats, need: Resources) -> Floats:
         """GPUs that the usual members could no longer use there, for one member placed."""
         more = np.zeros(free_RN.shape[1])

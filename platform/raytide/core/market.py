@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import numpy as np
+
 from raytide.core.clock import utc
-from raytide.core.fleet import Market as Kind
-from raytide.core.fleet import NodeType, labels_match
 from raytide.core.gang import Shape
 from raytide.core.money import format_usd
-from raytide.core.shortfall import copies
+from raytide.core.shelf import Ints, Mask, Offer, Shelf
 from raytide.core.snapshot import Limits, Pool, Snapshot
 
 RESTART_S = 600.0
@@ -21,26 +21,7 @@ RATE_WINDOW_S = 60.0
 
 Refusal = tuple[Literal["stock", "capacity", "budget", "rate"], str]
 
-
-_Key = tuple[tuple[tuple[str, float], ...], tuple[tuple[str, str], ...]]
-"""Resources and labels of a shape, hashable."""
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """A pool: nodes of one type in one zone."""
-
-    node_type: NodeType
-    zone: str
-    price_micro_usd_h: int
-    deaths_per_h: float
-    cost_micro_usd_h: float
-    """The price of an hour of use, with what is lost when nodes are taken back."""
-    labels: Mapping[str, str]
-
-    @property
-    def name(self) -> str:
-        return f"{self.node_type.name} in {self.zone}"
+_NO_CAP = 2**62
 
 
 @dataclass(slots=True)
@@ -57,83 +38,99 @@ class Basket:
         self.of_type[offer.node_type.name] += nodes
 
 
+_NOTHING = Basket()
+
+
 @dataclass(slots=True)
 class Market:
     at_s: float
-    offers: tuple[Offer, ...]
+    shelf: Shelf
     pools: Mapping[tuple[str, str], Pool]
     limits: Limits
     burn_micro_usd_h: int
     """The price of all nodes that are not gone."""
-    left: dict[str, int]
+    left: Ints
     """Nodes of each type that its maximum still allows; one counts until the provider has ended it."""
     launches_left: int | None
     """Within the limit of a minute; None without one."""
-    _held: dict[_Key, tuple[tuple[Offer, int], ...]] = field(default_factory=dict)
-    _carrying: dict[tuple[tuple[str, str], ...], tuple[bool, ...]] = field(default_factory=dict)
+    rests: Mask
+    """By offer."""
+    caps: Ints | None
+    """What the fleet may cost with a node of each offer; None when it may cost anything."""
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> Market:
         there = Counter(view.node.type for view in snapshot.nodes)
         pace = snapshot.limits.launches_per_min
         lately = sum(snapshot.at_s - view.node.requested_at_s < RATE_WINDOW_S for view in snapshot.nodes)
+        shelf, pools = Shelf(_offers(snapshot)), {(pool.node_type, pool.zone): pool for pool in snapshot.pools}
+        most = {node_type.name: node_type.max_nodes for node_type in snapshot.node_types}
+        resting = [
+            (pool := pools.get((offer.node_type.name, offer.zone))) is not None and pool.retry_at_s > snapshot.at_s
+            for offer in shelf.offers
+        ]
         return cls(
             at_s=snapshot.at_s,
-            offers=_offers(snapshot),
-            pools={(pool.node_type, pool.zone): pool for pool in snapshot.pools},
+            shelf=shelf,
+            pools=pools,
             limits=snapshot.limits,
             burn_micro_usd_h=sum(view.node.price_micro_usd_h for view in snapshot.nodes),
-            left={t.name: t.max_nodes - there[t.name] for t in snapshot.node_types},
+            left=np.array([most[name] - there[name] for name in shelf.types], dtype=np.int64),
             launches_left=None if pace is None else max(0, pace - lately),
+            rests=np.array(resting, dtype=np.bool_),
+            caps=_caps(shelf, snapshot.limits),
         )
 
-    def holding(self, shape: Shape) -> tuple[tuple[Offer, int], ...]:
+    def copy(self) -> Market:
+        return replace(self, left=self.left.copy())
+
+    @property
+    def offers(self) -> tuple[Offer, ...]:
+        return self.shelf.offers
+
+    def holding(self, shape: Shape) -> list[tuple[Offer, int]]:
         """Offers whose nodes would hold members of this shape, with how many each."""
-        key = (tuple(shape.resources.items()), tuple(shape.labels.items()))
-        if (found := self._held.get(key)) is None:
-            types = {offer.node_type.name: offer.node_type for offer in self.offers}
-            many = {name: copies(shape.resources, node_type.resources) for name, node_type in types.items()}
-            carrying = self.carrying(shape.labels)
-            found = tuple(
-                (offer, many[offer.node_type.name])
-                for offer, carries in zip(self.offers, carrying, strict=True)
-                if carries and many[offer.node_type.name]
-            )
-            self._held[key] = found
-        return found
+        members = self.shelf.members(shape)
+        return [(self.shelf.offers[row], int(members[row])) for row in np.flatnonzero(members).tolist()]
 
     def could_hold(self, shape: Shape, count: int) -> bool:
         """Whether an empty fleet with every pool in stock would hold so many; `impossible` says why not."""
         most = {o.node_type.name: o.node_type.max_nodes * fit for o, fit in self.holding(shape)}
         return sum(most.values()) >= count
 
-    def carrying(self, selector: Mapping[str, str]) -> tuple[bool, ...]:
-        """Of each offer, whether its nodes carry the labels that are asked for."""
-        key = tuple(selector.items())
-        if (found := self._carrying.get(key)) is None:
-            found = self._carrying[key] = tuple(labels_match(selector, offer.labels) for offer in self.offers)
-        return found
+    def can_have(self, basket: Basket = _NOTHING) -> Ints:
+        """How many nodes of each offer there are to be had beside what is in the basket."""
+        left = self.left[self.shelf.type_of]
+        if basket.size:
+            taken = np.zeros_like(self.left)
+            for name, nodes in basket.of_type.items():
+                taken[self.shelf.types[name]] = nodes
+            left -= taken[self.shelf.type_of]
+        if self.caps is not None:
+            spare = self.caps - self.burn_micro_usd_h - basket.price_micro_usd_h
+            left = np.minimum(left, spare // np.maximum(1, self.shelf.price))
+        left[self.rests] = 0
+        return np.maximum(0, left)
 
-    def most(self, offer: Offer, basket: Basket) -> int:
-        """How many of its nodes can be had beside what is in the basket."""
-        if self.retry_at_s(offer) > self.at_s:
-            return 0
-        left = self.left[offer.node_type.name] - basket.of_type[offer.node_type.name]
-        cap = self._cap(offer)
-        if cap is not None:
-            spare = cap - self.burn_micro_usd_h - basket.price_micro_usd_h
-            left = min(left, spare // max(1, offer.price_micro_usd_h))
-        return max(0, left)
+    def most(self, shape: Shape) -> int:
+        """How many members of this shape nodes that can be had would hold; of each type in the zone that has most."""
+        best = np.zeros_like(self.left)
+        np.maximum.at(best, self.shelf.type_of, self.can_have() * self.shelf.members(shape))
+        return int(best.sum())
+
+    def left_of(self, node_type: str) -> int:
+        return int(self.left[self.shelf.types[node_type]])
 
     def refusal(self, offer: Offer) -> Refusal | None:
         """Why not one node of it can be had now, in words; None when it can."""
         if (retry_at_s := self.retry_at_s(offer)) > self.at_s:
             why = self.pools[(offer.node_type.name, offer.zone)].reason
             return "stock", f"rests until {utc(retry_at_s)}" + (f": {why}" if why else "")
-        if self.left[offer.node_type.name] <= 0:
+        if self.left_of(offer.node_type.name) <= 0:
             return "capacity", f"all {offer.node_type.max_nodes} that max_nodes allows are there"
-        cap = self._cap(offer)
-        if cap is not None and self.burn_micro_usd_h + offer.price_micro_usd_h > cap:
+        if self.caps is not None and self.burn_micro_usd_h + offer.price_micro_usd_h > (
+            cap := int(self.caps[offer.row])
+        ):
             kind = "hard" if cap == self.limits.hard_micro_usd_h else "soft"
             after = format_usd(self.burn_micro_usd_h + offer.price_micro_usd_h)
             return "budget", f"the fleet would cost {after}/h; the {kind} limit is {format_usd(cap)}/h"
@@ -142,14 +139,14 @@ class Market:
         return None
 
     def buy(self, offer: Offer) -> None:
-        self.left[offer.node_type.name] -= 1
+        self.left[self.shelf.types[offer.node_type.name]] -= 1
         self.burn_micro_usd_h += offer.price_micro_usd_h
         if self.launches_left is not None:
             self.launches_left = max(0, self.launches_left - 1)
 
     def give_back(self, offer: Offer) -> None:
         """Undo `buy`."""
-        self.left[offer.node_type.name] += 1
+        self.left[self.shelf.types[offer.node_type.name]] += 1
         self.burn_micro_usd_h -= offer.price_micro_usd_h
         if self.launches_left is not None:
             self.launches_left += 1
@@ -165,18 +162,20 @@ class Market:
         words += [f"above {format_usd(hard)}/h nothing is"] if hard is not None else []
         return f"the fleet costs {format_usd(self.burn_micro_usd_h)}/h, and {', '.join(words)}" if words else ""
 
-    def _cap(self, offer: Offer) -> int | None:
-        """Spot goes up to the hard limit, the rest up to the soft one."""
-        soft, hard = self.limits.soft_micro_usd_h, self.limits.hard_micro_usd_h
-        if offer.node_type.market is Kind.SPOT or soft is None:
-            return hard
-        return soft if hard is None else min(soft, hard)
+
+def _caps(shelf: Shelf, limits: Limits) -> Ints | None:
+    """Spot goes up to the hard limit, the rest up to the soft one."""
+    if limits.soft_micro_usd_h is None and limits.hard_micro_usd_h is None:
+        return None
+    hard = _NO_CAP if limits.hard_micro_usd_h is None else limits.hard_micro_usd_h
+    soft = hard if limits.soft_micro_usd_h is None else min(limits.soft_micro_usd_h, hard)
+    return np.where(shelf.is_spot, hard, soft)
 
 
-def _offers(snapshot: Snapshot) -> tuple[Offer, ...]:
+def _offers(snapshot: Snapshot) -> list[Offer]:
     """In the order of node types and of their zones."""
     quotes = {(quote.node_type, quote.zone): quote for quote in snapshot.quotes}
-    found = []
+    found: list[Offer] = []
     for node_type in snapshot.node_types:
         for zone in node_type.zones:
             quote = quotes.get((node_type.name, zone))
@@ -184,5 +183,5 @@ def _offers(snapshot: Snapshot) -> tuple[Offer, ...]:
             price = node_type.price_in(zone) if known is None else known
             deaths = quote.deaths_per_h if quote is not None else 0.0
             cost = price * (1.0 + deaths * RESTART_S / 3600.0)
-            found.append(Offer(node_type, zone, price, deaths, cost, node_type.all_labels(zone)))
-    return tuple(found)
+            found.append(Offer(len(found), node_type, zone, price, deaths, cost, node_type.all_labels(zone)))
+    return found

@@ -1,7 +1,8 @@
 """Regret of a greedy plan: nodes it would buy whose tenants fit elsewhere after all, or on something cheaper.
 
 Shapes are placed one after another, each as is best for itself alone. Once all are, a node that is not full may be
-given up for room on others, or be swapped for a cheaper one. Nothing has been bought yet, so this costs nothing.
+given up for room on others, or be swapped for a cheaper one. Nothing has been bought yet, so this costs nothing. Who
+was spread over zones stays in his.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from raytide.core.choice import Seat
-from raytide.core.fleet import Resources, fits, labels_match, plus, whole_shares
-from raytide.core.market import Basket, Offer
+from raytide.core.fleet import Resources, plus, whole_shares
 from raytide.core.room import Room, Tenant
+from raytide.core.shelf import Offer
 
 FULL = 0.999
 MOST_TENANTS = 64
@@ -56,7 +59,7 @@ def _elsewhere(room: Room, row: int, tenants: list[Tenant]) -> list[Seat]:
     restore = room.grid.undo()
     seats: list[Seat] = []
     for tenant in tenants:
-        rows, _ = room.grid.fitting(tenant.shape.resources, tenant.shape.labels, enough=1, but=row)
+        rows, _ = room.grid.fitting(tenant.shape.resources, tenant.labels, enough=1, but=row)
         if not rows.size:
             restore()
             return []
@@ -70,21 +73,12 @@ def _elsewhere(room: Room, row: int, tenants: list[Tenant]) -> list[Seat]:
 
 def _cheaper(room: Room, offer: Offer, tenants: list[Tenant]) -> Offer | None:
     """The cheapest offer that holds all of them, if it is cheaper than this one."""
-    need = _sum(tenants)
-    able = [
-        other
-        for other in room.market.offers
-        if other.cost_micro_usd_h < offer.cost_micro_usd_h
-        and fits(need, other.node_type.resources)
-        and all(_suits(tenant, other) for tenant in tenants)
-        and room.market.most(other, Basket())
-    ]
-    return min(able, key=lambda other: other.cost_micro_usd_h, default=None)
-
-
-def _suits(tenant: Tenant, offer: Offer) -> bool:
-    in_menu = tenant.menu is None or offer.node_type.name in tenant.menu
-    return in_menu and labels_match(tenant.shape.labels, offer.labels)
+    market, shelf = room.market, room.market.shelf
+    able = (shelf.cost < offer.cost_micro_usd_h) & shelf.can_ever_hold(_sum(tenants)) & (market.can_have() > 0)
+    for labels, menu in {(tuple(tenant.labels.items()), tenant.menu) for tenant in tenants}:
+        able &= shelf.carrying(dict(labels)) & shelf.in_menu(menu)
+    rows = np.flatnonzero(able)
+    return shelf.offers[rows[shelf.cost[rows].argmin()]] if len(rows) else None
 
 
 def _swap(room: Room, node_id: str, offer: Offer, tenants: list[Tenant]) -> Seat:

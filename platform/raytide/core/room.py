@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 
@@ -13,8 +13,9 @@ from raytide.core.errors import CapacityError
 from raytide.core.fleet import TYPE_LABEL, ZONE_LABEL, Node, NodeState, NodeType, Resources, fits, minus, whole_shares
 from raytide.core.gang import GangSpec, Lease, Member, MemberState, Shape
 from raytide.core.grid import Grid
-from raytide.core.market import Basket, Market, Offer
+from raytide.core.market import Market
 from raytide.core.replicas import leaving_nodes, missing_replicas, replica_shape
+from raytide.core.shelf import Offer
 from raytide.core.shortfall import Shortfall, impossible
 from raytide.core.snapshot import EndpointView, NodeView, Snapshot
 from raytide.core.vacated import vacated
@@ -34,6 +35,13 @@ class Tenant:
     shape: Shape
     menu: frozenset[str] | None
     """The node types that may be bought for it; None for all."""
+    zone: str = ""
+    """Where it stays, so that its endpoint is spread; empty for anywhere."""
+
+    @property
+    def labels(self) -> Mapping[str, str]:
+        """What its node must carry."""
+        return {**self.shape.labels, ZONE_LABEL: self.zone} if self.zone else self.shape.labels
 
 
 @dataclass(slots=True)
@@ -125,15 +133,11 @@ class Room:
                 best = choice
         if best is None:
             return self.why_not(shape, needed, subject)
-        return self._commit(best, types)
+        return self._commit(best, types, is_spread=spread_from is not None)
 
     def most(self, shape: Shape) -> int:
         """How many members there would be room for now, nodes to be bought included: at most so many, that is."""
-        bought: dict[str, int] = {}
-        for offer, fit in self.market.holding(shape):
-            name, many = offer.node_type.name, fit * self.market.most(offer, Basket())
-            bought[name] = max(many, bought.get(name, 0))
-        return int(self.grid.holding(shape.resources, shape.labels)[1].sum()) + sum(bought.values())
+        return int(self.grid.holding(shape.resources, shape.labels)[1].sum()) + self.market.most(shape)
 
     def buy(self, node_type: NodeType) -> Seat | None:
         """One more node of a type, whoever needs it; None when none can be had."""
@@ -166,7 +170,7 @@ class Room:
         """A scratch pad of the scratch pad."""
         return replace(
             self,
-            market=replace(self.market, left=dict(self.market.left)),
+            market=self.market.copy(),
             coming=copy(self.coming),
             grid=self.grid.copy(),
             seats=list(self.seats),
@@ -219,21 +223,25 @@ class Room:
         values |= {o.labels[shape.together] for o, _ in self.market.holding(shape) if shape.together in o.labels}
         return [shape.model_copy(update={"labels": {**shape.labels, shape.together: v}}) for v in sorted(values)]
 
-    def _commit(self, choice: Choice, menu: frozenset[str] | None) -> Placements:
+    def _commit(self, choice: Choice, menu: frozenset[str] | None, *, is_spread: bool) -> Placements:
         seats: list[Seat] = []
+
+        def tenant(seat: Seat) -> Tenant:
+            return Tenant(choice.shape, menu, seat.zone if is_spread else "")
+
         if self.coming is not None and choice.left is not None:
             self.coming.left = choice.left
         for row, members in choice.there:
             self.grid.take(row, choice.shape.resources, members)
             seats += [self.seats[row]] * members
             if self.seats[row].is_new:
-                self.tenants[self.seats[row].node_id] += [Tenant(choice.shape, menu)] * members
+                self.tenants[self.seats[row].node_id] += [tenant(self.seats[row])] * members
         for offer, nodes, members in choice.new:
             for at in range(nodes):
                 fit = members // nodes + (at < members % nodes)
                 seat = self.buy_offer(offer)
                 self.grid.take(self.rows[seat.node_id], choice.shape.resources, fit)
-                self.tenants[seat.node_id] = [Tenant(choice.shape, menu)] * fit
+                self.tenants[seat.node_id] = [tenant(seat)] * fit
                 seats += [seat] * fit
         return tuple(seats)
 

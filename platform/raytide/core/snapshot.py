@@ -97,9 +97,11 @@ class Limits:
     launches_per_min: int | None = None
     """A gang is never cut in half by it."""
     moves_after_s: float | None = 600.0
-    """No node whose replicas could be held for less is left when it is younger; None: none ever is."""
+    """No node whose occupants could be held for less is left when it is younger; None: none ever is."""
     shrink_for_serving: bool = True
     """Replicas that find no room take seats that elastic gangs of a lower class can spare."""
+    most_micro_usd_h: int | None = None
+    """Above it nodes go, the least valuable first."""
 
 
 @dataclass(frozen=True, slots=True)

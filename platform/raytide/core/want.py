@@ -59,7 +59,7 @@ def why_not(
     types = {offer.node_type.name: (offer.node_type, fit) for offer, fit in holding}
     resting = [offer for offer, _ in holding if market.retry_at_s(offer) > market.at_s]
     rested = {offer.node_type.name for offer, _ in holding if offer not in resting}
-    buyable = {name: max(0, market.left[name]) * fit for name, (_, fit) in types.items()}
+    buyable = {name: max(0, market.left_of(name)) * fit for name, (_, fit) in types.items()}
     now = there + sum(many for name, many in buyable.items() if name in rested)
     needs = f"needs {count} x ({amounts(shape)}), {min(now, count)} fit now"
     if now < count and now + sum(many for name, many in buyable.items() if name not in rested) >= count:

@@ -69,8 +69,9 @@ def floor_of(snapshot: Snapshot) -> Floor:
     for lease in snapshot.leases:
         row, seatless = rows.get(lease.job_id), [m.index for m in lease.members if m.state is MemberState.WAITING]
         found: Placements = ()
-        for shape in bound([lease.shape], snapshot.stances.get(lease.job_id)) if seatless else ():
-            placed = room.place(shape, len(seatless), subject=lease.job_id, at_least=0)
+        count = sum(member.seeks_a_node for member in lease.members)
+        for shape in bound([lease.shape], snapshot.stances.get(lease.job_id)) if count else ():
+            placed = room.place(shape, count, subject=lease.job_id, at_least=0)
             assert not isinstance(placed, Shortfall)
             if found := placed:
                 break

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from raytide.core.fleet import NodeType, Resources, plus
+from raytide.core.fleet import NodeType, Resources, dominant, plus
 from raytide.core.gang import Lease, Member, Shape
 from raytide.core.replicas import SERVING_STATES, replica_shape
 from raytide.core.room import Placements
@@ -65,10 +65,6 @@ def price_of(shape: Shape, types: Iterable[NodeType]) -> float:
 def placed_types(placed: Placements, node_types: Sequence[NodeType]) -> list[NodeType]:
     types = {node_type.name: node_type for node_type in node_types}
     return [types[seat.node_type] for seat in placed if seat.node_type in types]
-
-
-def dominant(need: Resources, total: Resources) -> float:
-    return min(1.0, max((n / total[name] for name, n in need.items() if total.get(name)), default=0.0))
 
 
 def supply(node_types: Iterable[NodeType]) -> Resources:

@@ -1,0 +1,118 @@
+"""Who works on each node: replicas, members of gangs, and whatever else Ray runs there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from raytide.core.fleet import Resources, dominant, plus, whole_shares
+from raytide.core.gang import Lease, Member, Shape
+from raytide.core.job import Job
+from raytide.core.replicas import replica_shape
+from raytide.core.shortfall import ACCELERATOR_LABEL
+from raytide.core.snapshot import EndpointView, NodeView, Snapshot
+
+_EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Occupants:
+    """Of one node."""
+
+    view: NodeView
+    replicas: tuple[EndpointView, ...] = ()
+    """The endpoint of each, by the last word that was heard."""
+    seats: tuple[tuple[Lease, Member], ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.replicas or self.seats)
+
+    @property
+    def price_micro_usd_h(self) -> int:
+        return self.view.node.price_micro_usd_h
+
+    @property
+    def leases(self) -> frozenset[str]:
+        return frozenset(lease.id for lease, _ in self.seats)
+
+    @property
+    def whom(self) -> str:
+        """In words."""
+        jobs = list(dict.fromkeys(lease.job_id for lease, _ in self.seats))
+        more = [f"{len(jobs) - 3} more"] if len(jobs) > 3 else []
+        return ", ".join([*jobs[:3], *more]) or f"the {len(self.replicas)} replicas"
+
+    @cached_property
+    def need(self) -> Resources:
+        need: Resources = {}
+        for shape in self._shapes:
+            need = plus(need, whole_shares(shape.resources))
+        return need
+
+    @cached_property
+    def asks(self) -> tuple[Shape, ...]:
+        """What each needs elsewhere. A gang keeps its accelerator, and what its members share."""
+        gangs = (_bound(lease.shape, self.view) for lease, _ in self.seats)
+        return (*map(replica_shape, self.replicas), *gangs)
+
+    @cached_property
+    def are_all(self) -> bool:
+        """Whether nothing else of Ray's runs there."""
+        theirs: Resources = {}
+        for shape in self._shapes:
+            theirs = plus(theirs, shape.resources)
+        free = self.view.available
+        return all(
+            total - free.get(name, 0.0) <= theirs.get(name, 0.0) + _EPS for name, total in self.view.countable.items()
+        )
+
+    @property
+    def _shapes(self) -> tuple[Shape, ...]:
+        return (*map(replica_shape, self.replicas), *(lease.shape for lease, _ in self.seats))
+
+
+@dataclass(slots=True, eq=False)
+class Roster:
+    jobs: Mapping[str, Job]
+    leases: Mapping[str, Lease]
+    views: Mapping[str, NodeView]
+    in_ray: Mapping[str, NodeView]
+    hosts: dict[str, list[EndpointView]] = field(default_factory=dict)
+    """Replicas by Ray's id of their node."""
+    seats: dict[str, list[tuple[Lease, Member]]] = field(default_factory=dict)
+    """Members by their node."""
+
+    @classmethod
+    def of(cls, snapshot: Snapshot) -> Roster:
+        roster = cls(
+            jobs={job.id: job for job in snapshot.jobs},
+            leases={lease.id: lease for lease in snapshot.leases},
+            views={view.node.id: view for view in snapshot.nodes},
+            in_ray={view.node.ray_node_id: view for view in snapshot.nodes if view.node.ray_node_id},
+        )
+        for endpoint in snapshot.endpoints:
+            for ray_node_id in endpoint.load.replica_nodes if endpoint.load else ():
+                roster.hosts.setdefault(ray_node_id, []).append(endpoint)
+        roster.hosts.pop("", None)
+        for lease in snapshot.leases:
+            for member in lease.members:
+                if member.node_id:
+                    roster.seats.setdefault(member.node_id, []).append((lease, member))
+        return roster
+
+    def on(self, view: NodeView) -> Occupants:
+        node = view.node
+        return Occupants(view, tuple(self.hosts.get(node.ray_node_id, ())), tuple(self.seats.get(node.id, ())))
+
+    def price_of(self, lease: Lease) -> float:
+        """Micro-dollars an hour of what the gang holds, by its share of each node."""
+        views = (self.views.get(member.node_id) for member in lease.members if member.holds)
+        return sum(view.node.price_micro_usd_h * dominant(lease.shape.resources, view.total) for view in views if view)
+
+
+def _bound(shape: Shape, view: NodeView) -> Shape:
+    kept = [shape.together] if shape.together else []
+    kept += [ACCELERATOR_LABEL] if shape.resources.get("GPU") else []
+    labels = {key: view.labels[key] for key in kept if key in view.labels}
+    return shape.model_copy(update={"labels": {**shape.labels, **labels}, "together": ""}) if labels else shape
