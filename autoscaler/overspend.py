@@ -18,6 +18,7 @@ from raytide.autoscaler.shrink import IDLE_DRAIN_S
 from raytide.autoscaler.stops import NOTICE_S
 from raytide.core.fleet import NodeState
 from raytide.core.gang import Lease
+from raytide.core.job import Job
 from raytide.core.money import format_usd
 from raytide.core.plan import Action, Drain, Preempt, Rejected, Shrink, Terminate, Wait
 from raytide.core.snapshot import NodeView, Snapshot
@@ -92,6 +93,10 @@ class _Shedding:
             self.worth[old.view.node.id] = worth
             insort(self.staying.setdefault(worth, []), old, key=_price_and_age)
 
+    def _is_urgent(self, job: Job) -> bool:
+        stance = self.snapshot.stances.get(job.id)
+        return stance is not None and stance.is_urgent
+
     def _take_out(self, old: Occupants) -> None:
         worth = self.worth.pop(old.view.node.id)
         self.staying[worth] = [other for other in self.staying[worth] if other.view is not old.view]
@@ -109,7 +114,7 @@ class _Shedding:
             is_empty = node.subject != UNMANAGED if node.state in _COMING else is_left
             return (EMPTY if is_empty else UNLEASED), 0, False
         jobs = [self.roster.jobs.get(lease.job_id) for lease, _ in seats]
-        if not all(job is not None and job.spec.gives_way for job in jobs):
+        if not all(job is not None and job.spec.gives_way and not self._is_urgent(job) for job in jobs):
             return None
         highest = max(self.snapshot.classes.get(job.spec.priority, 0) for job in jobs if job is not None)
         return LEASED, highest, any(self._stops(lease, old) for lease, _ in seats)

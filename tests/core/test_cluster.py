@@ -26,6 +26,19 @@ def shipped() -> dict[str, Any]:
     return file
 
 
+def on_gcp(shipped: dict[str, Any]) -> dict[str, Any]:
+    """The shipped file for one zone of GCP, where a name has no dots."""
+    file = copy.deepcopy(shipped)
+    file["provider"] = {"type": "gcp", "region": "us-west1", "availability_zone": "us-west1-a"}
+    ours = file["metadata"]["raytide"]["node_types"]
+    for types in (file["available_node_types"], ours):
+        for name in [name for name in types if "." in name]:
+            types[name.replace(".", "-")] = types.pop(name)
+    for section in ours.values():
+        section |= {"zones": ["us-west1-a"], "zone_prices_usd_h": {}}
+    return file
+
+
 def refusal(file: dict[str, Any], tmp_path: Path) -> ConfigError:
     path = tmp_path / "cluster.yaml"
     path.write_text(yaml.safe_dump(file))
@@ -93,14 +106,30 @@ class TestRefusals:
         assert "no provider of type 'gpc' (did you mean gcp?)" in refusal(shipped, tmp_path).message
 
     def test_a_zone_where_rays_gcp_provider_sees_no_machine(self, shipped: dict[str, Any], tmp_path: Path) -> None:
-        shipped["provider"] = {"type": "gcp", "region": "us-west1", "availability_zone": "us-west1-a"}
-        for section in shipped["metadata"]["raytide"]["node_types"].values():
-            section |= {"zones": ["us-west1-a"], "zone_prices_usd_h": {}}
+        file = on_gcp(shipped)
         path = tmp_path / "gcp.yaml"
-        path.write_text(yaml.safe_dump(shipped))
+        path.write_text(yaml.safe_dump(file))
         assert {zone for node_type in load_cluster(path).node_types for zone in node_type.zones} == {"us-west1-a"}
-        shipped["metadata"]["raytide"]["node_types"]["h100x8.spot"]["zones"] = ["us-west1-a", "us-west1-b"]
-        assert "node type h100x8.spot has the zones us-west1-a, us-west1-b" in str(refusal(shipped, tmp_path))
+        file["metadata"]["raytide"]["node_types"]["h100x8-spot"]["zones"] = ["us-west1-a", "us-west1-b"]
+        assert "node type h100x8-spot has the zones us-west1-a, us-west1-b" in str(refusal(file, tmp_path))
+
+    @pytest.mark.parametrize(("name", "able"), [("h100x8.spot", "h100x8-spot"), ("H100", "h100"), ("x" * 64, "x" * 63)])
+    def test_a_node_type_whose_name_no_machine_of_gcp_can_carry(
+        self, shipped: dict[str, Any], tmp_path: Path, name: str, able: str
+    ) -> None:
+        file = on_gcp(shipped)
+        for types in (file["available_node_types"], file["metadata"]["raytide"]["node_types"]):
+            types[name] = types.pop("l4")
+        error = refusal(file, tmp_path)
+        assert f"node type {name} cannot be the label of a machine on gcp" in error.message
+        assert f"Call it {able}," in error.hint
+
+    @pytest.mark.parametrize("name", ["Tide", "my_tide", "t" * 36])
+    def test_a_cluster_whose_machines_gcp_could_not_name(
+        self, shipped: dict[str, Any], tmp_path: Path, name: str
+    ) -> None:
+        file = on_gcp(shipped) | {"cluster_name": name}
+        assert f"cluster_name {name} cannot be a part of a machine's name" in refusal(file, tmp_path).message
 
     def test_a_negative_price(self, shipped: dict[str, Any], tmp_path: Path) -> None:
         shipped["metadata"]["raytide"]["node_types"]["l4"]["price_usd_h"] = -1

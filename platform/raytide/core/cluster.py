@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from importlib.util import find_spec
@@ -46,12 +47,13 @@ class LimitsSection(Config):
     soft_usd_h: float | None = Field(default=None, ge=0)
     """Above it only spot is bought."""
     hard_usd_h: float | None = Field(default=None, ge=0)
-    """Above it nothing is bought."""
+    """Above it nothing is bought; when the fleet costs more all the same, the least valuable nodes go."""
     month_usd: float | None = Field(default=None, ge=0)
-    """For a calendar month (UTC): nothing is bought that would pass it, were all that runs to stay until its end."""
+    """For a calendar month (UTC): nothing is bought that would pass it, were all that runs to stay until its end; what
+    would pass it all the same goes like what is above `hard_usd_h`."""
     launches_per_min: int | None = Field(default=None, ge=1)
     moves_after_s: float | None = Field(default=600.0, ge=0)
-    """The age from which a node may be left by its replicas for a cheaper one; null: never."""
+    """The age from which a node may be left by its replicas or gangs for a cheaper one; null: never."""
     shrink_for_serving: bool = True
     """Replicas that find no room take seats of elastic trainers, never below their minimum, until the load falls."""
 
@@ -107,7 +109,8 @@ def load_cluster(path: Path | str) -> ClusterConfig:
         raise ConfigError(f"{path} has no metadata.raytide.", hint="`raytide schema` prints what belongs there.")
     settings = RaytideSection.parse(raw, where=f"{path}: metadata.raytide")
     node_types = _join_node_types(file, settings, where=str(path))
-    _check_zones(section, node_types, where=str(path))
+    if section["type"] == "gcp":
+        _check_gcp(section, file, node_types, where=str(path))
     return ClusterConfig(name=str(file.get("cluster_name", "raytide")), node_types=node_types, settings=settings)
 
 
@@ -115,6 +118,8 @@ CLOUDS = ("aws", "azure", "gcp", "vsphere", "aliyun", "external")
 """The types of Ray's cluster launcher that raytide can buy from. Ray's own `local` is not one: it has no node types."""
 _KEEPS_STOPPED = {"aws": True, "azure": True, "gcp": False, "aliyun": True}
 """What Ray does with machines that it ends when `cache_stopped_nodes` is left out."""
+_GCP_CLUSTER_NAME = 35
+"""The longest: Ray makes `ray-NAME-worker-0123abcd-compute` of it, and a machine's name has at most 63 characters."""
 
 
 def provider_section(file: Mapping[str, object], *, where: str) -> Mapping[str, Any]:
@@ -137,10 +142,11 @@ def provider_section(file: Mapping[str, object], *, where: str) -> Mapping[str, 
     return section
 
 
-def _check_zones(section: Mapping[str, Any], node_types: Iterable[NodeType], *, where: str) -> None:
-    """Ray's GCP provider makes and lists machines in one zone only."""
-    if section["type"] != "gcp":
-        return
+def _check_gcp(
+    section: Mapping[str, Any], file: Mapping[str, object], node_types: Iterable[NodeType], *, where: str
+) -> None:
+    """Ray's GCP provider makes and lists machines in one zone only. It marks them with the names of cluster and node
+    type as labels, which may have no capitals and no dots there, and makes the cluster's a part of their own names."""
     zone = section.get("availability_zone")
     for node_type in node_types:
         if node_type.zones != (zone,):
@@ -148,6 +154,21 @@ def _check_zones(section: Mapping[str, Any], node_types: Iterable[NodeType], *, 
                 f"{where}: node type {node_type.name} has the zones {', '.join(node_type.zones)}, on gcp.",
                 hint=f"Set metadata.raytide.node_types.{node_type.name}.zones to [{zone}], provider.availability_zone.",
             )
+    types = file.get("available_node_types")
+    for name in types if isinstance(types, Mapping) else ():
+        if not re.fullmatch("[a-z0-9_-]{1,63}", str(name)):
+            able = re.sub("[^a-z0-9_-]", "-", str(name).lower())[:63]
+            raise ConfigError(
+                f"{where}: node type {name} cannot be the label of a machine on gcp: at most 63 lowercase letters, "
+                "digits, - and _.",
+                hint=f"Call it {able}, in metadata.raytide.node_types too.",
+            )
+    cluster = str(file.get("cluster_name", ""))
+    if not re.fullmatch(f"[a-z0-9-]{{1,{_GCP_CLUSTER_NAME}}}", cluster):
+        raise ConfigError(
+            f"{where}: cluster_name {cluster} cannot be a part of a machine's name on gcp.",
+            hint=f"Use at most {_GCP_CLUSTER_NAME} lowercase letters, digits and -.",
+        )
 
 
 def check_ray_schema(file: Mapping[str, object], *, where: str) -> None:
