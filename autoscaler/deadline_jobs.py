@@ -23,7 +23,7 @@ from raytide.core.fleet import Market, Node, NodeState, fits
 from raytide.core.gang import Lease, LeaseState, MemberState
 from raytide.core.job import Job
 from raytide.core.market import Market as Shop
-from raytide.core.market import Offer
+from raytide.core.shelf import Offer
 from raytide.core.snapshot import Snapshot
 from raytide.core.stance import SpotOutlook, Stance
 

@@ -97,7 +97,7 @@ class Roster:
         roster.hosts.pop("", None)
         for lease in snapshot.leases:
             for member in lease.members:
-                if member.node_id:
+                if member.holds:
                     roster.seats.setdefault(member.node_id, []).append((lease, member))
         return roster
 

@@ -31,13 +31,13 @@ def usable(cluster: Cluster) -> int:
     return len(lease.usable)
 
 
-def on_demand_in_need(shape: Shape = TWO, *types: NodeType, preemptible: bool = True) -> Cluster:
+def on_demand_in_need(shape: Shape = TWO, *types: NodeType, preemptible: bool = True, **more: object) -> Cluster:
     """A gang that had to go on demand, because there was no spot; now there is."""
     cluster = Cluster(types or (SOLID, SPOT), watch=promises.check)
     spot = [(t.name, zone) for t in cluster.node_types if t.market is Market.SPOT for zone in t.zones]
     for pool in spot:
         cluster.provider.set_stock(*pool, 0)
-    cluster.submit(shape, preemptible=preemptible)
+    cluster.submit(shape, preemptible=preemptible, **more)
     cluster.settle(30)
     assert (set(kinds(cluster)), usable(cluster)) == ({"gpu"}, shape.members)
     for pool in spot:
@@ -118,10 +118,7 @@ def test_a_gang_is_not_moved_before_it_stood_for_as_long_as_the_move_takes_to_pa
 
 
 def test_a_job_that_is_nearly_done_is_left_alone() -> None:
-    cluster = on_demand_in_need()
-    (job,) = cluster.book.jobs.values()
-    progress = {"step": 99, "steps": 100}
-    cluster.book.jobs[job.id] = replace(job, progress=progress)
+    cluster = on_demand_in_need(estimate_h=0.5)
     assert deeds(cluster, 100, dt_s=10.0) == []
 
 

@@ -77,6 +77,7 @@ def test_idle_nodes_go_first_then_work_without_a_lease_then_gangs_by_class() -> 
 
 def test_gangs_have_time_for_a_checkpoint_wait_in_the_queue_and_go_on_when_the_limit_is_raised() -> None:
     here = cluster()
+    here.nimble = False
     job = here.submit(ONE, preemptible=True)
     here.settle(20)
     (machine,) = here.machines()

@@ -152,6 +152,15 @@ def test_a_notice_makes_a_member_leave_at_the_deadline() -> None:
     assert (states(back), back.members[1].leaves_at_s) == (["ready", "ready"], None)
 
 
+def test_a_seat_whose_node_leaves_looks_for_another_as_soon_as_its_holder_has_left_it() -> None:
+    lease = active(members=2, at_least=1)
+    there = nodes(node(0), node(1, DRAINING, deadline_s=50.0))
+    leaving = advance(lease, there, groups_of(lease), 10.0)
+    assert let_go(leaving, lease.version, 11.0) is leaving
+    left = let_go(leaving, leaving.version, 11.0)
+    assert (states(left), left.members[1].incarnation, left.epoch) == (["ready", "waiting"], 1, leaving.epoch + 1)
+
+
 def test_a_seat_that_gives_way_is_free_as_soon_as_its_holder_has_left_it_and_no_sooner() -> None:
     shrink = Shrink("job-1", "lease-1", (1,), 40.0, "a spike", by=("chat",))
     before = active(2, 1)

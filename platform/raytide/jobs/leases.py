@@ -59,10 +59,11 @@ def changed(lease: Lease, action: Shrink | Preempt | Grow, now_s: float) -> Leas
 
 
 def let_go(lease: Lease, settled: str, now_s: float) -> Lease:
-    """The seats that give way are parked as soon as their holder says that it has left them, not only in time."""
-    if settled != lease.version or not any(member.gives_way for member in lease.members):
+    """Seats that are being left are free as soon as their holder says that nothing of it runs there, not only in time:
+    those that give way are parked, and those whose node leaves look for another."""
+    if settled != lease.version or not any(member.state is MemberState.LEAVING for member in lease.members):
         return lease
-    members = tuple(_park(m, now_s) if m.gives_way else m for m in lease.members)
+    members = tuple(_let_go(m, now_s) if m.state is MemberState.LEAVING else m for m in lease.members)
     return _say(lease, replace(lease, members=members, epoch=lease.epoch + 1))
 
 
