@@ -305,6 +305,7 @@ def test_i8_a_node_that_works_beside_ray_stays_and_one_whose_meter_fell_silent_t
 
 def test_a_reclaimed_spot_node_is_replaced_and_a_noticed_one_ends_at_its_deadline_not_before() -> None:
     cluster = Cluster((SPOT,))
+    cluster.nimble = False
     cluster.submit(Shape(members=2, resources={"GPU": 2}))
     cluster.settle(20)
     first, second = cluster.machines()
