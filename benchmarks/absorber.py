@@ -1,6 +1,6 @@
 """The shock absorber on real processes: a load spike on a served model takes GPUs from an elastic trainer.
 
-    python benchmarks/absorber.py [--tick 2] [--spike-s 60] [--spike-rps 7] [--slo-s 1] [--json FILE]
+    python benchmarks/absorber.py [--tick 2] [--spike-s 45] [--spike-rps 7] [--slo-s 2] [--json FILE]
 
 The cluster is that of `raytide up --local`: real raylets, the real controller, Ray Serve. One node has five logical
 GPUs, and no other is to be had. A trainer holds four, one each, and can do with two; an endpoint has the fifth. Its
@@ -103,10 +103,10 @@ class Run:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tick", type=float, default=2.0, help="seconds between two decisions")
-    parser.add_argument("--base-rps", type=float, default=1.5)
+    parser.add_argument("--base-rps", type=float, default=1.0)
     parser.add_argument("--spike-rps", type=float, default=7.0)
-    parser.add_argument("--spike-s", type=float, default=60.0)
-    parser.add_argument("--slo-s", type=float, default=1.0)
+    parser.add_argument("--spike-s", type=float, default=45.0)
+    parser.add_argument("--slo-s", type=float, default=2.0)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     runs = []
