@@ -96,7 +96,8 @@ class Run:
 
     def start_s(self) -> float | None:
         """The slowest replica's, from its seat being free to its first answer."""
-        pairs = list(zip(sorted(self.freed_s), sorted(self.answers_s), strict=False))
+        freed_s = sorted(at_s for at_s in self.freed_s if at_s > 0.0)
+        pairs = zip(freed_s, sorted(self.answers_s), strict=False)
         return max((answers - freed for freed, answers in pairs), default=None)
 
 

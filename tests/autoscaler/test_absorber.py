@@ -10,15 +10,17 @@ from hypothesis import strategies as st
 from tests.autoscaler.world import CRASH_POINTS, Cluster
 
 from raytide.autoscaler.endpoints import publish
+from raytide.control.decide import decide
 from raytide.core.cluster import UnmanagedSection
 from raytide.core.endpoint import Replicas, ServeSpec
 from raytide.core.fleet import Market, NodeType
 from raytide.core.gang import Lease, LeaseState, Shape
 from raytide.core.plan import Action, Grow, Launch, Scale, Shrink, Wait
-from raytide.core.snapshot import Limits
+from raytide.core.replicas import replica_selector
+from raytide.core.snapshot import Demand, Limits
 from raytide.core.stance import Stance
 from raytide.core.team import Team, TeamSpec
-from raytide.core.vacated import VACATED_S, vacated
+from raytide.core.unseen import VACATED_S, Unseen
 from raytide.jobs.admit import GRACE_S, SETTLE_S, admit, floor_of
 from raytide.jobs.why import given_away
 
@@ -225,17 +227,20 @@ def test_room_that_ray_does_not_show_yet_is_not_asked_for_twice() -> None:
     seen = w.c.seen
     shrunk = w.lease()
     seen = replace(seen, leases=(shrunk,))
-    assert vacated(seen) == {"chat": [(shrunk.members[3].node_id, {"GPU": 1.0})]}
+    assert Unseen(seen).vacated == {"chat": [(shrunk.members[3].node_id, {"GPU": 1.0})]}
     w.after(1)
     parked = w.lease()
     assert parked.members[3].is_parked
     still_taken = replace(seen, at_s=w.c.clock.now_s(), leases=(parked,))
-    assert len(vacated(still_taken)["chat"]) == 1, "Ray counts the seat although nobody that is known sits there"
-    assert floor_of(publish(still_taken)[0]).room.replicas["chat"][0].node_id == shrunk.members[3].node_id
+    assert len(Unseen(still_taken).vacated["chat"]) == 1, "Ray counts the seat although nobody that is known sits there"
+    asked, _ = publish(still_taken)
+    queued = Demand({"GPU": 1.0}, replica_selector(w.spec))
+    room = floor_of(replace(asked, demand=(queued,))).room
+    assert room.replicas["chat"][0].node_id == shrunk.members[3].node_id
     freed = tuple(
         replace(view, available={"GPU": 1.0}) if view.node.type == "gpu4" else view for view in still_taken.nodes
     )
-    assert vacated(replace(still_taken, nodes=freed)) == {}
+    assert Unseen(replace(still_taken, nodes=freed)).vacated == {}
     w.after(int(VACATED_S) + 1)
     assert w.lease().members[3].node_id == ""
 
@@ -295,3 +300,19 @@ def test_a_gang_whose_deadline_leaves_no_time_gives_nothing() -> None:
     urgent = Stance((Market.ON_DEMAND,), True, 2e3, None, None, "it is late")
     late = replace(asked, stances={w.job: urgent})
     assert not [action for action in admit(late) if isinstance(action, Shrink)]
+
+
+def test_a_replica_whose_process_starts_has_its_room_though_nobody_says_where() -> None:
+    w = World(at_least=1)
+    w.load(6.0)
+    w.after(5)
+    assert (w.members(), w.seated()) == (2, 3)
+    w.after(1)
+    (view,) = w.c.seen.endpoints
+    assert view.load is not None
+    starting = replace(view, load=replace(view.load, replica_nodes=view.load.replica_nodes[:-1], ready=2, ongoing=4.0))
+    seen = replace(w.c.seen, endpoints=(starting,))
+    assert "chat" not in floor_of(seen).room.missing
+    assert not [action for action in decide(seen).actions if isinstance(action, Launch | Shrink)]
+    queued = replace(seen, demand=(Demand({"GPU": 1.0}, replica_selector(w.spec)),))
+    assert [action.members for action in decide(queued).actions if isinstance(action, Shrink)] == [(1,)]

@@ -10,7 +10,7 @@ from raytide.actors.gang.group import Group, GroupKey, GroupState, WantedGroup, 
 from raytide.core.fleet import Market, Node, NodeState
 from raytide.core.gang import Lease, LeaseState, Member, MemberState, Shape
 from raytide.core.plan import Shrink
-from raytide.core.vacated import VACATED_S
+from raytide.core.unseen import VACATED_S
 from raytide.jobs.leases import advance, assign, changed, let_go, release, unassign, wanted_groups
 
 READY, DRAINING, GONE = NodeState.READY, NodeState.DRAINING, NodeState.GONE

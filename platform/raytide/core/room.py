@@ -18,7 +18,7 @@ from raytide.core.replicas import leaving_nodes, missing_replicas, replica_shape
 from raytide.core.shelf import Offer
 from raytide.core.shortfall import Shortfall, impossible
 from raytide.core.snapshot import EndpointView, NodeView, Snapshot
-from raytide.core.vacated import vacated
+from raytide.core.unseen import Unseen
 from raytide.core.want import Want, holders, resource_scale, usual_shapes, why_not
 
 _RANK = {NodeState.READY: 0, NodeState.LAUNCHING: 1, NodeState.REQUESTED: 2}
@@ -91,15 +91,16 @@ class Room:
         )
         leaving = leaving_nodes(snapshot)
         zones = {view.node.ray_node_id: view.node.zone for view in snapshot.nodes}
-        left = vacated(snapshot)
+        unseen = Unseen(snapshot)
         for served in snapshot.endpoints:
-            if missing := missing_replicas(served, snapshot, leaving):
+            missing = missing_replicas(served, snapshot, leaving)
+            if missing and (missing := missing - unseen.starting(served, missing)):
                 name, hosts = served.endpoint.name, served.load.replica_nodes if served.load else ()
                 there = Counter(zones[node] for node in hosts if node in zones and node not in leaving)
-                for node_id, resources in left.get(name, ()):
+                for node_id, resources in unseen.vacated.get(name, ()):
                     room.give(node_id, resources)
                 room.missing[name], room.replicas[name] = missing, room._seats_for(served, missing, there)
-                for node_id, resources in left.get(name, ()):
+                for node_id, resources in unseen.vacated.get(name, ()):
                     room.take(node_id, resources)
         return room
 

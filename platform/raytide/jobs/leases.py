@@ -14,7 +14,7 @@ from raytide.actors.gang.group import Group, GroupKey, WantedGroup
 from raytide.core.fleet import Node, NodeState
 from raytide.core.gang import Lease, LeaseState, Member, MemberState
 from raytide.core.plan import Grow, Preempt, Shrink
-from raytide.core.vacated import VACATED_S
+from raytide.core.unseen import VACATED_S
 
 _WITH_GROUP = frozenset({MemberState.FORMING, MemberState.READY, MemberState.LEAVING})
 

@@ -1,0 +1,79 @@
+"""What Ray counts as taken and nobody is known to hold: seats that were just left, replicas that just found room."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import cached_property
+
+from raytide.core.fleet import NodeState, Resources, fits, labels_match, minus, plus
+from raytide.core.gang import MemberState
+from raytide.core.replicas import is_replica_of
+from raytide.core.shortfall import copies
+from raytide.core.snapshot import EndpointView, NodeView, Snapshot
+
+VACATED_S = 3.0
+"""So long after a seat was given away Ray may still count it as taken, or Serve not know yet who took it."""
+
+_COUNTED = (MemberState.FORMING, MemberState.READY, MemberState.LEAVING)
+
+
+class Unseen:
+    """Of one snapshot."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+
+    @cached_property
+    def vacated(self) -> dict[str, list[tuple[str, Resources]]]:
+        """By endpoint, the seats that are being left for its replicas, or were left just now: nodes, and how much."""
+        nodes = {view.node.id: view for view in self._snapshot.nodes}
+        left: dict[str, Resources] = {}
+        found: dict[str, list[tuple[str, Resources]]] = {}
+        for lease in self._snapshot.leases:
+            need = lease.shape.resources
+            for member in lease.members:
+                node_id = member.node_id
+                if not member.given_to or node_id not in nodes:
+                    continue
+                if member.is_parked:
+                    unknown = left[node_id] if node_id in left else self._unknown(nodes[node_id])
+                    is_hidden = fits(need, unknown)
+                    left[node_id] = minus(unknown, need) if is_hidden else unknown
+                    if not is_hidden:
+                        continue
+                found.setdefault(member.given_to, []).append((node_id, need))
+        return found
+
+    def starting(self, served: EndpointView, missing: int) -> int:
+        """How many of the replicas that are on no node have room all the same: their process starts, and until it has
+        nobody tells on which node. One that Ray still queues has none."""
+        spec = served.endpoint.spec
+        queued = sum(d.count for d in self._snapshot.demand if is_replica_of(d, spec.name))
+        if missing <= queued:
+            return 0
+        found = sum(
+            copies(spec.resources, self._unknown(view))
+            for view in self._snapshot.nodes
+            if view.node.state is NodeState.READY
+            and fits(spec.resources, minus(view.total, view.available))
+            and labels_match(spec.labels, view.labels)
+        )
+        return min(missing - queued, found)
+
+    def _unknown(self, view: NodeView) -> Resources:
+        return minus(minus(view.total, self._known[view.node.id]), view.available)
+
+    @cached_property
+    def _known(self) -> defaultdict[str, Resources]:
+        """What members and replicas are known to hold of each node."""
+        known: defaultdict[str, Resources] = defaultdict(dict)
+        for lease in self._snapshot.leases:
+            for member in lease.members:
+                if member.state in _COUNTED:
+                    known[member.node_id] = plus(known[member.node_id], lease.shape.resources)
+        names = {view.node.ray_node_id: view.node.id for view in self._snapshot.nodes if view.node.ray_node_id}
+        for served in self._snapshot.endpoints:
+            for ray_id in served.load.replica_nodes if served.load else ():
+                if ray_id in names:
+                    known[names[ray_id]] = plus(known[names[ray_id]], served.endpoint.spec.resources)
+        return known
