@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from raytide.autoscaler import market_moves
 from raytide.autoscaler.draft import Draft
+from raytide.autoscaler.market_moves import is_wanted, stance_of
 from raytide.autoscaler.relocation import MOVE, Relocation, drain_of, may_leave
 from raytide.autoscaler.roster import Occupants
 from raytide.autoscaler.stops import stop_of
@@ -31,6 +33,8 @@ def reserve(draft: Draft) -> None:
         fellows = [other for other in olds.values() if other is old or other.leases & old.leases]
         if row is None or not draft.room.grid.has(row, old.need) or not may_leave(old, now_s):
             continue
+        if (stance := stance_of(draft.snapshot, old)) is not None and not is_wanted(stance, new):
+            continue
         if stop_of(draft.roster, fellows, now_s) and all(labels_match(shape.labels, new.labels) for shape in old.asks):
             draft.promised.add(new.node.id)
             draft.movable.add(node_id)
@@ -39,7 +43,8 @@ def reserve(draft: Draft) -> None:
 
 def decide(draft: Draft) -> list[Drain | Launch]:
     coming = replacements(draft.snapshot)
-    return [*_to_replacements(draft, coming), *Relocation(draft, coming).decide()]
+    due = market_moves.decide(draft, MOVE, coming)
+    return [*_to_replacements(draft, coming), *due, *Relocation(draft, coming).decide()]
 
 
 def replacements(snapshot: Snapshot) -> dict[str, NodeView]:
@@ -66,6 +71,9 @@ def _to_replacements(draft: Draft, coming: Mapping[str, NodeView]) -> Iterator[D
     for node_id, old in olds.items():
         if node_id in free_to_go and not old.leases & waiting:
             new = coming[node_id].node
+            if (stance := stance_of(draft.snapshot, old)) is not None:
+                yield market_moves.drain(old, [new.id], stance, draft.snapshot.at_s)
+                continue
             saved = old.price_micro_usd_h - new.price_micro_usd_h
             reason = f"{new.id} ({new.type}) is ready for {old.whom}; saves {format_usd(saved)}/h"
             yield drain_of(old, reason, saved, draft.snapshot.at_s)

@@ -77,7 +77,7 @@ class Relocation:
             if self.budget <= 0:
                 return
             old = self.draft.roster.on(view)
-            if self._may_go(view) and may_leave(old, self.now_s):
+            if self._may_go(view) and self._may_leave(old):
                 yield from self._move(old)
 
     def _move(self, old: Occupants) -> Sequence[Drain | Launch]:
@@ -99,6 +99,11 @@ class Relocation:
         is_needed = node.id in self.going or node.id in self.draft.promised or self.spare[node.type] <= 0
         return not is_needed and self.now_s - node.ready_at_s >= least_s
 
+    def _may_leave(self, old: Occupants) -> bool:
+        """Where gangs with a deadline sit is decided with that in view: see market_moves."""
+        stances = self.draft.snapshot.stances
+        return may_leave(old, self.now_s) and not any(lease.job_id in stances for lease, _ in old.seats)
+
     def _may_leave_at_once(self, olds: Sequence[Occupants]) -> bool:
         """A gang on more nodes than that moves when nobody else does."""
         is_within = len(olds) <= self.budget or not self.going
@@ -116,7 +121,7 @@ class Relocation:
         fellows = [roster.views[node_id] for node_id in nodes if node_id in roster.views]
         for view in sorted(fellows if self._offers_for(old) else (), key=_dearest_first):
             other = roster.on(view)
-            if not self._may_go(view) or not may_leave(other, self.now_s) or not self._offers_for(other):
+            if not self._may_go(view) or not self._may_leave(other) or not self._offers_for(other):
                 continue
             with_it = stop_of(roster, (*party, other), self.now_s)
             if with_it is not None and with_it.in_place == alone.in_place:

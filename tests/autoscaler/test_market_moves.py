@@ -1,0 +1,99 @@
+"""Gangs with a deadline go where they should sit: new nodes first, then the old ones are left."""
+
+from __future__ import annotations
+
+import pytest
+from tests.autoscaler.deadline_world import SOLID, SPOT, Story
+
+from raytide.autoscaler.planner import plan
+from raytide.core.fleet import Market, Node, NodeState, NodeType
+from raytide.core.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
+from raytide.core.job import Job, JobKind, JobSpec, JobState
+from raytide.core.plan import Drain, Launch
+from raytide.core.snapshot import NodeView, Snapshot
+from raytide.core.stance import Stance
+
+NOW_S = 10_000.0
+WIDE = SOLID.model_copy(update={"resources": {"GPU": 2.0}})
+
+
+def view(
+    number: int, node_type: NodeType, free: float, subject: str = "", state: NodeState = NodeState.READY
+) -> NodeView:
+    node = Node(
+        f"node-{number}", node_type.name, "a", node_type.market, node_type.price_micro_usd_h, state, NOW_S - 400.0,
+        ready_at_s=NOW_S - 300.0, ray_node_id=f"ray-{number}", subject=subject,
+    )  # fmt: skip
+    return NodeView(node, node_type.resources, {"GPU": free}, node_type.all_labels("a"))
+
+
+def job(number: int, **more: object) -> Job:
+    gang = GangSpec(shapes=(Shape(resources={"GPU": 1.0}),))
+    spec = JobSpec(kind=JobKind.TRAIN, name="j", gang=gang).model_copy(update=more)
+    return Job(f"job-{number}", spec, "ada", JobState.RUNNING, 0.0)
+
+
+def lease(number: int, node: int) -> Lease:
+    member = Member(0, MemberState.READY, f"node-{node}", f"ray-{node}")
+    return Lease(f"lease-{number}", f"job-{number}", Shape(resources={"GPU": 1.0}), LeaseState.ACTIVE, (member,))
+
+
+def stance(*markets: Market) -> Stance:
+    return Stance(markets, False, NOW_S + 9000.0, 3600.0, NOW_S + 5000.0, "moves: 1.0 h of work")
+
+
+TO_SPOT, TO_SOLID = stance(Market.SPOT), stance(Market.ON_DEMAND, Market.SPOT)
+
+
+def deeds(stance: Stance, *views: NodeView, **more: object) -> list[tuple[object, ...]]:
+    fields = {"jobs": (job(1),), "leases": (lease(1, 1),), "node_types": (SPOT, SOLID), **more}
+    seen = Snapshot(NOW_S, nodes=views, stances={"job-1": stance}, next_node=9, **fields)  # type: ignore[arg-type]
+    found: list[tuple[object, ...]] = []
+    for action in plan(seen):
+        if isinstance(action, Launch):
+            found.append(("launch", action.node_type, action.subject))
+        elif isinstance(action, Drain):
+            found.append(("drain", action.kind, action.node_id))
+    return found
+
+
+@pytest.mark.parametrize(("old", "new", "stance"), [(SOLID, SPOT, TO_SPOT), (SPOT, SOLID, TO_SOLID)])
+def test_the_new_node_is_bought_first_and_the_old_one_left_when_it_is_ready(
+    old: NodeType, new: NodeType, stance: Stance
+) -> None:
+    here = view(1, old, 0.0)
+    assert deeds(stance, here) == [("launch", new.name, "move node-1")]
+    coming = view(2, new, 1.0, "move node-1", NodeState.LAUNCHING)
+    assert deeds(stance, here, coming) == []
+    assert deeds(stance, here, view(2, new, 1.0, "move node-1")) == [("drain", "notice", "node-1")]
+
+
+def test_a_free_node_of_the_market_is_gone_to_at_once() -> None:
+    assert deeds(TO_SPOT, view(1, SOLID, 0.0), view(2, SPOT, 1.0)) == [("drain", "notice", "node-1")]
+
+
+def test_who_sits_where_he_should_stays_although_elsewhere_is_cheaper() -> None:
+    assert deeds(TO_SOLID, view(1, SOLID, 0.0)) == []
+    assert deeds(stance(), view(1, SOLID, 0.0)) == []
+
+
+def test_a_replacement_that_is_not_wanted_any_more_moves_nobody() -> None:
+    moving = view(2, SPOT, 1.0, "move node-1")
+    assert not any(deed[0] == "drain" and deed[2] == "node-1" for deed in deeds(TO_SOLID, view(1, SOLID, 0.0), moving))
+
+
+def test_a_gang_that_may_not_be_preempted_and_a_node_that_others_use_are_left_alone() -> None:
+    fixed = job(1, preemptible=False)
+    assert deeds(TO_SPOT, view(1, SOLID, 0.0), jobs=(fixed,)) == []
+    both = {"jobs": (job(1), job(2)), "leases": (lease(1, 1), lease(2, 1)), "node_types": (SPOT, WIDE)}
+    assert not any("move" in str(deed) for deed in deeds(TO_SPOT, view(1, WIDE, 0.0), **both))
+
+
+def test_on_demand_works_until_the_spot_that_came_back_is_ready() -> None:
+    story = Story([[False] * 60 + [True]] * 2, work_s=3 * 3600.0, slack_s=5400.0).run()
+    nodes = [node for node in story.cluster.book.nodes.values() if node.ready_at_s is not None]
+    assert [node.market for node in nodes] == [Market.ON_DEMAND, Market.SPOT]
+    assert nodes[1].subject == f"move {nodes[0].id}"
+    assert nodes[0].ended_at_s is not None and nodes[1].ready_at_s is not None
+    assert nodes[0].ended_at_s > nodes[1].ready_at_s
+    assert story.late_s == 0.0 and story.cost < 0.6
