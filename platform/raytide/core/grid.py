@@ -99,6 +99,15 @@ class Grid:
         copies = [(self._free_RN[self._column[name], rows] + _EPS) // amount for name, amount in need.items()]
         return rows, np.min(copies, axis=0).astype(np.int64)
 
+    def holding_at(self, row: int, need: Resources, selector: Mapping[str, str]) -> int:
+        """How many members the node of this row would hold."""
+        if not all(self._mask(key, want)[row] for key, want in selector.items()):
+            return 0
+        asked = [(name, amount) for name, amount in whole_shares(need).items() if amount > 0]
+        if not asked or not all(name in self._column for name, _ in asked):
+            return 0
+        return max(0, min(int((self._free_RN[self._column[name], row] + _EPS) // amount) for name, amount in asked))
+
     def values(self, key: str, rows: Iterable[int]) -> set[str]:
         """Of a label, on those nodes that have it."""
         return {self._labels[row][key] for row in rows if key in self._labels[row]}

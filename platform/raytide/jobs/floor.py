@@ -62,7 +62,9 @@ class Floor:
     _full: dict[Key, Shortfall] = field(default_factory=dict)
     _known: dict[Key, tuple[Shortfall | None, float]] = field(default_factory=dict)
     _stuck: set[Key] = field(default_factory=set)
-    _givers: list[int] | None = None
+    _givers: dict[int, str] | None = None
+    _quotas: dict[tuple[int, str], Resources] = field(default_factory=dict)
+    _borrowing: dict[frozenset[str], set[str]] = field(default_factory=dict)
 
     def first(self, waiting: Ints) -> int | None:
         """Everybody is tried, and told why not."""
@@ -91,9 +93,10 @@ class Floor:
         lease, job = self.leases[row], self.jobs[row]
         for member in members:
             self.room.give(self.node_of(row, member), lease.shape.resources)
-            self.quotas.give(job.spec.team, seats.quota_of(lease.shape, [self.types.get(member.node_id)]))
+            self.quotas.give(job.spec.team, self.quota_of(row, member))
             self.away.setdefault(row, {})[member.index] = by
         self._full.clear()
+        self._borrowing.clear()
 
     def spare(self, row: int) -> list[Member]:
         """Seats that an elastic gang can do without beyond those that give way, the last first."""
@@ -104,21 +107,39 @@ class Floor:
         """Where the seat's room is: on its node, or where it would find one; "" when there is none for it."""
         return member.node_id or self.promised.get((row, member.index), "")
 
-    def givers(self) -> list[int]:
-        """The holders that may be asked for seats, and still have some."""
+    def quota_of(self, row: int, member: Member) -> Resources:
+        """What the seat counts."""
+        node_type = self.types.get(member.node_id)
+        key = (row, "" if node_type is None else node_type.name)
+        if (found := self._quotas.get(key)) is None:
+            found = self._quotas[key] = seats.quota_of(self.leases[row].shape, [node_type])
+        return found
+
+    def givers(self) -> Mapping[int, str]:
+        """The holders that may be asked for seats and still have some, with their teams."""
         if self._givers is None:
-            self._givers = [row for row in self.leases if service.gives_way(self.jobs[row])]
+            jobs = self.jobs
+            self._givers = {row: jobs[row].spec.team for row in self.leases if service.gives_way(jobs[row])}
         return self._givers
+
+    def borrowing(self, need: Resources) -> set[str]:
+        """Teams of those that hold more than their own of what is needed."""
+        names = self.quotas.limited.intersection(need)
+        if (found := self._borrowing.get(names)) is None:
+            found = self._borrowing[names] = self.quotas.borrowing({*self.givers().values()}, names)
+        return found
 
     def is_own(self, job: Job) -> bool:
         """Whether the least that it asks for is its team's own quota, which others may hold."""
         return self.quotas.may_take_back(job.spec.team, seats.least_quota(job.spec.gang.shapes[0]))
 
-    def may_ask(self, job: Job, team: str) -> bool:
-        """Who would borrow asks nobody of another team that keeps within its own: it would only be taken back."""
+    def may_ask(self, job: Job) -> set[str] | None:
+        """The teams of whom it may ask seats; None for all. Who would borrow asks nobody of another team that keeps
+        within its own: it would only be taken back."""
         need = seats.least_quota(job.spec.gang.shapes[0])
-        has_limit = bool(self.quotas.limited & need.keys())
-        return not has_limit or team == job.spec.team or self.quotas.borrows(team, need) or self.is_own(job)
+        if not self.quotas.limited & need.keys() or self.quotas.may_take_back(job.spec.team, need):
+            return None
+        return self.borrowing(need) | {job.spec.team}
 
     def room_to_grow(self, row: int, most: int) -> int:
         """Take room for as many more members of a holder as quota and nodes allow."""
@@ -280,8 +301,9 @@ class Floor:
             for seat in taken.seats:
                 future.give(seat.node_id, taken.shape.resources)
         since_s = max(head.submitted_at_s, head.preempted_at_s or 0.0)
+        able, givers = self.may_ask(head), self.givers()
         for row, lease in self.leases.items():
-            goes = service.gives_way(self.jobs[row]) and self.may_ask(head, self.jobs[row].spec.team)
+            goes = row in givers and (able is None or givers[row] in able)
             if goes or lease.created_at_s <= since_s:
                 for member in seats.kept(lease):
                     if member.index not in self.away.get(row, ()):
@@ -295,6 +317,7 @@ class Floor:
         job, on = self.jobs[row], seats.placed_types(placed, self.snapshot.node_types)
         need = seats.quota_of(shape, on)
         self.quotas.take(job.spec.team, need, gives_way=service.gives_way(job))
+        self._borrowing.clear()
         if self._emptied is not None:
             self._emptied.take(job, shape, need, placed)
         self.taken[row] = Taken(shape, placed, self.purse.reserve(job, seats.price_of(shape, on)))
@@ -323,15 +346,15 @@ class Floor:
             self.lets_go(unit.row, unit.members, self.jobs[row].id)
         if self.seat(row):
             gone = [other for other in before if len(self.away[other]) == len(seats.kept(self.leases[other]))]
-            self._givers = [other for other in self.givers() if other not in gone]
+            self._givers = {other: team for other, team in self.givers().items() if other not in gone}
             return gone
         # There is room and still no seats: its members belong together, or their accelerators count against a quota.
         for unit in chosen:
             lease = self.leases[unit.row]
             for member in unit.members:
                 self.room.take(self.node_of(unit.row, member), lease.shape.resources)
-                quota = seats.quota_of(lease.shape, [self.types.get(member.node_id)])
-                self.quotas.take(self.jobs[unit.row].spec.team, quota)
+                self.quotas.take(self.jobs[unit.row].spec.team, self.quota_of(unit.row, member))
             self.away[unit.row] = before[unit.row]
+        self._borrowing.clear()
         self.away = {other: gone for other, gone in self.away.items() if gone}
         return None

@@ -26,13 +26,16 @@ class Purse:
     specs: Mapping[str, TeamSpec]
     spent: Mapping[str, int]
     """By job, all that it cost."""
+    has_soft: bool = True
+    """Whether any team has a soft limit."""
     committed: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
     """By team, its children included: spent this month, and reserved and not spent yet."""
 
     @classmethod
     def of(cls, teams: Iterable[Team], jobs: Iterable[Job], spent: Mapping[str, int]) -> Purse:
         teams = tuple(teams)
-        purse = cls({team.name: team.spec for team in teams}, spent)
+        has_soft = any(team.spec.budget.soft_usd is not None for team in teams)
+        purse = cls({team.name: team.spec for team in teams}, spent, has_soft)
         for team in teams:
             purse._commit(team.name, team.spent_micro_usd)
         for job in jobs:
@@ -46,6 +49,8 @@ class Purse:
         """Who is beyond a soft limit: the job itself, its team, or one above it; "" when nobody is."""
         if _reached(self.spent.get(job.id, 0), job.spec.soft_budget_usd):
             return job.id
+        if not self.has_soft:
+            return ""
         line = self._line(job.spec.team)
         reached = (name for name in line if _reached(self.committed[name], self.specs[name].budget.soft_usd))
         return next((f"team {name}" for name in reached), "")

@@ -116,7 +116,12 @@ class Quotas:
         return self.is_own(team, need) and any(self._named(team, name) for name in self.limited & need.keys())
 
     def borrows(self, team: str, names: Iterable[str]) -> bool:
-        return any(self.used[team][name] > self.own(team, name) + _SLACK for name in self.limited & set(names))
+        return bool(self.borrowing([team], names))
+
+    def borrowing(self, teams: Iterable[str], names: Iterable[str]) -> set[str]:
+        """Those of the teams that hold more than their own of any of these."""
+        limited = self.limited.intersection(names)
+        return {team for team in teams for name in limited if self.used[team][name] > self.own(team, name) + _SLACK}
 
     def own(self, team: str, name: str) -> float:
         return self.subtree.get(team, {}).get(name, 0.0)

@@ -33,7 +33,7 @@ def quota_of(shape: Shape, types: Iterable[NodeType | None]) -> Resources:
     for node_type in types:
         model = node_type.labels.get(ACCELERATOR_LABEL, "") if node_type else shape.labels.get(ACCELERATOR_LABEL, "")
         named = {model: shape.resources["GPU"]} if model and shape.resources.get("GPU") else {}
-        total = plus(total, {**shape.resources, **named})
+        total = plus(total, {**shape.resources, **named}) if total else {**shape.resources, **named}
     return total
 
 

@@ -34,8 +34,10 @@ def enough(floor: Floor, row: int, lower: list[int]) -> list[Unit]:
 
     `lower` are the rows below it in the order, the lowest first.
     """
-    units = _units(floor, asked_of(floor, row, lower))
-    trial, freed = _Trial(floor, row, floor.room.copy()), list[Unit]()
+    if not (asked := asked_of(floor, row, lower)):
+        return []
+    units = _units(floor, asked)
+    trial, freed = _Trial.of(floor, row), list[Unit]()
     while not (fits := trial.fits()) and (more := list(islice(units, max(1, len(freed))))):
         trial.free(more)
         freed += more
@@ -71,16 +73,18 @@ def asked_of(floor: Floor, row: int, lower: list[int]) -> list[int]:
 
     Who takes his own back asks everybody who borrows it, wherever he is.
     """
-    job, quotas, is_own = floor.jobs[row], floor.quotas, floor.is_own(floor.jobs[row])
-    need = seats.least_quota(job.spec.gang.shapes[0])
-    team_of = {other: floor.jobs[other].spec.team for other in (floor.givers() if is_own else lower)}
-    borrowing = {team for team in {*team_of.values()} if quotas.borrows(team, need)}
-    first = [other for other, team in team_of.items() if team in borrowing and not (is_own and team == job.spec.team)]
-    if is_own:
+    job, team_of = floor.jobs[row], floor.givers()
+    borrowing = floor.borrowing(seats.least_quota(job.spec.gang.shapes[0]))
+    able = floor.may_ask(job)
+    if able is not None:
+        lower = [other for other in lower if team_of[other] in able]
+    if floor.is_own(job):
         below = set(lower)
+        first = [other for other, team in team_of.items() if team in borrowing and team != job.spec.team]
         first.sort(key=lambda other: (other not in below, -floor.leases[other].created_at_s, -other))
-    able = {team for team in {floor.jobs[other].spec.team for other in lower} if floor.may_ask(job, team)}
-    return list(dict.fromkeys([*first, *(other for other in lower if floor.jobs[other].spec.team in able)]))
+    else:
+        first = [other for other in lower if team_of[other] in borrowing]
+    return list(dict.fromkeys([*first, *lower]))
 
 
 @dataclass(slots=True, eq=False)
@@ -99,7 +103,7 @@ class Emptied:
             for member in seats.kept(lease):
                 if member.index not in floor.away.get(row, ()):
                     room.give(floor.node_of(row, member), lease.shape.resources)
-                    quotas.give(team, seats.quota_of(lease.shape, [floor.types.get(member.node_id)]))
+                    quotas.give(team, floor.quota_of(row, member))
         return cls(room, quotas)
 
     def take(self, job: Job, shape: Shape, need: Resources, placed: Placements) -> None:
@@ -148,27 +152,62 @@ class _Trial:
     floor: Floor
     row: int
     room: Room
+    places: list[_Places]
+
+    @classmethod
+    def of(cls, floor: Floor, row: int) -> _Trial:
+        room = floor.room.copy()
+        return cls(floor, row, room, [_Places.of(room, shape) for shape in floor.shapes(row)])
 
     def fits(self) -> bool:
         job, floor = self.floor.jobs[self.row], self.floor
         return any(
-            self.room.most(shape) >= shape.at_least and floor.beyond_limits(job, shape) is None
-            for shape in floor.shapes(self.row)
+            places.total >= places.shape.at_least and floor.beyond_limits(job, places.shape) is None
+            for places in self.places
         )
 
     def free(self, units: Iterable[Unit]) -> None:
+        touched = set[str]()
         for other, member in _seats(units):
             team, shape, quota = self._of(other, member)
-            self.room.give(self.floor.node_of(other, member), shape.resources)
+            touched.add(node_id := self.floor.node_of(other, member))
+            self.room.give(node_id, shape.resources)
             self.floor.quotas.give(team, quota)
+        self._look_again(touched)
 
     def hold(self, units: Iterable[Unit]) -> None:
+        touched = set[str]()
         for other, member in _seats(units):
             team, shape, quota = self._of(other, member)
-            self.room.take(self.floor.node_of(other, member), shape.resources)
+            touched.add(node_id := self.floor.node_of(other, member))
+            self.room.take(node_id, shape.resources)
             self.floor.quotas.take(team, quota)
+        self._look_again(touched)
+
+    def _look_again(self, touched: Iterable[str]) -> None:
+        for at in (self.room.rows[node_id] for node_id in touched if node_id in self.room.rows):
+            for places in self.places:
+                places.look_again(self.room, at)
 
     def _of(self, other: int, member: Member) -> tuple[str, Shape, Resources]:
-        shape = self.floor.leases[other].shape
-        quota = seats.quota_of(shape, [self.floor.types.get(member.node_id)])
-        return self.floor.jobs[other].spec.team, shape, quota
+        return self.floor.jobs[other].spec.team, self.floor.leases[other].shape, self.floor.quota_of(other, member)
+
+
+@dataclass(slots=True, eq=False)
+class _Places:
+    """How many members of a shape there is room for, on each node and with what may be bought: `Room.most`, kept up to
+    date node by node."""
+
+    shape: Shape
+    on: dict[int, int]
+    total: int
+
+    @classmethod
+    def of(cls, room: Room, shape: Shape) -> _Places:
+        rows, many = room.grid.holding(shape.resources, shape.labels)
+        return cls(shape, dict(zip(rows.tolist(), many.tolist(), strict=True)), room.most(shape))
+
+    def look_again(self, room: Room, at: int) -> None:
+        now = room.grid.holding_at(at, self.shape.resources, self.shape.labels)
+        self.total += now - self.on.get(at, 0)
+        self.on[at] = now
