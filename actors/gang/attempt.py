@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from raytide.actors.gang.member_host import MemberHost, StartHost
 from raytide.actors.gang.processes import Exit, Launch, Report
+from raytide.core.errors import ClusterError
 from raytide.core.gang import Member, Shape
 from raytide.core.script_spec import ScriptSpec
 
@@ -83,14 +84,19 @@ class Attempt:
 
     def look(self) -> Ending | None:
         """Pass on what was printed; how it ended, if it did."""
-        if lost := self._listen():
+        lost = self._listen()
+        has_failed = any(found.code for found in self._exits.values())
+        if len(self._exits) == self.world and not has_failed:
+            return Ending("done")
+        if lost:
             return self._vanished(lost)
-        if any(found.code for found in self._exits.values()):
-            return self._judge()
-        return Ending("done") if len(self._exits) == self.world else None
+        return self._judge() if has_failed else None
 
-    def end(self, grace_s: float) -> None:
-        """Have all processes end, and pass on what they still print."""
+    def end(self, grace_s: float, gone: Sequence[Seat] = ()) -> bool:
+        """Have all processes end, and pass on what they still print. `gone` are not asked. Whether all others said that
+        they have ended; where not, their wardens see to it within ORPHAN_GRACE_S."""
+        for place in self._places:
+            place.is_gone = place.is_gone or seat_of(place.member) in gone
         stops = [place.host.call("stop", grace_s) for place in self._places if not place.is_gone]
         deadline = time.monotonic() + grace_s + SETTLE_S
         while time.monotonic() < deadline and wait_futures(stops, timeout=0.05).not_done:
@@ -100,6 +106,7 @@ class Attempt:
             self._listen()
         for place in self._places:
             place.host.kill()
+        return all(stop.done() and stop.exception() is None for stop in stops)
 
     def _launches(self, node_rank: int, environment: dict[str, str]) -> tuple[Launch, ...]:
         """As torchrun names them."""
@@ -124,15 +131,18 @@ class Attempt:
         each: Callable[[int], object] | None = None,
         timeout_s: float = START_TIMEOUT_S,
     ) -> list[Any] | Ending:
-        """Everybody's answer, or an Ending that names those who gave none."""
+        """Everybody's answer, or an Ending that names those who gave none, or an error."""
         more = [() if each is None else (each(number),) for number in range(len(places))]
         calls = [place.host.call(method, *args, *mine) for place, mine in zip(places, more, strict=True)]
         wait_futures(calls, timeout=timeout_s)
-        lost = [
-            (place, "no answer" if not call.done() else _first_line(call.exception()))
-            for place, call in zip(places, calls, strict=True)
-            if not call.done() or call.exception() is not None
-        ]
+        lost = []
+        for place, call in zip(places, calls, strict=True):
+            error = call.exception() if call.done() else ClusterError("no answer")
+            if isinstance(error, ClusterError):
+                lost.append((place, _first_line(error)))
+            elif error is not None:
+                why = f"{type(error).__name__}: {_first_line(error)}"
+                return Ending("failed", f"it could not be started on {place.member.node_id}: {why}")
         return self._vanished(lost) if lost else [call.result() for call in calls]
 
     def _listen(self) -> list[tuple[_Place, str]]:
@@ -183,6 +193,6 @@ def seat_of(member: Member) -> Seat:
     return member.index, member.incarnation
 
 
-def _first_line(error: BaseException | None) -> str:
+def _first_line(error: BaseException) -> str:
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__

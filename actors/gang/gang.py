@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from types import TracebackType
 from typing import Self
 
@@ -69,17 +68,20 @@ class Gang:
         self._client.report(self.job_id, progress)
 
     def __enter__(self) -> Self:
-        deadline_s = time.monotonic() + self._timeout_s
         self._asker.start()
-        with self._changed:
-            self._changed.wait_for(self._is_settled, max(0.0, deadline_s - time.monotonic()))
-            if self._is_settled() and self._lost is None:
-                return self
-            lost = self._lost or WaitTimeoutError(
-                f"{self.job_id} had no gang after {self._timeout_s:g} s.", hint=f"`raytide why {self.job_id}` says why."
-            )
-        self._give_back(str(lost))
-        raise lost
+        try:
+            with self._changed:
+                if not self._changed.wait_for(self._is_settled, self._timeout_s):
+                    raise WaitTimeoutError(
+                        f"{self.job_id} had no gang after {self._timeout_s:g} s.",
+                        hint=f"`raytide why {self.job_id}` says why.",
+                    )
+                if self._lost is not None:
+                    raise self._lost
+        except BaseException as error:  # a KeyboardInterrupt too: nobody else gives it back
+            self._give_back(str(error) or type(error).__name__)
+            raise
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Protocol
 
+from raytide.core.errors import ClusterError
 from raytide.core.gang import Member, Shape
 
 THREADS = 4
@@ -17,7 +19,8 @@ THREADS = 4
 
 class MemberHost(Protocol):
     def call(self, method: str, *args: object) -> Future[Any]:
-        """Start a method of the MemberProcesses there. The future fails when they are gone."""
+        """Start a method of the MemberProcesses there. The future fails with a ClusterError when they are gone, else
+        with what the method raised."""
 
     def kill(self) -> None:
         """End them, whatever they are doing."""
@@ -38,10 +41,24 @@ class RayHost:
         self._actor = actor_class.options(**options).remote()
 
     def call(self, method: str, *args: object) -> Future[Any]:
-        answer: Future[Any] = getattr(self._actor, method).remote(*args).future()
-        return answer
+        told: Future[Any] = Future()
+        getattr(self._actor, method).remote(*args).future().add_done_callback(partial(pass_on, told))
+        return told
 
     def kill(self) -> None:
         import ray
 
         ray.kill(self._actor)
+
+
+def pass_on(told: Future[Any], answer: Future[Any]) -> None:
+    """Ray's answer, or its error as a MemberHost's."""
+    from ray.exceptions import RayTaskError
+
+    error = answer.exception()
+    if error is None:
+        told.set_result(answer.result())
+    elif isinstance(error, RayTaskError):
+        told.set_exception(error.cause)
+    else:
+        told.set_exception(ClusterError(str(error)))

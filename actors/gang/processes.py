@@ -5,8 +5,11 @@ Each runs under a warden, so that it ends with this process, however this one en
 
 from __future__ import annotations
 
+import codecs
+import io
 import os
 import queue
+import select
 import shutil
 import signal
 import socket
@@ -16,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +29,12 @@ from raytide.core.package import unpack
 _WARDEN = str(Path(warden.__file__).resolve())
 MOST_LINES = 2000
 """That wait to be fetched: a script that prints faster than its driver reads waits for it."""
+LINE_CHARS = 8192
+"""A longer line is several."""
 TAIL_LINES = 10
+TAIL_CHARS = 8192
+_ALL = 2**20
+"""Bytes: no pipe holds more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +71,7 @@ class MemberProcesses:
 
     def __init__(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="raytide-run-"))
-        self._running: dict[int, subprocess.Popen[str]] = {}
+        self._running: dict[int, subprocess.Popen[bytes]] = {}
         self._said: queue.Queue[tuple[int, str] | Exit] = queue.Queue(MOST_LINES)
 
     def free_port(self, address: str) -> int:
@@ -83,11 +91,11 @@ class MemberProcesses:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
+                bufsize=0,
             )
             self._running[launch.rank] = process
-            threading.Thread(target=self._listen, args=(launch.rank, process), daemon=True).start()
+            listener = (launch.rank, process, os.pidfd_open(process.pid))
+            threading.Thread(target=self._listen, args=listener, daemon=True).start()
 
     def report(self, timeout_s: float) -> Report:
         """What was printed and who ended; waits so long for the first of it."""
@@ -125,13 +133,34 @@ class MemberProcesses:
                 process.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _listen(self, rank: int, process: subprocess.Popen[str]) -> None:
-        assert process.stdout is not None
+    def _listen(self, rank: int, process: subprocess.Popen[bytes], ended: int) -> None:
         tail: deque[str] = deque(maxlen=TAIL_LINES)
-        for line in process.stdout:
-            tail.append(line.rstrip("\n"))
-            self._said.put((rank, tail[-1]))
-        self._said.put(Exit(rank, process.wait(), "\n".join(tail), time.time()))
+        for line in _lines(process, ended):
+            tail.append(line)
+            self._said.put((rank, line))
+        os.close(ended)
+        self._said.put(Exit(rank, process.wait(), "\n".join(tail)[-TAIL_CHARS:], time.time()))
+
+
+def _lines(process: subprocess.Popen[bytes], ended: int) -> Iterator[str]:
+    """What is printed until the process ends (`ended` is its pidfd). Who got away from its warden, as under sudo, may
+    hold the pipe for ever."""
+    assert process.stdout is not None
+    decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")("replace"), translate=True)
+    poll, rest, is_over = select.poll(), "", False
+    with process.stdout as pipe:
+        os.set_blocking(pipe.fileno(), False)
+        poll.register(pipe, select.POLLIN)
+        poll.register(ended, select.POLLIN)
+        while not is_over:
+            has_ended = ended in (number for number, _ in poll.poll())
+            printed = pipe.read(_ALL)  # None when there is nothing, nothing when all have closed it
+            is_over = has_ended or printed == b""
+            *lines, rest = (rest + decoder.decode(printed or b"", final=is_over)).split("\n")
+            if rest and (is_over or len(rest) > LINE_CHARS):
+                lines, rest = [*lines, rest], ""
+            for line in lines:
+                yield from (line[at : at + LINE_CHARS] for at in range(0, len(line) or 1, LINE_CHARS))
 
 
 def _resolved(command: tuple[str, ...]) -> tuple[str, ...]:

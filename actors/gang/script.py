@@ -12,6 +12,7 @@ from collections.abc import Callable
 from raytide.actors.gang.attempt import Attempt, Ending, Seat, seat_of
 from raytide.actors.gang.leases import LeaseWatch, Reporter, ready, settled
 from raytide.actors.gang.member_host import RayHost, StartHost
+from raytide.actors.gang.warden import ORPHAN_GRACE_S
 from raytide.core.clock import Clock, SystemClock
 from raytide.core.errors import ScriptError
 from raytide.core.gang import Lease, MemberState
@@ -21,6 +22,8 @@ from raytide.core.script_spec import ScriptSpec
 TICK_S = 0.05
 LOST_WITHIN_S = 30.0
 """So long the platform may take to say that the node of vanished processes is lost; then it was their own doing."""
+ORPHANS_S = ORPHAN_GRACE_S + 1.0
+"""Nobody said that the last attempt's processes have ended: the next one would share their GPUs."""
 GROW_AFTER_S = 60.0
 """No attempt is ended earlier for the sake of members that came back."""
 
@@ -71,11 +74,14 @@ class _Runner:
             self._progress = {"stage": f"attempt {self._number}", "world": attempt.world, "nodes": nodes}
             self._reporter.send(self._progress)
             ending = attempt.launch(self._package, self._environment()) or self._follow(attempt)
-            attempt.end(ending.grace_s if ending.kind == "moved" else self._spec.grace_s)
+            grace_s = ending.grace_s if ending.kind == "moved" else self._spec.grace_s
+            has_ended = attempt.end(grace_s, ending.seats)
             self._attempt = None
             if ending.kind == "done":
                 return
             self._account(ending)
+            if not has_ended:
+                time.sleep(ORPHANS_S)
 
     def close(self) -> None:
         """Whatever ended the run: no process of it stays, and the driver may have only three seconds left itself."""
@@ -105,7 +111,8 @@ class _Runner:
         there = {seat_of(member): member for member in lease.usable}
         gone = [member for member in attempt.members if seat_of(member) not in there]
         if gone:
-            return Ending("moved", f"{gone[0].node_id} is lost")
+            seats = tuple(seat_of(member) for member in gone)
+            return Ending("moved", f"{gone[0].node_id} is lost", seats=seats, grace_s=self._spec.grace_s)
         for seat in attempt.seats:
             leaves_at_s = there[seat].leaves_at_s
             if there[seat].state is MemberState.LEAVING and leaves_at_s is not None:

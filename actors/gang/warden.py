@@ -4,26 +4,48 @@ The owner holds the other end of stdin. When that closes, because the owner let 
 get SIGTERM, and SIGKILL a few seconds later, and FOLDER, in which they ran, is removed; SIGTERM to the warden is passed
 on to them. It ends as the command did: with its exit code, or with 128 and the signal's number. It imports nothing of
 raytide: it starts quickly, and is run as a file.
+
+There are two of it: the owner's child, which Ray kills together with the owner, and a guard below it in a session of
+its own. If either is killed, the other ends the rest.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 ORPHAN_GRACE_S = 5.0
 """The owner is gone, and what it had leased may be somebody else's soon."""
 NOT_STARTED = 127
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 def main(folder: str, command: list[str]) -> int:
+    _adopt()
+    parent, held = os.pipe()  # closes when this process ends
+    guard = os.fork()
+    if guard == 0:
+        os.close(held)
+        os.setsid()
+        _adopt()
+        return _guard(folder, command, parent)
+    signal.signal(signal.SIGTERM, lambda *_: _kill(guard, signal.SIGTERM))
+    code = os.waitstatus_to_exitcode(os.waitpid(guard, 0)[1])
+    _end_children()
+    return _as_shell(code)
+
+
+def _guard(folder: str, command: list[str], parent: int) -> int:
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake_write)
     signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
     try:
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, cwd=folder, start_new_session=True)
     except OSError as error:
@@ -31,30 +53,68 @@ def main(folder: str, command: list[str]) -> int:
         return NOT_STARTED
     ended, is_asked, is_orphan = os.pidfd_open(child.pid), False, False
     while not is_orphan:
-        ready, _, _ = select.select([0, ended, wake_read], [], [])
+        ready, _, _ = select.select([0, parent, ended, wake_read], [], [])
         if ended in ready:
             break
         if wake_read in ready:
-            os.read(wake_read, 100)
-            _signal(child.pid, signal.SIGTERM)
-            is_asked = True
-        elif not os.read(0, 100):
+            if signal.SIGTERM in os.read(wake_read, 100):
+                _kill(-child.pid, signal.SIGTERM)
+                is_asked = True
+            _bury(child.pid)
+        elif parent in ready or not os.read(0, 100):
             is_orphan = True
     if is_orphan and not is_asked:
-        _signal(child.pid, signal.SIGTERM)
+        _kill(-child.pid, signal.SIGTERM)
         select.select([ended], [], [], ORPHAN_GRACE_S)
-    _signal(child.pid, signal.SIGKILL)  # also what the command started and left behind
+    _kill(-child.pid, signal.SIGKILL)
     code = child.wait()
+    _end_children()  # what the command started and left behind
     if is_orphan:
         shutil.rmtree(folder, ignore_errors=True)
-    return code if code >= 0 else 128 - code
+    return _as_shell(code)
 
 
-def _signal(group: int, signum: signal.Signals) -> None:
+def _adopt() -> None:
+    """Processes below this one whose parents end become its children, in whatever session they are."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _bury(but: int) -> None:
+    """Let go of adopted children that have ended."""
+    while (found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and found.si_pid != but:
+        os.waitpid(found.si_pid, 0)
+
+
+def _end_children() -> None:
+    """Round by round: theirs are adopted. One that may not be killed, as under sudo, is left."""
+    while killed := [pid for pid in _children() if _kill(pid, signal.SIGKILL)]:
+        for pid in killed:
+            os.waitpid(pid, 0)
+
+
+def _children() -> list[int]:
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            stat = Path("/proc", pid, "stat").read_text(errors="replace")
+        except OSError:
+            continue  # it has ended
+        if int(stat.rpartition(")")[2].split()[1]) == os.getpid():
+            found.append(int(pid))
+    return found
+
+
+def _kill(pid: int, signum: signal.Signals) -> bool:
+    """Whether there was somebody to get it; a group is its leader's number, negated."""
     try:
-        os.killpg(group, signum)
-    except ProcessLookupError:
-        return  # all of it has ended
+        os.kill(pid, signum)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
+def _as_shell(code: int) -> int:
+    return code if code >= 0 else 128 - code
 
 
 if __name__ == "__main__":

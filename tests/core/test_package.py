@@ -60,6 +60,45 @@ def test_links_are_followed_and_a_circle_ends(folder: Path, tmp_path: Path) -> N
     assert below(tmp_path / "there") == ["lib/part.py", "run.sh", "shared/common.py", "train.py"]
 
 
+def test_a_directory_is_there_beside_a_link_to_it(folder: Path, tmp_path: Path) -> None:
+    (folder / "current").symlink_to("lib")
+    package.unpack(package.pack(folder), tmp_path / "there")
+    assert below(tmp_path / "there") == ["current/part.py", "lib/part.py", "run.sh", "train.py"]
+
+
+def test_an_empty_directory_travels(folder: Path, tmp_path: Path) -> None:
+    (folder / "out" / "logs").mkdir(parents=True)
+    package.unpack(package.pack(folder), tmp_path / "there")
+    assert (tmp_path / "there" / "out" / "logs").is_dir()
+
+
+@pytest.mark.parametrize("pattern", ["lib", "lib/", "./lib", "./lib/", "*/part.py"])
+def test_what_to_leave_out_may_be_written_as_a_shell_completes_it(folder: Path, tmp_path: Path, pattern: str) -> None:
+    package.unpack(package.pack(folder, (pattern,)), tmp_path / "there")
+    assert "lib/part.py" not in below(tmp_path / "there")
+
+
+def test_what_cannot_be_read_is_named_with_what_to_do(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "iterdir", refuse)
+        with pytest.raises(DataError, match="work cannot be read: Permission denied"):
+            package.pack(folder)
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(DataError, match=r"lib/part\.py cannot be read: Permission denied") as caught:
+        package.pack(folder)
+    assert "--exclude 'lib/part.py'" in caught.value.hint
+
+
+def test_a_name_that_is_no_text_is_named_by_a_pattern_that_leaves_it_out(folder: Path) -> None:
+    Path(os.fsdecode(os.fsencode(folder) + b"/caf\xe9.txt")).write_text("x")
+    with pytest.raises(DataError, match=r"caf\?\.txt cannot be read: its name is no UTF-8"):
+        package.pack(folder)
+    package.pack(folder, ("caf?.txt",))
+
+
 def test_a_large_file_is_named_with_what_to_do(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(package, "MOST_FILE_BYTES", 1000)
     (folder / "lib" / "model.bin").write_bytes(os.urandom(1001))

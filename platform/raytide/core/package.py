@@ -10,6 +10,7 @@ import io
 import os
 import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -36,25 +37,17 @@ _EPOCH = (1980, 1, 1, 0, 0, 0)
 def pack(folder: Path, exclude: tuple[str, ...] = ()) -> bytes:
     """The folder as a zip file. `exclude`: patterns of names, or of paths below the folder, beside `LEFT_OUT`.
 
-    DataError when a file, or all of it, is too large to travel with a job.
+    DataError when a file cannot be read, or when it, or all of it, is too large to travel with a job.
     """
     if not folder.is_dir():
         raise DataError(f"the working directory {folder} is no directory.", hint="Check --working-dir.")
+    left_out = (*LEFT_OUT, *(pattern.removeprefix("./").rstrip("/") for pattern in exclude))
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
-        for path in sorted(_files(folder, (*LEFT_OUT, *exclude))):
+        for path in _below(folder, folder, left_out, frozenset()):
             name = path.relative_to(folder).as_posix()
-            stat = path.stat()
-            if stat.st_size > MOST_FILE_BYTES:
-                raise DataError(
-                    f"{path} has {_mb(stat.st_size)}; a file of a working directory may have {_mb(MOST_FILE_BYTES)}.",
-                    hint=f"Leave it out (`--exclude '{name}'`) and read it from shared storage, or name a smaller "
-                    "--working-dir.",
-                )
-            entry = zipfile.ZipInfo(name, _EPOCH)
-            entry.external_attr = (stat.st_mode & 0o777) << 16
-            entry.compress_type = zipfile.ZIP_DEFLATED
-            archive.writestr(entry, path.read_bytes())
+            with _named(path, name):
+                _add(archive, path, name)
             if buffer.tell() > MOST_BYTES:
                 raise DataError(
                     f"the working directory {folder} is too large: more than {_mb(MOST_BYTES)} when compressed.",
@@ -76,21 +69,57 @@ def digest_of(package: bytes) -> str:
     return hashlib.sha256(package).hexdigest()
 
 
-def _files(folder: Path, left_out: tuple[str, ...]) -> Iterator[Path]:
-    """Links are followed, each directory once."""
-    seen: set[str] = set()
-    for place, folders, files in os.walk(folder, followlinks=True):
-        real = os.path.realpath(place)
-        if real in seen:
-            folders.clear()
-            continue
-        seen.add(real)
-        here = Path(place)
-        folders[:] = sorted(name for name in folders if not _is_left_out(here / name, folder, left_out))
-        for name in files:
-            path = here / name
-            if path.is_file() and not _is_left_out(path, folder, left_out):
-                yield path
+def _below(place: Path, folder: Path, left_out: tuple[str, ...], above: frozenset[str]) -> Iterator[Path]:
+    """Files, and directories that have nothing in them. Links are followed, but not back to where they are."""
+    above |= {os.path.realpath(place)}
+    with _named(place, place.relative_to(folder).as_posix()):
+        kept = [path for path in sorted(place.iterdir()) if not _is_left_out(path, folder, left_out)]
+        inside = [(path, path.is_file(), path.is_dir()) for path in kept]
+    if not inside and place != folder:
+        yield place
+    for path, is_file, is_folder in inside:
+        if is_file:
+            yield path
+        elif is_folder and os.path.realpath(path) not in above:
+            yield from _below(path, folder, left_out, above)
+
+
+def _add(archive: zipfile.ZipFile, path: Path, name: str) -> None:
+    if path.is_dir():
+        archive.writestr(zipfile.ZipInfo(f"{name}/", _EPOCH), b"")
+        return
+    stat = path.stat()
+    if stat.st_size > MOST_FILE_BYTES:
+        raise DataError(
+            f"{path} has {_mb(stat.st_size)}; a file of a working directory may have {_mb(MOST_FILE_BYTES)}.",
+            hint=f"Leave it out (`--exclude '{name}'`) and read it from shared storage, or name a smaller "
+            "--working-dir.",
+        )
+    entry = zipfile.ZipInfo(name, _EPOCH)
+    entry.external_attr = (stat.st_mode & 0o777) << 16
+    entry.compress_type = zipfile.ZIP_DEFLATED
+    archive.writestr(entry, path.read_bytes())
+
+
+@contextmanager
+def _named(path: Path, name: str) -> Iterator[None]:
+    """What cannot travel is said with its name."""
+    try:
+        yield
+    except OSError as error:
+        why = error.strerror
+    except UnicodeEncodeError:
+        why = "its name is no UTF-8"
+    else:
+        return
+    raise DataError(
+        f"{_printable(str(path))} cannot be read: {why}.", hint=f"Leave it out: `--exclude '{_printable(name)}'`."
+    )
+
+
+def _printable(name: str) -> str:
+    """What is no UTF-8 in it as `?`, which is also a pattern that matches it."""
+    return name.encode(errors="replace").decode()
 
 
 def _is_left_out(path: Path, folder: Path, left_out: tuple[str, ...]) -> bool:

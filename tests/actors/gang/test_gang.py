@@ -83,6 +83,17 @@ def test_a_gang_that_does_not_come_is_given_back() -> None:
     assert len(desk.released) == 1
 
 
+def test_ctrl_c_while_it_waits_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> bool:
+        raise KeyboardInterrupt
+
+    desk = Desk(QUEUED)
+    monkeypatch.setattr(Gang, "_is_settled", interrupted)
+    with pytest.raises(KeyboardInterrupt), Gang(desk, "job-1"):
+        pass
+    assert desk.released == ["KeyboardInterrupt"]
+
+
 def test_a_gang_that_is_stopped_while_it_waits_says_so() -> None:
     with pytest.raises(LeaseLostError, match="stopped"), Gang(Desk(QUEUED, LeaseLostError("stopped")), "job-1"):
         pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -12,14 +13,16 @@ from typing import Any
 import pytest
 
 from raytide.actors.gang import attempt, script
-from raytide.actors.gang.processes import MemberProcesses
+from raytide.actors.gang.member_host import pass_on
+from raytide.actors.gang.processes import Exit, MemberProcesses, Report
 from raytide.actors.gang.script import run_script
 from raytide.core.clock import VirtualClock
-from raytide.core.errors import LeaseLostError, RaytideError, ScriptError
+from raytide.core.errors import ClusterError, LeaseLostError, RaytideError, ScriptError
 from raytide.core.gang import Lease, LeaseState, Member, MemberState, Shape
 from raytide.core.package import pack
 from raytide.core.script_spec import ScriptSpec
 
+time_sleep = time.sleep
 SHAPE = Shape(members=2, min_members=1, resources={"CPU": 1.0, "GPU": 2.0})
 
 
@@ -81,14 +84,14 @@ class Host:
     def _do(self, method: str, *args: object) -> object:
         answer = getattr(self.processes, method)(*args)
         if self.is_dead:
-            raise ConnectionError("its node died")
+            raise ClusterError("its node died")
         return answer
 
 
 class Run:
     """`run_script` in a thread, and what it said."""
 
-    def __init__(self, code: str, folder: Path, lease: Lease, **spec: Any) -> None:
+    def __init__(self, code: str, folder: Path, lease: Lease, package: bytes = b"", **spec: Any) -> None:
         (folder / "train.py").write_text(code)
         self.spec = ScriptSpec.parse({"command": ("python", "train.py"), **spec}, where="test")
         self.platform, self.clock = Platform(lease), VirtualClock(1000.0)
@@ -96,7 +99,7 @@ class Run:
         self.said: list[str] = []
         self._heard = threading.Condition()
         self._pool = ThreadPoolExecutor(1)
-        self._package = pack(folder)
+        self._package = package or pack(folder)
         self.result = self._pool.submit(self._run)
 
     def wait_for(self, line: str, times: int = 1) -> None:
@@ -114,6 +117,19 @@ class Run:
         with self._heard:
             self.said.append(line)
             self._heard.notify_all()
+
+
+def refuse_once() -> Callable[..., None]:
+    """A `stop` whose first call breaks."""
+    stop, calls = MemberProcesses.stop, []
+
+    def refusing(self: MemberProcesses, grace_s: float) -> None:
+        calls.append(grace_s)
+        if len(calls) == 1:
+            raise ClusterError("it died")
+        stop(self, grace_s)
+
+    return refusing
 
 
 Start = Callable[..., Run]
@@ -267,6 +283,33 @@ def test_a_notice_lets_the_script_save_before_it_moves(start: Start) -> None:
     assert "raytide: node-1-0 has to be left; it is started again" in run.said
 
 
+def test_the_survivors_of_a_lost_node_may_save_too(start: Start) -> None:
+    run = start(LEAVE.replace("def leave(*_):", "def leave(*_):\n    time.sleep(0.3)"))
+    run.wait_for("[0] at 2")
+    run.platform.tell(replace(TWO, epoch=2, members=(member(0), Member(1, incarnation=1))))
+    run.result.result(60)
+    assert "[0] saved" in run.said
+    assert "raytide: node-1-0 is lost; it is started again" in run.said
+
+
+def test_what_kept_it_from_starting_is_told_and_is_no_lost_node(start: Start) -> None:
+    run = start(SAY, ONE, package=b"no zip file")
+    error = run.result.exception(60)
+    assert isinstance(error, ScriptError)
+    assert "could not be started on node-0-0: BadZipFile: File is not a zip file" in str(error)
+
+
+def test_the_next_attempt_waits_for_processes_that_nobody_saw_end(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(script.time, "sleep", lambda seconds: waited.append(seconds) or time_sleep(min(seconds, 0.1)))
+    monkeypatch.setattr(MemberProcesses, "stop", refuse_once())
+    run = start("import os, sys; sys.exit(os.environ['RAYTIDE_ATTEMPT'] == '1')", ONE, retries=1)
+    run.result.result(60)
+    assert waited.count(script.ORPHANS_S) == 1
+
+
 def test_an_elastic_script_takes_in_a_member_that_came_back(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(script, "GROW_AFTER_S", 0.0)
     run = start(LEAVE, replace(TWO, members=(member(0), Member(1))))
@@ -282,3 +325,48 @@ def test_a_lease_that_is_over_ends_the_processes(start: Start) -> None:
     run.platform.tell(LeaseLostError("job-1 is stopped"))
     assert isinstance(run.result.exception(60), LeaseLostError)
     assert all(process.poll() is not None for host in run.hosts for process in host.processes._running.values())
+
+
+class Told:
+    """A member that answers each call with the next of what it was given."""
+
+    def __init__(self, **answers: list[object]) -> None:
+        self.answers = answers
+
+    def call(self, method: str, *args: object) -> Future[Any]:
+        answer: Future[Any] = Future()
+        given = self.answers[method].pop(0) if self.answers.get(method) else None
+        if isinstance(given, Exception):
+            answer.set_exception(given)
+        elif method in self.answers:
+            answer.set_result(given)
+        return answer
+
+    def kill(self) -> None:
+        pass
+
+
+def test_a_member_that_vanishes_after_all_have_ended_well_loses_nothing() -> None:
+    done = [Report((), (Exit(rank, 0, "", 0.0),)) for rank in range(2)]
+    gone = Told(free_port=[1], start=[None], report=[done[0], ClusterError("gone")])
+    late = Told(start=[None], report=[Report((), ()), done[1]])
+    hosts = iter((gone, late))
+    spec = ScriptSpec(command=("true",))
+    attempt_ = attempt.Attempt(spec, SHAPE, TWO.members, lambda *_: next(hosts), print)
+    assert attempt_.launch(None, {}) is None
+    assert [attempt_.look(), attempt_.look()] == [None, None]
+    assert attempt_.look() == attempt.Ending("done")
+
+
+def test_what_a_member_s_method_raised_under_ray_is_its_own_and_all_else_a_lost_member() -> None:
+    from ray.exceptions import ActorDiedError, RayTaskError
+
+    raised = OSError(28, "No space left on device")
+    for error, expected in (
+        (RayTaskError("start", "Traceback ...", raised, ip="127.0.0.1", proctitle="x").as_instanceof_cause(), OSError),
+        (ActorDiedError(), ClusterError),
+    ):
+        answer, told = Future[Any](), Future[Any]()
+        answer.set_exception(error)
+        pass_on(told, answer)
+        assert type(told.exception()) is expected

@@ -58,3 +58,32 @@ def test_an_owner_that_is_gone_takes_everything_with_it(tmp_path: Path) -> None:
         gone, alive = psutil.wait_procs([child], timeout=30)
         assert (gone, alive) == ([child], [])
     assert not (tmp_path / "there").exists()
+
+
+DAEMON = """
+import subprocess, sys, time
+child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+print(child.pid, flush=True)
+if len(sys.argv) < 2:
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("killed", ["the owner's child", "its guard"])
+def test_a_warden_that_is_killed_takes_everything_with_it(tmp_path: Path, killed: str) -> None:
+    """Ray kills the direct children of a worker that it kills."""
+    with guarded(tmp_path / "there", sys.executable, "-c", DAEMON) as process:
+        assert process.stdin is not None and process.stdout is not None
+        daemon = psutil.Process(int(process.stdout.readline()))
+        warden_and_below = psutil.Process(process.pid)
+        below = [*warden_and_below.children(recursive=True), daemon]
+        (warden_and_below if killed == "the owner's child" else below[0]).kill()
+        assert psutil.wait_procs(below, timeout=30)[1] == []
+
+
+def test_a_daemon_that_the_command_left_behind_ends_with_it(tmp_path: Path) -> None:
+    with guarded(tmp_path / "there", sys.executable, "-c", DAEMON, "leave") as process:
+        assert process.stdout is not None
+        daemon = psutil.Process(int(process.stdout.readline()))
+        assert process.wait(60) == 0
+        assert not daemon.is_running()
