@@ -17,6 +17,7 @@ class Machine:
     node_type: str
     zone: str
     price_micro_usd_h: int
+    """Now."""
     started_at_s: float
     ended_at_s: float | None = None
     address: str = ""
@@ -26,6 +27,8 @@ class Machine:
     """`host:port` of an exporter of its own physical use; empty where Ray's agent speaks for the machine."""
     reason: str = ""
     """Why it ended: "terminated", "reclaimed", "exited with 1"."""
+    earlier: tuple[tuple[float, int], ...] = ()
+    """Until when which other price held, the first one first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,12 +102,21 @@ class CloudProvider:
             live = []
             for purchase in self._purchases.open():
                 if purchase.node_id in running:
+                    purchase = self._at_its_price(purchase, now_s)
                     live.append(purchase.machine(self._address(running[purchase.node_id][0])))
                 elif now_s < purchase.started_at_s + _UNLISTED_S:
                     live.append(purchase.machine())
                 else:
                     self._purchases.end(purchase.node_id, now_s, "the cloud took it away")
             return in_order([*self._purchases.over(), *live])
+
+    def _at_its_price(self, purchase: Purchase, now_s: float) -> Purchase:
+        """AWS asks the price of the moment for spot machines that run, too."""
+        prices = self._spot_prices.last() if self._spot_prices is not None else {}
+        price = prices.get((purchase.node_type, purchase.zone), purchase.price_micro_usd_h)
+        if price == purchase.price_micro_usd_h:
+            return purchase
+        return self._purchases.reprice(purchase, now_s, price)
 
     def notices(self) -> tuple[Notice, ...]:
         """What the nodes' watchers pinned; of machines that have ended nothing stays on the board."""

@@ -1,17 +1,18 @@
 """What was bought of a cloud and when it ended, in files, since a cloud forgets what is gone and a bill must not.
 
 `<folder>/<node-id>.json` is written when the cloud has the machine; one that a crash left unwritten is found by its
-tags. `<node-id>.end.json` is written once, by whoever first misses the machine.
+tags. `<node-id>.end.json` is written once, by whoever first misses the machine, `<node-id>.prices.json` anew whenever
+the cloud changes what the running machine costs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from raytide.autoscaler.providers.base import Machine
-from raytide.core.durable import create_json, read_json
+from raytide.core.durable import create_json, read_json, write_json
 
 __all__ = ["Purchase", "Purchases", "in_order"]
 
@@ -22,7 +23,10 @@ class Purchase:
     node_type: str
     zone: str
     price_micro_usd_h: int
+    """Now."""
     started_at_s: float
+    earlier: tuple[tuple[float, int], ...] = ()
+    """Until when which other price held, the first one first."""
 
     def machine(self, address: str = "", *, ray_id: str = "") -> Machine:
         return Machine(
@@ -31,6 +35,7 @@ class Purchase:
             self.zone,
             self.price_micro_usd_h,
             self.started_at_s,
+            earlier=self.earlier,
             address=address,
             ray_id=ray_id,
         )
@@ -50,11 +55,23 @@ class Purchases:
 
     def record(self, purchase: Purchase) -> None:
         """The first record of a node stays."""
-        create_json(self._folder / f"{purchase.node_id}.json", asdict(purchase))
+        bought = {name: value for name, value in asdict(purchase).items() if name != "earlier"}
+        create_json(self._folder / f"{purchase.node_id}.json", bought)
+
+    def reprice(self, purchase: Purchase, now_s: float, price_micro_usd_h: int) -> Purchase:
+        """From now on it costs this."""
+        earlier = (*purchase.earlier, (now_s, purchase.price_micro_usd_h))
+        told = {"price_micro_usd_h": price_micro_usd_h, "earlier": earlier}
+        write_json(self._folder / f"{purchase.node_id}.prices.json", told)
+        return replace(purchase, price_micro_usd_h=price_micro_usd_h, earlier=earlier)
 
     def find(self, node_id: str) -> Purchase | None:
         record = read_json(self._folder / f"{node_id}.json")
-        return None if record is None else Purchase(**record)
+        if record is None:
+            return None
+        prices = read_json(self._folder / f"{node_id}.prices.json") or {}
+        earlier = tuple((until_s, price) for until_s, price in prices.get("earlier", ()))
+        return Purchase(**{**record, **prices, "earlier": earlier})
 
     def see(self, node_id: str) -> None:
         """Note that the machine was there: from now on its absence means that it ended."""
@@ -74,7 +91,7 @@ class Purchases:
         """Those whose end was not recorded."""
         names = {path.name.removesuffix(".json") for path in self._folder.glob("*.json")}
         over = {name.removesuffix(".end") for name in names if name.endswith(".end")}
-        found = (self.find(name) for name in sorted(names - over) if not name.endswith((".end", ".seen")))
+        found = (self.find(name) for name in sorted(names - over) if not name.endswith((".end", ".seen", ".prices")))
         return [purchase for purchase in found if purchase is not None]
 
     def machines(self) -> tuple[Machine, ...]:
@@ -89,13 +106,6 @@ class Purchases:
                 continue
             purchase, end = self.find(node_id), read_json(path)
             if purchase is not None and end is not None:
-                self._over[node_id] = Machine(
-                    purchase.node_id,
-                    purchase.node_type,
-                    purchase.zone,
-                    purchase.price_micro_usd_h,
-                    purchase.started_at_s,
-                    ended_at_s=end["ended_at_s"],
-                    reason=end["reason"],
-                )
+                ended = purchase.machine()
+                self._over[node_id] = replace(ended, ended_at_s=end["ended_at_s"], reason=end["reason"])
         return list(self._over.values())

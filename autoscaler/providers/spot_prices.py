@@ -42,15 +42,17 @@ class SpotPrices:
         """
         if self._types and not self._thread.is_alive() and not self._stop.is_set():
             self._thread.start()
-        if self._heard is not None and self._clock.now_s() - self._heard[0] <= STALE_S:
-            return self._heard[1]
-        if self._heard is None and not self._failure:
-            return {}
+        if self._is_fresh() or (self._heard is None and not self._failure):
+            return self.last()
         since = "never" if self._heard is None else f"last at {utc(self._heard[0])}"
         raise ClusterError(
             f"spot prices were {since} heard of: {self._failure or 'no answer'}. The configured ones hold.",
             hint="The head's role needs ec2:DescribeSpotPriceHistory.",
         )
+
+    def last(self) -> Prices:
+        """The same, nothing when it is too long ago."""
+        return self._heard[1] if self._heard is not None and self._is_fresh() else {}
 
     def ask(self) -> None:
         """Once, whatever comes of it."""
@@ -64,6 +66,9 @@ class SpotPrices:
 
     def close(self) -> None:
         self._stop.set()
+
+    def _is_fresh(self) -> bool:
+        return self._heard is not None and self._clock.now_s() - self._heard[0] <= STALE_S
 
     def _run(self) -> None:
         while not self._stop.is_set():

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 
+from raytide.autoscaler.endpoints import publish
 from raytide.autoscaler.relocation import MOVE
 from raytide.control.decide import decide
 from raytide.core.fleet import Market, NodeState
@@ -66,7 +67,10 @@ def check_moves(seen: Snapshot, actions: Sequence[Action]) -> None:
     youngest_s = seen.limits.moves_after_s
     assert youngest_s is not None
     coming = {v.node.subject: v.node for v in seen.nodes if v.node.state is NodeState.READY}
+    given_up = {node_id for view in publish(seen)[0].endpoints for node_id in view.given_up}  # by the serving policy
     for action in actions:
+        if isinstance(action, Drain) and action.node_id in given_up:
+            continue
         if isinstance(action, Launch) and action.subject.startswith(MOVE):
             old = nodes[action.subject.removeprefix(MOVE)]
             assert action.cost_micro_usd_h < old.price_micro_usd_h, "I16"

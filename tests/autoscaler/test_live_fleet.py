@@ -8,7 +8,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.autoscaler.world import Cluster
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from tests.autoscaler import promises
+from tests.autoscaler.world import CRASH_POINTS, Cluster, CrashPoint
 
 from raytide.autoscaler import endpoints
 from raytide.autoscaler.forecast import MEMORY_S
@@ -279,6 +281,70 @@ class Serving(Cluster):
         for machine in self.machines():
             if (machine.node_type, machine.zone) == ("gpu.spot", zone):
                 self.provider.reclaim(machine.node_id)
+
+
+PAIR = SOLID.model_copy(update={"resources": {"GPU": 2}, "max_nodes": 3, "price_micro_usd_h": 6_000_000})
+PAIR_SPOT = SPOT.model_copy(update={"resources": {"GPU": 2}, "max_nodes": 5, "price_micro_usd_h": 2_000_000})
+
+
+class SpotComesAndGoes(RuleBasedStateMachine):
+    """An endpoint with an SLO for hours, two replicas on a node: it keeps the promises that every plan keeps."""
+
+    @initialize()
+    def start(self) -> None:
+        self.world = Serving((PAIR, PAIR_SPOT, SOLID), watch=promises.check)
+        self.world.serve(SPEC)
+        self._minutes(5)
+
+    @rule(rps=st.sampled_from([0.0, 0.5, 2.0, 4.0]))
+    def requests(self, rps: float) -> None:
+        self.world.rps = rps
+        self._minutes(15)
+
+    @rule(zone=st.sampled_from(SPOT.zones), nodes=st.sampled_from([0, 1, None]))
+    def stock(self, zone: str, nodes: int | None) -> None:
+        self.world.provider.set_stock("gpu.spot", zone, nodes)
+        self._minutes(3)
+
+    @rule(data=st.data(), notice_s=st.sampled_from([0.0, 120.0]))
+    def notice(self, data: st.DataObject, notice_s: float) -> None:
+        if spot := [machine for machine in self.world.machines() if machine.node_type == "gpu.spot"]:
+            self.world.provider.give_notice(data.draw(st.sampled_from(spot)).node_id, notice_s)
+        self._minutes(3)
+
+    @rule(point=st.sampled_from(CRASH_POINTS), calls=st.integers(0, 5))
+    def crash(self, point: CrashPoint, calls: int) -> None:
+        self.world.tick(1.0, crash=point, crash_in=calls)
+
+    @rule(gpus=st.sampled_from([0.0, 1.0]))
+    def a_task_shares_a_node_or_none_does(self, gpus: float) -> None:
+        self.world.ray.work = [work for work in self.world.ray.work if work.endpoint]
+        if gpus:
+            self.world.run_task({"GPU": gpus})
+        self._minutes(3)
+
+    def teardown(self) -> None:
+        """Spot is back for good, and as many answer as are worth it, on spot or beside others; then nothing is done."""
+        if not hasattr(self, "world"):
+            return
+        for zone in SPOT.zones:
+            self.world.provider.set_stock("gpu.spot", zone, None)
+        self.world.ray.work = [work for work in self.world.ray.work if work.endpoint]
+        self.world.rps = 2.0
+        self._minutes(90)
+        assert {name for name, _ in self.world.on()} == {"gpu.spot"}
+        (view,) = self.world.seen.endpoints
+        assert view.worth is not None
+        assert view.worth.ondemand <= sum(self.world.on().values()) <= view.worth.spot + 1
+        self.world.check_no_leak()
+
+    def _minutes(self, minutes: int) -> None:
+        for _ in range(3 * minutes):
+            self.world.tick(20.0)
+
+
+TestSpotComesAndGoes = SpotComesAndGoes.TestCase
+TestSpotComesAndGoes.settings = settings(max_examples=3, stateful_step_count=8, deadline=None)
 
 
 def test_a_lost_zone_is_replaced_in_others_and_spot_that_is_gone_on_demand_until_it_is_back() -> None:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raytide.autoscaler.providers.base import Machine
 from raytide.control.bookkeeping import keep_books
 from raytide.control.closing import close_books
+from raytide.control.costs import bill
 from raytide.core.entry import Entry, EntryKind, OpenInterval, Share
 from raytide.core.fleet import Market, Node, NodeState
+from raytide.core.money import to_us
 from raytide.core.state import Changes, Store
 
 IDLE = (Share(EntryKind.IDLE, "", "", 1.0),)
@@ -27,6 +34,41 @@ def test_a_node_that_the_provider_does_not_list_yet_is_left_open() -> None:
     interval = OpenInterval("node-1", 3600 * S, 1 * S, 4 * S, IDLE)
     booking = keep_books({"node-1": node}, {}, {"node-1": interval}, {}, lambda *_: (), 99 * S)
     assert (booking.entries, booking.intervals, booking.closed) == ((), (), ())
+
+
+@given(
+    changes=st.lists(st.tuples(st.floats(0.1, 500.0), st.integers(0, 9_000_000)), max_size=5),
+    looks=st.lists(st.floats(0.1, 300.0), min_size=1, max_size=12),
+)
+def test_a_machine_whose_price_changes_is_booked_each_time_at_its_price_and_in_sum_as_it_is_billed(
+    changes: list[tuple[float, int]], looks: list[float]
+) -> None:
+    """A price changes when the provider sees it, which is before the look that books it."""
+    node = Node("node-1", "cpu", "a", Market.SPOT, 1, NodeState.READY, 0.0, started_at_s=5.0)
+    machine, interval, entries, now_s = Machine("node-1", "cpu", "a", 3_600_000, 5.0), None, [], 5.0
+    due = list(changes)
+    for wait_s in looks:
+        now_s += wait_s
+        if due and due[0][0] < wait_s * 2:
+            machine = replace(
+                machine, price_micro_usd_h=due[0][1], earlier=(*machine.earlier, (now_s, machine.price_micro_usd_h))
+            )
+            due.pop(0)
+        before = {"node-1": interval} if interval is not None else {}
+        booking = keep_books(
+            {"node-1": node}, {"node-1": machine}, before, {"node-1": IDLE}, lambda *_: (), to_us(now_s)
+        )
+        entries += booking.entries
+        interval = booking.intervals[0] if booking.intervals else interval
+    assert interval is not None
+    gone, ended = replace(node, state=NodeState.GONE, ended_at_s=now_s + 1.0), replace(machine, ended_at_s=now_s + 1.0)
+    last = keep_books({"node-1": gone}, {"node-1": ended}, {"node-1": interval}, {}, lambda *_: (), to_us(now_s + 1.0))
+    entries += last.entries
+    assert sum(entry.amount_micro_usd for entry in entries) == bill(ended)
+    assert {entry.price_micro_usd_h for entry in entries} <= {
+        price for _, price in (*machine.earlier, (0.0, machine.price_micro_usd_h))
+    }
+    assert [entry.from_us for entry in entries[1:]] == [entry.to_us for entry in entries[:-1]]
 
 
 def test_the_end_of_a_cluster_says_where_the_books_do_not_balance(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from raytide.autoscaler.providers.base import Machine
 from raytide.core.entry import Entry, EntryKind, Occupancy, OpenInterval, Share
 from raytide.core.fleet import Node, NodeState
 from raytide.core.money import to_us
-from raytide.ledger.book import book, close, open_interval
+from raytide.ledger.book import book, close, cost_of, open_interval
 
 _STARTING: Occupancy = (Share(EntryKind.STARTUP, "", "", 1.0),)
 
@@ -46,6 +46,8 @@ def keep_books(
                 closed.append(node.id)
             continue
         interval = before or _opened(machine, occupancies.get(node.id, _STARTING))
+        at_old_prices, interval = _repriced(interval, machine)
+        entries += at_old_prices
         if node.state is NodeState.GONE and machine.ended_at_s is not None:
             end_us = to_us(machine.ended_at_s)
             entries += close(interval, end_us, booked_after(node.id, end_us))
@@ -60,4 +62,17 @@ def keep_books(
 
 
 def _opened(machine: Machine, occupancy: Occupancy) -> OpenInterval:
-    return open_interval(machine.node_id, machine.price_micro_usd_h, to_us(machine.started_at_s), occupancy)
+    first = machine.earlier[0][1] if machine.earlier else machine.price_micro_usd_h
+    return open_interval(machine.node_id, first, to_us(machine.started_at_s), occupancy)
+
+
+def _repriced(interval: OpenInterval, machine: Machine) -> tuple[tuple[Entry, ...], OpenInterval]:
+    """Booked up to where the price changed, and open from there on: once, since an interval begins at its price."""
+    entries: tuple[Entry, ...] = ()
+    prices = [*(price for _, price in machine.earlier[1:]), machine.price_micro_usd_h]
+    for (until_s, _), price in zip(machine.earlier, prices, strict=False):
+        if to_us(until_s) > interval.origin_us:
+            until_us = max(to_us(until_s), interval.from_us)
+            entries += cost_of(interval, until_us)
+            interval = open_interval(interval.node_id, price, until_us, interval.occupancy)
+    return entries, interval

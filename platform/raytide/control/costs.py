@@ -35,7 +35,10 @@ def cost_report(books: Books, machines: Iterable[Machine], now_us: int, team: st
 
 
 def bill(machine: Machine) -> int:
-    """What the provider charges for a machine that has ended."""
+    """What the provider charges for a machine that has ended, each time at its price."""
     assert machine.ended_at_s is not None
-    since_us = to_us(machine.started_at_s)
-    return cumulative(machine.price_micro_usd_h, since_us, max(since_us, to_us(machine.ended_at_s)))
+    total, since_us = 0, to_us(machine.started_at_s)
+    for until_s, price in (*machine.earlier, (machine.ended_at_s, machine.price_micro_usd_h)):
+        until_us = max(since_us, min(to_us(until_s), to_us(machine.ended_at_s)))
+        total, since_us = total + cumulative(price, since_us, until_us), until_us
+    return total

@@ -21,6 +21,7 @@ from raytide.autoscaler.providers.base import Notice
 from raytide.autoscaler.providers.cloud import NODE_TAG, CloudProvider
 from raytide.autoscaler.providers.cloud_setup import CloudSetUp
 from raytide.autoscaler.ray_node import RayNode
+from raytide.control.costs import bill
 from raytide.control.launcher import dry_run
 from raytide.core import ray_internals
 from raytide.core.clock import VirtualClock
@@ -111,12 +112,18 @@ def test_a_node_is_bought_in_its_zone_once_and_billed_until_it_ends(
     assert (machine.node_type, machine.zone, machine.price_micro_usd_h) == ("h100x8.spot", "us-east-1b", 23_140_000)
     assert machine.address == instance.private_ip_address
 
-    clock.advance(600.0)
+    clock.advance(300.0)
+    assert cloud._spot_prices is not None
+    cloud._spot_prices.ask()  # what moto asks for everything
+    assert cloud.machines()[0].earlier == make().machines()[0].earlier == ((1_300.0, 23_140_000),)
+    assert cloud.machines()[0].price_micro_usd_h == 10
+    clock.advance(300.0)
     cloud.terminate("node-1")
     cloud.terminate("node-1")
     assert instances() == []
     (ended,) = make().machines()
     assert (ended.started_at_s, ended.ended_at_s, ended.reason) == (1_000.0, 1_600.0, "terminated")
+    assert bill(ended) == round(300 / 3600 * (23_140_000 + 10))
     cloud.launch(node, TYPES[node.type])
     assert instances() == []
 

@@ -22,4 +22,4 @@ def test_what_is_over_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert read == []
     bought.end("node-2", 30.0, "terminated")
     assert [machine.ended_at_s for machine in bought.over()] == [20.0, 30.0]
-    assert sorted(read) == ["node-2.end.json", "node-2.json"]
+    assert sorted(read) == ["node-2.end.json", "node-2.json", "node-2.prices.json"]
