@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from raytide.autoscaler.replica_need import kv_need
@@ -51,8 +51,9 @@ def decide(view: EndpointView, worth: Worth, snapshot: Snapshot, market: Market)
     spot_held = held - sum(not node.is_spot for node in nodes)
     worth = replace(worth, spot=max(worth.spot, least, spot_held), ondemand=max(worth.ondemand, least, held))
     plan = FleetState(worth, _pools(view, snapshot, market), nodes, spec.cold_start_s).plan()
-    given_up = () if is_held else tuple(_given_up(view, snapshot, plan.release))
-    release = () if is_held else [place for place in nodes if place.id in plan.release and _goes(place, given_up)]
+    going = () if is_held else tuple(_not_missed(plan.release, nodes, worth.ondemand))
+    given_up = tuple(_given_up(view, snapshot, going))
+    release = [place for place in nodes if place.id in going and _goes(place, given_up)]
     count = max(len(nodes) + len(plan.launch) - len(release), worth.ondemand)
     return Decision(
         replicas=max(spec.min, min(count, spec.most)),
@@ -60,6 +61,17 @@ def decide(view: EndpointView, worth: Worth, snapshot: Snapshot, market: Market)
         pools=tuple(_place(name) for name in plan.launch),
         given_up=given_up,
     )
+
+
+def _not_missed(release: Sequence[str], nodes: Sequence[FleetNode], least: int) -> Iterator[str]:
+    """Those without which as many answer as are worth it on demand: none goes for one that is yet to be bought."""
+    is_ready = {node.id: node.is_ready for node in nodes}
+    ready = sum(is_ready.values())
+    for id in release:
+        if is_ready[id] and ready <= least:
+            continue
+        ready -= is_ready[id]
+        yield id
 
 
 def _goes(place: FleetNode, given_up: Collection[str]) -> bool:
@@ -151,7 +163,7 @@ def _place(name: str) -> tuple[str, str]:
     return node_type, zone
 
 
-def _given_up(view: EndpointView, snapshot: Snapshot, release: tuple[str, ...]) -> Iterator[str]:
+def _given_up(view: EndpointView, snapshot: Snapshot, release: Sequence[str]) -> Iterator[str]:
     """Of other nodes Serve takes the replica away, wherever it thinks best."""
     going = Counter(place.partition("#")[0] for place in release)
     here = Counter(view.load.replica_nodes) if view.load else Counter()

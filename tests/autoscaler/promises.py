@@ -86,7 +86,7 @@ def check_moves(seen: Snapshot, actions: Sequence[Action]) -> None:
 
 def check_capacity(seen: Snapshot, actions: Sequence[Action]) -> None:
     """I7: what is drained by choice leaves room, on nodes that are ready, for all replicas and members that have a node
-    now."""
+    now; of an endpoint with an SLO, for as many as are worth it on demand."""
     leaving = {a.node_id for a in actions if isinstance(a, Drain) and a.deadline_s > seen.at_s} - _shed(seen, actions)
     given_up = {v.node.id for v in seen.nodes if v.node.id in leaving and v.node.state is NodeState.READY}
     if not given_up:
@@ -97,6 +97,8 @@ def check_capacity(seen: Snapshot, actions: Sequence[Action]) -> None:
     for view in seen.endpoints:
         seated = sum(node in ready for node in (view.load.replica_nodes if view.load else ()))
         target = min(seated, targets.get(view.endpoint.name, view.endpoint.target_replicas))
+        if view.worth is not None:  # what is only starting is more than is needed
+            target = min(target, view.worth.ondemand)
         endpoints.append(replace(view, endpoint=replace(view.endpoint, target_replicas=target)))
     nodes = tuple(
         replace(v, node=replace(v.node, state=NodeState.DRAINING)) if v.node.id in given_up else v

@@ -33,7 +33,7 @@ def test_lost_spot_is_replaced_on_demand_and_takes_over_again_when_it_is_back(
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
     replicas = Replicas(
-        min=2, max=3, slo_ttft_s=2.0, slo_target=0.9, cold_start_s=20.0, speed={"cpu2": SPEED, "cpu1.spot": SPEED}
+        min=2, max=2, slo_ttft_s=2.0, slo_target=0.9, cold_start_s=20.0, speed={"cpu2": SPEED, "cpu1.spot": SPEED}
     )
     spec = ServeSpec(name="slo", model=str(tmp_path), engine={"kind": "fake", "tokens_per_s": 50.0}, replicas=replicas)
     with rt.Tide(Client.from_run_dir(up.run_dir)) as tide:
