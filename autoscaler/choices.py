@@ -12,8 +12,10 @@ CHEAPER, DEARER = 2, 2
 """How many of each are told."""
 
 
-def rejected(market: Market, shape: Shape, members: int, taken: Offer) -> tuple[Rejected, ...]:
-    """Beside `taken`, for a node that holds so many members of the shape."""
+def rejected(
+    market: Market, shape: Shape, members: int, taken: Offer, *, is_spread: bool = False
+) -> tuple[Rejected, ...]:
+    """Beside `taken`, for a node that holds so many members of the shape; replicas are spread over zones."""
     per_member = taken.cost_micro_usd_h / members
     cheaper: list[tuple[float, Rejected]] = []
     dearer: list[tuple[float, Rejected]] = []
@@ -24,6 +26,11 @@ def rejected(market: Market, shape: Shape, members: int, taken: Offer) -> tuple[
             continue
         if cost <= per_member and refusal is not None:
             cheaper.append((cost, Rejected(offer.name, refusal[1])))
+        elif cost <= per_member and is_spread:
+            extra = round((cost - per_member) * members)
+            cheaper.append(
+                (cost, Rejected(offer.name, "costs no more, but too many would be lost there at once", extra))
+            )
         elif cost > per_member and refusal is None:
             extra = round((cost - per_member) * members)
             dearer.append((cost, Rejected(offer.name, _dearer(offer, extra), extra)))

@@ -11,10 +11,11 @@ from raytide.core.gang import Lease, Member
 from raytide.core.money import format_usd
 from raytide.core.plan import Action, Assign, Launch, Rejected, Wait
 from raytide.core.repair import Repaired, repair
+from raytide.core.replicas import replica_shape
 from raytide.core.room import Placements, Room
 from raytide.core.shelf import Offer
 from raytide.core.shortfall import Shortfall
-from raytide.core.snapshot import Snapshot
+from raytide.core.snapshot import EndpointView, Snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,19 +89,23 @@ class Draft:
     def _launch(self, seat: Seat, subject: str, why: str) -> Launch:
         offer = self.room.bought[seat.node_id]
         price = f"{offer.node_type.market} at {format_usd(offer.price_micro_usd_h)}/h"
-        others = self._others(seat, offer)
-        best = f"{offer.name} ({price})" + (" is the cheapest to be had" if self.room.tenants[seat.node_id] else "")
+        served = next((view for view in self.snapshot.endpoints if view.endpoint.name == subject), None)
+        others = self._others(seat, offer, served)
+        is_planned = served is not None and served.pools is not None
+        how = "costs it least, what would be lost together included" if is_planned else "is the cheapest to be had"
+        best = f"{offer.name} ({price})" + (f" {how}" if self.room.tenants[seat.node_id] else "")
         return Launch(
             seat.node_id, seat.node_type, seat.zone, subject, f"{why}; {best}", offer.price_micro_usd_h, others
         )
 
-    def _others(self, seat: Seat, offer: Offer) -> tuple[Rejected, ...]:
-        """Judged by its first tenant's shape."""
+    def _others(self, seat: Seat, offer: Offer, served: EndpointView | None) -> tuple[Rejected, ...]:
+        """Judged by its first tenant's shape, for replicas wherever they might have been bought."""
         shapes = [tenant.shape for tenant in self.room.tenants[seat.node_id]]
         if not shapes:
             return ()
         members = sum(shape is shapes[0] for shape in shapes)
-        key = (shapes[0].describe(), offer.name, members)
+        shape = shapes[0] if served is None else replica_shape(served)
+        key = (shape.describe(), offer.name, members)
         if key not in self.others:
-            self.others[key] = rejected(self.room.market, shapes[0], members, offer)
+            self.others[key] = rejected(self.room.market, shape, members, offer, is_spread=served is not None)
         return self.others[key]
