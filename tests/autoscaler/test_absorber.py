@@ -227,20 +227,26 @@ def test_room_that_ray_does_not_show_yet_is_not_asked_for_twice() -> None:
     seen = w.c.seen
     shrunk = w.lease()
     seen = replace(seen, leases=(shrunk,))
-    assert Unseen(seen).vacated == {"chat": [(shrunk.members[3].node_id, {"GPU": 1.0})]}
+    (view,) = seen.endpoints
+    assert Unseen(seen).vacated(view, 0) == [(shrunk.members[3].node_id, {"GPU": 1.0})]
     w.after(1)
     parked = w.lease()
     assert parked.members[3].is_parked
     still_taken = replace(seen, at_s=w.c.clock.now_s(), leases=(parked,))
-    assert len(Unseen(still_taken).vacated["chat"]) == 1, "Ray counts the seat although nobody that is known sits there"
+    assert len(Unseen(still_taken).vacated(view, 0)) == 1, (
+        "Ray counts the seat although nobody that is known sits there"
+    )
     asked, _ = publish(still_taken)
     queued = Demand({"GPU": 1.0}, replica_selector(w.spec))
     room = floor_of(replace(asked, demand=(queued,))).room
     assert room.replicas["chat"][0].node_id == shrunk.members[3].node_id
+    two = tuple(replace(v, endpoint=replace(v.endpoint, target_replicas=3)) for v in asked.endpoints)
+    more = decide(replace(asked, endpoints=two, demand=(queued,)))
+    assert [len(a.members) for a in more.actions if isinstance(a, Shrink)] == [1], "it counts for one replica only"
     freed = tuple(
         replace(view, available={"GPU": 1.0}) if view.node.type == "gpu4" else view for view in still_taken.nodes
     )
-    assert Unseen(replace(still_taken, nodes=freed)).vacated == {}
+    assert Unseen(replace(still_taken, nodes=freed)).vacated(view, 0) == []
     w.after(int(VACATED_S) + 1)
     assert w.lease().members[3].node_id == ""
 

@@ -94,13 +94,15 @@ class Room:
         unseen = Unseen(snapshot)
         for served in snapshot.endpoints:
             missing = missing_replicas(served, snapshot, leaving)
-            if missing and (missing := missing - unseen.starting(served, missing)):
+            starting = unseen.starting(served, missing) if missing else 0
+            if missing := missing - starting:
+                left = unseen.vacated(served, starting)
                 name, hosts = served.endpoint.name, served.load.replica_nodes if served.load else ()
                 there = Counter(zones[node] for node in hosts if node in zones and node not in leaving)
-                for node_id, resources in unseen.vacated.get(name, ()):
+                for node_id, resources in left:
                     room.give(node_id, resources)
                 room.missing[name], room.replicas[name] = missing, room._seats_for(served, missing, there)
-                for node_id, resources in unseen.vacated.get(name, ()):
+                for node_id, resources in left:
                     room.take(node_id, resources)
         return room
 

@@ -23,12 +23,24 @@ class Unseen:
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
 
+    def vacated(self, served: EndpointView, starting: int) -> list[tuple[str, Resources]]:
+        """The seats that are being left for its replicas, or were left just now: nodes, and how much. Those that the
+        replicas that start may have taken are left out."""
+        need, found = served.endpoint.spec.resources, []
+        gone: Resources = {}
+        for node_id, seat, is_hidden in self._given.get(served.endpoint.name, ()):
+            if is_hidden and copies(need, gone) < starting:
+                gone = plus(gone, seat)
+            else:
+                found.append((node_id, seat))
+        return found
+
     @cached_property
-    def vacated(self) -> dict[str, list[tuple[str, Resources]]]:
-        """By endpoint, the seats that are being left for its replicas, or were left just now: nodes, and how much."""
+    def _given(self) -> dict[str, list[tuple[str, Resources, bool]]]:
+        """By endpoint, the seats, and whether each is left and still counted as taken."""
         nodes = {view.node.id: view for view in self._snapshot.nodes}
         left: dict[str, Resources] = {}
-        found: dict[str, list[tuple[str, Resources]]] = {}
+        found: dict[str, list[tuple[str, Resources, bool]]] = {}
         for lease in self._snapshot.leases:
             need = lease.shape.resources
             for member in lease.members:
@@ -41,7 +53,7 @@ class Unseen:
                     left[node_id] = minus(unknown, need) if is_hidden else unknown
                     if not is_hidden:
                         continue
-                found.setdefault(member.given_to, []).append((node_id, need))
+                found.setdefault(member.given_to, []).append((node_id, need, member.is_parked))
         return found
 
     def starting(self, served: EndpointView, missing: int) -> int:
