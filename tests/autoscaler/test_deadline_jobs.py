@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from datetime import UTC, datetime
 
@@ -10,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.autoscaler.deadline_world import SOLID, SPOT, Story, spells
 
-from raytide.autoscaler.deadline_jobs import judged
+from raytide.autoscaler.deadline_jobs import judged, outlooks
+from raytide.autoscaler.spot_watch import SpotWatch
+from raytide.control.wire import from_json, to_json
 from raytide.core.fleet import MARKET_LABEL, Market, Node, NodeState
 from raytide.core.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
 from raytide.core.job import Job, JobSpec, JobState
@@ -107,6 +110,15 @@ def test_the_same_snapshot_is_judged_the_same_and_jobs_without_a_deadline_are_le
     plain = replace(job(12), spec=job(12).spec.model_copy(update={"deadline": None}))
     seen = Snapshot(NOW_S, (SPOT, SOLID), jobs=(plain,))
     assert judged(seen) is seen
+
+
+def test_what_is_known_of_spot_and_what_was_decided_survive_the_way_to_another_process() -> None:
+    seen = Snapshot(NOW_S, (SPOT, SOLID), jobs=(job(12, 3),))
+    seen = judged(replace(seen, spot=outlooks(SpotWatch(), seen)))
+    assert seen.spot[0].pools == ("v100.spot/a", "v100.spot/b")
+    there = from_json(Snapshot, json.loads(json.dumps(to_json(seen))))
+    assert (there.spot, there.stances) == (seen.spot, seen.stances)
+    assert judged(there).stances == seen.stances
 
 
 @settings(max_examples=8, deadline=None)

@@ -49,7 +49,7 @@ def test_who_has_time_waits_for_spot_and_who_has_none_runs_on_demand(
         assert "no time for another attempt on spot" in hasty.why()
         eventually(lambda: "left_s" in hasty.refresh().progress)
         eventually(lambda: "waits for spot: 0.5 h of work" in calm.why(), within_s=120.0)
-        assert calm.refresh().progress.get("step") is None
+        assert not calm.refresh().progress.get("step")
         set_stockouts(own.run_dir, ())
         calm.wait(timeout_s=600.0)
         assert "cpu1.spot" in bought()[calm.id] and "cpu2" not in bought()[calm.id]
