@@ -23,15 +23,18 @@ MINIMUM = "minimum"
 WARM = "warm"
 
 
-def plan(snapshot: Snapshot) -> tuple[Action, ...]:
-    """What to do now. `snapshot.leases` already holds those that this decision admitted."""
+def plan(snapshot: Snapshot, room: Room | None = None) -> tuple[Action, ...]:
+    """What to do now. `snapshot.leases` already holds those that this decision admitted. `room`: of the snapshot, when
+    that is there already; it is changed."""
     if not snapshot.ray_answers:
         reason = "Ray does not answer; nodes, leases and replicas stay as they are, only deadlines are kept"
         return (*shrink.past_deadline(snapshot), Wait("cluster", "signal", reason, "See `raytide doctor`."))
     ends = tuple(shrink.overdue(snapshot))
     snapshot, scales = endpoints.publish(snapshot)
     snapshot = _ended(snapshot, {end.node_id for end in ends if isinstance(end, Terminate)})
-    draft = Draft(snapshot, Room.of(snapshot), Roster.of(snapshot), [*ends, *scales])
+    if room is None or scales or any(end.node_id in room.rows for end in ends):
+        room = Room.of(snapshot)
+    draft = Draft(snapshot, replace(room, snapshot=snapshot), Roster.of(snapshot), [*ends, *scales])
     moves.reserve(draft)
     seat_replicas(draft)
     seat_leases(draft)

@@ -43,7 +43,7 @@ class Refuge:
     def seats(self, olds: Sequence[Occupants]) -> list[Seat] | None:
         """Seats for all who are on these nodes, taken; None when they do not all fit."""
         own = self._rows(old.view.node.id for old in olds)
-        if not self._tries or not all(self._may_fit(old, own) for old in olds):
+        if not self._tries or not all(map(self.may_fit, olds)):
             return None
         self._tries -= 1
         restore, found = self._room.grid.undo(), list[Seat]()
@@ -63,9 +63,9 @@ class Refuge:
         self._sums.clear()
         return found
 
-    def _may_fit(self, old: Occupants, own: Sequence[int]) -> bool:
+    def may_fit(self, old: Occupants) -> bool:
         """Whether each shape would if it were alone: quick, and wrong only when it says yes."""
-        price, asked = old.price_micro_usd_h, {_key(shape): shape for shape in old.asks}
+        own, price, asked = self._rows([old.view.node.id]), old.price_micro_usd_h, {_key(s): s for s in old.asks}
         for key, count in Counter(map(_key, old.asks)).items():
             if key not in self._members:
                 self._members[key] = self._members_of(asked[key])

@@ -12,13 +12,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from raytide.autoscaler.choices import rejected
 from raytide.autoscaler.draft import Draft
 from raytide.autoscaler.refuge import Refuge
 from raytide.autoscaler.roster import Occupants
 from raytide.autoscaler.stops import NOTICE_S, Stop, stop_of
 from raytide.core.choice import spread_over
-from raytide.core.fleet import NodeState, labels_match
+from raytide.core.fleet import NodeState
 from raytide.core.gang import Shape
 from raytide.core.money import format_usd
 from raytide.core.plan import Drain, Launch, Rejected
@@ -34,6 +36,8 @@ DRAIN_S = 600.0
 """Requests that go on for longer on the old node are cut off."""
 MOST_LEAVING = 0.1
 """Of all nodes, at once; one may always, and all of one gang."""
+
+NO_STOP = Stop()
 
 _Key = tuple[object, ...]
 
@@ -81,6 +85,8 @@ class Relocation:
                 yield from self._move(old)
 
     def _move(self, old: Occupants) -> Sequence[Drain | Launch]:
+        if not self._offers_for(old) and not self.refuge.may_fit(old):
+            return ()
         for olds, stop in self._parties(old):
             if self._may_leave_at_once(olds) and (actions := self._to_free_room(olds, stop) or self._buy(olds, stop)):
                 self.going.update(one.view.node.id for one in olds)
@@ -155,8 +161,7 @@ class Relocation:
                 market.buy(found.offer)
         for purchase in purchases:
             market.give_back(purchase.offer)
-        both = sum(p.offer.price_micro_usd_h + p.old.price_micro_usd_h for p in purchases)
-        cost = both * OVERLAP_S / 3600.0 + stop.cost_micro_usd
+        cost = sum(_overlap(p.old.price_micro_usd_h, p.offer) for p in purchases) + stop.cost_micro_usd
         saved = sum(p.old.price_micro_usd_h - p.cost_micro_usd_h for p in purchases)
         if len(purchases) < len(olds) or not _pays_back(saved, cost, stop):
             return []
@@ -165,7 +170,8 @@ class Relocation:
 
     def _purchase(self, old: Occupants, others: int, stop: Stop) -> _Purchase | None:
         """`others`: how many nodes are bought beside it, at about its price."""
-        offers = [offer for offer in self._offers_for(old) if self.draft.room.market.refusal(offer) is None]
+        to_be_had = self.draft.room.market.can_have()
+        offers = [offer for offer in self._offers_for(old) if to_be_had[offer.row]]
         costs = [
             o.cost_micro_usd_h
             + o.deaths_per_h * stop.lost_h * (stop.staying_micro_usd_h + others * o.price_micro_usd_h)
@@ -178,17 +184,18 @@ class Relocation:
         return _Purchase(old, offers[best[2]], best[0])
 
     def _offers_for(self, old: Occupants) -> list[Offer]:
-        """Those that hold all of its occupants, and can be had; none when none of them is cheaper."""
+        """Those that hold all of its occupants, and can be had; none when none would pay back the time in which both
+        nodes are paid for."""
         key = (*sorted(old.need.items()), *(tuple(sorted(shape.labels.items())) for shape in old.asks))
         if key not in self._offers:
             market = self.draft.room.market
-            self._offers[key] = [
-                offer
-                for offer, _ in market.holding(Shape(resources=dict(old.need)))
-                if market.refusal(offer) is None and all(labels_match(shape.labels, offer.labels) for shape in old.asks)
-            ]
-        found = self._offers[key]
-        return found if any(offer.cost_micro_usd_h < old.price_micro_usd_h for offer in found) else []
+            able = (market.shelf.members(Shape(resources=dict(old.need))) > 0) & (market.can_have() > 0)
+            for labels in {tuple(shape.labels.items()) for shape in old.asks}:
+                able &= market.shelf.carrying(dict(labels))
+            has_pace = market.launches_left is None or market.launches_left > 0
+            self._offers[key] = [market.offers[row] for row in np.flatnonzero(able).tolist()] if has_pace else []
+        found, price = self._offers[key], old.price_micro_usd_h
+        return found if any(_pays_back(price - o.cost_micro_usd_h, _overlap(price, o), NO_STOP) for o in found) else []
 
     def _zones_of(self, old: Occupants) -> Counter[str]:
         """Where the other replicas of its endpoints are, or are moving to."""
@@ -236,6 +243,11 @@ def drain_of(old: Occupants, reason: str, saved_micro_usd_h: int, now_s: float) 
     deadline_s = now_s + (NOTICE_S if old.seats else DRAIN_S)
     stay = Rejected(f"stay on {node_id}", more, saved_micro_usd_h)
     return Drain(node_id, "notice", deadline_s, reason, -old.price_micro_usd_h, (stay,))
+
+
+def _overlap(price_micro_usd_h: int, offer: Offer) -> float:
+    """What it costs that both nodes are paid for a while."""
+    return (price_micro_usd_h + offer.price_micro_usd_h) * OVERLAP_S / 3600.0
 
 
 def _pays_back(saved_micro_usd_h: float, cost_micro_usd: float, stop: Stop) -> bool:

@@ -126,7 +126,7 @@ def cluster(size: Size, types: Sequence[NodeType], chance: random.Random) -> tup
 
 def _seat(need: Resources, free: dict[str, dict[str, float]], ids: Sequence[str], chance: random.Random) -> str:
     """A random node with room for it, which is taken; none when it takes too long to find one."""
-    for _ in range(30):
+    for _ in range(300):
         node_id = chance.choice(ids)
         if fits(need, free[node_id]):
             free[node_id] = minus(free[node_id], need)

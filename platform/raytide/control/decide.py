@@ -13,7 +13,8 @@ from raytide.autoscaler.deadline_jobs import judged
 from raytide.autoscaler.endpoints import publish
 from raytide.autoscaler.overspend import shed, without
 from raytide.autoscaler.planner import plan
-from raytide.core.plan import Action, Admit, Grow, Plan, Preempt, Shrink
+from raytide.core.plan import Action, Admit, Grow, Plan, Preempt, Shrink, Wait
+from raytide.core.room import Room
 from raytide.core.snapshot import Snapshot
 from raytide.jobs.admit import admit
 from raytide.jobs.leases import changed
@@ -25,8 +26,10 @@ def decide(snapshot: Snapshot) -> Plan:
     given_up = shed(seen)
     seen = with_leases(without(seen, given_up), given_up) if given_up else seen
     published, scales = publish(seen)
-    admissions = admit(published)
-    actions = plan(with_leases(published, admissions))
+    room = Room.of(published)
+    admissions = admit(published, room.copy())
+    are_seats_as_before = all(isinstance(action, Admit | Wait) for action in admissions)
+    actions = plan(with_leases(published, admissions), room if are_seats_as_before else None)
     return Plan(at_s=snapshot.at_s, actions=(*given_up, *scales, *admissions, *actions))
 
 

@@ -106,6 +106,7 @@ def _advance_jobs(book: Book, world: World, now_s: float) -> None:
 def _views(book: Book, world: World, idle: IdleClock, config: ClusterConfig, now_s: float) -> list[NodeView]:
     in_ray = by_node_id(world.ray_nodes or ())
     types = {node_type.name: node_type for node_type in config.node_types}
+    carried: dict[tuple[str, str], dict[str, str]] = {}
     views = []
     for node in book.nodes.values():
         if node.state is NodeState.GONE:
@@ -113,7 +114,9 @@ def _views(book: Book, world: World, idle: IdleClock, config: ClusterConfig, now
         seen = in_ray.get(node.id)
         node_type = types.get(node.type)
         resources = node_type.resources if node_type is not None else {}
-        labels = node_type.all_labels(node.zone) if node_type is not None else {}
+        if node_type is not None and (node.type, node.zone) not in carried:
+            carried[node.type, node.zone] = node_type.all_labels(node.zone)
+        labels = carried.get((node.type, node.zone), {})
         use, idle_s = world.use.get(node.id, {}), idle.idle_s(node.id, now_s)
         is_up = seen is not None and seen.is_alive and node.ready_at_s is not None
         views.append(

@@ -35,8 +35,9 @@ class Grid:
 
     def __init__(self, scale: Resources, popular: Sequence[tuple[Resources, float]] = ()) -> None:
         self._column = {name: at for at, name in enumerate(sorted(scale))}
-        self._scale = np.array([max(scale[name], _EPS) for name in self._column])
-        self._popular = [(self._vector(need), weight) for need, weight in popular]
+        self._per_scale = np.array([1.0 / max(scale[name], _EPS) for name in self._column])
+        self._popular_KR = np.array([self._vector(need) for need, _ in popular]).reshape(len(popular), len(scale))
+        self._weights_K = np.array([weight for _, weight in popular])
         self._free_RN = np.zeros((len(self._column), 64))
         self._rank = np.zeros(64, dtype=np.int64)
         self._labels: list[Mapping[str, str]] = []
@@ -57,7 +58,9 @@ class Grid:
         self._rank[first:count] = rank
         self._labels.extend(labels)
         for (key, want), mask in self._masks.items():
-            mask[first:count] = [labels_match({key: want}, each) for each in labels]
+            values = [each.get(key) for each in labels]
+            known = {value: labels_match({key: want}, {} if value is None else {key: value}) for value in set(values)}
+            mask[first:count] = [known[value] for value in values]
 
     def copy(self) -> Grid:
         other = copy(self)
@@ -70,34 +73,51 @@ class Grid:
             if (at := self._column.get(name)) is not None:
                 self._free_RN[at, row] -= count * amount
 
+    def take_in_rows(self, first: int, need: Resources, counts: Sequence[int]) -> None:
+        """So many members in each of the rows from the first on."""
+        for name, amount in whole_shares(need).items():
+            if (at := self._column.get(name)) is not None:
+                self._free_RN[at, first : first + len(counts)] -= np.array(counts) * amount
+
     def fitting(self, need: Resources, selector: Mapping[str, str], *, enough: int, but: int = -1) -> tuple[Rows, Rows]:
         """Rows with room, the best first, and how many members each would hold: at least `enough` members, or all."""
-        rows, copies = self.holding(need, selector)
+        need = {name: amount for name, amount in whole_shares(need).items() if amount > 0}
+        rows = self._able(need, selector)
         if but >= 0:
-            rows, copies = rows[rows != but], copies[rows != but]
+            rows = rows[rows != but]
+        if not len(rows):
+            return rows, rows
         free_RN = self._free_RN[:, rows]
-        left = (free_RN / self._scale[:, None]).sum(axis=0)
-        order = np.argsort((_RANK * self._rank[rows] + left).round(9), kind="stable")
-        first = order[:SHORTLIST]
+        key = (_RANK * self._rank[rows] + self._per_scale @ free_RN).round(9)
+        first = _least(key, SHORTLIST)
         cut = self._cut(free_RN[:, first], need)
         first = first[np.lexsort((np.arange(len(first)), cut, self._rank[rows[first]]))]
-        if len(order) > SHORTLIST and copies[first].sum() < enough:
-            first = np.concatenate([first, order[SHORTLIST:]])
-        return rows[first], copies[first]
+        copies = self._copies(need, rows[first])
+        if len(rows) > SHORTLIST and copies.sum() < enough:
+            rest = np.argsort(key, kind="stable")[SHORTLIST:]
+            first, copies = np.concatenate([first, rest]), np.concatenate([copies, self._copies(need, rows[rest])])
+        return rows[first], copies
 
     def holding(self, need: Resources, selector: Mapping[str, str]) -> tuple[Rows, Rows]:
         """Rows with room, in their order, and how many members each would hold."""
         need = {name: amount for name, amount in whole_shares(need).items() if amount > 0}
+        rows = self._able(need, selector)
+        return rows, self._copies(need, rows)
+
+    def _able(self, need: Resources, selector: Mapping[str, str]) -> Rows:
+        """Rows with room for one; none when nothing is needed."""
         if not need or not need.keys() <= self._column.keys():
-            return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+            return np.zeros(0, dtype=np.int64)
         able = np.ones(len(self), dtype=np.bool_)
         for name, amount in need.items():
             able &= self._free_RN[self._column[name], : len(self)] >= amount - _EPS
         for key, want in selector.items():
             able &= self._mask(key, want)[: len(self)]
-        rows = np.flatnonzero(able)
+        return np.flatnonzero(able)
+
+    def _copies(self, need: Resources, rows: Rows) -> Rows:
         copies = [(self._free_RN[self._column[name], rows] + _EPS) // amount for name, amount in need.items()]
-        return rows, np.min(copies, axis=0).astype(np.int64)
+        return np.min(copies, axis=0).astype(np.int64) if copies else np.zeros(0, dtype=np.int64)
 
     def holding_at(self, row: int, need: Resources, selector: Mapping[str, str]) -> int:
         """How many members the node of this row would hold."""
@@ -149,15 +169,18 @@ class Grid:
         """GPUs that the usual members could no longer use there, for one member placed."""
         more = np.zeros(free_RN.shape[1])
         gpu = self._column.get(GPU)
-        if gpu is None or not self._popular or not (cut := free_RN[gpu] > _EPS).any():
+        if gpu is None or not len(self._weights_K) or not (cut := free_RN[gpu] > _EPS).any():
             return more
         before_RN = free_RN[:, cut]
         after_RN = before_RN - self._vector(need)[:, None]
-        for ask, weight in self._popular:
-            stranded = np.where((after_RN + _EPS >= ask[:, None]).all(axis=0), 0.0, after_RN[gpu])
-            stranded -= np.where((before_RN + _EPS >= ask[:, None]).all(axis=0), 0.0, before_RN[gpu])
-            more[cut] += weight * stranded
+        stranded_KN = self._stranded(after_RN, gpu) - self._stranded(before_RN, gpu)
+        more[cut] = self._weights_K @ stranded_KN
         return more.round(9)
+
+    def _stranded(self, free_RN: Floats, gpu: int) -> Floats:
+        """GPUs on each node of which each of the usual members could use none."""
+        fits_KN = (free_RN[None] + _EPS >= self._popular_KR[:, :, None]).all(axis=1)
+        return np.where(fits_KN, 0.0, free_RN[gpu])
 
     def _mask(self, key: str, want: str) -> Mask:
         if (mask := self._masks.get((key, want))) is None:
@@ -177,3 +200,11 @@ class Grid:
             if (at := self._column.get(name)) is not None:
                 vector[at] = amount
         return vector
+
+
+def _least(key: Floats, count: int) -> Rows:
+    """The places of so many least, the least first; of equals the first."""
+    if len(key) <= count:
+        return np.argsort(key, kind="stable")
+    near = np.flatnonzero(key <= np.partition(key, count - 1)[count - 1])
+    return np.asarray(near[np.argsort(key[near], kind="stable")][:count])

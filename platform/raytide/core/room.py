@@ -19,13 +19,16 @@ from raytide.core.shelf import Offer
 from raytide.core.shortfall import Shortfall, impossible
 from raytide.core.snapshot import EndpointView, NodeView, Snapshot
 from raytide.core.unseen import Unseen
-from raytide.core.want import Want, holders, resource_scale, usual_shapes, why_not
+from raytide.core.want import Holders, Want, resource_scale, usual_shapes, why_not
 
 _RANK = {NodeState.READY: 0, NodeState.LAUNCHING: 1, NodeState.REQUESTED: 2}
 """Where members may sit, the soonest usable first."""
 _NEW = len(_RANK)
 
 Placements = tuple[Seat, ...]
+
+_Ask = tuple[tuple[tuple[str, float], ...], tuple[tuple[str, str], ...], str, frozenset[str] | None, int | None]
+"""A shape, the menu, and how many nodes may be bought."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,9 @@ class Room:
     """Published replicas of each endpoint that have no node, where there are any."""
     replicas: dict[str, Placements] = field(default_factory=dict)
     """Where the published replicas of each endpoint that have no node will find one, as far as there is room."""
-    _holders: dict[str, set[str]] | None = None
+    _holders: Holders | None = None
+    _full: set[_Ask] = field(default_factory=set)
+    """What found no seat at all. Seats are only taken, until somebody gives one, or a node is bought that has more."""
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> Room:
@@ -125,15 +130,22 @@ class Room:
         """
         needed = count if at_least is None else at_least
         types = None if menu is None else frozenset(t.name for t in menu)
+        ask = (tuple(shape.resources.items()), tuple(shape.labels.items()), shape.together, types, max_new)
+        if ask in self._full:
+            return () if needed <= 0 else self.why_not(shape, needed, subject)
         best: Choice | None = None
+        most = 0
         for bound in self._bound(shape):
             want = Want(bound, count, types, max_new, spread_from)
             choice = choose(self.market, self.grid, self.seats, self.coming, want)
             pace = self.market.launches_left
             if pace is not None and choice.basket.size > pace and not (pace and choice.would_break(pace, needed)):
                 choice = choose(self.market, self.grid, self.seats, self.coming, replace(want, max_new=pace))
+            most = max(most, choice.count)
             if choice.count >= needed and (best is None or choice.rating < best.rating):
                 best = choice
+        if not most and self.market.launches_left is None:
+            self._full.add(ask)
         if best is None:
             return self.why_not(shape, needed, subject)
         return self._commit(best, types, is_spread=spread_from is not None)
@@ -149,14 +161,7 @@ class Room:
         return self.buy_offer(min(able, key=lambda offer: offer.cost_micro_usd_h)) if able else None
 
     def buy_offer(self, offer: Offer) -> Seat:
-        seat = Seat(f"node-{self.next_node}", offer.node_type.name, offer.zone, is_new=True)
-        self.next_node += 1
-        self.market.buy(offer)
-        self.bought[seat.node_id], self.tenants[seat.node_id] = offer, []
-        self.rows[seat.node_id] = len(self.seats)
-        self.seats.append(seat)
-        self.grid.extend([offer.node_type.resources], [_NEW], [offer.labels])
-        return seat
+        return self._buy(offer, 1)[0]
 
     def why_not(self, shape: Shape, count: int, subject: str) -> Shortfall:
         """What keeps `count` members from being placed now; capacity when nothing worse does."""
@@ -166,7 +171,7 @@ class Room:
             return never
         there = max((int(self.grid.holding(b.resources, b.labels)[1].sum()) for b in self._bound(shape)), default=0)
         if self._holders is None:
-            self._holders = holders(self.snapshot)
+            self._holders = Holders(self.snapshot)
         return why_not(self.market, self._holders, shape, count, there, subject)
 
     def copy(self) -> Room:
@@ -182,12 +187,14 @@ class Room:
             tenants={node_id: list(tenants) for node_id, tenants in self.tenants.items()},
             missing=dict(self.missing),
             replicas=dict(self.replicas),
+            _full=set(self._full),
         )
 
     def give(self, node_id: str, resources: Resources) -> None:
         """Somebody on that node lets go of these; a node that takes no work is left."""
         if (row := self.rows.get(node_id)) is not None:
             self.grid.take(row, resources, -1)
+            self._full.clear()
 
     def take(self, node_id: str, resources: Resources) -> None:
         if (row := self.rows.get(node_id)) is not None:
@@ -240,13 +247,28 @@ class Room:
             if self.seats[row].is_new:
                 self.tenants[self.seats[row].node_id] += [tenant(self.seats[row])] * members
         for offer, nodes, members in choice.new:
-            for at in range(nodes):
-                fit = members // nodes + (at < members % nodes)
-                seat = self.buy_offer(offer)
-                self.grid.take(self.rows[seat.node_id], choice.shape.resources, fit)
+            fits = [members // nodes + (at < members % nodes) for at in range(nodes)]
+            bought = self._buy(offer, nodes)
+            self.grid.take_in_rows(self.rows[bought[0].node_id], choice.shape.resources, fits)
+            for seat, fit in zip(bought, fits, strict=True):
                 self.tenants[seat.node_id] = [tenant(seat)] * fit
                 seats += [seat] * fit
         return tuple(seats)
+
+    def _buy(self, offer: Offer, count: int) -> list[Seat]:
+        """So many nodes of one pool, in rows that follow one another."""
+        node_type, first = offer.node_type, len(self.seats)
+        numbers = range(self.next_node, self.next_node + count)
+        seats = [Seat(f"node-{number}", node_type.name, offer.zone, is_new=True) for number in numbers]
+        self.next_node += count
+        for at, seat in enumerate(seats):
+            self.market.buy(offer)
+            self.bought[seat.node_id], self.tenants[seat.node_id] = offer, []
+            self.rows[seat.node_id] = first + at
+        self.seats += seats
+        self.grid.extend([node_type.resources] * count, [_NEW] * count, [offer.labels] * count)
+        self._full.clear()
+        return seats
 
 
 def check_possible(spec: GangSpec, node_types: Sequence[NodeType], *, subject: str = "the gang") -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from raytide.core.clock import utc
@@ -51,9 +51,7 @@ def usual_shapes(snapshot: Snapshot) -> list[tuple[Resources, float]]:
     return [(whole_shares(need), count / total) for need, count in usual]
 
 
-def why_not(
-    market: Market, held_by: Mapping[str, set[str]], shape: Shape, count: int, there: int, subject: str
-) -> Shortfall:
+def why_not(market: Market, held_by: Holders, shape: Shape, count: int, there: int, subject: str) -> Shortfall:
     """Of a placement that is possible at all. `there`: how many members fit on nodes that are there or coming."""
     holding = market.holding(shape)
     types = {offer.node_type.name: (offer.node_type, fit) for offer, fit in holding}
@@ -82,7 +80,7 @@ def why_not(
     if shape.together:
         where = shape.together.removeprefix("ray.io/")
         needs = f"needs {count} x ({amounts(shape)}) in one {where}; no one has room for all of them"
-    held = sorted(set().union(*(held_by.get(name, set()) for name in types)))
+    held = held_by.of(tuple(types))
     by = f"; {', '.join(types)} is held by {', '.join(held[:5])}" if held else ""
     more = f" and {len(held) - 5} more" if len(held) > 5 else ""
     return Shortfall(
@@ -92,8 +90,20 @@ def why_not(
     )
 
 
-def holders(snapshot: Snapshot) -> dict[str, set[str]]:
+class Holders:
     """Who holds something on nodes of each type."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._of_type, self._said = _holders(snapshot), dict[tuple[str, ...], list[str]]()
+
+    def of(self, types: tuple[str, ...]) -> list[str]:
+        """On those of all these types, in order."""
+        if types not in self._said:
+            self._said[types] = sorted(set().union(*(self._of_type.get(name, set()) for name in types)))
+        return self._said[types]
+
+
+def _holders(snapshot: Snapshot) -> dict[str, set[str]]:
     type_of = {view.node.id: view.node.type for view in snapshot.nodes}
     type_of_ray = {view.node.ray_node_id: view.node.type for view in snapshot.nodes if view.node.ray_node_id}
     found: dict[str, set[str]] = {name: set() for name in type_of.values()}

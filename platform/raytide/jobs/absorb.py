@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 
 from raytide.core.choice import Seat
@@ -17,7 +18,7 @@ from raytide.core.fleet import NodeState, Resources, labels_match, whole_shares
 from raytide.core.gang import Member, MemberState
 from raytide.core.plan import Rejected
 from raytide.core.replicas import is_pressed, replica_shape
-from raytide.core.snapshot import EndpointView
+from raytide.core.snapshot import EndpointView, NodeView, Snapshot
 from raytide.jobs import seats, service
 from raytide.jobs.floor import Floor
 from raytide.jobs.order import Claims, ranked
@@ -31,14 +32,48 @@ Given = list[tuple[int, Member]]
 Cost = tuple[bool, int, float, int, int, int, str]
 
 
+@dataclass(frozen=True, slots=True)
+class _Fleet:
+    """What is looked up of it for each replica."""
+
+    at_s: float
+    views: Mapping[str, NodeView]
+    took_s: Mapping[str, float]
+    """From the launch to ready, by type, on average."""
+
+    @classmethod
+    def of(cls, snapshot: Snapshot) -> _Fleet:
+        took_s: defaultdict[str, list[float]] = defaultdict(list)
+        for node in (view.node for view in snapshot.nodes):
+            if node.ready_at_s:
+                took_s[node.type].append(node.ready_at_s - node.requested_at_s)
+        views = {view.node.id: view for view in snapshot.nodes}
+        return cls(snapshot.at_s, views, {name: fmean(times) for name, times in took_s.items()})
+
+    def ready_in_s(self, seat: Seat) -> float:
+        """When a node that starts, or would be bought, is there, by what others of its type took; unknown is late."""
+        view, took_s = self.views.get(seat.node_id), self.took_s.get(seat.node_type)
+        if view is not None and view.node.state is NodeState.READY:
+            return 0.0
+        if took_s is None:
+            return math.inf
+        age_s = 0.0 if view is None else self.at_s - view.node.requested_at_s
+        return math.inf if age_s > 2 * took_s else max(0.0, took_s - age_s)
+
+    def is_ready_with(self, node_id: str, labels: Mapping[str, str]) -> bool:
+        view = self.views.get(node_id)
+        return view is not None and view.node.state is NodeState.READY and labels_match(labels, view.labels)
+
+
 def absorb(floor: Floor, claims: Claims) -> None:
     """Let seats go until every published replica that needs one has room, the highest class first."""
     rank = {row: at for at, row in enumerate(ranked(claims).tolist())}
+    fleet = _Fleet.of(floor.snapshot)
     for view in sorted(floor.snapshot.endpoints, key=lambda view: -_class_of(floor, view)):
         name, shape = view.endpoint.name, replica_shape(view)
-        lacking = _without_room(floor, view)
+        lacking = _without_room(floor, fleet, view)
         instead = _instead(floor, view, lacking) if lacking else ()
-        while lacking and (found := _cheapest(floor, view, rank)) is not None:
+        while lacking and (found := _cheapest(floor, fleet, view, rank)) is not None:
             (node_id, given), waited_for = found, lacking.pop(0)
             for row, member in given:
                 floor.lets_go(row, [member], name)
@@ -50,30 +85,17 @@ def absorb(floor: Floor, claims: Claims) -> None:
             floor.unseated.append(shape)
 
 
-def _without_room(floor: Floor, view: EndpointView) -> list[Seat | None]:
+def _without_room(floor: Floor, fleet: _Fleet, view: EndpointView) -> list[Seat | None]:
     """One for each replica that needs a seat now: where it would have to wait for a node, None when nowhere."""
     name, room = view.endpoint.name, floor.room
     found = room.replicas.get(name, ())
     nowhere: list[Seat | None] = [None] * (room.missing.get(name, 0) - len(found))
     if not is_pressed(view, floor.snapshot.at_s):
         return nowhere if view.pools is None else []  # with pools it was decided what is worth buying
-    return nowhere + [seat for seat in found if _ready_in_s(floor, seat) > LEAVE_S]
+    return nowhere + [seat for seat in found if fleet.ready_in_s(seat) > LEAVE_S]
 
 
-def _ready_in_s(floor: Floor, seat: Seat) -> float:
-    """When a node that starts, or would be bought, is there, by what others of its type took; unknown is late."""
-    nodes = {view.node.id: view.node for view in floor.snapshot.nodes}
-    node = nodes.get(seat.node_id)
-    if node is not None and node.state is NodeState.READY:
-        return 0.0
-    took_s = [n.ready_at_s - n.requested_at_s for n in nodes.values() if n.ready_at_s and n.type == seat.node_type]
-    if not took_s:
-        return math.inf
-    age_s = 0.0 if node is None else floor.snapshot.at_s - node.requested_at_s
-    return math.inf if age_s > 2 * fmean(took_s) else max(0.0, fmean(took_s) - age_s)
-
-
-def _cheapest(floor: Floor, view: EndpointView, rank: dict[int, int]) -> tuple[str, Given] | None:
+def _cheapest(floor: Floor, fleet: _Fleet, view: EndpointView, rank: dict[int, int]) -> tuple[str, Given] | None:
     """The node on which least is given up for one replica, and the seats: of borrowers, of the lowest class, with the
     fewest GPUs that stand still meanwhile, of those who come last."""
     if not floor.snapshot.limits.shrink_for_serving:
@@ -84,10 +106,9 @@ def _cheapest(floor: Floor, view: EndpointView, rank: dict[int, int]) -> tuple[s
         if not _refusal(floor, view, row):
             for member in _ready(floor, row):
                 there[member.node_id].append((row, member))
-    ready = {v.node.id: v.labels for v in floor.snapshot.nodes if v.node.state is NodeState.READY}
     best: tuple[Cost, str, Given] | None = None
     for node_id, on_node in there.items():
-        if node_id not in floor.room.rows or not labels_match(spec.labels, ready.get(node_id, {})):
+        if node_id not in floor.room.rows or not fleet.is_ready_with(node_id, spec.labels):
             continue
         on_node.sort(key=lambda seat: (*_worth(floor, seat[0]), -rank[seat[0]], -seat[1].index))
         if given := _enough(floor, node_id, on_node, whole_shares(spec.resources)):

@@ -34,13 +34,16 @@ SETTLE_S = 15.0
 """A seat that was given away is not given back sooner."""
 
 
-def admit(snapshot: Snapshot) -> tuple[Action, ...]:
-    """An Admit or Wait for each job in the queue, in its order; before them who gives way, after them who grows."""
+def admit(snapshot: Snapshot, room: Room | None = None) -> tuple[Action, ...]:
+    """An Admit or Wait for each job in the queue, in its order; before them who gives way, after them who grows.
+
+    `room`: of the snapshot, when that is there already; it is changed.
+    """
     waiting = queue(snapshot)
     if not snapshot.ray_answers:
         silent = "Ray does not answer, so nobody knows what is free."
         return tuple(Wait(job.id, "signal", silent, "See `raytide doctor`.") for job in waiting)
-    floor = floor_of(snapshot)
+    floor = floor_of(snapshot, room)
     claims = claims_of(floor)
     floor.owners = frozenset(floor.jobs[row].spec.team for row in np.flatnonzero(claims.is_own))
     drained = _drain(floor, claims)
@@ -54,16 +57,17 @@ def queue(snapshot: Snapshot) -> tuple[Job, ...]:
     return tuple(job for job in snapshot.jobs if job.state is JobState.QUEUED and not job.stop_requested)
 
 
-def floor_of(snapshot: Snapshot) -> Floor:
+def floor_of(snapshot: Snapshot, room: Room | None = None) -> Floor:
     """What is there before this decision: seats that give way already count as free, promised ones as taken."""
-    room, types = Room.of(snapshot), seats.types_of(snapshot)
+    room, types = room or Room.of(snapshot), seats.types_of(snapshot)
     for lease in snapshot.leases:
         for member in lease.members:
             if member.gives_way:
                 room.give(member.node_id, lease.shape.resources)
     quotas = Quotas.of(snapshot.teams, seats.supply(snapshot.node_types))
+    hosts = seats.types_of_hosts(snapshot)
     for view in snapshot.endpoints:
-        quotas.take(view.endpoint.spec.team, seats.quota_of_replicas(view, snapshot), gives_way=False)
+        quotas.take(view.endpoint.spec.team, seats.quota_of_replicas(view, hosts), gives_way=False)
     rows = {job.id: row for row, job in enumerate(snapshot.jobs)}
     promised: dict[tuple[int, int], str] = {}
     for lease in snapshot.leases:

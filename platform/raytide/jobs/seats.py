@@ -47,14 +47,19 @@ def least_quota(shape: Shape) -> Resources:
     return {name: amount * shape.at_least for name, amount in quota_of(shape, [None]).items()}
 
 
-def quota_of_replicas(view: EndpointView, snapshot: Snapshot) -> Resources:
-    """An endpoint's replicas count against its team, those too that still wait for a node."""
+def types_of_hosts(snapshot: Snapshot) -> dict[str, NodeType]:
+    """The type of each node by Ray's id of it."""
+    types = {node_type.name: node_type for node_type in snapshot.node_types}
+    return {view.node.ray_node_id: types[view.node.type] for view in snapshot.nodes if view.node.type in types}
+
+
+def quota_of_replicas(view: EndpointView, types: Mapping[str, NodeType]) -> Resources:
+    """An endpoint's replicas count against its team, those too that still wait for a node. `types`: of hosts."""
     if view.endpoint.state not in SERVING_STATES:
         return {}
-    names = {node.node.ray_node_id: node.node.id for node in snapshot.nodes}
-    hosts, types = view.load.replica_nodes if view.load else (), types_of(snapshot)
+    hosts = view.load.replica_nodes if view.load else ()
     missing = max(0, view.endpoint.target_replicas - len(hosts))
-    return quota_of(replica_shape(view), [*(types.get(names.get(host, "")) for host in hosts), *[None] * missing])
+    return quota_of(replica_shape(view), [*(types.get(host) for host in hosts), *[None] * missing])
 
 
 def price_of(shape: Shape, types: Iterable[NodeType]) -> float:
