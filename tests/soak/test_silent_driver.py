@@ -13,6 +13,7 @@ import pytest
 
 import raytide as rt
 from raytide.control.embedded import LocalCluster
+from raytide.core.job import JobState
 
 pytestmark = [pytest.mark.soak, pytest.mark.cluster]
 
@@ -24,13 +25,17 @@ with rt.gang(1, name="silent"):
 """
 
 
+def named(tide: rt.Tide) -> list[rt.Run]:
+    return [run for run in tide.jobs() if run.view.job.spec.name == "silent"]
+
+
 def test_a_driver_that_falls_silent_loses_its_lease_within_twenty_seconds(
     live: LocalCluster, tide: rt.Tide, eventually: Callable[..., None]
 ) -> None:
     driver = subprocess.Popen([sys.executable, "-c", HOLD], env={**os.environ, **live.environment()})
     try:
-        eventually(lambda: any(run.view.lease and run.view.lease.usable for run in tide.jobs()))
-        (run,) = (run for run in tide.jobs() if run.view.job.spec.name == "silent")
+        eventually(lambda: any(run.state is JobState.RUNNING for run in named(tide)))
+        (run,) = named(tide)
         driver.send_signal(signal.SIGSTOP)  # its connection stays open, as that of a machine without power does
         stopped_s = time.monotonic()
         eventually(lambda: run.refresh().view.job.is_final)
