@@ -10,6 +10,7 @@ import math
 from dataclasses import replace
 
 from raytide.autoscaler import live_fleet
+from raytide.autoscaler.hosts import Hosts
 from raytide.autoscaler.replica_need import needed
 from raytide.core.clock import utc
 from raytide.core.endpoint import Endpoint, EndpointLoad, ServeSpec
@@ -25,9 +26,10 @@ def publish(snapshot: Snapshot) -> tuple[Snapshot, tuple[Scale, ...]]:
     if not snapshot.ray_answers:
         return snapshot, ()
     views, scales = [], []
-    market = Market.of(snapshot) if any(view.worth is not None for view in snapshot.endpoints) else None
+    has_worth = any(view.worth is not None for view in snapshot.endpoints)
+    fleet = (Market.of(snapshot), Hosts.of(snapshot)) if has_worth else None
     for view in snapshot.endpoints:
-        if market is None or (found := _planned(view, snapshot, market)) is None:
+        if fleet is None or (found := _planned(view, snapshot, *fleet)) is None:
             scale = decide(view, snapshot.at_s)
         else:
             view, scale = found
@@ -83,12 +85,14 @@ def decide(view: EndpointView, now_s: float) -> Scale | None:
     return None
 
 
-def _planned(view: EndpointView, snapshot: Snapshot, market: Market) -> tuple[EndpointView, Scale | None] | None:
+def _planned(
+    view: EndpointView, snapshot: Snapshot, market: Market, hosts: Hosts
+) -> tuple[EndpointView, Scale | None] | None:
     """The view with what the serving policy decided for it; None where it has no say."""
     endpoint, worth = view.endpoint, view.worth
     if worth is None or endpoint.state not in SERVING_STATES or not is_fresh(view.load, snapshot.at_s):
         return None
-    found = live_fleet.decide(view, worth, snapshot, market)
+    found = live_fleet.decide(view, worth, snapshot, market, hosts)
     target = endpoint.target_replicas
     change = f"{target} -> {found.replicas}: {found.reason}"
     scale = Scale(endpoint.name, found.replicas, change) if found.replicas != target else None
@@ -111,6 +115,8 @@ def silence(view: EndpointView, now_s: float) -> str:
     if silent := unheard(load, now_s):
         said = f"{silent} of its {load.ready} replicas said nothing of their own in the last {FRESH_S:.0f} s"
         return f"{said}; none is taken away"
+    if view.worth is not None and load.ready == 0:
+        return "no replica answers, and so nobody knows what it is asked; none is taken away"
     if view.worth is not None and not view.worth.is_sure:
         return "this controller has not watched its requests for long enough yet; none is taken away"
     return ""

@@ -6,20 +6,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from raytide.autoscaler.hosts import COMING, Hosts
 from raytide.autoscaler.replica_need import kv_need
 from raytide.autoscaler.risk import pool_name
-from raytide.autoscaler.serving_fleet import FleetNode, FleetState, ReplicaPool
+from raytide.autoscaler.serving_fleet import FleetNode, FleetPlan, FleetState, ReplicaPool
 from raytide.core.endpoint import Worth
 from raytide.core.fleet import Market as Kind
 from raytide.core.fleet import NodeState, fits, labels_match, minus, whole_shares
 from raytide.core.gang import Shape
-from raytide.core.market import Market
+from raytide.core.market import Basket, Market, Offer
 from raytide.core.money import format_usd
 from raytide.core.plan import Drain, Rejected
-from raytide.core.replicas import is_fresh, leaving_nodes, replica_shape, unheard
+from raytide.core.replicas import is_fresh, replica_shape, unheard
 from raytide.core.shortfall import copies
 from raytide.core.snapshot import EndpointView, NodeView, Snapshot
 
@@ -28,7 +29,8 @@ ELSEWHERE = ""
 DRAIN_S = 600.0
 """Requests that go on for longer on a node that is given up are cut off."""
 
-_COMING = (NodeState.REQUESTED, NodeState.LAUNCHING, NodeState.READY)
+_Offers = Mapping[str, tuple[Offer, int]]
+"""What the market has for a replica, by the name of its pool, and how many replicas a node would hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,20 +43,29 @@ class Decision:
     """Nodes on which all replicas, and nobody else, are to go."""
 
 
-def decide(view: EndpointView, worth: Worth, snapshot: Snapshot, market: Market) -> Decision:
-    """What the policy wants. While something was not heard, or too little was seen, nothing is taken away."""
-    spec, target = view.endpoint.spec.replicas, view.endpoint.target_replicas
+def decide(view: EndpointView, worth: Worth, snapshot: Snapshot, market: Market, hosts: Hosts) -> Decision:
+    """What the policy wants. While something was not heard, or too little was seen, nothing is taken away, and so
+    nothing is bought to replace what is there."""
+    spec, shape = view.endpoint.spec.replicas, replica_shape(view)
     is_held = may_not_shrink(view, worth, snapshot.at_s)
-    nodes = tuple(nodes_of(view, snapshot))
-    least = min(kv_least(view), spec.most)
-    held = target if is_held else 0
-    spot_held = held - sum(not node.is_spot for node in nodes)
-    worth = replace(worth, spot=max(worth.spot, least, spot_held), ondemand=max(worth.ondemand, least, held))
-    plan = FleetState(worth, _pools(view, snapshot, market), nodes, spec.cold_start_s).plan()
-    going = () if is_held else tuple(_not_missed(plan.release, nodes, worth.ondemand))
-    given_up = tuple(_given_up(view, snapshot, going))
-    release = [place for place in nodes if place.id in going and _goes(place, given_up)]
-    count = max(len(nodes) + len(plan.launch) - len(release), worth.ondemand)
+    held = min(view.endpoint.target_replicas, spec.max) if is_held else 0
+    least = max(held, min(max(kv_least(view), worth.least), spec.max))
+    worth = replace(worth, spot=max(worth.spot, least), ondemand=max(worth.ondemand, least))
+    offers = {pool_name(o.node_type.name, o.zone): (o, fit) for o, fit in market.holding(shape)}
+    places = tuple(nodes_of(view, hosts, _cheapest_spot(offers)))
+    state = FleetState(
+        worth=worth,
+        pools=_pools(view, hosts, market, offers, is_held=is_held),
+        nodes=[replace(place, is_spot=True) for place in places] if is_held else places,
+        cold_start_s=spec.cold_start_s,
+    )
+    plan = _affordable(state, market, offers)
+    given_up = () if is_held else tuple(_given_up(view, hosts, plan.release))
+    if is_held:  # what nobody sits on is no replica that could be taken away
+        going = min(len(plan.release), sum("+" in place.id for place in places))
+    else:
+        going = sum(place.id in plan.release and _goes(place, given_up) for place in places)
+    count = max(len(places) + len(plan.launch) - going, worth.ondemand)
     return Decision(
         replicas=max(spec.min, min(count, spec.most)),
         reason=plan.reason,
@@ -63,24 +74,16 @@ def decide(view: EndpointView, worth: Worth, snapshot: Snapshot, market: Market)
     )
 
 
-def _not_missed(release: Sequence[str], nodes: Sequence[FleetNode], least: int) -> Iterator[str]:
-    """Those without which as many answer as are worth it on demand: none goes for one that is yet to be bought."""
-    is_ready = {node.id: node.is_ready for node in nodes}
-    ready = sum(is_ready.values())
-    for id in release:
-        if is_ready[id] and ready <= least:
-            continue
-        ready -= is_ready[id]
-        yield id
-
-
 def _goes(place: FleetNode, given_up: Collection[str]) -> bool:
     """On demand it goes with its node: Serve might take another, and while others stay there it costs nothing."""
     return place.is_spot or not place.is_ready or place.id.partition("#")[0] in given_up
 
 
 def may_not_shrink(view: EndpointView, worth: Worth, now_s: float) -> bool:
-    return view.load is None or not is_fresh(view.load, now_s) or bool(unheard(view.load, now_s)) or not worth.is_sure
+    load = view.load
+    if load is None or not is_fresh(load, now_s) or not worth.is_sure:
+        return True
+    return load.ready == 0 or unheard(load, now_s) > 0
 
 
 def kv_least(view: EndpointView) -> int:
@@ -88,26 +91,27 @@ def kv_least(view: EndpointView) -> int:
     return 0 if view.load is None else math.ceil(kv_need(view.endpoint.spec.replicas, view.load).replicas - 1e-9)
 
 
-def nodes_of(view: EndpointView, snapshot: Snapshot) -> Iterator[FleetNode]:
-    """Its replicas that stay, each a place, and the room of nodes that were bought for it.
+def nodes_of(view: EndpointView, hosts: Hosts, spot_micro_usd_h: float = 0.0) -> Iterator[FleetNode]:
+    """Its replicas that stay, each a place (#), and the room of nodes that were bought for it (+).
 
-    A place on a node that others keep costs no more than spot does.
+    A place on a node that others keep costs no more than spot does. `spot_micro_usd_h`: what a replica costs there.
     """
     name, shape, load = view.endpoint.name, replica_shape(view), view.load
-    leaving = leaving_nodes(snapshot)
-    here = Counter(node for node in load.replica_nodes if node not in leaving) if load else Counter()
+    here = Counter(node for node in load.replica_nodes if node not in hosts.leaving) if load else Counter()
     ready = Counter(replica.node for replica in load.replicas) if load else Counter()
     busy: Counter[str] = Counter()
     for replica in load.replicas if load else ():
         busy[replica.node] += round(replica.running + replica.waiting)
-    for node_view in snapshot.nodes:
+    for node_view in hosts.near(view):
         node, ray_id = node_view.node, node_view.node.ray_node_id
         seated = here.pop(ray_id, 0) if ray_id else 0
         pool = pool_name(node.type, node.zone)
-        is_spot = node.market is Kind.SPOT or (bool(seated) and not _is_alone(node_view, shape, seated))
+        is_cheap = node.price_micro_usd_h <= spot_micro_usd_h * max(1, copies(shape.resources, node_view.total))
+        is_shared = bool(seated) and not _is_alone(node_view, shape, seated)
+        is_spot = node.market is Kind.SPOT or is_cheap or is_shared
         for at in range(seated):
             yield FleetNode(f"{node.id}#{at}", pool, is_spot, at < ready[ray_id], busy[ray_id])
-        if node.subject == name and node.state in _COMING and labels_match(shape.labels, node_view.labels):
+        if node.subject == name and node.state in COMING and labels_match(shape.labels, node_view.labels):
             room = _room(node_view, shape, seated)
             yield from (FleetNode(f"{node.id}+{at}", pool, is_spot, False) for at in range(room))
     for ray_id, count in sorted(here.items()):
@@ -121,10 +125,10 @@ def _room(view: NodeView, shape: Shape, seated: int) -> int:
     return min(copies(need, view.available), copies(need, left))
 
 
-def spot_held(view: EndpointView, snapshot: Snapshot) -> Counter[str]:
+def spot_held(view: EndpointView, hosts: Hosts) -> Counter[str]:
     """Places on spot by pool."""
-    spot = {pool_name(v.node.type, v.node.zone) for v in snapshot.nodes if v.node.market is Kind.SPOT}
-    return Counter(node.pool for node in nodes_of(view, snapshot) if node.pool in spot)
+    spot = {pool_name(v.node.type, v.node.zone) for v in hosts.near(view) if v.node.market is Kind.SPOT}
+    return Counter(node.pool for node in nodes_of(view, hosts) if node.pool in spot)
 
 
 def prices(market: Market, shape: Shape) -> tuple[float, dict[str, float]]:
@@ -137,15 +141,22 @@ def prices(market: Market, shape: Shape) -> tuple[float, dict[str, float]]:
     return min(paid), {name: usd_h or min(paid) for name, usd_h in spot.items()}
 
 
-def _pools(view: EndpointView, snapshot: Snapshot, market: Market) -> dict[str, ReplicaPool]:
-    """All that could hold a replica; a pool that failed lately is tried with one."""
+def _cheapest_spot(offers: _Offers) -> float:
+    """What a replica costs there in micro-dollars an hour; nothing is as cheap when there is no spot."""
+    spot = [o.price_micro_usd_h / fit for o, fit in offers.values() if o.node_type.market is Kind.SPOT]
+    return min(spot, default=-math.inf)
+
+
+def _pools(
+    view: EndpointView, hosts: Hosts, market: Market, offers: _Offers, *, is_held: bool
+) -> dict[str, ReplicaPool]:
+    """All that could hold a replica. A pool that failed lately is tried with one; not while the target is held, or
+    each try that fails would be made up for on demand."""
     pools = {ELSEWHERE: ReplicaPool(ELSEWHERE, 0.0, is_spot=False, most=0)}
-    for node in (node_view.node for node_view in snapshot.nodes):
+    for node in (node_view.node for node_view in hosts.near(view)):
         name, is_spot = pool_name(node.type, node.zone), node.market is Kind.SPOT
         pools[name] = ReplicaPool(name, node.price_micro_usd_h / 1e6, is_spot, most=0)
-    to_be_had = market.can_have()
-    for offer, fit in market.holding(replica_shape(view)):
-        name = pool_name(offer.node_type.name, offer.zone)
+    for name, (offer, fit) in offers.items():
         known = market.pools.get((offer.node_type.name, offer.zone))
         most = int(to_be_had[offer.row]) * fit
         pools[name] = ReplicaPool(
@@ -153,9 +164,28 @@ def _pools(view: EndpointView, snapshot: Snapshot, market: Market) -> dict[str, 
             usd_h=offer.price_micro_usd_h / fit / 1e6,
             is_spot=offer.node_type.market is Kind.SPOT,
             losses_per_h=offer.deaths_per_h,
-            most=min(most, 1) if known is not None and known.failures else most,
+            most=min(most, 0 if is_held else 1) if known is not None and known.failures else most,
         )
     return pools
+
+
+def _affordable(state: FleetState, market: Market, offers: _Offers) -> FleetPlan:
+    """The plan of which all can be had together: zones share a type's maximum, and all share the limits."""
+    while True:
+        plan, basket, found = state.plan(), Basket(), Counter[str]()
+        for name in plan.launch:
+            offer, fit = offers[name]
+            if found[name] % fit == 0:
+                if not market.can_have(basket)[offer.row]:
+                    continue
+                basket.add(offer, 1)
+            found[name] += 1
+        if found.total() == len(plan.launch):
+            return plan
+        more = market.can_have(basket)
+        left = {n: (-(-found[n] // fit) + int(more[offer.row])) * fit for n, (offer, fit) in offers.items()}
+        short = {name: replace(state.pools[name], most=min(state.pools[name].most or 0, left[name])) for name in offers}
+        state = replace(state, pools={**state.pools, **short})
 
 
 def _place(name: str) -> tuple[str, str]:
@@ -163,16 +193,18 @@ def _place(name: str) -> tuple[str, str]:
     return node_type, zone
 
 
-def _given_up(view: EndpointView, snapshot: Snapshot, release: Sequence[str]) -> Iterator[str]:
-    """Of other nodes Serve takes the replica away, wherever it thinks best."""
+def _given_up(view: EndpointView, hosts: Hosts, release: tuple[str, ...]) -> Iterator[str]:
+    """Of other nodes Serve takes the replica away, wherever it thinks best; so it does while a type has no more nodes
+    than its minimum."""
     going = Counter(place.partition("#")[0] for place in release)
     here = Counter(view.load.replica_nodes) if view.load else Counter()
-    shape = replica_shape(view)
-    for node_view in snapshot.nodes:
-        count = here[node_view.node.ray_node_id]
-        is_ready = node_view.node.state is NodeState.READY
-        if count and is_ready and going[node_view.node.id] >= count and _is_alone(node_view, shape, count):
-            yield node_view.node.id
+    shape, spare = replica_shape(view), Counter(hosts.spare)
+    for node_view in hosts.near(view):
+        node, count = node_view.node, here[node_view.node.ray_node_id]
+        is_going = node.state is NodeState.READY and count > 0 and going[node.id] >= count
+        if is_going and spare[node.type] > 0 and _is_alone(node_view, shape, count):
+            spare[node.type] -= 1
+            yield node.id
 
 
 def _is_alone(view: NodeView, shape: Shape, count: int) -> bool:
@@ -184,7 +216,8 @@ def _is_alone(view: NodeView, shape: Shape, count: int) -> bool:
 
 def drains(snapshot: Snapshot) -> Iterator[Drain]:
     """Of the nodes that the endpoints' decisions gave up: their targets no longer count on the replicas there."""
-    nodes = {view.node.id: view.node for view in snapshot.nodes}
+    given_up = {node_id for view in snapshot.endpoints for node_id in view.given_up}
+    nodes = {view.node.id: view.node for view in snapshot.nodes if view.node.id in given_up}
     for view in snapshot.endpoints:
         for node_id in view.given_up:
             node = nodes[node_id]

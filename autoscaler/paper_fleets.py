@@ -8,13 +8,15 @@ earlier: it is what a launch knows of the time in which its node will serve.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heapreplace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import NonNegativeFloat
+
+from raytide.core.config import Config
 
 Floats = NDArray[np.float64]
 
@@ -49,9 +51,17 @@ class Served:
     output_tokens: Floats
 
 
+class Counted(Config):
+    """What paper fleets counted, as it is kept for the next controller."""
+
+    late: list[list[NonNegativeFloat]]
+    hours: list[NonNegativeFloat]
+    totals: list[NonNegativeFloat]
+
+
 class PaperFleets:
     def __init__(self, most: int, speed: ReplicaSpeed, slo_ttft_s: float) -> None:
-        self.speed, self._most = speed, most
+        self._speed, self._most = speed, most
         self._fleets = [_PaperFleet(size, speed.slots, slo_ttft_s) for size in _sizes(most)]
         self._at = np.array([0, *(fleet.size for fleet in self._fleets)])
         self._late = np.zeros((_BINS, len(self._at)))
@@ -62,7 +72,7 @@ class PaperFleets:
 
     def observe(self, served: Served, usual_rps: float) -> None:
         """`usual_rps`: as it was one cold start before."""
-        dt_s, speed = served.until_s - served.from_s, self.speed
+        dt_s, speed = served.until_s - served.from_s, self._speed
         fade = 0.5 ** (dt_s / HALF_LIFE_S)
         self._late *= fade
         self._hours *= fade
@@ -76,12 +86,23 @@ class PaperFleets:
         work_s = np.maximum(prefill_s, (prefill_s + decode_s) / speed.slots)
         self._totals = self._totals * fade + [len(requests), work_s.sum(), prefill_s.sum(), decode_s.sum()]
 
-    def to_json(self) -> dict[str, list[Any]]:
-        """What was counted; the fleets themselves are as good as new within minutes."""
-        return {"late": self._late.tolist(), "hours": self._hours.tolist(), "totals": self._totals.tolist()}
+    def run_at(self, speed: ReplicaSpeed) -> None:
+        """From now on; what was counted at another speed holds until it fades."""
+        if speed.slots != self._speed.slots:
+            for fleet in self._fleets:
+                fleet.have_slots(speed.slots)
+        self._speed = speed
 
-    def recall(self, told: Mapping[str, list[Any]]) -> None:
-        late, hours, totals = (np.array(told[name], dtype=np.float64) for name in ("late", "hours", "totals"))
+    @property
+    def counted(self) -> Counted:
+        """The fleets themselves are as good as new within minutes."""
+        return Counted(late=self._late.tolist(), hours=self._hours.tolist(), totals=self._totals.tolist())
+
+    def recall(self, counted: Counted) -> None:
+        """Nothing, if it is of fleets of other sizes."""
+        if len({len(row) for row in counted.late}) > 1:
+            return
+        late, hours, totals = np.array(counted.late), np.array(counted.hours), np.array(counted.totals)
         if (late.shape, hours.shape, totals.shape) == (self._late.shape, self._hours.shape, self._totals.shape):
             self._late, self._hours, self._totals = late, hours, totals
 
@@ -126,6 +147,11 @@ class _PaperFleet:
         self._free_s = [0.0] * size
         """When each replica is done with its prefills, the first one first."""
         self._slots_free_s = [0.0] * (size * slots)
+
+    def have_slots(self, each: int) -> None:
+        """Replicas with more slots have free ones, those with fewer lose the ones that are free first."""
+        count = self.size * each
+        self._slots_free_s = ([0.0] * count + sorted(self._slots_free_s))[-count:]
 
     def late(self, requests: Iterable[tuple[float, float, float]]) -> int:
         """How many of (arrival, prefill, decode) get their first token too late. A hot loop."""

@@ -67,11 +67,10 @@ class FleetState:
         ondemand = [node for node in nodes if not node.is_spot]
         launch = self._spot_launches(worth.spot - len(spot))
         launch += self._ondemand_launches(worth.ondemand - len(nodes) - len(launch))
-        release = self._dearest(len(spot) - worth.spot)
-        ready = sum(node.is_ready for node in nodes)
-        surplus = len(ondemand) - max(
-            0, worth.ondemand - len(spot)
-        )  # what is about to be launched replaces nothing yet
+        release = self._dearest(len(spot) - max(worth.spot, worth.ondemand - sum(n.is_ready for n in ondemand)))
+        ready = sum(node.is_ready for node in nodes) - sum(node.is_ready for node in release)
+        kept = len(spot) - len(release)  # what is about to be launched replaces nothing yet
+        surplus = len(ondemand) - max(0, worth.ondemand - kept)
         for node in sorted(ondemand, key=lambda node: (node.is_ready, node.busy, node.id))[: max(0, surplus)]:
             if not node.is_ready:
                 release.append(node)

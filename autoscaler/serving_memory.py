@@ -8,16 +8,16 @@ import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from raytide.autoscaler.forecast import UsualRate
 from raytide.autoscaler.hazard import Hazard
-from raytide.autoscaler.paper_fleets import Floats, PaperFleets, ReplicaSpeed, Served
+from raytide.autoscaler.paper_fleets import Counted, Floats, PaperFleets, ReplicaSpeed, Served
 from raytide.autoscaler.serving_fleet import NOTICED_S
 from raytide.autoscaler.slo_price import SloPrice
 from raytide.autoscaler.worth import NodeCount, late_with_losses, spared_by_draining
+from raytide.core.config import Config
 from raytide.core.endpoint import Worth
 
 TOLD_AFTER_S = 120.0
@@ -54,6 +54,17 @@ class Heard:
     """Spot replicas that stay, those that start included, by pool."""
     ready: int
     """Replicas that answer, whatever they run on."""
+
+
+class Past(Config):
+    """What takes days to learn, as it is kept for the next controller."""
+
+    slo_ttft_s: float
+    slo_target: float
+    max_replicas: int
+    paper: Counted
+    price_moved: float
+    day_requests: float
 
 
 @dataclass(slots=True)
@@ -94,23 +105,31 @@ class Memory:
             together=hazard.together,
         )
 
-    def to_json(self) -> dict[str, object]:
-        """What takes days to learn."""
-        return {
-            "goal": _fixed(self.goal),
-            "paper": self.paper.to_json(),
-            "price": [self.price.moved, self.price.day_requests],
-        }
+    @property
+    def past(self) -> Past:
+        return Past(
+            slo_ttft_s=self.goal.slo_ttft_s,
+            slo_target=self.goal.slo_target,
+            max_replicas=self.goal.max_replicas,
+            paper=self.paper.counted,
+            price_moved=self.price.moved,
+            day_requests=self.price.day_requests,
+        )
 
-    def recall(self, told: Mapping[str, Any]) -> None:
-        """What `to_json` said, if it was of the same goal."""
-        if told.get("goal") == _fixed(self.goal):
-            self.paper.recall(told["paper"])
-            self.price.moved, self.price.day_requests = told["price"]
+    def recall(self, past: Past) -> None:
+        """Nothing, if it was of another goal."""
+        if _fixed(past) == _fixed(self.goal):
+            self.paper.recall(past.paper)
+            self.price.moved, self.price.day_requests = past.price_moved, past.day_requests
 
     def is_for(self, goal: ServingGoal) -> bool:
-        """Prices and speeds change with time; what the paper fleets are made of is another endpoint's."""
+        """Prices and speeds change with time; what the paper fleets count is another goal's."""
         return _fixed(self.goal) == _fixed(goal)
+
+    def aim(self, goal: ServingGoal) -> None:
+        """At a goal that it is for."""
+        self.goal = goal
+        self.paper.run_at(goal.speed)
 
     @property
     def _recovery_s(self) -> float:
@@ -153,5 +172,5 @@ class Memory:
         )
 
 
-def _fixed(goal: ServingGoal) -> list[float]:
-    return [goal.slo_ttft_s, goal.slo_target, goal.max_replicas, goal.speed.slots]
+def _fixed(goal: ServingGoal | Past) -> tuple[float, float, int]:
+    return goal.slo_ttft_s, goal.slo_target, goal.max_replicas

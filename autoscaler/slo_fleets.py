@@ -9,9 +9,10 @@ from dataclasses import dataclass, field, replace
 
 from raytide.autoscaler.forecast import MEMORY_S
 from raytide.autoscaler.hazard import Hazard
+from raytide.autoscaler.hosts import Hosts
 from raytide.autoscaler.live_fleet import prices, spot_held
 from raytide.autoscaler.paper_fleets import ReplicaSpeed
-from raytide.autoscaler.serving_memory import TOLD_AFTER_S, Heard, Memory, ServingGoal
+from raytide.autoscaler.serving_memory import TOLD_AFTER_S, Heard, Memory, Past, ServingGoal
 from raytide.autoscaler.traffic import Key
 from raytide.autoscaler.words import Arrivals, Words
 from raytide.core.endpoint import Counters, EndpointLoad, Worth
@@ -19,8 +20,8 @@ from raytide.core.market import Market
 from raytide.core.replicas import is_fresh, replica_shape
 from raytide.core.snapshot import EndpointView, Snapshot
 
-Fleets = dict[Key, dict[str, object]]
-"""What was learned, as JSON, by endpoint."""
+Fleets = dict[Key, Past]
+"""What was learned, by endpoint."""
 
 LOOK_S = 20.0
 """As often as the policies of the simulator decide."""
@@ -53,7 +54,7 @@ class _Watched:
             missed=round(self.counted.late),
             ongoing=load.ongoing,
             served=self.arrivals.served(max(self.looked_s - TOLD_AFTER_S, since_s), max(at_s - TOLD_AFTER_S, since_s)),
-            held=spot_held(view, seen),
+            held=spot_held(view, Hosts.of(seen)),
             ready=load.ready,
         )
         self.memory.learn(heard, hazard)
@@ -72,7 +73,7 @@ class SloFleets:
     @property
     def learned(self) -> Fleets:
         """Of endpoints that were not heard of yet, as before."""
-        return {**self._known, **{key: watched.memory.to_json() for key, watched in self._watched.items()}}
+        return {**self._known, **{key: watched.memory.past for key, watched in self._watched.items()}}
 
     def on(self, seen: Snapshot, hazard: Hazard) -> Snapshot:
         """The snapshot with what replicas are worth, where that can be told: it takes an SLO, and their speed."""
@@ -96,9 +97,10 @@ class SloFleets:
             return
         if watched is None or not watched.memory.is_for(goal):
             watched = self._watched[key] = _Watched(Memory.of(goal), seen.at_s, seen.at_s)
-            watched.memory.recall(self._known.pop(key, {}))
+            if (past := self._known.pop(key, None)) is not None:
+                watched.memory.recall(past)
             watched.hear(load)
-        watched.memory.goal, watched.memory.paper.speed = goal, goal.speed
+        watched.memory.aim(goal)
         watched.look(view, load, seen, hazard)
 
 

@@ -49,7 +49,7 @@ class TrafficMeter:
         while self.window[0][0] < load.at_s - WINDOW_S:
             self.window.popleft()
         lately = self.total.since(self.window[0][1])
-        types = {node_types[node] for node in load.replica_nodes if node in node_types}
+        types = [node_types[node] for node in load.replica_nodes if node in node_types]
         speed = speed_of({**self.learned, **speeds}, types)
         self._price(lately, speed)
         self.began_s = load.at_s if self.began_s is None else self.began_s
@@ -113,7 +113,7 @@ class Traffics:
 
 
 def speed_of(speeds: Mapping[str, Speed], node_types: Iterable[str]) -> Speed | None:
-    """The mean over these node types, over all if none of them was measured; None when nothing was."""
+    """The mean over replicas on these node types, over all types if none of them was measured; None when nothing was."""
     known = [speeds[name] for name in node_types if name in speeds] or list(speeds.values())
     if not known:
         return None

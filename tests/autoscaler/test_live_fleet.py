@@ -14,6 +14,7 @@ from tests.autoscaler.world import CRASH_POINTS, Cluster, CrashPoint
 
 from raytide.autoscaler import endpoints
 from raytide.autoscaler.forecast import MEMORY_S
+from raytide.autoscaler.hosts import Hosts
 from raytide.autoscaler.live_fleet import nodes_of
 from raytide.control.decide import decide
 from raytide.core.endpoint import (
@@ -31,7 +32,7 @@ from raytide.core.endpoint import (
 from raytide.core.errors import ConfigError
 from raytide.core.fleet import Market, Node, NodeState, NodeType
 from raytide.core.plan import Action, Drain, Launch, Scale, Wait
-from raytide.core.snapshot import EndpointView, NodeView, Pool, Quote, Snapshot
+from raytide.core.snapshot import EndpointView, Limits, NodeView, Pool, Quote, Snapshot
 
 SOLID = NodeType(
     name="gpu", resources={"GPU": 1}, price_micro_usd_h=3_000_000, zones=("us-1a",), max_nodes=20, idle_timeout_s=20
@@ -180,7 +181,7 @@ def test_replicas_of_one_endpoint_that_share_a_node_leave_it_together() -> None:
 def test_a_replica_that_ray_has_not_taken_off_its_node_yet_is_counted_once() -> None:
     early = node(3, SPOT, "us-1b", used=0)
     seen = snapshot(worth(2, 2), node(1, SOLID, "us-1a"), node(2, SPOT, "us-1a"), early, seats=(1, 2, 3), silent=1)
-    assert [place.id for place in nodes_of(seen.endpoints[0], seen)] == ["node-1#0", "node-2#0", "node-3#0"]
+    assert [place.id for place in nodes_of(seen.endpoints[0], Hosts.of(seen))] == ["node-1#0", "node-2#0", "node-3#0"]
     there = snapshot(worth(2, 2), node(2, SPOT, "us-1a"), early, seats=(2, 3))
     assert [action for action in decide(there).actions if not isinstance(action, Wait)] == []
 
@@ -210,6 +211,11 @@ def test_i8_while_the_load_is_old_the_target_stays_even_above_its_maximum() -> N
 def test_full_kv_caches_ask_for_more_than_the_policy_does() -> None:
     seen = snapshot(worth(2, 2), node(1, SPOT, "us-1a"), node(2, SPOT, "eu-1a"), kv_use=1.0)
     assert target_of(seen, decide(seen).actions) == 3
+    many = tuple(node(number, SPOT, "us-1a") for number in range(1, 10))
+    over = snapshot(worth(2, 2), *many, kv_use=1.0, target=9)
+    assert target_of(over, decide(over).actions) == SPEC.replicas.max
+    lately = snapshot(replace(worth(2, 2), least=4), *many[:4])
+    assert target_of(lately, decide(lately).actions) == 4
 
 
 def test_without_anything_to_buy_the_target_is_what_on_demand_would_be_worth_and_the_rest_waits() -> None:
@@ -225,7 +231,83 @@ def test_where_machines_are_free_they_are_taken_first_and_paid_ones_after_them()
     seen = snapshot(worth(4, 4), types=(own, SPOT), target=1)
     assert bought(decide(seen).actions) == {("gpu", "us-1a"): 2}
     full = snapshot(worth(4, 4), node(1, own, "us-1a"), node(2, own, "us-1a"), types=(own, SPOT))
-    assert sum(count for (name, _), count in bought(decide(full).actions).items() if name == "gpu.spot") == 4
+    assert sum(count for (name, _), count in bought(decide(full).actions).items() if name == "gpu.spot") == 2
+
+
+@pytest.mark.parametrize("price_micro_usd_h", [0, 900_000])
+def test_nobody_leaves_a_machine_that_costs_no_more_than_spot_for_spot(price_micro_usd_h: int) -> None:
+    own = SOLID.model_copy(update={"price_micro_usd_h": price_micro_usd_h, "max_nodes": 2})
+    spot = [node(number, SPOT, zone) for number, zone in ((3, "us-1a"), (4, "us-1b"), (5, "eu-1a"), (6, "us-1a"))]
+    full = snapshot(worth(4, 4), node(1, own, "us-1a"), node(2, own, "us-1a"), *spot, types=(own, SPOT))
+    plan = decide(full)
+    assert target_of(full, plan.actions) == 4
+    assert set(drained(plan.actions)) < {"node-3", "node-4", "node-5", "node-6"}
+
+
+@pytest.mark.parametrize(("silent", "is_sure"), [(1, True), (0, False)])
+def test_i8_room_that_nobody_uses_is_not_held(silent: int, is_sure: bool) -> None:
+    wide = SPOT.model_copy(update={"resources": {"GPU": 8}})
+    known = worth(2, 2, is_sure=is_sure)
+    seen = snapshot(known, node(1, wide, "us-1a", used=2), seats=(1, 1), silent=silent, types=(SOLID, wide))
+    assert target_of(seen, decide(seen).actions) == 2
+    lost = snapshot(known, node(1, wide, "us-1a", used=2), seats=(1, 1), silent=silent, types=(SOLID, wide), target=3)
+    assert (target_of(lost, decide(lost).actions), bought(decide(lost).actions)) == (3, {})
+
+
+def test_i8_while_the_target_is_held_on_demand_is_not_left_and_zones_that_failed_are_not_tried() -> None:
+    """Each try would be a replica more that is held, and made up for on demand when it fails."""
+    there = [node(number, SOLID, "us-1a") for number in (1, 2, 3, 4)]
+    failed = tuple(Pool("gpu.spot", zone, 3, NOW_S - 1.0, "no stock") for zone in SPOT.zones)
+    for known in (worth(4, 4, is_sure=False), worth(6, 4, is_sure=False)):
+        seen = snapshot(known, *there, pools=failed)
+        assert (target_of(seen, decide(seen).actions), bought(decide(seen).actions)) == (4, {})
+    open_again = snapshot(worth(4, 4, is_sure=False), *there)
+    assert bought(decide(open_again).actions) == {}
+    rush = snapshot(worth(6, 4, is_sure=False), *there)
+    assert (target_of(rush, decide(rush).actions), sum(bought(decide(rush).actions).values())) == (6, 2)
+    lost = snapshot(worth(1, 1, is_sure=False), *there[:3], pools=failed, target=4)
+    assert bought(decide(lost).actions) == {("gpu", "us-1a"): 1}
+    many = snapshot(worth(1, 1, is_sure=False), *there, pools=failed, target=12)
+    assert target_of(many, decide(many).actions) == SPEC.replicas.max
+
+
+def test_while_no_replica_answers_none_is_given_up() -> None:
+    starting = tuple(node(number, SPOT, "us-1a", NodeState.LAUNCHING) for number in (1, 2, 3))
+    seen = snapshot(worth(1, 1), *starting, target=3)
+    plan = decide(seen)
+    assert target_of(seen, plan.actions) == 3
+    assert any(
+        isinstance(a, Wait) and a.constraint == "signal" and "no replica answers" in a.reason for a in plan.actions
+    )
+
+
+def test_a_type_keeps_its_least_nodes_and_only_the_target_falls() -> None:
+    least = SPOT.model_copy(update={"min_nodes": 3})
+    there = [node(number, least, zone) for number, zone in enumerate(("us-1a", "us-1b", "eu-1a", "eu-1a"), start=1)]
+    seen = snapshot(worth(2, 2), *there, types=(SOLID, least))
+    plan = decide(seen)
+    assert (target_of(seen, plan.actions), len(drained(plan.actions))) == (2, 1)
+    own = snapshot(worth(2, 2), *there[:3], types=(SOLID, least))
+    assert (target_of(own, decide(own).actions), drained(decide(own).actions)) == (2, [])
+
+
+def test_zones_share_the_maximum_of_their_type_and_what_is_lacking_is_bought_on_demand() -> None:
+    few = SPOT.model_copy(update={"max_nodes": 2})
+    seen = snapshot(worth(6, 5), node(1, SOLID, "us-1a"), types=(SOLID, few))
+    plan = decide(seen)
+    assert sum(count for (name, _), count in bought(plan.actions).items() if name == "gpu.spot") == 2
+    assert bought(plan.actions)["gpu", "us-1a"] == 2
+    assert target_of(seen, plan.actions) == 5
+    wide = few.model_copy(update={"resources": {"GPU": 2}})
+    pairs = snapshot(worth(6, 5), node(1, SOLID, "us-1a"), types=(SOLID, wide))
+    assert sum(count for (name, _), count in bought(decide(pairs).actions).items() if name == "gpu.spot") == 2
+    assert target_of(pairs, decide(pairs).actions) == 5
+
+
+def test_zones_share_the_limit_of_what_the_fleet_may_cost() -> None:
+    seen = replace(snapshot(worth(6, 1), types=(SOLID, SPOT), target=1), limits=Limits(hard_micro_usd_h=2_500_000))
+    plan = decide(seen)
+    assert (target_of(seen, plan.actions), sum(bought(plan.actions).values())) == (2, 2)
 
 
 def test_an_slo_without_a_time_is_refused() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 
@@ -16,7 +16,7 @@ from raytide.autoscaler.forecast import MEMORY_S, UsualRate
 from raytide.autoscaler.hazard import Hazard
 from raytide.autoscaler.paper_fleets import PaperFleets, ReplicaSpeed, Served, convex
 from raytide.autoscaler.serving_fleet import FleetNode, FleetPlan, FleetState, ReplicaPool
-from raytide.autoscaler.serving_memory import Heard, Memory, ServingGoal
+from raytide.autoscaler.serving_memory import Heard, Memory, Past, ServingGoal
 from raytide.autoscaler.slo_price import SloPrice
 from raytide.autoscaler.stock import LONGEST_REST_S, Stock
 from raytide.autoscaler.worth import NodeCount, late_with_losses, spared_by_draining
@@ -292,6 +292,15 @@ def test_on_demand_stays_until_its_spot_replacement_is_ready() -> None:
     assert plan(memory, serving).release == ("1",)
 
 
+def test_spot_stays_until_what_replaces_it_on_demand_is_ready() -> None:
+    worth = Worth(spot=1, ondemand=2, late_usd=0.0, late_per_h=(9.0, 4.0, 1.0, 0.0), usual_rps=1.0, together=0.4)
+    pools = {pool.name: pool for pool in (ReplicaPool("a", 1.0, True), ReplicaPool(ONDEMAND, 3.0, False))}
+    spot = [at("1", "a", True), at("2", "a", True)]
+    assert FleetState(worth, pools, spot, 60.0).plan().release == ()
+    assert FleetState(worth, pools, [*spot, at("3", ONDEMAND, False)], 60.0).plan().release != ("1",)
+    assert FleetState(worth, pools, [*spot, at("3", ONDEMAND, True)], 60.0).plan().release == ("1",)
+
+
 def test_spot_that_is_no_cheaper_than_on_demand_is_not_bought_and_the_cheapest_on_demand_pool_comes_first() -> None:
     worth = Worth(spot=3, ondemand=3, late_usd=0.0, late_per_h=(9.0, 4.0, 1.0, 0.0), usual_rps=1.0, together=0.4)
     pools = [
@@ -306,12 +315,37 @@ def test_spot_that_is_no_cheaper_than_on_demand_is_not_bought_and_the_cheapest_o
 def test_what_took_days_to_learn_is_known_to_the_next_controller_and_of_another_goal_nothing() -> None:
     old, new = busy_memory("a"), Memory.of(goal("a"))
     old.price.observe(1000, 500, 2.0, 20.0)
-    told = json.loads(json.dumps(old.to_json()))
+    told = Past.model_validate_json(old.past.model_dump_json())
     new.recall(told)
     assert new.paper.late_per_h(2.0).tolist() == old.paper.late_per_h(2.0).tolist()
     assert new.paper.request_s == old.paper.request_s
     assert new.price.usd(1.0, 3.0) == old.price.usd(1.0, 3.0)
     other, blank = Memory.of(goal("a", slo_target=0.5)), Memory.of(goal("a", slo_target=0.5))
     other.recall(told)
-    other.recall({})
-    assert other.to_json() == blank.to_json()
+    assert other.past == blank.past
+
+
+def test_a_memory_of_other_sizes_is_not_taken_for_one_s_own() -> None:
+    memory = busy_memory("a")
+    before, past = memory.past, memory.past
+    for late in ([[1.0]], [[1.0], [1.0, 2.0]], []):
+        memory.recall(past.model_copy(update={"paper": past.paper.model_copy(update={"late": late})}))
+    assert memory.past == before
+
+
+def test_replicas_that_turn_out_to_have_more_slots_or_fewer_keep_what_was_counted() -> None:
+    memory, rng = busy_memory("a"), np.random.default_rng(0)
+    known = memory.past
+    for slots in (9, 2, 8):
+        wider = replace(memory.goal, speed=replace(SPEED, slots=slots))
+        assert memory.is_for(wider)
+        memory.aim(wider)
+        assert memory.past == known
+    fleets = {slots: PaperFleets(3, ReplicaSpeed(1e9, slots, 1.0), 5.0) for slots in (1, 2, 4)}
+    fleets[0] = PaperFleets(3, ReplicaSpeed(1e9, 2, 1.0), 5.0)
+    fleets[0].run_at(ReplicaSpeed(1e9, 4, 1.0))
+    came = np.sort(rng.uniform(0.0, 600.0, 300))
+    for paper in fleets.values():
+        paper.observe(Served(0.0, 600.0, came, np.ones(300), np.full(300, 5.0)), 0.5)
+    late = {slots: sum(map(sum, paper.counted.late)) for slots, paper in fleets.items()}
+    assert late[0] == late[4] < late[2] < late[1]

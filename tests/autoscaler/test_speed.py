@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from raytide.autoscaler.paper_fleets import Counted
 from raytide.autoscaler.replica_need import request_s
+from raytide.autoscaler.serving_memory import Past
 from raytide.autoscaler.speed import ENOUGH, STRETCH_S, SpeedMeter
 from raytide.autoscaler.traffic import Traffics
 from raytide.autoscaler.words import Word, Words
@@ -14,6 +18,14 @@ from raytide.control.learned import PERIOD_S, Learned
 from raytide.core.endpoint import Counters, Endpoint, EndpointLoad, EndpointState, ReplicaLoad, ServeSpec, Speed
 
 PROMPT, OUTPUT = 500.0, 100.0
+PAST = Past(
+    slo_ttft_s=5.0,
+    slo_target=0.9,
+    max_replicas=8,
+    paper=Counted(late=[[1.0]], hours=[1.0], totals=[0.0]),
+    price_moved=0.5,
+    day_requests=100.0,
+)
 
 
 def word(at_s: float, rps: float, running: float, waiting: float, dt_s: float = 1.0) -> Word:
@@ -88,8 +100,8 @@ def test_what_was_learned_outlives_the_controller_and_counts_until_there_is_enou
     tmp_path: Path,
 ) -> None:
     path, speed = tmp_path / "learned.json", Speed(prefill_tps=2000.0, slots=8, tpot_ms=20.0)
-    Learned(path).keep({("m", 5.0): {"l4": speed}}, {("m", 5.0): {"paper": [1.0]}}, PERIOD_S)
-    assert Learned(path).fleets == {("m", 5.0): {"paper": [1.0]}}
+    Learned(path).keep({("m", 5.0): {"l4": speed}}, {("m", 5.0): PAST}, PERIOD_S)
+    assert Learned(path).fleets == {("m", 5.0): PAST}
     traffics = Traffics(Learned(path).speeds)
     endpoint = Endpoint(ServeSpec(name="m", model="/m"), "me", EndpointState.RUNNING, 5.0, 1)
     found = traffics.measured({"m": EndpointLoad(0.0, 0.0, 1, ("ray-1",))}, [endpoint], {"ray-1": "l4"})["m"].traffic
@@ -101,10 +113,34 @@ def test_what_was_learned_outlives_the_controller_and_counts_until_there_is_enou
     assert meter.speed != speed
 
 
-@pytest.mark.parametrize("text", ["", '{"endpoints": [{"endpoint": "m"}]}', '{"endpoints": [1]}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"endpoints": null}', '{"endpoints": [{"endpoint": "m"}]}', '{"endpoints": [1]}']
+)
 def test_a_file_that_says_nothing_useful_is_nothing_learned(tmp_path: Path, text: str) -> None:
     (tmp_path / "learned.json").write_text(text)
     assert Learned(tmp_path / "learned.json").speeds == {}
+
+
+@pytest.mark.parametrize("change", [{"paper": {}}, {"price_moved": None}, {"price_moved": float("nan")}, {"x": 1}, []])
+def test_what_was_learned_in_another_shape_is_dropped_and_the_rest_is_taken(tmp_path: Path, change: Any) -> None:
+    path, key = tmp_path / "learned.json", ("m", 5.0)
+    Learned(path).keep({}, {key: PAST, ("other", 1.0): PAST}, PERIOD_S)
+    told = json.loads(path.read_text())
+    told["endpoints"][0]["fleet"] = {**PAST.model_dump(), **change} if change else change
+    path.write_text(json.dumps(told))
+    assert Learned(path).fleets == {("other", 1.0): PAST}
+
+
+def test_a_disk_that_takes_nothing_does_not_stop_the_controller_and_what_was_learned_is_kept_later(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "full" / "learned.json"
+    learned = Learned(path)
+    learned.keep({}, {("m", 5.0): PAST}, PERIOD_S)
+    path.parent.mkdir()
+    learned.keep({}, {("m", 5.0): PAST}, 2 * PERIOD_S)
+    assert Learned(path).fleets == {("m", 5.0): PAST}
+    assert Learned(path.parent).fleets == {}
 
 
 def test_a_word_is_what_was_counted_since_the_last_one_and_the_same_one_says_nothing_twice() -> None:

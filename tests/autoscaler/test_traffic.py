@@ -82,8 +82,16 @@ def test_the_speed_is_that_of_the_node_types_that_serve() -> None:
     mean = Speed(prefill_tps=5000, slots=36, tpot_ms=30)
     assert speed_of(speeds, ["h100"]) == speeds["h100"]
     assert speed_of(speeds, ["h100", "l4"]) == mean
+    assert speed_of(speeds, ["h100", "l4", "l4", "l4"]) == Speed(prefill_tps=3000, slots=22, tpot_ms=40)
     assert speed_of(speeds, []) == speed_of(speeds, ["unknown"]) == mean
     assert speed_of({}, ["l4"]) is None
+
+
+def test_the_speed_moves_by_one_replica_s_share_when_one_comes_on_another_node() -> None:
+    speeds = {"l4": Speed(prefill_tps=1000, slots=8, tpot_ms=50), "h100": Speed(prefill_tps=9000, slots=64, tpot_ms=10)}
+    types = {"ray-1": "l4", "ray-2": "l4", "ray-3": "l4", "ray-4": "h100"}
+    seen = TrafficMeter().observe(EndpointLoad(0.0, 0.0, 4, tuple(types)), speeds, types)
+    assert seen.speed is not None and seen.speed.slots == 22
 
 
 def test_an_endpoint_made_anew_under_an_old_name_begins_anew() -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
+from raytide.autoscaler.serving_memory import Past
 from raytide.autoscaler.slo_fleets import Fleets
-from raytide.autoscaler.traffic import Key, Speeds
+from raytide.autoscaler.traffic import Speeds
+from raytide.core.config import Config
 from raytide.core.durable import read_json, write_json
 from raytide.core.endpoint import Speed
 from raytide.core.errors import ConfigError
@@ -17,8 +18,15 @@ log = logger(__name__)
 PERIOD_S = 60.0
 
 
+class _Entry(Config):
+    endpoint: str
+    created_at_s: float
+    speed: dict[str, Speed]
+    fleet: Past | None
+
+
 class Learned:
-    """Speeds of replicas, and the memories of the serving policy. A file that cannot be read is nothing learned."""
+    """Speeds of replicas, and the memories of the serving policy. What cannot be read is nothing learned."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -26,26 +34,36 @@ class Learned:
         self.fleets: Fleets = {}
         self._written_s = 0.0
         try:
-            for entry in (read_json(path) or {}).get("endpoints", []):
-                self._read(entry)
-        except (ValueError, KeyError, TypeError, AttributeError, ConfigError) as error:
-            log.warning("cannot read what was learned", extra={"path": str(path), "error": str(error)})
+            entries = (read_json(path) or {}).get("endpoints")
+        except (ValueError, OSError) as error:
+            self._complain("cannot read what was learned", error)
+            return
+        for entry in entries if isinstance(entries, list) else []:
+            try:
+                self._take(_Entry.parse(entry, where="what was learned"))
+            except ConfigError as error:
+                self._complain("cannot read what was learned of an endpoint", error)
 
     def keep(self, speeds: Speeds, fleets: Fleets, now_s: float) -> None:
-        """Once a minute, and only what changed."""
+        """Once a minute, and only what changed. Without it a new controller learns anew: no reason to stop this one."""
         if 0.0 <= now_s - self._written_s < PERIOD_S or (speeds, fleets) == (self.speeds, self.fleets):
             return
-        self.speeds, self.fleets, self._written_s = speeds, fleets, now_s
-        keys = sorted({*speeds, *fleets})
-        write_json(self._path, {"endpoints": [_entry(key, speeds.get(key, {}), fleets.get(key, {})) for key in keys]})
+        self._written_s = now_s
+        entries = [
+            _Entry(endpoint=key[0], created_at_s=key[1], speed=speeds.get(key, {}), fleet=fleets.get(key))
+            for key in sorted({*speeds, *fleets})
+        ]
+        try:
+            write_json(self._path, {"endpoints": [entry.model_dump() for entry in entries]})
+        except OSError as error:
+            self._complain("cannot keep what was learned", error)
+            return
+        self.speeds, self.fleets = speeds, fleets
 
-    def _read(self, entry: dict[str, Any]) -> None:
-        key = (str(entry["endpoint"]), float(entry["created_at_s"]))
-        speeds = {name: Speed.parse(speed, where="learned speed") for name, speed in entry["speed"].items()}
-        self.speeds = {**self.speeds, **({key: speeds} if speeds else {})}
-        self.fleets = {**self.fleets, **({key: entry["fleet"]} if entry["fleet"] else {})}
+    def _take(self, entry: _Entry) -> None:
+        key = entry.endpoint, entry.created_at_s
+        self.speeds = {**self.speeds, **({key: entry.speed} if entry.speed else {})}
+        self.fleets = {**self.fleets, **({key: entry.fleet} if entry.fleet is not None else {})}
 
-
-def _entry(key: Key, speeds: dict[str, Speed], fleet: dict[str, object]) -> dict[str, object]:
-    told = {node_type: speed.model_dump() for node_type, speed in speeds.items()}
-    return {"endpoint": key[0], "created_at_s": key[1], "speed": told, "fleet": fleet}
+    def _complain(self, what: str, error: Exception) -> None:
+        log.warning(what, extra={"path": str(self._path), "error": str(error)})

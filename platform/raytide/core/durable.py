@@ -28,12 +28,13 @@ def create_json(path: Path, data: Mapping[str, object], *, mode: int = 0o600) ->
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The file's mapping, or None when there is no such file."""
+    """The file's mapping, or None when there is no such file. ValueError when it holds no mapping."""
     try:
         data = json.loads(path.read_text())
     except FileNotFoundError:
         return None
-    assert isinstance(data, dict), path
+    if not isinstance(data, dict):
+        raise ValueError(f"{path} holds no mapping at its top")
     return data
 
 

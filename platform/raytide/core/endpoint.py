@@ -211,3 +211,5 @@ class Worth:
     """The chance that another zone of the region is lost with one."""
     is_sure: bool = True
     """False while it was watched for so short a time that nothing may be taken away."""
+    least: int = 0
+    """What the KV caches asked for at most, over the last `downscale_delay_s`."""
