@@ -5,19 +5,23 @@ endpoint for a while.
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 from raytide.autoscaler.forecast import MEMORY_S
 from raytide.autoscaler.hazard import Hazard
 from raytide.autoscaler.hosts import Hosts
-from raytide.autoscaler.live_fleet import prices, spot_held
+from raytide.autoscaler.live_fleet import kv_least, prices, spot_held
 from raytide.autoscaler.paper_fleets import ReplicaSpeed
 from raytide.autoscaler.serving_memory import TOLD_AFTER_S, Heard, Memory, Past, ServingGoal
 from raytide.autoscaler.traffic import Key
-from raytide.autoscaler.words import Arrivals, Words
+from raytide.autoscaler.words import Arrivals, Queue, Words
 from raytide.core.endpoint import Counters, EndpointLoad, Worth
 from raytide.core.market import Market
 from raytide.core.replicas import is_fresh, replica_shape
+from raytide.core.signals import FRESH_S
 from raytide.core.snapshot import EndpointView, Snapshot
 
 Fleets = dict[Key, Past]
@@ -33,33 +37,61 @@ YOUNG_S = 300.0
 class _Watched:
     memory: Memory
     since_s: float
+    """Since when what is usual is learned."""
+    heard_s: float
+    """Since when all that came was heard of."""
     looked_s: float
     words: Words = field(default_factory=Words)
     arrivals: Arrivals = field(default_factory=Arrivals)
+    queue: Queue = field(default_factory=Queue)
     counted: Counters = field(default_factory=Counters)
     """Since the last look."""
-    worth: Worth | None = None
+    kv_least: deque[tuple[float, int]] = field(default_factory=deque)
+    """When, and how many replicas the KV caches asked for, over the last `downscale_delay_s`."""
+    _worth: Worth | None = None
 
-    def hear(self, load: EndpointLoad) -> None:
+    @property
+    def worth(self) -> Worth | None:
+        least = max((least for _, least in self.kv_least), default=0)
+        return None if self._worth is None else replace(self._worth, least=least)
+
+    def hear(self, view: EndpointView, load: EndpointLoad, at_s: float) -> None:
         for word in self.words.new(load):
             self.arrivals.hear(word)
             self.counted = self.counted.plus(word.counted)
+        if is_fresh(load, at_s):
+            self.kv_least.append((at_s, kv_least(view)))
+        while self.kv_least and self.kv_least[0][0] < at_s - view.endpoint.spec.replicas.downscale_delay_s:
+            self.kv_least.popleft()
 
-    def look(self, view: EndpointView, load: EndpointLoad, seen: Snapshot, hazard: Hazard) -> None:
-        at_s, since_s = seen.at_s, self.since_s
+    def resume(self, at_s: float) -> None:
+        """After a silence: what came in it was not seen, whoever answers now. After a long one nobody knows what is
+        usual."""
+        if at_s - self.looked_s > MEMORY_S:
+            self.since_s = at_s
+        self.looked_s = self.heard_s = at_s
+        self.counted, self.queue = Counters(), Queue()
+        self.arrivals.came_s.clear()
+
+    def look(self, view: EndpointView, load: EndpointLoad, at_s: float, hosts: Hosts, hazard: Hazard) -> None:
+        """While no replica answers, requests are not counted, and what was usual before stays so."""
+        from_s, taken, goal = self.looked_s, round(self.counted.requests), self.memory.goal
+        came = self.queue.came(taken, round(load.queued), from_s, at_s)
+        self.arrivals.correct(came - taken, from_s, at_s)
+        told_s = (max(at - TOLD_AFTER_S, self.heard_s) for at in (from_s, at_s))
         heard = Heard(
             at_s=at_s,
-            dt_s=at_s - self.looked_s,
-            requests=round(self.counted.requests),
-            missed=round(self.counted.late),
+            dt_s=at_s - from_s if load.ready else 0.0,
+            requests=came,
+            missed=round(self.counted.late) + self.queue.became_late(at_s - goal.slo_ttft_s),
             ongoing=load.ongoing,
-            served=self.arrivals.served(max(self.looked_s - TOLD_AFTER_S, since_s), max(at_s - TOLD_AFTER_S, since_s)),
-            held=spot_held(view, Hosts.of(seen)),
+            served=self.arrivals.served(*told_s),
+            held=spot_held(view, hosts),
             ready=load.ready,
         )
         self.memory.learn(heard, hazard)
-        is_sure = at_s - since_s >= MEMORY_S or since_s - view.endpoint.created_at_s <= YOUNG_S
-        self.worth = replace(self.memory.worth(hazard), is_sure=is_sure)
+        is_sure = at_s - self.since_s >= MEMORY_S or self.since_s - view.endpoint.created_at_s <= YOUNG_S
+        self._worth = replace(self.memory.worth(hazard), is_sure=is_sure)
         self.looked_s, self.counted = at_s, Counters()
 
 
@@ -80,36 +112,48 @@ class SloFleets:
         served = {(v.endpoint.name, v.endpoint.created_at_s): v for v in seen.endpoints}
         self._watched = {key: watched for key, watched in self._watched.items() if key in served}
         self._known = {key: told for key, told in self._known.items() if key in served}
+        fleet = cache(lambda: (Market.of(seen), Hosts.of(seen)))
         for key, view in served.items():
             if view.load is not None and view.endpoint.spec.replicas.slo_target is not None:
-                self._watch(key, view, view.load, seen, hazard)
+                self._watch(key, view, view.load, seen.at_s, fleet, hazard)
         worth = {key: watched.worth for key, watched in self._watched.items()}
         views = (replace(view, worth=worth[key]) if key in worth else view for key, view in served.items())
         return replace(seen, endpoints=tuple(views))
 
-    def _watch(self, key: Key, view: EndpointView, load: EndpointLoad, seen: Snapshot, hazard: Hazard) -> None:
+    def _watch(
+        self,
+        key: Key,
+        view: EndpointView,
+        load: EndpointLoad,
+        at_s: float,
+        fleet: Callable[[], tuple[Market, Hosts]],
+        hazard: Hazard,
+    ) -> None:
         watched = self._watched.get(key)
         if watched is not None:
-            watched.hear(load)
-        if (watched is not None and seen.at_s - watched.looked_s < LOOK_S) or not is_fresh(load, seen.at_s):
+            watched.hear(view, load, at_s)
+        if (watched is not None and at_s - watched.looked_s < LOOK_S) or not is_fresh(load, at_s):
             return
-        if (goal := _goal(view, load, seen)) is None:
+        market, hosts = fleet()
+        if (goal := _goal(view, load, market)) is None:
             return
         if watched is None or not watched.memory.is_for(goal):
-            watched = self._watched[key] = _Watched(Memory.of(goal), seen.at_s, seen.at_s)
+            watched = self._watched[key] = _Watched(Memory.of(goal), at_s, at_s, at_s)
             if (past := self._known.pop(key, None)) is not None:
                 watched.memory.recall(past)
-            watched.hear(load)
+            watched.hear(view, load, at_s)
+        elif at_s - watched.looked_s > LOOK_S + FRESH_S:
+            watched.resume(at_s)
         watched.memory.aim(goal)
-        watched.look(view, load, seen, hazard)
+        watched.look(view, load, at_s, hosts, hazard)
 
 
-def _goal(view: EndpointView, load: EndpointLoad, seen: Snapshot) -> ServingGoal | None:
+def _goal(view: EndpointView, load: EndpointLoad, market: Market) -> ServingGoal | None:
     """None while nobody knows how fast a replica is."""
     spec, speed = view.endpoint.spec.replicas, load.traffic.speed if load.traffic is not None else None
     if speed is None or spec.slo_target is None or spec.slo_ttft_s is None:
         return None
-    ondemand_usd_h, spot_usd_h = prices(Market.of(seen), replica_shape(view))
+    ondemand_usd_h, spot_usd_h = prices(market, replica_shape(view))
     return ServingGoal(
         slo_ttft_s=spec.slo_ttft_s,
         slo_target=spec.slo_target,

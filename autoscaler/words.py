@@ -12,7 +12,6 @@ from raytide.core.endpoint import Counters, EndpointLoad, ReplicaLoad
 
 FORGET_S = 600.0
 """A replica that has been silent for longer is gone."""
-MOST_SIZES = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +51,28 @@ class Arrivals:
     """
 
     came_s: list[float] = field(default_factory=list)
-    sizes: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=MOST_SIZES))
+    sizes: deque[tuple[float, float]] = field(default_factory=deque)
     last: tuple[float, float] = (0.0, 0.0)
 
     def hear(self, word: Word) -> None:
         count, ended = round(word.counted.requests), round(word.counted.finished)
-        apart_s = (word.replica.at_s - word.from_s) / max(count, 1)
-        self.came_s += [word.from_s + (at + 0.5) * apart_s for at in range(count)]
+        self.came_s += spread(count, word.from_s, word.replica.at_s)
         if ended:
             size = word.counted.prompt_tokens / ended, word.counted.output_tokens / ended
             self.sizes.extend([size] * ended)
 
+    def correct(self, count: int, from_s: float, until_s: float) -> None:
+        """So many more came than replicas took; or fewer, since they took some that had waited."""
+        self.came_s += spread(count, from_s, until_s)
+        del self.came_s[max(0, len(self.came_s) + min(count, 0)) :]
+
     def served(self, from_s: float, until_s: float) -> Served:
-        """Those that came before `until_s` and were not told yet; of whom no size is known, the last one's."""
+        """Those that came before `until_s` and were not told yet; of whom no size is known, the last one's.
+
+        Nobody else can have ended yet: sizes beyond those are of requests that came unseen.
+        """
+        while len(self.sizes) > len(self.came_s):
+            self.sizes.popleft()
         told = sorted(at_s for at_s in self.came_s if at_s < until_s)
         self.came_s = [at_s for at_s in self.came_s if at_s >= until_s]
         sizes = [self._size() for _ in told]
@@ -75,3 +83,34 @@ class Arrivals:
         if self.sizes:
             self.last = self.sizes.popleft()
         return self.last
+
+
+@dataclass(slots=True)
+class Queue:
+    """In front of the replicas, where requests are not counted: only its length is told. First come, first served."""
+
+    came_s: deque[float] = field(default_factory=deque)
+    late: int = 0
+    """The first so many were told to be late."""
+
+    def came(self, taken: int, length: int, from_s: float, until_s: float) -> int:
+        """How many came, when replicas took so many meanwhile and so many wait now."""
+        count = max(0, taken + length - len(self.came_s))
+        self.came_s.extend(spread(count, from_s, until_s))
+        gone = len(self.came_s) - length
+        for _ in range(gone):
+            self.came_s.popleft()
+        self.late = max(0, self.late - gone)
+        return count
+
+    def became_late(self, before_s: float) -> int:
+        """How many came before that, and were not told yet."""
+        late = sum(at_s < before_s for at_s in self.came_s)
+        count, self.late = max(0, late - self.late), max(late, self.late)
+        return count
+
+
+def spread(count: int, from_s: float, until_s: float) -> list[float]:
+    """So many arrivals, each as far from the next."""
+    apart_s = (until_s - from_s) / max(count, 1)
+    return [from_s + (at + 0.5) * apart_s for at in range(count)]

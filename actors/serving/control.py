@@ -159,6 +159,7 @@ def _load(application: Application, said: bytes) -> EndpointLoad:
         ready=application.ready,
         replica_nodes=application.replica_nodes,
         replicas=replicas,
+        queued=seen.get("queued", 0.0),
     )
 
 

@@ -191,6 +191,8 @@ class EndpointLoad:
     replicas: tuple[ReplicaLoad, ...] = ()
     """Of those that answer, what each said last of itself."""
     traffic: Traffic | None = None
+    queued: float = 0.0
+    """Requests that wait for a replica to take them: none has counted them yet."""
 
 
 @dataclass(frozen=True, slots=True)

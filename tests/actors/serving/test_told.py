@@ -77,7 +77,8 @@ def test_what_is_told_arrives_by_name_with_its_time() -> None:
 
 
 def test_requests_of_which_serve_has_forgotten_are_those_of_the_engines_and_the_queue() -> None:
-    assert heard(told(ServingMetrics("m"), 1), 1.0, queued=3.0, serve_counts=0.0).ongoing == 4.0
+    load = heard(told(ServingMetrics("m"), 1), 1.0, queued=3.0, serve_counts=0.0)
+    assert (load.ongoing, load.queued) == (4.0, 3.0)
     assert heard(told(ServingMetrics("m"), 1), 1.0, serve_counts=7.0).ongoing == 7.0
 
 

@@ -1,0 +1,161 @@
+"""What an endpoint with an SLO is known to be asked, through outages of its replicas and silences of Serve."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from raytide.autoscaler.hazard import Hazard
+from raytide.autoscaler.slo_fleets import SloFleets
+from raytide.autoscaler.words import Arrivals, Queue, Word, Words
+from raytide.core.endpoint import (
+    Counters,
+    Endpoint,
+    EndpointLoad,
+    EndpointState,
+    ReplicaLoad,
+    Replicas,
+    ServeSpec,
+    Speed,
+    Traffic,
+    Worth,
+)
+from raytide.core.fleet import Market, NodeType
+from raytide.core.snapshot import EndpointView, Snapshot
+
+SPOT = NodeType(
+    name="gpu.spot",
+    resources={"GPU": 1},
+    market=Market.SPOT,
+    price_micro_usd_h=1_000_000,
+    zones=("us-1a",),
+    max_nodes=20,
+)
+REPLICAS = Replicas(min=1, max=8, slo_ttft_s=5.0, slo_target=0.95, cold_start_s=30.0, downscale_delay_s=60.0)
+SPEC = ServeSpec(name="m", model="/m", resources={"GPU": 1}, replicas=REPLICAS)
+STEP_S = 20.0
+
+
+@dataclass
+class Watch:
+    """Four replicas answer as many requests a second, until something else is said."""
+
+    fleets: SloFleets = field(default_factory=SloFleets)
+    at_s: float = 0.0
+    counted: dict[str, float] = field(default_factory=dict)
+    kv_use: float = 0.1
+    slots: int = 8
+
+    def hear(self, ids: str = "abcd", queued: float = 0.0, rps: float = 1.0) -> Worth:
+        """One look later. Each id a replica that answers."""
+        self.at_s += STEP_S
+        said = []
+        for name in ids:
+            count = self.counted[name] = self.counted.get(name, 0.0) + rps * STEP_S
+            counters = Counters(count, 1500.0 * count, 10.0 * count, finished=count)
+            said.append(ReplicaLoad(name, self.at_s, 2.0, kv_use=self.kv_use, counters=counters))
+        speed = Speed(prefill_tps=1500.0, slots=self.slots, tpot_ms=60.0)
+        load = EndpointLoad(self.at_s, queued + 2.0 * len(ids), len(ids), (), tuple(said), Traffic(speed=speed), queued)
+        endpoint = Endpoint(SPEC, "me", EndpointState.RUNNING, 0.0, len(ids))
+        seen = Snapshot(at_s=self.at_s, node_types=(SPOT,), endpoints=(EndpointView(endpoint, load),))
+        (view,) = self.fleets.on(seen, Hazard()).endpoints
+        assert view.worth is not None
+        return view.worth
+
+    def hear_for(self, seconds: float, **words: float) -> Iterator[Worth]:
+        for _ in range(int(seconds / STEP_S)):
+            yield self.hear(**words)  # type: ignore[arg-type]
+
+
+def busy() -> Watch:
+    """Nobody watched it when it was young."""
+    watch = Watch(at_s=5000.0)
+    known = list(watch.hear_for(2000.0))
+    assert not known[0].is_sure and known[-1].is_sure
+    assert known[-1].usual_rps == pytest.approx(4.0) and known[-1].spot >= 4
+    return watch
+
+
+def test_while_nobody_answers_what_is_usual_stays_so_and_those_that_wait_for_too_long_are_late() -> None:
+    watch = busy()
+    before = watch.hear()
+    out = [watch.hear(ids="", queued=4.0 * STEP_S * look) for look in range(1, 31)]
+    assert {worth.usual_rps for worth in out} == {before.usual_rps}
+    assert min(worth.ondemand for worth in out) >= before.ondemand and min(w.spot for w in out) >= before.spot
+    assert out[-1].late_usd > before.late_usd
+    back = watch.hear(ids="efgh", queued=2400.0)
+    back = watch.hear(ids="efgh", queued=0.0, rps=2400.0 / STEP_S / 4)
+    assert back.usual_rps < before.usual_rps  # those had waited: nobody new came
+
+
+def test_after_a_silence_with_other_replicas_the_usual_rate_is_the_one_before_it() -> None:
+    for silence_s, is_sure in ((600.0, True), (1200.0, False)):
+        watch = busy()
+        before = watch.hear()
+        watch.at_s += silence_s
+        first, *later = [watch.hear("efgh"), *watch.hear_for(800.0, ids="efgh")]  # type: ignore[arg-type]
+        assert first.is_sure is is_sure
+        assert first.usual_rps == pytest.approx(before.usual_rps)
+        assert min(worth.usual_rps for worth in later) > 0.97 * before.usual_rps
+        assert watch.hear("efgh").is_sure is is_sure  # it takes a quarter of an hour
+
+
+def test_a_short_silence_of_those_who_count_on_loses_nothing() -> None:
+    watch = busy()
+    watch.at_s += STEP_S
+    for name in "abcd":
+        watch.counted[name] += STEP_S
+    assert watch.hear().usual_rps == pytest.approx(4.0)
+
+
+def test_a_speed_that_is_learned_anew_throws_nothing_away() -> None:
+    watch = busy()
+    before = watch.hear()
+    watch.slots = 9
+    after = watch.hear()
+    assert after.is_sure and after.usual_rps == pytest.approx(before.usual_rps)
+    assert after.late_per_h == pytest.approx(before.late_per_h, rel=0.05)
+
+
+def test_what_full_kv_caches_ask_for_is_held_for_as_long_as_any_fall_of_the_load_takes() -> None:
+    watch = Watch(kv_use=1.0)
+    assert watch.hear().least == 5
+    watch.kv_use = 0.1
+    assert [watch.hear().least for _ in range(4)] == [5, 5, 5, 1]
+
+
+def test_requests_in_the_queue_are_counted_once_and_are_late_once() -> None:
+    queue = Queue()
+    assert queue.came(taken=10, length=5, from_s=0.0, until_s=15.0) == 15
+    assert queue.became_late(12.0) == 2 and queue.became_late(12.0) == 0
+    assert queue.came(taken=3, length=2, from_s=15.0, until_s=30.0) == 0
+    assert queue.became_late(30.0) == 2
+    assert queue.came(taken=4, length=2, from_s=30.0, until_s=40.0) == 4
+    assert queue.came(taken=0, length=0, from_s=40.0, until_s=50.0) == 0  # they gave up
+    assert queue.became_late(100.0) == 0
+
+
+def test_those_that_wait_have_come_and_are_not_told_again_when_they_are_taken() -> None:
+    arrivals, replica = Arrivals(), ReplicaLoad("a", 40.0)
+    arrivals.correct(4, 0.0, 20.0)
+    arrivals.hear(Word(replica, 20.0, Counters(6.0)))
+    arrivals.correct(-4, 20.0, 40.0)
+    came_s = arrivals.served(0.0, 100.0).arrival_s.tolist()
+    assert came_s == pytest.approx([2.5, 7.5, 12.5, 17.5, 20.0 + 10 / 6, 25.0])
+
+
+def test_sizes_of_requests_that_nobody_saw_come_are_forgotten() -> None:
+    arrivals, words, counted = Arrivals(), Words(), 0.0
+    for second in range(400):
+        counted += 1.0
+        counters = Counters(counted, 1000.0 * 16 * counted, 100.0 * 16 * counted, finished=16 * counted)
+        load = EndpointLoad(float(second), 0.0, 1, (), (ReplicaLoad("a", float(second), counters=counters),))
+        for word in words.new(load):
+            arrivals.hear(word)
+        if second % 20 == 0:
+            arrivals.served(0.0, second - 120.0)
+            assert len(arrivals.sizes) <= 160
+    told = replace(arrivals).served(0.0, 400.0)
+    assert set(told.prompt_tokens.tolist()) == {1000.0}
