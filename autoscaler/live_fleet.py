@@ -17,10 +17,11 @@ from raytide.core.endpoint import Worth
 from raytide.core.fleet import Market as Kind
 from raytide.core.fleet import NodeState, fits, labels_match, minus, whole_shares
 from raytide.core.gang import Shape
-from raytide.core.market import Basket, Market, Offer
+from raytide.core.market import Basket, Market
 from raytide.core.money import format_usd
 from raytide.core.plan import Drain, Rejected
 from raytide.core.replicas import is_fresh, replica_shape, unheard
+from raytide.core.shelf import Offer
 from raytide.core.shortfall import copies
 from raytide.core.snapshot import EndpointView, NodeView, Snapshot
 
@@ -156,6 +157,7 @@ def _pools(
     for node in (node_view.node for node_view in hosts.near(view)):
         name, is_spot = pool_name(node.type, node.zone), node.market is Kind.SPOT
         pools[name] = ReplicaPool(name, node.price_micro_usd_h / 1e6, is_spot, most=0)
+    to_be_had = market.can_have()
     for name, (offer, fit) in offers.items():
         known = market.pools.get((offer.node_type.name, offer.zone))
         most = int(to_be_had[offer.row]) * fit

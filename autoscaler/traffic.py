@@ -113,7 +113,7 @@ class Traffics:
 
 
 def speed_of(speeds: Mapping[str, Speed], node_types: Iterable[str]) -> Speed | None:
-    """The mean over replicas on these node types, over all types if none of them was measured; None when nothing was."""
+    """The mean over replicas on these node types, over all types if none of these was measured; None when none was."""
     known = [speeds[name] for name in node_types if name in speeds] or list(speeds.values())
     if not known:
         return None
