@@ -68,7 +68,7 @@ def test_a_run_that_was_over_when_its_driver_started_again_shows_all_its_steps(
 ) -> None:
     driver = object.__new__(_Driver)
     driver.spec, driver.record, driver.number, driver.recovery, driver.hands = small, record_of(small), 0, None, []
-    driver.crew, driver.fits, driver.watch = SimpleNamespace(ready=0), None, None  # type: ignore[assignment]
+    driver.crew, driver.fits, driver.watch = SimpleNamespace(ready=0, settled=""), None, None  # type: ignore[assignment]
     driver.pace = Pace()
     monkeypatch.setattr(driver, "_gather", lambda: [SimpleNamespace(host="only")])
     monkeypatch.setattr(driver, "_tell_who", lambda: None)
@@ -82,6 +82,7 @@ def test_a_run_that_was_over_when_its_driver_started_again_shows_all_its_steps(
 def test_a_driver_says_how_much_work_is_left_and_how_much_may_be_done_again(small: TrainSpec) -> None:
     record_of(small).step(done(1, 3.0))
     driver = object.__new__(_Driver)
+    driver.crew = SimpleNamespace(settled="")  # type: ignore[assignment]
     driver.spec, driver.record = small.model_copy(update={"steps": 11, "checkpoint_every": 5}), record_of(small)
     driver.pace = Pace(driver.record.step_s)
     progress = driver._progress(1)
