@@ -20,6 +20,7 @@ from ray.util.placement_group import PlacementGroup
 from raytide.actors.gang.gang import Gang
 from raytide.actors.gang.groups import bundle
 from raytide.actors.gang.leases import LeaseWatch, ready, settled
+from raytide.core.errors import UsageError
 from raytide.core.gang import Member
 from raytide.core.ports import GangClient
 from raytide.core.ray_internals import ray_train
@@ -49,21 +50,34 @@ class LeasedScaling(ScalingConfig):
         """What Ray Train's controller gets: it holds nothing itself."""
         return {name: value for name, value in self.__dict__.items() if name != "hold"}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        _install()  # else a `fit` here would be Ray Train's own, without a lease
+
 
 def scaling(
     hold: Hold, client: GangClient, num_workers: int | tuple[int, int], resources: dict[str, float]
 ) -> LeasedScaling:
     """The `scaling_config`; `resources` are of each worker, and those of a member of the gang."""
-    _train.trainers.DataParallelTrainer.fit = _fit
-    _train.trainers.create_scaling_policy = _policy
+    _install()
     use_gpu = resources.get("GPU", 0) > 0
     return LeasedScaling(hold, client, num_workers, use_gpu=use_gpu, resources_per_worker=dict(resources))
+
+
+def _install() -> None:
+    _train.trainers.DataParallelTrainer.fit = _fit
+    _train.trainers.create_scaling_policy = _policy
 
 
 def _fit(trainer: Any) -> Any:
     config = trainer.scaling_config
     if not isinstance(config, LeasedScaling):
         return _plain_fit(trainer)
+    if not hasattr(config, "hold"):
+        raise UsageError(
+            "this scaling_config was made in another process, and cannot wait for a lease here.",
+            hint="Call `raytide.scaling_config` in the process that calls `fit()`.",
+        )
     with config.hold() as gang:
         config.job_id = gang.job_id
         return _plain_fit(trainer)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from typing import Any, Self
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Self, TypeVar
 
 from raytide.control.client import Client
 from raytide.control.views import JobView, WhyView
 from raytide.control.wire import to_json
 from raytide.core.clock import ago
-from raytide.core.errors import RaytideError, WaitTimeoutError
+from raytide.core.errors import ClusterError, RaytideError, WaitTimeoutError
 from raytide.core.job import JobState
 from raytide.core.money import format_usd
 
 _POLL_S = 0.3
+AWAY_S = 60.0
+
+T = TypeVar("T")
 
 
 class Run:
@@ -54,7 +57,7 @@ class Run:
         deadline = time.monotonic() + timeout_s
         seen: JobView | None = None
         while True:
-            view = self.refresh().view
+            view = patiently(self.id, self.refresh).view
             if view != seen:
                 seen = view
                 yield view
@@ -81,8 +84,9 @@ class Run:
         self.wait()
         return str(self.progress.get("model", self.out))
 
-    def logs(self) -> str:
-        return self._client.logs(self.id)
+    def logs(self, *, offset: int = 0) -> str:
+        """What it printed, from this character on."""
+        return self._client.logs(self.id, offset=offset)
 
     def stop(self) -> Self:
         self.view = self._client.stop(self.id)
@@ -108,6 +112,19 @@ class Run:
 
         rows = [("state", self.state), ("why", explain(self.view)), ("cost", format_usd(self.view.cost_micro_usd))]
         return table(self.id, ("", ""), [*rows, *self.progress.items()])
+
+
+def patiently(job_id: str, ask: Callable[[], T]) -> T:
+    """The answer of an API that may be restarting: the job goes on meanwhile."""
+    deadline = time.monotonic() + AWAY_S
+    while True:
+        try:
+            return ask()
+        except ClusterError as error:
+            if time.monotonic() >= deadline:
+                hint = f"{job_id} goes on: `raytide logs -f {job_id}` follows it."
+                raise ClusterError(error.message, hint=hint) from None
+            time.sleep(_POLL_S)
 
 
 def explain(view: JobView) -> str:

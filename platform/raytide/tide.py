@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -160,7 +161,8 @@ class Tide:
     ) -> Callable[[Callable[P, T]], Callable[P, T]]:
         """A decorator: each call of the function waits in the queue, runs on a leased node, and returns its result.
 
-        This process is its driver, as in `gang`. A lost node costs one of `retries`; what the function raises, none.
+        This process, on a machine of the cluster, is its driver, as in `gang`; Ray is entered when it was not. A lost
+        node costs one of `retries`; what the function raises, none.
         """
         from raytide.task_call import call
 
@@ -168,6 +170,7 @@ class Tide:
             @wraps(work)
             def run(*args: P.args, **kwargs: P.kwargs) -> T:
                 named = name or work.__name__
+                self._find_ray()
                 with self.gang(
                     1, resources=resources, labels=labels, name=named, team=team, timeout_s=timeout_s, **job
                 ) as gang:
@@ -230,6 +233,13 @@ class Tide:
         status = self.status()
         rows = [(node.id, node.type, str(node.market), node.zone, str(node.state)) for node in status.nodes]
         return table(f"cluster {status.name}", ("node", "type", "market", "zone", "state"), rows)
+
+    def _find_ray(self) -> None:
+        """So that Ray starts no cluster of its own here."""
+        import ray
+
+        if not ray.is_initialized() and "RAY_ADDRESS" not in os.environ:
+            os.environ.update(self.status().ray_environment)
 
     def _submit(
         self,

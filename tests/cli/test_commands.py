@@ -228,8 +228,8 @@ class Watched(Client):
     def job(self, job_id: str) -> JobView:
         return view(self.states.pop(0))
 
-    def logs(self, job_id: str) -> str:
-        return self.texts.pop(0)
+    def logs(self, job_id: str, *, offset: int = 0) -> str:
+        return self.texts.pop(0)[offset:]
 
 
 @pytest.fixture

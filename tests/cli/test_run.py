@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 from raytide.cli.app import app
 from raytide.control.client import Client
 from raytide.control.views import JobView, Waiting
-from raytide.core.errors import ConfigError, RaytideError, UsageError
-from raytide.core.gang import Shape
+from raytide.core.errors import ClusterError, ConfigError, RaytideError, UsageError
+from raytide.core.gang import GangSpec, Shape
 from raytide.core.job import Job, JobKind, JobSpec, JobState
 from raytide.script import between, command_of, pairs_of, shape, shape_of
 
@@ -24,6 +24,7 @@ class Desk(Client):
     def __init__(self, *looks: tuple[JobState, str]) -> None:
         super().__init__("http://127.0.0.1:9", "")
         self.looks, self.specs, self.packages = list(looks), [], []
+        self.deaths = 0
 
     def upload(self, package: bytes) -> str:
         self.packages.append(package)
@@ -34,11 +35,14 @@ class Desk(Client):
         return self._view(JobState.QUEUED)
 
     def job(self, job_id: str) -> JobView:
+        if self.deaths:
+            self.deaths -= 1
+            raise ClusterError("the API does not answer.")
         state, self.printed = self.looks.pop(0)
         return self._view(state)
 
-    def logs(self, job_id: str) -> str:
-        return self.printed
+    def logs(self, job_id: str, *, offset: int = 0) -> str:
+        return self.printed[offset:]
 
     def _view(self, state: JobState) -> JobView:
         reason = "rank 0 on node-1 ended with exit code 3" if state is JobState.FAILED else ""
@@ -66,6 +70,21 @@ def test_the_output_is_followed_and_the_wait_goes_to_stderr(script: Path, desk: 
     done = runner.invoke(app, ["run", "train.py"])
     assert (done.exit_code, done.stdout) == (0, "step 1\nstep 2\n")
     assert "it needs 2 x (8 GPU)." in done.stderr
+
+
+@pytest.mark.parametrize("command", ["run train.py", "logs -f job-1"])
+def test_an_api_that_restarts_does_not_end_it(
+    script: Path, desk: Desk, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setattr("raytide.job_run._POLL_S", 0.0)
+    monkeypatch.setattr("raytide.cli.jobs._FOLLOW_S", 0.0)
+    desk.specs.append(JobSpec(kind=JobKind.SCRIPT, name="train", gang=GangSpec(shapes=(shape(),))))
+    desk.deaths = 3
+    done = runner.invoke(app, command.split())
+    assert (done.exit_code, done.stdout) == (0, "step 1\nstep 2\n")
+    desk.deaths = 1
+    monkeypatch.setattr("raytide.job_run.AWAY_S", 0.0)
+    assert "job-1 goes on: `raytide logs -f job-1`" in str(runner.invoke(app, command.split()).exception)
 
 
 def test_a_failed_script_is_a_failed_command(script: Path, desk: Desk) -> None:

@@ -154,24 +154,37 @@ class TestJobs:
         assert error(response)["hint"]
 
     def test_a_script_needs_its_package_which_is_what_its_digest_says(self, client: TestClient) -> None:
-        digest = hashlib.sha256(b"files").hexdigest()
+        files = b"PK\5\6" + bytes(18)  # an empty zip file
+        digest = hashlib.sha256(files).hexdigest()
         script = {**GANG, "kind": "script", "config": {"command": ["python", "x.py"], "package": digest}}
         assert error(client.post("/v1/jobs", json=script))["code"] == "not_found"
         assert error(client.put(f"/v1/packages/{digest}", content=b"other"))["code"] == "bad_data"
-        assert error(client.put("/v1/packages/state.db", content=b"files"))["code"] == "bad_data"
-        assert client.put(f"/v1/packages/{digest}", content=b"files").status_code == 200
+        assert error(client.put("/v1/packages/state.db", content=files))["code"] == "bad_data"
+        assert client.put(f"/v1/packages/{digest}", content=files).status_code == 200
+        assert client.get(f"/v1/packages/{digest}").status_code == 403, "nobody's yet"
         assert client.post("/v1/jobs", json=script).json()["job"]["state"] == "queued"
-        assert client.get(f"/v1/packages/{digest}").content == b"files"
+        assert client.get(f"/v1/packages/{digest}").content == files
+        assert client.get(f"/v1/packages/{digest}", headers={"Authorization": "Bearer root"}).content == files
+        assert client.get(f"/v1/packages/{digest}", headers={"Authorization": "Bearer other"}).status_code == 403
         assert client.get(f"/v1/packages/{digest}", headers={"Authorization": ""}).status_code == 401
 
-    def test_a_package_that_nobody_used_for_a_month_goes(
-        self, client: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    def test_packages_make_room_for_one_that_is_uploaded_but_not_those_of_jobs(
+        self, client: TestClient, tmp_path: Path
     ) -> None:
-        old, new = (hashlib.sha256(body).hexdigest() for body in (b"old", b"new"))
-        client.put(f"/v1/packages/{old}", content=b"old")
-        os.utime(tmp_path / "packages" / f"{old}.zip", (1.0, 1.0))
-        client.put(f"/v1/packages/{new}", content=b"new")
-        assert [path.stem for path in (tmp_path / "packages").iterdir()] == [new]
+        def upload(comment: bytes) -> str:
+            body = b"PK\5\6" + bytes(16) + bytes([len(comment), 0]) + comment
+            digest = hashlib.sha256(body).hexdigest()
+            assert client.put(f"/v1/packages/{digest}", content=body).status_code == 200
+            os.utime(tmp_path / "packages" / f"{digest}.zip", (1.0, 1.0))
+            return digest
+
+        used = upload(b"used")
+        script = {"command": ["python", "x.py"], "package": used}
+        client.post("/v1/jobs", json={**GANG, "kind": "script", "config": script})
+        os.utime(tmp_path / "packages" / f"{used}.zip", (1.0, 1.0))
+        upload(b"old")
+        new = upload(b"new")
+        assert {path.stem for path in (tmp_path / "packages").iterdir()} == {used, new}
 
     def test_a_driver_that_hangs_up_has_a_moment_to_ask_again(
         self, client: TestClient, clock: VirtualClock, desk: Desk, store: Store
@@ -218,6 +231,22 @@ class TestJobs:
         client.post("/v1/jobs/job-1/report", json={"step": 1, "loss": 2.5})
         client.post("/v1/jobs/job-1/report", json={"step": 2})
         assert client.get("/v1/jobs/job-1").json()["job"]["progress"] == {"step": 2, "loss": 2.5}
+
+    def test_logs_come_from_where_one_was_in_parts_and_ray_is_asked_once_a_second(
+        self, client: TestClient, clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        client.post("/v1/jobs", json=GANG)
+        monkeypatch.setattr("raytide.control.api.desk._LOGS_CHARS", 4)
+        said = ["0123456789", "0123456789ab"]
+        monkeypatch.setattr(Echo, "logs", lambda *_: said.pop(0))
+
+        def ask(offset: int) -> tuple[str, bool]:
+            answer = client.get("/v1/jobs/job-1/logs", params={"offset": offset}).json()
+            return answer["logs"], answer["more"]
+
+        assert [ask(at) for at in (0, 4, 8, 10)] == [("0123", True), ("4567", True), ("89", False), ("", False)]
+        clock.advance(1.0)
+        assert ask(10) == ("ab", False)
 
     def test_logs_join_all_attempts(self, client: TestClient) -> None:
         client.post("/v1/jobs", json=GANG)

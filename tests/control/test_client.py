@@ -70,3 +70,11 @@ def test_a_change_is_given_up_when_the_api_stays_away(monkeypatch: pytest.Monkey
     monkeypatch.setattr(module, "_AWAY_S", 0.0)
     with pytest.raises(ClusterError, match="does not answer"):
         connected(Api(99, lambda request: httpx.Response(200, json={}))).stop("job-1")
+
+
+def test_logs_are_asked_for_part_by_part() -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        at = int(request.url.params["offset"])
+        return httpx.Response(200, json={"logs": "0123456789"[at : at + 4], "more": at < 6})
+
+    assert connected(Api(0, answer)).logs("job-1", offset=1) == "123456789"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +18,7 @@ from raytide.control.wire import to_json
 from raytide.core.clock import ago
 from raytide.core.job import Job, JobState
 from raytide.core.money import format_usd
-from raytide.job_run import Run, explain
+from raytide.job_run import Run, explain, patiently
 from raytide.tide import Tide
 
 JobId = Annotated[str, typer.Argument(help="A job, as `raytide ps` lists it.")]
@@ -95,15 +96,17 @@ def logs(
     if json:
         as_json({"job": job_id, "logs": client.logs(job_id)})
         return
-    printed = 0
-    while True:
-        is_over = not follow or client.job(job_id).job.is_final  # asked first: what it says last is not to be missed
-        text = client.logs(job_id)
-        print(text[printed:], end="", flush=True)
-        printed = len(text)
-        if is_over:
-            return
-        time.sleep(_FOLLOW_S)
+    if not follow:
+        print(client.logs(job_id), end="")
+        return
+    printed, is_over = 0, False
+    while not is_over:
+        is_over = patiently(job_id, lambda: client.job(job_id)).job.is_final  # first: its last words are not missed
+        text = patiently(job_id, partial(client.logs, job_id, offset=printed))
+        print(text, end="", flush=True)
+        printed += len(text)
+        if not is_over:
+            time.sleep(_FOLLOW_S)
 
 
 def stop(job_id: JobId, cluster: ClusterName = None, json: Json = False) -> None:

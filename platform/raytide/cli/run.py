@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +14,7 @@ from raytide.cli.jobs import BudgetUsd, Deadline, EstimateH, Priority, Wait, due
 from raytide.cli.show import ClusterName, Json, as_json
 from raytide.control.client import Client
 from raytide.core.job import JobState
-from raytide.job_run import Run, explain
+from raytide.job_run import Run, explain, patiently
 from raytide.script import between, pairs_of, shape, shape_of
 from raytide.tide import Tide
 
@@ -93,7 +94,7 @@ def _follow(job: Run, *, quiet: bool) -> None:
     """What the script prints goes to stdout, what it waits for to stderr."""
     waits, printed = "", 0
     while True:
-        view = job.refresh().view
+        view = patiently(job.id, job.refresh).view
         if quiet and view.job.is_final:
             return
         if not quiet:
@@ -101,9 +102,9 @@ def _follow(job: Run, *, quiet: bool) -> None:
             if latest and latest != waits:
                 print(latest, file=sys.stderr, flush=True)
             waits = latest or waits
-            text = job.logs()
-            print(text[printed:], end="", flush=True)
-            printed = len(text)
+            text = patiently(job.id, partial(job.logs, offset=printed))
+            print(text, end="", flush=True)
+            printed += len(text)
             if view.job.is_final:
                 return
         time.sleep(_FOLLOW_S)

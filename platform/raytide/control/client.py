@@ -102,8 +102,13 @@ class Client:
         params = {"soft": soft} if usd is None else {"usd": usd, "soft": soft}
         return from_json(JobView, self._call("PUT", f"/v1/jobs/{job_id}/budget", patience_s=_AWAY_S, params=params))
 
-    def logs(self, job_id: str) -> str:
-        return str(self._get(f"/v1/jobs/{job_id}/logs")["logs"])
+    def logs(self, job_id: str, *, offset: int = 0) -> str:
+        """What its driver wrote, from this character on."""
+        text, has_more = "", True
+        while has_more:
+            answer = self._get(f"/v1/jobs/{job_id}/logs", {"offset": offset + len(text)})
+            text, has_more = text + answer["logs"], answer["more"]
+        return text
 
     def lease(self, job_id: str) -> Lease:
         return self.wait_lease(job_id, newer_than=-1, timeout_s=0)

@@ -42,11 +42,8 @@ class Drivers:
 
     def statuses(self) -> dict[DriverKey, DriverStatus]:
         """Every attempt that Ray remembers."""
-        response = self._call("GET", "/api/jobs/")
-        if not response.is_success:
-            raise ClusterError(f"Ray's job service answered {response.status_code}: {response.text.strip()[-300:]}")
         found = {}
-        for entry in response.json():
+        for entry in _ok(self._call("GET", "/api/jobs/")).json():
             key = _key(str(entry.get("submission_id") or ""))
             if key is not None:
                 found[key] = _status(key, entry)
@@ -59,7 +56,9 @@ class Drivers:
     def logs(self, key: DriverKey) -> str:
         """What the attempt wrote so far; empty when Ray does not know it."""
         response = self._call("GET", f"/api/jobs/{_submission_id(key)}/logs")
-        return str(response.json().get("logs") or "") if response.is_success else ""
+        if response.status_code == httpx.codes.NOT_FOUND:
+            return ""
+        return str(_ok(response).json().get("logs") or "")
 
     def close(self) -> None:
         self._http.close()
@@ -71,6 +70,12 @@ class Drivers:
             raise ClusterError(
                 f"Ray's job service at {self._http.base_url} does not answer: {error}.", hint="See logs/head.log."
             ) from None
+
+
+def _ok(response: httpx.Response) -> httpx.Response:
+    if not response.is_success:
+        raise ClusterError(f"Ray's job service answered {response.status_code}: {response.text.strip()[-300:]}")
+    return response
 
 
 def _submission_id(key: DriverKey) -> str:

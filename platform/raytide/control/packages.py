@@ -7,17 +7,20 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+import zipfile
+from collections.abc import Iterator, Set
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from raytide.core.errors import DataError, NotFoundError
+from raytide.core.errors import DataError, NotFoundError, StorageError
 from raytide.core.package import MOST_BYTES
 from raytide.core.storage import full_disk_is_an_error
 
 KEPT_S = 30 * 86_400.0
-"""Since it was uploaded or used last."""
+"""Since it was uploaded or used last; longer while a job that is not over has it."""
+TOTAL_BYTES = 10 * 2**30
+"""Of all packages; those used longest ago go first."""
 
 
 class Packages:
@@ -36,12 +39,26 @@ class Packages:
             ) from None
         return path
 
+    def make_room(self, in_use: Set[str]) -> None:
+        """For one more. Those of these digests stay; StorageError when they leave no room."""
+        oldest_s, left = time.time() - KEPT_S, TOTAL_BYTES - MOST_BYTES
+        files = [(path.stem in in_use, used_s, size, path) for path, used_s, size in self._files()]
+        for stays, used_s, size, path in sorted(files, reverse=True):
+            left -= size
+            if not stays and (used_s < oldest_s or left < 0):
+                path.unlink(missing_ok=True)
+                left += size
+        if left < 0:
+            raise StorageError(
+                f"packages of jobs that are not over fill the {TOTAL_BYTES / 2**30:.0f} GiB that there are for them.",
+                hint="Stop jobs that are not needed, or upload less.",
+            )
+
     @contextmanager
     def receive(self, digest: str) -> Iterator[Part]:
         """A file to write to; it becomes the package at the end, if it is what its digest says."""
         final = self._file(digest)
         self._folder.mkdir(mode=0o700, exist_ok=True)
-        self._sweep()
         staged = self._folder / f".{secrets.token_hex(8)}"
         try:
             with full_disk_is_an_error(str(final)), staged.open("wb") as file:
@@ -49,6 +66,8 @@ class Packages:
                 yield part
             if part.digest != digest:
                 raise DataError("the package that arrived is not the one announced.", hint="Send it again.")
+            if not zipfile.is_zipfile(staged):
+                raise DataError("the package that arrived is no zip file.", hint="`raytide run` packs and uploads.")
             os.replace(staged, final)
         finally:
             staged.unlink(missing_ok=True)
@@ -58,11 +77,12 @@ class Packages:
             raise DataError(f"{digest[:80]!r} is no digest of a package.", hint="It is SHA-256, in hex.")
         return self._folder / f"{digest}.zip"
 
-    def _sweep(self) -> None:
-        oldest_s = time.time() - KEPT_S
-        for path in self._folder.iterdir():
-            if path.stat().st_mtime < oldest_s:
-                path.unlink(missing_ok=True)
+    def _files(self) -> Iterator[tuple[Path, float, int]]:
+        """With when each was used last, and how large it is; what arrives or was left half arrived is one too."""
+        for path in self._folder.glob("*"):
+            with suppress(FileNotFoundError):
+                stat = path.stat()
+                yield path, stat.st_mtime, stat.st_size
 
 
 class Part:

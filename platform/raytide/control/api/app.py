@@ -55,6 +55,7 @@ def create_app(desk: Desk, tokens: Tokens) -> FastAPI:
 
     @app.put("/v1/packages/{digest}")
     async def upload(who: Who, digest: str, request: Request) -> Any:
+        await asyncio.to_thread(desk.make_room)
         with desk.packages.receive(digest) as part:
             async for chunk in request.stream():
                 await asyncio.to_thread(part.write, chunk)
@@ -62,7 +63,7 @@ def create_app(desk: Desk, tokens: Tokens) -> FastAPI:
 
     @app.get("/v1/packages/{digest}")
     def package(who: Who, digest: str) -> Response:
-        return FileResponse(desk.packages.path(digest))
+        return FileResponse(desk.package(digest, who))
 
     @app.get("/v1/jobs")
     def jobs(who: Who, limit: int = 100, offset: int = 0) -> Any:
@@ -89,8 +90,9 @@ def create_app(desk: Desk, tokens: Tokens) -> FastAPI:
         return to_json(desk.set_budget(job_id, who, usd, soft=soft))
 
     @app.get("/v1/jobs/{job_id}/logs")
-    def logs(who: Who, job_id: str) -> Any:
-        return {"logs": desk.logs(job_id, who)}
+    def logs(who: Who, job_id: str, offset: int = 0) -> Any:
+        text, has_more = desk.logs(job_id, who, max(offset, 0))
+        return {"logs": text, "more": has_more}
 
     @app.post("/v1/jobs/{job_id}/report")
     def report(who: Who, job_id: str, body: Body) -> Any:

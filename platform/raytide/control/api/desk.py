@@ -33,7 +33,7 @@ from raytide.core.cluster import ClusterConfig
 from raytide.core.data_spec import DataSpec
 from raytide.core.endpoint import ServeSpec
 from raytide.core.entry import Entry, EntryKind
-from raytide.core.errors import ConfigError, ConflictError, DataError, LeaseLostError, UsageError
+from raytide.core.errors import ConfigError, ConflictError, DataError, DeniedError, LeaseLostError, UsageError
 from raytide.core.gang import GangSpec, Lease, LeaseState, Shape
 from raytide.core.job import Job, JobKind, JobSpec, JobState
 from raytide.core.metrics import render
@@ -51,6 +51,9 @@ from raytide.ledger.cost import accrued, costs, rate_micro_usd_h
 from raytide.ledger.report import By, rates
 
 _HUNG_UP_S = 4.0
+_LOGS_S = 1.0
+_LOGS_CHARS = 2**20
+_ALL = 2**31 - 1
 
 
 class Desk:
@@ -73,6 +76,7 @@ class Desk:
         self._serve_url, self._ray_url = serve_url, ray_url
         self._ray_environment = ray_environment
         self._heard_s: dict[str, float] = {}
+        self._printed: tuple[object, float, str] = (None, 0.0, "")
         self.accounts = Accounts(store, config)
         self.packages = Packages(live.parent / "packages")
 
@@ -131,9 +135,33 @@ class Desk:
         """None takes the limit away."""
         return self.view(self.accounts.set_job_budget(self._owned(job_id, caller), usd, soft=soft))
 
-    def logs(self, job_id: str, caller: Caller) -> str:
+    def logs(self, job_id: str, caller: Caller, offset: int) -> tuple[str, bool]:
+        """Some of it from this character on, and whether there is more."""
         job = self._owned(job_id, caller)
-        return "".join(self._drivers.logs(DriverKey(job.id, attempt)) for attempt in range(job.restarts + 1))
+        # Ray has it as a whole only, and whoever follows a job asks three times a second.
+        seen = (job.id, job.restarts, job.is_final)
+        if self._printed[0] != seen or self._clock.now_s() - self._printed[1] >= _LOGS_S:
+            keys = (DriverKey(job.id, attempt) for attempt in range(job.restarts + 1))
+            self._printed = (seen, self._clock.now_s(), "".join(self._drivers.logs(key) for key in keys))
+        text, end = self._printed[2], offset + _LOGS_CHARS
+        return text[offset:end], len(text) > end
+
+    def package(self, digest: str, caller: Caller) -> Path:
+        """For the drivers of jobs, and for whoever's team has a job with it that is not over."""
+        if caller.team != ANY_TEAM and digest not in self._packages_in_use(caller.team):
+            raise DeniedError(
+                f"no job of team {caller.team} that is not over has package {digest[:12]}.",
+                hint="Submit the script anew: `raytide run` uploads it.",
+            )
+        return self.packages.path(digest)
+
+    def make_room(self) -> None:
+        """For a package."""
+        self.packages.make_room(self._packages_in_use())
+
+    def _packages_in_use(self, team: str | None = None) -> set[str]:
+        jobs = self._store.jobs(active=True, team=team, limit=_ALL)
+        return {str(job.spec.config["package"]) for job in jobs if job.spec.config.get("package")}
 
     def report(self, job_id: str, caller: Caller, progress: Mapping[str, object]) -> None:
         self._owned(job_id, caller)

@@ -1,0 +1,92 @@
+"""One call on a leased node, over a Ray whose nodes die."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+from ray.exceptions import NodeDiedError, RayTaskError
+
+from raytide import task_call
+from raytide.core.errors import ClusterError
+from raytide.core.gang import Lease, LeaseState, Member, MemberState, Shape
+
+FIRST = Member(0, MemberState.READY, "node-0", "ray-0", "", "0" * 36)
+LEASE = Lease("lease-1", "job-1", Shape(resources={"CPU": 1.0}), LeaseState.ACTIVE, (FIRST,), epoch=1)
+
+
+class Held:
+    """A gang; the platform sees that a node died only at the third look, and then gives another."""
+
+    job_id = "job-1"
+
+    def __init__(self, replaced_after: int = 3) -> None:
+        self.lease, self._looks = LEASE, replaced_after
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        return self.lease.usable
+
+    def actor_options(self, index: int) -> dict[str, object]:
+        return {}
+
+    def wait_change(self, newer_than: int, *, timeout_s: float) -> Lease:
+        self._looks -= 1
+        if self._looks == 0:
+            again = replace(self.members[0], incarnation=self.members[0].incarnation + 1)
+            self.lease, self._looks = replace(self.lease, members=(again,), epoch=self.lease.epoch + 1), 3
+        return self.lease
+
+
+@pytest.fixture
+def tried(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What each try ends with, first the last; those that were tried are gone from it."""
+    ends: list[Any] = []
+
+    def get(_: object) -> object:
+        end = ends.pop()
+        if isinstance(end, Exception):
+            raise end
+        return end
+
+    remote = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_: "running"))
+    monkeypatch.setattr(ray, "remote", lambda _: remote)
+    monkeypatch.setattr(ray, "wait", lambda running, timeout: (running, []))
+    monkeypatch.setattr(ray, "get", get)
+    return ends
+
+
+def call(retries: int, gang: Held | None = None) -> object:
+    return task_call.call(gang or Held(), retries, lambda: 0)  # type: ignore[arg-type]
+
+
+def test_a_lost_node_costs_one_retry_however_late_it_is_known(tried: list[Any]) -> None:
+    gang = Held()
+    tried[:] = ["result", NodeDiedError("died")]
+    assert call(1, gang) == "result"
+    assert gang.members[0].incarnation == 1
+
+
+def test_a_process_that_dies_on_a_node_that_stays_is_tried_there_again(
+    tried: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task_call, "_REPLACED_WITHIN_S", 0.0)
+    tried[:] = ["result", NodeDiedError("died")]
+    assert call(1, Held(replaced_after=-1)) == "result"
+
+
+def test_after_its_retries_it_says_why(tried: list[Any]) -> None:
+    tried[:] = [NodeDiedError("node-0 died\nmore"), NodeDiedError("died")]
+    with pytest.raises(ClusterError, match="job-1 was started 2 times, and did not end: node-0 died"):
+        call(1)
+
+
+def test_what_the_function_raises_is_raised_and_not_tried_again(tried: list[Any]) -> None:
+    raised = RayTaskError("work", "Traceback ...", ValueError("odd"), ip="127.0.0.1", proctitle="x")
+    tried[:] = ["result", raised.as_instanceof_cause()]
+    with pytest.raises(ValueError, match="ip="):
+        call(3)
+    assert tried == ["result"]
