@@ -112,15 +112,21 @@ class Attempt:
         """As torchrun names them."""
         local = self.spec.processes(self.shape)
         common = {
+            **({"OMP_NUM_THREADS": "1"} if local > 1 else {}),
             **environment,
             "WORLD_SIZE": str(self.world),
+            "ROLE_WORLD_SIZE": str(self.world),
             "LOCAL_WORLD_SIZE": str(local),
             "GROUP_RANK": str(node_rank),
             "GROUP_WORLD_SIZE": str(len(self.members)),
         }
         return tuple(
-            Launch(rank, self.spec.command, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank - node_rank * local)})
-            for rank in range(node_rank * local, (node_rank + 1) * local)
+            Launch(
+                rank := node_rank * local + local_rank,
+                self.spec.command,
+                {**common, "RANK": str(rank), "ROLE_RANK": str(rank), "LOCAL_RANK": str(local_rank)},
+            )
+            for local_rank in range(local)
         )
 
     def _ask(

@@ -138,8 +138,11 @@ class MemberProcesses:
         for line in _lines(process, ended):
             tail.append(line)
             self._said.put((rank, line))
+        code = process.wait()
         os.close(ended)
-        self._said.put(Exit(rank, process.wait(), "\n".join(tail)[-TAIL_CHARS:], time.time()))
+        assert process.stdin is not None
+        process.stdin.close()
+        self._said.put(Exit(rank, code, "\n".join(tail)[-TAIL_CHARS:], time.time()))
 
 
 def _lines(process: subprocess.Popen[bytes], ended: int) -> Iterator[str]:

@@ -7,7 +7,7 @@ the job unless it has retries left; a lost or departing node ends the attempt to
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from raytide.actors.gang.attempt import Attempt, Ending, Seat, seat_of
 from raytide.actors.gang.leases import LeaseWatch, Reporter, ready, settled
@@ -37,11 +37,13 @@ def run_script(
     start: StartHost = RayHost,
     say: Callable[[str], None] = print,
     clock: Clock | None = None,
+    done: Mapping[str, float | int | str] | None = None,
 ) -> None:
     """Run `spec` on the lease of `job_id` until it ends well; ScriptError when it does not, LeaseLostError when the
-    lease is over. `package` is its working directory, packed, or a reference to that, or None.
+    lease is over. `package` is its working directory, packed, or a reference to that, or None;
+    `done` what an earlier driver of the job reported, which this one goes on from.
     """
-    runner = _Runner(spec, package, client, job_id, start, say, clock or SystemClock())
+    runner = _Runner(spec, package, client, job_id, start, say, clock or SystemClock(), done or {})
     try:
         runner.run()
     finally:
@@ -58,12 +60,14 @@ class _Runner:
         start: StartHost,
         say: Callable[[str], None],
         clock: Clock,
+        done: Mapping[str, float | int | str],
     ) -> None:
         self._spec, self._package, self._job_id = spec, package, job_id
         self._start, self._say, self._clock = start, say, clock
         self._watch, self._reporter = LeaseWatch(client, job_id), Reporter(client, job_id)
         self._attempt: Attempt | None = None
-        self._number = self._failures = 0
+        self._number = int(done.get("attempts", 0))
+        self._failures = int(done.get("failures", 0))
         self._progress: dict[str, float | int | str] = {}
 
     def run(self) -> None:
@@ -71,7 +75,13 @@ class _Runner:
             attempt = self._attempt = self._gather()
             self._number += 1
             nodes = ", ".join(member.node_id for member in attempt.members)
-            self._progress = {"stage": f"attempt {self._number}", "world": attempt.world, "nodes": nodes}
+            self._progress = {
+                "stage": f"attempt {self._number}",
+                "attempts": self._number,
+                "failures": self._failures,
+                "world": attempt.world,
+                "nodes": nodes,
+            }
             self._reporter.send(self._progress)
             ending = attempt.launch(self._package, self._environment()) or self._follow(attempt)
             grace_s = ending.grace_s if ending.kind == "moved" else self._spec.grace_s
@@ -151,4 +161,6 @@ class _Runner:
         return False
 
     def _environment(self) -> dict[str, str]:
-        return {"RAYTIDE_JOB": self._job_id, "RAYTIDE_ATTEMPT": str(self._number), **self._spec.env}
+        """Libraries know by torchrun's names that processes are started for them."""
+        torchrun = {"TORCHELASTIC_RUN_ID": self._job_id, "TORCHELASTIC_RESTART_COUNT": str(self._number - 1)}
+        return {"RAYTIDE_JOB": self._job_id, "RAYTIDE_ATTEMPT": str(self._number), **torchrun, **self._spec.env}

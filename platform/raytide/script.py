@@ -19,22 +19,44 @@ def command_of(script: str, args: Sequence[str], working_dir: Path) -> tuple[str
 
     A `.py` file below it runs in Python, another file as it is; what is no file is a command, like `python` itself.
     """
-    path = Path(script)
-    if not path.is_file():
-        if path.suffix == ".py" or os.sep in script or shutil.which(script) is None:
+    path = next((each for each in (Path(script), working_dir / script) if each.is_file()), None)
+    if path is None:
+        if script.endswith(".py") or os.sep in script or shutil.which(script) is None:
             raise UsageError(f"{script} is neither a file nor a command.", hint="Check the path.")
         return (script, *args)
-    if not path.resolve().is_relative_to(working_dir.resolve()):
+    below = _below(os.path.abspath(path), os.path.abspath(working_dir))  # what is a link below it is uploaded, too
+    below = below or _below(os.path.realpath(path), os.path.realpath(working_dir))
+    if below is None:
         raise UsageError(
             f"{script} is not below the working directory {working_dir}.",
             hint="Name a --working-dir that holds it: only that is uploaded.",
         )
-    below = path.resolve().relative_to(working_dir.resolve()).as_posix()
     if path.suffix == ".py":
         return ("python", below, *args)
     if not os.access(path, os.X_OK):
         raise UsageError(f"{script} cannot be executed.", hint=f"`chmod +x {script}`, or name its interpreter first.")
     return (f"./{below}", *args)
+
+
+def _below(path: str, folder: str) -> str | None:
+    return Path(path).relative_to(folder).as_posix() if Path(path).is_relative_to(folder) else None
+
+
+def shapes_of(
+    shapes: Sequence[Shape],
+    *,
+    gpus: float,
+    cpus: float | None,
+    nodes: int | tuple[int, int],
+    selector: Mapping[str, str] | None,
+) -> tuple[Shape, ...]:
+    """Those, or the one that the others say."""
+    if shapes and (gpus or cpus is not None or nodes not in (1, (1, 1)) or selector):
+        raise UsageError(
+            "shapes and gpus, cpus, nodes or select exclude each other.",
+            hint="Say all of it in the shape: 2xGPU:8,CPU:16@KEY=VALUE.",
+        )
+    return tuple(shapes) or (shape(gpus=gpus, cpus=cpus, nodes=nodes, selector=selector),)
 
 
 def shape(
@@ -81,7 +103,7 @@ def pairs_of(texts: Sequence[str], option: str) -> dict[str, str]:
 def between(text: str, option: str) -> tuple[int, int]:
     """`2` or `1:4`."""
     low, _, high = text.partition(":")
-    if not (low.isdigit() and (high.isdigit() or ":" not in text)):
+    if not (low.isdecimal() and (high.isdecimal() or ":" not in text)):
         raise UsageError(f"{option} {text} is no number.", hint="Write 2, or 1:4 for what is elastic.")
     return int(low), int(high or low)
 

@@ -22,7 +22,7 @@ from raytide.core.script_spec import ScriptSpec
 from raytide.core.train_spec import TrainSpec
 from raytide.endpoint import EndpointHandle
 from raytide.job_run import Run
-from raytide.script import command_of, shape
+from raytide.script import command_of, shape, shapes_of
 from raytide.train_run import TrainRun, run_of
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class Tide:
         """
         folder = Path(working_dir)
         command = command_of(str(script), args, folder)
-        wanted = tuple(shapes) or (shape(gpus=gpus, cpus=cpus, nodes=nodes, selector=selector),)
+        wanted = shapes_of(shapes, gpus=gpus, cpus=cpus, nodes=nodes, selector=selector)
         fields = {"command": command, "env": dict(env or {}), "nproc_per_node": nproc_per_node, "retries": retries}
         spec = ScriptSpec.parse(fields, where="run")
         config = {**spec.model_dump(mode="json"), "package": self.client.upload(pack(folder, tuple(exclude)))}

@@ -140,7 +140,7 @@ def test_nothing_asked_for_is_one_cpu_and_gpus_come_without() -> None:
         shape(cpus=0)
 
 
-@pytest.mark.parametrize("text", ["two", "1:", "1:x", ":2", "-1"])
+@pytest.mark.parametrize("text", ["two", "1:", "1:x", ":2", "-1", "²"])
 def test_a_number_of_nodes_that_is_none(text: str) -> None:
     with pytest.raises(UsageError, match="--nodes"):
         between(text, "--nodes")
@@ -163,6 +163,25 @@ def test_what_runs_on_the_members(tmp_path: Path) -> None:
         command_of(str(tool), [], tmp_path)
     tool.chmod(0o755)
     assert command_of(str(tool), [], tmp_path) == ("./a/tool",)
+
+
+def test_a_script_may_be_named_from_the_working_directory_and_be_a_link(tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    work.mkdir()
+    (tmp_path / "shared.py").write_text("")
+    (work / "train.py").symlink_to(tmp_path / "shared.py")
+    (tmp_path / "alias").symlink_to(work)
+    assert command_of("train.py", [], work) == ("python", "train.py")
+    assert command_of(str(work / "train.py"), [], work) == ("python", "train.py")
+    (work / "real.py").write_text("")
+    assert command_of(str(tmp_path / "alias" / "real.py"), [], work) == ("python", "real.py")
+
+
+@pytest.mark.parametrize("option", ["--gpus 1", "--cpus 1", "--nodes 2", "--select a=b"])
+def test_a_shape_and_a_part_of_one_exclude_each_other(script: Path, desk: Desk, option: str) -> None:
+    done = runner.invoke(app, ["run", *option.split(), "--shape", "GPU:8", "train.py"])
+    assert isinstance(done.exception, UsageError) and "exclude each other" in str(done.exception)
+    assert desk.packages == []
 
 
 @pytest.mark.parametrize("script", ["gone.py", "no-such-command", "./gone"])

@@ -15,7 +15,7 @@ from raytide.cli.show import ClusterName, Json, as_json
 from raytide.control.client import Client
 from raytide.core.job import JobState
 from raytide.job_run import Run, explain, patiently
-from raytide.script import between, pairs_of, shape, shape_of
+from raytide.script import between, pairs_of, shape_of
 from raytide.tide import Tide
 
 _FOLLOW_S = 0.3
@@ -53,16 +53,18 @@ def run(
 
     Options stand before the script; what follows it is the script's.
     """
-    low, high = between(nodes, "--nodes")
-    plain = shape(gpus=gpus, cpus=cpus, nodes=(low, high), selector=pairs_of(select or (), "--select"))
     job = Tide(Client.find(cluster)).run(
         script,
         *(args or ()),
-        shapes=[shape_of(text) for text in shapes or ()] or [plain],
+        shapes=[shape_of(text) for text in shapes or ()],
+        gpus=gpus,
+        cpus=cpus,
+        nodes=between(nodes, "--nodes"),
+        selector=pairs_of(select or (), "--select"),
         working_dir=working_dir,
         exclude=exclude or (),
         env=pairs_of(env or (), "--env"),
-        nproc_per_node=int(nproc_per_node) if nproc_per_node.isdigit() else nproc_per_node,
+        nproc_per_node=int(nproc_per_node) if nproc_per_node.isdecimal() else nproc_per_node,
         retries=retries,
         name=name,
         team=team,

@@ -68,7 +68,7 @@ def script(job: Job, client: Client) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(_DIED))  # so that its processes are ended first
     spec = ScriptSpec.parse(job.spec.config, where=job.id)
     package = ray.put(client.package(spec.package)) if spec.package else None
-    run_script(spec, package, client, job.id)
+    run_script(spec, package, client, job.id, done=job.progress)
 
 
 def die_with(member: Member, epoch: int, client: Client, job_id: str) -> None:

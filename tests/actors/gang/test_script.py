@@ -91,7 +91,9 @@ class Host:
 class Run:
     """`run_script` in a thread, and what it said."""
 
-    def __init__(self, code: str, folder: Path, lease: Lease, package: bytes = b"", **spec: Any) -> None:
+    def __init__(
+        self, code: str, folder: Path, lease: Lease, package: bytes = b"", done: Any = None, **spec: Any
+    ) -> None:
         (folder / "train.py").write_text(code)
         self.spec = ScriptSpec.parse({"command": ("python", "train.py"), **spec}, where="test")
         self.platform, self.clock = Platform(lease), VirtualClock(1000.0)
@@ -99,7 +101,7 @@ class Run:
         self.said: list[str] = []
         self._heard = threading.Condition()
         self._pool = ThreadPoolExecutor(1)
-        self._package = package or pack(folder)
+        self._package, self._done = package or pack(folder), done
         self.result = self._pool.submit(self._run)
 
     def wait_for(self, line: str, times: int = 1) -> None:
@@ -107,7 +109,8 @@ class Run:
             assert self._heard.wait_for(lambda: self.said.count(line) >= times, 60), self.said
 
     def _run(self) -> None:
-        run_script(self.spec, self._package, self.platform, "job-1", start=self._start, say=self._say, clock=self.clock)
+        told = {"start": self._start, "say": self._say, "clock": self.clock, "done": self._done}
+        run_script(self.spec, self._package, self.platform, "job-1", **told)
 
     def _start(self, member: Member, shape: Shape) -> Host:
         self.hosts.append(Host(member, shape))
@@ -158,6 +161,31 @@ def test_every_process_knows_its_place_as_under_torchrun(start: Start) -> None:
     run.result.result(60)
     assert sorted(run.said) == [f"[{rank}] {rank} {rank % 2} 4 {rank // 2} 3e-4" for rank in range(4)]
     assert run.platform.progress["world"] == 4
+
+
+PLACES = """
+import os
+names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "ROLE_RANK", "ROLE_WORLD_SIZE", "OMP_NUM_THREADS")
+print(*(os.environ.get(name) for name in names))
+"""
+
+
+def test_libraries_that_look_for_torchrun_find_it_and_processes_share_the_cores(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "16")  # as Ray sets it: all CPUs of the member
+    run = start(PLACES, ONE, nproc_per_node=2, done={"attempts": 2})
+    run.result.result(60)
+    assert sorted(run.said) == ["[0] job-1 2 0 2 1", "[1] job-1 2 1 2 1"]
+
+
+def test_a_driver_that_runs_again_goes_on_counting(start: Start) -> None:
+    first = start("raise SystemExit(3)", ONE, retries=1)
+    assert "It was started 2 times" in str(first.result.exception(60))
+    assert first.platform.progress.items() >= {"attempts": 2, "failures": 1}.items()
+    again = start("raise SystemExit(3)", ONE, retries=1, done={"attempts": 1, "failures": 1})
+    assert isinstance(again.result.exception(60), ScriptError)
+    assert again.platform.progress["attempts"] == 2
 
 
 def test_all_meet_at_one_open_port(start: Start) -> None:
