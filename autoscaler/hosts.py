@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from raytide.core.fleet import NodeState
 from raytide.core.replicas import leaving_nodes
 from raytide.core.snapshot import EndpointView, NodeView, Snapshot
+from raytide.core.unseen import Unseen
 
 COMING = (NodeState.REQUESTED, NodeState.LAUNCHING, NodeState.READY)
 
@@ -18,6 +19,7 @@ class Hosts:
     nodes: Sequence[NodeView]
     leaving: frozenset[str]
     """Ray's ids of those on which no replica stays."""
+    unseen: Unseen
     spare: Mapping[str, int]
     """How many of each type could go before there are fewer than its `min_nodes`."""
     _at: Mapping[str, int]
@@ -34,7 +36,7 @@ class Hosts:
             bought_for[view.node.subject].append(number)
             spare[view.node.type] += view.node.state in COMING
         spare.subtract({node_type.name: node_type.min_nodes for node_type in snapshot.node_types})
-        return cls(snapshot.nodes, leaving_nodes(snapshot), spare, at, bought_for)
+        return cls(snapshot.nodes, leaving_nodes(snapshot), Unseen(snapshot), spare, at, bought_for)
 
     def near(self, view: EndpointView) -> list[NodeView]:
         """Those on which its replicas are, and those that were bought for it."""

@@ -93,7 +93,7 @@ def kv_least(view: EndpointView) -> int:
 
 
 def nodes_of(view: EndpointView, hosts: Hosts, spot_micro_usd_h: float = 0.0) -> Iterator[FleetNode]:
-    """Its replicas that stay, each a place (#), and the room of nodes that were bought for it (+).
+    """Its replicas that stay, each a place (#), those whose process starts (~), the room of nodes bought for it (+).
 
     A place on a node that others keep costs no more than spot does. `spot_micro_usd_h`: what a replica costs there.
     """
@@ -103,6 +103,7 @@ def nodes_of(view: EndpointView, hosts: Hosts, spot_micro_usd_h: float = 0.0) ->
     busy: Counter[str] = Counter()
     for replica in load.replicas if load else ():
         busy[replica.node] += round(replica.running + replica.waiting)
+    starting = hosts.unseen.starting(view, max(0, view.endpoint.target_replicas - sum(here.values())))
     for node_view in hosts.near(view):
         node, ray_id = node_view.node, node_view.node.ray_node_id
         seated = here.pop(ray_id, 0) if ray_id else 0
@@ -112,6 +113,11 @@ def nodes_of(view: EndpointView, hosts: Hosts, spot_micro_usd_h: float = 0.0) ->
         is_spot = node.market is Kind.SPOT or is_cheap or is_shared
         for at in range(seated):
             yield FleetNode(f"{node.id}#{at}", pool, is_spot, at < ready[ray_id], busy[ray_id])
+        started = (
+            min(starting, hosts.unseen.room_on(node_view, view)) if starting and ray_id not in hosts.leaving else 0
+        )
+        starting -= started
+        yield from (FleetNode(f"{node.id}~{at}", pool, is_spot, False) for at in range(started))
         if node.subject == name and node.state in COMING and labels_match(shape.labels, node_view.labels):
             room = _room(node_view, shape, seated)
             yield from (FleetNode(f"{node.id}+{at}", pool, is_spot, False) for at in range(room))

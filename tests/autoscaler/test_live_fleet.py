@@ -32,7 +32,8 @@ from raytide.core.endpoint import (
 from raytide.core.errors import ConfigError
 from raytide.core.fleet import Market, Node, NodeState, NodeType
 from raytide.core.plan import Action, Drain, Launch, Scale, Wait
-from raytide.core.snapshot import EndpointView, Limits, NodeView, Pool, Quote, Snapshot
+from raytide.core.replicas import replica_selector
+from raytide.core.snapshot import Demand, EndpointView, Limits, NodeView, Pool, Quote, Snapshot
 
 SOLID = NodeType(
     name="gpu", resources={"GPU": 1}, price_micro_usd_h=3_000_000, zones=("us-1a",), max_nodes=20, idle_timeout_s=20
@@ -184,6 +185,15 @@ def test_a_replica_that_ray_has_not_taken_off_its_node_yet_is_counted_once() -> 
     assert [place.id for place in nodes_of(seen.endpoints[0], Hosts.of(seen))] == ["node-1#0", "node-2#0", "node-3#0"]
     there = snapshot(worth(2, 2), node(2, SPOT, "us-1a"), early, seats=(2, 3))
     assert [action for action in decide(there).actions if not isinstance(action, Wait)] == []
+
+
+def test_a_replica_whose_process_starts_is_on_no_node_yet_and_has_its_place_all_the_same() -> None:
+    taken = [node(number, SPOT, "us-1b") for number in (2, 3)]
+    seen = snapshot(worth(2, 2), node(1, SOLID, "us-1a"), *taken, seats=(1,), target=3)
+    assert [place.id for place in nodes_of(seen.endpoints[0], Hosts.of(seen))] == ["node-1#0", "node-2~0", "node-3~0"]
+    assert bought(decide(seen).actions) == {} and target_of(seen, decide(seen).actions) == 3
+    queued = replace(seen, demand=(Demand({"GPU": 1.0}, replica_selector(SPEC), 2),))
+    assert sum(bought(decide(queued).actions).values()) == 2  # what is taken there is somebody else's
 
 
 @pytest.mark.parametrize(("silent", "is_sure", "words"), [(1, True, "said nothing"), (0, False, "not watched")])

@@ -63,14 +63,13 @@ class Unseen:
         queued = sum(d.count for d in self._snapshot.demand if is_replica_of(d, spec.name))
         if missing <= queued:
             return 0
-        found = sum(
-            copies(spec.resources, self._unknown(view))
-            for view in self._snapshot.nodes
-            if view.node.state is NodeState.READY
-            and fits(spec.resources, minus(view.total, view.available))
-            and labels_match(spec.labels, view.labels)
-        )
-        return min(missing - queued, found)
+        return min(missing - queued, sum(self.room_on(view, served) for view in self._snapshot.nodes))
+
+    def room_on(self, view: NodeView, served: EndpointView) -> int:
+        """For how many of its replicas something is taken there that nobody is known to hold."""
+        spec = served.endpoint.spec
+        is_taken = view.node.state is NodeState.READY and fits(spec.resources, minus(view.total, view.available))
+        return copies(spec.resources, self._unknown(view)) if is_taken and labels_match(spec.labels, view.labels) else 0
 
     def _unknown(self, view: NodeView) -> Resources:
         return minus(minus(view.total, self._known[view.node.id]), view.available)
