@@ -63,13 +63,24 @@ class Unseen:
         queued = sum(d.count for d in self._snapshot.demand if is_replica_of(d, spec.name))
         if missing <= queued:
             return 0
-        return min(missing - queued, sum(self.room_on(view, served) for view in self._snapshot.nodes))
+        found = 0
+        for view in self._strange:
+            if found >= missing - queued:
+                break
+            found += self.room_on(view, served)
+        return min(missing - queued, found)
 
     def room_on(self, view: NodeView, served: EndpointView) -> int:
         """For how many of its replicas something is taken there that nobody is known to hold."""
         spec = served.endpoint.spec
         is_taken = view.node.state is NodeState.READY and fits(spec.resources, minus(view.total, view.available))
         return copies(spec.resources, self._unknown(view)) if is_taken and labels_match(spec.labels, view.labels) else 0
+
+    @cached_property
+    def _strange(self) -> list[NodeView]:
+        """Ready nodes on which more is taken than is known of."""
+        ready = (view for view in self._snapshot.nodes if view.node.state is NodeState.READY)
+        return [view for view in ready if any(amount > 0 for amount in self._unknown(view).values())]
 
     def _unknown(self, view: NodeView) -> Resources:
         return minus(minus(view.total, self._known[view.node.id]), view.available)
