@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -18,6 +17,7 @@ from raytide.core.endpoint import ServeSpec
 from raytide.core.gang import GangSpec, Shape
 from raytide.core.job import JobKind, JobSpec
 from raytide.core.package import pack
+from raytide.core.ray_internals import is_without_ray, use_ray_at
 from raytide.core.script_spec import ScriptSpec
 from raytide.core.train_spec import TrainSpec
 from raytide.endpoint import EndpointHandle
@@ -170,7 +170,8 @@ class Tide:
             @wraps(work)
             def run(*args: P.args, **kwargs: P.kwargs) -> T:
                 named = name or work.__name__
-                self._find_ray()
+                if is_without_ray():
+                    use_ray_at(self.status().ray_environment)
                 with self.gang(
                     1, resources=resources, labels=labels, name=named, team=team, timeout_s=timeout_s, **job
                 ) as gang:
@@ -233,13 +234,6 @@ class Tide:
         status = self.status()
         rows = [(node.id, node.type, str(node.market), node.zone, str(node.state)) for node in status.nodes]
         return table(f"cluster {status.name}", ("node", "type", "market", "zone", "state"), rows)
-
-    def _find_ray(self) -> None:
-        """So that Ray starts no cluster of its own here."""
-        import ray
-
-        if not ray.is_initialized() and "RAY_ADDRESS" not in os.environ:
-            os.environ.update(self.status().ray_environment)
 
     def _submit(
         self,

@@ -13,6 +13,7 @@ from raytide.control.views import JobView, Waiting
 from raytide.core.errors import ClusterError, ConfigError, RaytideError, UsageError
 from raytide.core.gang import GangSpec, Shape
 from raytide.core.job import Job, JobKind, JobSpec, JobState
+from raytide.job_run import Run
 from raytide.script import between, command_of, pairs_of, shape, shape_of
 
 runner = CliRunner()
@@ -82,6 +83,9 @@ def test_an_api_that_restarts_does_not_end_it(
     desk.deaths = 3
     done = runner.invoke(app, command.split())
     assert (done.exit_code, done.stdout) == (0, "step 1\nstep 2\n")
+    desk.deaths, desk.looks = 2, [(JobState.RUNNING, ""), (JobState.SUCCEEDED, "")]
+    watched = Run(desk, desk.submit(desk.specs[-1])).watch()
+    assert [view.job.state for view in watched] == [JobState.RUNNING, JobState.SUCCEEDED]
     desk.deaths = 1
     monkeypatch.setattr("raytide.job_run.AWAY_S", 0.0)
     assert "job-1 goes on: `raytide logs -f job-1`" in str(runner.invoke(app, command.split()).exception)

@@ -235,16 +235,18 @@ class TestJobs:
     def test_logs_come_from_where_one_was_in_parts_and_ray_is_asked_once_a_second(
         self, client: TestClient, clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        client.post("/v1/jobs", json=GANG)
+        for _ in range(2):
+            client.post("/v1/jobs", json=GANG)
         monkeypatch.setattr("raytide.control.api.desk._LOGS_CHARS", 4)
-        said = ["0123456789", "0123456789ab"]
+        said = ["0123456789", "other", "0123456789ab"]
         monkeypatch.setattr(Echo, "logs", lambda *_: said.pop(0))
 
-        def ask(offset: int) -> tuple[str, bool]:
-            answer = client.get("/v1/jobs/job-1/logs", params={"offset": offset}).json()
+        def ask(offset: int, job: str = "job-1") -> tuple[str, bool]:
+            answer = client.get(f"/v1/jobs/{job}/logs", params={"offset": offset}).json()
             return answer["logs"], answer["more"]
 
-        assert [ask(at) for at in (0, 4, 8, 10)] == [("0123", True), ("4567", True), ("89", False), ("", False)]
+        assert [ask(0), ask(0, "job-2"), ask(4)] == [("0123", True), ("othe", True), ("4567", True)]
+        assert [ask(4, "job-2"), ask(8), ask(10)] == [("r", False), ("89", False), ("", False)]
         clock.advance(1.0)
         assert ask(10) == ("ab", False)
 

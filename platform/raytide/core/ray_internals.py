@@ -50,6 +50,21 @@ def connected_gcs() -> GcsClient:
     return worker.gcs_client
 
 
+def is_without_ray() -> bool:
+    """Whether Ray would start a cluster of its own in this process when it is used."""
+    import ray
+
+    return not ray.is_initialized() and "RAY_ADDRESS" not in os.environ
+
+
+def use_ray_at(environment: Mapping[str, str]) -> None:
+    """Ray will connect to what this says; it reads whether there are tokens when it is imported, and here again."""
+    from ray import _raylet
+
+    os.environ.update(environment)
+    _raylet.Config.initialize("")  # type: ignore[attr-defined]
+
+
 def autoscaler_messages() -> Any:
     """Ray's generated protobuf module, whose classes are made at import and have no types."""
     from ray.core.generated import autoscaler_pb2

@@ -76,7 +76,7 @@ class Desk:
         self._serve_url, self._ray_url = serve_url, ray_url
         self._ray_environment = ray_environment
         self._heard_s: dict[str, float] = {}
-        self._printed: tuple[object, float, str] = (None, 0.0, "")
+        self._printed: dict[tuple[str, int, bool], tuple[float, str]] = {}
         self.accounts = Accounts(store, config)
         self.packages = Packages(live.parent / "packages")
 
@@ -139,11 +139,13 @@ class Desk:
         """Some of it from this character on, and whether there is more."""
         job = self._owned(job_id, caller)
         # Ray has it as a whole only, and whoever follows a job asks three times a second.
-        seen = (job.id, job.restarts, job.is_final)
-        if self._printed[0] != seen or self._clock.now_s() - self._printed[1] >= _LOGS_S:
+        now_s, which = self._clock.now_s(), (job.id, job.restarts, job.is_final)
+        printed = {each: kept for each, kept in self._printed.items() if now_s - kept[0] < _LOGS_S}
+        if which not in printed:
             keys = (DriverKey(job.id, attempt) for attempt in range(job.restarts + 1))
-            self._printed = (seen, self._clock.now_s(), "".join(self._drivers.logs(key) for key in keys))
-        text, end = self._printed[2], offset + _LOGS_CHARS
+            printed[which] = now_s, "".join(self._drivers.logs(key) for key in keys)
+        self._printed = printed
+        text, end = printed[which][1], offset + _LOGS_CHARS
         return text[offset:end], len(text) > end
 
     def package(self, digest: str, caller: Caller) -> Path:
