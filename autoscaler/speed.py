@@ -7,12 +7,13 @@ still for a moment was not at work. Nothing is said before `ENOUGH` stretches we
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from raytide.autoscaler.words import Word
-from raytide.core.endpoint import Counters, Speed
+from raytide.core.endpoint import Counters, ReplicaLoad, Speed
 
 STRETCH_S = 30.0
 ENOUGH, MOST = 3, 50
@@ -60,6 +61,11 @@ class SpeedMeter:
         if seconds >= STRETCH_S and counted.finished * seconds >= now.running_s and counted.output_tokens > 0:
             self._end(seconds, now)
             del self._waiting[replica.id]
+
+    def forget_others(self, replicas: Iterable[ReplicaLoad]) -> None:
+        """Who went while requests waited on it will not say that they no longer do."""
+        ids = {replica.id for replica in replicas}
+        self._waiting = {id: waiting for id, waiting in self._waiting.items() if id in ids}
 
     @property
     def speed(self) -> Speed | None:

@@ -15,6 +15,7 @@ from raytide.autoscaler.replica_need import request_s
 from raytide.autoscaler.speed import SpeedMeter
 from raytide.autoscaler.words import Words
 from raytide.core.endpoint import Counters, Endpoint, EndpointLoad, Speed, Traffic
+from raytide.core.fleet import Node
 
 WINDOW_S = 30.0
 
@@ -74,6 +75,8 @@ class TrafficMeter:
             self.total = self.total.plus(word.counted)
             if (node_type := node_types.get(word.replica.node)) is not None:
                 self.speeds.setdefault(node_type, SpeedMeter()).hear(word)
+        for meter in self.speeds.values():
+            meter.forget_others(load.replicas)
 
     def _price(self, lately: Counters, speed: Speed | None) -> None:
         """The last one holds while nothing is asked."""
@@ -110,6 +113,11 @@ class Traffics:
                 traffic = meter.observe(load, endpoint.spec.replicas.speed, node_types)
                 measured[endpoint.name] = replace(load, traffic=traffic)
         return measured
+
+
+def node_types(nodes: Iterable[Node]) -> dict[str, str]:
+    """By Ray's id of the node; those that have not joined have none."""
+    return {node.ray_node_id: node.type for node in nodes if node.ray_node_id}
 
 
 def speed_of(speeds: Mapping[str, Speed], node_types: Iterable[str]) -> Speed | None:

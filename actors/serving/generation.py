@@ -41,6 +41,7 @@ class Generation:
         self._queue: asyncio.Queue[tuple[int, GenChunk | Exception]] = asyncio.Queue()
         self._requests = requests
         self._n = requests[0].sampling.n
+        self.prompts = len(requests)
         self.choices = self._n * len(requests)
         self._open = len(requests)
         self._echoes = {index: echo for index in range(self.choices) if (echo := echoes[index // self._n])}

@@ -46,7 +46,6 @@ class ServingMetrics:
         return Histogram(name, text, ("model",), registry=self.registry, buckets=buckets).labels(self._model)
 
     def track(self, api: str) -> Track:
-        self._asked += 1
         return Track(self, api)
 
     def said(self, stats: EngineStats) -> dict[str, float]:
@@ -64,15 +63,18 @@ class ServingMetrics:
             "late": float(self._late),
         }
 
-    def first_token_after(self, seconds: float) -> None:
+    def asked(self, prompts: int) -> None:
+        self._asked += prompts
+
+    def first_token_after(self, seconds: float, prompts: int) -> None:
         self._first_tokens += 1
         self._first_token_s += seconds
-        self._late += seconds > self._slo_ttft_s
+        self._late += prompts * (seconds > self._slo_ttft_s)
         self.first_token.observe(seconds)
 
-    def unanswered_after(self, seconds: float, outcome: Outcome) -> None:
-        """A request ended without a token."""
-        self._late += outcome == "rejected" or seconds > self._slo_ttft_s
+    def unanswered_after(self, seconds: float, outcome: Outcome, prompts: int) -> None:
+        """Nobody got a token."""
+        self._late += prompts * (outcome == "rejected" or seconds > self._slo_ttft_s)
 
     def count(self, api: str, outcome: Outcome) -> None:
         self._outcomes.labels(self._model, api, outcome).inc()
@@ -85,14 +87,23 @@ class ServingMetrics:
 
 
 class Track:
-    """One request's clock: call `tokens` as they leave, and `finish` once (later calls change nothing)."""
+    """One HTTP request's clock: call `tokens` as they leave, and `finish` once (later calls change nothing).
+
+    The engine, and so the controller, counts each of its prompts as a request.
+    """
 
     def __init__(self, metrics: ServingMetrics, api: str) -> None:
         self._metrics = metrics
         self._api = api
         self._began_s = self._last_s = time.perf_counter()
         self._seen: set[int] = set()
+        self._prompts = 0
         self._done = False
+
+    def generates(self, prompts: int) -> None:
+        """Of so many prompts; of embeddings, and before it is known that nothing is wrong with the request, of none."""
+        self._prompts = prompts
+        self._metrics.asked(prompts)
 
     def tokens(self, choice: int, count: int) -> None:
         """`count` new tokens of one choice, sent now."""
@@ -100,7 +111,7 @@ class Track:
             return
         now_s = time.perf_counter()
         if not self._seen:
-            self._metrics.first_token_after(now_s - self._began_s)
+            self._metrics.first_token_after(now_s - self._began_s, self._prompts)
         elif choice in self._seen:
             for _ in range(count):
                 self._metrics.inter_token.observe((now_s - self._last_s) / count)
@@ -113,7 +124,7 @@ class Track:
         self._done = True
         seconds = time.perf_counter() - self._began_s
         if not self._seen:
-            self._metrics.unanswered_after(seconds, outcome)
+            self._metrics.unanswered_after(seconds, outcome, self._prompts)
         self._metrics.request.observe(seconds)
         self._metrics.count(self._api, outcome)
 

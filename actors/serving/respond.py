@@ -28,6 +28,7 @@ async def respond(server: Server, body: CompletionRequest | ChatRequest, request
     track = server.metrics.track(answer.api)
     try:
         generation = await server.generate(body)
+        track.generates(generation.prompts)
         try:
             reading = _Reading(generation, track)
             if body.stream:

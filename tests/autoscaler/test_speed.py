@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ from raytide.autoscaler.paper_fleets import Counted
 from raytide.autoscaler.replica_need import request_s
 from raytide.autoscaler.serving_memory import Past
 from raytide.autoscaler.speed import ENOUGH, STRETCH_S, SpeedMeter
-from raytide.autoscaler.traffic import Traffics
+from raytide.autoscaler.traffic import TrafficMeter, Traffics, node_types
 from raytide.autoscaler.words import Word, Words
 from raytide.control.learned import PERIOD_S, Learned
 from raytide.core.endpoint import Counters, Endpoint, EndpointLoad, EndpointState, ReplicaLoad, ServeSpec, Speed
+from raytide.core.fleet import Market, Node, NodeState
 
 PROMPT, OUTPUT = 500.0, 100.0
 PAST = Past(
@@ -94,6 +96,28 @@ def test_speeds_are_learned_by_node_type_and_the_configured_one_wins() -> None:
     assert traffics.learned == {("m", 0.0): {"l4": learned.speed}}
     configured = traffics.measured({"m": load}, [told], {"ray-1": "l4"})["m"].traffic
     assert configured is not None and configured.speed == own
+
+
+def test_a_replica_whose_node_is_not_known_teaches_nothing_about_nodes_that_have_not_joined() -> None:
+    joined = Node("node-1", "l4", "a", Market.SPOT, 1, NodeState.READY, 0.0, ray_node_id="ray-1")
+    types = node_types((joined, replace(joined, id="node-2", type="a100", ray_node_id="")))
+    assert types == {"ray-1": "l4"}
+    traffics = Traffics()
+    endpoint = Endpoint(ServeSpec(name="m", model="/m"), "me", EndpointState.RUNNING, 0.0, 1)
+    for second in range(2 * int(STRETCH_S) * ENOUGH):
+        counters = Counters(4.0 * second, PROMPT * second, OUTPUT * second, finished=4.0 * second)
+        replica = ReplicaLoad("a", float(second), 8.0, 3.0, counters=counters)
+        traffics.measured({"m": EndpointLoad(float(second), 11.0, 1, (), (replica,))}, [endpoint], types)
+    assert traffics.learned == {}
+
+
+def test_replicas_that_went_while_requests_waited_take_no_memory() -> None:
+    meter = TrafficMeter()
+    for number in range(20):
+        for second in (0.0, 1.0):
+            replica = ReplicaLoad(str(number), 2 * number + second, 8.0, 3.0, node="ray-1")
+            meter.observe(EndpointLoad(replica.at_s, 11.0, 1, ("ray-1",), (replica,)), {}, {"ray-1": "l4"})
+    assert set(meter.speeds["l4"]._waiting) == {"19"}
 
 
 def test_what_was_learned_outlives_the_controller_and_counts_until_there_is_enough_of_the_new_one_s(

@@ -18,7 +18,7 @@ from raytide.autoscaler import pools
 from raytide.autoscaler.deadline_jobs import judged
 from raytide.autoscaler.idle import IdleClock
 from raytide.autoscaler.seating import UNMANAGED
-from raytide.autoscaler.traffic import Traffics
+from raytide.autoscaler.traffic import Traffics, node_types
 from raytide.control.accounts import Spent, used_lately, uses, with_accounts
 from raytide.control.apply import Outcome, apply
 from raytide.control.bookkeeping import Booking, keep_books
@@ -143,7 +143,7 @@ class Controller:
             nodes = metered(book, self._node_types)
             living = [m for m in world.machines if m.node_id in nodes and m.ended_at_s is None]
             self._sources.meters.watch(living, self._idle.since_s)
-        types = {node.ray_node_id: node.type for node in book.nodes.values()}
+        types = node_types(book.nodes.values())
         loads = self._traffics.measured(world.loads, book.endpoints.values(), types)
         return replace(world, loads=loads)
 

@@ -126,6 +126,7 @@ class Counters:
     """Of one engine since it started."""
 
     requests: float = 0.0
+    """Each prompt of an HTTP request is one."""
     prompt_tokens: float = 0.0
     """Without those found in the prefix cache."""
     output_tokens: float = 0.0

@@ -8,16 +8,21 @@ from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 
 from raytide.actors.engine.core import GenRequest
 from raytide.actors.engine.fake import FakeEngine
 from raytide.actors.engine.sampling_params import SamplingParams
 from raytide.actors.serving import policy
+from raytide.actors.serving.app import create_app
 from raytide.actors.serving.application import Application
 from raytide.actors.serving.control import _load
 from raytide.actors.serving.metrics import ServingMetrics
+from raytide.actors.serving.server import Server
 from raytide.core.endpoint import Counters, EndpointLoad, ReplicaLoad
+
+HELLO = [{"role": "user", "content": "hello"}]
 
 
 def told(metrics: ServingMetrics, tokens: int) -> dict[str, float]:
@@ -61,6 +66,7 @@ def test_the_cache_of_the_fake_engine_fills_with_every_token() -> None:
 def test_what_is_told_arrives_by_name_with_its_time() -> None:
     metrics = ServingMetrics("m")
     track = metrics.track("chat")
+    track.generates(1)
     track.tokens(0, 1)
     (replica,) = heard(told(metrics, 5), at_s=100.0).replicas
     assert (replica.id, replica.node, replica.at_s) == ("r1", "ray-1", 100.0)
@@ -86,21 +92,52 @@ def test_late_is_a_first_token_after_the_slo_a_request_that_never_got_one_in_tha
     None
 ):
     metrics = ServingMetrics("m", slo_ttft_s=5.0)
-    metrics.first_token_after(4.9)
-    metrics.unanswered_after(1.0, "aborted")
+    metrics.first_token_after(4.9, 1)
+    metrics.unanswered_after(1.0, "aborted", 1)
     assert told(metrics, 1)["late"] == 0.0
-    metrics.first_token_after(5.1)
-    metrics.unanswered_after(6.0, "aborted")
-    metrics.unanswered_after(0.1, "rejected")
+    metrics.first_token_after(5.1, 1)
+    metrics.unanswered_after(6.0, "aborted", 1)
+    metrics.unanswered_after(0.1, "rejected", 1)
     assert told(metrics, 1)["late"] == 3.0
+    metrics.first_token_after(5.1, 4)
+    metrics.unanswered_after(6.0, "ok", 0)
+    assert told(metrics, 1)["late"] == 7.0
+
+
+def test_what_the_controller_hears_of_requests_is_what_the_engine_gets_each_prompt_one_and_embeddings_none() -> None:
+    async def run() -> dict[str, float]:
+        engine = FakeEngine()
+        server = Server(engine, model="fake", drain_s=1.0)
+        transport = httpx.ASGITransport(app=create_app(server))
+        await server.start()
+        async with httpx.AsyncClient(transport=transport, base_url="http://a/v1") as client:
+            one = {"model": "fake", "prompt": "x", "max_tokens": 1}
+            for path, body in (
+                ("completions", one),
+                ("completions", {**one, "prompt": ["a", "b", "c"]}),
+                ("completions", {**one, "model": "other"}),
+                (
+                    "chat/completions",
+                    {"model": "fake", "messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+                ),
+                ("embeddings", {"model": "fake", "input": ["a", "b"]}),
+            ):
+                await client.post(f"/{path}", json=body)
+        said = server.metrics.said(await engine.stats())
+        await engine.shutdown()
+        return said
+
+    said = asyncio.run(run())
+    assert (said["requests"], said["finished"]) == (5.0, 5.0)
 
 
 def test_a_request_that_said_something_is_judged_once_and_without_an_slo_nothing_is_late() -> None:
     metrics = ServingMetrics("m", slo_ttft_s=1e-9)
     track = metrics.track("chat")
+    track.generates(1)
     track.tokens(0, 1)
     track.finish("ok")
     assert told(metrics, 1)["late"] == 1.0
     free = ServingMetrics("m")
-    free.first_token_after(1e6)
+    free.first_token_after(1e6, 1)
     assert told(free, 1)["late"] == 0.0
