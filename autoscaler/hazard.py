@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 AGES_S = (900.0, 3600.0, 4 * 3600.0, float("inf"))
 """Upper ends of the bins."""
@@ -119,6 +120,7 @@ def losses(
             yield sum(shares) * together / len(zones), zones
 
 
+@lru_cache(maxsize=4096)
 def region(zone: str) -> str:
     """us-west-2 of us-west-2a, us-central1 of us-central1-b."""
     return re.sub("-?[a-z]$", "", zone)

@@ -7,10 +7,11 @@ replicas stay until the spot replicas that replace them serve. No clock, no memo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from raytide.autoscaler.hazard import holds, losses
+from raytide.autoscaler.hazard import holds, losses, region
 from raytide.core.endpoint import Worth
 
 NOTICED_S = 20.0
@@ -85,17 +86,21 @@ class FleetState:
 
     def _spot_launches(self, count: int) -> list[str]:
         """Each where one more costs least, its risk included."""
-        have = holds(node.pool for node in self.nodes)
+        held, total, bought = self._spot_by_region(self.nodes), len(self.nodes), Counter[str]()
         ondemand_usd_h = [pool.usd_h for pool in self.pools.values() if not pool.is_spot and pool.most != 0]
         dear_usd_h = min(ondemand_usd_h, default=float("inf"))
         open_pools = [pool for pool in self.pools.values() if pool.is_spot and pool.usd_h < dear_usd_h]
         chosen: list[str] = []
         while len(chosen) < count:
-            there = [pool.name for pool in open_pools if pool.most is None or pool.most > chosen.count(pool.name)]
+            there = [pool.name for pool in open_pools if pool.most is None or pool.most > bought[pool.name]]
             if not there:
                 break
-            name = min(there, key=lambda name: (self._usd_h(name, have), have.get(name, 0)))
-            have[name] = have.get(name, 0) + 1
+            cost = {name: self._usd_h(name, held[region(name)], total) for name in there}
+            name = min(there, key=lambda name: (cost[name], held[region(name)].get(name, 0)))
+            near = held[region(name)]
+            near[name] = near.get(name, 0) + 1
+            total += 1
+            bought[name] += 1
             chosen.append(name)
         return chosen
 
@@ -111,21 +116,30 @@ class FleetState:
         left = list(self.nodes)
         chosen: list[FleetNode] = []
         while len(chosen) < count:
-            have = holds(node.pool for node in left)
+            held = self._spot_by_region(left)
             spot = [node for node in left if node.is_spot]
             there = dict.fromkeys(node.pool for node in spot)
-            cost = {name: self._usd_h(name, {**have, name: have[name] - 1}) for name in there}
+            cost = {name: self._usd_h(name, _less(held[region(name)], name), len(left) - 1) for name in there}
             node = min(spot, key=lambda node: (node.is_ready, -cost[node.pool], node.busy, node.id))
             left.remove(node)
             chosen.append(node)
         return chosen
 
-    def _usd_h(self, name: str, have: Mapping[str, int]) -> float:
-        """An hour of one more replica there: what starting again costs, and that it is missing just when others are."""
+    def _spot_by_region(self, nodes: Iterable[FleetNode]) -> dict[str, dict[str, int]]:
+        """Replicas by region and spot pool: what is lost in one region does not tell of another."""
+        held: dict[str, dict[str, int]] = defaultdict(dict)
+        for name, count in holds(node.pool for node in nodes).items():
+            if self.pools[name].is_spot:
+                held[region(name)][name] = count
+        return held
+
+    def _usd_h(self, name: str, near: Mapping[str, int], total: int) -> float:
+        """An hour of one more replica there: what starting again costs, and that it is missing just when others are.
+
+        `near`: those in the spot pools of its region, of `total`.
+        """
         pool, late = self.pools[name], self.worth.late_per_h
-        total = sum(have.values())
-        held = {other: count for other, count in have.items() if self.pools[other].is_spot and count}
-        held |= {name: have.get(name, 0) + 1}
+        held = {**near, name: near.get(name, 0) + 1}
         rates = {other: self.pools[other].losses_per_h for other in held}
         late_per_h = 0.0
         for share, names in losses(rates, self.worth.together, self.cold_start_s + NOTICED_S):
@@ -133,3 +147,9 @@ class FleetState:
                 left = min(total + 1 - sum(held[other] for other in names), len(late) - 2)
                 late_per_h += share * (late[left] - late[left + 1])
         return pool.usd_h * (1.0 + pool.losses_per_h * self.cold_start_s / 3600.0) + self.worth.late_usd * late_per_h
+
+
+def _less(held: Mapping[str, int], name: str) -> dict[str, int]:
+    """With one replica fewer there."""
+    left = {other: count - (other == name) for other, count in held.items()}
+    return {other: count for other, count in left.items() if count}
