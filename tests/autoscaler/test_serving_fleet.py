@@ -349,3 +349,13 @@ def test_replicas_that_turn_out_to_have_more_slots_or_fewer_keep_what_was_counte
         paper.observe(Served(0.0, 600.0, came, np.ones(300), np.full(300, 5.0)), 0.5)
     late = {slots: sum(map(sum, paper.counted.late)) for slots, paper in fleets.items()}
     assert late[0] == late[4] < late[2] < late[1]
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_slots_that_are_taken_stay_so_when_it_turns_out_that_there_are_others(slots: int) -> None:
+    paper = PaperFleets(1, ReplicaSpeed(1e9, 2, 1.0), 5.0)
+    paper.observe(Served(0.0, 1.0, np.zeros(2), np.ones(2), np.array([20.0, 60.0])), 0.5)
+    paper.run_at(ReplicaSpeed(1e9, slots, 1.0))
+    paper.observe(Served(1.0, 2.0, np.full(2, 1.0), np.ones(2), np.ones(2)), 0.5)
+    late = np.array(paper.counted.late).sum(axis=0)[1]
+    assert late == pytest.approx({1: 2.0, 3: 0.0}[slots], abs=1e-3)
