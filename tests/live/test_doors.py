@@ -47,6 +47,24 @@ def test_a_process_of_the_users_enters_ray_with_what_the_status_says(live: Local
     assert "nodes True" in done.stdout, done.stderr[-2000:]
 
 
+TASK = """
+import ray
+import raytide as rt
+
+@rt.task(resources={"CPU": 1})
+def evaluate(checkpoint):
+    return checkpoint, ray.util.get_current_placement_group() is not None
+
+print("evaluated", *evaluate("step 7"))
+"""
+
+
+def test_a_task_of_a_process_outside_of_ray_runs_on_a_leased_node(live: LocalCluster) -> None:
+    environment = {name: value for name, value in live.environment().items() if not name.startswith("RAY_")}
+    done = subprocess.run([sys.executable, "-c", TASK], capture_output=True, text=True, env=environment, timeout=120)
+    assert "evaluated step 7 True" in done.stdout, done.stderr[-2000:]
+
+
 HOLD = """
 import os, sys, time
 import ray
