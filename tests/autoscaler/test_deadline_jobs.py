@@ -91,6 +91,20 @@ def test_its_own_word_counts_for_more_than_its_estimate() -> None:
     assert found.is_urgent
 
 
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"left_s": 1e15}, {"left_s": 9e11}, {"left_s": 10**400}, {"left_s": float("nan")}, {"left_s": float("inf")},
+        {"step": 1, "steps": 10**13}, {"step": 1, "steps": 10**12}, {"step": 1, "steps": 10**400},
+        {"left_s": 60.0, "redo_s": 1e308}, {"left_s": 60.0, "redo_s": 9e11}, {"left_s": 60.0, "redo_s": float("inf")},
+    ],
+)  # fmt: skip
+def test_no_report_stops_the_judgement(told: dict[str, float]) -> None:
+    fixed = replace(job(12, 1e300, preemptible=False), progress=told, spell_since_s=NOW_S - 100.0)
+    found = stance(fixed, on=Market.SPOT)
+    assert found.work_s is not None and 0.0 <= found.work_s < 2e9
+
+
 def test_a_job_that_is_late_goes_on_like_any_other() -> None:
     found = stance(job(-1, 3), on=Market.SPOT)
     assert (found.is_urgent, set(found.markets)) == (False, set(Market))

@@ -226,6 +226,11 @@ class TestJobs:
         assert (response.status_code, "losses" in error(response)["message"]) == (400, True)
         assert client.get("/v1/jobs/job-1").json()["job"]["progress"] == {}
 
+    def test_a_report_of_more_than_64_bits_is_refused(self, client: TestClient) -> None:
+        client.post("/v1/jobs", json=GANG)
+        response = client.post("/v1/jobs/job-1/report", json={"step": 1, "left_s": 10**400})
+        assert (response.status_code, "left_s" in error(response)["message"]) == (400, True)
+
     def test_reports_add_up_by_name(self, client: TestClient) -> None:
         client.post("/v1/jobs", json=GANG)
         client.post("/v1/jobs/job-1/report", json={"step": 1, "loss": 2.5})

@@ -47,7 +47,9 @@ def test_only_what_is_new_is_lost_and_a_new_driver_counts_from_nothing() -> None
 
 
 def test_a_driver_that_does_not_say_both_how_much_and_when_says_nothing() -> None:
-    for said in ({"lost_s": 5.0}, {"lost_at_s": 5.0}, {"lost_s": "much", "lost_at_s": 5.0}):
+    halves = {"lost_s": 5.0}, {"lost_at_s": 5.0}, {"lost_s": "much", "lost_at_s": 5.0}
+    absurd = [{"lost_s": 5.0, "lost_at_s": 5.0, name: 10**400} for name in ("lost_s", "lost_at_s")]
+    for said in (*halves, *absurd):
         assert ripe([struck(replace(job(1), progress=said), ["job-7"], 5.0)], 500.0) == frozenset()
 
 

@@ -37,7 +37,10 @@ def test_a_deadline_is_a_moment_or_a_time_from_now(said: object, meant: object) 
     assert parse(said) == meant
 
 
-@pytest.mark.parametrize("said", ["soon", "8 hours", "h", "", True, None, "2026-11-22T08:00"])
+_FAR = ["inf", "nan", "1e20", 1e20, "99999999999d", "0001-01-01T00:00:00+05:00", "101000d"]
+
+
+@pytest.mark.parametrize("said", ["soon", "8 hours", "h", "", True, None, "2026-11-22T08:00", *_FAR])
 def test_what_is_no_time_or_has_no_zone_is_refused_with_what_to_say(said: object) -> None:
     with pytest.raises(ValueError, match="say 2026-"):
         parse(said)
@@ -59,3 +62,8 @@ def test_only_a_moment_is_seconds_since_the_epoch() -> None:
     assert spec("8h").due_at_s is None
     assert spec(MORNING).due_at_s == MORNING.timestamp()
     assert moment(MORNING.timestamp()) == "Nov 22 08:00 UTC"
+
+
+@pytest.mark.parametrize("at_s", [1e15, -1e15, float("inf"), float("-inf"), float("nan")])
+def test_any_number_is_some_moment(at_s: float) -> None:
+    assert moment(at_s).endswith(" UTC")

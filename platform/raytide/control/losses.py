@@ -71,10 +71,9 @@ def _cause(job: Job) -> str:
 
 def _told_s(job: Job) -> float:
     """What the ledger knows when the driver does not say both, how much and when."""
-    lost_s, at_s = job.progress.get("lost_s"), job.progress.get("lost_at_s")
-    is_told = isinstance(lost_s, int | float) and isinstance(at_s, int | float)
-    return max(0.0, float(lost_s)) if is_told else job.lost_s  # type: ignore[arg-type]
+    lost_s = job.told("lost_s")
+    return job.lost_s if lost_s is None or job.told("lost_at_s") is None else max(0.0, lost_s)
 
 
 def _broke_at_s(job: Job) -> float:
-    return float(job.progress["lost_at_s"])
+    return job.told("lost_at_s") or 0.0

@@ -8,23 +8,32 @@ from datetime import UTC, datetime, timedelta
 Due = datetime | timedelta
 
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_LONGEST = timedelta(days=36525)
+"""A hundred years."""
+_FAR_S = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
 _SPAN = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
 _HOW = "say 2026-11-22T08:00:00+01:00, or a time from now: 8h, 1d12h, 5400 (seconds)"
 
 
 def parse(said: object) -> Due:
     """A moment with its time zone, or a time from now as a timedelta, seconds, or `1d12h`. ValueError for others."""
-    if isinstance(said, str):
-        said = _of_text(said.strip())
-    if isinstance(said, datetime):
-        if said.tzinfo is None:
-            raise ValueError(f"{said.isoformat()} has no time zone; {_HOW}")
-        return said.astimezone(UTC)
-    if isinstance(said, int | float) and not isinstance(said, bool):
-        said = timedelta(seconds=said)
-    if not isinstance(said, timedelta):
+    try:
+        due = _of_text(said.strip()) if isinstance(said, str) else said
+        if isinstance(due, int | float) and not isinstance(due, bool):
+            due = timedelta(seconds=due)
+        if isinstance(due, datetime) and due.tzinfo is not None:
+            due = due.astimezone(UTC)
+    except (OverflowError, ValueError):  # NaN, the year 0
+        raise ValueError(f"{said!r} is no time; {_HOW}") from None
+    if isinstance(due, datetime):
+        if due.tzinfo is None:
+            raise ValueError(f"{due.isoformat()} has no time zone; {_HOW}")
+        return due
+    if not isinstance(due, timedelta):
         raise ValueError(f"{said!r} is no time; {_HOW}")
-    return said
+    if abs(due) > _LONGEST:
+        raise ValueError(f"{said!r} is more than a hundred years; {_HOW}")
+    return due
 
 
 def text(due: Due) -> str:
@@ -33,8 +42,8 @@ def text(due: Due) -> str:
 
 
 def moment(at_s: float) -> str:
-    """`Nov 22 19:40 UTC`, for reasons that say the same for a long time."""
-    return datetime.fromtimestamp(at_s, tz=UTC).strftime("%b %d %H:%M UTC")
+    """`Nov 22 19:40 UTC`, for reasons that say the same for a long time; of any number."""
+    return datetime.fromtimestamp(min(max(0.0, at_s), _FAR_S), tz=UTC).strftime("%b %d %H:%M UTC")
 
 
 def _of_text(said: str) -> object:

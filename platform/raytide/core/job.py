@@ -34,6 +34,10 @@ class JobState(StrEnum):
 UNDERESTIMATED = 0.05
 """Of its estimate, what is left of a job that still runs when that is over."""
 
+_MOST = 1e12
+"""What a job tells beyond this is no number that it counts anything by."""
+_LONGEST_S = 1e9
+
 FINAL_STATES = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.STOPPED})
 
 
@@ -132,10 +136,14 @@ class Job:
     def left_s(self, now_s: float) -> float | None:
         """Work that is left, on the gang that it has: by its own word (`left_s`), else by the pace of its steps, else
         by its estimate. None when nobody knows."""
-        if (told := _number(self.progress, "left_s")) is not None:
-            return max(0.0, told)
-        step = _number(self.progress, "step")
-        steps = _number(self.progress, "steps") or _number(self.spec.config, "steps")
+        left_s = self._left_s(now_s)
+        return None if left_s is None else min(max(0.0, left_s), _LONGEST_S)
+
+    def _left_s(self, now_s: float) -> float | None:
+        if (told := self.told("left_s")) is not None:
+            return told
+        step = self.told("step")
+        steps = self.told("steps") or _number(self.spec.config, "steps")
         if step is not None and steps is not None and 0 < step <= steps:
             return self.held_for_s(now_s) / step * (steps - step)
         if self.spec.estimate_h is None:
@@ -146,9 +154,14 @@ class Job:
     @property
     def redo_s(self) -> float:
         """The most work that is done again when its gang is lost, by its own word."""
-        return max(0.0, _number(self.progress, "redo_s") or 0.0)
+        return min(max(0.0, self.told("redo_s") or 0.0), _LONGEST_S)
+
+    def told(self, name: str) -> float | None:
+        """Of its progress; None when it said none, or one that cannot be meant."""
+        return _number(self.progress, name)
 
 
 def _number(values: Mapping[str, object], name: str) -> float | None:
     value = values.get(name)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and abs(value) <= _MOST else None  # type: ignore[arg-type]

@@ -172,6 +172,8 @@ class Desk:
             raise UsageError(
                 f"progress {odd[0]!r} of {job_id} is neither number nor text.", hint="Report one of these."
             )
+        if huge := [name for name, value in known.items() if isinstance(value, int) and value.bit_length() > 63]:
+            raise UsageError(f"progress {huge[0]!r} of {job_id} is more than 64 bits hold.", hint="Report less.")
         self._store.report(job_id, known, self._clock.now_s())
 
     def release(self, job_id: str, caller: Caller, error: str) -> None:
