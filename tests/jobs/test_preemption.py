@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from tests.jobs.cluster import Cluster, brief, gpus, team
 
+from raytide.core.gang import MemberState, Shape
 from raytide.core.job import JobState
 from raytide.core.plan import Grow, Preempt, Shrink
 from raytide.core.shortfall import Shortfall
-from raytide.jobs.admit import GRACE_S, SETTLE_S, _grow, floor_of
+from raytide.core.stance import Stance
+from raytide.jobs.admit import GRACE_S, SETTLE_S, _grow, admit, floor_of
 from raytide.jobs.order import COOL_DOWN_S, MAX_PREEMPTIONS
 
 
@@ -211,6 +214,52 @@ def test_nobody_grows_into_what_its_owner_waits_for() -> None:
     c.step(SETTLE_S)
     assert c.held(second) == 1, "cooling down, it takes what is free"
     assert (c.held(red), c.held(other)) == (2, 0)
+
+
+@pytest.mark.parametrize("why", ["impossible", "it waits for spot", "no money"])
+def test_who_could_not_start_with_room_keeps_nobody_from_borrowing(why: str) -> None:
+    red = team("red", spent_usd=100.0, quota={"GPU": 12}, budget={"hard_usd": 100} if why == "no money" else {})
+    c = Cluster(teams=(team("blue", quota={"GPU": 4}), red))
+    label = {"ray.io/accelerator-type": "B200"} if why == "impossible" else {}
+    waits = c.submit(gpus(1, **label), team="red", priority="high")
+    if why == "it waits for spot":
+        c.stances[waits] = Stance((), False, 9e9, 1.0, 8e9, "waits for spot")
+    elastic = c.submit(gpus(1, members=12, at_least=1))
+    assert (elastic, "admit") in brief(c.step())
+    assert c.running() == {elastic: 12}
+
+
+def test_what_cannot_start_takes_nothing_of_its_teams_own_from_its_other_jobs() -> None:
+    c = Cluster(nodes=1, teams=(team("blue", quota={"GPU": 4}), team("red", quota={"GPU": 4})))
+    much = c.submit(gpus(8), team="red", priority="high")
+    never = c.submit(gpus(1, **{"ray.io/accelerator-type": "B200"}), priority="high")
+    mine = c.submit(gpus(4))
+    assert brief(c.step()) == [(mine, "admit"), (much, "quota"), (never, "impossible")]
+
+
+def test_nobody_is_kept_from_borrowing_what_no_owner_waits_for() -> None:
+    c = Cluster(nodes=1, teams=(team("blue", quota={"GPU": 2}), team("red", quota={"GPU": 6, "CPU": 64})))
+    c.submit(Shape(resources={"CPU": 64.0}))
+    c.step()
+    waits = c.submit(Shape(resources={"CPU": 64.0}), team="red")
+    c.jobs[waits] = replace(c.jobs[waits], preempted_at_s=c.now_s)
+    elastic = c.submit(gpus(1, members=6, at_least=1))
+    c.step()
+    assert (c.held(waits), c.held(elastic)) == (0, 6), "cooling down, it takes what is free"
+
+
+@pytest.mark.parametrize("less", [MemberState.ASSIGNED, MemberState.FORMING, MemberState.LEAVING])
+def test_a_gang_that_shrinks_goes_on_with_the_seats_that_it_works_on(less: MemberState) -> None:
+    c = Cluster()
+    low = c.submit(gpus(8, members=2, at_least=1), priority="low")
+    c.step()
+    lease = c.lease(low)
+    assert lease is not None
+    first, second = lease.members
+    c.leases[lease.id] = replace(lease, members=(replace(first, state=less), second))
+    c.submit(gpus(8), priority="high")
+    (shrink,) = [action for action in admit(c.snapshot) if isinstance(action, Shrink)]
+    assert shrink.members == (0,)
 
 
 def test_who_has_no_quota_holds_for_good_only_what_is_beyond_all_quotas() -> None:

@@ -104,6 +104,21 @@ def test_an_elastic_gang_takes_no_more_than_is_paid_for() -> None:
     assert c.held(mine) == 2
 
 
+def test_a_job_grows_no_further_than_its_own_budget_lasts_and_is_not_stopped_for_having_grown() -> None:
+    c = Cluster(nodes=1)
+    other = c.submit(gpus(5), priority="high")
+    mine = c.submit(gpus(1, members=8, at_least=1), budget_usd=60)
+    c.step()
+    assert c.held(mine) == 3
+    c.end(other)
+    c.spent = {mine: micro_usd(8)}
+    assert brief(c.step(SETTLE_S)) == []
+    assert c.held(mine) == 4, "$52 are an hour of four, with the time to give way, not of five"
+    c.spent = {mine: micro_usd(56)}
+    assert brief(c.step(SETTLE_S)) == []
+    assert c.held(mine) == 4
+
+
 @settings(max_examples=8, deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from([1, 4, 8]), st.integers(0, 60)), min_size=1, max_size=6),

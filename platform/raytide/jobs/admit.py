@@ -45,7 +45,8 @@ def admit(snapshot: Snapshot, room: Room | None = None) -> tuple[Action, ...]:
         return tuple(Wait(job.id, "signal", silent, "See `raytide doctor`.") for job in waiting)
     floor = floor_of(snapshot, room)
     claims = claims_of(floor)
-    floor.owners = frozenset(floor.jobs[row].spec.team for row in np.flatnonzero(claims.is_own))
+    for row in np.flatnonzero(claims.is_own).tolist():
+        floor.waits_for_own(row)
     drained = _drain(floor, claims)
     absorb(floor, claims)
     tried = turn(claims, floor).tolist()
@@ -139,13 +140,13 @@ def claims_of(floor: Floor) -> Claims:
 
 def _own(floor: Floor, claims: Claims) -> Bools:
     """After the first of a team that asks for more than what is left of its own, nobody of the team does: a job passes
-    no other of its own team by being small."""
+    no other of its own team by being small. Who could not start on an empty fleet asks for nothing."""
     own = np.zeros(len(floor.jobs), dtype=bool)
     asked: dict[str, Resources] = {}
     beyond = set[str]()
     for row in ranked(claims).tolist() if floor.quotas.limited else ():
         job = floor.jobs[row]
-        if claims.is_held[row] or job.spec.team in beyond:
+        if claims.is_held[row] or job.spec.team in beyond or not floor.may_start(row):
             continue
         need = plus(asked.get(job.spec.team, {}), seats.least_quota(job.spec.gang.shapes[0]))
         own[row] = floor.quotas.may_take_back(job.spec.team, need)
@@ -169,7 +170,7 @@ def _held(snapshot: Snapshot) -> dict[int, Lease]:
 
 def _drain(floor: Floor, claims: Claims) -> list[Preempt]:
     """Whoever's budget is about to run out checkpoints and gives way; what cannot be preempted runs on."""
-    burning = {floor.jobs[row].id: (floor.jobs[row], _micro_usd_h(floor, lease)) for row, lease in floor.leases.items()}
+    burning = {floor.jobs[row].id: (floor.jobs[row], floor.micro_usd_h(lease)) for row, lease in floor.leases.items()}
     broke = floor.purse.overdrawn(burning, floor.snapshot.teams)
     found = []
     for row in [row for row in floor.leases if floor.jobs[row].id in broke and claims.gives_way[row]]:
@@ -178,11 +179,6 @@ def _drain(floor: Floor, claims: Claims) -> list[Preempt]:
         floor.lets_go(row, seats.kept(lease), by=lease.job_id)
         del floor.leases[row]
     return found
-
-
-def _micro_usd_h(floor: Floor, lease: Lease) -> float:
-    on = [floor.types[member.node_id] for member in seats.kept(lease) if member.node_id in floor.types]
-    return seats.price_of(lease.shape, on)
 
 
 def _give_way(floor: Floor) -> Iterator[Action]:

@@ -52,8 +52,9 @@ class Floor:
     """Of replicas that have no room, and for which nobody gives way."""
     instead: dict[str, tuple[Rejected, ...]] = field(default_factory=dict)
     """By endpoint for whom seats give way: what else was thought of."""
-    owners: frozenset[str] = frozenset()
-    """Teams of whom somebody waits for his own quota: no other team borrows for members that it can do without."""
+    owners: dict[tuple[str, str], set[int]] = field(default_factory=dict)
+    """By resource and team: the rows that wait for it of their own quota. No other team borrows it for members that it
+    can do without."""
     head: int | None = None
     """The first in the order for whom there is no room: what cannot be stopped again may not take its place."""
     _future: Room | None = None
@@ -88,6 +89,12 @@ class Floor:
             self.head, self._future = row, self._room_of_head(self.jobs[row])
         return ()
 
+    def waits_for_own(self, row: int) -> None:
+        for name in {
+            name for shape in self.shapes(row) for name in self.quotas.limited & seats.least_quota(shape).keys()
+        }:
+            self.owners.setdefault((name, self.jobs[row].spec.team), set()).add(row)
+
     def lets_go(self, row: int, members: Iterable[Member], by: str) -> None:
         """These seats of a holder are free for others from now on."""
         lease, job = self.leases[row], self.jobs[row]
@@ -114,6 +121,11 @@ class Floor:
         if (found := self._quotas.get(key)) is None:
             found = self._quotas[key] = seats.quota_of(self.leases[row].shape, [node_type])
         return found
+
+    def micro_usd_h(self, lease: Lease) -> float:
+        """What the seats that it keeps cost."""
+        on = [self.types[member.node_id] for member in seats.kept(lease) if member.node_id in self.types]
+        return seats.price_of(lease.shape, on)
 
     def givers(self) -> Mapping[int, str]:
         """The holders that may be asked for seats and still have some, with their teams."""
@@ -142,7 +154,7 @@ class Floor:
         return self.borrowing(need) | {job.spec.team}
 
     def room_to_grow(self, row: int, most: int) -> int:
-        """Take room for as many more members of a holder as quota and nodes allow."""
+        """Take room for as many more members of a holder as quota, nodes and budgets allow."""
         job = self.jobs[row]
         shape = next(iter(bound([self.leases[row].shape], self.snapshot.stances.get(job.id))), None)
         if shape is None or self._short_of(job, seats.quota_of(shape, [None])) is not None:
@@ -150,11 +162,14 @@ class Floor:
         placed = self.room.place(shape, min(most, self._allowed(job, shape)), at_least=0, subject="it")
         assert not isinstance(placed, Shortfall)
         on = seats.placed_types(placed, self.snapshot.node_types)
-        if self.purse.refuses(job, seats.price_of(shape, on)) is not None:
-            self._leave(shape, placed)
-            return 0
-        self.quotas.take(job.spec.team, seats.quota_of(shape, on), gives_way=service.gives_way(job))
-        return len(placed)
+        held = self.micro_usd_h(self.leases[row])
+        prices = {count: seats.price_of(shape, on[:count]) for count in range(len(placed), 0, -1)}
+        count = next((count for count, price in prices.items() if self.purse.may_grow(job, held, price)), 0)
+        if count and self.purse.refuses(job, prices[count]) is not None:
+            count = 0
+        self._leave(shape, placed[count:])
+        self.quotas.take(job.spec.team, seats.quota_of(shape, on[:count]), gives_way=service.gives_way(job))
+        return count
 
     def shapes(self, row: int) -> list[Shape]:
         """What the job may have; beyond a soft limit, its own or its team's, spot nodes only.
@@ -171,6 +186,10 @@ class Floor:
     def pays(self, row: int) -> list[bool]:
         """Which of the shapes its budgets allow; for the others it helps nothing when anybody gives way."""
         return [self._unpaid(self.jobs[row], shape) is None for shape in self.shapes(row)]
+
+    def may_start(self, row: int) -> bool:
+        """Whether it starts once there is room: now, on a fleet that can hold it, and paid for."""
+        return any(self._facts(s)[0] is None and self._unpaid(self.jobs[row], s) is None for s in self.shapes(row))
 
     def beyond_limits(self, job: Job, shape: Shape) -> Shortfall | None:
         """Budget, then quota, for the least that the gang can do with."""
@@ -269,8 +288,8 @@ class Floor:
         """How many members quota allows."""
         team, gives_way, one = job.spec.team, service.gives_way(job), seats.quota_of(shape, [None])
         more = {name: self.quotas.available(team, name) for name in one}
-        if self.owners - {team}:
-            more = {name: min(amount, self.quotas.left_of_own(team, name)) for name, amount in more.items()}
+        owed = {name for (name, other), rows in self.owners.items() if rows and other != team}
+        more |= {name: min(more[name], self.quotas.left_of_own(team, name)) for name in owed & more.keys()}
         if not gives_way:
             more = {name: min(amount, self.quotas.never_taken_back(team, name)) for name, amount in more.items()}
         ratios = [more[name] / amount for name, amount in one.items() if amount > 0]
@@ -322,6 +341,8 @@ class Floor:
             self._emptied.take(job, shape, need, placed)
         self.taken[row] = Taken(shape, placed, self.purse.reserve(job, seats.price_of(shape, on)))
         self.refused.pop(row, None)
+        for rows in self.owners.values():
+            rows.discard(row)
 
     # Who gives way.
 

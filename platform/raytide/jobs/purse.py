@@ -74,6 +74,14 @@ class Purse:
                 return Shortfall("budget", reason, remedy)
         return None
 
+    def may_grow(self, job: Job, held_micro_usd_h: float, more_micro_usd_h: float) -> bool:
+        """Whether its own budget lasts for an hour of all its members, lest a job gives way whole for having grown."""
+        if job.spec.budget_usd is None or more_micro_usd_h <= 0:
+            return True
+        whole = held_micro_usd_h + more_micro_usd_h
+        hour = whole * RESERVE_S / 3600.0
+        return self.spent.get(job.id, 0) + hour + _lead(whole) <= micro_usd(job.spec.budget_usd)
+
     def reserve(self, job: Job, micro_usd_h: float) -> int:
         """Commit the job's next hour. What it may have cost in all by then is returned, for its record."""
         need = self._reservation(job, micro_usd_h)

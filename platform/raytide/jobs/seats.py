@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from raytide.core.fleet import NodeType, Resources, dominant, plus
-from raytide.core.gang import Lease, Member, Shape
+from raytide.core.gang import Lease, Member, MemberState, Shape
 from raytide.core.replicas import SERVING_STATES, replica_shape
 from raytide.core.room import Placements
 from raytide.core.shortfall import ACCELERATOR_LABEL
@@ -13,12 +13,15 @@ from raytide.core.snapshot import EndpointView, Snapshot
 
 
 def kept(lease: Lease) -> tuple[Member, ...]:
-    """Seats that are its own and do not give way: those that hold a node, then those that wait for one.
+    """Seats that are its own and do not give way: first what it works with, last what waits for a node.
 
     Who waits for a node holds quota and the room that was promised to it, and loses nothing by giving way.
     """
     there = [member for member in lease.members if not (member.is_parked or member.gives_way)]
-    return tuple(sorted(there, key=lambda member: not member.holds))
+    return tuple(sorted(there, key=lambda member: _KEPT.index(member.state)))
+
+
+_KEPT = (MemberState.READY, MemberState.LEAVING, MemberState.FORMING, MemberState.ASSIGNED, MemberState.WAITING)
 
 
 def types_of(snapshot: Snapshot) -> dict[str, NodeType]:
