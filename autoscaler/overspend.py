@@ -1,8 +1,8 @@
-"""What goes while the fleet costs more an hour than it may: the least valuable nodes, until it costs less.
+"""What goes while the fleet costs more an hour than it may: the least valuable nodes, until it costs that again.
 
 First nodes on which nobody is, then those with work that nobody leased, then gangs that may be preempted, the lowest
 class first: an elastic one shrinks before any of its class stops. All have `NOTICE_S` for a checkpoint. Replicas and
-gangs that may not be preempted stay. The queue and the planner decide on what is left.
+gangs that may not be preempted stay, as do nodes that cost nothing. The queue and the planner decide on what is left.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ from raytide.core.gang import Lease
 from raytide.core.job import Job
 from raytide.core.money import format_usd
 from raytide.core.plan import Action, Drain, Preempt, Rejected, Shrink, Terminate, Wait
+from raytide.core.replicas import SERVING_STATES, is_fresh
 from raytide.core.snapshot import NodeView, Snapshot
+
+TOLERANCE = 1.05
+"""So many times what it may cost is let be: prices of spot that runs swing, and what they stop would start again."""
 
 EMPTY, UNLEASED, LEASED = range(3)
 
@@ -38,10 +42,12 @@ def shed(snapshot: Snapshot) -> tuple[Action, ...]:
     if most is None or not snapshot.ray_answers:
         return ()
     cost = sum(view.node.price_micro_usd_h for view in snapshot.nodes if view.node.state in _STAYS)
-    if cost <= most:
+    if cost <= TOLERANCE * most:
         return ()
-    names = frozenset(served.endpoint.name for served in snapshot.endpoints)
-    return _Shedding(snapshot, Roster.of(snapshot), most, cost, names).decide()
+    served = [view for view in snapshot.endpoints if view.endpoint.state in SERVING_STATES]
+    silent = sorted(view.endpoint.name for view in served if not is_fresh(view.load, snapshot.at_s))
+    names = frozenset(view.endpoint.name for view in snapshot.endpoints)
+    return _Shedding(snapshot, Roster.of(snapshot), most, cost, names, silent).decide()
 
 
 def without(snapshot: Snapshot, shed: tuple[Action, ...]) -> Snapshot:
@@ -64,6 +70,8 @@ class _Shedding:
     """Of the nodes that stay."""
     names: frozenset[str]
     """Of endpoints."""
+    silent: list[str]
+    """Endpoints of which nobody knows where all their replicas are: any node with strange work may serve them."""
     staying: dict[Worth, list[Occupants]] = field(default_factory=dict)
     """Who may go, the cheapest first, of one price the newest last."""
     worth: dict[str, Worth] = field(default_factory=dict)
@@ -74,13 +82,14 @@ class _Shedding:
     def decide(self) -> tuple[Action, ...]:
         why = f"the fleet costs {self._usd_h}, above the hard limit of {format_usd(self.most_micro_usd_h)}/h"
         for view in self.snapshot.nodes:
-            if view.node.state in _STAYS:
+            if view.node.state in _STAYS and view.node.price_micro_usd_h > 0:
                 self._sort_in(self.roster.on(view))
         while self.cost_micro_usd_h > self.most_micro_usd_h and self.staying:
             self._take(min(self.staying), why)
         waits = []
         if self.cost_micro_usd_h > self.most_micro_usd_h:
-            what = f"{why}; the {self._usd_h} that are left serve, or may not be preempted"
+            unsure = f" ({', '.join(self.silent)}: unknown where)" if self.silent else ""
+            what = f"{why}; the {self._usd_h} that are left serve{unsure}, or may not be preempted"
             waits = [Wait("fleet", "budget", what, "Raise metadata.raytide.limits, or end something.")]
         return (*self._leases(why), *self.gone.values(), *waits)
 
@@ -107,6 +116,9 @@ class _Shedding:
         """None: it stays."""
         node = old.view.node
         if old.replicas or (node.subject in self.names and not _is_idle(old.view)):
+            return None
+        is_known = node.state in _COMING or _is_idle(old.view) or (bool(old.seats) and old.are_all)
+        if self.silent and not is_known:
             return None
         seats = [(lease, m) for lease, m in old.seats if not m.gives_way and m.index not in self.away.get(lease.id, ())]
         if not seats:

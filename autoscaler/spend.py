@@ -12,8 +12,6 @@ SOFT_SHARE = 0.8
 """Of what a month's budget leaves: above it only spot is bought."""
 LEAST_LEFT_H = 1.0
 """In the last hour of a month the rest of its budget is for that whole hour."""
-SLACK = 1.01
-"""Nodes go only above this many times what is left: spending is summed once a minute, in whole micro-dollars."""
 
 
 def limits(section: LimitsSection, spent_micro_usd: int, now_s: float) -> Limits:
@@ -22,7 +20,7 @@ def limits(section: LimitsSection, spent_micro_usd: int, now_s: float) -> Limits
     hard = most = None if section.hard_usd_h is None else micro_usd(section.hard_usd_h)
     if section.month_usd is not None:
         left, left_h = max(0, micro_usd(section.month_usd) - spent_micro_usd), (month_end_s(now_s) - now_s) / 3600.0
-        rate, to_the_end = int(left / max(LEAST_LEFT_H, left_h)), int(SLACK * left / left_h)
+        rate, to_the_end = int(left / max(LEAST_LEFT_H, left_h)), int(left / left_h)
         soft = min(int(SOFT_SHARE * rate), soft if soft is not None else rate)
         hard = min(rate, hard if hard is not None else rate)
         most = min(to_the_end, most if most is not None else to_the_end)

@@ -9,6 +9,7 @@ from copy import deepcopy
 from dataclasses import replace
 
 from raytide.autoscaler.endpoints import publish
+from raytide.autoscaler.overspend import TOLERANCE
 from raytide.autoscaler.relocation import MOVE
 from raytide.control.decide import decide
 from raytide.core.fleet import Market, NodeState
@@ -123,7 +124,7 @@ def check_shed(seen: Snapshot, actions: Sequence[Action]) -> None:
         return
     leaving = (NodeState.DRAINING, NodeState.TERMINATING)
     price = {v.node.id: v.node.price_micro_usd_h for v in seen.nodes if v.node.state not in leaving}
-    assert most is not None and sum(price.values()) > most
+    assert most is not None and sum(price.values()) > TOLERANCE * most
     left = sum(price.values()) - sum(price[node_id] for node_id in shed)
     assert left + max(price[node_id] for node_id in shed) > most
     fixed = {job.id for job in seen.jobs if not job.spec.gives_way}

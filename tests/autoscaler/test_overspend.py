@@ -184,15 +184,46 @@ def test_what_the_limit_drains_is_not_bought_again_nor_its_minimum() -> None:
     assert len(here.machines()) == 1
 
 
-def test_a_price_that_rises_is_a_reason_too() -> None:
+def test_a_price_that_rises_is_a_reason_too_when_it_rises_by_more_than_a_little() -> None:
     here = cluster()
     here.submit(ONE, preemptible=True)
     here.settle(20)
     cap(here, 3.0)
-    (node,) = here.book.nodes.values()
-    machine = here.machines()[0]
+    (machine,) = here.machines()
+    here.provider.adopt(replace(machine, price_micro_usd_h=3_100_000))
+    assert here.settle(20) == []
     here.provider.adopt(replace(machine, price_micro_usd_h=3_500_000))
-    assert [a.node_id for a in deeds(here) if isinstance(a, Drain)] == [node.id]
+    assert [a.node_id for a in deeds(here) if isinstance(a, Drain)] == [machine.node_id]
+
+
+def test_nodes_that_cost_nothing_stay_whatever_runs_there() -> None:
+    own = GPU.model_copy(update={"name": "own", "price_micro_usd_h": 0, "max_nodes": 2, "min_nodes": 2})
+    here = Cluster((own, GPU), watch=promises.check)
+    here.settle(20)
+    here.submit(ONE, preemptible=True)
+    here.settle(20)
+    for _ in range(2):
+        here.submit(ONE)
+    here.settle(20)
+    cap(here, 1.0)
+    assert len(here.machines()) == 3
+    assert here.settle(20) == []
+
+
+def test_while_an_endpoint_is_silent_no_node_goes_whose_work_may_be_its_replica() -> None:
+    here = Cluster((GPU.model_copy(update={"min_nodes": 1}),), watch=promises.check)
+    here.settle(20)
+    here.serve(SPEC)
+    here.submit(ONE, preemptible=True)
+    here.settle(30)
+    assert len(here.machines()) == 2
+    here.silent.add("m")
+    here.loads.clear()
+    cap(here, 1.0)
+    actions = here.tick()
+    assert [type(a) for a in actions if not isinstance(a, Wait)] == [Preempt, Drain]
+    (wait,) = [action for action in actions if isinstance(action, Wait) and action.subject == "fleet"]
+    assert "the $3.00/h that are left serve (m: unknown where)" in wait.reason
 
 
 def test_explain_says_what_it_saves() -> None:

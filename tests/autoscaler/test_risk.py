@@ -89,7 +89,7 @@ def test_i6_the_fleet_as_it_is_may_stay_until_the_month_ends() -> None:
     """January 1970 began at 0; on its 30th, 48 hours are left."""
     now_s = 29 * 24 * HOUR
     month = LimitsSection(month_usd=1000.0)
-    assert spend.limits(month, 520_000_000, now_s) == Limits(8_000_000, 10_000_000, most_micro_usd_h=10_100_000)
+    assert spend.limits(month, 520_000_000, now_s) == Limits(8_000_000, 10_000_000, most_micro_usd_h=10_000_000)
     assert spend.limits(month, 2_000_000_000, now_s) == Limits(0, 0, most_micro_usd_h=0)
     tighter = LimitsSection(month_usd=1000.0, soft_usd_h=3, hard_usd_h=4, launches_per_min=5)
     assert spend.limits(tighter, 0, now_s) == Limits(3_000_000, 4_000_000, 5, most_micro_usd_h=4_000_000)
@@ -100,4 +100,4 @@ def test_the_last_hour_of_a_month_ends_with_the_fleet_that_fitted_into_it() -> N
     """Half an hour before its end, five dollars are left for a fleet of ten an hour."""
     now_s = 31 * 24 * HOUR - HOUR / 2
     limits = spend.limits(LimitsSection(month_usd=1000.0), 995_000_000, now_s)
-    assert (limits.hard_micro_usd_h, limits.most_micro_usd_h) == (5_000_000, 10_100_000)
+    assert (limits.hard_micro_usd_h, limits.most_micro_usd_h) == (5_000_000, 10_000_000)

@@ -51,7 +51,7 @@ def seen(at_s: float = NOW_S) -> Snapshot:
 def test_i6_a_month_s_budget_becomes_what_the_fleet_may_cost_an_hour_and_is_summed_once_a_minute() -> None:
     books = Books(booked_micro_usd=520_000_000)
     watched = outlook(books, month_usd=1000.0)
-    assert watched.on(seen(), (), {}).limits == Limits(8_000_000, 10_000_000, most_micro_usd_h=10_100_000)
+    assert watched.on(seen(), (), {}).limits == Limits(8_000_000, 10_000_000, most_micro_usd_h=10_000_000)
     books.booked_micro_usd = 1_000_000_000
     assert watched.on(seen(NOW_S + 1.0), (), {}).limits.hard_micro_usd_h == 10_000_057
     assert watched.on(seen(NOW_S + SPEND_PERIOD_S), (), {}).limits == Limits(0, 0, most_micro_usd_h=0)

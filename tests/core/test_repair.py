@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 
 from raytide.autoscaler.planner import plan
-from raytide.core.fleet import ZONE_LABEL, NodeType
+from raytide.core.fleet import TYPE_LABEL, ZONE_LABEL, NodeType
 from raytide.core.gang import Lease, LeaseState, Member, Shape
 from raytide.core.plan import Assign, Launch
 from raytide.core.repair import repair
 from raytide.core.room import Room
+from raytide.core.shortfall import Shortfall
 from raytide.core.snapshot import Limits, Snapshot
 
 SMALL = NodeType(name="gpu1", resources={"GPU": 1}, price_micro_usd_h=1_000_000)
@@ -78,3 +79,15 @@ def test_who_was_spread_over_zones_stays_in_his() -> None:
     assert repair(here).seat(alone) == alone, "there is room on a node in the other zone"
     (anywhere,) = here.place(one, 1, subject="g")  # type: ignore[misc]
     assert anywhere.is_new
+
+
+def test_who_found_no_room_finds_the_node_that_is_not_bought_after_all() -> None:
+    pair = NodeType(name="gpu2", resources={"GPU": 2}, price_micro_usd_h=1_000_000, max_nodes=1)
+    here = room(pair, LARGE)
+    for gpus in (1, 7):
+        here.place(Shape(resources={"GPU": gpus}), 1, subject="a")
+    small = Shape(resources={"GPU": 2}, labels={TYPE_LABEL: "gpu2"})
+    assert isinstance(here.place(small, 1, subject="b"), Shortfall)
+    repair(here)
+    (seat,) = here.place(small, 1, subject="b")  # type: ignore[misc]
+    assert seat.is_new

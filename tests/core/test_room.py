@@ -144,6 +144,12 @@ def test_nothing_is_taken_when_not_all_fit() -> None:
     assert ids(room.place(cpus(4), 2, subject="g")) == ["node-2", "node-3"]
 
 
+def test_who_asks_for_nobody_takes_no_room_from_those_who_ask_later() -> None:
+    room = Room.of(Snapshot(at_s=0, node_types=(CPU4,), nodes=(view(1, CPU4, CPU=4),), next_node=2))
+    assert room.place(cpus(4), 0, subject="g") == ()
+    assert ids(room.place(cpus(4), 1, subject="g")) == ["node-1"]
+
+
 def test_an_elastic_gang_gets_what_there_is_above_its_minimum() -> None:
     room = Room.of(Snapshot(at_s=0, node_types=(CPU4,)))
     assert len(ids(room.place(cpus(4), 8, at_least=2, subject="g"))) == 3

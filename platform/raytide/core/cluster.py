@@ -47,7 +47,7 @@ class LimitsSection(Config):
     soft_usd_h: float | None = Field(default=None, ge=0)
     """Above it only spot is bought."""
     hard_usd_h: float | None = Field(default=None, ge=0)
-    """Above it nothing is bought; when the fleet costs more all the same, the least valuable nodes go."""
+    """Above it nothing is bought; when the fleet costs 5 % more all the same, the least valuable nodes go."""
     month_usd: float | None = Field(default=None, ge=0)
     """For a calendar month (UTC): nothing is bought that would pass it, were all that runs to stay until its end; what
     would pass it all the same goes like what is above `hard_usd_h`."""

@@ -51,6 +51,7 @@ def repair(room: Room) -> Repaired:
             _forget(room, node_id)
         elif cheaper := _cheaper(room, offer, tenants):
             done.swapped[node_id] = _swap(room, node_id, cheaper, tenants)
+    room.full.clear()
     return done
 
 

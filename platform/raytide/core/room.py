@@ -73,7 +73,7 @@ class Room:
     replicas: dict[str, Placements] = field(default_factory=dict)
     """Where the published replicas of each endpoint that have no node will find one, as far as there is room."""
     _holders: Holders | None = None
-    _full: set[_Ask] = field(default_factory=set)
+    full: set[_Ask] = field(default_factory=set)
     """What found no seat at all. Seats are only taken, until somebody gives one, or a node is bought that has more."""
 
     @classmethod
@@ -128,10 +128,12 @@ class Room:
         of the pool that is cheapest for each member it would hold: of `menu` (all types), `max_new` at most (no limit).
         `spread_from`: how many there are by zone, when they should not all sit in one.
         """
+        if count <= 0:
+            return ()
         needed = count if at_least is None else at_least
         types = None if menu is None else frozenset(t.name for t in menu)
         ask = (tuple(shape.resources.items()), tuple(shape.labels.items()), shape.together, types, max_new)
-        if ask in self._full:
+        if ask in self.full:
             return () if needed <= 0 else self.why_not(shape, needed, subject)
         best: Choice | None = None
         most = 0
@@ -145,7 +147,7 @@ class Room:
             if choice.count >= needed and (best is None or choice.rating < best.rating):
                 best = choice
         if not most and self.market.launches_left is None:
-            self._full.add(ask)
+            self.full.add(ask)
         if best is None:
             return self.why_not(shape, needed, subject)
         return self._commit(best, types, is_spread=spread_from is not None)
@@ -187,14 +189,14 @@ class Room:
             tenants={node_id: list(tenants) for node_id, tenants in self.tenants.items()},
             missing=dict(self.missing),
             replicas=dict(self.replicas),
-            _full=set(self._full),
+            full=set(self.full),
         )
 
     def give(self, node_id: str, resources: Resources) -> None:
         """Somebody on that node lets go of these; a node that takes no work is left."""
         if (row := self.rows.get(node_id)) is not None:
             self.grid.take(row, resources, -1)
-            self._full.clear()
+            self.full.clear()
 
     def take(self, node_id: str, resources: Resources) -> None:
         if (row := self.rows.get(node_id)) is not None:
@@ -267,7 +269,7 @@ class Room:
             self.rows[seat.node_id] = first + at
         self.seats += seats
         self.grid.extend([node_type.resources] * count, [_NEW] * count, [offer.labels] * count)
-        self._full.clear()
+        self.full.clear()
         return seats
 
 

@@ -101,7 +101,7 @@ class Limits:
     shrink_for_serving: bool = True
     """Replicas that find no room take seats that elastic gangs of a lower class can spare."""
     most_micro_usd_h: int | None = None
-    """Above it nodes go, the least valuable first."""
+    """When the fleet costs clearly more, nodes go until it costs this, the least valuable first."""
 
 
 @dataclass(frozen=True, slots=True)
