@@ -7,8 +7,9 @@ an on-demand node stays there until spot nodes are ready for it, so it is never 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
@@ -19,12 +20,12 @@ from raytide.autoscaler.spells import Market as Rates
 from raytide.autoscaler.spells import Spells
 from raytide.autoscaler.spot_watch import SpotWatch, outlook_of, pool_name
 from raytide.core.due import moment
-from raytide.core.fleet import Market, Node, NodeState, fits
+from raytide.core.fleet import Market, Node, NodeState, Resources, fits
 from raytide.core.gang import Lease, LeaseState, MemberState
 from raytide.core.job import Job
 from raytide.core.market import Market as Shop
 from raytide.core.shelf import Offer
-from raytide.core.snapshot import Snapshot
+from raytide.core.snapshot import NodeView, Snapshot
 from raytide.core.stance import SpotOutlook, Stance
 
 TICK_S = 10.0
@@ -35,6 +36,8 @@ RESUME_S = 90.0
 """From nodes that have joined until work goes on: others give way, the gang forms, the state is loaded."""
 SLOWER = 1.5
 """A node may need so many times what the slowest one of its type needed."""
+PREFERS_ON_DEMAND: tuple[Market, ...] = (Market.ON_DEMAND, Market.SPOT)
+"""Better on spot than nowhere."""
 MOST_STEPS = 256
 """Of the table of values: who is further from his deadline looks at it in longer steps."""
 
@@ -71,16 +74,23 @@ class _Fleet:
     """By job."""
     slowest_s: Mapping[str, float]
     """By node type, how long a node of it needed to join at most."""
+    ready: Mapping[tuple[str, str], Sequence[NodeView]]
+    """By node type and zone."""
+    rooms: dict[tuple[object, ...], bool] = field(default_factory=dict)
+    """Whether a node of a pool has room for a member, for many jobs at once."""
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> _Fleet:
         nodes = {view.node.id: view.node for view in snapshot.nodes}
-        slowest: dict[str, float] = {}
-        for node in nodes.values():
+        slowest, ready = dict[str, float](), defaultdict[tuple[str, str], list[NodeView]](list)
+        for view in snapshot.nodes:
+            node = view.node
+            if node.state is NodeState.READY:
+                ready[node.type, node.zone].append(view)
             if node.ready_at_s is not None:
                 slowest[node.type] = max(slowest.get(node.type, 0.0), node.ready_at_s - node.requested_at_s)
         leases = {lease.job_id: lease for lease in snapshot.leases}
-        return cls(snapshot, Shop.of(snapshot), nodes, leases, slowest)
+        return cls(snapshot, Shop.of(snapshot), nodes, leases, slowest, ready)
 
     def restart_s(self, job: Job) -> float:
         """What a start takes at most until work goes on where it was."""
@@ -120,13 +130,14 @@ class _Fleet:
 
     def _has_room(self, job: Job, offer: Offer) -> bool:
         """On a node of that pool that is there."""
-        pool = (offer.node_type.name, offer.zone, NodeState.READY)
-        return any(
-            fits(shape.resources, view.available)
-            for view in self.snapshot.nodes
-            if (view.node.type, view.node.zone, view.node.state) == pool
-            for shape in job.spec.gang.shapes
-        )
+        return any(self._has_room_for(shape.resources, offer) for shape in job.spec.gang.shapes)
+
+    def _has_room_for(self, need: Resources, offer: Offer) -> bool:
+        key = (offer.row, *sorted(need.items()))
+        if key not in self.rooms:
+            there = self.ready.get((offer.node_type.name, offer.zone), ())
+            self.rooms[key] = any(fits(need, view.available) for view in there)
+        return self.rooms[key]
 
 
 def _stance(fleet: _Fleet, job: Job) -> Stance:
@@ -136,16 +147,16 @@ def _stance(fleet: _Fleet, job: Job) -> Stance:
     due = f"due {moment(due_at_s)}"
     if due_at_s <= now_s:
         reason = f"late: it was {due}; it goes on like any other job"
-        return Stance((Market.ON_DEMAND, Market.SPOT), False, due_at_s, left_s, None, reason)
+        return Stance(None, False, due_at_s, left_s, None, reason)
     if left_s is None:
         reason = f"on demand, {due}: how much work it has is not known before its first steps; estimate_h would say it"
-        return Stance((Market.ON_DEMAND,), False, due_at_s, None, None, reason)
+        return Stance(PREFERS_ON_DEMAND, False, due_at_s, None, None, reason)
     case = _Case.of(fleet, job, due_at_s - now_s, left_s * (1.0 + MARGIN))
     work_s, chosen = case.seen.work_s, case.choose()
     latest_s = due_at_s - work_s - case.seen.restart_s
     reason = f"{case.where(chosen)}: {work_s / 3600:.1f} h of work, {due}"
     if chosen == "on_demand":
-        markets: tuple[Market, ...] = (Market.ON_DEMAND, Market.SPOT)  # better on spot than nowhere
+        markets = PREFERS_ON_DEMAND
         reason += f"; {case.why_not_spot}"
     else:
         markets = () if chosen is None else (Market.SPOT,)

@@ -13,23 +13,24 @@ from raytide.autoscaler.draft import Draft
 from raytide.autoscaler.roster import Occupants
 from raytide.autoscaler.stops import NOTICE_S, stop_of
 from raytide.core.choice import Seat
-from raytide.core.fleet import MARKET_LABEL, NodeState
+from raytide.core.fleet import NodeState
 from raytide.core.gang import Lease, Shape
 from raytide.core.plan import Drain
 from raytide.core.room import Room
 from raytide.core.shortfall import Shortfall
 from raytide.core.snapshot import NodeView, Snapshot
-from raytide.core.stance import Stance
+from raytide.core.stance import Stance, bound, may_sit
 
 
 def stance_of(snapshot: Snapshot, old: Occupants) -> Stance | None:
-    """Of the one gang on this node; None when it has no deadline."""
-    return next((snapshot.stances[lease.job_id] for lease, _ in old.seats if lease.job_id in snapshot.stances), None)
+    """Of the one gang on this node; None when it has no deadline to keep."""
+    stances = (snapshot.stances.get(lease.job_id) for lease, _ in old.seats)
+    return next((stance for stance in stances if stance is not None and stance.markets is not None), None)
 
 
 def is_wanted(stance: Stance, new: NodeView) -> bool:
     """Whether a node that was bought for a gang is still of the market where that should sit."""
-    return stance.markets[:1] == (new.node.market,)
+    return stance.wanted is new.node.market
 
 
 def drain(old: Occupants, new_ids: Sequence[str], stance: Stance, now_s: float) -> Drain:
@@ -59,9 +60,11 @@ def decide(draft: Draft, move: str, going: Collection[str]) -> Iterator[Drain]:
 
 
 def _misplaced(draft: Draft, lease: Lease, stance: Stance) -> list[Occupants]:
-    """Its nodes of other markets than the wanted one, if it can be taken from all of them."""
+    """Its nodes of other markets than the wanted one, if it may sit there and can be taken from all of them."""
+    if not may_sit(lease.shape, stance):
+        return []
     views = (draft.roster.views.get(node_id) for node_id in {m.node_id for m in lease.members if m.holds})
-    wrong = [view for view in views if view is not None and not is_wanted(stance, view)] if stance.markets else []
+    wrong = [view for view in views if view is not None and not is_wanted(stance, view)]
     olds = [draft.roster.on(view) for view in sorted(wrong, key=lambda view: view.node.id)]
     is_alone = all(old.leases == {lease.id} and not old.replicas and old.are_all for old in olds)
     return olds if is_alone and all(old.view.node.state is NodeState.READY for old in olds) else []
@@ -71,8 +74,8 @@ def _seats(room: Room, olds: Sequence[Occupants], stance: Stance) -> list[Seat] 
     """For all who are on each of these nodes, one node of the wanted market; None when one has none."""
     found: list[Seat] = []
     for old in olds:
-        labels = {**old.asks[0].labels, MARKET_LABEL: str(stance.markets[0])}
-        seats = room.place(Shape(resources=dict(old.need), labels=labels), 1, subject="")
+        (shape,) = bound([Shape(resources=dict(old.need), labels=old.asks[0].labels)], stance)[:1]
+        seats = room.place(shape, 1, subject="")
         if isinstance(seats, Shortfall):
             return None
         found += seats

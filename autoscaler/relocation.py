@@ -16,6 +16,7 @@ import numpy as np
 
 from raytide.autoscaler.choices import rejected
 from raytide.autoscaler.draft import Draft
+from raytide.autoscaler.market_moves import stance_of
 from raytide.autoscaler.refuge import Refuge
 from raytide.autoscaler.roster import Occupants
 from raytide.autoscaler.stops import NOTICE_S, Stop, stop_of
@@ -107,8 +108,7 @@ class Relocation:
 
     def _may_leave(self, old: Occupants) -> bool:
         """Where gangs with a deadline sit is decided with that in view: see market_moves."""
-        stances = self.draft.snapshot.stances
-        return may_leave(old, self.now_s) and not any(lease.job_id in stances for lease, _ in old.seats)
+        return may_leave(old, self.now_s) and stance_of(self.draft.snapshot, old) is None
 
     def _may_leave_at_once(self, olds: Sequence[Occupants]) -> bool:
         """A gang on more nodes than that moves when nobody else does."""

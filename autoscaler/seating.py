@@ -15,7 +15,7 @@ from raytide.core.replicas import is_replica, replica_shape
 from raytide.core.room import Placements
 from raytide.core.shortfall import Shortfall, amounts
 from raytide.core.snapshot import Demand
-from raytide.core.stance import Stance, bound
+from raytide.core.stance import Stance, bound, may_sit
 
 UNMANAGED = "unmanaged"
 
@@ -92,7 +92,8 @@ def _turns_around(draft: Draft, lease: Lease, stance: Stance) -> bool:
     market = {view.node.id: view.node.market for view in draft.snapshot.nodes}
     seated = [member for member in lease.members if member.state is MemberState.ASSIGNED]
     is_on_spot = any(market.get(member.node_id) is Market.SPOT for member in seated)
-    if _stands(lease) or not is_on_spot or stance.markets[:1] != (Market.ON_DEMAND,):
+    is_misplaced = is_on_spot and stance.wanted is Market.ON_DEMAND and may_sit(lease.shape, stance)
+    if _stands(lease) or not is_misplaced:
         return False
     shape = bound([lease.shape], stance)[0]
     if isinstance(draft.room.copy().place(shape, lease.shape.at_least, subject=""), Shortfall):

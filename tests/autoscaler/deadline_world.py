@@ -36,7 +36,7 @@ class Story:
     slack_s: float
     reports: bool = True
     """Whether the job says how much is left; else it has an estimate only."""
-    markets: set[tuple[Market, ...]] = field(default_factory=set)
+    markets: set[tuple[Market, ...] | None] = field(default_factory=set)
     """Where it was allowed to sit."""
 
     def run(self) -> Story:

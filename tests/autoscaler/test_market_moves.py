@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from tests.autoscaler.deadline_world import SOLID, SPOT, Story
 
 from raytide.autoscaler.planner import plan
-from raytide.core.fleet import Market, Node, NodeState, NodeType
+from raytide.core.fleet import MARKET_LABEL, Market, Node, NodeState, NodeType
 from raytide.core.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
 from raytide.core.job import Job, JobKind, JobSpec, JobState
 from raytide.core.plan import Drain, Launch
@@ -75,6 +77,17 @@ def test_a_free_node_of_the_market_is_gone_to_at_once() -> None:
 def test_who_sits_where_he_should_stays_although_elsewhere_is_cheaper() -> None:
     assert deeds(TO_SOLID, view(1, SOLID, 0.0)) == []
     assert deeds(stance(), view(1, SOLID, 0.0)) == []
+
+
+def test_who_asks_for_a_market_himself_is_not_moved_to_another() -> None:
+    spot = Shape(resources={"GPU": 1.0}, labels={MARKET_LABEL: "spot"})
+    here = replace(lease(1, 1), shape=spot)
+    assert deeds(TO_SOLID, view(1, SPOT, 0.0), leases=(here,)) == []
+
+
+def test_who_is_late_stays_where_he_is() -> None:
+    late = replace(TO_SOLID, markets=None)
+    assert deeds(late, view(1, SPOT, 0.0), view(2, SOLID, 1.0)) == []
 
 
 def test_a_replacement_that_is_not_wanted_any_more_moves_nobody() -> None:

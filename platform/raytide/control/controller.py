@@ -22,7 +22,7 @@ from raytide.autoscaler.traffic import Traffics, node_types
 from raytide.control.accounts import Spent, used_lately, uses, with_accounts
 from raytide.control.apply import Outcome, apply
 from raytide.control.bookkeeping import Booking, keep_books
-from raytide.control.decide import decide
+from raytide.control.decide import of_judged
 from raytide.control.glimpse import answer
 from raytide.control.learned import Learned
 from raytide.control.losses import book_losses, ripe
@@ -114,7 +114,7 @@ class Controller:
         sums = self._store.books.spent([job.id for job in seen.jobs], month_of(to_us(now_s)))
         spent = Spent(*sums, self._store.census.held_longest_s(LAST_SHARE))
         seen = judged(with_accounts(seen, self._config, book.teams, spent))
-        plan = decide(seen)
+        plan = of_judged(seen)
         settle(book, plan, self._node_types)
         if world.ray_nodes is not None:
             self._leaving = self._leaving.observe(holders(seen), now_s)

@@ -22,7 +22,11 @@ from raytide.jobs.leases import changed
 
 def decide(snapshot: Snapshot) -> Plan:
     """Everything to be done now, with reasons. Pure: the same snapshot gives the same plan."""
-    seen = judged(snapshot)
+    return of_judged(judged(snapshot))
+
+
+def of_judged(seen: Snapshot) -> Plan:
+    """The same, of a snapshot that has its stances already."""
     given_up = shed(seen)
     seen = with_leases(without(seen, given_up), given_up) if given_up else seen
     published, scales = publish(seen)
@@ -30,7 +34,7 @@ def decide(snapshot: Snapshot) -> Plan:
     admissions = admit(published, room.copy())
     are_seats_as_before = all(isinstance(action, Admit | Wait) for action in admissions)
     actions = plan(with_leases(published, admissions), room if are_seats_as_before else None)
-    return Plan(at_s=snapshot.at_s, actions=(*given_up, *scales, *admissions, *actions))
+    return Plan(at_s=seen.at_s, actions=(*given_up, *scales, *admissions, *actions))
 
 
 def with_leases(snapshot: Snapshot, actions: tuple[Action, ...]) -> Snapshot:

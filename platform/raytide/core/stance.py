@@ -11,8 +11,9 @@ from raytide.core.gang import Shape
 
 @dataclass(frozen=True, slots=True)
 class Stance:
-    markets: tuple[Market, ...]
-    """Where its gang may sit, the wanted one first; none while it waits for spot."""
+    markets: tuple[Market, ...] | None
+    """Where its gang may sit, the wanted one first; none while it waits for spot. None when it is late: then it sits
+    where any other job would."""
     is_urgent: bool
     """It has no time for another attempt on spot: it goes first in its class, and nobody preempts it."""
     due_at_s: float
@@ -21,6 +22,11 @@ class Stance:
     latest_s: float | None
     """When it must have asked for on-demand nodes, unless it works on others."""
     reason: str
+
+    @property
+    def wanted(self) -> Market | None:
+        """Where it should sit; None while that is nowhere, or anywhere."""
+        return self.markets[0] if self.markets else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +46,9 @@ class SpotOutlook:
 def bound(shapes: Sequence[Shape], stance: Stance | None) -> tuple[Shape, ...]:
     """The shapes in the markets that are allowed, the wanted market first: none while it waits.
 
-    As they are without a stance, and when they name another market than all of those.
+    As they are without a stance, for a late job, and when they name another market than all of those.
     """
-    if stance is None:
+    if stance is None or stance.markets is None:
         return tuple(shapes)
     allowed = tuple(
         shape.model_copy(update={"labels": {**shape.labels, MARKET_LABEL: str(market)}})
@@ -51,6 +57,11 @@ def bound(shapes: Sequence[Shape], stance: Stance | None) -> tuple[Shape, ...]:
         if _allows(shape, market)
     )
     return allowed or (tuple(shapes) if stance.markets else ())
+
+
+def may_sit(shape: Shape, stance: Stance) -> bool:
+    """Whether there is a market that is wanted, and its own labels allow it that."""
+    return stance.wanted is not None and _allows(shape, stance.wanted)
 
 
 def unbound(shape: Shape, shapes: Sequence[Shape]) -> Shape:
