@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from raytide.autoscaler.providers.base import Machine
 from raytide.control.bookkeeping import keep_books
 from raytide.control.closing import close_books
-from raytide.control.costs import bill
 from raytide.core.entry import Entry, EntryKind, OpenInterval, Share
 from raytide.core.fleet import Market, Node, NodeState
 from raytide.core.money import to_us
 from raytide.core.state import Changes, Store
+from raytide.ledger.reconcile import bill, reconcile
 
 IDLE = (Share(EntryKind.IDLE, "", "", 1.0),)
 S = 1_000_000
@@ -39,11 +39,13 @@ def test_a_node_that_the_provider_does_not_list_yet_is_left_open() -> None:
 @given(
     changes=st.lists(st.tuples(st.floats(0.1, 500.0), st.integers(0, 9_000_000)), max_size=5),
     looks=st.lists(st.floats(0.1, 300.0), min_size=1, max_size=12),
+    early_s=st.one_of(st.just(0.0), st.floats(0.0, 1000.0)),
 )
 def test_a_machine_whose_price_changes_is_booked_each_time_at_its_price_and_in_sum_as_it_is_billed(
-    changes: list[tuple[float, int]], looks: list[float]
+    changes: list[tuple[float, int]], looks: list[float], early_s: float
 ) -> None:
-    """A price changes when the provider sees it, which is before the look that books it."""
+    """A price changes when the provider sees it, which is before the look that books it. Of the end it may say later
+    that it was `early_s` before."""
     node = Node("node-1", "cpu", "a", Market.SPOT, 1, NodeState.READY, 0.0, started_at_s=5.0)
     machine, interval, entries, now_s = Machine("node-1", "cpu", "a", 3_600_000, 5.0), None, [], 5.0
     due = list(changes)
@@ -61,14 +63,18 @@ def test_a_machine_whose_price_changes_is_booked_each_time_at_its_price_and_in_s
         entries += booking.entries
         interval = booking.intervals[0] if booking.intervals else interval
     assert interval is not None
-    gone, ended = replace(node, state=NodeState.GONE, ended_at_s=now_s + 1.0), replace(machine, ended_at_s=now_s + 1.0)
-    last = keep_books({"node-1": gone}, {"node-1": ended}, {"node-1": interval}, {}, lambda *_: (), to_us(now_s + 1.0))
+    assert reconcile([machine], entries) == ()
+    end_s = max(5.0, now_s + 1.0 - early_s)
+    gone, ended = replace(node, state=NodeState.GONE, ended_at_s=end_s), replace(machine, ended_at_s=end_s)
+    late = [entry for entry in entries if entry.to_us > to_us(end_s)]
+    last = keep_books({"node-1": gone}, {"node-1": ended}, {"node-1": interval}, {}, lambda *_: late, to_us(now_s + 1))
+    assert [entry.from_us for entry in entries[1:]] == [entry.to_us for entry in entries[:-1]]
     entries += last.entries
     assert sum(entry.amount_micro_usd for entry in entries) == bill(ended)
+    assert reconcile([ended], entries) == ()
     assert {entry.price_micro_usd_h for entry in entries} <= {
         price for _, price in (*machine.earlier, (0.0, machine.price_micro_usd_h))
     }
-    assert [entry.from_us for entry in entries[1:]] == [entry.to_us for entry in entries[:-1]]
 
 
 def test_the_end_of_a_cluster_says_where_the_books_do_not_balance(tmp_path: Path) -> None:

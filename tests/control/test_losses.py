@@ -16,7 +16,8 @@ MINE = Entry("node-1", 0, 100 * S, EntryKind.JOB, "job-1", "blue", 1, 1000)
 
 
 def told(seconds: float, known_s: float = 0.0) -> Job:
-    return replace(job(1, state=JobState.RUNNING), progress={"lost_s": seconds, "lost_at_s": 100.0}, lost_s=known_s)
+    one = replace(job(1, state=JobState.RUNNING), held_s=100.0, lost_s=known_s)
+    return replace(one, progress={"lost_s": seconds, "lost_at_s": 100.0})
 
 
 def moved(one: Job, now_s: float = 110.0) -> list[tuple[str, int]]:
@@ -44,6 +45,10 @@ def test_a_cause_that_is_not_seen_yet_is_waited_for_and_then_there_is_none() -> 
 def test_only_what_is_new_is_lost_and_a_new_driver_counts_from_nothing() -> None:
     assert moved(struck(told(20.0, known_s=15.0), ["job-7"], 100.0)) == [("job-7", 50)]
     assert moved(struck(told(10.0, known_s=15.0), ["job-7"], 100.0)) == [("job-7", 100)]
+
+
+def test_no_more_is_lost_than_the_time_that_it_held_its_gang() -> None:
+    assert moved(struck(replace(told(1e12), held_s=50.0), ["job-7"], 100.0)) == [("job-7", 500)]
 
 
 def test_a_driver_that_does_not_say_both_how_much_and_when_says_nothing() -> None:

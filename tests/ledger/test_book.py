@@ -27,6 +27,7 @@ class Machine:
     price_micro_usd_h: int
     started_at_s: float
     ended_at_s: float | None = None
+    earlier: tuple[tuple[float, int], ...] = ()
 
 
 weights = st.floats(0.0001, 1.0).map(lambda w: round(w, 9))

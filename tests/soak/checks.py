@@ -15,13 +15,12 @@ from raytide.autoscaler.providers.local import NODE_ID_LABEL
 from raytide.autoscaler.providers.local_files import MARK as NODE_MARK
 from raytide.autoscaler.providers.local_files import node_folders
 from raytide.control import cluster as clusters
-from raytide.control.costs import bill
 from raytide.control.drivers import Drivers
 from raytide.control.embedded import LocalCluster
 from raytide.core.job import FINAL_STATES, Job, JobKind, JobState
 from raytide.core.processes import marked
 from raytide.core.state import Store
-from raytide.ledger.reconcile import reconcile
+from raytide.ledger.reconcile import bill, reconcile
 
 SAMPLE_S = 2.0
 YOUNG_S = 25.0

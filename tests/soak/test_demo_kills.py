@@ -21,7 +21,6 @@ import pytest
 import raytide as rt
 from raytide.control import cluster as clusters
 from raytide.control.client import Client
-from raytide.control.costs import bill
 from raytide.control.embedded import LocalCluster
 from raytide.control.running import MARK, load
 from raytide.core.errors import RaytideError
@@ -29,7 +28,7 @@ from raytide.core.job import Job, JobKind, JobState
 from raytide.core.processes import Process, marked
 from raytide.core.state import Store
 from raytide.demo import NAME
-from raytide.ledger.reconcile import reconcile
+from raytide.ledger.reconcile import bill, reconcile
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(0)]
 

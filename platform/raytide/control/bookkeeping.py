@@ -50,7 +50,8 @@ def keep_books(
         entries += at_old_prices
         if node.state is NodeState.GONE and machine.ended_at_s is not None:
             end_us = to_us(machine.ended_at_s)
-            entries += close(interval, end_us, booked_after(node.id, end_us))
+            origins = to_us(machine.started_at_s), *(to_us(until_s) for until_s, _ in machine.earlier)
+            entries += close(interval, end_us, booked_after(node.id, end_us), origins)
             closed.append(node.id)
             continue
         is_asked = any(share.kind is EntryKind.JOB and share.subject in at_once for share in interval.occupancy)

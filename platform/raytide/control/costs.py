@@ -7,9 +7,9 @@ from collections.abc import Iterable
 
 from raytide.autoscaler.providers.base import Machine
 from raytide.control.views import CostLine, CostReport
-from raytide.core.money import cumulative, to_us
 from raytide.core.state.books import Books
 from raytide.ledger.cost import accrued
+from raytide.ledger.reconcile import bill
 
 
 def cost_report(books: Books, machines: Iterable[Machine], now_us: int, team: str | None = None) -> CostReport:
@@ -32,13 +32,3 @@ def cost_report(books: Books, machines: Iterable[Machine], now_us: int, team: st
         billed_micro_usd=sum(bill(machine) for machine in ended),
         booked_ended_micro_usd=sum(of_node.get(machine.node_id, 0) for machine in ended),
     )
-
-
-def bill(machine: Machine) -> int:
-    """What the provider charges for a machine that has ended, each time at its price."""
-    assert machine.ended_at_s is not None
-    total, since_us = 0, to_us(machine.started_at_s)
-    for until_s, price in (*machine.earlier, (machine.ended_at_s, machine.price_micro_usd_h)):
-        until_us = max(since_us, min(to_us(until_s), to_us(machine.ended_at_s)))
-        total, since_us = total + cumulative(price, since_us, until_us), until_us
-    return total

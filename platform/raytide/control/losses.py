@@ -55,6 +55,7 @@ def book_losses(
     for job in jobs:
         told_s = _told_s(job)
         more_s = told_s - job.lost_s if told_s > job.lost_s else told_s  # a new driver counts from nothing
+        more_s = min(more_s, job.held_for_s(now_s))
         if cause := _cause(job):
             until_us, lost_us = to_us(min(_broke_at_s(job), now_s)), to_us(more_s)
             mine = [*booked(job.id, until_us - lost_us), *(entry for entry in new if entry.subject == job.id)]

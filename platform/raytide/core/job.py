@@ -54,7 +54,7 @@ class JobSpec(Config):
     preemptible: bool | None = None
     """Whether it may be asked to checkpoint and give way; training is when left out, nothing else."""
     budget_usd: float | None = Field(default=None, gt=0)
-    """It checkpoints and waits once it cost so much."""
+    """It checkpoints and waits once it cost so much. A job that may not be preempted runs on."""
     soft_budget_usd: float | None = Field(default=None, gt=0)
     """Once it cost so much it is admitted to spot nodes only, and borrows nothing."""
     deadline: datetime | timedelta | None = None

@@ -33,22 +33,26 @@ def book(
     return cost_of(interval, until_us), replace(interval, from_us=until_us, occupancy=occupancy)
 
 
-def close(interval: OpenInterval, end_us: int, booked: Sequence[Entry] = ()) -> tuple[Entry, ...]:
+def close(
+    interval: OpenInterval, end_us: int, booked: Sequence[Entry] = (), origins: Sequence[int] = ()
+) -> tuple[Entry, ...]:
     """The last entries of a node whose bill ends at `end_us`.
 
     A provider may say afterwards that a node ended earlier than it was booked to. Then `booked`, this node's entries
-    that end after `end_us`, are taken back by reversals from `end_us` on.
+    that end after `end_us`, are taken back by reversals from `end_us` on. `origins`: when each of its earlier prices
+    began.
     """
     if end_us >= interval.from_us:
         return cost_of(interval, end_us)
-    end_us = max(end_us, interval.origin_us)
     late = [entry for entry in booked if entry.to_us > end_us and not entry.is_reversal]
     spans = sorted({(entry.from_us, entry.to_us) for entry in late})
     return tuple(
         reversal
         for from_us, to_us in spans
         for reversal in _reverse(
-            interval, max(from_us, end_us), to_us, [e for e in late if (e.from_us, e.to_us) == (from_us, to_us)]
+            max((origin for origin in (*origins, interval.origin_us) if origin <= from_us), default=from_us),
+            max(from_us, end_us),
+            [e for e in late if (e.from_us, e.to_us) == (from_us, to_us)],
         )
     )
 
@@ -75,9 +79,12 @@ def cost_of(interval: OpenInterval, until_us: int) -> tuple[Entry, ...]:
     )
 
 
-def _reverse(interval: OpenInterval, from_us: int, to_us: int, together: Sequence[Entry]) -> list[Entry]:
-    """Take [from, to) back from whoever was charged for one span, in proportion to it: lost work as what it is."""
-    amount = interval_cost(interval.price_micro_usd_h, interval.origin_us, from_us, to_us)
+def _reverse(origin_us: int, from_us: int, together: Sequence[Entry]) -> list[Entry]:
+    """Take what is from a moment on back from whoever was charged for one span, at its price and in proportion: lost
+    work as what it is."""
+    span = together[0]
+    stays = interval_cost(span.price_micro_usd_h, origin_us, span.from_us, from_us)
+    amount = max(0, sum(entry.amount_micro_usd for entry in together) - stays)
     first = {_key(entry): entry for entry in reversed(together)}
     charged = {key: float(sum(e.amount_micro_usd for e in together if _key(e) == key)) for key in first}
     parts = split(amount, charged) if any(charged.values()) else dict.fromkeys(charged, 0)

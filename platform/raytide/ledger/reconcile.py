@@ -22,6 +22,8 @@ class Billed(Protocol):
     def started_at_s(self) -> float: ...
     @property
     def ended_at_s(self) -> float | None: ...
+    @property
+    def earlier(self) -> tuple[tuple[float, int], ...]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +49,26 @@ def reconcile(bill: Iterable[Billed], entries: Iterable[Entry]) -> tuple[Differe
     return tuple(found)
 
 
+def bill(machine: Billed, end_us: int | None = None) -> int:
+    """What the provider charges for a machine up to a moment, or to its end, each time at its price."""
+    if end_us is None:
+        assert machine.ended_at_s is not None
+        end_us = to_us(machine.ended_at_s)
+    total, since_us = 0, to_us(machine.started_at_s)
+    prices = [(to_us(until_s), price) for until_s, price in machine.earlier]
+    for until_us, price in (*prices, (end_us, machine.price_micro_usd_h)):
+        until_us = max(since_us, min(until_us, end_us))
+        total, since_us = total + cumulative(price, since_us, until_us), until_us
+    return total
+
+
 def _compare(machine: Billed, booked: Sequence[Entry]) -> Difference | None:
     start_us = to_us(machine.started_at_s)
     reached_us = _reach(booked, start_us)
     if reached_us is None:
         return Difference(machine.node_id, 0, _sum(booked), "a gap, or a moment that is booked twice")
     end_us = reached_us if machine.ended_at_s is None else max(start_us, to_us(machine.ended_at_s))
-    amount = cumulative(machine.price_micro_usd_h, start_us, end_us)
+    amount = bill(machine, end_us)
     if reached_us != end_us:
         what = f"booked to {reached_us / 1e6:.6f} s where the provider ended at {end_us / 1e6:.6f} s"
         return Difference(machine.node_id, amount, _sum(booked), what)

@@ -21,13 +21,13 @@ from raytide.autoscaler.providers.base import Notice
 from raytide.autoscaler.providers.cloud import NODE_TAG, CloudProvider
 from raytide.autoscaler.providers.cloud_setup import CloudSetUp
 from raytide.autoscaler.ray_node import RayNode
-from raytide.control.costs import bill
 from raytide.control.launcher import dry_run
 from raytide.core import ray_internals
 from raytide.core.clock import VirtualClock
 from raytide.core.cluster import load_cluster
 from raytide.core.errors import ClusterError, ConfigError, ProviderError
 from raytide.core.fleet import Market, Node, NodeState, NodeType
+from raytide.ledger.reconcile import bill
 
 SHIPPED = Path(__file__).parents[3] / "cluster.yaml"
 STANDINS = Path(__file__).parents[2] / "control" / "cloud"
