@@ -16,11 +16,12 @@ import numpy as np
 
 from raytide.autoscaler.deadline import DeadlineJob, Held, ZoneView, decide
 from raytide.autoscaler.deadline_values import Values, solve
+from raytide.autoscaler.roster import Roster
 from raytide.autoscaler.spells import Market as Rates
 from raytide.autoscaler.spells import Spells
 from raytide.autoscaler.spot_watch import SpotWatch, outlook_of, pool_name
 from raytide.core.due import moment
-from raytide.core.fleet import Market, Node, NodeState, Resources, fits
+from raytide.core.fleet import Market, NodeState, Resources, fits
 from raytide.core.gang import Lease, LeaseState, MemberState
 from raytide.core.job import Job
 from raytide.core.market import Market as Shop
@@ -69,7 +70,7 @@ class _Fleet:
 
     snapshot: Snapshot
     shop: Shop
-    nodes: Mapping[str, Node]
+    roster: Roster
     leases: Mapping[str, Lease]
     """By job."""
     slowest_s: Mapping[str, float]
@@ -81,7 +82,6 @@ class _Fleet:
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> _Fleet:
-        nodes = {view.node.id: view.node for view in snapshot.nodes}
         slowest, ready = dict[str, float](), defaultdict[tuple[str, str], list[NodeView]](list)
         for view in snapshot.nodes:
             node = view.node
@@ -90,7 +90,7 @@ class _Fleet:
             if node.ready_at_s is not None:
                 slowest[node.type] = max(slowest.get(node.type, 0.0), node.ready_at_s - node.requested_at_s)
         leases = {lease.job_id: lease for lease in snapshot.leases}
-        return cls(snapshot, Shop.of(snapshot), nodes, leases, slowest, ready)
+        return cls(snapshot, Shop.of(snapshot), Roster.of(snapshot), leases, slowest, ready)
 
     def restart_s(self, job: Job) -> float:
         """What a start takes at most until work goes on where it was."""
@@ -105,7 +105,7 @@ class _Fleet:
         """What its gang sits on and stays on, and what its start still takes. Partly on spot is as safe as spot."""
         lease = self.leases.get(job.id)
         seated = [m.node_id for m in lease.members if m.holds and m.state is not MemberState.LEAVING] if lease else []
-        nodes = [self.nodes[node_id] for node_id in seated if node_id in self.nodes]
+        nodes = [self.roster.views[node_id].node for node_id in seated if node_id in self.roster.views]
         if lease is None or not nodes:
             return None, 0.0
         asked_s = max(node.requested_at_s for node in nodes)
@@ -115,10 +115,14 @@ class _Fleet:
         return (known[0] if known else None if spot else "on_demand"), starting_s
 
     def may_move(self, job: Job) -> bool:
-        """Whether its gang can be taken from where it sits: it may be preempted, or nothing of it stands yet."""
+        """Whether its gang can be taken from where it sits: nothing of it stands yet, or it may be preempted and is
+        alone there."""
         lease = self.leases.get(job.id)
-        stands = lease is not None and any(m.is_usable or m.state is MemberState.FORMING for m in lease.members)
-        return job.spec.gives_way or not stands
+        if lease is None or not any(m.is_usable or m.state is MemberState.FORMING for m in lease.members):
+            return True
+        views = [self.roster.views.get(m.node_id) for m in lease.members if m.holds]
+        is_alone = all(view is None or self.roster.on(view).are_only(lease) for view in views)
+        return job.spec.gives_way and is_alone
 
     def zone(self, job: Job, offer: Offer, is_up: bool, since_s: float, *, is_held: bool) -> ZoneView:
         """One that can be asked again after a refusal counts as one that has just come back."""
@@ -160,7 +164,8 @@ def _stance(fleet: _Fleet, job: Job) -> Stance:
         reason += f"; {case.why_not_spot}"
     else:
         markets = () if chosen is None else (Market.SPOT,)
-        reason += f", on demand from {moment(latest_s)} at the latest"
+        stays = chosen is not None and not case.may_move
+        reason += "; it cannot be taken from there" if stays else f", on demand from {moment(latest_s)} at the latest"
     return Stance(markets, case.is_urgent, due_at_s, work_s, latest_s, reason)
 
 

@@ -15,7 +15,7 @@ from raytide.core.replicas import replica_shape
 from raytide.core.room import Placements, Room
 from raytide.core.shelf import Offer
 from raytide.core.shortfall import Shortfall
-from raytide.core.snapshot import EndpointView, Snapshot
+from raytide.core.snapshot import EndpointView, NodeView, Snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,8 @@ class Draft:
     """What else could have been bought, by shape, offer and members: nodes are often bought by the dozen."""
     promised: set[str] = field(default_factory=set)
     """Nodes that this plan counts on: bought by it, or seating somebody whom Ray does not show there yet."""
+    coming: dict[str, NodeView] = field(default_factory=dict)
+    """Nodes that were bought for a move, by the node that they replace."""
     movable: set[str] = field(default_factory=set)
     """Nodes whose occupants all have their room on the node that was bought to replace theirs."""
 

@@ -7,7 +7,7 @@ that pays: the deadline policy has weighed it. A node that others use too is not
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from raytide.autoscaler.draft import Draft
 from raytide.autoscaler.roster import Occupants
@@ -38,36 +38,42 @@ def drain(old: Occupants, new_ids: Sequence[str], stance: Stance, now_s: float) 
     return Drain(old.view.node.id, "notice", now_s + NOTICE_S, reason, -old.price_micro_usd_h)
 
 
-def decide(draft: Draft, move: str, going: Collection[str]) -> Iterator[Drain]:
-    """Buys what is missing, and leaves nodes whose gang has room that is there. `going` are replaced already."""
+def decide(draft: Draft, move: str) -> Iterator[Drain]:
+    """Buys what is missing, and leaves nodes whose gang has room that is there for all of them."""
     for lease in draft.snapshot.leases:
         stance = draft.snapshot.stances.get(lease.job_id)
         if stance is None or not (olds := _misplaced(draft, lease, stance)):
             continue
-        if any(old.view.node.id in going for old in olds) or stop_of(draft.roster, olds, draft.snapshot.at_s) is None:
+        missing = [old for old in olds if old.view.node.id not in draft.coming]
+        if not missing or stop_of(draft.roster, olds, draft.snapshot.at_s) is None:
             continue
-        if _seats(draft.room.copy(), olds, stance) is None:
+        if _seats(draft.room.copy(), missing, stance) is None:
             continue
-        seats = _seats(draft.room, olds, stance)
+        seats = _seats(draft.room, missing, stance)
         assert seats is not None
         draft.promised.update(seat.node_id for seat in seats)
-        for old, seat in zip(olds, seats, strict=True):
+        for old, seat in zip(missing, seats, strict=True):
             if seat.is_new:
                 why = f"for {lease.job_id} in place of {old.view.node.id}: {stance.reason}"
                 draft.buy(seat, f"{move}{old.view.node.id}", why)
-        if all(_is_ready(draft, seat) for seat in seats):
-            yield from (drain(o, [s.node_id], stance, draft.snapshot.at_s) for o, s in zip(olds, seats, strict=True))
+        new_ids = {old.view.node.id: seat.node_id for old, seat in zip(missing, seats, strict=True)}
+        new_ids |= {id: draft.coming[id].node.id for id in draft.movable & draft.coming.keys()}
+        if all(_is_ready(draft, new_ids.get(old.view.node.id, "")) for old in olds):
+            yield from (drain(old, [new_ids[old.view.node.id]], stance, draft.snapshot.at_s) for old in olds)
+
+
+def wrong(draft: Draft, lease: Lease, stance: Stance) -> dict[str, NodeView]:
+    """Its nodes of other markets than the wanted one."""
+    views = ((id, draft.roster.views.get(id)) for id in sorted({m.node_id for m in lease.members if m.holds}))
+    return {id: view for id, view in views if view is not None and not is_wanted(stance, view)}
 
 
 def _misplaced(draft: Draft, lease: Lease, stance: Stance) -> list[Occupants]:
     """Its nodes of other markets than the wanted one, if it may sit there and can be taken from all of them."""
     if not may_sit(lease.shape, stance):
         return []
-    views = (draft.roster.views.get(node_id) for node_id in {m.node_id for m in lease.members if m.holds})
-    wrong = [view for view in views if view is not None and not is_wanted(stance, view)]
-    olds = [draft.roster.on(view) for view in sorted(wrong, key=lambda view: view.node.id)]
-    is_alone = all(old.leases == {lease.id} and not old.replicas and old.are_all for old in olds)
-    return olds if is_alone and all(old.view.node.state is NodeState.READY for old in olds) else []
+    olds = [draft.roster.on(view) for view in wrong(draft, lease, stance).values()]
+    return olds if all(old.are_only(lease) and old.view.node.state is NodeState.READY for old in olds) else []
 
 
 def _seats(room: Room, olds: Sequence[Occupants], stance: Stance) -> list[Seat] | None:
@@ -82,6 +88,6 @@ def _seats(room: Room, olds: Sequence[Occupants], stance: Stance) -> list[Seat] 
     return found
 
 
-def _is_ready(draft: Draft, seat: Seat) -> bool:
-    view = draft.roster.views.get(seat.node_id)
+def _is_ready(draft: Draft, node_id: str) -> bool:
+    view = draft.roster.views.get(node_id)
     return view is not None and view.node.state is NodeState.READY

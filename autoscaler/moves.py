@@ -14,24 +14,34 @@ from raytide.autoscaler import market_moves
 from raytide.autoscaler.draft import Draft
 from raytide.autoscaler.market_moves import is_wanted, stance_of
 from raytide.autoscaler.relocation import MOVE, Relocation, drain_of, may_leave
-from raytide.autoscaler.roster import Occupants
+from raytide.autoscaler.roster import Occupants, Roster
 from raytide.autoscaler.stops import stop_of
 from raytide.core.fleet import NodeState, labels_match
 from raytide.core.money import format_usd
 from raytide.core.plan import Drain, Launch
+from raytide.core.room import Room
 from raytide.core.snapshot import NodeView, Snapshot
+
+
+def without_kept(snapshot: Snapshot, room: Room) -> Room:
+    """A copy, without what is kept for those who will move."""
+    if not any(view.node.subject.startswith(MOVE) for view in snapshot.nodes):
+        return room.copy()
+    draft = Draft(snapshot, room.copy(), Roster.of(snapshot), [])
+    reserve(draft)
+    return draft.room
 
 
 def reserve(draft: Draft) -> None:
     """What was bought for a move is kept for those who will move there, unless they may not leave any more, or have
     become too many for it."""
-    coming, now_s = replacements(draft.snapshot), draft.snapshot.at_s
-    olds = _olds(draft, coming)
+    draft.coming.update(_replacements(draft))
+    olds, now_s = _olds(draft, draft.coming), draft.snapshot.at_s
     for node_id, old in olds.items():
-        new = coming[node_id]
-        row = draft.room.rows.get(new.node.id)
+        new = draft.coming[node_id]
+        row = draft.room.rows[new.node.id]
         fellows = [other for other in olds.values() if other is old or other.leases & old.leases]
-        if row is None or not draft.room.grid.has(row, old.need) or not may_leave(old, now_s):
+        if not draft.room.grid.has(row, old.need) or not may_leave(old, now_s):
             continue
         if (stance := stance_of(draft.snapshot, old)) is not None and not is_wanted(stance, new):
             continue
@@ -42,17 +52,23 @@ def reserve(draft: Draft) -> None:
 
 
 def decide(draft: Draft) -> list[Drain | Launch]:
-    coming = replacements(draft.snapshot)
-    due = market_moves.decide(draft, MOVE, coming)
-    return [*_to_replacements(draft, coming), *due, *Relocation(draft, coming).decide()]
+    due = market_moves.decide(draft, MOVE)
+    return [*_to_replacements(draft, draft.coming), *due, *Relocation(draft, draft.coming).decide()]
 
 
-def replacements(snapshot: Snapshot) -> dict[str, NodeView]:
-    """Nodes that were bought for a move and are there or coming, by the node that they replace."""
-    there = (NodeState.REQUESTED, NodeState.LAUNCHING, NodeState.READY)
-    found = [v for v in snapshot.nodes if v.node.subject.startswith(MOVE) and v.node.state in there]
-    old = {view.node.id for view in snapshot.nodes if view.node.state is NodeState.READY} if found else set()
-    return {to: view for view in found if (to := view.node.subject.removeprefix(MOVE)) in old}
+def _replacements(draft: Draft) -> dict[str, NodeView]:
+    """Nodes that were bought for a move, are there or coming, and were not taken by others, by the node that they
+    replace."""
+    rows, views = draft.room.rows, draft.roster.views
+    found: dict[str, NodeView] = {}
+    for new in draft.snapshot.nodes:
+        old = views.get(new.node.subject.removeprefix(MOVE)) if new.node.subject.startswith(MOVE) else None
+        if old is None or old.node.state is not NodeState.READY or (row := rows.get(new.node.id)) is None:
+            continue
+        is_whole = draft.room.grid.has(row, new.countable)
+        if is_whole or draft.room.grid.has(row, draft.roster.on(old).need):
+            found[old.node.id] = new
+    return found
 
 
 def _olds(draft: Draft, coming: Mapping[str, NodeView]) -> dict[str, Occupants]:
@@ -68,6 +84,9 @@ def _to_replacements(draft: Draft, coming: Mapping[str, NodeView]) -> Iterator[D
         if coming[node_id].node.state is NodeState.READY
     }
     waiting = {lease_id for node_id in olds.keys() - free_to_go for lease_id in olds[node_id].leases}
+    for old in olds.values():
+        if (stance := stance_of(draft.snapshot, old)) is not None:
+            waiting |= {lease.id for lease, _ in old.seats if not {*market_moves.wrong(draft, lease, stance)} <= free_to_go}
     for node_id, old in olds.items():
         if node_id in free_to_go and not old.leases & waiting:
             new = coming[node_id].node

@@ -67,6 +67,10 @@ class Occupants:
             total - free.get(name, 0.0) <= theirs.get(name, 0.0) + _EPS for name, total in self.view.countable.items()
         )
 
+    def are_only(self, lease: Lease) -> bool:
+        """Whether nobody else is there than members of this gang."""
+        return self.leases == {lease.id} and not self.replicas and self.are_all
+
     @property
     def _shapes(self) -> tuple[Shape, ...]:
         return (*map(replica_shape, self.replicas), *(lease.shape for lease, _ in self.seats))

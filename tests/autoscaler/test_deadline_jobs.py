@@ -34,9 +34,14 @@ def job(left_h: float, work_h: float | None = None, **more: object) -> Job:
 
 
 def stance(
-    job: Job, *, on: Market | None = None, pools: tuple[Pool, ...] = (), types: tuple[object, ...] = ()
+    job: Job,
+    *,
+    on: Market | None = None,
+    pools: tuple[Pool, ...] = (),
+    types: tuple[object, ...] = (),
+    is_alone: bool = True,
 ) -> Stance:
-    """`on`: where its gang runs now."""
+    """`on`: where its gang runs now, alone or with another."""
     views, leases = (), ()
     if on is not None:
         node_type = SPOT if on is Market.SPOT else SOLID
@@ -44,6 +49,7 @@ def stance(
         views = (NodeView(node, node_type.resources, {}, node_type.all_labels("a")),)
         member = Member(0, MemberState.READY, "node-1")
         leases = (Lease("lease-1", job.id, job.spec.gang.shapes[0], LeaseState.ACTIVE, (member,)),)
+        leases += () if is_alone else (replace(leases[0], id="lease-2", job_id="job-2"),)
     seen = Snapshot(NOW_S, types or (SPOT, SOLID), views, (job,), leases, pools=pools)  # type: ignore[arg-type]
     return judged(seen).stances[job.id]
 
@@ -76,6 +82,15 @@ def test_spot_is_left_for_on_demand_when_time_runs_out() -> None:
     found = stance(job(3.2, 3), on=Market.SPOT)
     assert (found.markets, found.is_urgent) == (PREFERS_ON_DEMAND, True)
     assert found.reason.startswith("on spot, moves to on demand: 3.1 h of work")
+
+
+def test_who_shares_his_node_is_told_that_he_stays_there() -> None:
+    found = stance(job(3.2, 3), on=Market.SPOT, is_alone=False)
+    assert found.markets == (Market.SPOT,)
+    assert found.reason.startswith("on spot: 3.1 h of work") and found.reason.endswith(
+        "; it cannot be taken from there"
+    )
+    assert stance(job(12, 3), on=Market.ON_DEMAND, is_alone=False).markets == PREFERS_ON_DEMAND
 
 
 def test_work_that_nobody_knows_is_done_on_demand_where_that_is_to_be_had() -> None:

@@ -8,11 +8,12 @@ import pytest
 from tests.autoscaler.deadline_world import SOLID, SPOT, Story
 
 from raytide.autoscaler.planner import plan
+from raytide.control.decide import of_judged
 from raytide.core.fleet import MARKET_LABEL, Market, Node, NodeState, NodeType
 from raytide.core.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
 from raytide.core.job import Job, JobKind, JobSpec, JobState
-from raytide.core.plan import Drain, Launch
-from raytide.core.snapshot import NodeView, Snapshot
+from raytide.core.plan import Admit, Drain, Launch, Wait
+from raytide.core.snapshot import NodeView, Pool, Snapshot
 from raytide.core.stance import Stance
 
 NOW_S = 10_000.0
@@ -88,6 +89,38 @@ def test_who_asks_for_a_market_himself_is_not_moved_to_another() -> None:
 def test_who_is_late_stays_where_he_is() -> None:
     late = replace(TO_SOLID, markets=None)
     assert deeds(late, view(1, SPOT, 0.0), view(2, SOLID, 1.0)) == []
+
+
+def test_a_replacement_on_which_others_sit_is_bought_again() -> None:
+    others = {"jobs": (job(1), job(2, kind=JobKind.GANG)), "leases": (lease(1, 1), lease(2, 2))}
+    taken = view(2, SOLID, 0.0, "move node-1")
+    assert deeds(TO_SOLID, view(1, SPOT, 0.0), taken, **others) == [("launch", "v100", "move node-1")]
+    assert deeds(TO_SOLID, view(1, SPOT, 0.0), taken, view(3, SOLID, 1.0, "move node-1"), **others) == [
+        ("drain", "notice", "node-1")
+    ]
+
+
+def test_nobody_is_admitted_to_a_replacement() -> None:
+    queued = replace(job(2, kind=JobKind.GANG), state=JobState.QUEUED)
+    views = view(1, SPOT, 0.0), view(2, SOLID, 1.0, "move node-1", NodeState.LAUNCHING)
+    few = SOLID.model_copy(update={"max_nodes": 1}), SPOT.model_copy(update={"max_nodes": 1})
+    seen = Snapshot(NOW_S, few, views, (job(1), queued), (lease(1, 1),), stances={"job-1": TO_SOLID}, next_node=9)
+    assert [action.constraint for action in of_judged(seen).actions if isinstance(action, Wait)] == ["capacity"]
+    free = replace(seen, leases=(), jobs=(queued,), nodes=views[1:])
+    assert any(isinstance(action, Admit) for action in of_judged(free).actions)
+
+
+def test_a_gang_works_on_until_all_its_nodes_have_a_replacement_that_is_ready() -> None:
+    members = tuple(Member(at, MemberState.READY, f"node-{at + 1}", f"ray-{at + 1}") for at in range(2))
+    pair = replace(lease(1, 1), shape=Shape(resources={"GPU": 1.0}, members=2), members=members)
+    here = view(1, SOLID, 0.0), view(2, SOLID, 0.0)
+    one = view(3, SPOT, 1.0, "move node-1")
+    assert deeds(TO_SPOT, *here, one, leases=(pair,)) == [("launch", "v100.spot", "move node-2")]
+    resting = tuple(Pool(SPOT.name, zone, 3, NOW_S + 900.0, "none left") for zone in SPOT.zones)
+    assert deeds(TO_SPOT, *here, one, leases=(pair,), pools=resting) == []
+    both = [("drain", "notice", "node-1"), ("drain", "notice", "node-2")]
+    assert deeds(TO_SPOT, *here, one, view(4, SPOT, 1.0, "move node-2"), leases=(pair,)) == both
+    assert deeds(TO_SPOT, *here, one, view(4, SPOT, 1.0), leases=(pair,)) == both
 
 
 def test_a_replacement_that_is_not_wanted_any_more_moves_nobody() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from raytide.autoscaler import moves
 from raytide.autoscaler.deadline_jobs import judged
 from raytide.autoscaler.endpoints import publish
 from raytide.autoscaler.overspend import shed, without
@@ -31,7 +32,7 @@ def of_judged(seen: Snapshot) -> Plan:
     seen = with_leases(without(seen, given_up), given_up) if given_up else seen
     published, scales = publish(seen)
     room = Room.of(published)
-    admissions = admit(published, room.copy())
+    admissions = admit(published, moves.without_kept(published, room))
     are_seats_as_before = all(isinstance(action, Admit | Wait) for action in admissions)
     actions = plan(with_leases(published, admissions), room if are_seats_as_before else None)
     return Plan(at_s=seen.at_s, actions=(*given_up, *scales, *admissions, *actions))
