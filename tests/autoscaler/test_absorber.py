@@ -171,6 +171,19 @@ def test_a_replica_of_two_gpus_takes_two_seats_of_one_node() -> None:
     assert sum(work.endpoint == "chat" and bool(work.node_id) for work in c.ray.work) == 2
 
 
+@pytest.mark.parametrize(("seat", "each", "asked", "seats"), [(4.0, 1.0, 8.0, 1), (1.0, 0.5, 12.0, 2)])
+def test_what_is_left_of_a_seat_serves_the_next_replica(seat: float, each: float, asked: float, seats: int) -> None:
+    c = Cluster((GPU4.model_copy(update={"max_nodes": 4}), ALONE), UnmanagedSection(max_nodes=0))
+    size = Shape(members=int(16 / seat), min_members=1, resources={"GPU": seat}, labels=SHARED)
+    c.submit(size, preemptible=True)
+    c.settle(14)
+    c.serve(chat(most=6, gpus=each))
+    c.settle(14)
+    c.ongoing["chat"] = asked
+    taken = [len(action.members) for action in c.settle(20) if isinstance(action, Shrink)]
+    assert taken == [seats]
+
+
 def test_a_replica_whose_node_can_be_bought_waits_for_it_unless_more_is_asked_than_can_be_carried() -> None:
     more = GPU4.model_copy(update={"max_nodes": 2})
     slow = World(more, ALONE, spec=chat().model_copy(update={"labels": SHARED}))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -68,13 +68,14 @@ class _Fleet:
 def absorb(floor: Floor, claims: Claims) -> None:
     """Let seats go until every published replica that needs one has room, the highest class first."""
     rank = {row: at for at, row in enumerate(ranked(claims).tolist())}
-    fleet = _Fleet.of(floor.snapshot)
+    fleet, taken = _Fleet.of(floor.snapshot), dict[str, None]()
     for view in sorted(floor.snapshot.endpoints, key=lambda view: -_class_of(floor, view)):
         name, shape = view.endpoint.name, replica_shape(view)
         lacking = _without_room(floor, fleet, view)
         instead = _instead(floor, view, lacking) if lacking else ()
-        while lacking and (found := _cheapest(floor, fleet, view, rank)) is not None:
+        while lacking and (found := _left_over(floor, fleet, view, taken) or _cheapest(floor, fleet, view, rank)):
             (node_id, given), waited_for = found, lacking.pop(0)
+            taken[node_id] = None
             for row, member in given:
                 floor.lets_go(row, [member], name)
             floor.room.take(node_id, shape.resources)
@@ -93,6 +94,14 @@ def _without_room(floor: Floor, fleet: _Fleet, view: EndpointView) -> list[Seat 
     if not is_pressed(view, floor.snapshot.at_s):
         return nowhere if view.pools is None else []  # with pools it was decided what is worth buying
     return nowhere + [seat for seat in found if fleet.ready_in_s(seat) > LEAVE_S]
+
+
+def _left_over(floor: Floor, fleet: _Fleet, view: EndpointView, taken: Iterable[str]) -> tuple[str, Given] | None:
+    """A node on which seats that were taken leave room for a replica more, and no seats."""
+    room, spec = floor.room, view.endpoint.spec
+    need = whole_shares(spec.resources)
+    has_room = (n for n in taken if fleet.is_ready_with(n, spec.labels) and room.grid.has(room.rows[n], need))
+    return next(((node_id, []) for node_id in has_room), None)
 
 
 def _cheapest(floor: Floor, fleet: _Fleet, view: EndpointView, rank: dict[int, int]) -> tuple[str, Given] | None:
