@@ -111,35 +111,37 @@ def _cheapest(floor: Floor, fleet: _Fleet, view: EndpointView, rank: dict[int, i
         return None
     spec = view.endpoint.spec
     there: defaultdict[str, Given] = defaultdict(list)
+    spare, worth, still = dict[int, int](), dict[int, tuple[bool, int]](), dict[int, float]()
     for row in floor.leases:
         if not _refusal(floor, view, row):
+            spare[row], worth[row] = _spare(floor, row), _worth(floor, row)
+            still[row] = 0.0 if row in floor.away else _gpus(floor, row)
             for member in _ready(floor, row):
                 there[member.node_id].append((row, member))
     best: tuple[Cost, str, Given] | None = None
     for node_id, on_node in there.items():
         if node_id not in floor.room.rows or not fleet.is_ready_with(node_id, spec.labels):
             continue
-        on_node.sort(key=lambda seat: (*_worth(floor, seat[0]), -rank[seat[0]], -seat[1].index))
-        if given := _enough(floor, node_id, on_node, whole_shares(spec.resources)):
+        on_node.sort(key=lambda seat: (*worth[seat[0]], -rank[seat[0]], -seat[1].index))
+        if given := _enough(floor, node_id, on_node, spare, whole_shares(spec.resources)):
             rows = {row for row, _ in given}
-            still = sum(_gpus(floor, row) for row in rows if row not in floor.away)
-            worth = max(_worth(floor, row) for row in rows)
-            cost = (*worth, still, len(given), -max(rank[row] for row in rows), len(node_id), node_id)
+            most, stands = max(worth[row] for row in rows), sum(still[row] for row in rows)
+            cost = (*most, stands, len(given), -max(rank[row] for row in rows), len(node_id), node_id)
             if best is None or cost < best[0]:
                 best = cost, node_id, given
     return None if best is None else best[1:]
 
 
-def _enough(floor: Floor, node_id: str, on_node: Given, need: Resources) -> Given:
+def _enough(floor: Floor, node_id: str, on_node: Given, spare: Mapping[int, int], need: Resources) -> Given:
     """As few of these seats as make room for one replica there, the first of them; none when all would not do."""
     room, at = floor.room, floor.room.rows[node_id]
-    spare = {row: _spare(floor, row) for row, _ in on_node}
+    left = {row: spare[row] for row, _ in on_node}
     taken: Given = []
     for row, member in on_node:
         if room.grid.has(at, need):
             break
-        if spare[row]:
-            spare[row] -= 1
+        if left[row]:
+            left[row] -= 1
             taken.append((row, member))
             room.give(node_id, floor.leases[row].shape.resources)
     chosen: Given = []
