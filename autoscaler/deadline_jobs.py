@@ -21,7 +21,7 @@ from raytide.autoscaler.spells import Market as Rates
 from raytide.autoscaler.spells import Spells
 from raytide.autoscaler.spot_watch import SpotWatch, outlook_of, pool_name
 from raytide.core.due import moment
-from raytide.core.fleet import Market, NodeState, Resources, fits
+from raytide.core.fleet import MARKET_LABEL, Market, NodeState, Resources, fits
 from raytide.core.gang import Lease, LeaseState, MemberState
 from raytide.core.job import Job
 from raytide.core.market import Market as Shop
@@ -115,14 +115,14 @@ class _Fleet:
         return (known[0] if known else None if spot else "on_demand"), starting_s
 
     def may_move(self, job: Job) -> bool:
-        """Whether its gang can be taken from where it sits: nothing of it stands yet, or it may be preempted and is
-        alone there."""
+        """Whether its gang can be taken from where it sits: nothing of it stands yet, or it may be preempted, is
+        alone there, and asks for no market itself."""
         lease = self.leases.get(job.id)
         if lease is None or not any(m.is_usable or m.state is MemberState.FORMING for m in lease.members):
             return True
         views = [self.roster.views.get(m.node_id) for m in lease.members if m.holds]
         is_alone = all(view is None or self.roster.on(view).are_only(lease) for view in views)
-        return job.spec.gives_way and is_alone
+        return job.spec.gives_way and is_alone and MARKET_LABEL not in lease.shape.labels
 
     def zone(self, job: Job, offer: Offer, is_up: bool, since_s: float, *, is_held: bool) -> ZoneView:
         """One that can be asked again after a refusal counts as one that has just come back."""

@@ -17,6 +17,8 @@ from raytide.core.plan import Drain, Launch, Terminate
 
 TAKEN_BACK = "the provider takes it back"
 UNASKED = "ended by the provider"
+NEVER_JOINED = "it did not join within"
+GIVEN_UP = "given up before it joined"
 
 RAY_GRACE_S = 30.0
 """A machine that runs without its Ray node for longer is of no use to anybody."""
@@ -98,6 +100,11 @@ def was_taken_back(node: Node) -> bool:
     return node.market is Market.SPOT and (TAKEN_BACK in node.reason or UNASKED in node.reason)
 
 
+def was_given_up(node: Node) -> bool:
+    """Whether it was ended by us while it still might have joined, which says nothing of its pool."""
+    return node.reason.startswith(GIVEN_UP)
+
+
 def refused(node: Node, why: str, now_s: float) -> Node:
     """The provider had none: the node never was, and nothing is billed."""
     return _gone(node, now_s, why)
@@ -112,7 +119,11 @@ def drained(node: Node, drain: Drain) -> Node:
 
 def terminating(node: Node, terminate: Terminate) -> Node:
     """The record of an end that was decided; persist it before the provider is asked."""
-    return node if node.state is NodeState.GONE else replace(node, state=NodeState.TERMINATING, reason=terminate.reason)
+    if node.state is NodeState.GONE:
+        return node
+    is_fault = node.ready_at_s is not None or terminate.reason.startswith(NEVER_JOINED)
+    reason = terminate.reason if is_fault else f"{GIVEN_UP}: {terminate.reason}"
+    return replace(node, state=NodeState.TERMINATING, reason=reason)
 
 
 @dataclass(frozen=True, slots=True)

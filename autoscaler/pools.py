@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from raytide.autoscaler.instances import was_given_up
 from raytide.core.fleet import Node, NodeState
 from raytide.core.snapshot import Pool
 
@@ -39,7 +40,8 @@ def after(pools: Sequence[Pool], before: Iterable[Node], now_nodes: Iterable[Nod
         if node.state not in _LOST:
             key = (node.type, node.zone)
             table[key] = after_success(table.get(key, Pool(*key)), node.requested_at_s)
-    for key, reason in {(node.type, node.zone): node.reason for node in changed if node.state in _LOST}.items():
+    lost = [node for node in changed if node.state in _LOST and not was_given_up(node)]
+    for key, reason in {(node.type, node.zone): node.reason for node in lost}.items():
         table[key] = after_failure(table.get(key, Pool(*key)), now_s, reason)
     return tuple(table[key] for key in sorted(table))
 

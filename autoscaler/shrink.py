@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator
 
+from raytide.autoscaler.instances import NEVER_JOINED
 from raytide.core.fleet import NodeState, NodeType
 from raytide.core.money import format_usd
 from raytide.core.plan import Drain, Rejected, Terminate, Wait
@@ -66,7 +67,7 @@ def _draining(view: NodeView, now_s: float) -> Iterator[Drain | Terminate]:
 def _launching(view: NodeView, node_type: NodeType, now_s: float) -> Iterator[Terminate]:
     age_s = now_s - view.node.requested_at_s
     if age_s > node_type.launch_timeout_s:
-        reason = f"it did not join within {node_type.launch_timeout_s:.0f} s of its launch"
+        reason = f"{NEVER_JOINED} {node_type.launch_timeout_s:.0f} s of its launch"
         yield Terminate(view.node.id, reason, -view.node.price_micro_usd_h)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from raytide.autoscaler.hazard import STALE_S
-from raytide.autoscaler.instances import was_taken_back
+from raytide.autoscaler.instances import was_given_up, was_taken_back
 from raytide.autoscaler.spells import Market as Rates
 from raytide.autoscaler.spells import Spells
 from raytide.core.fleet import Market, Node, NodeState
@@ -21,6 +21,9 @@ LOOK_S = STALE_S / 2
 """A spell grows older between two looks only; at the past one looks so often."""
 PAST_S = 14 * 86400.0
 """What lies longer ago has no weight."""
+
+UNASKED_S = 86400.0
+"""A market of which nobody asks for so long is not watched any more; asked again, it is made up for."""
 
 _LOST = (NodeState.TERMINATING, NodeState.GONE)
 
@@ -47,20 +50,23 @@ class SpotWatch:
 
     _told: dict[str, list[tuple[float, bool]]] = field(default_factory=dict)
     """By pool: when it gave a node (True), refused one or took one back."""
-    _heard: set[tuple[str, bool]] = field(default_factory=set)
-    """Nodes that have told so already."""
+    _heard: dict[tuple[str, bool], float] = field(default_factory=dict)
+    """Nodes that have told so already, and of when."""
     _markets: dict[tuple[str, ...], Spells] = field(default_factory=dict)
+    _asked_s: dict[tuple[str, ...], float] = field(default_factory=dict)
 
     def observe(self, nodes: Iterable[Node], now_s: float) -> None:
         for node in nodes:
             if node.market is Market.SPOT:
                 self._hear(node, now_s)
+        self._forget(now_s)
         for pools, spells in self._markets.items():
             self._look(spells, pools, now_s)
 
     def outlook(self, pools: Sequence[str], now_s: float) -> SpotOutlook:
         """Of these pools as one market; watched from now on."""
         key = tuple(pools)
+        self._asked_s[key] = now_s
         if key not in self._markets:
             self._markets[key] = self._replayed(key, now_s)
         spells = self._markets[key]
@@ -69,13 +75,23 @@ class SpotWatch:
     def _hear(self, node: Node, now_s: float) -> None:
         pool = pool_name(node.type, node.zone)
         if node.ready_at_s is not None:
-            self._note(node.id, pool, node.ready_at_s, is_given=True)
-        if was_taken_back(node) or (node.ready_at_s is None and node.state in _LOST):
-            self._note(node.id, pool, min(now_s, node.ended_at_s or now_s), is_given=False)
+            self._note(node.id, pool, node.ready_at_s, now_s, is_given=True)
+        never_was = node.ready_at_s is None and node.state in _LOST and not was_given_up(node)
+        if was_taken_back(node) or never_was:
+            self._note(node.id, pool, min(now_s, node.ended_at_s or now_s), now_s, is_given=False)
 
-    def _note(self, node_id: str, pool: str, at_s: float, *, is_given: bool) -> None:
-        if (node_id, is_given) not in self._heard:
-            self._heard.add((node_id, is_given))
+    def _forget(self, now_s: float) -> None:
+        past_s = now_s - PAST_S
+        if any(told[0][0] < past_s for told in self._told.values()):
+            kept = {pool: [one for one in told if one[0] >= past_s] for pool, told in self._told.items()}
+            self._told = {pool: told for pool, told in kept.items() if told}
+            self._heard = {key: at_s for key, at_s in self._heard.items() if at_s >= past_s}
+        for key in [key for key, asked_s in self._asked_s.items() if now_s - asked_s > UNASKED_S]:
+            del self._asked_s[key], self._markets[key]
+
+    def _note(self, node_id: str, pool: str, at_s: float, now_s: float, *, is_given: bool) -> None:
+        if (node_id, is_given) not in self._heard and at_s >= now_s - PAST_S:
+            self._heard[node_id, is_given] = at_s
             insort(self._told.setdefault(pool, []), (at_s, is_given))
 
     def _replayed(self, pools: tuple[str, ...], now_s: float) -> Spells:

@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from raytide.autoscaler import pools
 from raytide.autoscaler.hazard import STALE_S
-from raytide.autoscaler.instances import TAKEN_BACK
-from raytide.autoscaler.spot_watch import SpotWatch
+from raytide.autoscaler.instances import NEVER_JOINED, TAKEN_BACK, terminating
+from raytide.autoscaler.spot_watch import PAST_S, SpotWatch
 from raytide.core.fleet import Market, Node, NodeState
+from raytide.core.plan import Terminate
 
 HOUR_S = 3600.0
 
@@ -73,3 +75,25 @@ def test_what_happened_before_the_first_question_is_learned_as_if_it_had_been_wa
     for band in range(5):
         assert replayed.lost[band] == pytest.approx(watched.lost[band], rel=0.3)
     assert replayed.found[1] == pytest.approx(watched.found[1], rel=0.3)
+
+
+def test_our_own_end_of_a_node_that_is_coming_says_nothing_of_its_pool() -> None:
+    coming = Node("node-1", "v100.spot", "a", Market.SPOT, 1, NodeState.LAUNCHING, 40.0)
+    ended = terminating(coming, Terminate("node-1", "the fleet costs too much"))
+    late = terminating(coming, Terminate("node-1", f"{NEVER_JOINED} 600 s of its launch"))
+    for one, is_up in ((ended, True), (late, False)):
+        watch = SpotWatch()
+        watch.observe([one], 100.0)
+        assert watch.outlook([A], 100.0).is_up == (is_up,)
+    assert pools.after((), [coming], [ended], 100.0) == ()
+    assert pools.after((), [coming], [late], 100.0)[0].failures == 1
+
+
+def test_what_is_long_past_is_forgotten_once() -> None:
+    watch, old = SpotWatch(), node(1, "a", 100.0)
+    watch.observe([old], 100.0)
+    watch.outlook([A], 100.0)
+    for tick in range(3):
+        watch.observe([old], 200.0 + PAST_S + tick)
+    assert watch == SpotWatch()
+    assert watch.outlook([A], 300.0 + PAST_S).is_up == (True,)
