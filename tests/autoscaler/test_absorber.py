@@ -264,7 +264,7 @@ def test_room_that_ray_does_not_show_yet_is_not_asked_for_twice() -> None:
     assert w.lease().members[3].node_id == ""
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     loads=st.lists(st.tuples(st.integers(0, 10), st.integers(1, 25)), min_size=1, max_size=6),
     crashes=st.lists(st.tuples(st.integers(0, 80), st.sampled_from(CRASH_POINTS), st.integers(0, 3)), max_size=4),

@@ -150,7 +150,7 @@ def test_what_is_known_of_spot_and_what_was_decided_survive_the_way_to_another_p
     assert judged(there).stances == seen.stances
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     up=st.tuples(*[st.lists(st.tuples(st.booleans(), st.integers(1, 30)), min_size=1, max_size=6)] * 2),
     slack_min=st.integers(16, 90),

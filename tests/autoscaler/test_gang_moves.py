@@ -175,7 +175,7 @@ def test_small_gangs_that_fit_on_another_node_leave_theirs() -> None:
     assert len({lease.members[0].node_id for lease in live}) == 1
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     price=st.integers(300_000, 4_000_000),
     shape=st.sampled_from([TWO, ELASTIC, Shape(members=4, resources={"GPU": 1}), Shape(resources={"GPU": 2})]),
@@ -184,15 +184,15 @@ def test_small_gangs_that_fit_on_another_node_leave_theirs() -> None:
 def test_with_constant_prices_a_gang_moves_at_most_once_and_rests(price: int, shape: Shape, deaths: float) -> None:
     cluster = on_demand_in_need(shape, SOLID, SPOT.model_copy(update={"price_micro_usd_h": price}))
     moved: dict[str, int] = {}
-    for deed in deeds(cluster, 200, dt_s=30.0):
+    for deed in deeds(cluster, 100, dt_s=60.0):
         if isinstance(deed, Launch):
             moved[deed.node_type] = moved.get(deed.node_type, 0) + 1
     assert moved.get("gpu", 0) == 0
     assert moved.get("gpu.spot", 0) <= shape.members
-    assert deeds(cluster, 100, dt_s=60.0) == []
+    assert deeds(cluster, 40, dt_s=120.0) == []
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(prices=st.lists(st.sampled_from([500_000, 1_000_000, 2_500_000, 3_500_000]), min_size=4, max_size=12))
 def test_however_prices_swing_a_gang_spends_little_of_its_time_moving(prices: Sequence[int]) -> None:
     """A swing every ten minutes, between two spot pools and on demand."""
@@ -202,8 +202,8 @@ def test_however_prices_swing_a_gang_spends_little_of_its_time_moving(prices: Se
     for number, price in enumerate(prices):
         for zone in pools.zones:
             cluster.provider.set_price("gpu.spot", zone, price if (zone == "a") == (number % 2 == 0) else 1_000_000)
-        for _ in range(30):
-            cluster.tick(20.0)
+        for _ in range(20):
+            cluster.tick(30.0)
             ticks, stopped = ticks + 1, stopped + (usable(cluster) < 2)
     assert stopped <= 0.1 * ticks
 

@@ -166,4 +166,4 @@ class Books(RuleBasedStateMachine):
 
 
 TestBooks = Books.TestCase
-TestBooks.settings = settings(max_examples=6, stateful_step_count=12, deadline=None)
+TestBooks.settings = settings(max_examples=4, stateful_step_count=10, deadline=None)
