@@ -155,6 +155,12 @@ def test_an_elastic_gang_gets_what_there_is_above_its_minimum() -> None:
     assert len(ids(room.place(cpus(4), 8, at_least=2, subject="g"))) == 3
 
 
+def test_who_could_do_with_nobody_more_is_told_so_where_nothing_is_shared() -> None:
+    room = Room.of(Snapshot(at_s=0, node_types=(CPU4,), nodes=(view(1, CPU4, CPU=0),), next_node=2))
+    apart = cpus(4).model_copy(update={"together": "rack"})
+    assert room.place(apart, 2, at_least=0, subject="g") == ()
+
+
 def test_a_published_replica_without_a_node_has_its_room_before_any_gang() -> None:
     spec = ServeSpec(name="m", model="/m", resources={"CPU": 2}, replicas=Replicas(max=3))
     endpoint = Endpoint(spec, "me", EndpointState.RUNNING, 0.0, target_replicas=2)

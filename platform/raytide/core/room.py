@@ -149,7 +149,7 @@ class Room:
         if not most and self.market.launches_left is None:
             self.full.add(ask)
         if best is None:
-            return self.why_not(shape, needed, subject)
+            return () if needed <= 0 else self.why_not(shape, needed, subject)
         return self._commit(best, types, is_spread=spread_from is not None)
 
     def most(self, shape: Shape) -> int:
