@@ -25,6 +25,7 @@ class Machine:
     started_at_s: float
     ended_at_s: float | None = None
     price_micro_usd_h: int = PRICE
+    earlier: tuple[tuple[float, int], ...] = ()
 
 
 def tick(store: Store, machines: dict[str, Machine], seen: Occupancy, now_us: int) -> Changes:
