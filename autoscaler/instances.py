@@ -121,8 +121,8 @@ def terminating(node: Node, terminate: Terminate) -> Node:
     """The record of an end that was decided; persist it before the provider is asked."""
     if node.state is NodeState.GONE:
         return node
-    is_fault = node.ready_at_s is not None or terminate.reason.startswith(NEVER_JOINED)
-    reason = terminate.reason if is_fault else f"{GIVEN_UP}: {terminate.reason}"
+    is_given_up = node.ready_at_s is None and not terminate.reason.startswith(NEVER_JOINED)
+    reason = f"{GIVEN_UP}: {terminate.reason}" if is_given_up else terminate.reason
     return replace(node, state=NodeState.TERMINATING, reason=reason)
 
 

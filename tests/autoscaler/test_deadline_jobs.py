@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.autoscaler.deadline_world import SOLID, SPOT, Story, spells
 
+from raytide.autoscaler import deadline_jobs
 from raytide.autoscaler.deadline_jobs import PREFERS_ON_DEMAND, judged, outlooks
 from raytide.autoscaler.spot_watch import SpotWatch
 from raytide.control.wire import from_json, to_json
-from raytide.core.fleet import MARKET_LABEL, Market, Node, NodeState
+from raytide.core.fleet import MARKET_LABEL, Market, Node, NodeState, fits
 from raytide.core.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
 from raytide.core.job import Job, JobSpec, JobState
 from raytide.core.snapshot import NodeView, Pool, Snapshot
@@ -139,6 +140,19 @@ def test_the_same_snapshot_is_judged_the_same_and_jobs_without_a_deadline_are_le
     plain = replace(job(12), spec=job(12).spec.model_copy(update={"deadline": None}))
     seen = Snapshot(NOW_S, (SPOT, SOLID), jobs=(plain,))
     assert judged(seen) is seen
+
+
+def test_a_pool_that_refuses_is_there_for_whom_a_ready_node_of_it_has_room_and_is_looked_through_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks: list[object] = []
+    monkeypatch.setattr(deadline_jobs, "fits", lambda *at: bool(looks.append(at)) or fits(*at))
+    node = Node("node-1", SPOT.name, "b", Market.SPOT, 1, NodeState.READY, NOW_S - 400.0, ready_at_s=NOW_S - 300.0)
+    free = NodeView(node, SPOT.resources, SPOT.resources, SPOT.all_labels("b"))
+    jobs = tuple(replace(job(12, 3), id=f"job-{at}") for at in range(5))
+    seen = judged(Snapshot(NOW_S, (SPOT, SOLID), (free,), jobs, pools=NO_SPOT))
+    assert {found.markets for found in seen.stances.values()} == {(Market.SPOT,)}
+    assert len(looks) == 1
 
 
 def test_what_is_known_of_spot_and_what_was_decided_survive_the_way_to_another_process() -> None:
