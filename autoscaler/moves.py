@@ -86,7 +86,8 @@ def _to_replacements(draft: Draft, coming: Mapping[str, NodeView]) -> Iterator[D
     waiting = {lease_id for node_id in olds.keys() - free_to_go for lease_id in olds[node_id].leases}
     for old in olds.values():
         if (stance := stance_of(draft.snapshot, old)) is not None:
-            waiting |= {lease.id for lease, _ in old.seats if not {*market_moves.wrong(draft, lease, stance)} <= free_to_go}
+            misplaced = {lease.id: {*market_moves.wrong(draft, lease, stance)} for lease, _ in old.seats}
+            waiting |= {lease_id for lease_id, nodes in misplaced.items() if not nodes <= free_to_go}
     for node_id, old in olds.items():
         if node_id in free_to_go and not old.leases & waiting:
             new = coming[node_id].node
