@@ -18,28 +18,37 @@ class Application:
 
     ready: int = 0
     replica_nodes: tuple[str, ...] = ()
-    """Ray's id of each replica's node, those that still start included, those that are on their way out not."""
+    """Ray's id of each replica's node, those that still start included, those that are on their way out not; of one
+    with several members, of each of them."""
     ready_on: Mapping[str, str] = field(default_factory=dict)
-    """The same of those that are ready, by the replica's id."""
+    """The node of those that are ready, by the replica's id."""
     failure: str = ""
     """Why Serve gave it up, in Serve's words; empty while it has not: an UNHEALTHY one it still mends."""
 
     @classmethod
-    def of(cls, details: Mapping[str, Any], node_of: Callable[[str], str]) -> Application:
+    def of(
+        cls,
+        details: Mapping[str, Any],
+        node_of: Callable[[str], str],
+        nodes_of_group: Callable[[str], tuple[str, ...]] = lambda name: (),
+    ) -> Application:
         """From one entry of `get_serve_instance_details()["applications"]`.
 
         `node_of` finds the node of an actor by its name: Serve says nothing of a replica's node until it is up.
+        `nodes_of_group` finds those of its placement group, which has the same name.
         """
-        replicas = [
-            (replica, _node(replica, node_of))
-            for deployment in details["deployments"].values()
-            for replica in deployment["replicas"]
-            if replica["state"] in _STAYING
-        ]
-        ready = [(replica, node) for replica, node in replicas if replica["state"] in _READY]
+        ready: list[tuple[Mapping[str, Any], str]] = []
+        nodes: list[str] = []
+        for deployment in details["deployments"].values():
+            is_gang = bool((deployment.get("deployment_config") or {}).get("placement_group_bundles"))
+            for replica in deployment["replicas"]:
+                if replica["state"] in _STAYING:
+                    node = _node(replica, node_of)
+                    nodes += nodes_of_group(replica["actor_name"]) if is_gang else [node]
+                    ready += [(replica, node)] if replica["state"] in _READY else []
         return cls(
             ready=len(ready),
-            replica_nodes=tuple(sorted(node for _, node in replicas if node)),
+            replica_nodes=tuple(sorted(node for node in nodes if node)),
             ready_on={str(replica.get("replica_id")): node for replica, node in ready if node},
             failure=_failure(details) if details.get("status") == "DEPLOY_FAILED" else "",
         )

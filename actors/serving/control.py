@@ -141,8 +141,15 @@ def _applications(timeout_s: float) -> dict[str, Application]:
     except ValueError:
         return {}
     details = ray.get(controller.get_serve_instance_details.remote(), timeout=timeout_s)
+    table: dict[str, tuple[str, ...]] = {}
+
+    def groups(name: str) -> tuple[str, ...]:
+        if not table:  # one look for all of them, if there are any
+            table.update(ray_internals.nodes_of_groups())
+        return table.get(name, ())
+
     return {
-        name: Application.of(application, ray_internals.replica_node)
+        name: Application.of(application, ray_internals.replica_node, groups)
         for name, application in details["applications"].items()
     }
 

@@ -66,7 +66,7 @@ def application(endpoint: Endpoint) -> serve.Application:
     deployment: Any = serve.deployment(
         Replica,
         name=DEPLOYMENT,
-        ray_actor_options=actor_options(spec),
+        **_placing(spec),
         max_ongoing_requests=spec.max_ongoing,
         max_queued_requests=spec.max_ongoing * spec.replicas.max,
         backpressure_config=BackpressureConfig(status_code=429, retry_after_s=RETRY_AFTER_S),
@@ -80,15 +80,28 @@ def application(endpoint: Endpoint) -> serve.Application:
     return bound
 
 
+def _placing(spec: ServeSpec) -> dict[str, Any]:
+    """One replica: an actor, or the first member of a placement group with one bundle for each. The label selector says
+    whose it is."""
+    selector = replica_selector(spec)
+    if spec.members == 1:
+        return {"ray_actor_options": {**actor_options(spec), "label_selector": selector}}
+    return {
+        "ray_actor_options": actor_options(spec),
+        "placement_group_bundles": [dict(spec.resources) for _ in range(spec.members)],
+        "placement_group_bundle_label_selector": [selector for _ in range(spec.members)],
+        "placement_group_strategy": "PACK",
+    }
+
+
 def actor_options(spec: ServeSpec) -> dict[str, Any]:
-    """Ray's options for one replica: resources by Ray's names, and a label selector that says whose it is."""
+    """Ray's options for one member, by Ray's names."""
     resources = dict(spec.resources)
     options: dict[str, Any] = {"num_cpus": resources.pop("CPU", 0.0), "num_gpus": resources.pop("GPU", 0.0)}
     if memory := resources.pop("memory", 0.0):
         options["memory"] = memory
     if resources:
         options["resources"] = resources
-    options["label_selector"] = replica_selector(spec)
     return options
 
 

@@ -38,14 +38,28 @@ def _fake(spec: ServeSpec, options: dict[str, Any]) -> Engine:
 
 
 ENGINES: dict[str, Callable[[ServeSpec, dict[str, Any]], Engine]] = {"fake": _fake, "native": _native, "vllm": _vllm}
+SPANNING = frozenset({"fake"})
+"""Those that can use a replica of several members."""
 
 
 def build_engine(spec: ServeSpec) -> Engine:
     """Not started yet. Raises ConfigError when the spec's engine options make no sense."""
     options = dict(spec.engine)
-    kind = str(options.pop("kind", "native"))
+    kind = check_engine(spec)
+    options.pop("kind", None)
+    return ENGINES[kind](spec, options)
+
+
+def check_engine(spec: ServeSpec) -> str:
+    """The kind of its engine; ConfigError when there is none of it, or when it cannot use all members of a replica."""
+    kind = str(spec.engine.get("kind", "native"))
     if kind not in ENGINES:
         raise ConfigError(
             f"endpoint {spec.name} asks for engine {kind!r}.", hint=f"The engines are: {', '.join(sorted(ENGINES))}."
         )
-    return ENGINES[kind](spec, options)
+    if spec.members > 1 and kind not in SPANNING:
+        raise ConfigError(
+            f"endpoint {spec.name} asks for replicas of {spec.members} members, but engine {kind} computes on one.",
+            hint="Give one member more resources, or serve a smaller model.",
+        )
+    return kind

@@ -267,3 +267,19 @@ def test_an_endpoint_on_its_way_out_asks_for_no_gpu_and_stops_nobody() -> None:
     spec = ServeSpec(name="m", model="/m", resources={"GPU": 8})
     gone = EndpointView(Endpoint(spec, "me", EndpointState.DELETED, 0.0, target_replicas=0), None)
     assert Room.of(Snapshot(at_s=0, node_types=(CPU4,), endpoints=(gone,))).replicas == {}
+
+
+def test_a_replica_of_several_members_is_seated_whole_or_not_at_all() -> None:
+    spec = ServeSpec(name="m", model="/m", resources={"CPU": 4}, members=2)
+    endpoint = Endpoint(spec, "me", EndpointState.RUNNING, 0.0, target_replicas=2)
+
+    def seen(*nodes: str) -> Room:
+        load = EndpointLoad(at_s=0.0, ongoing=0.0, ready=1, replica_nodes=nodes)
+        return Room.of(Snapshot(at_s=0, node_types=(CPU4,), endpoints=(EndpointView(endpoint, load),)))
+
+    empty = seen()
+    assert (empty.missing["m"], len(empty.replicas["m"]), len(empty.bought)) == (4, 2, 2), (
+        "the third node is half of one"
+    )
+    broken = seen("ray-1")
+    assert (broken.missing["m"], len(broken.replicas["m"])) == (3, 3), "what one lacks, and one whole"

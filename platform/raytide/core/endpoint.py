@@ -77,13 +77,21 @@ class ServeSpec(Config):
     """A way to group costs."""
     replicas: Replicas = Replicas()
     resources: dict[str, float] = Field(default_factory=lambda: {"CPU": 1.0})
-    """Of one replica."""
+    """Of one replica, or of each of its members."""
+    members: int = Field(default=1, ge=1)
+    """Of one replica: all of them or none, each whole on one node. More than one is for engines that span nodes."""
     labels: dict[str, str] = Field(default_factory=dict)
     """Label selector for its nodes."""
     engine: dict[str, object] = Field(default_factory=dict)
     """Options of the engine, as `raytide.LLM` takes them."""
     max_ongoing: int = Field(default=256, ge=1)
     """More at once in one replica wait in the router."""
+
+    @model_validator(mode="after")
+    def _whole(self) -> ServeSpec:
+        if self.members > 1 and self.replicas.slo_target is not None:
+            raise ValueError("slo_target is for replicas of one member: leave it out, or members")
+        return self
 
     @field_validator("name")
     @classmethod
@@ -188,7 +196,7 @@ class EndpointLoad:
     ready: int
     """Replicas that answer."""
     replica_nodes: tuple[str, ...] = ()
-    """The Ray node of each replica that has one, starting ones included."""
+    """The Ray node of each replica that has one, starting ones included; of one with several members, of all."""
     replicas: tuple[ReplicaLoad, ...] = ()
     """Of those that answer, what each said last of itself."""
     traffic: Traffic | None = None

@@ -106,6 +106,17 @@ def replica_node(actor_name: str) -> str:
     return str(known["Address"]["NodeID"]) if known.get("Pid") else ""  # while it waits, the node is one that was asked
 
 
+def nodes_of_groups() -> dict[str, tuple[str, ...]]:
+    """By the name of each placement group that Ray has not removed: Ray's ids of the nodes on which its bundles are."""
+    from ray.util.placement_group import placement_group_table
+
+    return {
+        info["name"]: tuple(str(node) for node in info["bundles_to_node_id"].values() if node)
+        for info in placement_group_table().values()
+        if info["state"] != "REMOVED"
+    }
+
+
 def start_raylet(parameters: Mapping[str, Any]) -> int:
     """Start a node's raylet with these RayParams and return its pid at once; it joins the cluster a few seconds later.
 

@@ -29,7 +29,7 @@ def replica_selector(spec: ServeSpec) -> dict[str, str]:
 
 
 def replica_shape(view: EndpointView) -> Shape:
-    """One replica, as the gang of one that the fleet has to find room for."""
+    """One member of a replica, as the fleet has to find room for it."""
     return Shape(resources=view.endpoint.spec.resources, labels=view.endpoint.spec.labels)
 
 
@@ -40,7 +40,7 @@ def leaving_nodes(snapshot: Snapshot) -> frozenset[str]:
 
 
 def missing_replicas(view: EndpointView, snapshot: Snapshot, leaving: frozenset[str]) -> int:
-    """Published replicas without a node to stay on; those on draining nodes count as missing, Serve moves them.
+    """Members of published replicas without a node to stay on, or on a draining one: Serve moves them.
 
     Without fresh word from the endpoint only what Ray itself says it cannot place counts, so that a restarted
     controller does not buy for replicas that run.
@@ -48,7 +48,7 @@ def missing_replicas(view: EndpointView, snapshot: Snapshot, leaving: frozenset[
     if view.endpoint.state not in SERVING_STATES:
         return 0
     seated = sum(node not in leaving for node in view.load.replica_nodes) if view.load else 0
-    missing = max(0, view.endpoint.target_replicas - seated)
+    missing = max(0, view.endpoint.target_replicas * view.endpoint.spec.members - seated)
     if is_fresh(view.load, snapshot.at_s):
         return missing
     return min(missing, sum(d.count for d in snapshot.demand if is_replica_of(d, view.endpoint.name)))

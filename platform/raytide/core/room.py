@@ -205,12 +205,24 @@ class Room:
     def _seats_for(self, view: EndpointView, missing: int, there: Counter[str]) -> Placements:
         """Where it was decided to buy them, or where it is cheapest; whatever is free comes first."""
         shape, name = replica_shape(view), view.endpoint.name
+        if (members := view.endpoint.spec.members) > 1:
+            return self._whole(shape, missing, members, name)
         if view.pools is None:
             return self._placed(shape, missing, name, spread_from=there)
         seats = self._placed(shape, missing, name, max_new=0)
         for (node_type, zone), count in Counter(view.pools[: missing - len(seats)]).items():
             labels = {**shape.labels, TYPE_LABEL: node_type, ZONE_LABEL: zone}
             seats += self._placed(shape.model_copy(update={"labels": labels}), count, name)
+        return seats
+
+    def _whole(self, shape: Shape, missing: int, members: int, subject: str) -> Placements:
+        """Replicas of several members, each of them whole or not at all; first what a broken one lacks."""
+        seats: Placements = ()
+        while missing > 0:
+            count = missing % members or members
+            if isinstance(found := self.place(shape, count, subject=subject), Shortfall):
+                break
+            seats, missing = seats + found, missing - count
         return seats
 
     def _placed(

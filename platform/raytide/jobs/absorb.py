@@ -89,6 +89,8 @@ def absorb(floor: Floor, claims: Claims) -> None:
 def _without_room(floor: Floor, fleet: _Fleet, view: EndpointView) -> list[Seat | None]:
     """One for each replica that needs a seat now: where it would have to wait for a node, None when nowhere."""
     name, room = view.endpoint.name, floor.room
+    if view.endpoint.spec.members > 1:
+        return []  # seats that come one by one make none of them whole
     found = room.replicas.get(name, ())
     nowhere: list[Seat | None] = [None] * (room.missing.get(name, 0) - len(found))
     if not is_pressed(view, floor.snapshot.at_s):

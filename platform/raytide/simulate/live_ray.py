@@ -103,8 +103,8 @@ class LiveRay:
         """Serve starts what is missing, also for replicas that will leave, and ends what is too much, those first."""
         replicas = [work for work in self._work if work.endpoint == endpoint.name]
         staying = [work for work in replicas if work.node_id not in draining]
-        target = endpoint.target_replicas if endpoint.state in SERVING_STATES else 0
         spec = endpoint.spec
+        target = endpoint.target_replicas * spec.members if endpoint.state in SERVING_STATES else 0
         self._work += [_Work(spec.resources, replica_selector(spec), spec.name) for _ in range(target - len(staying))]
         is_seated = sum(bool(work.node_id) for work in staying) >= target
         leaving = [work for work in replicas if work.node_id in draining] if is_seated else []

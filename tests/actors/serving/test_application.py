@@ -31,6 +31,14 @@ def test_a_replica_that_waits_for_a_node_has_none_and_one_that_leaves_does_not_c
     assert (seen.ready, seen.replica_nodes) == (0, ())
 
 
+def test_a_replica_of_several_members_is_on_the_nodes_of_its_placement_group() -> None:
+    seen = details(replica("RUNNING", "ray-1"), replica("STARTING"))
+    seen["deployments"]["replica"]["deployment_config"] = {"placement_group_bundles": [{"GPU": 8.0}] * 2}
+    groups = {"RUNNING actor": ("ray-1", "ray-3")}
+    found = Application.of(seen, nowhere, lambda name: groups.get(name, ()))
+    assert (found.ready, found.replica_nodes) == (1, ("ray-1", "ray-3"))
+
+
 def test_only_what_serve_gave_up_has_failed() -> None:
     assert Application.of(details(status="UNHEALTHY"), nowhere).failure == ""
     assert Application.of(details(status="DEPLOY_FAILED", message="why"), nowhere).failure == "why\nit broke"

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
+from raytide.actors.serving.engines import check_engine
 from raytide.autoscaler.providers.base import Bill
 from raytide.autoscaler.seating import UNMANAGED
 from raytide.control.api.accounts import Accounts
@@ -221,7 +222,8 @@ class Desk:
         self.accounts.check_team(spec.team)
         if spec.priority is not None:
             self._check_priority(spec.priority)
-        shape = Shape(members=spec.replicas.min, resources=spec.resources, labels=spec.labels)
+        check_engine(spec)
+        shape = Shape(members=spec.replicas.min * spec.members, resources=spec.resources, labels=spec.labels)
         check_possible(GangSpec(shapes=(shape,)), self._config.node_types, subject=f"endpoint {spec.name}")
         if not (Path(spec.model) / "config.json").is_file():
             raise DataError(
