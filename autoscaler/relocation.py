@@ -234,6 +234,8 @@ def may_leave(old: Occupants, now_s: float) -> bool:
     """Whether it is known who is there, and that they are replicas or gangs and nobody else."""
     if any(endpoint.worth is not None for endpoint in old.replicas):
         return False  # the serving policy decides where they are: see live_fleet
+    if any(endpoint.endpoint.spec.members > 1 for endpoint in old.replicas):
+        return False  # Serve cannot move one of a replica's members
     is_one_kind = bool(old.replicas) != bool(old.seats)
     return is_one_kind and all(is_fresh(endpoint.load, now_s) for endpoint in old.replicas) and old.are_all
 

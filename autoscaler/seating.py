@@ -28,7 +28,8 @@ def seat_replicas(draft: Draft) -> None:
             draft.actions.append(Wait(name, "signal", quiet, "See that its replicas and the proxies answer."))
         missing = draft.room.missing.get(name, 0)
         seats = draft.room.replicas.get(name, ())
-        starting = f"{missing} replicas start" if len(seats) == missing else ""
+        what = "replicas" if view.endpoint.spec.members == 1 else "members"
+        starting = f"{missing} {what} start" if len(seats) == missing else ""
         draft.seat(Seating(name, f"endpoint {name} lacks {missing} x ({amounts(shape)})", seats, starting=starting))
         if len(seats) < missing:
             draft.wait(name, draft.room.why_not(shape, missing - len(seats), f"endpoint {name}"))

@@ -6,7 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Application"]
+__all__ = ["DEPLOYMENT", "SPANNING", "Application"]
+
+DEPLOYMENT = "replica"
+"""The name of the one deployment in each endpoint's Serve application..."""
+SPANNING = "spanning-replica"
+"""... and when its replicas have several members: Serve's details say nothing else of their placement groups."""
 
 _STAYING = frozenset({"STARTING", "UPDATING", "RECOVERING", "RUNNING", "PENDING_MIGRATION"})
 _READY = frozenset({"RUNNING", "PENDING_MIGRATION"})
@@ -20,6 +25,8 @@ class Application:
     replica_nodes: tuple[str, ...] = ()
     """Ray's id of each replica's node, those that still start included, those that are on their way out not; of one
     with several members, of each of them."""
+    moving: tuple[str, ...] = ()
+    """Of these, the nodes of replicas with several members that Serve moves elsewhere, since the first one's drains."""
     ready_on: Mapping[str, str] = field(default_factory=dict)
     """The node of those that are ready, by the replica's id."""
     failure: str = ""
@@ -39,16 +46,20 @@ class Application:
         """
         ready: list[tuple[Mapping[str, Any], str]] = []
         nodes: list[str] = []
-        for deployment in details["deployments"].values():
-            is_gang = bool((deployment.get("deployment_config") or {}).get("placement_group_bundles"))
+        moving: list[str] = []
+        for name, deployment in details["deployments"].items():
+            is_gang = name == SPANNING
             for replica in deployment["replicas"]:
                 if replica["state"] in _STAYING:
                     node = _node(replica, node_of)
-                    nodes += nodes_of_group(replica["actor_name"]) if is_gang else [node]
+                    on = nodes_of_group(replica["actor_name"]) if is_gang else (node,)
+                    nodes += on
+                    moving += on if is_gang and replica["state"] == "PENDING_MIGRATION" else ()
                     ready += [(replica, node)] if replica["state"] in _READY else []
         return cls(
             ready=len(ready),
             replica_nodes=tuple(sorted(node for node in nodes if node)),
+            moving=tuple(sorted(moving)),
             ready_on={str(replica.get("replica_id")): node for replica, node in ready if node},
             failure=_failure(details) if details.get("status") == "DEPLOY_FAILED" else "",
         )

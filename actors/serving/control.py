@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
+from functools import cache
 
 from raytide.actors.serving import edge, policy
 from raytide.actors.serving.application import Application
@@ -141,15 +142,9 @@ def _applications(timeout_s: float) -> dict[str, Application]:
     except ValueError:
         return {}
     details = ray.get(controller.get_serve_instance_details.remote(), timeout=timeout_s)
-    table: dict[str, tuple[str, ...]] = {}
-
-    def groups(name: str) -> tuple[str, ...]:
-        if not table:  # one look for all of them, if there are any
-            table.update(ray_internals.nodes_of_groups())
-        return table.get(name, ())
-
+    groups = cache(ray_internals.nodes_of_groups)  # one look for all of them, if any is asked for
     return {
-        name: Application.of(application, ray_internals.replica_node, groups)
+        name: Application.of(application, ray_internals.replica_node, lambda group: groups().get(group, ()))
         for name, application in details["applications"].items()
     }
 
@@ -165,6 +160,7 @@ def _load(application: Application, said: bytes) -> EndpointLoad:
         ongoing=max(seen["ongoing"], held + seen.get("queued", 0.0)),
         ready=application.ready,
         replica_nodes=application.replica_nodes,
+        moving=application.moving,
         replicas=replicas,
         queued=seen.get("queued", 0.0),
     )

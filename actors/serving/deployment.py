@@ -11,6 +11,7 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, BackpressureConfig
 
 from raytide.actors.serving.app import create_app
+from raytide.actors.serving.application import DEPLOYMENT, SPANNING
 from raytide.actors.serving.engines import build_engine
 from raytide.actors.serving.errors import RETRY_AFTER_S
 from raytide.actors.serving.server import Server
@@ -18,10 +19,7 @@ from raytide.core.endpoint import Endpoint, ServeSpec
 from raytide.core.errors import EngineError
 from raytide.core.replicas import replica_selector
 
-__all__ = ["DEPLOYMENT", "Replica", "application"]
-
-DEPLOYMENT = "replica"
-"""The name of the one deployment in each endpoint's Serve application."""
+__all__ = ["Replica", "application"]
 
 HEALTH_CHECK_PERIOD_S = 2.0
 HEALTH_CHECK_TIMEOUT_S = 20.0
@@ -65,7 +63,6 @@ def application(endpoint: Endpoint) -> serve.Application:
     spec = endpoint.spec
     deployment: Any = serve.deployment(
         Replica,
-        name=DEPLOYMENT,
         **_placing(spec),
         max_ongoing_requests=spec.max_ongoing,
         max_queued_requests=spec.max_ongoing * spec.replicas.max,
@@ -85,8 +82,9 @@ def _placing(spec: ServeSpec) -> dict[str, Any]:
     whose it is."""
     selector = replica_selector(spec)
     if spec.members == 1:
-        return {"ray_actor_options": {**actor_options(spec), "label_selector": selector}}
+        return {"name": DEPLOYMENT, "ray_actor_options": {**actor_options(spec), "label_selector": selector}}
     return {
+        "name": SPANNING,
         "ray_actor_options": actor_options(spec),
         "placement_group_bundles": [dict(spec.resources) for _ in range(spec.members)],
         "placement_group_bundle_label_selector": [selector for _ in range(spec.members)],

@@ -273,8 +273,8 @@ def test_a_replica_of_several_members_is_seated_whole_or_not_at_all() -> None:
     spec = ServeSpec(name="m", model="/m", resources={"CPU": 4}, members=2)
     endpoint = Endpoint(spec, "me", EndpointState.RUNNING, 0.0, target_replicas=2)
 
-    def seen(*nodes: str) -> Room:
-        load = EndpointLoad(at_s=0.0, ongoing=0.0, ready=1, replica_nodes=nodes)
+    def seen(*nodes: str, moving: tuple[str, ...] = ()) -> Room:
+        load = EndpointLoad(at_s=0.0, ongoing=0.0, ready=1, replica_nodes=nodes, moving=moving)
         return Room.of(Snapshot(at_s=0, node_types=(CPU4,), endpoints=(EndpointView(endpoint, load),)))
 
     empty = seen()
@@ -283,3 +283,5 @@ def test_a_replica_of_several_members_is_seated_whole_or_not_at_all() -> None:
     )
     broken = seen("ray-1")
     assert (broken.missing["m"], len(broken.replicas["m"])) == (3, 3), "what one lacks, and one whole"
+    moved = seen("ray-1", "ray-2", "ray-3", "ray-4", moving=("ray-3", "ray-4"))
+    assert (moved.missing["m"], len(moved.replicas["m"])) == (2, 2), "of one that Serve moves no member stays"

@@ -8,8 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.jobs.cluster import team
 
+from raytide.core.endpoint import Endpoint, EndpointLoad, EndpointState, ServeSpec
+from raytide.core.snapshot import EndpointView
 from raytide.core.team import TeamSpec
 from raytide.jobs.quota import Quotas
+from raytide.jobs.seats import quota_of_replicas
 
 NAMES = ("org", "blue", "red", "lab", "free")
 
@@ -33,6 +36,14 @@ def test_what_others_leave_may_be_borrowed_and_what_the_fleet_has_beyond_all_quo
     assert quotas.may_take_back("blue", {"GPU": 8})
     assert not quotas.may_take_back("blue", {"GPU": 9})
     assert not quotas.may_take_back("other", {"GPU": 1}), "it has nothing of its own"
+
+
+def test_every_member_of_a_replica_counts_those_without_a_node_too() -> None:
+    spec = ServeSpec(name="m", model="/m", resources={"GPU": 8}, members=2)
+    endpoint = Endpoint(spec, "me", EndpointState.RUNNING, 0.0, target_replicas=2)
+    load = EndpointLoad(at_s=0.0, ongoing=0.0, ready=1, replica_nodes=("ray-1", "ray-2"))
+    assert quota_of_replicas(EndpointView(endpoint, load), {}) == {"GPU": 32}
+    assert quota_of_replicas(EndpointView(endpoint, None), {}) == {"GPU": 32}
 
 
 def test_limits_of_borrowing_and_of_lending() -> None:

@@ -110,6 +110,19 @@ def test_published_replicas_get_their_nodes_and_stay() -> None:
     assert outlook.price_end_micro_usd_h == 6_000_000
 
 
+def wide(most_nodes: int, target: int) -> Snapshot:
+    """An endpoint whose replicas have two members, and no node yet."""
+    spec = ServeSpec(name="wide", model="/m", replicas=Replicas(min=target, max=4), resources={"GPU": 1}, members=2)
+    endpoint = Endpoint(spec, "ana", EndpointState.RUNNING, NOW_S - 900, target_replicas=target)
+    seen = cluster(endpoints=(EndpointView(endpoint, EndpointLoad(NOW_S, 0.0, 0)),))
+    return replace(seen, node_types=(GPU.model_copy(update={"max_nodes": most_nodes}), CPU))
+
+
+def test_replicas_of_several_members_get_all_their_nodes_or_none() -> None:
+    assert launches(look_ahead(wide(most_nodes=1, target=1), hours=0.5)) == []
+    assert launches(look_ahead(wide(most_nodes=3, target=2), hours=0.5)) == ["gpu1"] * 2
+
+
 def test_replicas_that_the_load_does_not_need_go_and_their_nodes_with_them() -> None:
     spec = ServeSpec(name="chat", model="/m", replicas=Replicas(min=1, max=2), resources={"GPU": 1})
     endpoint = Endpoint(spec, "ana", EndpointState.RUNNING, NOW_S - 900, target_replicas=2)

@@ -9,6 +9,8 @@ import pytest
 
 import raytide as rt
 from raytide.core.endpoint import EndpointState, Replicas, ServeSpec
+from raytide.core.entry import EntryKind, Occupancy, Share
+from raytide.ledger.occupancy import occupancies
 
 pytestmark = [pytest.mark.soak, pytest.mark.cluster]
 
@@ -28,22 +30,35 @@ def test_a_replica_of_two_members_gets_both_its_nodes_or_none(
     )
 
     def nodes() -> list[str]:
-        return [node.subject for node in tide.status().nodes if node.type == "gpu8"]
+        return [node.id for node in tide.status().nodes if node.type == "gpu8"]
 
+    def reason() -> str:
+        waiting = handle.refresh().status.waiting
+        return "" if waiting is None else waiting.reason
+
+    def holders() -> list[Occupancy]:
+        seen = tide.client.snapshot()
+        return [held for node_id, held in occupancies(seen).items() if node_id in nodes()]
+
+    def used() -> float:
+        return next(team.use.used["GPU"] for team in tide.client.teams() if team.name == "default")
+
+    tide.client.change_team("default", quota={"GPU": 24.0})
     with tide.gang(2, resources={"GPU": 8}):
         handle = tide.serve(spec)
-        eventually(lambda: handle.refresh().status.waiting is not None)
-        waiting = handle.status.waiting
-        assert waiting is not None and "(8 GPU)" in waiting.reason
+        eventually(lambda: "2 x (8 GPU)" in reason())
         assert len(nodes()) == 2
     try:
         handle.wait(replicas=1, timeout_s=180.0)
         answer = handle.openai().completions.create(model="wide", prompt="x", max_tokens=3)
         assert answer.choices[0].finish_reason
+        eventually(lambda: holders() == [(Share(EntryKind.ENDPOINT, "wide", "default", 1.0),)] * 2)
+        eventually(lambda: used() == 16.0)
         assert len(nodes()) == 2, "it has those that the gang had, or their like"
         actions = [action for plan in tide.client.plans(limit=500) for action in plan["actions"]]
         assert not any(action.get("subject") == "unmanaged" for action in actions)
         eventually(lambda: handle.refresh().status.cost_micro_usd > 0)
     finally:
         handle.delete()
+        tide.client.change_team("default", quota=None)
     eventually(lambda: handle.refresh().status.endpoint.state is EndpointState.DELETED)

@@ -202,6 +202,8 @@ class EndpointLoad:
     traffic: Traffic | None = None
     queued: float = 0.0
     """Requests that wait for a replica to take them: none has counted them yet."""
+    moving: tuple[str, ...] = ()
+    """Of `replica_nodes`, those of replicas with several members that Serve is moving elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)

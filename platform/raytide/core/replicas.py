@@ -33,6 +33,11 @@ def replica_shape(view: EndpointView) -> Shape:
     return Shape(resources=view.endpoint.spec.resources, labels=view.endpoint.spec.labels)
 
 
+def members_of(view: EndpointView) -> int:
+    """Of all its published replicas."""
+    return view.endpoint.target_replicas * view.endpoint.spec.members
+
+
 def leaving_nodes(snapshot: Snapshot) -> frozenset[str]:
     """Ray's ids of the nodes on which no replica stays."""
     gone = (NodeState.DRAINING, NodeState.TERMINATING)
@@ -40,15 +45,16 @@ def leaving_nodes(snapshot: Snapshot) -> frozenset[str]:
 
 
 def missing_replicas(view: EndpointView, snapshot: Snapshot, leaving: frozenset[str]) -> int:
-    """Members of published replicas without a node to stay on, or on a draining one: Serve moves them.
+    """Members of published replicas without a node to stay on; those on draining nodes count as missing, Serve moves
+    them. It moves a replica whole, so of one that it moves no member stays.
 
     Without fresh word from the endpoint only what Ray itself says it cannot place counts, so that a restarted
     controller does not buy for replicas that run.
     """
     if view.endpoint.state not in SERVING_STATES:
         return 0
-    seated = sum(node not in leaving for node in view.load.replica_nodes) if view.load else 0
-    missing = max(0, view.endpoint.target_replicas * view.endpoint.spec.members - seated)
+    seated = _staying(view.load, leaving) if view.load else 0
+    missing = max(0, members_of(view) - seated)
     if is_fresh(view.load, snapshot.at_s):
         return missing
     return min(missing, sum(d.count for d in snapshot.demand if is_replica_of(d, view.endpoint.name)))
@@ -72,6 +78,11 @@ def is_replica_of(demand: Demand, endpoint: str) -> bool:
 
 def is_replica(demand: Demand) -> bool:
     return REPLICA_LABEL in demand.labels
+
+
+def _staying(load: EndpointLoad, leaving: frozenset[str]) -> int:
+    there, moving = (sum(node not in leaving for node in nodes) for nodes in (load.replica_nodes, load.moving))
+    return there - moving
 
 
 def _mark(endpoint: str) -> str:

@@ -11,7 +11,7 @@ from raytide.core.fleet import NodeType, Resources, whole_shares
 from raytide.core.gang import Shape
 from raytide.core.grid import GPU
 from raytide.core.market import Market
-from raytide.core.replicas import replica_shape
+from raytide.core.replicas import members_of, replica_shape
 from raytide.core.shortfall import Shortfall, amounts
 from raytide.core.snapshot import NodeView, Snapshot
 
@@ -44,7 +44,7 @@ def usual_shapes(snapshot: Snapshot) -> list[tuple[Resources, float]]:
         shape = job.spec.gang.shapes[0]
         counts[tuple(sorted(shape.resources.items()))] += shape.members
     for view in snapshot.endpoints:
-        counts[tuple(sorted(replica_shape(view).resources.items()))] += view.endpoint.target_replicas
+        counts[tuple(sorted(replica_shape(view).resources.items()))] += members_of(view)
     usual = [(dict(key), count) for key, count in counts.items() if count and dict(key).get(GPU)]
     usual = sorted(usual, key=lambda item: (-item[1], sorted(item[0].items())))[:USUAL]
     total = sum(count for _, count in usual)

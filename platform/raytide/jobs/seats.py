@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from raytide.core.fleet import NodeType, Resources, dominant, plus
 from raytide.core.gang import Lease, Member, MemberState, Shape
-from raytide.core.replicas import SERVING_STATES, replica_shape
+from raytide.core.replicas import SERVING_STATES, members_of, replica_shape
 from raytide.core.room import Placements
 from raytide.core.shortfall import ACCELERATOR_LABEL
 from raytide.core.snapshot import EndpointView, Snapshot
@@ -61,7 +61,7 @@ def quota_of_replicas(view: EndpointView, types: Mapping[str, NodeType]) -> Reso
     if view.endpoint.state not in SERVING_STATES:
         return {}
     hosts = view.load.replica_nodes if view.load else ()
-    missing = max(0, view.endpoint.target_replicas - len(hosts))
+    missing = max(0, members_of(view) - len(hosts))
     return quota_of(replica_shape(view), [*(types.get(host) for host in hosts), *[None] * missing])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,7 +17,7 @@ from raytide.jobs.leases import wanted_groups
 
 @dataclass(slots=True, eq=False)
 class _Work:
-    """A replica, or a task without a lease. It stays where it is while its node does."""
+    """A replica's member, or a task without a lease. It stays where it is while its node does."""
 
     resources: Resources
     selector: Mapping[str, str]
@@ -35,6 +36,8 @@ class LiveRay:
         self._nodes: dict[str, Node] = {}
         self._leases = seen.leases
         self._others: dict[str, Resources] = {}
+        self._size = {view.endpoint.name: view.endpoint.spec.members for view in seen.endpoints}
+        """Members of each replica, by endpoint."""
         self._work = [*_replicas(seen), *_tasks(seen)]
         for view in seen.nodes:  # what is taken there by none of these stays taken
             rest = minus(minus(view.total, view.available), self._used(view.node))
@@ -50,9 +53,30 @@ class LiveRay:
         for endpoint in endpoints:
             self._publish(endpoint, draining)
         open_nodes = [node for node in self._nodes.values() if node.id not in draining]
+        for together in self._waiting():
+            self._place(together, open_nodes)
+
+    def _waiting(self) -> Iterator[list[_Work]]:
+        """What waits for a node: each for itself, but members of a replica together, first those of a broken one."""
+        members: defaultdict[str, list[_Work]] = defaultdict(list)
         for work in self._work:
-            if not work.node_id:
-                work.node_id = next((node.id for node in open_nodes if self._suits(work, node)), "")
+            if not work.node_id and self._size.get(work.endpoint, 1) > 1:
+                members[work.endpoint].append(work)
+            elif not work.node_id:
+                yield [work]
+        for name, theirs in members.items():
+            while theirs:
+                count = len(theirs) % self._size[name] or self._size[name]
+                yield theirs[:count]
+                theirs = theirs[count:]
+
+    def _place(self, together: Sequence[_Work], nodes: Sequence[Node]) -> None:
+        """All of them or none."""
+        for work in together:
+            work.node_id = next((node.id for node in nodes if self._suits(work, node)), "")
+        if not all(work.node_id for work in together):
+            for work in together:
+                work.node_id = ""
 
     def total(self, node: Node) -> Resources:
         return self._views[node.id].total if node.id in self._views else self._types[node.type].resources
@@ -87,15 +111,16 @@ class LiveRay:
 
     def _load(self, name: str, load: EndpointLoad, later_s: float) -> EndpointLoad:
         at = [self._nodes[work.node_id].ray_node_id for work in self._work if work.endpoint == name and work.node_id]
-        traffic = load.traffic
-        if traffic is not None and len(at) > load.ready:
+        ready, traffic = len(at) // self._size[name], load.traffic
+        if traffic is not None and ready > load.ready:
             traffic = replace(traffic, ttft_s=None)  # it was that of fewer replicas
         return replace(
             load,
             at_s=load.at_s + later_s,
-            ready=len(at),
+            ready=ready,
             replica_nodes=tuple(at),
-            replicas=_spread(load.replicas, at, later_s),
+            moving=(),
+            replicas=_spread(load.replicas, at[:ready], later_s),
             traffic=traffic,
         )
 

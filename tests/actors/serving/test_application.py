@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from raytide.actors.serving.application import Application
+from raytide.actors.serving.application import DEPLOYMENT, SPANNING, Application
 
 
 def replica(state: str, node_id: str | None = None) -> dict[str, Any]:
@@ -12,7 +12,7 @@ def replica(state: str, node_id: str | None = None) -> dict[str, Any]:
 
 
 def details(*replicas: dict[str, Any], status: str = "RUNNING", **said: str) -> dict[str, Any]:
-    return {"status": status, "deployments": {"replica": {"replicas": list(replicas), "message": "it broke"}}, **said}
+    return {"status": status, "deployments": {DEPLOYMENT: {"replicas": list(replicas), "message": "it broke"}}, **said}
 
 
 def nowhere(actor_name: str) -> str:
@@ -32,11 +32,12 @@ def test_a_replica_that_waits_for_a_node_has_none_and_one_that_leaves_does_not_c
 
 
 def test_a_replica_of_several_members_is_on_the_nodes_of_its_placement_group() -> None:
-    seen = details(replica("RUNNING", "ray-1"), replica("STARTING"))
-    seen["deployments"]["replica"]["deployment_config"] = {"placement_group_bundles": [{"GPU": 8.0}] * 2}
-    groups = {"RUNNING actor": ("ray-1", "ray-3")}
+    seen = details(replica("PENDING_MIGRATION", "ray-1"), replica("RUNNING", "ray-2"), replica("STARTING"))
+    seen["deployments"] = {SPANNING: seen["deployments"][DEPLOYMENT]}
+    groups = {"PENDING_MIGRATION actor": ("ray-1", "ray-3"), "RUNNING actor": ("ray-2", "ray-4")}
     found = Application.of(seen, nowhere, lambda name: groups.get(name, ()))
-    assert (found.ready, found.replica_nodes) == (1, ("ray-1", "ray-3"))
+    assert (found.ready, found.replica_nodes) == (2, ("ray-1", "ray-2", "ray-3", "ray-4"))
+    assert found.moving == ("ray-1", "ray-3"), "Serve moves it whole"
 
 
 def test_only_what_serve_gave_up_has_failed() -> None:
