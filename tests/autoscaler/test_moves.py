@@ -192,8 +192,12 @@ def test_replicas_that_have_become_too_many_for_their_replacement_stay() -> None
 def test_members_of_a_replica_that_spans_nodes_are_not_moved() -> None:
     seen = move_on_its_way()
     (served,) = seen.endpoints
-    spanning = replace(served.endpoint, spec=SPEC.model_copy(update={"members": 2}), target_replicas=1)
-    assert drains(replace(seen, endpoints=(replace(served, endpoint=spanning),))) == []
+    assert served.load is not None
+    load = replace(served.load, ready=1, replicas=(), ongoing=4.0)
+    for members, gone in (1, ["node-2"]), (2, []):
+        spec = SPEC.model_copy(update={"members": members})
+        endpoint = replace(served.endpoint, spec=spec, target_replicas=2 // members)
+        assert drains(replace(seen, endpoints=(replace(served, endpoint=endpoint, load=load),))) == gone
 
 
 def test_a_node_on_which_this_plan_seats_somebody_does_not_make_room_for_its_replacement() -> None:
