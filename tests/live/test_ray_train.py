@@ -43,6 +43,7 @@ def driver(live: LocalCluster, *command: str) -> Iterator[subprocess.Popen[str]]
         process.communicate()
 
 
+@pytest.mark.soak
 def test_a_torch_trainer_waits_in_the_queue_and_runs_inside_its_lease(
     live: LocalCluster, tide: rt.Tide, tmp_path: Path
 ) -> None:
