@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -39,8 +40,9 @@ def kill_raylet(of: LocalCluster, node_id: str) -> None:
     node = NodeFolder(of.run_dir / "nodes" / node_id).process()
     assert node is not None
     for process in psutil.Process(node.pid).children(recursive=True):
-        if "raylet/raylet" in " ".join(process.cmdline()):
-            process.kill()
+        with suppress(psutil.NoSuchProcess):  # one of its others that has just ended
+            if "raylet/raylet" in " ".join(process.cmdline()):
+                process.kill()
 
 
 def replica_pids(of: LocalCluster) -> list[int]:

@@ -101,7 +101,8 @@ def test_a_gang_of_two_times_eight_gpus_forms_whole_from_no_node_at_all(
     assert [nodes[member.node_id].type for member in members] == ["gpu8", "gpu8"]
     assert members[0].node_id != members[1].node_id
     launches = [launch for _, launch in launches_for(lease.id, tide)]
-    assert [a["cost_micro_usd_h"] for a in launches] == [2_000_000, 2_000_000]
+    assert len(launches) >= 2, "two, and two more where a raylet did not start"
+    assert {a["cost_micro_usd_h"] for a in launches} == {2_000_000}
     assert all("needs 2 x (8 GPU)" in a["reason"] for a in launches)
     tide.client.release(job)
 
