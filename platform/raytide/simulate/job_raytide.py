@@ -10,6 +10,7 @@ import numpy as np
 from raytide.jobs.order import (
     COOL_DOWN_S,
     LAST_SHARE,
+    LONG_S,
     MAX_PREEMPTIONS,
     NEW_GPU_S,
     SHORT_GPU_S,
@@ -36,26 +37,28 @@ class Counted:
     gpus: Floats
     holds: Bools
     free: float
-    rank: Ints
+    order: Ints
     gives_way: Bools
     preempts: Bools
+    need: Floats
+    """GPUs that must be free for each row besides those that lower ones hold, if it may take these."""
 
     @classmethod
     def of(cls, claims: Claims, gpus_total: int) -> Counted:
-        order = ranked(claims)
-        rank = np.empty(len(order), dtype=np.int64)
-        rank[order] = np.arange(len(order))
-        free = gpus_total - float(claims.gpus[claims.is_held].sum())
-        return cls(claims.gpus, claims.is_held.copy(), free, rank, claims.gives_way, ~claims.is_cooling)
+        holds, free = claims.is_held.copy(), gpus_total - float(claims.gpus[claims.is_held].sum())
+        need = np.empty(len(holds))
+        floor = cls(claims.gpus, holds, free, ranked(claims), claims.gives_way, ~claims.is_cooling, need)
+        floor._look_below()
+        return floor
 
     def first(self, waiting: Ints) -> int | None:
         """Whose GPUs are free or held by lower ones."""
-        lower = np.flatnonzero(self.holds & self.gives_way)
-        lower = lower[np.argsort(self.rank[lower])]
-        held = np.append(np.cumsum(self.gpus[lower][::-1])[::-1], 0.0)
-        below = held[np.searchsorted(self.rank[lower], self.rank[waiting])]
-        able = np.flatnonzero(self.gpus[waiting] <= self.free + below * self.preempts[waiting])
-        return int(able[0]) if len(able) else None
+        able = self.need[waiting] <= self.free
+        return int(able.argmax()) if able.any() else None
+
+    def _look_below(self) -> None:
+        yielded = np.where(self.holds & self.gives_way, self.gpus, 0.0)[self.order][::-1].cumsum()[::-1]
+        self.need[self.order] = self.gpus[self.order] - yielded * self.preempts[self.order]
 
     def seat(self, row: int) -> bool:
         if self.gpus[row] > self.free:
@@ -80,6 +83,7 @@ class Counted:
         self.holds[gone] = False
         self.holds[row] = True
         self.free = surplus
+        self._look_below()
         return gone
 
 
@@ -104,12 +108,11 @@ def _claims(queue: Queue) -> Claims:
 
 
 def _long_s(queue: Queue) -> float:
-    """Of the jobs that were submitted so far."""
+    """Of the jobs that were submitted so far; 0 where it is `LONG_S` or less, which changes nothing."""
     held_s = queue.held_s[: queue.active.max(initial=-1) + 1]
-    if not len(held_s):
-        return 0.0
-    place = len(held_s) - 1 - int(LAST_SHARE * len(held_s))
-    return float(np.partition(held_s, place)[place])
+    longer = held_s[held_s > LONG_S]
+    most = int(LAST_SHARE * len(held_s))
+    return float(np.partition(longer, len(longer) - 1 - most)[len(longer) - 1 - most]) if most < len(longer) else 0.0
 
 
 RAYTIDE = Policy(pick, preempts=True, wake_s=lambda queue: next_band_s(queue, (NEW_GPU_S, SHORT_GPU_S)))
