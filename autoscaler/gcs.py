@@ -6,7 +6,8 @@ only, and where each node's agent tells the rest (meters.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 from raytide.autoscaler.ray_node import RayNode
@@ -39,7 +40,8 @@ class GcsReader:
         return tuple(_node(state) for state in self._state().node_states)
 
     def demand(self) -> tuple[Demand, ...]:
-        """Work that Ray cannot place and that another node might help. raytide's own groups are pinned: never here."""
+        """Work that Ray cannot place and that another node might help, then the room that `request_resources` asks for.
+        raytide's own groups are pinned: never here."""
         state = self._state()
         found: dict[_Key, int] = {}
         for ask in state.pending_resource_requests:
@@ -47,7 +49,11 @@ class GcsReader:
         for gang in state.pending_gang_resource_requests:
             for request in _bundles(gang):
                 _count(found, request, 1, _together(gang), gang.details)
-        return tuple(Demand(dict(key[0]), dict(key[1]), n, key[2]) for key, n in sorted(found.items()))
+        standing: dict[_Key, int] = {}
+        for asked in state.cluster_resource_constraints:
+            for ask in asked.resource_requests:
+                _count(standing, ask.request, ask.count)
+        return (*_demands(found), *(replace(each, is_standing=True) for each in _demands(standing)))
 
     def metrics_addresses(self) -> dict[str, str]:
         """Where Ray's agent on each living node tells its metrics, `host:port`, by the id that Ray knows us by."""
@@ -125,6 +131,11 @@ def _node(state: Any) -> RayNode:
         idle_ms=state.idle_duration_ms,
         activity=tuple(state.node_activity),
     )
+
+
+def _demands(found: Mapping[_Key, int]) -> Iterator[Demand]:
+    for key, count in sorted(found.items()):
+        yield Demand(dict(key[0]), dict(key[1]), count, key[2])
 
 
 def _resources(amounts: Mapping[str, float]) -> dict[str, float]:

@@ -1,8 +1,8 @@
 """The autoscaler's decision: one pure function from a Snapshot to actions, each with its reason in words.
 
-Order is priority: replicas that were published, leases as they were admitted, work without a lease, then the minimum
-and the warm nodes of each type; what nobody was promised and has been idle for long enough goes, and replicas and gangs
-move to where they cost less.
+Order is priority: replicas that were published, leases as they were admitted, work without a lease, room that somebody
+asked Ray to have, then the minimum and the warm nodes of each type; what nobody was promised and has been idle for long
+enough goes, and replicas and gangs move to where they cost less.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from raytide.autoscaler import endpoints, live_fleet, moves, shrink
 from raytide.autoscaler.draft import Draft
+from raytide.autoscaler.requested import seat_requested
 from raytide.autoscaler.roster import Roster
 from raytide.autoscaler.seating import seat_leases, seat_replicas, seat_unmanaged
 from raytide.core.fleet import NodeState
@@ -38,7 +39,7 @@ def plan(snapshot: Snapshot, room: Room | None = None) -> tuple[Action, ...]:
     moves.reserve(draft)
     seat_replicas(draft)
     seat_leases(draft)
-    seat_unmanaged(draft)
+    seat_requested(draft, seat_unmanaged(draft))
     draft.close()
     _keep_minimum(draft)
     _keep_warm(draft)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from raytide.autoscaler import endpoints
 from raytide.autoscaler.draft import Draft, Seating
 from raytide.core.clock import utc
 from raytide.core.coming import Ask, Coming
-from raytide.core.fleet import Market, NodeState, NodeType
+from raytide.core.fleet import Market, NodeState, NodeType, Resources
 from raytide.core.gang import Lease, LeaseState, MemberState, Shape
 from raytide.core.plan import Requeue, Unassign, Wait
 from raytide.core.replicas import is_replica, replica_shape
@@ -18,6 +19,20 @@ from raytide.core.snapshot import Demand
 from raytide.core.stance import Stance, bound, may_sit
 
 UNMANAGED = "unmanaged"
+
+
+@dataclass(frozen=True, slots=True)
+class Unleased:
+    """How work without a lease was seated."""
+
+    menu: tuple[NodeType, ...]
+    """What it may buy,"""
+    most_nodes: int
+    """how many of them at a time,"""
+    bought: int
+    """and how many there are."""
+    seats: tuple[tuple[str, Resources], ...]
+    """The node of each that waits in Ray and has found room."""
 
 
 def seat_replicas(draft: Draft) -> None:
@@ -177,7 +192,7 @@ def _say_starting(draft: Draft, lease: Lease) -> None:
         draft.actions.append(Wait(lease.job_id, "starting", f"its nodes start: {', '.join(coming)}"))
 
 
-def seat_unmanaged(draft: Draft) -> None:
+def seat_unmanaged(draft: Draft) -> Unleased:
     """Raw tasks, actors and foreign placement groups use what is free, and may buy no more than their cap.
 
     The largest first: what they leave over is for the small.
@@ -185,13 +200,14 @@ def seat_unmanaged(draft: Draft) -> None:
     snapshot, cap = draft.snapshot, draft.snapshot.unmanaged
     bought = sum(view.node.subject == UNMANAGED for view in snapshot.nodes)
     menu = [t for t in snapshot.node_types if cap.gpu or not t.resources.get("GPU")]
-    demands = [d for d in snapshot.demand if not is_replica(d) and any(amount > 0 for amount in d.resources.values())]
+    demands = [d for d in snapshot.demand if _is_unmanaged(d)]
     most = {name: max(t.resources.get(name, 0.0) for t in snapshot.node_types) for t in menu for name in t.resources}
     demands.sort(key=lambda demand: -_size(demand, most))
     shapes = [Shape(resources=dict(d.resources), labels=dict(d.labels), together=d.together) for d in demands]
     in_menu = frozenset(node_type.name for node_type in menu)
     asks = [Ask(shape, demand.count, in_menu) for shape, demand in zip(shapes, demands, strict=True)]
     draft.room.coming = Coming(draft.room.market, asks) if asks else None
+    seats: list[tuple[str, Resources]] = []
     for demand, shape in zip(demands, shapes, strict=True):
         assert draft.room.coming is not None
         draft.room.coming.next()
@@ -207,10 +223,17 @@ def seat_unmanaged(draft: Draft) -> None:
         )
         placed = () if isinstance(placed, Shortfall) else placed
         bought += draft.room.next_node - before
+        seats += [(seat.node_id, shape.resources) for seat in placed]
         draft.seat(Seating(UNMANAGED, f"{what} finds no room", placed))
         if rest := demand.count - len(placed):
             is_capped = bought >= cap.max_nodes or bool(demand.together and _fits_without_cap(draft, shape, rest, menu))
-            _say_unmanaged(draft, shape, rest, what, is_capped=is_capped)
+            say_unmanaged(draft, shape, rest, what, is_capped=is_capped)
+    return Unleased(tuple(menu), cap.max_nodes, bought, tuple(seats))
+
+
+def _is_unmanaged(demand: Demand) -> bool:
+    is_work = not is_replica(demand) and not demand.is_standing
+    return is_work and any(amount > 0 for amount in demand.resources.values())
 
 
 def _fits_without_cap(draft: Draft, shape: Shape, count: int, menu: list[NodeType]) -> bool:
@@ -222,7 +245,7 @@ def _size(demand: Demand, most: dict[str, float]) -> float:
     return max((amount / most[name] for name, amount in demand.resources.items() if most.get(name)), default=0.0)
 
 
-def _say_unmanaged(draft: Draft, shape: Shape, rest: int, what: str, *, is_capped: bool) -> None:
+def say_unmanaged(draft: Draft, shape: Shape, rest: int, what: str, *, is_capped: bool) -> None:
     cap = draft.snapshot.unmanaged
     short = draft.room.why_not(shape, rest, what)
     if short.constraint == "impossible":

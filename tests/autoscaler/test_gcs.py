@@ -81,6 +81,7 @@ def test_ray_s_own_agents_tell_how_busy_their_nodes_are(ray_cluster: Any) -> Non
 
 def test_nodes_demand_and_the_race_free_idle_drain(ray_cluster: Any) -> None:
     import ray
+    from ray.autoscaler.sdk import request_resources
     from ray.util.placement_group import placement_group, remove_placement_group
 
     gcs = GcsReader(ray_cluster.address)
@@ -111,6 +112,13 @@ def test_nodes_demand_and_the_race_free_idle_drain(ray_cluster: Any) -> None:
         Demand({"CPU": 8.0}, count=3, together="raytide.io/rack"),
     )
     until("Ray's queue shows all but what is pinned", lambda: same(gcs.demand(), expected))
+    request_resources(num_cpus=6, bundles=[{"GPU": 1}], bundle_label_selectors=[spot])
+    standing = (
+        Demand({"CPU": 1.0}, count=6, is_standing=True),
+        Demand({"GPU": 1.0}, {"ray.io/market-type": "in(on-demand,spot)"}, is_standing=True),
+    )
+    until("what was asked for beside it is there", lambda: same(gcs.demand(), (*expected, *standing)))
+    request_resources(num_cpus=0)
     assert ours(gcs).available["CPU"] == 2.0
     assert ours(gcs).is_busy
     assert not gcs.drain(node.ray_node_id, "idle", time.time() + 30, "test")
@@ -150,6 +158,7 @@ def test_a_gcs_that_does_not_answer_is_an_error_at_once() -> None:
 
 def same(found: tuple[Demand, ...], expected: tuple[Demand, ...]) -> bool:
     def key(demand: Demand) -> tuple[object, ...]:
-        return tuple(demand.resources.items()), tuple(demand.labels.items()), demand.count, demand.together
+        labels = tuple(demand.labels.items())
+        return tuple(demand.resources.items()), labels, demand.count, demand.together, demand.is_standing
 
     return sorted(map(repr, map(key, found))) == sorted(repr(key(demand)) for demand in expected)

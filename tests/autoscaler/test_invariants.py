@@ -96,6 +96,10 @@ class Storm(RuleBasedStateMachine):
     def task_starts(self, cpus: float, gpus: float) -> None:
         self.cluster.run_task({"CPU": cpus, "GPU": gpus} if gpus else {"CPU": cpus})
 
+    @rule(cpus=st.sampled_from([0, 3, 9]))
+    def room_is_asked_of_ray(self, cpus: int) -> None:
+        self.cluster.ray.standing_cpus = cpus
+
     @rule(data=st.data())
     def task_ends(self, data: st.DataObject) -> None:
         if tasks := [work for work in self.cluster.ray.work if not work.endpoint]:
@@ -160,6 +164,7 @@ class Storm(RuleBasedStateMachine):
             self.cluster.finish(job)
         self.cluster.book.endpoints.clear()
         self.cluster.ray.work.clear()
+        self.cluster.ray.standing_cpus = 0
         self.cluster.settle(30, dt_s=10.0)
         assert [machine.node_type for machine in self.cluster.machines()] == ["cpu4"], "only min_nodes stay"
         self.cluster.check_no_leak()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from raytide.autoscaler.planner import plan
 from raytide.core.endpoint import ServeSpec
-from raytide.core.fleet import ZONE_LABEL, NodeType
-from raytide.core.gang import Lease, LeaseState, Member, Shape
-from raytide.core.plan import Action, Launch, Wait
+from raytide.core.fleet import ZONE_LABEL, Market, Node, NodeState, NodeType
+from raytide.core.gang import Lease, LeaseState, Member, MemberState, Shape
+from raytide.core.plan import Action, Drain, Launch, Wait
 from raytide.core.replicas import replica_selector
-from raytide.core.snapshot import Demand, Snapshot, Unmanaged
+from raytide.core.snapshot import Demand, NodeView, Snapshot, Unmanaged
 
 CPU4 = NodeType(name="cpu4", resources={"CPU": 4}, price_micro_usd_h=1, max_nodes=2)
 GPU = NodeType(name="gpu", resources={"CPU": 8, "GPU": 1}, price_micro_usd_h=9, max_nodes=2)
@@ -62,3 +64,54 @@ def test_a_demand_for_what_no_node_type_has_keeps_nobody_else_from_a_node() -> N
     assert [action.constraint for action in actions if isinstance(action, Wait)] == ["impossible"]
     alone = plan(Snapshot(at_s=0.0, node_types=(), demand=asked))
     assert [type(action) for action in alone] == [Wait, Wait], "a cluster that has only its head"
+
+
+def ready(node_id: str, free: float, idle_s: float = 0.0) -> NodeView:
+    node = Node(node_id, "cpu4", "local", Market.ON_DEMAND, 1, NodeState.READY, 0.0, ready_at_s=1.0)
+    node = replace(node, subject="unmanaged", ray_node_id=f"ray-{node_id}")
+    return NodeView(node, {"CPU": 4}, {"CPU": free}, {}, idle_s)
+
+
+def asked(*nodes: NodeView, cpus: int, waiting: tuple[Demand, ...] = (), most: int = 2) -> list[Action]:
+    """`request_resources(num_cpus=...)`"""
+    demand = (*waiting, Demand({"CPU": 1.0}, {}, cpus, is_standing=True))
+    cap = Unmanaged(max_nodes=most)
+    return list(plan(Snapshot(1000.0, (CPU4, GPU), nodes, demand=demand, unmanaged=cap, next_node=10)))
+
+
+def test_room_that_ray_was_asked_for_is_bought_within_the_cap_of_work_without_a_lease() -> None:
+    two = asked(cpus=8)
+    assert [(a.node_type, a.subject) for a in two if isinstance(a, Launch)] == [("cpu4", "unmanaged")] * 2
+    assert [a for a in two if isinstance(a, Wait)] == []
+    launch, wait = asked(cpus=8, most=1)
+    assert isinstance(launch, Launch) and isinstance(wait, Wait)
+    assert "8 x (1 CPU), which request_resources asks for, is not there" in launch.reason
+    assert (wait.subject, wait.constraint) == ("unmanaged", "cap")
+
+
+def test_work_without_a_lease_counts_towards_the_room_that_was_asked_for_and_a_gang_does_not() -> None:
+    assert asked(ready("node-1", free=1.0), cpus=4) == []
+    (launch,) = asked(ready("node-1", free=0.0), cpus=5)
+    assert isinstance(launch, Launch)
+    member = Member(0, MemberState.READY, "node-1")
+    lease = Lease("lease-1", "job-1", Shape(resources={"CPU": 2}), LeaseState.ACTIVE, (member,))
+    demand = (Demand({"CPU": 1.0}, {}, 4, is_standing=True),)
+    seen = Snapshot(1000.0, (CPU4, GPU), (ready("node-1", free=2.0),), leases=(lease,), demand=demand, next_node=10)
+    assert [type(action) for action in plan(seen)] == [Wait]
+    (launch,) = plan(replace(seen, unmanaged=Unmanaged(max_nodes=2)))
+    assert isinstance(launch, Launch)
+
+
+def test_work_that_waits_is_not_bought_for_twice() -> None:
+    waiting = Demand({"CPU": 2.0}, {}, 2)
+    actions = asked(cpus=4, waiting=(waiting,))
+    assert [type(action) for action in actions] == [Launch]
+    assert [type(action) for action in asked(cpus=5, waiting=(waiting,))] == [Launch, Launch]
+
+
+def test_a_node_that_holds_room_that_was_asked_for_does_not_idle_out() -> None:
+    idle = ready("node-1", free=4.0, idle_s=9_999.0), ready("node-2", free=4.0, idle_s=9_999.0)
+    (drain,) = asked(*idle, cpus=3)
+    assert isinstance(drain, Drain)
+    assert [type(action) for action in asked(*idle, cpus=8)] == []
+    assert [type(action) for action in asked(*idle, cpus=0)] == [Drain, Drain]

@@ -67,6 +67,8 @@ class FakeRay:
         self.draining: dict[str, str] = {}
         self.exited: set[str] = set()
         self.is_silent = False
+        self.standing_cpus = 0
+        """What somebody asked to have room for, with `request_resources`."""
 
     def running(self) -> dict[str, Machine]:
         up = {m.node_id: m for m in self.provider.machines() if self.provider.is_up(m.node_id)}
@@ -125,7 +127,9 @@ class FakeRay:
     def demand(self) -> tuple[Demand, ...]:
         if self.is_silent:
             raise ClusterError("no answer")
-        return tuple(Demand(work.resources, work.labels) for work in self.work if not work.node_id)
+        waiting = tuple(Demand(work.resources, work.labels) for work in self.work if not work.node_id)
+        asked = (Demand({"CPU": 1.0}, {}, self.standing_cpus, is_standing=True),) if self.standing_cpus else ()
+        return waiting + asked
 
     def report(self, nodes: object) -> None: ...
 

@@ -13,9 +13,12 @@ from tests.cluster_fixture import kill_raylet
 
 import raytide as rt
 from raytide.autoscaler.providers.local_spot import give_notice, set_stockouts
+from raytide.control import cluster
 from raytide.control.embedded import LocalCluster
 from raytide.core.gang import GangSpec, Shape
+from raytide.core.state import Store
 from raytide.core.train_spec import TrainSpec
+from raytide.ledger.reconcile import reconcile
 
 pytestmark = pytest.mark.cluster
 
@@ -25,9 +28,13 @@ SPOT = {"ray.io/market-type": "spot"}
 def test_four_members_become_two_by_a_dead_raylet_and_a_notice_and_four_again(
     live: LocalCluster, tide: rt.Tide, train_spec: Callable[..., TrainSpec], eventually: Callable[..., None]
 ) -> None:
-    """No replacement can be bought until two are left; they then stand still until the new workers are there."""
+    """No replacement can be bought until two are left; they then stand still until the new workers are there.
+
+    The steps that went with the raylet are waste, lost to its node.
+    """
     gang = GangSpec(shapes=(Shape(members=4, min_members=2, resources={"CPU": 1}, labels=SPOT),))
-    spec = train_spec(gang=gang, record_samples=True, export=False, collective_timeout_s=100.0)
+    every = {"checkpoint_every": 50, "snapshot_every": 50}
+    spec = train_spec(gang=gang, record_samples=True, export=False, collective_timeout_s=100.0, **every)
     run = tide.train(spec)
 
     def formed() -> list[dict[str, list[str]]]:
@@ -42,6 +49,7 @@ def test_four_members_become_two_by_a_dead_raylet_and_a_notice_and_four_again(
     set_stockouts(live.run_dir, [("cpu1.spot", "*")])
     try:
         kill_raylet(live, nodes[1])
+        eventually(lambda: formed()[-1]["world"] == 3)  # a notice before that would save what is meant to be lost
         give_notice(live.run_dir, nodes[3], time.time() + 20.0)
         eventually(lambda: formed()[-1]["world"] == 2)
         kept = [int(pids[nodes[0]]), int(pids[nodes[2]])]
@@ -59,3 +67,9 @@ def test_four_members_become_two_by_a_dead_raylet_and_a_notice_and_four_again(
     assert formed()[-1]["pids"][0] == kept[0] and formed()[-1]["pids"][2] == kept[1], "the same two processes"
     assert int(run.refresh().progress["step"]) == spec.steps
     assert_undisturbed(spec)
+    store = Store.open(live.state_url)
+    try:
+        assert {line.cause for line in store.books.losses() if line.subject == run.id} == {nodes[1]}
+        eventually(lambda: reconcile(cluster.provider(live).machines(), store.books.entries()) == ())
+    finally:
+        store.close()

@@ -61,6 +61,8 @@ class Demand:
     count: int = 1
     together: str = ""
     """A label of nodes: all of it sits where that has one value, or nowhere."""
+    is_standing: bool = False
+    """Not work: room that somebody asked Ray to have, used or not, until he asks for another."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ class Unseen:
                 if not member.given_to or node_id not in nodes:
                     continue
                 if member.is_parked:
-                    unknown = left[node_id] if node_id in left else self._unknown(nodes[node_id])
+                    unknown = left[node_id] if node_id in left else self.unknown(nodes[node_id])
                     is_hidden = fits(need, unknown)
                     left[node_id] = minus(unknown, need) if is_hidden else unknown
                     if not is_hidden:
@@ -74,15 +74,16 @@ class Unseen:
         """For how many of its replicas something is taken there that nobody is known to hold."""
         spec = served.endpoint.spec
         is_taken = view.node.state is NodeState.READY and fits(spec.resources, minus(view.total, view.available))
-        return copies(spec.resources, self._unknown(view)) if is_taken and labels_match(spec.labels, view.labels) else 0
+        return copies(spec.resources, self.unknown(view)) if is_taken and labels_match(spec.labels, view.labels) else 0
 
     @cached_property
     def _strange(self) -> list[NodeView]:
         """Ready nodes on which more is taken than is known of."""
         ready = (view for view in self._snapshot.nodes if view.node.state is NodeState.READY)
-        return [view for view in ready if any(amount > 0 for amount in self._unknown(view).values())]
+        return [view for view in ready if any(amount > 0 for amount in self.unknown(view).values())]
 
-    def _unknown(self, view: NodeView) -> Resources:
+    def unknown(self, view: NodeView) -> Resources:
+        """What is taken there beyond that; less than nothing where Ray does not show yet what is known."""
         return minus(minus(view.total, self._known[view.node.id]), view.available)
 
     @cached_property

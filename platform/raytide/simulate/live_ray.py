@@ -99,7 +99,8 @@ class LiveRay:
         return {w.key: Group(w.key, "ready", known[w.key] or w.key.name) for w in wanted if w.ray_node_id in there}
 
     def demand(self) -> tuple[Demand, ...]:
-        return tuple(Demand(work.resources, work.selector) for work in self._work if not work.node_id)
+        waiting = (Demand(work.resources, work.selector) for work in self._work if not work.node_id)
+        return (*waiting, *(demand for demand in self._seen.demand if demand.is_standing))
 
     def loads(self, now_s: float) -> dict[str, EndpointLoad]:
         """What was heard of each endpoint, as fresh as it was then, with the replicas that it has now."""
@@ -177,5 +178,5 @@ def _replicas(seen: Snapshot) -> Iterator[_Work]:
 
 def _tasks(seen: Snapshot) -> Iterator[_Work]:
     for task in seen.demand:
-        if not is_replica(task):
+        if not is_replica(task) and not task.is_standing:
             yield from (_Work(task.resources, task.labels) for _ in range(task.count))
