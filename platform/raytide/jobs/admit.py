@@ -12,16 +12,17 @@ from dataclasses import replace
 
 import numpy as np
 
-from raytide.core.fleet import NodeType, Resources, plus
+from raytide.core.fleet import Resources, plus
 from raytide.core.gang import Lease, LeaseState, Member, MemberState, Shape
 from raytide.core.job import Job, JobState
 from raytide.core.plan import Action, Admit, Grow, Preempt, Shrink, Wait
 from raytide.core.room import Placements, Room
-from raytide.core.shortfall import Shortfall, copies, open_zones
+from raytide.core.shortfall import Shortfall
 from raytide.core.snapshot import Snapshot
 from raytide.core.stance import bound, unbound
 from raytide.jobs import seats, service
 from raytide.jobs.absorb import absorb
+from raytide.jobs.asks import Asks
 from raytide.jobs.floor import Floor
 from raytide.jobs.order import Bools, Claims, ranked
 from raytide.jobs.purse import Purse
@@ -94,6 +95,7 @@ def floor_of(snapshot: Snapshot, room: Room | None = None) -> Floor:
         room=room,
         quotas=quotas,
         purse=Purse.of(snapshot.teams, snapshot.jobs, snapshot.spent),
+        asks=Asks(snapshot.node_types, snapshot.stances),
         types=types,
         promised=promised,
     )
@@ -148,7 +150,7 @@ def _own(floor: Floor, claims: Claims) -> Bools:
         job = floor.jobs[row]
         if claims.is_held[row] or job.spec.team in beyond or not floor.may_start(row):
             continue
-        need = plus(asked.get(job.spec.team, {}), seats.least_quota(job.spec.gang.shapes[0]))
+        need = plus(asked.get(job.spec.team, {}), floor.asks.first(job).least)
         own[row] = floor.quotas.may_take_back(job.spec.team, need)
         if own[row]:
             asked[job.spec.team] = need
@@ -227,32 +229,37 @@ def _verdicts(floor: Floor, order: Sequence[int]) -> Iterator[Action]:
 
 def _grow(floor: Floor, order: Sequence[int]) -> Iterator[Grow]:
     """Parked seats come back to where nobody in the queue waits for room."""
-    wanted = {
-        node_type.name
-        for row, short in floor.refused.items()
-        if short.constraint in ("capacity", "stock", "behind", "rate")
-        or (short.constraint == "budget" and any(floor.pays(row)))  # the fleet's dollars an hour
-        or (short.constraint == "quota" and floor.is_own(floor.jobs[row]))  # which others have borrowed
-        for shape in floor.jobs[row].spec.gang.shapes
-        for node_type in _types_for(floor, shape)
-    }
-    wanted |= {node_type.name for shape in floor.unseated for node_type in _types_for(floor, shape)}
-    for row in (row for row in order if row in floor.leases and row not in floor.away):
-        lease, job = floor.leases[row], floor.jobs[row]
-        parked = [m for m in lease.members if m.is_parked and _has_settled(m, floor.snapshot.at_s)]
-        if not parked or floor.purse.beyond_soft(job):
-            continue
-        if wanted & {node_type.name for node_type in _types_for(floor, lease.shape)}:
+    able = [row for row in order if row in floor.leases and row not in floor.away and _parked(floor, row)]
+    wanted = _wanted(floor) if able else set()
+    for row in able:
+        lease, job, parked = floor.leases[row], floor.jobs[row], _parked(floor, row)
+        if floor.purse.beyond_soft(job) or wanted & floor.asks.ask(lease.shape).on:
             continue
         if (count := floor.room_to_grow(row, len(parked))) > 0:
             back = tuple(member.index for member in parked[:count])
             yield Grow(job.id, lease.id, back, f"there is room for {count} more members, and nobody waits for it")
 
 
-def _types_for(floor: Floor, shape: Shape) -> Iterator[NodeType]:
-    for node_type in floor.snapshot.node_types:
-        if copies(shape.resources, node_type.resources) and open_zones(shape, node_type):
-            yield node_type
+def _wanted(floor: Floor) -> set[str]:
+    """The node types for which somebody waits who would get room there."""
+    wanted = {name for shape in floor.unseated for name in floor.asks.ask(shape).on}
+    for row, short in floor.refused.items():
+        names = {name for shape in floor.jobs[row].spec.gang.shapes for name in floor.asks.ask(shape).on}
+        if not names <= wanted and _waits_for_room(floor, row, short):
+            wanted |= names
+    return wanted
+
+
+def _waits_for_room(floor: Floor, row: int, short: Shortfall) -> bool:
+    if short.constraint == "budget":
+        return any(floor.pays(row))  # the fleet's dollars an hour
+    if short.constraint == "quota":
+        return floor.is_own(floor.jobs[row])  # which others have borrowed
+    return short.constraint in ("capacity", "stock", "behind", "rate")
+
+
+def _parked(floor: Floor, row: int) -> list[Member]:
+    return [m for m in floor.leases[row].members if m.is_parked and _has_settled(m, floor.snapshot.at_s)]
 
 
 def _has_settled(member: Member, now_s: float) -> bool:

@@ -10,15 +10,16 @@ from raytide.core.gang import Lease, Member, Shape
 from raytide.core.job import Job
 from raytide.core.plan import Rejected
 from raytide.core.room import Placements, Room
-from raytide.core.shortfall import Shortfall, copies, impossible, open_zones
+from raytide.core.shortfall import Shortfall
 from raytide.core.snapshot import Snapshot
 from raytide.core.stance import bound
 from raytide.jobs import seats, service
+from raytide.jobs.asks import Ask, Asks, Key
 from raytide.jobs.order import Ints
 from raytide.jobs.purse import Purse
 from raytide.jobs.quota import Quotas
 from raytide.jobs.turn import Victims
-from raytide.jobs.victims import Emptied, Key, Unit, enough, key_of
+from raytide.jobs.victims import Emptied, Unit, enough
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,7 @@ class Floor:
     room: Room
     quotas: Quotas
     purse: Purse
+    asks: Asks
     types: Mapping[str, NodeType]
     """Of each node."""
     promised: Mapping[tuple[int, int], str] = field(default_factory=dict)
@@ -61,7 +63,6 @@ class Floor:
     """The room that there will be beside the head."""
     _emptied: Emptied | None = None
     _full: dict[Key, Shortfall] = field(default_factory=dict)
-    _known: dict[Key, tuple[Shortfall | None, float]] = field(default_factory=dict)
     _stuck: set[Key] = field(default_factory=set)
     _givers: dict[int, str] | None = None
     _quotas: dict[tuple[int, str], Resources] = field(default_factory=dict)
@@ -90,9 +91,7 @@ class Floor:
         return ()
 
     def waits_for_own(self, row: int) -> None:
-        for name in {
-            name for shape in self.shapes(row) for name in self.quotas.limited & seats.least_quota(shape).keys()
-        }:
+        for name in {name for ask in self.shapes(row) for name in self.quotas.limited & ask.least.keys()}:
             self.owners.setdefault((name, self.jobs[row].spec.team), set()).add(row)
 
     def lets_go(self, row: int, members: Iterable[Member], by: str) -> None:
@@ -143,13 +142,13 @@ class Floor:
 
     def is_own(self, job: Job) -> bool:
         """Whether the least that it asks for is its team's own quota, which others may hold."""
-        return self.quotas.may_take_back(job.spec.team, seats.least_quota(job.spec.gang.shapes[0]))
+        return self.quotas.may_take_back(job.spec.team, self.asks.first(job).least)
 
     def may_ask(self, job: Job) -> set[str] | None:
         """The teams of whom it may ask seats; None for all. Who would borrow asks nobody of another team that keeps
         within its own: it would only be taken back."""
-        need = seats.least_quota(job.spec.gang.shapes[0])
-        if not self.quotas.limited & need.keys() or self.quotas.may_take_back(job.spec.team, need):
+        need = self.asks.first(job).least
+        if self.quotas.limited.isdisjoint(need) or self.quotas.may_take_back(job.spec.team, need):
             return None
         return self.borrowing(need) | {job.spec.team}
 
@@ -157,9 +156,9 @@ class Floor:
         """Take room for as many more members of a holder as quota, nodes and budgets allow."""
         job = self.jobs[row]
         shape = next(iter(bound([self.leases[row].shape], self.snapshot.stances.get(job.id))), None)
-        if shape is None or self._short_of(job, seats.quota_of(shape, [None])) is not None:
+        if shape is None or self._lacks(job, (ask := self.asks.ask(shape)).one) is not None:
             return 0
-        placed = self.room.place(shape, min(most, self._allowed(job, shape)), at_least=0, subject="it")
+        placed = self.room.place(shape, min(most, self._allowed(job, ask)), at_least=0, subject="it")
         assert not isinstance(placed, Shortfall)
         on = seats.placed_types(placed, self.snapshot.node_types)
         held = self.micro_usd_h(self.leases[row])
@@ -171,36 +170,31 @@ class Floor:
         self.quotas.take(job.spec.team, seats.quota_of(shape, on[:count]), gives_way=service.gives_way(job))
         return count
 
-    def shapes(self, row: int) -> list[Shape]:
+    def shapes(self, row: int) -> tuple[Ask, ...]:
         """What the job may have; beyond a soft limit, its own or its team's, spot nodes only.
 
         None while it has the time to wait for spot.
         """
         job = self.jobs[row]
-        found = list(bound(job.spec.gang.shapes, self.snapshot.stances.get(job.id)))
-        if not self.purse.beyond_soft(job):
-            return found
-        spot = {MARKET_LABEL: str(Market.SPOT)}
-        return [shape.model_copy(update={"labels": {**spot, **shape.labels}}) for shape in found]
+        return self.asks.on_spot(job) if self.purse.beyond_soft(job) else self.asks.of(job)
 
     def pays(self, row: int) -> list[bool]:
         """Which of the shapes its budgets allow; for the others it helps nothing when anybody gives way."""
-        return [self._unpaid(self.jobs[row], shape) is None for shape in self.shapes(row)]
+        return [self._unpaid(self.jobs[row], ask) is None for ask in self.shapes(row)]
 
     def may_start(self, row: int) -> bool:
         """Whether it starts once there is room: now, on a fleet that can hold it, and paid for."""
-        return any(self._facts(s)[0] is None and self._unpaid(self.jobs[row], s) is None for s in self.shapes(row))
+        return any(ask.never is None and self._unpaid(self.jobs[row], ask) is None for ask in self.shapes(row))
 
-    def beyond_limits(self, job: Job, shape: Shape) -> Shortfall | None:
-        """Budget, then quota, for the least that the gang can do with."""
-        return self._unpaid(job, shape) or self._short_of(job, seats.least_quota(shape))
+    def is_within_limits(self, job: Job, ask: Ask) -> bool:
+        """Budget and quota, for the least that the gang can do with."""
+        return self._unpaid(job, ask) is None and self._lacks(job, ask.least) is None
 
-    def _unpaid(self, job: Job, shape: Shape) -> Shortfall | None:
+    def _unpaid(self, job: Job, ask: Ask) -> Shortfall | None:
         """Budget, at the least that the gang may cost: what it does cost shows once it is placed."""
-        _, least_micro_usd_h = self._facts(shape)
-        if (short := self.purse.refuses(job, least_micro_usd_h * shape.at_least)) is not None:
+        if (short := self.purse.refuses(job, ask.micro_usd_h * ask.at_least)) is not None:
             return short
-        if (who := self.purse.beyond_soft(job)) and shape.labels.get(MARKET_LABEL) != Market.SPOT:
+        if (who := self.purse.beyond_soft(job)) and ask.shape.labels.get(MARKET_LABEL) != Market.SPOT:
             reason = f"{who} is beyond its soft budget and may use spot nodes only; {job.id} asks for others"
             return Shortfall("budget", f"{reason}.", "Drop the market label, or raise the budget.")
         return None
@@ -209,29 +203,26 @@ class Floor:
 
     def _find(self, row: int) -> tuple[Shape, Placements] | Shortfall:
         shortfalls = []
-        if not (shapes := self.shapes(row)):
+        if not (asks := self.shapes(row)):
             reason = self.snapshot.stances[self.jobs[row].id].reason
             return Shortfall("deadline", f"it {reason}.", "Nothing to do: it starts in time.")
-        for shape in shapes:
-            found = self._fit(row, shape)
+        for ask in asks:
+            found = self._fit(row, ask)
             if not isinstance(found, Shortfall):
-                return shape, found
+                return ask.shape, found
             shortfalls.append(found)
         return next((short for short in shortfalls if short.constraint != "impossible"), shortfalls[0])
 
-    def _fit(self, row: int, shape: Shape) -> Placements | Shortfall:
-        job, key = self.jobs[row], key_of(shape)
-        never, _ = self._facts(shape)
-        if never is not None:
-            return never
-        if (short := self.beyond_limits(job, shape)) is not None:
+    def _fit(self, row: int, ask: Ask) -> Placements | Shortfall:
+        job, shape = self.jobs[row], ask.shape
+        if (short := ask.never or self._unpaid(job, ask) or self._short_of(job, ask.least)) is not None:
             return short
-        if key in self._full:
-            return self._full[key]
-        count = max(shape.at_least, self._allowed(job, shape))
-        placed = self.room.place(shape, count, at_least=shape.at_least, subject="it")
+        if (full := self._full.get(ask.key)) is not None:
+            return full
+        count = max(ask.at_least, self._allowed(job, ask))
+        placed = self.room.place(shape, count, at_least=ask.at_least, subject="it")
         if isinstance(placed, Shortfall):
-            self._full[key] = placed
+            self._full[ask.key] = placed
             return placed
         # Which accelerators they are, and what they cost, may show only now.
         on = seats.placed_types(placed, self.snapshot.node_types)
@@ -257,22 +248,11 @@ class Floor:
         least = placed[: shape.at_least]
         return refused(least) or least
 
-    def _facts(self, shape: Shape) -> tuple[Shortfall | None, float]:
-        """Whatever the fleet holds just now: why a shape can never fit, and the least that a member of it costs."""
-        if (known := self._known.get(key := key_of(shape))) is None:
-            types = self.snapshot.node_types
-            fitting = [t for t in types if copies(shape.resources, t.resources) and open_zones(shape, t)]
-            prices = [seats.price_of(shape, [t]) for t in fitting]
-            never = impossible(shape, shape.at_least, types, "it")
-            known = self._known[key] = (never, min(prices, default=0.0))
-        return known
-
     def _short_of(self, job: Job, need: Resources) -> Shortfall | None:
-        """Quota. Who is beyond a soft budget borrows nothing, nor does a job that cannot be preempted."""
-        team, gives_way, soft = job.spec.team, service.gives_way(job), self.purse.beyond_soft(job)
-        name = self.quotas.lacking(team, need, gives_way=gives_way, may_borrow=not soft)
-        if name is None:
+        """Quota, in words."""
+        if (name := self._lacks(job, need)) is None:
             return None
+        team, soft = job.spec.team, self.purse.beyond_soft(job)
         free, own, used = self.quotas.available(team, name), self.quotas.own(team, name), self.quotas.used[team][name]
         reason = f"team {team} has {used:g} of its {own:g} {name} in use and it needs {need[name]:g}"
         if need[name] > free:
@@ -284,17 +264,23 @@ class Floor:
         reason += "; what cannot be preempted may not borrow"
         return Shortfall("quota", f"{reason}.", "Submit it as preemptible, or wait for the team's own quota.")
 
-    def _allowed(self, job: Job, shape: Shape) -> int:
+    def _lacks(self, job: Job, need: Resources) -> str | None:
+        """The resource of which quota allows it less. Who is beyond a soft budget borrows nothing, nor does a job that
+        cannot be preempted."""
+        is_soft = bool(self.purse.beyond_soft(job))
+        return self.quotas.lacking(job.spec.team, need, gives_way=service.gives_way(job), may_borrow=not is_soft)
+
+    def _allowed(self, job: Job, ask: Ask) -> int:
         """How many members quota allows."""
-        team, gives_way, one = job.spec.team, service.gives_way(job), seats.quota_of(shape, [None])
+        team, gives_way, one, members = job.spec.team, service.gives_way(job), ask.one, ask.shape.members
         more = {name: self.quotas.available(team, name) for name in one}
         owed = {name for (name, other), rows in self.owners.items() if rows and other != team}
         more |= {name: min(more[name], self.quotas.left_of_own(team, name)) for name in owed & more.keys()}
         if not gives_way:
             more = {name: min(amount, self.quotas.never_taken_back(team, name)) for name, amount in more.items()}
         ratios = [more[name] / amount for name, amount in one.items() if amount > 0]
-        most = min(ratios, default=float(shape.members))
-        return shape.members if most >= shape.members else max(0, int(most + 1e-6))
+        most = min(ratios, default=float(members))
+        return members if most >= members else max(0, int(most + 1e-6))
 
     def _beside_head(self, row: int, shape: Shape, placed: Placements) -> Placements | Shortfall:
         """What cannot be stopped again takes only what leaves the head of the queue its room.
@@ -349,7 +335,7 @@ class Floor:
     def _push(self, row: int, victims: Victims, paid: Sequence[bool]) -> Sequence[int] | None:
         """Take room that lower ones give way for; those that do so whole. None when that is not to be had."""
         job = self.jobs[row]
-        key = (job.spec.team, service.gives_way(job), self.is_own(job), *paid, *map(key_of, self.shapes(row)))
+        key = (job.spec.team, service.gives_way(job), self.is_own(job), *paid, *(ask.key for ask in self.shapes(row)))
         is_behind = self.head is not None and not service.gives_way(job)
         if is_behind or service.is_cooling(job, self.snapshot.at_s) or key in self._stuck:
             return None

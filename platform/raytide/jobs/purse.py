@@ -28,6 +28,8 @@ class Purse:
     """By job, all that it cost."""
     has_soft: bool = True
     """Whether any team has a soft limit."""
+    has_hard: bool = True
+    """Whether any has a hard one."""
     committed: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
     """By team, its children included: spent this month, and reserved and not spent yet."""
 
@@ -35,7 +37,8 @@ class Purse:
     def of(cls, teams: Iterable[Team], jobs: Iterable[Job], spent: Mapping[str, int]) -> Purse:
         teams = tuple(teams)
         has_soft = any(team.spec.budget.soft_usd is not None for team in teams)
-        purse = cls({team.name: team.spec for team in teams}, spent, has_soft)
+        has_hard = any(team.spec.budget.hard_usd is not None for team in teams)
+        purse = cls({team.name: team.spec for team in teams}, spent, has_soft, has_hard)
         for team in teams:
             purse._commit(team.name, team.spent_micro_usd)
         for job in jobs:
@@ -57,6 +60,8 @@ class Purse:
 
     def refuses(self, job: Job, micro_usd_h: float) -> Shortfall | None:
         """Why the job may not reserve its next hour at this price."""
+        if job.spec.budget_usd is None and not self.has_hard:
+            return None
         need = self._reservation(job, micro_usd_h)
         if job.spec.budget_usd is not None and need <= 0 and micro_usd_h > 0:
             limit = (
@@ -114,7 +119,7 @@ class Purse:
         return min(hour, micro_usd(job.spec.budget_usd) - self.spent.get(job.id, 0) - round(_lead(micro_usd_h)))
 
     def _commit(self, team: str, amount: int) -> None:
-        for name in self._line(team):
+        for name in self._line(team) if amount else ():
             self.committed[name] += amount
 
     def _line(self, team: str) -> list[str]:

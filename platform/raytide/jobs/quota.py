@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from copy import deepcopy
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -34,6 +33,10 @@ class Quotas:
     spare: dict[str, float] = field(default_factory=dict)
     """What the fleet could hold of each beyond all quotas."""
     subtree: dict[str, dict[str, float]] = field(default_factory=dict)
+    kept: dict[tuple[str, str], float] = field(default_factory=dict)
+    """By team and resource: what it does not lend, where that is something."""
+    named: set[tuple[str, str]] = field(default_factory=set)
+    """Teams and resources for which a quota stands at the team or above it; else it lives off what is the root's."""
     used: Used = field(default_factory=lambda: _zeros())
     """At each team: what it holds, and what its children hold beyond what they keep for themselves."""
     fixed: Used = field(default_factory=lambda: _zeros())
@@ -45,8 +48,12 @@ class Quotas:
         quotas = cls({team.name: team.spec for team in teams}, supply)
         names = quotas.limited = frozenset(name for spec in quotas.specs.values() for name in spec.quota)
         quotas.subtree[_ROOT] = dict.fromkeys(names, 0.0)
+        children = defaultdict[str, list[str]](list)
+        for team, spec in quotas.specs.items():
+            children[spec.parent].append(team)
         for team in quotas.specs:
-            quotas._sum(team, names)
+            quotas._sum(team, children)
+            quotas.named |= {(team, name) for above in quotas._line(team) for name in quotas.specs[above].quota}
         for name in names:
             promised = sum(spec.quota.get(name, 0.0) for spec in quotas.specs.values())
             lent = sum(quotas._lent(team, name) for team, spec in quotas.specs.items() if not spec.parent)
@@ -56,13 +63,16 @@ class Quotas:
 
     def copy(self) -> Quotas:
         """A tally of its own."""
-        return replace(self, used=deepcopy(self.used), fixed=deepcopy(self.fixed))
+        used, fixed = _zeros(), _zeros()
+        used.update((team, amounts.copy()) for team, amounts in self.used.items())
+        fixed.update((team, amounts.copy()) for team, amounts in self.fixed.items())
+        return replace(self, used=used, fixed=fixed)
 
     def take(self, team: str, need: Resources, *, gives_way: bool = True) -> None:
         for name in self.limited & need.keys():
             self._add(team, name, need[name])
             if not gives_way:
-                self.fixed[team if self._named(team, name) else _ROOT][name] += need[name]
+                self.fixed[team if (team, name) in self.named else _ROOT][name] += need[name]
 
     def give(self, team: str, need: Resources) -> None:
         for name in self.limited & need.keys():
@@ -74,9 +84,9 @@ class Quotas:
             return math.inf
         if team == _ROOT:
             return self.subtree[_ROOT][name] - self.used[_ROOT][name]
-        kept, used = self._kept(team, name), self.used[team][name]
-        above = self.available(self._parent(team), name)
-        if (limit := self._spec(team).borrow.get(name)) is not None:
+        kept, used, spec = self.kept.get((team, name), 0.0), self.used[team][name], self.specs.get(team, _ANY)
+        above = self.available(spec.parent, name)
+        if (limit := spec.borrow.get(name)) is not None:
             above = min(above, self._lent(team, name) - max(0.0, used - kept) + limit)
         return max(0.0, kept - used) + above
 
@@ -95,7 +105,7 @@ class Quotas:
         """How much more of what nobody may ask for again the team may hold: its own, or without one what is spare."""
         if name not in self.limited:
             return math.inf
-        if self._named(team, name):
+        if (team, name) in self.named:
             return self.own(team, name) - self.fixed[team][name]
         return self.spare[name] - self.fixed[_ROOT][name]
 
@@ -104,16 +114,16 @@ class Quotas:
         return all(
             self.used[team][name] + need[name] <= self.own(team, name) + _SLACK
             for name in self.limited & need.keys()
-            if self._named(team, name)
+            if (team, name) in self.named
         )
 
     def left_of_own(self, team: str, name: str) -> float:
         """How much more the team may hold without borrowing; what no team above it has a quota of is not borrowed."""
-        return self.own(team, name) - self.used[team][name] if self._named(team, name) else math.inf
+        return self.own(team, name) - self.used[team][name] if (team, name) in self.named else math.inf
 
     def may_take_back(self, team: str, need: Resources) -> bool:
         """Whether what it lacks is its own, lent to others, or what its place in the fleet is held by them."""
-        return self.is_own(team, need) and any(self._named(team, name) for name in self.limited & need.keys())
+        return self.is_own(team, need) and any((team, name) in self.named for name in need)
 
     def borrows(self, team: str, names: Iterable[str]) -> bool:
         return bool(self.borrowing([team], names))
@@ -126,42 +136,35 @@ class Quotas:
     def own(self, team: str, name: str) -> float:
         return self.subtree.get(team, {}).get(name, 0.0)
 
-    def _named(self, team: str, name: str) -> bool:
-        """Whether a quota of this resource stands at the team or above it; else it lives off what is the root's."""
-        while team:
-            if name in self._spec(team).quota:
-                return True
-            team = self._parent(team)
-        return False
+    def _line(self, team: str) -> Iterator[str]:
+        """The team and those above it."""
+        while spec := self.specs.get(team):
+            yield team
+            team = spec.parent
 
-    def _spec(self, team: str) -> TeamSpec:
-        return self.specs.get(team, _ANY)
-
-    def _parent(self, team: str) -> str:
-        return self._spec(team).parent or _ROOT
-
-    def _sum(self, team: str, names: Iterable[str]) -> dict[str, float]:
+    def _sum(self, team: str, children: Mapping[str, Iterable[str]]) -> dict[str, float]:
         if team not in self.subtree:
-            own = {name: self.specs[team].quota.get(name, 0.0) for name in names}
-            for child, spec in self.specs.items():
-                if spec.parent == team:
-                    self._sum(child, names)
-                    own = {name: amount + self._lent(child, name) for name, amount in own.items()}
+            spec = self.specs[team]
+            own = {name: spec.quota.get(name, 0.0) for name in self.limited}
+            for child in children.get(team, ()):
+                self._sum(child, children)
+                own = {name: amount + self._lent(child, name) for name, amount in own.items()}
             self.subtree[team] = own
+            self.kept |= {(team, name): max(0.0, own[name] - lent) for name, lent in spec.lend.items() if name in own}
         return self.subtree[team]
 
-    def _kept(self, team: str, name: str) -> float:
-        limit = self._spec(team).lend.get(name)
-        return 0.0 if limit is None else max(0.0, self.own(team, name) - limit)
-
     def _lent(self, team: str, name: str) -> float:
-        return self.own(team, name) - self._kept(team, name)
+        return self.own(team, name) - self.kept.get((team, name), 0.0)
 
     def _add(self, team: str, name: str, amount: float) -> None:
-        kept, before = self._kept(team, name), self.used[team][name]
-        after = self.used[team][name] = before + amount
-        if team != _ROOT and (above := max(0.0, after - kept) - max(0.0, before - kept)):
-            self._add(self._parent(team), name, above)
+        while amount:
+            used = self.used[team]
+            before, kept = used[name], self.kept.get((team, name), 0.0)
+            after = used[name] = before + amount
+            if team == _ROOT:
+                return
+            amount = max(0.0, after - kept) - max(0.0, before - kept)
+            team = self.specs.get(team, _ANY).parent
 
 
 def _zeros() -> Used:

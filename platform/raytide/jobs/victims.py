@@ -12,12 +12,11 @@ from raytide.core.gang import Member, Shape
 from raytide.core.job import Job
 from raytide.core.room import Placements, Room
 from raytide.jobs import seats, service
+from raytide.jobs.asks import Ask, Key
 from raytide.jobs.quota import Quotas
 
 if TYPE_CHECKING:
     from raytide.jobs.floor import Floor
-
-Key = tuple[object, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +73,7 @@ def asked_of(floor: Floor, row: int, lower: list[int]) -> list[int]:
     Who takes his own back asks everybody who borrows it, wherever he is.
     """
     job, team_of = floor.jobs[row], floor.givers()
-    borrowing = floor.borrowing(seats.least_quota(job.spec.gang.shapes[0]))
+    borrowing = floor.borrowing(floor.asks.first(job).least)
     able = floor.may_ask(job)
     if able is not None:
         lower = [other for other in lower if team_of[other] in able]
@@ -115,20 +114,15 @@ class Emptied:
     def has_room(self, floor: Floor, row: int) -> bool:
         job = floor.jobs[row]
         return any(
-            self._members(shape) >= shape.at_least
-            and self.quotas.lacking(job.spec.team, seats.least_quota(shape), gives_way=service.gives_way(job)) is None
-            for shape in floor.shapes(row)
+            self._members(ask) >= ask.at_least
+            and self.quotas.lacking(job.spec.team, ask.least, gives_way=service.gives_way(job)) is None
+            for ask in floor.shapes(row)
         )
 
-    def _members(self, shape: Shape) -> int:
-        if (key := key_of(shape)) not in self._most:
-            self._most[key] = self.room.most(shape)
-        return self._most[key]
-
-
-def key_of(shape: Shape) -> Key:
-    """Equal for shapes that fit or do not fit alike."""
-    return (shape.at_least, shape.together, *sorted(shape.resources.items()), *sorted(shape.labels.items()))
+    def _members(self, ask: Ask) -> int:
+        if ask.key not in self._most:
+            self._most[ask.key] = self.room.most(ask.shape)
+        return self._most[ask.key]
 
 
 def _units(floor: Floor, rows: Sequence[int]) -> Iterator[Unit]:
@@ -157,13 +151,12 @@ class _Trial:
     @classmethod
     def of(cls, floor: Floor, row: int) -> _Trial:
         room = floor.room.copy()
-        return cls(floor, row, room, [_Places.of(room, shape) for shape in floor.shapes(row)])
+        return cls(floor, row, room, [_Places.of(room, ask) for ask in floor.shapes(row)])
 
     def fits(self) -> bool:
         job, floor = self.floor.jobs[self.row], self.floor
         return any(
-            places.total >= places.shape.at_least and floor.beyond_limits(job, places.shape) is None
-            for places in self.places
+            places.total >= places.ask.at_least and floor.is_within_limits(job, places.ask) for places in self.places
         )
 
     def free(self, units: Iterable[Unit]) -> None:
@@ -198,16 +191,17 @@ class _Places:
     """How many members of a shape there is room for, on each node and with what may be bought: `Room.most`, kept up to
     date node by node."""
 
-    shape: Shape
+    ask: Ask
     on: dict[int, int]
     total: int
 
     @classmethod
-    def of(cls, room: Room, shape: Shape) -> _Places:
+    def of(cls, room: Room, ask: Ask) -> _Places:
+        shape = ask.shape
         rows, many = room.grid.holding(shape.resources, shape.labels)
-        return cls(shape, dict(zip(rows.tolist(), many.tolist(), strict=True)), room.most(shape))
+        return cls(ask, dict(zip(rows.tolist(), many.tolist(), strict=True)), room.most(shape))
 
     def look_again(self, room: Room, at: int) -> None:
-        now = room.grid.holding_at(at, self.shape.resources, self.shape.labels)
+        now = room.grid.holding_at(at, self.ask.shape.resources, self.ask.shape.labels)
         self.total += now - self.on.get(at, 0)
         self.on[at] = now

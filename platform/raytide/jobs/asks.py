@@ -1,0 +1,90 @@
+"""What a shape asks of a fleet, looked up once for all jobs that ask for the like. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from raytide.core.fleet import MARKET_LABEL, Market, NodeType, Resources
+from raytide.core.gang import Shape
+from raytide.core.job import Job
+from raytide.core.shortfall import Shortfall, copies, impossible, open_zones
+from raytide.core.stance import Stance, bound
+from raytide.jobs import seats
+
+Key = tuple[object, ...]
+
+_SPOT = {MARKET_LABEL: str(Market.SPOT)}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ask:
+    """A shape with all that does not change while a decision is made."""
+
+    shape: Shape
+    key: Key
+    """Equal for those that fit or do not fit alike."""
+    at_least: int
+    one: Resources
+    """What a member counts against quotas, wherever it sits."""
+    least: Resources
+    """What the least that a gang can do with counts."""
+    on: frozenset[str]
+    """The node types that would hold a member."""
+    micro_usd_h: float
+    """The least that a member costs."""
+    never: Shortfall | None
+    """Why not even an empty fleet would hold it."""
+
+
+@dataclass(slots=True, eq=False)
+class Asks:
+    node_types: Sequence[NodeType]
+    stances: Mapping[str, Stance]
+    _known: dict[Key, Ask] = field(default_factory=dict)
+    _plain: dict[str, tuple[Ask, ...]] = field(default_factory=dict)
+    _on_spot: dict[str, tuple[Ask, ...]] = field(default_factory=dict)
+
+    def first(self, job: Job) -> Ask:
+        """The shape that it names first, wherever it may sit now."""
+        return self.of(job)[0] if job.id not in self.stances else self.ask(job.spec.gang.shapes[0])
+
+    def of(self, job: Job) -> tuple[Ask, ...]:
+        """What it may have now; nothing while it has the time to wait for spot."""
+        if (found := self._plain.get(job.id)) is None:
+            shapes = bound(job.spec.gang.shapes, self.stances.get(job.id))
+            found = self._plain[job.id] = tuple(self.ask(shape) for shape in shapes)
+        return found
+
+    def on_spot(self, job: Job) -> tuple[Ask, ...]:
+        """The same, on spot nodes only where it names no market."""
+        if (found := self._on_spot.get(job.id)) is None:
+            found = self._on_spot[job.id] = tuple(self.ask(_on_spot(ask.shape)) for ask in self.of(job))
+        return found
+
+    def ask(self, shape: Shape) -> Ask:
+        same = (shape.members, shape.min_members, shape.together, *shape.resources.items(), *shape.labels.items())
+        if (found := self._known.get(same)) is None:
+            found = self._known[same] = self._look_up(shape)
+        return found
+
+    def _look_up(self, shape: Shape) -> Ask:
+        fitting = [t for t in self.node_types if copies(shape.resources, t.resources) and open_zones(shape, t)]
+        return Ask(
+            shape=shape,
+            key=_key_of(shape),
+            at_least=shape.at_least,
+            one=seats.quota_of(shape, [None]),
+            least=seats.least_quota(shape),
+            on=frozenset(node_type.name for node_type in fitting),
+            micro_usd_h=min((seats.price_of(shape, [t]) for t in fitting), default=0.0),
+            never=impossible(shape, shape.at_least, self.node_types, "it"),
+        )
+
+
+def _key_of(shape: Shape) -> Key:
+    return (shape.at_least, shape.together, *sorted(shape.resources.items()), *sorted(shape.labels.items()))
+
+
+def _on_spot(shape: Shape) -> Shape:
+    return shape.model_copy(update={"labels": {**_SPOT, **shape.labels}})
