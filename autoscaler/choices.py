@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from itertools import islice
+
 from raytide.core.gang import Shape
 from raytide.core.market import Market
 from raytide.core.money import format_usd
@@ -17,27 +20,25 @@ def rejected(
 ) -> tuple[Rejected, ...]:
     """Beside `taken`, for a node that holds so many members of the shape; replicas are spread over zones."""
     per_member = taken.cost_micro_usd_h / members
-    cheaper: list[tuple[float, Rejected]] = []
-    dearer: list[tuple[float, Rejected]] = []
-    for offer, fit in market.holding(shape):
-        cost = offer.cost_micro_usd_h / min(fit, members)
-        refusal = market.refusal(offer)
-        if offer.name == taken.name:
-            continue
-        if cost <= per_member and refusal is not None:
-            cheaper.append((cost, Rejected(offer.name, refusal[1])))
-        elif cost <= per_member and is_spread:
-            extra = round((cost - per_member) * members)
-            cheaper.append(
-                (cost, Rejected(offer.name, "costs no more, but too many would be lost there at once", extra))
-            )
-        elif cost > per_member and refusal is None:
-            extra = round((cost - per_member) * members)
-            dearer.append((cost, Rejected(offer.name, _dearer(offer, extra), extra)))
-    best = [sorted(found, key=lambda item: (item[0], item[1].choice)) for found in (cheaper, dearer)]
-    return tuple(item for _, item in (*best[0][:CHEAPER], *best[1][:DEARER]))
+    costs = [(o.cost_micro_usd_h / min(fit, members), o) for o, fit in market.holding(shape) if o.name != taken.name]
+    costs.sort(key=lambda item: (item[0], item[1].name))
+    others = [(offer, round((cost - per_member) * members)) for cost, offer in costs]
+    first_dearer = bisect_right(costs, per_member, key=lambda item: item[0])
+    cheaper = (_cheaper(market, offer, extra, is_spread) for offer, extra in others[:first_dearer])
+    dearer = (_dearer(market, offer, extra) for offer, extra in others[first_dearer:])
+    return (*islice(filter(None, cheaper), CHEAPER), *islice(filter(None, dearer), DEARER))
 
 
-def _dearer(offer: Offer, extra_micro_usd_h: int) -> str:
+def _cheaper(market: Market, offer: Offer, extra_micro_usd_h: int, is_spread: bool) -> Rejected | None:
+    if (refusal := market.refusal(offer)) is not None:
+        return Rejected(offer.name, refusal[1])
+    why = "costs no more, but too many would be lost there at once"
+    return Rejected(offer.name, why, extra_micro_usd_h) if is_spread else None
+
+
+def _dearer(market: Market, offer: Offer, extra_micro_usd_h: int) -> Rejected | None:
+    if market.refusal(offer) is not None:
+        return None
     risk = f", {offer.deaths_per_h:g} losses an hour included" if offer.deaths_per_h else ""
-    return f"costs {format_usd(extra_micro_usd_h)}/h more for the same members{risk}"
+    why = f"costs {format_usd(extra_micro_usd_h)}/h more for the same members{risk}"
+    return Rejected(offer.name, why, extra_micro_usd_h)

@@ -91,7 +91,7 @@ class Draft:
     def _launch(self, seat: Seat, subject: str, why: str) -> Launch:
         offer = self.room.bought[seat.node_id]
         price = f"{offer.node_type.market} at {format_usd(offer.price_micro_usd_h)}/h"
-        served = next((view for view in self.snapshot.endpoints if view.endpoint.name == subject), None)
+        served = self.roster.endpoints.get(subject)
         others = self._others(seat, offer, served)
         is_planned = served is not None and served.pools is not None
         how = "costs it least, what would be lost together included" if is_planned else "is the cheapest to be had"

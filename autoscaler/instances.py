@@ -149,7 +149,13 @@ def overdue(nodes: Iterable[Node], machines: Iterable[Machine]) -> Overdue:
 
 def by_node_id(ray_nodes: Iterable[RayNode]) -> dict[str, RayNode]:
     """Ray's nodes under our ids; where a machine's raylet was started again, the one that lives."""
-    return {n.node_id: n for n in sorted(ray_nodes, key=lambda n: (n.is_alive, n.ray_node_id)) if n.node_id}
+    found: dict[str, RayNode] = {}
+    for node in ray_nodes:
+        if node.node_id:
+            known = found.setdefault(node.node_id, node)
+            if known is not node and (known.is_alive, known.ray_node_id) <= (node.is_alive, node.ray_node_id):
+                found[node.node_id] = node
+    return found
 
 
 def _noticed(node: Node, notice: Notice) -> Node:

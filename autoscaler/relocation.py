@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 
@@ -26,7 +27,7 @@ from raytide.core.gang import Shape
 from raytide.core.money import format_usd
 from raytide.core.plan import Drain, Launch, Rejected
 from raytide.core.replicas import is_fresh
-from raytide.core.shelf import Offer
+from raytide.core.shelf import Floats, Ints, Offer
 from raytide.core.snapshot import NodeView
 
 MOVE = "move "
@@ -38,9 +39,8 @@ DRAIN_S = 600.0
 MOST_LEAVING = 0.1
 """Of all nodes, at once; one may always, and all of one gang."""
 
-NO_STOP = Stop()
-
 _Key = tuple[object, ...]
+_Price = TypeVar("_Price", float, Floats)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Relocation:
         least = {node_type.name: node_type.min_nodes for node_type in draft.snapshot.node_types}
         self.spare = {name: count - least.get(name, 0) for name, count in staying.items()}
         """How many of each type may be left."""
-        self._offers: dict[_Key, list[Offer]] = {}
+        self._offers: dict[_Key, Ints] = {}
 
     @cached_property
     def refuge(self) -> Refuge:
@@ -86,7 +86,7 @@ class Relocation:
                 yield from self._move(old)
 
     def _move(self, old: Occupants) -> Sequence[Drain | Launch]:
-        if not self._offers_for(old) and not self.refuge.may_fit(old):
+        if not len(self._offers_for(old)) and not self.refuge.may_fit(old):
             return ()
         for olds, stop in self._parties(old):
             if self._may_leave_at_once(olds) and (actions := self._to_free_room(olds, stop) or self._buy(olds, stop)):
@@ -125,9 +125,9 @@ class Relocation:
         stop = alone
         nodes = {member.node_id for lease, _ in old.seats for member in lease.members} - {old.view.node.id}
         fellows = [roster.views[node_id] for node_id in nodes if node_id in roster.views]
-        for view in sorted(fellows if self._offers_for(old) else (), key=_dearest_first):
+        for view in sorted(fellows if len(self._offers_for(old)) else (), key=_dearest_first):
             other = roster.on(view)
-            if not self._may_go(view) or not self._may_leave(other) or not self._offers_for(other):
+            if not self._may_go(view) or not self._may_leave(other) or not len(self._offers_for(other)):
                 continue
             with_it = stop_of(roster, (*party, other), self.now_s)
             if with_it is not None and with_it.in_place == alone.in_place:
@@ -161,7 +161,8 @@ class Relocation:
                 market.buy(found.offer)
         for purchase in purchases:
             market.give_back(purchase.offer)
-        cost = sum(_overlap(p.old.price_micro_usd_h, p.offer) for p in purchases) + stop.cost_micro_usd
+        cost = sum(_overlap(p.old.price_micro_usd_h, p.offer.price_micro_usd_h) for p in purchases)
+        cost += stop.cost_micro_usd
         saved = sum(p.old.price_micro_usd_h - p.cost_micro_usd_h for p in purchases)
         if len(purchases) < len(olds) or not _pays_back(saved, cost, stop):
             return []
@@ -170,22 +171,20 @@ class Relocation:
 
     def _purchase(self, old: Occupants, others: int, stop: Stop) -> _Purchase | None:
         """`others`: how many nodes are bought beside it, at about its price."""
-        to_be_had = self.draft.room.market.can_have()
-        offers = [offer for offer in self._offers_for(old) if to_be_had[offer.row]]
-        costs = [
-            o.cost_micro_usd_h
-            + o.deaths_per_h * stop.lost_h * (stop.staying_micro_usd_h + others * o.price_micro_usd_h)
-            for o in offers
-        ]
-        options = [(cost, cost, at) for at, cost in enumerate(costs)]
-        if not options:
+        shelf, rows = self.draft.room.market.shelf, self._offers_for(old)
+        if not len(rows := rows[self.draft.room.market.can_have()[rows] > 0]):
             return None
-        best = spread_over(options, lambda at: offers[at].zone, self._zones_of(old)) if old.replicas else min(options)
-        return _Purchase(old, offers[best[2]], best[0])
+        at_risk = stop.staying_micro_usd_h + others * shelf.price[rows]
+        costs = shelf.cost[rows] + shelf.deaths_per_h[rows] * stop.lost_h * at_risk
+        best = int(costs.argmin())
+        if old.replicas:
+            options = [(cost, cost, at) for at, cost in enumerate(costs.tolist())]
+            best = spread_over(options, lambda at: shelf.offers[rows[at]].zone, self._zones_of(old))[2]
+        return _Purchase(old, shelf.offers[rows[best]], float(costs[best]))
 
-    def _offers_for(self, old: Occupants) -> list[Offer]:
-        """Those that hold all of its occupants, and can be had; none when none would pay back the time in which both
-        nodes are paid for."""
+    def _offers_for(self, old: Occupants) -> Ints:
+        """Those that hold all of its occupants, and can be had, by row; none when none would pay back the time in which
+        both nodes are paid for."""
         key = (*sorted(old.need.items()), *(tuple(sorted(shape.labels.items())) for shape in old.asks))
         if key not in self._offers:
             market = self.draft.room.market
@@ -193,9 +192,10 @@ class Relocation:
             for labels in {tuple(shape.labels.items()) for shape in old.asks}:
                 able &= market.shelf.carrying(dict(labels))
             has_pace = market.launches_left is None or market.launches_left > 0
-            self._offers[key] = [market.offers[row] for row in np.flatnonzero(able).tolist()] if has_pace else []
-        found, price = self._offers[key], old.price_micro_usd_h
-        return found if any(_pays_back(price - o.cost_micro_usd_h, _overlap(price, o), NO_STOP) for o in found) else []
+            self._offers[key] = np.flatnonzero(able & has_pace)
+        shelf, found, price = self.draft.room.market.shelf, self._offers[key], old.price_micro_usd_h
+        pays = (price - shelf.cost[found]) * PAYBACK_S > _overlap(price, shelf.price[found].astype(float)) * 3600.0
+        return found if pays.any() else found[:0]
 
     def _zones_of(self, old: Occupants) -> Counter[str]:
         """Where the other replicas of its endpoints are, or are moving to."""
@@ -247,9 +247,9 @@ def drain_of(old: Occupants, reason: str, saved_micro_usd_h: int, now_s: float) 
     return Drain(node_id, "notice", deadline_s, reason, -old.price_micro_usd_h, (stay,))
 
 
-def _overlap(price_micro_usd_h: int, offer: Offer) -> float:
+def _overlap(price_micro_usd_h: int, other_micro_usd_h: _Price) -> _Price:
     """What it costs that both nodes are paid for a while."""
-    return (price_micro_usd_h + offer.price_micro_usd_h) * OVERLAP_S / 3600.0
+    return (price_micro_usd_h + other_micro_usd_h) * OVERLAP_S / 3600.0
 
 
 def _pays_back(saved_micro_usd_h: float, cost_micro_usd: float, stop: Stop) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import mul
 
 from raytide.core.fleet import Resources, dominant, plus, whole_shares
 from raytide.core.gang import Lease, Member, Shape
@@ -82,10 +83,13 @@ class Roster:
     leases: Mapping[str, Lease]
     views: Mapping[str, NodeView]
     in_ray: Mapping[str, NodeView]
+    endpoints: Mapping[str, EndpointView]
     hosts: dict[str, list[EndpointView]] = field(default_factory=dict)
     """Replicas by Ray's id of their node."""
     seats: dict[str, list[tuple[Lease, Member]]] = field(default_factory=dict)
     """Members by their node."""
+    _prices: dict[str, float] = field(default_factory=dict)
+    """By lease, as far as they were asked for."""
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> Roster:
@@ -94,6 +98,7 @@ class Roster:
             leases={lease.id: lease for lease in snapshot.leases},
             views={view.node.id: view for view in snapshot.nodes},
             in_ray={view.node.ray_node_id: view for view in snapshot.nodes if view.node.ray_node_id},
+            endpoints={view.endpoint.name: view for view in snapshot.endpoints},
         )
         for endpoint in snapshot.endpoints:
             for ray_node_id in endpoint.load.replica_nodes if endpoint.load else ():
@@ -111,8 +116,12 @@ class Roster:
 
     def price_of(self, lease: Lease) -> float:
         """Micro-dollars an hour of what the gang holds, by its share of each node."""
-        views = (self.views.get(member.node_id) for member in lease.members if member.holds)
-        return sum(view.node.price_micro_usd_h * dominant(lease.shape.resources, view.total) for view in views if view)
+        if lease.id not in self._prices:
+            views = [self.views[m.node_id] for m in lease.members if m.holds and m.node_id in self.views]
+            shares = [dominant(lease.shape.resources, view.total) for view in views]
+            prices = [view.node.price_micro_usd_h for view in views]
+            self._prices[lease.id] = sum(map(mul, prices, shares))
+        return self._prices[lease.id]
 
 
 def _bound(shape: Shape, view: NodeView) -> Shape:

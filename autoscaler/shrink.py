@@ -40,15 +40,16 @@ def idle(snapshot: Snapshot, *, keep: Collection[str]) -> Iterator[Drain | Wait]
     kept = {*keep, *_seats_taken(snapshot)}
     staying = Counter(view.node.type for view in snapshot.nodes if view.node.state is not NodeState.TERMINATING)
     staying -= Counter(view.node.type for view in snapshot.nodes if view.node.state is NodeState.DRAINING)
-    for view in sorted(snapshot.nodes, key=lambda view: (len(view.node.id), view.node.id), reverse=True):
+    free = [v for v in snapshot.nodes if v.idle_s > 0 and v.node.state is NodeState.READY and v.node.id not in kept]
+    for view in sorted(free, key=lambda view: (len(view.node.id), view.node.id), reverse=True):
         node, node_type = view.node, types.get(view.node.type)
         timeout_s = node_type.idle_timeout_s if node_type else 0.0
         min_nodes = node_type.min_nodes if node_type else 0
-        if node.state is not NodeState.READY or node.id in kept or staying[node.type] <= min_nodes:
+        if staying[node.type] <= min_nodes or view.idle_s < timeout_s:
             continue
-        if view.idle_s > 0 and view.idle_s >= timeout_s and view.busy:
+        if view.busy:
             yield Wait(node.id, "signal", view.busy)
-        elif view.idle_s > 0 and view.idle_s >= timeout_s:
+        else:
             staying[node.type] -= 1
             price, saved = node.price_micro_usd_h, format_usd(node.price_micro_usd_h)
             reason = f"idle for {view.idle_s:.0f} s (limit {timeout_s:.0f} s); saves {saved}/h"

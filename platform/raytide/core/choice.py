@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,8 +23,7 @@ Option = tuple[float, float, int]
 """What an offer costs for each member, and in all, and its place among the offers."""
 
 
-@dataclass(frozen=True, slots=True)
-class Seat:
+class Seat(NamedTuple):
     """One member's place. A new node has the id under which the plan buys it, so that members can share it."""
 
     node_id: str
@@ -67,9 +67,10 @@ def choose(market: Market, grid: Grid, seats: Sequence[Seat], coming: Coming | N
             break
         choice.there.append((row, min(fit, want.count - choice.count)))
         choice.count += choice.there[-1][1]
-    zones = Counter(want.spread_from or ())
-    for row, members in choice.there:
-        zones[seats[row].zone] += members
+    zones = None if want.spread_from is None else Counter(want.spread_from)
+    if zones is not None:
+        for row, members in choice.there:
+            zones[seats[row].zone] += members
     while choice.count < want.count and (want.max_new is None or choice.basket.size < want.max_new):
         found = _cheapest(market, coming, want, choice, zones)
         if found is None:
@@ -79,7 +80,8 @@ def choose(market: Market, grid: Grid, seats: Sequence[Seat], coming: Coming | N
         choice.new.append((offer, nodes, members))
         choice.basket.add(offer, nodes)
         choice.count += members
-        zones[offer.zone] += members
+        if zones is not None:
+            zones[offer.zone] += members
     return choice
 
 
@@ -94,9 +96,10 @@ def spread_over(options: Sequence[Option], zone: Callable[[int], str], there: Co
 
 
 def _cheapest(
-    market: Market, coming: Coming | None, want: Want, choice: Choice, zones: Counter[str]
+    market: Market, coming: Coming | None, want: Want, choice: Choice, zones: Counter[str] | None
 ) -> tuple[Offer, int, int] | None:
-    """The best offer, how many members a node of it holds, and how many of its nodes to take at once."""
+    """The best offer, how many members a node of it holds, and how many of its nodes to take at once. `zones`: how many
+    there are in each, when they are spread."""
     shelf, lacking = market.shelf, want.count - choice.count
     fits, to_be_had = shelf.members(want.shape), market.can_have(choice.basket)
     rows = np.flatnonzero((fits > 0) & (to_be_had > 0) & shelf.in_menu(want.menu))
@@ -108,7 +111,7 @@ def _cheapest(
     else:
         worth, shared = np.zeros(len(rows)), np.zeros((len(rows), 0))
     each = np.maximum(0.0, shelf.cost[rows] - worth) / members[rows]
-    if want.spread_from is not None:
+    if zones is not None:
         options = list(zip(each.tolist(), shelf.cost[rows].tolist(), rows.tolist(), strict=True))
         row = spread_over(options, lambda row: shelf.offers[row].zone, zones)[2]
         return shelf.offers[row], int(fits[row]), 1

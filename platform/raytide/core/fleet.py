@@ -126,6 +126,12 @@ def plus(first: Resources, second: Resources) -> dict[str, float]:
     return {name: first.get(name, 0.0) + second.get(name, 0.0) for name in {**first, **second}}
 
 
+def add(total: dict[str, float], more: Resources) -> None:
+    """Into `total`: `plus` for sums of many."""
+    for name, amount in more.items():
+        total[name] = total.get(name, 0.0) + amount
+
+
 def labels_match(selector: Mapping[str, str], labels: Mapping[str, str]) -> bool:
     """Ray's label selector: `v`, `!v`, `in(a,b)` and `!in(a,b)`; a missing label matches only the negated forms."""
     return all(_matches(want, labels.get(key)) for key, want in selector.items())

@@ -73,6 +73,10 @@ class MemberState(StrEnum):
     PARKED = "parked"  # given away by the queue: it wants no node until the queue gives it back
 
 
+_USABLE = (MemberState.READY, MemberState.LEAVING)
+_WITHOUT_NODE = (MemberState.WAITING, MemberState.PARKED)
+
+
 @dataclass(frozen=True, slots=True)
 class Member:
     """One seat of a lease. `incarnation` grows each time it has to be filled anew."""
@@ -95,7 +99,7 @@ class Member:
     @property
     def holds(self) -> bool:
         """Whether it has a node."""
-        return self.state not in (MemberState.WAITING, MemberState.PARKED)
+        return self.state not in _WITHOUT_NODE
 
     @property
     def seeks_a_node(self) -> bool:
@@ -109,7 +113,7 @@ class Member:
 
     @property
     def is_usable(self) -> bool:
-        return self.state in (MemberState.READY, MemberState.LEAVING)
+        return self.state in _USABLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +139,7 @@ class Lease:
     @property
     def held(self) -> int:
         """Seats that have a node, usable or not yet."""
-        return sum(member.holds for member in self.members)
+        return sum([member.state not in _WITHOUT_NODE for member in self.members])
 
     @property
     def yields(self) -> bool:
@@ -144,4 +148,4 @@ class Lease:
 
     @property
     def usable(self) -> tuple[Member, ...]:
-        return tuple(member for member in self.members if member.is_usable)
+        return tuple([member for member in self.members if member.state in _USABLE])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
+from functools import reduce
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,25 +74,24 @@ class Grid:
             if (at := self._column.get(name)) is not None:
                 self._free_RN[at, row] -= count * amount
 
-    def take_in_rows(self, first: int, need: Resources, counts: Sequence[int]) -> None:
-        """So many members in each of the rows from the first on."""
+    def take_in(self, rows: Sequence[int], need: Resources, counts: Sequence[int]) -> None:
+        """So many members in each of these rows, no row twice."""
         for name, amount in whole_shares(need).items():
             if (at := self._column.get(name)) is not None:
-                self._free_RN[at, first : first + len(counts)] -= np.array(counts) * amount
+                self._free_RN[at, rows] -= np.array(counts) * amount
 
     def fitting(self, need: Resources, selector: Mapping[str, str], *, enough: int, but: int = -1) -> tuple[Rows, Rows]:
-        """Rows with room, the best first, and how many members each would hold: at least `enough` members, or all."""
+        """Rows with room, the best first, and how many members each would hold: for `enough` members, or all."""
         need = {name: amount for name, amount in whole_shares(need).items() if amount > 0}
         rows = self._able(need, selector)
         if but >= 0:
             rows = rows[rows != but]
         if not len(rows):
             return rows, rows
-        free_RN = self._free_RN[:, rows]
-        key = (_RANK * self._rank[rows] + self._per_scale @ free_RN).round(9)
+        free_RN, rank = self._free_RN[:, rows], self._rank[rows]
+        key = (_RANK * rank + self._per_scale @ free_RN).round(9)
         first = _least(key, SHORTLIST)
-        cut = self._cut(free_RN[:, first], need)
-        first = first[np.lexsort((np.arange(len(first)), cut, self._rank[rows[first]]))]
+        first = first[np.lexsort((self._cut(free_RN[:, first], need), rank[first]))][:enough]  # each holds one at least
         copies = self._copies(need, rows[first])
         if len(rows) > SHORTLIST and copies.sum() < enough:
             rest = np.argsort(key, kind="stable")[SHORTLIST:]
@@ -108,16 +108,14 @@ class Grid:
         """Rows with room for one; none when nothing is needed."""
         if not need or not need.keys() <= self._column.keys():
             return np.zeros(0, dtype=np.int64)
-        able = np.ones(len(self), dtype=np.bool_)
-        for name, amount in need.items():
-            able &= self._free_RN[self._column[name], : len(self)] >= amount - _EPS
-        for key, want in selector.items():
-            able &= self._mask(key, want)[: len(self)]
-        return np.flatnonzero(able)
+        there = len(self)
+        enough = [self._free_RN[self._column[name], :there] >= amount - _EPS for name, amount in need.items()]
+        carrying = [self._mask(key, want)[:there] for key, want in selector.items()]
+        return reduce(np.logical_and, [*enough, *carrying]).nonzero()[0]
 
     def _copies(self, need: Resources, rows: Rows) -> Rows:
         copies = [(self._free_RN[self._column[name], rows] + _EPS) // amount for name, amount in need.items()]
-        return np.min(copies, axis=0).astype(np.int64) if copies else np.zeros(0, dtype=np.int64)
+        return reduce(np.minimum, copies).astype(np.int64) if copies else np.zeros(0, dtype=np.int64)
 
     def holding_at(self, row: int, need: Resources, selector: Mapping[str, str]) -> int:
         """How many members the node of this row would hold."""
@@ -167,20 +165,19 @@ class Grid:
 
     def _cut(self, free_RN: Floats, need: Resources) -> Floats:
         """GPUs that the usual members could no longer use there, for one member placed."""
-        more = np.zeros(free_RN.shape[1])
         gpu = self._column.get(GPU)
         if gpu is None or not len(self._weights_K) or not (cut := free_RN[gpu] > _EPS).any():
-            return more
-        before_RN = free_RN[:, cut]
-        after_RN = before_RN - self._vector(need)[:, None]
-        stranded_KN = self._stranded(after_RN, gpu) - self._stranded(before_RN, gpu)
-        more[cut] = self._weights_K @ stranded_KN
-        return more.round(9)
+            return np.zeros(free_RN.shape[1])
+        after_RN = free_RN - self._vector(need)[:, None]
+        more = (self._stranded(after_RN, gpu) - self._stranded(free_RN, gpu)).round(9)
+        return np.where(cut, more, 0.0)
 
     def _stranded(self, free_RN: Floats, gpu: int) -> Floats:
-        """GPUs on each node of which each of the usual members could use none."""
-        fits_KN = (free_RN[None] + _EPS >= self._popular_KR[:, :, None]).all(axis=1)
-        return np.where(fits_KN, 0.0, free_RN[gpu])
+        """GPUs on each node that the usual members could not use, on average."""
+        lacks_KN = self._popular_KR[:, 0, None] > free_RN[0] + _EPS
+        for at in range(1, len(free_RN)):
+            lacks_KN |= self._popular_KR[:, at, None] > free_RN[at] + _EPS
+        return np.asarray(self._weights_K @ lacks_KN * free_RN[gpu])
 
     def _mask(self, key: str, want: str) -> Mask:
         if (mask := self._masks.get((key, want))) is None:

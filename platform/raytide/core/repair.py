@@ -8,7 +8,7 @@ was spread over zones stays in his.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -88,7 +88,7 @@ def _swap(room: Room, node_id: str, offer: Offer, tenants: list[Tenant]) -> Seat
     room.market.buy(offer)
     room.bought[node_id] = offer
     room.grid.set_free(row, _less(offer.node_type.resources, _sum(tenants)), offer.labels)
-    room.seats[row] = replace(room.seats[row], node_type=offer.node_type.name, zone=offer.zone)
+    room.seats[row] = room.seats[row]._replace(node_type=offer.node_type.name, zone=offer.zone)
     return room.seats[row]
 
 

@@ -255,15 +255,15 @@ class Room:
 
         if self.coming is not None and choice.left is not None:
             self.coming.left = choice.left
+        self.grid.take_in([row for row, _ in choice.there], choice.shape.resources, [n for _, n in choice.there])
         for row, members in choice.there:
-            self.grid.take(row, choice.shape.resources, members)
             seats += [self.seats[row]] * members
             if self.seats[row].is_new:
                 self.tenants[self.seats[row].node_id] += [tenant(self.seats[row])] * members
         for offer, nodes, members in choice.new:
             fits = [members // nodes + (at < members % nodes) for at in range(nodes)]
             bought = self._buy(offer, nodes)
-            self.grid.take_in_rows(self.rows[bought[0].node_id], choice.shape.resources, fits)
+            self.grid.take_in([self.rows[seat.node_id] for seat in bought], choice.shape.resources, fits)
             for seat, fit in zip(bought, fits, strict=True):
                 self.tenants[seat.node_id] = [tenant(seat)] * fit
                 seats += [seat] * fit

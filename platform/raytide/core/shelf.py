@@ -52,6 +52,7 @@ class Shelf:
         self.type_of: Ints = np.array([self.types[offer.node_type.name] for offer in offers], dtype=np.int64)
         self.price: Ints = np.array([offer.price_micro_usd_h for offer in offers], dtype=np.int64)
         self.cost: Floats = np.array([offer.cost_micro_usd_h for offer in offers], dtype=np.float64)
+        self.deaths_per_h: Floats = np.array([offer.deaths_per_h for offer in offers], dtype=np.float64)
         self.is_spot: Mask = np.array([offer.node_type.market is Kind.SPOT for offer in offers], dtype=np.bool_)
         self.columns = {
             name: at for at, name in enumerate(sorted({name for o in offers for name in o.node_type.resources}))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from functools import cached_property
+from collections.abc import Mapping
+from functools import cached_property, partial
 
-from raytide.core.fleet import NodeState, Resources, fits, labels_match, minus, plus
+from raytide.core.fleet import NodeState, Resources, add, fits, labels_match, minus, plus
 from raytide.core.gang import MemberState
 from raytide.core.replicas import is_replica_of
 from raytide.core.shortfall import copies
@@ -79,24 +80,28 @@ class Unseen:
     @cached_property
     def _strange(self) -> list[NodeView]:
         """Ready nodes on which more is taken than is known of."""
-        ready = (view for view in self._snapshot.nodes if view.node.state is NodeState.READY)
-        return [view for view in ready if any(amount > 0 for amount in self.unknown(view).values())]
+        return [view for view in self._snapshot.nodes if view.node.state is NodeState.READY and self._is_strange(view)]
+
+    def _is_strange(self, view: NodeView) -> bool:
+        """Whether `unknown` says more than nothing."""
+        known, free = self._known[view.node.id], view.available
+        return any(amount - known.get(name, 0.0) - free.get(name, 0.0) > 0 for name, amount in view.total.items())
 
     def unknown(self, view: NodeView) -> Resources:
         """What is taken there beyond that; less than nothing where Ray does not show yet what is known."""
         return minus(minus(view.total, self._known[view.node.id]), view.available)
 
     @cached_property
-    def _known(self) -> defaultdict[str, Resources]:
+    def _known(self) -> Mapping[str, Mapping[str, float]]:
         """What members and replicas are known to hold of each node."""
-        known: defaultdict[str, Resources] = defaultdict(dict)
+        known: defaultdict[str, defaultdict[str, float]] = defaultdict(partial(defaultdict, float))
         for lease in self._snapshot.leases:
             for member in lease.members:
                 if member.state in _COUNTED:
-                    known[member.node_id] = plus(known[member.node_id], lease.shape.resources)
+                    add(known[member.node_id], lease.shape.resources)
         names = {view.node.ray_node_id: view.node.id for view in self._snapshot.nodes if view.node.ray_node_id}
         for served in self._snapshot.endpoints:
             for ray_id in served.load.replica_nodes if served.load else ():
                 if ray_id in names:
-                    known[names[ray_id]] = plus(known[names[ray_id]], served.endpoint.spec.resources)
+                    add(known[names[ray_id]], served.endpoint.spec.resources)
         return known

@@ -30,7 +30,7 @@ class Want:
 
 def resource_scale(node_types: Sequence[NodeType], nodes: Iterable[NodeView]) -> dict[str, float]:
     """The most of each resource on one node; what no node type has counts for nothing when it is left over."""
-    scale = {name: float("inf") for view in nodes for name in view.available}
+    scale = dict.fromkeys(set().union(*(view.available for view in nodes)), float("inf"))
     names = {name for t in node_types for name in t.resources}
     return scale | {name: max(t.resources.get(name, 0.0) for t in node_types) for name in names}
 

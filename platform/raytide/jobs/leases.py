@@ -29,11 +29,12 @@ def advance(lease: Lease, nodes: Mapping[str, Node], groups: Mapping[GroupKey, G
     if groups is None:
         groups = {}
         lease = replace(lease, forming_since_s=None if lease.forming_since_s is None else now_s)
-    members = tuple(_follow_node(member, nodes.get(member.node_id), now_s) for member in lease.members)
-    members = tuple(_follow_group(member, groups.get(_key(lease, member)), now_s) for member in members)
-    settled = _settle(_form(replace(lease, members=members), nodes, now_s), groups)
+    members = [_follow_node(member, nodes.get(member.node_id), now_s) for member in lease.members]
+    if groups:
+        members = [_follow_group(member, groups.get(_key(lease, member)), now_s) for member in members]
+    settled = _settle(_form(_seated(lease, members), nodes, now_s), groups)
     after = _time_out(_say(lease, settled), now_s)
-    return after if _seen(after) == _seen(lease) else replace(after, epoch=lease.epoch + 1)
+    return after if after is lease or _seen(after) == _seen(lease) else replace(after, epoch=lease.epoch + 1)
 
 
 def assign(lease: Lease, index: int, node_id: str) -> Lease:
@@ -94,6 +95,12 @@ def wanted_groups(leases: Iterable[Lease]) -> dict[GroupKey, WantedGroup]:
         if member.state in _WITH_GROUP
         for key in [_key(lease, member)]
     }
+
+
+def _seated(lease: Lease, members: Iterable[Member]) -> Lease:
+    """The lease with these members: itself when they are as they were, as nearly all are at nearly every tick."""
+    seats = tuple(members)
+    return lease if seats == lease.members else replace(lease, members=seats)
 
 
 def _key(lease: Lease, member: Member) -> GroupKey:
@@ -182,10 +189,13 @@ def _settle(lease: Lease, groups: Mapping[GroupKey, Group]) -> Lease:
     """Make members usable, all of them at once the first time, and say what state that makes of the lease."""
     is_enough = sum(m.is_usable or _is_ready(lease, m, groups) for m in lease.members) >= lease.shape.at_least
     if is_enough:
-        lease = replace(lease, members=tuple(_finish(lease, m, groups) for m in lease.members))
+        lease = _seated(lease, (_finish(lease, m, groups) for m in lease.members))
     is_forming = any(m.state is MemberState.FORMING for m in lease.members)
     state = LeaseState.ACTIVE if is_enough else LeaseState.FORMING if is_forming else LeaseState.WAITING
-    return replace(lease, state=state, forming_since_s=lease.forming_since_s if is_forming else None)
+    forming_since_s = lease.forming_since_s if is_forming else None
+    if (state, forming_since_s) == (lease.state, lease.forming_since_s):
+        return lease
+    return replace(lease, state=state, forming_since_s=forming_since_s)
 
 
 def _time_out(lease: Lease, now_s: float) -> Lease:
@@ -218,6 +228,8 @@ def _is_ready(lease: Lease, member: Member, groups: Mapping[GroupKey, Group]) ->
 
 def _say(before: Lease, after: Lease) -> Lease:
     """The reason follows the state and the number of usable members."""
+    if after is before:
+        return after
     have, want = len(after.usable), len(after.members)
     if (after.state, have) == (before.state, len(before.usable)):
         return after
