@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +15,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from raytide.cli.app import app
-from raytide.core.errors import DataError, NotFoundError
-from raytide.simulate.deadline import NONE, ON_DEMAND, Terms, Up, View, replay, starts
+from raytide.core.errors import DataError, UsageError
+from raytide.simulate.deadline import NONE, ON_DEMAND, Terms, Up, View, replay, run, starts
 from raytide.simulate.deadline_baselines import greedy, uniform_progress_a, uniform_progress_b, uniform_progress_c
 from raytide.simulate.deadline_optimal import cheapest_usd
 from raytide.simulate.deadline_policies import POLICIES, policy
@@ -149,5 +151,14 @@ def test_the_command_prints_starts_cost_and_misses(tmp_path: Path) -> None:
 
 
 def test_an_unknown_policy_names_the_known_ones() -> None:
-    with pytest.raises(NotFoundError, match="uniform-progress-b"):
+    with pytest.raises(UsageError, match="uniform-progress-b"):
         policy("best")
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"hours": math.nan}, {"hours": math.inf}, {"slack": math.nan}, {"restart_h": math.inf}, {"count": 0}]
+)
+def test_impossible_jobs_are_refused(wrong: dict[str, Any]) -> None:
+    terms = {"slack": 0.25, "hours": 4.0, "restart_h": 0.2, "count": 3, **wrong}
+    with pytest.raises(UsageError, match="above zero"):
+        run((), policy("greedy"), policy="greedy", collection="c", **terms)

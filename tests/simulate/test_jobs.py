@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from raytide.cli.app import app
-from raytide.core.errors import DataError, NotFoundError, UsageError
+from raytide.core.errors import DataError, UsageError
 from raytide.simulate import job_trace
 from raytide.simulate.cluster_jobs import RESTART_S, Outcome, lower_bound_s, replay
 from raytide.simulate.job_trace import DAY_S, JobTrace
@@ -108,6 +108,11 @@ def test_durations_and_sizes_are_clipped_and_the_busiest_days_found(tmp_path: Pa
         job_trace.window(jobs, 9, 1)
 
 
+def test_no_gpu_and_a_part_of_one_are_one(tmp_path: Path) -> None:
+    jobs = job_trace.read(write(tmp_path, "0,0,0,a", "1,10,1.5,a"))
+    assert jobs.gpus.tolist() == [1, 2] and jobs.duration_s.tolist() == [30, 30]
+
+
 def test_single_gpu_jobs_are_redrawn_from_the_sizes_of_the_others(tmp_path: Path) -> None:
     jobs = job_trace.read(write(tmp_path, *(f"{i},100,{4 if i % 10 == 0 else 1},a" for i in range(2000))))
     mixed = job_trace.with_multi_gpu_share(jobs, 0.5, seed=1)
@@ -128,17 +133,21 @@ def test_a_cluster_of_given_size_is_resized_to_the_same_load(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("setting", "error"),
+    "setting",
     [
-        (Setting(load=1.0, policy="best"), NotFoundError),
-        (Setting(load=1.0, gpus=8), UsageError),
-        (Setting(), UsageError),
-        (Setting(load=0.0), UsageError),
-        (Setting(load=1.0, window="monday"), UsageError),
+        Setting(load=1.0, policy="best"),
+        Setting(load=1.0, gpus=8),
+        Setting(),
+        Setting(gpus=0),
+        Setting(load=0.0),
+        Setting(load=float("nan")),
+        Setting(load=1.0, window="monday"),
+        Setting(load=1.0, window="²"),
+        Setting(load=1.0, seed=-1),
     ],
 )
-def test_a_bad_setting_is_refused(tmp_path: Path, setting: Setting, error: type[Exception]) -> None:
-    with pytest.raises(error):
+def test_a_bad_setting_is_refused(tmp_path: Path, setting: Setting) -> None:
+    with pytest.raises(UsageError):
         simulate(write(tmp_path, "0,100,1,a"), setting)
 
 
@@ -147,7 +156,18 @@ def test_a_cluster_that_is_too_small_for_a_job_is_refused(tmp_path: Path) -> Non
         simulate(write(tmp_path, "0,100,16,a"), Setting(days=1, gpus=8))
 
 
-@pytest.mark.parametrize(("rows", "message"), [((), "no jobs"), (("0,x,1,a",), "duration_s")])
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ((), "no rows"),
+        (("0,x,1,a",), "line 2: duration_s"),
+        (("0,10,nan,a",), "line 2: num_gpus"),
+        (("0,10,1",), "line 2: vc is missing"),
+        (("-1,10,1,a",), "submit_s"),
+        (("1e18,10,1,a",), "submit_s"),
+        (("0,10,-1,a",), "negative number of GPUs"),
+    ],
+)
 def test_a_broken_trace_is_refused(tmp_path: Path, rows: tuple[str, ...], message: str) -> None:
     with pytest.raises(DataError, match=message):
         job_trace.read(write(tmp_path, *rows))

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from raytide.cli.app import app
-from raytide.core.errors import ConfigError, DataError, NotFoundError
+from raytide.core.errors import DataError, UsageError
 from raytide.core.fleet import Market
 from raytide.simulate.serving import Stage
 from raytide.simulate.serving_plot import page
@@ -96,17 +96,18 @@ def test_the_command_prints_what_it_was_given_and_what_came_of_it(setup: Serving
     ("changed", "said"),
     [
         ({"policy": "spothedge-9"}, "there is no policy 'spothedge-9'. Choose"),
-        ({"collection": "c9"}, "no spot trace of 'c9'. There are: c1, c2"),
-        ({"gpu": "a100"}, "no spot trace of 'c1'. There are: c1, c2"),
+        ({"collection": "c9"}, "no spot trace of 'c9'. The collections are: c1, c2"),
+        ({"gpu": "a100"}, "It has availability of k80 x 1, availability of v100 x 1."),
         ({"requests": "nowhere.csv"}, "cannot read nowhere.csv"),
         ({"depth": 0}, "depth"),
         ({"slo-target": 1.5}, "slo_target"),
         ({"kind": "both"}, "kind"),
+        ({"plot": "nowhere/page.html"}, "there is no folder nowhere"),
     ],
 )
 def test_bad_input_is_named(setup: ServingSetup, changed: dict[str, object], said: str) -> None:
     error = CliRunner().invoke(app, options(setup, **changed)).exception
-    assert isinstance(error, (ConfigError, DataError, NotFoundError)) and said in str(error)
+    assert isinstance(error, UsageError) and said in str(error)
 
 
 @pytest.mark.parametrize(
@@ -114,8 +115,8 @@ def test_bad_input_is_named(setup: ServingSetup, changed: dict[str, object], sai
     [
         ("t_s,prompt_tokens\n0,1\n", "no column output_tokens"),
         ("t_s,prompt_tokens,output_tokens\n0,1,1\n1,x,1\n", "line 3: prompt_tokens is 'x'"),
-        ("t_s,prompt_tokens,output_tokens\n1,1,1\n0,1,1\n", "at least two requests"),
-        ("t_s,prompt_tokens,output_tokens\n0,1,1\n2,1,1\n1,1,1\n", "t_s goes backwards"),
+        ("t_s,prompt_tokens,output_tokens\n1,1,1\n1,1,1\n", "all requests at one time"),
+        ("t_s,prompt_tokens,output_tokens\n0,1,1\n2,1\n", "line 3: output_tokens is missing"),
         ("t_s,prompt_tokens,output_tokens\n", "no rows"),
     ],
 )

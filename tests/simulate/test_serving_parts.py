@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from raytide.core.errors import DataError
 from raytide.core.fleet import Market
 from raytide.simulate.capacity import SpotZones, spot_zones
 from raytide.simulate.fleet import Fleet
@@ -125,6 +126,25 @@ def test_the_rate_follows_the_envelope_and_the_gaps_are_kept(setup: ServingSetup
     assert by_hour[:10] == pytest.approx(7200, rel=0.01)
     assert by_hour[14:23] == pytest.approx(0.05 * 7200, rel=0.02)
     assert set(made.prompt_tokens[:2]) == {300, 1500}
+
+
+def test_neither_the_order_of_rows_nor_hours_that_are_left_out_change_the_requests(
+    setup: ServingSetup, tmp_path: Path
+) -> None:
+    def made(hours: list[int], *, turned: bool) -> Workload:
+        envelope, requests = tmp_path / "envelope.csv", tmp_path / "turned.csv"
+        envelope.write_text("hour,requests\r\n" + "".join(f"{h},{9 if h % 12 < 6 else 0}\r\n" for h in hours))
+        header, *rows = setup.requests.read_text().splitlines()
+        requests.write_text("\ufeff" + "\n".join([header, *(rows[::-1] if turned else rows)]))
+        changes = {"envelope": envelope, "requests": requests, "days": 0.5}
+        return workload(setup.model_copy(update=changes))
+
+    whole = made(list(range(24)), turned=False)
+    other = made([hour for hour in reversed(range(24)) if hour % 12 < 6 or hour == 23], turned=True)
+    assert np.array_equal(whole.arrival_s, other.arrival_s)
+    assert np.array_equal(whole.prompt_tokens, other.prompt_tokens)
+    with pytest.raises(DataError, match="two rows for one hour"):
+        made([1, 2, 1], turned=False)
 
 
 def test_capacity_is_multiplied_by_depth_and_starts_over_when_the_trace_ends(setup: ServingSetup) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raytide.core.errors import DataError, NotFoundError
+from raytide.core.errors import DataError
 from raytide.simulate.spot import SpotTrace, read, select, stacked
 
 
@@ -48,11 +48,13 @@ def test_a_kind_of_node_is_chosen_and_the_usual_one_meant_when_none_is_named(tmp
 def test_what_is_not_there_or_ambiguous_is_refused_with_what_there_is(tmp_path: Path) -> None:
     entries = {"x/p": entry("a", kind="preemption"), "x/a": entry("a"), "x/b": entry("b", gap_seconds=32)}
     traces = written(tmp_path, entries)
-    with pytest.raises(NotFoundError, match="aws-2023"):
+    with pytest.raises(DataError, match="aws-2023"):
         select(traces, "z")
-    with pytest.raises(NotFoundError, match=r"in c\. There are: a, b"):
+    with pytest.raises(DataError, match=r"It has availability of v100 x 1, preemption of v100 x 1\."):
+        select(traces, "x", gpu="k80")
+    with pytest.raises(DataError, match=r"in c\. There are: a, b"):
         select(traces, "x", zones=["a", "c"])
-    with pytest.raises(DataError, match="several traces for one zone: x/p, x/a"):
+    with pytest.raises(DataError, match="several traces for zone a: x/p, x/a"):
         select(traces, "x")
     with pytest.raises(DataError, match="different gaps"):
         select(traces, "x", kind="availability")
@@ -64,6 +66,7 @@ def test_what_is_not_there_or_ambiguous_is_refused_with_what_there_is(tmp_path: 
         ("[]", r"\(top\)"),
         ('{"a": {}}', "a.kind"),
         (json.dumps({"a": entry("a", rle=[[1, 0]])}), "a.rle.0.1"),
+        (json.dumps({"a": entry("a")}).replace("[0, 2]", "[1e400, 2]"), "a.rle.0.0"),
         (json.dumps({"a": entry("a", prices_rle=[[1, 2]])}), "5 ticks but 2 prices"),
     ],
 )

@@ -109,7 +109,9 @@ def deadline(
 
 
 def serving(
-    requests: Annotated[Path, typer.Option(help="CSV with t_s, prompt_tokens, output_tokens.")],
+    requests: Annotated[
+        Path, typer.Option(help="CSV with t_s, prompt_tokens, output_tokens; repeated to fill the days.")
+    ],
     spot: Annotated[Path, typer.Option(help="JSON of spot traces.")],
     collection: Annotated[str, typer.Option(help="The traces whose key contains this.")],
     envelope: Annotated[Path | None, typer.Option(help="CSV with hour, requests. Flat when left out.")] = None,
@@ -123,7 +125,7 @@ def serving(
     ] = "raytide",
     slo_ttft_s: Annotated[float, typer.Option(help="The time to first token that is promised.")] = 5.0,
     slo_target: Annotated[float, typer.Option(help="The share of requests in time that raytide aims at.")] = 0.99,
-    days: Annotated[float, typer.Option(help="How long.")] = 7.0,
+    days: Annotated[float, typer.Option(help="How long; shorter traces start over.")] = 7.0,
     peak_rps: Annotated[float, typer.Option(help="Requests a second in the busiest hour.")] = 6.0,
     prefill_tps: Annotated[float, typer.Option(help="Prompt tokens a second of one replica.")] = 1500.0,
     slots: Annotated[int, typer.Option(help="Requests that one replica decodes at once.")] = 8,
@@ -147,6 +149,8 @@ def serving(
     from raytide.simulate.serving_setup import ServingSetup
 
     setup = ServingSetup.parse(options, where="simulate serving")
+    if plot is not None and not plot.parent.is_dir():
+        raise UsageError(f"there is no folder {plot.parent} for the page.", hint="Make it, or name another.")
     stage = Stage.of(setup)
     result = stage.play(setup.policy)
     bound_usd = stage.lower_bound_usd()

@@ -25,7 +25,7 @@ class Config(BaseModel):
             return cls.model_validate(data)
         except ValidationError as error:
             raise ConfigError(
-                f"{where}: " + "; ".join(_describe(error, cls)), hint="Correct these keys and try again."
+                f"{where}: " + "; ".join(_describe(error, cls)) + ".", hint="Correct these keys and try again."
             ) from None
 
 
@@ -64,7 +64,7 @@ def _describe(error: ValidationError, cls: type[BaseModel]) -> list[str]:
             near = difflib.get_close_matches(str(item["loc"][-1]), _known_keys(cls), n=1)
             lines.append(f"unknown key {where}" + (f" (did you mean {near[0]}?)" if near else ""))
         else:
-            lines.append(f"{where}: {item['msg'].removeprefix('Value error, ')}")
+            lines.append(f"{where}: {item['msg'].removeprefix('Value error, ').rstrip('.')}")
     return lines
 
 

@@ -6,6 +6,7 @@ is not up any more is lost at the tick's start, and nothing of the work done bef
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -144,8 +145,9 @@ def run(
     count: int,
 ) -> Report:
     """The policy on the pool of these zones, from each start."""
-    if count < 1 or hours <= 0 or slack < 0 or restart_h <= 0:
-        raise UsageError("starts, hours and restart must be above zero, and slack not below it.")
+    is_sane = count >= 1 and 0 < hours < math.inf and 0 <= slack < math.inf and 0 < restart_h < math.inf
+    if not is_sane:
+        raise UsageError("--starts, --hours and --restart-hours are above zero, and --slack is not below it.")
     terms = Terms.of(hours, restart_h, slack, traces[0].gap_s)
     up = stacked(traces) > 0
     from_start = runs(terms, up)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raytide.core.errors import NotFoundError
+from raytide.core.errors import UsageError
 from raytide.simulate.deadline import Runs
 from raytide.simulate.deadline_baselines import (
     greedy,
@@ -28,5 +28,5 @@ POLICIES: dict[str, Runs] = {
 
 def policy(name: str) -> Runs:
     if name not in POLICIES:
-        raise NotFoundError(f"no deadline policy {name!r}.", hint=f"There are: {', '.join(POLICIES)}.")
+        raise UsageError(f"no deadline policy {name!r}.", hint=f"There are: {', '.join(POLICIES)}.")
     return POLICIES[name]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,10 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raytide.core.errors import DataError
+from raytide.simulate import columns
 
 DAY_S = 86400.0
 SHORTEST_S, LONGEST_S = 30.0, 7 * DAY_S
 MOST_GPUS = 64
+_LATEST_S = 1e11
+"""Three thousand years: what is later counts in other units."""
 COLUMNS = ("submit_s", "duration_s", "num_gpus", "vc")
 
 
@@ -41,23 +42,20 @@ class JobTrace:
 
 
 def read(path: Path) -> JobTrace:
-    """The jobs of a CSV file, durations clipped to 30 s .. 7 days and sizes to 64 GPUs."""
-    try:
-        with path.open(newline="") as file:
-            rows = list(csv.DictReader(file))
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}.", hint="Check the path.") from None
-    if not rows or (missing := [name for name in COLUMNS if name not in rows[0]]):
-        what = f"no column {', '.join(missing)}" if rows else "no jobs"
-        raise DataError(f"{path}: {what}.", hint=f"It needs the columns {', '.join(COLUMNS)}.")
-    submit_s, duration_s, gpus = (_numbers(path, rows, name) for name in COLUMNS[:3])
-    teams = {name: number for number, name in enumerate(sorted({row["vc"] for row in rows}))}
+    """The jobs of a CSV file, durations clipped to 30 s .. 7 days and sizes to 1 .. 64 GPUs."""
+    table = columns.read(path, COLUMNS[:3], COLUMNS[3:])
+    submit_s, duration_s, gpus = (table.numbers[name] for name in COLUMNS[:3])
+    if (submit_s < 0).any() or (submit_s > _LATEST_S).any():
+        raise DataError(f"{path}: submit_s is not within 0 and {_LATEST_S:g} s in each row.", hint="Correct the file.")
+    if (gpus < 0).any():
+        raise DataError(f"{path} has a negative number of GPUs.", hint="Correct the file.")
+    teams = {name: number for number, name in enumerate(sorted(set(table.words["vc"])))}
     order = np.argsort(submit_s, kind="stable")
     return JobTrace(
         submit_s[order],
         np.clip(duration_s, SHORTEST_S, LONGEST_S)[order],
-        np.clip(gpus, 1, MOST_GPUS).astype(np.int64)[order],
-        np.array([teams[row["vc"]] for row in rows])[order],
+        np.clip(np.ceil(gpus), 1, MOST_GPUS).astype(np.int64)[order],
+        np.array([teams[name] for name in table.words["vc"]])[order],
     )
 
 
@@ -90,10 +88,3 @@ def with_multi_gpu_share(trace: JobTrace, share: float, seed: int) -> JobTrace:
 def gpus_for(trace: JobTrace, load: float, days: int) -> int:
     """The cluster on which the jobs' GPU-hours are `load` times what it has in those days, in whole nodes of 8."""
     return max(MOST_GPUS, 8 * math.ceil(trace.gpu_s / (load * days * DAY_S) / 8))
-
-
-def _numbers(path: Path, rows: Sequence[dict[str, str]], name: str) -> NDArray[np.float64]:
-    try:
-        return np.array([float(row[name]) for row in rows])
-    except (TypeError, ValueError) as error:
-        raise DataError(f"{path}: {name}: {error}.", hint="It has to be a number in each row.") from None

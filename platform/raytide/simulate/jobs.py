@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from raytide.core.errors import NotFoundError, UsageError
+from raytide.core.errors import UsageError
 from raytide.simulate import job_trace
 from raytide.simulate.cluster_jobs import Policy, replay
 from raytide.simulate.job_baselines import BASELINES
 from raytide.simulate.job_raytide import RAYTIDE
 
+LEAST_LOAD, MOST_LOAD = 1e-4, 1e4
+"""What a cluster is sized for; beyond them a number was mistyped."""
 POLICIES: dict[str, Policy] = {"raytide": RAYTIDE, **BASELINES}
 
 
@@ -29,12 +31,7 @@ class Setting:
 
 def simulate(path: Path, setting: Setting) -> dict[str, object]:
     """The setting and the outcome, as JSON."""
-    if setting.policy not in POLICIES:
-        raise NotFoundError(f"no queue policy {setting.policy!r}.", hint=f"There are: {', '.join(POLICIES)}.")
-    if (setting.gpus is None) == (setting.load is None):
-        raise UsageError("give the cluster's size either as --gpus or as --load.")
-    if setting.days < 1 or (setting.load is not None and setting.load <= 0) or not 0 <= setting.multi_gpu_share <= 1:
-        raise UsageError("days and load must be above zero, and the share of multi-GPU jobs within 0 and 1.")
+    _check(setting)
     trace = job_trace.window(job_trace.read(path), _first_day(setting.window), setting.days)
     mixed = job_trace.with_multi_gpu_share(trace, setting.multi_gpu_share, setting.seed)
     if setting.gpus is not None:
@@ -44,14 +41,29 @@ def simulate(path: Path, setting: Setting) -> dict[str, object]:
         load = setting.load or 0.0
         gpus = job_trace.gpus_for(mixed, load, setting.days)
     if (largest := int(mixed.gpus.max())) > gpus:
-        raise UsageError(f"a job asks for {largest} GPUs and the cluster has {gpus}.", hint="Give it more.")
+        raise UsageError(
+            f"a job asks for {largest} GPUs and the cluster has {gpus}.", hint="Give --gpus at least so many."
+        )
     outcome = replay(mixed, gpus, POLICIES[setting.policy], setting.days)
     return {**asdict(setting), "jobs": len(mixed), "load": load, **asdict(outcome)}
+
+
+def _check(setting: Setting) -> None:
+    if setting.policy not in POLICIES:
+        raise UsageError(f"no queue policy {setting.policy!r}.", hint=f"There are: {', '.join(POLICIES)}.")
+    if (setting.gpus is None) == (setting.load is None):
+        raise UsageError("the size of the cluster is not clear.", hint="Give either --gpus or --load.")
+    if setting.days < 1 or (setting.gpus is not None and setting.gpus < 1) or setting.seed < 0:
+        raise UsageError("--days and --gpus are above zero, and --seed is not below it.")
+    if setting.load is not None and not LEAST_LOAD <= setting.load <= MOST_LOAD:
+        raise UsageError(f"--load is {setting.load:g}.", hint=f"It lies within {LEAST_LOAD:g} and {MOST_LOAD:g}.")
+    if not 0 <= setting.multi_gpu_share <= 1:
+        raise UsageError(f"--multi-gpu-share is {setting.multi_gpu_share:g}.", hint="It lies within 0 and 1.")
 
 
 def _first_day(window: str) -> int | None:
     if window == "busiest":
         return None
-    if not window.isdigit():
-        raise UsageError(f"--window {window}: it is `busiest` or the number of a day.")
+    if not (window.isascii() and window.isdigit()):
+        raise UsageError(f"--window is {window!r}.", hint="It is `busiest` or the number of the first day.")
     return int(window)

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from raytide.core.errors import DataError
+from raytide.simulate import columns
+from raytide.simulate.columns import Floats
 from raytide.simulate.serving_setup import ServingSetup
-
-Floats = NDArray[np.float64]
 
 LEAST_RATE = 0.05
 """The quietest hour, as a share of the peak."""
+
+_MOST_HOURS = 100_000
 
 _STEP_S = 60.0
 """The rate moves in a line from the middle of one hour to that of the next, in steps of this size."""
@@ -69,14 +69,16 @@ def workload(setup: ServingSetup) -> Workload:
 
 
 def _recording(path: Path) -> tuple[Floats, Floats, Floats]:
-    table = _columns(path, ("t_s", "prompt_tokens", "output_tokens"))
-    at_s, prompt, output = table["t_s"], table["prompt_tokens"], table["output_tokens"]
-    if len(at_s) < 2 or at_s[-1] <= at_s[0]:
-        raise DataError(f"{path} needs at least two requests at different times.")
-    if (np.diff(at_s) < 0).any():
-        raise DataError(f"{path}: t_s goes backwards.", hint="Sort the requests by time.")
+    """In order of time, whatever the order of the rows."""
+    table = columns.read(path, ("t_s", "prompt_tokens", "output_tokens")).numbers
+    order = np.argsort(table["t_s"], kind="stable")
+    at_s, prompt, output = (table[name][order] for name in ("t_s", "prompt_tokens", "output_tokens"))
+    if at_s[-1] <= at_s[0]:
+        raise DataError(
+            f"{path} has all requests at one time.", hint="It needs two at different times: their gaps are repeated."
+        )
     if (prompt < 0).any() or (output < 0).any():
-        raise DataError(f"{path} has a negative number of tokens.")
+        raise DataError(f"{path} has a negative number of tokens.", hint="Correct the file.")
     return at_s, prompt, output
 
 
@@ -85,9 +87,7 @@ def _envelope(setup: ServingSetup) -> Floats:
     hours = math.ceil(setup.horizon_s / 3600.0)
     if setup.envelope is None:
         return np.ones(hours)
-    requests = _columns(setup.envelope, ("hour", "requests"))["requests"]
-    if (requests < 0).any() or not (requests > 0).any():
-        raise DataError(f"{setup.envelope} needs counts of requests, some above zero.")
+    requests = _hourly(setup.envelope)
     padded = np.pad(requests, 1)
     near = np.minimum(np.arange(len(requests)), 1) + np.minimum(np.arange(len(requests))[::-1], 1) + 1
     smooth = np.convolve(padded, np.ones(3), mode="valid") / near
@@ -98,28 +98,16 @@ def _envelope(setup: ServingSetup) -> Floats:
     return shares
 
 
-def _columns(path: Path, names: tuple[str, ...]) -> dict[str, Floats]:
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            reader = csv.DictReader(file)
-            missing = [name for name in names if name not in (reader.fieldnames or ())]
-            if missing:
-                raise DataError(f"{path} has no column {', '.join(missing)}.", hint=f"It needs {', '.join(names)}.")
-            rows = [[_number(row[name], path, reader.line_num, name) for name in names] for row in reader]
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}.", hint="Check the path.") from None
-    except UnicodeDecodeError:
-        raise DataError(f"{path} is not a text file.") from None
-    if not rows:
-        raise DataError(f"{path} has no rows.")
-    return dict(zip(names, np.array(rows).T, strict=True))
-
-
-def _number(text: str | None, path: Path, line: int, name: str) -> float:
-    try:
-        value = float(text or "")
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise DataError(f"{path}, line {line}: {name} is {text!r}, not a number.")
-    return value
+def _hourly(path: Path) -> Floats:
+    """From the first hour to the last; an hour without a row had no requests."""
+    table = columns.read(path, ("hour", "requests")).numbers
+    hour, requests = np.floor(table["hour"]), table["requests"]
+    if len(np.unique(hour)) < len(hour):
+        raise DataError(f"{path} has two rows for one hour.", hint="Number the hours on from day to day.")
+    if hour.max() - hour.min() >= _MOST_HOURS:
+        raise DataError(f"{path} spans more than {_MOST_HOURS} hours.", hint="Its column `hour` counts hours.")
+    if (requests < 0).any() or not (requests > 0).any():
+        raise DataError(f"{path} needs counts of requests, some above zero.", hint="Correct the file.")
+    found = np.zeros(int(hour.max() - hour.min()) + 1)
+    found[(hour - hour.min()).astype(int)] = requests
+    return found

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
-from raytide.core.errors import DataError, NotFoundError
+from raytide.core.errors import DataError
 
-Runs = list[tuple[Annotated[float, Field(ge=0)], Annotated[int, Field(ge=1)]]]
+Runs = list[tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], Annotated[int, Field(ge=1)]]]
 USUAL = ("v100", 1)
 """The GPU and GPUs of a node that are meant where traces of several match and none was named."""
 
@@ -29,7 +29,7 @@ class _Recorded(BaseModel):
     zone: str
     gpu: str
     gpus_per_node: int = Field(ge=1)
-    gap_seconds: float = Field(gt=0)
+    gap_seconds: float = Field(gt=0, allow_inf_nan=False)
     rle: Runs = Field(min_length=1)
     prices_rle: Runs | None = None
 
@@ -76,7 +76,7 @@ def select(
 ) -> tuple[SpotTrace, ...]:
     """Those whose key contains `collection`, one for each zone, with one gap; in the order of `zones`, when given.
 
-    Raises NotFoundError for a zone or a collection that is not there, DataError when what is left is ambiguous.
+    Raises DataError for a zone or a collection that is not there, and when what is left is ambiguous.
     """
     found = [
         trace
@@ -91,19 +91,32 @@ def select(
     there = sorted({trace.zone for trace in found})
     wanted = list(dict.fromkeys(zones)) or there
     missing = [zone for zone in wanted if zone not in there]
-    if missing or not wanted:
-        known = ", ".join(there or sorted({trace.collection for trace in traces}))
-        raise NotFoundError(
-            f"no spot trace of {collection!r}" + (f" in {', '.join(missing)}." if missing else "."),
-            hint=f"There are: {known}.",
+    if not there:
+        raise _not_there(traces, collection)
+    if missing:
+        raise DataError(
+            f"no spot trace of {collection!r} in {', '.join(missing)}.", hint=f"There are: {', '.join(there)}."
         )
     chosen = [trace for zone in wanted for trace in found if trace.zone == zone]
-    keys = ", ".join(trace.key for trace in chosen)
     if len(chosen) > len(wanted):
-        raise DataError(f"several traces for one zone: {keys}.", hint="Name more of the key, or the GPU and the kind.")
+        twice = [trace.key for trace in chosen if trace.zone == chosen[0].zone]
+        raise DataError(
+            f"several traces for zone {chosen[0].zone}: {', '.join(twice)}.",
+            hint=f"Name more of the key, such as {twice[0].rpartition('/')[0] or twice[0]}, or the GPU.",
+        )
     if len({trace.gap_s for trace in chosen}) > 1:
-        raise DataError(f"traces with different gaps: {keys}.", hint="Name one collection.")
+        gaps = ", ".join(f"{trace.key} ({trace.gap_s:g} s)" for trace in chosen)
+        raise DataError(f"traces with different gaps: {gaps}.", hint="Name more of the key, so that one gap is left.")
     return tuple(chosen)
+
+
+def _not_there(traces: Sequence[SpotTrace], collection: str) -> DataError:
+    named = [trace for trace in traces if collection in trace.key]
+    kinds = sorted({f"{trace.kind} of {trace.gpu} x {trace.gpus_per_node}" for trace in named})
+    if kinds:
+        return DataError(f"{collection!r} has no trace of that kind, GPU and size.", hint=f"It has {', '.join(kinds)}.")
+    known = ", ".join(sorted({trace.collection for trace in traces})) or "none"
+    return DataError(f"no spot trace of {collection!r}.", hint=f"The collections are: {known}.")
 
 
 def stacked(traces: Sequence[SpotTrace]) -> NDArray[np.int64]:
