@@ -26,7 +26,7 @@ def test_an_unknown_key_is_named_with_the_nearest_known_one() -> None:
         Outer.parse({"steps": 1, "others": [{"learning_rat": 2}]}, where="x")
     with pytest.raises(ConfigError) as caught:
         Outer.parse({"steps": 1, "zzz": 2}, where="x")
-    assert caught.value.message == "x: unknown key zzz"
+    assert caught.value.message == "x: unknown key zzz."
 
 
 def test_every_bad_field_is_named_at_once() -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from raytide import demo
-from raytide.core.errors import ClusterError
+from raytide.core.errors import ClusterError, WaitTimeoutError
 from raytide.demo.load import Answer, LoadReport
+from raytide.demo.view import View
 
 LIVE = "_live"
 
@@ -74,3 +77,26 @@ def test_the_load_report_counts_only_what_was_answered() -> None:
     report = LoadReport((Answer(1.0, 2.0, 10), Answer(3.0, 4.0, 10), Answer(0.0, 1.0, 0, error="503")), 2.0)
     assert (report.failed, report.tokens_per_s) == (1, 10.0)
     assert (report.ttft_median_s, report.ttft_slowest_s) == (2.0, 3.0)
+
+
+def test_a_stage_that_took_too_long_is_told_without_what_was_not_reached(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ends_with(
+        monkeypatch, WaitTimeoutError("job-2 is still running after 600 s.", hint="`raytide why job-2` says why.")
+    )
+    assert demo.run(keep=False, out=None, json=False) == 1
+    shown = capsys.readouterr().out
+    assert "did not happen: job-2 is still running after 600 s." in shown
+    assert "raytide why" not in shown and "nan" not in shown
+
+
+def test_plain_lines_are_said_again_only_when_they_changed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    with View(["train"], Console(width=80)) as view, view.stage("train") as say:
+        for now_s in range(100):
+            say("step 0" if now_s < 60 else "step 1")
+    assert capsys.readouterr().out.split("\n")[1:-2] == ["  step 0", "  step 0", "  step 1", "  step 1"]

@@ -38,10 +38,9 @@ LONGEST_LIFE_S = 4.0
 """Of a controller, from its start to its end: some die while they import, some in the middle of a tick."""
 DEMO_S = 900.0
 LONGER = """
-from raytide.demo import specs, stages
+from raytide.demo import specs
 train = specs.train
 specs.train = lambda out: train(out).model_copy(update={"steps": 400})
-stages._STAGE_TIMEOUT_S = 600.0
 from raytide.cli import main
 main()
 """

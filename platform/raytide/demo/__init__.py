@@ -14,7 +14,7 @@ from rich.console import Console
 from raytide.control import cluster
 from raytide.control.client import Client
 from raytide.control.running import run_dir_of
-from raytide.core.errors import RaytideError
+from raytide.core.errors import RaytideError, WaitTimeoutError
 from raytide.demo import specs, stages
 from raytide.demo.report import Report
 from raytide.demo.view import View
@@ -34,6 +34,8 @@ def run(*, keep: bool, out: Path | None, json: bool) -> int:
     try:
         with View(TITLES, console) as view:
             base_url = _live(view, folder, report, keep=keep)
+    except WaitTimeoutError as error:
+        report.problems.append(error.message)  # its hint names a command for a cluster that is gone by now
     except RaytideError as error:
         report.problems.append(str(error))
     finally:

@@ -79,14 +79,18 @@ class Report:
             console.print(f"did not happen: {problem}", style="red", markup=False)
 
     def rows(self) -> list[tuple[str, str]]:
-        rows = [
-            ("dataset", f"{self.documents:,} documents, {self.tokens:,} tokens"),
-            ("prepared", f"{self.documents_per_s:,.0f} documents/s, {self.tokens_per_s:,.0f} tokens/s"),
-            ("loss", f"{self.first_loss:.3f} to {self.last_loss:.3f}"),
-            ("training", f"{self.train_tokens_per_s:,.0f} tokens/s on 2 spot nodes"),
-            ("a node reclaimed", f"next step after {self.recovery_s:.1f} s, {self.restarts} re-formed"),
-            ("replicas", f"1 to {self.most_replicas} and back to {self.last_replicas}"),
-        ]
+        """Of what happened; a stage that was not reached has none."""
+        rows: list[tuple[str, str]] = []
+        if self.documents:
+            rows.append(("dataset", f"{self.documents:,} documents, {self.tokens:,} tokens"))
+            rows.append(("prepared", f"{self.documents_per_s:,.0f} documents/s, {self.tokens_per_s:,.0f} tokens/s"))
+        if self.first_loss == self.first_loss:
+            rows.append(("loss", f"{self.first_loss:.3f} to {self.last_loss:.3f}"))
+            rows.append(("training", f"{self.train_tokens_per_s:,.0f} tokens/s on 2 spot nodes"))
+            recovered = f"next step after {self.recovery_s:.1f} s, {self.restarts} re-formed"
+            rows.append(("a node reclaimed", recovered))
+        if self.most_replicas:
+            rows.append(("replicas", f"1 to {self.most_replicas} and back to {self.last_replicas}"))
         if self.load is not None:
             speed = f"{self.load.tokens_per_s:,.0f} tokens/s over {len(self.load.answers)} streams"
             rows.append(("serving", speed))

@@ -20,7 +20,8 @@ from raytide.tide import Tide
 
 CONCURRENCY = 32
 _POLL_S = 0.2
-_STAGE_TIMEOUT_S = 180.0
+_STAGE_TIMEOUT_S = 600.0
+"""Several times what a stage takes on two cores that do nothing else."""
 _MOST_WAVES = 6
 
 

@@ -16,6 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 _PLAIN_EVERY_S = 5.0
+_SAME_EVERY_S = 30.0
+"""A line that has not changed is said again so often, so that nobody thinks that it hangs."""
 
 
 @dataclass(slots=True)
@@ -35,7 +37,7 @@ class View:
         self._console = console
         self._live = Live(console=console, refresh_per_second=8, get_renderable=self._render)
         self._is_live = console.is_terminal
-        self._said_s = 0.0
+        self._said_s, self._said = 0.0, ""
 
     def __enter__(self) -> Self:
         if self._is_live:
@@ -64,11 +66,12 @@ class View:
 
     def say(self, stage: Stage, detail: str) -> None:
         stage.detail = detail
-        if time.monotonic() - self._said_s > _PLAIN_EVERY_S:
-            self._plain(f"  {detail}")
+        line = f"  {detail}"
+        if time.monotonic() - self._said_s > (_SAME_EVERY_S if line == self._said else _PLAIN_EVERY_S):
+            self._plain(line)
 
     def _plain(self, line: str) -> None:
-        self._said_s = time.monotonic()
+        self._said_s, self._said = time.monotonic(), line
         if not self._is_live:
             self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
