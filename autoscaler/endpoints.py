@@ -11,9 +11,9 @@ from dataclasses import replace
 
 from raytide.autoscaler import live_fleet
 from raytide.autoscaler.hosts import Hosts
-from raytide.autoscaler.replica_need import needed
+from raytide.autoscaler.replica_need import needed, replicas_for
 from raytide.core.clock import utc
-from raytide.core.endpoint import Endpoint, EndpointLoad, ServeSpec
+from raytide.core.endpoint import Endpoint, EndpointLoad, ServeSpec, Traffic
 from raytide.core.market import Market
 from raytide.core.plan import Scale
 from raytide.core.replicas import SERVING_STATES, is_fresh, unheard
@@ -109,7 +109,7 @@ def silence(view: EndpointView, now_s: float) -> str:
     if not is_fresh(load, now_s):
         heard = f"its load was last heard of at {utc(load.at_s)}, over {FRESH_S:.0f} s ago"
         return f"{heard}; its replicas stay as they are"
-    wish = wanted(endpoint.spec, load) if view.worth is None else view.worth.ondemand
+    wish = wanted(endpoint.spec, load) if view.worth is None else _replicas_for(view.worth.ondemand, load)
     if wish >= endpoint.target_replicas:
         return ""
     if silent := unheard(load, now_s):
@@ -120,6 +120,10 @@ def silence(view: EndpointView, now_s: float) -> str:
     if view.worth is not None and not view.worth.is_sure:
         return "this controller has not watched its requests for long enough yet; none is taken away"
     return ""
+
+
+def _replicas_for(work: int, load: EndpointLoad) -> int:
+    return math.ceil(replicas_for(work, load.traffic or Traffic()) - 1e-9)
 
 
 def _since(since_s: float | None, now_s: float) -> float:

@@ -76,7 +76,9 @@ class Hazard:
         """The chance that another zone of the region goes with one."""
         return min(1.0, self._together / self._losses)
 
-    def losses(self, held: Mapping[str, int], now_s: float, recovery_s: float) -> Iterator[tuple[float, Sequence[str]]]:
+    def losses(
+        self, held: Mapping[str, float], now_s: float, recovery_s: float
+    ) -> Iterator[tuple[float, Sequence[str]]]:
         """Of the zones that hold something; see `losses` below."""
         return losses({zone: self.per_h(zone, now_s) for zone in held}, self.together, recovery_s)
 

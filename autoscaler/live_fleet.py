@@ -5,22 +5,24 @@ market offers are pools. And what the policy's plan means for the endpoint and i
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 from raytide.autoscaler.hosts import COMING, Hosts
-from raytide.autoscaler.replica_need import kv_need
+from raytide.autoscaler.replica_need import cold_start_s, cold_start_source, kv_need
 from raytide.autoscaler.risk import pool_name
-from raytide.autoscaler.serving_fleet import FleetNode, FleetPlan, FleetState, ReplicaPool
+from raytide.autoscaler.serving_fleet import FleetNode, FleetPlan, FleetState, ReplicaPool, work_of
 from raytide.core.endpoint import Worth
 from raytide.core.fleet import Market as Kind
 from raytide.core.fleet import NodeState, fits, labels_match, minus, whole_shares
 from raytide.core.gang import Shape
 from raytide.core.market import Basket, Market
 from raytide.core.money import format_usd
+from raytide.core.pace import per_work
 from raytide.core.plan import Drain, Rejected
-from raytide.core.replicas import is_fresh, replica_shape, unheard
+from raytide.core.replicas import is_fresh, paces_of, replica_shape, unheard
 from raytide.core.shelf import Offer
 from raytide.core.shortfall import copies
 from raytide.core.snapshot import EndpointView, NodeView, Snapshot
@@ -47,32 +49,62 @@ class Decision:
 def decide(view: EndpointView, worth: Worth, snapshot: Snapshot, market: Market, hosts: Hosts) -> Decision:
     """What the policy wants. While something was not heard, or too little was seen, nothing is taken away, and so
     nothing is bought to replace what is there."""
-    spec, shape = view.endpoint.spec.replicas, replica_shape(view)
+    spec = view.endpoint.spec.replicas
     is_held = may_not_shrink(view, worth, snapshot.at_s)
     held = min(view.endpoint.target_replicas, spec.max) if is_held else 0
-    least = max(held, min(max(kv_least(view), worth.least), spec.max))
-    worth = replace(worth, spot=max(worth.spot, least), ondemand=max(worth.ondemand, least))
-    offers = {pool_name(o.node_type.name, o.zone): (o, fit) for o, fit in market.holding(shape)}
-    places = tuple(nodes_of(view, hosts, _cheapest_spot(offers)))
+    offers = _offers(view, market)
+    places = tuple(nodes_of(view, hosts, _cheapest_spot(view, offers)))
+    least = _work_of(max(held, min(max(kv_least(view), worth.least), spec.max)), places)
     state = FleetState(
-        worth=worth,
+        worth=replace(worth, spot=max(worth.spot, least), ondemand=max(worth.ondemand, least)),
         pools=_pools(view, hosts, market, offers, is_held=is_held),
         nodes=[replace(place, is_spot=True) for place in places] if is_held else places,
-        cold_start_s=spec.cold_start_s,
+        cold_start_s=cold_start_s(spec, view.load),
     )
     plan = _affordable(state, market, offers)
+    for _ in range(math.ceil(spec.min * max(paces_of(view).values(), default=0.0))):
+        if len(places) + len(plan.launch) - len(plan.release) >= spec.min:
+            break  # else few fast replicas do all that is wanted
+        more = replace(state.worth, spot=state.worth.spot + 1, ondemand=state.worth.ondemand + 1)
+        state = replace(state, worth=more)
+        plan = _affordable(state, market, offers)
     given_up = () if is_held else tuple(_given_up(view, hosts, plan.release))
-    if is_held:  # what nobody sits on is no replica that could be taken away
-        going = min(len(plan.release), sum("+" in place.id for place in places))
-    else:
-        going = sum(place.id in plan.release and _goes(place, given_up) for place in places)
-    count = max(len(places) + len(plan.launch) - going, worth.ondemand)
     return Decision(
-        replicas=max(spec.min, min(count, spec.most)),
-        reason=plan.reason,
+        replicas=_count(view, state, plan, places, given_up, is_held=is_held),
+        reason=f"{plan.reason}; a start takes {state.cold_start_s:.0f} s, as {cold_start_source(view.load)}",
         pools=tuple(_place(name) for name in plan.launch),
         given_up=given_up,
     )
+
+
+def _count(
+    view: EndpointView,
+    state: FleetState,
+    plan: FleetPlan,
+    places: Sequence[FleetNode],
+    given_up: Collection[str],
+    *,
+    is_held: bool,
+) -> int:
+    """The replicas that the plan means, those included that are worth it and cannot be had now."""
+    spec, paces = view.endpoint.spec.replicas, paces_of(view)
+    if is_held:  # what nobody sits on is no replica that could be taken away
+        going = [place for place in places if "+" in place.id][: len(plan.release)]
+    else:
+        going = [place for place in places if place.id in plan.release and _goes(place, given_up)]
+    coming = [state.pools[name].work for name in plan.launch]
+    lacking = state.worth.ondemand - work_of(places) + work_of(going) - sum(coming)
+    traffic = view.load.traffic if view.load else None
+    lacking /= traffic.next_pace if traffic is not None else 1.0
+    count = len(places) + len(coming) - len(going) + max(0, math.ceil(lacking - 1e-6))
+    most = min(spec.most, spec.max + sum(not place.is_spot for place in places)) if paces else spec.most
+    return max(spec.min, min(count, most))
+
+
+def _work_of(replicas: int, places: Sequence[FleetNode]) -> int:
+    """What so many do, each as much as those that are there do on average."""
+    here = [place.work for place in places if "+" not in place.id]
+    return int(replicas * fmean(here) + 1e-6) if here else replicas
 
 
 def _goes(place: FleetNode, given_up: Collection[str]) -> bool:
@@ -97,7 +129,7 @@ def nodes_of(view: EndpointView, hosts: Hosts, spot_micro_usd_h: float = 0.0) ->
 
     A place on a node that others keep costs no more than spot does. `spot_micro_usd_h`: what a replica costs there.
     """
-    name, shape, load = view.endpoint.name, replica_shape(view), view.load
+    name, shape, load, paces = view.endpoint.name, replica_shape(view), view.load, paces_of(view)
     here = Counter(node for node in load.replica_nodes if node not in hosts.leaving) if load else Counter()
     ready = Counter(replica.node for replica in load.replicas) if load else Counter()
     busy: Counter[str] = Counter()
@@ -107,20 +139,22 @@ def nodes_of(view: EndpointView, hosts: Hosts, spot_micro_usd_h: float = 0.0) ->
     for node_view in hosts.near(view):
         node, ray_id = node_view.node, node_view.node.ray_node_id
         seated = here.pop(ray_id, 0) if ray_id else 0
-        pool = pool_name(node.type, node.zone)
-        is_cheap = node.price_micro_usd_h <= spot_micro_usd_h * max(1, copies(shape.resources, node_view.total))
+        pool, work = pool_name(node.type, node.zone), paces.get(node.type, 1.0)
+        is_cheap = per_work(node.price_micro_usd_h, node.type, paces) <= spot_micro_usd_h * max(
+            1, copies(shape.resources, node_view.total)
+        )
         is_shared = bool(seated) and not _is_alone(node_view, shape, seated)
         is_spot = node.market is Kind.SPOT or is_cheap or is_shared
         for at in range(seated):
-            yield FleetNode(f"{node.id}#{at}", pool, is_spot, at < ready[ray_id], busy[ray_id])
+            yield FleetNode(f"{node.id}#{at}", pool, is_spot, at < ready[ray_id], busy[ray_id], work)
         started = (
             min(starting, hosts.unseen.room_on(node_view, view)) if starting and ray_id not in hosts.leaving else 0
         )
         starting -= started
-        yield from (FleetNode(f"{node.id}~{at}", pool, is_spot, False) for at in range(started))
+        yield from (FleetNode(f"{node.id}~{at}", pool, is_spot, False, 0, work) for at in range(started))
         if node.subject == name and node.state in COMING and labels_match(shape.labels, node_view.labels):
             room = _room(node_view, shape, seated)
-            yield from (FleetNode(f"{node.id}+{at}", pool, is_spot, False) for at in range(room))
+            yield from (FleetNode(f"{node.id}+{at}", pool, is_spot, False, 0, work) for at in range(room))
     for ray_id, count in sorted(here.items()):
         yield from (FleetNode(f"{ray_id}#{at}", ELSEWHERE, True, at < ready[ray_id]) for at in range(count))
 
@@ -132,25 +166,42 @@ def _room(view: NodeView, shape: Shape, seated: int) -> int:
     return min(copies(need, view.available), copies(need, left))
 
 
-def spot_held(view: EndpointView, hosts: Hosts) -> Counter[str]:
-    """Places on spot by pool."""
+def spot_held(view: EndpointView, hosts: Hosts) -> dict[str, float]:
+    """What places on spot do by pool."""
     spot = {pool_name(v.node.type, v.node.zone) for v in hosts.near(view) if v.node.market is Kind.SPOT}
-    return Counter(node.pool for node in nodes_of(view, hosts) if node.pool in spot)
+    held: dict[str, float] = defaultdict(float)
+    for node in nodes_of(view, hosts):
+        if node.pool in spot:
+            held[node.pool] += node.work
+    return held
 
 
-def prices(market: Market, shape: Shape) -> tuple[float, dict[str, float]]:
-    """What a replica costs an hour on demand, and by spot pool. What is free is priced as what is not: only then is it
-    known what a late request is worth."""
-    found = [(offer, offer.price_micro_usd_h / fit / 1e6) for offer, fit in market.holding(shape)]
+def prices(view: EndpointView, market: Market) -> tuple[float, dict[str, float]]:
+    """What a replica's work costs an hour on demand, and by spot pool. What is free is priced as what is not: only then
+    is it known what a late request is worth."""
+    found = [(offer, _price(view, offer, fit) / 1e6) for offer, fit in _offers(view, market).values()]
     spot = {pool_name(o.node_type.name, o.zone): usd_h for o, usd_h in found if o.node_type.market is Kind.SPOT}
     ondemand = [usd_h for offer, usd_h in found if offer.node_type.market is not Kind.SPOT]
     paid = [usd_h for usd_h in ondemand if usd_h > 0] or [usd_h for usd_h in spot.values() if usd_h > 0] or [1.0]
     return min(paid), {name: usd_h or min(paid) for name, usd_h in spot.items()}
 
 
-def _cheapest_spot(offers: _Offers) -> float:
-    """What a replica costs there in micro-dollars an hour; nothing is as cheap when there is no spot."""
-    spot = [o.price_micro_usd_h / fit for o, fit in offers.values() if o.node_type.market is Kind.SPOT]
+def _offers(view: EndpointView, market: Market) -> _Offers:
+    """Those on which first tokens can be in time."""
+    traffic = view.load.traffic if view.load is not None else None
+    too_slow = traffic.too_slow if traffic is not None else ()
+    holding = [(o, fit) for o, fit in market.holding(replica_shape(view)) if o.node_type.name not in too_slow]
+    return {pool_name(o.node_type.name, o.zone): (o, fit) for o, fit in holding}
+
+
+def _price(view: EndpointView, offer: Offer, fit: int) -> float:
+    """Of a replica's work there, in micro-dollars an hour."""
+    return per_work(offer.price_micro_usd_h / fit, offer.node_type.name, paces_of(view))
+
+
+def _cheapest_spot(view: EndpointView, offers: _Offers) -> float:
+    """What a replica's work costs there in micro-dollars an hour; nothing is as cheap when there is no spot."""
+    spot = [_price(view, o, fit) for o, fit in offers.values() if o.node_type.market is Kind.SPOT]
     return min(spot, default=-math.inf)
 
 
@@ -159,20 +210,21 @@ def _pools(
 ) -> dict[str, ReplicaPool]:
     """All that could hold a replica. A pool that failed lately is tried with one; not while the target is held, or
     each try that fails would be made up for on demand."""
-    pools = {ELSEWHERE: ReplicaPool(ELSEWHERE, 0.0, is_spot=False, most=0)}
+    pools, paces = {ELSEWHERE: ReplicaPool(ELSEWHERE, 0.0, is_spot=False, most=0)}, paces_of(view)
     for node in (node_view.node for node_view in hosts.near(view)):
-        name, is_spot = pool_name(node.type, node.zone), node.market is Kind.SPOT
-        pools[name] = ReplicaPool(name, node.price_micro_usd_h / 1e6, is_spot, most=0)
+        name, is_spot, usd_h = pool_name(node.type, node.zone), node.market is Kind.SPOT, node.price_micro_usd_h / 1e6
+        pools[name] = ReplicaPool(name, per_work(usd_h, node.type, paces), is_spot, most=0)
     to_be_had = market.can_have()
     for name, (offer, fit) in offers.items():
         known = market.pools.get((offer.node_type.name, offer.zone))
         most = int(to_be_had[offer.row]) * fit
         pools[name] = ReplicaPool(
             name=name,
-            usd_h=offer.price_micro_usd_h / fit / 1e6,
+            usd_h=_price(view, offer, fit) / 1e6,
             is_spot=offer.node_type.market is Kind.SPOT,
             losses_per_h=offer.deaths_per_h,
             most=min(most, 0 if is_held else 1) if known is not None and known.failures else most,
+            work=paces.get(offer.node_type.name, 1.0),
         )
     return pools
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
+from statistics import fmean
 
 from raytide.core.endpoint import EndpointLoad, Replicas, Speed, Traffic
 
@@ -32,7 +34,8 @@ def request_s(prompt_tokens: float, output_tokens: float, speed: Speed) -> float
 def _needs(spec: Replicas, load: EndpointLoad) -> Iterator[Need]:
     traffic = load.traffic or Traffic()
     each = f"{spec.target_ongoing:g} for each replica"
-    yield Need(load.ongoing / spec.target_ongoing, f"{load.ongoing:g} requests in flight, {each}")
+    in_flight = replicas_for(load.ongoing / spec.target_ongoing, traffic)
+    yield Need(in_flight, f"{load.ongoing:g} requests in flight, {each}{_where(traffic)}")
     yield kv_need(spec, load)
     if traffic.request_s is not None:
         yield _work_need(spec, load, traffic.ahead_rps, traffic.request_s)
@@ -53,8 +56,43 @@ def kv_need(spec: Replicas, load: EndpointLoad) -> Need:
 
 def _work_need(spec: Replicas, load: EndpointLoad, rate_rps: float, each_s: float) -> Need:
     """What keeps up, and works off what will wait when a replica that is asked for now answers."""
-    busy = rate_rps * each_s
+    busy, traffic = rate_rps * each_s, load.traffic or Traffic()
     waiting = sum(replica.waiting for replica in load.replicas)
-    backlog_s = waiting * each_s + (busy - load.ready) * spec.cold_start_s
-    rate = f"{rate_rps:.2f} requests/s of {each_s:.2f} replica-seconds each"
-    return Need(busy / FULL + max(0.0, backlog_s) / DRAIN_S, f"{rate}, {waiting:g} waiting")
+    backlog_s = waiting * each_s + (busy - ready_work(load)) * cold_start_s(spec, load)
+    rate = f"{rate_rps:.2f} requests/s of {each_s:.2f} replica-seconds each{_where(traffic)}"
+    asked = replicas_for(busy / FULL + max(0.0, backlog_s) / DRAIN_S, traffic)
+    return Need(asked, f"{rate}, {waiting:g} waiting")
+
+
+def replicas_for(work: float, traffic: Traffic) -> float:
+    """How many replicas do as much as so many would where they do least: those that are there, then others where the
+    next one costs least for what it does. Which of too many goes is Serve's choice: the fastest, at worst."""
+    if not traffic.paces:
+        return work
+    held = sorted(traffic.held, reverse=True)
+    spare = sum(held) - work
+    if spare < 0:
+        return len(held) - spare / traffic.next_pace
+    going = sum(lost <= spare + 1e-9 for lost in accumulate(held))
+    return len(held) - going
+
+
+def cold_start_s(spec: Replicas, load: EndpointLoad | None) -> float:
+    """From the decision for a replica to its first answer: as learned, else as configured."""
+    learned = load.traffic.cold_start_s if load is not None and load.traffic is not None else None
+    return spec.cold_start_s if learned is None else learned
+
+
+def cold_start_source(load: EndpointLoad | None) -> str:
+    is_learned = load is not None and load.traffic is not None and load.traffic.cold_start_s is not None
+    return "learned from its own" if is_learned else "configured"
+
+
+def ready_work(load: EndpointLoad) -> float:
+    """What the replicas that answer do, in units of one where it does least."""
+    held = load.traffic.held if load.traffic is not None else ()
+    return load.ready * fmean(held) if held else load.ready
+
+
+def _where(traffic: Traffic) -> str:
+    return " where they are slowest" if traffic.paces else ""

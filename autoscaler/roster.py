@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from operator import mul
 
-from raytide.core.fleet import Resources, dominant, plus, whole_shares
+from raytide.core.fleet import TYPE_LABEL, Resources, dominant, plus, whole_shares
 from raytide.core.gang import Lease, Member, Shape
 from raytide.core.job import Job
-from raytide.core.replicas import replica_shape
+from raytide.core.pace import Paces, no_slower
+from raytide.core.replicas import paces_of, replica_shape
 from raytide.core.shortfall import ACCELERATOR_LABEL
 from raytide.core.snapshot import EndpointView, NodeView, Snapshot
 
@@ -25,6 +26,8 @@ class Occupants:
     replicas: tuple[EndpointView, ...] = ()
     """The endpoint of each, by the last word that was heard."""
     seats: tuple[tuple[Lease, Member], ...] = ()
+    paces: Mapping[str, Paces] = field(default_factory=dict)
+    """By job."""
 
     def __bool__(self) -> bool:
         return bool(self.replicas or self.seats)
@@ -54,8 +57,8 @@ class Occupants:
     @cached_property
     def asks(self) -> tuple[Shape, ...]:
         """What each needs elsewhere. A gang keeps its accelerator, and what its members share."""
-        gangs = (_bound(lease.shape, self.view) for lease, _ in self.seats)
-        return (*map(replica_shape, self.replicas), *gangs)
+        gangs = (_bound(self._as_fast(lease.shape, self.paces.get(lease.job_id)), self.view) for lease, _ in self.seats)
+        return (*(self._as_fast(replica_shape(replica), paces_of(replica)) for replica in self.replicas), *gangs)
 
     @cached_property
     def are_all(self) -> bool:
@@ -71,6 +74,13 @@ class Occupants:
     def are_only(self, lease: Lease) -> bool:
         """Whether nobody else is there than members of this gang."""
         return self.leases == {lease.id} and not self.replicas and self.are_all
+
+    def _as_fast(self, shape: Shape, paces: Paces | None) -> Shape:
+        """Only where its work goes no slower than here: the price of an hour says nothing else."""
+        if not paces:
+            return shape
+        types = no_slower(self.view.node.type, paces)
+        return shape.model_copy(update={"labels": {TYPE_LABEL: types, **shape.labels}})
 
     @property
     def _shapes(self) -> tuple[Shape, ...]:
@@ -88,6 +98,8 @@ class Roster:
     """Replicas by Ray's id of their node."""
     seats: dict[str, list[tuple[Lease, Member]]] = field(default_factory=dict)
     """Members by their node."""
+    paces: Mapping[str, Paces] = field(default_factory=dict)
+    """By job."""
     _prices: dict[str, float] = field(default_factory=dict)
     """By lease, as far as they were asked for."""
 
@@ -99,6 +111,7 @@ class Roster:
             views={view.node.id: view for view in snapshot.nodes},
             in_ray={view.node.ray_node_id: view for view in snapshot.nodes if view.node.ray_node_id},
             endpoints={view.endpoint.name: view for view in snapshot.endpoints},
+            paces=snapshot.paces,
         )
         for endpoint in snapshot.endpoints:
             for ray_node_id in endpoint.load.replica_nodes if endpoint.load else ():
@@ -112,7 +125,8 @@ class Roster:
 
     def on(self, view: NodeView) -> Occupants:
         node = view.node
-        return Occupants(view, tuple(self.hosts.get(node.ray_node_id, ())), tuple(self.seats.get(node.id, ())))
+        replicas, seats = self.hosts.get(node.ray_node_id, ()), self.seats.get(node.id, ())
+        return Occupants(view, tuple(replicas), tuple(seats), self.paces)
 
     def price_of(self, lease: Lease) -> float:
         """Micro-dollars an hour of what the gang holds, by its share of each node."""

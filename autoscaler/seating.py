@@ -11,6 +11,7 @@ from raytide.core.clock import utc
 from raytide.core.coming import Ask, Coming
 from raytide.core.fleet import Market, NodeState, NodeType, Resources
 from raytide.core.gang import Lease, LeaseState, MemberState, Shape
+from raytide.core.pace import Paces
 from raytide.core.plan import Requeue, Unassign, Wait
 from raytide.core.replicas import is_replica, replica_shape
 from raytide.core.room import Placements
@@ -76,7 +77,8 @@ def _seat_lease(draft: Draft, lease: Lease) -> None:
         if stance is not None and not shapes:
             draft.wait(lease.job_id, Shortfall("deadline", f"{subject} {stance.reason}.", "Nothing to do."))
             return
-        shape, placed = _first_that_fits(draft, shapes, len(waiting), needed, subject)
+        paces = draft.snapshot.paces.get(lease.job_id)
+        shape, placed = _first_that_fits(draft, shapes, len(waiting), needed, subject, paces)
         if isinstance(placed, Shortfall):
             draft.wait(lease.job_id, placed)
             if not _stands(lease) and not _is_vacated_for(draft, shape, len(waiting), needed):
@@ -91,12 +93,12 @@ def _seat_lease(draft: Draft, lease: Lease) -> None:
 
 
 def _first_that_fits(
-    draft: Draft, shapes: Sequence[Shape], count: int, needed: int, subject: str
+    draft: Draft, shapes: Sequence[Shape], count: int, needed: int, subject: str, paces: Paces | None
 ) -> tuple[Shape, Placements | Shortfall]:
     """Of some shapes, the best first; when none fits, why the first does not."""
     tried = []
     for shape in shapes:
-        placed = draft.room.place(shape, count, at_least=needed, subject=subject)
+        placed = draft.room.place(shape, count, at_least=needed, subject=subject, paces=paces)
         if placed and not isinstance(placed, Shortfall):
             return shape, placed
         tried.append((shape, placed))
@@ -131,7 +133,7 @@ def _replace_leaving(draft: Draft, lease: Lease) -> None:
     subject, stance = f"gang {lease.job_id}", draft.snapshot.stances.get(lease.job_id)
     if not (shapes := bound([_where_the_rest_is(draft, lease)], stance)):
         return
-    _, placed = _first_that_fits(draft, shapes, len(leaving), 0, subject)
+    _, placed = _first_that_fits(draft, shapes, len(leaving), 0, subject, draft.snapshot.paces.get(lease.job_id))
     if not isinstance(placed, Shortfall):
         node = draining[leaving[0].node_id]
         when = f" at {utc(node.drain_deadline_s)}" if node.drain_deadline_s is not None else ""

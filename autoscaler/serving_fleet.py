@@ -7,15 +7,17 @@ replicas stay until the spot replicas that replace them serve. No clock, no memo
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from raytide.autoscaler.hazard import holds, losses, region
+from raytide.autoscaler.hazard import losses, region
 from raytide.core.endpoint import Worth
 
 NOTICED_S = 20.0
 """From a loss to the launch of what replaces it, at most."""
+_EPS = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +27,13 @@ class ReplicaPool:
     name: str
     """A spot zone, or a node type in one; what it ends in after its region tells the zones of a region apart."""
     usd_h: float
-    """Of one replica."""
+    """Of one unit of work: see `FleetNode.work`."""
     is_spot: bool
     losses_per_h: float = 0.0
     most: int | None = None
     """How many more it is worth asking for now; None when there is no limit."""
+    work: float = 1.0
+    """What a replica there does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,8 @@ class FleetNode:
     """Or costs no more than spot does: nothing is saved by leaving it for spot."""
     is_ready: bool
     busy: int = 0
+    work: float = 1.0
+    """What it does, in the units in which `Worth` counts replicas: those of a replica where they are slowest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,77 +72,93 @@ class FleetState:
         worth, nodes = self.worth, self.nodes
         spot = [node for node in nodes if node.is_spot]
         ondemand = [node for node in nodes if not node.is_spot]
-        launch = self._spot_launches(worth.spot - len(spot))
-        launch += self._ondemand_launches(worth.ondemand - len(nodes) - len(launch))
-        release = self._dearest(len(spot) - max(worth.spot, worth.ondemand - sum(n.is_ready for n in ondemand)))
-        ready = sum(node.is_ready for node in nodes) - sum(node.is_ready for node in release)
-        kept = len(spot) - len(release)  # what is about to be launched replaces nothing yet
-        surplus = len(ondemand) - max(0, worth.ondemand - kept)
-        for node in sorted(ondemand, key=lambda node: (node.is_ready, node.busy, node.id))[: max(0, surplus)]:
+        launch = self._spot_launches(worth.spot - work_of(spot))
+        bought = sum(self.pools[name].work for name in launch)
+        launch += self._ondemand_launches(worth.ondemand - work_of(nodes) - bought)
+        release = self._dearest(work_of(spot) - max(worth.spot, worth.ondemand - work_of(_ready(ondemand))))
+        ready = work_of(_ready(nodes)) - work_of(_ready(release))
+        kept = work_of(spot) - work_of(release)  # what is about to be launched replaces nothing yet
+        surplus = work_of(ondemand) - max(0, worth.ondemand - kept)
+        for node in sorted(ondemand, key=lambda node: (node.is_ready, node.busy, node.id)):
+            if node.work > surplus + _EPS:
+                continue
+            surplus -= node.work
             if not node.is_ready:
                 release.append(node)
-            elif ready - 1 >= worth.ondemand:
+            elif ready - node.work >= worth.ondemand - _EPS:
                 release.append(node)
-                ready -= 1
+                ready -= node.work
         reason = (
             f"{worth.usual_rps:.2f} requests/s are usual and a late one costs ${worth.late_usd:.4f}: "
             f"{worth.spot} replicas are worth the price of spot, {worth.ondemand} that of on demand"
         )
         return FleetPlan(tuple(launch), tuple(node.id for node in release), reason)
 
-    def _spot_launches(self, count: int) -> list[str]:
-        """Each where one more costs least, its risk included."""
-        held, total, bought = self._spot_by_region(self.nodes), len(self.nodes), Counter[str]()
+    def _spot_launches(self, work: float) -> list[str]:
+        """Each where what it does of that costs least, its risk included."""
+        held, total, bought = self._spot_by_region(self.nodes), work_of(self.nodes), Counter[str]()
         ondemand_usd_h = [pool.usd_h for pool in self.pools.values() if not pool.is_spot and pool.most != 0]
         dear_usd_h = min(ondemand_usd_h, default=float("inf"))
         open_pools = [pool for pool in self.pools.values() if pool.is_spot and pool.usd_h < dear_usd_h]
         chosen: list[str] = []
-        while len(chosen) < count:
+        while work > _EPS:
             there = [pool.name for pool in open_pools if pool.most is None or pool.most > bought[pool.name]]
             if not there:
                 break
-            cost = {name: self._usd_h(name, held[region(name)], total) for name in there}
+            cost = {name: self._usd_h(name, held[region(name)], total) * self._beyond(name, work) for name in there}
             name = min(there, key=lambda name: (cost[name], held[region(name)].get(name, 0)))
-            near = held[region(name)]
-            near[name] = near.get(name, 0) + 1
-            total += 1
+            near, done = held[region(name)], self.pools[name].work
+            near[name] = near.get(name, 0) + done
+            total += done
+            work -= done
             bought[name] += 1
             chosen.append(name)
         return chosen
 
-    def _ondemand_launches(self, count: int) -> list[str]:
+    def _ondemand_launches(self, work: float) -> list[str]:
         chosen: list[str] = []
         for pool in sorted((pool for pool in self.pools.values() if not pool.is_spot), key=lambda pool: pool.usd_h):
-            left = max(0, count - len(chosen))
-            chosen += [pool.name] * (left if pool.most is None else min(left, pool.most))
+            count = math.ceil(max(0.0, work) / pool.work - _EPS)
+            count = count if pool.most is None else min(count, pool.most)
+            chosen += [pool.name] * count
+            work -= count * pool.work
         return chosen
 
-    def _dearest(self, count: int) -> list[FleetNode]:
-        """The spot nodes to let go: those that are not ready, then of the zones where one more costs most."""
+    def _beyond(self, name: str, work: float) -> float:
+        """How many times the work that is wanted a replica there does, and is paid for."""
+        return max(1.0, self.pools[name].work / work)
+
+    def _dearest(self, work: float) -> list[FleetNode]:
+        """The spot nodes to let go, which do no more than that: those that are not ready, then of the zones where one
+        more costs most."""
         left = list(self.nodes)
         chosen: list[FleetNode] = []
-        while len(chosen) < count:
-            held = self._spot_by_region(left)
-            spot = [node for node in left if node.is_spot]
-            there = dict.fromkeys(node.pool for node in spot)
-            cost = {name: self._usd_h(name, _less(held[region(name)], name), len(left) - 1) for name in there}
+        while spot := [node for node in left if node.is_spot and node.work <= work + _EPS]:
+            held, total = self._spot_by_region(left), work_of(left)
+            there = {node.pool: node.work for node in spot}
+            cost = {
+                name: self._usd_h(name, _less(held[region(name)], name, done), total - done)
+                for name, done in there.items()
+            }
             node = min(spot, key=lambda node: (node.is_ready, -cost[node.pool], node.busy, node.id))
             left.remove(node)
             chosen.append(node)
+            work -= node.work
         return chosen
 
-    def _spot_by_region(self, nodes: Iterable[FleetNode]) -> dict[str, dict[str, int]]:
-        """Replicas by region and spot pool: what is lost in one region does not tell of another."""
-        held: dict[str, dict[str, int]] = defaultdict(dict)
-        for name, count in holds(node.pool for node in nodes).items():
-            if self.pools[name].is_spot:
-                held[region(name)][name] = count
+    def _spot_by_region(self, nodes: Iterable[FleetNode]) -> dict[str, dict[str, float]]:
+        """Work by region and spot pool: what is lost in one region does not tell of another."""
+        held: dict[str, dict[str, float]] = defaultdict(dict)
+        for node in nodes:
+            if self.pools[node.pool].is_spot:
+                near = held[region(node.pool)]
+                near[node.pool] = near.get(node.pool, 0.0) + node.work
         return held
 
-    def _usd_h(self, name: str, near: Mapping[str, int], total: int) -> float:
-        """An hour of one more replica there: what starting again costs, and that it is missing just when others are.
+    def _usd_h(self, name: str, near: Mapping[str, float], total: float) -> float:
+        """An hour of one unit more there: what starting again costs, and that it is missing just when others are.
 
-        `near`: those in the spot pools of its region, of `total`.
+        `near`: the work in the spot pools of its region, of `total`.
         """
         pool, late = self.pools[name], self.worth.late_per_h
         held = {**near, name: near.get(name, 0) + 1}
@@ -144,12 +166,20 @@ class FleetState:
         late_per_h = 0.0
         for share, names in losses(rates, self.worth.together, self.cold_start_s + NOTICED_S):
             if name in names:
-                left = min(total + 1 - sum(held[other] for other in names), len(late) - 2)
+                left = min(max(0, int(total + 1 - sum(held[other] for other in names))), len(late) - 2)
                 late_per_h += share * (late[left] - late[left + 1])
         return pool.usd_h * (1.0 + pool.losses_per_h * self.cold_start_s / 3600.0) + self.worth.late_usd * late_per_h
 
 
-def _less(held: Mapping[str, int], name: str) -> dict[str, int]:
-    """With one replica fewer there."""
-    left = {other: count - (other == name) for other, count in held.items()}
-    return {other: count for other, count in left.items() if count}
+def _less(held: Mapping[str, float], name: str, work: float) -> dict[str, float]:
+    """With so much less there."""
+    left = {other: there - work * (other == name) for other, there in held.items()}
+    return {other: there for other, there in left.items() if there > _EPS}
+
+
+def work_of(nodes: Iterable[FleetNode]) -> float:
+    return sum(node.work for node in nodes)
+
+
+def _ready(nodes: Iterable[FleetNode]) -> list[FleetNode]:
+    return [node for node in nodes if node.is_ready]

@@ -50,10 +50,11 @@ class Heard:
     ongoing: float
     """Requests in flight and waiting."""
     served: Served
-    held: Mapping[str, int]
-    """Spot replicas that stay, those that start included, by pool."""
-    ready: int
-    """Replicas that answer, whatever they run on."""
+    held: Mapping[str, float]
+    """Spot replicas that stay, those that start included, by pool; where replicas do not all do alike, what they do,
+    in units of one where it does least."""
+    ready: float
+    """The same of those that answer, whatever they run on."""
 
 
 class Past(Config):
@@ -161,7 +162,7 @@ class Memory:
             nodes.update(spared * self._late_usd + drained, usd_h, usd_h * goal.cold_start_s / 3600.0, heard.dt_s)
             nodes.count = max(nodes.count, goal.min_replicas, min(math.ceil(self._work), goal.max_replicas))
 
-    def _drained(self, ongoing: float, ready: int) -> Floats:
+    def _drained(self, ongoing: float, ready: float) -> Floats:
         """What each node is worth for working off what will wait when a launch of now is ready."""
         goal, waiting = self.goal, ongoing - self.usual.rps * self.paper.in_flight_s
         backlog_s = waiting * self.paper.request_s + (self._work - ready) * goal.cold_start_s

@@ -5,6 +5,7 @@ endpoint for a while.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -15,12 +16,14 @@ from raytide.autoscaler.hazard import Hazard
 from raytide.autoscaler.hosts import Hosts
 from raytide.autoscaler.live_fleet import kv_least, prices, spot_held
 from raytide.autoscaler.paper_fleets import ReplicaSpeed
+from raytide.autoscaler.replica_need import cold_start_s, ready_work
 from raytide.autoscaler.serving_memory import TOLD_AFTER_S, Heard, Memory, Past, ServingGoal
 from raytide.autoscaler.traffic import Key
 from raytide.autoscaler.words import Arrivals, Queue, Words
 from raytide.core.endpoint import Counters, EndpointLoad, Worth
 from raytide.core.market import Market
-from raytide.core.replicas import is_fresh, replica_shape
+from raytide.core.pace import Paces
+from raytide.core.replicas import is_fresh, paces_of
 from raytide.core.signals import FRESH_S
 from raytide.core.snapshot import EndpointView, Snapshot
 
@@ -87,7 +90,7 @@ class _Watched:
             ongoing=load.ongoing,
             served=self.arrivals.served(*told_s),
             held=spot_held(view, hosts),
-            ready=load.ready,
+            ready=ready_work(load),
         )
         self.memory.learn(heard, hazard)
         is_sure = at_s - self.since_s >= MEMORY_S or self.since_s - view.endpoint.created_at_s <= YOUNG_S
@@ -135,7 +138,8 @@ class SloFleets:
         if (watched is not None and at_s - watched.looked_s < LOOK_S) or not is_fresh(load, at_s):
             return
         market, hosts = fleet()
-        if (goal := _goal(view, load, market)) is None:
+        past = self._known.get(key) if watched is None else watched.memory.goal
+        if (goal := _goal(view, load, market, past.max_replicas if past is not None else 0)) is None:
             return
         if watched is None or not watched.memory.is_for(goal):
             watched = self._watched[key] = _Watched(Memory.of(goal), at_s, at_s, at_s)
@@ -148,19 +152,28 @@ class SloFleets:
         watched.look(view, load, at_s, hosts, hazard)
 
 
-def _goal(view: EndpointView, load: EndpointLoad, market: Market) -> ServingGoal | None:
-    """None while nobody knows how fast a replica is."""
+def _goal(view: EndpointView, load: EndpointLoad, market: Market, most: int) -> ServingGoal | None:
+    """None while nobody knows how fast a replica is. `most`: of the goal before."""
     spec, speed = view.endpoint.spec.replicas, load.traffic.speed if load.traffic is not None else None
     if speed is None or spec.slo_target is None or spec.slo_ttft_s is None:
         return None
-    ondemand_usd_h, spot_usd_h = prices(market, replica_shape(view))
+    ondemand_usd_h, spot_usd_h = prices(view, market)
     return ServingGoal(
         slo_ttft_s=spec.slo_ttft_s,
         slo_target=spec.slo_target,
         min_replicas=spec.min,
-        max_replicas=spec.max,
-        cold_start_s=spec.cold_start_s,
+        max_replicas=_most(spec.max, paces_of(view), most),
+        cold_start_s=cold_start_s(spec, load),
         speed=ReplicaSpeed(speed.prefill_tps, speed.slots, speed.tpot_ms / 1e3),
         ondemand_usd_h=ondemand_usd_h,
         spot_usd_h=spot_usd_h,
     )
+
+
+def _most(replicas: int, paces: Paces, before: int) -> int:
+    """What so many do where they do most, in units of where they do least. With room to spare, and kept while it will
+    do: the paper fleets begin anew when it changes."""
+    if not paces:
+        return replicas
+    most = math.ceil(replicas * max(paces.values()))
+    return before if most <= before <= 4 * most else 2 * most

@@ -18,13 +18,14 @@ from raytide.autoscaler import pools
 from raytide.autoscaler.deadline_jobs import judged
 from raytide.autoscaler.idle import IdleClock
 from raytide.autoscaler.seating import UNMANAGED
-from raytide.autoscaler.traffic import Traffics, node_types
+from raytide.autoscaler.strides import Strides
+from raytide.autoscaler.traffic import Traffics
 from raytide.control.accounts import Spent, used_lately, uses, with_accounts
 from raytide.control.apply import Outcome, apply
 from raytide.control.bookkeeping import Booking, keep_books
 from raytide.control.decide import of_judged
 from raytide.control.glimpse import answer
-from raytide.control.learned import Learned
+from raytide.control.learned import Knowledge, Learned
 from raytide.control.losses import book_losses, ripe
 from raytide.control.observe import Book, advance, metered, snapshot
 from raytide.control.outlook import Outlook
@@ -71,9 +72,11 @@ class Controller:
         self._serving = Serving(sources.serve)
         self._idle, self._leaving = IdleClock(), Leaving()
         self._learned = Learned(live_path.with_name("learned.json"))
-        self._traffics = Traffics(self._learned.speeds)
+        known = self._learned.known
+        self._traffics = Traffics(config.node_types, known.speeds, known.starts)
+        self._strides = Strides(config.node_types, known.strides)
         self._names: Mapping[str, str] = {}
-        self._outlook = Outlook(store, config, clock.now_s(), self._learned.fleets)
+        self._outlook = Outlook(store, config, clock.now_s(), known.fleets)
         self._wake = threading.Event()
         self._stopped = False
         self._foreseen: tuple[float, Mapping[str, float]] = (0.0, {})
@@ -110,7 +113,14 @@ class Controller:
         seen = self._outlook.on(
             snapshot(book, world, self._idle, self._config, now_s), book.nodes.values(), world.prices
         )
-        self._learned.keep(self._traffics.learned, self._outlook.fleets.learned, now_s)
+        self._strides.observe(seen, now_s)
+        seen = replace(seen, paces=self._strides.paces(seen.jobs))
+        self._learned.keep(
+            Knowledge(
+                self._traffics.learned, self._traffics.starts, self._outlook.fleets.learned, self._strides.learned
+            ),
+            now_s,
+        )
         sums = self._store.books.spent([job.id for job in seen.jobs], month_of(to_us(now_s)))
         spent = Spent(*sums, self._store.census.held_longest_s(LAST_SHARE))
         seen = judged(with_accounts(seen, self._config, book.teams, spent))
@@ -143,8 +153,7 @@ class Controller:
             nodes = metered(book, self._node_types)
             living = [m for m in world.machines if m.node_id in nodes and m.ended_at_s is None]
             self._sources.meters.watch(living, self._idle.since_s)
-        types = node_types(book.nodes.values())
-        loads = self._traffics.measured(world.loads, book.endpoints.values(), types)
+        loads = self._traffics.measured(world.loads, book.endpoints.values(), book.nodes.values())
         return replace(world, loads=loads)
 
     def _keep_books(self, book: Book, world: World, held: dict[str, Occupancy], now_s: float) -> Booking:

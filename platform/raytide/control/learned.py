@@ -1,12 +1,19 @@
-"""What the controller learned of endpoints and could not learn again soon, in a file beside its records."""
+"""What the controller learned of endpoints and jobs and could not learn again soon, in a file beside its records."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
+from pydantic import PositiveFloat
+
+from raytide.autoscaler.cold_start import Start
 from raytide.autoscaler.serving_memory import Past
 from raytide.autoscaler.slo_fleets import Fleets
-from raytide.autoscaler.traffic import Speeds
+from raytide.autoscaler.strides import Learned as Strides
+from raytide.autoscaler.traffic import Speeds, Starts
 from raytide.core.config import Config
 from raytide.core.durable import read_json, write_json
 from raytide.core.endpoint import Speed
@@ -15,6 +22,8 @@ from raytide.core.logs import logger
 
 log = logger(__name__)
 
+C = TypeVar("C", bound=Config)
+
 PERIOD_S = 60.0
 
 
@@ -22,48 +31,80 @@ class _Entry(Config):
     endpoint: str
     created_at_s: float
     speed: dict[str, Speed]
+    starts: tuple[Start, ...] = ()
     fleet: Past | None
 
 
+class _JobEntry(Config):
+    job: str
+    strides: dict[str, PositiveFloat]
+
+
+@dataclass(frozen=True, slots=True)
+class Knowledge:
+    speeds: Speeds = field(default_factory=dict)
+    """Of replicas."""
+    starts: Starts = field(default_factory=dict)
+    """Of replicas."""
+    fleets: Fleets = field(default_factory=dict)
+    """The memories of the serving policy."""
+    strides: Strides = field(default_factory=dict)
+    """Of jobs."""
+
+
 class Learned:
-    """Speeds of replicas, and the memories of the serving policy. What cannot be read is nothing learned."""
+    """What cannot be read is nothing learned."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.speeds: Speeds = {}
-        self.fleets: Fleets = {}
+        self.known = Knowledge()
         self._written_s = 0.0
         try:
-            entries = (read_json(path) or {}).get("endpoints")
+            kept = read_json(path) or {}
         except (ValueError, OSError) as error:
             self._complain("cannot read what was learned", error)
             return
-        for entry in entries if isinstance(entries, list) else []:
-            try:
-                self._take(_Entry.parse(entry, where="what was learned"))
-            except ConfigError as error:
-                self._complain("cannot read what was learned of an endpoint", error)
+        endpoints = {(entry.endpoint, entry.created_at_s): entry for entry in self._entries(kept, "endpoints", _Entry)}
+        self.known = Knowledge(
+            speeds={key: entry.speed for key, entry in endpoints.items() if entry.speed},
+            starts={key: entry.starts for key, entry in endpoints.items() if entry.starts},
+            fleets={key: entry.fleet for key, entry in endpoints.items() if entry.fleet is not None},
+            strides={entry.job: entry.strides for entry in self._entries(kept, "jobs", _JobEntry)},
+        )
 
-    def keep(self, speeds: Speeds, fleets: Fleets, now_s: float) -> None:
+    def keep(self, known: Knowledge, now_s: float) -> None:
         """Once a minute, and only what changed. Without it a new controller learns anew: no reason to stop this one."""
-        if 0.0 <= now_s - self._written_s < PERIOD_S or (speeds, fleets) == (self.speeds, self.fleets):
+        if 0.0 <= now_s - self._written_s < PERIOD_S or known == self.known:
             return
         self._written_s = now_s
         entries = [
-            _Entry(endpoint=key[0], created_at_s=key[1], speed=speeds.get(key, {}), fleet=fleets.get(key))
-            for key in sorted({*speeds, *fleets})
+            _Entry(
+                endpoint=key[0],
+                created_at_s=key[1],
+                speed=known.speeds.get(key, {}),
+                starts=known.starts.get(key, ()),
+                fleet=known.fleets.get(key),
+            )
+            for key in sorted({*known.speeds, *known.starts, *known.fleets})
         ]
+        jobs = [_JobEntry(job=job_id, strides=dict(strides)) for job_id, strides in sorted(known.strides.items())]
         try:
-            write_json(self._path, {"endpoints": [entry.model_dump() for entry in entries]})
+            write_json(
+                self._path,
+                {"endpoints": [entry.model_dump() for entry in entries], "jobs": [job.model_dump() for job in jobs]},
+            )
         except OSError as error:
             self._complain("cannot keep what was learned", error)
             return
-        self.speeds, self.fleets = speeds, fleets
+        self.known = known
 
-    def _take(self, entry: _Entry) -> None:
-        key = entry.endpoint, entry.created_at_s
-        self.speeds = {**self.speeds, **({key: entry.speed} if entry.speed else {})}
-        self.fleets = {**self.fleets, **({key: entry.fleet} if entry.fleet is not None else {})}
+    def _entries(self, kept: Mapping[str, object], name: str, kind: type[C]) -> Iterator[C]:
+        entries = kept.get(name)
+        for entry in entries if isinstance(entries, list) else []:
+            try:
+                yield kind.parse(entry, where="what was learned")
+            except ConfigError as error:
+                self._complain(f"cannot read what was learned of one of the {name}", error)
 
     def _complain(self, what: str, error: Exception) -> None:
         log.warning(what, extra={"path": str(self._path), "error": str(error)})

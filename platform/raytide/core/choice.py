@@ -13,6 +13,7 @@ from raytide.core.coming import Coming
 from raytide.core.gang import Shape
 from raytide.core.grid import Floats, Grid
 from raytide.core.market import Basket, Market
+from raytide.core.pace import Paces, per_work
 from raytide.core.shelf import Offer
 from raytide.core.want import Want
 
@@ -43,13 +44,15 @@ class Choice:
     """Offers, with nodes and members."""
     basket: Basket = field(default_factory=Basket)
     count: int = 0
+    paces: Paces = field(default_factory=dict)
     left: Floats | None = None
     """How many of each ask that is coming are not yet thought of as filling up nodes that this buys."""
 
     @property
     def rating(self) -> tuple[int, float]:
         """The smaller the better: most members, then cheapest."""
-        return -self.count, sum(offer.cost_micro_usd_h * nodes for offer, nodes, _ in self.new)
+        costs = ((offer.cost_micro_usd_h * nodes, offer.node_type.name) for offer, nodes, _ in self.new)
+        return -self.count, sum(per_work(cost, name, self.paces) for cost, name in costs)
 
     def would_break(self, pace: int, needed: int) -> bool:
         """Whether with so many new nodes fewer would sit than are needed at least."""
@@ -60,7 +63,7 @@ class Choice:
 
 def choose(market: Market, grid: Grid, seats: Sequence[Seat], coming: Coming | None, want: Want) -> Choice:
     """As many of the members that are wanted as there is room for. `seats`: by row of the grid."""
-    choice = Choice(want.shape, left=None if coming is None else coming.left)
+    choice = Choice(want.shape, paces=want.paces, left=None if coming is None else coming.left)
     rows, copies = grid.fitting(want.shape.resources, want.shape.labels, enough=want.count)
     for row, fit in zip(rows.tolist(), copies.tolist(), strict=True):
         if choice.count >= want.count:
@@ -111,6 +114,9 @@ def _cheapest(
     else:
         worth, shared = np.zeros(len(rows)), np.zeros((len(rows), 0))
     each = np.maximum(0.0, shelf.cost[rows] - worth) / members[rows]
+    if want.paces:
+        names = [shelf.offers[row].node_type.name for row in rows.tolist()]
+        each = np.array([per_work(cost, name, want.paces) for cost, name in zip(each.tolist(), names, strict=True)])
     if zones is not None:
         options = list(zip(each.tolist(), shelf.cost[rows].tolist(), rows.tolist(), strict=True))
         row = spread_over(options, lambda row: shelf.offers[row].zone, zones)[2]

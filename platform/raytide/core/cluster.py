@@ -39,6 +39,10 @@ class NodeTypeSection(Config):
     """Physical use, 0 to 1, above which a node that is idle in Ray stays: `{gpu: 0.05}` for types with GPUs unless
     given, nothing for others. `{}` for GPUs that Ray's agent cannot measure: else no node of them ever goes.
     """
+    speed: float = Field(default=1.0, gt=0)
+    """How fast work goes on one of its GPUs (or nodes, without any) beside types of speed 1, until it was measured:
+    what is bought is what costs least for the work, not for the hour.
+    """
 
 
 class LimitsSection(Config):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import astuple, dataclass
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, field
 from enum import StrEnum
 
 from pydantic import Field, field_validator, model_validator
@@ -43,7 +44,8 @@ class Replicas(Config):
     wanted as spare enough late requests for their price, on spot and on demand; `target_ongoing` and the delays count
     only while `speed` is neither given nor learned."""
     cold_start_s: float = Field(default=60.0, gt=0)
-    """From the decision for a replica to its first answer: what waits by then counts."""
+    """From the decision for a replica to its first answer: what waits by then counts. Until it was learned from the
+    starts that were seen."""
     upscale_delay_s: float = Field(default=0.0, ge=0)
     downscale_delay_s: float = Field(default=30.0, ge=0)
     """How long the load must have been below before a replica goes."""
@@ -183,7 +185,20 @@ class Traffic:
     request_s: float | None = None
     """Replica-seconds that a request takes; None when the replicas' speed is not known."""
     speed: Speed | None = None
-    """Of one replica, the mean over the node types that serve, as configured or learned."""
+    """Of one replica, as configured or learned: the mean over the node types that serve; where `paces` differ, that of
+    a replica where it is slowest."""
+    paces: Mapping[str, float] = field(default_factory=dict)
+    """What a replica does on each node type that could hold one, in units of where it does least; empty when all do
+    alike, as far as is known."""
+    held: tuple[float, ...] = ()
+    """The same of each of the load's `replica_nodes`; empty when all do alike."""
+    next_pace: float = 1.0
+    """The same of a replica where the next one would cost least for what it does."""
+    too_slow: tuple[str, ...] = ()
+    """Node types on which even a prompt of the mean length takes longer than `slo_ttft_s`, while others are faster."""
+    cold_start_s: float | None = None
+    """How long its replicas took from the order of their node to their first answer; None while `cold_start_s` of its
+    spec counts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,9 @@ class NodeType(Config):
     """A node that has not joined by then is given up and its pool backs off."""
     busy_above: dict[Meter, float] = Field(default_factory=dict)
     """Physical use, 0 to 1, above which a node that is idle in Ray stays. Its type has no other meters than these."""
+    speed: float = Field(default=1.0, gt=0)
+    """How fast work goes on one of its GPUs, or where it has none on the node, beside types of speed 1; what is
+    measured of a job or an endpoint counts for more."""
 
     @model_validator(mode="after")
     def _bounds(self) -> NodeType:

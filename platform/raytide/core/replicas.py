@@ -5,6 +5,7 @@ from __future__ import annotations
 from raytide.core.endpoint import EndpointLoad, EndpointState, ServeSpec
 from raytide.core.fleet import NodeState
 from raytide.core.gang import Shape
+from raytide.core.pace import Paces
 from raytide.core.signals import FRESH_S
 from raytide.core.snapshot import Demand, EndpointView, Snapshot
 
@@ -31,6 +32,12 @@ def replica_selector(spec: ServeSpec) -> dict[str, str]:
 def replica_shape(view: EndpointView) -> Shape:
     """One member of a replica, as the fleet has to find room for it."""
     return Shape(resources=view.endpoint.spec.resources, labels=view.endpoint.spec.labels)
+
+
+def paces_of(view: EndpointView) -> Paces:
+    """How fast its replicas are on each node type, as far as that was heard."""
+    traffic = view.load.traffic if view.load is not None else None
+    return traffic.paces if traffic is not None else {}
 
 
 def members_of(view: EndpointView) -> int:

@@ -14,7 +14,8 @@ from raytide.core.fleet import TYPE_LABEL, ZONE_LABEL, Node, NodeState, NodeType
 from raytide.core.gang import GangSpec, Lease, Member, MemberState, Shape
 from raytide.core.grid import Grid
 from raytide.core.market import Market
-from raytide.core.replicas import leaving_nodes, missing_replicas, replica_shape
+from raytide.core.pace import Paces, no_slower
+from raytide.core.replicas import leaving_nodes, missing_replicas, paces_of, replica_shape
 from raytide.core.shelf import Offer
 from raytide.core.shortfall import Shortfall, impossible
 from raytide.core.snapshot import EndpointView, NodeView, Snapshot
@@ -40,11 +41,14 @@ class Tenant:
     """The node types that may be bought for it; None for all."""
     zone: str = ""
     """Where it stays, so that its endpoint is spread; empty for anywhere."""
+    types: str = ""
+    """A label selector's value for the node types on which its work goes no slower; empty for all."""
 
     @property
     def labels(self) -> Mapping[str, str]:
         """What its node must carry."""
-        return {**self.shape.labels, ZONE_LABEL: self.zone} if self.zone else self.shape.labels
+        labels = {TYPE_LABEL: self.types, **self.shape.labels} if self.types else self.shape.labels
+        return {**labels, ZONE_LABEL: self.zone} if self.zone else labels
 
 
 @dataclass(slots=True)
@@ -121,12 +125,14 @@ class Room:
         menu: Iterable[NodeType] | None = None,
         max_new: int | None = None,
         spread_from: Counter[str] | None = None,
+        paces: Paces | None = None,
     ) -> Placements | Shortfall:
         """Seats for `count` members, or for as many as there is room for; nothing is taken below `at_least`.
 
         All or nothing when `at_least` is left out. First nodes that are there, the tightest fit first, then new nodes
         of the pool that is cheapest for each member it would hold: of `menu` (all types), `max_new` at most (no limit).
-        `spread_from`: how many there are by zone, when they should not all sit in one.
+        `spread_from`: how many there are by zone, when they should not all sit in one. `paces`: cheapest for what a
+        member does there.
         """
         if count <= 0:
             return ()
@@ -138,7 +144,7 @@ class Room:
         best: Choice | None = None
         most = 0
         for bound in self._bound(shape):
-            want = Want(bound, count, types, max_new, spread_from)
+            want = Want(bound, count, types, max_new, spread_from, paces or {})
             choice = choose(self.market, self.grid, self.seats, self.coming, want)
             pace = self.market.launches_left
             if pace is not None and choice.basket.size > pace and not (pace and choice.would_break(pace, needed)):
@@ -208,7 +214,7 @@ class Room:
         if (members := view.endpoint.spec.members) > 1:
             return self._whole(shape, missing, members, name)
         if view.pools is None:
-            return self._placed(shape, missing, name, spread_from=there)
+            return self._placed(shape, missing, name, spread_from=there, paces=paces_of(view))
         seats = self._placed(shape, missing, name, max_new=0)
         for (node_type, zone), count in Counter(view.pools[: missing - len(seats)]).items():
             labels = {**shape.labels, TYPE_LABEL: node_type, ZONE_LABEL: zone}
@@ -233,9 +239,12 @@ class Room:
         *,
         max_new: int | None = None,
         spread_from: Counter[str] | None = None,
+        paces: Paces | None = None,
     ) -> Placements:
         """As many as there is room for."""
-        seats = self.place(shape, count, subject=subject, at_least=0, max_new=max_new, spread_from=spread_from)
+        seats = self.place(
+            shape, count, subject=subject, at_least=0, max_new=max_new, spread_from=spread_from, paces=paces
+        )
         return () if isinstance(seats, Shortfall) else seats
 
     def _bound(self, shape: Shape) -> list[Shape]:
@@ -251,7 +260,8 @@ class Room:
         seats: list[Seat] = []
 
         def tenant(seat: Seat) -> Tenant:
-            return Tenant(choice.shape, menu, seat.zone if is_spread else "")
+            types = no_slower(seat.node_type, choice.paces)
+            return Tenant(choice.shape, menu, seat.zone if is_spread else "", types)
 
         if self.coming is not None and choice.left is not None:
             self.coming.left = choice.left

@@ -9,6 +9,7 @@ from raytide.core.endpoint import Endpoint, EndpointLoad, Worth
 from raytide.core.fleet import Node, NodeType, Resources
 from raytide.core.gang import Lease
 from raytide.core.job import Job
+from raytide.core.pace import Paces
 from raytide.core.signals import Use
 from raytide.core.stance import SpotOutlook, Stance
 from raytide.core.team import CLASSES, Team
@@ -145,5 +146,8 @@ class Snapshot:
     """Micro-dollars that each job of `jobs` has cost so far."""
     long_s: float = 0.0
     """How long the longest of all jobs that there ever were held their gangs: see `raytide.jobs.order`."""
+    paces: Mapping[str, Paces] = field(default_factory=dict)
+    """How fast each job of `jobs` is on each node type; those are left out that are as fast on all, as far as is
+    known."""
     ray_answers: bool = True
     """False when Ray could not be asked: what it last said of its nodes is not known; nothing is given up for it."""

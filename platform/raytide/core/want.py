@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from raytide.core.clock import utc
 from raytide.core.fleet import NodeType, Resources, whole_shares
 from raytide.core.gang import Shape
 from raytide.core.grid import GPU
 from raytide.core.market import Market
+from raytide.core.pace import Paces
 from raytide.core.replicas import members_of, replica_shape
 from raytide.core.shortfall import Shortfall, amounts
 from raytide.core.snapshot import NodeView, Snapshot
@@ -26,6 +27,7 @@ class Want:
     menu: frozenset[str] | None = None
     max_new: int | None = None
     spread_from: Counter[str] | None = None
+    paces: Paces = field(default_factory=dict)
 
 
 def resource_scale(node_types: Sequence[NodeType], nodes: Iterable[NodeView]) -> dict[str, float]:
