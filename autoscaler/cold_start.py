@@ -75,5 +75,5 @@ class StartMeter:
         ready_s = host.ready_at_s
         is_bought = is_bought and ready_s is not None and since_s - ready_s <= AT_ONCE_S
         seconds = until_s - (host.requested_at_s if is_bought else since_s)
-        if 0.0 < seconds <= LONGEST_S:
+        if since_s < until_s and 0.0 < seconds <= LONGEST_S:
             self.starts.append(Start(node_type=host.type, is_bought=is_bought, seconds=seconds))

@@ -50,7 +50,7 @@ class Hazard:
     _together: float = PRIOR_TOGETHER * PRIOR_LOSSES
     _losses: float = PRIOR_LOSSES
 
-    def observe(self, held: Mapping[str, int], lost: Mapping[str, int], now_s: float, dt_s: float) -> None:
+    def observe(self, held: Mapping[str, float], lost: Mapping[str, int], now_s: float, dt_s: float) -> None:
         """`held`: our nodes by zone now; `lost`: those taken back since the last look."""
         for name in sorted({*held, *lost}):
             zone = self.zones.get(name)
@@ -92,7 +92,7 @@ class Hazard:
         factor = (zone.deaths + PRIOR_FACTOR) / (zone.expected + PRIOR_FACTOR)
         return factor * self.deaths[at] / self.hours[at]
 
-    def _learn_together(self, name: str, held: Mapping[str, int], lost: Mapping[str, int], now_s: float) -> None:
+    def _learn_together(self, name: str, held: Mapping[str, float], lost: Mapping[str, int], now_s: float) -> None:
         """Each loss was alone or not, with each other zone of the region in which we had something."""
         for other, zone in self.zones.items():
             if other == name or region(other) != region(name):
@@ -102,7 +102,7 @@ class Hazard:
                 self._losses += 1
                 self._together += 2 if before else other in lost  # the one before had counted as alone
 
-    def _learn_share(self, lost: int, left: int) -> None:
+    def _learn_share(self, lost: int, left: float) -> None:
         if lost + left > 1:
             self.lost_share += 0.05 * (lost / (lost + left) - self.lost_share)
 

@@ -18,7 +18,7 @@ from raytide.autoscaler.live_fleet import kv_least, prices, spot_held
 from raytide.autoscaler.paper_fleets import ReplicaSpeed
 from raytide.autoscaler.replica_need import cold_start_s, ready_work
 from raytide.autoscaler.serving_memory import TOLD_AFTER_S, Heard, Memory, Past, ServingGoal
-from raytide.autoscaler.traffic import Key
+from raytide.autoscaler.traffic import Key, key_of
 from raytide.autoscaler.words import Arrivals, Queue, Words
 from raytide.core.endpoint import Counters, EndpointLoad, Worth
 from raytide.core.market import Market
@@ -80,13 +80,15 @@ class _Watched:
         """While no replica answers, requests are not counted, and what was usual before stays so."""
         from_s, taken, goal = self.looked_s, round(self.counted.requests), self.memory.goal
         came = self.queue.came(taken, round(load.queued), from_s, at_s)
+        late, inside = round(self.counted.late), round(sum(r.running + r.waiting for r in load.replicas))
+        late -= self.queue.late_again(round(self.counted.first_tokens), late, inside)
         self.arrivals.correct(came - taken, from_s, at_s)
         told_s = (max(at - TOLD_AFTER_S, self.heard_s) for at in (from_s, at_s))
         heard = Heard(
             at_s=at_s,
             dt_s=at_s - from_s if load.ready else 0.0,
             requests=came,
-            missed=round(self.counted.late) + self.queue.became_late(at_s - goal.slo_ttft_s),
+            missed=late + self.queue.became_late(at_s - goal.slo_ttft_s),
             ongoing=load.ongoing,
             served=self.arrivals.served(*told_s),
             held=spot_held(view, hosts),
@@ -112,12 +114,16 @@ class SloFleets:
 
     def on(self, seen: Snapshot, hazard: Hazard) -> Snapshot:
         """The snapshot with what replicas are worth, where that can be told: it takes an SLO, and their speed."""
-        served = {(v.endpoint.name, v.endpoint.created_at_s): v for v in seen.endpoints}
-        self._watched = {key: watched for key, watched in self._watched.items() if key in served}
+        served = {key_of(view.endpoint): view for view in seen.endpoints}
         self._known = {key: told for key, told in self._known.items() if key in served}
+        for key, watched in tuple(self._watched.items()):
+            if key not in served:
+                del self._watched[key]
+            elif not _has_slo(served[key]) or seen.at_s < watched.looked_s:  # no longer; the clock was set back
+                self._known[key] = self._watched.pop(key).memory.past
         fleet = cache(lambda: (Market.of(seen), Hosts.of(seen)))
         for key, view in served.items():
-            if view.load is not None and view.endpoint.spec.replicas.slo_target is not None:
+            if view.load is not None and _has_slo(view):
                 self._watch(key, view, view.load, seen.at_s, fleet, hazard)
         worth = {key: watched.worth for key, watched in self._watched.items()}
         views = (replace(view, worth=worth[key]) if key in worth else view for key, view in served.items())
@@ -150,6 +156,10 @@ class SloFleets:
             watched.resume(at_s)
         watched.memory.aim(goal)
         watched.look(view, load, at_s, hosts, hazard)
+
+
+def _has_slo(view: EndpointView) -> bool:
+    return view.endpoint.spec.replicas.slo_target is not None
 
 
 def _goal(view: EndpointView, load: EndpointLoad, market: Market, most: int) -> ServingGoal | None:

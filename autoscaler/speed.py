@@ -55,6 +55,8 @@ class SpeedMeter:
             self._waiting.pop(replica.id, None)
             return
         now = self._waiting.setdefault(replica.id, _Waiting(word.from_s))
+        if replica.at_s < now.since_s:  # the clock was set back
+            now = self._waiting[replica.id] = _Waiting(word.from_s)
         now.counted = now.counted.plus(word.counted)
         now.running_s += replica.running * (replica.at_s - word.from_s)
         seconds, counted = replica.at_s - now.since_s, now.counted

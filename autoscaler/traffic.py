@@ -28,8 +28,9 @@ MANY = 100
 TYPICAL = 1000.0, 250.0
 """Prompt and output tokens of a request."""
 
-Key = tuple[str, float]
-"""An endpoint's name and time of creation: a later one of that name is another."""
+Key = tuple[str, float, str]
+"""An endpoint's name, time of creation and what it serves: a later one of that name is another, and so is one that
+serves another model from now on."""
 Speeds = Mapping[Key, dict[str, Speed]]
 """By endpoint and node type."""
 Starts = Mapping[Key, tuple[Start, ...]]
@@ -41,9 +42,9 @@ class TrafficMeter:
     """Of one endpoint."""
 
     spec: ServeSpec
-    menu: Mapping[str, NodeType]
+    menu: Mapping[str, NodeType] = field(default_factory=dict)
     """Node types that could hold a replica."""
-    kinds: Kinds
+    kinds: Kinds = field(default_factory=Kinds)
     usual: UsualRate = field(default_factory=UsualRate)
     words: Words = field(default_factory=Words)
     speeds: dict[str, SpeedMeter] = field(default_factory=dict)
@@ -55,11 +56,12 @@ class TrafficMeter:
     began_s: float | None = None
     request_s: float | None = None
 
-    @classmethod
-    def of(cls, spec: ServeSpec, node_types: Iterable[NodeType]) -> TrafficMeter:
+    def serve(self, spec: ServeSpec, node_types: Iterable[NodeType]) -> None:
+        """From now on."""
         shape = Shape(resources=spec.resources, labels=spec.labels)
         able = [t for t in node_types if t.max_nodes and copies(spec.resources, t.resources) and open_zones(shape, t)]
-        return cls(spec, {node_type.name: node_type for node_type in able}, Kinds.of(able, spec.resources))
+        self.spec, self.kinds = spec, Kinds.of(able, spec.resources)
+        self.menu = {node_type.name: node_type for node_type in able}
 
     def observe(self, load: EndpointLoad, hosts: Mapping[str, Node]) -> Traffic:
         """`hosts`: by Ray's id of the node."""
@@ -68,6 +70,9 @@ class TrafficMeter:
         if self.window and load.at_s > self.window[-1][0]:
             at_s, total = self.window[-1]
             self.usual.observe(round(self.total.requests - total.requests), load.at_s - at_s)
+        if self.window and load.at_s < self.window[-1][0]:  # the clock was set back
+            self.window.clear()
+            self.began_s = None
         if not self.window or load.at_s > self.window[-1][0]:  # the same word is looked at at every tick
             self.window.append((load.at_s, self.total))
         while self.window[0][0] < load.at_s - WINDOW_S:
@@ -164,24 +169,31 @@ class Traffics:
         measured, before = {}, self._meters
         self._meters = {}
         for endpoint in endpoints:
-            key = (endpoint.name, endpoint.created_at_s)
+            key = key_of(endpoint)
             meter = self._meters[key] = before.get(key) or self._meter(key, endpoint.spec)
+            if meter.spec != endpoint.spec:
+                meter.serve(endpoint.spec, self._node_types)
             if (load := loads.get(endpoint.name)) is not None:
                 measured[endpoint.name] = replace(load, traffic=meter.observe(load, hosts))
         return measured
 
     def _meter(self, key: Key, spec: ServeSpec) -> TrafficMeter:
-        meter = TrafficMeter.of(spec, self._node_types)
+        meter = TrafficMeter(spec)
+        meter.serve(spec, self._node_types)
         meter.speeds = {name: SpeedMeter(speed) for name, speed in self._speeds.get(key, {}).items()}
         meter.starts.starts.extend(self._starts.get(key, ()))
         return meter
+
+
+def key_of(endpoint: Endpoint) -> Key:
+    return endpoint.name, endpoint.created_at_s, endpoint.spec.served
 
 
 def _slowest(speeds: Mapping[str, Speed], paces: Paces) -> Speed | None:
     """Of a replica where it does least; as the slowest that is known says, when that is another one."""
     known = [name for name in speeds if name in paces]
     if not known:
-        return None
+        return speed_of(speeds, ())
     name = min(known, key=lambda name: (paces[name], name))
     speed, pace = speeds[name], paces[name]
     return Speed(prefill_tps=speed.prefill_tps / pace, slots=speed.slots, tpot_ms=speed.tpot_ms * pace)

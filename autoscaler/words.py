@@ -92,6 +92,8 @@ class Queue:
     came_s: deque[float] = field(default_factory=deque)
     late: int = 0
     """The first so many were told to be late."""
+    taken: deque[bool] = field(default_factory=deque)
+    """Those whom replicas took and who have no first token yet, in that order: whether each was told to be late."""
 
     def came(self, taken: int, length: int, from_s: float, until_s: float) -> int:
         """How many came, when replicas took so many meanwhile and so many wait now."""
@@ -100,8 +102,18 @@ class Queue:
         gone = len(self.came_s) - length
         for _ in range(gone):
             self.came_s.popleft()
+        late = min(self.late, gone, taken)
+        self.taken.extend([True] * late + [False] * (taken - late))
         self.late = max(0, self.late - gone)
         return count
+
+    def late_again(self, first_tokens: int, late: int, in_replicas: int) -> int:
+        """Of so many first tokens that came now, and so many that came late, how many are of requests that were told to
+        be late while they waited here. `in_replicas`: requests there now."""
+        answered = [self.taken.popleft() for _ in range(min(first_tokens, len(self.taken)))]
+        while len(self.taken) > in_replicas:  # some ended without a token
+            self.taken.popleft()
+        return min(sum(answered), late)
 
     def became_late(self, before_s: float) -> int:
         """How many came before that, and were not told yet."""

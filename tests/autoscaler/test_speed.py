@@ -9,17 +9,19 @@ from typing import Any
 
 import pytest
 
+from raytide.autoscaler.cold_start import Start
 from raytide.autoscaler.paper_fleets import Counted
 from raytide.autoscaler.replica_need import request_s
 from raytide.autoscaler.serving_memory import Past
 from raytide.autoscaler.speed import ENOUGH, STRETCH_S, SpeedMeter
-from raytide.autoscaler.traffic import TrafficMeter, Traffics, node_types
+from raytide.autoscaler.traffic import TrafficMeter, Traffics
 from raytide.autoscaler.words import Word, Words
-from raytide.control.learned import PERIOD_S, Learned
+from raytide.control.learned import PERIOD_S, Knowledge, Learned
 from raytide.core.endpoint import Counters, Endpoint, EndpointLoad, EndpointState, ReplicaLoad, ServeSpec, Speed
 from raytide.core.fleet import Market, Node, NodeState
 
 PROMPT, OUTPUT = 500.0, 100.0
+KEY = "m", 5.0, ServeSpec(name="m", model="/m").served
 PAST = Past(
     slo_ttft_s=5.0,
     slo_target=0.9,
@@ -28,6 +30,10 @@ PAST = Past(
     price_moved=0.5,
     day_requests=100.0,
 )
+
+
+L4 = Node("node-1", "l4", "a", Market.SPOT, 1, NodeState.READY, 0.0, ray_node_id="ray-1")
+SERVED = ServeSpec(name="m", model="/m").served
 
 
 def word(at_s: float, rps: float, running: float, waiting: float, dt_s: float = 1.0) -> Word:
@@ -82,7 +88,7 @@ def test_a_few_stretches_in_which_the_engine_stood_still_or_rushed_change_little
 
 def test_speeds_are_learned_by_node_type_and_the_configured_one_wins() -> None:
     own = Speed(prefill_tps=1.0, slots=1, tpot_ms=1.0)
-    traffics = Traffics()
+    traffics = Traffics(())
     endpoint = Endpoint(ServeSpec(name="m", model="/m"), "me", EndpointState.RUNNING, 0.0, 1)
     mine = endpoint.spec.replicas.model_copy(update={"speed": {"l4": own}})
     told = Endpoint(endpoint.spec.model_copy(update={"replicas": mine}), "me", EndpointState.RUNNING, 0.0, 1)
@@ -91,32 +97,30 @@ def test_speeds_are_learned_by_node_type_and_the_configured_one_wins() -> None:
         counters = Counters(ended, PROMPT * ended, OUTPUT * ended, finished=ended)
         replica = ReplicaLoad("a", float(second), 8.0, 3.0, counters=counters, node="ray-1")
         load = EndpointLoad(float(second), 11.0, 1, ("ray-1",), (replica,))
-        learned = traffics.measured({"m": load}, [endpoint], {"ray-1": "l4"})["m"].traffic
+        learned = traffics.measured({"m": load}, [endpoint], [L4])["m"].traffic
     assert learned is not None and learned.speed is not None and learned.request_s == pytest.approx(0.25, rel=0.01)
-    assert traffics.learned == {("m", 0.0): {"l4": learned.speed}}
-    configured = traffics.measured({"m": load}, [told], {"ray-1": "l4"})["m"].traffic
+    assert traffics.learned == {("m", 0.0, SERVED): {"l4": learned.speed}}
+    configured = traffics.measured({"m": load}, [told], [L4])["m"].traffic
     assert configured is not None and configured.speed == own
 
 
 def test_a_replica_whose_node_is_not_known_teaches_nothing_about_nodes_that_have_not_joined() -> None:
-    joined = Node("node-1", "l4", "a", Market.SPOT, 1, NodeState.READY, 0.0, ray_node_id="ray-1")
-    types = node_types((joined, replace(joined, id="node-2", type="a100", ray_node_id="")))
-    assert types == {"ray-1": "l4"}
-    traffics = Traffics()
+    nodes = (L4, replace(L4, id="node-2", type="a100", ray_node_id=""))
+    traffics = Traffics(())
     endpoint = Endpoint(ServeSpec(name="m", model="/m"), "me", EndpointState.RUNNING, 0.0, 1)
     for second in range(2 * int(STRETCH_S) * ENOUGH):
         counters = Counters(4.0 * second, PROMPT * second, OUTPUT * second, finished=4.0 * second)
         replica = ReplicaLoad("a", float(second), 8.0, 3.0, counters=counters)
-        traffics.measured({"m": EndpointLoad(float(second), 11.0, 1, (), (replica,))}, [endpoint], types)
+        traffics.measured({"m": EndpointLoad(float(second), 11.0, 1, (), (replica,))}, [endpoint], nodes)
     assert traffics.learned == {}
 
 
 def test_replicas_that_went_while_requests_waited_take_no_memory() -> None:
-    meter = TrafficMeter()
+    meter = TrafficMeter(ServeSpec(name="m", model="/m"))
     for number in range(20):
         for second in (0.0, 1.0):
             replica = ReplicaLoad(str(number), 2 * number + second, 8.0, 3.0, node="ray-1")
-            meter.observe(EndpointLoad(replica.at_s, 11.0, 1, ("ray-1",), (replica,)), {}, {"ray-1": "l4"})
+            meter.observe(EndpointLoad(replica.at_s, 11.0, 1, ("ray-1",), (replica,)), {"ray-1": L4})
     assert set(meter.speeds["l4"]._waiting) == {"19"}
 
 
@@ -124,12 +128,14 @@ def test_what_was_learned_outlives_the_controller_and_counts_until_there_is_enou
     tmp_path: Path,
 ) -> None:
     path, speed = tmp_path / "learned.json", Speed(prefill_tps=2000.0, slots=8, tpot_ms=20.0)
-    Learned(path).keep({("m", 5.0): {"l4": speed}}, {("m", 5.0): PAST}, PERIOD_S)
-    assert Learned(path).fleets == {("m", 5.0): PAST}
-    traffics = Traffics(Learned(path).speeds)
+    start = Start(node_type="l4", is_bought=True, seconds=90.0)
+    told = Knowledge({KEY: {"l4": speed}}, {KEY: (start,)}, {KEY: PAST}, {"job-1": {"l4": 0.5}})
+    Learned(path).keep(told, PERIOD_S)
+    assert Learned(path).known == told
+    traffics = Traffics((), told.speeds, told.starts)
     endpoint = Endpoint(ServeSpec(name="m", model="/m"), "me", EndpointState.RUNNING, 5.0, 1)
-    found = traffics.measured({"m": EndpointLoad(0.0, 0.0, 1, ("ray-1",))}, [endpoint], {"ray-1": "l4"})["m"].traffic
-    assert found is not None and found.speed == speed
+    found = traffics.measured({"m": EndpointLoad(0.0, 0.0, 1, ("ray-1",))}, [endpoint], [L4])["m"].traffic
+    assert found is not None and found.speed == speed and traffics.starts == told.starts
     meter = SpeedMeter(speed)
     for number in range(ENOUGH):
         assert meter.speed == speed
@@ -142,17 +148,17 @@ def test_what_was_learned_outlives_the_controller_and_counts_until_there_is_enou
 )
 def test_a_file_that_says_nothing_useful_is_nothing_learned(tmp_path: Path, text: str) -> None:
     (tmp_path / "learned.json").write_text(text)
-    assert Learned(tmp_path / "learned.json").speeds == {}
+    assert Learned(tmp_path / "learned.json").known == Knowledge()
 
 
 @pytest.mark.parametrize("change", [{"paper": {}}, {"price_moved": None}, {"price_moved": float("nan")}, {"x": 1}, []])
 def test_what_was_learned_in_another_shape_is_dropped_and_the_rest_is_taken(tmp_path: Path, change: Any) -> None:
-    path, key = tmp_path / "learned.json", ("m", 5.0)
-    Learned(path).keep({}, {key: PAST, ("other", 1.0): PAST}, PERIOD_S)
+    path, other = tmp_path / "learned.json", ("other", 1.0, "")
+    Learned(path).keep(Knowledge(fleets={KEY: PAST, other: PAST}), PERIOD_S)
     told = json.loads(path.read_text())
     told["endpoints"][0]["fleet"] = {**PAST.model_dump(), **change} if change else change
     path.write_text(json.dumps(told))
-    assert Learned(path).fleets == {("other", 1.0): PAST}
+    assert Learned(path).known.fleets == {other: PAST}
 
 
 def test_a_disk_that_takes_nothing_does_not_stop_the_controller_and_what_was_learned_is_kept_later(
@@ -160,11 +166,11 @@ def test_a_disk_that_takes_nothing_does_not_stop_the_controller_and_what_was_lea
 ) -> None:
     path = tmp_path / "full" / "learned.json"
     learned = Learned(path)
-    learned.keep({}, {("m", 5.0): PAST}, PERIOD_S)
+    learned.keep(Knowledge(fleets={KEY: PAST}), PERIOD_S)
     path.parent.mkdir()
-    learned.keep({}, {("m", 5.0): PAST}, 2 * PERIOD_S)
-    assert Learned(path).fleets == {("m", 5.0): PAST}
-    assert Learned(path.parent).fleets == {}
+    learned.keep(Knowledge(fleets={KEY: PAST}), 2 * PERIOD_S)
+    assert Learned(path).known.fleets == {KEY: PAST}
+    assert Learned(path.parent).known == Knowledge()
 
 
 def test_a_word_is_what_was_counted_since_the_last_one_and_the_same_one_says_nothing_twice() -> None:

@@ -16,9 +16,19 @@ from raytide.core.endpoint import (
     Speed,
     Traffic,
 )
+from raytide.core.fleet import Market, Node, NodeState
 
 SPEED = Speed(prefill_tps=1000.0, slots=8, tpot_ms=50.0)
 SPEEDS = {"l4": SPEED}
+
+
+def meter(speeds: dict[str, Speed] | None = None) -> TrafficMeter:
+    return TrafficMeter(ServeSpec(name="m", model="/m", replicas=Replicas(speed=speeds or {})))
+
+
+def on(ray_node_id: str, node_type: str) -> Node:
+    """A node that joined."""
+    return Node(ray_node_id, node_type, "a", Market.SPOT, 1, NodeState.READY, 0.0, 0.0, 0.0, ray_node_id=ray_node_id)
 
 
 def load(at_s: float, **requests: float) -> EndpointLoad:
@@ -31,12 +41,12 @@ def load(at_s: float, **requests: float) -> EndpointLoad:
 
 
 def test_rates_are_those_of_the_last_half_minute() -> None:
-    watch = TrafficMeter()
-    watch.observe(load(0.0, a=1000.0), SPEEDS, {})
+    watch = meter(SPEEDS)
+    watch.observe(load(0.0, a=1000.0), {})
     for second in range(1, 61):
         rate = 2.0 if second <= 30 else 4.0
         before = 1000.0 + min(second, 30) * 2.0 + max(0, second - 30) * 4.0
-        traffic = watch.observe(load(float(second), a=before), SPEEDS, {})
+        traffic = watch.observe(load(float(second), a=before), {})
     assert traffic.requests_rps == pytest.approx(rate)
     assert (traffic.prompt_tps, traffic.output_tps) == (pytest.approx(2000.0), pytest.approx(400.0))
     assert traffic.ttft_s == pytest.approx(0.5)
@@ -44,27 +54,28 @@ def test_rates_are_those_of_the_last_half_minute() -> None:
 
 
 def test_replicas_come_go_and_are_silent_for_a_while_without_a_request_too_many() -> None:
-    watch = TrafficMeter()
-    watch.observe(load(0.0, a=100.0), {}, {})
-    watch.observe(load(1.0, a=101.0, b=3.0), {}, {})
-    watch.observe(load(2.0), {}, {})
-    watch.observe(load(3.0, a=102.0, b=3.0), {}, {})
-    assert watch.observe(load(10.0, b=5.0), {}, {}).requests_rps == pytest.approx((1 + 1 + 2) / 30)
+    watch = meter()
+    watch.observe(load(0.0, a=100.0), {})
+    watch.observe(load(1.0, a=101.0, b=3.0), {})
+    watch.observe(load(2.0), {})
+    watch.observe(load(3.0, a=102.0, b=3.0), {})
+    assert watch.observe(load(10.0, b=5.0), {}).requests_rps == pytest.approx((1 + 1 + 2) / 30)
 
 
 def test_without_requests_the_last_price_of_one_holds_and_without_a_speed_there_is_none() -> None:
-    watch = TrafficMeter()
-    watch.observe(load(0.0, a=0.0), SPEEDS, {})
-    known = watch.observe(load(1.0, a=4.0), SPEEDS, {}).request_s
-    quiet = watch.observe(load(100.0, a=4.0), SPEEDS, {})
+    watch = meter(SPEEDS)
+    watch.observe(load(0.0, a=0.0), {})
+    known = watch.observe(load(1.0, a=4.0), {}).request_s
+    quiet = watch.observe(load(100.0, a=4.0), {})
     assert (quiet.requests_rps, quiet.ttft_s, quiet.request_s) == (0.0, None, known)
-    assert watch.observe(load(101.0, a=4.0), {}, {}).request_s is None
+    watch.serve(ServeSpec(name="m", model="/m"), ())
+    assert watch.observe(load(101.0, a=4.0), {}).request_s is None
 
 
 def test_what_is_usual_is_expected_again_in_a_lull_and_what_comes_now_in_a_rush() -> None:
-    watch, said = TrafficMeter(), []
+    watch, said = meter(SPEEDS), []
     for at_s, count in ((0.0, 0.0), (3600.0, 7200.0), (3640.0, 7200.0), (3641.0, 7300.0)):
-        said.append(watch.observe(load(at_s, a=count), SPEEDS, {}))
+        said.append(watch.observe(load(at_s, a=count), {}))
     steady, lull, rush = said[1:]
     assert steady.ahead_rps == pytest.approx(2.0)
     assert (lull.requests_rps, round(lull.ahead_rps, 1)) == (0.0, 1.9)
@@ -72,9 +83,9 @@ def test_what_is_usual_is_expected_again_in_a_lull_and_what_comes_now_in_a_rush(
 
 
 def test_one_early_request_is_no_rush() -> None:
-    watch = TrafficMeter()
-    watch.observe(load(0.0, a=0.0), SPEEDS, {})
-    assert watch.observe(load(0.5, a=1.0), SPEEDS, {}).ahead_rps == pytest.approx(1 / 30)
+    watch = meter(SPEEDS)
+    watch.observe(load(0.0, a=0.0), {})
+    assert watch.observe(load(0.5, a=1.0), {}).ahead_rps == pytest.approx(1 / 30)
 
 
 def test_the_speed_is_that_of_the_node_types_that_serve() -> None:
@@ -90,7 +101,8 @@ def test_the_speed_is_that_of_the_node_types_that_serve() -> None:
 def test_the_speed_moves_by_one_replica_s_share_when_one_comes_on_another_node() -> None:
     speeds = {"l4": Speed(prefill_tps=1000, slots=8, tpot_ms=50), "h100": Speed(prefill_tps=9000, slots=64, tpot_ms=10)}
     types = {"ray-1": "l4", "ray-2": "l4", "ray-3": "l4", "ray-4": "h100"}
-    seen = TrafficMeter().observe(EndpointLoad(0.0, 0.0, 4, tuple(types)), speeds, types)
+    hosts = {ray_node_id: on(ray_node_id, node_type) for ray_node_id, node_type in types.items()}
+    seen = meter(speeds).observe(EndpointLoad(0.0, 0.0, 4, tuple(types)), hosts)
     assert seen.speed is not None and seen.speed.slots == 22
 
 
@@ -98,24 +110,24 @@ def test_an_endpoint_made_anew_under_an_old_name_begins_anew() -> None:
     spec = ServeSpec(
         name="m", model="/m", replicas=Replicas(speed={"l4": Speed(prefill_tps=1000, slots=8, tpot_ms=50)})
     )
-    traffics = Traffics()
+    traffics = Traffics(())
 
     def seen(created_at_s: float, at_s: float, count: float) -> Traffic:
         endpoint = Endpoint(spec, "me", EndpointState.RUNNING, created_at_s, 1)
-        found = traffics.measured({"m": load(at_s, a=count)}, [endpoint], {})["m"].traffic
+        found = traffics.measured({"m": load(at_s, a=count)}, [endpoint], ())["m"].traffic
         assert found is not None
         return found
 
     seen(0.0, 1.0, 10.0)
     assert seen(0.0, 2.0, 40.0).requests_rps == pytest.approx(1.0)
     assert seen(5.0, 6.0, 30.0).requests_rps == 0.0
-    assert traffics.measured({}, [Endpoint(spec, "me", EndpointState.RUNNING, 0.0, 1)], {}) == {}
+    assert traffics.measured({}, [Endpoint(spec, "me", EndpointState.RUNNING, 0.0, 1)], ()) == {}
 
 
 def test_word_that_stands_still_and_replicas_that_are_gone_take_no_memory() -> None:
-    watch = TrafficMeter()
+    watch = meter()
     for _ in range(5):
-        watch.observe(load(0.0, a=1.0), {}, {})
+        watch.observe(load(0.0, a=1.0), {})
     assert len(watch.window) == 1
-    watch.observe(load(1000.0, b=1.0), {}, {})
+    watch.observe(load(1000.0, b=1.0), {})
     assert set(watch.words.before) == {"b"}

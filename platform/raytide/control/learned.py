@@ -30,6 +30,7 @@ PERIOD_S = 60.0
 class _Entry(Config):
     endpoint: str
     created_at_s: float
+    served: str
     speed: dict[str, Speed]
     starts: tuple[Start, ...] = ()
     fleet: Past | None
@@ -64,7 +65,7 @@ class Learned:
         except (ValueError, OSError) as error:
             self._complain("cannot read what was learned", error)
             return
-        endpoints = {(entry.endpoint, entry.created_at_s): entry for entry in self._entries(kept, "endpoints", _Entry)}
+        endpoints = {(e.endpoint, e.created_at_s, e.served): e for e in self._entries(kept, "endpoints", _Entry)}
         self.known = Knowledge(
             speeds={key: entry.speed for key, entry in endpoints.items() if entry.speed},
             starts={key: entry.starts for key, entry in endpoints.items() if entry.starts},
@@ -81,6 +82,7 @@ class Learned:
             _Entry(
                 endpoint=key[0],
                 created_at_s=key[1],
+                served=key[2],
                 speed=known.speeds.get(key, {}),
                 starts=known.starts.get(key, ()),
                 fleet=known.fleets.get(key),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field
 from enum import StrEnum
+from functools import cached_property
+from hashlib import blake2s
 
 from pydantic import Field, field_validator, model_validator
 
@@ -88,6 +91,12 @@ class ServeSpec(Config):
     """Options of the engine, as `raytide.LLM` takes them."""
     max_ongoing: int = Field(default=256, ge=1)
     """More at once in one replica wait in the router."""
+
+    @cached_property
+    def served(self) -> str:
+        """The same for specs whose replicas do the same work on the same share of a node."""
+        told = self.model_dump(mode="json", include={"model", "resources", "members", "engine"})
+        return blake2s(json.dumps(told, sort_keys=True).encode(), digest_size=8).hexdigest()
 
     @model_validator(mode="after")
     def _whole(self) -> ServeSpec:

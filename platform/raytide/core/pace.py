@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean, geometric_mean
 
 from raytide.core.fleet import NodeType, Resources
@@ -23,9 +23,9 @@ Paces = Mapping[str, float]
 class Kinds:
     """Of the node types on which some work could go."""
 
-    types: Mapping[str, str]
+    types: Mapping[str, str] = field(default_factory=dict)
     """The kind of each."""
-    said: Mapping[str, float]
+    said: Mapping[str, float] = field(default_factory=dict)
     """The `speed` of each kind."""
 
     @classmethod

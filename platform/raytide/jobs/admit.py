@@ -77,7 +77,8 @@ def floor_of(snapshot: Snapshot, room: Room | None = None) -> Floor:
         found: Placements = ()
         count = sum(member.seeks_a_node for member in lease.members)
         for shape in bound([lease.shape], snapshot.stances.get(lease.job_id)) if count else ():
-            placed = room.place(shape, count, subject=lease.job_id, at_least=0)
+            paces = snapshot.paces.get(lease.job_id)
+            placed = room.place(shape, count, subject=lease.job_id, at_least=0, paces=paces)
             assert not isinstance(placed, Shortfall)
             if found := placed:
                 break
@@ -95,7 +96,7 @@ def floor_of(snapshot: Snapshot, room: Room | None = None) -> Floor:
         room=room,
         quotas=quotas,
         purse=Purse.of(snapshot.teams, snapshot.jobs, snapshot.spent),
-        asks=Asks(snapshot.node_types, snapshot.stances),
+        asks=Asks(snapshot.node_types, snapshot.stances, room.market, snapshot.paces),
         types=types,
         promised=promised,
     )

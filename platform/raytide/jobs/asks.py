@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from raytide.core.fleet import MARKET_LABEL, Market, NodeType, Resources
+from raytide.core.fleet import MARKET_LABEL, NodeType, Resources
+from raytide.core.fleet import Market as Kind
 from raytide.core.gang import Shape
 from raytide.core.job import Job
+from raytide.core.market import Market
+from raytide.core.pace import Paces
 from raytide.core.shortfall import Shortfall, copies, impossible, open_zones
 from raytide.core.stance import Stance, bound
 from raytide.jobs import seats
+from raytide.jobs.shapes import cheapest_first
 
 Key = tuple[object, ...]
 
-_SPOT = {MARKET_LABEL: str(Market.SPOT)}
+_SPOT = {MARKET_LABEL: str(Kind.SPOT)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,18 +45,23 @@ class Ask:
 class Asks:
     node_types: Sequence[NodeType]
     stances: Mapping[str, Stance]
+    market: Market
+    paces: Mapping[str, Paces]
     _known: dict[Key, Ask] = field(default_factory=dict)
     _plain: dict[str, tuple[Ask, ...]] = field(default_factory=dict)
     _on_spot: dict[str, tuple[Ask, ...]] = field(default_factory=dict)
 
     def first(self, job: Job) -> Ask:
         """The shape that it names first, wherever it may sit now."""
-        return self.of(job)[0] if job.id not in self.stances else self.ask(job.spec.gang.shapes[0])
+        is_free = job.id not in self.stances and job.id not in self.paces
+        return self.of(job)[0] if is_free else self.ask(job.spec.gang.shapes[0])
 
     def of(self, job: Job) -> tuple[Ask, ...]:
-        """What it may have now; nothing while it has the time to wait for spot."""
+        """What it may have now, first the shape in which its work costs least; nothing while it has the time to wait
+        for spot."""
         if (found := self._plain.get(job.id)) is None:
-            shapes = bound(job.spec.gang.shapes, self.stances.get(job.id))
+            wanted = cheapest_first(job.spec.gang.shapes, self.market, self.paces.get(job.id, {}))
+            shapes = bound(wanted, self.stances.get(job.id))
             found = self._plain[job.id] = tuple(self.ask(shape) for shape in shapes)
         return found
 

@@ -158,7 +158,8 @@ class Floor:
         shape = next(iter(bound([self.leases[row].shape], self.snapshot.stances.get(job.id))), None)
         if shape is None or self._lacks(job, (ask := self.asks.ask(shape)).one) is not None:
             return 0
-        placed = self.room.place(shape, min(most, self._allowed(job, ask)), at_least=0, subject="it")
+        count, paces = min(most, self._allowed(job, ask)), self.snapshot.paces.get(job.id)
+        placed = self.room.place(shape, count, at_least=0, subject="it", paces=paces)
         assert not isinstance(placed, Shortfall)
         on = seats.placed_types(placed, self.snapshot.node_types)
         held = self.micro_usd_h(self.leases[row])
@@ -219,8 +220,8 @@ class Floor:
             return short
         if (full := self._full.get(ask.key)) is not None:
             return full
-        count = max(ask.at_least, self._allowed(job, ask))
-        placed = self.room.place(shape, count, at_least=ask.at_least, subject="it")
+        count, paces = max(ask.at_least, self._allowed(job, ask)), self.snapshot.paces.get(job.id)
+        placed = self.room.place(shape, count, at_least=ask.at_least, subject="it", paces=paces)
         if isinstance(placed, Shortfall):
             self._full[ask.key] = placed
             return placed
