@@ -14,6 +14,7 @@ from raytide.control.views import ClusterStatus, CostReport, JobView
 from raytide.core.config import Config, load_yaml
 from raytide.core.data_spec import DataSpec
 from raytide.core.endpoint import ServeSpec
+from raytide.core.errors import UsageError
 from raytide.core.gang import GangSpec, Shape
 from raytide.core.job import JobKind, JobSpec
 from raytide.core.package import pack
@@ -111,14 +112,21 @@ class Tide:
         *,
         name: str = "",
         replicas: tuple[int, int] = (1, 1),
+        slo_ttft_s: float | None = None,
+        slo_target: float | None = None,
         **options: object,
     ) -> EndpointHandle:
-        """Serve a Hugging Face directory; `options` are ServeSpec's. The replicas' number follows the load."""
+        """Serve a Hugging Face directory; `options` are ServeSpec's. The replicas' number follows the load: with
+        `slo_target`, as cheaply as that share of first tokens comes within `slo_ttft_s`. What else can be said of
+        replicas a ServeSpec says."""
         if isinstance(model, ServeSpec):
+            if name or options or replicas != (1, 1) or slo_ttft_s is not None or slo_target is not None:
+                raise UsageError("a ServeSpec says all of it itself.", hint="Give it what else you asked for.")
             spec = model
         else:
             fields = {"name": name or Path(model).name.lower(), "model": str(model), **options}
-            fields.setdefault("replicas", {"min": replicas[0], "max": replicas[1]})
+            slo = {"slo_ttft_s": slo_ttft_s, "slo_target": slo_target}
+            fields["replicas"] = {"min": replicas[0], "max": replicas[1], **slo}
             spec = ServeSpec.parse(fields, where="serve")
         return EndpointHandle(self.client, self.client.serve(spec))
 

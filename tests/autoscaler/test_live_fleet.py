@@ -320,6 +320,83 @@ def test_zones_share_the_limit_of_what_the_fleet_may_cost() -> None:
     assert (target_of(seen, plan.actions), sum(bought(plan.actions).values())) == (2, 2)
 
 
+FAST = SPOT.model_copy(
+    update={
+        "name": "fast.spot",
+        "labels": {"ray.io/accelerator-type": "H100"},
+        "price_micro_usd_h": 2_400_000,
+        "zones": ("us-1a", "us-1b"),
+    }
+)
+PACES = Traffic(speed=SPEED, paces={"gpu": 1.0, "gpu.spot": 1.0, "fast.spot": 3.0}, next_pace=3.0)
+
+
+def on_two_kinds(known: Worth, *nodes: NodeView, traffic: Traffic = PACES, spec: ServeSpec = SPEC) -> Snapshot:
+    seen = snapshot(known, *nodes, types=(SOLID, SPOT, FAST))
+    (view,) = seen.endpoints
+    assert view.load is not None
+    load = replace(view.load, traffic=traffic)
+    return replace(seen, endpoints=(replace(view, load=load, endpoint=replace(view.endpoint, spec=spec)),))
+
+
+def test_spot_is_bought_where_what_a_replica_does_costs_least_not_where_its_hour_does() -> None:
+    seen = on_two_kinds(worth(6, 1))
+    assert {name for name, _ in bought(decide(seen).actions)} == {"fast.spot"}
+    assert target_of(seen, decide(seen).actions) == 2  # each does as much as three
+    alike = on_two_kinds(worth(6, 1), traffic=Traffic(speed=SPEED))
+    assert {name for name, _ in bought(decide(alike).actions)} == {"gpu.spot"}
+    assert target_of(alike, decide(alike).actions) == 6
+
+
+def test_types_on_which_first_tokens_are_late_are_not_bought_however_cheap() -> None:
+    seen = on_two_kinds(worth(2, 1), traffic=replace(PACES, paces={}, too_slow=("gpu.spot", "gpu")))
+    assert {name for name, _ in bought(decide(seen).actions)} == {"fast.spot"}
+
+
+def test_a_fast_replica_replaces_as_many_slow_ones_as_it_does_the_work_of() -> None:
+    fast, slow = node(1, FAST, "us-1a"), [node(number, SPOT, "us-1b") for number in (2, 3, 4)]
+    plan = decide(on_two_kinds(worth(4, 2), fast, *slow)).actions
+    assert len(drained(plan)) == 2 and "node-1" not in drained(plan)
+    assert drained(decide(on_two_kinds(worth(6, 2), fast, *slow)).actions) == []
+
+
+def test_there_are_never_fewer_replicas_than_the_minimum_however_fast_one_is() -> None:
+    two = SPEC.model_copy(update={"replicas": SPEC.replicas.model_copy(update={"min": 2})})
+    seen = on_two_kinds(worth(2, 2), spec=two)
+    assert target_of(seen, decide(seen).actions) == 2 == sum(bought(decide(seen).actions).values())
+
+
+def test_the_reason_says_how_long_a_start_takes_and_how_that_is_known() -> None:
+    seen = snapshot(worth(3, 1))
+    (scale,) = (action for action in decide(seen).actions if isinstance(action, Scale))
+    assert scale.reason.endswith("a start takes 30 s, as configured")
+    known = on_two_kinds(worth(3, 1), traffic=Traffic(speed=SPEED, cold_start_s=140.0))
+    (scale,) = (action for action in decide(known).actions if isinstance(action, Scale))
+    assert scale.reason.endswith("a start takes 140 s, as learned from its own")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    counts=st.tuples(st.integers(1, 8), st.integers(1, 8)).map(lambda both: (max(both), min(both))),
+    held=st.lists(st.sampled_from([SPOT, FAST, SOLID]), min_size=1, max_size=6),
+    is_sure=st.booleans(),
+)
+def test_mixed_replicas_that_stay_do_what_is_worth_it_on_demand(
+    counts: tuple[int, int], held: list[NodeType], is_sure: bool
+) -> None:
+    nodes = [node(number, node_type, "us-1a") for number, node_type in enumerate(held, start=1)]
+    seen = on_two_kinds(worth(*counts, is_sure=is_sure), *nodes)
+    actions = decide(seen).actions
+    gone = set(drained(actions))
+    work = sum(PACES.paces[n.node.type] for n in nodes if n.node.id not in gone)
+    before = sum(PACES.paces[n.node.type] for n in nodes)
+    assert work >= min(before, counts[1])
+    assert is_sure or not gone
+    target = target_of(seen, actions)
+    assert target >= len(nodes) - len(gone) if is_sure else target >= min(len(nodes), 8)
+    assert decide(seen) == decide(seen)
+
+
 def test_an_slo_without_a_time_is_refused() -> None:
     with pytest.raises(ConfigError, match="slo_ttft_s must say what is in time"):
         Replicas.parse({"slo_target": 0.9}, where="spec")

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytide.autoscaler import endpoints
-from raytide.autoscaler.replica_need import needed, request_s
+from raytide.autoscaler.replica_need import needed, replicas_for, request_s
 from raytide.core.endpoint import (
     Endpoint,
     EndpointLoad,
@@ -29,6 +29,47 @@ SPEC = ServeSpec(name="m", model="/m", replicas=REPLICAS)
 def load(*kv: float, ongoing: float = 2.0, waiting: float = 0.0, traffic: Traffic | None = None) -> EndpointLoad:
     replicas = tuple(ReplicaLoad(str(n), 100.0, running=2.0, waiting=waiting, kv_use=use) for n, use in enumerate(kv))
     return EndpointLoad(100.0, ongoing, len(kv), replicas=replicas, traffic=traffic)
+
+
+def mixed(*held: float, next_pace: float = 1.0) -> Traffic:
+    """Replicas that do so much, in units of the slowest."""
+    return Traffic(paces={"l4": 1.0, "h100": 3.0}, held=held, next_pace=next_pace)
+
+
+@pytest.mark.parametrize(
+    ("held", "next_pace", "ongoing", "replicas"),
+    [
+        ((), 1.0, 24.0, 3),
+        ((), 3.0, 24.0, 1),
+        ((3.0,), 1.0, 24.0, 1),
+        ((3.0,), 1.0, 32.0, 2),
+        ((3.0,), 3.0, 56.0, 3),
+        ((3.0, 1.0, 1.0), 1.0, 16.0, 2),  # whichever goes, the fast one included
+        ((3.0, 1.0, 1.0), 1.0, 24.0, 3),
+        ((1.0, 1.0, 1.0), 1.0, 16.0, 2),
+    ],
+)
+def test_a_faster_replica_carries_more_requests(
+    held: tuple[float, ...], next_pace: float, ongoing: float, replicas: int
+) -> None:
+    told = load(*(0.1 for _ in held), ongoing=ongoing, traffic=mixed(*held, next_pace=next_pace))
+    assert endpoints.wanted(SPEC, told) == replicas
+    assert "where they are slowest" in needed(REPLICAS, told).reason
+
+
+@given(
+    held=st.lists(st.sampled_from([1.0, 1.7, 3.0]), max_size=6),
+    next_pace=st.sampled_from([1.0, 1.7, 3.0]),
+    work=st.tuples(st.floats(0, 30), st.floats(0, 30)).map(sorted),
+)
+def test_more_work_never_asks_for_fewer_replicas_whoever_is_there(
+    held: list[float], next_pace: float, work: list[float]
+) -> None:
+    told = mixed(*held, next_pace=next_pace)
+    less, more = (replicas_for(each, told) for each in work)
+    assert less <= more
+    if less <= len(held):
+        assert sum(sorted(held)[: round(less)]) >= work[0] - 1e-6
 
 
 @pytest.mark.parametrize(("kv", "replicas"), [((0.5,), 1), ((0.85,), 1), ((0.9,), 2), ((0.9, 0.9), 3), ((0.4, 0.4), 1)])

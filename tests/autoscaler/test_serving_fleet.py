@@ -312,6 +312,59 @@ def test_spot_that_is_no_cheaper_than_on_demand_is_not_bought_and_the_cheapest_o
     assert made.launch == ("cheap", "cheap", "dear")
 
 
+LATE = (90.0, 40.0, 20.0, 10.0, 5.0, 2.0, 1.0, 0.5, 0.2)
+
+
+def mixed(spot: int, ondemand: int, nodes: Sequence[FleetNode] = (), **usd_h: float) -> FleetPlan:
+    """A fast replica does three times what a slow one does. What each costs for that, in dollars an hour."""
+    worth = Worth(spot, ondemand, late_usd=0.0, late_per_h=LATE, usual_rps=1.0, together=0.4)
+    prices = {"slow": 1.0, "fast": 0.8, "fast.od": 2.0, **usd_h}
+    pools = {
+        name: ReplicaPool(name, price, not name.endswith("od"), work=3.0 if name.startswith("fast") else 1.0)
+        for name, price in prices.items()
+    }
+    return FleetState(worth, pools, nodes, 60.0).plan()
+
+
+def doing(id: str, pool: str, is_ready: bool = True) -> FleetNode:
+    work = 3.0 if pool.startswith("fast") else 1.0
+    return FleetNode(id, pool, not pool.endswith("od"), is_ready, work=work)
+
+
+def test_what_is_bought_costs_least_for_the_work_and_the_rest_of_it_for_what_is_still_wanted() -> None:
+    assert mixed(6, 1).launch == ("fast", "fast")
+    assert mixed(7, 1).launch == ("fast", "fast", "slow")  # a third fast one would cost 2.4 for one
+    assert mixed(7, 1, fast=0.3).launch == ("fast", "fast", "fast")
+    assert mixed(3, 1, fast=1.1).launch == ("slow", "slow", "slow")
+
+
+def test_a_replica_counts_for_what_it_does_when_others_go_and_when_others_are_lacking() -> None:
+    fast, slow = doing("1", "fast"), [doing(str(number), "slow") for number in (2, 3)]
+    assert mixed(3, 1, [fast]) == replace(mixed(3, 1, [fast]), launch=(), release=())
+    assert sorted(mixed(3, 1, [fast, *slow]).release) == ["2", "3"]
+    assert mixed(4, 1, [fast, *slow]).release in (("2",), ("3",))
+    assert mixed(2, 1, [fast]).release == ()  # it does more than is wanted, and nobody else does it
+    assert mixed(5, 5, [doing("9", "fast.od")], slow=9.0, fast=9.0).launch == ("fast.od",)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    held=st.lists(st.sampled_from(["slow", "fast", "fast.od"]), max_size=8),
+    counts=st.tuples(st.integers(1, 12), st.integers(1, 12)).map(lambda both: (max(both), min(both))),
+)
+def test_plans_for_a_mixed_fleet_do_what_is_worth_it_and_come_to_rest(held: list[str], counts: tuple[int, int]) -> None:
+    nodes = [doing(str(number), pool) for number, pool in enumerate(held)]
+    for step in range(20):
+        made = mixed(*counts, nodes)
+        if not (made.launch or made.release):
+            break
+        nodes = [node for node in nodes if node.id not in made.release]
+        nodes += [doing(f"{step}-{at}", pool) for at, pool in enumerate(made.launch)]
+    assert step < 19
+    assert sum(node.work for node in nodes) >= counts[0]
+    assert sum(node.work for node in nodes if node.is_spot) < counts[0] + 3.0 + 3.0 * len(held)
+
+
 def test_what_took_days_to_learn_is_known_to_the_next_controller_and_of_another_goal_nothing() -> None:
     old, new = busy_memory("a"), Memory.of(goal("a"))
     old.price.observe(1000, 500, 2.0, 20.0)

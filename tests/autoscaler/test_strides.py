@@ -61,7 +61,7 @@ def test_a_gang_that_changes_or_is_on_several_types_or_reports_no_steps_teaches_
 
 def test_a_restart_from_a_checkpoint_and_a_clock_that_is_set_back_begin_a_stretch_anew() -> None:
     strides = Strides(TYPES)
-    for number in range(10):
+    for _ in range(10):
         run(strides, 0.0, STRETCH_S, 1.0, "l4", "l4")  # back to the first step, and in time
     assert strides.learned == {}
 

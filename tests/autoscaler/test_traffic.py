@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raytide.autoscaler.traffic import TrafficMeter, Traffics, speed_of
+from raytide.autoscaler.traffic import TrafficMeter, Traffics, key_of, speed_of
 from raytide.core.endpoint import (
     Counters,
     Endpoint,
@@ -16,7 +16,7 @@ from raytide.core.endpoint import (
     Speed,
     Traffic,
 )
-from raytide.core.fleet import Market, Node, NodeState
+from raytide.core.fleet import Market, Node, NodeState, NodeType
 
 SPEED = Speed(prefill_tps=1000.0, slots=8, tpot_ms=50.0)
 SPEEDS = {"l4": SPEED}
@@ -131,3 +131,71 @@ def test_word_that_stands_still_and_replicas_that_are_gone_take_no_memory() -> N
     assert len(watch.window) == 1
     watch.observe(load(1000.0, b=1.0), {})
     assert set(watch.words.before) == {"b"}
+
+
+L4 = NodeType(name="l4", resources={"GPU": 1}, price_micro_usd_h=700_000, labels={"ray.io/accelerator-type": "L4"})
+H100 = NodeType(
+    name="h100", resources={"GPU": 8}, price_micro_usd_h=24_000_000, labels={"ray.io/accelerator-type": "H100"}
+)
+FAST = Speed(prefill_tps=8000.0, slots=64, tpot_ms=50.0)
+
+
+def on_gpus(*types: NodeType, **replicas: object) -> TrafficMeter:
+    spec = ServeSpec(name="m", model="/m", resources={"GPU": 1}, replicas=Replicas.parse(replicas, where="test"))
+    watch = TrafficMeter(spec)
+    watch.serve(spec, types)
+    return watch
+
+
+def test_where_replicas_are_not_alike_work_is_counted_in_those_that_do_least() -> None:
+    watch = on_gpus(L4, H100, speed={"l4": SPEED, "h100": FAST})
+    hosts = {"ray-1": on("ray-1", "h100"), "ray-2": on("ray-2", "l4")}
+    seen = watch.observe(EndpointLoad(0.0, 0.0, 2, ("ray-1", "ray-2", "ray-3")), hosts)
+    assert seen.paces == {"l4": 1.0, "h100": 8.6}
+    assert (seen.held, seen.speed) == ((8.6, 1.0, 1.0), SPEED)
+    assert seen.next_pace == 8.6  # $3 an hour for eight times the work of $0.70
+
+
+def test_what_is_not_known_of_a_type_its_speed_says() -> None:
+    watch = on_gpus(L4, H100.model_copy(update={"speed": 4.0}), speed={"h100": FAST})
+    seen = watch.observe(EndpointLoad(0.0, 0.0, 0), {})
+    assert seen.paces == {"l4": 1.0, "h100": 4.0} and seen.next_pace == 1.0
+    assert seen.speed == Speed(prefill_tps=2000.0, slots=64, tpot_ms=200.0)
+
+
+def test_types_on_which_the_mean_prompt_alone_is_late_are_named_while_others_are_faster() -> None:
+    watch = on_gpus(L4, H100, speed={"l4": SPEED, "h100": FAST}, slo_ttft_s=0.9)
+    assert watch.observe(EndpointLoad(0.0, 0.0, 0), {}).too_slow == ("l4",)
+    alone = on_gpus(L4, speed={"l4": SPEED}, slo_ttft_s=0.1)
+    assert alone.observe(EndpointLoad(0.0, 0.0, 0), {}).too_slow == ()
+
+
+def test_spot_and_on_demand_of_one_accelerator_are_alike_however_they_were_measured() -> None:
+    spot = L4.model_copy(update={"name": "l4.spot", "market": Market.SPOT})
+    watch = on_gpus(L4, spot, speed={"l4": SPEED, "l4.spot": FAST})
+    seen = watch.observe(EndpointLoad(0.0, 0.0, 1, ("ray-1",)), {"ray-1": on("ray-1", "l4")})
+    assert (seen.paces, seen.held, seen.next_pace, seen.speed) == ({}, (), 1.0, SPEED)
+
+
+def test_a_clock_that_is_set_back_does_not_blow_up_the_rates() -> None:
+    watch = meter()
+    for second in range(100):
+        watch.observe(load(1000.0 + second, a=2.0 * second), {})
+    rates = [watch.observe(load(100.0 + second, a=200.0 + 2.0 * second), {}).requests_rps for second in range(100)]
+    assert max(rates) <= 2.1 and rates[-1] == pytest.approx(2.0)
+
+
+def test_another_model_under_the_same_name_is_learned_anew_and_another_number_of_replicas_is_not() -> None:
+    spec = ServeSpec(name="m", model="/m", resources={"GPU": 1})
+    endpoint = Endpoint(spec, "me", EndpointState.RUNNING, 5.0, 1)
+    traffics = Traffics((L4,), {key_of(endpoint): {"l4": SPEED}})
+
+    def speed(**changes: object) -> Speed | None:
+        told = Endpoint(spec.model_copy(update=changes), "me", EndpointState.RUNNING, 5.0, 1)
+        found = traffics.measured({"m": EndpointLoad(0.0, 0.0, 0)}, [told], ())["m"].traffic
+        assert found is not None
+        return found.speed
+
+    assert speed() == speed(replicas=Replicas(max=3)) == SPEED
+    assert speed(model="/other") is None
+    assert traffics.learned == {} and speed() == SPEED

@@ -22,6 +22,7 @@ from raytide.control.closing import Closed
 from raytide.control.cluster import DEFAULT_CONFIG
 from raytide.control.rehearsal import Step
 from raytide.control.views import CostReport, JobView, Waiting
+from raytide.core.endpoint import Replicas, ServeSpec
 from raytide.core.errors import ConfigError, NotFoundError, RaytideError, UsageError
 from raytide.core.fleet import Market
 from raytide.core.gang import GangSpec, Shape
@@ -118,6 +119,42 @@ def test_a_dry_run_prints_what_it_would_do(monkeypatch: pytest.MonkeyPatch) -> N
 def test_impossible_replicas_are_refused_before_anything_is_sent(replicas: tuple[int, int]) -> None:
     with pytest.raises(ConfigError, match="replicas"):
         Tide(Client(NOWHERE, "")).serve("model", replicas=replicas)
+
+
+def asked(monkeypatch: pytest.MonkeyPatch, *args: str) -> ServeSpec:
+    """What `raytide serve` sends."""
+    sent: list[ServeSpec] = []
+
+    def send(self: Tide, spec: ServeSpec) -> None:
+        sent.append(spec)
+        raise RaytideError("sent", hint="")
+
+    monkeypatch.setattr(Tide, "serve", send)
+    monkeypatch.setattr(Client, "find", lambda cluster: Client(NOWHERE, ""))
+    error = error_of("serve", *args)
+    assert sent, error
+    return sent[0]
+
+
+def test_serve_takes_what_replicas_promise_and_what_each_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    spec = asked(monkeypatch, str(tmp_path / "Mine"), "--replicas", "1:4", "--slo-ttft-s", "2", "--slo-target", "0.95")
+    assert (spec.name, spec.model, spec.resources) == ("mine", str(tmp_path / "Mine"), {"CPU": 1.0})
+    assert spec.replicas == Replicas(min=1, max=4, slo_ttft_s=2.0, slo_target=0.95)
+    assert asked(monkeypatch, "m", "--gpus", "2", "--cpus", "8").resources == {"GPU": 2.0, "CPU": 8.0}
+
+
+def test_options_of_serve_go_before_what_the_file_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "s.yaml"
+    file.write_text("{name: m, model: /m, resources: {GPU: 1}, replicas: {min: 2, max: 3, slo_ttft_s: 4}}")
+    assert asked(monkeypatch, str(file)).replicas == Replicas(min=2, max=3, slo_ttft_s=4)
+    spec = asked(monkeypatch, str(file), "--name", "n", "--slo-target", "0.9", "--target-ongoing", "3")
+    assert (spec.name, spec.resources) == ("n", {"GPU": 1.0})
+    assert spec.replicas == Replicas(min=2, max=3, slo_ttft_s=4, slo_target=0.9, target_ongoing=3)
+
+
+def test_a_promise_without_a_time_is_refused_before_anything_is_sent() -> None:
+    with pytest.raises(ConfigError, match="slo_ttft_s must say what is in time"):
+        Tide(Client(NOWHERE, "")).serve("model", slo_target=0.9)
 
 
 def view(state: JobState, **progress: float | int | str) -> JobView:

@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 
 from raytide.core.clock import utc
 from raytide.core.coming import Ask, Coming
-from raytide.core.endpoint import Endpoint, EndpointLoad, EndpointState, Replicas, ServeSpec
+from raytide.core.endpoint import Endpoint, EndpointLoad, EndpointState, Replicas, ServeSpec, Traffic
 from raytide.core.errors import CapacityError
 from raytide.core.fleet import Market, Node, NodeState, NodeType
 from raytide.core.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
+from raytide.core.repair import repair
 from raytide.core.replicas import replica_selector
 from raytide.core.room import Placements, Room, check_possible
 from raytide.core.shortfall import Shortfall
@@ -285,3 +286,35 @@ def test_a_replica_of_several_members_is_seated_whole_or_not_at_all() -> None:
     assert (broken.missing["m"], len(broken.replicas["m"])) == (3, 3), "what one lacks, and one whole"
     moved = seen("ray-1", "ray-2", "ray-3", "ray-4", moving=("ray-3", "ray-4"))
     assert (moved.missing["m"], len(moved.replicas["m"])) == (2, 2), "of one that Serve moves no member stays"
+
+
+L4 = NodeType(name="l4", resources={"GPU": 1}, price_micro_usd_h=1_000_000, max_nodes=3)
+H100 = NodeType(name="h100", resources={"GPU": 2}, price_micro_usd_h=4_000_000, max_nodes=3)
+ONE = Shape(resources={"GPU": 1})
+
+
+def test_new_nodes_are_those_on_which_what_a_member_does_costs_least() -> None:
+    room = Room.of(Snapshot(at_s=0, node_types=(L4, H100)))
+    hourly = room.copy().place(ONE, 4, subject="g")
+    assert not isinstance(hourly, Shortfall) and [s.node_type for s in hourly] == ["l4", "l4", "l4", "h100"]
+    for_work = room.place(ONE, 4, subject="g", paces={"l4": 1.0, "h100": 3.0})
+    assert not isinstance(for_work, Shortfall) and {s.node_type for s in for_work} == {"h100"}
+
+
+def test_a_fast_node_is_not_swapped_for_a_slow_one_that_holds_who_sits_there() -> None:
+    for paces, kept in (({"l4": 1.0, "h100": 6.0}, "h100"), ({"l4": 1.0, "h100": 1.5}, "l4")):
+        room = Room.of(Snapshot(at_s=0, node_types=(L4, H100)))
+        placed = room.place(ONE, 1, subject="g", paces=paces)
+        assert not isinstance(placed, Shortfall)
+        done = repair(room)
+        assert done.seat(placed[0]).node_type == kept
+
+
+def test_replicas_go_where_their_work_costs_least_and_stay_there() -> None:
+    traffic = Traffic(paces={"l4": 1.0, "h100": 6.0})
+    load = EndpointLoad(0.0, 0.0, 0, traffic=traffic)
+    spec = ServeSpec(name="m", model="/m", resources={"GPU": 1}, replicas=Replicas(max=4))
+    served = EndpointView(Endpoint(spec, "me", EndpointState.RUNNING, 0.0, 1), load)
+    room = Room.of(Snapshot(at_s=0, node_types=(L4, H100), endpoints=(served,)))
+    repair(room)
+    assert [offer.node_type.name for offer in room.bought.values()] == ["h100"]

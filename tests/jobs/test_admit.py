@@ -7,10 +7,11 @@ from hypothesis import strategies as st
 from tests.jobs.cluster import told
 from tests.jobs.test_why import why
 
+from raytide.control.decide import decide
 from raytide.core.fleet import Market, Node, NodeState, NodeType
 from raytide.core.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
 from raytide.core.job import Job, JobKind, JobSpec, JobState
-from raytide.core.plan import Admit, Wait
+from raytide.core.plan import Admit, Launch, Wait
 from raytide.core.snapshot import NodeView, Pool, Snapshot
 from raytide.jobs.admit import admit
 
@@ -195,3 +196,46 @@ def test_nobody_is_admitted_while_ray_does_not_answer() -> None:
     assert brief(silent) == [("job-1", "signal"), ("job-2", "signal")]
     assert "Ray does not answer" in why("job-1", silent).reason
     assert brief(replace(silent, ray_answers=True))[0] == ("job-1", "lease-4")
+
+
+L4 = NodeType(name="l4", resources={"GPU": 4.0}, price_micro_usd_h=2_000, labels={"ray.io/accelerator-type": "L4"})
+H100 = NodeType(
+    name="h100", resources={"GPU": 8.0}, price_micro_usd_h=24_000, labels={"ray.io/accelerator-type": "H100"}
+)
+
+
+FAST = {"job-1": {"l4": 1.0, "h100": 7.0}}
+
+
+def on(accelerator: str, gpus: float) -> Shape:
+    return Shape(resources={"GPU": gpus}, labels={"ray.io/accelerator-type": accelerator})
+
+
+def admitted(s: Snapshot) -> list[Shape]:
+    return [action.lease.shape for action in admit(s) if isinstance(action, Admit)]
+
+
+def test_of_its_shapes_a_job_gets_the_one_in_which_its_work_costs_least_and_else_the_one_that_it_prefers() -> None:
+    fast, slow = on("H100", 8), on("L4", 4)
+    asks = snapshot(job(1, slow, fast), types=(L4, H100))
+    assert admitted(asks) == [slow]
+    for pace, shape in ((5.0, slow), (7.0, fast)):  # an H100 costs six times as much as an L4
+        assert admitted(replace(asks, paces={"job-1": {"l4": 1.0, "h100": pace}})) == [shape]
+    full = H100.model_copy(update={"max_nodes": 0})
+    none_left = replace(asks, node_types=(L4, full), paces=FAST)
+    assert admitted(none_left) == [slow]
+
+
+def test_shapes_in_which_work_costs_the_same_are_taken_as_the_job_prefers_them() -> None:
+    half, whole = Shape(resources={"GPU": 4}), Shape(members=2, resources={"GPU": 4})
+    for shapes in ((half, whole), (whole, half)):
+        assert admitted(replace(snapshot(job(1, *shapes), types=(L4, H100)), paces=FAST)) == [shapes[0]]
+
+
+def test_a_gang_is_bought_where_its_work_costs_least() -> None:
+    free = Shape(members=2, resources={"GPU": 4})
+    s = snapshot(job(1, free), types=(L4, H100))
+    bought = [
+        [a.node_type for a in decide(one).actions if isinstance(a, Launch)] for one in (s, replace(s, paces=FAST))
+    ]
+    assert bought == [["l4", "l4"], ["h100"]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -13,10 +14,12 @@ from raytide.control.client import Client
 from raytide.control.wire import to_json
 from raytide.core.config import load_yaml
 from raytide.core.endpoint import ServeSpec
-from raytide.core.errors import UsageError
 from raytide.core.money import format_usd
 from raytide.endpoint import EndpointHandle
+from raytide.script import between
 from raytide.tide import Tide
+
+Numbers = dict[str, float]
 
 
 def serve(
@@ -24,7 +27,19 @@ def serve(
         str | None, typer.Argument(help="A Hugging Face directory, or a ServeSpec in a YAML file.")
     ] = None,
     name: Annotated[str, typer.Option(help="The endpoint's, and so the model's, name.")] = "",
-    replicas: Annotated[str, typer.Option(help="`2`, or `1:4` for as many as the load needs.")] = "1",
+    replicas: Annotated[str, typer.Option(help="`2`, or `1:4` for as many as the load needs; 1 when left out.")] = "",
+    slo_ttft_s: Annotated[
+        float | None, typer.Option("--slo-ttft-s", help="First tokens are meant to come within so many seconds.")
+    ] = None,
+    slo_target: Annotated[
+        float | None, typer.Option(help="The share of requests that is meant to be in time, 0.95; cheapest so.")
+    ] = None,
+    target_ongoing: Annotated[
+        float | None, typer.Option(help="Requests that one replica is meant to carry, without --slo-target.")
+    ] = None,
+    gpus: Annotated[float | None, typer.Option(min=0, help="Of each replica.")] = None,
+    cpus: Annotated[float | None, typer.Option(min=0, help="Of each replica; 1 when nothing is asked for.")] = None,
+    team: Annotated[str, typer.Option(help="Whose endpoint it is.")] = "",
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Stay until a replica answers.")] = True,
     delete: Annotated[str, typer.Option(help="End the endpoint of this name.")] = "",
     cluster: ClusterName = None,
@@ -32,13 +47,17 @@ def serve(
 ) -> None:
     """Serve a model, or list what is served.
 
-    The address that it prints takes every OpenAI client.
+    The address that it prints takes every OpenAI client. Options go before what a YAML file says.
     """
     client = Client.find(cluster)
     if delete:
         client.delete_endpoint(delete)
     elif model is not None:
-        handle = _start(client, model, name, replicas)
+        asked = {"slo_ttft_s": slo_ttft_s, "slo_target": slo_target, "target_ongoing": target_ongoing}
+        if replicas:
+            asked["min"], asked["max"] = between(replicas, "--replicas")
+        shares = {"GPU": gpus, "CPU": cpus}
+        handle = Tide(client).serve(_spec(model, {"name": name, "team": team}, _given(asked), _given(shares)))
         try:
             if wait:
                 _print_changes(handle, quiet=json)
@@ -81,13 +100,19 @@ def _print_changes(handle: EndpointHandle, *, quiet: bool) -> None:
             print(line, flush=True)
 
 
-def _start(client: Client, model: str, name: str, replicas: str) -> EndpointHandle:
-    tide = Tide(client)
+def _spec(model: str, names: Mapping[str, str], replicas: Numbers, resources: Numbers) -> ServeSpec:
+    """The file's, or a folder's, with what was asked for besides."""
     if model.endswith((".yaml", ".yml")):
-        return tide.serve(ServeSpec.parse(load_yaml(model), where=model))
-    low, _, high = replicas.partition(":")
-    try:
-        bounds = (int(low), int(high or low))
-    except ValueError:
-        raise UsageError(f"--replicas {replicas} is no number.", hint="Write `2` or `1:4`.") from None
-    return tide.serve(str(Path(model).resolve()), name=name, replicas=bounds)
+        fields, where = dict(load_yaml(model)), model
+    else:
+        folder = Path(model).resolve()
+        fields, where = {"name": folder.name.lower(), "model": str(folder)}, "serve"
+    fields |= {key: value for key, value in names.items() if value}
+    told = fields.get("replicas", {})
+    if replicas and isinstance(told, Mapping):  # what else it is, the spec refuses
+        fields["replicas"] = {**told, **replicas}
+    return ServeSpec.parse({**fields, "resources": resources} if resources else fields, where=where)
+
+
+def _given(options: Mapping[str, float | None]) -> Numbers:
+    return {name: value for name, value in options.items() if value is not None}

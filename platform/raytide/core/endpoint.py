@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field
 from enum import StrEnum
-from functools import cached_property
 from hashlib import blake2s
 
 from pydantic import Field, field_validator, model_validator
@@ -92,7 +91,7 @@ class ServeSpec(Config):
     max_ongoing: int = Field(default=256, ge=1)
     """More at once in one replica wait in the router."""
 
-    @cached_property
+    @property
     def served(self) -> str:
         """The same for specs whose replicas do the same work on the same share of a node."""
         told = self.model_dump(mode="json", include={"model", "resources", "members", "engine"})
