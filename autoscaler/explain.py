@@ -23,6 +23,9 @@ _SUBJECT = {
     "terminate": "node_id",
 }
 
+AFTER_KIND = 21
+"""Where a line says to which object, after when and what."""
+
 
 def lines(plans: Iterable[Mapping[str, Any]]) -> list[str]:
     """One line for each action, oldest first: when, what, to which object, why, at what cost; then what was rejected
@@ -38,7 +41,7 @@ def lines(plans: Iterable[Mapping[str, Any]]) -> list[str]:
                 continue
             said[key] = text
             out.append(f"{at}  {text}")
-            out += [" " * 21 + _rejected(rejected) for rejected in action.get("rejected", ())]
+            out += [" " * AFTER_KIND + _rejected(rejected) for rejected in action.get("rejected", ())]
     return out
 
 

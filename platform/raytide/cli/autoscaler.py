@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from raytide.cli.show import ClusterName, Json, as_json
+from raytide.cli.show import ClusterName, Json, as_json, as_lines
 from raytide.control.client import Client
 from raytide.core.errors import UsageError
 
@@ -27,15 +27,14 @@ def options(
         return
     if not dry_run:
         raise UsageError("nothing was asked for.", hint="Say --dry-run, or what: `raytide autoscaler --help`.")
-    from raytide.autoscaler.explain import lines
+    from raytide.autoscaler.explain import AFTER_KIND, lines
     from raytide.control.decide import decide
 
     plan = decide(Client.find(cluster).snapshot()).to_json()
     if json:
         as_json(plan)
         return
-    for line in lines([plan]) or ["there is nothing to do"]:
-        print(line)
+    as_lines(lines([plan]) or ["there is nothing to do"], indent=AFTER_KIND)
 
 
 def explain(
@@ -57,12 +56,11 @@ def explain(
     if json:
         as_json(plans)
         return
-    from raytide.autoscaler.explain import lines
+    from raytide.autoscaler.explain import AFTER_KIND, lines
 
     if until_s is not None:
         print(_held(plans, until_s))
-    for line in lines(plans):
-        print(line)
+    as_lines(lines(plans), indent=AFTER_KIND)
 
 
 def moment(said: str, now: datetime) -> datetime:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
 import typer
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_LEAST_ROOM = 30
+"""A narrower column of words is harder to read than one that stands below its row."""
+_BELOW = 6
 ClusterName = Annotated[str | None, typer.Option("--cluster", help="Which cluster; `local` when left out.")]
 
 
@@ -18,14 +23,54 @@ def as_json(value: Any) -> None:
 
 
 def as_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    if not sys.stdout.isatty():
-        for row in [columns, *rows]:
-            print("\t".join(str(cell) for cell in row))
+    shown = [[str(cell) for cell in row] for row in rows]
+    if sys.stdout.isatty():
+        print("\n".join(fitted(columns, shown, shutil.get_terminal_size().columns)))
         return
-    from rich.console import Console
-    from rich.table import Table
+    for row in [columns, *shown]:
+        print("\t".join(row))
 
-    table = Table(*columns, box=None, pad_edge=False)
-    for row in rows:
-        table.add_row(*(str(cell) for cell in row))
-    Console().print(table)
+
+def as_lines(lines: Iterable[str], *, indent: int) -> None:
+    """Each on its own; on a terminal what does not fit goes on below, so far to the right."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
+    for line in lines:
+        print("\n".join(_wrapped(line, width, indent)) if len(line) > width > 0 else line)
+
+
+def fitted(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[str]:
+    """Lines of a table. One that is too wide loses the columns that say nothing in any row. If it still is, its last
+    column, words as a rule, goes on below itself, or stands below its row when there is no room for it."""
+    table = [[cell.replace("\n", " ") for cell in row] for row in [columns, *rows]]
+    if _width(table) > width:
+        last = len(columns) - 1
+        kept = [at for at in range(last + 1) if at in (0, last) or any(row[at] not in ("", "-") for row in table[1:])]
+        table = [[row[at] for at in kept] for row in table]
+    if _width(table) <= width:
+        return _aligned(table)
+    heads = _aligned([row[:-1] for row in table])
+    before = _width([row[:-1] for row in table]) + 2
+    if width - before >= _LEAST_ROOM:
+        joined = (f"{head:{before}}{row[-1]}".rstrip() for head, row in zip(heads, table, strict=True))
+        return [line for row in joined for line in _wrapped(row, width, before)]
+    below: list[list[str]] = [
+        [],
+        *(_wrapped(" " * _BELOW + row[-1], width, _BELOW) if row[-1] else [] for row in table[1:]),
+    ]
+    return [line for head, words in zip(heads, below, strict=True) for line in (head, *words)]
+
+
+def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
+
+
+def _width(table: Sequence[Sequence[str]]) -> int:
+    return max(map(len, _aligned(table)))
+
+
+def _wrapped(line: str, width: int, indent: int) -> list[str]:
+    """Words that are too long, as addresses and paths, stay whole."""
+    return textwrap.wrap(
+        line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False
+    ) or [""]

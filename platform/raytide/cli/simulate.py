@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from raytide.cli.show import ClusterName, Json, as_json, as_table
+from raytide.cli.show import ClusterName, Json, as_json, as_lines, as_table
 from raytide.core.clock import ago
 from raytide.core.errors import UsageError
 from raytide.core.money import format_usd
@@ -46,10 +46,10 @@ def options(
     if json:
         as_json({**asdict(replace(outlook, plans=())), "plans": [plan.to_json() for plan in outlook.plans]})
         return
-    from raytide.autoscaler.explain import lines
+    from raytide.autoscaler.explain import AFTER_KIND, lines
 
-    for line in lines([plan.to_json() for plan in outlook.plans]) or ["there is nothing to do"]:
-        print(line)
+    decisions = lines([plan.to_json() for plan in outlook.plans])
+    as_lines(decisions or ["there is nothing to do"], indent=AFTER_KIND)
     if outlook.jobs:
         rows = [
             (job.job_id, job.name, "not yet" if job.after_s is None else f"in {ago(job.after_s)}", job.waits_for)

@@ -68,7 +68,10 @@ def window(trace: JobTrace, first_day: int | None, days: int) -> JobTrace:
         first_day = int(sums.argmax())
     found = trace.chosen((day >= first_day) & (day < first_day + days))
     if not len(found):
-        raise DataError(f"no job was submitted in {days} days from day {first_day}.", hint="Choose another day.")
+        raise DataError(
+            f"no job was submitted in {days} days from day {first_day}.",
+            hint=f"The trace has days {day.min()} to {day.max()}.",
+        )
     return replace(found, submit_s=found.submit_s - first_day * DAY_S)
 
 
