@@ -6,6 +6,7 @@ are usable soonest, then those on which least is cut to pieces (FGD, ATC'23), th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from functools import reduce
@@ -26,6 +27,8 @@ _RANK = 1000.0
 Rows = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Mask = NDArray[np.bool_]
+Need = tuple[tuple[int, float], ...]
+"""Columns of the grid, and how much of each."""
 
 
 class Grid:
@@ -117,14 +120,20 @@ class Grid:
         copies = [(self._free_RN[self._column[name], rows] + _EPS) // amount for name, amount in need.items()]
         return reduce(np.minimum, copies).astype(np.int64) if copies else np.zeros(0, dtype=np.int64)
 
-    def holding_at(self, row: int, need: Resources, selector: Mapping[str, str]) -> int:
-        """How many members the node of this row would hold."""
-        if not all(self._mask(key, want)[row] for key, want in selector.items()):
-            return 0
-        asked = [(name, amount) for name, amount in whole_shares(need).items() if amount > 0]
-        if not asked or not all(name in self._column for name, _ in asked):
-            return 0
-        return max(0, min(int((self._free_RN[self._column[name], row] + _EPS) // amount) for name, amount in asked))
+    def columns(self, need: Resources) -> Need:
+        """The columns of what is needed; none when some of it is on no node."""
+        asked = {name: amount for name, amount in whole_shares(need).items() if amount > 0}
+        if not asked.keys() <= self._column.keys():
+            return ()
+        return tuple((self._column[name], amount) for name, amount in asked.items())
+
+    def free_at(self, row: int) -> list[float]:
+        """By column."""
+        free: list[float] = self._free_RN[:, row].tolist()
+        return free
+
+    def carries(self, row: int, selector: Mapping[str, str]) -> bool:
+        return all(self._mask(key, want)[row] for key, want in selector.items())
 
     def values(self, key: str, rows: Iterable[int]) -> set[str]:
         """Of a label, on those nodes that have it."""
@@ -197,6 +206,14 @@ class Grid:
             if (at := self._column.get(name)) is not None:
                 vector[at] = amount
         return vector
+
+
+def members_in(need: Need, free: Sequence[float]) -> int:
+    """How many members fit into what is free on a node."""
+    least = math.inf
+    for column, amount in need:
+        least = min(least, (free[column] + _EPS) // amount)
+    return max(0, int(least))
 
 
 def _least(key: Floats, count: int) -> Rows:

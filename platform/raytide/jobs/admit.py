@@ -173,7 +173,8 @@ def _held(snapshot: Snapshot) -> dict[int, Lease]:
 
 def _drain(floor: Floor, claims: Claims) -> list[Preempt]:
     """Whoever's budget is about to run out checkpoints and gives way; what cannot be preempted runs on."""
-    burning = {floor.jobs[row].id: (floor.jobs[row], floor.micro_usd_h(lease)) for row, lease in floor.leases.items()}
+    held = ((floor.jobs[row], lease) for row, lease in floor.leases.items())
+    burning = {job.id: (job, floor.micro_usd_h(lease)) for job, lease in held if floor.purse.is_limited(job)}
     broke = floor.purse.overdrawn(burning, floor.snapshot.teams)
     found = []
     for row in [row for row in floor.leases if floor.jobs[row].id in broke and claims.gives_way[row]]:

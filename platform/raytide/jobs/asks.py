@@ -28,6 +28,8 @@ class Ask:
     shape: Shape
     key: Key
     """Equal for those that fit or do not fit alike."""
+    member: Key
+    """Equal for those of which one member fits wherever one of the other does."""
     at_least: int
     one: Resources
     """What a member counts against quotas, wherever it sits."""
@@ -81,7 +83,8 @@ class Asks:
         fitting = [t for t in self.node_types if copies(shape.resources, t.resources) and open_zones(shape, t)]
         return Ask(
             shape=shape,
-            key=_key_of(shape),
+            key=(shape.at_least, shape.together, *_member(shape)),
+            member=_member(shape),
             at_least=shape.at_least,
             one=seats.quota_of(shape, [None]),
             least=seats.least_quota(shape),
@@ -91,8 +94,8 @@ class Asks:
         )
 
 
-def _key_of(shape: Shape) -> Key:
-    return (shape.at_least, shape.together, *sorted(shape.resources.items()), *sorted(shape.labels.items()))
+def _member(shape: Shape) -> Key:
+    return (*sorted(shape.resources.items()), *sorted(shape.labels.items()))
 
 
 def _on_spot(shape: Shape) -> Shape:

@@ -15,11 +15,13 @@ from raytide.core.snapshot import Snapshot
 from raytide.core.stance import bound
 from raytide.jobs import seats, service
 from raytide.jobs.asks import Ask, Asks, Key
+from raytide.jobs.givers import Givers
 from raytide.jobs.order import Ints
 from raytide.jobs.purse import Purse
 from raytide.jobs.quota import Quotas
+from raytide.jobs.space import Space
 from raytide.jobs.turn import Victims
-from raytide.jobs.victims import Emptied, Unit, enough
+from raytide.jobs.victims import Emptied, Unit, Units, enough
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +66,10 @@ class Floor:
     _emptied: Emptied | None = None
     _full: dict[Key, Shortfall] = field(default_factory=dict)
     _stuck: set[Key] = field(default_factory=set)
-    _givers: dict[int, str] | None = None
+    _givers: Givers | None = None
+    _space: Space | None = None
+    _units: dict[int, Units] = field(default_factory=dict)
     _quotas: dict[tuple[int, str], Resources] = field(default_factory=dict)
-    _borrowing: dict[frozenset[str], set[str]] = field(default_factory=dict)
 
     def first(self, waiting: Ints) -> int | None:
         """Everybody is tried, and told why not."""
@@ -98,16 +101,17 @@ class Floor:
         """These seats of a holder are free for others from now on."""
         lease, job = self.leases[row], self.jobs[row]
         for member in members:
-            self.room.give(self.node_of(row, member), lease.shape.resources)
+            self._give(self.node_of(row, member), lease.shape.resources)
             self.quotas.give(job.spec.team, self.quota_of(row, member))
             self.away.setdefault(row, {})[member.index] = by
         self._full.clear()
-        self._borrowing.clear()
+        self._units.pop(row, None)
 
-    def spare(self, row: int) -> list[Member]:
-        """Seats that an elastic gang can do without beyond those that give way, the last first."""
-        lease, gone = self.leases[row], self.away.get(row, ())
-        return [member for member in seats.kept(lease) if member.index not in gone][lease.shape.at_least :][::-1]
+    def units(self, row: int) -> Units:
+        """What a holder can be asked for beyond what gives way."""
+        if (found := self._units.get(row)) is None:
+            found = self._units[row] = Units.of(self, row)
+        return found
 
     def node_of(self, row: int, member: Member) -> str:
         """Where the seat's room is: on its node, or where it would find one; "" when there is none for it."""
@@ -126,19 +130,19 @@ class Floor:
         on = [self.types[member.node_id] for member in seats.kept(lease) if member.node_id in self.types]
         return seats.price_of(lease.shape, on)
 
-    def givers(self) -> Mapping[int, str]:
-        """The holders that may be asked for seats and still have some, with their teams."""
+    @property
+    def givers(self) -> Givers:
+        """The holders that may be asked for seats, and still have some."""
         if self._givers is None:
-            jobs = self.jobs
-            self._givers = {row: jobs[row].spec.team for row in self.leases if service.gives_way(jobs[row])}
+            self._givers = Givers.of(self.jobs, self.leases)
         return self._givers
 
-    def borrowing(self, need: Resources) -> set[str]:
-        """Teams of those that hold more than their own of what is needed."""
-        names = self.quotas.limited.intersection(need)
-        if (found := self._borrowing.get(names)) is None:
-            found = self._borrowing[names] = self.quotas.borrowing({*self.givers().values()}, names)
-        return found
+    @property
+    def space(self) -> Space:
+        """The room, counted."""
+        if self._space is None:
+            self._space = Space(self.room)
+        return self._space
 
     def is_own(self, job: Job) -> bool:
         """Whether the least that it asks for is its team's own quota, which others may hold."""
@@ -150,13 +154,13 @@ class Floor:
         need = self.asks.first(job).least
         if self.quotas.limited.isdisjoint(need) or self.quotas.may_take_back(job.spec.team, need):
             return None
-        return self.borrowing(need) | {job.spec.team}
+        return self.quotas.borrowing(need) | {job.spec.team}
 
     def room_to_grow(self, row: int, most: int) -> int:
         """Take room for as many more members of a holder as quota, nodes and budgets allow."""
         job = self.jobs[row]
         shape = next(iter(bound([self.leases[row].shape], self.snapshot.stances.get(job.id))), None)
-        if shape is None or self._lacks(job, (ask := self.asks.ask(shape)).one) is not None:
+        if shape is None or self.lacks(job, (ask := self.asks.ask(shape)).one) is not None:
             return 0
         count, paces = min(most, self._allowed(job, ask)), self.snapshot.paces.get(job.id)
         placed = self.room.place(shape, count, at_least=0, subject="it", paces=paces)
@@ -186,10 +190,6 @@ class Floor:
     def may_start(self, row: int) -> bool:
         """Whether it starts once there is room: now, on a fleet that can hold it, and paid for."""
         return any(ask.never is None and self._unpaid(self.jobs[row], ask) is None for ask in self.shapes(row))
-
-    def is_within_limits(self, job: Job, ask: Ask) -> bool:
-        """Budget and quota, for the least that the gang can do with."""
-        return self._unpaid(job, ask) is None and self._lacks(job, ask.least) is None
 
     def _unpaid(self, job: Job, ask: Ask) -> Shortfall | None:
         """Budget, at the least that the gang may cost: what it does cost shows once it is placed."""
@@ -225,6 +225,8 @@ class Floor:
         if isinstance(placed, Shortfall):
             self._full[ask.key] = placed
             return placed
+        for seat in placed:
+            self.space.changed(seat.node_id)
         # Which accelerators they are, and what they cost, may show only now.
         on = seats.placed_types(placed, self.snapshot.node_types)
         kept = self._short_of(job, seats.quota_of(shape, on)) or self._afforded(job, shape, placed)
@@ -235,7 +237,11 @@ class Floor:
 
     def _leave(self, shape: Shape, placed: Placements) -> None:
         for seat in placed:
-            self.room.give(seat.node_id, shape.resources)
+            self._give(seat.node_id, shape.resources)
+
+    def _give(self, node_id: str, resources: Resources) -> None:
+        self.room.give(node_id, resources)
+        self.space.changed(node_id)
 
     def _afforded(self, job: Job, shape: Shape, placed: Placements) -> Placements | Shortfall:
         """All that was placed when its budgets allow an hour of it, else the least that will do."""
@@ -251,7 +257,7 @@ class Floor:
 
     def _short_of(self, job: Job, need: Resources) -> Shortfall | None:
         """Quota, in words."""
-        if (name := self._lacks(job, need)) is None:
+        if (name := self.lacks(job, need)) is None:
             return None
         team, soft = job.spec.team, self.purse.beyond_soft(job)
         free, own, used = self.quotas.available(team, name), self.quotas.own(team, name), self.quotas.used[team][name]
@@ -265,7 +271,7 @@ class Floor:
         reason += "; what cannot be preempted may not borrow"
         return Shortfall("quota", f"{reason}.", "Submit it as preemptible, or wait for the team's own quota.")
 
-    def _lacks(self, job: Job, need: Resources) -> str | None:
+    def lacks(self, job: Job, need: Resources) -> str | None:
         """The resource of which quota allows it less. Who is beyond a soft budget borrows nothing, nor does a job that
         cannot be preempted."""
         is_soft = bool(self.purse.beyond_soft(job))
@@ -307,9 +313,9 @@ class Floor:
             for seat in taken.seats:
                 future.give(seat.node_id, taken.shape.resources)
         since_s = max(head.submitted_at_s, head.preempted_at_s or 0.0)
-        able, givers = self.may_ask(head), self.givers()
+        able, gives = self.may_ask(head), self.givers.gives
         for row, lease in self.leases.items():
-            goes = row in givers and (able is None or givers[row] in able)
+            goes = gives[row] and (able is None or self.jobs[row].spec.team in able)
             if goes or lease.created_at_s <= since_s:
                 for member in seats.kept(lease):
                     if member.index not in self.away.get(row, ()):
@@ -323,7 +329,6 @@ class Floor:
         job, on = self.jobs[row], seats.placed_types(placed, self.snapshot.node_types)
         need = seats.quota_of(shape, on)
         self.quotas.take(job.spec.team, need, gives_way=service.gives_way(job))
-        self._borrowing.clear()
         if self._emptied is not None:
             self._emptied.take(job, shape, need, placed)
         self.taken[row] = Taken(shape, placed, self.purse.reserve(job, seats.price_of(shape, on)))
@@ -354,15 +359,16 @@ class Floor:
             self.lets_go(unit.row, unit.members, self.jobs[row].id)
         if self.seat(row):
             gone = [other for other in before if len(self.away[other]) == len(seats.kept(self.leases[other]))]
-            self._givers = {other: team for other, team in self.givers().items() if other not in gone}
+            self.givers.leave(gone)
             return gone
         # There is room and still no seats: its members belong together, or their accelerators count against a quota.
         for unit in chosen:
             lease = self.leases[unit.row]
             for member in unit.members:
-                self.room.take(self.node_of(unit.row, member), lease.shape.resources)
+                self.room.take(node_id := self.node_of(unit.row, member), lease.shape.resources)
+                self.space.changed(node_id)
                 self.quotas.take(self.jobs[unit.row].spec.team, self.quota_of(unit.row, member))
             self.away[unit.row] = before[unit.row]
-        self._borrowing.clear()
+            self._units.pop(unit.row, None)
         self.away = {other: gone for other, gone in self.away.items() if gone}
         return None

@@ -58,6 +58,13 @@ class Purse:
         reached = (name for name in line if _reached(self.committed[name], self.specs[name].budget.soft_usd))
         return next((f"team {name}" for name in reached), "")
 
+    def is_limited(self, job: Job) -> bool:
+        """Whether anything may make it give way for what it costs."""
+        limited = self.has_hard and any(
+            self.specs[name].budget.hard_usd is not None for name in self._line(job.spec.team)
+        )
+        return limited or job.spec.budget_usd is not None
+
     def refuses(self, job: Job, micro_usd_h: float) -> Shortfall | None:
         """Why the job may not reserve its next hour at this price."""
         if job.spec.budget_usd is None and not self.has_hard:

@@ -33,8 +33,10 @@ class Quotas:
     spare: dict[str, float] = field(default_factory=dict)
     """What the fleet could hold of each beyond all quotas."""
     subtree: dict[str, dict[str, float]] = field(default_factory=dict)
-    kept: dict[tuple[str, str], float] = field(default_factory=dict)
-    """By team and resource: what it does not lend, where that is something."""
+    shares: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
+    """By team and resource: its own, and what of that it does not lend."""
+    beyond: dict[str, set[str]] = field(default_factory=dict)
+    """By limited resource: the teams that hold more than their own of it."""
     named: set[tuple[str, str]] = field(default_factory=set)
     """Teams and resources for which a quota stands at the team or above it; else it lives off what is the root's."""
     used: Used = field(default_factory=lambda: _zeros())
@@ -47,6 +49,7 @@ class Quotas:
     def of(cls, teams: Iterable[Team], supply: Resources) -> Quotas:
         quotas = cls({team.name: team.spec for team in teams}, supply)
         names = quotas.limited = frozenset(name for spec in quotas.specs.values() for name in spec.quota)
+        quotas.beyond = {name: set() for name in names}
         quotas.subtree[_ROOT] = dict.fromkeys(names, 0.0)
         children = defaultdict[str, list[str]](list)
         for team, spec in quotas.specs.items():
@@ -66,7 +69,8 @@ class Quotas:
         used, fixed = _zeros(), _zeros()
         used.update((team, amounts.copy()) for team, amounts in self.used.items())
         fixed.update((team, amounts.copy()) for team, amounts in self.fixed.items())
-        return replace(self, used=used, fixed=fixed)
+        beyond = {name: set(teams) for name, teams in self.beyond.items()}
+        return replace(self, used=used, fixed=fixed, beyond=beyond)
 
     def take(self, team: str, need: Resources, *, gives_way: bool = True) -> None:
         for name in self.limited & need.keys():
@@ -84,10 +88,14 @@ class Quotas:
             return math.inf
         if team == _ROOT:
             return self.subtree[_ROOT][name] - self.used[_ROOT][name]
-        kept, used, spec = self.kept.get((team, name), 0.0), self.used[team][name], self.specs.get(team, _ANY)
+        (own, kept), used, spec = (
+            self.shares.get((team, name), _NONE),
+            self.used[team][name],
+            self.specs.get(team, _ANY),
+        )
         above = self.available(spec.parent, name)
         if (limit := spec.borrow.get(name)) is not None:
-            above = min(above, self._lent(team, name) - max(0.0, used - kept) + limit)
+            above = min(above, own - kept - max(0.0, used - kept) + limit)
         return max(0.0, kept - used) + above
 
     def lacking(self, team: str, need: Resources, *, gives_way: bool = True, may_borrow: bool = True) -> str | None:
@@ -126,12 +134,11 @@ class Quotas:
         return self.is_own(team, need) and any((team, name) in self.named for name in need)
 
     def borrows(self, team: str, names: Iterable[str]) -> bool:
-        return bool(self.borrowing([team], names))
+        return any(team in self.beyond[name] for name in self.limited.intersection(names))
 
-    def borrowing(self, teams: Iterable[str], names: Iterable[str]) -> set[str]:
-        """Those of the teams that hold more than their own of any of these."""
-        limited = self.limited.intersection(names)
-        return {team for team in teams for name in limited if self.used[team][name] > self.own(team, name) + _SLACK}
+    def borrowing(self, names: Iterable[str]) -> set[str]:
+        """The teams that hold more than their own of any of these."""
+        return set[str]().union(*(self.beyond[name] for name in self.limited.intersection(names)))
 
     def own(self, team: str, name: str) -> float:
         return self.subtree.get(team, {}).get(name, 0.0)
@@ -150,19 +157,23 @@ class Quotas:
                 self._sum(child, children)
                 own = {name: amount + self._lent(child, name) for name, amount in own.items()}
             self.subtree[team] = own
-            self.kept |= {(team, name): max(0.0, own[name] - lent) for name, lent in spec.lend.items() if name in own}
+            for name, amount in own.items():
+                lent = spec.lend.get(name)
+                self.shares[(team, name)] = amount, 0.0 if lent is None else max(0.0, amount - lent)
         return self.subtree[team]
 
     def _lent(self, team: str, name: str) -> float:
-        return self.own(team, name) - self.kept.get((team, name), 0.0)
+        own, kept = self.shares.get((team, name), _NONE)
+        return own - kept
 
     def _add(self, team: str, name: str, amount: float) -> None:
         while amount:
-            used = self.used[team]
-            before, kept = used[name], self.kept.get((team, name), 0.0)
+            used, (own, kept) = self.used[team], self.shares.get((team, name), _NONE)
+            before = used[name]
             after = used[name] = before + amount
             if team == _ROOT:
                 return
+            (self.beyond[name].add if after > own + _SLACK else self.beyond[name].discard)(team)
             amount = max(0.0, after - kept) - max(0.0, before - kept)
             team = self.specs.get(team, _ANY).parent
 
@@ -172,3 +183,4 @@ def _zeros() -> Used:
 
 
 _ANY = TeamSpec()
+_NONE = (0.0, 0.0)

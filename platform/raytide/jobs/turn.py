@@ -17,7 +17,8 @@ import numpy as np
 
 from raytide.jobs.order import Bools, Claims, Ints, ranked, waiting
 
-Victims = Callable[[], list[int]]
+Victims = Callable[[], Ints]
+"""Who gives way, the first one first."""
 
 
 class Floor(Protocol):
@@ -46,16 +47,15 @@ def turn(claims: Claims, floor: Floor) -> Ints:
     tried = left = waiting(claims, order)
     while (at := floor.first(left)) is not None:
         row, left = int(left[at]), left[at + 1 :]
-        if not floor.seat(row):
-            gone = floor.clear(row, partial(_below, claims, rank, there, row))
+        if floor.seat(row):
+            continue
+        if gone := floor.clear(row, partial(_below, claims, order[rank[row] + 1 :], there, row)):
             there[list(gone)] = False
     return tried
 
 
-def _below(claims: Claims, rank: Ints, there: Bools, row: int) -> list[int]:
-    """Who gives way to the row: the lowest class and band first, within one who came last."""
-    if claims.is_cooling[row]:
-        return []
-    below = np.flatnonzero(there & (rank > rank[row]))
-    found: list[int] = below[np.argsort(-rank[below])].tolist()
-    return found
+def _below(claims: Claims, after: Ints, there: Bools, row: int) -> Ints:
+    """Who gives way to the row, of those after it in the order: the lowest class and band first, within one who came
+    last."""
+    lowest = after[:0] if claims.is_cooling[row] else after[::-1]
+    return lowest[there[lowest]]

@@ -1,0 +1,64 @@
+"""Who may be asked for seats, and in which turn: borrowers before others, who comes last in the order first. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from raytide.core.gang import Lease
+from raytide.core.job import Job
+from raytide.jobs import service
+from raytide.jobs.order import Bools, Ints
+
+
+@dataclass(slots=True, eq=False)
+class Givers:
+    """Rows are places among all jobs."""
+
+    gives: Bools
+    """They hold seats and may be asked for them."""
+    team: Ints
+    """By its number."""
+    numbers: Mapping[str, int]
+    """Of the teams."""
+    latest: Ints
+    """Those that give, who was admitted last first."""
+
+    @classmethod
+    def of(cls, jobs: Sequence[Job], leases: Mapping[int, Lease]) -> Givers:
+        rows = [row for row in leases if service.gives_way(jobs[row])]
+        names = {name: number for number, name in enumerate(dict.fromkeys(job.spec.team for job in jobs))}
+        gives = np.zeros(len(jobs), dtype=bool)
+        gives[rows] = True
+        latest = sorted(rows, key=lambda row: (-leases[row].created_at_s, -row))
+        team = np.array([names[job.spec.team] for job in jobs], dtype=np.int64)
+        return cls(gives, team, names, np.array(latest, dtype=np.int64))
+
+    def leave(self, rows: Iterable[int]) -> None:
+        """They gave all that they had."""
+        self.gives[list(rows)] = False
+
+    def asked(self, lower: Ints, borrowing: Iterable[str], able: Iterable[str] | None) -> list[int]:
+        """Of those below: whose team borrows, then the others; of these teams only, unless all may be asked."""
+        if able is not None:
+            lower = lower[self._is_of(able)[lower]]
+        borrows = self._is_of(borrowing)[lower]
+        return [*lower[borrows].tolist(), *lower[~borrows].tolist()]
+
+    def asked_for_own(self, lower: Ints, borrowing: set[str], team: str) -> list[int]:
+        """Who takes his own back asks everybody who borrows it, wherever he is, then all below him."""
+        below = np.zeros(len(self.gives), dtype=bool)
+        below[lower] = True
+        first = self.latest[(self.gives & self._is_of(borrowing - {team}))[self.latest]]
+        is_first = np.zeros(len(self.gives), dtype=bool)
+        is_first[first] = True
+        return [*first[below[first]].tolist(), *first[~below[first]].tolist(), *lower[~is_first[lower]].tolist()]
+
+    def _is_of(self, teams: Iterable[str]) -> Bools:
+        """By row: whether it is of one of these."""
+        among = np.zeros(len(self.numbers) + 1, dtype=bool)
+        among[[self.numbers.get(team, -1) for team in teams]] = True
+        among[-1] = False
+        return among[self.team]
