@@ -24,10 +24,9 @@ def written(folder: Path, entries: dict[str, dict[str, Any]]) -> tuple[SpotTrace
     return read(path)
 
 
-def test_counts_and_prices_are_spread_over_the_ticks(tmp_path: Path) -> None:
-    (trace,) = written(tmp_path, {"availability/a": entry("east-1a", prices_rle=[[0.5, 4], [0.75, 1]])})
+def test_counts_are_spread_over_the_ticks(tmp_path: Path) -> None:
+    (trace,) = written(tmp_path, {"availability/a": entry("east-1a", prices_rle=[[0.5, 5]])})
     assert trace.nodes.tolist() == [0, 0, 3, 3, 3]
-    assert trace.prices_usd_h is not None and trace.prices_usd_h.tolist() == [0.5, 0.5, 0.5, 0.5, 0.75]
     assert (trace.zone, trace.gap_s, trace.gpus_per_node) == ("east-1a", 195, 1)
 
 
@@ -67,7 +66,6 @@ def test_what_is_not_there_or_ambiguous_is_refused_with_what_there_is(tmp_path: 
         ('{"a": {}}', "a.kind"),
         (json.dumps({"a": entry("a", rle=[[1, 0]])}), "a.rle.0.1"),
         (json.dumps({"a": entry("a")}).replace("[0, 2]", "[1e400, 2]"), "a.rle.0.0"),
-        (json.dumps({"a": entry("a", prices_rle=[[1, 2]])}), "5 ticks but 2 prices"),
     ],
 )
 def test_a_broken_file_is_refused_by_the_name_of_its_field(tmp_path: Path, text: str, message: str) -> None:

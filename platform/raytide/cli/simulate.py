@@ -114,7 +114,9 @@ def serving(
     ],
     spot: Annotated[Path, typer.Option(help="JSON of spot traces.")],
     collection: Annotated[str, typer.Option(help="The traces whose key contains this.")],
-    envelope: Annotated[Path | None, typer.Option(help="CSV with hour, requests. Flat when left out.")] = None,
+    envelope: Annotated[
+        Path | None, typer.Option(help="CSV with hour, requests; an hour without a row had none. Flat when left out.")
+    ] = None,
     gpu: Annotated[str, typer.Option(help="The GPU of the traces.")] = "v100",
     gpus_per_node: Annotated[int, typer.Option(help="GPUs of one node.")] = 1,
     kind: Annotated[str, typer.Option(help="`availability` or `preemption`.")] = "availability",
@@ -135,7 +137,9 @@ def serving(
     notice_s: Annotated[float, typer.Option(help="How long ahead a lost spot node is announced.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Chooses the arrivals, the window of the traces, who is lost.")] = 0,
     ondemand_usd_h: Annotated[float | None, typer.Option(help="A node. Known for v100 and k80.")] = None,
-    spot_usd_h: Annotated[float | None, typer.Option(help="A node. Known for v100 and k80.")] = None,
+    spot_usd_h: Annotated[
+        float | None, typer.Option(help="The same on spot, at all times: prices in the traces are left alone.")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="Write an HTML page: cost against SLO, nodes over time.")] = None,
     json: Json = False,
 ) -> None:

@@ -16,13 +16,13 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from raytide.core.errors import DataError
 
-Runs = list[tuple[Annotated[float, Field(ge=0, allow_inf_nan=False)], Annotated[int, Field(ge=1)]]]
+_MOST_NODES = 1_000_000
 USUAL = ("v100", 1)
 """The GPU and GPUs of a node that are meant where traces of several match and none was named."""
 
 
 class _Recorded(BaseModel):
-    """One entry of the file; fields beyond these say where it comes from and are left alone."""
+    """One entry of the file; other fields are left alone, recorded prices too: simulations have one price a market."""
 
     kind: str
     collection: str
@@ -30,8 +30,7 @@ class _Recorded(BaseModel):
     gpu: str
     gpus_per_node: int = Field(ge=1)
     gap_seconds: float = Field(gt=0, allow_inf_nan=False)
-    rle: Runs = Field(min_length=1)
-    prices_rle: Runs | None = None
+    rle: list[tuple[Annotated[float, Field(ge=0, le=_MOST_NODES)], Annotated[int, Field(ge=1)]]] = Field(min_length=1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,8 +47,6 @@ class SpotTrace:
     gap_s: float
     nodes: NDArray[np.int64]
     """How many could be had, one number for each tick of `gap_s`."""
-    prices_usd_h: NDArray[np.float64] | None
-    """Of one node, for each tick; None when the recording has no prices."""
 
 
 def read(path: Path) -> tuple[SpotTrace, ...]:
@@ -126,15 +123,8 @@ def stacked(traces: Sequence[SpotTrace]) -> NDArray[np.int64]:
 
 
 def _trace(key: str, entry: _Recorded) -> SpotTrace:
-    nodes = _spread(entry.rle).astype(np.int64)
-    prices = None if entry.prices_rle is None else _spread(entry.prices_rle)
-    if prices is not None and len(prices) != len(nodes):
-        raise DataError(f"{key}: {len(nodes)} ticks but {len(prices)} prices.", hint="The file is damaged.")
+    counts, ticks = zip(*entry.rle, strict=True)
+    nodes = np.repeat(np.asarray(counts, dtype=np.float64), ticks).astype(np.int64)
     return SpotTrace(
-        key, entry.kind, entry.collection, entry.zone, entry.gpu, entry.gpus_per_node, entry.gap_seconds, nodes, prices
+        key, entry.kind, entry.collection, entry.zone, entry.gpu, entry.gpus_per_node, entry.gap_seconds, nodes
     )
-
-
-def _spread(runs: Runs) -> NDArray[np.float64]:
-    values, ticks = zip(*runs, strict=True)
-    return np.repeat(np.asarray(values, dtype=np.float64), ticks)
