@@ -27,7 +27,7 @@ from raytide.core.job import Job
 from raytide.core.market import Market as Shop
 from raytide.core.shelf import Offer
 from raytide.core.snapshot import NodeView, Snapshot
-from raytide.core.stance import SpotOutlook, Stance
+from raytide.core.stance import SpotOutlook, Stance, instead
 
 TICK_S = 10.0
 """Until it is decided again, at most."""
@@ -115,14 +115,15 @@ class _Fleet:
         return (known[0] if known else None if spot else "on_demand"), starting_s
 
     def may_move(self, job: Job) -> bool:
-        """Whether its gang can be taken from where it sits: nothing of it stands yet, or it may be preempted, is
-        alone there, and asks for no market itself."""
+        """Whether its gang can be taken from where it sits: nothing of it stands yet, or it may be preempted, and is
+        alone there and asks for no market itself, or has another shape for on demand."""
         lease = self.leases.get(job.id)
         if lease is None or not any(m.is_usable or m.state is MemberState.FORMING for m in lease.members):
             return True
         views = [self.roster.views.get(m.node_id) for m in lease.members if m.holds]
         is_alone = all(view is None or self.roster.on(view).are_only(lease) for view in views)
-        return job.spec.gives_way and is_alone and MARKET_LABEL not in lease.shape.labels
+        is_free = is_alone and MARKET_LABEL not in lease.shape.labels
+        return job.spec.gives_way and (is_free or bool(instead(lease.shape, job.spec.gang.shapes, Market.ON_DEMAND)))
 
     def zone(self, job: Job, offer: Offer, is_up: bool, since_s: float, *, is_held: bool) -> ZoneView:
         """One that can be asked again after a refusal counts as one that has just come back."""

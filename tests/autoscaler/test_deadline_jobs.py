@@ -85,6 +85,14 @@ def test_spot_is_left_for_on_demand_when_time_runs_out() -> None:
     assert found.reason.startswith("on spot, moves to on demand: 3.1 h of work")
 
 
+def test_who_has_another_shape_for_on_demand_leaves_spot_for_it_when_time_runs_out() -> None:
+    spot = Shape(resources={"GPU": 1.0}, labels={MARKET_LABEL: "spot"})
+    wide = Shape(members=2, resources={"GPU": 0.5})
+    late = job(3.2, 3, gang=GangSpec(shapes=(spot, wide)))
+    assert stance(late, on=Market.SPOT).markets == PREFERS_ON_DEMAND
+    assert stance(job(3.2, 3, gang=GangSpec(shapes=(spot,))), on=Market.SPOT).markets == (Market.SPOT,)
+
+
 def test_who_shares_his_node_is_told_that_he_stays_there() -> None:
     found = stance(job(3.2, 3), on=Market.SPOT, is_alone=False)
     assert found.markets == (Market.SPOT,)

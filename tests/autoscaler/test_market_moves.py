@@ -12,7 +12,7 @@ from raytide.control.decide import of_judged
 from raytide.core.fleet import MARKET_LABEL, Market, Node, NodeState, NodeType
 from raytide.core.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
 from raytide.core.job import Job, JobKind, JobSpec, JobState
-from raytide.core.plan import Admit, Drain, Launch, Wait
+from raytide.core.plan import Admit, Drain, Launch, Preempt, Wait
 from raytide.core.snapshot import NodeView, Pool, Snapshot
 from raytide.core.stance import Stance
 
@@ -84,6 +84,24 @@ def test_who_asks_for_a_market_himself_is_not_moved_to_another() -> None:
     spot = Shape(resources={"GPU": 1.0}, labels={MARKET_LABEL: "spot"})
     here = replace(lease(1, 1), shape=spot)
     assert deeds(TO_SOLID, view(1, SPOT, 0.0), leases=(here,)) == []
+
+
+@pytest.mark.parametrize(
+    ("types", "preemptible", "goes"), [((SPOT, SOLID), True, 1), ((SPOT,), True, 0), ((SPOT, SOLID), False, 0)]
+)
+def test_who_holds_a_shape_of_spot_alone_starts_again_as_another_when_there_is_room_for_that(
+    types: tuple[NodeType, ...], preemptible: bool, goes: int
+) -> None:
+    spot = Shape(resources={"GPU": 1.0}, labels={MARKET_LABEL: "spot"})
+    mine = job(1, gang=GangSpec(shapes=(spot, Shape(members=2, resources={"GPU": 0.5}))), preemptible=preemptible)
+    seen = Snapshot(
+        NOW_S, types, (view(1, SPOT, 0.0),), (mine,), (replace(lease(1, 1), shape=spot),),
+        stances={"job-1": TO_SOLID}, next_node=9,
+    )  # fmt: skip
+    found = [action for action in of_judged(seen).actions if isinstance(action, Preempt)]
+    assert len(found) == goes
+    assert all("moves: 1.0 h of work; it starts again as 2 x (0.5 GPU" in action.reason for action in found)
+    assert not any(isinstance(a, Preempt) for a in of_judged(replace(seen, stances={"job-1": TO_SPOT})).actions)
 
 
 def test_who_is_late_stays_where_he_is() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.jobs.cluster import Cluster, gpus, team
 
-from raytide.core.fleet import Market
+from raytide.core.fleet import MARKET_LABEL, Market
 from raytide.core.plan import Admit, Preempt, Wait
 from raytide.core.stance import Stance
 from raytide.jobs.admit import GRACE_S
@@ -34,6 +34,19 @@ def test_a_lease_does_not_keep_the_market_that_was_right_when_it_was_given() -> 
     c.stances[job] = stance(Market.ON_DEMAND, Market.SPOT)
     (admit,) = [action for action in c.step() if isinstance(action, Admit)]
     assert admit.lease.shape == gpus(8)
+
+
+def test_a_job_that_asks_for_the_same_in_both_markets_gets_a_lease_that_may_change_to_either() -> None:
+    c = Cluster(nodes=1)
+    job = c.submit(*(gpus(8, **{MARKET_LABEL: market}) for market in ("spot", "on-demand")))
+    c.stances[job] = stance(Market.ON_DEMAND, Market.SPOT)
+    (admit,) = [action for action in c.step() if isinstance(action, Admit)]
+    assert admit.lease.shape == gpus(8)
+    tied = Cluster(nodes=1)
+    job = tied.submit(gpus(4, **{MARKET_LABEL: "spot"}), gpus(8, **{MARKET_LABEL: "on-demand"}))
+    tied.stances[job] = stance(Market.ON_DEMAND, Market.SPOT)
+    (admit,) = [action for action in tied.step() if isinstance(action, Admit)]
+    assert admit.lease.shape == gpus(8, **{MARKET_LABEL: "on-demand"})
 
 
 def test_a_job_without_time_to_lose_is_admitted_before_older_ones_and_pushes_those_of_its_class() -> None:

@@ -51,10 +51,7 @@ def bound(shapes: Sequence[Shape], stance: Stance | None) -> tuple[Shape, ...]:
     if stance is None or stance.markets is None:
         return tuple(shapes)
     allowed = tuple(
-        shape.model_copy(update={"labels": {**shape.labels, MARKET_LABEL: str(market)}})
-        for market in stance.markets
-        for shape in shapes
-        if _allows(shape, market)
+        _in_market(shape, market) for market in stance.markets for shape in shapes if _allows(shape, market)
     )
     return allowed or (tuple(shapes) if stance.markets else ())
 
@@ -65,14 +62,25 @@ def may_sit(shape: Shape, stance: Stance) -> bool:
 
 
 def unbound(shape: Shape, shapes: Sequence[Shape]) -> Shape:
-    """The one of `shapes` that was bound to a market: a lease keeps that, since its market may change."""
+    """The one of `shapes` that was bound to a market: a lease keeps that, since its market may change. It may change to
+    any when they ask for the same in each market."""
     free = _without_market(shape)
-    return next(asked for asked in shapes if _without_market(asked) == free)
+    asked = [one for one in shapes if _without_market(one) == free]
+    return free if all(any(_allows(one, market) for one in asked) for market in Market) else asked[0]
+
+
+def instead(shape: Shape, shapes: Sequence[Shape], market: Market) -> tuple[Shape, ...]:
+    """Of a job's shapes, in a market in which its lease's own may not sit, those that may."""
+    return () if _allows(shape, market) else tuple(_in_market(one, market) for one in shapes if _allows(one, market))
 
 
 def _allows(shape: Shape, market: Market) -> bool:
     said = shape.labels.get(MARKET_LABEL)
     return said is None or labels_match({MARKET_LABEL: said}, {MARKET_LABEL: str(market)})
+
+
+def _in_market(shape: Shape, market: Market) -> Shape:
+    return shape.model_copy(update={"labels": {**shape.labels, MARKET_LABEL: str(market)}})
 
 
 def _without_market(shape: Shape) -> Shape:

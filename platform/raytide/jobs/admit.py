@@ -12,14 +12,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from raytide.core.fleet import Resources, plus
+from raytide.core.fleet import Market, Resources, plus
 from raytide.core.gang import Lease, LeaseState, Member, MemberState, Shape
 from raytide.core.job import Job, JobState
 from raytide.core.plan import Action, Admit, Grow, Preempt, Shrink, Wait
 from raytide.core.room import Placements, Room
 from raytide.core.shortfall import Shortfall
 from raytide.core.snapshot import Snapshot
-from raytide.core.stance import bound, unbound
+from raytide.core.stance import bound, instead, unbound
 from raytide.jobs import seats, service
 from raytide.jobs.absorb import absorb
 from raytide.jobs.asks import Asks
@@ -48,7 +48,7 @@ def admit(snapshot: Snapshot, room: Room | None = None) -> tuple[Action, ...]:
     claims = claims_of(floor)
     for row in np.flatnonzero(claims.is_own).tolist():
         floor.waits_for_own(row)
-    drained = _drain(floor, claims)
+    drained = [*_drain(floor, claims), *_change_shape(floor, claims)]
     absorb(floor, claims)
     tried = turn(claims, floor).tolist()
     return (*drained, *_give_way(floor), *_verdicts(floor, tried), *_grow(floor, ranked(claims).tolist()))
@@ -176,19 +176,37 @@ def _drain(floor: Floor, claims: Claims) -> list[Preempt]:
     held = ((floor.jobs[row], lease) for row, lease in floor.leases.items())
     burning = {job.id: (job, floor.micro_usd_h(lease)) for job, lease in held if floor.purse.is_limited(job)}
     broke = floor.purse.overdrawn(burning, floor.snapshot.teams)
+    rows = [row for row in floor.leases if floor.jobs[row].id in broke and claims.gives_way[row]]
+    return [_take_back(floor, claims, row, broke[floor.jobs[row].id]) for row in rows]
+
+
+def _change_shape(floor: Floor, claims: Claims) -> list[Preempt]:
+    """Who should sit on demand by now, and holds a shape that only spot has, starts again on another of his when there
+    is room for that."""
     found = []
-    for row in [row for row in floor.leases if floor.jobs[row].id in broke and claims.gives_way[row]]:
-        lease, claims.gives_way[row] = floor.leases[row], False
-        found.append(_preempt(floor, lease, broke[lease.job_id]))
-        floor.lets_go(row, seats.kept(lease), by=lease.job_id)
-        del floor.leases[row]
+    for row, lease in list(floor.leases.items()):
+        job, stance = floor.jobs[row], floor.snapshot.stances.get(lease.job_id)
+        if stance is None or stance.wanted is not Market.ON_DEMAND or not claims.gives_way[row]:
+            continue
+        for shape in instead(lease.shape, job.spec.gang.shapes, Market.ON_DEMAND):
+            if not isinstance(floor.room.copy().place(shape, shape.at_least, subject=""), Shortfall):
+                found.append(_take_back(floor, claims, row, f"{stance.reason}; it starts again as {shape.describe()}"))
+                break
     return found
+
+
+def _take_back(floor: Floor, claims: Claims, row: int, why: str) -> Preempt:
+    """All that a holder has, for nobody else."""
+    lease, claims.gives_way[row] = floor.leases[row], False
+    floor.lets_go(row, seats.kept(lease), by=lease.job_id)
+    del floor.leases[row]
+    return _preempt(floor, lease, why)
 
 
 def _give_way(floor: Floor) -> Iterator[Action]:
     for row, gone in floor.away.items():
         if row not in floor.leases:
-            continue  # its budget ran out, which was said
+            continue  # that was said
         lease = floor.leases[row]
         if len(gone) == len(seats.kept(lease)):
             by = tuple(dict.fromkeys(gone.values()))
