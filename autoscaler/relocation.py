@@ -89,7 +89,9 @@ class Relocation:
         if not len(self._offers_for(old)) and not self.refuge.may_fit(old):
             return ()
         for olds, stop in self._parties(old):
-            if self._may_leave_at_once(olds) and (actions := self._to_free_room(olds, stop) or self._buy(olds, stop)):
+            if not self._is_within(olds):
+                return ()  # their turn comes, and then they go in one stop
+            if self._may_be_left(olds) and (actions := self._to_free_room(olds, stop) or self._buy(olds, stop)):
                 self.going.update(one.view.node.id for one in olds)
                 self.refuge.close(one.view.node.id for one in olds)
                 self.budget -= len(olds)
@@ -110,11 +112,13 @@ class Relocation:
         """Where gangs with a deadline sit is decided with that in view: see market_moves."""
         return may_leave(old, self.now_s) and stance_of(self.draft.snapshot, old) is None
 
-    def _may_leave_at_once(self, olds: Sequence[Occupants]) -> bool:
-        """A gang on more nodes than that moves when nobody else does."""
-        is_within = len(olds) <= self.budget or not self.going
+    def _is_within(self, olds: Sequence[Occupants]) -> bool:
+        """A gang on more nodes than may leave at once moves when nobody else does."""
+        return len(olds) <= self.budget or not self.going
+
+    def _may_be_left(self, olds: Sequence[Occupants]) -> bool:
         leaving = Counter(old.view.node.type for old in olds)
-        return is_within and all(self.spare[name] >= count for name, count in leaving.items())
+        return all(self.spare[name] >= count for name, count in leaving.items())
 
     def _parties(self, old: Occupants) -> Iterator[tuple[tuple[Occupants, ...], Stop]]:
         """The node with those of its gang that would cost less elsewhere and can go in the same stop; then it alone."""

@@ -68,6 +68,20 @@ def test_a_gang_that_may_be_preempted_goes_back_to_spot_whole_and_stops_once() -
     assert (kinds(cluster), usable(cluster), stops) == (["gpu.spot", "gpu.spot"], 2, 1)
 
 
+def test_a_gang_for_which_too_many_leave_already_waits_for_its_turn_and_is_not_split() -> None:
+    """Three of thirty nodes may leave at once: one gang of two goes, and the other does not go half."""
+    many = SOLID.model_copy(update={"max_nodes": 40})
+    cluster = on_demand_in_need(Shape(members=26, resources={"GPU": 2}), many, SPOT, preemptible=False)
+    cluster.provider.set_stock("gpu.spot", "local", 0)
+    cluster.submit(TWO, preemptible=True)
+    cluster.submit(TWO, preemptible=True)
+    cluster.settle(30)
+    cluster.provider.set_stock("gpu.spot", "local", None)
+    assert len(cluster.machines()) == 30
+    launches, _ = _launches_and_drains(cluster.tick(3400.0))
+    assert len(launches) == 2
+
+
 def test_the_plan_says_why_what_it_costs_and_what_was_rejected() -> None:
     cluster = on_demand_in_need()
     (launch, _), drains = _launches_and_drains(deeds(cluster, 220, dt_s=8.0))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from tests.jobs.cluster import gpus, job
 
-from raytide.control.losses import PATIENCE_S, book_losses, nodes_lost, ripe, struck
+from raytide.control.losses import PATIENCE_S, asked, book_losses, nodes_lost, ripe, struck
 from raytide.core.entry import Entry, EntryKind
 from raytide.core.gang import Lease, LeaseState, Member, MemberState
 from raytide.core.job import Job, JobState
@@ -40,6 +40,18 @@ def test_a_cause_that_is_not_seen_yet_is_waited_for_and_then_there_is_none() -> 
     assert ripe([replace(one, state=JobState.SUCCEEDED)], 101.0) == {"job-1"}
     assert moved(one) == []
     assert moved(struck(one, ["job-7"], 100.0 - 2 * PATIENCE_S)) == [], "that was another time"
+
+
+def test_what_was_lost_to_a_node_stays_so_when_the_gang_is_asked_to_give_way_soon_after() -> None:
+    struck_first = struck(told(20.0), ["node-2"], 95.0)
+    assert moved(asked(struck_first, ["job-7"], 105.0)) == [("node-2", 200)]
+    assert moved(struck(asked(told(20.0), ["job-7"], 85.0), ["node-2"], 96.0)) == [("node-2", 200)]
+    assert moved(asked(struck(told(20.0), ["node-2"], 95.0 - 2 * PATIENCE_S), ["job-7"], 95.0)) == [("job-7", 200)]
+
+
+def test_nodes_that_are_lost_at_about_the_same_time_are_one_cause() -> None:
+    one = struck(struck(told(20.0), ["node-2"], 95.0), ["node-3", "node-2"], 98.0)
+    assert moved(one) == [("node-2, node-3", 200)]
 
 
 def test_only_what_is_new_is_lost_and_a_new_driver_counts_from_nothing() -> None:

@@ -115,6 +115,14 @@ def test_a_ready_member_is_not_taken_out_twice() -> None:
     assert ids(room.place(cpus(2), 1, subject="g")) == ["node-1"]
 
 
+def test_the_seat_of_a_ready_member_is_not_free_although_ray_has_not_counted_it_yet() -> None:
+    gang = lease(cpus(3), Member(0, MemberState.READY, "node-1"))
+    room = Room.of(Snapshot(at_s=0, node_types=(CPU4,), nodes=(view(1, CPU4),), leases=(gang,), next_node=2))
+    assert ids(room.place(cpus(1), 2, subject="g")) == ["node-1", "node-2"]
+    worked_on = Snapshot(at_s=0, node_types=(CPU4,), nodes=(view(1, CPU4, CPU=0.5),), leases=(gang,))
+    assert Room.of(worked_on).grid.has(0, {"CPU": 0.5}), "others use half a CPU there"
+
+
 def test_new_nodes_are_the_cheapest_for_each_member_they_would_hold() -> None:
     small = NodeType(name="small", resources={"CPU": 2}, price_micro_usd_h=60_000)
     room = Room.of(Snapshot(at_s=0, node_types=(CPU4, small), next_node=7))

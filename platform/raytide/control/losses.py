@@ -18,6 +18,9 @@ from raytide.ledger.losses import lost
 PATIENCE_S = 60.0
 """How far apart the moments may lie at which the driver broke off and the controller saw why."""
 
+TOGETHER_S = 10.0
+"""Before a gang works again after a loss."""
+
 
 @dataclass(frozen=True, slots=True)
 class Losses:
@@ -34,7 +37,19 @@ def nodes_lost(before: Lease, after: Lease) -> tuple[str, ...]:
 
 
 def struck(job: Job, by: Sequence[str], now_s: float) -> Job:
-    return replace(job, struck_at_s=now_s, struck_by=", ".join(by)) if by else job
+    """What strikes a gang that was struck just now did so together with that."""
+    if not by:
+        return job
+    is_one = job.struck_at_s is not None and now_s - job.struck_at_s <= TOGETHER_S
+    names = [*job.struck_by.split(", "), *by] if is_one else by
+    return replace(job, struck_at_s=now_s, struck_by=", ".join(dict.fromkeys(names)))
+
+
+def asked(job: Job, by: Sequence[str], now_s: float) -> Job:
+    """Of one that is asked to give way. It saves its work before it does: what is lost so soon after a strike was lost
+    to that."""
+    is_struck = job.struck_at_s is not None and now_s - job.struck_at_s <= PATIENCE_S
+    return job if is_struck else struck(job, by, now_s)
 
 
 def ripe(jobs: Iterable[Job], now_s: float) -> frozenset[str]:

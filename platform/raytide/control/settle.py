@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from raytide.autoscaler import endpoints, instances, pools
-from raytide.control.losses import struck
+from raytide.control.losses import asked
 from raytide.control.observe import Book
 from raytide.core.fleet import NodeState, NodeType
 from raytide.core.plan import (
@@ -41,7 +41,7 @@ def settle(book: Book, plan: Plan, node_types: Mapping[str, NodeType]) -> None:
                 if isinstance(action, Preempt):
                     book.jobs[action.job_id] = replace(book.jobs[action.job_id], reason=action.reason)
                 if isinstance(action, Preempt | Shrink):
-                    book.jobs[action.job_id] = struck(book.jobs[action.job_id], action.by, now_s)
+                    book.jobs[action.job_id] = asked(book.jobs[action.job_id], action.by, now_s)
             case Launch():
                 book.nodes[action.node_id] = instances.requested(action, node_types[action.node_type], now_s)
             case Assign(lease_id=lease_id, member=member, node_id=node_id):

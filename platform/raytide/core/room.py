@@ -89,12 +89,15 @@ class Room:
             next_node=snapshot.next_node,
             grid=Grid(resource_scale(snapshot.node_types, able), usual_shapes(snapshot)),
         )
-        promised = _promised(snapshot.leases)
+        promised, held = _promised(snapshot.leases), _held(snapshot.leases)
         able.sort(key=lambda view: _order(view.node.id))
         room.seats = [Seat(view.node.id, view.node.type, view.node.zone, is_new=False) for view in able]
         room.rows = {seat.node_id: row for row, seat in enumerate(room.seats)}
         room.grid.extend(
-            [_unpromised(view.available, promised.get(view.node.id, ())) for view in able],
+            [
+                _within(_unpromised(view.available, promised.get(view.node.id, ())), view, held.get(view.node.id))
+                for view in able
+            ],
             [_RANK[view.node.state] for view in able],
             [view.labels for view in able],
         )
@@ -319,6 +322,26 @@ def _promised(leases: Sequence[Lease]) -> dict[str, list[tuple[Member, Shape]]]:
             if member.state in (MemberState.ASSIGNED, MemberState.FORMING):
                 found.setdefault(member.node_id, []).append((member, lease.shape))
     return found
+
+
+def _held(leases: Sequence[Lease]) -> dict[str, dict[str, float]]:
+    """What usable members have of each node. Ray shows it a second or two after their placement groups are ready."""
+    found: dict[str, dict[str, float]] = {}
+    for lease in leases:
+        need = lease.shape.resources.items()
+        for member in lease.members:
+            if member.is_usable:
+                taken = found.setdefault(member.node_id, {})
+                for name, amount in need:
+                    taken[name] = taken.get(name, 0.0) + amount
+    return found
+
+
+def _within(free: Resources, view: NodeView, taken: Resources | None) -> Resources:
+    """No more is free of a node than its members leave."""
+    if not taken or fits(taken, minus(view.total, free)):
+        return free
+    return {name: min(amount, view.total.get(name, 0.0) - taken.get(name, 0.0)) for name, amount in free.items()}
 
 
 def _unpromised(available: Resources, here: Sequence[tuple[Member, Shape]]) -> Resources:
