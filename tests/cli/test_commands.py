@@ -75,6 +75,7 @@ def test_without_a_cluster_the_hint_is_how_to_start_one(command: str) -> None:
     error = error_of(*command.split())
     assert isinstance(error, NotFoundError)
     assert "raytide up --local" in error.hint
+    assert "raytide up --local --name other" in error_of("status", "--cluster", "other").hint
 
 
 def test_down_says_when_the_books_do_not_balance(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,10 @@ class Client:
         try:
             file = json.loads((Path(run_dir) / "client.json").read_text())
         except OSError:
-            raise NotFoundError(f"no cluster runs from {run_dir}.", hint="Start one: `raytide up --local`.") from None
+            named = "" if Path(run_dir).name == "local" else f" --name {Path(run_dir).name}"
+            raise NotFoundError(
+                f"no cluster runs from {run_dir}.", hint=f"Start one: `raytide up --local{named}`."
+            ) from None
         return cls(file["address"], file["token"])
 
     @classmethod
