@@ -42,15 +42,12 @@ class _Mark:
 class _Meter:
     """Of one job."""
 
-    known: dict[str, float] = field(default_factory=dict)
-    """As another controller learned it; until there is enough of our own."""
+    learned: dict[str, float] = field(default_factory=dict)
+    """By node type; as another controller learned it, until there is enough of our own."""
     seen: dict[str, deque[float]] = field(default_factory=dict)
     mark: _Mark | None = None
-
-    @property
-    def learned(self) -> dict[str, float]:
-        own = {name: median(strides) for name, strides in self.seen.items() if len(strides) >= ENOUGH}
-        return {**self.known, **own}
+    paces: Paces | None = None
+    """What follows from `learned`, once it was asked for."""
 
     def hear(self, gang: tuple[str, int], node_type: str, gpus: float, step: float, at_s: float) -> None:
         mark = self.mark
@@ -62,6 +59,8 @@ class _Meter:
             strides = self.seen.setdefault(node_type, deque(maxlen=MOST))
             strides.append((step - mark.step) / (at_s - mark.at_s) / gpus)
             self.mark = _Mark(gang, step, at_s, is_edge=True)
+            if len(strides) >= ENOUGH:
+                self.learned, self.paces = {**self.learned, node_type: median(strides)}, None
 
 
 class Strides:
@@ -76,7 +75,7 @@ class Strides:
 
     @property
     def learned(self) -> Learned:
-        return {job_id: found for job_id, meter in self._meters.items() if (found := meter.learned)}
+        return {job_id: meter.learned for job_id, meter in self._meters.items() if meter.learned}
 
     def observe(self, seen: Snapshot, now_s: float) -> None:
         there = {job.id for job in seen.jobs}
@@ -101,9 +100,11 @@ class Strides:
 
     def _of(self, job: Job) -> Paces:
         kinds, said = self._on[any(shape.resources.get("GPU") for shape in job.spec.gang.shapes)]
-        meter = self._meters.get(job.id)
-        measured = meter.learned if meter is not None else {}
-        return kinds.paces(measured) if measured else said
+        if (meter := self._meters.get(job.id)) is None or not meter.learned:
+            return said
+        if meter.paces is None:
+            meter.paces = kinds.paces(meter.learned)
+        return meter.paces
 
 
 def _type_of(lease: Lease, types: Mapping[str, str]) -> str | None:

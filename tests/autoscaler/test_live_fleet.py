@@ -320,6 +320,14 @@ def test_zones_share_the_limit_of_what_the_fleet_may_cost() -> None:
     assert (target_of(seen, plan.actions), sum(bought(plan.actions).values())) == (2, 2)
 
 
+def test_replicas_on_a_node_type_that_is_in_the_configuration_no_more_count_and_go_like_others() -> None:
+    there = [node(1, SOLID, "us-1a"), *(node(number, SPOT, "us-1b") for number in (2, 3, 4))]
+    seen = snapshot(worth(2, 2), *there, types=(SOLID,))
+    assert len(drained(decide(seen).actions)) == 2 and target_of(seen, decide(seen).actions) == 2
+    lost = snapshot(worth(3, 3), *there[:2], types=(SOLID,))
+    assert bought(decide(lost).actions) == {("gpu", "us-1a"): 1}
+
+
 FAST = SPOT.model_copy(
     update={
         "name": "fast.spot",

@@ -7,7 +7,7 @@ from dataclasses import replace
 from tests.autoscaler.world import Cluster
 
 from raytide.autoscaler.planner import plan
-from raytide.core.endpoint import Replicas, ServeSpec
+from raytide.core.endpoint import Replicas, ServeSpec, Traffic
 from raytide.core.fleet import Market, NodeType
 from raytide.core.gang import Lease, LeaseState, Member, Shape
 from raytide.core.plan import Drain, Launch
@@ -54,6 +54,17 @@ def test_on_demand_stays_until_its_spot_replacement_is_ready_and_no_replica_is_m
     assert (drain.node_id, drain.cost_micro_usd_h) == ("node-2", -3_000_000)
     assert drain.rejected[0].extra_micro_usd_h == 2_000_000
     assert kinds(cluster) == ["gpu.spot"]
+
+
+def test_replicas_do_not_move_to_nodes_that_cost_less_by_the_hour_and_do_less() -> None:
+    cluster = on_demand_in_need()
+    cluster.provider.set_stock("gpu.spot", "local", None)
+    cluster.traffic["m"] = Traffic(paces={"gpu": 4.0, "gpu.spot": 1.0}, held=(4.0, 4.0))
+    cluster.ongoing["m"] = 32.0  # as much as two of the fast ones carry
+    assert cluster.settle(100, dt_s=10.0) == []
+    cluster.traffic["m"] = Traffic(paces={"gpu": 1.0, "gpu.spot": 4.0}, held=(1.0, 1.0))
+    cluster.ongoing["m"] = 8.0
+    assert [deed.node_type for deed in cluster.settle(1) if isinstance(deed, Launch)] == ["gpu.spot"]
 
 
 def test_no_node_moves_that_is_young_and_none_at_all_where_that_is_switched_off() -> None:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from raytide.autoscaler.hazard import Hazard
 from raytide.autoscaler.slo_fleets import SloFleets
@@ -47,22 +49,30 @@ class Watch:
     counted: dict[str, float] = field(default_factory=dict)
     kv_use: float = 0.1
     slots: int = 8
+    spec: ServeSpec = SPEC
+    late: float = 0.0
+    """Of the first replica."""
 
     def hear(self, ids: str = "abcd", queued: float = 0.0, rps: float = 1.0) -> Worth:
+        worth = self.view(ids, queued, rps).worth
+        assert worth is not None
+        return worth
+
+    def view(self, ids: str = "abcd", queued: float = 0.0, rps: float = 1.0) -> EndpointView:
         """One look later. Each id a replica that answers."""
         self.at_s += STEP_S
         said = []
         for name in ids:
             count = self.counted[name] = self.counted.get(name, 0.0) + rps * STEP_S
-            counters = Counters(count, 1500.0 * count, 10.0 * count, finished=count)
+            late = self.late * (name == ids[0])
+            counters = Counters(count, 1500.0 * count, 10.0 * count, count, finished=count, late=late)
             said.append(ReplicaLoad(name, self.at_s, 2.0, kv_use=self.kv_use, counters=counters))
         speed = Speed(prefill_tps=1500.0, slots=self.slots, tpot_ms=60.0)
         load = EndpointLoad(self.at_s, queued + 2.0 * len(ids), len(ids), (), tuple(said), Traffic(speed=speed), queued)
-        endpoint = Endpoint(SPEC, "me", EndpointState.RUNNING, 0.0, len(ids))
+        endpoint = Endpoint(self.spec, "me", EndpointState.RUNNING, 0.0, len(ids))
         seen = Snapshot(at_s=self.at_s, node_types=(SPOT,), endpoints=(EndpointView(endpoint, load),))
         (view,) = self.fleets.on(seen, Hazard()).endpoints
-        assert view.worth is not None
-        return view.worth
+        return view
 
     def hear_for(self, seconds: float, **words: float) -> Iterator[Worth]:
         for _ in range(int(seconds / STEP_S)):
@@ -135,6 +145,70 @@ def test_requests_in_the_queue_are_counted_once_and_are_late_once() -> None:
     assert queue.came(taken=4, length=2, from_s=30.0, until_s=40.0) == 4
     assert queue.came(taken=0, length=0, from_s=40.0, until_s=50.0) == 0  # they gave up
     assert queue.became_late(100.0) == 0
+
+
+def test_who_was_late_in_the_queue_is_not_late_again_when_a_replica_answers() -> None:
+    queue = Queue()
+    queue.came(taken=0, length=6, from_s=0.0, until_s=6.0)
+    assert queue.became_late(4.0) == 4
+    queue.came(taken=6, length=0, from_s=6.0, until_s=20.0)
+    assert queue.late_again(first_tokens=3, late=3, in_replicas=6) == 3
+    assert queue.late_again(first_tokens=3, late=3, in_replicas=3) == 1  # two of them were in time until then
+    queue.came(taken=2, length=0, from_s=20.0, until_s=21.0)
+    assert queue.late_again(first_tokens=2, late=2, in_replicas=2) == 0
+
+
+def test_requests_that_end_without_a_token_are_forgotten() -> None:
+    queue = Queue()
+    queue.came(taken=0, length=6, from_s=0.0, until_s=6.0)
+    queue.became_late(6.0)
+    queue.came(taken=6, length=0, from_s=6.0, until_s=20.0)
+    assert queue.late_again(first_tokens=0, late=0, in_replicas=0) == 0
+    assert not queue.taken
+
+
+@given(
+    looks=st.lists(
+        st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=30
+    )
+)
+def test_nobody_is_late_more_often_than_once(looks: list[tuple[int, int, int, int]]) -> None:
+    queue, came, told, unanswered = Queue(), 0, 0, 0
+    for look, (taken, length, tokens, late) in enumerate(looks):
+        came += queue.came(min(taken, len(queue.came_s)), length, 10.0 * look, 10.0 * (look + 1))
+        unanswered += min(taken, len(queue.came_s))
+        late = min(late, tokens, len(queue.taken))
+        told += late - queue.late_again(tokens, late, 10**6) + queue.became_late(10.0 * (look + 1) - 5.0)
+        assert told <= came
+
+
+def test_an_engine_s_late_answers_to_those_who_were_late_in_the_queue_do_not_raise_the_price_twice() -> None:
+    prices = []
+    for late_again in (0.0, 1.0):
+        watch = busy()
+        watch.hear(queued=80.0)
+        watch.hear(queued=80.0)
+        watch.late = 60.0 * late_again  # so many of those that waited had been told to be late by then
+        prices.append(watch.hear(queued=0.0, rps=2.0).late_usd)
+    assert prices[0] == pytest.approx(prices[1], rel=1e-6)
+
+
+def test_an_endpoint_that_promises_nothing_any_more_follows_its_load() -> None:
+    watch = busy()
+    watch.spec = SPEC.model_copy(update={"replicas": Replicas(min=1, max=8)})
+    assert watch.view().worth is None
+    watch.spec = SPEC
+    again = watch.view().worth
+    assert again is not None and not again.is_sure  # what came meanwhile was not watched
+
+
+def test_after_a_clock_was_set_back_it_is_watched_anew_with_what_was_learned() -> None:
+    watch = busy()
+    before = watch.hear()
+    watch.at_s -= 3000.0
+    first, *later = watch.hear_for(200.0)
+    assert not first.is_sure and later[-1].usual_rps == pytest.approx(4.0)
+    assert later[-1].late_per_h == pytest.approx(before.late_per_h, rel=0.05)
 
 
 def test_those_that_wait_have_come_and_are_not_told_again_when_they_are_taken() -> None:

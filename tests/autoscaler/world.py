@@ -29,7 +29,7 @@ from raytide.control.world import Sources
 from raytide.control.world import World as Look
 from raytide.core.clock import VirtualClock
 from raytide.core.cluster import ClusterConfig, RaytideSection, UnmanagedSection
-from raytide.core.endpoint import Endpoint, EndpointLoad, EndpointState, ReplicaLoad, ServeSpec
+from raytide.core.endpoint import Endpoint, EndpointLoad, EndpointState, ReplicaLoad, ServeSpec, Traffic
 from raytide.core.errors import ClusterError
 from raytide.core.fleet import Node, NodeState, NodeType, Resources, fits, labels_match, minus
 from raytide.core.gang import GangSpec, LeaseState, MemberState, Shape
@@ -207,6 +207,8 @@ class Cluster:
         self.idle, self.risk, self.spot, self.limits = IdleClock(), SpotRisk(), SpotWatch(), Limits()
         self.fleets = SloFleets()
         self.ongoing: dict[str, float] = {}
+        self.traffic: dict[str, Traffic] = {}
+        """What is known of what endpoints are asked and can do, where anything is."""
         self.silent: set[str] = set()
         self.loads: dict[str, EndpointLoad] = {}
         self.gpu_use: dict[str, float] = {}
@@ -366,7 +368,8 @@ class Cluster:
             if name not in self.silent:
                 nodes = tuple(f"ray-{w.node_id}" for w in self.ray.work if w.endpoint == name and w.node_id)
                 spoke = tuple(ReplicaLoad(str(number), now_s, node=node) for number, node in enumerate(nodes))
-                self.loads[name] = EndpointLoad(now_s, self.ongoing[name], len(nodes), nodes, spoke)
+                traffic = self.traffic.get(name)
+                self.loads[name] = EndpointLoad(now_s, self.ongoing[name], len(nodes), nodes, spoke, traffic)
 
 
 def _loaded(book: Book) -> Book:

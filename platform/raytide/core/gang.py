@@ -50,7 +50,7 @@ class Shape(Config):
 
 
 class GangSpec(Config):
-    """What a job asks for: shapes in order of preference."""
+    """What a job asks for: shapes in order of preference. One in which its work is known to cost less goes first."""
 
     shapes: tuple[Shape, ...] = Field(min_length=1)
     form_timeout_s: float = Field(default=60.0, gt=0)
