@@ -2,13 +2,14 @@
 
 Each starts a request on the replica that is free first, as the router does (only that slots are one pool), so bursts of
 any shape and the error of the forecast are in the counts. These are kept by the rate that was usual one cold start
-earlier: it is what a launch knows of the time in which its node will serve.
+earlier: it is what a launch knows of the time in which its node will serve. Hours are too few to know each rate by
+itself, so what was counted nearby tells too, with as many replicas for each request.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapreplace
 
@@ -21,14 +22,17 @@ from raytide.core.config import Config
 Floats = NDArray[np.float64]
 
 HALF_LIFE_S = 3 * 86400.0
-GUESS_H = 0.3
+GUESS_H = 0.1
 """What is guessed of a rate counts as much as so many hours of having seen it."""
+KNOWN_H = 0.3
+"""A rate that was seen for longer tells of others, if it is the nearest."""
 LONGEST_WAIT = 24
 """A paper fleet that is too small for the day turns away what would wait so many times the SLO, or it would be late all
 night."""
-_BINS = 80
+_LEAST_WEIGHT = 0.003
+_BINS = 190
 _LEAST_RPS = 1e-3
-_RATIO = 1.25
+_RATIO = 1.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +71,8 @@ class PaperFleets:
         self._late = np.zeros((_BINS, len(self._at)))
         """By rate and size; nobody serves in the first column, so all are late there."""
         self._hours = np.zeros(_BINS)
-        self._totals = np.zeros(4)
-        """Requests, and their seconds of work, prefill and decode."""
+        self._totals = np.array([1.0, 1.0, 0.5, 0.5])
+        """Requests, and their seconds of work, prefill and decode; before any was told, one that takes a second."""
 
     def observe(self, served: Served, usual_rps: float) -> None:
         """`usual_rps`: as it was one cold start before."""
@@ -119,25 +123,29 @@ class PaperFleets:
         return (2 * prefill_s + decode_s) / requests if requests else 0.0
 
     def late_per_h(self, usual_rps: float) -> Floats:
-        """Requests that will be late in an hour with 0, 1, 2... replicas; falling, each replica less than the last."""
-        rate_bin = _bin(usual_rps)
-        counted = np.interp(np.arange(self._most + 1), self._at, self._late[rate_bin])
-        guessed = self._guess(rate_bin) * _rate(rate_bin) * 3600.0
-        return convex((counted + GUESS_H * guessed) / (self._hours[rate_bin] + GUESS_H))
+        """Requests that will be late in an hour with 0, 1, 2... replicas; falling, each replica less than the last.
 
-    def _guess(self, rate_bin: int) -> Floats:
-        """The share that is late: as at the nearest rate that was seen, with as many replicas for each request; before,
-        the share that would find all replicas busy if each were so by chance."""
-        replicas = np.arange(self._most + 1)
-        seen = np.flatnonzero((self._hours > GUESS_H) & (self._late[:, 0] > 0))
-        if len(seen):
-            near = seen[np.abs(seen - rate_bin).argmin()]
-            shares = self._late[near] / self._late[near, 0]
-            as_many: Floats = np.interp(replicas * (_rate(near) / _rate(rate_bin)), self._at, shares)
-            return as_many
-        busy: Floats = np.minimum(1.0, _rate(rate_bin) * self.request_s / np.maximum(replicas, 1))
-        all_busy: Floats = busy**replicas
-        return all_busy
+        As counted at rates nearby; before, as many as would find all replicas busy if each were so by chance.
+        """
+        rate_bin, replicas = _bin(usual_rps), np.arange(self._most + 1)
+        busy = np.minimum(1.0, _rate(rate_bin) * self.request_s / np.maximum(replicas, 1))
+        late: Floats = GUESS_H * 3600.0 * _rate(rate_bin) * busy**replicas
+        hours = GUESS_H
+        for weight, seen in self._near(rate_bin):
+            ratio = _RATIO ** (seen - rate_bin)
+            late = late + weight / ratio * np.interp(replicas * ratio, self._at, self._late[seen])
+            hours += weight * self._hours[seen]
+        return convex(late / hours)
+
+    def _near(self, rate_bin: int) -> Iterator[tuple[float, int]]:
+        """(weight, bin) of what tells of a rate: 1 for the nearest that is known and for those that are nearer, and
+        with each bin further 1/e of that."""
+        seen = np.flatnonzero(self._hours)
+        far = np.abs(seen - rate_bin)
+        known = far[self._hours[seen] > KNOWN_H]
+        weights = np.exp(np.minimum((known.min() if len(known) else 0) - far, 0.0))
+        for at in np.flatnonzero(weights > _LEAST_WEIGHT):
+            yield float(weights[at]), int(seen[at])
 
 
 class _PaperFleet:
