@@ -65,7 +65,7 @@ def options(
 
 def deadline(
     spot: Annotated[Path, typer.Option(help="A JSON file of spot traces.")],
-    collection: Annotated[str, typer.Option(help="The traces whose key contains this.")],
+    collection: Annotated[str, typer.Option(help="The traces whose key contains this, cut to the shortest of them.")],
     policy: Annotated[
         str,
         typer.Option(help="raytide, greedy, uniform-progress (its variant C), uniform-progress-a, -b, -c, optimal."),
@@ -113,7 +113,7 @@ def serving(
         Path, typer.Option(help="CSV with t_s, prompt_tokens, output_tokens; repeated to fill the days.")
     ],
     spot: Annotated[Path, typer.Option(help="JSON of spot traces.")],
-    collection: Annotated[str, typer.Option(help="The traces whose key contains this.")],
+    collection: Annotated[str, typer.Option(help="The traces whose key contains this, cut to the shortest of them.")],
     envelope: Annotated[
         Path | None, typer.Option(help="CSV with hour, requests; an hour without a row had none. Flat when left out.")
     ] = None,
