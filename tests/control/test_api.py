@@ -307,6 +307,7 @@ class TestEndpoints:
         status = client.post("/v1/endpoints", json={"name": "m", "model": str(tmp_path)}).json()
         assert status["base_url"] == "http://127.0.9.1:8000/m/v1"
         assert status["endpoint"]["state"] == "deploying"
+        assert (status["cold_start_s"], status["cold_start_is_learned"]) == (60.0, False)
 
     def test_delete_shows_at_once(self, client: TestClient, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text("{}")
@@ -327,11 +328,16 @@ class TestCluster:
         (tmp_path / "config.json").write_text("{}")
         client.post("/v1/endpoints", json={"name": "m", "model": str(tmp_path)})
         replicas = tuple(ReplicaLoad(name, 1000.0, kv_use=use) for name, use in (("a", 0.5), ("b", 1.0)))
-        load = EndpointLoad(1000.0, 7.0, 2, replicas=replicas, traffic=Traffic(2.0, ttft_s=0.25, ahead_rps=3.0))
+        paces = {"l4": 1.0, "h100": 5.0}
+        traffic = Traffic(2.0, ttft_s=0.25, ahead_rps=3.0, cold_start_s=140.0, paces=paces)
+        load = EndpointLoad(1000.0, 7.0, 2, replicas=replicas, traffic=traffic)
         live = Live(1000.0, loads={"m": load}, use={"node-1": {"gpu": Signal(0.97, 999.0)}})
         write_json(tmp_path / "live.json", to_json(live))
         status = client.get("/v1/endpoints/m").json()
         assert (status["ready_replicas"], status["ongoing"]) == (2, 7.0)
+        (status,) = client.get("/v1/endpoints").json()
+        told = status["cold_start_s"], status["cold_start_is_learned"], status["paces"]
+        assert told == (140.0, True, paces)
         text = client.get("/metrics").text
         for line in (
             'raytide_endpoint_kv_use_ratio{endpoint="m"} 0.75',

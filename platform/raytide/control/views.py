@@ -77,6 +77,12 @@ class EndpointStatus:
     ongoing: float
     cost_micro_usd: int
     waiting: Waiting | None = None
+    cold_start_s: float = 0.0
+    """How long a replica that is asked for now is taken to need until it answers."""
+    cold_start_is_learned: bool = False
+    """From its own starts; else it is the configured one."""
+    paces: Mapping[str, float] = field(default_factory=dict)
+    """What a replica does on each node type, in units of where it does least; empty when all are taken for alike."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from raytide.actors.serving.engines import check_engine
 from raytide.autoscaler.providers.base import Bill
+from raytide.autoscaler.replica_need import cold_start_s
 from raytide.autoscaler.seating import UNMANAGED
 from raytide.control.api.accounts import Accounts
 from raytide.control.api.auth import ANY_TEAM, Caller
@@ -243,6 +244,9 @@ class Desk:
                 ongoing=load.ongoing if load else 0.0,
                 cost_micro_usd=spent.get(endpoint.name, 0),
                 waiting=live.waiting.get(endpoint.name),
+                cold_start_s=cold_start_s(endpoint.spec.replicas, load),
+                cold_start_is_learned=bool(load and load.traffic and load.traffic.cold_start_s is not None),
+                paces=load.traffic.paces if load and load.traffic else {},
             )
             for endpoint in self._store.endpoints(ended=True)
             if caller.sees(endpoint.spec.team)
