@@ -105,7 +105,10 @@ def between(text: str, option: str) -> tuple[int, int]:
     low, _, high = text.partition(":")
     if not (low.isdecimal() and (high.isdecimal() or ":" not in text)):
         raise UsageError(f"{option} {text} is no number.", hint="Write 2, or 1:4 for what is elastic.")
-    return int(low), int(high or low)
+    least, most = int(low), int(high or low)
+    if not 1 <= least <= most:
+        raise UsageError(f"{option} {text} is no range from 1 on.", hint="Write 2, or 1:4 for what is elastic.")
+    return least, most
 
 
 def _pair(text: str, mark: str, whole: str) -> tuple[str, str]:

@@ -199,3 +199,16 @@ def test_a_script_outside_of_what_is_uploaded_is_refused(tmp_path: Path) -> None
     (tmp_path / "other").mkdir()
     with pytest.raises(RaytideError, match="not below the working directory"):
         command_of(str(tmp_path / "train.py"), [], tmp_path / "other")
+
+
+def test_an_option_of_raytide_s_after_the_script_is_said_to_be_the_script_s(script: Path, desk: Desk) -> None:
+    done = runner.invoke(app, ["run", "train.py", "--team", "blue", "--lr", "3"])
+    assert done.exit_code == 0
+    assert "--team after the script is given to it" in done.stderr and "--lr" not in done.stderr
+    assert desk.specs[0].team == "default"
+
+
+@pytest.mark.parametrize("nodes", ["0", "4:2", "0:2"])
+def test_nodes_are_a_range_from_one_on(nodes: str) -> None:
+    with pytest.raises(UsageError, match=f"--nodes {nodes} is no range from 1 on"):
+        between(nodes, "--nodes")

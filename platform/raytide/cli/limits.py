@@ -12,7 +12,7 @@ from raytide.cli.show import ClusterName, Json, as_json, as_table
 from raytide.control.client import Client
 from raytide.control.views import TeamView
 from raytide.control.wire import to_json
-from raytide.core.errors import UsageError
+from raytide.core.errors import NotFoundError, UsageError
 from raytide.core.money import format_usd
 from raytide.core.team import TeamSpec
 
@@ -93,7 +93,11 @@ def set_budget(
     if who in {team.name for team in client.teams()}:
         changed: object = client.change_team(who, budget={"soft_usd" if soft else "hard_usd": usd})
     else:
-        changed = client.set_job_budget(who, usd, soft=soft)
+        try:
+            changed = client.set_job_budget(who, usd, soft=soft)
+        except NotFoundError:
+            hint = "`raytide budget` lists the teams, `raytide ps` the jobs."
+            raise NotFoundError(f"there is neither a team nor a job {who}.", hint=hint) from None
     if json:
         as_json(to_json(changed))
     else:

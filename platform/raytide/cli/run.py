@@ -22,6 +22,7 @@ _FOLLOW_S = 0.3
 
 
 def run(
+    context: typer.Context,
     script: Annotated[str, typer.Argument(help="A Python file or another executable one, or a command.")],
     args: Annotated[list[str] | None, typer.Argument(help="What the script gets.")] = None,
     gpus: Annotated[float, typer.Option(min=0, help="Of each node.")] = 0.0,
@@ -53,6 +54,9 @@ def run(
 
     Options stand before the script; what follows it is the script's.
     """
+    if own := {name for option in context.command.params for name in option.opts}.intersection(args or ()):
+        note = f"{', '.join(sorted(own))} after the script is given to it; raytide's own options stand before {script}."
+        print(f"raytide: {note}", file=sys.stderr)
     job = Tide(Client.find(cluster)).run(
         script,
         *(args or ()),

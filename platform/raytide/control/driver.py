@@ -25,6 +25,7 @@ from raytide.core.data_spec import DataSpec
 from raytide.core.errors import ClusterError, RaytideError, WaitTimeoutError
 from raytide.core.gang import Lease, LeaseState, Member
 from raytide.core.job import Job, JobKind
+from raytide.core.ray_internals import hush_node_deaths
 from raytide.core.script_spec import ScriptSpec
 from raytide.core.train_spec import TrainSpec
 
@@ -157,6 +158,7 @@ def main(run_dir: str, job_id: str) -> int:
 
     client = Client.from_run_dir(run_dir)
     gcs_address = json.loads((Path(run_dir) / "cluster.json").read_text())["gcs_address"]
+    hush_node_deaths()
     ray.init(address=gcs_address, namespace="raytide", log_to_driver=False, logging_level=logging.WARNING)
     try:
         job = client.job(job_id).job

@@ -5,6 +5,7 @@ Speaks Ray's job REST API and does not import Ray.
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from raytide.jobs.job import DriverKey, DriverStatus
 _TIMEOUT_S = 10.0
 _PREFIX = "raytide-"
 _MESSAGE_CHARS = 300
+_PREFACE = re.compile(r"\A(.* -- Runtime env is setting up\.\n)?(Running entrypoint for job .*\n)?")
 
 
 class Drivers:
@@ -54,11 +56,11 @@ class Drivers:
         self._call("POST", f"/api/jobs/{_submission_id(key)}/stop")
 
     def logs(self, key: DriverKey) -> str:
-        """What the attempt wrote so far; empty when Ray does not know it."""
+        """What the attempt wrote so far, without what Ray writes before it; empty when Ray does not know it."""
         response = self._call("GET", f"/api/jobs/{_submission_id(key)}/logs")
         if response.status_code == httpx.codes.NOT_FOUND:
             return ""
-        return str(_ok(response).json().get("logs") or "")
+        return _PREFACE.sub("", str(_ok(response).json().get("logs") or ""), count=1)
 
     def close(self) -> None:
         self._http.close()

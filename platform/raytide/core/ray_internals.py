@@ -57,6 +57,14 @@ def is_without_ray() -> bool:
     return not ray.is_initialized() and "RAY_ADDRESS" not in os.environ
 
 
+def hush_node_deaths() -> None:
+    """Ray prints on the stdout of every driver, also with `log_to_driver=False`, the last lines of each raylet that
+    ends anywhere in the cluster. Ours know of their nodes by their leases, and what they print is their user's."""
+    from ray._private import worker
+
+    worker.print_to_stdstream = lambda *_, **__: None
+
+
 def use_ray_at(environment: Mapping[str, str]) -> None:
     """Ray will connect to what this says; it reads whether there are tokens when it is imported, and here again."""
     from ray import _raylet
