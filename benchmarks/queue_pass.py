@@ -1,9 +1,10 @@
 """How long a pass of the queue takes with 1,000 jobs of 200 teams waiting, and a page of 100 of them from the API.
 
-    python benchmarks/queue_pass.py [--jobs 1000] [--teams 200] [--nodes 64] [--repeats 20] [--seed 0]
+    python benchmarks/queue_pass.py [--jobs 1000] [--teams 200] [--nodes 64] [--repeats 20] [--seed 0] [--scale]
 
-Three passes: nobody may be preempted (the usual tick of a long queue), everybody may and is (the worst tick), and an
-empty fleet that is filled. The API's page is timed over HTTP, encoding included.
+Four passes: nobody may be preempted (the usual tick of a long queue), everybody may and is (the worst tick), an empty
+fleet that is filled, and an endpoint that takes a seat on each node from elastic gangs. The API's page is timed over
+HTTP, encoding included. `--scale`: the passes once more, with more jobs and nodes, to show how they grow.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from fastapi.testclient import TestClient
@@ -26,16 +28,19 @@ from raytide.control.views import Live, Waiting
 from raytide.control.wire import to_json
 from raytide.core.clock import SystemClock
 from raytide.core.cluster import load_cluster
+from raytide.core.endpoint import Endpoint, EndpointLoad, EndpointState, Replicas, ServeSpec
 from raytide.core.fleet import Node, NodeState, NodeType
 from raytide.core.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
 from raytide.core.job import Job, JobKind, JobSpec, JobState
-from raytide.core.snapshot import NodeView, Snapshot
+from raytide.core.snapshot import EndpointView, NodeView, Snapshot
 from raytide.core.state import Store
 from raytide.core.team import Team, TeamSpec
 from raytide.jobs.admit import admit
 
 LOCAL = Path(__file__).parents[1] / "platform" / "raytide" / "control" / "local.yaml"
 MODEL = {"ray.io/accelerator-type": "H100"}
+SCALES = (1000, 64), (2000, 128), (4000, 256), (5000, 1000)
+"""Jobs and nodes."""
 
 
 def snapshot(args: argparse.Namespace, *, held: bool, gives_way: bool) -> Snapshot:
@@ -57,6 +62,20 @@ def snapshot(args: argparse.Namespace, *, held: bool, gives_way: bool) -> Snapsh
     jobs += [_job(n, chance, args.teams, JobState.QUEUED, True) for n in range(running + 1, running + args.jobs + 1)]
     views = tuple(_view(n, h100, held) for n in range(args.nodes)) if held else ()
     return Snapshot(1e6, (h100,), views, tuple(jobs), tuple(leases), teams=teams, next_lease=10**6)
+
+
+def passes(args: argparse.Namespace) -> Iterator[tuple[str, Snapshot]]:
+    yield "the fleet is held, nobody may be preempted", snapshot(args, held=True, gives_way=False)
+    everybody = snapshot(args, held=True, gives_way=True)
+    yield "the fleet is held, everybody may be, and is", everybody
+    yield "an empty fleet is filled", snapshot(args, held=False, gives_way=False)
+    spec = ServeSpec(
+        name="chat", model="m", resources={"GPU": 1.0}, labels=MODEL, replicas=Replicas(min=1, max=args.nodes)
+    )
+    endpoint = Endpoint(spec, "ada", EndpointState.RUNNING, 0.0, target_replicas=args.nodes)
+    view = EndpointView(endpoint, EndpointLoad(everybody.at_s, ongoing=1000.0, ready=0))
+    holders = tuple(job for job in everybody.jobs if job.state is JobState.RUNNING)
+    yield f"an endpoint takes {args.nodes} seats, nobody waits", replace(everybody, jobs=holders, endpoints=(view,))
 
 
 def _job(number: int, chance: random.Random, teams: int, state: JobState, gives_way: bool) -> Job:
@@ -119,17 +138,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, default in (("jobs", 1000), ("teams", 200), ("nodes", 64), ("repeats", 20), ("seed", 0)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--scale", action="store_true")
     args = parser.parse_args()
     print(f"{args.jobs} queued, {args.teams} teams, {args.nodes} nodes of 8 GPUs, seed {args.seed}")
-    for what, held, gives_way in (
-        ("pass: the fleet is held, nobody may be preempted", True, False),
-        ("pass: the fleet is held, everybody may be, and is", True, True),
-        ("pass: an empty fleet is filled", False, False),
-    ):
-        seen = snapshot(args, held=held, gives_way=gives_way)
-        timed(what, lambda seen=seen: admit(seen), args.repeats)
+    for what, seen in passes(args):
+        timed(f"pass: {what}", lambda seen=seen: admit(seen), args.repeats)
     with tempfile.TemporaryDirectory() as folder, api(Path(folder), args.jobs) as client:
         timed("page of 100 jobs over HTTP", lambda: client.get("/v1/jobs?limit=100").raise_for_status(), args.repeats)
+    for jobs, nodes in SCALES if args.scale else ():
+        print(f"{jobs} queued, {args.teams} teams, {nodes} nodes of 8 GPUs, seed {args.seed}")
+        for what, seen in passes(argparse.Namespace(**{**vars(args), "jobs": jobs, "nodes": nodes})):
+            timed(f"pass: {what}", lambda seen=seen: admit(seen), 3)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -71,16 +71,19 @@ def absorb(floor: Floor, claims: Claims) -> None:
     fleet, taken = _Fleet.of(floor.snapshot), dict[str, None]()
     for view in sorted(floor.snapshot.endpoints, key=lambda view: -_class_of(floor, view)):
         name, shape = view.endpoint.name, replica_shape(view)
-        lacking = _without_room(floor, fleet, view)
-        instead = _instead(floor, view, lacking) if lacking else ()
-        while lacking and (found := _left_over(floor, fleet, view, taken) or _cheapest(floor, fleet, view, rank)):
+        if not (lacking := _without_room(floor, fleet, view)):
+            continue
+        instead = _instead(floor, view, lacking)
+        offers, left = _Offers.of(floor, fleet, view, rank), dict(taken)
+        while lacking and (found := _left_over(floor, fleet, view, left) or offers.cheapest()):
             (node_id, given), waited_for = found, lacking.pop(0)
-            taken[node_id] = None
+            taken[node_id] = left[node_id] = None
             for row, member in given:
                 floor.lets_go(row, [member], name)
             floor.room.take(node_id, shape.resources)
             if waited_for is not None:
                 floor.room.give(waited_for.node_id, shape.resources)
+            offers.look_again(node_id, given)
             floor.instead[name] = instead
         if None in lacking:
             floor.unseated.append(shape)
@@ -98,40 +101,97 @@ def _without_room(floor: Floor, fleet: _Fleet, view: EndpointView) -> list[Seat 
     return nowhere + [seat for seat in found if fleet.ready_in_s(seat) > LEAVE_S]
 
 
-def _left_over(floor: Floor, fleet: _Fleet, view: EndpointView, taken: Iterable[str]) -> tuple[str, Given] | None:
-    """A node on which seats that were taken leave room for a replica more, and no seats."""
+def _left_over(floor: Floor, fleet: _Fleet, view: EndpointView, left: dict[str, None]) -> tuple[str, Given] | None:
+    """A node on which seats that were taken leave room for a replica more, and no seats; those without are dropped."""
     room, spec = floor.room, view.endpoint.spec
     need = whole_shares(spec.resources)
-    has_room = (n for n in taken if fleet.is_ready_with(n, spec.labels) and room.grid.has(room.rows[n], need))
-    return next(((node_id, []) for node_id in has_room), None)
+    while left:
+        node_id = next(iter(left))
+        if fleet.is_ready_with(node_id, spec.labels) and room.grid.has(room.rows[node_id], need):
+            return node_id, []
+        del left[node_id]
+    return None
 
 
-def _cheapest(floor: Floor, fleet: _Fleet, view: EndpointView, rank: dict[int, int]) -> tuple[str, Given] | None:
-    """The node on which least is given up for one replica, and the seats: of borrowers, of the lowest class, with the
-    fewest GPUs that stand still meanwhile, of those who come last."""
-    if not floor.snapshot.limits.shrink_for_serving:
-        return None
-    spec = view.endpoint.spec
-    there: defaultdict[str, Given] = defaultdict(list)
-    spare, worth, still = dict[int, int](), dict[int, tuple[bool, int]](), dict[int, float]()
-    for row in floor.leases:
-        if not _refusal(floor, view, row):
-            spare[row], worth[row] = _spare(floor, row), _worth(floor, row)
-            still[row] = 0.0 if row in floor.away else _gpus(floor, row)
-            for member in _ready(floor, row):
+@dataclass(slots=True, eq=False)
+class _Giver:
+    """A gang that may be asked."""
+
+    nodes: frozenset[str]
+    spare: int
+    worth: tuple[bool, int]
+    gpus: float
+    """Those that stand still while it shrinks; none when it does so anyhow."""
+
+
+@dataclass(slots=True, eq=False)
+class _Offers:
+    """What each node would give up for one replica of an endpoint, looked at again only where something changed."""
+
+    floor: Floor
+    need: Resources
+    rank: Mapping[int, int]
+    givers: dict[int, _Giver]
+    teams: Mapping[str, Sequence[int]]
+    there: Mapping[str, Given]
+    """By node that a replica could use: the seats of those gangs."""
+    best: dict[str, tuple[Cost, Given]]
+    stale: set[str]
+
+    @classmethod
+    def of(cls, floor: Floor, fleet: _Fleet, view: EndpointView, rank: Mapping[int, int]) -> _Offers:
+        spec, may_shrink = view.endpoint.spec, floor.snapshot.limits.shrink_for_serving
+        there, teams = defaultdict[str, Given](list), defaultdict[str, list[int]](list)
+        givers = {}
+        for row in (row for row in floor.leases if may_shrink and not _refusal(floor, view, row)):
+            members = _ready(floor, row)
+            for member in members:
                 there[member.node_id].append((row, member))
-    best: tuple[Cost, str, Given] | None = None
-    for node_id, on_node in there.items():
-        if node_id not in floor.room.rows or not fleet.is_ready_with(node_id, spec.labels):
-            continue
-        on_node.sort(key=lambda seat: (*worth[seat[0]], -rank[seat[0]], -seat[1].index))
-        if given := _enough(floor, node_id, on_node, spare, whole_shares(spec.resources)):
-            rows = {row for row, _ in given}
-            most, stands = max(worth[row] for row in rows), sum(still[row] for row in rows)
-            cost = (*most, stands, len(given), -max(rank[row] for row in rows), len(node_id), node_id)
-            if best is None or cost < best[0]:
-                best = cost, node_id, given
-    return None if best is None else best[1:]
+            gpus = 0.0 if row in floor.away else _gpus(floor, row)
+            nodes = frozenset(member.node_id for member in members)
+            givers[row] = _Giver(nodes, _spare(floor, row), _worth(floor, row), gpus)
+            teams[floor.jobs[row].spec.team].append(row)
+        able = {n: on for n, on in there.items() if n in floor.room.rows and fleet.is_ready_with(n, spec.labels)}
+        return cls(floor, whole_shares(spec.resources), rank, givers, teams, able, {}, {*able})
+
+    def cheapest(self) -> tuple[str, Given] | None:
+        """The node on which least is given up for one replica, and the seats: of borrowers, of the lowest class, with
+        the fewest GPUs that stand still meanwhile, of those who come last."""
+        for node_id in self.stale & self.there.keys():
+            self.best.pop(node_id, None)
+            if given := self._given(node_id):
+                self.best[node_id] = self._cost(node_id, given), given
+        self.stale.clear()
+        found = min(self.best.items(), key=lambda item: item[1][0], default=None)
+        return None if found is None else (found[0], found[1][1])
+
+    def look_again(self, node_id: str, given: Given) -> None:
+        """A replica took room there, and these seats gave way."""
+        self.stale.add(node_id)
+        for row in {row for row, _ in given}:
+            giver = self.givers[row]
+            giver.spare, giver.gpus = _spare(self.floor, row), 0.0
+            self.stale |= giver.nodes
+        for team in {team for row, _ in given for team in self.floor.quotas.line(self.floor.jobs[row].spec.team)}:
+            for row in self.teams.get(team, ()):
+                if self.givers[row].worth != (worth := _worth(self.floor, row)):
+                    self.givers[row].worth = worth
+                    self.stale |= self.givers[row].nodes
+
+    def _given(self, node_id: str) -> Given:
+        away, givers = self.floor.away, self.givers
+        on = [
+            (row, member)
+            for row, member in self.there[node_id]
+            if givers[row].spare and member.index not in away.get(row, ())
+        ]
+        on.sort(key=lambda seat: (*givers[seat[0]].worth, -self.rank[seat[0]], -seat[1].index))
+        return _enough(self.floor, node_id, on, {row: givers[row].spare for row, _ in on}, self.need)
+
+    def _cost(self, node_id: str, given: Given) -> Cost:
+        rows = {row for row, _ in given}
+        worth, still = max(self.givers[row].worth for row in rows), sum(self.givers[row].gpus for row in rows)
+        return (*worth, still, len(given), -max(self.rank[row] for row in rows), len(node_id), node_id)
 
 
 def _enough(floor: Floor, node_id: str, on_node: Given, spare: Mapping[int, int], need: Resources) -> Given:

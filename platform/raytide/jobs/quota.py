@@ -56,7 +56,7 @@ class Quotas:
             children[spec.parent].append(team)
         for team in quotas.specs:
             quotas._sum(team, children)
-            quotas.named |= {(team, name) for above in quotas._line(team) for name in quotas.specs[above].quota}
+            quotas.named |= {(team, name) for above in quotas.line(team) for name in quotas.specs[above].quota}
         for name in names:
             promised = sum(spec.quota.get(name, 0.0) for spec in quotas.specs.values())
             lent = sum(quotas._lent(team, name) for team, spec in quotas.specs.items() if not spec.parent)
@@ -143,7 +143,7 @@ class Quotas:
     def own(self, team: str, name: str) -> float:
         return self.subtree.get(team, {}).get(name, 0.0)
 
-    def _line(self, team: str) -> Iterator[str]:
+    def line(self, team: str) -> Iterator[str]:
         """The team and those above it."""
         while spec := self.specs.get(team):
             yield team
