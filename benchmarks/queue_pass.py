@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from fastapi.testclient import TestClient
@@ -142,13 +143,13 @@ def main() -> None:
     args = parser.parse_args()
     print(f"{args.jobs} queued, {args.teams} teams, {args.nodes} nodes of 8 GPUs, seed {args.seed}")
     for what, seen in passes(args):
-        timed(f"pass: {what}", lambda seen=seen: admit(seen), args.repeats)
+        timed(f"pass: {what}", partial(admit, seen), args.repeats)
     with tempfile.TemporaryDirectory() as folder, api(Path(folder), args.jobs) as client:
         timed("page of 100 jobs over HTTP", lambda: client.get("/v1/jobs?limit=100").raise_for_status(), args.repeats)
     for jobs, nodes in SCALES if args.scale else ():
         print(f"{jobs} queued, {args.teams} teams, {nodes} nodes of 8 GPUs, seed {args.seed}")
         for what, seen in passes(argparse.Namespace(**{**vars(args), "jobs": jobs, "nodes": nodes})):
-            timed(f"pass: {what}", lambda seen=seen: admit(seen), 3)
+            timed(f"pass: {what}", partial(admit, seen), 3)
 
 
 if __name__ == "__main__":

@@ -272,7 +272,7 @@ def _wanted(floor: Floor) -> set[str]:
 
 def _waits_for_room(floor: Floor, row: int, short: Shortfall) -> bool:
     if short.constraint == "budget":
-        return any(floor.pays(row))  # the fleet's dollars an hour
+        return bool(floor.paid(row))  # the fleet's dollars an hour
     if short.constraint == "quota":
         return floor.is_own(floor.jobs[row])  # which others have borrowed
     return short.constraint in ("capacity", "stock", "behind", "rate")

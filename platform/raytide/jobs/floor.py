@@ -85,9 +85,9 @@ class Floor:
 
     def clear(self, row: int, victims: Victims) -> Sequence[int]:
         constraint = self.refused[row].constraint
-        if constraint not in ("capacity", "stock", "quota", "budget") or not any(paid := self.pays(row)):
+        if constraint not in ("capacity", "stock", "quota", "budget") or not (asks := self.paid(row)):
             return ()
-        if (gone := self._push(row, victims, paid)) is not None:
+        if (gone := self._push(row, victims, asks)) is not None:
             return gone
         if self.head is None and constraint in ("capacity", "stock"):
             self.head, self._future = row, self._room_of_head(self.jobs[row])
@@ -183,9 +183,9 @@ class Floor:
         job = self.jobs[row]
         return self.asks.on_spot(job) if self.purse.beyond_soft(job) else self.asks.of(job)
 
-    def pays(self, row: int) -> list[bool]:
-        """Which of the shapes its budgets allow; for the others it helps nothing when anybody gives way."""
-        return [self._unpaid(self.jobs[row], ask) is None for ask in self.shapes(row)]
+    def paid(self, row: int) -> list[Ask]:
+        """The shapes that its budgets allow; for the others it helps nothing when anybody gives way."""
+        return [ask for ask in self.shapes(row) if self._unpaid(self.jobs[row], ask) is None]
 
     def may_start(self, row: int) -> bool:
         """Whether it starts once there is room: now, on a fleet that can hold it, and paid for."""
@@ -338,16 +338,16 @@ class Floor:
 
     # Who gives way.
 
-    def _push(self, row: int, victims: Victims, paid: Sequence[bool]) -> Sequence[int] | None:
+    def _push(self, row: int, victims: Victims, asks: Sequence[Ask]) -> Sequence[int] | None:
         """Take room that lower ones give way for; those that do so whole. None when that is not to be had."""
         job = self.jobs[row]
-        key = (job.spec.team, service.gives_way(job), self.is_own(job), *paid, *(ask.key for ask in self.shapes(row)))
+        key = (job.spec.team, service.gives_way(job), self.is_own(job), *(ask.key for ask in asks))
         is_behind = self.head is not None and not service.gives_way(job)
         if is_behind or service.is_cooling(job, self.snapshot.at_s) or key in self._stuck:
             return None
         if self._emptied is None:
             self._emptied = Emptied.of(self)
-        chosen = enough(self, row, victims()) if self._emptied.has_room(self, row) else []
+        chosen = enough(self, row, asks, victims()) if self._emptied.has_room(job, asks) else []
         gone = self._evict(row, chosen) if chosen else None
         if gone is None:
             self._stuck.add(key)

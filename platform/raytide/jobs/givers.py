@@ -40,11 +40,14 @@ class Givers:
         """They gave all that they had."""
         self.gives[list(rows)] = False
 
-    def asked(self, lower: Ints, borrowing: Iterable[str], able: Iterable[str] | None) -> list[int]:
-        """Of those below: whose team borrows, then the others; of these teams only, unless all may be asked."""
-        if able is not None:
-            lower = lower[self._is_of(able)[lower]]
+    def asked(self, lower: Ints, borrowing: set[str], team: str, *, everybody: bool) -> list[int]:
+        """Of those below: whose team borrows, then the others; unless everybody may be asked, only of its own team."""
+        if not len(lower):
+            return []
         borrows = self._is_of(borrowing)[lower]
+        if not everybody:
+            able = borrows | (self.team[lower] == self.numbers[team])
+            lower, borrows = lower[able], borrows[able]
         return [*lower[borrows].tolist(), *lower[~borrows].tolist()]
 
     def asked_for_own(self, lower: Ints, borrowing: set[str], team: str) -> list[int]:

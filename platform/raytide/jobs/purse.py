@@ -50,7 +50,8 @@ class Purse:
 
     def beyond_soft(self, job: Job) -> str:
         """Who is beyond a soft limit: the job itself, its team, or one above it; "" when nobody is."""
-        if _reached(self.spent.get(job.id, 0), job.spec.soft_budget_usd):
+        own_usd = job.spec.soft_budget_usd
+        if own_usd is not None and _reached(self.spent.get(job.id, 0), own_usd):
             return job.id
         if not self.has_soft:
             return ""

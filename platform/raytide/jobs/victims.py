@@ -71,14 +71,15 @@ class Units:
         )
 
 
-def enough(floor: Floor, row: int, lower: Ints) -> list[Unit]:
-    """The seats that make room for the row: as few as will do. Empty when not even all of them would.
+def enough(floor: Floor, row: int, asks: Sequence[Ask], lower: Ints) -> list[Unit]:
+    """The seats that make room for one of what the row asks: as few as will do. Empty when not even all of them would.
 
     `lower` are the rows below it in the order, the lowest first.
     """
-    asked = _asked(floor, row, lower)
-    trial, freed = _Trial(floor, row), list[Unit]()
-    for unit in _units(floor, asked) if asked and not trial.fits() else ():
+    if not (asked := _asked(floor, row, lower)):
+        return []
+    trial, freed = _Trial(floor, floor.jobs[row], asks), list[Unit]()
+    for unit in _units(floor, asked) if not trial.fits() else ():
         trial.free(unit)
         freed.append(unit)
         if trial.fits():
@@ -115,7 +116,7 @@ def _asked(floor: Floor, row: int, lower: Ints) -> list[int]:
     borrowing = floor.quotas.borrowing(floor.asks.first(job).least)
     if floor.is_own(job):
         return floor.givers.asked_for_own(lower, borrowing, job.spec.team)
-    return floor.givers.asked(lower, borrowing, floor.may_ask(job))
+    return floor.givers.asked(lower, borrowing, job.spec.team, everybody=floor.may_ask(job) is None)
 
 
 def _units(floor: Floor, rows: Sequence[int]) -> Iterator[Unit]:
@@ -149,22 +150,20 @@ class Emptied:
             self.space.room.take(seat.node_id, shape.resources)
             self.space.changed(seat.node_id)
 
-    def has_room(self, floor: Floor, row: int) -> bool:
-        job = floor.jobs[row]
+    def has_room(self, job: Job, asks: Iterable[Ask]) -> bool:
         return any(
             self.space.most(ask) >= ask.at_least
             and self.quotas.lacking(job.spec.team, ask.least, gives_way=service.gives_way(job)) is None
-            for ask in floor.shapes(row)
+            for ask in asks
         )
 
 
 class _Trial:
     """What if these seats gave way? The space is only looked at; the quotas are left as they were found."""
 
-    def __init__(self, floor: Floor, row: int) -> None:
-        self.floor, self.job = floor, floor.jobs[row]
-        paid = zip(floor.shapes(row), floor.pays(row), strict=True)
-        self.what_ifs = [_WhatIf(ask, floor.space.tally(ask)) for ask, is_paid in paid if is_paid]
+    def __init__(self, floor: Floor, job: Job, asks: Iterable[Ask]) -> None:
+        self.floor, self.job = floor, job
+        self.what_ifs = [_WhatIf(ask, floor.space.tally(ask)) for ask in asks]
         self.free_on: dict[int, list[float]] = {}
 
     def fits(self) -> bool:
