@@ -16,7 +16,6 @@ from raytide.core.gang import Lease, LeaseState, MemberState
 from raytide.core.job import Job, JobState
 from raytide.core.pace import Kinds, Paces
 from raytide.core.snapshot import Snapshot
-from raytide.jobs.service import gpus_of
 
 STRETCH_S = 60.0
 ENOUGH, MOST = 3, 20
@@ -89,7 +88,7 @@ class Strides:
             if lease is None or step is None or job.state is not JobState.RUNNING:
                 continue
             if (node_type := _type_of(lease, types)) is not None:
-                gpus = gpus_of(lease.shape) * len(lease.usable)
+                gpus = lease.shape.gpus * len(lease.usable)
                 meter = self._meters.setdefault(job.id, _Meter())
                 meter.hear((lease.id, lease.epoch), node_type, gpus, step, now_s)
 

@@ -9,6 +9,9 @@ from pydantic import Field, field_validator, model_validator
 
 from raytide.core.config import Config
 
+CPUS_OF_A_GPU = 8.0
+"""A member without GPUs counts as its CPUs over this, so that jobs without any are ordered too."""
+
 
 class Shape(Config):
     """One acceptable form of a gang: so many members, each whole on one node.
@@ -37,6 +40,11 @@ class Shape(Config):
         if self.min_members is not None and self.min_members > self.members:
             raise ValueError(f"min_members {self.min_members} is above members {self.members}")
         return self
+
+    @property
+    def gpus(self) -> float:
+        """One member's size in GPUs."""
+        return self.resources.get("GPU", 0.0) or self.resources.get("CPU", 0.0) / CPUS_OF_A_GPU
 
     @property
     def at_least(self) -> int:

@@ -269,7 +269,7 @@ def _worth(floor: Floor, row: int) -> tuple[bool, int]:
 
 def _gpus(floor: Floor, row: int) -> float:
     lease = floor.leases[row]
-    return service.gpus_of(lease.shape) * len(seats.kept(lease))
+    return lease.shape.gpus * len(seats.kept(lease))
 
 
 def _priority(floor: Floor, row: int) -> int:

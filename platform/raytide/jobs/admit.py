@@ -116,7 +116,7 @@ def claims_of(floor: Floor) -> Claims:
 
     def size(row: int, job: Job) -> float:
         shape = floor.leases[row].shape if row in floor.leases else job.spec.gang.shapes[0]
-        return service.gpus_of(shape) * shape.at_least
+        return shape.gpus * shape.at_least
 
     def column(values: Iterator[float]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
         return np.fromiter(values, dtype=np.float64, count=len(jobs))

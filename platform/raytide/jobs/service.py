@@ -4,23 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from raytide.core.gang import Lease, LeaseState, Shape
+from raytide.core.gang import Lease, LeaseState
 from raytide.core.job import Job
 from raytide.jobs.order import COOL_DOWN_S, MAX_PREEMPTIONS
-
-CPUS_OF_A_GPU = 8.0
-"""A member without GPUs counts as its CPUs over this, so that jobs without any are ordered too."""
-
-
-def gpus_of(shape: Shape) -> float:
-    """One member's size in GPUs."""
-    return shape.resources.get("GPU", 0.0) or shape.resources.get("CPU", 0.0) / CPUS_OF_A_GPU
 
 
 def follow(job: Job, lease: Lease | None, now_s: float) -> Job:
     """A new spell begins whenever the number of GPUs that the job can use changes."""
     is_active = lease is not None and lease.state is LeaseState.ACTIVE and not job.is_final
-    gpus = gpus_of(lease.shape) * len(lease.usable) if lease is not None and is_active else 0.0
+    gpus = lease.shape.gpus * len(lease.usable) if lease is not None and is_active else 0.0
     if gpus == job.spell_gpus:
         return job
     return replace(

@@ -8,7 +8,6 @@ from raytide.core.fleet import dominant
 from raytide.core.gang import Shape
 from raytide.core.market import Market
 from raytide.core.pace import Paces, per_work
-from raytide.jobs.service import gpus_of
 
 
 def cheapest_first(shapes: Sequence[Shape], market: Market, paces: Paces) -> Sequence[Shape]:
@@ -25,4 +24,4 @@ def _cost(shape: Shape, market: Market, paces: Paces) -> float:
         per_work(offer.cost_micro_usd_h * dominant(shape.resources, offer.node_type.resources), name, paces)
         for offer, name in names
     ]
-    return float(f"{min(costs, default=float('inf')) / gpus_of(shape):.4g}") if gpus_of(shape) else 0.0
+    return float(f"{min(costs, default=float('inf')) / shape.gpus:.4g}") if shape.gpus else 0.0
