@@ -9,7 +9,7 @@ from raytide.autoscaler.roster import Roster
 from raytide.core.choice import Seat
 from raytide.core.gang import Lease, Member
 from raytide.core.money import format_usd
-from raytide.core.plan import Action, Assign, Launch, Rejected, Wait
+from raytide.core.plan import Action, Assign, Drain, Launch, Rejected, Wait
 from raytide.core.repair import Repaired, repair
 from raytide.core.replicas import replica_shape
 from raytide.core.room import Placements, Room
@@ -48,6 +48,11 @@ class Draft:
     """Nodes that were bought for a move, by the node that they replace."""
     movable: set[str] = field(default_factory=set)
     """Nodes whose occupants all have their room on the node that was bought to replace theirs."""
+
+    @property
+    def leaving(self) -> set[str]:
+        """Nodes that this plan drains, as far as it is made."""
+        return {action.node_id for action in self.actions if isinstance(action, Drain)}
 
     def seat(self, seating: Seating) -> None:
         if seating.seats:

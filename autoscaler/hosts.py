@@ -20,8 +20,9 @@ class Hosts:
     leaving: frozenset[str]
     """Ray's ids of those on which no replica stays."""
     unseen: Unseen
-    spare: Mapping[str, int]
-    """How many of each type could go before there are fewer than its `min_nodes`."""
+    spare: Counter[str]
+    """How many of each type could still go before there are fewer than its `min_nodes`: what an endpoint gives up is
+    taken off."""
     _at: Mapping[str, int]
     """By Ray's id."""
     _bought_for: Mapping[str, Sequence[int]]

@@ -255,15 +255,15 @@ def _place(name: str) -> tuple[str, str]:
 
 def _given_up(view: EndpointView, hosts: Hosts, release: tuple[str, ...]) -> Iterator[str]:
     """Of other nodes Serve takes the replica away, wherever it thinks best; so it does while a type has no more nodes
-    than its minimum."""
+    than its minimum, without those that other endpoints give up."""
     going = Counter(place.partition("#")[0] for place in release)
     here = Counter(view.load.replica_nodes) if view.load else Counter()
-    shape, spare = replica_shape(view), Counter(hosts.spare)
+    shape = replica_shape(view)
     for node_view in hosts.near(view):
         node, count = node_view.node, here[node_view.node.ray_node_id]
         is_going = node.state is NodeState.READY and count > 0 and going[node.id] >= count
-        if is_going and spare[node.type] > 0 and _is_alone(node_view, shape, count):
-            spare[node.type] -= 1
+        if is_going and hosts.spare[node.type] > 0 and _is_alone(node_view, shape, count):
+            hosts.spare[node.type] -= 1
             yield node.id
 
 

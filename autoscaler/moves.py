@@ -51,9 +51,14 @@ def reserve(draft: Draft) -> None:
             draft.room.take(new.node.id, old.need)
 
 
+def to_replacements(draft: Draft) -> list[Drain]:
+    """Nodes that are left now: what replaces them is ready."""
+    return [*_to_replacements(draft, draft.coming), *market_moves.decide(draft, MOVE)]
+
+
 def decide(draft: Draft) -> list[Drain | Launch]:
-    due = market_moves.decide(draft, MOVE)
-    return [*_to_replacements(draft, draft.coming), *due, *Relocation(draft, draft.coming).decide()]
+    """New moves."""
+    return [*Relocation(draft, draft.coming).decide()]
 
 
 def _replacements(draft: Draft) -> dict[str, NodeView]:

@@ -44,8 +44,9 @@ def plan(snapshot: Snapshot, room: Room | None = None) -> tuple[Action, ...]:
     _keep_minimum(draft)
     _keep_warm(draft)
     draft.actions += [drain for drain in live_fleet.drains(snapshot) if drain.node_id not in draft.promised]
+    draft.actions += moves.to_replacements(draft)
     draft.actions += moves.decide(draft)
-    draft.actions += shrink.idle(snapshot, keep=draft.promised)
+    draft.actions += shrink.idle(snapshot, keep=draft.promised, leaving=draft.leaving)
     return tuple(draft.actions)
 
 

@@ -39,7 +39,6 @@ DRAIN_S = 600.0
 MOST_LEAVING = 0.1
 """Of all nodes, at once; one may always, and all of one gang."""
 
-_Key = tuple[object, ...]
 _Price = TypeVar("_Price", float, Floats)
 
 
@@ -63,12 +62,12 @@ class Relocation:
         self.going = set(coming)
         self.heading = {node_id: view.node.zone for node_id, view in coming.items()}
         """The zone to which the occupants of a node move."""
-        there = (NodeState.READY, NodeState.LAUNCHING)
-        staying = Counter(view.node.type for view in nodes if view.node.state in there)
+        there, gone = (NodeState.READY, NodeState.LAUNCHING), draft.leaving | self.going
+        staying = Counter(view.node.type for view in nodes if view.node.state in there and view.node.id not in gone)
         least = {node_type.name: node_type.min_nodes for node_type in draft.snapshot.node_types}
         self.spare = {name: count - least.get(name, 0) for name, count in staying.items()}
         """How many of each type may be left."""
-        self._offers: dict[_Key, Ints] = {}
+        self._offers: dict[tuple[object, ...], Ints] = {}
 
     @cached_property
     def refuge(self) -> Refuge:
@@ -189,15 +188,14 @@ class Relocation:
     def _offers_for(self, old: Occupants) -> Ints:
         """Those that hold all of its occupants, and can be had, by row; none when none would pay back the time in which
         both nodes are paid for."""
-        key = (*sorted(old.need.items()), *(tuple(sorted(shape.labels.items())) for shape in old.asks))
-        if key not in self._offers:
+        if old.asked not in self._offers:
             market = self.draft.room.market
             able = (market.shelf.members(Shape(resources=dict(old.need))) > 0) & (market.can_have() > 0)
             for labels in {tuple(shape.labels.items()) for shape in old.asks}:
                 able &= market.shelf.carrying(dict(labels))
             has_pace = market.launches_left is None or market.launches_left > 0
-            self._offers[key] = np.flatnonzero(able & has_pace)
-        shelf, found, price = self.draft.room.market.shelf, self._offers[key], old.price_micro_usd_h
+            self._offers[old.asked] = np.flatnonzero(able & has_pace)
+        shelf, found, price = self.draft.room.market.shelf, self._offers[old.asked], old.price_micro_usd_h
         pays = (price - shelf.cost[found]) * PAYBACK_S > _overlap(price, shelf.price[found].astype(float)) * 3600.0
         return found if pays.any() else found[:0]
 

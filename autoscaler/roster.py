@@ -61,6 +61,12 @@ class Occupants:
         return (*(self._as_fast(replica_shape(replica), paces_of(replica)) for replica in self.replicas), *gangs)
 
     @cached_property
+    def asked(self) -> tuple[object, ...]:
+        """What all of them need, and the labels that each asks for: alike for nodes whose occupants fit the same."""
+        labels = (tuple(sorted(shape.labels.items())) for shape in self.asks)
+        return (*sorted(self.need.items()), *labels)
+
+    @cached_property
     def are_all(self) -> bool:
         """Whether nothing else of Ray's runs there."""
         theirs: Resources = {}
@@ -100,6 +106,8 @@ class Roster:
     """Members by their node."""
     paces: Mapping[str, Paces] = field(default_factory=dict)
     """By job."""
+    _on: dict[str, Occupants] = field(default_factory=dict)
+    """By node, as far as they were asked for."""
     _prices: dict[str, float] = field(default_factory=dict)
     """By lease, as far as they were asked for."""
 
@@ -125,8 +133,10 @@ class Roster:
 
     def on(self, view: NodeView) -> Occupants:
         node = view.node
-        replicas, seats = self.hosts.get(node.ray_node_id, ()), self.seats.get(node.id, ())
-        return Occupants(view, tuple(replicas), tuple(seats), self.paces)
+        if (found := self._on.get(node.id)) is None:
+            replicas, seats = self.hosts.get(node.ray_node_id, ()), self.seats.get(node.id, ())
+            found = self._on[node.id] = Occupants(view, tuple(replicas), tuple(seats), self.paces)
+        return found
 
     def price_of(self, lease: Lease) -> float:
         """Micro-dollars an hour of what the gang holds, by its share of each node."""

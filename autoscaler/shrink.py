@@ -34,12 +34,13 @@ def past_deadline(snapshot: Snapshot) -> Iterator[Terminate]:
             yield Terminate(view.node.id, f"its deadline has passed: {view.node.reason}")
 
 
-def idle(snapshot: Snapshot, *, keep: Collection[str]) -> Iterator[Drain | Wait]:
-    """Drains that Ray refuses if anything runs there, so that a task that starts meanwhile is safe."""
+def idle(snapshot: Snapshot, *, keep: Collection[str], leaving: Collection[str]) -> Iterator[Drain | Wait]:
+    """Drains that Ray refuses if anything runs there, so that a task that starts meanwhile is safe. `leaving`: nodes
+    that go anyhow."""
     types = {t.name: t for t in snapshot.node_types}
-    kept = {*keep, *_seats_taken(snapshot)}
-    staying = Counter(view.node.type for view in snapshot.nodes if view.node.state is not NodeState.TERMINATING)
-    staying -= Counter(view.node.type for view in snapshot.nodes if view.node.state is NodeState.DRAINING)
+    kept, gone = {*keep, *_seats_taken(snapshot), *leaving}, (NodeState.TERMINATING, NodeState.DRAINING)
+    stay = (view.node for view in snapshot.nodes if view.node.state not in gone)
+    staying = Counter(node.type for node in stay if node.id not in leaving)
     free = [v for v in snapshot.nodes if v.idle_s > 0 and v.node.state is NodeState.READY and v.node.id not in kept]
     for view in sorted(free, key=lambda view: (len(view.node.id), view.node.id), reverse=True):
         node, node_type = view.node, types.get(view.node.type)

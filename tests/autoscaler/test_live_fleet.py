@@ -301,6 +301,21 @@ def test_a_type_keeps_its_least_nodes_and_only_the_target_falls() -> None:
     assert (target_of(own, decide(own).actions), drained(decide(own).actions)) == (2, [])
 
 
+def test_all_that_leave_nodes_of_a_type_in_one_decision_leave_its_least_between_them() -> None:
+    def left(min_nodes: int) -> int:
+        """Of six nodes: an endpoint that needs two has three, another that needs one has two, and one is idle."""
+        least = SPOT.model_copy(update={"min_nodes": min_nodes})
+        places = zip(range(1, 7), ("us-1a", "us-1b", "eu-1a") * 2, (1, 1, 1, 1, 1, 0), strict=True)
+        *used, free = (node(number, least, zone, used=here) for number, zone, here in places)
+        first = snapshot(worth(2, 2), *used, replace(free, idle_s=1000.0), seats=(1, 2, 3), types=(SOLID, least))
+        (one,) = first.endpoints
+        (two,) = snapshot(worth(1, 1), *used, seats=(4, 5), types=(SOLID, least)).endpoints
+        two = replace(two, endpoint=replace(two.endpoint, spec=SPEC.model_copy(update={"name": "n"})))
+        return len(first.nodes) - len(drained(decide(replace(first, endpoints=(one, two))).actions))
+
+    assert [left(min_nodes) for min_nodes in (0, 3, 4, 5, 6)] == [3, 3, 4, 5, 6]
+
+
 def test_zones_share_the_maximum_of_their_type_and_what_is_lacking_is_bought_on_demand() -> None:
     few = SPOT.model_copy(update={"max_nodes": 2})
     seen = snapshot(worth(6, 5), node(1, SOLID, "us-1a"), types=(SOLID, few))

@@ -178,8 +178,8 @@ class Grid:
         if gpu is None or not len(self._weights_K) or not (cut := free_RN[gpu] > _EPS).any():
             return np.zeros(free_RN.shape[1])
         after_RN = free_RN - self._vector(need)[:, None]
-        more = (self._stranded(after_RN, gpu) - self._stranded(free_RN, gpu)).round(9)
-        return np.where(cut, more, 0.0)
+        before, after = np.split(self._stranded(np.concatenate([free_RN, after_RN], axis=1), gpu), 2)
+        return np.where(cut, (after - before).round(9), 0.0)
 
     def _stranded(self, free_RN: Floats, gpu: int) -> Floats:
         """GPUs on each node that the usual members could not use, on average."""
