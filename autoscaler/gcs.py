@@ -13,13 +13,20 @@ from typing import Any, Literal, TypeVar
 from raytide.autoscaler.ray_node import RayNode
 from raytide.core.errors import ClusterError
 from raytide.core.fleet import Node, NodeState
-from raytide.core.ray_internals import GcsClient, autoscaler_messages, gcs_client, label_in_operator, strict_pack
+from raytide.core.ray_internals import (
+    GcsClient,
+    autoscaler_messages,
+    combine_bundles,
+    gcs_client,
+    label_in_operator,
+    strict_pack,
+)
 from raytide.core.snapshot import Demand
 
 T = TypeVar("T")
-_Key = tuple[tuple[tuple[str, float], ...], tuple[tuple[str, str], ...], str, str]
+_Key = tuple[tuple[tuple[str, float], ...], tuple[tuple[str, str], ...], str, bool, str]
 """Resources and labels of one shape of demand, hashable; of a placement group whose bundles belong together, the label
-that they share, and which group it is."""
+that they share; whether they must be on different nodes; and of both, which group it is."""
 
 CALL_TIMEOUT_S = 5.0
 NODE_ID_LABEL = "ray.io/node-id"
@@ -47,7 +54,7 @@ class GcsReader:
         for ask in state.pending_resource_requests:
             _count(found, ask.request, ask.count)
         for gang in state.pending_gang_resource_requests:
-            for request in _bundles(gang):
+            for request in combine_bundles(_bundles(gang)):
                 _count(found, request, 1, _together(gang), gang.details)
         standing: dict[_Key, int] = {}
         for asked in state.cluster_resource_constraints:
@@ -135,7 +142,8 @@ def _node(state: Any) -> RayNode:
 
 def _demands(found: Mapping[_Key, int]) -> Iterator[Demand]:
     for key, count in sorted(found.items()):
-        yield Demand(dict(key[0]), dict(key[1]), count, key[2])
+        resources, labels, together, is_apart, group = key
+        yield Demand(dict(resources), dict(labels), count, together, group if is_apart else "")
 
 
 def _resources(amounts: Mapping[str, float]) -> dict[str, float]:
@@ -161,7 +169,8 @@ def _count(found: dict[_Key, int], request: Any, count: int, together: str = "",
     if any(key in labels for key in _PINNED) or any(_GROUP_MARK in name for name in request.resources_bundle):
         return
     resources = tuple(sorted(_resources(request.resources_bundle).items()))
-    key = resources, tuple(sorted(labels.items())), together, group if together else ""
+    is_apart = any(constraint.HasField("anti_affinity") for constraint in request.placement_constraints)
+    key = resources, tuple(sorted(labels.items())), together, is_apart, group if together or is_apart else ""
     found[key] = found.get(key, 0) + count
 
 

@@ -63,9 +63,8 @@ class Relocation:
         self.heading = {node_id: view.node.zone for node_id, view in coming.items()}
         """The zone to which the occupants of a node move."""
         there, gone = (NodeState.READY, NodeState.LAUNCHING), draft.leaving | self.going
-        staying = Counter(view.node.type for view in nodes if view.node.state in there and view.node.id not in gone)
-        least = {node_type.name: node_type.min_nodes for node_type in draft.snapshot.node_types}
-        self.spare = {name: count - least.get(name, 0) for name, count in staying.items()}
+        self.spare = Counter(view.node.type for view in nodes if view.node.state in there and view.node.id not in gone)
+        self.spare.subtract({node_type.name: node_type.min_nodes for node_type in draft.snapshot.node_types})
         """How many of each type may be left."""
         self._offers: dict[tuple[object, ...], Ints] = {}
 

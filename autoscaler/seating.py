@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -210,25 +211,29 @@ def seat_unmanaged(draft: Draft) -> Unleased:
     asks = [Ask(shape, demand.count, in_menu) for shape, demand in zip(shapes, demands, strict=True)]
     draft.room.coming = Coming(draft.room.market, asks) if asks else None
     seats: list[tuple[str, Resources]] = []
+    fellows: defaultdict[str, frozenset[str]] = defaultdict(frozenset)  # nodes, by group
     for demand, shape in zip(demands, shapes, strict=True):
         assert draft.room.coming is not None
         draft.room.coming.next()
-        what = f"work without a lease ({demand.count} x ({amounts(shape)}))"
+        what = f"work without a lease ({demand.count} x ({amounts(shape)}){' apart' if demand.apart else ''})"
         before = draft.room.next_node
         placed = draft.room.place(
             shape,
             demand.count,
-            at_least=demand.count if demand.together else 0,
+            at_least=demand.count if demand.together or demand.apart else 0,
             menu=menu,
             max_new=max(0, cap.max_nodes - bought),
             subject=what,
+            apart=fellows[demand.apart] if demand.apart else None,
         )
         placed = () if isinstance(placed, Shortfall) else placed
         bought += draft.room.next_node - before
+        fellows[demand.apart] |= {seat.node_id for seat in placed}
         seats += [(seat.node_id, shape.resources) for seat in placed]
         draft.seat(Seating(UNMANAGED, f"{what} finds no room", placed))
         if rest := demand.count - len(placed):
-            is_capped = bought >= cap.max_nodes or bool(demand.together and _fits_without_cap(draft, shape, rest, menu))
+            is_whole = bool(demand.together or demand.apart)
+            is_capped = bought >= cap.max_nodes or (is_whole and _fits_without_cap(draft, demand, shape, menu))
             say_unmanaged(draft, shape, rest, what, is_capped=is_capped)
     return Unleased(tuple(menu), cap.max_nodes, bought, tuple(seats))
 
@@ -238,8 +243,9 @@ def _is_unmanaged(demand: Demand) -> bool:
     return is_work and any(amount > 0 for amount in demand.resources.values())
 
 
-def _fits_without_cap(draft: Draft, shape: Shape, count: int, menu: list[NodeType]) -> bool:
-    return not isinstance(draft.room.copy().place(shape, count, menu=menu, subject=UNMANAGED), Shortfall)
+def _fits_without_cap(draft: Draft, demand: Demand, shape: Shape, menu: list[NodeType]) -> bool:
+    room, apart = draft.room.copy(), frozenset[str]() if demand.apart else None
+    return not isinstance(room.place(shape, demand.count, menu=menu, subject=UNMANAGED, apart=apart), Shortfall)
 
 
 def _size(demand: Demand, most: dict[str, float]) -> float:

@@ -103,13 +103,17 @@ def test_nodes_demand_and_the_race_free_idle_drain(ray_cluster: Any) -> None:
     pinned = placement_group([{"CPU": 4}], bundle_label_selector=[{"ray.io/node-id": node.ray_node_id}])
     foreign = placement_group([{"CPU": 8}] * 2, bundle_label_selector=[{"ray.io/market-type": "!spot"}] * 2)
     rack = placement_group([{"CPU": 8}] * 3, topology_strategy={"raytide.io/rack": "STRICT_PACK"})
+    apart = placement_group([{"CPU": 7}] * 3, strategy="STRICT_SPREAD")
+    packed = placement_group([{"CPU": 5}] * 3, strategy="STRICT_PACK")
     replica = Holder.options(label_selector={REPLICA_LABEL: "!m.1-x"}).remote()
     raw = [Holder.options(label_selector=spot).remote() for _ in range(2)]
     expected = (
         Demand({"CPU": 3.0}, {REPLICA_LABEL: "!m.1-x"}),
         Demand({"CPU": 3.0}, {"ray.io/market-type": "in(on-demand,spot)"}, count=2),
+        Demand({"CPU": 7.0}, count=3, apart="a group"),
         Demand({"CPU": 8.0}, {"ray.io/market-type": "!spot"}, count=2),
         Demand({"CPU": 8.0}, count=3, together="raytide.io/rack"),
+        Demand({"CPU": 15.0}),
     )
     until("Ray's queue shows all but what is pinned", lambda: same(gcs.demand(), expected))
     request_resources(num_cpus=6, bundles=[{"GPU": 1}], bundle_label_selectors=[spot])
@@ -123,7 +127,7 @@ def test_nodes_demand_and_the_race_free_idle_drain(ray_cluster: Any) -> None:
     assert ours(gcs).is_busy
     assert not gcs.drain(node.ray_node_id, "idle", time.time() + 30, "test")
 
-    for group in (pinned, foreign, rack, runs):
+    for group in (pinned, foreign, rack, apart, packed, runs):
         remove_placement_group(group)
     for actor in (replica, *raw):
         ray.kill(actor)
@@ -159,6 +163,13 @@ def test_a_gcs_that_does_not_answer_is_an_error_at_once() -> None:
 def same(found: tuple[Demand, ...], expected: tuple[Demand, ...]) -> bool:
     def key(demand: Demand) -> tuple[object, ...]:
         labels = tuple(demand.labels.items())
-        return tuple(demand.resources.items()), labels, demand.count, demand.together, demand.is_standing
+        return (
+            tuple(demand.resources.items()),
+            labels,
+            demand.count,
+            demand.together,
+            bool(demand.apart),
+            demand.is_standing,
+        )
 
     return sorted(map(repr, map(key, found))) == sorted(repr(key(demand)) for demand in expected)

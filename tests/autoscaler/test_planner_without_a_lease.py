@@ -57,6 +57,20 @@ def test_a_foreign_group_that_belongs_together_gets_all_its_nodes_in_one_place_o
     assert [action.zone for action in both if isinstance(action, Launch)] == ["a", "a"]
 
 
+def test_bundles_that_must_be_apart_get_a_node_each_though_one_would_hold_them_all() -> None:
+    large = CPU4.model_copy(update={"name": "cpu64", "resources": {"CPU": 64}, "price_micro_usd_h": 20})
+    node = Node("node-1", "cpu64", "local", Market.ON_DEMAND, 20, NodeState.READY, 0.0, ready_at_s=1.0)
+    there = NodeView(node, large.resources, large.resources, {})
+    group = (Demand({"CPU": 2.0}, count=2, apart="a"), Demand({"CPU": 1.0}, apart="a"), Demand({"CPU": 1.0}, apart="b"))
+
+    def bought(cap: int) -> list[str]:
+        seen = Snapshot(0.0, (CPU4, large), (there,), demand=group, unmanaged=Unmanaged(cap), next_node=2)
+        return [action.node_type for action in plan(seen) if isinstance(action, Launch)]
+
+    assert bought(cap=9) == ["cpu4", "cpu4"]
+    assert bought(cap=0) == []
+
+
 def test_a_demand_for_what_no_node_type_has_keeps_nobody_else_from_a_node() -> None:
     asked = Demand({"GPU": 1.0}, {}, 1), Demand({"CPU": 1.0}, {}, 1)
     actions = plan(Snapshot(at_s=0.0, node_types=(CPU4,), demand=asked))

@@ -64,7 +64,10 @@ class Choice:
 def choose(market: Market, grid: Grid, seats: Sequence[Seat], coming: Coming | None, want: Want) -> Choice:
     """As many of the members that are wanted as there is room for. `seats`: by row of the grid."""
     choice = Choice(want.shape, paces=want.paces, left=None if coming is None else coming.left)
-    rows, copies = grid.fitting(want.shape.resources, want.shape.labels, enough=want.count)
+    rows, copies = grid.fitting(want.shape.resources, want.shape.labels, enough=want.count + len(want.apart or ()))
+    if want.apart is not None:
+        rows = rows[[seats[row].node_id not in want.apart for row in rows.tolist()]]
+        copies = np.ones_like(rows)
     for row, fit in zip(rows.tolist(), copies.tolist(), strict=True):
         if choice.count >= want.count:
             break
@@ -105,6 +108,7 @@ def _cheapest(
     there are in each, when they are spread."""
     shelf, lacking = market.shelf, want.count - choice.count
     fits, to_be_had = shelf.members(want.shape), market.can_have(choice.basket)
+    fits = fits if want.apart is None else np.minimum(1, fits)
     rows = np.flatnonzero((fits > 0) & (to_be_had > 0) & shelf.in_menu(want.menu))
     if not len(rows):
         return None

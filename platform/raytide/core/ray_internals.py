@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 GcsClient = Any
@@ -84,6 +84,13 @@ def label_in_operator() -> int:
     from ray.core.generated import common_pb2
 
     return int(common_pb2.LabelSelectorOperator.LABEL_OPERATOR_IN)  # type: ignore[attr-defined]
+
+
+def combine_bundles(requests: Iterable[Any]) -> list[Any]:
+    """The bundles of a placement group with those that must share a node (STRICT_PACK) as one."""
+    from ray.autoscaler.v2.utils import ResourceRequestUtil
+
+    return list(ResourceRequestUtil.combine_requests_with_affinity(list(requests)))
 
 
 def strict_pack() -> int:

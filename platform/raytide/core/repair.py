@@ -45,7 +45,8 @@ def repair(room: Room) -> Repaired:
         row = room.rows[node_id]
         if not tenants or len(tenants) > MOST_TENANTS or room.grid.share_taken(row, offer.node_type.resources) > FULL:
             continue
-        if node_id not in kept and (seats := _elsewhere(room, row, tenants)):
+        is_free = node_id not in kept and not any(tenant.is_apart for tenant in tenants)
+        if is_free and (seats := _elsewhere(room, row, tenants)):
             done.moved[node_id] = seats
             kept.update(seat.node_id for seat in seats)
             _forget(room, node_id)

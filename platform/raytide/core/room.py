@@ -28,8 +28,15 @@ _NEW = len(_RANK)
 
 Placements = tuple[Seat, ...]
 
-_Ask = tuple[tuple[tuple[str, float], ...], tuple[tuple[str, str], ...], str, frozenset[str] | None, int | None]
-"""A shape, the menu, and how many nodes may be bought."""
+_Ask = tuple[
+    tuple[tuple[str, float], ...],
+    tuple[tuple[str, str], ...],
+    str,
+    frozenset[str] | None,
+    int | None,
+    frozenset[str] | None,
+]
+"""A shape, the menu, how many nodes may be bought, and which may not be shared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +50,8 @@ class Tenant:
     """Where it stays, so that its endpoint is spread; empty for anywhere."""
     types: str = ""
     """A label selector's value for the node types on which its work goes no slower; empty for all."""
+    is_apart: bool = False
+    """It has this node to itself among its fellows, and might meet one on another."""
 
     @property
     def labels(self) -> Mapping[str, str]:
@@ -129,25 +138,26 @@ class Room:
         max_new: int | None = None,
         spread_from: Counter[str] | None = None,
         paces: Paces | None = None,
+        apart: frozenset[str] | None = None,
     ) -> Placements | Shortfall:
         """Seats for `count` members, or for as many as there is room for; nothing is taken below `at_least`.
 
         All or nothing when `at_least` is left out. First nodes that are there, the tightest fit first, then new nodes
         of the pool that is cheapest for each member it would hold: of `menu` (all types), `max_new` at most (no limit).
         `spread_from`: how many there are by zone, when they should not all sit in one. `paces`: cheapest for what a
-        member does there.
+        member does there. `apart`: each must have a node of its own, none of these.
         """
         if count <= 0:
             return ()
         needed = count if at_least is None else at_least
         types = None if menu is None else frozenset(t.name for t in menu)
-        ask = (tuple(shape.resources.items()), tuple(shape.labels.items()), shape.together, types, max_new)
+        ask = (tuple(shape.resources.items()), tuple(shape.labels.items()), shape.together, types, max_new, apart)
         if ask in self.full:
             return () if needed <= 0 else self.why_not(shape, needed, subject)
         best: Choice | None = None
         most = 0
         for bound in self._bound(shape):
-            want = Want(bound, count, types, max_new, spread_from, paces or {})
+            want = Want(bound, count, types, max_new, spread_from, paces or {}, apart)
             choice = choose(self.market, self.grid, self.seats, self.coming, want)
             pace = self.market.launches_left
             if pace is not None and choice.basket.size > pace and not (pace and choice.would_break(pace, needed)):
@@ -159,7 +169,7 @@ class Room:
             self.full.add(ask)
         if best is None:
             return () if needed <= 0 else self.why_not(shape, needed, subject)
-        return self._commit(best, types, is_spread=spread_from is not None)
+        return self._commit(best, types, is_spread=spread_from is not None, is_apart=apart is not None)
 
     def most(self, shape: Shape) -> int:
         """How many members there would be room for now, nodes to be bought included: at most so many, that is."""
@@ -259,12 +269,12 @@ class Room:
         values |= {o.labels[shape.together] for o, _ in self.market.holding(shape) if shape.together in o.labels}
         return [shape.model_copy(update={"labels": {**shape.labels, shape.together: v}}) for v in sorted(values)]
 
-    def _commit(self, choice: Choice, menu: frozenset[str] | None, *, is_spread: bool) -> Placements:
+    def _commit(self, choice: Choice, menu: frozenset[str] | None, *, is_spread: bool, is_apart: bool) -> Placements:
         seats: list[Seat] = []
 
         def tenant(seat: Seat) -> Tenant:
             types = no_slower(seat.node_type, choice.paces)
-            return Tenant(choice.shape, menu, seat.zone if is_spread else "", types)
+            return Tenant(choice.shape, menu, seat.zone if is_spread else "", types, is_apart)
 
         if self.coming is not None and choice.left is not None:
             self.coming.left = choice.left

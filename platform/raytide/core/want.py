@@ -28,6 +28,8 @@ class Want:
     max_new: int | None = None
     spread_from: Counter[str] | None = None
     paces: Paces = field(default_factory=dict)
+    apart: frozenset[str] | None = None
+    """Each member sits on a node of its own, and on none of these; None: they may share."""
 
 
 def resource_scale(node_types: Sequence[NodeType], nodes: Iterable[NodeView]) -> dict[str, float]:

@@ -1,0 +1,233 @@
+"""What the fleet costs that Ray's own autoscaler would launch, and raytide's planner, for the same work on an empty
+cluster: $/h, work left without a node, the bound that no fleet can beat, and the time of the decision.
+
+    python benchmarks/autoscaler_packing.py --prices prices.csv --pods pods.csv --sizes 50 200 800 --seeds 3
+
+Ray's side is the scheduler of the installed Ray (`ray.autoscaler.v2.scheduler.ResourceDemandScheduler`) as its monitor
+calls it: node types with their maxima, tasks by shape, placement groups as gangs with the constraints that its GCS
+writes. It knows no prices: it takes the node that the work fills best. "Ray, 1" is the same with one node type for
+each number of GPUs, the cheapest, as somebody would choose who looks at prices. raytide gets all of it as work without
+a lease.
+
+`--prices`: instance_type, gpu, gpus, vcpus, mem_gib and ondemand_usd_h, one row or more of each type: the cheapest
+counts. `--pods`: cpu_milli, memory_mib, num_gpu and gpu_milli; those that ask for a GPU are drawn from. A share of a
+GPU is rounded up to one of its equal parts for both, as Ray's raylet cannot split it over two GPUs. A part of the
+demands are placement groups of some equal bundles (STRICT_SPREAD: each on a node of its own; PACK: anywhere).
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import random
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from ray.autoscaler.v2.instance_manager.config import NodeTypeConfig
+from ray.autoscaler.v2.scheduler import ResourceDemandScheduler, SchedulingRequest
+from ray.autoscaler.v2.utils import ResourceRequestUtil
+from ray.core.generated.autoscaler_pb2 import GangResourceRequest, ResourceRequest, ResourceRequestByCount
+from scipy.optimize import linprog
+from scipy.sparse import lil_array
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "platform"))
+
+from raytide.autoscaler.draft import Draft
+from raytide.autoscaler.planner import plan
+from raytide.autoscaler.roster import Roster
+from raytide.autoscaler.seating import seat_unmanaged
+from raytide.core.fleet import NodeType, add, fits, whole_shares
+from raytide.core.plan import Launch
+from raytide.core.repair import repair
+from raytide.core.room import Room
+from raytide.core.shortfall import copies
+from raytide.core.snapshot import Demand, Snapshot, Unmanaged
+
+GIB = 2**30
+MOST = 10_000
+"""Nodes of each type that both may launch."""
+GROUPS, LARGEST = 0.2, 8
+"""Of the demands, how many are placement groups, and of how many bundles at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    groups: tuple[Demand, ...]
+    """Placement groups of equal bundles."""
+    tasks: tuple[Demand, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """What one side would launch."""
+
+    nodes: Counter[str]
+    unmet: int
+    """Tasks and bundles without a node."""
+    cpu_s: float
+
+    def usd_h(self, types: Sequence[NodeType]) -> float:
+        return sum(self.nodes[t.name] * t.price_micro_usd_h for t in types) / 1e6
+
+
+def menu(prices: Path) -> tuple[NodeType, ...]:
+    """Whole machines, each type at its cheapest price on demand."""
+    types: dict[str, NodeType] = {}
+    with prices.open(newline="") as file:
+        for row in csv.DictReader(file):
+            if not row["vcpus"] or not row["ondemand_usd_h"] or float(row["gpus"]) < 1:
+                continue
+            price = round(float(row["ondemand_usd_h"]) * 1e6)
+            name = row["instance_type"]
+            if name not in types or price < types[name].price_micro_usd_h:
+                resources = {
+                    "CPU": float(row["vcpus"]),
+                    "GPU": float(row["gpus"]),
+                    "memory": float(row["mem_gib"]) * GIB,
+                }
+                types[name] = NodeType(name=name, resources=resources, price_micro_usd_h=price, max_nodes=MOST)
+    return tuple(types[name] for name in sorted(types))
+
+
+def cheapest_by_gpus(types: Sequence[NodeType]) -> tuple[NodeType, ...]:
+    """Of each number of GPUs one type: what somebody would write into Ray's configuration who looks at the prices."""
+    best: dict[float, NodeType] = {}
+    for node_type in sorted(types, key=lambda t: -t.price_micro_usd_h):
+        best[node_type.resources["GPU"]] = node_type
+    return tuple(best.values())
+
+
+def shapes(pods: Path, types: Sequence[NodeType]) -> list[dict[str, float]]:
+    """What each pod with a GPU asks for, without those that no node type could hold."""
+    found = []
+    with pods.open(newline="") as file:
+        for row in csv.DictReader(file):
+            gpus = int(row["num_gpu"]) * (int(row["gpu_milli"]) / 1000 if row["num_gpu"] == "1" else 1.0)
+            need = {"CPU": int(row["cpu_milli"]) / 1000, "GPU": gpus, "memory": float(row["memory_mib"]) * 2**20}
+            need = {name: amount for name, amount in whole_shares(need).items() if amount > 0}
+            if gpus > 0 and any(fits(need, node_type.resources) for node_type in types):
+                found.append(need)
+    return found
+
+
+def draw(known: Sequence[dict[str, float]], size: int, chance: random.Random) -> Work:
+    """So many tasks and placement groups; tasks of one shape are one demand."""
+    tasks, groups = Counter[tuple[tuple[str, float], ...]](), list[Demand]()
+    for number in range(size):
+        need = chance.choice(known)
+        if chance.random() < GROUPS:
+            apart = f"group-{number}" if chance.random() < 0.5 else ""
+            groups.append(Demand(need, count=chance.randint(2, LARGEST), apart=apart))
+        else:
+            tasks[tuple(need.items())] += 1
+    return Work(tuple(groups), tuple(Demand(dict(key), count=count) for key, count in tasks.items()))
+
+
+def by_ray(types: Sequence[NodeType], work: Work) -> Fleet:
+    configs = {
+        t.name: NodeTypeConfig(t.name, 0, t.max_nodes, resources=dict(t.resources), labels=t.all_labels("local"))
+        for t in types
+    }
+    gangs = [GangResourceRequest(requests=[_bundle(group, at)] * group.count) for at, group in enumerate(work.groups)]
+    tasks = [ResourceRequestByCount(request=_bundle(task), count=task.count) for task in work.tasks]
+    request = SchedulingRequest(True, configs, resource_requests=tasks, gang_resource_requests=gangs)
+    began = time.process_time()
+    reply = ResourceDemandScheduler().schedule(request)
+    cpu_s = time.process_time() - began
+    nodes = Counter({launch.instance_type: launch.count for launch in reply.to_launch})
+    unmet = sum(len(gang.requests) for gang in reply.infeasible_gang_resource_requests)
+    return Fleet(nodes, unmet + len(reply.infeasible_resource_requests), cpu_s)
+
+
+def _bundle(demand: Demand, group: int = 0) -> ResourceRequest:
+    apart = ResourceRequestUtil.PlacementConstraintType.ANTI_AFFINITY
+    return ResourceRequestUtil.make(dict(demand.resources), [(apart, f"_PG_{group}", "")] if demand.apart else None)
+
+
+def by_raytide(types: Sequence[NodeType], work: Work) -> Fleet:
+    demand = (*work.groups, *work.tasks)
+    seen = Snapshot(at_s=0.0, node_types=tuple(types), demand=demand, unmanaged=Unmanaged(len(types) * MOST, gpu=True))
+    began = time.process_time()
+    actions = plan(seen)
+    cpu_s = time.process_time() - began
+    nodes = Counter(action.node_type for action in actions if isinstance(action, Launch))
+    return Fleet(nodes, unseated(seen, types, nodes), cpu_s)
+
+
+def unseated(seen: Snapshot, types: Sequence[NodeType], nodes: Counter[str]) -> int:
+    """Tasks and bundles to which the plan gave no seat; those that it seated on each node are checked to fit there."""
+    draft, of = Draft(seen, Room.of(seen), Roster.of(seen), []), {t.name: t for t in types}
+    seat_unmanaged(draft)
+    repair(draft.room)
+    assert Counter(offer.node_type.name for offer in draft.room.bought.values()) == nodes
+    for node_id, tenants in draft.room.tenants.items():
+        taken: dict[str, float] = {}
+        for tenant in tenants:
+            add(taken, whole_shares(tenant.shape.resources))
+        assert fits(taken, of[draft.room.bought[node_id].node_type.name].resources), node_id
+    return sum(demand.count for demand in seen.demand) - sum(map(len, draft.room.tenants.values()))
+
+
+def bound_usd_h(types: Sequence[NodeType], work: Work) -> float:
+    """The relaxed problem: nodes may be bought in parts, and a task may sit on many that could hold it whole."""
+    demand = (*work.groups, *work.tasks)
+    kinds = sorted({name for t in types for name in t.resources})
+    pairs = [
+        (s, t) for s, d in enumerate(demand) for t, node in enumerate(types) if copies(d.resources, node.resources)
+    ]
+    cost = np.array([t.price_micro_usd_h / 1e6 for t in types] + [0.0] * len(pairs))
+    holds, seated = lil_array((len(types) * len(kinds), len(cost))), lil_array((len(demand), len(cost)))
+    for t, node in enumerate(types):
+        for k, name in enumerate(kinds):
+            holds[t * len(kinds) + k, t] = -node.resources.get(name, 0.0) / _unit(name)
+    for at, (s, t) in enumerate(pairs, start=len(types)):
+        seated[s, at] = 1.0
+        for k, name in enumerate(kinds):
+            holds[t * len(kinds) + k, at] = demand[s].resources.get(name, 0.0) / _unit(name)
+    counts: NDArray[np.float64] = np.array([d.count for d in demand], dtype=np.float64)
+    found = linprog(cost, A_ub=holds.tocsr(), b_ub=np.zeros(holds.shape[0]), A_eq=seated.tocsr(), b_eq=counts)
+    return float(found.fun)
+
+
+def _unit(name: str) -> float:
+    return GIB if name == "memory" else 1.0
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--prices", type=Path, required=True)
+    options.add_argument("--pods", type=Path, required=True)
+    options.add_argument("--sizes", type=int, nargs="+", default=[50, 200, 800])
+    options.add_argument("--seeds", type=int, default=3)
+    given = options.parse_args()
+    types = menu(given.prices)
+    tuned, known = cheapest_by_gpus(types), shapes(given.pods, types)
+    print(f"{len(types)} node types, {len(known)} pods with a GPU; per row {given.seeds} draws")
+    print("demands  bundles   bound $/h  who      $/h      / bound  nodes  unmet  CPU s")
+    for size in given.sizes:
+        works = [draw(known, size, random.Random(seed)) for seed in range(given.seeds)]
+        bounds = [bound_usd_h(types, work) for work in works]
+        bundles = statistics.fmean(sum(d.count for d in (*work.groups, *work.tasks)) for work in works)
+        for who, decide, choice in (("Ray", by_ray, types), ("Ray, 1", by_ray, tuned), ("raytide", by_raytide, types)):
+            fleets = [decide(choice, work) for work in works]
+            usd_h, nodes, unmet, cpu_s = (
+                statistics.fmean(values)
+                for values in zip(
+                    *((fleet.usd_h(types), fleet.nodes.total(), fleet.unmet, fleet.cpu_s) for fleet in fleets),
+                    strict=True,
+                )
+            )
+            ratio = sum(fleet.usd_h(types) for fleet in fleets) / sum(bounds)
+            row = f"{size:7}  {bundles:7.0f}  {statistics.fmean(bounds):10,.0f}  {who:<7}  {usd_h:7,.0f}"
+            print(f"{row}  {ratio:7.3f}  {nodes:5.0f}  {unmet:5.0f}  {cpu_s:5.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
