@@ -54,14 +54,14 @@ def decide(view: EndpointView, worth: Worth, snapshot: Snapshot, market: Market,
     held = min(view.endpoint.target_replicas, spec.max) if is_held else 0
     offers = _offers(view, market)
     places = tuple(nodes_of(view, hosts, _cheapest_spot(view, offers)))
-    least = _work_of(max(held, min(max(kv_least(view), worth.least), spec.max)), places)
+    least = _work_of(max(held, min(max(kv_least(view), worth.least), spec.max)), places, _next_pace(view))
     state = FleetState(
         worth=replace(worth, spot=max(worth.spot, least), ondemand=max(worth.ondemand, least)),
         pools=_pools(view, hosts, market, offers, is_held=is_held),
         nodes=[replace(place, is_spot=True) for place in places] if is_held else places,
         cold_start_s=cold_start_s(spec, view.load),
     )
-    plan = _affordable(state, market, offers)
+    asked, plan = state.worth, _affordable(state, market, offers)
     for _ in range(math.ceil(spec.min * max(paces_of(view).values(), default=0.0))):
         if len(places) + len(plan.launch) - len(plan.release) >= spec.min:
             break  # else few fast replicas do all that is wanted
@@ -70,7 +70,7 @@ def decide(view: EndpointView, worth: Worth, snapshot: Snapshot, market: Market,
         plan = _affordable(state, market, offers)
     given_up = () if is_held else tuple(_given_up(view, hosts, plan.release))
     return Decision(
-        replicas=_count(view, state, plan, places, given_up, is_held=is_held),
+        replicas=_count(view, replace(state, worth=asked), plan, places, given_up, is_held=is_held),
         reason=f"{plan.reason}; a start takes {state.cold_start_s:.0f} s, as {cold_start_source(view.load)}",
         pools=tuple(_place(name) for name in plan.launch),
         given_up=given_up,
@@ -92,19 +92,30 @@ def _count(
         going = [place for place in places if "+" in place.id][: len(plan.release)]
     else:
         going = [place for place in places if place.id in plan.release and _goes(place, given_up)]
-    coming = [state.pools[name].work for name in plan.launch]
-    lacking = state.worth.ondemand - work_of(places) + work_of(going) - sum(coming)
-    traffic = view.load.traffic if view.load else None
-    lacking /= traffic.next_pace if traffic is not None else 1.0
-    count = len(places) + len(coming) - len(going) + max(0, math.ceil(lacking - 1e-6))
-    most = min(spec.most, spec.max + sum(not place.is_spot for place in places)) if paces else spec.most
-    return max(spec.min, min(count, most))
+    coming = [state.pools[name] for name in plan.launch]
+    lacking = state.worth.ondemand - work_of(places) + work_of(going) - sum(pool.work for pool in coming)
+    spot, ondemand = sum(pool.is_spot for pool in coming), sum(not place.is_spot for place in places)
+    kept, dear = len(places) - len(going), len(coming) - spot + max(0, math.ceil(lacking / _next_pace(view) - 1e-6))
+    most = spec.most
+    if paces or len(state.worth.late_per_h) > spec.max + 1:  # more can be worth it than there may be replicas
+        dear = min(dear, max(0, spec.max - kept - spot))
+        most = most if is_held else spec.max + min(ondemand, len(places) - ondemand + spot)
+    return max(spec.min, min(kept + spot + dear, most))
 
 
-def _work_of(replicas: int, places: Sequence[FleetNode]) -> int:
-    """What so many do, each as much as those that are there do on average."""
+def _work_of(replicas: int, places: Sequence[FleetNode], next_pace: float) -> int:
+    """What so many do: those that are there as much as they do on average, then those that are coming, then others."""
     here = [place.work for place in places if "+" not in place.id]
-    return int(replicas * fmean(here) + 1e-6) if here else replicas
+    coming = [place.work for place in places if "+" in place.id]
+    usual = fmean(here) if here else 1.0
+    seated, more = min(replicas, len(here)), max(0, replicas - len(places))
+    work = seated * usual + sum(coming[: replicas - seated]) + more * min(usual, next_pace)
+    return int(work + 1e-6)
+
+
+def _next_pace(view: EndpointView) -> float:
+    traffic = view.load.traffic if view.load is not None else None
+    return traffic.next_pace if traffic is not None else 1.0
 
 
 def _goes(place: FleetNode, given_up: Collection[str]) -> bool:

@@ -182,8 +182,6 @@ def _goal(view: EndpointView, load: EndpointLoad, market: Market, most: int) -> 
 
 def _most(replicas: int, paces: Paces, before: int) -> int:
     """What so many do where they do most, in units of where they do least. With room to spare, and kept while it will
-    do: the paper fleets begin anew when it changes."""
-    if not paces:
-        return replicas
-    most = math.ceil(replicas * max(paces.values()))
-    return before if most <= before <= 4 * most else 2 * most
+    do, also where all seem to do alike for a while: the paper fleets begin anew when it changes."""
+    most = math.ceil(replicas * max(paces.values(), default=1.0))
+    return before if most <= before <= 4 * most else 2 * most if paces else most

@@ -88,7 +88,7 @@ class Strides:
             if lease is None or step is None or job.state is not JobState.RUNNING:
                 continue
             if (node_type := _type_of(lease, types)) is not None:
-                gpus = lease.shape.gpus * len(lease.usable)
+                gpus = (lease.shape.gpus or 1.0) * len(lease.usable)  # who asks for neither GPU nor CPU: by member
                 meter = self._meters.setdefault(job.id, _Meter())
                 meter.hear((lease.id, lease.epoch), node_type, gpus, step, now_s)
 

@@ -120,8 +120,8 @@ class TrafficMeter:
     @property
     def _asked(self) -> tuple[float, float]:
         """Prompt and output tokens of a request, on average."""
-        done = self.total.finished
-        return TYPICAL if done < MANY else (self.total.prompt_tokens / done, self.total.output_tokens / done)
+        done, prompt, output = self.total.finished, self.total.prompt_tokens, self.total.output_tokens
+        return TYPICAL if done < MANY or prompt + output <= 0 else (prompt / done, output / done)
 
     def _next_pace(self, paces: Paces) -> float:
         costs = {name: t.price_micro_usd_h / copies(self.spec.resources, t.resources) for name, t in self.menu.items()}

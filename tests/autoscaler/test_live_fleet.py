@@ -398,6 +398,36 @@ def test_the_reason_says_how_long_a_start_takes_and_how_that_is_known() -> None:
     assert scale.reason.endswith("a start takes 140 s, as learned from its own")
 
 
+def aimed(seen: Snapshot, target: int) -> Snapshot:
+    (view,) = seen.endpoints
+    endpoint = replace(view.endpoint, target_replicas=target)
+    return replace(seen, endpoints=(replace(view, endpoint=endpoint),))
+
+
+@pytest.mark.parametrize("next_pace", [1.0, 3.0])
+def test_a_target_that_is_held_while_slower_replicas_come_does_not_grow(next_pace: float) -> None:
+    there = node(1, FAST, "us-1a"), node(2, SPOT, "us-1b", NodeState.LAUNCHING)
+    traffic = replace(PACES, next_pace=next_pace)
+    seen = aimed(on_two_kinds(worth(4, 3, is_sure=False), *there, traffic=traffic), 2)
+    assert (target_of(seen, decide(seen).actions), bought(decide(seen).actions)) == (2, Counter())
+
+
+def test_a_minimum_that_cannot_be_bought_is_asked_for_and_no_more() -> None:
+    none = tuple(node_type.model_copy(update={"max_nodes": 0}) for node_type in (SOLID, SPOT, FAST))
+    two = SPEC.model_copy(update={"replicas": SPEC.replicas.model_copy(update={"min": 2})})
+    seen = on_two_kinds(worth(1, 1), traffic=replace(PACES, next_pace=1.0), spec=two)
+    assert target_of(seen, decide(replace(seen, node_types=none)).actions) == 2
+
+
+def test_slow_replicas_on_demand_are_never_more_than_the_maximum_however_many_would_be_worth_it() -> None:
+    much = replace(worth(20, 20), late_per_h=tuple(9000.0 / 2**count for count in range(49)))
+    slow = [node(number, SOLID, "us-1a") for number in range(1, 9)]
+    seen = replace(on_two_kinds(much, *slow, traffic=replace(PACES, next_pace=1.0)), node_types=(SOLID,))
+    assert (target_of(seen, decide(seen).actions), bought(decide(seen).actions)) == (8, Counter())
+    spot = on_two_kinds(much, *slow)
+    assert target_of(spot, decide(spot).actions) > 8  # what replaces them comes before they go
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     counts=st.tuples(st.integers(1, 8), st.integers(1, 8)).map(lambda both: (max(both), min(both))),

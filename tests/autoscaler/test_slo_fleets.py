@@ -49,6 +49,7 @@ class Watch:
     counted: dict[str, float] = field(default_factory=dict)
     kv_use: float = 0.1
     slots: int = 8
+    paces: dict[str, float] = field(default_factory=dict)
     spec: ServeSpec = SPEC
     late: float = 0.0
     """Of the first replica."""
@@ -68,7 +69,8 @@ class Watch:
             counters = Counters(count, 1500.0 * count, 10.0 * count, count, finished=count, late=late)
             said.append(ReplicaLoad(name, self.at_s, 2.0, kv_use=self.kv_use, counters=counters))
         speed = Speed(prefill_tps=1500.0, slots=self.slots, tpot_ms=60.0)
-        load = EndpointLoad(self.at_s, queued + 2.0 * len(ids), len(ids), (), tuple(said), Traffic(speed=speed), queued)
+        traffic = Traffic(speed=speed, paces=self.paces)
+        load = EndpointLoad(self.at_s, queued + 2.0 * len(ids), len(ids), (), tuple(said), traffic, queued)
         endpoint = Endpoint(self.spec, "me", EndpointState.RUNNING, 0.0, len(ids))
         seen = Snapshot(at_s=self.at_s, node_types=(SPOT,), endpoints=(EndpointView(endpoint, load),))
         (view,) = self.fleets.on(seen, Hazard()).endpoints
@@ -127,6 +129,16 @@ def test_a_speed_that_is_learned_anew_throws_nothing_away() -> None:
     after = watch.hear()
     assert after.is_sure and after.usual_rps == pytest.approx(before.usual_rps)
     assert after.late_per_h == pytest.approx(before.late_per_h, rel=0.05)
+
+
+def test_node_types_that_seem_to_differ_a_little_now_and_then_throw_nothing_away() -> None:
+    watch = busy()
+    watch.paces = {"spot": 1.0, "other": 1.1}
+    before = [*watch.hear_for(1200.0)][-1]
+    assert before.is_sure
+    watch.paces = {}
+    after = watch.hear()
+    assert after.is_sure and after.late_per_h == pytest.approx(before.late_per_h, rel=0.05)
 
 
 def test_what_full_kv_caches_ask_for_is_held_for_as_long_as_any_fall_of_the_load_takes() -> None:

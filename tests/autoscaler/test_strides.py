@@ -48,6 +48,15 @@ def test_steps_a_second_of_a_gpu_are_learned_by_type_and_say_how_fast_the_job_is
     assert Strides(TYPES, strides.learned).paces(seen.jobs) == strides.paces(seen.jobs)
 
 
+def test_of_a_gang_without_gpus_and_cpus_its_members_are_counted() -> None:
+    strides = Strides(TYPES)
+    for at_s in range(int(STRETCH_S * (ENOUGH + 2))):
+        seen = snapshot(at_s, at_s, "l4", "l4")
+        leases = (replace(seen.leases[0], shape=Shape(members=2, resources={"TPU": 4})),)
+        strides.observe(replace(seen, leases=leases), at_s)
+    assert strides.learned == {"job-1": {"l4": pytest.approx(0.5, rel=0.03)}}
+
+
 def test_a_gang_that_changes_or_is_on_several_types_or_reports_no_steps_teaches_nothing() -> None:
     strides = Strides(TYPES)
     for number in range(20):

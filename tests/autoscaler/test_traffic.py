@@ -199,3 +199,13 @@ def test_another_model_under_the_same_name_is_learned_anew_and_another_number_of
     assert speed() == speed(replicas=Replicas(max=3)) == SPEED
     assert speed(model="/other") is None
     assert traffics.learned == {} and speed() == SPEED
+
+
+def test_requests_without_a_token_of_their_own_say_nothing_of_how_fast_node_types_are() -> None:
+    types = [NodeType(name=name, resources={"CPU": cpus}, price_micro_usd_h=1) for name, cpus in (("l4", 4), ("a", 8))]
+    watch = meter(SPEEDS)
+    watch.serve(watch.spec, types)
+    for at_s, count in ((0.0, 0.0), (1.0, 200.0)):
+        replica = ReplicaLoad("a", at_s, counters=Counters(requests=count, finished=count))
+        traffic = watch.observe(EndpointLoad(at_s, 0.0, 1, replicas=(replica,)), {})
+    assert traffic.speed == SPEED and not traffic.paces

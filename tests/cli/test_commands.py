@@ -150,6 +150,8 @@ def test_options_of_serve_go_before_what_the_file_says(monkeypatch: pytest.Monke
     assert asked(monkeypatch, str(file)).replicas == Replicas(min=2, max=3, slo_ttft_s=4)
     spec = asked(monkeypatch, str(file), "--name", "n", "--slo-target", "0.9", "--target-ongoing", "3")
     assert (spec.name, spec.resources) == ("n", {"GPU": 1.0})
+    assert asked(monkeypatch, str(file), "--cpus", "8").resources == {"GPU": 1.0, "CPU": 8.0}
+    assert asked(monkeypatch, str(file), "--gpus", "0").resources == {"CPU": 1.0}
     assert spec.replicas == Replicas(min=2, max=3, slo_ttft_s=4, slo_target=0.9, target_ongoing=3)
 
 

@@ -111,7 +111,10 @@ def _spec(model: str, names: Mapping[str, str], replicas: Numbers, resources: Nu
     told = fields.get("replicas", {})
     if replicas and isinstance(told, Mapping):  # what else it is, the spec refuses
         fields["replicas"] = {**told, **replicas}
-    return ServeSpec.parse({**fields, "resources": resources} if resources else fields, where=where)
+    share = fields.get("resources", {})
+    if resources and isinstance(share, Mapping):
+        fields["resources"] = {key: amount for key, amount in {**share, **resources}.items() if amount} or {"CPU": 1.0}
+    return ServeSpec.parse(fields, where=where)
 
 
 def _given(options: Mapping[str, float | None]) -> Numbers:
