@@ -24,13 +24,15 @@ from raytide.core.ray_internals import (
 from raytide.core.snapshot import Demand
 
 T = TypeVar("T")
-_Key = tuple[tuple[tuple[str, float], ...], tuple[tuple[str, str], ...], str, bool, str]
+_Key = tuple[tuple[tuple[str, float], ...], tuple[tuple[str, str], ...], str, str, str]
 """Resources and labels of one shape of demand, hashable; of a placement group whose bundles belong together, the label
-that they share; whether they must be on different nodes; and of both, which group it is."""
+that they share, and which group it is; of one whose bundles must be apart, the label that nodes with one of them
+carry."""
 
 CALL_TIMEOUT_S = 5.0
 NODE_ID_LABEL = "ray.io/node-id"
 _PINNED = (NODE_ID_LABEL, "raytide.io/node-id")
+_ENDLESS = 1e18
 _GROUP_MARK = "_group_"
 """In the names of resources inside a placement group, `CPU_group_0_<id>`: work that waits for its group, not a node."""
 
@@ -133,7 +135,7 @@ def _node(state: Any) -> RayNode:
         is_draining=state.status == status.DRAINING,
         total=_resources(state.total_resources),
         available=_resources(state.available_resources),
-        labels=dict(state.labels),
+        labels={**state.dynamic_labels, **state.labels},
         address=state.node_ip_address,
         idle_ms=state.idle_duration_ms,
         activity=tuple(state.node_activity),
@@ -142,13 +144,20 @@ def _node(state: Any) -> RayNode:
 
 def _demands(found: Mapping[_Key, int]) -> Iterator[Demand]:
     for key, count in sorted(found.items()):
-        resources, labels, together, is_apart, group = key
-        yield Demand(dict(resources), dict(labels), count, together, group if is_apart else "")
+        resources, labels, together, _, apart = key
+        yield Demand(dict(resources), dict(labels), count, together, apart)
 
 
 def _resources(amounts: Mapping[str, float]) -> dict[str, float]:
     """Without the marks that Ray adds to every node and to every placement group."""
     return {k: v for k, v in sorted(amounts.items()) if _GROUP_MARK not in k and not k.startswith("node:")}
+
+
+def _asked(amounts: Mapping[str, float]) -> dict[str, float]:
+    """As exact as Ray counts. `request_resources` checks nothing: what is no amount, or less than nothing, is nothing;
+    no node has what is endless."""
+    rounded = {name: max(0.0, round(amount, 4)) for name, amount in _resources(amounts).items()}
+    return {name: min(amount, _ENDLESS) for name, amount in rounded.items()}
 
 
 def _bundles(gang: Any) -> Iterable[Any]:
@@ -168,9 +177,9 @@ def _count(found: dict[_Key, int], request: Any, count: int, together: str = "",
     labels = _labels(request.label_selectors)
     if any(key in labels for key in _PINNED) or any(_GROUP_MARK in name for name in request.resources_bundle):
         return
-    resources = tuple(sorted(_resources(request.resources_bundle).items()))
-    is_apart = any(constraint.HasField("anti_affinity") for constraint in request.placement_constraints)
-    key = resources, tuple(sorted(labels.items())), together, is_apart, group if together or is_apart else ""
+    resources = tuple(sorted(_asked(request.resources_bundle).items()))
+    marks = [each.anti_affinity.label_name for each in request.placement_constraints if each.HasField("anti_affinity")]
+    key = resources, tuple(sorted(labels.items())), together, group if together else "", marks[0] if marks else ""
     found[key] = found.get(key, 0) + count
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,7 +16,7 @@ from raytide.core.plan import Requeue, Unassign, Wait
 from raytide.core.replicas import is_replica, replica_shape
 from raytide.core.room import Placements
 from raytide.core.shortfall import Shortfall, amounts
-from raytide.core.snapshot import Demand
+from raytide.core.snapshot import Demand, Snapshot
 from raytide.core.stance import Stance, bound, may_sit
 
 UNMANAGED = "unmanaged"
@@ -211,7 +210,7 @@ def seat_unmanaged(draft: Draft) -> Unleased:
     asks = [Ask(shape, demand.count, in_menu) for shape, demand in zip(shapes, demands, strict=True)]
     draft.room.coming = Coming(draft.room.market, asks) if asks else None
     seats: list[tuple[str, Resources]] = []
-    fellows: defaultdict[str, frozenset[str]] = defaultdict(frozenset)  # nodes, by group
+    fellows = _fellows(snapshot, {demand.apart for demand in demands if demand.apart})
     for demand, shape in zip(demands, shapes, strict=True):
         assert draft.room.coming is not None
         draft.room.coming.next()
@@ -228,7 +227,8 @@ def seat_unmanaged(draft: Draft) -> Unleased:
         )
         placed = () if isinstance(placed, Shortfall) else placed
         bought += draft.room.next_node - before
-        fellows[demand.apart] |= {seat.node_id for seat in placed}
+        if demand.apart:
+            fellows[demand.apart] |= {seat.node_id for seat in placed}
         seats += [(seat.node_id, shape.resources) for seat in placed]
         draft.seat(Seating(UNMANAGED, f"{what} finds no room", placed))
         if rest := demand.count - len(placed):
@@ -236,6 +236,15 @@ def seat_unmanaged(draft: Draft) -> Unleased:
             is_capped = bought >= cap.max_nodes or (is_whole and _fits_without_cap(draft, demand, shape, menu))
             say_unmanaged(draft, shape, rest, what, is_capped=is_capped)
     return Unleased(tuple(menu), cap.max_nodes, bought, tuple(seats))
+
+
+def _fellows(snapshot: Snapshot, groups: set[str]) -> dict[str, frozenset[str]]:
+    """The nodes on which each of these groups has a bundle already: it lost others."""
+    found = {group: set[str]() for group in groups}
+    for view in snapshot.nodes if groups else ():
+        for group in groups & view.labels.keys():
+            found[group].add(view.node.id)
+    return {group: frozenset(nodes) for group, nodes in found.items()}
 
 
 def _is_unmanaged(demand: Demand) -> bool:

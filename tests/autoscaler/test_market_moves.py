@@ -15,6 +15,7 @@ from raytide.core.job import Job, JobKind, JobSpec, JobState
 from raytide.core.plan import Admit, Drain, Launch, Preempt, Wait
 from raytide.core.snapshot import NodeView, Pool, Snapshot
 from raytide.core.stance import Stance
+from raytide.core.team import Team, TeamSpec
 
 NOW_S = 10_000.0
 WIDE = SOLID.model_copy(update={"resources": {"GPU": 2.0}})
@@ -102,6 +103,25 @@ def test_who_holds_a_shape_of_spot_alone_starts_again_as_another_when_there_is_r
     assert len(found) == goes
     assert all("moves: 1.0 h of work; it starts again as 2 x (0.5 GPU" in action.reason for action in found)
     assert not any(isinstance(a, Preempt) for a in of_judged(replace(seen, stances={"job-1": TO_SPOT})).actions)
+
+
+@pytest.mark.parametrize(
+    ("mine", "team"),
+    [({"soft_budget_usd": 0.5}, TeamSpec()), ({}, TeamSpec(quota={"GPU": 1.0}, borrow={"GPU": 0.0}))],
+)
+def test_nobody_leaves_spot_for_a_shape_that_his_budget_or_quota_refuses(
+    mine: dict[str, object], team: TeamSpec
+) -> None:
+    spot = Shape(resources={"GPU": 1.0}, labels={MARKET_LABEL: "spot"})
+    gang = GangSpec(shapes=(spot, Shape(members=3, resources={"GPU": 0.5})))
+    seen = Snapshot(
+        NOW_S, (SPOT, SOLID), (view(1, SPOT, 0.0),), (job(1, gang=gang, team="a", **mine),),
+        (replace(lease(1, 1), shape=spot),), stances={"job-1": TO_SOLID}, next_node=9, spent={"job-1": 999_000},
+        teams=(Team("a", team),),
+    )  # fmt: skip
+    assert [action for action in of_judged(seen).actions if isinstance(action, Preempt)] == []
+    rich = replace(seen, spent={}, teams=(Team("a", team.model_copy(update={"quota": {"GPU": 2.0}})),))
+    assert [type(a) for a in of_judged(rich).actions if isinstance(a, Preempt)] == [Preempt]
 
 
 def test_who_is_late_stays_where_he_is() -> None:

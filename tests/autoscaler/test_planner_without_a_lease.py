@@ -71,6 +71,21 @@ def test_bundles_that_must_be_apart_get_a_node_each_though_one_would_hold_them_a
     assert bought(cap=0) == []
 
 
+def test_a_bundle_that_was_lost_does_not_come_back_where_another_of_its_group_is() -> None:
+    fellow = replace(ready("node-1", free=3.0), labels={"_PG_1": ""})
+    lost = Demand({"CPU": 1.0}, apart="_PG_1")
+    seen = Snapshot(0.0, (CPU4,), (fellow,), demand=(lost,), unmanaged=Unmanaged(2), next_node=2)
+    assert [type(action) for action in plan(seen)] == [Launch]
+    assert plan(replace(seen, demand=(replace(lost, apart="_PG_2"),))) == ()
+
+
+def test_a_large_group_that_must_be_apart_uses_every_node_that_is_there() -> None:
+    nodes = tuple(ready(f"node-{number}", free=4.0) for number in range(1, 301))
+    group = Demand({"CPU": 1.0}, count=300, apart="_PG_1")
+    seen = Snapshot(0.0, (CPU4.model_copy(update={"max_nodes": 999}),), nodes, demand=(group,), next_node=301)
+    assert [a for a in plan(replace(seen, unmanaged=Unmanaged(999))) if isinstance(a, Launch)] == []
+
+
 def test_a_demand_for_what_no_node_type_has_keeps_nobody_else_from_a_node() -> None:
     asked = Demand({"GPU": 1.0}, {}, 1), Demand({"CPU": 1.0}, {}, 1)
     actions = plan(Snapshot(at_s=0.0, node_types=(CPU4,), demand=asked))

@@ -122,6 +122,10 @@ def test_the_seat_of_a_ready_member_is_not_free_although_ray_has_not_counted_it_
     worked_on = Snapshot(at_s=0, node_types=(CPU4,), nodes=(view(1, CPU4, CPU=0.5),), leases=(gang,))
     assert Room.of(worked_on).grid.has(0, {"CPU": 0.5}), "others use half a CPU there"
 
+    other = lease(cpus(1), Member(0, MemberState.ASSIGNED, "node-1"), id="lease-2")
+    both = Room.of(Snapshot(at_s=0, node_types=(CPU4,), nodes=(view(1, CPU4),), leases=(gang, other), next_node=2))
+    assert ids(both.place(cpus(1), 1, subject="g")) == ["node-2"], "one is there, the other has the rest"
+
 
 def test_new_nodes_are_the_cheapest_for_each_member_they_would_hold() -> None:
     small = NodeType(name="small", resources={"CPU": 2}, price_micro_usd_h=60_000)

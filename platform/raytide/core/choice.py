@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -64,7 +65,8 @@ class Choice:
 def choose(market: Market, grid: Grid, seats: Sequence[Seat], coming: Coming | None, want: Want) -> Choice:
     """As many of the members that are wanted as there is room for. `seats`: by row of the grid."""
     choice = Choice(want.shape, paces=want.paces, left=None if coming is None else coming.left)
-    rows, copies = grid.fitting(want.shape.resources, want.shape.labels, enough=want.count + len(want.apart or ()))
+    looked_at = want.count if want.apart is None else sys.maxsize  # apart, many rows hold one each, whatever else fits
+    rows, copies = grid.fitting(want.shape.resources, want.shape.labels, enough=looked_at)
     if want.apart is not None:
         rows = rows[[seats[row].node_id not in want.apart for row in rows.tolist()]]
         copies = np.ones_like(rows)

@@ -103,10 +103,7 @@ class Room:
         room.seats = [Seat(view.node.id, view.node.type, view.node.zone, is_new=False) for view in able]
         room.rows = {seat.node_id: row for row, seat in enumerate(room.seats)}
         room.grid.extend(
-            [
-                _within(_unpromised(view.available, promised.get(view.node.id, ())), view, held.get(view.node.id))
-                for view in able
-            ],
+            [_unpromised(_within(view, held.get(view.node.id)), promised.get(view.node.id, ())) for view in able],
             [_RANK[view.node.state] for view in able],
             [view.labels for view in able],
         )
@@ -347,15 +344,16 @@ def _held(leases: Sequence[Lease]) -> dict[str, dict[str, float]]:
     return found
 
 
-def _within(free: Resources, view: NodeView, taken: Resources | None) -> Resources:
+def _within(view: NodeView, taken: Resources | None) -> Resources:
     """No more is free of a node than its members leave."""
+    free = view.available
     if not taken or fits(taken, minus(view.total, free)):
         return free
     return {name: min(amount, view.total.get(name, 0.0) - taken.get(name, 0.0)) for name, amount in free.items()}
 
 
 def _unpromised(available: Resources, here: Sequence[tuple[Member, Shape]]) -> Resources:
-    """Ray's free resources without those of members whose placement group Ray does not count yet.
+    """Free resources without those of members whose placement group Ray does not count yet.
 
     ASSIGNED has no group: taken out. FORMING has one that Ray may count or not. While the free resources still cover it
     it is taken out: at worst this hides its room for the second until it is READY, and never promises it twice. When

@@ -63,7 +63,7 @@ class Demand:
     together: str = ""
     """A label of nodes: all of it sits where that has one value, or nowhere."""
     apart: str = ""
-    """Of a placement group whose bundles must all be on different nodes: which group it is."""
+    """Of a placement group whose bundles must all be on different nodes: the label that nodes with one of them have."""
     is_standing: bool = False
     """Not work: room that somebody asked Ray to have, used or not, until he asks for another."""
 

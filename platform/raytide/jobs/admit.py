@@ -22,7 +22,7 @@ from raytide.core.snapshot import Snapshot
 from raytide.core.stance import bound, instead, unbound
 from raytide.jobs import seats, service
 from raytide.jobs.absorb import absorb
-from raytide.jobs.asks import Asks
+from raytide.jobs.asks import Ask, Asks
 from raytide.jobs.floor import Floor
 from raytide.jobs.order import Bools, Claims, ranked
 from raytide.jobs.purse import Purse
@@ -182,17 +182,29 @@ def _drain(floor: Floor, claims: Claims) -> list[Preempt]:
 
 def _change_shape(floor: Floor, claims: Claims) -> list[Preempt]:
     """Who should sit on demand by now, and holds a shape that only spot has, starts again on another of his when there
-    is room for that."""
+    are room, quota and money for that."""
     found = []
     for row, lease in list(floor.leases.items()):
         job, stance = floor.jobs[row], floor.snapshot.stances.get(lease.job_id)
         if stance is None or stance.wanted is not Market.ON_DEMAND or not claims.gives_way[row]:
             continue
+        allowed = _allowed_instead(floor, row)
         for shape in instead(lease.shape, job.spec.gang.shapes, Market.ON_DEMAND):
-            if not isinstance(floor.room.copy().place(shape, shape.at_least, subject=""), Shortfall):
+            if floor.asks.ask(shape) in allowed and not isinstance(
+                floor.room.copy().place(shape, shape.at_least, subject=""), Shortfall
+            ):
                 found.append(_take_back(floor, claims, row, f"{stance.reason}; it starts again as {shape.describe()}"))
                 break
     return found
+
+
+def _allowed_instead(floor: Floor, row: int) -> list[Ask]:
+    """What its budgets and its quota would allow it if it held nothing."""
+    job, held = floor.jobs[row], seats.held_quota(floor.leases[row], floor.types)
+    floor.quotas.give(job.spec.team, held)
+    allowed = [ask for ask in floor.paid(row) if floor.lacks(job, ask.least) is None]
+    floor.quotas.take(job.spec.team, held)
+    return allowed
 
 
 def _take_back(floor: Floor, claims: Claims, row: int, why: str) -> Preempt:
