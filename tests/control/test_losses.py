@@ -49,6 +49,15 @@ def test_what_was_lost_to_a_node_stays_so_when_the_gang_is_asked_to_give_way_soo
     assert moved(asked(struck(told(20.0), ["node-2"], 95.0 - 2 * PATIENCE_S), ["job-7"], 95.0)) == [("job-7", 200)]
 
 
+def test_what_it_loses_after_it_told_of_the_lost_node_is_lost_to_who_asked() -> None:
+    first = replace(told(20.0, known_s=20.0), progress={"lost_s": 20.0, "lost_at_s": 50.0})
+    again = replace(
+        asked(struck(first, ["node-2"], 45.0), ["job-7"], 80.0), progress={"lost_s": 25.0, "lost_at_s": 90.0}
+    )
+    assert moved(again) == [("job-7", 50)]
+    assert asked(struck(first, ["node-2"], 70.0), ["job-7"], 80.0).struck_by == "node-2", "it has not told of that yet"
+
+
 def test_nodes_that_are_lost_at_about_the_same_time_are_one_cause() -> None:
     one = struck(struck(told(20.0), ["node-2"], 95.0), ["node-3", "node-2"], 98.0)
     assert moved(one) == [("node-2, node-3", 200)]

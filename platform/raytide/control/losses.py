@@ -47,9 +47,9 @@ def struck(job: Job, by: Sequence[str], now_s: float) -> Job:
 
 def asked(job: Job, by: Sequence[str], now_s: float) -> Job:
     """Of one that is asked to give way. It saves its work before it does: what is lost so soon after a strike was lost
-    to that."""
+    to that, until it told of it."""
     is_struck = job.struck_at_s is not None and now_s - job.struck_at_s <= PATIENCE_S
-    return job if is_struck else struck(job, by, now_s)
+    return job if is_struck and not _told_of_strike(job) else struck(job, by, now_s)
 
 
 def ripe(jobs: Iterable[Job], now_s: float) -> frozenset[str]:
@@ -83,6 +83,12 @@ def _cause(job: Job) -> str:
     """What struck it when it broke off; "" when nothing did."""
     is_near = job.struck_at_s is not None and abs(job.struck_at_s - _broke_at_s(job)) <= PATIENCE_S
     return job.struck_by if is_near else ""
+
+
+def _told_of_strike(job: Job) -> bool:
+    """Whether what it lost to what struck it last is in the books."""
+    is_since = job.struck_at_s is not None and _broke_at_s(job) >= job.struck_at_s - TOGETHER_S
+    return is_since and _told_s(job) == job.lost_s
 
 
 def _told_s(job: Job) -> float:
