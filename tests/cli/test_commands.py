@@ -155,6 +155,13 @@ def test_options_of_serve_go_before_what_the_file_says(monkeypatch: pytest.Monke
     assert spec.replicas == Replicas(min=2, max=3, slo_ttft_s=4, slo_target=0.9, target_ongoing=3)
 
 
+@pytest.mark.parametrize(
+    "args", [["--replicas", "1:4"], ["--gpus", "2"], ["--delete", "m", "--name", "n"], ["m", "--delete", "m"]]
+)
+def test_options_of_serve_that_would_do_nothing_are_refused(args: list[str]) -> None:
+    assert isinstance(error_of("serve", *args), UsageError)
+
+
 def test_a_promise_without_a_time_is_refused_before_anything_is_sent() -> None:
     with pytest.raises(ConfigError, match="slo_ttft_s must say what is in time"):
         Tide(Client(NOWHERE, "")).serve("model", slo_target=0.9)

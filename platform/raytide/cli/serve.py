@@ -14,6 +14,7 @@ from raytide.control.client import Client
 from raytide.control.wire import to_json
 from raytide.core.config import load_yaml
 from raytide.core.endpoint import ServeSpec
+from raytide.core.errors import UsageError
 from raytide.core.money import format_usd
 from raytide.endpoint import EndpointHandle
 from raytide.script import between
@@ -49,15 +50,19 @@ def serve(
 
     The address that it prints takes every OpenAI client. Options go before what a YAML file says.
     """
+    asked = {"slo_ttft_s": slo_ttft_s, "slo_target": slo_target, "target_ongoing": target_ongoing}
+    if replicas:
+        asked["min"], asked["max"] = between(replicas, "--replicas")
+    counts, shares = _given(asked), _given({"GPU": gpus, "CPU": cpus})
+    if model is None and (name or team or counts or shares):
+        raise UsageError("what should be served so was not said.", hint="Name the model: `raytide serve MODEL ...`.")
+    if model is not None and delete:
+        raise UsageError("a model is served or an endpoint deleted, not both.", hint="Make two commands of it.")
     client = Client.find(cluster)
     if delete:
         client.delete_endpoint(delete)
     elif model is not None:
-        asked = {"slo_ttft_s": slo_ttft_s, "slo_target": slo_target, "target_ongoing": target_ongoing}
-        if replicas:
-            asked["min"], asked["max"] = between(replicas, "--replicas")
-        shares = {"GPU": gpus, "CPU": cpus}
-        handle = Tide(client).serve(_spec(model, {"name": name, "team": team}, _given(asked), _given(shares)))
+        handle = Tide(client).serve(_spec(model, {"name": name, "team": team}, counts, shares))
         try:
             if wait:
                 _print_changes(handle, quiet=json)
