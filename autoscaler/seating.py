@@ -211,17 +211,21 @@ def seat_unmanaged(draft: Draft) -> Unleased:
     draft.room.coming = Coming(draft.room.market, asks) if asks else None
     seats: list[tuple[str, Resources]] = []
     fellows = _fellows(snapshot, {demand.apart for demand in demands if demand.apart})
+    broken: dict[str, bool] = {}  # groups that cannot be had whole
     for demand, shape in zip(demands, shapes, strict=True):
         assert draft.room.coming is not None
         draft.room.coming.next()
         what = f"work without a lease ({demand.count} x ({amounts(shape)}){' apart' if demand.apart else ''})"
-        before = draft.room.next_node
+        before, left = draft.room.next_node, max(0, cap.max_nodes - bought)
+        if demand.apart and demand.apart not in broken:
+            group = [(d, s) for d, s in zip(demands, shapes, strict=True) if d.apart == demand.apart]
+            broken[demand.apart] = not _fits_whole(draft, group, fellows[demand.apart], menu, left)
         placed = draft.room.place(
             shape,
-            demand.count,
+            0 if broken.get(demand.apart) else demand.count,
             at_least=demand.count if demand.together or demand.apart else 0,
             menu=menu,
-            max_new=max(0, cap.max_nodes - bought),
+            max_new=left,
             subject=what,
             apart=fellows[demand.apart] if demand.apart else None,
         )
@@ -250,6 +254,26 @@ def _fellows(snapshot: Snapshot, groups: set[str]) -> dict[str, frozenset[str]]:
 def _is_unmanaged(demand: Demand) -> bool:
     is_work = not is_replica(demand) and not demand.is_standing
     return is_work and any(amount > 0 for amount in demand.resources.values())
+
+
+def _fits_whole(
+    draft: Draft, group: list[tuple[Demand, Shape]], fellows: frozenset[str], menu: list[NodeType], left: int
+) -> bool:
+    """Whether all bundles that must be apart find room when so many nodes may be bought: some of them are of no use."""
+    if len(group) < 2:
+        return True  # it is asked for whole anyhow
+    room = draft.room.copy()
+    room.coming = None
+    if room.market.launches_left:
+        room.market.launches_left = None  # the rest follows within minutes
+    for demand, shape in group:
+        before = room.next_node
+        seats = room.place(shape, demand.count, menu=menu, max_new=left, subject=UNMANAGED, apart=fellows)
+        if isinstance(seats, Shortfall):
+            return False
+        left -= room.next_node - before
+        fellows |= {seat.node_id for seat in seats}
+    return True
 
 
 def _fits_without_cap(draft: Draft, demand: Demand, shape: Shape, menu: list[NodeType]) -> bool:

@@ -10,7 +10,7 @@ from raytide.core.fleet import ZONE_LABEL, Market, Node, NodeState, NodeType
 from raytide.core.gang import Lease, LeaseState, Member, MemberState, Shape
 from raytide.core.plan import Action, Drain, Launch, Wait
 from raytide.core.replicas import replica_selector
-from raytide.core.snapshot import Demand, NodeView, Snapshot, Unmanaged
+from raytide.core.snapshot import Demand, Limits, NodeView, Snapshot, Unmanaged
 
 CPU4 = NodeType(name="cpu4", resources={"CPU": 4}, price_micro_usd_h=1, max_nodes=2)
 GPU = NodeType(name="gpu", resources={"CPU": 8, "GPU": 1}, price_micro_usd_h=9, max_nodes=2)
@@ -77,6 +77,17 @@ def test_a_bundle_that_was_lost_does_not_come_back_where_another_of_its_group_is
     seen = Snapshot(0.0, (CPU4,), (fellow,), demand=(lost,), unmanaged=Unmanaged(2), next_node=2)
     assert [type(action) for action in plan(seen)] == [Launch]
     assert plan(replace(seen, demand=(replace(lost, apart="_PG_2"),))) == ()
+
+
+def test_of_a_group_that_must_be_apart_nothing_is_bought_when_the_cap_would_not_let_it_be_whole() -> None:
+    group = Demand({"CPU": 2.0}, count=2, apart="_PG_1"), Demand({"CPU": 1.0}, count=2, apart="_PG_1")
+    many = CPU4.model_copy(update={"max_nodes": 9})
+    seen = Snapshot(0.0, (many,), demand=group, unmanaged=Unmanaged(3))
+    assert [(type(a), a.constraint) for a in plan(seen) if isinstance(a, Wait)] == [(Wait, "cap")] * len(plan(seen))
+    able = replace(seen, unmanaged=Unmanaged(4))
+    assert [type(action) for action in plan(able)] == [Launch] * 4
+    slowly = plan(replace(able, limits=Limits(launches_per_min=2)))
+    assert [type(action) for action in slowly] == [Launch, Launch, Wait], "the rest follows"
 
 
 def test_a_large_group_that_must_be_apart_uses_every_node_that_is_there() -> None:
