@@ -84,9 +84,9 @@ def enough(floor: Floor, row: int, asks: Sequence[Ask], lower: Ints) -> list[Uni
         freed.append(unit)
         if trial.fits():
             chosen = _needed(trial, freed)
-            trial.hold_all(chosen)
+            trial.end()
             return chosen[::-1]
-    trial.hold_all(freed)
+    trial.end()
     return []
 
 
@@ -159,31 +159,48 @@ class Emptied:
 
 
 class _Trial:
-    """What if these seats gave way? The space is only looked at; the quotas are left as they were found."""
+    """What if these seats gave way? The space is only looked at; the quotas are changed once there is room, and left as
+    they were found."""
 
     def __init__(self, floor: Floor, job: Job, asks: Iterable[Ask]) -> None:
         self.floor, self.job = floor, job
         self.what_ifs = [_WhatIf(ask, floor.space.tally(ask)) for ask in asks]
         self.free_on: dict[int, list[float]] = {}
+        self.freed: dict[Unit, None] = {}
+        self.given: dict[Unit, None] = {}
+        """Those whose quota was given back."""
+        self.unsettled: list[Unit] = []
+        """Freed or held since then."""
 
     def fits(self) -> bool:
-        return any(
-            what_if.total >= what_if.ask.at_least and self.floor.lacks(self.job, what_if.ask.least) is None
-            for what_if in self.what_ifs
-        )
+        roomy = [what_if.ask for what_if in self.what_ifs if what_if.total >= what_if.ask.at_least]
+        if roomy:
+            self._settle()
+        return any(self.floor.lacks(self.job, ask.least) is None for ask in roomy)
 
     def free(self, unit: Unit) -> None:
-        self.floor.quotas.give(unit.team, unit.quota)
+        self.freed[unit] = None
+        self.unsettled.append(unit)
         self._change(unit, 1.0)
 
     def hold(self, unit: Unit) -> None:
-        self.floor.quotas.take(unit.team, unit.quota)
+        del self.freed[unit]
+        self.unsettled.append(unit)
         self._change(unit, -1.0)
 
-    def hold_all(self, units: Iterable[Unit]) -> None:
-        """The end of it."""
-        for unit in units:
+    def end(self) -> None:
+        for unit in self.given:
             self.floor.quotas.take(unit.team, unit.quota)
+
+    def _settle(self) -> None:
+        for unit in self.unsettled:
+            if unit in self.freed and unit not in self.given:
+                self.floor.quotas.give(unit.team, unit.quota)
+                self.given[unit] = None
+            elif unit in self.given and unit not in self.freed:
+                self.floor.quotas.take(unit.team, unit.quota)
+                del self.given[unit]
+        self.unsettled.clear()
 
     def _change(self, unit: Unit, sign: float) -> None:
         space = self.floor.space
