@@ -83,14 +83,18 @@ class Grid:
             if (at := self._column.get(name)) is not None:
                 self._free_RN[at, rows] -= np.array(counts) * amount
 
+    def add(self, row: int, need: Need) -> None:
+        for column, amount in need:
+            self._free_RN[column, row] += amount
+
     def fitting(self, need: Resources, selector: Mapping[str, str], *, enough: int, but: int = -1) -> tuple[Rows, Rows]:
         """Rows with room, the best first, and how many members each would hold: for `enough` members, or all."""
         need = {name: amount for name, amount in whole_shares(need).items() if amount > 0}
         rows = self._able(need, selector)
         if but >= 0:
             rows = rows[rows != but]
-        if not len(rows):
-            return rows, rows
+        if len(rows) < 2:
+            return rows, self._copies(need, rows)
         free_RN, rank = self._free_RN[:, rows], self._rank[rows]
         key = (_RANK * rank + self._per_scale @ free_RN).round(9)
         first = _least(key, SHORTLIST)
@@ -178,7 +182,8 @@ class Grid:
         if gpu is None or not len(self._weights_K) or not (cut := free_RN[gpu] > _EPS).any():
             return np.zeros(free_RN.shape[1])
         after_RN = free_RN - self._vector(need)[:, None]
-        before, after = np.split(self._stranded(np.concatenate([free_RN, after_RN], axis=1), gpu), 2)
+        stranded = self._stranded(np.concatenate([free_RN, after_RN], axis=1), gpu)
+        before, after = stranded[: len(cut)], stranded[len(cut) :]
         return np.where(cut, (after - before).round(9), 0.0)
 
     def _stranded(self, free_RN: Floats, gpu: int) -> Floats:

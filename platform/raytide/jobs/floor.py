@@ -341,24 +341,29 @@ class Floor:
     def _push(self, row: int, victims: Victims, asks: Sequence[Ask]) -> Sequence[int] | None:
         """Take room that lower ones give way for; those that do so whole. None when that is not to be had."""
         job = self.jobs[row]
-        key = (job.spec.team, service.gives_way(job), self.is_own(job), *(ask.key for ask in asks))
         is_behind = self.head is not None and not service.gives_way(job)
-        if is_behind or service.is_cooling(job, self.snapshot.at_s) or key in self._stuck:
+        if is_behind or service.is_cooling(job, self.snapshot.at_s):
+            return None
+        is_own = self.is_own(job)
+        key = (job.spec.team, service.gives_way(job), is_own, *(ask.key for ask in asks))
+        if key in self._stuck:
             return None
         if self._emptied is None:
             self._emptied = Emptied.of(self)
-        chosen = enough(self, row, asks, victims()) if self._emptied.has_room(job, asks) else []
+        chosen = enough(self, row, asks, victims(), is_own=is_own) if self._emptied.has_room(job, asks) else []
         gone = self._evict(row, chosen) if chosen else None
         if gone is None:
             self._stuck.add(key)
         return gone
 
     def _evict(self, row: int, chosen: Sequence[Unit]) -> list[int] | None:
-        before = {unit.row: dict(self.away.get(unit.row, {})) for unit in chosen}
+        before = {unit.row: (dict(self.away.get(unit.row, {})), self.units(unit.row)) for unit in chosen}
         for unit in chosen:
             self.lets_go(unit.row, unit.members, self.jobs[row].id)
+        for other, (_, units) in before.items():
+            self._units[other] = units.without(chosen)
         if self.seat(row):
-            gone = [other for other in before if len(self.away[other]) == len(seats.kept(self.leases[other]))]
+            gone = [other for other in before if not self._units[other].rest]
             self.givers.leave(gone)
             return gone
         # There is room and still no seats: its members belong together, or their accelerators count against a quota.
@@ -368,7 +373,6 @@ class Floor:
                 self.room.take(node_id := self.node_of(unit.row, member), lease.shape.resources)
                 self.space.changed(node_id)
                 self.quotas.take(self.jobs[unit.row].spec.team, self.quota_of(unit.row, member))
-            self.away[unit.row] = before[unit.row]
-            self._units.pop(unit.row, None)
+            self.away[unit.row], self._units[unit.row] = before[unit.row]
         self.away = {other: gone for other, gone in self.away.items() if gone}
         return None

@@ -25,6 +25,8 @@ class Givers:
     """Of the teams."""
     latest: Ints
     """Those that give, who was admitted last first."""
+    _looked_up: tuple[set[str], Bools] | None = None
+    """Teams, and by row whether it is of one of them."""
 
     @classmethod
     def of(cls, jobs: Sequence[Job], leases: Mapping[int, Lease]) -> Givers:
@@ -54,14 +56,17 @@ class Givers:
         """Who takes his own back asks everybody who borrows it, wherever he is, then all below him."""
         below = np.zeros(len(self.gives), dtype=bool)
         below[lower] = True
-        first = self.latest[(self.gives & self._is_of(borrowing - {team}))[self.latest]]
+        others = self.gives & self._is_of(borrowing) & (self.team != self.numbers[team])
+        first = self.latest[others[self.latest]]
         is_first = np.zeros(len(self.gives), dtype=bool)
         is_first[first] = True
         return [*first[below[first]].tolist(), *first[~below[first]].tolist(), *lower[~is_first[lower]].tolist()]
 
-    def _is_of(self, teams: Iterable[str]) -> Bools:
-        """By row: whether it is of one of these."""
-        among = np.zeros(len(self.numbers) + 1, dtype=bool)
-        among[[self.numbers.get(team, -1) for team in teams]] = True
-        among[-1] = False
-        return among[self.team]
+    def _is_of(self, teams: set[str]) -> Bools:
+        """By row: whether it is of one of these, which are mostly those of the time before."""
+        if self._looked_up is None or self._looked_up[0] != teams:
+            among = np.zeros(len(self.numbers) + 1, dtype=bool)
+            among[[self.numbers.get(team, -1) for team in teams]] = True
+            among[-1] = False
+            self._looked_up = teams, among[self.team]
+        return self._looked_up[1]

@@ -30,6 +30,8 @@ class Quotas:
     """What the fleet could hold at most."""
     limited: frozenset[str] = frozenset()
     """The resources that some team names."""
+    names: tuple[str, ...] = ()
+    """The same, in order."""
     spare: dict[str, float] = field(default_factory=dict)
     """What the fleet could hold of each beyond all quotas."""
     subtree: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -49,6 +51,7 @@ class Quotas:
     def of(cls, teams: Iterable[Team], supply: Resources) -> Quotas:
         quotas = cls({team.name: team.spec for team in teams}, supply)
         names = quotas.limited = frozenset(name for spec in quotas.specs.values() for name in spec.quota)
+        quotas.names = tuple(sorted(names))
         quotas.beyond = {name: set() for name in names}
         quotas.subtree[_ROOT] = dict.fromkeys(names, 0.0)
         children = defaultdict[str, list[str]](list)
@@ -73,14 +76,16 @@ class Quotas:
         return replace(self, used=used, fixed=fixed, beyond=beyond)
 
     def take(self, team: str, need: Resources, *, gives_way: bool = True) -> None:
-        for name in self.limited & need.keys():
-            self._add(team, name, need[name])
-            if not gives_way:
-                self.fixed[team if (team, name) in self.named else _ROOT][name] += need[name]
+        for name in self.names:
+            if name in need:
+                self._add(team, name, need[name])
+                if not gives_way:
+                    self.fixed[team if (team, name) in self.named else _ROOT][name] += need[name]
 
     def give(self, team: str, need: Resources) -> None:
-        for name in self.limited & need.keys():
-            self._add(team, name, -need[name])
+        for name in self.names:
+            if name in need:
+                self._add(team, name, -need[name])
 
     def available(self, team: str, name: str) -> float:
         """How much more the team may hold."""
@@ -100,7 +105,9 @@ class Quotas:
 
     def lacking(self, team: str, need: Resources, *, gives_way: bool = True, may_borrow: bool = True) -> str | None:
         """The first resource of which the team may not hold so much more. What cannot be taken back is not borrowed."""
-        for name in sorted(self.limited & need.keys()):
+        for name in self.names:
+            if name not in need:
+                continue
             if need[name] > self.available(team, name) + _SLACK:
                 return name
             if not gives_way and need[name] > self.never_taken_back(team, name) + _SLACK:
@@ -119,10 +126,9 @@ class Quotas:
 
     def is_own(self, team: str, need: Resources) -> bool:
         """Whether the team would hold no more than its own with it."""
-        return all(
-            self.used[team][name] + need[name] <= self.own(team, name) + _SLACK
-            for name in self.limited & need.keys()
-            if (team, name) in self.named
+        return not any(
+            name in need and (team, name) in self.named and need[name] > self.left_of_own(team, name) + _SLACK
+            for name in self.names
         )
 
     def left_of_own(self, team: str, name: str) -> float:

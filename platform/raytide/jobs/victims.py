@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -70,13 +70,20 @@ class Units:
             (Unit.of(floor, row, rest, is_rest=True),) if rest else (),
         )
 
+    def without(self, gone: Collection[Unit]) -> Units:
+        """Once these give way. Who is asked for the rest has let go of all that it can spare."""
+        return Units(
+            tuple(unit for unit in self.spare if unit not in gone),
+            tuple(unit for unit in self.rest if unit not in gone),
+        )
 
-def enough(floor: Floor, row: int, asks: Sequence[Ask], lower: Ints) -> list[Unit]:
+
+def enough(floor: Floor, row: int, asks: Sequence[Ask], lower: Ints, *, is_own: bool) -> list[Unit]:
     """The seats that make room for one of what the row asks: as few as will do. Empty when not even all of them would.
 
-    `lower` are the rows below it in the order, the lowest first.
+    `lower` are the rows below it in the order, the lowest first. `is_own`: it takes its team's own quota back.
     """
-    if not (asked := _asked(floor, row, lower)):
+    if not (asked := _asked(floor, floor.jobs[row], lower, is_own=is_own)):
         return []
     trial, freed = _Trial(floor, floor.jobs[row], asks), list[Unit]()
     for unit in _units(floor, asked) if not trial.fits() else ():
@@ -110,21 +117,24 @@ def _least(trial: _Trial, units: Sequence[Unit]) -> list[Unit]:
     return needed
 
 
-def _asked(floor: Floor, row: int, lower: Ints) -> list[int]:
-    """Who is asked, in turn."""
-    job = floor.jobs[row]
-    borrowing = floor.quotas.borrowing(floor.asks.first(job).least)
-    if floor.is_own(job):
+def _asked(floor: Floor, job: Job, lower: Ints, *, is_own: bool) -> list[int]:
+    """Who is asked, in turn: see `Floor.may_ask`."""
+    need = floor.asks.first(job).least
+    borrowing = floor.quotas.borrowing(need)
+    if is_own:
         return floor.givers.asked_for_own(lower, borrowing, job.spec.team)
-    return floor.givers.asked(lower, borrowing, job.spec.team, everybody=floor.may_ask(job) is None)
+    everybody = floor.quotas.limited.isdisjoint(need)
+    return floor.givers.asked(lower, borrowing, job.spec.team, everybody=everybody)
 
 
 def _units(floor: Floor, rows: Sequence[int]) -> Iterator[Unit]:
     """Seats that can be spared one by one, then what is left of each gang whole."""
+    seen = []
     for row in rows:
-        yield from floor.units(row).spare
-    for row in rows:
-        yield from floor.units(row).rest
+        seen.append(units := floor.units(row))
+        yield from units.spare
+    for units in seen:
+        yield from units.rest
 
 
 @dataclass(slots=True, eq=False)
@@ -139,8 +149,8 @@ class Emptied:
         room, quotas = floor.space.room.copy(), floor.quotas.copy()
         for row in floor.givers.latest.tolist():
             for unit in (*floor.units(row).spare, *floor.units(row).rest):
-                for member in unit.members:
-                    room.give(floor.node_of(row, member), floor.leases[row].shape.resources)
+                for at in unit.at:
+                    room.grid.add(at, unit.need)
                 quotas.give(unit.team, unit.quota)
         return cls(Space(room), quotas)
 
@@ -173,10 +183,12 @@ class _Trial:
         """Freed or held since then."""
 
     def fits(self) -> bool:
-        roomy = [what_if.ask for what_if in self.what_ifs if what_if.total >= what_if.ask.at_least]
-        if roomy:
-            self._settle()
-        return any(self.floor.lacks(self.job, ask.least) is None for ask in roomy)
+        for what_if in self.what_ifs:
+            if what_if.total >= what_if.ask.at_least:
+                self._settle()
+                if self.floor.lacks(self.job, what_if.ask.least) is None:
+                    return True
+        return False
 
     def free(self, unit: Unit) -> None:
         self.freed[unit] = None
