@@ -217,8 +217,9 @@ def members_in(need: Need, free: Sequence[float]) -> int:
     """How many members fit into what is free on a node."""
     least = math.inf
     for column, amount in need:
-        least = min(least, (free[column] + _EPS) // amount)
-    return max(0, int(least))
+        if (here := (free[column] + _EPS) // amount) < least:
+            least = here
+    return int(least) if least > 0 else 0
 
 
 def _least(key: Floats, count: int) -> Rows:

@@ -333,8 +333,9 @@ class Floor:
             self._emptied.take(job, shape, need, placed)
         self.taken[row] = Taken(shape, placed, self.purse.reserve(job, seats.price_of(shape, on)))
         self.refused.pop(row, None)
-        for rows in self.owners.values():
-            rows.discard(row)
+        for name in self.quotas.names:
+            if waiting := self.owners.get((name, job.spec.team)):
+                waiting.discard(row)
 
     # Who gives way.
 

@@ -47,10 +47,8 @@ class Givers:
         if not len(lower):
             return []
         borrows = self._is_of(borrowing)[lower]
-        if not everybody:
-            able = borrows | (self.team[lower] == self.numbers[team])
-            lower, borrows = lower[able], borrows[able]
-        return [*lower[borrows].tolist(), *lower[~borrows].tolist()]
+        others = ~borrows if everybody else ~borrows & (self.team[lower] == self.numbers[team])
+        return [*lower[borrows].tolist(), *lower[others].tolist()]
 
     def asked_for_own(self, lower: Ints, borrowing: set[str], team: str) -> list[int]:
         """Who takes his own back asks everybody who borrows it, wherever he is, then all below him."""

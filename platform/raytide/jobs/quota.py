@@ -91,14 +91,15 @@ class Quotas:
         """How much more the team may hold."""
         if name not in self.limited:
             return math.inf
-        if team == _ROOT:
-            return self.subtree[_ROOT][name] - self.used[_ROOT][name]
         (own, kept), used, spec = (
             self.shares.get((team, name), _NONE),
             self.used[team][name],
             self.specs.get(team, _ANY),
         )
-        above = self.available(spec.parent, name)
+        if spec.parent == _ROOT:
+            above = self.subtree[_ROOT][name] - self.used[_ROOT][name]
+        else:
+            above = self.available(spec.parent, name)
         if (limit := spec.borrow.get(name)) is not None:
             above = min(above, own - kept - max(0.0, used - kept) + limit)
         return max(0.0, kept - used) + above
@@ -144,7 +145,7 @@ class Quotas:
 
     def borrowing(self, names: Iterable[str]) -> set[str]:
         """The teams that hold more than their own of any of these."""
-        return set[str]().union(*(self.beyond[name] for name in self.limited.intersection(names)))
+        return set[str]().union(*[self.beyond[name] for name in names if name in self.limited])
 
     def own(self, team: str, name: str) -> float:
         return self.subtree.get(team, {}).get(name, 0.0)

@@ -99,21 +99,23 @@ def enough(floor: Floor, row: int, asks: Sequence[Ask], lower: Ints, *, is_own: 
 
 def _needed(trial: _Trial, freed: list[Unit]) -> list[Unit]:
     """Of units that all give way, those that have to. What a gang could spare is of no use to it without the rest."""
-    rests = _least(trial, [unit for unit in freed if unit.is_rest])
+    rests = _least(trial, [unit for unit in freed if unit.is_rest], freed[-1])
     whole = {unit.row for unit in rests}
     spare = [unit for unit in freed if not unit.is_rest]
     bound = [unit for unit in spare if unit.row in whole]
-    return [*rests, *bound[::-1], *_least(trial, [unit for unit in spare if unit.row not in whole])]
+    return [*rests, *bound[::-1], *_least(trial, [unit for unit in spare if unit.row not in whole], freed[-1])]
 
 
-def _least(trial: _Trial, units: Sequence[Unit]) -> list[Unit]:
-    """From the last on, each that is not needed holds on to its seats."""
+def _least(trial: _Trial, units: Sequence[Unit], last: Unit) -> list[Unit]:
+    """From the last on, each that is not needed holds on to its seats. Without the `last` of all there was no room."""
     needed = []
     for unit in reversed(units):
-        trial.hold(unit)
-        if not trial.fits():
+        if unit is not last:
+            trial.hold(unit)
+            if trial.fits():
+                continue
             trial.free(unit)
-            needed.append(unit)
+        needed.append(unit)
     return needed
 
 
@@ -222,9 +224,10 @@ class _Trial:
             for column, amount in unit.need:
                 free[column] += sign * amount
             for what_if in self.what_ifs:
-                now = space.holding(what_if.tally, at, free)
-                what_if.total += now - what_if.on.get(at, what_if.tally.on.get(at, 0))
-                what_if.on[at] = now
+                if (before := what_if.on.get(at)) is None:
+                    before = what_if.tally.on.get(at, 0)
+                what_if.on[at] = now = space.holding(what_if.tally, at, free)
+                what_if.total += now - before
 
 
 @dataclass(slots=True, eq=False)
