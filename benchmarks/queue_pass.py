@@ -10,6 +10,7 @@ HTTP, encoding included. `--scale`: the passes once more, with more jobs and nod
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import random
 import statistics
@@ -25,6 +26,7 @@ from fastapi.testclient import TestClient
 from raytide.control.api.app import create_app
 from raytide.control.api.auth import Tokens
 from raytide.control.api.desk import Desk
+from raytide.control.controller import GC_THRESHOLDS
 from raytide.control.views import Live, Waiting
 from raytide.control.wire import to_json
 from raytide.core.clock import SystemClock
@@ -141,6 +143,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--scale", action="store_true")
     args = parser.parse_args()
+    gc.set_threshold(*GC_THRESHOLDS)  # as the controller does
     print(f"{args.jobs} queued, {args.teams} teams, {args.nodes} nodes of 8 GPUs, seed {args.seed}")
     for what, seen in passes(args):
         timed(f"pass: {what}", partial(admit, seen), args.repeats)

@@ -24,6 +24,14 @@ import ray
 ray.init()
 print(ray.data.range(8).map_batches(lambda batch: batch, num_cpus=0, num_gpus=1, batch_size=4).take_all())
 """
+FORGET = """
+import ray
+from ray.autoscaler.sdk import request_resources
+ray.init()
+ray.kill(ray.get_actor("AutoscalingCoordinator", namespace="AutoscalingCoordinator"))
+request_resources(bundles=[])
+"""
+"""What a Ray Data job asked Ray to have room for outlives its driver by minutes."""
 
 
 @contextmanager
@@ -79,4 +87,7 @@ def test_a_plain_trainer_and_a_ray_data_job_that_ask_for_gpus_buy_no_gpu_node_an
         assert "it may buy 1 nodes without a GPU (metadata.raytide.unmanaged)" in why.reason
         assert "Submit it as a job" in why.remedy
         assert not any(node.type == "gpu8" for node in tide.status().nodes if node.id not in before)
+    with driver(live, "-c", FORGET) as process:
+        said, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, said[-3000:]
     eventually(lambda: tide.client.why("unmanaged").constraint == "")

@@ -93,7 +93,9 @@ class Grid:
         rows = self._able(need, selector)
         if but >= 0:
             rows = rows[rows != but]
-        if len(rows) < 2:
+        if not len(rows):  # perhaps of something that no node has
+            return rows, rows
+        if len(rows) == 1:
             return rows, self._copies(need, rows)
         free_RN, rank = self._free_RN[:, rows], self._rank[rows]
         key = (_RANK * rank + self._per_scale @ free_RN).round(9)
