@@ -15,7 +15,7 @@ that is allowed: the ever fewer that are late with ever more replicas need no pr
 GAIN = 6.0
 """How far the logarithm moves when a day misses twice what is allowed, times the root of that share: rare misses come
 many at once, with a lost zone, and a day of them tells less."""
-MOST_UP, MOST_DOWN = math.log(8.0), math.log(8.0)
+MOST_UP, MOST_DOWN = math.log(3.0), math.log(8.0)
 """A target that no fleet reaches is not chased at any price."""
 _DAY_S = 86400.0
 

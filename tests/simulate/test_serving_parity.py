@@ -38,8 +38,7 @@ class Watched(RaytidePolicy):
         if all(by_id[node_id].is_ready for node_id in plan.release):  # else what still starts is used first
             bought = Counter((a.node_type, a.zone) for a in actions if isinstance(a, Launch))
             drained = sorted(a.node_id for a in actions if isinstance(a, Drain))
-            if not plan.release:  # else what is drained counts until the next pass
-                assert bought == Counter(view.pools)
+            assert bought == Counter(view.pools)
             assert drained == sorted(f"node-{node_id}" for node_id in plan.release)
         self._count(plan)
         return super()._act(fleet)

@@ -51,6 +51,12 @@ def leaving_nodes(snapshot: Snapshot) -> frozenset[str]:
     return frozenset(view.node.ray_node_id for view in snapshot.nodes if view.node.state in gone) - {""}
 
 
+def given_up_nodes(snapshot: Snapshot) -> frozenset[str]:
+    """Ray's ids of the nodes that endpoints give up in this decision: none of their replicas stays there either."""
+    given_up = {node_id for view in snapshot.endpoints for node_id in view.given_up}
+    return frozenset(view.node.ray_node_id for view in snapshot.nodes if view.node.id in given_up) - {""}
+
+
 def missing_replicas(view: EndpointView, snapshot: Snapshot, leaving: frozenset[str]) -> int:
     """Members of published replicas without a node to stay on; those on draining nodes count as missing, Serve moves
     them. It moves a replica whole, so of one that it moves no member stays.

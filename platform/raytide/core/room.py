@@ -15,7 +15,7 @@ from raytide.core.gang import GangSpec, Lease, Member, MemberState, Shape
 from raytide.core.grid import Grid
 from raytide.core.market import Market
 from raytide.core.pace import Paces, no_slower
-from raytide.core.replicas import leaving_nodes, missing_replicas, paces_of, replica_shape
+from raytide.core.replicas import given_up_nodes, leaving_nodes, missing_replicas, paces_of, replica_shape
 from raytide.core.shelf import Offer
 from raytide.core.shortfall import Shortfall, impossible
 from raytide.core.snapshot import EndpointView, NodeView, Snapshot
@@ -107,7 +107,7 @@ class Room:
             [_RANK[view.node.state] for view in able],
             [view.labels for view in able],
         )
-        leaving = leaving_nodes(snapshot)
+        leaving = leaving_nodes(snapshot) | given_up_nodes(snapshot)
         zones = {view.node.ray_node_id: view.node.zone for view in snapshot.nodes}
         unseen = Unseen(snapshot)
         for served in snapshot.endpoints:
