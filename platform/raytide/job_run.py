@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, Self, TypeVar
 
 from raytide.control.client import Client
-from raytide.control.views import JobView, WhyView
+from raytide.control.views import JobView, LogPart, WhyView
 from raytide.control.wire import to_json
 from raytide.core.clock import ago
 from raytide.core.errors import ClusterError, RaytideError, WaitTimeoutError
@@ -84,9 +85,28 @@ class Run:
         self.wait()
         return str(self.progress.get("model", self.out))
 
-    def logs(self, *, offset: int = 0) -> str:
-        """What it printed, from this character on."""
-        return self._client.logs(self.id, offset=offset)
+    def logs(self, *, tail: int | None = None) -> str:
+        """What it printed, or the last lines of that."""
+        return "".join(part.text for part in self.printed(tail=tail))
+
+    def follow(self, *, tail: int | None = None) -> Iterator[str]:
+        """What it prints, as it does, until it is over; with `tail`, from so many lines before now on."""
+        after, is_over = "", False
+        while not is_over:
+            is_over = patiently(self.id, self.refresh).view.job.is_final  # first: its last words are not missed
+            for part in self.printed(after, tail=tail):
+                after, tail = part.after, None
+                yield part.text
+            if not is_over:
+                time.sleep(_POLL_S)
+
+    def printed(self, after: str = "", *, tail: int | None = None) -> Iterator[LogPart]:
+        """What it printed by now from that place on, part by part: a log may be larger than memory."""
+        part = LogPart("", after, has_more=True)
+        while part.has_more:
+            part = patiently(self.id, partial(self._client.log_part, self.id, after=part.after, tail=tail))
+            tail = None
+            yield part
 
     def stop(self) -> Self:
         self.view = self._client.stop(self.id)

@@ -21,7 +21,7 @@ from raytide.control.client import Client
 from raytide.control.closing import Closed
 from raytide.control.cluster import DEFAULT_CONFIG
 from raytide.control.rehearsal import Step
-from raytide.control.views import CostReport, JobView, Waiting
+from raytide.control.views import CostReport, JobView, LogPart, Waiting
 from raytide.core.endpoint import Replicas, ServeSpec
 from raytide.core.errors import ConfigError, NotFoundError, RaytideError, UsageError
 from raytide.core.fleet import Market
@@ -264,7 +264,7 @@ class Watched(Client):
     def __init__(self) -> None:
         super().__init__(NOWHERE, "")
         self.pages = [[view(JobState.RUNNING)], [view(JobState.RUNNING)], [view(JobState.SUCCEEDED)]]
-        self.states = [JobState.RUNNING, JobState.SUCCEEDED]
+        self.states = [JobState.RUNNING, JobState.RUNNING, JobState.SUCCEEDED]
         self.texts = ["step 1\n", "step 1\nstep 2\n"]
 
     def jobs(self, *, limit: int = 100, offset: int = 0) -> list[JobView]:
@@ -275,14 +275,18 @@ class Watched(Client):
     def job(self, job_id: str) -> JobView:
         return view(self.states.pop(0))
 
-    def logs(self, job_id: str, *, offset: int = 0) -> str:
-        return self.texts.pop(0)[offset:]
+    def log_part(self, job_id: str, *, after: str = "", tail: int | None = None) -> LogPart:
+        text = self.texts.pop(0)
+        lines = text.splitlines(keepends=True)
+        at = int(after or 0) if tail is None else len("".join(lines[:-tail]))
+        return LogPart(text[at:], str(len(text)), has_more=False)
 
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Client, "find", lambda _: Watched())
     monkeypatch.setattr(jobs, "_FOLLOW_S", 0.0)
+    monkeypatch.setattr("raytide.job_run._POLL_S", 0.0)
 
 
 @pytest.mark.usefixtures("watched")
@@ -295,3 +299,4 @@ def test_a_watched_list_is_shown_again_when_it_changed() -> None:
 def test_a_followed_log_is_printed_to_its_last_line_and_each_line_once() -> None:
     assert runner.invoke(app, ["logs", "-f", "job-1"]).stdout == "step 1\nstep 2\n"
     assert runner.invoke(app, ["logs", "job-1"]).stdout == "step 1\n"
+    assert runner.invoke(app, ["logs", "-f", "-n", "1", "job-1"]).stdout == "step 1\nstep 2\n"

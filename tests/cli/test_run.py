@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from raytide.cli.app import app
 from raytide.control.client import Client
-from raytide.control.views import JobView, Waiting
+from raytide.control.views import JobView, LogPart, Waiting
 from raytide.core.errors import ClusterError, ConfigError, RaytideError, UsageError
 from raytide.core.gang import GangSpec, Shape
 from raytide.core.job import Job, JobKind, JobSpec, JobState
@@ -42,8 +42,8 @@ class Desk(Client):
         state, self.printed = self.looks.pop(0)
         return self._view(state)
 
-    def logs(self, job_id: str, *, offset: int = 0) -> str:
-        return self.printed[offset:]
+    def log_part(self, job_id: str, *, after: str = "", tail: int | None = None) -> LogPart:
+        return LogPart(self.printed[int(after or 0) :], str(len(self.printed)), has_more=False)
 
     def _view(self, state: JobState) -> JobView:
         reason = "rank 0 on node-1 ended with exit code 3" if state is JobState.FAILED else ""
@@ -78,7 +78,6 @@ def test_an_api_that_restarts_does_not_end_it(
     script: Path, desk: Desk, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     monkeypatch.setattr("raytide.job_run._POLL_S", 0.0)
-    monkeypatch.setattr("raytide.cli.jobs._FOLLOW_S", 0.0)
     desk.specs.append(JobSpec(kind=JobKind.SCRIPT, name="train", gang=GangSpec(shapes=(shape(),))))
     desk.deaths = 3
     done = runner.invoke(app, command.split())

@@ -32,13 +32,20 @@ from raytide.core.state import Changes, Store
 
 LOCAL = Path(__file__).parents[2] / "platform" / "raytide" / "control" / "local.yaml"
 GANG = {"kind": "gang", "name": "mine", "gang": {"shapes": [{"members": 2, "resources": {"CPU": 1}}]}}
+SCRIPT = {
+    "kind": "script",
+    "name": "mine",
+    "gang": {"shapes": [{"members": 1, "resources": {"CPU": 1}}]},
+    "config": {"command": ["true"]},
+}
 
 
 class Echo:
     """Drivers whose log is their key."""
 
-    def logs(self, key: object) -> str:
-        return f"{key}\n"
+    def log(self, key: object, start: int, most: int) -> tuple[bytes, int]:
+        text = f"{key}\n".encode()
+        return text[start : start + most], len(text)
 
 
 @pytest.fixture
@@ -237,27 +244,19 @@ class TestJobs:
         client.post("/v1/jobs/job-1/report", json={"step": 2})
         assert client.get("/v1/jobs/job-1").json()["job"]["progress"] == {"step": 2, "loss": 2.5}
 
-    def test_logs_come_from_where_one_was_in_parts_and_ray_is_asked_once_a_second(
-        self, client: TestClient, clock: VirtualClock, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        for _ in range(2):
-            client.post("/v1/jobs", json=GANG)
-        monkeypatch.setattr("raytide.control.api.desk._LOGS_CHARS", 4)
-        said = ["0123456789", "other", "0123456789ab"]
-        monkeypatch.setattr(Echo, "logs", lambda *_: said.pop(0))
+    def test_a_log_comes_from_where_one_was_or_its_last_lines(self, client: TestClient) -> None:
+        client.post("/v1/jobs", json=SCRIPT)
+        whole = client.get("/v1/jobs/job-1/logs").json()
+        assert ("attempt=0" in whole["text"], whole["has_more"]) == (True, False)
+        assert client.get("/v1/jobs/job-1/logs", params={"after": whole["after"]}).json()["text"] == ""
+        assert client.get("/v1/jobs/job-1/logs", params={"tail": 1}).json()["text"] == whole["text"]
+        for odd in ({"tail": -1}, {"tail": "x"}, {"after": "-1:2"}, {"after": "1"}):
+            assert client.get("/v1/jobs/job-1/logs", params=odd).status_code == 400, odd
 
-        def ask(offset: int, job: str = "job-1") -> tuple[str, bool]:
-            answer = client.get(f"/v1/jobs/{job}/logs", params={"offset": offset}).json()
-            return answer["logs"], answer["more"]
-
-        assert [ask(0), ask(0, "job-2"), ask(4)] == [("0123", True), ("othe", True), ("4567", True)]
-        assert [ask(4, "job-2"), ask(8), ask(10)] == [("r", False), ("89", False), ("", False)]
-        clock.advance(1.0)
-        assert ask(10) == ("ab", False)
-
-    def test_logs_join_all_attempts(self, client: TestClient) -> None:
+    def test_a_gang_has_no_log_here_which_is_said(self, client: TestClient) -> None:
         client.post("/v1/jobs", json=GANG)
-        assert "attempt=0" in client.get("/v1/jobs/job-1/logs").json()["logs"]
+        response = client.get("/v1/jobs/job-1/logs")
+        assert (response.status_code, "ray job logs" in error(response)["hint"]) == (400, True)
 
 
 class TestLeases:

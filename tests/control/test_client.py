@@ -9,9 +9,11 @@ import pytest
 
 from raytide.control import client as module
 from raytide.control.client import Client
+from raytide.control.views import JobView
 from raytide.core.errors import ClusterError, NotFoundError
 from raytide.core.gang import GangSpec, Shape
-from raytide.core.job import JobKind, JobSpec
+from raytide.core.job import Job, JobKind, JobSpec, JobState
+from raytide.job_run import Run
 
 SPEC = JobSpec(kind=JobKind.GANG, name="g", gang=GangSpec(shapes=(Shape(resources={"CPU": 1.0}),)))
 
@@ -72,9 +74,13 @@ def test_a_change_is_given_up_when_the_api_stays_away(monkeypatch: pytest.Monkey
         connected(Api(99, lambda request: httpx.Response(200, json={}))).stop("job-1")
 
 
-def test_logs_are_asked_for_part_by_part() -> None:
+def test_a_log_is_asked_for_part_by_part() -> None:
     def answer(request: httpx.Request) -> httpx.Response:
-        at = int(request.url.params["offset"])
-        return httpx.Response(200, json={"logs": "0123456789"[at : at + 4], "more": at < 6})
+        at = int(request.url.params.get("after") or 1)
+        tail = request.url.params.get("tail")
+        at = at if tail is None else 10 - int(tail)
+        return httpx.Response(200, json={"text": "0123456789"[at : at + 4], "after": str(at + 4), "has_more": at < 6})
 
-    assert connected(Api(0, answer)).logs("job-1", offset=1) == "123456789"
+    run = Run(connected(Api(0, answer)), JobView(Job("job-1", SPEC, "ana", JobState.RUNNING, 0.0), None, 0, 0))
+    assert run.logs() == "123456789"
+    assert run.logs(tail=6) == "456789"

@@ -1,4 +1,4 @@
-"""What Ray's job service says about drivers."""
+"""What Ray's job service, and the agent beside a driver, say about drivers."""
 
 from __future__ import annotations
 
@@ -11,23 +11,64 @@ from raytide.control.drivers import Drivers
 from raytide.core.errors import ClusterError
 from raytide.jobs.job import DriverKey
 
+KEY = DriverKey("job-1", 0)
+
+
+class Ray:
+    """A job service, and an agent that lets parts of files be read."""
+
+    def __init__(self, log: bytes | None) -> None:
+        self.log, self.agent = log, "http://agent:1"
+        self.is_broken = False
+        self.asked: list[str] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        self.asked.append(str(request.url))
+        if self.is_broken:
+            return httpx.Response(500, text="no agent")
+        if request.url.host == "ray":
+            return httpx.Response(404 if self.log is None else 200, json={"driver_agent_http_address": self.agent})
+        assert str(request.url) == "http://agent:1/logs/job-driver-raytide-job-1-0.log"
+        assert request.headers["Authorization"] == "Bearer t"
+        if not self.log:
+            return httpx.Response(404)
+        first, last = map(int, request.headers["Range"].removeprefix("bytes=").split("-"))
+        if first >= len(self.log):
+            return httpx.Response(416, headers={"Content-Range": f"bytes */{len(self.log)}"})
+        found = self.log[first : last + 1]
+        where = f"bytes {first}-{first + len(found) - 1}/{len(self.log)}"
+        return httpx.Response(206, headers={"Content-Range": where}, content=found)
+
+    def drivers(self, folder: Path) -> Drivers:
+        drivers = Drivers("http://ray", folder, {})
+        transport = httpx.MockTransport(self)
+        drivers._http = httpx.Client(base_url="http://ray", transport=transport, headers={"Authorization": "Bearer t"})
+        return drivers
+
+
+def test_a_part_of_a_log_is_asked_of_the_agent_beside_its_driver(tmp_path: Path) -> None:
+    ray = Ray(b"0123456789")
+    drivers = ray.drivers(tmp_path)
+    assert [drivers.log(KEY, at, 4) for at in (0, 8, 10)] == [(b"0123", 10), (b"89", 10), (b"", 10)]
+    assert [url for url in ray.asked if "agent:1" not in url] == ["http://ray/api/jobs/raytide-job-1-0"]
+
 
 def test_output_that_cannot_be_read_now_is_not_taken_for_none(tmp_path: Path) -> None:
-    """Whoever follows it would print all of it again."""
-    answers = [httpx.Response(404), httpx.Response(200, json={"logs": "step 1"}), httpx.Response(500, text="no agent")]
-    drivers = Drivers("http://ray", tmp_path, {})
-    drivers._http = httpx.Client(base_url="http://ray", transport=httpx.MockTransport(lambda _: answers.pop(0)))
-    assert [drivers.logs(DriverKey("job-1", 0)) for _ in range(2)] == ["", "step 1"]
+    """Whoever follows it would print all of it again, or miss it."""
+    ray = Ray(None)
+    drivers = ray.drivers(tmp_path)
+    assert drivers.log(KEY, 0, 4) == (b"", 0)
+    ray.log = b""
+    assert drivers.log(KEY, 0, 4) == (b"", 0)
+    ray.is_broken = True
     with pytest.raises(ClusterError, match="no agent"):
-        drivers.logs(DriverKey("job-1", 0))
+        drivers.log(KEY, 0, 4)
 
 
-def test_what_ray_writes_before_a_driver_is_left_out_of_its_log(tmp_path: Path) -> None:
-    setting_up = "2026-11-22 00:50:07,258\tINFO job_manager.py:581 -- Runtime env is setting up.\n"
-    preface = f"{setting_up}Running entrypoint for job raytide-job-3-0: exec python -m raytide.control.driver\n"
-    texts = [setting_up, preface, f"{preface}[0] hello\n", f"[0] hello\n{preface}"]
-    answers = [httpx.Response(200, json={"logs": text}) for text in texts]
-    drivers = Drivers("http://ray", tmp_path, {})
-    drivers._http = httpx.Client(transport=httpx.MockTransport(lambda _: answers.pop(0)), base_url="http://ray")
-    found = [drivers.logs(DriverKey("job-3", 0)) for _ in texts]
-    assert found == ["", "", "[0] hello\n", f"[0] hello\n{preface}"]
+def test_a_driver_that_has_no_agent_yet_has_one_later(tmp_path: Path) -> None:
+    ray = Ray(b"hello")
+    ray.agent = ""
+    drivers = ray.drivers(tmp_path)
+    assert drivers.log(KEY, 0, 9) == (b"", 0)
+    ray.agent = "http://agent:1"
+    assert drivers.log(KEY, 0, 9) == (b"hello", 5)

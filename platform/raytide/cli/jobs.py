@@ -88,25 +88,19 @@ def why(
 def logs(
     job_id: JobId,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job is over.")] = False,
+    tail: Annotated[int | None, typer.Option("--tail", "-n", min=0, help="Only so many lines, the last ones.")] = None,
     cluster: ClusterName = None,
     json: Json = False,
 ) -> None:
     """Print what a job's driver wrote."""
     client = Client.find(cluster)
+    look = partial(client.job, job_id)
+    job = Run(client, patiently(job_id, look) if follow else look())
     if json:
-        as_json({"job": job_id, "logs": client.logs(job_id)})
+        as_json({"job": job_id, "logs": "".join(job.follow(tail=tail)) if follow else job.logs(tail=tail)})
         return
-    if not follow:
-        print(client.logs(job_id), end="")
-        return
-    printed, is_over = 0, False
-    while not is_over:
-        is_over = patiently(job_id, lambda: client.job(job_id)).job.is_final  # first: its last words are not missed
-        text = patiently(job_id, partial(client.logs, job_id, offset=printed))
+    for text in job.follow(tail=tail) if follow else (part.text for part in job.printed(tail=tail)):
         print(text, end="", flush=True)
-        printed += len(text)
-        if not is_over:
-            time.sleep(_FOLLOW_S)
 
 
 def stop(job_id: JobId, cluster: ClusterName = None, json: Json = False) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -98,7 +97,7 @@ def run(
 
 def _follow(job: Run, *, quiet: bool) -> None:
     """What the script prints goes to stdout, what it waits for to stderr."""
-    waits, printed = "", 0
+    waits, after = "", ""
     while True:
         view = patiently(job.id, job.refresh).view
         if quiet and view.job.is_final:
@@ -108,9 +107,9 @@ def _follow(job: Run, *, quiet: bool) -> None:
             if latest and latest != waits:
                 print(latest, file=sys.stderr, flush=True)
             waits = latest or waits
-            text = patiently(job.id, partial(job.logs, offset=printed))
-            print(text, end="", flush=True)
-            printed += len(text)
+            for part in job.printed(after):
+                after = part.after
+                print(part.text, end="", flush=True)
             if view.job.is_final:
                 return
         time.sleep(_FOLLOW_S)

@@ -12,7 +12,16 @@ from typing import Any
 
 import httpx
 
-from raytide.control.views import ClusterStatus, CostReport, CostTable, EndpointStatus, JobView, TeamView, WhyView
+from raytide.control.views import (
+    ClusterStatus,
+    CostReport,
+    CostTable,
+    EndpointStatus,
+    JobView,
+    LogPart,
+    TeamView,
+    WhyView,
+)
 from raytide.control.wire import from_json
 from raytide.core import errors
 from raytide.core.config import environment, home
@@ -105,13 +114,10 @@ class Client:
         params = {"soft": soft} if usd is None else {"usd": usd, "soft": soft}
         return from_json(JobView, self._call("PUT", f"/v1/jobs/{job_id}/budget", patience_s=_AWAY_S, params=params))
 
-    def logs(self, job_id: str, *, offset: int = 0) -> str:
-        """What its driver wrote, from this character on."""
-        text, has_more = "", True
-        while has_more:
-            answer = self._get(f"/v1/jobs/{job_id}/logs", {"offset": offset + len(text)})
-            text, has_more = text + answer["logs"], answer["more"]
-        return text
+    def log_part(self, job_id: str, *, after: str = "", tail: int | None = None) -> LogPart:
+        """What its driver wrote from that place on, or from so many lines before its end: a megabyte at most."""
+        where = {"after": after} if tail is None else {"tail": tail}
+        return from_json(LogPart, self._get(f"/v1/jobs/{job_id}/logs", where))
 
     def lease(self, job_id: str) -> Lease:
         return self.wait_lease(job_id, newer_than=-1, timeout_s=0)

@@ -5,7 +5,6 @@ Speaks Ray's job REST API and does not import Ray.
 
 from __future__ import annotations
 
-import re
 import shlex
 import sys
 from collections.abc import Mapping
@@ -20,7 +19,8 @@ from raytide.jobs.job import DriverKey, DriverStatus
 _TIMEOUT_S = 10.0
 _PREFIX = "raytide-"
 _MESSAGE_CHARS = 300
-_PREFACE = re.compile(r"\A(.* -- Runtime env is setting up\.\n)?(Running entrypoint for job .*\n)?")
+_LOG = "job-driver-{}.log"
+"""As Ray calls the file with what a driver wrote, in the folder of logs that the agent of its node lets us read."""
 
 
 class Drivers:
@@ -29,6 +29,7 @@ class Drivers:
     def __init__(self, dashboard_url: str, run_dir: Path, headers: Mapping[str, str]) -> None:
         self._http = httpx.Client(base_url=dashboard_url, timeout=_TIMEOUT_S, headers=headers)
         self._run_dir = run_dir
+        self._agents: dict[DriverKey, str] = {}
 
     def start(self, key: DriverKey) -> None:
         """Submit the attempt; nothing happens when it was submitted before."""
@@ -55,12 +56,28 @@ class Drivers:
         """SIGTERM, and SIGKILL three seconds later."""
         self._call("POST", f"/api/jobs/{_submission_id(key)}/stop")
 
-    def logs(self, key: DriverKey) -> str:
-        """What the attempt wrote so far, without what Ray writes before it; empty when Ray does not know it."""
-        response = self._call("GET", f"/api/jobs/{_submission_id(key)}/logs")
+    def log(self, key: DriverKey, start: int, most: int) -> tuple[bytes, int]:
+        """Up to so many bytes of what the attempt wrote, from `start` on, and how many it wrote so far; none when Ray
+        does not know it. Ray's job service would read all of it into memory, several times over."""
+        address = self._agents.get(key) or self._agent(key)
+        if not address:
+            return b"", 0
+        self._agents[key] = address
+        wanted = {"Range": f"bytes={start}-{start + most - 1}"}
+        response = self._call("GET", f"{address}/logs/{_LOG.format(_submission_id(key))}", headers=wanted)
+        if response.status_code == httpx.codes.NOT_FOUND:
+            return b"", 0
+        size = int(response.headers.get("Content-Range", "/0").rpartition("/")[2])
+        if response.status_code == httpx.codes.REQUESTED_RANGE_NOT_SATISFIABLE:
+            return b"", size
+        return _ok(response).content, size
+
+    def _agent(self, key: DriverKey) -> str:
+        """The address of the agent beside the attempt, which does not change; empty while it has none."""
+        response = self._call("GET", f"/api/jobs/{_submission_id(key)}")
         if response.status_code == httpx.codes.NOT_FOUND:
             return ""
-        return _PREFACE.sub("", str(_ok(response).json().get("logs") or ""), count=1)
+        return str(_ok(response).json().get("driver_agent_http_address") or "")
 
     def close(self) -> None:
         self._http.close()

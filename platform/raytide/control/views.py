@@ -69,6 +69,17 @@ class JobView:
 
 
 @dataclass(frozen=True, slots=True)
+class LogPart:
+    """Some of what a job printed."""
+
+    text: str
+    after: str
+    """Where the next part begins."""
+    has_more: bool
+    """There is a next part already."""
+
+
+@dataclass(frozen=True, slots=True)
 class EndpointStatus:
     endpoint: Endpoint
     base_url: str

@@ -4,7 +4,7 @@ import asyncio
 import time
 from typing import Annotated, Any
 
-from fastapi import Depends, FastAPI, Header, Request
+from fastapi import Depends, FastAPI, Header, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, Response
 
@@ -90,9 +90,8 @@ def create_app(desk: Desk, tokens: Tokens) -> FastAPI:
         return to_json(desk.set_budget(job_id, who, usd, soft=soft))
 
     @app.get("/v1/jobs/{job_id}/logs")
-    def logs(who: Who, job_id: str, offset: int = 0) -> Any:
-        text, has_more = desk.logs(job_id, who, max(offset, 0))
-        return {"logs": text, "more": has_more}
+    def logs(who: Who, job_id: str, after: str = "", tail: Annotated[int | None, Query(ge=0)] = None) -> Any:
+        return to_json(desk.logs(job_id, who, after, tail))
 
     @app.post("/v1/jobs/{job_id}/report")
     def report(who: Who, job_id: str, body: Body) -> Any:

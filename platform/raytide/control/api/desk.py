@@ -11,6 +11,7 @@ from raytide.actors.serving.engines import check_engine
 from raytide.autoscaler.providers.base import Bill
 from raytide.autoscaler.replica_need import cold_start_s
 from raytide.autoscaler.seating import UNMANAGED
+from raytide.control.api import logs
 from raytide.control.api.accounts import Accounts
 from raytide.control.api.auth import ANY_TEAM, Caller
 from raytide.control.api.samples import samples
@@ -25,6 +26,7 @@ from raytide.control.views import (
     EndpointStatus,
     JobView,
     Live,
+    LogPart,
     TeamView,
     Waiting,
     WhyView,
@@ -47,14 +49,11 @@ from raytide.core.storage import exists
 from raytide.core.tokens import load_manifest
 from raytide.core.train_spec import TrainSpec
 from raytide.jobs.due import resolved
-from raytide.jobs.job import DriverKey
 from raytide.jobs.why import given_away
 from raytide.ledger.cost import accrued, costs, rate_micro_usd_h
 from raytide.ledger.report import By, rates
 
 _HUNG_UP_S = 4.0
-_LOGS_S = 1.0
-_LOGS_CHARS = 2**20
 _ALL = 2**31 - 1
 
 
@@ -78,7 +77,6 @@ class Desk:
         self._serve_url, self._ray_url = serve_url, ray_url
         self._ray_environment = ray_environment
         self._heard_s: dict[str, float] = {}
-        self._printed: dict[tuple[str, int, bool], tuple[float, str]] = {}
         self.accounts = Accounts(store, config)
         self.packages = Packages(live.parent / "packages")
 
@@ -137,18 +135,15 @@ class Desk:
         """None takes the limit away."""
         return self.view(self.accounts.set_job_budget(self._owned(job_id, caller), usd, soft=soft))
 
-    def logs(self, job_id: str, caller: Caller, offset: int) -> tuple[str, bool]:
-        """Some of it from this character on, and whether there is more."""
+    def logs(self, job_id: str, caller: Caller, after: str, tail: int | None) -> LogPart:
+        """Some of it from that place on, or from so many lines before its end."""
         job = self._owned(job_id, caller)
-        # Ray has it as a whole only, and whoever follows a job asks three times a second.
-        now_s, which = self._clock.now_s(), (job.id, job.restarts, job.is_final)
-        printed = {each: kept for each, kept in self._printed.items() if now_s - kept[0] < _LOGS_S}
-        if which not in printed:
-            keys = (DriverKey(job.id, attempt) for attempt in range(job.restarts + 1))
-            printed[which] = now_s, "".join(self._drivers.logs(key) for key in keys)
-        self._printed = printed
-        text, end = printed[which][1], offset + _LOGS_CHARS
-        return text[offset:end], len(text) > end
+        if job.spec.kind is JobKind.GANG:
+            raise UsageError(
+                f"{job_id} is a gang: what its driver prints is where that was started.",
+                hint="`ray job logs` has it of a driver under `ray job submit`.",
+            )
+        return logs.part(self._drivers, job, after if tail is None else logs.tail(self._drivers, job, tail))
 
     def package(self, digest: str, caller: Caller) -> Path:
         """For the drivers of jobs, and for whoever's team has a job with it that is not over."""

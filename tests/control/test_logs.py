@@ -1,0 +1,95 @@
+"""Logs in parts: together they are what the attempts wrote, wherever they are cut."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raytide.control.api import logs
+from raytide.core.gang import GangSpec, Shape
+from raytide.core.job import Job, JobKind, JobSpec, JobState
+from raytide.jobs.job import DriverKey
+
+SETTING_UP = "2026-11-22 00:50:07,258\tINFO job_manager.py:581 -- Runtime env is setting up.\n"
+PREFACE = f"{SETTING_UP}Running entrypoint for job raytide-job-3-0: exec python -m raytide.control.driver\n"
+
+TEXTS = st.lists(st.text(st.sampled_from("a\n\u00fc\u20ac\U0001f600")), min_size=1, max_size=3)
+
+
+class Files:
+    """What each attempt wrote."""
+
+    def __init__(self, *texts: str) -> None:
+        self.files = [text.encode() for text in texts]
+        self.most = 0
+
+    def log(self, key: DriverKey, start: int, most: int) -> tuple[bytes, int]:
+        self.most = max(self.most, most)
+        found = self.files[key.attempt] if key.attempt < len(self.files) else b""
+        return found[start : start + most], len(found)
+
+
+def job(attempts: int = 1, state: JobState = JobState.SUCCEEDED) -> Job:
+    spec = JobSpec(kind=JobKind.SCRIPT, name="s", gang=GangSpec(shapes=(Shape(resources={"CPU": 1.0}),)))
+    return replace(Job("job-3", spec, "ana", state, 0.0), restarts=attempts - 1)
+
+
+def read(files: Files, of: Job, after: str = "") -> tuple[str, str]:
+    text, has_more = "", True
+    while has_more:
+        found = logs.part(files, of, after)
+        assert found.after != after or not found.has_more, "it comes no further"
+        text, after, has_more = text + found.text, found.after, found.has_more
+    return text, after
+
+
+@given(TEXTS, st.integers(4, 12), st.booleans())
+def test_the_parts_of_a_log_are_all_of_it(texts: list[str], size: int, has_preface: bool) -> None:
+    before = PREFACE if has_preface else ""
+    files = Files(*(before + text for text in texts))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logs, "PART_BYTES", size + len(before))
+        text, after = read(files, job(len(texts)))
+        assert text == "".join(texts)
+        assert read(files, job(len(texts)), after)[0] == ""
+    assert files.most <= size + len(before)
+
+
+@given(TEXTS, st.integers(0, 9), st.integers(1, 9), st.booleans())
+def test_the_last_lines_of_a_log(texts: list[str], lines: int, block: int, has_preface: bool) -> None:
+    before = PREFACE if has_preface else ""
+    files = Files(*(before + text for text in texts))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logs, "_BLOCK_BYTES", block + len(before))
+        text, _ = read(files, job(len(texts)), logs.tail(files, job(len(texts)), lines))
+    assert files.most <= max(block + len(before), logs.PART_BYTES)
+    every = [line for written in texts for line in written.splitlines(keepends=True)]
+    assert text == "".join(every[len(every) - lines :] if lines < len(every) else every)
+
+
+def test_a_log_that_grows_is_followed_and_half_a_character_waits_for_its_other_half() -> None:
+    files, runs = Files(""), job(state=JobState.RUNNING)
+    whole, after, text = (PREFACE + "1 \u20ac\n").encode(), "", ""
+    for end in range(len(whole) + 1):
+        if end in (0, len(SETTING_UP)) or end >= len(PREFACE):  # Ray writes a line at once
+            files.files[0] = whole[:end]
+            more, after = read(files, runs, after)
+            text += more
+    assert text == "1 \u20ac\n"
+
+
+def test_an_attempt_that_wrote_nothing_is_passed() -> None:
+    files = Files(f"{PREFACE}one\n", SETTING_UP, "", f"{PREFACE}four\n")
+    assert read(files, job(4))[0] == "one\nfour\n"
+    assert read(files, job(2), "0:999")[0] == ""
+
+
+def test_what_is_no_character_is_marked_and_ends_no_log() -> None:
+    files = Files("")
+    files.files[0] = b"a\xe2\x82"
+    assert read(files, job())[0] == "a\ufffd"
+    files.files = [b"a\xe2\x82", b"b\xff\n"]
+    assert read(files, job(2))[0] == "a\ufffdb\ufffd\n"
