@@ -67,8 +67,9 @@ class Tide:
     def train(self, spec: TrainSpec | SpecSource, **job: object) -> TrainRun:
         """Train on a gang; it survives the loss of members.
 
-        `job` is for the queue, by the names of JobSpec: priority, preemptible, budget_usd, deadline (a datetime with a
-        time zone, or seconds from now), estimate_h, labels, max_restarts.
+        `job` is for the queue, by the names of JobSpec: priority, preemptible, budget_usd (in all; each month with
+        budget_per="month"), deadline (a datetime with a time zone, or seconds from now), estimate_h, labels,
+        max_restarts.
         """
         train = spec if isinstance(spec, TrainSpec) else _parse(TrainSpec, spec)
         config = train.model_dump(mode="json")

@@ -6,9 +6,11 @@ import pytest
 from typer.testing import CliRunner
 
 from raytide.cli.app import app
+from raytide.cli.limits import dollars
 from raytide.control.accounts import TeamUse
 from raytide.control.client import Client
 from raytide.control.views import ClusterStatus, CostLine, CostReport, CostTable, TeamView
+from raytide.core.errors import UsageError
 from raytide.core.fleet import Market, Node, NodeState
 from raytide.core.team import TeamSpec
 from raytide.ledger.report import CostRow
@@ -47,6 +49,22 @@ def test_limits_say_whether_the_file_still_holds(monkeypatch: pytest.MonkeyPatch
         for line in runner.invoke(app, [command]).stdout.splitlines()[1:]:
             shown = f"raytide {command}" if line.split()[0] in by else "cluster.yaml"
             assert line.rstrip().endswith(shown), line
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [("500", (500.0, "job")), ("1.5/month", (1.5, "month")), ("0/month", (0.0, "month"))],
+)
+def test_a_budget_is_dollars_in_all_or_a_month(said: str, expected: tuple[float, str]) -> None:
+    assert dollars(said) == expected
+
+
+@pytest.mark.parametrize(
+    "said", ["", "/month", "5/", "5/week", "5/Month", "5 per month", "$5", "-1", "nan/month", "inf"]
+)
+def test_what_is_no_budget_is_refused(said: str) -> None:
+    with pytest.raises(UsageError, match="no budget"):
+        dollars(said)
 
 
 @pytest.mark.usefixtures("client")

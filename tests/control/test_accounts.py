@@ -6,13 +6,14 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
 from tests.control.conftest import NoMachines
 from tests.jobs.cluster import Cluster, gpus, spec, team
 
-from raytide.control.accounts import Spent, limits, recent_gpu_s, used_lately, uses, with_accounts
+from raytide.control.accounts import limits, recent_gpu_s, used_lately, uses, with_accounts
 from raytide.control.api.app import create_app
 from raytide.control.api.auth import Tokens
 from raytide.control.api.desk import Desk
@@ -25,6 +26,7 @@ from raytide.core.entry import Entry, EntryKind, OpenInterval, Share
 from raytide.core.job import JobState
 from raytide.core.snapshot import Snapshot
 from raytide.core.state import Changes, Store
+from raytide.core.state.books import Spent
 from raytide.core.state.records import StoredTeam
 from raytide.core.team import HALF_LIFE_S, Budget, TeamSpec
 
@@ -137,7 +139,7 @@ def test_limits_are_set_by_whoever_sees_all_and_hold_at_once(client: TestClient,
     (shown,) = client.get("/v1/teams", headers=as_("bob")).json()
     assert (shown["name"], shown["given"]) == ("red", ["budget", "quota", "weight"])
     snapshot = with_accounts(
-        Snapshot(NOW_S, ()), configured(red=TeamSpec()), store.load().teams, Spent(teams={"red": 9})
+        Snapshot(NOW_S, ()), configured(red=TeamSpec()), store.load().teams, Spent(teams_month={"red": 9})
     )
     red = next(team for team in snapshot.teams if team.name == "red")
     assert (red.spec.quota, red.spec.weight, red.spent_micro_usd) == ({"GPU": 4.0}, 2.0, 9)
@@ -204,6 +206,40 @@ def test_a_job_that_is_over_is_submitted_again_and_one_that_is_not_is_refused(cl
     softly = {"usd": 5, "soft": True}
     changed = client.put(f"/v1/jobs/{again['id']}/budget", params=softly, headers=as_("bob")).json()
     assert (changed["job"]["spec"]["soft_budget_usd"], changed["job"]["spec"]["budget_usd"]) == (5, 7)
+
+
+def test_a_jobs_budget_by_the_month_is_shown_and_set_and_its_two_budgets_are_for_one_time(
+    client: TestClient, store: Store
+) -> None:
+    body = {"kind": "gang", "name": "mine", "team": "red", "gang": {"shapes": [{"resources": {"CPU": 1}}]}}
+    month = {**body, "budget_usd": 500, "budget_per": "month"}
+    made = client.post("/v1/jobs", json=month, headers=as_("bob")).json()["job"]["id"]
+    long_ago = round(NOW_S * US) - 40 * 86400 * US
+    early = Entry("node-1", long_ago, long_ago + US, EntryKind.JOB, made, "red", 1, 7_000_000)
+    store.commit(Changes(NOW_S, entries=(early,)))
+    book(store, made, "red", 3_000_000)
+    view = client.get(f"/v1/jobs/{made}", headers=as_("bob")).json()
+    assert (view["cost_micro_usd"], view["month_micro_usd"]) == (10_000_000, 3_000_000)
+
+    def put(**params: object) -> tuple[int, dict[str, Any]]:
+        answer = client.put(f"/v1/jobs/{made}/budget", params=params, headers=as_("bob"))
+        return answer.status_code, answer.json()
+
+    code, refused = put(usd=5, soft=True)
+    assert (code, "$500, is by the month" in refused["error"]["message"]) == (400, True)
+    assert put(usd=5, soft=True, per="month")[0] == 200
+    code, changed = put()
+    assert [changed["job"]["spec"][name] for name in ("budget_usd", "soft_budget_usd", "budget_per")] == [
+        None,
+        5,
+        "month",
+    ]
+    assert put(soft=True)[1]["job"]["spec"]["budget_per"] == "job"
+    code, changed = put(usd=9)
+    assert (changed["job"]["spec"]["budget_per"], changed["month_micro_usd"]) == ("job", None)
+    assert put(usd=9, per="week")[0] == 400
+    for odd in ({"budget_per": "month"}, {"budget_per": "week", "budget_usd": 5}):
+        assert client.post("/v1/jobs", json={**body, **odd}, headers=as_("bob")).status_code == 400, odd
 
 
 def test_a_class_that_there_is_not_is_refused(client: TestClient) -> None:

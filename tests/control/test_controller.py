@@ -351,14 +351,14 @@ class TestJobs:
         loop.world.end(victim, "reclaimed")
         broke_at_s = loop.clock.now_s()
         loop.until(lambda: (loop.store.lease_of(job) or before).epoch > before.epoch)
-        spent = loop.store.books.spent([job], "1970-01")[0][job]
+        spent = loop.store.books.spent([job], "1970-01").jobs[job]
         loop.store.report(job, {"lost_s": 10.0, "lost_at_s": broke_at_s}, loop.clock.now_s())
         loop.tick(3)
         lost = loop.store.books.losses()
         assert {(line.subject, line.team, line.cause) for line in lost} == {(job, "default", victim)}
         price = next(t.price_micro_usd_h for t in CONFIG.node_types if t.name == "cpu1.spot")
         assert sum(line.amount_micro_usd for line in lost) == pytest.approx(2 * price * 10 / 3600, rel=0.01)
-        assert loop.store.books.spent([job], "1970-01")[0][job] >= spent, "it is still what the job cost"
+        assert loop.store.books.spent([job], "1970-01").jobs[job] >= spent, "it is still what the job cost"
         loop.check_ledger()
 
     def test_a_notice_lets_the_member_leave_and_the_deadline_is_enforced(self, loop: Loop) -> None:

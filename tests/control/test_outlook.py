@@ -10,6 +10,7 @@ from raytide.control.outlook import SPEND_PERIOD_S, Outlook
 from raytide.core.cluster import ClusterConfig, LimitsSection, RaytideSection
 from raytide.core.fleet import Market, Node, NodeState, NodeType
 from raytide.core.snapshot import Limits, Snapshot
+from raytide.core.state.books import Spent
 
 SPOT = NodeType(name="s", resources={"GPU": 1}, market=Market.SPOT, price_micro_usd_h=1_000_000, zones=("a",))
 NOW_S = 29 * 24 * 3600.0
@@ -31,9 +32,9 @@ class Books:
     def nodes(self) -> tuple[Node, ...]:
         return self.gone
 
-    def spent(self, jobs: list[str], month: str) -> tuple[dict[str, int], dict[str, int]]:
+    def spent(self, jobs: list[str], month: str) -> Spent:
         self.asked.append(month)
-        return {}, {"default": self.booked_micro_usd}
+        return Spent(teams_month={"default": self.booked_micro_usd})
 
     def intervals(self) -> tuple[()]:
         return ()

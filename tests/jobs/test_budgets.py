@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from tests.jobs.cluster import gpus, job, team
 
-from raytide.control.accounts import Spent
 from raytide.control.decide import decide
 from raytide.core.entry import Entry, EntryKind
 from raytide.core.fleet import Market, Node, NodeState, NodeType
@@ -20,7 +19,7 @@ from raytide.core.plan import Action, Admit, Drain, Launch, Preempt, Wait
 from raytide.core.snapshot import NodeView, Snapshot
 from raytide.core.state import Changes, Store
 from raytide.core.team import Team
-from raytide.jobs.admit import GRACE_S
+from raytide.jobs.admit import GRACE_S, floor_of
 
 OWNED = NodeType(name="owned", resources={"GPU": 8.0}, price_micro_usd_h=micro_usd(8), max_nodes=4)
 SPOT = NodeType(name="spot", resources={"GPU": 8.0}, price_micro_usd_h=micro_usd(16), max_nodes=4, market=Market.SPOT)
@@ -147,8 +146,30 @@ def test_a_new_month_begins_with_nothing_spent(tmp_path: Path, month: int, decid
         Changes(0.0, entries=(Entry("node-1", at_us, end_us, EntryKind.ENDPOINT, "m", "blue", 1, micro_usd(99)),))
     )
     now_us = int(datetime(2026, month, 30, 23, 30, tzinfo=UTC).timestamp()) * 1_000_000
-    spent = Spent(*store.books.spent(["job-1"], month_of(now_us)))
+    spent = store.books.spent(["job-1"], month_of(now_us))
     store.close()
-    blue = replace(team("blue", **SOFT), spent_micro_usd=spent.teams.get("blue", 0))
+    blue = replace(team("blue", **SOFT), spent_micro_usd=spent.teams_month.get("blue", 0))
     shape: Shape = gpus(8)
     assert said(snapshot(job(1, shape), teams=(blue,))) == [("job-1", decided)]
+
+
+@pytest.mark.parametrize(("limit", "decided"), [("budget_usd", "preempt"), ("soft_budget_usd", "")])
+def test_a_jobs_budget_by_the_month_counts_this_month_alone(limit: str, decided: str) -> None:
+    """It reserves as everybody does: what it cost before this month is no part of what is outstanding."""
+    monthly = {limit: 10, "budget_per": "month"}
+    mine, *seats = running(1, **monthly)
+    held = replace(mine, reserved_micro_usd=micro_usd(308)), *seats
+    s = with_running(held, teams=(team("blue", **SOFT),))
+    old = replace(s, spent={"job-1": micro_usd(300)}, spent_month={"job-1": micro_usd(2)})
+    assert said(old) == []
+    assert floor_of(old).purse.committed["blue"] == micro_usd(8)
+    late = replace(old, spent={"job-1": micro_usd(308)}, spent_month={"job-1": micro_usd(10)})
+    assert [what for _, what in said(late)] == ([decided] if decided else [])
+    again = snapshot(job(1, gpus(8), **monthly), teams=(team("blue"),), spent={"job-1": micro_usd(308)})
+    spent = replace(again, spent_month={"job-1": micro_usd(10)})
+    if limit == "budget_usd":
+        assert said(spent) == [("job-1", "budget")]
+        assert "has cost $10.00 of its budget of $10 this month. Wait for the next month" in reason(spent)
+    else:
+        assert (bought(spent), bought(again)) == (["spot"], ["owned"])
+    assert said(again) == [("job-1", "admit")], "a new month"

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from raytide.cli.limits import dollars
 from raytide.cli.show import ClusterName, Json, as_json, as_table
 from raytide.control.client import Client
 from raytide.control.views import JobView
@@ -25,7 +26,14 @@ JobId = Annotated[str, typer.Argument(help="A job, as `raytide ps` lists it.")]
 Spec = Annotated[Path, typer.Argument(help="A YAML file.")]
 Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Stay until it is over.")]
 Priority = Annotated[str, typer.Option(help="A class of metadata.raytide.priorities.")]
-BudgetUsd = Annotated[float | None, typer.Option(help="Dollars; it checkpoints and waits once it cost so much.")]
+Budget = Annotated[
+    str | None,
+    typer.Option(
+        metavar="USD[/month]",
+        help="Dollars, in all or each month: once it cost so much it is not admitted, and what may be preempted "
+        "checkpoints and waits.",
+    ),
+]
 Deadline = Annotated[
     str | None,
     typer.Option(
@@ -127,9 +135,7 @@ def retry(job_id: JobId, cluster: ClusterName = None, json: Json = False) -> Non
 def data_build(
     spec: Spec,
     priority: Priority = "normal",
-    budget: Annotated[
-        float | None, typer.Option(help="Dollars; beyond it the build is not admitted again. What runs is not stopped.")
-    ] = None,
+    budget: Budget = None,
     deadline: Deadline = None,
     estimate: EstimateH = None,
     wait: Wait = True,
@@ -137,14 +143,14 @@ def data_build(
     json: Json = False,
 ) -> None:
     """Build a token dataset from text."""
-    job = {"priority": priority, "budget_usd": budget, "deadline": due(deadline), "estimate_h": estimate}
+    job = {"priority": priority, **budgeted(budget), "deadline": due(deadline), "estimate_h": estimate}
     follow(Tide(Client.find(cluster)).data(spec, **job), wait, json)
 
 
 def train(
     spec: Spec,
     priority: Priority = "normal",
-    budget: BudgetUsd = None,
+    budget: Budget = None,
     deadline: Deadline = None,
     estimate: EstimateH = None,
     wait: Wait = True,
@@ -152,8 +158,13 @@ def train(
     json: Json = False,
 ) -> None:
     """Train a model on a gang."""
-    job = {"priority": priority, "budget_usd": budget, "deadline": due(deadline), "estimate_h": estimate}
+    job = {"priority": priority, **budgeted(budget), "deadline": due(deadline), "estimate_h": estimate}
     follow(Tide(Client.find(cluster)).train(spec, **job), wait, json)
+
+
+def budgeted(said: str | None) -> dict[str, object]:
+    usd, per = (None, "job") if said is None else dollars(said)
+    return {"budget_usd": usd, "budget_per": per}
 
 
 def due(said: str | None) -> str | None:

@@ -13,6 +13,7 @@ from raytide.control.client import Client
 from raytide.control.views import TeamView
 from raytide.control.wire import to_json
 from raytide.core.errors import NotFoundError, UsageError
+from raytide.core.job import BudgetPer
 from raytide.core.money import format_usd
 from raytide.core.team import TeamSpec
 
@@ -81,27 +82,32 @@ def budgets(context: typer.Context, cluster: ClusterName = None, json: Json = Fa
 def set_budget(
     who: Annotated[str, typer.Argument(help="A team, or a job.")],
     limit: Annotated[
-        str, typer.Argument(metavar="USD", help="Dollars: a month for a team, in all for a job; `none` for no limit.")
+        str,
+        typer.Argument(metavar="USD[/month]", help="Dollars: in all for a job, each month for a team; or `none`."),
     ],
     soft: Annotated[bool, typer.Option("--soft", help="The limit from which on it has spot nodes only.")] = False,
     cluster: ClusterName = None,
     json: Json = False,
 ) -> None:
-    """Limit what a team spends a month, or a job in all."""
-    usd = None if limit == "none" else _finite(limit, f"{limit} is no number of dollars.", "Write 250, or `none`.")
+    """Limit what a team spends a month, or a job in all or a month."""
+    usd: float | None = None
+    per: BudgetPer = "job"
+    if limit != "none":
+        usd, per = dollars(limit)
     client = Client.find(cluster)
     if who in {team.name for team in client.teams()}:
         changed: object = client.change_team(who, budget={"soft_usd" if soft else "hard_usd": usd})
     else:
         try:
-            changed = client.set_job_budget(who, usd, soft=soft)
+            changed = client.set_job_budget(who, usd, soft=soft, per=per)
         except NotFoundError:
             hint = "`raytide budget` lists the teams, `raytide ps` the jobs."
             raise NotFoundError(f"there is neither a team nor a job {who}.", hint=hint) from None
     if json:
         as_json(to_json(changed))
     else:
-        amount = "without limit" if usd is None else f"${usd:,.2f}"
+        span = " a month" if per == "month" or isinstance(changed, TeamSpec) else ""
+        amount = "without limit" if usd is None else f"${usd:,.2f}{span}"
         print(f"{who} may spend {amount}{' before it is limited to spot' if soft else ''}")
 
 
@@ -120,6 +126,15 @@ def _show_quota(team: str, spec: TeamSpec, json: bool) -> None:
         as_json(to_json(spec))
     else:
         print(f"{team}: quota {_words(spec.quota)}, borrows {_words(spec.borrow)}, lends {_words(spec.lend)}")
+
+
+def dollars(text: str) -> tuple[float, BudgetPer]:
+    """`500`, or `500/month`."""
+    amount, slash, period = text.partition("/")
+    wrong, hint = f"{text} is no budget.", "Write 250 or 250/month."
+    if slash and period != "month":
+        raise UsageError(wrong, hint=hint)
+    return _finite(amount, wrong, hint), "month" if slash else "job"
 
 
 def _amounts(given: list[str]) -> dict[str, float]:

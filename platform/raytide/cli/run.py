@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from raytide.cli.jobs import BudgetUsd, Deadline, EstimateH, Priority, Wait, due
+from raytide.cli.jobs import Budget, Deadline, EstimateH, Priority, Wait, budgeted, due
 from raytide.cli.show import ClusterName, Json, as_json
 from raytide.control.client import Client
 from raytide.core.job import JobState
@@ -42,7 +42,7 @@ def run(
     label: Annotated[list[str] | None, typer.Option(help="Of the job, to find its cost by; KEY=VALUE.")] = None,
     priority: Priority = "normal",
     preemptible: Annotated[bool, typer.Option("--preemptible", help="It may be asked to give way.")] = False,
-    budget: BudgetUsd = None,
+    budget: Budget = None,
     deadline: Deadline = None,
     estimate: EstimateH = None,
     wait: Wait = True,
@@ -74,7 +74,7 @@ def run(
         labels=pairs_of(label or (), "--label"),
         priority=priority,
         preemptible=preemptible,
-        budget_usd=budget,
+        **budgeted(budget),
         deadline=due(deadline),
         estimate_h=estimate,
     )

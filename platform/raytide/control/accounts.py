@@ -4,28 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from raytide.core.cluster import ClusterConfig
 from raytide.core.job import Job
 from raytide.core.snapshot import Snapshot
+from raytide.core.state.books import Spent
 from raytide.core.state.records import StoredTeam
 from raytide.core.team import Team, TeamSpec, faded, overlaid
 from raytide.jobs.admit import floor_of
 
 _EVERY_S = 30.0
 """How often the recent use of a team is written down."""
-
-
-@dataclass(frozen=True, slots=True)
-class Spent:
-    """Micro-dollars that are booked: by job, and by team in this month. What is still open is at most a minute old;
-    budgets leave more time than that."""
-
-    jobs: Mapping[str, int] = field(default_factory=dict)
-    teams: Mapping[str, int] = field(default_factory=dict)
-    long_s: float = 0.0
-    """As in the Snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +41,10 @@ def limits(config: ClusterConfig, stored: Iterable[StoredTeam]) -> dict[str, Tea
     }
 
 
-def with_accounts(snapshot: Snapshot, config: ClusterConfig, stored: Iterable[StoredTeam], spent: Spent) -> Snapshot:
+def with_accounts(
+    snapshot: Snapshot, config: ClusterConfig, stored: Iterable[StoredTeam], spent: Spent, long_s: float = 0.0
+) -> Snapshot:
+    """`spent` in this month; `long_s` as in the Snapshot."""
     teams = {team.name: team for team in stored}
     return replace(
         snapshot,
@@ -60,13 +53,16 @@ def with_accounts(snapshot: Snapshot, config: ClusterConfig, stored: Iterable[St
                 name=name,
                 spec=spec,
                 recent_gpu_s=recent_gpu_s(teams.get(name), snapshot.at_s),
-                spent_micro_usd=spent.teams.get(name, 0),
+                spent_micro_usd=spent.teams_month.get(name, 0),
             )
             for name, spec in sorted(limits(config, teams.values()).items())
         ),
         classes=config.settings.priorities,
         spent=spent.jobs,
-        long_s=spent.long_s,
+        spent_month={
+            job.id: spent.jobs_month.get(job.id, 0) for job in snapshot.jobs if job.spec.budget_per == "month"
+        },
+        long_s=long_s,
     )
 
 

@@ -28,7 +28,7 @@ from raytide.core.config import environment, home
 from raytide.core.endpoint import ServeSpec
 from raytide.core.errors import ClusterError, NotFoundError
 from raytide.core.gang import Lease
-from raytide.core.job import JobSpec
+from raytide.core.job import BudgetPer, JobSpec
 from raytide.core.package import digest_of
 from raytide.core.snapshot import Snapshot
 from raytide.core.team import TeamSpec
@@ -109,9 +109,9 @@ class Client:
     def why(self, job_id: str) -> WhyView:
         return from_json(WhyView, self._get(f"/v1/jobs/{job_id}/why"))
 
-    def set_job_budget(self, job_id: str, usd: float | None, *, soft: bool = False) -> JobView:
-        """What it may cost in all, or before it is limited to spot; None takes the limit away."""
-        params = {"soft": soft} if usd is None else {"usd": usd, "soft": soft}
+    def set_job_budget(self, job_id: str, usd: float | None, *, soft: bool = False, per: BudgetPer = "job") -> JobView:
+        """What it may cost in all or each month, or before it is limited to spot; None takes the limit away."""
+        params = {"soft": soft} if usd is None else {"usd": usd, "soft": soft, "per": per}
         return from_json(JobView, self._call("PUT", f"/v1/jobs/{job_id}/budget", patience_s=_AWAY_S, params=params))
 
     def log_part(self, job_id: str, *, after: str = "", tail: int | None = None) -> LogPart:

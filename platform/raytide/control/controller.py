@@ -20,7 +20,7 @@ from raytide.autoscaler.idle import IdleClock
 from raytide.autoscaler.seating import UNMANAGED
 from raytide.autoscaler.strides import Strides
 from raytide.autoscaler.traffic import Traffics
-from raytide.control.accounts import Spent, used_lately, uses, with_accounts
+from raytide.control.accounts import used_lately, uses, with_accounts
 from raytide.control.apply import Outcome, apply
 from raytide.control.bookkeeping import Booking, keep_books
 from raytide.control.decide import of_judged
@@ -121,9 +121,9 @@ class Controller:
             ),
             now_s,
         )
-        sums = self._store.books.spent([job.id for job in seen.jobs], month_of(to_us(now_s)))
-        spent = Spent(*sums, self._store.census.held_longest_s(LAST_SHARE))
-        seen = judged(with_accounts(seen, self._config, book.teams, spent))
+        spent = self._store.books.spent([job.id for job in seen.jobs], month_of(to_us(now_s)))
+        long_s = self._store.census.held_longest_s(LAST_SHARE)
+        seen = judged(with_accounts(seen, self._config, book.teams, spent, long_s))
         plan = of_judged(seen)
         settle(book, plan, self._node_types)
         if world.ray_nodes is not None:

@@ -57,7 +57,7 @@ class Outlook:
         section = self._config.settings.limits
         is_due = self._summed_at_s is None or now_s - self._summed_at_s >= SPEND_PERIOD_S
         if section.month_usd is not None and is_due:
-            _, booked = self._books.spent([], month_of(to_us(now_s)))
+            booked = self._books.spent([], month_of(to_us(now_s))).teams_month
             running = accrued(self._books.intervals(), to_us(now_s))
             self._spent_micro_usd = sum(booked.values()) + sum(entry.amount_micro_usd for entry in running)
             self._summed_at_s = now_s

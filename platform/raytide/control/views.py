@@ -66,6 +66,8 @@ class JobView:
     waiting: Waiting | None = None
     stance: Stance | None = None
     """Of a job with a deadline."""
+    month_micro_usd: int | None = None
+    """Of its cost, what is booked in this month (UTC); of a job whose budget is by the month."""
 
 
 @dataclass(frozen=True, slots=True)

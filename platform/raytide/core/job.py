@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from enum import StrEnum
+from typing import Literal
 
-from pydantic import Field, field_serializer, field_validator
+from pydantic import Field, field_serializer, field_validator, model_validator
 
 from raytide.core import due
 from raytide.core.config import Config
@@ -41,6 +42,9 @@ _LONGEST_S = 1e9
 FINAL_STATES = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.STOPPED})
 
 
+BudgetPer = Literal["job", "month"]
+
+
 class JobSpec(Config):
     """What is asked for. `config` is the kind's own spec (TrainSpec, DataSpec, ScriptSpec) as JSON."""
 
@@ -53,6 +57,8 @@ class JobSpec(Config):
     """A class of `metadata.raytide.priorities`."""
     preemptible: bool | None = None
     """Whether it may be asked to checkpoint and give way; training is when left out, nothing else."""
+    budget_per: BudgetPer = "job"
+    """Whether its two budgets are for all of its life, or for each calendar month (UTC)."""
     budget_usd: float | None = Field(default=None, gt=0)
     """It checkpoints and waits once it cost so much. A job that may not be preempted runs on."""
     soft_budget_usd: float | None = Field(default=None, gt=0)
@@ -76,6 +82,12 @@ class JobSpec(Config):
     @field_serializer("deadline", when_used="json-unless-none")
     def _due_text(self, deadline: due.Due) -> str:
         return due.text(deadline)
+
+    @model_validator(mode="after")
+    def _budget(self) -> JobSpec:
+        if self.budget_per == "month" and self.budget_usd is None and self.soft_budget_usd is None:
+            raise ValueError("budget_per without a budget: give budget_usd or soft_budget_usd")
+        return self
 
     @property
     def gives_way(self) -> bool:

@@ -146,6 +146,8 @@ class Snapshot:
     classes: Mapping[str, int] = field(default_factory=lambda: CLASSES)
     spent: Mapping[str, int] = field(default_factory=dict)
     """Micro-dollars that each job of `jobs` has cost so far."""
+    spent_month: Mapping[str, int] = field(default_factory=dict)
+    """And in this month: each whose budget is by the month."""
     long_s: float = 0.0
     """How long the longest of all jobs that there ever were held their gangs: see `raytide.jobs.order`."""
     paces: Mapping[str, Paces] = field(default_factory=dict)

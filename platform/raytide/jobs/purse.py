@@ -26,6 +26,8 @@ class Purse:
     specs: Mapping[str, TeamSpec]
     spent: Mapping[str, int]
     """By job, all that it cost."""
+    spent_month: Mapping[str, int] = field(default_factory=dict)
+    """And this month: those whose budget is by the month."""
     has_soft: bool = True
     """Whether any team has a soft limit."""
     has_hard: bool = True
@@ -34,11 +36,17 @@ class Purse:
     """By team, its children included: spent this month, and reserved and not spent yet."""
 
     @classmethod
-    def of(cls, teams: Iterable[Team], jobs: Iterable[Job], spent: Mapping[str, int]) -> Purse:
+    def of(
+        cls,
+        teams: Iterable[Team],
+        jobs: Iterable[Job],
+        spent: Mapping[str, int],
+        spent_month: Mapping[str, int] | None = None,
+    ) -> Purse:
         teams = tuple(teams)
         has_soft = any(team.spec.budget.soft_usd is not None for team in teams)
         has_hard = any(team.spec.budget.hard_usd is not None for team in teams)
-        purse = cls({team.name: team.spec for team in teams}, spent, has_soft, has_hard)
+        purse = cls({team.name: team.spec for team in teams}, spent, spent_month or {}, has_soft, has_hard)
         for team in teams:
             purse._commit(team.name, team.spent_micro_usd)
         for job in jobs:
@@ -51,7 +59,7 @@ class Purse:
     def beyond_soft(self, job: Job) -> str:
         """Who is beyond a soft limit: the job itself, its team, or one above it; "" when nobody is."""
         own_usd = job.spec.soft_budget_usd
-        if own_usd is not None and _reached(self.spent.get(job.id, 0), own_usd):
+        if own_usd is not None and _reached(self._counted(job), own_usd):
             return job.id
         if not self.has_soft:
             return ""
@@ -72,10 +80,11 @@ class Purse:
             return None
         need = self._reservation(job, micro_usd_h)
         if job.spec.budget_usd is not None and need <= 0 and micro_usd_h > 0:
-            limit = (
-                f"{job.id} has cost {format_usd(self.spent.get(job.id, 0))} of its budget of ${job.spec.budget_usd:g}"
-            )
-            return Shortfall("budget", f"{limit}.", f"Give it more: `raytide budget set {job.id} USD`.")
+            limit = f"{job.id} has cost {format_usd(self._counted(job))} of its budget of {_words(job)}."
+            is_monthly = job.spec.budget_per == "month"
+            remedy = f"`raytide budget set {job.id} USD{'/month' if is_monthly else ''}`."
+            wait = "Wait for the next month, or give" if is_monthly else "Give"
+            return Shortfall("budget", limit, f"{wait} it more: {remedy}")
         for name in self._line(job.spec.team):
             hard = self.specs[name].budget.hard_usd
             if hard is not None and self.committed[name] + need > micro_usd(hard):
@@ -93,7 +102,7 @@ class Purse:
             return True
         whole = held_micro_usd_h + more_micro_usd_h
         hour = whole * RESERVE_S / 3600.0
-        return self.spent.get(job.id, 0) + hour + _lead(whole) <= micro_usd(job.spec.budget_usd)
+        return self._counted(job) + hour + _lead(whole) <= micro_usd(job.spec.budget_usd)
 
     def reserve(self, job: Job, micro_usd_h: float) -> int:
         """Commit the job's next hour. What it may have cost in all by then is returned, for its record."""
@@ -113,8 +122,8 @@ class Purse:
                 burn[name] += micro_usd_h
         found = {}
         for job, micro_usd_h in jobs.values():
-            if _is_out(self.spent.get(job.id, 0), micro_usd_h, job.spec.budget_usd):
-                found[job.id] = f"its budget of ${job.spec.budget_usd:g} is spent"
+            if job.spec.budget_usd is not None and _is_out(self._counted(job), micro_usd_h, job.spec.budget_usd):
+                found[job.id] = f"its budget of {_words(job)} is spent"
             for name in self._line(job.spec.team):
                 if _is_out(spent[name], burn[name], hard := self.specs[name].budget.hard_usd):
                     found[job.id] = f"the budget of team {name}, ${hard:g} this month, is spent"
@@ -124,7 +133,11 @@ class Purse:
         hour = round(micro_usd_h * RESERVE_S / 3600.0)
         if job.spec.budget_usd is None:
             return hour
-        return min(hour, micro_usd(job.spec.budget_usd) - self.spent.get(job.id, 0) - round(_lead(micro_usd_h)))
+        return min(hour, micro_usd(job.spec.budget_usd) - self._counted(job) - round(_lead(micro_usd_h)))
+
+    def _counted(self, job: Job) -> int:
+        """What its own budgets are compared with."""
+        return (self.spent if job.spec.budget_per == "job" else self.spent_month).get(job.id, 0)
 
     def _commit(self, team: str, amount: int) -> None:
         for name in self._line(team) if amount else ():
@@ -137,6 +150,10 @@ class Purse:
             line.append(team)
             team = self.specs[team].parent
         return line
+
+
+def _words(job: Job) -> str:
+    return f"${job.spec.budget_usd:g}{' this month' if job.spec.budget_per == 'month' else ''}"
 
 
 def _reached(amount: int, limit_usd: float | None) -> bool:

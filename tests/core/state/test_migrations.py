@@ -16,6 +16,7 @@ from raytide.core.errors import ConflictError
 from raytide.core.gang import GangSpec, Lease, LeaseState, Member, Shape
 from raytide.core.job import JobKind, JobSpec
 from raytide.core.state import Changes, Store
+from raytide.core.state.books import Spent
 from raytide.core.state.database import _MIGRATIONS, Database
 from raytide.core.state.tables import metadata
 
@@ -41,7 +42,7 @@ def test_what_an_older_release_booked_is_summed_and_its_jobs_are_kept(url: str, 
     store.close()
     _copy_as_of("0001", Database(f"sqlite:///{tmp_path}/now.db"), Database(url))
     with closing(Store.open(url)) as store:
-        assert store.books.spent([job.id], "2023-11") == ({job.id: 21}, {"blue": 14})
+        assert store.books.spent([job.id], "2023-11") == Spent({job.id: 21}, {job.id: 14}, {"blue": 14})
         assert (store.job(job.id), store.lease_of(job.id)) == (job, lease)
 
 

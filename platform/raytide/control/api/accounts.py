@@ -10,8 +10,8 @@ from raytide.control.api.auth import Caller
 from raytide.control.views import CostTable, Live, TeamView
 from raytide.core.cluster import ClusterConfig
 from raytide.core.endpoint import Endpoint
-from raytide.core.errors import ConfigError
-from raytide.core.job import Job, JobKind, JobSpec
+from raytide.core.errors import ConfigError, UsageError
+from raytide.core.job import BudgetPer, Job, JobKind, JobSpec
 from raytide.core.money import month_of
 from raytide.core.state import Store
 from raytide.core.team import TeamSpec, merged
@@ -43,7 +43,7 @@ class Accounts:
         )
 
     def teams(self, caller: Caller, live: Live, now_us: int) -> list[TeamView]:
-        _, spent = self._store.books.spent([], month_of(now_us))
+        spent = self._store.books.spent([], month_of(now_us)).teams_month
         given = {team.name: tuple(sorted(team.given)) for team in self._store.teams()}
         return [
             TeamView(name, spec, spent.get(name, 0), live.teams.get(name, _NOTHING), given.get(name, ()))
@@ -66,8 +66,20 @@ class Accounts:
         self._store.save_team(name, given)
         return spec
 
-    def set_job_budget(self, job: Job, usd: float | None, *, soft: bool = False) -> Job:
-        limit = {"soft_budget_usd" if soft else "budget_usd": usd}
+    def set_job_budget(self, job: Job, usd: float | None, *, soft: bool, per: BudgetPer) -> Job:
+        """Both of its budgets are for the same time."""
+        name, other = ("soft_budget_usd", "budget_usd") if soft else ("budget_usd", "soft_budget_usd")
+        if (kept := getattr(job.spec, other)) is None:
+            per = "job" if usd is None else per
+        elif usd is None:
+            per = job.spec.budget_per
+        elif per != job.spec.budget_per:
+            kind, option = ("hard", "") if soft else ("soft", " --soft")
+            raise UsageError(
+                f"the {kind} budget of {job.id}, ${kept:g}, is by the {job.spec.budget_per}.",
+                hint=f"Say both alike, or take that one away first: `raytide budget set {job.id} none{option}`.",
+            )
+        limit = {name: usd, "budget_per": per}
         spec = JobSpec.parse({**job.spec.model_dump(mode="json"), **limit}, where=job.id)
         return self._store.save_spec(job.id, spec)
 

@@ -12,6 +12,7 @@ from raytide.control.api.auth import Caller, Tokens
 from raytide.control.api.desk import Desk
 from raytide.control.wire import to_json
 from raytide.core.errors import RaytideError, UsageError
+from raytide.core.job import BudgetPer
 from raytide.ledger.report import By
 
 _LONG_POLL_S = 0.1
@@ -86,8 +87,8 @@ def create_app(desk: Desk, tokens: Tokens) -> FastAPI:
         return to_json(desk.why(job_id, who))
 
     @app.put("/v1/jobs/{job_id}/budget")
-    def job_budget(who: Who, job_id: str, usd: float | None = None, soft: bool = False) -> Any:
-        return to_json(desk.set_budget(job_id, who, usd, soft=soft))
+    def job_budget(who: Who, job_id: str, usd: float | None = None, soft: bool = False, per: BudgetPer = "job") -> Any:
+        return to_json(desk.set_budget(job_id, who, usd, soft=soft, per=per))
 
     @app.get("/v1/jobs/{job_id}/logs")
     def logs(who: Who, job_id: str, after: str = "", tail: Annotated[int | None, Query(ge=0)] = None) -> Any:

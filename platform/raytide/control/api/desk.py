@@ -39,9 +39,9 @@ from raytide.core.endpoint import ServeSpec
 from raytide.core.entry import Entry, EntryKind
 from raytide.core.errors import ConfigError, ConflictError, DataError, DeniedError, LeaseLostError, UsageError
 from raytide.core.gang import GangSpec, Lease, LeaseState, Shape
-from raytide.core.job import Job, JobKind, JobSpec, JobState
+from raytide.core.job import BudgetPer, Job, JobKind, JobSpec, JobState
 from raytide.core.metrics import render
-from raytide.core.money import to_us
+from raytide.core.money import month_of, to_us
 from raytide.core.room import check_possible
 from raytide.core.script_spec import ScriptSpec
 from raytide.core.state import Store
@@ -131,9 +131,9 @@ class Desk:
         told = (waits.constraint, waits.reason, waits.remedy, waits.wait_s)
         return WhyView(job.id, job.state, view.position, *told, view.stance)
 
-    def set_budget(self, job_id: str, caller: Caller, usd: float | None, *, soft: bool) -> JobView:
+    def set_budget(self, job_id: str, caller: Caller, usd: float | None, *, soft: bool, per: BudgetPer) -> JobView:
         """None takes the limit away."""
-        return self.view(self.accounts.set_job_budget(self._owned(job_id, caller), usd, soft=soft))
+        return self.view(self.accounts.set_job_budget(self._owned(job_id, caller), usd, soft=soft, per=per))
 
     def logs(self, job_id: str, caller: Caller, after: str, tail: int | None) -> LogPart:
         """Some of it from that place on, or from so many lines before its end."""
@@ -325,6 +325,8 @@ class Desk:
         intervals = self._store.books.intervals()
         pending = accrued(intervals, to_us(self._clock.now_s()))
         spent = costs(self._store.books.booked("job", only=ids), pending, "job")
+        monthly = [job.id for job in jobs if job.spec.budget_per == "month"]
+        in_month = self._store.books.spent(monthly, month_of(to_us(self._clock.now_s()))).jobs_month if monthly else {}
         views = []
         for job in jobs:
             lease = leases.get(job.id) if job.state is not JobState.QUEUED else None
@@ -338,6 +340,7 @@ class Desk:
                     lease=lease,
                     waiting=waiting,
                     stance=None if job.is_final else live.stances.get(job.id),
+                    month_micro_usd=in_month.get(job.id, 0) if job.spec.budget_per == "month" else None,
                 )
             )
         return views

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import sqlalchemy as sa
@@ -11,6 +12,17 @@ from raytide.core.entry import DAY_US, CostBy, Entry, EntryKind, Line, OpenInter
 from raytide.core.state import codec
 from raytide.core.state import tables as t
 from raytide.core.state.database import Database
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """Micro-dollars that are booked. What is still open is at most a minute old; budgets leave more time than that."""
+
+    jobs: Mapping[str, int] = field(default_factory=dict)
+    """In all."""
+    jobs_month: Mapping[str, int] = field(default_factory=dict)
+    """In one month."""
+    teams_month: Mapping[str, int] = field(default_factory=dict)
 
 
 class Books:
@@ -47,17 +59,21 @@ class Books:
         with self._db.read() as c:
             return {row[0]: int(row[1]) for row in c.execute(query)}
 
-    def spent(self, jobs: Sequence[str], month: str) -> tuple[dict[str, int], dict[str, int]]:
-        """What each of the jobs has cost, and what each team has in that month: what was lost included."""
+    def spent(self, jobs: Sequence[str], month: str) -> Spent:
+        """What was lost included."""
         s = t.totals.c
         amount = sa.func.sum(s.amount_micro_usd)
+        in_month = sa.func.sum(sa.case((s.month == month, s.amount_micro_usd), else_=0))
         is_one = sa.and_(s.kind.in_(_OF_JOB), s.subject.in_(jobs))
-        of_job = sa.select(s.subject, amount).where(is_one).group_by(s.subject)
+        of_job = sa.select(s.subject, amount, in_month).where(is_one).group_by(s.subject)
         of_team = sa.select(s.team, amount).where(s.month == month).group_by(s.team)
         with self._db.read() as c:
-            return {row[0]: int(row[1]) for row in c.execute(of_job)}, {
-                row[0]: int(row[1]) for row in c.execute(of_team)
-            }
+            found = c.execute(of_job).all()
+            return Spent(
+                jobs={row[0]: int(row[1]) for row in found},
+                jobs_month={row[0]: int(row[2]) for row in found},
+                teams_month={row[0]: int(row[1]) for row in c.execute(of_team)},
+            )
 
     def lines(self, *, since_us: int = 0, with_node: bool = False, with_day: bool = False) -> tuple[Line, ...]:
         """Micro-dollars of the entries that began at `since_us` or later, by whose they are and, if asked, where or
