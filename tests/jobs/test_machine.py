@@ -82,7 +82,7 @@ class Queue(RuleBasedStateMachine):
         floor = floor_of(self.c.snapshot)
         for name in ("org", "blue", "red", "free", ""):
             assert floor.quotas.available(name, "GPU") >= -1e-6, name
-            assert floor.quotas.fixed[name]["GPU"] <= floor.quotas.own(name, "GPU") + 1e-6 or name == "free"
+            assert floor.quotas.never_taken_back(name, "GPU") >= -1e-6, name
         assert sum(self._held_by(name) for name in ("org", "blue", "red", "free")) <= 24
         assert self._held_by("blue") <= 8 + 6
 

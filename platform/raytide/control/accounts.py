@@ -92,7 +92,7 @@ def uses(snapshot: Snapshot) -> dict[str, TeamUse]:
     names = sorted(floor.quotas.limited)
     return {
         team.name: TeamUse(
-            used={name: floor.quotas.used[team.name][name] for name in names},
+            used={name: floor.quotas.held(team.name, name) for name in names},
             own={name: floor.quotas.own(team.name, name) for name in names},
             available={name: max(0.0, floor.quotas.available(team.name, name)) for name in names},
             committed_micro_usd=floor.purse.committed[team.name],

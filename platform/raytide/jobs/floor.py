@@ -148,7 +148,7 @@ class Floor:
         """Whether the least that it asks for is its team's own quota, which others may hold."""
         return self.quotas.may_take_back(job.spec.team, self.asks.first(job).least)
 
-    def may_ask(self, job: Job) -> set[str] | None:
+    def may_ask(self, job: Job) -> frozenset[str] | None:
         """The teams of whom it may ask seats; None for all. Who would borrow asks nobody of another team that keeps
         within its own: it would only be taken back."""
         need = self.asks.first(job).least
@@ -260,7 +260,7 @@ class Floor:
         if (name := self.lacks(job, need)) is None:
             return None
         team, soft = job.spec.team, self.purse.beyond_soft(job)
-        free, own, used = self.quotas.available(team, name), self.quotas.own(team, name), self.quotas.used[team][name]
+        free, own, used = self.quotas.available(team, name), self.quotas.own(team, name), self.quotas.held(team, name)
         reason = f"team {team} has {used:g} of its {own:g} {name} in use and it needs {need[name]:g}"
         if need[name] > free:
             reason += f"; {max(0.0, free):g} more may be had, what others leave included"

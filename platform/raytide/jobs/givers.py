@@ -25,7 +25,7 @@ class Givers:
     """Of the teams."""
     latest: Ints
     """Those that give, who was admitted last first."""
-    _looked_up: tuple[set[str], Bools] | None = None
+    _looked_up: tuple[frozenset[str], Bools] | None = None
     """Teams, and by row whether it is of one of them."""
 
     @classmethod
@@ -42,7 +42,7 @@ class Givers:
         """They gave all that they had."""
         self.gives[list(rows)] = False
 
-    def asked(self, lower: Ints, borrowing: set[str], team: str, *, everybody: bool) -> list[int]:
+    def asked(self, lower: Ints, borrowing: frozenset[str], team: str, *, everybody: bool) -> list[int]:
         """Of those below: whose team borrows, then the others; unless everybody may be asked, only of its own team."""
         if not len(lower):
             return []
@@ -50,7 +50,7 @@ class Givers:
         others = ~borrows if everybody else ~borrows & (self.team[lower] == self.numbers[team])
         return [*lower[borrows].tolist(), *lower[others].tolist()]
 
-    def asked_for_own(self, lower: Ints, borrowing: set[str], team: str) -> list[int]:
+    def asked_for_own(self, lower: Ints, borrowing: frozenset[str], team: str) -> list[int]:
         """Who takes his own back asks everybody who borrows it, wherever he is, then all below him."""
         below = np.zeros(len(self.gives), dtype=bool)
         below[lower] = True
@@ -60,9 +60,9 @@ class Givers:
         is_first[first] = True
         return [*first[below[first]].tolist(), *first[~below[first]].tolist(), *lower[~is_first[lower]].tolist()]
 
-    def _is_of(self, teams: set[str]) -> Bools:
+    def _is_of(self, teams: frozenset[str]) -> Bools:
         """By row: whether it is of one of these, which are mostly those of the time before."""
-        if self._looked_up is None or self._looked_up[0] != teams:
+        if self._looked_up is None or (self._looked_up[0] is not teams and self._looked_up[0] != teams):
             among = np.zeros(len(self.numbers) + 1, dtype=bool)
             among[[self.numbers.get(team, -1) for team in teams]] = True
             among[-1] = False

@@ -12,7 +12,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from raytide.core.fleet import Resources
 from raytide.core.team import Team, TeamSpec
@@ -20,7 +19,25 @@ from raytide.core.team import Team, TeamSpec
 _ROOT = ""
 _SLACK = 1e-6
 
-Used = defaultdict[str, defaultdict[str, float]]
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Account:
+    """What holds for one team and one resource, whatever is used. Its tally stands in `Quotas` under its number."""
+
+    number: int
+    team: str
+    name: str
+    """Of the resource."""
+    own: float
+    """Its quota, with what its children lend."""
+    kept: float
+    """What of that it does not lend."""
+    borrow: float | None
+    """How much it may borrow at most; None: all there is."""
+    is_named: bool
+    """A quota stands at the team or above it; else it lives off what is the root's."""
+    above: Account | None
+    """Of the team above it; None at the root."""
 
 
 @dataclass(slots=True, eq=False)
@@ -34,86 +51,68 @@ class Quotas:
     """The same, in order."""
     spare: dict[str, float] = field(default_factory=dict)
     """What the fleet could hold of each beyond all quotas."""
-    subtree: dict[str, dict[str, float]] = field(default_factory=dict)
-    shares: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
-    """By team and resource: its own, and what of that it does not lend."""
     beyond: dict[str, set[str]] = field(default_factory=dict)
     """By limited resource: the teams that hold more than their own of it."""
-    named: set[tuple[str, str]] = field(default_factory=set)
-    """Teams and resources for which a quota stands at the team or above it; else it lives off what is the root's."""
-    used: Used = field(default_factory=lambda: _zeros())
-    """At each team: what it holds, and what its children hold beyond what they keep for themselves."""
-    fixed: Used = field(default_factory=lambda: _zeros())
-    """What cannot be taken back, held by jobs that do not give way: of each team, and of those without a quota together
-    at the root."""
+    _accounts: dict[str, dict[str, Account]] = field(default_factory=dict)
+    """By limited resource and team."""
+    _used: list[float] = field(default_factory=list)
+    """By account: what the team holds, and what its children hold beyond what they keep for themselves."""
+    _fixed: list[float] = field(default_factory=list)
+    """By account: what cannot be taken back, held by jobs that do not give way; of teams without a quota at the root."""
+    _borrowing: dict[tuple[str, ...], frozenset[str]] = field(default_factory=dict)
+    """What `borrowing` said since that last changed."""
 
     @classmethod
     def of(cls, teams: Iterable[Team], supply: Resources) -> Quotas:
-        quotas = cls({team.name: team.spec for team in teams}, supply)
-        names = quotas.limited = frozenset(name for spec in quotas.specs.values() for name in spec.quota)
-        quotas.names = tuple(sorted(names))
-        quotas.beyond = {name: set() for name in names}
-        quotas.subtree[_ROOT] = dict.fromkeys(names, 0.0)
-        children = defaultdict[str, list[str]](list)
-        for team, spec in quotas.specs.items():
-            children[spec.parent].append(team)
-        for team in quotas.specs:
-            quotas._sum(team, children)
-            quotas.named |= {(team, name) for above in quotas.line(team) for name in quotas.specs[above].quota}
-        for name in names:
-            promised = sum(spec.quota.get(name, 0.0) for spec in quotas.specs.values())
-            lent = sum(quotas._lent(team, name) for team, spec in quotas.specs.items() if not spec.parent)
-            quotas.spare[name] = max(0.0, supply.get(name, 0.0) - promised)
-            quotas.subtree[_ROOT][name] = lent + quotas.spare[name]
+        specs = {team.name: team.spec for team in teams}
+        limited = frozenset(name for spec in specs.values() for name in spec.quota)
+        quotas = cls(specs, supply, limited, tuple(sorted(limited)))
+        for name in quotas.names:
+            quotas._open_all(name)
         return quotas
 
     def copy(self) -> Quotas:
         """A tally of its own."""
-        used, fixed = _zeros(), _zeros()
-        used.update((team, amounts.copy()) for team, amounts in self.used.items())
-        fixed.update((team, amounts.copy()) for team, amounts in self.fixed.items())
-        beyond = {name: set(teams) for name, teams in self.beyond.items()}
-        return replace(self, used=used, fixed=fixed, beyond=beyond)
+        return replace(
+            self,
+            beyond={name: set(teams) for name, teams in self.beyond.items()},
+            _accounts={name: accounts.copy() for name, accounts in self._accounts.items()},
+            _used=self._used.copy(),
+            _fixed=self._fixed.copy(),
+            _borrowing={},
+        )
 
     def take(self, team: str, need: Resources, *, gives_way: bool = True) -> None:
         for name in self.names:
             if name in need:
-                self._add(team, name, need[name])
+                self._add(account := self._account(team, name), need[name])
                 if not gives_way:
-                    self.fixed[team if (team, name) in self.named else _ROOT][name] += need[name]
+                    fixed_at = account if account.is_named else self._account(_ROOT, name)
+                    self._fixed[fixed_at.number] += need[name]
 
     def give(self, team: str, need: Resources) -> None:
         for name in self.names:
             if name in need:
-                self._add(team, name, -need[name])
+                self._add(self._account(team, name), -need[name])
+
+    def held(self, team: str, name: str) -> float:
+        """By it, and by its children beyond what they keep for themselves."""
+        return self._used[self._account(team, name).number] if name in self.limited else 0.0
 
     def available(self, team: str, name: str) -> float:
         """How much more the team may hold."""
-        if name not in self.limited:
-            return math.inf
-        (own, kept), used, spec = (
-            self.shares.get((team, name), _NONE),
-            self.used[team][name],
-            self.specs.get(team, _ANY),
-        )
-        if spec.parent == _ROOT:
-            above = self.subtree[_ROOT][name] - self.used[_ROOT][name]
-        else:
-            above = self.available(spec.parent, name)
-        if (limit := spec.borrow.get(name)) is not None:
-            above = min(above, own - kept - max(0.0, used - kept) + limit)
-        return max(0.0, kept - used) + above
+        return self._left(self._account(team, name)) if name in self.limited else math.inf
 
     def lacking(self, team: str, need: Resources, *, gives_way: bool = True, may_borrow: bool = True) -> str | None:
         """The first resource of which the team may not hold so much more. What cannot be taken back is not borrowed."""
         for name in self.names:
             if name not in need:
                 continue
-            if need[name] > self.available(team, name) + _SLACK:
+            if need[name] > self._left(self._account(team, name)) + _SLACK:
                 return name
             if not gives_way and need[name] > self.never_taken_back(team, name) + _SLACK:
                 return name
-            if not may_borrow and not self.is_own(team, {name: need[name]}):
+            if not may_borrow and need[name] > self.left_of_own(team, name) + _SLACK:
                 return name
         return None
 
@@ -121,34 +120,38 @@ class Quotas:
         """How much more of what nobody may ask for again the team may hold: its own, or without one what is spare."""
         if name not in self.limited:
             return math.inf
-        if (team, name) in self.named:
-            return self.own(team, name) - self.fixed[team][name]
-        return self.spare[name] - self.fixed[_ROOT][name]
+        if (account := self._account(team, name)).is_named:
+            return account.own - self._fixed[account.number]
+        return self.spare[name] - self._fixed[self._account(_ROOT, name).number]
 
     def is_own(self, team: str, need: Resources) -> bool:
         """Whether the team would hold no more than its own with it."""
-        return not any(
-            name in need and (team, name) in self.named and need[name] > self.left_of_own(team, name) + _SLACK
-            for name in self.names
-        )
+        return not any(name in need and need[name] > self.left_of_own(team, name) + _SLACK for name in self.names)
 
     def left_of_own(self, team: str, name: str) -> float:
         """How much more the team may hold without borrowing; what no team above it has a quota of is not borrowed."""
-        return self.own(team, name) - self.used[team][name] if (team, name) in self.named else math.inf
+        if name not in self.limited or not (account := self._account(team, name)).is_named:
+            return math.inf
+        return account.own - self._used[account.number]
 
     def may_take_back(self, team: str, need: Resources) -> bool:
         """Whether what it lacks is its own, lent to others, or what its place in the fleet is held by them."""
-        return self.is_own(team, need) and any((team, name) in self.named for name in need)
+        if not any(name in need and self._account(team, name).is_named for name in self.names):
+            return False
+        return self.is_own(team, need)
 
     def borrows(self, team: str, names: Iterable[str]) -> bool:
         return any(team in self.beyond[name] for name in self.limited.intersection(names))
 
-    def borrowing(self, names: Iterable[str]) -> set[str]:
-        """The teams that hold more than their own of any of these."""
-        return set[str]().union(*[self.beyond[name] for name in names if name in self.limited])
+    def borrowing(self, names: Iterable[str]) -> frozenset[str]:
+        """The teams that hold more than their own of any of these: the same set until that changes."""
+        limited = tuple([name for name in self.names if name in names])
+        if (found := self._borrowing.get(limited)) is None:
+            found = self._borrowing[limited] = frozenset[str]().union(*[self.beyond[name] for name in limited])
+        return found
 
     def own(self, team: str, name: str) -> float:
-        return self.subtree.get(team, {}).get(name, 0.0)
+        return self._account(team, name).own if name in self.limited else 0.0
 
     def line(self, team: str) -> Iterator[str]:
         """The team and those above it."""
@@ -156,38 +159,72 @@ class Quotas:
             yield team
             team = spec.parent
 
-    def _sum(self, team: str, children: Mapping[str, Iterable[str]]) -> dict[str, float]:
-        if team not in self.subtree:
-            spec = self.specs[team]
-            own = {name: spec.quota.get(name, 0.0) for name in self.limited}
-            for child in children.get(team, ()):
-                self._sum(child, children)
-                own = {name: amount + self._lent(child, name) for name, amount in own.items()}
-            self.subtree[team] = own
-            for name, amount in own.items():
-                lent = spec.lend.get(name)
-                self.shares[(team, name)] = amount, 0.0 if lent is None else max(0.0, amount - lent)
-        return self.subtree[team]
+    def _left(self, account: Account) -> float:
+        used, kept = self._used[account.number], account.kept
+        if account.above is None:
+            return account.own - used
+        more = self._left(account.above)
+        if account.borrow is not None:
+            more = min(more, account.own - kept - max(0.0, used - kept) + account.borrow)
+        return (kept - used if kept > used else 0.0) + more
 
-    def _lent(self, team: str, name: str) -> float:
-        own, kept = self.shares.get((team, name), _NONE)
-        return own - kept
-
-    def _add(self, team: str, name: str, amount: float) -> None:
+    def _add(self, account: Account, amount: float) -> None:
+        used = self._used
         while amount:
-            used, (own, kept) = self.used[team], self.shares.get((team, name), _NONE)
-            before = used[name]
-            after = used[name] = before + amount
-            if team == _ROOT:
+            number, kept, most = account.number, account.kept, account.own + _SLACK
+            before = used[number]
+            after = used[number] = before + amount
+            if account.above is None:
                 return
-            (self.beyond[name].add if after > own + _SLACK else self.beyond[name].discard)(team)
-            amount = max(0.0, after - kept) - max(0.0, before - kept)
-            team = self.specs.get(team, _ANY).parent
+            if (after > most) != (before > most):
+                self.beyond[account.name].symmetric_difference_update((account.team,))
+                self._borrowing.clear()
+            amount = (after - kept if after > kept else 0.0) - (before - kept if before > kept else 0.0)
+            account = account.above
 
+    def _account(self, team: str, name: str) -> Account:
+        """Of a limited resource; opened for who is first heard of, who has no quota."""
+        if (found := self._accounts[name].get(team)) is None:
+            found = self._open(team, name, (0.0, 0.0))
+        return found
 
-def _zeros() -> Used:
-    return defaultdict(partial(defaultdict, float))
+    def _open_all(self, name: str) -> None:
+        """The root's first; a team's own is known when those of its children are."""
+        children, shares = defaultdict[str, list[str]](list), dict[str, tuple[float, float]]()
+        for team, spec in self.specs.items():
+            children[spec.parent].append(team)
+
+        def lent(team: str) -> float:
+            spec = self.specs[team]
+            own = spec.quota.get(name, 0.0)
+            for child in children[team]:
+                own += lent(child)
+            kept = max(0.0, own - spec.lend[name]) if name in spec.lend else 0.0
+            shares[team] = own, kept
+            return own - kept
+
+        promised = sum(spec.quota.get(name, 0.0) for spec in self.specs.values())
+        self.spare[name] = max(0.0, self.supply.get(name, 0.0) - promised)
+        self.beyond[name], self._accounts[name] = set(), {}
+        self._open(_ROOT, name, (sum(lent(team) for team in children[_ROOT]) + self.spare[name], 0.0))
+        for team, share in reversed(shares.items()):  # who is above before who is below
+            self._open(team, name, share)
+
+    def _open(self, team: str, name: str, share: tuple[float, float]) -> Account:
+        spec = self.specs.get(team, _ANY)
+        account = self._accounts[name][team] = Account(
+            number=len(self._used),
+            team=team,
+            name=name,
+            own=share[0],
+            kept=share[1],
+            borrow=spec.borrow.get(name),
+            is_named=any(name in self.specs[above].quota for above in self.line(team)),
+            above=None if team == _ROOT else self._account(spec.parent, name),
+        )
+        self._used.append(0.0)
+        self._fixed.append(0.0)
+        return account
 
 
 _ANY = TeamSpec()
-_NONE = (0.0, 0.0)
