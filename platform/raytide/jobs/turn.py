@@ -15,7 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from raytide.jobs.order import Bools, Claims, Ints, ranked, waiting
+from raytide.jobs.order import Claims, Ints, ranked, waiting
 
 Victims = Callable[[], Ints]
 """Who gives way, the first one first."""
@@ -44,18 +44,20 @@ def turn(claims: Claims, floor: Floor) -> Ints:
     rank = np.empty(len(order), dtype=np.int64)
     rank[order] = np.arange(len(order))
     there = claims.is_held & claims.gives_way & ~claims.is_urgent
+    holders = order[there[order]][::-1]
     tried = left = waiting(claims, order)
     while (at := floor.first(left)) is not None:
         row, left = int(left[at]), left[at + 1 :]
         if floor.seat(row):
             continue
-        if gone := floor.clear(row, partial(_below, claims, order[rank[row] + 1 :], there, row)):
+        if gone := floor.clear(row, partial(_below, claims, holders, rank, row)):
             there[list(gone)] = False
+            holders = holders[there[holders]]
     return tried
 
 
-def _below(claims: Claims, after: Ints, there: Bools, row: int) -> Ints:
+def _below(claims: Claims, holders: Ints, rank: Ints, row: int) -> Ints:
     """Who gives way to the row, of those after it in the order: the lowest class and band first, within one who came
-    last."""
-    lowest = after[:0] if claims.is_cooling[row] else after[::-1]
-    return lowest[there[lowest]]
+    last. `holders`: in that order."""
+    count = 0 if claims.is_cooling[row] else np.searchsorted(-rank[holders], -rank[row])
+    return holders[:count]
