@@ -40,10 +40,19 @@ class Space:
     _changed: list[int] = field(default_factory=list)
     """Rows of the grid, in the order in which something was taken or given there."""
     _tallies: dict[Key, Tally] = field(default_factory=dict)
+    _free: dict[int, list[float]] = field(default_factory=dict)
+    """By row of the grid, where it was looked up since it changed."""
 
     def changed(self, node_id: str) -> None:
         if (at := self.room.rows.get(node_id)) is not None:
             self._changed.append(at)
+            self._free.pop(at, None)
+
+    def free_at(self, at: int) -> list[float]:
+        """By column of the grid; not to be changed."""
+        if (found := self._free.get(at)) is None:
+            found = self._free[at] = self.room.grid.free_at(at)
+        return found
 
     def most(self, ask: Ask) -> int:
         """How many members there would be room for, nodes to be bought included: at most so many, that is."""
@@ -54,7 +63,7 @@ class Space:
             tally = self._tallies[ask.member] = self._count(ask)
         if tally.seen < len(self._changed):
             for at in {*self._changed[tally.seen :]}:
-                tally.there += (now := self.holding(tally, at, self.room.grid.free_at(at))) - tally.on.get(at, 0)
+                tally.there += (now := self.holding(tally, at, self.free_at(at))) - tally.on.get(at, 0)
                 tally.on[at] = now
             tally.seen = len(self._changed)
         if tally.bought < len(self.room.bought):

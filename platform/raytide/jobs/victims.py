@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from raytide.jobs.floor import Floor
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Unit:
     """Seats of a gang that can only be taken together: one that it can spare, or all that it cannot."""
 
@@ -37,23 +37,16 @@ class Unit:
     """The rows of the grid where they are; without those that wait for a node."""
 
     @classmethod
-    def of(cls, floor: Floor, row: int, members: tuple[Member, ...], *, is_rest: bool) -> Unit:
+    def of(cls, floor: Floor, row: int, members: tuple[Member, ...], need: Need, *, is_rest: bool) -> Unit:
         quota: Resources = floor.quota_of(row, members[0])
         for member in members[1:]:
             quota = plus(quota, floor.quota_of(row, member))
-        rows = (floor.room.rows.get(floor.node_of(row, member)) for member in members)
-        return cls(
-            row=row,
-            members=members,
-            is_rest=is_rest,
-            team=floor.jobs[row].spec.team,
-            quota=quota,
-            need=floor.room.grid.columns(floor.leases[row].shape.resources),
-            at=tuple(at for at in rows if at is not None),
-        )
+        rows = [floor.room.rows.get(floor.node_of(row, member)) for member in members]
+        at = tuple([at for at in rows if at is not None])
+        return cls(row, members, is_rest, floor.jobs[row].spec.team, quota, need, at)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Units:
     """What a gang can be asked for: seats that it can spare, the last first, then what is left of it whole."""
 
@@ -65,9 +58,10 @@ class Units:
         lease, gone = floor.leases[row], floor.away.get(row, ())
         kept = [member for member in seats.kept(lease) if member.index not in gone]
         spare, rest = kept[lease.shape.at_least :][::-1], tuple(kept[: lease.shape.at_least])
+        need = floor.room.grid.columns(lease.shape.resources)
         return cls(
-            tuple(Unit.of(floor, row, (member,), is_rest=False) for member in spare),
-            (Unit.of(floor, row, rest, is_rest=True),) if rest else (),
+            tuple([Unit.of(floor, row, (member,), need, is_rest=False) for member in spare]),
+            (Unit.of(floor, row, rest, need, is_rest=True),) if rest else (),
         )
 
     def without(self, gone: Collection[Unit]) -> Units:
@@ -220,7 +214,7 @@ class _Trial:
         space = self.floor.space
         for at in unit.at:
             if (free := self.free_on.get(at)) is None:
-                free = self.free_on[at] = space.room.grid.free_at(at)
+                free = self.free_on[at] = space.free_at(at).copy()
             for column, amount in unit.need:
                 free[column] += sign * amount
             for what_if in self.what_ifs:
