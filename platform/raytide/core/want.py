@@ -41,14 +41,17 @@ def resource_scale(node_types: Sequence[NodeType], nodes: Iterable[NodeView]) ->
 
 def usual_shapes(snapshot: Snapshot) -> list[tuple[Resources, float]]:
     """The GPU shapes that most members have, running and waiting, with the share of each."""
-    counts: Counter[tuple[tuple[str, float], ...]] = Counter()
+    said: Counter[tuple[tuple[str, float], ...]] = Counter()
     for lease in snapshot.leases:
-        counts[tuple(sorted(lease.shape.resources.items()))] += len(lease.members)
+        said[tuple(lease.shape.resources.items())] += len(lease.members)
     for job in snapshot.jobs:
         shape = job.spec.gang.shapes[0]
-        counts[tuple(sorted(shape.resources.items()))] += shape.members
+        said[tuple(shape.resources.items())] += shape.members
     for view in snapshot.endpoints:
-        counts[tuple(sorted(replica_shape(view).resources.items()))] += members_of(view)
+        said[tuple(replica_shape(view).resources.items())] += members_of(view)
+    counts: Counter[tuple[tuple[str, float], ...]] = Counter()
+    for key, count in said.items():
+        counts[tuple(sorted(key))] += count
     usual = [(dict(key), count) for key, count in counts.items() if count and dict(key).get(GPU)]
     usual = sorted(usual, key=lambda item: (-item[1], sorted(item[0].items())))[:USUAL]
     total = sum(count for _, count in usual)

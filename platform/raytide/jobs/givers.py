@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,23 +42,22 @@ class Givers:
         """They gave all that they had."""
         self.gives[list(rows)] = False
 
-    def asked(self, lower: Ints, borrowing: frozenset[str], team: str, *, everybody: bool) -> list[int]:
+    def asked(self, lower: Ints, borrowing: frozenset[str], team: str, *, everybody: bool) -> Iterator[int]:
         """Of those below: whose team borrows, then the others; unless everybody may be asked, only of its own team."""
-        if not len(lower):
-            return []
         borrows = self._is_of(borrowing)[lower]
-        others = ~borrows if everybody else ~borrows & (self.team[lower] == self.numbers[team])
-        return [*lower[borrows].tolist(), *lower[others].tolist()]
+        yield from lower[borrows].tolist()
+        others = lower[~borrows]
+        yield from (others if everybody else others[self.team[others] == self.numbers[team]]).tolist()
 
-    def asked_for_own(self, lower: Ints, borrowing: frozenset[str], team: str) -> list[int]:
+    def asked_for_own(self, lower: Ints, borrowing: frozenset[str], team: str) -> Iterator[int]:
         """Who takes his own back asks everybody who borrows it, wherever he is, then all below him."""
         below = np.zeros(len(self.gives), dtype=bool)
         below[lower] = True
         others = self.gives & self._is_of(borrowing) & (self.team != self.numbers[team])
         first = self.latest[others[self.latest]]
-        is_first = np.zeros(len(self.gives), dtype=bool)
-        is_first[first] = True
-        return [*first[below[first]].tolist(), *first[~below[first]].tolist(), *lower[~is_first[lower]].tolist()]
+        yield from first[below[first]].tolist()
+        yield from first[~below[first]].tolist()
+        yield from lower[~others[lower]].tolist()
 
     def _is_of(self, teams: frozenset[str]) -> Bools:
         """By row: whether it is of one of these, which are mostly those of the time before."""

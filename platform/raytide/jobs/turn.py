@@ -44,20 +44,21 @@ def turn(claims: Claims, floor: Floor) -> Ints:
     rank = np.empty(len(order), dtype=np.int64)
     rank[order] = np.arange(len(order))
     there = claims.is_held & claims.gives_way & ~claims.is_urgent
-    holders = order[there[order]][::-1]
+    lowest = order[there[order]][::-1]
+    height = -rank[lowest]
     tried = left = waiting(claims, order)
     while (at := floor.first(left)) is not None:
         row, left = int(left[at]), left[at + 1 :]
         if floor.seat(row):
             continue
-        if gone := floor.clear(row, partial(_below, claims, holders, rank, row)):
+        if gone := floor.clear(row, partial(_below, claims, lowest, height, row, rank)):
             there[list(gone)] = False
-            holders = holders[there[holders]]
+            stay = there[lowest]
+            lowest, height = lowest[stay], height[stay]
     return tried
 
 
-def _below(claims: Claims, holders: Ints, rank: Ints, row: int) -> Ints:
+def _below(claims: Claims, lowest: Ints, height: Ints, row: int, rank: Ints) -> Ints:
     """Who gives way to the row, of those after it in the order: the lowest class and band first, within one who came
-    last. `holders`: in that order."""
-    count = 0 if claims.is_cooling[row] else np.searchsorted(-rank[holders], -rank[row])
-    return holders[:count]
+    last. `lowest`: everybody who does, in that order. `height`: where they stand."""
+    return lowest[: 0 if claims.is_cooling[row] else height.searchsorted(-rank[row])]

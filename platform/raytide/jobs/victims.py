@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from raytide.core.fleet import Resources, plus
@@ -77,10 +78,11 @@ def enough(floor: Floor, row: int, asks: Sequence[Ask], lower: Ints, *, is_own: 
 
     `lower` are the rows below it in the order, the lowest first. `is_own`: it takes its team's own quota back.
     """
-    if not (asked := _asked(floor, floor.jobs[row], lower, is_own=is_own)):
+    units = _units(floor, _asked(floor, floor.jobs[row], lower, is_own=is_own))
+    if (first := next(units, None)) is None:
         return []
     trial, freed = _Trial(floor, floor.jobs[row], asks), list[Unit]()
-    for unit in _units(floor, asked) if not trial.fits() else ():
+    for unit in chain((first,), units) if not trial.fits() else ():
         trial.free(unit)
         freed.append(unit)
         if trial.fits():
@@ -113,7 +115,7 @@ def _least(trial: _Trial, units: Sequence[Unit], last: Unit) -> list[Unit]:
     return needed
 
 
-def _asked(floor: Floor, job: Job, lower: Ints, *, is_own: bool) -> list[int]:
+def _asked(floor: Floor, job: Job, lower: Ints, *, is_own: bool) -> Iterator[int]:
     """Who is asked, in turn: see `Floor.may_ask`."""
     need = floor.asks.first(job).least
     borrowing = floor.quotas.borrowing(need)
@@ -123,7 +125,7 @@ def _asked(floor: Floor, job: Job, lower: Ints, *, is_own: bool) -> list[int]:
     return floor.givers.asked(lower, borrowing, job.spec.team, everybody=everybody)
 
 
-def _units(floor: Floor, rows: Sequence[int]) -> Iterator[Unit]:
+def _units(floor: Floor, rows: Iterable[int]) -> Iterator[Unit]:
     """Seats that can be spared one by one, then what is left of each gang whole."""
     seen = []
     for row in rows:
@@ -169,8 +171,8 @@ class _Trial:
     they were found."""
 
     def __init__(self, floor: Floor, job: Job, asks: Iterable[Ask]) -> None:
-        self.floor, self.job = floor, job
-        self.what_ifs = [_WhatIf(ask, floor.space.tally(ask)) for ask in asks]
+        self.floor, self.job, self.space = floor, job, floor.space
+        self.what_ifs = [_WhatIf(ask, self.space.tally(ask)) for ask in asks]
         self.free_on: dict[int, list[float]] = {}
         self.freed: dict[Unit, None] = {}
         self.given: dict[Unit, None] = {}
@@ -180,7 +182,7 @@ class _Trial:
 
     def fits(self) -> bool:
         for what_if in self.what_ifs:
-            if what_if.total >= what_if.ask.at_least:
+            if what_if.total >= what_if.least:
                 self._settle()
                 if self.floor.lacks(self.job, what_if.ask.least) is None:
                     return True
@@ -211,7 +213,7 @@ class _Trial:
         self.unsettled.clear()
 
     def _change(self, unit: Unit, sign: float) -> None:
-        space = self.floor.space
+        space = self.space
         for at in unit.at:
             if (free := self.free_on.get(at)) is None:
                 free = self.free_on[at] = space.free_at(at).copy()
@@ -229,10 +231,11 @@ class _WhatIf:
     """How many members there would be room for."""
 
     ask: Ask
+    least: int
     tally: Tally
     total: int
     on: dict[int, int]
     """Where it differs from the tally, by row of the grid."""
 
     def __init__(self, ask: Ask, tally: Tally) -> None:
-        self.ask, self.tally, self.total, self.on = ask, tally, tally.total, {}
+        self.ask, self.least, self.tally, self.total, self.on = ask, ask.at_least, tally, tally.total, {}
