@@ -80,7 +80,8 @@ class Grid:
     def take_in(self, rows: Sequence[int], need: Resources, counts: Sequence[int]) -> None:
         """So many members in each of these rows, no row twice."""
         if len(rows) == 1:
-            return self.take(rows[0], need, counts[0])
+            self.take(rows[0], need, counts[0])
+            return
         for name, amount in whole_shares(need).items():
             if (at := self._column.get(name)) is not None:
                 self._free_RN[at, rows] -= np.array(counts) * amount

@@ -98,6 +98,7 @@ def floor_of(snapshot: Snapshot, room: Room | None = None) -> Floor:
         purse=Purse.of(snapshot.teams, snapshot.jobs, snapshot.spent, snapshot.spent_month),
         asks=Asks(snapshot.node_types, snapshot.stances, room.market, snapshot.paces),
         types=types,
+        gives_way=[service.gives_way(job) for job in snapshot.jobs],
         promised=promised,
     )
 
@@ -131,7 +132,7 @@ def claims_of(floor: Floor) -> Claims:
         share=column(share(job) for job in jobs),
         is_held=np.array([job.id not in waits for job in jobs], dtype=bool),
         gives_way=np.array(
-            [row in floor.leases and service.gives_way(job) for row, job in enumerate(jobs)], dtype=bool
+            [gives_way and row in floor.leases for row, gives_way in enumerate(floor.gives_way)], dtype=bool
         ),
         is_cooling=np.array([service.is_cooling(job, now_s) for job in jobs], dtype=bool),
         is_urgent=np.array([job.id in stances and stances[job.id].is_urgent for job in jobs], dtype=bool),
@@ -202,7 +203,7 @@ def _allowed_instead(floor: Floor, row: int) -> list[Ask]:
     """What its budgets and its quota would allow it if it held nothing."""
     job, held = floor.jobs[row], seats.held_quota(floor.leases[row], floor.types)
     floor.quotas.give(job.spec.team, held)
-    allowed = [ask for ask in floor.paid(row) if floor.lacks(job, ask.least) is None]
+    allowed = [ask for ask in floor.paid(row) if floor.lacks(row, ask.least) is None]
     floor.quotas.take(job.spec.team, held)
     return allowed
 

@@ -26,10 +26,10 @@ class Ask:
     """A shape with all that does not change while a decision is made."""
 
     shape: Shape
-    key: Key
-    """Equal for those that fit or do not fit alike."""
-    member: Key
-    """Equal for those of which one member fits wherever one of the other does."""
+    key: int
+    """The same for those that fit or do not fit alike."""
+    member: int
+    """The same for those of which one member fits wherever one of the other does."""
     at_least: int
     one: Resources
     """What a member counts against quotas, wherever it sits."""
@@ -50,6 +50,7 @@ class Asks:
     market: Market
     paces: Mapping[str, Paces]
     _known: dict[Key, Ask] = field(default_factory=dict)
+    _numbers: dict[Key, int] = field(default_factory=dict)
     _plain: dict[str, tuple[Ask, ...]] = field(default_factory=dict)
     _on_spot: dict[str, tuple[Ask, ...]] = field(default_factory=dict)
 
@@ -81,10 +82,11 @@ class Asks:
 
     def _look_up(self, shape: Shape) -> Ask:
         fitting = [t for t in self.node_types if copies(shape.resources, t.resources) and open_zones(shape, t)]
+        member = (*sorted(shape.resources.items()), *sorted(shape.labels.items()))
         return Ask(
             shape=shape,
-            key=(shape.at_least, shape.together, *_member(shape)),
-            member=_member(shape),
+            key=self._number((shape.at_least, shape.together, *member)),
+            member=self._number(member),
             at_least=shape.at_least,
             one=seats.quota_of(shape, [None]),
             least=seats.least_quota(shape),
@@ -93,9 +95,8 @@ class Asks:
             never=impossible(shape, shape.at_least, self.node_types, "it"),
         )
 
-
-def _member(shape: Shape) -> Key:
-    return (*sorted(shape.resources.items()), *sorted(shape.labels.items()))
+    def _number(self, key: Key) -> int:
+        return self._numbers.setdefault(key, len(self._numbers))
 
 
 def _on_spot(shape: Shape) -> Shape:

@@ -14,7 +14,7 @@ from raytide.core.shortfall import Shortfall
 from raytide.core.snapshot import Snapshot
 from raytide.core.stance import bound
 from raytide.jobs import seats, service
-from raytide.jobs.asks import Ask, Asks, Key
+from raytide.jobs.asks import Ask, Asks
 from raytide.jobs.givers import Givers
 from raytide.jobs.order import Ints
 from raytide.jobs.purse import Purse
@@ -46,6 +46,8 @@ class Floor:
     asks: Asks
     types: Mapping[str, NodeType]
     """Of each node."""
+    gives_way: Sequence[bool]
+    """By row: whether it may be preempted."""
     promised: Mapping[tuple[int, int], str] = field(default_factory=dict)
     """By row and index of a seat that waits for a node: the one that it would find, which may have to be bought."""
     taken: dict[int, Taken] = field(default_factory=dict)
@@ -64,8 +66,8 @@ class Floor:
     _future: Room | None = None
     """The room that there will be beside the head."""
     _emptied: Emptied | None = None
-    _full: dict[Key, Shortfall] = field(default_factory=dict)
-    _stuck: set[Key] = field(default_factory=set)
+    _full: dict[int, Shortfall] = field(default_factory=dict)
+    _stuck: set[tuple[object, ...]] = field(default_factory=set)
     _givers: Givers | None = None
     _space: Space | None = None
     _units: dict[int, Units] = field(default_factory=dict)
@@ -138,6 +140,13 @@ class Floor:
         return self._givers
 
     @property
+    def emptied(self) -> Emptied:
+        """What there would be if everybody gave way who may."""
+        if self._emptied is None:
+            self._emptied = Emptied.of(self)
+        return self._emptied
+
+    @property
     def space(self) -> Space:
         """The room, counted."""
         if self._space is None:
@@ -160,9 +169,9 @@ class Floor:
         """Take room for as many more members of a holder as quota, nodes and budgets allow."""
         job = self.jobs[row]
         shape = next(iter(bound([self.leases[row].shape], self.snapshot.stances.get(job.id))), None)
-        if shape is None or self.lacks(job, (ask := self.asks.ask(shape)).one) is not None:
+        if shape is None or self.lacks(row, (ask := self.asks.ask(shape)).one) is not None:
             return 0
-        count, paces = min(most, self._allowed(job, ask)), self.snapshot.paces.get(job.id)
+        count, paces = min(most, self._allowed(row, ask)), self.snapshot.paces.get(job.id)
         placed = self.room.place(shape, count, at_least=0, subject="it", paces=paces)
         assert not isinstance(placed, Shortfall)
         on = seats.placed_types(placed, self.snapshot.node_types)
@@ -172,7 +181,7 @@ class Floor:
         if count and self.purse.refuses(job, prices[count]) is not None:
             count = 0
         self._leave(shape, placed[count:])
-        self.quotas.take(job.spec.team, seats.quota_of(shape, on[:count]), gives_way=service.gives_way(job))
+        self.quotas.take(job.spec.team, seats.quota_of(shape, on[:count]), gives_way=self.gives_way[row])
         return count
 
     def shapes(self, row: int) -> tuple[Ask, ...]:
@@ -216,11 +225,11 @@ class Floor:
 
     def _fit(self, row: int, ask: Ask) -> Placements | Shortfall:
         job, shape = self.jobs[row], ask.shape
-        if (short := ask.never or self._unpaid(job, ask) or self._short_of(job, ask.least)) is not None:
+        if (short := ask.never or self._unpaid(job, ask) or self._short_of(row, ask.least)) is not None:
             return short
         if (full := self._full.get(ask.key)) is not None:
             return full
-        count, paces = max(ask.at_least, self._allowed(job, ask)), self.snapshot.paces.get(job.id)
+        count, paces = max(ask.at_least, self._allowed(row, ask)), self.snapshot.paces.get(job.id)
         placed = self.room.place(shape, count, at_least=ask.at_least, subject="it", paces=paces)
         if isinstance(placed, Shortfall):
             self._full[ask.key] = placed
@@ -229,7 +238,7 @@ class Floor:
             self.space.changed(seat.node_id)
         # Which accelerators they are, and what they cost, may show only now.
         on = seats.placed_types(placed, self.snapshot.node_types)
-        kept = self._short_of(job, seats.quota_of(shape, on)) or self._afforded(job, shape, placed)
+        kept = self._short_of(row, seats.quota_of(shape, on)) or self._afforded(job, shape, placed)
         if not isinstance(kept, Shortfall):
             kept = self._beside_head(row, shape, kept)
         self._leave(shape, placed if isinstance(kept, Shortfall) else placed[len(kept) :])
@@ -255,10 +264,11 @@ class Floor:
         least = placed[: shape.at_least]
         return refused(least) or least
 
-    def _short_of(self, job: Job, need: Resources) -> Shortfall | None:
+    def _short_of(self, row: int, need: Resources) -> Shortfall | None:
         """Quota, in words."""
-        if (name := self.lacks(job, need)) is None:
+        if (name := self.lacks(row, need)) is None:
             return None
+        job = self.jobs[row]
         team, soft = job.spec.team, self.purse.beyond_soft(job)
         free, own, used = self.quotas.available(team, name), self.quotas.own(team, name), self.quotas.held(team, name)
         reason = f"team {team} has {used:g} of its {own:g} {name} in use and it needs {need[name]:g}"
@@ -271,19 +281,20 @@ class Floor:
         reason += "; what cannot be preempted may not borrow"
         return Shortfall("quota", f"{reason}.", "Submit it as preemptible, or wait for the team's own quota.")
 
-    def lacks(self, job: Job, need: Resources) -> str | None:
+    def lacks(self, row: int, need: Resources) -> str | None:
         """The resource of which quota allows it less. Who is beyond a soft budget borrows nothing, nor does a job that
         cannot be preempted."""
+        job = self.jobs[row]
         is_soft = bool(self.purse.beyond_soft(job))
-        return self.quotas.lacking(job.spec.team, need, gives_way=service.gives_way(job), may_borrow=not is_soft)
+        return self.quotas.lacking(job.spec.team, need, gives_way=self.gives_way[row], may_borrow=not is_soft)
 
-    def _allowed(self, job: Job, ask: Ask) -> int:
+    def _allowed(self, row: int, ask: Ask) -> int:
         """How many members quota allows."""
-        team, gives_way, one, members = job.spec.team, service.gives_way(job), ask.one, ask.shape.members
+        team, one, members = self.jobs[row].spec.team, ask.one, ask.shape.members
         more = {name: self.quotas.available(team, name) for name in one}
         owed = {name for (name, other), rows in self.owners.items() if rows and other != team}
         more |= {name: min(more[name], self.quotas.left_of_own(team, name)) for name in owed & more.keys()}
-        if not gives_way:
+        if not self.gives_way[row]:
             more = {name: min(amount, self.quotas.never_taken_back(team, name)) for name, amount in more.items()}
         ratios = [more[name] / amount for name, amount in one.items() if amount > 0]
         most = min(ratios, default=float(members))
@@ -294,7 +305,7 @@ class Floor:
 
         So the head starts at the latest when what was there before it, and cannot be stopped, has ended.
         """
-        if self.head is None or self._future is None or service.gives_way(self.jobs[row]):
+        if self.head is None or self._future is None or self.gives_way[row]:
             return placed
         beside = self._future.place(shape, len(placed), at_least=shape.at_least, subject="it")
         if not isinstance(beside, Shortfall):
@@ -328,9 +339,9 @@ class Floor:
     def _take(self, row: int, shape: Shape, placed: Placements) -> None:
         job, on = self.jobs[row], seats.placed_types(placed, self.snapshot.node_types)
         need = seats.quota_of(shape, on)
-        self.quotas.take(job.spec.team, need, gives_way=service.gives_way(job))
+        self.quotas.take(job.spec.team, need, gives_way=self.gives_way[row])
         if self._emptied is not None:
-            self._emptied.take(job, shape, need, placed)
+            self._emptied.take(job.spec.team, shape, need, placed, gives_way=self.gives_way[row])
         self.taken[row] = Taken(shape, placed, self.purse.reserve(job, seats.price_of(shape, on)))
         self.refused.pop(row, None)
         for name in self.quotas.names:
@@ -342,16 +353,15 @@ class Floor:
     def _push(self, row: int, victims: Victims, asks: Sequence[Ask]) -> Sequence[int] | None:
         """Take room that lower ones give way for; those that do so whole. None when that is not to be had."""
         job = self.jobs[row]
-        is_behind = self.head is not None and not service.gives_way(job)
+        gives_way = self.gives_way[row]
+        is_behind = self.head is not None and not gives_way
         if is_behind or service.is_cooling(job, self.snapshot.at_s):
             return None
         is_own = self.is_own(job)
-        key = (job.spec.team, service.gives_way(job), is_own, *(ask.key for ask in asks))
+        key = (job.spec.team, gives_way, is_own, *[ask.key for ask in asks])
         if key in self._stuck:
             return None
-        if self._emptied is None:
-            self._emptied = Emptied.of(self)
-        chosen = enough(self, row, asks, victims(), is_own=is_own) if self._emptied.has_room(job, asks) else []
+        chosen = enough(self, row, asks, victims(), is_own=is_own)
         gone = self._evict(row, chosen) if chosen else None
         if gone is None:
             self._stuck.add(key)

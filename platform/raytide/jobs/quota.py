@@ -58,7 +58,7 @@ class Quotas:
     _used: list[float] = field(default_factory=list)
     """By account: what the team holds, and what its children hold beyond what they keep for themselves."""
     _fixed: list[float] = field(default_factory=list)
-    """By account: what cannot be taken back, held by jobs that do not give way; of teams without a quota at the root."""
+    """By account: what jobs hold that do not give way, so that it cannot be taken back; without a quota at the root."""
     _borrowing: dict[tuple[str, ...], frozenset[str]] = field(default_factory=dict)
     """What `borrowing` said since that last changed."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from raytide.core.grid import Need, members_in
 from raytide.core.room import Room
-from raytide.jobs.asks import Ask, Key
+from raytide.jobs.asks import Ask
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +39,7 @@ class Space:
     room: Room
     _changed: list[int] = field(default_factory=list)
     """Rows of the grid, in the order in which something was taken or given there."""
-    _tallies: dict[Key, Tally] = field(default_factory=dict)
+    _tallies: dict[int, Tally] = field(default_factory=dict)
     _free: dict[int, list[float]] = field(default_factory=dict)
     """By row of the grid, where it was looked up since it changed."""
 

@@ -12,7 +12,7 @@ from raytide.core.gang import Member, Shape
 from raytide.core.grid import Need
 from raytide.core.job import Job
 from raytide.core.room import Placements
-from raytide.jobs import seats, service
+from raytide.jobs import seats
 from raytide.jobs.asks import Ask
 from raytide.jobs.order import Ints
 from raytide.jobs.quota import Quotas
@@ -79,9 +79,9 @@ def enough(floor: Floor, row: int, asks: Sequence[Ask], lower: Ints, *, is_own: 
     `lower` are the rows below it in the order, the lowest first. `is_own`: it takes its team's own quota back.
     """
     units = _units(floor, _asked(floor, floor.jobs[row], lower, is_own=is_own))
-    if (first := next(units, None)) is None:
+    if (first := next(units, None)) is None or not floor.emptied.has_room(floor, row, asks):
         return []
-    trial, freed = _Trial(floor, floor.jobs[row], asks), list[Unit]()
+    trial, freed = _Trial(floor, row, asks), list[Unit]()
     for unit in chain((first,), units) if not trial.fits() else ():
         trial.free(unit)
         freed.append(unit)
@@ -95,6 +95,8 @@ def enough(floor: Floor, row: int, asks: Sequence[Ask], lower: Ints, *, is_own: 
 
 def _needed(trial: _Trial, freed: list[Unit]) -> list[Unit]:
     """Of units that all give way, those that have to. What a gang could spare is of no use to it without the rest."""
+    if len(freed) == 1:
+        return freed
     rests = _least(trial, [unit for unit in freed if unit.is_rest], freed[-1])
     whole = {unit.row for unit in rests}
     spare = [unit for unit in freed if not unit.is_rest]
@@ -152,16 +154,16 @@ class Emptied:
                 quotas.give(unit.team, unit.quota)
         return cls(Space(room), quotas)
 
-    def take(self, job: Job, shape: Shape, need: Resources, placed: Placements) -> None:
-        self.quotas.take(job.spec.team, need, gives_way=service.gives_way(job))
+    def take(self, team: str, shape: Shape, need: Resources, placed: Placements, *, gives_way: bool) -> None:
+        self.quotas.take(team, need, gives_way=gives_way)
         for seat in placed:
             self.space.room.take(seat.node_id, shape.resources)
             self.space.changed(seat.node_id)
 
-    def has_room(self, job: Job, asks: Iterable[Ask]) -> bool:
+    def has_room(self, floor: Floor, row: int, asks: Iterable[Ask]) -> bool:
+        team, gives_way = floor.jobs[row].spec.team, floor.gives_way[row]
         return any(
-            self.space.most(ask) >= ask.at_least
-            and self.quotas.lacking(job.spec.team, ask.least, gives_way=service.gives_way(job)) is None
+            self.space.most(ask) >= ask.at_least and self.quotas.lacking(team, ask.least, gives_way=gives_way) is None
             for ask in asks
         )
 
@@ -170,8 +172,8 @@ class _Trial:
     """What if these seats gave way? The space is only looked at; the quotas are changed once there is room, and left as
     they were found."""
 
-    def __init__(self, floor: Floor, job: Job, asks: Iterable[Ask]) -> None:
-        self.floor, self.job, self.space = floor, job, floor.space
+    def __init__(self, floor: Floor, row: int, asks: Iterable[Ask]) -> None:
+        self.floor, self.row, self.space = floor, row, floor.space
         self.what_ifs = [_WhatIf(ask, self.space.tally(ask)) for ask in asks]
         self.free_on: dict[int, list[float]] = {}
         self.freed: dict[Unit, None] = {}
@@ -184,7 +186,7 @@ class _Trial:
         for what_if in self.what_ifs:
             if what_if.total >= what_if.least:
                 self._settle()
-                if self.floor.lacks(self.job, what_if.ask.least) is None:
+                if self.floor.lacks(self.row, what_if.ask.least) is None:
                     return True
         return False
 
