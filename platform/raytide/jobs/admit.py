@@ -150,7 +150,7 @@ def _own(floor: Floor, claims: Claims) -> Bools:
     beyond = set[str]()
     for row in ranked(claims).tolist() if floor.quotas.limited else ():
         job = floor.jobs[row]
-        if claims.is_held[row] or job.spec.team in beyond or not floor.may_start(row):
+        if claims.is_held[row] or job.spec.team in beyond or not floor.means(row).may_start:
             continue
         need = plus(asked.get(job.spec.team, {}), floor.asks.first(job).least)
         own[row] = floor.quotas.may_take_back(job.spec.team, need)
@@ -203,7 +203,7 @@ def _allowed_instead(floor: Floor, row: int) -> list[Ask]:
     """What its budgets and its quota would allow it if it held nothing."""
     job, held = floor.jobs[row], seats.held_quota(floor.leases[row], floor.types)
     floor.quotas.give(job.spec.team, held)
-    allowed = [ask for ask in floor.paid(row) if floor.lacks(row, ask.least) is None]
+    allowed = [ask for ask in floor.means(row).paid if floor.lacks(row, ask.least) is None]
     floor.quotas.take(job.spec.team, held)
     return allowed
 
@@ -250,7 +250,7 @@ def _verdicts(floor: Floor, order: Sequence[int]) -> Iterator[Action]:
         job = floor.jobs[row]
         if row in floor.taken:
             taken = floor.taken[row]
-            may_change = job.id in floor.snapshot.stances and not floor.purse.beyond_soft(job)
+            may_change = job.id in floor.snapshot.stances and not floor.means(row).soft
             shape = unbound(taken.shape, job.spec.gang.shapes) if may_change else taken.shape
             lease = _lease(f"lease-{number}", job, shape, len(taken.seats), floor.snapshot.at_s)
             yield Admit(job.id, lease, _fits(job, taken.shape, taken.seats), taken.reserved_micro_usd)
@@ -266,7 +266,7 @@ def _grow(floor: Floor, order: Sequence[int]) -> Iterator[Grow]:
     wanted = _wanted(floor) if able else set()
     for row in able:
         lease, job, parked = floor.leases[row], floor.jobs[row], _parked(floor, row)
-        if floor.purse.beyond_soft(job) or wanted & floor.asks.ask(lease.shape).on:
+        if floor.means(row).soft or wanted & floor.asks.ask(lease.shape).on:
             continue
         if (count := floor.room_to_grow(row, len(parked))) > 0:
             back = tuple(member.index for member in parked[:count])
@@ -285,7 +285,7 @@ def _wanted(floor: Floor) -> set[str]:
 
 def _waits_for_room(floor: Floor, row: int, short: Shortfall) -> bool:
     if short.constraint == "budget":
-        return bool(floor.paid(row))  # the fleet's dollars an hour
+        return bool(floor.means(row).paid)  # the fleet's dollars an hour
     if short.constraint == "quota":
         return floor.is_own(floor.jobs[row])  # which others have borrowed
     return short.constraint in ("capacity", "stock", "behind", "rate")

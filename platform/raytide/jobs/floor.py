@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from raytide.core.fleet import MARKET_LABEL, Market, NodeType, Resources
+from raytide.core.fleet import NodeType, Resources
 from raytide.core.gang import Lease, Member, Shape
 from raytide.core.job import Job
 from raytide.core.plan import Rejected
@@ -16,6 +16,7 @@ from raytide.core.stance import bound
 from raytide.jobs import seats, service
 from raytide.jobs.asks import Ask, Asks
 from raytide.jobs.givers import Givers
+from raytide.jobs.means import Means
 from raytide.jobs.order import Ints
 from raytide.jobs.purse import Purse
 from raytide.jobs.quota import Quotas
@@ -58,9 +59,9 @@ class Floor:
     """Of replicas that have no room, and for which nobody gives way."""
     instead: dict[str, tuple[Rejected, ...]] = field(default_factory=dict)
     """By endpoint for whom seats give way: what else was thought of."""
-    owners: dict[tuple[str, str], set[int]] = field(default_factory=dict)
-    """By resource and team: the rows that wait for it of their own quota. No other team borrows it for members that it
-    can do without."""
+    owners: dict[str, dict[str, set[int]]] = field(default_factory=dict)
+    """By resource, then by team: the rows that wait for it of their own quota. No other team borrows it for members
+    that it can do without."""
     head: int | None = None
     """The first in the order for whom there is no room: what cannot be stopped again may not take its place."""
     _future: Room | None = None
@@ -69,6 +70,7 @@ class Floor:
     _full: dict[int, Shortfall] = field(default_factory=dict)
     _stuck: set[tuple[object, ...]] = field(default_factory=set)
     _givers: Givers | None = None
+    _means: dict[int, Means] = field(default_factory=dict)
     _space: Space | None = None
     _units: dict[int, Units] = field(default_factory=dict)
     _quotas: dict[tuple[int, str], Resources] = field(default_factory=dict)
@@ -87,7 +89,7 @@ class Floor:
 
     def clear(self, row: int, victims: Victims) -> Sequence[int]:
         constraint = self.refused[row].constraint
-        if constraint not in ("capacity", "stock", "quota", "budget") or not (asks := self.paid(row)):
+        if constraint not in ("capacity", "stock", "quota", "budget") or not (asks := self.means(row).paid):
             return ()
         if (gone := self._push(row, victims, asks)) is not None:
             return gone
@@ -96,8 +98,8 @@ class Floor:
         return ()
 
     def waits_for_own(self, row: int) -> None:
-        for name in {name for ask in self.shapes(row) for name in self.quotas.limited & ask.least.keys()}:
-            self.owners.setdefault((name, self.jobs[row].spec.team), set()).add(row)
+        for name in {name for ask in self.means(row).asks for name in self.quotas.limited & ask.least.keys()}:
+            self.owners.setdefault(name, {}).setdefault(self.jobs[row].spec.team, set()).add(row)
 
     def lets_go(self, row: int, members: Iterable[Member], by: str) -> None:
         """These seats of a holder are free for others from now on."""
@@ -184,40 +186,23 @@ class Floor:
         self.quotas.take(job.spec.team, seats.quota_of(shape, on[:count]), gives_way=self.gives_way[row])
         return count
 
-    def shapes(self, row: int) -> tuple[Ask, ...]:
-        """What the job may have; beyond a soft limit, its own or its team's, spot nodes only.
-
-        None while it has the time to wait for spot.
-        """
-        job = self.jobs[row]
-        return self.asks.on_spot(job) if self.purse.beyond_soft(job) else self.asks.of(job)
-
-    def paid(self, row: int) -> list[Ask]:
-        """The shapes that its budgets allow; for the others it helps nothing when anybody gives way."""
-        return [ask for ask in self.shapes(row) if self._unpaid(self.jobs[row], ask) is None]
-
-    def may_start(self, row: int) -> bool:
-        """Whether it starts once there is room: now, on a fleet that can hold it, and paid for."""
-        return any(ask.never is None and self._unpaid(self.jobs[row], ask) is None for ask in self.shapes(row))
-
-    def _unpaid(self, job: Job, ask: Ask) -> Shortfall | None:
-        """Budget, at the least that the gang may cost: what it does cost shows once it is placed."""
-        if (short := self.purse.refuses(job, ask.micro_usd_h * ask.at_least)) is not None:
-            return short
-        if (who := self.purse.beyond_soft(job)) and ask.shape.labels.get(MARKET_LABEL) != Market.SPOT:
-            reason = f"{who} is beyond its soft budget and may use spot nodes only; {job.id} asks for others"
-            return Shortfall("budget", f"{reason}.", "Drop the market label, or raise the budget.")
-        return None
+    def means(self, row: int) -> Means:
+        """What it may ask for, by its budgets."""
+        found = self._means.get(row)
+        if found is None or found.version != self.purse.version:
+            found = self._means[row] = Means.of(self.jobs[row], self.asks, self.purse)
+        return found
 
     # Whether a job fits.
 
     def _find(self, row: int) -> tuple[Shape, Placements] | Shortfall:
         shortfalls = []
-        if not (asks := self.shapes(row)):
+        means = self.means(row)
+        if not means.asks:
             reason = self.snapshot.stances[self.jobs[row].id].reason
             return Shortfall("deadline", f"it {reason}.", "Nothing to do: it starts in time.")
-        for ask in asks:
-            found = self._fit(row, ask)
+        for ask, unpaid in zip(means.asks, means.unpaid, strict=True):
+            found = ask.never or unpaid or self._fit(row, ask)
             if not isinstance(found, Shortfall):
                 return ask.shape, found
             shortfalls.append(found)
@@ -225,7 +210,7 @@ class Floor:
 
     def _fit(self, row: int, ask: Ask) -> Placements | Shortfall:
         job, shape = self.jobs[row], ask.shape
-        if (short := ask.never or self._unpaid(job, ask) or self._short_of(row, ask.least)) is not None:
+        if (short := self._short_of(row, ask.least)) is not None:
             return short
         if (full := self._full.get(ask.key)) is not None:
             return full
@@ -269,7 +254,7 @@ class Floor:
         if (name := self.lacks(row, need)) is None:
             return None
         job = self.jobs[row]
-        team, soft = job.spec.team, self.purse.beyond_soft(job)
+        team, soft = job.spec.team, self.means(row).soft
         free, own, used = self.quotas.available(team, name), self.quotas.own(team, name), self.quotas.held(team, name)
         reason = f"team {team} has {used:g} of its {own:g} {name} in use and it needs {need[name]:g}"
         if need[name] > free:
@@ -284,21 +269,22 @@ class Floor:
     def lacks(self, row: int, need: Resources) -> str | None:
         """The resource of which quota allows it less. Who is beyond a soft budget borrows nothing, nor does a job that
         cannot be preempted."""
-        job = self.jobs[row]
-        is_soft = bool(self.purse.beyond_soft(job))
-        return self.quotas.lacking(job.spec.team, need, gives_way=self.gives_way[row], may_borrow=not is_soft)
+        team, soft = self.jobs[row].spec.team, self.means(row).soft
+        return self.quotas.lacking(team, need, gives_way=self.gives_way[row], may_borrow=not soft)
 
     def _allowed(self, row: int, ask: Ask) -> int:
         """How many members quota allows."""
-        team, one, members = self.jobs[row].spec.team, ask.one, ask.shape.members
-        more = {name: self.quotas.available(team, name) for name in one}
-        owed = {name for (name, other), rows in self.owners.items() if rows and other != team}
-        more |= {name: min(more[name], self.quotas.left_of_own(team, name)) for name in owed & more.keys()}
-        if not self.gives_way[row]:
-            more = {name: min(amount, self.quotas.never_taken_back(team, name)) for name, amount in more.items()}
-        ratios = [more[name] / amount for name, amount in one.items() if amount > 0]
-        most = min(ratios, default=float(members))
-        return members if most >= members else max(0, int(most + 1e-6))
+        quotas, team, most = self.quotas, self.jobs[row].spec.team, float(ask.shape.members)
+        for name, amount in ask.one.items():
+            if name not in quotas.limited or amount <= 0:
+                continue
+            more = quotas.available(team, name)
+            if any(rows for other, rows in self.owners.get(name, {}).items() if other != team):
+                more = min(more, quotas.left_of_own(team, name))
+            if not self.gives_way[row]:
+                more = min(more, quotas.never_taken_back(team, name))
+            most = min(most, more / amount)
+        return max(0, int(most + 1e-6))
 
     def _beside_head(self, row: int, shape: Shape, placed: Placements) -> Placements | Shortfall:
         """What cannot be stopped again takes only what leaves the head of the queue its room.
@@ -344,9 +330,8 @@ class Floor:
             self._emptied.take(job.spec.team, shape, need, placed, gives_way=self.gives_way[row])
         self.taken[row] = Taken(shape, placed, self.purse.reserve(job, seats.price_of(shape, on)))
         self.refused.pop(row, None)
-        for name in self.quotas.names:
-            if waiting := self.owners.get((name, job.spec.team)):
-                waiting.discard(row)
+        for waiting in self.owners.values():
+            waiting.get(job.spec.team, set()).discard(row)
 
     # Who gives way.
 

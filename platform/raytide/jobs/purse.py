@@ -34,6 +34,8 @@ class Purse:
     """Whether any has a hard one."""
     committed: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
     """By team, its children included: spent this month, and reserved and not spent yet."""
+    version: int = 0
+    """Grows whenever what is committed may make a difference."""
 
     @classmethod
     def of(
@@ -142,6 +144,7 @@ class Purse:
     def _commit(self, team: str, amount: int) -> None:
         for name in self._line(team) if amount else ():
             self.committed[name] += amount
+        self.version += self.has_soft or self.has_hard
 
     def _line(self, team: str) -> list[str]:
         """The team and those above it."""
