@@ -24,7 +24,7 @@ from raytide.jobs import seats, service
 from raytide.jobs.absorb import absorb
 from raytide.jobs.asks import Ask, Asks
 from raytide.jobs.floor import Floor
-from raytide.jobs.order import Bools, Claims, ranked
+from raytide.jobs.order import Bools, Claims, Floats, ranked
 from raytide.jobs.purse import Purse
 from raytide.jobs.quota import Quotas
 from raytide.jobs.turn import turn
@@ -107,29 +107,29 @@ def claims_of(floor: Floor) -> Claims:
     """The rows of the order; those that neither wait nor hold (stopping, giving way) claim nothing and are held."""
     now_s, jobs = floor.snapshot.at_s, floor.jobs
     waits = {job.id for job in queue(floor.snapshot)}
-    teams = {team.name: team for team in floor.snapshot.teams}
     classes, stances = floor.snapshot.classes, floor.snapshot.stances
 
-    def share(job: Job) -> float:
-        """Doublings of recent GPU-hours, so that who was first counts among teams that used about as much."""
-        team = teams.get(job.spec.team)
-        return 0.0 if team is None else math.floor(math.log2(1.0 + team.recent_gpu_s / 3600.0 / team.spec.weight))
+    # Doublings of recent GPU-hours, so that who was first counts among teams that used about as much.
+    shares = {
+        team.name: math.floor(math.log2(1.0 + team.recent_gpu_s / 3600.0 / team.spec.weight))
+        for team in floor.snapshot.teams
+    }
 
     def size(row: int, job: Job) -> float:
         shape = floor.leases[row].shape if row in floor.leases else job.spec.gang.shapes[0]
         return shape.gpus * shape.at_least
 
-    def column(values: Iterator[float]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-        return np.fromiter(values, dtype=np.float64, count=len(jobs))
+    def column(values: Sequence[float]) -> Floats:
+        return np.array(values, dtype=np.float64)
 
     claims = Claims(
-        gpus=column(size(row, job) for row, job in enumerate(jobs)),
-        submitted_s=column(job.submitted_at_s for job in jobs),
-        attained_gpu_s=column(service.attained_gpu_s(job, now_s) for job in jobs),
-        held_s=column(job.held_for_s(now_s) for job in jobs),
-        queued_s=column(service.queued_s(job, now_s) for job in jobs),
-        priority=column(classes.get(job.spec.priority, 0) for job in jobs).astype(np.int64),
-        share=column(share(job) for job in jobs),
+        gpus=column([size(row, job) for row, job in enumerate(jobs)]),
+        submitted_s=column([job.submitted_at_s for job in jobs]),
+        attained_gpu_s=column([service.attained_gpu_s(job, now_s) for job in jobs]),
+        held_s=column([job.held_for_s(now_s) for job in jobs]),
+        queued_s=column([service.queued_s(job, now_s) for job in jobs]),
+        priority=np.array([classes.get(job.spec.priority, 0) for job in jobs], dtype=np.int64),
+        share=column([shares.get(job.spec.team, 0.0) for job in jobs]),
         is_held=np.array([job.id not in waits for job in jobs], dtype=bool),
         gives_way=np.array(
             [gives_way and row in floor.leases for row, gives_way in enumerate(floor.gives_way)], dtype=bool

@@ -126,7 +126,8 @@ class Quotas:
 
     def is_own(self, team: str, need: Resources) -> bool:
         """Whether the team would hold no more than its own with it."""
-        return not any(name in need and need[name] > self.left_of_own(team, name) + _SLACK for name in self.names)
+        limited = [name for name in self.names if name in need]
+        return all(need[name] <= self.left_of_own(team, name) + _SLACK for name in limited)
 
     def left_of_own(self, team: str, name: str) -> float:
         """How much more the team may hold without borrowing; what no team above it has a quota of is not borrowed."""
@@ -136,9 +137,8 @@ class Quotas:
 
     def may_take_back(self, team: str, need: Resources) -> bool:
         """Whether what it lacks is its own, lent to others, or what its place in the fleet is held by them."""
-        if not any(name in need and self._account(team, name).is_named for name in self.names):
-            return False
-        return self.is_own(team, need)
+        accounts = [self._account(team, name) for name in self.names if name in need]
+        return any([account.is_named for account in accounts]) and self.is_own(team, need)
 
     def borrows(self, team: str, names: Iterable[str]) -> bool:
         return any(team in self.beyond[name] for name in self.limited.intersection(names))

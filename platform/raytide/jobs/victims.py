@@ -83,9 +83,8 @@ def enough(floor: Floor, row: int, asks: Sequence[Ask], lower: Ints, *, is_own: 
         return []
     trial, freed = _Trial(floor, row, asks), list[Unit]()
     for unit in chain((first,), units) if not trial.fits() else ():
-        trial.free(unit)
         freed.append(unit)
-        if trial.fits():
+        if trial.free(unit) and trial.fits():
             chosen = _needed(trial, freed)
             trial.end()
             return chosen[::-1]
@@ -109,8 +108,7 @@ def _least(trial: _Trial, units: Sequence[Unit], last: Unit) -> list[Unit]:
     needed = []
     for unit in reversed(units):
         if unit is not last:
-            trial.hold(unit)
-            if trial.fits():
+            if trial.hold(unit) and trial.fits():
                 continue
             trial.free(unit)
         needed.append(unit)
@@ -190,15 +188,17 @@ class _Trial:
                     return True
         return False
 
-    def free(self, unit: Unit) -> None:
+    def free(self, unit: Unit) -> bool:
+        """Whether there is room then, quotas aside."""
         self.freed[unit] = None
         self.unsettled.append(unit)
-        self._change(unit, 1.0)
+        return self._change(unit, 1.0)
 
-    def hold(self, unit: Unit) -> None:
+    def hold(self, unit: Unit) -> bool:
+        """Whether there still is."""
         del self.freed[unit]
         self.unsettled.append(unit)
-        self._change(unit, -1.0)
+        return self._change(unit, -1.0)
 
     def end(self) -> None:
         for unit in self.given:
@@ -214,11 +214,11 @@ class _Trial:
                 del self.given[unit]
         self.unsettled.clear()
 
-    def _change(self, unit: Unit, sign: float) -> None:
-        space = self.space
+    def _change(self, unit: Unit, sign: float) -> bool:
+        space, free_on = self.space, self.free_on
         for at in unit.at:
-            if (free := self.free_on.get(at)) is None:
-                free = self.free_on[at] = space.free_at(at).copy()
+            if (free := free_on.get(at)) is None:
+                free = free_on[at] = space.free_at(at).copy()
             for column, amount in unit.need:
                 free[column] += sign * amount
             for what_if in self.what_ifs:
@@ -226,6 +226,7 @@ class _Trial:
                     before = what_if.tally.on.get(at, 0)
                 what_if.on[at] = now = space.holding(what_if.tally, at, free)
                 what_if.total += now - before
+        return any([what_if.total >= what_if.least for what_if in self.what_ifs])
 
 
 @dataclass(slots=True, eq=False)
