@@ -138,7 +138,7 @@ class Quotas:
     def may_take_back(self, team: str, need: Resources) -> bool:
         """Whether what it lacks is its own, lent to others, or what its place in the fleet is held by them."""
         accounts = [self._account(team, name) for name in self.names if name in need]
-        return any([account.is_named for account in accounts]) and self.is_own(team, need)
+        return any(account.is_named for account in accounts) and self.is_own(team, need)
 
     def borrows(self, team: str, names: Iterable[str]) -> bool:
         return any(team in self.beyond[name] for name in self.limited.intersection(names))

@@ -226,7 +226,7 @@ class _Trial:
                     before = what_if.tally.on.get(at, 0)
                 what_if.on[at] = now = space.holding(what_if.tally, at, free)
                 what_if.total += now - before
-        return any([what_if.total >= what_if.least for what_if in self.what_ifs])
+        return any(what_if.total >= what_if.least for what_if in self.what_ifs)
 
 
 @dataclass(slots=True, eq=False)
