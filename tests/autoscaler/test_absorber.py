@@ -306,7 +306,7 @@ def test_replicas_count_against_the_quota_of_their_team() -> None:
     w = World(team="blue", spec=chat(team="blue"))
     blue = Team("blue", TeamSpec(quota={"GPU": 5.0}))
     quotas = floor_of(replace(w.c.seen, teams=(blue,))).quotas
-    assert quotas.used["blue"]["GPU"] == 5.0
+    assert quotas.held("blue", "GPU") == 5.0
     assert quotas.never_taken_back("blue", "GPU") == 4.0, "a replica is not taken back"
 
 
