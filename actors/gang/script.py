@@ -142,7 +142,7 @@ class _Runner:
         self._failures += 1
         if self._failures > self._spec.retries:
             tried = f" It was started {self._failures} times." if self._failures > 1 else ""
-            text = f"{ending.why}.{tried} `raytide logs {self._job_id}` has all of its output"
+            text = f"{ending.why}.{tried}\n`raytide logs {self._job_id}` has all of its output"
             if ending.exit is not None:
                 self._progress["exit_code"] = ending.exit.code
                 raise ScriptError(f"{text}, which ended with:\n{ending.exit.tail}" if ending.exit.tail else f"{text}.")

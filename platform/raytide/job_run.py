@@ -96,7 +96,8 @@ class Run:
             is_over = patiently(self.id, self.refresh).view.job.is_final  # first: its last words are not missed
             for part in self.printed(after, tail=tail):
                 after, tail = part.after, None
-                yield part.text
+                if part.text:
+                    yield part.text
             if not is_over:
                 time.sleep(_POLL_S)
 

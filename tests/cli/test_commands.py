@@ -23,7 +23,7 @@ from raytide.control.cluster import DEFAULT_CONFIG
 from raytide.control.rehearsal import Step
 from raytide.control.views import CostReport, JobView, LogPart, Waiting
 from raytide.core.endpoint import Replicas, ServeSpec
-from raytide.core.errors import ConfigError, NotFoundError, RaytideError, UsageError
+from raytide.core.errors import ClusterError, ConfigError, NotFoundError, RaytideError, UsageError
 from raytide.core.fleet import Market
 from raytide.core.gang import GangSpec, Shape
 from raytide.core.job import Job, JobKind, JobSpec, JobState
@@ -206,12 +206,13 @@ def test_a_followed_job_shows_its_numbers_and_where_the_result_is(
         (JobState.RUNNING, 400.0, "in 53m20s"),
         (JobState.RUNNING, 3700.0, "1m40s late"),
         (JobState.SUCCEEDED, 3000.0, "kept"),
+        (JobState.STOPPED, 3000.0, "-"),
     ],
 )
 def test_ps_shows_how_long_there_is_until_a_deadline(state: JobState, at_s: float, shown: str) -> None:
     gang = GangSpec(shapes=(Shape(resources={"CPU": 1}),))
     spec = JobSpec.parse({"kind": "train", "name": "j", "gang": gang, "deadline": "1970-01-01T01:00Z"}, where="job")
-    job = Job("job-1", spec, "ana", state, 0.0, ended_at_s=at_s if state is JobState.SUCCEEDED else None)
+    job = Job("job-1", spec, "ana", state, 0.0, ended_at_s=None if state is JobState.RUNNING else at_s)
     assert jobs._due(job, at_s) == shown
 
 
@@ -227,6 +228,21 @@ def test_what_is_said_of_a_job_ends_with_how_its_deadline_stands() -> None:
     waits = Waiting("deadline", "it waits for spot: 3.1 h of work.", "Nothing to do: it starts in time.")
     said = explain(replace(view(JobState.QUEUED), stance=stance, waiting=waits))
     assert said.count("3.1 h of work") == 1
+
+
+def test_all_that_are_named_are_stopped_whatever_is_wrong_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(_: Client, job_id: str) -> JobView:
+        if job_id == "job-9":
+            raise NotFoundError("there is no job job-9.")
+        return view(JobState.RUNNING if job_id == "job-1" else JobState.STOPPED)
+
+    monkeypatch.setattr(Client, "find", lambda _: Client(NOWHERE, ""))
+    monkeypatch.setattr(Client, "stop", stop)
+    done = runner.invoke(app, ["stop", "job-1", "job-9", "job-2"])
+    assert done.stdout == "job-1 is being stopped\njob-2 is stopped\n"
+    assert isinstance(done.exception, NotFoundError)
+    assert isinstance(json.loads(runner.invoke(app, ["stop", "job-1", "--json"]).stdout), dict)
+    assert len(json.loads(runner.invoke(app, ["stop", "job-1", "job-2", "--json"]).stdout)) == 2
 
 
 def test_whoever_stops_following_is_told_that_the_job_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
@@ -263,14 +279,17 @@ class Watched(Client):
 
     def __init__(self) -> None:
         super().__init__(NOWHERE, "")
-        self.pages = [[view(JobState.RUNNING)], [view(JobState.RUNNING)], [view(JobState.SUCCEEDED)]]
+        dearer = replace(view(JobState.RUNNING), cost_micro_usd=9_000_000)
+        self.pages = [[view(JobState.RUNNING)], [dearer], None, [dearer], [view(JobState.SUCCEEDED)]]
         self.states = [JobState.RUNNING, JobState.RUNNING, JobState.SUCCEEDED]
         self.texts = ["step 1\n", "step 1\nstep 2\n"]
 
-    def jobs(self, *, limit: int = 100, offset: int = 0) -> list[JobView]:
+    def jobs(self, *, limit: int = 100, offset: int = 0, active: bool = False) -> list[JobView]:
         if not self.pages:
             raise KeyboardInterrupt
-        return self.pages.pop(0)
+        if (page := self.pages.pop(0)) is None:
+            raise ClusterError("the API does not answer.")
+        return page
 
     def job(self, job_id: str) -> JobView:
         return view(self.states.pop(0))
@@ -290,7 +309,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("watched")
-def test_a_watched_list_is_shown_again_when_it_changed() -> None:
+def test_a_watched_list_is_shown_again_when_a_job_got_on_and_outlives_the_api() -> None:
     shown = runner.invoke(app, ["ps", "-w"]).stdout
     assert [line.split("\t")[4] for line in shown.splitlines() if line.startswith("job-1")] == ["running", "succeeded"]
 

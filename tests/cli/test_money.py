@@ -9,9 +9,11 @@ from raytide.cli.app import app
 from raytide.cli.limits import dollars
 from raytide.control.accounts import TeamUse
 from raytide.control.client import Client
-from raytide.control.views import ClusterStatus, CostLine, CostReport, CostTable, TeamView
+from raytide.control.views import ClusterStatus, CostLine, CostReport, CostTable, JobView, TeamView
 from raytide.core.errors import UsageError
 from raytide.core.fleet import Market, Node, NodeState
+from raytide.core.gang import GangSpec, Shape
+from raytide.core.job import Job, JobSpec, JobState
 from raytide.core.team import TeamSpec
 from raytide.ledger.report import CostRow
 
@@ -65,6 +67,24 @@ def test_a_budget_is_dollars_in_all_or_a_month(said: str, expected: tuple[float,
 def test_what_is_no_budget_is_refused(said: str) -> None:
     with pytest.raises(UsageError, match="no budget"):
         dollars(said)
+
+
+@pytest.mark.usefixtures("client")
+def test_jobs_with_budgets_of_their_own_are_listed_with_what_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def view(number: int, month: int | None, **budget: object) -> JobView:
+        gang = GangSpec(shapes=(Shape(resources={"CPU": 1.0}),))
+        spec = JobSpec.parse({"kind": "train", "name": "j", "gang": gang, **budget}, where="job")
+        job = Job(f"job-{number}", spec, "ana", JobState.RUNNING, 0.0)
+        return JobView(job, None, 9_000_000, 0, month_micro_usd=month)
+
+    found = [view(1, None), view(2, None, budget_usd=50), view(3, 1_000_000, soft_budget_usd=5, budget_per="month")]
+    monkeypatch.setattr(Client, "teams", lambda _: [])
+    monkeypatch.setattr(Client, "jobs", lambda *_, active, **__: found if active else [])
+    lines = [line.split() for line in runner.invoke(app, ["budget"]).stdout.splitlines() if line.startswith("job-")]
+    assert lines == [
+        ["job-2", "j", "default", "job", "-", "$50.00", "$9.00"],
+        ["job-3", "j", "default", "month", "$5.00", "-", "$1.00"],
+    ]
 
 
 @pytest.mark.usefixtures("client")

@@ -135,7 +135,8 @@ def test_limits_are_set_by_whoever_sees_all_and_hold_at_once(client: TestClient,
     assert client.patch("/v1/teams/red", json={"weight": 2}, headers=as_("root")).json()["budget"]["hard_usd"] == 50
     assert client.patch("/v1/teams/nobody", json=change, headers=as_("root")).status_code == 400
     assert client.patch("/v1/teams/red", json={"parent": "red"}, headers=as_("root")).status_code == 400
-    assert client.patch("/v1/teams/red", json={"quota": {"GPU": -1}}, headers=as_("root")).status_code == 400
+    for odd in ({"quota": {"GPU": -1}}, {"quota": {"H1OO": 8}}, {"lend": {"gpu": 8}}):
+        assert client.patch("/v1/teams/red", json=odd, headers=as_("root")).status_code == 400, odd
     (shown,) = client.get("/v1/teams", headers=as_("bob")).json()
     assert (shown["name"], shown["given"]) == ("red", ["budget", "quota", "weight"])
     snapshot = with_accounts(
@@ -238,6 +239,8 @@ def test_a_jobs_budget_by_the_month_is_shown_and_set_and_its_two_budgets_are_for
     code, changed = put(usd=9)
     assert (changed["job"]["spec"]["budget_per"], changed["month_micro_usd"]) == ("job", None)
     assert put(usd=9, per="week")[0] == 400
+    store.commit(Changes(NOW_S, jobs=(replace(store.job(made), state=JobState.FAILED, ended_at_s=NOW_S),)))
+    assert put(usd=11)[0] == 409
     for odd in ({"budget_per": "month"}, {"budget_per": "week", "budget_usd": 5}):
         assert client.post("/v1/jobs", json={**body, **odd}, headers=as_("bob")).status_code == 400, odd
 

@@ -114,6 +114,27 @@ class TestJobs:
         assert [view["position"] for view in client.get("/v1/jobs").json()] == [1, 2]
         assert [view["job"]["id"] for view in client.get("/v1/jobs").json()] == ["job-2", "job-1"]
 
+    def test_those_that_are_not_over_are_found_behind_those_that_are(self, client: TestClient, store: Store) -> None:
+        for _ in range(3):
+            client.post("/v1/jobs", json=GANG)
+        store.commit(Changes(1000.0, jobs=(replace(store.job("job-2"), state=JobState.FAILED, ended_at_s=1000.0),)))
+        page = client.get("/v1/jobs", params={"active": True, "limit": 2}).json()
+        assert [view["job"]["id"] for view in page] == ["job-3", "job-1"]
+
+    def test_a_gang_that_is_whole_waits_no_longer_for_its_members(
+        self, client: TestClient, store: Store, tmp_path: Path
+    ) -> None:
+        """The controller's words are of its last look."""
+        client.post("/v1/jobs", json=GANG)
+        live = {"at_s": 1000.0, "waiting": {"job-1": {"constraint": "starting", "reason": "lease-1 has 0 of 2"}}}
+        (tmp_path / "live.json").write_text(json.dumps(live))
+        job = replace(store.job("job-1"), state=JobState.RUNNING)
+        for states, is_shown in (("forming ready", True), ("ready ready", False)):
+            members = tuple(Member(n, state=MemberState(s)) for n, s in enumerate(states.split()))
+            lease = Lease("lease-1", "job-1", job.spec.gang.shapes[0], LeaseState.ACTIVE, members)
+            store.commit(Changes(1000.0, jobs=(job,), leases=(lease,)))
+            assert (client.get("/v1/jobs/job-1").json()["waiting"] is not None) == is_shown, states
+
     def test_the_same_key_queues_one_job(self, client: TestClient) -> None:
         ids = {client.post("/v1/jobs", json=GANG, params={"key": "k"}).json()["job"]["id"] for _ in range(3)}
         assert ids == {"job-1"}

@@ -170,6 +170,10 @@ def test_a_jobs_budget_by_the_month_counts_this_month_alone(limit: str, decided:
     if limit == "budget_usd":
         assert said(spent) == [("job-1", "budget")]
         assert "has cost $10.00 of its budget of $10 this month. Wait for the next month" in reason(spent)
+        nearly = replace(again, spent_month={"job-1": micro_usd(9.9)})
+        assert "has cost $9.90 of its budget of $10 this month; less than three minutes of it are left." in reason(
+            nearly
+        )
     else:
         assert (bought(spent), bought(again)) == (["spot"], ["owned"])
     assert said(again) == [("job-1", "admit")], "a new month"

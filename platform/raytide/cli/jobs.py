@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
+from collections.abc import Callable
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -17,6 +19,7 @@ from raytide.control.client import Client
 from raytide.control.views import JobView
 from raytide.control.wire import to_json
 from raytide.core.clock import ago
+from raytide.core.errors import ClusterError, RaytideError
 from raytide.core.job import Job, JobState
 from raytide.core.money import format_usd
 from raytide.job_run import Run, explain, patiently
@@ -50,23 +53,46 @@ _FOLLOW_S = 0.5
 
 def ps(
     cluster: ClusterName = None,
-    limit: Annotated[int, typer.Option(min=1, help="How many jobs, newest first.")] = 50,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="How many jobs, newest first.")] = 50,
+    active: Annotated[bool, typer.Option("--active", "-a", help="Only those that are not over.")] = False,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Show it again whenever it changes.")] = False,
     json: Json = False,
 ) -> None:
     """Jobs, with what each waits for and what it costs."""
-    client = Client.find(cluster)
-    views = client.jobs(limit=limit)
+    look = partial(Client.find(cluster).jobs, limit=limit, active=active)
+    views = look()
     _show(views, json)
-    while watch:
+    if len(views) == limit and not json:
+        more = "`--limit` shows more" if active else "`--limit` shows more, `--active` those that are not over"
+        print(f"the newest {limit}; {more}", file=sys.stderr)
+    if watch:
+        _watch(look, views, json)
+
+
+def _watch(look: Callable[[], list[JobView]], views: list[JobView], json: bool) -> None:
+    """On a terminal it is drawn anew, as much as fits; a pipe gets it again when some job got on."""
+    is_drawn = sys.stdout.isatty() and not json
+    while True:
         time.sleep(_FOLLOW_S)
-        before, views = views, client.jobs(limit=limit)
-        if views != before:
-            print("\033[2J\033[H" if sys.stdout.isatty() else "")
+        try:
+            before, views = views, look()
+        except ClusterError as error:  # an API that restarts ends no watch
+            print(f"raytide: {error}", file=sys.stderr)
+            continue
+        if is_drawn:
+            print("\033[H\033[J", end="")
+            _show(views, json, height=shutil.get_terminal_size().lines - 1)
+        elif list(map(_standing, views)) != list(map(_standing, before)):
             _show(views, json)
 
 
-def _show(views: list[JobView], json: bool) -> None:
+def _standing(view: JobView) -> tuple[object, ...]:
+    """What is news about it: neither dollars nor steps, which always change."""
+    waits = "" if view.waiting is None else view.waiting.constraint
+    return view.job.id, view.job.state, view.position, view.job.progress.get("stage"), waits
+
+
+def _show(views: list[JobView], json: bool, *, height: int = 0) -> None:
     if json:
         as_json([to_json(view) for view in views])
         return
@@ -74,6 +100,7 @@ def _show(views: list[JobView], json: bool) -> None:
     as_table(
         ("JOB", "NAME", "KIND", "TEAM", "STATE", "POS", "AGE", "DUE", "STEP", "COST", "PRICE", "WHY"),
         [_row(view, now) for view in views],
+        height=height,
     )
 
 
@@ -111,13 +138,29 @@ def logs(
         print(text, end="", flush=True)
 
 
-def stop(job_id: JobId, cluster: ClusterName = None, json: Json = False) -> None:
-    """Stop a job; its lease is freed."""
-    view = Client.find(cluster).stop(job_id)
+def stop(
+    job_ids: Annotated[list[str], typer.Argument(metavar="JOB...", help="Jobs, as `raytide ps` lists them.")],
+    cluster: ClusterName = None,
+    json: Json = False,
+) -> None:
+    """Stop jobs; their leases are freed."""
+    client = Client.find(cluster)
+    views: list[JobView] = []
+    wrong: list[RaytideError] = []
+    for job_id in job_ids:
+        try:
+            views.append(client.stop(job_id))
+        except RaytideError as error:  # the others are stopped all the same
+            wrong.append(error)
+            continue
+        if not json:
+            print(f"{job_id} is {views[-1].job.state if views[-1].job.is_final else 'being stopped'}")
     if json:
-        as_json(to_json(view))
-    else:
-        print(f"{job_id} is {view.job.state}")
+        as_json(to_json(views[0] if len(job_ids) == len(views) == 1 else views))
+    for error in wrong[:-1]:
+        print(f"raytide: {error}", file=sys.stderr)
+    if wrong:
+        raise wrong[-1]
 
 
 def retry(job_id: JobId, cluster: ClusterName = None, json: Json = False) -> None:
@@ -237,13 +280,15 @@ def _row(view: JobView, now: float) -> tuple[object, ...]:
 
 
 def _due(job: Job, now: float) -> str:
-    """How long there is, or by how much it was late."""
+    """How long there is, or by how much it was late; of what was not done by then, nothing."""
     if (due_at_s := job.spec.due_at_s) is None:
         return "-"
     end_s = job.ended_at_s if job.ended_at_s is not None else now
     if end_s > due_at_s:
         return f"{ago(end_s - due_at_s)} late"
-    return "kept" if job.is_final else f"in {ago(due_at_s - now)}"
+    if job.is_final:
+        return "kept" if job.state is JobState.SUCCEEDED else "-"
+    return f"in {ago(due_at_s - now)}"
 
 
 def _short(value: float | int | str) -> str:

@@ -10,11 +10,11 @@ import typer
 
 from raytide.cli.show import ClusterName, Json, as_json, as_table
 from raytide.control.client import Client
-from raytide.control.views import TeamView
+from raytide.control.views import JobView, TeamView
 from raytide.control.wire import to_json
 from raytide.core.errors import NotFoundError, UsageError
 from raytide.core.job import BudgetPer
-from raytide.core.money import format_usd
+from raytide.core.money import format_usd, micro_usd
 from raytide.core.team import TeamSpec
 
 Amounts = Annotated[list[str] | None, typer.Argument(help="RESOURCE=AMOUNT: GPU=8, H100=16, CPU=64.")]
@@ -68,14 +68,19 @@ def reset_quota(team: Name, cluster: ClusterName = None, json: Json = False) -> 
 
 @budget.callback(invoke_without_command=True)
 def budgets(context: typer.Context, cluster: ClusterName = None, json: Json = False) -> None:
-    """What teams may spend this month, and have."""
+    """What teams may spend this month, and have; and jobs that are not over and have a budget of their own."""
     if context.invoked_subcommand is not None:
         return
-    teams = Client.find(cluster).teams()
+    client = Client.find(cluster)
+    teams = client.teams()
     if json:
         as_json([to_json(team) for team in teams])
         return
     as_table(("TEAM", "SOFT", "HARD", "SPENT", "WITH RESERVED", "SET BY"), [_budget_row(team) for team in teams])
+    jobs = [view for view in client.jobs(limit=1000, active=True) if _budgets_of(view) != (None, None)]
+    if jobs:
+        print()
+        as_table(("JOB", "NAME", "TEAM", "PER", "SOFT", "HARD", "SPENT"), [_job_row(view) for view in jobs])
 
 
 @budget.command("set")
@@ -107,7 +112,7 @@ def set_budget(
         as_json(to_json(changed))
     else:
         span = " a month" if per == "month" or isinstance(changed, TeamSpec) else ""
-        amount = "without limit" if usd is None else f"${usd:,.2f}{span}"
+        amount = "without limit" if usd is None else f"{format_usd(micro_usd(usd))}{span}"
         print(f"{who} may spend {amount}{' before it is limited to spot' if soft else ''}")
 
 
@@ -172,10 +177,24 @@ def _quota_rows(team: TeamView) -> list[tuple[object, ...]]:
 
 
 def _budget_row(team: TeamView) -> tuple[str, ...]:
-    limits = (team.spec.budget.soft_usd, team.spec.budget.hard_usd)
-    shown = ["-" if limit is None else f"${limit:,.2f}" for limit in limits]
+    shown = _amounts_of(team.spec.budget.soft_usd, team.spec.budget.hard_usd)
     by = "raytide budget" if "budget" in team.given else "cluster.yaml"
     return (team.name, *shown, format_usd(team.spent_micro_usd), format_usd(team.use.committed_micro_usd), by)
+
+
+def _job_row(view: JobView) -> tuple[str, ...]:
+    spec = view.job.spec
+    spent = view.cost_micro_usd if view.month_micro_usd is None else view.month_micro_usd
+    shown = _amounts_of(*_budgets_of(view))
+    return (view.job.id, spec.name, spec.team, spec.budget_per, *shown, format_usd(spent))
+
+
+def _budgets_of(view: JobView) -> tuple[float | None, float | None]:
+    return view.job.spec.soft_budget_usd, view.job.spec.budget_usd
+
+
+def _amounts_of(*limits: float | None) -> list[str]:
+    return ["-" if limit is None else format_usd(micro_usd(limit)) for limit in limits]
 
 
 def _words(amounts: Mapping[str, float]) -> str:

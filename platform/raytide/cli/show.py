@@ -22,10 +22,11 @@ def as_json(value: Any) -> None:
     print(json.dumps(value, indent=2, default=str))
 
 
-def as_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+def as_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, height: int = 0) -> None:
+    """`height`: so many lines of it on a terminal; 0 for all."""
     shown = [[str(cell) for cell in row] for row in rows]
     if sys.stdout.isatty():
-        print("\n".join(fitted(columns, shown, shutil.get_terminal_size().columns)))
+        print("\n".join(fitted(columns, shown, shutil.get_terminal_size().columns)[: height or None]))
         return
     for row in [columns, *shown]:
         print("\t".join(row))

@@ -92,8 +92,10 @@ class Client:
         path = f"/v1/packages/{digest}"
         return self._respond("GET", path, patience_s=_AWAY_S, timeout=_UPLOAD_TIMEOUT_S).content
 
-    def jobs(self, *, limit: int = 100, offset: int = 0) -> list[JobView]:
-        return from_json(list[JobView], self._get("/v1/jobs", {"limit": limit, "offset": offset}))
+    def jobs(self, *, limit: int = 100, offset: int = 0, active: bool = False) -> list[JobView]:
+        """Newest first; `active`: those that are not over."""
+        query = {"limit": limit, "offset": offset, "active": active}
+        return from_json(list[JobView], self._get("/v1/jobs", query))
 
     def job(self, job_id: str) -> JobView:
         return from_json(JobView, self._get(f"/v1/jobs/{job_id}"))

@@ -82,7 +82,9 @@ class Purse:
             return None
         need = self._reservation(job, micro_usd_h)
         if job.spec.budget_usd is not None and need <= 0 and micro_usd_h > 0:
-            limit = f"{job.id} has cost {format_usd(self._counted(job))} of its budget of {_words(job)}."
+            spent = self._counted(job)
+            left = "" if _reached(spent, job.spec.budget_usd) else "; less than three minutes of it are left"
+            limit = f"{job.id} has cost {format_usd(spent)} of its budget of {_words(job)}{left}."
             is_monthly = job.spec.budget_per == "month"
             remedy = f"`raytide budget set {job.id} USD{'/month' if is_monthly else ''}`."
             wait = "Wait for the next month, or give" if is_monthly else "Give"

@@ -10,11 +10,12 @@ from raytide.control.api.auth import Caller
 from raytide.control.views import CostTable, Live, TeamView
 from raytide.core.cluster import ClusterConfig
 from raytide.core.endpoint import Endpoint
-from raytide.core.errors import ConfigError, UsageError
+from raytide.core.errors import ConfigError, ConflictError, UsageError
 from raytide.core.job import BudgetPer, Job, JobKind, JobSpec
 from raytide.core.money import month_of
 from raytide.core.state import Store
 from raytide.core.team import TeamSpec, merged
+from raytide.jobs.seats import supply
 from raytide.ledger import report
 from raytide.ledger.cost import accrued
 
@@ -57,6 +58,7 @@ class Accounts:
         self.check_team(name)
         if "parent" in changes:
             raise ConfigError("the tree of teams is the configuration's.", hint="Set it in metadata.raytide.teams.")
+        self._check_resources(changes)
         given: dict[str, Any] = next((dict(team.given) for team in self._store.teams() if team.name == name), {})
         for field, value in changes.items():
             before = given.get(field)
@@ -68,6 +70,8 @@ class Accounts:
 
     def set_job_budget(self, job: Job, usd: float | None, *, soft: bool, per: BudgetPer) -> Job:
         """Both of its budgets are for the same time."""
+        if job.is_final:
+            raise ConflictError(f"{job.id} is {job.state}: it spends nothing any more.", hint="Set that of another.")
         name, other = ("soft_budget_usd", "budget_usd") if soft else ("budget_usd", "soft_budget_usd")
         if (kept := getattr(job.spec, other)) is None:
             per = "job" if usd is None else per
@@ -93,6 +97,17 @@ class Accounts:
                 f"there is no team {team}.",
                 hint=f"Teams are {', '.join(sorted(known))}; metadata.raytide.teams adds more.",
             )
+
+    def _check_resources(self, changes: Mapping[str, object]) -> None:
+        """A quota of what no node has would limit nothing."""
+        known = supply(self._config.node_types).keys()
+        for field in ("quota", "borrow", "lend"):
+            amounts = changes.get(field)
+            if isinstance(amounts, Mapping) and (odd := sorted(amounts.keys() - known)):
+                raise ConfigError(
+                    f"no node type has {odd[0]}, of which a {field} is set.",
+                    hint=f"There are {', '.join(sorted(known))}.",
+                )
 
     def _tags(self, subjects: set[str]) -> dict[str, dict[str, str]]:
         jobs = {job.id: _tags_of_job(job) for job in self._store.jobs_of(sorted(subjects))}

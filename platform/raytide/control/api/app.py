@@ -67,8 +67,8 @@ def create_app(desk: Desk, tokens: Tokens) -> FastAPI:
         return FileResponse(desk.package(digest, who))
 
     @app.get("/v1/jobs")
-    def jobs(who: Who, limit: int = 100, offset: int = 0) -> Any:
-        return [to_json(view) for view in desk.jobs(who, min(max(limit, 1), 1000), max(offset, 0))]
+    def jobs(who: Who, limit: int = 100, offset: int = 0, active: bool = False) -> Any:
+        return [to_json(view) for view in desk.jobs(who, min(max(limit, 1), 1000), max(offset, 0), active=active)]
 
     @app.get("/v1/jobs/{job_id}")
     def job(who: Who, job_id: str) -> Any:

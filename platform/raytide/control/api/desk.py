@@ -93,9 +93,10 @@ class Desk:
         spec = resolved(spec, self._config.node_types, now_s)
         return self.view(self._store.submit_job(spec, caller.user, now_s, key=key))
 
-    def jobs(self, caller: Caller, limit: int, offset: int) -> list[JobView]:
+    def jobs(self, caller: Caller, limit: int, offset: int, *, active: bool = False) -> list[JobView]:
+        """Newest first; `active`: those that are not over."""
         team = None if caller.team == ANY_TEAM else caller.team
-        jobs = self._store.jobs(team=team, limit=limit, offset=offset)
+        jobs = self._store.jobs(active=active, team=team, limit=limit, offset=offset)
         return self._views(jobs)
 
     def job(self, job_id: str, caller: Caller) -> JobView:
@@ -331,6 +332,8 @@ class Desk:
         for job in jobs:
             lease = leases.get(job.id) if job.state is not JobState.QUEUED else None
             waiting = live.waiting.get(job.id) or (live.waiting.get(lease.id) if lease else None)
+            if waiting is not None and waiting.constraint == "starting" and lease is not None and _is_whole(lease):
+                waiting = None  # the controller looked before its last member was there
             views.append(
                 JobView(
                     job=job,
@@ -369,6 +372,10 @@ class Desk:
             DataSpec.parse(spec.config, where=spec.name)
         elif spec.kind is JobKind.SCRIPT and (package := ScriptSpec.parse(spec.config, where=spec.name).package):
             self.packages.path(package)
+
+
+def _is_whole(lease: Lease) -> bool:
+    return lease.state is LeaseState.ACTIVE and all(each.is_usable or each.is_parked for each in lease.members)
 
 
 def _check_data(spec: TrainSpec) -> None:
