@@ -22,11 +22,10 @@ from raytide.control.wire import to_json
 from raytide.core.clock import VirtualClock
 from raytide.core.cluster import ClusterConfig, load_cluster
 from raytide.core.endpoint import ServeSpec
-from raytide.core.entry import Entry, EntryKind, OpenInterval, Share
+from raytide.core.entry import Entry, EntryKind, OpenInterval, Share, Spent
 from raytide.core.job import JobState
 from raytide.core.snapshot import Snapshot
 from raytide.core.state import Changes, Store
-from raytide.core.state.books import Spent
 from raytide.core.state.records import StoredTeam
 from raytide.core.team import HALF_LIFE_S, Budget, TeamSpec
 

@@ -8,9 +8,9 @@ from typing import Any, cast
 from raytide.autoscaler.instances import UNASKED
 from raytide.control.outlook import SPEND_PERIOD_S, Outlook
 from raytide.core.cluster import ClusterConfig, LimitsSection, RaytideSection
+from raytide.core.entry import Spent
 from raytide.core.fleet import Market, Node, NodeState, NodeType
 from raytide.core.snapshot import Limits, Snapshot
-from raytide.core.state.books import Spent
 
 SPOT = NodeType(name="s", resources={"GPU": 1}, market=Market.SPOT, price_micro_usd_h=1_000_000, zones=("a",))
 NOW_S = 29 * 24 * 3600.0

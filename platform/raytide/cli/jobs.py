@@ -157,8 +157,8 @@ def stop(
             print(f"{job_id} is {views[-1].job.state if views[-1].job.is_final else 'being stopped'}")
     if json:
         as_json(to_json(views[0] if len(job_ids) == len(views) == 1 else views))
-    for error in wrong[:-1]:
-        print(f"raytide: {error}", file=sys.stderr)
+    for other in wrong[:-1]:
+        print(f"raytide: {other}", file=sys.stderr)
     if wrong:
         raise wrong[-1]
 

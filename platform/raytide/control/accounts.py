@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from raytide.core.cluster import ClusterConfig
+from raytide.core.entry import Spent
 from raytide.core.job import Job
 from raytide.core.snapshot import Snapshot
-from raytide.core.state.books import Spent
 from raytide.core.state.records import StoredTeam
 from raytide.core.team import Team, TeamSpec, faded, overlaid
 from raytide.jobs.admit import floor_of

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
@@ -82,3 +83,14 @@ class Line:
     amount_micro_usd: int
     cause: str = ""
     """Of lost work, where it is asked for by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """Micro-dollars that are booked. What is still open is at most a minute old; budgets leave more time than that."""
+
+    jobs: Mapping[str, int] = field(default_factory=dict)
+    """In all."""
+    jobs_month: Mapping[str, int] = field(default_factory=dict)
+    """In one month."""
+    teams_month: Mapping[str, int] = field(default_factory=dict)

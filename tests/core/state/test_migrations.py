@@ -11,12 +11,11 @@ from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 
-from raytide.core.entry import Entry, EntryKind
+from raytide.core.entry import Entry, EntryKind, Spent
 from raytide.core.errors import ConflictError
 from raytide.core.gang import GangSpec, Lease, LeaseState, Member, Shape
 from raytide.core.job import JobKind, JobSpec
 from raytide.core.state import Changes, Store
-from raytide.core.state.books import Spent
 from raytide.core.state.database import _MIGRATIONS, Database
 from raytide.core.state.tables import metadata
 

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import sqlalchemy as sa
 
-from raytide.core.entry import DAY_US, CostBy, Entry, EntryKind, Line, OpenInterval
+from raytide.core.entry import DAY_US, CostBy, Entry, EntryKind, Line, OpenInterval, Spent
 from raytide.core.state import codec
 from raytide.core.state import tables as t
 from raytide.core.state.database import Database
-
-
-@dataclass(frozen=True, slots=True)
-class Spent:
-    """Micro-dollars that are booked. What is still open is at most a minute old; budgets leave more time than that."""
-
-    jobs: Mapping[str, int] = field(default_factory=dict)
-    """In all."""
-    jobs_month: Mapping[str, int] = field(default_factory=dict)
-    """In one month."""
-    teams_month: Mapping[str, int] = field(default_factory=dict)
 
 
 class Books:
