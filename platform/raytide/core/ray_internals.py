@@ -132,15 +132,39 @@ def nodes_of_groups() -> dict[str, tuple[str, ...]]:
     }
 
 
+_NODE_PORTS = (
+    "node_manager_port",
+    "runtime_env_agent_port",
+    "metrics_agent_port",
+    "metrics_export_port",
+    "dashboard_agent_listen_port",
+)
+"""What Ray asks of a node that joined."""
+
+
 def start_raylet(parameters: Mapping[str, Any]) -> int:
     """Start a node's raylet with these RayParams and return its pid at once; it joins the cluster a few seconds later.
 
-    Two `ray start` in one second pick the same socket name, which it cannot set, and one of them dies.
+    Two `ray start` in one second pick the same socket name, which it cannot set, and one of them dies. Ray would wait
+    for the node to join, and end it after 30 s: a busy machine may take longer, and whoever bought it waits anyhow. And
+    it does not tell the raylet on which port the dashboard's agent will listen, though it is told: the raylet would
+    wait for the agent to say so, and abort after 15 s.
     """
+    from ray import _raylet
+    from ray._private import services
     from ray._private.node import Node
     from ray._private.parameter import RayParams
 
-    node = Node(RayParams(**parameters), head=False, shutdown_at_exit=False, spawn_reaper=True)
+    ray_services: Any = services
+    raylet: Any = _raylet
+    wait, ray_services.get_node = ray_services.get_node, lambda *_: dict.fromkeys(_NODE_PORTS, 0)
+    try:
+        node = Node(RayParams(**parameters), head=False, shutdown_at_exit=False, spawn_reaper=True)
+    finally:
+        ray_services.get_node = wait
+    if port := parameters.get("dashboard_agent_listen_port"):
+        folder = node.get_session_dir_path()
+        raylet.persist_port(folder, node.node_id, raylet.DASHBOARD_AGENT_LISTEN_PORT_NAME, port)
     return int(node.all_processes["raylet"][0].process.pid)
 
 
