@@ -80,7 +80,7 @@ def test_gangs_work_on_demand_until_their_spot_nodes_are_ready_and_lose_no_step(
             run.stop()
             eventually(lambda run=run: run.refresh().view.job.is_final)
             assert run.progress["steps_lost"] == 0
-        _check_plans([action for plan in reversed(tide.client.plans(limit=1000)) for action in plan["actions"]], say)
+        _check_plans([action for plan in tide.client.plans(limit=1000) for action in plan["actions"]], say)
     for each in specs.values():
         done = samples(each)
         sampler = Sampler(each.seed, TokenData(each.dataset, each.seq_len).n_sequences, each.global_batch)

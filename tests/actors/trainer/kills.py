@@ -33,16 +33,25 @@ def kill_at_random(run: Run, *, kills: int, chance: random.Random) -> list[str]:
             member, pid = chance.choice(sorted(there.items()))
             victims.add(pid)
             stops = chance.random() < HANGS
-            os.kill(pid, signal.SIGSTOP if stops else signal.SIGKILL)
-            told.append(f"{'stopped' if stops else 'killed'} {member} at step {last_step(run)}")
-            if not stops:
-                run.leases.take(member)
-                away = [member]
+            if _signalled(pid, signal.SIGSTOP if stops else signal.SIGKILL):
+                told.append(f"{'stopped' if stops else 'killed'} {member} at step {last_step(run)}")
+                if not stops:
+                    run.leases.take(member)
+                    away = [member]
         if chance.random() < 0.5:
             back, away = back + away, []
         run.leases.give(*back)
     run.leases.give(*away)
     return told
+
+
+def _signalled(pid: int, number: signal.Signals) -> bool:
+    """False when it is gone: the driver ended it, and no other is ready on that member yet."""
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def last_step(run: Run) -> int:
