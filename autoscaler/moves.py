@@ -9,6 +9,7 @@ stops the old one. Nodes of one gang go together, in one stop. Work without a le
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from raytide.autoscaler import market_moves
 from raytide.autoscaler.draft import Draft
@@ -16,6 +17,7 @@ from raytide.autoscaler.market_moves import is_wanted, stance_of
 from raytide.autoscaler.relocation import MOVE, Relocation, drain_of, may_leave
 from raytide.autoscaler.roster import Occupants, Roster
 from raytide.autoscaler.stops import stop_of
+from raytide.core import gather
 from raytide.core.fleet import NodeState, labels_match
 from raytide.core.money import format_usd
 from raytide.core.plan import Drain, Launch
@@ -24,10 +26,13 @@ from raytide.core.snapshot import NodeView, Snapshot
 
 
 def without_kept(snapshot: Snapshot, room: Room) -> Room:
-    """A copy, without what is kept for those who will move."""
+    """A copy, without what is kept for replicas that have no room yet, and for those who will move."""
+    room = replace(room.copy(), snapshot=snapshot, _holders=None)
+    for kept in snapshot.kept.values():
+        gather.take(room, kept)
     if not any(view.node.subject.startswith(MOVE) for view in snapshot.nodes):
-        return room.copy()
-    draft = Draft(snapshot, room.copy(), Roster.of(snapshot), [])
+        return room
+    draft = Draft(snapshot, room, Roster.of(snapshot), [])
     reserve(draft)
     return draft.room
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from raytide.autoscaler import endpoints
 from raytide.autoscaler.draft import Draft, Seating
+from raytide.core import gather
 from raytide.core.clock import utc
 from raytide.core.coming import Ask, Coming
 from raytide.core.fleet import Market, NodeState, NodeType, Resources
@@ -48,7 +49,15 @@ def seat_replicas(draft: Draft) -> None:
         starting = f"{missing} {what} start" if len(seats) == missing else ""
         draft.seat(Seating(name, f"endpoint {name} lacks {missing} x ({amounts(shape)})", seats, starting=starting))
         if len(seats) < missing:
-            draft.wait(name, draft.room.why_not(shape, missing - len(seats), f"endpoint {name}"))
+            short, kept = draft.room.why_not(shape, missing - len(seats), f"endpoint {name}"), draft.snapshot.kept
+            draft.wait(name, replace(short, reason=short.reason + _keeps(kept.get(name, ()))))
+            gather.take(draft.room, kept.get(name, ()))
+            draft.promised.update(node_id for node_id, free in kept.get(name, ()) if free)
+
+
+def _keeps(kept: gather.Kept) -> str:
+    nodes = ", ".join(node_id for node_id, _ in kept)
+    return f" What falls free on {nodes} is kept for it." if kept else ""
 
 
 def seat_leases(draft: Draft) -> None:

@@ -97,7 +97,9 @@ def check_capacity(seen: Snapshot, actions: Sequence[Action]) -> None:
     endpoints = []
     for view in seen.endpoints:
         seated = sum(node in ready for node in (view.load.replica_nodes if view.load else ()))
-        target = min(seated, targets.get(view.endpoint.name, view.endpoint.target_replicas))
+        target = min(
+            seated // view.endpoint.spec.members, targets.get(view.endpoint.name, view.endpoint.target_replicas)
+        )
         if view.worth is not None:  # what is only starting is more than is needed
             target = min(target, view.worth.ondemand)
         endpoints.append(replace(view, endpoint=replace(view.endpoint, target_replicas=target)))

@@ -46,6 +46,10 @@ SPEC = ServeSpec(
 
 GPU_SPEC = SPEC.model_copy(update={"name": "g", "resources": {"GPU": 1}, "replicas": Replicas(max=4, target_ongoing=4)})
 
+WIDE = SPEC.model_copy(
+    update={"name": "w", "resources": {"GPU": 2}, "members": 2, "replicas": Replicas(max=2, target_ongoing=4)}
+)
+
 
 class Storm(RuleBasedStateMachine):
     """Jobs, requests, tasks, empty pools, notices, reclaims, silence and crashes, in any order."""
@@ -76,6 +80,12 @@ class Storm(RuleBasedStateMachine):
         if "m" not in self.cluster.book.endpoints:
             self.cluster.serve(SPEC)
         self.cluster.ongoing["m"] = ongoing
+
+    @rule(ongoing=st.sampled_from([0.0, 9.0, 40.0]))
+    def load_of_several_members(self, ongoing: float) -> None:
+        if "w" not in self.cluster.book.endpoints:
+            self.cluster.serve(WIDE)
+        self.cluster.ongoing["w"] = ongoing
 
     @rule(is_silent=st.booleans())
     def replicas_fall_silent(self, is_silent: bool) -> None:

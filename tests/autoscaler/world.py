@@ -55,6 +55,8 @@ class Work:
     labels: Mapping[str, str]
     endpoint: str = ""
     node_id: str = ""
+    replica: int = 0
+    """Of several members: its number. They are placed together or not at all."""
 
 
 class FakeRay:
@@ -101,8 +103,13 @@ class FakeRay:
             if state == "pending" and machine is not None and is_open and fits(group.resources, self.free(machine)):
                 self.groups[key] = (group, "ready")
         for work in self.work:
-            if not work.node_id:
-                work.node_id = next((m.node_id for m in up.values() if self._suits(work, m)), "")
+            fellows = [other for other in self.work if other.replica == work.replica] if work.replica else [work]
+            missing = [each for each in fellows if not each.node_id]
+            for each in missing:
+                each.node_id = next((m.node_id for m in up.values() if self._suits(each, m)), "")
+            if not all(each.node_id for each in fellows):
+                for each in missing:
+                    each.node_id = ""
 
     def _suits(self, work: Work, machine: Machine) -> bool:
         labels = self.types[machine.node_type].all_labels(machine.zone)
@@ -207,6 +214,8 @@ class Cluster:
         self.idle, self.risk, self.spot, self.limits = IdleClock(), SpotRisk(), SpotWatch(), Limits()
         self.fleets = SloFleets()
         self.ongoing: dict[str, float] = {}
+        self.started = 0
+        """Replicas."""
         self.traffic: dict[str, Traffic] = {}
         """What is known of what endpoints are asked and can do, where anything is."""
         self.silent: set[str] = set()
@@ -354,11 +363,20 @@ class Cluster:
         for name, endpoint in self.book.endpoints.items():
             replicas = [work for work in self.ray.work if work.endpoint == name]
             leaving = [r for r in replicas if r.node_id in self.ray.draining]
-            for _ in range(endpoint.target_replicas - len(replicas) + len(leaving)):
-                self.ray.work.append(Work(endpoint.spec.resources, replica_selector(endpoint.spec), name))
+            members, target = endpoint.spec.members, endpoint.target_replicas * endpoint.spec.members
+            for number in range(target - len(replicas) + len(leaving)):
+                self.started += number % members == 0
+                self.ray.work.append(
+                    Work(
+                        endpoint.spec.resources,
+                        replica_selector(endpoint.spec),
+                        name,
+                        replica=self.started if members > 1 else 0,
+                    )
+                )
             seated = [r for r in replicas if r.node_id and r not in leaving]
-            surplus = [r for r in replicas if r not in leaving][endpoint.target_replicas :]
-            for gone in surplus + (leaving if len(seated) >= endpoint.target_replicas else []):
+            surplus = [r for r in replicas if r not in leaving][target:]
+            for gone in surplus + (leaving if len(seated) >= target else []):
                 self.ray.work.remove(gone)
 
     def _replicas_speak(self) -> None:
@@ -367,9 +385,10 @@ class Cluster:
         for name in self.book.endpoints:
             if name not in self.silent:
                 nodes = tuple(f"ray-{w.node_id}" for w in self.ray.work if w.endpoint == name and w.node_id)
-                spoke = tuple(ReplicaLoad(str(number), now_s, node=node) for number, node in enumerate(nodes))
+                first = nodes[:: self.book.endpoints[name].spec.members]
+                spoke = tuple(ReplicaLoad(str(number), now_s, node=node) for number, node in enumerate(first))
                 traffic = self.traffic.get(name)
-                self.loads[name] = EndpointLoad(now_s, self.ongoing[name], len(nodes), nodes, spoke, traffic)
+                self.loads[name] = EndpointLoad(now_s, self.ongoing[name], len(first), nodes, spoke, traffic)
 
 
 def _loaded(book: Book) -> Book:

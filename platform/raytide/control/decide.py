@@ -14,6 +14,7 @@ from raytide.autoscaler.deadline_jobs import judged
 from raytide.autoscaler.endpoints import publish
 from raytide.autoscaler.overspend import shed, without
 from raytide.autoscaler.planner import plan
+from raytide.core.gather import gathered
 from raytide.core.plan import Action, Admit, Grow, Plan, Preempt, Shrink, Wait
 from raytide.core.room import Room
 from raytide.core.snapshot import Snapshot
@@ -32,6 +33,7 @@ def of_judged(seen: Snapshot) -> Plan:
     seen = with_leases(without(seen, given_up), given_up) if given_up else seen
     published, scales = publish(seen)
     room = Room.of(published)
+    published = gathered(published, room)
     admissions = admit(published, moves.without_kept(published, room))
     are_seats_as_before = all(isinstance(action, Admit | Wait) for action in admissions)
     actions = plan(with_leases(published, admissions), room if are_seats_as_before else None)

@@ -153,5 +153,8 @@ class Snapshot:
     paces: Mapping[str, Paces] = field(default_factory=dict)
     """How fast each job of `jobs` is on each node type; those are left out that are as fast on all, as far as is
     known."""
+    kept: Mapping[str, tuple[tuple[str, Resources], ...]] = field(default_factory=dict)
+    """By endpoint with a replica for which there is no room: nodes, and what nobody else gets of each until there is. A
+    decision finds them: see `raytide.core.gather`."""
     ray_answers: bool = True
     """False when Ray could not be asked: what it last said of its nodes is not known; nothing is given up for it."""

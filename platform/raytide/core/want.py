@@ -122,4 +122,7 @@ def _holders(snapshot: Snapshot) -> dict[str, set[str]]:
         for node in view.load.replica_nodes if view.load else ():
             if node in type_of_ray:
                 found[type_of_ray[node]].add(view.endpoint.name)
+    for name, kept in snapshot.kept.items():
+        for node_id, _ in kept:
+            found[type_of[node_id]].add(name)
     return found

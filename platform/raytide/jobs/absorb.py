@@ -10,14 +10,16 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
+from raytide.core import gather
 from raytide.core.choice import Seat
 from raytide.core.fleet import NodeState, Resources, labels_match, whole_shares
 from raytide.core.gang import Member, MemberState
 from raytide.core.plan import Rejected
 from raytide.core.replicas import is_pressed, replica_shape
+from raytide.core.shortfall import Shortfall
 from raytide.core.snapshot import EndpointView, NodeView, Snapshot
 from raytide.jobs import seats, service
 from raytide.jobs.floor import Floor
@@ -70,32 +72,92 @@ def absorb(floor: Floor, claims: Claims) -> None:
     rank = {row: at for at, row in enumerate(ranked(claims).tolist())}
     fleet, taken = _Fleet.of(floor.snapshot), dict[str, None]()
     for view in sorted(floor.snapshot.endpoints, key=lambda view: -_class_of(floor, view)):
-        name, shape = view.endpoint.name, replica_shape(view)
-        if not (lacking := _without_room(floor, fleet, view)):
-            continue
-        instead = _instead(floor, view, lacking)
-        offers, left = _Offers.of(floor, fleet, view, rank), dict(taken)
-        while lacking and (found := _left_over(floor, fleet, view, left) or offers.cheapest()):
-            (node_id, given), waited_for = found, lacking.pop(0)
-            taken[node_id] = left[node_id] = None
-            for row, member in given:
-                floor.lets_go(row, [member], name)
-            floor.room.take(node_id, shape.resources)
-            if waited_for is not None:
-                floor.room.give(waited_for.node_id, shape.resources)
-            offers.look_again(node_id, given)
-            floor.instead[name] = instead
-        if None in lacking:
-            floor.unseated.append(shape)
+        kept = floor.snapshot.kept.get(view.endpoint.name, ())
+        gather.give(floor.room, kept)
+        if view.endpoint.spec.members > 1:
+            is_seated = _seat_whole(floor, fleet, view, rank)
+        else:
+            is_seated = _seat(floor, fleet, view, rank, taken)
+        if not is_seated:
+            floor.unseated.append(replica_shape(view))
+            gather.take(floor.room, kept)
+
+
+def _seat(floor: Floor, fleet: _Fleet, view: EndpointView, rank: Mapping[int, int], taken: dict[str, None]) -> bool:
+    """Seats for replicas one by one. False when some find none. `taken`: nodes on which others took seats."""
+    if not (lacking := _without_room(floor, fleet, view)):
+        return True
+    instead = _instead(floor, view, lacking)
+    offers, left = _Offers.of(floor, fleet, view, rank), dict(taken)
+    while lacking and (node_id := _take_next(floor, fleet, view, offers, left)):
+        taken[node_id], waited_for = None, lacking.pop(0)
+        if waited_for is not None:
+            floor.room.give(waited_for.node_id, replica_shape(view).resources)
+        floor.instead[view.endpoint.name] = instead
+    return None not in lacking
+
+
+def _seat_whole(floor: Floor, fleet: _Fleet, view: EndpointView, rank: Mapping[int, int]) -> bool:
+    """Seats for replicas of several members, for all that one needs or for none. False when one finds none."""
+    name, shape, lacking = view.endpoint.name, replica_shape(view), gather.lacks(floor.room, view)
+    while lacking > 0:
+        count = gather.members_at_once(view, lacking)
+        if (given := _given_together(floor, fleet, view, rank, count)) is None:
+            return False
+        if given:
+            floor.instead[name] = _instead(floor, view, [None] * count)
+        for row, member in given:
+            floor.lets_go(row, [member], name)
+        floor.room.place(shape, count, subject=name)
+        lacking -= count
+    return True
+
+
+def _given_together(
+    floor: Floor, fleet: _Fleet, view: EndpointView, rank: Mapping[int, int], count: int
+) -> Given | None:
+    """Seats that leave room for so many members beside what is free and can be bought; None when there are not
+    enough."""
+    trial = _what_if(floor)
+    placed = trial.room.place(replica_shape(view), count, at_least=0, subject=view.endpoint.name)
+    assert not isinstance(placed, Shortfall)
+    offers, left = _Offers.of(trial, fleet, view, rank), dict[str, None]()
+    for _ in range(count - len(placed)):
+        if not _take_next(trial, fleet, view, offers, left):
+            return None
+    return [
+        (row, member)
+        for row, gone in trial.away.items()
+        for member in floor.leases[row].members
+        if member.index in gone and member.index not in floor.away.get(row, ())
+    ]
+
+
+def _what_if(floor: Floor) -> Floor:
+    """A copy on which seats may be taken for a trial."""
+    away = {row: dict(gone) for row, gone in floor.away.items()}
+    return replace(
+        floor, room=floor.room.copy(), quotas=floor.quotas.copy(), away=away, _full={}, _units={}, _space=None
+    )
+
+
+def _take_next(floor: Floor, fleet: _Fleet, view: EndpointView, offers: _Offers, left: dict[str, None]) -> str | None:
+    """The node on which one seat more costs least, which is taken. `left`: nodes that may have room over."""
+    if (found := _left_over(floor, fleet, view, left) or offers.cheapest()) is None:
+        return None
+    node_id, given = found
+    left[node_id] = None
+    for row, member in given:
+        floor.lets_go(row, [member], view.endpoint.name)
+    floor.room.take(node_id, view.endpoint.spec.resources)
+    offers.look_again(node_id, given)
+    return node_id
 
 
 def _without_room(floor: Floor, fleet: _Fleet, view: EndpointView) -> list[Seat | None]:
     """One for each replica that needs a seat now: where it would have to wait for a node, None when nowhere."""
-    name, room = view.endpoint.name, floor.room
-    if view.endpoint.spec.members > 1:
-        return []  # seats that come one by one make none of them whole
-    found = room.replicas.get(name, ())
-    nowhere: list[Seat | None] = [None] * (room.missing.get(name, 0) - len(found))
+    found = floor.room.replicas.get(view.endpoint.name, ())
+    nowhere: list[Seat | None] = [None] * gather.lacks(floor.room, view)
     if not is_pressed(view, floor.snapshot.at_s):
         return nowhere if view.pools is None else []  # with pools it was decided what is worth buying
     return nowhere + [seat for seat in found if fleet.ready_in_s(seat) > LEAVE_S]
