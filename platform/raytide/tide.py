@@ -62,7 +62,7 @@ class Tide:
         """Build a token dataset on a leased node; `job` as in `train`."""
         data = spec if isinstance(spec, DataSpec) else _parse(DataSpec, spec)
         config = data.model_dump(mode="json")
-        return Run(self.client, self._submit(JobKind.DATA, data.name, data.team, data.gang, config, job))
+        return Run(self.client, self._submit(JobKind.DATA, data.name, _team_of(data), data.gang, config, job))
 
     def train(self, spec: TrainSpec | SpecSource, **job: object) -> TrainRun:
         """Train on a gang; it survives the loss of members.
@@ -73,7 +73,7 @@ class Tide:
         """
         train = spec if isinstance(spec, TrainSpec) else _parse(TrainSpec, spec)
         config = train.model_dump(mode="json")
-        return TrainRun(self.client, self._submit(JobKind.TRAIN, train.name, train.team, train.asks, config, job))
+        return TrainRun(self.client, self._submit(JobKind.TRAIN, train.name, _team_of(train), train.asks, config, job))
 
     def run(
         self,
@@ -90,13 +90,13 @@ class Tide:
         nproc_per_node: int | str = 1,
         retries: int = 0,
         name: str = "",
-        team: str = "default",
+        team: str | None = None,
         **job: object,
     ) -> Run:
         """Run a script on every node of a gang, with RANK, WORLD_SIZE and MASTER_ADDR as torchrun sets them.
 
         `gpus` and `cpus` are of each node, `nodes=(1, 4)` is elastic, `selector` is of nodes' labels; or `shapes`, in
-        order of preference. The working directory is uploaded. `job` as in `train`.
+        order of preference. The working directory is uploaded. Without a `team` it is the token's. `job` as in `train`.
         """
         folder = Path(working_dir)
         command = command_of(str(script), args, folder)
@@ -142,7 +142,7 @@ class Tide:
         resources: Mapping[str, float] | None = None,
         labels: Mapping[str, str] | None = None,
         name: str = "gang",
-        team: str = "default",
+        team: str | None = None,
         timeout_s: float = 600.0,
         **job: object,
     ) -> Iterator[Gang]:
@@ -163,7 +163,7 @@ class Tide:
         resources: Mapping[str, float] | None = None,
         labels: Mapping[str, str] | None = None,
         name: str = "",
-        team: str = "default",
+        team: str | None = None,
         timeout_s: float = 600.0,
         retries: int = 3,
         **job: object,
@@ -199,7 +199,7 @@ class Tide:
         selector: Mapping[str, str] | None = None,
         together: str = "",
         name: str = "ray-train",
-        team: str = "default",
+        team: str | None = None,
         timeout_s: float = 30 * 86_400.0,
         **job: object,
     ) -> ScalingConfig:
@@ -248,12 +248,13 @@ class Tide:
         self,
         kind: JobKind,
         name: str,
-        team: str,
+        team: str | None,
         gang: GangSpec,
         config: dict[str, object],
         options: Mapping[str, object],
     ) -> JobView:
-        fields = {"kind": kind, "name": name, "team": team, "gang": gang, "config": config, **options}
+        whose = {} if team is None else {"team": team}
+        fields = {"kind": kind, "name": name, **whose, "gang": gang, "config": config, **options}
         return self.client.submit(JobSpec.parse(fields, where=name))
 
 
@@ -271,6 +272,11 @@ def local(config: str | Path | None = None, *, name: str = "local") -> Tide:
 
     started = cluster.up(config, name=name)
     return Tide(Client.from_run_dir(started.run_dir), on_exit=lambda: cluster.down(name))
+
+
+def _team_of(spec: TrainSpec | DataSpec) -> str | None:
+    """None where nothing was said: the token's own."""
+    return spec.team if "team" in spec.model_fields_set else None
 
 
 def _parse(cls: type[_Spec], source: SpecSource) -> _Spec:

@@ -29,6 +29,7 @@ from raytide.core.plan import Plan, Wait
 from raytide.core.signals import Signal
 from raytide.core.stance import Stance
 from raytide.core.state import Changes, Store
+from raytide.core.team import TeamSpec
 
 LOCAL = Path(__file__).parents[2] / "platform" / "raytide" / "control" / "local.yaml"
 GANG = {"kind": "gang", "name": "mine", "gang": {"shapes": [{"members": 2, "resources": {"CPU": 1}}]}}
@@ -102,7 +103,7 @@ class TestAuthentication:
         reads, writes = ("", "/logs", "/lease", "/why"), ("/stop", "/retry", "/report", "/release")
         for method, path in [*(("GET", path) for path in reads), *(("POST", path) for path in writes)]:
             assert client.request(method, f"/v1/jobs/{job}{path}", headers=other, json={}).status_code == 403
-        assert client.post("/v1/jobs", json=GANG, headers=other).status_code == 403
+        assert client.post("/v1/jobs", json={**GANG, "team": "default"}, headers=other).status_code == 403
         assert client.get("/v1/jobs", headers=other).json() == []
 
 
@@ -134,6 +135,15 @@ class TestJobs:
             lease = Lease("lease-1", "job-1", job.spec.gang.shapes[0], LeaseState.ACTIVE, members)
             store.commit(Changes(1000.0, jobs=(job,), leases=(lease,)))
             assert (client.get("/v1/jobs/job-1").json()["waiting"] is not None) == is_shown, states
+
+    def test_what_names_no_team_is_its_tokens(self, client: TestClient, desk: Desk) -> None:
+        desk.accounts._config.settings.teams["research"] = TeamSpec()
+        for token, team in (("secret", "default"), ("other", "research"), ("root", "default")):
+            body = {name: value for name, value in GANG.items() if name != "team"}
+            answer = client.post("/v1/jobs", json=body, headers={"Authorization": f"Bearer {token}"})
+            assert answer.json()["job"]["spec"]["team"] == team
+        named = {**GANG, "team": "default"}
+        assert client.post("/v1/jobs", json=named, headers={"Authorization": "Bearer other"}).status_code == 403
 
     def test_the_same_key_queues_one_job(self, client: TestClient) -> None:
         ids = {client.post("/v1/jobs", json=GANG, params={"key": "k"}).json()["job"]["id"] for _ in range(3)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 import httpx
@@ -10,6 +11,7 @@ import pytest
 from raytide.control import client as module
 from raytide.control.client import Client
 from raytide.control.views import JobView
+from raytide.control.wire import to_json
 from raytide.core.errors import ClusterError, NotFoundError
 from raytide.core.gang import GangSpec, Shape
 from raytide.core.job import Job, JobKind, JobSpec, JobState
@@ -84,3 +86,12 @@ def test_a_log_is_asked_for_part_by_part() -> None:
     run = Run(connected(Api(0, answer)), JobView(Job("job-1", SPEC, "ana", JobState.RUNNING, 0.0), None, 0, 0))
     assert run.logs() == "123456789"
     assert run.logs(tail=6) == "456789"
+
+
+def test_a_team_is_sent_only_where_one_was_named() -> None:
+    """Else it is the token's, which the API knows."""
+    view = to_json(JobView(Job("job-1", SPEC, "ana", JobState.QUEUED, 0.0), None, 0, 0))
+    api = Api(0, lambda request: httpx.Response(200, json=view))
+    connected(api).submit(SPEC)
+    connected(api).submit(SPEC.model_copy(update={"team": "red"}))
+    assert [json.loads(request.content).get("team") for request in api.seen] == [None, "red"]

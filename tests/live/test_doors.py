@@ -109,7 +109,7 @@ def test_a_token_of_one_team_does_nothing_with_anothers_job(
     monkeypatch.setenv("RAYTIDE_API", live.api_url)
     monkeypatch.setenv("RAYTIDE_TOKEN", "theirs")
     try:
-        run = ("run", "--working-dir", str(tmp_path), str(tmp_path / "x.py"))
+        run = ("run", "--team", "default", "--working-dir", str(tmp_path), str(tmp_path / "x.py"))
         for command in (run, ("stop", mine.id), ("logs", mine.id), ("why", mine.id), ("retry", mine.id)):
             done = raytide_cli(*command)
             assert (done.returncode, done.stdout) == (1, ""), command

@@ -38,7 +38,7 @@ def run(
     env: Annotated[list[str] | None, typer.Option(help="KEY=VALUE for the script.")] = None,
     retries: Annotated[int, typer.Option(min=0, help="Starts after a process ended with an error.")] = 0,
     name: Annotated[str, typer.Option(help="The job's; the script's when left out.")] = "",
-    team: Annotated[str, typer.Option(help="Whose job it is.")] = "default",
+    team: Annotated[str | None, typer.Option(help="Whose job it is; the token's own when left out.")] = None,
     label: Annotated[list[str] | None, typer.Option(help="Of the job, to find its cost by; KEY=VALUE.")] = None,
     priority: Priority = "normal",
     preemptible: Annotated[bool, typer.Option("--preemptible", help="It may be asked to give way.")] = False,

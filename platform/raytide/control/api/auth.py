@@ -18,6 +18,11 @@ class Caller:
     team: str
     """`*` may act for every team."""
 
+    @property
+    def home(self) -> str:
+        """Whose it is what names no team."""
+        return "default" if self.team == ANY_TEAM else self.team
+
     def sees(self, team: str) -> bool:
         return self.team in (ANY_TEAM, team)
 

@@ -83,7 +83,7 @@ class Desk:
     # Jobs.
 
     def submit(self, body: Mapping[str, object], caller: Caller, key: str | None) -> JobView:
-        spec = JobSpec.parse(body, where="job")
+        spec = JobSpec.parse({"team": caller.home, **body}, where="job")
         caller.require_team(spec.team)
         self.accounts.check_team(spec.team)
         self._check_priority(spec.priority)
@@ -214,7 +214,7 @@ class Desk:
     # Endpoints.
 
     def serve(self, body: Mapping[str, object], caller: Caller) -> EndpointStatus:
-        spec = ServeSpec.parse(body, where="serve")
+        spec = ServeSpec.parse({"team": caller.home, **body}, where="serve")
         caller.require_team(spec.team)
         self.accounts.check_team(spec.team)
         if spec.priority is not None:
