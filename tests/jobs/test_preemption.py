@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -303,3 +304,29 @@ def test_what_is_preempted_goes_on_with_its_service_counted() -> None:
     c.step(500.0)
     assert (c.jobs[low].attained_gpu_s, c.jobs[low].held_s) == (8 * 130.0, 130.0)
     assert [type(a) for a in c.step() if isinstance(a, Preempt)] == []
+
+
+def test_a_storm_is_decided_in_parts_and_comes_to_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def storm(most: int) -> tuple[Cluster, list[list[tuple[str, str]]]]:
+        monkeypatch.setattr("raytide.jobs.floor.MOST_PUSHES", most)
+        c = Cluster()
+        for _ in range(15):
+            c.submit(gpus(1), priority="low")
+        elastic = c.submit(gpus(1, members=2, at_least=1), priority="low")
+        c.step()
+        assert c.held(elastic) == 1, "its other seat is parked"
+        for _ in range(12):
+            c.submit(gpus(1), priority="high")
+        c.now_s += SETTLE_S
+        decisions = [brief(c.step()) for _ in range(3)]
+        c.step(GRACE_S)
+        return c, decisions
+
+    whole, (at_once, *after) = storm(100)
+    parts, decisions = storm(5)
+    assert after == [[], []]
+    kinds = [Counter(kind for _, kind in decision) for decision in decisions]
+    assert [(kind["admit"], kind["preempt"], kind["behind"]) for kind in kinds] == [(5, 5, 7), (5, 5, 2), (2, 2, 0)]
+    assert not any(kind["grow"] for kind in kinds), "nobody grows while some are not yet looked at"
+    assert parts.running() == whole.running()
+    assert {said for decision in decisions for said in decision if said[1] != "behind"} == set(at_once)

@@ -24,6 +24,10 @@ from raytide.jobs.space import Space
 from raytide.jobs.turn import Victims
 from raytide.jobs.victims import Emptied, Unit, Units, enough
 
+MOST_PUSHES = 100
+"""For so many jobs others give way in one decision: the next, which follows at once, goes on. Each of them asks for
+checkpoints, and nothing else is decided meanwhile."""
+
 
 @dataclass(frozen=True, slots=True)
 class Taken:
@@ -64,6 +68,8 @@ class Floor:
     that it can do without."""
     head: int | None = None
     """The first in the order for whom there is no room: what cannot be stopped again may not take its place."""
+    pushes: int = 0
+    """For how many jobs others give way."""
     _future: Room | None = None
     """The room that there will be beside the head."""
     _emptied: Emptied | None = None
@@ -76,8 +82,14 @@ class Floor:
     _quotas: dict[tuple[int, str], Resources] = field(default_factory=dict)
 
     def first(self, waiting: Ints) -> int | None:
-        """Everybody is tried, and told why not."""
-        return 0 if len(waiting) else None
+        """Everybody is tried, and told why not, until too many have been asked to give way."""
+        if self.pushes < MOST_PUSHES:
+            return 0 if len(waiting) else None
+        reason = f"{self.pushes} jobs that go before it make others give way in this decision."
+        self.refused |= dict.fromkeys(
+            waiting.tolist(), Shortfall("behind", reason, "Nothing to do: it is looked at in the next.")
+        )
+        return None
 
     def seat(self, row: int) -> bool:
         found = self._find(row)
@@ -346,7 +358,8 @@ class Floor:
         key = (job.spec.team, gives_way, is_own, *[ask.key for ask in asks])
         if key in self._stuck:
             return None
-        chosen = enough(self, row, asks, victims(), is_own=is_own)
+        has_room = self.emptied.has_room(job.spec.team, asks, gives_way=gives_way)
+        chosen = enough(self, row, asks, victims(), is_own=is_own) if has_room else []
         gone = self._evict(row, chosen) if chosen else None
         if gone is None:
             self._stuck.add(key)
@@ -359,6 +372,7 @@ class Floor:
         for other, (_, units) in before.items():
             self._units[other] = units.without(chosen)
         if self.seat(row):
+            self.pushes += 1
             gone = [other for other in before if not self._units[other].rest]
             self.givers.leave(gone)
             return gone

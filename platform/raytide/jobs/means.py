@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from raytide.core.fleet import MARKET_LABEL, Market
@@ -17,6 +18,8 @@ class Means:
     """Beyond a soft limit, its own or its team's, on spot nodes only. None while it has the time to wait for spot."""
     unpaid: tuple[Shortfall | None, ...]
     """Why its budgets do not allow each of them, at the least that the gang may cost; None for those they allow."""
+    paid: Sequence[Ask]
+    """Those that they allow; for the others it helps nothing when anybody gives way."""
     soft: str
     """Who is beyond a soft limit; "" when nobody is."""
     version: int
@@ -26,12 +29,9 @@ class Means:
     def of(cls, job: Job, asks: Asks, purse: Purse) -> Means:
         soft = purse.beyond_soft(job)
         may_have = asks.on_spot(job) if soft else asks.of(job)
-        return cls(may_have, tuple([_unpaid(job, ask, purse, soft) for ask in may_have]), soft, purse.version)
-
-    @property
-    def paid(self) -> list[Ask]:
-        """For the others it helps nothing when anybody gives way."""
-        return [ask for ask, short in zip(self.asks, self.unpaid, strict=True) if short is None]
+        unpaid = tuple([_unpaid(job, ask, purse, soft) for ask in may_have])
+        paid = [ask for ask, short in zip(may_have, unpaid, strict=True) if short is None]
+        return cls(may_have, unpaid, paid, soft, purse.version)
 
     @property
     def may_start(self) -> bool:

@@ -124,11 +124,6 @@ class Quotas:
             return account.own - self._fixed[account.number]
         return self.spare[name] - self._fixed[self._account(_ROOT, name).number]
 
-    def is_own(self, team: str, need: Resources) -> bool:
-        """Whether the team would hold no more than its own with it."""
-        limited = [name for name in self.names if name in need]
-        return all(need[name] <= self.left_of_own(team, name) + _SLACK for name in limited)
-
     def left_of_own(self, team: str, name: str) -> float:
         """How much more the team may hold without borrowing; what no team above it has a quota of is not borrowed."""
         if name not in self.limited or not (account := self._account(team, name)).is_named:
@@ -137,8 +132,13 @@ class Quotas:
 
     def may_take_back(self, team: str, need: Resources) -> bool:
         """Whether what it lacks is its own, lent to others, or what its place in the fleet is held by them."""
-        accounts = [self._account(team, name) for name in self.names if name in need]
-        return any(account.is_named for account in accounts) and self.is_own(team, need)
+        has_own = False
+        for name in self.names:
+            if name in need and (account := self._account(team, name)).is_named:
+                if need[name] > account.own - self._used[account.number] + _SLACK:
+                    return False
+                has_own = True
+        return has_own
 
     def borrows(self, team: str, names: Iterable[str]) -> bool:
         return any(team in self.beyond[name] for name in self.limited.intersection(names))

@@ -79,7 +79,7 @@ def enough(floor: Floor, row: int, asks: Sequence[Ask], lower: Ints, *, is_own: 
     `lower` are the rows below it in the order, the lowest first. `is_own`: it takes its team's own quota back.
     """
     units = _units(floor, _asked(floor, floor.jobs[row], lower, is_own=is_own))
-    if (first := next(units, None)) is None or not floor.emptied.has_room(floor, row, asks):
+    if (first := next(units, None)) is None:
         return []
     trial, freed = _Trial(floor, row, asks), list[Unit]()
     for unit in chain((first,), units) if not trial.fits() else ():
@@ -158,8 +158,7 @@ class Emptied:
             self.space.room.take(seat.node_id, shape.resources)
             self.space.changed(seat.node_id)
 
-    def has_room(self, floor: Floor, row: int, asks: Iterable[Ask]) -> bool:
-        team, gives_way = floor.jobs[row].spec.team, floor.gives_way[row]
+    def has_room(self, team: str, asks: Iterable[Ask], *, gives_way: bool) -> bool:
         return any(
             self.space.most(ask) >= ask.at_least and self.quotas.lacking(team, ask.least, gives_way=gives_way) is None
             for ask in asks
