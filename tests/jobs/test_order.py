@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytide.jobs.order import LAST, LONGER, NEW, OVERDUE, SHORT, URGENT, Claims, bands, ranked
+from raytide.jobs.order import LAST, LONGER, NEW, OVERDUE, SHORT, URGENT, Claims, bands, fair_wait_s, ranked
 from raytide.jobs.turn import turn
 from raytide.simulate.job_raytide import Counted
 
@@ -24,7 +24,7 @@ def claims(
     priority: Sequence[int] | None = None,
     share: Sequence[float] | None = None,
     own: Sequence[int] = (),
-    long_s: float = 0.0,
+    old_s: float = 0.0,
 ) -> Claims:
     """(GPUs, GPU-hours attained, hours held, hours queued), in order of submission; `held` and others name rows."""
     gpus, attained_h, held_h, queued_h = (np.array(column, dtype=float) for column in zip(*rows, strict=True))
@@ -46,7 +46,7 @@ def claims(
         is_cooling=mask(cooling),
         is_urgent=mask(urgent),
         is_own=mask(own),
-        long_s=long_s,
+        old_s=old_s,
     )
 
 
@@ -84,19 +84,35 @@ def test_a_gang_that_waited_longer_than_the_others_goes_before_all_but_the_new()
     assert bands(claims(gang, (1, 5, 5, 8), new)).tolist() == [LONGER, SHORT, NEW]
 
 
+def test_where_it_is_first_come_first_served_the_oldest_that_finds_no_room_waits_for_as_long_as_it_is_there() -> None:
+    rows = ((4, 20, 30, 0), (4, 5, 5, 15), (2, 5, 5, 5), (1, 0, 0, 1))
+    assert fair_wait_s(claims(*rows, held=[0, 2])) == 20 * HOUR_S
+    assert fair_wait_s(claims(*rows, held=[0, 1])) == 10 * HOUR_S
+    assert fair_wait_s(claims(*rows, held=[0, 1, 2, 3])) == 0.0
+    assert fair_wait_s(claims((8, 0, 0, 3))) == 3 * HOUR_S
+
+
+def test_a_gang_that_waited_longer_than_it_would_among_equals_is_overdue_however_long_the_others_wait() -> None:
+    gang, other, late = (16, 20, 2, 7), (1, 5, 5, 8), (1, 0, 0, 6)
+    assert bands(claims(other, gang, late, held=[1])).tolist() == [SHORT, LONGER, NEW], "it would wait for nine hours"
+    assert bands(claims(other, gang, late, held=[0, 1])).tolist() == [SHORT, OVERDUE, NEW], (
+        "nobody older than six would"
+    )
+
+
 def test_a_gang_is_patient_for_hours_even_where_nobody_else_waits() -> None:
     assert bands(claims((8, 20, 2, 3.9))).tolist() == [LONGER]
     assert bands(claims((8, 20, 2, 4.1))).tolist() == [OVERDUE]
 
 
 def test_a_small_job_well_into_its_run_counts_as_short_until_it_ran_for_days() -> None:
-    assert bands(claims((2, 22, 11, 0), (2, 26, 13, 0), (2, 146, 73, 0))).tolist() == [LONGER, SHORT, LAST]
+    assert bands(claims((2, 14, 7, 0), (2, 18, 9, 0), (2, 146, 73, 0))).tolist() == [LONGER, SHORT, LAST]
 
 
-def test_only_the_few_that_ran_for_longest_give_way_to_all() -> None:
-    rows = ((2, 146, 73, 0), (2, 400, 200, 0))
+def test_only_the_few_that_are_oldest_give_way_to_all_whether_they_ran_or_waited() -> None:
+    rows = ((2, 146, 73, 0), (2, 100, 50, 150))
     assert bands(claims(*rows)).tolist() == [LAST, LAST]
-    assert bands(claims(*rows, long_s=100 * HOUR_S)).tolist() == [SHORT, LAST]
+    assert bands(claims(*rows, old_s=100 * HOUR_S)).tolist() == [SHORT, LAST]
 
 
 def test_a_gang_that_ran_for_days_does_not_come_last() -> None:

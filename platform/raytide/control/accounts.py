@@ -42,9 +42,9 @@ def limits(config: ClusterConfig, stored: Iterable[StoredTeam]) -> dict[str, Tea
 
 
 def with_accounts(
-    snapshot: Snapshot, config: ClusterConfig, stored: Iterable[StoredTeam], spent: Spent, long_s: float = 0.0
+    snapshot: Snapshot, config: ClusterConfig, stored: Iterable[StoredTeam], spent: Spent, old_s: float = 0.0
 ) -> Snapshot:
-    """`spent` in this month; `long_s` as in the Snapshot."""
+    """`spent` in this month; `old_s` as in the Snapshot."""
     teams = {team.name: team for team in stored}
     return replace(
         snapshot,
@@ -62,7 +62,7 @@ def with_accounts(
         spent_month={
             job.id: spent.jobs_month.get(job.id, 0) for job in snapshot.jobs if job.spec.budget_per == "month"
         },
-        long_s=long_s,
+        old_s=old_s,
     )
 
 

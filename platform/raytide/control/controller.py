@@ -122,8 +122,8 @@ class Controller:
             now_s,
         )
         spent = self._store.books.spent([job.id for job in seen.jobs], month_of(to_us(now_s)))
-        long_s = self._store.census.held_longest_s(LAST_SHARE)
-        seen = judged(with_accounts(seen, self._config, book.teams, spent, long_s))
+        old_s = self._store.census.oldest_s(LAST_SHARE, now_s)
+        seen = judged(with_accounts(seen, self._config, book.teams, spent, old_s))
         plan = of_judged(seen)
         settle(book, plan, self._node_types)
         if world.ray_nodes is not None:

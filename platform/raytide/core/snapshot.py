@@ -148,8 +148,8 @@ class Snapshot:
     """Micro-dollars that each job of `jobs` has cost so far."""
     spent_month: Mapping[str, int] = field(default_factory=dict)
     """And in this month: each whose budget is by the month."""
-    long_s: float = 0.0
-    """How long the longest of all jobs that there ever were held their gangs: see `raytide.jobs.order`."""
+    old_s: float = 0.0
+    """How old the oldest of all jobs that there ever were got: see `raytide.jobs.order`."""
     paces: Mapping[str, Paces] = field(default_factory=dict)
     """How fast each job of `jobs` is on each node type; those are left out that are as fast on all, as far as is
     known."""

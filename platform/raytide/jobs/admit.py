@@ -137,7 +137,7 @@ def claims_of(floor: Floor) -> Claims:
         is_cooling=np.array([service.is_cooling(job, now_s) for job in jobs], dtype=bool),
         is_urgent=np.array([job.id in stances and stances[job.id].is_urgent for job in jobs], dtype=bool),
         is_own=np.zeros(len(jobs), dtype=bool),
-        long_s=floor.snapshot.long_s,
+        old_s=floor.snapshot.old_s,
     )
     return replace(claims, is_own=_own(floor, claims))
 

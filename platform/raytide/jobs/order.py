@@ -1,8 +1,9 @@
 """The order in which everybody is given room, whether it holds some or waits: least attained service, mended. Pure.
 
-Least attained service starves large gangs, and stops long jobs late. So a gang that waited longer than the smaller jobs
-do goes before all but the newest; a job well into its run is stopped only for short ones; and the few that have run for
-longest give way to all. Nothing is known of durations.
+Least attained service starves large gangs, and stops long jobs late. So a gang goes before all but the newest once it
+waited longer than the smaller jobs do, or than anybody would if it was first come, first served; a job well into its
+run is stopped only for short ones; and the few that are oldest, and late anyhow, give way to all. Nothing is known of
+durations.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ GANG = 8
 """GPUs from which a job is a gang, for which room is hard to find."""
 PATIENCE_S = 4 * 3600.0
 """No gang is overdue that waited less."""
-WELL_IN_S = 12 * 3600.0
+WELL_IN_S = 8 * 3600.0
 """A smaller job that ran for so long counts as short ..."""
-LONG_S = 72 * 3600.0
+OLD_S = 72 * 3600.0
 LAST_SHARE = 0.005
-"""... until it ran for so long, and for longer than all but this share of jobs; then it gives way to everybody."""
+"""... until it is so old, and older than all but this share of jobs ever got; then it gives way to everybody."""
 COOL_DOWN_S = 600.0
 """Who was preempted takes only room that is free for so long: it preempts nobody."""
 MAX_PREEMPTIONS = 100
@@ -61,8 +62,12 @@ class Claims:
     """It has a deadline and no time to lose."""
     is_own: Bools
     """It asks for no more than its team's own quota, with those of its team before it in the order."""
-    long_s: float = 0.0
-    """Only `LAST_SHARE` of all jobs, those that are over included, held their GPUs for longer."""
+    old_s: float = 0.0
+    """Only `LAST_SHARE` of all jobs, those that are over included, waited and ran for longer."""
+
+    @property
+    def age_s(self) -> Floats:
+        return self.held_s + self.queued_s
 
 
 def ranked(claims: Claims) -> Ints:
@@ -81,13 +86,21 @@ def waiting(claims: Claims, order: Ints) -> Ints:
 
 def bands(claims: Claims) -> Ints:
     is_gang = claims.gpus >= GANG
-    is_last = ~is_gang & (claims.held_s > max(LONG_S, claims.long_s))
+    is_last = ~is_gang & (claims.age_s > max(OLD_S, claims.old_s))
     band = np.where(claims.attained_gpu_s < SHORT_GPU_S, SHORT, LONGER)
     band[~is_gang & (claims.held_s > WELL_IN_S)] = SHORT
     band[is_last] = LAST
     # Where the queue is long, everybody waits long: a gang is overdue when it waits longer than the others.
-    others_s = claims.queued_s[~is_gang & ~is_last]
-    band[is_gang & (claims.queued_s > others_s.max(initial=PATIENCE_S))] = OVERDUE
+    others_s = claims.queued_s[~is_gang & ~is_last].max(initial=0.0)
+    band[is_gang & (claims.queued_s > max(PATIENCE_S, min(others_s, fair_wait_s(claims))))] = OVERDUE
     band[claims.attained_gpu_s < NEW_GPU_S] = NEW
     band[claims.is_urgent] = URGENT
     return np.asarray(band)
+
+
+def fair_wait_s(claims: Claims) -> float:
+    """How long one waits where it is first come, first served: so old is the first job that those before it, if they
+    all held their GPUs, would leave no room."""
+    first = np.argsort(claims.submitted_s, kind="stable")
+    is_behind = np.cumsum(claims.gpus[first]) > claims.gpus[claims.is_held].sum()
+    return float(claims.age_s[first][is_behind].max(initial=0.0))

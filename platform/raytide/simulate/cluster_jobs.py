@@ -43,6 +43,8 @@ class Queue:
     """Until it would be done if it ran from now on. Only the clairvoyant look at it."""
     held_s: Floats
     """How long it held its GPUs so far."""
+    end_s: Floats
+    """When it was done; 0 until it is."""
     is_running: NDArray[np.bool_]
     preempted_s: Floats
     """When it was last; minus infinity when never."""
@@ -90,13 +92,13 @@ def replay(trace: JobTrace, gpus: int, policy: Policy, days: int) -> Outcome:
     while state.arrived < len(trace) or len(state.queue.active):
         state.advance(policy, days * DAY_S)
         state.apply(policy.pick(state.queue))
-    jct_s = state.end_s - trace.submit_s
+    jct_s = state.queue.end_s - trace.submit_s
     waits_s = (jct_s - state.queue.held_s)[trace.gpus >= GANG]
     return Outcome(
         gpus=gpus,
         mean_jct_s=float(jct_s.mean()),
         p99_jct_s=float(np.percentile(jct_s, 99)),
-        makespan_s=float(state.end_s.max()),
+        makespan_s=float(state.queue.end_s.max()),
         utilisation=state.held_gpu_s / (gpus * days * DAY_S),
         lower_bound_mean_jct_s=lower_bound_s(trace, gpus),
         max_wait_s=float(waits_s.max()) if len(waits_s) else 0.0,
@@ -128,7 +130,6 @@ class _State:
     queue: Queue
     overhead_s: Floats
     """What the restart of a running job still takes."""
-    end_s: Floats
     arrived: int = 0
     restarts: int = 0
     held_gpu_s: float = 0.0
@@ -147,11 +148,12 @@ class _State:
             attained_gpu_s=zeros.copy(),
             left_s=trace.duration_s.copy(),
             held_s=zeros.copy(),
+            end_s=zeros.copy(),
             is_running=np.zeros(len(trace), dtype=bool),
             preempted_s=np.full(len(trace), -np.inf),
             preemptions=np.zeros(len(trace), dtype=np.int64),
         )
-        return cls(trace, queue, zeros.copy(), zeros.copy())
+        return cls(trace, queue, zeros.copy())
 
     def advance(self, policy: Policy, window_s: float) -> None:
         """On to the next thing that happens."""
@@ -167,7 +169,7 @@ class _State:
             next_s = max(QUANTUM_S * math.ceil(next_s / QUANTUM_S), queue.now_s + QUANTUM_S)
         self._run(running, ends_in_s, next_s, window_s)
         until = int(np.searchsorted(self.trace.submit_s, next_s, side="right"))
-        alive = queue.active[self.end_s[queue.active] == 0]
+        alive = queue.active[queue.end_s[queue.active] == 0]
         queue.active = np.concatenate((alive, np.arange(self.arrived, until)))
         self.arrived, queue.now_s = until, next_s
 
@@ -197,5 +199,5 @@ class _State:
         self.held_gpu_s += float(in_window_s @ queue.gpus[running])
         is_done = ends_in_s <= next_s - queue.now_s + 1e-6  # else rounding could stop the clock
         done = running[is_done]
-        self.end_s[done] = queue.now_s + ends_in_s[is_done]
+        queue.end_s[done] = queue.now_s + ends_in_s[is_done]
         queue.is_running[done] = False

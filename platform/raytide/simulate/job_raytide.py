@@ -10,9 +10,9 @@ import numpy as np
 from raytide.jobs.order import (
     COOL_DOWN_S,
     LAST_SHARE,
-    LONG_S,
     MAX_PREEMPTIONS,
     NEW_GPU_S,
+    OLD_S,
     SHORT_GPU_S,
     Bools,
     Claims,
@@ -103,16 +103,18 @@ def _claims(queue: Queue) -> Claims:
         is_cooling=queue.now_s - queue.preempted_s[active] < COOL_DOWN_S,
         is_urgent=np.zeros(len(active), dtype=bool),
         is_own=np.zeros(len(active), dtype=bool),
-        long_s=_long_s(queue),
+        old_s=_old_s(queue),
     )
 
 
-def _long_s(queue: Queue) -> float:
-    """Of the jobs that were submitted so far; 0 where it is `LONG_S` or less, which changes nothing."""
-    held_s = queue.held_s[: queue.active.max(initial=-1) + 1]
-    longer = held_s[held_s > LONG_S]
-    most = int(LAST_SHARE * len(held_s))
-    return float(np.partition(longer, len(longer) - 1 - most)[len(longer) - 1 - most]) if most < len(longer) else 0.0
+def _old_s(queue: Queue) -> float:
+    """Of the jobs that were submitted so far; 0 where it is `OLD_S` or less, which changes nothing."""
+    until = queue.active.max(initial=-1) + 1
+    end_s = queue.end_s[:until]
+    age_s = np.where(end_s > 0, end_s, queue.now_s) - queue.submit_s[:until]
+    older = age_s[age_s > OLD_S]
+    most = int(LAST_SHARE * until)
+    return float(np.partition(older, len(older) - 1 - most)[len(older) - 1 - most]) if most < len(older) else 0.0
 
 
 RAYTIDE = Policy(pick, preempts=True, wake_s=lambda queue: next_band_s(queue, (NEW_GPU_S, SHORT_GPU_S)))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from alembic.runtime.migration import MigrationContext
 from raytide.core.entry import Entry, EntryKind, Spent
 from raytide.core.errors import ConflictError
 from raytide.core.gang import GangSpec, Lease, LeaseState, Member, Shape
-from raytide.core.job import JobKind, JobSpec
+from raytide.core.job import JobKind, JobSpec, JobState
 from raytide.core.state import Changes, Store
 from raytide.core.state.database import _MIGRATIONS, Database
 from raytide.core.state.tables import metadata
@@ -37,12 +38,14 @@ def test_what_an_older_release_booked_is_summed_and_its_jobs_are_kept(url: str, 
     lease = Lease("lease-1", job.id, spec.gang.shapes[0], LeaseState.WAITING, (Member(0),))
     nov, dec = 1_700_000_000 * US, 1_702_000_000 * US
     booked = [Entry("node-1", at, at + US, EntryKind.JOB, job.id, "blue", 1, 7) for at in (nov, nov + US, dec)]
-    store.commit(Changes(2.0, leases=(lease,), entries=tuple(booked)))
+    done = replace(store.submit_job(spec, "ana", 1.0), state=JobState.SUCCEEDED, ended_at_s=9.0)
+    store.commit(Changes(2.0, jobs=(done,), leases=(lease,), entries=tuple(booked)))
     store.close()
     _copy_as_of("0001", Database(f"sqlite:///{tmp_path}/now.db"), Database(url))
     with closing(Store.open(url)) as store:
         assert store.books.spent([job.id], "2023-11") == Spent({job.id: 21}, {job.id: 14}, {"blue": 14})
-        assert (store.job(job.id), store.lease_of(job.id)) == (job, lease)
+        assert (store.job(job.id), store.job(done.id), store.lease_of(job.id)) == (job, done, lease)
+        assert store.census.oldest_s(0.0, now_s=4.0) == 8.0
 
 
 def _copy_as_of(revision: str, now: Database, then: Database) -> None:

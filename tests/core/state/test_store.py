@@ -280,11 +280,13 @@ def test_sums_group_by_each_column(store: Store) -> None:
     assert [e.subject for e in books.entries(subject="tiny")] == ["tiny"]
 
 
-def test_the_longest_hold_of_all_jobs_but_a_share(store: Store) -> None:
-    assert store.census.held_longest_s(0.1) == 0.0
-    held = [store.submit_job(SPEC, "ada", 1.0) for _ in range(10)]
-    store.commit(Changes(2.0, jobs=tuple(replace(job, held_s=float(n)) for n, job in enumerate(held))))
-    assert (store.census.held_longest_s(0.0), store.census.held_longest_s(0.2)) == (9.0, 7.0)
+def test_how_old_all_jobs_but_a_share_ever_got(store: Store) -> None:
+    assert store.census.oldest_s(0.1, 5.0) == 0.0
+    jobs = [store.submit_job(SPEC, "ada", float(n)) for n in range(10)]
+    done = [replace(job, state=JobState.SUCCEEDED, ended_at_s=30.0) for job in jobs[:5]]
+    store.commit(Changes(30.0, jobs=tuple(done)))
+    ages = [store.census.oldest_s(share / 10, 100.0) for share in range(10)]
+    assert ages == [95.0, 94.0, 93.0, 92.0, 91.0, 30.0, 29.0, 28.0, 27.0, 26.0]
 
 
 def test_jobs_are_paged_newest_first(store: Store) -> None:

@@ -39,13 +39,16 @@ class Census:
         with self._db.read() as c:
             return {str(row[0]): int(row[1]) for row in c.execute(query)}
 
-    def held_longest_s(self, share: float) -> float:
-        """How long jobs held their gangs, of all there ever were, but for this share that held them for longer."""
-        c_ = t.counters.c
+    def oldest_s(self, share: float, now_s: float) -> float:
+        """How old jobs got until they were over, or are, of all there ever were, but for this share that is older."""
+        c_, j = t.counters.c, t.jobs.c
         with self._db.read() as c:
             ever = (c.execute(sa.select(c_.next).where(c_.name == "job")).scalar() or 1) - 1
-            query = sa.select(t.jobs.c.held_s).order_by(t.jobs.c.held_s.desc()).offset(int(share * ever)).limit(1)
-            return float(c.execute(query).scalar() or 0.0)
+            older = int(share * ever)
+            over = sa.select(j.took_s).where(j.took_s.is_not(None)).order_by(j.took_s.desc()).limit(older + 1)
+            live = sa.select(now_s - j.submitted_at_s).where(j.state.not_in(FINAL_STATES))
+            ages = sorted((*c.execute(over).scalars(), *c.execute(live).scalars()), reverse=True)
+        return float(ages[older]) if older < len(ages) else 0.0
 
     def leases(self, job_ids: Iterable[str]) -> dict[str, Lease]:
         """The newest lease of each of them that was ever admitted, RELEASED ones included; by job."""

@@ -33,6 +33,7 @@ def job_verdict(job: Job) -> Values:
         "admitted_at_s": job.admitted_at_s,
         "started_at_s": job.started_at_s,
         "ended_at_s": job.ended_at_s,
+        "took_s": None if job.ended_at_s is None else job.ended_at_s - job.submitted_at_s,
         "reason": job.reason,
         "restarts": job.restarts,
         "attained_gpu_s": job.attained_gpu_s,

@@ -79,6 +79,7 @@ jobs = Table(
     Column("admitted_at_s", Double),
     Column("started_at_s", Double),
     Column("ended_at_s", Double),
+    Column("took_s", Double),
     Column("reason", Words, nullable=False),
     Column("restarts", Integer, nullable=False),
     Column("attained_gpu_s", Double, nullable=False, default=0.0),
@@ -94,7 +95,7 @@ jobs = Table(
     UniqueConstraint("user", "client_key"),
     Index(None, "state"),
     Index(None, "team", "number"),
-    Index(None, "held_s"),
+    Index(None, "took_s"),
 )
 
 leases = Table(
