@@ -46,7 +46,7 @@ class Census:
             ever = (c.execute(sa.select(c_.next).where(c_.name == "job")).scalar() or 1) - 1
             older = int(share * ever)
             over = sa.select(j.took_s).where(j.took_s.is_not(None)).order_by(j.took_s.desc()).limit(older + 1)
-            live = sa.select(now_s - j.submitted_at_s).where(j.state.not_in(FINAL_STATES))
+            live = sa.select(now_s - j.submitted_at_s).where(j.took_s.is_(None))
             ages = sorted((*c.execute(over).scalars(), *c.execute(live).scalars()), reverse=True)
         return float(ages[older]) if older < len(ages) else 0.0
 
