@@ -254,6 +254,7 @@ while os.environ["RAYTIDE_ATTEMPT"] == "1":
 
 def test_a_dead_node_costs_no_retry_and_the_script_goes_on_with_the_replacement(start: Start) -> None:
     run = start(WAIT)
+    run.wait_for("[0] at 2")
     run.wait_for("[1] at 2")
     run.hosts[1].die()
     run.platform.tell(replace(TWO, epoch=2, state=LeaseState.WAITING, members=(member(0), Member(1, incarnation=1))))
