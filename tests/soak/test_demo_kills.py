@@ -144,5 +144,5 @@ def _entries_are_the_bill(ended: LocalCluster, store: Store) -> None:
     machines, entries = clusters.provider(ended).machines(), store.books.entries()
     assert reconcile(machines, entries) == ()
     assert sum(entry.amount_micro_usd for entry in entries) == sum(bill(machine) for machine in machines) > 0
-    booked = Counter((e.node_id, e.from_us, e.kind, e.subject, e.is_reversal) for e in entries)
+    booked = Counter((e.node_id, e.from_us, e.kind, e.subject, e.is_reversal, e.cause) for e in entries)
     assert [entry for entry, times in booked.items() if times > 1] == []
