@@ -105,7 +105,8 @@ class Run:
         """What it printed by now from that place on, part by part: a log may be larger than memory."""
         part = LogPart("", after, has_more=True)
         while part.has_more:
-            part = patiently(self.id, partial(self._client.log_part, self.id, after=part.after, tail=tail))
+            ask = partial(self._client.log_part, self.id, after=part.after, tail=tail)
+            part = patiently(self.id, ask, goes_on=not self.view.job.is_final)
             tail = None
             yield part
 
@@ -135,15 +136,15 @@ class Run:
         return table(self.id, ("", ""), [*rows, *self.progress.items()])
 
 
-def patiently(job_id: str, ask: Callable[[], T]) -> T:
-    """The answer of an API that may be restarting: the job goes on meanwhile."""
+def patiently(job_id: str, ask: Callable[[], T], *, goes_on: bool = True) -> T:
+    """The answer of an API that may be restarting: a job that is not over goes on meanwhile."""
     deadline = time.monotonic() + AWAY_S
     while True:
         try:
             return ask()
         except ClusterError as error:
             if time.monotonic() >= deadline:
-                hint = f"{job_id} goes on: `raytide logs -f {job_id}` follows it."
+                hint = f"{job_id} goes on: `raytide logs -f {job_id}` follows it." if goes_on else error.hint
                 raise ClusterError(error.message, hint=hint) from None
             time.sleep(_POLL_S)
 

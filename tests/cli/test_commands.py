@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -241,6 +243,7 @@ def test_all_that_are_named_are_stopped_whatever_is_wrong_with_one(monkeypatch: 
     done = runner.invoke(app, ["stop", "job-1", "job-9", "job-2"])
     assert done.stdout == "job-1 is being stopped\njob-2 is stopped\n"
     assert isinstance(done.exception, NotFoundError)
+    assert runner.invoke(app, ["stop", "job-9", "--json"]).stdout == ""
     assert isinstance(json.loads(runner.invoke(app, ["stop", "job-1", "--json"]).stdout), dict)
     assert len(json.loads(runner.invoke(app, ["stop", "job-1", "job-2", "--json"]).stdout)) == 2
 
@@ -312,6 +315,40 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_watched_list_is_shown_again_when_a_job_got_on_and_outlives_the_api() -> None:
     shown = runner.invoke(app, ["ps", "-w"]).stdout
     assert [line.split("\t")[4] for line in shown.splitlines() if line.startswith("job-1")] == ["running", "succeeded"]
+
+
+def test_a_watched_list_ends_when_the_api_stays_away_which_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    client, times = Watched(), iter([0.0, 1.0, 59.0, 61.0])
+    client.pages = [client.pages[0], None, None, None, None]
+    monkeypatch.setattr(Client, "find", lambda _: client)
+    monkeypatch.setattr(jobs, "time", SimpleNamespace(time=time.time, sleep=lambda _: None, monotonic=times.__next__))
+    done = runner.invoke(app, ["ps", "-w"])
+    assert isinstance(done.exception, ClusterError)
+    assert done.stderr.count("the API does not answer") == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ((), "the newest 2; `--limit` shows more, `--active` those that are not over\n"),
+        (("--active",), "the newest 2; `--limit` shows more\n"),
+        (("--limit", "3"), ""),
+    ],
+)
+def test_a_list_that_may_not_be_all_says_what_shows_more(
+    monkeypatch: pytest.MonkeyPatch, asked: tuple[str, ...], said: str
+) -> None:
+    client = Watched()
+    client.pages = [[view(JobState.RUNNING)] * 2]
+    monkeypatch.setattr(Client, "find", lambda _: client)
+    assert runner.invoke(app, ["ps", "--limit", "2", *asked]).stderr == said
+
+
+def test_who_lists_as_many_jobs_as_are_ever_shown_is_not_told_to_ask_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = Watched()
+    client.pages = [[view(JobState.RUNNING)] * 1000]
+    monkeypatch.setattr(Client, "find", lambda _: client)
+    assert runner.invoke(app, ["ps", "--limit", "1000", "--active"]).stderr == "the newest 1000\n"
 
 
 @pytest.mark.usefixtures("watched")

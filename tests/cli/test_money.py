@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from typer.testing import CliRunner
 
+from raytide.cli import limits
 from raytide.cli.app import app
 from raytide.cli.limits import dollars
 from raytide.control.accounts import TeamUse
@@ -13,7 +14,7 @@ from raytide.control.views import ClusterStatus, CostLine, CostReport, CostTable
 from raytide.core.errors import UsageError
 from raytide.core.fleet import Market, Node, NodeState
 from raytide.core.gang import GangSpec, Shape
-from raytide.core.job import Job, JobSpec, JobState
+from raytide.core.job import Job, JobKind, JobSpec, JobState
 from raytide.core.team import TeamSpec
 from raytide.ledger.report import CostRow
 
@@ -85,6 +86,17 @@ def test_jobs_with_budgets_of_their_own_are_listed_with_what_counts(monkeypatch:
         ["job-2", "j", "default", "job", "-", "$50.00", "$9.00"],
         ["job-3", "j", "default", "month", "$5.00", "-", "$1.00"],
     ]
+
+
+@pytest.mark.usefixtures("client")
+def test_jobs_with_budgets_are_found_among_however_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    gang = GangSpec(shapes=(Shape(resources={"CPU": 1.0}),))
+    spec = JobSpec(kind=JobKind.TRAIN, name="j", gang=gang, budget_usd=50)
+    found = [JobView(Job(f"job-{at}", spec, "ana", JobState.RUNNING, 0.0), None, 0, 0) for at in range(5)]
+    monkeypatch.setattr(limits, "_PAGE", 2)
+    monkeypatch.setattr(Client, "teams", lambda _: [])
+    monkeypatch.setattr(Client, "jobs", lambda _, limit, active, offset=0: found[offset : offset + limit])
+    assert runner.invoke(app, ["budget"]).stdout.count("job-") == 5
 
 
 @pytest.mark.usefixtures("client")

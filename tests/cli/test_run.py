@@ -90,6 +90,17 @@ def test_an_api_that_restarts_does_not_end_it(
     assert "job-1 goes on: `raytide logs -f job-1`" in str(runner.invoke(app, command.split()).exception)
 
 
+def test_of_a_job_that_is_over_nobody_says_that_it_goes_on(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    def away(job_id: str, **_: object) -> LogPart:
+        raise ClusterError("Ray does not answer.", hint="See logs/head.log.")
+
+    monkeypatch.setattr("raytide.job_run.AWAY_S", 0.0)
+    monkeypatch.setattr(desk, "log_part", away)
+    desk.specs.append(JobSpec(kind=JobKind.SCRIPT, name="train", gang=GangSpec(shapes=(shape(),))))
+    desk.looks = [(JobState.FAILED, "")]
+    assert str(runner.invoke(app, ["logs", "job-1"]).exception) == "Ray does not answer. See logs/head.log."
+
+
 def test_a_failed_script_is_a_failed_command(script: Path, desk: Desk) -> None:
     desk.looks = [(JobState.FAILED, "boom\n")]
     done = runner.invoke(app, ["run", "train.py"])

@@ -72,3 +72,25 @@ def test_a_driver_that_has_no_agent_yet_has_one_later(tmp_path: Path) -> None:
     assert drivers.log(KEY, 0, 9) == (b"", 0)
     ray.agent = "http://agent:1"
     assert drivers.log(KEY, 0, 9) == (b"hello", 5)
+
+
+def test_it_is_said_who_of_ray_does_not_answer(tmp_path: Path) -> None:
+    def dead(request: httpx.Request) -> httpx.Response:
+        if request.url.host == "ray":
+            return httpx.Response(200, json={"driver_agent_http_address": "http://agent:1"})
+        raise httpx.ConnectError("refused")
+
+    drivers = Drivers("http://ray", tmp_path, {})
+    drivers._http = httpx.Client(base_url="http://ray", transport=httpx.MockTransport(dead))
+    with pytest.raises(ClusterError, match="Ray does not answer at http://agent:1/: refused"):
+        drivers.log(KEY, 0, 4)
+
+
+def test_agents_of_long_ago_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raytide.control.drivers._AGENTS", 2)
+    agents = httpx.MockTransport(lambda _: httpx.Response(200, json={"driver_agent_http_address": "http://agent:1"}))
+    drivers = Drivers("http://ray", tmp_path, {})
+    drivers._http = httpx.Client(base_url="http://ray", transport=agents)
+    for number in range(9):
+        drivers.log(DriverKey(f"job-{number}", 0), 0, 4)
+    assert 0 < len(drivers._agents) <= 2

@@ -93,3 +93,20 @@ def test_what_is_no_character_is_marked_and_ends_no_log() -> None:
     assert read(files, job())[0] == "a\ufffd"
     files.files = [b"a\xe2\x82", b"b\xff\n"]
     assert read(files, job(2))[0] == "a\ufffdb\ufffd\n"
+
+
+def test_last_lines_are_looked_for_only_so_far_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A log without line ends, or a huge number of lines, would be read whole while somebody waits for the answer."""
+    monkeypatch.setattr(logs, "_BLOCK_BYTES", 8)
+    monkeypatch.setattr(logs, "TAIL_BYTES", 24)
+    assert logs.tail(Files("x" * 100), job(), 3) == "0:76"
+    files = Files("old\n" * 9, "new\n" * 4)
+    assert [logs.tail(files, job(2), lines) for lines in (4, 5, 6, 7, 99)] == ["1:0", "0:32", "0:28", "0:28", "0:28"]
+
+
+def test_of_a_log_from_now_on_what_ray_writes_first_is_left_out_too() -> None:
+    files, runs = Files(SETTING_UP), job(state=JobState.RUNNING)
+    after = logs.tail(files, runs, 0)
+    files.files[0] = f"{PREFACE}hello\n".encode()
+    assert read(files, runs, after)[0] == "hello\n"
+    assert read(files, runs, logs.tail(files, runs, 0))[0] == ""

@@ -22,7 +22,7 @@ from raytide.core.clock import ago
 from raytide.core.errors import ClusterError, RaytideError
 from raytide.core.job import Job, JobState
 from raytide.core.money import format_usd
-from raytide.job_run import Run, explain, patiently
+from raytide.job_run import AWAY_S, Run, explain, patiently
 from raytide.tide import Tide
 
 JobId = Annotated[str, typer.Argument(help="A job, as `raytide ps` lists it.")]
@@ -49,11 +49,13 @@ EstimateH = Annotated[
     typer.Option("--estimate", help="Hours of work on the whole gang, until the job itself says how far it is."),
 ]
 _FOLLOW_S = 0.5
+_MOST = 1000
+"""So many jobs the API shows at once."""
 
 
 def ps(
     cluster: ClusterName = None,
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="How many jobs, newest first.")] = 50,
+    limit: Annotated[int, typer.Option(min=1, max=_MOST, help="How many jobs, newest first.")] = 50,
     active: Annotated[bool, typer.Option("--active", "-a", help="Only those that are not over.")] = False,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Show it again whenever it changes.")] = False,
     json: Json = False,
@@ -63,8 +65,8 @@ def ps(
     views = look()
     _show(views, json)
     if len(views) == limit and not json:
-        more = "`--limit` shows more" if active else "`--limit` shows more, `--active` those that are not over"
-        print(f"the newest {limit}; {more}", file=sys.stderr)
+        more = ["`--limit` shows more"] * (limit < _MOST) + ["`--active` those that are not over"] * (not active)
+        print(f"the newest {limit}{'; ' * bool(more)}{', '.join(more)}", file=sys.stderr)
     if watch:
         _watch(look, views, json)
 
@@ -72,13 +74,19 @@ def ps(
 def _watch(look: Callable[[], list[JobView]], views: list[JobView], json: bool) -> None:
     """On a terminal it is drawn anew, as much as fits; a pipe gets it again when some job got on."""
     is_drawn = sys.stdout.isatty() and not json
+    away_since_s: float | None = None
     while True:
         time.sleep(_FOLLOW_S)
         try:
             before, views = views, look()
         except ClusterError as error:  # an API that restarts ends no watch
-            print(f"raytide: {error}", file=sys.stderr)
+            if away_since_s is None:
+                away_since_s = time.monotonic()
+                print(f"raytide: {error}", file=sys.stderr)
+            elif time.monotonic() - away_since_s >= AWAY_S:
+                raise
             continue
+        away_since_s = None
         if is_drawn:
             print("\033[H\033[J", end="")
             _show(views, json, height=shutil.get_terminal_size().lines - 1)
@@ -123,7 +131,10 @@ def why(
 def logs(
     job_id: JobId,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job is over.")] = False,
-    tail: Annotated[int | None, typer.Option("--tail", "-n", min=0, help="Only so many lines, the last ones.")] = None,
+    tail: Annotated[
+        int | None,
+        typer.Option("--tail", "-n", min=0, help="Only so many lines, the last ones; of the last 32 MiB at most."),
+    ] = None,
     cluster: ClusterName = None,
     json: Json = False,
 ) -> None:
@@ -139,7 +150,7 @@ def logs(
 
 
 def stop(
-    job_ids: Annotated[list[str], typer.Argument(metavar="JOB...", help="Jobs, as `raytide ps` lists them.")],
+    job_ids: Annotated[list[str], typer.Argument(metavar="JOB", help="Jobs, as `raytide ps` lists them.")],
     cluster: ClusterName = None,
     json: Json = False,
 ) -> None:
@@ -155,8 +166,8 @@ def stop(
             continue
         if not json:
             print(f"{job_id} is {views[-1].job.state if views[-1].job.is_final else 'being stopped'}")
-    if json:
-        as_json(to_json(views[0] if len(job_ids) == len(views) == 1 else views))
+    if json and views:
+        as_json(to_json(views[0] if len(job_ids) == 1 else views))
     for other in wrong[:-1]:
         print(f"raytide: {other}", file=sys.stderr)
     if wrong:

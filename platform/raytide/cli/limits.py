@@ -21,6 +21,7 @@ Amounts = Annotated[list[str] | None, typer.Argument(help="RESOURCE=AMOUNT: GPU=
 Name = Annotated[str, typer.Argument(help="A team, as cluster.yaml names it.")]
 
 _QUOTA = frozenset({"quota", "borrow", "lend", "weight"})
+_PAGE = 1000
 
 quota = typer.Typer(help="What teams may hold.")
 budget = typer.Typer(help="What teams and jobs may spend.")
@@ -77,7 +78,7 @@ def budgets(context: typer.Context, cluster: ClusterName = None, json: Json = Fa
         as_json([to_json(team) for team in teams])
         return
     as_table(("TEAM", "SOFT", "HARD", "SPENT", "WITH RESERVED", "SET BY"), [_budget_row(team) for team in teams])
-    jobs = [view for view in client.jobs(limit=1000, active=True) if _budgets_of(view) != (None, None)]
+    jobs = [view for view in _active(client) if _budgets_of(view) != (None, None)]
     if jobs:
         print()
         as_table(("JOB", "NAME", "TEAM", "PER", "SOFT", "HARD", "SPENT"), [_job_row(view) for view in jobs])
@@ -180,6 +181,15 @@ def _budget_row(team: TeamView) -> tuple[str, ...]:
     shown = _amounts_of(team.spec.budget.soft_usd, team.spec.budget.hard_usd)
     by = "raytide budget" if "budget" in team.given else "cluster.yaml"
     return (team.name, *shown, format_usd(team.spent_micro_usd), format_usd(team.use.committed_micro_usd), by)
+
+
+def _active(client: Client) -> list[JobView]:
+    """All that are not over, however many."""
+    views = page = client.jobs(limit=_PAGE, active=True)
+    while len(page) == _PAGE:
+        page = client.jobs(limit=_PAGE, offset=len(views), active=True)
+        views = views + page
+    return views
 
 
 def _job_row(view: JobView) -> tuple[str, ...]:

@@ -19,6 +19,8 @@ from raytide.jobs.job import DriverKey, DriverStatus
 _TIMEOUT_S = 10.0
 _PREFIX = "raytide-"
 _MESSAGE_CHARS = 300
+_AGENTS = 1000
+"""Of how many attempts it is known which agent has their log."""
 _LOG = "job-driver-{}.log"
 """As Ray calls the file with what a driver wrote, in the folder of logs that the agent of its node lets us read."""
 
@@ -62,6 +64,8 @@ class Drivers:
         address = self._agents.get(key) or self._agent(key)
         if not address:
             return b"", 0
+        if len(self._agents) >= _AGENTS:
+            self._agents.clear()
         self._agents[key] = address
         wanted = {"Range": f"bytes={start}-{start + most - 1}"}
         response = self._call("GET", f"{address}/logs/{_LOG.format(_submission_id(key))}", headers=wanted)
@@ -86,9 +90,8 @@ class Drivers:
         try:
             return self._http.request(method, path, **kwargs)
         except httpx.HTTPError as error:
-            raise ClusterError(
-                f"Ray's job service at {self._http.base_url} does not answer: {error}.", hint="See logs/head.log."
-            ) from None
+            asked = self._http.base_url.join(path).copy_with(raw_path=b"/")
+            raise ClusterError(f"Ray does not answer at {asked}: {error}.", hint="See logs/head.log.") from None
 
 
 def _ok(response: httpx.Response) -> httpx.Response:

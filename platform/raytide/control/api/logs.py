@@ -16,7 +16,9 @@ from raytide.core.job import Job
 from raytide.jobs.job import DriverKey
 
 PART_BYTES = 2**20
-_BLOCK_BYTES = 2**16
+TAIL_BYTES = 2**25
+"""How far before the end of a log its last lines are looked for: one without line ends may be of any length."""
+_BLOCK_BYTES = 2**18
 _PLACE = re.compile(r"(\d{1,9}):(\d{1,18})")
 _PREFACE = re.compile(rb"\A(.* -- Runtime env is setting up\.\n)?(Running entrypoint for job .*\n)?")
 """What Ray writes before a driver does."""
@@ -45,21 +47,28 @@ def part(printed: Printed, job: Job, after: str) -> LogPart:
 
 
 def tail(printed: Printed, job: Job, lines: int) -> str:
-    """The place at which its last lines begin."""
-    if not lines:
-        return f"{job.restarts}:{printed.log(DriverKey(job.id, job.restarts), 0, 1)[1]}"
+    """The place at which its last lines begin, or where it is looked for no further."""
+    left = TAIL_BYTES
     for attempt in range(job.restarts, -1, -1):
-        for start in _line_starts(printed, DriverKey(job.id, attempt)):
+        key = DriverKey(job.id, attempt)
+        head, size = printed.log(key, 0, _BLOCK_BYTES)
+        preface = _preface(head)
+        if not lines:
+            return f"{attempt}:{size if size > preface else 0}"
+        first = max(preface, size - left)
+        for start in _line_starts(printed, key, first, size):
             lines -= 1
             if not lines:
                 return f"{attempt}:{start}"
+        left -= size
+        if left <= 0:
+            return f"{attempt}:{first}"
     return ""
 
 
-def _line_starts(printed: Printed, key: DriverKey) -> Iterator[int]:
-    """Of the last line, of the one before it, and so on."""
-    head, size = printed.log(key, 0, _BLOCK_BYTES)
-    first, end = _preface(head), size
+def _line_starts(printed: Printed, key: DriverKey, first: int, size: int) -> Iterator[int]:
+    """Of the last line, of the one before it, and so on until `first`."""
+    end = size
     while end > first:
         start = max(first, end - _BLOCK_BYTES)
         data = printed.log(key, start, end - start)[0]
