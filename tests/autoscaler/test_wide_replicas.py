@@ -18,6 +18,7 @@ from raytide.core.plan import Shrink, Wait
 from raytide.core.room import Room
 
 GPU4 = NodeType(name="gpu4", resources={"GPU": 4.0}, price_micro_usd_h=4_000_000, max_nodes=3, idle_timeout_s=30)
+GPU8 = GPU4.model_copy(update={"name": "gpu8", "resources": {"GPU": 8.0}, "max_nodes": 2})
 ONE = Shape(resources={"GPU": 1.0})
 WORK_S = 12
 """How long each small job runs."""
@@ -131,6 +132,33 @@ def test_nothing_is_kept_where_a_replica_could_not_be_whole_even_then() -> None:
     job = c.submit(ONE)
     c.settle(10)
     assert [lease.job_id for lease in c.book.leases.values() if lease.usable] == [job]
+
+
+def test_a_trainer_gets_its_seats_back_beside_a_replica_that_could_not_be_whole_even_then() -> None:
+    c = cluster(nodes=2)
+    c.serve(wide(1).model_copy(update={"name": "stays"}))
+    short = c.submit(Shape(resources={"GPU": 2.0}))
+    c.settle(10)
+    job = c.submit(Shape(members=4, min_members=1, resources={"GPU": 1.0}), preemptible=True)
+    c.serve(wide(2))
+    c.settle(10)
+    c.finish(short)
+    c.settle(10)
+    assert {lease.job_id: len(lease.usable) for lease in c.book.leases.values()}[job] == 4
+
+
+def test_what_a_node_will_have_for_one_endpoint_it_will_not_have_for_another() -> None:
+    c = Cluster((GPU8,), UnmanagedSection(max_nodes=0), launch_delay_s=2.0)
+    jobs = [c.submit(ONE, preemptible=False) for _ in range(16)]
+    c.settle(10)
+    for job in jobs[1:8]:
+        c.finish(job)
+    c.serve(wide(2, gpus=5.0).model_copy(update={"name": "first"}))
+    c.serve(wide(1, gpus=8.0))
+    c.settle(3)
+    seen, _ = publish(c.seen)
+    kept = {name: [node for node, _ in nodes] for name, nodes in gathered(seen, Room.of(seen)).kept.items()}
+    assert kept == {"first": ["node-1", "node-2"]}
 
 
 @pytest.mark.parametrize(("at_least", "seats"), [(2, 6), (3, 0)])

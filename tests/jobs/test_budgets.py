@@ -104,6 +104,24 @@ def test_a_job_has_a_soft_limit_of_its_own() -> None:
     assert "job-1 is beyond its soft budget" in reason(replace(s, jobs=(asks,)))
 
 
+def test_what_the_budget_of_one_job_keeps_it_from_the_next_one_still_gets() -> None:
+    held = running(1, priority="low")
+    spot = OWNED.model_copy(update={"market": Market.SPOT})
+    waiting = [job(2, gpus(8, **{LABEL: "spot"}), soft_budget_usd=5), job(3, gpus(8, **{LABEL: "spot"}))]
+    node = replace(held[2], labels=spot.all_labels("local"))
+    teams = (team("blue", quota={"GPU": 0}), team("red", quota={"GPU": 8}))
+    s = with_running((*held[:2], node), waiting=tuple(waiting), teams=teams)
+    s = replace(s, node_types=(spot.model_copy(update={"max_nodes": 1}),), spent={"job-2": micro_usd(6)})
+    assert {("job-2", "quota"), ("job-3", "admit")} < {*said(s)}, "it may borrow"
+    dear = OWNED.model_copy(update={"name": "dear", "price_micro_usd_h": micro_usd(100), "max_nodes": 1})
+    full, (low, lease, there) = running(1, priority="high", preemptible=False), running(2, priority="low")
+    there = replace(there, node=replace(there.node, type="dear"))
+    waiting = [job(3, gpus(8), budget_usd=4), job(4, gpus(8))]
+    s = with_running(full, (low, lease, there), waiting=tuple(waiting), teams=())
+    s = replace(s, node_types=(OWNED.model_copy(update={"max_nodes": 1}), dear))
+    assert {("job-3", "budget"), ("job-4", "admit")} < {*said(s)}, "it may sit where it is dear"
+
+
 def test_a_hard_limit_admits_nothing_and_drains_with_time_for_a_checkpoint() -> None:
     held, fixed = running(1), running(2, preemptible=False)
     s = with_running(held, fixed, waiting=(job(3, gpus(8)),), teams=(team("blue", 99.9, **SOFT),))

@@ -1,7 +1,8 @@
 """What is kept for replicas that find no room: who needs more than falls free at a time would never have it beside work
 that takes each seat at once. Pure.
 
-The nodes on which others hold the least of it take nobody new, so what it lacks only grows less.
+The nodes on which others hold the least of it take no new work, so what it lacks only grows less; replicas of other
+endpoints that fit there are seated all the same.
 """
 
 from __future__ import annotations
@@ -104,10 +105,11 @@ class _Fleet:
         return tuple((self.ids[row], self._take(row, number, need)) for row, number in chosen.items())
 
     def _take(self, row: int, number: int, need: Resources) -> Resources:
-        """Of what is free there, no more than so many members need."""
+        """Of what is free there, no more than so many members need; and of what will be, all of that."""
         some = {name: min(float(self.free[name][row]), number * amount) for name, amount in need.items()}
         for name, amount in some.items():
             self.free[name][row] -= amount
+            self.most[name][row] -= number * need[name]
         return {name: amount for name, amount in some.items() if amount > _EPS}
 
 

@@ -78,9 +78,11 @@ def absorb(floor: Floor, claims: Claims) -> None:
             is_seated = _seat_whole(floor, fleet, view, rank)
         else:
             is_seated = _seat(floor, fleet, view, rank, taken)
-        if not is_seated:
+        if is_seated:
+            continue
+        gather.take(floor.room, kept)
+        if kept or view.pools is not None:  # else no room that falls free would be enough
             floor.unseated.append(replica_shape(view))
-            gather.take(floor.room, kept)
 
 
 def _seat(floor: Floor, fleet: _Fleet, view: EndpointView, rank: Mapping[int, int], taken: dict[str, None]) -> bool:

@@ -355,13 +355,13 @@ class Floor:
         if is_behind or service.is_cooling(job, self.snapshot.at_s):
             return None
         is_own = self.is_own(job)
-        key = (job.spec.team, gives_way, is_own, *[ask.key for ask in asks])
+        key = (job.spec.team, gives_way, is_own, bool(self.means(row).soft), *[ask.key for ask in asks])
         if key in self._stuck:
             return None
         has_room = self.emptied.has_room(job.spec.team, asks, gives_way=gives_way)
         chosen = enough(self, row, asks, victims(), is_own=is_own) if has_room else []
         gone = self._evict(row, chosen) if chosen else None
-        if gone is None:
+        if gone is None and not (chosen and self.refused[row].constraint == "budget"):  # which others may have
             self._stuck.add(key)
         return gone
 
