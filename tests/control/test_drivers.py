@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 
 import httpx
 import pytest
@@ -94,3 +96,21 @@ def test_agents_of_long_ago_are_forgotten(tmp_path: Path, monkeypatch: pytest.Mo
     for number in range(9):
         drivers.log(DriverKey(f"job-{number}", 0), 0, 4)
     assert 0 < len(drivers._agents) <= 2
+
+
+def test_what_is_asked_of_ray_and_the_token_for_it_go_to_no_proxy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Jobs(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"[]")
+
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    with HTTPServer(("127.0.0.1", 0), Jobs) as server:
+        server.timeout = 5.0
+        thread = Thread(target=server.handle_request)
+        thread.start()
+        assert Drivers(f"http://127.0.0.1:{server.server_port}", tmp_path, {"Authorization": "t"}).statuses() == {}
+        thread.join()

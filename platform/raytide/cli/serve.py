@@ -40,7 +40,7 @@ def serve(
     ] = None,
     gpus: Annotated[float | None, typer.Option(min=0, help="Of each replica.")] = None,
     cpus: Annotated[float | None, typer.Option(min=0, help="Of each replica; 1 when nothing is asked for.")] = None,
-    team: Annotated[str, typer.Option(help="Whose endpoint it is.")] = "",
+    team: Annotated[str, typer.Option(help="Whose endpoint it is; the token's own when left out.")] = "",
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Stay until a replica answers.")] = True,
     delete: Annotated[str, typer.Option(help="End the endpoint of this name.")] = "",
     cluster: ClusterName = None,

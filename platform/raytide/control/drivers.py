@@ -29,7 +29,8 @@ class Drivers:
     """Start, look at and stop the drivers of jobs through the dashboard at `dashboard_url`; `headers` let us in."""
 
     def __init__(self, dashboard_url: str, run_dir: Path, headers: Mapping[str, str]) -> None:
-        self._http = httpx.Client(base_url=dashboard_url, timeout=_TIMEOUT_S, headers=headers)
+        # No proxy: the agents' addresses are the cluster's own, and the headers have its token.
+        self._http = httpx.Client(base_url=dashboard_url, timeout=_TIMEOUT_S, headers=headers, trust_env=False)
         self._run_dir = run_dir
         self._agents: dict[DriverKey, str] = {}
 
