@@ -39,6 +39,12 @@ def test_a_shape_that_makes_no_sense_is_refused(fields: dict[str, object], words
         Shape.parse(fields, where="job")
 
 
+def test_an_endpoint_whose_replicas_need_nothing_is_refused() -> None:
+    for odd in ({}, {"GPU": 0}, {"CPU": 1, "GPU": -1}):
+        with pytest.raises(ConfigError, match="needs some resource"):
+            ServeSpec.parse({"name": "chat", "model": "/m", "resources": odd}, where="serve")
+
+
 def test_a_gang_needs_a_shape_and_an_endpoint_its_bounds_in_order() -> None:
     with pytest.raises(ConfigError, match="shapes"):
         GangSpec.parse({"shapes": []}, where="job")

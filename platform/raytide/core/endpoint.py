@@ -12,6 +12,7 @@ from hashlib import blake2s
 from pydantic import Field, field_validator, model_validator
 
 from raytide.core.config import Config
+from raytide.core.gang import Needed
 
 _NUMBERED = re.compile(r"(job|lease|node)-[0-9]+")
 _RESERVED = frozenset({"cluster", "unmanaged", "minimum", "warm", "queue"})
@@ -80,7 +81,7 @@ class ServeSpec(Config):
     project: str = ""
     """A way to group costs."""
     replicas: Replicas = Replicas()
-    resources: dict[str, float] = Field(default_factory=lambda: {"CPU": 1.0})
+    resources: Needed = Field(default_factory=lambda: {"CPU": 1.0})
     """Of one replica, or of each of its members."""
     members: int = Field(default=1, ge=1)
     """Of one replica: all of them or none, each whole on one node. More than one is for engines that span nodes."""

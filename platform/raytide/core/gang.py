@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from raytide.core.config import Config
 
 CPUS_OF_A_GPU = 8.0
 """A member without GPUs counts as its CPUs over this, so that jobs without any are ordered too."""
+
+
+def _some(resources: dict[str, float]) -> dict[str, float]:
+    if not any(amount > 0 for amount in resources.values()) or any(amount < 0 for amount in resources.values()):
+        raise ValueError("a member needs some resource, and none negative")
+    return resources
+
+
+Needed = Annotated[dict[str, float], AfterValidator(_some)]
+"""What one member takes of its node."""
 
 
 class Shape(Config):
@@ -22,18 +33,11 @@ class Shape(Config):
     members: int = Field(default=1, ge=1)
     min_members: int | None = Field(default=None, ge=1)
     """The gang starts, and goes on, with no fewer; all of `members` when left out."""
-    resources: dict[str, float]
+    resources: Needed
     labels: dict[str, str] = Field(default_factory=dict)
     """A label selector for the nodes: {"ray.io/market-type": "spot"}."""
     together: str = ""
     """A label of nodes (rack, NVLink domain, zone): all members sit where it has one value."""
-
-    @field_validator("resources")
-    @classmethod
-    def _some(cls, value: dict[str, float]) -> dict[str, float]:
-        if not any(amount > 0 for amount in value.values()) or any(amount < 0 for amount in value.values()):
-            raise ValueError("a member needs some resource, and none negative")
-        return value
 
     @model_validator(mode="after")
     def _order(self) -> Shape:
