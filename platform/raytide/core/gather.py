@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from raytide.core.fleet import Resources, labels_match, whole_shares
+from raytide.core.fleet import Resources, whole_shares
 from raytide.core.gang import Shape
+from raytide.core.grid import Grid, Rows
 from raytide.core.replicas import replica_shape
 from raytide.core.room import Room
 from raytide.core.shelf import Floats
@@ -65,7 +66,9 @@ class _Fleet:
     """Nodes that are there or coming, in order."""
 
     ids: Sequence[str]
-    labels: Sequence[Mapping[str, str]]
+    grid: Grid
+    rows: Rows
+    """Of the grid."""
     free: Mapping[str, Floats]
     """By resource and node: what is free."""
     most: Mapping[str, Floats]
@@ -75,14 +78,15 @@ class _Fleet:
     def of(cls, snapshot: Snapshot, room: Room, names: Iterable[str]) -> _Fleet:
         views = [view for view in snapshot.nodes if view.node.id in room.rows]
         views.sort(key=lambda view: (len(view.node.id), view.node.id))
-        free_NR = np.array([room.grid.free_at(room.rows[view.node.id]) for view in views])
+        rows = np.array([room.rows[view.node.id] for view in views], dtype=np.int64)
+        free_NR = np.array([room.grid.free_at(row) for row in rows.tolist()])
         used, free, most = _used_for_good(snapshot, room), dict[str, Floats](), dict[str, Floats]()
         for name in sorted(names):
             columns = room.grid.columns({name: 1.0})
             free[name] = free_NR[:, columns[0][0]] if columns and views else np.zeros(len(views))
             there = [view.countable.get(name, 0.0) - used[view.node.id][name] for view in views]
             most[name] = np.array(there, dtype=np.float64)
-        return cls([view.node.id for view in views], [view.labels for view in views], free, most)
+        return cls([view.node.id for view in views], room.grid, rows, free, most)
 
     def keep(self, shape: Shape, count: int, to_buy: int) -> Kept:
         """The nodes on which the least would have to be left for so many members, of which `to_buy` need none of them.
@@ -91,7 +95,7 @@ class _Fleet:
         if not need:
             return ()
         holds = np.min([(self.most[name] + _EPS) // amount for name, amount in need.items()], axis=0)
-        holds *= [labels_match(shape.labels, labels) for labels in self.labels]
+        holds *= self.grid.carrying(shape.labels)[self.rows]
         seats: list[tuple[float, int]] = []
         for number in range(1, count + 1):
             rows = np.flatnonzero(holds >= number)

@@ -144,6 +144,11 @@ class Grid:
     def carries(self, row: int, selector: Mapping[str, str]) -> bool:
         return all(self._mask(key, want)[row] for key, want in selector.items())
 
+    def carrying(self, selector: Mapping[str, str]) -> Mask:
+        """The same of all rows."""
+        masks = [self._mask(key, want)[: len(self)] for key, want in selector.items()]
+        return reduce(np.logical_and, masks, np.ones(len(self), dtype=np.bool_))
+
     def values(self, key: str, rows: Iterable[int]) -> set[str]:
         """Of a label, on those nodes that have it."""
         return {self._labels[row][key] for row in rows if key in self._labels[row]}
