@@ -25,7 +25,7 @@ from raytide.jobs.turn import Victims
 from raytide.jobs.victims import Emptied, Unit, Units, enough
 
 MOST_PUSHES = 100
-"""For so many jobs others give way in one decision: the next, which follows at once, goes on. Each of them asks for
+"""For so many jobs others give way in one decision at most; the next one, a tick later, goes on. Each asks for
 checkpoints, and nothing else is decided meanwhile."""
 
 
