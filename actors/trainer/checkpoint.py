@@ -123,7 +123,7 @@ class Checkpoints:
         where = f"{self.store.url}/{checkpoint.name}"
 
         def fill(pieces: list[Piece]) -> None:
-            reader = Reader(self.store, checkpoint.name)
+            reader = Reader(self.store, checkpoint)
             load({}, storage_reader=reader, planner=LoadPieces(pieces), process_group=self.group.io)
 
         try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import pickle
 from collections import defaultdict
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -14,16 +13,16 @@ from typing import Any, BinaryIO, cast
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from raytide.actors.trainer.manifest import FileRecord
+from raytide.actors.trainer.dcp_metadata import metadata_of
+from raytide.actors.trainer.manifest import METADATA, Checkpoint, FileRecord
 from raytide.actors.trainer.plan import narrowed
 from raytide.actors.trainer.store import Store, named_failures
-
-METADATA = ".metadata"
+from raytide.core.errors import CheckpointError
 
 
 class GivenUp(BaseException):
@@ -41,10 +40,11 @@ class Writer(FileSystemWriter):
 
 
 class Reader(StorageReader):
-    """Reads a folder of a store, each stored piece with one request."""
+    """Reads a checkpoint, each stored piece with one request. Its files may be anybody's: none of them is run."""
 
-    def __init__(self, store: Store, folder: str) -> None:
-        self._store, self._folder = store, folder
+    def __init__(self, store: Store, checkpoint: Checkpoint) -> None:
+        self._store, self._folder = store, checkpoint.name
+        self._sizes = {name: file.size for name, file in checkpoint.manifest.files.items()}
         self._places: dict[MetadataIndex, Any] = {}
 
     def reset(self, checkpoint_id: str | PathLike[str] | None = None) -> None:
@@ -52,9 +52,8 @@ class Reader(StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with self._open(METADATA) as stream:
-            metadata = cast(Metadata, pickle.load(stream))
-        metadata.storage_meta = StorageMeta()
-        return metadata
+            body = stream.read(self._sizes.get(METADATA, 0))
+        return metadata_of(body, self._sizes, f"{self._store.url}/{self._folder}/{METADATA}")
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._places = metadata.storage_data
@@ -84,7 +83,18 @@ class Reader(StorageReader):
     def _read(self, stream: BinaryIO, index: MetadataIndex) -> Tensor:
         place = self._places[index]
         stream.seek(place.offset)
-        return cast(Tensor, torch.load(io.BytesIO(stream.read(place.length)), map_location="cpu", weights_only=True))
+        body = io.BytesIO(stream.read(place.length))
+        try:
+            stored = torch.load(body, map_location="cpu", weights_only=True)
+            if not isinstance(stored, Tensor):
+                raise TypeError(f"it is a {type(stored).__name__}")
+        except Exception as error:  # of the file: its format's own errors are RuntimeError, EOFError and a dozen others
+            why = " ".join(str(error).split())[-300:]
+            raise CheckpointError(
+                f"{self._store.url}/{self._folder}/{place.relative_path} holds no tensor for {index.fqn}: {why}",
+                hint="Delete the folder: the run goes on from the checkpoint before it.",
+            ) from None
+        return stored
 
     @contextmanager
     def _open(self, file: str) -> Generator[BinaryIO, None, None]:

@@ -12,13 +12,19 @@ import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from raytide.actors.trainer import inert_pickle
 from raytide.actors.trainer.store import Store, named_failures
 from raytide.core.config import Config
 from raytide.core.errors import CheckpointError, ConfigError
 
 MANIFEST = "manifest.json"
+METADATA = ".metadata"
+"""Which pieces DCP has put where."""
+MAX_BYTES = 256 << 20
+"""Of a manifest; a file takes 0.15 KiB in it."""
+_FILE = re.compile(r"[A-Za-z0-9_.-]{1,200}")
 _NAME = re.compile(r"step-(\d{8,})-[0-9a-f]{8}")
 _CHUNK = 1 << 20
 _RESTORE = "Delete the folder: the run goes on from the checkpoint before it."
@@ -26,21 +32,29 @@ _RESTORE = "Delete the folder: the run goes on from the checkpoint before it."
 
 class FileRecord(Config):
     sha256: str
-    size: int = Field(ge=0)
+    size: int = Field(ge=0, lt=1 << 63)
     """Bytes."""
 
 
 class Manifest(Config):
-    step: int = Field(ge=0)
+    step: int = Field(ge=0, lt=1 << 63)
     """Steps done; the next one to run has this number."""
-    samples: int = Field(ge=0)
+    samples: int = Field(ge=0, lt=1 << 63)
     """Sequences consumed. With the spec's seed it is the whole state of the data."""
     digests: dict[str, str]
     """Of what it cannot be continued without, by its name."""
-    world: int = Field(ge=1)
+    world: int = Field(ge=1, lt=1 << 31)
     """Ranks that wrote it; any number may read it."""
     files: dict[str, FileRecord]
-    """By path inside the folder."""
+    """By name inside the folder."""
+
+    @field_validator("files")
+    @classmethod
+    def _inside(cls, value: dict[str, FileRecord]) -> dict[str, FileRecord]:
+        for name in value:
+            if not _FILE.fullmatch(name) or name in (".", "..", MANIFEST):
+                raise ValueError(f"{name[:100]!r} is no file of a checkpoint's own folder")
+        return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,17 +100,21 @@ def read(store: Store, name: str) -> Checkpoint:
     where = f"{store.url}/{name}"
     try:
         with named_failures(where), store.read(f"{name}/{MANIFEST}") as stream:
-            text = stream.read()
+            text = stream.read(MAX_BYTES + 1)
     except FileNotFoundError:
         raise CheckpointError(f"{where} is torn: it has no {MANIFEST}.", hint=_RESTORE) from None
     try:
+        if len(text) > MAX_BYTES:
+            raise ValueError("it is too large")
         body = json.loads(text)
         digest = body.pop("sha256")
         manifest = Manifest.parse(body, where=f"{where}/{MANIFEST}")
-    except (ValueError, AttributeError, KeyError, TypeError, ConfigError):
+    except (ValueError, AttributeError, KeyError, TypeError, RecursionError, ConfigError):
         raise CheckpointError(f"{where}/{MANIFEST} was altered: it is no manifest.", hint=_RESTORE) from None
     if digest != _digest(body):
         raise CheckpointError(f"{where}/{MANIFEST} was altered: it does not match its own hash.", hint=_RESTORE)
+    if step_of(name) not in (None, manifest.step):
+        raise CheckpointError(f"{where}/{MANIFEST} is of step {manifest.step}, not of its folder's.", hint=_RESTORE)
     return Checkpoint(name, manifest)
 
 
@@ -111,11 +129,26 @@ def problems(store: Store, checkpoint: Checkpoint, files: Iterable[str] | None =
         except FileNotFoundError:
             found.append(f"{store.url}/{path} is missing from its checkpoint.")
             continue
+        except CheckpointError as error:
+            found.append(error.message)
+            continue
         if size != wanted.size:
             found.append(f"{store.url}/{path} was altered: it has {size} bytes of {wanted.size}.")
         elif digest != wanted.sha256:
             found.append(f"{store.url}/{path} was altered: its SHA-256 is not the manifest's.")
+        elif name == METADATA:
+            found += _crafted(store, path, size)
     return found
+
+
+def _crafted(store: Store, path: str, size: int) -> list[str]:
+    """The manifest's hashes find damage, but whoever writes a checkpoint also writes those. See `inert_pickle`."""
+    try:
+        with named_failures(f"{store.url}/{path}"), store.read(path) as stream:
+            inert_pickle.read(stream.read(min(size, inert_pickle.MAX_BYTES + 1)), f"{store.url}/{path}")
+    except CheckpointError as error:
+        return [error.message]
+    return []
 
 
 def verify(store: Store, name: str) -> Checkpoint:

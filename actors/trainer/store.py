@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from raytide.core import storage
-from raytide.core.errors import RaytideError, StorageError
+from raytide.core.errors import CheckpointError, RaytideError, StorageError
 
 
 class Store(Protocol):
@@ -30,7 +31,9 @@ class Store(Protocol):
         """The bytes of each file directly in a folder, by name; empty when there is no such folder."""
         ...
 
-    def read(self, path: str) -> AbstractContextManager[BinaryIO]: ...
+    def read(self, path: str) -> AbstractContextManager[BinaryIO]:
+        """CheckpointError where there is something, but no file: a link, a pipe, a device."""
+        ...
 
     def write(self, path: str) -> AbstractContextManager[BinaryIO]:
         """A new file, durable when the block ends; what a failed block leaves is no whole file."""
@@ -75,11 +78,14 @@ class LocalStore:
 
     def sizes(self, folder: str) -> dict[str, int]:
         path = self.root / folder
-        return {file.name: file.stat().st_size for file in path.iterdir() if file.is_file()} if path.is_dir() else {}
+        if not path.is_dir():
+            return {}
+        found = ((file.name, file.lstat()) for file in path.iterdir())
+        return {name: about.st_size for name, about in found if stat.S_ISREG(about.st_mode)}
 
     @contextmanager
     def read(self, path: str) -> Iterator[BinaryIO]:
-        with open(self.root / path, "rb") as file:
+        with open(self.root / path, "rb", opener=_open_file) as file:
             yield file
 
     @contextmanager
@@ -101,6 +107,9 @@ class LocalStore:
             _sync_dir(folder)
 
     def remove(self, folder: str, first: str) -> None:
+        if (self.root / folder).is_symlink():  # what it points at is not ours
+            (self.root / folder).unlink()
+            return
         (self.root / folder / first).unlink(missing_ok=True)
         shutil.rmtree(self.root / folder, ignore_errors=True)
 
@@ -158,6 +167,24 @@ class UrlStore:
 
 def _name(entry: dict[str, object]) -> str:
     return str(entry["name"]).rstrip("/").rpartition("/")[2]
+
+
+def _open_file(path: str, flags: int) -> int:
+    """Follows no link at the end of the path, and does not wait for a pipe's other end."""
+    try:
+        handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise _no_file(path) from None
+        raise
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise _no_file(path)
+    return handle
+
+
+def _no_file(path: str) -> CheckpointError:
+    return CheckpointError(f"{path} is a link or a device, no file.", hint="Put the file itself there.")
 
 
 def _sync_dir(path: Path) -> None:

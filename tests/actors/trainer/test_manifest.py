@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +19,11 @@ from raytide.actors.trainer.manifest import MANIFEST, Checkpoint, FileRecord, Ma
 from raytide.actors.trainer.store import LocalStore, Store, open_store
 from raytide.core.errors import CheckpointError
 
-FILES = {"__0_0.distcp": b"weights of rank 0" * 9, "__1_0.distcp": b"of rank 1" * 7, ".metadata": b"where what lies"}
+FILES = {
+    "__0_0.distcp": b"weights of rank 0" * 9,
+    "__1_0.distcp": b"of rank 1" * 7,
+    ".metadata": pickle.dumps("where what lies"),
+}
 Fate = Literal["whole", "unfinished", "altered", "short"]
 
 

@@ -1,0 +1,144 @@
+"""Reads the pickle in a checkpoint's `.metadata` as data: nothing in it is imported or called. No torch here.
+
+Torch's distributed checkpoint (DCP) writes that file with pickle, and to unpickle a foreign one is to run whatever it
+names. This reader accepts the names that DCP's metadata consists of and leaves each object as the arguments and the
+state that it would be made from; `dcp_metadata` turns those into DCP's classes.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from raytide.core.errors import CheckpointError
+
+__all__ = ["ALLOWED", "DTYPES", "MAX_BYTES", "Made", "Name", "read"]
+
+MAX_BYTES = 1 << 30
+"""A larger `.metadata` is refused: a million stored pieces take 0.13 GiB."""
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_NUMBERS = """float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu
+    int64 int32 int16 int8 uint64 uint32 uint16 uint8 bool complex32 complex64 complex128"""
+_CLASSES = """Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata TensorProperties MetadataIndex
+    StorageMeta _MEM_FORMAT_ENCODING"""
+_PLAIN = """PROTO FRAME STOP MARK POP POP_MARK NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT
+    BINFLOAT SHORT_BINUNICODE BINUNICODE BINUNICODE8 UNICODE EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST LIST
+    APPEND APPENDS EMPTY_DICT MEMOIZE PUT BINPUT LONG_BINPUT GET BINGET LONG_BINGET GLOBAL STACK_GLOBAL"""
+
+DTYPES = frozenset(_NUMBERS.split())
+ALLOWED: dict[tuple[str, str], str] = {
+    **{(_METADATA, name): name for name in _CLASSES.split()},
+    **{("torch", name): name for name in DTYPES},
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): "_StorageInfo",
+    ("torch", "Size"): "Size",
+    ("torch.serialization", "_get_layout"): "_get_layout",
+    ("pathlib", "PosixPath"): "PosixPath",
+    ("pathlib._local", "PosixPath"): "PosixPath",
+}
+"""The names that a metadata file may hold, by module and name, and how they are called here."""
+
+_HINT = "Delete the folder, and find out who wrote it: the run goes on from the checkpoint before it."
+
+
+class Name:
+    """A global that the pickle names."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class Made:
+    """An object that the pickle would make: by calling `name` with `args`, then setting `state`."""
+
+    __slots__ = ("args", "name", "state")
+
+    def __init__(self, name: str, args: tuple[object, ...]) -> None:
+        self.name, self.args = name, args
+        self.state: object = None
+
+
+def read(body: bytes, where: str) -> object:
+    """The tree of plain values, Name and Made in a pickle; CheckpointError for anything but DCP's metadata."""
+    if len(body) > MAX_BYTES:
+        raise CheckpointError(f"{where} has {len(body)} bytes, above the {MAX_BYTES} of any metadata.", hint=_HINT)
+    try:
+        return _Reader(io.BytesIO(body)).load()
+    except _ForeignNameError as error:
+        raise CheckpointError(
+            f"{where} was crafted: it names {error}, which no checkpoint's metadata holds.", hint=_HINT
+        ) from None
+    except (Exception, RecursionError, MemoryError) as error:  # a hostile pickle fails in any of these ways
+        raise CheckpointError(
+            f"{where} is no checkpoint's metadata: {type(error).__name__}: {error}.", hint=_HINT
+        ) from None
+
+
+class _ForeignNameError(Exception):
+    pass
+
+
+class _Reader(pickle._Unpickler):
+    """The library's reader in Python, without the operations that call, import or index by foreign numbers.
+
+    The one in C would reserve memory for any memo index that a file names.
+    """
+
+    dispatch: ClassVar[dict[int, Callable[..., Any]]] = {}
+    stack: list[Any]
+    append: Callable[[object], None]
+
+    if TYPE_CHECKING:
+
+        def pop_mark(self) -> list[object]: ...
+
+    def find_class(self, module: str, name: str) -> Name:
+        known = ALLOWED.get((module, name))
+        if known is None:
+            raise _ForeignNameError(f"{module}.{name}"[:200])
+        return Name(known)
+
+    def make(self) -> None:
+        args = self.stack.pop()
+        made = self.stack.pop()
+        if not isinstance(made, Name) or not isinstance(args, tuple):
+            raise TypeError("it calls what is no class of the metadata")
+        self.append(Made(made.name, args))
+
+    def build(self) -> None:
+        state = self.stack.pop()
+        made = self.stack[-1]
+        if not isinstance(made, Made) or made.state is not None:
+            raise TypeError("it sets the state of what is no object of the metadata")
+        made.state = state
+
+    def set_item(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._put([key, value])
+
+    def set_items(self) -> None:
+        self._put(self.pop_mark())
+
+    def _put(self, items: list[object]) -> None:
+        into = self.stack[-1]
+        if not isinstance(into, dict):
+            raise TypeError("it puts an item into what is no mapping")
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            if not isinstance(key, str | Made):  # deeply nested tuples would overflow the stack when they are hashed
+                raise TypeError(f"a key is a {type(key).__name__}")
+            into[key] = value
+
+
+def _operations() -> dict[int, Callable[..., Any]]:
+    """Of the library's operations, those that make plain values; the ones that make objects are replaced."""
+    library: dict[int, Callable[..., Any]] = pickle._Unpickler.dispatch
+    found = {getattr(pickle, name)[0]: library[getattr(pickle, name)[0]] for name in _PLAIN.split()}
+    found |= {pickle.REDUCE[0]: _Reader.make, pickle.NEWOBJ[0]: _Reader.make, pickle.BUILD[0]: _Reader.build}
+    return found | {pickle.SETITEM[0]: _Reader.set_item, pickle.SETITEMS[0]: _Reader.set_items}
+
+
+_Reader.dispatch = _operations()
