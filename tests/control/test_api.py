@@ -197,7 +197,7 @@ class TestJobs:
         script = {**GANG, "kind": "script", "config": {"command": ["python", "x.py"], "package": digest}}
         assert error(client.post("/v1/jobs", json=script))["code"] == "not_found"
         assert error(client.put(f"/v1/packages/{digest}", content=b"other"))["code"] == "bad_data"
-        assert error(client.put("/v1/packages/state.db", content=files))["code"] == "bad_data"
+        assert error(client.put("/v1/packages/state.db", content=files))["code"] == "usage"
         assert client.put(f"/v1/packages/{digest}", content=files).status_code == 200
         assert client.get(f"/v1/packages/{digest}").status_code == 403, "nobody's yet"
         assert client.post("/v1/jobs", json=script).json()["job"]["state"] == "queued"

@@ -51,6 +51,16 @@ def test_a_lease_is_given_back_although_the_api_is_being_restarted() -> None:
     assert len(api.seen) == 4
 
 
+def test_what_a_driver_reports_is_sent_although_its_text_is_no_utf_8() -> None:
+    api = Api(0, lambda request: httpx.Response(200, json={}))
+    connected(api).report("job-1", {"error": "no file a\udcff\0b", "step": 3})
+    connected(api).release("job-1", error="\ud800")
+    assert [json.loads(request.content) for request in api.seen] == [
+        {"error": "no file a?b", "step": 3},
+        {"error": "?"},
+    ]
+
+
 def test_a_submission_that_met_a_dying_api_is_repeated_under_one_key() -> None:
     def missing(request: httpx.Request) -> httpx.Response:
         return httpx.Response(404, json={"error": NotFoundError("no such thing").to_json()})

@@ -29,7 +29,7 @@ class Books:
     def books(self) -> Books:
         return self
 
-    def nodes(self) -> tuple[Node, ...]:
+    def nodes(self, *, limit: int) -> tuple[Node, ...]:
         return self.gone
 
     def spent(self, jobs: list[str], month: str) -> Spent:

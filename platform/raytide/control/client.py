@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
@@ -129,10 +129,10 @@ class Client:
         return from_json(Lease, self._get(f"/v1/jobs/{job_id}/lease", query, timeout_s=timeout_s + _TIMEOUT_S))
 
     def report(self, job_id: str, progress: Mapping[str, float | int | str]) -> None:
-        self._post(f"/v1/jobs/{job_id}/report", dict(progress))
+        self._post(f"/v1/jobs/{job_id}/report", {name: _clean(value) for name, value in progress.items()})
 
     def release(self, job_id: str, *, error: str = "") -> None:
-        self._post(f"/v1/jobs/{job_id}/release", {"error": error})
+        self._post(f"/v1/jobs/{job_id}/release", {"error": _clean(error)})
 
     def serve(self, spec: ServeSpec) -> EndpointStatus:
         return from_json(EndpointStatus, self._post("/v1/endpoints", _said(spec)))
@@ -198,6 +198,14 @@ class Client:
             if response.is_success:
                 return response
             raise _error(response)
+
+
+T = TypeVar("T")
+
+
+def _clean(value: T) -> T | str:
+    """Text of an exception or a file's name may hold NUL and bytes that are no UTF-8; the API refuses both."""
+    return value.encode(errors="replace").decode().replace("\0", "") if isinstance(value, str) else value
 
 
 def _said(spec: JobSpec | ServeSpec) -> dict[str, Any]:

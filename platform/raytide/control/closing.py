@@ -71,7 +71,7 @@ def close_books(store: Store, machines: tuple[Machine, ...], now_s: float) -> Cl
         )
     )
     return Closed(
-        nodes=store.nodes(limit=100_000),
+        nodes=store.nodes(),
         cost=cost_report(store.books, machines, to_us(now_s)),
         differences=reconcile(machines, store.books.entries()),
     )

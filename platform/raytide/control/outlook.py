@@ -21,6 +21,8 @@ from raytide.ledger.cost import accrued
 
 SPEND_PERIOD_S = 60.0
 """How often the month's spending is summed."""
+_PAST_NODES = 1000
+"""The newest nodes, from which the risk and the past of spot are learned; older ones tell little of today's market."""
 
 
 class Outlook:
@@ -30,7 +32,7 @@ class Outlook:
         """`known`: what an earlier controller learned of endpoints with an SLO."""
         self._store, self._books, self._config = store, store.books, config
         self._risk, self.fleets = SpotRisk(), SloFleets(known)
-        self._risk.replay(store.nodes(), now_s)
+        self._risk.replay(store.nodes(limit=_PAST_NODES), now_s)
         self._spot: SpotWatch | None = None
         self._spent_micro_usd = 0
         self._summed_at_s: float | None = None
@@ -49,7 +51,7 @@ class Outlook:
             if all(job.spec.deadline is None for job in seen.jobs):
                 return ()
             self._spot = SpotWatch()
-            self._spot.observe(self._store.nodes(), seen.at_s)
+            self._spot.observe(self._store.nodes(limit=_PAST_NODES), seen.at_s)
         self._spot.observe(nodes, seen.at_s)
         return outlooks(self._spot, seen)
 

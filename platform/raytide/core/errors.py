@@ -4,7 +4,9 @@ RaytideError                 error                1  500
 ├── UsageError               usage                2  400   the request itself is wrong
 │   ├── ConfigError          bad_config           2  400   a file or spec names an unknown key or a bad value
 │   ├── DataError            bad_data             2  400   a missing file, an empty corpus, a malformed dataset
-│   └── CapacityError        cannot_fit           2  400   no node type can ever hold what is asked
+│   ├── CapacityError        cannot_fit           2  400   no node type can ever hold what is asked
+│   ├── TooLargeError        too_large            2  413   a request's body is above what its route takes
+│   └── TooSlowError         too_slow             2  408   a request's body did not arrive in time
 ├── AuthError                not_authenticated    1  401
 ├── DeniedError              denied               1  403   the token's team may not do this
 ├── NotFoundError            not_found            4  404
@@ -67,6 +69,16 @@ class DataError(UsageError):
 
 class CapacityError(UsageError):
     code = "cannot_fit"
+
+
+class TooLargeError(UsageError):
+    code = "too_large"
+    http_status = 413
+
+
+class TooSlowError(UsageError):
+    code = "too_slow"
+    http_status = 408
 
 
 class AuthError(RaytideError):

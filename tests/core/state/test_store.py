@@ -17,10 +17,11 @@ from raytide.core.gang import GangSpec, Lease, LeaseState, Member, MemberState, 
 from raytide.core.job import Job, JobKind, JobSpec, JobState
 from raytide.core.plan import Launch, Plan, Wait
 from raytide.core.snapshot import Pool
-from raytide.core.state import Changes, Event, Store
+from raytide.core.state import Changes, Event, Store, tables
 from raytide.core.state.books import Books
 from raytide.core.state.database import Database
 from raytide.core.state.store import KEPT_PLANS
+from raytide.core.state.write import transitions
 
 SHAPE = Shape(members=2, min_members=1, resources={"CPU": 1.5, "GPU": 1.0}, labels={"ray.io/market-type": "spot"})
 SPEC = JobSpec(
@@ -254,6 +255,31 @@ def test_any_number_of_jobs_can_be_named(store: Store) -> None:
     ids = [f"job-{number}" for number in range(2, 70_000)]
     assert store.jobs_of([*ids, made.id]) == (made,)
     assert store.jobs_of([]) == ()
+
+
+def test_more_ids_than_a_statement_can_name_are_read_booked_and_committed(store: Store) -> None:
+    """SQLite names 250,000 values in one statement at most, PostgreSQL 65,535."""
+    made = store.submit_job(SPEC, "ada", 1.0)
+    ids = [*(f"job-{number}" for number in range(2, 250_002)), made.id]
+    lease = replace(LEASE, members=())
+    store.commit(Changes(2.0, leases=(lease,), entries=(entry(),), intervals=(INTERVAL,)))
+    assert store.census.leases(ids) == {made.id: lease}
+    assert store.books.booked("job", only=ids) == {made.id: 3}
+    assert store.books.spent(ids, "1970-01").jobs == {made.id: 3}
+    store.commit(Changes(3.0, closed=(*ids, INTERVAL.node_id)))
+    assert store.books.intervals() == ()
+    with store._db.read() as c:
+        after = dict.fromkeys(ids, ("queued", ""))
+        assert len(transitions(c, tables.jobs.c.id, tables.jobs.c.state, after, 1.0)) == 250_000
+
+
+def test_all_live_nodes_are_read_however_many_there_are(store: Store) -> None:
+    nodes = tuple(replace(NODE, id=f"node-{number}") for number in range(1, 1501))
+    store.commit(Changes(1.0, nodes=nodes))
+    store.commit(Changes(2.0, nodes=(replace(nodes[0], state=NodeState.GONE),)))
+    assert len(store.nodes(live=True)) == 1499
+    assert sum(node.price_micro_usd_h for node in store.nodes(live=True)) == 1499 * NODE.price_micro_usd_h
+    assert [node.id for node in store.nodes(limit=2)] == ["node-1500", "node-1499"]
 
 
 def test_sums_group_by_each_column(store: Store) -> None:

@@ -2,110 +2,151 @@
 
 import asyncio
 import time
-from typing import Annotated, Any
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated, Any, TypeVar
 
-from fastapi import Depends, FastAPI, Header, Query, Request
+from anyio import CapacityLimiter, to_thread
+from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, Response
+from starlette.exceptions import HTTPException
 
+from raytide.control.api import queries as q
 from raytide.control.api.auth import Caller, Tokens
 from raytide.control.api.desk import Desk
+from raytide.control.api.gate import Gate
 from raytide.control.wire import to_json
-from raytide.core.errors import RaytideError, UsageError
+from raytide.core.errors import NotFoundError, RaytideError, UsageError
 from raytide.core.job import BudgetPer
 from raytide.ledger.report import By
 
 _LONG_POLL_S = 0.1
 _LONGEST_POLL_S = 60.0
+_METRICS_S = 1.0
+"""How long one reading of the metrics is good for: whoever asks, token or not, costs one reading a second at most."""
 
-Body = dict[str, Any]
+T = TypeVar("T")
+
+
+class Pools:
+    """Threads for what may wait for something else than the store, apart from those of every other route."""
+
+    def __init__(self) -> None:
+        self.health, self.metrics = CapacityLimiter(1), CapacityLimiter(1)
+        self.submissions, self.slow, self.leases = CapacityLimiter(8), CapacityLimiter(8), CapacityLimiter(8)
+
+
+async def _in(pool: CapacityLimiter, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    return await to_thread.run_sync(partial(work, *args, **kwargs), limiter=pool)
 
 
 def create_app(desk: Desk, tokens: Tokens) -> FastAPI:
-    app = FastAPI(title="raytide", docs_url=None, redoc_url=None)
+    app = FastAPI(title="raytide", docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(Gate, tokens=tokens)
+    pools = Pools()
+    measured: dict[str, Any] = {"at_s": -_METRICS_S, "text": b""}
 
-    def caller(authorization: Annotated[str | None, Header()] = None) -> Caller:
-        return tokens.caller(authorization)
+    async def caller(request: Request) -> Caller:
+        found: Caller = request.state.caller
+        return found
 
     Who = Annotated[Caller, Depends(caller)]
 
     @app.exception_handler(RaytideError)
-    def known(_: Request, error: RaytideError) -> JSONResponse:
+    async def known(_: Request, error: RaytideError) -> JSONResponse:
         return JSONResponse({"error": error.to_json()}, status_code=error.http_status)
 
     @app.exception_handler(RequestValidationError)
-    def malformed(_: Request, error: RequestValidationError) -> JSONResponse:
-        problem = UsageError(f"malformed request: {error.errors()[0]['msg']}.")
+    async def malformed(_: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"][1:])
+        problem = UsageError(f"malformed request: {where}: {first['msg']}.", hint="Correct it and ask again.")
         return JSONResponse({"error": problem.to_json()}, status_code=problem.http_status)
 
+    @app.exception_handler(HTTPException)
+    async def unknown(_: Request, error: HTTPException) -> JSONResponse:
+        kind = NotFoundError if error.status_code == NotFoundError.http_status else UsageError
+        problem = kind(f"{error.detail}.", hint="Ask as the client does.")
+        return JSONResponse({"error": problem.to_json()}, status_code=error.status_code, headers=error.headers)
+
     @app.get("/health")
-    def health() -> Any:
-        return {"ok": True, "controller_at_s": desk.live().at_s}
+    async def health() -> Any:
+        return {"ok": True, "controller_at_s": (await _in(pools.health, desk.live)).at_s}
+
+    def measure() -> bytes:
+        if time.monotonic() - measured["at_s"] >= _METRICS_S:
+            measured["text"] = desk.metrics()
+            measured["at_s"] = time.monotonic()
+        text: bytes = measured["text"]
+        return text
 
     @app.get("/metrics")
-    def metrics() -> Response:
-        return Response(desk.metrics(), media_type="text/plain; version=0.0.4")
+    async def metrics() -> Response:
+        return Response(await _in(pools.metrics, measure), media_type="text/plain; version=0.0.4")
 
     @app.get("/v1/status")
     def status(who: Who) -> Any:
         return to_json(desk.status(who))
 
     @app.post("/v1/jobs")
-    def submit(who: Who, body: Body, key: str | None = None) -> Any:
-        return to_json(desk.submit(body, who, key))
+    async def submit(who: Who, body: q.Body, key: q.Key = None) -> Any:
+        return to_json(await _in(pools.submissions, desk.submit, body, who, key))
 
     @app.put("/v1/packages/{digest}")
-    async def upload(who: Who, digest: str, request: Request) -> Any:
-        await asyncio.to_thread(desk.make_room)
+    async def upload(who: Who, digest: q.Digest, request: Request) -> Any:
+        await _in(pools.slow, desk.make_room)
         with desk.packages.receive(digest) as part:
             async for chunk in request.stream():
-                await asyncio.to_thread(part.write, chunk)
+                await _in(pools.slow, part.write, chunk)
         return {}
 
     @app.get("/v1/packages/{digest}")
-    def package(who: Who, digest: str) -> Response:
+    def package(who: Who, digest: q.Digest) -> Response:
         return FileResponse(desk.package(digest, who))
 
     @app.get("/v1/jobs")
-    def jobs(who: Who, limit: int = 100, offset: int = 0, active: bool = False) -> Any:
-        return [to_json(view) for view in desk.jobs(who, min(max(limit, 1), 1000), max(offset, 0), active=active)]
+    def jobs(who: Who, limit: q.Limit = 100, offset: q.Offset = 0, active: bool = False) -> Any:
+        return [to_json(view) for view in desk.jobs(who, min(limit, 1000), offset, active=active)]
 
     @app.get("/v1/jobs/{job_id}")
-    def job(who: Who, job_id: str) -> Any:
+    def job(who: Who, job_id: q.Name) -> Any:
         return to_json(desk.job(job_id, who))
 
     @app.post("/v1/jobs/{job_id}/stop")
-    def stop(who: Who, job_id: str) -> Any:
+    def stop(who: Who, job_id: q.Name) -> Any:
         return to_json(desk.stop(job_id, who))
 
     @app.post("/v1/jobs/{job_id}/retry")
-    def retry(who: Who, job_id: str, key: str | None = None) -> Any:
-        return to_json(desk.retry(job_id, who, key))
+    async def retry(who: Who, job_id: q.Name, key: q.Key = None) -> Any:
+        return to_json(await _in(pools.submissions, desk.retry, job_id, who, key))
 
     @app.get("/v1/jobs/{job_id}/why")
-    def why(who: Who, job_id: str) -> Any:
+    def why(who: Who, job_id: q.Name) -> Any:
         return to_json(desk.why(job_id, who))
 
     @app.put("/v1/jobs/{job_id}/budget")
-    def job_budget(who: Who, job_id: str, usd: float | None = None, soft: bool = False, per: BudgetPer = "job") -> Any:
+    def job_budget(who: Who, job_id: q.Name, usd: q.Usd = None, soft: bool = False, per: BudgetPer = "job") -> Any:
         return to_json(desk.set_budget(job_id, who, usd, soft=soft, per=per))
 
     @app.get("/v1/jobs/{job_id}/logs")
-    def logs(who: Who, job_id: str, after: str = "", tail: Annotated[int | None, Query(ge=0)] = None) -> Any:
-        return to_json(desk.logs(job_id, who, after, tail))
+    async def logs(who: Who, job_id: q.Name, after: q.Place = "", tail: q.Tail = None) -> Any:
+        return to_json(await _in(pools.slow, desk.logs, job_id, who, after, tail))
 
     @app.post("/v1/jobs/{job_id}/report")
-    def report(who: Who, job_id: str, body: Body) -> Any:
+    def report(who: Who, job_id: q.Name, body: q.Body) -> Any:
         desk.report(job_id, who, body)
         return {}
 
     @app.post("/v1/jobs/{job_id}/release")
-    def release(who: Who, job_id: str, body: Body) -> Any:
+    def release(who: Who, job_id: q.Name, body: q.Body) -> Any:
         desk.release(job_id, who, str(body.get("error", "")))
         return {}
 
     @app.get("/v1/jobs/{job_id}/lease")
-    async def lease(who: Who, request: Request, job_id: str, newer_than: int = -1, timeout_s: float = 0.0) -> Any:
+    async def lease(
+        who: Who, request: Request, job_id: q.Name, newer_than: q.Epoch = -1, timeout_s: q.Timeout = 0.0
+    ) -> Any:
         deadline = time.monotonic() + min(timeout_s, _LONGEST_POLL_S)
         while True:
             now = await asyncio.to_thread(desk.lease, job_id, who)
@@ -117,35 +158,35 @@ def create_app(desk: Desk, tokens: Tokens) -> FastAPI:
             await asyncio.sleep(_LONG_POLL_S)
 
     @app.post("/v1/endpoints")
-    def serve(who: Who, body: Body) -> Any:
-        return to_json(desk.serve(body, who))
+    async def serve(who: Who, body: q.Body) -> Any:
+        return to_json(await _in(pools.submissions, desk.serve, body, who))
 
     @app.get("/v1/endpoints")
     def endpoints(who: Who) -> Any:
         return [to_json(status) for status in desk.endpoints(who)]
 
     @app.get("/v1/endpoints/{name}")
-    def endpoint(who: Who, name: str) -> Any:
+    def endpoint(who: Who, name: q.Name) -> Any:
         return to_json(desk.endpoint(name, who))
 
     @app.delete("/v1/endpoints/{name}")
-    def delete_endpoint(who: Who, name: str) -> Any:
+    def delete_endpoint(who: Who, name: q.Name) -> Any:
         return to_json(desk.delete_endpoint(name, who))
 
     @app.get("/v1/plans")
-    def plans(who: Who, limit: int = 50, until_s: float | None = None) -> Any:
-        return desk.plans(who, min(max(limit, 1), 1000), until_s)
+    def plans(who: Who, limit: q.Limit = 50, until_s: q.Until = None) -> Any:
+        return desk.plans(who, min(limit, 1000), until_s)
 
     @app.get("/v1/snapshot")
-    def snapshot(who: Who) -> Response:
-        return Response(desk.snapshot(who), media_type="application/json")
+    async def snapshot(who: Who) -> Response:
+        return Response(await _in(pools.slow, desk.snapshot, who), media_type="application/json")
 
     @app.get("/v1/cost")
     def cost(who: Who) -> Any:
         return to_json(desk.cost(who))
 
     @app.get("/v1/cost/{by}")
-    def costs(who: Who, by: By, since_s: float = 0.0) -> Any:
+    def costs(who: Who, by: By, since_s: q.Since = 0.0) -> Any:
         return to_json(desk.costs(by, who, since_s))
 
     @app.get("/v1/teams")
@@ -153,7 +194,7 @@ def create_app(desk: Desk, tokens: Tokens) -> FastAPI:
         return [to_json(team) for team in desk.teams(who)]
 
     @app.patch("/v1/teams/{name}")
-    def change_team(who: Who, name: str, body: Body) -> Any:
+    def change_team(who: Who, name: q.Name, body: q.Body) -> Any:
         return to_json(desk.accounts.change(name, body, who))
 
     return app

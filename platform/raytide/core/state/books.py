@@ -11,6 +11,7 @@ from raytide.core.entry import DAY_US, CostBy, Entry, EntryKind, Line, OpenInter
 from raytide.core.state import codec
 from raytide.core.state import tables as t
 from raytide.core.state.database import Database
+from raytide.core.state.rows import named
 
 
 class Books:
@@ -42,21 +43,19 @@ class Books:
         if by in ("job", "endpoint"):
             query = query.where(s.kind.in_(_OF_JOB) if by == "job" else s.kind == EntryKind.ENDPOINT)
             query = query.where(s.subject != "")
-        if only is not None:
-            query = query.where(key.in_(only))
+        some = (query,) if only is None else (query.where(key.in_(part)) for part in named(only))
         with self._db.read() as c:
-            return {row[0]: int(row[1]) for row in c.execute(query)}
+            return {row[0]: int(row[1]) for each in some for row in c.execute(each)}
 
     def spent(self, jobs: Sequence[str], month: str) -> Spent:
         """What was lost included."""
         s = t.totals.c
         amount = sa.func.sum(s.amount_micro_usd)
         in_month = sa.func.sum(sa.case((s.month == month, s.amount_micro_usd), else_=0))
-        is_one = sa.and_(s.kind.in_(_OF_JOB), s.subject.in_(jobs))
-        of_job = sa.select(s.subject, amount, in_month).where(is_one).group_by(s.subject)
+        of_job = sa.select(s.subject, amount, in_month).where(s.kind.in_(_OF_JOB)).group_by(s.subject)
         of_team = sa.select(s.team, amount).where(s.month == month).group_by(s.team)
         with self._db.read() as c:
-            found = c.execute(of_job).all()
+            found = [row for part in named(jobs) for row in c.execute(of_job.where(s.subject.in_(part)))]
             return Spent(
                 jobs={row[0]: int(row[1]) for row in found},
                 jobs_month={row[0]: int(row[2]) for row in found},

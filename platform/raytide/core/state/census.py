@@ -10,7 +10,7 @@ from raytide.core.gang import Lease, LeaseState
 from raytide.core.job import FINAL_STATES
 from raytide.core.state import tables as t
 from raytide.core.state.database import Database
-from raytide.core.state.rows import leases_where
+from raytide.core.state.rows import leases_where, named
 
 
 class Census:
@@ -53,6 +53,10 @@ class Census:
     def leases(self, job_ids: Iterable[str]) -> dict[str, Lease]:
         """The newest lease of each of them that was ever admitted, RELEASED ones included; by job."""
         of_job = t.leases.c.job_id
-        newest = sa.select(sa.func.max(t.leases.c.number)).where(of_job.in_(list(job_ids))).group_by(of_job)
+        newest = sa.select(sa.func.max(t.leases.c.number)).group_by(of_job)
         with self._db.read() as c:
-            return {lease.job_id: lease for lease in leases_where(c, t.leases.c.number.in_(newest))}
+            return {
+                lease.job_id: lease
+                for part in named(job_ids)
+                for lease in leases_where(c, t.leases.c.number.in_(newest.where(of_job.in_(part))))
+            }

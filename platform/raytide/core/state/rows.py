@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
 from raytide.core.gang import Lease
 from raytide.core.state import codec
 from raytide.core.state import tables as t
+
+MOST_NAMED = 1000
+"""Values in one statement's IN: databases limit them (SQLite 32,766 or 250,000, PostgreSQL 65,535)."""
+
+T = TypeVar("T")
+
+
+def named(values: Iterable[T]) -> Iterator[list[T]]:
+    """The values in parts that one statement can name, each value once."""
+    left = iter(dict.fromkeys(values))
+    while part := list(islice(left, MOST_NAMED)):
+        yield part
 
 
 def leases_where(c: sa.Connection, which: sa.ColumnElement[bool]) -> tuple[Lease, ...]:

@@ -23,7 +23,7 @@ from raytide.core.state.books import Books
 from raytide.core.state.census import Census
 from raytide.core.state.database import Database
 from raytide.core.state.records import Changes, Event, Records, StoredPlan, StoredTeam
-from raytide.core.state.rows import leases_where
+from raytide.core.state.rows import leases_where, named
 from raytide.core.state.write import (
     add_up,
     append,
@@ -36,8 +36,6 @@ from raytide.core.state.write import (
 )
 
 KEPT_PLANS = 1000
-_MOST_NAMED = 1000
-"""A statement takes so many values at most: databases have a limit."""
 
 
 class Store:
@@ -191,8 +189,8 @@ class Store:
             for team in ch.teams:
                 _write_team(c, team.name, recent_gpu_s=team.recent_gpu_s, recent_at_s=team.recent_at_s)
             upsert(c, t.open_intervals, [codec.interval_values(interval) for interval in ch.intervals])
-            if ch.closed:
-                c.execute(t.open_intervals.delete().where(t.open_intervals.c.node_id.in_(ch.closed)))
+            for part in named(ch.closed):
+                c.execute(t.open_intervals.delete().where(t.open_intervals.c.node_id.in_(part)))
             note(c, events)
             if ch.plan is not None:
                 _store_plan(c, ch.plan)
@@ -220,10 +218,8 @@ class Store:
     def jobs_of(self, ids: Sequence[str]) -> tuple[Job, ...]:
         """Those of these ids that are jobs."""
         with self._db.read() as c:
-            some = (ids[at : at + _MOST_NAMED] for at in range(0, len(ids), _MOST_NAMED))
-            return tuple(
-                codec.job(row) for part in some for row in c.execute(t.jobs.select().where(t.jobs.c.id.in_(part)))
-            )
+            which = (t.jobs.select().where(t.jobs.c.id.in_(part)) for part in named(ids))
+            return tuple(codec.job(row) for query in which for row in c.execute(query))
 
     def lease_of(self, job_id: str) -> Lease | None:
         """The newest lease of a job, RELEASED ones included; None before it was admitted."""
@@ -240,8 +236,8 @@ class Store:
         with self._db.read() as c:
             return self._endpoints(c, ended=ended)
 
-    def nodes(self, *, live: bool = False, limit: int = 1000) -> tuple[Node, ...]:
-        """Newest first; those that are gone included, unless `live`."""
+    def nodes(self, *, live: bool = False, limit: int | None = None) -> tuple[Node, ...]:
+        """Newest first, all or the first `limit`; those that are gone included, unless `live`."""
         query = t.nodes.select().order_by(t.nodes.c.number.desc()).limit(limit)
         if live:
             query = query.where(t.nodes.c.state != NodeState.GONE)

@@ -10,6 +10,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from raytide.core.state.codec import event_values
 from raytide.core.state.records import Event
+from raytide.core.state.rows import named
 from raytide.core.state.tables import counters, events
 
 Values = Mapping[str, Any]
@@ -86,7 +87,8 @@ def transitions(
     """Events for those of `after` ({id: (state, reason)}) whose stored state is another one."""
     if not after:
         return []
-    before = {row[0]: row[1] for row in c.execute(sa.select(key, state).where(key.in_(list(after))))}
+    states = sa.select(key, state)
+    before = {row[0]: row[1] for part in named(after) for row in c.execute(states.where(key.in_(part)))}
     return [
         Event(at_s, subject, before.get(subject, ""), str(new), reason)
         for subject, (new, reason) in after.items()

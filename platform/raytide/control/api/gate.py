@@ -1,0 +1,169 @@
+"""The gate in front of the routes, as ASGI middleware.
+
+Nothing of a request's body is read before its sender is known. A body is then read up to the limit of its route and
+within a deadline, so that neither a huge body nor a slow one holds memory or a connection. Routes find the caller in
+`request.state.caller`; a package is streamed to its route, every other body is complete when the route starts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Iterable
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from raytide.control.api.auth import Tokens
+from raytide.core.errors import AuthError, RaytideError, TooLargeError, TooSlowError
+from raytide.core.package import MOST_BYTES
+
+SPEC_BYTES = 2**20
+"""The largest body of a job's or an endpoint's spec."""
+BODY_BYTES = 2**16
+"""The largest body of every other request: a report, the end of a lease, limits of a team."""
+BODY_S = 20.0
+"""How long a body may take to arrive."""
+CHUNK_S = 30.0
+"""How long each piece of a package may take to arrive."""
+PACKAGE_S = 300.0
+"""How long a package may take to arrive."""
+
+_OPEN = frozenset({"/health", "/metrics"})
+_SPECS = frozenset({"/v1/jobs", "/v1/endpoints"})
+_PACKAGE = re.compile(r"/v1/packages/[^/]*")
+_DISCARDED_BYTES, _DISCARD_S = 2**24, 2.0
+_CLOSE = {"Connection": "close"}
+
+
+class Gate:
+    """Answers 401 without a valid token, 413 to a body above its route's limit and 408 to one that is too slow."""
+
+    def __init__(self, app: ASGIApp, tokens: Tokens) -> None:
+        self._app, self._tokens = app, tokens
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            if scope["path"] not in _OPEN:
+                scope.setdefault("state", {})["caller"] = self._tokens.caller(_authorization(scope["headers"]))
+            elif _has_body(scope["headers"]):
+                raise TooLargeError(f"{scope['path']} takes no body.", hint="Send none.")
+            admitted = await _admit(scope, receive)
+        except RaytideError as error:
+            await _refuse(error)(scope, receive, send)
+        except TimeoutError:
+            late = TooSlowError(f"the request's body did not arrive within {BODY_S:g} s.", hint="Send it again.")
+            await _refuse(late)(scope, receive, send)
+        else:
+            if admitted is not None:
+                await self._app(scope, admitted, send)
+
+
+async def _admit(scope: Scope, receive: Receive) -> Receive | None:
+    """The `receive` that the route gets, once the body is within its limit; None when the client is gone."""
+    headers = scope["headers"]
+    if not _has_body(headers):
+        return receive
+    is_package = scope["method"] == "PUT" and _PACKAGE.fullmatch(scope["path"])
+    if is_package:
+        most = MOST_BYTES
+    else:
+        most = SPEC_BYTES if scope["method"] == "POST" and scope["path"] in _SPECS else BODY_BYTES
+    announced = _length(headers)
+    if announced is not None and announced > most:
+        await _discard(receive, announced)
+        raise _too_large(most)
+    return _streamed(receive, most) if is_package else await _buffered(receive, most)
+
+
+async def _buffered(receive: Receive, most: int) -> Receive | None:
+    parts: list[bytes] = []
+    size, deadline_s = 0, time.monotonic() + BODY_S
+    while True:
+        message = await asyncio.wait_for(receive(), max(0.0, deadline_s - time.monotonic()))
+        if message["type"] == "http.disconnect":
+            return None
+        part = message.get("body", b"")
+        size += len(part)
+        if size > most:
+            parts.clear()
+            await _discard(receive, _DISCARDED_BYTES)
+            raise _too_large(most)
+        parts.append(part)
+        if not message.get("more_body", False):
+            break
+    body: Message | None = {"type": "http.request", "body": b"".join(parts), "more_body": False}
+
+    async def replayed() -> Message:
+        nonlocal body
+        message, body = body, None
+        return await receive() if message is None else message
+
+    return replayed
+
+
+def _streamed(receive: Receive, most: int) -> Receive:
+    size, deadline_s = 0, time.monotonic() + PACKAGE_S
+
+    async def counted() -> Message:
+        nonlocal size
+        left_s = deadline_s - time.monotonic()
+        try:
+            message = await asyncio.wait_for(receive(), max(0.0, min(CHUNK_S, left_s)))
+        except TimeoutError:
+            raise TooSlowError("the package arrives too slowly.", hint="Leave large files out of it.") from None
+        size += len(message.get("body", b""))
+        if size > most:
+            raise _too_large(most)
+        return message
+
+    return counted
+
+
+async def _discard(receive: Receive, size: int) -> None:
+    """Reads what a known caller still sends, for a moment: a connection that is closed with unread bytes is reset, and
+    the client would not see the answer."""
+    deadline_s, left = time.monotonic() + _DISCARD_S, min(size, _DISCARDED_BYTES)
+    try:
+        while left > 0 and (wait_s := deadline_s - time.monotonic()) > 0:
+            message = await asyncio.wait_for(receive(), wait_s)
+            if message["type"] != "http.request" or not message.get("more_body", False):
+                return
+            left -= len(message.get("body", b""))
+    except TimeoutError:
+        return
+
+
+def _authorization(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
+    found = [value for name, value in headers if name == b"authorization"]
+    if len(found) > 1:
+        raise AuthError("more than one Authorization header was sent.", hint="Send one.")
+    return found[0].decode("latin-1") if found else None
+
+
+def _length(headers: Iterable[tuple[bytes, bytes]]) -> int | None:
+    """The announced length of the body; one that is no number counts as endless."""
+    found = [value for name, value in headers if name == b"content-length"]
+    if not found:
+        return None
+    return int(found[0]) if found[0].isdigit() and len(found[0]) < 19 else 2**63
+
+
+def _has_body(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    return any(
+        (name == b"content-length" and value.strip() != b"0") or name == b"transfer-encoding" for name, value in headers
+    )
+
+
+def _too_large(most: int) -> TooLargeError:
+    size = f"{most // 2**20} MiB" if most >= 2**20 else f"{most // 2**10} KiB"
+    return TooLargeError(f"the request's body is larger than {size}.", hint="Send less; this route takes no more.")
+
+
+def _refuse(error: RaytideError) -> JSONResponse:
+    """The answer; the connection is closed, because what is left of the body is not read."""
+    return JSONResponse({"error": error.to_json()}, status_code=error.http_status, headers=_CLOSE)

@@ -1,0 +1,104 @@
+"""The types of what requests carry in path, query and body, with their bounds.
+
+Every route takes its input through these, so that no number is infinite or beyond 64 bits, no text holds a control
+character, and no body nests deeper or holds more values than any spec does.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Annotated, Any, NoReturn
+
+from fastapi import Depends, Path, Query
+from starlette.requests import Request
+
+from raytide.core.errors import UsageError
+
+MOST_DEPTH = 64
+MOST_VALUES = 20_000
+_MOST_INT = 2**64
+_LATEST_S = 1e11
+"""Seconds since the epoch; some three thousand years from now."""
+_BAD_TEXT = re.compile("[\0\ud800-\udfff]")
+
+Name = Annotated[str, Path(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f/]+$")]
+"""The id of a job, the name of an endpoint or of a team."""
+Digest = Annotated[str, Path(pattern=r"^[0-9a-f]{64}$")]
+"""A package's SHA-256, in hex."""
+Key = Annotated[str | None, Query(pattern=r"^[!-~]{1,128}$")]
+"""An idempotency key: printable ASCII without spaces."""
+Limit = Annotated[int, Query(ge=1, le=2**31 - 1)]
+Offset = Annotated[int, Query(ge=0, le=2**63 - 1)]
+Tail = Annotated[int | None, Query(ge=0, le=2**31 - 1)]
+Place = Annotated[str, Query(max_length=64)]
+Epoch = Annotated[int, Query(ge=-1, le=2**63 - 1)]
+Since = Annotated[float, Query(ge=0, le=_LATEST_S, allow_inf_nan=False)]
+Until = Annotated[float | None, Query(ge=0, le=_LATEST_S, allow_inf_nan=False)]
+Timeout = Annotated[float, Query(ge=0, le=86_400, allow_inf_nan=False)]
+Usd = Annotated[float | None, Query(gt=0, le=1e12, allow_inf_nan=False)]
+
+
+def parse_object(raw: bytes) -> dict[str, Any]:
+    """The JSON object of a body; UsageError when it is anything else, or holds what no spec may hold."""
+    try:
+        found = json.loads(raw.decode(), parse_constant=_no_constant)
+    except RecursionError:
+        _refuse(f"nests deeper than {MOST_DEPTH} levels")
+    except ValueError as error:
+        _refuse(f"is not JSON: {str(error)[:200]}")
+    if not isinstance(found, dict):
+        _refuse("is no JSON object")
+    _check(found)
+    return found
+
+
+async def json_object(request: Request) -> dict[str, Any]:
+    return parse_object(await request.body())
+
+
+Body = Annotated[dict[str, Any], Depends(json_object)]
+
+
+def _check(value: object) -> None:
+    """Without recursion: the depth is what is checked."""
+    level: list[tuple[str, object]] = [("", value)]
+    values = 0
+    for _ in range(MOST_DEPTH):
+        values += len(level)
+        if values > MOST_VALUES:
+            _refuse(f"holds more than {MOST_VALUES:,} values")
+        inner: list[tuple[str, object]] = []
+        for where, each in level:
+            if isinstance(each, dict):
+                for key in each:
+                    _check_text(key, where)
+                inner.extend((where or key[:100], below) for key, below in each.items())
+            elif isinstance(each, list):
+                inner.extend((where, below) for below in each)
+            elif isinstance(each, str):
+                _check_text(each, where)
+            elif isinstance(each, float) and not math.isfinite(each):
+                _refuse("holds a number that is not finite", where)
+            elif isinstance(each, int) and abs(each) >= _MOST_INT:
+                _refuse("holds a whole number of more than 64 bits", where)
+        if not inner:
+            return
+        level = inner
+    _refuse(f"nests deeper than {MOST_DEPTH} levels")
+
+
+def _check_text(text: str, where: str) -> None:
+    if _BAD_TEXT.search(text):
+        _refuse("holds text with a NUL or half of a surrogate pair", where)
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _refuse(why: str, where: str = "") -> NoReturn:
+    """`where`: the key at the top of the body."""
+    named = f" in {where!r}" if where else ""
+    raise UsageError(f"the request's body {why}{named}.", hint="Send one JSON object, as the client does.")
