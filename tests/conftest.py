@@ -11,9 +11,10 @@ import psutil
 import pytest
 from hypothesis import settings
 from tests.cluster_fixture import eventually, live, raytide_cli, tide
+from tests.disk_fixture import disk
 from tests.moto_fixture import aws, aws_for_ray, moto_url
 
-__all__ = ["aws", "aws_for_ray", "eventually", "live", "moto_url", "raytide_cli", "tide"]
+__all__ = ["aws", "aws_for_ray", "disk", "eventually", "live", "moto_url", "raytide_cli", "tide"]
 
 ROOT = Path(__file__).parents[1]
 

@@ -73,6 +73,7 @@ class CloudProvider:
             if cloud_ids is None:
                 if self._purchases.find(node.id) is not None:
                     return  # bought, and not listed yet, or no more
+                self._purchases.check_room()
                 self._create(node)
                 self._purchases.record(
                     Purchase(node.id, node.type, node.zone, node.price_micro_usd_h, self._clock.now_s())

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from raytide.autoscaler.providers.base import Machine, Notice
@@ -17,11 +18,15 @@ from raytide.autoscaler.providers.local_events import Watcher, poke
 from raytide.autoscaler.providers.local_files import MARK, NodeFolder, Purchase, node_names
 from raytide.autoscaler.providers.local_spot import is_out_of_stock
 from raytide.core.clock import Clock
+from raytide.core.durable import sweep
 from raytide.core.errors import ProviderError
 from raytide.core.fleet import Node, NodeType
+from raytide.core.logs import logger
 from raytide.core.processes import Process, end
 
 NODE_ID_LABEL = "raytide.io/node-id"
+log = logger(__name__)
+
 _SLOTS = range(2, 255)  # 127.0.K.1 is the head's
 _TERMINATE_GRACE_S = 3.0
 """A node asked to end tells the GCS and goes; this bounds how long that may take."""
@@ -56,6 +61,7 @@ class LocalProvider:
         self._ending: dict[str, threading.Thread] = {}
         self._watcher: Watcher | None = None
         (self._run_dir / "nodes").mkdir(mode=0o700, parents=True, exist_ok=True)
+        sweep(folder.path for folder in self._not_over())
 
     def launch(self, node: Node, node_type: NodeType) -> None:
         folder = NodeFolder(self._run_dir / "nodes" / node.id)
@@ -82,7 +88,8 @@ class LocalProvider:
         folder = NodeFolder(self._run_dir / "nodes" / node_id)
         if folder.purchase() is None or folder.end() is not None:
             return
-        folder.announce_end("terminated")
+        with suppress(OSError):  # a full disk keeps the reason from being written, not the node from being ended
+            folder.announce_end("terminated")
         if (thread := self._ending.get(node_id)) is None or not thread.is_alive():
             thread = threading.Thread(target=self._end, args=(folder,), name=f"end-{node_id}", daemon=True)
             self._ending[node_id] = thread
@@ -180,11 +187,11 @@ class LocalProvider:
                 pass_fds=(lock,),
             )
         identity = Process.of(process.pid, f"node {folder.node_id}")
+        threading.Thread(target=self._reap, args=(process, folder), name=f"reap-{folder.node_id}", daemon=True).start()
         if identity is not None:
-            folder.record_process(identity)
             if self._watcher is not None:
                 self._watcher.add(identity)
-        threading.Thread(target=self._reap, args=(process, folder), name=f"reap-{folder.node_id}", daemon=True).start()
+            folder.record_process(identity)
 
     def _reap(self, process: subprocess.Popen[bytes], folder: NodeFolder) -> None:
         process.wait()
@@ -197,5 +204,8 @@ class LocalProvider:
         self._closing_entry(folder)
 
     def _closing_entry(self, folder: NodeFolder) -> None:
-        folder.record_end(self._clock.now_s())
+        try:
+            folder.record_end(self._clock.now_s())
+        except OSError as error:  # `machines` sees the end too, and records it when there is room
+            log.warning("cannot record the end of a node", extra={"node": folder.node_id, "error": str(error)})
         poke(self._run_dir)

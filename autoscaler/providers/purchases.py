@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from raytide.autoscaler.providers.base import Machine
-from raytide.core.durable import create_json, read_json, write_json
+from raytide.core.durable import check_room, create_json, read_json, sweep, write_json
+from raytide.core.storage import full_disk_is_an_error
 
 __all__ = ["Purchase", "Purchases", "in_order"]
 
@@ -52,6 +53,12 @@ class Purchases:
         self._folder = folder
         self._over: dict[str, Machine] = {}
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        sweep([folder])
+
+    def check_room(self) -> None:
+        """Raise StorageError when a purchase could not be recorded: then nothing may be bought."""
+        with full_disk_is_an_error(str(self._folder)):
+            check_room(self._folder)
 
     def record(self, purchase: Purchase) -> None:
         """The first record of a node stays."""

@@ -6,7 +6,8 @@ import json
 import random
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,7 +27,7 @@ from raytide.control.wire import from_json
 from raytide.core import errors
 from raytide.core.config import environment, home
 from raytide.core.endpoint import ServeSpec
-from raytide.core.errors import ClusterError, NotFoundError
+from raytide.core.errors import ClusterError, NotFoundError, StorageError
 from raytide.core.gang import Lease
 from raytide.core.job import BudgetPer, JobSpec
 from raytide.core.package import digest_of
@@ -126,13 +127,16 @@ class Client:
 
     def wait_lease(self, job_id: str, *, newer_than: int, timeout_s: float) -> Lease:
         query = {"newer_than": newer_than, "timeout_s": timeout_s}
-        return from_json(Lease, self._get(f"/v1/jobs/{job_id}/lease", query, timeout_s=timeout_s + _TIMEOUT_S))
+        with _cluster_storage():
+            return from_json(Lease, self._get(f"/v1/jobs/{job_id}/lease", query, timeout_s=timeout_s + _TIMEOUT_S))
 
     def report(self, job_id: str, progress: Mapping[str, float | int | str]) -> None:
-        self._post(f"/v1/jobs/{job_id}/report", {name: _clean(value) for name, value in progress.items()})
+        with _cluster_storage():
+            self._post(f"/v1/jobs/{job_id}/report", {name: _clean(value) for name, value in progress.items()})
 
     def release(self, job_id: str, *, error: str = "") -> None:
-        self._post(f"/v1/jobs/{job_id}/release", {"error": _clean(error)})
+        with _cluster_storage():
+            self._post(f"/v1/jobs/{job_id}/release", {"error": _clean(error)})
 
     def serve(self, spec: ServeSpec) -> EndpointStatus:
         return from_json(EndpointStatus, self._post("/v1/endpoints", _said(spec)))
@@ -211,6 +215,16 @@ def _clean(value: T) -> T | str:
 def _said(spec: JobSpec | ServeSpec) -> dict[str, Any]:
     """Without a team where none was named: the API knows whose token it is."""
     return spec.model_dump(mode="json", exclude=None if "team" in spec.model_fields_set else {"team"})
+
+
+@contextmanager
+def _cluster_storage() -> Iterator[None]:
+    """A driver whose cluster has no room for its records is no failed driver: it rides that out as it does an API that
+    restarts."""
+    try:
+        yield
+    except StorageError as error:
+        raise ClusterError(error.message, hint=error.hint) from error
 
 
 def _error(response: httpx.Response) -> errors.RaytideError:

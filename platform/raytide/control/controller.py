@@ -31,6 +31,7 @@ from raytide.control.observe import Book, advance, metered, snapshot
 from raytide.control.outlook import Outlook
 from raytide.control.serving import Serving, follow
 from raytide.control.settle import settle
+from raytide.control.steadily import Steadily
 from raytide.control.views import Live, Waiting
 from raytide.control.wire import to_json
 from raytide.control.world import Sources, World, look
@@ -81,13 +82,14 @@ class Controller:
         self._stopped = False
         self._foreseen: tuple[float, Mapping[str, float]] = (0.0, {})
         self._ticks = self._errors = 0
+        self._steadily = Steadily(config.settings.tick_s)
+        self._live = Live(at_s=0.0)
 
     def run(self) -> None:
         self._sources.provider.watch(self._wake.set)
         while not self._stopped:
             self._wake.clear()
-            self.tick()
-            self._wake.wait(self._config.settings.tick_s)
+            self._wake.wait(self._steadily.attempt(self.tick, self._stand_still))
         self._serving.close()
         self._sources.meters.close()
         self._sources.provider.close()
@@ -98,7 +100,8 @@ class Controller:
         self._wake.set()
 
     def tick(self) -> Plan:
-        """One pass. Raises only when the store fails: without it nothing may be done."""
+        """One pass. Raises only when the store fails: without it nothing may be done. What was begun in memory then is
+        seen anew by the next one."""
         began_s = time.monotonic()
         now_s = self._clock.now_s()
         records = self._store.load()
@@ -208,8 +211,24 @@ class Controller:
             tick_s=tick_s,
             errors_total=self._errors,
         )
-        write_json(self._live_path, to_json(live))
-        answer(self._live_path.parent, seen)
+        self._live = live
+        self._write(live)
+        try:
+            answer(self._live_path.parent, seen)
+        except OSError as error:
+            log.warning("cannot show the snapshot", extra={"error": str(error)})
+
+    def _write(self, live: Live) -> None:
+        """Without room for it the API goes on showing the one before, and how old that is."""
+        try:
+            write_json(self._live_path, to_json(live), is_kept=False)
+        except OSError as error:
+            log.warning("cannot show what was seen", extra={"path": str(self._live_path), "error": str(error)})
+
+    def _stand_still(self, why: str) -> None:
+        """What was seen last, with the reason for which nothing is decided."""
+        self._errors += 1
+        self._write(replace(self._live, errors=(why, *self._live.errors), errors_total=self._errors))
 
     def _foresee(self, seen: Snapshot, plan: Plan) -> Mapping[str, float]:
         """When those that wait would start: looked ahead now and then, since it takes as long as many decisions."""

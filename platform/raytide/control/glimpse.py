@@ -13,6 +13,7 @@ from raytide.control.wire import to_json
 from raytide.core.durable import write_json
 from raytide.core.errors import ClusterError
 from raytide.core.snapshot import Snapshot
+from raytide.core.storage import full_disk_is_an_error
 
 _ASKED, _ANSWER = "snapshot.asked", "snapshot.json"
 _POLL_S = 0.05
@@ -23,13 +24,14 @@ def answer(folder: Path, seen: Snapshot) -> None:
     asked = folder / _ASKED
     if asked.exists():
         asked.unlink()  # first, so that who asks from now on is answered by the next tick
-        write_json(folder / _ANSWER, to_json(_shared(seen)))
+        write_json(folder / _ANSWER, to_json(_shared(seen)), is_kept=False)
 
 
 def ask(folder: Path, patience_s: float = 10.0) -> str:
     """What the controller sees in its next tick, as JSON. ClusterError when it does not tick."""
     before = _written_ns(folder)
-    (folder / _ASKED).touch()
+    with full_disk_is_an_error(str(folder / _ASKED)):
+        (folder / _ASKED).touch()
     deadline_s = time.monotonic() + patience_s
     while _written_ns(folder) == before:
         if time.monotonic() >= deadline_s:

@@ -27,6 +27,11 @@ class Packages:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
+    def sweep(self) -> None:
+        """Remove what an API that was killed left half arrived; for the next one, before it takes any."""
+        for path in self._folder.glob(".*"):
+            path.unlink(missing_ok=True)
+
     def path(self, digest: str) -> Path:
         """The file; NotFoundError when it was never uploaded, or is gone again."""
         path = self._file(digest)
@@ -58,12 +63,15 @@ class Packages:
     def receive(self, digest: str) -> Iterator[Part]:
         """A file to write to; it becomes the package at the end, if it is what its digest says."""
         final = self._file(digest)
-        self._folder.mkdir(mode=0o700, exist_ok=True)
         staged = self._folder / f".{secrets.token_hex(8)}"
         try:
-            with full_disk_is_an_error(str(final)), staged.open("wb") as file:
-                part = Part(file)
-                yield part
+            with full_disk_is_an_error(str(final)):
+                self._folder.mkdir(mode=0o700, exist_ok=True)
+                with staged.open("wb") as file:
+                    part = Part(file)
+                    yield part
+                    file.flush()
+                    os.fsync(file.fileno())  # a job that is accepted next has its package, whoever loses power
             if part.digest != digest:
                 raise DataError("the package that arrived is not the one announced.", hint="Send it again.")
             if not zipfile.is_zipfile(staged):

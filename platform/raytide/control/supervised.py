@@ -14,7 +14,7 @@ from raytide.control.running import RunningCluster
 from raytide.control.supervisor import CHILDREN
 from raytide.core.durable import write_json
 from raytide.core.errors import ClusterError
-from raytide.core.processes import end
+from raytide.core.processes import Process, end, running
 
 __all__ = ["end_children", "grant_access", "start_supervisor", "wait_for_api"]
 
@@ -59,4 +59,11 @@ def wait_for_api(cluster: RunningCluster, *, timeout_s: float) -> None:
 def end_children(cluster: RunningCluster) -> None:
     """The supervisor first, so that nothing restarts what was ended; then its orphans."""
     for whats in (["supervisor"], list(CHILDREN)):
-        end([process for what in whats if (process := cluster.process(what))], grace_s=_STOP_GRACE_S)
+        recorded = [process for what in whats if (process := cluster.process(what))]
+        end([*recorded, *_unrecorded(cluster, whats)], grace_s=_STOP_GRACE_S)
+
+
+def _unrecorded(cluster: RunningCluster, whats: Sequence[str]) -> list[Process]:
+    """A full disk may have kept the supervisor from recording its children before it was killed."""
+    modules = [CHILDREN[what] for what in whats if what in CHILDREN]
+    return [process for module in modules for process in running(["-m", module, str(cluster.run_dir)])]

@@ -1,6 +1,7 @@
 """Keeps a cluster's controller and API alive: `python -m raytide.control.supervisor RUN_DIR [NAME=MODULE ...]`.
 
-A killed supervisor leaves its children running; the next one adopts them by their recorded pid and start time.
+A killed supervisor leaves its children running; the next one adopts them by their recorded pid and start time, and
+those that a full disk left unrecorded by their command line.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from raytide.control.processes import hold_lock, spawn
-from raytide.core.processes import Process, end
+from raytide.control.processes import hold_lock, record_of, start
+from raytide.core.durable import sweep
+from raytide.core.processes import Process, end, running
 
 CHILDREN = {"controller": "raytide.control.controller", "api": "raytide.control.api"}
 """Module by name; each is run as `python -m MODULE RUN_DIR`."""
@@ -28,6 +30,8 @@ _FIRST_DELAY_S, _LAST_DELAY_S = 0.2, 10.0
 _HEALTHY_S = 30.0
 """A child that lived this long starts again at the first delay."""
 _STOP_GRACE_S = 8.0
+_CHORES_S = 5.0
+"""How often it looks at what nobody tells it of."""
 
 
 @dataclass(slots=True)
@@ -40,6 +44,7 @@ class Child:
     started_s: float = 0.0
     delay_s: float = _FIRST_DELAY_S
     restart_at_s: float = 0.0
+    is_recorded: bool = True
 
     def on_end(self, now_s: float) -> None:
         """Back off: each quick death doubles the wait before the next start."""
@@ -52,9 +57,8 @@ class Child:
 
 def supervise(run_dir: Path, children: Mapping[str, Sequence[str]]) -> None:
     """Until SIGTERM, which ends the children too."""
-    watched = [
-        Child(what, argv, _recorded(run_dir, what), started_s=time.monotonic()) for what, argv in children.items()
-    ]
+    sweep([run_dir, run_dir / "pids"])
+    watched = [_found(run_dir, what, argv) for what, argv in children.items()]
     # SIGTERM is a byte to read, not an exception: one in the middle of a start would lose the child that it started
     stop, stopped = socket.socketpair()
     stopped.setblocking(False)
@@ -74,24 +78,52 @@ def _step(child: Child, run_dir: Path) -> None:
         child.on_end(now_s)
         _log.warning("%s ended; it starts again in %g s", child.what, child.restart_at_s - now_s)
     if child.process is None and now_s >= child.restart_at_s:
-        child.process = spawn(child.what, child.argv, run_dir=run_dir, environment=os.environ)
-        child.started_s = now_s
+        child.started_s, child.is_recorded = now_s, False
+        try:
+            child.process = start(child.what, child.argv, run_dir=run_dir, environment=os.environ)
+        except OSError as error:  # no process, no memory, no interpreter: the other children are looked after still
+            child.on_end(now_s)
+            _log.warning("%s cannot be started: %s", child.what, error)
+    if child.process is not None and not child.is_recorded:
+        _record(child, run_dir)
+
+
+def _record(child: Child, run_dir: Path) -> None:
+    """A child that a full disk leaves unrecorded runs all the same, and is recorded later."""
+    assert child.process is not None
+    try:
+        child.process.write(record_of(run_dir, child.what))
+        child.is_recorded = True
+    except OSError as error:
+        _log.warning("%s runs as %d and cannot be recorded: %s", child.what, child.process.pid, error)
 
 
 def _wait(children: Sequence[Child], stop: socket.socket) -> bool:
-    """Until a child ends, one is due to start, or the supervisor is to stop: whether it is."""
+    """Until a child ends, one is due to start, chores are due, or the supervisor is to stop: whether it is."""
     fds = [fd for child in children if child.process is not None and (fd := child.process.open()) is not None]
     due = [child.restart_at_s for child in children if child.process is None]
     has_ended = len(fds) + len(due) < len(children)
-    timeout_s = 0.0 if has_ended else max(0.0, min(due) - time.monotonic()) if due else None
+    timeout_s = 0.0 if has_ended else min([_CHORES_S, *(max(0.0, at_s - time.monotonic()) for at_s in due)])
     ready, _, _ = select.select([stop.fileno(), *fds], [], [], timeout_s)
     for fd in fds:
         os.close(fd)
     return stop.fileno() in ready
 
 
+def _found(run_dir: Path, what: str, argv: Sequence[str]) -> Child:
+    """The child as an earlier supervisor left it, which may be that it does not run."""
+    child = Child(what, argv, started_s=time.monotonic())
+    recorded = _recorded(run_dir, what)
+    child.process = recorded or next(iter(running(argv[1:])), None)
+    child.is_recorded = child.process == recorded
+    return child
+
+
 def _recorded(run_dir: Path, what: str) -> Process | None:
-    process = Process.read(run_dir / "pids" / f"{what}.json")
+    try:
+        process = Process.read(record_of(run_dir, what))
+    except (OSError, ValueError, KeyError):
+        return None
     return process if process is not None and process.alive else None
 
 

@@ -56,6 +56,13 @@ BOOKED = Metric("raytide_booked_usd", "counter", "Money in the ledger by kind of
 TICKS = Metric("raytide_controller_ticks", "counter", "Passes of the controller's loop")
 TICK_SECONDS = Metric("raytide_controller_tick_seconds", "gauge", "How long the last pass took")
 ERRORS = Metric("raytide_controller_errors", "counter", "Calls to Ray or to the provider that failed")
+DISK_FREE = Metric("raytide_disk_free_bytes", "gauge", "What can still be written to the disk of the run folder")
+TROUBLE = Metric(
+    "raytide_trouble",
+    "gauge",
+    "1 while the disk is full, the store refuses writes, or the controller stands still",
+    ("what",),
+)
 
 CATALOGUE: tuple[Metric, ...] = (
     NODES,
@@ -76,6 +83,8 @@ CATALOGUE: tuple[Metric, ...] = (
     TICKS,
     TICK_SECONDS,
     ERRORS,
+    DISK_FREE,
+    TROUBLE,
 )
 
 

@@ -10,7 +10,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,6 +90,22 @@ def end(processes: Iterable[Process], *, grace_s: float) -> None:
         process.send(signal.SIGKILL)
     for process in stubborn:
         process.wait(2.0)
+
+
+def running(arguments: Sequence[str]) -> list[Process]:
+    """This user's living processes whose command line ends with these arguments, the oldest first."""
+    wanted = b"".join(b"\0" + os.fsencode(argument) for argument in arguments) + b"\0"
+    found = []
+    for entry in _PROC.iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            is_it = entry.stat().st_uid == os.geteuid() and (entry / "cmdline").read_bytes().endswith(wanted)
+        except OSError:
+            continue  # it ended meanwhile
+        if is_it and (process := Process.of(int(entry.name), arguments[0])) is not None:
+            found.append(process)
+    return sorted(found, key=lambda process: process.start_time)
 
 
 def marked(name: str, value: str) -> list[Process]:

@@ -38,6 +38,7 @@ def main(run_dir: str) -> None:
             ray_url=cluster.dashboard_url,
             ray_environment=cluster.ray_access,
         )
+        desk.packages.sweep()
         address = urlsplit(cluster.api_url)
         uvicorn.run(
             create_app(desk, Tokens(cluster.tokens_file)),

@@ -72,7 +72,7 @@ def create_app(desk: Desk, tokens: Tokens) -> FastAPI:
 
     @app.get("/health")
     async def health() -> Any:
-        return {"ok": True, "controller_at_s": (await _in(pools.health, desk.live)).at_s}
+        return await _in(pools.health, desk.health)
 
     def measure() -> bytes:
         if time.monotonic() - measured["at_s"] >= _METRICS_S:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from raytide.actors.serving.engines import check_engine
@@ -15,6 +15,7 @@ from raytide.control.api import logs
 from raytide.control.api.accounts import Accounts
 from raytide.control.api.auth import ANY_TEAM, Caller
 from raytide.control.api.samples import samples
+from raytide.control.api.trouble import Watch
 from raytide.control.costs import cost_report
 from raytide.control.drivers import Drivers
 from raytide.control.glimpse import ask
@@ -31,13 +32,20 @@ from raytide.control.views import (
     Waiting,
     WhyView,
 )
-from raytide.control.wire import from_json
 from raytide.core.clock import Clock
 from raytide.core.cluster import ClusterConfig
 from raytide.core.data_spec import DataSpec
 from raytide.core.endpoint import ServeSpec
 from raytide.core.entry import Entry, EntryKind
-from raytide.core.errors import ConfigError, ConflictError, DataError, DeniedError, LeaseLostError, UsageError
+from raytide.core.errors import (
+    ConfigError,
+    ConflictError,
+    DataError,
+    DeniedError,
+    LeaseLostError,
+    StorageError,
+    UsageError,
+)
 from raytide.core.gang import GangSpec, Lease, LeaseState, Shape
 from raytide.core.job import BudgetPer, Job, JobKind, JobSpec, JobState
 from raytide.core.metrics import render
@@ -78,6 +86,7 @@ class Desk:
         self._ray_environment = ray_environment
         self._heard_s: dict[str, float] = {}
         self.accounts = Accounts(store, config)
+        self.watch = Watch(live, store, clock)
         self.packages = Packages(live.parent / "packages")
 
     # Jobs.
@@ -197,7 +206,8 @@ class Desk:
         now_s = self._clock.now_s()
         if now_s - self._heard_s.get(job_id, -math.inf) >= 1.0:
             self._heard_s[job_id] = now_s
-            self._store.heartbeat(job_id, now_s)
+            with suppress(StorageError):  # its lease it gets all the same; until there is room nobody counts silence
+                self._store.heartbeat(job_id, now_s)
 
     def hung_up(self, job_id: str) -> None:
         """Whoever asked for the lease is gone before the answer, as a driver is that was killed. One that lives asks
@@ -270,7 +280,7 @@ class Desk:
         return ClusterStatus(
             name=self._config.name,
             at_s=now,
-            controller_age_s=now - live.at_s if live.at_s else None,
+            controller_age_s=self.watch.controller_age_s(),
             nodes=nodes[::-1],
             jobs=self._store.census.jobs(),
             endpoints=len(self._store.endpoints()),
@@ -280,7 +290,7 @@ class Desk:
             ray=self._ray_url,
             ray_environment=self._ray_environment,
             serve=self._serve_url,
-            errors=live.errors,
+            errors=(*(trouble.text for trouble in self.watch.troubles()), *live.errors),
         )
 
     def plans(self, caller: Caller, limit: int, until_s: float | None) -> list[dict[str, object]]:
@@ -308,14 +318,16 @@ class Desk:
 
     def metrics(self) -> bytes:
         """Prometheus' text format."""
-        return render(samples(self._store, self.live()))
+        return render(samples(self._store, self.live(), self.watch))
+
+    def health(self) -> dict[str, object]:
+        """`troubles` are codes: their texts name paths, and are for `status`, which asks for a token."""
+        troubles = [trouble.code for trouble in self.watch.troubles()]
+        return {"ok": True, "controller_at_s": self.live().at_s, "troubles": troubles}
 
     def live(self) -> Live:
         """What the controller saw last; empty before its first tick."""
-        try:
-            return from_json(Live, json.loads(self._live_path.read_text()))
-        except FileNotFoundError:
-            return Live(at_s=0.0)
+        return self.watch.live()
 
     def _views(self, jobs: tuple[Job, ...]) -> list[JobView]:
         """A page of jobs: the number of reads does not depend on how many there are, nor on how long the queue is."""

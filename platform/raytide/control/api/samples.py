@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from statistics import fmean
 
+from raytide.control.api.trouble import Watch
 from raytide.control.views import Live
 from raytide.core import metrics as m
 from raytide.core.endpoint import EndpointLoad
@@ -14,7 +15,10 @@ from raytide.core.money import MICRO
 from raytide.core.state import Store
 
 
-def samples(store: Store, live: Live) -> Iterator[Sample]:
+def samples(store: Store, live: Live, watch: Watch) -> Iterator[Sample]:
+    yield Sample(m.DISK_FREE, watch.free_bytes())
+    troubles = {trouble.code for trouble in watch.troubles()}
+    yield from (Sample(m.TROUBLE, code in troubles, (code,)) for code in ("disk", "store", "controller"))
     nodes = store.nodes(live=True)
     counts = Counter((node.type, str(node.market), str(node.state)) for node in nodes)
     yield from (Sample(m.NODES, count, labels) for labels, count in sorted(counts.items()))

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import fcntl
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +25,26 @@ _UPGRADE_LOCK = 7_283_118_433
 """Any number that nobody else on the PostgreSQL server locks on."""
 
 
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A write that the store could not take."""
+
+    text: str
+    age_s: float
+
+
 class Database:
     """An engine and its two kinds of transaction."""
 
     def __init__(self, url: str) -> None:
         self.engine = _engine(url)
+        self._failed: tuple[str, float] | None = None
+
+    @property
+    def last_failure(self) -> Failure | None:
+        """Why the last write failed, unless one has succeeded since."""
+        failed = self._failed
+        return None if failed is None else Failure(failed[0], time.monotonic() - failed[1])
 
     @contextmanager
     def read(self) -> Iterator[sa.Connection]:
@@ -41,10 +58,15 @@ class Database:
     @contextmanager
     def write(self) -> Iterator[sa.Connection]:
         """All of it, or nothing when it raises."""
-        with _clear_errors(self.engine), self.engine.connect() as plain:
-            connection = plain.execution_options(raytide_write=True)
-            with connection.begin():
-                yield connection
+        try:
+            with _clear_errors(self.engine), self.engine.connect() as plain:
+                connection = plain.execution_options(raytide_write=True)
+                with connection.begin():
+                    yield connection
+        except StorageError as error:
+            self._failed = (str(error), time.monotonic())
+            raise
+        self._failed = None
 
     @property
     def is_sqlite(self) -> bool:

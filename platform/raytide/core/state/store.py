@@ -21,7 +21,7 @@ from raytide.core.state import codec
 from raytide.core.state import tables as t
 from raytide.core.state.books import Books
 from raytide.core.state.census import Census
-from raytide.core.state.database import Database
+from raytide.core.state.database import Database, Failure
 from raytide.core.state.records import Changes, Event, Records, StoredPlan, StoredTeam
 from raytide.core.state.rows import leases_where, named
 from raytide.core.state.write import (
@@ -61,6 +61,10 @@ class Store:
 
     def close(self) -> None:
         self._db.engine.dispose()
+
+    def last_failure(self) -> Failure | None:
+        """Why the last write of this process failed, unless one has succeeded since."""
+        return self._db.last_failure
 
     # The API's.
 

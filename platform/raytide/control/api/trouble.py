@@ -1,0 +1,102 @@
+"""What keeps the control plane from doing its work, as far as the API can see it: a full disk, a store that refuses
+writes, a controller that decides nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from raytide.control.views import Live
+from raytide.control.wire import from_json
+from raytide.core.clock import Clock
+from raytide.core.state import Store
+
+__all__ = ["LOW_BYTES", "LOW_FILES", "Trouble", "Watch"]
+
+LOW_BYTES, LOW_FILES = 64 << 20, 100
+"""Below this the disk of the run folder counts as full: state, ledger, logs and records of nodes need that much to grow
+while somebody makes room."""
+_FAILED_S = 60.0
+"""For how long a write that failed is worth a word when none was tried since."""
+_STILL_S = 30.0
+"""A controller that has finished no pass for so long stands still; a pass on the largest clusters takes seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    code: str
+    """`disk`, `store` or `controller`, for `/health`, which asks for no token."""
+    text: str
+
+
+class Watch:
+    """Looks at the run folder, the store and live.json, when it is asked."""
+
+    def __init__(
+        self, live_path: Path, store: Store, clock: Clock, monotonic_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._live_path, self._store, self._clock, self._monotonic_s = live_path, store, clock, monotonic_s
+        self._live = Live(at_s=0.0)
+        self._changed_s: float | None = None
+
+    def live(self) -> Live:
+        """What the controller showed last; empty before its first pass. A file that cannot be read, as after a loss of
+        power, is the one before."""
+        try:
+            live = from_json(Live, json.loads(self._live_path.read_text()))
+        except FileNotFoundError:
+            return Live(at_s=0.0)
+        except (OSError, ValueError, TypeError, KeyError):
+            return self._live
+        if live.at_s != self._live.at_s:
+            if self._changed_s is None and live.at_s:
+                self._changed_s = self._monotonic_s() - max(0.0, self._clock.now_s() - live.at_s)
+            else:
+                self._changed_s = self._monotonic_s()
+        self._live = live
+        return live
+
+    def controller_age_s(self) -> float | None:
+        """How long ago the controller finished a pass; None when it never did. Measured from when its answer last
+        changed: its clock may be another one by a step."""
+        self.live()
+        return None if self._changed_s is None else self._monotonic_s() - self._changed_s
+
+    def free_bytes(self) -> int:
+        """What its user may still write on the disk of the run folder."""
+        found = os.statvfs(self._live_path.parent)
+        return found.f_bavail * found.f_frsize
+
+    def troubles(self) -> tuple[Trouble, ...]:
+        return tuple(found for found in (self._disk(), self._writes(), self._controller()) if found is not None)
+
+    def _disk(self) -> Trouble | None:
+        found, folder = os.statvfs(self._live_path.parent), self._live_path.parent
+        if found.f_bavail * found.f_frsize < LOW_BYTES:
+            left = f"{found.f_bavail * found.f_frsize / 2**20:.1f} MiB"
+        elif found.f_files and found.f_favail < LOW_FILES:
+            left = f"room for {found.f_favail} more files"
+        else:
+            return None
+        return Trouble(
+            "disk",
+            f"the disk of {folder} has {left} left: free space there; what was accepted is kept, and what cannot be "
+            "stored is refused until then.",
+        )
+
+    def _writes(self) -> Trouble | None:
+        failed = self._store.last_failure()
+        if failed is None or failed.age_s > _FAILED_S:
+            return None
+        return Trouble("store", f"a write failed {failed.age_s:.0f} s ago: {failed.text}")
+
+    def _controller(self) -> Trouble | None:
+        age_s = self.controller_age_s()
+        if age_s is None or age_s <= _STILL_S:
+            return None
+        return Trouble("controller", f"the controller has decided nothing for {age_s:.0f} s: see logs/controller.log.")
