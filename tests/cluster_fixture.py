@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from raytide.control.embedded import LocalCluster
 
 NAME = "live"
+OPERATORS = {"AWS_SECRET_ACCESS_KEY": "the operator's own", "OPERATORS_OWN": "nobody else's"}
+"""What the shell that starts the cluster has, and no job may see."""
 
 
 def ray_nodes(of: LocalCluster) -> list[dict[str, Any]]:
@@ -70,7 +72,11 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     before = os.environ.get("RAYTIDE_HOME")
     os.environ["RAYTIDE_HOME"] = str(tmp_path_factory.mktemp("home"))
     try:
-        yield cluster.up(name=NAME)
+        with pytest.MonkeyPatch.context() as shell:
+            for name, value in OPERATORS.items():
+                shell.setenv(name, value)
+            started = cluster.up(name=NAME)
+        yield started
     finally:
         cluster.down(NAME)
         if before is None:

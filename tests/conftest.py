@@ -30,6 +30,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # two workers with a thread for each co
 # Carried by everything this session starts, however far it is detached.
 MARK = "RAYTIDE_TEST_SESSION"
 os.environ[MARK] = uuid.uuid4().hex
+os.environ["RAYTIDE_PASS"] = MARK
 
 # Ends with the interpreter that started it, which is still running when this looks.
 HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from raytide.actors.gang.member_host import MemberHost, StartHost
-from raytide.actors.gang.processes import Exit, Launch, Report
+from raytide.actors.gang.processes import NO_RIGHTS, Exit, Launch, Report, Rights
 from raytide.core.errors import ClusterError
 from raytide.core.gang import Member, Shape
 from raytide.core.script_spec import ScriptSpec
@@ -54,6 +54,7 @@ class Attempt:
     """The script's node rank is their order."""
     start_host: StartHost
     say: Callable[[str], None]
+    rights: Rights = NO_RIGHTS
     started_s: float = field(default_factory=time.monotonic)
     _places: list[_Place] = field(default_factory=list)
     _exits: dict[int, Exit] = field(default_factory=dict)
@@ -125,6 +126,7 @@ class Attempt:
                 rank := node_rank * local + local_rank,
                 self.spec.command,
                 {**common, "RANK": str(rank), "ROLE_RANK": str(rank), "LOCAL_RANK": str(local_rank)},
+                self.rights,
             )
             for local_rank in range(local)
         )

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import codecs
 import io
+import json
 import os
+import pwd
 import queue
 import select
 import shutil
@@ -20,11 +22,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from raytide.actors.gang import warden
+from raytide.core.errors import ConfigError
 from raytide.core.package import unpack
+from raytide.core.passing import MARKS, WITH_COMMANDS, passed
 
 _WARDEN = str(Path(warden.__file__).resolve())
 MOST_LINES = 2000
@@ -38,12 +43,28 @@ _ALL = 2**20
 
 
 @dataclass(frozen=True, slots=True)
+class Rights:
+    """What the processes of a script may do and see besides what its spec says."""
+
+    user: str = ""
+    """The operating system's user that they run as; raytide's own when empty."""
+    named: tuple[str, ...] = ()
+    """Variables of the node that the operator lets them have."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """The API's address, and the token of their job."""
+
+
+NO_RIGHTS = Rights()
+
+
+@dataclass(frozen=True, slots=True)
 class Launch:
-    """One process: what to run, with what besides the environment of its node."""
+    """One process: what to run, with what besides the variables of its node that go to every command."""
 
     rank: int
     command: tuple[str, ...]
     environment: Mapping[str, str]
+    rights: Rights = NO_RIGHTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,18 +102,22 @@ class MemberProcesses:
             return int(probe.getsockname()[1])
 
     def start(self, package: bytes | None, launches: Sequence[Launch]) -> None:
-        """They share the member's folder, and the environment of this process."""
+        """They share the member's folder, which is given to the user that they run as."""
         if package is not None:
             unpack(package, self._folder)
+        for user in {launch.rights.user for launch in launches} - {""}:
+            _give(self._folder, _account(user))
         for launch in launches:
-            process = subprocess.Popen(
-                [sys.executable, _WARDEN, str(self._folder), *_resolved(launch.command)],
-                env={**os.environ, **launch.environment},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                bufsize=0,
-            )
+            with order(_environment(launch, self._folder), launch.rights.user) as fd:
+                process = subprocess.Popen(
+                    [sys.executable, "-I", _WARDEN, str(self._folder), str(fd), *_resolved(launch.command)],
+                    env=passed(os.environ, WITH_COMMANDS),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    bufsize=0,
+                    pass_fds=(fd,),
+                )
             self._running[launch.rank] = process
             listener = (launch.rank, process, os.pidfd_open(process.pid))
             threading.Thread(target=self._listen, args=listener, daemon=True).start()
@@ -143,6 +168,54 @@ class MemberProcesses:
         assert process.stdin is not None
         process.stdin.close()
         self._said.put(Exit(rank, code, "\n".join(tail)[-TAIL_CHARS:], time.time()))
+
+
+@contextmanager
+def order(environment: Mapping[str, str], user: str = "") -> Iterator[int]:
+    """A descriptor from which a warden reads what it cannot have as its own environment: what a user's job puts there
+    (LD_PRELOAD, PYTHONPATH) must not act on the warden, which may be root."""
+    fd = os.memfd_create("order")
+    try:
+        with os.fdopen(os.dup(fd), "w") as file:
+            json.dump({"environment": dict(environment), "user": user}, file)
+        os.lseek(fd, 0, os.SEEK_SET)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _environment(launch: Launch, folder: Path) -> dict[str, str]:
+    """Of the command. The marks by which raytide finds its processes are not the job's to change."""
+    rights, own = launch.rights, {}
+    if rights.user:
+        account = _account(rights.user)
+        home = account.pw_dir if os.path.isdir(account.pw_dir) else str(folder)
+        own = {"HOME": home, "USER": rights.user, "LOGNAME": rights.user, "SHELL": account.pw_shell}
+    inherited = passed(os.environ, WITH_COMMANDS, rights.named)
+    marks = passed(os.environ, MARKS)
+    return {**inherited, **own, **rights.environment, **launch.environment, **marks}
+
+
+def _account(user: str) -> pwd.struct_passwd:
+    """ConfigError when a command cannot be run as this user here."""
+    hint = "Correct metadata.raytide.run_as of cluster.yaml, which the operator set."
+    if os.geteuid() != 0:
+        raise ConfigError(f"run_as {user} needs raytide to run as root on this node, and it does not.", hint=hint)
+    try:
+        account = pwd.getpwnam(user)
+    except KeyError:
+        raise ConfigError(f"run_as {user}: there is no such user on this node.", hint=hint) from None
+    if account.pw_uid == 0:
+        raise ConfigError(f"run_as {user}: that is root, from whom nothing can be kept.", hint=hint)
+    return account
+
+
+def _give(folder: Path, account: pwd.struct_passwd) -> None:
+    """The folder last: until then nobody else is in it."""
+    for parent, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            os.lchown(os.path.join(parent, name), account.pw_uid, account.pw_gid)
+    os.chown(folder, account.pw_uid, account.pw_gid)
 
 
 def _lines(process: subprocess.Popen[bytes], ended: int) -> Iterator[str]:

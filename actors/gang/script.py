@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from raytide.actors.gang.attempt import Attempt, Ending, Seat, seat_of
 from raytide.actors.gang.leases import LeaseWatch, Reporter, ready, settled
 from raytide.actors.gang.member_host import RayHost, StartHost
+from raytide.actors.gang.processes import NO_RIGHTS, Rights
 from raytide.actors.gang.warden import ORPHAN_GRACE_S
 from raytide.core.clock import Clock, SystemClock
 from raytide.core.errors import ScriptError
@@ -38,12 +39,13 @@ def run_script(
     say: Callable[[str], None] = print,
     clock: Clock | None = None,
     done: Mapping[str, float | int | str] | None = None,
+    rights: Rights = NO_RIGHTS,
 ) -> None:
     """Run `spec` on the lease of `job_id` until it ends well; ScriptError when it does not, LeaseLostError when the
     lease is over. `package` is its working directory, packed, or a reference to that, or None;
-    `done` what an earlier driver of the job reported, which this one goes on from.
+    `done` what an earlier driver of the job reported, which this one goes on from; `rights` are its processes'.
     """
-    runner = _Runner(spec, package, client, job_id, start, say, clock or SystemClock(), done or {})
+    runner = _Runner(spec, package, client, job_id, start, say, clock or SystemClock(), done or {}, rights)
     try:
         runner.run()
     finally:
@@ -61,7 +63,9 @@ class _Runner:
         say: Callable[[str], None],
         clock: Clock,
         done: Mapping[str, float | int | str],
+        rights: Rights,
     ) -> None:
+        self._rights = rights
         self._spec, self._package, self._job_id = spec, package, job_id
         self._start, self._say, self._clock = start, say, clock
         self._watch, self._reporter = LeaseWatch(client, job_id), Reporter(client, job_id)
@@ -105,7 +109,7 @@ class _Runner:
         while True:
             lease = self._watch.latest()
             if lease is not None and (members := settled(lease)):
-                return Attempt(self._spec, lease.shape, members, self._start, self._say)
+                return Attempt(self._spec, lease.shape, members, self._start, self._say, self._rights)
             time.sleep(TICK_S)
 
     def _follow(self, attempt: Attempt) -> Ending:

@@ -1,4 +1,7 @@
-"""Runs one command, and sees to it that nothing of it outlives its owner: `python warden.py FOLDER COMMAND...`.
+"""Runs one command so that nothing of it outlives its owner: `python -I warden.py FOLDER ORDER COMMAND...`.
+
+ORDER is a descriptor with a JSON object: the command's `environment`, which is never the warden's own, and its `user`.
+Where one is named, the warden is root, and the command is not, and can become nobody else.
 
 The owner holds the other end of stdin. When that closes, because the owner let go or is dead, the command's processes
 get SIGTERM, and SIGKILL a few seconds later, and FOLDER, in which they ran, is removed; SIGTERM to the warden is passed
@@ -12,21 +15,26 @@ its own. If either is killed, the other ends the rest.
 from __future__ import annotations
 
 import ctypes
+import json
 import os
+import pwd
 import select
 import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 ORPHAN_GRACE_S = 5.0
 """The owner is gone, and what it had leased may be somebody else's soon."""
 NOT_STARTED = 127
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
 
 
-def main(folder: str, command: list[str]) -> int:
+def main(folder: str, order: str, command: list[str]) -> int:
+    with os.fdopen(int(order)) as file:
+        ordered = json.load(file)
     _adopt()
     parent, held = os.pipe()  # closes when this process ends
     guard = os.fork()
@@ -34,22 +42,30 @@ def main(folder: str, command: list[str]) -> int:
         os.close(held)
         os.setsid()
         _adopt()
-        return _guard(folder, command, parent)
+        return _guard(folder, command, parent, ordered)
     signal.signal(signal.SIGTERM, lambda *_: _kill(guard, signal.SIGTERM))
     code = os.waitstatus_to_exitcode(os.waitpid(guard, 0)[1])
     _end_children()
     return _as_shell(code)
 
 
-def _guard(folder: str, command: list[str], parent: int) -> int:
+def _guard(folder: str, command: list[str], parent: int, ordered: dict[str, Any]) -> int:
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake_write)
     signal.signal(signal.SIGTERM, lambda *_: None)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     try:
-        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, cwd=folder, start_new_session=True)
-    except OSError as error:
-        sys.stderr.write(f"cannot start {command[0]}: {error.strerror}\n")
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            cwd=folder,
+            env=ordered["environment"],
+            start_new_session=True,
+            **_as_user(ordered["user"]),
+        )
+    except (OSError, ValueError, KeyError) as error:  # a ValueError is a null byte
+        as_user = f" as {ordered['user']}" if ordered["user"] else ""
+        sys.stderr.write(f"cannot start {command[0]}{as_user}: {getattr(error, 'strerror', None) or error}\n")
         return NOT_STARTED
     ended, is_asked, is_orphan = os.pidfd_open(child.pid), False, False
     while not is_orphan:
@@ -72,6 +88,18 @@ def _guard(folder: str, command: list[str], parent: int) -> int:
     if is_orphan:
         shutil.rmtree(folder, ignore_errors=True)
     return _as_shell(code)
+
+
+def _as_user(user: str) -> dict[str, Any]:
+    """Popen's arguments for a command that runs as this user and in its groups alone, and stays it: no program that it
+    starts gains rights, setuid or not."""
+    if not user:
+        return {}
+    account = pwd.getpwnam(user)
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "the kernel does not let it give up rights")
+    groups = os.getgrouplist(user, account.pw_gid)
+    return {"user": account.pw_uid, "group": account.pw_gid, "extra_groups": groups}
 
 
 def _adopt() -> None:
@@ -118,4 +146,4 @@ def _as_shell(code: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], sys.argv[2:]))
+    sys.exit(main(sys.argv[1], sys.argv[2], sys.argv[3:]))

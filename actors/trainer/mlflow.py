@@ -136,7 +136,10 @@ class MlflowRun:
         if answer.status_code == httpx.codes.NOT_FOUND:
             raise NotFoundError(f"MLflow at {self.target.tracking_uri} does not know what {what} asks for.")
         if not answer.is_success:
-            raise self._refused(what, f"{answer.status_code} {answer.text[:300]}")
+            told = f"{answer.status_code} {answer.text[:300]}"
+            if answer.status_code in (401, 403) and environment("MLFLOW_TOKEN") and not _credentials(self.target):
+                told += f"; RAYTIDE_MLFLOW_TOKEN is only for {environment('MLFLOW_URI')}"
+            raise self._refused(what, told)
         found: dict[str, Any] = answer.json()
         return found
 
@@ -155,9 +158,33 @@ def _client(target: MlflowSpec) -> httpx.Client:
             f"the run wants MLflow, and {error.name} is not installed here.",
             hint="Install it, or leave mlflow out: metrics.jsonl is written in any case.",
         ) from None
-    token = environment("MLFLOW_TOKEN")
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
-    return httpx.Client(base_url=target.tracking_uri, headers=headers, timeout=TIMEOUT_S)
+    try:
+        headers = _credentials(target)
+        # A redirect would take the token along to wherever it leads, or hide that nothing was written.
+        return httpx.Client(base_url=target.tracking_uri, headers=headers, timeout=TIMEOUT_S, follow_redirects=False)
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"mlflow: {error}.", hint="Check mlflow.tracking_uri, and RAYTIDE_MLFLOW_URI.") from None
+
+
+def _credentials(target: MlflowSpec) -> dict[str, str]:
+    """The token's header, for the operator's own server alone: `tracking_uri` is whatever the job's user wrote."""
+    import httpx
+
+    token, own = environment("MLFLOW_TOKEN"), environment("MLFLOW_URI")
+    if not token:
+        return {}
+    if not own:
+        raise ConfigError(
+            "RAYTIDE_MLFLOW_TOKEN is set, and not which server it is for.",
+            hint="Have the operator set RAYTIDE_MLFLOW_URI to that server's address where the cluster is started.",
+        )
+    is_own = _origin(httpx.URL(own)) == _origin(httpx.URL(target.tracking_uri))
+    return {"Authorization": f"Bearer {token}"} if is_own else {}
+
+
+def _origin(url: httpx.URL) -> tuple[str, str, int | None]:
+    """A token for https is not sent over http."""
+    return url.scheme, url.host.lower().rstrip("."), url.port or {"http": 80, "https": 443}.get(url.scheme)
 
 
 def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[dict[str, str]]:

@@ -14,8 +14,9 @@ from fastapi.testclient import TestClient
 from tests.control.conftest import NoMachines
 
 from raytide.control.api.app import create_app
-from raytide.control.api.auth import Tokens
+from raytide.control.api.auth import JobTokens, Tokens
 from raytide.control.api.desk import Desk
+from raytide.control.job_tokens import token_of
 from raytide.control.views import Live
 from raytide.control.wire import to_json
 from raytide.core.clock import VirtualClock
@@ -24,7 +25,7 @@ from raytide.core.durable import write_json
 from raytide.core.endpoint import EndpointLoad, ReplicaLoad, Traffic
 from raytide.core.fleet import Market
 from raytide.core.gang import Lease, LeaseState, Member, MemberState
-from raytide.core.job import JobState
+from raytide.core.job import JobSpec, JobState
 from raytide.core.plan import Plan, Wait
 from raytide.core.signals import Signal
 from raytide.core.stance import Stance
@@ -105,6 +106,70 @@ class TestAuthentication:
             assert client.request(method, f"/v1/jobs/{job}{path}", headers=other, json={}).status_code == 403
         assert client.post("/v1/jobs", json={**GANG, "team": "default"}, headers=other).status_code == 403
         assert client.get("/v1/jobs", headers=other).json() == []
+
+
+class TestTokensOfJobs:
+    """They belong to a driver, or to the processes of a user's script."""
+
+    KEY = b"k" * 32
+
+    @pytest.fixture
+    def jobs(self, store: Store) -> None:
+        """job-1 and job-2 are ana's, job-3 another user's of her team, job-4 another team's."""
+        for user, team in (("ana", "default"), ("ana", "default"), ("eve", "default"), ("bob", "research")):
+            store.submit_job(JobSpec.parse({**GANG, "team": team}, where="job"), user, 1000.0)
+
+    @pytest.fixture
+    def asked(self, jobs: None, tmp_path: Path, store: Store, desk: Desk) -> Iterator[TestClient]:
+        (tmp_path / "tokens.json").write_text("{}")
+        tokens = Tokens(tmp_path / "tokens.json", JobTokens(self.KEY, store))
+        with TestClient(create_app(desk, tokens)) as client:
+            client.headers["Authorization"] = f"Bearer {token_of('job-1', self.KEY)}"
+            yield client
+
+    def test_they_act_on_their_own_job_and_submit_as_its_user_in_its_team(self, asked: TestClient) -> None:
+        for path in ("", "/lease", "/why"):
+            assert asked.get(f"/v1/jobs/job-1{path}").status_code == 200
+        assert asked.post("/v1/jobs/job-1/report", json={"step": 1}).status_code == 200
+        child = asked.post("/v1/jobs", json=GANG).json()["job"]
+        assert (child["user"], child["spec"]["team"]) == ("ana", "default")
+        assert asked.post(f"/v1/jobs/{child['id']}/stop").status_code == 200
+
+    @pytest.mark.parametrize("path", ["/stop", "/retry", "/report", "/release", "/lease"])
+    def test_they_change_no_other_users_job_and_see_no_other_teams(self, asked: TestClient, path: str) -> None:
+        method = "GET" if path == "/lease" else "POST"
+        for job in ("job-3", "job-4"):
+            assert asked.request(method, f"/v1/jobs/{job}{path}", json={}).status_code == 403
+        assert asked.get("/v1/jobs/job-3").status_code == 200, "their team's"
+        assert asked.get("/v1/jobs/job-4").status_code == 403
+
+    def test_they_are_no_operators_and_set_no_budget(self, asked: TestClient) -> None:
+        for method, path in (
+            ("GET", "/v1/plans"),
+            ("GET", "/v1/snapshot"),
+            ("PATCH", "/v1/teams/default"),
+            ("PUT", "/v1/jobs/job-1/budget?usd=1"),
+        ):
+            assert asked.request(method, path, json={}).status_code == 403, path
+
+    def test_they_end_with_their_job(self, asked: TestClient, store: Store) -> None:
+        over = replace(store.job("job-1"), state=JobState.SUCCEEDED, ended_at_s=1001.0)
+        store.commit(Changes(1001.0, jobs=(over,)))
+        response = asked.get("/v1/jobs/job-1")
+        assert response.status_code == 401
+        assert "job-1 is succeeded" in error(response)["message"]
+
+    @pytest.mark.parametrize(
+        "forged", ["rtjob_job-4.{code}", "rtjob_job-1.", "rtjob_.{code}", "rtjob_job-9.{code}", "rtjob_é.x"]
+    )
+    def test_a_forged_one_is_refused(self, asked: TestClient, forged: str) -> None:
+        code = token_of("job-1", self.KEY).rpartition(".")[2]
+        given = f"Bearer {forged.format(code=code)}".encode()
+        assert asked.get("/v1/status", headers={"Authorization": given}).status_code == 401
+
+    def test_another_clusters_key_makes_none_of_this_one(self, asked: TestClient) -> None:
+        header = {"Authorization": f"Bearer {token_of('job-1', b'other' * 7)}"}
+        assert asked.get("/v1/status", headers=header).status_code == 401
 
 
 class TestJobs:

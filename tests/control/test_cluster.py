@@ -125,6 +125,7 @@ def test_an_up_writes_private_files_and_a_second_is_refused(idle_head: None) -> 
         assert started.run_dir.stat().st_mode & 0o777 == 0o700
         for file in (started.client_file, started.tokens_file, started.ray_token_file):
             assert file.stat().st_mode & 0o777 == 0o600
+        assert started.temp_dir.stat().st_mode & 0o777 == 0o700
         with pytest.raises(ConflictError, match="is up already"):
             cluster.up(k=K, children=STANDINS)
     finally:

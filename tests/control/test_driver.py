@@ -57,13 +57,13 @@ def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def run(monkeypatch: pytest.MonkeyPatch, folder: Path, api: Api, error: Exception | None) -> int:
-    def work(job: Job, client: object) -> None:
+    def work(job: Job, client: object, run_dir: Path) -> None:
         if error is not None:
             raise error
 
     (folder / "cluster.json").write_text(json.dumps({"gcs_address": "127.0.9.1:6379"}))
     monkeypatch.setattr("ray.init", lambda **_: None)
-    monkeypatch.setattr("raytide.control.driver.Client.from_run_dir", lambda _: api)
+    monkeypatch.setattr("raytide.control.driver.Client.of_job", lambda *_: api)
     monkeypatch.setattr(driver, "DRIVERS", {JobKind.DATA: work})
     return driver.main(str(folder), "job-1")
 
@@ -107,7 +107,7 @@ def test_a_build_that_gets_nowhere_fails_with_that_reason(monkeypatch: pytest.Mo
     monkeypatch.setattr("raytide.actors.gang.groups.bundle", lambda member: None)
     job = replace(JOB, spec=JOB.spec.model_copy(update={"config": spec.model_dump(mode="json")}))
     with pytest.raises(WaitTimeoutError, match=r"stuck stalled: nothing new was done for 0\.05 s"):
-        driver.data(job, api)  # type: ignore[arg-type]
+        driver.data(job, api, tmp_path)  # type: ignore[arg-type]
     assert list(moves) == []
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 

@@ -16,6 +16,7 @@ from raytide.control.cluster import DEFAULT_CONFIG
 from raytide.control.heads import HeadCluster
 from raytide.control.processes import spawn
 from raytide.control.running import MARK, run_dir_of
+from raytide.control.supervised import grant_access
 from raytide.core.errors import ClusterError, ConfigError
 from raytide.core.processes import kill_marked
 
@@ -86,3 +87,25 @@ def test_down_ends_what_runs_here_and_closes_the_books(cluster: HeadCluster) -> 
     assert (closed.nodes, closed.differences) == ((), ())
     assert not any(cluster.is_alive(what) for what in ("supervisor", "controller", "api"))
     assert not cluster.client_file.exists()
+
+
+def test_tokens_of_users_outlive_down_and_up(cluster: HeadCluster) -> None:
+    grant_access(cluster)
+    operators = json.loads(cluster.client_file.read_text())["token"]
+    users = {"ana's": {"user": "ana", "team": "research"}}
+    cluster.tokens_file.write_text(json.dumps(json.loads(cluster.tokens_file.read_text()) | users))
+    heads.down(cluster)
+    assert not cluster.client_file.exists()
+    grant_access(cluster)
+    tokens = json.loads(cluster.tokens_file.read_text())
+    assert tokens == {**users, operators: {"user": "admin", "team": "*"}}
+    assert json.loads(cluster.client_file.read_text())["token"] == operators
+    assert [file.stat().st_mode & 0o777 for file in (cluster.tokens_file, cluster.client_file)] == [0o600, 0o600]
+
+
+def test_a_head_whose_operators_token_was_taken_away_gets_another_one(cluster: HeadCluster) -> None:
+    users = {"ana's": {"user": "ana", "team": "research"}}
+    cluster.tokens_file.write_text(json.dumps(users))
+    grant_access(cluster)
+    tokens = json.loads(cluster.tokens_file.read_text())
+    assert len(tokens) == 2 and tokens.items() > users.items()

@@ -154,3 +154,31 @@ class TestRefusals:
         del shipped["metadata"]
         error = refusal(shipped, tmp_path)
         assert "raytide schema" in error.hint
+
+
+class TestTrust:
+    def settings(self, **more: object) -> RaytideSection:
+        return RaytideSection.parse({"node_types": {}, "teams": {"a": {}, "b": {}}, **more}, where="file")
+
+    def test_scripts_run_as_raytides_own_user_where_nobody_is_named(self) -> None:
+        assert self.settings().user_of("a") == ""
+
+    def test_one_user_is_for_all_teams_or_each_has_its_own(self) -> None:
+        assert self.settings(run_as="nobody").user_of("b") == "nobody"
+        assert self.settings(run_as={"a": "ana", "b": "bob"}).user_of("b") == "bob"
+
+    @pytest.mark.parametrize("users", [{"a": "ana"}, {"a": "ana", "b": "bob", "c": "cleo"}])
+    def test_a_team_without_a_user_or_an_unknown_team_is_refused(self, users: dict[str, str]) -> None:
+        with pytest.raises(ConfigError, match="run_as by team names each team once: a, b"):
+            self.settings(run_as=users)
+
+    @pytest.mark.parametrize("user", ["a b", "-u", "0", "root\n"])
+    def test_what_is_no_user_name_is_refused(self, user: str) -> None:
+        with pytest.raises(ConfigError, match="run_as"):
+            self.settings(run_as=user)
+
+    @pytest.mark.parametrize("name", ["*", "A-B", "A=B", "", "A**", "1A"])
+    def test_what_is_passed_is_a_name_or_its_beginning(self, name: str) -> None:
+        assert self.settings(pass_environment=["AWS_PROFILE", "OUR_*"]).pass_environment == ("AWS_PROFILE", "OUR_*")
+        with pytest.raises(ConfigError, match="pass_environment"):
+            self.settings(pass_environment=[name])

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import httpx
 
+from raytide.control.job_tokens import key_in, token_of
 from raytide.control.views import (
     ClusterStatus,
     CostReport,
@@ -66,6 +67,20 @@ class Client:
                 f"no cluster runs from {run_dir}.", hint=f"Start one: `raytide up --local{named}`."
             ) from None
         return cls(file["address"], file["token"])
+
+    @classmethod
+    def of_job(cls, run_dir: Path | str, job_id: str) -> Client:
+        """The client of a managed driver, which has the rights of its job (docs/security.md) until the job is over.
+
+        Only raytide's own user can read the key that is needed."""
+        folder = Path(run_dir)
+        record = json.loads((folder / "cluster.json").read_text())
+        return cls(record["api_url"], token_of(job_id, key_in(folder)))
+
+    @property
+    def access(self) -> dict[str, str]:
+        """With this environment `Client.find` has the same rights."""
+        return {"RAYTIDE_API": self.address, "RAYTIDE_TOKEN": self._token}
 
     @classmethod
     def find(cls, name: str | None = None) -> Client:

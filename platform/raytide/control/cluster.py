@@ -64,7 +64,7 @@ def up(
         cluster, claimed = _create(name, Path(config_path or DEFAULT_CONFIG), k, state_url=config.settings.state_url)
         deadline = time.monotonic() + timeout_s
         try:
-            head = start_head(cluster, environment=cluster.environment(), pass_fds=[claimed.fileno()])
+            head = start_head(cluster, environment=cluster.node_environment(), pass_fds=[claimed.fileno()])
             wait_for_head(cluster, head, timeout_s=timeout_s)
             start_supervisor(cluster, children, pass_fds=[claimed.fileno()])
             wait_for_api(cluster, timeout_s=deadline - time.monotonic())
@@ -109,8 +109,8 @@ def provider(cluster: LocalCluster, clock: Clock | None = None) -> LocalProvider
         cluster.gcs_address,
         cluster.k,
         clock or SystemClock(),
-        temp_dir=cluster.temp_dir,
-        environment=cluster.environment(),
+        temp_dir=cluster.ray_temp_dir,
+        environment=cluster.node_environment(),
     )
 
 
@@ -158,7 +158,7 @@ def _create(name: str, config_path: Path, k: int | None, *, state_url: str) -> t
         k=k,
         cluster_id=f"{name}-{secrets.token_hex(6)}",
         run_dir=run_dir,
-        temp_dir=Path(tempfile.gettempdir()) / f"rt-{k}-{secrets.token_hex(2)}",
+        temp_dir=Path(tempfile.gettempdir()) / f"rt-{k}-{secrets.token_hex(4)}",
         gcs_address=f"{ip}:{GCS_PORT_BASE + k}",
         dashboard_url=f"http://{ip}:{DASHBOARD_PORT}",
         api_url=f"http://{ip}:{API_PORT}",
@@ -169,6 +169,7 @@ def _create(name: str, config_path: Path, k: int | None, *, state_url: str) -> t
         version=installed_version(),
     )
     cluster.save()
+    cluster.temp_dir.mkdir(mode=0o700)
     cluster.ray_token_file.touch(mode=0o600)
     cluster.ray_token_file.write_text(secrets.token_hex(32))
     grant_access(cluster)
@@ -198,7 +199,7 @@ def _end_everything(cluster: LocalCluster) -> None:
 
 
 def _keep_ray_logs(cluster: LocalCluster) -> None:
-    for logs in cluster.temp_dir.glob("session_2*/logs"):
+    for logs in cluster.ray_temp_dir.glob("session_2*/logs"):
         shutil.copytree(logs, cluster.logs_dir / "ray", dirs_exist_ok=True)
 
 

@@ -21,10 +21,12 @@ from types import FrameType
 from typing import Self
 
 from raytide.control.client import Client
+from raytide.core.cluster import load_cluster
 from raytide.core.data_spec import DataSpec
 from raytide.core.errors import ClusterError, RaytideError, WaitTimeoutError
 from raytide.core.gang import Lease, LeaseState, Member
 from raytide.core.job import Job, JobKind
+from raytide.core.passing import all_passed
 from raytide.core.ray_internals import hush_node_deaths
 from raytide.core.script_spec import ScriptSpec
 from raytide.core.train_spec import TrainSpec
@@ -34,7 +36,7 @@ _DIED = 255
 """Exit code of a driver that may run again; what it said itself is below 128 (see `drivers`)."""
 
 
-def train(job: Job, client: Client) -> None:
+def train(job: Job, client: Client, run_dir: Path) -> None:
     from raytide.actors.trainer.driver import run_train
 
     spec = TrainSpec.parse(job.spec.config, where=job.id)
@@ -43,7 +45,7 @@ def train(job: Job, client: Client) -> None:
     client.report(job.id, done if result.model_dir is None else {**done, "model": result.model_dir})
 
 
-def data(job: Job, client: Client) -> None:
+def data(job: Job, client: Client, run_dir: Path) -> None:
     from raytide.actors.gang.groups import bundle
     from raytide.pipelines.build import Progress, build
 
@@ -61,15 +63,18 @@ def data(job: Job, client: Client) -> None:
     client.report(job.id, {"stage": "done", "documents": manifest.documents, "tokens": manifest.tokens})
 
 
-def script(job: Job, client: Client) -> None:
+def script(job: Job, client: Client, run_dir: Path) -> None:
     import ray
 
+    from raytide.actors.gang.processes import Rights
     from raytide.actors.gang.script import run_script
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(_DIED))  # so that its processes are ended first
     spec = ScriptSpec.parse(job.spec.config, where=job.id)
     package = ray.put(client.package(spec.package)) if spec.package else None
-    run_script(spec, package, client, job.id, done=job.progress)
+    settings = load_cluster(run_dir / "cluster.yaml").settings
+    rights = Rights(settings.user_of(job.spec.team), all_passed(settings.pass_environment), client.access)
+    run_script(spec, package, client, job.id, done=job.progress, rights=rights)
 
 
 def die_with(member: Member, epoch: int, client: Client, job_id: str) -> None:
@@ -89,7 +94,7 @@ def die_with(member: Member, epoch: int, client: Client, job_id: str) -> None:
         epoch = lease.epoch
 
 
-DRIVERS: Mapping[JobKind, Callable[[Job, Client], None]] = {
+DRIVERS: Mapping[JobKind, Callable[[Job, Client, Path], None]] = {
     JobKind.TRAIN: train,
     JobKind.DATA: data,
     JobKind.SCRIPT: script,
@@ -156,13 +161,13 @@ def active_lease(client: Client, job_id: str) -> Lease:
 def main(run_dir: str, job_id: str) -> int:
     import ray
 
-    client = Client.from_run_dir(run_dir)
+    client = Client.of_job(run_dir, job_id)
     gcs_address = json.loads((Path(run_dir) / "cluster.json").read_text())["gcs_address"]
     hush_node_deaths()
     ray.init(address=gcs_address, namespace="raytide", log_to_driver=False, logging_level=logging.WARNING)
     try:
         job = client.job(job_id).job
-        DRIVERS[job.spec.kind](job, client)
+        DRIVERS[job.spec.kind](job, client, Path(run_dir))
     except ClusterError as error:
         sys.stderr.write(f"{error.code}: {error}\n")
         return _DIED

@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 
 from raytide.control.running import RunningCluster
+from raytide.core.cluster import load_cluster
+from raytide.core.passing import ON_NODES, all_passed, passed
 
 __all__ = ["AGENT_PORT_BASE", "GCS_PORT_BASE", "RAY_ENVIRONMENT", "LocalCluster"]
 
@@ -34,7 +36,12 @@ class LocalCluster(RunningCluster):
 
     k: int
     temp_dir: Path
-    """Ray's session and sockets: short, because a unix socket's path has at most 107 characters."""
+    """Open to raytide's user alone. Short, because a unix socket's path has at most 107 characters."""
+
+    @property
+    def ray_temp_dir(self) -> Path:
+        """Ray's session, sockets and logs. Ray lets everybody write into this folder and those below it."""
+        return self.temp_dir / "r"
 
     @property
     def agent_address(self) -> str:
@@ -48,3 +55,9 @@ class LocalCluster(RunningCluster):
     def environment(self) -> dict[str, str]:
         inherited = {key: value for key, value in os.environ.items() if not key.startswith(_FOREIGN)}
         return self.marked({**inherited, **RAY_ENVIRONMENT, "RAY_AUTH_TOKEN_PATH": str(self.ray_token_file)})
+
+    def node_environment(self) -> dict[str, str]:
+        """What Ray's head and the nodes inherit, and with them drivers, trainers, replicas and scripts."""
+        named = all_passed(load_cluster(self.config_path).settings.pass_environment)
+        rays = {"RAY_AUTH_TOKEN_PATH": str(self.ray_token_file), **RAY_ENVIRONMENT}
+        return {**passed(self.environment(), ON_NODES, named), **rays}

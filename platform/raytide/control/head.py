@@ -29,7 +29,7 @@ def start_head(cluster: LocalCluster, *, environment: Mapping[str, str], pass_fd
         "dashboard-host": cluster.head_ip,
         "dashboard-port": dashboard_port,
         "dashboard-agent-listen-port": cluster.agent_address.rpartition(":")[2],
-        "temp-dir": str(cluster.temp_dir),
+        "temp-dir": str(cluster.ray_temp_dir),
         "num-cpus": "0",
         "num-gpus": "0",
         "object-store-memory": str(_OBJECT_STORE_BYTES),

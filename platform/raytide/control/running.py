@@ -83,7 +83,7 @@ class RunningCluster(Config):
         return process is not None and process.alive
 
     def environment(self) -> dict[str, str]:
-        """What every process of this cluster inherits."""
+        """What raytide's own processes inherit: all that the operator has, cloud credentials too."""
         raise NotImplementedError
 
     def marked(self, inherited: Mapping[str, str]) -> dict[str, str]:

@@ -12,20 +12,26 @@ import httpx
 from raytide.control.processes import spawn
 from raytide.control.running import RunningCluster
 from raytide.control.supervisor import CHILDREN
-from raytide.core.durable import write_json
+from raytide.core.durable import read_json, write_json
 from raytide.core.errors import ClusterError
 from raytide.core.processes import Process, end, running
 
 __all__ = ["end_children", "grant_access", "start_supervisor", "wait_for_api"]
 
+_OPERATOR = {"user": "admin", "team": "*"}
 _STOP_GRACE_S = 12.0
 """Above the supervisor's own grace for its children."""
 
 
 def grant_access(cluster: RunningCluster) -> None:
-    """A token for the cluster's own user, in `client.json`."""
-    token = secrets.token_urlsafe(24)
-    write_json(cluster.tokens_file, {token: {"user": "admin", "team": "*"}})
+    """A token for the cluster's own user, in `client.json`. Tokens that are there stay: those of users, and the one of
+    an earlier start."""
+    tokens = read_json(cluster.tokens_file) or {}
+    token = next((token for token, who in tokens.items() if who == _OPERATOR), None)
+    if token is None:
+        token = secrets.token_urlsafe(24)
+        write_json(cluster.tokens_file, {**tokens, token: _OPERATOR})
+    cluster.tokens_file.chmod(0o600)  # an operator's editor may have written it anew
     write_json(cluster.client_file, {"address": cluster.api_url, "token": token})
 
 

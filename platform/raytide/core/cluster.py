@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
@@ -16,11 +16,13 @@ from raytide.core.config import Config, load_yaml
 from raytide.core.errors import ConfigError
 from raytide.core.fleet import Market, NodeType
 from raytide.core.money import micro_usd
+from raytide.core.passing import NAME_PATTERN
 from raytide.core.signals import Meter
 from raytide.core.snapshot import Unmanaged
 from raytide.core.team import CLASSES, TeamSpec, check_tree
 
 GPU_BUSY_ABOVE = 0.05
+UserName = Annotated[str, Field(pattern=r"^([a-z_][a-z0-9_-]*)?$")]
 
 
 class NodeTypeSection(Config):
@@ -84,10 +86,22 @@ class RaytideSection(Config):
     tick_s: float = Field(default=0.5, gt=0, le=60)
     """How often the controller decides when nothing wakes it earlier."""
 
+    pass_environment: tuple[Annotated[str, Field(pattern=NAME_PATTERN)], ...] = ()
+    """Variables that go to nodes and to users' commands besides those that raytide passes (docs/security.md). One whose
+    name looks like a secret's is named in full."""
+    run_as: UserName | dict[str, UserName] = ""
+    """The user that scripts' processes run as, for all teams or by team; raytide's own when empty. Needs root."""
+
     @model_validator(mode="after")
     def _tree(self) -> RaytideSection:
         check_tree(self.teams)
+        if isinstance(self.run_as, dict) and self.run_as.keys() != self.teams.keys():
+            raise ValueError(f"run_as by team names each team once: {', '.join(sorted(self.teams))}")
         return self
+
+    def user_of(self, team: str) -> str:
+        """Whom scripts of the team run as."""
+        return self.run_as if isinstance(self.run_as, str) else self.run_as[team]
 
 
 class ClusterConfig(Config):

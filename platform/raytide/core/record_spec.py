@@ -12,7 +12,7 @@ from raytide.core.config import Config
 class MlflowSpec(Config):
     """A second home for the metrics; `metrics.jsonl` is written with or without it.
 
-    RAYTIDE_MLFLOW_TOKEN, where it is set, is sent as the bearer token.
+    RAYTIDE_MLFLOW_TOKEN, where the operator set it, is the bearer token for the server of RAYTIDE_MLFLOW_URI alone.
     """
 
     tracking_uri: str = Field(pattern="^https?://")

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
+import psutil
 import pytest
 
 from raytide.actors.gang import processes
-from raytide.actors.gang.processes import Exit, Launch, MemberProcesses, _lines
+from raytide.actors.gang.processes import NO_RIGHTS, Exit, Launch, MemberProcesses, Rights, _lines
+from raytide.core.errors import ConfigError
 
 
 @pytest.fixture
@@ -21,9 +25,13 @@ def member() -> Iterator[MemberProcesses]:
     member.stop(0.0)
 
 
-def ran(member: MemberProcesses, code: str) -> tuple[list[str], Exit]:
+def ran(member: MemberProcesses, code: str, rights: Rights = NO_RIGHTS, **more: str) -> tuple[list[str], Exit]:
     """What it printed, and its end."""
-    member.start(None, [Launch(0, ("python", "-c", code), {})])
+    return ended(member, Launch(0, ("python", "-c", code), more, rights))
+
+
+def ended(member: MemberProcesses, launch: Launch) -> tuple[list[str], Exit]:
+    member.start(None, [launch])
     lines: list[str] = []
     while True:
         report = member.report(60.0)
@@ -52,3 +60,70 @@ def test_a_process_that_got_away_with_the_pipe_does_not_hold_up_the_end() -> Non
         pid, last = _lines(process, os.pidfd_open(process.pid))
     os.kill(int(pid), signal.SIGKILL)
     assert last == "half"
+
+
+ENVIRONMENT = "import json, os; print(json.dumps(dict(os.environ)))"
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can run a command as another user")
+
+
+def test_a_command_has_what_is_passed_named_and_its_own(
+    member: MemberProcesses, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_SECRET_ACCESS_KEY", "RAY_AUTH_TOKEN", "RAYTIDE_HOME", "OURS", "NOT_OURS"):
+        monkeypatch.setenv(name, "x")
+    monkeypatch.setenv("RAYTIDE_CLUSTER", "c-1")
+    (line,), _ = ran(member, ENVIRONMENT, Rights("", ("OURS",), {"RAYTIDE_TOKEN": "t"}), MINE="y", RAYTIDE_CLUSTER="no")
+    found = json.loads(line)
+    assert (found["OURS"], found["RAYTIDE_TOKEN"], found["MINE"], found["RAYTIDE_CLUSTER"]) == ("x", "t", "y", "c-1")
+    assert not {"AWS_SECRET_ACCESS_KEY", "RAY_AUTH_TOKEN", "RAYTIDE_HOME", "NOT_OURS"} & found.keys()
+
+
+def test_a_jobs_environment_does_not_act_on_the_warden(member: MemberProcesses, tmp_path: Path) -> None:
+    """It may be root, and the command not."""
+    (tmp_path / "json.py").write_text(f"open({str(tmp_path / 'acted')!r}, 'w'); raise SystemExit(9)")
+    (tmp_path / "sitecustomize.py").write_text(f"open({str(tmp_path / 'acted')!r}, 'a').write('x')")
+    launch = Launch(
+        0, ("true",), {"PYTHONPATH": str(tmp_path), "LD_PRELOAD": "/nowhere.so", "PATH": os.environ["PATH"]}
+    )
+    _, end = ended(member, launch)
+    assert end.code == 0
+    assert not (tmp_path / "acted").exists()
+
+
+@needs_root
+def test_a_command_that_runs_as_another_user_owns_its_folder_and_nothing_else(member: MemberProcesses) -> None:
+    look = (
+        "id -u; id -G; touch mine && stat -c %U . mine; cat /proc/$PPID/environ; cat /proc/self/fd/0; "
+        "grep NoNewPrivs /proc/self/status; echo $HOME $USER"
+    )
+    lines, end = ended(member, Launch(0, ("sh", "-c", look), {}, Rights("nobody")))
+    assert (lines[:4], end.code) == (["65534", "65534", "nobody", "nobody"], 0)
+    assert "Permission denied" in lines[4]
+    assert lines[5].split() == ["NoNewPrivs:", "1"]
+    assert lines[6] == f"{member._folder} nobody"
+
+
+@needs_root
+@pytest.mark.parametrize(("user", "why"), [("no-such-user", "no such user"), ("root", "that is root")])
+def test_a_user_that_keeps_nothing_apart_is_refused(member: MemberProcesses, user: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        ended(member, Launch(0, ("true",), {}, Rights(user)))
+
+
+def test_another_user_needs_root(member: MemberProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(ConfigError, match="run as root on this node"):
+        ended(member, Launch(0, ("true",), {}, Rights("nobody")))
+
+
+@needs_root
+def test_processes_of_another_user_end_with_their_owner(member: MemberProcesses) -> None:
+    member.start(
+        None, [Launch(0, ("sh", "-c", "trap '' TERM; echo here; sleep 600 & wait; wait"), {}, Rights("nobody"))]
+    )
+    while not member.report(60.0).lines:
+        pass
+    below = [each for child in psutil.Process().children() for each in child.children(recursive=True)]
+    member.stop(0.1)
+    assert psutil.wait_procs(below, timeout=30)[1] == []
+    assert not member._folder.exists()

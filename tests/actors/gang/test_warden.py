@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import psutil
 import pytest
 
 from raytide.actors.gang import warden
+from raytide.actors.gang.processes import order
 
 STUBBORN = """
 import signal, subprocess, sys, time
@@ -23,13 +25,15 @@ while True:
 
 def guarded(folder: Path, *command: str) -> subprocess.Popen[str]:
     folder.mkdir(exist_ok=True)
-    return subprocess.Popen(
-        [sys.executable, str(Path(warden.__file__).resolve()), str(folder), *command],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    with order(os.environ) as fd:
+        return subprocess.Popen(
+            [sys.executable, "-I", str(Path(warden.__file__).resolve()), str(folder), str(fd), *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            pass_fds=(fd,),
+        )
 
 
 @pytest.mark.parametrize(

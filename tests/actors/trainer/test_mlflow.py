@@ -77,6 +77,8 @@ class Handler(BaseHTTPRequestHandler):
         status, found = self.server.answer(urlparse(self.path).path.removeprefix("/api/2.0/mlflow/"), body)
         payload = json.dumps(found).encode()
         self.send_response(status)
+        if status == 307:
+            self.send_header("Location", "http://127.0.0.1:1/")
         self.send_header("Content-Length", str(len(payload)))
         self.end_headers()
         self.wfile.write(payload)
@@ -122,6 +124,7 @@ def test_all_steps_and_the_spec_arrive_and_the_run_is_finished(
     server: Server, tracked: TrainSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAYTIDE_MLFLOW_TOKEN", "secret")
+    monkeypatch.setenv("RAYTIDE_MLFLOW_URI", server.address)
     record = record_of(tracked)
     for number in range(1, 101):  # more than one request may carry
         record.step(step(number))
@@ -133,6 +136,33 @@ def test_all_steps_and_the_spec_arrive_and_the_run_is_finished(
     assert (run["params"]["optim.lr"], run["params"]["steps"]) == ("0.0003", "300")
     assert server.tokens == {"Bearer secret"}
     assert not (Path(tracked.out) / "events.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    "own",
+    ["https://mlflow.example", "http://127.0.0.1:1", "http://127.0.0.1@mlflow.example", "https://127.0.0.1:{port}"],
+)
+def test_the_operators_token_goes_to_the_operators_server_alone(
+    server: Server, tracked: TrainSpec, monkeypatch: pytest.MonkeyPatch, own: str
+) -> None:
+    monkeypatch.setenv("RAYTIDE_MLFLOW_TOKEN", "secret")
+    monkeypatch.setenv("RAYTIDE_MLFLOW_URI", own.format(port=server.server_port))
+    record_of(tracked).close("done")
+    assert server.tokens == {None}
+
+
+def test_a_token_for_no_server_names_what_to_set(tracked: TrainSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYTIDE_MLFLOW_TOKEN", "secret")
+    monkeypatch.delenv("RAYTIDE_MLFLOW_URI", raising=False)
+    with pytest.raises(ConfigError) as refused:
+        record_of(tracked)
+    assert "RAYTIDE_MLFLOW_URI" in refused.value.hint
+
+
+def test_a_redirect_is_not_followed(server: Server, tracked: TrainSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "answer", lambda path, body: (307, {}))
+    with pytest.raises(StorageError, match="307"):
+        record_of(tracked)
 
 
 def test_the_next_driver_goes_on_in_the_same_run_and_sends_what_was_left(server: Server, tracked: TrainSpec) -> None:

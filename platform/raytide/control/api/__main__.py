@@ -9,10 +9,11 @@ from urllib.parse import urlsplit
 import uvicorn
 
 from raytide.control.api.app import create_app
-from raytide.control.api.auth import Tokens
+from raytide.control.api.auth import JobTokens, Tokens
 from raytide.control.api.desk import Desk
 from raytide.control.compose import bill
 from raytide.control.drivers import Drivers
+from raytide.control.job_tokens import key_in
 from raytide.control.processes import hold_lock
 from raytide.control.running import load
 from raytide.core.clock import SystemClock
@@ -27,8 +28,9 @@ def main(run_dir: str) -> None:
     assert cluster is not None, run_dir
     log_to()
     with hold_lock(folder / "api.lock"):
+        store = Store.open(cluster.state_url)
         desk = Desk(
-            store=Store.open(cluster.state_url),
+            store=store,
             config=load_cluster(cluster.config_path).model_copy(update={"name": cluster.name}),
             bill=bill(cluster),
             drivers=Drivers(cluster.dashboard_url, folder, cluster.ray_headers),
@@ -41,7 +43,7 @@ def main(run_dir: str) -> None:
         desk.packages.sweep()
         address = urlsplit(cluster.api_url)
         uvicorn.run(
-            create_app(desk, Tokens(cluster.tokens_file)),
+            create_app(desk, Tokens(cluster.tokens_file, JobTokens(key_in(folder), store))),
             host=address.hostname or cluster.head_ip,
             port=address.port or 7400,
             log_level="warning",
