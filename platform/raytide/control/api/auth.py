@@ -7,12 +7,15 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from raytide.control.job_tokens import PREFIX, job_named_by
+from anyio import CapacityLimiter, to_thread
+
+from raytide.control.job_tokens import job_named_by
 from raytide.core.errors import AuthError, DeniedError, NotFoundError
 from raytide.core.job import Job
 from raytide.core.state import Store
 
 ANY_TEAM = "*"
+_THREADS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +40,18 @@ class Caller:
                 f"the token of {self.user} is for team {self.team}, not {team}.", hint=f"Use a token of team {team}."
             )
 
-    def require_owner(self, job: Job) -> None:
-        """A job's own token changes only its user's jobs: itself, and what that user or the job itself submitted."""
+    def acting_on(self, job: Job) -> Job:
+        """The job, when this caller may change it: a job's token changes only jobs of its user, itself among them."""
+        self.require_team(job.spec.team)
         if self.job and job.user != self.user:
             raise DeniedError(
                 f"the token of {self.job} is for jobs of {self.user}; {job.id} is {job.user}'s.",
                 hint="Use the token of a user for this.",
             )
+        return job
 
-    def require_user(self) -> None:
+    def require_person(self) -> None:
+        """Not for the token of a job."""
         if self.job:
             raise DeniedError(f"the token of {self.job} is a job's; this takes a user's.", hint="Use a token of yours.")
 
@@ -62,15 +68,12 @@ class JobTokens:
     key: bytes
     store: Store
 
-    def caller(self, token: str) -> Caller | None:
-        """The job's user and team. AuthError when the job is over; None when no job of this cluster has the token."""
-        job_id = job_named_by(token, self.key)
-        if job_id is None:
-            return None
+    def caller(self, job_id: str) -> Caller:
+        """The job's user and team; AuthError when the job is over."""
         try:
             job = self.store.job(job_id)
         except NotFoundError:
-            return None
+            raise AuthError(f"there is no {job_id}, whose token was sent.", hint="Submit the job again.") from None
         if job.is_final:
             raise AuthError(f"{job_id} is {job.state}, and its token ended with it.", hint="Submit the job again.")
         return Caller(job.user, job.spec.team, job=job_id)
@@ -81,16 +84,18 @@ class Tokens:
 
     def __init__(self, path: Path, jobs: JobTokens | None = None) -> None:
         self._path, self._jobs = path, jobs
+        self._threads = CapacityLimiter(_THREADS)
         self._read_ns = -1
         self._callers: dict[str, Caller] = {}
 
-    def caller(self, authorization: str | None) -> Caller:
-        """The caller behind an Authorization header; AuthError when it names nobody."""
+    async def caller(self, authorization: str | None) -> Caller:
+        """The caller behind an Authorization header; AuthError when it names nobody. Only for a token that this cluster
+        made for a job is the store read, in a thread."""
         scheme, _, given = (authorization or "").partition(" ")
         given = given.strip()
         if scheme.lower() == "bearer" and given:
-            if self._jobs is not None and given.startswith(PREFIX) and (job := self._jobs.caller(given)) is not None:
-                return job
+            if self._jobs is not None and (job_id := job_named_by(given, self._jobs.key)) is not None:
+                return await to_thread.run_sync(self._jobs.caller, job_id, limiter=self._threads)
             for token, caller in self._load().items():
                 if hmac.compare_digest(token.encode(), given.encode()):
                     return caller

@@ -112,7 +112,7 @@ class Desk:
         return self.view(self._owned(job_id, caller))
 
     def stop(self, job_id: str, caller: Caller) -> JobView:
-        self._own(job_id, caller)
+        caller.acting_on(self._store.job(job_id))
         return self.view(self._store.request_stop(job_id))
 
     def retry(self, job_id: str, caller: Caller, key: str | None) -> JobView:
@@ -120,7 +120,7 @@ class Desk:
 
         A deadline that has passed is left out.
         """
-        job = self._own(job_id, caller)
+        job = caller.acting_on(self._store.job(job_id))
         if not job.is_final:
             raise ConflictError(f"{job_id} is {job.state}.", hint=f"Stop it first: `raytide stop {job_id}`.")
         is_late = job.spec.due_at_s is not None and job.spec.due_at_s <= self._clock.now_s()
@@ -143,8 +143,8 @@ class Desk:
 
     def set_budget(self, job_id: str, caller: Caller, usd: float | None, *, soft: bool, per: BudgetPer) -> JobView:
         """None takes the limit away."""
-        caller.require_user()
-        return self.view(self.accounts.set_job_budget(self._own(job_id, caller), usd, soft=soft, per=per))
+        caller.require_person()
+        return self.view(self.accounts.set_job_budget(self._owned(job_id, caller), usd, soft=soft, per=per))
 
     def logs(self, job_id: str, caller: Caller, after: str, tail: int | None) -> LogPart:
         """Some of it from that place on, or from so many lines before its end."""
@@ -174,7 +174,7 @@ class Desk:
         return {str(job.spec.config["package"]) for job in jobs if job.spec.config.get("package")}
 
     def report(self, job_id: str, caller: Caller, progress: Mapping[str, object]) -> None:
-        self._own(job_id, caller)
+        caller.acting_on(self._store.job(job_id))
         known = {name: value for name, value in progress.items() if isinstance(value, int | float | str)}
         if odd := sorted(progress.keys() - known.keys()):
             raise UsageError(
@@ -185,12 +185,12 @@ class Desk:
         self._store.report(job_id, known, self._clock.now_s())
 
     def release(self, job_id: str, caller: Caller, error: str) -> None:
-        self._own(job_id, caller)
+        caller.acting_on(self._store.job(job_id))
         self._store.release(job_id, error=error)
 
     def lease(self, job_id: str, caller: Caller) -> Lease:
         """The job's lease; while it has none yet, one that waits, with epoch -1. LeaseLostError when it is over."""
-        job = self._own(job_id, caller)
+        job = caller.acting_on(self._store.job(job_id))
         if job.is_final or job.state is JobState.STOPPING:
             raise LeaseLostError(f"{job_id} is {job.state}: {job.reason}", hint="Submit it again.")
         if job.spec.kind is JobKind.GANG:
@@ -367,12 +367,6 @@ class Desk:
     def _owned(self, job_id: str, caller: Caller) -> Job:
         job = self._store.job(job_id)
         caller.require_team(job.spec.team)
-        return job
-
-    def _own(self, job_id: str, caller: Caller) -> Job:
-        """To act on it."""
-        job = self._owned(job_id, caller)
-        caller.require_owner(job)
         return job
 
     def _check_priority(self, priority: str) -> None:

@@ -49,7 +49,7 @@ class Gate:
             return
         try:
             if scope["path"] not in _OPEN:
-                scope.setdefault("state", {})["caller"] = self._tokens.caller(_authorization(scope["headers"]))
+                scope.setdefault("state", {})["caller"] = await self._tokens.caller(_authorization(scope["headers"]))
             elif _has_body(scope["headers"]):
                 raise TooLargeError(f"{scope['path']} takes no body.", hint="Send none.")
             admitted = await _admit(scope, receive)
