@@ -13,6 +13,7 @@ from raytide.actors.trainer.data import Data, Ids, Sampler, share
 from raytide.actors.trainer.group import Group
 from raytide.actors.trainer.loss import IGNORE
 from raytide.actors.trainer.prefetch import Prefetch
+from raytide.core.errors import DataError
 from raytide.core.train_spec import TrainSpec
 
 __all__ = ["Batches"]
@@ -26,11 +27,17 @@ class Batches:
         self.device, self.layout = group.device, spec.layout
         self._one_shape = group.sizes.pipeline > 1
         self._most = math.ceil(spec.global_batch / group.sizes.data)
+        vocab_size = data.vocab_size
         mine = share(spec.global_batch, group.data_rank, group.sizes.data)
 
         def read(step: int) -> tuple[Ids, Ids, Ids]:
             ids = sampler.ids(step)[mine]
             inputs, targets = data.examples(ids if len(ids) else _ANY)
+            if (largest := max(int(inputs.max()), int(targets.max()))) >= vocab_size or int(inputs.min()) < 0:
+                raise DataError(
+                    f"{data.name} has the id {largest} in step {step + 1}, outside its vocabulary of {vocab_size}.",
+                    hint="Build the dataset again with the tokenizer that it is trained with.",
+                )
             return ids, inputs, targets
 
         self._rows = Prefetch(read, spec.steps)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tempfile
+import os
 from collections.abc import Mapping
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -19,10 +19,12 @@ import numpy as np
 from raytide.actors.models.chat_template import ChatTemplate, Turn
 from raytide.actors.models.companions import companions
 from raytide.actors.models.model_config import as_ids, read_json
-from raytide.actors.trainer.data import CONFIG, Ids
+from raytide.actors.trainer.data import Ids
 from raytide.actors.trainer.loss import IGNORE
+from raytide.actors.trainer.staging import staged_file
 from raytide.core.errors import ConfigError, DataError, UsageError
 from raytide.core.model_spec import ChatSpec
+from raytide.core.tokens import CONFIG
 
 __all__ = ["ChatData"]
 
@@ -35,8 +37,7 @@ class ChatData:
     def __init__(self, chat: ChatSpec, tokenizer: Path, seq_len: int) -> None:
         self.name, self.seq_len = chat.file, seq_len
         self._file = _staged(chat.file)
-        about = self._file.stat()
-        self._lines = _index(self._file, (about.st_mtime_ns, about.st_size), chat.file)
+        self._lines = _index(self._file, _version(self._file.stat()), chat.file)
         self.n_sequences = len(self._lines.starts)
         self.tokenizer_file = tokenizer / "tokenizer.json"
         self._config = _optional(tokenizer / CONFIG)
@@ -120,8 +121,10 @@ class _Lines:
     """Where each conversation begins in the file, and the number of its line."""
 
     def __init__(self, file: Path, name: str) -> None:
+        self.name = name
         digest, at, self.starts, self.numbers = hashlib.sha256(), 0, list[int](), list[int]()
         with file.open("rb") as body:
+            self.version = _version(os.fstat(body.fileno()))
             for number, line in enumerate(body, 1):
                 digest.update(line)
                 if line.strip():
@@ -135,12 +138,20 @@ class _Lines:
 
     def read(self, file: Path, index: int) -> tuple[int, list[Turn]]:
         with file.open("rb") as body:
+            if _version(os.fstat(body.fileno())) != self.version:
+                raise DataError(
+                    f"{self.name} was changed while it was trained on.", hint="Start a new run, or put it back."
+                )
             body.seek(self.starts[index])
             return self.numbers[index], _turns(body.readline(), str(file))
 
 
+def _version(about: os.stat_result) -> tuple[int, int, int]:
+    return about.st_mtime_ns, about.st_size, about.st_ino
+
+
 @lru_cache(maxsize=2)
-def _index(file: Path, version: tuple[int, int], name: str) -> _Lines:
+def _index(file: Path, version: tuple[int, int, int], name: str) -> _Lines:
     """Kept, since a gang that forms again opens the same file."""
     return _Lines(file, name)
 
@@ -173,14 +184,7 @@ def _staged(file: str) -> Path:
     if not exists(file):
         raise DataError(f"{file} does not exist.", hint="Check chat.file.")
     fs, path = open_url(file)
-    version = hashlib.sha256(f"{file} {fs.ukey(path)}".encode()).hexdigest()[:16]
-    home = Path(tempfile.gettempdir()) / "raytide-datasets" / f"{version}.jsonl"
-    if not home.exists():
-        home.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=home.parent) as part:
-            fs.get_file(path, f"{part}/talks")
-            (Path(part) / "talks").replace(home)
-    return home
+    return staged_file(file, hashlib.sha256(f"{file} {fs.ukey(path)}".encode()).hexdigest()[:32], ".jsonl")
 
 
 def _bytes(path: Path) -> bytes:

@@ -7,8 +7,7 @@ there is no data state to save. A rank takes its slice of the step's ids.
 from __future__ import annotations
 
 import hashlib
-import json
-import tempfile
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +16,13 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from raytide.actors.trainer.shard_check import ShardCheck
+from raytide.actors.trainer.staging import staged
 from raytide.core.errors import DataError
-from raytide.core.tokens import ITEM_BYTES, MANIFEST, TokenManifest
+from raytide.core.tokens import CONFIG, ITEM_BYTES, MANIFEST, TokenManifest, parse_manifest
 
 Ids = npt.NDArray[np.int64]
 _ROUNDS = 6
-CONFIG = "tokenizer_config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,10 @@ class Data(Protocol):
 
 
 class TokenData:
-    """Sequences of `seq_len` + 1 tokens (inputs and their targets) from memory-mapped shards."""
+    """Sequences of `seq_len` + 1 tokens (inputs and their targets) from memory-mapped shards.
+
+    DataError for a shard that is not what was written: at once, or in a large dataset when `examples` is called next.
+    """
 
     def __init__(self, dataset: str, seq_len: int) -> None:
         self.name, self.path = dataset, staged(dataset)
@@ -138,9 +141,15 @@ class TokenData:
                 f"{dataset} holds {self.manifest.tokens} tokens, too few for one sequence of {seq_len} and its target.",
                 hint="Build a larger dataset, or lower seq_len.",
             )
+        shards, dtype = self.manifest.shards, self.manifest.dtype
+        self._check = ShardCheck(dataset, self.path, shards, dtype, self.vocab_size)
+        weakref.finalize(self, self._check.close)
+        self._check.begin()
+        self._check.wait()
 
     def examples(self, ids: Ids) -> tuple[Ids, Ids]:
         """All targets count."""
+        self._check.check()
         tokens = self.batch(ids)
         return tokens[:, :-1], tokens[:, 1:]
 
@@ -171,27 +180,6 @@ class TokenData:
         return np.memmap(path, dtype=np.dtype(dtype).newbyteorder("<"), mode="r")
 
 
-def staged(dataset: str) -> Path:
-    """The dataset's local directory; a remote one is copied once per machine, under its manifest's hash."""
-    if "://" not in dataset:
-        return Path(dataset)
-    from raytide.core.storage import join, open_url, read_bytes
-
-    body = read_bytes(join(dataset, MANIFEST))
-    home = Path(tempfile.gettempdir()) / "raytide-datasets" / hashlib.sha256(body).hexdigest()[:16]
-    if not home.exists():
-        home.parent.mkdir(parents=True, exist_ok=True)
-        fs, path = open_url(dataset)
-        with tempfile.TemporaryDirectory(dir=home.parent) as part:
-            fs.get(path.rstrip("/") + "/", f"{part}/data", recursive=True)
-            try:
-                (Path(part) / "data").rename(home)
-            except OSError:
-                if not home.exists():  # else another rank was quicker
-                    raise
-    return home
-
-
 def _manifest(path: Path) -> tuple[TokenManifest, str]:
     try:
         body = (path / MANIFEST).read_bytes()
@@ -199,10 +187,7 @@ def _manifest(path: Path) -> tuple[TokenManifest, str]:
         raise DataError(
             f"{path} is no token dataset: it has no {MANIFEST}.", hint="Build it with `raytide data build`."
         ) from None
-    try:
-        manifest = TokenManifest.parse(json.loads(body), where=str(path / MANIFEST))
-    except ValueError as error:
-        raise DataError(f"{path / MANIFEST} is not JSON: {error}.", hint="Build the dataset again.") from None
+    manifest = parse_manifest(body, str(path / MANIFEST))
     if manifest.format != "bin":
         raise DataError(f"{path} holds {manifest.format} shards.", hint='Build it with format "bin" to train on it.')
     return manifest, hashlib.sha256(body).hexdigest()

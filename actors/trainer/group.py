@@ -7,11 +7,11 @@ joining a group costs under one.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from raytide.actors.trainer import compat
-from raytide.core.errors import ConfigError
+from raytide.core.errors import ConfigError, RaytideError
 from raytide.core.layout import AXES, Layout, Sizes
 
 T = TypeVar("T")
@@ -106,6 +106,19 @@ class Group:
         values = [value] * self.world
         dist.all_gather_object(values, value, group=self.io)
         return values
+
+    def together(self, work: Callable[[], T]) -> T:
+        """What `work` gives on this rank, once it is done on all: the others wait for as long as files may take. Its
+        RaytideError on one rank is raised on every rank."""
+        done, failed = None, None
+        try:
+            done = work()
+        except RaytideError as error:
+            failed = error
+        for each in self.gather(failed):
+            if each is not None:
+                raise each
+        return cast(T, done)
 
     def channel(self) -> dist.ProcessGroup:
         """A group of all ranks for one thread beside the training: two threads that share a gloo group break it."""

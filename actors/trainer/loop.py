@@ -54,7 +54,7 @@ class Trainer:
     def __init__(self, spec: TrainSpec, group: Group, snapshots: Snapshots | None = None) -> None:
         techniques.check(spec, group.device)
         self.spec, self.group = spec, group
-        self.data = open_data(spec)
+        self.data = group.together(lambda: open_data(spec))
         self.sampler = Sampler(spec.seed, self.data.n_sequences, spec.global_batch)
         self.origin = origin_of(spec, self.data)
         validate(spec.layout, self.origin.arch, spec)

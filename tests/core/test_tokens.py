@@ -98,6 +98,14 @@ def test_a_directory_without_a_manifest_is_no_dataset(tmp_path: Path) -> None:
         ({"dtype": "float32"}, "dtype"),
         ({"shards": [{"file": "../x", "tokens": 5, "sha256": "0" * 64}]}, "a shard lies inside its dataset"),
         ({"surprise": 1}, "surprise"),
+        ({"tokenizer": "../../secret"}, "the tokenizer lies inside its dataset"),
+        ({"tokenizer": "/etc/hostname"}, "the tokenizer lies inside its dataset"),
+        ({"tokenizer": "manifest.json"}, "two of its files have one name"),
+        ({"tokens": -5}, "tokens"),
+        ({"tokens": 1e400}, "tokens"),
+        ({"documents": -1}, "documents"),
+        ({"vocab_size": 1 << 40}, "vocab_size"),
+        ({"version": {"a": "b" * 1000}}, "has version"),
     ],
 )
 def test_a_manifest_that_cannot_be_true_is_refused(dataset: Path, changes: dict[str, object], said: str) -> None:
@@ -106,7 +114,23 @@ def test_a_manifest_that_cannot_be_true_is_refused(dataset: Path, changes: dict[
         load_manifest(str(dataset))
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "\x00"])
+@pytest.mark.parametrize(
+    "file", ["", ".", "a/../b", "a//b", "a\\b", "a\x00b", "a\nb", "s3://x/y", "/x", "a/", "x" * 2000]
+)
+def test_a_shard_s_name_stays_inside_its_dataset(dataset: Path, file: str) -> None:
+    edit(dataset, shards=[{"file": file, "tokens": 5, "sha256": "0" * 64}])
+    with pytest.raises(DataError, match="a shard lies inside its dataset"):
+        load_manifest(str(dataset))
+
+
+def test_no_two_shards_are_one_file(dataset: Path) -> None:
+    one = {"file": "shards/00000.bin", "sha256": "0" * 64}
+    edit(dataset, shards=[{**one, "tokens": 2}, {**one, "tokens": 3}])
+    with pytest.raises(DataError, match="two of its files have one name"):
+        load_manifest(str(dataset))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "\x00", "[" * 100_000, '{"tokens": %s}' % ("9" * 5000)])
 def test_a_manifest_that_is_torn_is_refused(dataset: Path, text: str) -> None:
     (dataset / "manifest.json").write_text(text)
     with pytest.raises(DataError, match=r"manifest\.json"):

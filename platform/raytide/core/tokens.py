@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from typing import Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -18,6 +19,7 @@ from raytide.core.errors import DataError
 from raytide.core.storage import exists, join, open_url, read_bytes
 
 MANIFEST = "manifest.json"
+CONFIG = "tokenizer_config.json"
 VERSION = 1
 
 TokenDtype = Literal["uint16", "uint32"]
@@ -26,22 +28,35 @@ ShardFormat = Literal["bin", "parquet"]
 ITEM_BYTES: dict[str, int] = {"uint16": 2, "uint32": 4}
 CHUNK_BYTES = 1 << 20
 
+MAX_MANIFEST_BYTES = 256 << 20
+"""A shard takes 0.15 KiB in it."""
+
 _REBUILD = "Build the dataset again."
+_NAME = re.compile(r"[^\x00-\x1f\x7f\\/:]{1,255}")
+
+
+def inside(value: str) -> str:
+    """A path that stays inside its folder, whoever wrote it; ValueError for any other."""
+    parts = value.split("/")
+    if len(value) > 1024 or any(not _NAME.fullmatch(part) or part in (".", "..") for part in parts):
+        raise ValueError("lies inside its dataset")
+    return value
 
 
 class Shard(Config):
     """One file of tokens, its path relative to the dataset."""
 
     file: str
-    tokens: int = Field(ge=0)
+    tokens: int = Field(ge=0, lt=1 << 60)
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
     @field_validator("file")
     @classmethod
     def _inside(cls, value: str) -> str:
-        if value.startswith("/") or "://" in value or ".." in value.split("/"):
-            raise ValueError("a shard lies inside its dataset")
-        return value
+        try:
+            return inside(value)
+        except ValueError as error:
+            raise ValueError(f"a shard {error}, and {value[:100]!r} does not") from None
 
 
 class Source(Config):
@@ -62,16 +77,28 @@ class TokenManifest(Config):
     format: ShardFormat = "bin"
     tokenizer: str = "tokenizer.json"
     tokenizer_sha256: str | None = None
-    vocab_size: int = Field(ge=1)
+    vocab_size: int = Field(ge=1, le=1 << 32)
     eos_id: int = Field(ge=0)
     dtype: TokenDtype
-    documents: int = Field(ge=0)
-    tokens: int = Field(ge=0)
+    documents: int = Field(ge=0, lt=1 << 60)
+    tokens: int = Field(ge=0, lt=1 << 60)
     shards: tuple[Shard, ...]
     source: Source = Source()
 
+    @field_validator("tokenizer")
+    @classmethod
+    def _inside(cls, value: str) -> str:
+        try:
+            return inside(value)
+        except ValueError as error:
+            raise ValueError(f"the tokenizer {error}, and {value[:100]!r} does not") from None
+
     @model_validator(mode="after")
     def _adds_up(self) -> TokenManifest:
+        names = [shard.file for shard in self.shards]
+        taken = {MANIFEST, CONFIG, self.tokenizer}
+        if len(set(names)) < len(names) or not taken.isdisjoint(names) or self.tokenizer in (MANIFEST, CONFIG):
+            raise ValueError("two of its files have one name")
         if sum(shard.tokens for shard in self.shards) != self.tokens:
             raise ValueError(f"its shards hold {sum(s.tokens for s in self.shards)} tokens, not {self.tokens}")
         if self.eos_id >= self.vocab_size:
@@ -98,14 +125,21 @@ def load_manifest(url: str) -> TokenManifest:
             f"{url} holds no token dataset: it has no {MANIFEST}.",
             hint="Build it with `raytide data build`; a build that was cut off leaves none.",
         )
+    return parse_manifest(read_bytes(where), where)
+
+
+def parse_manifest(text: bytes, where: str) -> TokenManifest:
+    """The manifest in `text`, or a DataError that says what is wrong with it."""
     try:
-        body = json.loads(read_bytes(where))
-    except ValueError as error:
+        if len(text) > MAX_MANIFEST_BYTES:
+            raise ValueError(f"it has {len(text)} bytes, above {MAX_MANIFEST_BYTES}")
+        body = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{where} is not JSON: {error}.", hint=_REBUILD) from None
-    version = body.get("version") if isinstance(body, dict) else None
+    version = body.get("version", VERSION) if isinstance(body, dict) else None
     if version != VERSION:
         raise DataError(
-            f"{where} has version {version!r}; this raytide reads {VERSION}.",
+            f"{where} has version {repr(version)[:100]}; this raytide reads {VERSION}.",
             hint="Build the dataset again, or use the raytide that wrote it.",
         )
     try:
@@ -113,7 +147,7 @@ def load_manifest(url: str) -> TokenManifest:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         what = ": ".join([*(str(part) for part in first["loc"]), first["msg"].removeprefix("Value error, ")])
-        raise DataError(f"{where} is malformed: {what}.", hint=_REBUILD) from None
+        raise DataError(f"{where} is malformed: {what[:500]}.", hint=_REBUILD) from None
 
 
 def verify(url: str) -> TokenManifest:
