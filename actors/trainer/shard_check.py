@@ -102,7 +102,7 @@ class ShardCheck:
                 if found is None:
                     return True
                 with suppress(RaytideError, OSError):  # a full disk: it is hashed again next time
-                    write_json(note, {"sha256": found.sha256, "largest": found.largest})
+                    write_json(note, {"sha256": found.sha256, "largest": found.largest}, is_kept=False)
             with suppress(OSError):
                 note.with_suffix(".lock").unlink()
         self._judge(shard, found)
