@@ -2,37 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
+from typing import TYPE_CHECKING
 
-from raytide.actors.engine.sequence import Sequence
+if TYPE_CHECKING:
+    from raytide.actors.engine.sequence import Sequence
 
-__all__ = ["bad_word_tokens", "banned_tokens"]
+__all__ = ["BadWords", "bad_word_tokens", "banned_tokens"]
+
+
+class BadWords:
+    """Token sequences that an output must not contain, by the token before their last one: a step looks only at those
+    that can end now. All samples of a request share one.
+    """
+
+    def __init__(self, words: Iterable[tuple[int, ...]] = ()) -> None:
+        self._words = tuple(words)
+        self._always: list[int] = []
+        self._after: dict[int, dict[int, dict[tuple[int, ...], list[int]]]] = {}  # then by the length of the start
+        for *start, last in self._words:
+            if start:
+                by_start = self._after.setdefault(start[-1], {}).setdefault(len(start), {})
+                by_start.setdefault(tuple(start), []).append(last)
+            else:
+                self._always.append(last)
+
+    def __iter__(self) -> Iterator[tuple[int, ...]]:
+        return iter(self._words)
+
+    def __len__(self) -> int:
+        return len(self._words)
+
+    def next_banned(self, tokens: list[int], output_len: int) -> list[int]:
+        """The tokens that would complete a word, behind the last `output_len` of `tokens`."""
+        banned = list(self._always)
+        if output_len and (by_length := self._after.get(tokens[-1])):
+            for length, by_start in by_length.items():
+                if length <= output_len:
+                    banned += by_start.get(tuple(tokens[-length:]), ())
+        return banned
 
 
 def banned_tokens(seq: Sequence) -> list[int]:
     """What the sequence's next token must not be."""
     banned = list(seq.stop_token_ids) if seq.output_len < seq.params.min_tokens else []
-    for *start, last in seq.bad_words:
-        if not start or (len(start) <= seq.output_len and seq.tokens[-len(start) :] == start):
-            banned.append(last)
-    return banned
+    return banned + seq.bad_words.next_banned(seq.tokens, seq.output_len) if seq.bad_words else banned
 
 
 def bad_word_tokens(
-    words: Items[str], encode: Callable[[str], list[int]], token_of: Callable[[str], int | None]
-) -> tuple[tuple[int, ...], ...]:
+    words: Items[str], encode: Callable[[list[str]], list[list[int]]], token_of: Callable[[str], int | None]
+) -> BadWords:
     """The token sequences that spell each word as the tokenizer would: alone and after a space, at a word's start and
-    inside one.
+    inside one. `encode` takes all texts at once.
 
     Other ways to spell it, which the tokenizer never writes, stay possible.
     """
-    found: dict[tuple[int, ...], None] = {}
+    texts = [text for word in words for text in (word, f" {word.lstrip()}")]
+    found: dict[tuple[int, ...], None] = dict.fromkeys(map(tuple, encode(texts)) if texts else ())
     for word in words:
-        for text in (word, f" {word.lstrip()}"):
-            found[tuple(encode(text))] = None
         inside = token_of(word)
         if inside is not None:
             found[(inside,)] = None
     found.pop((), None)
-    return tuple(found)
+    return BadWords(found)

@@ -197,6 +197,7 @@ class EngineStats:
     """Counters since the start, except `state`, `running`, `waiting` and `free_blocks`, which are now.
 
     `steps` is the progress counter for health checks: with work in an engine that is serving it must move.
+    `pending_commands` wait now for the thread that takes the steps, which must move `commands_done` whatever the state.
     `free_blocks` counts cached but unreferenced blocks too. `step_ms` is a moving average.
     """
 
@@ -213,3 +214,5 @@ class EngineStats:
     preemptions: int = 0
     finished: int = 0
     failed: int = 0
+    pending_commands: int = 0
+    commands_done: int = 0

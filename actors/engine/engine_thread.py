@@ -14,15 +14,21 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from raytide.actors.engine.config import EngineConfig
+from raytide.actors.engine.faults import contained
 from raytide.actors.engine.loop import EngineLoop
 from raytide.actors.engine.outputs import Output
-from raytide.core.errors import EngineError, RaytideError
+from raytide.core.errors import EngineDeadError, EngineError, RaytideError
 
 __all__ = ["EngineThread"]
 
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
+
+_FAILED_STEPS = 3
+"""Steps that fail as a whole, one after the other, before the engine is given up."""
+_JOIN_S = 30.0
+"""How long `stop` waits for the thread, which may hang in a library."""
 
 
 @dataclass(slots=True)
@@ -32,16 +38,36 @@ class _Call:
 
 
 class EngineThread:
-    """Use it from the event loop that calls `start`; `deliver` and `ended` are called there."""
+    """Use it from the event loop that calls `start`; `deliver` and `ended` are called there. `ended` gets the error
+    that requests in flight end with.
+    """
 
     def __init__(
-        self, config: EngineConfig, deliver: Callable[[list[Output]], None], ended: Callable[[], None]
+        self, config: EngineConfig, deliver: Callable[[list[Output]], None], ended: Callable[[EngineError], None]
     ) -> None:
         self._config, self._deliver, self._on_end = config, deliver, ended
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        self._has_ended = False
+        self._end_error: EngineError | None = None
+        self._is_stopping = False
+        self._failed_steps = 0
+        self._asked = 0  # counted on the event loop
+        self.commands_done = 0  # counted on the thread
         self._thread: threading.Thread | None = None
         self._events: asyncio.AbstractEventLoop
+
+    @property
+    def pending_commands(self) -> int:
+        """Commands that were asked for and have not been carried out."""
+        return self._asked - self.commands_done
+
+    @property
+    def death(self) -> EngineError | None:
+        """Why the thread serves nothing any more, although nobody stopped it; None while it lives."""
+        if self._is_stopping or self._thread is None:
+            return None
+        if self._end_error is None and not self._thread.is_alive():
+            return _died("it ended without a word")
+        return self._end_error
 
     async def start(self) -> EngineLoop:
         self._events = asyncio.get_running_loop()
@@ -55,17 +81,22 @@ class EngineThread:
         done; EngineError when the thread has ended.
         """
         done: asyncio.Future[T] = self._events.create_future()
-        if self._has_ended:
-            done.set_exception(_stopped())
+        ended = self._end_error or self.death
+        if ended is not None:
+            done.set_exception(ended)
         else:
+            self._asked += 1
             self._calls.put(_Call(command, done))
         return done
 
     async def stop(self) -> None:
-        """Abort what runs and end the thread. Idempotent."""
+        """Abort what runs and end the thread. Idempotent. A thread that hangs is left behind after 30 s."""
         if self._thread is not None and self._thread.is_alive():
+            self._is_stopping = True
             self._calls.put(None)
-            await asyncio.to_thread(self._thread.join)
+            await asyncio.to_thread(self._thread.join, _JOIN_S)
+            if self._thread.is_alive():
+                _log.error("the engine's thread did not stop within %g s", _JOIN_S)
 
     def _serve(self, loaded: concurrent.futures.Future[EngineLoop]) -> None:
         """The thread: commands first, then a step, for as long as there is work."""
@@ -75,11 +106,15 @@ class EngineThread:
             loaded.set_exception(error)
             return
         loaded.set_result(loop)
+        ended: EngineError = EngineError("the engine has stopped.", hint="Retry elsewhere.")
         try:
             while self._turn(loop):
                 pass
+        except BaseException as error:  # whatever it is, nobody else would hear of it
+            _log.critical("the engine's thread has died", exc_info=error)
+            ended = _died(repr(error))
         finally:
-            self._tell(self._end)
+            self._tell(self._end, ended)
 
     def _turn(self, loop: EngineLoop) -> bool:
         """Obey what has been asked, waiting for it only when there is nothing else to do, then step. False: stop."""
@@ -94,20 +129,31 @@ class EngineThread:
                 return False
         try:
             outputs = loop.step()
-        except Exception as error:  # a defect of the engine: its requests end, it does not
+            self._failed_steps = 0
+        except EngineDeadError:
+            raise
+        except BaseException as raised:  # a defect of the engine: its requests end, it does not
+            error = contained(raised)
+            self._failed_steps += 1
+            if self._failed_steps >= _FAILED_STEPS:
+                raise
             _log.exception("engine step failed")
             loop.fail_all(error)
             outputs = loop.take()
         return self._tell(self._deliver, outputs)
 
     def _obey(self, loop: EngineLoop, call: _Call) -> bool:
+        result: Any = None
+        error: RaytideError | None = None
         try:
-            result, error = call.command(loop), None
+            result = call.command(loop)
         except RaytideError as raised:
-            result, error = None, raised
-        except Exception as raised:
+            error = raised
+        except BaseException as raised:
+            fault = contained(raised)
             _log.exception("engine command failed")
-            result, error = None, EngineError(f"the engine could not do this: {raised!r}.")
+            error = EngineError(f"the engine could not do this: {fault!r}.")
+        self.commands_done += 1
         return self._tell(self._report, loop.take(), call.done, result, error)
 
     def _tell(self, callback: Callable[..., None], *args: object) -> bool:
@@ -131,15 +177,17 @@ class EngineThread:
         else:
             done.set_exception(error)
 
-    def _end(self) -> None:
+    def _end(self, error: EngineError) -> None:
         """The thread has ended: nobody may go on waiting for it."""
-        self._has_ended = True
+        self._end_error = error
         while not self._calls.empty():
             call = self._calls.get_nowait()
             if call is not None and not call.done.done():
-                call.done.set_exception(_stopped())
-        self._on_end()
+                call.done.set_exception(error)
+        self._on_end(error)
 
 
-def _stopped() -> EngineError:
-    return EngineError("the engine has stopped.", hint="Retry elsewhere.")
+def _died(why: str) -> EngineDeadError:
+    return EngineDeadError(
+        f"the engine's thread has died: {why}.", hint="Retry elsewhere; this replica is to be replaced."
+    )

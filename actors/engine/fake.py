@@ -13,7 +13,7 @@ from raytide.actors.engine.base import BasicEngine, Prompt, check_features
 from raytide.actors.engine.core import EngineInfo, EngineStats, Feature, GenChunk, GenRequest, Message, Timing, Usage
 from raytide.actors.engine.fake_voice import Places, Prompts, Voice, direction
 from raytide.actors.engine.kv_handle import KvHandle, KvHeader
-from raytide.core.errors import ConflictError, EngineError, NotFoundError, OverloadedError, UsageError
+from raytide.core.errors import ConflictError, EngineDeadError, EngineError, NotFoundError, OverloadedError, UsageError
 
 __all__ = ["FakeEngine"]
 
@@ -45,8 +45,9 @@ class _Live:
 
 class FakeEngine(BasicEngine):
     """`tokens_per_s` None answers as fast as the event loop turns. A prompt that contains `fail_on` fails with
-    EngineError. A block is a place among the running; with `kv_tokens` it is a token, and each one said takes another,
-    so that the use of the cache grows while the number of requests does not. A full cache stops nobody.
+    EngineError; one that contains `die_on` ends the engine, as the death of its thread would. A block is a place among
+    the running; with `kv_tokens` it is a token, and each one said takes another, so that the use of the cache grows
+    while the number of requests does not. A full cache stops nobody.
     """
 
     backend = "fake"
@@ -62,13 +63,15 @@ class FakeEngine(BasicEngine):
         max_waiting: int = 256,
         kv_tokens: int = 0,
         fail_on: str | None = None,
+        die_on: str | None = None,
     ) -> None:
         self._model = model
         self._reply = reply.encode("ascii")
         self._pause_s = 1.0 / tokens_per_s if tokens_per_s else 0.0
         self._max_model_len = max_model_len
         self._max_waiting = max_waiting
-        self._fail_on = fail_on
+        self._fail_on, self._die_on = fail_on, die_on
+        self._is_dead = False
         self._kv_tokens = kv_tokens
         self._places = Places(max_running)
         self._stats = EngineStats(num_blocks=max_running, free_blocks=max_running)
@@ -136,6 +139,7 @@ class FakeEngine(BasicEngine):
                 self._idle.set()
 
     def _admit(self, request: GenRequest) -> _Live:
+        self._check_alive()
         if not self._accepting or self._stats.waiting >= self._max_waiting:
             raise OverloadedError(f"engine {self._model} takes no more requests now.", hint="Retry later.")
         if request.request_id in self._live:
@@ -160,6 +164,11 @@ class FakeEngine(BasicEngine):
         if self._fail_on and self._fail_on.encode() in prompt:
             self._stats.failed += 1
             raise EngineError(f"request {request.request_id} failed: its prompt holds {self._fail_on!r}.")
+        if self._die_on and self._die_on.encode() in prompt:
+            self._is_dead = True
+            for other in self._live.values():
+                self._end(other)
+        self._check_alive()
         started_s = clock()
         cached = self._served.cached(request.lora, request.cache_salt, prompt)
         self._served.add(request.lora, request.cache_salt, prompt)
@@ -167,6 +176,7 @@ class FakeEngine(BasicEngine):
             await asyncio.sleep(self._pause_s)
             while not (live.aborted or self._going.is_set()):
                 await self._going.wait()
+            self._check_alive()
             self._stats.steps += 1
             for voice in speaking:
                 chunk = voice.abort() if live.aborted else voice.next()
@@ -209,7 +219,12 @@ class FakeEngine(BasicEngine):
     async def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
         return list("\n".join(f"{message.role}: {message.content}" for message in messages).encode())
 
+    def _check_alive(self) -> None:
+        if self._is_dead:
+            raise EngineDeadError(f"engine {self._model} has died.", hint="Retry elsewhere.")
+
     async def stats(self) -> EngineStats:
+        self._check_alive()
         if not self._kv_tokens:
             return replace(self._stats)
         held = sum(len(live.prompt) + sum(len(v.tokens) for v in live.voices) for live in self._live.values())

@@ -8,10 +8,10 @@ from hashlib import blake2b
 
 from raytide.actors.engine.base import check_features
 from raytide.actors.engine.core import GenRequest
+from raytide.actors.engine.intake import Prepared
 from raytide.actors.engine.kv_handle import KvHandle, KvHeader
 from raytide.actors.engine.loop import EngineLoop
 from raytide.actors.engine.sequence import Sequence
-from raytide.actors.engine.structured import Grammar
 from raytide.core.errors import ConflictError, UsageError
 
 __all__ = ["export_kv", "import_kv"]
@@ -32,12 +32,12 @@ def export_kv(loop: EngineLoop, request_id: str) -> KvHandle:
 
 
 def import_kv(
-    loop: EngineLoop, handle: KvHandle, request: GenRequest, prompt: Items[int], grammar: Grammar | None = None
+    loop: EngineLoop, handle: KvHandle, request: GenRequest, prompt: Items[int], prepared: Prepared | None = None
 ) -> None:
     """Go on with an exported request. Where there is no room for its KV now, it queues and is computed again."""
     header, now_s = handle.header, time.monotonic()
     check_features(request, loop.info.features, loop.info.backend)
-    seqs = loop.intake.sequences(request, prompt, loop.salt(request.lora, request.cache_salt), now_s, grammar)
+    seqs = loop.intake.sequences(request, prompt, loop.salt(request.lora, request.cache_salt), now_s, prepared)
     loop.check_room(seqs)
     seq = seqs[0]
     handle.check_fits(_header(loop, seq))

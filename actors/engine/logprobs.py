@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from raytide.actors.engine.core import TokenLogprobs
-from raytide.actors.engine.sampling_params import MAX_LOGPROBS
+from raytide.actors.engine.limits import MAX_LOGPROBS
 from raytide.actors.engine.sequence import Chunk, Sequence
 
 __all__ = ["PromptRows", "token_logprobs"]

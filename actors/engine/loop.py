@@ -18,18 +18,18 @@ from raytide.actors.engine.blocks import BlockPool
 from raytide.actors.engine.config import EngineConfig
 from raytide.actors.engine.core import EngineInfo, EngineState, EngineStats, GenRequest
 from raytide.actors.engine.detokenizer import Vocabulary
+from raytide.actors.engine.faults import contained
 from raytide.actors.engine.features import native_features
-from raytide.actors.engine.intake import Intake, salt_of
+from raytide.actors.engine.intake import Intake, Prepared, salt_of
 from raytide.actors.engine.outputs import Answer, Failure, Output, Sample
 from raytide.actors.engine.runner import Runner
 from raytide.actors.engine.scheduler import Scheduler
 from raytide.actors.engine.sequence import Sampled, Sequence, StepPlan
 from raytide.actors.engine.stops import StopScanner
-from raytide.actors.engine.structured import Grammar
 from raytide.actors.engine.tokenizer import Tokenizer
 from raytide.actors.engine.weights import WeightsSource
 from raytide.actors.models.families import read_architecture
-from raytide.core.errors import ConflictError, NotFoundError, OverloadedError
+from raytide.core.errors import ConflictError, EngineDeadError, NotFoundError, OverloadedError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,6 +39,8 @@ __all__ = ["EngineLoop"]
 _log = logging.getLogger(__name__)
 
 _MOVES_MAY_FAIL = 3  # times in a row, before it is more than bad luck
+_FAILURES_ALONE = 3
+"""Steps in a row in which every request failed, before the model itself is tried."""
 
 
 class EngineLoop:
@@ -77,6 +79,7 @@ class EngineLoop:
         self._outputs: list[Output] = []
         self.adapter_contents: dict[str, str] = {}  # a hash of each loaded adapter, by name
         self._failed_moves = 0
+        self._fruitless_steps = 0
         self.info = EngineInfo(
             model=model_dir.resolve().name,
             backend="native",
@@ -95,14 +98,14 @@ class EngineLoop:
     def request_ids(self) -> list[str]:
         return list(self._answers)
 
-    def add(self, request: GenRequest, prompt: Items[int], grammar: Grammar | None = None) -> None:
-        """Queue a request whose prompt is already token ids, and perhaps its grammar compiled. Raises UsageError,
+    def add(self, request: GenRequest, prompt: Items[int], prepared: Prepared | None = None) -> None:
+        """Queue a request whose prompt is already token ids, and perhaps its other texts prepared. Raises UsageError,
         ConflictError or OverloadedError.
         """
         now_s = time.monotonic()
         check_features(request, self.info.features, self.info.backend)
         parent, *children = seqs = self.intake.sequences(
-            request, prompt, self.salt(request.lora, request.cache_salt), now_s, grammar
+            request, prompt, self.salt(request.lora, request.cache_salt), now_s, prepared
         )
         self.check_room(seqs)
         self.scheduler.add(parent)
@@ -158,6 +161,7 @@ class EngineLoop:
             failures[seq_id] = sampled.pop(seq_id).error or ArithmeticError("the model's logits are not finite")
         for seq_id, error in failures.items():
             self._fail(seq_id, error)
+        self._check_model(bool(sampled), bool(failures))
         self.scheduler.commit(plan, {seq_id: each.token for seq_id, each in sampled.items()})
         now = time.monotonic()
         for seq_id, each in sampled.items():
@@ -219,7 +223,8 @@ class EngineLoop:
         """
         try:
             self.runner.cache.move(plan)
-        except Exception:
+        except BaseException as error:
+            contained(error)
             self._failed_moves += 1
             if self._failed_moves > _MOVES_MAY_FAIL:
                 raise
@@ -229,6 +234,24 @@ class EngineLoop:
         self._failed_moves = 0
         return True
 
+    def _check_model(self, has_tokens: bool, has_failures: bool) -> None:
+        """Tell bad requests from a device that computes nothing any more: after several steps that gave failures alone,
+        one token is computed apart. Raises EngineDeadError when that fails too.
+        """
+        if has_tokens or not has_failures:
+            self._fruitless_steps = 0 if has_tokens else self._fruitless_steps
+            return
+        self._fruitless_steps += 1
+        if self._fruitless_steps < _FAILURES_ALONE:
+            return
+        self._fruitless_steps = 0
+        try:
+            self.runner.prompt_logits([0])
+        except BaseException as error:
+            raise EngineDeadError(
+                f"the model computes nothing any more: {contained(error)!r}.", hint="Its replica is to be replaced."
+            ) from error
+
     def _advance(self, seq_id: str, sampled: Sampled, now_s: float) -> None:
         if seq_id not in self._samples:  # a sibling's failure has ended its request
             return
@@ -236,8 +259,8 @@ class EngineLoop:
         seq = sample.seq
         try:
             text = sample.push(sampled.token, sampled.ends)
-        except Exception as error:
-            self._fail(seq_id, error)
+        except BaseException as error:
+            self._fail(seq_id, contained(error))
             return
         if sampled.ends or sample.stops.stopped:
             self.scheduler.finish(seq, "stop")

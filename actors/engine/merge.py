@@ -7,6 +7,8 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
+from raytide.actors.engine.faults import contained
+
 __all__ = ["merge"]
 
 T = TypeVar("T")
@@ -48,6 +50,6 @@ async def _pump(stream: AsyncGenerator[T, None], arrived: asyncio.Queue[T | _End
         async with aclosing(stream):
             async for item in stream:
                 arrived.put_nowait(item)
-    except Exception as caught:
-        error = caught
+    except BaseException as caught:
+        error = contained(caught)
     arrived.put_nowait(_End(error))

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from copy import copy
+from dataclasses import replace
 from functools import partial
 from typing import Literal, TypeVar
 
@@ -14,16 +16,19 @@ from raytide.actors.engine.base import BasicEngine, Prompt, check_features
 from raytide.actors.engine.config import EngineConfig
 from raytide.actors.engine.core import EngineInfo, EngineStats, GenChunk, GenRequest, Message
 from raytide.actors.engine.engine_thread import EngineThread
+from raytide.actors.engine.intake import Prepared
 from raytide.actors.engine.kv_handle import KvHandle
 from raytide.actors.engine.loop import EngineLoop
 from raytide.actors.engine.outputs import Failure, Output, aborted_chunks
 from raytide.actors.engine.pooling import groups
-from raytide.actors.engine.structured import Grammar
 from raytide.core.errors import ConflictError, EngineError, OverloadedError, RaytideError
 
 __all__ = ["NativeEngine"]
 
 T = TypeVar("T")
+
+_ABORT_S = 10.0
+"""How long `drain` waits for the thread to let go of the requests that did not end in time."""
 
 
 class NativeEngine(BasicEngine):
@@ -34,7 +39,7 @@ class NativeEngine(BasicEngine):
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._streams: dict[str, asyncio.Queue[Output]] = {}
-        self._compiling: dict[str, asyncio.Future[Grammar]] = {}  # of requests that have not entered
+        self._preparing: dict[str, asyncio.Future[Prepared]] = {}  # of requests that have not entered
         self._idle = asyncio.Event()
         self._idle.set()
         self._accepting = False
@@ -50,11 +55,11 @@ class NativeEngine(BasicEngine):
         return self._loop.info
 
     def generate(self, request: GenRequest) -> AsyncIterator[GenChunk]:
-        return self._stream(request, lambda loop, prompt, grammar: loop.add(request, prompt, grammar))
+        return self._stream(request, lambda loop, prompt, prepared: loop.add(request, prompt, prepared))
 
     def import_kv(self, handle: KvHandle, request: GenRequest) -> AsyncIterator[GenChunk]:
-        def enter(loop: EngineLoop, prompt: Sequence[int], grammar: Grammar | None) -> None:
-            kv_transfer.import_kv(loop, handle, request, prompt, grammar)
+        def enter(loop: EngineLoop, prompt: Sequence[int], prepared: Prepared) -> None:
+            kv_transfer.import_kv(loop, handle, request, prompt, prepared)
 
         return self._stream(request, enter)
 
@@ -62,8 +67,8 @@ class NativeEngine(BasicEngine):
         return await self._call(lambda loop: kv_transfer.export_kv(loop, request_id))
 
     async def abort(self, request_id: str) -> bool:
-        if request_id in self._compiling:
-            self._compiling[request_id].cancel()
+        if request_id in self._preparing:
+            self._preparing[request_id].cancel()
             return True
         try:
             return await self._call(lambda loop: loop.abort(request_id))
@@ -71,16 +76,23 @@ class NativeEngine(BasicEngine):
             return False
 
     async def tokenize(self, text: str) -> list[int]:
-        return await self._started().tokenizer.encode_off_loop(text)
+        loop = self._started()
+        return await loop.tokenizer.encode_off_loop(text, enough=loop.info.max_model_len)
 
     def token_bytes(self, token: int) -> bytes:
         return self._started().vocabulary.token_bytes(token)
 
     async def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
-        return await asyncio.to_thread(self._started().tokenizer.chat_prompt, messages)
+        loop = self._started()
+        return await loop.tokenizer.chat_prompt_off_loop(messages, enough=loop.info.max_model_len)
 
     async def stats(self) -> EngineStats:
-        return self._started().stats()
+        """Raises EngineDeadError when the thread has died."""
+        loop, thread = self._started(), self._thread
+        assert thread is not None
+        if thread.death is not None:
+            raise copy(thread.death)
+        return replace(loop.stats(), pending_commands=thread.pending_commands, commands_done=thread.commands_done)
 
     async def cached_prefix(self, token_ids: Sequence[int], *, lora: str | None = None, cache_salt: str = "") -> int:
         return await self._call(lambda loop: operations.cached_prefix(loop, token_ids, lora, cache_salt))
@@ -121,8 +133,9 @@ class NativeEngine(BasicEngine):
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         except TimeoutError:
-            for request_id in list(self._streams):
-                await self.abort(request_id)
+            aborting = [asyncio.ensure_future(self.abort(request_id)) for request_id in list(self._streams)]
+            if aborting:  # a thread that hangs aborts nothing
+                await asyncio.wait(aborting, timeout=_ABORT_S)
             return False
         return True
 
@@ -142,13 +155,15 @@ class NativeEngine(BasicEngine):
         return self._thread.call(command)
 
     async def _stream(
-        self, request: GenRequest, enter: Callable[[EngineLoop, Sequence[int], Grammar | None], None]
+        self, request: GenRequest, enter: Callable[[EngineLoop, Sequence[int], Prepared], None]
     ) -> AsyncIterator[GenChunk]:
-        """Have a request enter the loop, and yield what comes of it. It waits for its grammar out here, where it holds
+        """Have a request enter the loop, and yield what comes of it. It waits for its texts out here, where it holds
         up nobody.
         """
         request_id = request.request_id
         prompt = await self.tokenize(request.prompt) if isinstance(request.prompt, str) else request.prompt
+        if self._thread is not None and self._thread.death is not None:
+            raise copy(self._thread.death)
         if not self._accepting:
             raise OverloadedError("the engine is draining or stopped.", hint="Retry on another replica.")
         if request_id in self._streams:
@@ -157,13 +172,13 @@ class NativeEngine(BasicEngine):
         self._idle.clear()
         ended = False
         try:
-            grammar = await self._grammar(request)
-            if grammar == "aborted":
+            prepared = await self._prepare(request)
+            if prepared == "aborted":
                 ended = True
                 for chunk in aborted_chunks(request, len(prompt)):
                     yield chunk
                 return
-            entered = self._call(lambda loop: enter(loop, prompt, grammar))
+            entered = self._call(lambda loop: enter(loop, prompt, prepared))
             entered.add_done_callback(lambda done: _refused(stream, request_id, done))
             while not ended:
                 output = await stream.get()
@@ -179,19 +194,19 @@ class NativeEngine(BasicEngine):
                 closing.add_done_callback(lambda _: self._forget(request_id))
                 await asyncio.shield(closing)
 
-    async def _grammar(self, request: GenRequest) -> Grammar | Literal["aborted"] | None:
-        loop, structured = self._started(), request.sampling.structured
-        if structured is None:
-            return None
+    async def _prepare(self, request: GenRequest) -> Prepared | Literal["aborted"]:
+        loop, params = self._started(), request.sampling
         check_features(request, loop.info.features, self.backend)
-        compiling = asyncio.ensure_future(loop.intake.grammars.compile_async(structured))
-        self._compiling[request.request_id] = compiling
+        if not (params.structured or params.bad_words or params.stop):
+            return Prepared()
+        preparing = asyncio.ensure_future(loop.intake.prepare(params))
+        self._preparing[request.request_id] = preparing
         try:
-            await asyncio.wait({compiling})
+            await asyncio.wait({preparing})
         finally:
-            del self._compiling[request.request_id]
-            compiling.cancel()
-        return "aborted" if compiling.cancelled() else compiling.result()
+            del self._preparing[request.request_id]
+            preparing.cancel()
+        return "aborted" if preparing.cancelled() else preparing.result()
 
     def _forget(self, request_id: str) -> None:
         self._streams.pop(request_id, None)
@@ -204,11 +219,11 @@ class NativeEngine(BasicEngine):
             if stream is not None:
                 stream.put_nowait(output)
 
-    def _end(self) -> None:
+    def _end(self, error: EngineError) -> None:
         """The thread has ended."""
         self._accepting = False
         for request_id, stream in self._streams.items():
-            stream.put_nowait(Failure(request_id, EngineError("the engine has stopped.", hint="Retry elsewhere.")))
+            stream.put_nowait(Failure(request_id, copy(error)))
 
 
 def _refused(stream: asyncio.Queue[Output], request_id: str, entered: asyncio.Future[None]) -> None:

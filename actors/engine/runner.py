@@ -16,6 +16,7 @@ from raytide.actors.engine.adapters import Adapters
 from raytide.actors.engine.batch import PersistentBatch
 from raytide.actors.engine.config import EngineConfig
 from raytide.actors.engine.evict import SwapCost
+from raytide.actors.engine.faults import contained
 from raytide.actors.engine.kv_cache import KvCache
 from raytide.actors.engine.logprobs import PromptRows
 from raytide.actors.engine.lora import read_adapter
@@ -110,9 +111,11 @@ class Runner:
             return {}, {}
         try:
             return self.execute(chunks), {}
-        except Exception as error:
+        except BaseException as error:
+            fault = contained(error)
             if len(chunks) == 1:
-                return {}, {chunks[0].seq.seq_id: error}
+                return {}, {chunks[0].seq.seq_id: fault}
+            del fault
         # Outside of the handler: the traceback would keep the failed step's tensors alive.
         half = len(chunks) // 2
         parts = [self.execute_apart(chunks[:half]), self.execute_apart(chunks[half:])]

@@ -8,11 +8,10 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Literal
 
+from raytide.actors.engine.limits import MAX_LOGPROBS
 from raytide.core.errors import UsageError
 
-__all__ = ["MAX_LOGPROBS", "SamplingParams", "Structured"]
-
-MAX_LOGPROBS = 20
+__all__ = ["SamplingParams", "Structured"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from raytide.actors.engine.sampling_params import SamplingParams
 from raytide.core.errors import RaytideError
 
 if TYPE_CHECKING:
+    from raytide.actors.engine.bans import BadWords
     from raytide.actors.engine.structured import Grammar
 
 __all__ = ["Chunk", "Rank", "Sampled", "Sequence", "StepPlan"]
@@ -52,7 +53,7 @@ class Sequence:
     index: int = 0
     # Of each prompt position computed so far, when the request asks for them; None for the first.
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
-    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that the output must not contain
+    bad_words: BadWords | None = None  # that the output must not contain
     grammar: Grammar | None = None  # that the output must match
     # The scheduler's own notes. `host_ids` hold the computed tokens of one that was swapped out.
     host_ids: list[int] = field(default_factory=list)

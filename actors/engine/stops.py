@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from functools import lru_cache
 
 from raytide.actors.engine.sampling_params import SamplingParams
 
-__all__ = ["StopScanner"]
+__all__ = ["StopScanner", "prepare_stops"]
 
 
 class StopScanner:
     """Holds back the shortest tail that could still grow into a stop string; everything before it is safe to emit.
 
     The first is the one that is complete first, however the text is cut into chunks. The first `skip` chunks are not
-    looked at. With `include` the stop string itself is emitted.
+    looked at. With `include` the stop string itself is emitted. The work for a character does not depend on how many
+    stop strings there are, nor on how long they are.
     """
 
     def __init__(self, stop: Sequence[str], *, skip: int = 0, include: bool = False) -> None:
-        self._stop = tuple(stop)
+        self._automaton = _automaton(tuple(stop)) if stop else None
+        self._state = 0
         self._skip = skip
         self._include = include
         self._held = ""
@@ -32,19 +36,20 @@ class StopScanner:
         """The text that is now safe to emit. After a stop string `stopped` is True and nothing more comes out."""
         if self.stopped:
             return ""
-        if not self._stop:
+        automaton = self._automaton
+        if automaton is None:
             return text
         if self._skip:
             self._skip -= 1
             return text
-        held = self._held + text
-        found = [(at + len(stop), at) for stop in self._stop if (at := held.find(stop)) >= 0]
-        if found:
-            self.stopped, self._held = True, ""
-            end, start = min(found)
-            return held[: end if self._include else start]
-        keep = max(_overlap(held, stop) for stop in self._stop)
-        cut = len(held) - keep
+        held, end = self._held + text, len(self._held)
+        for char in text:
+            self._state = automaton.step(self._state, char)
+            end += 1
+            if length := automaton.longest[self._state]:
+                self.stopped, self._held = True, ""
+                return held[: end if self._include else end - length]
+        cut = len(held) - automaton.depth[self._state]
         self._held = held[cut:]
         return held[:cut]
 
@@ -54,9 +59,47 @@ class StopScanner:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+def prepare_stops(params: SamplingParams) -> None:
+    """Does the work for a request's stop strings ahead: its scanners then share it."""
+    if params.stop:
+        _automaton(tuple(params.stop))
+
+
+class _Automaton:
+    """Aho and Corasick's, over the characters of all stop strings. A state is the longest end of the text that begins
+    one: `depth` is its length, `longest` that of the longest stop string that ends there, 0 for none.
+    """
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self._next: list[dict[str, int]] = [{}]
+        self._fallback = [0]
+        self.depth = [0]
+        self.longest = [0]
+        for stop in stops:
+            state = 0
+            for char in stop:
+                if char not in self._next[state]:
+                    self._next[state][char] = len(self._next)
+                    self._next.append({})
+                    self.depth.append(self.depth[state] + 1)
+                    self.longest.append(0)
+                state = self._next[state][char]
+            self.longest[state] = len(stop)
+        self._fallback = [0] * len(self._next)
+        waiting = deque(self._next[0].values())
+        while waiting:  # shorter ones first
+            state = waiting.popleft()
+            for char, child in self._next[state].items():
+                self._fallback[child] = self.step(self._fallback[state], char)
+                self.longest[child] = self.longest[child] or self.longest[self._fallback[child]]
+                waiting.append(child)
+
+    def step(self, state: int, char: str) -> int:
+        while state and char not in self._next[state]:
+            state = self._fallback[state]
+        return self._next[state].get(char, 0)
+
+
+@lru_cache(maxsize=8)
+def _automaton(stops: tuple[str, ...]) -> _Automaton:
+    return _Automaton(stops)

@@ -119,16 +119,14 @@ class VllmEngine(BasicEngine):
         return True
 
     async def tokenize(self, text: str) -> list[int]:
-        self._running()
-        return await self._tokenizer.encode_off_loop(text)
+        return await self._tokenizer.encode_off_loop(text, enough=self._running().max_model_len)
 
     def token_bytes(self, token: int) -> bytes:
         self._running()
         return self._vocabulary.token_bytes(token)
 
     async def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
-        self._running()
-        return await asyncio.to_thread(self._tokenizer.chat_prompt, messages)
+        return await self._tokenizer.chat_prompt_off_loop(messages, enough=self._running().max_model_len)
 
     async def stats(self) -> EngineStats:
         core = self._running()

@@ -7,7 +7,7 @@ from typing import Any
 from raytide.actors.engine.core import GenRequest
 from raytide.actors.engine.vllm_core import VllmCore
 from raytide.actors.engine.vllm_params import sampling_fields, structured_fields
-from raytide.core.errors import EngineError, RaytideError, UsageError
+from raytide.core.errors import EngineDeadError, EngineError, RaytideError, UsageError
 
 __all__ = ["call", "died", "sample_id", "tokens_prompt", "translated"]
 
@@ -60,8 +60,8 @@ def translated(core: VllmCore, request_id: str, error: Exception) -> RaytideErro
     return EngineError(f"request {request_id} failed inside vLLM: {error.__cause__ or error!r}.")
 
 
-def died(consequence: str) -> EngineError:
+def died(consequence: str) -> EngineDeadError:
     """vLLM's core cannot be started again inside a running engine."""
-    return EngineError(
+    return EngineDeadError(
         f"the vLLM process has died: {consequence}.", hint="Retry on another replica; this one is to be replaced."
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 import warnings
 from typing import Any
@@ -21,11 +23,16 @@ from raytide.core.replicas import replica_selector
 
 __all__ = ["Replica", "application"]
 
+_log = logging.getLogger(__name__)
+
 HEALTH_CHECK_PERIOD_S = 2.0
 HEALTH_CHECK_TIMEOUT_S = 20.0
 DRAIN_S = 60.0
 """How long a replica that is to go may finish what it answers."""
 METRICS_PERIOD_S = 0.5
+PROBLEM_PERIOD_S = 0.5
+LAST_WORDS_S = 1.0
+"""How long a replica whose engine is broken still tells its clients so, before its process ends."""
 LOAD_WINDOW_S = 1.0
 
 
@@ -40,12 +47,13 @@ class Replica:
             build_engine(parsed), model=parsed.name, replica=replica, drain_s=DRAIN_S, slo_ttft_s=slo_ttft_s
         )
         await self._server.start()
+        self._watching = asyncio.create_task(_exit_when_broken(self._server))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return create_app(self._server, owns_server=False)
 
     async def check_health(self) -> None:
-        """Serve replaces the replica after three failures in a row."""
+        """Serve replaces the replica after three failures in a row, or as soon as its process has ended."""
         if problem := await self._server.problem():
             raise EngineError(f"replica {self._server.replica}: {problem}.")
 
@@ -56,7 +64,23 @@ class Replica:
     async def __del__(self) -> None:
         """Serve calls this once when the replica goes, after its requests have ended."""
         if hasattr(self, "_server"):  # not when the engine's options were refused
+            if hasattr(self, "_watching"):
+                self._watching.cancel()
             await self._server.stop()
+
+
+async def _exit_when_broken(server: Server) -> None:
+    """Ends this process soon after the engine is found dead or hanging. While a broken replica lives it fails requests
+    at once, and a router that prefers the idle sends it more of them; and Serve would give it a minute to finish.
+    """
+    while True:
+        problem = await server.problem()
+        if problem is not None:
+            break
+        await asyncio.sleep(PROBLEM_PERIOD_S)
+    _log.critical("replica %s ends itself: %s", server.replica, problem)
+    await asyncio.sleep(LAST_WORDS_S)  # open requests get their errors
+    os._exit(1)
 
 
 def application(endpoint: Endpoint) -> serve.Application:

@@ -42,6 +42,7 @@ class EmbeddingList(BaseModel):
 
 
 async def embed(server: Server, request: EmbeddingRequest) -> EmbeddingList:
+    await server.check_alive()
     server.card(request.model)
     server.require("embeddings", param="model")
     if request.dimensions is not None:

@@ -9,20 +9,25 @@ from collections.abc import Sequence
 
 from pydantic import BaseModel
 
-from raytide.core.errors import OverloadedError, RaytideError
+from raytide.core.errors import EngineDeadError, OverloadedError, RaytideError
 
 __all__ = [
     "RETRY_AFTER_S",
+    "RETRY_ELSEWHERE",
     "ApiError",
     "ErrorBody",
     "ErrorDetail",
     "invalid",
     "overloaded",
+    "refused_by_the_dead",
     "to_api_error",
+    "too_large",
     "validation_error",
 ]
 
 RETRY_AFTER_S = 1
+RETRY_ELSEWHERE = "x-raytide-retry-elsewhere"
+"""The header with which a replica whose engine is dead asks the proxy to try another one."""
 _INVALID = "invalid_request_error"
 
 
@@ -67,6 +72,23 @@ def overloaded(message: str) -> ApiError:
     """The queue is full: the same request may pass a moment later."""
     return ApiError(
         429, message, type="requests", code="rate_limit_exceeded", headers={"retry-after": str(RETRY_AFTER_S)}
+    )
+
+
+def refused_by_the_dead(error: EngineDeadError) -> ApiError:
+    """For a request that came after the engine's death: another replica may answer it. One that was in flight then is
+    not sent elsewhere by itself, since it may have been the cause.
+    """
+    headers = {"retry-after": str(RETRY_AFTER_S), RETRY_ELSEWHERE: "1"}
+    return ApiError(error.http_status, str(error), type="server_error", code=error.code, headers=headers)
+
+
+def too_large(limit: int) -> ApiError:
+    return invalid(
+        f"The body is larger than {limit} bytes, which is what this server reads of a request.",
+        param=None,
+        code="request_too_large",
+        status=413,
     )
 
 

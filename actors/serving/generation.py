@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from raytide.actors.engine.base import Engine
 from raytide.actors.engine.core import FinishReason, GenChunk, GenRequest, Usage
+from raytide.actors.engine.faults import contained
 from raytide.actors.serving.logprobs import ScoredToken, TokenBytes
 from raytide.core.errors import EngineError
 
@@ -91,5 +92,5 @@ class Generation:
         try:
             async for chunk in engine.generate(request):
                 self._queue.put_nowait((place, chunk))
-        except Exception as error:
-            self._queue.put_nowait((place, error))
+        except BaseException as error:  # a task that ends without a word would leave its client waiting for ever
+            self._queue.put_nowait((place, contained(error)))

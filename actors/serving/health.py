@@ -8,24 +8,36 @@ __all__ = ["ProgressWatch"]
 
 
 class ProgressWatch:
-    """Told the engine's counters from time to time; says for how long it has had work without taking a step."""
+    """Told the engine's counters from time to time; says for how long it has had work without doing any of it."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
-        self._steps = -1
-        self._since_s = 0.0
-
-    def stalled_s(self, stats: EngineStats, now_s: float) -> float:
-        idle = stats.running + stats.waiting == 0 or stats.state != "serving"  # paused and asleep on purpose
-        if stats.steps != self._steps or idle:
-            self._steps = stats.steps
-            self._since_s = now_s
-        return now_s - self._since_s
+        self._steps = _Counter()
+        self._commands = _Counter()
 
     def problem(self, stats: EngineStats, now_s: float) -> str | None:
         """Why the replica should be replaced, or None. The limit must exceed the longest step (a long prefill)."""
-        stalled_s = self.stalled_s(stats, now_s)
-        if stalled_s <= self._limit_s:
-            return None
-        held = f"{stats.running} running and {stats.waiting} waiting requests"
-        return f"the engine holds {held} but took no step for {stalled_s:.0f} s"
+        is_idle = stats.running + stats.waiting == 0 or stats.state != "serving"  # paused and asleep on purpose
+        stalled_s = self._steps.stalled_s(stats.steps, is_idle, now_s)
+        if stalled_s > self._limit_s:
+            held = f"{stats.running} running and {stats.waiting} waiting requests"
+            return f"the engine holds {held} but took no step for {stalled_s:.0f} s"
+        # A thread that hangs in a command has not taken in the requests that wait behind it.
+        stalled_s = self._commands.stalled_s(stats.commands_done, stats.pending_commands == 0, now_s)
+        if stalled_s > self._limit_s:
+            return f"{stats.pending_commands} commands wait for the engine, which did none for {stalled_s:.0f} s"
+        return None
+
+
+class _Counter:
+    """The time since a counter moved, or had no need to."""
+
+    def __init__(self) -> None:
+        self._count = -1
+        self._since_s = 0.0
+
+    def stalled_s(self, count: int, is_idle: bool, now_s: float) -> float:
+        if count != self._count or is_idle:
+            self._count = count
+            self._since_s = now_s
+        return now_s - self._since_s

@@ -9,12 +9,13 @@ from uuid import uuid4
 from raytide.actors.engine.base import Engine
 from raytide.actors.engine.core import EngineInfo, Feature, GenRequest
 from raytide.actors.serving.chat import messages_of
-from raytide.actors.serving.errors import invalid
+from raytide.actors.serving.errors import invalid, refused_by_the_dead
 from raytide.actors.serving.generation import Generation
 from raytide.actors.serving.health import ProgressWatch
 from raytide.actors.serving.metrics import ServingMetrics
 from raytide.actors.serving.params import refuse_missing, sampling_of
 from raytide.actors.serving.wire import ChatRequest, CompletionRequest, Model
+from raytide.core.errors import EngineDeadError
 
 __all__ = ["Server"]
 
@@ -56,7 +57,18 @@ class Server:
 
     async def problem(self) -> str | None:
         """Why this replica is not healthy, or None."""
-        return self._watch.problem(await self.engine.stats(), time.monotonic())
+        try:
+            stats = await self.engine.stats()
+        except Exception as error:
+            return f"the engine does not answer: {error}"
+        return self._watch.problem(stats, time.monotonic())
+
+    async def check_alive(self) -> None:
+        """Refuse a request that another replica may answer, since this one's engine is dead."""
+        try:
+            await self.engine.stats()
+        except EngineDeadError as error:
+            raise refused_by_the_dead(error) from error
 
     def card(self, name: str) -> Model:
         if name != self.model:
@@ -75,6 +87,7 @@ class Server:
 
     async def generate(self, request: CompletionRequest | ChatRequest) -> Generation:
         """Everything that can be wrong with the request is found here, before the engine sees any of it."""
+        await self.check_alive()
         self.card(request.model)
         sampling, echoes = sampling_of(request), [""]
         if isinstance(request, ChatRequest):

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_serializer
 
-from raytide.actors.engine.sampling_params import MAX_LOGPROBS
+from raytide.actors.engine.limits import MAX_LOGPROBS
 from raytide.actors.serving.logprobs import ChatLogprobs, TextLogprobs
 from raytide.actors.serving.structure import Constraints
 

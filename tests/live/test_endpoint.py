@@ -54,6 +54,22 @@ def endpoint(tide: rt.Tide, model: Path, eventually: Callable[..., None]) -> Ite
     eventually(lambda: handle.refresh().status.endpoint.state is EndpointState.DELETED, within_s=60.0)
 
 
+@pytest.fixture
+def mortal(tide: rt.Tide, model: Path, eventually: Callable[..., None]) -> Iterator[rt.EndpointHandle]:
+    """Two replicas whose engines die of a certain prompt, as a thread does that nobody expected to."""
+    spec = ServeSpec(
+        name="mortal",
+        model=str(model),
+        replicas=Replicas(min=2, max=2),
+        resources={"CPU": 1},
+        engine={"kind": "fake", "die_on": "poison", "tokens_per_s": 50.0},
+    )
+    handle = tide.serve(spec)
+    yield handle.wait(replicas=2, timeout_s=120.0)
+    handle.delete()
+    eventually(lambda: handle.refresh().status.endpoint.state is EndpointState.DELETED, within_s=60.0)
+
+
 def stream(handle: rt.EndpointHandle, number: int, began: list[int]) -> End:
     client = handle.openai(max_retries=0, timeout=60.0)
     tokens = 0
@@ -94,3 +110,27 @@ def test_a_replica_killed_under_32_streams_hangs_none_and_new_requests_succeed(
 
     assert longest_s < 5.0  # what an OpenAI client is promised; without a sign of death it would wait for 60 s
     eventually(lambda: len(set(replica_pids(live)) - {before[0]}) == 2, within_s=60.0)
+
+
+def test_a_replica_whose_engine_died_gets_no_more_requests_and_is_replaced(
+    live: LocalCluster, mortal: rt.EndpointHandle, eventually: Callable[..., None]
+) -> None:
+    """While it is idle and fails at once it would be the router's favourite."""
+    client = mortal.openai(max_retries=0, timeout=60.0)
+    before = set(replica_pids(live))
+
+    def ask(prompt: str) -> str:
+        try:
+            client.completions.create(model="mortal", prompt=prompt, max_tokens=25)
+        except openai.APIStatusError as error:
+            return str(error.code)
+        return "ok"
+
+    with ThreadPoolExecutor(8) as pool:
+        load = [pool.submit(ask, f"hello {number}") for number in range(160)]
+        assert ask("poison") in ("engine_dead", "replica_lost")
+        ends = [future.result(timeout=120.0) for future in load]
+    assert ends.count("ok") >= 160 - 8, ends  # lost at most are those that ran in it when it died
+    assert set(ends) <= {"ok", "replica_lost", "engine_dead"}
+    eventually(lambda: len(replica_pids(live)) == 2 and before - set(replica_pids(live)), within_s=90.0)
+    assert {ask(f"after {number}") for number in range(10)} == {"ok"}

@@ -17,6 +17,7 @@ RaytideError                 error                1  500
 ├── TrainError               training             1  500  a run cannot go on: not-a-number, a gang that keeps breaking
 ├── ScriptError              script               1  500  a process of a script ended with an error
 ├── EngineError              engine               1  500   one request failed inside the inference engine
+│   └── EngineDeadError      engine_dead          1  503   the engine serves nothing any more: it is to be replaced
 ├── OverloadedError          overloaded           1  503   the queue is full, or the server is draining: try again
 ├── LeaseLostError           lease_lost           1  410   the gang's lease is over
 ├── ProviderError            provider             1  502   a cloud refused or failed a call
@@ -127,6 +128,11 @@ class ScriptError(RaytideError):
 
 class EngineError(RaytideError):
     code = "engine"
+
+
+class EngineDeadError(EngineError):
+    code = "engine_dead"
+    http_status = 503
 
 
 class OverloadedError(RaytideError):

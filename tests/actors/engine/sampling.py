@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from raytide.actors.engine.bans import BadWords
 from raytide.actors.engine.sampling_params import SamplingParams
 from raytide.actors.engine.sequence import Sequence
 
@@ -30,7 +31,7 @@ def sequence(
         1000,
         ends | frozenset(params.stop_token_ids),
         params.seed if params.seed is not None else seed,
-        bad_words=bad_words,
+        bad_words=BadWords(bad_words),
     )
 
 
@@ -48,7 +49,7 @@ def shaped(logits: Row, seq: Sequence) -> Row:
         row[token] -= params.frequency_penalty * output.count(token) + params.presence_penalty
     if len(output) < params.min_tokens:
         row[list(seq.stop_token_ids)] = -np.inf
-    for word in seq.bad_words:
+    for word in seq.bad_words or ():
         if output[len(output) - len(word) + 1 :] == list(word[:-1]) and len(output) >= len(word) - 1:
             row[word[-1]] = -np.inf
     return row

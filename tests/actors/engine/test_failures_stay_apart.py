@@ -1,6 +1,7 @@
 """One bad request, one broken step or one poisoned block never reaches another request."""
 
 import asyncio
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from raytide.actors.engine.runner import Runner
 from raytide.actors.engine.sampling_params import Structured
 from raytide.actors.engine.sequence import Chunk, Sampled, Sequence
 from raytide.actors.engine.structured import GrammarState
-from raytide.core.errors import EngineError, OverloadedError, UsageError
+from raytide.actors.serving.health import ProgressWatch
+from raytide.core.errors import EngineDeadError, EngineError, OverloadedError, UsageError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 PROMPTS = [[20 + i, 30 + i, 40 + i] for i in range(6)]
@@ -188,7 +190,6 @@ async def test_the_async_engine_outlives_a_defect_of_its_own_loop(
         await ask("late")
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the test kills the thread
 async def test_streams_end_when_the_thread_dies(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = NativeEngine(EngineConfig(model_dir=str(model_dir)))
     await engine.start()
@@ -197,10 +198,104 @@ async def test_streams_end_when_the_thread_dies(model_dir: Path, monkeypatch: py
         raise SystemExit
 
     monkeypatch.setattr(EngineLoop, "step", dead)
-    with pytest.raises(EngineError, match="stopped"):
+    with pytest.raises(EngineDeadError, match="died"):
         async for _ in engine.generate(GenRequest(request_id="r", prompt=[5])):
             pass
     assert not await engine.abort("r")
+    with pytest.raises(EngineDeadError, match="died"):
+        await engine.stats()
+    with pytest.raises(EngineDeadError, match="died"):
+        await anext(engine.generate(GenRequest(request_id="s", prompt=[5])))
+    await engine.shutdown()
+
+
+class Panic(BaseException):
+    """What a panic in Rust arrives as."""
+
+
+def panicking(*_: object) -> None:
+    raise Panic("called `Option::unwrap()` on a `None` value")
+
+
+async def ask(engine: NativeEngine, name: str, prompt: list[int] | None = None) -> list[int]:
+    request = GenRequest(request_id=name, prompt=prompt or [5, 6], sampling=GREEDY)
+    return [token async for chunk in engine.generate(request) for token in chunk.token_ids]
+
+
+@pytest.mark.parametrize("where", [(Runner, "logits"), (EngineLoop, "step"), (EngineLoop, "add")])
+async def test_a_panic_ends_its_request_and_not_the_thread(
+    where: tuple[type, str], model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = NativeEngine(EngineConfig(model_dir=str(model_dir)))
+    await engine.start()
+    with monkeypatch.context() as broken:
+        broken.setattr(*where, panicking)
+        with pytest.raises(EngineError, match="unwrap"):
+            await ask(engine, "first")
+    assert len(await ask(engine, "second")) == 8
+    await engine.shutdown()
+
+
+async def test_a_detokenizer_that_panics_fails_its_request_alone(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from raytide.actors.engine.detokenizer import Vocabulary
+
+    bytes_of = Vocabulary.bytes_of
+    engine = NativeEngine(EngineConfig(model_dir=str(model_dir)))
+    await engine.start()
+    calls = iter(range(1000))
+    monkeypatch.setattr(
+        Vocabulary, "bytes_of", lambda self, token: panicking() if next(calls) == 3 else bytes_of(self, token)
+    )
+    ends = await asyncio.gather(ask(engine, "a"), ask(engine, "b"), return_exceptions=True)
+    assert sorted(isinstance(end, EngineError) for end in ends) == [False, True]
+    await engine.shutdown()
+
+
+@pytest.mark.parametrize("where", [(Runner, "logits"), (EngineLoop, "step")])
+async def test_an_engine_that_computes_nothing_any_more_says_that_it_is_dead(
+    where: tuple[type, str], model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device that is lost fails each request alone: only several of them together show it."""
+    engine = NativeEngine(EngineConfig(model_dir=str(model_dir)))
+    await engine.start()
+    monkeypatch.setattr(*where, panicking)
+    monkeypatch.setattr(Runner, "prompt_logits", panicking)
+    for name in ("a", "b", "c"):
+        with pytest.raises(EngineError):
+            await ask(engine, name)
+    with pytest.raises(EngineDeadError):
+        await engine.stats()
+    with pytest.raises(EngineDeadError):
+        await ask(engine, "d")
+    await engine.shutdown()
+
+
+async def test_bad_requests_alone_do_not_make_an_engine_dead(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    break_execute(monkeypatch)
+    engine = NativeEngine(EngineConfig(model_dir=str(model_dir)))
+    await engine.start()
+    for place in range(7):
+        with pytest.raises(EngineError, match="no room"):
+            await ask(engine, f"bad {place}", [BAD, 1])
+    assert len(await ask(engine, "good")) == 8
+    await engine.shutdown()
+
+
+async def test_a_thread_that_hangs_in_a_command_is_seen(model_dir: Path) -> None:
+    engine, hangs = NativeEngine(EngineConfig(model_dir=str(model_dir))), threading.Event()
+    await engine.start()
+    watch = ProgressWatch(limit_s=60.0)
+    assert watch.problem(await engine.stats(), 0.0) is None
+    stuck = asyncio.ensure_future(engine._call(lambda loop: hangs.wait(60)))
+    stats = await engine.stats()
+    assert stats.pending_commands == 1
+    assert watch.problem(stats, 1.0) is None
+    assert "commands wait" in str(watch.problem(await engine.stats(), 62.0))
+    hangs.set()
+    await stuck
+    assert watch.problem(await engine.stats(), 63.0) is None
     await engine.shutdown()
 
 

@@ -10,6 +10,7 @@ import torch
 from tests.actors.engine.sampling import sequence
 from tests.actors.engine.tiny import EOS, VOCAB, save_tokenizer
 
+from raytide.actors.engine.bans import BadWords
 from raytide.actors.engine.constraint import apply_mask
 from raytide.actors.engine.sampler import Sampler
 from raytide.actors.engine.sampling_params import SamplingParams, Structured
@@ -149,7 +150,7 @@ def test_min_tokens_delays_an_end_that_can_wait_and_yields_to_one_that_cannot(
     growing.grammar = grammars.compile(Structured("regex", "a+"))
     fixed = sequence("b", [5], 1, SamplingParams(temperature=0, min_tokens=6), ends=frozenset({EOS}))
     fixed.grammar = grammars.compile(Structured("regex", "(ab)?"))
-    fixed.bad_words = ((tokenizer.encode("b")[0],),)
+    fixed.bad_words = BadWords([(tokenizer.encode("b")[0],)])
     sampler = Sampler()
     for seq in (growing, fixed):
         ended = False

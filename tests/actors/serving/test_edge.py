@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 
 import httpx
 import pytest
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from raytide.actors.serving.edge import OpenAIEdge, middlewares
 
@@ -20,8 +21,6 @@ def through_the_edge(messages: Sequence[Message], path: str = "/m/v1/chat/comple
     async def ask() -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(OpenAIEdge(app)), base_url="http://edge") as client:
             return await client.post(path)
-
-    import asyncio
 
     return asyncio.run(ask())
 
@@ -85,6 +84,112 @@ def test_the_request_id_stands_once() -> None:
 def test_serve_s_own_routes_are_left_alone() -> None:
     answer = through_the_edge([start(503, ("content-type", "text/plain")), body(b"draining")], path="/-/healthz")
     assert answer.text == "draining"
+
+
+async def converse(
+    edge: ASGIApp, uploads: Sequence[Message], send: Send | None = None, **headers: str
+) -> list[Message]:
+    """What a client of the middleware gets for these messages; after them it stays and says nothing."""
+    waiting, sent = list(uploads), list[Message]()
+
+    async def receive() -> Message:
+        if waiting:
+            return waiting.pop(0)
+        return await asyncio.Event().wait()  # type: ignore[return-value]
+
+    async def keep(message: Message) -> None:
+        sent.append(message)
+
+    raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    scope = {"type": "http", "path": "/m/v1/completions", "method": "POST", "headers": raw}
+    await asyncio.wait_for(edge(scope, receive, send or keep), 30)
+    return sent
+
+
+def upload(data: bytes, more: bool = False) -> Message:
+    return {"type": "http.request", "body": data, "more_body": more}
+
+
+def proxy(seen: list[bytes], answers: Sequence[Sequence[Message]]) -> ASGIApp:
+    """As Serve's: reads all that comes until the client is gone, and gives the next of these answers each time."""
+    left = list(answers)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        assert scope["path"] == "/m/v1/completions"
+        scope["path"] = "/v1/completions"  # as Serve's does
+        data, more = b"", True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                break
+            data, more = data + message["body"], message["more_body"]
+        seen.append(data)
+        for message in left.pop(0):
+            await send(message)
+
+    return app
+
+
+DEAD = [start(503, ("content-type", "application/json"), ("x-raytide-retry-elsewhere", "1")), body(b"{}")]
+GOOD = [start(200, ("content-type", "application/json")), body(b'{"a":1}')]
+
+
+async def test_what_a_dead_engine_refused_is_sent_to_another_replica() -> None:
+    seen: list[bytes] = []
+    edge = OpenAIEdge(proxy(seen, [DEAD, DEAD, GOOD]), pauses_s=(0.0, 0.0))
+    sent = await converse(edge, [upload(b"ab", True), upload(b"c")])
+    assert (seen, sent[0]["status"], sent[1]["body"]) == ([b"abc"] * 3, 200, b'{"a":1}')
+
+
+async def test_when_every_try_meets_a_dead_engine_the_client_is_told() -> None:
+    seen: list[bytes] = []
+    sent = await converse(OpenAIEdge(proxy(seen, [DEAD] * 3), pauses_s=(0.0, 0.0)), [upload(b"a")])
+    assert (len(seen), [message.get("status") for message in sent]) == (3, [503, None])
+
+
+@pytest.mark.parametrize(
+    ("uploads", "headers"),
+    [
+        ([], {"content_length": "9"}),
+        ([], {"content_length": "9" * 5000}),
+        ([upload(b"abcd", True), upload(b"efghi", True)], {}),
+        ([upload(b"abcd", True), upload(b"efghi", True)], {"content_length": "4"}),
+    ],
+)
+async def test_a_body_over_the_limit_is_a_413_and_is_not_passed_on(
+    uploads: list[Message], headers: dict[str, str]
+) -> None:
+    seen: list[bytes] = []
+    sent = await converse(OpenAIEdge(proxy(seen, [DEAD]), max_body_bytes=8, pauses_s=()), uploads, **headers)
+    assert sent[0]["status"] == 413
+    assert json.loads(sent[1]["body"])["error"]["code"] == "request_too_large"
+    assert sum(map(len, seen)) <= 4
+
+
+async def test_a_client_that_reads_nothing_is_given_up_and_its_replica_let_go() -> None:
+    """Serve's proxy keeps whatever the client does not read: only the end of the request bounds that."""
+    ended = asyncio.Event()
+
+    async def endless(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        leaving = asyncio.ensure_future(receive())  # as Serve's proxy watches for it
+        await send(start(200, ("content-type", "text/event-stream")))
+        while not leaving.done():
+            await send(body(b"data: {}\n\n", more=True))
+            await asyncio.sleep(0)
+        assert leaving.result()["type"] == "http.disconnect"
+        ended.set()
+
+    taken = []
+
+    async def full(message: Message) -> None:
+        taken.append(message)
+        if len(taken) > 10:  # its buffer is full
+            await asyncio.Event().wait()
+
+    await converse(OpenAIEdge(endless, send_timeout_s=0.05), [upload(b"")], full)
+    assert ended.is_set()
+    assert len(taken) == 11
 
 
 def test_serve_finds_the_middleware() -> None:

@@ -133,6 +133,32 @@ def test_metrics_count_every_outcome_and_time_every_token(serve: Serve, client_o
     assert 'raytide_generated_tokens_total{model="fake"} 5.0' in text
 
 
+def test_a_dead_engine_is_unhealthy_and_sends_what_comes_elsewhere(serve: Serve) -> None:
+    url = serve(FakeEngine(die_on="poison"))
+    ask = {"model": "fake", "prompt": "poison"}
+    killer = httpx.post(f"{url}/v1/completions", json=ask)
+    assert (killer.status_code, killer.json()["error"]["code"]) == (503, "engine_dead")
+    assert "x-raytide-retry-elsewhere" not in killer.headers  # it would kill the next one
+    for route, body in (("completions", ask | {"prompt": "hello"}), ("embeddings", {"model": "fake", "input": "x"})):
+        late = httpx.post(f"{url}/v1/{route}", json=body)
+        assert (late.status_code, late.json()["error"]["code"]) == (503, "engine_dead")
+        assert late.headers["x-raytide-retry-elsewhere"] == "1"
+    health = httpx.get(f"{url}/health")
+    assert (health.status_code, "died" in health.json()["status"]) == (503, True)
+    assert httpx.get(f"{url}/metrics").status_code == 503
+
+
+def test_a_task_that_ends_without_a_word_does_not_leave_its_client_waiting(serve: Serve) -> None:
+    class Panics(FakeEngine):
+        async def generate(self, request: GenRequest) -> AsyncIterator[GenChunk]:
+            if request.request_id:
+                raise BaseException("a panic in Rust")
+            yield
+
+    answer = httpx.post(f"{serve(Panics())}/v1/completions", json={"model": "fake", "prompt": "x"}, timeout=10)
+    assert answer.status_code == 500
+
+
 def test_health_follows_progress_not_the_port(serve: Serve) -> None:
     assert httpx.get(f"{serve(FakeEngine())}/health").json() == {"status": "ok"}
     watch = ProgressWatch(limit_s=10.0)

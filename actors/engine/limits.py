@@ -1,0 +1,77 @@
+"""How much one request may ask for. Whatever is refused by these is refused before any work is done for it.
+
+The serving API checks them for every engine; the native engine checks those on sampling once more. They are far above
+what clients send, and low enough that no request takes more than milliseconds of what others wait for.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BODY_TIMEOUT_S",
+    "MAX_BAD_WORDS",
+    "MAX_BODY_BYTES",
+    "MAX_CHOICES",
+    "MAX_COMPILING",
+    "MAX_COPIED_TOKENS",
+    "MAX_EMBEDDING_INPUTS",
+    "MAX_EMBEDDING_TOKENS",
+    "MAX_GRAMMAR_CHARS",
+    "MAX_JSON_DEPTH",
+    "MAX_JSON_VALUES",
+    "MAX_LOGIT_BIAS",
+    "MAX_LOGPROBS",
+    "MAX_LOGPROB_ENTRIES",
+    "MAX_MESSAGES",
+    "MAX_NAME_CHARS",
+    "MAX_PENDING_ENTRIES",
+    "MAX_PROMPTS",
+    "MAX_STOPS",
+    "MAX_STOP_TOKEN_IDS",
+    "MAX_TEXT_JOBS",
+    "MAX_WORD_CHARS",
+    "SEND_TIMEOUT_S",
+]
+
+MAX_BODY_BYTES = 4 << 20
+"""Of a request to any route."""
+MAX_JSON_VALUES = 1 << 18
+"""Values in a body: every number, text, list and object counts. A prompt as token ids has one for each token."""
+MAX_JSON_DEPTH = 64
+"""Lists and objects inside each other."""
+BODY_TIMEOUT_S = 60.0
+"""Until a body must have come whole."""
+SEND_TIMEOUT_S = 30.0
+"""How long a client may take nothing of its answer before it is given up."""
+
+MAX_PROMPTS = 128
+"""In one completion request."""
+MAX_CHOICES = 256
+"""Prompts times n, or best_of, of one request."""
+MAX_MESSAGES = 4096
+"""In one chat request, with their parts."""
+MAX_EMBEDDING_INPUTS = 2048
+MAX_EMBEDDING_TOKENS = 300_000
+"""Of all inputs of an embedding request together, as at OpenAI."""
+MAX_COPIED_TOKENS = 1 << 21
+"""A prompt's tokens times its samples: each sample has a list of its own."""
+
+MAX_STOPS = 16
+MAX_WORD_CHARS = 256
+"""In one stop string or bad word."""
+MAX_STOP_TOKEN_IDS = 256
+MAX_BAD_WORDS = 256
+MAX_LOGIT_BIAS = 1024
+MAX_LOGPROBS = 20
+MAX_LOGPROB_ENTRIES = 1 << 16
+"""Log probabilities in one answer that is not streamed: tokens times (1 + top_logprobs)."""
+MAX_PENDING_ENTRIES = 1 << 16
+"""Tokens and log probabilities that wait for a client that reads its stream too slowly."""
+MAX_NAME_CHARS = 1024
+"""In a model's name, a cache salt, a role and other short texts."""
+
+MAX_GRAMMAR_CHARS = 1 << 17
+"""In a JSON schema, regular expression, grammar or all choices together."""
+MAX_COMPILING = 16
+"""Grammars that wait for a compiler; more are refused as overloaded."""
+MAX_TEXT_JOBS = 64
+"""Texts that wait for the tokenizer; more are refused as overloaded."""

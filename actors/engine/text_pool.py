@@ -1,0 +1,50 @@
+"""Threads for work on texts (tokenizing, chat templates), for which neither the event loop nor the engine waits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from raytide.actors.engine.faults import contained
+from raytide.actors.engine.limits import MAX_TEXT_JOBS
+from raytide.core.errors import EngineError, OverloadedError, RaytideError
+
+__all__ = ["TextPool"]
+
+T = TypeVar("T")
+
+_THREADS = 2
+
+
+class TextPool:
+    """Use it from one event loop. Its threads begin with the first text."""
+
+    def __init__(self, max_jobs: int = MAX_TEXT_JOBS) -> None:
+        self._max_jobs = max_jobs
+        self._jobs = 0
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="raytide-text")
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Raises OverloadedError when too many wait, EngineError when the work panics."""
+        if self._jobs >= self._max_jobs:
+            raise OverloadedError(f"{self._jobs} texts wait for the tokenizer already.", hint="Retry later.")
+        self._jobs += 1
+        job = asyncio.wrap_future(self._threads.submit(_guarded, work))
+        job.add_done_callback(self._ended)
+        return await asyncio.shield(job)  # a thread cannot be stopped: the place is taken until it is done
+
+    def _ended(self, job: asyncio.Future[T]) -> None:
+        self._jobs -= 1
+        if not job.cancelled():
+            job.exception()  # nobody may be left to ask
+
+
+def _guarded(work: Callable[[], T]) -> T:
+    try:
+        return work()
+    except RaytideError:
+        raise
+    except BaseException as error:
+        raise EngineError(f"the text could not be prepared: {contained(error)!r}.") from None
