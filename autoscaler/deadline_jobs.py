@@ -149,6 +149,7 @@ def _stance(fleet: _Fleet, job: Job) -> Stance:
     now_s = fleet.snapshot.at_s
     due_at_s, left_s = job.spec.due_at_s, job.left_s(now_s)
     assert due_at_s is not None
+    now_s += fleet.snapshot.wall_ahead_s
     due = f"due {moment(due_at_s)}"
     if due_at_s <= now_s:
         reason = f"late: it was {due}; it goes on like any other job"

@@ -96,10 +96,15 @@ class NodeFolder:
         return None if record is None else End(**record)
 
     def record_end(self, now_s: float) -> End:
-        """The node's end, recorded now unless it was before; whatever its process left behind is killed first."""
+        """The node's end, recorded now unless it was before; whatever its process left behind is killed first.
+
+        A clock that was set back does not make it end before it began.
+        """
         kill_marked(MARK, self.mark)
         said = read_json(self.path / "reason.json") or {"reason": "its process was killed"}
-        create_json(self.path / "ended.json", {"ended_at_s": now_s, "reason": said["reason"]})
+        purchase = self.purchase()
+        ended_at_s = now_s if purchase is None else max(now_s, purchase.started_at_s)
+        create_json(self.path / "ended.json", {"ended_at_s": ended_at_s, "reason": said["reason"]})
         end = self.end()
         assert end is not None
         return end

@@ -88,8 +88,10 @@ class Purchases:
         return (self._folder / f"{node_id}.seen.json").exists()
 
     def end(self, node_id: str, now_s: float, reason: str) -> None:
-        """The first to say so is believed."""
-        create_json(self._folder / f"{node_id}.end.json", {"ended_at_s": now_s, "reason": reason})
+        """The first to say so is believed. A clock that was set back does not make it end before it began."""
+        purchase = self.find(node_id)
+        ended_at_s = now_s if purchase is None else max(now_s, purchase.started_at_s)
+        create_json(self._folder / f"{node_id}.end.json", {"ended_at_s": ended_at_s, "reason": reason})
 
     def is_over(self, node_id: str) -> bool:
         return (self._folder / f"{node_id}.end.json").exists()

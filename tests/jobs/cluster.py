@@ -109,7 +109,7 @@ class Cluster:
 
     def end(self, job_id: str) -> None:
         job = replace(self.jobs[job_id], state=JobState.SUCCEEDED, ended_at_s=self.now_s)
-        self.jobs[job_id], lease = jobs.advance(job, self.lease(job_id), None, self.now_s, heard_since_s=None)
+        self.jobs[job_id], lease = jobs.advance(job, self.lease(job_id), None, self.now_s, silent_s=None)
         if lease is not None:
             self.leases[lease.id] = lease
 
@@ -148,7 +148,7 @@ class Cluster:
             self.leases[lease.id] = leases.advance(lease, there, {}, self.now_s)
         for job_id in tuple(self.jobs):
             self.jobs[job_id], after = jobs.advance(
-                self.jobs[job_id], self.lease(job_id), None, self.now_s, heard_since_s=None
+                self.jobs[job_id], self.lease(job_id), None, self.now_s, silent_s=None
             )
             if after is not None:
                 self.leases[after.id] = after

@@ -191,7 +191,7 @@ def _end_everything(cluster: LocalCluster) -> None:
         folder.announce_end("terminated")
     kill_marked(MARK, cluster.cluster_id)
     for folder in live:
-        folder.record_end(time.time())
+        folder.record_end(SystemClock().now_s())
     try:
         _keep_ray_logs(cluster)
     finally:
@@ -207,7 +207,7 @@ def _close_books(cluster: LocalCluster) -> Closed:
     """Book what every node cost up to its end; whatever was still running in the records is over."""
     store = Store.open(cluster.state_url)
     try:
-        return close_books(store, provider(cluster).machines(), time.time())
+        return close_books(store, provider(cluster).machines(), SystemClock().now_s())
     finally:
         store.close()
 

@@ -48,7 +48,7 @@ def sources(cluster: RunningCluster) -> Sources:
         groups=PlacementGroups(),
         drivers=Drivers(cluster.dashboard_url, cluster.run_dir, cluster.ray_headers),
         serve=ServeControl(serve.hostname or cluster.head_ip, serve.port or 8000),
-        door=Door(cluster.api_url, SystemClock()),
+        door=Door(cluster.api_url),
         meters=Meters(GcsReader(cluster.gcs_address), SystemClock()),
     )
 

@@ -31,10 +31,11 @@ from raytide.control.observe import Book, advance, metered, snapshot
 from raytide.control.outlook import Outlook
 from raytide.control.serving import Serving, follow
 from raytide.control.settle import settle
+from raytide.control.silence import Silence
 from raytide.control.steadily import Steadily
-from raytide.control.views import Live, Waiting
+from raytide.control.views import Live, Waiting, last_pass_s
 from raytide.control.wire import to_json
-from raytide.control.world import Sources, World, look
+from raytide.control.world import Sources, World, at_our_time, look
 from raytide.core.clock import Clock, SystemClock
 from raytide.core.cluster import ClusterConfig, load_cluster
 from raytide.core.durable import write_json
@@ -71,7 +72,7 @@ class Controller:
         self._live_path = live_path
         self._node_types = {node_type.name: node_type for node_type in config.node_types}
         self._serving = Serving(sources.serve)
-        self._idle, self._leaving = IdleClock(), Leaving()
+        self._idle, self._leaving, self._silence = IdleClock(), Leaving(), Silence()
         self._learned = Learned(live_path.with_name("learned.json"))
         known = self._learned.known
         self._traffics = Traffics(config.node_types, known.speeds, known.starts)
@@ -103,10 +104,10 @@ class Controller:
         """One pass. Raises only when the store fails: without it nothing may be done. What was begun in memory then is
         seen anew by the next one."""
         began_s = time.monotonic()
-        now_s = self._clock.now_s()
+        now_s, wall_ahead_s = self._clock.now_s(), self._clock.wall_ahead_s()
         records = self._store.load()
         book = Book.of(records)
-        world = self._look(book)
+        world = self._look(book, now_s, wall_ahead_s)
         if world.ray_nodes is not None:
             self._idle = self._idle.observe(world.ray_nodes, now_s)
         self._idle = self._idle.hear(world.use, metered(book, self._node_types))
@@ -114,7 +115,7 @@ class Controller:
         for name, endpoint in book.endpoints.items():
             book.endpoints[name] = follow(endpoint, world, self._serving.served, now_s)
         seen = self._outlook.on(
-            snapshot(book, world, self._idle, self._config, now_s), book.nodes.values(), world.prices
+            snapshot(book, world, self._idle, self._config, now_s, wall_ahead_s), book.nodes.values(), world.prices
         )
         self._strides.observe(seen, now_s)
         seen = replace(seen, paces=self._strides.paces(seen.jobs))
@@ -143,7 +144,7 @@ class Controller:
         self._show(seen, plan, world, outcome, time.monotonic() - began_s)
         return plan
 
-    def _look(self, book: Book) -> World:
+    def _look(self, book: Book, now_s: float, wall_ahead_s: float) -> World:
         world = look(
             self._sources,
             endpoints=_served(book),
@@ -152,6 +153,11 @@ class Controller:
             names=self._names,
         )
         self._names = world.names
+        world = at_our_time(world, wall_ahead_s)
+        if world.api_answers:
+            world = replace(world, silent_s=self._silence.observe(book.jobs.values(), now_s))
+        else:
+            self._silence.forget()
         if world.machines is not None:
             nodes = metered(book, self._node_types)
             living = [m for m in world.machines if m.node_id in nodes and m.ended_at_s is None]
@@ -228,6 +234,7 @@ class Controller:
     def _stand_still(self, why: str) -> None:
         """What was seen last, with the reason for which nothing is decided."""
         self._errors += 1
+        self._silence.forget()  # what was heard meanwhile may not have been stored
         self._write(replace(self._live, errors=(why, *self._live.errors), errors_total=self._errors))
 
     def _foresee(self, seen: Snapshot, plan: Plan) -> Mapping[str, float]:
@@ -304,10 +311,9 @@ def main(run_dir: str) -> None:
     log_to()
     gc.set_threshold(*GC_THRESHOLDS)
     with hold_lock(folder / "controller.lock"):
-        config = load_cluster(cluster.config_path)
-        controller = Controller(
-            Store.open(cluster.state_url), config, sources(cluster), SystemClock(), folder / "live.json"
-        )
+        config, clock = load_cluster(cluster.config_path), SystemClock()
+        clock.go_on_from(last_pass_s(folder / "live.json"))
+        controller = Controller(Store.open(cluster.state_url), config, sources(cluster), clock, folder / "live.json")
         signal.signal(signal.SIGTERM, lambda *_: controller.stop())
         controller.run()
 

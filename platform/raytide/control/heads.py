@@ -19,6 +19,7 @@ from raytide.control.compose import provider
 from raytide.control.processes import hold_lock
 from raytide.control.running import RunningCluster, installed_version, load, run_dir_of
 from raytide.control.supervised import end_children, grant_access, start_supervisor, wait_for_api
+from raytide.core.clock import SystemClock
 from raytide.core.cluster import load_cluster
 from raytide.core.errors import ClusterError, ConfigError
 from raytide.core.ray_internals import dashboard_url, gcs_address_here, gcs_client
@@ -102,7 +103,7 @@ def down(cluster: HeadCluster, *, timeout_s: float = 120.0) -> Closed:
         machines = _end_nodes(provider(cluster, only_ends=True), time.monotonic() + timeout_s)
         store = Store.open(cluster.state_url)
         try:
-            return close_books(store, machines, time.time())
+            return close_books(store, machines, SystemClock().now_s())
         finally:
             store.close()
 

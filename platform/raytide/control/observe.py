@@ -68,7 +68,9 @@ def advance(book: Book, world: World, now_s: float) -> None:
         book.endpoints[endpoint.name] = endpoints.observe(endpoint, world.loads.get(endpoint.name), now_s)
 
 
-def snapshot(book: Book, world: World, idle: IdleClock, config: ClusterConfig, now_s: float) -> Snapshot:
+def snapshot(
+    book: Book, world: World, idle: IdleClock, config: ClusterConfig, now_s: float, wall_ahead_s: float = 0.0
+) -> Snapshot:
     """Freeze what is to be decided on."""
     return Snapshot(
         at_s=now_s,
@@ -83,6 +85,7 @@ def snapshot(book: Book, world: World, idle: IdleClock, config: ClusterConfig, n
         next_node=book.next_node,
         next_lease=book.next_lease,
         ray_answers=world.ray_nodes is not None,
+        wall_ahead_s=wall_ahead_s,
     )
 
 
@@ -97,7 +100,8 @@ def _advance_jobs(book: Book, world: World, now_s: float) -> None:
     for job in tuple(book.jobs.values()):
         key = DriverKey(job.id, job.restarts)
         status = DriverStatus(key, "unknown") if world.drivers is None else world.drivers.get(key)
-        after, lease = jobs.advance(job, held.get(job.id), status, now_s, heard_since_s=world.heard_since_s)
+        silent_s = None if world.silent_s is None else world.silent_s.get(job.id, 0.0)
+        after, lease = jobs.advance(job, held.get(job.id), status, now_s, silent_s=silent_s)
         book.jobs[job.id] = after
         if lease is not None:
             book.leases[lease.id] = lease

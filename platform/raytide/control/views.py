@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from raytide.control.accounts import TeamUse
 from raytide.control.wire import to_json
+from raytide.core.durable import read_json
 from raytide.core.endpoint import Endpoint, EndpointLoad
 from raytide.core.fleet import Node
 from raytide.core.gang import Lease
@@ -53,6 +55,15 @@ class Live:
     tick_s: float = 0.0
     """How long the last one took."""
     errors_total: int = 0
+
+
+def last_pass_s(live_path: Path) -> float:
+    """When a controller finished its last pass, by its clock; 0.0 when that is not known."""
+    try:
+        at_s = (read_json(live_path) or {}).get("at_s")
+    except (OSError, ValueError):
+        return 0.0
+    return float(at_s) if isinstance(at_s, int | float) else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,8 +37,10 @@ class World:
     drivers: Mapping[DriverKey, DriverStatus] | None
     loads: Mapping[str, EndpointLoad]
     errors: tuple[str, ...] = ()
-    heard_since_s: float | None = None
-    """Since when drivers can make themselves heard; None while the API does not answer."""
+    api_answers: bool = False
+    """Only then can drivers make themselves heard."""
+    silent_s: Mapping[str, float] | None = None
+    """By gang, for how long its driver has not made itself heard; None while it cannot."""
     prices: Mapping[tuple[str, str], int] = field(default_factory=dict)
     """Present ones by node type and zone, micro-dollars an hour; of those left out the configured one holds."""
     use: Mapping[str, Use] = field(default_factory=dict)
@@ -93,12 +95,28 @@ def look(
         groups=ask("placement groups", sources.groups.list),
         drivers=ask("drivers", sources.drivers.statuses) if with_drivers else {},
         loads=(ask("Ray Serve", partial(sources.serve.loads, endpoints)) if endpoints else None) or {},
-        heard_since_s=ask("API", sources.door.open_since_s) if with_gangs else None,
+        api_answers=with_gangs and bool(ask("API", sources.door.is_open)),
         prices=ask("provider prices", sources.provider.prices) or {},
         use=sources.meters.heard(),
         names=known,
         errors=tuple(errors),
     )
+
+
+def at_our_time(world: World, wall_ahead_s: float) -> World:
+    """The same, with what others stamped by the wall clock at the controller's own time."""
+    if not wall_ahead_s:
+        return world
+    loads = {
+        name: replace(
+            load,
+            at_s=load.at_s - wall_ahead_s,
+            replicas=tuple(replace(each, at_s=each.at_s - wall_ahead_s) for each in load.replicas),
+        )
+        for name, load in world.loads.items()
+    }
+    notices = tuple(replace(notice, deadline_s=notice.deadline_s - wall_ahead_s) for notice in world.notices)
+    return replace(world, loads=loads, notices=notices)
 
 
 def ray_names(machines: Iterable[Machine]) -> dict[str, str]:

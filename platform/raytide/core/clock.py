@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Protocol
 
@@ -11,12 +14,71 @@ class Clock(Protocol):
     def now_s(self) -> float:
         """Seconds since the epoch."""
 
+    def wall_ahead_s(self) -> float:
+        """How far the wall clock is ahead of `now_s`: what others stamp by it is that much later here."""
+
     def sleep(self, seconds: float) -> None: ...
 
 
+SLEW = 0.25
+"""How much faster or slower than time itself a SteadyClock runs until it agrees with the wall clock again."""
+STEP_S = 1.0
+"""A smaller difference is no step: it is taken over at once."""
+MOST_S = 86_400.0
+
+
+class SteadyClock:
+    """Wall time without its steps: durations measured with it are true whoever sets the machine's clock, and it never
+    goes back.
+
+    A step of the wall clock (NTP, a suspended machine, an operator) is taken up gradually: after one of an hour it runs
+    a quarter faster, or slower, for four hours. Until then `wall_ahead_s` tells the difference. Safe for threads.
+    """
+
+    def __init__(self, wall_s: Callable[[], float] = time.time, monotonic_s: Callable[[], float] = time.monotonic):
+        self._wall_s, self._monotonic_s = wall_s, monotonic_s
+        self._lock = threading.Lock()
+        self._now_s, self._at_s = wall_s(), monotonic_s()
+
+    def go_on_from(self, at_s: float) -> None:
+        """Be no earlier than a process before this one was, if that is within a day: a clock that far off was wrong."""
+        with self._lock:
+            if self._now_s < at_s <= self._now_s + MOST_S:
+                self._now_s = at_s
+
+    def read(self) -> tuple[float, float]:
+        """(now, how far the wall clock is ahead of that)."""
+        with self._lock:
+            wall_s, at_s = self._wall_s(), self._monotonic_s()
+            passed_s = max(0.0, at_s - self._at_s)
+            ahead_s = wall_s - (self._now_s + passed_s)
+            most_s = SLEW * passed_s
+            if -STEP_S < ahead_s < STEP_S:
+                taken_s = max(ahead_s, -passed_s)
+            else:
+                taken_s = max(-most_s, min(most_s, ahead_s))
+            self._now_s, self._at_s = self._now_s + passed_s + taken_s, at_s
+            return self._now_s, wall_s - self._now_s
+
+
+@functools.cache
+def _steady() -> SteadyClock:
+    """One for a process: all of its parts agree on what time it is."""
+    return SteadyClock()
+
+
 class SystemClock:
+    """The steady clock of this process."""
+
+    def go_on_from(self, at_s: float) -> None:
+        _steady().go_on_from(at_s)
+
     def now_s(self) -> float:
-        return time.time()
+        return _steady().read()[0]
+
+    def wall_ahead_s(self) -> float:
+        ahead_s = _steady().read()[1]
+        return ahead_s if abs(ahead_s) >= STEP_S else 0.0
 
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
@@ -30,6 +92,9 @@ class VirtualClock:
 
     def now_s(self) -> float:
         return self._now_s
+
+    def wall_ahead_s(self) -> float:
+        return 0.0
 
     def sleep(self, seconds: float) -> None:
         self._now_s += seconds

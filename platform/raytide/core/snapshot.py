@@ -138,6 +138,8 @@ class Snapshot:
     """By job with a deadline; a decision finds them first of all."""
     limits: Limits = Limits()
     unmanaged: Unmanaged = Unmanaged()
+    wall_ahead_s: float = 0.0
+    """How far the wall clock, by which deadlines are told, is ahead of `at_s`: 0 but for hours after it was set."""
     next_node: int = 1
     """The number of the next node to be bought."""
     next_lease: int = 1

@@ -45,11 +45,11 @@ class DriverStatus:
 
 
 def advance(
-    job: Job, lease: Lease | None, driver: DriverStatus | None, now_s: float, *, heard_since_s: float | None = 0.0
+    job: Job, lease: Lease | None, driver: DriverStatus | None, now_s: float, *, silent_s: float | None = None
 ) -> tuple[Job, Lease | None]:
     """The job as it is now, and its lease, released when the job is over. A status of another attempt is old news.
 
-    `heard_since_s`: since when the drivers of gangs can make themselves heard; None while they cannot.
+    `silent_s`: for how long the driver of a gang has not made itself heard; None while it cannot.
     """
     if driver is not None and driver.key != DriverKey(job.id, job.restarts):
         driver = None
@@ -57,7 +57,7 @@ def advance(
         lease = let_go(lease, str(job.progress.get("settled", "")), now_s)
     if not job.is_final:
         excused = job.preemptions + (lease is not None and lease.yields)
-        job = _step(_follow_lease(job, lease, now_s), driver, now_s, heard_since_s, excused)
+        job = _step(_follow_lease(job, lease, now_s), driver, now_s, silent_s, excused)
     if job.is_final and lease is not None:
         lease = release(lease, f"{job.id} {job.state}")
     elif lease is not None and lease.yields and not lease.held and job.state in _WITH_LEASE:
@@ -105,9 +105,9 @@ def _follow_lease(job: Job, lease: Lease | None, now_s: float) -> Job:
     return job
 
 
-def _step(job: Job, driver: DriverStatus | None, now_s: float, heard_since_s: float | None, excused: int) -> Job:
+def _step(job: Job, driver: DriverStatus | None, now_s: float, silent_s: float | None, excused: int) -> Job:
     if job.spec.kind is JobKind.GANG:
-        return _step_gang(job, now_s, heard_since_s)
+        return _step_gang(job, now_s, silent_s)
     if driver is not None and driver.state == "succeeded":
         return _end(job, JobState.SUCCEEDED, driver.message, now_s)
     if job.stop_requested:
@@ -119,7 +119,7 @@ def _step(job: Job, driver: DriverStatus | None, now_s: float, heard_since_s: fl
     return job
 
 
-def _step_gang(job: Job, now_s: float, heard_since_s: float | None) -> Job:
+def _step_gang(job: Job, now_s: float, silent_s: float | None) -> Job:
     if job.released_by_driver is not None:
         error = job.released_by_driver
         return _end(
@@ -127,8 +127,7 @@ def _step_gang(job: Job, now_s: float, heard_since_s: float | None) -> Job:
         )
     if job.stop_requested:
         return _end(job, JobState.STOPPED, "stopped on request", now_s)
-    heard_at_s = job.submitted_at_s if job.heartbeat_at_s is None else job.heartbeat_at_s
-    if heard_since_s is not None and now_s - max(heard_at_s, heard_since_s) > job.spec.heartbeat_timeout_s:
+    if silent_s is not None and silent_s > job.spec.heartbeat_timeout_s:
         why = f"its driver has not asked for its lease for {job.spec.heartbeat_timeout_s:g} s: dead, or cut off"
         return _end(job, JobState.FAILED, why, now_s)
     return job

@@ -16,6 +16,7 @@ from raytide.control.drivers import Drivers
 from raytide.control.job_tokens import key_in
 from raytide.control.processes import hold_lock
 from raytide.control.running import load
+from raytide.control.views import last_pass_s
 from raytide.core.clock import SystemClock
 from raytide.core.cluster import load_cluster
 from raytide.core.logs import log_to
@@ -29,12 +30,14 @@ def main(run_dir: str) -> None:
     log_to()
     with hold_lock(folder / "api.lock"):
         store = Store.open(cluster.state_url)
+        clock = SystemClock()
+        clock.go_on_from(last_pass_s(folder / "live.json"))
         desk = Desk(
             store=store,
             config=load_cluster(cluster.config_path).model_copy(update={"name": cluster.name}),
             bill=bill(cluster),
             drivers=Drivers(cluster.dashboard_url, folder, cluster.ray_headers),
-            clock=SystemClock(),
+            clock=clock,
             live=folder / "live.json",
             serve_url=cluster.serve_url,
             ray_url=cluster.dashboard_url,

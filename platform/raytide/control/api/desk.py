@@ -20,6 +20,7 @@ from raytide.control.costs import cost_report
 from raytide.control.drivers import Drivers
 from raytide.control.glimpse import ask
 from raytide.control.packages import Packages
+from raytide.control.silence import hung_up
 from raytide.control.views import (
     ClusterStatus,
     CostReport,
@@ -61,7 +62,6 @@ from raytide.jobs.why import given_away
 from raytide.ledger.cost import accrued, costs, rate_micro_usd_h
 from raytide.ledger.report import By, rates
 
-_HUNG_UP_S = 4.0
 _ALL = 2**31 - 1
 
 
@@ -216,8 +216,8 @@ class Desk:
         job = self._store.job(job_id)
         if job.spec.kind is JobKind.GANG and not job.is_final:
             self._heard_s.pop(job_id, None)
-            left_s = min(_HUNG_UP_S, job.spec.heartbeat_timeout_s)
-            self._store.heartbeat(job_id, self._clock.now_s() - job.spec.heartbeat_timeout_s + left_s)
+            told_s = hung_up(job.heartbeat_at_s, self._clock.now_s(), job.spec.heartbeat_timeout_s)
+            self._store.heartbeat(job_id, told_s)
 
     def view(self, job: Job) -> JobView:
         return self._views((job,))[0]
