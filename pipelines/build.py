@@ -10,9 +10,18 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from raytide.core.data_spec import DataSpec
-from raytide.core.errors import ConflictError, DataError
-from raytide.core.storage import exists, join, read_bytes, sha256, write_bytes
-from raytide.core.tokens import MANIFEST, Source, TokenDtype, TokenManifest, dtype_for, load_manifest, verify
+from raytide.core.errors import ConflictError, DataError, StorageError
+from raytide.core.storage import exists, is_full_disk, join, read_bytes, sha256, write_bytes
+from raytide.core.tokens import (
+    ITEM_BYTES,
+    MANIFEST,
+    Source,
+    TokenDtype,
+    TokenManifest,
+    dtype_for,
+    load_manifest,
+    verify,
+)
 from raytide.pipelines.bpe import eos_id_of, load_bpe, tokenizer_config, vocab_size_of
 from raytide.pipelines.encode import Encoder, learn_tokenizer
 from raytide.pipelines.filter import describe
@@ -84,9 +93,24 @@ def build(
     clear(spec.out)
     try:
         return _write(spec, digest, corpus, tokenizer, runner, report)
+    except StorageError as error:
+        needed = _needed_bytes(report)
+        clear(spec.out)
+        if not is_full_disk(error):
+            raise
+        raise StorageError(
+            f"dataset {spec.name}: {error.message.rstrip('.')}; {spec.out} needs about {needed / 1e9:.3f} GB.",
+            hint="Make that much room there and build again, or choose another out: what was written was removed.",
+        ) from error
     except BaseException:
         clear(spec.out)
         raise
+
+
+def _needed_bytes(report: _Reporter) -> int:
+    """By the documents that were encoded so far: their share of all is that of their tokens."""
+    share = report.documents / report.total if report.documents and report.total else 1.0
+    return int(report.tokens * report.item_bytes / share)
 
 
 def _finished(spec: DataSpec, digest: str) -> TokenManifest | None:
@@ -139,7 +163,7 @@ def _write(
     loaded = load_bpe(tokenizer, where)
     vocab_size, eos_id = vocab_size_of(loaded), eos_id_of(loaded, spec.tokenizer.eos, where)
     dtype = dtype_for(vocab_size)
-    packer = packer_for(spec, dtype)
+    packer, report.item_bytes = packer_for(spec, dtype), ITEM_BYTES[dtype]
     report.start("encode")
     for tokens, lengths in _encode(spec, corpus, tokenizer, eos_id, dtype, runner):
         packer.add(tokens, lengths)
@@ -192,7 +216,7 @@ class _Reporter:
 
     def __init__(self, on_progress: OnProgress | None) -> None:
         self.on_progress = on_progress
-        self.total = 0
+        self.total = self.item_bytes = 0
         self.start("survey", tell=False)
 
     def start(self, stage: Stage, *, tell: bool = True) -> None:

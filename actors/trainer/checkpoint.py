@@ -1,7 +1,7 @@
 """Checkpoints by torch's distributed checkpoint (DCP): written beside the training, read by any number of ranks.
 
 A save costs training one copy in memory. A thread writes that copy on a process group of its own: two threads that
-share one break it. At most one save is in flight, and its error is raised at the next step, on all ranks.
+share one break it. At most one save is in flight, and its error is raised where it is waited for, on all ranks.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class Checkpoints:
         self._saves = Saves(group.channel(), group.rank, group.world, digests, spec.keep_checkpoints)
         self._life = group.from_first(uuid.uuid4().hex)
         self._count = 0
+        self._in_flight = False
 
     @property
     def save_s(self) -> float:
@@ -62,6 +63,11 @@ class Checkpoints:
     def failed(self) -> bool:
         """A save has failed, and `wait` will say why."""
         return self._saves.beside.failed
+
+    @property
+    def saved(self) -> bool:
+        """A save was begun, and is whole now."""
+        return self._in_flight and not self.saving and not self.failed
 
     @property
     def saving(self) -> bool:
@@ -79,15 +85,18 @@ class Checkpoints:
         attempt_id = hashlib.sha256(f"{self._life}/{self._count}".encode()).hexdigest()[:8]
         samples = step * self.spec.global_batch
         self._saves.start(self.store, manifest.folder(step, attempt_id), step, samples)
+        self._in_flight = True
 
     def before_update(self) -> None:
         """Call before weights change: a copy may still be under way on the GPU."""
         self._saves.image.before_update()
 
-    def wait(self) -> None:
-        """Until no save is in flight. StorageError for one that failed (a full disk, a lost bucket); the older ones are
-        whole."""
+    def wait(self) -> bool:
+        """Until no save is in flight; whether one was, and is whole now. StorageError for one that failed (a full disk,
+        a lost bucket); the older ones are whole."""
+        in_flight, self._in_flight = self._in_flight, False
         self._saves.beside.wait()
+        return in_flight
 
     def close(self) -> None:
         """Give up what is in flight: it stays an unfinished write. For this rank alone, and quick."""

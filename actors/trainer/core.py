@@ -39,6 +39,8 @@ class StepResult:
     """The ids of the whole batch, when it was not applied."""
     micro_batch: int = 0
     """Sequences that a rank had at once."""
+    unsaved: str = ""
+    """Why the last checkpoint could not be written, until a later one could."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -50,6 +52,7 @@ class StepResult:
         line = {**asdict(self), "tokens_per_s": round(self.tokens_per_s, 1)}
         for key in ("samples", "verdict", "why") if self.verdict == "applied" else ("samples",):
             del line[key]  # an event has the samples
+        del line["unsaved"]  # as an event has this
         return line
 
 

@@ -6,7 +6,6 @@ step does depends on (spec, step) alone; the group decides only who computes whi
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable
@@ -35,6 +34,7 @@ from raytide.actors.trainer.data import Ids, Sampler
 from raytide.actors.trainer.export import export
 from raytide.actors.trainer.group import Group
 from raytide.actors.trainer.guard import Guard, Verdict
+from raytide.actors.trainer.line_file import LineFile
 from raytide.actors.trainer.metrics import Meter
 from raytide.actors.trainer.origin import open_data, origin_of
 from raytide.actors.trainer.precision import LossScale
@@ -44,7 +44,7 @@ from raytide.actors.trainer.snapshots import Snapshots
 from raytide.actors.trainer.state import Extra, TrainState
 from raytide.actors.trainer.timing import StepClock
 from raytide.actors.trainer.validate import validate
-from raytide.core.errors import CheckpointError, TrainError
+from raytide.core.errors import CheckpointError, StorageError, TrainError
 from raytide.core.train_spec import TrainSpec
 
 
@@ -84,9 +84,12 @@ class Trainer:
         self.steps_done = 0
         self.saved_at: int | None = 0
         """The first state needs no copy: the seed makes it again."""
+        self.unsaved = ""
+        """Why the last checkpoint could not be written, until a later one could."""
         self.held_at = 0
         """The step of the last snapshot."""
         self.restored_from: Literal["", "memory", "storage"] = ""
+        self._samples = LineFile(Path(spec.out) / "samples" / f"{group.rank}.jsonl")
         self._asked = 0
         """To pause, by all ranks together, at the last step."""
 
@@ -124,9 +127,19 @@ class Trainer:
         """Begin to checkpoint the state as it is, unless that was done already."""
         if self.saved_at != self.steps_done:
             self.clock.start()
+            self.settle_save()
             self.checkpoints.save(self.state, self.steps_done)
             self.clock.lap("checkpoint")
             self.saved_at = self.steps_done
+
+    def settle_save(self) -> None:
+        """Wait for the save in flight. One that the storage refused (a full disk, a lost bucket) is no reason to stop:
+        the checkpoint before it is whole, and the next interval tries again. All ranks see the same outcome."""
+        try:
+            if self.checkpoints.wait():
+                self.unsaved = ""
+        except StorageError as error:
+            self.unsaved, self.saved_at = str(error), None
 
     @property
     def save_s(self) -> float:
@@ -146,9 +159,13 @@ class Trainer:
         self.hold()
         if self.snapshots is not None:
             self.snapshots.wait()
-        if save or alone:
-            self.save()
+        if not (save or alone):
+            return
+        self.save()
+        if alone:
             self.checkpoints.wait()
+        else:
+            self.settle_save()  # the others' memory has the state
 
     def close(self) -> None:
         """Give up what is in flight. For this rank alone, and quick: the generation may be broken."""
@@ -179,7 +196,7 @@ class Trainer:
                 return False
             on_step(result)
             if result.verdict == "stopped":
-                self.checkpoints.wait()
+                self.settle_save()
                 raise guard.stopped(self.spec.name, result)
             if self.steps_done % self.spec.checkpoint_every == 0:
                 self.save()
@@ -234,7 +251,7 @@ class Trainer:
         tokens, asked, profiled, failed = self.group.sum([counted, *flags])
         self.clock.lap("wait")
         if failed:
-            self.checkpoints.wait()  # it raises, on every rank
+            self.settle_save()
         self._asked = int(asked)
         if asked:
             return None
@@ -280,6 +297,7 @@ class Trainer:
             why=verdict.why,
             samples=() if verdict.kind == "applied" else tuple(self.sampler.ids(step).tolist()),
             micro_batch=self.micro_batch,
+            unsaved="" if self.checkpoints.saved else self.unsaved,
         )
 
     def _reduce(self) -> None:
@@ -309,8 +327,4 @@ class Trainer:
 
     def _record(self, step: int, ids: Ids) -> None:
         if self.spec.record_samples and self.group.is_data_first:
-            path = Path(self.spec.out) / "samples" / f"{self.group.rank}.jsonl"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with open(path, "a") as file:
-                line = {"step": step + 1, "generation": self.group.generation, "ids": ids.tolist()}
-                file.write(json.dumps(line) + "\n")
+            self._samples.add({"step": step + 1, "generation": self.group.generation, "ids": ids.tolist()})

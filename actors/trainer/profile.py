@@ -7,7 +7,9 @@ all-reduce that the step has anyway. Every rank leaves a Chrome trace and a tabl
 from __future__ import annotations
 
 import json
+import logging
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     import torch
     from torch.profiler import profile
 
+_log = logging.getLogger(__name__)
 REQUEST = "profile.json"
 ROWS = 40
 
@@ -72,16 +75,22 @@ class Profiler:
             self.close(step)
 
     def close(self, step: int) -> None:
-        """Write what there is, up to `step`: also when the run stops inside the range."""
+        """Write what there is, up to `step`: also when the run stops inside the range. A profile that cannot be written
+        is given up, and the log says so: the run goes on without it."""
         running, self._running = self._running, None
         if running is None:
             return
         running.stop()
         folder = self.out / "profile" / f"steps-{self._first}-{step}"
-        with full_disk_is_an_error(str(folder)):
+        try:
             folder.mkdir(parents=True, exist_ok=True)
             running.export_chrome_trace(str(folder / f"rank-{self.rank}.json"))
             (folder / f"rank-{self.rank}.txt").write_text(self._table(running))
+        except (OSError, RuntimeError) as error:  # torch reports a failed write as a RuntimeError
+            for kind in ("json", "txt"):
+                with suppress(OSError):
+                    (folder / f"rank-{self.rank}.{kind}").unlink()
+            _log.warning("the profile of steps %d to %d was not written: %s", self._first, step, error)
 
     def _start(self, first: int, last: int) -> None:
         self._first, self._last = first, last

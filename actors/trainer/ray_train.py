@@ -83,7 +83,7 @@ class _Reports:
 
         if self._last is None:
             return
-        self.trainer.checkpoints.wait()
+        self.trainer.settle_save()
         ray.train.report({"step": self._last.step} | numbers(self._last.line()), checkpoint=self._new_checkpoint())
 
     def _new_checkpoint(self) -> Checkpoint | None:

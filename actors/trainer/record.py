@@ -6,17 +6,18 @@ A step that was done again after a death has a line for each time; the last one 
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
 
 from raytide.actors.trainer.core import RunResult, StepResult
+from raytide.actors.trainer.line_file import LineFile
 from raytide.actors.trainer.mlflow import MlflowRun
 from raytide.core.clock import Clock
+from raytide.core.errors import StorageError
 from raytide.core.storage import full_disk_is_an_error
 from raytide.core.train_spec import TrainSpec
 
@@ -33,10 +34,14 @@ class StepLog:
     def __init__(self, spec: TrainSpec, clock: Clock) -> None:
         self.spec, self.clock, self.file = spec, clock, Path(spec.out) / "metrics.jsonl"
         _drop_torn_line(self.file)
+        self._lines = LineFile(self.file)
 
     def add(self, result: StepResult) -> None:
         if result.verdict != "stopped" and (result.step % self.spec.log_every == 0 or result.step == self.spec.steps):
-            _append(self.file, {**result.line(), "at_s": self.clock.now_s()})
+            self._lines.add({**result.line(), "at_s": self.clock.now_s()})
+
+    def flush(self) -> None:
+        self._lines.flush()
 
 
 class Record:
@@ -56,6 +61,10 @@ class Record:
         self._done: deque[tuple[int, float]] = deque(maxlen=MOST_STEPS)
         self.step_s: float | None = None
         """Of the last step of the run so far that was written down before this driver."""
+        self.unsaved = ""
+        """Why the last checkpoint could not be written, until a later one could."""
+        self.has_been_unsaved = False
+        self._events = LineFile(self.out / "events.jsonl")
         self._go_on()
         self._log = StepLog(spec, clock) if logs_steps else None
         self.mlflow = MlflowRun(spec, spec.mlflow, clock) if spec.mlflow is not None else None
@@ -64,6 +73,10 @@ class Record:
         if result.verdict in ("skipped", "stopped"):
             numbers = {"loss": result.loss, "grad_norm": result.grad_norm, "samples": list(result.samples)}
             self.event("not_applied", step=result.step, verdict=result.verdict, why=result.why, **numbers)
+        if result.unsaved and result.unsaved != self.unsaved:
+            self.event("not_saved", step=result.step, why=result.unsaved)
+        self.unsaved = result.unsaved
+        self.has_been_unsaved |= bool(result.unsaved)
         if self._log is not None:
             self._log.add(result)
         if result.verdict == "stopped":
@@ -78,7 +91,7 @@ class Record:
             self.tokens += result.tokens
 
     def event(self, what: str, **details: object) -> None:
-        _append(self.out / "events.jsonl", {"at_s": self.clock.now_s(), "event": what, **details})
+        self._events.add({"at_s": self.clock.now_s(), "event": what, **details})
 
     def recovered(self, seconds: float, steps_lost: int) -> None:
         self.recovery_s = max(self.recovery_s, seconds)
@@ -100,15 +113,29 @@ class Record:
         )
 
     def close(self, state: RunState, reason: str = "") -> RunResult:
+        """Write run.json. StorageError where that fails, except after another error: that one is the reason then."""
         if self.mlflow is not None and (lost := self.mlflow.close(done=state == "done")):
             self.event("mlflow", why=lost)
         result = self.result()
         body = {"state": state, "reason": reason, **asdict(result), "spec": self.spec.model_dump(mode="json")}
+        self._events.flush()
+        if self._log is not None:
+            self._log.flush()
+        try:
+            self._write(json.dumps(body, indent=2) + "\n")
+        except StorageError:
+            if state == "done":
+                raise
+        return result
+
+    def _write(self, text: str) -> None:
         part = self.out / "run.json.part"
         with full_disk_is_an_error(str(part)):
-            part.write_text(json.dumps(body, indent=2) + "\n")
-            os.replace(part, self.out / "run.json")
-        return result
+            try:
+                part.write_text(text)
+                os.replace(part, self.out / "run.json")
+            finally:
+                part.unlink(missing_ok=True)
 
     def finished(self) -> None:
         """All steps are done. A driver that was killed after the last one did not see it, nor does its successor."""
@@ -126,21 +153,9 @@ class Record:
             self.first_loss, self.loss = _first_loss(lines), _first_loss(reversed(lines))
 
 
-def _append(path: Path, line: Mapping[str, object]) -> None:
-    with full_disk_is_an_error(str(path)), open(path, "a") as file:
-        file.write(json.dumps(_plain(line)) + "\n")
-
-
 def _first_loss(lines: Iterable[str]) -> float | None:
     """Of a step that was learned from."""
     return next((float(line["loss"]) for line in map(json.loads, lines) if "verdict" not in line), None)
-
-
-def _plain(value: object) -> object:
-    """As JSON has it: there is no number for what is not one."""
-    if isinstance(value, Mapping):
-        return {key: _plain(each) for key, each in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _drop_torn_line(file: Path) -> None:

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.local import LocalFileSystem
+from tests.disk_fixture import Disk
 from transformers import AutoTokenizer
 
 from raytide.core.data_spec import DataSpec, TextFilter, TokenizerSpec
@@ -218,6 +219,24 @@ def test_a_full_disk_is_a_storage_error_that_leaves_nothing_to_be_read(
         build(spec)
     assert files_in(spec.out) == {}
     monkeypatch.setattr(LocalFileSystem, "pipe_file", real)
+    assert build(spec) == verify(spec.out)
+
+
+def test_a_build_on_a_disk_that_is_full_says_what_it_needs_and_goes_on_when_there_is_room(
+    corpus: Path, spec_of: SpecOf, disk: Disk
+) -> None:
+    spec = spec_of(corpus).model_copy(update={"out": str(disk.path / "tokens")})
+
+    def fill(progress: Progress) -> None:
+        if progress.stage == "encode":
+            disk.fill()
+
+    with pytest.raises(StorageError, match=r"no space left while writing .*tokens.* needs about 0\.\d+ GB"):
+        build(spec, on_progress=fill)
+    assert files_in(spec.out) == {}
+    with pytest.raises(DataError, match="no token dataset"):
+        load_manifest(spec.out)
+    disk.free()
     assert build(spec) == verify(spec.out)
 
 

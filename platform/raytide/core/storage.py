@@ -80,12 +80,20 @@ def full_disk_is_an_error(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if is_full_disk(error):
             raise StorageError(
                 f"no space left while writing {what}.",
                 hint="Free space there, then resume: what was written before is whole.",
             ) from error
         raise StorageError(f"cannot write {what}: {error}.", hint="Check the path and its permissions.") from error
+
+
+def is_full_disk(error: BaseException) -> bool:
+    """Whether a full disk, or a quota that is used up, is what caused it."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__
+    return cause is not None and cause.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _sync(path: str) -> None:

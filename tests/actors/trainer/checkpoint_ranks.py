@@ -33,8 +33,11 @@ def join(spec: TrainSpec, rank: int, world: int, meet: str, generation: int = 0)
     return group.join(store, rank, spec.layout.sizes(world), timeout_s=30.0, generation=generation)
 
 
-def train_with_full_disk(spec: TrainSpec, rank: int, world: int, meet: str) -> tuple[int, RaytideError | None]:
-    """The steps done and the error, where rank 1 has no space left for its second save."""
+def train_with_full_disk(
+    spec: TrainSpec, rank: int, world: int, meet: str
+) -> tuple[int, set[str], RaytideError | None]:
+    """The steps done, what was told of saves, and the error, where rank 1 has no space left for its second save."""
+    unsaved: set[str] = set()
     trainer = Trainer(spec, join(spec, rank, world, meet))
     trainer.restore()
     write_item = filesystem._write_item
@@ -46,13 +49,13 @@ def train_with_full_disk(spec: TrainSpec, rank: int, world: int, meet: str) -> t
 
     filesystem._write_item = full
     try:
-        trainer.run(on_step=lambda result: None)
+        trainer.run(on_step=lambda result: unsaved.add(result.unsaved))
     except RaytideError as error:
-        return trainer.steps_done, error
+        return trainer.steps_done, unsaved - {""}, error
     finally:
         trainer.close()
         group.leave()
-    return trainer.steps_done, None
+    return trainer.steps_done, unsaved - {""}, None
 
 
 def train_until_killed(spec: TrainSpec, after_bytes: int) -> None:

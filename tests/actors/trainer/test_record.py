@@ -34,7 +34,7 @@ def small(tmp_path: Path) -> TrainSpec:
 
 def done(step: int, loss: float) -> StepResult:
     known: dict[str, Any] = dict.fromkeys(StepResult.__dataclass_fields__, 1)
-    return StepResult(**{**known, "step": step, "loss": loss, "verdict": "applied", "times": {}})
+    return StepResult(**{**known, "step": step, "loss": loss, "verdict": "applied", "times": {}, "unsaved": ""})
 
 
 def test_a_driver_that_starts_again_knows_how_far_the_run_is(small: TrainSpec) -> None:
@@ -157,3 +157,18 @@ def test_how_a_run_ended_can_be_read_back(small: TrainSpec) -> None:
     record.step(done(1, 3.0))
     ended = record.close("done")
     assert history.result(small.out) == ended
+
+
+def test_a_checkpoint_that_could_not_be_written_is_told_once_and_until_one_could_be(small: TrainSpec) -> None:
+    record = record_of(small)
+    driver = object.__new__(_Driver)
+    driver.crew = SimpleNamespace(settled="")  # type: ignore[assignment]
+    driver.spec, driver.record, driver.pace = small, record, Pace()
+    assert "not_saved" not in driver._progress(1)
+    for step in (1, 2):
+        record.step(replace(done(step, 3.0), unsaved="no space left while writing x."))
+    assert driver._progress(1)["not_saved"] == "no space left while writing x."
+    record.step(done(3, 3.0))
+    assert driver._progress(1)["not_saved"] == ""
+    events = [json.loads(line) for line in (Path(small.out) / "events.jsonl").read_text().splitlines()]
+    assert [(event["event"], event["step"]) for event in events] == [("not_saved", 1)]
