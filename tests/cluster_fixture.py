@@ -68,6 +68,7 @@ def replica_pids(of: LocalCluster) -> list[int]:
 @pytest.fixture(scope="session")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     from raytide.control import cluster
+    from raytide.core.processes import Process
 
     before = os.environ.get("RAYTIDE_HOME")
     os.environ["RAYTIDE_HOME"] = str(tmp_path_factory.mktemp("home"))
@@ -75,7 +76,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
         with pytest.MonkeyPatch.context() as shell:
             for name, value in OPERATORS.items():
                 shell.setenv(name, value)
-            started = cluster.up(name=NAME)
+            started = cluster.up(name=NAME, owner=Process.of(os.getpid()))
         yield started
     finally:
         cluster.down(NAME)

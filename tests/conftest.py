@@ -1,7 +1,11 @@
 """What every test gets: no process outlives the session, no network for model hubs, no deadline in property tests."""
 
+import ctypes
 import functools
 import os
+import signal
+import subprocess
+import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,8 +36,26 @@ MARK = "RAYTIDE_TEST_SESSION"
 os.environ[MARK] = uuid.uuid4().hex
 os.environ["RAYTIDE_PASS"] = MARK
 
-# Ends with the interpreter that started it, which is still running when this looks.
-HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+# End with the interpreter that started them, which is still running when this looks.
+HELPERS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "tests/guard.py")
+
+PR_SET_PDEATHSIG = 1
+
+
+def end_with_this_process() -> None:
+    """Whatever this session starts, and this process itself where it is another one's worker."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    environment = {name: value for name, value in os.environ.items() if name != MARK}
+    environment["PYTHONPATH"] = str(ROOT / "platform")
+    command = [sys.executable, str(ROOT / "tests/guard.py"), str(os.getpid()), MARK, os.environ[MARK]]
+    nowhere = subprocess.DEVNULL
+    subprocess.Popen(
+        command, env=environment, cwd="/", start_new_session=True, stdin=nowhere, stdout=nowhere, stderr=nowhere
+    )
+
+
+end_with_this_process()
 
 
 def started_here() -> list[psutil.Process]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -267,10 +268,13 @@ def connect(cluster: str | None = None) -> Tide:
 
 
 def local(config: str | Path | None = None, *, name: str = "local") -> Tide:
-    """Start an embedded cluster on this machine; leaving the `with` block, or `.close()`, ends it."""
+    """Start an embedded cluster on this machine. Leaving the `with` block ends it, and so do `.close()` and the end of
+    this process.
+    """
     from raytide.control import cluster
+    from raytide.core.processes import Process
 
-    started = cluster.up(config, name=name)
+    started = cluster.up(config, name=name, owner=Process.of(os.getpid()))
     return Tide(Client.from_run_dir(started.run_dir), on_exit=lambda: cluster.down(name))
 
 

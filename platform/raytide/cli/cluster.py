@@ -31,6 +31,9 @@ def up(
     name: Annotated[
         str | None, typer.Option("--name", "--cluster", help="`local`, or the file's cluster_name, when left out.")
     ] = None,
+    owner: Annotated[
+        int | None, typer.Option("--owner", metavar="PID", help="With --local: end it when this process is gone.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Start a cluster: a Ray head, raytide's controller and its API.
@@ -38,7 +41,7 @@ def up(
     On this machine with --local, else in the cloud that the file names, through Ray's cluster launcher.
     """
     if local and not dry_run:
-        _up_here(config, name or "local", json=json)
+        _up_here(config, name or "local", owner, json=json)
     elif config is None or local:
         asked = f"raytide up {config or 'cluster.yaml'} --dry-run" if dry_run else "raytide up --local"
         raise UsageError("a cloud's cluster needs its cluster.yaml, and no --local.", hint=f"Say `{asked}`.")
@@ -48,12 +51,16 @@ def up(
         _up_there(config, name, json=json)
 
 
-def _up_here(config: Path | None, name: str, *, json: bool) -> None:
+def _up_here(config: Path | None, name: str, owner_pid: int | None, *, json: bool) -> None:
     from raytide.control import cluster
+    from raytide.core.processes import Process
 
+    owner = None if owner_pid is None else Process.of(owner_pid)
+    if owner_pid is not None and owner is None:
+        raise UsageError(f"there is no process {owner_pid}.", hint="Name one that runs: `--owner $$` is this shell.")
     if not json:
         print(f"starting cluster {name} ...", file=sys.stderr)
-    started = cluster.up(config, name=name)
+    started = cluster.up(config, name=name, owner=owner)
     if json:
         as_json({"name": name, "run_dir": str(started.run_dir), "api": started.api_url, "ray": started.dashboard_url})
         return

@@ -20,6 +20,7 @@ from raytide.control.addresses import ANY, FIRST_K, LAST_K, claim
 from raytide.control.closing import Closed, close_books
 from raytide.control.embedded import AGENT_PORT_BASE, GCS_PORT_BASE, LocalCluster
 from raytide.control.head import start_head, wait_for_head
+from raytide.control.owner import ensure_watched
 from raytide.control.processes import hold_lock
 from raytide.control.running import MARK, installed_version, load, run_dir_of
 from raytide.control.supervised import end_children, grant_access, start_supervisor, wait_for_api
@@ -28,7 +29,7 @@ from raytide.core.clock import Clock, SystemClock
 from raytide.core.cluster import load_cluster
 from raytide.core.config import environment
 from raytide.core.errors import ConflictError, NotFoundError, UsageError
-from raytide.core.processes import kill_marked
+from raytide.core.processes import Process, kill_marked
 from raytide.core.state import Store
 
 DEFAULT_CONFIG = Path(__file__).with_name("local.yaml")
@@ -42,8 +43,12 @@ def up(
     k: int | None = None,
     children: Mapping[str, str] = CHILDREN,
     timeout_s: float = 120.0,
+    owner: Process | None = None,
 ) -> LocalCluster:
-    """Start the cluster of that name, or adopt what a killed supervisor left. On an error, all is ended again."""
+    """Start the cluster of that name, or adopt what a killed supervisor left. On an error, all is ended again.
+
+    A new one that has an `owner` is ended when that process is gone, whoever killed it and how.
+    """
     _check_name(name)
     config = load_cluster(config_path or DEFAULT_CONFIG)
     with _exclusive(name):
@@ -61,9 +66,12 @@ def up(
             _end_everything(cluster)
             _close_books(cluster)
             _set_aside(cluster)
-        cluster, claimed = _create(name, Path(config_path or DEFAULT_CONFIG), k, state_url=config.settings.state_url)
+        cluster, claimed = _create(
+            name, Path(config_path or DEFAULT_CONFIG), k, state_url=config.settings.state_url, owner=owner
+        )
         deadline = time.monotonic() + timeout_s
         try:
+            ensure_watched(cluster.run_dir, cluster.environment())
             head = start_head(cluster, environment=cluster.node_environment(), pass_fds=[claimed.fileno()])
             wait_for_head(cluster, head, timeout_s=timeout_s)
             start_supervisor(cluster, children, pass_fds=[claimed.fileno()])
@@ -126,7 +134,7 @@ def temporary(
     before = os.environ.get("RAYTIDE_HOME")
     os.environ["RAYTIDE_HOME"] = str(home_dir)
     try:
-        yield up(config_path, name, children=children)
+        yield up(config_path, name, children=children, owner=Process.of(os.getpid()))
     finally:
         down(name)
         if before is None:
@@ -144,7 +152,9 @@ def _load(name: str) -> LocalCluster | None:
     )
 
 
-def _create(name: str, config_path: Path, k: int | None, *, state_url: str) -> tuple[LocalCluster, socket.socket]:
+def _create(
+    name: str, config_path: Path, k: int | None, *, state_url: str, owner: Process | None
+) -> tuple[LocalCluster, socket.socket]:
     """A fresh run folder, and the claim on its addresses. Nothing runs yet, but `down` would already find it."""
     choices = range(FIRST_K, LAST_K + 1) if k is None else [k]
     k, claimed = claim({choice: _places(choice) for choice in choices})
@@ -167,6 +177,8 @@ def _create(name: str, config_path: Path, k: int | None, *, state_url: str) -> t
         config_path=run_dir / "cluster.yaml",
         created_at_s=time.time(),
         version=installed_version(),
+        owner_pid=0 if owner is None else owner.pid,
+        owner_start_time=0 if owner is None else owner.start_time,
     )
     cluster.save()
     cluster.temp_dir.mkdir(mode=0o700)

@@ -33,6 +33,9 @@ class RunningCluster(Config):
     """The cluster.yaml it was started with: a copy in the run folder."""
     created_at_s: float
     version: str
+    owner_pid: int = 0
+    owner_start_time: int = 0
+    """The process with which the cluster ends, if there is one: see `raytide.control.owner`."""
 
     @property
     def head_ip(self) -> str:

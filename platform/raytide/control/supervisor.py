@@ -17,8 +17,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from raytide.control.owner import ensure_watched
 from raytide.control.processes import hold_lock, record_of, start
 from raytide.core.durable import sweep
+from raytide.core.errors import RaytideError
 from raytide.core.processes import Process, end, running
 
 CHILDREN = {"controller": "raytide.control.controller", "api": "raytide.control.api"}
@@ -68,8 +70,16 @@ def supervise(run_dir: Path, children: Mapping[str, Sequence[str]]) -> None:
         while not _wait(watched, stop):
             for child in watched:
                 _step(child, run_dir)
+            _do_chores(run_dir)
     finally:
         end([child.process for child in watched if child.process is not None], grace_s=_STOP_GRACE_S)
+
+
+def _do_chores(run_dir: Path) -> None:
+    try:
+        ensure_watched(run_dir, os.environ)
+    except (OSError, ValueError, RaytideError) as error:  # a full disk: the next time may be better
+        _log.warning("cannot look after what the cluster is owned by: %s", error)
 
 
 def _step(child: Child, run_dir: Path) -> None:

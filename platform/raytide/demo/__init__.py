@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as jsonlib
+import os
 import shutil
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from raytide.control import cluster
 from raytide.control.client import Client
 from raytide.control.running import run_dir_of
 from raytide.core.errors import RaytideError, WaitTimeoutError
+from raytide.core.processes import Process
 from raytide.demo import specs, stages
 from raytide.demo.report import Report
 from raytide.demo.view import View
@@ -66,7 +68,7 @@ def _how_to_go_on(base_url: str, temporary: Path | None) -> str:
 
 def _live(view: View, folder: Path, report: Report, *, keep: bool) -> str:
     with view.stage("start a cluster") as say:
-        started = cluster.up(None, name=NAME)
+        started = cluster.up(None, name=NAME, owner=None if keep else Process.of(os.getpid()))
         say(f"API {started.api_url}")
     tide = Tide(Client.from_run_dir(started.run_dir))
     finished = False

@@ -1,0 +1,55 @@
+"""A test run that is killed, whatever way, leaves no cluster: the real pytest, with a real cluster in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from raytide.control.running import MARK
+from raytide.core.processes import marked
+
+ROOT = Path(__file__).parents[2]
+soak = pytest.mark.soak
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(
+    ("signum", "with_workers"),
+    [
+        (signal.SIGKILL, True),
+        (signal.SIGINT, False),
+        pytest.param(signal.SIGKILL, False, marks=soak),
+        pytest.param(signal.SIGTERM, False, marks=soak),
+        pytest.param(signal.SIGTERM, True, marks=soak),
+    ],
+)
+def test_a_killed_test_run_leaves_no_process(
+    tmp_path: Path, eventually: Callable[..., None], signum: signal.Signals, with_workers: bool
+) -> None:
+    told = tmp_path / "told.json"
+    command = [sys.executable, "-m", "pytest", "tests/live/waits_with_a_cluster.py", "-q", "-p", "no:cacheprovider"]
+    command += [f"--basetemp={tmp_path / 'inner'}", *(["-n1"] if with_workers else [])]
+    run = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "WAITS_TELLS": str(told)},
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        eventually(told.exists, within_s=150)
+        left = json.loads(told.read_text())
+        assert len(marked(MARK, left["cluster"])) > 5
+    finally:
+        run.send_signal(signum)
+    run.wait(120)
+    eventually(lambda: not marked("RAYTIDE_TEST_SESSION", left["session"]), within_s=100)
+    eventually(lambda: not marked(MARK, left["cluster"]), within_s=30)
+    assert not Path(left["temp_dir"]).exists(), "its cluster was ended in order"
