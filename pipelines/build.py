@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from raytide.core.claim import Claim
 from raytide.core.data_spec import DataSpec
 from raytide.core.errors import ConflictError, DataError, StorageError
 from raytide.core.storage import exists, is_full_disk, join, read_bytes, sha256, write_bytes
@@ -74,8 +75,19 @@ def build(
     Another `runner`, such as InlineRunner, takes Ray's place.
 
     Idempotent: a finished dataset of the same spec and inputs is verified and returned. One that a killed build left
-    unfinished, or whose bytes were altered, is built again. One of another spec or other inputs is a ConflictError.
+    unfinished, or whose bytes were altered, is built again. One of another spec or other inputs is a ConflictError, and
+    so is another build that writes there meanwhile.
     """
+    claim = Claim([spec.out])
+    try:
+        return _build(spec, placement_group, on_progress, runner)
+    finally:
+        claim.release()
+
+
+def _build(
+    spec: DataSpec, placement_group: PlacementGroup | None, on_progress: OnProgress | None, runner: Runner | None
+) -> TokenManifest:
     files = find_inputs(spec)
     if not files:
         raise DataError(

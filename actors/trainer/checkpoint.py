@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import uuid
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -20,7 +21,7 @@ from raytide.actors.trainer.files import Reader
 from raytide.actors.trainer.group import Group
 from raytide.actors.trainer.manifest import Checkpoint
 from raytide.actors.trainer.plan import LoadPieces
-from raytide.actors.trainer.saving import Saves, attempt, first_cause
+from raytide.actors.trainer.saving import Commit, Saves, attempt, first_cause
 from raytide.actors.trainer.state import Piece, TrainState
 from raytide.actors.trainer.store import Store, open_store
 from raytide.core.errors import CheckpointError, StorageError
@@ -46,10 +47,10 @@ class Listing:
 class Checkpoints:
     """A run's checkpoints, as one generation of ranks sees them. All ranks call every method but `close` together."""
 
-    def __init__(self, spec: TrainSpec, digests: Mapping[str, str], group: Group) -> None:
+    def __init__(self, spec: TrainSpec, digests: Mapping[str, str], group: Group, commit: Commit = nullcontext) -> None:
         self.spec, self.digests, self.group = spec, dict(digests), group
         self.store = open_store(spec.checkpoint_url)
-        self._saves = Saves(group.channel(), group.rank, group.world, digests, spec.keep_checkpoints)
+        self._saves = Saves(group.channel(), group.rank, group.world, digests, spec.keep_checkpoints, commit)
         self._life = group.from_first(uuid.uuid4().hex)
         self._count = 0
         self._in_flight = False

@@ -105,6 +105,8 @@ class Seat:
     address: str
     micro_batch: int
     """The spec's, or less once it did not fit."""
+    claim: str = ""
+    """The token of the run's claim on its folders, without which no checkpoint is sealed."""
 
 
 @dataclass(frozen=True, slots=True)

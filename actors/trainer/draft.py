@@ -6,6 +6,7 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -42,9 +43,13 @@ class Draft:
         except RaytideError as error:
             self._fail(error)
 
-    def publish(self) -> RaytideError | None:
-        """Replace what is at the target, or say what failed: the target is then as it was."""
-        self.write(self._replace if is_local(self._target) else self._upload)
+    def publish(self, commit: Callable[[], AbstractContextManager[None]] = nullcontext) -> RaytideError | None:
+        """Replace what is at the target, inside `commit`, or say what failed: the target is then as it was."""
+        try:
+            with commit():
+                self.write(self._replace if is_local(self._target) else self._upload)
+        except RaytideError as error:
+            self._fail(error)
         return self._error
 
     def _new(self) -> Path:

@@ -6,7 +6,9 @@ something ends it. A break costs the steps since the last snapshot or checkpoint
 
 from __future__ import annotations
 
+import re
 import time
+from functools import partial
 
 from raytide.actors.gang.leases import LeaseWatch, Reporter
 from raytide.actors.trainer.budget import Budget, smaller
@@ -18,8 +20,9 @@ from raytide.actors.trainer.record import Record
 from raytide.actors.trainer.recovery import Recovery
 from raytide.actors.trainer.remote import RayWorker, Start
 from raytide.actors.trainer.seating import most_ranks
+from raytide.core.claim import Claim
 from raytide.core.clock import Clock, SystemClock
-from raytide.core.errors import RaytideError
+from raytide.core.errors import ConflictError, LeaseLostError, RaytideError
 from raytide.core.gang import Lease
 from raytide.core.ports import LeaseClient
 from raytide.core.train_spec import TrainSpec
@@ -33,13 +36,25 @@ def run_train(
     """Train `spec` on the lease of `job_id` to its end, through deaths, notices and returns of its members.
 
     Needs a process that is connected to Ray, unless `start` makes other workers than Ray's. Goes on from the latest
-    checkpoint in `spec.out`. Raises what ended the run early: LeaseLostError, DataError, CheckpointError, StorageError
-    or TrainError.
+    checkpoint in `spec.out`. Raises what ended the run early: LeaseLostError, DataError, CheckpointError, StorageError,
+    TrainError, or ConflictError when another run writes there.
     """
-    record = Record(spec, clock or SystemClock(), logs_steps=False)
-    driver = _Driver(spec, lease_client, job_id, record, start)
+    claim = Claim(spec.places, job_id, is_over=partial(_is_over, lease_client))
+    try:
+        return _run(spec, lease_client, job_id, claim, clock or SystemClock(), start)
+    finally:
+        claim.release()
+
+
+def _run(
+    spec: TrainSpec, lease_client: LeaseClient, job_id: str, claim: Claim, clock: Clock, start: Start
+) -> RunResult:
+    record = Record(spec, clock, logs_steps=False)
+    driver = _Driver(spec, lease_client, job_id, record, start, claim)
     try:
         driver.run()
+    except ConflictError:  # the files are another run's now
+        raise
     except RaytideError as error:
         record.close("failed", str(error))
         raise
@@ -48,9 +63,24 @@ def run_train(
     return record.close("done")
 
 
+def _is_over(client: LeaseClient, holder: str) -> bool:
+    """Whether the job that a claim names has ended. A file may name anything."""
+    if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", holder):
+        return False
+    try:
+        client.lease(holder)
+    except LeaseLostError:
+        return True
+    except RaytideError:  # unknown here, another team's, or the API is away: the heartbeats decide
+        return False
+    return False
+
+
 class _Driver:
-    def __init__(self, spec: TrainSpec, client: LeaseClient, job_id: str, record: Record, start: Start) -> None:
-        self.spec, self.record = spec, record
+    def __init__(
+        self, spec: TrainSpec, client: LeaseClient, job_id: str, record: Record, start: Start, claim: Claim
+    ) -> None:
+        self.spec, self.record, self.claim = spec, record, claim
         self.crew = Crew(spec, record, start)
         self.watch = LeaseWatch(client, job_id)
         self.reporter = Reporter(client, job_id)
@@ -79,6 +109,7 @@ class _Driver:
                 self.watch,
                 self.record,
                 micro_batch=self._micro_batch(),
+                claim=self.claim.token,
                 on_steps=self._stepped,
             )
             ending = generation.run()
@@ -96,6 +127,7 @@ class _Driver:
         """Wait until enough workers are ready. The first time also for those that are on their way to a seat; later,
         survivors go on at once and the others join them when they come."""
         while True:
+            self.claim.check()
             lease = self.watch.latest()
             if lease is not None:
                 lost = self.crew.staff(lease)
@@ -123,6 +155,7 @@ class _Driver:
         self.reporter.send(self._progress(len(self.hands)))
 
     def _stepped(self, new: list[StepResult], beat: Beat) -> None:
+        self.claim.check()
         if self.recovery is not None:
             told = self.recovery.over(time.monotonic(), new[0], beat)
             self.record.recovered(float(told["seconds"]), self.recovery.steps_lost(new[0]))

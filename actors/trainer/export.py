@@ -9,6 +9,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from raytide.actors.trainer.hf_files import WeightFiles, save
 from raytide.actors.trainer.lora import LORA_A, LORA_B, adapted, merged
 from raytide.actors.trainer.origin import Origin
 from raytide.actors.trainer.peft import adapter_config, file_adapters
+from raytide.actors.trainer.saving import Commit
 from raytide.core.model_spec import LoraSpec
 from raytide.core.storage import join
 from raytide.core.train_spec import TrainSpec
@@ -36,15 +38,17 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
 _GB = 1e9
 
 
-def export(parts: Sequence[Decoder], spec: TrainSpec, origin: Origin, data: Data, group: Group) -> str:
+def export(
+    parts: Sequence[Decoder], spec: TrainSpec, origin: Origin, data: Data, group: Group, commit: Commit = nullcontext
+) -> str:
     """Write `out`/model, and with adapters `out`/adapter, each whole or not at all. All ranks call it together."""
     gather = Gather(parts, group)
     if spec.finetune is not None:
-        _export_adapter(gather, spec, spec.finetune.lora, origin, group)
-    return _export_model(gather, spec, origin, data, group)
+        _export_adapter(gather, spec, spec.finetune.lora, origin, group, commit)
+    return _export_model(gather, spec, origin, data, group, commit)
 
 
-def _export_model(gather: Gather, spec: TrainSpec, origin: Origin, data: Data, group: Group) -> str:
+def _export_model(gather: Gather, spec: TrainSpec, origin: Origin, data: Data, group: Group, commit: Commit) -> str:
     tensors, dtype = file_tensors(origin.arch, Form.on_the_hub(origin.arch)), _dtype(spec)
     files = WeightFiles(tensors, dtype, spec.export_shard_gb * _GB)
     target = join(spec.out, "model")
@@ -56,10 +60,12 @@ def _export_model(gather: Gather, spec: TrainSpec, origin: Origin, data: Data, g
     if draft is not None:
         draft.write(files.close)
         draft.write(lambda folder: _companions(folder, origin, data, spec, dtype))
-    return _publish(draft, target, group)
+    return _publish(draft, target, group, commit)
 
 
-def _export_adapter(gather: Gather, spec: TrainSpec, lora: LoraSpec, origin: Origin, group: Group) -> None:
+def _export_adapter(
+    gather: Gather, spec: TrainSpec, lora: LoraSpec, origin: Origin, group: Group, commit: Commit
+) -> None:
     adapters, weights = file_adapters(origin.arch, lora), dict[str, Tensor]()
     for adapter in adapters:
         whole = {name: gather.whole(name) for name in adapter.needs}
@@ -73,7 +79,7 @@ def _export_adapter(gather: Gather, spec: TrainSpec, lora: LoraSpec, origin: Ori
         draft.write(lambda folder: save(weights, folder / "adapter_model.safetensors"))
         config = adapter_config(origin.arch, lora, adapters, str(origin.folder))
         draft.write(lambda folder: _json(folder / "adapter_config.json", config))
-    _publish(draft, target, group)
+    _publish(draft, target, group, commit)
 
 
 def _contents(
@@ -123,8 +129,8 @@ def _companions(folder: Path, origin: Origin, data: Data, spec: TrainSpec, dtype
         )
 
 
-def _publish(draft: Draft | None, target: str, group: Group) -> str:
-    failed = group.from_first(None if draft is None else draft.publish())
+def _publish(draft: Draft | None, target: str, group: Group, commit: Commit) -> str:
+    failed = group.from_first(None if draft is None else draft.publish(commit))
     if failed is not None:
         raise failed
     return target

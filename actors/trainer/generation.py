@@ -60,11 +60,12 @@ class Generation:
         record: Record,
         *,
         micro_batch: int,
+        claim: str = "",
         on_steps: Callable[[list[StepResult], Beat], None],
     ) -> None:
         self.number, self.spec, self.hands = number, spec, hands
         self.crew, self.watch, self.record = crew, watch, record
-        self.micro_batch, self.on_steps = micro_batch, on_steps
+        self.micro_batch, self.claim, self.on_steps = micro_batch, claim, on_steps
         self.save_s = 0.0
         """Of the last checkpoint that a rank told of."""
         self._last_step = -1
@@ -100,7 +101,7 @@ class Generation:
             return False
         store = first.member.address, opened.result()
         for rank, hand in enumerate(self.hands):
-            seat = Seat(self.number, rank, world, store, hand.member.address, self.micro_batch)
+            seat = Seat(self.number, rank, world, store, hand.member.address, self.micro_batch, self.claim)
             self._out[hand.call("train", seat)] = rank
         return True
 

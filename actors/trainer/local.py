@@ -8,24 +8,34 @@ from raytide.actors.trainer import group
 from raytide.actors.trainer.core import RunResult, StepResult
 from raytide.actors.trainer.loop import Trainer
 from raytide.actors.trainer.record import Record
+from raytide.core.claim import Claim
 from raytide.core.clock import Clock, SystemClock
-from raytide.core.errors import RaytideError
+from raytide.core.errors import ConflictError, RaytideError
 from raytide.core.train_spec import TrainSpec
 
 
 def train_local(
     spec: TrainSpec, *, on_step: Callable[[StepResult], None] = lambda result: None, clock: Clock | None = None
 ) -> RunResult:
-    """Run `spec` to its end, going on from its latest checkpoint if it has one."""
-    record = Record(spec, clock or SystemClock())
+    """Run `spec` to its end, going on from its latest checkpoint if it has one. ConflictError while another run writes
+    to its `out`."""
+    claim = Claim(spec.places)
+    try:
+        return _train(spec, claim, Record(spec, clock or SystemClock()), on_step)
+    finally:
+        claim.release()
+
+
+def _train(spec: TrainSpec, claim: Claim, record: Record, on_step: Callable[[StepResult], None]) -> RunResult:
 
     def done(result: StepResult) -> None:
+        claim.check()
         record.step(result)
         on_step(result)
 
     try:
         with group.alone() as mine:
-            trainer = Trainer(spec, mine)
+            trainer = Trainer(spec, mine, claim=claim.token)
             try:
                 for error in trainer.restore():
                     record.event("skipped", why=str(error))
@@ -33,6 +43,8 @@ def train_local(
                 trainer.run(on_step=done)
             finally:
                 trainer.close()
+    except ConflictError:  # the files are another run's now
+        raise
     except RaytideError as error:
         record.close("failed", str(error))
         raise

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -44,6 +45,7 @@ from raytide.actors.trainer.snapshots import Snapshots
 from raytide.actors.trainer.state import Extra, TrainState
 from raytide.actors.trainer.timing import StepClock
 from raytide.actors.trainer.validate import validate
+from raytide.core.claim import committing
 from raytide.core.errors import CheckpointError, StorageError, TrainError
 from raytide.core.train_spec import TrainSpec
 
@@ -51,7 +53,8 @@ from raytide.core.train_spec import TrainSpec
 class Trainer:
     """The state of one run on one group. Every method is called by all ranks together."""
 
-    def __init__(self, spec: TrainSpec, group: Group, snapshots: Snapshots | None = None) -> None:
+    def __init__(self, spec: TrainSpec, group: Group, snapshots: Snapshots | None = None, claim: str = "") -> None:
+        """`claim`: the token of the run's claim on its folders; without one nothing is checked when it commits."""
         techniques.check(spec, group.device)
         self.spec, self.group = spec, group
         self.data = group.together(lambda: open_data(spec))
@@ -74,7 +77,8 @@ class Trainer:
         if self.average is not None:  # another layout, another gradient to leave something out of
             self.extras[f"left_out.{'x'.join(map(str, group.sizes.shape))}.{group.rank}"] = self.average
         digests = {"model, seed or batch": self.origin.digest, "dataset": self.data.digest}
-        self.checkpoints = Checkpoints(spec, digests, group)
+        self._commit = partial(committing, spec.places, claim)
+        self.checkpoints = Checkpoints(spec, digests, group, self._commit)
         self.snapshots = snapshots if spec.snapshot_every else None
         if self.snapshots is not None:
             self.snapshots.join(group)
@@ -176,7 +180,7 @@ class Trainer:
             self._pool.close()
 
     def export(self) -> str:
-        return export(self.parts, self.spec, self.origin, self.data, self.group)
+        return export(self.parts, self.spec, self.origin, self.data, self.group, self._commit)
 
     def run(self, *, on_step: Callable[[StepResult], None], paused: Callable[[], Pause] = lambda: Pause.NO) -> bool:
         """Train to the end, saving as the spec says; False when some rank asked to pause: the state is saved then.

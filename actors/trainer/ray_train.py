@@ -16,32 +16,44 @@ from typing import TYPE_CHECKING, Any
 from raytide.actors.trainer import manifest
 from raytide.actors.trainer.core import StepResult, numbers
 from raytide.actors.trainer.store import LocalStore, Store, open_store
+from raytide.core.claim import Claim
 from raytide.core.clock import SystemClock
-from raytide.core.errors import CheckpointError, RaytideError
+from raytide.core.errors import CheckpointError, ConflictError, RaytideError
 from raytide.core.train_spec import TrainSpec
 
 if TYPE_CHECKING:
     from ray.train import Checkpoint
 
+    from raytide.actors.trainer.group import Group
     from raytide.actors.trainer.loop import Trainer
     from raytide.actors.trainer.record import Record
 
 
 def train_loop_per_worker(config: Mapping[str, Any]) -> None:
     """Train the spec that `config` is to its end, on the workers that Ray Train has started."""
-    import ray.train
-
     from raytide.actors.trainer import group
-    from raytide.actors.trainer.loop import Trainer
-    from raytide.actors.trainer.record import Record
 
     spec = TrainSpec.parse(config, where="train_loop_config")
     mine = group.adopt(spec.layout, timeout_s=spec.collective_timeout_s)
+    claim = mine.together(lambda: Claim(spec.places) if mine.is_first else None)
+    try:
+        _train(spec, mine, claim)
+    finally:
+        if claim is not None:
+            claim.release()
+
+
+def _train(spec: TrainSpec, mine: Group, claim: Claim | None) -> None:
+    import ray.train
+
+    from raytide.actors.trainer.loop import Trainer
+    from raytide.actors.trainer.record import Record
+
     record = Record(spec, SystemClock()) if mine.is_first else None
     try:
         given = ray.train.get_checkpoint()
         bad = mine.from_first(_place(given, spec) if mine.is_first and given is not None else [])
-        trainer = Trainer(spec, mine)
+        trainer = Trainer(spec, mine, claim=mine.from_first("" if claim is None else claim.token))
         try:
             rejected = [*bad, *trainer.restore()]
             if record is not None:
@@ -53,6 +65,8 @@ def train_loop_per_worker(config: Mapping[str, Any]) -> None:
             reports.send()
         finally:
             trainer.close()
+    except ConflictError:  # the files are another run's now
+        raise
     except RaytideError as error:
         if record is not None:
             record.close("failed", str(error))

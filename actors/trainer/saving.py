@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -25,13 +26,21 @@ from raytide.actors.trainer.store import Store
 from raytide.core.errors import RaytideError, StorageError
 
 T = TypeVar("T")
+Commit = Callable[[], AbstractContextManager[None]]
+"""Inside it this run may publish; ConflictError when another one has its folders by now."""
 
 
 class Saves:
     """The saves of one generation, as one of its ranks makes them."""
 
     def __init__(
-        self, channel: dist.ProcessGroup, rank: int, world: int, digests: Mapping[str, str], keep: int
+        self,
+        channel: dist.ProcessGroup,
+        rank: int,
+        world: int,
+        digests: Mapping[str, str],
+        keep: int,
+        commit: Commit = nullcontext,
     ) -> None:
         self.image = Image()
         self.beside = Background("checkpoint")
@@ -40,7 +49,7 @@ class Saves:
         self.rejected: list[str] = []
         """Folders that were found to be bad: they do not count among those that are kept."""
         self._channel, self._rank, self._world = channel, rank, world
-        self._digests, self._keep = dict(digests), keep
+        self._digests, self._keep, self._commit = dict(digests), keep, commit
         self._closed = threading.Event()
 
     def start(self, store: Store, name: str, step: int, samples: int) -> None:
@@ -79,7 +88,8 @@ class Saves:
     def _seal(self, store: Store, name: str, body: Manifest) -> None:
         self._go_on()
         try:
-            sealed = manifest.seal(store, name, body)
+            with self._commit():
+                sealed = manifest.seal(store, name, body)
         except RaytideError:
             attempt(lambda: manifest.remove(store, name))
             raise

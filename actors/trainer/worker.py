@@ -129,7 +129,7 @@ class TrainWorker:
         self._diary.at("building", lap="build")
         self._snapshots = self._snapshots or Snapshots(self._host)
         spec = self._spec.model_copy(update={"micro_batch": seat.micro_batch})
-        trainer = Trainer(spec, mine, self._snapshots)
+        trainer = Trainer(spec, mine, self._snapshots, seat.claim)
         try:
             self._diary.at("loading", lap="load")
             skipped = trainer.restore()

@@ -240,6 +240,17 @@ def test_a_build_on_a_disk_that_is_full_says_what_it_needs_and_goes_on_when_ther
     assert build(spec) == verify(spec.out)
 
 
+def test_two_builds_never_write_to_one_out(corpus: Path, spec_of: SpecOf) -> None:
+    spec = spec_of(corpus)
+
+    def second(progress: Progress) -> None:
+        with pytest.raises(ConflictError, match="out is being written by"):
+            build(spec)
+
+    assert build(spec, on_progress=second) == verify(spec.out)
+    assert build(spec) == verify(spec.out)
+
+
 def test_an_input_that_changes_between_the_passes_is_found(
     corpus: Path, spec_of: SpecOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -138,6 +138,11 @@ class TrainSpec(Config):
     def checkpoint_url(self) -> str:
         return self.checkpoint_dir or f"{self.out.rstrip('/')}/checkpoints"
 
+    @property
+    def places(self) -> tuple[str, ...]:
+        """The folders that it writes to, which no other run may write to meanwhile."""
+        return (self.out,) if self.checkpoint_dir is None else (self.out, self.checkpoint_dir)
+
     def first_micro_batch(self, sizes: Sizes) -> int:
         """What ranks begin with. A pipeline needs a rank's share in as many pieces as it has stages."""
         if self.micro_batch != "auto":

@@ -69,7 +69,7 @@ def test_a_run_that_was_over_when_its_driver_started_again_shows_all_its_steps(
     driver = object.__new__(_Driver)
     driver.spec, driver.record, driver.number, driver.recovery, driver.hands = small, record_of(small), 0, None, []
     driver.crew, driver.fits, driver.watch = SimpleNamespace(ready=0, settled=""), None, None  # type: ignore[assignment]
-    driver.pace = Pace()
+    driver.pace, driver.claim = Pace(), SimpleNamespace(token="")  # type: ignore[assignment]
     monkeypatch.setattr(driver, "_gather", lambda: [SimpleNamespace(host="only")])
     monkeypatch.setattr(driver, "_tell_who", lambda: None)
     monkeypatch.setattr(Generation, "run", lambda generation: Ending("done"))
