@@ -6,11 +6,10 @@ import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import uvicorn
-
 from raytide.control.api.app import create_app
 from raytide.control.api.auth import JobTokens, Tokens
 from raytide.control.api.desk import Desk
+from raytide.control.api.server import allow_connections, server
 from raytide.control.compose import bill
 from raytide.control.drivers import Drivers
 from raytide.control.job_tokens import key_in
@@ -45,12 +44,9 @@ def main(run_dir: str) -> None:
         )
         desk.packages.sweep()
         address = urlsplit(cluster.api_url)
-        uvicorn.run(
-            create_app(desk, Tokens(cluster.tokens_file, JobTokens(key_in(folder), store))),
-            host=address.hostname or cluster.head_ip,
-            port=address.port or 7400,
-            log_level="warning",
-        )
+        allow_connections()
+        app = create_app(desk, Tokens(cluster.tokens_file, JobTokens(key_in(folder), store)))
+        server(app, address.hostname or cluster.head_ip, address.port or 7400).run()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """The routes: each takes the caller and its input to the Desk and its answer to JSON."""
 
-import asyncio
 import time
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +20,6 @@ from raytide.core.errors import NotFoundError, RaytideError, UsageError
 from raytide.core.job import BudgetPer
 from raytide.ledger.report import By
 
-_LONG_POLL_S = 0.1
 _LONGEST_POLL_S = 60.0
 _METRICS_S = 1.0
 """How long one reading of the metrics is good for: whoever asks, token or not, costs one reading a second at most."""
@@ -147,15 +145,9 @@ def create_app(desk: Desk, tokens: Tokens) -> FastAPI:
     async def lease(
         who: Who, request: Request, job_id: q.Name, newer_than: q.Epoch = -1, timeout_s: q.Timeout = 0.0
     ) -> Any:
-        deadline = time.monotonic() + min(timeout_s, _LONGEST_POLL_S)
-        while True:
-            now = await asyncio.to_thread(desk.lease, job_id, who)
-            if now.epoch > newer_than or time.monotonic() >= deadline:
-                return to_json(now)
-            if await request.is_disconnected():
-                await asyncio.to_thread(desk.hung_up, job_id)
-                return {}
-            await asyncio.sleep(_LONG_POLL_S)
+        timeout_s = min(timeout_s, _LONGEST_POLL_S)
+        found = await desk.leases.wait(job_id, who.acting_on, newer_than, timeout_s, request.receive)
+        return Response(found or b"{}", media_type="application/json")
 
     @app.post("/v1/endpoints")
     async def serve(who: Who, body: q.Body) -> Any:

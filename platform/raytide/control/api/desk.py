@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 
 from raytide.actors.serving.engines import check_engine
@@ -14,13 +12,13 @@ from raytide.autoscaler.seating import UNMANAGED
 from raytide.control.api import logs
 from raytide.control.api.accounts import Accounts
 from raytide.control.api.auth import ANY_TEAM, Caller
+from raytide.control.api.leases import Leases
 from raytide.control.api.samples import samples
 from raytide.control.api.trouble import Watch
 from raytide.control.costs import cost_report
 from raytide.control.drivers import Drivers
 from raytide.control.glimpse import ask
 from raytide.control.packages import Packages
-from raytide.control.silence import hung_up
 from raytide.control.views import (
     ClusterStatus,
     CostReport,
@@ -38,15 +36,7 @@ from raytide.core.cluster import ClusterConfig
 from raytide.core.data_spec import DataSpec
 from raytide.core.endpoint import ServeSpec
 from raytide.core.entry import Entry, EntryKind
-from raytide.core.errors import (
-    ConfigError,
-    ConflictError,
-    DataError,
-    DeniedError,
-    LeaseLostError,
-    StorageError,
-    UsageError,
-)
+from raytide.core.errors import ConfigError, ConflictError, DataError, DeniedError, UsageError
 from raytide.core.gang import GangSpec, Lease, LeaseState, Shape
 from raytide.core.job import BudgetPer, Job, JobKind, JobSpec, JobState
 from raytide.core.metrics import render
@@ -84,7 +74,7 @@ class Desk:
         self._clock, self._live_path = clock, live
         self._serve_url, self._ray_url = serve_url, ray_url
         self._ray_environment = ray_environment
-        self._heard_s: dict[str, float] = {}
+        self.leases = Leases(store, clock)
         self.accounts = Accounts(store, config)
         self.watch = Watch(live, store, clock)
         self.packages = Packages(live.parent / "packages")
@@ -190,34 +180,7 @@ class Desk:
 
     def lease(self, job_id: str, caller: Caller) -> Lease:
         """The job's lease; while it has none yet, one that waits, with epoch -1. LeaseLostError when it is over."""
-        job = caller.acting_on(self._store.job(job_id))
-        if job.is_final or job.state is JobState.STOPPING:
-            raise LeaseLostError(f"{job_id} is {job.state}: {job.reason}", hint="Submit it again.")
-        if job.spec.kind is JobKind.GANG:
-            self._heartbeat(job_id)
-        lease = self._store.lease_of(job_id)
-        if lease is not None and lease.state is not LeaseState.RELEASED:
-            return lease
-        return Lease(
-            id="", job_id=job_id, shape=job.spec.gang.shapes[0], state=LeaseState.WAITING, members=(), epoch=-1
-        )
-
-    def _heartbeat(self, job_id: str) -> None:
-        """At most once a second: a long poll asks ten times as often."""
-        now_s = self._clock.now_s()
-        if now_s - self._heard_s.get(job_id, -math.inf) >= 1.0:
-            self._heard_s[job_id] = now_s
-            with suppress(StorageError):  # its lease it gets all the same; until there is room nobody counts silence
-                self._store.heartbeat(job_id, now_s)
-
-    def hung_up(self, job_id: str) -> None:
-        """Whoever asked for the lease is gone before the answer, as a driver is that was killed. One that lives asks
-        again at once; it is waited for no longer than a moment."""
-        job = self._store.job(job_id)
-        if job.spec.kind is JobKind.GANG and not job.is_final:
-            self._heard_s.pop(job_id, None)
-            told_s = hung_up(job.heartbeat_at_s, self._clock.now_s(), job.spec.heartbeat_timeout_s)
-            self._store.heartbeat(job_id, told_s)
+        return self.leases.lease(caller.acting_on(self._store.job(job_id)))
 
     def view(self, job: Job) -> JobView:
         return self._views((job,))[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import sqlalchemy as sa
 
@@ -11,6 +12,18 @@ from raytide.core.job import FINAL_STATES
 from raytide.core.state import tables as t
 from raytide.core.state.database import Database
 from raytide.core.state.rows import leases_where, named
+
+CHANGES = "changes"
+"""The counter of commits that touched a job or a lease."""
+
+
+class LeaseKey(NamedTuple):
+    """A job's state and its newest lease's: as long as it is the same, whoever waits for the lease has nothing new."""
+
+    job_state: str
+    lease_id: str = ""
+    lease_state: str = ""
+    epoch: int = -1
 
 
 class Census:
@@ -50,6 +63,24 @@ class Census:
             ages = sorted((*c.execute(over).scalars(), *c.execute(live).scalars()), reverse=True)
         return float(ages[older]) if older < len(ages) else 0.0
 
+    def version(self) -> int:
+        """It grows with every commit that touches a job or a lease."""
+        with self._db.read() as c:
+            return int(c.execute(_VERSION).scalar() or 0)
+
+    def lease_keys(self, job_ids: Iterable[str]) -> dict[str, LeaseKey]:
+        """Of those that are jobs."""
+        j, x = t.jobs.c, t.leases.c
+        found: dict[str, LeaseKey] = {}
+        with self._db.read() as c:
+            for part in named(job_ids):
+                newest = sa.select(sa.func.max(x.number)).where(x.job_id.in_(part)).group_by(x.job_id)
+                leases = sa.select(x.job_id, x.id, x.state, x.epoch).where(x.number.in_(newest))
+                held = {row[0]: (row[1], str(row[2]), int(row[3])) for row in c.execute(leases)}
+                for job_id, state in c.execute(sa.select(j.id, j.state).where(j.id.in_(part))):
+                    found[job_id] = LeaseKey(str(state), *held.get(job_id, ()))
+        return found
+
     def leases(self, job_ids: Iterable[str]) -> dict[str, Lease]:
         """The newest lease of each of them that was ever admitted, RELEASED ones included; by job."""
         of_job = t.leases.c.job_id
@@ -60,3 +91,6 @@ class Census:
                 for part in named(job_ids)
                 for lease in leases_where(c, t.leases.c.number.in_(newest.where(of_job.in_(part))))
             }
+
+
+_VERSION = sa.select(t.counters.c.next).where(t.counters.c.name == CHANGES)

@@ -20,7 +20,7 @@ from raytide.core.snapshot import Pool
 from raytide.core.state import codec
 from raytide.core.state import tables as t
 from raytide.core.state.books import Books
-from raytide.core.state.census import Census
+from raytide.core.state.census import CHANGES, Census
 from raytide.core.state.database import Database, Failure
 from raytide.core.state.records import Changes, Event, Records, StoredPlan, StoredTeam
 from raytide.core.state.rows import leases_where, named
@@ -85,6 +85,15 @@ class Store:
     def heartbeat(self, job_id: str, now_s: float) -> Job:
         """Its driver is alive."""
         return self._write_job(job_id, heartbeat_at_s=now_s)
+
+    def heartbeats(self, at_s: Mapping[str, float]) -> None:
+        """Drivers of many jobs are alive, each at its time. A row that another process is writing is left for the next
+        time: two that write many rows would wait for each other."""
+        with self._db.write() as c:
+            for moment in sorted(set(at_s.values())):
+                for part in named(job_id for job_id, each in at_s.items() if each == moment):
+                    free = sa.select(t.jobs.c.id).where(t.jobs.c.id.in_(part)).with_for_update(skip_locked=True)
+                    c.execute(t.jobs.update().where(t.jobs.c.id.in_(free)).values(heartbeat_at_s=moment))
 
     def report(self, job_id: str, progress: Mapping[str, float | int | str], now_s: float) -> None:
         """Add to the job's progress, name by name; also a heartbeat."""
@@ -186,6 +195,8 @@ class Store:
             upsert(c, t.members, [codec.member_values(lease.id, m) for lease in ch.leases for m in lease.members])
             upsert(c, t.nodes, [codec.node_values(node) for node in ch.nodes])
             upsert(c, t.pools, [codec.pool_values(pool) for pool in ch.pools])
+            if ch.jobs or ch.leases:
+                next_number(c, CHANGES)
             number_reached(c, "lease", max((codec.number_of(lease.id) for lease in ch.leases), default=0))
             number_reached(c, "node", max((codec.number_of(node.id) for node in ch.nodes), default=0))
             append(c, t.entries, [codec.entry_values(entry) for entry in ch.entries])

@@ -1,0 +1,89 @@
+"""How the API listens: no connection that sends nothing, or sends without end, keeps room that others need."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from collections import OrderedDict
+from contextlib import suppress
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+HEAD_BYTES = 2**15
+"""The largest head (request line and headers) of a request."""
+HEAD_S = 10.0
+"""How long a request's head may take to arrive."""
+MOST_HEADLESS = 512
+"""Connections that have not sent the head of their first request; above that, the oldest is closed."""
+MOST_CONNECTIONS = 8192
+"""More are answered with 503. Every driver that waits for its lease has one."""
+_END_S = 3.0
+
+
+class BoundedProtocol(H11Protocol):
+    """HTTP/1.1 whose heads are bounded in size by h11, and here in time."""
+
+    _headless: OrderedDict[BoundedProtocol, None] = OrderedDict()
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._headless[self] = None
+        self._late = self.loop.call_later(HEAD_S, self._close)
+        if len(self._headless) > MOST_HEADLESS:
+            next(iter(self._headless))._close()
+
+    def data_received(self, data: bytes) -> None:
+        if self._late is None and not self._is_answering:
+            self._late = self.loop.call_later(HEAD_S, self._close)
+        super().data_received(data)
+        if self._is_answering:
+            self._has_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._has_head()
+        super().connection_lost(exc)
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _has_head(self) -> None:
+        self._headless.pop(self, None)
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def _close(self) -> None:
+        self._has_head()
+        self.transport.abort()
+
+
+def server(app: ASGIApp, host: str, port: int) -> uvicorn.Server:
+    """The API's server, not yet started."""
+    return uvicorn.Server(
+        uvicorn.Config(
+            app,
+            host=host,
+            port=port,
+            http=BoundedProtocol,
+            ws="none",
+            log_level="warning",
+            h11_max_incomplete_event_size=HEAD_BYTES,
+            limit_concurrency=MOST_CONNECTIONS,
+            timeout_keep_alive=5,
+            timeout_graceful_shutdown=int(_END_S),
+            server_header=False,
+        )
+    )
+
+
+def allow_connections() -> None:
+    """Raises the soft limit of open files as far as the hard one allows, up to what all connections take."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * MOST_CONNECTIONS if hard == resource.RLIM_INFINITY else min(2 * MOST_CONNECTIONS, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
