@@ -11,8 +11,10 @@ from raytide.core.errors import ClusterError, LeaseLostError, RaytideError, Wait
 from raytide.core.gang import Lease, LeaseState, Member
 from raytide.core.ports import GangClient
 
-_POLL_S = 2.0
-"""Well below a job's heartbeat timeout: each poll tells the platform that this process is alive."""
+_POLL_S = 55.0
+"""A poll that waits tells the platform that this process is alive: it ends at once when this process does."""
+_LAST_POLL_S = 3.0
+"""How long the end of a gang waits for the poll under way, which ends when the gang's end is in the records."""
 
 
 class Gang:
@@ -119,4 +121,4 @@ class Gang:
         except LeaseLostError:
             pass  # it was over already
         finally:
-            self._asker.join(_POLL_S + 1.0)
+            self._asker.join(_LAST_POLL_S)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import pytest
 from fastapi.testclient import TestClient
 from tests.control.conftest import NoMachines
@@ -213,6 +214,21 @@ class TestJobs:
     def test_the_same_key_queues_one_job(self, client: TestClient) -> None:
         ids = {client.post("/v1/jobs", json=GANG, params={"key": "k"}).json()["job"]["id"] for _ in range(3)}
         assert ids == {"job-1"}
+
+    def test_a_key_is_its_team_s_and_goes_with_what_was_asked_for(self, client: TestClient, desk: Desk) -> None:
+        desk.accounts._config.settings.teams["research"] = TeamSpec()
+
+        def submit(body: dict[str, object], token: str = "secret", key: str = "k") -> httpx.Response:
+            return client.post("/v1/jobs", json=body, params={"key": key}, headers={"Authorization": f"Bearer {token}"})
+
+        late = {**GANG, "deadline": "8h"}
+        assert [submit(late).json()["job"]["id"] for _ in range(2)] == ["job-1", "job-1"]
+        assert submit(GANG, "other").json()["job"]["id"] == "job-2", "another team's"
+        assert submit(late, "root").json()["job"]["id"] == "job-1", "whoever of the team asks"
+        refused = submit({**GANG, "name": "another"})
+        assert (refused.status_code, "job-1" in error(refused)["message"]) == (409, True)
+        for bad in ("", " ", "a b", "k" * 129, "\0", "\ud7ff", "naïve"):
+            assert submit(GANG, key=bad).status_code == 400
 
     def test_an_unknown_key_is_named_with_its_nearest(self, client: TestClient) -> None:
         response = client.post("/v1/jobs", json={**GANG, "tema": "x"})

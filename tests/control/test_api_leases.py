@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from starlette.types import Message
 from tests.control.test_api_scale import SHAPE, SPEC
 
-from raytide.control.api.leases import Leases
+from raytide.control.api.leases import Leases, Seen
 from raytide.core.clock import VirtualClock
 from raytide.core.errors import DeniedError, LeaseLostError, NotFoundError
 from raytide.core.gang import Lease, LeaseState, Member
@@ -145,12 +145,12 @@ def test_who_looks_while_the_watcher_reads_misses_nothing(leases: Leases, store:
         late = leases._read(["job-2"])["job-2"]
         granted(store, 2)
 
-        def slow(seen: object) -> object:
-            found = read(seen)  # type: ignore[arg-type]
-            leases._seen["job-2"] = late  # arrives while the watcher reads what changed
+        def slow(seen: dict[str, Seen], version: int) -> dict[str, Seen]:
+            found = read(seen, version)
+            leases._seen["job-2"], leases._is_grown = late, True  # arrives while the watcher reads what changed
             return found
 
-        leases._read_changed = slow  # type: ignore[method-assign, assignment]
+        leases._read_changed = slow  # type: ignore[method-assign]
         await leases._look()
         other = poll(leases, "job-2")
         await until(lambda: "job-2" in leases._waiting)

@@ -48,6 +48,24 @@ def test_what_an_older_release_booked_is_summed_and_its_jobs_are_kept(url: str, 
         assert store.census.oldest_s(0.0, now_s=4.0) == 8.0
 
 
+def test_a_key_that_two_users_of_a_team_used_stays_with_their_newest_job(url: str, tmp_path: Path) -> None:
+    """An older release kept keys by user."""
+    spec = JobSpec(kind=JobKind.GANG, name="old", gang=GangSpec(shapes=(Shape(resources={"CPU": 1.0}),)))
+    store = Store.open(f"sqlite:///{tmp_path}/now.db")
+    for user, team, key in (("ana", "blue", "a"), ("bob", "blue", "b"), ("ana", "red", "c"), ("ana", "red", None)):
+        store.submit_job(spec.model_copy(update={"team": team}), user, 1.0, key=key)
+    store.close()
+    now, then = Database(f"sqlite:///{tmp_path}/now.db"), Database(url)
+    _copy_as_of("0005", now, then)
+    with then.write() as c:
+        c.execute(sa.text("UPDATE jobs SET client_key = 'k', \"user\" = id WHERE number < 4"))
+    then.engine.dispose()
+    with closing(Store.open(url)) as store:
+        blue, red = (spec.model_copy(update={"team": team}) for team in ("blue", "red"))
+        assert store.submit_job(blue, "ana", 2.0, key="k", digest="any").id == "job-2"
+        assert store.submit_job(red, "ana", 2.0, key="k", digest="any").id == "job-3"
+
+
 def _copy_as_of(revision: str, now: Database, then: Database) -> None:
     config = Config()
     config.set_main_option("script_location", str(_MIGRATIONS))

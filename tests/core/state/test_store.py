@@ -158,7 +158,34 @@ def test_jobs_submitted_at_once_from_many_threads_have_different_ids(store: Stor
 def test_submitting_again_with_the_same_key_returns_the_first_job(store: Store) -> None:
     first = store.submit_job(SPEC, "ada", 1.0, key="k")
     assert store.submit_job(SPEC, "ada", 2.0, key="k") == first
-    assert store.submit_job(SPEC, "bob", 2.0, key="k").id == "job-2"
+    assert store.submit_job(SPEC, "bob", 2.0, key="k") == first, "it is their team's"
+    assert store.submit_job(SPEC.model_copy(update={"team": "red"}), "ada", 2.0, key="k").id == "job-2"
+
+
+def test_a_key_names_what_was_asked_for_with_it(store: Store) -> None:
+    first = store.submit_job(SPEC, "ada", 1.0, key="k", digest="abc")
+    assert store.submit_job(SPEC, "ada", 2.0, key="k", digest="abc") == first
+    with pytest.raises(ConflictError, match="key k of team blue is job-1's"):
+        store.submit_job(SPEC, "ada", 2.0, key="k", digest="def")
+    assert store.jobs() == (first,)
+
+
+def test_what_a_commit_touched_is_found_without_reading_the_rest(store: Store) -> None:
+    jobs = [store.submit_job(SPEC, "ada", 1.0) for _ in range(3)]
+    before = store.census.version()
+    store.commit(Changes(2.0, jobs=(admitted(jobs[1]),), leases=(replace(LEASE, job_id="job-3"),)))
+    after = store.census.version()
+    assert after > before
+    assert store.census.touched_since(before) == {"job-2", "job-3"}
+    assert store.census.touched_since(after) == set()
+    store.commit(Changes(3.0, nodes=(NODE,)))
+    assert store.census.version() == after
+
+
+def test_heartbeats_of_many_jobs_are_written_together(store: Store) -> None:
+    jobs = [store.submit_job(SPEC, "ada", 1.0) for _ in range(3)]
+    store.heartbeats({jobs[0].id: 5.0, jobs[2].id: 4.0, "job-99": 5.0})
+    assert [store.job(job.id).heartbeat_at_s for job in jobs] == [5.0, None, 4.0]
 
 
 def test_the_api_and_the_controller_do_not_undo_each_other(store: Store, url: str) -> None:

@@ -68,6 +68,18 @@ def create_app(desk: Desk, tokens: Tokens) -> FastAPI:
         problem = kind(f"{error.detail}.", hint="Ask as the client does.")
         return JSONResponse({"error": problem.to_json()}, status_code=error.status_code, headers=error.headers)
 
+    async def lease(request: Request) -> Response:
+        job_id, poll, who = (
+            q.checked_name(request.path_params["job_id"]),
+            q.Poll.from_request(request),
+            request.state.caller,
+        )
+        timeout_s = min(poll.timeout_s, _LONGEST_POLL_S)
+        found = await desk.leases.wait(job_id, who.acting_on, poll.newer_than, timeout_s, request.receive)
+        return Response(found or b"{}", media_type="application/json")
+
+    app.add_route("/v1/jobs/{job_id}/lease", lease, methods=["GET"])
+
     @app.get("/health")
     async def health() -> Any:
         return await _in(pools.health, desk.health)
@@ -140,14 +152,6 @@ def create_app(desk: Desk, tokens: Tokens) -> FastAPI:
     def release(who: Who, job_id: q.Name, body: q.Body) -> Any:
         desk.release(job_id, who, str(body.get("error", "")))
         return {}
-
-    @app.get("/v1/jobs/{job_id}/lease")
-    async def lease(
-        who: Who, request: Request, job_id: q.Name, newer_than: q.Epoch = -1, timeout_s: q.Timeout = 0.0
-    ) -> Any:
-        timeout_s = min(timeout_s, _LONGEST_POLL_S)
-        found = await desk.leases.wait(job_id, who.acting_on, newer_than, timeout_s, request.receive)
-        return Response(found or b"{}", media_type="application/json")
 
     @app.post("/v1/endpoints")
     async def serve(who: Who, body: q.Body) -> Any:

@@ -10,8 +10,8 @@ from pathlib import Path
 from anyio import CapacityLimiter, to_thread
 
 from raytide.control.job_tokens import job_named_by
-from raytide.core.errors import AuthError, DeniedError, NotFoundError
-from raytide.core.job import Job
+from raytide.core.errors import AuthError, DeniedError
+from raytide.core.job import FINAL_STATES, Job
 from raytide.core.state import Store
 
 ANY_TEAM = "*"
@@ -70,13 +70,12 @@ class JobTokens:
 
     def caller(self, job_id: str) -> Caller:
         """The job's user and team; AuthError when the job is over."""
-        try:
-            job = self.store.job(job_id)
-        except NotFoundError:
-            raise AuthError(f"there is no {job_id}, whose token was sent.", hint="Submit the job again.") from None
-        if job.is_final:
-            raise AuthError(f"{job_id} is {job.state}, and its token ended with it.", hint="Submit the job again.")
-        return Caller(job.user, job.spec.team, job=job_id)
+        if (owner := self.store.census.job_owner(job_id)) is None:
+            raise AuthError(f"there is no {job_id}, whose token was sent.", hint="Submit the job again.")
+        user, team, state = owner
+        if state in FINAL_STATES:
+            raise AuthError(f"{job_id} is {state}, and its token ended with it.", hint="Submit the job again.")
+        return Caller(user, team, job=job_id)
 
 
 class Tokens:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -81,7 +82,8 @@ class Desk:
 
     # Jobs.
 
-    def submit(self, body: Mapping[str, object], caller: Caller, key: str | None) -> JobView:
+    def submit(self, body: Mapping[str, object], caller: Caller, key: str | None, digest: str | None = None) -> JobView:
+        """`digest`: of the request, where the body alone does not tell two apart."""
         spec = JobSpec.parse({"team": caller.home, **body}, where="job")
         caller.require_team(spec.team)
         self.accounts.check_team(spec.team)
@@ -89,8 +91,9 @@ class Desk:
         check_possible(spec.gang, self._config.node_types, subject=f"{spec.kind} job {spec.name}")
         self._check_config(spec)
         now_s = self._clock.now_s()
+        digest = digest or hashlib.sha256(spec.model_dump_json().encode()).hexdigest()
         spec = resolved(spec, self._config.node_types, now_s)
-        return self.view(self._store.submit_job(spec, caller.user, now_s, key=key))
+        return self.view(self._store.submit_job(spec, caller.user, now_s, key=key, digest=digest))
 
     def jobs(self, caller: Caller, limit: int, offset: int, *, active: bool = False) -> list[JobView]:
         """Newest first; `active`: those that are not over."""
@@ -115,7 +118,7 @@ class Desk:
             raise ConflictError(f"{job_id} is {job.state}.", hint=f"Stop it first: `raytide stop {job_id}`.")
         is_late = job.spec.due_at_s is not None and job.spec.due_at_s <= self._clock.now_s()
         body = job.spec.model_dump(mode="json") | ({"deadline": None} if is_late else {})
-        return self.submit(body, caller, key)
+        return self.submit(body, caller, key, digest=f"retry of {job_id}")
 
     def why(self, job_id: str, caller: Caller) -> WhyView:
         """Of a job; or of `unmanaged`, all work in Ray that has no lease."""

@@ -2,7 +2,7 @@
 
 A watcher reads a counter that every commit moves which touches jobs or leases. When it moved, one query finds those of
 the awaited leases that changed, and only these are read anew, all at once. A lease that nothing changed is answered
-from memory. That a driver of a GANG job waits is its heartbeat: all of them are written together, once a second.
+from memory. That a driver of a GANG job waits is its heartbeat: those that are due are written together.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -28,6 +29,11 @@ from raytide.core.state.census import LeaseKey
 
 LOOK_S = 0.1
 BEAT_S = 1.0
+_BEATS = 5
+"""Heartbeats that are written within a job's timeout, at most one each BEAT_S."""
+"""How often heartbeats are written at most."""
+_BEATS = 5
+"""Heartbeats within a job's timeout, or one a second."""
 _KEPT_S = 10.0
 """How long a lease stays in memory that nobody waits for: who waits asks again at once."""
 _HUNG_UP_S = 4.0
@@ -44,11 +50,17 @@ class Seen:
     key: LeaseKey
     version: int
     asked_s: float = 0.0
+    beat_s: float = -math.inf
+    """When its last heartbeat was written, by the monotonic clock."""
     body: bytes = b""
 
     @property
     def is_gang(self) -> bool:
         return self.job.spec.kind is JobKind.GANG
+
+    @property
+    def beat_every_s(self) -> float:
+        return self.job.spec.heartbeat_timeout_s / _BEATS
 
     def to_bytes(self) -> bytes:
         """The lease as JSON."""
@@ -62,6 +74,8 @@ class Leases:
     def __init__(self, store: Store, clock: Clock) -> None:
         self._store, self._clock = store, clock
         self._seen: dict[str, Seen] = {}
+        self._version, self._is_grown = -1, False
+        """The version at which all of them were looked at, and whether some came since then."""
         self._waiting: dict[str, set[asyncio.Future[None]]] = {}
         self._polled: set[str] = set()
         """GANG jobs whose driver asked since the last heartbeats."""
@@ -124,7 +138,7 @@ class Leases:
             return seen
         kept = self._seen.get(job_id)
         if kept is None or kept.version < seen.version:
-            self._seen[job_id] = seen
+            self._seen[job_id], self._is_grown = seen, True
         return self._seen[job_id]
 
     async def _changed(self, job_id: str, gone: asyncio.Task[None], timeout_s: float) -> bool:
@@ -160,8 +174,13 @@ class Leases:
             await asyncio.sleep(LOOK_S)
 
     async def _look(self) -> None:
-        before = dict(self._seen)  # what comes while this reads is looked at the next time
-        version, changed = await to_thread.run_sync(self._read_changed, before, limiter=self._looks)
+        version = await to_thread.run_sync(self._store.census.version, limiter=self._looks)
+        if version == self._version and not self._is_grown:
+            return
+        self._is_grown = False  # what comes while this reads is looked at the next time
+        before = dict(self._seen)
+        changed = await to_thread.run_sync(self._read_changed, before, version, limiter=self._looks)
+        self._version = version
         for seen in before.values():
             seen.version = max(seen.version, version)
         for job_id, seen in changed.items():
@@ -171,13 +190,13 @@ class Leases:
                 if not waiter.done():
                     waiter.set_result(None)
 
-    def _read_changed(self, seen: dict[str, Seen]) -> tuple[int, dict[str, Seen]]:
-        version = self._store.census.version()
-        stale = [job_id for job_id, each in seen.items() if each.version < version]
-        if not stale:
-            return version, {}
-        keys = self._store.census.lease_keys(stale)
-        return version, self._read([job_id for job_id in stale if keys.get(job_id) != seen[job_id].key])
+    def _read_changed(self, seen: dict[str, Seen], version: int) -> dict[str, Seen]:
+        oldest = min((each.version for each in seen.values()), default=version)
+        if oldest >= version:
+            return {}
+        touched = self._store.census.touched_since(oldest) & seen.keys()
+        keys = self._store.census.lease_keys(touched)
+        return self._read([job_id for job_id in touched if keys.get(job_id) != seen[job_id].key])
 
     def _read(self, job_ids: list[str]) -> dict[str, Seen]:
         """Each as it was at its version, or later."""
@@ -193,16 +212,24 @@ class Leases:
         if self._beater is not None and not self._beater.done():
             return
         here = {job_id for job_id in self._waiting if job_id in self._seen and self._seen[job_id].is_gang}
-        beats, left = (
-            here | self._polled,
-            [self._seen[job_id].job for job_id in self._left - here if job_id in self._seen],
-        )
+        left = {job_id: self._seen[job_id].job for job_id in self._left - here if job_id in self._seen}
+        now_s = time.monotonic()
+        beats = {
+            job_id
+            for job_id in (here | self._polled) - left.keys()
+            if (seen := self._seen.get(job_id)) is not None and now_s - seen.beat_s >= seen.beat_every_s
+        }
+        for job_id in beats:
+            self._seen[job_id].beat_s = now_s
+        for job_id in left:
+            self._seen[job_id].beat_s = -math.inf
         self._polled, self._left = set(), set()
         if beats or left:
-            self._beater = asyncio.create_task(self._write_beats(beats - {job.id for job in left}, left))
+            self._beater = asyncio.create_task(self._write_beats(beats, list(left.values())))
 
     async def _write_beats(self, beats: set[str], left: list[Job]) -> None:
-        await to_thread.run_sync(self._beat, beats, limiter=self._beats)
+        if beats:
+            await to_thread.run_sync(self._beat, beats, limiter=self._beats)
         if left:
             with suppress(StorageError):
                 await to_thread.run_sync(self.hung_up, left, limiter=self._beats)

@@ -12,6 +12,7 @@ import re
 from typing import Annotated, Any, NoReturn
 
 from fastapi import Depends, Path, Query
+from pydantic import BaseModel, Field, ValidationError
 from starlette.requests import Request
 
 from raytide.core.errors import UsageError
@@ -23,7 +24,9 @@ _LATEST_S = 1e11
 """Seconds since the epoch; some three thousand years from now."""
 _BAD_TEXT = re.compile("[\0\ud800-\udfff]")
 
-Name = Annotated[str, Path(min_length=1, max_length=200, pattern=r"^[^\x00-\x1f\x7f/]+$")]
+_NAME = r"^[^\x00-\x1f\x7f/]+$"
+_MOST_NAME = 200
+Name = Annotated[str, Path(min_length=1, max_length=_MOST_NAME, pattern=_NAME)]
 """The id of a job, the name of an endpoint or of a team."""
 Digest = Annotated[str, Path(pattern=r"^[0-9a-f]{64}$")]
 """A package's SHA-256, in hex."""
@@ -33,11 +36,31 @@ Limit = Annotated[int, Query(ge=1, le=2**31 - 1)]
 Offset = Annotated[int, Query(ge=0, le=2**63 - 1)]
 Tail = Annotated[int | None, Query(ge=0, le=2**31 - 1)]
 Place = Annotated[str, Query(max_length=64)]
-Epoch = Annotated[int, Query(ge=-1, le=2**63 - 1)]
 Since = Annotated[float, Query(ge=0, le=_LATEST_S, allow_inf_nan=False)]
 Until = Annotated[float | None, Query(ge=0, le=_LATEST_S, allow_inf_nan=False)]
-Timeout = Annotated[float, Query(ge=0, le=86_400, allow_inf_nan=False)]
 Usd = Annotated[float | None, Query(gt=0, le=1e12, allow_inf_nan=False)]
+
+
+class Poll(BaseModel):
+    """The query of who waits for a lease. It is asked for so often that its route does without FastAPI's."""
+
+    newer_than: int = Field(default=-1, ge=-1, le=2**63 - 1)
+    timeout_s: float = Field(default=0.0, ge=0, le=86_400, allow_inf_nan=False)
+
+    @classmethod
+    def from_request(cls, request: Request) -> Poll:
+        try:
+            return cls.model_validate(dict(request.query_params))
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(str(part) for part in first["loc"])
+            raise UsageError(f"malformed request: {where}: {first['msg']}.", hint="Correct it.") from None
+
+
+def checked_name(name: str) -> str:
+    if len(name) > _MOST_NAME or not re.match(_NAME, name):
+        raise UsageError("malformed request: no job has such an id.", hint="`raytide ps` lists them.")
+    return name
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:

@@ -8,13 +8,13 @@ from typing import NamedTuple
 import sqlalchemy as sa
 
 from raytide.core.gang import Lease, LeaseState
-from raytide.core.job import FINAL_STATES
+from raytide.core.job import FINAL_STATES, JobState
 from raytide.core.state import tables as t
 from raytide.core.state.database import Database
 from raytide.core.state.rows import leases_where, named
 
 CHANGES = "changes"
-"""The counter of commits that touched a job or a lease."""
+"""The counter of commits that touched a job or a lease: their rows' `changed` is the number of the last one."""
 
 
 class LeaseKey(NamedTuple):
@@ -64,9 +64,23 @@ class Census:
         return float(ages[older]) if older < len(ages) else 0.0
 
     def version(self) -> int:
-        """It grows with every commit that touches a job or a lease."""
+        """The number of the newest commit that touched a job or a lease."""
         with self._db.read() as c:
-            return int(c.execute(_VERSION).scalar() or 0)
+            return int(c.execute(_VERSION).scalar() or 1) - 1
+
+    def job_owner(self, job_id: str) -> tuple[str, str, JobState] | None:
+        """Its user, team and state, without its spec: each request of its driver asks for them."""
+        j = t.jobs.c
+        with self._db.read() as c:
+            row = c.execute(sa.select(j.user, j.team, j.state).where(j.id == job_id)).first()
+        return None if row is None else (row[0], row[1], JobState(row[2]))
+
+    def touched_since(self, version: int) -> set[str]:
+        """The jobs whose row, or a lease of theirs, was written by a later commit than this one."""
+        j, x = t.jobs.c, t.leases.c
+        both = sa.union(sa.select(j.id).where(j.changed > version), sa.select(x.job_id).where(x.changed > version))
+        with self._db.read() as c:
+            return {str(job_id) for job_id in c.execute(both).scalars()}
 
     def lease_keys(self, job_ids: Iterable[str]) -> dict[str, LeaseKey]:
         """Of those that are jobs."""

@@ -106,10 +106,20 @@ class Database:
         with _clear_errors(self.engine), open(f"{self.engine.url.database}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             # It stays so in the file. SQLite does not wait for others when it changes the mode, hence the lock file.
+            # A migration copies a table whose constraints change. While the old one is dropped other tables' foreign
+            # keys lead nowhere, so they are looked at when it is done.
             with self.engine.connect() as connection:
-                connection.connection.cursor().execute("PRAGMA journal_mode=WAL")
-            with self.write() as connection:
-                yield connection
+                plain = connection.connection.driver_connection
+                assert isinstance(plain, sqlite3.Connection)
+                plain.execute("PRAGMA journal_mode=WAL").close()
+                plain.execute("PRAGMA foreign_keys=OFF").close()
+                try:
+                    with connection.execution_options(raytide_write=True).begin():
+                        yield connection
+                        if lost := connection.exec_driver_sql("PRAGMA foreign_key_check").first():
+                            raise StorageError(f"the upgrade would leave {lost[0]} without its {lost[2]}.")
+                finally:
+                    plain.execute("PRAGMA foreign_keys=ON").close()
 
 
 def _engine(url: str) -> sa.Engine:

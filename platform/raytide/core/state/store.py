@@ -68,13 +68,21 @@ class Store:
 
     # The API's.
 
-    def submit_job(self, spec: JobSpec, user: str, now_s: float, *, key: str | None = None) -> Job:
-        """Queue a job. The same user's same `key` again returns the first job, so that a client may retry."""
+    def submit_job(
+        self, spec: JobSpec, user: str, now_s: float, *, key: str | None = None, digest: str | None = None
+    ) -> Job:
+        """Queue a job. The same team's same `key` again returns the first job, so that a client may retry;
+        ConflictError when `digest`, of what was asked for, is another than that job's."""
         with self._db.write() as c:
-            if key is not None and (row := c.execute(_job_of_key(user, key)).first()):
+            if key is not None and (row := c.execute(_job_of_key(spec.team, key)).first()):
+                if row.client_digest not in (None, digest):
+                    raise ConflictError(
+                        f"the key {key} of team {spec.team} is {row.id}'s, which asked for something else.",
+                        hint="Use a new key for a new job.",
+                    )
                 return codec.job(row)
             number = next_number(c, "job")
-            c.execute(t.jobs.insert(), codec.new_job(number, spec, user, now_s, key))
+            c.execute(t.jobs.insert(), {**codec.new_job(number, spec, user, now_s, key), "client_digest": digest})
             note(c, [Event(now_s, f"job-{number}", "", "queued", f"submitted by {user}")])
             return codec.job(c.execute(_job(f"job-{number}")).one())
 
@@ -187,16 +195,15 @@ class Store:
                 ),
                 *ch.events,
             ]
+            changed = {"changed": next_number(c, CHANGES) if ch.jobs or ch.leases else 0}
             for job in ch.jobs:
-                update(c, t.jobs, {"id": job.id}, codec.job_verdict(job))
+                update(c, t.jobs, {"id": job.id}, {**codec.job_verdict(job), **changed})
             for endpoint in ch.endpoints:
                 update(c, t.endpoints, {"name": endpoint.name}, codec.endpoint_verdict(endpoint))
-            upsert(c, t.leases, [codec.lease_values(lease) for lease in ch.leases])
+            upsert(c, t.leases, [{**codec.lease_values(lease), **changed} for lease in ch.leases])
             upsert(c, t.members, [codec.member_values(lease.id, m) for lease in ch.leases for m in lease.members])
             upsert(c, t.nodes, [codec.node_values(node) for node in ch.nodes])
             upsert(c, t.pools, [codec.pool_values(pool) for pool in ch.pools])
-            if ch.jobs or ch.leases:
-                next_number(c, CHANGES)
             number_reached(c, "lease", max((codec.number_of(lease.id) for lease in ch.leases), default=0))
             number_reached(c, "node", max((codec.number_of(node.id) for node in ch.nodes), default=0))
             append(c, t.entries, [codec.entry_values(entry) for entry in ch.entries])
@@ -313,8 +320,8 @@ def _job(job_id: str) -> sa.Select[Any]:
     return t.jobs.select().where(t.jobs.c.id == job_id)
 
 
-def _job_of_key(user: str, key: str) -> sa.Select[Any]:
-    return t.jobs.select().where(t.jobs.c.user == user, t.jobs.c.client_key == key)
+def _job_of_key(team: str, key: str) -> sa.Select[Any]:
+    return t.jobs.select().where(t.jobs.c.team == team, t.jobs.c.client_key == key)
 
 
 def _endpoint(name: str) -> sa.Select[Any]:

@@ -70,6 +70,7 @@ jobs = Table(
     Column("user", String, nullable=False),
     Column("spec", JSON, nullable=False),
     Column("client_key", String),
+    Column("client_digest", String),
     Column("submitted_at_s", Double, nullable=False),
     Column("stop_requested", Boolean, nullable=False),  # API
     Column("heartbeat_at_s", Double),  # API
@@ -92,10 +93,12 @@ jobs = Table(
     Column("struck_at_s", Double),
     Column("struck_by", String, nullable=False, default=""),
     Column("lost_s", Double, nullable=False, default=0.0),
-    UniqueConstraint("user", "client_key"),
+    Column("changed", BigInteger, nullable=False, default=0),
+    UniqueConstraint("team", "client_key"),
     Index(None, "state"),
     Index(None, "team", "number"),
     Index(None, "took_s"),
+    Index(None, "changed"),
 )
 
 leases = Table(
@@ -111,8 +114,10 @@ leases = Table(
     Column("created_at_s", Double, nullable=False),
     Column("forming_since_s", Double),
     Column("reason", Words, nullable=False),
+    Column("changed", BigInteger, nullable=False, default=0),
     Index(None, "job_id"),
     Index(None, "state"),
+    Index(None, "changed"),
 )
 
 members = Table(
