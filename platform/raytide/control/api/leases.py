@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from anyio import CapacityLimiter, to_thread
 from starlette.types import Receive
 
+from raytide.control.silence import hung_up
 from raytide.control.wire import to_json
 from raytide.core.clock import Clock
 from raytide.core.errors import LeaseLostError, NotFoundError, RaytideError, StorageError
@@ -36,7 +37,6 @@ _BEATS = 5
 """Heartbeats within a job's timeout, or one a second."""
 _KEPT_S = 10.0
 """How long a lease stays in memory that nobody waits for: who waits asks again at once."""
-_HUNG_UP_S = 4.0
 
 _log = logging.getLogger(__name__)
 
@@ -120,12 +120,14 @@ class Leases:
         _require_held(job)
         return _lease(job, self._store.lease_of(job.id))
 
-    def hung_up(self, jobs: Iterable[Job]) -> None:
+    def hung_up(self, job_ids: Iterable[str]) -> None:
         """Whoever asked for these leases is gone before the answer, as a driver is that was killed. One that lives asks
         again at once; it is waited for no longer than a moment."""
         now_s = self._clock.now_s()
-        limits = {job.id: job.spec.heartbeat_timeout_s for job in jobs if not job.is_final}
-        self._store.heartbeats({job_id: now_s - most_s + min(_HUNG_UP_S, most_s) for job_id, most_s in limits.items()})
+        jobs = [job for job in self._store.jobs_of(list(job_ids)) if not job.is_final]
+        self._store.heartbeats(
+            {job.id: hung_up(job.heartbeat_at_s, now_s, job.spec.heartbeat_timeout_s) for job in jobs}
+        )
 
     async def _first(self, job_id: str, *, is_beat: bool) -> Seen:
         found = await to_thread.run_sync(self._read, [job_id], limiter=self._reads)
@@ -212,11 +214,11 @@ class Leases:
         if self._beater is not None and not self._beater.done():
             return
         here = {job_id for job_id in self._waiting if job_id in self._seen and self._seen[job_id].is_gang}
-        left = {job_id: self._seen[job_id].job for job_id in self._left - here if job_id in self._seen}
+        left = {job_id for job_id in self._left - here if job_id in self._seen}
         now_s = time.monotonic()
         beats = {
             job_id
-            for job_id in (here | self._polled) - left.keys()
+            for job_id in (here | self._polled) - left
             if (seen := self._seen.get(job_id)) is not None and now_s - seen.beat_s >= seen.beat_every_s
         }
         for job_id in beats:
@@ -225,9 +227,9 @@ class Leases:
             self._seen[job_id].beat_s = -math.inf
         self._polled, self._left = set(), set()
         if beats or left:
-            self._beater = asyncio.create_task(self._write_beats(beats, list(left.values())))
+            self._beater = asyncio.create_task(self._write_beats(beats, left))
 
-    async def _write_beats(self, beats: set[str], left: list[Job]) -> None:
+    async def _write_beats(self, beats: set[str], left: set[str]) -> None:
         if beats:
             await to_thread.run_sync(self._beat, beats, limiter=self._beats)
         if left:
