@@ -9,6 +9,7 @@ import json
 import subprocess
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from raytide.autoscaler.notices.watch import CLOUDS
@@ -17,9 +18,11 @@ from raytide.core import ray_internals
 from raytide.core.fleet import NodeType
 from raytide.core.logs import logger
 
-__all__ = ["CloudSetUp", "NoSetUp", "start_commands"]
+__all__ = ["RAY_TOKEN", "CloudSetUp", "NoSetUp", "start_commands", "with_token"]
 
 AT_ONCE = 16
+RAY_TOKEN = "~/.ray/auth_token"
+"""Where Ray looks for its token when nothing else is said."""
 
 log = logger(__name__)
 
@@ -35,8 +38,12 @@ class CloudSetUp:
         head_ip: str,
         in_ray: Callable[[], Iterable[RayNode]],
         *,
+        token_file: Path | None = None,
         process_runner: Any = subprocess,
     ) -> None:
+        if token_file is not None:
+            config = with_token(config, token_file)
+        self._has_token = token_file is not None
         self._config, self._cloud, self._head_ip, self._runner = config, cloud, head_ip, process_runner
         self._in_ray = in_ray
         self._places = threading.BoundedSemaphore(AT_ONCE)
@@ -60,7 +67,7 @@ class CloudSetUp:
         return node_id in self._done
 
     def _do(self, cloud_id: str, node_id: str, node_type: NodeType, zone: str) -> None:
-        commands = start_commands(self._config, self._head_ip, node_id, node_type, zone)
+        commands = start_commands(self._config, self._head_ip, node_id, node_type, zone, has_token=self._has_token)
         with self._places:
             try:
                 if any(node.node_id == node_id and node.is_alive for node in self._in_ray()):
@@ -84,7 +91,20 @@ class NoSetUp:
         """Nothing."""
 
 
-def start_commands(config: Mapping[str, Any], head_ip: str, node_id: str, node_type: NodeType, zone: str) -> list[str]:
+def with_token(config: Mapping[str, Any], token_file: Path | str) -> dict[str, Any]:
+    """The configuration, with the head's token of Ray among what is copied to a worker, to where Ray looks for it."""
+    return {**config, "file_mounts": {**(config.get("file_mounts") or {}), RAY_TOKEN: str(token_file)}}
+
+
+def start_commands(
+    config: Mapping[str, Any],
+    head_ip: str,
+    node_id: str,
+    node_type: NodeType,
+    zone: str,
+    *,
+    has_token: bool = False,
+) -> list[str]:
     """The file's `worker_start_ray_commands`, with what every raylet of raytide's needs to know in its environment, and
     the watcher of notices where the cloud has any."""
     variables = {
@@ -94,6 +114,8 @@ def start_commands(config: Mapping[str, Any], head_ip: str, node_id: str, node_t
         "RAY_OVERRIDE_LABELS": json.dumps(node_type.all_labels(zone), sort_keys=True),
         "RAY_OVERRIDE_RESOURCES": json.dumps(node_type.resources, sort_keys=True),
     }
+    if has_token:
+        variables["RAY_AUTH_MODE"] = "token"
     exports = "".join(f"export {name}='{value}'; " for name, value in variables.items())
     commands = [*config["worker_start_ray_commands"]]
     if (cloud := config["provider"]["type"]) in CLOUDS:

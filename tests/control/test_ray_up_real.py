@@ -19,6 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 from tests.autoscaler.notices.metadata_server import MetadataServer
@@ -63,7 +64,6 @@ def environment(tmp_path: Path, metadata: MetadataServer, k: int) -> Iterator[di
             "STANDIN_LOG": str(tmp_path / "log"),
             "STANDIN_MACHINES": str(tmp_path),
             "RAY_TMPDIR": short,
-            "RAY_AUTH_MODE": "disabled",
             "RAY_USAGE_STATS_ENABLED": "0",
             "SPT_NOENV": "1",
             "AWS_EC2_METADATA_SERVICE_ENDPOINT": metadata.url,
@@ -82,7 +82,7 @@ def cluster_yaml(tmp_path: Path, k: int) -> dict[str, Any]:
     gcs = free_port()
     none = ("cluster_synced_files", "initialization_commands")
     no_set_up = ("setup_commands", "head_setup_commands", "worker_setup_commands")
-    head = f"--head --no-monitor --port={gcs} --dashboard-host=$MACHINE_IP --num-cpus=0"
+    head = f"--head --no-monitor --port={gcs} --dashboard-host=127.0.0.1 --num-cpus=0"
     common = f"--node-ip-address=$MACHINE_IP --min-worker-port=0 --max-worker-port=0 {SMALL}"
     worker = f"--address=$RAY_HEAD_IP:{gcs} --dashboard-agent-listen-port=0"
     return {
@@ -99,11 +99,12 @@ def cluster_yaml(tmp_path: Path, k: int) -> dict[str, Any]:
             "cpu1.spot": {"resources": {"CPU": 1}, "node_config": {}, "min_workers": 1, "max_workers": 2},
         },
         "head_start_ray_commands": [
-            f"ray start {head} --dashboard-agent-listen-port={free_port()} {common}",
-            "raytide head ~/ray_bootstrap_config.yaml",
+            "(umask 077; ray get-auth-token --generate > /dev/null)",
+            f"RAY_AUTH_MODE=token ray start {head} --dashboard-agent-listen-port={free_port()} {common}",
+            "RAY_AUTH_MODE=token raytide head ~/ray_bootstrap_config.yaml",
         ],
         "worker_start_ray_commands": [
-            f"ray start {worker} {common}",
+            f"RAY_AUTH_MODE=token ray start {worker} {common}",
             "raytide watch-notices aws",
         ],
         "metadata": {"raytide": {"node_types": {"cpu1.spot": {"market": "spot", "price_usd_h": 0.01}}}},
@@ -134,6 +135,13 @@ def test_up_brings_a_head_that_buys_sets_up_drains_on_notice_and_ends_its_nodes(
         return {node.id: str(node.state) for node in client.status().nodes}
 
     eventually(lambda: states() == {"node-1": "ready"})
+    tokens = [tmp_path / f"127.0.{k}.{n}" / ".ray" / "auth_token" for n in (1, 2)]
+    assert tokens[0].read_text() == tokens[1].read_text() != ""
+    assert [token.stat().st_mode & 0o777 for token in tokens] == [0o600, 0o600]
+    with httpx.Client(base_url=client.status().ray, trust_env=False) as dashboard:
+        assert dashboard.get("/api/jobs/").status_code == 401
+        assert dashboard.get("/api/jobs/", headers={"Authorization": f"Bearer {tokens[1].read_text()}"}).is_success
+
     (node,) = client.status().nodes
     assert (node.type, node.market, node.address) == ("cpu1.spot", "spot", f"127.0.{k}.2")
 

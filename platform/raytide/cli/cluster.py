@@ -18,6 +18,9 @@ from raytide.core.clock import ago
 from raytide.core.errors import UsageError
 from raytide.core.money import format_usd
 
+Insecure = Annotated[
+    bool, typer.Option("--insecure", help="Accept a Ray that runs any code for whoever reaches it over the network.")
+]
 Name = Annotated[str, typer.Option("--name", "--cluster", help="Several clusters on one machine have different names.")]
 SchemaOf = Literal["cluster", "train", "data", "serve"]
 
@@ -34,6 +37,7 @@ def up(
     owner: Annotated[
         int | None, typer.Option("--owner", metavar="PID", help="With --local: end it when this process is gone.")
     ] = None,
+    insecure: Insecure = False,
     json: Json = False,
 ) -> None:
     """Start a cluster: a Ray head, raytide's controller and its API.
@@ -46,9 +50,9 @@ def up(
         asked = f"raytide up {config or 'cluster.yaml'} --dry-run" if dry_run else "raytide up --local"
         raise UsageError("a cloud's cluster needs its cluster.yaml, and no --local.", hint=f"Say `{asked}`.")
     elif dry_run:
-        _show_steps(config, name, json=json)
+        _show_steps(config, name, insecure=insecure, json=json)
     else:
-        _up_there(config, name, json=json)
+        _up_there(config, name, insecure=insecure, json=json)
 
 
 def _up_here(config: Path | None, name: str, owner_pid: int | None, *, json: bool) -> None:
@@ -70,10 +74,10 @@ def _up_here(config: Path | None, name: str, owner_pid: int | None, *, json: boo
     print(f'`eval "$(raytide status --ray{which[0]})"` lets Ray\'s own commands in: ray status, ray job submit')
 
 
-def _show_steps(config: Path, name: str | None, *, json: bool) -> None:
+def _show_steps(config: Path, name: str | None, *, insecure: bool, json: bool) -> None:
     from raytide.control import launcher
 
-    steps = launcher.dry_run(config, name)
+    steps = launcher.dry_run(config, name, insecure=insecure)
     if json:
         as_json([asdict(step) for step in steps])
         return
@@ -81,12 +85,12 @@ def _show_steps(config: Path, name: str | None, *, json: bool) -> None:
         print(f"{step.machine}: {step.what} {step.text}")
 
 
-def _up_there(config: Path, name: str | None, *, json: bool) -> None:
+def _up_there(config: Path, name: str | None, *, insecure: bool, json: bool) -> None:
     """Ray's launcher prints its progress, and so does what it runs: with --json all of that goes to stderr."""
     from raytide.control import launcher
 
     with _stdout_to_stderr() if json else nullcontext():
-        head = launcher.up(config, name)
+        head = launcher.up(config, name, insecure=insecure)
     if json:
         as_json({"name": head.name, "head": head.ip})
         return
@@ -111,6 +115,7 @@ def _stdout_to_stderr() -> Iterator[None]:
 def head(
     config: Annotated[Path, typer.Argument(help="cluster.yaml as `ray up` left it: ~/ray_bootstrap_config.yaml.")],
     block: Annotated[bool, typer.Option("--block", help="Stay until it ends, for a container.")] = False,
+    insecure: Insecure = False,
 ) -> None:
     """Start controller and API beside the Ray head of this machine.
 
@@ -118,7 +123,7 @@ def head(
     """
     from raytide.control import heads
 
-    started = heads.start(config)
+    started = heads.start(config, insecure=insecure)
     print(f"cluster {started.name} is up: API {started.api_url}, Ray {started.dashboard_url}")
     if block:
         heads.stay(started)

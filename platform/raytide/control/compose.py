@@ -76,7 +76,11 @@ def provider(cluster: RunningCluster, *, only_ends: bool = False) -> Provider:
         load_cluster(cluster.config_path).node_types,
         cluster.run_dir,
         clock,
-        NoSetUp() if only_ends else CloudSetUp(file, cloud, cluster.head_ip, GcsReader(cluster.gcs_address).nodes),
+        NoSetUp()
+        if only_ends
+        else CloudSetUp(
+            file, cloud, cluster.head_ip, GcsReader(cluster.gcs_address).nodes, token_file=cluster.ray_token_file
+        ),
         board_at(cluster.gcs_address),
     )
 

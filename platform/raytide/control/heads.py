@@ -16,6 +16,7 @@ from pathlib import Path
 from raytide.autoscaler.providers.base import Machine, Provider
 from raytide.control.closing import Closed, close_books
 from raytide.control.compose import provider
+from raytide.control.exposure import check_running
 from raytide.control.processes import hold_lock
 from raytide.control.running import RunningCluster, installed_version, load, run_dir_of
 from raytide.control.supervised import end_children, grant_access, start_supervisor, wait_for_api
@@ -32,20 +33,24 @@ _POLL_S = 0.5
 
 
 class HeadCluster(RunningCluster):
-    """Ray is not raytide's here: whoever started it says in RAY_AUTH_MODE whether it asks for a token."""
+    """Ray is not raytide's here: whoever started it says in RAY_AUTH_MODE whether it asks for a token, or by putting
+    one into Ray's usual place."""
 
     @property
     def ray_token_file(self) -> Path | None:
-        if os.environ.get("RAY_AUTH_MODE") != "token":
-            return None
-        return Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+        mode = os.environ.get("RAY_AUTH_MODE")
+        file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+        return file if (file.exists() if mode is None else mode.lower() == "token") else None
 
     def environment(self) -> dict[str, str]:
         return self.marked({key: value for key, value in os.environ.items() if key != "RAY_CLOUD_INSTANCE_ID"})
 
 
-def start(config_path: Path, *, timeout_s: float = 120.0) -> HeadCluster:
-    """Begin with this file, or go on with it: records, ledger and tokens of an earlier start stay."""
+def start(config_path: Path, *, insecure: bool = False, timeout_s: float = 120.0) -> HeadCluster:
+    """Begin with this file, or go on with it: records, ledger and tokens of an earlier start stay.
+
+    ClusterError when Ray is open to other machines, unless that is wanted (`insecure`).
+    """
     config = load_cluster(config_path)
     gcs_address = gcs_address_here()
     if not gcs_address:
@@ -55,6 +60,8 @@ def start(config_path: Path, *, timeout_s: float = 120.0) -> HeadCluster:
     run_dir = run_dir_of(config.name)
     for folder in (run_dir, run_dir / "pids", run_dir / "logs"):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    run_dir.chmod(0o700)  # an earlier version's, or made by hand
+    _file_token(run_dir)
     with hold_lock(run_dir / "head.lock"):
         before = load(run_dir)
         if before is not None and not isinstance(before, HeadCluster):
@@ -75,6 +82,8 @@ def start(config_path: Path, *, timeout_s: float = 120.0) -> HeadCluster:
             created_at_s=before.created_at_s if before else time.time(),
             version=installed_version(),
         )
+        if not insecure:
+            check_running(cluster.gcs_address, cluster.dashboard_url)
         provider(cluster).close()  # what cannot be built is an error here, not in the controller's log
         cluster.save()
         if not cluster.client_file.exists():
@@ -106,6 +115,15 @@ def down(cluster: HeadCluster, *, timeout_s: float = 120.0) -> Closed:
             return close_books(store, machines, SystemClock().now_s())
         finally:
             store.close()
+
+
+def _file_token(run_dir: Path) -> None:
+    """What runs here finds Ray's token in a file: in an environment it would be in that of every process below."""
+    if token := os.environ.pop("RAY_AUTH_TOKEN", ""):
+        file = run_dir / "ray_token"
+        file.touch(mode=0o600)
+        file.write_text(token)
+        os.environ["RAY_AUTH_TOKEN_PATH"] = str(file)
 
 
 def _end_nodes(nodes: Provider, deadline: float) -> tuple[Machine, ...]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raytide.control.exposure import check_file
 from raytide.core.cluster import ClusterConfig, load_cluster, provider_section
 from raytide.core.config import load_yaml
 from raytide.core.errors import ConfigError, ProviderError, UsageError
@@ -23,9 +24,10 @@ class LaunchedHead:
     ip: str
 
 
-def up(path: Path, name: str | None = None) -> LaunchedHead:
-    """Start the head, or bring one that runs up to date. Raises before anything is done when the file cannot work."""
-    file, _ = _checked(path, name)
+def up(path: Path, name: str | None = None, *, insecure: bool = False) -> LaunchedHead:
+    """Start the head, or bring one that runs up to date. Raises before anything is done when the file cannot work, or
+    would start a Ray that is open to others, unless that is wanted (`insecure`)."""
+    file, _ = _checked(path, name, insecure)
     from ray.autoscaler import sdk
 
     try:
@@ -38,15 +40,15 @@ def up(path: Path, name: str | None = None) -> LaunchedHead:
     return LaunchedHead(str(completed["cluster_name"]), str(ip))
 
 
-def dry_run(path: Path, name: str | None = None) -> list[Step]:
+def dry_run(path: Path, name: str | None = None, *, insecure: bool = False) -> list[Step]:
     """What `up` and then the controller would do to the head and to a node of each type; nothing is done."""
-    file, config = _checked(path, name)
+    file, config = _checked(path, name, insecure)
     from raytide.control.rehearsal import rehearse
 
     return rehearse(file, config.node_types)
 
 
-def _checked(path: Path, name: str | None) -> tuple[dict[str, Any], ClusterConfig]:
+def _checked(path: Path, name: str | None, insecure: bool) -> tuple[dict[str, Any], ClusterConfig]:
     config, file = load_cluster(path), load_yaml(path)
     section = provider_section(file, where=str(path))
     if section["type"] in ("local", "fake"):
@@ -57,6 +59,8 @@ def _checked(path: Path, name: str | None) -> tuple[dict[str, Any], ClusterConfi
             hint="Apply the manifest of docs/providers.md; its head pod runs `raytide head`.",
         )
     _check_head(file, path)
+    if not insecure:
+        check_file(file, where=str(path))
     for target, source in dict(file.get("file_mounts") or {}).items():  # type: ignore[call-overload]
         if not Path(source).expanduser().exists():
             raise ConfigError(

@@ -13,7 +13,8 @@ from typing import Any
 from ray.autoscaler.command_runner import CommandRunnerInterface
 from ray.autoscaler.node_provider import NodeProvider
 
-from raytide.autoscaler.providers.cloud_setup import start_commands
+from raytide.autoscaler.providers.cloud_setup import RAY_TOKEN, start_commands
+from raytide.control.exposure import uses_token
 from raytide.core import ray_internals
 from raytide.core.errors import ClusterError
 from raytide.core.fleet import NodeType
@@ -46,7 +47,10 @@ def rehearse(file: Mapping[str, Any], node_types: tuple[NodeType, ...]) -> list[
 def _worker(config: Mapping[str, Any], node_type: NodeType) -> list[Step]:
     cloud = _Cloud(config, node_type.name)
     cloud.create_node(config["available_node_types"][node_type.name]["node_config"], {}, 1)
-    commands = start_commands(config, _HEAD_IP, _NODE_ID, node_type, node_type.zones[0])
+    has_token = uses_token(config, "head")
+    commands = start_commands(config, _HEAD_IP, _NODE_ID, node_type, node_type.zones[0], has_token=has_token)
+    if has_token:  # the file is on the head alone
+        cloud.note("copy", f"{RAY_TOKEN} to {RAY_TOKEN}")
     return _quietly(cloud, lambda: ray_internals.set_up_worker(cloud, config, _NODE_ID, node_type.name, commands, None))
 
 

@@ -321,6 +321,7 @@ def test_ray_up_does_to_the_head_what_the_dry_run_shows(
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "dist").mkdir()
+    (tmp_path / "constraints.txt").touch()
     standins = {"PATH": f"{STANDINS}:{os.environ['PATH']}", "STANDIN_LOG": str(log), "STANDIN_MACHINES": ""}
     command = [sys.executable, "-m", "ray.scripts.scripts", "up", "-y", "--no-config-cache", str(SHIPPED)]
     environment = {**os.environ, **standins}  # in a process of its own: Ray's threads must find no other ssh

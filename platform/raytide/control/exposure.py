@@ -1,0 +1,98 @@
+"""Whether a cluster's Ray lets in whoever reaches it: what a cluster.yaml would start, and what runs.
+
+Ray runs any code for whoever may call it, so an address that others reach needs its token, and the dashboard, which
+takes jobs, stays on loopback.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+from raytide.core.errors import ClusterError, ConfigError
+
+__all__ = ["check_file", "check_running", "is_loopback", "uses_token"]
+
+_START = re.compile(r"\bray\s+start\b")
+_MODE = re.compile(r"\bRAY_AUTH_MODE=[\"']?(\w*)")
+_DASHBOARD_HOST = re.compile(r"--dashboard-host[=\s]+[\"']?([^\s\"']+)")
+_TIMEOUT_S = 10.0
+
+
+def check_file(file: Mapping[str, Any], *, where: str) -> None:
+    """ConfigError when `ray start` of this cluster.yaml would be open to others."""
+    problems = [
+        f"{role}_start_ray_commands start Ray without its token"
+        for role in ("head", "worker")
+        if _starts_ray(file, role) and not uses_token(file, role)
+    ]
+    start = _strings(file.get("head_start_ray_commands"))
+    hosts = {host for text in start if _START.search(text) for host in _DASHBOARD_HOST.findall(text)}
+    problems += [
+        f"Ray's dashboard would listen on {host}, and it runs any job"
+        for host in sorted(hosts)
+        if not is_loopback(host)
+    ]
+    if problems:
+        raise ConfigError(
+            f"{where}: {'; '.join(problems)}.",
+            hint="Say `RAY_AUTH_MODE=token ray start`, with no --dashboard-host, as the shipped cluster.yaml does. "
+            "Where nobody else reaches these machines: `raytide up --insecure`.",
+        )
+
+
+def uses_token(file: Mapping[str, Any], role: str) -> bool:
+    """Whether `ray start` on the head or a worker is told, in one way or another, to ask for the token."""
+    docker = file.get("docker") if isinstance(file.get("docker"), Mapping) else {}
+    sources = [file.get(key) for key in ("initialization_commands", "setup_commands")]
+    sources += [file.get(f"{role}_setup_commands"), file.get(f"{role}_start_ray_commands")]
+    sources += [docker.get(key) for key in ("run_options", f"{role}_run_options")]  # type: ignore[union-attr]
+    modes = {mode.lower() for source in sources for text in _strings(source) for mode in _MODE.findall(text)}
+    return modes == {"token"}
+
+
+def check_running(gcs_address: str, dashboard_url: str) -> None:
+    """ClusterError when this Ray can be reached from other machines, and asks nobody for its token or has its dashboard
+    open to them."""
+    if is_loopback(gcs_address.rpartition(":")[0]):
+        return
+    problems = []
+    try:
+        with httpx.Client(trust_env=False, timeout=_TIMEOUT_S) as http:
+            mode = http.get(f"{dashboard_url}/api/authentication_mode").json()["authentication_mode"]
+    except (httpx.HTTPError, ValueError, KeyError, TypeError):
+        mode = "unknown"
+    if mode == "disabled" or mode == "unknown":
+        problems.append(f"asks nobody for a token (its mode of authentication is {mode})")
+    host = urlsplit(dashboard_url).hostname or ""
+    if not is_loopback(host):
+        problems.append(f"has its dashboard, which runs any job, on {host}")
+    if problems:
+        raise ClusterError(
+            f"Ray at {gcs_address} {' and '.join(problems)}.",
+            hint="Start it with `RAY_AUTH_MODE=token ray start --head` and no --dashboard-host. "
+            "Where nobody else reaches this machine: `raytide head --insecure`.",
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """False for a name, a variable and whatever else is no address; `localhost` is one."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _starts_ray(file: Mapping[str, Any], role: str) -> bool:
+    return any(_START.search(text) for text in _strings(file.get(f"{role}_start_ray_commands")))
+
+
+def _strings(value: object) -> Iterable[str]:
+    if isinstance(value, str):
+        return (value,)
+    return tuple(each for each in value if isinstance(each, str)) if isinstance(value, list | tuple) else ()
