@@ -106,7 +106,7 @@ class MemberProcesses:
         if package is not None:
             unpack(package, self._folder)
         for user in {launch.rights.user for launch in launches} - {""}:
-            _give(self._folder, _account(user))
+            _give(self._folder, account_of(user))
         for launch in launches:
             with order(_environment(launch, self._folder), launch.rights.user) as fd:
                 process = subprocess.Popen(
@@ -188,7 +188,7 @@ def _environment(launch: Launch, folder: Path) -> dict[str, str]:
     """Of the command. The marks by which raytide finds its processes are not the job's to change."""
     rights, own = launch.rights, {}
     if rights.user:
-        account = _account(rights.user)
+        account = account_of(rights.user)
         home = account.pw_dir if os.path.isdir(account.pw_dir) else str(folder)
         own = {"HOME": home, "USER": rights.user, "LOGNAME": rights.user, "SHELL": account.pw_shell}
     inherited = passed(os.environ, WITH_COMMANDS, rights.named)
@@ -196,7 +196,7 @@ def _environment(launch: Launch, folder: Path) -> dict[str, str]:
     return {**inherited, **own, **rights.environment, **launch.environment, **marks}
 
 
-def _account(user: str) -> pwd.struct_passwd:
+def account_of(user: str) -> pwd.struct_passwd:
     """ConfigError when a command cannot be run as this user here."""
     hint = "Correct metadata.raytide.run_as of cluster.yaml, which the operator set."
     if os.geteuid() != 0:

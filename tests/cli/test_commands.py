@@ -112,7 +112,7 @@ def test_an_up_that_names_no_place_says_the_whole_command(args: list[str], said:
 
 def test_a_dry_run_prints_what_it_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = [Step("head", "buy", "{}"), Step("l4", "run", "ray start")]
-    monkeypatch.setattr("raytide.control.launcher.dry_run", lambda config, name: steps)
+    monkeypatch.setattr("raytide.control.launcher.dry_run", lambda config, name, **_: steps)
     assert runner.invoke(app, ["up", "c.yaml", "--dry-run"]).stdout == "head: buy {}\nl4: run ray start\n"
     shown = json.loads(runner.invoke(app, ["up", "c.yaml", "--dry-run", "--json"]).stdout)
     assert shown[1] == {"machine": "l4", "what": "run", "text": "ray start"}

@@ -11,6 +11,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import yaml
 
 from raytide.control import cluster
 from raytide.control.addresses import ANY, claim, is_free
@@ -218,3 +219,13 @@ def test_an_up_that_was_killed_is_ended_by_down(home: Path) -> None:
     assert marked(MARK, left.cluster_id) != []
     cluster.down()
     assert marked(MARK, left.cluster_id) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root is told that there is no such user")
+def test_a_user_that_scripts_cannot_run_as_is_refused_before_anything_is_started(home: Path) -> None:
+    file = yaml.safe_load(cluster.DEFAULT_CONFIG.read_text())
+    file["metadata"]["raytide"]["run_as"] = "no-such-user"
+    (home / "other.yaml").write_text(yaml.safe_dump(file))
+    with pytest.raises(ConfigError, match="there is no such user"):
+        cluster.up(home / "other.yaml", k=K)
+    assert cluster.down() is None

@@ -100,3 +100,11 @@ def test_links_that_git_wrote_as_text_are_found(monkeypatch: pytest.MonkeyPatch,
 
 def test_the_shipped_local_fleet_is_valid() -> None:
     assert load_cluster(DEFAULT_CONFIG).node_types
+
+
+@pytest.mark.parametrize(("uid", "status"), [(0, "warn"), (1000, "ok")])
+def test_it_is_said_when_scripts_run_as_root(monkeypatch: pytest.MonkeyPatch, uid: int, status: str) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: uid)
+    finding = doctor._user()
+    assert finding.status == status
+    assert ("run_as" in finding.mend) == (uid == 0)

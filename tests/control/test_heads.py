@@ -109,3 +109,33 @@ def test_a_head_whose_operators_token_was_taken_away_gets_another_one(cluster: H
     grant_access(cluster)
     tokens = json.loads(cluster.tokens_file.read_text())
     assert len(tokens) == 2 and tokens.items() > users.items()
+
+
+def test_rays_token_goes_from_the_environment_into_a_file(
+    cluster: HeadCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is started below would have it in its own."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
+    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
+    heads._file_token(cluster.run_dir)
+    assert "RAY_AUTH_TOKEN" not in cluster.environment()
+    assert cluster.ray_token_file is not None
+    assert cluster.ray_token_file.stat().st_mode & 0o777 == 0o600
+    assert cluster.ray_headers == {"Authorization": "Bearer secret"}
+    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH")
+
+
+def test_a_token_in_rays_usual_place_is_asked_for_unless_the_mode_says_otherwise(
+    cluster: HeadCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As Ray itself finds it."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    assert cluster.ray_token_file is None
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("secret")
+    assert cluster.ray_access["RAY_AUTH_TOKEN_PATH"] == str(tmp_path / ".ray" / "auth_token")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    assert cluster.ray_token_file is None

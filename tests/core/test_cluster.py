@@ -12,6 +12,7 @@ import jsonschema
 import pytest
 import yaml
 
+from raytide.control.exposure import check_file
 from raytide.core.cluster import RaytideSection, load_cluster
 from raytide.core.errors import ConfigError
 from raytide.core.fleet import Market
@@ -73,6 +74,14 @@ class TestShippedFiles:
         for name, section in shipped["metadata"]["raytide"]["node_types"].items():
             options = shipped["available_node_types"][name]["node_config"].get("InstanceMarketOptions", {})
             assert (options.get("MarketType") == "spot") == (section["market"] == "spot"), name
+
+    def test_its_ray_is_closed_and_its_installs_are_pinned(self, shipped: dict[str, Any]) -> None:
+        check_file(shipped, where="cluster.yaml")
+        head, worker = (shipped[f"{role}_start_ray_commands"] for role in ("head", "worker"))
+        assert all("RAY_AUTH_MODE=token ray start" in text for text in (*head, *worker) if "ray start" in text)
+        installs = [text for text in shipped["setup_commands"] if "pip install" in text]
+        assert installs and all("install -c ~/constraints.txt" in text for text in installs)
+        assert (ROOT / shipped["file_mounts"]["~/constraints.txt"]).is_file()
 
     def test_the_head_is_not_for_sale(self) -> None:
         assert "head" not in {t.name for t in load_cluster(SHIPPED[0]).node_types}

@@ -65,6 +65,7 @@ def _up_here(config: Path | None, name: str, owner_pid: int | None, *, json: boo
     if not json:
         print(f"starting cluster {name} ...", file=sys.stderr)
     started = cluster.up(config, name=name, owner=owner)
+    _warn_of_root(started.config_path)
     if json:
         as_json({"name": name, "run_dir": str(started.run_dir), "api": started.api_url, "ray": started.dashboard_url})
         return
@@ -72,6 +73,14 @@ def _up_here(config: Path | None, name: str, owner_pid: int | None, *, json: boo
     which = ("", "") if name == "local" else (f" --cluster {name}", f" --name {name}")
     print(f"`raytide status{which[0]}` shows it, `raytide down{which[1]}` ends it")
     print(f'`eval "$(raytide status --ray{which[0]})"` lets Ray\'s own commands in: ray status, ray job submit')
+
+
+def _warn_of_root(config_path: Path) -> None:
+    from raytide.core.cluster import load_cluster
+
+    if os.geteuid() == 0 and not load_cluster(config_path).settings.users():
+        told = "warning: scripts run as root, as raytide does, and can read every token: name another user in"
+        print(f"{told} metadata.raytide.run_as (docs/security.md)", file=sys.stderr)
 
 
 def _show_steps(config: Path, name: str | None, *, insecure: bool, json: bool) -> None:
@@ -124,6 +133,7 @@ def head(
     from raytide.control import heads
 
     started = heads.start(config, insecure=insecure)
+    _warn_of_root(started.config_path)
     print(f"cluster {started.name} is up: API {started.api_url}, Ray {started.dashboard_url}")
     if block:
         heads.stay(started)

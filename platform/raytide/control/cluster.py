@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from raytide.actors.gang.processes import account_of
 from raytide.autoscaler.providers.local import LocalProvider
 from raytide.autoscaler.providers.local_files import node_folders
 from raytide.control.addresses import ANY, FIRST_K, LAST_K, claim
@@ -51,6 +52,8 @@ def up(
     """
     _check_name(name)
     config = load_cluster(config_path or DEFAULT_CONFIG)
+    for user in config.settings.users():
+        account_of(user)  # one that scripts cannot run as is an error here, not of the first script
     with _exclusive(name):
         cluster = _load(name)
         if cluster is not None and cluster.is_alive("head"):

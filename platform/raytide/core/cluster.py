@@ -99,6 +99,11 @@ class RaytideSection(Config):
             raise ValueError(f"run_as by team names each team once: {', '.join(sorted(self.teams))}")
         return self
 
+    def users(self) -> frozenset[str]:
+        """Other users than raytide's own that scripts run as."""
+        named = {self.run_as} if isinstance(self.run_as, str) else set(self.run_as.values())
+        return frozenset(named - {""})
+
     def user_of(self, team: str) -> str:
         """Whom scripts of the team run as."""
         return self.run_as if isinstance(self.run_as, str) else self.run_as[team]

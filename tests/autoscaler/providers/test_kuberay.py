@@ -300,3 +300,21 @@ def test_whatever_happens_pods_and_purchases_agree_in_the_end(
     finally:
         provider.close()
         kube.close()
+
+
+def test_every_ray_of_the_example_asks_for_its_token_and_shows_its_dashboard_to_its_pod_alone() -> None:
+    cluster = next(doc for doc in yaml.safe_load_all(EXAMPLE.read_text()) if doc["kind"] == "RayCluster")["spec"]
+    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    for group in groups:
+        pod = group["template"]["spec"]
+        (token,) = (volume for volume in pod["volumes"] if volume["name"] == "ray-token")
+        assert token["secret"] == {"secretName": "raytide-ray", "defaultMode": 0o440}
+        for container in pod["containers"]:
+            environment = {each["name"]: each.get("value") for each in container["env"]}
+            assert (environment["RAY_AUTH_MODE"], environment["RAY_AUTH_TOKEN_PATH"]) == (
+                "token",
+                "/etc/ray-token/token",
+            )
+            assert {"name": "ray-token", "mountPath": "/etc/ray-token", "readOnly": True} in container["volumeMounts"]
+    assert cluster["headGroupSpec"]["rayStartParams"]["dashboard-host"] == "127.0.0.1"
+    assert not any(group["template"]["spec"]["automountServiceAccountToken"] for group in groups[1:])
