@@ -173,6 +173,27 @@ class TestTokensOfJobs:
         assert asked.get("/v1/status", headers=header).status_code == 401
 
 
+class TestPlaces:
+    """Trainers, builds and endpoints act as raytide's user, not as theirs."""
+
+    @pytest.mark.parametrize(
+        "job",
+        [
+            {"kind": "data", "config": {"inputs": ["/root/../proc/self/environ"], "out": "/data/x"}},
+            {"kind": "data", "config": {"inputs": ["/data/x"], "out": "~/.ssh"}},
+            {"kind": "train", "config": {"dataset": "file:///etc/x", "out": "/data/x", "steps": 1}},
+        ],
+    )
+    def test_a_job_that_names_a_private_one_is_refused(self, client: TestClient, job: dict[str, object]) -> None:
+        response = client.post("/v1/jobs", json={**GANG, **job})
+        assert (response.status_code, error(response)["code"]) == (403, "denied")
+        assert client.get("/v1/jobs").json() == []
+
+    def test_an_endpoint_of_one_too(self, client: TestClient) -> None:
+        response = client.post("/v1/endpoints", json={"name": "x", "model": "/etc", "resources": {"CPU": 1}})
+        assert (response.status_code, error(response)["code"]) == (403, "denied")
+
+
 class TestJobs:
     def test_a_submitted_job_waits_in_the_queue_with_its_place(self, client: TestClient, tmp_path: Path) -> None:
         first, _ = (client.post("/v1/jobs", json=GANG).json() for _ in range(2))

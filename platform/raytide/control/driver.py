@@ -27,6 +27,7 @@ from raytide.core.errors import ClusterError, RaytideError, WaitTimeoutError
 from raytide.core.gang import Lease, LeaseState, Member
 from raytide.core.job import Job, JobKind
 from raytide.core.passing import all_passed
+from raytide.core.private import check_named
 from raytide.core.ray_internals import hush_node_deaths
 from raytide.core.script_spec import ScriptSpec
 from raytide.core.train_spec import TrainSpec
@@ -167,6 +168,8 @@ def main(run_dir: str, job_id: str) -> int:
     ray.init(address=gcs_address, namespace="raytide", log_to_driver=False, logging_level=logging.WARNING)
     try:
         job = client.job(job_id).job
+        if job.spec.kind is not JobKind.SCRIPT:  # a script reads and writes as whoever it runs as
+            check_named(job.spec.config, job.id)
         DRIVERS[job.spec.kind](job, client, Path(run_dir))
     except ClusterError as error:
         sys.stderr.write(f"{error.code}: {error}\n")

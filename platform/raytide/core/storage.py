@@ -11,14 +11,20 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from raytide.core.errors import DataError, StorageError
+from raytide.core.private import check_path
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 
 def open_url(url: str) -> tuple[AbstractFileSystem, str]:
-    """The filesystem of a URL and the path inside it."""
+    """The filesystem of a URL and the path inside it. DeniedError for what is nobody's data (`core.private`)."""
     import fsspec
+    from fsspec.implementations.local import LocalFileSystem
+
+    for part in url.split("::"):  # `simplecache::file:///x` is a file, too
+        if is_local(part) or part.startswith("local:"):
+            check_path(str(LocalFileSystem._strip_protocol(part)), url)
 
     try:
         fs, path = fsspec.core.url_to_fs(url)

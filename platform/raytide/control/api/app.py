@@ -137,7 +137,7 @@ def create_app(desk: Desk, tokens: Tokens) -> FastAPI:
 
     @app.put("/v1/jobs/{job_id}/budget")
     def job_budget(who: Who, job_id: q.Name, usd: q.Usd = None, soft: bool = False, per: BudgetPer = "job") -> Any:
-        return to_json(desk.set_budget(job_id, who, usd, soft=soft, per=per))
+        return to_json(desk.set_budget(job_id, who.require_person(), usd, soft=soft, per=per))
 
     @app.get("/v1/jobs/{job_id}/logs")
     async def logs(who: Who, job_id: q.Name, after: q.Place = "", tail: q.Tail = None) -> Any:

@@ -50,10 +50,11 @@ class Caller:
             )
         return job
 
-    def require_person(self) -> None:
-        """Not for the token of a job."""
+    def require_person(self) -> Caller:
+        """This caller, unless it is a job's."""
         if self.job:
             raise DeniedError(f"the token of {self.job} is a job's; this takes a user's.", hint="Use a token of yours.")
+        return self
 
     def require_all(self) -> None:
         if self.team != ANY_TEAM:

