@@ -139,3 +139,23 @@ def test_a_token_in_rays_usual_place_is_asked_for_unless_the_mode_says_otherwise
     assert cluster.ray_access["RAY_AUTH_TOKEN_PATH"] == str(tmp_path / ".ray" / "auth_token")
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     assert cluster.ray_token_file is None
+
+
+def test_a_ray_that_is_open_to_others_is_refused_unless_wanted(
+    cluster: HeadCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody listens where its dashboard would: it does not say that it asks for a token."""
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.7:6379")
+    monkeypatch.setattr(heads, "gcs_address_here", lambda: "10.0.0.7:6379")
+    monkeypatch.setattr(heads, "_dashboard", lambda *_: "http://127.0.0.1:9")
+    started: list[HeadCluster] = []
+    monkeypatch.setattr(heads, "start_supervisor", started.append)
+    monkeypatch.setattr(heads, "wait_for_api", lambda *_, **__: None)
+    file = cluster.run_dir.parent / "given.yaml"
+    shutil.copyfile(cluster.config_path, file)
+    with pytest.raises(ClusterError, match="asks nobody for a token") as refused:
+        heads.start(file)
+    assert "--insecure" in refused.value.hint
+    assert started == []
+    assert heads.start(file, insecure=True).gcs_address == "10.0.0.7:6379"
+    assert len(started) == 1

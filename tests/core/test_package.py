@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -115,3 +117,43 @@ def test_too_much_in_all_and_no_directory_are_refused(folder: Path, monkeypatch:
     (folder / "noise").write_bytes(os.urandom(2000))
     with pytest.raises(DataError, match="too large"):
         package.pack(folder)
+
+
+def zipped(*entries: tuple[str, bytes], mode: int = 0o600) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, body in entries:
+            entry = zipfile.ZipInfo(name)
+            entry.external_attr = mode << 16
+            entry.compress_type = zipfile.ZIP_DEFLATED
+            archive.writestr(entry, body)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("limit", "most"), [("MOST_ENTRIES", 2), ("MOST_UNPACKED_BYTES", 2_999), ("MOST_FILE_BYTES", 999)]
+)
+def test_a_package_that_would_fill_the_node_is_refused_before_it_is_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, most: int
+) -> None:
+    monkeypatch.setattr(package, limit, most)
+    with pytest.raises(DataError, match="are the most"):
+        package.unpack(zipped(*((name, b"0" * 1000) for name in "abc")), tmp_path / "there")
+    assert not (tmp_path / "there").exists()
+
+
+@pytest.mark.parametrize("broken", [b"", b"no zip", zipped(("a", b"x" * 9_000))[:-9], zipped(("a", b"x"))[4:]])
+def test_a_broken_package_is_named(tmp_path: Path, broken: bytes) -> None:
+    with pytest.raises(DataError, match="the package is broken"):
+        package.unpack(broken, tmp_path / "there")
+
+
+def test_an_upload_makes_no_links_no_setuid_files_and_nothing_outside(tmp_path: Path) -> None:
+    """It may be unpacked by root."""
+    there = tmp_path / "below" / "there"
+    package.unpack(zipped(("../../out", b"x"), ("/abs", b"x"), mode=0o4755), there)
+    package.unpack(zipped(("link", b"/etc/passwd"), mode=0o120777), there)
+    assert not (tmp_path / "out").exists()
+    found = [path for path in there.rglob("*") if not path.is_dir()]
+    assert {path.name for path in found} == {"out", "abs", "link"}
+    assert not any(path.is_symlink() or path.stat().st_mode & 0o6000 for path in found)

@@ -9,6 +9,7 @@ import hashlib
 import io
 import os
 import zipfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
@@ -19,6 +20,8 @@ from raytide.core.errors import DataError
 MOST_BYTES = 200 * 2**20
 """Of a package, compressed."""
 MOST_FILE_BYTES = 50 * 2**20
+MOST_UNPACKED_BYTES = 4 * 2**30
+MOST_ENTRIES = 100_000
 LEFT_OUT = (
     ".git",
     ".hg",
@@ -57,12 +60,32 @@ def pack(folder: Path, exclude: tuple[str, ...] = ()) -> bytes:
 
 
 def unpack(package: bytes, folder: Path) -> None:
-    """Write the files below `folder`; those that could be run there can be run here."""
-    with zipfile.ZipFile(io.BytesIO(package)) as archive:
-        for entry in archive.infolist():
-            path = Path(archive.extract(entry, folder))
-            if mode := entry.external_attr >> 16 & 0o777:
-                path.chmod(mode | 0o600)
+    """Write the files below `folder`; those that could be run there can be run here.
+
+    DataError for what `pack` would not have made: whoever may upload may have made it otherwise.
+    """
+    try:
+        with zipfile.ZipFile(io.BytesIO(package)) as archive:
+            entries = archive.infolist()
+            sizes = [entry.file_size for entry in entries]  # what an archive declares is the most that is read of it
+            if (
+                len(entries) > MOST_ENTRIES
+                or sum(sizes) > MOST_UNPACKED_BYTES
+                or max(sizes, default=0) > MOST_FILE_BYTES
+            ):
+                raise DataError(
+                    f"the package has {len(entries)} files with {_mb(sum(sizes))} in all; {MOST_ENTRIES} with "
+                    f"{_mb(MOST_UNPACKED_BYTES)}, and {_mb(MOST_FILE_BYTES)} each, are the most.",
+                    hint="Leave files out with --exclude, and read them from shared storage.",
+                )
+            for entry in entries:
+                path = Path(archive.extract(entry, folder))
+                if mode := entry.external_attr >> 16 & 0o777:
+                    path.chmod(mode | (0o700 if entry.is_dir() else 0o600))
+    except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, EOFError, ValueError) as error:
+        raise DataError(
+            f"the package is broken: {error}.", hint="Submit the script anew: it is uploaded again."
+        ) from None
 
 
 def digest_of(package: bytes) -> str:
