@@ -21,6 +21,7 @@ from types import FrameType
 from typing import Self
 
 from raytide.control.client import Client
+from raytide.control.log_files import bound_driver_log
 from raytide.core.cluster import load_cluster
 from raytide.core.data_spec import DataSpec
 from raytide.core.errors import ClusterError, RaytideError, WaitTimeoutError
@@ -162,6 +163,7 @@ def active_lease(client: Client, job_id: str) -> Lease:
 def main(run_dir: str, job_id: str) -> int:
     import ray
 
+    bound_driver_log()
     client = Client.of_job(run_dir, job_id)
     gcs_address = json.loads((Path(run_dir) / "cluster.json").read_text())["gcs_address"]
     hush_node_deaths()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from raytide.control.log_files import KEPT_FILES, MOST_BYTES
 from raytide.control.running import RunningCluster
 from raytide.core.cluster import load_cluster
 from raytide.core.passing import ON_NODES, all_passed, passed
@@ -20,6 +21,8 @@ RAY_ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",  # some of Ray's ports are open on every address: nobody gets in without ray_token_file
     "RAY_enable_autoscaler_v2": "1",  # without it the GCS does not report demand
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ROTATION_MAX_BYTES": str(MOST_BYTES),  # each log of Ray's own, as those of raytide
+    "RAY_ROTATION_BACKUP_COUNT": str(KEPT_FILES),
     # A killed raylet refuses connections: dead after 5 refusals, 1 s apart. One that is only slow has 5 times 10 s.
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "1000",

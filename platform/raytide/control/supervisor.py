@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from raytide.control.log_files import rotate
 from raytide.control.owner import ensure_watched
 from raytide.control.processes import hold_lock, record_of, start
 from raytide.core.durable import sweep
@@ -76,6 +77,7 @@ def supervise(run_dir: Path, children: Mapping[str, Sequence[str]]) -> None:
 
 
 def _do_chores(run_dir: Path) -> None:
+    rotate([*(run_dir / "logs").glob("*.log"), *(run_dir / "nodes").glob("*/log")])
     try:
         ensure_watched(run_dir, os.environ)
     except (OSError, ValueError, RaytideError) as error:  # a full disk: the next time may be better

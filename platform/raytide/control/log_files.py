@@ -1,0 +1,175 @@
+"""Keeps logs within limits, whatever is printed: those of processes that inherited them, and those of jobs' drivers.
+
+Both kinds are opened to append, so what writes to them goes on at the new end after they were shortened.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import stat
+import threading
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from raytide.core.logs import logger
+
+__all__ = ["DRIVER_KEPT_BYTES", "HEADER_BYTES", "bound_driver_log", "dropped_before", "rotate"]
+
+log = logger(__name__)
+
+MOST_BYTES, KEPT_FILES = 16 << 20, 3
+"""A process's log is moved to `.1` at this size, `.1` to `.2` and so on: 64 MiB for each at most."""
+
+DRIVER_MOST_BYTES, DRIVER_KEPT_BYTES = 64 << 20, 32 << 20
+"""At the first size a driver's log is cut to its last lines, of the second size."""
+DRIVERS_BYTES = 2 << 30
+"""All drivers' logs in one folder; of those that ended, the oldest go first."""
+_LEAST_BYTES = 64 << 10
+_EVERY_S = 1.0
+_COPY_BYTES = 1 << 20
+_DRIVER_LOGS = "job-driver-raytide-*.log"
+
+_HEADER = "raytide dropped the first {:020d} bytes of this log, which were the oldest.\n"
+HEADER_BYTES = len(_HEADER.format(0))
+_DROPPED = re.compile(rb"raytide dropped the first (\d{20}) bytes of this log, which were the oldest\.\n")
+
+
+def rotate(paths: Iterable[Path], *, most: int = MOST_BYTES) -> None:
+    """Move what the larger ones hold aside. Without room for a copy it is dropped: a full disk needs the room more."""
+    for path in paths:
+        try:
+            if path.stat().st_size > most:
+                _rotate(path)
+        except OSError as error:
+            log.warning("cannot rotate a log", extra={"path": str(path), "error": str(error)})
+
+
+def _rotate(path: Path) -> None:
+    numbered = [path.with_name(f"{path.name}.{number}") for number in range(1, KEPT_FILES + 1)]
+    for younger, older in zip(numbered[-2::-1], numbered[:0:-1], strict=True):
+        with suppress(FileNotFoundError):
+            younger.replace(older)
+    try:
+        with path.open("rb") as source, numbered[0].open("wb") as target:
+            while block := source.read(_COPY_BYTES):
+                target.write(block)
+    except OSError as error:
+        numbered[0].unlink(missing_ok=True)
+        log.warning("a log was dropped", extra={"path": str(path), "error": str(error)})
+    os.truncate(path, 0)  # what was written since the last read is lost: a few lines at most
+
+
+def bound_driver_log(fd: int = 1) -> None:
+    """Keep what this process, a job's driver, prints within limits as long as it runs; and its predecessors' too.
+
+    Nothing happens when it does not print to a file that is appended to.
+    """
+    if not _is_appended(fd):
+        return
+    with suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_SH)  # says to others that this log is in use
+        forget_oldest(Path(os.readlink(f"/proc/self/fd/{fd}")).parent)
+    threading.Thread(target=_bound, args=(fd,), name="log-limit", daemon=True).start()
+
+
+def _bound(fd: int) -> None:
+    pause = threading.Event()
+    while not pause.wait(_EVERY_S):
+        with suppress(OSError):  # a full disk: the next time may be better
+            cut(fd)
+
+
+def cut(fd: int, *, most: int = DRIVER_MOST_BYTES, kept: int = DRIVER_KEPT_BYTES) -> bool:
+    """Leave the last lines of a log that grew too large, below a line that says how much is missing, so that places in
+    the log stay what they were. Whether it had to be cut.
+
+    A new file takes the place of the old one, also under this process's output, so that no line is lost meanwhile.
+    """
+    if os.fstat(fd).st_size <= most:
+        return False
+    path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+    with open(f"/proc/self/fd/{fd}", "rb") as old:
+        for tail_bytes in (kept, _LEAST_BYTES):
+            try:
+                _replace(fd, path, old, tail_bytes)
+                return True
+            except OSError as error:
+                why = error
+        os.ftruncate(fd, 0)  # a full disk needs the room more than anybody the log
+        raise why
+
+
+def _replace(fd: int, path: Path, old: BinaryIO, tail_bytes: int) -> None:
+    size = os.fstat(fd).st_size
+    old.seek(0)
+    before = dropped_before(old.read(HEADER_BYTES))
+    old.seek(max(0, size - tail_bytes))
+    tail = old.read(size - old.tell())
+    tail = tail[tail.find(b"\n") + 1 :]
+    written = size if before is None else before + size - HEADER_BYTES
+    staged = path.with_name(f".{path.name}.part")
+    new = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, os.fstat(fd).st_mode & 0o777)
+    try:
+        _write(new, _HEADER.format(written - len(tail)).encode() + tail)
+        fcntl.flock(new, fcntl.LOCK_SH)
+        os.replace(staged, path)
+        for each in _same_file(fd):
+            os.dup2(new, each)
+        _write(new, old.read())
+    except BaseException:
+        staged.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(new)
+
+
+def _same_file(fd: int) -> set[int]:
+    """This descriptor, and which of the process's outputs go to the same file."""
+    return {fd, *(each for each in (1, 2) if os.path.sameopenfile(each, fd))}
+
+
+def _write(fd: int, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[os.write(fd, left) :]
+
+
+def dropped_before(head: bytes) -> int | None:
+    """How much of a driver's log came before what is there, by its first bytes; None when nothing is missing."""
+    found = _DROPPED.match(head)
+    return None if found is None else int(found[1])
+
+
+def forget_oldest(folder: Path, most: int = DRIVERS_BYTES) -> None:
+    """Remove logs of drivers that ended, the oldest first, until the others have no more than this together."""
+    logs = [(entry.stat(), entry) for entry in folder.glob(_DRIVER_LOGS)]
+    total = sum(found.st_size for found, _ in logs)
+    for found, path in sorted(logs, key=lambda each: each[0].st_mtime):
+        if total <= most:
+            return
+        if not _is_in_use(path):
+            path.unlink(missing_ok=True)
+            total -= found.st_size
+
+
+def _is_in_use(path: Path) -> bool:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def _is_appended(fd: int) -> bool:
+    try:
+        is_file = stat.S_ISREG(os.fstat(fd).st_mode)
+        return is_file and bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_APPEND)
+    except OSError:
+        return False
