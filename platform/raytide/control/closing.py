@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from raytide.autoscaler import instances
@@ -11,6 +13,7 @@ from raytide.control.costs import cost_report
 from raytide.control.observe import Book
 from raytide.control.views import CostReport
 from raytide.core.endpoint import EndpointState
+from raytide.core.errors import ConflictError
 from raytide.core.fleet import Node, NodeState
 from raytide.core.job import JobState
 from raytide.core.money import to_us
@@ -30,6 +33,20 @@ class Closed:
     cost: CostReport
     differences: tuple[Difference, ...]
     """Where the entries are not what the provider bills; empty, unless something is wrong with the books."""
+
+
+@contextmanager
+def sole_lead(store: Store, holder: str) -> Iterator[None]:
+    """Let no other controller decide meanwhile. ConflictError when one does: its records are not ours to end."""
+    if other := store.lead(holder):
+        raise ConflictError(
+            f"the records were left as they are: {other} decides on the same state.",
+            hint="What ran here was ended. Give each cluster a state_url of its own.",
+        )
+    try:
+        yield
+    finally:
+        store.resign()
 
 
 def close_books(store: Store, machines: tuple[Machine, ...], now_s: float) -> Closed:

@@ -18,7 +18,7 @@ from raytide.actors.gang.processes import account_of
 from raytide.autoscaler.providers.local import LocalProvider
 from raytide.autoscaler.providers.local_files import node_folders
 from raytide.control.addresses import ANY, FIRST_K, LAST_K, claim
-from raytide.control.closing import Closed, close_books
+from raytide.control.closing import Closed, close_books, sole_lead
 from raytide.control.embedded import AGENT_PORT_BASE, GCS_PORT_BASE, LocalCluster
 from raytide.control.head import start_head, wait_for_head
 from raytide.control.owner import ensure_watched
@@ -222,7 +222,8 @@ def _close_books(cluster: LocalCluster) -> Closed:
     """Book what every node cost up to its end; whatever was still running in the records is over."""
     store = Store.open(cluster.state_url)
     try:
-        return close_books(store, provider(cluster).machines(), SystemClock().now_s())
+        with sole_lead(store, cluster.holder):
+            return close_books(store, provider(cluster).machines(), SystemClock().now_s())
     finally:
         store.close()
 

@@ -32,7 +32,7 @@ from raytide.control.outlook import Outlook
 from raytide.control.serving import Serving, follow
 from raytide.control.settle import settle
 from raytide.control.silence import Silence
-from raytide.control.steadily import Steadily
+from raytide.control.steadily import Steadily, wait_for_lead
 from raytide.control.views import Live, Waiting, last_pass_s
 from raytide.control.wire import to_json
 from raytide.control.world import Sources, World, at_our_time, look
@@ -137,6 +137,7 @@ class Controller:
         for action in plan.actions:
             if not isinstance(action, Wait):
                 log.info("decided", extra=describe(action))
+        self._store.check_lead()
         outcome = apply(book, plan, world, self._sources, self._node_types, now_s)
         self._serving.match(e for e in book.endpoints.values() if e.state is not EndpointState.DELETED)
         if outcome.nodes:
@@ -311,11 +312,14 @@ def main(run_dir: str) -> None:
     log_to()
     gc.set_threshold(*GC_THRESHOLDS)
     with hold_lock(folder / "controller.lock"):
-        config, clock = load_cluster(cluster.config_path), SystemClock()
-        clock.go_on_from(last_pass_s(folder / "live.json"))
-        controller = Controller(Store.open(cluster.state_url), config, sources(cluster), clock, folder / "live.json")
+        config, clock, live_path = load_cluster(cluster.config_path), SystemClock(), folder / "live.json"
+        clock.go_on_from(last_pass_s(live_path))
+        store = Store.open(cluster.state_url)
+        wait_for_lead(store, cluster.holder, clock, live_path)
+        controller = Controller(store, config, sources(cluster), clock, live_path)
         signal.signal(signal.SIGTERM, lambda *_: controller.stop())
         controller.run()
+        store.resign()
 
 
 if __name__ == "__main__":

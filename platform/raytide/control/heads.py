@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from raytide.autoscaler.providers.base import Machine, Provider
-from raytide.control.closing import Closed, close_books
+from raytide.control.closing import Closed, close_books, sole_lead
 from raytide.control.compose import provider
 from raytide.control.exposure import check_running
 from raytide.control.processes import hold_lock
@@ -112,7 +112,8 @@ def down(cluster: HeadCluster, *, timeout_s: float = 120.0) -> Closed:
         machines = _end_nodes(provider(cluster, only_ends=True), time.monotonic() + timeout_s)
         store = Store.open(cluster.state_url)
         try:
-            return close_books(store, machines, SystemClock().now_s())
+            with sole_lead(store, cluster.holder):
+                return close_books(store, machines, SystemClock().now_s())
         finally:
             store.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -40,6 +41,11 @@ class RunningCluster(Config):
     @property
     def head_ip(self) -> str:
         return self.gcs_address.rpartition(":")[0]
+
+    @property
+    def holder(self) -> str:
+        """The name of its controller, for a store that other clusters may use too."""
+        return f"{self.cluster_id}@{socket.gethostname()}"
 
     @property
     def tokens_file(self) -> Path:

@@ -1,15 +1,25 @@
-"""Repeats the controller's pass through times in which its store, or the disk below it, takes nothing."""
+"""What keeps a controller from deciding without being its fault: a store that takes nothing, or one on which another
+controller decides.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 
+from raytide.control.views import Live
+from raytide.control.wire import to_json
+from raytide.core.clock import Clock
+from raytide.core.durable import write_json
 from raytide.core.errors import StorageError
 from raytide.core.logs import logger
+from raytide.core.state import Store
 
-__all__ = ["Steadily"]
+__all__ = ["Steadily", "wait_for_lead"]
 
 _LAST_DELAY_S = 10.0
+_ASK_S = 1.0
 
 log = logger(__name__)
 
@@ -39,3 +49,16 @@ class Steadily:
             log.info("goes on", extra={"failures": self._failures})
         self._failures, self._delay_s = 0, self._period_s
         return self._period_s
+
+
+def wait_for_lead(store: Store, holder: str, clock: Clock, live_path: Path) -> None:
+    """Return once no other controller decides on this store; until then say which one does."""
+    told = ""
+    while other := store.lead(holder):
+        if other != told:
+            log.warning("waits: another controller decides", extra={"holder": other})
+            told = other
+        why = f"this controller waits: {other} decides on the same state. Give each cluster a state_url of its own."
+        with suppress(OSError):
+            write_json(live_path, to_json(Live(at_s=clock.now_s(), errors=(why,))), is_kept=False)
+        clock.sleep(_ASK_S)

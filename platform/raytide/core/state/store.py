@@ -22,6 +22,7 @@ from raytide.core.state import tables as t
 from raytide.core.state.books import Books
 from raytide.core.state.census import CHANGES, Census
 from raytide.core.state.database import Database, Failure
+from raytide.core.state.leader import Leader
 from raytide.core.state.records import Changes, Event, Records, StoredPlan, StoredTeam
 from raytide.core.state.rows import leases_where, named
 from raytide.core.state.write import (
@@ -47,6 +48,7 @@ class Store:
         """The ledger's tables: entries, open intervals, sums."""
         self.census = Census(database)
         """Counts."""
+        self._leader: Leader | None = None
 
     @classmethod
     def open(cls, url: str) -> Self:
@@ -157,6 +159,21 @@ class Store:
 
     # The controller's.
 
+    def lead(self, holder: str) -> str:
+        """Become the only one whose commits are taken; empty when that is so, else who that is: then ask again."""
+        if self._leader is None:
+            self._leader = Leader(self._db, holder)
+        return self._leader.take()
+
+    def check_lead(self) -> None:
+        """ConflictError when another controller may have taken over since the last commit."""
+        if self._leader is not None:
+            self._leader.check()
+
+    def resign(self) -> None:
+        if self._leader is not None:
+            self._leader.resign()
+
     def load(self) -> Records:
         """All that is not final, and the numbers that come next."""
         with self._db.read() as c:
@@ -177,9 +194,14 @@ class Store:
             )
 
     def commit(self, changes: Changes) -> None:
-        """Write one pass of the controller. When this returns it is durable; when it raises nothing of it is."""
+        """Write one pass of the controller. When this returns it is durable; when it raises nothing of it is.
+
+        ConflictError when this one had the lead and another controller has it now.
+        """
         ch = changes
         with self._db.write() as c:
+            if self._leader is not None:
+                self._leader.fence(c)
             events = [
                 *transitions(c, t.jobs.c.id, t.jobs.c.state, {j.id: (j.state, j.reason) for j in ch.jobs}, ch.at_s),
                 *transitions(

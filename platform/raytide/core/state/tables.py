@@ -59,6 +59,16 @@ counters = Table(
     Column("next", BigInteger, nullable=False),
 )
 
+leaders = Table(
+    "leaders",
+    metadata,
+    Column("name", String, primary_key=True),
+    Column("epoch", BigInteger, nullable=False),
+    Column("holder", String, nullable=False),
+    Column("renewals", BigInteger, nullable=False),
+)
+"""Which controller decides: see `leader`."""
+
 jobs = Table(
     "jobs",
     metadata,

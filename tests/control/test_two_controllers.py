@@ -1,0 +1,97 @@
+"""Two heads on one state: one decides, and one that was replaced does nothing any more."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.control.test_controller import Loop
+
+from raytide.control.closing import sole_lead
+from raytide.control.steadily import wait_for_lead
+from raytide.core.clock import VirtualClock
+from raytide.core.errors import ConflictError
+from raytide.core.job import JobState
+from raytide.core.state import Store
+from raytide.core.state.leader import LEASE_S, Leader
+
+
+@pytest.fixture
+def loop(tmp_path: Path) -> Iterator[Loop]:
+    made = Loop(tmp_path)
+    yield made
+    made.store.close()
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Iterator[Store]:
+    store = Store.open(f"sqlite:///{tmp_path}/state.db")
+    yield store
+    store.close()
+
+
+@pytest.fixture
+def hand(monkeypatch: pytest.MonkeyPatch) -> VirtualClock:
+    """The monotonic clock of both."""
+    clock = VirtualClock()
+    monkeypatch.setattr(Leader.__init__, "__defaults__", (clock.now_s,))
+    return clock
+
+
+def test_a_controller_that_was_replaced_buys_nothing_and_stops(loop: Loop, other: Store, hand: VirtualClock) -> None:
+    assert loop.store.lead("a") == ""
+    job = loop.submit()
+    assert other.lead("b") == "a"
+    hand.advance(LEASE_S)
+    assert other.lead("b") == ""
+    with pytest.raises(ConflictError, match="was replaced"):
+        loop.controller.run()
+    assert loop.world.launches == []
+    assert other.job(job).state is JobState.QUEUED
+
+
+def test_one_that_is_replaced_between_its_commit_and_its_deeds_does_none(
+    loop: Loop, other: Store, hand: VirtualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop.store.lead("a")
+    loop.submit()
+    commit = loop.store.commit
+
+    def stopped_after(changes: object) -> None:
+        commit(changes)  # type: ignore[arg-type]
+        other.lead("b")
+        hand.advance(LEASE_S)
+        assert other.lead("b") == ""
+
+    monkeypatch.setattr(loop.store, "commit", stopped_after)
+    with pytest.raises(ConflictError, match="was replaced"):
+        loop.controller.tick()
+    assert loop.world.launches == []
+
+
+def test_the_second_says_for_whom_it_waits_and_begins_when_the_first_ends(
+    tmp_path: Path, other: Store, loop: Loop
+) -> None:
+    loop.store.lead("head-1")
+    shown = []
+
+    class Clock(VirtualClock):
+        def sleep(self, seconds: float) -> None:
+            shown.append(json.loads((tmp_path / "waits.json").read_text())["errors"][0])
+            loop.store.resign()
+
+    wait_for_lead(other, "head-2", Clock(5.0), tmp_path / "waits.json")
+    assert len(shown) == 1
+    assert "head-1 decides on the same state" in shown[0]
+
+
+def test_the_end_of_one_cluster_leaves_the_records_of_the_other_alone(loop: Loop, other: Store) -> None:
+    loop.store.lead("head-1")
+    with pytest.raises(ConflictError, match="head-1 decides"), sole_lead(other, "head-2"):
+        raise AssertionError("it must not get here")
+    loop.store.resign()
+    with sole_lead(other, "head-2"):
+        assert loop.store.lead("head-1") == "head-2"
+    assert loop.store.lead("head-1") == ""
