@@ -346,7 +346,8 @@ class TestJobs:
 
     def test_a_training_job_without_its_dataset_is_refused(self, client: TestClient, tmp_path: Path) -> None:
         config = {"dataset": str(tmp_path / "none"), "out": str(tmp_path / "out"), "steps": 1}
-        response = client.post("/v1/jobs", json={**GANG, "kind": "train", "config": config})
+        root = {"Authorization": "Bearer root"}
+        response = client.post("/v1/jobs", json={**GANG, "kind": "train", "config": config}, headers=root)
         assert (response.status_code, error(response)["code"]) == (400, "bad_data")
 
     def test_an_unknown_team_is_refused(self, client: TestClient) -> None:
@@ -424,7 +425,9 @@ class TestLeases:
 
 class TestEndpoints:
     def test_a_model_directory_must_be_one(self, client: TestClient, tmp_path: Path) -> None:
-        response = client.post("/v1/endpoints", json={"name": "m", "model": str(tmp_path)})
+        response = client.post(
+            "/v1/endpoints", json={"name": "m", "model": str(tmp_path)}, headers={"Authorization": "Bearer root"}
+        )
         assert (response.status_code, error(response)["code"]) == (400, "bad_data")
 
     @pytest.mark.parametrize("name", ["job-1", "lease-20", "node-3", "cluster", "unmanaged"])

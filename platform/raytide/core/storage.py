@@ -72,6 +72,47 @@ def exists(url: str) -> bool:
     return bool(fs.exists(path))
 
 
+LOCAL = frozenset({"file", "local"})
+REMOTE = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "hf"})
+"""What specs may name: object stores whose address and credentials are the operator's, never a URL's."""
+_AZURE_HOSTS = (".core.windows.net", ".core.chinacloudapi.cn", ".core.usgovcloudapi.net", ".fabric.microsoft.com")
+
+
+def check_url(url: str) -> None:
+    """DataError unless it is a local path or the plain URL of an object store.
+
+    http is refused, and so is whatever would make a reader open something else than it says: chained URLs
+    (`simplecache::http://...`), credentials, ports and hosts in a URL, options in its query.
+    """
+    scheme, separator, rest = url.partition("://")
+    scheme = scheme.lower()
+    if "::" in url or url.lower().startswith("data:"):
+        why = "is a chained or inline URL"
+    elif not separator or scheme in LOCAL:
+        return
+    elif scheme not in REMOTE:
+        why = f"is of the protocol {scheme[:20]}, which is not read"
+    else:
+        container, _, host = rest.partition("/")[0].rpartition("@")
+        is_azure = scheme in ("abfs", "abfss", "az") and host.lower().endswith(_AZURE_HOSTS)
+        if ":" in container + host or (container and not is_azure):
+            why = "names credentials, a port or a host"
+        elif "?" in rest and "=" in rest.partition("?")[2]:
+            why = "has options in its query"
+        else:
+            return
+    names = ", ".join(f"{name}://" for name in sorted(REMOTE))
+    raise DataError(f"{url[:200]} {why}.", hint=f"Give a path, or a plain URL of an object store ({names}).")
+
+
+def local_path(url: str) -> str | None:
+    """The path that a local URL names; None of any other."""
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        return os.path.expanduser(url)
+    return rest if scheme.lower() in LOCAL else None
+
+
 def is_local(url: str) -> bool:
     return "://" not in url or url.startswith("file://")
 

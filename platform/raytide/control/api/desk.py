@@ -13,6 +13,7 @@ from raytide.autoscaler.seating import UNMANAGED
 from raytide.control.api import logs
 from raytide.control.api.accounts import Accounts
 from raytide.control.api.auth import ANY_TEAM, Caller
+from raytide.control.api.inputs import Inputs
 from raytide.control.api.leases import Leases
 from raytide.control.api.samples import samples
 from raytide.control.api.trouble import Watch
@@ -37,7 +38,7 @@ from raytide.core.cluster import ClusterConfig
 from raytide.core.data_spec import DataSpec
 from raytide.core.endpoint import ServeSpec
 from raytide.core.entry import Entry, EntryKind
-from raytide.core.errors import ConfigError, ConflictError, DataError, DeniedError, UsageError
+from raytide.core.errors import ConfigError, ConflictError, DeniedError, UsageError
 from raytide.core.gang import GangSpec, Lease, LeaseState, Shape
 from raytide.core.job import BudgetPer, Job, JobKind, JobSpec, JobState
 from raytide.core.metrics import render
@@ -46,8 +47,6 @@ from raytide.core.private import check_named
 from raytide.core.room import check_possible
 from raytide.core.script_spec import ScriptSpec
 from raytide.core.state import Store
-from raytide.core.storage import exists
-from raytide.core.tokens import load_manifest
 from raytide.core.train_spec import TrainSpec
 from raytide.jobs.due import resolved
 from raytide.jobs.why import given_away
@@ -76,6 +75,7 @@ class Desk:
         self._clock, self._live_path = clock, live
         self._serve_url, self._ray_url = serve_url, ray_url
         self._ray_environment = ray_environment
+        self._inputs = Inputs()
         self.leases = Leases(store, clock)
         self.accounts = Accounts(store, config)
         self.watch = Watch(live, store, clock)
@@ -90,7 +90,7 @@ class Desk:
         self.accounts.check_team(spec.team)
         self._check_priority(spec.priority)
         check_possible(spec.gang, self._config.node_types, subject=f"{spec.kind} job {spec.name}")
-        self._check_config(spec)
+        self._check_config(spec, caller)
         now_s = self._clock.now_s()
         digest = digest or hashlib.sha256(spec.model_dump_json().encode()).hexdigest()
         spec = resolved(spec, self._config.node_types, now_s)
@@ -200,10 +200,7 @@ class Desk:
         check_named(spec.model_dump(), spec.name)
         shape = Shape(members=spec.replicas.min * spec.members, resources=spec.resources, labels=spec.labels)
         check_possible(GangSpec(shapes=(shape,)), self._config.node_types, subject=f"endpoint {spec.name}")
-        if not (Path(spec.model) / "config.json").is_file():
-            raise DataError(
-                f"{spec.model} is no model directory: it has no config.json.", hint="Give an exported model."
-            )
+        self._inputs.check_model(spec.model, caller)
         self._store.save_endpoint(spec, caller.user, self._clock.now_s())
         return self.endpoint(spec.name, caller)
 
@@ -344,23 +341,16 @@ class Desk:
                 hint=f"There are {', '.join(sorted(classes, key=lambda name: -classes[name]))}.",
             )
 
-    def _check_config(self, spec: JobSpec) -> None:
+    def _check_config(self, spec: JobSpec, caller: Caller) -> None:
         """A job whose own spec is wrong, or whose dataset is missing, is refused before it waits for anything."""
         check_named({} if spec.kind is JobKind.SCRIPT else spec.config, spec.name)
         if spec.kind is JobKind.TRAIN:
-            _check_data(TrainSpec.parse(spec.config, where=spec.name))
+            self._inputs.check_training(TrainSpec.parse(spec.config, where=spec.name), caller)
         elif spec.kind is JobKind.DATA:
-            DataSpec.parse(spec.config, where=spec.name)
+            self._inputs.check_build(DataSpec.parse(spec.config, where=spec.name))
         elif spec.kind is JobKind.SCRIPT and (package := ScriptSpec.parse(spec.config, where=spec.name).package):
             self.packages.path(package)
 
 
 def _is_whole(lease: Lease) -> bool:
     return lease.state is LeaseState.ACTIVE and all(each.is_usable or each.is_parked for each in lease.members)
-
-
-def _check_data(spec: TrainSpec) -> None:
-    if spec.dataset is not None:
-        load_manifest(spec.dataset)
-    elif spec.chat is not None and not exists(spec.chat.file):
-        raise DataError(f"{spec.chat.file} does not exist.", hint="Check chat.file.")
