@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 from fastapi.testclient import TestClient
+from starlette.types import Message
 from tests.control.conftest import NoMachines
 
 from raytide.control.api.app import create_app
@@ -325,6 +327,24 @@ class TestJobs:
         upload(b"old")
         new = upload(b"new")
         assert {path.stem for path in (tmp_path / "packages").iterdir()} == {used, new}
+
+    def test_an_upload_that_is_broken_off_leaves_nothing(self, desk: Desk, tmp_path: Path) -> None:
+        (tmp_path / "tokens.json").write_text(json.dumps({"secret": {"user": "ana", "team": "default"}}))
+        (tmp_path / "tokens.json").chmod(0o600)
+        sent: list[Message] = [{"type": "http.request", "body": b"PK", "more_body": True}, {"type": "http.disconnect"}]
+
+        async def receive() -> Message:
+            return sent.pop(0)
+
+        async def send(message: Message) -> None:
+            pass
+
+        path = "/v1/packages/" + "a" * 64
+        headers = [(b"authorization", b"Bearer secret"), (b"transfer-encoding", b"chunked")]
+        scope = {"type": "http", "method": "PUT", "path": path, "raw_path": b"", "query_string": b""}
+        app = create_app(desk, Tokens(tmp_path / "tokens.json"))
+        asyncio.run(app({**scope, "headers": headers}, receive, send))
+        assert sent == [] and list((tmp_path / "packages").iterdir()) == []
 
     def test_a_driver_that_hangs_up_has_a_moment_to_ask_again(
         self, client: TestClient, clock: VirtualClock, desk: Desk, store: Store

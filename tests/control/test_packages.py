@@ -7,12 +7,13 @@ import os
 import time
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from raytide.control import packages as module
 from raytide.control.packages import Packages
-from raytide.core.errors import DataError, StorageError
+from raytide.core.errors import ConflictError, DataError, StorageError
 from raytide.core.package import digest_of
 
 
@@ -59,3 +60,39 @@ def test_no_room_is_made_at_the_cost_of_jobs(packages: Packages) -> None:
 def test_what_is_no_zip_file_is_refused_when_it_arrives(packages: Packages) -> None:
     with pytest.raises(DataError, match="no zip file"), packages.receive(digest_of(b"files")) as part:
         part.write(b"files")
+
+
+def test_a_team_s_own_packages_make_room_for_its_next_and_nobody_else_s(
+    packages: Packages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "TOTAL_BYTES", 100_000)
+    monkeypatch.setattr(module, "TEAM_BYTES", 700)
+
+    def put(name: bytes, team: str, used_s_ago: float) -> Path:
+        body = b"PK\5\6" + bytes(16) + bytes([200, 0]) + name * 200
+        with packages.receive(digest_of(body), team) as part:
+            part.write(body)
+        path = packages.path(digest_of(body))
+        os.utime(path, (time.time() - used_s_ago,) * 2)
+        return path
+
+    theirs = put(b"t", "blue", 900.0)
+    needed, old, new = put(b"n", "red", 800.0), put(b"o", "red", 700.0), put(b"w", "red", 600.0)
+    put(b"t", "red", 900.0)  # the same content again stays the first one's
+    packages.make_room({needed.stem}, "red", 222)
+    assert [path.exists() for path in (theirs, needed, old, new)] == [True, True, False, True]
+    assert {path.stem for path in theirs.parent.iterdir()} == {path.stem for path in (theirs, needed, new)}
+    with pytest.raises(ConflictError, match="packages of team red"):
+        packages.make_room({needed.stem, new.stem}, "red", 400)
+    packages.make_room({needed.stem, new.stem}, "blue", 400)
+    assert theirs.exists()
+
+
+def test_a_package_that_the_disk_cannot_hold_is_refused_before_it_arrives(
+    packages: Packages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep(packages, b"a", 0.0)
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda folder: SimpleNamespace(free=500))
+    packages.make_room(set(), "red", 500)
+    with pytest.raises(StorageError, match="no space left"):
+        packages.make_room(set(), "red", 501)

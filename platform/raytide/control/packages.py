@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
 import secrets
+import shutil
 import time
 import zipfile
 from collections.abc import Iterator, Set
@@ -13,14 +15,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from raytide.core.errors import DataError, NotFoundError, StorageError
+from raytide.core.errors import ConflictError, DataError, NotFoundError, StorageError
 from raytide.core.package import MOST_BYTES
 from raytide.core.storage import full_disk_is_an_error
 
+_TEAM = ".team"
 KEPT_S = 30 * 86_400.0
 """Since it was uploaded or used last; longer while a job that is not over has it."""
 TOTAL_BYTES = 10 * 2**30
 """Of all packages; those used longest ago go first."""
+TEAM_BYTES = 3 * 2**30
+"""Of the packages that one team uploaded first; its own go first."""
 
 
 class Packages:
@@ -44,24 +49,40 @@ class Packages:
             ) from None
         return path
 
-    def make_room(self, in_use: Set[str]) -> None:
-        """For one more. Those of these digests stay; StorageError when they leave no room."""
-        oldest_s, left = time.time() - KEPT_S, TOTAL_BYTES - MOST_BYTES
-        files = [(path.stem in in_use, used_s, size, path) for path, used_s, size in self._files()]
-        for stays, used_s, size, path in sorted(files, reverse=True):
-            left -= size
-            if not stays and (used_s < oldest_s or left < 0):
-                path.unlink(missing_ok=True)
-                left += size
+    def make_room(self, in_use: Set[str], team: str = "", size: int = MOST_BYTES) -> None:
+        """For one more of this size, of this team. Those of these digests stay; ConflictError when the team's leave no
+        room for it, StorageError when all of them do or the disk has none."""
+        files = [(path.stem in in_use, used_s, taken, path) for path, used_s, taken in self._files()]
+        files.sort(reverse=True)
+        own = [each for each in files if self._team(each[3]) == team] if team else []
+        if self._drop(own, TEAM_BYTES - size, -math.inf) < 0:
+            raise ConflictError(
+                f"packages of team {team} whose jobs are not over fill its {TEAM_BYTES / 2**30:.0f} GiB.",
+                hint="Stop jobs that are not needed, or upload less.",
+            )
+        left = self._drop([each for each in files if each[3].exists()], TOTAL_BYTES - MOST_BYTES, time.time() - KEPT_S)
+        if self._folder.exists() and shutil.disk_usage(self._folder).free < size:
+            raise StorageError("no space left for a package.", hint="Free space where the run folder is.")
         if left < 0:
             raise StorageError(
                 f"packages of jobs that are not over fill the {TOTAL_BYTES / 2**30:.0f} GiB that there are for them.",
                 hint="Stop jobs that are not needed, or upload less.",
             )
 
+    def _drop(self, files: list[tuple[bool, float, int, Path]], left: int, oldest_s: float) -> int:
+        """Removes those that nobody uses and that are older, or above what is left; the bytes that are left then."""
+        for stays, used_s, size, path in files:
+            left -= size
+            if not stays and (used_s < oldest_s or left < 0):
+                path.unlink(missing_ok=True)
+                path.with_suffix(_TEAM).unlink(missing_ok=True)
+                left += size
+        return left
+
     @contextmanager
-    def receive(self, digest: str) -> Iterator[Part]:
-        """A file to write to; it becomes the package at the end, if it is what its digest says."""
+    def receive(self, digest: str, team: str = "") -> Iterator[Part]:
+        """A file to write to; it becomes the package at the end, if it is what its digest says. `team`: whose it is,
+        unless it is there already."""
         final = self._file(digest)
         staged = self._folder / f".{secrets.token_hex(8)}"
         try:
@@ -76,7 +97,10 @@ class Packages:
                 raise DataError("the package that arrived is not the one announced.", hint="Send it again.")
             if not zipfile.is_zipfile(staged):
                 raise DataError("the package that arrived is no zip file.", hint="`raytide run` packs and uploads.")
-            os.replace(staged, final)
+            with full_disk_is_an_error(str(final)):
+                if team and not final.exists():
+                    final.with_suffix(_TEAM).write_text(team)
+                os.replace(staged, final)
         finally:
             staged.unlink(missing_ok=True)
 
@@ -85,10 +109,19 @@ class Packages:
             raise DataError(f"{digest[:80]!r} is no digest of a package.", hint="It is SHA-256, in hex.")
         return self._folder / f"{digest}.zip"
 
+    def _team(self, path: Path) -> str:
+        """Whose a package is; empty of one that an older release received."""
+        try:
+            return path.with_suffix(_TEAM).read_text()
+        except (OSError, ValueError):
+            return ""
+
     def _files(self) -> Iterator[tuple[Path, float, int]]:
         """With when each was used last, and how large it is; what arrives or was left half arrived is one too."""
         for path in self._folder.glob("*"):
             with suppress(FileNotFoundError):
+                if path.suffix == _TEAM:
+                    continue
                 stat = path.stat()
                 yield path, stat.st_mtime, stat.st_size
 

@@ -1,6 +1,8 @@
 """The routes: each takes the caller and its input to the Desk and its answer to JSON."""
 
+import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, TypeVar
@@ -10,6 +12,7 @@ from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from raytide.control.api import queries as q
 from raytide.control.api.auth import Caller, Tokens
@@ -21,6 +24,8 @@ from raytide.core.job import BudgetPer
 from raytide.ledger.report import By
 
 _LONGEST_POLL_S = 60.0
+_UPLOADS = 3
+"""Packages of one team that arrive at a time; the next waits."""
 _METRICS_S = 1.0
 """How long one reading of the metrics is good for: whoever asks, token or not, costs one reading a second at most."""
 
@@ -32,7 +37,7 @@ class Pools:
 
     def __init__(self) -> None:
         self.health, self.metrics = CapacityLimiter(1), CapacityLimiter(1)
-        self.submissions, self.slow, self.leases = CapacityLimiter(8), CapacityLimiter(8), CapacityLimiter(8)
+        self.submissions, self.slow, self.uploads = CapacityLimiter(8), CapacityLimiter(8), CapacityLimiter(4)
 
 
 async def _in(pool: CapacityLimiter, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -43,6 +48,7 @@ def create_app(desk: Desk, tokens: Tokens) -> FastAPI:
     app = FastAPI(title="raytide", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(Gate, tokens=tokens)
     pools = Pools()
+    uploads: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(_UPLOADS))
     measured: dict[str, Any] = {"at_s": -_METRICS_S, "text": b""}
 
     async def caller(request: Request) -> Caller:
@@ -54,6 +60,10 @@ def create_app(desk: Desk, tokens: Tokens) -> FastAPI:
     @app.exception_handler(RaytideError)
     async def known(_: Request, error: RaytideError) -> JSONResponse:
         return JSONResponse({"error": error.to_json()}, status_code=error.http_status)
+
+    @app.exception_handler(ClientDisconnect)
+    async def gone(_: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=UsageError.http_status)  # nobody reads it
 
     @app.exception_handler(RequestValidationError)
     async def malformed(_: Request, error: RequestValidationError) -> JSONResponse:
@@ -105,10 +115,12 @@ def create_app(desk: Desk, tokens: Tokens) -> FastAPI:
 
     @app.put("/v1/packages/{digest}")
     async def upload(who: Who, digest: q.Digest, request: Request) -> Any:
-        await _in(pools.slow, desk.make_room)
-        with desk.packages.receive(digest) as part:
-            async for chunk in request.stream():
-                await _in(pools.slow, part.write, chunk)
+        length = request.headers.get("content-length", "")
+        async with uploads[who.home]:
+            await _in(pools.uploads, desk.make_room, who, int(length) if length else None)
+            with desk.packages.receive(digest, who.home) as part:
+                async for chunk in request.stream():
+                    await _in(pools.uploads, part.write, chunk)
         return {}
 
     @app.get("/v1/packages/{digest}")

@@ -43,6 +43,7 @@ from raytide.core.gang import GangSpec, Lease, LeaseState, Shape
 from raytide.core.job import BudgetPer, Job, JobKind, JobSpec, JobState
 from raytide.core.metrics import render
 from raytide.core.money import month_of, to_us
+from raytide.core.package import MOST_BYTES
 from raytide.core.private import check_named
 from raytide.core.room import check_possible
 from raytide.core.script_spec import ScriptSpec
@@ -158,9 +159,10 @@ class Desk:
             )
         return self.packages.path(digest)
 
-    def make_room(self) -> None:
-        """For a package."""
-        self.packages.make_room(self._packages_in_use())
+    def make_room(self, caller: Caller, announced: int | None) -> None:
+        """For a package of so many bytes, or of the most."""
+        size = MOST_BYTES if announced is None else min(announced, MOST_BYTES)
+        self.packages.make_room(self._packages_in_use(), caller.home, size)
 
     def _packages_in_use(self, team: str | None = None) -> set[str]:
         jobs = self._store.jobs(active=True, team=team, limit=_ALL)
