@@ -112,3 +112,19 @@ def test_a_cluster_is_loaded_as_what_it_is(make: Make) -> None:
         cluster.save()
         assert load(cluster.run_dir) == cluster
         assert type(load(cluster.run_dir)) is type(cluster)
+
+
+def test_the_operators_shell_reaches_the_controller_and_what_is_named_the_nodes(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "OUR_CACHE", "OUR_TOKEN", "RAYTIDE_TOKEN", "RAY_AUTH_TOKEN"):
+        monkeypatch.setenv(name, "x")
+    file = yaml.safe_load(DEFAULT_CONFIG.read_text())
+    file["metadata"]["raytide"]["pass_environment"] = ["OUR_*", "AWS_PROFILE"]
+    cluster = make(file, local=True)
+    assert isinstance(cluster, LocalCluster)
+    controller, node = cluster.environment(), cluster.node_environment()
+    assert controller["AWS_SECRET_ACCESS_KEY"] == "x"
+    assert {"AWS_PROFILE", "OUR_CACHE", "PATH", "PYTHONPATH", "RAYTIDE_CLUSTER", "RAY_AUTH_TOKEN_PATH"} <= node.keys()
+    assert not {"AWS_SECRET_ACCESS_KEY", "OUR_TOKEN", "RAYTIDE_TOKEN", "RAY_AUTH_TOKEN"} & node.keys()
+    assert node["RAY_AUTH_TOKEN_PATH"] == str(cluster.ray_token_file)

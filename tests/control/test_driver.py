@@ -13,7 +13,14 @@ import pytest
 
 from raytide.control import driver
 from raytide.core.data_spec import DataSpec
-from raytide.core.errors import ClusterError, DataError, WaitTimeoutError
+from raytide.core.errors import (
+    AuthError,
+    ClusterError,
+    DataError,
+    DeniedError,
+    LeaseLostError,
+    WaitTimeoutError,
+)
 from raytide.core.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
 from raytide.core.job import Job, JobKind, JobSpec, JobState
 from raytide.pipelines.build import Progress
@@ -146,3 +153,19 @@ def test_what_is_wrong_with_the_job_itself_is_its_reason(monkeypatch: pytest.Mon
     api = Api()
     assert 0 < run(monkeypatch, tmp_path, api, DataError("no such column.")) < 128
     assert api.reports == [{"error": "no such column."}]
+
+
+def test_what_a_job_names_is_looked_at_again_where_it_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A link may have been put there since the API looked."""
+    (tmp_path / "link").symlink_to("/etc")
+    config = {"inputs": [str(tmp_path / "link" / "passwd")], "out": str(tmp_path / "out")}
+    api = Api()
+    named = replace(JOB, spec=JOB.spec.model_copy(update={"config": config}))
+    monkeypatch.setattr(api, "job", lambda _: type("View", (), {"job": named}))
+    assert run(monkeypatch, tmp_path, api, None) == DeniedError("").exit_code
+    assert "in a place that is raytide's own, or of the system" in str(api.reports)
+
+
+def test_a_job_that_is_over_takes_no_last_word(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    api = Api(AuthError("job-1 is stopped, and its token ended with it."))
+    assert run(monkeypatch, tmp_path, api, LeaseLostError("job-1 is stopped")) == LeaseLostError("").exit_code

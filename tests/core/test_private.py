@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import pytest
@@ -77,3 +78,17 @@ def test_rays_token_is_private_wherever_it_lies(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
     with pytest.raises(DeniedError):
         open_url(str(tmp_path / "token"))
+
+
+@pytest.mark.parametrize("read", ["open", "cat_file", "cat"])
+def test_a_link_that_is_exchanged_after_the_check_is_found_when_it_is_opened(
+    secret: Path, tmp_path: Path, read: str
+) -> None:
+    link = tmp_path / "text.txt"
+    link.write_text("data")
+    fs, path = open_url(str(link))
+    link.unlink()
+    link.symlink_to(secret)
+    with pytest.raises(DeniedError):
+        getattr(fs, read)(path)
+    assert pickle.loads(pickle.dumps(fs)) == fs, "it travels to other processes"

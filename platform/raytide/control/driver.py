@@ -24,7 +24,7 @@ from raytide.control.client import Client
 from raytide.control.log_files import bound_driver_log
 from raytide.core.cluster import load_cluster
 from raytide.core.data_spec import DataSpec
-from raytide.core.errors import ClusterError, RaytideError, WaitTimeoutError
+from raytide.core.errors import AuthError, ClusterError, RaytideError, WaitTimeoutError
 from raytide.core.gang import Lease, LeaseState, Member
 from raytide.core.job import Job, JobKind
 from raytide.core.passing import all_passed
@@ -178,7 +178,8 @@ def main(run_dir: str, job_id: str) -> int:
         return _DIED
     except RaytideError as error:
         sys.stderr.write(f"{error.code}: {error}\n")
-        client.report(job_id, {"error": str(error)})
+        with suppress(AuthError):  # the job is over, and this driver's token with it
+            client.report(job_id, {"error": str(error)})
         return error.exit_code
     return 0
 

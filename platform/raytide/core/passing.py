@@ -19,10 +19,13 @@ _SYSTEM = (
     *("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "all_proxy", "no_proxy"),
     *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
 )
-_DEVICES = ("CUDA*", "NVIDIA*", "HIP*", "ROCR*", "ROCM*", "HSA_*", "GPU_*", "NCCL*", "RCCL*", "UCX_*", "FI_*", "GLOO_*")
+_DEVICES = (
+    *("CUDA*", "CUBLAS*", "CUDNN*", "NVIDIA*", "HIP*", "ROCR*", "ROCM*", "HSA_*", "GPU_*"),
+    *("NCCL*", "RCCL*", "UCX_*", "FI_*", "GLOO_*"),
+)
 _LIBRARIES = (
     *("OMP_*", "MKL_*", "OPENBLAS_*", "KMP_*", "GOMP_*", "RAYON_*", "MALLOC_*", "TOKENIZERS_PARALLELISM"),
-    *("TORCH*", "PYTORCH*", "TRITON*", "VLLM_*", "HF_*", "HUGGINGFACE_HUB_CACHE", "TRANSFORMERS_*"),
+    *("TORCH*", "PYTORCH*", "TRITON*", "VLLM_*", "HF_*", "HUGGINGFACE_HUB_CACHE", "TRANSFORMERS_*", "JAX_*", "XLA_*"),
 )
 MARKS = ("RAYTIDE_CLUSTER", "RAYTIDE_NODE")
 """By these the processes of a cluster and of a node are found, however far they are detached."""

@@ -26,8 +26,8 @@ _LOCAL = re.compile(r"^(file|local)://?", re.IGNORECASE)
 
 
 def check_path(path: str, what: str = "") -> None:
-    """DeniedError when the path, once its links are followed, lies in a private place. A link that is changed after the
-    check is not seen."""
+    """DeniedError when the path, once its links are followed, lies in a private place. `guarded_files` looks at
+    what is then opened."""
     real = os.path.realpath(os.path.expanduser(path))
     if any(_is_in(real, allowed) for allowed in _ALLOWED):
         return

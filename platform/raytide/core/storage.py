@@ -32,6 +32,10 @@ def open_url(url: str) -> tuple[AbstractFileSystem, str]:
         raise DataError(
             f"cannot open {url}: {error}.", hint="Use a path or a URL of an installed fsspec protocol."
         ) from None
+    if type(fs) is LocalFileSystem:
+        from raytide.core.guarded_files import GuardedFiles
+
+        fs = GuardedFiles(**fs.storage_options)
     return fs, str(path)
 
 
