@@ -24,6 +24,7 @@ from raytide.actors.trainer import (
     offload,
     optim,
     parallel,
+    replicas,
     shards,
     techniques,
 )
@@ -90,6 +91,8 @@ class Trainer:
         """The first state needs no copy: the seed makes it again."""
         self.unsaved = ""
         """Why the last checkpoint could not be written, until a later one could."""
+        self._compared_at = 0
+        """The step after which the replicas were last compared."""
         self.held_at = 0
         """The step of the last snapshot."""
         self.restored_from: Literal["", "memory", "storage"] = ""
@@ -104,6 +107,8 @@ class Trainer:
         self.compute = compute.build(spec, self.parts, self.group)
         named = [named for part in self.parts for named in part.named_parameters()]
         self.optimizer = optim.build(named, self.spec.optim, self.spec.memory)
+        self._weights = [weight for _, weight in named]
+        """Before the first step, like the state's: see TrainState."""
         self.state = TrainState(self.parts, self.optimizer, self.extras)
 
     def _trained(self) -> list[tuple[str, Tensor]]:
@@ -132,6 +137,7 @@ class Trainer:
         if self.saved_at != self.steps_done:
             self.clock.start()
             self.settle_save()
+            self._compare_replicas()
             self.checkpoints.save(self.state, self.steps_done)
             self.clock.lap("checkpoint")
             self.saved_at = self.steps_done
@@ -227,6 +233,12 @@ class Trainer:
             self.micro_batch = smaller(self.micro_batch, self.spec.name)
             self._rebuild()  # out of the handler, which holds the frames that hold the graph
 
+    def _compare_replicas(self) -> None:
+        """Unless that was done at this step, or not at all."""
+        if self.spec.replica_check_every and self._compared_at != self.steps_done:
+            self._compared_at = self.steps_done
+            replicas.check(self._weights, self.group, self.spec.name, self.steps_done)
+
     def _before_update(self) -> None:
         """Copies of the weights may still be under way."""
         self.checkpoints.before_update()
@@ -238,7 +250,7 @@ class Trainer:
         self._before_update()
         saved = microbatch.take_out(self.parts, self.optimizer)
         self.parts.clear()
-        del self.optimizer, self.state, self.compute
+        del self.optimizer, self.state, self.compute, self._weights
         self._build()
         microbatch.put_in(self.parts, self.optimizer, saved)
 
@@ -283,6 +295,9 @@ class Trainer:
             self.average.forget()
         self.optimizer.zero_grad()
         self.steps_done += verdict.kind != "stopped"
+        if self.spec.replica_check_every and self.steps_done % self.spec.replica_check_every == 0:
+            self._compare_replicas()
+            self.clock.lap("replicas")
         self.profiler.end(self.steps_done)
         step_s = time.perf_counter() - began
         return StepResult(

@@ -65,6 +65,9 @@ class TrainSpec(Config):
     keep_checkpoints: int = Field(default=2, ge=1)
     snapshot_every: int = Field(default=10, ge=0)
     """Steps between copies of the state in other members' memory, from which a gang that lost one goes on. 0: none."""
+    replica_check_every: int = Field(default=100, ge=0)
+    """Steps between comparisons of the replicas' weights, which also come before each checkpoint where layout.replicate
+    is above 1; a difference ends the run. 0: none."""
     log_every: int = Field(default=1, ge=1)
     export: bool = True
     """Write a Hugging Face directory to `out`/model at the end; with adapters, those alone to `out`/adapter too."""
