@@ -99,7 +99,8 @@ class Meters:
     async def _ask_all(self, pages: Mapping[str, str]) -> dict[str, Use]:
         turns = asyncio.Semaphore(MOST_AT_ONCE)
         limits = httpx.Limits(max_connections=MOST_AT_ONCE)
-        async with httpx.AsyncClient(timeout=None, limits=limits, transport=self._transport, trust_env=False) as http:
+        client = httpx.AsyncClient(timeout=None, limits=limits, transport=self._transport, trust_env=False)  # nosec B113
+        async with client as http:  # each request has its own limit, see _ask_one
             answers = await asyncio.gather(*(self._ask_one(http, address, turns) for address in pages.values()))
         return dict(zip(pages, answers, strict=True))
 

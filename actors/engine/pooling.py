@@ -31,7 +31,7 @@ def pooling_of(model_dir: Path) -> Pooling:
         return "last"
     fields = Fields(read_json(path), str(path))
     by_flag: dict[str, Pooling] = {
-        "pooling_mode_cls_token": "cls",
+        "pooling_mode_cls_token": "cls",  # a kind of token  # nosec B105
         "pooling_mode_lasttoken": "last",
         "pooling_mode_mean_tokens": "mean",
     }

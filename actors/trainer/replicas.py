@@ -41,7 +41,7 @@ def check(weights: Iterable[Tensor], group: Group, name: str, step: int) -> None
             raise TrainError(
                 f"the replicas of {name} do not have the same weights after step {step}: "
                 f"{which if others else f'all differ: {accused}'}.",
-                hint="Test the device and memory of these ranks' hosts; the last checkpoint is of equal replicas. Devices "
+                hint="Test these ranks' devices and memory; the last checkpoint is of equal replicas. Devices "
                 "of several kinds may round differently: replica_check_every 0 lets them.",
             )
 

@@ -24,7 +24,7 @@ class AwsMetadata:
         """AWS_EC2_METADATA_SERVICE_ENDPOINT, as in AWS's own tools, when `url` is empty."""
         url = url or os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", "") or "http://169.254.169.254"
         self._service = MetadataService(url)
-        self._token = ""
+        self._token = ""  # fetched later  # nosec B105
 
     def told(self, now_s: float) -> Told | None:
         if (action := self._read(_SPOT)) is not None:

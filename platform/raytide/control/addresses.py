@@ -10,7 +10,7 @@ from raytide.core.errors import ConflictError
 FIRST_K, LAST_K = 2, 250
 
 
-ANY = "0.0.0.0"
+ANY = "0.0.0.0"  # nothing is bound to it  # nosec B104
 """In a probe: no address of the machine has a listener on the port."""
 
 

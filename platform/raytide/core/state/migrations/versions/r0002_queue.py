@@ -48,6 +48,6 @@ def _sum_what_is_booked() -> None:
         "postgresql": "to_char(to_timestamp(from_us / 1000000) AT TIME ZONE 'UTC', 'YYYY-MM')",
     }[op.get_bind().dialect.name]
     op.execute(
-        "INSERT INTO totals (kind, subject, team, month, amount_micro_usd) "
+        "INSERT INTO totals (kind, subject, team, month, amount_micro_usd) "  # month: one of two above  # nosec B608
         f"SELECT kind, subject, team, {month}, SUM(amount_micro_usd) FROM entries GROUP BY kind, subject, team, {month}"
     )
