@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence as Items
 
 import numpy as np
 import torch
 
+from raytide.actors.engine.limits import MAX_MASK_MS
 from raytide.actors.engine.sequence import Sampled, Sequence
 from raytide.actors.engine.structured import GrammarState
-from raytide.core.errors import EngineError, RaytideError
+from raytide.core.errors import RaytideError, UsageError
 
 __all__ = ["Constraint", "apply_mask"]
+
+_STRIKES = 2
 
 
 class Constraint:
@@ -19,9 +23,12 @@ class Constraint:
 
     def __init__(self) -> None:
         self._states: dict[str, GrammarState] = {}
+        self._strikes: dict[str, int] = {}  # steps in a row in which the request's grammars took too long
+        self._clock = time.thread_time  # not the wall's: a busy machine is no fault of the grammar
 
     def forget(self, seq: Sequence) -> None:
         self._states.pop(seq.seq_id, None)
+        self._strikes.pop(seq.seq_id, None)
 
     def mask(self, logits_RV: torch.Tensor, seqs: Items[tuple[int, Sequence]]) -> dict[int, RaytideError]:
         """Rule out, in each of these rows, the tokens that its grammar does not allow; the rows whose grammar broke."""
@@ -30,13 +37,28 @@ class Constraint:
         grammars = [seq.grammar for _, seq in seqs if seq.grammar is not None]
         mask_RW = np.zeros((len(seqs), max(grammar.mask_words for grammar in grammars)), np.int32)
         errors: dict[int, RaytideError] = {}
+        spent_ms: dict[str, float] = {}
         for place, (row, seq) in enumerate(seqs):
+            began_s = self._clock()
             try:
+                if spent_ms.get(seq.request_id, 0.0) > MAX_MASK_MS:  # everybody else in the batch waits for this
+                    raise UsageError(
+                        f"the grammar took over {MAX_MASK_MS:g} ms for one token of each sample.",
+                        hint="Make it simpler, or ask for fewer samples.",
+                    )
                 state = self._state(seq)
                 state.follow(seq.tokens[seq.prompt_len :])
                 state.fill(mask_RW[place])
             except BaseException as error:
                 errors[row] = _own(error)
+            spent_ms[seq.request_id] = spent_ms.get(seq.request_id, 0.0) + (self._clock() - began_s) * 1e3
+        slow = {request_id for request_id, ms in spent_ms.items() if ms > MAX_MASK_MS}
+        for row, seq in seqs:
+            self._strikes[seq.seq_id] = self._strikes.get(seq.seq_id, 0) + 1 if seq.request_id in slow else 0
+            if self._strikes[seq.seq_id] >= _STRIKES and row not in errors:
+                errors[row] = UsageError(
+                    f"the grammar took over {MAX_MASK_MS:g} ms for each of {_STRIKES} tokens.", hint="Make it simpler."
+                )
         apply_mask(logits_RV, [row for row, _ in seqs], mask_RW)
         return errors
 
@@ -81,4 +103,8 @@ def _own(error: BaseException) -> RaytideError:
     """A panic in Rust is no Exception, and ends no more than one request."""
     if isinstance(error, KeyboardInterrupt | SystemExit):
         raise error
-    return error if isinstance(error, RaytideError) else EngineError(f"the grammar failed: {error!r}.")
+    return (
+        error
+        if isinstance(error, RaytideError)
+        else UsageError(f"the grammar failed: {error!r}.", hint="Make it simpler.")
+    )

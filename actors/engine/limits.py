@@ -16,14 +16,20 @@ __all__ = [
     "MAX_EMBEDDING_INPUTS",
     "MAX_EMBEDDING_TOKENS",
     "MAX_GRAMMAR_CHARS",
+    "MAX_HTTP_STOPS",
+    "MAX_JSON_CONTAINERS",
     "MAX_JSON_DEPTH",
+    "MAX_JSON_TEXTS",
     "MAX_JSON_VALUES",
+    "MAX_KEPT_GRAMMAR_CHARS",
     "MAX_LOGIT_BIAS",
     "MAX_LOGPROBS",
     "MAX_LOGPROB_ENTRIES",
+    "MAX_MASK_MS",
     "MAX_MESSAGES",
     "MAX_NAME_CHARS",
     "MAX_PENDING_ENTRIES",
+    "MAX_PRIORITY",
     "MAX_PROMPTS",
     "MAX_STOPS",
     "MAX_STOP_TOKEN_IDS",
@@ -36,6 +42,10 @@ MAX_BODY_BYTES = 4 << 20
 """Of a request to any route."""
 MAX_JSON_VALUES = 1 << 18
 """Values in a body: every number, text, list and object counts. A prompt as token ids has one for each token."""
+MAX_JSON_TEXTS = 1 << 16
+"""Of these, texts; with the keys of objects."""
+MAX_JSON_CONTAINERS = 1 << 15
+"""Of these, lists and objects."""
 MAX_JSON_DEPTH = 64
 """Lists and objects inside each other."""
 BODY_TIMEOUT_S = 60.0
@@ -55,6 +65,8 @@ MAX_EMBEDDING_TOKENS = 300_000
 MAX_COPIED_TOKENS = 1 << 21
 """A prompt's tokens times its samples: each sample has a list of its own."""
 
+MAX_HTTP_STOPS = 4
+"""As at OpenAI; Python callers of the engine may give more."""
 MAX_STOPS = 16
 MAX_WORD_CHARS = 256
 """In one stop string or bad word."""
@@ -64,13 +76,19 @@ MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 20
 MAX_LOGPROB_ENTRIES = 1 << 16
 """Log probabilities in one answer that is not streamed: tokens times (1 + top_logprobs)."""
-MAX_PENDING_ENTRIES = 1 << 16
-"""Tokens and log probabilities that wait for a client that reads its stream too slowly."""
+MAX_PENDING_ENTRIES = 1 << 14
+"""Tokens and log probabilities of one answer that wait for a client which reads its stream too slowly."""
+MAX_PRIORITY = 100
+"""A request's priority counts as at most this, and at least its negative: with ageing, nothing waits for ever."""
 MAX_NAME_CHARS = 1024
 """In a model's name, a cache salt, a role and other short texts."""
 
 MAX_GRAMMAR_CHARS = 1 << 17
 """In a JSON schema, regular expression, grammar or all choices together."""
+MAX_MASK_MS = 50.0
+"""CPU time that the grammars of one request may take in one step, for all its samples."""
+MAX_KEPT_GRAMMAR_CHARS = 1 << 20
+"""In all compiled grammars that are kept together; a compiled one takes up to some hundred times that."""
 MAX_COMPILING = 16
 """Grammars that wait for a compiler; more are refused as overloaded."""
 MAX_TEXT_JOBS = 64

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from raytide.actors.engine.limits import MAX_PRIORITY
 from raytide.actors.engine.sequence import Rank, Sequence
 
 __all__ = ["MOST_EVICTIONS", "Policy", "is_protected"]
@@ -28,7 +29,7 @@ class Policy:
     ageing_s: float = 30.0
 
     def priority(self, seq: Sequence) -> int:
-        return 0 if self.kind == "fcfs" else seq.priority
+        return 0 if self.kind == "fcfs" else max(-MAX_PRIORITY, min(MAX_PRIORITY, seq.priority))
 
     def due_s(self, seq: Sequence) -> float:
         if self.kind != "deadline":
@@ -40,7 +41,7 @@ class Policy:
         if self.kind == "fcfs":
             return 0
         waited_s = max(0.0, seq.waited_s + now_s - seq.waiting_since_s)
-        return seq.priority - int(waited_s / self.ageing_s)
+        return self.priority(seq) - int(waited_s / self.ageing_s)
 
     def rank(self, seq: Sequence) -> Rank:
         """The order of running sequences: each may take blocks of those after it."""

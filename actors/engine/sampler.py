@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 
+import numpy as np
 import torch
 
 from raytide.actors.engine.bans import banned_tokens
@@ -112,11 +113,19 @@ class _Batch:
 
 def _bias(seqs: Items[Sequence], device: torch.device) -> tuple[Tensor, Tensor, Tensor] | None:
     """Rows, tokens and values of every logit bias."""
-    entries = [(row, token, value) for row, seq in enumerate(seqs) for token, value in seq.params.logit_bias.items()]
-    if not entries:
+    biased = [(row, seq.params.logit_bias) for row, seq in enumerate(seqs) if seq.params.logit_bias]
+    if not biased:
         return None
-    rows, tokens, values = zip(*entries, strict=True)
-    return torch.tensor(rows, device=device), torch.tensor(tokens, device=device), torch.tensor(values, device=device)
+    # A request's samples share their parameters: each mapping is turned into arrays once.
+    arrays = {id(bias): (np.fromiter(bias, np.int64), np.fromiter(bias.values(), np.float32)) for _, bias in biased}
+    sizes = [len(bias) for _, bias in biased]
+    rows = np.repeat(np.array([row for row, _ in biased]), sizes)
+    tokens, values = (np.concatenate([arrays[id(bias)][part] for _, bias in biased]) for part in (0, 1))
+    return (
+        torch.from_numpy(rows).to(device),
+        torch.from_numpy(tokens).to(device),
+        torch.from_numpy(values).to(device),
+    )
 
 
 def _ban(logits_RV: Tensor, bans: dict[int, list[int]], structured: Items[int]) -> None:

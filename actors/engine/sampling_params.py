@@ -8,7 +8,14 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Literal
 
-from raytide.actors.engine.limits import MAX_LOGPROBS
+from raytide.actors.engine.limits import (
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
+    MAX_WORD_CHARS,
+)
 from raytide.core.errors import UsageError
 
 __all__ = ["SamplingParams", "Structured"]
@@ -30,6 +37,11 @@ class Structured:
         else:
             is_fit = isinstance(self.spec, str) and bool(self.spec or self.kind == "json_schema")
             _require(is_fit, "structured", self, f"of the text of a {self.kind}")
+
+    @property
+    def size(self) -> int:
+        """In characters; of choices, with what separates them."""
+        return len(self.spec) if isinstance(self.spec, str) else sum(len(choice) + 4 for choice in self.spec)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +92,17 @@ class SamplingParams:
         _require(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "above 0 and at most 1")
         _require(0.0 <= self.min_p <= 1.0, "min_p", self.min_p, "from 0 to 1")
         _require(self.seed is None or -(2**63) <= self.seed < 2**63, "seed", self.seed, "a 64-bit integer")
+        for name, most in (("stop", MAX_STOPS), ("bad_words", MAX_BAD_WORDS), ("stop_token_ids", MAX_STOP_TOKEN_IDS)):
+            count = len(getattr(self, name))
+            _require(count <= most, f"number of {name}", count, f"at most {most}")
+        _require(
+            len(self.logit_bias) <= MAX_LOGIT_BIAS,
+            "size of logit_bias",
+            len(self.logit_bias),
+            f"at most {MAX_LOGIT_BIAS}",
+        )
+        longest = max((len(s) for s in (*stop, *self.bad_words) if isinstance(s, str)), default=0)
+        _require(longest <= MAX_WORD_CHARS, "longest stop or bad word", longest, f"at most {MAX_WORD_CHARS} characters")
         _require(all(isinstance(s, str) and s for s in stop), "stop", stop, "non-empty strings")
         _require(
             all(isinstance(s, str) and s for s in self.bad_words), "bad_words", self.bad_words, "non-empty strings"
@@ -127,4 +150,6 @@ class SamplingParams:
 
 def _require(holds: bool, name: str, value: object, allowed: str) -> None:
     if not holds:
-        raise UsageError(f"sampling parameter {name} is {value!r}.", hint=f"{name} must be {allowed}.")
+        said = repr(value)
+        said = said if len(said) <= 200 else f"{said[:200]}..."
+        raise UsageError(f"sampling parameter {name} is {said}.", hint=f"{name} must be {allowed}.")

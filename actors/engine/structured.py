@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
+from functools import partial
+from hashlib import blake2b
 from threading import Lock
 from typing import Any
 
@@ -21,15 +22,23 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
+from raytide.actors.engine.limits import MAX_COMPILING, MAX_GRAMMAR_CHARS, MAX_KEPT_GRAMMAR_CHARS
 from raytide.actors.engine.sampling_params import Structured
-from raytide.core.errors import ConfigError, EngineError, RaytideError, UsageError
+from raytide.core.errors import ConfigError, OverloadedError, RaytideError, UsageError
 
 __all__ = ["Grammar", "GrammarState", "Grammars", "can_structure"]
 
 _THREADS = 2
 _KEPT = 256
-_MAX_SPEC_CHARS = 1 << 18
-_MAX_FILL_S = 2.0
+_LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 500_000,
+    "max_grammar_size": 250_000,
+    "max_lexer_states": 50_000,
+    "step_lexer_fuel": 50_000,
+    "step_max_items": 20_000,
+}
+"""The library's own limits, lowered: on the work for one token, and on what is kept of it."""
+_MAX_REASON_CHARS = 300
 _END = "<|raytide: end|>"
 
 
@@ -46,7 +55,7 @@ class GrammarState:
         self._taken: list[int] = []
 
     def follow(self, output: list[int]) -> None:
-        """Stand behind exactly these tokens. Raises EngineError when the grammar does not allow them."""
+        """Stand behind exactly these tokens. Raises UsageError when the grammar does not allow them."""
         known = len(self._taken)
         if output[:known] != self._taken:  # a step that failed is tried again
             known = next(i for i in range(known) if output[i : i + 1] != self._taken[i : i + 1])
@@ -54,17 +63,15 @@ class GrammarState:
             del self._taken[known:]
         new = output[known:]
         if new and not self._matcher.consume_tokens(new):
-            raise EngineError(f"the grammar does not allow its own tokens: {self._matcher.get_error()}.")
+            reason = _shortened(self._matcher.get_error())
+            raise UsageError(f"the grammar does not allow its own tokens: {reason}.", hint="Make it simpler.")
         self._taken += new
 
     def fill(self, mask_W: npt.NDArray[np.int32]) -> None:
-        """Set the bits of the tokens that may come next, and no others. Raises EngineError when that fails."""
-        began = time.monotonic()
+        """Set the bits of the tokens that may come next, and no others. Raises UsageError when that fails."""
         self._matcher.unsafe_compute_mask_ptr(mask_W.ctypes.data, mask_W.nbytes)
         if self._matcher.is_error():
-            raise EngineError(f"the grammar broke: {self._matcher.get_error()}.", hint="Make it simpler.")
-        if time.monotonic() - began > _MAX_FILL_S:  # everybody else in the batch waited for this
-            raise EngineError(f"the grammar took over {_MAX_FILL_S:g} s for one token.", hint="Make it simpler.")
+            raise UsageError(f"the grammar broke: {_shortened(self._matcher.get_error())}.", hint="Make it simpler.")
 
     @property
     def is_complete(self) -> bool:
@@ -101,10 +108,14 @@ class Grammars:
         self._tokenizer: Any = None
         self._pool: ThreadPoolExecutor | None = None
         self._lock, self._tokenizer_lock = Lock(), Lock()
-        self._known: OrderedDict[Structured, Future[Grammar]] = OrderedDict()
+        self._compiling: dict[bytes, Future[Grammar]] = {}
+        self._kept: OrderedDict[bytes, tuple[Grammar | UsageError, int]] = OrderedDict()  # with its size
+        self._kept_chars = 0
 
     def compile(self, structured: Structured) -> Grammar:
-        """Wait for a grammar. Raises UsageError when it is wrong, too large or not ready in time."""
+        """Wait for a grammar. Raises UsageError when it is wrong, too large or not ready in time, and OverloadedError
+        when too many wait.
+        """
         try:
             return self._submit(structured).result(self._timeout_s)
         except TimeoutError:
@@ -118,34 +129,62 @@ class Grammars:
         try:
             return await asyncio.wait_for(asyncio.shield(compiling), self._timeout_s)
         except TimeoutError:
+            compiling.add_done_callback(_heard)
             raise self._too_slow(structured) from None
         except RaytideError as error:
             raise copy(error) from None
 
     def _submit(self, structured: Structured) -> Future[Grammar]:
-        """One compilation for each grammar, however many ask; what failed is kept too, so that it costs once."""
+        """One compilation for each grammar, however many ask; what was refused is kept too, so that it costs once, by a
+        digest and a short reason alone.
+        """
         if not can_structure():
             raise ConfigError("structured output needs llguidance.", hint="Run pip install llguidance.")
+        if structured.size > MAX_GRAMMAR_CHARS:
+            raise _refused(structured, f"it has {structured.size} characters, more than {MAX_GRAMMAR_CHARS}")
+        spec = _spec_text(structured)
+        try:
+            key = blake2b(f"{structured.kind}\0{spec}".encode(), digest_size=16).digest()
+        except UnicodeEncodeError:
+            raise _refused(structured, "it has half a surrogate pair") from None
         with self._lock:
-            future = self._known.get(structured)
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return _done(self._kept[key][0])
+            future = self._compiling.get(key)
             if future is None:
+                if len(self._compiling) >= MAX_COMPILING:
+                    raise OverloadedError(f"{MAX_COMPILING} grammars are being compiled already.", hint="Retry later.")
                 if self._pool is None:
                     self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="raytide-grammar")
-                future = self._known[structured] = self._pool.submit(self._compile, structured)
-            self._known.move_to_end(structured)
-            while len(self._known) > _KEPT:
-                self._known.popitem(last=False)
-        return future
+                future = self._compiling[key] = self._pool.submit(self._compile, structured)
+                ended = future
+            else:
+                return future
+        ended.add_done_callback(partial(self._keep, key, len(spec)))
+        return ended
+
+    def _keep(self, key: bytes, chars: int, future: Future[Grammar]) -> None:
+        error = future.exception()
+        with self._lock:
+            self._compiling.pop(key, None)
+            if error is None:
+                self._kept[key] = future.result(), chars
+            elif isinstance(error, UsageError) and not isinstance(error, ConfigError):
+                self._kept[key] = copy(error), len(error.message)
+            else:
+                return
+            self._kept_chars += self._kept[key][1]
+            while len(self._kept) > _KEPT or self._kept_chars > MAX_KEPT_GRAMMAR_CHARS:
+                self._kept_chars -= self._kept.popitem(last=False)[1][1]
 
     def _compile(self, structured: Structured) -> Grammar:
         import llguidance
 
         spec = _spec_text(structured)
-        if len(spec) > _MAX_SPEC_CHARS:
-            raise _refused(structured, f"it has {len(spec)} characters, more than {_MAX_SPEC_CHARS}")
         try:
             text = llguidance.grammar_from(structured.kind, spec)
-            limits = llguidance.LLParserLimits(verbose_errors=False)
+            limits = llguidance.LLParserLimits(verbose_errors=False, **_LIMITS)
             matcher = llguidance.LLMatcher(self._vocabulary(), text, log_level=0, limits=limits)
             grammar = Grammar(matcher, self._vocabulary().vocab_size)
             if not matcher.is_error():
@@ -190,4 +229,25 @@ def _spec_text(structured: Structured) -> str:
 
 
 def _refused(structured: Structured, why: str) -> UsageError:
-    return UsageError(f"the {structured.kind} of structured output cannot be used: {why}.", hint="Correct it.")
+    message = f"the {structured.kind} of structured output cannot be used: {_shortened(why)}."
+    return UsageError(message, hint="Correct it.")
+
+
+def _shortened(why: str) -> str:
+    """The library's reasons may hold the whole grammar."""
+    return why if len(why) <= _MAX_REASON_CHARS else f"{why[:_MAX_REASON_CHARS]}..."
+
+
+def _done(outcome: Grammar | UsageError) -> Future[Grammar]:
+    future: Future[Grammar] = Future()
+    if isinstance(outcome, UsageError):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)
+    return future
+
+
+def _heard(future: asyncio.Future[Grammar]) -> None:
+    """Nobody waits for it any more; asyncio would log an error that nobody asked for."""
+    if not future.cancelled():
+        future.exception()

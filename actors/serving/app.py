@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from raytide.actors.serving.answers import ChatAnswer, TextAnswer
+from raytide.actors.serving.body import JsonRoute
 from raytide.actors.serving.embeddings import EmbeddingList, EmbeddingRequest, embed
 from raytide.actors.serving.errors import ApiError, ErrorBody, invalid, to_api_error, validation_error
 from raytide.actors.serving.headers import ResponseHeaders
@@ -41,6 +42,7 @@ def create_app(server: Server, *, owns_server: bool = True) -> FastAPI:
             await server.stop()
 
     app = FastAPI(title="raytide", lifespan=lifespan, responses={400: {"model": ErrorBody}, 404: {"model": ErrorBody}})
+    app.router.route_class = JsonRoute
     app.add_middleware(ResponseHeaders, replica=server.replica)
     _add_error_handlers(app, server)
 
@@ -84,9 +86,14 @@ def create_app(server: Server, *, owns_server: bool = True) -> FastAPI:
 
 
 def _add_error_handlers(app: FastAPI, server: Server) -> None:
+    def count_refused_body(path: str) -> None:
+        server.metrics.count(path.rpartition("/v1/")[2].partition("/")[0], "invalid")
+
+    app.state.count_refused_body = count_refused_body
+
     @app.exception_handler(RequestValidationError)
     async def bad_body(request: Request, error: RequestValidationError) -> Response:
-        server.metrics.count(request.url.path.rpartition("/v1/")[2].partition("/")[0], "invalid")
+        count_refused_body(request.url.path)
         return error_response(validation_error(error.errors()))
 
     @app.exception_handler(HTTPException)

@@ -187,7 +187,8 @@ class _Response:
         if self._is_stuck:
             return
         try:
-            await asyncio.wait_for(self._client(message), self._send_timeout_s)
+            async with asyncio.timeout(self._send_timeout_s):
+                await self._client(message)
         except TimeoutError:
             self._is_stuck = True
             self._upload.give_up()

@@ -8,8 +8,10 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
+from raytide.actors.engine.limits import MAX_EMBEDDING_TOKENS, MAX_NAME_CHARS
 from raytide.actors.serving.errors import invalid
 from raytide.actors.serving.server import Server
+from raytide.actors.serving.wire import Inputs
 
 __all__ = ["EmbeddingList", "EmbeddingRequest", "embed"]
 
@@ -17,8 +19,8 @@ __all__ = ["EmbeddingList", "EmbeddingRequest", "embed"]
 class EmbeddingRequest(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True)
 
-    model: str
-    input: str | Annotated[list[str] | list[int] | list[list[int]], Field(min_length=1, max_length=2048)]
+    model: Annotated[str, Field(max_length=MAX_NAME_CHARS)]
+    input: Inputs
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
 
@@ -48,8 +50,10 @@ async def embed(server: Server, request: EmbeddingRequest) -> EmbeddingList:
     if request.dimensions is not None:
         raise invalid("dimensions is not supported by this model server.", param="dimensions")
     prompts = await server.prompts(request.input, field="input")
-    vectors = await server.engine.embed(prompts)
     tokens = sum(map(len, prompts))
+    if tokens > MAX_EMBEDDING_TOKENS:
+        raise invalid(f"input has {tokens} tokens; at most {MAX_EMBEDDING_TOKENS} are taken at once.", param="input")
+    vectors = await server.engine.embed(prompts)
     return EmbeddingList(
         data=[
             Embedding(index=index, embedding=_packed(vector) if request.encoding_format == "base64" else vector)

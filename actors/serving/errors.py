@@ -29,6 +29,7 @@ RETRY_AFTER_S = 1
 RETRY_ELSEWHERE = "x-raytide-retry-elsewhere"
 """The header with which a replica whose engine is dead asks the proxy to try another one."""
 _INVALID = "invalid_request_error"
+_MAX_MESSAGE_CHARS = 2000
 
 
 class ErrorDetail(BaseModel):
@@ -57,6 +58,7 @@ class ApiError(Exception):
         code: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
+        message, param = _printable(message), param and _printable(param)
         super().__init__(message)
         self.status = status
         self.headers = headers or {}
@@ -81,6 +83,12 @@ def refused_by_the_dead(error: EngineDeadError) -> ApiError:
     """
     headers = {"retry-after": str(RETRY_AFTER_S), RETRY_ELSEWHERE: "1"}
     return ApiError(error.http_status, str(error), type="server_error", code=error.code, headers=headers)
+
+
+def _printable(text: str) -> str:
+    """A text of the client's own may be of any length, and may be none that UTF-8 can hold."""
+    text = text.encode(errors="replace").decode()
+    return text if len(text) <= _MAX_MESSAGE_CHARS else f"{text[:_MAX_MESSAGE_CHARS]}..."
 
 
 def too_large(limit: int) -> ApiError:

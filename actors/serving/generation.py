@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from raytide.actors.engine.base import Engine
 from raytide.actors.engine.core import FinishReason, GenChunk, GenRequest, Usage
 from raytide.actors.engine.faults import contained
+from raytide.actors.engine.limits import MAX_PENDING_ENTRIES
 from raytide.actors.serving.logprobs import ScoredToken, TokenBytes
 from raytide.core.errors import EngineError
 
@@ -34,30 +36,43 @@ class Piece:
 
 class Generation:
     """Choice i of prompt p is number p * n + i, as OpenAI counts them. `echoes`: what the choices of each prompt begin
-    with.
+    with. What comes while nobody reads is joined, and bounded: a client that lets too much of it pile up loses its
+    generation.
     """
 
-    def __init__(self, engine: Engine, requests: Sequence[GenRequest], echoes: Sequence[str]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        requests: Sequence[GenRequest],
+        echoes: Sequence[str],
+        *,
+        max_pending: int = MAX_PENDING_ENTRIES,
+    ) -> None:
         self.token_bytes: TokenBytes = engine.token_bytes
-        self._queue: asyncio.Queue[tuple[int, GenChunk | Exception]] = asyncio.Queue()
         self._requests = requests
         self._n = requests[0].sampling.n
         self.prompts = len(requests)
         self.choices = self._n * len(requests)
         self._open = len(requests)
         self._echoes = {index: echo for index in range(self.choices) if (echo := echoes[index // self._n])}
+        self._pieces: dict[int, Piece] = {}
+        self._pending = 0
+        self._max_pending = max_pending
+        self._failure: Exception | None = None
+        self._news = asyncio.Event()
         self._tasks = [asyncio.create_task(self._drain(engine, i, request)) for i, request in enumerate(requests)]
 
     async def batches(self) -> AsyncIterator[list[Piece]]:
         """Until every choice has finished: all that came since the last batch, one piece for each choice that moved.
 
-        Raises what the engine raised; a choice that the engine gave up (drain, failure) is an EngineError.
+        Raises what the engine raised; a choice that the engine gave up (drain, failure) is an EngineError. What was
+        said before a failure still reaches the client.
         """
-        while self._open:
-            items = [await self._queue.get()]
-            while not self._queue.empty():
-                items.append(self._queue.get_nowait())
-            pieces, failure = self._merge(items)
+        while self._open or self._pieces or self._failure:
+            await self._news.wait()
+            self._news.clear()
+            pieces, self._pieces, self._pending = list(self._pieces.values()), {}, 0
+            failure = self._failure
             if pieces:
                 yield pieces
             if failure is not None:
@@ -68,29 +83,30 @@ class Generation:
         for task in self._tasks:
             task.cancel()
 
-    def _merge(self, items: Sequence[tuple[int, GenChunk | Exception]]) -> tuple[list[Piece], Exception | None]:
-        """The pieces up to the first failure, and that failure: what was said before it still reaches the client."""
-        pieces: dict[int, Piece] = {}
-        for place, item in items:
-            if isinstance(item, Exception):
-                return list(pieces.values()), item
-            if item.finish_reason in ("abort", "error"):
-                failure = EngineError(f"request {item.request_id} was ended by the server.", hint="Send it again.")
-                return list(pieces.values()), failure
-            self._open -= item.usage is not None
-            index = place * self._n + item.index
-            piece = pieces.setdefault(index, Piece(index))
-            piece.text += self._echoes.pop(index, "") + item.text
-            piece.tokens += len(item.token_ids)
-            piece.finish_reason, piece.usage = item.finish_reason, item.usage
-            if item.prompt_logprobs is not None:
-                piece.logprobs += zip(self._requests[place].prompt, item.prompt_logprobs, strict=True)  # type: ignore[arg-type]
-            piece.logprobs += [(each.token_id, each) for each in item.logprobs or ()]
-        return list(pieces.values()), None
+    def _take(self, place: int, chunk: GenChunk) -> None:
+        if chunk.finish_reason in ("abort", "error"):
+            raise EngineError(f"request {chunk.request_id} was ended by the server.", hint="Send it again.")
+        self._open -= chunk.usage is not None
+        index = place * self._n + chunk.index
+        piece = self._pieces.setdefault(index, Piece(index))
+        piece.text += self._echoes.pop(index, "") + chunk.text
+        piece.tokens += len(chunk.token_ids)
+        piece.finish_reason, piece.usage = chunk.finish_reason, chunk.usage
+        if chunk.prompt_logprobs is not None:
+            piece.logprobs += zip(self._requests[place].prompt, chunk.prompt_logprobs, strict=True)  # type: ignore[arg-type]
+        piece.logprobs += [(each.token_id, each) for each in chunk.logprobs or ()]
+        self._pending += len(chunk.token_ids) + sum(len(each.top) for each in chunk.logprobs or ())
+        if self._pending > self._max_pending:
+            raise EngineError("the answer was not read as fast as it was made.", hint="Read the stream faster.")
 
     async def _drain(self, engine: Engine, place: int, request: GenRequest) -> None:
         try:
-            async for chunk in engine.generate(request):
-                self._queue.put_nowait((place, chunk))
+            async with aclosing(engine.generate(request)) as chunks:  # type: ignore[type-var]
+                async for chunk in chunks:
+                    if self._failure is not None:
+                        return
+                    self._take(place, chunk)
+                    self._news.set()
         except BaseException as error:  # a task that ends without a word would leave its client waiting for ever
-            self._queue.put_nowait((place, contained(error)))
+            self._failure = self._failure or contained(error)
+            self._news.set()

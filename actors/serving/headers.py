@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from contextlib import suppress
 from uuid import uuid4
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from raytide.actors.engine.limits import SEND_TIMEOUT_S
+
 __all__ = ["ResponseHeaders"]
+
+_MAX_ID_CHARS = 256
 
 
 class ResponseHeaders:
@@ -27,6 +33,7 @@ class ResponseHeaders:
             return
         began_s = time.perf_counter()
         request_id = Headers(scope=scope).get("x-request-id") or f"req_{uuid4().hex}"
+        request_id = request_id[:_MAX_ID_CHARS]
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -34,6 +41,15 @@ class ResponseHeaders:
                 headers["x-request-id"] = request_id
                 headers["openai-processing-ms"] = str(round((time.perf_counter() - began_s) * 1e3))
                 headers["x-raytide-replica"] = self._replica
-            await send(message)
+            try:
+                async with asyncio.timeout(SEND_TIMEOUT_S):
+                    await send(message)
+            except TimeoutError:
+                raise _ClientStalledError from None
 
-        await self._app(scope, receive, send_with_headers)
+        with suppress(_ClientStalledError):
+            await self._app(scope, receive, send_with_headers)
+
+
+class _ClientStalledError(Exception):
+    """The client takes nothing of its answer: what is left of it would stay in memory, and its place be taken."""

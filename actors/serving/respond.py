@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
+from functools import partial
 from typing import TypeVar
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from raytide.actors.engine.limits import MAX_LOGPROB_ENTRIES
+from raytide.actors.engine.text_pool import TextPool
 from raytide.actors.serving.answers import DONE, Answer, Written, usage_of
-from raytide.actors.serving.errors import ApiError, to_api_error
+from raytide.actors.serving.errors import ApiError, invalid, to_api_error
 from raytide.actors.serving.generation import Generation, Piece
+from raytide.actors.serving.logprobs import TokenBytes
 from raytide.actors.serving.metrics import Outcome, Track
 from raytide.actors.serving.server import Server
 from raytide.actors.serving.wire import ChatRequest, CompletionRequest, sse
@@ -22,6 +26,9 @@ __all__ = ["failed", "respond"]
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+
+_MANY_ENTRIES = 1000
+"""Log probabilities that take milliseconds to write down: more are written in a thread."""
 
 
 async def respond(server: Server, body: CompletionRequest | ChatRequest, request: Request, answer: Answer) -> Response:
@@ -34,13 +41,17 @@ async def respond(server: Server, body: CompletionRequest | ChatRequest, request
             if body.stream:
                 # The first tokens come before the headers, so that a refusal still has an HTTP status of its own.
                 first = await _unless_gone(request, reading.next())
-                events = _events(reading, first, answer, body.includes_usage)
+                events = _events(reading, first, answer, body.includes_usage, server.texts)
                 return _EventStream(events, reading.close)
             await _unless_gone(request, reading.to_the_end())
+
+            def whole() -> Response:
+                usage = usage_of(reading.written)
+                return JSONResponse(answer.whole(reading.written, usage, generation.token_bytes).model_dump())
+
+            response = await server.texts.run(whole) if reading.entries > _MANY_ENTRIES else whole()
             track.finish("ok")
-            return JSONResponse(
-                answer.whole(reading.written, usage_of(reading.written), generation.token_bytes).model_dump()
-            )
+            return response
         except BaseException:
             generation.cancel()
             raise
@@ -61,6 +72,7 @@ class _Reading:
         self.written = [Written() for _ in range(generation.choices)]
         self.track = track
         self.token_bytes = generation.token_bytes
+        self.entries = 0
         self._generation = generation
         self._batches = generation.batches()
 
@@ -73,8 +85,14 @@ class _Reading:
         return batch
 
     async def to_the_end(self) -> None:
-        while await self.next():
-            pass
+        """Raises ApiError when the answer gets too large to be sent in one piece."""
+        while batch := await self.next():
+            self.entries += sum(map(_entries, batch))
+            if self.entries > MAX_LOGPROB_ENTRIES:
+                raise invalid(
+                    f"The answer has more than {MAX_LOGPROB_ENTRIES} log probabilities: stream it, or ask for fewer.",
+                    param="logprobs",
+                )
 
     def close(self) -> None:
         """Ends what still runs; a stream that was not finished by now has lost its client."""
@@ -82,18 +100,30 @@ class _Reading:
         self.track.finish("aborted")
 
 
-async def _events(reading: _Reading, first: list[Piece], answer: Answer, includes_usage: bool) -> AsyncIterator[bytes]:
+def _entries(piece: Piece) -> int:
+    return sum(1 + len(figures.top) for _, figures in piece.logprobs if figures is not None)
+
+
+async def _events(
+    reading: _Reading, first: list[Piece], answer: Answer, includes_usage: bool, texts: TextPool
+) -> AsyncIterator[bytes]:
     """The body of a stream: one message for each engine step, then usage if asked for, then [DONE], or an error."""
     try:
         batch, head = first, answer.opening(len(reading.written))
         while batch:
-            yield head + b"".join(answer.chunk(piece, reading.token_bytes) for piece in batch)
+            render = partial(_rendered, answer, batch, reading.token_bytes)
+            many = any(piece.logprobs for piece in batch) and sum(map(_entries, batch)) > _MANY_ENTRIES
+            yield head + (await texts.run(render) if many else render())
             batch, head = await reading.next(), b""
         tail = answer.closing(usage_of(reading.written)) if includes_usage else b""
         reading.track.finish("ok")
         yield tail + DONE
     except Exception as error:
         yield sse(failed(error, reading.track).body.model_dump_json())
+
+
+def _rendered(answer: Answer, batch: list[Piece], bytes_of: TokenBytes) -> bytes:
+    return b"".join(answer.chunk(piece, bytes_of) for piece in batch)
 
 
 class _EventStream(StreamingResponse):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 from uuid import uuid4
 
 from raytide.actors.engine.base import Engine
 from raytide.actors.engine.core import EngineInfo, Feature, GenRequest
+from raytide.actors.engine.limits import MAX_CHOICES, MAX_LOGPROB_ENTRIES
+from raytide.actors.engine.sampling_params import SamplingParams
+from raytide.actors.engine.text_pool import TextPool
 from raytide.actors.serving.chat import messages_of
 from raytide.actors.serving.errors import invalid, refused_by_the_dead
 from raytide.actors.serving.generation import Generation
@@ -21,7 +25,9 @@ __all__ = ["Server"]
 
 
 class Server:
-    """`replica` names this process in the `x-raytide-replica` header."""
+    """`replica` names this process in the `x-raytide-replica` header. Requests that ask for a lower, that is more
+    urgent, priority than `min_priority` get that one: nobody knows here who asks.
+    """
 
     def __init__(
         self,
@@ -32,13 +38,15 @@ class Server:
         stall_limit_s: float = 60.0,
         drain_s: float = 30.0,
         slo_ttft_s: float | None = None,
+        min_priority: int = 0,
     ) -> None:
         self.engine = engine
         self.model = model
         self.replica = replica
         self.metrics = ServingMetrics(model, slo_ttft_s)
         self._watch = ProgressWatch(stall_limit_s)
-        self._drain_s = drain_s
+        self.texts = TextPool()
+        self._drain_s, self._min_priority = drain_s, min_priority
         self._created = int(time.time())
         self._info: EngineInfo | None = None
 
@@ -95,14 +103,15 @@ class Server:
             self._check_length(prompts[0], "messages")
         else:
             prompts = await self.prompts(request.prompt, field="prompt")
-            echoes = self._echoes(request.prompt, prompts) if request.echo else [""] * len(prompts)
+            echoes = await self._echoes(request.prompt, prompts) if request.echo else [""] * len(prompts)
+        _check_size(sampling, prompts)
         group = uuid4().hex
         asked = [
             GenRequest(
                 request_id=f"{group}-{place}",
                 prompt=prompt,
                 sampling=sampling,
-                priority=request.priority or 0,
+                priority=max(self._min_priority, request.priority or 0),
                 cache_salt=request.cache_salt or "",
             )
             for place, prompt in enumerate(prompts)
@@ -114,20 +123,30 @@ class Server:
 
     async def prompts(self, given: str | list[str] | list[int] | list[list[int]], *, field: str) -> list[list[int]]:
         """OpenAI's four forms of a prompt as token lists that fit into the context."""
-        tokens = [item for item in given if isinstance(item, int)]
-        texts = [given] if isinstance(given, str) else [item for item in given if not isinstance(item, int)]
-        prompts = [tokens] if tokens else [await self._tokens(text) for text in texts]
-        for prompt in prompts:
-            self._check_length(prompt, field)
+        items: Sequence[str | int | list[int]] = [given] if isinstance(given, str) else given
+        tokens = [item for item in items if isinstance(item, int)]
+        texts = [item for item in items if not isinstance(item, int)]
+        if not (tokens or texts):
+            raise invalid(f"{field} is empty.", param=field)
+        prompts = [tokens] if tokens else []
+        for text in texts:
+            prompts.append(await self._tokens(text))
+            self._check_length(prompts[-1], field)
+            await asyncio.sleep(0)  # many short ones must not hold up the loop together
+        if tokens:
+            self._check_length(tokens, field)
         return prompts
 
     async def _tokens(self, prompt: str | list[int]) -> list[int]:
         return await self.engine.tokenize(prompt) if isinstance(prompt, str) else prompt
 
-    def _echoes(self, given: str | Sequence[object], prompts: list[list[int]]) -> list[str]:
+    async def _echoes(self, given: str | Sequence[object], prompts: list[list[int]]) -> list[str]:
         """The prompts as texts, as they were given where they were."""
         texts = [given] if isinstance(given, str) else [item for item in given if isinstance(item, str)]
-        return texts or [b"".join(map(self.engine.token_bytes, prompt)).decode(errors="replace") for prompt in prompts]
+        bytes_of = self.engine.token_bytes
+        return texts or await self.texts.run(
+            lambda: [b"".join(map(bytes_of, prompt)).decode(errors="replace") for prompt in prompts]
+        )
 
     def _check_length(self, prompt: list[int], field: str) -> None:
         limit = self.info.max_model_len
@@ -135,7 +154,27 @@ class Server:
             raise invalid(f"{field} is empty.", param=field)
         if len(prompt) >= limit:
             raise invalid(
-                f"{field} has {len(prompt)} tokens; the context of {self.model} holds {limit}, the answer included.",
+                f"{field} has at least {len(prompt)} tokens; the context of {self.model} holds {limit}, the answer "
+                "included.",
                 param=field,
                 code="context_length_exceeded",
+            )
+
+
+def _check_size(sampling: SamplingParams, prompts: list[list[int]]) -> None:
+    """Refuse what is within every single limit, and too much together."""
+    choices = len(prompts) * sampling.num_samples
+    if choices > MAX_CHOICES:
+        raise invalid(
+            f"{len(prompts)} prompts times {sampling.num_samples} samples are {choices} choices; at most {MAX_CHOICES} "
+            "are computed for one request.",
+            param="n",
+        )
+    if sampling.prompt_logprobs is not None:
+        entries = sum(map(len, prompts)) * (1 + sampling.prompt_logprobs)
+        if entries > MAX_LOGPROB_ENTRIES:
+            raise invalid(
+                f"echo with logprobs asks for {entries} log probabilities of prompts; at most {MAX_LOGPROB_ENTRIES} "
+                "are computed for one request.",
+                param="logprobs",
             )

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from raytide.actors.engine.limits import MAX_GRAMMAR_CHARS
 from raytide.actors.engine.sampling_params import Structured
 from raytide.actors.serving.errors import invalid
 
@@ -70,6 +71,14 @@ def structured_of(request: Constraints) -> Structured | None:
             "structured_outputs.grammar": outputs.grammar and Structured("grammar", outputs.grammar),
             "structured_outputs.json_object": Structured("json_schema", ANY_OBJECT) if outputs.json_object else None,
         }
+    for name, structured in asked.items():
+        if isinstance(structured, Structured):
+            size = structured.size
+            if size > MAX_GRAMMAR_CHARS:
+                raise invalid(
+                    f"{name} has {size} characters; at most {MAX_GRAMMAR_CHARS} are taken.",
+                    param=name.partition(".")[0],
+                )
     found = {name: structured for name, structured in asked.items() if isinstance(structured, Structured)}
     if len(found) > 1:
         raise invalid(f"only one of {', '.join(found)} can be given.", param=next(iter(found)).partition(".")[0])

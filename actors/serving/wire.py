@@ -5,11 +5,22 @@ Requests keep fields that are not listed here (`model_extra`): `params` says whi
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_serializer
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_serializer
 
-from raytide.actors.engine.limits import MAX_LOGPROBS
+from raytide.actors.engine.limits import (
+    MAX_BAD_WORDS,
+    MAX_EMBEDDING_INPUTS,
+    MAX_HTTP_STOPS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_MESSAGES,
+    MAX_NAME_CHARS,
+    MAX_PROMPTS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_WORD_CHARS,
+)
 from raytide.actors.serving.logprobs import ChatLogprobs, TextLogprobs
 from raytide.actors.serving.structure import Constraints
 
@@ -26,10 +37,12 @@ __all__ = [
     "Delta",
     "FinishReason",
     "GenerationRequest",
+    "Inputs",
     "Model",
     "ModelList",
     "Part",
     "PromptDetails",
+    "Prompts",
     "Reply",
     "StreamOptions",
     "Usage",
@@ -38,41 +51,88 @@ __all__ = [
 
 FinishReason = Literal["stop", "length"]
 
+Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+Word = Annotated[str, Field(min_length=1, max_length=MAX_WORD_CHARS)]
+Tokens = Annotated[list[TokenId], Field(fail_fast=True)]
+
+
+def _form(value: object) -> str:
+    """Which of OpenAI's four forms of a prompt is meant, by its first item: trying all of them would take time, and an
+    error for each item of a long list.
+    """
+    if not isinstance(value, list):
+        return "str"
+    first = value[0] if value else 0
+    return "list[str]" if isinstance(first, str) else "list[list[int]]" if isinstance(first, list) else "list[int]"
+
+
+def _prompts(most: int) -> object:
+    """The type of a prompt or an input; the tags are never shown to a client."""
+    return Annotated[
+        Annotated[str, Tag("str")]
+        | Annotated[list[str], Field(fail_fast=True, max_length=most), Tag("list[str]")]
+        | Annotated[list[TokenId], Field(fail_fast=True, min_length=1), Tag("list[int]")]
+        | Annotated[list[Tokens], Field(fail_fast=True, max_length=most), Tag("list[list[int]]")],
+        Discriminator(_form),
+    ]
+
+
+if TYPE_CHECKING:
+    Prompts = str | list[str] | list[int] | list[list[int]]
+    Inputs = Prompts
+else:
+    Prompts = _prompts(MAX_PROMPTS)
+    Inputs = _prompts(MAX_EMBEDDING_INPUTS)
+
 
 class _Request(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True)
+
+
+_Stop = Annotated[str, Field(max_length=MAX_WORD_CHARS)]
 
 
 class StreamOptions(_Request):
     include_usage: bool = False
 
 
+def _not_too_many(bias: object) -> object:
+    """Counted before the entries are looked at."""
+    if isinstance(bias, dict) and len(bias) > MAX_LOGIT_BIAS:
+        raise ValueError(f"has {len(bias)} tokens; at most {MAX_LOGIT_BIAS} are taken")
+    return bias
+
+
 class GenerationRequest(_Request, Constraints):
     """What chat and plain completions share. From `top_k` on they are extensions that vLLM's clients know too."""
 
-    model: str
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    model: Name
+    max_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
-    stop: str | Annotated[list[str], Field(max_length=4)] | None = None
+    stop: _Stop | Annotated[list[_Stop], Field(fail_fast=True, max_length=MAX_HTTP_STOPS)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
+    logit_bias: (
+        Annotated[dict[TokenId, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_not_too_many)] | None
+    ) = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
-    stop_token_ids: list[int] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    stop_token_ids: Annotated[Tokens, Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
-    bad_words: list[Annotated[str, Field(min_length=1)]] | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    bad_words: Annotated[list[Word], Field(fail_fast=True, max_length=MAX_BAD_WORDS)] | None = None
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
+    priority: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    cache_salt: Name | None = None
 
     @property
     def includes_usage(self) -> bool:
@@ -80,24 +140,24 @@ class GenerationRequest(_Request, Constraints):
 
 
 class CompletionRequest(GenerationRequest):
-    prompt: str | Annotated[list[str] | list[int] | list[list[int]], Field(min_length=1)]
+    prompt: Prompts
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
 
 
 class Part(_Request):
-    type: str
+    type: Name
     text: str | None = None
 
 
 class ChatMessage(_Request):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[Part] | None = None
+    content: str | Annotated[list[Part], Field(fail_fast=True, max_length=MAX_MESSAGES)] | None = None
 
 
 class ChatRequest(GenerationRequest):
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 

@@ -91,6 +91,8 @@ class ServeSpec(Config):
     """Options of the engine, as `raytide.LLM` takes them."""
     max_ongoing: int = Field(default=256, ge=1)
     """More at once in one replica wait in the router."""
+    min_request_priority: int = Field(default=0, ge=-100, le=0)
+    """The most urgent priority that a request may have (lower is more urgent); one that asks for more gets this."""
 
     @property
     def served(self) -> str:

@@ -17,7 +17,7 @@ from raytide.actors.engine.sampling_params import SamplingParams, Structured
 from raytide.actors.engine.sequence import Sequence
 from raytide.actors.engine.structured import Grammars, GrammarState
 from raytide.actors.engine.tokenizer import Tokenizer
-from raytide.core.errors import ConfigError, EngineError, UsageError
+from raytide.core.errors import ConfigError, UsageError
 
 pytest.importorskip("llguidance", reason="a dependency; an environment from before it has none")
 
@@ -244,7 +244,7 @@ def test_a_grammar_that_crashes_fails_its_own_row_alone(
     sampled = broken.sample(rows(3, 1, 0), seqs)
     assert [sampled[0], sampled[2]] == [healthy[0], healthy[2]]
     assert sampled[1].token == -1
-    assert isinstance(sampled[1].error, EngineError)
+    assert isinstance(sampled[1].error, UsageError)
 
 
 def test_a_mask_keeps_exactly_the_tokens_whose_bits_are_set() -> None:
