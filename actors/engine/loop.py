@@ -29,7 +29,7 @@ from raytide.actors.engine.stops import StopScanner
 from raytide.actors.engine.tokenizer import Tokenizer
 from raytide.actors.engine.weights import WeightsSource
 from raytide.actors.models.families import read_architecture
-from raytide.core.errors import ConflictError, EngineDeadError, NotFoundError, OverloadedError
+from raytide.core.errors import ConflictError, EngineDeadError, NotFoundError, OverloadedError, UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -275,7 +275,10 @@ class EngineLoop:
         if seq_id not in self._samples:
             return
         answer = self._samples[seq_id][0]
-        _log.error("request %s failed", answer.request_id, exc_info=error)
+        if isinstance(error, UsageError):  # found only while it ran, as with a grammar that is too complex
+            _log.info("request %s was refused: %s", answer.request_id, error)
+        else:
+            _log.error("request %s failed", answer.request_id, exc_info=error)
         for sample in answer.samples:
             if sample.seq.finish_reason is None:
                 # What a broken computation wrote must not be found by the next owner of these blocks.

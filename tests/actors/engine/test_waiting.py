@@ -152,3 +152,18 @@ def test_aborted_requests_leave_nothing_in_the_queue() -> None:
     assert waiting.head(0.0) is None
     assert sum(len(heap) for heap in waiting._heaps.values()) <= 64
     assert not waiting._parked
+
+
+@pytest.mark.parametrize("urgency", [-1, -(10**9)])
+def test_no_flood_of_urgent_requests_keeps_a_plain_one_waiting_for_ever(urgency: int) -> None:
+    """Neither one that runs nor one that waits: it is evicted a few times at most, and gets more urgent as it waits."""
+    engine = life(ageing_s=1.0)
+    plain = [sequence("running", [1], 30), sequence("waiting", [2], 3)]
+    engine.add(plain[0])
+    engine.step()
+    engine.add(plain[1])
+    for turn in range(600):
+        engine.now_s += 1.0
+        engine.add(sequence(f"urgent {turn}", [4, turn % 3], 2, priority=urgency))
+        engine.step()
+    assert all(seq.finish_reason in ("stop", "length") for seq in plain)
