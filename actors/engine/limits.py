@@ -87,8 +87,8 @@ MAX_GRAMMAR_CHARS = 1 << 17
 """In a JSON schema, regular expression, grammar or all choices together."""
 MAX_MASK_MS = 50.0
 """CPU time that the grammars of one request may take in one step, for all its samples."""
-MAX_KEPT_GRAMMAR_CHARS = 1 << 20
-"""In all compiled grammars that are kept together; a compiled one takes up to some hundred times that."""
+MAX_KEPT_GRAMMAR_CHARS = 1 << 16
+"""In all compiled grammars that are kept together: a compiled one takes up to 475 bytes for each character."""
 MAX_COMPILING = 16
 """Grammars that wait for a compiler; more are refused as overloaded."""
 MAX_TEXT_JOBS = 64
