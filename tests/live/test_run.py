@@ -12,6 +12,7 @@ from tests.cluster_fixture import kill_raylet
 
 import raytide as rt
 from raytide.control.embedded import LocalCluster
+from raytide.control.log_files import DRIVER_KEPT_BYTES
 from raytide.core.job import JobKind, JobState
 
 pytestmark = pytest.mark.cluster
@@ -69,3 +70,29 @@ def test_a_script_outlives_a_dead_node_and_its_processes_end_when_it_is_stopped(
     run.stop()
     eventually(lambda: run.refresh().state is JobState.STOPPED)
     eventually(lambda: not any(psutil.pid_exists(pid) for pid in pids(2)))
+
+
+PRINTS = """
+import sys
+line = "x" * 990
+for number in range(80_000):
+    sys.stdout.write(f"{number:06d} {line}\\n")
+print("that was all", flush=True)
+"""
+
+
+def test_a_script_that_prints_without_end_fills_no_disk(
+    live: LocalCluster, tide: rt.Tide, tmp_path: Path, eventually: Callable[..., None]
+) -> None:
+    """80 MB; its log keeps the last 32 MiB."""
+    (tmp_path / "prints.py").write_text(PRINTS)
+    run = tide.run(tmp_path / "prints.py", working_dir=tmp_path)
+    eventually(lambda: tide.client.job(run.id).job.state is JobState.SUCCEEDED, within_s=200)
+    (log,) = live.temp_dir.rglob(f"job-driver-raytide-{run.id}-0.log")
+    assert log.stat().st_size < 2 * DRIVER_KEPT_BYTES
+    part = tide.client.log_part(run.id)
+    assert part.text.startswith("[the first")
+    assert "bytes from here were dropped" in part.text.splitlines()[0]
+    last = tide.client.log_part(run.id, tail=1)
+    assert last.text.splitlines()[-1].endswith("that was all")
+    assert int(last.after.partition(":")[2]) > 79_000_000, "a place is what it was before"
