@@ -1,6 +1,6 @@
 """The share of a core that the API takes while drivers wait for their leases, and how soon they hear of a change.
 
-    python benchmarks/api_long_poll.py [--waiting 1000] [--poll 55] [--seconds 20] [--changes 2] [--repeats 3]
+    python benchmarks/api_long_poll.py [--waiting 1000] [--poll 110] [--seconds 20] [--changes 2] [--repeats 3]
 
 The API runs in a process of its own over a SQLite store, as on a head. Half of the jobs are GANG jobs, whose waiting is
 their heartbeat. Each driver asks again as soon as it is answered, each time for `--poll` seconds. Meanwhile another
@@ -156,7 +156,7 @@ async def measure(args: argparse.Namespace, store: Store, api: psutil.Process) -
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--waiting", type=int, default=1000)
-    parser.add_argument("--poll", type=float, default=55.0)
+    parser.add_argument("--poll", type=float, default=110.0)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--changes", type=float, default=2.0)
     parser.add_argument("--repeats", type=int, default=3)

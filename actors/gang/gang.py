@@ -11,7 +11,7 @@ from raytide.core.errors import ClusterError, LeaseLostError, RaytideError, Wait
 from raytide.core.gang import Lease, LeaseState, Member
 from raytide.core.ports import GangClient
 
-_POLL_S = 55.0
+_POLL_S = 110.0
 """A poll that waits tells the platform that this process is alive: it ends at once when this process does."""
 _LAST_POLL_S = 3.0
 """How long the end of a gang waits for the poll under way, which ends when the gang's end is in the records."""

@@ -12,7 +12,7 @@ from raytide.core.errors import ClusterError, LeaseLostError, RaytideError, Wait
 from raytide.core.gang import Lease, LeaseState, Member, MemberState
 from raytide.core.ports import LeaseClient
 
-POLL_S = 55.0
+POLL_S = 110.0
 RETRY_S = 0.5
 REPORT_EVERY_S = 1.0
 

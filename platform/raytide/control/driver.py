@@ -33,7 +33,7 @@ from raytide.core.ray_internals import hush_node_deaths
 from raytide.core.script_spec import ScriptSpec
 from raytide.core.train_spec import TrainSpec
 
-_POLL_S = 55.0
+_POLL_S = 110.0
 _DIED = 255
 """Exit code of a driver that may run again; what it said itself is below 128 (see `drivers`)."""
 

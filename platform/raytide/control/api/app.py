@@ -23,7 +23,7 @@ from raytide.core.errors import NotFoundError, RaytideError, UsageError
 from raytide.core.job import BudgetPer
 from raytide.ledger.report import By
 
-_LONGEST_POLL_S = 60.0
+_LONGEST_POLL_S = 120.0
 _UPLOADS = 3
 """Packages of one team that arrive at a time; the next waits."""
 _METRICS_S = 1.0

@@ -88,6 +88,7 @@ def server(app: ASGIApp, host: str, port: int) -> uvicorn.Server:
             timeout_keep_alive=5,
             timeout_graceful_shutdown=int(_END_S),
             server_header=False,
+            access_log=False,
         )
     )
 
