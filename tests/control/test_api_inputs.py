@@ -118,8 +118,9 @@ def test_nothing_remote_is_opened(client: TestClient) -> None:
             server.accept()
 
 
+@pytest.mark.parametrize("where", ["look", "check_named"])
 def test_submissions_to_a_file_system_that_hangs_stop_nobody(
-    client: TestClient, monkeypatch: pytest.MonkeyPatch
+    client: TestClient, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     back = threading.Event()
     hanging = threading.Semaphore(0)
@@ -129,7 +130,7 @@ def test_submissions_to_a_file_system_that_hangs_stop_nobody(
         back.wait(60.0)
         return inputs._UNSEEN
 
-    monkeypatch.setattr(inputs, "look", hangs)
+    monkeypatch.setattr(inputs, where, hangs)
     monkeypatch.setattr(inputs, "LOOK_S", 0.05)
     try:
         with ThreadPoolExecutor(41) as clients:
@@ -138,7 +139,8 @@ def test_submissions_to_a_file_system_that_hangs_stop_nobody(
             assert client.get("/health").json()["ok"] is True
             assert client.get("/v1/jobs").status_code == 200
             assert {answer.result(60.0).status_code for answer in answers} == {200}, "the driver looks"
-        assert threading.active_count() < 41 + inputs.THREADS
+        if where == "check_named":
+            assert client.post("/v1/endpoints", json={"name": "m", "model": "/hangs"}).status_code == 400
     finally:
         back.set()
 

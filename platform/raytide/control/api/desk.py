@@ -44,7 +44,6 @@ from raytide.core.job import BudgetPer, Job, JobKind, JobSpec, JobState
 from raytide.core.metrics import render
 from raytide.core.money import month_of, to_us
 from raytide.core.package import MOST_BYTES
-from raytide.core.private import check_named
 from raytide.core.room import check_possible
 from raytide.core.script_spec import ScriptSpec
 from raytide.core.state import Store
@@ -199,7 +198,7 @@ class Desk:
         if spec.priority is not None:
             self._check_priority(spec.priority)
         check_engine(spec)
-        check_named(spec.model_dump(), spec.name)
+        self._inputs.check_private(spec.model_dump(), spec.name, is_checked_later=False)
         shape = Shape(members=spec.replicas.min * spec.members, resources=spec.resources, labels=spec.labels)
         check_possible(GangSpec(shapes=(shape,)), self._config.node_types, subject=f"endpoint {spec.name}")
         self._inputs.check_model(spec.model, caller)
@@ -345,7 +344,8 @@ class Desk:
 
     def _check_config(self, spec: JobSpec, caller: Caller) -> None:
         """A job whose own spec is wrong, or whose dataset is missing, is refused before it waits for anything."""
-        check_named({} if spec.kind is JobKind.SCRIPT else spec.config, spec.name)
+        if spec.kind is not JobKind.SCRIPT:
+            self._inputs.check_private(spec.config, spec.name, is_checked_later=True)
         if spec.kind is JobKind.TRAIN:
             self._inputs.check_training(TrainSpec.parse(spec.config, where=spec.name), caller)
         elif spec.kind is JobKind.DATA:

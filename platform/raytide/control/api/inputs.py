@@ -13,12 +13,15 @@ import os
 import stat
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from raytide.control.api.auth import ANY_TEAM, Caller
 from raytide.core.data_spec import DataSpec
 from raytide.core.errors import DataError
+from raytide.core.private import check_named
 from raytide.core.storage import check_url, join, local_path
 from raytide.core.tokens import MANIFEST, parse_manifest
 from raytide.core.train_spec import TrainSpec
@@ -30,6 +33,7 @@ _FREE_S = 0.2
 """How long is waited for one of them: those of a file system that hangs are not free for long."""
 _MOST_BYTES = 2**24
 """The largest manifest that is read here; the driver reads larger ones."""
+T = TypeVar("T")
 _NO_FILES = ("/proc/", "/sys/", "/dev/")
 """What is there looks like files; reading it may wait, or do something."""
 _MISSING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EINVAL})
@@ -51,6 +55,11 @@ class Inputs:
 
     def __init__(self) -> None:
         self._free = threading.BoundedSemaphore(THREADS)
+
+    def check_private(self, config: object, where: str, *, is_checked_later: bool) -> None:
+        """DeniedError for paths that are nobody's data; following their links may hang like every other look."""
+        if self._run(lambda: (check_named(config, where), True)) is None and not is_checked_later:
+            raise DataError(f"the paths of {where} cannot be looked at.", hint="Try again, or name other paths.")
 
     def check_training(self, spec: TrainSpec, caller: Caller) -> None:
         """DataError when its dataset or its conversations are missing or malformed, or a URL's form is not allowed."""
@@ -89,24 +98,28 @@ class Inputs:
         path = local_path(url)
         if path is None:
             return _UNSEEN
-        return self._run(lambda: look(path, most, for_everybody=caller.team != ANY_TEAM))
+        return self._run(lambda: look(path, most, for_everybody=caller.team != ANY_TEAM)) or _UNSEEN
 
-    def _run(self, work: Callable[[], Look]) -> Look:
-        """In a daemon thread: one that hangs for ever must not keep the process from its end."""
+    def _run(self, work: Callable[[], T]) -> T | None:
+        """What it returns or raises; None when that takes too long. It runs in a daemon thread: one that hangs for ever
+        must not keep the process from its end."""
         if not self._free.acquire(timeout=_FREE_S):
-            return _UNSEEN
-        found: list[Look] = []
+            return None
+        found: Future[T] = Future()
 
         def run() -> None:
             try:
-                found.append(work())
+                found.set_result(work())
+            except BaseException as error:
+                found.set_exception(error)
             finally:
                 self._free.release()
 
-        thread = threading.Thread(target=run, name="look at a file", daemon=True)
-        thread.start()
-        thread.join(LOOK_S)
-        return found[0] if found else _UNSEEN
+        threading.Thread(target=run, name="look at a file", daemon=True).start()
+        try:
+            return found.result(LOOK_S)
+        except TimeoutError:
+            return None
 
 
 def look(path: str, most: int, *, for_everybody: bool) -> Look:
