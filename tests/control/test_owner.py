@@ -10,10 +10,13 @@ from pathlib import Path
 
 import pytest
 from tests.control.test_cluster import STANDINS, K, home, idle_head
+from tests.disk_fixture import Disk
 
+from raytide.autoscaler.providers.local_files import NodeFolder, Purchase
 from raytide.control import cluster
 from raytide.control.embedded import LocalCluster
 from raytide.control.running import MARK
+from raytide.core.errors import StorageError
 from raytide.core.processes import Process, marked, running
 
 __all__ = ["home", "idle_head"]
@@ -73,6 +76,7 @@ def test_an_up_that_is_killed_half_way_leaves_nothing(home: Path, eventually: Ca
 import os, signal
 from raytide.control import cluster
 from raytide.control.processes import spawn
+from raytide.core.errors import StorageError
 from raytide.core.processes import Process
 
 def start_head(of, *, environment, pass_fds):
@@ -100,3 +104,35 @@ def test_one_that_nobody_owns_has_no_watcher(idle_head: None) -> None:
         assert watcher(started) is None
     finally:
         cluster.down()
+
+
+def test_a_full_disk_keeps_no_cluster_from_being_ended(
+    idle_head: None, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its books are closed by the next `down`, when there is room."""
+    monkeypatch.setenv("RAYTIDE_HOME", str(disk.path))
+    started = cluster.up(k=K - 2, children=STANDINS)
+    node = NodeFolder(started.run_dir / "nodes" / "node-1")
+    node.path.mkdir()
+    node.buy(Purchase("node-1", "cpu2", "local", 1, started.created_at_s, 2, "", {}, {}, "", ""))
+    disk.fill()
+    with pytest.raises(StorageError, match=r"[Ff]ree space"):
+        cluster.down()
+    assert marked(MARK, started.cluster_id) == []
+    assert not started.temp_dir.exists()
+    disk.free()
+    assert cluster.down() is not None
+    assert node.end() is not None
+
+
+def test_an_up_on_a_full_disk_says_so_and_leaves_nothing(
+    idle_head: None, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAYTIDE_HOME", str(disk.path))
+    (disk.path / "clusters").mkdir()
+    disk.fill()
+    with pytest.raises(StorageError, match=r"[Ff]ree space"):
+        cluster.up(k=K - 2, children=STANDINS)
+    disk.free()
+    cluster.up(k=K - 2, children=STANDINS)
+    cluster.down()

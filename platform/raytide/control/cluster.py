@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from raytide.actors.gang.processes import account_of
@@ -32,6 +32,7 @@ from raytide.core.config import environment
 from raytide.core.errors import ConflictError, NotFoundError, UsageError
 from raytide.core.processes import Process, kill_marked
 from raytide.core.state import Store
+from raytide.core.storage import full_disk_is_an_error
 
 DEFAULT_CONFIG = Path(__file__).with_name("local.yaml")
 DASHBOARD_PORT, API_PORT, SERVE_PORT, RAY_CLIENT_PORT = 8265, 7400, 8000, 10001
@@ -69,9 +70,10 @@ def up(
             _end_everything(cluster)
             _close_books(cluster)
             _set_aside(cluster)
-        cluster, claimed = _create(
-            name, Path(config_path or DEFAULT_CONFIG), k, state_url=config.settings.state_url, owner=owner
-        )
+        with full_disk_is_an_error(str(run_dir_of(name))):
+            cluster, claimed = _create(
+                name, Path(config_path or DEFAULT_CONFIG), k, state_url=config.settings.state_url, owner=owner
+            )
         deadline = time.monotonic() + timeout_s
         try:
             ensure_watched(cluster.run_dir, cluster.environment())
@@ -198,19 +200,23 @@ def _places(k: int) -> list[tuple[str, int]]:
 
 
 def _end_everything(cluster: LocalCluster) -> None:
-    """The supervisor and its children first; then whatever bears the mark."""
+    """The supervisor and its children first; then whatever bears the mark.
+
+    A full disk keeps none of it from being ended: what could not be written down then is when the books are closed.
+    """
     cluster.client_file.unlink(missing_ok=True)
     end_children(cluster)
     live = [folder for folder in node_folders(cluster.run_dir) if folder.end() is None]
     for folder in live:
-        folder.announce_end("terminated")
+        with suppress(OSError):
+            folder.announce_end("terminated")
     kill_marked(MARK, cluster.cluster_id)
     for folder in live:
-        folder.record_end(SystemClock().now_s())
-    try:
+        with suppress(OSError):
+            folder.record_end(SystemClock().now_s())
+    with suppress(OSError, shutil.Error):
         _keep_ray_logs(cluster)
-    finally:
-        shutil.rmtree(cluster.temp_dir, ignore_errors=True)
+    shutil.rmtree(cluster.temp_dir, ignore_errors=True)
 
 
 def _keep_ray_logs(cluster: LocalCluster) -> None:
@@ -222,7 +228,7 @@ def _close_books(cluster: LocalCluster) -> Closed:
     """Book what every node cost up to its end; whatever was still running in the records is over."""
     store = Store.open(cluster.state_url)
     try:
-        with sole_lead(store, cluster.holder):
+        with full_disk_is_an_error(str(cluster.run_dir)), sole_lead(store, cluster.holder):
             return close_books(store, provider(cluster).machines(), SystemClock().now_s())
     finally:
         store.close()
