@@ -1,6 +1,6 @@
 """Whether a dataset's shards are what was written, found out once per machine for all processes and runs of a user.
 
-Every byte is hashed (0.67 s/GB on one core of a server of 2020) and the largest id looked for (0.05 s/GB). What was
+Every byte is hashed (measured: 0.67 s/GB on one core) and the largest id looked for (0.05 s/GB). What was
 found is noted under the file's name, size, times and inode, so a changed file is hashed again. Processes on a machine
 share the work: each takes a shard that no other one is at.
 """
