@@ -58,7 +58,12 @@ class Inputs:
 
     def check_private(self, config: object, where: str, *, is_checked_later: bool) -> None:
         """DeniedError for paths that are nobody's data; following their links may hang like every other look."""
-        if self._run(lambda: (check_named(config, where), True)) is None and not is_checked_later:
+
+        def check() -> bool:
+            check_named(config, where)
+            return True
+
+        if not self._run(check) and not is_checked_later:
             raise DataError(f"the paths of {where} cannot be looked at.", hint="Try again, or name other paths.")
 
     def check_training(self, spec: TrainSpec, caller: Caller) -> None:
