@@ -80,7 +80,7 @@ def _seats(room: Room, olds: Sequence[Occupants], stance: Stance) -> list[Seat] 
     """For all who are on each of these nodes, one node of the wanted market; None when one has none."""
     found: list[Seat] = []
     for old in olds:
-        (shape,) = bound([Shape(resources=dict(old.need), labels=old.asks[0].labels)], stance)[:1]
+        (shape,) = bound([Shape.computed(old.need, old.asks[0].labels)], stance)[:1]
         seats = room.place(shape, 1, subject="")
         if isinstance(seats, Shortfall):
             return None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from heapq import heapreplace
+from heapq import heappush, heapreplace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -154,20 +154,25 @@ class _PaperFleet:
         self._slo_ttft_s = slo_ttft_s
         self._free_s = [0.0] * size
         """When each replica is done with its prefills, the first one first."""
-        self._slots_free_s = [0.0] * (size * slots)
+        self._slots = size * slots
+        self._slots_free_s: list[float] = []
+        """When each slot that was ever needed at the same time as the others is free, the first one first. The rest of
+        the slots are free: a fleet may have millions, and is used by no more requests than come."""
 
     def have_slots(self, each: int) -> None:
         """Replicas with more slots have free ones, those with fewer lose the ones that are free first."""
-        count = self.size * each
-        self._slots_free_s = ([0.0] * count + sorted(self._slots_free_s))[-count:]
+        self._slots = self.size * each
+        self._slots_free_s = sorted(self._slots_free_s)[-self._slots :]
 
     def late(self, requests: Iterable[tuple[float, float, float]]) -> int:
         """How many of (arrival, prefill, decode) get their first token too late. A hot loop."""
         free_s, slots_free_s, slo_s, count = self._free_s, self._slots_free_s, self._slo_ttft_s, 0
+        slots = self._slots
         longest_s = LONGEST_WAIT * slo_s
         for arrived_s, prefill_s, decode_s in requests:
-            start_s, slot_s = free_s[0], slots_free_s[0]
-            if slot_s > start_s:
+            start_s, slot_s = free_s[0], slots_free_s[0] if slots_free_s else arrived_s
+            has_free = len(slots_free_s) < slots and slot_s > arrived_s
+            if slot_s > start_s and not has_free:
                 start_s = slot_s
             if start_s < arrived_s:
                 start_s = arrived_s
@@ -176,7 +181,10 @@ class _PaperFleet:
                 continue
             token_s = start_s + prefill_s
             heapreplace(free_s, token_s)
-            heapreplace(slots_free_s, token_s + decode_s)
+            if has_free or not slots_free_s:
+                heappush(slots_free_s, token_s + decode_s)
+            else:
+                heapreplace(slots_free_s, token_s + decode_s)
             if token_s - arrived_s > slo_s:
                 count += 1
         return count

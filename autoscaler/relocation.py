@@ -189,7 +189,7 @@ class Relocation:
         both nodes are paid for."""
         if old.asked not in self._offers:
             market = self.draft.room.market
-            able = (market.shelf.members(Shape(resources=dict(old.need))) > 0) & (market.can_have() > 0)
+            able = (market.shelf.members(Shape.computed(old.need, {})) > 0) & (market.can_have() > 0)
             for labels in {tuple(shape.labels.items()) for shape in old.asks}:
                 able &= market.shelf.carrying(dict(labels))
             has_pace = market.launches_left is None or market.launches_left > 0
@@ -213,7 +213,7 @@ class Relocation:
     def _launch(self, purchase: _Purchase, cost_micro_usd: float, stop: Stop) -> Launch:
         old, offer, room = purchase.old, purchase.offer, self.draft.room
         node, saved = old.view.node, old.price_micro_usd_h - offer.price_micro_usd_h
-        asked = Shape(resources=dict(old.need), labels=old.asks[0].labels)
+        asked = Shape.computed(old.need, old.asks[0].labels)
         others = rejected(room.market, asked, 1, offer)
         seat = room.buy_offer(offer)
         room.take(seat.node_id, old.need)

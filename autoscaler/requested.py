@@ -26,7 +26,7 @@ def seat_requested(draft: Draft, unleased: Unleased) -> None:
     for node_id, resources in work.items():
         room.give(node_id, resources)
     for demand in asked:
-        shape = Shape(resources=dict(demand.resources), labels=dict(demand.labels))
+        shape = Shape.computed(demand.resources, demand.labels)
         what = f"room for {demand.count} x ({amounts(shape)}), which request_resources asks for,"
         left, first = max(0, unleased.most_nodes - bought), room.next_node
         found = room.place(shape, demand.count, at_least=0, menu=unleased.menu, max_new=left, subject=what)

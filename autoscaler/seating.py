@@ -214,7 +214,7 @@ def seat_unmanaged(draft: Draft) -> Unleased:
     demands = [d for d in snapshot.demand if _is_unmanaged(d)]
     most = {name: max(t.resources.get(name, 0.0) for t in snapshot.node_types) for t in menu for name in t.resources}
     demands.sort(key=lambda demand: -_size(demand, most))
-    shapes = [Shape(resources=dict(d.resources), labels=dict(d.labels), together=d.together) for d in demands]
+    shapes = [Shape.computed(d.resources, d.labels, d.together) for d in demands]
     in_menu = frozenset(node_type.name for node_type in menu)
     asks = [Ask(shape, demand.count, in_menu) for shape, demand in zip(shapes, demands, strict=True)]
     draft.room.coming = Coming(draft.room.market, asks) if asks else None

@@ -35,20 +35,22 @@ class PlacementGroups:
         return {group.key: group for group in sorted(groups, key=lambda g: g.state != "removed")}
 
     def create(self, wanted: Iterable[WantedGroup]) -> None:
-        """Ask for groups. One that is there already is left as it is."""
-        from ray.util.placement_group import placement_group
+        """Ask for groups. One that is there already is left as it is; one that Ray refuses stops no other.
 
+        ClusterError, after all were asked for, names the first that was refused.
+        """
         there = self.list()
+        refused: list[tuple[GroupKey, Exception]] = []
         for group in wanted:
             if group.key in there and there[group.key].state != "removed":
                 continue
-            placement_group(
-                [dict(group.resources)],
-                strategy="PACK",
-                name=group.key.name,
-                lifetime="detached",
-                bundle_label_selector=[{_NODE_ID_LABEL: group.ray_node_id}],
-            )
+            try:
+                _ask_for(group)
+            except Exception as error:  # Ray checks a request in many places, each with its own kind of error
+                refused.append((group.key, error))
+        if refused:
+            key, first = refused[0]
+            raise ClusterError(f"Ray refused {len(refused)} placement groups, of them {key.name}: {first}") from first
 
     def remove(self, groups: Iterable[Group]) -> None:
         """Give the resources back; whatever runs in the groups is killed by Ray. One that is gone already is fine."""
@@ -79,6 +81,18 @@ def whole_member(member: Member, shape: Shape) -> dict[str, object]:
     if memory := rest.pop("memory", 0):
         whole["memory"] = memory
     return {"scheduling_strategy": strategy, **whole, **({"resources": rest} if rest else {})}
+
+
+def _ask_for(group: WantedGroup) -> None:
+    from ray.util.placement_group import placement_group
+
+    placement_group(
+        [dict(group.resources)],
+        strategy="PACK",
+        name=group.key.name,
+        lifetime="detached",
+        bundle_label_selector=[{_NODE_ID_LABEL: group.ray_node_id}],
+    )
 
 
 def _handle(placement_group_id: str) -> PlacementGroup:

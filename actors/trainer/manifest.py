@@ -11,11 +11,13 @@ import json
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from pydantic import Field, field_validator
 
 from raytide.actors.trainer import inert_pickle
 from raytide.actors.trainer.store import Store, named_failures
+from raytide.core import bounds
 from raytide.core.config import Config
 from raytide.core.errors import CheckpointError, ConfigError
 
@@ -37,6 +39,8 @@ class FileRecord(Config):
 
 
 class Manifest(Config):
+    most_bytes: ClassVar[int] = bounds.MOST_FILE_BYTES
+
     step: int = Field(ge=0, lt=1 << 63)
     """Steps done; the next one to run has this number."""
     samples: int = Field(ge=0, lt=1 << 63)

@@ -10,6 +10,7 @@ from typing import Any, Self, TypeVar
 from raytide.control.client import Client
 from raytide.control.views import JobView, LogPart, WhyView
 from raytide.control.wire import to_json
+from raytide.core.bounds import printable
 from raytide.core.clock import ago
 from raytide.core.errors import ClusterError, RaytideError, WaitTimeoutError
 from raytide.core.job import JobState
@@ -160,6 +161,6 @@ def explain(view: JobView) -> str:
     if waiting is not None and not job.is_final:
         soon = "" if waiting.wait_s is None else f"It starts in {ago(waiting.wait_s)} or so, if nothing else comes."
         due = "" if waiting.constraint == "deadline" else due
-        return " ".join(part for part in (text, waiting.reason, waiting.remedy, soon, due) if part)
+        return printable(" ".join(part for part in (text, waiting.reason, waiting.remedy, soon, due) if part))
     reason = f"{job.reason}." if due and job.reason else job.reason
-    return " ".join(part for part in (text, reason, due) if part)
+    return printable(" ".join(part for part in (text, reason, due) if part))

@@ -52,6 +52,8 @@ class World:
     stocked_out: set[str] = field(default_factory=set)
     types: dict[str, NodeType] = field(default_factory=dict)
     placed: dict[GroupKey, tuple[WantedGroup, str]] = field(default_factory=dict)
+    taken: dict[str, dict[str, float]] = field(default_factory=dict)
+    """What the groups that are ready take of each of Ray's nodes."""
     running: dict[DriverKey, DriverStatus] = field(default_factory=dict)
     drained: set[str] = field(default_factory=set)
     serving: dict[str, int] = field(default_factory=dict)
@@ -84,11 +86,16 @@ class World:
         return up[: self.serving.get(name, 0)]
 
     def used_on(self, node_id: str) -> dict[str, float]:
-        used: dict[str, float] = {"CPU": 2.0} if any(node_id in self.hosts(name) for name in self.serving) else {}
-        for wanted, state in self.placed.values():
-            if wanted.ray_node_id == f"ray-{node_id}" and state == "ready":
-                used = plus(used, wanted.resources)
-        return used
+        replicas = {"CPU": 2.0} if any(node_id in self.hosts(name) for name in self.serving) else {}
+        return plus(replicas, self.taken.get(f"ray-{node_id}", {}))
+
+    def take(self, group: WantedGroup, sign: float = 1.0) -> None:
+        taken = self.taken.setdefault(group.ray_node_id, {})
+        for name, amount in group.resources.items():
+            if not (left := round(taken.get(name, 0.0) + sign * amount, 9)):
+                taken.pop(name, None)
+            else:
+                taken[name] = left
 
 
 class Provider:
@@ -182,13 +189,19 @@ class Groups:
             node_id = group.ray_node_id.removeprefix("ray-")
             free = minus(self.world.types[node_id].resources, self.world.used_on(node_id))
             is_ready = all(free.get(name, 0.0) >= amount for name, amount in group.resources.items())
-            self.world.placed.setdefault(group.key, (group, "ready" if is_ready else "pending"))
+            if group.key not in self.world.placed:
+                self.world.placed[group.key] = (group, "ready" if is_ready else "pending")
+                if is_ready:
+                    self.world.take(group)
             self.world.step()
 
     def remove(self, groups: Iterable[Group]) -> None:
         for group in groups:
             self.world.step()
-            self.world.placed[group.key] = (self.world.placed[group.key][0], "removed")
+            wanted, state = self.world.placed[group.key]
+            self.world.placed[group.key] = (wanted, "removed")
+            if state == "ready":
+                self.world.take(wanted, -1.0)
 
 
 class Drivers:

@@ -20,7 +20,7 @@ def test_an_error_survives_the_wire_and_pickling_as_its_own_class(cls: type[Rayt
 
 def test_codes_are_unique_and_exit_codes_are_those_of_the_cli() -> None:
     assert len({c.code for c in CLASSES}) == len(CLASSES)
-    assert {c.exit_code for c in CLASSES} == {1, 2, 4, 5}
+    assert {c.exit_code for c in CLASSES} == {1, 2, 3, 4, 5}
     assert (CapacityError.exit_code, CapacityError.http_status) == (2, 400)
     assert issubclass(CapacityError, UsageError)
 

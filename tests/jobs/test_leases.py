@@ -44,7 +44,7 @@ def new(members: int = 2, at_least: int | None = None) -> Lease:
 
 def seated(lease: Lease) -> Lease:
     for member in lease.members:
-        lease = assign(lease, member.index, f"node-{member.index}")
+        lease = assign(lease, {member.index: f"node-{member.index}"})
     return lease
 
 
@@ -120,7 +120,7 @@ def test_a_member_whose_node_dies_is_filled_anew_while_the_survivors_go_on() -> 
     assert (lost.state, states(lost), lost.epoch) == (LeaseState.ACTIVE, ["ready", "waiting"], lease.epoch + 1)
     assert (lost.members[1].incarnation, lost.members[1].node_id) == (1, "")
     assert set(wanted_groups([lost])) == {GroupKey("lease-1", 0, 0)}
-    refilled = assign(lost, 1, "node-2")
+    refilled = assign(lost, {1: "node-2"})
     there = nodes(node(0), node(2))
     refilled = advance(refilled, there, groups_of(lost), 6.0)
     assert states(refilled) == ["ready", "forming"]
@@ -214,7 +214,7 @@ def test_a_late_joiner_that_finds_no_room_does_not_disturb_the_others() -> None:
     lease = active(members=2, at_least=1)
     lost = advance(lease, nodes(node(0)), groups_of(lease), 5.0)
     there = nodes(node(0), node(2))
-    forming = advance(assign(lost, 1, "node-2"), there, groups_of(lost), 6.0)
+    forming = advance(assign(lost, {1: "node-2"}), there, groups_of(lost), 6.0)
     late = advance(forming, there, groups_of(forming, m1="pending"), 66.0)
     assert (late.state, states(late), late.epoch) == (LeaseState.ACTIVE, ["ready", "waiting"], forming.epoch)
 
@@ -233,8 +233,8 @@ def test_a_released_lease_wants_nothing_and_stays_as_it_is() -> None:
 
 
 def test_only_a_seat_that_holds_nothing_yet_is_given_back() -> None:
-    lease = assign(new(), 0, "node-0")
-    assert assign(lease, 0, "node-5") == lease
+    lease = assign(new(), {0: "node-0"})
+    assert assign(lease, {0: "node-5"}) == lease
     assert states(unassign(lease, 0)) == ["waiting", "waiting"]
     assert unassign(active(), 0) == active()
 
@@ -277,7 +277,7 @@ class Life(RuleBasedStateMachine):
         waiting = [m.index for m in self.lease.members if m.state is MemberState.WAITING]
         able = [n.id for n in self.nodes.values() if n.state in (NodeState.LAUNCHING, READY)]
         if waiting and able:
-            self.lease = assign(self.lease, waiting[0], data.draw(st.sampled_from(able)))
+            self.lease = assign(self.lease, {waiting[0]: data.draw(st.sampled_from(able))})
 
     @rule()
     def ray_is_made_to_match(self) -> None:

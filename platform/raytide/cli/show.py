@@ -11,6 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
+from raytide.core.bounds import printable
+
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _LEAST_ROOM = 30
 """A narrower column of words is harder to read than one that stands below its row."""
@@ -24,7 +26,7 @@ def as_json(value: Any) -> None:
 
 def as_table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, height: int = 0) -> None:
     """`height`: so many lines of it on a terminal; 0 for all."""
-    shown = [[str(cell) for cell in row] for row in rows]
+    shown = [[printable(str(cell)) for cell in row] for row in rows]
     if sys.stdout.isatty():
         print("\n".join(fitted(columns, shown, shutil.get_terminal_size().columns)[: height or None]))
         return

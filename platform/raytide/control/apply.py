@@ -24,6 +24,9 @@ from raytide.jobs.leases import wanted_groups
 
 log = logger(__name__)
 
+MOST_GROUPS, MOST_DRIVERS = 512, 32
+"""The placement groups and drivers that one pass asks for: each is a call to Ray, and the pass waits for it."""
+
 
 @dataclass(slots=True)
 class Outcome:
@@ -64,10 +67,10 @@ def apply(
         if remove:
             attempt("remove placement groups", partial(sources.groups.remove, remove))
         if create:
-            attempt("create placement groups", partial(sources.groups.create, create))
+            attempt("create placement groups", partial(sources.groups.create, create[:MOST_GROUPS]))
     if world.drivers is not None:
         wanted = wanted_drivers(book.jobs.values())
-        for key in sorted(wanted - world.drivers.keys(), key=str):
+        for key in sorted(wanted - world.drivers.keys(), key=str)[:MOST_DRIVERS]:
             attempt(f"start the driver of {key.job_id}", partial(sources.drivers.start, key))
         for key, status in world.drivers.items():
             if status.state == "running" and key not in wanted:

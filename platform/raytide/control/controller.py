@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from raytide.autoscaler import pools
@@ -20,7 +21,7 @@ from raytide.autoscaler.idle import IdleClock
 from raytide.autoscaler.seating import UNMANAGED
 from raytide.autoscaler.strides import Strides
 from raytide.autoscaler.traffic import Traffics
-from raytide.control.accounts import used_lately, uses, with_accounts
+from raytide.control.accounts import TeamUse, used_lately, uses, with_accounts
 from raytide.control.apply import Outcome, apply
 from raytide.control.bookkeeping import Booking, keep_books
 from raytide.control.decide import of_judged
@@ -29,6 +30,7 @@ from raytide.control.learned import Knowledge, Learned
 from raytide.control.losses import book_losses, ripe
 from raytide.control.observe import Book, advance, metered, snapshot
 from raytide.control.outlook import Outlook
+from raytide.control.quarantine import Quarantine
 from raytide.control.serving import Serving, follow
 from raytide.control.settle import settle
 from raytide.control.silence import Silence
@@ -39,13 +41,13 @@ from raytide.control.world import Sources, World, at_our_time, look
 from raytide.core.clock import Clock, SystemClock
 from raytide.core.cluster import ClusterConfig, load_cluster
 from raytide.core.durable import write_json
-from raytide.core.endpoint import EndpointState
+from raytide.core.endpoint import Endpoint, EndpointState
 from raytide.core.entry import Occupancy
 from raytide.core.gang import LeaseState
 from raytide.core.job import JobKind
 from raytide.core.logs import log_to, logger
 from raytide.core.money import month_of, to_us
-from raytide.core.plan import Admit, Plan, Wait, describe
+from raytide.core.plan import Admit, Assign, Plan, Wait, describe
 from raytide.core.snapshot import Snapshot
 from raytide.core.state import Changes, Records, Store
 from raytide.jobs.admit import queue
@@ -79,6 +81,7 @@ class Controller:
         self._strides = Strides(config.node_types, known.strides)
         self._names: Mapping[str, str] = {}
         self._outlook = Outlook(store, config, clock.now_s(), known.fleets)
+        self._quarantine = Quarantine()
         self._wake = threading.Event()
         self._stopped = False
         self._foreseen: tuple[float, Mapping[str, float]] = (0.0, {})
@@ -111,39 +114,56 @@ class Controller:
         if world.ray_nodes is not None:
             self._idle = self._idle.observe(world.ray_nodes, now_s)
         self._idle = self._idle.hear(world.use, metered(book, self._node_types))
-        advance(book, world, now_s)
+        self._quarantine.begin(book.jobs, book.endpoints)
+        advance(book, world, now_s, self._quarantine.guard)
         for name, endpoint in book.endpoints.items():
-            book.endpoints[name] = follow(endpoint, world, self._serving.served, now_s)
-        seen = self._outlook.on(
-            snapshot(book, world, self._idle, self._config, now_s, wall_ahead_s), book.nodes.values(), world.prices
-        )
-        self._strides.observe(seen, now_s)
-        seen = replace(seen, paces=self._strides.paces(seen.jobs))
-        self._learned.keep(
-            Knowledge(
-                self._traffics.learned, self._traffics.starts, self._outlook.fleets.learned, self._strides.learned
-            ),
-            now_s,
-        )
-        spent = self._store.books.spent([job.id for job in seen.jobs], month_of(to_us(now_s)))
-        old_s = self._store.census.oldest_s(LAST_SHARE, now_s)
-        seen = judged(with_accounts(seen, self._config, book.teams, spent, old_s))
-        plan = of_judged(seen)
+            move = partial(follow, endpoint, world, self._serving.served, now_s)
+            book.endpoints[name] = self._quarantine.guard(endpoint, move, endpoint, now_s)
+        whole = snapshot(book, world, self._idle, self._config, now_s, wall_ahead_s)
+        seen, plan = self._decide(whole, book, world)
         settle(book, plan, self._node_types)
         if world.ray_nodes is not None:
-            self._leaving = self._leaving.observe(holders(seen), now_s)
-        booking = self._keep_books(book, world, occupancies(seen, self._leaving.held), now_s)
+            self._leaving = self._leaving.observe(holders(whole), now_s)
+        booking = self._quarantine.attempt(
+            "ledger",  # what is not booked now is booked by a later tick: its interval stays open
+            lambda: self._keep_books(book, world, occupancies(whole, self._leaving.held), now_s),
+            Booking((), (), ()),
+        )
         self._store.commit(_changes(records, book, booking, plan, now_s))
-        for action in plan.actions:
-            if not isinstance(action, Wait):
-                log.info("decided", extra=describe(action))
+        _log(plan)
         self._store.check_lead()
         outcome = apply(book, plan, world, self._sources, self._node_types, now_s)
-        self._serving.match(e for e in book.endpoints.values() if e.state is not EndpointState.DELETED)
+        self._serving.match(e for e in book.endpoints.values() if _is_wanted(e))
         if outcome.nodes:
             self._record(book, outcome, now_s)
         self._show(seen, plan, world, outcome, time.monotonic() - began_s)
         return plan
+
+    def _decide(self, whole: Snapshot, book: Book, world: World) -> tuple[Snapshot, Plan]:
+        """Returns what was decided on, and the plan. Records that make either step raise are left out of it."""
+        now_s = whole.at_s
+
+        def learn(seen: Snapshot) -> Snapshot:
+            seen = self._outlook.on(seen, book.nodes.values(), world.prices)
+            self._strides.observe(seen, now_s)
+            return replace(seen, paces=self._strides.paces(seen.jobs))
+
+        seen, learned = self._quarantine.run("learning", learn, whole)
+        seen = learned or seen
+        known = Knowledge(
+            self._traffics.learned, self._traffics.starts, self._outlook.fleets.learned, self._strides.learned
+        )
+        self._quarantine.attempt("learning", lambda: self._learned.keep(known, now_s), None)
+        spent = self._store.books.spent([job.id for job in seen.jobs], month_of(to_us(now_s)))
+        old_s = self._store.census.oldest_s(LAST_SHARE, now_s)
+
+        def reckon(seen: Snapshot) -> tuple[Snapshot, Plan]:
+            seen = judged(with_accounts(seen, self._config, book.teams, spent, old_s))
+            return seen, of_judged(seen)
+
+        seen, decided = self._quarantine.run("decision", reckon, seen)
+        seen, plan = (seen, None) if decided is None else decided
+        return seen, self._quarantine.plan(plan, now_s)
 
     def _look(self, book: Book, now_s: float, wall_ahead_s: float) -> World:
         world = look(
@@ -163,7 +183,11 @@ class Controller:
             nodes = metered(book, self._node_types)
             living = [m for m in world.machines if m.node_id in nodes and m.ended_at_s is None]
             self._sources.meters.watch(living, self._idle.since_s)
-        loads = self._traffics.measured(world.loads, book.endpoints.values(), book.nodes.values())
+        loads = self._quarantine.attempt(
+            "traffic",
+            lambda: self._traffics.measured(world.loads, book.endpoints.values(), book.nodes.values()),
+            dict(world.loads),
+        )
         return replace(world, loads=loads)
 
     def _keep_books(self, book: Book, world: World, held: dict[str, Occupancy], now_s: float) -> Booking:
@@ -199,21 +223,26 @@ class Controller:
     def _show(self, seen: Snapshot, plan: Plan, world: World, outcome: Outcome, tick_s: float) -> None:
         served = self._serving.served
         queued = {job.id for job in queue(seen)}
-        errors = (*world.errors, *outcome.errors, *(served.errors if served else ()))
+        attempt = self._quarantine.attempt
+        starts = attempt("forecast", lambda: dict(self._foresee(seen, plan)), dict[str, float]())
+        waiting = attempt("reasons", lambda: _waiting(seen, plan, starts), dict[str, Waiting]())
+        used = attempt("teams", lambda: uses(seen), dict[str, TeamUse]())
+        errors = (*world.errors, *outcome.errors, *(served.errors if served else ()), *self._quarantine.errors)
         self._ticks, self._errors = self._ticks + 1, self._errors + len(errors)
         live = Live(
             at_s=seen.at_s,
-            waiting=_waiting(seen, plan, self._foresee(seen, plan)),
+            waiting=waiting,
             queue=tuple(
                 a.job_id if isinstance(a, Admit) else a.subject
                 for a in plan.actions
                 if isinstance(a, Admit) or (isinstance(a, Wait) and a.subject in queued)
             ),
-            teams=uses(seen),
+            teams=used,
             stances=seen.stances,
             loads=world.loads,
             use=world.use,
             errors=errors,
+            quarantined={subject: entry.kind for subject, entry in self._quarantine.held.items()},
             ticks=self._ticks,
             tick_s=tick_s,
             errors_total=self._errors,
@@ -285,6 +314,24 @@ def _waiting(seen: Snapshot, plan: Plan, starts: Mapping[str, float]) -> dict[st
             if job.id not in waiting or found.wait_s is not None:
                 waiting[job.id] = Waiting(found.constraint, found.reason, found.remedy, found.wait_s)
     return waiting
+
+
+def _log(plan: Plan) -> None:
+    """A line for each action; one for all seats of a lease that get their node."""
+    assigned: dict[str, list[int]] = {}
+    for action in plan.actions:
+        if isinstance(action, Assign):
+            assigned.setdefault(action.lease_id, []).append(action.member)
+        elif not isinstance(action, Wait):
+            log.info("decided", extra=describe(action))
+    for lease_id, members in assigned.items():
+        log.info("decided", extra={"action": "assign", "lease_id": lease_id, "members": members})
+
+
+def _is_wanted(endpoint: Endpoint) -> bool:
+    """Whether Serve has something to do for it. One that cannot be read is left as it runs, until it is deleted."""
+    is_over = endpoint.state is EndpointState.DELETED
+    return not is_over and (not endpoint.unreadable or endpoint.state is EndpointState.DELETING)
 
 
 def _served(book: Book) -> tuple[str, ...]:

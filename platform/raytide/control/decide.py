@@ -20,6 +20,7 @@ from raytide.core.room import Room
 from raytide.core.snapshot import Snapshot
 from raytide.jobs.admit import admit
 from raytide.jobs.leases import changed
+from raytide.jobs.member_cap import within_member_cap
 
 
 def decide(snapshot: Snapshot) -> Plan:
@@ -29,6 +30,7 @@ def decide(snapshot: Snapshot) -> Plan:
 
 def of_judged(seen: Snapshot) -> Plan:
     """The same, of a snapshot that has its stances already."""
+    seen, over_cap = within_member_cap(seen)
     given_up = shed(seen)
     seen = with_leases(without(seen, given_up), given_up) if given_up else seen
     published, scales = publish(seen)
@@ -37,7 +39,7 @@ def of_judged(seen: Snapshot) -> Plan:
     admissions = admit(published, moves.without_kept(published, room))
     are_seats_as_before = all(isinstance(action, Admit | Wait) for action in admissions)
     actions = plan(with_leases(published, admissions), room if are_seats_as_before else None)
-    return Plan(at_s=seen.at_s, actions=(*given_up, *scales, *admissions, *actions))
+    return Plan(at_s=seen.at_s, actions=(*given_up, *scales, *admissions, *over_cap, *actions))
 
 
 def with_leases(snapshot: Snapshot, actions: tuple[Action, ...]) -> Snapshot:

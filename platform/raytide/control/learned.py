@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from pydantic import PositiveFloat
 
@@ -14,6 +14,7 @@ from raytide.autoscaler.serving_memory import Past
 from raytide.autoscaler.slo_fleets import Fleets
 from raytide.autoscaler.strides import Learned as Strides
 from raytide.autoscaler.traffic import Speeds, Starts
+from raytide.core import bounds
 from raytide.core.config import Config
 from raytide.core.durable import read_json, write_json
 from raytide.core.endpoint import Speed
@@ -28,6 +29,8 @@ PERIOD_S = 60.0
 
 
 class _Entry(Config):
+    most_bytes: ClassVar[int] = bounds.MOST_FILE_BYTES
+
     endpoint: str
     created_at_s: float
     served: str
@@ -37,6 +40,8 @@ class _Entry(Config):
 
 
 class _JobEntry(Config):
+    most_bytes: ClassVar[int] = bounds.MOST_FILE_BYTES
+
     job: str
     strides: dict[str, PositiveFloat]
 

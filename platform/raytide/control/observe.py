@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol, TypeVar
 
 from raytide.autoscaler import endpoints, instances, pools
 from raytide.autoscaler.idle import IdleClock
@@ -21,6 +23,8 @@ from raytide.core.state.records import Records, StoredTeam
 from raytide.jobs import job as jobs
 from raytide.jobs import leases
 from raytide.jobs.job import DriverKey, DriverStatus
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -52,20 +56,29 @@ class Book:
         )
 
 
-def advance(book: Book, world: World, now_s: float) -> None:
-    """Move every record forward by what was seen."""
+class Guard(Protocol):
+    """Runs what concerns one record; returns the default when that raises, and keeps the error."""
+
+    def __call__(self, record: Job | Endpoint, act: Callable[[], T], default: T, now_s: float) -> T: ...
+
+
+def unguarded(record: Job | Endpoint, act: Callable[[], T], default: T, now_s: float) -> T:
+    return act()
+
+
+def advance(book: Book, world: World, now_s: float, guard: Guard = unguarded) -> None:
+    """Move every record forward by what was seen. One whose move raises stays as it was."""
     before = tuple(book.nodes.values())
     moved = instances.observe(before, world.machines, world.ray_nodes, world.notices, now_s)
     rested = pools.after(tuple(book.pools.values()), before, moved, now_s)
     book.nodes = {node.id: node for node in moved}
     book.pools = {(pool.node_type, pool.zone): pool for pool in rested}
     for lease in tuple(book.leases.values()):
-        after = book.leases[lease.id] = leases.advance(lease, book.nodes, world.groups, now_s)
-        if lease.job_id in book.jobs:
-            book.jobs[lease.job_id] = struck(book.jobs[lease.job_id], nodes_lost(lease, after), now_s)
-    _advance_jobs(book, world, now_s)
+        _advance_lease(book, lease, world, now_s, guard)
+    _advance_jobs(book, world, now_s, guard)
     for endpoint in tuple(book.endpoints.values()):
-        book.endpoints[endpoint.name] = endpoints.observe(endpoint, world.loads.get(endpoint.name), now_s)
+        observe = partial(endpoints.observe, endpoint, world.loads.get(endpoint.name), now_s)
+        book.endpoints[endpoint.name] = guard(endpoint, observe, endpoint, now_s)
 
 
 def snapshot(
@@ -78,7 +91,11 @@ def snapshot(
         nodes=tuple(_views(book, world, idle, config, now_s)),
         jobs=tuple(job for job in book.jobs.values() if not job.is_final),
         leases=tuple(lease for lease in book.leases.values() if lease.state is not LeaseState.RELEASED),
-        endpoints=tuple(EndpointView(endpoint, world.loads.get(name)) for name, endpoint in book.endpoints.items()),
+        endpoints=tuple(
+            EndpointView(endpoint, world.loads.get(name))
+            for name, endpoint in book.endpoints.items()
+            if not endpoint.unreadable
+        ),
         demand=world.demand,
         pools=tuple(book.pools.values()),
         unmanaged=config.unmanaged,
@@ -95,13 +112,25 @@ def metered(book: Book, types: Mapping[str, NodeType]) -> dict[str, NodeType]:
     return {node_id: node_type for node_id, node_type in ready.items() if node_type.busy_above}
 
 
-def _advance_jobs(book: Book, world: World, now_s: float) -> None:
+def _advance_lease(book: Book, lease: Lease, world: World, now_s: float, guard: Guard) -> None:
+    move = partial(leases.advance, lease, book.nodes, world.groups, now_s)
+    job = book.jobs.get(lease.job_id)
+    if job is None:
+        book.leases[lease.id] = move()
+        return
+    after = book.leases[lease.id] = guard(job, move, lease, now_s)
+    book.jobs[job.id] = struck(job, nodes_lost(lease, after), now_s)
+
+
+def _advance_jobs(book: Book, world: World, now_s: float, guard: Guard) -> None:
     held = {lease.job_id: lease for lease in book.leases.values()}
     for job in tuple(book.jobs.values()):
         key = DriverKey(job.id, job.restarts)
         status = DriverStatus(key, "unknown") if world.drivers is None else world.drivers.get(key)
         silent_s = None if world.silent_s is None else world.silent_s.get(job.id, 0.0)
-        after, lease = jobs.advance(job, held.get(job.id), status, now_s, silent_s=silent_s)
+        lease = held.get(job.id)
+        move = partial(jobs.advance, job, lease, status, now_s, silent_s=silent_s)
+        after, lease = guard(job, move, (job, lease), now_s)
         book.jobs[job.id] = after
         if lease is not None:
             book.leases[lease.id] = lease

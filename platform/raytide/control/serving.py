@@ -101,6 +101,9 @@ class Serving:
 
 def follow(endpoint: Endpoint, world: World, served: Served | None, now_s: float) -> Endpoint:
     """The endpoint's state as Serve shows it. Pure."""
+    if endpoint.unreadable and endpoint.state is not EndpointState.DELETING:
+        unread = f"its spec cannot be read any more: {endpoint.unreadable}"
+        return replace(endpoint, state=EndpointState.FAILED, reason=unread)
     if served is None or endpoint.name in served.unseen:
         return endpoint
     if endpoint.state is EndpointState.DELETING:

@@ -31,6 +31,7 @@ def settle(book: Book, plan: Plan, node_types: Mapping[str, NodeType]) -> None:
     """Apply every action that is an intent. An idle drain is not one: Ray may still refuse it."""
     now_s = plan.at_s
     before = tuple(book.nodes.values())
+    assigned: dict[str, dict[int, str]] = {}
     for action in plan.actions:
         match action:
             case Admit(job_id=job_id, lease=lease):
@@ -45,7 +46,7 @@ def settle(book: Book, plan: Plan, node_types: Mapping[str, NodeType]) -> None:
             case Launch():
                 book.nodes[action.node_id] = instances.requested(action, node_types[action.node_type], now_s)
             case Assign(lease_id=lease_id, member=member, node_id=node_id):
-                book.leases[lease_id] = leases.assign(book.leases[lease_id], member, node_id)
+                assigned.setdefault(lease_id, {})[member] = node_id
             case Unassign(lease_id=lease_id, member=member):
                 book.leases[lease_id] = leases.unassign(book.leases[lease_id], member)
             case Requeue(job_id=job_id, lease_id=lease_id, reason=reason):
@@ -61,5 +62,7 @@ def settle(book: Book, plan: Plan, node_types: Mapping[str, NodeType]) -> None:
                     )
             case Terminate(node_id=node_id):
                 book.nodes[node_id] = instances.terminating(book.nodes[node_id], action)
+    for lease_id, nodes in assigned.items():
+        book.leases[lease_id] = leases.assign(book.leases[lease_id], nodes)
     for pool in pools.after(tuple(book.pools.values()), before, book.nodes.values(), now_s):
         book.pools[(pool.node_type, pool.zone)] = pool

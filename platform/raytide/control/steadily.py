@@ -20,6 +20,7 @@ __all__ = ["Steadily", "wait_for_lead"]
 
 _LAST_DELAY_S = 10.0
 _ASK_S = 1.0
+_MOST_FAULTS = 5
 
 log = logger(__name__)
 
@@ -28,7 +29,8 @@ class Steadily:
     """`attempt` runs one pass and returns after how many seconds the next is due: `period_s`, or after failures twice
     as long as the last time, up to ten seconds.
 
-    Only what room, a server or a lock mends by itself is ridden out: anything else is a fault of the program.
+    What room, a server or a lock mends by itself is ridden out for as long as it lasts. Any other fault is one of the
+    program: the fifth in a row is raised, so that the supervisor starts it anew.
     """
 
     def __init__(self, period_s: float) -> None:
@@ -38,8 +40,12 @@ class Steadily:
     def attempt(self, act: Callable[[], object], on_failure: Callable[[str], None]) -> float:
         try:
             act()
-        except (StorageError, OSError) as error:
+        except Exception as error:
             self._failures += 1
+            if not isinstance(error, StorageError | OSError):
+                log.exception("a pass failed")
+                if self._failures >= _MOST_FAULTS:
+                    raise
             why = f"nothing is decided until this is mended: {error}"
             log.error("stands still", extra={"failures": self._failures, "error": str(error)})
             on_failure(why)

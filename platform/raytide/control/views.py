@@ -50,6 +50,8 @@ class Live:
     """What the meters of each node said last."""
     errors: tuple[str, ...] = ()
     """Sources that did not answer, and actions that failed."""
+    quarantined: Mapping[str, str] = field(default_factory=dict)
+    """The kind of each record that the controller cannot handle; `waiting` has the error."""
     ticks: int = 0
     """Of this controller process."""
     tick_s: float = 0.0

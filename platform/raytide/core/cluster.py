@@ -8,10 +8,11 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 
+from raytide.core import bounds
 from raytide.core.config import Config, load_yaml
 from raytide.core.errors import ConfigError
 from raytide.core.fleet import Market, NodeType
@@ -60,6 +61,8 @@ class LimitsSection(Config):
     launches_per_min: int | None = Field(default=None, ge=1)
     moves_after_s: float | None = Field(default=600.0, ge=0)
     """The age from which a node may be left by its replicas or gangs for a cheaper one; null: never."""
+    team_members: int = Field(default=bounds.TEAM_MEMBERS, ge=1)
+    """Members that the leases of one team have together. Jobs beyond that wait: every tick looks at each member."""
     shrink_for_serving: bool = True
     """Replicas that find no room take seats of elastic trainers, never below their minimum, until the load falls."""
 
@@ -74,6 +77,8 @@ class UnmanagedSection(Config):
 class RaytideSection(Config):
     """`metadata.raytide` of cluster.yaml."""
 
+    most_bytes: ClassVar[int] = bounds.MOST_FILE_BYTES
+
     version: int = Field(default=1, ge=1, le=1)
     node_types: dict[str, NodeTypeSection]
     limits: LimitsSection = LimitsSection()
@@ -81,6 +86,8 @@ class RaytideSection(Config):
     teams: dict[str, TeamSpec] = Field(default_factory=lambda: {"default": TeamSpec()})
     priorities: dict[str, int] = Field(default_factory=lambda: dict(CLASSES))
     """Priority classes: a higher number goes first, and may preempt a lower one."""
+    max_live_jobs: int = Field(default=bounds.LIVE_JOBS, ge=1, le=100_000)
+    """Jobs of one team that are not over; a submission beyond it is refused. Every tick looks at all of them."""
     state_url: str = ""
     """SQLAlchemy URL of the state store; a SQLite file in the run folder when empty."""
     tick_s: float = Field(default=0.5, gt=0, le=60)

@@ -6,26 +6,36 @@ import difflib
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from raytide.core import bounds
 from raytide.core.errors import ConfigError
 
 
 class Config(BaseModel):
-    """Frozen, and closed: an unknown key is an error that names the nearest known one. Numbers are finite."""
+    """Frozen, and closed: an unknown key is an error that names the nearest known one. Numbers are finite, and texts
+    are bounded, which also makes pydantic refuse half a surrogate pair in any of them."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False, str_max_length=bounds.MOST_CHARS
+    )
+
+    most_bytes: ClassVar[int] = bounds.MOST_SPEC_BYTES
+    """The size of what `parse` takes; larger for files that raytide writes itself."""
 
     @classmethod
     def parse(cls, data: Mapping[str, object], *, where: str) -> Self:
         """Validate, or raise one ConfigError that names each bad field of `where` and what to write instead."""
+        if problem := bounds.problem_of(data, cls.most_bytes):
+            raise ConfigError(f"{bounds.printable(where, 200)}: {problem}.", hint="Send less, or leave that out.")
         try:
             return cls.model_validate(data)
         except ValidationError as error:
+            problems = "; ".join(_describe(error, cls))
             raise ConfigError(
-                f"{where}: " + "; ".join(_describe(error, cls)) + ".", hint="Correct these keys and try again."
+                bounds.printable(f"{where}: {problems}."), hint="Correct these keys and try again."
             ) from None
 
 

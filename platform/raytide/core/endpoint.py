@@ -11,6 +11,7 @@ from hashlib import blake2s
 
 from pydantic import Field, field_validator, model_validator
 
+from raytide.core import bounds
 from raytide.core.config import Config
 from raytide.core.gang import Needed
 
@@ -21,36 +22,36 @@ _RESERVED = frozenset({"cluster", "unmanaged", "minimum", "warm", "queue"})
 class Speed(Config):
     """What one replica does on one type of node, as measured."""
 
-    prefill_tps: float = Field(gt=0)
+    prefill_tps: float = Field(ge=1e-3, le=1e9)
     """Prompt tokens a second, when it does nothing else."""
-    slots: int = Field(ge=1)
+    slots: int = Field(ge=1, le=100_000)
     """Sequences that it decodes side by side."""
-    tpot_ms: float = Field(gt=0)
+    tpot_ms: float = Field(ge=1e-3, le=1e6)
     """From one token of a sequence to the next while all slots are taken."""
 
 
 class Replicas(Config):
     """How many there are follows the largest of what requests, KV caches and work ask for."""
 
-    min: int = Field(default=1, ge=1)
-    max: int = Field(default=1, ge=1)
-    target_ongoing: float = Field(default=8.0, gt=0)
+    min: int = Field(default=1, ge=1, le=bounds.MOST_REPLICAS)
+    max: int = Field(default=1, ge=1, le=bounds.MOST_REPLICAS)
+    target_ongoing: float = Field(default=8.0, ge=1e-3, le=1e6)
     """Requests in flight or waiting that one replica is meant to carry."""
-    target_kv: float = Field(default=0.85, gt=0, le=1)
+    target_kv: float = Field(default=0.85, ge=1e-3, le=1)
     """How full the replicas' KV caches are meant to be."""
-    speed: dict[str, Speed] = Field(default_factory=dict)
+    speed: dict[bounds.Name, Speed] = Field(default_factory=dict, max_length=bounds.MOST_LABELS)
     """By node type. Where it is left out it is learned from replicas on which requests waited for a while."""
-    slo_ttft_s: float | None = Field(default=None, gt=0)
+    slo_ttft_s: float | None = Field(default=None, ge=1e-3, le=86400)
     """Without `slo_target`: while first tokens take longer on average, there is one replica more than answer."""
-    slo_target: float | None = Field(default=None, gt=0, lt=1)
+    slo_target: float | None = Field(default=None, ge=1e-3, le=0.99999)
     """The share of requests whose first token is meant to come within `slo_ttft_s`. With it, as many replicas are
     wanted as spare enough late requests for their price, on spot and on demand; `target_ongoing` and the delays count
     only while `speed` is neither given nor learned."""
-    cold_start_s: float = Field(default=60.0, gt=0)
+    cold_start_s: float = Field(default=60.0, ge=1e-3, le=86400)
     """From the decision for a replica to its first answer: what waits by then counts. Until it was learned from the
     starts that were seen."""
-    upscale_delay_s: float = Field(default=0.0, ge=0)
-    downscale_delay_s: float = Field(default=30.0, ge=0)
+    upscale_delay_s: bounds.Seconds = 0.0
+    downscale_delay_s: bounds.Seconds = 30.0
     """How long the load must have been below before a replica goes."""
 
     @model_validator(mode="after")
@@ -72,24 +73,24 @@ class ServeSpec(Config):
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")
     """Also the OpenAI model name."""
-    model: str
+    model: bounds.Location
     """A Hugging Face directory that every node can read."""
-    team: str = "default"
-    priority: str | None = None
+    team: bounds.Name = "default"
+    priority: bounds.Name | None = None
     """A class of `metadata.raytide.priorities`: replicas take seats of elastic gangs of a lower one when there is no
     room else. Of any class when left out."""
-    project: str = ""
+    project: bounds.Word = ""
     """A way to group costs."""
     replicas: Replicas = Replicas()
     resources: Needed = Field(default_factory=lambda: {"CPU": 1.0})
     """Of one replica, or of each of its members."""
-    members: int = Field(default=1, ge=1)
+    members: int = Field(default=1, ge=1, le=64)
     """Of one replica: all of them or none, each whole on one node. More than one is for engines that span nodes."""
-    labels: dict[str, str] = Field(default_factory=dict)
+    labels: bounds.Labels = Field(default_factory=dict)
     """Label selector for its nodes."""
     engine: dict[str, object] = Field(default_factory=dict)
     """Options of the engine, as `raytide.LLM` takes them."""
-    max_ongoing: int = Field(default=256, ge=1)
+    max_ongoing: int = Field(default=256, ge=1, le=100_000)
     """More at once in one replica wait in the router."""
     min_request_priority: int = Field(default=0, ge=-100, le=0)
     """The most urgent priority that a request may have (lower is more urgent); one that asks for more gets this."""
@@ -102,6 +103,8 @@ class ServeSpec(Config):
 
     @model_validator(mode="after")
     def _whole(self) -> ServeSpec:
+        if self.members * self.replicas.max > bounds.MOST_MEMBERS:
+            raise ValueError(f"members x replicas.max is above {bounds.MOST_MEMBERS}")
         if self.members > 1 and self.replicas.slo_target is not None:
             raise ValueError("slo_target is for replicas of one member: leave it out, or members")
         return self
@@ -136,6 +139,8 @@ class Endpoint:
     high_since_s: float | None = None
     ended_at_s: float | None = None
     reason: str = ""
+    unreadable: str = ""
+    """The error of its stored spec, which an earlier release took and this one refuses; `spec` stands in for it."""
 
     @property
     def name(self) -> str:

@@ -9,6 +9,7 @@ RaytideError                 error                1  500
 │   └── TooSlowError         too_slow             2  408   a request's body did not arrive in time
 ├── AuthError                not_authenticated    1  401
 ├── DeniedError              denied               1  403   the token's team may not do this
+├── QuotaError               quota                3  429   a team has as many live jobs or endpoints as it may
 ├── NotFoundError            not_found            4  404
 ├── ConflictError            conflict             1  409   it exists, it is running, or a port is taken
 ├── WaitTimeoutError         timeout              5  504   a wait ended before the thing happened
@@ -90,6 +91,12 @@ class AuthError(RaytideError):
 class DeniedError(RaytideError):
     code = "denied"
     http_status = 403
+
+
+class QuotaError(RaytideError):
+    code = "quota"
+    exit_code = 3
+    http_status = 429
 
 
 class NotFoundError(RaytideError):

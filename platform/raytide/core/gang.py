@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
+from raytide.core import bounds
 from raytide.core.config import Config
 
 CPUS_OF_A_GPU = 8.0
@@ -17,10 +19,16 @@ CPUS_OF_A_GPU = 8.0
 def _some(resources: dict[str, float]) -> dict[str, float]:
     if not any(amount > 0 for amount in resources.values()) or any(amount < 0 for amount in resources.values()):
         raise ValueError("a member needs some resource, and none negative")
+    for name, amount in resources.items():
+        if 0 < amount < bounds.LEAST_AMOUNT or amount > bounds.MOST_AMOUNT:
+            least, most = bounds.LEAST_AMOUNT, bounds.MOST_AMOUNT
+            raise ValueError(f"{amount:g} {name}: an amount is 0 or between {least:g} and {most:g}")
+        if name == "GPU" and amount > 1 and amount != int(amount):
+            raise ValueError(f"{amount:g} GPU: Ray gives a part of one GPU, or whole ones")
     return resources
 
 
-Needed = Annotated[dict[str, float], AfterValidator(_some)]
+Needed = Annotated[dict[bounds.Name, float], Field(max_length=bounds.MOST_RESOURCES), AfterValidator(_some)]
 """What one member takes of its node."""
 
 
@@ -30,13 +38,13 @@ class Shape(Config):
     Ranks that must share a node are one member: 8 GPUs on one node is one member with GPU 8.
     """
 
-    members: int = Field(default=1, ge=1)
+    members: int = Field(default=1, ge=1, le=bounds.MOST_MEMBERS)
     min_members: int | None = Field(default=None, ge=1)
     """The gang starts, and goes on, with no fewer; all of `members` when left out."""
     resources: Needed
-    labels: dict[str, str] = Field(default_factory=dict)
+    labels: bounds.Labels = Field(default_factory=dict)
     """A label selector for the nodes: {"ray.io/market-type": "spot"}."""
-    together: str = ""
+    together: bounds.Word = ""
     """A label of nodes (rack, NVLink domain, zone): all members sit where it has one value."""
 
     @model_validator(mode="after")
@@ -44,6 +52,14 @@ class Shape(Config):
         if self.min_members is not None and self.min_members > self.members:
             raise ValueError(f"min_members {self.min_members} is above members {self.members}")
         return self
+
+    @classmethod
+    def computed(cls, resources: Mapping[str, float], labels: Mapping[str, str], together: str = "") -> Self:
+        """One member of amounts that were summed up or that Ray reported. They need not be what a user may ask for, so
+        they are not validated."""
+        return cls.model_construct(
+            members=1, min_members=None, resources=dict(resources), labels=dict(labels), together=together
+        )
 
     @property
     def gpus(self) -> float:
@@ -64,8 +80,8 @@ class Shape(Config):
 class GangSpec(Config):
     """What a job asks for: shapes in order of preference. One in which its work is known to cost less goes first."""
 
-    shapes: tuple[Shape, ...] = Field(min_length=1)
-    form_timeout_s: float = Field(default=60.0, gt=0)
+    shapes: tuple[Shape, ...] = Field(min_length=1, max_length=bounds.MOST_SHAPES)
+    form_timeout_s: bounds.Seconds = Field(default=60.0, gt=0)
     """Placement groups that are not all ready by then are all removed, and the gang waits again."""
 
 

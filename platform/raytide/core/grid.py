@@ -96,9 +96,7 @@ class Grid:
         rows = self._able(need, selector)
         if but >= 0:
             rows = rows[rows != but]
-        if not len(rows):  # perhaps of something that no node has
-            return rows, rows
-        if len(rows) == 1:
+        if len(rows) <= 1:
             return rows, self._copies(need, rows)
         free_RN, rank = self._free_RN[:, rows], self._rank[rows]
         key = (_RANK * rank + self._per_scale @ free_RN).round(9)
@@ -126,6 +124,8 @@ class Grid:
         return reduce(np.logical_and, [*enough, *carrying]).nonzero()[0]
 
     def _copies(self, need: Resources, rows: Rows) -> Rows:
+        if not len(rows):  # perhaps of something that no node has
+            return rows
         copies = [(self._free_RN[self._column[name], rows] + _EPS) // amount for name, amount in need.items()]
         return reduce(np.minimum, copies).astype(np.int64) if copies else np.zeros(0, dtype=np.int64)
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import Field, field_serializer, field_validator, model_validator
 
-from raytide.core import due
+from raytide.core import bounds, due
 from raytide.core.config import Config
 from raytide.core.gang import GangSpec
 
@@ -49,29 +49,29 @@ class JobSpec(Config):
     """What is asked for. `config` is the kind's own spec (TrainSpec, DataSpec, ScriptSpec) as JSON."""
 
     kind: JobKind
-    name: str = Field(min_length=1, max_length=100)
-    team: str = "default"
+    name: bounds.Name
+    team: bounds.Name = "default"
     gang: GangSpec
     config: dict[str, object] = Field(default_factory=dict)
-    priority: str = "normal"
+    priority: bounds.Name = "normal"
     """A class of `metadata.raytide.priorities`."""
     preemptible: bool | None = None
     """Whether it may be asked to checkpoint and give way; training is when left out, nothing else."""
     budget_per: BudgetPer = "job"
     """Whether its two budgets are for all of its life, or for each calendar month (UTC)."""
-    budget_usd: float | None = Field(default=None, gt=0)
+    budget_usd: bounds.Dollars | None = None
     """It checkpoints and waits once it cost so much. A job that may not be preempted runs on."""
-    soft_budget_usd: float | None = Field(default=None, gt=0)
+    soft_budget_usd: bounds.Dollars | None = None
     """Once it cost so much it is admitted to spot nodes only, and borrows nothing."""
     deadline: datetime | timedelta | None = None
     """When it must be done; a time from now becomes a moment when it is submitted."""
-    estimate_h: float | None = Field(default=None, gt=0)
+    estimate_h: float | None = Field(default=None, gt=0, le=1e6)
     """Hours of work on the whole gang; holds until the job itself reports how much is left."""
-    labels: dict[str, str] = Field(default_factory=dict)
+    labels: bounds.Labels = Field(default_factory=dict)
     """Whatever its owner wants to find it by; `project` and `model` are ways to group costs."""
-    max_restarts: int = Field(default=3, ge=0)
+    max_restarts: int = Field(default=3, ge=0, le=10_000)
     """How often a driver that died (not: failed) is started again."""
-    heartbeat_timeout_s: float = Field(default=10.0, gt=0)
+    heartbeat_timeout_s: bounds.Seconds = Field(default=10.0, gt=0)
     """A GANG job whose driver asks for nothing for this long is over."""
 
     @field_validator("deadline", mode="before")
@@ -134,6 +134,8 @@ class Job:
     """When it last lost seats: they were asked of it, or their node went."""
     struck_by: str = ""
     """Whom it gave way to, or the node."""
+    unreadable: str = ""
+    """The error of its stored spec, which an earlier release took and this one refuses; `spec` stands in for it."""
     lost_s: float = 0.0
     """Of its progress's `lost_s` (seconds of work that had to be done again), what the ledger knows."""
 

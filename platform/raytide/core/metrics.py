@@ -55,6 +55,9 @@ POOL_FAILURES = Metric("raytide_pool_failures", "gauge", "Launches of a pool tha
 BOOKED = Metric("raytide_booked_usd", "counter", "Money in the ledger by kind of entry", ("kind",))
 TICKS = Metric("raytide_controller_ticks", "counter", "Passes of the controller's loop")
 TICK_SECONDS = Metric("raytide_controller_tick_seconds", "gauge", "How long the last pass took")
+QUARANTINED = Metric(
+    "raytide_quarantined", "gauge", "Records whose handling raised and that no decision considers, by kind", ("kind",)
+)
 ERRORS = Metric("raytide_controller_errors", "counter", "Calls to Ray or to the provider that failed")
 DISK_FREE = Metric("raytide_disk_free_bytes", "gauge", "What can still be written to the disk of the run folder")
 TROUBLE = Metric(
@@ -82,6 +85,7 @@ CATALOGUE: tuple[Metric, ...] = (
     BOOKED,
     TICKS,
     TICK_SECONDS,
+    QUARANTINED,
     ERRORS,
     DISK_FREE,
     TROUBLE,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Literal
 
 from raytide.core.gang import Lease
@@ -35,7 +35,18 @@ class Wait:
 
     subject: str
     constraint: Literal[
-        "capacity", "stock", "behind", "starting", "impossible", "cap", "signal", "quota", "budget", "rate", "deadline"
+        "capacity",
+        "stock",
+        "behind",
+        "starting",
+        "impossible",
+        "cap",
+        "signal",
+        "quota",
+        "budget",
+        "rate",
+        "deadline",
+        "quarantined",
     ]
     reason: str
     remedy: str = ""
@@ -179,7 +190,18 @@ class Plan:
 
 def describe(action: Action) -> dict[str, object]:
     """An action as JSON, its kind first."""
-    fields = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(action).items()}
     if isinstance(action, Admit):
-        fields["lease"] = {"id": action.lease.id, "shape": action.lease.shape.describe()}
-    return {"action": type(action).__name__.lower(), **fields}
+        lease = {"id": action.lease.id, "shape": action.lease.shape.describe()}
+        return {"action": "admit", **_fields(action), "lease": lease}
+    return {"action": type(action).__name__.lower(), **_fields(action)}
+
+
+def _fields(action: Action) -> dict[str, object]:
+    """What `dataclasses.asdict` gives, without its deep copies, which a gang of thousands of members would feel."""
+    return {field.name: _plain(getattr(action, field.name)) for field in fields(action)}
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, tuple):
+        return [asdict(item) if isinstance(item, Rejected) else item for item in value]
+    return value

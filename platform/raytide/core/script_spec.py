@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
@@ -15,12 +15,12 @@ class ScriptSpec(Config):
     """Run without a shell; `python` is the interpreter that raytide runs with on the member."""
     package: str = ""
     """The uploaded working directory (`core.package`), by its digest; an empty directory when left out."""
-    env: dict[str, str] = Field(default_factory=dict)
-    nproc_per_node: int | Literal["gpu"] = 1
+    env: dict[str, str] = Field(default_factory=dict, max_length=1000)
+    nproc_per_node: Annotated[int, Field(le=1024)] | Literal["gpu"] = 1
     """Processes on each member; `gpu` is one for each of its GPUs."""
-    retries: int = Field(default=0, ge=0)
+    retries: int = Field(default=0, ge=0, le=10_000)
     """How often it is started again after a process ended with an error; a lost node costs none."""
-    grace_s: float = Field(default=30.0, ge=0)
+    grace_s: float = Field(default=30.0, ge=0, le=3600)
     """Between SIGTERM and SIGKILL when it has to leave its nodes."""
 
     @field_validator("nproc_per_node")

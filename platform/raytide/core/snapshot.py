@@ -105,6 +105,8 @@ class Limits:
     """No node whose occupants could be held for less is left when it is younger; None: none ever is."""
     shrink_for_serving: bool = True
     """Replicas that find no room take seats that elastic gangs of a lower class can spare."""
+    team_members: int | None = None
+    """Members that the leases of one team have together, those of jobs that are considered next included."""
     most_micro_usd_h: int | None = None
     """When the fleet costs clearly more, nodes go until it costs this, the least valuable first."""
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
+from raytide.core import bounds
 from raytide.core.config import Config
 from raytide.core.errors import DataError
 from raytide.core.storage import exists, join, open_url, read_bytes
@@ -72,6 +73,8 @@ class Source(Config):
 
 class TokenManifest(Config):
     """`manifest.json`. Shard order is token order: token i of the dataset is the same for every reader."""
+
+    most_bytes: ClassVar[int] = bounds.MOST_FILE_BYTES
 
     version: Literal[1] = 1
     format: ShardFormat = "bin"

@@ -87,7 +87,7 @@ class TrainSpec(Config):
     stall_timeout_s: float = Field(default=1800.0, gt=0)
     """A run of which a rank is at one step, load or export for longer fails."""
     gang: GangSpec = GangSpec(shapes=(Shape(resources={"CPU": 1.0}),))
-    spares: int = Field(default=0, ge=0)
+    spares: int = Field(default=0, ge=0, le=1024)
     """Members kept warm beyond those of the gang: started and idle, seated the moment that another one dies."""
 
     @model_validator(mode="after")

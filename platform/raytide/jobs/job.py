@@ -55,7 +55,9 @@ def advance(
         driver = None
     if lease is not None:
         lease = let_go(lease, str(job.progress.get("settled", "")), now_s)
-    if not job.is_final:
+    if job.unreadable and not job.is_final:
+        job = _end(job, JobState.FAILED, f"its spec cannot be read any more: {job.unreadable}", now_s)
+    elif not job.is_final:
         excused = job.preemptions + (lease is not None and lease.yields)
         job = _step(_follow_lease(job, lease, now_s), driver, now_s, silent_s, excused)
     if job.is_final and lease is not None:

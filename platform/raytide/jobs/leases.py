@@ -37,9 +37,15 @@ def advance(lease: Lease, nodes: Mapping[str, Node], groups: Mapping[GroupKey, G
     return after if after is lease or _seen(after) == _seen(lease) else replace(after, epoch=lease.epoch + 1)
 
 
-def assign(lease: Lease, index: int, node_id: str) -> Lease:
-    """Apply the planner's Assign to a seat without a node."""
-    return _with(lease, index, MemberState.WAITING, lambda m: replace(m, state=MemberState.ASSIGNED, node_id=node_id))
+def assign(lease: Lease, nodes: Mapping[int, str]) -> Lease:
+    """Apply a plan's Assigns to one lease: `nodes` has a node id for each member index. Seats with a node keep it."""
+    members = tuple(
+        replace(m, state=MemberState.ASSIGNED, node_id=nodes[m.index])
+        if m.index in nodes and m.state is MemberState.WAITING
+        else m
+        for m in lease.members
+    )
+    return replace(lease, members=members)
 
 
 def unassign(lease: Lease, index: int) -> Lease:

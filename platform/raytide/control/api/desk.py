@@ -33,6 +33,7 @@ from raytide.control.views import (
     Waiting,
     WhyView,
 )
+from raytide.core import bounds
 from raytide.core.clock import Clock
 from raytide.core.cluster import ClusterConfig
 from raytide.core.data_spec import DataSpec
@@ -94,7 +95,9 @@ class Desk:
         now_s = self._clock.now_s()
         digest = digest or hashlib.sha256(spec.model_dump_json().encode()).hexdigest()
         spec = resolved(spec, self._config.node_types, now_s)
-        return self.view(self._store.submit_job(spec, caller.user, now_s, key=key, digest=digest))
+        most = self._config.settings.max_live_jobs
+        job = self._store.submit_job(spec, caller.user, now_s, key=key, digest=digest, most_live=most)
+        return self.view(job)
 
     def jobs(self, caller: Caller, limit: int, offset: int, *, active: bool = False) -> list[JobView]:
         """Newest first; `active`: those that are not over."""
@@ -180,7 +183,7 @@ class Desk:
 
     def release(self, job_id: str, caller: Caller, error: str) -> None:
         caller.acting_on(self._store.job(job_id))
-        self._store.release(job_id, error=error)
+        self._store.release(job_id, error=bounds.shortened(error))
 
     def lease(self, job_id: str, caller: Caller) -> Lease:
         """The job's lease; while it has none yet, one that waits, with epoch -1. LeaseLostError when it is over."""

@@ -43,6 +43,9 @@ def samples(store: Store, live: Live, watch: Watch) -> Iterator[Sample]:
     yield from (Sample(m.BOOKED, amount / MICRO, (kind,)) for kind, amount in sorted(booked.items()))
     yield Sample(m.TICKS, live.ticks)
     yield Sample(m.TICK_SECONDS, live.tick_s)
+    kinds = Counter({"job": 0, "endpoint": 0})
+    kinds.update(live.quarantined.values())
+    yield from (Sample(m.QUARANTINED, count, (kind,)) for kind, count in sorted(kinds.items()))
     yield Sample(m.ERRORS, live.errors_total)
 
 

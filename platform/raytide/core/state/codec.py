@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
+from pydantic import BaseModel
 from sqlalchemy import Row
 
+from raytide.core.bounds import encodable, printable, shortened
 from raytide.core.endpoint import Endpoint, EndpointState, ServeSpec
 from raytide.core.entry import Entry, EntryKind, OpenInterval, Share
 from raytide.core.fleet import Market, Node, NodeState
-from raytide.core.gang import Lease, LeaseState, Member, MemberState, Shape
-from raytide.core.job import Job, JobSpec, JobState
+from raytide.core.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
+from raytide.core.job import Job, JobKind, JobSpec, JobState
 from raytide.core.money import month_of
 from raytide.core.snapshot import Pool
 from raytide.core.state.records import Event, StoredPlan, StoredTeam
@@ -68,10 +70,20 @@ def new_job(number: int, spec: JobSpec, user: str, now_s: float, key: str | None
     }
 
 
+_ONE_CPU = Shape(resources={"CPU": 1.0})
+"""The shape that stands in for one that cannot be read."""
+
+
 def job(row: Row[Any]) -> Job:
+    """A row always becomes a job: what stands in for a spec that this release refuses is `unreadable`."""
+    spec, unreadable = _read(JobSpec, row.spec)
+    if spec is None:
+        name, gang = printable(row.name, 100) or row.id, GangSpec(shapes=(_ONE_CPU,))
+        spec = JobSpec.model_construct(kind=JobKind(row.kind), name=name, team=row.team, gang=gang)
     return Job(
         id=row.id,
-        spec=JobSpec.model_validate(row.spec),
+        spec=spec,
+        unreadable=unreadable,
         user=row.user,
         state=JobState(row.state),
         submitted_at_s=row.submitted_at_s,
@@ -82,7 +94,7 @@ def job(row: Row[Any]) -> Job:
         reason=row.reason,
         restarts=row.restarts,
         heartbeat_at_s=row.heartbeat_at_s,
-        progress=row.progress,
+        progress=row.progress or {},
         released_by_driver=row.released_by_driver,
         attained_gpu_s=row.attained_gpu_s,
         held_s=row.held_s,
@@ -98,8 +110,15 @@ def job(row: Row[Any]) -> Job:
 
 
 def finite(progress: Mapping[str, float | int | str]) -> dict[str, float | int | str]:
-    """JSON has no NaN and no infinity, and a loss may be either: they are kept as words."""
-    return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in progress.items()}
+    """JSON has no NaN and no infinity, and a loss may be either: they are kept as words. Long text is
+    cut."""
+    return {shortened(encodable(name), 100): _finite(value) for name, value in progress.items()}
+
+
+def _finite(value: float | int | str) -> float | int | str:
+    if isinstance(value, str):
+        return shortened(encodable(value))
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def lease_values(lease: Lease) -> Values:
@@ -138,7 +157,7 @@ def lease(row: Row[Any], members: Iterable[Row[Any]]) -> Lease:
     return Lease(
         id=row.id,
         job_id=row.job_id,
-        shape=Shape.model_validate(row.shape),
+        shape=_read(Shape, row.shape)[0] or _ONE_CPU,  # its job is unreadable, too, and ends
         state=LeaseState(row.state),
         members=tuple(_member(member) for member in members),
         epoch=row.epoch,
@@ -242,8 +261,12 @@ def endpoint(row: Row[Any]) -> Endpoint:
     state = EndpointState(row.state)
     if row.delete_requested and state is not EndpointState.DELETED:
         state = EndpointState.DELETING
+    spec, unreadable = _read(ServeSpec, row.spec)
+    if spec is None:
+        spec = ServeSpec.model_construct(name=row.name, model="", team=row.team)
     return Endpoint(
-        spec=ServeSpec.model_validate(row.spec),
+        spec=spec,
+        unreadable=unreadable,
         user=row.user,
         state=state,
         created_at_s=row.created_at_s,
@@ -343,3 +366,14 @@ def event(row: Row[Any]) -> Event:
 
 def stored_plan(row: Row[Any]) -> StoredPlan:
     return StoredPlan(row.at_s, row.last_at_s, tuple(row.actions))
+
+
+S = TypeVar("S", bound=BaseModel)
+
+
+def _read(cls: type[S], stored: object) -> tuple[S | None, str]:
+    """The spec, or None and why this release refuses it."""
+    try:
+        return cls.model_validate(stored), ""
+    except (ValueError, TypeError, RecursionError) as error:
+        return None, printable(" ".join(str(error).split()), 500)

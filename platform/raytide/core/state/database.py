@@ -18,6 +18,9 @@ import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from raytide.core.errors import ConfigError, ConflictError, StorageError
+from raytide.core.state.json_text import dumps, loads
+
+_JSON: dict[str, Any] = {"json_serializer": dumps, "json_deserializer": loads}
 
 BUSY_TIMEOUT_S = 30.0
 _MIGRATIONS = Path(__file__).parent / "migrations"
@@ -130,7 +133,7 @@ def _engine(url: str) -> sa.Engine:
         if parsed.get_backend_name() == "sqlite":
             return _sqlite(parsed)
         if parsed.get_backend_name() == "postgresql":
-            return sa.create_engine(parsed, pool_pre_ping=True)
+            return sa.create_engine(parsed, pool_pre_ping=True, **_JSON)
     except sa.exc.ArgumentError:
         raise ConfigError(
             f"{url!r} is not a state URL.", hint="Write sqlite:////path/state.db or postgresql://host/db."
@@ -151,7 +154,7 @@ def _sqlite(url: sa.URL) -> sa.Engine:
     with _clear_errors(None):
         Path(url.database).parent.mkdir(parents=True, exist_ok=True)
     # autocommit: the driver opens no transactions of its own, `_begin` does.
-    engine = sa.create_engine(url, connect_args={"timeout": BUSY_TIMEOUT_S, "isolation_level": None})
+    engine = sa.create_engine(url, connect_args={"timeout": BUSY_TIMEOUT_S, "isolation_level": None}, **_JSON)
     sa.event.listen(engine, "connect", _configure)
     sa.event.listen(engine, "begin", _begin)
     return engine

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import sqlalchemy as sa
 
+from raytide.core import bounds
 from raytide.core.endpoint import Endpoint, EndpointState, ServeSpec
 from raytide.core.errors import ConflictError, NotFoundError
 from raytide.core.fleet import Node, NodeState
@@ -20,6 +21,7 @@ from raytide.core.snapshot import Pool
 from raytide.core.state import codec
 from raytide.core.state import tables as t
 from raytide.core.state.books import Books
+from raytide.core.state.caps import check_live_endpoints, check_live_jobs, check_progress
 from raytide.core.state.census import CHANGES, Census
 from raytide.core.state.database import Database, Failure
 from raytide.core.state.leader import Leader
@@ -71,10 +73,20 @@ class Store:
     # The API's.
 
     def submit_job(
-        self, spec: JobSpec, user: str, now_s: float, *, key: str | None = None, digest: str | None = None
+        self,
+        spec: JobSpec,
+        user: str,
+        now_s: float,
+        *,
+        key: str | None = None,
+        digest: str | None = None,
+        most_live: int = bounds.LIVE_JOBS,
     ) -> Job:
-        """Queue a job. The same team's same `key` again returns the first job, so that a client may retry;
-        ConflictError when `digest`, of what was asked for, is another than that job's."""
+        """Queue a job. The same team's same `key` again returns the first job, so that a client may retry.
+
+        ConflictError when `digest`, of what was asked for, is another than that job's; QuotaError when the team has
+        `most_live` jobs that are not over, or these are too large together.
+        """
         with self._db.write() as c:
             if key is not None and (row := c.execute(_job_of_key(spec.team, key)).first()):
                 if row.client_digest not in (None, digest):
@@ -83,6 +95,7 @@ class Store:
                         hint="Use a new key for a new job.",
                     )
                 return codec.job(row)
+            check_live_jobs(c, spec.team, most_live)
             number = next_number(c, "job")
             c.execute(t.jobs.insert(), {**codec.new_job(number, spec, user, now_s, key), "client_digest": digest})
             note(c, [Event(now_s, f"job-{number}", "", "queued", f"submitted by {user}")])
@@ -112,6 +125,7 @@ class Store:
             if row is None:
                 raise _no_job(job_id)
             merged = {**row.progress, **codec.finite(progress)}
+            check_progress(job_id, merged)
             update(c, t.jobs, {"id": job_id}, {"progress": merged, "heartbeat_at_s": now_s})
 
     def release(self, job_id: str, *, error: str = "") -> Job:
@@ -123,6 +137,8 @@ class Store:
         when it is another team's."""
         with self._db.write() as c:
             row = c.execute(_endpoint(spec.name).with_for_update()).first()
+            if row is None or row.state == EndpointState.DELETED:
+                check_live_endpoints(c, spec.team)
             if row is None:
                 c.execute(t.endpoints.insert(), codec.new_endpoint(spec, user, now_s))
             elif row.state == EndpointState.DELETED:

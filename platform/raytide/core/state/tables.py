@@ -28,6 +28,8 @@ from sqlalchemy import (
     UniqueConstraint,
 )
 
+from raytide.core.bounds import storable
+
 metadata = MetaData(
     naming_convention={
         "ix": "ix_%(table_name)s_%(column_0_N_name)s",
@@ -43,13 +45,13 @@ Row = BigInteger().with_variant(Integer, "sqlite")
 
 
 class Words(TypeDecorator[str]):
-    """Text from outside (an exception, a log's tail): PostgreSQL refuses NUL, which is dropped."""
+    """Text from outside (an exception, a log's tail), without what a database refuses: NUL, half a surrogate pair."""
 
     impl = Text
     cache_ok = True
 
     def process_bind_param(self, value: str | None, dialect: Dialect) -> Any:
-        return None if value is None else value.replace("\0", "")
+        return None if value is None else storable(value)
 
 
 counters = Table(

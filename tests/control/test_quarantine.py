@@ -1,0 +1,219 @@
+"""One record whose handling raises, computes for ever or cannot be read stops nobody: it is left out, and says why."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from tests.control.test_controller import Loop
+
+from raytide.control import controller as controller_module
+from raytide.control.api.samples import samples
+from raytide.control.decide import of_judged
+from raytide.control.quarantine import RETRY_S, Quarantine, without
+from raytide.control.views import Live
+from raytide.control.wire import from_json
+from raytide.core.endpoint import EndpointState, ServeSpec
+from raytide.core.job import JobState
+from raytide.core.metrics import QUARANTINED
+from raytide.core.plan import Plan
+from raytide.core.snapshot import Snapshot
+from raytide.jobs import job as jobs
+
+Decide = Callable[[Snapshot], Plan]
+
+
+@pytest.fixture
+def loop(tmp_path: Path) -> Iterator[Loop]:
+    made = Loop(tmp_path)
+    yield made
+    made.store.close()
+
+
+def live(loop: Loop) -> Live:
+    return from_json(Live, json.loads((loop.folder / "live.json").read_text()))
+
+
+class NoTrouble:
+    def free_bytes(self) -> int:
+        return 1
+
+    def troubles(self) -> tuple[()]:
+        return ()
+
+
+def gauge(loop: Loop) -> dict[str, float]:
+    found = samples(loop.store, live(loop), NoTrouble())  # type: ignore[arg-type]
+    return {sample.labels[0]: sample.value for sample in found if sample.metric is QUARANTINED}
+
+
+def poisoned(*jobs: str, error: type[BaseException] = AssertionError) -> Decide:
+    """A decision that one of these jobs breaks."""
+
+    def decide(seen: Snapshot) -> Plan:
+        for job in seen.jobs:
+            if job.id in jobs:
+                raise error(f"no case for {job.id}")
+        return of_judged(seen)
+
+    return decide
+
+
+class TestDecisions:
+    def test_a_job_that_breaks_the_decision_is_left_out_and_the_others_run(
+        self, loop: Loop, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        before, bad, after = loop.submit(), loop.submit(members=1), loop.submit(members=1)
+        monkeypatch.setattr(controller_module, "of_judged", poisoned(bad))
+        loop.until(lambda: loop.state(before) is loop.state(after) is JobState.RUNNING)
+        assert loop.state(bad) is JobState.QUEUED
+        waits = live(loop).waiting[bad]
+        assert waits.constraint == "quarantined"
+        assert f"no case for {bad}" in waits.reason
+        assert f"raytide stop {bad}" in waits.remedy
+        assert gauge(loop) == {"job": 1, "endpoint": 0}
+
+    def test_a_job_that_holds_nodes_keeps_them_while_it_is_left_out(
+        self, loop: Loop, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        bad = loop.submit(members=2)
+        loop.until(lambda: loop.state(bad) is JobState.RUNNING)
+        held = {member.node_id for member in loop.store.lease_of(bad).usable}  # type: ignore[union-attr]
+        monkeypatch.setattr(controller_module, "of_judged", poisoned(bad))
+        other = loop.submit(members=2)
+        loop.until(lambda: loop.state(other) is JobState.RUNNING)
+        loop.tick(300)
+        assert loop.state(bad) is JobState.RUNNING
+        lease = loop.store.lease_of(bad)
+        assert lease is not None and {member.node_id for member in lease.usable} == held
+        theirs = loop.store.lease_of(other)
+        assert theirs is not None and not held & {member.node_id for member in theirs.usable}
+        loop.finish(bad)
+        loop.finish(other)
+        loop.until(loop.nothing_runs)
+        loop.check_ledger()
+
+    def test_many_are_found_within_a_few_passes(self, loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+        every = [loop.submit(members=1) for _ in range(60)]
+        bad = set(every[::3])
+        monkeypatch.setattr(controller_module, "of_judged", poisoned(*bad))
+        loop.tick(12)
+        assert {subject for subject, what in live(loop).waiting.items() if what.constraint == "quarantined"} == bad
+        assert any(loop.state(job) is not JobState.QUEUED for job in every)
+
+    def test_one_that_is_stopped_ends(self, loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+        bad = loop.submit()
+        monkeypatch.setattr(controller_module, "of_judged", poisoned(bad))
+        loop.tick(3)
+        loop.store.request_stop(bad)
+        loop.tick(3)
+        assert loop.state(bad) is JobState.STOPPED
+        assert gauge(loop) == {"job": 0, "endpoint": 0}
+
+    def test_it_is_tried_again_after_a_while(self, loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+        bad = loop.submit()
+        monkeypatch.setattr(controller_module, "of_judged", poisoned(bad))
+        loop.tick(3)
+        monkeypatch.setattr(controller_module, "of_judged", of_judged)
+        loop.tick(3)
+        assert loop.state(bad) is JobState.QUEUED, "it was not tried yet"
+        loop.clock.advance(RETRY_S)
+        loop.until(lambda: loop.state(bad) is JobState.RUNNING)
+        assert live(loop).quarantined == {}
+
+    def test_without_any_record_at_fault_the_tick_goes_on_and_says_so(
+        self, loop: Loop, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        job = loop.submit()
+        loop.until(lambda: loop.state(job) is JobState.RUNNING)
+
+        def broken(seen: Snapshot) -> Plan:
+            raise ZeroDivisionError("the decision itself is broken")
+
+        monkeypatch.setattr(controller_module, "of_judged", broken)
+        loop.tick(2)
+        assert any("the decision itself is broken" in error for error in live(loop).errors)
+        loop.until(lambda: bool(loop.world.running))
+        loop.finish(job)
+        loop.tick(2)
+        assert loop.state(job) is JobState.SUCCEEDED, "what needs no decision goes on"
+
+    def test_a_decision_that_never_ends_is_cut_off(self, loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+        good, bad = loop.submit(), loop.submit()
+
+        def endless(seen: Snapshot) -> Plan:
+            while any(job.id == bad for job in seen.jobs):
+                pass
+            return of_judged(seen)
+
+        loop.controller._quarantine = Quarantine(limit_s=0.5)
+        monkeypatch.setattr(controller_module, "of_judged", endless)
+        loop.until(lambda: loop.state(good) is JobState.RUNNING)
+        assert "computed for more than" in live(loop).waiting[bad].reason
+
+
+class TestRecords:
+    def test_a_job_whose_own_step_raises_stays_as_it_is(self, loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+        bad, good = loop.submit(members=1), loop.submit(members=1)
+        advance = jobs.advance
+
+        def broken(job: Any, *args: Any, **options: Any) -> Any:
+            if job.id == bad:
+                raise RecursionError("too deep")
+            return advance(job, *args, **options)
+
+        monkeypatch.setattr(jobs, "advance", broken)
+        loop.until(lambda: loop.state(good) is JobState.RUNNING)
+        assert "too deep" in live(loop).waiting[bad].reason
+
+    def test_an_endpoint_is_a_record_too(self, loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name in ("bad", "good"):
+            loop.store.save_endpoint(ServeSpec(name=name, model="m"), "ana", loop.clock.now_s())
+
+        def broken(seen: Snapshot) -> Plan:
+            assert all(view.endpoint.name != "bad" for view in seen.endpoints)
+            return of_judged(seen)
+
+        monkeypatch.setattr(controller_module, "of_judged", broken)
+        loop.until(lambda: loop.store.endpoint("good").state is EndpointState.RUNNING)
+        assert live(loop).quarantined == {"bad": "endpoint"}
+        assert "raytide serve --delete bad" in live(loop).waiting["bad"].remedy
+
+    def test_a_stored_spec_that_this_release_refuses_fails_its_job_and_nothing_else(self, loop: Loop) -> None:
+        bad, good = loop.submit(), loop.submit()
+        loop.store.save_endpoint(ServeSpec(name="old", model="m"), "ana", loop.clock.now_s())
+        with loop.store._db.write() as c:
+            c.execute(
+                sa.text("update jobs set spec = :spec where id = :id"), {"spec": '{"kind": "\\ud800"}', "id": bad}
+            )
+            c.execute(sa.text("update endpoints set spec = '[[]]' where name = 'old'"))
+        loop.until(lambda: loop.state(good) is JobState.RUNNING)
+        job = loop.store.job(bad)
+        assert job.state is JobState.FAILED
+        assert "cannot be read any more" in job.reason
+        old = loop.store.endpoint("old")
+        assert old.state is EndpointState.FAILED
+        assert "cannot be read any more" in old.reason
+        loop.store.request_delete("old")
+        loop.until(lambda: not loop.store.endpoints())
+
+
+def test_what_is_left_out_leaves_nothing_of_its_nodes_to_others(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = loop.submit(members=2)
+    loop.until(lambda: loop.state(job) is JobState.RUNNING)
+    seen: list[Snapshot] = []
+
+    def spy(snapshot: Snapshot) -> Plan:
+        seen.append(snapshot)
+        return of_judged(snapshot)
+
+    monkeypatch.setattr(controller_module, "of_judged", spy)
+    loop.tick()
+    rest = without(seen[0], {job})
+    assert rest.jobs == rest.leases == ()
+    assert all(amount == 0 for view in rest.nodes for amount in view.available.values())
+    assert all(view.idle_s == 0 and view.busy for view in rest.nodes)
