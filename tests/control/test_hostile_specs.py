@@ -203,7 +203,7 @@ class TestReports:
             c.execute(sa.text("""update jobs set progress = '{"stage": "\\ud800", "x": NaN}'"""))
         assert attack.root("/v1/jobs").json()[0]["job"]["progress"]["stage"] == "\ufffd"
         attack.loop.tick(3)
-        assert attack.root("/v1/jobs/job-1/why").json()["job_id"] == "job-1"
+        assert attack.root("/v1/jobs/job-1/why").json()["job"] == "job-1"
 
     def test_they_are_bounded(self, attack: Attack) -> None:
         attack.send("POST", "/v1/jobs", GANG)
