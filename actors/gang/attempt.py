@@ -149,7 +149,7 @@ class Attempt:
             if isinstance(error, ClusterError):
                 lost.append((place, _first_line(error)))
             elif error is not None:
-                why = f"{type(error).__name__}: {_first_line(error)}"
+                why = f"{type(error).__name__}: {_first_line(error)}".rstrip(".")
                 return Ending("failed", f"it could not be started on {place.member.node_id}: {why}")
         return self._vanished(lost) if lost else [call.result() for call in calls]
 

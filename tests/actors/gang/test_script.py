@@ -325,7 +325,7 @@ def test_what_kept_it_from_starting_is_told_and_is_no_lost_node(start: Start) ->
     run = start(SAY, ONE, package=b"no zip file")
     error = run.result.exception(60)
     assert isinstance(error, ScriptError)
-    assert "could not be started on node-0-0: BadZipFile: File is not a zip file" in str(error)
+    assert "could not be started on node-0-0: DataError: the package is broken: File is not a zip file" in str(error)
 
 
 def test_the_next_attempt_waits_for_processes_that_nobody_saw_end(
