@@ -6,6 +6,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from raytide.actors.engine.blocks import BlockPool, Place
+from raytide.actors.engine.limits import MAX_PROMPT_LOGPROB_ROWS
 from raytide.actors.engine.prefix import Prefixes
 from raytide.actors.engine.sequence import Chunk, Sequence, StepPlan
 
@@ -64,8 +65,12 @@ class StepBuilder:
         self._decodes.append(Chunk(seq, seq.num_computed, 1))
 
     def fill(self, seq: Sequence) -> None:
-        """Compute as much of a sequence as the budget has room for."""
+        """Compute as much of a sequence as the budget has room for. Where every position's logits are wanted, each
+        takes the memory of the whole vocabulary.
+        """
         length = min(seq.num_pending, self.left)
+        if seq.params.prompt_logprobs is not None and seq.num_computed < seq.prompt_len:
+            length = min(length, MAX_PROMPT_LOGPROB_ROWS)
         self._others.append(Chunk(seq, seq.num_computed, length))
         self.left -= length
 

@@ -31,6 +31,7 @@ __all__ = [
     "MAX_PENDING_ENTRIES",
     "MAX_PRIORITY",
     "MAX_PROMPTS",
+    "MAX_PROMPT_LOGPROB_ROWS",
     "MAX_STOPS",
     "MAX_STOP_TOKEN_IDS",
     "MAX_TEXT_JOBS",
@@ -76,6 +77,8 @@ MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 20
 MAX_LOGPROB_ENTRIES = 1 << 16
 """Log probabilities in one answer that is not streamed: tokens times (1 + top_logprobs)."""
+MAX_PROMPT_LOGPROB_ROWS = 256
+"""Positions of a prompt whose log probabilities are computed in one step."""
 MAX_PENDING_ENTRIES = 1 << 14
 """Tokens and log probabilities of one answer that wait for a client which reads its stream too slowly."""
 MAX_PRIORITY = 100

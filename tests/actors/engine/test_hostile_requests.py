@@ -23,6 +23,7 @@ from raytide.actors.engine import EngineConfig, GenRequest, NativeEngine, Sampli
 from raytide.actors.engine.bans import BadWords, banned_tokens
 from raytide.actors.engine.constraint import Constraint
 from raytide.actors.engine.loop import EngineLoop
+from raytide.actors.engine.runner import Runner
 from raytide.actors.engine.sampling_params import Structured
 from raytide.actors.engine.structured import Grammars
 from raytide.actors.engine.text_pool import TextPool
@@ -286,3 +287,26 @@ def test_a_grammar_that_takes_too_long_for_a_token_ends_its_request(tokenizer: T
     slower = lambda: next(ticks) * 0.06  # noqa: E731
     assert mask(constraint, one, slower) == {}  # once may be the processor's fault
     assert set(mask(constraint, one, slower)) == {0}
+
+
+async def test_log_probabilities_of_a_long_prompt_are_computed_in_parts(
+    engine: NativeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each position's logits take the memory of a whole vocabulary."""
+    whole, *_ = [chunk.prompt_logprobs async for chunk in engine.generate(_scored("whole"))]
+    monkeypatch.setattr("raytide.actors.engine.admission.MAX_PROMPT_LOGPROB_ROWS", 16)
+    rows, logits = list[int](), Runner.logits
+    monkeypatch.setattr(
+        Runner, "logits", lambda self, chunks, more=(): rows.append(len(more)) or logits(self, chunks, more)
+    )
+    parts, *_ = [chunk.prompt_logprobs async for chunk in engine.generate(_scored("parts"))]
+    assert max(rows) <= 16
+    assert whole is not None
+    assert parts is not None
+    assert [each and each.token_id for each in whole] == [each and each.token_id for each in parts]
+    assert [each and round(each.logprob, 3) for each in whole] == [each and round(each.logprob, 3) for each in parts]
+
+
+def _scored(name: str) -> GenRequest:
+    params = SamplingParams(max_tokens=1, prompt_logprobs=1, temperature=0)
+    return GenRequest(request_id=name, prompt=list(range(1, 201)), sampling=params)
