@@ -21,7 +21,7 @@ from raytide.core.logs import logger
 __all__ = ["RAY_TOKEN", "CloudSetUp", "NoSetUp", "start_commands", "with_token"]
 
 AT_ONCE = 16
-RAY_TOKEN = "~/.ray/auth_token"
+RAY_TOKEN = "~/.ray/auth_token"  # where it is, not what it is  # nosec B105
 """Where Ray looks for its token when nothing else is said."""
 
 log = logger(__name__)

@@ -19,7 +19,7 @@ __all__ = ["check_named", "check_path"]
 
 _OF_HOME = (".ray", ".ssh", ".aws", ".azure", ".config", ".docker", ".git-credentials", ".gnupg", ".kube", ".netrc")
 _OF_SYSTEM = ("/proc", "/sys", "/dev", "/etc", "/run", "/boot", "/var/log", "/var/run")
-_ALLOWED = ("/dev/shm", "/dev/null")
+_ALLOWED = ("/dev/shm", "/dev/null")  # what users may name; nothing is written there  # nosec B108
 _NAMED = re.compile(r"session_\d{4}-\d\d-\d\d_.*|raytide-run-.*|rt-\d+-[0-9a-f]+")
 """Ray's sessions, with every job's logs, and the folders of other scripts."""
 _LOCAL = re.compile(r"^(file|local)://?", re.IGNORECASE)
