@@ -8,9 +8,8 @@ from typer.testing import CliRunner
 from raytide.cli import limits
 from raytide.cli.app import app
 from raytide.cli.limits import dollars
-from raytide.control.accounts import TeamUse
 from raytide.control.client import Client
-from raytide.control.views import ClusterStatus, CostLine, CostReport, CostTable, JobView, TeamView
+from raytide.control.views import ClusterStatus, CostLine, CostReport, CostTable, JobView, TeamUse, TeamView
 from raytide.core.errors import UsageError
 from raytide.core.fleet import Market, Node, NodeState
 from raytide.core.gang import GangSpec, Shape

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 
+from raytide.control.views import TeamUse
 from raytide.core.cluster import ClusterConfig
 from raytide.core.entry import Spent
 from raytide.core.job import Job
@@ -16,20 +17,6 @@ from raytide.jobs.admit import floor_of
 
 _EVERY_S = 30.0
 """How often the recent use of a team is written down."""
-
-
-@dataclass(frozen=True, slots=True)
-class TeamUse:
-    """What a team may, holds and spends, as the last decision saw it."""
-
-    used: Mapping[str, float]
-    """Of each resource that any team has a quota of."""
-    own: Mapping[str, float]
-    available: Mapping[str, float]
-    """How much more it may hold, borrowed or its own."""
-    committed_micro_usd: int
-    """Spent this month, and reserved by what runs."""
-    recent_gpu_h: float
 
 
 def limits(config: ClusterConfig, stored: Iterable[StoredTeam]) -> dict[str, TeamSpec]:

@@ -21,7 +21,7 @@ from raytide.autoscaler.idle import IdleClock
 from raytide.autoscaler.seating import UNMANAGED
 from raytide.autoscaler.strides import Strides
 from raytide.autoscaler.traffic import Traffics
-from raytide.control.accounts import TeamUse, used_lately, uses, with_accounts
+from raytide.control.accounts import used_lately, uses, with_accounts
 from raytide.control.apply import Outcome, apply
 from raytide.control.bookkeeping import Booking, keep_books
 from raytide.control.decide import of_judged
@@ -35,7 +35,7 @@ from raytide.control.serving import Serving, follow
 from raytide.control.settle import settle
 from raytide.control.silence import Silence
 from raytide.control.steadily import Steadily, wait_for_lead
-from raytide.control.views import Live, Waiting, last_pass_s
+from raytide.control.views import Live, TeamUse, Waiting, last_pass_s
 from raytide.control.wire import to_json
 from raytide.control.world import Sources, World, at_our_time, look
 from raytide.core.clock import Clock, SystemClock

@@ -49,9 +49,9 @@ def _linux() -> Finding:
 
 def _python() -> Finding:
     have = platform.python_version()
-    if sys.version_info[:2] in ((3, 11), (3, 12)):
+    if (3, 11) <= sys.version_info < (3, 14):
         return Finding("python", "ok", f"{have} ({sys.executable})")
-    return Finding("python", "fail", f"{have} ({sys.executable})", "Use Python 3.11 or 3.12.")
+    return Finding("python", "fail", f"{have} ({sys.executable})", "Use Python 3.11, 3.12 or 3.13.")
 
 
 def _ray() -> Finding:

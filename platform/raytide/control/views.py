@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from raytide.control.accounts import TeamUse
 from raytide.control.wire import to_json
 from raytide.core.durable import read_json
 from raytide.core.endpoint import Endpoint, EndpointLoad
@@ -30,6 +29,20 @@ class Waiting:
     remedy: str = ""
     wait_s: float | None = None
     """When it would start if nothing else came; None when nobody can tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class TeamUse:
+    """What a team may, holds and spends, as the last decision saw it."""
+
+    used: Mapping[str, float]
+    """Of each resource that any team has a quota of."""
+    own: Mapping[str, float]
+    available: Mapping[str, float]
+    """How much more it may hold, borrowed or its own."""
+    committed_micro_usd: int
+    """Spent this month, and reserved by what runs."""
+    recent_gpu_h: float
 
 
 @dataclass(frozen=True, slots=True)

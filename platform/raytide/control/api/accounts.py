@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from raytide.control.accounts import TeamUse, limits
+from raytide.control.accounts import limits
 from raytide.control.api.auth import Caller
-from raytide.control.views import CostTable, Live, TeamView
+from raytide.control.views import CostTable, Live, TeamUse, TeamView
 from raytide.core.cluster import ClusterConfig
 from raytide.core.endpoint import Endpoint
 from raytide.core.errors import ConfigError, ConflictError, UsageError
