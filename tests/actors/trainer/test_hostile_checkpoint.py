@@ -239,7 +239,17 @@ def test_a_piece_lies_in_a_file_of_the_checkpoint(place: tuple[str, int, int], s
         [{"a"}],
         bytearray(b"x"),
     ],
-    ids=str,
+    ids=[
+        "an object",
+        "a partial",
+        "eval",
+        "torch.load",
+        "getattr in a dict",
+        "a tuple as key",
+        "a number as key",
+        "a set",
+        "bytes",
+    ],
 )
 def test_a_pickle_holds_nothing_but_what_metadata_does(hostile: object) -> None:
     with pytest.raises(CheckpointError):
