@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from raytide.actors.models.model_config import Fields, read_json
 from raytide.core.errors import DataError
+from raytide.core.private import check_links, check_opened
 
 __all__ = ["Weights"]
 
@@ -22,6 +23,7 @@ class Weights:
     def __init__(self, model_dir: Path, dtype: torch.dtype, device: torch.device) -> None:
         self._dir, self._dtype, self._device = model_dir, dtype, device
         self._files: dict[str, Any] = {}
+        check_links(str(model_dir))
         self._file_of = self._index()
 
     def __contains__(self, name: str) -> bool:
@@ -84,6 +86,7 @@ class Weights:
 
     def _open(self, file: str) -> Any:
         if file not in self._files:
+            check_opened(str(self._dir / file))  # the index may name a file anywhere
             try:
                 self._files[file] = safe_open(self._dir / file, framework="pt")
             except (OSError, SafetensorError) as error:

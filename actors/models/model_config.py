@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from raytide.core.errors import DataError
+from raytide.core.private import safe_opener
 
 __all__ = ["Fields", "as_ids", "read_json"]
 
@@ -17,7 +18,8 @@ _AGAIN = "Export or download the model again."
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a model directory, or a DataError that says what is wrong with the file."""
     try:
-        body = json.loads(path.read_text(encoding="utf-8"))
+        with open(path, encoding="utf-8", opener=safe_opener) as file:
+            body = json.load(file)
     except OSError as error:
         raise DataError(
             f"cannot read {path}: {error.strerror}.", hint="Point at a Hugging Face model directory."

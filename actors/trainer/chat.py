@@ -22,8 +22,9 @@ from raytide.actors.models.model_config import as_ids, read_json
 from raytide.actors.trainer.data import Ids
 from raytide.actors.trainer.loss import IGNORE
 from raytide.actors.trainer.staging import staged_file
-from raytide.core.errors import ConfigError, DataError, UsageError
+from raytide.core.errors import ConfigError, DataError, RaytideError, UsageError
 from raytide.core.model_spec import ChatSpec
+from raytide.core.private import safe_opener
 from raytide.core.tokens import CONFIG
 
 __all__ = ["ChatData"]
@@ -94,7 +95,9 @@ class ChatData:
         from tokenizers import Tokenizer
 
         try:
-            tokenizer = Tokenizer.from_file(str(self.tokenizer_file))
+            tokenizer = Tokenizer.from_buffer(_bytes(self.tokenizer_file))
+        except RaytideError:
+            raise
         except Exception as error:  # the library raises bare Exception
             raise DataError(f"cannot read {self.tokenizer_file}: {error}.", hint="Give its directory.") from None
         tokenizer.no_truncation()
@@ -123,7 +126,7 @@ class _Lines:
     def __init__(self, file: Path, name: str) -> None:
         self.name = name
         digest, at, self.starts, self.numbers = hashlib.sha256(), 0, list[int](), list[int]()
-        with file.open("rb") as body:
+        with open(file, "rb", opener=safe_opener) as body:
             self.version = _version(os.fstat(body.fileno()))
             for number, line in enumerate(body, 1):
                 digest.update(line)
@@ -137,7 +140,7 @@ class _Lines:
         self.digest = digest.hexdigest()
 
     def read(self, file: Path, index: int) -> tuple[int, list[Turn]]:
-        with file.open("rb") as body:
+        with open(file, "rb", opener=safe_opener) as body:
             if _version(os.fstat(body.fileno())) != self.version:
                 raise DataError(
                     f"{self.name} was changed while it was trained on.", hint="Start a new run, or put it back."
@@ -189,7 +192,8 @@ def _staged(file: str) -> Path:
 
 def _bytes(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        with open(path, "rb", opener=safe_opener) as file:
+            return file.read()
     except OSError as error:
         raise DataError(
             f"cannot read {path}: {error.strerror}.", hint="Check chat.tokenizer and chat.template."

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from raytide.actors.trainer.shard_check import ShardCheck
 from raytide.actors.trainer.staging import staged
 from raytide.core.errors import DataError
+from raytide.core.private import check_opened, safe_opener
 from raytide.core.tokens import CONFIG, ITEM_BYTES, MANIFEST, TokenManifest, parse_manifest
 
 Ids = npt.NDArray[np.int64]
@@ -171,6 +172,7 @@ class TokenData:
 
     def _map(self, file: str, tokens: int) -> npt.NDArray[np.unsignedinteger]:
         path, dtype = self.path / file, self.manifest.dtype
+        check_opened(str(path))
         size = path.stat().st_size if path.is_file() else -1
         if size != tokens * ITEM_BYTES[dtype]:
             state = "is missing" if size < 0 else f"has {size} bytes"
@@ -182,7 +184,8 @@ class TokenData:
 
 def _manifest(path: Path) -> tuple[TokenManifest, str]:
     try:
-        body = (path / MANIFEST).read_bytes()
+        with open(path / MANIFEST, "rb", opener=safe_opener) as file:
+            body = file.read()
     except OSError:
         raise DataError(
             f"{path} is no token dataset: it has no {MANIFEST}.", hint="Build it with `raytide data build`."

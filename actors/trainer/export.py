@@ -29,6 +29,7 @@ from raytide.actors.trainer.origin import Origin
 from raytide.actors.trainer.peft import adapter_config, file_adapters
 from raytide.actors.trainer.saving import Commit
 from raytide.core.model_spec import LoraSpec
+from raytide.core.private import safe_opener
 from raytide.core.storage import join
 from raytide.core.train_spec import TrainSpec
 
@@ -121,7 +122,8 @@ def _companions(folder: Path, origin: Origin, data: Data, spec: TrainSpec, dtype
     own = {} if origin.folder is None else companions(origin.folder)
     files = {**own, **data.files} if spec.other_tokenizer else {**data.files, **own}
     for name, source in {**files, **data.template}.items():
-        shutil.copyfile(source, folder / name)
+        with open(source, "rb", opener=safe_opener) as read, open(folder / name, "xb") as written:
+            shutil.copyfileobj(read, written)
     if "generation_config.json" not in files:
         eos = origin.config.get("eos_token_id")
         _json(

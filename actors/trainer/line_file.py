@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from raytide.core.private import safe_opener
+
 __all__ = ["LineFile"]
 
 MOST_KEPT = 100_000
@@ -49,7 +51,7 @@ class LineFile:
     def _append(self, body: bytes) -> None:
         """All of it or nothing."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        handle = safe_opener(str(self.path), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         try:
             before, left = os.fstat(handle).st_size, memoryview(body)
             try:

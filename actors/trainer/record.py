@@ -18,6 +18,7 @@ from raytide.actors.trainer.line_file import LineFile
 from raytide.actors.trainer.mlflow import MlflowRun
 from raytide.core.clock import Clock
 from raytide.core.errors import StorageError
+from raytide.core.private import safe_opener
 from raytide.core.storage import full_disk_is_an_error
 from raytide.core.train_spec import TrainSpec
 
@@ -160,5 +161,8 @@ def _first_loss(lines: Iterable[str]) -> float | None:
 
 def _drop_torn_line(file: Path) -> None:
     """A process killed in the middle of a line leaves half of it, and the next one would write on behind that."""
-    if file.exists() and not (body := file.read_bytes()).endswith(b"\n"):
-        os.truncate(file, body.rfind(b"\n") + 1)
+    if not file.exists():
+        return
+    with open(file, "r+b", opener=safe_opener) as lines:
+        if not (body := lines.read()).endswith(b"\n"):
+            lines.truncate(body.rfind(b"\n") + 1)

@@ -18,6 +18,7 @@ from typing import BinaryIO, Protocol
 
 from raytide.core import storage
 from raytide.core.errors import CheckpointError, RaytideError, StorageError
+from raytide.core.private import check_opened, safe_opener
 
 
 class Store(Protocol):
@@ -92,7 +93,7 @@ class LocalStore:
     def write(self, path: str) -> Iterator[BinaryIO]:
         file = self.root / path
         file.parent.mkdir(parents=True, exist_ok=True)
-        with open(file, "wb") as stream:
+        with open(file, "wb", opener=safe_opener) as stream:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())
@@ -177,9 +178,13 @@ def _open_file(path: str, flags: int) -> int:
         if error.errno in (errno.ELOOP, errno.ENXIO):
             raise _no_file(path) from None
         raise
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise _no_file(path)
+        check_opened(os.readlink(f"/proc/self/fd/{handle}"), path)  # a folder above it may be a link
+    except BaseException:
         os.close(handle)
-        raise _no_file(path)
+        raise
     return handle
 
 

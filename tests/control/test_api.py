@@ -525,3 +525,28 @@ class TestCluster:
 
     def test_cost_of_an_empty_cluster_is_nothing(self, client: TestClient) -> None:
         assert client.get("/v1/cost").json()["billed_micro_usd"] == 0
+
+
+def test_a_broken_token_file_changes_nothing_until_it_is_whole_again(tmp_path: Path, desk: Desk) -> None:
+    file = tmp_path / "tokens.json"
+    with TestClient(create_app(desk, Tokens(file)), raise_server_exceptions=False) as http:
+
+        def asked(token: str = "one") -> int:
+            return http.get("/v1/jobs", headers={"Authorization": f"Bearer {token}"}).status_code
+
+        assert asked() == 503, "it was never there"
+        file.write_text(json.dumps({"one": {"user": "ana", "team": "research"}}))
+        assert asked() == 200
+        for broken in (
+            '{"one": {"us',
+            "[]",
+            '{"one": {"user": "ana"}}',
+            '{"one": {"user": 1, "team": "*"}}',
+            "[" * 9999,
+        ):
+            file.write_text(broken)
+            assert (asked(), asked("two")) == (200, 401), broken
+        file.unlink()
+        assert (asked(), asked("two")) == (200, 401)
+        file.write_text(json.dumps({"two": {"user": "ana", "team": "research"}}))
+        assert (asked(), asked("two")) == (401, 200)

@@ -23,6 +23,7 @@ from raytide.core.errors import (
 )
 from raytide.core.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
 from raytide.core.job import Job, JobKind, JobSpec, JobState
+from raytide.core.private import ROOTS
 from raytide.pipelines.build import Progress
 
 SHAPE = Shape(resources={"CPU": 1.0})
@@ -69,6 +70,8 @@ def run(monkeypatch: pytest.MonkeyPatch, folder: Path, api: Api, error: Exceptio
             raise error
 
     (folder / "cluster.json").write_text(json.dumps({"gcs_address": "127.0.9.1:6379"}))
+    (folder / "cluster.yaml").write_text((Path(driver.__file__).parent / "local.yaml").read_text())
+    monkeypatch.setenv(ROOTS, "[]")  # restored afterwards
     monkeypatch.setattr("ray.init", lambda **_: None)
     monkeypatch.setattr("raytide.control.driver.Client.of_job", lambda *_: api)
     monkeypatch.setattr(driver, "DRIVERS", {JobKind.DATA: work})

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from raytide.core import private
 from raytide.core.data_spec import DataSpec
-from raytide.core.errors import DeniedError
+from raytide.core.errors import DeniedError, RaytideError
 from raytide.core.private import check_named, check_path
 from raytide.core.storage import open_url, read_bytes, write_bytes
 from raytide.pipelines.build import build
@@ -92,3 +95,116 @@ def test_a_link_that_is_exchanged_after_the_check_is_found_when_it_is_opened(
     with pytest.raises(DeniedError):
         getattr(fs, read)(path)
     assert pickle.loads(pickle.dumps(fs)) == fs, "it travels to other processes"
+
+
+def test_a_home_in_shared_memory_is_as_private(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYTIDE_HOME", "/dev/shm/home")
+    for path in ("/dev/shm/home/clusters/local/client.json", "/dev/shm/rt-2-0a1b2c3d/x"):
+        with pytest.raises(DeniedError):
+            check_path(path)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("~/.npmrc", "~/.bash_history", "~/.cache/huggingface/token", "/srv/ana/.ssh/id_ed25519", "/srv/u/.aws/x"),
+        *("/var/spool/cron/crontabs", f"{tempfile.gettempdir()}/raytide-{os.getuid()}/datasets/x"),
+    ],
+)
+def test_settings_of_any_user_and_copies_of_others_data_are_private(path: str) -> None:
+    with pytest.raises(DeniedError):
+        check_path(path)
+
+
+def test_caches_of_models_are_not(tmp_path: Path) -> None:
+    check_path("~/.cache/huggingface/hub/models--a--b/snapshots/1/config.json")
+
+
+@pytest.mark.parametrize("length", [0, 4090])
+def test_relative_and_padded_paths_are_followed_too(secret: Path, monkeypatch: pytest.MonkeyPatch, length: int) -> None:
+    monkeypatch.chdir(secret.parents[2])
+    named = "./" * (length // 2) + "clusters/local/client.json"
+    with pytest.raises(DeniedError):
+        check_named({"x": named}, "job")
+    with pytest.raises(DeniedError):
+        check_named({"x": f"file://{'/' * length}{secret}"}, "job")
+
+
+def test_a_link_inside_a_named_folder_is_found(secret: Path, tmp_path: Path) -> None:
+    model = tmp_path / "mine" / "model"
+    model.mkdir(parents=True)
+    (model / "chat_template.jinja").symlink_to(secret)
+    for named in (model, model.parent):
+        with pytest.raises(DeniedError, match=r"chat_template\.jinja"):
+            check_named({"init_from": str(named)}, "job", links=True)
+
+
+def test_the_opener_looks_at_what_was_opened(secret: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(secret)
+    (tmp_path / "folder").symlink_to(secret.parent)
+    os.mkfifo(tmp_path / "pipe")
+    before = secret.read_text()
+    for name in ("link", "folder/client.json", "folder/new.json"):
+        for mode in ("rb", "wb", "ab", "r+b"):
+            with pytest.raises((RaytideError, OSError)), open(tmp_path / name, mode, opener=private.safe_opener):
+                pass
+    with pytest.raises(OSError, match="regular"), open(tmp_path / "pipe", "rb", opener=private.safe_opener):
+        pass
+    assert secret.read_text() == before
+    with open(tmp_path / "data", "wb", opener=private.safe_opener) as file:
+        file.write(b"whole")
+    assert (tmp_path / "data").read_bytes() == b"whole"
+
+
+def test_no_link_in_a_folder_is_written_through(secret: Path, tmp_path: Path) -> None:
+    before = secret.read_text()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "part").symlink_to(secret)
+    fs, path = open_url(str(tmp_path / "out"))
+    with pytest.raises(DeniedError):
+        fs.pipe_file(f"{path}/part", b"")
+    assert secret.read_text() == before
+
+
+@pytest.fixture
+def roots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(private.ROOTS, "[]")  # restored afterwards
+    data = tmp_path / "data"
+    data.mkdir()
+    (tmp_path / "far").mkdir()
+    (data / "link").symlink_to(tmp_path / "far")
+    private.restrict_to((f"{data}/", "s3://ours/data"))
+    return data
+
+
+def test_below_the_data_roots_everything_may_be_named(roots: Path) -> None:
+    check_named({"a": [str(roots), f"{roots}/x/y", "s3://ours/data/x", "adamw", 1]}, "job")
+    write_bytes(f"{roots}/x", b"1")
+    assert read_bytes(f"file://{roots}/x") == b"1"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "{}/../far/x",
+            "{}/link/x",
+            "{}x",
+            "/dev/shm/x",
+            "file://{}/../far",
+            "S3://ours/data/../x",
+            "s3://ours/datax",
+        ),
+        *("gs://ours/data", "simplecache::file:///tmp/x", "/"),
+    ],
+)
+def test_nothing_else_may(roots: Path, text: str) -> None:
+    with pytest.raises(DeniedError, match="data roots"):
+        check_named({"x": text.format(roots)}, "job")
+
+
+def test_what_is_opened_elsewhere_is_outside_too(roots: Path) -> None:
+    with pytest.raises(DeniedError, match="data roots"):
+        open_url(str(roots.parent / "far" / "x"))
+    private.restrict_to(())
+    open_url(str(roots.parent / "far" / "x"))

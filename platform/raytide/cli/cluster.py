@@ -65,7 +65,7 @@ def _up_here(config: Path | None, name: str, owner_pid: int | None, *, json: boo
     if not json:
         print(f"starting cluster {name} ...", file=sys.stderr)
     started = cluster.up(config, name=name, owner=owner)
-    _warn_of_root(started.config_path)
+    _warn_of_rights(started.config_path)
     if json:
         as_json({"name": name, "run_dir": str(started.run_dir), "api": started.api_url, "ray": started.dashboard_url})
         return
@@ -75,10 +75,14 @@ def _up_here(config: Path | None, name: str, owner_pid: int | None, *, json: boo
     print(f'`eval "$(raytide status --ray{which[0]})"` lets Ray\'s own commands in: ray status, ray job submit')
 
 
-def _warn_of_root(config_path: Path) -> None:
+def _warn_of_rights(config_path: Path) -> None:
     from raytide.core.cluster import load_cluster
 
-    if os.geteuid() == 0 and not load_cluster(config_path).settings.users():
+    settings = load_cluster(config_path).settings
+    if len(settings.teams) > 1 and not settings.data_roots:
+        told = "warning: trainings, builds and endpoints of every team may name any data that raytide's user can read:"
+        print(f"{told} name metadata.raytide.data_roots (docs/security.md)", file=sys.stderr)
+    if os.geteuid() == 0 and not settings.users():
         told = "warning: scripts run as root, as raytide does, and can read every token: name another user in"
         print(f"{told} metadata.raytide.run_as (docs/security.md)", file=sys.stderr)
 
@@ -133,7 +137,7 @@ def head(
     from raytide.control import heads
 
     started = heads.start(config, insecure=insecure)
-    _warn_of_root(started.config_path)
+    _warn_of_rights(started.config_path)
     print(f"cluster {started.name} is up: API {started.api_url}, Ray {started.dashboard_url}")
     if block:
         heads.stay(started)

@@ -163,7 +163,7 @@ def _memory() -> Finding:
 def _user() -> Finding:
     if os.geteuid() != 0:
         return Finding("user", "ok", "not root: scripts run as this user (docs/security.md)")
-    mend = "Name another user for them in metadata.raytide.run_as of cluster.yaml (docs/security.md)."
+    mend = "Name another user for them in metadata.raytide.run_as of cluster.yaml, and data_roots (docs/security.md)."
     return Finding("user", "warn", "root: so do scripts run, unless cluster.yaml says otherwise", mend)
 
 

@@ -28,7 +28,7 @@ from raytide.core.errors import AuthError, ClusterError, RaytideError, WaitTimeo
 from raytide.core.gang import Lease, LeaseState, Member
 from raytide.core.job import Job, JobKind
 from raytide.core.passing import all_passed
-from raytide.core.private import check_named
+from raytide.core.private import ROOTS, check_named, restrict_to
 from raytide.core.ray_internals import hush_node_deaths
 from raytide.core.script_spec import ScriptSpec
 from raytide.core.train_spec import TrainSpec
@@ -167,11 +167,19 @@ def main(run_dir: str, job_id: str) -> int:
     client = Client.of_job(run_dir, job_id)
     gcs_address = json.loads((Path(run_dir) / "cluster.json").read_text())["gcs_address"]
     hush_node_deaths()
-    ray.init(address=gcs_address, namespace="raytide", log_to_driver=False, logging_level=logging.WARNING)
+    roots = load_cluster(Path(run_dir) / "cluster.yaml").settings.data_roots
+    restrict_to(roots)
+    ray.init(
+        address=gcs_address,
+        namespace="raytide",
+        log_to_driver=False,
+        logging_level=logging.WARNING,
+        runtime_env={"env_vars": {ROOTS: os.environ[ROOTS]}} if roots else None,
+    )
     try:
         job = client.job(job_id).job
         if job.spec.kind is not JobKind.SCRIPT:  # a script reads and writes as whoever it runs as
-            check_named(job.spec.config, job.id)
+            check_named(job.spec.config, job.id, links=job.spec.kind is JobKind.TRAIN)
         DRIVERS[job.spec.kind](job, client, Path(run_dir))
     except ClusterError as error:
         sys.stderr.write(f"{error.code}: {error}\n")

@@ -13,7 +13,7 @@ from raytide.control.processes import spawn
 from raytide.control.running import RunningCluster
 from raytide.control.supervisor import CHILDREN
 from raytide.core.durable import read_json, write_json
-from raytide.core.errors import ClusterError
+from raytide.core.errors import ClusterError, ConfigError
 from raytide.core.processes import Process, end, running
 
 __all__ = ["end_children", "grant_access", "start_supervisor", "wait_for_api"]
@@ -26,7 +26,13 @@ _STOP_GRACE_S = 12.0
 def grant_access(cluster: RunningCluster) -> None:
     """A token for the cluster's own user, in `client.json`. Tokens that are there stay: those of users, and the one of
     an earlier start."""
-    tokens = read_json(cluster.tokens_file) or {}
+    try:
+        tokens = read_json(cluster.tokens_file) or {}
+    except ValueError as error:
+        raise ConfigError(
+            f"{cluster.tokens_file} cannot be read: {error}.",
+            hint="Mend it, or move it away: a new one is made, without users.",
+        ) from None
     token = next((token for token, who in tokens.items() if who == _OPERATOR), None)
     if token is None:
         token = secrets.token_urlsafe(24)

@@ -96,6 +96,9 @@ class RaytideSection(Config):
     pass_environment: tuple[Annotated[str, Field(pattern=NAME_PATTERN)], ...] = ()
     """Variables that go to nodes and to users' commands besides those that raytide passes (docs/security.md). One whose
     name looks like a secret's is named in full."""
+    data_roots: tuple[Annotated[str, Field(pattern=r"^(/|~/|[a-z0-9]+://[^/])", max_length=4096)], ...] = ()
+    """Paths and URLs of object stores below which specs of trainings, builds and endpoints may name files; everything
+    that raytide's user can read and that is not private when left out."""
     run_as: UserName | dict[str, UserName] = ""
     """The user that scripts' processes run as, for all teams or by team; raytide's own when empty. Needs root."""
 

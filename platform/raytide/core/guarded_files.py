@@ -18,6 +18,7 @@ __all__ = ["GuardedFiles"]
 
 class GuardedFiles(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
     def _open(self, path: str, mode: str = "rb", block_size: int | None = None, **kwargs: Any) -> Any:
+        check_path(str(path))
         file = super()._open(path, mode=mode, block_size=block_size, **kwargs)
         if "r" in mode:
             try:

@@ -10,6 +10,7 @@ import torch
 
 from raytide.actors.trainer import group
 from raytide.actors.trainer.loop import Trainer
+from raytide.core.errors import DeniedError
 from raytide.core.model_spec import ModelSpec
 from raytide.core.train_spec import TrainSpec
 
@@ -45,3 +46,21 @@ def test_the_directory_is_complete_and_replaces_an_older_one(spec: TrainSpec) ->
     assert {file.name for file in path.iterdir()} == names
     assert json.loads((path / "config.json").read_text())["torch_dtype"] == "bfloat16"
     assert [file.name for file in Path(spec.out).iterdir()] == ["model"]
+
+
+def test_a_link_among_the_files_that_go_along_shows_no_secret(
+    spec: TrainSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A team's folder may have a link in it to a file that only raytide's user can read."""
+    monkeypatch.setenv("RAYTIDE_HOME", str(tmp_path / "home"))
+    secret = tmp_path / "home" / "clusters" / "local" / "tokens.json"
+    secret.parent.mkdir(parents=True)
+    secret.write_text('{"the operator\'s": {"user": "admin", "team": "*"}}')
+    with group.alone() as mine:
+        model = Path(Trainer(spec, mine).export())
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    (model / "chat_template.jinja").symlink_to(secret)
+    after = spec.model_copy(update={"init_from": str(model), "out": str(tmp_path / "after")})
+    with group.alone() as mine, pytest.raises(DeniedError, match="raytide's own"):
+        Trainer(after, mine).export()
+    assert not list((tmp_path / "after").rglob("chat_template.jinja"))

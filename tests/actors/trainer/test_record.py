@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,6 +62,18 @@ def test_half_a_line_of_a_killed_driver_is_dropped_and_not_written_behind(small:
     assert again.steps == 1
     again.step(done(2, 2.0))
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
+def test_no_link_in_out_is_shortened_or_written_through(small: TrainSpec, name: str) -> None:
+    """A team's `out` is its own: it may link to a file that only raytide's user can write."""
+    out = Path(small.out)
+    out.mkdir(parents=True)
+    (out.parent / "precious").write_text("the last line has no end")
+    (out / name).symlink_to(out.parent / "precious")
+    with suppress(OSError):
+        record_of(small).step(done(1, 3.0))
+    assert (out.parent / "precious").read_text() == "the last line has no end"
 
 
 def test_a_run_that_was_over_when_its_driver_started_again_shows_all_its_steps(

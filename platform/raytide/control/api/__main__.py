@@ -19,6 +19,7 @@ from raytide.control.views import last_pass_s
 from raytide.core.clock import SystemClock
 from raytide.core.cluster import load_cluster
 from raytide.core.logs import log_to
+from raytide.core.private import restrict_to
 from raytide.core.state import Store
 
 
@@ -31,9 +32,11 @@ def main(run_dir: str) -> None:
         store = Store.open(cluster.state_url)
         clock = SystemClock()
         clock.go_on_from(last_pass_s(folder / "live.json"))
+        config = load_cluster(cluster.config_path)
+        restrict_to(config.settings.data_roots)
         desk = Desk(
             store=store,
-            config=load_cluster(cluster.config_path).model_copy(update={"name": cluster.name}),
+            config=config.model_copy(update={"name": cluster.name}),
             bill=bill(cluster),
             drivers=Drivers(cluster.dashboard_url, folder, cluster.ray_headers),
             clock=clock,

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import hmac
 import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
 from anyio import CapacityLimiter, to_thread
 
 from raytide.control.job_tokens import job_named_by
-from raytide.core.errors import AuthError, DeniedError
+from raytide.core.errors import AuthError, ClusterError, DeniedError
 from raytide.core.job import FINAL_STATES, Job
 from raytide.core.state import Store
+
+_log = logging.getLogger(__name__)
 
 ANY_TEAM = "*"
 _THREADS = 8
@@ -80,13 +83,16 @@ class JobTokens:
 
 
 class Tokens:
-    """`tokens.json`: {token: {"user": ..., "team": ...}}, read again when it changes; and the tokens of jobs."""
+    """`tokens.json`: {token: {"user": ..., "team": ...}}, read again when it changes; and the tokens of jobs.
+
+    While the file is missing or broken, as when an editor is half-way through it, the tokens read last go on."""
 
     def __init__(self, path: Path, jobs: JobTokens | None = None) -> None:
         self._path, self._jobs = path, jobs
         self._threads = CapacityLimiter(_THREADS)
-        self._read_ns = -1
-        self._callers: dict[str, Caller] = {}
+        self._seen: tuple[int, ...] | None = None
+        self._callers: dict[str, Caller] | None = None
+        self._problem = ""
 
     async def caller(self, authorization: str | None) -> Caller:
         """The caller behind an Authorization header; AuthError when it names nobody. Only for a token that this cluster
@@ -104,9 +110,30 @@ class Tokens:
         )
 
     def _load(self) -> dict[str, Caller]:
-        changed_ns = self._path.stat().st_mtime_ns
-        if changed_ns != self._read_ns:
-            raw = json.loads(self._path.read_text())
-            self._callers = {token: Caller(who["user"], who["team"]) for token, who in raw.items()}
-            self._read_ns = changed_ns
+        """ClusterError when the file could never be read."""
+        try:
+            about = self._path.stat()
+            seen = (about.st_mtime_ns, about.st_size, about.st_ino)
+            if seen != self._seen:
+                self._callers = _callers(json.loads(self._path.read_text()))
+                self._seen, self._problem = seen, ""
+        except (OSError, ValueError, RecursionError) as error:
+            if self._problem != (problem := f"{type(error).__name__}: {error}"):
+                self._problem = problem
+                _log.error("%s cannot be read, and the tokens read last go on: %s", self._path, problem)
+        if self._callers is None:
+            raise ClusterError("the API cannot read its tokens.", hint="The operator has to mend tokens.json.")
         return self._callers
+
+
+def _callers(raw: object) -> dict[str, Caller]:
+    """ValueError when anything in it is no token of a user of a team."""
+    if not isinstance(raw, dict):
+        raise ValueError("it holds no mapping")
+    callers = {}
+    for token, who in raw.items():
+        named = [who.get("user"), who.get("team")] if isinstance(who, dict) else []
+        if not token or len(named) != 2 or not all(isinstance(name, str) and name for name in named):
+            raise ValueError('an entry is not "TOKEN": {"user": ..., "team": ...}')
+        callers[token] = Caller(*named)
+    return callers

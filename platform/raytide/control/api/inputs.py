@@ -60,7 +60,7 @@ class Inputs:
         """DeniedError for paths that are nobody's data; following their links may hang like every other look."""
 
         def check() -> bool:
-            check_named(config, where)
+            check_named(config, where, links=not is_checked_later)
             return True
 
         if not self._run(check) and not is_checked_later:
