@@ -132,8 +132,8 @@ def _callers(raw: object) -> dict[str, Caller]:
         raise ValueError("it holds no mapping")
     callers = {}
     for token, who in raw.items():
-        named = [who.get("user"), who.get("team")] if isinstance(who, dict) else []
-        if not token or len(named) != 2 or not all(isinstance(name, str) and name for name in named):
+        user, team = (who.get("user"), who.get("team")) if isinstance(who, dict) else ("", "")
+        if not (token and isinstance(user, str) and user and isinstance(team, str) and team):
             raise ValueError('an entry is not "TOKEN": {"user": ..., "team": ...}')
-        callers[token] = Caller(*named)
+        callers[token] = Caller(user, team)
     return callers
