@@ -12,7 +12,6 @@ import os
 import pwd
 import queue
 import select
-import shutil
 import signal
 import socket
 import subprocess
@@ -156,7 +155,7 @@ class MemberProcesses:
                 assert process.stdin is not None
                 process.stdin.close()  # the warden kills
                 process.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        warden.remove(str(self._folder))
 
     def _listen(self, rank: int, process: subprocess.Popen[bytes], ended: int) -> None:
         tail: deque[str] = deque(maxlen=TAIL_LINES)

@@ -14,12 +14,12 @@ its own. If either is killed, the other ends the rest.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
 import pwd
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -28,6 +28,7 @@ from typing import Any
 
 ORPHAN_GRACE_S = 5.0
 """The owner is gone, and what it had leased may be somebody else's soon."""
+REMOVAL_S = 300.0
 NOT_STARTED = 127
 _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
 
@@ -86,8 +87,14 @@ def _guard(folder: str, command: list[str], parent: int, ordered: dict[str, Any]
     code = child.wait()
     _end_children()  # what the command started and left behind
     if is_orphan:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove(folder)
     return _as_shell(code)
+
+
+def remove(folder: str) -> None:
+    """Remove a command's folder, however deep it nested folders there: shutil.rmtree calls itself for each of them."""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        subprocess.run(["rm", "-rf", "--", folder], stderr=subprocess.DEVNULL, timeout=REMOVAL_S, check=False)
 
 
 def _as_user(user: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import pytest
 
 from raytide.core import package
 from raytide.core.errors import DataError
+from raytide.core.package import unpack
 
 
 @pytest.fixture
@@ -157,3 +158,29 @@ def test_an_upload_makes_no_links_no_setuid_files_and_nothing_outside(tmp_path: 
     found = [path for path in there.rglob("*") if not path.is_dir()]
     assert {path.name for path in found} == {"out", "abs", "link"}
     assert not any(path.is_symlink() or path.stat().st_mode & 0o6000 for path in found)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("..",), ("a", "a/b"), ("a/b", "a"), ("n" * 300,), ("",)],
+    ids=["parent", "file", "folder", "long", "none"],
+)
+def test_names_that_cannot_be_written_are_a_named_error(names: tuple[str, ...], tmp_path: Path) -> None:
+    body = io.BytesIO()
+    with zipfile.ZipFile(body, "w") as archive:
+        for name in names:
+            archive.writestr(zipfile.ZipInfo(name), b"x")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(DataError, match="broken"):
+        unpack(body.getvalue(), tmp_path / "folder")
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_LZMA, zipfile.ZIP_BZIP2])
+def test_methods_that_packages_do_not_have_are_not_unpacked(method: int, tmp_path: Path) -> None:
+    """LZMA reserves as much memory as the file says."""
+    body = io.BytesIO()
+    with zipfile.ZipFile(body, "w", method) as archive:
+        archive.writestr("x", b"x" * 1000)
+    with pytest.raises(DataError, match="another way"):
+        unpack(body.getvalue(), tmp_path / "folder")
+    assert not list(tmp_path.glob("*/*"))

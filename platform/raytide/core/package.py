@@ -15,7 +15,8 @@ from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 
-from raytide.core.errors import DataError
+from raytide.core.errors import DataError, StorageError
+from raytide.core.storage import is_full_disk
 
 MOST_BYTES = 200 * 2**20
 """Of a package, compressed."""
@@ -34,6 +35,7 @@ LEFT_OUT = (
     ".ruff_cache",
     "*.pyc",
 )
+_PACKED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 
 
@@ -79,13 +81,23 @@ def unpack(package: bytes, folder: Path) -> None:
                     hint="Leave files out with --exclude, and read them from shared storage.",
                 )
             for entry in entries:
+                if entry.compress_type not in _PACKED:  # others ask for memory in proportion to a number in the file
+                    raise ValueError(f"{entry.filename[:100]!r} is packed in another way than packages are")
                 path = Path(archive.extract(entry, folder))
                 if mode := entry.external_attr >> 16 & 0o777:
                     path.chmod(mode | (0o700 if entry.is_dir() else 0o600))
-    except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, EOFError, ValueError) as error:
-        raise DataError(
-            f"the package is broken: {error}.", hint="Submit the script anew: it is uploaded again."
-        ) from None
+    except OSError as error:
+        if is_full_disk(error):
+            raise StorageError(
+                f"no space left while unpacking into {folder}.", hint="Free space on that node, or send less."
+            ) from error
+        raise _broken(error.strerror) from None  # a name that is too long, or a file's and a folder's at once
+    except (zipfile.BadZipFile, zlib.error, ArithmeticError, LookupError, RuntimeError, EOFError, ValueError) as error:
+        raise _broken(error) from None
+
+
+def _broken(why: object) -> DataError:
+    return DataError(f"the package is broken: {why}.", hint="Submit the script anew: it is uploaded again.")
 
 
 def digest_of(package: bytes) -> str:

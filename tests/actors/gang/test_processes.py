@@ -127,3 +127,11 @@ def test_processes_of_another_user_end_with_their_owner(member: MemberProcesses)
     member.stop(0.1)
     assert psutil.wait_procs(below, timeout=30)[1] == []
     assert not member._folder.exists()
+
+
+def test_a_folder_is_removed_however_deep_it_is() -> None:
+    member = MemberProcesses()
+    nest = "import os\nfor _ in range(3000):\n    os.mkdir('d')\n    os.chdir('d')"
+    assert ran(member, nest)[1].code == 0
+    member.stop(1.0)
+    assert not member._folder.exists()
