@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -191,3 +192,10 @@ class TestTrust:
         assert self.settings(pass_environment=["AWS_PROFILE", "OUR_*"]).pass_environment == ("AWS_PROFILE", "OUR_*")
         with pytest.raises(ConfigError, match="pass_environment"):
             self.settings(pass_environment=[name])
+
+
+def test_rays_folder_is_closed_even_where_an_image_had_it_open(shipped: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "tmp" / "ray").mkdir(mode=0o755, parents=True)
+    command = next(each for each in shipped["setup_commands"] if "~/tmp/ray" in each)
+    subprocess.run(["bash", "-c", command], env={"HOME": str(tmp_path), "PATH": os.defpath}, check=True, timeout=20)
+    assert [path.stat().st_mode & 0o777 for path in (tmp_path / "tmp", tmp_path / "tmp" / "ray")] == [0o700, 0o700]
