@@ -5,6 +5,7 @@ market offers are pools. And what the policy's plan means for the endpoint and i
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -62,12 +63,8 @@ def decide(view: EndpointView, worth: Worth, snapshot: Snapshot, market: Market,
         cold_start_s=cold_start_s(spec, view.load),
     )
     asked, plan = state.worth, _affordable(state, market, offers)
-    for _ in range(math.ceil(spec.min * max(paces_of(view).values(), default=0.0))):
-        if len(places) + len(plan.launch) - len(plan.release) >= spec.min:
-            break  # else few fast replicas do all that is wanted
-        more = replace(state.worth, spot=state.worth.spot + 1, ondemand=state.worth.ondemand + 1)
-        state = replace(state, worth=more)
-        plan = _affordable(state, market, offers)
+    if len(places) + len(plan.launch) - len(plan.release) < spec.min:  # few fast replicas do all that is wanted
+        plan = _of_at_least(spec.min, len(places), state, market, offers, max(paces_of(view).values(), default=0.0))
     given_up = () if is_held else tuple(_given_up(view, hosts, plan.release))
     return Decision(
         replicas=_count(view, replace(state, worth=asked), plan, places, given_up, is_held=is_held),
@@ -75,6 +72,23 @@ def decide(view: EndpointView, worth: Worth, snapshot: Snapshot, market: Market,
         pools=tuple(_place(name) for name in plan.launch),
         given_up=given_up,
     )
+
+
+def _of_at_least(
+    least: int, there: int, state: FleetState, market: Market, offers: _Offers, most_pace: float
+) -> FleetPlan:
+    """The plan for the least more work that takes so many replicas, or for all that so many could do."""
+
+    def plan(more: int) -> FleetPlan:
+        worth = replace(state.worth, spot=state.worth.spot + more, ondemand=state.worth.ondemand + more)
+        return _affordable(replace(state, worth=worth), market, offers)
+
+    def is_enough(more: int) -> bool:
+        found = plan(more)
+        return there + len(found.launch) - len(found.release) >= least
+
+    most = math.ceil(least * most_pace)
+    return plan(bisect_left(range(most), True, lo=min(1, most), key=is_enough))
 
 
 def _count(
@@ -164,7 +178,7 @@ def nodes_of(view: EndpointView, hosts: Hosts, spot_micro_usd_h: float = 0.0) ->
         starting -= started
         yield from (FleetNode(f"{node.id}~{at}", pool, is_spot, False, 0, work) for at in range(started))
         if node.subject == name and node.state in COMING and labels_match(shape.labels, node_view.labels):
-            room = _room(node_view, shape, seated)
+            room = min(_room(node_view, shape, seated), view.endpoint.spec.replicas.most)
             yield from (FleetNode(f"{node.id}+{at}", pool, is_spot, False, 0, work) for at in range(room))
     for ray_id, count in sorted(here.items()):
         yield from (FleetNode(f"{ray_id}#{at}", ELSEWHERE, True, at < ready[ray_id]) for at in range(count))
@@ -228,7 +242,7 @@ def _pools(
     to_be_had = market.can_have()
     for name, (offer, fit) in offers.items():
         known = market.pools.get((offer.node_type.name, offer.zone))
-        most = int(to_be_had[offer.row]) * fit
+        most = min(int(to_be_had[offer.row]) * fit, view.endpoint.spec.replicas.most)
         pools[name] = ReplicaPool(
             name=name,
             usd_h=_price(view, offer, fit) / 1e6,

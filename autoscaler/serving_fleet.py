@@ -131,18 +131,25 @@ class FleetState:
     def _dearest(self, work: float) -> list[FleetNode]:
         """The spot nodes to let go, which do no more than that: those that are not ready, then of the zones where one
         more costs most."""
-        left = list(self.nodes)
+        held, total = self._spot_by_region(self.nodes), work_of(self.nodes)
+        queues: dict[str, list[FleetNode]] = defaultdict(list)
+        for node in sorted(self.nodes, key=_first_to_go, reverse=True):
+            if node.is_spot:
+                queues[node.pool].append(node)
         chosen: list[FleetNode] = []
-        while spot := [node for node in left if node.is_spot and node.work <= work + _EPS]:
-            held, total = self._spot_by_region(left), work_of(left)
-            there = {node.pool: node.work for node in spot}
+        while heads := [queue[-1] for queue in queues.values() if queue and queue[-1].work <= work + _EPS]:
+            if not all(node.is_ready for node in heads):
+                heads = [node for node in heads if not node.is_ready]
             cost = {
-                name: self._usd_h(name, _less(held[region(name)], name, done), total - done)
-                for name, done in there.items()
+                node.pool: self._usd_h(
+                    node.pool, _less(held[region(node.pool)], node.pool, node.work), total - node.work
+                )
+                for node in heads
             }
-            node = min(spot, key=lambda node: (node.is_ready, -cost[node.pool], node.busy, node.id))
-            left.remove(node)
-            chosen.append(node)
+            node = min(heads, key=lambda node: (-cost[node.pool], node.busy, node.id))
+            chosen.append(queues[node.pool].pop())
+            held[region(node.pool)] = _less(held[region(node.pool)], node.pool, node.work)
+            total -= node.work
             work -= node.work
         return chosen
 
@@ -175,6 +182,11 @@ def _less(held: Mapping[str, float], name: str, work: float) -> dict[str, float]
     """With so much less there."""
     left = {other: there - work * (other == name) for other, there in held.items()}
     return {other: there for other, there in left.items() if there > _EPS}
+
+
+def _first_to_go(node: FleetNode) -> tuple[bool, int, str]:
+    """The order within one pool, where all do and cost the same."""
+    return node.is_ready, node.busy, node.id
 
 
 def work_of(nodes: Iterable[FleetNode]) -> float:

@@ -35,6 +35,9 @@ LOOK_S = 20.0
 YOUNG_S = 300.0
 """An endpoint that is watched since it was so young has no past that is not known."""
 
+MOST_UNITS = 2048
+"""Of the slowest replicas, what is counted for an endpoint at most whose replicas are not four times as many."""
+
 
 @dataclass(slots=True)
 class _Watched:
@@ -183,5 +186,5 @@ def _goal(view: EndpointView, load: EndpointLoad, market: Market, most: int) -> 
 def _most(replicas: int, paces: Paces, before: int) -> int:
     """What so many do where they do most, in units of where they do least. With room to spare, and kept while it will
     do, also where all seem to do alike for a while: the paper fleets begin anew when it changes."""
-    most = math.ceil(replicas * max(paces.values(), default=1.0))
+    most = min(math.ceil(replicas * max(paces.values(), default=1.0)), max(4 * replicas, MOST_UNITS))
     return before if most <= before <= 4 * most else 2 * most if paces else most

@@ -19,6 +19,7 @@ from raytide.actors.serving.metrics import ServingMetrics  # noqa: F401  # loade
 from raytide.control.api.app import create_app
 from raytide.control.api.auth import Tokens
 from raytide.control.api.desk import Desk
+from raytide.core import bounds
 from raytide.core.endpoint import EndpointState
 from raytide.core.job import JobState
 from raytide.core.team import TeamSpec
@@ -238,6 +239,49 @@ class TestCaps:
         why = attack.root("/v1/jobs/job-3/why").json()
         assert why["constraint"] == "cap"
         assert "8192 are allowed" in why["reason"]
+
+    def test_a_team_s_jobs_have_so_many_shapes_and_no_more(
+        self, attack: Attack, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Each shape of each job is looked at in every tick."""
+        monkeypatch.setattr(bounds, "LIVE_SHAPES", 40)
+        many = {**GANG, "gang": {"shapes": [{"resources": {"CPU": 1 + n / 100}} for n in range(16)]}}
+        assert [attack.send("POST", "/v1/jobs", many) for _ in range(3)] == [200, 200, 429]
+        assert attack.send("POST", "/v1/jobs", GANG) == 200, "one with a single shape is taken"
+        attack.loop.store.request_stop("job-1")
+        attack.loop.tick(2)
+        assert attack.send("POST", "/v1/jobs", many) == 200
+
+    def test_a_team_s_endpoints_have_so_many_replicas_and_no_more(self, attack: Attack, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text("{}")
+
+        def serve(name: str, most: int) -> int:
+            spec = {"name": name, "model": str(tmp_path), "replicas": {"max": most}}
+            return attack.send("POST", "/v1/endpoints", spec)
+
+        assert [serve(f"e{n}", 1024) for n in range(9)] == [200] * 8 + [429]
+        assert serve("e0", 1000) == 200, "a smaller one in its place is taken"
+        assert serve("e9", 24) == 200
+        assert serve("e0", 1024) == 429, "nor does it grow by a change"
+
+
+@pytest.mark.parametrize(
+    "speed", [{"cpu2": 1000.0, "cpu1.spot": 500.0, "gpu8": 5000.0}, {"cpu2": 1e9, "cpu1.spot": 1e-3, "gpu8": 1e3}]
+)
+def test_tiny_replicas_of_endpoints_with_an_slo_take_no_time(
+    attack: Attack, tmp_path: Path, speed: dict[str, float]
+) -> None:
+    """A node has room for ten thousand of them, and few fast ones do the work of a million slow ones."""
+    (tmp_path / "config.json").write_text("{}")
+    speeds = {name: {"prefill_tps": tps, "slots": 4, "tpot_ms": 10.0} for name, tps in speed.items()}
+    replicas = {"min": 2, "max": 400, "slo_ttft_s": 2.0, "slo_target": 0.99, "speed": speeds}
+    for n in range(20):
+        spec = {"name": f"e{n}", "model": str(tmp_path), "resources": {"CPU": 1e-4 * (1 + n)}, "replicas": replicas}
+        assert attack.send("POST", "/v1/endpoints", spec) == 200
+    attack.loop.world.ongoing = 1000.0
+    for _ in range(12):
+        assert attack.tick_cpu_s() < MOST_TICK_CPU_S
+        assert attack.loop.controller._quarantine.held == {}
 
 
 def _spec() -> Any:

@@ -45,8 +45,12 @@ TEAM_MEMBERS = 8192
 """Members of all leases of one team, unless `metadata.raytide.limits.team_members` says otherwise."""
 LIVE_ENDPOINTS = 200
 """Endpoints of one team that are not deleted."""
+TEAM_REPLICAS = 8192
+"""Member processes of all replicas that a team's endpoints may have at most."""
+LIVE_SHAPES = 4096
+"""Shapes of all these jobs together: each is looked at when the queue is gone through."""
 LIVE_SPEC_BYTES = 16 << 20
-"""Bytes of the specs of all these jobs together: every tick reads them."""
+"""Bytes of the specs of all jobs that are not over: every tick reads them."""
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 _UNSTORABLE = re.compile("[\0\ud800-\udfff]")

@@ -18,6 +18,9 @@ from raytide.core.shortfall import ACCELERATOR_LABEL
 Paces = Mapping[str, float]
 """What is done on each node type, in units of where it is least; empty when all do alike, or nobody knows better."""
 
+MOST_PACE = 100.0
+"""No kind is taken to do more than so many times what the slowest does: speeds are also what users say."""
+
 
 @dataclass(frozen=True, slots=True)
 class Kinds:
@@ -49,7 +52,7 @@ class Kinds:
         scale = geometric_mean(rate / self.said[kind] for kind, rate in seen.items()) if seen else 1.0
         rates = {kind: seen.get(kind, scale * said) for kind, said in self.said.items()}
         least = min(rates.values(), default=1.0)
-        relative = {kind: round(rate / least, 1) for kind, rate in rates.items()}
+        relative = {kind: min(round(rate / least, 1), MOST_PACE) for kind, rate in rates.items()}
         return {name: relative[kind] for name, kind in self.types.items()} if {*relative.values()} - {1.0} else {}
 
 

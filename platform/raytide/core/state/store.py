@@ -95,7 +95,7 @@ class Store:
                         hint="Use a new key for a new job.",
                     )
                 return codec.job(row)
-            check_live_jobs(c, spec.team, most_live)
+            check_live_jobs(c, spec, most_live)
             number = next_number(c, "job")
             c.execute(t.jobs.insert(), {**codec.new_job(number, spec, user, now_s, key), "client_digest": digest})
             note(c, [Event(now_s, f"job-{number}", "", "queued", f"submitted by {user}")])
@@ -137,8 +137,8 @@ class Store:
         when it is another team's."""
         with self._db.write() as c:
             row = c.execute(_endpoint(spec.name).with_for_update()).first()
-            if row is None or row.state == EndpointState.DELETED:
-                check_live_endpoints(c, spec.team)
+            if row is None or row.team == spec.team or row.state == EndpointState.DELETED:
+                check_live_endpoints(c, spec)
             if row is None:
                 c.execute(t.endpoints.insert(), codec.new_endpoint(spec, user, now_s))
             elif row.state == EndpointState.DELETED:
