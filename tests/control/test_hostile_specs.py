@@ -284,6 +284,20 @@ def test_tiny_replicas_of_endpoints_with_an_slo_take_no_time(
         assert attack.loop.controller._quarantine.held == {}
 
 
+def test_a_page_of_large_jobs_is_cut_off_and_goes_on(attack: Attack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs that are over do not count against any cap: a thousand of them might have 250 MiB."""
+    monkeypatch.setattr(bounds, "MOST_PAGE_BYTES", 25_000)
+    for _ in range(5):
+        assert attack.send("POST", "/v1/jobs", {**GANG, "config": {"a": "x" * 10_000}}) == 200
+    found: list[str] = []
+    while page := attack.root(f"/v1/jobs?limit=100&offset={len(found)}").json():
+        assert len(page) <= 2
+        found += [view["job"]["id"] for view in page]
+    assert found == [f"job-{n}" for n in range(5, 0, -1)]
+    monkeypatch.setattr(bounds, "MOST_PAGE_BYTES", 1)
+    assert len(attack.root("/v1/jobs").json()) == 1
+
+
 def _spec() -> Any:
     from raytide.core.job import JobSpec
 

@@ -21,6 +21,7 @@ from raytide.core.package import digest_of
 def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Packages:
     monkeypatch.setattr(module, "MOST_BYTES", 1000)
     monkeypatch.setattr(module, "TOTAL_BYTES", 3000)
+    monkeypatch.setattr(module, "LEAST_BYTES", 0)
     return Packages(tmp_path / "packages")
 
 
@@ -96,3 +97,17 @@ def test_a_package_that_the_disk_cannot_hold_is_refused_before_it_arrives(
     packages.make_room(set(), "red", 500)
     with pytest.raises(StorageError, match="no space left"):
         packages.make_room(set(), "red", 501)
+
+
+def test_packages_of_a_few_bytes_do_not_fill_the_file_system(
+    packages: Packages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "TOTAL_BYTES", 10**9)
+    monkeypatch.setattr(module, "TEAM_BYTES", 10_000)
+    monkeypatch.setattr(module, "LEAST_BYTES", 3000)
+    for number in range(6):
+        packages.make_room(set(), "evil", 30)
+        body = b"PK\5\6" + bytes(16) + b"\2\0" + b"%02d" % number  # an empty archive with a comment
+        with packages.receive(digest_of(body), "evil") as part:
+            part.write(body)
+    assert len(list((packages.path(digest_of(body)).parent).glob("*.zip"))) == 4

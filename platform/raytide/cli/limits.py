@@ -186,7 +186,7 @@ def _budget_row(team: TeamView) -> tuple[str, ...]:
 def _active(client: Client) -> list[JobView]:
     """All that are not over, however many."""
     views = page = client.jobs(limit=_PAGE, active=True)
-    while len(page) == _PAGE:
+    while page:  # one may be cut off by its size
         page = client.jobs(limit=_PAGE, offset=len(views), active=True)
         views = views + page
     return views

@@ -27,6 +27,9 @@ TOTAL_BYTES = 10 * 2**30
 TEAM_BYTES = 3 * 2**30
 """Of the packages that one team uploaded first; its own go first."""
 
+LEAST_BYTES = 2**19
+"""What each package counts at least: a file system takes only so many files, however small."""
+
 
 class Packages:
     def __init__(self, folder: Path) -> None:
@@ -123,7 +126,7 @@ class Packages:
                 if path.suffix == _TEAM:
                     continue
                 stat = path.stat()
-                yield path, stat.st_mtime, stat.st_size
+                yield path, stat.st_mtime, max(stat.st_size, LEAST_BYTES)
 
 
 class Part:

@@ -39,6 +39,9 @@ MOST_REPORTED_CHARS = 4000
 MOST_REPORTED_BYTES = 16 << 10
 """The size of the progress of one job, as JSON."""
 
+MOST_PAGE_BYTES = 16 << 20
+"""Of specs in one answer of the API."""
+
 LIVE_JOBS = 2000
 """Jobs of one team that are not over, unless `metadata.raytide.max_live_jobs` says otherwise."""
 TEAM_MEMBERS = 8192

@@ -100,9 +100,10 @@ class Desk:
         return self.view(job)
 
     def jobs(self, caller: Caller, limit: int, offset: int, *, active: bool = False) -> list[JobView]:
-        """Newest first; `active`: those that are not over."""
+        """Newest first; `active`: those that are not over. Fewer than `limit` when their specs are large."""
         team = None if caller.team == ANY_TEAM else caller.team
-        jobs = self._store.jobs(active=active, team=team, limit=limit, offset=offset)
+        most_bytes = bounds.MOST_PAGE_BYTES
+        jobs = self._store.jobs(active=active, team=team, limit=limit, offset=offset, most_bytes=most_bytes)
         return self._views(jobs)
 
     def job(self, job_id: str, caller: Caller) -> JobView:

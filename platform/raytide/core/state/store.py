@@ -6,6 +6,7 @@ Each verb is one transaction. Columns have one writer each (see `tables`), so th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Self
 
 import sqlalchemy as sa
@@ -264,15 +265,25 @@ class Store:
             return codec.job(row)
 
     def jobs(
-        self, *, active: bool = False, team: str | None = None, limit: int = 100, offset: int = 0
+        self,
+        *,
+        active: bool = False,
+        team: str | None = None,
+        limit: int = 100,
+        offset: int = 0,
+        most_bytes: int | None = None,
     ) -> tuple[Job, ...]:
-        """A page, newest first."""
+        """A page, newest first. It is cut off, after its first job, where the specs have more than `most_bytes`."""
         query = t.jobs.select().order_by(t.jobs.c.number.desc()).limit(limit).offset(offset)
         if active:
             query = query.where(t.jobs.c.state.not_in(FINAL_STATES))
         if team is not None:
             query = query.where(t.jobs.c.team == team)
         with self._db.read() as c:
+            if most_bytes is not None:
+                sizes = c.execute(query.with_only_columns(sa.func.length(sa.cast(t.jobs.c.spec, sa.Text)))).scalars()
+                within = sum(total <= most_bytes for total in accumulate(sizes))
+                query = query.limit(min(limit, max(1, within)))
             return tuple(codec.job(row) for row in c.execute(query))
 
     def jobs_of(self, ids: Sequence[str]) -> tuple[Job, ...]:
