@@ -38,6 +38,7 @@ _LIMITS: dict[str, Any] = {
     "step_max_items": 20_000,
 }
 """The library's own limits, lowered: on the work for one token, and on what is kept of it."""
+_NO_FORCING = '%llguidance {"no_forcing": true}\n'
 _MAX_REASON_CHARS = 300
 _END = "<|raytide: end|>"
 
@@ -181,9 +182,8 @@ class Grammars:
     def _compile(self, structured: Structured) -> Grammar:
         import llguidance
 
-        spec = _spec_text(structured)
         try:
-            text = llguidance.grammar_from(structured.kind, spec)
+            text = _grammar_text(structured)
             limits = llguidance.LLParserLimits(verbose_errors=False, **_LIMITS)
             matcher = llguidance.LLMatcher(self._vocabulary(), text, log_level=0, limits=limits)
             grammar = Grammar(matcher, self._vocabulary().vocab_size)
@@ -220,6 +220,26 @@ def _vocabulary(tokenizer_json: str, vocab_size: int, eos: list[int]) -> Any:
         eos = [tokenizer.get_vocab_size() - 1]
         tokenizer_json, vocab_size = tokenizer.to_str(), max(vocab_size, eos[0] + 1)
     return llguidance.LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=eos)
+
+
+def _grammar_text(structured: Structured) -> str:
+    """The grammar in llguidance's own language, with its masks computed from bytes alone. Otherwise it tokenizes, for
+    each token, all of the text that is the only one possible from there, which takes as long as that is, and takes a
+    special token's name in it for the special token, which stands for no text.
+    """
+    import llguidance
+
+    spec, grammars = _spec_text(structured), list[dict[str, Any]]()
+    if structured.kind == "json_schema":
+        text = "start: @schema"
+        grammars = [{"name": "schema", "json_schema": json.loads(spec)}]
+    elif structured.kind == "choice":  # one terminal: a rule would be an item of the parser for each choice
+        text = "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, structured.spec))
+    elif structured.kind == "regex":
+        text = json.loads(llguidance.grammar_from("regex", spec))["grammars"][0]["lark_grammar"]
+    else:
+        text = llguidance.grammar_from("grammar", spec)
+    return json.dumps({"grammars": [{"lark_grammar": _NO_FORCING + text}, *grammars]})
 
 
 def _spec_text(structured: Structured) -> str:

@@ -198,6 +198,52 @@ def test_a_grammar_that_cannot_be_used_is_refused_by_name(grammars: Grammars, po
             grammars.compile(poison)
 
 
+SPECIAL = [
+    Structured("choice", ("a<eos>b",)),
+    Structured("regex", "a<eos>b"),
+    Structured("json_schema", '{"enum": ["a<eos>b"]}'),
+    Structured("json_schema", '{"type": "string", "pattern": "^a<eos>b$"}'),
+    Structured("grammar", 'start: "a<eos>b"'),
+]
+
+
+@pytest.mark.parametrize("spec", SPECIAL, ids=lambda each: f"{each.kind} {each.spec}")
+def test_a_special_tokens_name_in_a_grammar_is_text(
+    grammars: Grammars, tokenizer: Tokenizer, spec: Structured
+) -> None:
+    seq = sequence("s", [5], 1, SamplingParams(seed=2), ends=frozenset({EOS}))
+    seq.grammar = grammars.compile(spec)
+    assert finish(Sampler(), [seq]) == ["ends"]
+    assert tokenizer.decode(seq.tokens[1:]).strip('"') == "a<eos>b"
+
+
+def test_a_special_token_can_be_asked_for_in_a_grammar(grammars: Grammars) -> None:
+    seq = sequence("s", [5], 1, SamplingParams(seed=2))
+    seq.grammar = grammars.compile(Structured("grammar", 'start: "x" <eos>'))
+    assert finish(Sampler(), [seq]) == ["ends"]
+    assert seq.tokens[-1] == EOS
+
+
+@pytest.mark.parametrize("kind", ["choice", "json_schema"])
+def test_a_long_text_without_alternatives_is_not_tokenized_for_each_token(grammars: Grammars, kind: str) -> None:
+    """Then only its first token would be allowed; any that the text begins with is."""
+    text = "def " * 20_000
+    spec = Structured("choice", (text,)) if kind == "choice" else Structured("json_schema", json.dumps({"enum": [text]}))
+    state, mask = grammars.compile(spec).state(), np.zeros(-(-(VOCAB + 3) // 32), np.int32)
+    if kind == "json_schema":
+        state.follow([2])
+    state.fill(mask)
+    assert np.unpackbits(mask.view(np.uint8)).sum() >= 2
+
+
+def test_thousands_of_choices_are_one_terminal(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    choices = tuple(f"choice {place} of 7000" for place in range(5000))
+    seq = sequence("s", [5], 1, SamplingParams(seed=2), ends=frozenset({EOS}))
+    seq.grammar = grammars.compile(Structured("choice", choices))
+    assert finish(Sampler(), [seq]) == ["ends"]
+    assert tokenizer.decode(seq.tokens[1:]) in choices
+
+
 @pytest.fixture
 def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Regular expressions take for ever to compile."""
