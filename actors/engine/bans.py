@@ -51,15 +51,20 @@ def banned_tokens(seq: Sequence) -> list[int]:
 
 
 def bad_word_tokens(
-    words: Items[str], encode: Callable[[list[str]], list[list[int]]], token_of: Callable[[str], int | None]
+    words: Items[str],
+    encode: Callable[[list[str]], list[list[int]]],
+    spell: Callable[[str], list[int] | None],
+    token_of: Callable[[str], int | None],
 ) -> BadWords:
     """The token sequences that spell each word as the tokenizer would: alone and after a space, at a word's start and
-    inside one. `encode` takes all texts at once.
+    inside one. `encode` takes all texts at once. A special token's name bans that token and, since an output can spell
+    it in letters, what `spell` says; it returns None for texts without such a name.
 
     Other ways to spell it, which the tokenizer never writes, stay possible.
     """
     texts = [text for word in words for text in (word, f" {word.lstrip()}")]
     found: dict[tuple[int, ...], None] = dict.fromkeys(map(tuple, encode(texts)) if texts else ())
+    found |= dict.fromkeys(tuple(spelled) for text in texts if (spelled := spell(text)) is not None)
     for word in words:
         inside = token_of(word)
         if inside is not None:

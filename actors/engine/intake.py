@@ -60,7 +60,7 @@ class Intake:
         if not params.bad_words:
             return None
         encode = partial(self._tokenizer.encode_all, plain=True)
-        return bad_word_tokens(params.bad_words, encode, self._tokenizer.rust.token_to_id)
+        return bad_word_tokens(params.bad_words, encode, self._tokenizer.spell, self._tokenizer.rust.token_to_id)
 
     async def prepare(self, params: SamplingParams) -> Prepared:
         """Do the work that a request's texts take, in threads of their own. Raises UsageError or OverloadedError."""

@@ -60,6 +60,21 @@ class Tokenizer:
         batch = self.rust.encode_batch_fast([_checked(text) for text in texts], add_special_tokens=not plain)
         return [encoding.ids for encoding in batch]
 
+    def spell(self, text: str) -> list[int] | None:
+        """Token ids of a text with special tokens' names in it, as the model would write these in letters; None for a
+        text without any.
+        """
+        if not any(name in text for name in self._special_names):
+            return None
+        normalizer, splitter = self.rust.normalizer, self.rust.pre_tokenizer
+        plain = normalizer.normalize_str(text) if normalizer is not None else text
+        pieces = [piece for piece, _ in splitter.pre_tokenize_str(plain)] if splitter is not None else [plain]
+        return [token.id for piece in pieces for token in self.rust.model.tokenize(piece)]
+
+    @cached_property
+    def _special_names(self) -> list[str]:
+        return [token.content for token in self.rust.get_added_tokens_decoder().values() if token.special]
+
     async def encode_off_loop(self, text: str, *, enough: int | None = None) -> list[int]:
         """As `encode`; a long text in a thread, so that the event loop goes on."""
         if len(text) > _INLINE_CHARS:

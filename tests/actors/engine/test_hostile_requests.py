@@ -146,6 +146,15 @@ async def test_half_a_surrogate_pair_is_refused(engine: NativeEngine) -> None:
     assert await answer(engine, "r") == 20
 
 
+async def test_a_bad_word_with_a_special_tokens_name_is_banned_as_text_too(engine: NativeEngine) -> None:
+    loop = engine._started()
+    words = loop.intake.bad_words(SamplingParams(bad_words=["<eos>", "a <eos>"]))
+    assert words is not None
+    assert (EOS,) in words
+    texts = {loop.tokenizer.rust.decode(list(word), skip_special_tokens=False) for word in words if EOS not in word}
+    assert {"<eos>", " <eos>", "a <eos>", " a <eos>"} <= texts
+
+
 async def test_texts_wait_in_a_queue_with_an_end_and_a_panic_ends_its_own_alone() -> None:
     pool, hold = TextPool(max_jobs=3), threading.Event()
     waiting = [asyncio.ensure_future(pool.run(lambda: hold.wait(30))) for _ in range(3)]

@@ -208,9 +208,7 @@ SPECIAL = [
 
 
 @pytest.mark.parametrize("spec", SPECIAL, ids=lambda each: f"{each.kind} {each.spec}")
-def test_a_special_tokens_name_in_a_grammar_is_text(
-    grammars: Grammars, tokenizer: Tokenizer, spec: Structured
-) -> None:
+def test_a_special_tokens_name_in_a_grammar_is_text(grammars: Grammars, tokenizer: Tokenizer, spec: Structured) -> None:
     seq = sequence("s", [5], 1, SamplingParams(seed=2), ends=frozenset({EOS}))
     seq.grammar = grammars.compile(spec)
     assert finish(Sampler(), [seq]) == ["ends"]
@@ -228,7 +226,9 @@ def test_a_special_token_can_be_asked_for_in_a_grammar(grammars: Grammars) -> No
 def test_a_long_text_without_alternatives_is_not_tokenized_for_each_token(grammars: Grammars, kind: str) -> None:
     """Then only its first token would be allowed; any that the text begins with is."""
     text = "def " * 20_000
-    spec = Structured("choice", (text,)) if kind == "choice" else Structured("json_schema", json.dumps({"enum": [text]}))
+    spec = (
+        Structured("choice", (text,)) if kind == "choice" else Structured("json_schema", json.dumps({"enum": [text]}))
+    )
     state, mask = grammars.compile(spec).state(), np.zeros(-(-(VOCAB + 3) // 32), np.int32)
     if kind == "json_schema":
         state.follow([2])
