@@ -6,7 +6,6 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from raytide.actors.engine.blocks import BlockPool, Place
-from raytide.actors.engine.limits import MAX_PROMPT_LOGPROB_ROWS
 from raytide.actors.engine.prefix import Prefixes
 from raytide.actors.engine.sequence import Chunk, Sequence, StepPlan
 
@@ -52,9 +51,12 @@ def find_source(seq: Sequence, pool: BlockPool, prefixes: Prefixes) -> Source:
 
 
 class StepBuilder:
-    """A step's chunks. Each decode of `running` has its token of the budget from the start; `left` is for the rest."""
+    """A step's chunks. Each decode of `running` has its token of the budget from the start; `left` is for the rest.
+    `logprob_rows`: prompt positions whose log probabilities may be computed.
+    """
 
-    def __init__(self, budget: int, running: Items[Sequence], dropped: list[Sequence]) -> None:
+    def __init__(self, budget: int, running: Items[Sequence], dropped: list[Sequence], logprob_rows: int) -> None:
+        self._logprob_rows = logprob_rows
         self.left = budget - sum(len(seq.tokens) - seq.num_computed == 1 for seq in running)
         self.evicted: set[str] = set()
         self._preempted = dropped
@@ -65,12 +67,15 @@ class StepBuilder:
         self._decodes.append(Chunk(seq, seq.num_computed, 1))
 
     def fill(self, seq: Sequence) -> None:
-        """Compute as much of a sequence as the budget has room for. Where every position's logits are wanted, each
-        takes the memory of the whole vocabulary.
+        """Compute as much of a sequence as the budget has room for, perhaps nothing. Where every position's logits are
+        wanted, each takes the memory of the whole vocabulary.
         """
         length = min(seq.num_pending, self.left)
         if seq.params.prompt_logprobs is not None and seq.num_computed < seq.prompt_len:
-            length = min(length, MAX_PROMPT_LOGPROB_ROWS)
+            length = min(length, self._logprob_rows)
+            self._logprob_rows -= length
+            if length == 0:
+                return
         self._others.append(Chunk(seq, seq.num_computed, length))
         self.left -= length
 

@@ -31,6 +31,7 @@ __all__ = [
     "MAX_PENDING_ENTRIES",
     "MAX_PRIORITY",
     "MAX_PROMPTS",
+    "MAX_PROMPT_LOGITS",
     "MAX_PROMPT_LOGPROB_ROWS",
     "MAX_STOPS",
     "MAX_STOP_TOKEN_IDS",
@@ -78,7 +79,9 @@ MAX_LOGPROBS = 20
 MAX_LOGPROB_ENTRIES = 1 << 16
 """Log probabilities in one answer that is not streamed: tokens times (1 + top_logprobs)."""
 MAX_PROMPT_LOGPROB_ROWS = 256
-"""Positions of a prompt whose log probabilities are computed in one step."""
+"""Positions of prompts whose log probabilities are computed in one step, of all requests together."""
+MAX_PROMPT_LOGITS = 1 << 22
+"""The same times the vocabulary: models with a large one compute fewer positions in a step."""
 MAX_PENDING_ENTRIES = 1 << 14
 """Tokens and log probabilities of one answer that wait for a client which reads its stream too slowly."""
 MAX_PRIORITY = 100

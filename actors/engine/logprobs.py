@@ -16,7 +16,7 @@ from raytide.actors.engine.sequence import Chunk, Sequence
 
 __all__ = ["PromptRows", "token_logprobs"]
 
-_ROWS_AT_ONCE = 64  # bounds the memory that a long prompt takes
+_ROWS_AT_ONCE = 8  # so that what is computed in between stays small: fresh memory takes longer than the computation
 
 
 def token_logprobs(logits_RV: torch.Tensor, tokens: Items[int], counts: Items[int]) -> list[TokenLogprobs]:

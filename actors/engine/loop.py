@@ -21,6 +21,7 @@ from raytide.actors.engine.detokenizer import Vocabulary
 from raytide.actors.engine.faults import contained
 from raytide.actors.engine.features import native_features
 from raytide.actors.engine.intake import Intake, Prepared, salt_of
+from raytide.actors.engine.limits import MAX_PROMPT_LOGITS, MAX_PROMPT_LOGPROB_ROWS
 from raytide.actors.engine.outputs import Answer, Failure, Output, Sample
 from raytide.actors.engine.runner import Runner
 from raytide.actors.engine.scheduler import Scheduler
@@ -63,6 +64,7 @@ class EngineLoop:
             policy=config.policy,
             ageing_s=config.ageing_s,
             swap_cost=self.runner.swap_cost(),
+            max_logprob_rows=max(1, min(MAX_PROMPT_LOGPROB_ROWS, MAX_PROMPT_LOGITS // arch.vocab_size)),
         )
         self.intake = Intake(
             self.tokenizer,

@@ -16,6 +16,7 @@ from raytide.actors.engine.admission import Source, StepBuilder, find_source
 from raytide.actors.engine.blocks import BlockPool
 from raytide.actors.engine.core import FinishReason
 from raytide.actors.engine.evict import SwapCost, choose_victims, loss
+from raytide.actors.engine.limits import MAX_PROMPT_LOGPROB_ROWS
 from raytide.actors.engine.policy import Policy, is_protected
 from raytide.actors.engine.prefix import Prefixes
 from raytide.actors.engine.sequence import Sequence, StepPlan
@@ -44,6 +45,7 @@ class Scheduler:
         policy: Literal["fcfs", "priority", "deadline"] = "priority",
         ageing_s: float = 30.0,
         swap_cost: SwapCost | None = None,
+        max_logprob_rows: int = MAX_PROMPT_LOGPROB_ROWS,
     ) -> None:
         assert max_batch_tokens >= max_running, "the budget must hold one token of every running sequence"
         self.pool = pool
@@ -52,7 +54,7 @@ class Scheduler:
         self.waiting = Waiting(self.policy)
         self.preemptions = 0
         self._max_running = max_running
-        self._budget = max_batch_tokens
+        self._budget, self._logprob_rows = max_batch_tokens, max_logprob_rows
         self._prefixes = Prefixes(pool, prefix_cache)
         self._swap_cost = swap_cost or SwapCost(math.inf)
         # A block that takes longer to move than to compute is not worth keeping.
@@ -112,7 +114,7 @@ class Scheduler:
         self._now_s = now_s
         size = self.pool.block_size
         # Decodes first: a long prefill never delays them, it gets what they leave.
-        step = StepBuilder(self._budget, self.running, self._dropped)
+        step = StepBuilder(self._budget, self.running, self._dropped, self._logprob_rows)
         self._dropped = []
         next_level = self._next_level(step)
         order = list(self.running)

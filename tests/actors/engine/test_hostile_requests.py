@@ -22,6 +22,7 @@ from tests.actors.engine.tiny import EOS, VOCAB, save_tokenizer
 from raytide.actors.engine import EngineConfig, GenRequest, NativeEngine, SamplingParams, limits
 from raytide.actors.engine.bans import BadWords, banned_tokens
 from raytide.actors.engine.constraint import Constraint
+from raytide.actors.engine.core import TokenLogprobs
 from raytide.actors.engine.loop import EngineLoop
 from raytide.actors.engine.runner import Runner
 from raytide.actors.engine.sampling_params import Structured
@@ -298,24 +299,36 @@ def test_a_grammar_that_takes_too_long_for_a_token_ends_its_request(tokenizer: T
     assert set(mask(constraint, one, slower)) == {0}
 
 
+@pytest.mark.parametrize("requests", [1, 3])
 async def test_log_probabilities_of_a_long_prompt_are_computed_in_parts(
-    engine: NativeEngine, monkeypatch: pytest.MonkeyPatch
+    engine: NativeEngine, monkeypatch: pytest.MonkeyPatch, requests: int
 ) -> None:
-    """Each position's logits take the memory of a whole vocabulary."""
-    whole, *_ = [chunk.prompt_logprobs async for chunk in engine.generate(_scored("whole"))]
-    monkeypatch.setattr("raytide.actors.engine.admission.MAX_PROMPT_LOGPROB_ROWS", 16)
+    """Each position's logits take the memory of a whole vocabulary, whichever request it belongs to."""
+    whole = await _prompt_logprobs(engine, "whole")
+    monkeypatch.setattr(engine._started().scheduler, "_logprob_rows", 16)
     rows, logits = list[int](), Runner.logits
     monkeypatch.setattr(
         Runner, "logits", lambda self, chunks, more=(): rows.append(len(more)) or logits(self, chunks, more)
     )
-    parts, *_ = [chunk.prompt_logprobs async for chunk in engine.generate(_scored("parts"))]
+    found = await asyncio.gather(*(_prompt_logprobs(engine, f"parts {place}") for place in range(requests)))
     assert max(rows) <= 16
-    assert whole is not None
-    assert parts is not None
-    assert [each and each.token_id for each in whole] == [each and each.token_id for each in parts]
-    assert [each and round(each.logprob, 3) for each in whole] == [each and round(each.logprob, 3) for each in parts]
+    for parts in found:
+        assert [each and each.token_id for each in whole] == [each and each.token_id for each in parts]
+        assert [each and round(each.logprob, 3) for each in whole] == [
+            each and round(each.logprob, 3) for each in parts
+        ]
 
 
-def _scored(name: str) -> GenRequest:
+def test_a_large_vocabulary_has_fewer_positions_in_a_step(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(model_dir=str(model_dir))
+    assert EngineLoop(config).scheduler._logprob_rows == limits.MAX_PROMPT_LOGPROB_ROWS
+    monkeypatch.setattr("raytide.actors.engine.loop.MAX_PROMPT_LOGITS", VOCAB * 10)
+    assert EngineLoop(config).scheduler._logprob_rows == 10
+
+
+async def _prompt_logprobs(engine: NativeEngine, name: str) -> tuple[TokenLogprobs | None, ...]:
     params = SamplingParams(max_tokens=1, prompt_logprobs=1, temperature=0)
-    return GenRequest(request_id=name, prompt=list(range(1, 201)), sampling=params)
+    request = GenRequest(request_id=name, prompt=list(range(1, 201)), sampling=params)
+    (found,) = [chunk.prompt_logprobs async for chunk in engine.generate(request)]
+    assert found is not None
+    return found
