@@ -117,8 +117,16 @@ class EngineThread:
             self._tell(self._end, ended)
 
     def _turn(self, loop: EngineLoop) -> bool:
-        """Obey what has been asked, waiting for it only when there is nothing else to do, then step. False: stop."""
-        while not loop.has_work or not self._calls.empty():
+        """Obey what has been asked, waiting for it only when there is nothing else to do, then step. False: stop.
+
+        What is asked meanwhile waits for the next turn, or commands that follow each other would keep steps away.
+        """
+        left: int | None = None
+        while left is None or left > 0:
+            if loop.has_work:
+                left = (self._calls.qsize() if left is None else left) - 1
+                if left < 0:
+                    break
             call = self._calls.get()
             if call is None:
                 for request_id in loop.request_ids:

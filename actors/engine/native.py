@@ -40,6 +40,7 @@ class NativeEngine(BasicEngine):
         self._config = config
         self._streams: dict[str, asyncio.Queue[Output]] = {}
         self._preparing: dict[str, asyncio.Future[Prepared]] = {}  # of requests that have not entered
+        self._embedding = asyncio.Lock()
         self._idle = asyncio.Event()
         self._idle.set()
         self._accepting = False
@@ -124,8 +125,9 @@ class NativeEngine(BasicEngine):
         check, vectors = self._started().intake.checked, list[list[float]]()
         prompts = [await self.tokenize(each) if isinstance(each, str) else each for each in batch]
         checked = [check(f"input {index}", prompt) for index, prompt in enumerate(prompts)]
-        for group in groups(checked, self._config.max_batch_tokens):  # what generates takes its steps in between
-            vectors += await self._call(partial(operations.embed, prompts=group))
+        for group in groups(checked, self._config.max_batch_tokens):
+            async with self._embedding:  # one group of all requests together between two steps of what generates
+                vectors += await self._call(partial(operations.embed, prompts=group))
         return vectors
 
     async def drain(self, timeout_s: float) -> bool:

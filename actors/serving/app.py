@@ -41,7 +41,12 @@ def create_app(server: Server, *, owns_server: bool = True) -> FastAPI:
         if owns_server:
             await server.stop()
 
-    app = FastAPI(title="raytide", lifespan=lifespan, responses={400: {"model": ErrorBody}, 404: {"model": ErrorBody}})
+    app = FastAPI(
+        title="raytide",
+        lifespan=lifespan,
+        redirect_slashes=False,  # to a host that the client names
+        responses={400: {"model": ErrorBody}, 404: {"model": ErrorBody}},
+    )
     app.router.route_class = JsonRoute
     app.add_middleware(ResponseHeaders, replica=server.replica)
     _add_error_handlers(app, server)

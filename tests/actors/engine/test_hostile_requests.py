@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tests.actors.engine.sampling import sequence
 from tests.actors.engine.tiny import EOS, VOCAB, save_tokenizer
 
-from raytide.actors.engine import EngineConfig, GenRequest, NativeEngine, SamplingParams, limits
+from raytide.actors.engine import EngineConfig, GenRequest, NativeEngine, SamplingParams, limits, operations
 from raytide.actors.engine.bans import BadWords, banned_tokens
 from raytide.actors.engine.constraint import Constraint
 from raytide.actors.engine.core import TokenLogprobs
@@ -136,6 +136,26 @@ async def test_a_long_text_is_cut_once_it_is_known_to_be_too_long(engine: Native
     text = "def f(x): return x\n" * 5000
     whole = Tokenizer.encode(engine._started().tokenizer, text)
     assert await engine._started().tokenizer.encode_off_loop(text, enough=len(whole)) == whole
+
+
+async def test_embeddings_do_not_keep_steps_away(engine: NativeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several requests, each of many groups: what generates takes a step after each group."""
+    order: list[str] = []
+
+    def noting(owner: Any, name: str) -> None:
+        work = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, **named: order.append(name) or work(*args, **named))
+
+    noting(operations, "embed")
+    noting(EngineLoop, "step")
+    generating = asyncio.ensure_future(answer(engine, "it", max_tokens=60))
+    await asyncio.gather(*(engine.embed([[5] * 200] * 20) for _ in range(6)))
+    await generating
+    last = max(place for place, name in enumerate(order) if name == "step")
+    first = order.index("step")
+    runs = "".join(name[0] for name in order[first:last]).split("s")
+    assert max(map(len, runs)) <= 1
+    assert "e" in runs
 
 
 async def test_half_a_surrogate_pair_is_refused(engine: NativeEngine) -> None:

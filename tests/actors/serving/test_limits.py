@@ -150,6 +150,13 @@ async def test_other_types_and_encodings_of_a_body_are_refused(app: ASGIApp) -> 
     assert (await ask(app, TEXT, text(), content_encoding="gzip")).status == 415
 
 
+@pytest.mark.parametrize("path", ["/v1/completions/", "/v1/models/", "/health/"])
+async def test_no_answer_sends_a_client_to_a_host_that_the_request_names(app: ASGIApp, path: str) -> None:
+    answer = await ask(app, path, b"{}", host="evil.example")
+    assert answer.status == 404
+    assert answer.error["type"] == "invalid_request_error"
+
+
 async def test_a_body_that_does_not_come_is_given_up(app: ASGIApp, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else each connection that sends a byte and no more takes one of the replica's places for ever."""
     import asyncio
