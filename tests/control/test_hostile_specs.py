@@ -219,7 +219,7 @@ class TestReports:
 class TestCaps:
     def test_a_team_has_so_many_live_jobs_and_no_more(self, attack: Attack) -> None:
         settings = attack.loop.controller._config.settings
-        assert settings.max_live_jobs == 2000
+        assert settings.max_live_jobs == 1000
         for _ in range(5):
             attack.loop.store.submit_job(_spec(), "eve", 1.0, most_live=5)
         with pytest.raises(Exception, match="5 jobs that are not over; 5 are allowed") as refused:

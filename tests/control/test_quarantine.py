@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,32 @@ class TestDecisions:
         loop.clock.advance(RETRY_S)
         loop.until(lambda: loop.state(bad) is JobState.RUNNING)
         assert live(loop).quarantined == {}
+
+    def test_each_failure_doubles_the_wait_whatever_its_owner_changes(
+        self, loop: Loop, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Two stages see it: one that passes before the one that fails must not count as success."""
+        bad = loop.submit()
+        monkeypatch.setattr(controller_module, "of_judged", poisoned(bad))
+        tries: list[float] = []
+        put = Quarantine._put
+
+        def count(self: Quarantine, *args: Any) -> None:
+            tries.append(args[-1])
+            put(self, *args)
+
+        monkeypatch.setattr(Quarantine, "_put", count)
+        for _ in range(8):
+            loop.tick()
+            loop.clock.advance(RETRY_S / 2)
+        waits = [after - before for before, after in pairwise(tries)]
+        assert waits[0] >= RETRY_S
+        assert waits[1] >= 2 * RETRY_S
+        tries.clear()
+        for number in range(20):
+            loop.store.save_spec(bad, loop.store.job(bad).spec.model_copy(update={"budget_usd": number + 1.0}))
+            loop.tick()
+        assert len(tries) <= 2, "each change bought a search"
 
     def test_without_any_record_at_fault_the_tick_goes_on_and_says_so(
         self, loop: Loop, monkeypatch: pytest.MonkeyPatch

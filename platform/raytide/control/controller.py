@@ -114,7 +114,7 @@ class Controller:
         if world.ray_nodes is not None:
             self._idle = self._idle.observe(world.ray_nodes, now_s)
         self._idle = self._idle.hear(world.use, metered(book, self._node_types))
-        self._quarantine.begin(book.jobs, book.endpoints)
+        self._quarantine.begin(book.jobs, book.endpoints, now_s)
         advance(book, world, now_s, self._quarantine.guard)
         for name, endpoint in book.endpoints.items():
             move = partial(follow, endpoint, world, self._serving.served, now_s)

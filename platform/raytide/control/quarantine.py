@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -29,11 +30,13 @@ DEMAND = "unmanaged"
 """The subject of all demand without a lease: it is one record here."""
 RETRY_S, LAST_RETRY_S = 60.0, 3600.0
 """The wait before a record is tried again; it doubles with each failure."""
-STAGE_LIMIT_S = 20.0
+CHANGED_RETRY_S = 10.0
+"""The least time from one try to the next of a record that its owner changes again and again."""
+STAGE_LIMIT_S = 10.0
 """A stage that computes for longer is taken for one that raised."""
-MOST_TRIALS = 48
-"""Runs of a stage within one tick that look for the records at fault. Records of which it is not known by then are left
-out of this tick only."""
+MOST_TRIALS, SEARCH_LIMIT_S = 48, 15.0
+"""Runs of a stage within one tick that look for the records at fault, and how long they may take together. Records of
+which it is not known by then are left out of this tick only."""
 
 
 class StageOvertimeError(Exception):
@@ -48,6 +51,7 @@ class Quarantined:
     """`job`, `endpoint` or `unmanaged`."""
     error: str
     since_s: float
+    tried_at_s: float
     retry_at_s: float
     failures: int
     was: object
@@ -61,18 +65,24 @@ class Quarantine:
     limit_s: float = STAGE_LIMIT_S
     held: dict[str, Quarantined] = field(default_factory=dict)
     """By job id or endpoint name."""
+    trying: set[str] = field(default_factory=set)
+    """Those of `held` that this tick tries again, as long as no stage of it has failed on them."""
     errors: list[str] = field(default_factory=list)
     """Faults of this tick that belong to no record."""
 
-    def begin(self, jobs: Mapping[str, Job], endpoints: Mapping[str, Endpoint]) -> None:
-        """Begin a tick: forget records that are over or have changed."""
+    def begin(self, jobs: Mapping[str, Job], endpoints: Mapping[str, Endpoint], now_s: float) -> None:
+        """Begin a tick: forget records that are over, and choose those that are tried again."""
         self.errors = []
         for subject, entry in tuple(self.held.items()):
+            record: Job | Endpoint | None = jobs.get(subject) or endpoints.get(subject)
             if subject == DEMAND:
                 continue
-            record: Job | Endpoint | None = jobs.get(subject) or endpoints.get(subject)
-            if record is None or _state_of(record) != entry.was:
+            if record is None:
                 del self.held[subject]
+            elif (was := _state_of(record)) != entry.was:
+                retry_at_s = min(entry.retry_at_s, entry.tried_at_s + CHANGED_RETRY_S)
+                self.held[subject] = replace(entry, was=was, retry_at_s=retry_at_s)
+        self.trying = {subject for subject, entry in self.held.items() if entry.retry_at_s <= now_s}
 
     def attempt(self, what: str, act: Callable[[], T], default: T) -> T:
         """The result of `act`; `default`, and an error of this tick, when it raises. It concerns no one record."""
@@ -97,8 +107,7 @@ class Quarantine:
 
         Records in quarantine are left out until they are due for another try.
         """
-        due = {subject for subject, entry in self.held.items() if entry.retry_at_s <= seen.at_s}
-        known = self.held.keys() - due
+        known = self.held.keys() - self.trying
         subjects = [subject for subject in _subjects(seen) if subject not in known]
         first = seen if not known else without(seen, known)
         try:
@@ -106,8 +115,6 @@ class Quarantine:
         except Exception as error:  # found below
             log.exception("a stage failed; looking for the records at fault", extra={"what": what})
             return self._search(what, stage, seen, subjects, error)
-        for subject in due:
-            del self.held[subject]
         return first, result
 
     def _search(
@@ -123,8 +130,8 @@ class Quarantine:
         except Exception as empty:  # no record is at fault
             self.errors.append(printable(f"{what}: {_words(empty)}"))
             return taken, None
-        parts, trials = [subjects], 1
-        while parts and trials < MOST_TRIALS:
+        parts, trials, until_s = [subjects], 1, time.monotonic() + SEARCH_LIMIT_S
+        while parts and trials < MOST_TRIALS and time.monotonic() < until_s:
             part = parts.pop()
             trial = without(seen, everything - good - set(part))
             trials += 1
@@ -147,7 +154,10 @@ class Quarantine:
         return taken, result
 
     def plan(self, plan: Plan | None, at_s: float) -> Plan:
-        """The plan with a Wait for each record in quarantine; an empty one where none could be made."""
+        """End a tick: the plan with a Wait for each record in quarantine; an empty one where none could be made."""
+        for subject in self.trying:
+            self.held.pop(subject, None)
+        self.trying = set()
         waits = tuple(_wait(subject, entry) for subject, entry in sorted(self.held.items()))
         actions = () if plan is None else plan.actions
         known = {action.subject for action in waits}
@@ -159,7 +169,8 @@ class Quarantine:
         failures = 1 if before is None else before.failures + 1
         retry_at_s = now_s + min(RETRY_S * 2 ** min(failures - 1, 16), LAST_RETRY_S)
         since_s = now_s if before is None else before.since_s
-        self.held[subject] = Quarantined(kind, _words(error), since_s, retry_at_s, failures, was)
+        self.trying.discard(subject)
+        self.held[subject] = Quarantined(kind, _words(error), since_s, now_s, retry_at_s, failures, was)
         log.error("quarantined", extra={"subject": subject, "error": self.held[subject].error}, exc_info=error)
 
     def _timed(self, stage: Callable[[Snapshot], T], seen: Snapshot) -> T:

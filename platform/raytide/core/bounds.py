@@ -42,7 +42,7 @@ MOST_REPORTED_BYTES = 16 << 10
 MOST_PAGE_BYTES = 16 << 20
 """Of specs in one answer of the API."""
 
-LIVE_JOBS = 2000
+LIVE_JOBS = 1000
 """Jobs of one team that are not over, unless `metadata.raytide.max_live_jobs` says otherwise."""
 TEAM_MEMBERS = 8192
 """Members of all leases of one team, unless `metadata.raytide.limits.team_members` says otherwise."""
