@@ -30,6 +30,8 @@ __all__ = ["Grammar", "GrammarState", "Grammars", "can_structure"]
 
 _THREADS = 2
 _KEPT = 256
+_LEAST_CHARS = 2048
+"""What a compiled grammar counts for at least: a short one grows to 1.7 MB while outputs follow it."""
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 500_000,
     "max_grammar_size": 250_000,
@@ -170,7 +172,7 @@ class Grammars:
         with self._lock:
             self._compiling.pop(key, None)
             if error is None:
-                self._kept[key] = future.result(), chars
+                self._kept[key] = future.result(), max(chars, _LEAST_CHARS)
             elif isinstance(error, UsageError) and not isinstance(error, ConfigError):
                 self._kept[key] = copy(error), len(error.message)
             else:

@@ -270,12 +270,21 @@ def test_what_is_kept_of_grammars_is_bounded_by_their_size(
 ) -> None:
     pytest.importorskip("llguidance", reason="a dependency; an environment from before it has none")
     monkeypatch.setattr("raytide.actors.engine.structured.MAX_KEPT_GRAMMAR_CHARS", 1000)
+    monkeypatch.setattr("raytide.actors.engine.structured._LEAST_CHARS", 1)
     grammars = Grammars(tokenizer.rust.to_str, VOCAB, [EOS])
     first = grammars.compile(Structured("regex", "0" * 300))
     for place in range(1, 4):
         grammars.compile(Structured("regex", str(place) * 300))
     assert (len(grammars._kept), grammars._kept_chars) == (3, 900)
     assert grammars.compile(Structured("regex", "0" * 300)) is not first
+
+
+def test_short_grammars_count_for_what_they_grow_to(tokenizer: Tokenizer) -> None:
+    pytest.importorskip("llguidance", reason="a dependency; an environment from before it has none")
+    grammars = Grammars(tokenizer.rust.to_str, VOCAB, [EOS])
+    for place in range(100):
+        grammars.compile(Structured("regex", f"a{place}"))
+    assert len(grammars._kept) == 32
 
 
 def test_compilations_wait_in_a_queue_with_an_end(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
