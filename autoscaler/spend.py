@@ -30,7 +30,6 @@ def limits(section: LimitsSection, spent_micro_usd: int, now_s: float) -> Limits
         section.launches_per_min,
         section.moves_after_s,
         shrink_for_serving=section.shrink_for_serving,
-        team_members=section.team_members,
         most_micro_usd_h=most,
     )
 

@@ -88,10 +88,8 @@ class Purchases:
         return (self._folder / f"{node_id}.seen.json").exists()
 
     def end(self, node_id: str, now_s: float, reason: str) -> None:
-        """The first to say so is believed. A clock that was set back does not make it end before it began."""
-        purchase = self.find(node_id)
-        ended_at_s = now_s if purchase is None else max(now_s, purchase.started_at_s)
-        create_json(self._folder / f"{node_id}.end.json", {"ended_at_s": ended_at_s, "reason": reason})
+        """The first to say so is believed."""
+        create_json(self._folder / f"{node_id}.end.json", {"ended_at_s": now_s, "reason": reason})
 
     def is_over(self, node_id: str) -> bool:
         return (self._folder / f"{node_id}.end.json").exists()
@@ -108,7 +106,7 @@ class Purchases:
         return in_order([*self.over(), *(purchase.machine() for purchase in self.open())])
 
     def over(self) -> list[Machine]:
-        """Those that ended, as they are billed."""
+        """Those that ended, as they are billed: never before they began, also where the clock was set back."""
         for path in self._folder.glob("*.end.json"):
             node_id = path.name.removesuffix(".end.json")
             if node_id in self._over:
@@ -116,5 +114,6 @@ class Purchases:
             purchase, end = self.find(node_id), read_json(path)
             if purchase is not None and end is not None:
                 ended = purchase.machine()
-                self._over[node_id] = replace(ended, ended_at_s=end["ended_at_s"], reason=end["reason"])
+                ended_at_s = max(end["ended_at_s"], ended.started_at_s)
+                self._over[node_id] = replace(ended, ended_at_s=ended_at_s, reason=end["reason"])
         return list(self._over.values())

@@ -122,7 +122,7 @@ class Sender:
             "budget_usd": self.maybe(5e-324, 1e-9, 5.0, 1e9),
             "soft_budget_usd": self.maybe(5e-324, 1e-9, 1.0, 1e9),
             "deadline": r.choice(("8h", "1s", "36525d", "9999-12-31T00:00:00Z", self.maybe(1.0, 1e9))),
-            "estimate_h": self.maybe(5e-324, 1.0, 1e6),
+            "estimate_h": self.maybe(5e-324, 1.0, 1e6, 1e300),
             "labels": self.labels(),
             "max_restarts": self.maybe(0, 10_000),
             "heartbeat_timeout_s": self.maybe(1e6, 3e7),

@@ -99,6 +99,7 @@ def snapshot(
         demand=world.demand,
         pools=tuple(book.pools.values()),
         unmanaged=config.unmanaged,
+        team_members=config.settings.limits.team_members,
         next_node=book.next_node,
         next_lease=book.next_lease,
         ray_answers=world.ray_nodes is not None,

@@ -65,7 +65,7 @@ class JobSpec(Config):
     """Once it cost so much it is admitted to spot nodes only, and borrows nothing."""
     deadline: datetime | timedelta | None = None
     """When it must be done; a time from now becomes a moment when it is submitted."""
-    estimate_h: float | None = Field(default=None, gt=0, le=1e6)
+    estimate_h: float | None = Field(default=None, gt=0)
     """Hours of work on the whole gang; holds until the job itself reports how much is left."""
     labels: bounds.Labels = Field(default_factory=dict)
     """Whatever its owner wants to find it by; `project` and `model` are ways to group costs."""

@@ -105,8 +105,6 @@ class Limits:
     """No node whose occupants could be held for less is left when it is younger; None: none ever is."""
     shrink_for_serving: bool = True
     """Replicas that find no room take seats that elastic gangs of a lower class can spare."""
-    team_members: int | None = None
-    """Members that the leases of one team have together, those of jobs that are considered next included."""
     most_micro_usd_h: int | None = None
     """When the fleet costs clearly more, nodes go until it costs this, the least valuable first."""
 
@@ -140,6 +138,8 @@ class Snapshot:
     """By job with a deadline; a decision finds them first of all."""
     limits: Limits = Limits()
     unmanaged: Unmanaged = Unmanaged()
+    team_members: int | None = None
+    """The most members that the leases of one team have together, those of jobs that are considered next included."""
     wall_ahead_s: float = 0.0
     """How far the wall clock, by which deadlines are told, is ahead of `at_s`: 0 but for hours after it was set."""
     next_node: int = 1

@@ -16,7 +16,7 @@ def within_member_cap(seen: Snapshot) -> tuple[Snapshot, tuple[Wait, ...]]:
 
     A team's jobs are counted in order of submission, so a large one is not passed for ever by smaller ones behind it.
     """
-    most = seen.limits.team_members
+    most = seen.team_members
     if most is None:
         return seen, ()
     teams = {job.id: job.spec.team for job in seen.jobs}
