@@ -87,8 +87,35 @@ def shared(file: str) -> str:
     return "engine" if file.startswith("tests/actors/engine/") else file
 
 
+SLOW = (
+    "tests/live/",
+    "tests/actors/engine/test_tuned_models.py",
+    "tests/actors/serving/test_serve_cluster.py",
+    "tests/actors/serving/test_vllm_engine.py",
+    "tests/actors/trainer/test_elastic.py",
+    "tests/actors/trainer/test_gpu_benchmark.py",
+    "tests/actors/trainer/test_layouts.py",
+    "tests/actors/trainer/test_ray_train.py",
+    "tests/actors/trainer/test_replicas.py",
+    "tests/actors/trainer/test_reshard.py",
+    "tests/actors/trainer/test_snapshots.py",
+    "tests/actors/trainer/test_techniques.py",
+    "tests/control/test_cluster_real.py",
+    "tests/control/test_hostile_specs.py",
+    "tests/control/test_owner.py",
+    "tests/control/test_ray_up_real.py",
+    "tests/pipelines/test_build_on_ray.py",
+)
+"""The files that `./dev test` leaves to `./dev test --slow`. tests/test_howtos.py is the one path through data,
+training, a lost node and serving that it keeps."""
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With two workers, what takes longest begins first."""
+    for item in items:
+        if item.nodeid.startswith(SLOW):
+            item.add_marker(pytest.mark.slow)
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: shared(item.nodeid.partition("::")[0]) not in ("cluster", "engine"))
 

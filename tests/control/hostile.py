@@ -125,14 +125,14 @@ class Sender:
             "estimate_h": self.maybe(5e-324, 1.0, 1e6, 1e300),
             "labels": self.labels(),
             "max_restarts": self.maybe(0, 10_000),
-            "heartbeat_timeout_s": self.maybe(1e6, 3e7),
+            "heartbeat_timeout_s": self.maybe(1e6, 3e9),
         }
         for name in r.sample(sorted(options), r.randint(0, 4)):
             job[name] = options[name]
         if r.random() < 0.3 and "budget_usd" in job:
             job["budget_per"] = "month"
         if r.random() < 0.2:
-            job["gang"]["form_timeout_s"] = self.maybe(5e-324, 1e-9, 3e7)
+            job["gang"]["form_timeout_s"] = self.maybe(5e-324, 1e-9, 3e9)
         return job
 
     def endpoint(self, endpoints: list[str]) -> Json:
@@ -148,7 +148,7 @@ class Sender:
                 "tpot_ms": self.maybe(1e-3, 1e6),
             }
             replicas["speed"] = {self.word("cpu2", "gpu8", "cpu1.spot"): speed}
-        delays = {name: self.maybe(0, 1e-3, 3e7) for name in ("upscale_delay_s", "downscale_delay_s")}
+        delays = {name: self.maybe(0, 1e-3, 3e9) for name in ("upscale_delay_s", "downscale_delay_s")}
         targets = {"target_ongoing": self.maybe(1e-3, 1e6), "target_kv": self.maybe(1e-3, 1.0)}
         replicas |= {"cold_start_s": self.maybe(1e-3, 86400.0), **delays, **targets}
         name = self.word(f"e{r.randint(1, 8)}", *endpoints[:3])

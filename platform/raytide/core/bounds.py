@@ -26,8 +26,8 @@ MOST_RESOURCES = 16
 MOST_MEMBERS = 4096
 """The members of one gang, or the member processes of all replicas of one endpoint."""
 MOST_REPLICAS = 1024
-MOST_DAYS_S = 366 * 86400.0
-"""The longest timeout or delay."""
+MOST_DELAY_S = 36525 * 86400.0
+"""The longest timeout or delay: a hundred years."""
 MOST_USD = 1e9
 LEAST_AMOUNT, MOST_AMOUNT = 1e-4, 1e15
 """Ray counts resources in ten-thousandths; the largest amount is a petabyte of memory."""
@@ -75,7 +75,7 @@ Location = Annotated[str, StringConstraints(max_length=4096), AfterValidator(_on
 """A path or URL."""
 Labels = Annotated[dict[Name, Word], Field(max_length=MOST_LABELS)]
 """Names with one line of text each."""
-Seconds = Annotated[float, Field(ge=0, le=MOST_DAYS_S)]
+Seconds = Annotated[float, Field(ge=0, le=MOST_DELAY_S)]
 Dollars = Annotated[float, Field(gt=0, le=MOST_USD)]
 
 
