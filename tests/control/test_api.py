@@ -26,6 +26,7 @@ from raytide.core.clock import VirtualClock
 from raytide.core.cluster import load_cluster
 from raytide.core.durable import write_json
 from raytide.core.endpoint import EndpointLoad, ReplicaLoad, Traffic
+from raytide.core.entry import Entry, EntryKind
 from raytide.core.fleet import Market
 from raytide.core.gang import Lease, LeaseState, Member, MemberState
 from raytide.core.job import JobSpec, JobState
@@ -468,6 +469,21 @@ class TestEndpoints:
         (tmp_path / "config.json").write_text("{}")
         client.post("/v1/endpoints", json={"name": "m", "model": str(tmp_path)})
         assert client.delete("/v1/endpoints/m").json()["endpoint"]["state"] == "deleting"
+
+    def test_who_takes_over_a_name_does_not_see_what_its_former_owner_paid(
+        self, client: TestClient, store: Store, tmp_path: Path
+    ) -> None:
+        (tmp_path / "config.json").write_text("{}")
+        root = {"Authorization": "Bearer root"}
+        client.post("/v1/endpoints", json={"name": "m", "model": str(tmp_path)})
+        before = Entry("node-1", 0, 1, EntryKind.ENDPOINT, "m", "research", 1, 700)
+        store.commit(
+            Changes(
+                at_s=1000.0, entries=(before, replace(before, node_id="node-2", team="default", amount_micro_usd=30))
+            )
+        )
+        assert client.get("/v1/endpoints/m").json()["cost_micro_usd"] == 30
+        assert client.get("/v1/endpoints/m", headers=root).json()["cost_micro_usd"] == 730
 
     def test_an_unknown_endpoint_is_not_found(self, client: TestClient) -> None:
         assert client.get("/v1/endpoints/none").status_code == 404

@@ -34,6 +34,11 @@ class Caller:
         """Whose it is what names no team."""
         return "default" if self.team == ANY_TEAM else self.team
 
+    @property
+    def only_team(self) -> str | None:
+        """The one team whose records the caller may see; None for all."""
+        return None if self.team == ANY_TEAM else self.team
+
     def sees(self, team: str) -> bool:
         return self.team in (ANY_TEAM, team)
 

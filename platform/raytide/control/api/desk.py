@@ -101,7 +101,7 @@ class Desk:
 
     def jobs(self, caller: Caller, limit: int, offset: int, *, active: bool = False) -> list[JobView]:
         """Newest first; `active`: those that are not over. Fewer than `limit` when their specs are large."""
-        team = None if caller.team == ANY_TEAM else caller.team
+        team = caller.only_team
         most_bytes = bounds.MOST_PAGE_BYTES
         jobs = self._store.jobs(active=active, team=team, limit=limit, offset=offset, most_bytes=most_bytes)
         return self._views(jobs)
@@ -210,7 +210,8 @@ class Desk:
         return self.endpoint(spec.name, caller)
 
     def endpoints(self, caller: Caller) -> list[EndpointStatus]:
-        spent = costs(self._store.books.booked("endpoint"), self._accrued(), "endpoint")
+        booked = self._store.books.booked("endpoint", team=caller.only_team)
+        spent = costs(booked, (entry for entry in self._accrued() if caller.sees(entry.team)), "endpoint")
         live = self.live()
         return [
             EndpointStatus(
@@ -277,7 +278,7 @@ class Desk:
         return ask(self._live_path.parent)
 
     def cost(self, caller: Caller) -> CostReport:
-        team = None if caller.team == ANY_TEAM else caller.team
+        team = caller.only_team
         return cost_report(self._store.books, self._bill.machines(), to_us(self._clock.now_s()), team)
 
     def costs(self, by: By, caller: Caller, since_s: float) -> CostTable:

@@ -35,14 +35,17 @@ class Books:
         with self._db.read() as c:
             return tuple(codec.interval(row) for row in c.execute(t.open_intervals.select()))
 
-    def booked(self, by: CostBy, *, only: Sequence[str] | None = None) -> dict[str, int]:
-        """Micro-dollars of all entries by kind, job, endpoint, team or node: all of its values, or `only` these."""
+    def booked(self, by: CostBy, *, only: Sequence[str] | None = None, team: str | None = None) -> dict[str, int]:
+        """Micro-dollars of all entries by kind, job, endpoint, team or node: all of its values, or `only` these; of all
+        teams, or of one. A name that an endpoint had may be another team's now."""
         s = t.entries.c if by == "node" else t.totals.c
         key = {"kind": s.kind, "team": s.team, "node": t.entries.c.node_id}.get(by, s.subject)
         query = sa.select(key, sa.func.sum(s.amount_micro_usd)).group_by(key)
         if by in ("job", "endpoint"):
             query = query.where(s.kind.in_(_OF_JOB) if by == "job" else s.kind == EntryKind.ENDPOINT)
             query = query.where(s.subject != "")
+        if team is not None:
+            query = query.where(s.team == team)
         some = (query,) if only is None else (query.where(key.in_(part)) for part in named(only))
         with self._db.read() as c:
             return {row[0]: int(row[1]) for each in some for row in c.execute(each)}
