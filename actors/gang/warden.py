@@ -94,7 +94,7 @@ def _guard(folder: str, command: list[str], parent: int, ordered: dict[str, Any]
 def remove(folder: str) -> None:
     """Remove a command's folder, however deep it nested folders there: shutil.rmtree calls itself for each of them."""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        subprocess.run(["rm", "-rf", "--", folder], stderr=subprocess.DEVNULL, timeout=REMOVAL_S, check=False)
+        subprocess.run(["/bin/rm", "-rf", "--", folder], stderr=subprocess.DEVNULL, timeout=REMOVAL_S, check=False)
 
 
 def _as_user(user: str) -> dict[str, Any]:

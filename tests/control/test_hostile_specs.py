@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from raytide.actors.serving.metrics import ServingMetrics  # noqa: F401  # loade
 from raytide.control.api.app import create_app
 from raytide.control.api.auth import Tokens
 from raytide.control.api.desk import Desk
+from raytide.control.api.intake import Intake
 from raytide.core import bounds
 from raytide.core.endpoint import EndpointState
 from raytide.core.job import JobState
@@ -55,6 +57,7 @@ class Attack:
             ray_url="http://127.0.9.1:8265",
             ray_environment={},
         )
+        desk._intake = Intake(count(0.0, 3600.0).__next__)  # an hour between any two submissions
         tokens = {"evil": {"user": "eve", "team": "evil"}, "root": {"user": "root", "team": "*"}}
         (folder / "tokens.json").write_text(json.dumps(tokens))
         self.http = TestClient(create_app(desk, Tokens(folder / "tokens.json")), raise_server_exceptions=False)

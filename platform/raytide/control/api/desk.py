@@ -14,6 +14,7 @@ from raytide.control.api import logs
 from raytide.control.api.accounts import Accounts
 from raytide.control.api.auth import ANY_TEAM, Caller
 from raytide.control.api.inputs import Inputs
+from raytide.control.api.intake import Intake
 from raytide.control.api.leases import Leases
 from raytide.control.api.samples import samples
 from raytide.control.api.trouble import Watch
@@ -78,6 +79,7 @@ class Desk:
         self._ray_environment = ray_environment
         self._inputs = Inputs()
         self.leases = Leases(store, clock)
+        self._intake = Intake()
         self.accounts = Accounts(store, config)
         self.watch = Watch(live, store, clock)
         self.packages = Packages(live.parent / "packages")
@@ -95,6 +97,7 @@ class Desk:
         now_s = self._clock.now_s()
         digest = digest or hashlib.sha256(spec.model_dump_json().encode()).hexdigest()
         spec = resolved(spec, self._config.node_types, now_s)
+        self._intake.take(spec)
         most = self._config.settings.max_live_jobs
         job = self._store.submit_job(spec, caller.user, now_s, key=key, digest=digest, most_live=most)
         return self.view(job)

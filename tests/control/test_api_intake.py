@@ -1,0 +1,44 @@
+"""A team cannot fill the state store with jobs that it submits and stops."""
+
+from __future__ import annotations
+
+import pytest
+
+from raytide.control.api.intake import BURST_BYTES, BYTES_PER_H, Intake
+from raytide.core.errors import QuotaError
+from raytide.core.job import JobSpec
+
+
+def spec(team: str, *, chars: int = 0, members: int = 1) -> JobSpec:
+    shape = {"members": members, "resources": {"CPU": 1}}
+    fields = {"kind": "gang", "name": "g", "team": team, "gang": {"shapes": [shape]}, "config": {"a": "x" * chars}}
+    return JobSpec.parse(fields, where="job")
+
+
+def fill(intake: Intake, large: dict[str, int]) -> tuple[int, QuotaError]:
+    """How many are taken, and how the next one is refused."""
+    for taken in range(10_000):
+        try:
+            intake.take(spec("evil", **large))
+        except QuotaError as error:
+            return taken, error
+    raise AssertionError("nothing was refused")
+
+
+@pytest.mark.parametrize("large", [{"chars": 60_000}, {"members": 4096}])
+def test_a_burst_is_taken_then_as_much_as_time_brings(large: dict[str, int]) -> None:
+    now_s = 0.0
+    intake = Intake(lambda: now_s)
+    taken, refused = fill(intake, large)
+    assert 50 < taken < 2000
+    assert "Try again in" in refused.hint
+    intake.take(spec("other", **large))
+    now_s += 3600.0
+    again, _ = fill(intake, large)
+    assert again == pytest.approx(taken * BYTES_PER_H / BURST_BYTES, abs=2)
+
+
+def test_a_sweep_of_a_thousand_usual_jobs_is_no_burst() -> None:
+    intake = Intake(lambda: 0.0)
+    for _ in range(1000):
+        intake.take(spec("ana", chars=2000, members=8))
