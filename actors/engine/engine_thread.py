@@ -122,11 +122,12 @@ class EngineThread:
         What is asked meanwhile waits for the next turn, or commands that follow each other would keep steps away.
         """
         left: int | None = None
-        while left is None or left > 0:
-            if loop.has_work:
-                left = (self._calls.qsize() if left is None else left) - 1
-                if left < 0:
+        while True:
+            if loop.has_work:  # a command may take the work away, as one that puts the engine to sleep does
+                left = self._calls.qsize() if left is None else left
+                if not left:
                     break
+                left -= 1
             call = self._calls.get()
             if call is None:
                 for request_id in loop.request_ids:
