@@ -184,12 +184,14 @@ def _budget_row(team: TeamView) -> tuple[str, ...]:
 
 
 def _active(client: Client) -> list[JobView]:
-    """All that are not over, however many."""
-    views = page = client.jobs(limit=_PAGE, active=True)
-    while page:  # one may be cut off by its size
-        page = client.jobs(limit=_PAGE, offset=len(views), active=True)
-        views = views + page
-    return views
+    """All jobs that are not over. A page may be cut off by its size, so only one without a new job is the last."""
+    found: dict[str, JobView] = {}
+    while True:
+        page = client.jobs(limit=_PAGE, offset=len(found), active=True)
+        before = len(found)
+        found |= {view.job.id: view for view in page}
+        if len(found) == before:
+            return list(found.values())
 
 
 def _job_row(view: JobView) -> tuple[str, ...]:

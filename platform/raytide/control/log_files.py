@@ -10,6 +10,7 @@ import os
 import re
 import stat
 import threading
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -31,6 +32,8 @@ DRIVERS_BYTES = 2 << 30
 _LEAST_BYTES = 64 << 10
 _EVERY_S = 1.0
 _COPY_BYTES = 1 << 20
+_IN_FLIGHT_S = 0.02
+"""The time that a write has to end in the old file after the new one took its place."""
 _DRIVER_LOGS = "job-driver-raytide-*.log"
 
 _HEADER = "raytide dropped the first {:020d} bytes of this log, which were the oldest.\n"
@@ -119,6 +122,8 @@ def _replace(fd: int, path: Path, old: BinaryIO, tail_bytes: int) -> None:
         os.replace(staged, path)
         for each in _same_file(fd):
             os.dup2(new, each)
+        _write(new, old.read())
+        time.sleep(_IN_FLIGHT_S)
         _write(new, old.read())
     except BaseException:
         staged.unlink(missing_ok=True)
