@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 import tempfile
 from pathlib import Path
 
@@ -114,6 +115,20 @@ def test_a_home_in_shared_memory_is_as_private(monkeypatch: pytest.MonkeyPatch) 
 def test_settings_of_any_user_and_copies_of_others_data_are_private(path: str) -> None:
     with pytest.raises(DeniedError):
         check_path(path)
+
+
+def test_an_installed_python_in_a_hidden_folder_is_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As pyenv and conda install it."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "base_prefix", str(tmp_path / ".pyenv" / "versions" / "3.11"))
+    private._python.cache_clear()
+    try:
+        check_path(str(tmp_path / ".pyenv" / "versions" / "3.11" / "lib" / "json"))
+        for name in (".pyenv/version", ".pyenv/versions/3.11/.netrc", ".settings"):
+            with pytest.raises(DeniedError):
+                check_path(str(tmp_path / name))
+    finally:
+        private._python.cache_clear()
 
 
 def test_caches_of_models_are_not(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ import json
 import os
 import re
 import stat
+import sys
+import sysconfig
 import tempfile
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
@@ -150,7 +152,17 @@ def _is_private(real: str) -> bool:
     if user == "/" or not real.startswith(f"{user}/"):
         return False
     below = real[len(user) + 1 :]
-    return below.startswith(".") and not any(_is_in(below, data) for data in _DATA_IN_HOME)
+    if not below.startswith("."):
+        return False
+    return not (any(_is_in(below, data) for data in _DATA_IN_HOME) or any(_is_in(real, place) for place in _python()))
+
+
+@lru_cache
+def _python() -> tuple[str, ...]:
+    """The installed Python and its packages, which pyenv, conda and virtual environments keep in hidden folders."""
+    places = (sys.prefix, sys.base_prefix, *sysconfig.get_paths().values())
+    inside = (os.path.realpath(place) for place in places)
+    return tuple(place for place in inside if not _is_in(os.path.realpath(Path.home()), place))
 
 
 def _places() -> tuple[str, ...]:
