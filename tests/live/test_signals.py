@@ -21,9 +21,7 @@ from raytide.core.endpoint import EndpointState, Replicas, ServeSpec
 from raytide.core.fleet import NodeState
 from raytide.core.signals import FRESH_S
 
-# Since the hardening of issue 14 a stopped replica is not seen as silent in about half of the runs. Until its cause is
-# found it runs with ./dev soak alone.
-pytestmark = [pytest.mark.cluster, pytest.mark.soak]
+pytestmark = pytest.mark.cluster
 
 GROWING = {"kind": "fake", "tokens_per_s": 50.0, "kv_tokens": 300, "max_model_len": 100_000}
 
@@ -54,7 +52,8 @@ def test_full_caches_buy_a_node_and_neither_a_silent_replica_nor_a_busy_or_silen
 
     def is_heard() -> bool:
         load = json.loads((live.run_dir / "live.json").read_text())["loads"]["fills"]
-        return all(replica["at_s"] > load["at_s"] - FRESH_S for replica in load["replicas"])
+        fresh = [replica for replica in load["replicas"] if replica["at_s"] > load["at_s"] - FRESH_S]
+        return len(fresh) == load["ready"]  # one that was stopped before its first report has no entry
 
     (first,), (early,) = nodes(), replica_pids(live)
     with ExitStack() as two_requests:
