@@ -10,15 +10,16 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from raytide.autoscaler import endpoints, live_fleet, moves, shrink
-from raytide.autoscaler.draft import Draft
-from raytide.autoscaler.requested import seat_requested
-from raytide.autoscaler.roster import Roster
-from raytide.autoscaler.seating import seat_leases, seat_replicas, seat_unmanaged
-from raytide.core.fleet import NodeState
-from raytide.core.plan import Action, Terminate, Wait
-from raytide.core.room import Room
-from raytide.core.snapshot import Snapshot
+from raytide.autoscaler.disruption import consolidation, termination
+from raytide.autoscaler.endpoints import slo_policy, targets
+from raytide.autoscaler.nodes.occupancy import Roster
+from raytide.autoscaler.provisioning.plan_builder import Draft
+from raytide.autoscaler.provisioning.provisioner import seat_leases, seat_replicas, seat_unmanaged
+from raytide.autoscaler.provisioning.unmanaged import seat_requested
+from raytide.core.objects.node import NodeState
+from raytide.core.objects.plan import Action, Terminate, Wait
+from raytide.core.objects.snapshot import Snapshot
+from raytide.scheduling.state import Room
 
 MINIMUM = "minimum"
 WARM = "warm"
@@ -29,24 +30,24 @@ def plan(snapshot: Snapshot, room: Room | None = None) -> tuple[Action, ...]:
     that is there already; it is changed."""
     if not snapshot.ray_answers:
         reason = "Ray does not answer; nodes, leases and replicas stay as they are, only deadlines are kept"
-        return (*shrink.past_deadline(snapshot), Wait("cluster", "signal", reason, "See `raytide doctor`."))
-    ends = tuple(shrink.overdue(snapshot))
-    snapshot, scales = endpoints.publish(snapshot)
+        return (*termination.past_deadline(snapshot), Wait("cluster", "signal", reason, "See `raytide doctor`."))
+    ends = tuple(termination.overdue(snapshot))
+    snapshot, scales = targets.publish(snapshot)
     snapshot = _ended(snapshot, {end.node_id for end in ends if isinstance(end, Terminate)})
     if room is None or scales or any(end.node_id in room.rows for end in ends):
         room = Room.of(snapshot)
     draft = Draft(snapshot, replace(room, snapshot=snapshot), Roster.of(snapshot), [*ends, *scales])
-    moves.reserve(draft)
+    consolidation.reserve(draft)
     seat_replicas(draft)
     seat_leases(draft)
     seat_requested(draft, seat_unmanaged(draft))
     draft.close()
     _keep_minimum(draft)
     _keep_warm(draft)
-    draft.actions += [drain for drain in live_fleet.drains(snapshot) if drain.node_id not in draft.promised]
-    draft.actions += moves.to_replacements(draft)
-    draft.actions += moves.decide(draft)
-    draft.actions += shrink.idle(snapshot, keep=draft.promised, leaving=draft.leaving)
+    draft.actions += [drain for drain in slo_policy.drains(snapshot) if drain.node_id not in draft.promised]
+    draft.actions += consolidation.to_replacements(draft)
+    draft.actions += consolidation.decide(draft)
+    draft.actions += termination.idle(snapshot, keep=draft.promised, leaving=draft.leaving)
     return tuple(draft.actions)
 
 

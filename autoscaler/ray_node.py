@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from raytide.core.fleet import Resources
+from raytide.core.objects.node import Resources
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,12 +31,12 @@ import yaml
 from elastic_cpu import lines, until, write_dataset
 
 import raytide as rt
-from raytide.control import cluster
+from raytide.control.bootstrap import local
+from raytide.control.bootstrap.embedded import LocalCluster
 from raytide.control.client import Client
-from raytide.control.embedded import LocalCluster
-from raytide.core.endpoint import EndpointState, Replicas, ServeSpec
-from raytide.core.gang import GangSpec, Shape
-from raytide.core.train_spec import ModelSpec, TrainSpec
+from raytide.core.objects.endpoint import EndpointState, Replicas, ServeSpec
+from raytide.core.objects.gang import GangSpec, Shape
+from raytide.core.specs.train import ModelSpec, TrainSpec
 
 MEMBERS, AT_LEAST, REPLICAS = 4, 2, 3
 TOKENS_PER_S, TOKENS, SLOTS = 5.0, 10, 8
@@ -116,7 +116,7 @@ def main() -> None:
             home = Path(folder)
             write_dataset(home / "tokens")
             (home / "config.json").write_text("{}")
-            with cluster.temporary(home / "home", fleet(home, args.tick, shrinks), "absorber") as up:
+            with local.temporary(home / "home", fleet(home, args.tick, shrinks), "absorber") as up:
                 runs.append(disturbed(up, home, args, shrinks))
         show(runs[-1], args)
     verdict = compare(*runs, args)
@@ -126,7 +126,7 @@ def main() -> None:
 
 
 def fleet(home: Path, tick_s: float, shrinks: bool) -> Path:
-    body = yaml.safe_load(cluster.DEFAULT_CONFIG.read_text())
+    body = yaml.safe_load(local.DEFAULT_CONFIG.read_text())
     body["available_node_types"]["gpu8"] |= {"resources": {"CPU": 0, "GPU": MEMBERS + 1}, "max_workers": 1}
     body["metadata"]["raytide"] |= {"tick_s": tick_s, "limits": {"shrink_for_serving": shrinks}}
     (home / "cluster.yaml").write_text(yaml.safe_dump(body))

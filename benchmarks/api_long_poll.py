@@ -27,16 +27,16 @@ from pathlib import Path
 
 import psutil
 
-from raytide.control.api.app import create_app
 from raytide.control.api.auth import Tokens
-from raytide.control.api.desk import Desk
+from raytide.control.api.routes import create_app
+from raytide.control.api.services.service import Desk
 from raytide.core.clock import SystemClock
-from raytide.core.cluster import load_cluster
-from raytide.core.gang import GangSpec, Lease, LeaseState, Member, Shape
-from raytide.core.job import JobKind, JobSpec
+from raytide.core.objects.cluster_config import load_cluster
+from raytide.core.objects.gang import GangSpec, Lease, LeaseState, Member, Shape
+from raytide.core.objects.job import JobKind, JobSpec
 from raytide.core.state import Changes, Store, codec, tables
 
-LOCAL = Path(__file__).parents[1] / "platform" / "raytide" / "control" / "local.yaml"
+LOCAL = Path(__file__).parents[1] / "platform" / "raytide" / "control" / "bootstrap" / "local.yaml"
 HOST, PORT = "127.0.0.1", 17400
 SHAPE = Shape(members=4, resources={"CPU": 1.0})
 

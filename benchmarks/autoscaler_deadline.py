@@ -18,8 +18,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "platform"))
 
-from raytide.simulate.deadline import run
-from raytide.simulate.deadline_policies import POLICIES
+from raytide.simulate.deadline.compare import run
+from raytide.simulate.deadline.policies import POLICIES
 from raytide.simulate.spot import SpotTrace, read
 
 NAMES = [name for name in POLICIES if name != "uniform-progress"]

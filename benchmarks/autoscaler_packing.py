@@ -39,16 +39,16 @@ from scipy.sparse import lil_array
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "platform"))
 
-from raytide.autoscaler.draft import Draft
+from raytide.autoscaler.nodes.occupancy import Roster
 from raytide.autoscaler.planner import plan
-from raytide.autoscaler.roster import Roster
-from raytide.autoscaler.seating import seat_unmanaged
-from raytide.core.fleet import NodeType, add, fits, whole_shares
-from raytide.core.plan import Launch
-from raytide.core.repair import repair
-from raytide.core.room import Room
-from raytide.core.shortfall import copies
-from raytide.core.snapshot import Demand, Snapshot, Unmanaged
+from raytide.autoscaler.provisioning.plan_builder import Draft
+from raytide.autoscaler.provisioning.provisioner import seat_unmanaged
+from raytide.core.objects.node import NodeType, add, fits, whole_shares
+from raytide.core.objects.plan import Launch
+from raytide.core.objects.snapshot import Demand, Snapshot, Unmanaged
+from raytide.scheduling.diagnosis import copies
+from raytide.scheduling.repacking import repair
+from raytide.scheduling.state import Room
 
 GIB = 2**30
 MOST = 10_000

@@ -20,10 +20,10 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 
-from raytide.core.fleet import Market
-from raytide.simulate.serving import Stage
-from raytide.simulate.serving_plot import Frame, svg
-from raytide.simulate.serving_setup import ServingSetup
+from raytide.core.objects.node import Market
+from raytide.simulate.serving.compare import Stage
+from raytide.simulate.serving.plot import Frame, svg
+from raytide.simulate.serving.setup import ServingSetup
 
 TARGETS = (0.6, 0.65, 0.68, 0.7, 0.72, 0.74, 0.76, 0.78, 0.8, 0.85, 0.9, 0.95, 0.99)
 HEDGES = tuple(f"spothedge-{extra}" for extra in range(5))

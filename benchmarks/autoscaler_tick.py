@@ -23,22 +23,22 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "platform"))
 
-from raytide.autoscaler.idle import IdleClock
+from raytide.autoscaler.nodes.idleness import IdleClock
 from raytide.autoscaler.providers.base import Machine
 from raytide.autoscaler.ray_node import RayNode
-from raytide.autoscaler.risk import SpotRisk
+from raytide.autoscaler.spot.pool_risk import SpotRisk
 from raytide.control.controller import GC_THRESHOLDS
-from raytide.control.decide import decide
-from raytide.control.observe import Book, advance, snapshot
-from raytide.control.settle import settle
-from raytide.control.world import World
-from raytide.core.cluster import ClusterConfig, RaytideSection, UnmanagedSection
-from raytide.core.endpoint import Endpoint, EndpointLoad, EndpointState, Replicas, ServeSpec
-from raytide.core.fleet import Market, Node, NodeState, NodeType, Resources, fits, minus
-from raytide.core.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
-from raytide.core.job import Job, JobKind, JobSpec, JobState
-from raytide.core.plan import Drain, Launch
-from raytide.core.snapshot import Demand
+from raytide.control.reconcile.decide import decide
+from raytide.control.reconcile.intents import settle
+from raytide.control.reconcile.observation import World
+from raytide.control.reconcile.records import Book, advance, snapshot
+from raytide.core.objects.cluster_config import ClusterConfig, RaytideSection, UnmanagedSection
+from raytide.core.objects.endpoint import Endpoint, EndpointLoad, EndpointState, Replicas, ServeSpec
+from raytide.core.objects.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
+from raytide.core.objects.job import Job, JobKind, JobSpec, JobState
+from raytide.core.objects.node import Market, Node, NodeState, NodeType, Resources, fits, minus
+from raytide.core.objects.plan import Drain, Launch
+from raytide.core.objects.snapshot import Demand
 
 NOW_S = 1_000_000.0
 ZONES = ("a", "b")

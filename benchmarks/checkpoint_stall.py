@@ -22,9 +22,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from raytide.actors.trainer import group
-from raytide.actors.trainer.loop import Trainer
-from raytide.core.train_spec import ModelSpec, TrainSpec
+from raytide.actors.trainer.distributed import process_group
+from raytide.actors.trainer.trainer import Trainer
+from raytide.core.specs.train import ModelSpec, TrainSpec
 
 VOCAB, SEED = 8192, 0
 
@@ -37,7 +37,7 @@ def main() -> None:
     arguments.add_argument("--url", help="where the checkpoints go; a temporary directory when left out")
     options = arguments.parse_args()
     torch.set_num_threads(options.threads)
-    with tempfile.TemporaryDirectory() as folder, group.alone() as mine:
+    with tempfile.TemporaryDirectory() as folder, process_group.alone() as mine:
         trainer = Trainer(spec_of(Path(folder), options.mb, options.url), mine)
         trainer.restore()
         trainer.step()

@@ -34,8 +34,8 @@ def lap(name):
 import torch
 lap("import torch")
 from raytide.actors.engine import LLM, SamplingParams
-from raytide.actors.engine.kv_cache import KvCache
-from raytide.actors.engine.runner import Runner
+from raytide.actors.engine.kv_cache.kv_cache import KvCache
+from raytide.actors.engine.model.model_runner import Runner
 from raytide.kernels import registry
 lap("import raytide's engine")
 def timed(owner, name, before, after):
@@ -46,7 +46,7 @@ def timed(owner, name, before, after):
         lap(after)
         return result
     setattr(owner, name, wrapped)
-import raytide.actors.engine.runner as runner
+import raytide.actors.engine.model.model_runner as runner
 timed(runner, "ops_for", "config, tokenizer, version", "choose operators")
 timed(Runner, "load", "choose operators", "weights")
 timed(KvCache, "allocate", "weights", "KV memory")

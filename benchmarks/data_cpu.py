@@ -14,8 +14,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from raytide.core.data_spec import DataSpec, TokenizerSpec, TrainTokenizer
-from raytide.core.gang import GangSpec, Shape
+from raytide.core.objects.gang import GangSpec, Shape
+from raytide.core.specs.data import DataSpec, TokenizerSpec, TrainTokenizer
 from raytide.pipelines.bpe import load_bpe
 from raytide.pipelines.build import Progress, build
 from raytide.pipelines.read import find_inputs, read_documents, split_parts

@@ -32,13 +32,13 @@ import psutil
 import yaml
 
 import raytide as rt
-from raytide.autoscaler.providers.local_files import NodeFolder, node_folders
-from raytide.autoscaler.providers.local_spot import give_notice
-from raytide.control import cluster
+from raytide.autoscaler.providers.local.files import NodeFolder, node_folders
+from raytide.autoscaler.providers.local.spot import give_notice
+from raytide.control.bootstrap import local
+from raytide.control.bootstrap.embedded import LocalCluster
 from raytide.control.client import Client
-from raytide.control.embedded import LocalCluster
-from raytide.core.gang import GangSpec, Shape
-from raytide.core.train_spec import ModelSpec, TrainSpec
+from raytide.core.objects.gang import GangSpec, Shape
+from raytide.core.specs.train import ModelSpec, TrainSpec
 
 VOCAB, SEQ_LEN, BATCH, EVERY = 512, 128, 12, 20
 WAIT_S = 240.0
@@ -70,7 +70,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         write_dataset(home / "tokens")
-        with cluster.temporary(home / "home", fleet(home, args.members), "bench") as up:
+        with local.temporary(home / "home", fleet(home, args.members), "bench") as up:
             kills, notices, yardsticks = [], [], []
             for run in range(args.runs):
                 killed, noticed = ours(up, args, home, run, chance)
@@ -233,7 +233,7 @@ def kill_raylet(node: NodeFolder) -> None:
 
 def fleet(home: Path, members: int) -> Path:
     """The embedded fleet, with nodes that stay and one more that may come."""
-    body = yaml.safe_load(cluster.DEFAULT_CONFIG.read_text())
+    body = yaml.safe_load(local.DEFAULT_CONFIG.read_text())
     body["available_node_types"]["cpu1.spot"] |= {"min_workers": members, "max_workers": members + 1}
     path = home / "cluster.yaml"
     path.write_text(yaml.safe_dump(body))

@@ -24,10 +24,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "platform"))
 
-from raytide.actors.engine.blocks import BlockPool
-from raytide.actors.engine.evict import SwapCost
+from raytide.actors.engine.kv_cache.block_pool import BlockPool
 from raytide.actors.engine.sampling_params import SamplingParams
-from raytide.actors.engine.scheduler import Scheduler
+from raytide.actors.engine.scheduler.preemption import SwapCost
+from raytide.actors.engine.scheduler.scheduler import Scheduler
 from raytide.actors.engine.sequence import Sequence
 
 TRACE_BLOCK, BLOCK = 512, 16

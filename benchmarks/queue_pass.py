@@ -24,24 +24,24 @@ from pathlib import Path
 
 from fastapi.testclient import TestClient
 
-from raytide.control.api.app import create_app
 from raytide.control.api.auth import Tokens
-from raytide.control.api.desk import Desk
+from raytide.control.api.routes import create_app
+from raytide.control.api.services.service import Desk
 from raytide.control.controller import GC_THRESHOLDS
 from raytide.control.views import Live, Waiting
 from raytide.control.wire import to_json
 from raytide.core.clock import SystemClock
-from raytide.core.cluster import load_cluster
-from raytide.core.endpoint import Endpoint, EndpointLoad, EndpointState, Replicas, ServeSpec
-from raytide.core.fleet import Node, NodeState, NodeType
-from raytide.core.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
-from raytide.core.job import Job, JobKind, JobSpec, JobState
-from raytide.core.snapshot import EndpointView, NodeView, Snapshot
+from raytide.core.objects.cluster_config import load_cluster
+from raytide.core.objects.endpoint import Endpoint, EndpointLoad, EndpointState, Replicas, ServeSpec
+from raytide.core.objects.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
+from raytide.core.objects.job import Job, JobKind, JobSpec, JobState
+from raytide.core.objects.node import Node, NodeState, NodeType
+from raytide.core.objects.snapshot import EndpointView, NodeView, Snapshot
+from raytide.core.objects.team import Team, TeamSpec
 from raytide.core.state import Store
-from raytide.core.team import Team, TeamSpec
-from raytide.jobs.admit import admit
+from raytide.jobs.admission.scheduler import admit
 
-LOCAL = Path(__file__).parents[1] / "platform" / "raytide" / "control" / "local.yaml"
+LOCAL = Path(__file__).parents[1] / "platform" / "raytide" / "control" / "bootstrap" / "local.yaml"
 MODEL = {"ray.io/accelerator-type": "H100"}
 SCALES = (1000, 64), (2000, 128), (4000, 256), (5000, 1000)
 """Jobs and nodes."""

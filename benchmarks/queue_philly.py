@@ -20,10 +20,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "platform"))
 
-from raytide.simulate import job_trace
-from raytide.simulate.cluster_jobs import replay
-from raytide.simulate.job_trace import JobTrace
-from raytide.simulate.jobs import POLICIES
+from raytide.simulate.jobs import trace as job_trace
+from raytide.simulate.jobs.cluster import replay
+from raytide.simulate.jobs.compare import POLICIES
+from raytide.simulate.jobs.trace import JobTrace
 
 LIMITS = {"m": 1.15, "p": 1.03, "w": 1.0}
 HEAD = f"{'day':>8}{'share':>6}{'load':>5}{'jobs':>7}{'GPUs':>6}{'mean':>8}{'p99':>8}{'wait':>8}  over"

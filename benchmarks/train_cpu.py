@@ -18,12 +18,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from raytide.actors.trainer import group
-from raytide.actors.trainer.decoder import Decoder
-from raytide.actors.trainer.loop import Trainer
-from raytide.actors.trainer.start import initialise
-from raytide.core.optim_spec import OptimSpec
-from raytide.core.train_spec import ModelSpec, TrainSpec
+from raytide.actors.trainer.distributed import process_group
+from raytide.actors.trainer.hf.init_weights import initialise
+from raytide.actors.trainer.model.decoder import Decoder
+from raytide.actors.trainer.trainer import Trainer
+from raytide.core.specs.optim_spec import OptimSpec
+from raytide.core.specs.train import ModelSpec, TrainSpec
 
 VOCAB = 4096
 WARM_UP = 2
@@ -92,7 +92,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    with tempfile.TemporaryDirectory() as folder, group.alone() as mine:
+    with tempfile.TemporaryDirectory() as folder, process_group.alone() as mine:
         spec = TrainSpec(
             dataset=str(write_dataset(Path(folder) / "data", 2_000_000)),
             out=f"{folder}/run",

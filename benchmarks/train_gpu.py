@@ -21,14 +21,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from raytide.actors.trainer import group
-from raytide.actors.trainer.decoder import Decoder
-from raytide.actors.trainer.loop import Trainer
-from raytide.actors.trainer.origin import open_data, origin_of
-from raytide.actors.trainer.start import initialise
-from raytide.core.memory_spec import MemorySpec
-from raytide.core.optim_spec import OptimSpec
-from raytide.core.train_spec import ModelSpec, TrainSpec
+from raytide.actors.trainer.distributed import process_group
+from raytide.actors.trainer.hf.init_weights import initialise
+from raytide.actors.trainer.hf.model_source import open_data, origin_of
+from raytide.actors.trainer.model.decoder import Decoder
+from raytide.actors.trainer.trainer import Trainer
+from raytide.core.specs.memory_spec import MemorySpec
+from raytide.core.specs.optim_spec import OptimSpec
+from raytide.core.specs.train import ModelSpec, TrainSpec
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 VOCAB = 32768
@@ -142,7 +142,7 @@ def measure(shape: str, what: str, folder: str, args: argparse.Namespace, device
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     spec = spec_of(shape, ROWS.get(what, {}), folder, args.backend)
-    with group.alone() as mine:
+    with process_group.alone() as mine:
         if what == "plain":
             plain = Plain(spec, origin_of(spec, open_data(spec)).arch, device, args.backend)
             step, model = plain.step, plain.model

@@ -11,8 +11,8 @@ from pathlib import Path
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
-from raytide.actors.trainer.ray_train import train_loop_per_worker
-from raytide.core.train_spec import ModelSpec, TrainSpec
+from raytide.actors.trainer.runners.ray_train import train_loop_per_worker
+from raytide.core.specs.train import ModelSpec, TrainSpec
 
 WORKERS = 2
 

@@ -9,8 +9,8 @@ import json
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from raytide.core.data_spec import TrainTokenizer
 from raytide.core.errors import DataError
+from raytide.core.specs.data import TrainTokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from raytide.core.claim import Claim
-from raytide.core.data_spec import DataSpec
 from raytide.core.errors import ConflictError, DataError, StorageError
-from raytide.core.storage import exists, is_full_disk, join, read_bytes, sha256, write_bytes
-from raytide.core.tokens import (
+from raytide.core.io.claim import Claim
+from raytide.core.io.storage import exists, is_full_disk, join, read_bytes, sha256, write_bytes
+from raytide.core.io.token_dataset import (
     ITEM_BYTES,
     MANIFEST,
     Source,
@@ -23,6 +22,7 @@ from raytide.core.tokens import (
     load_manifest,
     verify,
 )
+from raytide.core.specs.data import DataSpec
 from raytide.pipelines.bpe import eos_id_of, load_bpe, tokenizer_config, vocab_size_of
 from raytide.pipelines.encode import Encoder, learn_tokenizer
 from raytide.pipelines.filter import describe

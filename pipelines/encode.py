@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from raytide.core.data_spec import TrainTokenizer
-from raytide.core.tokens import TokenDtype
+from raytide.core.io.token_dataset import TokenDtype
+from raytide.core.specs.data import TrainTokenizer
 from raytide.pipelines.bpe import load_bpe, train_bpe
 from raytide.pipelines.runner import payloads
 from raytide.pipelines.survey import Pick

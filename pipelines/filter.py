@@ -11,7 +11,7 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from raytide.core.data_spec import TextFilter
+from raytide.core.specs.data import TextFilter
 
 DIGEST_BYTES = 16
 

@@ -9,9 +9,9 @@ from abc import ABC, abstractmethod
 import numpy as np
 from numpy.typing import NDArray
 
-from raytide.core.data_spec import DataSpec
-from raytide.core.storage import join, open_url, sha256, write_bytes
-from raytide.core.tokens import ITEM_BYTES, MANIFEST, Shard, ShardFormat, TokenDtype
+from raytide.core.io.storage import join, open_url, sha256, write_bytes
+from raytide.core.io.token_dataset import ITEM_BYTES, MANIFEST, Shard, ShardFormat, TokenDtype
+from raytide.core.specs.data import DataSpec
 
 SHARDS = "shards"
 SHARD_NAME = re.compile(r"\d{5,}\.(bin|parquet)(\.[0-9a-f]{32}\.part)?")

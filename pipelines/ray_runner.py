@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from raytide.core.data_spec import DataSpec
 from raytide.core.errors import ClusterError, RaytideError
+from raytide.core.specs.data import DataSpec
 from raytide.pipelines.runner import task_batch
 
 if TYPE_CHECKING:

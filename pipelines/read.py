@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any
 
-from raytide.core.data_spec import DataSpec
 from raytide.core.errors import DataError
-from raytide.core.storage import is_local, open_url
+from raytide.core.io.storage import is_local, open_url
+from raytide.core.specs.data import DataSpec
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from raytide.core.data_spec import TextFilter
 from raytide.core.errors import DataError
+from raytide.core.specs.data import TextFilter
 from raytide.pipelines.filter import Survey, drop_duplicates, survey_from_bytes, survey_of
 from raytide.pipelines.read import Chunk, Part, read_documents
 from raytide.pipelines.runner import Runner, payloads

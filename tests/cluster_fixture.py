@@ -19,7 +19,7 @@ import pytest
 
 if TYPE_CHECKING:
     import raytide as rt
-    from raytide.control.embedded import LocalCluster
+    from raytide.control.bootstrap.embedded import LocalCluster
 
 NAME = "live"
 OPERATORS = {"AWS_SECRET_ACCESS_KEY": "the operator's own", "OPERATORS_OWN": "nobody else's"}
@@ -37,7 +37,7 @@ def kill_raylet(of: LocalCluster, node_id: str) -> None:
     """The node's other processes are left to notice it."""
     import psutil
 
-    from raytide.autoscaler.providers.local_files import NodeFolder
+    from raytide.autoscaler.providers.local.files import NodeFolder
 
     node = NodeFolder(of.run_dir / "nodes" / node_id).process()
     assert node is not None
@@ -51,7 +51,7 @@ def replica_pids(of: LocalCluster) -> list[int]:
     """The processes of this cluster's replicas."""
     import psutil
 
-    from raytide.control.running import MARK
+    from raytide.control.bootstrap.cluster_record import MARK
 
     found = []
     for process in psutil.process_iter(["name", "cmdline"]):
@@ -67,8 +67,8 @@ def replica_pids(of: LocalCluster) -> list[int]:
 
 @pytest.fixture(scope="session")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    from raytide.control import cluster
-    from raytide.core.processes import Process
+    from raytide.control.bootstrap import local
+    from raytide.core.io.process import Process
 
     before = os.environ.get("RAYTIDE_HOME")
     os.environ["RAYTIDE_HOME"] = str(tmp_path_factory.mktemp("home"))
@@ -76,10 +76,10 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
         with pytest.MonkeyPatch.context() as shell:
             for name, value in OPERATORS.items():
                 shell.setenv(name, value)
-            started = cluster.up(name=NAME, owner=Process.of(os.getpid()))
+            started = local.up(name=NAME, owner=Process.of(os.getpid()))
         yield started
     finally:
-        cluster.down(NAME)
+        local.down(NAME)
         if before is None:
             del os.environ["RAYTIDE_HOME"]
         else:

@@ -11,7 +11,7 @@ import sys
 import time
 from contextlib import suppress
 
-from raytide.core.processes import kill_marked, marked
+from raytide.core.io.process import kill_marked, marked
 
 BY_THEMSELVES_S = 30.0
 """Clusters end with their owner, in order: they are given the time."""

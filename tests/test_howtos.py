@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 import raytide as rt
-from raytide.control.embedded import LocalCluster
-from raytide.core.job import JobState
+from raytide.control.bootstrap.embedded import LocalCluster
+from raytide.core.objects.job import JobState
 
 pytestmark = pytest.mark.cluster
 

@@ -15,11 +15,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import raytide as rt
-from raytide.actors.trainer.core import StepResult
-from raytide.actors.trainer.local import train_local
-from raytide.core.data_spec import DataSpec, TokenizerSpec, TrainTokenizer
-from raytide.core.model_spec import ModelSpec
-from raytide.core.train_spec import OptimSpec, TrainSpec
+from raytide.actors.trainer.runners.local import train_local
+from raytide.actors.trainer.types import StepResult
+from raytide.core.specs.data import DataSpec, TokenizerSpec, TrainTokenizer
+from raytide.core.specs.model import ModelSpec
+from raytide.core.specs.train import OptimSpec, TrainSpec
 from raytide.pipelines.build import build
 from raytide.pipelines.runner import InlineRunner
 

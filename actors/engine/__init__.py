@@ -1,6 +1,6 @@
 """raytide's inference engine: paged KV, continuous batching, streaming. `docs/engine.md` follows a token through it.
 
-Names load on first use, so that `raytide.actors.engine.scheduler` and the nouns need no torch.
+Names load on first use, so that `raytide.actors.engine.scheduler.scheduler` and the nouns need no torch.
 """
 
 from __future__ import annotations
@@ -9,9 +9,13 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from raytide.actors.engine.backends.fake import FakeEngine
+    from raytide.actors.engine.backends.native.engine import NativeEngine
+    from raytide.actors.engine.backends.native.llm import LLM
     from raytide.actors.engine.base import Engine
     from raytide.actors.engine.config import EngineConfig
-    from raytide.actors.engine.core import (
+    from raytide.actors.engine.sampling_params import SamplingParams, Structured
+    from raytide.actors.engine.types import (
         Completion,
         EngineInfo,
         EngineStats,
@@ -21,10 +25,6 @@ if TYPE_CHECKING:
         RequestOutput,
         TokenLogprobs,
     )
-    from raytide.actors.engine.fake import FakeEngine
-    from raytide.actors.engine.llm import LLM
-    from raytide.actors.engine.native import NativeEngine
-    from raytide.actors.engine.sampling_params import SamplingParams, Structured
 
 __all__ = [
     "LLM",
@@ -45,17 +45,17 @@ __all__ = [
 ]
 
 _HOME = {
-    "LLM": "llm",
+    "LLM": "backends.native.llm",
     "SamplingParams": "sampling_params",
     "Structured": "sampling_params",
     "Engine": "base",
     "EngineConfig": "config",
-    "FakeEngine": "fake",
-    "NativeEngine": "native",
+    "FakeEngine": "backends.fake",
+    "NativeEngine": "backends.native.engine",
 }
 
 
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME.get(name, 'core')}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_HOME.get(name, 'types')}"), name)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Collection, Sequence
 from typing import Literal, NoReturn, Protocol
 
-from raytide.actors.engine.core import EngineInfo, EngineStats, Feature, GenChunk, GenRequest, Message
-from raytide.actors.engine.kv_handle import KvHandle
+from raytide.actors.engine.kv_cache.handle import KvHandle
+from raytide.actors.engine.types import EngineInfo, EngineStats, Feature, GenChunk, GenRequest, Message
 from raytide.core.errors import UsageError
 
 __all__ = ["BasicEngine", "Engine", "Prompt", "asked_features", "check_features", "check_prompt", "refuse"]

@@ -6,13 +6,13 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from raytide.actors.engine.core import FinishReason, TokenLogprobs
 from raytide.actors.engine.sampling_params import SamplingParams
+from raytide.actors.engine.types import FinishReason, TokenLogprobs
 from raytide.core.errors import RaytideError
 
 if TYPE_CHECKING:
-    from raytide.actors.engine.bans import BadWords
-    from raytide.actors.engine.structured import Grammar
+    from raytide.actors.engine.sampling.banned_tokens import BadWords
+    from raytide.actors.engine.text.structured_output import Grammar
 
 __all__ = ["Chunk", "Rank", "Sampled", "Sequence", "StepPlan"]
 

@@ -8,8 +8,8 @@ from types import TracebackType
 from typing import Self
 
 from raytide.core.errors import ClusterError, LeaseLostError, RaytideError, WaitTimeoutError
-from raytide.core.gang import Lease, LeaseState, Member
-from raytide.core.ports import GangClient
+from raytide.core.objects.gang import Lease, LeaseState, Member
+from raytide.core.objects.lease_client import GangClient
 
 _POLL_S = 110.0
 """A poll that waits tells the platform that this process is alive: it ends at once when this process does."""
@@ -50,7 +50,7 @@ class Gang:
 
     def actor_options(self, index: int, **options: object) -> dict[str, object]:
         """For `.options(...)` of an actor or a task on member `index`: where, and by default all of its resources."""
-        from raytide.actors.gang.groups import whole_member
+        from raytide.actors.gang.placement_groups import whole_member
 
         lease = self.lease
         member = next((m for m in lease.usable if m.index == index), None)

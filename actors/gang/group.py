@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from raytide.core.fleet import Resources
+from raytide.core.objects.node import Resources
 
 _PREFIX = "raytide"
 

@@ -18,11 +18,11 @@ from ray.train import ScalingConfig
 from ray.util.placement_group import PlacementGroup
 
 from raytide.actors.gang.gang import Gang
-from raytide.actors.gang.groups import bundle
-from raytide.actors.gang.leases import LeaseWatch, ready, settled
+from raytide.actors.gang.lease_watch import LeaseWatch, ready, settled
+from raytide.actors.gang.placement_groups import bundle
 from raytide.core.errors import UsageError
-from raytide.core.gang import Member
-from raytide.core.ports import GangClient
+from raytide.core.objects.gang import Member
+from raytide.core.objects.lease_client import GangClient
 from raytide.core.ray_internals import ray_train
 
 _train = ray_train()

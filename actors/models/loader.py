@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from raytide.actors.models.model_config import Fields, read_json
 from raytide.core.errors import DataError
-from raytide.core.private import check_links, check_opened
+from raytide.core.io.private_paths import check_links, check_opened
 
 __all__ = ["Weights"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from raytide.core.errors import DataError
-from raytide.core.private import safe_opener
+from raytide.core.io.private_paths import safe_opener
 
 __all__ = ["Fields", "as_ids", "read_json"]
 

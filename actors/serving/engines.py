@@ -6,30 +6,30 @@ from collections.abc import Callable
 from typing import Any
 
 from raytide.actors.engine.base import Engine
-from raytide.core.endpoint import ServeSpec
 from raytide.core.errors import ConfigError
+from raytide.core.objects.endpoint import ServeSpec
 
 __all__ = ["ENGINES", "build_engine"]
 
 
 def _native(spec: ServeSpec, options: dict[str, Any]) -> Engine:
+    from raytide.actors.engine.backends.native.engine import NativeEngine
     from raytide.actors.engine.config import EngineConfig
-    from raytide.actors.engine.native import NativeEngine
 
     config = {"model_dir": spec.model, **options}
     return NativeEngine(EngineConfig.parse(config, where=f"engine options of endpoint {spec.name}"))
 
 
 def _vllm(spec: ServeSpec, options: dict[str, Any]) -> Engine:
-    from raytide.actors.engine.vllm import VllmEngine
-    from raytide.actors.engine.vllm_config import VllmConfig
+    from raytide.actors.engine.backends.vllm.config import VllmConfig
+    from raytide.actors.engine.backends.vllm.engine import VllmEngine
 
     config = {"model_dir": spec.model, **options}
     return VllmEngine(VllmConfig.parse(config, where=f"engine options of endpoint {spec.name}"))
 
 
 def _fake(spec: ServeSpec, options: dict[str, Any]) -> Engine:
-    from raytide.actors.engine.fake import FakeEngine
+    from raytide.actors.engine.backends.fake import FakeEngine
 
     try:
         return FakeEngine(model=spec.name, **options)

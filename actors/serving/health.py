@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raytide.actors.engine.core import EngineStats
+from raytide.actors.engine.types import EngineStats
 
 __all__ = ["ProgressWatch"]
 

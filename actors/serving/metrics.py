@@ -9,7 +9,7 @@ from typing import Literal
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from raytide.actors.engine.core import EngineStats
+from raytide.actors.engine.types import EngineStats
 
 __all__ = ["Outcome", "ServingMetrics", "Track"]
 
@@ -49,7 +49,7 @@ class ServingMetrics:
         return Track(self, api)
 
     def said(self, stats: EngineStats) -> dict[str, float]:
-        """What raytide's controller is told (`raytide.core.endpoint.ReplicaLoad`): by name, numbers alone."""
+        """What raytide's controller is told (`raytide.core.objects.endpoint.ReplicaLoad`): by name, numbers alone."""
         return {
             "running": float(stats.running),
             "waiting": float(stats.waiting),

@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from uuid import uuid4
 
 from raytide.actors.engine.base import Engine
-from raytide.actors.engine.core import EngineInfo, Feature, GenRequest
 from raytide.actors.engine.limits import MAX_CHOICES, MAX_LOGPROB_ENTRIES
 from raytide.actors.engine.sampling_params import SamplingParams
-from raytide.actors.engine.text_pool import TextPool
-from raytide.actors.serving.chat import messages_of
-from raytide.actors.serving.errors import invalid, refused_by_the_dead
-from raytide.actors.serving.generation import Generation
+from raytide.actors.engine.text.worker_pool import TextPool
+from raytide.actors.engine.types import EngineInfo, Feature, GenRequest
 from raytide.actors.serving.health import ProgressWatch
 from raytide.actors.serving.metrics import ServingMetrics
-from raytide.actors.serving.params import refuse_missing, sampling_of
-from raytide.actors.serving.wire import ChatRequest, CompletionRequest, Model
+from raytide.actors.serving.openai_api.chat import messages_of
+from raytide.actors.serving.openai_api.errors import invalid, refused_by_the_dead
+from raytide.actors.serving.openai_api.generation import Generation
+from raytide.actors.serving.openai_api.params import refuse_missing, sampling_of
+from raytide.actors.serving.openai_api.wire import ChatRequest, CompletionRequest, Model
 from raytide.core.errors import EngineDeadError
 
 __all__ = ["Server"]

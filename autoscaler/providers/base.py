@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from raytide.core.fleet import Node, NodeType
+from raytide.core.objects.node import Node, NodeType
 
 
 @dataclass(frozen=True, slots=True)

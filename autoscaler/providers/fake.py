@@ -8,7 +8,7 @@ from dataclasses import replace
 from raytide.autoscaler.providers.base import Machine, Notice
 from raytide.core.clock import Clock
 from raytide.core.errors import ProviderError
-from raytide.core.fleet import Node, NodeType
+from raytide.core.objects.node import Node, NodeType
 
 
 class FakeProvider:

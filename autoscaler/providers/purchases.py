@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from raytide.autoscaler.providers.base import Machine
-from raytide.core.durable import check_room, create_json, read_json, sweep, write_json
-from raytide.core.storage import full_disk_is_an_error
+from raytide.core.io.atomic_file import check_room, create_json, read_json, sweep, write_json
+from raytide.core.io.storage import full_disk_is_an_error
 
 __all__ = ["Purchase", "Purchases", "in_order"]
 

@@ -11,29 +11,29 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from raytide.actors.engine import LLM, SamplingParams
     from raytide.core.errors import RaytideError
-    from raytide.endpoint import EndpointHandle
-    from raytide.job_run import Run
-    from raytide.shortcuts import gang, run, scaling_config, task, train
-    from raytide.tide import Tide, connect, local
-    from raytide.train_run import TrainRun
+    from raytide.sdk.client import Tide, connect, local
+    from raytide.sdk.endpoint import EndpointHandle
+    from raytide.sdk.job_run import Run
+    from raytide.sdk.shortcuts import gang, run, scaling_config, task, train
+    from raytide.sdk.train_run import TrainRun
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "raytide.actors.engine",
-    "EndpointHandle": "raytide.endpoint",
+    "EndpointHandle": "raytide.sdk.endpoint",
     "RaytideError": "raytide.core.errors",
-    "Run": "raytide.job_run",
+    "Run": "raytide.sdk.job_run",
     "SamplingParams": "raytide.actors.engine",
-    "Tide": "raytide.tide",
-    "TrainRun": "raytide.train_run",
-    "connect": "raytide.tide",
-    "gang": "raytide.shortcuts",
-    "local": "raytide.tide",
-    "run": "raytide.shortcuts",
-    "scaling_config": "raytide.shortcuts",
-    "task": "raytide.shortcuts",
-    "train": "raytide.shortcuts",
+    "Tide": "raytide.sdk.client",
+    "TrainRun": "raytide.sdk.train_run",
+    "connect": "raytide.sdk.client",
+    "gang": "raytide.sdk.shortcuts",
+    "local": "raytide.sdk.client",
+    "run": "raytide.sdk.shortcuts",
+    "scaling_config": "raytide.sdk.shortcuts",
+    "task": "raytide.sdk.shortcuts",
+    "train": "raytide.sdk.shortcuts",
 }
 
 __all__ = [

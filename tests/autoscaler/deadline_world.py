@@ -9,10 +9,10 @@ from datetime import UTC, datetime
 
 from tests.autoscaler.world import Cluster
 
-from raytide.autoscaler.deadline_jobs import judged
-from raytide.core.fleet import Market, NodeType
-from raytide.core.gang import LeaseState, Shape
+from raytide.autoscaler.deadlines.jobs import judged
 from raytide.core.money import cumulative, to_us
+from raytide.core.objects.gang import LeaseState, Shape
+from raytide.core.objects.node import Market, NodeType
 
 TICK_S = 60.0
 LAUNCH_S = 150.0

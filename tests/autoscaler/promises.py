@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 
-from raytide.autoscaler.endpoints import publish
-from raytide.autoscaler.overspend import TOLERANCE
-from raytide.autoscaler.relocation import MOVE
-from raytide.control.decide import decide
-from raytide.core.fleet import Market, NodeState
-from raytide.core.plan import Action, Drain, Launch, Scale, Terminate
-from raytide.core.room import Room
-from raytide.core.shortfall import Shortfall
-from raytide.core.snapshot import Snapshot
+from raytide.autoscaler.disruption.consolidation_candidates import MOVE
+from raytide.autoscaler.disruption.cost_limit import TOLERANCE
+from raytide.autoscaler.endpoints.targets import publish
+from raytide.control.reconcile.decide import decide
+from raytide.core.objects.node import Market, NodeState
+from raytide.core.objects.plan import Action, Drain, Launch, Scale, Terminate
+from raytide.core.objects.snapshot import Snapshot
+from raytide.scheduling.diagnosis import Shortfall
+from raytide.scheduling.state import Room
 
 
 def check(seen: Snapshot, actions: Sequence[Action]) -> None:

@@ -9,20 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.autoscaler.world import CRASH_POINTS, Cluster
 
-from raytide.autoscaler.endpoints import publish
-from raytide.control.decide import decide
-from raytide.core.cluster import UnmanagedSection
-from raytide.core.endpoint import Replicas, ServeSpec
-from raytide.core.fleet import Market, NodeType
-from raytide.core.gang import Lease, LeaseState, Shape
-from raytide.core.plan import Action, Grow, Launch, Scale, Shrink, Wait
-from raytide.core.replicas import replica_selector
-from raytide.core.snapshot import Demand, Limits
-from raytide.core.stance import Stance
-from raytide.core.team import Team, TeamSpec
-from raytide.core.unseen import VACATED_S, Unseen
-from raytide.jobs.admit import GRACE_S, SETTLE_S, admit, floor_of
-from raytide.jobs.why import given_away
+from raytide.autoscaler.endpoints.targets import publish
+from raytide.control.reconcile.decide import decide
+from raytide.core.objects.cluster_config import UnmanagedSection
+from raytide.core.objects.endpoint import Replicas, ServeSpec
+from raytide.core.objects.gang import Lease, LeaseState, Shape
+from raytide.core.objects.node import Market, NodeType
+from raytide.core.objects.plan import Action, Grow, Launch, Scale, Shrink, Wait
+from raytide.core.objects.snapshot import Demand, Limits, Stance
+from raytide.core.objects.team import Team, TeamSpec
+from raytide.jobs.admission.scheduler import GRACE_S, SETTLE_S, admit, floor_of
+from raytide.jobs.lifecycle.pending_reason import given_away
+from raytide.scheduling.replicas import replica_selector
+from raytide.scheduling.unattributed import VACATED_S, Unseen
 
 GPU4 = NodeType(name="gpu4", resources={"GPU": 4.0}, price_micro_usd_h=4_000_000, max_nodes=1, idle_timeout_s=30)
 ALONE = NodeType(

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from tests.autoscaler.test_traffic import meter
 
-from raytide.autoscaler.cold_start import ENOUGH, FORGET_S, LONGEST_S, StartMeter
-from raytide.autoscaler.replica_need import cold_start_s
-from raytide.core.endpoint import EndpointLoad, ReplicaLoad, Replicas
-from raytide.core.fleet import Market, Node, NodeState
+from raytide.autoscaler.endpoints.cold_start import ENOUGH, FORGET_S, LONGEST_S, StartMeter
+from raytide.autoscaler.endpoints.load_target import cold_start_s
+from raytide.core.objects.endpoint import EndpointLoad, ReplicaLoad, Replicas
+from raytide.core.objects.node import Market, Node, NodeState
 
 
 def node(name: str, requested_s: float, ready_s: float, subject: str = "m") -> Node:

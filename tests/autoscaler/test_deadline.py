@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raytide.autoscaler.deadline import DeadlineJob, Decision, Held, ZoneView, decide
-from raytide.autoscaler.deadline_values import Values, solve
-from raytide.autoscaler.spells import AGES_S, BANDS, PRIOR_HAZARD, Spells, band
+from raytide.autoscaler.deadlines.policy import DeadlineJob, Decision, Held, ZoneView, decide
+from raytide.autoscaler.deadlines.value_iteration import Values, solve
+from raytide.autoscaler.spot.availability_model import AGES_S, BANDS, PRIOR_HAZARD, Spells, band
 
 HOUR_S = 3600.0
 RESTART_S = 900.0

@@ -11,15 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.autoscaler.deadline_world import SOLID, SPOT, Story, spells
 
-from raytide.autoscaler import deadline_jobs
-from raytide.autoscaler.deadline_jobs import PREFERS_ON_DEMAND, judged, outlooks
-from raytide.autoscaler.spot_watch import SpotWatch
+from raytide.autoscaler.deadlines import jobs as deadline_jobs
+from raytide.autoscaler.deadlines.jobs import PREFERS_ON_DEMAND, judged, outlooks
+from raytide.autoscaler.spot.pool_availability import SpotWatch
 from raytide.control.wire import from_json, to_json
-from raytide.core.fleet import MARKET_LABEL, Market, Node, NodeState, fits
-from raytide.core.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
-from raytide.core.job import Job, JobSpec, JobState
-from raytide.core.snapshot import NodeView, Pool, Snapshot
-from raytide.core.stance import Stance
+from raytide.core.objects.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
+from raytide.core.objects.job import Job, JobSpec, JobState
+from raytide.core.objects.node import MARKET_LABEL, Market, Node, NodeState, fits
+from raytide.core.objects.snapshot import NodeView, Pool, Snapshot, Stance
 
 NOW_S = datetime(2026, 11, 21, 20, tzinfo=UTC).timestamp()
 HOUR_S = 3600.0

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from tests.autoscaler import promises
 from tests.autoscaler.world import Cluster
 
-from raytide.autoscaler.relocation import MOVE
-from raytide.core.fleet import ZONE_LABEL, Market, NodeType
-from raytide.core.gang import LeaseState, Shape
-from raytide.core.plan import Action, Drain, Launch
+from raytide.autoscaler.disruption.consolidation_candidates import MOVE
+from raytide.core.objects.gang import LeaseState, Shape
+from raytide.core.objects.node import ZONE_LABEL, Market, NodeType
+from raytide.core.objects.plan import Action, Drain, Launch
 
 SOLID = NodeType(name="gpu", resources={"GPU": 2}, price_micro_usd_h=3_000_000, max_nodes=12, idle_timeout_s=20)
 SPOT = SOLID.model_copy(update={"name": "gpu.spot", "market": Market.SPOT, "price_micro_usd_h": 1_000_000})
@@ -237,7 +237,7 @@ def test_a_gang_that_was_just_admitted_to_an_old_node_stays_a_while(age_s: float
 
 
 def _plan(seen: object) -> tuple[Action, ...]:
-    from raytide.control.decide import decide
+    from raytide.control.reconcile.decide import decide
 
     return decide(seen).actions  # type: ignore[arg-type]
 

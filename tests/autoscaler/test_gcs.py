@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from raytide.autoscaler.gcs import GcsReader
-from raytide.autoscaler.meters import Meters
-from raytide.autoscaler.notices.base import Told
-from raytide.autoscaler.notices.watch import board_at
+from raytide.autoscaler.nodes.utilization import Meters
 from raytide.autoscaler.providers.base import Machine, Notice
+from raytide.autoscaler.providers.notices.base import Told
+from raytide.autoscaler.providers.notices.watch import board_at
+from raytide.autoscaler.ray_gcs import GcsReader
 from raytide.autoscaler.ray_node import RayNode
 from raytide.core.clock import SystemClock
 from raytide.core.errors import ClusterError
-from raytide.core.fleet import Market, Node, NodeState
-from raytide.core.replicas import REPLICA_LABEL
-from raytide.core.signals import Signal
-from raytide.core.snapshot import Demand
+from raytide.core.objects.node import Market, Node, NodeState
+from raytide.core.objects.signals import Signal
+from raytide.core.objects.snapshot import Demand
+from raytide.scheduling.replicas import REPLICA_LABEL
 
 pytestmark = pytest.mark.cluster
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from raytide.autoscaler.gcs import GcsReader
 from raytide.autoscaler.planner import plan
-from raytide.core.fleet import NodeType
-from raytide.core.plan import Launch
+from raytide.autoscaler.ray_gcs import GcsReader
+from raytide.core.objects.node import NodeType
+from raytide.core.objects.plan import Launch
+from raytide.core.objects.snapshot import Demand, Snapshot
 from raytide.core.ray_internals import autoscaler_messages
-from raytide.core.snapshot import Demand, Snapshot
 
 
 @pytest.mark.parametrize("odd", [-1.0, float("nan"), float("inf"), 1e-320])

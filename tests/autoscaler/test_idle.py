@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytide.autoscaler.idle import IdleClock
-from raytide.core.fleet import NodeType
-from raytide.core.signals import FRESH_S, Meter, Signal
+from raytide.autoscaler.nodes.idleness import IdleClock
+from raytide.core.objects.node import NodeType
+from raytide.core.objects.signals import FRESH_S, Meter, Signal
 
 GPU8 = NodeType(
     name="gpu8", resources={"GPU": 8}, price_micro_usd_h=1, idle_timeout_s=20, busy_above={"gpu": 0.05, "cpu": 0.5}

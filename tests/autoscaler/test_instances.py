@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from raytide.autoscaler import instances, pools
-from raytide.autoscaler.instances import RAY_GRACE_S, from_provider, from_ray, observe, overdue
+from raytide.autoscaler.nodes import instances, launch_backoff
+from raytide.autoscaler.nodes.instances import RAY_GRACE_S, from_provider, from_ray, observe, overdue
 from raytide.autoscaler.providers.base import Machine, Notice
 from raytide.autoscaler.ray_node import RayNode
-from raytide.core.fleet import Node, NodeState, NodeType
-from raytide.core.plan import Drain, Launch, Terminate
-from raytide.core.snapshot import Pool
+from raytide.core.objects.node import Node, NodeState, NodeType
+from raytide.core.objects.plan import Drain, Launch, Terminate
+from raytide.core.objects.snapshot import Pool
 
 CPU4 = NodeType(name="cpu4", resources={"CPU": 4}, price_micro_usd_h=200_000)
 ASKED = instances.requested(Launch("node-1", "cpu4", "a", "lease-1", "why"), CPU4, 100.0)
@@ -122,13 +122,13 @@ def test_an_accepted_idle_drain_is_recorded_on_a_ready_node_only() -> None:
 def test_a_pool_rests_twice_as_long_after_each_failure_up_to_half_an_hour() -> None:
     pool, rests = Pool("cpu4", "a"), []
     for _ in range(9):
-        pool = pools.after_failure(pool, 0.0, "none")
+        pool = launch_backoff.after_failure(pool, 0.0, "none")
         rests.append(pool.retry_at_s)
     assert rests == [30, 60, 120, 240, 480, 960, 1800, 1800, 1800]
 
 
 def _moved(node: Node, state: NodeState, pool: Pool | None = None, now_s: float = 120.0) -> Pool:
-    (after,) = pools.after((pool,) if pool else (), [node], [replace(node, state=state, reason="none")], now_s)
+    (after,) = launch_backoff.after((pool,) if pool else (), [node], [replace(node, state=state, reason="none")], now_s)
     return after
 
 
@@ -145,4 +145,4 @@ def test_a_node_that_was_asked_for_before_the_failure_does_not_make_up_for_it() 
 
 
 def test_the_end_of_a_node_that_had_joined_is_no_failure() -> None:
-    assert pools.after((), [READY], [replace(READY, state=NodeState.GONE)], 130.0) == ()
+    assert launch_backoff.after((), [READY], [replace(READY, state=NodeState.GONE)], 130.0) == ()

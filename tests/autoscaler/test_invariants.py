@@ -15,12 +15,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from tests.autoscaler import promises
 from tests.autoscaler.world import CRASH_POINTS, Cluster, CrashPoint
 
-from raytide.core.cluster import UnmanagedSection
-from raytide.core.endpoint import Replicas, ServeSpec
-from raytide.core.fleet import MARKET_LABEL, ZONE_LABEL, Market, NodeType
-from raytide.core.gang import Shape
-from raytide.core.plan import Wait
-from raytide.core.snapshot import Limits
+from raytide.core.objects.cluster_config import UnmanagedSection
+from raytide.core.objects.endpoint import Replicas, ServeSpec
+from raytide.core.objects.gang import Shape
+from raytide.core.objects.node import MARKET_LABEL, ZONE_LABEL, Market, NodeType
+from raytide.core.objects.plan import Wait
+from raytide.core.objects.snapshot import Limits
 
 CPU = NodeType(
     name="cpu4", resources={"CPU": 4}, price_micro_usd_h=200_000, max_nodes=4, idle_timeout_s=20, min_nodes=1

@@ -12,12 +12,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from tests.autoscaler import promises
 from tests.autoscaler.world import CRASH_POINTS, Cluster, CrashPoint
 
-from raytide.autoscaler import endpoints
-from raytide.autoscaler.forecast import MEMORY_S
-from raytide.autoscaler.hosts import Hosts
-from raytide.autoscaler.live_fleet import nodes_of
-from raytide.control.decide import decide
-from raytide.core.endpoint import (
+from raytide.autoscaler.endpoints import targets
+from raytide.autoscaler.endpoints.forecast import MEMORY_S
+from raytide.autoscaler.endpoints.replica_hosts import Hosts
+from raytide.autoscaler.endpoints.slo_policy import nodes_of
+from raytide.control.reconcile.decide import decide
+from raytide.core.errors import ConfigError
+from raytide.core.objects.endpoint import (
     Counters,
     Endpoint,
     EndpointLoad,
@@ -29,11 +30,10 @@ from raytide.core.endpoint import (
     Traffic,
     Worth,
 )
-from raytide.core.errors import ConfigError
-from raytide.core.fleet import Market, Node, NodeState, NodeType
-from raytide.core.plan import Action, Drain, Launch, Scale, Wait
-from raytide.core.replicas import replica_selector
-from raytide.core.snapshot import Demand, EndpointView, Limits, NodeView, Pool, Quote, Snapshot
+from raytide.core.objects.node import Market, Node, NodeState, NodeType
+from raytide.core.objects.plan import Action, Drain, Launch, Scale, Wait
+from raytide.core.objects.snapshot import Demand, EndpointView, Limits, NodeView, Pool, Quote, Snapshot
+from raytide.scheduling.replicas import replica_selector
 
 SOLID = NodeType(
     name="gpu", resources={"GPU": 1}, price_micro_usd_h=3_000_000, zones=("us-1a",), max_nodes=20, idle_timeout_s=20
@@ -468,8 +468,8 @@ def test_what_was_published_needs_no_second_word_and_never_falls_below_what_on_d
 ) -> None:
     nodes = tuple(node(number, kind, "us-1a", state) for number, (kind, state) in enumerate(there, start=1))
     seen = snapshot(worth(*counts), *nodes, silent=silent, target=max(1, len(nodes)))
-    published, scales = endpoints.publish(seen)
-    again, nothing = endpoints.publish(published)
+    published, scales = targets.publish(seen)
+    again, nothing = targets.publish(published)
     assert nothing == () and again.endpoints[0].endpoint == published.endpoints[0].endpoint
     assert published.endpoints[0].endpoint.target_replicas >= counts[1]
     assert decide(seen) == decide(seen)

@@ -8,14 +8,13 @@ import pytest
 from tests.autoscaler.deadline_world import SOLID, SPOT, Story
 
 from raytide.autoscaler.planner import plan
-from raytide.control.decide import of_judged
-from raytide.core.fleet import MARKET_LABEL, Market, Node, NodeState, NodeType
-from raytide.core.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
-from raytide.core.job import Job, JobKind, JobSpec, JobState
-from raytide.core.plan import Admit, Drain, Launch, Preempt, Wait
-from raytide.core.snapshot import NodeView, Pool, Snapshot
-from raytide.core.stance import Stance
-from raytide.core.team import Team, TeamSpec
+from raytide.control.reconcile.decide import of_judged
+from raytide.core.objects.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
+from raytide.core.objects.job import Job, JobKind, JobSpec, JobState
+from raytide.core.objects.node import MARKET_LABEL, Market, Node, NodeState, NodeType
+from raytide.core.objects.plan import Admit, Drain, Launch, Preempt, Wait
+from raytide.core.objects.snapshot import NodeView, Pool, Snapshot, Stance
+from raytide.core.objects.team import Team, TeamSpec
 
 NOW_S = 10_000.0
 WIDE = SOLID.model_copy(update={"resources": {"GPU": 2.0}})

@@ -10,12 +10,12 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from raytide.autoscaler import meters as module
-from raytide.autoscaler.meters import MOST_AT_ONCE, Meters, read
+from raytide.autoscaler.nodes import utilization
+from raytide.autoscaler.nodes.utilization import MOST_AT_ONCE, Meters, read
 from raytide.autoscaler.providers.base import Machine
 from raytide.core.clock import VirtualClock
 from raytide.core.errors import ClusterError
-from raytide.core.signals import Signal
+from raytide.core.objects.signals import Signal
 
 PAGE = """# HELP ray_node_gpus_utilization Total GPUs usage on a ray node
 # TYPE ray_node_gpus_utilization gauge
@@ -107,7 +107,7 @@ class Slow(httpx.AsyncBaseTransport):
 
 
 def test_many_that_never_end_their_page_silence_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "TIMEOUT_S", 0.05)
+    monkeypatch.setattr(utilization, "TIMEOUT_S", 0.05)
     made = Meters(Agents(), VirtualClock(5.0), Slow())  # type: ignore[arg-type]
     slow = [machine(f"node-{n}", meter=f"slow-{n}:9") for n in range(MOST_AT_ONCE)]
     made._machines = (*slow, machine("node-x", meter="quick:9"))
@@ -116,7 +116,7 @@ def test_many_that_never_end_their_page_silence_nobody_else(monkeypatch: pytest.
 
 
 def test_of_too_many_nodes_the_idle_ones_are_asked_and_each_in_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_NODES", 2)
+    monkeypatch.setattr(utilization, "MOST_NODES", 2)
     agents = Agents({f"node-{n}": PAGE for n in range(5)})
     made = meters(agents, VirtualClock(5.0))
     made._machines, made._idle = tuple(machine(f"node-{n}") for n in range(5)), {"node-4"}

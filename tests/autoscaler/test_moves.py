@@ -7,11 +7,11 @@ from dataclasses import replace
 from tests.autoscaler.world import Cluster
 
 from raytide.autoscaler.planner import plan
-from raytide.core.endpoint import Replicas, ServeSpec, Traffic
-from raytide.core.fleet import Market, NodeType
-from raytide.core.gang import Lease, LeaseState, Member, Shape
-from raytide.core.plan import Drain, Launch
-from raytide.core.snapshot import EndpointView, Limits, NodeView, Snapshot
+from raytide.core.objects.endpoint import Replicas, ServeSpec, Traffic
+from raytide.core.objects.gang import Lease, LeaseState, Member, Shape
+from raytide.core.objects.node import Market, NodeType
+from raytide.core.objects.plan import Drain, Launch
+from raytide.core.objects.snapshot import EndpointView, Limits, NodeView, Snapshot
 
 SOLID = NodeType(name="gpu", resources={"GPU": 2}, price_micro_usd_h=3_000_000, max_nodes=4, idle_timeout_s=20)
 SPOT = SOLID.model_copy(update={"name": "gpu.spot", "market": Market.SPOT, "price_micro_usd_h": 1_000_000})

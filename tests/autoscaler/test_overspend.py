@@ -8,13 +8,13 @@ from tests.autoscaler import promises
 from tests.autoscaler.world import Cluster
 
 from raytide.autoscaler.explain import lines
-from raytide.core.cluster import UnmanagedSection
-from raytide.core.endpoint import Replicas, ServeSpec
-from raytide.core.fleet import NodeType
-from raytide.core.gang import LeaseState, Shape
-from raytide.core.job import JobState
-from raytide.core.plan import Action, Drain, Launch, Plan, Preempt, Shrink, Terminate, Wait
-from raytide.core.snapshot import Limits
+from raytide.core.objects.cluster_config import UnmanagedSection
+from raytide.core.objects.endpoint import Replicas, ServeSpec
+from raytide.core.objects.gang import LeaseState, Shape
+from raytide.core.objects.job import JobState
+from raytide.core.objects.node import NodeType
+from raytide.core.objects.plan import Action, Drain, Launch, Plan, Preempt, Shrink, Terminate, Wait
+from raytide.core.objects.snapshot import Limits
 
 GPU = NodeType(name="gpu", resources={"GPU": 2}, price_micro_usd_h=3_000_000, max_nodes=8, idle_timeout_s=1e6)
 CPU = NodeType(name="cpu", resources={"CPU": 4}, price_micro_usd_h=1_000_000, max_nodes=8, idle_timeout_s=1e6)

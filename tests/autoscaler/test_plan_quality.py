@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from scipy.optimize import linprog
 
 from raytide.autoscaler.planner import plan
-from raytide.core.fleet import NodeType
-from raytide.core.plan import Launch, Wait
-from raytide.core.snapshot import Demand, Snapshot, Unmanaged
+from raytide.core.objects.node import NodeType
+from raytide.core.objects.plan import Launch, Wait
+from raytide.core.objects.snapshot import Demand, Snapshot, Unmanaged
 
 KINDS = ("CPU", "GPU", "memory")
 MACHINES = {

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from raytide.autoscaler.planner import plan
-from raytide.core.endpoint import Endpoint, EndpointLoad, EndpointState, ReplicaLoad, Replicas, ServeSpec
-from raytide.core.fleet import Market, Node, NodeState, NodeType
-from raytide.core.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
-from raytide.core.job import Job, JobKind, JobSpec, JobState
-from raytide.core.plan import Action, Assign, Drain, Launch, Rejected, Requeue, Scale, Terminate, Unassign, Wait
-from raytide.core.snapshot import Demand, EndpointView, NodeView, Pool, Snapshot, Unmanaged
+from raytide.core.objects.endpoint import Endpoint, EndpointLoad, EndpointState, ReplicaLoad, Replicas, ServeSpec
+from raytide.core.objects.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
+from raytide.core.objects.job import Job, JobKind, JobSpec, JobState
+from raytide.core.objects.node import Market, Node, NodeState, NodeType
+from raytide.core.objects.plan import Action, Assign, Drain, Launch, Rejected, Requeue, Scale, Terminate, Unassign, Wait
+from raytide.core.objects.snapshot import Demand, EndpointView, NodeView, Pool, Snapshot, Unmanaged
 
 CPU4 = NodeType(name="cpu4", resources={"CPU": 4}, price_micro_usd_h=200_000, max_nodes=4)
 SPOT = NodeType(

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from raytide.autoscaler.planner import plan
-from raytide.core.endpoint import ServeSpec
-from raytide.core.fleet import ZONE_LABEL, Market, Node, NodeState, NodeType
-from raytide.core.gang import Lease, LeaseState, Member, MemberState, Shape
-from raytide.core.plan import Action, Drain, Launch, Wait
-from raytide.core.replicas import replica_selector
-from raytide.core.snapshot import Demand, Limits, NodeView, Snapshot, Unmanaged
+from raytide.core.objects.endpoint import ServeSpec
+from raytide.core.objects.gang import Lease, LeaseState, Member, MemberState, Shape
+from raytide.core.objects.node import ZONE_LABEL, Market, Node, NodeState, NodeType
+from raytide.core.objects.plan import Action, Drain, Launch, Wait
+from raytide.core.objects.snapshot import Demand, Limits, NodeView, Snapshot, Unmanaged
+from raytide.scheduling.replicas import replica_selector
 
 CPU4 = NodeType(name="cpu4", resources={"CPU": 4}, price_micro_usd_h=1, max_nodes=2)
 GPU = NodeType(name="gpu", resources={"CPU": 8, "GPU": 1}, price_micro_usd_h=9, max_nodes=2)

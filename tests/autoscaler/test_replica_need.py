@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytide.autoscaler import endpoints
-from raytide.autoscaler.replica_need import needed, replicas_for, request_s
-from raytide.core.endpoint import (
+from raytide.autoscaler.endpoints import targets
+from raytide.autoscaler.endpoints.load_target import needed, replicas_for, request_s
+from raytide.core.objects.endpoint import (
     Endpoint,
     EndpointLoad,
     EndpointState,
@@ -20,7 +20,7 @@ from raytide.core.endpoint import (
     Speed,
     Traffic,
 )
-from raytide.core.snapshot import EndpointView
+from raytide.core.objects.snapshot import EndpointView
 
 REPLICAS = Replicas(min=1, max=8, target_ongoing=8, downscale_delay_s=20)
 SPEC = ServeSpec(name="m", model="/m", replicas=REPLICAS)
@@ -53,7 +53,7 @@ def test_a_faster_replica_carries_more_requests(
     held: tuple[float, ...], next_pace: float, ongoing: float, replicas: int
 ) -> None:
     told = load(*(0.1 for _ in held), ongoing=ongoing, traffic=mixed(*held, next_pace=next_pace))
-    assert endpoints.wanted(SPEC, told) == replicas
+    assert targets.wanted(SPEC, told) == replicas
     assert "where they are slowest" in needed(REPLICAS, told).reason
 
 
@@ -74,13 +74,13 @@ def test_more_work_never_asks_for_fewer_replicas_whoever_is_there(
 
 @pytest.mark.parametrize(("kv", "replicas"), [((0.5,), 1), ((0.85,), 1), ((0.9,), 2), ((0.9, 0.9), 3), ((0.4, 0.4), 1)])
 def test_kv_caches_that_fill_ask_for_more_at_the_same_number_of_requests(kv: tuple[float, ...], replicas: int) -> None:
-    assert endpoints.wanted(SPEC, load(*kv)) == replicas
+    assert targets.wanted(SPEC, load(*kv)) == replicas
     if replicas > 1:
         assert "KV caches are full, 0.85 of each is meant to be" in needed(REPLICAS, load(*kv)).reason
 
 
 def test_requests_that_wait_for_room_ask_for_the_room_that_they_will_fill() -> None:
-    assert endpoints.wanted(SPEC, load(0.8, ongoing=6.0, waiting=4.0)) == 3
+    assert targets.wanted(SPEC, load(0.8, ongoing=6.0, waiting=4.0)) == 3
 
 
 def test_the_rate_of_work_asks_by_the_measured_speed_and_for_what_piles_up_until_a_replica_answers() -> None:
@@ -111,7 +111,7 @@ loads = st.builds(load, st.floats(0, 1), st.floats(0, 1), ongoing=amounts, waiti
 def test_i5_more_load_never_wants_fewer_replicas(less: EndpointLoad, kv: float, ongoing: float) -> None:
     fuller = tuple(replace(r, kv_use=max(r.kv_use, kv)) for r in less.replicas)
     more = replace(less, ongoing=less.ongoing + ongoing, replicas=fuller)
-    assert endpoints.wanted(SPEC, less) <= endpoints.wanted(SPEC, more)
+    assert targets.wanted(SPEC, less) <= targets.wanted(SPEC, more)
 
 
 @given(load=loads, silent_s=st.floats(10.1, 1e4), silent=st.integers(1, 2))
@@ -121,7 +121,7 @@ def test_i8_a_replica_that_said_nothing_lately_takes_none_away_and_it_is_said(
     old = tuple(replace(r, at_s=r.at_s - silent_s) if n < silent else r for n, r in enumerate(load.replicas))
     for said in (replace(load, replicas=old), replace(load, replicas=load.replicas[silent:])):
         endpoint = Endpoint(SPEC, "me", EndpointState.RUNNING, 0.0, target_replicas=8, low_since_s=0.0)
-        assert endpoints.observe(endpoint, said, 100.0).low_since_s is None
-        assert endpoints.decide(EndpointView(endpoint, said), 100.0) is None
-        if endpoints.wanted(SPEC, said) < 8:
-            assert f"{silent} of its 2 replicas" in endpoints.silence(EndpointView(endpoint, said), 100.0)
+        assert targets.observe(endpoint, said, 100.0).low_since_s is None
+        assert targets.decide(EndpointView(endpoint, said), 100.0) is None
+        if targets.wanted(SPEC, said) < 8:
+            assert f"{silent} of its 2 replicas" in targets.silence(EndpointView(endpoint, said), 100.0)

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from raytide.autoscaler import spend
-from raytide.autoscaler.instances import TAKEN_BACK, UNASKED, was_taken_back
-from raytide.autoscaler.risk import SpotRisk
-from raytide.core.cluster import LimitsSection
-from raytide.core.fleet import Market, Node, NodeState, NodeType
-from raytide.core.snapshot import Limits
+from raytide.autoscaler.nodes import spend_limits
+from raytide.autoscaler.nodes.instances import TAKEN_BACK, UNASKED, was_taken_back
+from raytide.autoscaler.spot.pool_risk import SpotRisk
+from raytide.core.objects.cluster_config import LimitsSection
+from raytide.core.objects.node import Market, Node, NodeState, NodeType
+from raytide.core.objects.snapshot import Limits
 
 SPOT = NodeType(
     name="s",
@@ -89,15 +89,15 @@ def test_i6_the_fleet_as_it_is_may_stay_until_the_month_ends() -> None:
     """January 1970 began at 0; on its 30th, 48 hours are left."""
     now_s = 29 * 24 * HOUR
     month = LimitsSection(month_usd=1000.0)
-    assert spend.limits(month, 520_000_000, now_s) == Limits(8_000_000, 10_000_000, most_micro_usd_h=10_000_000)
-    assert spend.limits(month, 2_000_000_000, now_s) == Limits(0, 0, most_micro_usd_h=0)
+    assert spend_limits.limits(month, 520_000_000, now_s) == Limits(8_000_000, 10_000_000, most_micro_usd_h=10_000_000)
+    assert spend_limits.limits(month, 2_000_000_000, now_s) == Limits(0, 0, most_micro_usd_h=0)
     tighter = LimitsSection(month_usd=1000.0, soft_usd_h=3, hard_usd_h=4, launches_per_min=5)
-    assert spend.limits(tighter, 0, now_s) == Limits(3_000_000, 4_000_000, 5, most_micro_usd_h=4_000_000)
-    assert spend.limits(LimitsSection(), 10**12, now_s) == Limits()
+    assert spend_limits.limits(tighter, 0, now_s) == Limits(3_000_000, 4_000_000, 5, most_micro_usd_h=4_000_000)
+    assert spend_limits.limits(LimitsSection(), 10**12, now_s) == Limits()
 
 
 def test_the_last_hour_of_a_month_ends_with_the_fleet_that_fitted_into_it() -> None:
     """Half an hour before its end, five dollars are left for a fleet of ten an hour."""
     now_s = 31 * 24 * HOUR - HOUR / 2
-    limits = spend.limits(LimitsSection(month_usd=1000.0), 995_000_000, now_s)
+    limits = spend_limits.limits(LimitsSection(month_usd=1000.0), 995_000_000, now_s)
     assert (limits.hard_micro_usd_h, limits.most_micro_usd_h) == (5_000_000, 10_000_000)

@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raytide.autoscaler.forecast import MEMORY_S, UsualRate
-from raytide.autoscaler.hazard import Hazard
-from raytide.autoscaler.paper_fleets import PaperFleets, ReplicaSpeed, Served, convex
-from raytide.autoscaler.serving_fleet import FleetNode, FleetPlan, FleetState, ReplicaPool
-from raytide.autoscaler.serving_memory import Heard, Memory, Past, ServingGoal
-from raytide.autoscaler.slo_price import SloPrice
-from raytide.autoscaler.stock import LONGEST_REST_S, Stock
-from raytide.autoscaler.worth import NodeCount, late_with_losses, spared_by_draining
-from raytide.core.endpoint import Worth
+from raytide.autoscaler.endpoints.forecast import MEMORY_S, UsualRate
+from raytide.autoscaler.endpoints.queue_simulator import PaperFleets, ReplicaSpeed, Served, convex
+from raytide.autoscaler.endpoints.replica_placement import FleetNode, FleetPlan, FleetState, ReplicaPool
+from raytide.autoscaler.endpoints.replica_value import Heard, Memory, Past, ServingGoal
+from raytide.autoscaler.endpoints.slo_price import SloPrice
+from raytide.autoscaler.endpoints.worth import NodeCount, late_with_losses, spared_by_draining
+from raytide.autoscaler.spot.reclaim_hazard import Hazard
+from raytide.core.objects.endpoint import Worth
+from raytide.simulate.zone_backoff import LONGEST_REST_S, Stock
 
 SPEED = ReplicaSpeed(prefill_tps=1500.0, slots=8, tpot_s=0.06)
 PROMPT_OF_A_SECOND = 1500.0

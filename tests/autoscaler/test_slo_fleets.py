@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytide.autoscaler.hazard import Hazard
-from raytide.autoscaler.slo_fleets import SloFleets
-from raytide.autoscaler.words import Arrivals, Queue, Word, Words
-from raytide.core.endpoint import (
+from raytide.autoscaler.endpoints.request_log import Arrivals, Queue, Word, Words
+from raytide.autoscaler.endpoints.slo_controller import SloFleets
+from raytide.autoscaler.spot.reclaim_hazard import Hazard
+from raytide.core.objects.endpoint import (
     Counters,
     Endpoint,
     EndpointLoad,
@@ -24,8 +24,8 @@ from raytide.core.endpoint import (
     Traffic,
     Worth,
 )
-from raytide.core.fleet import Market, NodeType
-from raytide.core.snapshot import EndpointView, Snapshot
+from raytide.core.objects.node import Market, NodeType
+from raytide.core.objects.snapshot import EndpointView, Snapshot
 
 SPOT = NodeType(
     name="gpu.spot",

@@ -8,19 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytide.autoscaler import endpoints
+from raytide.autoscaler.endpoints import targets
 from raytide.autoscaler.explain import lines
-from raytide.autoscaler.idle import IdleClock
-from raytide.autoscaler.instances import requested
+from raytide.autoscaler.nodes.idleness import IdleClock
+from raytide.autoscaler.nodes.instances import requested
 from raytide.autoscaler.providers.fake import FakeProvider
 from raytide.autoscaler.ray_node import RayNode
 from raytide.core.clock import VirtualClock
-from raytide.core.endpoint import Endpoint, EndpointLoad, EndpointState, ReplicaLoad, Replicas, ServeSpec
 from raytide.core.errors import ProviderError
-from raytide.core.fleet import NodeType
-from raytide.core.gang import Lease, LeaseState, Shape
-from raytide.core.plan import Admit, Assign, Drain, Launch, Plan, Scale, Terminate, Wait
-from raytide.core.snapshot import EndpointView
+from raytide.core.objects.endpoint import Endpoint, EndpointLoad, EndpointState, ReplicaLoad, Replicas, ServeSpec
+from raytide.core.objects.gang import Lease, LeaseState, Shape
+from raytide.core.objects.node import NodeType
+from raytide.core.objects.plan import Admit, Assign, Drain, Launch, Plan, Scale, Terminate, Wait
+from raytide.core.objects.snapshot import EndpointView
 
 CPU4 = NodeType(name="cpu4", resources={"CPU": 4}, price_micro_usd_h=200_000)
 SPEC = ServeSpec(
@@ -36,42 +36,42 @@ def heard(ongoing: float, at_s: float = 100.0) -> EndpointLoad:
 @given(less=st.floats(0, 100), more=st.floats(0, 100))
 def test_i5_more_load_never_wants_fewer_replicas(less: float, more: float) -> None:
     few, many = sorted((less, more))
-    assert 1 <= endpoints.wanted(SPEC, heard(few)) <= endpoints.wanted(SPEC, heard(many)) <= 8
+    assert 1 <= targets.wanted(SPEC, heard(few)) <= targets.wanted(SPEC, heard(many)) <= 8
 
 
 @pytest.mark.parametrize(("ongoing", "replicas"), [(0, 1), (4, 1), (4.5, 2), (8, 2), (400, 8)])
 def test_the_target_is_the_load_over_what_one_replica_carries(ongoing: float, replicas: int) -> None:
-    assert endpoints.wanted(SPEC, heard(ongoing)) == replicas
+    assert targets.wanted(SPEC, heard(ongoing)) == replicas
 
 
 def test_the_clocks_of_load_start_go_on_and_stop() -> None:
-    low = endpoints.observe(ENDPOINT, heard(1), 100.0)
+    low = targets.observe(ENDPOINT, heard(1), 100.0)
     assert (low.low_since_s, low.high_since_s) == (100.0, None)
-    assert endpoints.observe(low, heard(1, 110.0), 110.0).low_since_s == 100.0
-    assert endpoints.observe(low, heard(8, 110.0), 110.0).low_since_s is None
-    assert endpoints.observe(low, None, 110.0).low_since_s is None
-    assert endpoints.observe(low, heard(1, 90.0), 110.0).low_since_s is None
+    assert targets.observe(low, heard(1, 110.0), 110.0).low_since_s == 100.0
+    assert targets.observe(low, heard(8, 110.0), 110.0).low_since_s is None
+    assert targets.observe(low, None, 110.0).low_since_s is None
+    assert targets.observe(low, heard(1, 90.0), 110.0).low_since_s is None
 
 
 def test_a_target_changes_only_after_its_delay() -> None:
-    high = endpoints.observe(ENDPOINT, heard(30), 100.0)
-    assert endpoints.decide(EndpointView(high, heard(30)), 104.0) is None
-    scale = endpoints.decide(EndpointView(high, heard(30)), 105.0)
+    high = targets.observe(ENDPOINT, heard(30), 100.0)
+    assert targets.decide(EndpointView(high, heard(30)), 104.0) is None
+    scale = targets.decide(EndpointView(high, heard(30)), 105.0)
     assert scale == Scale("m", 8, "2 -> 8: 30 requests in flight, 4 for each replica")
-    after = endpoints.scaled(high, scale)
+    after = targets.scaled(high, scale)
     assert (after.target_replicas, after.high_since_s) == (8, None)
 
 
 def test_bounds_that_were_changed_hold_at_once_even_in_silence() -> None:
     wide = replace(ENDPOINT, target_replicas=9)
-    scale = endpoints.decide(EndpointView(wide, None), 100.0)
+    scale = targets.decide(EndpointView(wide, None), 100.0)
     assert scale is not None
     assert scale.replicas == 8
 
 
 def test_an_endpoint_that_is_being_deleted_is_left_alone() -> None:
     going = replace(ENDPOINT, state=EndpointState.DELETING, target_replicas=9)
-    assert endpoints.decide(EndpointView(going, heard(100)), 100.0) is None
+    assert targets.decide(EndpointView(going, heard(100)), 100.0) is None
 
 
 def test_the_idle_clock_runs_while_nothing_runs_and_starts_over_after_work() -> None:

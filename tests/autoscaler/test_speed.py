@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from raytide.autoscaler.cold_start import Start
-from raytide.autoscaler.paper_fleets import Counted
-from raytide.autoscaler.replica_need import request_s
-from raytide.autoscaler.serving_memory import Past
-from raytide.autoscaler.speed import ENOUGH, STRETCH_S, SpeedMeter
-from raytide.autoscaler.traffic import TrafficMeter, Traffics
-from raytide.autoscaler.words import Word, Words
-from raytide.control.learned import PERIOD_S, Knowledge, Learned
-from raytide.core.endpoint import Counters, Endpoint, EndpointLoad, EndpointState, ReplicaLoad, ServeSpec, Speed
-from raytide.core.fleet import Market, Node, NodeState
+from raytide.autoscaler.endpoints.cold_start import Start
+from raytide.autoscaler.endpoints.load_target import request_s
+from raytide.autoscaler.endpoints.queue_simulator import Counted
+from raytide.autoscaler.endpoints.replica_throughput import ENOUGH, STRETCH_S, SpeedMeter
+from raytide.autoscaler.endpoints.replica_value import Past
+from raytide.autoscaler.endpoints.request_log import Word, Words
+from raytide.autoscaler.endpoints.traffic import TrafficMeter, Traffics
+from raytide.control.reconcile.learned_state import PERIOD_S, Knowledge, Learned
+from raytide.core.objects.endpoint import Counters, Endpoint, EndpointLoad, EndpointState, ReplicaLoad, ServeSpec, Speed
+from raytide.core.objects.node import Market, Node, NodeState
 
 PROMPT, OUTPUT = 500.0, 100.0
 KEY = "m", 5.0, ServeSpec(name="m", model="/m").served

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from raytide.autoscaler import pools
-from raytide.autoscaler.hazard import STALE_S
-from raytide.autoscaler.instances import NEVER_JOINED, TAKEN_BACK, terminating
-from raytide.autoscaler.spot_watch import PAST_S, SpotWatch
-from raytide.core.fleet import Market, Node, NodeState
-from raytide.core.plan import Terminate
+from raytide.autoscaler.nodes import launch_backoff
+from raytide.autoscaler.nodes.instances import NEVER_JOINED, TAKEN_BACK, terminating
+from raytide.autoscaler.spot.pool_availability import PAST_S, SpotWatch
+from raytide.autoscaler.spot.reclaim_hazard import STALE_S
+from raytide.core.objects.node import Market, Node, NodeState
+from raytide.core.objects.plan import Terminate
 
 HOUR_S = 3600.0
 
@@ -85,8 +85,8 @@ def test_our_own_end_of_a_node_that_is_coming_says_nothing_of_its_pool() -> None
         watch = SpotWatch()
         watch.observe([one], 100.0)
         assert watch.outlook([A], 100.0).is_up == (is_up,)
-    assert pools.after((), [coming], [ended], 100.0) == ()
-    assert pools.after((), [coming], [late], 100.0)[0].failures == 1
+    assert launch_backoff.after((), [coming], [ended], 100.0) == ()
+    assert launch_backoff.after((), [coming], [late], 100.0)[0].failures == 1
 
 
 def test_what_is_long_past_is_forgotten_once() -> None:

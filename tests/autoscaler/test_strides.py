@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from raytide.autoscaler.strides import ENOUGH, STRETCH_S, Strides
-from raytide.core.fleet import Market, Node, NodeState, NodeType
-from raytide.core.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
-from raytide.core.job import Job, JobKind, JobSpec, JobState
-from raytide.core.snapshot import NodeView, Snapshot
+from raytide.autoscaler.job_throughput import ENOUGH, STRETCH_S, Strides
+from raytide.core.objects.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
+from raytide.core.objects.job import Job, JobKind, JobSpec, JobState
+from raytide.core.objects.node import Market, Node, NodeState, NodeType
+from raytide.core.objects.snapshot import NodeView, Snapshot
 
 L4 = NodeType(name="l4", resources={"GPU": 4}, price_micro_usd_h=1, labels={"ray.io/accelerator-type": "L4"})
 H100 = NodeType(name="h100", resources={"GPU": 8}, price_micro_usd_h=1, labels={"ray.io/accelerator-type": "H100"})

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from raytide.autoscaler.traffic import TrafficMeter, Traffics, key_of, speed_of
-from raytide.core.endpoint import (
+from raytide.autoscaler.endpoints.traffic import TrafficMeter, Traffics, key_of, speed_of
+from raytide.core.objects.endpoint import (
     Counters,
     Endpoint,
     EndpointLoad,
@@ -16,7 +16,7 @@ from raytide.core.endpoint import (
     Speed,
     Traffic,
 )
-from raytide.core.fleet import Market, Node, NodeState, NodeType
+from raytide.core.objects.node import Market, Node, NodeState, NodeType
 
 SPEED = Speed(prefill_tps=1000.0, slots=8, tpot_ms=50.0)
 SPEEDS = {"l4": SPEED}

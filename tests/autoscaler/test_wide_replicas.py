@@ -7,15 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.autoscaler.world import Cluster
 
-from raytide.autoscaler.endpoints import publish
-from raytide.core.cluster import UnmanagedSection
-from raytide.core.endpoint import Replicas, ServeSpec
-from raytide.core.fleet import NodeType
-from raytide.core.gang import LeaseState, Shape
-from raytide.core.gather import gathered
-from raytide.core.job import JobState
-from raytide.core.plan import Shrink, Wait
-from raytide.core.room import Room
+from raytide.autoscaler.endpoints.targets import publish
+from raytide.core.objects.cluster_config import UnmanagedSection
+from raytide.core.objects.endpoint import Replicas, ServeSpec
+from raytide.core.objects.gang import LeaseState, Shape
+from raytide.core.objects.job import JobState
+from raytide.core.objects.node import NodeType
+from raytide.core.objects.plan import Shrink, Wait
+from raytide.scheduling.reservations import gathered
+from raytide.scheduling.state import Room
 
 GPU4 = NodeType(name="gpu4", resources={"GPU": 4.0}, price_micro_usd_h=4_000_000, max_nodes=3, idle_timeout_s=30)
 GPU8 = GPU4.model_copy(update={"name": "gpu8", "resources": {"GPU": 8.0}, "max_nodes": 2})

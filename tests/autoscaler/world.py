@@ -12,32 +12,32 @@ from math import ceil
 from typing import Literal
 
 from raytide.actors.gang.group import Group, GroupKey, WantedGroup
-from raytide.autoscaler import pools
-from raytide.autoscaler.deadline_jobs import outlooks
-from raytide.autoscaler.idle import IdleClock
+from raytide.autoscaler.deadlines.jobs import outlooks
+from raytide.autoscaler.endpoints.slo_controller import SloFleets
+from raytide.autoscaler.nodes import launch_backoff
+from raytide.autoscaler.nodes.idleness import IdleClock
 from raytide.autoscaler.providers.base import Machine
 from raytide.autoscaler.providers.fake import FakeProvider
 from raytide.autoscaler.ray_node import RayNode
-from raytide.autoscaler.risk import SpotRisk
-from raytide.autoscaler.slo_fleets import SloFleets
-from raytide.autoscaler.spot_watch import SpotWatch
-from raytide.control.apply import apply
-from raytide.control.decide import decide
-from raytide.control.observe import Book, advance, metered, snapshot
-from raytide.control.settle import settle
-from raytide.control.world import Sources
-from raytide.control.world import World as Look
+from raytide.autoscaler.spot.pool_availability import SpotWatch
+from raytide.autoscaler.spot.pool_risk import SpotRisk
+from raytide.control.reconcile.apply import apply
+from raytide.control.reconcile.decide import decide
+from raytide.control.reconcile.intents import settle
+from raytide.control.reconcile.observation import Sources
+from raytide.control.reconcile.observation import World as Look
+from raytide.control.reconcile.records import Book, advance, metered, snapshot
 from raytide.core.clock import VirtualClock
-from raytide.core.cluster import ClusterConfig, RaytideSection, UnmanagedSection
-from raytide.core.endpoint import Endpoint, EndpointLoad, EndpointState, ReplicaLoad, ServeSpec, Traffic
 from raytide.core.errors import ClusterError
-from raytide.core.fleet import Node, NodeState, NodeType, Resources, fits, labels_match, minus
-from raytide.core.gang import GangSpec, LeaseState, MemberState, Shape
-from raytide.core.job import Job, JobKind, JobSpec, JobState
-from raytide.core.plan import Action, Plan, Wait
-from raytide.core.replicas import replica_selector
-from raytide.core.signals import Signal, Use
-from raytide.core.snapshot import Demand, Limits, Snapshot
+from raytide.core.objects.cluster_config import ClusterConfig, RaytideSection, UnmanagedSection
+from raytide.core.objects.endpoint import Endpoint, EndpointLoad, EndpointState, ReplicaLoad, ServeSpec, Traffic
+from raytide.core.objects.gang import GangSpec, LeaseState, MemberState, Shape
+from raytide.core.objects.job import Job, JobKind, JobSpec, JobState
+from raytide.core.objects.node import Node, NodeState, NodeType, Resources, fits, labels_match, minus
+from raytide.core.objects.plan import Action, Plan, Wait
+from raytide.core.objects.signals import Signal, Use
+from raytide.core.objects.snapshot import Demand, Limits, Snapshot
+from raytide.scheduling.replicas import replica_selector
 
 CRASH_POINTS = ("before persist", "before apply", "in apply", "before recording")
 CrashPoint = Literal["before persist", "before apply", "in apply", "before recording"]
@@ -327,7 +327,7 @@ class Cluster:
         if crash == "before recording":
             return
         before = [self.book.nodes[node_id] for node_id in outcome.nodes]
-        for pool in pools.after(tuple(self.book.pools.values()), before, outcome.nodes.values(), plan.at_s):
+        for pool in launch_backoff.after(tuple(self.book.pools.values()), before, outcome.nodes.values(), plan.at_s):
             self.book.pools[(pool.node_type, pool.zone)] = pool
         self.book.nodes.update(outcome.nodes)
 

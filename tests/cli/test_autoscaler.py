@@ -14,8 +14,8 @@ from raytide.cli.app import app
 from raytide.cli.autoscaler import moment
 from raytide.control.client import Client
 from raytide.core.errors import UsageError
-from raytide.core.plan import Plan, Preempt, Shrink, Wait
-from raytide.core.snapshot import Snapshot
+from raytide.core.objects.plan import Plan, Preempt, Shrink, Wait
+from raytide.core.objects.snapshot import Snapshot
 
 runner = CliRunner()
 NOW = datetime(2026, 5, 1, 14, 0, tzinfo=UTC)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from raytide.actors.trainer import manifest
-from raytide.actors.trainer.manifest import FileRecord, Manifest
-from raytide.actors.trainer.store import LocalStore
+from raytide.actors.trainer.checkpoint import manifest
+from raytide.actors.trainer.checkpoint.manifest import FileRecord, Manifest
+from raytide.actors.trainer.checkpoint.storage import LocalStore
 from raytide.cli.app import app
 from raytide.core.errors import CheckpointError, NotFoundError
 

@@ -19,20 +19,20 @@ import raytide
 from raytide import demo
 from raytide.cli import jobs
 from raytide.cli.app import app
+from raytide.control.accounting.final_accounting import Closed
+from raytide.control.bootstrap.local import DEFAULT_CONFIG
+from raytide.control.bootstrap.rehearsal import Step
 from raytide.control.client import Client
-from raytide.control.closing import Closed
-from raytide.control.cluster import DEFAULT_CONFIG
-from raytide.control.rehearsal import Step
 from raytide.control.views import CostReport, JobView, LogPart, Waiting
-from raytide.core.endpoint import Replicas, ServeSpec
 from raytide.core.errors import ClusterError, ConfigError, NotFoundError, RaytideError, UsageError
-from raytide.core.fleet import Market
-from raytide.core.gang import GangSpec, Shape
-from raytide.core.job import Job, JobKind, JobSpec, JobState
-from raytide.core.stance import Stance
-from raytide.job_run import Run, explain
+from raytide.core.objects.endpoint import Replicas, ServeSpec
+from raytide.core.objects.gang import GangSpec, Shape
+from raytide.core.objects.job import Job, JobKind, JobSpec, JobState
+from raytide.core.objects.node import Market
+from raytide.core.objects.snapshot import Stance
 from raytide.ledger.reconcile import Difference
-from raytide.tide import Tide
+from raytide.sdk.client import Tide
+from raytide.sdk.job_run import Run, explain
 
 runner = CliRunner()
 NOWHERE = "http://127.0.0.1:9"
@@ -83,7 +83,7 @@ def test_without_a_cluster_the_hint_is_how_to_start_one(command: str) -> None:
 def test_down_says_when_the_books_do_not_balance(monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = CostReport((), 0, 0, 0, 0)
     closed = Closed((), nothing, (Difference("node-7", 3_000_000, 1_000_000, "another amount"),))
-    monkeypatch.setattr("raytide.control.cluster.down", lambda name: closed)
+    monkeypatch.setattr("raytide.control.bootstrap.local.down", lambda name: closed)
     printed = runner.invoke(app, ["down"]).stdout
     assert "node-7: booked 1000000 micro-dollars, billed 3000000: another amount" in printed
     shown = json.loads(runner.invoke(app, ["down", "--json"]).stdout)
@@ -112,7 +112,7 @@ def test_an_up_that_names_no_place_says_the_whole_command(args: list[str], said:
 
 def test_a_dry_run_prints_what_it_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = [Step("head", "buy", "{}"), Step("l4", "run", "ray start")]
-    monkeypatch.setattr("raytide.control.launcher.dry_run", lambda config, name, **_: steps)
+    monkeypatch.setattr("raytide.control.bootstrap.cloud_launch.dry_run", lambda config, name, **_: steps)
     assert runner.invoke(app, ["up", "c.yaml", "--dry-run"]).stdout == "head: buy {}\nl4: run ray start\n"
     shown = json.loads(runner.invoke(app, ["up", "c.yaml", "--dry-run", "--json"]).stdout)
     assert shown[1] == {"machine": "l4", "what": "run", "text": "ray start"}
@@ -194,7 +194,7 @@ class Script(Client):
 def test_a_followed_job_shows_its_numbers_and_where_the_result_is(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raytide.job_run._POLL_S", 0.0)
+    monkeypatch.setattr("raytide.sdk.job_run._POLL_S", 0.0)
     done = view(JobState.SUCCEEDED, step=2, model="/out/model")
     client = Script(view(JobState.RUNNING, step=1, restarts=0, loss=2.34567), done, done)
     jobs.follow(Run(client, view(JobState.QUEUED)), wait=True, json=False)
@@ -308,7 +308,7 @@ class Watched(Client):
 def watched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Client, "find", lambda _: Watched())
     monkeypatch.setattr(jobs, "_FOLLOW_S", 0.0)
-    monkeypatch.setattr("raytide.job_run._POLL_S", 0.0)
+    monkeypatch.setattr("raytide.sdk.job_run._POLL_S", 0.0)
 
 
 @pytest.mark.usefixtures("watched")

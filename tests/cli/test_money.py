@@ -11,10 +11,10 @@ from raytide.cli.limits import dollars
 from raytide.control.client import Client
 from raytide.control.views import ClusterStatus, CostLine, CostReport, CostTable, JobView, TeamUse, TeamView
 from raytide.core.errors import UsageError
-from raytide.core.fleet import Market, Node, NodeState
-from raytide.core.gang import GangSpec, Shape
-from raytide.core.job import Job, JobKind, JobSpec, JobState
-from raytide.core.team import TeamSpec
+from raytide.core.objects.gang import GangSpec, Shape
+from raytide.core.objects.job import Job, JobKind, JobSpec, JobState
+from raytide.core.objects.node import Market, Node, NodeState
+from raytide.core.objects.team import TeamSpec
 from raytide.ledger.report import CostRow
 
 runner = CliRunner()

@@ -11,10 +11,10 @@ from raytide.cli.app import app
 from raytide.control.client import Client
 from raytide.control.views import JobView, LogPart, Waiting
 from raytide.core.errors import ClusterError, ConfigError, RaytideError, UsageError
-from raytide.core.gang import GangSpec, Shape
-from raytide.core.job import Job, JobKind, JobSpec, JobState
-from raytide.job_run import Run
-from raytide.script import between, command_of, pairs_of, shape, shape_of
+from raytide.core.objects.gang import GangSpec, Shape
+from raytide.core.objects.job import Job, JobKind, JobSpec, JobState
+from raytide.sdk.job_run import Run
+from raytide.sdk.script import between, command_of, pairs_of, shape, shape_of
 
 runner = CliRunner()
 
@@ -77,7 +77,7 @@ def test_the_output_is_followed_and_the_wait_goes_to_stderr(script: Path, desk: 
 def test_an_api_that_restarts_does_not_end_it(
     script: Path, desk: Desk, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
-    monkeypatch.setattr("raytide.job_run._POLL_S", 0.0)
+    monkeypatch.setattr("raytide.sdk.job_run._POLL_S", 0.0)
     desk.specs.append(JobSpec(kind=JobKind.SCRIPT, name="train", gang=GangSpec(shapes=(shape(),))))
     desk.deaths = 3
     done = runner.invoke(app, command.split())
@@ -86,7 +86,7 @@ def test_an_api_that_restarts_does_not_end_it(
     watched = Run(desk, desk.submit(desk.specs[-1])).watch()
     assert [view.job.state for view in watched] == [JobState.RUNNING, JobState.SUCCEEDED]
     desk.deaths = 1
-    monkeypatch.setattr("raytide.job_run.AWAY_S", 0.0)
+    monkeypatch.setattr("raytide.sdk.job_run.AWAY_S", 0.0)
     assert "job-1 goes on: `raytide logs -f job-1`" in str(runner.invoke(app, command.split()).exception)
 
 
@@ -94,7 +94,7 @@ def test_of_a_job_that_is_over_nobody_says_that_it_goes_on(desk: Desk, monkeypat
     def away(job_id: str, **_: object) -> LogPart:
         raise ClusterError("Ray does not answer.", hint="See logs/head.log.")
 
-    monkeypatch.setattr("raytide.job_run.AWAY_S", 0.0)
+    monkeypatch.setattr("raytide.sdk.job_run.AWAY_S", 0.0)
     monkeypatch.setattr(desk, "log_part", away)
     desk.specs.append(JobSpec(kind=JobKind.SCRIPT, name="train", gang=GangSpec(shapes=(shape(),))))
     desk.looks = [(JobState.FAILED, "")]

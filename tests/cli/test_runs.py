@@ -10,19 +10,19 @@ import pytest
 from typer.testing import CliRunner
 
 import raytide as rt
-from raytide.actors.trainer.core import StepResult
-from raytide.actors.trainer.record import Record
+from raytide.actors.trainer.run_log.writer import Record
+from raytide.actors.trainer.types import StepResult
 from raytide.cli.app import app
 from raytide.control.client import Client
 from raytide.control.views import JobView
 from raytide.core.clock import VirtualClock
 from raytide.core.errors import ConfigError, UsageError
-from raytide.core.gang import GangSpec, Shape
-from raytide.core.job import Job, JobKind, JobSpec, JobState
-from raytide.core.train_spec import TrainSpec
-from raytide.job_run import Run
-from raytide.tide import Tide
-from raytide.train_run import TrainRun
+from raytide.core.objects.gang import GangSpec, Shape
+from raytide.core.objects.job import Job, JobKind, JobSpec, JobState
+from raytide.core.specs.train import TrainSpec
+from raytide.sdk.client import Tide
+from raytide.sdk.job_run import Run
+from raytide.sdk.train_run import TrainRun
 
 runner = CliRunner()
 

@@ -13,23 +13,23 @@ from fastapi.testclient import TestClient
 from tests.control.conftest import NoMachines
 from tests.jobs.cluster import Cluster, gpus, spec, team
 
-from raytide.control.accounts import limits, recent_gpu_s, used_lately, uses, with_accounts
-from raytide.control.api.app import create_app
+from raytide.control.accounting.team_usage import limits, recent_gpu_s, used_lately, uses, with_accounts
 from raytide.control.api.auth import Tokens
-from raytide.control.api.desk import Desk
+from raytide.control.api.routes import create_app
+from raytide.control.api.services.service import Desk
 from raytide.control.views import Live, Waiting
 from raytide.control.wire import to_json
 from raytide.core.clock import VirtualClock
-from raytide.core.cluster import ClusterConfig, load_cluster
-from raytide.core.endpoint import ServeSpec
-from raytide.core.entry import Entry, EntryKind, OpenInterval, Share, Spent
-from raytide.core.job import JobState
-from raytide.core.snapshot import Snapshot
+from raytide.core.objects.cluster_config import ClusterConfig, load_cluster
+from raytide.core.objects.endpoint import ServeSpec
+from raytide.core.objects.job import JobState
+from raytide.core.objects.ledger_entry import Entry, EntryKind, OpenInterval, Share, Spent
+from raytide.core.objects.snapshot import Snapshot
+from raytide.core.objects.team import HALF_LIFE_S, Budget, TeamSpec
 from raytide.core.state import Changes, Store
 from raytide.core.state.records import StoredTeam
-from raytide.core.team import HALF_LIFE_S, Budget, TeamSpec
 
-LOCAL = Path(__file__).parents[2] / "platform" / "raytide" / "control" / "local.yaml"
+LOCAL = Path(__file__).parents[2] / "platform" / "raytide" / "control" / "bootstrap" / "local.yaml"
 NOW_S = 1_700_000_000.0
 US = 1_000_000
 

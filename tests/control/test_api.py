@@ -16,27 +16,27 @@ from fastapi.testclient import TestClient
 from starlette.types import Message
 from tests.control.conftest import NoMachines
 
-from raytide.control.api.app import create_app
 from raytide.control.api.auth import JobTokens, Tokens
-from raytide.control.api.desk import Desk
+from raytide.control.api.routes import create_app
+from raytide.control.api.services.service import Desk
 from raytide.control.job_tokens import token_of
 from raytide.control.views import Live
 from raytide.control.wire import to_json
 from raytide.core.clock import VirtualClock
-from raytide.core.cluster import load_cluster
-from raytide.core.durable import write_json
-from raytide.core.endpoint import EndpointLoad, ReplicaLoad, Traffic
-from raytide.core.entry import Entry, EntryKind
-from raytide.core.fleet import Market
-from raytide.core.gang import Lease, LeaseState, Member, MemberState
-from raytide.core.job import JobSpec, JobState
-from raytide.core.plan import Plan, Wait
-from raytide.core.signals import Signal
-from raytide.core.stance import Stance
+from raytide.core.io.atomic_file import write_json
+from raytide.core.objects.cluster_config import load_cluster
+from raytide.core.objects.endpoint import EndpointLoad, ReplicaLoad, Traffic
+from raytide.core.objects.gang import Lease, LeaseState, Member, MemberState
+from raytide.core.objects.job import JobSpec, JobState
+from raytide.core.objects.ledger_entry import Entry, EntryKind
+from raytide.core.objects.node import Market
+from raytide.core.objects.plan import Plan, Wait
+from raytide.core.objects.signals import Signal
+from raytide.core.objects.snapshot import Stance
+from raytide.core.objects.team import TeamSpec
 from raytide.core.state import Changes, Store
-from raytide.core.team import TeamSpec
 
-LOCAL = Path(__file__).parents[2] / "platform" / "raytide" / "control" / "local.yaml"
+LOCAL = Path(__file__).parents[2] / "platform" / "raytide" / "control" / "bootstrap" / "local.yaml"
 GANG = {"kind": "gang", "name": "mine", "gang": {"shapes": [{"members": 2, "resources": {"CPU": 1}}]}}
 SCRIPT = {
     "kind": "script",
@@ -534,7 +534,9 @@ class TestCluster:
         self, client: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         asked: list[Path] = []
-        monkeypatch.setattr("raytide.control.api.desk.ask", lambda folder: asked.append(folder) or '{"at_s": 7.0}')
+        monkeypatch.setattr(
+            "raytide.control.api.services.service.ask", lambda folder: asked.append(folder) or '{"at_s": 7.0}'
+        )
         assert client.get("/v1/snapshot").status_code == 403, "it shows every team's jobs"
         assert client.get("/v1/snapshot", headers={"Authorization": "Bearer root"}).json() == {"at_s": 7.0}
         assert asked == [tmp_path]

@@ -17,11 +17,11 @@ from starlette.routing import BaseRoute, Route
 from tests.control.conftest import NoMachines
 from tests.control.test_api import GANG, LOCAL, SCRIPT, Echo
 
-from raytide.control.api.app import create_app
 from raytide.control.api.auth import Tokens
-from raytide.control.api.desk import Desk
+from raytide.control.api.routes import create_app
+from raytide.control.api.services.service import Desk
 from raytide.core.clock import VirtualClock
-from raytide.core.cluster import load_cluster
+from raytide.core.objects.cluster_config import load_cluster
 from raytide.core.state import Store
 
 EXAMPLES = 60
@@ -83,8 +83,8 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The waits of the API last no time."""
-    monkeypatch.setattr("raytide.control.api.app._LONGEST_POLL_S", 0.0)
-    monkeypatch.setattr("raytide.control.api.desk.ask", lambda folder: "{}")
+    monkeypatch.setattr("raytide.control.api.routes._LONGEST_POLL_S", 0.0)
+    monkeypatch.setattr("raytide.control.api.services.service.ask", lambda folder: "{}")
 
 
 def routes(client: TestClient) -> list[BaseRoute]:

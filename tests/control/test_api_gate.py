@@ -15,7 +15,7 @@ from raytide.control.api.auth import Tokens
 from raytide.control.api.gate import BODY_BYTES, SPEC_BYTES, Gate
 from raytide.control.api.queries import MOST_DEPTH, MOST_VALUES, parse_object
 from raytide.core.errors import UsageError
-from raytide.core.package import MOST_BYTES
+from raytide.core.io.working_dir import MOST_BYTES
 
 TOKEN = (b"authorization", b"Bearer secret")
 PIECE = b"x" * 2**16

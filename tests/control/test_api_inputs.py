@@ -15,10 +15,10 @@ import pytest
 from fastapi.testclient import TestClient
 from tests.control.test_api import GANG, client, clock, desk, error
 
-from raytide.control.api import inputs
-from raytide.control.api.inputs import look
+from raytide.control.api.services import input_check
+from raytide.control.api.services.input_check import look
 from raytide.core.errors import DataError
-from raytide.core.storage import check_url
+from raytide.core.io.storage import check_url
 
 __all__ = ["client", "clock", "desk"]
 
@@ -128,11 +128,11 @@ def test_submissions_to_a_file_system_that_hangs_stop_nobody(
     def hangs(*_: object, **__: object) -> object:
         hanging.release()
         back.wait(60.0)
-        return inputs._UNSEEN
+        return input_check._UNSEEN
 
     for name in {"look", where}:
-        monkeypatch.setattr(inputs, name, hangs)
-    monkeypatch.setattr(inputs, "LOOK_S", 0.05)
+        monkeypatch.setattr(input_check, name, hangs)
+    monkeypatch.setattr(input_check, "LOOK_S", 0.05)
     try:
         with ThreadPoolExecutor(41) as clients:
             answers = [clients.submit(client.post, "/v1/jobs", json=train("/hangs/here")) for _ in range(41)]
@@ -157,7 +157,7 @@ def test_only_regular_files_are_opened(shared: Path, operator: bool) -> None:
         assert look(path, 100, for_everybody=not operator).content is None
     (shared / "large").write_bytes(b"x" * 101)
     (shared / "small").write_bytes(b"x" * 100)
-    assert look(str(shared / "large"), 100, for_everybody=not operator) == inputs.Look()
+    assert look(str(shared / "large"), 100, for_everybody=not operator) == input_check.Look()
     assert look(str(shared / "small"), 100, for_everybody=not operator).content == b"x" * 100
 
 

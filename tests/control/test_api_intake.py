@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from raytide.control.api.intake import BURST_BYTES, BYTES_PER_H, Intake
+from raytide.control.api.services.submission_rate import BURST_BYTES, BYTES_PER_H, Intake
 from raytide.core.errors import QuotaError
-from raytide.core.job import JobSpec
+from raytide.core.objects.job import JobSpec
 
 
 def spec(team: str, *, chars: int = 0, members: int = 1) -> JobSpec:

@@ -13,11 +13,11 @@ import sqlalchemy as sa
 from starlette.types import Message
 from tests.control.test_api_scale import SHAPE, SPEC
 
-from raytide.control.api.leases import Leases, Seen
+from raytide.control.api.services.leases import Leases, Seen
 from raytide.core.clock import VirtualClock
 from raytide.core.errors import DeniedError, LeaseLostError, NotFoundError
-from raytide.core.gang import Lease, LeaseState, Member
-from raytide.core.job import Job, JobState
+from raytide.core.objects.gang import Lease, LeaseState, Member
+from raytide.core.objects.job import Job, JobState
 from raytide.core.state import Changes, Store, codec, tables
 
 WAITERS = 1_000
@@ -214,9 +214,9 @@ def test_a_driver_that_hangs_up_is_noticed_without_asking_it(leases: Leases, sto
 
 
 def test_the_watcher_ends_when_nobody_waits(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raytide.control.api.leases._KEPT_S", 0.0)
-    monkeypatch.setattr("raytide.control.api.leases.LOOK_S", 0.001)
-    monkeypatch.setattr("raytide.control.api.leases.BEAT_S", 0.001)
+    monkeypatch.setattr("raytide.control.api.services.leases._KEPT_S", 0.0)
+    monkeypatch.setattr("raytide.control.api.services.leases.LOOK_S", 0.001)
+    monkeypatch.setattr("raytide.control.api.services.leases.BEAT_S", 0.001)
     job = store.submit_job(SPEC, "ana", 1.0)
     leases = Leases(store, VirtualClock(100.0))
 

@@ -14,17 +14,17 @@ import sqlalchemy as sa
 from tests.control.conftest import NoMachines
 
 from raytide.control.api.auth import Caller
-from raytide.control.api.desk import Desk
+from raytide.control.api.services.service import Desk
 from raytide.control.views import Live
 from raytide.control.wire import to_json
 from raytide.core.clock import VirtualClock
-from raytide.core.cluster import load_cluster
-from raytide.core.entry import Entry, EntryKind
-from raytide.core.gang import GangSpec, Lease, LeaseState, Member, Shape
-from raytide.core.job import JobKind, JobSpec, JobState
+from raytide.core.objects.cluster_config import load_cluster
+from raytide.core.objects.gang import GangSpec, Lease, LeaseState, Member, Shape
+from raytide.core.objects.job import JobKind, JobSpec, JobState
+from raytide.core.objects.ledger_entry import Entry, EntryKind
 from raytide.core.state import Changes, Store, codec, tables
 
-LOCAL = Path(__file__).parents[2] / "platform" / "raytide" / "control" / "local.yaml"
+LOCAL = Path(__file__).parents[2] / "platform" / "raytide" / "control" / "bootstrap" / "local.yaml"
 SHAPE = Shape(members=1, resources={"CPU": 1})
 SPEC = JobSpec(kind=JobKind.GANG, name="many", gang=GangSpec(shapes=(SHAPE,)))
 ANA = Caller("ana", "default")

@@ -11,9 +11,9 @@ import pytest
 from tests.control.test_api import clock, desk
 
 from raytide.control.api import server as module
-from raytide.control.api.app import create_app
 from raytide.control.api.auth import Tokens
-from raytide.control.api.desk import Desk
+from raytide.control.api.routes import create_app
+from raytide.control.api.services.service import Desk
 
 __all__ = ["clock", "desk"]
 

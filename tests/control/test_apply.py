@@ -7,13 +7,13 @@ from typing import Any, cast
 
 from raytide.actors.gang.group import Group, GroupKey
 from raytide.autoscaler.providers.base import Machine
-from raytide.control.apply import Outcome, apply
-from raytide.control.observe import Book
-from raytide.control.world import Sources, World, look
+from raytide.control.reconcile.apply import Outcome, apply
+from raytide.control.reconcile.observation import Sources, World, look
+from raytide.control.reconcile.records import Book
 from raytide.core.errors import ProviderError
-from raytide.core.fleet import Market, Node, NodeState, NodeType
-from raytide.core.plan import Drain, Plan
-from raytide.jobs.job import DriverKey, DriverStatus
+from raytide.core.objects.node import Market, Node, NodeState, NodeType
+from raytide.core.objects.plan import Drain, Plan
+from raytide.jobs.lifecycle.jobs import DriverKey, DriverStatus
 
 CPU = NodeType(name="cpu", resources={"CPU": 4}, price_micro_usd_h=1)
 NODE = Node(

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytide.autoscaler.providers.base import Machine
-from raytide.control.bookkeeping import keep_books
-from raytide.control.closing import close_books
-from raytide.core.entry import Entry, EntryKind, OpenInterval, Share
-from raytide.core.fleet import Market, Node, NodeState
+from raytide.control.accounting.billing_intervals import keep_books
+from raytide.control.accounting.final_accounting import close_books
 from raytide.core.money import to_us
+from raytide.core.objects.ledger_entry import Entry, EntryKind, OpenInterval, Share
+from raytide.core.objects.node import Market, Node, NodeState
 from raytide.core.state import Changes, Store
 from raytide.ledger.reconcile import bill, reconcile
 

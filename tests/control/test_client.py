@@ -13,9 +13,9 @@ from raytide.control.client import Client
 from raytide.control.views import JobView
 from raytide.control.wire import to_json
 from raytide.core.errors import ClusterError, NotFoundError
-from raytide.core.gang import GangSpec, Shape
-from raytide.core.job import Job, JobKind, JobSpec, JobState
-from raytide.job_run import Run
+from raytide.core.objects.gang import GangSpec, Shape
+from raytide.core.objects.job import Job, JobKind, JobSpec, JobState
+from raytide.sdk.job_run import Run
 
 SPEC = JobSpec(kind=JobKind.GANG, name="g", gang=GangSpec(shapes=(Shape(resources={"CPU": 1.0}),)))
 

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.control.test_controller import TICK_S, Loop
 
-from raytide.control.silence import HUNG_UP_S, Silence, hung_up
+from raytide.control.reconcile.driver_silence import HUNG_UP_S, Silence, hung_up
 from raytide.core.clock import SteadyClock
-from raytide.core.endpoint import Replicas, ServeSpec
-from raytide.core.fleet import NodeState
-from raytide.core.gang import GangSpec, Shape
-from raytide.core.job import Job, JobKind, JobSpec, JobState
+from raytide.core.objects.endpoint import Replicas, ServeSpec
+from raytide.core.objects.gang import GangSpec, Shape
+from raytide.core.objects.job import Job, JobKind, JobSpec, JobState
+from raytide.core.objects.node import NodeState
 
 HOUR_S = 3600.0
 

@@ -14,15 +14,15 @@ import httpx
 import pytest
 from tests.cluster_fixture import ray_nodes
 
-from raytide.autoscaler.providers.local import NODE_ID_LABEL, LocalProvider
-from raytide.autoscaler.providers.local_files import MARK as NODE_MARK
-from raytide.autoscaler.providers.local_spot import reclaim
-from raytide.control import cluster
-from raytide.control.addresses import is_listening
-from raytide.control.embedded import LocalCluster
-from raytide.control.running import MARK
-from raytide.core.fleet import Market, Node, NodeState, NodeType
-from raytide.core.processes import marked
+from raytide.autoscaler.providers.local.files import MARK as NODE_MARK
+from raytide.autoscaler.providers.local.provider import NODE_ID_LABEL, LocalProvider
+from raytide.autoscaler.providers.local.spot import reclaim
+from raytide.control.bootstrap import local
+from raytide.control.bootstrap.cluster_record import MARK
+from raytide.control.bootstrap.embedded import LocalCluster
+from raytide.control.bootstrap.loopback import is_listening
+from raytide.core.io.process import marked
+from raytide.core.objects.node import Market, Node, NodeState, NodeType
 
 pytestmark = pytest.mark.cluster
 
@@ -38,7 +38,7 @@ def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalClust
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([standins, str(Path(__file__).parents[2] / "platform")]))
         children = {"controller": "standin_child", "api": "standin_api"}
-        with cluster.temporary(tmp_path_factory.mktemp("home"), children=children) as started:
+        with local.temporary(tmp_path_factory.mktemp("home"), children=children) as started:
             yield started
     assert marked(MARK, started.cluster_id) == []
     assert not is_listening(started.gcs_address)
@@ -48,7 +48,7 @@ def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalClust
 
 @pytest.fixture
 def provider(ray_cluster: LocalCluster) -> Iterator[LocalProvider]:
-    provider = cluster.provider(ray_cluster)
+    provider = local.provider(ray_cluster)
     yield provider
     for machine in provider.machines():
         provider.terminate(machine.node_id)
@@ -118,8 +118,8 @@ def test_a_submitted_job_finds_its_python_its_cluster_and_raytide(ray_cluster: L
 
     code = (
         "import os, ray, raytide.core.money;"
-        " from raytide.control import cluster;"
-        " print('cluster', cluster.find().cluster_id == os.environ['RAYTIDE_CLUSTER'])"
+        " from raytide.control.bootstrap import local;"
+        " print('cluster', local.find().cluster_id == os.environ['RAYTIDE_CLUSTER'])"
     )
     client = JobSubmissionClient(ray_cluster.dashboard_url, headers=ray_cluster.ray_headers)
     job = client.submit_job(entrypoint=f'python -c "{code}"')
@@ -137,7 +137,7 @@ def test_nobody_enters_ray_over_http_without_the_token(ray_cluster: LocalCluster
 
 
 def test_no_driver_and_no_reader_enters_rays_gcs_without_the_token(ray_cluster: LocalCluster) -> None:
-    read = f"from raytide.autoscaler.gcs import GcsReader; GcsReader('{ray_cluster.gcs_address}').nodes()"
+    read = f"from raytide.autoscaler.ray_gcs import GcsReader; GcsReader('{ray_cluster.gcs_address}').nodes()"
     drive = f"import ray; ray.init('{ray_cluster.gcs_address}')"
     strangers = []  # side by side: each knocks for some ten seconds
     for mode in ("disabled", "token"):

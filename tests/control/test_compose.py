@@ -10,16 +10,16 @@ import pytest
 import yaml
 from tests.autoscaler.providers.kube_server import KubeServer
 
-from raytide.autoscaler.providers.cloud import CloudProvider
+from raytide.autoscaler.providers.cloud.provider import CloudProvider
 from raytide.autoscaler.providers.fake import FakeProvider
-from raytide.autoscaler.providers.kuberay import KubeRayProvider
-from raytide.autoscaler.providers.local import LocalProvider
+from raytide.autoscaler.providers.kuberay.provider import KubeRayProvider
+from raytide.autoscaler.providers.local.provider import LocalProvider
 from raytide.autoscaler.providers.purchases import Purchase, Purchases
-from raytide.control.cluster import DEFAULT_CONFIG
-from raytide.control.compose import bill, provider
-from raytide.control.embedded import LocalCluster
-from raytide.control.heads import HeadCluster
-from raytide.control.running import RunningCluster, load
+from raytide.control.bootstrap.cloud_head import HeadCluster
+from raytide.control.bootstrap.cluster_record import RunningCluster, load
+from raytide.control.bootstrap.embedded import LocalCluster
+from raytide.control.bootstrap.local import DEFAULT_CONFIG
+from raytide.control.bootstrap.wiring import bill, provider
 from raytide.core.errors import ConfigError
 
 SHIPPED = Path(__file__).parents[2] / "cluster.yaml"

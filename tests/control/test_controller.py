@@ -12,27 +12,27 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from raytide.actors.gang.group import Group, GroupKey, WantedGroup
-from raytide.actors.serving.application import Application
+from raytide.actors.serving.ray_serve.application import Application
 from raytide.autoscaler.providers.base import Machine, Notice
 from raytide.autoscaler.ray_node import RayNode
-from raytide.control.closing import close_books
+from raytide.control.accounting.final_accounting import close_books
 from raytide.control.controller import Controller
-from raytide.control.world import Sources
+from raytide.control.reconcile.observation import Sources
 from raytide.core.clock import VirtualClock
-from raytide.core.cluster import load_cluster
-from raytide.core.endpoint import Endpoint, EndpointLoad, EndpointState, ReplicaLoad, Replicas, ServeSpec
-from raytide.core.entry import EntryKind
 from raytide.core.errors import ProviderError
-from raytide.core.fleet import Node, NodeState, NodeType, minus, plus
-from raytide.core.gang import GangSpec, LeaseState, Shape
-from raytide.core.job import JobKind, JobSpec, JobState
-from raytide.core.plan import Wait
-from raytide.core.signals import Signal, Use
+from raytide.core.objects.cluster_config import load_cluster
+from raytide.core.objects.endpoint import Endpoint, EndpointLoad, EndpointState, ReplicaLoad, Replicas, ServeSpec
+from raytide.core.objects.gang import GangSpec, LeaseState, Shape
+from raytide.core.objects.job import JobKind, JobSpec, JobState
+from raytide.core.objects.ledger_entry import EntryKind
+from raytide.core.objects.node import Node, NodeState, NodeType, minus, plus
+from raytide.core.objects.plan import Wait
+from raytide.core.objects.signals import Signal, Use
 from raytide.core.state import Store
-from raytide.jobs.job import DriverKey, DriverStatus
+from raytide.jobs.lifecycle.jobs import DriverKey, DriverStatus
 from raytide.ledger.reconcile import reconcile
 
-CONFIG = load_cluster(Path(__file__).parents[2] / "platform" / "raytide" / "control" / "local.yaml")
+CONFIG = load_cluster(Path(__file__).parents[2] / "platform" / "raytide" / "control" / "bootstrap" / "local.yaml")
 TICK_S = 0.5
 BOOT_S = 2.0
 

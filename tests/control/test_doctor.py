@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from raytide.cli.app import app
 from raytide.control import doctor
-from raytide.control.cluster import DEFAULT_CONFIG
-from raytide.core.cluster import load_cluster
+from raytide.control.bootstrap.local import DEFAULT_CONFIG
+from raytide.core.objects.cluster_config import load_cluster
 
 
 def test_a_machine_that_runs_the_tests_is_fit() -> None:

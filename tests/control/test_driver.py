@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from raytide.control import driver
-from raytide.core.data_spec import DataSpec
+from raytide.control import job_driver
 from raytide.core.errors import (
     AuthError,
     ClusterError,
@@ -21,9 +20,10 @@ from raytide.core.errors import (
     LeaseLostError,
     WaitTimeoutError,
 )
-from raytide.core.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
-from raytide.core.job import Job, JobKind, JobSpec, JobState
-from raytide.core.private import ROOTS
+from raytide.core.io.private_paths import ROOTS
+from raytide.core.objects.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
+from raytide.core.objects.job import Job, JobKind, JobSpec, JobState
+from raytide.core.specs.data import DataSpec
 from raytide.pipelines.build import Progress
 
 SHAPE = Shape(resources={"CPU": 1.0})
@@ -60,7 +60,7 @@ class Api:
 @pytest.fixture
 def naps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     taken: list[float] = []
-    monkeypatch.setattr("raytide.control.driver.time.sleep", taken.append)
+    monkeypatch.setattr("raytide.control.job_driver.time.sleep", taken.append)
     return taken
 
 
@@ -70,32 +70,32 @@ def run(monkeypatch: pytest.MonkeyPatch, folder: Path, api: Api, error: Exceptio
             raise error
 
     (folder / "cluster.json").write_text(json.dumps({"gcs_address": "127.0.9.1:6379"}))
-    (folder / "cluster.yaml").write_text((Path(driver.__file__).parent / "local.yaml").read_text())
+    (folder / "cluster.yaml").write_text((Path(job_driver.__file__).parent / "bootstrap" / "local.yaml").read_text())
     monkeypatch.setenv(ROOTS, "[]")  # restored afterwards
     monkeypatch.setattr("ray.init", lambda **_: None)
-    monkeypatch.setattr("raytide.control.driver.Client.of_job", lambda *_: api)
-    monkeypatch.setattr(driver, "DRIVERS", {JobKind.DATA: work})
-    return driver.main(str(folder), "job-1")
+    monkeypatch.setattr("raytide.control.job_driver.Client.of_job", lambda *_: api)
+    monkeypatch.setattr(job_driver, "DRIVERS", {JobKind.DATA: work})
+    return job_driver.main(str(folder), "job-1")
 
 
 def test_an_api_that_restarts_is_waited_for(naps: list[float]) -> None:
     active = replace(LEASE, state=LeaseState.ACTIVE, epoch=1, members=(Member(0, READY, "node-1"),))
     api = Api(AWAY, LEASE, AWAY, active)
-    assert driver.active_lease(api, "job-1") == active  # type: ignore[arg-type]
+    assert job_driver.active_lease(api, "job-1") == active  # type: ignore[arg-type]
     assert len(naps) == 2
 
 
 def test_a_driver_waits_for_its_turn_for_days(naps: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     days = iter(range(100))
-    monkeypatch.setattr("raytide.control.driver.time.monotonic", lambda: next(days) * 86400.0)
+    monkeypatch.setattr("raytide.control.job_driver.time.monotonic", lambda: next(days) * 86400.0)
     seatless = replace(LEASE, state=LeaseState.ACTIVE)
     active = replace(seatless, members=(Member(0, READY, "node-1"),), epoch=9)
-    assert driver.active_lease(Api(LEASE, LEASE, seatless, active), "job-1") == active  # type: ignore[arg-type]
+    assert job_driver.active_lease(Api(LEASE, LEASE, seatless, active), "job-1") == active  # type: ignore[arg-type]
 
 
 def test_a_report_that_nobody_takes_does_not_end_the_build() -> None:
     api = Api(AWAY)
-    report = driver.Throttle(api, "job-1")  # type: ignore[arg-type]
+    report = job_driver.Throttle(api, "job-1")  # type: ignore[arg-type]
     report({"stage": "read"})
     report({"stage": "pack"})
     assert api.reports == [{"stage": "read"}, {"stage": "pack"}]
@@ -113,11 +113,11 @@ def test_a_build_that_gets_nowhere_fails_with_that_reason(monkeypatch: pytest.Mo
     active = replace(LEASE, state=LeaseState.ACTIVE, epoch=1, members=(replace(LEASE.members[0], state=READY),))
     api = Api(active)
     monkeypatch.setattr("raytide.pipelines.build.build", build)
-    monkeypatch.setattr(driver, "die_with", lambda *_: None)
-    monkeypatch.setattr("raytide.actors.gang.groups.bundle", lambda member: None)
+    monkeypatch.setattr(job_driver, "die_with", lambda *_: None)
+    monkeypatch.setattr("raytide.actors.gang.placement_groups.bundle", lambda member: None)
     job = replace(JOB, spec=JOB.spec.model_copy(update={"config": spec.model_dump(mode="json")}))
     with pytest.raises(WaitTimeoutError, match=r"stuck stalled: nothing new was done for 0\.05 s"):
-        driver.data(job, api, tmp_path)  # type: ignore[arg-type]
+        job_driver.data(job, api, tmp_path)  # type: ignore[arg-type]
     assert list(moves) == []
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
@@ -136,11 +136,11 @@ def test_a_build_ends_with_the_member_it_works_on_and_not_before(
         codes.append(code)
         raise SystemExit
 
-    monkeypatch.setattr("raytide.control.driver.os._exit", leave)
+    monkeypatch.setattr("raytide.control.job_driver.os._exit", leave)
     for lost in (replace(LEASE, epoch=3), refilled):
         api = Api(active, AWAY, leaving, lost)
         with pytest.raises(SystemExit):
-            driver.die_with(member, 1, api, "job-1")  # type: ignore[arg-type]
+            job_driver.die_with(member, 1, api, "job-1")  # type: ignore[arg-type]
         assert api.answers == []
     assert min(codes) >= 128, "it may run again"
 

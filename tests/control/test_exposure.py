@@ -9,8 +9,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from raytide.control import exposure
-from raytide.control.exposure import check_running, is_loopback
+from raytide.control.bootstrap import exposure
+from raytide.control.bootstrap.exposure import check_running, is_loopback
 from raytide.core.errors import ClusterError
 
 AWAY = "10.0.0.7:6379"

@@ -18,14 +18,14 @@ from fastapi.testclient import TestClient
 from tests.control.test_controller import CONFIG, Loop
 from tests.disk_fixture import Disk
 
-from raytide.control.api.app import create_app
 from raytide.control.api.auth import Tokens
-from raytide.control.api.desk import Desk
-from raytide.control.processes import spawn
+from raytide.control.api.routes import create_app
+from raytide.control.api.services.service import Desk
+from raytide.control.supervision.daemon import spawn
 from raytide.core.clock import VirtualClock
 from raytide.core.errors import StorageError
-from raytide.core.job import JobState
-from raytide.core.processes import Process, kill_marked, running
+from raytide.core.io.process import Process, kill_marked, running
+from raytide.core.objects.job import JobState
 
 GANG = {"kind": "gang", "name": "g", "gang": {"shapes": [{"members": 1, "resources": {"CPU": 1.0}}]}}
 MARK = "RAYTIDE_TEST"
@@ -142,9 +142,9 @@ def test_a_package_that_finds_no_room_is_refused_and_leaves_nothing(api: TestCli
 
 
 def test_no_node_is_bought_that_cannot_be_recorded(disk: Disk, tmp_path: Path) -> None:
-    from raytide.autoscaler.providers.local import LocalProvider
+    from raytide.autoscaler.providers.local.provider import LocalProvider
     from raytide.autoscaler.providers.purchases import Purchases
-    from raytide.core.fleet import Market, Node, NodeState
+    from raytide.core.objects.node import Market, Node, NodeState
 
     (disk.path / "run").mkdir()
     (disk.path / "clouds").mkdir()
@@ -176,7 +176,7 @@ class TestSupervisor:
         kill_marked(MARK, str(disk.path))
 
     def start(self, run_dir: Path, *, module: str = "standin_child") -> Process:
-        argv = [sys.executable, "-m", "raytide.control.supervisor", str(run_dir), f"controller={module}"]
+        argv = [sys.executable, "-m", "raytide.control.supervision.supervisor", str(run_dir), f"controller={module}"]
         return spawn("supervisor", argv, run_dir=run_dir, environment={**os.environ, MARK: str(run_dir)})
 
     def when(self, condition: Callable[[], Process | None]) -> Process:
@@ -229,5 +229,5 @@ class TestSupervisor:
         disk.fill()
         with pytest.raises(StorageError, match="no space left"):
             self.start(run_dir)
-        assert running(["-m", "raytide.control.supervisor", str(run_dir), "controller=standin_child"]) == []
+        assert running(["-m", "raytide.control.supervision.supervisor", str(run_dir), "controller=standin_child"]) == []
         disk.free()

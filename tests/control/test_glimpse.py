@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from tests.simulate.test_live import cluster, job, ready, running
 
-from raytide.control.glimpse import answer, ask
+from raytide.control.reconcile.snapshot_request import answer, ask
 from raytide.control.wire import from_json, to_json
-from raytide.core.durable import read_json
 from raytide.core.errors import ClusterError
-from raytide.core.snapshot import Demand, Pool, Snapshot
+from raytide.core.io.atomic_file import read_json
+from raytide.core.objects.snapshot import Demand, Pool, Snapshot
 
 NODE = ready(1, taken={"GPU": 1})
 HOLDER, LEASE = running(1, NODE)

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from raytide.control import heads
-from raytide.control.cluster import DEFAULT_CONFIG
-from raytide.control.heads import HeadCluster
-from raytide.control.processes import spawn
-from raytide.control.running import MARK, run_dir_of
-from raytide.control.supervised import grant_access
+from raytide.control.bootstrap import cloud_head
+from raytide.control.bootstrap.cloud_head import HeadCluster
+from raytide.control.bootstrap.cluster_record import MARK, run_dir_of
+from raytide.control.bootstrap.local import DEFAULT_CONFIG
+from raytide.control.supervision.control_plane import grant_access
+from raytide.control.supervision.daemon import spawn
 from raytide.core.errors import ClusterError, ConfigError
-from raytide.core.processes import kill_marked
+from raytide.core.io.process import kill_marked
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_a_head_without_ray_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     with pytest.raises(ClusterError, match="no Ray runs on this machine") as refused:
-        heads.start(DEFAULT_CONFIG)
+        cloud_head.start(DEFAULT_CONFIG)
     assert "--no-monitor" in refused.value.hint
 
 
@@ -65,7 +65,7 @@ def test_an_embedded_clusters_folder_is_not_taken(cluster: HeadCluster, monkeypa
     (cluster.run_dir / "cluster.json").write_text(json.dumps(record | {"k": 9, "temp_dir": "/nowhere"}))
     monkeypatch.setenv("RAY_ADDRESS", "127.0.9.1:6388")
     with pytest.raises(ConfigError, match="is an embedded cluster's"):
-        heads.start(cluster.config_path)
+        cloud_head.start(cluster.config_path)
 
 
 def test_a_container_ends_with_its_supervisor_and_takes_the_children_along(cluster: HeadCluster) -> None:
@@ -73,7 +73,7 @@ def test_a_container_ends_with_its_supervisor_and_takes_the_children_along(clust
     start(cluster, "controller", 1000.0)
     start(cluster, "supervisor", 0.1)
     try:
-        heads.stay(cluster)
+        cloud_head.stay(cluster)
     finally:
         signal.signal(signal.SIGTERM, before)
     assert not cluster.is_alive("controller")
@@ -83,7 +83,7 @@ def test_down_ends_what_runs_here_and_closes_the_books(cluster: HeadCluster) -> 
     for what in ("supervisor", "controller", "api"):
         start(cluster, what, 1000.0)
     shutil.copyfile(cluster.config_path, cluster.client_file)
-    closed = heads.down(cluster)
+    closed = cloud_head.down(cluster)
     assert (closed.nodes, closed.differences) == ((), ())
     assert not any(cluster.is_alive(what) for what in ("supervisor", "controller", "api"))
     assert not cluster.client_file.exists()
@@ -94,7 +94,7 @@ def test_tokens_of_users_outlive_down_and_up(cluster: HeadCluster) -> None:
     operators = json.loads(cluster.client_file.read_text())["token"]
     users = {"ana's": {"user": "ana", "team": "research"}}
     cluster.tokens_file.write_text(json.dumps(json.loads(cluster.tokens_file.read_text()) | users))
-    heads.down(cluster)
+    cloud_head.down(cluster)
     assert not cluster.client_file.exists()
     grant_access(cluster)
     tokens = json.loads(cluster.tokens_file.read_text())
@@ -118,7 +118,7 @@ def test_rays_token_goes_from_the_environment_into_a_file(
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
     monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
-    heads._file_token(cluster.run_dir)
+    cloud_head._file_token(cluster.run_dir)
     assert "RAY_AUTH_TOKEN" not in cluster.environment()
     assert cluster.ray_token_file is not None
     assert cluster.ray_token_file.stat().st_mode & 0o777 == 0o600
@@ -146,16 +146,16 @@ def test_a_ray_that_is_open_to_others_is_refused_unless_wanted(
 ) -> None:
     """Nobody listens where its dashboard would: it does not say that it asks for a token."""
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.7:6379")
-    monkeypatch.setattr(heads, "gcs_address_here", lambda: "10.0.0.7:6379")
-    monkeypatch.setattr(heads, "_dashboard", lambda *_: "http://127.0.0.1:9")
+    monkeypatch.setattr(cloud_head, "gcs_address_here", lambda: "10.0.0.7:6379")
+    monkeypatch.setattr(cloud_head, "_dashboard", lambda *_: "http://127.0.0.1:9")
     started: list[HeadCluster] = []
-    monkeypatch.setattr(heads, "start_supervisor", started.append)
-    monkeypatch.setattr(heads, "wait_for_api", lambda *_, **__: None)
+    monkeypatch.setattr(cloud_head, "start_supervisor", started.append)
+    monkeypatch.setattr(cloud_head, "wait_for_api", lambda *_, **__: None)
     file = cluster.run_dir.parent / "given.yaml"
     shutil.copyfile(cluster.config_path, file)
     with pytest.raises(ClusterError, match="asks nobody for a token") as refused:
-        heads.start(file)
+        cloud_head.start(file)
     assert "--insecure" in refused.value.hint
     assert started == []
-    assert heads.start(file, insecure=True).gcs_address == "10.0.0.7:6379"
+    assert cloud_head.start(file, insecure=True).gcs_address == "10.0.0.7:6379"
     assert len(started) == 1

@@ -17,14 +17,14 @@ from tests.control.hostile import Sender
 from tests.control.test_controller import CONFIG, Loop
 
 from raytide.actors.serving.metrics import ServingMetrics  # noqa: F401  # loaded before memory is measured
-from raytide.control.api.app import create_app
 from raytide.control.api.auth import Tokens
-from raytide.control.api.desk import Desk
-from raytide.control.api.intake import Intake
+from raytide.control.api.routes import create_app
+from raytide.control.api.services.service import Desk
+from raytide.control.api.services.submission_rate import Intake
 from raytide.core import bounds
-from raytide.core.endpoint import EndpointState
-from raytide.core.job import JobState
-from raytide.core.team import TeamSpec
+from raytide.core.objects.endpoint import EndpointState
+from raytide.core.objects.job import JobState
+from raytide.core.objects.team import TeamSpec
 
 POSTS = 1000
 MOST_TICK_CPU_S = 1.0
@@ -311,6 +311,6 @@ def test_a_page_of_large_jobs_is_cut_off_and_goes_on(attack: Attack, monkeypatch
 
 
 def _spec() -> Any:
-    from raytide.core.job import JobSpec
+    from raytide.core.objects.job import JobSpec
 
     return JobSpec.parse(GANG | {"team": "evil"}, where="job")

@@ -9,10 +9,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.control.test_controller import Loop
 
-from raytide.core.entry import EntryKind
-from raytide.core.gang import GangSpec, LeaseState, Shape
-from raytide.core.job import FINAL_STATES, JobKind, JobSpec, JobState
-from raytide.jobs.job import DriverKey, DriverStatus
+from raytide.core.objects.gang import GangSpec, LeaseState, Shape
+from raytide.core.objects.job import FINAL_STATES, JobKind, JobSpec, JobState
+from raytide.core.objects.ledger_entry import EntryKind
+from raytide.jobs.lifecycle.jobs import DriverKey, DriverStatus
 
 SPOT = {"ray.io/market-type": "spot"}
 """The fleet has six such nodes, of one CPU each."""

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import yaml
 
-from raytide.control.exposure import check_file
-from raytide.control.launcher import dry_run, up
-from raytide.control.rehearsal import Step
+from raytide.control.bootstrap.cloud_launch import dry_run, up
+from raytide.control.bootstrap.exposure import check_file
+from raytide.control.bootstrap.rehearsal import Step
 from raytide.core.errors import ConfigError, RaytideError, UsageError
 
 ROOT = Path(__file__).parents[2]

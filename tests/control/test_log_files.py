@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from tests.control.test_logs import job
 from tests.disk_fixture import Disk
 
-from raytide.control import log_files
-from raytide.control.api import logs
-from raytide.control.log_files import HEADER_BYTES, cut, forget_oldest, rotate
-from raytide.core.job import JobState
-from raytide.jobs.job import DriverKey
+from raytide.control.api.services import logs
+from raytide.control.supervision import log_rotation
+from raytide.control.supervision.log_rotation import HEADER_BYTES, cut, forget_oldest, rotate
+from raytide.core.objects.job import JobState
+from raytide.jobs.lifecycle.jobs import DriverKey
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_what_is_left_of_a_cut_log_says_how_much_is_missing(tmp_path: Path, appe
     assert not cut(appended, most=8000, kept=800)
     assert cut(appended, most=7999, kept=800)
     read = (tmp_path / "log").read_bytes()
-    assert log_files.dropped_before(read) == 8000 - 99 * 8
+    assert log_rotation.dropped_before(read) == 8000 - 99 * 8
     assert read[HEADER_BYTES:].splitlines()[0] == b"0000901"
     os.write(appended, b"1000000\n")
     printed = OnDisk(tmp_path / "log")
@@ -140,7 +140,7 @@ time.sleep(0.1)
         run = subprocess.Popen([sys.executable, "-c", script], stdout=log, stderr=subprocess.STDOUT)
     assert run.wait(120) == 0
     read = path.read_bytes()
-    dropped = log_files.dropped_before(read)
+    dropped = log_rotation.dropped_before(read)
     assert dropped is not None
     printed = len("Running entrypoint for job raytide-job-1-0: x\n") + 300_000 * 101 + len("the last line\n")
     assert dropped + len(read) - HEADER_BYTES == printed, "not a byte is unaccounted for"

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytide.control.api import logs
-from raytide.control.log_files import HEADER_BYTES
-from raytide.core.gang import GangSpec, Shape
-from raytide.core.job import Job, JobKind, JobSpec, JobState
-from raytide.jobs.job import DriverKey
+from raytide.control.api.services import logs
+from raytide.control.supervision.log_rotation import HEADER_BYTES
+from raytide.core.objects.gang import GangSpec, Shape
+from raytide.core.objects.job import Job, JobKind, JobSpec, JobState
+from raytide.jobs.lifecycle.jobs import DriverKey
 
 SETTING_UP = "2026-11-22 00:50:07,258\tINFO job_manager.py:581 -- Runtime env is setting up.\n"
-PREFACE = f"{SETTING_UP}Running entrypoint for job raytide-job-3-0: exec python -m raytide.control.driver\n"
+PREFACE = f"{SETTING_UP}Running entrypoint for job raytide-job-3-0: exec python -m raytide.control.job_driver\n"
 
 TEXTS = st.lists(st.text(st.sampled_from("a\n\u00fc\u20ac\U0001f600")), min_size=1, max_size=3)
 

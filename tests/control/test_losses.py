@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from tests.jobs.cluster import gpus, job
 
-from raytide.control.losses import PATIENCE_S, asked, book_losses, nodes_lost, ripe, struck
-from raytide.core.entry import Entry, EntryKind
-from raytide.core.gang import Lease, LeaseState, Member, MemberState
-from raytide.core.job import Job, JobState
+from raytide.control.accounting.lost_work import PATIENCE_S, asked, book_losses, nodes_lost, ripe, struck
+from raytide.core.objects.gang import Lease, LeaseState, Member, MemberState
+from raytide.core.objects.job import Job, JobState
+from raytide.core.objects.ledger_entry import Entry, EntryKind
 
 S = 1_000_000
 MINE = Entry("node-1", 0, 100 * S, EntryKind.JOB, "job-1", "blue", 1, 1000)

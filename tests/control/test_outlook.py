@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from raytide.autoscaler.instances import UNASKED
-from raytide.control.outlook import SPEND_PERIOD_S, Outlook
-from raytide.core.cluster import ClusterConfig, LimitsSection, RaytideSection
-from raytide.core.entry import Spent
-from raytide.core.fleet import Market, Node, NodeState, NodeType
-from raytide.core.snapshot import Limits, Snapshot
+from raytide.autoscaler.nodes.instances import UNASKED
+from raytide.control.reconcile.decision_inputs import SPEND_PERIOD_S, Outlook
+from raytide.core.objects.cluster_config import ClusterConfig, LimitsSection, RaytideSection
+from raytide.core.objects.ledger_entry import Spent
+from raytide.core.objects.node import Market, Node, NodeState, NodeType
+from raytide.core.objects.snapshot import Limits, Snapshot
 
 SPOT = NodeType(name="s", resources={"GPU": 1}, market=Market.SPOT, price_micro_usd_h=1_000_000, zones=("a",))
 NOW_S = 29 * 24 * 3600.0

@@ -12,12 +12,12 @@ import pytest
 from tests.control.test_cluster import STANDINS, K, home, idle_head
 from tests.disk_fixture import Disk
 
-from raytide.autoscaler.providers.local_files import NodeFolder, Purchase
-from raytide.control import cluster
-from raytide.control.embedded import LocalCluster
-from raytide.control.running import MARK
+from raytide.autoscaler.providers.local.files import NodeFolder, Purchase
+from raytide.control.bootstrap import local
+from raytide.control.bootstrap.cluster_record import MARK
+from raytide.control.bootstrap.embedded import LocalCluster
 from raytide.core.errors import StorageError
-from raytide.core.processes import Process, marked, running
+from raytide.core.io.process import Process, marked, running
 
 __all__ = ["home", "idle_head"]
 
@@ -32,12 +32,12 @@ def owner() -> Iterator[subprocess.Popen[bytes]]:
 
 @pytest.fixture
 def owned(idle_head: None, owner: subprocess.Popen[bytes]) -> Iterator[LocalCluster]:
-    yield cluster.up(k=K - 2, children=STANDINS, owner=Process.of(owner.pid))
-    cluster.down()
+    yield local.up(k=K - 2, children=STANDINS, owner=Process.of(owner.pid))
+    local.down()
 
 
 def watcher(of: LocalCluster) -> Process | None:
-    return next(iter(running(["-m", "raytide.control.owner", str(of.run_dir), of.cluster_id])), None)
+    return next(iter(running(["-m", "raytide.control.supervision.owner", str(of.run_dir), of.cluster_id])), None)
 
 
 def nothing_is_left(of: LocalCluster) -> bool:
@@ -75,9 +75,9 @@ def test_an_up_that_is_killed_half_way_leaves_nothing(home: Path, eventually: Ca
     script = f"""
 import os, signal
 from raytide.control import cluster
-from raytide.control.processes import spawn
+from raytide.control.supervision.daemon import spawn
 from raytide.core.errors import StorageError
-from raytide.core.processes import Process
+from raytide.core.io.process import Process
 
 def start_head(of, *, environment, pass_fds):
     process = spawn("head", ["sleep", "1000"], run_dir=of.run_dir, environment=environment)
@@ -87,8 +87,8 @@ cluster.start_head = start_head
 cluster.up(k={K - 3}, owner=Process.of(os.getpid()))
 """
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -9
-    run_dir = cluster.run_dir_of("local")
-    eventually(lambda: not running(["-m", "raytide.control.owner", str(run_dir), _id(run_dir)]))
+    run_dir = local.run_dir_of("local")
+    eventually(lambda: not running(["-m", "raytide.control.supervision.owner", str(run_dir), _id(run_dir)]))
     assert marked(MARK, _id(run_dir)) == []
 
 
@@ -99,11 +99,11 @@ def _id(run_dir: Path) -> str:
 
 
 def test_one_that_nobody_owns_has_no_watcher(idle_head: None) -> None:
-    started = cluster.up(k=K - 2, children=STANDINS)
+    started = local.up(k=K - 2, children=STANDINS)
     try:
         assert watcher(started) is None
     finally:
-        cluster.down()
+        local.down()
 
 
 def test_a_full_disk_keeps_no_cluster_from_being_ended(
@@ -111,17 +111,17 @@ def test_a_full_disk_keeps_no_cluster_from_being_ended(
 ) -> None:
     """Its books are closed by the next `down`, when there is room."""
     monkeypatch.setenv("RAYTIDE_HOME", str(disk.path))
-    started = cluster.up(k=K - 2, children=STANDINS)
+    started = local.up(k=K - 2, children=STANDINS)
     node = NodeFolder(started.run_dir / "nodes" / "node-1")
     node.path.mkdir()
     node.buy(Purchase("node-1", "cpu2", "local", 1, started.created_at_s, 2, "", {}, {}, "", ""))
     disk.fill()
     with pytest.raises(StorageError, match=r"[Ff]ree space"):
-        cluster.down()
+        local.down()
     assert marked(MARK, started.cluster_id) == []
     assert not started.temp_dir.exists()
     disk.free()
-    assert cluster.down() is not None
+    assert local.down() is not None
     assert node.end() is not None
 
 
@@ -132,7 +132,7 @@ def test_an_up_on_a_full_disk_says_so_and_leaves_nothing(
     (disk.path / "clusters").mkdir()
     disk.fill()
     with pytest.raises(StorageError, match=r"[Ff]ree space"):
-        cluster.up(k=K - 2, children=STANDINS)
+        local.up(k=K - 2, children=STANDINS)
     disk.free()
-    cluster.up(k=K - 2, children=STANDINS)
-    cluster.down()
+    local.up(k=K - 2, children=STANDINS)
+    local.down()

@@ -11,17 +11,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from raytide.control import packages as module
-from raytide.control.packages import Packages
+from raytide.control.api.services import uploads
+from raytide.control.api.services.uploads import Packages
 from raytide.core.errors import ConflictError, DataError, StorageError
-from raytide.core.package import digest_of
+from raytide.core.io.working_dir import digest_of
 
 
 @pytest.fixture
 def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Packages:
-    monkeypatch.setattr(module, "MOST_BYTES", 1000)
-    monkeypatch.setattr(module, "TOTAL_BYTES", 3000)
-    monkeypatch.setattr(module, "LEAST_BYTES", 0)
+    monkeypatch.setattr(uploads, "MOST_BYTES", 1000)
+    monkeypatch.setattr(uploads, "TOTAL_BYTES", 3000)
+    monkeypatch.setattr(uploads, "LEAST_BYTES", 0)
     return Packages(tmp_path / "packages")
 
 
@@ -46,7 +46,7 @@ def test_what_was_used_longest_ago_makes_room_unless_a_job_still_needs_it(packag
 
 
 def test_what_nobody_used_for_a_month_goes_unless_a_job_still_needs_it(packages: Packages) -> None:
-    needed, unused = (keep(packages, name, module.KEPT_S + 60.0) for name in (b"a", b"b"))
+    needed, unused = (keep(packages, name, uploads.KEPT_S + 60.0) for name in (b"a", b"b"))
     packages.make_room({needed.stem})
     assert [path.exists() for path in (needed, unused)] == [True, False]
 
@@ -66,8 +66,8 @@ def test_what_is_no_zip_file_is_refused_when_it_arrives(packages: Packages) -> N
 def test_a_team_s_own_packages_make_room_for_its_next_and_nobody_else_s(
     packages: Packages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "TOTAL_BYTES", 100_000)
-    monkeypatch.setattr(module, "TEAM_BYTES", 700)
+    monkeypatch.setattr(uploads, "TOTAL_BYTES", 100_000)
+    monkeypatch.setattr(uploads, "TEAM_BYTES", 700)
 
     def put(name: bytes, team: str, used_s_ago: float) -> Path:
         body = b"PK\5\6" + bytes(16) + bytes([200, 0]) + name * 200
@@ -93,7 +93,7 @@ def test_a_package_that_the_disk_cannot_hold_is_refused_before_it_arrives(
     packages: Packages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep(packages, b"a", 0.0)
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda folder: SimpleNamespace(free=500))
+    monkeypatch.setattr(uploads.shutil, "disk_usage", lambda folder: SimpleNamespace(free=500))
     packages.make_room(set(), "red", 500)
     with pytest.raises(StorageError, match="no space left"):
         packages.make_room(set(), "red", 501)
@@ -102,9 +102,9 @@ def test_a_package_that_the_disk_cannot_hold_is_refused_before_it_arrives(
 def test_packages_of_a_few_bytes_do_not_fill_the_file_system(
     packages: Packages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "TOTAL_BYTES", 10**9)
-    monkeypatch.setattr(module, "TEAM_BYTES", 10_000)
-    monkeypatch.setattr(module, "LEAST_BYTES", 3000)
+    monkeypatch.setattr(uploads, "TOTAL_BYTES", 10**9)
+    monkeypatch.setattr(uploads, "TEAM_BYTES", 10_000)
+    monkeypatch.setattr(uploads, "LEAST_BYTES", 3000)
     for number in range(6):
         packages.make_room(set(), "evil", 30)
         body = b"PK\5\6" + bytes(16) + b"\2\0" + b"%02d" % number  # an empty archive with a comment

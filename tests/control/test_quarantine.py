@@ -13,17 +13,17 @@ import sqlalchemy as sa
 from tests.control.test_controller import Loop
 
 from raytide.control import controller as controller_module
-from raytide.control.api.samples import samples
-from raytide.control.decide import of_judged
-from raytide.control.quarantine import RETRY_S, Quarantine, without
+from raytide.control.api.services.metrics import samples
+from raytide.control.reconcile.decide import of_judged
+from raytide.control.reconcile.quarantine import RETRY_S, Quarantine, without
 from raytide.control.views import Live
 from raytide.control.wire import from_json
-from raytide.core.endpoint import EndpointState, ServeSpec
-from raytide.core.job import JobState
 from raytide.core.metrics import QUARANTINED
-from raytide.core.plan import Plan
-from raytide.core.snapshot import Snapshot
-from raytide.jobs import job as jobs
+from raytide.core.objects.endpoint import EndpointState, ServeSpec
+from raytide.core.objects.job import JobState
+from raytide.core.objects.plan import Plan
+from raytide.core.objects.snapshot import Snapshot
+from raytide.jobs.lifecycle import jobs
 
 Decide = Callable[[Snapshot], Plan]
 

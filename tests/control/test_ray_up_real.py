@@ -24,9 +24,9 @@ import pytest
 import yaml
 from tests.autoscaler.notices.metadata_server import MetadataServer
 
-from raytide.control.addresses import ANY, claim
+from raytide.control.bootstrap.loopback import ANY, claim
 from raytide.control.client import Client
-from raytide.core.processes import kill_marked
+from raytide.core.io.process import kill_marked
 
 pytestmark = pytest.mark.cluster
 

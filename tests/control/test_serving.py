@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from raytide.actors.serving.application import Application
-from raytide.control.serving import Served, Serving, follow
-from raytide.control.world import World
-from raytide.core.endpoint import Endpoint, EndpointLoad, EndpointState, ServeSpec
+from raytide.actors.serving.ray_serve.application import Application
+from raytide.control.reconcile.observation import World
+from raytide.control.reconcile.serve_sync import Served, Serving, follow
+from raytide.core.objects.endpoint import Endpoint, EndpointLoad, EndpointState, ServeSpec
 
 ENDPOINT = Endpoint(ServeSpec(name="m", model="/models/m"), "ana", EndpointState.DEPLOYING, 0.0, target_replicas=1)
 

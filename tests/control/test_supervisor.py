@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from raytide.control.processes import hold_lock, spawn
-from raytide.control.supervisor import Child
+from raytide.control.supervision.daemon import hold_lock, spawn
+from raytide.control.supervision.supervisor import Child
 from raytide.core.errors import ConflictError
-from raytide.core.processes import Process, kill_marked
+from raytide.core.io.process import Process, kill_marked
 
 WAIT_S = 20.0
 MARK = "RAYTIDE_TEST"
@@ -29,7 +29,7 @@ def run_dir(tmp_path: Path, standin_path: str) -> Iterator[Path]:
 
 
 def start(run_dir: Path) -> Process:
-    argv = [sys.executable, "-m", "raytide.control.supervisor", str(run_dir), "controller=standin_child"]
+    argv = [sys.executable, "-m", "raytide.control.supervision.supervisor", str(run_dir), "controller=standin_child"]
     return spawn("supervisor", argv, run_dir=run_dir, environment={**os.environ, MARK: str(run_dir)})
 
 

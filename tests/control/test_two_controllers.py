@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from tests.control.test_controller import Loop
 
-from raytide.control.closing import sole_lead
-from raytide.control.steadily import wait_for_lead
+from raytide.control.accounting.final_accounting import sole_lead
+from raytide.control.reconcile.retry_loop import wait_for_lead
 from raytide.core.clock import VirtualClock
 from raytide.core.errors import ConflictError
-from raytide.core.job import JobState
+from raytide.core.objects.job import JobState
 from raytide.core.state import Store
 from raytide.core.state.leader import LEASE_S, Leader
 

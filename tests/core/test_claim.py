@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from raytide.core import claim as claims
-from raytide.core.claim import Claim, Held, committing, held_at
 from raytide.core.errors import ConflictError
+from raytide.core.io import claim as claims
+from raytide.core.io.claim import Claim, Held, committing, held_at
 
 Make = Callable[..., Claim]
 FAST: dict[str, float] = {"beat_s": 0.05, "watch_s": 0.4}
@@ -107,7 +107,7 @@ def test_a_job_that_is_over_does_not_block_although_its_process_still_runs(place
 def test_a_killed_process_of_this_machine_does_not_block(place: str, tmp_path: Path, claim: Make) -> None:
     if "memory://" in place:
         place = f"file://{tmp_path}/by-url"
-    code = f"import os; from raytide.core.claim import Claim; Claim([{place!r}], 'job-1'); os.kill(os.getpid(), 9)"
+    code = f"import os; from raytide.core.io.claim import Claim; Claim([{place!r}], 'job-1'); os.kill(os.getpid(), 9)"
     subprocess.run(
         [sys.executable, "-c", code], check=False, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     )

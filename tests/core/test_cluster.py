@@ -13,13 +13,13 @@ import jsonschema
 import pytest
 import yaml
 
-from raytide.control.exposure import check_file
-from raytide.core.cluster import RaytideSection, load_cluster
+from raytide.control.bootstrap.exposure import check_file
 from raytide.core.errors import ConfigError
-from raytide.core.fleet import Market
+from raytide.core.objects.cluster_config import RaytideSection, load_cluster
+from raytide.core.objects.node import Market
 
 ROOT = Path(__file__).parents[2]
-SHIPPED = [ROOT / "cluster.yaml", ROOT / "platform" / "raytide" / "control" / "local.yaml"]
+SHIPPED = [ROOT / "cluster.yaml", ROOT / "platform" / "raytide" / "control" / "bootstrap" / "local.yaml"]
 
 
 @pytest.fixture
@@ -88,8 +88,8 @@ class TestShippedFiles:
         assert "head" not in {t.name for t in load_cluster(SHIPPED[0]).node_types}
 
     def test_loading_does_not_import_ray(self) -> None:
-        code = f"import sys; from raytide.core.cluster import load_cluster; load_cluster({str(SHIPPED[0])!r}); "
-        code += "sys.exit('ray' in sys.modules)"
+        code = "import sys; from raytide.core.objects.cluster_config import load_cluster; "
+        code += f"load_cluster({str(SHIPPED[0])!r}); sys.exit('ray' in sys.modules)"
         assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 

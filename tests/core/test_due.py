@@ -6,10 +6,10 @@ from datetime import UTC, datetime, timedelta, timezone
 
 import pytest
 
-from raytide.core.due import moment, parse
 from raytide.core.errors import ConfigError
-from raytide.core.gang import GangSpec, Shape
-from raytide.core.job import JobKind, JobSpec
+from raytide.core.objects.deadline import moment, parse
+from raytide.core.objects.gang import GangSpec, Shape
+from raytide.core.objects.job import JobKind, JobSpec
 
 MORNING = datetime(2026, 11, 22, 8, tzinfo=UTC)
 

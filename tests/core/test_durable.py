@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.disk_fixture import Disk
 
-from raytide.core.durable import check_room, create_json, read_json, sweep, write_json
+from raytide.core.io.atomic_file import check_room, create_json, read_json, sweep, write_json
 
 
 def test_a_full_disk_leaves_the_old_text_and_nothing_beside_it(disk: Disk) -> None:
@@ -49,7 +49,7 @@ def test_an_interrupted_writer_leaves_nothing(tmp_path: Path, monkeypatch: pytes
 
 
 def test_what_a_killed_writer_left_is_swept_and_nothing_else(tmp_path: Path) -> None:
-    kill = "import os, signal, sys, pathlib; from raytide.core import durable as d;"
+    kill = "import os, signal, sys, pathlib; from raytide.core.io import atomic_file as d;"
     kill += "os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL);"
     kill += "d.write_json(pathlib.Path(sys.argv[1]) / 'x.json', {'x': 1})"
     for _ in range(2):

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytide.core.errors import ConfigError
-from raytide.core.layout import LOOPED, SPLIT_BACKWARD, Layout, Schedule
+from raytide.core.specs.parallelism import LOOPED, SPLIT_BACKWARD, Layout, Schedule
 
 SCHEDULES = st.sampled_from(get_args(Schedule))
 SIZES = st.integers(1, 4)

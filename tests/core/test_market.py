@@ -6,13 +6,13 @@ from collections import Counter
 
 import pytest
 
-from raytide.core.endpoint import Endpoint, EndpointLoad, EndpointState, Replicas, ServeSpec
-from raytide.core.fleet import ZONE_LABEL, Market, Node, NodeState, NodeType
-from raytide.core.gang import Lease, LeaseState, Member, MemberState, Shape
-from raytide.core.grid import SHORTLIST
-from raytide.core.room import Placements, Room
-from raytide.core.shortfall import Shortfall
-from raytide.core.snapshot import EndpointView, Limits, NodeView, Pool, Quote, Snapshot
+from raytide.core.objects.endpoint import Endpoint, EndpointLoad, EndpointState, Replicas, ServeSpec
+from raytide.core.objects.gang import Lease, LeaseState, Member, MemberState, Shape
+from raytide.core.objects.node import ZONE_LABEL, Market, Node, NodeState, NodeType
+from raytide.core.objects.snapshot import EndpointView, Limits, NodeView, Pool, Quote, Snapshot
+from raytide.scheduling.diagnosis import Shortfall
+from raytide.scheduling.node_table import SHORTLIST
+from raytide.scheduling.state import Placements, Room
 
 SOLID = NodeType(
     name="gpu", resources={"CPU": 8, "GPU": 2}, price_micro_usd_h=3_000_000, max_nodes=9, zones=("us-1a", "us-1b")

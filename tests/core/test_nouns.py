@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from raytide.core.clock import SystemClock, VirtualClock
-from raytide.core.endpoint import Replicas, ServeSpec
 from raytide.core.errors import ConfigError
-from raytide.core.fleet import Market, NodeType, fits, labels_match, minus, plus
-from raytide.core.gang import GangSpec, Lease, LeaseState, Member, Shape
-from raytide.core.plan import Admit, Plan, Wait
+from raytide.core.objects.endpoint import Replicas, ServeSpec
+from raytide.core.objects.gang import GangSpec, Lease, LeaseState, Member, Shape
+from raytide.core.objects.node import Market, NodeType, fits, labels_match, minus, plus
+from raytide.core.objects.plan import Admit, Plan, Wait
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytide.core.fleet import NodeType
-from raytide.core.pace import Kinds, no_slower, per_work
-from raytide.core.shortfall import ACCELERATOR_LABEL
+from raytide.core.objects.node import NodeType
+from raytide.scheduling.diagnosis import ACCELERATOR_LABEL
+from raytide.scheduling.throughput import Kinds, no_slower, per_work
 
 GPU = {"GPU": 1.0}
 

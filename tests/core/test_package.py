@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from raytide.core import package
 from raytide.core.errors import DataError
-from raytide.core.package import unpack
+from raytide.core.io import working_dir
+from raytide.core.io.working_dir import unpack
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def below(folder: Path) -> list[str]:
 
 
 def test_what_is_packed_is_unpacked_and_can_be_run(folder: Path, tmp_path: Path) -> None:
-    package.unpack(package.pack(folder), tmp_path / "there")
+    working_dir.unpack(working_dir.pack(folder), tmp_path / "there")
     assert below(tmp_path / "there") == ["lib/part.py", "run.sh", "train.py"]
     assert (tmp_path / "there" / "train.py").read_text() == "print('hello')\n"
     assert os.access(tmp_path / "there" / "run.sh", os.X_OK)
@@ -38,18 +38,18 @@ def test_what_is_packed_is_unpacked_and_can_be_run(folder: Path, tmp_path: Path)
 
 
 def test_the_same_files_are_the_same_package_at_any_time(folder: Path) -> None:
-    before = package.digest_of(package.pack(folder))
+    before = working_dir.digest_of(working_dir.pack(folder))
     os.utime(folder / "train.py", (1, 1))
-    assert package.digest_of(package.pack(folder)) == before
+    assert working_dir.digest_of(working_dir.pack(folder)) == before
     (folder / "train.py").write_text("print('other')\n")
-    assert package.digest_of(package.pack(folder)) != before
+    assert working_dir.digest_of(working_dir.pack(folder)) != before
 
 
 def test_histories_caches_and_what_the_user_names_stay_behind(folder: Path, tmp_path: Path) -> None:
     for name in (".git/HEAD", "lib/__pycache__/part.cpython.pyc", "data/big.bin", "lib/notes.log"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("x")
-    package.unpack(package.pack(folder, ("data", "lib/*.log")), tmp_path / "there")
+    working_dir.unpack(working_dir.pack(folder, ("data", "lib/*.log")), tmp_path / "there")
     assert below(tmp_path / "there") == ["lib/part.py", "run.sh", "train.py"]
 
 
@@ -59,25 +59,25 @@ def test_links_are_followed_and_a_circle_ends(folder: Path, tmp_path: Path) -> N
     (folder / "shared").symlink_to(tmp_path / "shared")
     (folder / "lib" / "circle").symlink_to(folder)
     (folder / "gone").symlink_to(tmp_path / "nowhere")
-    package.unpack(package.pack(folder), tmp_path / "there")
+    working_dir.unpack(working_dir.pack(folder), tmp_path / "there")
     assert below(tmp_path / "there") == ["lib/part.py", "run.sh", "shared/common.py", "train.py"]
 
 
 def test_a_directory_is_there_beside_a_link_to_it(folder: Path, tmp_path: Path) -> None:
     (folder / "current").symlink_to("lib")
-    package.unpack(package.pack(folder), tmp_path / "there")
+    working_dir.unpack(working_dir.pack(folder), tmp_path / "there")
     assert below(tmp_path / "there") == ["current/part.py", "lib/part.py", "run.sh", "train.py"]
 
 
 def test_an_empty_directory_travels(folder: Path, tmp_path: Path) -> None:
     (folder / "out" / "logs").mkdir(parents=True)
-    package.unpack(package.pack(folder), tmp_path / "there")
+    working_dir.unpack(working_dir.pack(folder), tmp_path / "there")
     assert (tmp_path / "there" / "out" / "logs").is_dir()
 
 
 @pytest.mark.parametrize("pattern", ["lib", "lib/", "./lib", "./lib/", "*/part.py"])
 def test_what_to_leave_out_may_be_written_as_a_shell_completes_it(folder: Path, tmp_path: Path, pattern: str) -> None:
-    package.unpack(package.pack(folder, (pattern,)), tmp_path / "there")
+    working_dir.unpack(working_dir.pack(folder, (pattern,)), tmp_path / "there")
     assert "lib/part.py" not in below(tmp_path / "there")
 
 
@@ -88,36 +88,36 @@ def test_what_cannot_be_read_is_named_with_what_to_do(folder: Path, monkeypatch:
     with monkeypatch.context() as patched:
         patched.setattr(Path, "iterdir", refuse)
         with pytest.raises(DataError, match="work cannot be read: Permission denied"):
-            package.pack(folder)
+            working_dir.pack(folder)
     monkeypatch.setattr(Path, "read_bytes", refuse)
     with pytest.raises(DataError, match=r"lib/part\.py cannot be read: Permission denied") as caught:
-        package.pack(folder)
+        working_dir.pack(folder)
     assert "--exclude 'lib/part.py'" in caught.value.hint
 
 
 def test_a_name_that_is_no_text_is_named_by_a_pattern_that_leaves_it_out(folder: Path) -> None:
     Path(os.fsdecode(os.fsencode(folder) + b"/caf\xe9.txt")).write_text("x")
     with pytest.raises(DataError, match=r"caf\?\.txt cannot be read: its name is no UTF-8"):
-        package.pack(folder)
-    package.pack(folder, ("caf?.txt",))
+        working_dir.pack(folder)
+    working_dir.pack(folder, ("caf?.txt",))
 
 
 def test_a_large_file_is_named_with_what_to_do(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(package, "MOST_FILE_BYTES", 1000)
+    monkeypatch.setattr(working_dir, "MOST_FILE_BYTES", 1000)
     (folder / "lib" / "model.bin").write_bytes(os.urandom(1001))
     with pytest.raises(DataError, match=r"lib/model\.bin") as caught:
-        package.pack(folder)
+        working_dir.pack(folder)
     assert "--exclude 'lib/model.bin'" in caught.value.hint
-    package.pack(folder, ("*.bin",))
+    working_dir.pack(folder, ("*.bin",))
 
 
 def test_too_much_in_all_and_no_directory_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DataError, match="no directory"):
-        package.pack(folder / "train.py")
-    monkeypatch.setattr(package, "MOST_BYTES", 1000)
+        working_dir.pack(folder / "train.py")
+    monkeypatch.setattr(working_dir, "MOST_BYTES", 1000)
     (folder / "noise").write_bytes(os.urandom(2000))
     with pytest.raises(DataError, match="too large"):
-        package.pack(folder)
+        working_dir.pack(folder)
 
 
 def zipped(*entries: tuple[str, bytes], mode: int = 0o600) -> bytes:
@@ -137,23 +137,23 @@ def zipped(*entries: tuple[str, bytes], mode: int = 0o600) -> bytes:
 def test_a_package_that_would_fill_the_node_is_refused_before_it_is_unpacked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, most: int
 ) -> None:
-    monkeypatch.setattr(package, limit, most)
+    monkeypatch.setattr(working_dir, limit, most)
     with pytest.raises(DataError, match="are the most"):
-        package.unpack(zipped(*((name, b"0" * 1000) for name in "abc")), tmp_path / "there")
+        working_dir.unpack(zipped(*((name, b"0" * 1000) for name in "abc")), tmp_path / "there")
     assert not (tmp_path / "there").exists()
 
 
 @pytest.mark.parametrize("broken", [b"", b"no zip", zipped(("a", b"x" * 9_000))[:-9], zipped(("a", b"x"))[4:]])
 def test_a_broken_package_is_named(tmp_path: Path, broken: bytes) -> None:
     with pytest.raises(DataError, match="the package is broken"):
-        package.unpack(broken, tmp_path / "there")
+        working_dir.unpack(broken, tmp_path / "there")
 
 
 def test_an_upload_makes_no_links_no_setuid_files_and_nothing_outside(tmp_path: Path) -> None:
     """It may be unpacked by root."""
     there = tmp_path / "below" / "there"
-    package.unpack(zipped(("../../out", b"x"), ("/abs", b"x"), mode=0o4755), there)
-    package.unpack(zipped(("link", b"/etc/passwd"), mode=0o120777), there)
+    working_dir.unpack(zipped(("../../out", b"x"), ("/abs", b"x"), mode=0o4755), there)
+    working_dir.unpack(zipped(("link", b"/etc/passwd"), mode=0o120777), there)
     assert not (tmp_path / "out").exists()
     found = [path for path in there.rglob("*") if not path.is_dir()]
     assert {path.name for path in found} == {"out", "abs", "link"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raytide.core.passing import ON_NODES, WITH_COMMANDS, all_passed, passed
+from raytide.core.io.environment import ON_NODES, WITH_COMMANDS, all_passed, passed
 
 SHELL = {
     "PATH": "/bin",

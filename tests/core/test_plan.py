@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raytide.core.plan import MOST_WAITS, Plan, Scale, Wait
+from raytide.core.objects.plan import MOST_WAITS, Plan, Scale, Wait
 
 
 def test_of_a_long_queue_the_first_waits_are_kept_and_all_that_is_no_job_s() -> None:

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from raytide.core import private
-from raytide.core.data_spec import DataSpec
 from raytide.core.errors import DeniedError, RaytideError
-from raytide.core.private import check_named, check_path
-from raytide.core.storage import open_url, read_bytes, write_bytes
+from raytide.core.io import private_paths
+from raytide.core.io.private_paths import check_named, check_path
+from raytide.core.io.storage import open_url, read_bytes, write_bytes
+from raytide.core.specs.data import DataSpec
 from raytide.pipelines.build import build
 from raytide.pipelines.runner import InlineRunner
 
@@ -121,14 +121,14 @@ def test_an_installed_python_in_a_hidden_folder_is_not(monkeypatch: pytest.Monke
     """As pyenv and conda install it."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(sys, "base_prefix", str(tmp_path / ".pyenv" / "versions" / "3.11"))
-    private._python.cache_clear()
+    private_paths._python.cache_clear()
     try:
         check_path(str(tmp_path / ".pyenv" / "versions" / "3.11" / "lib" / "json"))
         for name in (".pyenv/version", ".pyenv/versions/3.11/.netrc", ".settings"):
             with pytest.raises(DeniedError):
                 check_path(str(tmp_path / name))
     finally:
-        private._python.cache_clear()
+        private_paths._python.cache_clear()
 
 
 def test_caches_of_models_are_not(tmp_path: Path) -> None:
@@ -161,12 +161,12 @@ def test_the_opener_looks_at_what_was_opened(secret: Path, tmp_path: Path) -> No
     before = secret.read_text()
     for name in ("link", "folder/client.json", "folder/new.json"):
         for mode in ("rb", "wb", "ab", "r+b"):
-            with pytest.raises((RaytideError, OSError)), open(tmp_path / name, mode, opener=private.safe_opener):
+            with pytest.raises((RaytideError, OSError)), open(tmp_path / name, mode, opener=private_paths.safe_opener):
                 pass
-    with pytest.raises(OSError, match="regular"), open(tmp_path / "pipe", "rb", opener=private.safe_opener):
+    with pytest.raises(OSError, match="regular"), open(tmp_path / "pipe", "rb", opener=private_paths.safe_opener):
         pass
     assert secret.read_text() == before
-    with open(tmp_path / "data", "wb", opener=private.safe_opener) as file:
+    with open(tmp_path / "data", "wb", opener=private_paths.safe_opener) as file:
         file.write(b"whole")
     assert (tmp_path / "data").read_bytes() == b"whole"
 
@@ -183,12 +183,12 @@ def test_no_link_in_a_folder_is_written_through(secret: Path, tmp_path: Path) ->
 
 @pytest.fixture
 def roots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(private.ROOTS, "[]")  # restored afterwards
+    monkeypatch.setenv(private_paths.ROOTS, "[]")  # restored afterwards
     data = tmp_path / "data"
     data.mkdir()
     (tmp_path / "far").mkdir()
     (data / "link").symlink_to(tmp_path / "far")
-    private.restrict_to((f"{data}/", "s3://ours/data"))
+    private_paths.restrict_to((f"{data}/", "s3://ours/data"))
     return data
 
 
@@ -221,5 +221,5 @@ def test_nothing_else_may(roots: Path, text: str) -> None:
 def test_what_is_opened_elsewhere_is_outside_too(roots: Path) -> None:
     with pytest.raises(DeniedError, match="data roots"):
         open_url(str(roots.parent / "far" / "x"))
-    private.restrict_to(())
+    private_paths.restrict_to(())
     open_url(str(roots.parent / "far" / "x"))

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from raytide.core.durable import create_json, read_json, write_json
-from raytide.core.processes import Process, end, kill_marked, marked
+from raytide.core.io.atomic_file import create_json, read_json, write_json
+from raytide.core.io.process import Process, end, kill_marked, marked
 
 
 @pytest.fixture

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 
 from raytide.autoscaler.planner import plan
-from raytide.core.fleet import TYPE_LABEL, ZONE_LABEL, NodeType
-from raytide.core.gang import Lease, LeaseState, Member, Shape
-from raytide.core.plan import Assign, Launch
-from raytide.core.repair import repair
-from raytide.core.room import Room
-from raytide.core.shortfall import Shortfall
-from raytide.core.snapshot import Limits, Snapshot
+from raytide.core.objects.gang import Lease, LeaseState, Member, Shape
+from raytide.core.objects.node import TYPE_LABEL, ZONE_LABEL, NodeType
+from raytide.core.objects.plan import Assign, Launch
+from raytide.core.objects.snapshot import Limits, Snapshot
+from raytide.scheduling.diagnosis import Shortfall
+from raytide.scheduling.repacking import repair
+from raytide.scheduling.state import Room
 
 SMALL = NodeType(name="gpu1", resources={"GPU": 1}, price_micro_usd_h=1_000_000)
 LARGE = NodeType(name="gpu8", resources={"GPU": 8}, price_micro_usd_h=6_000_000)

@@ -7,16 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytide.core.clock import utc
-from raytide.core.coming import Ask, Coming
-from raytide.core.endpoint import Endpoint, EndpointLoad, EndpointState, Replicas, ServeSpec, Traffic
 from raytide.core.errors import CapacityError
-from raytide.core.fleet import Market, Node, NodeState, NodeType
-from raytide.core.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
-from raytide.core.repair import repair
-from raytide.core.replicas import replica_selector
-from raytide.core.room import Placements, Room, check_possible
-from raytide.core.shortfall import Shortfall
-from raytide.core.snapshot import Demand, EndpointView, NodeView, Pool, Snapshot
+from raytide.core.objects.endpoint import Endpoint, EndpointLoad, EndpointState, Replicas, ServeSpec, Traffic
+from raytide.core.objects.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
+from raytide.core.objects.node import Market, Node, NodeState, NodeType
+from raytide.core.objects.snapshot import Demand, EndpointView, NodeView, Pool, Snapshot
+from raytide.scheduling.diagnosis import Shortfall
+from raytide.scheduling.lookahead import Ask, Coming
+from raytide.scheduling.repacking import repair
+from raytide.scheduling.replicas import replica_selector
+from raytide.scheduling.state import Placements, Room, check_possible
 
 CPU4 = NodeType(name="cpu4", resources={"CPU": 4}, price_micro_usd_h=100_000, max_nodes=3)
 SPOT = NodeType(

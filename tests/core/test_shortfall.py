@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from raytide.core.fleet import NodeType
-from raytide.core.gang import Shape
-from raytide.core.shortfall import amounts, impossible
+from raytide.core.objects.gang import Shape
+from raytide.core.objects.node import NodeType
+from raytide.scheduling.diagnosis import amounts, impossible
 
 KIND = "ray.io/accelerator-type"
 L4 = NodeType(name="l4", resources={"CPU": 8, "GPU": 1, "memory": 32 * 2**30}, labels={KIND: "L4"}, price_micro_usd_h=1)

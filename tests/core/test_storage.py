@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from raytide.core import storage
 from raytide.core.errors import DataError, StorageError
+from raytide.core.io import storage
 
 
 @pytest.mark.parametrize("protocol", ["local", "memory"])

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from raytide.core.data_spec import DataSpec
 from raytide.core.errors import ConfigError, DataError
-from raytide.core.storage import sha256
-from raytide.core.tokens import Shard, Source, TokenManifest, dtype_for, load_manifest, verify
+from raytide.core.io.storage import sha256
+from raytide.core.io.token_dataset import Shard, Source, TokenManifest, dtype_for, load_manifest, verify
+from raytide.core.specs.data import DataSpec
 
 
 @pytest.fixture
@@ -142,7 +142,8 @@ def test_ids_get_the_narrowest_type_that_holds_them() -> None:
 
 
 def test_the_format_needs_neither_numpy_nor_torch_nor_ray() -> None:
-    check = "import sys, raytide.core.tokens, raytide.core.data_spec; print({'numpy', 'torch', 'ray'} & {*sys.modules})"
+    check = "import sys, raytide.core.io.token_dataset, raytide.core.specs.data; "
+    check += "print({'numpy', 'torch', 'ray'} & {*sys.modules})"
     shown = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "set()"
 

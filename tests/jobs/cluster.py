@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from raytide.control.decide import with_leases
+from raytide.control.reconcile.decide import with_leases
 from raytide.control.views import Waiting
-from raytide.core.fleet import Node, NodeState, NodeType, minus
-from raytide.core.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
-from raytide.core.job import Job, JobSpec, JobState
-from raytide.core.plan import Action, Admit, Plan, Preempt, Shrink, Wait
-from raytide.core.snapshot import NodeView, Snapshot
-from raytide.core.stance import Stance
-from raytide.core.team import Team, TeamSpec
-from raytide.jobs import job as jobs
-from raytide.jobs import leases
-from raytide.jobs.admit import admit
-from raytide.jobs.forward import starts_in_s
+from raytide.core.objects.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
+from raytide.core.objects.job import Job, JobSpec, JobState
+from raytide.core.objects.node import Node, NodeState, NodeType, minus
+from raytide.core.objects.plan import Action, Admit, Plan, Preempt, Shrink, Wait
+from raytide.core.objects.snapshot import NodeView, Snapshot, Stance
+from raytide.core.objects.team import Team, TeamSpec
+from raytide.jobs.admission.scheduler import admit
+from raytide.jobs.admission.start_forecast import starts_in_s
+from raytide.jobs.lifecycle import jobs, leases
 
 H100 = NodeType(
     name="h100x8",
@@ -155,8 +153,8 @@ class Cluster:
 
     def _seat(self) -> None:
         """All that a gang needs at once, or nothing."""
-        from raytide.core.room import Room
-        from raytide.core.shortfall import Shortfall
+        from raytide.scheduling.diagnosis import Shortfall
+        from raytide.scheduling.state import Room
 
         for lease in tuple(self.leases.values()):
             waiting = [member for member in lease.members if member.state is MemberState.WAITING]

@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 from tests.jobs.cluster import told
 from tests.jobs.test_why import why
 
-from raytide.control.decide import decide
-from raytide.core.fleet import Market, Node, NodeState, NodeType
-from raytide.core.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
-from raytide.core.job import Job, JobKind, JobSpec, JobState
-from raytide.core.plan import Admit, Launch, Wait
-from raytide.core.snapshot import NodeView, Pool, Snapshot
-from raytide.jobs.admit import admit
+from raytide.control.reconcile.decide import decide
+from raytide.core.objects.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
+from raytide.core.objects.job import Job, JobKind, JobSpec, JobState
+from raytide.core.objects.node import Market, Node, NodeState, NodeType
+from raytide.core.objects.plan import Admit, Launch, Wait
+from raytide.core.objects.snapshot import NodeView, Pool, Snapshot
+from raytide.jobs.admission.scheduler import admit
 
 SMALL = NodeType(name="small", resources={"CPU": 2.0}, price_micro_usd_h=100, max_nodes=2)
 BIG = NodeType(name="big", resources={"CPU": 8.0, "GPU": 4.0}, price_micro_usd_h=900, max_nodes=1, market=Market.SPOT)

@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 from tests.jobs.cluster import gpus, job, team
 
-from raytide.control.decide import decide
-from raytide.core.entry import Entry, EntryKind
-from raytide.core.fleet import Market, Node, NodeState, NodeType
-from raytide.core.gang import Lease, LeaseState, Member, MemberState, Shape
-from raytide.core.job import Job, JobState
+from raytide.control.reconcile.decide import decide
 from raytide.core.money import micro_usd, month_of
-from raytide.core.plan import Action, Admit, Drain, Launch, Preempt, Wait
-from raytide.core.snapshot import NodeView, Snapshot
+from raytide.core.objects.gang import Lease, LeaseState, Member, MemberState, Shape
+from raytide.core.objects.job import Job, JobState
+from raytide.core.objects.ledger_entry import Entry, EntryKind
+from raytide.core.objects.node import Market, Node, NodeState, NodeType
+from raytide.core.objects.plan import Action, Admit, Drain, Launch, Preempt, Wait
+from raytide.core.objects.snapshot import NodeView, Snapshot
+from raytide.core.objects.team import Team
 from raytide.core.state import Changes, Store
-from raytide.core.team import Team
-from raytide.jobs.admit import GRACE_S, floor_of
+from raytide.jobs.admission.scheduler import GRACE_S, floor_of
 
 OWNED = NodeType(name="owned", resources={"GPU": 8.0}, price_micro_usd_h=micro_usd(8), max_nodes=4)
 SPOT = NodeType(name="spot", resources={"GPU": 8.0}, price_micro_usd_h=micro_usd(16), max_nodes=4, market=Market.SPOT)

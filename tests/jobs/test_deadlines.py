@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from tests.jobs.cluster import Cluster, gpus, team
 
-from raytide.core.fleet import MARKET_LABEL, Market
-from raytide.core.plan import Admit, Preempt, Wait
-from raytide.core.stance import Stance
-from raytide.jobs.admit import GRACE_S
+from raytide.core.objects.node import MARKET_LABEL, Market
+from raytide.core.objects.plan import Admit, Preempt, Wait
+from raytide.core.objects.snapshot import Stance
+from raytide.jobs.admission.scheduler import GRACE_S
 
 
 def stance(*markets: Market, is_urgent: bool = False) -> Stance:

@@ -8,9 +8,9 @@ import pytest
 from tests.jobs.cluster import H100, gpus, spec
 
 from raytide.core.errors import CapacityError, UsageError
-from raytide.core.fleet import MARKET_LABEL, Market
-from raytide.core.gang import Shape
-from raytide.jobs.due import resolved
+from raytide.core.objects.gang import Shape
+from raytide.core.objects.node import MARKET_LABEL, Market
+from raytide.jobs.lifecycle.deadline_check import resolved
 
 NOW_S = datetime(2026, 11, 21, 20, tzinfo=UTC).timestamp()
 SPOT = H100.model_copy(update={"name": "h100x8.spot", "market": Market.SPOT})

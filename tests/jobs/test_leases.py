@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from raytide.actors.gang.group import Group, GroupKey, GroupState, WantedGroup, difference
-from raytide.core.fleet import Market, Node, NodeState
-from raytide.core.gang import Lease, LeaseState, Member, MemberState, Shape
-from raytide.core.plan import Shrink
-from raytide.core.unseen import VACATED_S
-from raytide.jobs.leases import advance, assign, changed, let_go, release, unassign, wanted_groups
+from raytide.core.objects.gang import Lease, LeaseState, Member, MemberState, Shape
+from raytide.core.objects.node import Market, Node, NodeState
+from raytide.core.objects.plan import Shrink
+from raytide.jobs.lifecycle.leases import advance, assign, changed, let_go, release, unassign, wanted_groups
+from raytide.scheduling.unattributed import VACATED_S
 
 READY, DRAINING, GONE = NodeState.READY, NodeState.DRAINING, NodeState.GONE
 

@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from tests.jobs.cluster import Cluster, gpus, team
 
-from raytide.core.job import JobState
-from raytide.core.plan import Action, Admit, Preempt, Shrink, Wait
-from raytide.jobs import seats, service
-from raytide.jobs.admit import GRACE_S, claims_of, floor_of
-from raytide.jobs.floor import Floor
-from raytide.jobs.order import MAX_PREEMPTIONS, ranked, waiting
+from raytide.core.objects.job import JobState
+from raytide.core.objects.plan import Action, Admit, Preempt, Shrink, Wait
+from raytide.jobs.admission import usage
+from raytide.jobs.admission.priority import MAX_PREEMPTIONS, ranked, waiting
+from raytide.jobs.admission.scheduler import GRACE_S, claims_of, floor_of
+from raytide.jobs.admission.state import Floor
+from raytide.jobs.lifecycle import attained_service
 
 TICK_S = 15.0
 TEAMS = (
@@ -89,7 +90,7 @@ class Queue(RuleBasedStateMachine):
     def _held_by(self, name: str) -> float:
         """Seats that give way are the next one's already."""
         return sum(
-            len(seats.kept(lease)) * lease.shape.resources["GPU"]
+            len(usage.kept(lease)) * lease.shape.resources["GPU"]
             for lease in self.c.snapshot.leases
             if self.c.jobs[lease.job_id].spec.team == name
         )
@@ -105,8 +106,8 @@ class Queue(RuleBasedStateMachine):
             return
         quotas = floor_of(self.c.snapshot).quotas
         for job in waits:
-            need = seats.least_quota(job.spec.gang.shapes[0])
-            is_fixed = not service.gives_way(job) or service.is_cooling(job, self.c.now_s)
+            need = usage.least_quota(job.spec.gang.shapes[0])
+            is_fixed = not attained_service.gives_way(job) or attained_service.is_cooling(job, self.c.now_s)
             if not is_fixed and quotas.may_take_back(job.spec.team, need):
                 assert job.id not in before
                 self.waited.add(job.id)
@@ -115,7 +116,7 @@ class Queue(RuleBasedStateMachine):
         """Whoever pushes has not been pushed itself a short while ago, and nobody is pushed too often."""
         assert before[action.job_id].preemptions < MAX_PREEMPTIONS
         for by in re.findall(r"job-\d+", action.reason):
-            assert not service.is_cooling(before[by], self.c.now_s), f"{by} pushes {action.job_id}"
+            assert not attained_service.is_cooling(before[by], self.c.now_s), f"{by} pushes {action.job_id}"
 
     def _watch_head(self, actions: tuple[Action, ...]) -> None:
         """Who is first and finds no room is admitted when those that it cannot push have ended."""
@@ -125,7 +126,7 @@ class Queue(RuleBasedStateMachine):
         order = [floor.jobs[row].id for row in ranked(claims)]
         first = next((floor.jobs[row].id for row in waiting(claims, ranked(claims))), "")
         constraint = next((a.constraint for a in actions if isinstance(a, Wait) and a.subject == first), "")
-        if constraint != "capacity" or service.is_cooling(self.c.jobs[first], self.c.now_s):
+        if constraint != "capacity" or attained_service.is_cooling(self.c.jobs[first], self.c.now_s):
             self.head = ""
         elif first == self.head:
             if not floor.is_own(self.c.jobs[first]):  # meanwhile others may have asked for their own
@@ -141,7 +142,7 @@ class Queue(RuleBasedStateMachine):
 
     def _may_be_asked(self, floor: Floor, first: str, other: str) -> bool:
         able = floor.may_ask(self.c.jobs[first])
-        return service.gives_way(self.c.jobs[other]) and (able is None or self.c.jobs[other].spec.team in able)
+        return attained_service.gives_way(self.c.jobs[other]) and (able is None or self.c.jobs[other].spec.team in able)
 
     def _end_s(self, job_id: str) -> float:
         job = self.c.jobs[job_id]

@@ -8,9 +8,20 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytide.jobs.order import LAST, LONGER, NEW, OVERDUE, SHORT, URGENT, Claims, bands, fair_wait_s, ranked
-from raytide.jobs.turn import turn
-from raytide.simulate.job_raytide import Counted
+from raytide.jobs.admission.cycle import turn
+from raytide.jobs.admission.priority import (
+    LAST,
+    LONGER,
+    NEW,
+    OVERDUE,
+    SHORT,
+    URGENT,
+    Claims,
+    bands,
+    fair_wait_s,
+    ranked,
+)
+from raytide.simulate.jobs.raytide import Counted
 
 HOUR_S = 3600.0
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 from tests.jobs.cluster import Cluster, brief, gpus, team
 
-from raytide.core.gang import MemberState, Shape
-from raytide.core.job import JobState
-from raytide.core.plan import Grow, Preempt, Shrink
-from raytide.core.shortfall import Shortfall
-from raytide.core.stance import Stance
-from raytide.jobs.admit import GRACE_S, SETTLE_S, _grow, admit, floor_of
-from raytide.jobs.order import COOL_DOWN_S, MAX_PREEMPTIONS
+from raytide.core.objects.gang import MemberState, Shape
+from raytide.core.objects.job import JobState
+from raytide.core.objects.plan import Grow, Preempt, Shrink
+from raytide.core.objects.snapshot import Stance
+from raytide.jobs.admission.priority import COOL_DOWN_S, MAX_PREEMPTIONS
+from raytide.jobs.admission.scheduler import GRACE_S, SETTLE_S, _grow, admit, floor_of
+from raytide.scheduling.diagnosis import Shortfall
 
 
 def test_a_higher_class_shrinks_an_elastic_gang_in_place_and_it_grows_back() -> None:
@@ -308,7 +308,7 @@ def test_what_is_preempted_goes_on_with_its_service_counted() -> None:
 
 def test_a_storm_is_decided_in_parts_and_comes_to_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     def storm(most: int) -> tuple[Cluster, list[list[tuple[str, str]]]]:
-        monkeypatch.setattr("raytide.jobs.floor.MOST_PUSHES", most)
+        monkeypatch.setattr("raytide.jobs.admission.state.MOST_PUSHES", most)
         c = Cluster()
         for _ in range(15):
             c.submit(gpus(1), priority="low")

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.jobs.cluster import H100, Cluster, brief, gpus, job, team
 
-from raytide.core.job import JobState
 from raytide.core.money import micro_usd
-from raytide.core.plan import Preempt
-from raytide.core.team import Team
-from raytide.jobs.admit import GRACE_S, SETTLE_S, admit
-from raytide.jobs.purse import Purse
+from raytide.core.objects.job import JobState
+from raytide.core.objects.plan import Preempt
+from raytide.core.objects.team import Team
+from raytide.jobs.admission.scheduler import GRACE_S, SETTLE_S, admit
+from raytide.jobs.budget import Purse
 
 HOUR = micro_usd(80)
 """Of a whole node."""

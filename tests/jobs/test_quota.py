@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.jobs.cluster import team
 
-from raytide.core.endpoint import Endpoint, EndpointLoad, EndpointState, ServeSpec
-from raytide.core.snapshot import EndpointView
-from raytide.core.team import TeamSpec
+from raytide.core.objects.endpoint import Endpoint, EndpointLoad, EndpointState, ServeSpec
+from raytide.core.objects.snapshot import EndpointView
+from raytide.core.objects.team import TeamSpec
+from raytide.jobs.admission.usage import quota_of_replicas
 from raytide.jobs.quota import Quotas
-from raytide.jobs.seats import quota_of_replicas
 
 NAMES = ("org", "blue", "red", "lab", "free")
 

@@ -8,11 +8,11 @@ import pytest
 from tests.jobs.cluster import H100, Cluster, gpus, job, team, told
 
 from raytide.control.views import Waiting
-from raytide.core.fleet import Market, NodeType
-from raytide.core.job import JobState
-from raytide.core.snapshot import Pool, Snapshot
-from raytide.jobs.admit import GRACE_S
-from raytide.jobs.forward import starts_in_s
+from raytide.core.objects.job import JobState
+from raytide.core.objects.node import Market, NodeType
+from raytide.core.objects.snapshot import Pool, Snapshot
+from raytide.jobs.admission.scheduler import GRACE_S
+from raytide.jobs.admission.start_forecast import starts_in_s
 
 H = {"ray.io/accelerator-type": "H100"}
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytide.core.entry import Entry, EntryKind, Occupancy, OpenInterval, Share
 from raytide.core.money import cumulative, to_us
+from raytide.core.objects.ledger_entry import Entry, EntryKind, Occupancy, OpenInterval, Share
 from raytide.ledger.book import MAX_OPEN_US, book, close, cost_of, open_interval
 from raytide.ledger.cost import accrued, costs, rate_micro_usd_h
 from raytide.ledger.reconcile import reconcile

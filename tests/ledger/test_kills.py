@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from raytide.core.entry import Entry, EntryKind, Occupancy, OpenInterval, Share
 from raytide.core.money import cumulative
+from raytide.core.objects.ledger_entry import Entry, EntryKind, Occupancy, OpenInterval, Share
 from raytide.core.state import Changes, Store
 from raytide.ledger.book import book, close, open_interval
 from raytide.ledger.reconcile import reconcile

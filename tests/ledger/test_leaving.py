@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.ledger.test_occupancy import JOB, TOTAL, lease, view
 
-from raytide.core.entry import EntryKind, Occupancy
-from raytide.core.gang import MemberState
-from raytide.core.snapshot import Snapshot
+from raytide.core.objects.gang import MemberState
+from raytide.core.objects.ledger_entry import EntryKind, Occupancy
+from raytide.core.objects.snapshot import Snapshot
 from raytide.ledger.leaving import GRACE_S, Leaving
 from raytide.ledger.occupancy import holders, occupancies
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from raytide.core.entry import Entry, EntryKind
+from raytide.core.objects.ledger_entry import Entry, EntryKind
 from raytide.ledger.book import close, open_interval
 from raytide.ledger.losses import lost
 

@@ -2,12 +2,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from raytide.core.endpoint import Endpoint, EndpointLoad, EndpointState, ServeSpec
-from raytide.core.entry import EntryKind, Share
-from raytide.core.fleet import Market, Node, NodeState
-from raytide.core.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
-from raytide.core.job import Job, JobKind, JobSpec, JobState
-from raytide.core.snapshot import EndpointView, NodeView, Snapshot
+from raytide.core.objects.endpoint import Endpoint, EndpointLoad, EndpointState, ServeSpec
+from raytide.core.objects.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
+from raytide.core.objects.job import Job, JobKind, JobSpec, JobState
+from raytide.core.objects.ledger_entry import EntryKind, Share
+from raytide.core.objects.node import Market, Node, NodeState
+from raytide.core.objects.snapshot import EndpointView, NodeView, Snapshot
 from raytide.ledger.occupancy import occupancies
 
 TOTAL = {"CPU": 8.0, "GPU": 4.0}

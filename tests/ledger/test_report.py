@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from raytide.core.entry import DAY_US, Entry, EntryKind, Line, OpenInterval, Share
 from raytide.core.money import cumulative, micro_usd
+from raytide.core.objects.ledger_entry import DAY_US, Entry, EntryKind, Line, OpenInterval, Share
 from raytide.core.state import Changes, Store
 from raytide.ledger.book import book, close, open_interval
 from raytide.ledger.cost import accrued

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from raytide.core.data_spec import DataSpec, TokenizerSpec, TrainTokenizer
-from raytide.core.gang import GangSpec, Shape
-from raytide.core.model_spec import ModelSpec
-from raytide.core.train_spec import OptimSpec, TrainSpec
+from raytide.core.objects.gang import GangSpec, Shape
+from raytide.core.specs.data import DataSpec, TokenizerSpec, TrainTokenizer
+from raytide.core.specs.model import ModelSpec
+from raytide.core.specs.train import OptimSpec, TrainSpec
 from raytide.pipelines.build import build
 from raytide.pipelines.runner import InlineRunner
 

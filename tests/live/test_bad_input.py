@@ -12,10 +12,10 @@ import pytest
 import yaml
 
 import raytide as rt
-from raytide.control import cluster
-from raytide.control.embedded import LocalCluster
+from raytide.control.bootstrap import local
+from raytide.control.bootstrap.embedded import LocalCluster
 from raytide.core.errors import ConflictError
-from raytide.core.train_spec import TrainSpec
+from raytide.core.specs.train import TrainSpec
 
 pytestmark = pytest.mark.cluster
 
@@ -77,7 +77,7 @@ def test_a_gang_that_no_node_type_can_hold(raytide_cli: Cli, dataset: Path, tmp_
 def test_a_bad_cluster_file_starts_nothing(
     raytide_cli: Cli, tmp_path: Path, change: dict[str, float], says: str
 ) -> None:
-    body = yaml.safe_load(cluster.DEFAULT_CONFIG.read_text())
+    body = yaml.safe_load(local.DEFAULT_CONFIG.read_text())
     node_type = body["metadata"]["raytide"]["node_types"]["cpu2"]
     if "price" in change:
         node_type["price_usd_h"] = change["price"]
@@ -102,8 +102,8 @@ def test_a_port_in_use_is_named_and_leaves_nothing(live: LocalCluster, tmp_path:
         holder.bind((f"127.0.{taken}.1", 8265))
         holder.listen()
         with pytest.raises(ConflictError, match="8265"):
-            cluster.up(name="busy", k=taken)
-    assert cluster.down("busy") is None
+            local.up(name="busy", k=taken)
+    assert local.down("busy") is None
 
 
 def test_an_unknown_job_and_a_bad_usage_have_their_exit_codes(raytide_cli: Cli) -> None:

@@ -15,11 +15,11 @@ import httpx
 import pytest
 
 import raytide as rt
-from raytide.control.embedded import LocalCluster
-from raytide.core.durable import write_json
+from raytide.control.bootstrap.embedded import LocalCluster
 from raytide.core.errors import LeaseLostError
-from raytide.core.job import JobState
-from raytide.core.train_spec import TrainSpec
+from raytide.core.io.atomic_file import write_json
+from raytide.core.objects.job import JobState
+from raytide.core.specs.train import TrainSpec
 
 pytestmark = pytest.mark.cluster
 

@@ -15,11 +15,11 @@ import pytest
 from tests.cluster_fixture import replica_pids
 
 import raytide as rt
-from raytide.actors.trainer.local import train_local
-from raytide.control.embedded import LocalCluster
-from raytide.core.endpoint import EndpointState, Replicas, ServeSpec
-from raytide.core.model_spec import ModelSpec
-from raytide.core.train_spec import TrainSpec
+from raytide.actors.trainer.runners.local import train_local
+from raytide.control.bootstrap.embedded import LocalCluster
+from raytide.core.objects.endpoint import EndpointState, Replicas, ServeSpec
+from raytide.core.specs.model import ModelSpec
+from raytide.core.specs.train import TrainSpec
 
 pytestmark = pytest.mark.cluster
 

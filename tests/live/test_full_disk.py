@@ -12,12 +12,12 @@ import httpx
 import pytest
 from tests.disk_fixture import Disk, mounted
 
-from raytide.control import cluster
+from raytide.control.bootstrap import local
+from raytide.control.bootstrap.embedded import LocalCluster
 from raytide.control.client import Client
-from raytide.control.embedded import LocalCluster
 from raytide.core.errors import ClusterError, StorageError
-from raytide.core.gang import GangSpec, Shape
-from raytide.core.job import JobKind, JobSpec, JobState
+from raytide.core.objects.gang import GangSpec, Shape
+from raytide.core.objects.job import JobKind, JobSpec, JobState
 
 SHAPE = Shape(members=1, resources={"CPU": 1.0})
 HEARTBEAT_S = 10.0
@@ -30,7 +30,7 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
 
 @pytest.fixture
 def there(disk: Disk) -> Iterator[LocalCluster]:
-    with cluster.temporary(disk.path, name="full") as up:
+    with local.temporary(disk.path, name="full") as up:
         yield up
 
 
@@ -97,6 +97,6 @@ def test_a_cluster_outlives_a_full_disk(there: LocalCluster, disk: Disk, eventua
     finally:
         over.set()
         driver.join()
-    closed = cluster.down("full")
+    closed = local.down("full")
     assert closed is not None
     assert closed.differences == ()

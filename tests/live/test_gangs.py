@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 import raytide as rt
-from raytide.autoscaler.instances import TAKEN_BACK, UNASKED
-from raytide.autoscaler.providers.local_spot import give_notice, set_stockouts
-from raytide.control.embedded import LocalCluster
-from raytide.core.fleet import NodeState
-from raytide.core.gang import GangSpec, LeaseState, MemberState, Shape
-from raytide.core.job import JobKind, JobSpec, JobState
+from raytide.autoscaler.nodes.instances import TAKEN_BACK, UNASKED
+from raytide.autoscaler.providers.local.spot import give_notice, set_stockouts
+from raytide.control.bootstrap.embedded import LocalCluster
+from raytide.core.objects.gang import GangSpec, LeaseState, MemberState, Shape
+from raytide.core.objects.job import JobKind, JobSpec, JobState
+from raytide.core.objects.node import NodeState
 from raytide.core.state import Store
 
 pytestmark = pytest.mark.cluster

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 import raytide as rt
-from raytide.autoscaler.providers.local_spot import reclaim
-from raytide.control import cluster
-from raytide.control.embedded import LocalCluster
-from raytide.core.job import JobState
+from raytide.autoscaler.providers.local.spot import reclaim
+from raytide.control.bootstrap import local
+from raytide.control.bootstrap.embedded import LocalCluster
+from raytide.core.objects.job import JobState
+from raytide.core.specs.train import TrainSpec
 from raytide.core.state import Store
-from raytide.core.train_spec import TrainSpec
 from raytide.ledger.reconcile import reconcile
 
 pytestmark = pytest.mark.cluster
@@ -62,7 +62,7 @@ def test_the_controller_killed_ten_times_while_a_gang_trains_and_loses_a_node(
     assert [each.wait(timeout_s=60.0).state for each in small] == [JobState.SUCCEEDED] * 4
     assert [(tmp_path / f"{number}").read_text() for number in range(0, KILLS, 3)] == ["ran\n"] * 4, "once each"
     eventually(lambda: not tide.status().nodes, within_s=120.0)
-    machines = cluster.provider(live).machines()
+    machines = local.provider(live).machines()
     store = Store.open(live.state_url)
     try:
         nodes = store.nodes(limit=10_000)
@@ -82,7 +82,7 @@ def test_a_killed_supervisor_leaves_its_children_and_the_next_up_adopts_them(
     kill(live, "supervisor")
     eventually(lambda: not live.is_alive("supervisor"), within_s=10.0)
     assert tide.status().controller_age_s is not None
-    cluster.up(name=live.name)
+    local.up(name=live.name)
     assert {what: live.process(what) for what in ("controller", "api")} == before
 
 

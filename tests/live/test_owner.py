@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from raytide.control.running import MARK
-from raytide.core.processes import marked
+from raytide.control.bootstrap.cluster_record import MARK
+from raytide.core.io.process import marked
 
 ROOT = Path(__file__).parents[2]
 soak = pytest.mark.soak

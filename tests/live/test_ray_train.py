@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 import raytide as rt
-from raytide.control.embedded import LocalCluster
-from raytide.core.gang import LeaseState
-from raytide.core.job import JobKind, JobState
+from raytide.control.bootstrap.embedded import LocalCluster
+from raytide.core.objects.gang import LeaseState
+from raytide.core.objects.job import JobKind, JobState
 
 pytestmark = pytest.mark.cluster
 

@@ -11,9 +11,9 @@ import pytest
 from tests.cluster_fixture import kill_raylet
 
 import raytide as rt
-from raytide.control.embedded import LocalCluster
-from raytide.control.log_files import DRIVER_KEPT_BYTES
-from raytide.core.job import JobKind, JobState
+from raytide.control.bootstrap.embedded import LocalCluster
+from raytide.control.supervision.log_rotation import DRIVER_KEPT_BYTES
+from raytide.core.objects.job import JobKind, JobState
 
 pytestmark = pytest.mark.cluster
 

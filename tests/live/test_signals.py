@@ -15,11 +15,11 @@ from tests.cluster_fixture import replica_pids
 
 import raytide as rt
 from raytide.autoscaler.explain import lines
-from raytide.autoscaler.providers.local_meter import set_use
-from raytide.control.embedded import LocalCluster
-from raytide.core.endpoint import EndpointState, Replicas, ServeSpec
-from raytide.core.fleet import NodeState
-from raytide.core.signals import FRESH_S
+from raytide.autoscaler.providers.local.meter import set_use
+from raytide.control.bootstrap.embedded import LocalCluster
+from raytide.core.objects.endpoint import EndpointState, Replicas, ServeSpec
+from raytide.core.objects.node import NodeState
+from raytide.core.objects.signals import FRESH_S
 
 pytestmark = pytest.mark.cluster
 
@@ -53,7 +53,7 @@ def test_full_caches_buy_a_node_and_neither_a_silent_replica_nor_a_busy_or_silen
     def is_heard() -> bool:
         load = json.loads((live.run_dir / "live.json").read_text())["loads"]["fills"]
         fresh = [replica for replica in load["replicas"] if replica["at_s"] > load["at_s"] - FRESH_S]
-        return len(fresh) == load["ready"]  # one that was stopped before its first report has no entry
+        return len(fresh) == load["ready"] == 2
 
     (first,), (early,) = nodes(), replica_pids(live)
     with ExitStack() as two_requests:
@@ -65,6 +65,7 @@ def test_full_caches_buy_a_node_and_neither_a_silent_replica_nor_a_busy_or_silen
         eventually(lambda: endpoint.refresh().status.ready_replicas == 2)
         (second,), (late,) = nodes() - {first}, set(replica_pids(live)) - {early}
         assert explained("launch", second, "endpoint fills lacks 1 x")
+        eventually(is_heard)
         with stopped(late):
             eventually(lambda: not is_heard())
             two_requests.close()

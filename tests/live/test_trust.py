@@ -15,11 +15,11 @@ import yaml
 from tests.cluster_fixture import OPERATORS
 
 import raytide as rt
-from raytide.control.embedded import LocalCluster
+from raytide.control.bootstrap.cluster_record import MARK
+from raytide.control.bootstrap.embedded import LocalCluster
 from raytide.control.job_tokens import PREFIX
-from raytide.control.running import MARK
-from raytide.core.job import JobState
-from raytide.core.processes import marked
+from raytide.core.io.process import marked
+from raytide.core.objects.job import JobState
 
 pytestmark = pytest.mark.cluster
 
@@ -111,7 +111,7 @@ def test_drivers_and_nodes_have_nothing_of_the_operators(
             assert not OPERATORS.keys() & environment.keys(), command
             assert "RAYTIDE_TOKEN" not in command
             seen.append(command)
-    assert any("raytide.control.driver" in command for command in seen)
+    assert any("raytide.control.job_driver" in command for command in seen)
     assert any("raylet" in command for command in seen)
 
 

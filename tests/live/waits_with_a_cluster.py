@@ -7,7 +7,7 @@ import os
 import time
 from pathlib import Path
 
-from raytide.control.embedded import LocalCluster
+from raytide.control.bootstrap.embedded import LocalCluster
 
 
 def test_waits(live: LocalCluster) -> None:

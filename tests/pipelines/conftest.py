@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from raytide.core.data_spec import DataSpec, TextFilter, TokenizerSpec, TrainTokenizer
+from raytide.core.specs.data import DataSpec, TextFilter, TokenizerSpec, TrainTokenizer
 
 WORDS = [
     "the",

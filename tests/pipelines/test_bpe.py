@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from raytide.core.data_spec import TrainTokenizer
 from raytide.core.errors import DataError
-from raytide.core.storage import sha256
+from raytide.core.io.storage import sha256
+from raytide.core.specs.data import TrainTokenizer
 from raytide.pipelines.bpe import (
     EOS,
     PAD,
@@ -33,8 +33,8 @@ def test_training_twice_gives_the_same_bytes() -> None:
 @pytest.mark.parametrize("threads", [1, 4])
 def test_training_does_not_depend_on_the_number_of_threads(threads: int) -> None:
     code = (
-        "from raytide.core.data_spec import TrainTokenizer; from raytide.pipelines.bpe import train_bpe\n"
-        "from raytide.core.storage import sha256; import sys\n"
+        "from raytide.core.specs.data import TrainTokenizer; from raytide.pipelines.bpe import train_bpe\n"
+        "from raytide.core.io.storage import sha256; import sys\n"
         "print(sha256(train_bpe(eval(sys.stdin.read()), TrainTokenizer(vocab_size=330))))"
     )
     env = {"RAYON_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "true", "PYTHONPATH": ":".join(sys.path)}

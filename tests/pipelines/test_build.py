@@ -15,10 +15,10 @@ from fsspec.implementations.local import LocalFileSystem
 from tests.disk_fixture import Disk
 from transformers import AutoTokenizer
 
-from raytide.core.data_spec import DataSpec, TextFilter, TokenizerSpec
 from raytide.core.errors import ClusterError, ConflictError, DataError, StorageError
-from raytide.core.storage import write_bytes
-from raytide.core.tokens import TokenManifest, load_manifest, verify
+from raytide.core.io.storage import write_bytes
+from raytide.core.io.token_dataset import TokenManifest, load_manifest, verify
+from raytide.core.specs.data import DataSpec, TextFilter, TokenizerSpec
 from raytide.pipelines import build as build_module
 from raytide.pipelines import read
 from raytide.pipelines.build import Progress

@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raytide.core.data_spec import DataSpec
 from raytide.core.errors import DataError
-from raytide.core.tokens import verify
+from raytide.core.io.token_dataset import verify
+from raytide.core.specs.data import DataSpec
 from raytide.pipelines.build import Progress, build
 from raytide.pipelines.runner import InlineRunner
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytide.core.data_spec import TextFilter
+from raytide.core.specs.data import TextFilter
 from raytide.pipelines.filter import Verdict, describe, drop_duplicates, judge, survey_of
 
 RULES = TextFilter(min_chars=2, max_chars=10, max_line_chars=4)

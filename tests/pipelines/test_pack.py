@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytide.core.tokens import ITEM_BYTES, Shard, ShardFormat, TokenDtype
+from raytide.core.io.token_dataset import ITEM_BYTES, Shard, ShardFormat, TokenDtype
 from raytide.pipelines.pack import PACKERS, clear
 
 documents_of_ids = st.lists(st.lists(st.integers(0, 65_535), min_size=1, max_size=9), min_size=1, max_size=12)

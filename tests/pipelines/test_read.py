@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytide.core.data_spec import DataSpec
 from raytide.core.errors import DataError
-from raytide.core.storage import write_bytes
+from raytide.core.io.storage import write_bytes
+from raytide.core.specs.data import DataSpec
 from raytide.pipelines.read import Part, find_inputs, group_chunks, read_documents, split_parts
 
 SpecOf = Callable[..., DataSpec]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from raytide.simulate.serving_setup import ServingSetup
+from raytide.simulate.serving.setup import ServingSetup
 
 GAP_S = 300.0
 

@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 
 from raytide.cli.app import app
 from raytide.core.errors import DataError, UsageError
-from raytide.simulate.deadline import NONE, ON_DEMAND, Terms, Up, View, replay, run, starts
-from raytide.simulate.deadline_baselines import greedy, uniform_progress_a, uniform_progress_b, uniform_progress_c
-from raytide.simulate.deadline_optimal import cheapest_usd
-from raytide.simulate.deadline_policies import POLICIES, policy
+from raytide.simulate.deadline.baselines import greedy, uniform_progress_a, uniform_progress_b, uniform_progress_c
+from raytide.simulate.deadline.compare import NONE, ON_DEMAND, Terms, Up, View, replay, run, starts
+from raytide.simulate.deadline.optimal import cheapest_usd
+from raytide.simulate.deadline.policies import POLICIES, policy
 
 TICK_S = 3600.0
 

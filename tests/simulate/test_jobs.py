@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 
 from raytide.cli.app import app
 from raytide.core.errors import DataError, UsageError
-from raytide.simulate import job_trace
-from raytide.simulate.cluster_jobs import RESTART_S, Outcome, lower_bound_s, replay
-from raytide.simulate.job_trace import DAY_S, JobTrace
-from raytide.simulate.jobs import POLICIES, Setting, simulate
+from raytide.simulate.jobs import trace as job_trace
+from raytide.simulate.jobs.cluster import RESTART_S, Outcome, lower_bound_s, replay
+from raytide.simulate.jobs.compare import POLICIES, Setting, simulate
+from raytide.simulate.jobs.trace import DAY_S, JobTrace
 
 HEADER = "submit_s,duration_s,num_gpus,vc\n"
 

@@ -10,19 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.control.test_controller import BOOT_S, Loop
 
-from raytide.control.decide import decide
+from raytide.control.reconcile.decide import decide
 from raytide.control.wire import from_json, to_json
-from raytide.core.durable import read_json
-from raytide.core.endpoint import Endpoint, EndpointLoad, EndpointState, ReplicaLoad, Replicas, ServeSpec
 from raytide.core.errors import UsageError
-from raytide.core.fleet import Node, NodeState, NodeType
-from raytide.core.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
-from raytide.core.job import Job, JobKind, JobSpec, JobState
-from raytide.core.plan import Launch, Shrink, Terminate
-from raytide.core.signals import Signal
-from raytide.core.snapshot import Demand, EndpointView, NodeView, Quote, Snapshot, Unmanaged
-from raytide.simulate.live import Outlook, look_ahead, usual_launch_s
-from raytide.simulate.live_world import LiveWorld
+from raytide.core.io.atomic_file import read_json
+from raytide.core.objects.endpoint import Endpoint, EndpointLoad, EndpointState, ReplicaLoad, Replicas, ServeSpec
+from raytide.core.objects.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
+from raytide.core.objects.job import Job, JobKind, JobSpec, JobState
+from raytide.core.objects.node import Node, NodeState, NodeType
+from raytide.core.objects.plan import Launch, Shrink, Terminate
+from raytide.core.objects.signals import Signal
+from raytide.core.objects.snapshot import Demand, EndpointView, NodeView, Quote, Snapshot, Unmanaged
+from raytide.simulate.live.replay import Outlook, look_ahead, usual_launch_s
+from raytide.simulate.live.world import LiveWorld
 
 NOW_S = 50_000.0
 GPU = NodeType(name="gpu1", resources={"CPU": 4, "GPU": 1}, price_micro_usd_h=3_000_000, max_nodes=2, idle_timeout_s=60)

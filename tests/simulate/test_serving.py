@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 
 from raytide.cli.app import app
 from raytide.core.errors import DataError, UsageError
-from raytide.core.fleet import Market
-from raytide.simulate.serving import Stage
-from raytide.simulate.serving_plot import page
-from raytide.simulate.serving_setup import ServingSetup
+from raytide.core.objects.node import Market
+from raytide.simulate.serving.compare import Stage
+from raytide.simulate.serving.plot import page
+from raytide.simulate.serving.setup import ServingSetup
 
 POLICIES = ("raytide", "serve-ondemand", "spot-naive", "spothedge-1")
 

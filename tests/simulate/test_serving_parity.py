@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from collections import Counter
 
-from raytide.autoscaler import endpoints
-from raytide.autoscaler.serving_fleet import FleetNode, FleetPlan, FleetState
-from raytide.control.decide import decide
-from raytide.core.endpoint import Endpoint, EndpointLoad, EndpointState, ReplicaLoad, Replicas, ServeSpec, Traffic
-from raytide.core.fleet import Market, Node, NodeState, NodeType
-from raytide.core.plan import Drain, Launch
-from raytide.core.snapshot import EndpointView, NodeView, Pool, Quote, Snapshot
-from raytide.simulate.fleet import Fleet
-from raytide.simulate.serving import Stage, _live
-from raytide.simulate.serving_raytide import ONDEMAND, RaytidePolicy
-from raytide.simulate.serving_setup import ServingSetup
+from raytide.autoscaler.endpoints import targets
+from raytide.autoscaler.endpoints.replica_placement import FleetNode, FleetPlan, FleetState
+from raytide.control.reconcile.decide import decide
+from raytide.core.objects.endpoint import (
+    Endpoint,
+    EndpointLoad,
+    EndpointState,
+    ReplicaLoad,
+    Replicas,
+    ServeSpec,
+    Traffic,
+)
+from raytide.core.objects.node import Market, Node, NodeState, NodeType
+from raytide.core.objects.plan import Drain, Launch
+from raytide.core.objects.snapshot import EndpointView, NodeView, Pool, Quote, Snapshot
+from raytide.simulate.serving.compare import Stage, _live
+from raytide.simulate.serving.fleet import Fleet
+from raytide.simulate.serving.raytide import ONDEMAND, RaytidePolicy
+from raytide.simulate.serving.setup import ServingSetup
 
 START_S = 1_000_000.0
 SOLID = NodeType(name="v100", resources={"GPU": 1}, price_micro_usd_h=3_060_000, zones=("od",), max_nodes=99)
@@ -30,7 +38,7 @@ class Watched(RaytidePolicy):
         if not any(node.is_ready for node in state.nodes):  # the controller replaces nothing while nobody answers
             return super()._act(fleet)
         plan, seen = state.plan(), self._snapshot(state, fleet)
-        (view,) = endpoints.publish(seen)[0].endpoints
+        (view,) = targets.publish(seen)[0].endpoints
         actions = decide(seen).actions
         by_id = {node.id: node for node in state.nodes}
         assert view.endpoint.target_replicas == len(state.nodes) + len(plan.launch) - len(plan.release)

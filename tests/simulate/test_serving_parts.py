@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from raytide.core.errors import DataError
-from raytide.core.fleet import Market
+from raytide.core.objects.node import Market
 from raytide.simulate.capacity import SpotZones, spot_zones
-from raytide.simulate.fleet import Fleet
-from raytide.simulate.requests import Workload, workload
-from raytide.simulate.serving_baselines import ServeTarget, SpotHedge
-from raytide.simulate.serving_bound import lower_bound_usd
-from raytide.simulate.serving_setup import ServingSetup
+from raytide.simulate.serving.baselines import ServeTarget, SpotHedge
+from raytide.simulate.serving.bound import lower_bound_usd
+from raytide.simulate.serving.fleet import Fleet
+from raytide.simulate.serving.requests import Workload, workload
+from raytide.simulate.serving.setup import ServingSetup
 
 USD_H = {Market.ON_DEMAND: 3.0, Market.SPOT: 1.0}
 

@@ -10,12 +10,12 @@ import pytest
 import yaml
 from tests.soak.work import Corpus
 
-from raytide.actors.trainer.local import train_local
-from raytide.control import cluster
-from raytide.control.embedded import LocalCluster
-from raytide.core.data_spec import DataSpec, TokenizerSpec, TrainTokenizer
-from raytide.core.model_spec import ModelSpec
-from raytide.core.train_spec import TrainSpec
+from raytide.actors.trainer.runners.local import train_local
+from raytide.control.bootstrap import local
+from raytide.control.bootstrap.embedded import LocalCluster
+from raytide.core.specs.data import DataSpec, TokenizerSpec, TrainTokenizer
+from raytide.core.specs.model import ModelSpec
+from raytide.core.specs.train import TrainSpec
 from raytide.pipelines.build import build
 from raytide.pipelines.runner import InlineRunner
 
@@ -40,7 +40,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 @pytest.fixture
 def config_path(tmp_path: Path) -> Path:
     """The embedded fleet, made so small that jobs and replicas wait for each other's nodes."""
-    body = yaml.safe_load(cluster.DEFAULT_CONFIG.read_text())
+    body = yaml.safe_load(local.DEFAULT_CONFIG.read_text())
     for name, most in MOST_NODES.items():
         body["available_node_types"][name] |= {"max_workers": most, "idle_timeout_s": IDLE_TIMEOUT_S}
     path = tmp_path / "cluster.yaml"
@@ -50,7 +50,7 @@ def config_path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def stormy(tmp_path: Path, config_path: Path) -> Iterator[LocalCluster]:
-    with cluster.temporary(tmp_path / "home", config_path, NAME) as up:
+    with local.temporary(tmp_path / "home", config_path, NAME) as up:
         yield up
 
 

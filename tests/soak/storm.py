@@ -19,15 +19,15 @@ import psutil
 from tests.soak import work
 from tests.soak.users import Holder, hold_elsewhere
 
-from raytide.autoscaler.providers.local_files import NodeFolder, node_folders
-from raytide.autoscaler.providers.local_spot import give_notice, reclaim, set_stockouts
-from raytide.control import cluster as clusters
+from raytide.autoscaler.providers.local.files import NodeFolder, node_folders
+from raytide.autoscaler.providers.local.spot import give_notice, reclaim, set_stockouts
+from raytide.control.bootstrap import local
+from raytide.control.bootstrap.cluster_record import MARK
+from raytide.control.bootstrap.embedded import LocalCluster
 from raytide.control.client import Client
-from raytide.control.embedded import LocalCluster
-from raytide.control.running import MARK
 from raytide.core.errors import ClusterError
-from raytide.core.job import JobSpec
-from raytide.core.processes import Process, marked
+from raytide.core.io.process import Process, marked
+from raytide.core.objects.job import JobSpec
 
 POOLS = tuple((name, zone) for name in ("cpu2", "cpu1.spot") for zone in ("local-a", "local-b"))
 MOST_ACTIVE = 5
@@ -144,10 +144,10 @@ class Storm:
         """As somebody would who finds that the supervisor is gone."""
         process = self.cluster.process("supervisor")
         assert process is None or process.wait(10.0)
-        clusters.up(self.config_path, self.cluster.name)
+        local.up(self.config_path, self.cluster.name)
 
     def kill_driver(self) -> str:
-        return self._kill_one("raytide.control.driver", "driver killed")
+        return self._kill_one("raytide.control.job_driver", "driver killed")
 
     def kill_replica(self) -> str:
         return self._kill_one("ray::ServeReplica", "replica killed")

@@ -9,12 +9,12 @@ import pytest
 from tests.live.conftest import dataset, train_spec
 
 import raytide as rt
-from raytide.autoscaler.providers.local_spot import set_stockouts
-from raytide.control import cluster
+from raytide.autoscaler.providers.local.spot import set_stockouts
+from raytide.control.bootstrap import local
+from raytide.control.bootstrap.embedded import LocalCluster
 from raytide.control.client import Client
-from raytide.control.embedded import LocalCluster
-from raytide.core.gang import GangSpec, Shape
-from raytide.core.train_spec import TrainSpec
+from raytide.core.objects.gang import GangSpec, Shape
+from raytide.core.specs.train import TrainSpec
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(0)]
 __all__ = ["dataset", "train_spec"]
@@ -22,7 +22,7 @@ __all__ = ["dataset", "train_spec"]
 
 @pytest.fixture
 def own(tmp_path: Path) -> Iterator[LocalCluster]:
-    with cluster.temporary(tmp_path / "home", cluster.DEFAULT_CONFIG, "deadlines") as up:
+    with local.temporary(tmp_path / "home", local.DEFAULT_CONFIG, "deadlines") as up:
         yield up
 
 

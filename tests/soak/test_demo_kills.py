@@ -19,13 +19,13 @@ from pathlib import Path
 import pytest
 
 import raytide as rt
-from raytide.control import cluster as clusters
+from raytide.control.bootstrap import local
+from raytide.control.bootstrap.cluster_record import MARK, load
+from raytide.control.bootstrap.embedded import LocalCluster
 from raytide.control.client import Client
-from raytide.control.embedded import LocalCluster
-from raytide.control.running import MARK, load
 from raytide.core.errors import RaytideError
-from raytide.core.job import Job, JobKind, JobState
-from raytide.core.processes import Process, marked
+from raytide.core.io.process import Process, marked
+from raytide.core.objects.job import Job, JobKind, JobState
 from raytide.core.state import Store
 from raytide.demo import NAME
 from raytide.ledger.reconcile import bill, reconcile
@@ -52,7 +52,7 @@ STARTED = re.compile(r"Registering new node\. node_id=\S+ node_name=(node-\d+) "
 def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("RAYTIDE_HOME", str(tmp_path / "home"))
     yield tmp_path / "home" / "clusters" / NAME
-    clusters.down(NAME)
+    local.down(NAME)
 
 
 def test_the_demo_does_all_that_it_promises_while_its_controller_is_killed_ten_times(
@@ -130,7 +130,7 @@ def _no_job_was_lost(store: Store) -> None:
 
 
 def _no_node_leaked_or_was_launched_twice(ended: LocalCluster, store: Store) -> None:
-    machines = clusters.provider(ended).machines()
+    machines = local.provider(ended).machines()
     assert [machine.node_id for machine in machines if machine.ended_at_s is None] == []
     bought = [node.id for node in store.nodes(limit=10_000) if node.started_at_s is not None]
     assert sorted(bought) == sorted(machine.node_id for machine in machines)
@@ -141,7 +141,7 @@ def _no_node_leaked_or_was_launched_twice(ended: LocalCluster, store: Store) -> 
 
 
 def _entries_are_the_bill(ended: LocalCluster, store: Store) -> None:
-    machines, entries = clusters.provider(ended).machines(), store.books.entries()
+    machines, entries = local.provider(ended).machines(), store.books.entries()
     assert reconcile(machines, entries) == ()
     assert sum(entry.amount_micro_usd for entry in entries) == sum(bill(machine) for machine in machines) > 0
     booked = Counter((e.node_id, e.from_us, e.kind, e.subject, e.is_reversal, e.cause) for e in entries)

@@ -12,14 +12,14 @@ from tests.actors.trainer.gang_processes import lines, samples
 from tests.live.conftest import dataset, train_spec
 
 import raytide as rt
-from raytide.actors.trainer.data import Sampler, TokenData
-from raytide.autoscaler.providers.local_spot import set_stockouts
-from raytide.control import cluster
+from raytide.actors.trainer.data.token_dataset import Sampler, TokenData
+from raytide.autoscaler.providers.local.spot import set_stockouts
+from raytide.control.bootstrap import local
+from raytide.control.bootstrap.embedded import LocalCluster
 from raytide.control.client import Client
-from raytide.control.embedded import LocalCluster
-from raytide.core.fleet import NodeState
-from raytide.core.gang import GangSpec, Shape
-from raytide.core.train_spec import TrainSpec
+from raytide.core.objects.gang import GangSpec, Shape
+from raytide.core.objects.node import NodeState
+from raytide.core.specs.train import TrainSpec
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(0)]
 __all__ = ["dataset", "train_spec"]
@@ -31,12 +31,12 @@ STEPS = 1_000_000
 @pytest.fixture
 def own(tmp_path: Path) -> Iterator[LocalCluster]:
     """A spot node is like one on demand, and costs next to nothing, so that a move pays back in some eight minutes."""
-    body = yaml.safe_load(cluster.DEFAULT_CONFIG.read_text())
+    body = yaml.safe_load(local.DEFAULT_CONFIG.read_text())
     body["metadata"]["raytide"]["limits"] = {"moves_after_s": 1}
     body["metadata"]["raytide"]["node_types"]["cpu1.spot"]["price_usd_h"] = 0.001
     body["available_node_types"]["cpu1.spot"]["resources"] = {"CPU": 2}
     (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(body))
-    with cluster.temporary(tmp_path / "home", tmp_path / "cluster.yaml", "moves") as up:
+    with local.temporary(tmp_path / "home", tmp_path / "cluster.yaml", "moves") as up:
         yield up
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import raytide as rt
-from raytide.core.endpoint import EndpointState, Replicas, ServeSpec
-from raytide.core.entry import EntryKind, Occupancy, Share
+from raytide.core.objects.endpoint import EndpointState, Replicas, ServeSpec
+from raytide.core.objects.ledger_entry import EntryKind, Occupancy, Share
 from raytide.ledger.occupancy import occupancies
 
 pytestmark = [pytest.mark.soak, pytest.mark.cluster]

@@ -10,12 +10,12 @@ import pytest
 import yaml
 
 import raytide as rt
-from raytide.autoscaler.providers.local_spot import set_stockouts
-from raytide.control import cluster
+from raytide.autoscaler.providers.local.spot import set_stockouts
+from raytide.control.bootstrap import local
+from raytide.control.bootstrap.embedded import LocalCluster
 from raytide.control.client import Client
-from raytide.control.embedded import LocalCluster
-from raytide.core.endpoint import ServeSpec
-from raytide.core.fleet import NodeState
+from raytide.core.objects.endpoint import ServeSpec
+from raytide.core.objects.node import NodeState
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(0)]
 
@@ -23,10 +23,10 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(0)]
 @pytest.fixture
 def restless(tmp_path: Path) -> Iterator[LocalCluster]:
     """Its replicas may move as soon as they are seated."""
-    body = yaml.safe_load(cluster.DEFAULT_CONFIG.read_text())
+    body = yaml.safe_load(local.DEFAULT_CONFIG.read_text())
     body["metadata"]["raytide"]["limits"] = {"moves_after_s": 1}
     (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(body))
-    with cluster.temporary(tmp_path / "home", tmp_path / "cluster.yaml", "restless") as up:
+    with local.temporary(tmp_path / "home", tmp_path / "cluster.yaml", "restless") as up:
         yield up
 
 

@@ -10,9 +10,9 @@ from tests.actors.trainer.conftest import write_dataset
 from tests.actors.trainer.gang_processes import lines
 
 import raytide as rt
-from raytide.core.gang import GangSpec, Shape
-from raytide.core.model_spec import ModelSpec
-from raytide.core.train_spec import OptimSpec, TrainSpec
+from raytide.core.objects.gang import GangSpec, Shape
+from raytide.core.specs.model import ModelSpec
+from raytide.core.specs.train import OptimSpec, TrainSpec
 
 pytestmark = [pytest.mark.soak, pytest.mark.cluster, pytest.mark.timeout(900)]
 

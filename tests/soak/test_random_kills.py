@@ -17,14 +17,14 @@ from tests.soak.storm import Storm
 from tests.soak.users import Clients
 
 import raytide as rt
-from raytide.control import cluster as clusters
+from raytide.control.bootstrap import local
+from raytide.control.bootstrap.cluster_record import MARK
+from raytide.control.bootstrap.embedded import LocalCluster
 from raytide.control.client import Client
-from raytide.control.embedded import LocalCluster
-from raytide.control.running import MARK
-from raytide.core.endpoint import EndpointState
 from raytide.core.errors import ClusterError
+from raytide.core.io.process import marked
 from raytide.core.money import format_usd
-from raytide.core.processes import marked
+from raytide.core.objects.endpoint import EndpointState
 from raytide.core.state import Store
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(0)]
@@ -81,7 +81,7 @@ def test_a_storm_loses_leaks_and_doubles_nothing(
     assert sum(clients.ended.values()) == clients.sent
     tide.close()
 
-    closed = clusters.down(stormy.name)
+    closed = local.down(stormy.name)
     assert closed is not None
     assert closed.cost.billed_micro_usd == closed.cost.booked_ended_micro_usd == billed
     assert marked(MARK, stormy.cluster_id) == []

@@ -12,8 +12,8 @@ from collections.abc import Callable
 import pytest
 
 import raytide as rt
-from raytide.control.embedded import LocalCluster
-from raytide.core.job import JobState
+from raytide.control.bootstrap.embedded import LocalCluster
+from raytide.core.objects.job import JobState
 
 pytestmark = [pytest.mark.soak, pytest.mark.cluster]
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 import raytide as rt
-from raytide.autoscaler.providers.local_spot import reclaim, set_stockouts
-from raytide.control import cluster
+from raytide.autoscaler.providers.local.spot import reclaim, set_stockouts
+from raytide.control.bootstrap import local
+from raytide.control.bootstrap.embedded import LocalCluster
 from raytide.control.client import Client
-from raytide.control.embedded import LocalCluster
-from raytide.core.endpoint import Replicas, ServeSpec, Speed
-from raytide.core.fleet import NodeState
+from raytide.core.objects.endpoint import Replicas, ServeSpec, Speed
+from raytide.core.objects.node import NodeState
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(0)]
 
@@ -24,7 +24,7 @@ SPEED = Speed(prefill_tps=1000.0, slots=8, tpot_ms=20.0)
 
 @pytest.fixture
 def up(tmp_path: Path) -> Iterator[LocalCluster]:
-    with cluster.temporary(tmp_path / "home", cluster.DEFAULT_CONFIG, "slo") as running:
+    with local.temporary(tmp_path / "home", local.DEFAULT_CONFIG, "slo") as running:
         yield running
 
 

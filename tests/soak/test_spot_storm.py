@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 
 import raytide as rt
-from raytide.autoscaler.providers.local_spot import reclaim
-from raytide.control.embedded import LocalCluster
-from raytide.core.gang import GangSpec, Shape
-from raytide.core.job import JobKind, JobSpec, JobState
+from raytide.autoscaler.providers.local.spot import reclaim
+from raytide.control.bootstrap.embedded import LocalCluster
+from raytide.core.objects.gang import GangSpec, Shape
+from raytide.core.objects.job import JobKind, JobSpec, JobState
 
 pytestmark = [pytest.mark.soak, pytest.mark.cluster, pytest.mark.timeout(0)]
 

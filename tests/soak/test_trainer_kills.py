@@ -20,10 +20,10 @@ from tests.cluster_fixture import kill_raylet
 from tests.soak.work import SPOT, Corpus
 
 import raytide as rt
+from raytide.control.bootstrap.embedded import LocalCluster
 from raytide.control.client import Client
-from raytide.control.embedded import LocalCluster
-from raytide.core.gang import GangSpec, Shape
-from raytide.core.train_spec import ModelSpec, OptimSpec, TrainSpec
+from raytide.core.objects.gang import GangSpec, Shape
+from raytide.core.specs.train import ModelSpec, OptimSpec, TrainSpec
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1200)]
 

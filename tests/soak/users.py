@@ -12,8 +12,8 @@ from collections import Counter
 from pathlib import Path
 
 from raytide.actors.gang import Gang
+from raytide.control.bootstrap.embedded import LocalCluster
 from raytide.control.client import Client
-from raytide.control.embedded import LocalCluster
 from raytide.core.errors import LeaseLostError, RaytideError
 
 HOLDER = Path(__file__).with_name("holder.py")

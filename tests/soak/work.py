@@ -6,12 +6,12 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from raytide.core.data_spec import DataSpec, TokenizerSpec, TrainTokenizer
-from raytide.core.endpoint import Replicas, ServeSpec
-from raytide.core.gang import GangSpec, Shape
-from raytide.core.job import JobKind, JobSpec
-from raytide.core.model_spec import ModelSpec
-from raytide.core.train_spec import TrainSpec
+from raytide.core.objects.endpoint import Replicas, ServeSpec
+from raytide.core.objects.gang import GangSpec, Shape
+from raytide.core.objects.job import JobKind, JobSpec
+from raytide.core.specs.data import DataSpec, TokenizerSpec, TrainTokenizer
+from raytide.core.specs.model import ModelSpec
+from raytide.core.specs.train import TrainSpec
 
 SPOT = {"ray.io/market-type": "spot"}
 ON_DEMAND = {"ray.io/market-type": "on-demand"}

@@ -28,7 +28,7 @@ def options(
     if not dry_run:
         raise UsageError("nothing was asked for.", hint="Say --dry-run, or what: `raytide autoscaler --help`.")
     from raytide.autoscaler.explain import AFTER_KIND, lines
-    from raytide.control.decide import decide
+    from raytide.control.reconcile.decide import decide
 
     plan = decide(Client.find(cluster).snapshot()).to_json()
     if json:

@@ -15,7 +15,7 @@ Target = Annotated[str, typer.Argument(help="A run, its checkpoints folder or on
 
 def verify(target: Target, json: Json = False) -> None:
     """Read every byte and compare it with the manifests. Exit code 1 if any is bad or none is whole."""
-    from raytide.actors.trainer.verify import verify as read_all
+    from raytide.actors.trainer.checkpoint.verify import verify as read_all
 
     verdicts = read_all(target)
     if json:

@@ -56,8 +56,8 @@ def up(
 
 
 def _up_here(config: Path | None, name: str, owner_pid: int | None, *, json: bool) -> None:
-    from raytide.control import cluster
-    from raytide.core.processes import Process
+    from raytide.control.bootstrap import local as cluster
+    from raytide.core.io.process import Process
 
     owner = None if owner_pid is None else Process.of(owner_pid)
     if owner_pid is not None and owner is None:
@@ -76,7 +76,7 @@ def _up_here(config: Path | None, name: str, owner_pid: int | None, *, json: boo
 
 
 def _warn_of_rights(config_path: Path) -> None:
-    from raytide.core.cluster import load_cluster
+    from raytide.core.objects.cluster_config import load_cluster
 
     settings = load_cluster(config_path).settings
     if len(settings.teams) > 1 and not settings.data_roots:
@@ -88,9 +88,9 @@ def _warn_of_rights(config_path: Path) -> None:
 
 
 def _show_steps(config: Path, name: str | None, *, insecure: bool, json: bool) -> None:
-    from raytide.control import launcher
+    from raytide.control.bootstrap import cloud_launch
 
-    steps = launcher.dry_run(config, name, insecure=insecure)
+    steps = cloud_launch.dry_run(config, name, insecure=insecure)
     if json:
         as_json([asdict(step) for step in steps])
         return
@@ -100,10 +100,10 @@ def _show_steps(config: Path, name: str | None, *, insecure: bool, json: bool) -
 
 def _up_there(config: Path, name: str | None, *, insecure: bool, json: bool) -> None:
     """Ray's launcher prints its progress, and so does what it runs: with --json all of that goes to stderr."""
-    from raytide.control import launcher
+    from raytide.control.bootstrap import cloud_launch
 
     with _stdout_to_stderr() if json else nullcontext():
-        head = launcher.up(config, name, insecure=insecure)
+        head = cloud_launch.up(config, name, insecure=insecure)
     if json:
         as_json({"name": head.name, "head": head.ip})
         return
@@ -134,18 +134,18 @@ def head(
 
     The last of cluster.yaml's head_start_ray_commands. Said again, it goes on with the file as it is now.
     """
-    from raytide.control import heads
+    from raytide.control.bootstrap import cloud_head
 
-    started = heads.start(config, insecure=insecure)
+    started = cloud_head.start(config, insecure=insecure)
     _warn_of_rights(started.config_path)
     print(f"cluster {started.name} is up: API {started.api_url}, Ray {started.dashboard_url}")
     if block:
-        heads.stay(started)
+        cloud_head.stay(started)
 
 
 def watch_notices(cloud: Annotated[str, typer.Argument(help="aws, gcp or azure.")]) -> None:
     """Start this node's watcher of its cloud's notices; raytide says this itself on every node that it buys."""
-    from raytide.control.node import watch_notices as start
+    from raytide.control.bootstrap.node_agent import watch_notices as start
 
     print(f"notices of {cloud} are watched by process {start(cloud).pid}")
 
@@ -155,11 +155,12 @@ def down(name: Name = "local", json: Json = False) -> None:
 
     On a cloud's head: end every node that raytide bought; `ray down` then ends the head.
     """
-    from raytide.control import cluster, heads
-    from raytide.control.running import load, run_dir_of
+    from raytide.control.bootstrap import cloud_head
+    from raytide.control.bootstrap import local as cluster
+    from raytide.control.bootstrap.cluster_record import load, run_dir_of
 
     there = load(run_dir_of(name))
-    closed = heads.down(there) if isinstance(there, heads.HeadCluster) else cluster.down(name)
+    closed = cloud_head.down(there) if isinstance(there, cloud_head.HeadCluster) else cluster.down(name)
     wrong = [] if closed is None else [asdict(difference) for difference in closed.differences]
     if json:
         as_json({"name": name, "state": "down" if closed else "absent", "differences": wrong})
@@ -210,11 +211,11 @@ def schema(
 
     Editors complete and check with it.
     """
-    from raytide.core.cluster import RaytideSection
     from raytide.core.config import Config
-    from raytide.core.data_spec import DataSpec
-    from raytide.core.endpoint import ServeSpec
-    from raytide.core.train_spec import TrainSpec
+    from raytide.core.objects.cluster_config import RaytideSection
+    from raytide.core.objects.endpoint import ServeSpec
+    from raytide.core.specs.data import DataSpec
+    from raytide.core.specs.train import TrainSpec
 
     specs: dict[SchemaOf, type[Config]] = {
         "cluster": RaytideSection,

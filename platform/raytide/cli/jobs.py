@@ -20,10 +20,10 @@ from raytide.control.views import JobView
 from raytide.control.wire import to_json
 from raytide.core.clock import ago
 from raytide.core.errors import ClusterError, RaytideError
-from raytide.core.job import Job, JobState
 from raytide.core.money import format_usd
-from raytide.job_run import AWAY_S, Run, explain, patiently
-from raytide.tide import Tide
+from raytide.core.objects.job import Job, JobState
+from raytide.sdk.client import Tide
+from raytide.sdk.job_run import AWAY_S, Run, explain, patiently
 
 JobId = Annotated[str, typer.Argument(help="A job, as `raytide ps` lists it.")]
 Spec = Annotated[Path, typer.Argument(help="A YAML file.")]

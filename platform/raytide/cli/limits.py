@@ -13,9 +13,9 @@ from raytide.control.client import Client
 from raytide.control.views import JobView, TeamView
 from raytide.control.wire import to_json
 from raytide.core.errors import NotFoundError, UsageError
-from raytide.core.job import BudgetPer
 from raytide.core.money import format_usd, micro_usd
-from raytide.core.team import TeamSpec
+from raytide.core.objects.job import BudgetPer
+from raytide.core.objects.team import TeamSpec
 
 Amounts = Annotated[list[str] | None, typer.Argument(help="RESOURCE=AMOUNT: GPU=8, H100=16, CPU=64.")]
 Name = Annotated[str, typer.Argument(help="A team, as cluster.yaml names it.")]

@@ -12,10 +12,10 @@ import typer
 from raytide.cli.jobs import Budget, Deadline, EstimateH, Priority, Wait, budgeted, due
 from raytide.cli.show import ClusterName, Json, as_json
 from raytide.control.client import Client
-from raytide.core.job import JobState
-from raytide.job_run import Run, explain, patiently
-from raytide.script import between, pairs_of, shape_of
-from raytide.tide import Tide
+from raytide.core.objects.job import JobState
+from raytide.sdk.client import Tide
+from raytide.sdk.job_run import Run, explain, patiently
+from raytide.sdk.script import between, pairs_of, shape_of
 
 _FOLLOW_S = 0.3
 

@@ -10,7 +10,7 @@ import typer
 from raytide.cli.show import ClusterName, Json, as_json, as_table
 from raytide.control.client import Client
 from raytide.core.errors import UsageError
-from raytide.core.job import JobKind
+from raytide.core.objects.job import JobKind
 
 Which = Annotated[str, typer.Argument(metavar="RUN_OR_JOB", help="A training job, or a run's `out` directory.")]
 COLUMNS = ("step", "loss", "lr", "grad_norm", "tokens_per_s", "mfu", "data_s", "world")
@@ -23,7 +23,7 @@ def metrics(
     json: Json = False,
 ) -> None:
     """Print the latest steps of a training run."""
-    from raytide.actors.trainer import history
+    from raytide.actors.trainer.run_log import history
 
     steps = history.read(_out(which, cluster)).steps[-last:]
     if json:
@@ -39,9 +39,9 @@ def plot(
     json: Json = False,
 ) -> None:
     """Draw a training run: its numbers over its steps, and its breaks."""
-    from raytide.actors.trainer import history
-    from raytide.actors.trainer import plot as draw
-    from raytide.core.storage import full_disk_is_an_error
+    from raytide.actors.trainer.run_log import history
+    from raytide.actors.trainer.run_log import plot as draw
+    from raytide.core.io.storage import full_disk_is_an_error
 
     if output.suffix not in (".svg", ".html"):
         raise UsageError(f"cannot draw into {output}.", hint="Name a .svg or an .html file.")
@@ -62,7 +62,7 @@ def profile(
     json: Json = False,
 ) -> None:
     """Profile the next steps of a running job, which goes on as it is."""
-    from raytide.actors.trainer import profile as profiler
+    from raytide.actors.trainer.run_log import profiler
 
     out = _out(which, cluster)
     profiler.request(out, steps)

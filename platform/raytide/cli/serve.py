@@ -13,12 +13,12 @@ from raytide.cli.show import ClusterName, Json, as_json, as_table
 from raytide.control.client import Client
 from raytide.control.wire import to_json
 from raytide.core.config import load_yaml
-from raytide.core.endpoint import ServeSpec
 from raytide.core.errors import UsageError
 from raytide.core.money import format_usd
-from raytide.endpoint import EndpointHandle
-from raytide.script import between
-from raytide.tide import Tide
+from raytide.core.objects.endpoint import ServeSpec
+from raytide.sdk.client import Tide
+from raytide.sdk.endpoint import EndpointHandle
+from raytide.sdk.script import between
 
 Numbers = dict[str, float]
 

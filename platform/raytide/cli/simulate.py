@@ -40,7 +40,7 @@ def options(
     if not from_live:
         raise UsageError("nothing was asked for.", hint="Say --from-live, or what: `raytide simulate --help`.")
     from raytide.control.client import Client
-    from raytide.simulate.live import look_ahead
+    from raytide.simulate.live.replay import look_ahead
 
     outlook = look_ahead(Client.find(cluster).snapshot(), hours=hours, launch_s=launch_s, job_hours=job_hours)
     if json:
@@ -83,8 +83,8 @@ def deadline(
 
     Costs are shares of the job's cost on demand, means over the starts.
     """
-    from raytide.simulate.deadline import run
-    from raytide.simulate.deadline_policies import policy as named
+    from raytide.simulate.deadline.compare import run
+    from raytide.simulate.deadline.policies import policy as named
     from raytide.simulate.spot import read, select
 
     runs = named(policy)
@@ -148,9 +148,9 @@ def serving(
     Says what a policy costs, how many requests it serves in time, and what an omniscient buyer would pay.
     """
     options: dict[str, Any] = {key: value for key, value in locals().items() if key not in ("plot", "json")}
-    from raytide.core.fleet import Market
-    from raytide.simulate.serving import Stage
-    from raytide.simulate.serving_setup import ServingSetup
+    from raytide.core.objects.node import Market
+    from raytide.simulate.serving.compare import Stage
+    from raytide.simulate.serving.setup import ServingSetup
 
     setup = ServingSetup.parse(options, where="simulate serving")
     if plot is not None and not plot.parent.is_dir():
@@ -159,7 +159,7 @@ def serving(
     result = stage.play(setup.policy)
     bound_usd = stage.lower_bound_usd()
     if plot is not None:
-        from raytide.simulate.serving_plot import write_page
+        from raytide.simulate.serving.plot import write_page
 
         write_page(plot, stage, result, bound_usd)
     shown = {
@@ -190,7 +190,7 @@ def jobs(
 
     GPUs are counted, a restart takes 60 s, durations are clipped to 30 s to 7 days.
     """
-    from raytide.simulate.jobs import Setting, simulate
+    from raytide.simulate.jobs.compare import Setting, simulate
 
     report = simulate(trace, Setting(window, days, gpus, load, policy, multi_gpu_share, seed))
     if json:

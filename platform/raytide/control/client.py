@@ -27,13 +27,13 @@ from raytide.control.views import (
 from raytide.control.wire import from_json
 from raytide.core import errors
 from raytide.core.config import environment, home
-from raytide.core.endpoint import ServeSpec
 from raytide.core.errors import ClusterError, NotFoundError, StorageError
-from raytide.core.gang import Lease
-from raytide.core.job import BudgetPer, JobSpec
-from raytide.core.package import digest_of
-from raytide.core.snapshot import Snapshot
-from raytide.core.team import TeamSpec
+from raytide.core.io.working_dir import digest_of
+from raytide.core.objects.endpoint import ServeSpec
+from raytide.core.objects.gang import Lease
+from raytide.core.objects.job import BudgetPer, JobSpec
+from raytide.core.objects.snapshot import Snapshot
+from raytide.core.objects.team import TeamSpec
 from raytide.ledger.report import By
 
 _TIMEOUT_S = 15.0

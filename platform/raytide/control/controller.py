@@ -15,45 +15,45 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from raytide.autoscaler import pools
-from raytide.autoscaler.deadline_jobs import judged
-from raytide.autoscaler.idle import IdleClock
-from raytide.autoscaler.seating import UNMANAGED
-from raytide.autoscaler.strides import Strides
-from raytide.autoscaler.traffic import Traffics
-from raytide.control.accounts import used_lately, uses, with_accounts
-from raytide.control.apply import Outcome, apply
-from raytide.control.bookkeeping import Booking, keep_books
-from raytide.control.decide import of_judged
-from raytide.control.glimpse import answer
-from raytide.control.learned import Knowledge, Learned
-from raytide.control.losses import book_losses, ripe
-from raytide.control.observe import Book, advance, metered, snapshot
-from raytide.control.outlook import Outlook
-from raytide.control.quarantine import Quarantine
-from raytide.control.serving import Serving, follow
-from raytide.control.settle import settle
-from raytide.control.silence import Silence
-from raytide.control.steadily import Steadily, wait_for_lead
+from raytide.autoscaler.deadlines.jobs import judged
+from raytide.autoscaler.endpoints.traffic import Traffics
+from raytide.autoscaler.job_throughput import Strides
+from raytide.autoscaler.nodes import launch_backoff
+from raytide.autoscaler.nodes.idleness import IdleClock
+from raytide.autoscaler.provisioning.provisioner import UNMANAGED
+from raytide.control.accounting.billing_intervals import Booking, keep_books
+from raytide.control.accounting.lost_work import book_losses, ripe
+from raytide.control.accounting.team_usage import used_lately, uses, with_accounts
+from raytide.control.reconcile.apply import Outcome, apply
+from raytide.control.reconcile.decide import of_judged
+from raytide.control.reconcile.decision_inputs import Outlook
+from raytide.control.reconcile.driver_silence import Silence
+from raytide.control.reconcile.intents import settle
+from raytide.control.reconcile.learned_state import Knowledge, Learned
+from raytide.control.reconcile.observation import Sources, World, at_our_time, look
+from raytide.control.reconcile.quarantine import Quarantine
+from raytide.control.reconcile.records import Book, advance, metered, snapshot
+from raytide.control.reconcile.retry_loop import Steadily, wait_for_lead
+from raytide.control.reconcile.serve_sync import Serving, follow
+from raytide.control.reconcile.snapshot_request import answer
 from raytide.control.views import Live, TeamUse, Waiting, last_pass_s
 from raytide.control.wire import to_json
-from raytide.control.world import Sources, World, at_our_time, look
 from raytide.core.clock import Clock, SystemClock
-from raytide.core.cluster import ClusterConfig, load_cluster
-from raytide.core.durable import write_json
-from raytide.core.endpoint import Endpoint, EndpointState
-from raytide.core.entry import Occupancy
-from raytide.core.gang import LeaseState
-from raytide.core.job import JobKind
+from raytide.core.io.atomic_file import write_json
 from raytide.core.logs import log_to, logger
 from raytide.core.money import month_of, to_us
-from raytide.core.plan import Admit, Assign, Plan, Wait, describe
-from raytide.core.snapshot import Snapshot
+from raytide.core.objects.cluster_config import ClusterConfig, load_cluster
+from raytide.core.objects.endpoint import Endpoint, EndpointState
+from raytide.core.objects.gang import LeaseState
+from raytide.core.objects.job import JobKind
+from raytide.core.objects.ledger_entry import Occupancy
+from raytide.core.objects.plan import Admit, Assign, Plan, Wait, describe
+from raytide.core.objects.snapshot import Snapshot
 from raytide.core.state import Changes, Records, Store
-from raytide.jobs.admit import queue
-from raytide.jobs.forward import starts_in_s
-from raytide.jobs.order import LAST_SHARE
-from raytide.jobs.why import forming
+from raytide.jobs.admission.priority import LAST_SHARE
+from raytide.jobs.admission.scheduler import queue
+from raytide.jobs.admission.start_forecast import starts_in_s
+from raytide.jobs.lifecycle.pending_reason import forming
 from raytide.ledger.leaving import Leaving
 from raytide.ledger.occupancy import holders, occupancies
 
@@ -216,7 +216,7 @@ class Controller:
     def _record(self, book: Book, outcome: Outcome, now_s: float) -> None:
         """What only the doing could tell, with what it means for the pools."""
         before = [book.nodes[node_id] for node_id in outcome.nodes]
-        rested = pools.after(tuple(book.pools.values()), before, outcome.nodes.values(), now_s)
+        rested = launch_backoff.after(tuple(book.pools.values()), before, outcome.nodes.values(), now_s)
         changed = tuple(pool for pool in rested if book.pools.get((pool.node_type, pool.zone)) != pool)
         self._store.commit(Changes(at_s=now_s, nodes=tuple(outcome.nodes.values()), pools=changed))
 
@@ -349,9 +349,9 @@ def _has_gangs(book: Book) -> bool:
 
 def main(run_dir: str) -> None:
     """The controller process of one cluster: `python -m raytide.control.controller RUN_DIR`."""
-    from raytide.control.compose import sources
-    from raytide.control.processes import hold_lock
-    from raytide.control.running import load
+    from raytide.control.bootstrap.cluster_record import load
+    from raytide.control.bootstrap.wiring import sources
+    from raytide.control.supervision.daemon import hold_lock
 
     folder = Path(run_dir)
     cluster = load(folder)

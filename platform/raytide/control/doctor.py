@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from raytide.core.companions import COMPANIONS, broken_companions, imports, installed_version, removal
+from raytide.core.io.torch_packages import COMPANIONS, broken_companions, imports, installed_version, removal
 
 Status = Literal["ok", "warn", "fail"]
 

@@ -11,7 +11,7 @@ import hmac
 import secrets
 from pathlib import Path
 
-from raytide.core.durable import create_json, read_json
+from raytide.core.io.atomic_file import create_json, read_json
 
 __all__ = ["PREFIX", "job_named_by", "key_in", "token_of"]
 

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from raytide.control.wire import to_json
-from raytide.core.durable import read_json
-from raytide.core.endpoint import Endpoint, EndpointLoad
-from raytide.core.fleet import Node
-from raytide.core.gang import Lease
-from raytide.core.job import Job, JobState
+from raytide.core.io.atomic_file import read_json
 from raytide.core.money import format_usd
-from raytide.core.signals import Use
-from raytide.core.stance import Stance
-from raytide.core.team import TeamSpec
+from raytide.core.objects.endpoint import Endpoint, EndpointLoad
+from raytide.core.objects.gang import Lease
+from raytide.core.objects.job import Job, JobState
+from raytide.core.objects.node import Node
+from raytide.core.objects.signals import Use
+from raytide.core.objects.snapshot import Stance
+from raytide.core.objects.team import TeamSpec
 from raytide.ledger.report import By, CostRow
 
 
@@ -150,7 +150,7 @@ class ClusterStatus:
         return value
 
     def _repr_html_(self) -> str:
-        from raytide.core.html import table
+        from raytide.core.io.notebook import table
 
         jobs = ", ".join(f"{count} {state}" for state, count in self.jobs.items()) or "none"
         money = f"{format_usd(self.cost_micro_usd)} so far, {format_usd(self.price_micro_usd_h)} an hour"
@@ -224,7 +224,7 @@ class CostReport:
         return value
 
     def _repr_html_(self) -> str:
-        from raytide.core.html import table
+        from raytide.core.io.notebook import table
 
         total = format_usd(self.booked_micro_usd + self.accrued_micro_usd)
         rows = [(x.kind, x.subject, x.team, format_usd(x.amount_micro_usd)) for x in self.lines]

@@ -12,15 +12,15 @@ from pathlib import Path
 
 from rich.console import Console
 
-from raytide.control import cluster
+from raytide.control.bootstrap import local
+from raytide.control.bootstrap.cluster_record import run_dir_of
 from raytide.control.client import Client
-from raytide.control.running import run_dir_of
 from raytide.core.errors import RaytideError, WaitTimeoutError
-from raytide.core.processes import Process
+from raytide.core.io.process import Process
 from raytide.demo import specs, stages
 from raytide.demo.report import Report
 from raytide.demo.view import View
-from raytide.tide import Tide
+from raytide.sdk.client import Tide
 
 NAME = "demo"
 TITLES = ["start a cluster", "build a dataset", "train on spot nodes", "serve the model", "load", "calm", "shut down"]
@@ -68,7 +68,7 @@ def _how_to_go_on(base_url: str, temporary: Path | None) -> str:
 
 def _live(view: View, folder: Path, report: Report, *, keep: bool) -> str:
     with view.stage("start a cluster") as say:
-        started = cluster.up(None, name=NAME, owner=None if keep else Process.of(os.getpid()))
+        started = local.up(None, name=NAME, owner=None if keep else Process.of(os.getpid()))
         say(f"API {started.api_url}")
     tide = Tide(Client.from_run_dir(started.run_dir))
     finished = False
@@ -88,7 +88,7 @@ def _live(view: View, folder: Path, report: Report, *, keep: bool) -> str:
         tide.close()
         if not (keep and finished):
             with view.stage(TITLES[-1]) as say:
-                closed = cluster.down(NAME)
+                closed = local.down(NAME)
                 if closed is not None:
                     report.nodes, report.cost = closed.nodes, closed.cost
                     report.problems += [f"{d.node_id} is booked wrongly: {d.what}" for d in closed.differences]

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from raytide.control.views import CostReport
-from raytide.core.fleet import Node, NodeState
 from raytide.core.money import format_usd
+from raytide.core.objects.node import Node, NodeState
 from raytide.demo.load import LoadReport
 
 

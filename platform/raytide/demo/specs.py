@@ -5,12 +5,12 @@ from __future__ import annotations
 import sysconfig
 from pathlib import Path
 
-from raytide.core.data_spec import DataSpec, TokenizerSpec, TrainTokenizer
-from raytide.core.endpoint import Replicas, ServeSpec
-from raytide.core.fleet import MARKET_LABEL, Market
-from raytide.core.gang import GangSpec, Shape
-from raytide.core.model_spec import ModelSpec
-from raytide.core.train_spec import OptimSpec, TrainSpec
+from raytide.core.objects.endpoint import Replicas, ServeSpec
+from raytide.core.objects.gang import GangSpec, Shape
+from raytide.core.objects.node import MARKET_LABEL, Market
+from raytide.core.specs.data import DataSpec, TokenizerSpec, TrainTokenizer
+from raytide.core.specs.model import ModelSpec
+from raytide.core.specs.train import OptimSpec, TrainSpec
 
 ON_DEMAND = {MARKET_LABEL: str(Market.ON_DEMAND)}
 SPOT = {MARKET_LABEL: str(Market.SPOT)}

@@ -6,17 +6,17 @@ import threading
 import time
 from pathlib import Path
 
-from raytide.autoscaler.providers.local_spot import reclaim
+from raytide.autoscaler.providers.local.spot import reclaim
 from raytide.core.errors import RaytideError
-from raytide.core.fleet import NodeState
-from raytide.core.gang import Lease
+from raytide.core.objects.gang import Lease
+from raytide.core.objects.node import NodeState
 from raytide.demo import specs
 from raytide.demo.load import LoadReport, send
 from raytide.demo.report import Report
 from raytide.demo.view import Say
-from raytide.endpoint import EndpointHandle
-from raytide.job_run import Run, explain
-from raytide.tide import Tide
+from raytide.sdk.client import Tide
+from raytide.sdk.endpoint import EndpointHandle
+from raytide.sdk.job_run import Run, explain
 
 CONCURRENCY = 32
 _POLL_S = 0.2

@@ -13,8 +13,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from raytide.core.fleet import Resources
-from raytide.core.team import Team, TeamSpec
+from raytide.core.objects.node import Resources
+from raytide.core.objects.team import Team, TeamSpec
 
 _ROOT = ""
 _SLACK = 1e-6

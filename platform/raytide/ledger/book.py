@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from raytide.core.entry import Entry, EntryKind, Occupancy, OpenInterval, Share
 from raytide.core.money import interval_cost, split
+from raytide.core.objects.ledger_entry import Entry, EntryKind, Occupancy, OpenInterval, Share
 
 MAX_OPEN_US = 60_000_000
 """An interval is booked at the latest after this long, so that what a running job cost is never far behind."""

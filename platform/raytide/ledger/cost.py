@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from raytide.core.entry import CostBy, Entry, EntryKind, OpenInterval
+from raytide.core.objects.ledger_entry import CostBy, Entry, EntryKind, OpenInterval
 from raytide.ledger.book import cost_of
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from raytide.core.fleet import Resources, minus, plus
+from raytide.core.objects.node import Resources, minus, plus
 from raytide.ledger.occupancy import Held, Holder
 
 GRACE_S = 30.0

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 
-from raytide.core.entry import Entry, EntryKind
+from raytide.core.objects.ledger_entry import Entry, EntryKind
 
 
 def lost(entries: Iterable[Entry], until_us: int, lost_us: int, cause: str) -> tuple[Entry, ...]:

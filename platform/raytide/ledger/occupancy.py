@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 
-from raytide.core.entry import EntryKind, Occupancy, Share
-from raytide.core.fleet import NodeState, Resources, minus, plus
-from raytide.core.snapshot import NodeView, Snapshot
+from raytide.core.objects.ledger_entry import EntryKind, Occupancy, Share
+from raytide.core.objects.node import NodeState, Resources, minus, plus
+from raytide.core.objects.snapshot import NodeView, Snapshot
 
 UNMANAGED = "unmanaged"
 """The implicit team of everything in Ray that holds no lease."""

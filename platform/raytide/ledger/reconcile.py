@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from raytide.core.entry import Entry
 from raytide.core.money import cumulative, to_us
+from raytide.core.objects.ledger_entry import Entry
 
 
 class Billed(Protocol):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Literal
 
-from raytide.core.entry import DAY_US, Entry, EntryKind, Line, OpenInterval
+from raytide.core.objects.ledger_entry import DAY_US, Entry, EntryKind, Line, OpenInterval
 
 By = Literal["team", "project", "job", "model", "node", "day"]
 Tags = Mapping[str, Mapping[str, str]]

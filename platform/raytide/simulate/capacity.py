@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from raytide.simulate.serving_setup import ServingSetup
+from raytide.simulate.serving.setup import ServingSetup
 from raytide.simulate.spot import read, select, stacked
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from raytide.actors.engine.blocks import BlockPool, chain_hash
+from raytide.actors.engine.kv_cache.block_pool import BlockPool, chain_hash
 from raytide.actors.engine.sampling_params import SamplingParams
-from raytide.actors.engine.scheduler import Scheduler
+from raytide.actors.engine.scheduler.scheduler import Scheduler
 from raytide.actors.engine.sequence import Chunk, Sequence, StepPlan
 
 STOP = 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from raytide.actors.engine.bans import BadWords
+from raytide.actors.engine.sampling.banned_tokens import BadWords
 from raytide.actors.engine.sampling_params import SamplingParams
 from raytide.actors.engine.sequence import Sequence
 

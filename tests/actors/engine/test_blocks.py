@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from tests.actors.engine.life import Life, sequence
 
-from raytide.actors.engine.blocks import BlockPool, chain_hash
-from raytide.actors.engine.evict import SwapCost
-from raytide.actors.engine.scheduler import Scheduler
+from raytide.actors.engine.kv_cache.block_pool import BlockPool, chain_hash
+from raytide.actors.engine.scheduler.preemption import SwapCost
+from raytide.actors.engine.scheduler.scheduler import Scheduler
 from raytide.actors.engine.sequence import StepPlan
 from raytide.core.errors import ConfigError
 

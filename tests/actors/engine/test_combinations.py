@@ -9,9 +9,9 @@ import pytest
 from tests.actors.engine.tiny import VOCAB, save_adapter
 
 from raytide.actors.engine import LLM, RequestOutput, SamplingParams
-from raytide.actors.engine.evict import SwapCost
-from raytide.actors.engine.runner import Runner
+from raytide.actors.engine.model.model_runner import Runner
 from raytide.actors.engine.sampling_params import Structured
+from raytide.actors.engine.scheduler.preemption import SwapCost
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "engine.md"
 PROMPTS = [[(11 * i + j) % (VOCAB - 1) + 1 for j in range(18 + 5 * i)] for i in range(5)]

@@ -11,7 +11,7 @@ from tests.actors.engine.tiny import VOCAB
 
 from raytide.actors.engine import SamplingParams
 from raytide.actors.engine.config import EngineConfig
-from raytide.actors.engine.runner import Runner
+from raytide.actors.engine.model.model_runner import Runner
 from raytide.actors.engine.sequence import Chunk, Sequence
 from raytide.actors.models.families import read_architecture
 

@@ -8,11 +8,12 @@ import pytest
 import torch
 from tests.actors.engine.tiny import VOCAB
 
-from raytide.actors.engine import EngineConfig, GenRequest, SamplingParams, operations
-from raytide.actors.engine.evict import SwapCost
-from raytide.actors.engine.kv_transfer import export_kv, import_kv
-from raytide.actors.engine.loop import EngineLoop
-from raytide.actors.engine.runner import Runner
+from raytide.actors.engine import EngineConfig, GenRequest, SamplingParams
+from raytide.actors.engine.backends.native import operations
+from raytide.actors.engine.backends.native.engine_core import EngineLoop
+from raytide.actors.engine.backends.native.kv_transfer import export_kv, import_kv
+from raytide.actors.engine.model.model_runner import Runner
+from raytide.actors.engine.scheduler.preemption import SwapCost
 from raytide.actors.engine.sequence import Chunk, StepPlan
 
 RNG = random.Random(3)

@@ -7,8 +7,8 @@ from tests.actors.engine.tiny import VOCAB, save_tokenizer
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as RustTokenizer
 
-from raytide.actors.engine.detokenizer import Detokenizer, Vocabulary
-from raytide.actors.engine.tokenizer import Tokenizer
+from raytide.actors.engine.text.detokenizer import Detokenizer, Vocabulary
+from raytide.actors.engine.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.actors.engine.sampling import VOCAB, support
 
-from raytide.actors.engine.draw import Draws, keep_likely, uniforms
+from raytide.actors.engine.sampling.top_k_top_p import Draws, keep_likely, uniforms
 from raytide.actors.engine.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
@@ -44,7 +44,7 @@ def test_draws_follow_the_distribution_across_blocks_of_the_vocabulary() -> None
 @settings(max_examples=200, deadline=None)
 @given(seed=st.integers(0, 2**32), vocab=st.sampled_from([1, 3, 255, 256, 257, 600]), point=st.sampled_from([0.0, 1.0]))
 def test_the_ends_of_the_interval_find_tokens_that_are_possible(seed: int, vocab: int, point: float) -> None:
-    from raytide.actors.engine.draw import _invert
+    from raytide.actors.engine.sampling.top_k_top_p import _invert
 
     rng = np.random.default_rng(seed)
     probs = rng.exponential(size=(2, vocab)).astype(np.float32) * (rng.random((2, vocab)) < 0.1)

@@ -14,8 +14,8 @@ from tests.actors.engine.families import save_family
 from tests.actors.engine.tiny import VOCAB
 
 from raytide.actors.engine.config import EngineConfig
-from raytide.actors.engine.pooling import Pooling, groups, pooling_of
-from raytide.actors.engine.runner import Runner
+from raytide.actors.engine.model.model_runner import Runner
+from raytide.actors.engine.model.pooling import Pooling, groups, pooling_of
 from raytide.actors.models.families import read_architecture
 from raytide.core.errors import ConfigError
 

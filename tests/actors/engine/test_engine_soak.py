@@ -15,7 +15,7 @@ import pytest
 from tests.actors.engine.tiny import VOCAB
 
 from raytide.actors.engine import EngineConfig, GenRequest, SamplingParams
-from raytide.actors.engine.loop import EngineLoop
+from raytide.actors.engine.backends.native.engine_core import EngineLoop
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(0)]
 

@@ -6,9 +6,9 @@ import pytest
 from tests.actors.engine.tiny import VOCAB
 
 from raytide.actors.engine import LLM, EngineConfig, GenRequest, SamplingParams
-from raytide.actors.engine.evict import SwapCost
-from raytide.actors.engine.loop import EngineLoop
-from raytide.actors.engine.runner import Runner
+from raytide.actors.engine.backends.native.engine_core import EngineLoop
+from raytide.actors.engine.model.model_runner import Runner
+from raytide.actors.engine.scheduler.preemption import SwapCost
 from raytide.actors.engine.sequence import StepPlan
 
 LOW = [[(7 * i + j) % (VOCAB - 1) + 1 for j in range(20 + i)] for i in range(6)]

@@ -8,10 +8,10 @@ import pytest
 from tests.actors.engine.tiny import VOCAB
 
 from raytide.actors.engine import EngineConfig, GenRequest, SamplingParams
-from raytide.actors.engine.core import GenChunk
-from raytide.actors.engine.evict import SwapCost
-from raytide.actors.engine.loop import EngineLoop
-from raytide.actors.engine.runner import Runner
+from raytide.actors.engine.backends.native.engine_core import EngineLoop
+from raytide.actors.engine.model.model_runner import Runner
+from raytide.actors.engine.scheduler.preemption import SwapCost
+from raytide.actors.engine.types import GenChunk
 
 PROMPTS = [[(7 * at + 13 * each) % (VOCAB - 1) + 1 for each in range(10 + at)] for at in range(6)]
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from raytide.actors.engine import LLM, EngineConfig, GenRequest, NativeEngine, SamplingParams
-from raytide.actors.engine.loop import EngineLoop
-from raytide.actors.engine.model import Decoder
-from raytide.actors.engine.runner import Runner
+from raytide.actors.engine.backends.native.engine_core import EngineLoop
+from raytide.actors.engine.model.decoder import Decoder
+from raytide.actors.engine.model.model_runner import Runner
 from raytide.actors.engine.sampling_params import Structured
 from raytide.actors.engine.sequence import Chunk, Sampled, Sequence
-from raytide.actors.engine.structured import GrammarState
+from raytide.actors.engine.text.structured_output import GrammarState
 from raytide.actors.serving.health import ProgressWatch
 from raytide.core.errors import EngineDeadError, EngineError, OverloadedError, UsageError
 
@@ -62,7 +62,7 @@ def break_logits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def break_detokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    from raytide.actors.engine.detokenizer import Vocabulary
+    from raytide.actors.engine.text.detokenizer import Vocabulary
 
     stream = Vocabulary.stream
     count = iter(range(100))
@@ -239,7 +239,7 @@ async def test_a_panic_ends_its_request_and_not_the_thread(
 async def test_a_detokenizer_that_panics_fails_its_request_alone(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from raytide.actors.engine.detokenizer import Vocabulary
+    from raytide.actors.engine.text.detokenizer import Vocabulary
 
     bytes_of = Vocabulary.bytes_of
     engine = NativeEngine(EngineConfig(model_dir=str(model_dir)))
@@ -312,8 +312,8 @@ def test_a_bad_prompt_is_refused_before_anything_runs(prompt: list[int], says: s
 
 
 def test_a_request_that_no_pool_can_hold_is_refused() -> None:
-    from raytide.actors.engine.blocks import BlockPool
-    from raytide.actors.engine.scheduler import Scheduler
+    from raytide.actors.engine.kv_cache.block_pool import BlockPool
+    from raytide.actors.engine.scheduler.scheduler import Scheduler
 
     scheduler = Scheduler(BlockPool(4, 2), max_running=2, max_batch_tokens=8)
     seq = Sequence("big", [1] * 6, 6, GREEDY, 9, frozenset(), 0)

@@ -19,16 +19,17 @@ from hypothesis import strategies as st
 from tests.actors.engine.sampling import sequence
 from tests.actors.engine.tiny import EOS, VOCAB, save_tokenizer
 
-from raytide.actors.engine import EngineConfig, GenRequest, NativeEngine, SamplingParams, limits, operations
-from raytide.actors.engine.bans import BadWords, banned_tokens
-from raytide.actors.engine.constraint import Constraint
-from raytide.actors.engine.core import TokenLogprobs
-from raytide.actors.engine.loop import EngineLoop
-from raytide.actors.engine.runner import Runner
+from raytide.actors.engine import EngineConfig, GenRequest, NativeEngine, SamplingParams, limits
+from raytide.actors.engine.backends.native import operations
+from raytide.actors.engine.backends.native.engine_core import EngineLoop
+from raytide.actors.engine.model.model_runner import Runner
+from raytide.actors.engine.sampling.banned_tokens import BadWords, banned_tokens
+from raytide.actors.engine.sampling.grammar_mask import Constraint
 from raytide.actors.engine.sampling_params import Structured
-from raytide.actors.engine.structured import Grammars
-from raytide.actors.engine.text_pool import TextPool
-from raytide.actors.engine.tokenizer import Tokenizer
+from raytide.actors.engine.text.structured_output import Grammars
+from raytide.actors.engine.text.tokenizer import Tokenizer
+from raytide.actors.engine.text.worker_pool import TextPool
+from raytide.actors.engine.types import TokenLogprobs
 from raytide.core.errors import EngineError, OverloadedError, RaytideError, UsageError
 
 WORDS = [f"{chr(97 + place % 26)}{place} the end" for place in range(limits.MAX_BAD_WORDS)]
@@ -212,7 +213,7 @@ def test_sampling_parameters_have_limits_for_every_caller(fields: dict[str, Any]
 
 
 async def test_many_samples_of_a_long_prompt_are_refused(engine: NativeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raytide.actors.engine.intake.MAX_COPIED_TOKENS", 1000)
+    monkeypatch.setattr("raytide.actors.engine.backends.native.input_processor.MAX_COPIED_TOKENS", 1000)
     assert await answer(engine, "few", [5] * 200, n=5, max_tokens=1) == 5
     with pytest.raises(UsageError, match="6 samples of 200 tokens"):
         await answer(engine, "many", [5] * 200, n=6, max_tokens=1)
@@ -269,8 +270,8 @@ def test_what_is_kept_of_grammars_is_bounded_by_their_size(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("llguidance", reason="a dependency; an environment from before it has none")
-    monkeypatch.setattr("raytide.actors.engine.structured.MAX_KEPT_GRAMMAR_CHARS", 1000)
-    monkeypatch.setattr("raytide.actors.engine.structured._LEAST_CHARS", 1)
+    monkeypatch.setattr("raytide.actors.engine.text.structured_output.MAX_KEPT_GRAMMAR_CHARS", 1000)
+    monkeypatch.setattr("raytide.actors.engine.text.structured_output._LEAST_CHARS", 1)
     grammars = Grammars(tokenizer.rust.to_str, VOCAB, [EOS])
     first = grammars.compile(Structured("regex", "0" * 300))
     for place in range(1, 4):
@@ -351,7 +352,7 @@ async def test_log_probabilities_of_a_long_prompt_are_computed_in_parts(
 def test_a_large_vocabulary_has_fewer_positions_in_a_step(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = EngineConfig(model_dir=str(model_dir))
     assert EngineLoop(config).scheduler._logprob_rows == limits.MAX_PROMPT_LOGPROB_ROWS
-    monkeypatch.setattr("raytide.actors.engine.loop.MAX_PROMPT_LOGITS", VOCAB * 10)
+    monkeypatch.setattr("raytide.actors.engine.backends.native.engine_core.MAX_PROMPT_LOGITS", VOCAB * 10)
     assert EngineLoop(config).scheduler._logprob_rows == 10
 
 

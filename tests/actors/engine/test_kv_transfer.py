@@ -7,11 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.actors.engine.tiny import save_adapter
 
-from raytide.actors.engine import LLM, EngineConfig, GenRequest, SamplingParams, operations
-from raytide.actors.engine.core import FinishReason
-from raytide.actors.engine.kv_handle import KvHandle
-from raytide.actors.engine.kv_transfer import export_kv, import_kv
-from raytide.actors.engine.loop import EngineLoop
+from raytide.actors.engine import LLM, EngineConfig, GenRequest, SamplingParams
+from raytide.actors.engine.backends.native import operations
+from raytide.actors.engine.backends.native.engine_core import EngineLoop
+from raytide.actors.engine.backends.native.kv_transfer import export_kv, import_kv
+from raytide.actors.engine.kv_cache.handle import KvHandle
+from raytide.actors.engine.types import FinishReason
 from raytide.core.errors import ConflictError, DataError, NotFoundError, UsageError
 
 PROMPT = list(range(40, 75))

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from raytide.actors.engine import LLM, EngineConfig, GenChunk, GenRequest, SamplingParams
-from raytide.actors.engine.logprobs import token_logprobs
-from raytide.actors.engine.loop import EngineLoop
+from raytide.actors.engine.backends.native.engine_core import EngineLoop
+from raytide.actors.engine.sampling.logprobs import token_logprobs
 
 PROMPT = [5, 9, 301, 44, 17, 80, 2, 2, 91]
 

@@ -13,7 +13,7 @@ from tests.actors.engine.families import save_family
 
 from raytide.actors.engine import LLM, SamplingParams
 from raytide.actors.engine.config import EngineConfig
-from raytide.actors.engine.runner import Runner
+from raytide.actors.engine.model.model_runner import Runner
 from raytide.actors.engine.sequence import Chunk, Sequence
 from raytide.actors.models.families import read_architecture
 from raytide.core.errors import CapacityError, ConfigError, ConflictError, DataError, NotFoundError

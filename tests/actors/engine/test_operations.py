@@ -8,12 +8,13 @@ import pytest
 from safetensors.torch import load_file, save_file
 from tests.actors.engine.tiny import save_llama
 
-from raytide.actors.engine import LLM, EngineConfig, GenRequest, SamplingParams, operations
-from raytide.actors.engine.evict import SwapCost
-from raytide.actors.engine.loop import EngineLoop
-from raytide.actors.engine.runner import Runner
+from raytide.actors.engine import LLM, EngineConfig, GenRequest, SamplingParams
+from raytide.actors.engine.backends.native import operations
+from raytide.actors.engine.backends.native.engine_core import EngineLoop
+from raytide.actors.engine.backends.native.weights import WeightsSource
+from raytide.actors.engine.model.model_runner import Runner
+from raytide.actors.engine.scheduler.preemption import SwapCost
 from raytide.actors.engine.sequence import StepPlan
-from raytide.actors.engine.weights import WeightsSource
 from raytide.core.errors import ConflictError, DataError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.actors.engine.sampling import VOCAB, sequence, shaped, support
 
-from raytide.actors.engine.sampler import Sampler
+from raytide.actors.engine.sampling.sampler import Sampler
 from raytide.actors.engine.sampling_params import SamplingParams, Structured
 from raytide.actors.engine.sequence import Sequence
 from raytide.core.errors import UsageError

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 from raytide.actors.engine import LLM, EngineConfig, GenChunk, GenRequest, NativeEngine, SamplingParams, Structured
-from raytide.actors.engine.structured import Grammar, Grammars
+from raytide.actors.engine.text.structured_output import Grammar, Grammars
 from raytide.core.errors import UsageError
 
 SCHEMA = {

@@ -4,8 +4,8 @@ import sys
 
 from tests.actors.engine.life import sequence
 
-from raytide.actors.engine.blocks import BlockPool
-from raytide.actors.engine.scheduler import Scheduler
+from raytide.actors.engine.kv_cache.block_pool import BlockPool
+from raytide.actors.engine.scheduler.scheduler import Scheduler
 from raytide.actors.engine.sequence import StepPlan
 
 
@@ -56,5 +56,6 @@ def test_a_second_request_shares_the_blocks_of_the_first_ones_prefix() -> None:
 def test_the_scheduler_loads_no_torch() -> None:
     import subprocess
 
-    code = "import sys, raytide.actors.engine.scheduler, raytide.actors.engine.fake; sys.exit('torch' in sys.modules)"
+    modules = "raytide.actors.engine.scheduler.scheduler, raytide.actors.engine.backends.fake"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": "platform"}, timeout=60).returncode == 0

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from tests.actors.engine.life import Life, sequence, tokens_alone
 
-from raytide.actors.engine.blocks import BlockPool
-from raytide.actors.engine.evict import SwapCost
-from raytide.actors.engine.policy import MOST_EVICTIONS
-from raytide.actors.engine.scheduler import Scheduler
+from raytide.actors.engine.kv_cache.block_pool import BlockPool
+from raytide.actors.engine.scheduler.policy import MOST_EVICTIONS
+from raytide.actors.engine.scheduler.preemption import SwapCost
+from raytide.actors.engine.scheduler.scheduler import Scheduler
 from raytide.actors.engine.sequence import Sequence, StepPlan
 
 QUICK, SLOW = SwapCost(0.5), SwapCost(50.0)

@@ -16,10 +16,10 @@ from hypothesis.stateful import (
 )
 from tests.actors.engine.life import Life, sequence, tokens_alone
 
-from raytide.actors.engine.blocks import BlockPool
-from raytide.actors.engine.evict import SwapCost
-from raytide.actors.engine.policy import MOST_EVICTIONS, is_protected
-from raytide.actors.engine.scheduler import Scheduler
+from raytide.actors.engine.kv_cache.block_pool import BlockPool
+from raytide.actors.engine.scheduler.policy import MOST_EVICTIONS, is_protected
+from raytide.actors.engine.scheduler.preemption import SwapCost
+from raytide.actors.engine.scheduler.scheduler import Scheduler
 from raytide.actors.engine.sequence import Sequence, StepPlan
 
 AGEING_S = 10.0

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytide.actors.engine.sampling_params import SamplingParams
-from raytide.actors.engine.stops import StopScanner
+from raytide.actors.engine.text.stop_strings import StopScanner
 
 TEXT = st.text("ab", max_size=30)
 STOPS = st.lists(st.text("ab", min_size=1, max_size=5), max_size=3)

@@ -10,13 +10,13 @@ import torch
 from tests.actors.engine.sampling import sequence
 from tests.actors.engine.tiny import EOS, VOCAB, save_tokenizer
 
-from raytide.actors.engine.bans import BadWords
-from raytide.actors.engine.constraint import apply_mask
-from raytide.actors.engine.sampler import Sampler
+from raytide.actors.engine.sampling.banned_tokens import BadWords
+from raytide.actors.engine.sampling.grammar_mask import apply_mask
+from raytide.actors.engine.sampling.sampler import Sampler
 from raytide.actors.engine.sampling_params import SamplingParams, Structured
 from raytide.actors.engine.sequence import Sequence
-from raytide.actors.engine.structured import Grammars, GrammarState
-from raytide.actors.engine.tokenizer import Tokenizer
+from raytide.actors.engine.text.structured_output import Grammars, GrammarState
+from raytide.actors.engine.text.tokenizer import Tokenizer
 from raytide.core.errors import ConfigError, UsageError
 
 pytest.importorskip("llguidance", reason="a dependency; an environment from before it has none")

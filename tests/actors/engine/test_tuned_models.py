@@ -14,11 +14,11 @@ from tests.actors.trainer.conftest import write_dataset
 from transformers import AutoModelForCausalLM
 
 from raytide.actors.engine import LLM, SamplingParams
-from raytide.actors.engine.vllm import VllmEngine
-from raytide.actors.engine.vllm_config import VllmConfig
-from raytide.actors.trainer.local import train_local
-from raytide.core.model_spec import FinetuneSpec, LoraSpec
-from raytide.core.train_spec import OptimSpec, TrainSpec
+from raytide.actors.engine.backends.vllm.config import VllmConfig
+from raytide.actors.engine.backends.vllm.engine import VllmEngine
+from raytide.actors.trainer.runners.local import train_local
+from raytide.core.specs.model import FinetuneSpec, LoraSpec
+from raytide.core.specs.train import OptimSpec, TrainSpec
 
 NEW_TOKENS = 16
 PROMPTS = [[(7 * row + 3 * at) % (VOCAB - 1) + 1 for at in range(5 + 6 * row)] for row in range(5)]

@@ -15,10 +15,10 @@ from tests.actors.engine.vllm_cores import MAX_LEN, SharedCores, needs_vllm
 from transformers import LlamaForCausalLM
 
 from raytide.actors.engine import LLM, GenChunk, GenRequest, SamplingParams, Structured
-from raytide.actors.engine import vllm_core as core_module
+from raytide.actors.engine.backends.vllm import launch
+from raytide.actors.engine.backends.vllm.config import VllmConfig, engine_arguments
+from raytide.actors.engine.backends.vllm.engine import VllmEngine
 from raytide.actors.engine.base import Engine
-from raytide.actors.engine.vllm import VllmEngine
-from raytide.actors.engine.vllm_config import VllmConfig, engine_arguments
 from raytide.core.errors import ConfigError, ConflictError, DataError, NotFoundError, UsageError
 
 # vLLM belongs to the event loop it was started on.
@@ -194,7 +194,7 @@ async def test_a_vllm_without_a_needed_argument_is_refused_and_without_another_i
 async def test_without_vllm_the_hint_says_how_to_install_it(
     wide_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(core_module, "find_spec", lambda name: None)
+    monkeypatch.setattr(launch, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"not installed.*\./dev setup --vllm.*raytide\[vllm\]"):
         await VllmEngine(VllmConfig(model_dir=str(wide_model_dir))).start()
 
@@ -203,9 +203,9 @@ async def test_a_companion_that_breaks_vllm_is_named(wide_model_dir: Path, monke
     def broken(name: str) -> object:
         raise RuntimeError("operator torchvision::nms does not exist")
 
-    monkeypatch.setattr(core_module, "find_spec", lambda name: object())
-    monkeypatch.setattr(core_module, "import_module", broken)
-    monkeypatch.setattr(core_module, "broken_companions", lambda: ["torchvision"])
+    monkeypatch.setattr(launch, "find_spec", lambda name: object())
+    monkeypatch.setattr(launch, "import_module", broken)
+    monkeypatch.setattr(launch, "broken_companions", lambda: ["torchvision"])
     with pytest.raises(ConfigError, match=r"torchvision.*pip uninstall -y torchvision"):
         await VllmEngine(VllmConfig(model_dir=str(wide_model_dir))).start()
 
@@ -214,7 +214,7 @@ async def test_its_process_ends_with_one_that_is_killed() -> None:
     """Without vLLM: a process whose child has what is mixed into vLLM's worker."""
     code = """
 import multiprocessing, time
-from raytide.actors.engine.vllm_worker import EndsWithParent
+from raytide.actors.engine.backends.vllm.worker_extension import EndsWithParent
 
 def child():
     EndsWithParent().end_with_parent()

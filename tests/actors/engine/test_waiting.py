@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from tests.actors.engine.life import Life, sequence
 
-from raytide.actors.engine.blocks import BlockPool
-from raytide.actors.engine.policy import Policy
-from raytide.actors.engine.scheduler import Scheduler
+from raytide.actors.engine.kv_cache.block_pool import BlockPool
+from raytide.actors.engine.scheduler.policy import Policy
+from raytide.actors.engine.scheduler.scheduler import Scheduler
+from raytide.actors.engine.scheduler.waiting_queue import Waiting
 from raytide.actors.engine.sequence import Sequence
-from raytide.actors.engine.waiting import Waiting
 
 
 def life(**options: object) -> Life:

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from raytide.actors.engine.vllm import VllmEngine
-from raytide.actors.engine.vllm_config import VllmConfig
-from raytide.actors.engine.vllm_core import VllmCore, launch
+from raytide.actors.engine.backends.vllm.config import VllmConfig
+from raytide.actors.engine.backends.vllm.engine import VllmEngine
+from raytide.actors.engine.backends.vllm.launch import VllmCore, launch
 
 MAX_LEN = 128
 

@@ -12,7 +12,7 @@ import pytest
 import raytide
 from raytide.actors.gang import Gang
 from raytide.core.errors import ClusterError, LeaseLostError, RaytideError, WaitTimeoutError
-from raytide.core.gang import Lease, LeaseState, Member, MemberState, Shape
+from raytide.core.objects.gang import Lease, LeaseState, Member, MemberState, Shape
 
 SHAPE = Shape(members=2, min_members=1, resources={"CPU": 2.0, "GPU": 1.0, "memory": 1024.0, "tpu": 4.0})
 QUEUED = Lease("", "job-1", SHAPE, LeaseState.WAITING, (), epoch=-1)

@@ -14,9 +14,9 @@ import pytest
 
 import raytide
 from raytide.actors.gang.group import Group, GroupKey, WantedGroup, difference
-from raytide.actors.gang.groups import PlacementGroups, bundle
+from raytide.actors.gang.placement_groups import PlacementGroups, bundle
 from raytide.core.errors import ClusterError
-from raytide.core.gang import Member, MemberState
+from raytide.core.objects.gang import Member, MemberState
 
 pytestmark = pytest.mark.cluster
 
@@ -26,7 +26,7 @@ import os, signal, sys
 import ray
 ray.init(address=sys.argv[1], namespace="raytide", log_to_driver=False)
 from raytide.actors.gang.group import GroupKey, WantedGroup
-from raytide.actors.gang.groups import PlacementGroups
+from raytide.actors.gang.placement_groups import PlacementGroups
 PlacementGroups().create([WantedGroup(GroupKey("lease-1", i, 0), sys.argv[2], {"CPU": 1.0}) for i in range(2)])
 os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from raytide.actors.gang import processes
-from raytide.actors.gang.processes import NO_RIGHTS, Exit, Launch, MemberProcesses, Rights, _lines
+from raytide.actors.gang import member_processes
+from raytide.actors.gang.member_processes import NO_RIGHTS, Exit, Launch, MemberProcesses, Rights, _lines
 from raytide.core.errors import ConfigError
 
 
@@ -50,8 +50,8 @@ def test_lines_are_those_of_a_terminal(member: MemberProcesses) -> None:
 def test_what_is_printed_is_kept_whole_but_a_line_and_the_tail_are_bounded(member: MemberProcesses) -> None:
     lines, end = ran(member, "print('x' * 3_000_000)")
     assert "".join(lines) == "x" * 3_000_000
-    assert max(map(len, lines)) <= processes.LINE_CHARS
-    assert len(end.tail) == processes.TAIL_CHARS
+    assert max(map(len, lines)) <= member_processes.LINE_CHARS
+    assert len(end.tail) == member_processes.TAIL_CHARS
 
 
 def test_a_process_that_got_away_with_the_pipe_does_not_hold_up_the_end() -> None:

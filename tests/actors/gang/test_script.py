@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from raytide.actors.gang import attempt, script
-from raytide.actors.gang.member_host import pass_on
-from raytide.actors.gang.processes import Exit, MemberProcesses, Report
-from raytide.actors.gang.script import run_script
+from raytide.actors.gang import script_attempt, script_runner
+from raytide.actors.gang.member_actor import pass_on
+from raytide.actors.gang.member_processes import Exit, MemberProcesses, Report
+from raytide.actors.gang.script_runner import run_script
 from raytide.core.clock import VirtualClock
 from raytide.core.errors import ClusterError, LeaseLostError, RaytideError, ScriptError
-from raytide.core.gang import Lease, LeaseState, Member, MemberState, Shape
-from raytide.core.package import pack
-from raytide.core.script_spec import ScriptSpec
+from raytide.core.io.working_dir import pack
+from raytide.core.objects.gang import Lease, LeaseState, Member, MemberState, Shape
+from raytide.core.specs.script import ScriptSpec
 
 time_sleep = time.sleep
 SHAPE = Shape(members=2, min_members=1, resources={"CPU": 1.0, "GPU": 2.0})
@@ -140,7 +140,7 @@ Start = Callable[..., Run]
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    monkeypatch.setattr(attempt, "SETTLE_S", 0.2)
+    monkeypatch.setattr(script_attempt, "SETTLE_S", 0.2)
     runs: list[Run] = []
 
     def begin(code: str, lease: Lease = TWO, **spec: Any) -> Run:
@@ -276,7 +276,7 @@ def test_an_elastic_script_goes_on_with_fewer(start: Start) -> None:
 def test_processes_that_vanish_while_their_node_stays_count_as_a_failure(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(script, "LOST_WITHIN_S", 0.1)
+    monkeypatch.setattr(script_runner, "LOST_WITHIN_S", 0.1)
     run = start(WAIT)
     run.wait_for("[1] at 2")
     run.hosts[1].die()
@@ -332,15 +332,17 @@ def test_the_next_attempt_waits_for_processes_that_nobody_saw_end(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited: list[float] = []
-    monkeypatch.setattr(script.time, "sleep", lambda seconds: waited.append(seconds) or time_sleep(min(seconds, 0.1)))
+    monkeypatch.setattr(
+        script_runner.time, "sleep", lambda seconds: waited.append(seconds) or time_sleep(min(seconds, 0.1))
+    )
     monkeypatch.setattr(MemberProcesses, "stop", refuse_once())
     run = start("import os, sys; sys.exit(os.environ['RAYTIDE_ATTEMPT'] == '1')", ONE, retries=1)
     run.result.result(60)
-    assert waited.count(script.ORPHANS_S) == 1
+    assert waited.count(script_runner.ORPHANS_S) == 1
 
 
 def test_an_elastic_script_takes_in_a_member_that_came_back(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(script, "GROW_AFTER_S", 0.0)
+    monkeypatch.setattr(script_runner, "GROW_AFTER_S", 0.0)
     run = start(LEAVE, replace(TWO, members=(member(0), Member(1))))
     run.wait_for("at 1")
     run.platform.tell(replace(TWO, epoch=2))
@@ -381,10 +383,10 @@ def test_a_member_that_vanishes_after_all_have_ended_well_loses_nothing() -> Non
     late = Told(start=[None], report=[Report((), ()), done[1]])
     hosts = iter((gone, late))
     spec = ScriptSpec(command=("true",))
-    attempt_ = attempt.Attempt(spec, SHAPE, TWO.members, lambda *_: next(hosts), print)
+    attempt_ = script_attempt.Attempt(spec, SHAPE, TWO.members, lambda *_: next(hosts), print)
     assert attempt_.launch(None, {}) is None
     assert [attempt_.look(), attempt_.look()] == [None, None]
-    assert attempt_.look() == attempt.Ending("done")
+    assert attempt_.look() == script_attempt.Ending("done")
 
 
 def test_what_a_member_s_method_raised_under_ray_is_its_own_and_all_else_a_lost_member() -> None:

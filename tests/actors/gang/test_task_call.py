@@ -10,9 +10,9 @@ import pytest
 import ray
 from ray.exceptions import NodeDiedError, RayTaskError
 
-from raytide import task_call
 from raytide.core.errors import ClusterError
-from raytide.core.gang import Lease, LeaseState, Member, MemberState, Shape
+from raytide.core.objects.gang import Lease, LeaseState, Member, MemberState, Shape
+from raytide.sdk import task_call
 
 FIRST = Member(0, MemberState.READY, "node-0", "ray-0", "", "0" * 36)
 LEASE = Lease("lease-1", "job-1", Shape(resources={"CPU": 1.0}), LeaseState.ACTIVE, (FIRST,), epoch=1)

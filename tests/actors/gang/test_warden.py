@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from raytide.actors.gang import warden
-from raytide.actors.gang.processes import order
+from raytide.actors.gang import process_shim
+from raytide.actors.gang.member_processes import order
 
 STUBBORN = """
 import signal, subprocess, sys, time
@@ -27,7 +27,7 @@ def guarded(folder: Path, *command: str) -> subprocess.Popen[str]:
     folder.mkdir(exist_ok=True)
     with order(os.environ) as fd:
         return subprocess.Popen(
-            [sys.executable, "-I", str(Path(warden.__file__).resolve()), str(folder), str(fd), *command],
+            [sys.executable, "-I", str(Path(process_shim.__file__).resolve()), str(folder), str(fd), *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -48,7 +48,7 @@ def test_it_ends_as_the_command_did(tmp_path: Path, code: str, expected: int) ->
 def test_a_command_that_is_not_there_is_named(tmp_path: Path) -> None:
     with guarded(tmp_path / "there", "no-such-command") as process:
         assert process.communicate()[0] == "cannot start no-such-command: No such file or directory\n"
-        assert process.returncode == warden.NOT_STARTED
+        assert process.returncode == process_shim.NOT_STARTED
 
 
 def test_an_owner_that_is_gone_takes_everything_with_it(tmp_path: Path) -> None:

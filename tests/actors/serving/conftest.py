@@ -11,7 +11,7 @@ import uvicorn
 from openai import OpenAI
 
 from raytide.actors.engine.base import Engine
-from raytide.actors.serving.app import create_app
+from raytide.actors.serving.http.app import create_app
 from raytide.actors.serving.server import Server
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from raytide.actors.serving.application import DEPLOYMENT, SPANNING, Application
+from raytide.actors.serving.ray_serve.application import DEPLOYMENT, SPANNING, Application
 
 
 def replica(state: str, node_id: str | None = None) -> dict[str, Any]:

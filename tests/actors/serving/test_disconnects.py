@@ -16,8 +16,8 @@ import pytest
 from tests.actors.engine.tiny import save_llama
 
 from raytide.actors.engine import EngineConfig, NativeEngine
-from raytide.actors.engine.loop import EngineLoop
-from raytide.actors.engine.outputs import Output
+from raytide.actors.engine.backends.native.engine_core import EngineLoop
+from raytide.actors.engine.backends.native.output_processor import Output
 
 Serve = Callable[..., str]
 LONG: dict[str, Any] = {"model": "m", "prompt": "hello", "max_tokens": 200, "ignore_eos": True}

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from raytide.actors.serving.edge import OpenAIEdge, middlewares
+from raytide.actors.serving.ray_serve.edge import OpenAIEdge, middlewares
 
 
 def through_the_edge(messages: Sequence[Message], path: str = "/m/v1/chat/completions") -> httpx.Response:

@@ -16,11 +16,11 @@ from tests.actors.engine.tiny import save_llama
 from tests.actors.serving.asgi import ask, timed_turns
 
 from raytide.actors.engine import EngineConfig, NativeEngine, limits
-from raytide.actors.engine.fake import FakeEngine
-from raytide.actors.serving import body as body_module
-from raytide.actors.serving.app import create_app
-from raytide.actors.serving.body import Outline
-from raytide.actors.serving.errors import ApiError
+from raytide.actors.engine.backends.fake import FakeEngine
+from raytide.actors.serving.http import body
+from raytide.actors.serving.http.app import create_app
+from raytide.actors.serving.http.body import Outline
+from raytide.actors.serving.openai_api.errors import ApiError
 from raytide.actors.serving.server import Server
 
 TEXT, CHAT, EMBED = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
@@ -165,8 +165,8 @@ async def test_a_body_that_does_not_come_is_given_up(app: ASGIApp, monkeypatch: 
         await asyncio.Event().wait()
         return {}
 
-    monkeypatch.setattr(body_module, "BODY_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(body_module.JsonBody, "stream", lambda self: _stuck())
+    monkeypatch.setattr(body, "BODY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(body.JsonBody, "stream", lambda self: _stuck())
     assert (await ask(app, TEXT, text())).status == 408
 
 

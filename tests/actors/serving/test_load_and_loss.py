@@ -14,11 +14,11 @@ import openai
 import pytest
 from openai import OpenAI
 
-from raytide.actors.engine.core import EngineStats, GenChunk, GenRequest
-from raytide.actors.engine.fake import FakeEngine
+from raytide.actors.engine.backends.fake import FakeEngine
+from raytide.actors.engine.types import EngineStats, GenChunk, GenRequest
 from raytide.actors.serving.health import ProgressWatch
+from raytide.actors.serving.openai_api.wire import CompletionRequest
 from raytide.actors.serving.server import Server
-from raytide.actors.serving.wire import CompletionRequest
 from raytide.core.errors import OverloadedError
 
 Serve = Callable[..., str]

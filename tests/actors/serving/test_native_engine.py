@@ -11,10 +11,10 @@ import pytest
 from openai import BadRequestError, OpenAI
 from tokenizers import Tokenizer
 
-from raytide.actors.engine.structured import can_structure
+from raytide.actors.engine.text.structured_output import can_structure
 from raytide.actors.serving.engines import build_engine
-from raytide.core.endpoint import ServeSpec
 from raytide.core.errors import ConfigError
+from raytide.core.objects.endpoint import ServeSpec
 
 structuring = pytest.mark.skipif(
     not can_structure(), reason="llguidance: an environment from before it was a dependency"

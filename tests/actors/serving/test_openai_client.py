@@ -9,7 +9,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from raytide.actors.engine.fake import FakeEngine
+from raytide.actors.engine.backends.fake import FakeEngine
 
 Serve = Callable[..., str]
 ClientOf = Callable[[str], OpenAI]

@@ -18,9 +18,9 @@ import openai
 import pytest
 from openai import OpenAI
 
-from raytide.actors.serving.control import ServeControl
-from raytide.core.endpoint import Endpoint, EndpointLoad, EndpointState, ReplicaLoad, Replicas, ServeSpec
+from raytide.actors.serving.ray_serve.control import ServeControl
 from raytide.core.errors import RaytideError
+from raytide.core.objects.endpoint import Endpoint, EndpointLoad, EndpointState, ReplicaLoad, Replicas, ServeSpec
 
 pytestmark = pytest.mark.cluster
 
@@ -34,7 +34,7 @@ import os, pickle, signal, sys
 import ray
 address, port, endpoint = sys.argv[1], int(sys.argv[2]), pickle.loads(bytes.fromhex(sys.argv[3]))
 ray.init(address=address, log_to_driver=False)
-from raytide.actors.serving.control import ServeControl
+from raytide.actors.serving.ray_serve.control import ServeControl
 control = ServeControl(address.split(":")[0], port)
 control.start()
 control.deploy(endpoint, is_there=False)

@@ -12,13 +12,13 @@ import httpx
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
+from raytide.actors.engine.backends.fake import FakeEngine
 from raytide.actors.engine.base import Engine
-from raytide.actors.engine.core import GenChunk, GenRequest, TokenLogprobs
-from raytide.actors.engine.fake import FakeEngine
 from raytide.actors.engine.sampling_params import SamplingParams
-from raytide.actors.serving import headers
-from raytide.actors.serving.generation import Generation
-from raytide.actors.serving.headers import ResponseHeaders
+from raytide.actors.engine.types import GenChunk, GenRequest, TokenLogprobs
+from raytide.actors.serving.http import headers
+from raytide.actors.serving.http.headers import ResponseHeaders
+from raytide.actors.serving.openai_api.generation import Generation
 from raytide.core.errors import EngineError
 
 READERS = 3

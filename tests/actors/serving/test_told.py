@@ -11,16 +11,16 @@ from typing import Any
 import httpx
 import pytest
 
-from raytide.actors.engine.core import GenRequest
-from raytide.actors.engine.fake import FakeEngine
+from raytide.actors.engine.backends.fake import FakeEngine
 from raytide.actors.engine.sampling_params import SamplingParams
-from raytide.actors.serving import policy
-from raytide.actors.serving.app import create_app
-from raytide.actors.serving.application import Application
-from raytide.actors.serving.control import _load
+from raytide.actors.engine.types import GenRequest
+from raytide.actors.serving.http.app import create_app
 from raytide.actors.serving.metrics import ServingMetrics
+from raytide.actors.serving.ray_serve import policy
+from raytide.actors.serving.ray_serve.application import Application
+from raytide.actors.serving.ray_serve.control import _load
 from raytide.actors.serving.server import Server
-from raytide.core.endpoint import Counters, EndpointLoad, ReplicaLoad
+from raytide.core.objects.endpoint import Counters, EndpointLoad, ReplicaLoad
 
 HELLO = [{"role": "user", "content": "hello"}]
 

@@ -17,8 +17,8 @@ from tests.actors.engine.tiny import save_llama
 from tests.actors.serving.conftest import serving
 
 from raytide.actors.serving.engines import build_engine
-from raytide.core.endpoint import ServeSpec
 from raytide.core.errors import ConfigError
+from raytide.core.objects.endpoint import ServeSpec
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: ./dev setup --vllm")
 

@@ -17,20 +17,22 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import filesystem
 
-from raytide.actors.trainer import files, group, manifest
-from raytide.actors.trainer.local import train_local
-from raytide.actors.trainer.loop import Trainer
-from raytide.actors.trainer.snapshots import Snapshots
+from raytide.actors.trainer.checkpoint import manifest
+from raytide.actors.trainer.checkpoint.dcp import storage
+from raytide.actors.trainer.checkpoint.peers.snapshot import Snapshots
+from raytide.actors.trainer.distributed import process_group
+from raytide.actors.trainer.runners.local import train_local
+from raytide.actors.trainer.trainer import Trainer
 from raytide.core.errors import RaytideError
-from raytide.core.layout import Layout
-from raytide.core.train_spec import TrainSpec
+from raytide.core.specs.parallelism import Layout
+from raytide.core.specs.train import TrainSpec
 
 KILLS = 4
 
 
-def join(spec: TrainSpec, rank: int, world: int, meet: str, generation: int = 0) -> group.Group:
+def join(spec: TrainSpec, rank: int, world: int, meet: str, generation: int = 0) -> process_group.Group:
     store = dist.FileStore(meet, world)
-    return group.join(store, rank, spec.layout.sizes(world), timeout_s=30.0, generation=generation)
+    return process_group.join(store, rank, spec.layout.sizes(world), timeout_s=30.0, generation=generation)
 
 
 def train_with_full_disk(
@@ -54,7 +56,7 @@ def train_with_full_disk(
         return trainer.steps_done, unsaved - {""}, error
     finally:
         trainer.close()
-        group.leave()
+        process_group.leave()
     return trainer.steps_done, unsaved - {""}, None
 
 
@@ -62,7 +64,7 @@ def train_until_killed(spec: TrainSpec, after_bytes: int) -> None:
     """Train alone; SIGKILL strikes in the middle of the write that reaches this many bytes of checkpoints."""
     torch.set_num_threads(1)
     left = after_bytes
-    write = files._Hashing.write
+    write = storage._Hashing.write
 
     def counted(self: Any, chunk: Any) -> int:
         nonlocal left
@@ -74,7 +76,7 @@ def train_until_killed(spec: TrainSpec, after_bytes: int) -> None:
         left -= size
         return write(self, chunk)
 
-    files._Hashing.write = counted  # type: ignore[method-assign]
+    storage._Hashing.write = counted  # type: ignore[method-assign]
     train_local(spec)
     os._exit(0)
 
@@ -185,7 +187,7 @@ def grow(spec: TrainSpec, until: int, rank: int, world: int, meet: str) -> Resum
     return go_on(spec, snapshots, join(spec, rank, world, meet + "-again", 1))
 
 
-def go_on(spec: TrainSpec, snapshots: Snapshots, mine: group.Group) -> Resumed:
+def go_on(spec: TrainSpec, snapshots: Snapshots, mine: process_group.Group) -> Resumed:
     trainer = Trainer(spec, mine, snapshots)
     trainer.restore()
     found = {"from": trainer.restored_from, "at": trainer.steps_done}
@@ -199,7 +201,7 @@ def go_on(spec: TrainSpec, snapshots: Snapshots, mine: group.Group) -> Resumed:
 
 def leave() -> None:
     gc.collect()  # FSDP's cycles hold the group
-    group.leave()
+    process_group.leave()
 
 
 def _die_in_exchange(number: int) -> None:
@@ -214,11 +216,11 @@ def _die_in_exchange(number: int) -> None:
 
 
 def _die_in_save(trainer: Trainer, number: int) -> None:
-    write = files._Hashing.write
+    write = storage._Hashing.write
 
     def cut(self: Any, chunk: Any) -> int:
         if trainer.checkpoints._count == number:
             os._exit(1)
         return write(self, chunk)
 
-    files._Hashing.write = cut  # type: ignore[method-assign]
+    storage._Hashing.write = cut  # type: ignore[method-assign]

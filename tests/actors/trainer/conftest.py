@@ -14,8 +14,8 @@ import pytest
 import torch
 from tests.actors.trainer import trainer_ranks
 
-from raytide.core.model_spec import ModelSpec
-from raytide.core.train_spec import OptimSpec, TrainSpec
+from raytide.core.specs.model import ModelSpec
+from raytide.core.specs.train import OptimSpec, TrainSpec
 
 VOCAB = 96
 

@@ -22,14 +22,14 @@ from typing import Any
 import torch
 from tests.actors.trainer.trainer_ranks import PRELOAD
 
-from raytide.actors.trainer.core import RunResult
-from raytide.actors.trainer.data import Sampler, TokenData
-from raytide.actors.trainer.driver import run_train
-from raytide.actors.trainer.local import train_local
-from raytide.actors.trainer.worker import TrainWorker
+from raytide.actors.trainer.data.token_dataset import Sampler, TokenData
+from raytide.actors.trainer.elastic.driver import run_train
+from raytide.actors.trainer.elastic.worker import TrainWorker
+from raytide.actors.trainer.runners.local import train_local
+from raytide.actors.trainer.types import RunResult
 from raytide.core.errors import LeaseLostError
-from raytide.core.gang import Lease, LeaseState, Member, MemberState, Shape
-from raytide.core.train_spec import TrainSpec
+from raytide.core.objects.gang import Lease, LeaseState, Member, MemberState, Shape
+from raytide.core.specs.train import TrainSpec
 
 WAIT_S = 150.0
 

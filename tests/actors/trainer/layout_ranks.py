@@ -17,11 +17,19 @@ from torch import Tensor
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.distributed.tensor import DTensor
 
-from raytide.actors.trainer import attention, compute, group, parallel, pipeline, tensor, vocabulary
-from raytide.actors.trainer.collectives import local
-from raytide.actors.trainer.loop import Trainer
-from raytide.core.layout import Layout
-from raytide.core.train_spec import TrainSpec
+from raytide.actors.trainer.distributed import process_group
+from raytide.actors.trainer.distributed.collectives import local
+from raytide.actors.trainer.model import attention
+from raytide.actors.trainer.parallel import (
+    forward_backward,
+    parallelize,
+    pipeline_parallel,
+    tensor_parallel,
+    vocabulary,
+)
+from raytide.actors.trainer.trainer import Trainer
+from raytide.core.specs.parallelism import Layout
+from raytide.core.specs.train import TrainSpec
 
 Weights = dict[str, npt.NDArray[np.float32]]
 
@@ -50,7 +58,7 @@ def curve(case: Case, rank: int, world: int, meet: str) -> Curve:
     sizes = case.spec.layout.sizes(world)
     if rank >= sizes.world:
         return Curve()
-    mine = group.join(dist.FileStore(meet, sizes.world), rank, sizes, timeout_s=30.0)
+    mine = process_group.join(dist.FileStore(meet, sizes.world), rank, sizes, timeout_s=30.0)
     out = Curve()
     with BREAKS[case.broken]():
         trainer = Trainer(case.spec, mine)
@@ -65,7 +73,7 @@ def curve(case: Case, rank: int, world: int, meet: str) -> Curve:
     trainer.close()
     del trainer
     gc.collect()
-    group.leave()
+    process_group.leave()
     return out
 
 
@@ -100,16 +108,16 @@ def _legacy_replicate() -> Iterator[None]:
     completes the gradients of what that axis has replicated. Our own check of it is off here."""
     from torch.distributed._composable.replicate import replicate
 
-    def shard(part: Any, spec: TrainSpec, mine: group.Group) -> None:
+    def shard(part: Any, spec: TrainSpec, mine: process_group.Group) -> None:
         replicate(part, process_group=mine.mesh["replicate"].get_group())
 
     def unchecked(weight: Tensor) -> Tensor:
         return local(weight) if isinstance(weight, DTensor) else weight
 
     with (
-        patch.object(parallel, "shard", shard),
-        patch.object(compute, "cast", lambda *_: MagicMock()),
-        patch.object(tensor, "local", unchecked),
+        patch.object(parallelize, "shard", shard),
+        patch.object(forward_backward, "cast", lambda *_: MagicMock()),
+        patch.object(tensor_parallel, "local", unchecked),
         patch.object(vocabulary, "local", unchecked),
     ):
         yield
@@ -120,10 +128,10 @@ BREAKS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "copies by torch's replicate": _legacy_replicate,
     "weights freed under a split backward": _frees_weights_under_a_split_backward,
     "gradients scaled by torch": _torch_scales_the_gradients,
-    "tied copies apart": lambda: patch.object(pipeline.Tie, "add_up", lambda self: None),
-    "mean for a sum": lambda: patch.object(group.Group, "averaged", new_callable=PropertyMock, return_value=1),
+    "tied copies apart": lambda: patch.object(pipeline_parallel.Tie, "add_up", lambda self: None),
+    "mean for a sum": lambda: patch.object(process_group.Group, "averaged", new_callable=PropertyMock, return_value=1),
     "mask not offset": lambda: patch.object(attention, "seen", _mask_from_the_first_key),
-    "last microbatch not reduced": lambda: patch.object(compute, "cast", lambda _, part: _NeverReduces(part)),
+    "last microbatch not reduced": lambda: patch.object(forward_backward, "cast", lambda _, part: _NeverReduces(part)),
 }
 
 

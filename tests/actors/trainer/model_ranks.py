@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from raytide.actors.trainer import group
-from raytide.actors.trainer.loop import Trainer
-from raytide.core.train_spec import TrainSpec
+from raytide.actors.trainer.distributed import process_group
+from raytide.actors.trainer.trainer import Trainer
+from raytide.core.specs.train import TrainSpec
 
 
 def export_and_tune(
@@ -18,12 +18,12 @@ def export_and_tune(
         sizes = spec.layout.sizes(world)
         if rank >= sizes.world:
             continue
-        mine = group.join(dist.FileStore(f"{meet}-{number}", sizes.world), rank, sizes, timeout_s=30.0)
+        mine = process_group.join(dist.FileStore(f"{meet}-{number}", sizes.world), rank, sizes, timeout_s=30.0)
         trainer = Trainer(spec, mine)
         if number < len(exported):
             trainer.export()
         else:
             results = [trainer.step() for _ in range(spec.steps)]
             curves[number - len(exported)] += [result.loss for result in results if result is not None]
-        group.leave()
+        process_group.leave()
     return curves

@@ -10,10 +10,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
-from raytide.actors.trainer import optim
-from raytide.actors.trainer.shards import like, local, part
-from raytide.core.memory_spec import MemorySpec
-from raytide.core.optim_spec import OptimSpec
+from raytide.actors.trainer.distributed.local_shards import like, local, part
+from raytide.actors.trainer.optim import registry
+from raytide.core.specs.memory_spec import MemorySpec
+from raytide.core.specs.optim_spec import OptimSpec
 
 SHAPES = {
     "embedding.weight": (40, 24),
@@ -87,8 +87,8 @@ def compare(names: list[str], steps: int, rank: int, world: int, meet: str) -> d
     for name in names:
         spec = OptimSpec(name=name, lr=0.01)
         here, there = sharded(5, world), plain(5)
-        ours = optim.build(here.items(), spec, MemorySpec())
-        theirs = optim.build(there.items(), spec, MemorySpec())
+        ours = registry.build(here.items(), spec, MemorySpec())
+        theirs = registry.build(there.items(), spec, MemorySpec())
         run(ours, here, range(steps))
         run(theirs, there, range(steps))
         after = distance(here, there)
@@ -97,7 +97,7 @@ def compare(names: list[str], steps: int, rank: int, world: int, meet: str) -> d
         again = sharded(5, world)
         for key, parameter in again.items():
             local(parameter.data).copy_(part(there[key].detach(), parameter))
-        other = optim.build(again.items(), spec, MemorySpec())
+        other = registry.build(again.items(), spec, MemorySpec())
         moments = other.tensors()
         for key, tensor in moments.items():
             local(tensor).copy_(part(whole_state[key], tensor))
@@ -109,7 +109,7 @@ def compare(names: list[str], steps: int, rank: int, world: int, meet: str) -> d
     return out
 
 
-def run(optimizer: optim.Optimizer, parameters: dict[str, nn.Parameter], steps: range) -> None:
+def run(optimizer: registry.Optimizer, parameters: dict[str, nn.Parameter], steps: range) -> None:
     for step in steps:
         set_grads(parameters, step)
         optimizer.step()

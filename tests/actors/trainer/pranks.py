@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from raytide.actors.trainer.data import TokenData
-from raytide.actors.trainer.decoder import Decoder
-from raytide.actors.trainer.loop import Trainer
+from raytide.actors.trainer.data.token_dataset import TokenData
+from raytide.actors.trainer.model.decoder import Decoder
+from raytide.actors.trainer.trainer import Trainer
 
 _now = {"step": 0}
 

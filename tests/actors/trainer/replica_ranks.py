@@ -7,12 +7,12 @@ import gc
 import torch
 import torch.distributed as dist
 
-from raytide.actors.trainer import group
-from raytide.actors.trainer.core import StepResult
-from raytide.actors.trainer.loop import Trainer
-from raytide.actors.trainer.shards import local
+from raytide.actors.trainer.distributed import process_group
+from raytide.actors.trainer.distributed.local_shards import local
+from raytide.actors.trainer.trainer import Trainer
+from raytide.actors.trainer.types import StepResult
 from raytide.core.errors import RaytideError
-from raytide.core.train_spec import TrainSpec
+from raytide.core.specs.train import TrainSpec
 
 Ended = tuple[int, str]
 """The steps done and the error, if there was one."""
@@ -26,10 +26,10 @@ def run_all(specs: list[TrainSpec], flips: list[int | None], rank: int, world: i
 
 
 def _run(spec: TrainSpec, flip: int | None, rank: int, world: int, meet: str) -> Ended:
-    mine = group.join(dist.FileStore(meet, world), rank, spec.layout.sizes(world), timeout_s=30.0)
+    mine = process_group.join(dist.FileStore(meet, world), rank, spec.layout.sizes(world), timeout_s=30.0)
     ended = _train(Trainer(spec, mine), flip == rank)
     gc.collect()
-    group.leave()
+    process_group.leave()
     return ended
 
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from raytide.actors.trainer import group, shards
-from raytide.actors.trainer.compute import Micro
-from raytide.actors.trainer.group import Group
-from raytide.actors.trainer.loop import Trainer
-from raytide.core.train_spec import TrainSpec
+from raytide.actors.trainer.distributed import local_shards, process_group
+from raytide.actors.trainer.distributed.process_group import Group
+from raytide.actors.trainer.parallel.forward_backward import Micro
+from raytide.actors.trainer.trainer import Trainer
+from raytide.core.specs.train import TrainSpec
 
 
 @dataclass
@@ -48,11 +48,11 @@ def overflow(spec: TrainSpec, rank: int, world: int, meet: str) -> tuple[Run, bo
         def poisoned(micros: list[Micro], factor: float) -> float:
             loss = step(micros, factor)
             if trainer.steps_done == 2:
-                before.extend(shards.local(weight.detach()).clone() for weight in weights)
+                before.extend(local_shards.local(weight.detach()).clone() for weight in weights)
                 if rank == world - 1:
                     grad = weights[-2].grad
                     assert grad is not None
-                    shards.local(grad).fill_(torch.inf)
+                    local_shards.local(grad).fill_(torch.inf)
             return loss
 
         trainer.compute.accumulate = poisoned  # type: ignore[method-assign]
@@ -60,7 +60,7 @@ def overflow(spec: TrainSpec, rank: int, world: int, meet: str) -> tuple[Run, bo
 
         def look() -> None:
             if trainer.steps_done == 3:
-                now = [shards.local(weight.detach()) for weight in weights]
+                now = [local_shards.local(weight.detach()) for weight in weights]
                 unchanged.append(all(torch.equal(a, b) for a, b in zip(before, now, strict=True)))
 
         first = follow(trainer, look)
@@ -131,5 +131,5 @@ def follow(trainer: Trainer, look: object = None) -> Run:
 
 @contextmanager
 def joined(spec: TrainSpec, rank: int, world: int, meet: str) -> Iterator[Group]:
-    yield group.join(dist.FileStore(meet, world), rank, spec.layout.sizes(world), timeout_s=30.0)
-    group.leave()
+    yield process_group.join(dist.FileStore(meet, world), rank, spec.layout.sizes(world), timeout_s=30.0)
+    process_group.leave()

@@ -13,11 +13,12 @@ from typing import Any, BinaryIO
 import pytest
 from tests.actors.trainer import checkpoint_ranks, trainer_ranks
 
-from raytide.actors.trainer import group, manifest
-from raytide.actors.trainer.local import train_local
-from raytide.actors.trainer.loop import Trainer
-from raytide.actors.trainer.store import LocalStore, open_store
-from raytide.core.train_spec import TrainSpec
+from raytide.actors.trainer.checkpoint import manifest
+from raytide.actors.trainer.checkpoint.storage import LocalStore, open_store
+from raytide.actors.trainer.distributed import process_group
+from raytide.actors.trainer.runners.local import train_local
+from raytide.actors.trainer.trainer import Trainer
+from raytide.core.specs.train import TrainSpec
 
 RunRanks = Callable[..., list[Any]]
 
@@ -39,7 +40,7 @@ class Gate(LocalStore):
 
 @pytest.fixture
 def trainer(spec: TrainSpec) -> Iterator[Trainer]:
-    with group.alone() as mine:
+    with process_group.alone() as mine:
         trainer = Trainer(spec, mine)
         trainer.restore()
         yield trainer
@@ -98,7 +99,7 @@ def test_a_straggler_of_a_generation_that_is_over_harms_no_newer_checkpoint(trai
     assert gate.reached.wait(30.0)
     old = trainer.checkpoints
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("raytide.actors.trainer.checkpoint.CLOSE_S", 0.0)
+        patch.setattr("raytide.actors.trainer.checkpoint.manager.CLOSE_S", 0.0)
         trainer.close()
 
     again = Trainer(trainer.spec, trainer.group)

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytide.actors.trainer.buddies import Holding, SnapshotId, buddies, newest_whole
-from raytide.actors.trainer.image import Entry
+from raytide.actors.trainer.checkpoint.peers.replication import Holding, SnapshotId, buddies, newest_whole
+from raytide.actors.trainer.checkpoint.staging import Entry
 
 
 @given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=12))

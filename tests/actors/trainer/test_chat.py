@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from tests.actors.engine.tiny import save_tokenizer
 from tokenizers import Tokenizer
 
-from raytide.actors.trainer.chat import ChatData
-from raytide.actors.trainer.loss import IGNORE
+from raytide.actors.trainer.data.chat_dataset import ChatData
+from raytide.actors.trainer.model.loss import IGNORE
 from raytide.core.errors import ConfigError, DataError
-from raytide.core.model_spec import ChatSpec
+from raytide.core.specs.model import ChatSpec
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
@@ -84,8 +84,8 @@ def test_targets_follow_their_inputs_and_the_rest_is_filled_up(folder: Path) -> 
 
 
 def test_the_prompt_is_what_the_engine_would_ask_with(folder: Path) -> None:
-    from raytide.actors.engine.core import Message
-    from raytide.actors.engine.tokenizer import Tokenizer as Served
+    from raytide.actors.engine.text.tokenizer import Tokenizer as Served
+    from raytide.actors.engine.types import Message
 
     inputs, targets = open_chat(folder).examples(np.array([1]))
     first = int(np.nonzero(targets[0] != IGNORE)[0][0])

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from raytide.actors.trainer import manifest
-from raytide.actors.trainer.local import train_local
-from raytide.actors.trainer.store import LocalStore
+from raytide.actors.trainer.checkpoint import manifest
+from raytide.actors.trainer.checkpoint.storage import LocalStore
+from raytide.actors.trainer.runners.local import train_local
 from raytide.core.errors import CheckpointError, StorageError
-from raytide.core.train_spec import TrainSpec
+from raytide.core.specs.train import TrainSpec
 
 
 @pytest.fixture(scope="module")

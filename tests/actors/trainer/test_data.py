@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytide.actors.trainer.data import Sampler, TokenData, permute, share
+from raytide.actors.trainer.data.token_dataset import Sampler, TokenData, permute, share
 from raytide.core.errors import DataError
 
 sizes = st.integers(1, 300)

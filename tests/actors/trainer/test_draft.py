@@ -8,7 +8,7 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from raytide.actors.trainer.draft import Draft
+from raytide.actors.trainer.hf.atomic_directory import Draft
 from raytide.core.errors import StorageError
 
 

@@ -14,9 +14,9 @@ from tests.actors.trainer.kills import kill_at_random
 from tests.actors.trainer.pranks import DiesInStep, HasRoomFor, SleepsInStep, StuckInRead
 
 from raytide.core.errors import CheckpointError, LeaseLostError, TrainError
-from raytide.core.gang import Shape
-from raytide.core.layout import Layout
-from raytide.core.train_spec import TrainSpec
+from raytide.core.objects.gang import Shape
+from raytide.core.specs.parallelism import Layout
+from raytide.core.specs.train import TrainSpec
 
 Start = Callable[..., Run]
 
@@ -136,7 +136,7 @@ def test_a_model_that_does_not_fit_one_sequence_ends_the_run(start: Start) -> No
 def test_a_rank_that_dies_at_the_same_step_each_time_ends_the_run(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raytide.actors.trainer.budget.MAX_FRUITLESS", 2)
+    monkeypatch.setattr("raytide.actors.trainer.elastic.restart_policy.MAX_FRUITLESS", 2)
     run = start(2, 2, {1: [DiesInStep(7)] * 9}, steps=8)
     with pytest.raises(TrainError, match="times in a row at step 6"):
         run.result()

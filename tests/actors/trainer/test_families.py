@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 
 from raytide.actors.models.architecture import Architecture
 from raytide.actors.models.families import read_architecture
-from raytide.actors.trainer.decoder import Decoder
-from raytide.actors.trainer.hf import Form, HfWeights, assemble, file_tensors
-from raytide.actors.trainer.hf_files import WeightFiles
+from raytide.actors.trainer.hf.safetensors_writer import WeightFiles
+from raytide.actors.trainer.hf.weight_mapping import Form, HfWeights, assemble, file_tensors
+from raytide.actors.trainer.model.decoder import Decoder
 from raytide.core.errors import DataError
 
 LENGTH = 48

@@ -13,15 +13,16 @@ from typing import Any
 import pytest
 from tests.disk_fixture import Disk
 
-from raytide.actors.trainer import line_file, manifest
-from raytide.actors.trainer.core import StepResult
-from raytide.actors.trainer.line_file import LineFile
-from raytide.actors.trainer.local import train_local
-from raytide.actors.trainer.record import Record
-from raytide.actors.trainer.store import LocalStore
+from raytide.actors.trainer.checkpoint import manifest
+from raytide.actors.trainer.checkpoint.storage import LocalStore
+from raytide.actors.trainer.run_log import line_file
+from raytide.actors.trainer.run_log.line_file import LineFile
+from raytide.actors.trainer.run_log.writer import Record
+from raytide.actors.trainer.runners.local import train_local
+from raytide.actors.trainer.types import StepResult
 from raytide.core.clock import SystemClock
 from raytide.core.errors import StorageError, TrainError
-from raytide.core.train_spec import TrainSpec
+from raytide.core.specs.train import TrainSpec
 
 
 @pytest.fixture
@@ -93,7 +94,7 @@ def test_the_last_save_is_the_run_s_own_error_and_a_resume_ends_it(spec: TrainSp
 
 def test_an_export_without_room_is_the_run_s_error_and_leaves_no_half_model(spec: TrainSpec, disk: Disk) -> None:
     spec = spec.model_copy(update={"export": True})
-    from raytide.actors.trainer.loop import Trainer
+    from raytide.actors.trainer.trainer import Trainer
 
     whole = Trainer.export
 
@@ -152,7 +153,7 @@ def test_the_reason_of_a_failed_run_is_not_hidden_by_the_disk_s(
 def test_a_profile_without_room_is_given_up_and_logged(
     make_spec: Callable[[Path], TrainSpec], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from raytide.core.record_spec import ProfileSpec
+    from raytide.core.specs.record_spec import ProfileSpec
 
     spec = make_spec(tmp_path / "run").model_copy(update={"profile": ProfileSpec(first=1, last=1), "steps": 2})
     Path(spec.out).mkdir()

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytide.actors.trainer.budget import MAX_FRUITLESS, Budget
-from raytide.actors.trainer.core import Beat, StepResult
-from raytide.actors.trainer.recovery import Recovery
-from raytide.actors.trainer.seating import Key, choose, most_ranks, usable
+from raytide.actors.trainer.elastic.rank_assignment import Key, choose, most_ranks, usable
+from raytide.actors.trainer.elastic.recovery import Recovery
+from raytide.actors.trainer.elastic.restart_policy import MAX_FRUITLESS, Budget
+from raytide.actors.trainer.types import Beat, StepResult
 from raytide.core.errors import TrainError
-from raytide.core.gang import GangSpec, Shape
-from raytide.core.layout import Layout
-from raytide.core.train_spec import TrainSpec
+from raytide.core.objects.gang import GangSpec, Shape
+from raytide.core.specs.parallelism import Layout
+from raytide.core.specs.train import TrainSpec
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
-from raytide.actors.trainer import group
-from raytide.core.layout import Sizes
+from raytide.actors.trainer.distributed import process_group
+from raytide.core.specs.parallelism import Sizes
 
 SIZES = Sizes(shard=2)
 
@@ -32,7 +32,7 @@ def _change_places(rank: int, world: int, meet: str) -> list[int]:
     begins = []
     for number, as_rank in enumerate((rank, 1 - rank)):
         begins.append(_begin_of_a_sum(as_rank, f"{meet}-{number}"))
-        group.leave()
+        process_group.leave()
     return begins
 
 
@@ -40,13 +40,13 @@ def _count_sockets(rank: int, world: int, meet: str) -> tuple[int, int, int]:
     before = _sockets()
     _begin_of_a_sum(rank, meet)
     within = _sockets()
-    group.leave()
+    process_group.leave()
     return before, within, _sockets()
 
 
 def _begin_of_a_sum(rank: int, meet: str) -> int:
     """Where this rank's part of a DTensor begins that an operator made."""
-    mine = group.join(dist.FileStore(meet, 2), rank, SIZES, timeout_s=20.0)
+    mine = process_group.join(dist.FileStore(meet, 2), rank, SIZES, timeout_s=20.0)
     part = DTensor.from_local(torch.ones(2), mine.mesh["shard"], [Shard(0)])
     total = part + part
     assert total.full_tensor().tolist() == [2.0] * 4

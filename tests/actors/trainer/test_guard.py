@@ -11,13 +11,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor
 
-from raytide.actors.trainer import group
-from raytide.actors.trainer.core import StepResult
-from raytide.actors.trainer.guard import HISTORY, Guard
-from raytide.actors.trainer.loop import Trainer
+from raytide.actors.trainer.distributed import process_group
+from raytide.actors.trainer.optim.anomaly_guard import HISTORY, Guard
+from raytide.actors.trainer.trainer import Trainer
+from raytide.actors.trainer.types import StepResult
 from raytide.core.errors import TrainError
-from raytide.core.record_spec import GuardSpec
-from raytide.core.train_spec import TrainSpec
+from raytide.core.specs.record_spec import GuardSpec
+from raytide.core.specs.train import TrainSpec
 
 SKIP = GuardSpec(nan="skip", spike="skip", window=8, max_skips=3)
 CALM = [2.0, 2.1, 1.9, 2.05, 1.95, 2.0, 2.02, 1.98]
@@ -92,7 +92,7 @@ def test_what_was_not_learned_from_is_no_measure_for_what_comes_after(spec: Guar
 
 def poisoned(spec: TrainSpec, steps: set[int], until: int | None = None) -> tuple[list[StepResult], Weights]:
     """A run in this process whose loss is not a number in these steps, counted from 1; it pauses after step `until`."""
-    with group.alone() as mine:
+    with process_group.alone() as mine:
         trainer = Trainer(spec, mine)
         trainer.restore()
         trainer.parts[-1].register_forward_hook(
@@ -142,7 +142,7 @@ def test_a_resume_after_a_skip_is_bit_equal(skipping: TrainSpec, tmp_path: Path)
 def test_a_stop_tells_of_the_batch_and_leaves_the_weights_alone(skipping: TrainSpec, tmp_path: Path) -> None:
     stops = skipping.model_copy(update={"guard": GuardSpec()})
     told: list[StepResult] = []
-    with group.alone() as mine:
+    with process_group.alone() as mine:
         trainer = Trainer(stops, mine)
         trainer.step()
         before = weights(trainer)

@@ -27,15 +27,16 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from raytide.actors.trainer import inert_pickle, manifest
-from raytide.actors.trainer.dcp_metadata import metadata_of
-from raytide.actors.trainer.local import train_local
-from raytide.actors.trainer.manifest import FileRecord, Manifest
-from raytide.actors.trainer.origin import open_data, origin_of
-from raytide.actors.trainer.store import LocalStore
-from raytide.actors.trainer.verify import verify
+from raytide.actors.trainer.checkpoint import manifest
+from raytide.actors.trainer.checkpoint.dcp import safe_unpickler
+from raytide.actors.trainer.checkpoint.dcp.metadata import metadata_of
+from raytide.actors.trainer.checkpoint.manifest import FileRecord, Manifest
+from raytide.actors.trainer.checkpoint.storage import LocalStore
+from raytide.actors.trainer.checkpoint.verify import verify
+from raytide.actors.trainer.hf.model_source import open_data, origin_of
+from raytide.actors.trainer.runners.local import train_local
 from raytide.core.errors import CheckpointError, ConfigError, RaytideError
-from raytide.core.train_spec import TrainSpec
+from raytide.core.specs.train import TrainSpec
 
 
 class Runs:
@@ -253,7 +254,7 @@ def test_a_piece_lies_in_a_file_of_the_checkpoint(place: tuple[str, int, int], s
 )
 def test_a_pickle_holds_nothing_but_what_metadata_does(hostile: object) -> None:
     with pytest.raises(CheckpointError):
-        inert_pickle.read(pickle.dumps(hostile), "x")
+        safe_unpickler.read(pickle.dumps(hostile), "x")
 
 
 @pytest.mark.parametrize(
@@ -273,7 +274,7 @@ def test_a_pickle_holds_nothing_but_what_metadata_does(hostile: object) -> None:
 )
 def test_a_hostile_pickle_is_a_named_error(body: bytes) -> None:
     with pytest.raises(CheckpointError):
-        inert_pickle.read(body, "x")
+        safe_unpickler.read(body, "x")
 
 
 def test_a_list_that_is_referred_to_again_and_again_is_not_unfolded() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from raytide.core.train_spec import TrainSpec
+from raytide.core.specs.train import TrainSpec
 
 SCRIPT = """
 import sys
@@ -16,10 +16,10 @@ class Absent:
             raise ModuleNotFoundError(f"{name} is not installed here", name=name)
 
 sys.meta_path.insert(0, Absent())
-from raytide.core.train_spec import TrainSpec
+from raytide.core.specs.train import TrainSpec
 assert "torch" not in sys.modules
-from raytide.actors.trainer.local import train_local
-import raytide.actors.trainer.driver, raytide.actors.trainer.worker
+from raytide.actors.trainer.runners.local import train_local
+import raytide.actors.trainer.elastic.driver, raytide.actors.trainer.elastic.worker
 import torch
 torch.set_num_threads(1)
 assert train_local(TrainSpec.model_validate_json(sys.argv[1])).steps == 2

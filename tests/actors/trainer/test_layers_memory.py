@@ -12,13 +12,13 @@ from tests.actors.trainer.live_bytes import LiveBytes
 from torch import Tensor, nn
 
 from raytide.actors.models.families import architecture_of
-from raytide.actors.trainer import offload
-from raytide.actors.trainer.decoder import Decoder
-from raytide.actors.trainer.offload import DiskPool, HostPool
-from raytide.actors.trainer.remat import compile_layer, remat
-from raytide.actors.trainer.start import initialise
+from raytide.actors.trainer.hf.init_weights import initialise
+from raytide.actors.trainer.model import activation_offload
+from raytide.actors.trainer.model.activation_checkpointing import compile_layer, remat
+from raytide.actors.trainer.model.activation_offload import DiskPool, HostPool
+from raytide.actors.trainer.model.decoder import Decoder
 from raytide.core.errors import ConfigError, StorageError
-from raytide.core.memory_spec import MemorySpec
+from raytide.core.specs.memory_spec import MemorySpec
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -53,14 +53,14 @@ def disk(tmp_path: Path) -> Iterator[DiskPool]:
         yield pool
 
 
-def decoder(memory: MemorySpec, pool: offload.Pool | None = None) -> Decoder:
+def decoder(memory: MemorySpec, pool: activation_offload.Pool | None = None) -> Decoder:
     model = Decoder(architecture_of(CONFIG, "test"), 64)
     initialise(model, 0)
     for layer in model.layers.values():
         remat(layer, memory)
         compile_layer(layer, memory)
         if pool is not None:
-            offload.offload(layer, pool, memory.offload_min_bytes)
+            activation_offload.offload(layer, pool, memory.offload_min_bytes)
     return model
 
 
@@ -96,7 +96,7 @@ def test_activations_on_disk_are_out_of_memory_until_the_backward_pass(
 ) -> None:
     memory = MemorySpec(activations="disk", scratch=str(tmp_path), offload_min_bytes=4096, checkpointing=checkpointing)  # type: ignore[arg-type]
     wanted, most = plainly
-    pool = offload.pool(memory)
+    pool = activation_offload.pool(memory)
     assert isinstance(pool, DiskPool)
     with closing(pool):
         grads, peak = train_once(decoder(memory, pool))
@@ -136,7 +136,7 @@ def test_a_step_that_breaks_off_gives_its_room_back(disk: DiskPool) -> None:
 
 def test_weights_and_small_tensors_stay(disk: DiskPool) -> None:
     layer = nn.Linear(64, 64, bias=False)
-    offload.offload(layer, disk, 4096)
+    activation_offload.offload(layer, disk, 4096)
     inputs = torch.randn(16, 64, requires_grad=True)
     kept = layer(inputs)
     assert disk.held_bytes == inputs.numel() * 4  # saved twice by name, kept once; the weight is not there
@@ -167,7 +167,7 @@ def test_a_disk_that_cannot_be_written_is_named(disk: DiskPool, monkeypatch: pyt
     def full(*args: object) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(offload.os, "pwrite", full)
+    monkeypatch.setattr(activation_offload.os, "pwrite", full)
     with pytest.raises(StorageError, match="No space left"):
         disk.put(torch.ones(8))
     assert disk.held_bytes == 0

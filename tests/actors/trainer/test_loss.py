@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.actors.trainer.live_bytes import LiveBytes
 from torch import Tensor
 
-from raytide.actors.trainer.loss import IGNORE, loss_sum
+from raytide.actors.trainer.model.loss import IGNORE, loss_sum
 
 
 def grads_of(

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raytide.actors.trainer import manifest
-from raytide.actors.trainer.manifest import MANIFEST, Checkpoint, FileRecord, Manifest
-from raytide.actors.trainer.store import LocalStore, Store, open_store
+from raytide.actors.trainer.checkpoint import manifest
+from raytide.actors.trainer.checkpoint.manifest import MANIFEST, Checkpoint, FileRecord, Manifest
+from raytide.actors.trainer.checkpoint.storage import LocalStore, Store, open_store
 from raytide.core.errors import CheckpointError
 
 FILES = {

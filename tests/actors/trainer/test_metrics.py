@@ -10,9 +10,9 @@ import torch
 
 from raytide.actors.models.architecture import Architecture
 from raytide.actors.models.families import architecture_of
-from raytide.actors.trainer import metrics
-from raytide.actors.trainer.decoder import Decoder
-from raytide.actors.trainer.timing import StepClock
+from raytide.actors.trainer.model.decoder import Decoder
+from raytide.actors.trainer.run_log import mfu
+from raytide.actors.trainer.run_log.step_timer import StepClock
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -36,9 +36,9 @@ def arch_of(**changes: Any) -> Architecture:
 
 def test_llama_8b_at_the_speed_torchtitan_published_has_the_mfu_it_published() -> None:
     """5,762 tokens/s per H100 at 8192 tokens are 33.7 % of 989 TFLOP/s."""
-    flops = metrics.flops_per_token(arch_of(), 8192) * 5762
+    flops = mfu.flops_per_token(arch_of(), 8192) * 5762
     assert flops / 1e12 == pytest.approx(333.7, abs=0.3)
-    assert flops / 1e12 / metrics.PEAK_TFLOPS["H100"] == pytest.approx(0.337, abs=0.001)
+    assert flops / 1e12 / mfu.PEAK_TFLOPS["H100"] == pytest.approx(0.337, abs=0.001)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -48,7 +48,7 @@ def test_the_counted_weights_are_the_matrices_of_the_model_without_its_embedding
         model = Decoder(arch, 16)
     matrices = {name: weight.numel() for name, weight in model.named_parameters() if weight.ndim > 1}
     left_out = 0 if tied else matrices["embedding.weight"]
-    assert metrics.matrix_parameters(arch) == sum(matrices.values()) - left_out
+    assert mfu.matrix_parameters(arch) == sum(matrices.values()) - left_out
 
 
 @pytest.mark.parametrize(
@@ -65,12 +65,12 @@ def test_the_counted_weights_are_the_matrices_of_the_model_without_its_embedding
     ],
 )
 def test_a_device_that_is_not_known_has_no_peak(name: str, precision: str, peak: float | None) -> None:
-    assert metrics.peak_tflops(name, precision) == peak
+    assert mfu.peak_tflops(name, precision) == peak
 
 
 def test_laps_of_one_phase_add_up_and_are_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([0.0, 1.0, 3.0, 4.0, 8.0, 9.0])
-    monkeypatch.setattr("raytide.actors.trainer.timing.time.perf_counter", lambda: next(now))
+    monkeypatch.setattr("raytide.actors.trainer.run_log.step_timer.time.perf_counter", lambda: next(now))
     clock = StepClock(torch.device("cpu"))
     clock.start()
     clock.lap("data")

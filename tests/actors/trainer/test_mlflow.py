@@ -13,13 +13,13 @@ from urllib.parse import parse_qs, urlparse
 
 import pytest
 
-from raytide.actors.trainer import mlflow
-from raytide.actors.trainer.core import StepResult
-from raytide.actors.trainer.record import Record
+from raytide.actors.trainer.run_log import mlflow
+from raytide.actors.trainer.run_log.writer import Record
+from raytide.actors.trainer.types import StepResult
 from raytide.core.clock import VirtualClock
 from raytide.core.errors import ConfigError, StorageError
-from raytide.core.record_spec import MlflowSpec
-from raytide.core.train_spec import TrainSpec
+from raytide.core.specs.record_spec import MlflowSpec
+from raytide.core.specs.train import TrainSpec
 
 
 class Server(ThreadingHTTPServer):

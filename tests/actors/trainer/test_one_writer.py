@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from raytide.actors.trainer import manifest
-from raytide.actors.trainer.core import StepResult
-from raytide.actors.trainer.driver import _is_over
-from raytide.actors.trainer.local import train_local
-from raytide.actors.trainer.store import LocalStore
-from raytide.core import claim as claims
-from raytide.core.claim import Claim, held_at
+from raytide.actors.trainer.checkpoint import manifest
+from raytide.actors.trainer.checkpoint.storage import LocalStore
+from raytide.actors.trainer.elastic.driver import _is_over
+from raytide.actors.trainer.runners.local import train_local
+from raytide.actors.trainer.types import StepResult
 from raytide.core.errors import ConflictError, DeniedError, LeaseLostError, NotFoundError
-from raytide.core.train_spec import TrainSpec
+from raytide.core.io import claim
+from raytide.core.io.claim import Claim, held_at
+from raytide.core.specs.train import TrainSpec
 
 
 def steps_saved(spec: TrainSpec) -> list[int | None]:
@@ -48,7 +48,7 @@ def test_two_runs_with_one_checkpoint_dir_are_two_writers_too(spec: TrainSpec, t
 def test_a_run_whose_out_was_taken_over_seals_nothing_and_leaves_the_other_one_s_record(
     spec: TrainSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claims, "BEAT_S", 1000.0)
+    monkeypatch.setattr(claim, "BEAT_S", 1000.0)
     spec = spec.model_copy(update={"checkpoint_every": 2, "steps": 6, "export": True})
     other: list[Claim] = []
 

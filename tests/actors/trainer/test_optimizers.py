@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from tests.actors.trainer.optimizer_ranks import compare, distance, plain, run, set_grads
 from torch import Tensor, nn
 
-from raytide.actors.trainer import optim, states
-from raytide.actors.trainer.adamw8bit import dequantize, quantize
-from raytide.actors.trainer.schedule import lr_at
+from raytide.actors.trainer.optim import registry, state_offload
+from raytide.actors.trainer.optim.adamw8bit import dequantize, quantize
+from raytide.actors.trainer.optim.lr_schedule import lr_at
 from raytide.core.errors import ConfigError, StorageError
-from raytide.core.memory_spec import MemorySpec
-from raytide.core.optim_spec import OptimSpec
+from raytide.core.specs.memory_spec import MemorySpec
+from raytide.core.specs.optim_spec import OptimSpec
 
 RunRanks = Callable[..., list[Any]]
-ALL = list(optim.OPTIMIZERS)
+ALL = list(registry.OPTIMIZERS)
 
 
 def lamb_by_hand(parameters: dict[str, nn.Parameter], spec: OptimSpec) -> Any:
@@ -51,7 +51,7 @@ def test_ten_steps_are_those_of_the_reference(name: str) -> None:
     kind = name.partition("-")[0]
     spec = OptimSpec(name=kind, lr=0.01, fused=name != "adamw-foreach")  # type: ignore[arg-type]
     mine, other = plain(5), plain(5)
-    ours = optim.build(mine.items(), spec, MemorySpec())
+    ours = registry.build(mine.items(), spec, MemorySpec())
     matrices = [weight for weight in other.values() if weight.ndim > 1]
     vectors = [weight for weight in other.values() if weight.ndim == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -96,12 +96,12 @@ def test_shards_and_the_whole_go_the_same_way_on_two_and_four_ranks(run_ranks: R
 def test_a_state_away_from_the_device_gives_the_same_weights(name: str, place: str, tmp_path: Path) -> None:
     spec = OptimSpec(name=name, lr=0.01)  # type: ignore[arg-type]
     here, away = plain(5), plain(5)
-    resident = optim.build(here.items(), spec, MemorySpec())
-    moved = optim.build(away.items(), spec, MemorySpec(optimizer=place, scratch=str(tmp_path)))  # type: ignore[arg-type]
+    resident = registry.build(here.items(), spec, MemorySpec())
+    moved = registry.build(away.items(), spec, MemorySpec(optimizer=place, scratch=str(tmp_path)))  # type: ignore[arg-type]
     run(resident, here, range(4))
     run(moved, away, range(4))
     assert distance(here, away) == 0.0
-    fresh = optim.build(plain(5).items(), spec, MemorySpec(optimizer=place, scratch=str(tmp_path)))  # type: ignore[arg-type]
+    fresh = registry.build(plain(5).items(), spec, MemorySpec(optimizer=place, scratch=str(tmp_path)))  # type: ignore[arg-type]
     moments = fresh.tensors()
     for key, tensor in moments.items():
         tensor.copy_(resident.tensors()[key])
@@ -111,7 +111,7 @@ def test_a_state_away_from_the_device_gives_the_same_weights(name: str, place: s
 
 def test_a_state_on_disk_is_in_no_memory_of_the_process_and_leaves_no_file(tmp_path: Path) -> None:
     weight = nn.Parameter(torch.randn(512, 512))
-    optimizer = optim.build([("w", weight)], OptimSpec(), MemorySpec(optimizer="disk", scratch=str(tmp_path)))
+    optimizer = registry.build([("w", weight)], OptimSpec(), MemorySpec(optimizer="disk", scratch=str(tmp_path)))
     before = [value.data_ptr() for value in optimizer.state[weight].values() if value.numel() > 1]
     maps = Path("/proc/self/maps").read_text().splitlines()
     spans = [line.split() for line in maps if str(tmp_path) in line]
@@ -124,9 +124,9 @@ def test_a_scratch_disk_that_is_full_is_named(tmp_path: Path, monkeypatch: pytes
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(states.os, "posix_fallocate", full)
+    monkeypatch.setattr(state_offload.os, "posix_fallocate", full)
     with pytest.raises(StorageError, match="larger disk"):
-        optim.build([("w", nn.Parameter(torch.zeros(64, 64)))], OptimSpec(), MemorySpec(optimizer="disk"))
+        registry.build([("w", nn.Parameter(torch.zeros(64, 64)))], OptimSpec(), MemorySpec(optimizer="disk"))
 
 
 @given(
@@ -155,7 +155,7 @@ def test_eight_bit_states_take_a_quarter_and_learn_as_well() -> None:
         torch.manual_seed(0)
         weight, inputs = nn.Parameter(torch.zeros(64, 256)), torch.randn(128, 256)
         wanted = inputs @ torch.randn(256, 64)
-        optimizer = optim.build([("w", weight)], OptimSpec(name=name, lr=0.05, weight_decay=0.0), MemorySpec())  # type: ignore[arg-type]
+        optimizer = registry.build([("w", weight)], OptimSpec(name=name, lr=0.05, weight_decay=0.0), MemorySpec())  # type: ignore[arg-type]
         for _ in range(100):
             loss = (inputs @ weight.t() - wanted).square().mean()
             loss.backward()
@@ -169,21 +169,21 @@ def test_eight_bit_states_take_a_quarter_and_learn_as_well() -> None:
 
 def test_adafactor_keeps_a_row_and_a_column() -> None:
     weight = nn.Parameter(torch.randn(300, 200))
-    optimizer = optim.build([("w", weight)], OptimSpec(name="adafactor"), MemorySpec())
+    optimizer = registry.build([("w", weight)], OptimSpec(name="adafactor"), MemorySpec())
     assert sum(value.numel() for value in optimizer.state[weight].values()) == 501
 
 
 def test_muon_leaves_embedding_head_and_vectors_to_adamw() -> None:
     parameters = {name: nn.Parameter(torch.randn(8, 8)) for name in ("embedding.weight", "head.weight", "layers.3.q")}
     parameters["layers.3.norm"] = nn.Parameter(torch.ones(8))
-    keys = optim.build(parameters.items(), OptimSpec(name="muon"), MemorySpec()).tensors().keys()
+    keys = registry.build(parameters.items(), OptimSpec(name="muon"), MemorySpec()).tensors().keys()
     assert {key for key in keys if key.endswith("momentum")} == {"layers.3.q.momentum"}
     assert {"embedding.weight.exp_avg", "head.weight.exp_avg", "layers.3.norm.exp_avg"} <= set(keys)
 
 
 def test_frozen_parameters_have_no_state() -> None:
     frozen = nn.Parameter(torch.ones(4, 4), requires_grad=False)
-    optimizer = optim.build([("a", frozen), ("b", nn.Parameter(torch.ones(4)))], OptimSpec(), MemorySpec())
+    optimizer = registry.build([("a", frozen), ("b", nn.Parameter(torch.ones(4)))], OptimSpec(), MemorySpec())
     assert {key.partition(".")[0] for key in optimizer.tensors()} == {"b"}
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from tests.actors.trainer.trainer_ranks import shrink_and_grow, stop_at, train
 
-from raytide.actors.trainer.local import train_local
-from raytide.core.model_spec import ModelSpec
-from raytide.core.train_spec import TrainSpec
+from raytide.actors.trainer.runners.local import train_local
+from raytide.core.specs.model import ModelSpec
+from raytide.core.specs.train import TrainSpec
 
 RunRanks = Callable[..., list[Any]]
 

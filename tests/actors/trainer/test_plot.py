@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytide.actors.trainer import history, plot
-from raytide.actors.trainer.history import History
+from raytide.actors.trainer.run_log import history, plot
+from raytide.actors.trainer.run_log.history import History
 from raytide.core.errors import DataError
 
 SVG = "{http://www.w3.org/2000/svg}"

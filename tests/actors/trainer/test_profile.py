@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from tests.actors.trainer.trainer_ranks import watched
 
-from raytide.actors.trainer import profile
-from raytide.actors.trainer.local import train_local
+from raytide.actors.trainer.run_log import profiler as profile
+from raytide.actors.trainer.runners.local import train_local
 from raytide.core.errors import ConfigError, UsageError
-from raytide.core.record_spec import GuardSpec, ProfileSpec
-from raytide.core.train_spec import TrainSpec
+from raytide.core.specs.record_spec import GuardSpec, ProfileSpec
+from raytide.core.specs.train import TrainSpec
 
 
 def traces(out: str) -> set[str]:

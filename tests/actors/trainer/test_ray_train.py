@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 import raytide.core
-from raytide.actors.trainer import history, manifest, ray_train
-from raytide.actors.trainer.local import train_local
-from raytide.actors.trainer.store import LocalStore
-from raytide.core.train_spec import TrainSpec
+from raytide.actors.trainer.checkpoint import manifest
+from raytide.actors.trainer.checkpoint.storage import LocalStore
+from raytide.actors.trainer.run_log import history
+from raytide.actors.trainer.runners import ray_train
+from raytide.actors.trainer.runners.local import train_local
+from raytide.core.specs.train import TrainSpec
 
 
 @pytest.fixture(scope="module")

@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from raytide.actors.trainer import history
-from raytide.actors.trainer.core import Beat, StepResult, numbers
-from raytide.actors.trainer.driver import _Driver
-from raytide.actors.trainer.generation import Ending, Generation
-from raytide.actors.trainer.pace import Pace
-from raytide.actors.trainer.record import Record
+from raytide.actors.trainer.elastic.driver import _Driver
+from raytide.actors.trainer.elastic.generation import Ending, Generation
+from raytide.actors.trainer.elastic.pace import Pace
+from raytide.actors.trainer.run_log import history
+from raytide.actors.trainer.run_log.writer import Record
+from raytide.actors.trainer.types import Beat, StepResult, numbers
 from raytide.core.clock import VirtualClock
 from raytide.core.errors import TrainError
-from raytide.core.train_spec import TrainSpec
+from raytide.core.specs.train import TrainSpec
 
 
 def record_of(spec: TrainSpec) -> Record:

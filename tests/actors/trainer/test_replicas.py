@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.actors.trainer.replica_ranks import run_all
 
-from raytide.actors.trainer import manifest
-from raytide.actors.trainer.replicas import copies, digest, odd_ones
-from raytide.actors.trainer.store import LocalStore
-from raytide.core.layout import Layout, Sizes
-from raytide.core.memory_spec import MemorySpec
-from raytide.core.train_spec import TrainSpec
+from raytide.actors.trainer.checkpoint import manifest
+from raytide.actors.trainer.checkpoint.storage import LocalStore
+from raytide.actors.trainer.parallel.replica_check import copies, digest, odd_ones
+from raytide.core.specs.memory_spec import MemorySpec
+from raytide.core.specs.parallelism import Layout, Sizes
+from raytide.core.specs.train import TrainSpec
 
 RunRanks = Callable[..., list[Any]]
 DDP = Layout(replicate=2, shard=1)

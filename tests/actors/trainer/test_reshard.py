@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from tests.actors.trainer.checkpoint_ranks import Phase, Reached, phases
 
-from raytide.core.layout import Layout
-from raytide.core.train_spec import TrainSpec
+from raytide.core.specs.parallelism import Layout
+from raytide.core.specs.train import TrainSpec
 
 RunRanks = Callable[..., list[Any]]
 END = 9

@@ -16,13 +16,14 @@ import numpy as np
 import pytest
 from tests.actors.trainer.conftest import VOCAB, write_dataset
 
-from raytide.actors.trainer import shard_check, staging
-from raytide.actors.trainer.batches import Batches
-from raytide.actors.trainer.data import Sampler, TokenData
-from raytide.actors.trainer.local import train_local
-from raytide.actors.trainer.shard_check import ShardCheck
+from raytide.actors.trainer.checkpoint.dcp import shard_check
+from raytide.actors.trainer.checkpoint.dcp.shard_check import ShardCheck
+from raytide.actors.trainer.data import local_copy
+from raytide.actors.trainer.data.dataloader import Batches
+from raytide.actors.trainer.data.token_dataset import Sampler, TokenData
+from raytide.actors.trainer.runners.local import train_local
 from raytide.core.errors import DataError, StorageError, WaitTimeoutError
-from raytide.core.train_spec import TrainSpec
+from raytide.core.specs.train import TrainSpec
 
 HALF = "shards/00000.bin"
 
@@ -137,7 +138,7 @@ def test_processes_that_open_it_together_share_the_work(mine: Path, hashed: list
 
 def test_a_note_that_is_torn_is_made_again(mine: Path, hashed: list[str]) -> None:
     TokenData(str(mine), 32)
-    for note in staging.private_folder("checked").glob("*.json"):
+    for note in local_copy.private_folder("checked").glob("*.json"):
         note.write_text("{")
     TokenData(str(mine), 32)
     assert len(hashed) == 6
@@ -175,20 +176,20 @@ def test_a_large_dataset_is_hashed_on_beside_the_training_which_ends_at_the_next
 def bad_on_one(spec: TrainSpec, rank: int, world: int, meet: str) -> str:
     import torch.distributed as dist
 
-    from raytide.actors.trainer import group
+    from raytide.actors.trainer.distributed import process_group
 
     def work() -> int:
         if rank == 1:
             raise DataError("shard 7 is bad.", hint="Build it again.")
         return rank
 
-    mine = group.join(dist.FileStore(meet, world), rank, spec.layout.sizes(world), timeout_s=30.0)
+    mine = process_group.join(dist.FileStore(meet, world), rank, spec.layout.sizes(world), timeout_s=30.0)
     try:
         mine.together(work)
     except DataError as error:
         return str(error)
     finally:
-        group.leave()
+        process_group.leave()
     return "went on"
 
 
@@ -232,13 +233,13 @@ def test_a_copy_that_does_not_fit_is_refused_with_both_numbers_and_leaves_nothin
         TokenData(remote(mine, "staged-3"), 32)
     monkeypatch.undo()
     monkeypatch.setattr("tempfile.gettempdir", lambda: str(scratch))
-    assert [path.suffix for path in staging.private_folder("datasets").iterdir()] == [".lock"]
+    assert [path.suffix for path in local_copy.private_folder("datasets").iterdir()] == [".lock"]
     assert TokenData("memory://staged-3", 32).n_sequences > 0
 
 
 def test_a_copy_that_a_killed_process_left_is_no_dataset(mine: Path) -> None:
     url = remote(mine, "staged-4")
-    home = staging.staged(url)
+    home = local_copy.staged(url)
     half = home.with_suffix(".part")
     home.rename(half)
     (half / HALF).write_bytes(b"half")
@@ -258,24 +259,24 @@ def test_a_folder_that_somebody_else_prepared_is_refused(scratch: Path, tmp_path
         top.mkdir()
         top.chmod(0o777)
     with pytest.raises(StorageError):
-        staging.private_folder("datasets")
+        local_copy.private_folder("datasets")
 
 
 def test_the_folder_and_what_is_in_it_belong_to_this_user_alone(mine: Path) -> None:
     TokenData(str(mine), 32)
-    folder = staging.private_folder("checked")
+    folder = local_copy.private_folder("checked")
     assert {path.stat().st_mode & 0o077 for path in [folder.parent, folder, *folder.iterdir()]} == {0}
 
 
 def test_a_lock_that_is_never_let_go_of_ends_the_wait(tmp_path: Path) -> None:
-    with staging.lock(tmp_path / "x"), pytest.raises(WaitTimeoutError, match="another process has held"):
-        staging.lock(tmp_path / "x", timeout_s=0.0).__enter__()
+    with local_copy.lock(tmp_path / "x"), pytest.raises(WaitTimeoutError, match="another process has held"):
+        local_copy.lock(tmp_path / "x", timeout_s=0.0).__enter__()
 
 
 def test_batches_take_any_data_with_its_vocabulary(dataset: Path, spec: TrainSpec) -> None:
-    from raytide.actors.trainer import group
+    from raytide.actors.trainer.distributed import process_group
 
     data = TokenData(str(dataset), spec.seq_len)
-    with group.alone() as mine:
+    with process_group.alone() as mine:
         batches = Batches(data, Sampler(0, data.n_sequences, spec.global_batch), mine, spec)
         assert batches.take(0, 2)[2] == spec.global_batch * spec.seq_len

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from tests.actors.trainer.checkpoint_ranks import grow, lose_ranks
 
-from raytide.actors.trainer.local import train_local
-from raytide.actors.trainer.verify import verify
-from raytide.core.train_spec import TrainSpec
+from raytide.actors.trainer.checkpoint.verify import verify
+from raytide.actors.trainer.runners.local import train_local
+from raytide.core.specs.train import TrainSpec
 
 RunRanks = Callable[..., list[Any]]
 

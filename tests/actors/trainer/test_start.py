@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytide.actors.trainer.start import cut
+from raytide.actors.trainer.hf.init_weights import cut
 
 
 @given(st.data())

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from raytide.actors.trainer import manifest
-from raytide.actors.trainer.local import train_local
-from raytide.actors.trainer.store import Store, open_store
-from raytide.actors.trainer.verify import verify
+from raytide.actors.trainer.checkpoint import manifest
+from raytide.actors.trainer.checkpoint.storage import Store, open_store
+from raytide.actors.trainer.checkpoint.verify import verify
+from raytide.actors.trainer.runners.local import train_local
 from raytide.core.errors import NotFoundError, StorageError
-from raytide.core.train_spec import TrainSpec
+from raytide.core.specs.train import TrainSpec
 
 
 @pytest.fixture

@@ -10,11 +10,11 @@ import pytest
 from tests.actors.trainer.test_layouts import BASE, FAMILIES, LAYOUTS, RUN
 
 from raytide.actors.models.families import architecture_of
-from raytide.actors.trainer.validate import validate
+from raytide.actors.trainer.parallel.validate import validate
 from raytide.core.errors import ConfigError
-from raytide.core.layout import Layout
-from raytide.core.memory_spec import MemorySpec
-from raytide.core.train_spec import TrainSpec
+from raytide.core.specs.memory_spec import MemorySpec
+from raytide.core.specs.parallelism import Layout
+from raytide.core.specs.train import TrainSpec
 
 DEPTH = {"num_hidden_layers": 4, "n_layer": 4}
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [

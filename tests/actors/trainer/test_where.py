@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from raytide.actors.trainer.where import place
+from raytide.actors.trainer.elastic.where import place
 
 
 class Thing:

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from raytide.actors.trainer import group, profile
-from raytide.actors.trainer.core import StepResult
-from raytide.actors.trainer.loop import Trainer
-from raytide.core.train_spec import TrainSpec
+from raytide.actors.trainer.distributed import process_group
+from raytide.actors.trainer.run_log import profiler
+from raytide.actors.trainer.trainer import Trainer
+from raytide.actors.trainer.types import StepResult
+from raytide.core.specs.train import TrainSpec
 
 PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint.state_dict"]
 
@@ -71,7 +72,7 @@ def train(spec: TrainSpec, rank: int, world: int, meet: str) -> list[float]:
 
 def stop_at(spec: TrainSpec, until: int, rank: int, world: int, meet: str) -> list[float]:
     """As `train`, but the last rank asks to pause once `until` steps are done."""
-    mine = group.join(dist.FileStore(meet, world), rank, spec.layout.sizes(world), timeout_s=30.0)
+    mine = process_group.join(dist.FileStore(meet, world), rank, spec.layout.sizes(world), timeout_s=30.0)
     trainer = Trainer(spec, mine)
     trainer.restore()
     losses: list[float] = []
@@ -80,7 +81,7 @@ def stop_at(spec: TrainSpec, until: int, rank: int, world: int, meet: str) -> li
         paused=lambda: rank == world - 1 and trainer.steps_done >= until,
     )
     assert finished == (until > spec.steps)
-    group.leave()
+    process_group.leave()
     return losses
 
 
@@ -96,7 +97,7 @@ def shrink_and_grow(spec: TrainSpec, rank: int, world: int, meet: str) -> list[f
 def watched(spec: TrainSpec, rank: int, world: int, meet: str) -> list[StepResult]:
     """Every step's result; the last rank's loss is no number in step 2, and after step 3 a profile is asked for."""
     Path(spec.out).mkdir(parents=True, exist_ok=True)  # as the driver does
-    mine = group.join(dist.FileStore(meet, world), rank, spec.layout.sizes(world), timeout_s=30.0)
+    mine = process_group.join(dist.FileStore(meet, world), rank, spec.layout.sizes(world), timeout_s=30.0)
     trainer = Trainer(spec, mine)
     trainer.parts[-1].register_forward_hook(
         lambda module, inputs, loss: loss * (math.nan if rank == world - 1 and trainer.steps_done == 1 else 1.0)
@@ -106,10 +107,10 @@ def watched(spec: TrainSpec, rank: int, world: int, meet: str) -> list[StepResul
     def done(result: StepResult) -> None:
         results.append(result)
         if rank == 0 and result.step == 3:
-            profile.request(spec.out, 2)
+            profiler.request(spec.out, 2)
 
     trainer.run(on_step=done)
-    group.leave()
+    process_group.leave()
     return results
 
 

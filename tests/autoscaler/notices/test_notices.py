@@ -10,15 +10,15 @@ import pytest
 from tests.autoscaler.notices.key_values import KeyValues
 from tests.autoscaler.notices.metadata_server import NAME, MetadataServer
 
-from raytide.autoscaler.notices.aws import REBALANCE_S, AwsMetadata
-from raytide.autoscaler.notices.azure import AzureMetadata
-from raytide.autoscaler.notices.base import Told
-from raytide.autoscaler.notices.board import NoticeBoard
-from raytide.autoscaler.notices.gcp import MAINTENANCE_S, PREEMPTED_S, GcpMetadata
-from raytide.autoscaler.notices.watch import Watch
 from raytide.autoscaler.providers.base import Notice
-from raytide.control import node
-from raytide.control.node import watch_notices
+from raytide.autoscaler.providers.notices.aws import REBALANCE_S, AwsMetadata
+from raytide.autoscaler.providers.notices.azure import AzureMetadata
+from raytide.autoscaler.providers.notices.base import Told
+from raytide.autoscaler.providers.notices.board import NoticeBoard
+from raytide.autoscaler.providers.notices.gcp import MAINTENANCE_S, PREEMPTED_S, GcpMetadata
+from raytide.autoscaler.providers.notices.watch import Watch
+from raytide.control.bootstrap import node_agent
+from raytide.control.bootstrap.node_agent import watch_notices
 from raytide.core.clock import VirtualClock
 from raytide.core.errors import ClusterError, UsageError
 
@@ -160,7 +160,7 @@ def test_a_watcher_that_hears_nothing_yet_is_started_and_that_is_said(
     monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv("RAYTIDE_HOME", str(tmp_path))
     started: list[list[str]] = []
-    monkeypatch.setattr(node, "spawn", lambda what, argv, **_: started.append(argv))
+    monkeypatch.setattr(node_agent, "spawn", lambda what, argv, **_: started.append(argv))
     watch_notices("aws")
     assert [argv[-3:-1] for argv in started] == [["aws", "node-1"]]
     assert "the metadata service at http://127.0.0.1:9 does not answer" in capsys.readouterr().err

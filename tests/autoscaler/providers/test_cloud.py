@@ -15,18 +15,18 @@ import pytest
 import yaml
 from tests.autoscaler.notices.key_values import KeyValues
 
-from raytide.autoscaler.notices.base import Told
-from raytide.autoscaler.notices.board import NoticeBoard
 from raytide.autoscaler.providers.base import Notice
-from raytide.autoscaler.providers.cloud import NODE_TAG, CloudProvider
-from raytide.autoscaler.providers.cloud_setup import CloudSetUp
+from raytide.autoscaler.providers.cloud.provider import NODE_TAG, CloudProvider
+from raytide.autoscaler.providers.cloud.setup import CloudSetUp
+from raytide.autoscaler.providers.notices.base import Told
+from raytide.autoscaler.providers.notices.board import NoticeBoard
 from raytide.autoscaler.ray_node import RayNode
-from raytide.control.launcher import dry_run
+from raytide.control.bootstrap.cloud_launch import dry_run
 from raytide.core import ray_internals
 from raytide.core.clock import VirtualClock
-from raytide.core.cluster import load_cluster
 from raytide.core.errors import ClusterError, ConfigError, ProviderError
-from raytide.core.fleet import Market, Node, NodeState, NodeType
+from raytide.core.objects.cluster_config import load_cluster
+from raytide.core.objects.node import Market, Node, NodeState, NodeType
 from raytide.ledger.reconcile import bill
 
 SHIPPED = Path(__file__).parents[3] / "cluster.yaml"

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from tests.autoscaler.providers.kube_server import WORKER_GROUP, KubeServer
 
 from raytide.autoscaler.providers.base import Notice
-from raytide.autoscaler.providers.kube_api import KubeApi
-from raytide.autoscaler.providers.kuberay import NODE_LABEL, KubeRayProvider
+from raytide.autoscaler.providers.kuberay.kube_api import KubeApi
+from raytide.autoscaler.providers.kuberay.provider import NODE_LABEL, KubeRayProvider
 from raytide.autoscaler.ray_node import RayNode
-from raytide.control.world import named, ray_names
+from raytide.control.reconcile.observation import named, ray_names
 from raytide.core.clock import VirtualClock
-from raytide.core.cluster import load_cluster
 from raytide.core.errors import ClusterError, ConfigError, ProviderError
-from raytide.core.fleet import TYPE_LABEL, Market, Node, NodeState, NodeType
+from raytide.core.objects.cluster_config import load_cluster
+from raytide.core.objects.node import TYPE_LABEL, Market, Node, NodeState, NodeType
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "kuberay.yaml"
 L4 = NodeType(name="l4", resources={"CPU": 4, "GPU": 1}, price_micro_usd_h=800_000)

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from raytide.autoscaler.providers.base import Machine
-from raytide.autoscaler.providers.local import NODE_ID_LABEL, LocalProvider
-from raytide.autoscaler.providers.local_files import MARK, NodeFolder, Purchase
-from raytide.autoscaler.providers.local_spot import give_notice, reclaim, set_stockouts
+from raytide.autoscaler.providers.local.files import MARK, NodeFolder, Purchase
+from raytide.autoscaler.providers.local.provider import NODE_ID_LABEL, LocalProvider
+from raytide.autoscaler.providers.local.spot import give_notice, reclaim, set_stockouts
 from raytide.core.clock import VirtualClock
 from raytide.core.errors import NotFoundError, ProviderError
-from raytide.core.fleet import Market, Node, NodeState, NodeType
-from raytide.core.processes import Process, kill_marked, marked
+from raytide.core.io.process import Process, kill_marked, marked
+from raytide.core.objects.node import Market, Node, NodeState, NodeType
 
 TYPE = NodeType(
     name="g1", resources={"CPU": 2, "GPU": 1}, market=Market.SPOT, price_micro_usd_h=900_000, zones=("a", "b")

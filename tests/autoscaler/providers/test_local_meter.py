@@ -6,10 +6,10 @@ from pathlib import Path
 
 import httpx
 
-from raytide.autoscaler.meters import read
-from raytide.autoscaler.providers.local_files import NodeFolder, Purchase
-from raytide.autoscaler.providers.local_meter import set_use, start_meter
-from raytide.core.signals import Signal
+from raytide.autoscaler.nodes.utilization import read
+from raytide.autoscaler.providers.local.files import NodeFolder, Purchase
+from raytide.autoscaler.providers.local.meter import set_use, start_meter
+from raytide.core.objects.signals import Signal
 
 
 def test_it_says_what_it_was_told_for_each_gpu_and_is_silent_when_told_so(tmp_path: Path) -> None:

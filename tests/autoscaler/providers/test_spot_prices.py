@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from tests.autoscaler.providers.test_cloud import SHIPPED
 
-from raytide.autoscaler.providers.spot_prices import STALE_S, SpotPrices, instance_types
+from raytide.autoscaler.providers.cloud.spot_prices import STALE_S, SpotPrices, instance_types
 from raytide.core.clock import VirtualClock
-from raytide.core.cluster import load_cluster
 from raytide.core.errors import ClusterError
+from raytide.core.objects.cluster_config import load_cluster
 
 TYPES = {"big.spot": "p5.48xlarge", "big2.spot": "p5.48xlarge", "small.spot": "g6.xlarge"}
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from ray.autoscaler.node_provider import NodeProvider
 
-from raytide.core.processes import kill_marked
+from raytide.core.io.process import kill_marked
 
 
 class OneMachine(NodeProvider):

@@ -4,7 +4,7 @@ import signal
 import sys
 from pathlib import Path
 
-from raytide.control.processes import hold_lock
+from raytide.control.supervision.daemon import hold_lock
 
 if __name__ == "__main__":
     with hold_lock(Path(sys.argv[1]) / "controller.lock"):

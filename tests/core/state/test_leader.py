@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import pytest
 
 from raytide.core.errors import ConflictError
-from raytide.core.fleet import Market, Node, NodeState
+from raytide.core.objects.node import Market, Node, NodeState
 from raytide.core.state import Changes, Store
 from raytide.core.state.leader import LEASE_S, Leader
 

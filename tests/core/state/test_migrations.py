@@ -12,10 +12,10 @@ from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 
-from raytide.core.entry import Entry, EntryKind, Spent
 from raytide.core.errors import ConflictError
-from raytide.core.gang import GangSpec, Lease, LeaseState, Member, Shape
-from raytide.core.job import JobKind, JobSpec, JobState
+from raytide.core.objects.gang import GangSpec, Lease, LeaseState, Member, Shape
+from raytide.core.objects.job import JobKind, JobSpec, JobState
+from raytide.core.objects.ledger_entry import Entry, EntryKind, Spent
 from raytide.core.state import Changes, Store
 from raytide.core.state.database import _MIGRATIONS, Database
 from raytide.core.state.tables import metadata

@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from raytide.core.endpoint import EndpointState, Replicas, ServeSpec
-from raytide.core.entry import Entry, EntryKind, OpenInterval, Share
 from raytide.core.errors import ConfigError, ConflictError, NotFoundError, StorageError
-from raytide.core.fleet import Market, Node, NodeState
-from raytide.core.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
-from raytide.core.job import Job, JobKind, JobSpec, JobState
-from raytide.core.plan import Launch, Plan, Wait
-from raytide.core.snapshot import Pool
+from raytide.core.objects.endpoint import EndpointState, Replicas, ServeSpec
+from raytide.core.objects.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
+from raytide.core.objects.job import Job, JobKind, JobSpec, JobState
+from raytide.core.objects.ledger_entry import Entry, EntryKind, OpenInterval, Share
+from raytide.core.objects.node import Market, Node, NodeState
+from raytide.core.objects.plan import Launch, Plan, Wait
+from raytide.core.objects.snapshot import Pool
 from raytide.core.state import Changes, Event, Store, tables
-from raytide.core.state.books import Books
 from raytide.core.state.database import Database
+from raytide.core.state.ledger_queries import Books
 from raytide.core.state.store import KEPT_PLANS
 from raytide.core.state.write import transitions
 

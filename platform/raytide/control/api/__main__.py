@@ -6,20 +6,20 @@ import sys
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from raytide.control.api.app import create_app
 from raytide.control.api.auth import JobTokens, Tokens
-from raytide.control.api.desk import Desk
+from raytide.control.api.routes import create_app
 from raytide.control.api.server import allow_connections, server
-from raytide.control.compose import bill
-from raytide.control.drivers import Drivers
+from raytide.control.api.services.service import Desk
+from raytide.control.bootstrap.cluster_record import load
+from raytide.control.bootstrap.wiring import bill
 from raytide.control.job_tokens import key_in
-from raytide.control.processes import hold_lock
-from raytide.control.running import load
+from raytide.control.ray_jobs import Drivers
+from raytide.control.supervision.daemon import hold_lock
 from raytide.control.views import last_pass_s
 from raytide.core.clock import SystemClock
-from raytide.core.cluster import load_cluster
+from raytide.core.io.private_paths import restrict_to
 from raytide.core.logs import log_to
-from raytide.core.private import restrict_to
+from raytide.core.objects.cluster_config import load_cluster
 from raytide.core.state import Store
 
 

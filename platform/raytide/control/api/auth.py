@@ -12,7 +12,7 @@ from anyio import CapacityLimiter, to_thread
 
 from raytide.control.job_tokens import job_named_by
 from raytide.core.errors import AuthError, ClusterError, DeniedError
-from raytide.core.job import FINAL_STATES, Job
+from raytide.core.objects.job import FINAL_STATES, Job
 from raytide.core.state import Store
 
 _log = logging.getLogger(__name__)

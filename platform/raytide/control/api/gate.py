@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from raytide.control.api.auth import Tokens
 from raytide.core.errors import AuthError, RaytideError, TooLargeError, TooSlowError
-from raytide.core.package import MOST_BYTES
+from raytide.core.io.working_dir import MOST_BYTES
 
 SPEC_BYTES = 2**20
 """The largest body of a job's or an endpoint's spec."""

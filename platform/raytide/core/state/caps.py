@@ -8,9 +8,9 @@ from collections.abc import Mapping
 import sqlalchemy as sa
 
 from raytide.core import bounds
-from raytide.core.endpoint import EndpointState, ServeSpec
 from raytide.core.errors import QuotaError, UsageError
-from raytide.core.job import FINAL_STATES, JobSpec, JobState
+from raytide.core.objects.endpoint import EndpointState, ServeSpec
+from raytide.core.objects.job import FINAL_STATES, JobSpec, JobState
 from raytide.core.state import tables as t
 
 _OF_A_SHAPE = '"min_members"'

@@ -11,13 +11,13 @@ from pydantic import BaseModel
 from sqlalchemy import Row
 
 from raytide.core.bounds import encodable, printable, shortened
-from raytide.core.endpoint import Endpoint, EndpointState, ServeSpec
-from raytide.core.entry import Entry, EntryKind, OpenInterval, Share
-from raytide.core.fleet import Market, Node, NodeState
-from raytide.core.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
-from raytide.core.job import Job, JobKind, JobSpec, JobState
 from raytide.core.money import month_of
-from raytide.core.snapshot import Pool
+from raytide.core.objects.endpoint import Endpoint, EndpointState, ServeSpec
+from raytide.core.objects.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
+from raytide.core.objects.job import Job, JobKind, JobSpec, JobState
+from raytide.core.objects.ledger_entry import Entry, EntryKind, OpenInterval, Share
+from raytide.core.objects.node import Market, Node, NodeState
+from raytide.core.objects.snapshot import Pool
 from raytide.core.state.records import Event, StoredPlan, StoredTeam
 
 Values = dict[str, Any]

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from raytide.core.endpoint import Endpoint
-from raytide.core.entry import Entry, OpenInterval
-from raytide.core.fleet import Node
-from raytide.core.gang import Lease
-from raytide.core.job import Job
-from raytide.core.plan import Plan
-from raytide.core.snapshot import Pool
+from raytide.core.objects.endpoint import Endpoint
+from raytide.core.objects.gang import Lease
+from raytide.core.objects.job import Job
+from raytide.core.objects.ledger_entry import Entry, OpenInterval
+from raytide.core.objects.node import Node
+from raytide.core.objects.plan import Plan
+from raytide.core.objects.snapshot import Pool
 
 
 @dataclass(frozen=True, slots=True)

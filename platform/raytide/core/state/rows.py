@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
-from raytide.core.gang import Lease
+from raytide.core.objects.gang import Lease
 from raytide.core.state import codec
 from raytide.core.state import tables as t
 

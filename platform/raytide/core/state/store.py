@@ -12,20 +12,20 @@ from typing import Any, Self
 import sqlalchemy as sa
 
 from raytide.core import bounds
-from raytide.core.endpoint import Endpoint, EndpointState, ServeSpec
 from raytide.core.errors import ConflictError, NotFoundError
-from raytide.core.fleet import Node, NodeState
-from raytide.core.gang import Lease, LeaseState
-from raytide.core.job import FINAL_STATES, Job, JobSpec
-from raytide.core.plan import Plan
-from raytide.core.snapshot import Pool
+from raytide.core.objects.endpoint import Endpoint, EndpointState, ServeSpec
+from raytide.core.objects.gang import Lease, LeaseState
+from raytide.core.objects.job import FINAL_STATES, Job, JobSpec
+from raytide.core.objects.node import Node, NodeState
+from raytide.core.objects.plan import Plan
+from raytide.core.objects.snapshot import Pool
 from raytide.core.state import codec
 from raytide.core.state import tables as t
-from raytide.core.state.books import Books
 from raytide.core.state.caps import check_live_endpoints, check_live_jobs, check_progress
-from raytide.core.state.census import CHANGES, Census
 from raytide.core.state.database import Database, Failure
+from raytide.core.state.job_queries import CHANGES, Census
 from raytide.core.state.leader import Leader
+from raytide.core.state.ledger_queries import Books
 from raytide.core.state.records import Changes, Event, Records, StoredPlan, StoredTeam
 from raytide.core.state.rows import leases_where, named
 from raytide.core.state.write import (

@@ -8,7 +8,7 @@ import pytest
 
 from raytide.actors.engine import EngineInfo, GenChunk, GenRequest, SamplingParams
 from raytide.actors.engine.base import Engine
-from raytide.actors.engine.core import Feature
+from raytide.actors.engine.types import Feature
 
 Start = Callable[..., Awaitable[tuple[Engine, EngineInfo]]]
 

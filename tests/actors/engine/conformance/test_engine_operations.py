@@ -13,7 +13,7 @@ from tests.actors.engine.conformance.asking import ENDLESS, GREEDY, PROMPT, Star
 
 from raytide.actors.engine import GenChunk, SamplingParams
 from raytide.actors.engine.base import Engine
-from raytide.actors.engine.core import Feature
+from raytide.actors.engine.types import Feature
 from raytide.core.errors import ConflictError, RaytideError, UsageError
 
 # One event loop for all: vLLM belongs to the one it was started on.

@@ -22,8 +22,8 @@ from tests.actors.engine.conformance.asking import (
 from tests.actors.engine.conformance.engines import MAX_LEN
 
 from raytide.actors.engine import GenChunk, Message, SamplingParams
-from raytide.actors.engine.core import Feature
 from raytide.actors.engine.sampling_params import Structured
+from raytide.actors.engine.types import Feature
 from raytide.core.errors import ConflictError, OverloadedError, UsageError
 
 # One event loop for all: vLLM belongs to the one it was started on.

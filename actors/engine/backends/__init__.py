@@ -1,0 +1,1 @@
+"""The implementations of the engine interface in `base.py`: native, vLLM and a fake."""

@@ -1,0 +1,112 @@
+"""What the fake engine is made of: a voice that says the same words over and over, places for those that speak, a
+memory of prompts, a vector for a text. One token is one byte of UTF-8: counts and texts can be predicted by hand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import heapq
+from collections import deque
+
+from raytide.actors.engine.text.stop_strings import StopScanner
+from raytide.actors.engine.types import FinishReason, GenChunk, GenRequest, TokenLogprobs
+
+__all__ = ["Places", "Prompts", "Voice", "direction"]
+
+
+class Voice:
+    """Speaks a token at a time. Its distribution has one token in it, whose log probability is therefore 0."""
+
+    def __init__(self, request: GenRequest, index: int, reply: bytes, room: int) -> None:
+        self.tokens: list[int] = []
+        self.finish_reason: FinishReason | None = None
+        self._request, self._index, self._reply = request, index, reply
+        self._limit = min(request.sampling.max_tokens or room, room)
+        self._scanner = StopScanner.of(request.sampling)
+
+    def next(self) -> GenChunk:
+        params = self._request.sampling
+        token = self._reply[len(self.tokens) % len(self._reply)]
+        self.tokens.append(token)
+        text = self._scanner.push(chr(token))
+        is_stop = token in params.stop_token_ids and len(self.tokens) > params.min_tokens
+        if self._scanner.stopped or is_stop:
+            self.finish_reason = "stop"
+        elif len(self.tokens) == self._limit:
+            self.finish_reason = "length"
+        if self.finish_reason:
+            text += self._scanner.flush()
+        certain = None if params.logprobs is None else (self._certain(token),)
+        return GenChunk(
+            self._request.request_id, [token], text, self.finish_reason, index=self._index, logprobs=certain
+        )
+
+    def abort(self) -> GenChunk:
+        self.finish_reason = "abort"
+        return GenChunk(self._request.request_id, [], "", "abort", index=self._index)
+
+    def _certain(self, token: int) -> TokenLogprobs:
+        return TokenLogprobs(token, 0.0, 1, ((token, 0.0),) if self._request.sampling.logprobs else ())
+
+
+class Places:
+    """A semaphore whose waiters go by priority, then by arrival."""
+
+    def __init__(self, count: int) -> None:
+        self._free = count
+        self._arrivals = 0
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+
+    async def take(self, priority: int) -> None:
+        self._arrivals += 1
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (priority, self._arrivals, turn))
+        self._call()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # called and gone at once
+                self.leave()
+            raise
+
+    def leave(self) -> None:
+        self._free += 1
+        self._call()
+
+    def _call(self) -> None:
+        while self._free and self._waiting:
+            *_, turn = heapq.heappop(self._waiting)
+            if not turn.done():
+                self._free -= 1
+                turn.set_result(None)
+
+
+class Prompts:
+    """The prefix cache: the last prompts served, and for which adapter and salt."""
+
+    def __init__(self, count: int) -> None:
+        self._served: deque[tuple[str | None, str, bytes]] = deque(maxlen=count)
+
+    def add(self, lora: str | None, salt: str, prompt: bytes) -> None:
+        self._served.append((lora, salt, prompt))
+
+    def clear(self) -> None:
+        self._served.clear()
+
+    def cached(self, lora: str | None, salt: str, prompt: bytes) -> int:
+        """Tokens shared with the start of one of them, short of the last one, which is always computed."""
+        shared = [_shared(text, prompt) for *key, text in self._served if key == [lora, salt]]
+        return max([0, *shared])
+
+
+def _shared(one: bytes, other: bytes) -> int:
+    limit = min(len(one), len(other) - 1)
+    return next((i for i in range(limit) if one[i] != other[i]), limit)
+
+
+def direction(text: bytes) -> list[float]:
+    """Eight numbers of length 1 that depend on the text alone."""
+    raw = [byte - 127.5 for byte in hashlib.blake2b(text, digest_size=8).digest()]
+    length = sum(each * each for each in raw) ** 0.5
+    return [each / length for each in raw]

@@ -1,0 +1,237 @@
+"""raytide's own engine behind the `Engine` protocol: the loop runs in a thread of its own (`engine_thread.py`), the
+event loop only hands over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from copy import copy
+from dataclasses import replace
+from functools import partial
+from typing import Literal, TypeVar
+
+from raytide.actors.engine.backends.native import kv_transfer, operations
+from raytide.actors.engine.backends.native.engine_core import EngineLoop
+from raytide.actors.engine.backends.native.input_processor import Prepared
+from raytide.actors.engine.backends.native.output_processor import Failure, Output, aborted_chunks
+from raytide.actors.engine.backends.native.thread import EngineThread
+from raytide.actors.engine.base import BasicEngine, Prompt, check_features
+from raytide.actors.engine.config import EngineConfig
+from raytide.actors.engine.kv_cache.handle import KvHandle
+from raytide.actors.engine.model.pooling import groups
+from raytide.actors.engine.types import EngineInfo, EngineStats, GenChunk, GenRequest, Message
+from raytide.core.errors import ConflictError, EngineError, OverloadedError, RaytideError
+
+__all__ = ["NativeEngine"]
+
+T = TypeVar("T")
+
+_ABORT_S = 10.0
+"""How long `drain` waits for the thread to let go of the requests that did not end in time."""
+
+
+class NativeEngine(BasicEngine):
+    """One model in this process. Use it from the event loop that called `start`."""
+
+    backend = "native"
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._streams: dict[str, asyncio.Queue[Output]] = {}
+        self._preparing: dict[str, asyncio.Future[Prepared]] = {}  # of requests that have not entered
+        self._embedding = asyncio.Lock()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._accepting = False
+        self._thread: EngineThread | None = None
+        self._loop: EngineLoop | None = None
+
+    async def start(self) -> EngineInfo:
+        if self._thread is not None:
+            raise ConflictError("this engine has been started already.", hint="Make a new one.")
+        self._thread = EngineThread(self._config, self._deliver, self._end)
+        self._loop = await self._thread.start()
+        self._accepting = True
+        return self._loop.info
+
+    def generate(self, request: GenRequest) -> AsyncIterator[GenChunk]:
+        return self._stream(request, lambda loop, prompt, prepared: loop.add(request, prompt, prepared))
+
+    def import_kv(self, handle: KvHandle, request: GenRequest) -> AsyncIterator[GenChunk]:
+        def enter(loop: EngineLoop, prompt: Sequence[int], prepared: Prepared) -> None:
+            kv_transfer.import_kv(loop, handle, request, prompt, prepared)
+
+        return self._stream(request, enter)
+
+    async def export_kv(self, request_id: str) -> KvHandle:
+        return await self._call(lambda loop: kv_transfer.export_kv(loop, request_id))
+
+    async def abort(self, request_id: str) -> bool:
+        if request_id in self._preparing:
+            self._preparing[request_id].cancel()
+            return True
+        try:
+            return await self._call(lambda loop: loop.abort(request_id))
+        except EngineError:  # it has stopped: nothing is here
+            return False
+
+    async def tokenize(self, text: str) -> list[int]:
+        loop = self._started()
+        return await loop.tokenizer.encode_off_loop(text, enough=loop.info.max_model_len)
+
+    def token_bytes(self, token: int) -> bytes:
+        return self._started().vocabulary.token_bytes(token)
+
+    async def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
+        loop = self._started()
+        return await loop.tokenizer.chat_prompt_off_loop(messages, enough=loop.info.max_model_len)
+
+    async def stats(self) -> EngineStats:
+        """Raises EngineDeadError when the thread has died."""
+        loop, thread = self._started(), self._thread
+        assert thread is not None
+        if thread.death is not None:
+            raise copy(thread.death)
+        return replace(loop.stats(), pending_commands=thread.pending_commands, commands_done=thread.commands_done)
+
+    async def cached_prefix(self, token_ids: Sequence[int], *, lora: str | None = None, cache_salt: str = "") -> int:
+        return await self._call(lambda loop: operations.cached_prefix(loop, token_ids, lora, cache_salt))
+
+    async def pause(self) -> None:
+        await self._call(operations.pause)
+
+    async def resume(self) -> None:
+        await self._call(operations.resume)
+
+    async def sleep(self, level: Literal[1, 2] = 1) -> None:
+        await self._call(lambda loop: operations.sleep(loop, level))
+
+    async def wake(self) -> None:
+        await self._call(operations.wake)
+
+    async def load_weights(self, source: str, version: str | None = None) -> str:
+        model, weights = await asyncio.to_thread(operations.read_weights, self._started(), source, version)
+        await self._call(lambda loop: operations.use_weights(loop, model, weights))
+        return weights.version
+
+    async def load_lora(self, name: str, path: str) -> None:
+        await self._call(lambda loop: operations.load_lora(loop, name, path))
+
+    async def unload_lora(self, name: str) -> None:
+        await self._call(lambda loop: operations.unload_lora(loop, name))
+
+    async def embed(self, batch: Sequence[Prompt]) -> list[list[float]]:
+        check, vectors = self._started().intake.checked, list[list[float]]()
+        prompts = [await self.tokenize(each) if isinstance(each, str) else each for each in batch]
+        checked = [check(f"input {index}", prompt) for index, prompt in enumerate(prompts)]
+        for group in groups(checked, self._config.max_batch_tokens):
+            async with self._embedding:  # one group of all requests together between two steps of what generates
+                vectors += await self._call(partial(operations.embed, prompts=group))
+        return vectors
+
+    async def drain(self, timeout_s: float) -> bool:
+        self._accepting = False
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except TimeoutError:
+            aborting = [asyncio.ensure_future(self.abort(request_id)) for request_id in list(self._streams)]
+            if aborting:  # a thread that hangs aborts nothing
+                await asyncio.wait(aborting, timeout=_ABORT_S)
+            return False
+        return True
+
+    async def shutdown(self) -> None:
+        self._accepting, self._loop = False, None
+        if self._thread is not None:
+            await self._thread.stop()
+
+    def _started(self) -> EngineLoop:
+        if self._loop is None:
+            raise EngineError("the engine is not running.", hint="Await start() first.")
+        return self._loop
+
+    def _call(self, command: Callable[[EngineLoop], T]) -> asyncio.Future[T]:
+        self._started()
+        assert self._thread is not None
+        return self._thread.call(command)
+
+    async def _stream(
+        self, request: GenRequest, enter: Callable[[EngineLoop, Sequence[int], Prepared], None]
+    ) -> AsyncIterator[GenChunk]:
+        """Have a request enter the loop, and yield what comes of it. It waits for its texts out here, where it holds
+        up nobody.
+        """
+        request_id = request.request_id
+        prompt = await self.tokenize(request.prompt) if isinstance(request.prompt, str) else request.prompt
+        if self._thread is not None and self._thread.death is not None:
+            raise copy(self._thread.death)
+        if not self._accepting:
+            raise OverloadedError("the engine is draining or stopped.", hint="Retry on another replica.")
+        if request_id in self._streams:
+            raise ConflictError(f"request {request_id} is already running.", hint="Give each request its own id.")
+        stream = self._streams[request_id] = asyncio.Queue[Output]()
+        self._idle.clear()
+        ended = False
+        try:
+            prepared = await self._prepare(request)
+            if prepared == "aborted":
+                ended = True
+                for chunk in aborted_chunks(request, len(prompt)):
+                    yield chunk
+                return
+            entered = self._call(lambda loop: enter(loop, prompt, prepared))
+            entered.add_done_callback(lambda done: _refused(stream, request_id, done))
+            while not ended:
+                output = await stream.get()
+                ended = isinstance(output, Failure) or output.usage is not None
+                if isinstance(output, Failure):
+                    raise output.error
+                yield output
+        finally:
+            if ended:
+                self._forget(request_id)
+            else:  # the id stays in use until the thread has let go, or a late token could reach a namesake
+                closing = asyncio.ensure_future(self.abort(request_id))
+                closing.add_done_callback(lambda _: self._forget(request_id))
+                await asyncio.shield(closing)
+
+    async def _prepare(self, request: GenRequest) -> Prepared | Literal["aborted"]:
+        loop, params = self._started(), request.sampling
+        check_features(request, loop.info.features, self.backend)
+        if not (params.structured or params.bad_words or params.stop):
+            return Prepared()
+        preparing = asyncio.ensure_future(loop.intake.prepare(params))
+        self._preparing[request.request_id] = preparing
+        try:
+            await asyncio.wait({preparing})
+        finally:
+            del self._preparing[request.request_id]
+            preparing.cancel()
+        return "aborted" if preparing.cancelled() else preparing.result()
+
+    def _forget(self, request_id: str) -> None:
+        self._streams.pop(request_id, None)
+        if not self._streams:
+            self._idle.set()
+
+    def _deliver(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is not None:
+                stream.put_nowait(output)
+
+    def _end(self, error: EngineError) -> None:
+        """The thread has ended."""
+        self._accepting = False
+        for request_id, stream in self._streams.items():
+            stream.put_nowait(Failure(request_id, copy(error)))
+
+
+def _refused(stream: asyncio.Queue[Output], request_id: str, entered: asyncio.Future[None]) -> None:
+    """Tell a stream why its request could not enter."""
+    if entered.cancelled():
+        return
+    error = entered.exception()
+    if isinstance(error, RaytideError):
+        stream.put_nowait(Failure(request_id, error))

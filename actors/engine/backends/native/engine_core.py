@@ -1,0 +1,302 @@
+"""The engine without threads: requests in, one `step` at a time, text out. `native.py` runs it in a thread, `llm.py`
+in line; what it can do beside steps is in `operations.py`.
+
+A step is plan, move, execute, commit, detokenize. A failure ends the request it belongs to and no other.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence as Items
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from raytide.actors.engine.backends.native.features import native_features
+from raytide.actors.engine.backends.native.input_processor import Intake, Prepared, salt_of
+from raytide.actors.engine.backends.native.output_processor import Answer, Failure, Output, Sample
+from raytide.actors.engine.backends.native.weights import WeightsSource
+from raytide.actors.engine.base import check_features
+from raytide.actors.engine.config import EngineConfig
+from raytide.actors.engine.faults import contained
+from raytide.actors.engine.kv_cache.block_pool import BlockPool
+from raytide.actors.engine.limits import MAX_PROMPT_LOGITS, MAX_PROMPT_LOGPROB_ROWS
+from raytide.actors.engine.model.model_runner import Runner
+from raytide.actors.engine.scheduler.scheduler import Scheduler
+from raytide.actors.engine.sequence import Sampled, Sequence, StepPlan
+from raytide.actors.engine.text.detokenizer import Vocabulary
+from raytide.actors.engine.text.stop_strings import StopScanner
+from raytide.actors.engine.text.tokenizer import Tokenizer
+from raytide.actors.engine.types import EngineInfo, EngineState, EngineStats, GenRequest
+from raytide.actors.models.families import read_architecture
+from raytide.core.errors import ConflictError, EngineDeadError, NotFoundError, OverloadedError, UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["EngineLoop"]
+
+_log = logging.getLogger(__name__)
+
+_MOVES_MAY_FAIL = 3  # times in a row, before it is more than bad luck
+_FAILURES_ALONE = 3
+"""Steps in a row in which every request failed, before the model itself is tried."""
+
+
+class EngineLoop:
+    """Not thread-safe: one thread adds, steps and aborts. `state` says whether there are steps to take."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        model_dir = Path(config.model_dir)
+        arch = read_architecture(model_dir)
+        self.tokenizer = Tokenizer(model_dir)
+        self.state: EngineState = "serving"
+        self.weights = WeightsSource.at(model_dir)
+        self.vocabulary = Vocabulary(self.tokenizer)
+        self.runner = Runner(config, arch)
+        self.pool = BlockPool(self.runner.cache.num_blocks, self.runner.block_size, self.runner.cache.num_host_blocks)
+        self.scheduler = Scheduler(
+            self.pool,
+            max_running=config.max_running,
+            max_batch_tokens=config.max_batch_tokens,
+            prefix_cache=config.prefix_cache,
+            policy=config.policy,
+            ageing_s=config.ageing_s,
+            swap_cost=self.runner.swap_cost(),
+            max_logprob_rows=max(1, min(MAX_PROMPT_LOGPROB_ROWS, MAX_PROMPT_LOGITS // arch.vocab_size)),
+        )
+        self.intake = Intake(
+            self.tokenizer,
+            max_len=self.runner.max_len,
+            max_samples=config.max_running,
+            vocab_size=arch.vocab_size,
+            eos=frozenset(self.tokenizer.eos_token_ids | set(arch.eos_token_ids)),
+            seed=config.seed,
+        )
+        self._max_waiting = config.max_waiting
+        self._answers: dict[str, Answer] = {}
+        self._samples: dict[str, tuple[Answer, Sample]] = {}  # by sequence id
+        self._counters = EngineStats(num_blocks=self.pool.num_blocks)
+        self._outputs: list[Output] = []
+        self.adapter_contents: dict[str, str] = {}  # a hash of each loaded adapter, by name
+        self._failed_moves = 0
+        self._fruitless_steps = 0
+        self.info = EngineInfo(
+            model=model_dir.resolve().name,
+            backend="native",
+            max_model_len=self.runner.max_len,
+            block_size=self.pool.block_size,
+            num_blocks=self.pool.num_blocks,
+            features=native_features(config),
+            weights_version=self.weights.version,
+        )
+
+    @property
+    def has_work(self) -> bool:
+        return self.state == "serving" and self.scheduler.has_work
+
+    @property
+    def request_ids(self) -> list[str]:
+        return list(self._answers)
+
+    def add(self, request: GenRequest, prompt: Items[int], prepared: Prepared | None = None) -> None:
+        """Queue a request whose prompt is already token ids, and perhaps its other texts prepared. Raises UsageError,
+        ConflictError or OverloadedError.
+        """
+        now_s = time.monotonic()
+        check_features(request, self.info.features, self.info.backend)
+        parent, *children = seqs = self.intake.sequences(
+            request, prompt, self.salt(request.lora, request.cache_salt), now_s, prepared
+        )
+        self.check_room(seqs)
+        self.scheduler.add(parent)
+        for child in children:
+            self.scheduler.fork(parent, child)
+        self.answer(request, seqs, now_s)
+
+    def salt(self, lora: str | None, cache_salt: str) -> bytes:
+        """Raises NotFoundError for an adapter that is not loaded."""
+        adapter = "" if lora is None else self.runner.lora_id(lora)
+        return salt_of(self.weights.version, adapter, cache_salt)
+
+    def salt_again(self) -> None:
+        """The version has changed under the requests that are here."""
+        for answer, sample in self._samples.values():
+            sample.seq.salt = self.salt(answer.request.lora, answer.request.cache_salt)
+
+    def check_room(self, seqs: Items[Sequence]) -> None:
+        """Raise unless these sequences may queue."""
+        for seq in seqs:
+            if seq.seq_id in self._samples:
+                raise ConflictError(
+                    f"request {seq.request_id} is already running.", hint="Give each request its own id."
+                )
+        if len(self.scheduler.waiting) >= self._max_waiting:
+            raise OverloadedError(f"{self._max_waiting} requests are waiting already.", hint="Retry later.")
+
+    def answer(self, request: GenRequest, seqs: Items[Sequence], now_s: float) -> Answer:
+        """Begin to collect what sequences that are in the scheduler will say."""
+        samples = [Sample(seq, self.vocabulary.stream(), StopScanner.of(request.sampling)) for seq in seqs]
+        answer = self._answers[request.request_id] = Answer(request, samples, now_s)
+        for sample in samples:
+            self._samples[sample.seq.seq_id] = answer, sample
+        return answer
+
+    def take(self) -> list[Output]:
+        """What there is to tell since the last time."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def step(self) -> list[Output]:
+        """Advance the running requests by one step of the model, and take what that gave."""
+        began = time.monotonic()
+        plan = self.scheduler.plan(began)
+        for seq in plan.preempted:
+            self.runner.release(seq)
+        if not self._move(plan):
+            return self.take()
+        for chunk in plan.chunks:
+            self._samples[chunk.seq.seq_id][0].start(began)
+        sampled, failures = self.runner.execute_apart(plan.chunks)
+        for seq_id in [seq_id for seq_id, each in sampled.items() if each.token < 0]:
+            failures[seq_id] = sampled.pop(seq_id).error or ArithmeticError("the model's logits are not finite")
+        for seq_id, error in failures.items():
+            self._fail(seq_id, error)
+        self._check_model(bool(sampled), bool(failures))
+        self.scheduler.commit(plan, {seq_id: each.token for seq_id, each in sampled.items()})
+        now = time.monotonic()
+        for seq_id, each in sampled.items():
+            self._advance(seq_id, each, now)
+        counters = self._counters
+        counters.steps += bool(plan.chunks)
+        counters.step_ms += ((now - began) * 1e3 - counters.step_ms) * (0.1 if counters.steps > 1 else 1.0)
+        return self.take()
+
+    def abort(self, request_id: str) -> bool:
+        """End a request's samples now. False if it is not here."""
+        answer = self._answers.get(request_id)
+        if answer is None:
+            return False
+        for sample in answer.samples:
+            if sample.seq.finish_reason is None:
+                self.scheduler.finish(sample.seq, "abort")
+        self._forget(answer)
+        self._outputs += answer.abort(time.monotonic())
+        return True
+
+    def fail_all(self, error: Exception) -> None:
+        """End every request with an error; for a failure that belongs to no single one."""
+        for request_id in self.request_ids:
+            self._fail(request_id, error)
+        self.scheduler.invalidate()  # who knows what was computed
+
+    def prompt_logits(self, tokens: Items[int]) -> Tensor:
+        """float32 [T, V]: what follows each token of a prompt. Raises UsageError as `add` does."""
+        return self.runner.prompt_logits(self.intake.checked("logits", tokens))
+
+    def stats(self) -> EngineStats:
+        """A snapshot."""
+        return replace(
+            self._counters,
+            state=self.state,
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            free_blocks=self.pool.num_free,
+            preemptions=self.scheduler.preemptions,
+        )
+
+    def adapter_of(self, seq: Sequence) -> str | None:
+        """A sequence's adapter by name and content, as every engine that has loaded it calls it."""
+        return None if seq.lora is None else f"{seq.lora}@{self.adapter_contents[seq.lora]}"
+
+    def uses_lora(self, name: str) -> bool:
+        return any(sample.seq.lora == name for _, sample in self._samples.values())
+
+    def answer_of(self, request_id: str) -> Answer:
+        """Raises NotFoundError when no such request is here."""
+        if request_id not in self._answers:
+            raise NotFoundError(f"no request {request_id} is here.", hint="It may have ended.")
+        return self._answers[request_id]
+
+    def _move(self, plan: StepPlan) -> bool:
+        """Move the plan's blocks. When that fails nobody knows what lies where, but the tokens are known: False, and
+        everything is computed again.
+        """
+        try:
+            self.runner.cache.move(plan)
+        except BaseException as error:
+            contained(error)
+            self._failed_moves += 1
+            if self._failed_moves > _MOVES_MAY_FAIL:
+                raise
+            _log.exception("KV blocks could not be moved; all requests are computed again")
+            self.scheduler.invalidate()
+            return False
+        self._failed_moves = 0
+        return True
+
+    def _check_model(self, has_tokens: bool, has_failures: bool) -> None:
+        """Tell bad requests from a device that computes nothing any more: after several steps that gave failures alone,
+        one token is computed apart. Raises EngineDeadError when that fails too.
+        """
+        if has_tokens or not has_failures:
+            self._fruitless_steps = 0 if has_tokens else self._fruitless_steps
+            return
+        self._fruitless_steps += 1
+        if self._fruitless_steps < _FAILURES_ALONE:
+            return
+        self._fruitless_steps = 0
+        try:
+            self.runner.prompt_logits([0])
+        except BaseException as error:
+            raise EngineDeadError(
+                f"the model computes nothing any more: {contained(error)!r}.", hint="Its replica is to be replaced."
+            ) from error
+
+    def _advance(self, seq_id: str, sampled: Sampled, now_s: float) -> None:
+        if seq_id not in self._samples:  # a sibling's failure has ended its request
+            return
+        answer, sample = self._samples[seq_id]
+        seq = sample.seq
+        try:
+            text = sample.push(sampled.token, sampled.ends)
+        except BaseException as error:
+            self._fail(seq_id, contained(error))
+            return
+        if sampled.ends or sample.stops.stopped:
+            self.scheduler.finish(seq, "stop")
+        self._outputs += answer.emit(sample, sampled, text, now_s)
+        if seq.finish_reason is not None:
+            self.runner.release(seq)
+            if answer.is_done:
+                self._forget(answer)
+
+    def _fail(self, seq_id: str, error: Exception) -> None:
+        """End the request that a sequence belongs to, and no other."""
+        if seq_id not in self._samples:
+            return
+        answer = self._samples[seq_id][0]
+        if isinstance(error, UsageError):  # found only while it ran, as with a grammar that is too complex
+            _log.info("request %s was refused: %s", answer.request_id, error)
+        else:
+            _log.error("request %s failed", answer.request_id, exc_info=error)
+        for sample in answer.samples:
+            if sample.seq.finish_reason is None:
+                # What a broken computation wrote must not be found by the next owner of these blocks.
+                self.runner.cache.scrub(self.pool.discard(sample.seq.block_ids))
+                self.scheduler.finish(sample.seq, "error")
+        self._counters.failed += 1
+        self._forget(answer)
+        self._outputs.append(Failure.of(answer.request_id, error))
+
+    def _forget(self, answer: Answer) -> None:
+        del self._answers[answer.request_id]
+        for sample in answer.samples:
+            del self._samples[sample.seq.seq_id]
+            self.runner.release(sample.seq)
+            self._counters.generated_tokens += sample.seq.output_len
+        parent = answer.samples[0].seq
+        self._counters.finished += 1
+        self._counters.prompt_tokens += parent.prompt_len
+        self._counters.cached_tokens += parent.num_cached

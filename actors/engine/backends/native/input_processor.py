@@ -1,0 +1,136 @@
+"""What a request must be before it may run: checked here, made into sequences here."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, replace
+from functools import partial
+from hashlib import blake2b
+
+from raytide.actors.engine.base import check_prompt
+from raytide.actors.engine.limits import MAX_COPIED_TOKENS
+from raytide.actors.engine.sampling.banned_tokens import BadWords, bad_word_tokens
+from raytide.actors.engine.sampling_params import SamplingParams
+from raytide.actors.engine.sequence import Sequence
+from raytide.actors.engine.text.stop_strings import prepare_stops
+from raytide.actors.engine.text.structured_output import Grammar, Grammars
+from raytide.actors.engine.text.tokenizer import Tokenizer
+from raytide.actors.engine.types import GenRequest
+from raytide.core.errors import UsageError
+
+__all__ = ["Intake", "Prepared", "salt_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a request's texts became, outside of the engine's thread."""
+
+    grammar: Grammar | None = None
+    bad_words: BadWords | None = None
+
+
+class Intake:
+    """Knows the model's limits, and counts the seeds of requests that bring none."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        max_len: int,
+        max_samples: int,
+        vocab_size: int,
+        eos: frozenset[int],
+        seed: int | None,
+    ) -> None:
+        self.grammars = Grammars(tokenizer.rust.to_str, vocab_size, eos)
+        self._tokenizer = tokenizer
+        self._max_len, self._max_samples, self._vocab_size, self._eos = max_len, max_samples, vocab_size, eos
+        self._seed = secrets.randbits(62) if seed is None else seed
+
+    def checked(self, who: str, prompt: Items[int]) -> list[int]:
+        """A prompt of a length that the model takes, of tokens that it knows; or UsageError."""
+        check_prompt(who, prompt, max_len=self._max_len, vocab_size=self._vocab_size)
+        return list(prompt)
+
+    def bad_words(self, params: SamplingParams) -> BadWords | None:
+        """From any thread."""
+        prepare_stops(params)
+        if not params.bad_words:
+            return None
+        encode = partial(self._tokenizer.encode_all, plain=True)
+        return bad_word_tokens(params.bad_words, encode, self._tokenizer.spell, self._tokenizer.rust.token_to_id)
+
+    async def prepare(self, params: SamplingParams) -> Prepared:
+        """Do the work that a request's texts take, in threads of their own. Raises UsageError or OverloadedError."""
+        bad_words = None
+        if params.bad_words or params.stop:
+            bad_words = await self._tokenizer.pool.run(lambda: self.bad_words(params))
+        grammar = None if params.structured is None else await self.grammars.compile_async(params.structured)
+        return Prepared(grammar, bad_words)
+
+    def sequences(
+        self, request: GenRequest, prompt: Items[int], salt: bytes, now_s: float, prepared: Prepared | None = None
+    ) -> list[Sequence]:
+        """One for each sample. Sample i of a seeded request is what the request alone with seed + i would give.
+
+        Does what `prepare` does here and now unless it is given.
+        """
+        params, limit = request.sampling, self._max_len
+        tokens = self.checked(f"request {request.request_id}", prompt)
+        self._check_tokens(request.request_id, params)
+        if prepared is None:
+            grammar = None if params.structured is None else self.grammars.compile(params.structured)
+            prepared = Prepared(grammar, self.bad_words(params))
+        if params.num_samples > self._max_samples:
+            raise UsageError(
+                f"request {request.request_id} asks for {params.num_samples} samples; the engine runs "
+                f"{self._max_samples} sequences at once.",
+                hint="Ask for fewer, or raise max_running.",
+            )
+        if params.num_samples > 1 and params.num_samples * len(tokens) > MAX_COPIED_TOKENS:
+            raise UsageError(
+                f"request {request.request_id} asks for {params.num_samples} samples of {len(tokens)} tokens.",
+                hint=f"Samples times prompt tokens must be at most {MAX_COPIED_TOKENS}.",
+            )
+        others = replace(params, prompt_logprobs=None) if params.prompt_logprobs is not None else params
+        if params.seed is None:
+            self._seed += params.num_samples
+        first_seed = self._seed - params.num_samples + 1 if params.seed is None else params.seed
+        return [
+            Sequence(
+                seq_id=request.request_id if index == 0 else f"{request.request_id}#{index}",
+                tokens=list(tokens),
+                prompt_len=len(tokens),
+                params=params if index == 0 else others,
+                max_len=limit if params.max_tokens is None else min(limit, len(tokens) + params.max_tokens),
+                stop_token_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos),
+                seed=first_seed + index,
+                priority=request.priority,
+                deadline_s=math.inf if request.deadline_s is None else now_s + request.deadline_s,
+                arrival_s=now_s,
+                lora=request.lora,
+                salt=salt,
+                reads_cache=index > 0 or params.prompt_logprobs is None,
+                request_id=request.request_id,
+                index=index,
+                bad_words=prepared.bad_words,
+                grammar=prepared.grammar,
+            )
+            for index in range(params.num_samples)
+        ]
+
+    def _check_tokens(self, request_id: str, params: SamplingParams) -> None:
+        for name in ("logit_bias", "stop_token_ids"):
+            unknown = [token for token in getattr(params, name) if not 0 <= token < self._vocab_size]
+            if unknown:
+                raise UsageError(
+                    f"request {request_id}: {name} has token {unknown[0]}; the model has 0 to {self._vocab_size - 1}.",
+                    hint="Use the tokenizer of this model.",
+                )
+
+
+def salt_of(weights_version: str, adapter: str, cache_salt: str) -> bytes:
+    """What KV depends on beside the tokens, and who may share it."""
+    return blake2b("\0".join((weights_version, adapter, cache_salt)).encode(), digest_size=16).digest()

@@ -1,0 +1,77 @@
+"""A request leaves one engine with its KV and goes on in another, for disaggregated prefill and for live migration."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Items
+from hashlib import blake2b
+
+from raytide.actors.engine.backends.native.engine_core import EngineLoop
+from raytide.actors.engine.backends.native.input_processor import Prepared
+from raytide.actors.engine.base import check_features
+from raytide.actors.engine.kv_cache.handle import KvHandle, KvHeader
+from raytide.actors.engine.sequence import Sequence
+from raytide.actors.engine.types import GenRequest
+from raytide.core.errors import ConflictError, UsageError
+
+__all__ = ["export_kv", "import_kv"]
+
+
+def export_kv(loop: EngineLoop, request_id: str) -> KvHandle:
+    """End the request here and return its handle. Raises NotFoundError or ConflictError."""
+    answer = loop.answer_of(request_id)
+    if len(answer.samples) > 1:
+        raise ConflictError(
+            f"request {request_id} has {len(answer.samples)} samples.", hint="Only requests of one sample can move."
+        )
+    seq = answer.samples[0].seq
+    header = _header(loop, seq)
+    layers = loop.runner.cache.read(seq.block_ids[: header.num_blocks])
+    loop.abort(request_id)
+    return KvHandle(header, layers)
+
+
+def import_kv(
+    loop: EngineLoop, handle: KvHandle, request: GenRequest, prompt: Items[int], prepared: Prepared | None = None
+) -> None:
+    """Go on with an exported request. Where there is no room for its KV now, it queues and is computed again."""
+    header, now_s = handle.header, time.monotonic()
+    check_features(request, loop.info.features, loop.info.backend)
+    seqs = loop.intake.sequences(request, prompt, loop.salt(request.lora, request.cache_salt), now_s, prepared)
+    loop.check_room(seqs)
+    seq = seqs[0]
+    handle.check_fits(_header(loop, seq))
+    if len(seqs) > 1 or seq.tokens != header.tokens[: header.prompt_len] or len(header.tokens) >= seq.max_len:
+        raise UsageError(
+            f"request {request.request_id} is not the one that was exported: that had one sample, a prompt of "
+            f"{header.prompt_len} tokens and {len(header.tokens) - header.prompt_len} tokens of output.",
+            hint="Import with the prompt and the parameters of the export.",
+        )
+    seq.tokens, seq.seed, seq.num_cached = list(header.tokens), header.seed, header.num_cached
+    if header.num_computed and loop.state != "asleep" and loop.scheduler.adopt(seq, header.num_computed):
+        loop.runner.cache.write(seq.block_ids[: header.num_blocks], handle.layers)
+    else:
+        loop.scheduler.add(seq)
+    # The first engine has sent this text already; what it held back of it is held back again.
+    sample = loop.answer(request, seqs, now_s).samples[0]
+    for token in header.tokens[header.prompt_len :]:
+        sample.push(token, ends=False)
+
+
+def _header(loop: EngineLoop, seq: Sequence) -> KvHeader:
+    runner = loop.runner
+    num_computed = min(seq.num_computed, len(seq.block_ids) * runner.block_size)
+    awaits_prompt_logprobs = seq.params.prompt_logprobs is not None and seq.output_len == 0
+    return KvHeader(
+        model=blake2b(repr(runner.arch).encode(), digest_size=8).hexdigest(),
+        weights_version=loop.weights.version,
+        lora=loop.adapter_of(seq),
+        dtype=runner.dtype_name,
+        layout=runner.cache.block_bytes,
+        block_size=runner.block_size,
+        tokens=list(seq.tokens),
+        prompt_len=seq.prompt_len,
+        num_computed=0 if awaits_prompt_logprobs else num_computed,
+        num_cached=seq.num_cached,
+        seed=seq.seed,
+    )

@@ -1,0 +1,158 @@
+"""The engine in a plain process, for notebooks and scripts: `LLM(model_dir).generate(prompts, SamplingParams(...))`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from collections.abc import Sequence as Items
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from raytide.actors.engine.backends.native import operations
+from raytide.actors.engine.backends.native.engine_core import EngineLoop
+from raytide.actors.engine.backends.native.output_processor import Failure, Output
+from raytide.actors.engine.backends.native.progress import progress_bar
+from raytide.actors.engine.config import EngineConfig
+from raytide.actors.engine.model.pooling import groups
+from raytide.actors.engine.sampling_params import SamplingParams
+from raytide.actors.engine.types import Completion, EngineStats, GenRequest, Message, RequestOutput, Usage
+from raytide.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["LLM"]
+
+Sampling = SamplingParams | Items[SamplingParams] | None
+
+
+class LLM:
+    """A model of a Hugging Face directory. `engine_options` are the fields of `EngineConfig`."""
+
+    def __init__(
+        self, model_dir: str | Path, dtype: str = "float32", device: str = "auto", **engine_options: object
+    ) -> None:
+        fields = {
+            "model_dir": str(model_dir),
+            "dtype": dtype,
+            "device": device,
+            "max_waiting": sys.maxsize,
+            **engine_options,
+        }
+        config = EngineConfig.parse(fields, where="LLM")
+        self._max_tokens = config.max_batch_tokens
+        self._loop = EngineLoop(config)
+        self.info = self._loop.info
+        self._count = 0
+
+    def generate(
+        self,
+        prompts: str | Items[str] | Items[Items[int]],
+        sampling: Sampling = None,
+        *,
+        lora: str | None = None,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Answers in the order of the prompts, which are texts or lists of token ids; all run together.
+
+        `sampling` is one SamplingParams for all or a list with one each. A prompt that is empty or too long raises
+        UsageError before anything runs; a request that fails while running has finish reason "error". `lora` names
+        a loaded adapter. `progress` shows a bar on stderr.
+        """
+        texts: list[str | Items[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
+        tokens = [self._tokens(text) for text in texts]
+        params = [sampling or SamplingParams()] * len(tokens) if not isinstance(sampling, Items) else list(sampling)
+        if len(params) != len(tokens):
+            raise UsageError(
+                f"{len(tokens)} prompts but {len(params)} sampling parameters.", hint="Give one, or one each."
+            )
+        outputs = self._run(tokens, params, lora, progress)
+        for output, text in zip(outputs, texts, strict=True):
+            output.prompt = text if isinstance(text, str) else None
+        return outputs
+
+    def chat(
+        self, messages: Items[Message | Mapping[str, str]], sampling: SamplingParams | None = None
+    ) -> RequestOutput:
+        """The model's next turn in a conversation, by its chat template."""
+        turns = [each if isinstance(each, Message) else Message(each["role"], each["content"]) for each in messages]
+        return self._run([self._loop.tokenizer.chat_prompt(turns)], [sampling or SamplingParams()])[0]
+
+    def logits(self, token_ids: Items[int]) -> Tensor:
+        """float32 [T, V]: row t is the model's prediction after the first t + 1 tokens of a prompt. For checks."""
+        return self._loop.prompt_logits(token_ids)
+
+    def embed(self, prompts: str | Items[str] | Items[Items[int]]) -> list[list[float]]:
+        """A vector of length 1 for each prompt, pooled as the model directory says (else the last token's)."""
+        texts: list[str | Items[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
+        tokens = [self._loop.intake.checked(f"input {i}", self._tokens(text)) for i, text in enumerate(texts)]
+        return [each for group in groups(tokens, self._max_tokens) for each in operations.embed(self._loop, group)]
+
+    def load_lora(self, name: str, path: str | Path) -> None:
+        """Answer prompts whose adapter is `name` with a PEFT adapter."""
+        operations.load_lora(self._loop, name, str(path))
+
+    def unload_lora(self, name: str) -> None:
+        operations.unload_lora(self._loop, name)
+
+    def load_weights(self, source: str | Path, version: str | None = None) -> str:
+        """Generate with the weights of another directory of the same architecture; returns their version."""
+        model, weights = operations.read_weights(self._loop, str(source), version)
+        operations.use_weights(self._loop, model, weights)
+        self.info = self._loop.info
+        return weights.version
+
+    def stats(self) -> EngineStats:
+        """Counters since the engine was made."""
+        return self._loop.stats()
+
+    def _tokens(self, prompt: str | Items[int]) -> list[int]:
+        if isinstance(prompt, str):
+            return self._loop.tokenizer.encode(prompt)
+        if isinstance(prompt, int):
+            raise UsageError("a prompt is one token id.", hint="Give a list of texts, or a list of lists of token ids.")
+        return list(prompt)
+
+    def _run(
+        self, prompts: list[list[int]], params: list[SamplingParams], lora: str | None = None, progress: bool = False
+    ) -> list[RequestOutput]:
+        outputs: dict[str, RequestOutput] = {}
+        done = made = 0
+        try:
+            for tokens, each in zip(prompts, params, strict=True):
+                self._count += 1
+                request_id = f"prompt {self._count}"
+                self._loop.add(GenRequest(request_id=request_id, prompt=tokens, sampling=each, lora=lora), tokens)
+                empty = [Completion("", [], "error") for _ in range(each.n)]
+                outputs[request_id] = RequestOutput(None, tokens, empty, Usage(len(tokens), 0))
+            with progress_bar(len(prompts), shown=progress) as update:
+                while self._loop.has_work:
+                    for output in self._loop.step():
+                        ended = _take_in(output, outputs[output.request_id])
+                        done += ended
+                        made += 0 if isinstance(output, Failure) else len(output.token_ids)
+                    update(done, made)
+        except BaseException:
+            for request_id in outputs:
+                self._loop.abort(request_id)
+            self._loop.take()
+            raise
+        return list(outputs.values())
+
+
+def _take_in(output: Output, answer: RequestOutput) -> bool:
+    """Add what a step gave to its answer; whether that is complete."""
+    if isinstance(output, Failure):
+        for completion in answer.outputs:
+            completion.finish_reason, completion.error = "error", str(output.error)
+        return True
+    completion = answer.outputs[output.index]
+    completion.text += output.text
+    completion.token_ids += output.token_ids
+    completion.finish_reason = output.finish_reason or completion.finish_reason
+    if output.logprobs is not None:
+        completion.logprobs = [*(completion.logprobs or ()), *output.logprobs]
+    if output.prompt_logprobs is not None:
+        answer.prompt_logprobs = list(output.prompt_logprobs)
+    answer.usage = output.usage or answer.usage
+    return output.usage is not None

@@ -1,0 +1,147 @@
+"""From sampled tokens to what a client sees: text, chunks, samples ranked and counted, or one failure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from raytide.actors.engine.sequence import Sampled, Sequence
+from raytide.actors.engine.text.detokenizer import Detokenizer
+from raytide.actors.engine.text.stop_strings import StopScanner
+from raytide.actors.engine.types import GenChunk, GenRequest, Timing, Usage
+from raytide.core.errors import EngineError, RaytideError
+
+__all__ = ["Answer", "Failure", "Output", "Sample", "aborted_chunks"]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A request that ended with an error instead of a last chunk."""
+
+    request_id: str
+    error: RaytideError
+
+    @classmethod
+    def of(cls, request_id: str, error: Exception) -> Failure:
+        """Errors that raytide raises on purpose go through as they are."""
+        if isinstance(error, RaytideError):
+            return cls(request_id, error)
+        return cls(request_id, EngineError(f"request {request_id} failed: {error!r}."))
+
+
+Output = GenChunk | Failure
+
+
+@dataclass(slots=True, eq=False)
+class Sample:
+    """One of a request's sequences and the state of its text."""
+
+    seq: Sequence
+    text: Detokenizer
+    stops: StopScanner
+    logprob_sum: float = 0.0
+    held: list[GenChunk] = field(default_factory=list)  # until best_of has chosen
+
+    def push(self, token: int, ends: bool) -> str:
+        """The text that a new token makes safe to emit; `stops.stopped` when it completes a stop string."""
+        seq, stops = self.seq, self.stops
+        text = "" if seq.finish_reason == "stop" else stops.push(self.text.push(token))
+        if (seq.finish_reason or ends) and not stops.stopped:
+            text += stops.push(self.text.flush()) + stops.flush()
+        return text
+
+    @property
+    def mean_logprob(self) -> float:
+        return self.logprob_sum / max(1, self.seq.output_len)
+
+
+class Answer:
+    """All samples of one request, on their way out."""
+
+    def __init__(self, request: GenRequest, samples: list[Sample], added_s: float) -> None:
+        self.request, self.samples = request, samples
+        self._count = request.sampling.n
+        self._is_ranked = len(samples) > request.sampling.n
+        self._open = len(samples)
+        self._added_s = added_s
+        self._started_s: float | None = None
+        self._first_token_s: float | None = None
+
+    def start(self, now_s: float) -> None:
+        """Its first step begins. Later calls change nothing."""
+        if self._started_s is None:
+            self._started_s = now_s
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the last chunk is out."""
+        return self._open == 0
+
+    def emit(self, sample: Sample, sampled: Sampled, text: str, now_s: float) -> list[GenChunk]:
+        """What a sample's new token gives the client now."""
+        seq = sample.seq
+        if self._first_token_s is None:
+            self._first_token_s = now_s
+        chunk = GenChunk(self.request_id, [sampled.token], text, seq.finish_reason, index=seq.index)
+        if sampled.logprobs is not None:
+            sample.logprob_sum += sampled.logprobs.logprob
+            if seq.params.logprobs is not None:
+                chunk = replace(chunk, logprobs=(sampled.logprobs,))
+        if seq.prompt_logprobs and seq.index == 0 and seq.output_len == 1:
+            chunk = replace(chunk, prompt_logprobs=tuple(seq.prompt_logprobs))
+        if seq.finish_reason is not None:
+            self._open -= 1
+        if self._is_ranked:
+            sample.held.append(chunk)
+            return self._best(now_s) if self.is_done else []
+        return [self._closed(chunk, now_s)] if self.is_done else [chunk]
+
+    def abort(self, now_s: float) -> list[GenChunk]:
+        """The last chunks of the samples that have just been aborted."""
+        shown = self.samples[: self._count]
+        chunks = [
+            GenChunk(self.request_id, [], "", "abort", index=sample.seq.index)
+            for sample in shown
+            if self._is_ranked or sample.seq.finish_reason == "abort"
+        ]
+        return [*chunks[:-1], self._closed(chunks[-1], now_s)]
+
+    def _best(self, now_s: float) -> list[GenChunk]:
+        """Every sample has ended: those with the highest mean log probability, best first."""
+        ranked = sorted(self.samples, key=lambda sample: sample.mean_logprob, reverse=True)[: self._count]
+        chunks = [_merged(sample.held, index) for index, sample in enumerate(ranked)]
+        chunks[0] = replace(chunks[0], prompt_logprobs=self.samples[0].held[0].prompt_logprobs)
+        return [*chunks[:-1], self._closed(chunks[-1], now_s)]
+
+    def _closed(self, chunk: GenChunk, now_s: float) -> GenChunk:
+        parent = self.samples[0].seq
+        started_s = self._started_s or now_s
+        first_s = self._first_token_s or now_s
+        output_len = sum(sample.seq.output_len for sample in self.samples)
+        return replace(
+            chunk,
+            usage=Usage(parent.prompt_len, output_len, parent.num_cached),
+            timing=Timing(started_s - self._added_s, max(0.0, first_s - started_s), now_s - first_s),
+        )
+
+
+def aborted_chunks(request: GenRequest, prompt_len: int) -> list[GenChunk]:
+    """Of a request that was aborted before it had sequences."""
+    chunks = [GenChunk(request.request_id, [], "", "abort", index=index) for index in range(request.sampling.n)]
+    chunks[-1] = replace(chunks[-1], usage=Usage(prompt_len, 0), timing=Timing(0.0, 0.0, 0.0))
+    return chunks
+
+
+def _merged(chunks: list[GenChunk], index: int) -> GenChunk:
+    last = chunks[-1]
+    return replace(
+        last,
+        index=index,
+        token_ids=[token for chunk in chunks for token in chunk.token_ids],
+        text="".join(chunk.text for chunk in chunks),
+        logprobs=None if last.logprobs is None else tuple(each for chunk in chunks for each in chunk.logprobs or ()),
+        prompt_logprobs=None,
+    )

@@ -1,0 +1,202 @@
+"""The thread that an engine loop lives in. Commands reach it through one queue and run between two steps; each step's
+outputs come back in one call, so that neither side ever waits for the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from raytide.actors.engine.backends.native.engine_core import EngineLoop
+from raytide.actors.engine.backends.native.output_processor import Output
+from raytide.actors.engine.config import EngineConfig
+from raytide.actors.engine.faults import contained
+from raytide.core.errors import EngineDeadError, EngineError, RaytideError
+
+__all__ = ["EngineThread"]
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+_FAILED_STEPS = 3
+"""Steps that fail as a whole, one after the other, before the engine is given up."""
+_JOIN_S = 30.0
+"""How long `stop` waits for the thread, which may hang in a library."""
+
+
+@dataclass(slots=True)
+class _Call:
+    command: Callable[[EngineLoop], Any]
+    done: asyncio.Future[Any]
+
+
+class EngineThread:
+    """Use it from the event loop that calls `start`; `deliver` and `ended` are called there. `ended` gets the error
+    that requests in flight end with.
+    """
+
+    def __init__(
+        self, config: EngineConfig, deliver: Callable[[list[Output]], None], ended: Callable[[EngineError], None]
+    ) -> None:
+        self._config, self._deliver, self._on_end = config, deliver, ended
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._end_error: EngineError | None = None
+        self._is_stopping = False
+        self._failed_steps = 0
+        self._asked = 0  # counted on the event loop
+        self.commands_done = 0  # counted on the thread
+        self._thread: threading.Thread | None = None
+        self._events: asyncio.AbstractEventLoop
+
+    @property
+    def pending_commands(self) -> int:
+        """Commands that were asked for and have not been carried out."""
+        return self._asked - self.commands_done
+
+    @property
+    def death(self) -> EngineError | None:
+        """Why the thread serves nothing any more, although nobody stopped it; None while it lives."""
+        if self._is_stopping or self._thread is None:
+            return None
+        if self._end_error is None and not self._thread.is_alive():
+            return _died("it ended without a word")
+        return self._end_error
+
+    async def start(self) -> EngineLoop:
+        self._events = asyncio.get_running_loop()
+        loaded: concurrent.futures.Future[EngineLoop] = concurrent.futures.Future()
+        self._thread = threading.Thread(target=self._serve, args=(loaded,), name="raytide-engine", daemon=True)
+        self._thread.start()
+        return await asyncio.wrap_future(loaded)
+
+    def call(self, command: Callable[[EngineLoop], T]) -> asyncio.Future[T]:
+        """Have a command run between two steps. What it adds to the loop's outputs is delivered before the future is
+        done; EngineError when the thread has ended.
+        """
+        done: asyncio.Future[T] = self._events.create_future()
+        ended = self._end_error or self.death
+        if ended is not None:
+            done.set_exception(ended)
+        else:
+            self._asked += 1
+            self._calls.put(_Call(command, done))
+        return done
+
+    async def stop(self) -> None:
+        """Abort what runs and end the thread. Idempotent. A thread that hangs is left behind after 30 s."""
+        if self._thread is not None and self._thread.is_alive():
+            self._is_stopping = True
+            self._calls.put(None)
+            await asyncio.to_thread(self._thread.join, _JOIN_S)
+            if self._thread.is_alive():
+                _log.error("the engine's thread did not stop within %g s", _JOIN_S)
+
+    def _serve(self, loaded: concurrent.futures.Future[EngineLoop]) -> None:
+        """The thread: commands first, then a step, for as long as there is work."""
+        try:
+            loop = EngineLoop(self._config)
+        except BaseException as error:
+            loaded.set_exception(error)
+            return
+        loaded.set_result(loop)
+        ended: EngineError = EngineError("the engine has stopped.", hint="Retry elsewhere.")
+        try:
+            while self._turn(loop):
+                pass
+        except BaseException as error:  # whatever it is, nobody else would hear of it
+            _log.critical("the engine's thread has died", exc_info=error)
+            ended = _died(repr(error))
+        finally:
+            self._tell(self._end, ended)
+
+    def _turn(self, loop: EngineLoop) -> bool:
+        """Obey what has been asked, waiting for it only when there is nothing else to do, then step. False: stop.
+
+        What is asked meanwhile waits for the next turn, or commands that follow each other would keep steps away.
+        """
+        left: int | None = None
+        while True:
+            if loop.has_work:  # a command may take the work away, as one that puts the engine to sleep does
+                left = self._calls.qsize() if left is None else left
+                if not left:
+                    break
+                left -= 1
+            call = self._calls.get()
+            if call is None:
+                for request_id in loop.request_ids:
+                    loop.abort(request_id)
+                self._tell(self._deliver, loop.take())
+                return False
+            if not self._obey(loop, call):
+                return False
+        try:
+            outputs = loop.step()
+            self._failed_steps = 0
+        except EngineDeadError:
+            raise
+        except BaseException as raised:  # a defect of the engine: its requests end, it does not
+            error = contained(raised)
+            self._failed_steps += 1
+            if self._failed_steps >= _FAILED_STEPS:
+                raise
+            _log.exception("engine step failed")
+            loop.fail_all(error)
+            outputs = loop.take()
+        return self._tell(self._deliver, outputs)
+
+    def _obey(self, loop: EngineLoop, call: _Call) -> bool:
+        result: Any = None
+        error: RaytideError | None = None
+        try:
+            result = call.command(loop)
+        except RaytideError as raised:
+            error = raised
+        except BaseException as raised:
+            fault = contained(raised)
+            _log.exception("engine command failed")
+            error = EngineError(f"the engine could not do this: {fault!r}.")
+        self.commands_done += 1
+        return self._tell(self._report, loop.take(), call.done, result, error)
+
+    def _tell(self, callback: Callable[..., None], *args: object) -> bool:
+        """Call back on the event loop; False when that is closed, so that nobody is left to serve."""
+        try:
+            self._events.call_soon_threadsafe(callback, *args)
+        except RuntimeError:
+            if self._events.is_closed():
+                return False
+            raise
+        return True
+
+    def _report(
+        self, outputs: list[Output], done: asyncio.Future[Any], result: object, error: RaytideError | None
+    ) -> None:
+        self._deliver(outputs)
+        if done.done():  # nobody waits any more
+            return
+        if error is None:
+            done.set_result(result)
+        else:
+            done.set_exception(error)
+
+    def _end(self, error: EngineError) -> None:
+        """The thread has ended: nobody may go on waiting for it."""
+        self._end_error = error
+        while not self._calls.empty():
+            call = self._calls.get_nowait()
+            if call is not None and not call.done.done():
+                call.done.set_exception(error)
+        self._on_end(error)
+
+
+def _died(why: str) -> EngineDeadError:
+    return EngineDeadError(
+        f"the engine's thread has died: {why}.", hint="Retry elsewhere; this replica is to be replaced."
+    )

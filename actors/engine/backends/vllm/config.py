@@ -1,0 +1,118 @@
+"""The vLLM backend's options, and what they are in vLLM's own words: engine arguments and environment. No vLLM
+in here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from raytide.actors.engine.config import EngineConfig
+from raytide.core.errors import ConfigError
+
+__all__ = ["VllmConfig", "engine_arguments", "environment"]
+
+_NOT_IN_VLLM = ("ageing_s", "deterministic", "host_memory_gb")
+
+# Not every vLLM knows these, and each does without.
+_OPTIONAL = frozenset({"distributed_executor_backend", "generation_config", "worker_extension_cls"})
+
+
+class VllmConfig(EngineConfig):
+    """The options of `EngineConfig` that vLLM has, with the same meaning, and any of its own arguments under `vllm`."""
+
+    max_loras: int = Field(default=0, ge=0, description="adapters loaded at once; any makes vLLM's layers slower")
+    max_lora_rank: int = Field(default=16, ge=1)
+    vllm: dict[str, Any] = Field(default_factory=dict, description="fields of vLLM's AsyncEngineArgs; they win")
+
+    @model_validator(mode="after")
+    def _is_in_vllm(self) -> VllmConfig:
+        defaults = type(self).model_fields
+        for name in _NOT_IN_VLLM:
+            if getattr(self, name) != defaults[name].default:
+                raise ValueError(f"{name} is an option of the native engine; vLLM has none like it")
+        if self.policy == "deadline":
+            raise ValueError("policy is fcfs or priority with vLLM, which knows no deadlines")
+        return self
+
+
+def engine_arguments(config: VllmConfig, known: Collection[str], is_cpu: bool) -> dict[str, Any]:
+    """What AsyncEngineArgs is called with; `known` are the parameters that the installed one has."""
+    unknown = sorted(config.vllm.keys() - set(known))
+    if unknown:
+        raise ConfigError(f"vLLM has no engine argument {', '.join(unknown)}.", hint="See vLLM's AsyncEngineArgs.")
+    arguments: dict[str, Any] = {
+        "model": config.model_dir,
+        "dtype": config.dtype,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_running,
+        "max_num_batched_tokens": config.max_batch_tokens,
+        "block_size": config.block_size,
+        "num_gpu_blocks_override": config.num_blocks,
+        "kv_cache_memory_bytes": int(config.kv_memory_gb * 1e9),
+        "enable_prefix_caching": config.prefix_cache,
+        "scheduling_policy": config.policy,
+        "seed": config.seed if config.seed is not None else int.from_bytes(os.urandom(4)),
+        "disable_log_stats": True,  # the log lines; the counters come by a logger of our own
+        "generation_config": "vllm",  # what a request does not say is raytide's default, not the model's
+        "worker_extension_cls": "raytide.actors.engine.backends.vllm.worker_extension.EndsWithParent",
+    }
+    if config.max_loras:
+        arguments |= {"enable_lora": True, "max_loras": config.max_loras, "max_lora_rank": config.max_lora_rank}
+    if is_cpu:
+        arguments |= _on_cpu(config)
+    arguments = {name: value for name, value in arguments.items() if value is not None} | config.vllm
+    missing = sorted(arguments.keys() - set(known) - _OPTIONAL)
+    if missing:
+        raise ConfigError(
+            f"this vLLM has no engine argument {', '.join(missing)}.", hint="raytide is made for vLLM 0.32 and later."
+        )
+    return {name: value for name, value in arguments.items() if name in known}
+
+
+def _on_cpu(config: VllmConfig) -> dict[str, Any]:
+    """vLLM's compiler gains nothing there and compiles while the first requests wait. A prompt in chunks with a seed
+    kills its core there ("CPU Generator does not use offset"), so a step must hold the longest prompt.
+    """
+    budget = config.max_model_len and max(config.max_batch_tokens, config.max_model_len)
+    arguments = {"enforce_eager": True, "enable_chunked_prefill": False, "max_num_batched_tokens": budget}
+    return arguments | ({"distributed_executor_backend": "uni"} if _world_size(config) == 1 else {})
+
+
+@contextmanager
+def environment(config: VllmConfig, threads: int) -> Iterator[None]:
+    """What vLLM reads from the environment while it starts, for this process and the one it starts; what the user has
+    set stays. Afterwards all is as before: vLLM itself sets LD_PRELOAD, which no other child of ours may inherit.
+    """
+    wanted = {
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": str(threads),
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+        "VLLM_NO_USAGE_STATS": "1",
+        # Pinned threads of two replicas on one node would share the same cores.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+    if config.vllm.get("enforce_eager", True):
+        wanted["TORCHDYNAMO_DISABLE"] = "1"  # or the first request with log probabilities waits for a compiler
+    if _world_size(config) == 1:
+        wanted["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the model in the core's process, not in one more behind it
+    before = dict(os.environ)
+    os.environ.update({name: value for name, value in wanted.items() if name not in before})
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would win over kv_memory_gb, in whole GiB
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+
+
+def _world_size(config: VllmConfig) -> int:
+    sizes = [config.vllm.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline", "data")]
+    return max(int(size) for size in sizes)

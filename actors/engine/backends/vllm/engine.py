@@ -1,0 +1,272 @@
+"""vLLM behind the `Engine` protocol: token ids in and out, text by raytide's own tokenizer and stop strings.
+
+vLLM's core computes in a process of its own, since its AsyncLLM knows no other way; what is here admits, counts and
+streams. That process ends with `shutdown`, and with this one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from raytide.actors.engine.backends.vllm.config import VllmConfig
+from raytide.actors.engine.backends.vllm.launch import VllmCore, launch
+from raytide.actors.engine.backends.vllm.merge import merge
+from raytide.actors.engine.backends.vllm.output import Sample
+from raytide.actors.engine.backends.vllm.request import call, died, sample_id, tokens_prompt, translated
+from raytide.actors.engine.base import BasicEngine, check_features, check_prompt, refuse
+from raytide.actors.engine.text.detokenizer import Vocabulary
+from raytide.actors.engine.text.tokenizer import Tokenizer
+from raytide.actors.engine.types import EngineInfo, EngineStats, Feature, GenChunk, GenRequest, Message, Timing, Usage
+from raytide.actors.models.model_config import as_ids, read_json
+from raytide.core.errors import (
+    ConfigError,
+    ConflictError,
+    DataError,
+    EngineError,
+    NotFoundError,
+    OverloadedError,
+)
+
+__all__ = ["VllmEngine"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Live:
+    """A request in flight."""
+
+    request: GenRequest
+    prompt: list[int]
+    samples: list[Sample]
+
+    @property
+    def num_running(self) -> int:
+        return sum(each.finish_reason is None for each in self.samples)
+
+
+class VllmEngine(BasicEngine):
+    """Use it from the event loop that called `start`. `launch` starts vLLM; tests share one."""
+
+    backend = "vllm"
+
+    def __init__(self, config: VllmConfig, *, launch: Callable[[VllmConfig], VllmCore] = launch) -> None:
+        self._config = config
+        self._name = Path(config.model_dir).resolve().name
+        self._launch = launch
+        self._core: VllmCore | None = None
+        self._live: dict[str, _Live] = {}
+        self._loras: dict[str, Any] = {}
+        self._loras_loaded = 0
+        self._counters = EngineStats()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._started = self._accepting = False
+
+    async def start(self) -> EngineInfo:
+        if self._started:
+            raise ConflictError("this engine has been started already.", hint="Make a new one.")
+        self._started = True
+        model_dir = Path(self._config.model_dir)
+        self._tokenizer = Tokenizer(model_dir)
+        self._vocabulary = Vocabulary(self._tokenizer)
+        ends = as_ids(read_json(model_dir / "config.json").get("eos_token_id"))
+        self._end_ids = self._tokenizer.eos_token_ids | frozenset(ends)
+        core = self._core = await asyncio.to_thread(self._launch, self._config)
+        try:
+            await self._warm_up(core)
+        except BaseException:
+            await self.shutdown()
+            raise
+        self._counters.num_blocks = core.num_blocks
+        self._accepting = True
+        return EngineInfo(
+            model=self._name,
+            backend=self.backend,
+            max_model_len=core.max_model_len,
+            block_size=core.block_size,
+            num_blocks=core.num_blocks,
+            features=core.features,
+        )
+
+    async def generate(self, request: GenRequest) -> AsyncIterator[GenChunk]:
+        prompt = await self.tokenize(request.prompt) if isinstance(request.prompt, str) else list(request.prompt)
+        core = self._admit(request, prompt)
+        count = request.sampling.n
+        samples = [Sample(request, index, prompt, self._vocabulary.stream()) for index in range(count)]
+        live = self._live[request.request_id] = _Live(request, prompt, samples)
+        self._idle.clear()
+        try:
+            async with aclosing(merge([self._sample(core, live, each) for each in samples])) as chunks:
+                async for chunk in chunks:
+                    count -= chunk.finish_reason is not None
+                    yield chunk if count else _last(chunk, live)
+        except Exception as error:
+            self._counters.failed += 1
+            raise translated(core, request.request_id, error) from error
+        finally:
+            self._forget(live)
+
+    async def abort(self, request_id: str) -> bool:
+        live, core = self._live.get(request_id), self._core
+        if live is None or core is None or core.is_dead:
+            return False
+        await core.llm.abort([sample_id(request_id, each.index) for each in live.samples])
+        await core.llm.is_paused()  # a round trip: its core has let go of the blocks
+        return True
+
+    async def tokenize(self, text: str) -> list[int]:
+        return await self._tokenizer.encode_off_loop(text, enough=self._running().max_model_len)
+
+    def token_bytes(self, token: int) -> bytes:
+        self._running()
+        return self._vocabulary.token_bytes(token)
+
+    async def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
+        return await self._tokenizer.chat_prompt_off_loop(messages, enough=self._running().max_model_len)
+
+    async def stats(self) -> EngineStats:
+        core = self._running()
+        if core.is_dead:
+            raise died("the engine is gone")
+        live = sum(each.num_running for each in self._live.values())
+        used = core.recorder.kv_usage if live else 0.0  # vLLM sends no figures when the last request is aborted
+        running = min(core.recorder.running, live)
+        return replace(
+            self._counters,
+            running=running,
+            waiting=live - running,
+            free_blocks=round((1.0 - used) * core.num_blocks),
+            steps=core.recorder.steps,
+            step_ms=core.recorder.step_ms,
+            preemptions=core.recorder.preemptions,
+        )
+
+    async def pause(self) -> None:
+        core = self._offering("pause")
+        await core.llm.pause_generation(mode="keep", clear_cache=False)
+        self._counters.state = "paused"
+
+    async def resume(self) -> None:
+        await self._offering("pause").llm.resume_generation()
+        self._counters.state = "serving"
+
+    async def load_lora(self, name: str, path: str) -> None:
+        core = self._offering("lora")
+        if name in self._loras:
+            raise ConflictError(f"adapter {name} is loaded already.", hint="Unload it first.")
+        if len(self._loras) >= self._config.max_loras:
+            raise ConflictError(
+                f"{len(self._loras)} adapters are loaded, which is max_loras.", hint="Unload one, or raise max_loras."
+            )
+        self._loras_loaded += 1  # vLLM knows them by a number that is never used again
+        adapter = core.modules["lora"].LoRARequest(name, self._loras_loaded, path)
+        if not await asyncio.to_thread((Path(path) / "adapter_config.json").exists):
+            raise DataError(f"{path} holds no adapter_config.json.", hint="Name a directory in PEFT's format.")
+        try:
+            await core.llm.add_lora(adapter)
+        except Exception as error:
+            raise DataError(
+                f"vLLM cannot load adapter {name} from {path}: {error}", hint="Check the adapter."
+            ) from error
+        self._loras[name] = adapter
+
+    async def unload_lora(self, name: str) -> None:
+        core = self._offering("lora")
+        if name not in self._loras:
+            raise NotFoundError(f"adapter {name} is not loaded.", hint="It may have been unloaded.")
+        if any(live.request.lora == name for live in self._live.values()):
+            raise ConflictError(f"requests use adapter {name}.", hint="Unload it when they have ended.")
+        await core.llm.remove_lora(self._loras.pop(name).lora_int_id)
+
+    async def drain(self, timeout_s: float) -> bool:
+        self._accepting = False
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except TimeoutError:
+            for request_id in list(self._live):
+                await self.abort(request_id)
+            return False
+        return True
+
+    async def shutdown(self) -> None:
+        self._accepting = False
+        core = self._core
+        if core is None:
+            return
+        for request_id in list(self._live):
+            await self.abort(request_id)
+        self._core = None
+        await asyncio.to_thread(core.shutdown)
+
+    def _running(self) -> VllmCore:
+        if self._core is None:
+            raise EngineError("the engine is not running.", hint="Await start() first.")
+        return self._core
+
+    def _offering(self, feature: Feature) -> VllmCore:
+        core = self._running()
+        if feature not in core.features:
+            refuse(self.backend, feature)
+        return core
+
+    async def _warm_up(self, core: VllmCore) -> None:
+        """One token, since what vLLM cannot compute (a head size, say) kills its core at the first request only."""
+        params = core.modules["sampling_params"].SamplingParams(max_tokens=1, temperature=0, detokenize=False)
+        try:
+            async for _ in core.llm.generate(tokens_prompt(core, [1], ""), params, "warm up"):
+                pass
+            if core.llm.vllm_config.parallel_config.worker_extension_cls:
+                await core.llm.collective_rpc("end_with_parent")
+        except Exception as error:
+            raise ConfigError(
+                f"vLLM loads this model and cannot compute it: {error}",
+                hint="Its own log on stderr says why; the native engine may serve it.",
+            ) from error
+
+    def _admit(self, request: GenRequest, prompt: list[int]) -> VllmCore:
+        core, name = self._core, request.request_id
+        if core is None or not self._accepting:
+            raise OverloadedError("the engine is draining or stopped.", hint="Retry on another replica.")
+        if name in self._live:
+            raise ConflictError(f"request {name} is already running.", hint="Give each request its own id.")
+        check_features(request, core.features, self.backend)
+        check_prompt(f"request {name}", prompt, max_len=core.max_model_len, vocab_size=core.vocab_size)
+        if request.lora is not None and request.lora not in self._loras:
+            raise NotFoundError(f"adapter {request.lora} is not loaded.", hint="Load it first.")
+        if (
+            sum(len(live.samples) for live in self._live.values())
+            >= self._config.max_running + self._config.max_waiting
+        ):
+            raise OverloadedError(f"{self._config.max_waiting} requests are waiting already.", hint="Retry later.")
+        return core
+
+    async def _sample(self, core: VllmCore, live: _Live, sample: Sample) -> AsyncGenerator[GenChunk, None]:
+        request = live.request
+        lora = self._loras[request.lora] if request.lora else None
+        arguments = call(core, request, live.prompt, sample.index, self._end_ids, lora)
+        async with aclosing(core.llm.generate(**arguments)) as outputs:  # closed early, it ends in vLLM too
+            async for output in outputs:
+                chunk = sample.take(output)
+                yield chunk
+                if chunk.finish_reason:  # perhaps of a stop string, of which vLLM knows nothing
+                    return
+
+    def _forget(self, live: _Live) -> None:
+        del self._live[live.request.request_id]
+        if not self._live:
+            self._idle.set()
+        self._counters.finished += 1
+        self._counters.prompt_tokens += len(live.prompt)
+        self._counters.generated_tokens += sum(each.num_tokens for each in live.samples)
+        self._counters.cached_tokens += live.samples[0].num_cached
+
+
+def _last(chunk: GenChunk, live: _Live) -> GenChunk:
+    """The request's last chunk counts all its samples; the first one's prompt is what had to be computed."""
+    count = sum(each.num_tokens for each in live.samples)
+    usage = Usage(len(live.prompt), count, live.samples[0].num_cached)
+    return replace(chunk, usage=usage, timing=live.samples[0].timing or Timing(0.0, 0.0, 0.0))

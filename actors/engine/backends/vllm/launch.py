@@ -1,0 +1,188 @@
+"""Starts vLLM's AsyncLLM, whatever its version: what this one offers is read from its signatures, never from its
+version. Every failure to start has a message that says what to do.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from raytide.actors.engine.backends.vllm.config import VllmConfig, engine_arguments, environment
+from raytide.actors.engine.types import Feature
+from raytide.core.errors import ConfigError, EngineError, RaytideError
+from raytide.core.io.torch_packages import broken_companions, removal
+
+__all__ = ["StepRecorder", "VllmCore", "launch"]
+
+_GRACE_S = 1.0
+_ALWAYS: frozenset[Feature] = frozenset(
+    {"logit_bias", "logprobs", "min_tokens", "n", "penalties", "prompt_logprobs", "sampling", "stop_strings"}
+)
+
+
+class StepRecorder:
+    """A vLLM stat logger that keeps the last figures. Its core sends some with every step."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.step_ms = 0.0
+        self.running = 0
+        self.kv_usage = 0.0
+        self.preemptions = 0
+        self._last_s = 0.0
+
+    def record(self, scheduler_stats: Any = None, iteration_stats: Any = None, *_: object, **__: object) -> None:
+        now = time.monotonic()
+        self.preemptions += getattr(iteration_stats, "num_preempted_reqs", 0)
+        if scheduler_stats is None:
+            return
+        if self.running:  # else the time before it was idle
+            self.step_ms += ((now - self._last_s) * 1e3 - self.step_ms) * (0.1 if self.step_ms else 1.0)
+        self.steps += 1
+        self.running = scheduler_stats.num_running_reqs
+        self.kv_usage = scheduler_stats.kv_cache_usage
+        self._last_s = now
+
+    def log_engine_initialized(self) -> None:
+        """Asked of every stat logger; nothing to say."""
+
+    def log(self) -> None:
+        """The same."""
+
+    def record_sleep_state(self, *_: object) -> None:
+        """The same."""
+
+
+@dataclass(frozen=True, slots=True)
+class VllmCore:
+    """A running vLLM and what is needed to talk to it."""
+
+    llm: Any
+    recorder: StepRecorder
+    features: frozenset[Feature]
+    max_model_len: int
+    vocab_size: int
+    block_size: int
+    num_blocks: int
+    modules: Mapping[str, Any]
+
+    @property
+    def is_dead(self) -> bool:
+        return bool(self.llm.errored)
+
+    def shutdown(self) -> None:
+        """Blocks. Its process tidies its memory for many seconds before it ends; killed, it leaves nothing either."""
+        if "timeout" in _parameters(self.llm, "shutdown"):
+            self.llm.shutdown(timeout=_GRACE_S)
+        else:
+            self.llm.shutdown()
+
+
+def launch(config: VllmConfig) -> VllmCore:
+    """Blocks for as long as vLLM loads the model. Raises ConfigError for what the user can mend, else EngineError."""
+    import torch
+
+    with environment(config, threads=torch.get_num_threads()):
+        modules = _import()
+        recorder = StepRecorder()
+        platform = modules["platforms"].current_platform
+        _check_device(config.device, str(platform.device_type))
+        arguments_class = modules["arg_utils"].AsyncEngineArgs
+        arguments = engine_arguments(
+            config, inspect.signature(arguments_class).parameters, is_cpu=platform.device_type == "cpu"
+        )
+        try:
+            llm = modules["async_llm"].AsyncLLM.from_engine_args(
+                arguments_class(**arguments), stat_loggers=[lambda *_: recorder]
+            )
+        except (ValueError, TypeError, NotImplementedError) as error:
+            raise ConfigError(f"vLLM refuses this model or these options: {_first(error)}") from error
+        except RaytideError:
+            raise
+        except Exception as error:
+            raise EngineError(
+                f"vLLM did not start: {_first(error)}",
+                hint="Its own log on stderr says why; VLLM_LOGGING_LEVEL=INFO says more.",
+            ) from error
+    return _describe(llm, recorder, config, modules)
+
+
+def _describe(llm: Any, recorder: StepRecorder, config: VllmConfig, modules: Mapping[str, Any]) -> VllmCore:
+    cache, model = llm.vllm_config.cache_config, llm.vllm_config.model_config
+    return VllmCore(
+        llm=llm,
+        recorder=recorder,
+        features=_features(llm, config, modules),
+        max_model_len=int(model.max_model_len),
+        vocab_size=int(model.get_vocab_size()),
+        block_size=int(cache.block_size),
+        num_blocks=int(cache.num_gpu_blocks) - 1,  # one is vLLM's placeholder
+        modules=modules,
+    )
+
+
+def _features(llm: Any, config: VllmConfig, modules: Mapping[str, Any]) -> frozenset[Feature]:
+    found: set[Feature] = set(_ALWAYS)
+    fields = inspect.signature(modules["sampling_params"].SamplingParams).parameters
+    if config.prefix_cache:
+        found.add("prefix_cache")
+    if config.policy == "priority" and "priority" in inspect.signature(llm.generate).parameters:
+        found.add("priority")
+    if config.max_loras and hasattr(llm, "add_lora") and hasattr(llm, "remove_lora"):
+        found.add("lora")
+    if "mode" in _parameters(llm, "pause_generation") and hasattr(llm, "resume_generation"):
+        found.add("pause")
+    if not config.vllm.get("skip_tokenizer_init"):  # both need a tokenizer in vLLM too
+        found |= {"bad_words"} if "bad_words" in fields else set()
+        found |= {"structured"} if "structured_outputs" in fields else set()
+    return frozenset(found)
+
+
+def _parameters(target: object, method: str) -> Mapping[str, object]:
+    found = getattr(target, method, None)
+    return inspect.signature(found).parameters if found is not None else {}
+
+
+def _import() -> dict[str, Any]:
+    if find_spec("vllm") is None:
+        raise ConfigError(
+            "vLLM is not installed.",
+            hint="In a checkout run ./dev setup --vllm (vLLM for CPU); elsewhere pip install 'raytide[vllm]'.",
+        )
+    try:
+        return {
+            "arg_utils": import_module("vllm.engine.arg_utils"),
+            "async_llm": import_module("vllm.v1.engine.async_llm"),
+            "exceptions": import_module("vllm.exceptions"),
+            "inputs": import_module("vllm.inputs"),
+            "lora": import_module("vllm.lora.request"),
+            "platforms": import_module("vllm.platforms"),
+            "sampling_params": import_module("vllm.sampling_params"),
+        }
+    except Exception as error:  # what a broken library raises on import is anything
+        broken = broken_companions()
+        if broken:
+            raise ConfigError(
+                f"vLLM cannot be imported, because {', '.join(broken)} cannot be: a build for CUDA beside a CPU torch.",
+                hint=f"Nothing needs them: {removal(broken)}",
+            ) from error
+        raise ConfigError(f"vLLM cannot be imported: {_first(error)}", hint="Run raytide doctor.") from error
+
+
+def _check_device(device: str, actual: str) -> None:
+    if device not in ("auto", actual):
+        raise ConfigError(
+            f"device {device!r} was asked for, but the installed vLLM is built for {actual}.",
+            hint="Leave device at auto, or install the other build of vLLM.",
+        )
+
+
+def _first(error: BaseException) -> str:
+    """One line of it: vLLM's messages can be pages."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:3])[:400]}"

@@ -1,0 +1,90 @@
+"""One sample of a request that vLLM computes: its token ids become text here, with raytide's detokenizer and stop
+strings.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+from raytide.actors.engine.backends.vllm.params import token_logprobs
+from raytide.actors.engine.text.detokenizer import Detokenizer
+from raytide.actors.engine.text.stop_strings import StopScanner
+from raytide.actors.engine.types import FinishReason, GenChunk, GenRequest, Timing
+from raytide.core.errors import EngineError
+
+__all__ = ["Sample"]
+
+_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort", "repetition": "stop"}
+
+
+class Sample:
+    def __init__(self, request: GenRequest, index: int, prompt: list[int], text: Detokenizer) -> None:
+        self.index = index
+        self.num_tokens = 0
+        self.num_cached = 0
+        self.timing: Timing | None = None
+        self.finish_reason: FinishReason | None = None
+        self._request = request
+        self._prompt = prompt
+        self._text = text
+        self._stops = StopScanner.of(request.sampling)
+
+    def take(self, output: Any) -> GenChunk:
+        """What one of vLLM's outputs, a delta of one or more tokens, adds to the answer."""
+        part = output.outputs[0]
+        tokens, reason = list(part.token_ids), self._reason(part.finish_reason)
+        text = ""
+        for place, token in enumerate(tokens):
+            is_end = reason == "stop" and place == len(tokens) - 1  # an end token has no text
+            text += "" if is_end else self._stops.push(self._text.push(token))
+            if self._stops.stopped:
+                tokens, reason = tokens[: place + 1], "stop"
+        if reason and not self._stops.stopped:
+            text += self._stops.push(self._text.flush()) + self._stops.flush()
+            reason = "stop" if self._stops.stopped else reason
+        self.num_tokens += len(tokens)
+        self.num_cached = output.num_cached_tokens or self.num_cached
+        self.finish_reason = reason
+        if reason:
+            self.timing = _timing(getattr(output, "metrics", None))
+        return GenChunk(
+            self._request.request_id,
+            tokens,
+            text,
+            reason,
+            index=self.index,
+            logprobs=self._logprobs(part.logprobs, tokens),
+            prompt_logprobs=self._prompt_logprobs(output.prompt_logprobs),
+        )
+
+    def _reason(self, reason: str | None) -> FinishReason | None:
+        if reason is None:
+            return None
+        if reason not in _REASONS:
+            raise EngineError(f"request {self._request.request_id} failed inside vLLM ({reason}).")
+        return _REASONS[reason]
+
+    def _logprobs(self, entries: Any, tokens: list[int]) -> Any:
+        count = self._request.sampling.logprobs
+        if count is None or not entries:
+            return None
+        return tuple(token_logprobs(entry, token, count) for entry, token in zip(entries, tokens, strict=False))
+
+    def _prompt_logprobs(self, entries: Any) -> Any:
+        count = self._request.sampling.prompt_logprobs
+        if count is None or not entries:
+            return None
+        pairs = zip(entries, self._prompt, strict=True)
+        return tuple(None if entry is None else token_logprobs(entry, token, count) for entry, token in pairs)
+
+
+def _timing(metrics: Any) -> Timing | None:
+    """From the moments that vLLM's core noted, all of one clock; 0 where a request did not get that far."""
+    if metrics is None:
+        return None
+    moments = [metrics.queued_ts, metrics.scheduled_ts, metrics.first_token_ts, metrics.last_token_ts]
+    queue, prefill, decode = (
+        max(0.0, after - before) if after and before else 0.0 for before, after in pairwise(moments)
+    )
+    return Timing(queue, prefill, decode)

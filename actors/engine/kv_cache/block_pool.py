@@ -1,0 +1,192 @@
+"""The pool of KV blocks on the device and in host memory, and the moves between them that a step begins with.
+
+Host memory holds evicted sequences, and prefixes that were cold when their device block was wanted for something else.
+All moves of a step happen before it computes: out to the host, then in, then copies on the device. So within a step a
+block that a move still reads is not given away: it is held until `take_moves`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from hashlib import blake2b
+
+from raytide.actors.engine.kv_cache.block_allocator import Tier
+from raytide.actors.engine.sequence import StepPlan
+from raytide.core.errors import ConfigError
+
+__all__ = ["BlockPool", "Place", "chain_hash"]
+
+Place = tuple[bool, int]
+"""Where a block's content is: whether on the host, and the block there."""
+
+
+def chain_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """128 bits for a block's tokens and all tokens before them. `parent` of the first block is the sequence's salt."""
+    return blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
+
+
+class BlockPool:
+    """`keeps_cold`: cached blocks that are reused go to the host first, when there is room."""
+
+    def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int = 0) -> None:
+        if num_blocks < 1 or block_size < 1:
+            raise ConfigError(
+                f"a pool of {num_blocks} KV blocks of {block_size} tokens holds nothing.",
+                hint="Give the engine more kv_memory_gb.",
+            )
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.device, self.host = Tier(num_blocks), Tier(num_host_blocks)
+        self.keeps_cold = num_host_blocks > 0
+        self._moves = StepPlan()
+        self._read_on_device: list[int] = []  # held until the moves are done
+        self._read_on_host: list[int] = []
+
+    @property
+    def num_free(self) -> int:
+        return self.device.num_free
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` blocks with one reference each. The caller has checked `num_free`."""
+        blocks = []
+        for _ in range(count):
+            block, cold = self.device.take()
+            if cold is not None and self.keeps_cold and self.host.num_free and self.host.find(cold) is None:
+                kept, _ = self.host.take()
+                self.host.register(kept, cold)
+                self._moves.swap_out.append((block, kept))
+                self._read_on_host.append(kept)  # written once in a step, so not taken again in it
+            blocks.append(block)
+        return blocks
+
+    def allocate_now(self, count: int) -> list[int]:
+        """Blocks that are written before the next step's moves: what they cached is lost."""
+        return [self.device.take()[0] for _ in range(count)]
+
+    def free(self, blocks: Sequence[int]) -> None:
+        self.device.release(blocks)
+
+    def free_host(self, blocks: Sequence[int]) -> None:
+        self.host.release(blocks)
+
+    def register(self, block: int, block_hash: bytes) -> None:
+        """Offer a full, written block to later sequences."""
+        self.device.register(block, block_hash)
+
+    def match(self, hashes: Sequence[bytes]) -> list[Place]:
+        """Where the longest cached prefix of a chain is. It is not referenced: `share` it to keep it."""
+        places: list[Place] = []
+        for block_hash in hashes:
+            place = self._find(block_hash)
+            if place is None:
+                break
+            places.append(place)
+        return places
+
+    def saved(self, host_blocks: Sequence[int], hashes: Sequence[bytes | None]) -> list[Place]:
+        """Where an evicted sequence's blocks are: on the device still, or where `save` put them."""
+        places: list[Place] = []
+        for kept, block_hash in zip(host_blocks, hashes, strict=True):
+            block = self.device.find(block_hash)
+            places.append((True, kept) if block is None else (False, block))
+        return places
+
+    def num_taken(self, places: Sequence[Place]) -> int:
+        """How many free device blocks it takes to hold these."""
+        refs = self.device.refs
+        return sum(on_host or refs[block] == 0 for on_host, block in places)
+
+    def share(self, places: Sequence[Place]) -> None:
+        """Add one reference each."""
+        for on_host, block in places:
+            (self.host if on_host else self.device).share(block)
+
+    def load(self, places: Sequence[Place], hashes: Sequence[bytes | None]) -> list[int]:
+        """The device blocks of places that the caller shares; what is on the host comes in with the next moves."""
+        blocks = []
+        for (on_host, block), block_hash in zip(places, hashes, strict=True):
+            if on_host:
+                self._read_on_host.append(block)
+                kept, (block,) = block, self.allocate(1)
+                self._moves.swap_in.append((kept, block))
+                if block_hash is not None:
+                    self.device.register(block, block_hash)
+            blocks.append(block)
+        return blocks
+
+    def can_save(self, hashes: Sequence[bytes | None]) -> bool:
+        """Whether the host has room for blocks of these hashes (None: not full, or not to be shared)."""
+        found = [self.host.find(block_hash) for block_hash in hashes]
+        refs = self.host.refs
+        return sum(block is None or refs[block] == 0 for block in found) <= self.host.num_free
+
+    def save(self, blocks: Sequence[int], hashes: Sequence[bytes | None]) -> list[int]:
+        """Host blocks that will hold what these device blocks hold now. The caller has checked `can_save`."""
+        found = [self.host.find(block_hash) for block_hash in hashes]
+        for kept in found:
+            if kept is not None:
+                self.host.share(kept)
+        saved = []
+        for block, block_hash, kept in zip(blocks, hashes, found, strict=True):
+            if kept is None:
+                kept, _ = self.host.take()
+                self._moves.swap_out.append((block, kept))
+                if block_hash is not None:
+                    self.host.register(kept, block_hash)
+            saved.append(kept)
+        return saved
+
+    def copy(self, block: int) -> int:
+        """A block of the caller's own that will hold what `block` holds."""
+        self.device.share(block)
+        self._read_on_device.append(block)
+        (own,) = self.allocate(1)
+        self._moves.copies.append((block, own))
+        return own
+
+    def take_moves(self, plan: StepPlan) -> None:
+        """Hand over the moves that have come together; they happen before anything else is asked of the pool."""
+        moves = self._moves
+        if moves.swap_out or moves.swap_in or moves.copies:
+            plan.swap_out, plan.swap_in, plan.copies = moves.swap_out, moves.swap_in, moves.copies
+            self._moves = StepPlan()
+            self._let_go()
+
+    def discard(self, blocks: Sequence[int]) -> list[int]:
+        """Forget what the blocks hold that only the caller references, and name those: their content is not to be
+        trusted.
+        """
+        alone = [block for block in blocks if self.device.refs[block] == 1]
+        for block in alone:
+            kept = self.host.find(self.device.forget(block))
+            if kept is not None:
+                self.host.forget(kept)
+        return alone
+
+    def forget(self) -> None:
+        """Forget what every block holds, on the host too; moves that are not done are not wanted any more."""
+        self.device.forget_all()
+        self.host.forget_all()
+        self._moves = StepPlan()
+        self._let_go()
+
+    def check(self, tables: Sequence[Sequence[int]], host_tables: Sequence[Sequence[int]] = ()) -> None:
+        """Raise AssertionError unless the pool agrees with the tables of all living sequences. For tests."""
+        self.device.check(tables)
+        self.host.check(host_tables)
+
+    def _find(self, block_hash: bytes) -> Place | None:
+        block = self.device.find(block_hash)
+        if block is not None:
+            return False, block
+        kept = self.host.find(block_hash)
+        return None if kept is None else (True, kept)
+
+    def _let_go(self) -> None:
+        self.device.release(self._read_on_device)
+        self.host.release(self._read_on_host)
+        self._read_on_device, self._read_on_host = [], []

@@ -1,0 +1,85 @@
+"""The memory of the KV cache: device blocks, the host blocks beside them, and every way that blocks move."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+
+import numpy as np
+import torch
+
+from raytide.actors.engine.kv_cache.handle import Bytes
+from raytide.actors.engine.sequence import StepPlan
+
+__all__ = ["KvCache"]
+
+Tensor = torch.Tensor
+
+
+class KvCache:
+    """`layers` is what the model reads and writes: per layer [2, S, K, D], S slots in `num_blocks` blocks."""
+
+    def __init__(self, num_blocks: int, num_host_blocks: int) -> None:
+        self.num_blocks, self.num_host_blocks = num_blocks, num_host_blocks
+        self.layers: list[Tensor] = []
+        self.block_bytes: list[int] = []  # of one block in each layer
+        self._host: list[Tensor] = []  # per layer [2, num_host_blocks, a block's elements]
+
+    def allocate(self, layers: list[Tensor]) -> None:
+        """Take zeroed layers, and host memory beside them; pinned where the device copies from it by itself."""
+        if self.num_host_blocks:
+            self._host = [
+                torch.zeros(
+                    2,
+                    self.num_host_blocks,
+                    kv.numel() // (2 * self.num_blocks),
+                    dtype=kv.dtype,
+                    pin_memory=kv.is_cuda,
+                )
+                for kv in layers
+            ]
+        self.layers = layers
+        self.block_bytes = [kv.nbytes // self.num_blocks for kv in layers]
+
+    def free(self) -> None:
+        self.layers, self._host = [], []
+
+    def move(self, plan: StepPlan) -> None:
+        """Move blocks as the plan says; before its chunks are computed, and once."""
+        for kv, host in zip(self.layers, self._host, strict=False):
+            blocks = self._blocks(kv)
+            if plan.swap_out:
+                sources, targets = zip(*plan.swap_out, strict=True)
+                host[:, targets] = blocks[:, sources].to(host.device)
+            if plan.swap_in:
+                sources, targets = zip(*plan.swap_in, strict=True)
+                blocks[:, targets] = host[:, sources].to(blocks.device)
+        if plan.copies:
+            sources, targets = zip(*plan.copies, strict=True)
+            for kv in self.layers:
+                blocks = self._blocks(kv)
+                blocks[:, targets] = blocks[:, sources]
+
+    def scrub(self, blocks: Items[int]) -> None:
+        """Zero blocks that may hold NaN: padded attention multiplies what it does not use by 0."""
+        for kv in self.layers:
+            self._blocks(kv)[:, list(blocks)] = 0.0
+
+    def read(self, blocks: Items[int]) -> tuple[Bytes, ...]:
+        """Each layer's blocks as bytes in host memory."""
+        rows = list(blocks)
+        if not rows:  # which a sleeping cache can say too
+            return tuple(np.empty(0, np.uint8) for _ in self.block_bytes)
+        return tuple(
+            self._blocks(kv)[:, rows].transpose(0, 1).contiguous().cpu().view(torch.uint8).numpy().reshape(-1)
+            for kv in self.layers
+        )
+
+    def write(self, blocks: Items[int], layers: Items[Bytes]) -> None:
+        """What `read` gave, into other blocks."""
+        rows = list(blocks)
+        for kv, data in zip(self.layers, layers, strict=True):
+            values = torch.from_numpy(np.array(data)).view(kv.dtype).view(len(rows), 2, -1)
+            self._blocks(kv)[:, rows] = values.transpose(0, 1).to(kv.device)
+
+    def _blocks(self, kv: Tensor) -> Tensor:
+        return kv.view(2, self.num_blocks, -1)

@@ -1,0 +1,83 @@
+"""The prefix cache as sequences see it: what of a prompt is held already, and what is being computed at this moment.
+
+A request whose prefix another one computes right now waits for that instead of computing the same (as SGLang does).
+"""
+
+from __future__ import annotations
+
+from raytide.actors.engine.kv_cache.block_pool import BlockPool, Place, chain_hash
+from raytide.actors.engine.sequence import Rank, Sequence
+
+__all__ = ["Prefixes"]
+
+
+class Prefixes:
+    """Hashes are chained over full blocks, from the sequence's salt on."""
+
+    def __init__(self, pool: BlockPool, enabled: bool) -> None:
+        self._pool = pool
+        self._size = pool.block_size
+        self._enabled = enabled
+        self._makers: dict[bytes, Sequence] = {}  # who computes a block that is not in the cache yet
+
+    def computed(self, seq: Sequence) -> list[bytes | None]:
+        """The hashes of the blocks that hold computed tokens; None for one that is not full."""
+        full, count = seq.num_computed // self._size, self._pool.blocks_for(seq.num_computed)
+        hashes: list[bytes | None] = [*self._hashes(seq, full)] if self._enabled else []
+        return hashes + [None] * (count - len(hashes))
+
+    def cached(self, seq: Sequence) -> list[Place]:
+        """Where the start of a sequence is held. Its last token is computed in any case, for the logits."""
+        if not self._enabled or not seq.reads_cache:
+            return []
+        return self._pool.match(self._hashes(seq, self._shareable(seq)))
+
+    def awaited(self, seq: Sequence, num_cached: int, order: Rank) -> bytes | None:
+        """The last block of a prefix that running sequences compute now, if waiting for it is worth its step: at least
+        half of what is missing comes from it, and nobody is waited for whose turn comes later.
+        """
+        if not self._makers or not seq.reads_cache:
+            return None
+        last, shared = None, 0
+        for block_hash in self._hashes(seq, self._shareable(seq))[num_cached:]:
+            maker = self._makers.get(block_hash)
+            if maker is None or maker.rank[:2] > order[:2]:
+                break
+            last, shared = block_hash, shared + 1
+        return last if 2 * shared * self._size >= len(seq.tokens) - num_cached * self._size else None
+
+    def promise(self, seq: Sequence) -> None:
+        """A sequence begins to run: its full blocks that are not computed yet will be."""
+        if self._enabled:
+            for block_hash in self._hashes(seq, len(seq.tokens) // self._size)[seq.num_computed // self._size :]:
+                self._makers.setdefault(block_hash, seq)
+
+    def register(self, seq: Sequence) -> list[bytes]:
+        """Offer the blocks that have been filled to later sequences; the hashes of those."""
+        first, end = seq.num_registered, seq.num_computed // self._size
+        if not self._enabled or end <= first:
+            return []
+        hashes = self._hashes(seq, end)[first:]
+        for block, block_hash in zip(seq.block_ids[first:end], hashes, strict=True):
+            self._pool.register(block, block_hash)
+            self._makers.pop(block_hash, None)
+        seq.num_registered = end
+        return hashes
+
+    def withdraw(self, seq: Sequence) -> list[bytes]:
+        """A sequence runs no more: the hashes of what it would have computed."""
+        broken = [each for each in seq.block_hashes[seq.num_registered :] if self._makers.get(each) is seq]
+        for block_hash in broken:
+            del self._makers[block_hash]
+        return broken
+
+    def _shareable(self, seq: Sequence) -> int:
+        return (len(seq.tokens) - 1) // self._size
+
+    def _hashes(self, seq: Sequence, count: int) -> list[bytes]:
+        """The first `count` block hashes of a sequence, each computed once."""
+        size, hashes = self._size, seq.block_hashes
+        while len(hashes) < count:
+            at = len(hashes) * size
+            hashes.append(chain_hash(hashes[-1] if hashes else seq.salt, seq.tokens[at : at + size]))
+        return hashes[:count]

@@ -1,0 +1,1 @@
+"""The native engine's forward pass: weights, layers, LoRA and the batch that a step runs."""

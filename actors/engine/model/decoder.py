@@ -1,0 +1,132 @@
+"""The decoder of all supported families over a flat batch of tokens and a paged KV cache, made of the operators of
+`raytide.kernels`. What a family is, `Architecture` says; there is no class for each.
+
+Shape suffixes: see `kernels/core.py`, and N hidden size, R rows whose logits are wanted, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from raytide.actors.engine.model.lora import LoraRows
+from raytide.actors.engine.model.weight_loader import LayerBuilder, SparseFfn
+from raytide.actors.models.architecture import Architecture
+from raytide.actors.models.loader import Weights
+from raytide.actors.models.rope import cos_sin
+from raytide.kernels.core import AttentionSpec, PagedBatch, Rope
+from raytide.kernels.registry import Ops
+
+__all__ = ["Decoder"]
+
+Tensor = torch.Tensor
+
+
+class Decoder:
+    """Weights and the forward pass. It keeps no state between calls: the KV cache is the caller's."""
+
+    def __init__(self, arch: Architecture, weights: Weights, ops: Ops, max_len: int) -> None:
+        self.arch, self._ops = arch, ops
+        build = LayerBuilder(arch, weights, ops)
+        self._embedding = build.embedding()
+        self._positions = build.positions()
+        self._layers = [build.layer(index) for index in range(arch.num_layers)]
+        self._norm = build.final_norm()
+        self._head = build.head(self._embedding)
+        # Rounded as transformers rounds it.
+        self._embedding_scale = self._embedding.new_tensor(arch.embedding_scale).item()
+        self._ropes = [tuple(each.to(self._embedding) for each in cos_sin(spec, max_len)) for spec in arch.ropes]
+        specs = [AttentionSpec(each.attention_scale, each.window, arch.attention_softcap) for each in arch.layers]
+        self._attentions = list(dict.fromkeys(specs))
+        self._attention_of = [self._attentions.index(spec) for spec in specs]
+
+    def new_cache(self, num_blocks: int, block_size: int) -> list[Tensor]:
+        """Zeroed KV per layer, [2, S, K, D]. Zeroed because padding is multiplied by 0, which leaves no NaN only if
+        finite.
+        """
+        shape = (2, num_blocks * block_size, self.arch.num_kv_heads, self.arch.head_dim)
+        return [self._embedding.new_zeros(shape) for _ in self._layers]
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        ids_T: Tensor,
+        positions_T: Tensor,
+        batch: PagedBatch,
+        cache: list[Tensor],
+        rows_R: Tensor,
+        loras: LoraRows | None = None,
+    ) -> Tensor:
+        """Write the KV of all tokens and return float32 logits [R, V] that follow the tokens `rows_R`."""
+        return self.head(self.hidden(ids_T, positions_T, batch, cache, rows_R, loras))
+
+    @torch.inference_mode()
+    def head(self, hidden_RN: Tensor) -> Tensor:
+        """float32 logits [R, V] of last hidden states."""
+        logits_RV, cap = self._head(hidden_RN).float(), self.arch.logit_softcap
+        return logits_RV if cap is None else cap * torch.tanh(logits_RV / cap)
+
+    @torch.inference_mode()
+    def hidden(
+        self,
+        ids_T: Tensor,
+        positions_T: Tensor,
+        batch: PagedBatch,
+        cache: list[Tensor],
+        rows_R: Tensor,
+        loras: LoraRows | None = None,
+    ) -> Tensor:
+        """Write the KV of all tokens and return the last hidden states [R, N], normed, of the tokens `rows_R`."""
+        arch, ops = self.arch, self._ops
+        attends = [ops.attention(batch, spec) for spec in self._attentions]
+        ropes = [Rope(cos[positions_T], sin[positions_T]) for cos, sin in self._ropes]
+        heads, all_heads, dim = arch.num_heads, arch.num_heads + 2 * arch.num_kv_heads, arch.head_dim
+        x_TN = self._embed(ids_T, positions_T)
+        delta_TN = torch.zeros_like(x_TN)
+        for index, (layer, kv) in enumerate(zip(self._layers, cache, strict=True)):
+            normed_TN = ops.add_norm(x_TN, delta_TN, layer.input_norm)
+            qkv_TAD = layer.qkv(normed_TN)
+            if loras is not None:
+                loras.add(index, "qkv", normed_TN, qkv_TAD)
+            qkv_TAD = qkv_TAD.view(-1, all_heads, dim)
+            rope = arch.layers[index].rope
+            ops.rope_write(qkv_TAD, None if rope is None else ropes[rope], layer.head_norms, kv, batch.slots_T)
+            attended = attends[self._attention_of[index]](qkv_TAD[:, :heads], kv).flatten(1)
+            delta_TN = layer.attention_out(attended)
+            if loras is not None:
+                loras.add(index, "attention_out", attended, delta_TN)
+            if layer.post_attention_norm is not None:
+                delta_TN = ops.norm(delta_TN, layer.post_attention_norm)
+            delta_TN = self._feed_forward(index, ops.add_norm(x_TN, delta_TN, layer.ffn_norm), loras)
+            if layer.post_ffn_norm is not None:
+                delta_TN = ops.norm(delta_TN, layer.post_ffn_norm)
+        return ops.add_norm(x_TN[rows_R], delta_TN[rows_R], self._norm)
+
+    def _embed(self, ids_T: Tensor, positions_T: Tensor) -> Tensor:
+        x_TN = self._embedding[ids_T]
+        if self._embedding_scale != 1.0:
+            x_TN *= self._embedding_scale
+        if self._positions is not None:
+            x_TN += self._positions[positions_T]
+        return x_TN
+
+    def _feed_forward(self, index: int, x_TN: Tensor, loras: LoraRows | None) -> Tensor:
+        layer, arch, ops = self._layers[index], self.arch, self._ops
+        if layer.gate_up is None or layer.down is None:
+            assert layer.sparse is not None
+            return self._choose_experts(layer.sparse, x_TN)
+        hidden = layer.gate_up(x_TN)
+        if loras is not None:
+            loras.add(index, "gate_up", x_TN, hidden)
+        hidden = (ops.activate_mul if arch.gated_ffn else ops.activate)(hidden, arch.activation)
+        out_TN = layer.down(hidden)
+        if loras is not None:
+            loras.add(index, "down", hidden, out_TN)
+        return out_TN
+
+    def _choose_experts(self, ffn: SparseFfn, x_TN: Tensor) -> Tensor:
+        assert self.arch.experts is not None
+        likely = ffn.router(x_TN).float().softmax(-1).topk(self.arch.experts.per_token)
+        weights_TX = likely.values
+        if self.arch.experts.renormalize:
+            weights_TX = weights_TX / weights_TX.sum(-1, keepdim=True)
+        return ffn.experts(x_TN, likely.indices, weights_TX)

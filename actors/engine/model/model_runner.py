@@ -1,0 +1,208 @@
+"""Computes one step: inputs from the persistent batch, the forward pass over the paged cache, a token for each that
+is due.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from raytide.actors.engine.config import EngineConfig
+from raytide.actors.engine.faults import contained
+from raytide.actors.engine.kv_cache.kv_cache import KvCache
+from raytide.actors.engine.model.adapters import Adapters
+from raytide.actors.engine.model.decoder import Decoder
+from raytide.actors.engine.model.input_batch import PersistentBatch
+from raytide.actors.engine.model.lora import read_adapter
+from raytide.actors.engine.model.pooling import Pooling, WholePrompts
+from raytide.actors.engine.sampling.logprobs import PromptRows
+from raytide.actors.engine.sampling.sampler import Sampler
+from raytide.actors.engine.sampling_params import SamplingParams
+from raytide.actors.engine.scheduler.preemption import SwapCost
+from raytide.actors.engine.sequence import Chunk, Sampled, Sequence, StepPlan
+from raytide.actors.models.architecture import Architecture
+from raytide.actors.models.loader import Weights
+from raytide.core.errors import ConfigError, EngineError
+from raytide.kernels.device import resolve_device
+from raytide.kernels.registry import ops_for
+
+__all__ = ["Runner"]
+
+_MEASURED_TOKENS = 256
+
+
+class Runner:
+    """Owns the weights, the KV cache and all device memory. The scheduler tells it what to compute and knows nothing
+    of it.
+    """
+
+    def __init__(self, config: EngineConfig, arch: Architecture) -> None:
+        self.arch, self._device = arch, resolve_device(config.device)
+        self._dtype = self._device.dtype(arch.dtype if config.dtype == "auto" else config.dtype)
+        self.max_len = _max_len(config, arch)
+        self.block_size = config.block_size or self._device.block_size
+        block_bytes = arch.kv_elements * self._dtype.itemsize * self.block_size
+        # What kv_memory_gb holds, but no more than max_running sequences can ever use.
+        usable = config.max_running * -(-self.max_len // self.block_size)
+        num_blocks = config.num_blocks or min(int(config.kv_memory_gb * 1e9) // block_bytes, usable)
+        self.max_len = min(self.max_len, num_blocks * self.block_size)
+        self.cache = KvCache(num_blocks, int(config.host_memory_gb * 1e9) // block_bytes)
+        self._ops = ops_for(self._device.kind, config.deterministic)
+        self._adapters = Adapters(config.max_loras)
+        self._model: Decoder | None = None
+        self.use(self.load(Path(config.model_dir)))
+        self.allocate()
+        self._batch = PersistentBatch(config.max_running, self.max_len, self.block_size, self._device.torch_device)
+        self._sampler = Sampler()
+
+    def load(self, model_dir: Path) -> Decoder:
+        """Read weights; what runs goes on with its own meanwhile."""
+        weights = Weights(model_dir, self._dtype, self._device.torch_device)
+        return Decoder(self.arch, weights, self._ops, self.max_len)
+
+    def use(self, model: Decoder) -> None:
+        """Compute with these weights from now on. KV of the former ones means nothing any more."""
+        self._model = model
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self._dtype).removeprefix("torch.")
+
+    @property
+    def has_weights(self) -> bool:
+        return self._model is not None
+
+    def allocate(self) -> None:
+        """Take the memory for KV."""
+        self.cache.allocate(self._loaded.new_cache(self.cache.num_blocks, self.block_size))
+
+    def sleep(self, level: Literal[1, 2]) -> None:
+        """Give back the memory of the KV, at level 2 also that of the weights."""
+        self.cache.free()
+        if level == 2:
+            self._model = None
+        if self._device.torch_device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def swap_cost(self) -> SwapCost | None:
+        """Measured now, while nothing runs; None without host memory."""
+        if not self.cache.num_host_blocks:
+            return None
+        length = min(_MEASURED_TOKENS, self.max_len - 1)
+        blocks = range(-(-length // self.block_size))
+        prompt = Sequence("measured", [0] * length, length, SamplingParams(), self.max_len, frozenset(), 0)
+        prompt.block_ids += blocks
+        pairs = [(block, block) for block in blocks[: self.cache.num_host_blocks]]
+        prefill_s = _best_s(lambda: self.logits([Chunk(prompt, 0, length)]).cpu())
+        move_s = _best_s(lambda: self.cache.move(StepPlan(swap_out=pairs, swap_in=pairs)))
+        self.release(prompt)
+        return SwapCost(move_s / len(pairs) * length / prefill_s)
+
+    def execute_apart(self, chunks: list[Chunk]) -> tuple[dict[str, Sampled], dict[str, Exception]]:
+        """Compute the chunks, and when that fails their halves: down to a batch that fits in memory, or to the one at
+        fault. The second dict has the errors, by sequence id.
+        """
+        if not chunks:
+            return {}, {}
+        try:
+            return self.execute(chunks), {}
+        except BaseException as error:
+            fault = contained(error)
+            if len(chunks) == 1:
+                return {}, {chunks[0].seq.seq_id: fault}
+            del fault
+        # Outside of the handler: the traceback would keep the failed step's tensors alive.
+        half = len(chunks) // 2
+        parts = [self.execute_apart(chunks[:half]), self.execute_apart(chunks[half:])]
+        return parts[0][0] | parts[1][0], parts[0][1] | parts[1][1]
+
+    def execute(self, chunks: list[Chunk]) -> dict[str, Sampled]:
+        """Compute the chunks; the next token of each sequence that they bring up to date.
+
+        The log probabilities of prompt tokens go into the sequences that ask for them.
+
+        Executing a chunk again writes the same KV and draws the same token, so a failed step can be retried in parts.
+        """
+        chunks = self._adapters.group(chunks)
+        due = [chunk.seq for chunk in chunks if chunk.samples]
+        prompt = PromptRows.of(chunks)
+        logits_RV = self.logits(chunks, prompt.rows)
+        prompt.record(logits_RV[len(due) :])
+        sampled = self._sampler.sample(logits_RV[: len(due)], due)
+        return {seq.seq_id: each for seq, each in zip(due, sampled, strict=True)}
+
+    def logits(self, chunks: list[Chunk], more_rows: Items[int] = ()) -> torch.Tensor:
+        """The forward pass alone: a row of float32 logits for each sequence that is brought up to date, then one for
+        each of `more_rows` of the flat batch.
+        """
+        step = self._batch.build(chunks)
+        rows_R = step.sampled_rows_R
+        if more_rows:
+            rows_R = torch.cat((rows_R, rows_R.new_tensor(more_rows)))
+        loras = self._adapters.rows(chunks)
+        return self._loaded.forward(step.ids_T, step.positions_T, step.paged, self.cache.layers, rows_R, loras)
+
+    def prompt_logits(self, tokens: list[int]) -> torch.Tensor:
+        """float32 [T, V]: what follows each token of a prompt, computed apart from what runs."""
+        return self._whole.logits(tokens)
+
+    def embed(self, prompts: list[list[int]], pooling: Pooling, normalize: bool = True) -> list[list[float]]:
+        """A vector for each prompt, computed in one go apart from what runs: see `pooling.groups`."""
+        vectors: list[list[float]] = self._whole.embed(prompts, pooling, normalize).tolist()
+        return vectors
+
+    def load_lora(self, name: str, path: Path) -> None:
+        """Serve sequences whose `lora` is `name` with a PEFT adapter. Raises ConflictError, CapacityError, ConfigError
+        or DataError, and then nothing has changed.
+        """
+        self._adapters.check_free(name)
+        self._adapters.add(name, read_adapter(path, self.arch, self._ops, self._dtype, self._device.torch_device))
+
+    def unload_lora(self, name: str) -> None:
+        """Raises NotFoundError. No sequence may use it any more."""
+        self._adapters.remove(name)
+
+    def lora_id(self, name: str) -> str:
+        """What the KV of an adapter's sequences is known by, for `Sequence.salt`. Raises NotFoundError."""
+        return self._adapters.id_of(name)
+
+    def release(self, seq: Sequence) -> None:
+        """Forget a sequence that finished or was preempted."""
+        self._batch.release(seq)
+        self._sampler.forget(seq)
+
+    @property
+    def _whole(self) -> WholePrompts:
+        return WholePrompts(self._loaded, self.block_size, self._device.torch_device)
+
+    @property
+    def _loaded(self) -> Decoder:
+        if self._model is None:
+            raise EngineError("the engine sleeps without its weights.", hint="Wake it.")
+        return self._model
+
+
+def _best_s(work: Callable[[], object]) -> float:
+    """Of three times, after one that warms up."""
+    times = []
+    for _ in range(4):
+        began = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - began)
+    return min(times[1:])
+
+
+def _max_len(config: EngineConfig, arch: Architecture) -> int:
+    if config.max_model_len is None:
+        return arch.max_model_len
+    if config.max_model_len > arch.max_model_len:
+        raise ConfigError(
+            f"max_model_len {config.max_model_len} is more than the {arch.max_model_len} positions of the model.",
+            hint="Lower it, or leave it out.",
+        )
+    return config.max_model_len

@@ -1,0 +1,85 @@
+"""Log probabilities under the model's own distribution: of the tokens that were chosen, and of a prompt's tokens.
+
+A row's figures do not depend on the other rows. Shape suffixes: R rows, V vocabulary, K most likely tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+import torch
+
+from raytide.actors.engine.limits import MAX_LOGPROBS
+from raytide.actors.engine.sequence import Chunk, Sequence
+from raytide.actors.engine.types import TokenLogprobs
+
+__all__ = ["PromptRows", "token_logprobs"]
+
+_ROWS_AT_ONCE = 8  # so that what is computed in between stays small: fresh memory takes longer than the computation
+
+
+def token_logprobs(logits_RV: torch.Tensor, tokens: Items[int], counts: Items[int]) -> list[TokenLogprobs]:
+    """For each row its token's log probability and rank, and the `counts[row]` most likely tokens."""
+    found: list[TokenLogprobs] = []
+    for at in range(0, len(tokens), _ROWS_AT_ONCE):
+        rows = slice(at, at + _ROWS_AT_ONCE)
+        found += _of_rows(logits_RV[rows], tokens[rows], counts[rows])
+    return found
+
+
+def _of_rows(logits_RV: torch.Tensor, tokens: Items[int], counts: Items[int]) -> list[TokenLogprobs]:
+    logprobs_RV = logits_RV.log_softmax(-1)
+    chosen_R1 = torch.tensor(tokens, device=logits_RV.device)[:, None]
+    logprobs_R1 = logprobs_RV.gather(-1, chosen_R1)
+    # As floats, which are exact up to 2^24: on a CPU torch sums booleans five times as slowly.
+    ranks = (logprobs_RV > logprobs_R1).float().sum(-1).int().add_(1).tolist()
+    # Always as many, so that among equals the order is the same whatever the other rows ask for.
+    best_RK = logprobs_RV.topk(min(MAX_LOGPROBS, logprobs_RV.shape[-1])) if any(counts) else None
+    values = best_RK.values.tolist() if best_RK else [[]] * len(tokens)
+    ids = best_RK.indices.tolist() if best_RK else [[]] * len(tokens)
+    return [
+        TokenLogprobs(token, logprob, rank, tuple(zip(ids[row][:count], values[row][:count], strict=True)))
+        for row, (token, logprob, rank, count) in enumerate(
+            zip(tokens, logprobs_R1.squeeze(1).tolist(), ranks, counts, strict=True)
+        )
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRows:
+    """The rows of a step's flat batch whose logits say how likely the prompt token after them was."""
+
+    chunks: list[tuple[Chunk, int]]  # with how many of its positions count, from its first
+    rows: list[int]
+
+    @classmethod
+    def of(cls, chunks: Items[Chunk]) -> PromptRows:
+        wanted, rows, offset = list[tuple[Chunk, int]](), list[int](), 0
+        for chunk in chunks:
+            if (count := _prompt_positions(chunk)) > 0:
+                wanted.append((chunk, count))
+                rows += range(offset, offset + count)
+            offset += chunk.length
+        return cls(wanted, rows)
+
+    def record(self, logits_RV: torch.Tensor) -> None:
+        """Note each row's figures in its sequence. Recording a chunk again changes nothing."""
+        at = 0
+        for chunk, count in self.chunks:
+            seq, start = chunk.seq, chunk.start
+            assert len(seq.prompt_logprobs) > start or start == 0, "a prompt position was not computed"
+            seq.prompt_logprobs[0:1] = [None]
+            seq.prompt_logprobs[start + 1 :] = token_logprobs(
+                logits_RV[at : at + count],
+                seq.tokens[start + 1 : start + 1 + count],
+                [seq.params.prompt_logprobs or 0] * count,
+            )
+            at += count
+
+
+def _prompt_positions(chunk: Chunk) -> int:
+    seq: Sequence = chunk.seq
+    if seq.params.prompt_logprobs is None or len(seq.prompt_logprobs) >= seq.prompt_len:
+        return 0
+    return min(chunk.start + chunk.length, seq.prompt_len - 1) - chunk.start

@@ -1,0 +1,163 @@
+"""From logits to tokens. Each row's token depends on its logits, parameters, seed and position alone, never on the
+batch.
+
+In this order: log probabilities are noted, logit bias, penalties, the grammar's mask, bans, then the choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+
+import numpy as np
+import torch
+
+from raytide.actors.engine.sampling.banned_tokens import banned_tokens
+from raytide.actors.engine.sampling.grammar_mask import Constraint
+from raytide.actors.engine.sampling.logprobs import token_logprobs
+from raytide.actors.engine.sampling.penalties import Occurrences, penalize
+from raytide.actors.engine.sampling.top_k_top_p import Draws
+from raytide.actors.engine.sequence import Sampled, Sequence
+from raytide.core.errors import RaytideError, UsageError
+
+__all__ = ["Sampler"]
+
+Tensor = torch.Tensor
+
+
+class Sampler:
+    """Keeps what it has learned of a sequence's tokens (their counts, the state of its grammar) until told to forget;
+    after that it learns it again from the tokens.
+    """
+
+    def __init__(self) -> None:
+        self._occurrences: dict[str, Occurrences] = {}
+        self._constraint = Constraint()
+        self._batch = _Batch([], torch.device("cpu"))
+
+    def forget(self, seq: Sequence) -> None:
+        self._occurrences.pop(seq.seq_id, None)
+        self._constraint.forget(seq)
+
+    @torch.inference_mode()
+    def sample(self, logits_RV: Tensor, seqs: list[Sequence]) -> list[Sampled]:
+        """The next token of each row; -1 for a row without a finite maximum, which means the model broke on it, and for
+        one whose `error` says why it has none.
+
+        The logits are the sampler's to change.
+        """
+        if seqs != self._batch.seqs:  # by identity: while the batch stays, nothing is asked of its sequences again
+            self._batch = _Batch(seqs, logits_RV.device)
+        batch = self._batch
+        if batch.is_plain:
+            return _greedy(logits_RV)
+        is_broken_R = ~logits_RV.amax(-1).isfinite()
+        untouched_RV = logits_RV[batch.reporting] if batch.reporting else logits_RV
+        errors = self._shape(logits_RV, batch)
+        tokens = _choose(logits_RV, batch)
+        tokens[is_broken_R] = -1
+        sampled = list(map(Sampled, tokens.tolist()))
+        for row, error in errors.items():
+            sampled[row] = Sampled(-1, error=error)
+        self._constraint.advance([(seqs[row], sampled[row]) for row in batch.structured])
+        chosen = [max(0, sampled[row].token) for row in batch.reporting]
+        for row, logprobs in zip(
+            batch.reporting, token_logprobs(untouched_RV, chosen, batch.logprob_counts), strict=True
+        ):
+            sampled[row].logprobs = logprobs
+        return sampled
+
+    def _shape(self, logits_RV: Tensor, batch: _Batch) -> dict[int, RaytideError]:
+        """Change the logits as the parameters ask; the rows for which that fails."""
+        seqs = batch.seqs
+        if batch.bias is not None:
+            rows, tokens, values = batch.bias
+            logits_RV[rows, tokens] += values
+        if batch.penalized:
+            penalized = [seqs[row] for row in batch.penalized]
+            for seq in penalized:
+                if seq.seq_id not in self._occurrences:
+                    self._occurrences[seq.seq_id] = Occurrences(seq)
+            seen = [self._occurrences[seq.seq_id] for seq in penalized]
+            penalize(logits_RV, batch.penalized, penalized, seen)
+        errors = self._constraint.mask(logits_RV, [(row, seqs[row]) for row in batch.structured])
+        bans = {row: banned for row in batch.banning if (banned := banned_tokens(seqs[row]))}
+        if bans:
+            _ban(logits_RV, bans, batch.structured)
+            for row in bans:
+                if row not in errors and bool(logits_RV[row].amax() == -torch.inf):
+                    hint = "Leave some token out of bad_words, stop_token_ids or min_tokens."
+                    errors[row] = UsageError(f"request {seqs[row].seq_id}: every token is banned.", hint=hint)
+        return errors
+
+
+class _Batch:
+    """Which rows ask for what, found out once for as long as the same sequences run."""
+
+    def __init__(self, seqs: list[Sequence], device: torch.device) -> None:
+        self.seqs = list(seqs)
+        self.reporting = self._rows(lambda seq: seq.params.needs_logprobs)
+        self.logprob_counts = [seqs[row].params.logprobs or 0 for row in self.reporting]
+        self.penalized = self._rows(lambda seq: seq.params.has_penalties)
+        self.structured = self._rows(lambda seq: seq.grammar is not None)
+        self.banning = self._rows(lambda seq: bool(seq.bad_words) or seq.params.min_tokens > 0)
+        self.bias = _bias(seqs, device)
+        self.drawn = self._rows(lambda seq: not seq.params.is_greedy)
+        self.draws = Draws([seqs[row].params for row in self.drawn], [seqs[row].seed for row in self.drawn], device)
+        shaped = self.reporting or self.penalized or self.structured or self.banning or self.bias
+        self.is_plain = not (shaped or self.drawn)
+
+    def _rows(self, holds: Callable[[Sequence], bool]) -> list[int]:
+        return [row for row, seq in enumerate(self.seqs) if holds(seq)]
+
+
+def _bias(seqs: Items[Sequence], device: torch.device) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Rows, tokens and values of every logit bias."""
+    biased = [(row, seq.params.logit_bias) for row, seq in enumerate(seqs) if seq.params.logit_bias]
+    if not biased:
+        return None
+    # A request's samples share their parameters: each mapping is turned into arrays once.
+    arrays = {id(bias): (np.fromiter(bias, np.int64), np.fromiter(bias.values(), np.float32)) for _, bias in biased}
+    sizes = [len(bias) for _, bias in biased]
+    rows = np.repeat(np.array([row for row, _ in biased]), sizes)
+    tokens, values = (np.concatenate([arrays[id(bias)][part] for _, bias in biased]) for part in (0, 1))
+    return (
+        torch.from_numpy(rows).to(device),
+        torch.from_numpy(tokens).to(device),
+        torch.from_numpy(values).to(device),
+    )
+
+
+def _ban(logits_RV: Tensor, bans: dict[int, list[int]], structured: Items[int]) -> None:
+    """Rule tokens out. Where a grammar leaves nothing else, it wins: an output cannot go on behind its end."""
+    ruled = [row for row in bans if row in structured]
+    before_RV = logits_RV[ruled] if ruled else None
+    rows = [row for row, banned in bans.items() for _ in banned]
+    tokens = [token for banned in bans.values() for token in banned]
+    logits_RV[torch.tensor(rows, device=logits_RV.device), torch.tensor(tokens, device=logits_RV.device)] = -torch.inf
+    if before_RV is not None:
+        is_empty = (logits_RV[ruled].amax(-1) == -torch.inf)[:, None]
+        logits_RV[ruled] = torch.where(is_empty, before_RV, logits_RV[ruled])
+
+
+def _choose(logits_RV: Tensor, batch: _Batch) -> Tensor:
+    positions = [len(batch.seqs[row].tokens) for row in batch.drawn]
+    if len(batch.drawn) == len(batch.seqs):
+        return batch.draws.draw(logits_RV, positions)
+    tokens = _argmax(logits_RV)
+    if batch.drawn:
+        tokens[batch.drawn] = batch.draws.draw(logits_RV[batch.drawn], positions)
+    return tokens
+
+
+def _greedy(logits_RV: Tensor) -> list[Sampled]:
+    """A not-a-number counts as the largest, and infinity is it: the chosen logit tells whether the row is sound."""
+    tokens_R = _argmax(logits_RV)
+    is_sound_R = logits_RV.gather(-1, tokens_R[:, None]).isfinite().squeeze(1)
+    return list(map(Sampled, torch.where(is_sound_R, tokens_R, -1).tolist()))
+
+
+def _argmax(logits_RV: Tensor) -> Tensor:
+    if logits_RV.device.type == "cpu":  # torch's own takes ten times as long there
+        return torch.from_numpy(logits_RV.numpy().argmax(-1))
+    return logits_RV.argmax(-1)

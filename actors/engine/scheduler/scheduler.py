@@ -1,0 +1,316 @@
+"""Decides, before each step, which tokens of which sequences are computed; and after it, what that means.
+
+One rule covers prefill, chunked prefill, decode, prefix hits and resumption: a sequence has `tokens`, of which
+`num_computed` have their KV, and each step brings some sequences closer to being up to date (as in vLLM v1). Pure
+Python, no clock, no randomness, no torch: the same calls give the same plans.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections.abc import Mapping
+from typing import Literal
+
+from raytide.actors.engine.kv_cache.block_pool import BlockPool
+from raytide.actors.engine.kv_cache.prefix_cache import Prefixes
+from raytide.actors.engine.limits import MAX_PROMPT_LOGPROB_ROWS
+from raytide.actors.engine.scheduler.policy import Policy, is_protected
+from raytide.actors.engine.scheduler.preemption import SwapCost, choose_victims, loss
+from raytide.actors.engine.scheduler.step_builder import Source, StepBuilder, find_source
+from raytide.actors.engine.scheduler.waiting_queue import Waiting
+from raytide.actors.engine.sequence import Sequence, StepPlan
+from raytide.actors.engine.types import FinishReason
+from raytide.core.errors import UsageError
+
+__all__ = ["Scheduler"]
+
+
+class Scheduler:
+    """Running sequences are advanced in the order of their ranks; each may evict those after it for a block it needs. A
+    waiting one goes before the running ones of higher levels, and may evict those of lower priority.
+
+    Progress: the first in rank can take every other one's blocks, and a sequence that could not fit into the whole
+    pool is refused by `add`; so each step advances the first, and every sequence becomes the first. Without a
+    `swap_cost` the host's memory is not used.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        max_running: int,
+        max_batch_tokens: int,
+        prefix_cache: bool = True,
+        policy: Literal["fcfs", "priority", "deadline"] = "priority",
+        ageing_s: float = 30.0,
+        swap_cost: SwapCost | None = None,
+        max_logprob_rows: int = MAX_PROMPT_LOGPROB_ROWS,
+    ) -> None:
+        assert max_batch_tokens >= max_running, "the budget must hold one token of every running sequence"
+        self.pool = pool
+        self.running: list[Sequence] = []  # by rank
+        self.policy = Policy(policy, ageing_s)
+        self.waiting = Waiting(self.policy)
+        self.preemptions = 0
+        self._max_running = max_running
+        self._budget, self._logprob_rows = max_batch_tokens, max_logprob_rows
+        self._prefixes = Prefixes(pool, prefix_cache)
+        self._swap_cost = swap_cost or SwapCost(math.inf)
+        # A block that takes longer to move than to compute is not worth keeping.
+        pool.keeps_cold = pool.host.num_blocks > 0 and self._swap_cost.tokens_per_block < pool.block_size
+        self._arrivals = 0
+        self._now_s = 0.0  # of the last plan
+        self._dropped: list[Sequence] = []  # lost their blocks outside a step
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a sequence, or raise UsageError if it could never run to its `max_len`."""
+        self._number(seq)
+        self.waiting.push(seq)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Queue another sample of the parent's prompt. It starts once that is computed, sharing its full blocks and
+        with a copy of the last one, since both write on into it.
+        """
+        assert child.tokens == parent.tokens[: parent.prompt_len]
+        self.add(child)
+        child.parent = parent
+        if parent.finish_reason is None and parent.num_computed < parent.prompt_len:
+            self.waiting.park(child, parent.seq_id)
+
+    def adopt(self, seq: Sequence, num_computed: int) -> bool:
+        """Run a sequence whose KV for the first `num_computed` tokens comes from elsewhere: the caller writes it to
+        `seq.block_ids` before the next step. False, and nothing done, when there is no room now.
+        """
+        assert 0 <= num_computed < len(seq.tokens)
+        needed = self.pool.blocks_for(len(seq.tokens))
+        if len(self.running) >= self._max_running or needed > self.pool.num_free:
+            return False
+        self._number(seq)
+        seq.block_ids = self.pool.allocate_now(needed)
+        seq.level = self.policy.priority(seq)
+        self._start(seq, num_computed, num_registered=0)
+        return True
+
+    def invalidate(self) -> None:
+        """The weights have changed: nothing that was computed counts any more, cached prefixes neither."""
+        for seq in self.running:
+            self._leave(seq)
+            seq.waiting_since_s = self._now_s
+            self.waiting.push(seq)
+        self._dropped += self.running
+        self.running = []
+        for seq in self.waiting:
+            self._release(seq)
+            seq.block_hashes = []
+        self.pool.forget()
+
+    def plan(self, now_s: float = 0.0) -> StepPlan:
+        """The next step. Blocks for its tokens are allocated; nothing counts as computed before `commit`."""
+        self._now_s = now_s
+        size = self.pool.block_size
+        # Decodes first: a long prefill never delays them, it gets what they leave.
+        step = StepBuilder(self._budget, self.running, self._dropped, self._logprob_rows)
+        self._dropped = []
+        next_level = self._next_level(step)
+        order = list(self.running)
+        for at, seq in enumerate(order):
+            while next_level < seq.rank[0]:
+                next_level = self._next_level(step) if self._admit(step, order[at:]) else math.inf
+            if seq.seq_id in step.evicted:
+                continue
+            start = seq.num_computed
+            if len(seq.tokens) - start == 1 and start < len(seq.block_ids) * size:
+                step.decode(seq)
+                continue
+            self._advance(seq, step)
+            if step.evicted and next_level < math.inf:
+                next_level = self._next_level(step)
+        while next_level < math.inf:
+            next_level = self._next_level(step) if self._admit(step, []) else math.inf
+        plan = step.plan()
+        self.pool.take_moves(plan)
+        return plan
+
+    def commit(self, plan: StepPlan, sampled: Mapping[str, int]) -> None:
+        """Take the step's result: KV of every chunk is written, and `sampled` has the next token of those that are up
+        to date.
+
+        Sequences that finished since `plan` are skipped. Those whose token ends them are finished here.
+        """
+        for chunk in plan.chunks:
+            seq = chunk.seq
+            if seq.finish_reason is not None:
+                continue
+            seq.num_computed = chunk.start + chunk.length
+            for block_hash in self._prefixes.register(seq):
+                self.waiting.wake(block_hash)
+            if chunk.start < seq.prompt_len <= seq.num_computed:
+                self.waiting.wake(seq.seq_id)
+            token = sampled.get(seq.seq_id)
+            if token is None:
+                continue
+            seq.tokens.append(token)
+            if token in seq.stop_token_ids:
+                self.finish(seq, "stop")
+            elif len(seq.tokens) >= seq.max_len:
+                self.finish(seq, "length")
+
+    def finish(self, seq: Sequence, reason: FinishReason) -> None:
+        """End a sequence, wherever it is, and free its blocks. Ending it twice changes only the reason."""
+        if seq.finish_reason is None:
+            if seq in self.waiting:
+                self.waiting.remove(seq)
+            else:
+                self.running.remove(seq)
+            self._leave(seq)
+            self._release(seq)
+        seq.finish_reason = reason
+
+    def _number(self, seq: Sequence) -> None:
+        if not seq.tokens:
+            raise UsageError(f"request {seq.seq_id}: the prompt is empty.", hint="Send at least one token.")
+        if self.pool.blocks_for(seq.max_len) > self.pool.num_blocks:
+            raise UsageError(
+                f"request {seq.seq_id} needs KV for {seq.max_len} tokens; the engine holds "
+                f"{self.pool.num_blocks * self.pool.block_size}.",
+                hint="Shorten the prompt, lower max_tokens, or give the engine more kv_memory_gb.",
+            )
+        seq.arrival = self._arrivals
+        self._arrivals += 1
+        seq.waiting_since_s = seq.arrival_s
+
+    def _next_level(self, step: StepBuilder) -> float:
+        """Of the waiting sequence that is served next; infinite if none is to be in this step."""
+        seq = self.waiting.head(self._now_s) if self.waiting else None
+        if seq is None or seq.seq_id in step.evicted:
+            return math.inf
+        return self.policy.level(seq, self._now_s)
+
+    def _advance(self, seq: Sequence, step: StepBuilder) -> None:
+        """Plan a running sequence's next tokens. If it cannot have a block for them it waits and keeps its own: one is
+        kept free for it, and its betters take those it has when they need them.
+        """
+        is_decode = seq.num_pending == 1
+        length = 1 if is_decode else min(seq.num_pending, step.left)
+        if length == 0:
+            return
+        missing = self.pool.blocks_for(seq.num_computed + length) - len(seq.block_ids)
+        if missing > self.pool.num_free:
+            lower = [each for each in self.running if each.rank > seq.rank and not is_protected(each)]
+            victims = self._victims(lower, missing - self.pool.num_free, ())
+            if not victims:
+                step.stall(seq)
+                return
+            for victim in victims:
+                self._evict(victim, step)
+        seq.block_ids += self.pool.allocate(max(0, missing))
+        if is_decode:
+            step.decode(seq)
+        else:
+            step.fill(seq)
+
+    def _admit(self, step: StepBuilder, rest: list[Sequence]) -> bool:
+        """Start the sequence that is served next, or set it aside, and True; False if it has to wait, and all with
+        it. It may evict from the `rest`, the running ones that have no part in the step yet.
+        """
+        seq = self.waiting.head(self._now_s)
+        assert seq is not None
+        level = self.policy.level(seq, self._now_s)
+        rest = [each for each in rest if each.seq_id not in step.evicted]
+        lower = [each for each in rest if self.policy.may_evict(seq, level, each)]
+        full = len(self.running) >= self._max_running
+        if (full and not lower) or (step.left == 0 and not full):
+            return False
+        source = find_source(seq, self.pool, self._prefixes)
+        awaited = self._prefixes.awaited(seq, len(source.places), (level, self.policy.due_s(seq), seq.arrival))
+        if awaited is not None and source.is_cache:
+            self.waiting.park(seq, awaited)
+            return True
+        missing = self._missing(seq, source, lower)
+        victims = self._victims(lower, missing, source.on_device) if full or missing > 0 else []
+        if (full or missing > 0) and not victims:
+            return False
+        if step.left + sum(victim.num_pending == 1 for victim in victims) == 0 or not self._may_run_to_its_end(seq):
+            return False
+        self.pool.share(source.places)
+        for victim in victims:
+            self._evict(victim, step)
+        self.waiting.remove(seq)
+        seq.level = level
+        seq.waited_s += max(0.0, self._now_s - seq.waiting_since_s)
+        source.load(seq, self.pool)
+        seq.block_ids += self.pool.allocate(self.pool.blocks_for(len(seq.tokens)) - len(seq.block_ids))
+        if not seq.starts:
+            seq.num_cached = source.num_tokens
+        self._start(seq, source.num_tokens, source.num_tokens // self.pool.block_size)
+        step.fill(seq)
+        return True
+
+    def _missing(self, seq: Sequence, source: Source, lower: list[Sequence]) -> int:
+        """Free blocks that a waiting sequence lacks for its tokens and one more, beside one for the growth of each
+        running sequence that it may not evict.
+        """
+        size = self.pool.block_size
+        growing = sum(len(each.block_ids) * size < each.max_len for each in self.running)
+        growing -= sum(len(each.block_ids) * size < each.max_len for each in lower)
+        own = self.pool.blocks_for(len(seq.tokens) + 1) - len(source.places) + self.pool.num_taken(source.places)
+        return own + growing - self.pool.num_free
+
+    def _may_run_to_its_end(self, seq: Sequence) -> bool:
+        """Whether all protected sequences fit into the pool together, so that none of them is ever evicted again."""
+        if not is_protected(seq):
+            return True
+        protected = [each for each in self.running if is_protected(each)]
+        return sum(self.pool.blocks_for(each.max_len) for each in [*protected, seq]) <= self.pool.num_blocks
+
+    def _start(self, seq: Sequence, num_computed: int, num_registered: int) -> None:
+        seq.starts += 1
+        seq.num_computed, seq.num_registered = num_computed, num_registered
+        seq.rank = self.policy.rank(seq)
+        seq.parent = None
+        insort(self.running, seq, key=lambda each: each.rank)
+        self._prefixes.promise(seq)
+        if num_computed >= seq.prompt_len:
+            self.waiting.wake(seq.seq_id)
+
+    def _victims(self, lower: list[Sequence], missing: int, wanted: tuple[int, ...]) -> list[Sequence]:
+        if not lower:
+            return []
+
+        def tokens_lost(seq: Sequence) -> float:
+            return loss(seq, self.pool, self._prefixes.computed(seq), self._swap_cost).tokens
+
+        return choose_victims(lower, missing, self.pool, set(wanted), tokens_lost)
+
+    def _evict(self, seq: Sequence, step: StepBuilder) -> None:
+        """Take a running sequence's blocks. Without a swap they stay cached, so that a quick resume is a prefix hit."""
+        step.evict(seq)
+        self.running.remove(seq)
+        self._leave(seq)
+        hashes = self._prefixes.computed(seq)
+        host_ids: list[int] = []
+        if loss(seq, self.pool, hashes, self._swap_cost).swap:
+            host_ids = self.pool.save(seq.block_ids[: len(hashes)], hashes)
+        saved = seq.num_computed if host_ids else 0
+        self._release(seq)
+        seq.host_ids, seq.num_computed = host_ids, saved
+        seq.preemptions += 1
+        self.preemptions += 1
+        seq.waiting_since_s = self._now_s
+        self.waiting.push(seq)
+
+    def _leave(self, seq: Sequence) -> None:
+        """A sequence runs no more: nobody waits for what it would have computed."""
+        for block_hash in self._prefixes.withdraw(seq):
+            self.waiting.wake(block_hash)
+        self.waiting.wake(seq.seq_id)
+
+    def _release(self, seq: Sequence) -> None:
+        self.pool.free(seq.block_ids)
+        self.pool.free_host(seq.host_ids)
+        seq.block_ids, seq.host_ids, seq.num_computed = [], [], 0

@@ -1,0 +1,92 @@
+"""What a sequence starts from when it begins to run, and the step that is put together of running ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+from raytide.actors.engine.kv_cache.block_pool import BlockPool, Place
+from raytide.actors.engine.kv_cache.prefix_cache import Prefixes
+from raytide.actors.engine.sequence import Chunk, Sequence, StepPlan
+
+__all__ = ["Source", "StepBuilder", "find_source"]
+
+
+@dataclass(slots=True)
+class Source:
+    """Where the KV of the first `num_tokens` tokens is: whole blocks at `places`, the rest in the parent's `tail`."""
+
+    num_tokens: int
+    places: list[Place]
+    hashes: Items[bytes | None]
+    tail: int | None = None
+    is_cache: bool = False
+
+    @property
+    def on_device(self) -> tuple[int, ...]:
+        return tuple(block for on_host, block in self.places if not on_host)
+
+    def load(self, seq: Sequence, pool: BlockPool) -> None:
+        """Make it the sequence's own. The places are shared already."""
+        seq.block_ids = pool.load(self.places, self.hashes)
+        if self.tail is not None:
+            seq.block_ids.append(pool.copy(self.tail))
+        pool.free_host(seq.host_ids)
+        seq.host_ids = []
+
+
+def find_source(seq: Sequence, pool: BlockPool, prefixes: Prefixes) -> Source:
+    """Its own blocks if it was swapped out, else its parent's while that runs, else the cache."""
+    if seq.host_ids:
+        hashes = prefixes.computed(seq)
+        return Source(seq.num_computed, pool.saved(seq.host_ids, hashes), hashes)
+    parent, most = seq.parent, len(seq.tokens) - 1
+    if parent is not None and parent.block_ids and parent.num_computed > most:
+        whole, rest = divmod(most, pool.block_size)
+        places = [(False, block) for block in parent.block_ids[:whole]]
+        tail = parent.block_ids[whole] if rest else None
+        return Source(most, places, [None] * whole, tail)
+    places = prefixes.cached(seq)
+    return Source(len(places) * pool.block_size, places, seq.block_hashes[: len(places)], is_cache=True)
+
+
+class StepBuilder:
+    """A step's chunks. Each decode of `running` has its token of the budget from the start; `left` is for the rest.
+    `logprob_rows`: prompt positions whose log probabilities may be computed.
+    """
+
+    def __init__(self, budget: int, running: Items[Sequence], dropped: list[Sequence], logprob_rows: int) -> None:
+        self._logprob_rows = logprob_rows
+        self.left = budget - sum(len(seq.tokens) - seq.num_computed == 1 for seq in running)
+        self.evicted: set[str] = set()
+        self._preempted = dropped
+        self._decodes: list[Chunk] = []
+        self._others: list[Chunk] = []
+
+    def decode(self, seq: Sequence) -> None:
+        self._decodes.append(Chunk(seq, seq.num_computed, 1))
+
+    def fill(self, seq: Sequence) -> None:
+        """Compute as much of a sequence as the budget has room for, perhaps nothing. Where every position's logits are
+        wanted, each takes the memory of the whole vocabulary.
+        """
+        length = min(seq.num_pending, self.left)
+        if seq.params.prompt_logprobs is not None and seq.num_computed < seq.prompt_len:
+            length = min(length, self._logprob_rows)
+            self._logprob_rows -= length
+            if length == 0:
+                return
+        self._others.append(Chunk(seq, seq.num_computed, length))
+        self.left -= length
+
+    def stall(self, seq: Sequence) -> None:
+        """A running sequence gets nothing in this step."""
+        self.left += seq.num_pending == 1
+
+    def evict(self, seq: Sequence) -> None:
+        self.stall(seq)
+        self.evicted.add(seq.seq_id)
+        self._preempted.append(seq)
+
+    def plan(self) -> StepPlan:
+        return StepPlan(self._decodes + self._others, self._preempted)

@@ -1,0 +1,1 @@
+"""Text in and out: tokens, incremental decoding, stop strings, grammars."""

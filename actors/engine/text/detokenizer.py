@@ -1,0 +1,170 @@
+"""Token by token back to text, exactly: what comes out adds up to the tokenizer's decode of all tokens, and half a
+character is held back until it is whole.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from functools import cached_property
+from typing import Any, Protocol
+
+from raytide.actors.engine.text.tokenizer import Tokenizer
+
+__all__ = ["Detokenizer", "Vocabulary"]
+
+
+class Detokenizer(Protocol):
+    """The text stream of one sequence."""
+
+    def push(self, token: int) -> str:
+        """The text that this token completes, perhaps none."""
+        ...
+
+    def flush(self) -> str:
+        """What is left when no more tokens come: half a character shows as U+FFFD, as the full decode has it."""
+        ...
+
+
+class Vocabulary:
+    """Makes the streams of one model, by how its decoder works: byte-level ones (GPT-2, Llama 3, Qwen) are streams of
+    bytes, all others (SentencePiece's, WordPiece) of pieces.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        kinds = _decoder_kinds(json.loads(tokenizer.rust.to_str()).get("decoder"))
+        self._is_byte_level = kinds == ["ByteLevel"]
+        self._has_bytes = "ByteFallback" in kinds
+        self._joins_bytes = "ByteLevel" in kinds
+        added = tokenizer.rust.get_added_tokens_decoder()
+        self._special = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._bytes: dict[int, bytes] = {}
+
+    def stream(self) -> Detokenizer:
+        return _ByteStream(self) if self._is_byte_level else _PieceStream(self)
+
+    def decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids)
+
+    def bytes_of(self, token: int) -> bytes:
+        """The bytes that a byte-level token stands for; a special or unknown one stands for none."""
+        known = self._bytes.get(token)
+        if known is None:
+            known = self._bytes[token] = _unmap(self._piece(token) or "")
+        return known
+
+    def token_bytes(self, token: int) -> bytes:
+        """What a token of any kind stands for in mid-text; special ones for their own name."""
+        piece = self._tokenizer.rust.id_to_token(token) or ""
+        if token in self._special:
+            return piece.encode()
+        if self._is_byte_level:
+            return self.bytes_of(token)
+        if self._has_bytes and _BYTE_TOKEN.fullmatch(piece):
+            return bytes([int(piece[3:5], 16)])
+        return self.decode([*self._before, token])[len(self.decode(self._before)) :].encode()
+
+    @cached_property
+    def _before(self) -> list[int]:
+        """A token with text, so that what follows it is in mid-text."""
+        texts = ((token, self.decode([token])) for token in range(self._tokenizer.rust.get_vocab_size()))
+        return [next(token for token, text in texts if text.strip().isalpha())]
+
+    def has_text(self, token: int) -> bool:
+        """Not for special and unknown tokens: the decoder never sees them."""
+        return self._piece(token) is not None
+
+    def is_open(self, token: int, text: str) -> bool:
+        """Whether what comes next can change how the end of `text`, which ends with `token`, is read.
+
+        A run of byte tokens is text or, when it is not valid as a whole, one U+FFFD for each byte.
+        """
+        if self._has_bytes:
+            return _BYTE_TOKEN.fullmatch(self._piece(token) or "") is not None
+        return self._joins_bytes and text.endswith("\ufffd")
+
+    def _piece(self, token: int) -> str | None:
+        piece: str | None = None if token in self._special else self._tokenizer.rust.id_to_token(token)
+        return piece
+
+
+class _ByteStream:
+    """UTF-8 decoding with replacement, incrementally; Python and Rust replace the same maximal subparts."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._bytes_of = vocabulary.bytes_of
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token: int) -> str:
+        return self._decoder.decode(self._bytes_of(token))
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class _PieceStream:
+    """Decodes what is new behind the piece before it, so that the decoder does with it what it does in mid-text; emits
+    it once nothing can change it. The work for a token does not grow with the text.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._context: list[int] = []  # the last piece that is out
+        self._new: list[int] = []
+        self._begun = ""  # the context's text
+
+    def push(self, token: int) -> str:
+        vocabulary = self._vocabulary
+        if not vocabulary.has_text(token):
+            return ""
+        self._new.append(token)
+        if vocabulary.is_open(token, ""):
+            return ""
+        return self._emit(final=False)
+
+    def flush(self) -> str:
+        return self._emit(final=True) if self._new else ""
+
+    def _emit(self, final: bool) -> str:
+        text = self._vocabulary.decode(self._context + self._new)
+        if not final and self._vocabulary.is_open(self._new[-1], text):
+            return ""
+        said = text[len(self._begun) :]
+        self._context, self._new = self._new[-1:], []
+        self._begun = self._vocabulary.decode(self._context)
+        return said
+
+
+def _alphabet() -> dict[str, int]:
+    """GPT-2's map from printable characters to bytes: printable Latin-1 stands for itself, the rest is shifted above
+    255.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(byte): byte for byte in printable}
+    for shift, byte in enumerate(sorted(set(range(256)) - set(printable))):
+        table[chr(256 + shift)] = byte
+    return table
+
+
+_BYTE_OF = _alphabet()
+
+
+def _decoder_kinds(decoder: dict[str, Any] | None) -> list[str]:
+    """The steps of a decoder of tokenizer.json, by type."""
+    if decoder is None:
+        return []
+    if decoder["type"] == "Sequence":
+        return [kind for step in decoder["decoders"] for kind in _decoder_kinds(step)]
+    return [decoder["type"]]
+
+
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+def _unmap(text: str) -> bytes:
+    """A token that is not wholly in the alphabet (an added one) stands for its own UTF-8."""
+    if all(char in _BYTE_OF for char in text):
+        return bytes(_BYTE_OF[char] for char in text)
+    return text.encode()

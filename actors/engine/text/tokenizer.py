@@ -1,0 +1,146 @@
+"""Text to token ids and back: tokenizer.json by the `tokenizers` library, special ids and chat template from its
+companions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as RustTokenizer
+
+from raytide.actors.engine.faults import contained
+from raytide.actors.engine.text.worker_pool import TextPool
+from raytide.actors.engine.types import Message
+from raytide.actors.models.chat_template import ChatTemplate
+from raytide.actors.models.model_config import as_ids, read_json
+from raytide.core.errors import DataError, EngineError, RaytideError, UsageError
+
+__all__ = ["Tokenizer"]
+
+_INLINE_CHARS = 2000
+_SLICE_CHARS = 1 << 16
+_TORN_TOKENS = 16
+"""More than a slice has at its ends because a word of the text is cut there."""
+
+
+class Tokenizer:
+    """A model directory's tokenizer."""
+
+    def __init__(self, model_dir: Path) -> None:
+        path = model_dir / "tokenizer.json"
+        try:
+            self.rust = RustTokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise DataError(f"cannot read {path}: {error}.", hint="Export the model with its tokenizer.json.") from None
+        self.pool = TextPool()
+        self.rust.no_truncation()
+        self.rust.no_padding()
+        self._config = _optional_json(model_dir / "tokenizer_config.json")
+        generation = _optional_json(model_dir / "generation_config.json")
+        named = self.rust.token_to_id(self._special("eos_token") or "")
+        self.eos_token_ids = frozenset(as_ids(generation.get("eos_token_id")) + as_ids(named))
+        template = model_dir / "chat_template.jinja"
+        self._template = template.read_text() if template.exists() else self._config.get("chat_template")
+
+    def encode(self, text: str, *, enough: int | None = None) -> list[int]:
+        """Token ids with the special tokens that the tokenizer's own post-processor adds (a BOS, if it has one).
+
+        Raises UsageError for a text with half a surrogate pair. When more than `enough` tokens are of no use, a long
+        text that has more is cut somewhere after them.
+        """
+        return self.encode_all([self._cut(_checked(text), enough)])[0]
+
+    def encode_all(self, texts: list[str], *, plain: bool = False) -> list[list[int]]:
+        """Token ids of each text, with the special tokens unless `plain`. The library computes without Python's lock,
+        other than for a single text.
+        """
+        batch = self.rust.encode_batch_fast([_checked(text) for text in texts], add_special_tokens=not plain)
+        return [encoding.ids for encoding in batch]
+
+    def spell(self, text: str) -> list[int] | None:
+        """Token ids of a text with special tokens' names in it, as the model would write these in letters; None for a
+        text without any.
+        """
+        if not any(name in text for name in self._special_names):
+            return None
+        normalizer, splitter = self.rust.normalizer, self.rust.pre_tokenizer
+        plain = normalizer.normalize_str(text) if normalizer is not None else text
+        pieces = [piece for piece, _ in splitter.pre_tokenize_str(plain)] if splitter is not None else [plain]
+        return [token.id for piece in pieces for token in self.rust.model.tokenize(piece)]
+
+    @cached_property
+    def _special_names(self) -> list[str]:
+        return [token.content for token in self.rust.get_added_tokens_decoder().values() if token.special]
+
+    async def encode_off_loop(self, text: str, *, enough: int | None = None) -> list[int]:
+        """As `encode`; a long text in a thread, so that the event loop goes on."""
+        if len(text) > _INLINE_CHARS:
+            return await self.pool.run(lambda: self.encode(text, enough=enough))
+        try:
+            return self.encode(text)
+        except RaytideError:
+            raise
+        except BaseException as error:
+            raise EngineError(f"the tokenizer failed: {contained(error)!r}.") from None
+
+    def _cut(self, text: str, enough: int | None) -> str:
+        """Slices are counted until they have enough tokens, since the memory for a text's tokens is a hundred times
+        that of the text. A slice has at most a few tokens more than its share of the whole text.
+        """
+        if enough is None or len(text) <= max(_SLICE_CHARS, 2 * enough):
+            return text
+        count = 0
+        for start in range(0, len(text), _SLICE_CHARS):
+            count += len(self.encode_all([text[start : start + _SLICE_CHARS]], plain=True)[0]) - _TORN_TOKENS
+            if count > enough:
+                return text[: start + _SLICE_CHARS]
+        return text
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self.rust.decode(list(ids), skip_special_tokens=True))
+
+    async def chat_prompt_off_loop(self, messages: Sequence[Message], *, enough: int | None = None) -> list[int]:
+        """As `chat_prompt`, in a thread."""
+        return await self.pool.run(lambda: self.chat_prompt(messages, enough=enough))
+
+    def chat_prompt(self, messages: Sequence[Message], *, enough: int | None = None) -> list[int]:
+        """A conversation's token ids, cut as `encode` does. A model without a chat template (a base model) gets plain
+        `role: content` lines.
+        """
+        if not messages:
+            raise UsageError("the conversation is empty.", hint="Send at least one message.")
+        turns = [{"role": message.role, "content": message.content} for message in messages]
+        if not self._template:
+            lines = "".join(f"{turn['role']}: {turn['content']}\n" for turn in turns)
+            return self.encode(lines + "assistant:", enough=enough)
+        text = _checked(self._chat.render(turns, prompt=True))
+        return self.encode_all([self._cut(text, enough)], plain=True)[0]
+
+    @cached_property
+    def _chat(self) -> ChatTemplate:
+        specials = {key: self._special(key) or "" for key in ("bos_token", "eos_token")}
+        return ChatTemplate(str(self._template), specials)
+
+    def _special(self, key: str) -> str | None:
+        """A special token is a string in tokenizer_config.json, or an object that has it as its content."""
+        value = self._config.get(key)
+        return value.get("content") if isinstance(value, dict) else value
+
+
+def _checked(text: str) -> str:
+    """A text that UTF-8 can hold, or UsageError."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"the text has half a surrogate pair, {text[error.start]!a} at character {error.start}.",
+            hint="Send text that is valid Unicode.",
+        ) from None
+    return text
+
+
+def _optional_json(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.exists() else {}

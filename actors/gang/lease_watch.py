@@ -1,0 +1,95 @@
+"""A driver's view of its lease. Both directions run on threads: an API that restarts never holds up the work."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_futures
+
+from raytide.core.errors import ClusterError, LeaseLostError, RaytideError, WaitTimeoutError
+from raytide.core.objects.gang import Lease, LeaseState, Member, MemberState
+from raytide.core.objects.lease_client import LeaseClient
+
+POLL_S = 110.0
+RETRY_S = 0.5
+REPORT_EVERY_S = 1.0
+
+
+def ready(lease: Lease) -> list[Member]:
+    """Members for work that begins now: usable, and not about to leave."""
+    return [member for member in lease.members if member.state is MemberState.READY]
+
+
+def settled(lease: Lease) -> list[Member]:
+    """The same, once they are enough and no other is on its way; nobody before that."""
+    coming = any(member.state in (MemberState.ASSIGNED, MemberState.FORMING) for member in lease.members)
+    there = ready(lease)
+    is_enough = lease.state is LeaseState.ACTIVE and len(there) >= lease.shape.at_least
+    return there if is_enough and not coming else []
+
+
+class LeaseWatch:
+    """Keeps the newest lease at hand. While the API is away the last one known holds."""
+
+    def __init__(self, client: LeaseClient, job_id: str) -> None:
+        self._client, self._job_id = client, job_id
+        self._lease: Lease | None = None
+        self._error: RaytideError | None = None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="lease-watch", daemon=True)
+        self._thread.start()
+
+    def latest(self) -> Lease | None:
+        """The lease; None before the first answer; LeaseLostError (or what the API refused with) once it is over."""
+        if self._error is not None:
+            raise self._error
+        return self._lease
+
+    def close(self) -> None:
+        self._over.set()
+
+    def _watch(self) -> None:
+        while not self._over.is_set() and self._error is None:
+            try:
+                if self._lease is None:
+                    self._lease = self._client.lease(self._job_id)
+                else:
+                    self._lease = self._client.wait_lease(self._job_id, newer_than=self._lease.epoch, timeout_s=POLL_S)
+            except (ClusterError, WaitTimeoutError):
+                self._over.wait(RETRY_S)
+            except RaytideError as error:
+                self._error = error
+            except Exception as error:
+                self._error = ClusterError(f"the lease of {self._job_id} cannot be read: {error!r}.")
+
+
+class Reporter:
+    """Sends progress at most once a second, and at once when seats were left. It never waits; what fails is replaced by
+    the next."""
+
+    def __init__(self, client: LeaseClient, job_id: str) -> None:
+        self._client, self._job_id = client, job_id
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="report")
+        self._flight: Future[None] | None = None
+        self._next_s = 0.0
+        self._settled: object = ""
+
+    def send(self, progress: Mapping[str, float | int | str]) -> None:
+        is_due = time.monotonic() >= self._next_s or progress.get("settled") != self._settled
+        if is_due and (self._flight is None or self._flight.done()):
+            self._next_s = time.monotonic() + REPORT_EVERY_S
+            self._settled = progress.get("settled")
+            self._flight = self._pool.submit(self._report, dict(progress))
+
+    def close(self, progress: Mapping[str, float | int | str], timeout_s: float = 5.0) -> None:
+        """Send the last report and give it a moment."""
+        wait_futures([self._pool.submit(self._report, dict(progress))], timeout_s)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _report(self, progress: Mapping[str, float | int | str]) -> None:
+        try:
+            self._client.report(self._job_id, progress)
+        except (ClusterError, WaitTimeoutError, LeaseLostError):
+            return  # the next report says the same and more; the watch tells the driver of a lost lease

@@ -1,0 +1,243 @@
+"""The processes of a script on one member of a gang: started, listened to, and ended. In an actor of that member.
+
+Each runs under a warden, so that it ends with this process, however this one ends.
+"""
+
+from __future__ import annotations
+
+import codecs
+import io
+import json
+import os
+import pwd
+import queue
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from raytide.actors.gang import process_shim
+from raytide.core.errors import ConfigError
+from raytide.core.io.environment import MARKS, WITH_COMMANDS, passed
+from raytide.core.io.working_dir import unpack
+
+_WARDEN = str(Path(process_shim.__file__).resolve())
+MOST_LINES = 2000
+"""That wait to be fetched: a script that prints faster than its driver reads waits for it."""
+LINE_CHARS = 8192
+"""A longer line is several."""
+TAIL_LINES = 10
+TAIL_CHARS = 8192
+_ALL = 2**20
+"""Bytes: no pipe holds more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rights:
+    """What the processes of a script may do and see besides what its spec says."""
+
+    user: str = ""
+    """The operating system's user that they run as; raytide's own when empty."""
+    named: tuple[str, ...] = ()
+    """Variables of the node that the operator lets them have."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """The API's address, and the token of their job."""
+
+
+NO_RIGHTS = Rights()
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One process: what to run, with what besides the variables of its node that go to every command."""
+
+    rank: int
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    rights: Rights = NO_RIGHTS
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    rank: int
+    code: int
+    """As of a shell: 128 and its number for a signal."""
+    tail: str
+    """The last lines that it printed."""
+    at_s: float
+    """By the clock of its node."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What happened since the last one."""
+
+    lines: tuple[tuple[int, str], ...]
+    """With the rank that printed each."""
+    exits: tuple[Exit, ...]
+
+
+class MemberProcesses:
+    """Each method but `report` and `stop` answers at once."""
+
+    def __init__(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="raytide-run-"))
+        self._running: dict[int, subprocess.Popen[bytes]] = {}
+        self._said: queue.Queue[tuple[int, str] | Exit] = queue.Queue(MOST_LINES)
+
+    def free_port(self, address: str) -> int:
+        """Of this host; rank 0 opens it a moment later."""
+        with socket.socket() as probe:
+            probe.bind((address, 0))
+            return int(probe.getsockname()[1])
+
+    def start(self, package: bytes | None, launches: Sequence[Launch]) -> None:
+        """They share the member's folder, which is given to the user that they run as."""
+        if package is not None:
+            unpack(package, self._folder)
+        for user in {launch.rights.user for launch in launches} - {""}:
+            _give(self._folder, account_of(user))
+        for launch in launches:
+            with order(_environment(launch, self._folder), launch.rights.user) as fd:
+                process = subprocess.Popen(
+                    [sys.executable, "-I", _WARDEN, str(self._folder), str(fd), *_resolved(launch.command)],
+                    env=passed(os.environ, WITH_COMMANDS),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    bufsize=0,
+                    pass_fds=(fd,),
+                )
+            self._running[launch.rank] = process
+            listener = (launch.rank, process, os.pidfd_open(process.pid))
+            threading.Thread(target=self._listen, args=listener, daemon=True).start()
+
+    def report(self, timeout_s: float) -> Report:
+        """What was printed and who ended; waits so long for the first of it."""
+        lines: list[tuple[int, str]] = []
+        exits: list[Exit] = []
+        found = self._take(timeout_s)
+        while found is not None:
+            if isinstance(found, Exit):
+                exits.append(found)
+            else:
+                lines.append(found)
+            found = self._take(0.0) if len(lines) < MOST_LINES else None
+        return Report(tuple(lines), tuple(exits))
+
+    def _take(self, timeout_s: float) -> tuple[int, str] | Exit | None:
+        try:
+            return self._said.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+    def ping(self) -> None:
+        """Answers, if this process and its node are there."""
+
+    def stop(self, grace_s: float) -> None:
+        """SIGTERM to all, SIGKILL to those that are there after the grace."""
+        deadline = time.monotonic() + grace_s
+        for process in self._running.values():
+            process.send_signal(signal.SIGTERM)
+        for process in self._running.values():
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                assert process.stdin is not None
+                process.stdin.close()  # the warden kills
+                process.wait()
+        process_shim.remove(str(self._folder))
+
+    def _listen(self, rank: int, process: subprocess.Popen[bytes], ended: int) -> None:
+        tail: deque[str] = deque(maxlen=TAIL_LINES)
+        for line in _lines(process, ended):
+            tail.append(line)
+            self._said.put((rank, line))
+        code = process.wait()
+        os.close(ended)
+        assert process.stdin is not None
+        process.stdin.close()
+        self._said.put(Exit(rank, code, "\n".join(tail)[-TAIL_CHARS:], time.time()))
+
+
+@contextmanager
+def order(environment: Mapping[str, str], user: str = "") -> Iterator[int]:
+    """A descriptor from which a warden reads what it cannot have as its own environment: what a user's job puts there
+    (LD_PRELOAD, PYTHONPATH) must not act on the warden, which may be root."""
+    fd = os.memfd_create("order")
+    try:
+        with os.fdopen(os.dup(fd), "w") as file:
+            json.dump({"environment": dict(environment), "user": user}, file)
+        os.lseek(fd, 0, os.SEEK_SET)
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _environment(launch: Launch, folder: Path) -> dict[str, str]:
+    """Of the command. The marks by which raytide finds its processes are not the job's to change."""
+    rights, own = launch.rights, {}
+    if rights.user:
+        account = account_of(rights.user)
+        home = account.pw_dir if os.path.isdir(account.pw_dir) else str(folder)
+        own = {"HOME": home, "USER": rights.user, "LOGNAME": rights.user, "SHELL": account.pw_shell}
+    inherited = passed(os.environ, WITH_COMMANDS, rights.named)
+    marks = passed(os.environ, MARKS)
+    return {**inherited, **own, **rights.environment, **launch.environment, **marks}
+
+
+def account_of(user: str) -> pwd.struct_passwd:
+    """ConfigError when a command cannot be run as this user here."""
+    hint = "Correct metadata.raytide.run_as of cluster.yaml, which the operator set."
+    if os.geteuid() != 0:
+        raise ConfigError(f"run_as {user} needs raytide to run as root on this node, and it does not.", hint=hint)
+    try:
+        account = pwd.getpwnam(user)
+    except KeyError:
+        raise ConfigError(f"run_as {user}: there is no such user on this node.", hint=hint) from None
+    if account.pw_uid == 0:
+        raise ConfigError(f"run_as {user}: that is root, from whom nothing can be kept.", hint=hint)
+    return account
+
+
+def _give(folder: Path, account: pwd.struct_passwd) -> None:
+    """The folder last: until then nobody else is in it."""
+    for parent, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            os.lchown(os.path.join(parent, name), account.pw_uid, account.pw_gid)
+    os.chown(folder, account.pw_uid, account.pw_gid)
+
+
+def _lines(process: subprocess.Popen[bytes], ended: int) -> Iterator[str]:
+    """What is printed until the process ends (`ended` is its pidfd). Who got away from its warden, as under sudo, may
+    hold the pipe for ever."""
+    assert process.stdout is not None
+    decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")("replace"), translate=True)
+    poll, rest, is_over = select.poll(), "", False
+    with process.stdout as pipe:
+        os.set_blocking(pipe.fileno(), False)
+        poll.register(pipe, select.POLLIN)
+        poll.register(ended, select.POLLIN)
+        while not is_over:
+            has_ended = ended in (number for number, _ in poll.poll())
+            printed = pipe.read(_ALL)  # None when there is nothing, nothing when all have closed it
+            is_over = has_ended or printed == b""
+            *lines, rest = (rest + decoder.decode(printed or b"", final=is_over)).split("\n")
+            if rest and (is_over or len(rest) > LINE_CHARS):
+                lines, rest = [*lines, rest], ""
+            for line in lines:
+                yield from (line[at : at + LINE_CHARS] for at in range(0, len(line) or 1, LINE_CHARS))
+
+
+def _resolved(command: tuple[str, ...]) -> tuple[str, ...]:
+    first = sys.executable if command[0] in ("python", "python3") else command[0]
+    return first, *command[1:]

@@ -1,0 +1,113 @@
+"""Placement groups on Ray: list, create, remove. Nothing here waits for Ray to place anything.
+
+Each is detached, so it outlives the process that made it, and its name says whose it is, so the next process finds it.
+It has one bundle, pinned to one node by its id: Ray neither chooses nor, when the node dies, may it choose another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from raytide.actors.gang.group import Group, GroupKey, GroupState, WantedGroup
+from raytide.core.errors import ClusterError
+from raytide.core.io.timeout import within
+from raytide.core.objects.gang import Member, Shape
+
+if TYPE_CHECKING:
+    from ray.util.placement_group import PlacementGroup
+
+_NODE_ID_LABEL = "ray.io/node-id"
+_STATES: dict[str, GroupState] = {"CREATED": "ready", "REMOVED": "removed"}
+
+
+LIST_TIMEOUT_S = 5.0
+
+
+class PlacementGroups:
+    """The actuator of leases. It needs a process that is connected to Ray."""
+
+    def list(self) -> dict[GroupKey, Group]:
+        """Every placement group of raytide's that Ray knows; removed ones for as long as Ray remembers them."""
+        table = within(LIST_TIMEOUT_S, "the GCS to list placement groups", _table)
+        groups = [group for info in table.values() if (group := _group(info)) is not None]
+        # A removed group and its successor may bear one name if somebody removed it by hand; the living one counts.
+        return {group.key: group for group in sorted(groups, key=lambda g: g.state != "removed")}
+
+    def create(self, wanted: Iterable[WantedGroup]) -> None:
+        """Ask for groups. One that is there already is left as it is; one that Ray refuses stops no other.
+
+        ClusterError, after all were asked for, names the first that was refused.
+        """
+        there = self.list()
+        refused: list[tuple[GroupKey, Exception]] = []
+        for group in wanted:
+            if group.key in there and there[group.key].state != "removed":
+                continue
+            try:
+                _ask_for(group)
+            except Exception as error:  # Ray checks a request in many places, each with its own kind of error
+                refused.append((group.key, error))
+        if refused:
+            key, first = refused[0]
+            raise ClusterError(f"Ray refused {len(refused)} placement groups, of them {key.name}: {first}") from first
+
+    def remove(self, groups: Iterable[Group]) -> None:
+        """Give the resources back; whatever runs in the groups is killed by Ray. One that is gone already is fine."""
+        from ray.util.placement_group import remove_placement_group
+
+        for group in groups:
+            remove_placement_group(_handle(group.placement_group_id))
+
+
+def bundle(member: Member) -> PlacementGroup:
+    """The placement group of a usable member, for a driver to schedule into (bundle 0 is all of it)."""
+    if not member.placement_group_id:
+        raise ClusterError(
+            f"member {member.index} has no placement group yet.", hint="Use the members of `Lease.usable`."
+        )
+    return _handle(member.placement_group_id)
+
+
+def whole_member(member: Member, shape: Shape) -> dict[str, object]:
+    """For `.options(...)` of an actor or a task: on this member, with all of its resources."""
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    rest = dict(shape.resources)
+    strategy = PlacementGroupSchedulingStrategy(
+        placement_group=bundle(member), placement_group_bundle_index=0, placement_group_capture_child_tasks=True
+    )
+    whole: dict[str, object] = {"num_cpus": rest.pop("CPU", 0), "num_gpus": rest.pop("GPU", 0)}
+    if memory := rest.pop("memory", 0):
+        whole["memory"] = memory
+    return {"scheduling_strategy": strategy, **whole, **({"resources": rest} if rest else {})}
+
+
+def _ask_for(group: WantedGroup) -> None:
+    from ray.util.placement_group import placement_group
+
+    placement_group(
+        [dict(group.resources)],
+        strategy="PACK",
+        name=group.key.name,
+        lifetime="detached",
+        bundle_label_selector=[{_NODE_ID_LABEL: group.ray_node_id}],
+    )
+
+
+def _handle(placement_group_id: str) -> PlacementGroup:
+    from ray import PlacementGroupID
+    from ray.util.placement_group import PlacementGroup
+
+    return PlacementGroup(PlacementGroupID(bytes.fromhex(placement_group_id)))
+
+
+def _table() -> dict[str, dict[str, Any]]:
+    from ray.util.placement_group import placement_group_table
+
+    return dict(placement_group_table())
+
+
+def _group(info: dict[str, Any]) -> Group | None:
+    key = GroupKey.of_name(info["name"])
+    return None if key is None else Group(key, _STATES.get(info["state"], "pending"), info["placement_group_id"])

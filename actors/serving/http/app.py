@@ -1,0 +1,117 @@
+"""The HTTP routes of one replica, as a FastAPI app that runs under any ASGI server: plain uvicorn, or Ray Serve."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from raytide.actors.serving.http.body import JsonRoute
+from raytide.actors.serving.http.headers import ResponseHeaders
+from raytide.actors.serving.openai_api.answers import ChatAnswer, TextAnswer
+from raytide.actors.serving.openai_api.embeddings import EmbeddingList, EmbeddingRequest, embed
+from raytide.actors.serving.openai_api.errors import ApiError, ErrorBody, invalid, to_api_error, validation_error
+from raytide.actors.serving.openai_api.respond import failed, respond
+from raytide.actors.serving.openai_api.wire import (
+    ChatCompletion,
+    ChatRequest,
+    Completion,
+    CompletionRequest,
+    Model,
+    ModelList,
+)
+from raytide.actors.serving.server import Server
+from raytide.core.errors import RaytideError
+
+__all__ = ["create_app"]
+
+
+def create_app(server: Server, *, owns_server: bool = True) -> FastAPI:
+    """With `owns_server` the app starts the server with its own lifespan and stops it; else someone else does."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        if owns_server:
+            await server.start()
+        yield
+        if owns_server:
+            await server.stop()
+
+    app = FastAPI(
+        title="raytide",
+        lifespan=lifespan,
+        redirect_slashes=False,  # to a host that the client names
+        responses={400: {"model": ErrorBody}, 404: {"model": ErrorBody}},
+    )
+    app.router.route_class = JsonRoute
+    app.add_middleware(ResponseHeaders, replica=server.replica)
+    _add_error_handlers(app, server)
+
+    @app.get("/v1/models")
+    async def models() -> ModelList:
+        return ModelList(data=[server.card(server.model)])
+
+    @app.get("/v1/models/{model}")
+    async def model(model: str) -> Model:
+        return server.card(model)
+
+    @app.post("/v1/completions", response_model=Completion)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        return await respond(server, body, request, TextAnswer(server.model, includes_usage=body.includes_usage))
+
+    @app.post("/v1/chat/completions", response_model=ChatCompletion)
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        return await respond(server, body, request, ChatAnswer(server.model, includes_usage=body.includes_usage))
+
+    @app.post("/v1/embeddings")
+    async def embeddings(body: EmbeddingRequest) -> EmbeddingList:
+        track = server.metrics.track("embeddings")
+        try:
+            answer = await embed(server, body)
+        except Exception as error:
+            raise failed(error, track) from error
+        track.finish("ok")
+        return answer
+
+    @app.get("/health")
+    async def health() -> Response:
+        problem = await server.problem()
+        return JSONResponse({"status": problem or "ok"}, status_code=503 if problem else 200)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        text = server.metrics.render(await server.engine.stats())
+        return Response(text, media_type="text/plain; version=0.0.4")
+
+    return app
+
+
+def _add_error_handlers(app: FastAPI, server: Server) -> None:
+    def count_refused_body(path: str) -> None:
+        server.metrics.count(path.rpartition("/v1/")[2].partition("/")[0], "invalid")
+
+    app.state.count_refused_body = count_refused_body
+
+    @app.exception_handler(RequestValidationError)
+    async def bad_body(request: Request, error: RequestValidationError) -> Response:
+        count_refused_body(request.url.path)
+        return error_response(validation_error(error.errors()))
+
+    @app.exception_handler(HTTPException)
+    async def no_route(request: Request, error: HTTPException) -> Response:
+        message = f"{request.method} {request.url.path}: {error.detail}."
+        return error_response(invalid(message, param=None, status=error.status_code))
+
+    async def internal(_: Request, error: Exception) -> Response:
+        return error_response(to_api_error(error))
+
+    for kind in (ApiError, RaytideError, Exception):
+        app.add_exception_handler(kind, internal)
+
+
+def error_response(error: ApiError) -> Response:
+    return JSONResponse(error.body.model_dump(), status_code=error.status, headers=error.headers)

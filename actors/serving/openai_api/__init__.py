@@ -1,0 +1,1 @@
+"""The OpenAI API: its wire types, their translation into engine requests, and the answers."""

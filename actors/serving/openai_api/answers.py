@@ -1,0 +1,166 @@
+"""One request's answer in OpenAI's two dialects, completions and chat, whole or as a stream of chunks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+from uuid import uuid4
+
+from pydantic import BaseModel
+
+from raytide.actors.engine import types
+from raytide.actors.serving.openai_api.generation import Piece
+from raytide.actors.serving.openai_api.logprobs import ScoredToken, TokenBytes, chat_logprobs, text_logprobs
+from raytide.actors.serving.openai_api.wire import (
+    ChatChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChunkChoice,
+    Completion,
+    CompletionChoice,
+    Delta,
+    FinishReason,
+    PromptDetails,
+    Reply,
+    Usage,
+    sse,
+)
+
+__all__ = ["DONE", "Answer", "ChatAnswer", "TextAnswer", "Written", "usage_of"]
+
+DONE = b"data: [DONE]\n\n"
+
+
+class Written:
+    """What a choice has said so far."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.finish_reason: FinishReason = "stop"
+        self.usage: types.Usage | None = None
+        self.logprobs: list[ScoredToken] = []
+
+    def add(self, piece: Piece) -> None:
+        self.text += piece.text
+        self.logprobs += piece.logprobs
+        self.usage = piece.usage or self.usage
+        self.finish_reason = _finish(piece) or self.finish_reason
+
+
+class Answer(Protocol):
+    id: str
+    api: str
+
+    def whole(self, choices: Sequence[Written], usage: Usage, bytes_of: TokenBytes) -> BaseModel: ...
+
+    def opening(self, choices: int) -> bytes:
+        """What a stream begins with."""
+
+    def chunk(self, piece: Piece, bytes_of: TokenBytes) -> bytes:
+        """The events for one piece."""
+
+    def closing(self, usage: Usage) -> bytes:
+        """The last chunk of a stream that asked for usage."""
+
+
+class _Dialect:
+    def __init__(self, model: str, *, prefix: str, includes_usage: bool) -> None:
+        self.id = f"{prefix}-{uuid4().hex}"
+        self._head = {"id": self.id, "created": int(time.time()), "model": model}
+        self._exclude: set[str] = set() if includes_usage else {"usage"}
+
+    def _event(self, body: Completion | ChatCompletionChunk) -> bytes:
+        return sse(body.model_dump_json(exclude=self._exclude))
+
+
+class TextAnswer(_Dialect):
+    api = "completions"
+
+    def __init__(self, model: str, *, includes_usage: bool = False) -> None:
+        super().__init__(model, prefix="cmpl", includes_usage=includes_usage)
+        self._offsets: dict[int, int] = {}  # of each choice's next token in its text
+
+    def whole(self, choices: Sequence[Written], usage: Usage, bytes_of: TokenBytes) -> Completion:
+        said = [
+            CompletionChoice(
+                index=index,
+                text=choice.text,
+                finish_reason=choice.finish_reason,
+                logprobs=text_logprobs(choice.logprobs, bytes_of) if choice.logprobs else None,
+            )
+            for index, choice in enumerate(choices)
+        ]
+        return Completion.model_validate({**self._head, "choices": said, "usage": usage})
+
+    def opening(self, choices: int) -> bytes:
+        return b""
+
+    def chunk(self, piece: Piece, bytes_of: TokenBytes) -> bytes:
+        choice = CompletionChoice(index=piece.index, text=piece.text, finish_reason=_finish(piece))
+        if piece.logprobs:
+            offset = self._offsets.get(piece.index, 0)
+            choice.logprobs = text_logprobs(piece.logprobs, bytes_of, offset)
+            self._offsets[piece.index] = offset + sum(map(len, choice.logprobs.tokens))
+        return self._event(Completion.model_validate({**self._head, "choices": [choice]}))
+
+    def closing(self, usage: Usage) -> bytes:
+        return self._event(Completion.model_validate({**self._head, "choices": [], "usage": usage}))
+
+
+class ChatAnswer(_Dialect):
+    api = "chat"
+
+    def __init__(self, model: str, *, includes_usage: bool = False) -> None:
+        super().__init__(model, prefix="chatcmpl", includes_usage=includes_usage)
+
+    def whole(self, choices: Sequence[Written], usage: Usage, bytes_of: TokenBytes) -> ChatCompletion:
+        said = [
+            ChatChoice(
+                index=index,
+                message=Reply(content=choice.text),
+                finish_reason=choice.finish_reason,
+                logprobs=chat_logprobs(choice.logprobs, bytes_of) if choice.logprobs else None,
+            )
+            for index, choice in enumerate(choices)
+        ]
+        return ChatCompletion.model_validate({**self._head, "choices": said, "usage": usage})
+
+    def opening(self, choices: int) -> bytes:
+        role = Delta(role="assistant", content="")
+        return b"".join(self._choice(ChunkChoice(index=index, delta=role)) for index in range(choices))
+
+    def chunk(self, piece: Piece, bytes_of: TokenBytes) -> bytes:
+        """The text first, and the finish reason with an empty delta after it, as OpenAI orders them."""
+        events = b""
+        if piece.text or piece.logprobs:
+            logprobs = chat_logprobs(piece.logprobs, bytes_of) if piece.logprobs else None
+            events += self._choice(ChunkChoice(index=piece.index, delta=Delta(content=piece.text), logprobs=logprobs))
+        if piece.finish_reason is not None:
+            events += self._choice(ChunkChoice(index=piece.index, delta=Delta(), finish_reason=_finish(piece)))
+        return events
+
+    def closing(self, usage: Usage) -> bytes:
+        return self._event(ChatCompletionChunk.model_validate({**self._head, "choices": [], "usage": usage}))
+
+    def _choice(self, choice: ChunkChoice) -> bytes:
+        return self._event(ChatCompletionChunk.model_validate({**self._head, "choices": [choice]}))
+
+
+def usage_of(choices: Iterable[Written]) -> Usage:
+    """The sum over the prompts: one with several choices counts once, as OpenAI bills it."""
+    prompts = [choice.usage for choice in choices if choice.usage is not None]
+    prompt_tokens = sum(usage.prompt_tokens for usage in prompts)
+    completion_tokens = sum(usage.completion_tokens for usage in prompts)
+    return Usage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        total_tokens=prompt_tokens + completion_tokens,
+        prompt_tokens_details=PromptDetails(cached_tokens=sum(usage.cached_tokens for usage in prompts)),
+    )
+
+
+def _finish(piece: Piece) -> FinishReason | None:
+    if piece.finish_reason is None:
+        return None
+    return "length" if piece.finish_reason == "length" else "stop"

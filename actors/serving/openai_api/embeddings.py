@@ -1,0 +1,68 @@
+"""/v1/embeddings: vectors of texts or token lists, as floats or as base64 of little-endian float32."""
+
+from __future__ import annotations
+
+import base64
+from typing import Annotated, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from raytide.actors.engine.limits import MAX_EMBEDDING_TOKENS, MAX_NAME_CHARS
+from raytide.actors.serving.openai_api.errors import invalid
+from raytide.actors.serving.openai_api.wire import Inputs
+from raytide.actors.serving.server import Server
+
+__all__ = ["EmbeddingList", "EmbeddingRequest", "embed"]
+
+
+class EmbeddingRequest(BaseModel):
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    model: Annotated[str, Field(max_length=MAX_NAME_CHARS)]
+    input: Inputs
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = None
+
+
+class Embedding(BaseModel):
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(BaseModel):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
+async def embed(server: Server, request: EmbeddingRequest) -> EmbeddingList:
+    await server.check_alive()
+    server.card(request.model)
+    server.require("embeddings", param="model")
+    if request.dimensions is not None:
+        raise invalid("dimensions is not supported by this model server.", param="dimensions")
+    prompts = await server.prompts(request.input, field="input")
+    tokens = sum(map(len, prompts))
+    if tokens > MAX_EMBEDDING_TOKENS:
+        raise invalid(f"input has {tokens} tokens; at most {MAX_EMBEDDING_TOKENS} are taken at once.", param="input")
+    vectors = await server.engine.embed(prompts)
+    return EmbeddingList(
+        data=[
+            Embedding(index=index, embedding=_packed(vector) if request.encoding_format == "base64" else vector)
+            for index, vector in enumerate(vectors)
+        ],
+        model=server.model,
+        usage=EmbeddingUsage(prompt_tokens=tokens, total_tokens=tokens),
+    )
+
+
+def _packed(vector: list[float]) -> str:
+    return base64.b64encode(np.asarray(vector, "<f4").tobytes()).decode()

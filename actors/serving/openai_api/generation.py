@@ -1,0 +1,112 @@
+"""The choices of one HTTP request, generated side by side and merged into batches in the order they come.
+
+Each prompt is drained by a task of its own, so that `cancel()` needs no await: it works inside a cancelled request too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from raytide.actors.engine.base import Engine
+from raytide.actors.engine.faults import contained
+from raytide.actors.engine.limits import MAX_PENDING_ENTRIES
+from raytide.actors.engine.types import FinishReason, GenChunk, GenRequest, Usage
+from raytide.actors.serving.openai_api.logprobs import ScoredToken, TokenBytes
+from raytide.core.errors import EngineError
+
+__all__ = ["Generation", "Piece"]
+
+
+@dataclass(slots=True)
+class Piece:
+    """New text of one choice; what came while the client was slow is joined. `usage` is of its prompt's choices
+    together, with the last of them.
+    """
+
+    index: int
+    text: str = ""
+    tokens: int = 0
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+    logprobs: list[ScoredToken] = field(default_factory=list)
+
+
+class Generation:
+    """Choice i of prompt p is number p * n + i, as OpenAI counts them. `echoes`: what the choices of each prompt begin
+    with. What comes while nobody reads is joined, and bounded: a client that lets too much of it pile up loses its
+    generation.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        requests: Sequence[GenRequest],
+        echoes: Sequence[str],
+        *,
+        max_pending: int = MAX_PENDING_ENTRIES,
+    ) -> None:
+        self.token_bytes: TokenBytes = engine.token_bytes
+        self._requests = requests
+        self._n = requests[0].sampling.n
+        self.prompts = len(requests)
+        self.choices = self._n * len(requests)
+        self._open = len(requests)
+        self._echoes = {index: echo for index in range(self.choices) if (echo := echoes[index // self._n])}
+        self._pieces: dict[int, Piece] = {}
+        self._pending = 0
+        self._max_pending = max_pending
+        self._failure: Exception | None = None
+        self._news = asyncio.Event()
+        self._tasks = [asyncio.create_task(self._drain(engine, i, request)) for i, request in enumerate(requests)]
+
+    async def batches(self) -> AsyncIterator[list[Piece]]:
+        """Until every choice has finished: all that came since the last batch, one piece for each choice that moved.
+
+        Raises what the engine raised; a choice that the engine gave up (drain, failure) is an EngineError. What was
+        said before a failure still reaches the client.
+        """
+        while self._open or self._pieces or self._failure:
+            await self._news.wait()
+            self._news.clear()
+            pieces, self._pieces, self._pending = list(self._pieces.values()), {}, 0
+            failure = self._failure
+            if pieces:
+                yield pieces
+            if failure is not None:
+                raise failure
+
+    def cancel(self) -> None:
+        """Abort what still runs. The engine frees its blocks as the iterators close."""
+        for task in self._tasks:
+            task.cancel()
+
+    def _take(self, place: int, chunk: GenChunk) -> None:
+        if chunk.finish_reason in ("abort", "error"):
+            raise EngineError(f"request {chunk.request_id} was ended by the server.", hint="Send it again.")
+        self._open -= chunk.usage is not None
+        index = place * self._n + chunk.index
+        piece = self._pieces.setdefault(index, Piece(index))
+        piece.text += self._echoes.pop(index, "") + chunk.text
+        piece.tokens += len(chunk.token_ids)
+        piece.finish_reason, piece.usage = chunk.finish_reason, chunk.usage
+        if chunk.prompt_logprobs is not None:
+            piece.logprobs += zip(self._requests[place].prompt, chunk.prompt_logprobs, strict=True)  # type: ignore[arg-type]
+        piece.logprobs += [(each.token_id, each) for each in chunk.logprobs or ()]
+        self._pending += len(chunk.token_ids) + sum(len(each.top) for each in chunk.logprobs or ())
+        if self._pending > self._max_pending:
+            raise EngineError("the answer was not read as fast as it was made.", hint="Read the stream faster.")
+
+    async def _drain(self, engine: Engine, place: int, request: GenRequest) -> None:
+        try:
+            async with aclosing(engine.generate(request)) as chunks:  # type: ignore[type-var]
+                async for chunk in chunks:
+                    if self._failure is not None:
+                        return
+                    self._take(place, chunk)
+                    self._news.set()
+        except BaseException as error:  # a task that ends without a word would leave its client waiting for ever
+            self._failure = self._failure or contained(error)
+            self._news.set()

@@ -1,0 +1,81 @@
+"""Log probabilities on the wire, in the two shapes that OpenAI has for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from pydantic import BaseModel
+
+from raytide.actors.engine.types import TokenLogprobs
+
+__all__ = ["ChatLogprobs", "ScoredToken", "TextLogprobs", "TokenBytes", "chat_logprobs", "text_logprobs"]
+
+ScoredToken = tuple[int, TokenLogprobs | None]
+"""A token and its figures; the first token of a prompt has none."""
+
+TokenBytes = Callable[[int], bytes]
+
+_LEAST = -9999.0
+"""What OpenAI says for impossible: JSON has no infinity."""
+
+
+class TopLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class TextLogprobs(BaseModel):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+def chat_logprobs(scored: Sequence[ScoredToken], bytes_of: TokenBytes) -> ChatLogprobs:
+    def top(token: int, logprob: float) -> TopLogprob:
+        raw = bytes_of(token)
+        return TopLogprob(token=_text(raw), logprob=max(logprob, _LEAST), bytes=list(raw))
+
+    return ChatLogprobs(
+        content=[
+            TokenLogprob(
+                **top(token, figures.logprob).model_dump(),
+                top_logprobs=[top(other, logprob) for other, logprob in figures.top],
+            )
+            for token, figures in scored
+            if figures is not None
+        ]
+    )
+
+
+def text_logprobs(scored: Sequence[ScoredToken], bytes_of: TokenBytes, offset: int = 0) -> TextLogprobs:
+    """`offset`: of the first token in the answer's text, in characters."""
+    found = TextLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+    for token, figures in scored:
+        text = _text(bytes_of(token))
+        found.tokens.append(text)
+        found.text_offset.append(offset)
+        offset += len(text)
+        if figures is None:
+            found.token_logprobs.append(None)
+            found.top_logprobs.append(None)
+            continue
+        found.token_logprobs.append(max(figures.logprob, _LEAST))
+        # OpenAI always has the chosen token among them.
+        among = {_text(bytes_of(other)): max(logprob, _LEAST) for other, logprob in figures.top}
+        found.top_logprobs.append(among | {text: max(figures.logprob, _LEAST)})
+    return found
+
+
+def _text(raw: bytes) -> str:
+    return raw.decode(errors="replace")

@@ -1,0 +1,126 @@
+"""From a request body to the engine's sampling parameters. What cannot be honoured is refused, never dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from raytide.actors.engine.base import asked_features
+from raytide.actors.engine.sampling_params import SamplingParams
+from raytide.actors.engine.types import Feature, GenRequest
+from raytide.actors.serving.openai_api.errors import invalid
+from raytide.actors.serving.openai_api.structure import structured_of
+from raytide.actors.serving.openai_api.wire import ChatRequest, CompletionRequest, GenerationRequest
+
+__all__ = ["refuse_missing", "sampling_of"]
+
+COMPLETION_MAX_TOKENS = 16
+"""OpenAI's default for plain completions; a chat goes on until the model stops or the context is full."""
+
+_NO_EFFECT = frozenset(
+    {
+        "metadata",
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "reasoning_effort",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+        "verbosity",
+    }
+)
+"""Known fields that ask nothing of the text that comes back."""
+
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "audio": (),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "moderation": (),
+    "prediction": (),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "web_search_options": (),
+}
+"""Known fields that this server does not implement, with the values that ask for nothing."""
+
+_FIELD_OF: dict[Feature, str] = {"prompt_logprobs": "echo", "stop_strings": "stop", "structured": "response_format"}
+"""What asks for a feature, where the field has not its name."""
+
+
+def sampling_of(request: GenerationRequest) -> SamplingParams:
+    _refuse_unknown(request)
+    defaults = SamplingParams()
+    stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
+    if not all(stop):
+        raise invalid("stop: a stop sequence cannot be empty.", param="stop")
+    n = request.n or 1
+    if request.best_of is not None and request.best_of < n:
+        raise invalid(f"best_of ({request.best_of}) must be at least n ({n}).", param="best_of")
+    if request.stream and (request.best_of or n) > n:
+        raise invalid("best_of chooses at the end: it cannot be streamed.", param="best_of")
+    max_tokens = _max_tokens(request)
+    if max_tokens is not None and (request.min_tokens or 0) > max_tokens:
+        raise invalid(f"min_tokens is more than max_tokens ({max_tokens}).", param="min_tokens")
+    logprobs = _logprobs(request)
+    echoed = isinstance(request, CompletionRequest) and request.echo and logprobs is not None
+    if echoed and n > 1:
+        raise invalid("echo with logprobs goes with n = 1 only.", param="echo")
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=1.0 if request.temperature is None else request.temperature,
+        top_p=1.0 if request.top_p is None else request.top_p,
+        top_k=max(0, request.top_k or 0),
+        min_p=request.min_p or 0.0,
+        seed=request.seed,
+        stop=stop,
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+        include_stop_str_in_output=bool(request.include_stop_str_in_output),
+        ignore_eos=bool(request.ignore_eos),
+        min_tokens=request.min_tokens or 0,
+        bad_words=tuple(request.bad_words or ()),
+        logit_bias=request.logit_bias or {},
+        repetition_penalty=request.repetition_penalty or defaults.repetition_penalty,
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        n=n,
+        best_of=request.best_of,
+        logprobs=logprobs,
+        prompt_logprobs=logprobs if echoed else None,
+        structured=structured_of(request),
+    )
+
+
+def refuse_missing(request: GenRequest, features: Collection[Feature]) -> None:
+    """What the engine behind does not declare is a 400 that says which field asks for it."""
+    for feature in asked_features(request):
+        if feature not in features:
+            field = _FIELD_OF.get(feature, feature)
+            raise invalid(f"{field} is not supported by this model server.", param=field)
+
+
+def _logprobs(request: GenerationRequest) -> int | None:
+    if isinstance(request, CompletionRequest):
+        return request.logprobs
+    assert isinstance(request, ChatRequest)
+    if not request.logprobs and request.top_logprobs:
+        raise invalid("top_logprobs needs logprobs to be true.", param="top_logprobs")
+    return (request.top_logprobs or 0) if request.logprobs else None
+
+
+def _max_tokens(request: GenerationRequest) -> int | None:
+    if isinstance(request, ChatRequest):
+        return request.max_completion_tokens or request.max_tokens
+    return request.max_tokens or COMPLETION_MAX_TOKENS
+
+
+def _refuse_unknown(request: GenerationRequest) -> None:
+    for name, value in (request.model_extra or {}).items():
+        if value is None or name in _NO_EFFECT:
+            continue
+        if name not in _NEUTRAL:
+            raise invalid(f"Unrecognized request argument: {name}.", param=name)
+        if not any(value == neutral and type(value) is type(neutral) for neutral in _NEUTRAL[name]):
+            raise invalid(f"{name} is not supported by this model server.", param=name)

@@ -1,0 +1,173 @@
+"""Drive one generation to its HTTP response, whole or streamed; when the client goes away, so does its generation."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine
+from functools import partial
+from typing import TypeVar
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from raytide.actors.engine.limits import MAX_LOGPROB_ENTRIES
+from raytide.actors.engine.text.worker_pool import TextPool
+from raytide.actors.serving.metrics import Outcome, Track
+from raytide.actors.serving.openai_api.answers import DONE, Answer, Written, usage_of
+from raytide.actors.serving.openai_api.errors import ApiError, invalid, to_api_error
+from raytide.actors.serving.openai_api.generation import Generation, Piece
+from raytide.actors.serving.openai_api.logprobs import TokenBytes
+from raytide.actors.serving.openai_api.wire import ChatRequest, CompletionRequest, sse
+from raytide.actors.serving.server import Server
+
+__all__ = ["failed", "respond"]
+
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+_MANY_ENTRIES = 1000
+"""Log probabilities that take milliseconds to write down: more are written in a thread."""
+
+
+async def respond(server: Server, body: CompletionRequest | ChatRequest, request: Request, answer: Answer) -> Response:
+    track = server.metrics.track(answer.api)
+    try:
+        generation = await server.generate(body)
+        track.generates(generation.prompts)
+        try:
+            reading = _Reading(generation, track)
+            if body.stream:
+                # The first tokens come before the headers, so that a refusal still has an HTTP status of its own.
+                first = await _unless_gone(request, reading.next())
+                events = _events(reading, first, answer, body.includes_usage, server.texts)
+                return _EventStream(events, reading.close)
+            await _unless_gone(request, reading.to_the_end())
+
+            def whole() -> Response:
+                usage = usage_of(reading.written)
+                return JSONResponse(answer.whole(reading.written, usage, generation.token_bytes).model_dump())
+
+            response = await server.texts.run(whole) if reading.entries > _MANY_ENTRIES else whole()
+            track.finish("ok")
+            return response
+        except BaseException:
+            generation.cancel()
+            raise
+    except _ClientGoneError:
+        track.finish("aborted")
+        return Response(status_code=499)
+    except asyncio.CancelledError:
+        track.finish("aborted")
+        raise
+    except Exception as error:
+        raise failed(error, track) from error
+
+
+class _Reading:
+    """A generation as it is read, with all it has said so far."""
+
+    def __init__(self, generation: Generation, track: Track) -> None:
+        self.written = [Written() for _ in range(generation.choices)]
+        self.track = track
+        self.token_bytes = generation.token_bytes
+        self.entries = 0
+        self._generation = generation
+        self._batches = generation.batches()
+
+    async def next(self) -> list[Piece]:
+        """The next batch; empty at the end."""
+        batch: list[Piece] = await anext(self._batches, [])
+        for piece in batch:
+            self.written[piece.index].add(piece)
+            self.track.tokens(piece.index, piece.tokens)
+        return batch
+
+    async def to_the_end(self) -> None:
+        """Raises ApiError when the answer gets too large to be sent in one piece."""
+        while batch := await self.next():
+            self.entries += sum(map(_entries, batch))
+            if self.entries > MAX_LOGPROB_ENTRIES:
+                raise invalid(
+                    f"The answer has more than {MAX_LOGPROB_ENTRIES} log probabilities: stream it, or ask for fewer.",
+                    param="logprobs",
+                )
+
+    def close(self) -> None:
+        """Ends what still runs; a stream that was not finished by now has lost its client."""
+        self._generation.cancel()
+        self.track.finish("aborted")
+
+
+def _entries(piece: Piece) -> int:
+    return sum(1 + len(figures.top) for _, figures in piece.logprobs if figures is not None)
+
+
+async def _events(
+    reading: _Reading, first: list[Piece], answer: Answer, includes_usage: bool, texts: TextPool
+) -> AsyncIterator[bytes]:
+    """The body of a stream: one message for each engine step, then usage if asked for, then [DONE], or an error."""
+    try:
+        batch, head = first, answer.opening(len(reading.written))
+        while batch:
+            render = partial(_rendered, answer, batch, reading.token_bytes)
+            many = any(piece.logprobs for piece in batch) and sum(map(_entries, batch)) > _MANY_ENTRIES
+            yield head + (await texts.run(render) if many else render())
+            batch, head = await reading.next(), b""
+        tail = answer.closing(usage_of(reading.written)) if includes_usage else b""
+        reading.track.finish("ok")
+        yield tail + DONE
+    except Exception as error:
+        yield sse(failed(error, reading.track).body.model_dump_json())
+
+
+def _rendered(answer: Answer, batch: list[Piece], bytes_of: TokenBytes) -> bytes:
+    return b"".join(answer.chunk(piece, bytes_of) for piece in batch)
+
+
+class _EventStream(StreamingResponse):
+    """Calls `on_close` however the stream ends, also when the client is gone before the first byte."""
+
+    def __init__(self, events: AsyncIterator[bytes], on_close: Callable[[], None]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        self._on_close = on_close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._on_close()
+
+
+class _ClientGoneError(Exception):
+    pass
+
+
+async def _unless_gone(request: Request, work: Coroutine[None, None, _T]) -> _T:
+    """The result of `work`, or _ClientGoneError as soon as the client closes its connection."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_disconnect(request))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise _ClientGoneError
+    finally:
+        working.cancel()
+        leaving.cancel()
+
+
+async def _disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def failed(error: Exception, track: Track) -> ApiError:
+    """Count and log a failure, and say it as the client is told."""
+    api_error = to_api_error(error)
+    outcome: Outcome = "rejected" if api_error.status == 429 else "invalid" if api_error.status < 500 else "error"
+    if outcome == "error":
+        _log.error("a request failed", exc_info=error)
+    track.finish(outcome)
+    return api_error

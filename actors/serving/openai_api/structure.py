@@ -1,0 +1,102 @@
+"""What a request's output must match: OpenAI's `response_format`, or one of vLLM's fields for the same."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from raytide.actors.engine.limits import MAX_GRAMMAR_CHARS
+from raytide.actors.engine.sampling_params import Structured
+from raytide.actors.serving.openai_api.errors import invalid
+
+__all__ = ["Constraints", "ResponseFormat", "StructuredOutputs", "structured_of"]
+
+ANY_OBJECT = '{"type": "object"}'
+
+Schema = dict[str, Any] | str
+
+
+class JsonSchemaFormat(BaseModel):
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    name: str
+    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(BaseModel):
+    """vLLM's newer form."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    json_: Schema | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class Constraints(BaseModel):
+    """The fields of a request, all of which say the same thing in some way."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+
+def structured_of(request: Constraints) -> Structured | None:
+    asked = {
+        "response_format": _of_format(request.response_format),
+        "guided_json": _of_schema(request.guided_json),
+        "guided_regex": request.guided_regex and Structured("regex", request.guided_regex),
+        "guided_choice": request.guided_choice and Structured("choice", tuple(request.guided_choice)),
+        "guided_grammar": request.guided_grammar and Structured("grammar", request.guided_grammar),
+    }
+    if outputs := request.structured_outputs:
+        asked |= {
+            "structured_outputs.json": _of_schema(outputs.json_),
+            "structured_outputs.regex": outputs.regex and Structured("regex", outputs.regex),
+            "structured_outputs.choice": outputs.choice and Structured("choice", tuple(outputs.choice)),
+            "structured_outputs.grammar": outputs.grammar and Structured("grammar", outputs.grammar),
+            "structured_outputs.json_object": Structured("json_schema", ANY_OBJECT) if outputs.json_object else None,
+        }
+    for name, structured in asked.items():
+        if isinstance(structured, Structured):
+            size = structured.size
+            if size > MAX_GRAMMAR_CHARS:
+                raise invalid(
+                    f"{name} has {size} characters; at most {MAX_GRAMMAR_CHARS} are taken.",
+                    param=name.partition(".")[0],
+                )
+    found = {name: structured for name, structured in asked.items() if isinstance(structured, Structured)}
+    if len(found) > 1:
+        raise invalid(f"only one of {', '.join(found)} can be given.", param=next(iter(found)).partition(".")[0])
+    return next(iter(found.values()), None)
+
+
+def _of_format(wanted: ResponseFormat | None) -> Structured | None:
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return Structured("json_schema", ANY_OBJECT)
+    if wanted.json_schema is None:
+        raise invalid("response_format.json_schema is missing.", param="response_format.json_schema")
+    schema = wanted.json_schema.schema_
+    return Structured("json_schema", "{}" if schema is None else json.dumps(schema))
+
+
+def _of_schema(schema: Schema | None) -> Structured | None:
+    if schema is None:
+        return None
+    return Structured("json_schema", schema if isinstance(schema, str) else json.dumps(schema))

@@ -1,0 +1,254 @@
+"""The bodies of OpenAI's HTTP API that raytide reads and writes, field for field as the official client types them.
+
+Requests keep fields that are not listed here (`model_extra`): `params` says which are ignored and which refused.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_serializer
+
+from raytide.actors.engine.limits import (
+    MAX_BAD_WORDS,
+    MAX_EMBEDDING_INPUTS,
+    MAX_HTTP_STOPS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_MESSAGES,
+    MAX_NAME_CHARS,
+    MAX_PROMPTS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_WORD_CHARS,
+)
+from raytide.actors.serving.openai_api.logprobs import ChatLogprobs, TextLogprobs
+from raytide.actors.serving.openai_api.structure import Constraints
+
+__all__ = [
+    "ChatChoice",
+    "ChatCompletion",
+    "ChatCompletionChunk",
+    "ChatMessage",
+    "ChatRequest",
+    "ChunkChoice",
+    "Completion",
+    "CompletionChoice",
+    "CompletionRequest",
+    "Delta",
+    "FinishReason",
+    "GenerationRequest",
+    "Inputs",
+    "Model",
+    "ModelList",
+    "Part",
+    "PromptDetails",
+    "Prompts",
+    "Reply",
+    "StreamOptions",
+    "Usage",
+    "sse",
+]
+
+FinishReason = Literal["stop", "length"]
+
+Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+Word = Annotated[str, Field(min_length=1, max_length=MAX_WORD_CHARS)]
+Tokens = Annotated[list[TokenId], Field(fail_fast=True)]
+
+
+def _form(value: object) -> str:
+    """Which of OpenAI's four forms of a prompt is meant, by its first item: trying all of them would take time, and an
+    error for each item of a long list.
+    """
+    if not isinstance(value, list):
+        return "str"
+    first = value[0] if value else 0
+    return "list[str]" if isinstance(first, str) else "list[list[int]]" if isinstance(first, list) else "list[int]"
+
+
+def _prompts(most: int) -> object:
+    """The type of a prompt or an input; the tags are never shown to a client."""
+    return Annotated[
+        Annotated[str, Tag("str")]
+        | Annotated[list[str], Field(fail_fast=True, max_length=most), Tag("list[str]")]
+        | Annotated[list[TokenId], Field(fail_fast=True, min_length=1), Tag("list[int]")]
+        | Annotated[list[Tokens], Field(fail_fast=True, max_length=most), Tag("list[list[int]]")],
+        Discriminator(_form),
+    ]
+
+
+if TYPE_CHECKING:
+    Prompts = str | list[str] | list[int] | list[list[int]]
+    Inputs = Prompts
+else:
+    Prompts = _prompts(MAX_PROMPTS)
+    Inputs = _prompts(MAX_EMBEDDING_INPUTS)
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(extra="allow", frozen=True)
+
+
+_Stop = Annotated[str, Field(max_length=MAX_WORD_CHARS)]
+
+
+class StreamOptions(_Request):
+    include_usage: bool = False
+
+
+def _not_too_many(bias: object) -> object:
+    """Counted before the entries are looked at."""
+    if isinstance(bias, dict) and len(bias) > MAX_LOGIT_BIAS:
+        raise ValueError(f"has {len(bias)} tokens; at most {MAX_LOGIT_BIAS} are taken")
+    return bias
+
+
+class GenerationRequest(_Request, Constraints):
+    """What chat and plain completions share. From `top_k` on they are extensions that vLLM's clients know too."""
+
+    model: Name
+    max_tokens: Count | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    stop: _Stop | Annotated[list[_Stop], Field(fail_fast=True, max_length=MAX_HTTP_STOPS)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    logit_bias: (
+        Annotated[dict[TokenId, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_not_too_many)] | None
+    ) = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    stop_token_ids: Annotated[Tokens, Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    bad_words: Annotated[list[Word], Field(fail_fast=True, max_length=MAX_BAD_WORDS)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=128)] | None = None
+    priority: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    cache_salt: Name | None = None
+
+    @property
+    def includes_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class CompletionRequest(GenerationRequest):
+    prompt: Prompts
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = None
+
+
+class Part(_Request):
+    type: Name
+    text: str | None = None
+
+
+class ChatMessage(_Request):
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | Annotated[list[Part], Field(fail_fast=True, max_length=MAX_MESSAGES)] | None = None
+
+
+class ChatRequest(GenerationRequest):
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+
+class PromptDetails(BaseModel):
+    cached_tokens: int = 0
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails = PromptDetails()
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    finish_reason: FinishReason | None
+    logprobs: TextLogprobs | None = None
+
+
+class _Answer(BaseModel):
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str | None = None
+    usage: Usage | None = None
+
+
+class Completion(_Answer):
+    """Also the form of a streamed chunk."""
+
+    object: Literal["text_completion"] = "text_completion"
+    choices: list[CompletionChoice]
+
+
+class Reply(BaseModel):
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: Reply
+    finish_reason: FinishReason
+    logprobs: ChatLogprobs | None = None
+
+
+class ChatCompletion(_Answer):
+    object: Literal["chat.completion"] = "chat.completion"
+    choices: list[ChatChoice]
+
+
+class Delta(BaseModel):
+    """Fields that are None are left out on the wire."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+    @model_serializer
+    def _present(self) -> dict[str, str]:
+        return {name: value for name, value in (("role", self.role), ("content", self.content)) if value is not None}
+
+
+class ChunkChoice(BaseModel):
+    index: int
+    delta: Delta
+    finish_reason: FinishReason | None = None
+    logprobs: ChatLogprobs | None = None
+
+
+class ChatCompletionChunk(_Answer):
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    choices: list[ChunkChoice]
+
+
+class Model(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "raytide"
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+def sse(data: str) -> bytes:
+    """One server-sent event."""
+    return b"data: " + data.encode() + b"\n\n"

@@ -1,0 +1,179 @@
+"""raytide's controller's hand on Ray Serve: deploy endpoints, publish their numbers of replicas, read their loads.
+
+Blocking calls, each with a timeout. Nothing here owns anything: Serve's controller and proxy are detached actors, so
+endpoints go on answering while raytide's controller is dead, and the next one calls the same verbs again.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from functools import cache
+
+from raytide.actors.serving.ray_serve import edge, policy
+from raytide.actors.serving.ray_serve.application import Application
+from raytide.core import ray_internals
+from raytide.core.io.timeout import within
+from raytide.core.objects.endpoint import Counters, Endpoint, EndpointLoad, ReplicaLoad
+
+__all__ = ["LOOK_TIMEOUT_S", "ServeControl"]
+
+LOOK_TIMEOUT_S = 4.0
+"""raytide's controller waits this long for a look at Serve, however many endpoints there are."""
+
+
+class ServeControl:
+    """Needs a process that is connected to the cluster (`ray.init`) whenever a verb is called."""
+
+    def __init__(
+        self,
+        http_host: str,
+        http_port: int,
+        *,
+        look_timeout_s: float = LOOK_TIMEOUT_S,
+        call_timeout_s: float = 10.0,
+        start_timeout_s: float = 90.0,
+    ) -> None:
+        self._http_host = http_host
+        self._http_port = http_port
+        self._look_timeout_s = look_timeout_s
+        self._call_timeout_s = call_timeout_s
+        self._start_timeout_s = start_timeout_s
+
+    def start(self) -> None:
+        """Serve's controller, and one HTTP proxy on the head; neither takes a CPU. Does nothing when they run."""
+
+        def call() -> None:
+            from ray import serve
+
+            serve.start(
+                proxy_location="HeadOnly",
+                http_options={"host": self._http_host, "port": self._http_port},
+                controller_options={
+                    "runtime_env": {"env_vars": {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": edge.IMPORT_PATH}}
+                },
+            )
+
+        within(self._start_timeout_s, "Ray Serve to start", call)
+
+    def deploy(self, endpoint: Endpoint, *, is_there: bool) -> bool:
+        """Ask Serve for the endpoint; its replicas start in the background. The same one again changes nothing.
+
+        `is_there`: whether Serve has one of that name, as `applications` said. True when Serve was asked for something.
+        """
+        spec = f"{endpoint.created_at_s} {endpoint.spec.model_dump_json()}".encode()
+        if is_there and self._get([_spec_key(endpoint.name)]).get(_spec_key(endpoint.name)) == spec:
+            return False
+
+        def call() -> None:
+            from ray import serve
+
+            from raytide.actors.serving.ray_serve.deployment import application
+
+            self._publish(endpoint.name, endpoint.target_replicas)
+            nothing = json.dumps({"at_s": time.time(), "ongoing": 0.0}).encode()
+            self._put(policy.load_key(endpoint.name), nothing, overwrite=False)  # its policy speaks seconds later
+            target = serve.RunTarget(application(endpoint), name=endpoint.name, route_prefix=f"/{endpoint.name}")
+            serve.run_many([target], wait_for_applications_running=False)
+            self._put(_spec_key(endpoint.name), spec)
+
+        within(self._start_timeout_s, f"Ray Serve to accept endpoint {endpoint.name}", call)
+        return True
+
+    def publish(self, name: str, target: int) -> None:
+        """How many replicas the endpoint is to have; Serve's controller acts on it within about a second."""
+        within(self._call_timeout_s, f"the GCS to store the target of {name}", lambda: self._publish(name, target))
+
+    def loads(self, names: Iterable[str]) -> dict[str, EndpointLoad]:
+        """By endpoint, those left out of which Serve has said nothing yet. One look for all of them."""
+        wanted = tuple(names)
+
+        def call() -> dict[str, EndpointLoad]:
+            applications = _applications(self._look_timeout_s)
+            said = self._get([policy.load_key(name) for name in wanted])
+            return {
+                name: _load(applications[name], said[policy.load_key(name)])
+                for name in wanted
+                if name in applications and policy.load_key(name) in said
+            }
+
+        return within(self._look_timeout_s, "Ray Serve to tell its load", call)
+
+    def applications(self) -> dict[str, Application]:
+        """The endpoints that Serve has, those included whose replicas still finish what they answer."""
+        timeout_s = self._look_timeout_s
+        return within(timeout_s, "Ray Serve's controller to answer", lambda: _applications(timeout_s))
+
+    def delete(self, name: str, *, is_there: bool) -> None:
+        """Forget the endpoint, and take it from Serve if that has it; its replicas finish what they answer."""
+
+        def call() -> None:
+            from ray import serve
+
+            gcs = ray_internals.connected_gcs()
+            for key in (_spec_key(name), policy.target_key(name), policy.load_key(name)):
+                gcs.internal_kv_del(key, False, policy.KV_NAMESPACE, timeout=self._call_timeout_s)
+            if is_there:
+                serve.delete(name, _blocking=False)
+
+        within(self._start_timeout_s, f"Ray Serve to delete endpoint {name}", call)
+
+    def _publish(self, name: str, target: int) -> None:
+        self._put(policy.target_key(name), str(target).encode())
+
+    def _put(self, key: bytes, value: bytes, *, overwrite: bool = True) -> None:
+        gcs = ray_internals.connected_gcs()
+        gcs.internal_kv_put(key, value, overwrite, policy.KV_NAMESPACE, timeout=self._call_timeout_s)
+
+    def _get(self, keys: Sequence[bytes]) -> dict[bytes, bytes]:
+        """Those that are there, in one call."""
+        gcs = ray_internals.connected_gcs()
+        return dict(gcs.internal_kv_multi_get(list(keys), policy.KV_NAMESPACE, timeout=self._look_timeout_s))
+
+
+def _applications(timeout_s: float) -> dict[str, Application]:
+    """None when Serve does not run."""
+    import ray
+
+    try:
+        controller = ray_internals.serve_controller()
+    except ValueError:
+        return {}
+    details = ray.get(controller.get_serve_instance_details.remote(), timeout=timeout_s)
+    groups = cache(ray_internals.nodes_of_groups)  # one look for all of them, if any is asked for
+    return {
+        name: Application.of(application, ray_internals.replica_node, lambda group: groups().get(group, ()))
+        for name, application in details["applications"].items()
+    }
+
+
+def _load(application: Application, said: bytes) -> EndpointLoad:
+    """Serve forgets the requests of a router that went silent; the engines that answer them do not."""
+    seen = json.loads(said)
+    said_by = sorted(seen.get("replicas", {}).items())
+    replicas = tuple(_replica(name, words, application.ready_on.get(name, "")) for name, words in said_by)
+    held = sum(replica.running + replica.waiting for replica in replicas)
+    return EndpointLoad(
+        at_s=seen["at_s"],
+        ongoing=max(seen["ongoing"], held + seen.get("queued", 0.0)),
+        ready=application.ready,
+        replica_nodes=application.replica_nodes,
+        moving=application.moving,
+        replicas=replicas,
+        queued=seen.get("queued", 0.0),
+    )
+
+
+def _replica(name: str, words: Mapping[str, float], node: str) -> ReplicaLoad:
+    now, since = (
+        {field.name: words[field.name] for field in fields(kind) if field.name in words}
+        for kind in (ReplicaLoad, Counters)
+    )
+    return ReplicaLoad(id=name, node=node, counters=Counters(**since), **now)
+
+
+def _spec_key(name: str) -> bytes:
+    """What was last deployed, and when it was created: a restarted controller tells a new one from the old."""
+    return f"{name}/spec".encode()

@@ -1,0 +1,124 @@
+"""The write of one checkpoint after the other, beside the training: plan, write, hash, seal, prune.
+
+What runs here may outlive its generation for a moment. So it holds a process group of its own and no other: one that is
+held stays open, and then the peers that wait for this rank would not learn that it has left.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from raytide.actors.trainer.checkpoint import manifest
+from raytide.actors.trainer.checkpoint.background import Background
+from raytide.actors.trainer.checkpoint.dcp.planner import SavePieces
+from raytide.actors.trainer.checkpoint.dcp.storage import GivenUp, Writer
+from raytide.actors.trainer.checkpoint.manifest import FileRecord, Manifest
+from raytide.actors.trainer.checkpoint.staging import Image
+from raytide.actors.trainer.checkpoint.storage import Store
+from raytide.core.errors import RaytideError, StorageError
+
+T = TypeVar("T")
+Commit = Callable[[], AbstractContextManager[None]]
+"""Inside it this run may publish; ConflictError when another one has its folders by now."""
+
+
+class Saves:
+    """The saves of one generation, as one of its ranks makes them."""
+
+    def __init__(
+        self,
+        channel: dist.ProcessGroup,
+        rank: int,
+        world: int,
+        digests: Mapping[str, str],
+        keep: int,
+        commit: Commit = nullcontext,
+    ) -> None:
+        self.image = Image()
+        self.beside = Background("checkpoint")
+        self.last_s = 0.0
+        """From the copy to the manifest, of the last save."""
+        self.rejected: list[str] = []
+        """Folders that were found to be bad: they do not count among those that are kept."""
+        self._channel, self._rank, self._world = channel, rank, world
+        self._digests, self._keep, self._commit = dict(digests), keep, commit
+        self._closed = threading.Event()
+
+    def start(self, store: Store, name: str, step: int, samples: int) -> None:
+        """Write the image. The one before must have been waited for."""
+        began_s = time.monotonic()
+        self.beside.start(lambda: self._save(store, name, step, samples, began_s))
+
+    def close(self, timeout_s: float) -> None:
+        self._closed.set()
+        try:
+            self.beside.wait(timeout_s)
+        except BaseException:  # a dead peer broke it, or this very call: the generation is over either way
+            return
+
+    def _save(self, store: Store, name: str, step: int, samples: int, began_s: float) -> None:
+        writer = Writer(store, name, self._go_on)
+        try:
+            self.image.wait()
+            save({}, storage_writer=writer, planner=SavePieces(self.image.pieces), process_group=self._channel)
+        except CheckpointException as error:  # all ranks have it, so none of them still writes
+            if self._rank == 0:
+                attempt(lambda: manifest.remove(store, name))
+            raise _explain(error, f"{store.url}/{name}") from error
+        records: list[dict[str, FileRecord]] = [{}] * self._world
+        dist.all_gather_object(records, writer.records, group=self._channel)
+        box: list[RaytideError | None] = [None]
+        if self._rank == 0:
+            files = {file: record for part in records for file, record in sorted(part.items())}
+            body = Manifest(step=step, samples=samples, digests=self._digests, world=self._world, files=files)
+            box[0] = attempt(lambda: self._seal(store, name, body))[1]
+        dist.broadcast_object_list(box, src=0, group=self._channel)
+        if box[0] is not None:
+            raise box[0]
+        self.last_s = time.monotonic() - began_s
+
+    def _seal(self, store: Store, name: str, body: Manifest) -> None:
+        self._go_on()
+        try:
+            with self._commit():
+                sealed = manifest.seal(store, name, body)
+        except RaytideError:
+            attempt(lambda: manifest.remove(store, name))
+            raise
+        manifest.prune(store, self._keep, sealed, self.rejected)
+
+    def _go_on(self) -> None:
+        if self._closed.is_set():
+            raise GivenUp("the generation that began this save is over")
+
+
+def attempt(work: Callable[[], T]) -> tuple[T | None, RaytideError | None]:
+    """For what one rank does while the others wait for the outcome."""
+    try:
+        return work(), None
+    except RaytideError as error:
+        return None, error
+
+
+def first_cause(error: CheckpointException) -> BaseException:
+    return next((cause for cause, _ in error.failures.values()), error)
+
+
+def _explain(error: CheckpointException, path: str) -> BaseException:
+    """The failure inside DCP's bundle, in the words of raytide's own tree."""
+    causes = [cause for cause, _ in error.failures.values()]
+    for cause in causes:
+        if isinstance(cause, GivenUp):  # nothing is wrong with the storage, and another generation will save
+            return RuntimeError(f"a rank gave up writing {path}: {cause}")
+    for cause in causes:
+        if isinstance(cause, StorageError):
+            return cause
+    return StorageError(f"cannot write {path}: {first_cause(error)}", hint="Check the path and its permissions.")

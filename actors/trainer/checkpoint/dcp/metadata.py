@@ -1,0 +1,125 @@
+"""DCP's metadata of a checkpoint, from a file that anybody may have written: every field is checked, nothing is run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from raytide.actors.trainer.checkpoint.dcp.safe_unpickler import DTYPES, Made, Name, read
+from raytide.core.errors import CheckpointError
+
+__all__ = ["metadata_of"]
+
+_MAX_DIMS = 64
+
+
+def metadata_of(body: bytes, sizes: Mapping[str, int], where: str) -> Metadata:
+    """The metadata in `body`, whose pieces lie within files of these sizes (bytes, by name).
+
+    CheckpointError for anything that is no metadata, or that points outside those files.
+    """
+    tree = read(body, where)
+    try:
+        return _Builder(sizes, 1000 + 4 * len(body)).metadata(tree)
+    except (ValueError, TypeError, KeyError, IndexError, OverflowError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{where} is no checkpoint's metadata: {error}.",
+            hint="Delete the folder: the run goes on from the checkpoint before it.",
+        ) from None
+
+
+class _Builder:
+    def __init__(self, sizes: Mapping[str, int], budget: int) -> None:
+        self._sizes, self._budget = sizes, budget
+        """Values that may still be made. A file that refers to one list again and again could ask for any number."""
+
+    def metadata(self, tree: object) -> Metadata:
+        state = _state(tree, "Metadata")
+        tensors = {_text(key): self._stored(value) for key, value in _mapping(state["state_dict_metadata"]).items()}
+        places = dict(self._place(key, value) for key, value in _mapping(state["storage_data"]).items())
+        return Metadata(state_dict_metadata=tensors, storage_data=places, storage_meta=StorageMeta())
+
+    def _stored(self, value: object) -> TensorStorageMetadata | BytesStorageMetadata:
+        if isinstance(value, Made) and value.name == "BytesStorageMetadata":
+            return BytesStorageMetadata()
+        state = _state(value, "TensorStorageMetadata")
+        chunks = state["chunks"]
+        if not isinstance(chunks, list):
+            raise TypeError("the chunks of a tensor are no list")
+        properties = TensorProperties(dtype=_dtype(state["properties"]))
+        return TensorStorageMetadata(properties, self._size(state["size"]), [self._chunk(chunk) for chunk in chunks])
+
+    def _chunk(self, value: object) -> ChunkStorageMetadata:
+        state = _state(value, "ChunkStorageMetadata")
+        return ChunkStorageMetadata(self._size(state["offsets"]), self._size(state["sizes"]))
+
+    def _place(self, key: object, value: object) -> tuple[MetadataIndex, _StorageInfo]:
+        index, info = _state(key, "MetadataIndex"), _state(value, "_StorageInfo")
+        offset, hint = index.get("offset"), index.get("index")
+        file, start, length = _text(info["relative_path"]), _count(info["offset"]), _count(info["length"])
+        if file not in self._sizes:
+            raise ValueError(f"it stores a piece in {file[:200]!r}, which is no file of this checkpoint")
+        if start + length > self._sizes[file]:
+            raise ValueError(f"it stores a piece beyond the end of {file}")
+        if info.get("transform_descriptors"):
+            raise ValueError(f"it stores a piece of {file} in a transformed form")
+        place = None if offset is None else self._size(offset)
+        made = MetadataIndex(_text(index["fqn"]), place, None if hint is None else _count(hint))
+        return made, _StorageInfo(file, start, length)
+
+    def _size(self, value: object) -> torch.Size:
+        if not isinstance(value, Made) or value.name != "Size" or len(value.args) != 1:
+            raise TypeError("a size is none")
+        numbers = value.args[0]
+        if not isinstance(numbers, tuple | list) or len(numbers) > _MAX_DIMS:
+            raise TypeError(f"a size has no dimensions, or more than {_MAX_DIMS}")
+        self._budget -= 1 + len(numbers)
+        if self._budget < 0:
+            raise ValueError("it holds more pieces than its bytes can name")
+        return torch.Size([_count(number) for number in numbers])
+
+
+def _state(value: object, name: str) -> dict[str, Any]:
+    if not isinstance(value, Made) or value.name != name or not isinstance(value.state, dict):
+        raise TypeError(f"it has no {name} where one belongs")
+    return value.state
+
+
+def _dtype(properties: object) -> torch.dtype:
+    if not isinstance(properties, Made) or properties.name != "TensorProperties":
+        raise TypeError("a tensor has no properties")
+    state = properties.state
+    if not isinstance(state, tuple) or not state or not isinstance(state[0], Name) or state[0].name not in DTYPES:
+        raise TypeError("a tensor has no type of numbers")
+    found: torch.dtype = getattr(torch, state[0].name)
+    return found
+
+
+def _mapping(value: object) -> dict[object, object]:
+    if not isinstance(value, dict):
+        raise TypeError("a mapping is none")
+    return value
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError("a name is no text")
+    return value
+
+
+def _count(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 63:
+        raise ValueError("a number is negative, too large or none")
+    return value

@@ -1,0 +1,160 @@
+"""Whether a dataset's shards are what was written, found out once per machine for all processes and runs of a user.
+
+Every byte is hashed (measured: 0.67 s/GB on one core) and the largest id looked for (0.05 s/GB). What was
+found is noted under the file's name, size, times and inode, so a changed file is hashed again. Processes on a machine
+share the work: each takes a shard that no other one is at.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from raytide.actors.trainer.data.local_copy import private_folder, try_lock
+from raytide.core.errors import DataError, RaytideError, StorageError
+from raytide.core.io.atomic_file import read_json, write_json
+from raytide.core.io.token_dataset import Shard, TokenDtype
+
+__all__ = ["ShardCheck"]
+
+WAIT_S = 60.0
+"""Opening waits this long for the hashes. A larger dataset is hashed on beside the training, which ends with the error
+at the next step once a shard is found to be bad."""
+CHUNK_BYTES = 4 << 20
+_POLL_S = 0.05
+_REBUILD = "Build the dataset again, or copy it again from where it was built."
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    sha256: str
+    largest: int
+
+
+class ShardCheck:
+    """`begin` hashes on a thread of its own; `wait` and `check` raise the DataError that it found."""
+
+    def __init__(self, name: str, folder: Path, shards: Sequence[Shard], dtype: TokenDtype, vocab_size: int) -> None:
+        self.name, self.folder, self.dtype, self.vocab_size = (
+            name,
+            folder,
+            np.dtype(dtype).newbyteorder("<"),
+            vocab_size,
+        )
+        self._shards = [shard for shard in shards if shard.tokens]
+        self._notes = private_folder("checked")
+        self._error: RaytideError | None = None
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="shard check", daemon=True)
+        self._thread.start()
+
+    def wait(self, timeout_s: float = WAIT_S) -> bool:
+        """Whether all shards were found to be good within `timeout_s`; DataError for one that is not."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        self.check()
+        return self._thread is not None and not self._thread.is_alive()
+
+    def check(self) -> None:
+        """Raise what was found so far."""
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """Stop hashing. Does not wait."""
+        self._stop.set()
+
+    def _run(self) -> None:
+        try:
+            self._all()
+        except RaytideError as error:
+            self._error = error
+        except Exception as error:  # raised by `check`, where the training can stop for it
+            self._error = StorageError(f"cannot read {self.name}: {error}.", hint="Check the path and its disk.")
+
+    def _all(self) -> None:
+        todo = list(self._shards)
+        while todo and not self._stop.is_set():
+            busy = [shard for shard in todo if not self._one(shard)]
+            if busy == todo:  # other processes are at all of them
+                self._stop.wait(_POLL_S)
+            todo = busy
+
+    def _one(self, shard: Shard) -> bool:
+        """False while another process is at it."""
+        path = self.folder / shard.file
+        note = self._notes / f"{_key(path, self.dtype.name)}.json"
+        found = _noted(note)
+        if found is None:
+            with try_lock(note.with_suffix(".lock")) as held:
+                if not held:
+                    return False
+                found = _noted(note) or self._hash(path)
+                if found is None:
+                    return True
+                with suppress(RaytideError, OSError):  # a full disk: it is hashed again next time
+                    write_json(note, {"sha256": found.sha256, "largest": found.largest}, is_kept=False)
+            with suppress(OSError):
+                note.with_suffix(".lock").unlink()
+        self._judge(shard, found)
+        return True
+
+    def _hash(self, path: Path) -> _Found | None:
+        """None when it was told to stop."""
+        digest, largest = hashlib.sha256(), 0
+        with open(path, "rb", buffering=0) as file:
+            buffer = bytearray(CHUNK_BYTES)
+            view, ids = memoryview(buffer), np.frombuffer(buffer, self.dtype)
+            while size := _fill(file, view):
+                if self._stop.is_set():
+                    return None
+                digest.update(view[:size])
+                count = size // self.dtype.itemsize
+                largest = max(largest, int(ids[:count].max(initial=0)))
+        return _Found(digest.hexdigest(), largest)
+
+    def _judge(self, shard: Shard, found: _Found) -> None:
+        if found.sha256 != shard.sha256:
+            raise DataError(
+                f"{shard.file} of {self.name} is not what was written: its SHA-256 is {found.sha256}, and the manifest "
+                f"says {shard.sha256}.",
+                hint=_REBUILD,
+            )
+        if found.largest >= self.vocab_size:
+            raise DataError(
+                f"{shard.file} of {self.name} holds the id {found.largest}, outside its vocabulary of "
+                f"{self.vocab_size}.",
+                hint="Build the dataset again with the tokenizer that it is trained with.",
+            )
+
+
+def _fill(file: object, view: memoryview) -> int:
+    """Read until the buffer is full or the file ends: a short read must not cut an id in two."""
+    size = 0
+    while size < len(view) and (got := file.readinto(view[size:])):  # type: ignore[attr-defined]
+        size += got
+    return size
+
+
+def _key(path: Path, dtype: str) -> str:
+    """The time of the last change of a file's inode cannot be set by hand, other than that of its content."""
+    about = path.stat()
+    told = (str(path.resolve()), about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns, dtype)
+    return hashlib.sha256(repr(told).encode()).hexdigest()[:32]
+
+
+def _noted(note: Path) -> _Found | None:
+    try:
+        body = read_json(note)
+        return None if body is None else _Found(str(body["sha256"]), int(body["largest"]))
+    except (ValueError, KeyError, TypeError, OSError):
+        return None

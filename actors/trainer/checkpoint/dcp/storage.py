@@ -1,0 +1,182 @@
+"""DCP's file format over a store: torch's own readers can open what is written, and files are hashed on the way."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections import defaultdict
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from os import PathLike, fspath
+from typing import Any, BinaryIO, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from raytide.actors.trainer.checkpoint.dcp.metadata import metadata_of
+from raytide.actors.trainer.checkpoint.dcp.planner import narrowed
+from raytide.actors.trainer.checkpoint.manifest import METADATA, Checkpoint, FileRecord
+from raytide.actors.trainer.checkpoint.storage import Store, named_failures
+from raytide.core.errors import CheckpointError
+
+
+class GivenUp(BaseException):
+    """A write that was cut short on purpose. No Exception, so that nobody takes it for a failure of the storage."""
+
+
+class Writer(FileSystemWriter):
+    """Writes into `folder` of a store. `records` has what this rank wrote; `go_on` may raise to cut a write short."""
+
+    def __init__(self, store: Store, folder: str, go_on: Callable[[], None]) -> None:
+        super().__init__(folder, sync_files=False, per_thread_copy_ahead=0)
+        self.records: dict[str, FileRecord] = {}
+        self.fs: FileSystemBase = _Files(store, folder, self.records, go_on)  # type: ignore[assignment]
+        self.path = folder
+
+
+class Reader(StorageReader):
+    """Reads a checkpoint, each stored piece with one request. Its files may be anybody's: none of them is run."""
+
+    def __init__(self, store: Store, checkpoint: Checkpoint) -> None:
+        self._store, self._folder = store, checkpoint.name
+        self._sizes = {name: file.size for name, file in checkpoint.manifest.files.items()}
+        self._places: dict[MetadataIndex, Any] = {}
+
+    def reset(self, checkpoint_id: str | PathLike[str] | None = None) -> None:
+        pass
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with self._open(METADATA) as stream:
+            body = stream.read(self._sizes.get(METADATA, 0))
+        return metadata_of(body, self._sizes, f"{self._store.url}/{self._folder}/{METADATA}")
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._places = metadata.storage_data
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        wanted: dict[str, dict[MetadataIndex, list[ReadItem]]] = defaultdict(lambda: defaultdict(list))
+        for item in plan.items:
+            wanted[self._places[item.storage_index].relative_path][item.storage_index].append(item)
+        for file, by_place in wanted.items():
+            with self._open(file) as stream:
+                for index in sorted(by_place, key=lambda index: int(self._places[index].offset)):
+                    _fill(self._read(stream, index), by_place[index], planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | PathLike[str]) -> bool:
+        return True
+
+    def _read(self, stream: BinaryIO, index: MetadataIndex) -> Tensor:
+        place = self._places[index]
+        stream.seek(place.offset)
+        body = io.BytesIO(stream.read(place.length))
+        try:
+            stored = torch.load(body, map_location="cpu", weights_only=True)
+            if not isinstance(stored, Tensor):
+                raise TypeError(f"it is a {type(stored).__name__}")
+        except Exception as error:  # of the file: its format's own errors are RuntimeError, EOFError and a dozen others
+            why = " ".join(str(error).split())[-300:]
+            raise CheckpointError(
+                f"{self._store.url}/{self._folder}/{place.relative_path} holds no tensor for {index.fqn}: {why}",
+                hint="Delete the folder: the run goes on from the checkpoint before it.",
+            ) from None
+        return stored
+
+    @contextmanager
+    def _open(self, file: str) -> Generator[BinaryIO, None, None]:
+        path = f"{self._folder}/{file}"
+        with named_failures(f"{self._store.url}/{path}"), self._store.read(path) as stream:
+            yield stream
+
+
+class _Files(FileSystemBase):
+    def __init__(self, store: Store, folder: str, records: dict[str, FileRecord], go_on: Callable[[], None]) -> None:
+        self._store, self._folder, self._records, self._go_on = store, folder, records, go_on
+        self._unnamed: dict[str, bytes] = {}
+        """Small files that DCP renames once they are whole; object stores cannot rename, so they wait for it here."""
+
+    @contextmanager
+    def create_stream(self, path: str | PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
+        name = fspath(path)
+        if name.endswith(".tmp"):
+            body = _Kept()
+            yield body
+            self._unnamed[name] = body.getvalue()
+            return
+        with named_failures(f"{self._store.url}/{name}"), self._store.write(name) as stream:
+            hashing = _Hashing(stream, self._go_on)
+            yield hashing
+        self._records[name.removeprefix(f"{self._folder}/")] = hashing.record()
+
+    def rename(self, path: str | PathLike[str], new_path: str | PathLike[str]) -> None:
+        with self.create_stream(new_path, "wb") as stream:
+            cast(_Hashing, stream).write(self._unnamed.pop(fspath(path)))
+
+    def concat_path(self, path: str | PathLike[str], suffix: str) -> str:
+        return f"{fspath(path)}/{suffix}"
+
+    def init_path(self, path: str | PathLike[str]) -> str:
+        return fspath(path)
+
+    def mkdir(self, path: str | PathLike[str]) -> None:
+        pass
+
+    def exists(self, path: str | PathLike[str]) -> bool:
+        return False  # nobody else writes to this folder
+
+    def rm_file(self, path: str | PathLike[str]) -> None:
+        raise FileNotFoundError(fspath(path))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | PathLike[str]) -> bool:
+        return True
+
+
+class _Kept(io.BytesIO):
+    def close(self) -> None:
+        """DCP closes before we have looked."""
+
+
+class _Hashing(io.RawIOBase):
+    def __init__(self, stream: BinaryIO, go_on: Callable[[], None]) -> None:
+        self._stream, self._go_on = stream, go_on
+        self._digest, self._size = hashlib.sha256(), 0
+
+    def write(self, chunk: Any) -> int:
+        self._go_on()
+        self._digest.update(chunk)
+        self._stream.write(chunk)
+        self._size += memoryview(chunk).nbytes
+        return memoryview(chunk).nbytes
+
+    def tell(self) -> int:
+        return self._size
+
+    def writable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        """The store closes its stream itself, when the file is whole."""
+
+    def record(self) -> FileRecord:
+        return FileRecord(sha256=self._digest.hexdigest(), size=self._size)
+
+
+def _fill(stored: Tensor, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+    for item in items:
+        part = narrowed(stored, item.storage_offsets, item.lengths)
+        planner.resolve_tensor(item).copy_(part)

@@ -1,0 +1,242 @@
+"""A checkpoint as files: a folder `step-00000050-5f3a9c01` whose manifest, written last, names and hashes all of them.
+
+A folder without a manifest is an unfinished write and is never loaded; the hashes find what changed afterwards. Every
+attempt has a folder of its own, so a straggler of a broken generation cannot touch another's. No torch here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from pydantic import Field, field_validator
+
+from raytide.actors.trainer.checkpoint.dcp import safe_unpickler
+from raytide.actors.trainer.checkpoint.storage import Store, named_failures
+from raytide.core import bounds
+from raytide.core.config import Config
+from raytide.core.errors import CheckpointError, ConfigError
+
+MANIFEST = "manifest.json"
+METADATA = ".metadata"
+"""Which pieces DCP has put where."""
+MAX_BYTES = 256 << 20
+"""Of a manifest; a file takes 0.15 KiB in it."""
+_FILE = re.compile(r"[A-Za-z0-9_.-]{1,200}")
+_NAME = re.compile(r"step-(\d{8,})-[0-9a-f]{8}")
+_CHUNK = 1 << 20
+_RESTORE = "Delete the folder: the run goes on from the checkpoint before it."
+
+
+class FileRecord(Config):
+    sha256: str
+    size: int = Field(ge=0, lt=1 << 63)
+    """Bytes."""
+
+
+class Manifest(Config):
+    most_bytes: ClassVar[int] = bounds.MOST_FILE_BYTES
+
+    step: int = Field(ge=0, lt=1 << 63)
+    """Steps done; the next one to run has this number."""
+    samples: int = Field(ge=0, lt=1 << 63)
+    """Sequences consumed. With the spec's seed it is the whole state of the data."""
+    digests: dict[str, str]
+    """Of what it cannot be continued without, by its name."""
+    world: int = Field(ge=1, lt=1 << 31)
+    """Ranks that wrote it; any number may read it."""
+    files: dict[str, FileRecord]
+    """By name inside the folder."""
+
+    @field_validator("files")
+    @classmethod
+    def _inside(cls, value: dict[str, FileRecord]) -> dict[str, FileRecord]:
+        for name in value:
+            if not _FILE.fullmatch(name) or name in (".", "..", MANIFEST):
+                raise ValueError(f"{name[:100]!r} is no file of a checkpoint's own folder")
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    name: str
+    """Of its folder in the store."""
+    manifest: Manifest
+
+    @property
+    def size(self) -> int:
+        return sum(file.size for file in self.manifest.files.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The newest good checkpoint, if there is one, and why newer ones were passed over."""
+
+    checkpoint: Checkpoint | None
+    rejected: list[CheckpointError] = field(default_factory=list)
+
+
+def folder(step: int, attempt: str) -> str:
+    """`attempt`: eight hexadecimal digits that no other write of this run has."""
+    return f"step-{step:08d}-{attempt}"
+
+
+def step_of(name: str) -> int | None:
+    """The step in a checkpoint folder's name; None for anything else that lies there."""
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def seal(store: Store, name: str, manifest: Manifest) -> Checkpoint:
+    """Make what was written a checkpoint. From here on it can be found."""
+    body = manifest.model_dump()
+    with named_failures(f"{store.url}/{name}"):
+        store.publish(f"{name}/{MANIFEST}", json.dumps({**body, "sha256": _digest(body)}, indent=1).encode())
+    return Checkpoint(name, manifest)
+
+
+def read(store: Store, name: str) -> Checkpoint:
+    """What a folder's manifest says; CheckpointError when it has none or it was altered. The files are not read."""
+    where = f"{store.url}/{name}"
+    try:
+        with named_failures(where), store.read(f"{name}/{MANIFEST}") as stream:
+            text = stream.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise CheckpointError(f"{where} is torn: it has no {MANIFEST}.", hint=_RESTORE) from None
+    try:
+        if len(text) > MAX_BYTES:
+            raise ValueError("it is too large")
+        body = json.loads(text)
+        digest = body.pop("sha256")
+        manifest = Manifest.parse(body, where=f"{where}/{MANIFEST}")
+    except (ValueError, AttributeError, KeyError, TypeError, RecursionError, ConfigError):
+        raise CheckpointError(f"{where}/{MANIFEST} was altered: it is no manifest.", hint=_RESTORE) from None
+    if digest != _digest(body):
+        raise CheckpointError(f"{where}/{MANIFEST} was altered: it does not match its own hash.", hint=_RESTORE)
+    if step_of(name) not in (None, manifest.step):
+        raise CheckpointError(f"{where}/{MANIFEST} is of step {manifest.step}, not of its folder's.", hint=_RESTORE)
+    return Checkpoint(name, manifest)
+
+
+def problems(store: Store, checkpoint: Checkpoint, files: Iterable[str] | None = None) -> list[str]:
+    """What is wrong with these files of a checkpoint (all when None), every byte read. Empty when nothing is."""
+    found = []
+    for name in checkpoint.manifest.files if files is None else files:
+        path, wanted = f"{checkpoint.name}/{name}", checkpoint.manifest.files[name]
+        try:
+            with named_failures(f"{store.url}/{path}"):
+                digest, size = _sha256(store, path)
+        except FileNotFoundError:
+            found.append(f"{store.url}/{path} is missing from its checkpoint.")
+            continue
+        except CheckpointError as error:
+            found.append(error.message)
+            continue
+        if size != wanted.size:
+            found.append(f"{store.url}/{path} was altered: it has {size} bytes of {wanted.size}.")
+        elif digest != wanted.sha256:
+            found.append(f"{store.url}/{path} was altered: its SHA-256 is not the manifest's.")
+        elif name == METADATA:
+            found += _crafted(store, path, size)
+    return found
+
+
+def _crafted(store: Store, path: str, size: int) -> list[str]:
+    """The manifest's hashes find damage, but whoever writes a checkpoint also writes those. See `inert_pickle`."""
+    try:
+        with named_failures(f"{store.url}/{path}"), store.read(path) as stream:
+            safe_unpickler.read(stream.read(min(size, safe_unpickler.MAX_BYTES + 1)), f"{store.url}/{path}")
+    except CheckpointError as error:
+        return [error.message]
+    return []
+
+
+def verify(store: Store, name: str) -> Checkpoint:
+    """A checkpoint, every byte checked; CheckpointError names the first file that is wrong."""
+    checkpoint = read(store, name)
+    for problem in problems(store, checkpoint):
+        raise bad(problem)
+    return checkpoint
+
+
+def bad(problem: str) -> CheckpointError:
+    return CheckpointError(problem, hint=_RESTORE)
+
+
+def latest(store: Store) -> Found:
+    """The newest checkpoint that verifies. Bad ones are skipped and returned, never loaded."""
+    rejected: list[CheckpointError] = []
+    for name in newest_first(store):
+        try:
+            return Found(verify(store, name), rejected)
+        except CheckpointError as error:
+            rejected.append(error)
+    return Found(None, rejected)
+
+
+def newest_first(store: Store) -> list[str]:
+    """The folders of all checkpoints and of unfinished writes."""
+    with named_failures(store.url):
+        steps = {name: step for name in store.folders() if (step := step_of(name)) is not None}
+    return sorted(steps, key=lambda name: (steps[name], name), reverse=True)
+
+
+def unfinished(store: Store) -> list[str]:
+    """Folders in which a write goes on, or ended before its manifest."""
+    return [name for name in newest_first(store) if MANIFEST not in _sizes(store, name)]
+
+
+def prune(store: Store, keep: int, sealed: Checkpoint, rejected: Collection[str] = ()) -> None:
+    """Remove what is older than the newest `keep` steps up to the one just sealed, and bad ones that it outdates.
+
+    Newer folders are neither counted nor touched: they are another generation's. Nor are unfinished ones: somebody may
+    be writing there, and only a restart knows better.
+    """
+    kept: set[int] = set()
+    for name in newest_first(store):
+        step = step_of(name)
+        assert step is not None
+        sizes = _sizes(store, name)
+        if step > sealed.manifest.step or MANIFEST not in sizes:
+            continue
+        whole = name == sealed.name or (name not in rejected and _looks_whole(store, name, sizes))
+        if whole and (step in kept or len(kept) < keep):
+            kept.add(step)
+        else:
+            remove(store, name)
+
+
+def remove(store: Store, name: str) -> None:
+    """The manifest first: what a removal that was cut off leaves is then an unfinished write, not a bad checkpoint."""
+    with named_failures(f"{store.url}/{name}"):
+        store.remove(name, first=MANIFEST)
+
+
+def _looks_whole(store: Store, name: str, sizes: dict[str, int]) -> bool:
+    try:
+        files = read(store, name).manifest.files
+    except CheckpointError:
+        return False
+    return all(sizes.get(file) == record.size for file, record in files.items())
+
+
+def _sizes(store: Store, name: str) -> dict[str, int]:
+    with named_failures(f"{store.url}/{name}"):
+        return store.sizes(name)
+
+
+def _sha256(store: Store, path: str) -> tuple[str, int]:
+    digest, size = hashlib.sha256(), 0
+    with store.read(path) as stream:
+        while chunk := stream.read(_CHUNK):
+            digest.update(chunk)
+            size += len(chunk)
+    return digest.hexdigest(), size
+
+
+def _digest(body: dict[str, object]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,171 @@
+"""Snapshots in memory: every rank keeps a copy of its own state and of a buddy's on another host, step after step.
+
+When members are lost, the survivors load the newest snapshot that they still hold whole, in whatever layout the new
+gang has, without touching storage. The object outlives the generations: it joins each, and closes when that is over.
+"""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from raytide.actors.trainer.checkpoint.background import Background
+from raytide.actors.trainer.checkpoint.peers import replication
+from raytide.actors.trainer.checkpoint.peers.replication import Holding, SnapshotId
+from raytide.actors.trainer.checkpoint.peers.reshard import Exchange
+from raytide.actors.trainer.checkpoint.staging import Entry, Image
+from raytide.actors.trainer.checkpoint.train_state import TrainState
+from raytide.actors.trainer.distributed.process_group import Group
+
+CLOSE_S = 2.0
+
+
+@dataclass(slots=True)
+class _Slot:
+    """One snapshot as this process has it."""
+
+    snapshot: SnapshotId | None = None
+    elements: int = 0
+    own: Image = field(default_factory=Image)
+    own_rank: int = 0
+    has_own: bool = False
+    ward: Image = field(default_factory=Image)
+    """The image of the rank whose buddy this one is."""
+    ward_rank: int = 0
+    has_ward: bool = False
+    lent: bool = False
+    """A thread of a broken generation may still read the own image."""
+
+
+@dataclass(slots=True)
+class _Exchange:
+    """What a thread needs that may outlive its generation: no group but its own, since one that is held stays open."""
+
+    channel: dist.ProcessGroup
+    rank: int
+    world: int
+    keeper: list[int]
+    layouts: list[list[Entry]] = field(default_factory=list)
+    """What each rank's image holds; the same for as long as the layout."""
+    elements: int = 0
+
+    def run(self, slot: _Slot) -> None:
+        slot.own.wait()
+        if not self.layouts:
+            layouts: list[list[Entry]] = [[]] * self.world
+            dist.all_gather_object(layouts, slot.own.entries, group=self.channel)
+            self.elements = replication.elements(entry for layout in layouts for entry in layout)
+            self.layouts = layouts
+        slot.elements, slot.has_own = self.elements, True
+        if self.world == 1:
+            return
+        slot.ward_rank = self.keeper.index(self.rank)
+        slot.ward.lay_out(self.layouts[slot.ward_rank])
+        sent = dist.isend(slot.own.used, self.keeper[self.rank], group=self.channel)
+        arrives = dist.irecv(slot.ward.used, slot.ward_rank, group=self.channel)
+        assert sent is not None and arrives is not None
+        arrives.wait()
+        slot.has_ward = True
+        sent.wait()
+        dist.all_reduce(torch.zeros(1), group=self.channel)  # from here on nobody needs the snapshot before
+
+
+class Snapshots:
+    """All ranks call every method but `close` together. Costs four times a rank's share of the state in host memory:
+    two snapshots, since the older one is needed until the newer is whole everywhere."""
+
+    def __init__(self, host: str) -> None:
+        self.host = host
+        self._slots = [_Slot(), _Slot()]
+        self._current = 0
+        self._beside = Background("snapshot")
+        self._group: Group | None = None
+        self._exchange: _Exchange | None = None
+        self._generation = ""
+        self._offered: list[Holding] = []
+        self._chosen: SnapshotId | None = None
+
+    def join(self, group: Group) -> None:
+        """Belong to this generation's group from now on."""
+        self._group = group
+        self._generation = group.from_first(uuid.uuid4().hex)
+        keeper = replication.buddies(group.gather(self.host))
+        self._exchange = _Exchange(group.channel(), group.rank, group.world, keeper)
+
+    def take(self, state: TrainState, step: int) -> None:
+        """Copy the state now, and give the copy to the buddy beside the training. Waits for the exchange before."""
+        self._beside.wait()
+        self._current = 1 - self._current
+        slot = self._slots[self._current]
+        if slot.lent:
+            slot = self._slots[self._current] = _Slot()
+        slot.has_own = slot.has_ward = False
+        slot.snapshot, slot.own_rank = SnapshotId(step, self._generation), self._joined.rank
+        slot.own.copy(state.pieces())
+        exchange = self._exchange
+        assert exchange is not None
+        self._beside.start(lambda: exchange.run(slot))
+
+    def before_update(self) -> None:
+        """Call before weights change: a copy may still be under way on the GPU."""
+        self._slots[self._current].own.before_update()
+
+    def wait(self) -> None:
+        """Until the last snapshot is whole on all ranks."""
+        self._beside.wait()
+
+    def close(self) -> None:
+        """Leave the generation, healthy or not. For this rank alone, and quick."""
+        self._group = self._exchange = None
+        try:
+            ended = self._beside.wait(CLOSE_S)
+        except Exception:  # a dead peer broke it; what has arrived by then counts
+            ended = True
+        if not ended:  # it waits for a peer, and may read and write its images until that one is gone too
+            old = self._slots[self._current]
+            self._slots[self._current] = _Slot(
+                old.snapshot, old.elements, old.own, old.own_rank, old.has_own, lent=True
+            )
+            self._beside = Background("snapshot")
+
+    def newest(self) -> int:
+        """The step of the newest snapshot that the ranks hold whole between them; 0 when there is none."""
+        self._offered = [holding for part in self._joined.gather(self._holdings()) for holding in part]
+        self._chosen = replication.newest_whole(self._offered)
+        return self._chosen.step if self._chosen else 0
+
+    def load(self, state: TrainState) -> None:
+        """Load what `newest` found, from all ranks' memory into this layout."""
+        assert self._chosen is not None
+        offered = [holding for holding in self._offered if holding.snapshot == self._chosen]
+        state.load(Exchange(self._joined, offered, self._images(self._chosen)).fill)
+
+    @property
+    def _joined(self) -> Group:
+        assert self._group is not None, "a snapshot belongs to a generation"
+        return self._group
+
+    def _holdings(self) -> list[Holding]:
+        held = []
+        for slot in self._slots:
+            if slot.snapshot is None:
+                continue
+            for rank, image, has in (
+                (slot.own_rank, slot.own, slot.has_own),
+                (slot.ward_rank, slot.ward, slot.has_ward),
+            ):
+                if has:
+                    held.append(Holding(slot.snapshot, self._joined.rank, rank, tuple(image.entries), slot.elements))
+        return held
+
+    def _images(self, snapshot: SnapshotId) -> dict[int, Image]:
+        """This rank's images of a snapshot, by the rank that they come from."""
+        found: dict[int, Image] = {}
+        for slot in self._slots:
+            if slot.snapshot == snapshot:
+                found |= {slot.own_rank: slot.own} if slot.has_own else {}
+                found |= {slot.ward_rank: slot.ward} if slot.has_ward else {}
+        return found

@@ -1,0 +1,200 @@
+"""Where checkpoints are kept: a local directory, or any fsspec URL. No torch here.
+
+A stored file is whole once its stream is closed; what makes a folder of them a checkpoint is its manifest, published
+last, since object stores cannot rename. The local store needs no fsspec: a bare GPU machine trains without it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+import uuid
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from raytide.core.errors import CheckpointError, RaytideError, StorageError
+from raytide.core.io import storage
+from raytide.core.io.private_paths import check_opened, safe_opener
+
+
+class Store(Protocol):
+    """Paths are relative to the store and use `/`. FileNotFoundError where there is nothing to read."""
+
+    url: str
+
+    def folders(self) -> list[str]: ...
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        """The bytes of each file directly in a folder, by name; empty when there is no such folder."""
+        ...
+
+    def read(self, path: str) -> AbstractContextManager[BinaryIO]:
+        """CheckpointError where there is something, but no file: a link, a pipe, a device."""
+        ...
+
+    def write(self, path: str) -> AbstractContextManager[BinaryIO]:
+        """A new file, durable when the block ends; what a failed block leaves is no whole file."""
+        ...
+
+    def publish(self, path: str, body: bytes) -> None:
+        """A whole file at once: a reader sees all of it or none."""
+        ...
+
+    def remove(self, folder: str, first: str) -> None:
+        """A folder with its files, `first` before all others."""
+        ...
+
+
+def open_store(url: str) -> Store:
+    return LocalStore(Path(url.removeprefix("file://"))) if storage.is_local(url) else UrlStore(url)
+
+
+@contextmanager
+def named_failures(what: str) -> Iterator[None]:
+    """Turn whatever a filesystem raises into a StorageError that can cross processes; a missing file stays one."""
+    try:
+        yield
+    except (RaytideError, FileNotFoundError):
+        raise
+    except Exception as error:  # a cloud's client has errors of its own
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            with storage.full_disk_is_an_error(what):
+                raise
+        raise StorageError(
+            f"cannot reach {what}: {type(error).__name__}: {error}.",
+            hint="Check the path, its permissions and the disk.",
+        ) from error
+
+
+class LocalStore:
+    def __init__(self, root: Path) -> None:
+        self.root, self.url = root, str(root)
+
+    def folders(self) -> list[str]:
+        return sorted(path.name for path in self.root.iterdir() if path.is_dir()) if self.root.is_dir() else []
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        path = self.root / folder
+        if not path.is_dir():
+            return {}
+        found = ((file.name, file.lstat()) for file in path.iterdir())
+        return {name: about.st_size for name, about in found if stat.S_ISREG(about.st_mode)}
+
+    @contextmanager
+    def read(self, path: str) -> Iterator[BinaryIO]:
+        with open(self.root / path, "rb", opener=_open_file) as file:
+            yield file
+
+    @contextmanager
+    def write(self, path: str) -> Iterator[BinaryIO]:
+        file = self.root / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with open(file, "wb", opener=safe_opener) as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    def publish(self, path: str, body: bytes) -> None:
+        final = self.root / path
+        part = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.part")
+        with self.write(str(part.relative_to(self.root))) as stream:
+            stream.write(body)
+        os.replace(part, final)
+        for folder in (final.parent, self.root):
+            _sync_dir(folder)
+
+    def remove(self, folder: str, first: str) -> None:
+        if (self.root / folder).is_symlink():  # what it points at is not ours
+            (self.root / folder).unlink()
+            return
+        (self.root / folder / first).unlink(missing_ok=True)
+        shutil.rmtree(self.root / folder, ignore_errors=True)
+
+
+class UrlStore:
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._fs, self._root = storage.open_url(self.url)
+
+    def folders(self) -> list[str]:
+        return sorted(_name(entry) for entry in self._entries(self._root) if entry["type"] == "directory")
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        entries = self._entries(self._at(folder))
+        return {_name(entry): int(str(entry["size"])) for entry in entries if entry["type"] == "file"}
+
+    @contextmanager
+    def read(self, path: str) -> Iterator[BinaryIO]:
+        with self._fs.open(self._at(path), "rb", cache_type="none") as stream:
+            yield stream
+
+    @contextmanager
+    def write(self, path: str) -> Iterator[BinaryIO]:
+        self._fs.makedirs(self._fs._parent(self._at(path)), exist_ok=True)
+        stream = self._fs.open(self._at(path), "wb")
+        try:
+            yield stream
+        except BaseException:
+            stream.discard()
+            with suppress(AttributeError):  # fsspec's own file, which would upload the rest when it is collected
+                stream.closed = True
+            raise
+        stream.close()
+
+    def publish(self, path: str, body: bytes) -> None:
+        self._fs.pipe_file(self._at(path), body)
+
+    def remove(self, folder: str, first: str) -> None:
+        for path, whole in ((f"{folder}/{first}", False), (folder, True)):
+            try:
+                self._fs.rm(self._at(path), recursive=whole)
+            except FileNotFoundError:
+                continue
+
+    def _entries(self, path: str) -> list[dict[str, object]]:
+        self._fs.invalidate_cache()
+        try:
+            return [entry for entry in self._fs.ls(path, detail=True) if entry["name"].rstrip("/") != path]
+        except FileNotFoundError:
+            return []
+
+    def _at(self, path: str) -> str:
+        return f"{self._root}/{path}"
+
+
+def _name(entry: dict[str, object]) -> str:
+    return str(entry["name"]).rstrip("/").rpartition("/")[2]
+
+
+def _open_file(path: str, flags: int) -> int:
+    """Follows no link at the end of the path, and does not wait for a pipe's other end."""
+    try:
+        handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise _no_file(path) from None
+        raise
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise _no_file(path)
+        check_opened(os.readlink(f"/proc/self/fd/{handle}"), path)  # a folder above it may be a link
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle
+
+
+def _no_file(path: str) -> CheckpointError:
+    return CheckpointError(f"{path} is a link or a device, no file.", hint="Put the file itself there.")
+
+
+def _sync_dir(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,1 @@
+"""The tokens of step k, as a function of the seed and of k alone."""

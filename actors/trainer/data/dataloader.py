@@ -1,0 +1,65 @@
+"""A rank's part of each step's batch, read one step ahead and cut into microbatches."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from raytide.actors.trainer.data.prefetch import Prefetch
+from raytide.actors.trainer.data.token_dataset import Data, Ids, Sampler, share
+from raytide.actors.trainer.distributed.process_group import Group
+from raytide.actors.trainer.model.loss import IGNORE
+from raytide.actors.trainer.parallel.forward_backward import Micro
+from raytide.core.errors import DataError
+from raytide.core.specs.train import TrainSpec
+
+__all__ = ["Batches"]
+
+_ANY: Ids = np.zeros(1, dtype=np.int64)
+"""The sequence that fills up a microbatch; it does not count."""
+
+
+class Batches:
+    def __init__(self, data: Data, sampler: Sampler, group: Group, spec: TrainSpec) -> None:
+        self.device, self.layout = group.device, spec.layout
+        self._one_shape = group.sizes.pipeline > 1
+        self._most = math.ceil(spec.global_batch / group.sizes.data)
+        vocab_size = data.vocab_size
+        mine = share(spec.global_batch, group.data_rank, group.sizes.data)
+
+        def read(step: int) -> tuple[Ids, Ids, Ids]:
+            ids = sampler.ids(step)[mine]
+            inputs, targets = data.examples(ids if len(ids) else _ANY)
+            if (largest := max(int(inputs.max()), int(targets.max()))) >= vocab_size or int(inputs.min()) < 0:
+                raise DataError(
+                    f"{data.name} has the id {largest} in step {step + 1}, outside its vocabulary of {vocab_size}.",
+                    hint="Build the dataset again with the tokenizer that it is trained with.",
+                )
+            return ids, inputs, targets
+
+        self._rows = Prefetch(read, spec.steps)
+
+    def take(self, step: int, size: int) -> tuple[Ids, list[Micro], int]:
+        """The sequences of this rank in a step, in microbatches of `size`, and how many targets count in them.
+
+        All ranks have equally many microbatches, or their collectives would not match: a rank whose share is smaller
+        fills up with sequences that do not count. In a pipeline they also have one shape.
+        """
+        ids, inputs, targets = self._rows.take(step)
+        count, size = self.layout.microbatches(self._most, size)
+        micros = []
+        for start in range(0, count * size, size):
+            there = max(0, min(size, len(ids) - start))
+            wanted = size if self._one_shape else max(1, there)
+            rows = np.minimum(np.arange(start, start + wanted), len(inputs) - 1)
+            chunk, aims = inputs[rows], targets[rows]
+            aims[there:] = IGNORE
+            micros.append((self._put(chunk), self._put(aims)))
+        return ids, micros, int((targets != IGNORE).sum()) if len(ids) else 0
+
+    def _put(self, rows: Ids) -> Tensor:
+        tensor = torch.from_numpy(rows)
+        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor

@@ -1,0 +1,148 @@
+"""This user's private folder on a machine: local copies of remote data, and what was found out about local files.
+
+It lies under a fixed name in the system's temporary folder (TMPDIR moves it), where anybody may create names: so it is
+used only if it belongs to this user and nobody else may write into it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from raytide.core.errors import StorageError, WaitTimeoutError
+from raytide.core.io.storage import full_disk_is_an_error, join, open_url, read_bytes
+from raytide.core.io.token_dataset import CONFIG, ITEM_BYTES, MANIFEST, TokenManifest, parse_manifest
+
+__all__ = ["lock", "private_folder", "require_room", "staged", "staged_file", "try_lock"]
+
+LOCK_TIMEOUT_S = 6 * 3600.0
+"""A copy of another process may take this long; the lock goes when that process ends."""
+_POLL_S = 0.05
+_MARGIN_BYTES = 16 << 20
+"""Left free on the disk beside a copy."""
+
+
+def private_folder(*names: str) -> Path:
+    """A folder that this user alone can write to; StorageError when somebody else has taken its name."""
+    top = Path(tempfile.gettempdir()) / f"raytide-{os.getuid()}"
+    with full_disk_is_an_error(str(top)):
+        top.mkdir(mode=0o700, exist_ok=True)
+        about = top.lstat()
+        if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o022:
+            raise StorageError(
+                f"{top} is not a folder of this user alone.", hint="Remove it, or set TMPDIR to a folder of your own."
+            )
+        folder = top.joinpath(*names)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
+@contextmanager
+def try_lock(path: Path) -> Iterator[bool]:
+    """Whether this process holds the lock inside the block. It goes with the process, however that ends."""
+    with full_disk_is_an_error(str(path)):
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def lock(path: Path, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
+    """Wait for the lock; WaitTimeoutError when another process does not let go of it."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        with try_lock(path) as held:
+            if held:
+                yield
+                return
+        if time.monotonic() > deadline_s:
+            raise WaitTimeoutError(
+                f"another process has held {path} for {timeout_s:g} s.", hint="See what its holder waits for."
+            )
+        time.sleep(_POLL_S)
+
+
+def require_room(folder: Path, needed: int, what: str) -> None:
+    """StorageError, with both numbers, when `needed` bytes do not fit into the folder's disk."""
+    free = shutil.disk_usage(folder).free
+    if free < needed + _MARGIN_BYTES:
+        raise StorageError(
+            f"{what} needs {needed / 1e9:.3f} GB in {folder}, which has {free / 1e9:.3f} GB left.",
+            hint="Free space there, or set TMPDIR to a larger disk.",
+        )
+
+
+def staged(dataset: str) -> Path:
+    """The dataset's local directory; a remote one is copied once per machine and user, under its manifest's hash.
+
+    Only the files that its manifest names are copied. StorageError when they do not fit; nothing half is left.
+    """
+    if "://" not in dataset:
+        return Path(dataset)
+    body = read_bytes(join(dataset, MANIFEST))
+    manifest = parse_manifest(body, join(dataset, MANIFEST))
+    home = private_folder("datasets") / hashlib.sha256(body).hexdigest()[:32]
+    if home.exists():
+        return home
+    with lock(home.with_suffix(".lock")):
+        if not home.exists():
+            files = _files(dataset, manifest)
+            _fetch(dataset, files, home, sum(size for size in files.values()))
+    return home
+
+
+def staged_file(url: str, version: str, suffix: str) -> Path:
+    """A local copy of one remote file, once per machine, user and version."""
+    home = private_folder("datasets") / f"{version}{suffix}"
+    if home.exists():
+        return home
+    with lock(home.with_suffix(".lock")):
+        if not home.exists():
+            fs, path = open_url(url)
+            part = home.with_suffix(".part")
+            require_room(home.parent, int(fs.size(path) or 0), url)
+            with full_disk_is_an_error(str(home)):
+                try:
+                    fs.get_file(path, str(part))
+                    os.replace(part, home)
+                finally:
+                    part.unlink(missing_ok=True)
+    return home
+
+
+def _files(dataset: str, manifest: TokenManifest) -> dict[str, int]:
+    """Names and, where the manifest tells, bytes. A name of the store's own could lead out of the folder."""
+    fs, path = open_url(dataset)
+    beside = [name for name in (manifest.tokenizer, CONFIG) if fs.exists(join(path, name))]
+    shards = {shard.file: shard.tokens * ITEM_BYTES[manifest.dtype] for shard in manifest.shards}
+    return {MANIFEST: 0, **dict.fromkeys(beside, 0), **shards}
+
+
+def _fetch(dataset: str, files: Mapping[str, int], home: Path, needed: int) -> None:
+    part = home.with_suffix(".part")  # what a killed process left there goes: its lock is ours
+    fs, path = open_url(dataset)
+    try:
+        shutil.rmtree(part, ignore_errors=True)
+        require_room(home.parent, needed, dataset)
+        with full_disk_is_an_error(f"{dataset} to {home}: {needed / 1e9:.3f} GB are needed there"):
+            for name in files:
+                (part / name).parent.mkdir(parents=True, exist_ok=True)
+            fs.get([join(path, name) for name in files], [str(part / name) for name in files])
+            part.rename(home)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)

@@ -1,0 +1,1 @@
+"""Process groups, collectives and the shards of tensors, over torch.distributed."""

@@ -1,0 +1,224 @@
+"""One generation of ranks: seat the workers, watch them and the lease, and say how it ended.
+
+Every wait has a bound. A rank that does not answer, or is elsewhere while its peers wait for it, is named with its host
+and the code it is in, and its process ended.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from raytide.actors.gang.lease_watch import LeaseWatch
+from raytide.actors.trainer.elastic.heartbeat import Pulse
+from raytide.actors.trainer.elastic.worker_group import Crew, Hand, reason
+from raytide.actors.trainer.run_log.writer import Record
+from raytide.actors.trainer.types import Beat, Outcome, Pause, Seat, StepResult
+from raytide.core.errors import RaytideError, TrainError
+from raytide.core.objects.gang import MemberState
+from raytide.core.specs.train import TrainSpec
+
+if TYPE_CHECKING:
+    from raytide.core.objects.gang import Lease
+
+TICK_S = 0.1
+OPEN_TIMEOUT_S = 30.0
+ELSEWHERE = 3
+"""Answers in a row, after a peer's collective timed out, that find a rank anywhere but in a collective."""
+SETTLE_S = 10.0
+"""Beyond the collectives' own timeout, before a rank that has not ended like its peers is taken for hung."""
+MARGIN = 2.0
+"""A checkpoint must fit into a notice so many times over: the disk may be slower with all gangs leaving at once."""
+
+Kind = Literal["done", "paused", "broken", "oom", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    kind: Kind
+    why: str = ""
+    error: RaytideError | None = None
+    began_s: float = 0.0
+    """Monotonic: the first sign of it."""
+    leave_s: float = 0.0
+    """Of the slowest survivor."""
+    dead: tuple[Hand, ...] = ()
+    """Those whose process did not survive it."""
+
+
+class Generation:
+    def __init__(
+        self,
+        number: int,
+        spec: TrainSpec,
+        hands: list[Hand],
+        crew: Crew,
+        watch: LeaseWatch,
+        record: Record,
+        *,
+        micro_batch: int,
+        claim: str = "",
+        on_steps: Callable[[list[StepResult], Beat], None],
+    ) -> None:
+        self.number, self.spec, self.hands = number, spec, hands
+        self.crew, self.watch, self.record = crew, watch, record
+        self.micro_batch, self.claim, self.on_steps = micro_batch, claim, on_steps
+        self.save_s = 0.0
+        """Of the last checkpoint that a rank told of."""
+        self._last_step = -1
+        self._out: dict[Future[Outcome], int] = {}
+        self._outcomes: dict[int, Outcome] = {}
+        self._dead: dict[int, Hand] = {}
+        self._failed: tuple[str, RaytideError] | None = None
+        self._pulse = Pulse(hands)
+        self._broke_s: float | None = None
+        self._sign: tuple[float, str] | None = None
+        """When and why this generation began to end."""
+
+    def run(self) -> Ending:
+        """Train to the generation's end."""
+        if self._seat():
+            while self._out:
+                self._collect()
+                for beat in self._pulse.beats(self._out.values()):
+                    self._take(beat)
+                self._follow_lease()
+                self._find_hung()
+                self._find_stalled()
+        return self._ending()
+
+    def _seat(self) -> bool:
+        """Have rank 0 open the meeting place and start `train` everywhere."""
+        first, world = self.hands[0], len(self.hands)
+        opened = first.call("open_store", first.member.address, world)
+        wait([opened], timeout=OPEN_TIMEOUT_S)
+        if not opened.done() or opened.exception() is not None:
+            why = reason(opened) if opened.done() else f"no answer in {OPEN_TIMEOUT_S:.0f} s"
+            self._drop(0, f"rank 0 on {first.host} did not open the gang's store: {why}")
+            return False
+        store = first.member.address, opened.result()
+        for rank, hand in enumerate(self.hands):
+            seat = Seat(self.number, rank, world, store, hand.member.address, self.micro_batch, self.claim)
+            self._out[hand.call("train", seat)] = rank
+        return True
+
+    def _collect(self) -> None:
+        for ended in wait(self._out, TICK_S, FIRST_COMPLETED).done:
+            rank = self._out.pop(ended)
+            if ended.exception() is not None:
+                self._drop(rank, f"rank {rank} on {self.hands[rank].host} died: {reason(ended)}")
+                continue
+            outcome = self._outcomes[rank] = ended.result()
+            if outcome.last is not None:
+                self._take(outcome.last)
+            if outcome.kind not in ("done", "paused"):
+                self._broke_s = self._broke_s or time.monotonic()
+                self._note(f"rank {rank} on {self.hands[rank].host}: {outcome.detail.splitlines()[-1]}")
+            if outcome.timed_out:
+                self._pulse.complained()
+
+    def _follow_lease(self) -> None:
+        """React to what happens to members: lost ones are gone, leaving and new ones ask for a planned change."""
+        lease = self.watch.latest()
+        if lease is None:
+            return
+        lost = self.crew.staff(lease)
+        self.crew.settle(lease, self.hands)
+        for rank, hand in enumerate(self.hands):
+            if hand in lost and rank not in self._outcomes:
+                self._note(f"{hand.host} was lost")
+        self.crew.check()
+        if self._sign is None and (change := self._change(lease)):
+            how, why = change
+            self._note(why)
+            self.hands[0].call("pause", self.number, how)
+
+    def _change(self, lease: Lease) -> tuple[Pause, str] | None:
+        """Why to form again on purpose, if there is a reason, and how to stop for it."""
+        leaving = [hand for hand in self.hands if hand.member.state is MemberState.LEAVING]
+        if leaving:
+            return self._how_to_leave(leaving), f"{leaving[0].host} leaves soon"
+        if self.crew.starting == 0 and len(seats := self.crew.seats(lease.shape, self.hands)) > len(self.hands):
+            new = next(hand for hand in seats if hand not in self.hands)
+            return Pause.SAVE, f"{new.host} joins"
+        return None
+
+    def _how_to_leave(self, leaving: list[Hand]) -> Pause:
+        """With a checkpoint, unless the notice is too short for what the last one took."""
+        deadline_s = min(hand.member.leaves_at_s or float("inf") for hand in leaving)
+        left_s = deadline_s - self.record.clock.now_s()
+        fits = left_s > self.save_s * MARGIN
+        self.record.event("notice", generation=self.number, left_s=round(left_s, 3), save_s=self.save_s, saves=fits)
+        return Pause.SAVE if fits else Pause.STOP
+
+    def _find_hung(self) -> None:
+        """Name the ranks that do not answer, that are elsewhere while their peers wait, or do not end like them."""
+        patience_s = self.spec.collective_timeout_s + SETTLE_S
+        silence_s = self.spec.collective_timeout_s  # a rank that waits in a collective still answers
+        for rank in sorted(self._out.values()):
+            if self._pulse.silent_s(rank) > silence_s:
+                self._hung(rank, f"it has not answered for {silence_s:g} s")
+            elif self._pulse.heard(rank).elsewhere >= ELSEWHERE:
+                self._hung(rank, "its peers waited for it until their collective timed out")
+            elif self._broke_s is not None and time.monotonic() - self._broke_s > patience_s:
+                self._hung(rank, f"{patience_s:g} s after its peers' collective failed it has not ended")
+
+    def _find_stalled(self) -> None:
+        """A rank that answers and gets nowhere (its storage hangs, say) would do no better in another generation."""
+        for rank in sorted(self._out.values()):
+            heard = self._pulse.heard(rank)
+            if heard.beat.phase_s > self.spec.stall_timeout_s:
+                why = f"rank {rank} on {self.hands[rank].host} gets nowhere: {heard.phase}, in {heard.beat.where}"
+                error = TrainError(f"{self.spec.name} stalled: {why}.", hint="Mend that, or raise stall_timeout_s.")
+                self._failed = why, error
+                self._hung(rank, f"stall_timeout_s is {self.spec.stall_timeout_s:g} s")
+
+    def _hung(self, rank: int, why: str) -> None:
+        host, heard = self.hands[rank].host, self._pulse.heard(rank)
+        what = {"phase": heard.phase, "where": heard.beat.where, "why": why}
+        self.record.event("hung", generation=self.number, rank=rank, host=host, **what)
+        self._drop(rank, f"rank {rank} on {host} hung in {heard.phase}, in {heard.beat.where}: {why}")
+        self._out = {future: other for future, other in self._out.items() if other != rank}
+
+    def _drop(self, rank: int, why: str) -> None:
+        self._note(why)
+        self._broke_s = self._broke_s or time.monotonic()
+        self._outcomes[rank] = Outcome("broken", why)
+        self._dead[rank] = self.hands[rank]
+        self.crew.dismiss(self.hands[rank])
+
+    def _note(self, why: str) -> None:
+        if self._sign is None:
+            self._sign = (time.monotonic(), why)
+
+    def _take(self, beat: Beat) -> None:
+        """Every rank tells of the same steps; the first to do so is believed."""
+        if beat.generation != self.number:
+            return
+        self.save_s = beat.save_s or self.save_s
+        for why in beat.skipped:
+            self.record.event("skipped", why=why)
+        new = [step for step in beat.steps if step.step > self._last_step]
+        if new:
+            self._last_step = new[-1].step
+            for step in new:
+                self.record.step(step)
+            self.on_steps(new, beat)
+
+    def _ending(self) -> Ending:
+        outcomes = self._outcomes.values()
+        kinds = {outcome.kind for outcome in outcomes}
+        began_s, why = self._sign or (time.monotonic(), "")
+        leave_s = max((o.last.laps.get("leave", 0.0) for o in outcomes if o.last is not None), default=0.0)
+        kind: Kind = next((kind for kind in ("done", "oom", "broken") if kind in kinds), "paused")
+        error = None
+        if self._failed is not None:
+            kind, (why, error) = "failed", self._failed
+        elif not self._dead and kind != "done":  # what failed beside a death may have failed of it: it will fail again
+            failed = next((outcome for outcome in outcomes if outcome.kind == "failed"), None)
+            if failed is not None:
+                kind, why, error = "failed", failed.detail, failed.error
+        return Ending(kind, why, error, began_s, leave_s, tuple(self._dead.values()))

@@ -1,0 +1,60 @@
+"""A rank's worker in a process of its own, as the driver calls it; here as a Ray actor in its member's placement group.
+
+Answers come as futures, so that nothing in the driver knows Ray: the tests run the same driver over forked processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from raytide.actors.trainer.elastic.rank_assignment import slots_of
+from raytide.core.objects.gang import Member, Shape
+from raytide.core.specs.train import TrainSpec
+
+THREADS = 8
+"""Of an actor: `train` and `stay` hold one each for as long as they last, the others answer."""
+
+
+class Remote(Protocol):
+    def call(self, method: str, *args: object) -> Future[Any]:
+        """Start a method of the TrainWorker there. The future fails when that process is gone."""
+
+    def kill(self) -> None:
+        """End the process, whatever it is doing."""
+
+
+Start = Callable[[TrainSpec, Member, Shape], Remote]
+
+
+class RayWorker:
+    def __init__(self, spec: TrainSpec, member: Member, shape: Shape) -> None:
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        from raytide.actors.gang.placement_groups import bundle
+        from raytide.actors.trainer.elastic.worker import TrainWorker
+
+        need = {name: amount / slots_of(shape) for name, amount in shape.resources.items()}
+        cpus, gpus, memory = need.pop("CPU", 0.0), need.pop("GPU", 0.0), need.pop("memory", 0.0)
+        actor_class: Any = ray.remote(TrainWorker)
+        placed = actor_class.options(
+            num_cpus=cpus,
+            num_gpus=gpus,
+            memory=memory or None,
+            resources=need,
+            max_restarts=0,
+            max_concurrency=THREADS,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(bundle(member), placement_group_bundle_index=0),
+        )
+        self._actor = placed.remote(spec, max(1, int(cpus)), member.address)
+
+    def call(self, method: str, *args: object) -> Future[Any]:
+        answer: Future[Any] = getattr(self._actor, method).remote(*args).future()
+        return answer
+
+    def kill(self) -> None:
+        import ray
+
+        ray.kill(self._actor)

@@ -1,0 +1,41 @@
+"""From the first sign that a generation ends to the next step: how long, by phase, and what it cost. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from raytide.actors.trainer.types import Beat, StepResult
+
+LAPS = ("join", "build", "load", "first_step")
+
+
+@dataclass(slots=True)
+class Recovery:
+    """Times are monotonic seconds. Several generations may be needed: the first sign and the last attempt count."""
+
+    began_s: float
+    leave_s: float
+    """Of the slowest survivor, out of the time until all had ended."""
+    ended_s: float
+    """When every rank of the old generation was accounted for."""
+    step: int
+    """The last one that was done before."""
+    seated_s: float = 0.0
+
+    def over(self, now_s: float, first: StepResult, beat: Beat) -> dict[str, float | int | str]:
+        """The event that tells of it, once `first` was done."""
+        laps = {f"{name}_s": round(beat.laps.get(name, 0.0), 3) for name in LAPS}
+        return {
+            "seconds": round(now_s - self.began_s, 3),
+            "world": first.world,
+            "step": first.step,
+            "steps_lost": self.steps_lost(first),
+            "source": beat.source,
+            "detect_s": round(max(0.0, self.ended_s - self.began_s - self.leave_s), 3),
+            "leave_s": round(self.leave_s, 3),
+            "wait_s": round(self.seated_s - self.ended_s, 3),
+            **laps,
+        }
+
+    def steps_lost(self, first: StepResult) -> int:
+        return max(0, self.step - (first.step - 1))

@@ -1,0 +1,159 @@
+"""One rank of the gang: an actor that outlives every re-forming of it.
+
+All torch work runs on one thread of its own, so that the actor answers `poll` and `pause` while a step runs. A broken
+collective is an outcome, not the actor's death: the process and its imports are what makes a recovery quick.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
+
+from raytide.actors.trainer.elastic.worker_status import Diary
+from raytide.actors.trainer.run_log.writer import StepLog
+from raytide.actors.trainer.types import Beat, Outcome, Pause, Seat, StepResult
+from raytide.core.clock import SystemClock
+from raytide.core.errors import RaytideError
+from raytide.core.specs.train import TrainSpec
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
+
+    from raytide.actors.trainer.checkpoint.peers.snapshot import Snapshots
+    from raytide.actors.trainer.distributed.process_group import Group
+    from raytide.actors.trainer.trainer import Trainer
+
+T = TypeVar("T")
+OWN_SHARE = 0.9
+"""Of collective_timeout_s, for the collectives themselves; the rest is for naming the rank that they waited for."""
+
+
+class TrainWorker:
+    def __init__(self, spec: TrainSpec, threads: int, host: str) -> None:
+        self._spec, self._threads, self._host = spec, threads, host
+        self._torch = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch", initializer=self._prepare)
+        self._store: TCPStore | None = None
+        self._diary = Diary()
+        self._generation, self._pause = -1, Pause.NO
+        self._snapshots: Snapshots | None = None
+
+    def ready(self) -> int:
+        """The process id, once the imports are done and the worker can take a seat."""
+        return self._on_torch(os.getpid)
+
+    def stay(self) -> None:
+        """Never answers: the call fails when this process ends."""
+        threading.Event().wait()
+
+    def open_store(self, address: str, world: int) -> int:
+        """Open the store of a new generation on this rank's host and return its port."""
+        return self._on_torch(lambda: self._open_store(address, world))
+
+    def train(self, seat: Seat) -> Outcome:
+        """Join the generation, load the newest state, train until something ends it, and leave it."""
+        return self._on_torch(lambda: self._train(seat))
+
+    def pause(self, generation: int, how: Pause) -> None:
+        """Make all ranks of this generation, through this one, stop before their next step."""
+        self._generation, self._pause = generation, how
+
+    def poll(self) -> Beat:
+        return self._diary.read()
+
+    def _on_torch(self, work: Callable[[], T]) -> T:
+        return self._torch.submit(work).result()
+
+    def _prepare(self) -> None:
+        import torch
+
+        torch.set_num_threads(self._threads)
+        gc.collect()
+        gc.freeze()  # what was imported stays: leaving a group then looks through what the run made, and nothing else
+
+    def _open_store(self, address: str, world: int) -> int:
+        from raytide.actors.trainer.distributed import process_group
+
+        self._store = process_group.open_store(address, world)
+        return self._store.port
+
+    def _train(self, seat: Seat) -> Outcome:
+        from raytide.actors.trainer.distributed import process_group
+
+        self._diary.open(seat.generation)
+        outcome = self._attempt(seat)
+        self._diary.at("leaving", lap="leave")
+        gc.collect()  # FSDP's cycles hold the group, and closing its sockets is what wakes the peers
+        process_group.leave()
+        self._store = None
+        self._diary.at("idle")
+        return replace(outcome, last=self._diary.read())
+
+    def _attempt(self, seat: Seat) -> Outcome:
+        from raytide.actors.trainer.parallel.micro_batch import is_out_of_memory
+
+        try:
+            return self._run(seat, self._join(seat))
+        except RaytideError as error:
+            return Outcome("failed", str(error), error)
+        except Exception as error:  # torch raises RuntimeError and its kin for a peer that is gone
+            detail = "".join(traceback.format_exception(error)).strip()[-2000:]
+            if is_out_of_memory(error):
+                return Outcome("oom", detail)
+            return Outcome("broken", detail, timed_out="timed out" in str(error).lower())
+
+    def _join(self, seat: Seat) -> Group:
+        from raytide.actors.trainer.distributed import process_group
+
+        self._diary.at("joining", lap="join")
+        return process_group.join(
+            self._meet(seat),
+            seat.rank,
+            self._spec.layout.sizes(seat.world),
+            timeout_s=self._spec.collective_timeout_s * OWN_SHARE,
+            address=seat.address,
+            generation=seat.generation,
+        )
+
+    def _run(self, seat: Seat, mine: Group) -> Outcome:
+        from raytide.actors.trainer.checkpoint.peers.snapshot import Snapshots
+        from raytide.actors.trainer.trainer import Trainer
+
+        self._diary.at("building", lap="build")
+        self._snapshots = self._snapshots or Snapshots(self._host)
+        spec = self._spec.model_copy(update={"micro_batch": seat.micro_batch})
+        trainer = Trainer(spec, mine, self._snapshots, seat.claim)
+        try:
+            self._diary.at("loading", lap="load")
+            skipped = trainer.restore()
+            self._diary.restored(trainer.restored_from, [str(error) for error in skipped])
+            self._diary.at(f"step {trainer.steps_done + 1}", lap="first_step")
+            log = StepLog(spec, SystemClock()) if mine.is_first else None
+            finished = trainer.run(on_step=self._did(trainer, log), paused=lambda: self._asked(seat))
+        finally:
+            trainer.close()
+        return Outcome("done" if finished else "paused")
+
+    def _did(self, trainer: Trainer, log: StepLog | None) -> Callable[[StepResult], None]:
+        def did(result: StepResult) -> None:
+            if log is not None:
+                log.add(result)
+            self._diary.did(result, trainer.save_s)
+
+        return did
+
+    def _asked(self, seat: Seat) -> Pause:
+        return self._pause if self._generation == seat.generation else Pause.NO
+
+    def _meet(self, seat: Seat) -> TCPStore:
+        from raytide.actors.trainer.distributed import process_group
+
+        if seat.rank == 0:
+            assert self._store is not None, "rank 0 opens the store before it takes its seat"
+            return self._store
+        return process_group.reach_store(*seat.store, seat.world)

@@ -1,0 +1,146 @@
+"""Write a model as a Hugging Face directory that transformers, vLLM and the native engine load.
+
+Weights come to rank 0 one parameter at a time and leave it file by file, so it never holds the model.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from raytide.actors.models.tokenizer_files import companions
+from raytide.actors.trainer.checkpoint.async_save import Commit
+from raytide.actors.trainer.data.token_dataset import Data
+from raytide.actors.trainer.distributed.process_group import Group
+from raytide.actors.trainer.hf.atomic_directory import Draft
+from raytide.actors.trainer.hf.full_parameters import Gather
+from raytide.actors.trainer.hf.model_source import Origin
+from raytide.actors.trainer.hf.peft_adapter import adapter_config, file_adapters
+from raytide.actors.trainer.hf.safetensors_writer import WeightFiles, save
+from raytide.actors.trainer.hf.weight_mapping import FileTensor, Form, assemble, file_tensors
+from raytide.actors.trainer.model.decoder import Decoder
+from raytide.actors.trainer.model.lora import LORA_A, LORA_B, adapted, merged
+from raytide.core.io.private_paths import safe_opener
+from raytide.core.io.storage import join
+from raytide.core.specs.model import LoraSpec
+from raytide.core.specs.train import TrainSpec
+
+__all__ = ["export"]
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.bfloat16}
+_GB = 1e9
+
+
+def export(
+    parts: Sequence[Decoder], spec: TrainSpec, origin: Origin, data: Data, group: Group, commit: Commit = nullcontext
+) -> str:
+    """Write `out`/model, and with adapters `out`/adapter, each whole or not at all. All ranks call it together."""
+    gather = Gather(parts, group)
+    if spec.finetune is not None:
+        _export_adapter(gather, spec, spec.finetune.lora, origin, group, commit)
+    return _export_model(gather, spec, origin, data, group, commit)
+
+
+def _export_model(gather: Gather, spec: TrainSpec, origin: Origin, data: Data, group: Group, commit: Commit) -> str:
+    tensors, dtype = file_tensors(origin.arch, Form.on_the_hub(origin.arch)), _dtype(spec)
+    files = WeightFiles(tensors, dtype, spec.export_shard_gb * _GB)
+    target = join(spec.out, "model")
+    draft = Draft(target) if group.is_first else None
+    for name, tensor in _contents(tensors, gather, spec, origin):
+        if draft is not None:
+            assert tensor is not None
+            draft.write(partial(files.add, name=name, tensor=tensor))
+    if draft is not None:
+        draft.write(files.close)
+        draft.write(lambda folder: _companions(folder, origin, data, spec, dtype))
+    return _publish(draft, target, group, commit)
+
+
+def _export_adapter(
+    gather: Gather, spec: TrainSpec, lora: LoraSpec, origin: Origin, group: Group, commit: Commit
+) -> None:
+    adapters, weights = file_adapters(origin.arch, lora), dict[str, Tensor]()
+    for adapter in adapters:
+        whole = {name: gather.whole(name) for name in adapter.needs}
+        if group.is_first:
+            here = {name: each for name, each in whole.items() if each is not None}
+            for kind, tensor in zip("AB", adapter.pair(here.__getitem__), strict=True):
+                weights[f"base_model.model.{adapter.module}.lora_{kind}.weight"] = tensor.to(_dtype(spec))
+    target = join(spec.out, "adapter")
+    draft = Draft(target) if group.is_first else None
+    if draft is not None:
+        draft.write(lambda folder: save(weights, folder / "adapter_model.safetensors"))
+        config = adapter_config(origin.arch, lora, adapters, str(origin.folder))
+        draft.write(lambda folder: _json(folder / "adapter_config.json", config))
+    _publish(draft, target, group, commit)
+
+
+def _contents(
+    tensors: Sequence[FileTensor], gather: Gather, spec: TrainSpec, origin: Origin
+) -> Iterator[tuple[str, Tensor | None]]:
+    """Each tensor of the files, on rank 0. A parameter is gathered once and kept while a tensor needs it."""
+    lora = None if spec.finetune is None else spec.finetune.lora
+    changed = set() if lora is None else set(adapted(origin.arch, lora))
+    left = Counter(piece.ours for tensor in tensors for piece in tensor.pieces)
+    held: dict[str, Tensor] = {}
+    for tensor in tensors:
+        for piece in tensor.pieces:
+            if piece.ours not in held:
+                path = piece.ours.removesuffix(".weight")
+                whole = _whole(gather, piece.ours, path, lora if path in changed else None)
+                held[piece.ours] = torch.empty(0) if whole is None else whole
+        yield tensor.name, None if not gather.is_first else assemble(tensor, held.__getitem__)
+        for piece in tensor.pieces:
+            left[piece.ours] -= 1
+            if not left[piece.ours]:
+                del held[piece.ours]
+
+
+def _whole(gather: Gather, name: str, path: str, lora: LoraSpec | None) -> Tensor | None:
+    """A parameter as the model alone needs it: with its adapter in it."""
+    weight = gather.whole(name)
+    if lora is None:
+        return weight
+    a_RI, b_OR = gather.whole(f"{path}.{LORA_A}"), gather.whole(f"{path}.{LORA_B}")
+    if weight is None or a_RI is None or b_OR is None:
+        return None
+    return merged(weight, a_RI, b_OR, lora)
+
+
+def _companions(folder: Path, origin: Origin, data: Data, spec: TrainSpec, dtype: torch.dtype) -> None:
+    """Config, tokenizer, chat template: those of the model it began from, where it has them."""
+    key = "dtype" if "dtype" in origin.config else "torch_dtype"
+    _json(folder / "config.json", {**origin.config, key: str(dtype).removeprefix("torch.")})
+    own = {} if origin.folder is None else companions(origin.folder)
+    files = {**own, **data.files} if spec.other_tokenizer else {**data.files, **own}
+    for name, source in {**files, **data.template}.items():
+        with open(source, "rb", opener=safe_opener) as read, open(folder / name, "xb") as written:
+            shutil.copyfileobj(read, written)
+    if "generation_config.json" not in files:
+        eos = origin.config.get("eos_token_id")
+        _json(
+            folder / "generation_config.json", {"bos_token_id": origin.config.get("bos_token_id"), "eos_token_id": eos}
+        )
+
+
+def _publish(draft: Draft | None, target: str, group: Group, commit: Commit) -> str:
+    failed = group.from_first(None if draft is None else draft.publish(commit))
+    if failed is not None:
+        raise failed
+    return target
+
+
+def _dtype(spec: TrainSpec) -> torch.dtype:
+    return _DTYPES[spec.export_dtype or spec.precision]
+
+
+def _json(path: Path, body: Mapping[str, object]) -> None:
+    path.write_text(json.dumps(body, indent=2) + "\n")

@@ -1,0 +1,98 @@
+"""A model's first weights, each rank its own shards: read from a Hugging Face directory, or drawn.
+
+What is drawn for a parameter depends on the seed and its name alone, so that every layout starts from the same model
+and no rank ever holds all of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from raytide.actors.trainer.hf.model_source import Origin
+from raytide.actors.trainer.hf.weight_mapping import Block, HfWeights
+from raytide.actors.trainer.model.decoder import Decoder
+
+__all__ = ["INIT_STD", "cut", "first_weights", "initialise", "local_block", "place"]
+
+INIT_STD = 0.02
+
+
+def first_weights(part: Decoder, origin: Origin, seed: int) -> None:
+    """All parameters of a part, adapters too."""
+    if origin.folder is None:
+        std = origin.config.get("initializer_range", INIT_STD)
+        initialise(part, seed, std if isinstance(std, float) else INIT_STD)
+        return
+    weights = HfWeights(origin.folder, origin.arch)
+    for name, parameter in part.named_parameters():
+        if "lora_" in name:
+            place(parameter, _adapter(name, parameter, seed))
+        else:
+            _put(parameter, weights.read(name, local_block(parameter)))
+
+
+def initialise(part: Decoder, seed: int, std: float = INIT_STD) -> None:
+    """Normal(0, std), less by sqrt(2 * layers) for what writes to the residual stream (GPT-2); norms start at one."""
+    for name, parameter in part.named_parameters():
+        if parameter.ndim == 1:
+            first = 0.0 if name.endswith("bias") else 1.0 - part.arch.norm_offset
+            full = torch.full(parameter.shape, first)
+        else:
+            residual = "o_proj" in name or "down_proj" in name
+            width = std / (2 * part.arch.num_layers) ** 0.5 if residual else std
+            full = torch.empty(parameter.shape).normal_(0.0, width, generator=_generator(seed, name))
+        place(parameter, full)
+
+
+def place(parameter: Tensor, full: Tensor) -> None:
+    """Copy this rank's share of `full` into a parameter, without communication: every rank has the same `full`."""
+    _put(parameter, full[local_block(parameter)])
+
+
+def local_block(parameter: Tensor) -> Block:
+    """Which part of the whole this rank has."""
+    if not isinstance(parameter, DTensor):
+        return cut(parameter.shape, ())
+    mesh, at = parameter.device_mesh, parameter.device_mesh.get_coordinate()
+    assert at is not None
+    dims = [getattr(placement, "dim", None) for placement in parameter.placements]  # replicated: none
+    return cut(parameter.shape, list(zip(mesh.shape, at, dims, strict=True)))
+
+
+def cut(shape: Sequence[int], axes: Sequence[tuple[int, int, int | None]]) -> Block:
+    """The part of one rank: for each axis of the mesh its size, where the rank is on it, and the dimension it divides.
+
+    The innermost axis, that of tensor parallelism, cuts first, then FSDP what that left.
+    """
+    block = [slice(0, length) for length in shape]
+    for ranks, rank, dim in reversed(axes):
+        if dim is not None:
+            start, stop = block[dim].start, block[dim].stop
+            each = math.ceil((stop - start) / ranks)  # as torch.chunk: the last ranks may have less, or nothing
+            start = min(start + rank * each, stop)
+            block[dim] = slice(start, min(start + each, stop))
+    return tuple(block)
+
+
+@torch.no_grad()
+def _put(parameter: Tensor, local: Tensor) -> None:
+    (parameter.to_local() if isinstance(parameter, DTensor) else parameter).copy_(local)
+
+
+def _adapter(name: str, parameter: Tensor, seed: int) -> Tensor:
+    """As PEFT starts them: A uniform within one over the root of its inputs, B zero."""
+    if "lora_b" in name:
+        return torch.zeros(parameter.shape)
+    bound = 1 / math.sqrt(parameter.shape[1])
+    return torch.empty(parameter.shape).uniform_(-bound, bound, generator=_generator(seed, name))
+
+
+def _generator(seed: int, name: str) -> torch.Generator:
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)

@@ -1,0 +1,134 @@
+"""Where a run's model comes from: its config, and the directory with its first weights if it has one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from raytide.actors.models.architecture import Architecture
+from raytide.actors.models.content import content_of
+from raytide.actors.models.families import architecture_of
+from raytide.actors.models.model_config import read_json
+from raytide.actors.trainer.data.token_dataset import Data, TokenData
+from raytide.core.errors import ConfigError, DataError
+from raytide.core.specs.train import TrainSpec
+
+__all__ = ["Origin", "open_data", "origin_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    config: Mapping[str, object]
+    """As a Hugging Face `config.json`, whichever way the spec gave it."""
+    arch: Architecture
+    folder: Path | None
+    """Of the first weights; None starts from random ones."""
+    digest: str
+    """Of what a run cannot be resumed without: what the model computes, which weights learn, the first ones' content,
+    and the order of the data."""
+
+
+def origin_of(spec: TrainSpec, data: Data) -> Origin:
+    """ConfigError where model, data and spec do not fit each other; DataError for files that cannot be read."""
+    folder = None if spec.init_from is None else model_folder(spec.init_from)
+    config, where = _config(spec, data, folder)
+    arch = architecture_of(config, where)
+    _check(spec, data, arch, where)
+    if folder is not None and not spec.other_tokenizer:
+        _check_tokenizer(folder, data)
+    return Origin(config, arch, folder, _digest(spec, arch, folder))
+
+
+def model_folder(init_from: str) -> Path:
+    """A model directory, or that of a run which exported one."""
+    if "://" in init_from:
+        raise ConfigError(
+            f"init_from is {init_from}, but must be a directory.", hint="Copy it to where every member reaches it."
+        )
+    folders = [Path(init_from), Path(init_from) / "model"]
+    for folder in folders:
+        if (folder / "config.json").is_file():
+            return folder
+    raise DataError(
+        f"{init_from} holds no model: it has no config.json, nor has its model folder.",
+        hint="Point at a Hugging Face model directory, or at a finished run.",
+    )
+
+
+def _config(spec: TrainSpec, data: Data, folder: Path | None) -> tuple[dict[str, object], str]:
+    given = spec.model.config
+    if folder is not None:
+        replaced = given if isinstance(given, dict) else {}
+        return {**read_json(folder / "config.json"), **replaced}, str(folder / "config.json")
+    if given is None:
+        return spec.model.hf_config(data.vocab_size, data.eos_id), f"model of {spec.name}"
+    if isinstance(given, str):
+        path = Path(given) / "config.json" if Path(given).is_dir() else Path(given)
+        body, where = read_json(path), str(path)
+    else:
+        body, where = dict(given), "model.config"
+    own = {"vocab_size": data.vocab_size, "bos_token_id": data.eos_id, "eos_token_id": data.eos_id}
+    return own | body, where
+
+
+def _check(spec: TrainSpec, data: Data, arch: Architecture, where: str) -> None:
+    if arch.vocab_size < data.vocab_size:
+        raise ConfigError(
+            f"{where} has a vocab_size of {arch.vocab_size}, below the {data.vocab_size} of {data.name}.",
+            hint="Leave vocab_size out to take the data's, or encode the data with the model's own tokenizer.",
+        )
+    if arch.max_model_len < spec.seq_len:
+        raise ConfigError(
+            f"seq_len {spec.seq_len} is above the {arch.max_model_len} positions of {where}.",
+            hint="Lower seq_len, or stretch the positions by model.config.",
+        )
+    layout, balanced = spec.layout, arch.experts is not None and arch.experts.balance > 0
+    if balanced and layout.pipeline * layout.context * layout.tensor > 1:
+        raise ConfigError(
+            "the router's balancing loss needs all layers and whole sequences on a rank.",
+            hint="Use the replicate and shard axes alone, or set output_router_logits to false in model.config.",
+        )
+    if balanced and spec.memory.compile and spec.memory.checkpointing != "none":
+        raise ConfigError(
+            "the router's balancing loss cannot be compiled together with activation checkpointing.",
+            hint="Leave out memory.compile or memory.checkpointing.",
+        )
+
+
+def _check_tokenizer(folder: Path, data: Data) -> None:
+    ours, theirs = folder / "tokenizer.json", data.tokenizer_file
+    if not ours.is_file() or tokenizer_digest(ours) != tokenizer_digest(theirs):
+        raise ConfigError(
+            f"{data.name} was made with another tokenizer ({theirs}) than the model's own ({ours}).",
+            hint="Build the dataset with the model's tokenizer.json, or set other_tokenizer if the ids mean the same.",
+        )
+
+
+def tokenizer_digest(path: Path) -> str:
+    """Of what it encodes: neither its layout as JSON nor padding and truncation, which are the caller's."""
+    body = {key: value for key, value in read_json(path).items() if key not in ("truncation", "padding")}
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _digest(spec: TrainSpec, arch: Architecture, folder: Path | None) -> str:
+    body = {
+        "arch": {key: value for key, value in asdict(arch).items() if key != "dtype"},
+        "finetune": None if spec.finetune is None else spec.finetune.model_dump(),
+        "order": spec.digest(),
+        "first_weights": None if folder is None else content_of(folder),
+    }
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def open_data(spec: TrainSpec) -> Data:
+    """The dataset or the conversations of a spec."""
+    if spec.chat is None:
+        assert spec.dataset is not None  # the spec has one of them
+        return TokenData(spec.dataset, spec.seq_len)
+    from raytide.actors.trainer.data.chat_dataset import ChatData  # needs tokenizers
+
+    tokenizer = Path(spec.chat.tokenizer) if spec.chat.tokenizer else model_folder(spec.init_from or "")
+    return ChatData(spec.chat, tokenizer, spec.seq_len)

@@ -1,0 +1,1 @@
+"""The network that is trained, its loss, and the memory options of its layers."""

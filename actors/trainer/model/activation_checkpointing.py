@@ -1,0 +1,57 @@
+"""Activation checkpointing and compilation, a decoder layer at a time.
+
+Both replace a layer's `forward`, so that its parameters keep their names and FSDP's hooks stay outside: weights are
+gathered before either runs, and again before a backward pass computes activations anew.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from raytide.core.specs.memory_spec import MemorySpec
+
+__all__ = ["compile_layer", "remat", "wrap"]
+
+aten = torch.ops.aten
+_KEPT = {
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten._scaled_mm.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+"""What selective checkpointing keeps: most of the compute, and less than half of the bytes."""
+
+
+def remat(layer: nn.Module, memory: MemorySpec) -> None:
+    """Have the layer compute its activations again in the backward pass, as the spec says."""
+    if memory.checkpointing == "none":
+        return
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # nothing draws
+    if memory.checkpointing == "selective":
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+    wrap(layer, lambda forward: functools.partial(checkpoint, forward, **options))
+
+
+def compile_layer(layer: nn.Module, memory: MemorySpec) -> None:
+    """One graph for the layer. Its parameters' sizes do not change, and the batch's only when a run starts."""
+    if memory.compile:
+        wrap(layer, lambda forward: torch.compile(forward, backend=memory.compile_backend, fullgraph=True))
+
+
+def wrap(module: nn.Module, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Put `around(forward)` in the place of the module's forward."""
+    module.forward = around(module.forward)
+
+
+def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,44 @@
+"""Apply what the spec says of precision and memory to a model's layers, and refuse what this device would not do."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from raytide.actors.trainer.model import activation_checkpointing, activation_offload, float8
+from raytide.actors.trainer.model.decoder import Decoder
+from raytide.actors.trainer.model.loss import loss_sum
+from raytide.core.errors import ConfigError
+from raytide.core.specs.train import TrainSpec
+
+__all__ = ["apply", "check"]
+
+
+def check(spec: TrainSpec, device: torch.device) -> None:
+    """ConfigError for a technique that would fail on the device, or do nothing there."""
+    if spec.precision == "fp8":
+        float8.check_device(device)
+    if device.type == "cpu":
+        for field in ("activations", "optimizer"):
+            if getattr(spec.memory, field) == "cpu":
+                raise ConfigError(
+                    f'memory.{field} "cpu" frees nothing on a CPU: they are there already.',
+                    hint=f'Set memory.{field} to "disk", or to "none".',
+                )
+
+
+def apply(part: Decoder, spec: TrainSpec, pool: activation_offload.Pool | None) -> None:
+    """To each layer, after tensor parallelism and before FSDP, whose hooks stay outside of it all."""
+    if spec.memory.loss_chunk:
+        part.loss = functools.partial(loss_sum, chunk=spec.memory.loss_chunk)
+    for layer in part.layers.values():
+        if spec.precision == "fp8" and float8.convert(layer) == 0:
+            raise ConfigError(
+                f'precision "fp8" needs layers whose widths are multiples of {float8.MULTIPLE}; {spec.name} has none.',
+                hint='Train in "bf16", or choose such widths.',
+            )
+        activation_checkpointing.remat(layer, spec.memory)
+        activation_checkpointing.compile_layer(layer, spec.memory)
+        if pool is not None:
+            activation_offload.offload(layer, pool, spec.memory.offload_min_bytes)

@@ -1,0 +1,55 @@
+"""Causal attention for training, with a window and a soft-cap where the family has them.
+
+Plain causal attention is SDPA everywhere, which takes its flash kernel by itself. With a window or a soft-cap it is
+FlexAttention on a GPU, and SDPA with a mask or plain products on a CPU.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from raytide.actors.trainer.model.flex import flex
+from raytide.kernels.core import AttentionSpec
+
+__all__ = ["attend"]
+
+
+def attend(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, spec: AttentionSpec) -> Tensor:
+    """out_BHTC. The queries are the last T of the keys' S positions."""
+    same = q_BHTC.shape[2] == k_BKTC.shape[2]
+    windowed = spec.window is not None and spec.window < k_BKTC.shape[2]
+    if q_BHTC.is_cuda and (windowed or spec.softcap is not None):
+        return flex(q_BHTC, k_BKTC, v_BKTC, spec)
+    if spec.softcap is not None:
+        return _capped(q_BHTC, k_BKTC, v_BKTC, spec)
+    return F.scaled_dot_product_attention(
+        q_BHTC,
+        k_BKTC,
+        v_BKTC,
+        attn_mask=None if same and not windowed else seen(q_BHTC, k_BKTC, spec.window),
+        is_causal=same and not windowed,
+        scale=spec.scale,
+        enable_gqa=k_BKTC.shape[1] != q_BHTC.shape[1],
+    )
+
+
+def seen(q_BHTC: Tensor, k_BKTC: Tensor, window: int | None) -> Tensor:
+    """Which keys each query attends to, as booleans [T, S]."""
+    length, context = q_BHTC.shape[2], k_BKTC.shape[2]
+    last_T1 = torch.arange(context - length, context, device=q_BHTC.device)[:, None]
+    at_S = torch.arange(context, device=q_BHTC.device)
+    mask: Tensor = at_S <= last_T1
+    return mask if window is None else mask & (at_S > last_T1 - window)
+
+
+def _capped(q_BHTC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, spec: AttentionSpec) -> Tensor:
+    """Gemma 2: scores go through softcap * tanh(scores / softcap), which SDPA has no place for."""
+    assert spec.softcap is not None
+    group = q_BHTC.shape[1] // k_BKTC.shape[1]
+    k_BHTC, v_BHTC = k_BKTC.repeat_interleave(group, 1), v_BKTC.repeat_interleave(group, 1)
+    scores_BHTS = q_BHTC @ k_BHTC.transpose(-1, -2) * spec.scale
+    scores_BHTS = spec.softcap * torch.tanh(scores_BHTS / spec.softcap)
+    scores_BHTS = scores_BHTS.masked_fill(~seen(q_BHTC, k_BKTC, spec.window), float("-inf"))
+    return scores_BHTS.float().softmax(-1).to(q_BHTC.dtype) @ v_BHTC

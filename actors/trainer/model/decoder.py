@@ -1,0 +1,242 @@
+"""The decoder of every supported family as a differentiable module. What a family is, `Architecture` says.
+
+Parameter names are raytide's own and equal for all families (`layers.3.attention.q_proj.weight`); `hf.py` knows Hugging
+Face's. A pipeline stage is a decoder that lacks some layers and keeps the names of those it has.
+
+Shapes: B batch, T time, D model width, H query heads, K key/value heads, C head size, F feed-forward width, V
+vocabulary, N tokens, E experts, X experts of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from raytide.actors.models.architecture import Architecture, Experts, LayerSpec
+from raytide.actors.models.rope import cos_sin
+from raytide.actors.trainer.model.attention import attend
+from raytide.actors.trainer.model.loss import loss_sum
+from raytide.actors.trainer.model.moe_balance_loss import Routing, imbalance_sum
+from raytide.kernels.core import Activation, AttentionSpec
+
+__all__ = ["Attend", "Attention", "Decoder", "Layer", "Loss", "SparseFeedForward"]
+
+Attend = Callable[[Tensor, Tensor, Tensor, AttentionSpec], Tensor]
+Loss = Callable[[Tensor, Tensor, Tensor, float | None], Tensor]
+Rotation = tuple[Tensor, Tensor]
+"""Cosines and sines [T, R]: the first R numbers of each head are turned."""
+
+
+class Norm(nn.Module):
+    """Over the last dimension. `offset` is Gemma's: it multiplies by 1 + weight."""
+
+    def __init__(self, size: int, arch: Architecture, *, kind: str | None = None) -> None:
+        super().__init__()
+        self.eps, self.offset = arch.norm_eps, arch.norm_offset
+        self.weight = nn.Parameter(torch.empty(size))
+        self.bias = nn.Parameter(torch.empty(size)) if (kind or arch.norm_kind) == "layer" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight + self.offset if self.offset else self.weight
+        if self.bias is not None:
+            return F.layer_norm(x, x.shape[-1:], weight, self.bias, self.eps)
+        return F.rms_norm(x, x.shape[-1:], weight, self.eps)
+
+
+class Attention(nn.Module):
+    def __init__(self, arch: Architecture, layer: LayerSpec) -> None:
+        super().__init__()
+        width, dim, kv_width = arch.hidden_size, arch.head_dim, arch.num_kv_heads * arch.head_dim
+        self.head_dim = dim
+        self.spec = AttentionSpec(layer.attention_scale, layer.window, arch.attention_softcap)
+        self.attend: Attend = attend
+        """q_BHTC, k_BKTC, v_BKTC -> out_BHTC. Context parallelism puts its own here."""
+        self.q_proj = nn.Linear(width, arch.num_heads * dim, bias=arch.qkv_bias)
+        self.k_proj = nn.Linear(width, kv_width, bias=arch.qkv_bias)
+        self.v_proj = nn.Linear(width, kv_width, bias=arch.qkv_bias)
+        self.q_norm = Norm(dim, arch, kind="rms") if arch.head_norms else None
+        self.k_norm = Norm(dim, arch, kind="rms") if arch.head_norms else None
+        self.o_proj = nn.Linear(arch.num_heads * dim, width, bias=arch.attention_out_bias)
+
+    def forward(self, x_BTD: Tensor, rotation: Rotation | None) -> Tensor:
+        q_BHTC, k_BKTC, v_BKTC = (  # as many heads as this rank has
+            linear(x_BTD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for linear in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BHTC, k_BKTC = self.q_norm(q_BHTC), self.k_norm(k_BKTC)
+        if rotation is not None:
+            q_BHTC, k_BKTC = rotate(q_BHTC, rotation), rotate(k_BKTC, rotation)
+        out_BHTC = self.attend(q_BHTC, k_BKTC, v_BKTC, self.spec)
+        out: Tensor = self.o_proj(out_BHTC.transpose(1, 2).flatten(2))
+        return out
+
+
+class FeedForward(nn.Module):
+    def __init__(self, arch: Architecture) -> None:
+        super().__init__()
+        width, ffn, bias = arch.hidden_size, arch.ffn_size, arch.ffn_bias
+        self.activation = arch.activation
+        self.gate_proj = nn.Linear(width, ffn, bias=bias) if arch.gated_ffn else None
+        self.up_proj = nn.Linear(width, ffn, bias=bias)
+        self.down_proj = nn.Linear(ffn, width, bias=bias)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        if self.gate_proj is None:
+            hidden = activate(self.up_proj(x_BTD), self.activation)
+        else:
+            hidden = activate(self.gate_proj(x_BTD), self.activation) * self.up_proj(x_BTD)
+        out: Tensor = self.down_proj(hidden)
+        return out
+
+
+class SparseFeedForward(nn.Module):
+    """Each token goes to its likeliest experts; their outputs are weighted by the router's probabilities."""
+
+    def __init__(self, arch: Architecture, experts: Experts) -> None:
+        super().__init__()
+        self.activation, self.experts = arch.activation, experts
+        self.routing: Routing | None = None
+        """Of the last batch, where the router is to be balanced."""
+        count, ffn, width = experts.count, experts.ffn_size, arch.hidden_size
+        self.router = nn.Linear(width, count, bias=False)
+        self.gate_proj = nn.Parameter(torch.empty(count, ffn, width))
+        self.up_proj = nn.Parameter(torch.empty(count, ffn, width))
+        self.down_proj = nn.Parameter(torch.empty(count, width, ffn))
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        x_ND = x_BTD.flatten(0, -2)
+        likelihood_NE = self.router(x_ND).float().softmax(-1)
+        likely = likelihood_NE.topk(self.experts.per_token)
+        if self.experts.balance:
+            self.routing = Routing(likelihood_NE, likely.indices)
+        weights_NX = likely.values
+        if self.experts.renormalize:
+            weights_NX = weights_NX / weights_NX.sum(-1, keepdim=True)
+        out_ND = torch.zeros_like(x_ND)
+        for expert in range(self.experts.count):
+            rows, slot = (likely.indices == expert).nonzero(as_tuple=True)
+            gate, up, down = self.gate_proj[expert], self.up_proj[expert], self.down_proj[expert]
+            x = x_ND[rows]
+            hidden = activate(F.linear(x, gate), self.activation) * F.linear(x, up)
+            out_ND = out_ND.index_add(0, rows, F.linear(hidden, down) * weights_NX[rows, slot, None].to(x.dtype))
+        return out_ND.view_as(x_BTD)
+
+
+class Layer(nn.Module):
+    def __init__(self, arch: Architecture, index: int) -> None:
+        super().__init__()
+        spec, width = arch.layers[index], arch.hidden_size
+        self.rope = spec.rope
+        self.input_norm = Norm(width, arch)
+        self.attention = Attention(arch, spec)
+        self.post_attention_norm = Norm(width, arch) if arch.post_norms else None
+        self.ffn_norm = Norm(width, arch)
+        sparse = arch.experts if spec.sparse else None
+        self.ffn = FeedForward(arch) if sparse is None else SparseFeedForward(arch, sparse)
+        self.post_ffn_norm = Norm(width, arch) if arch.post_norms else None
+
+    def forward(self, x_BTD: Tensor, rotation: Rotation | None) -> Tensor:
+        attended = self.attention(self.input_norm(x_BTD), rotation)
+        x_BTD = x_BTD + (attended if self.post_attention_norm is None else self.post_attention_norm(attended))
+        fed = self.ffn(self.ffn_norm(x_BTD))
+        out: Tensor = x_BTD + (fed if self.post_ffn_norm is None else self.post_ffn_norm(fed))
+        return out
+
+
+class Decoder(nn.Module):
+    """Ids to logits, or to the summed loss when targets are given. With tied embeddings there is no `head`.
+
+    `layers` says which this part has (all when None). The first part embeds ids, the last norms and predicts; a part
+    between takes and gives hidden states.
+    """
+
+    def __init__(self, arch: Architecture, max_len: int, layers: Sequence[int] | None = None) -> None:
+        super().__init__()
+        self.arch, self.max_len = arch, max_len
+        mine = range(arch.num_layers) if layers is None else layers
+        self.is_first, self.is_last = 0 in mine, arch.num_layers - 1 in mine
+        width, vocab = arch.hidden_size, arch.vocab_size
+        embeds = self.is_first or (self.is_last and arch.tied_embeddings)
+        self.embedding = nn.Embedding(vocab, width) if embeds else None
+        learned = arch.learned_positions and self.is_first
+        self.positions = nn.Embedding(arch.max_model_len, width) if learned else None
+        self.layers = nn.ModuleDict({str(index): Layer(arch, index) for index in mine})
+        self.norm = Norm(width, arch) if self.is_last else None
+        self.head = nn.Linear(width, vocab, bias=False) if self.is_last and not arch.tied_embeddings else None
+        self.balance = 0.0 if arch.experts is None else arch.experts.balance
+        self.at_T: Tensor | None = None
+        """Positions of the tokens that attention sees here; None for all from 0 on. Context parallelism has some."""
+        self.loss: Loss = loss_sum
+        """Tensor parallelism puts its own here."""
+        self._tables: list[Rotation] | None = None
+
+    def forward(self, x: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+        """`x` is ids [B, T], or hidden states [B, T, D] where another part comes before. Gives the summed loss when
+        there are targets, else logits [B, T, V], or hidden states [B, T, D] where another part comes after."""
+        at_T = torch.arange(x.shape[1], device=x.device) if self.at_T is None else self.at_T
+        x_BTD = self._embed(x, at_T) if self.is_first else x
+        rotations = self._rotations(at_T, x_BTD)
+        for layer in self.layers.values():
+            assert isinstance(layer.rope, int | None)
+            x_BTD = layer(x_BTD, None if layer.rope is None else rotations[layer.rope])
+        if self.norm is None:
+            return x_BTD
+        x_BTD, cap = self.norm(x_BTD), self.arch.logit_softcap
+        if targets_BT is not None:
+            loss = self.loss(x_BTD, self.head_weight, targets_BT, cap)
+            return loss if self.balance == 0 else loss + self.balance * imbalance_sum(self._routings(), targets_BT)
+        logits_BTV = F.linear(x_BTD, self.head_weight)
+        return logits_BTV if cap is None else cap * torch.tanh(logits_BTV / cap)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[V, D], of the last part."""
+        head = self.embedding if self.head is None else self.head
+        assert head is not None
+        return head.weight
+
+    def _routings(self) -> list[Routing]:
+        """Of the layers just run. Taken, so that no graph is kept beyond its step."""
+        found = []
+        for layer in self.layers.values():
+            ffn = layer.ffn
+            if isinstance(ffn, SparseFeedForward) and ffn.routing is not None:
+                found.append(ffn.routing)
+                ffn.routing = None
+        return found
+
+    def _embed(self, ids_BT: Tensor, at_T: Tensor) -> Tensor:
+        assert self.embedding is not None
+        x_BTD: Tensor = self.embedding(ids_BT)
+        if self.arch.embedding_scale != 1.0:
+            x_BTD = x_BTD * torch.tensor(self.arch.embedding_scale, dtype=x_BTD.dtype)  # rounded, as Gemma does
+        if self.positions is not None:
+            x_BTD = x_BTD + self.positions(at_T)
+        return x_BTD
+
+    def _rotations(self, at_T: Tensor, like: Tensor) -> list[Rotation]:
+        if self._tables is None or (self.at_T is None and len(at_T) > self.max_len):
+            self.max_len = max(self.max_len, len(at_T))
+            made = [cos_sin(spec, self.max_len) for spec in self.arch.ropes]
+            self._tables = [(cos.to(like.device), sin.to(like.device)) for cos, sin in made]
+        here: Tensor | slice = slice(len(at_T)) if self.at_T is None else at_T
+        return [(cos[here].to(like.dtype), sin[here].to(like.dtype)) for cos, sin in self._tables]
+
+
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    """Turn pairs (i, i + R/2) of the first R numbers, Hugging Face's layout; the sines' first half is negated."""
+    cos_TR, sin_TR = rotation
+    turned, rest = x[..., : cos_TR.shape[-1]], x[..., cos_TR.shape[-1] :]
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * cos_TR + torch.cat((second, first), dim=-1) * sin_TR
+    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+
+
+def activate(x: Tensor, kind: Activation) -> Tensor:
+    if kind == "silu":
+        return F.silu(x)
+    return F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")

@@ -1,0 +1,74 @@
+"""Low-rank adapters (Hu et al. 2021) on a decoder: put on before it is sharded.
+
+The parameters of the model itself stay, under the same names, and learn no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from raytide.actors.models.architecture import Architecture
+from raytide.actors.trainer.model.decoder import Decoder
+from raytide.core.errors import ConfigError
+from raytide.core.specs.model import FinetuneSpec, LoraSpec
+
+__all__ = ["LORA_A", "LORA_B", "LoraLinear", "adapt", "adapted", "merged"]
+
+LORA_A, LORA_B = "lora_a.weight", "lora_b.weight"
+
+
+class LoraLinear(nn.Linear):
+    """y = x W^T + bias + (x A^T) B^T * scale. Only A and B learn; B starts at zero, so that nothing has changed yet."""
+
+    def __init__(self, base: nn.Linear, lora: LoraSpec) -> None:
+        device = base.weight.device
+        super().__init__(base.in_features, base.out_features, base.bias is not None, device)
+        self.requires_grad_(False)
+        self.scale = lora.alpha / lora.rank
+        self.lora_a = nn.Linear(base.in_features, lora.rank, bias=False, device=device)
+        self.lora_b = nn.Linear(lora.rank, base.out_features, bias=False, device=device)
+
+    def forward(self, input: Tensor) -> Tensor:
+        added: Tensor = self.lora_b(self.lora_a(input))
+        return F.linear(input, self.weight, self.bias) + added * self.scale
+
+
+def adapt(part: Decoder, finetune: FinetuneSpec | None) -> None:
+    """Freeze a part of the model and give its projections adapters, if the spec says so."""
+    if finetune is None:
+        return
+    part.requires_grad_(False)
+    here = set(adapted(part.arch, finetune.lora))
+    for name, module in list(part.named_modules()):
+        if name in here:
+            assert isinstance(module, nn.Linear)
+            parent, _, leaf = name.rpartition(".")
+            setattr(part.get_submodule(parent), leaf, LoraLinear(module, finetune.lora))
+
+
+def adapted(arch: Architecture, lora: LoraSpec) -> list[str]:
+    """The paths of the linears that get an adapter; ConfigError for a target that the model has nowhere."""
+    paths = [path for path in _linears(arch) if lora.targets is None or path.rpartition(".")[2] in lora.targets]
+    for target in lora.targets or ():
+        if not any(path.endswith(f".{target}") for path in paths):
+            raise ConfigError(
+                f"the model has no {target} that an adapter can be put on.",
+                hint="Leave finetune.lora.targets out; beside experts only projections of attention get one.",
+            )
+    return paths
+
+
+def merged(weight: Tensor, a_RI: Tensor, b_OR: Tensor, lora: LoraSpec) -> Tensor:
+    """The weight with which the model alone computes what it did with its adapter."""
+    return weight + b_OR @ a_RI * (lora.alpha / lora.rank)
+
+
+def _linears(arch: Architecture) -> Iterator[str]:
+    ffn = ("gate_proj", "up_proj", "down_proj") if arch.gated_ffn else ("up_proj", "down_proj")
+    for index in range(arch.num_layers):
+        yield from (f"layers.{index}.attention.{each}_proj" for each in "qkvo")
+        if arch.experts is None:  # among experts PEFT takes a dense layer's for one of theirs
+            yield from (f"layers.{index}.ffn.{each}" for each in ffn)

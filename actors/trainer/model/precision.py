@@ -1,0 +1,67 @@
+"""What a run computes in, and the loss scale that keeps fp16's small gradients from vanishing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from raytide.core.errors import TrainError
+from raytide.core.specs.train import Precision
+
+__all__ = ["LossScale", "policy"]
+
+FIRST, SMALLEST, LARGEST = 2.0**16, 1.0, 2.0**24
+GROW_AFTER = 2000
+"""Good steps in a row."""
+
+
+def policy(precision: Precision) -> MixedPrecisionPolicy:
+    """Weights and gradient sums stay fp32; the rest is for compute alone. FP8 products take and give bf16."""
+    if precision == "fp32":
+        return MixedPrecisionPolicy()
+    compute = torch.float16 if precision == "fp16" else torch.bfloat16
+    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+
+
+class LossScale:
+    """Doubles after many good steps and halves after a bad one, which is then skipped on all ranks: the global
+    gradient norm, that they all have, says which. In any other precision than fp16 it is 1 and stays so."""
+
+    def __init__(self, precision: Precision) -> None:
+        self.active = precision == "fp16"
+        self.value = FIRST if self.active else 1.0
+        self.good_steps = 0
+
+    def overflowed(self, loss: float, grad_norm: float) -> bool:
+        """Whether this step is one to skip: its gradients were scaled too far, its loss was not."""
+        return self.active and math.isfinite(loss) and not math.isfinite(grad_norm)
+
+    def unscale(self, grads: Sequence[Tensor]) -> None:
+        if self.active and grads:
+            torch._foreach_mul_(list(grads), 1 / self.value)
+
+    def good(self) -> None:
+        if self.active:
+            self.good_steps += 1
+            if self.good_steps >= GROW_AFTER:
+                self.value, self.good_steps = min(self.value * 2, LARGEST), 0
+
+    def bad(self, step: int) -> None:
+        """TrainError when there is nothing left to halve."""
+        if self.value <= SMALLEST:
+            raise TrainError(
+                f"step {step} overflows in fp16 even with a loss scale of {self.value:g}.",
+                hint='Train in "bf16", or lower optim.lr.',
+            )
+        self.value, self.good_steps = self.value / 2, 0
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"scale": torch.tensor([self.value, self.good_steps], dtype=torch.float64)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        if self.active:
+            self.value, self.good_steps = float(state["scale"][0]), int(state["scale"][1])

@@ -1,0 +1,1 @@
+"""Optimizers, their states, the learning rate and the guard against anomalies."""

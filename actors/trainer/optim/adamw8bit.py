@@ -1,0 +1,110 @@
+"""AdamW whose moments take a byte per weight each (Dettmers et al. 2021): blocks scaled by their largest value, coded
+by a table that is fine near zero.
+
+Blocks run along a row and never past its end, so a row-wise shard has the very blocks of the whole. Small tensors and
+vectors keep fp32. To dequantise and quantise again changes nothing: a resume is exact.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from raytide.actors.trainer.distributed.local_shards import local
+from raytide.actors.trainer.optim.adamw import FIRST, SECOND, AdamW
+from raytide.actors.trainer.optim.base import STEP, Optimizer, first_step, zeros
+from raytide.actors.trainer.optim.state_offload import State
+
+__all__ = ["AdamW8bit", "dequantize", "quantize"]
+
+BLOCK = 256
+MIN_SIZE = 4096
+"""Weights of the whole tensor; below, two bytes are not worth their error."""
+SMALLEST = 1e-30
+"""A block whose largest value is below it is zero, since fp32 could not hold its codes times its scale."""
+SCALE = "_scale"
+
+
+class AdamW8bit(AdamW):
+    def first_state(self, parameter: nn.Parameter) -> State:
+        if parameter.ndim < 2 or parameter.numel() < MIN_SIZE:
+            return super().first_state(parameter)
+        state = {STEP: first_step(local(parameter).device)}
+        for key in (FIRST, SECOND):
+            state[key], state[key + SCALE] = quantize(zeros(parameter), signed=key == FIRST)
+        return state
+
+    def step_group(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
+        Optimizer.step_group(self, parameters, group)  # one by one: only one parameter's moments are ever fp32
+
+    def update(self, parameter: nn.Parameter, grad: Tensor, state: State, group: dict[str, Any]) -> None:
+        wide = _wide(state)
+        super().update(parameter, grad, wide, group)
+        for key in wide.keys() - {STEP}:
+            self.narrow(state, key, wide[key])
+
+    def keys(self, state: State) -> list[str]:
+        return [key for key in state if not key.endswith(SCALE)]
+
+    def wide(self, parameter: nn.Parameter, state: State) -> State:
+        return _wide(super().wide(parameter, state))
+
+    def narrow(self, state: State, key: str, value: Tensor) -> None:
+        if key + SCALE not in state:
+            super().narrow(state, key, value)
+            return
+        codes, scales = quantize(value, signed=key == FIRST)
+        state[key].copy_(codes)
+        state[key + SCALE].copy_(scales)
+
+
+def quantize(value: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
+    """The codes [..., D] in uint8, and a scale [..., ceil(D / BLOCK)] for each block."""
+    blocks = _blocks(value.float())
+    scales = blocks.abs().amax(-1) if blocks.numel() else blocks.new_zeros(blocks.shape[:-1])
+    scales = torch.where(scales < SMALLEST, 0.0, scales)
+    table = _table(signed, value.device)
+    between = (table[1:] + table[:-1]) / 2
+    relative = torch.where(scales.unsqueeze(-1) > 0, blocks / scales.unsqueeze(-1), 0.0)
+    codes = torch.bucketize(relative, between)
+    return codes.to(torch.uint8).flatten(-2)[..., : value.shape[-1]].contiguous(), scales
+
+
+def dequantize(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
+    wide: Tensor = _table(signed, codes.device)[_blocks(codes).int()] * scales.unsqueeze(-1)
+    out: Tensor = wide.flatten(-2)[..., : codes.shape[-1]].contiguous()
+    return out
+
+
+def _wide(state: State) -> State:
+    return {
+        key: dequantize(value, state[key + SCALE], signed=key == FIRST) if key + SCALE in state else value
+        for key, value in state.items()
+        if not key.endswith(SCALE)
+    }
+
+
+def _blocks(value: Tensor) -> Tensor:
+    """[..., D] as [..., blocks, block], the last one filled up with zeros."""
+    size = min(BLOCK, value.shape[-1])
+    fill = -value.shape[-1] % size
+    full = nn.functional.pad(value, (0, fill)) if fill else value
+    return full.view(*value.shape[:-1], -1, size)
+
+
+@cache
+def _table(signed: bool, device: torch.device) -> Tensor:
+    """The 256 values of the dynamic tree: seven decades, each with twice as many steps as the one below it. The ends
+    are exactly 1 (and -1), so that a block's largest value comes back unchanged."""
+    values = [0.0, 1.0]
+    for decade in range(7):
+        edges = torch.linspace(0.1, 1.0, 2 ** (decade + (not signed)) + 1, dtype=torch.float64)
+        middles = ((edges[:-1] + edges[1:]) / 2 * 10.0 ** (decade - 6)).tolist()
+        values += middles + ([-middle for middle in middles] if signed else [])
+    table = torch.tensor(sorted(values), dtype=torch.float32)
+    if signed:
+        table[0] = -1.0
+    return table.to(device)

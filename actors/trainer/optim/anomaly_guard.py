@@ -1,0 +1,98 @@
+"""Whether a batch may be learned from: pure policy over the loss and gradient norm that all ranks see alike.
+
+Its state is a small tensor of fixed shape in the checkpoint, so a resumed run judges as the whole one would have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Literal
+
+from raytide.actors.trainer.types import StepResult
+from raytide.core.errors import TrainError
+from raytide.core.specs.record_spec import GuardSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+HISTORY = 128
+"""Losses in the saved state, whatever the window: a resume may change the spec."""
+_SIGMA = 1.4826
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    kind: Literal["applied", "skipped", "stopped"]
+    why: str = ""
+
+
+APPLIED = Verdict("applied")
+
+
+class Guard:
+    def __init__(self, spec: GuardSpec) -> None:
+        self.spec = spec
+        self.skipped = 0
+        """Steps of this run that were not applied: the learning rate's schedule is so far behind the data."""
+        self._in_row = 0
+        self._losses: deque[float] = deque(maxlen=HISTORY)
+
+    def judge(self, loss: float, grad_norm: float) -> Verdict:
+        """The verdict on one batch; it counts as given."""
+        why, policy = self._objection(loss, grad_norm)
+        if policy == "ignore":
+            self._in_row = 0
+            self._losses.append(loss)
+            return APPLIED
+        if policy == "skip" and self._in_row < self.spec.max_skips:
+            self._in_row += 1
+            self.passed_over()
+            return Verdict("skipped", why)
+        again = f", after {self._in_row} skipped in a row" if self._in_row else ""
+        return Verdict("stopped", why + again)
+
+    def passed_over(self) -> None:
+        """A batch is used up and nothing was learned from it: the schedule of the learning rate stands still.
+
+        Also for a loss scaler's own skips, which are no anomaly and do not count towards max_skips.
+        """
+        self.skipped += 1
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """`judged`: [2 + HISTORY] in fp64: skipped, skipped in a row, then the losses, oldest first, else NaN."""
+        import torch
+
+        empty = [math.nan] * (HISTORY - len(self._losses))
+        judged = torch.tensor([self.skipped, self._in_row, *self._losses, *empty], dtype=torch.float64)
+        return {"judged": judged}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        skipped, in_row, *losses = state["judged"].tolist()
+        self.skipped, self._in_row = int(skipped), int(in_row)
+        self._losses = deque((loss for loss in losses if not math.isnan(loss)), maxlen=HISTORY)
+
+    def _objection(self, loss: float, grad_norm: float) -> tuple[str, Literal["skip", "stop", "ignore"]]:
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            return f"loss {loss} and gradient norm {grad_norm} are not both finite", self.spec.nan
+        if self.spec.spike == "ignore" or len(self._losses) < self.spec.window:
+            return "", "ignore"
+        recent = list(self._losses)[-self.spec.window :]
+        middle = median(recent)
+        deviation = _SIGMA * median(abs(each - middle) for each in recent)
+        limit = middle + max(self.spec.sigmas * deviation, self.spec.rise)
+        if loss <= limit:
+            return "", "ignore"
+        return f"loss {loss:.4f} is a spike: the limit is {limit:.4f}, the median {middle:.4f}", self.spec.spike
+
+
+def stopped(name: str, result: StepResult) -> TrainError:
+    """What ends the run at a batch that was not applied."""
+    return TrainError(
+        f"step {result.step} of {name} was not applied: {result.why}.",
+        hint="Lower optim.lr, lengthen the warm-up or train in fp32; guard.nan and guard.spike may skip such a batch. "
+        "events.jsonl has its sample ids; the last checkpoint is whole.",
+    )

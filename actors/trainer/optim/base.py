@@ -1,0 +1,113 @@
+"""What the optimisers share: groups, a state that exists from the start, and its form in a checkpoint.
+
+State is kept as plain tensors, one rank's part each. A checkpoint gets it in full precision with the parameter's own
+layout, so that any layout loads any other's, and any home of the state any other's.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from raytide.actors.trainer.distributed.local_shards import like, local
+from raytide.actors.trainer.optim.state_offload import Home, State
+from raytide.core.specs.optim_spec import OptimSpec
+
+__all__ = ["STEP", "Optimizer", "first_step", "grad_of", "zeros"]
+
+STEP = "step"
+
+
+class Optimizer(ABC):
+    """`param_groups` hold `params`, `lr` and `weight_decay`, as torch's do. Every rank calls every method."""
+
+    def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], spec: OptimSpec, home: Home) -> None:
+        self.spec, self.home = spec, home
+        self.names = {parameter: name for name, parameter in parameters}
+        matrices = [parameter for _, parameter in parameters if parameter.ndim >= 2]
+        vectors = [parameter for _, parameter in parameters if parameter.ndim < 2]
+        self.param_groups: list[dict[str, Any]] = [
+            {"params": matrices, "lr": spec.lr, "weight_decay": spec.weight_decay},
+            {"params": vectors, "lr": spec.lr, "weight_decay": 0.0},
+        ]
+        self.state: dict[nn.Parameter, State] = {
+            parameter: home.settle(self.first_state(parameter)) for _, parameter in parameters
+        }
+
+    @abstractmethod
+    def first_state(self, parameter: nn.Parameter) -> State:
+        """What a parameter has before its first step: this rank's part."""
+
+    @abstractmethod
+    def update(self, parameter: nn.Parameter, grad: Tensor, state: State, group: dict[str, Any]) -> None:
+        """Change this rank's part of one parameter, and its state, in place. `grad` is this rank's part of it."""
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            self.step_group([p for p in group["params"] if p.grad is not None], group)
+
+    def step_group(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
+        """Update these parameters of a group, which all have a gradient."""
+        for parameter in parameters:
+            state = self.home.visit(self.state[parameter], local(parameter).device)
+            self.update(parameter, grad_of(parameter), state, group)
+            self.home.leave(self.state[parameter], state)
+
+    def zero_grad(self) -> None:
+        for parameter in self.state:
+            parameter.grad = None
+
+    def set_lr(self, lr: float) -> None:
+        for group in self.param_groups:
+            group["lr"] = lr
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The state as a checkpoint keeps it, by `parameter.key`. Load into these, then hand them to `load`."""
+        return {
+            f"{self.names[parameter]}.{key}": self.placed(parameter, key, value)
+            for parameter, state in self.state.items()
+            for key, value in self.wide(parameter, state).items()
+        }
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over what `tensors` gave, with other values in it since."""
+        for parameter, state in self.state.items():
+            for key in self.keys(state):
+                self.narrow(state, key, local(tensors[f"{self.names[parameter]}.{key}"]))
+
+    def placed(self, parameter: nn.Parameter, key: str, value: Tensor) -> Tensor:
+        """This rank's `value` as a tensor that knows its place in the whole."""
+        return value if key == STEP else like(value, parameter)
+
+    def keys(self, state: State) -> list[str]:
+        """What of the state a checkpoint keeps."""
+        return list(state)
+
+    def wide(self, parameter: nn.Parameter, state: State) -> State:
+        """The state in full precision, on the device."""
+        return self.home.visit(state, local(parameter).device)
+
+    def narrow(self, state: State, key: str, value: Tensor) -> None:
+        """Set one key of the state from its full-precision form."""
+        if state[key].data_ptr() != value.data_ptr():
+            state[key].copy_(value)
+
+
+def grad_of(parameter: nn.Parameter) -> Tensor:
+    """This rank's part of the gradient."""
+    assert parameter.grad is not None
+    return local(parameter.grad)
+
+
+def first_step(device: torch.device | str = "cpu") -> Tensor:
+    return torch.zeros((), dtype=torch.float32, device=device)
+
+
+def zeros(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(local(parameter), memory_format=torch.contiguous_format)

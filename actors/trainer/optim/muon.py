@@ -1,0 +1,127 @@
+"""Muon (Jordan et al. 2024) for the hidden matrices, AdamW for everything else.
+
+A matrix's momentum is orthogonalised as a whole: the ranks that share it gather it, one of them computes and the
+others get the result, and they take turns, so that N ranks work on N matrices at a time. The scale is Moonshot's, with
+which AdamW's own rate and decay hold (Liu et al. 2025).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from raytide.actors.trainer.distributed.local_shards import local, part, whole
+from raytide.actors.trainer.optim.adamw import AdamW
+from raytide.actors.trainer.optim.base import grad_of, zeros
+from raytide.actors.trainer.optim.state_offload import Home, State
+from raytide.core.specs.optim_spec import OptimSpec
+
+__all__ = ["Muon", "is_hidden", "orthogonal"]
+
+MOMENTUM = "momentum"
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+ITERATIONS = 5
+EPS = 1e-7
+
+
+class Muon(AdamW):
+    def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], spec: OptimSpec, home: Home) -> None:
+        self._hidden = {parameter: None for name, parameter in parameters if is_hidden(name, parameter)}
+        super().__init__(parameters, spec, home)
+        for group in self.param_groups:
+            group["params"] = [parameter for parameter in group["params"] if parameter not in self._hidden]
+        hidden = {"params": list(self._hidden), "lr": spec.lr, "weight_decay": spec.weight_decay}
+        self.param_groups.append(hidden)
+
+    def first_state(self, parameter: nn.Parameter) -> State:
+        return {MOMENTUM: zeros(parameter)} if parameter in self._hidden else super().first_state(parameter)
+
+    def step_group(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
+        if group is not self.param_groups[-1]:
+            super().step_group(parameters, group)
+            return
+        for together in by_mesh(parameters):
+            ranks = together[0].device_mesh.size() if isinstance(together[0], DTensor) else 1
+            for first in range(0, len(together), ranks):
+                self._round(together[first : first + ranks], group)
+
+    def _round(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
+        """One matrix for each rank: gather all, orthogonalise one's own, hand it to the others, apply."""
+        me, mine = _place(parameters[0]), None
+        for index, parameter in enumerate(parameters):
+            full = whole(self._momentum(parameter), parameter)
+            if index == me:
+                mine = orthogonal(full)
+        for index, parameter in enumerate(parameters):
+            result = mine if index == me else None
+            weight = local(parameter)
+            if result is None:
+                result = torch.empty(parameter.shape, dtype=torch.bfloat16, device=weight.device)
+            _from(result, index, parameter)
+            weight.mul_(1 - group["lr"] * group["weight_decay"])
+            scale = 0.2 * math.sqrt(max(parameter.shape[-2:]))
+            weight.add_(part(result, parameter), alpha=-group["lr"] * scale)
+
+    def _momentum(self, parameter: nn.Parameter) -> Tensor:
+        """Nesterov's: what the next step would see."""
+        grad, kept = grad_of(parameter), self.state[parameter]
+        state = self.home.visit(kept, grad.device)
+        momentum = state[MOMENTUM].lerp_(grad, 1 - self.spec.momentum)
+        self.home.leave(kept, state)
+        return grad.lerp(momentum, self.spec.momentum)
+
+
+def is_hidden(name: str, parameter: Tensor) -> bool:
+    """Whether it is a matrix (or a stack of them, for experts) inside a layer: no embedding, no head."""
+    return parameter.ndim >= 2 and ".layers." in f".{name}"
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """Its nearest semi-orthogonal matrix, nearly, in bf16: five steps of a quintic Newton-Schulz iteration."""
+    a, b, c = COEFFICIENTS
+    x = matrix.bfloat16()
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=EPS)
+    for _ in range(ITERATIONS):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * (gram @ gram)) @ x
+    out: Tensor = (x.mT if tall else x).contiguous()
+    return out
+
+
+def by_mesh(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Those shared by the same ranks together."""
+    groups: dict[object, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        key = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        groups.setdefault(key, []).append(parameter)
+    return list(groups.values())
+
+
+def _place(parameter: Tensor) -> int:
+    """This rank's number among those that share the parameter."""
+    if not isinstance(parameter, DTensor):
+        return 0
+    coordinate, place = parameter.device_mesh.get_coordinate(), 0
+    assert coordinate is not None
+    for axis, index in enumerate(coordinate):
+        place = place * parameter.device_mesh.size(axis) + index
+    return place
+
+
+def _from(result: Tensor, place: int, parameter: Tensor) -> None:
+    """Give all ranks that share the parameter the result of the one at `place`, one mesh axis after the other."""
+    if not isinstance(parameter, DTensor):
+        return
+    mesh = parameter.device_mesh
+    for axis in reversed(range(mesh.ndim)):
+        place, index = divmod(place, mesh.size(axis))
+        if mesh.size(axis) > 1:
+            dist.broadcast(result, group=mesh.get_group(axis), group_src=index)

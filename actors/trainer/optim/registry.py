@@ -1,0 +1,33 @@
+"""Build the optimiser of a run. Each is one object over all parameters, whatever their layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from raytide.actors.trainer.optim.adafactor import Adafactor
+from raytide.actors.trainer.optim.adamw import AdamW
+from raytide.actors.trainer.optim.adamw8bit import AdamW8bit
+from raytide.actors.trainer.optim.base import Optimizer
+from raytide.actors.trainer.optim.lamb import Lamb
+from raytide.actors.trainer.optim.muon import Muon
+from raytide.actors.trainer.optim.state_offload import home
+from raytide.core.specs.memory_spec import MemorySpec
+from raytide.core.specs.optim_spec import OptimSpec
+
+__all__ = ["OPTIMIZERS", "build"]
+
+OPTIMIZERS: dict[str, type[Optimizer]] = {
+    "adamw": AdamW,
+    "adamw8bit": AdamW8bit,
+    "adafactor": Adafactor,
+    "lamb": Lamb,
+    "muon": Muon,
+}
+
+
+def build(parameters: Iterable[tuple[str, nn.Parameter]], spec: OptimSpec, memory: MemorySpec) -> Optimizer:
+    """The optimiser of these named parameters, with its state in place already; frozen ones are left out."""
+    learning = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
+    return OPTIMIZERS[spec.name](learning, spec, home(memory.optimizer, memory.scratch))

@@ -1,0 +1,122 @@
+"""Where the optimiser's state lives: on the device, in host memory, or in a file that is mapped into memory.
+
+Away from the device, a parameter's state visits it for the update alone, one parameter at a time.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import tempfile
+import weakref
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from raytide.core.errors import StorageError
+from raytide.core.specs.memory_spec import Place
+
+__all__ = ["Home", "State", "home"]
+
+State = dict[str, Tensor]
+
+
+class Home(Protocol):
+    resident: bool
+    """Whether the state is on the device already, so that all parameters can be updated at once."""
+
+    def settle(self, state: State) -> State:
+        """Take a parameter's first state in; returns what stands for it from now on."""
+
+    def visit(self, state: State, device: torch.device) -> State:
+        """The state on `device`."""
+
+    def leave(self, state: State, changed: Mapping[str, Tensor]) -> None:
+        """Take the changed values back."""
+
+
+class Device:
+    """On the device: nothing moves."""
+
+    resident = True
+
+    def settle(self, state: State) -> State:
+        return state
+
+    def visit(self, state: State, device: torch.device) -> State:
+        return state
+
+    def leave(self, state: State, changed: Mapping[str, Tensor]) -> None:
+        """The changes were made in place."""
+
+
+class Host:
+    """In host memory, pinned where there is an accelerator."""
+
+    resident = False
+
+    def settle(self, state: State) -> State:
+        return {key: self._take(value) for key, value in state.items()}
+
+    def visit(self, state: State, device: torch.device) -> State:
+        return {key: value.to(device, non_blocking=True, copy=True) for key, value in state.items()}
+
+    def leave(self, state: State, changed: Mapping[str, Tensor]) -> None:
+        for key, value in changed.items():
+            state[key].copy_(value, non_blocking=True)
+
+    def _take(self, value: Tensor) -> Tensor:
+        home = torch.empty(value.shape, dtype=value.dtype, pin_memory=torch.cuda.is_available())
+        return home.copy_(value)
+
+
+class Disk:
+    """In one file without a name, so that nothing is left of it however the process ends."""
+
+    resident = False
+
+    def __init__(self, folder: str | None) -> None:
+        self._folder = folder or tempfile.gettempdir()
+        os.makedirs(self._folder, exist_ok=True)
+        self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115  closed with the states
+        weakref.finalize(self, self._file.close)
+        self._size = 0
+
+    def settle(self, state: State) -> State:
+        return {key: self._map(value) for key, value in state.items()}
+
+    def visit(self, state: State, device: torch.device) -> State:
+        return {key: value.to(device, copy=True) for key, value in state.items()}
+
+    def leave(self, state: State, changed: Mapping[str, Tensor]) -> None:
+        for key, value in changed.items():
+            state[key].copy_(value)
+
+    def _map(self, value: Tensor) -> Tensor:
+        count = value.numel() * value.element_size()
+        if count < mmap.ALLOCATIONGRANULARITY:  # a page for it would be more than it is
+            return value
+        start, self._size = (
+            self._size,
+            self._size + -(-count // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY,
+        )
+        try:
+            os.posix_fallocate(self._file.fileno(), start, self._size - start)
+        except OSError as error:
+            size = f"{self._size >> 20} MiB of optimiser state"
+            raise StorageError(
+                f"cannot keep {size} in {self._folder}: {os.strerror(error.errno or errno.EIO)}.",
+                hint="Point memory.scratch at a larger disk, or make room there.",
+            ) from error
+        mapped = mmap.mmap(self._file.fileno(), count, offset=start)
+        tensor = torch.frombuffer(mapped, dtype=value.dtype).view(value.shape)
+        return tensor.copy_(value)
+
+
+def home(place: Place, scratch: str | None = None) -> Home:
+    if place == "none":
+        return Device()
+    return Host() if place == "cpu" else Disk(scratch)

@@ -1,0 +1,1 @@
+"""Data, tensor, context and pipeline parallelism, and the reduction of gradients."""

@@ -1,0 +1,71 @@
+"""Context parallelism: each rank has some of every sequence. Attention gathers the keys and values of all.
+
+Of 2C equal pieces of a sequence rank c has pieces c and 2C-1-c, so that under a causal mask all ranks have equally much
+to do. Torch's own context parallelism runs on CUDA only; this runs anywhere, with windows and soft-caps too.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from raytide.actors.trainer.distributed.collectives import gather
+from raytide.actors.trainer.distributed.process_group import Group
+from raytide.actors.trainer.model.decoder import Attend, Attention, Decoder
+from raytide.kernels.core import AttentionSpec
+
+__all__ = ["divide", "pieces", "positions"]
+
+
+def divide(part: Decoder, group: Group, length: int) -> None:
+    """Let `part` work on this rank's piece of sequences of `length` tokens."""
+    if group.context is None:
+        return
+    part.at_T = positions(group.context_rank, group.sizes.context, length).to(group.device)
+    for module in part.modules():
+        if isinstance(module, Attention):
+            module.attend = partial(_attend, rank=group.context_rank, group=group.context, attend=module.attend)
+
+
+def pieces(x_BT: Tensor, group: Group) -> Tensor:
+    """The columns that this rank has of a whole batch."""
+    if group.context is None:
+        return x_BT
+    return x_BT[:, positions(group.context_rank, group.sizes.context, x_BT.shape[1]).to(x_BT.device)]
+
+
+def positions(rank: int, ranks: int, length: int) -> Tensor:
+    """Which tokens of a sequence a rank has, ascending."""
+    by_piece = torch.arange(length).view(2 * ranks, -1)
+    return by_piece[[rank, 2 * ranks - 1 - rank]].flatten()
+
+
+def _attend(
+    q_BHTC: Tensor,
+    k_BKTC: Tensor,
+    v_BKTC: Tensor,
+    spec: AttentionSpec,
+    *,
+    rank: int,
+    group: dist.ProcessGroup,
+    attend: Attend,
+) -> Tensor:
+    """Each of the two pieces of queries sees the keys up to its own end: `attend` takes queries for the last ones."""
+    ranks, piece = dist.get_world_size(group), q_BHTC.shape[2] // 2
+    both = gather(torch.stack((k_BKTC, v_BKTC)), 3, group)
+    k_BKSC, v_BKSC = _ordered(both, ranks).unbind()
+    outs = []
+    for index, queries in zip((rank, 2 * ranks - 1 - rank), q_BHTC.split(piece, dim=2), strict=True):
+        end = (index + 1) * piece
+        outs.append(attend(queries, k_BKSC[:, :, :end], v_BKSC[:, :, :end], spec))
+    return torch.cat(outs, dim=2)
+
+
+def _ordered(gathered_xBKSC: Tensor, ranks: int) -> Tensor:
+    """From the ranks' order to that of the sequence: pieces lie as 0, 2C-1, 1, 2C-2, ..."""
+    pieces_xBKPTC: Tensor = gathered_xBKSC.unflatten(3, (2 * ranks, -1))
+    order = [2 * index if index < ranks else 2 * (2 * ranks - 1 - index) + 1 for index in range(2 * ranks)]
+    return pieces_xBKPTC[:, :, :, order].flatten(3, 4)

@@ -1,0 +1,56 @@
+"""Forward and backward of a step's microbatches: in one part, or in the stages of a pipeline."""
+
+from __future__ import annotations
+
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from raytide.actors.trainer.distributed.process_group import Group
+from raytide.actors.trainer.model.decoder import Decoder
+from raytide.actors.trainer.parallel import context_parallel
+from raytide.actors.trainer.parallel.pipeline_parallel import Pipeline
+from raytide.actors.trainer.parallel.tensor_parallel import speaks
+from raytide.core.specs.parallelism import Layout
+from raytide.core.specs.train import TrainSpec
+
+__all__ = ["Compute", "Micro", "build"]
+
+Micro = tuple[Tensor, Tensor]
+"""Inputs and targets, [B, T] each."""
+
+
+class Compute(Protocol):
+    def accumulate(self, micros: list[Micro], factor: float) -> float:
+        """Leave the gradients of `factor` times the summed loss; returns this rank's share of that sum, unscaled."""
+
+
+def build(spec: TrainSpec, parts: list[Decoder], group: Group) -> Compute:
+    if group.sizes.pipeline > 1:
+        return Pipeline(spec, parts, group)
+    return Flat(spec.layout, parts[0], group)
+
+
+class Flat:
+    """All layers on this rank."""
+
+    def __init__(self, layout: Layout, part: Decoder, group: Group) -> None:
+        self.layout, self.part, self.group = layout, part, group
+
+    def accumulate(self, micros: list[Micro], factor: float) -> float:
+        total = torch.zeros((), dtype=torch.float64, device=self.group.device)
+        sharded = cast(FSDPModule, self.part)
+        for index, (inputs_BT, targets_BT) in enumerate(micros):
+            last = index == len(micros) - 1
+            sharded.set_is_last_backward(last)
+            sharded.set_requires_gradient_sync(last or self.layout.zero >= 2)
+            sharded.set_requires_all_reduce(last)  # among the copies: once a step is enough
+            sharded.set_reshard_after_backward(last or self.layout.zero == 3)
+            loss = self.part(
+                context_parallel.pieces(inputs_BT, self.group), context_parallel.pieces(targets_BT, self.group)
+            )
+            (loss * (factor * self.group.averaged)).backward()
+            total += loss.detach()
+        return float(total) if speaks(self.part, self.group) else 0.0

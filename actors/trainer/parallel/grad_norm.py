@@ -1,0 +1,54 @@
+"""The gradient of the whole model as one vector: its norm over all ranks, whatever each holds of it, and its scale."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from raytide.actors.trainer.model.decoder import Decoder
+
+__all__ = ["clip", "counted", "square_sum"]
+
+
+def square_sum(parts: Sequence[Decoder]) -> float:
+    """This rank's share of the squared norm: its sum over all ranks counts every number of the model once."""
+    weights = [weight for weight in counted(parts) if weight.grad is not None]
+    if not weights:
+        return 0.0
+    norms = torch.stack(torch._foreach_norm([_local(weight.grad) for weight in weights])).double()
+    copies = torch.tensor([_copies(weight) for weight in weights], dtype=torch.float64, device=norms.device)
+    return float((norms.square() / copies).sum())
+
+
+def clip(parts: Sequence[Decoder], norm: float, limit: float) -> None:
+    """Scale the gradients so that their global norm, which is `norm`, is at most `limit`."""
+    coefficient = limit / (norm + 1e-6)
+    if coefficient < 1.0:
+        grads = [_local(weight.grad) for part in parts for weight in part.parameters() if weight.grad is not None]
+        torch._foreach_mul_(grads, coefficient)
+
+
+def counted(parts: Sequence[Decoder]) -> Iterator[nn.Parameter]:
+    """All parameters but the last stage's copy of a tied embedding."""
+    for part in parts:
+        copied = part.arch.tied_embeddings and part.is_last and not part.is_first
+        for name, weight in part.named_parameters():
+            if not (copied and name == "embedding.weight"):
+                yield weight
+
+
+def _local(gradient: Tensor | None) -> Tensor:
+    assert gradient is not None
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def _copies(weight: nn.Parameter) -> int:
+    """How many ranks hold the same numbers of a parameter."""
+    if not isinstance(weight, DTensor):
+        return 1
+    placed = zip(weight.device_mesh.shape, weight.placements, strict=True)
+    return math.prod(size for size, placement in placed if placement.is_replicate())

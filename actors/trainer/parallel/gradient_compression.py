@@ -1,0 +1,216 @@
+"""What replicas tell each other about their gradients, in fewer bytes than fp32: bf16, int8, or a low rank (PowerSGD).
+
+Called once a step with the gradients that FSDP has already reduced over its own ranks. The lossy ones keep what they
+left out and add it to the next step's gradient (error feedback); that is each rank's own, goes with the checkpoints,
+and starts at zero where a layout has none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from raytide.actors.trainer.optim.muon import is_hidden
+from raytide.core.specs.memory_spec import MemorySpec
+
+__all__ = ["Average", "average"]
+
+BUCKET = 1 << 24
+"""Numbers in one exchange."""
+BLOCK = 256
+"""Numbers with one scale in int8."""
+
+Named = Sequence[tuple[str, Tensor]]
+
+
+class Average(Protocol):
+    sent_bytes: int
+    """By this rank so far."""
+
+    def __call__(self, grads: Named) -> None:
+        """Replace each gradient by its mean over the replicas, or what is close to it; equal on all of them."""
+
+    def forget(self) -> None:
+        """Start over: the last step was not applied, so what it left out may not be a number."""
+
+    def state_dict(self) -> Mapping[str, Tensor]: ...
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on with what `state_dict` gave and a checkpoint has filled."""
+
+
+class Bf16:
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.sent_bytes = group, 0
+
+    def __call__(self, grads: Named) -> None:
+        for bucket in _buckets(grads):
+            flat = torch.cat([grad.flatten() for _, grad in bucket]).div_(self.group.size()).bfloat16()
+            self.sent_bytes += _all_reduce(flat, self.group)
+            _scatter(flat, bucket)
+
+    def forget(self) -> None:
+        """Nothing is carried over."""
+
+    def state_dict(self) -> Mapping[str, Tensor]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Nothing is carried over."""
+
+
+class Int8:
+    """Each replica averages one part of the bucket: the parts travel to it in int8, and their mean back in int8."""
+
+    def __init__(self, group: dist.ProcessGroup, weights: Named) -> None:
+        self.group, self.sent_bytes = group, 0
+        self._errors, self._mean_errors = [], []
+        for bucket in _buckets(weights):
+            count, device = sum(weight.numel() for _, weight in bucket), bucket[0][1].device
+            padded = count + -count % (BLOCK * group.size())
+            self._errors.append(torch.zeros(padded, device=device))
+            self._mean_errors.append(torch.zeros(padded // group.size(), device=device))
+
+    def __call__(self, grads: Named) -> None:
+        for index, bucket in enumerate(_buckets(grads)):
+            flat = torch.cat([grad.flatten() for _, grad in bucket]).float()
+            count = flat.numel()
+            flat = torch.nn.functional.pad(flat, (0, -count % (BLOCK * self.group.size())))
+            _scatter(self._exchange(flat, self._errors[index], self._mean_errors[index])[:count], bucket)
+
+    def forget(self) -> None:
+        for error in self.state_dict().values():
+            error.zero_()
+
+    def state_dict(self) -> Mapping[str, Tensor]:
+        of_mean = {f"mean_error.{index}": error for index, error in enumerate(self._mean_errors)}
+        return {f"error.{index}": error for index, error in enumerate(self._errors)} | of_mean
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """It was filled in place."""
+
+    def _exchange(self, flat: Tensor, error: Tensor, mean_error: Tensor) -> Tensor:
+        size = self.group.size()
+        flat = flat + error
+        codes, scales = _int8(flat)
+        error.copy_(flat - _from_int8(codes, scales))
+        theirs, their_scales = torch.empty_like(codes), torch.empty_like(scales)
+        dist.all_to_all_single(theirs, codes, group=self.group)
+        dist.all_to_all_single(their_scales, scales, group=self.group)
+        mean = _from_int8(theirs, their_scales).view(size, -1).mean(0) + mean_error
+        mine, my_scales = _int8(mean)
+        mean_error.copy_(mean - _from_int8(mine, my_scales))
+        dist.all_gather_into_tensor(codes, mine, group=self.group)
+        dist.all_gather_into_tensor(scales, my_scales, group=self.group)
+        self.sent_bytes += 2 * (size - 1) * (_bytes(mine) + _bytes(my_scales))
+        return _from_int8(codes, scales)
+
+
+class PowerSgd:
+    """A layer's matrix travels as two thin ones (Vogels et al. 2019). What is too small to gain goes as it is, and so
+    do embedding and head: each token has a direction of its own there, which no low rank holds."""
+
+    def __init__(self, group: dist.ProcessGroup, weights: Named, rank: int) -> None:
+        self.group, self.rank, self.sent_bytes = group, rank, 0
+        thin = [(name, weight.detach().flatten(1)) for name, weight in weights if self._gains(name, weight)]
+        self._errors = {name: torch.zeros_like(weight, dtype=torch.float32) for name, weight in thin}
+        self._right = {name: self._start(name, weight) for name, weight in thin}
+
+    def __call__(self, grads: Named) -> None:
+        thin = [(name, grad) for name, grad in grads if self._gains(name, grad)]
+        plain = [(name, grad) for name, grad in grads if not self._gains(name, grad)]
+        for bucket in _buckets(plain):
+            self._mean([grad for _, grad in bucket])
+        matrices = [grad.float().flatten(1) + self._errors[name] for name, grad in thin]
+        lefts = [matrix @ self._right[name] for (name, _), matrix in zip(thin, matrices, strict=True)]
+        self._mean(lefts)
+        lefts = [torch.linalg.qr(left).Q for left in lefts]
+        rights = [matrix.t() @ left for matrix, left in zip(matrices, lefts, strict=True)]
+        self._mean(rights)
+        for (name, grad), matrix, left, right in zip(thin, matrices, lefts, rights, strict=True):
+            close = left @ right.t()
+            self._errors[name], self._right[name] = matrix.sub_(close), right
+            grad.copy_(close.view_as(grad))
+
+    def forget(self) -> None:
+        for name, error in self._errors.items():
+            self._right[name] = self._start(name, error.zero_())
+
+    def state_dict(self) -> Mapping[str, Tensor]:
+        rights = {f"right.{name}": right for name, right in self._right.items()}
+        return {f"error.{name}": error for name, error in self._errors.items()} | rights
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """It was filled in place."""
+
+    def _gains(self, name: str, grad: Tensor) -> bool:
+        if not is_hidden(name, grad) or not grad.numel():
+            return False
+        rows, columns = grad.shape[0], grad[0].numel()
+        return 2 * self.rank * (rows + columns) < rows * columns and min(rows, columns) > self.rank
+
+    def _start(self, name: str, matrix: Tensor) -> Tensor:
+        """A random right side, the same on all replicas."""
+        seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little")
+        drawn = torch.randn(matrix.shape[1], self.rank, generator=torch.Generator().manual_seed(seed))
+        return drawn.to(matrix.device)
+
+    def _mean(self, tensors: list[Tensor]) -> None:
+        if tensors:
+            flat = torch.cat([tensor.flatten() for tensor in tensors]).div_(self.group.size())
+            self.sent_bytes += _all_reduce(flat, self.group)
+            _scatter(flat, [("", tensor) for tensor in tensors])
+
+
+def average(memory: MemorySpec, group: dist.ProcessGroup, weights: Named) -> Average | None:
+    """Over the replicas, in the way that the spec says. `weights`: this rank's part of what is trained."""
+    if memory.compression == "none":
+        return None
+    if memory.compression == "bf16":
+        return Bf16(group)
+    return Int8(group, weights) if memory.compression == "int8" else PowerSgd(group, weights, memory.powersgd_rank)
+
+
+def _buckets(grads: Named) -> Iterator[list[tuple[str, Tensor]]]:
+    """In order, each of about BUCKET numbers."""
+    bucket: list[tuple[str, Tensor]] = []
+    for named in grads:
+        if bucket and sum(grad.numel() for _, grad in bucket) + named[1].numel() > BUCKET:
+            yield bucket
+            bucket = []
+        bucket.append(named)
+    if bucket:
+        yield bucket
+
+
+def _scatter(flat: Tensor, into: Named) -> None:
+    start = 0
+    for _, tensor in into:
+        tensor.copy_(flat[start : start + tensor.numel()].view_as(tensor))
+        start += tensor.numel()
+
+
+def _all_reduce(flat: Tensor, group: dist.ProcessGroup) -> int:
+    """Sum in place; returns the bytes that each rank of a ring sends for it."""
+    dist.all_reduce(flat, group=group)
+    return 2 * (group.size() - 1) * _bytes(flat) // group.size()
+
+
+def _int8(flat: Tensor) -> tuple[Tensor, Tensor]:
+    blocks = flat.view(-1, BLOCK)
+    scales = blocks.abs().amax(-1) / 127
+    codes = (blocks / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round_().to(torch.int8)
+    return codes.flatten(), scales
+
+
+def _from_int8(codes: Tensor, scales: Tensor) -> Tensor:
+    return (codes.view(-1, BLOCK) * scales[:, None]).flatten()
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,48 @@
+"""Put a model on a gang: divide it over tensor and pipeline ranks, shard it with FSDP2, give it its first weights."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.fsdp import fully_shard
+
+from raytide.actors.trainer.distributed.process_group import Group
+from raytide.actors.trainer.hf.init_weights import first_weights
+from raytide.actors.trainer.hf.model_source import Origin
+from raytide.actors.trainer.model import apply, precision
+from raytide.actors.trainer.model.activation_offload import Pool
+from raytide.actors.trainer.model.decoder import Decoder
+from raytide.actors.trainer.model.lora import adapt
+from raytide.actors.trainer.parallel import context_parallel, tensor_parallel
+from raytide.core.specs.train import TrainSpec
+
+__all__ = ["build", "shard"]
+
+
+def build(spec: TrainSpec, origin: Origin, group: Group, pool: Pool | None = None) -> list[Decoder]:
+    """The parts of the model of `spec` that this rank has, with their first weights: one, or its pipeline stages.
+    `pool` takes the activations that are offloaded."""
+    parts = []
+    for stage in spec.layout.stages_of(group.pipeline_rank):
+        with torch.device("meta"):
+            part = Decoder(origin.arch, spec.seq_len, spec.layout.stage_layers(stage, origin.arch.num_layers))
+            adapt(part, spec.finetune)
+        if group.sizes.tensor > 1:
+            tensor_parallel.divide(part, group.mesh["tensor"], spec.seq_len)
+        context_parallel.divide(part, group, spec.seq_len)
+        apply.apply(part, spec, pool)
+        shard(part, spec, group)
+        part.to_empty(device=group.device)
+        first_weights(part, origin, spec.seed)
+        parts.append(part)
+    return parts
+
+
+def shard(part: Decoder, spec: TrainSpec, group: Group) -> None:
+    """One FSDP unit for each layer and one for the rest."""
+    policy = precision.policy(spec.precision)
+    # Replicas that compress what they exchange do so themselves, see compress.py.
+    mesh = group.data_mesh if spec.memory.compression == "none" else group.mesh["shard"]
+    frees = spec.layout.frees_after_forward and mesh.shape[-1] > 1  # one rank has nothing to free, only to copy
+    for layer in part.layers.values():
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=frees)
+    fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=False)

@@ -1,0 +1,149 @@
+"""Pipeline parallelism over torch's schedules: each rank has one or more stages, which are decoders of some layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.tensor import DTensor
+
+from raytide.actors.trainer.distributed.process_group import Group
+from raytide.actors.trainer.model import precision
+from raytide.actors.trainer.model.decoder import Decoder
+from raytide.actors.trainer.parallel import context_parallel
+from raytide.actors.trainer.parallel.tensor_parallel import speaks
+from raytide.core.specs.parallelism import Layout, Schedule
+from raytide.core.specs.train import TrainSpec
+
+__all__ = ["Pipeline"]
+
+_SINGLE: dict[Schedule, type[PipelineScheduleSingle]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+_MULTI: dict[Schedule, type[PipelineScheduleMulti]] = {
+    "interleaved_1f1b": ScheduleInterleaved1F1B,
+    "looped_bfs": ScheduleLoopedBFS,
+    "interleaved_zero_bubble": ScheduleInterleavedZeroBubble,
+    "zbv_zero_bubble": ScheduleZBVZeroBubble,
+    "dualpipe_v": ScheduleDualPipeV,
+}
+
+
+class Pipeline:
+    def __init__(self, spec: TrainSpec, parts: list[Decoder], group: Group) -> None:
+        self.spec, self.parts, self.group = spec, parts, group
+        self.layout: Layout = spec.layout
+        self.tie = Tie(parts, group, self.layout)
+        self._schedules: dict[tuple[int, int], Any] = {}
+        self._factor = 1.0
+        self._total = torch.zeros(())
+
+    def accumulate(self, micros: list[tuple[Tensor, Tensor]], factor: float) -> float:
+        """As `compute.Compute` says. All microbatches have one shape."""
+        inputs_BT, targets_BT = (
+            context_parallel.pieces(torch.cat(each), self.group) for each in zip(*micros, strict=True)
+        )
+        self._factor = factor * self.group.averaged
+        self._total = torch.zeros((), dtype=torch.float64, device=self.group.device)
+        schedule = self._schedule(len(micros), len(micros[0][0]))
+        begins, ends = any(part.is_first for part in self.parts), any(part.is_last for part in self.parts)
+        schedule.step(
+            *((inputs_BT,) if begins else ()),
+            target=targets_BT if ends else None,
+            return_outputs=False,
+            **({"targets_BT": targets_BT} if ends else {}),
+        )
+        self.tie.add_up()
+        return float(self._total) if ends and speaks(self.parts[-1], self.group) else 0.0
+
+    def _schedule(self, count: int, size: int) -> Any:
+        """Made once for each shape of a step, since stages hold buffers of that shape."""
+        if (count, size) not in self._schedules:
+            stages = [self._stage(part, index, size) for part, index in zip(self.parts, self._indices(), strict=True)]
+            kind, one = self.layout.schedule, stages[0]
+            # the loss is divided by the step's tokens already: torch's own scaling would divide by microbatches too
+            self._schedules[count, size] = (
+                _SINGLE[kind](one, count, self._loss, scale_grads=False)
+                if kind in _SINGLE
+                else _MULTI[kind](stages, count, self._loss, scale_grads=False)  # type: ignore[arg-type]
+            )
+        return self._schedules[count, size]
+
+    def _stage(self, part: Decoder, index: int, size: int) -> PipelineStage:
+        """Shapes and types are given, or torch would run a forward and a backward to find them. It does not check what
+        arrives: another type than the one said here trains on nonsense."""
+        length = self.spec.seq_len // self.group.sizes.context
+        dtype = precision.policy(self.spec.precision).param_dtype or torch.float32
+        hidden = torch.empty(
+            size,
+            length // self.group.sizes.tensor,
+            part.arch.hidden_size,
+            dtype=dtype,
+            device="meta",
+            requires_grad=True,
+        )
+        return PipelineStage(
+            part,
+            index,
+            self.layout.total_stages,
+            self.group.device,
+            input_args=torch.empty(size, length, dtype=torch.int64, device="meta") if part.is_first else hidden,
+            output_args=torch.empty((), device="meta", requires_grad=True) if part.is_last else hidden,
+            group=self.group.mesh["pipeline"].get_group(),
+        )
+
+    def _indices(self) -> list[int]:
+        return self.layout.stages_of(self.group.pipeline_rank)
+
+    def _loss(self, loss: Tensor, target: Tensor) -> Tensor:
+        """The last stage gives the loss itself, since only inside it is the head's weight whole."""
+        self._total += loss.detach()
+        return loss * self._factor
+
+
+class Tie:
+    """Keeps the two copies of a tied embedding equal: each gets the sum of both gradients."""
+
+    def __init__(self, parts: list[Decoder], group: Group, layout: Layout) -> None:
+        tied = parts[0].arch.tied_embeddings
+        ends = [(part, part.embedding) for part in parts if tied and part.embedding is not None]
+        self.mine = [part for part, copy in ends if copy.weight.requires_grad]  # with adapters it does not learn
+        self.device = group.device
+        peers = dist.get_process_group_ranks(group.mesh["pipeline"].get_group())
+        self.group = group.mesh["pipeline"].get_group()
+        other = layout.pipeline - 1 if self.mine and self.mine[0].is_first else 0
+        self.peer = peers[other] if len(self.mine) == 1 else None
+
+    def add_up(self) -> None:
+        grads = [self._gradient(part) for part in self.mine]
+        if len(grads) == 2:
+            grads[0] += grads[1]
+            grads[1].copy_(grads[0])
+        elif grads:
+            assert self.peer is not None
+            theirs = torch.empty_like(grads[0])
+            exchange = [
+                dist.P2POp(dist.isend, grads[0], self.peer, self.group),
+                dist.P2POp(dist.irecv, theirs, self.peer, self.group),
+            ]
+            for work in dist.batch_isend_irecv(exchange):
+                work.wait()
+            grads[0] += theirs
+
+    def _gradient(self, part: Decoder) -> Tensor:
+        assert part.embedding is not None
+        gradient = part.embedding.weight.grad
+        assert isinstance(gradient, DTensor)
+        return gradient.to_local()

@@ -1,0 +1,73 @@
+"""Whether the ranks that hold copies of the same weights still hold the same bits.
+
+Replicas on equal devices get the same gradients to the last bit and never drift apart by themselves: a difference is a
+faulty device or memory, or a fault in how gradients are exchanged.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from raytide.actors.trainer.distributed.local_shards import local
+from raytide.actors.trainer.distributed.process_group import Group
+from raytide.core.errors import TrainError
+from raytide.core.specs.parallelism import Sizes
+
+__all__ = ["check", "copies", "digest", "odd_ones"]
+
+_AS_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def check(weights: Iterable[Tensor], group: Group, name: str, step: int) -> None:
+    """Compare the weights of all replicas; all ranks call it together. TrainError, on every rank, when some differ."""
+    if group.sizes.replicate == 1:
+        return
+    mine = digest(weights, group.device)
+    told = torch.empty(group.world, dtype=torch.int64, device=group.device)
+    dist.all_gather_into_tensor(told, mine)
+    digests = told.tolist()
+    for ranks in copies(group.sizes):
+        if odd := odd_ones([digests[rank] for rank in ranks]):
+            accused = ", ".join(str(ranks[place]) for place in odd)
+            others = ", ".join(str(rank) for place, rank in enumerate(ranks) if place not in odd)
+            which = (
+                f"those of rank {accused} differ from those of rank {others}" if others else f"all differ: {accused}"
+            )
+            raise TrainError(
+                f"the replicas of {name} do not have the same weights after step {step}: "
+                f"{which if others else f'all differ: {accused}'}.",
+                hint="Test these ranks' devices and memory; the last checkpoint is of equal replicas. Devices "
+                "of several kinds may round differently: replica_check_every 0 lets them.",
+            )
+
+
+def copies(sizes: Sizes) -> list[list[int]]:
+    """The ranks that hold copies of the same weights, group by group."""
+    shape = (sizes.pipeline, sizes.replicate, sizes.shard * sizes.context * sizes.tensor)
+    groups: list[list[int]] = torch.arange(sizes.world).view(shape).movedim(1, -1).reshape(-1, sizes.replicate).tolist()
+    return groups
+
+
+def odd_ones(digests: Sequence[int]) -> list[int]:
+    """The places of those that differ from most, or all places where no value has a majority; empty when all agree."""
+    (value, count), *others = Counter(digests).most_common()
+    if not others:
+        return []
+    return [place for place, each in enumerate(digests) if each != value or 2 * count <= len(digests)]
+
+
+@torch.no_grad()
+def digest(weights: Iterable[Tensor], device: torch.device) -> Tensor:
+    """[1] in int64: the sum of all bits read as integers, each tensor times an odd number of its own. One changed bit
+    changes it by a power of two, so it is always seen. A NaN has a sum as well."""
+    total = torch.zeros(1, dtype=torch.int64, device=device)
+    for number, weight in enumerate(weights):
+        bits = local(weight).detach()
+        bits = bits.view(_AS_INTEGERS[bits.element_size()])
+        total += bits.sum(dtype=torch.int64) * (2 * number + 1)
+    return total

@@ -1,0 +1,178 @@
+"""Tensor and sequence parallelism (Korthikanti et al., 2022). Each rank of the axis has some heads, some of every
+feed-forward layer's width and some of the vocabulary; between those, where nothing mixes tokens, some of the sequence.
+
+Every parameter is a DTensor over the axis, so that FSDP, checkpoints and norms see whole ones, but a module's forward
+works on local tensors: hooks lend them to it. So no operator needs a DTensor form. A replicated parameter works on this
+rank's tokens or heads only, so its gradient is a partial sum, which FSDP completes once before it reduces.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+
+from raytide.actors.models.architecture import Architecture
+from raytide.actors.trainer.distributed.collectives import gather, local, scatter
+from raytide.actors.trainer.distributed.process_group import Group
+from raytide.actors.trainer.model.decoder import Decoder, Layer, SparseFeedForward
+from raytide.actors.trainer.model.lora import LoraLinear
+from raytide.actors.trainer.parallel.vocabulary import VocabularyLoss
+
+__all__ = ["divide", "divides_vocabulary", "placement_of", "speaks"]
+
+_ROWS = ("q_proj", "gate_proj", "up_proj")
+_COLUMNS = ("o_proj", "down_proj")
+
+
+def divides_vocabulary(arch: Architecture, ranks: int) -> bool:
+    """Whether each rank has some of the vocabulary; else each predicts some of the tokens over the whole of it."""
+    return arch.vocab_size % ranks == 0
+
+
+def placement_of(arch: Architecture, name: str, ranks: int) -> Placement:
+    """How the parameter of this name lies on the tensor axis. Where it is replicated, its gradient is partial."""
+    *_, parent, module, kind = ("", "", *name.split("."))
+    if module in ("lora_a", "lora_b"):  # as the side of the weight that it stands for
+        side = Shard(1 if module == "lora_a" else 0)
+        return side if placement_of(arch, f"{parent}.weight", ranks) == side else Replicate()
+    if module in ("embedding", "head"):
+        return Shard(0) if divides_vocabulary(arch, ranks) else Replicate()
+    if module in ("k_proj", "v_proj"):
+        return Shard(0) if arch.num_kv_heads % ranks == 0 else Replicate()
+    if module in _ROWS:
+        return Shard(0)
+    if module in _COLUMNS:
+        return Shard(1) if kind == "weight" else Replicate()
+    if kind in _ROWS:  # all experts' in one
+        return Shard(1)
+    return Shard(2) if kind in _COLUMNS else Replicate()
+
+
+def speaks(part: Decoder, group: Group) -> bool:
+    """Whether this rank's loss counts: where the vocabulary is divided, all ranks of the axis have the same one."""
+    return group.tensor_rank == 0 or not divides_vocabulary(part.arch, group.sizes.tensor)
+
+
+def divide(part: Decoder, mesh: DeviceMesh, length: int) -> None:
+    """Give `part`, whose parameters hold nothing yet, its share of them and of the work on `length` tokens."""
+    part.at_T = torch.arange(
+        length, device=mesh.device_type
+    )  # a stage gets pieces of sequences, and its attention sees whole ones
+    ranks, rank, group = mesh.size(), mesh.get_local_rank(), mesh.get_group()
+    for prefix, module in part.named_modules():
+        own = list(module.named_parameters(prefix, recurse=False))
+        for name, parameter in own:
+            placed = distribute_tensor(
+                parameter.detach(), mesh, [placement_of(part.arch, name, ranks)], src_data_rank=None
+            )
+            module.register_parameter(name.rpartition(".")[2], nn.Parameter(placed, parameter.requires_grad))
+        if own:
+            lend = _Lend()
+            module.register_forward_pre_hook(lend.enter)
+            module.register_forward_hook(lend.leave, always_call=True)
+    if part.embedding is not None and part.is_first:
+        _embed(part.embedding, divides_vocabulary(part.arch, ranks), rank, ranks, group)
+    if part.positions is not None:
+        part.positions.register_forward_pre_hook(lambda _, args: (_own(args[0], 0, rank, ranks),))
+    for layer in part.layers.values():
+        assert isinstance(layer, Layer)
+        _layer(layer, part.arch, rank, ranks, group)
+    if part.is_last:
+        part.loss = VocabularyLoss(group, divides_vocabulary(part.arch, ranks))
+
+
+class _Lend:
+    """While a module runs, its parameters are its local ones."""
+
+    def __init__(self) -> None:
+        self._whole: dict[str, nn.Parameter | None] = {}
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        self._whole = dict(module._parameters)
+        for name, parameter in self._whole.items():
+            if parameter is not None:
+                module._parameters[name] = local(parameter)  # type: ignore[assignment]
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        module._parameters.update(self._whole)
+
+
+def _layer(layer: Layer, arch: Architecture, rank: int, ranks: int, group: dist.ProcessGroup) -> None:
+    """Whole sequences into attention and feed-forward, this rank's piece of the summed result out of them."""
+
+    def whole(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return gather(args[0], 1, group), *args[1:]
+
+    def piece(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        return scatter(out, 1, group)
+
+    layer.attention.register_forward_pre_hook(whole)
+    layer.ffn.register_forward_pre_hook(whole)
+    _sum_out(layer.attention.o_proj, group)
+    if isinstance(layer.ffn, SparseFeedForward):
+        layer.ffn.register_forward_hook(piece)
+    else:
+        _sum_out(layer.ffn.down_proj, group)
+    if arch.num_kv_heads % ranks:
+        head = rank * arch.num_kv_heads // ranks  # the one that all of this rank's query heads share
+        for projection in (layer.attention.k_proj, layer.attention.v_proj):
+            rows = projection.lora_b if isinstance(projection, LoraLinear) else None
+            for linear in (projection, rows):
+                if linear is not None:
+                    linear.register_forward_pre_hook(_only(head * arch.head_dim, arch.head_dim))
+
+
+def _sum_out(linear: nn.Linear, group: dist.ProcessGroup) -> None:
+    """The output is a sum over the ranks, of which each gets a piece; the bias is added once, to that."""
+    bias: list[Tensor | None] = [None]
+
+    def without_bias(module: nn.Module, args: Any) -> None:
+        bias[0], module._parameters["bias"] = module._parameters["bias"], None
+
+    def summed(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        piece = scatter(out, 1, group)
+        return piece if bias[0] is None else piece + bias[0]
+
+    linear.register_forward_pre_hook(without_bias)  # after the hook that lends
+    linear.register_forward_hook(summed)
+
+
+def _only(first: int, count: int) -> Any:
+    """Rows of a replicated projection."""
+
+    def narrow(module: nn.Module, args: Any) -> None:
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = parameter.narrow(0, first, count)  # type: ignore[assignment]
+
+    return narrow
+
+
+def _embed(embedding: nn.Embedding, divided: bool, rank: int, ranks: int, group: dist.ProcessGroup) -> None:
+    """Ids of whole sequences in, this rank's piece of them out."""
+    if not divided:
+        embedding.register_forward_pre_hook(lambda _, args: (_own(args[0], 1, rank, ranks),))
+        return
+    size = embedding.num_embeddings // ranks
+    absent: list[Tensor] = []
+
+    def here(module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+        ids = args[0] - rank * size
+        absent[:] = [(ids < 0) | (ids >= size)]
+        return (ids.masked_fill(absent[0], 0),)
+
+    def summed(module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        return scatter(out.masked_fill(absent.pop()[..., None], 0), 1, group)
+
+    embedding.register_forward_pre_hook(here)
+    embedding.register_forward_hook(summed)
+
+
+def _own(x: Tensor, dim: int, rank: int, ranks: int) -> Tensor:
+    size = x.shape[dim] // ranks
+    return x.narrow(dim, rank * size, size)

@@ -1,0 +1,98 @@
+"""Which layouts a model can be trained on. What torch would get wrong in silence is worked around or refused here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from raytide.actors.models.architecture import Architecture
+from raytide.core.errors import ConfigError
+from raytide.core.specs.memory_spec import MemorySpec
+from raytide.core.specs.parallelism import LOOPED, SPLIT_BACKWARD, Layout
+from raytide.core.specs.train import TrainSpec
+
+__all__ = ["validate"]
+
+
+def validate(layout: Layout, arch: Architecture, spec: TrainSpec) -> None:
+    """ConfigError for the first thing that does not fit, with what to change."""
+    for problem, hint in (*_tensor(layout, arch), *_sequence(layout, spec), *_pipeline(layout, arch, spec)):
+        raise ConfigError(f"{spec.name}: {problem}.", hint=hint)
+
+
+def _tensor(layout: Layout, arch: Architecture) -> Iterator[tuple[str, str]]:
+    ranks, kv_heads = layout.tensor, arch.num_kv_heads
+    if ranks == 1:
+        return
+    for count, what in ((arch.num_heads, "attention heads"), *_widths(arch)):
+        if count % ranks:
+            yield f"layout.tensor {ranks} does not divide the model's {count} {what}", _divisors(count)
+    if kv_heads % ranks and ranks % kv_heads:
+        yield (
+            f"layout.tensor {ranks} neither divides the model's {kv_heads} KV heads nor is a multiple of them",
+            _divisors(kv_heads),
+        )
+
+
+def _widths(arch: Architecture) -> Iterator[tuple[int, str]]:
+    if not all(layer.sparse for layer in arch.layers):
+        yield arch.ffn_size, "feed-forward units"
+    if arch.experts is not None:
+        yield arch.experts.ffn_size, "feed-forward units of each expert"
+
+
+def _sequence(layout: Layout, spec: TrainSpec) -> Iterator[tuple[str, str]]:
+    """Context ranks take two pieces each, tensor ranks a piece of what their context rank has."""
+    pieces = layout.tensor if layout.context == 1 else math.lcm(2 * layout.context, layout.context * layout.tensor)
+    if spec.seq_len % pieces:
+        yield (
+            f"seq_len {spec.seq_len} does not divide into {pieces} pieces of the tensor and context axes",
+            f"Make seq_len a multiple of {pieces}.",
+        )
+
+
+def _pipeline(layout: Layout, arch: Architecture, spec: TrainSpec) -> Iterator[tuple[str, str]]:
+    if layout.stages is not None and layout.schedule not in LOOPED:
+        yield (
+            f"layout.stages is for the schedules {', '.join(sorted(LOOPED))}; {layout.schedule} has its own",
+            "Leave layout.stages out.",
+        )
+    if layout.pipeline == 1:
+        if layout.schedule != "1f1b":
+            yield f"layout.schedule {layout.schedule} needs layout.pipeline above 1", "Leave layout.schedule out."
+        return
+    if arch.num_layers < layout.total_stages:
+        yield (
+            f"{layout.total_stages} pipeline stages have only {arch.num_layers} layers",
+            "Lower layout.pipeline or layout.stages; V-shaped schedules have two stages on each rank.",
+        )
+    if layout.zero == 2:
+        yield (
+            "layout.zero 2 with a pipeline: its schedules reduce gradients once a step, as zero 1 does",
+            "Set layout.zero to 1 or 3.",
+        )
+    yield from _memory(layout, arch, spec.memory)
+    needed, rows = layout.min_microbatches, math.ceil(spec.global_batch / (layout.replicate * (layout.shard or 1)))
+    if rows < needed:
+        yield (
+            f"global_batch {spec.global_batch} gives a pipeline {rows} sequences for {needed} microbatches at least",
+            "Raise global_batch or lower layout.pipeline.",
+        )
+
+
+def _memory(layout: Layout, arch: Architecture, memory: MemorySpec) -> Iterator[tuple[str, str]]:
+    """Of a pipeline."""
+    split = f"layout.schedule {layout.schedule} runs a layer's backward in two halves"
+    if layout.schedule in SPLIT_BACKWARD and memory.checkpointing == "selective":
+        yield f"{split}, and selective checkpointing allows one", 'Set memory.checkpointing to "full" or "none".'
+    if layout.schedule in SPLIT_BACKWARD and memory.compile:
+        yield f"{split}, and a compiled one is a single piece", "Leave memory.compile out, or choose 1f1b."
+    if memory.compression != "none" and arch.tied_embeddings:
+        yield (
+            "memory.compression would round a tied embedding's gradient differently in the first and the last stage",
+            "Leave memory.compression out, or untie the embeddings.",
+        )
+
+
+def _divisors(count: int) -> str:
+    return f"Choose from {', '.join(str(ranks) for ranks in range(1, min(count, 64) + 1) if count % ranks == 0)}."

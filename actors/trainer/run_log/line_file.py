@@ -1,0 +1,72 @@
+"""A file of JSON lines that a run writes for its reader: a full disk delays the lines, and never ends the training."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from raytide.core.io.private_paths import safe_opener
+
+__all__ = ["LineFile"]
+
+MOST_KEPT = 100_000
+"""Lines that wait for room; the oldest go first. A step's line has half a KiB."""
+
+
+class LineFile:
+    """One writer's. Lines that cannot be written are kept, and written with the next one that can."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.problem = ""
+        """Why the last line is not in the file yet."""
+        self.dropped = 0
+        self._kept: deque[str] = deque()
+
+    def add(self, line: Mapping[str, object]) -> None:
+        self._kept.append(json.dumps(_plain(line)) + "\n")
+        if len(self._kept) > MOST_KEPT:
+            self._kept.popleft()
+            self.dropped += 1
+        self.flush()
+
+    def flush(self) -> bool:
+        """Whether everything is in the file now."""
+        if not self._kept:
+            return True
+        try:
+            self._append("".join(self._kept).encode())
+        except OSError as error:
+            self.problem = f"cannot write {self.path}: {os.strerror(error.errno or 0)}"
+            return False
+        self._kept.clear()
+        self.problem = ""
+        return True
+
+    def _append(self, body: bytes) -> None:
+        """All of it or nothing."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        handle = safe_opener(str(self.path), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        try:
+            before, left = os.fstat(handle).st_size, memoryview(body)
+            try:
+                while left:
+                    left = left[os.write(handle, left) :]
+            except OSError:
+                with suppress(OSError):
+                    os.ftruncate(handle, before)
+                raise
+        finally:
+            os.close(handle)
+
+
+def _plain(value: object) -> object:
+    """As JSON has it: there is no number for what is not one."""
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,195 @@
+"""Carries `metrics.jsonl` to an MLflow server from a thread of its own: a slow or absent server never holds the run up.
+
+What was sent is remembered beside the metrics, so a driver that starts again goes on in the same MLflow run, and what
+did not reach the server is sent later. A line may arrive twice, never not at all, unless the server is away at the end.
+By MLflow's REST interface: its package wants older versions than raytide's of much that both need.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from raytide.actors.trainer.types import numbers
+from raytide.core.clock import Clock
+from raytide.core.config import environment
+from raytide.core.errors import ConfigError, NotFoundError, StorageError
+from raytide.core.specs.record_spec import MlflowSpec
+from raytide.core.specs.train import TrainSpec
+
+if TYPE_CHECKING:
+    import httpx
+
+EVERY_S = 2.0
+CLOSE_S = 30.0
+TIMEOUT_S = 10.0
+LINES = 40
+"""In one request: MLflow takes at most 1000 metrics."""
+PARAMS = 100
+PARAM_CHARS = 500
+STATE = "mlflow.json"
+
+
+class MlflowRun:
+    def __init__(self, spec: TrainSpec, target: MlflowSpec, clock: Clock) -> None:
+        """Go on in the run that `out` names, or begin one: only then must the server be there."""
+        self.out, self.target, self.clock = Path(spec.out), target, clock
+        self._http = _client(target)
+        self._sent, self._failure = 0, ""
+        state = self.out / STATE
+        resumed = state.exists()
+        if resumed:
+            body = json.loads(state.read_text())
+            self.run_id, self._sent = str(body["run_id"]), int(body["sent"])
+        else:
+            self.run_id = self._begin(spec)
+            self._remember()
+        self._over: Literal["", "FINISHED", "FAILED"] = ""
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._carry, args=(resumed,), name="mlflow", daemon=True)
+        self._thread.start()
+
+    def close(self, *, done: bool) -> str:
+        """Send what is left and end the MLflow run; what went wrong, or nothing."""
+        self._over = "FINISHED" if done else "FAILED"
+        self._wake.set()
+        self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            return f"MLflow at {self.target.tracking_uri} did not take everything within {CLOSE_S:g} s"
+        self._http.close()
+        return self._failure
+
+    def _begin(self, spec: TrainSpec) -> str:
+        try:
+            found = self._call("GET", "experiments/get-by-name", experiment_name=self.target.experiment)
+            experiment = found["experiment"]["experiment_id"]
+        except NotFoundError:
+            experiment = self._call("POST", "experiments/create", name=self.target.experiment)["experiment_id"]
+        began_ms = round(self.clock.now_s() * 1000)
+        run = self._call("POST", "runs/create", experiment_id=experiment, run_name=spec.name, start_time=began_ms)
+        run_id = str(run["run"]["info"]["run_id"])
+        params = list(_flat(spec.model_dump(mode="json")))
+        for first in range(0, len(params), PARAMS):
+            self._call("POST", "runs/log-batch", run_id=run_id, params=params[first : first + PARAMS])
+        return run_id
+
+    def _carry(self, resumed: bool) -> None:
+        while True:
+            over = self._over  # read first: all lines are written before it is set
+            try:
+                if resumed:
+                    self._update("RUNNING")
+                    resumed = False
+                while self._send():
+                    pass
+                if over:
+                    self._update(over)
+                self._failure = ""
+            except (StorageError, NotFoundError, OSError) as error:
+                self._failure = str(error)
+            if over:
+                return
+            self._wake.wait(EVERY_S)
+
+    def _update(self, status: str) -> None:
+        ended = {} if status == "RUNNING" else {"end_time": round(self.clock.now_s() * 1000)}
+        self._call("POST", "runs/update", run_id=self.run_id, status=status, **ended)
+
+    def _send(self) -> bool:
+        """Some lines that were not sent yet; False when there is none."""
+        metrics = self.out / "metrics.jsonl"
+        if not metrics.exists():
+            return False
+        with open(metrics, "rb") as file:
+            file.seek(self._sent)
+            lines = [line for _, line in zip(range(LINES), file, strict=False) if line.endswith(b"\n")]
+        if not lines:
+            return False
+        found = [
+            {"key": key, "value": value, "timestamp": round(line["at_s"] * 1000), "step": line["step"]}
+            for line in map(json.loads, lines)
+            for key, value in numbers(line).items()
+        ]
+        self._call("POST", "runs/log-batch", run_id=self.run_id, metrics=found)
+        self._sent += sum(map(len, lines))
+        self._remember()
+        return True
+
+    def _remember(self) -> None:
+        part = self.out / f"{STATE}.part"
+        part.write_text(json.dumps({"run_id": self.run_id, "sent": self._sent}) + "\n")
+        os.replace(part, self.out / STATE)
+
+    def _call(self, method: Literal["GET", "POST"], what: str, **fields: object) -> dict[str, Any]:
+        """NotFoundError when MLflow does not know what is asked for, StorageError for every other failure."""
+        import httpx
+
+        body: dict[str, Any] = {"params": fields} if method == "GET" else {"json": fields}
+        try:
+            answer = self._http.request(method, f"api/2.0/mlflow/{what}", **body)
+        except httpx.HTTPError as error:
+            raise self._refused(what, str(error)) from None
+        if answer.status_code == httpx.codes.NOT_FOUND:
+            raise NotFoundError(f"MLflow at {self.target.tracking_uri} does not know what {what} asks for.")
+        if not answer.is_success:
+            told = f"{answer.status_code} {answer.text[:300]}"
+            if answer.status_code in (401, 403) and environment("MLFLOW_TOKEN") and not _credentials(self.target):
+                told += f"; RAYTIDE_MLFLOW_TOKEN is only for {environment('MLFLOW_URI')}"
+            raise self._refused(what, told)
+        found: dict[str, Any] = answer.json()
+        return found
+
+    def _refused(self, what: str, why: str) -> StorageError:
+        return StorageError(
+            f"MLflow at {self.target.tracking_uri} did not take {what}: {why}.",
+            hint="Check mlflow.tracking_uri, or leave mlflow out: metrics.jsonl is written in any case.",
+        )
+
+
+def _client(target: MlflowSpec) -> httpx.Client:
+    try:
+        import httpx
+    except ImportError as error:
+        raise ConfigError(
+            f"the run wants MLflow, and {error.name} is not installed here.",
+            hint="Install it, or leave mlflow out: metrics.jsonl is written in any case.",
+        ) from None
+    try:
+        headers = _credentials(target)
+        # A redirect would take the token along to wherever it leads, or hide that nothing was written.
+        return httpx.Client(base_url=target.tracking_uri, headers=headers, timeout=TIMEOUT_S, follow_redirects=False)
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"mlflow: {error}.", hint="Check mlflow.tracking_uri, and RAYTIDE_MLFLOW_URI.") from None
+
+
+def _credentials(target: MlflowSpec) -> dict[str, str]:
+    """The token's header, for the operator's own server alone: `tracking_uri` is whatever the job's user wrote."""
+    import httpx
+
+    token, own = environment("MLFLOW_TOKEN"), environment("MLFLOW_URI")
+    if not token:
+        return {}
+    if not own:
+        raise ConfigError(
+            "RAYTIDE_MLFLOW_TOKEN is set, and not which server it is for.",
+            hint="Have the operator set RAYTIDE_MLFLOW_URI to that server's address where the cluster is started.",
+        )
+    is_own = _origin(httpx.URL(own)) == _origin(httpx.URL(target.tracking_uri))
+    return {"Authorization": f"Bearer {token}"} if is_own else {}
+
+
+def _origin(url: httpx.URL) -> tuple[str, str, int | None]:
+    """A token for https is not sent over http."""
+    return url.scheme, url.host.lower().rstrip("."), url.port or {"http": 80, "https": 443}.get(url.scheme)
+
+
+def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[dict[str, str]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{above}{key}.")
+        else:
+            yield {"key": above + key, "value": str(value)[:PARAM_CHARS]}

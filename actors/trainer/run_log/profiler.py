@@ -1,0 +1,107 @@
+"""torch's profiler over some steps: those that the spec names, or the next ones of a running job on request.
+
+A request is a file in the run's directory. Rank 0 looks for it once per step, and all ranks learn of it in the
+all-reduce that the step has anyway. Every rank leaves a Chrome trace and a table.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from raytide.core.errors import UsageError
+from raytide.core.io.storage import full_disk_is_an_error
+from raytide.core.specs.record_spec import ProfileSpec
+
+if TYPE_CHECKING:
+    import torch
+    from torch.profiler import profile
+
+_log = logging.getLogger(__name__)
+REQUEST = "profile.json"
+ROWS = 40
+
+
+def request(out: str | Path, steps: int) -> None:
+    """Ask the run in `out` to profile its next `steps` steps."""
+    if steps < 1:
+        raise UsageError(f"cannot profile {steps} steps.", hint="Ask for one or more.")
+    if not Path(out).is_dir():
+        raise UsageError(f"there is no run in {out}.", hint="A run can be profiled from its first step on.")
+    part = Path(out) / f"{REQUEST}.part"
+    with full_disk_is_an_error(str(part)):
+        part.write_text(json.dumps({"steps": steps}) + "\n")
+        os.replace(part, part.with_suffix(""))
+
+
+class Profiler:
+    """One rank's. `begin` and `end` are called by all ranks, at the same steps."""
+
+    def __init__(self, spec: ProfileSpec | None, out: str, rank: int, device: torch.device) -> None:
+        self.spec, self.out, self.rank, self.device = spec, Path(out), rank, device
+        self._running: profile | None = None
+        self._first = self._last = 0
+
+    def asked(self) -> int:
+        """For how many steps somebody asks, to be summed over the ranks: all but rank 0 say 0."""
+        if self.rank or self._running is not None:
+            return 0
+        try:
+            return max(0, int(json.loads((self.out / REQUEST).read_text())["steps"]))
+        except FileNotFoundError:
+            return 0
+        except (ValueError, KeyError, TypeError):
+            (self.out / REQUEST).rename(self.out / f"{REQUEST}.bad")
+            return 0
+
+    def begin(self, step: int, asked: int) -> None:
+        """Before the work of `step`, counted from 1."""
+        if self._running is not None:
+            return
+        if asked:
+            self._start(step, step + asked - 1)
+            if self.rank == 0:
+                (self.out / REQUEST).unlink(missing_ok=True)
+        elif self.spec is not None and self.spec.first <= step <= self.spec.last:
+            self._start(step, self.spec.last)
+
+    def end(self, step: int) -> None:
+        """After the work of `step`."""
+        if self._running is not None and step >= self._last:
+            self.close(step)
+
+    def close(self, step: int) -> None:
+        """Write what there is, up to `step`: also when the run stops inside the range. A profile that cannot be written
+        is given up, and the log says so: the run goes on without it."""
+        running, self._running = self._running, None
+        if running is None:
+            return
+        running.stop()
+        folder = self.out / "profile" / f"steps-{self._first}-{step}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            running.export_chrome_trace(str(folder / f"rank-{self.rank}.json"))
+            (folder / f"rank-{self.rank}.txt").write_text(self._table(running))
+        except (OSError, RuntimeError) as error:  # torch reports a failed write as a RuntimeError
+            for kind in ("json", "txt"):
+                with suppress(OSError):
+                    (folder / f"rank-{self.rank}.{kind}").unlink()
+            _log.warning("the profile of steps %d to %d was not written: %s", self._first, step, error)
+
+    def _start(self, first: int, last: int) -> None:
+        self._first, self._last = first, last
+        from torch.profiler import ProfilerActivity, profile
+
+        activities = [ProfilerActivity.CPU]
+        if self.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        self._running = profile(activities=activities)
+        self._running.start()
+
+    def _table(self, running: profile) -> str:
+        by = "self_device_time_total" if self.device.type == "cuda" else "self_cpu_time_total"
+        return str(running.key_averages().table(sort_by=by, row_limit=ROWS)) + "\n"

@@ -1,0 +1,168 @@
+"""What a run leaves to read: `metrics.jsonl` (a line per step), `events.jsonl` and `run.json` (how it stands).
+
+A step that was done again after a death has a line for each time; the last one holds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Literal
+
+from raytide.actors.trainer.run_log.line_file import LineFile
+from raytide.actors.trainer.run_log.mlflow import MlflowRun
+from raytide.actors.trainer.types import RunResult, StepResult
+from raytide.core.clock import Clock
+from raytide.core.errors import StorageError
+from raytide.core.io.private_paths import safe_opener
+from raytide.core.io.storage import full_disk_is_an_error
+from raytide.core.specs.train import TrainSpec
+
+RunState = Literal["running", "done", "failed"]
+
+MOST_STEPS = 10_000
+"""Of so many the time is kept: nobody goes longer without a checkpoint."""
+
+
+class StepLog:
+    """Appends to `metrics.jsonl`. In a gang rank 0 does, after the step and before anything is saved: whoever is killed
+    when, no checkpoint is ahead of the file."""
+
+    def __init__(self, spec: TrainSpec, clock: Clock) -> None:
+        self.spec, self.clock, self.file = spec, clock, Path(spec.out) / "metrics.jsonl"
+        _drop_torn_line(self.file)
+        self._lines = LineFile(self.file)
+
+    def add(self, result: StepResult) -> None:
+        if result.verdict != "stopped" and (result.step % self.spec.log_every == 0 or result.step == self.spec.steps):
+            self._lines.add({**result.line(), "at_s": self.clock.now_s()})
+
+    def flush(self) -> None:
+        self._lines.flush()
+
+
+class Record:
+    """Of one driver. `logs_steps` is False where rank 0 does that."""
+
+    def __init__(self, spec: TrainSpec, clock: Clock, *, logs_steps: bool = True) -> None:
+        self.spec, self.clock, self.out = spec, clock, Path(spec.out)
+        with full_disk_is_an_error(spec.out):
+            self.out.mkdir(parents=True, exist_ok=True)
+        self.began_s = clock.now_s()
+        self.steps = self.tokens = self.restarts = self.resizes = self.steps_lost = 0
+        self.first_loss: float | None = None
+        self.loss: float | None = None
+        self.recovery_s = self.lost_s = 0.0
+        """The longest recovery; the seconds of all steps that had to be done again."""
+        self.broke_at_s: float | None = None
+        self._done: deque[tuple[int, float]] = deque(maxlen=MOST_STEPS)
+        self.step_s: float | None = None
+        """Of the last step of the run so far that was written down before this driver."""
+        self.unsaved = ""
+        """Why the last checkpoint could not be written, until a later one could."""
+        self.has_been_unsaved = False
+        self._events = LineFile(self.out / "events.jsonl")
+        self._go_on()
+        self._log = StepLog(spec, clock) if logs_steps else None
+        self.mlflow = MlflowRun(spec, spec.mlflow, clock) if spec.mlflow is not None else None
+
+    def step(self, result: StepResult) -> None:
+        if result.verdict in ("skipped", "stopped"):
+            numbers = {"loss": result.loss, "grad_norm": result.grad_norm, "samples": list(result.samples)}
+            self.event("not_applied", step=result.step, verdict=result.verdict, why=result.why, **numbers)
+        if result.unsaved and result.unsaved != self.unsaved:
+            self.event("not_saved", step=result.step, why=result.unsaved)
+        self.unsaved = result.unsaved
+        self.has_been_unsaved |= bool(result.unsaved)
+        if self._log is not None:
+            self._log.add(result)
+        if result.verdict == "stopped":
+            return
+        self.steps = result.step
+        while self._done and self._done[-1][0] >= result.step:
+            self.lost_s += self._done.pop()[1]
+        self._done.append((result.step, result.step_s))
+        if result.verdict != "skipped":
+            self.loss = result.loss
+            self.first_loss = result.loss if self.first_loss is None else self.first_loss
+            self.tokens += result.tokens
+
+    def event(self, what: str, **details: object) -> None:
+        self._events.add({"at_s": self.clock.now_s(), "event": what, **details})
+
+    def recovered(self, seconds: float, steps_lost: int) -> None:
+        self.recovery_s = max(self.recovery_s, seconds)
+        self.steps_lost += steps_lost
+
+    def result(self) -> RunResult:
+        model = self.out / "model"
+        return RunResult(
+            steps=self.steps,
+            first_loss=self.first_loss,
+            loss=self.loss,
+            tokens=self.tokens,
+            seconds=self.clock.now_s() - self.began_s,
+            restarts=self.restarts,
+            resizes=self.resizes,
+            steps_lost=self.steps_lost,
+            recovery_s=self.recovery_s,
+            model_dir=str(model) if model.is_dir() else None,
+        )
+
+    def close(self, state: RunState, reason: str = "") -> RunResult:
+        """Write run.json. StorageError where that fails, except after another error: that one is the reason then."""
+        if self.mlflow is not None and (lost := self.mlflow.close(done=state == "done")):
+            self.event("mlflow", why=lost)
+        result = self.result()
+        body = {"state": state, "reason": reason, **asdict(result), "spec": self.spec.model_dump(mode="json")}
+        self._events.flush()
+        if self._log is not None:
+            self._log.flush()
+        try:
+            self._write(json.dumps(body, indent=2) + "\n")
+        except StorageError:
+            if state == "done":
+                raise
+        return result
+
+    def _write(self, text: str) -> None:
+        part = self.out / "run.json.part"
+        with full_disk_is_an_error(str(part)):
+            try:
+                part.write_text(text)
+                os.replace(part, self.out / "run.json")
+            finally:
+                part.unlink(missing_ok=True)
+
+    def finished(self) -> None:
+        """All steps are done. A driver that was killed after the last one did not see it, nor does its successor."""
+        self.steps = self.spec.steps
+
+    def _go_on(self) -> None:
+        """A resumed run keeps the steps and losses that it had: they are the run's, not the driver's."""
+        metrics = self.out / "metrics.jsonl"
+        for file in (metrics, self.out / "events.jsonl"):
+            _drop_torn_line(file)
+        lines = metrics.read_text().splitlines() if metrics.exists() else []
+        if lines:
+            last = json.loads(lines[-1])
+            self.steps, self.step_s = int(last["step"]), last.get("step_s")
+            self.first_loss, self.loss = _first_loss(lines), _first_loss(reversed(lines))
+
+
+def _first_loss(lines: Iterable[str]) -> float | None:
+    """Of a step that was learned from."""
+    return next((float(line["loss"]) for line in map(json.loads, lines) if "verdict" not in line), None)
+
+
+def _drop_torn_line(file: Path) -> None:
+    """A process killed in the middle of a line leaves half of it, and the next one would write on behind that."""
+    if not file.exists():
+        return
+    with open(file, "r+b", opener=safe_opener) as lines:
+        if not (body := lines.read()).endswith(b"\n"):
+            lines.truncate(body.rfind(b"\n") + 1)

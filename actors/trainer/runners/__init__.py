@@ -1,0 +1,1 @@
+"""The ways to start the training loop: alone, or inside Ray Train."""

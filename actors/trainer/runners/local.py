@@ -1,0 +1,51 @@
+"""Train in this process alone: the loop of the gang with a group of one, for notebooks and tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from raytide.actors.trainer.distributed import process_group
+from raytide.actors.trainer.run_log.writer import Record
+from raytide.actors.trainer.trainer import Trainer
+from raytide.actors.trainer.types import RunResult, StepResult
+from raytide.core.clock import Clock, SystemClock
+from raytide.core.errors import ConflictError, RaytideError
+from raytide.core.io.claim import Claim
+from raytide.core.specs.train import TrainSpec
+
+
+def train_local(
+    spec: TrainSpec, *, on_step: Callable[[StepResult], None] = lambda result: None, clock: Clock | None = None
+) -> RunResult:
+    """Run `spec` to its end, going on from its latest checkpoint if it has one. ConflictError while another run writes
+    to its `out`."""
+    claim = Claim(spec.places)
+    try:
+        return _train(spec, claim, Record(spec, clock or SystemClock()), on_step)
+    finally:
+        claim.release()
+
+
+def _train(spec: TrainSpec, claim: Claim, record: Record, on_step: Callable[[StepResult], None]) -> RunResult:
+
+    def done(result: StepResult) -> None:
+        claim.check()
+        record.step(result)
+        on_step(result)
+
+    try:
+        with process_group.alone() as mine:
+            trainer = Trainer(spec, mine, claim=claim.token)
+            try:
+                for error in trainer.restore():
+                    record.event("skipped", why=str(error))
+                record.steps = trainer.steps_done
+                trainer.run(on_step=done)
+            finally:
+                trainer.close()
+    except ConflictError:  # the files are another run's now
+        raise
+    except RaytideError as error:
+        record.close("failed", str(error))
+        raise
+    return record.close("done")

@@ -1,0 +1,135 @@
+"""The same loop inside Ray Train: `TorchTrainer(train_loop_per_worker, train_loop_config=...)`, the spec as a dict.
+
+Ray Train makes the process group and restarts the workers; raytide trains, and writes the same files as ever into the
+spec's `out`, which every worker must reach. What is sealed there is reported to Ray Train, and resumed from;
+checkpoints in an object store (`checkpoint_dir`) stay there and are only resumed from.
+"""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from raytide.actors.trainer.checkpoint import manifest
+from raytide.actors.trainer.checkpoint.storage import LocalStore, Store, open_store
+from raytide.actors.trainer.types import StepResult, numbers
+from raytide.core.clock import SystemClock
+from raytide.core.errors import CheckpointError, ConflictError, RaytideError
+from raytide.core.io.claim import Claim
+from raytide.core.specs.train import TrainSpec
+
+if TYPE_CHECKING:
+    from ray.train import Checkpoint
+
+    from raytide.actors.trainer.distributed.process_group import Group
+    from raytide.actors.trainer.run_log.writer import Record
+    from raytide.actors.trainer.trainer import Trainer
+
+
+def train_loop_per_worker(config: Mapping[str, Any]) -> None:
+    """Train the spec that `config` is to its end, on the workers that Ray Train has started."""
+    from raytide.actors.trainer.distributed import process_group
+
+    spec = TrainSpec.parse(config, where="train_loop_config")
+    mine = process_group.adopt(spec.layout, timeout_s=spec.collective_timeout_s)
+    claim = mine.together(lambda: Claim(spec.places) if mine.is_first else None)
+    try:
+        _train(spec, mine, claim)
+    finally:
+        if claim is not None:
+            claim.release()
+
+
+def _train(spec: TrainSpec, mine: Group, claim: Claim | None) -> None:
+    import ray.train
+
+    from raytide.actors.trainer.run_log.writer import Record
+    from raytide.actors.trainer.trainer import Trainer
+
+    record = Record(spec, SystemClock()) if mine.is_first else None
+    try:
+        given = ray.train.get_checkpoint()
+        bad = mine.from_first(_place(given, spec) if mine.is_first and given is not None else [])
+        trainer = Trainer(spec, mine, claim=mine.from_first("" if claim is None else claim.token))
+        try:
+            rejected = [*bad, *trainer.restore()]
+            if record is not None:
+                record.steps = trainer.steps_done
+                for error in rejected:
+                    record.event("skipped", why=str(error))
+            reports = _Reports(trainer, record)
+            trainer.run(on_step=reports.step)
+            reports.send()
+        finally:
+            trainer.close()
+    except ConflictError:  # the files are another run's now
+        raise
+    except RaytideError as error:
+        if record is not None:
+            record.close("failed", str(error))
+        raise
+    if record is not None:
+        record.close("done")
+
+
+class _Reports:
+    """To Ray Train, by all workers at the same steps. Its report is a barrier and waits for the controller's next look,
+    two seconds away at most: each checkpoint has one, a step has not."""
+
+    def __init__(self, trainer: Trainer, record: Record | None) -> None:
+        self.trainer, self.spec, self.record = trainer, trainer.spec, record
+        self._last: StepResult | None = None
+        self._reported = ""
+
+    def step(self, result: StepResult) -> None:
+        if self.record is not None:
+            self.record.step(result)
+        if self._last is not None and self._last.step % self.spec.checkpoint_every == 0:
+            self.send()
+        self._last = result
+
+    def send(self) -> None:
+        """The latest step, and the newest checkpoint unless Ray Train has it."""
+        import ray.train
+
+        if self._last is None:
+            return
+        self.trainer.settle_save()
+        ray.train.report({"step": self._last.step} | numbers(self._last.line()), checkpoint=self._new_checkpoint())
+
+    def _new_checkpoint(self) -> Checkpoint | None:
+        import ray.train
+
+        store = open_store(self.spec.checkpoint_url)
+        found = _newest(store) if self.record is not None and isinstance(store, LocalStore) else None
+        if found is None or found == self._reported:
+            return None
+        self._reported = found
+        return ray.train.Checkpoint.from_directory(f"{store.url}/{found}")
+
+
+def _place(given: Checkpoint, spec: TrainSpec) -> list[CheckpointError]:
+    """Put Ray Train's checkpoint among the run's own, unless they are newer; what is wrong with it, if anything is."""
+    store = open_store(spec.checkpoint_url)
+    with given.as_directory() as folder:
+        source = LocalStore(Path(folder).parent)
+        try:
+            found = manifest.verify(source, Path(folder).name)
+        except CheckpointError as error:
+            return [error]
+        newest, step = _newest(store), found.manifest.step
+        if newest is None or (manifest.step_of(newest) or 0) < step:
+            name = manifest.folder(step, uuid.uuid4().hex[:8])
+            for file in found.manifest.files:
+                with source.read(f"{found.name}/{file}") as old, store.write(f"{name}/{file}") as new:
+                    shutil.copyfileobj(old, new)
+            manifest.seal(store, name, found.manifest)
+    return []
+
+
+def _newest(store: Store) -> str | None:
+    unfinished = manifest.unfinished(store)
+    return next((name for name in manifest.newest_first(store) if name not in unfinished), None)

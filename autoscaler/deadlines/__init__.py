@@ -1,0 +1,1 @@
+"""The deadline policy: which capacity type a job with a deadline may use now."""

@@ -1,0 +1,267 @@
+"""The deadline policy for the jobs of a live cluster: where each may sit now, and in words why. Pure.
+
+What a gang is to the policy: one node, which is a spot zone (a node type in a zone), on demand, or nothing. A gang on
+an on-demand node stays there until spot nodes are ready for it, so it is never taken away to wait.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+import numpy as np
+
+from raytide.autoscaler.deadlines.policy import DeadlineJob, Held, ZoneView, decide
+from raytide.autoscaler.deadlines.value_iteration import Values, solve
+from raytide.autoscaler.nodes.occupancy import Roster
+from raytide.autoscaler.spot.availability_model import Market as Rates
+from raytide.autoscaler.spot.availability_model import Spells
+from raytide.autoscaler.spot.pool_availability import SpotWatch, outlook_of, pool_name
+from raytide.core.objects.deadline import moment
+from raytide.core.objects.gang import Lease, LeaseState, MemberState
+from raytide.core.objects.job import Job
+from raytide.core.objects.node import MARKET_LABEL, Market, NodeState, Resources, fits
+from raytide.core.objects.snapshot import NodeView, Snapshot, SpotOutlook, Stance
+from raytide.scheduling.market import Market as Shop
+from raytide.scheduling.market_constraint import instead
+from raytide.scheduling.offerings import Offer
+
+TICK_S = 10.0
+"""Until it is decided again, at most."""
+MARGIN = 0.05
+"""What is left may turn out to be so much more."""
+RESUME_S = 90.0
+"""From nodes that have joined until work goes on: others give way, the gang forms, the state is loaded."""
+SLOWER = 1.5
+"""A node may need so many times what the slowest one of its type needed."""
+PREFERS_ON_DEMAND: tuple[Market, ...] = (Market.ON_DEMAND, Market.SPOT)
+"""Better on spot than nowhere."""
+MOST_STEPS = 256
+"""Of the table of values: who is further from his deadline looks at it in longer steps."""
+
+
+def judged(snapshot: Snapshot) -> Snapshot:
+    """With a stance for each job that has a deadline."""
+    due = [job for job in snapshot.jobs if job.spec.due_at_s is not None and not job.stop_requested]
+    if not due:
+        return snapshot
+    fleet = _Fleet.of(snapshot)
+    return replace(snapshot, stances={job.id: _stance(fleet, job) for job in due})
+
+
+def spot_pools(shop: Shop, job: Job) -> dict[str, Offer]:
+    """The pools that hold a member of its gang, in the order of the configuration."""
+    return {pool_name(o.node_type.name, o.zone): o for o in _offers(shop, job) if o.node_type.market is Market.SPOT}
+
+
+def outlooks(watch: SpotWatch, snapshot: Snapshot) -> tuple[SpotOutlook, ...]:
+    """What its jobs with a deadline have to know of spot, once for all that could use the same pools."""
+    shop = Shop.of(snapshot)
+    sets = dict.fromkeys(tuple(spot_pools(shop, job)) for job in snapshot.jobs if job.spec.deadline is not None)
+    return tuple(watch.outlook(pools, snapshot.at_s) for pools in sets if pools)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fleet:
+    """The snapshot, as the judgement of each job looks at it."""
+
+    snapshot: Snapshot
+    shop: Shop
+    roster: Roster
+    leases: Mapping[str, Lease]
+    """By job."""
+    slowest_s: Mapping[str, float]
+    """By node type, how long a node of it needed to join at most."""
+    ready: Mapping[tuple[str, str], Sequence[NodeView]]
+    """By node type and zone."""
+    rooms: dict[tuple[object, ...], bool] = field(default_factory=dict)
+    """Whether a node of a pool has room for a member, for many jobs at once."""
+
+    @classmethod
+    def of(cls, snapshot: Snapshot) -> _Fleet:
+        slowest, ready = dict[str, float](), defaultdict[tuple[str, str], list[NodeView]](list)
+        for view in snapshot.nodes:
+            node = view.node
+            if node.state is NodeState.READY:
+                ready[node.type, node.zone].append(view)
+            if node.ready_at_s is not None:
+                slowest[node.type] = max(slowest.get(node.type, 0.0), node.ready_at_s - node.requested_at_s)
+        leases = {lease.job_id: lease for lease in snapshot.leases}
+        return cls(snapshot, Shop.of(snapshot), Roster.of(snapshot), leases, slowest, ready)
+
+    def restart_s(self, job: Job) -> float:
+        """What a start takes at most until work goes on where it was."""
+        types = {offer.node_type.name: offer.node_type for offer in _offers(self.shop, job)}
+        joins_s = [
+            min(SLOWER * self.slowest_s[name], t.launch_timeout_s) if name in self.slowest_s else t.launch_timeout_s
+            for name, t in types.items()
+        ]
+        return 60.0 * math.ceil((max(joins_s, default=0.0) + RESUME_S + job.redo_s) / 60.0)
+
+    def held(self, job: Job, pools: Sequence[str], restart_s: float) -> tuple[Held, float]:
+        """What its gang sits on and stays on, and what its start still takes. Partly on spot is as safe as spot."""
+        lease = self.leases.get(job.id)
+        seated = [m.node_id for m in lease.members if m.holds and m.state is not MemberState.LEAVING] if lease else []
+        nodes = [self.roster.views[node_id].node for node_id in seated if node_id in self.roster.views]
+        if lease is None or not nodes:
+            return None, 0.0
+        asked_s = max(node.requested_at_s for node in nodes)
+        starting_s = 0.0 if lease.state is LeaseState.ACTIVE else max(0.0, asked_s + restart_s - self.snapshot.at_s)
+        spot = [pool_name(node.type, node.zone) for node in nodes if node.market is Market.SPOT]
+        known = [pools.index(pool) for pool in spot if pool in pools]
+        return (known[0] if known else None if spot else "on_demand"), starting_s
+
+    def may_move(self, job: Job) -> bool:
+        """Whether its gang can be taken from where it sits: nothing of it stands yet, or it may be preempted, and is
+        alone there and asks for no market itself, or has another shape for on demand."""
+        lease = self.leases.get(job.id)
+        if lease is None or not any(m.is_usable or m.state is MemberState.FORMING for m in lease.members):
+            return True
+        views = [self.roster.views.get(m.node_id) for m in lease.members if m.holds]
+        is_alone = all(view is None or self.roster.on(view).are_only(lease) for view in views)
+        is_free = is_alone and MARKET_LABEL not in lease.shape.labels
+        return job.spec.gives_way and (is_free or bool(instead(lease.shape, job.spec.gang.shapes, Market.ON_DEMAND)))
+
+    def zone(self, job: Job, offer: Offer, is_up: bool, since_s: float, *, is_held: bool) -> ZoneView:
+        """One that can be asked again after a refusal counts as one that has just come back."""
+        can_be_had = is_held or self.shop.refusal(offer) is None or self._has_room(job, offer)
+        age_s = max(0.0, self.snapshot.at_s - since_s)
+        if is_held or is_up == can_be_had:
+            return ZoneView(can_be_had, age_s)
+        return ZoneView(can_be_had, 0.0)
+
+    def _has_room(self, job: Job, offer: Offer) -> bool:
+        """On a node of that pool that is there."""
+        return any(self._has_room_for(shape.resources, offer) for shape in job.spec.gang.shapes)
+
+    def _has_room_for(self, need: Resources, offer: Offer) -> bool:
+        key = (offer.row, *sorted(need.items()))
+        if key not in self.rooms:
+            there = self.ready.get((offer.node_type.name, offer.zone), ())
+            self.rooms[key] = any(fits(need, view.available) for view in there)
+        return self.rooms[key]
+
+
+def _stance(fleet: _Fleet, job: Job) -> Stance:
+    now_s = fleet.snapshot.at_s
+    due_at_s, left_s = job.spec.due_at_s, job.left_s(now_s)
+    assert due_at_s is not None
+    now_s += fleet.snapshot.wall_ahead_s
+    due = f"due {moment(due_at_s)}"
+    if due_at_s <= now_s:
+        reason = f"late: it was {due}; it goes on like any other job"
+        return Stance(None, False, due_at_s, left_s, None, reason)
+    if left_s is None:
+        reason = f"on demand, {due}: how much work it has is not known before its first steps; estimate_h would say it"
+        return Stance(PREFERS_ON_DEMAND, False, due_at_s, None, None, reason)
+    case = _Case.of(fleet, job, due_at_s - now_s, left_s * (1.0 + MARGIN))
+    work_s, chosen = case.seen.work_s, case.choose()
+    latest_s = due_at_s - work_s - case.seen.restart_s
+    reason = f"{case.where(chosen)}: {work_s / 3600:.1f} h of work, {due}"
+    if chosen == "on_demand":
+        markets = PREFERS_ON_DEMAND
+        reason += f"; {case.why_not_spot}"
+    else:
+        markets = () if chosen is None else (Market.SPOT,)
+        stays = chosen is not None and not case.may_move
+        reason += "; it cannot be taken from there" if stays else f", on demand from {moment(latest_s)} at the latest"
+    return Stance(markets, case.is_urgent, due_at_s, work_s, latest_s, reason)
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """One job as the policy sees it."""
+
+    seen: DeadlineJob
+    zones: tuple[ZoneView, ...]
+    outlook: SpotOutlook
+    price_ratio: float
+    """Spot over on demand; at 1 and above there is no reason to take spot."""
+    may_move: bool
+    """Whether it can be taken from where it sits."""
+
+    @classmethod
+    def of(cls, fleet: _Fleet, job: Job, left_s: float, work_s: float) -> _Case:
+        pools, restart_s = spot_pools(fleet.shop, job), fleet.restart_s(job)
+        outlook = _outlook(fleet.snapshot, tuple(pools))
+        held, starting_s = fleet.held(job, outlook.pools, restart_s)
+        known = enumerate(zip(pools.values(), outlook.is_up, outlook.since_s, strict=True))
+        zones = tuple(fleet.zone(job, o, up, since, is_held=held == at) for at, (o, up, since) in known)
+        seen = DeadlineJob(left_s, work_s, restart_s, TICK_S, held, starting_s)
+        return cls(seen, zones, outlook, _price_ratio(fleet.shop, job), fleet.may_move(job))
+
+    @property
+    def is_urgent(self) -> bool:
+        return self.seen.slack_s < 2.0 * self.seen.restart_s
+
+    def choose(self) -> Held:
+        held = self.seen.held
+        if held is not None and not self.may_move:
+            return held
+        if not self.zones or self.price_ratio >= 1.0 or self.seen.slack_s < 0.0:
+            return "on_demand"
+        chosen = decide(self.seen, self.zones, self._values()).held
+        return "on_demand" if chosen is None and held == "on_demand" else chosen
+
+    def where(self, chosen: Held) -> str:
+        if chosen is None:
+            return "waits for spot"
+        if self.seen.held is None or (self.seen.held == "on_demand") == (chosen == "on_demand"):
+            return "on demand" if chosen == "on_demand" else "on spot"
+        return "on spot, moves to on demand" if chosen == "on_demand" else "on demand, moves to spot"
+
+    @property
+    def why_not_spot(self) -> str:
+        if self.seen.slack_s < 0.0:
+            return "that is more than there is time for: it will be late"
+        if not self.zones:
+            return "no spot node type holds it"
+        if self.price_ratio >= 1.0:
+            return "spot is no cheaper"
+        if self.is_urgent:
+            return "there is no time for another attempt on spot"
+        if not any(zone.is_up for zone in self.zones):
+            return "no spot is to be had, and waiting for it does not pay"
+        return "spot is not worth its risk"
+
+    def _values(self) -> Values:
+        """Of steps as long as a start, or longer: of few lengths, so that others find their table here too."""
+        o, step_s = self.outlook, max(self.seen.restart_s, self.seen.left_s / MOST_STEPS)
+        rates = (o.lost, o.switched, o.found, o.zone_hazard)
+        return _table(rates, 2.0 ** (math.ceil(4.0 * math.log2(step_s)) / 4.0), round(self.price_ratio, 2))
+
+
+_Rates = tuple[tuple[float, ...], tuple[tuple[float, ...], ...], tuple[float, ...], tuple[tuple[float, ...], ...]]
+
+
+@lru_cache(maxsize=8)
+def _table(rates: _Rates, step_s: float, price_ratio: float) -> Values:
+    """For many ticks: the market is learned anew only now and then."""
+    lost, switched, found, zone_hazard = map(np.asarray, rates)
+    market, far_s = Rates(lost, switched, found, zone_hazard), MOST_STEPS * step_s
+    return solve(market, left_s=far_s, work_s=far_s, restart_s=step_s, price_ratio=price_ratio)
+
+
+def _offers(shop: Shop, job: Job) -> list[Offer]:
+    """What holds a member of any of its shapes."""
+    return list({o.name: o for shape in job.spec.gang.shapes for o, _ in shop.holding(shape)}.values())
+
+
+def _price_ratio(shop: Shop, job: Job) -> float:
+    """Of the cheapest spot over the cheapest on demand, a member of the first shape that has both."""
+    for shape in job.spec.gang.shapes:
+        prices: dict[Market, list[float]] = {Market.SPOT: [], Market.ON_DEMAND: []}
+        for offer, fit in shop.holding(shape):
+            prices[offer.node_type.market].append(offer.price_micro_usd_h / fit)
+        if all(prices.values()) and min(prices[Market.ON_DEMAND]) > 0:
+            return min(prices[Market.SPOT]) / min(prices[Market.ON_DEMAND])
+    return 1.0
+
+
+def _outlook(snapshot: Snapshot, pools: tuple[str, ...]) -> SpotOutlook:
+    """What was learned of these pools; without it, what is so of spot in general."""
+    found = next((outlook for outlook in snapshot.spot if outlook.pools == pools), None)
+    return found or outlook_of(pools, [True] * len(pools), [snapshot.at_s] * len(pools), Spells(len(pools)).market())

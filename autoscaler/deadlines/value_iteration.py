@@ -1,0 +1,107 @@
+"""What it costs to finish from each state of a deadline job, by dynamic programming over a learned spot market.
+
+Time and work are counted in restarts (`step` = one restart). Work runs at one step a step; the slack is what is left
+until the deadline beyond the work that is left.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raytide.autoscaler.spot.availability_model import AGES_S, BANDS, Floats, Market
+
+NONE, SPOT, ON_DEMAND = range(3)
+INFEASIBLE = 1e6
+STATES = 2 * BANDS
+"""The market as one zone: there for so long (0 .. BANDS-1), or gone for so long (BANDS .. STATES-1)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Values:
+    """Expected cost to finish, in on-demand prices of one step."""
+
+    cost: NDArray[np.float32]
+    """By steps left until the deadline, mode, market state and steps of work left."""
+    zone_hazard: Floats
+    """By zone and age band, a second; zones are compared by it."""
+    kept: Floats
+    """Chance that a zone in this state is there one step later, and in which state."""
+    moved: Floats
+    """The same for the market when the zone in hand is lost, or none was there."""
+    step_s: float
+    price_ratio: float
+    """Spot price over on-demand price."""
+    max_left: int
+    """In steps; what is further from the deadline is taken for as far."""
+
+    def at(self, mode: int, slack: float, work: float) -> Floats:
+        """By market state, between the points of the table; `slack` and `work` in steps."""
+        if work <= 0:
+            return np.zeros(STATES)
+        slack = min(slack, self.max_left - np.ceil(work - 1e-9) - 1)  # more slack is worth no less
+        low, first = int(np.floor(slack + 1e-9)), int(np.floor(work + 1e-9))
+        right, ahead = max(0.0, slack - low), max(0.0, work - first)
+        corners = [(low, first), (low, first + 1), (low + 1, first), (low + 1, first + 1)]
+        shares = [(1 - right) * (1 - ahead), (1 - right) * ahead, right * (1 - ahead), right * ahead]
+        used = [(s + w, w, share) for (s, w), share in zip(corners, shares, strict=True) if share > 1e-9]
+        lefts, works, weights = zip(*used, strict=True)
+        return np.asarray(np.asarray(weights) @ self.cost[lefts, mode, :, works])
+
+
+def solve(market: Market, *, left_s: float, work_s: float, restart_s: float, price_ratio: float) -> Values:
+    """The table for every state with at most so long until the deadline, and at most so much work left."""
+    lefts, works = int(np.ceil(left_s / restart_s)) + 2, int(np.ceil(work_s / restart_s)) + 1
+    kept, moved = _transitions(market, restart_s)
+    cost = np.full((lefts + 1, 3, STATES, works + 1), INFEASIBLE, dtype=np.float32)
+    work = np.arange(works + 1)
+    for left in range(lefts + 1):
+        now = cost[left]
+        now[:, :, 0] = 0
+        if left:
+            _step(now, cost[left - 1], kept, moved, left - work, price_ratio)
+    return Values(cost, market.zone_hazard, kept, moved, restart_s, price_ratio, lefts)
+
+
+def _step(
+    now: NDArray[np.float32],
+    after: NDArray[np.float32],
+    kept: Floats,
+    moved: Floats,
+    slack: NDArray[np.int64],
+    price_ratio: float,
+) -> None:
+    """One step nearer to the deadline: the best of waiting, starting and running on, by work left."""
+    idle = (kept + moved) @ after[NONE]
+    spot = price_ratio + kept @ after[SPOT] + moved @ after[NONE]
+    demand = 1 + (kept + moved) @ after[ON_DEMAND]
+    none = np.minimum(idle, demand)
+    none[:BANDS] = np.minimum(none[:BANDS], spot[:BANDS])
+    none = np.where(slack >= 2, none, np.where(slack >= 1, demand, INFEASIBLE))
+    now[NONE, :, 1:] = none[:, 1:]
+    now[ON_DEMAND, :, 1:] = np.minimum(none[:, 1:], np.where(slack[1:] >= 0, demand[:, :-1], INFEASIBLE))
+    now[SPOT, :BANDS, 1:] = np.minimum(none[:BANDS, 1:], np.where(slack[1:] >= 1, spot[:BANDS, :-1], INFEASIBLE))
+    np.minimum(now, INFEASIBLE, out=now)
+
+
+def _transitions(market: Market, step_s: float) -> tuple[Floats, Floats]:
+    """(kept, moved) over one step. A band is left for the next one as if its ages were spread evenly."""
+    widths = np.append(np.diff(AGES_S), np.inf)
+    older = np.minimum(1.0, step_s / widths)
+    ends = market.lost + market.switched.sum(axis=1)
+    survives = np.exp(-ends * step_s)
+    gone = (1 - survives) / ends
+    kept, moved = np.zeros((STATES, STATES)), np.zeros((STATES, STATES))
+    stays_out = np.exp(-market.found * step_s)
+    for band in range(BANDS):
+        kept[band, band] += survives[band] * (1 - older[band])
+        moved[BANDS + band, BANDS + band] += stays_out[band] * (1 - older[band])
+        if band + 1 < BANDS:
+            kept[band, band + 1] += survives[band] * older[band]
+            moved[BANDS + band, BANDS + band + 1] += stays_out[band] * older[band]
+        moved[band, :BANDS] += market.switched[band] * gone[band]
+        moved[band, BANDS] += market.lost[band] * gone[band]
+        moved[BANDS + band, 0] += 1 - stays_out[band]
+    return kept, moved

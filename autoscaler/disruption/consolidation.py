@@ -1,0 +1,109 @@
+"""Replicas and gangs move to where they cost less: onto room that is free anyhow, or onto cheaper nodes, back to spot
+above all.
+
+A cheaper node is bought first (its subject is `move node-7`), and only once it is ready is the old one drained: what
+was bought on demand in need stays until its replacement is there. Serve starts a replica on the new node before it
+stops the old one. Nodes of one gang go together, in one stop. Work without a lease is never moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from raytide.autoscaler.disruption import market_migration
+from raytide.autoscaler.disruption.consolidation_candidates import MOVE, Relocation, drain_of, may_leave
+from raytide.autoscaler.disruption.disruption_cost import stop_of
+from raytide.autoscaler.disruption.market_migration import is_wanted, stance_of
+from raytide.autoscaler.nodes.occupancy import Occupants, Roster
+from raytide.autoscaler.provisioning.plan_builder import Draft
+from raytide.core.money import format_usd
+from raytide.core.objects.node import NodeState, labels_match
+from raytide.core.objects.plan import Drain, Launch
+from raytide.core.objects.snapshot import NodeView, Snapshot
+from raytide.scheduling import reservations
+from raytide.scheduling.state import Room
+
+
+def without_kept(snapshot: Snapshot, room: Room) -> Room:
+    """A copy, without what is kept for replicas that have no room yet, and for those who will move."""
+    room = replace(room.copy(), snapshot=snapshot, _holders=None)
+    for kept in snapshot.kept.values():
+        reservations.take(room, kept)
+    if not any(view.node.subject.startswith(MOVE) for view in snapshot.nodes):
+        return room
+    draft = Draft(snapshot, room, Roster.of(snapshot), [])
+    reserve(draft)
+    return draft.room
+
+
+def reserve(draft: Draft) -> None:
+    """What was bought for a move is kept for those who will move there, unless they may not leave any more, or have
+    become too many for it."""
+    draft.coming.update(_replacements(draft))
+    olds, now_s = _olds(draft, draft.coming), draft.snapshot.at_s
+    for node_id, old in olds.items():
+        new = draft.coming[node_id]
+        row = draft.room.rows[new.node.id]
+        fellows = [other for other in olds.values() if other is old or other.leases & old.leases]
+        if not draft.room.grid.has(row, old.need) or not may_leave(old, now_s):
+            continue
+        if (stance := stance_of(draft.snapshot, old)) is not None and not is_wanted(stance, new):
+            continue
+        if stop_of(draft.roster, fellows, now_s) and all(labels_match(shape.labels, new.labels) for shape in old.asks):
+            draft.promised.add(new.node.id)
+            draft.movable.add(node_id)
+            draft.room.take(new.node.id, old.need)
+
+
+def to_replacements(draft: Draft) -> list[Drain]:
+    """Nodes that are left now: what replaces them is ready."""
+    return [*_to_replacements(draft, draft.coming), *market_migration.decide(draft, MOVE)]
+
+
+def decide(draft: Draft) -> list[Drain | Launch]:
+    """New moves."""
+    return [*Relocation(draft, draft.coming).decide()]
+
+
+def _replacements(draft: Draft) -> dict[str, NodeView]:
+    """Nodes that were bought for a move, are there or coming, and were not taken by others, by the node that they
+    replace."""
+    rows, views = draft.room.rows, draft.roster.views
+    found: dict[str, NodeView] = {}
+    for new in draft.snapshot.nodes:
+        old = views.get(new.node.subject.removeprefix(MOVE)) if new.node.subject.startswith(MOVE) else None
+        if old is None or old.node.state is not NodeState.READY or (row := rows.get(new.node.id)) is None:
+            continue
+        is_whole = draft.room.grid.has(row, new.countable)
+        if is_whole or draft.room.grid.has(row, draft.roster.on(old).need):
+            found[old.node.id] = new
+    return found
+
+
+def _olds(draft: Draft, coming: Mapping[str, NodeView]) -> dict[str, Occupants]:
+    return {node_id: draft.roster.on(draft.roster.views[node_id]) for node_id in coming}
+
+
+def _to_replacements(draft: Draft, coming: Mapping[str, NodeView]) -> Iterator[Drain]:
+    """Drains of nodes whose replacement is ready, and so are those of the rest of their gangs."""
+    olds = _olds(draft, coming)
+    free_to_go = {
+        node_id
+        for node_id in olds.keys() & draft.movable - draft.promised
+        if coming[node_id].node.state is NodeState.READY
+    }
+    waiting = {lease_id for node_id in olds.keys() - free_to_go for lease_id in olds[node_id].leases}
+    for old in olds.values():
+        if (stance := stance_of(draft.snapshot, old)) is not None:
+            misplaced = {lease.id: {*market_migration.wrong(draft, lease, stance)} for lease, _ in old.seats}
+            waiting |= {lease_id for lease_id, nodes in misplaced.items() if not nodes <= free_to_go}
+    for node_id, old in olds.items():
+        if node_id in free_to_go and not old.leases & waiting:
+            new = coming[node_id].node
+            if (stance := stance_of(draft.snapshot, old)) is not None:
+                yield market_migration.drain(old, [new.id], stance, draft.snapshot.at_s)
+                continue
+            saved = old.price_micro_usd_h - new.price_micro_usd_h
+            reason = f"{new.id} ({new.type}) is ready for {old.whom}; saves {format_usd(saved)}/h"
+            yield drain_of(old, reason, saved, draft.snapshot.at_s)

@@ -1,0 +1,261 @@
+"""New moves: who would cost less elsewhere, and whether it pays to go there.
+
+A move must pay back within `PAYBACK_S`, and a gang's within the time for which it has stood as it does: whoever was
+moved is left alone for as long as that cost. Of gangs only those move that may be preempted, or that are elastic and
+keep their minimum.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
+
+import numpy as np
+
+from raytide.autoscaler.disruption.disruption_cost import NOTICE_S, Stop, stop_of
+from raytide.autoscaler.disruption.market_migration import stance_of
+from raytide.autoscaler.disruption.rescheduling import Refuge
+from raytide.autoscaler.nodes.occupancy import Occupants
+from raytide.autoscaler.provisioning.alternatives import rejected
+from raytide.autoscaler.provisioning.plan_builder import Draft
+from raytide.core.money import format_usd
+from raytide.core.objects.gang import Shape
+from raytide.core.objects.node import NodeState
+from raytide.core.objects.plan import Drain, Launch, Rejected
+from raytide.core.objects.snapshot import NodeView
+from raytide.scheduling.offerings import Floats, Ints, Offer
+from raytide.scheduling.placement import spread_over
+from raytide.scheduling.replicas import is_fresh
+
+MOVE = "move "
+PAYBACK_S = 3600.0
+OVERLAP_S = 300.0
+"""How long both nodes are paid for: the start of the new one, and the drain of the old one."""
+DRAIN_S = 600.0
+"""Requests that go on for longer on the old node are cut off."""
+MOST_LEAVING = 0.1
+"""Of all nodes, at once; one may always, and all of one gang."""
+
+_Price = TypeVar("_Price", float, Floats)
+
+
+@dataclass(frozen=True, slots=True)
+class _Purchase:
+    old: Occupants
+    offer: Offer
+    cost_micro_usd_h: float
+    """Of the new node, with what its loss would cost those who move there."""
+
+
+class Relocation:
+    """At most so many nodes as may be left at once, the dearest first. `coming`: replacements, by the node that
+    they are for."""
+
+    def __init__(self, draft: Draft, coming: Mapping[str, NodeView]) -> None:
+        self.draft, self.now_s = draft, draft.snapshot.at_s
+        nodes = draft.snapshot.nodes
+        leaving = sum(view.node.state is NodeState.DRAINING for view in nodes)
+        self.budget = max(1, int(MOST_LEAVING * len(nodes))) - leaving - len(coming)
+        self.going = set(coming)
+        self.heading = {node_id: view.node.zone for node_id, view in coming.items()}
+        """The zone to which the occupants of a node move."""
+        there, gone = (NodeState.READY, NodeState.LAUNCHING), draft.leaving | self.going
+        self.spare = Counter(view.node.type for view in nodes if view.node.state in there and view.node.id not in gone)
+        self.spare.subtract({node_type.name: node_type.min_nodes for node_type in draft.snapshot.node_types})
+        """How many of each type may be left."""
+        self._offers: dict[tuple[object, ...], Ints] = {}
+
+    @cached_property
+    def refuge(self) -> Refuge:
+        refuge = Refuge(self.draft.room)
+        refuge.close(self.going)
+        return refuge
+
+    def decide(self) -> Iterator[Drain | Launch]:
+        views = [view for view in self.draft.snapshot.nodes if self._may_go(view)] if self.budget > 0 else []
+        for view in sorted(views, key=_dearest_first):
+            if self.budget <= 0:
+                return
+            old = self.draft.roster.on(view)
+            if self._may_go(view) and self._may_leave(old):
+                yield from self._move(old)
+
+    def _move(self, old: Occupants) -> Sequence[Drain | Launch]:
+        if not len(self._offers_for(old)) and not self.refuge.may_fit(old):
+            return ()
+        for olds, stop in self._parties(old):
+            if not self._is_within(olds):
+                return ()  # their turn comes, and then they go in one stop
+            if self._may_be_left(olds) and (actions := self._to_free_room(olds, stop) or self._buy(olds, stop)):
+                self.going.update(one.view.node.id for one in olds)
+                self.refuge.close(one.view.node.id for one in olds)
+                self.budget -= len(olds)
+                for one in olds:
+                    self.spare[one.view.node.type] -= 1
+                return actions
+        return ()
+
+    def _may_go(self, view: NodeView) -> bool:
+        """As far as can be told without asking who is there."""
+        node, least_s = view.node, self.draft.snapshot.limits.moves_after_s
+        if node.state is not NodeState.READY or view.is_draining or node.ready_at_s is None or least_s is None:
+            return False
+        is_needed = node.id in self.going or node.id in self.draft.promised or self.spare[node.type] <= 0
+        return not is_needed and self.now_s - node.ready_at_s >= least_s
+
+    def _may_leave(self, old: Occupants) -> bool:
+        """Where gangs with a deadline sit is decided with that in view: see market_moves."""
+        return may_leave(old, self.now_s) and stance_of(self.draft.snapshot, old) is None
+
+    def _is_within(self, olds: Sequence[Occupants]) -> bool:
+        """A gang on more nodes than may leave at once moves when nobody else does."""
+        return len(olds) <= self.budget or not self.going
+
+    def _may_be_left(self, olds: Sequence[Occupants]) -> bool:
+        leaving = Counter(old.view.node.type for old in olds)
+        return all(self.spare[name] >= count for name, count in leaving.items())
+
+    def _parties(self, old: Occupants) -> Iterator[tuple[tuple[Occupants, ...], Stop]]:
+        """The node with those of its gang that would cost less elsewhere and can go in the same stop; then it alone."""
+        roster = self.draft.roster
+        if (alone := stop_of(roster, (old,), self.now_s)) is None:
+            return
+        party: tuple[Occupants, ...] = (old,)
+        stop = alone
+        nodes = {member.node_id for lease, _ in old.seats for member in lease.members} - {old.view.node.id}
+        fellows = [roster.views[node_id] for node_id in nodes if node_id in roster.views]
+        for view in sorted(fellows if len(self._offers_for(old)) else (), key=_dearest_first):
+            other = roster.on(view)
+            if not self._may_go(view) or not self._may_leave(other) or not len(self._offers_for(other)):
+                continue
+            with_it = stop_of(roster, (*party, other), self.now_s)
+            if with_it is not None and with_it.in_place == alone.in_place:
+                party, stop = (*party, other), with_it
+        yield party, stop
+        if len(party) > 1:
+            yield (old,), alone
+
+    def _to_free_room(self, olds: Sequence[Occupants], stop: Stop) -> list[Drain | Launch]:
+        """All of them fit on other nodes that are ready and stay."""
+        saved = sum(old.price_micro_usd_h for old in olds)
+        if not _pays_back(saved, stop.cost_micro_usd, stop) or (seats := self.refuge.seats(olds)) is None:
+            return []
+        self.draft.promised.update(seat.node_id for seat in seats)
+        found: list[Drain | Launch] = []
+        for old in olds:
+            theirs, seats = seats[: len(old.asks)], seats[len(old.asks) :]
+            where = ", ".join(dict.fromkeys(seat.node_id for seat in theirs))
+            reason = f"{old.whom} fit on {where}; saves {format_usd(old.price_micro_usd_h)}/h"
+            if stop.words:
+                reason += f"; the move costs {format_usd(round(stop.cost_micro_usd))} as {stop.words}"
+            found.append(drain_of(old, reason, old.price_micro_usd_h, self.now_s))
+        return found
+
+    def _buy(self, olds: Sequence[Occupants], stop: Stop) -> list[Drain | Launch]:
+        """The cheapest nodes that would hold them, if the move pays back."""
+        market, purchases = self.draft.room.market, list[_Purchase]()
+        for old in olds:
+            if (found := self._purchase(old, len(olds) - 1, stop)) is not None:
+                purchases.append(found)
+                market.buy(found.offer)
+        for purchase in purchases:
+            market.give_back(purchase.offer)
+        cost = sum(_overlap(p.old.price_micro_usd_h, p.offer.price_micro_usd_h) for p in purchases)
+        cost += stop.cost_micro_usd
+        saved = sum(p.old.price_micro_usd_h - p.cost_micro_usd_h for p in purchases)
+        if len(purchases) < len(olds) or not _pays_back(saved, cost, stop):
+            return []
+        self._offers.clear()
+        return [self._launch(purchase, cost, stop) for purchase in purchases]
+
+    def _purchase(self, old: Occupants, others: int, stop: Stop) -> _Purchase | None:
+        """`others`: how many nodes are bought beside it, at about its price."""
+        shelf, rows = self.draft.room.market.shelf, self._offers_for(old)
+        if not len(rows := rows[self.draft.room.market.can_have()[rows] > 0]):
+            return None
+        at_risk = stop.staying_micro_usd_h + others * shelf.price[rows]
+        costs = shelf.cost[rows] + shelf.deaths_per_h[rows] * stop.lost_h * at_risk
+        best = int(costs.argmin())
+        if old.replicas:
+            options = [(cost, cost, at) for at, cost in enumerate(costs.tolist())]
+            best = spread_over(options, lambda at: shelf.offers[rows[at]].zone, self._zones_of(old))[2]
+        return _Purchase(old, shelf.offers[rows[best]], float(costs[best]))
+
+    def _offers_for(self, old: Occupants) -> Ints:
+        """Those that hold all of its occupants, and can be had, by row; none when none would pay back the time in which
+        both nodes are paid for."""
+        if old.asked not in self._offers:
+            market = self.draft.room.market
+            able = (market.shelf.members(Shape.computed(old.need, {})) > 0) & (market.can_have() > 0)
+            for labels in {tuple(shape.labels.items()) for shape in old.asks}:
+                able &= market.shelf.carrying(dict(labels))
+            has_pace = market.launches_left is None or market.launches_left > 0
+            self._offers[old.asked] = np.flatnonzero(able & has_pace)
+        shelf, found, price = self.draft.room.market.shelf, self._offers[old.asked], old.price_micro_usd_h
+        pays = (price - shelf.cost[found]) * PAYBACK_S > _overlap(price, shelf.price[found].astype(float)) * 3600.0
+        return found if pays.any() else found[:0]
+
+    def _zones_of(self, old: Occupants) -> Counter[str]:
+        """Where the other replicas of its endpoints are, or are moving to."""
+        roster, here = self.draft.roster, old.view.node.ray_node_id
+        hosts = [
+            roster.in_ray[node]
+            for name, endpoint in {e.endpoint.name: e for e in old.replicas}.items()
+            if name and endpoint.load
+            for node in endpoint.load.replica_nodes
+            if node in roster.in_ray and node != here
+        ]
+        return Counter(self.heading.get(view.node.id, view.node.zone) for view in hosts)
+
+    def _launch(self, purchase: _Purchase, cost_micro_usd: float, stop: Stop) -> Launch:
+        old, offer, room = purchase.old, purchase.offer, self.draft.room
+        node, saved = old.view.node, old.price_micro_usd_h - offer.price_micro_usd_h
+        asked = Shape.computed(old.need, old.asks[0].labels)
+        others = rejected(room.market, asked, 1, offer)
+        seat = room.buy_offer(offer)
+        room.take(seat.node_id, old.need)
+        self.draft.promised.add(seat.node_id)
+        self.heading[node.id] = offer.zone
+        reason = (
+            f"{offer.name} ({offer.node_type.market} at {format_usd(offer.price_micro_usd_h)}/h) holds {old.whom} of "
+        )
+        reason += f"{node.id} for {format_usd(saved)}/h less; the move costs {format_usd(round(cost_micro_usd))}"
+        reason += f" as {stop.words}" if stop.words else ""
+        stay = Rejected(f"stay on {node.id}", f"costs {format_usd(saved)}/h more", saved)
+        subject = f"{MOVE}{node.id}"
+        return Launch(
+            seat.node_id, seat.node_type, seat.zone, subject, reason, offer.price_micro_usd_h, (stay, *others)
+        )
+
+
+def may_leave(old: Occupants, now_s: float) -> bool:
+    """Whether it is known who is there, and that they are replicas or gangs and nobody else."""
+    if any(endpoint.worth is not None for endpoint in old.replicas):
+        return False  # the serving policy decides where they are: see live_fleet
+    if any(endpoint.endpoint.spec.members > 1 for endpoint in old.replicas):
+        return False  # Serve cannot move one of a replica's members
+    is_one_kind = bool(old.replicas) != bool(old.seats)
+    return is_one_kind and all(is_fresh(endpoint.load, now_s) for endpoint in old.replicas) and old.are_all
+
+
+def drain_of(old: Occupants, reason: str, saved_micro_usd_h: int, now_s: float) -> Drain:
+    node_id, more = old.view.node.id, f"costs {format_usd(saved_micro_usd_h)}/h more"
+    deadline_s = now_s + (NOTICE_S if old.seats else DRAIN_S)
+    stay = Rejected(f"stay on {node_id}", more, saved_micro_usd_h)
+    return Drain(node_id, "notice", deadline_s, reason, -old.price_micro_usd_h, (stay,))
+
+
+def _overlap(price_micro_usd_h: int, other_micro_usd_h: _Price) -> _Price:
+    """What it costs that both nodes are paid for a while."""
+    return (price_micro_usd_h + other_micro_usd_h) * OVERLAP_S / 3600.0
+
+
+def _pays_back(saved_micro_usd_h: float, cost_micro_usd: float, stop: Stop) -> bool:
+    return saved_micro_usd_h * min(PAYBACK_S, stop.stood_s) > cost_micro_usd * 3600.0
+
+
+def _dearest_first(view: NodeView) -> tuple[int, str]:
+    return -view.node.price_micro_usd_h, view.node.id

@@ -1,0 +1,93 @@
+"""Gangs with a deadline go over to the market in which they should sit: from on demand to spot that is cheaper, and
+from spot to on demand when their time runs out.
+
+New nodes are bought first, and the gang works on where it is until all of them are ready. It is asked of nobody whether
+that pays: the deadline policy has weighed it. A node that others use too is not left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from raytide.autoscaler.disruption.disruption_cost import NOTICE_S, stop_of
+from raytide.autoscaler.nodes.occupancy import Occupants
+from raytide.autoscaler.provisioning.plan_builder import Draft
+from raytide.core.objects.gang import Lease, Shape
+from raytide.core.objects.node import NodeState
+from raytide.core.objects.plan import Drain
+from raytide.core.objects.snapshot import NodeView, Snapshot, Stance
+from raytide.scheduling.diagnosis import Shortfall
+from raytide.scheduling.market_constraint import bound, may_sit
+from raytide.scheduling.placement import Seat
+from raytide.scheduling.state import Room
+
+
+def stance_of(snapshot: Snapshot, old: Occupants) -> Stance | None:
+    """Of the one gang on this node; None when it has no deadline to keep."""
+    stances = (snapshot.stances.get(lease.job_id) for lease, _ in old.seats)
+    return next((stance for stance in stances if stance is not None and stance.markets is not None), None)
+
+
+def is_wanted(stance: Stance, new: NodeView) -> bool:
+    """Whether a node that was bought for a gang is still of the market where that should sit."""
+    return stance.wanted is new.node.market
+
+
+def drain(old: Occupants, new_ids: Sequence[str], stance: Stance, now_s: float) -> Drain:
+    reason = f"{', '.join(new_ids)} is ready for {old.whom}: {stance.reason}"
+    return Drain(old.view.node.id, "notice", now_s + NOTICE_S, reason, -old.price_micro_usd_h)
+
+
+def decide(draft: Draft, move: str) -> Iterator[Drain]:
+    """Buys what is missing, and leaves nodes whose gang has room that is there for all of them."""
+    for lease in draft.snapshot.leases:
+        stance = draft.snapshot.stances.get(lease.job_id)
+        if stance is None or not (olds := _misplaced(draft, lease, stance)):
+            continue
+        missing = [old for old in olds if old.view.node.id not in draft.coming]
+        if not missing or stop_of(draft.roster, olds, draft.snapshot.at_s) is None:
+            continue
+        if _seats(draft.room.copy(), missing, stance) is None:
+            continue
+        seats = _seats(draft.room, missing, stance)
+        assert seats is not None
+        draft.promised.update(seat.node_id for seat in seats)
+        for old, seat in zip(missing, seats, strict=True):
+            if seat.is_new:
+                why = f"for {lease.job_id} in place of {old.view.node.id}: {stance.reason}"
+                draft.buy(seat, f"{move}{old.view.node.id}", why)
+        new_ids = {old.view.node.id: seat.node_id for old, seat in zip(missing, seats, strict=True)}
+        new_ids |= {id: draft.coming[id].node.id for id in draft.movable & draft.coming.keys()}
+        if all(_is_ready(draft, new_ids.get(old.view.node.id, "")) for old in olds):
+            yield from (drain(old, [new_ids[old.view.node.id]], stance, draft.snapshot.at_s) for old in olds)
+
+
+def wrong(draft: Draft, lease: Lease, stance: Stance) -> dict[str, NodeView]:
+    """Its nodes of other markets than the wanted one."""
+    views = ((id, draft.roster.views.get(id)) for id in sorted({m.node_id for m in lease.members if m.holds}))
+    return {id: view for id, view in views if view is not None and not is_wanted(stance, view)}
+
+
+def _misplaced(draft: Draft, lease: Lease, stance: Stance) -> list[Occupants]:
+    """Its nodes of other markets than the wanted one, if it may sit there and can be taken from all of them."""
+    if not may_sit(lease.shape, stance):
+        return []
+    olds = [draft.roster.on(view) for view in wrong(draft, lease, stance).values()]
+    return olds if all(old.are_only(lease) and old.view.node.state is NodeState.READY for old in olds) else []
+
+
+def _seats(room: Room, olds: Sequence[Occupants], stance: Stance) -> list[Seat] | None:
+    """For all who are on each of these nodes, one node of the wanted market; None when one has none."""
+    found: list[Seat] = []
+    for old in olds:
+        (shape,) = bound([Shape.computed(old.need, old.asks[0].labels)], stance)[:1]
+        seats = room.place(shape, 1, subject="")
+        if isinstance(seats, Shortfall):
+            return None
+        found += seats
+    return found
+
+
+def _is_ready(draft: Draft, node_id: str) -> bool:
+    view = draft.roster.views.get(node_id)
+    return view is not None and view.node.state is NodeState.READY

@@ -1,0 +1,84 @@
+"""Which nodes go: idle ones that nobody was promised, and those whose drain or launch has run out of time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator
+
+from raytide.autoscaler.nodes.instances import NEVER_JOINED
+from raytide.core.money import format_usd
+from raytide.core.objects.node import NodeState, NodeType
+from raytide.core.objects.plan import Drain, Rejected, Terminate, Wait
+from raytide.core.objects.snapshot import NodeView, Snapshot
+
+IDLE_DRAIN_S = 30.0
+"""Ray wants a deadline for every drain; an idle node has nothing to finish by it."""
+
+
+def overdue(snapshot: Snapshot) -> Iterator[Drain | Terminate]:
+    """Drained nodes that are out of time or empty, notices that Ray has not heard, launches that never joined."""
+    types = {t.name: t for t in snapshot.node_types}
+    yield from past_deadline(snapshot)
+    for view in snapshot.nodes:
+        if view.node.state is NodeState.DRAINING:
+            yield from _draining(view, snapshot.at_s)
+        elif view.node.state in (NodeState.REQUESTED, NodeState.LAUNCHING) and view.node.type in types:
+            yield from _launching(view, types[view.node.type], snapshot.at_s)
+
+
+def past_deadline(snapshot: Snapshot) -> Iterator[Terminate]:
+    """Nodes that the provider takes back now, whatever else is known."""
+    for view in snapshot.nodes:
+        deadline_s = view.node.drain_deadline_s
+        if view.node.state is NodeState.DRAINING and deadline_s is not None and deadline_s <= snapshot.at_s:
+            yield Terminate(view.node.id, f"its deadline has passed: {view.node.reason}")
+
+
+def idle(snapshot: Snapshot, *, keep: Collection[str], leaving: Collection[str]) -> Iterator[Drain | Wait]:
+    """Drains that Ray refuses if anything runs there, so that a task that starts meanwhile is safe. `leaving`: nodes
+    that go anyhow."""
+    types = {t.name: t for t in snapshot.node_types}
+    kept, gone = {*keep, *_seats_taken(snapshot), *leaving}, (NodeState.TERMINATING, NodeState.DRAINING)
+    stay = (view.node for view in snapshot.nodes if view.node.state not in gone)
+    staying = Counter(node.type for node in stay if node.id not in leaving)
+    free = [v for v in snapshot.nodes if v.idle_s > 0 and v.node.state is NodeState.READY and v.node.id not in kept]
+    for view in sorted(free, key=lambda view: (len(view.node.id), view.node.id), reverse=True):
+        node, node_type = view.node, types.get(view.node.type)
+        timeout_s = node_type.idle_timeout_s if node_type else 0.0
+        min_nodes = node_type.min_nodes if node_type else 0
+        if staying[node.type] <= min_nodes or view.idle_s < timeout_s:
+            continue
+        if view.busy:
+            yield Wait(node.id, "signal", view.busy)
+        else:
+            staying[node.type] -= 1
+            price, saved = node.price_micro_usd_h, format_usd(node.price_micro_usd_h)
+            reason = f"idle for {view.idle_s:.0f} s (limit {timeout_s:.0f} s); saves {saved}/h"
+            keeping = Rejected(f"keep {node.id}", f"costs {saved}/h, and nobody is promised room on it", price)
+            yield Drain(node.id, "idle", snapshot.at_s + IDLE_DRAIN_S, reason, -price, (keeping,))
+
+
+def _draining(view: NodeView, now_s: float) -> Iterator[Drain | Terminate]:
+    node = view.node
+    if view.is_draining and _is_empty(view):
+        yield Terminate(node.id, f"drained and empty: {node.reason}")
+    elif not view.is_draining and node.drain_deadline_s is not None and node.drain_deadline_s > now_s:
+        yield Drain(node.id, "notice", node.drain_deadline_s, node.reason)
+
+
+def _launching(view: NodeView, node_type: NodeType, now_s: float) -> Iterator[Terminate]:
+    age_s = now_s - view.node.requested_at_s
+    if age_s > node_type.launch_timeout_s:
+        reason = f"{NEVER_JOINED} {node_type.launch_timeout_s:.0f} s of its launch"
+        yield Terminate(view.node.id, reason, -view.node.price_micro_usd_h)
+
+
+def _seats_taken(snapshot: Snapshot) -> set[str]:
+    """Nodes of members, and of replicas by the last word that was heard, however old."""
+    seated = {member.node_id for lease in snapshot.leases for member in lease.members if member.node_id}
+    hosts = {node for view in snapshot.endpoints if view.load for node in view.load.replica_nodes} - {""}
+    return seated | {view.node.id for view in snapshot.nodes if view.node.ray_node_id in hosts}
+
+
+def _is_empty(view: NodeView) -> bool:
+    return all(view.available.get(name, 0.0) >= amount for name, amount in view.total.items())

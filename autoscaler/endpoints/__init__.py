@@ -1,0 +1,1 @@
+"""The number of replicas of each endpoint, and their nodes."""

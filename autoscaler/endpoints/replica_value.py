@@ -1,0 +1,177 @@
+"""What the replicas of one endpoint are worth, learned from what was served: how many spare enough late requests for
+the price of spot, and how many for that of on demand. No clock and no I/O.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from raytide.autoscaler.endpoints.forecast import UsualRate
+from raytide.autoscaler.endpoints.queue_simulator import Counted, Floats, PaperFleets, ReplicaSpeed, Served
+from raytide.autoscaler.endpoints.replica_placement import NOTICED_S
+from raytide.autoscaler.endpoints.slo_price import SloPrice
+from raytide.autoscaler.endpoints.worth import NodeCount, late_with_losses, spared_by_draining
+from raytide.autoscaler.spot.reclaim_hazard import Hazard
+from raytide.core.config import Config
+from raytide.core.objects.endpoint import Worth
+
+TOLD_AFTER_S = 120.0
+"""What a request brought is told this long after it arrived: nearly all have their last token by then."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServingGoal:
+    slo_ttft_s: float
+    slo_target: float
+    min_replicas: int
+    max_replicas: int
+    """While on-demand replicas wait for their spot replacements there may be more."""
+    cold_start_s: float
+    speed: ReplicaSpeed
+    ondemand_usd_h: float
+    spot_usd_h: Mapping[str, float]
+    """By pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """What the replicas told since the last look."""
+
+    at_s: float
+    dt_s: float
+    requests: int
+    missed: int
+    """Requests of which it is certain since the last look that their first token was late."""
+    ongoing: float
+    """Requests in flight and waiting."""
+    served: Served
+    held: Mapping[str, float]
+    """Spot replicas that stay, those that start included, by pool; where replicas do not all do alike, what they do,
+    in units of one where it does least."""
+    ready: float
+    """The same of those that answer, whatever they run on."""
+
+
+class Past(Config):
+    """What takes days to learn, as it is kept for the next controller."""
+
+    slo_ttft_s: float
+    slo_target: float
+    max_replicas: int
+    paper: Counted
+    price_moved: float
+    day_requests: float
+
+
+@dataclass(slots=True)
+class Memory:
+    goal: ServingGoal
+    paper: PaperFleets
+    price: SloPrice
+    usual: UsualRate = field(default_factory=UsualRate)
+    late_per_h: Floats = field(default_factory=lambda: np.zeros(1))
+    """That are expected with 0, 1, 2... replicas while nothing is taken back."""
+    spot: NodeCount = field(default_factory=NodeCount)
+    ondemand: NodeCount = field(default_factory=NodeCount)
+    _usual_at: deque[tuple[float, float]] = field(default_factory=deque)
+    """(when, requests a second), back to one cold start before the last requests that were served."""
+
+    @classmethod
+    def of(cls, goal: ServingGoal) -> Memory:
+        return cls(goal, PaperFleets(goal.max_replicas, goal.speed, goal.slo_ttft_s), SloPrice(goal.slo_target))
+
+    def learn(self, heard: Heard, hazard: Hazard) -> None:
+        """`hazard` has seen all that was lost until now."""
+        self.usual.observe(heard.requests, heard.dt_s)
+        self._usual_at.append((heard.at_s, self.usual.rps))
+        while len(self._usual_at) > 1 and self._usual_at[1][0] <= heard.served.from_s - self._recovery_s:
+            self._usual_at.popleft()
+        self.paper.observe(heard.served, self._usual_at[0][1])
+        self.price.observe(heard.requests, heard.missed, self.usual.rps, heard.dt_s)
+        self.late_per_h = self.paper.late_per_h(self.usual.rps)
+        self._count(heard, hazard)
+
+    def worth(self, hazard: Hazard) -> Worth:
+        return Worth(
+            spot=self.spot.count,
+            ondemand=self.ondemand.count,
+            late_usd=self._late_usd,
+            late_per_h=tuple(self.late_per_h.tolist()),
+            usual_rps=self.usual.rps,
+            together=hazard.together,
+        )
+
+    @property
+    def past(self) -> Past:
+        return Past(
+            slo_ttft_s=self.goal.slo_ttft_s,
+            slo_target=self.goal.slo_target,
+            max_replicas=self.goal.max_replicas,
+            paper=self.paper.counted,
+            price_moved=self.price.moved,
+            day_requests=self.price.day_requests,
+        )
+
+    def recall(self, past: Past) -> None:
+        """Nothing, if it was of another goal."""
+        if _fixed(past) == _fixed(self.goal):
+            self.paper.recall(past.paper)
+            self.price.moved, self.price.day_requests = past.price_moved, past.day_requests
+
+    def is_for(self, goal: ServingGoal) -> bool:
+        """Prices and speeds change with time; what the paper fleets count is another goal's."""
+        return _fixed(self.goal) == _fixed(goal)
+
+    def aim(self, goal: ServingGoal) -> None:
+        """At a goal that it is for."""
+        self.goal = goal
+        self.paper.run_at(goal.speed)
+
+    @property
+    def _recovery_s(self) -> float:
+        """From a loss to the first request of what replaces it."""
+        return self.goal.cold_start_s + NOTICED_S
+
+    @property
+    def _late_usd(self) -> float:
+        """What it is worth that a request is not late."""
+        return self.price.usd(self.paper.request_s, self.goal.ondemand_usd_h)
+
+    @property
+    def _work(self) -> float:
+        """The replicas that the usual requests keep busy; fewer would fall behind for ever."""
+        return self.usual.rps * self.paper.request_s
+
+    def _count(self, heard: Heard, hazard: Hazard) -> None:
+        """More spot would be spread as what is held; more on demand would not be lost with it."""
+        goal, held, total = self.goal, heard.held, np.arange(self.goal.max_replicas + 1)
+        losses = list(hazard.losses(held, heard.at_s, self._recovery_s))
+        shares = np.array([share for share, _ in losses])
+        lost = np.array([[sum(held[zone] for zone in zones)] for _, zones in losses]).reshape(-1, 1)
+        as_now, fixed = total * lost / max(sum(held.values()), 1), np.minimum(total, lost)
+        drained = self._drained(heard.ongoing, heard.ready)
+        spot_usd_h = min(goal.spot_usd_h.values(), default=goal.ondemand_usd_h)
+        for nodes, usd_h, gone in ((self.spot, spot_usd_h, as_now), (self.ondemand, goal.ondemand_usd_h, fixed)):
+            missing = np.maximum(gone * hazard.lost_share, 1.0)
+            spared = -np.diff(late_with_losses(self.late_per_h, shares, missing))
+            nodes.update(spared * self._late_usd + drained, usd_h, usd_h * goal.cold_start_s / 3600.0, heard.dt_s)
+            nodes.count = max(nodes.count, goal.min_replicas, min(math.ceil(self._work), goal.max_replicas))
+
+    def _drained(self, ongoing: float, ready: float) -> Floats:
+        """What each node is worth for working off what will wait when a launch of now is ready."""
+        goal, waiting = self.goal, ongoing - self.usual.rps * self.paper.in_flight_s
+        backlog_s = waiting * self.paper.request_s + (self._work - ready) * goal.cold_start_s
+        if waiting <= 0 or backlog_s <= 0:
+            return np.zeros(goal.max_replicas)
+        return spared_by_draining(
+            self._late_usd, self.usual.rps, self._work, backlog_s, goal.cold_start_s, goal.max_replicas
+        )
+
+
+def _fixed(goal: ServingGoal | Past) -> tuple[float, float, int]:
+    return goal.slo_ttft_s, goal.slo_target, goal.max_replicas

@@ -1,0 +1,212 @@
+"""What each endpoint is asked, from the counters of its replicas: rates of the last half minute, and the usual rate,
+which is the forecast; and what a replica of it does on each type of node and how long it takes to start, where that
+was not configured. A new controller begins anew, with rates too low rather than too high, and with what was learned of
+replicas before.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+
+from raytide.autoscaler.endpoints.cold_start import Start, StartMeter
+from raytide.autoscaler.endpoints.forecast import UsualRate
+from raytide.autoscaler.endpoints.load_target import request_s
+from raytide.autoscaler.endpoints.replica_throughput import SpeedMeter
+from raytide.autoscaler.endpoints.request_log import Words
+from raytide.core.objects.endpoint import Counters, Endpoint, EndpointLoad, ServeSpec, Speed, Traffic
+from raytide.core.objects.gang import Shape
+from raytide.core.objects.node import Node, NodeType
+from raytide.core.objects.snapshot import Paces
+from raytide.scheduling.diagnosis import copies, open_zones
+from raytide.scheduling.throughput import Kinds, per_work
+
+WINDOW_S = 30.0
+MANY = 100
+"""Requests whose mean says what is asked; before, `TYPICAL` does."""
+TYPICAL = 1000.0, 250.0
+"""Prompt and output tokens of a request."""
+
+Key = tuple[str, float, str]
+"""An endpoint's name, time of creation and what it serves: a later one of that name is another, and so is one that
+serves another model from now on."""
+Speeds = Mapping[Key, dict[str, Speed]]
+"""By endpoint and node type."""
+Starts = Mapping[Key, tuple[Start, ...]]
+"""By endpoint, the last ones."""
+
+
+@dataclass(slots=True)
+class TrafficMeter:
+    """Of one endpoint."""
+
+    spec: ServeSpec
+    menu: Mapping[str, NodeType] = field(default_factory=dict)
+    """Node types that could hold a replica."""
+    kinds: Kinds = field(default_factory=Kinds)
+    usual: UsualRate = field(default_factory=UsualRate)
+    words: Words = field(default_factory=Words)
+    speeds: dict[str, SpeedMeter] = field(default_factory=dict)
+    """By node type."""
+    starts: StartMeter = field(default_factory=StartMeter)
+    total: Counters = field(default_factory=Counters)
+    window: deque[tuple[float, Counters]] = field(default_factory=deque)
+    """(when, total until then)"""
+    began_s: float | None = None
+    request_s: float | None = None
+
+    def serve(self, spec: ServeSpec, node_types: Iterable[NodeType]) -> None:
+        """From now on."""
+        shape = Shape(resources=spec.resources, labels=spec.labels)
+        able = [t for t in node_types if t.max_nodes and copies(spec.resources, t.resources) and open_zones(shape, t)]
+        self.spec, self.kinds = spec, Kinds.of(able, spec.resources)
+        self.menu = {node_type.name: node_type for node_type in able}
+
+    def observe(self, load: EndpointLoad, hosts: Mapping[str, Node]) -> Traffic:
+        """`hosts`: by Ray's id of the node."""
+        self._count(load, hosts)
+        self.starts.hear(load, hosts, self.spec.name)
+        if self.window and load.at_s > self.window[-1][0]:
+            at_s, total = self.window[-1]
+            self.usual.observe(round(self.total.requests - total.requests), load.at_s - at_s)
+        if self.window and load.at_s < self.window[-1][0]:  # the clock was set back
+            self.window.clear()
+            self.began_s = None
+        if not self.window or load.at_s > self.window[-1][0]:  # the same word is looked at at every tick
+            self.window.append((load.at_s, self.total))
+        while self.window[0][0] < load.at_s - WINDOW_S:
+            self.window.popleft()
+        lately = self.total.since(self.window[0][1])
+        types = [hosts[node].type if node in hosts else "" for node in load.replica_nodes]
+        speeds = {**self.learned, **self.spec.replicas.speed}
+        too_slow, paces = self._paces(speeds)
+        speed = _slowest(speeds, paces) if paces else speed_of(speeds, types)
+        self._price(lately, speed)
+        self.began_s = load.at_s if self.began_s is None else self.began_s
+        rps, usual_rps = lately.requests / WINDOW_S, self.usual.rps if load.at_s - self.began_s >= WINDOW_S else 0.0
+        return Traffic(
+            requests_rps=rps,
+            prompt_tps=lately.prompt_tokens / WINDOW_S,
+            output_tps=lately.output_tokens / WINDOW_S,
+            ttft_s=lately.first_token_s / lately.first_tokens if lately.first_tokens >= 1 else None,
+            ahead_rps=max(rps, usual_rps),
+            request_s=self.request_s,
+            speed=speed,
+            paces=paces,
+            held=tuple(paces.get(node_type, 1.0) for node_type in types) if paces else (),
+            next_pace=self._next_pace(paces) if paces else 1.0,
+            too_slow=too_slow,
+            cold_start_s=self.starts.cold_start_s,
+        )
+
+    @property
+    def learned(self) -> dict[str, Speed]:
+        """By node type."""
+        return {name: speed for name, meter in self.speeds.items() if (speed := meter.speed) is not None}
+
+    def _paces(self, speeds: Mapping[str, Speed]) -> tuple[tuple[str, ...], Paces]:
+        """Where even the mean prompt is late, if it is not everywhere; and what a replica does on each node type."""
+        if self.spec.members > 1 or len(self.kinds.said) < 2:
+            return (), {}
+        asked, slo_s = self._asked, self.spec.replicas.slo_ttft_s
+        known = {name: speed for name, speed in speeds.items() if name in self.menu}
+        late = {name for name, speed in known.items() if slo_s is not None and asked[0] / speed.prefill_tps > slo_s}
+        kinds = {self.kinds.types[name] for name in late}
+        too_slow = tuple(name for name, kind in self.kinds.types.items() if kind in kinds)
+        paces = self.kinds.paces({name: 1.0 / request_s(*asked, speed) for name, speed in known.items()})
+        return too_slow if len(too_slow) < len(self.menu) else (), paces
+
+    @property
+    def _asked(self) -> tuple[float, float]:
+        """Prompt and output tokens of a request, on average."""
+        done, prompt, output = self.total.finished, self.total.prompt_tokens, self.total.output_tokens
+        return TYPICAL if done < MANY or prompt + output <= 0 else (prompt / done, output / done)
+
+    def _next_pace(self, paces: Paces) -> float:
+        costs = {name: t.price_micro_usd_h / copies(self.spec.resources, t.resources) for name, t in self.menu.items()}
+        return paces[min(costs, key=lambda name: (per_work(costs[name], name, paces), -paces[name]))]
+
+    def _count(self, load: EndpointLoad, hosts: Mapping[str, Node]) -> None:
+        for word in self.words.new(load):
+            self.total = self.total.plus(word.counted)
+            if (host := hosts.get(word.replica.node)) is not None:
+                self.speeds.setdefault(host.type, SpeedMeter()).hear(word)
+        for meter in self.speeds.values():
+            meter.forget_others(load.replicas)
+
+    def _price(self, lately: Counters, speed: Speed | None) -> None:
+        """The last one holds while nothing is asked."""
+        if speed is None:
+            self.request_s = None
+        elif lately.requests >= 1:
+            each = lately.prompt_tokens / lately.requests, lately.output_tokens / lately.requests
+            self.request_s = request_s(*each, speed)
+
+
+class Traffics:
+    """All endpoints'. `speeds` and `starts`: what was learned of them before."""
+
+    def __init__(
+        self, node_types: Sequence[NodeType], speeds: Speeds | None = None, starts: Starts | None = None
+    ) -> None:
+        self._node_types, self._speeds, self._starts = node_types, speeds or {}, starts or {}
+        self._meters: dict[Key, TrafficMeter] = {}
+
+    @property
+    def learned(self) -> Speeds:
+        return {key: found for key, meter in self._meters.items() if (found := meter.learned)}
+
+    @property
+    def starts(self) -> Starts:
+        return {key: tuple(meter.starts.starts) for key, meter in self._meters.items() if meter.starts.starts}
+
+    def measured(
+        self, loads: Mapping[str, EndpointLoad], endpoints: Iterable[Endpoint], nodes: Iterable[Node]
+    ) -> dict[str, EndpointLoad]:
+        """The loads with their traffic."""
+        hosts = {node.ray_node_id: node for node in nodes if node.ray_node_id} if loads else {}
+        measured, before = {}, self._meters
+        self._meters = {}
+        for endpoint in endpoints:
+            key = key_of(endpoint)
+            meter = self._meters[key] = before.get(key) or self._meter(key, endpoint.spec)
+            if meter.spec != endpoint.spec:
+                meter.serve(endpoint.spec, self._node_types)
+            if (load := loads.get(endpoint.name)) is not None:
+                measured[endpoint.name] = replace(load, traffic=meter.observe(load, hosts))
+        return measured
+
+    def _meter(self, key: Key, spec: ServeSpec) -> TrafficMeter:
+        meter = TrafficMeter(spec)
+        meter.serve(spec, self._node_types)
+        meter.speeds = {name: SpeedMeter(speed) for name, speed in self._speeds.get(key, {}).items()}
+        meter.starts.starts.extend(self._starts.get(key, ()))
+        return meter
+
+
+def key_of(endpoint: Endpoint) -> Key:
+    return endpoint.name, endpoint.created_at_s, endpoint.spec.served
+
+
+def _slowest(speeds: Mapping[str, Speed], paces: Paces) -> Speed | None:
+    """Of a replica where it does least; as the slowest that is known says, when that is another one."""
+    known = [name for name in speeds if name in paces]
+    if not known:
+        return speed_of(speeds, ())
+    name = min(known, key=lambda name: (paces[name], name))
+    speed, pace = speeds[name], paces[name]
+    return Speed(prefill_tps=speed.prefill_tps / pace, slots=speed.slots, tpot_ms=speed.tpot_ms * pace)
+
+
+def speed_of(speeds: Mapping[str, Speed], node_types: Iterable[str]) -> Speed | None:
+    """The mean over replicas on these node types, over all types if none of these was measured; None when none was."""
+    known = [speeds[name] for name in node_types if name in speeds] or list(speeds.values())
+    if not known:
+        return None
+    return Speed(
+        prefill_tps=fmean(speed.prefill_tps for speed in known),
+        slots=round(fmean(speed.slots for speed in known)),
+        tpot_ms=fmean(speed.tpot_ms for speed in known),
+    )

@@ -1,0 +1,1 @@
+"""The life of nodes: launch, back-off, occupancy, idleness, utilization, spend."""

@@ -1,0 +1,194 @@
+"""The life of a node, as pure functions: what was seen moves it forward, what was decided is recorded, then done.
+
+REQUESTED -> LAUNCHING (the provider lists it) -> READY (Ray lists it alive) -> DRAINING (a notice, or Ray accepted a
+drain) -> TERMINATING -> GONE (the provider ended it). Every step can be repeated after a crash: `overdue` lists what
+was decided and not done yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from raytide.autoscaler.providers.base import Machine, Notice
+from raytide.autoscaler.ray_node import RayNode
+from raytide.core.objects.node import Market, Node, NodeState, NodeType
+from raytide.core.objects.plan import Drain, Launch, Terminate
+
+TAKEN_BACK = "the provider takes it back"
+UNASKED = "ended by the provider"
+NEVER_JOINED = "it did not join within"
+GIVEN_UP = "given up before it joined"
+
+RAY_GRACE_S = 30.0
+"""A machine that runs without its Ray node for longer is of no use to anybody."""
+
+DRAINED_BY_OTHERS_S = 600.0
+"""A node that somebody else drained takes no new work: whatever stays on it has this long to end."""
+
+
+def observe(
+    nodes: Iterable[Node],
+    machines: Iterable[Machine] | None,
+    ray_nodes: Iterable[RayNode] | None,
+    notices: Iterable[Notice],
+    now_s: float,
+) -> tuple[Node, ...]:
+    """Every node moved forward by what was seen. None means that the provider, or Ray, could not be asked: nothing is
+    concluded from its silence."""
+    listed = None if machines is None else {machine.node_id: machine for machine in machines}
+    in_ray = None if ray_nodes is None else by_node_id(ray_nodes)
+    told = {notice.node_id: notice for notice in notices}
+    moved = []
+    for node in nodes:
+        if listed is not None:
+            node = from_provider(node, listed.get(node.id), told.get(node.id), now_s)
+        if in_ray is not None:
+            node = from_ray(node, in_ray.get(node.id), now_s)
+        moved.append(node)
+    return tuple(moved)
+
+
+def from_provider(node: Node, machine: Machine | None, notice: Notice | None, now_s: float) -> Node:
+    if node.state is NodeState.GONE:
+        return node
+    if machine is None:
+        return node if node.state is NodeState.REQUESTED else _unlisted(node, now_s)
+    if (node.started_at_s, node.price_micro_usd_h) != (machine.started_at_s, machine.price_micro_usd_h):
+        node = replace(node, started_at_s=machine.started_at_s, price_micro_usd_h=machine.price_micro_usd_h)
+    if machine.ended_at_s is not None:
+        return _gone(node, machine.ended_at_s, _why_ended(node, machine.reason))
+    if node.state is NodeState.REQUESTED:
+        node = replace(node, state=NodeState.LAUNCHING, address=machine.address, reason="the provider has it")
+    return node if notice is None else _noticed(node, notice)
+
+
+def from_ray(node: Node, in_ray: RayNode | None, now_s: float) -> Node:
+    alive = in_ray if in_ray is not None and in_ray.is_alive else None
+    if node.state is NodeState.LAUNCHING and alive is not None:
+        node = replace(node, state=NodeState.READY, ready_at_s=now_s, reason="joined Ray")
+    if node.state not in (NodeState.READY, NodeState.DRAINING):
+        return node
+    if alive is None:
+        return _without_ray(node, was_told=in_ray is not None, now_s=now_s)
+    address = alive.address or node.address
+    if (node.ray_node_id, node.address, node.lost_at_s) != (alive.ray_node_id, address, None):
+        node = replace(node, ray_node_id=alive.ray_node_id, address=address, lost_at_s=None)
+    if node.state is NodeState.READY and alive.is_draining:
+        deadline_s = now_s + DRAINED_BY_OTHERS_S
+        return replace(node, state=NodeState.DRAINING, drain_deadline_s=deadline_s, reason="somebody drains it in Ray")
+    return node
+
+
+def requested(launch: Launch, node_type: NodeType, now_s: float) -> Node:
+    """The record of a launch that was decided; persist it before the provider is asked."""
+    return Node(
+        id=launch.node_id,
+        type=node_type.name,
+        zone=launch.zone,
+        market=node_type.market,
+        price_micro_usd_h=launch.cost_micro_usd_h or node_type.price_in(launch.zone),
+        state=NodeState.REQUESTED,
+        requested_at_s=now_s,
+        subject=launch.subject,
+        reason=launch.reason,
+    )
+
+
+def was_taken_back(node: Node) -> bool:
+    """Whether it is a spot node that the provider has ended, or will, without being asked."""
+    return node.market is Market.SPOT and (TAKEN_BACK in node.reason or UNASKED in node.reason)
+
+
+def was_given_up(node: Node) -> bool:
+    """Whether it was ended by us while it still might have joined, which says nothing of its pool."""
+    return node.reason.startswith(GIVEN_UP)
+
+
+def refused(node: Node, why: str, now_s: float) -> Node:
+    """The provider had none: the node never was, and nothing is billed."""
+    return _gone(node, now_s, why)
+
+
+def drained(node: Node, drain: Drain) -> Node:
+    """The record after Ray accepted an idle drain. Ask Ray first: it refuses when something runs there."""
+    if node.state is not NodeState.READY:
+        return node
+    return replace(node, state=NodeState.DRAINING, reason=drain.reason)
+
+
+def terminating(node: Node, terminate: Terminate) -> Node:
+    """The record of an end that was decided; persist it before the provider is asked."""
+    if node.state is NodeState.GONE:
+        return node
+    is_given_up = node.ready_at_s is None and not terminate.reason.startswith(NEVER_JOINED)
+    reason = f"{GIVEN_UP}: {terminate.reason}" if is_given_up else terminate.reason
+    return replace(node, state=NodeState.TERMINATING, reason=reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Overdue:
+    """Calls that must still reach the provider. All are idempotent there."""
+
+    launch: tuple[Node, ...] = ()
+    terminate: tuple[str, ...] = ()
+
+
+def overdue(nodes: Iterable[Node], machines: Iterable[Machine]) -> Overdue:
+    """What the records say should be and the provider does not show: after a crash, and after calls that failed.
+
+    A machine that runs and has no record is ended too: records come first, so nobody can be using it.
+    """
+    records: Mapping[str, Node] = {node.id: node for node in nodes}
+    listed = {machine.node_id: machine for machine in machines}
+    launch = [n for n in records.values() if n.state is NodeState.REQUESTED and n.id not in listed]
+    wanted = {n.id for n in records.values() if n.state not in (NodeState.TERMINATING, NodeState.GONE)}
+    unwanted = [m.node_id for m in listed.values() if m.ended_at_s is None and m.node_id not in wanted]
+    return Overdue(tuple(launch), tuple(unwanted))
+
+
+def by_node_id(ray_nodes: Iterable[RayNode]) -> dict[str, RayNode]:
+    """Ray's nodes under our ids; where a machine's raylet was started again, the one that lives."""
+    found: dict[str, RayNode] = {}
+    for node in ray_nodes:
+        if node.node_id:
+            known = found.setdefault(node.node_id, node)
+            if known is not node and (known.is_alive, known.ray_node_id) <= (node.is_alive, node.ray_node_id):
+                found[node.node_id] = node
+    return found
+
+
+def _noticed(node: Node, notice: Notice) -> Node:
+    if node.state is NodeState.LAUNCHING:
+        return replace(node, state=NodeState.TERMINATING, reason=f"{TAKEN_BACK} before it joined")
+    if node.state not in (NodeState.READY, NodeState.DRAINING):
+        return node
+    known = node.drain_deadline_s
+    deadline_s = notice.deadline_s if known is None else min(notice.deadline_s, known)
+    return replace(node, state=NodeState.DRAINING, drain_deadline_s=deadline_s, reason=TAKEN_BACK)
+
+
+def _without_ray(node: Node, *, was_told: bool, now_s: float) -> Node:
+    """Ray does not have it. A drained raylet that Ray reports dead left on purpose; any other gets a grace."""
+    if node.state is NodeState.DRAINING and was_told:
+        return replace(node, state=NodeState.TERMINATING, reason=f"{node.reason}; its Ray node has left")
+    if node.lost_at_s is None:
+        return replace(node, lost_at_s=now_s)
+    if now_s - node.lost_at_s <= RAY_GRACE_S:
+        return node
+    return replace(node, state=NodeState.TERMINATING, reason=f"its Ray node has been dead for {RAY_GRACE_S:.0f} s")
+
+
+def _unlisted(node: Node, now_s: float) -> Node:
+    """It was listed once, or its end was decided before it was bought."""
+    return _gone(node, now_s, _why_ended(node, "it is not listed any more"))
+
+
+def _why_ended(node: Node, word: str) -> str:
+    """Our own reason says more than the provider's word for what we asked of it."""
+    is_asked = node.state in (NodeState.DRAINING, NodeState.TERMINATING)
+    return node.reason if is_asked else f"{UNASKED}: {word}" if word else UNASKED
+
+
+def _gone(node: Node, ended_at_s: float, reason: str) -> Node:
+    return replace(node, state=NodeState.GONE, ended_at_s=ended_at_s, reason=reason)

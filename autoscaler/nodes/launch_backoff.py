@@ -1,0 +1,50 @@
+"""The launch history of each (node type, zone): after a failure it rests, twice as long after each further one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from raytide.autoscaler.nodes.instances import was_given_up
+from raytide.core.objects.node import Node, NodeState
+from raytide.core.objects.snapshot import Pool
+
+FIRST_REST_S = 30.0
+LONGEST_REST_S = 1800.0
+
+_COMING = (NodeState.REQUESTED, NodeState.LAUNCHING)
+_LOST = (NodeState.TERMINATING, NodeState.GONE)
+
+
+def after_failure(pool: Pool, now_s: float, reason: str) -> Pool:
+    failures = pool.failures + 1
+    return replace(pool, failures=failures, retry_at_s=now_s + _rest_s(failures), reason=reason)
+
+
+def after_success(pool: Pool, requested_at_s: float) -> Pool:
+    """A node that was asked for before the last failure says nothing of the pool as it is now."""
+    if pool.failures and requested_at_s <= pool.retry_at_s - _rest_s(pool.failures):
+        return pool
+    return Pool(pool.node_type, pool.zone)
+
+
+def after(pools: Sequence[Pool], before: Iterable[Node], now_nodes: Iterable[Node], now_s: float) -> tuple[Pool, ...]:
+    """The pools once `before` has become `now_nodes`: a node that joined is a success, one that never will a failure.
+
+    Several failures at one instant are one: they say the same thing. Persist the result with the nodes, in one go.
+    """
+    table = {(pool.node_type, pool.zone): pool for pool in pools}
+    was = {node.id: node.state for node in before}
+    changed = [n for n in now_nodes if was.get(n.id) in _COMING and n.state not in _COMING]
+    for node in changed:
+        if node.state not in _LOST:
+            key = (node.type, node.zone)
+            table[key] = after_success(table.get(key, Pool(*key)), node.requested_at_s)
+    lost = [node for node in changed if node.state in _LOST and not was_given_up(node)]
+    for key, reason in {(node.type, node.zone): node.reason for node in lost}.items():
+        table[key] = after_failure(table.get(key, Pool(*key)), now_s, reason)
+    return tuple(table[key] for key in sorted(table))
+
+
+def _rest_s(failures: int) -> float:
+    return min(LONGEST_REST_S, FIRST_REST_S * 2.0 ** min(failures - 1, 10))

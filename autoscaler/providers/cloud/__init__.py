@@ -1,0 +1,1 @@
+"""Clouds through Ray's own node providers (AWS, GCP, Azure)."""

@@ -1,0 +1,219 @@
+"""Any cloud that Ray's cluster launcher knows, through the NodeProvider that ships with Ray and the file's own
+`provider` section. raytide chooses type, zone and time; Ray's code talks to the cloud.
+
+The cloud is asked for what runs by tags, so a controller that was killed finds its machines again. Notices come from
+the watcher that runs on each node (raytide.autoscaler.notices), since a cloud tells only the machine itself.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from raytide.autoscaler.providers.base import Machine, Notice
+from raytide.autoscaler.providers.cloud.spot_prices import SpotPrices, instance_types
+from raytide.autoscaler.providers.notices.board import NoticeBoard
+from raytide.autoscaler.providers.poll import PollWatcher
+from raytide.autoscaler.providers.purchases import Purchase, Purchases, in_order
+from raytide.core import ray_internals
+from raytide.core.clock import Clock
+from raytide.core.errors import ClusterError, ConfigError, ProviderError, RaytideError
+from raytide.core.logs import logger
+from raytide.core.objects.node import Node, NodeType
+
+__all__ = ["NODE_TAG", "CloudProvider", "SetUp"]
+
+NODE_TAG, _ZONE_TAG, _PRICE_TAG = "raytide-node-id", "raytide-zone", "raytide-price-micro-usd-h"
+_POLL_S = 10.0
+_UNLISTED_S = 60.0
+"""For how long a cloud may not list what it just sold."""
+
+log = logger(__name__)
+
+
+class SetUp(Protocol):
+    """Makes a bought machine a node of the cluster; see `CloudSetUp`."""
+
+    def begin(self, cloud_id: str, node_id: str, node_type: NodeType, zone: str) -> None:
+        """Do it in the background, unless it is being done."""
+
+
+class CloudProvider:
+    """`config` is cluster.yaml as `ray up` completes it, `cloud` Ray's NodeProvider for it: see `ray_internals`."""
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        cloud: Any,
+        node_types: Iterable[NodeType],
+        run_dir: Path,
+        clock: Clock,
+        set_up: SetUp,
+        board: NoticeBoard,
+    ) -> None:
+        self._config, self._cloud, self._clock = config, cloud, clock
+        self._set_up, self._board = set_up, board
+        self._purchases = Purchases(run_dir / "purchases")
+        self._lock = threading.Lock()
+        self._types = {node_type.name: node_type for node_type in node_types}
+        self._watcher: PollWatcher | None = None
+        self._spot_prices: SpotPrices | None = None
+        if config["provider"]["type"] == "aws":
+            machines = instance_types(config, self._types.values())
+            self._spot_prices = SpotPrices(cloud.ec2.meta.client, machines, clock)
+
+    def launch(self, node: Node, node_type: NodeType) -> None:
+        with self._lock:
+            if self._purchases.is_over(node.id):
+                return
+            cloud_ids = self._running().get(node.id)
+            if cloud_ids is None:
+                if self._purchases.find(node.id) is not None:
+                    return  # bought, and not listed yet, or no more
+                self._purchases.check_room()
+                self._create(node)
+                self._purchases.record(
+                    Purchase(node.id, node.type, node.zone, node.price_micro_usd_h, self._clock.now_s())
+                )
+                cloud_ids = self._running().get(node.id)  # Ray's providers learn a node's tags by listing it
+        if cloud_ids is not None:
+            self._set_up.begin(cloud_ids[0], node.id, node_type, node.zone)
+
+    def terminate(self, node_id: str) -> None:
+        with self._lock:
+            cloud_ids = self._running().get(node_id)
+            if cloud_ids is not None:
+                self._end(node_id, cloud_ids)
+            elif self._is_unlisted(node_id):
+                return  # asked again by the next tick, when the cloud lists it
+            if self._purchases.find(node_id) is not None:
+                self._purchases.end(node_id, self._clock.now_s(), "terminated")
+
+    def machines(self) -> tuple[Machine, ...]:
+        with self._lock:
+            running, now_s = self._running(), self._clock.now_s()
+            for node_id, cloud_ids in running.items():
+                if self._purchases.is_over(node_id):
+                    self._end_stray(node_id, cloud_ids)
+                else:
+                    self._adopt(node_id, cloud_ids[0], now_s)
+            live = []
+            for purchase in self._purchases.open():
+                if purchase.node_id in running:
+                    purchase = self._at_its_price(purchase, now_s)
+                    live.append(purchase.machine(self._address(running[purchase.node_id][0])))
+                elif now_s < purchase.started_at_s + _UNLISTED_S:
+                    live.append(purchase.machine())
+                else:
+                    self._purchases.end(purchase.node_id, now_s, "the cloud took it away")
+            return in_order([*self._purchases.over(), *live])
+
+    def _at_its_price(self, purchase: Purchase, now_s: float) -> Purchase:
+        """AWS asks the price of the moment for spot machines that run, too."""
+        prices = self._spot_prices.last() if self._spot_prices is not None else {}
+        price = prices.get((purchase.node_type, purchase.zone), purchase.price_micro_usd_h)
+        if price == purchase.price_micro_usd_h:
+            return purchase
+        return self._purchases.reprice(purchase, now_s, price)
+
+    def notices(self) -> tuple[Notice, ...]:
+        """What the nodes' watchers pinned; of machines that have ended nothing stays on the board."""
+        pinned = self._board.notices()
+        for notice in pinned:
+            if self._purchases.is_over(notice.node_id):
+                self._board.remove(notice.node_id)
+        return tuple(notice for notice in pinned if not self._purchases.is_over(notice.node_id))
+
+    def prices(self) -> Mapping[tuple[str, str], int]:
+        """On AWS those of spot; what no cloud tells is as configured."""
+        return {} if self._spot_prices is None else self._spot_prices.now()
+
+    def watch(self, on_change: Callable[[], None]) -> None:
+        """Look at the cloud every ten seconds, since none of Ray's providers can be listened to."""
+        self._watcher = PollWatcher("cloud", _POLL_S, self._look, on_change)
+
+    def close(self) -> None:
+        if self._spot_prices is not None:
+            self._spot_prices.close()
+        if self._watcher is not None:
+            self._watcher.close()
+
+    def _look(self) -> set[str]:
+        with self._lock:
+            return set(self._running())
+
+    def _is_unlisted(self, node_id: str) -> bool:
+        purchase = self._purchases.find(node_id)
+        return purchase is not None and self._clock.now_s() < purchase.started_at_s + _UNLISTED_S
+
+    def _end(self, node_id: str, cloud_ids: list[str]) -> None:
+        for cloud_id in cloud_ids:
+            self._ask(f"end {node_id}", partial(self._cloud.terminate_node, cloud_id))
+
+    def _end_stray(self, node_id: str, cloud_ids: list[str]) -> None:
+        """A listing left it out once, and it was booked as gone: nobody can be using it."""
+        try:
+            self._end(node_id, cloud_ids)
+        except ClusterError as error:  # the next look finds it again; the other machines are told of all the same
+            log.warning("a machine runs on after its node's end", extra={"node": node_id, "error": str(error)})
+
+    def _running(self) -> dict[str, list[str]]:
+        """raytide's node ids to the cloud's: several where a crash hid the first purchase from the second."""
+        tags = {ray_internals.NODE_KIND_TAG: "worker"}
+        ids = self._ask("list the nodes", lambda: self._cloud.non_terminated_nodes(tags))
+        found: dict[str, list[str]] = {}
+        for cloud_id in sorted(ids):
+            if node_id := self._cloud.node_tags(cloud_id).get(NODE_TAG):
+                found.setdefault(node_id, []).append(cloud_id)
+        return found
+
+    def _adopt(self, node_id: str, cloud_id: str, now_s: float) -> None:
+        """Record a machine that was bought by a controller killed before it could say so; set up what is not."""
+        tags = self._cloud.node_tags(cloud_id)
+        node_type, zone = tags.get(ray_internals.NODE_TYPE_TAG, ""), tags.get(_ZONE_TAG, "")
+        if self._purchases.find(node_id) is None:
+            self._purchases.record(Purchase(node_id, node_type, zone, int(tags.get(_PRICE_TAG, 0)), now_s))
+        if not ray_internals.is_set_up(tags) and node_type in self._types:
+            self._set_up.begin(cloud_id, node_id, self._types[node_type], zone)
+
+    def _create(self, node: Node) -> None:
+        """ProviderError here, and only here: whatever else fails says nothing of the pool."""
+        raw = self._config["available_node_types"][node.type]
+        tags = ray_internals.worker_tags(self._config, node.type)
+        tags |= {NODE_TAG: node.id, _ZONE_TAG: node.zone, _PRICE_TAG: str(node.price_micro_usd_h)}
+        node_config = self._in_zone(dict(raw.get("node_config", {})), node.zone)
+        self._ask(
+            f"buy {node.type} in {node.zone}",
+            lambda: self._cloud.create_node_with_resources_and_labels(
+                node_config, tags, 1, raw.get("resources", {}), raw.get("labels", {})
+            ),
+            ProviderError,
+        )
+
+    def _in_zone(self, node_config: dict[str, Any], zone: str) -> dict[str, Any]:
+        """Ray's AWS provider chooses a zone itself; this leaves it only one."""
+        if self._config["provider"]["type"] == "aws":
+            wanted = node_config.get("SubnetIds", [])
+            subnets = self._ask(
+                "look at the subnets", lambda: self._cloud.ec2.meta.client.describe_subnets(SubnetIds=wanted)["Subnets"]
+            )
+            mine = [subnet["SubnetId"] for subnet in subnets if subnet["AvailabilityZone"] == zone]
+            if not mine:
+                raise ConfigError(
+                    f"no subnet of this cluster lies in {zone}.",
+                    hint=f"Add {zone} to provider.availability_zone, or take it out of the node type's zones.",
+                )
+            return node_config | {"SubnetIds": mine}
+        return node_config
+
+    def _address(self, cloud_id: str) -> str:
+        return str(self._ask("ask for an address", lambda: self._cloud.internal_ip(cloud_id)) or "")
+
+    def _ask(self, what: str, call: Callable[[], Any], kind: type[RaytideError] = ClusterError) -> Any:
+        try:
+            return call()
+        except Exception as error:  # each cloud's library has errors of its own
+            raise kind(f"{self._config['provider']['type']} could not {what}: {error}") from error

@@ -1,0 +1,123 @@
+"""Makes a bought machine a node: files, set-up and start commands of cluster.yaml, over ssh, by Ray's own updater.
+
+Each worker is started under raytide's node id and with its labels, which is how Ray's report of it is matched.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from raytide.autoscaler.providers.notices.watch import CLOUDS
+from raytide.autoscaler.ray_node import RayNode
+from raytide.core import ray_internals
+from raytide.core.logs import logger
+from raytide.core.objects.node import NodeType
+
+__all__ = ["RAY_TOKEN", "CloudSetUp", "NoSetUp", "start_commands", "with_token"]
+
+AT_ONCE = 16
+RAY_TOKEN = "~/.ray/auth_token"  # where it is, not what it is  # nosec B105
+"""Where Ray looks for its token when nothing else is said."""
+
+log = logger(__name__)
+
+
+class CloudSetUp:
+    """A thread for each machine that is being set up, AT_ONCE of them at work. They do not hold up the process's end:
+    whatever is not set up is begun again by the next controller."""
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        cloud: Any,
+        head_ip: str,
+        in_ray: Callable[[], Iterable[RayNode]],
+        *,
+        token_file: Path | None = None,
+        process_runner: Any = subprocess,
+    ) -> None:
+        if token_file is not None:
+            config = with_token(config, token_file)
+        self._has_token = token_file is not None
+        self._config, self._cloud, self._head_ip, self._runner = config, cloud, head_ip, process_runner
+        self._in_ray = in_ray
+        self._places = threading.BoundedSemaphore(AT_ONCE)
+        self._lock = threading.Lock()
+        self._under_way: dict[str, threading.Thread] = {}
+        self._done: set[str] = set()
+
+    def begin(self, cloud_id: str, node_id: str, node_type: NodeType, zone: str) -> None:
+        with self._lock:
+            running = self._under_way.get(node_id)
+            if node_id in self._done or (running is not None and running.is_alive()):
+                return
+            arguments = (cloud_id, node_id, node_type, zone)
+            thread = threading.Thread(target=self._do, args=arguments, name=f"set-up-{node_id}", daemon=True)
+            self._under_way[node_id] = thread
+            thread.start()
+
+    def wait(self, node_id: str, timeout_s: float) -> bool:
+        """Whether the machine is set up by then."""
+        self._under_way[node_id].join(timeout_s)
+        return node_id in self._done
+
+    def _do(self, cloud_id: str, node_id: str, node_type: NodeType, zone: str) -> None:
+        commands = start_commands(self._config, self._head_ip, node_id, node_type, zone, has_token=self._has_token)
+        with self._places:
+            try:
+                if any(node.node_id == node_id and node.is_alive for node in self._in_ray()):
+                    # the start commands end Ray, and the work on it
+                    log.warning(
+                        "a node joined Ray with its set-up unfinished; it is left as is", extra={"node": node_id}
+                    )
+                else:
+                    ray_internals.set_up_worker(
+                        self._cloud, self._config, cloud_id, node_type.name, commands, self._runner
+                    )
+                self._done.add(node_id)
+            except Exception as error:  # Ray's updater raises whatever its commands do
+                log.warning("a machine could not be set up", extra={"node": node_id, "error": str(error)})
+
+
+class NoSetUp:
+    """For who only ends machines."""
+
+    def begin(self, cloud_id: str, node_id: str, node_type: NodeType, zone: str) -> None:
+        """Nothing."""
+
+
+def with_token(config: Mapping[str, Any], token_file: Path | str) -> dict[str, Any]:
+    """The configuration, with the head's token of Ray among what is copied to a worker, to where Ray looks for it."""
+    return {**config, "file_mounts": {**(config.get("file_mounts") or {}), RAY_TOKEN: str(token_file)}}
+
+
+def start_commands(
+    config: Mapping[str, Any],
+    head_ip: str,
+    node_id: str,
+    node_type: NodeType,
+    zone: str,
+    *,
+    has_token: bool = False,
+) -> list[str]:
+    """The file's `worker_start_ray_commands`, with what every raylet of raytide's needs to know in its environment, and
+    the watcher of notices where the cloud has any."""
+    variables = {
+        "RAY_HEAD_IP": head_ip,
+        "RAY_NODE_TYPE_NAME": node_type.name,
+        "RAY_CLOUD_INSTANCE_ID": node_id,
+        "RAY_OVERRIDE_LABELS": json.dumps(node_type.all_labels(zone), sort_keys=True),
+        "RAY_OVERRIDE_RESOURCES": json.dumps(node_type.resources, sort_keys=True),
+    }
+    if has_token:
+        variables["RAY_AUTH_MODE"] = "token"
+    exports = "".join(f"export {name}='{value}'; " for name, value in variables.items())
+    commands = [*config["worker_start_ray_commands"]]
+    if (cloud := config["provider"]["type"]) in CLOUDS:
+        commands.append(f"raytide watch-notices {cloud}")
+    return [exports + command for command in commands]

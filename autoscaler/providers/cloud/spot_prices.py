@@ -1,0 +1,103 @@
+"""What AWS asks for spot capacity now, by node type and zone, asked every few minutes in a thread of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from raytide.core.clock import Clock, utc
+from raytide.core.errors import ClusterError
+from raytide.core.logs import logger
+from raytide.core.money import micro_usd
+from raytide.core.objects.node import Market, NodeType
+
+__all__ = ["PERIOD_S", "STALE_S", "SpotPrices", "instance_types"]
+
+PERIOD_S = 300.0
+STALE_S = 3600.0
+"""Prices that were heard of longer ago are not believed."""
+_LINUX = ("Linux/UNIX", "Linux/UNIX (Amazon VPC)")
+
+Prices = Mapping[tuple[str, str], int]
+
+log = logger(__name__)
+
+
+class SpotPrices:
+    """`ec2` is boto3's client, `types` AWS's name of each spot node type's machine."""
+
+    def __init__(self, ec2: Any, types: Mapping[str, str], clock: Clock) -> None:
+        self._ec2, self._types, self._clock = ec2, types, clock
+        self._heard: tuple[float, Prices] | None = None
+        self._failure = ""
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="spot-prices", daemon=True)
+
+    def now(self) -> Prices:
+        """Micro-dollars an hour by node type and zone, as last heard; the first call begins to ask.
+
+        ClusterError when that is too long ago: then the configured prices hold.
+        """
+        if self._types and not self._thread.is_alive() and not self._stop.is_set():
+            self._thread.start()
+        if self._is_fresh() or (self._heard is None and not self._failure):
+            return self.last()
+        since = "never" if self._heard is None else f"last at {utc(self._heard[0])}"
+        raise ClusterError(
+            f"spot prices were {since} heard of: {self._failure or 'no answer'}. The configured ones hold.",
+            hint="The head's role needs ec2:DescribeSpotPriceHistory.",
+        )
+
+    def last(self) -> Prices:
+        """The same, nothing when it is too long ago."""
+        return self._heard[1] if self._heard is not None and self._is_fresh() else {}
+
+    def ask(self) -> None:
+        """Once, whatever comes of it."""
+        try:
+            prices = self._ask()
+        except Exception as error:  # botocore has errors of its own for each service; the next answer may be a good one
+            self._failure = str(error)
+            log.warning("source failed", extra={"source": "spot prices", "error": self._failure})
+        else:
+            self._heard, self._failure = (self._clock.now_s(), prices), ""
+
+    def close(self) -> None:
+        self._stop.set()
+
+    def _is_fresh(self) -> bool:
+        return self._heard is not None and self._clock.now_s() - self._heard[0] <= STALE_S
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            self.ask()
+            self._stop.wait(PERIOD_S)
+
+    def _ask(self) -> Prices:
+        """With a start time of now AWS tells the present price of each zone, whenever it began."""
+        pages = self._ec2.get_paginator("describe_spot_price_history").paginate(
+            InstanceTypes=sorted(set(self._types.values())),
+            ProductDescriptions=list(_LINUX),
+            StartTime=datetime.fromtimestamp(self._clock.now_s(), UTC),
+        )
+        told = sorted((entry for page in pages for entry in page["SpotPriceHistory"]), key=lambda e: e["Timestamp"])
+        latest = {(e["InstanceType"], e["AvailabilityZone"]): micro_usd(e["SpotPrice"]) for e in told}
+        return {
+            (name, zone): price
+            for name, machine in self._types.items()
+            for (type_, zone), price in latest.items()
+            if type_ == machine
+        }
+
+
+def instance_types(config: Mapping[str, Any], node_types: Iterable[NodeType]) -> dict[str, str]:
+    """AWS's machine of each spot node type of a cluster.yaml."""
+    ray_types = config["available_node_types"]
+    machines = {
+        t.name: ray_types[t.name].get("node_config", {}).get("InstanceType")
+        for t in node_types
+        if t.market is Market.SPOT
+    }
+    return {name: str(machine) for name, machine in machines.items() if machine}

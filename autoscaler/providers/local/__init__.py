@@ -1,0 +1,1 @@
+"""Nodes that are processes on this machine, each a real raylet."""

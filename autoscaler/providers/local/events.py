@@ -1,0 +1,68 @@
+"""Tells a running provider at once that a node ended (pidfd) or was given notice (a FIFO in the run folder)."""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from raytide.core.io.process import Process
+
+
+def poke(run_dir: Path) -> None:
+    """Wake the watcher of this cluster, if there is one."""
+    try:
+        fd = os.open(run_dir / "nodes" / "events", os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        return  # nobody watches
+    try:
+        os.write(fd, b".")
+    except BlockingIOError:
+        pass  # it has enough to wake up for
+    finally:
+        os.close(fd)
+
+
+class Watcher:
+    """One thread that calls back on every event until it is closed."""
+
+    def __init__(self, run_dir: Path, on_event: Callable[[], None]) -> None:
+        self._run_dir = run_dir
+        self._on_event = on_event
+        self._closed = False
+        path = run_dir / "nodes" / "events"
+        if not path.exists():
+            os.mkfifo(path, 0o600)
+        self._fifo = os.open(path, os.O_RDWR | os.O_NONBLOCK)  # a writer too: it never reads end-of-file
+        self._epoll = select.epoll()
+        self._epoll.register(self._fifo, select.EPOLLIN)
+        self._thread = threading.Thread(target=self._run, name="local-node-watch", daemon=True)
+        self._thread.start()
+
+    def add(self, process: Process) -> None:
+        """Watch a node's process; one that is gone already counts as an event."""
+        fd = process.open()
+        if fd is None:
+            poke(self._run_dir)
+        else:
+            self._epoll.register(fd, select.EPOLLIN)
+
+    def close(self) -> None:
+        self._closed = True
+        poke(self._run_dir)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closed:
+            for fd, _ in self._epoll.poll():
+                if fd == self._fifo:
+                    os.read(fd, 4096)
+                else:
+                    self._epoll.unregister(fd)
+                    os.close(fd)
+            if not self._closed:
+                self._on_event()
+        self._epoll.close()
+        os.close(self._fifo)

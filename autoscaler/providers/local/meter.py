@@ -1,0 +1,49 @@
+"""The fake GPU exporter of a local node: what Ray's agent would say on a machine that has the GPUs.
+
+Ray's own agents on local nodes all speak for the one machine that they share. `set_use` says from any process how busy
+the node's GPUs are; until then they rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import GaugeMetricFamily
+
+from raytide.autoscaler.providers.local.files import NodeFolder, Purchase
+from raytide.core.io.atomic_file import read_json, write_json
+
+
+def start_meter(folder: NodeFolder, purchase: Purchase) -> str:
+    """Serve the node's metrics page from a thread of this process; returns its `host:port`."""
+    registry = CollectorRegistry()
+    registry.register(_Gpus(folder, int(purchase.resources["GPU"])))
+    server, _ = start_http_server(0, addr=purchase.address, registry=registry)
+    return f"{purchase.address}:{server.server_port}"
+
+
+def set_use(run_dir: Path, node_id: str, gpu: float | None) -> None:
+    """The share of its time that each GPU of the node works; None: the exporter says no more of them."""
+    write_json(run_dir / "nodes" / node_id / "use.json", {"gpu": gpu})
+
+
+class _Gpus:
+    def __init__(self, folder: NodeFolder, gpus: int) -> None:
+        self._folder, self._gpus = folder, gpus
+
+    def describe(self) -> Iterable[GaugeMetricFamily]:
+        """Nothing: else registering would collect."""
+        return ()
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        use = (read_json(self._folder.path / "use.json") or {"gpu": 0.0})["gpu"]
+        if use is None:
+            return
+        family = GaugeMetricFamily(
+            "ray_node_gpus_utilization", "Percent of its time that a GPU works", labels=("ip", "GpuIndex")
+        )
+        for gpu in range(self._gpus):
+            family.add_metric((self._folder.node_id, str(gpu)), 100.0 * use)
+        yield family

@@ -1,0 +1,123 @@
+"""The process of one local node: `python -m raytide.autoscaler.providers.local.node FOLDER LOCK_FD`.
+
+It starts a raylet, waits for the raylet's end or a SIGTERM, and leaves nothing of the node behind.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from raytide.autoscaler.providers.local.files import MARK, NodeFolder, Purchase
+from raytide.autoscaler.providers.local.meter import start_meter
+from raytide.core import ray_internals
+from raytide.core.errors import ClusterError
+from raytide.core.io.process import Process, kill_marked
+
+_OBJECT_STORE_BYTES = 128 << 20
+_LEAVE_S = 2.0
+"""How long a raylet may take to tell the GCS that it goes."""
+_FIRST_PORT, _PORTS_PER_NODE, _NODES = 10_100, 4, 5_000
+"""Below Linux's ephemeral range, so that no outgoing connection sits on one."""
+
+
+def main(path: str, lock: str) -> int:
+    os.set_inheritable(int(lock), False)  # held by this process alone: free means that the node is gone
+    folder = NodeFolder(Path(path))
+    purchase = folder.purchase()
+    if purchase is None or folder.end() is not None:
+        return 0
+    this = Process.of(os.getpid(), f"node {folder.node_id}")
+    assert this is not None
+    folder.record_process(this)
+    try:
+        raylet = start_raylet(purchase)
+        signal.signal(signal.SIGTERM, _stop)
+        if purchase.resources.get("GPU"):
+            folder.record_meter(start_meter(folder, purchase))
+        raylet.wait(None)
+        folder.announce_end("its raylet ended")
+    except SystemExit:
+        raylet.send(signal.SIGTERM)
+        raylet.wait(_LEAVE_S)
+    except Exception:
+        folder.announce_end("its raylet did not start")
+        raise
+    finally:
+        kill_marked(MARK, folder.mark)
+    return 0
+
+
+def start_raylet(purchase: Purchase) -> Process:
+    """Start it and return at once; it joins the cluster a few seconds later."""
+    raylet = Process.of(ray_internals.start_raylet(_parameters(purchase)), "raylet")
+    if raylet is None:
+        raise ClusterError(f"the raylet of {purchase.node_id} ended while it started.")
+    return raylet
+
+
+def _parameters(purchase: Purchase) -> dict[str, Any]:
+    resources = dict(purchase.resources)
+    metrics, export, listen, runtime_env = _ports(purchase)
+    sockets = f"{purchase.temp_dir}/{purchase.slot}.{os.getpid()}"  # short: a socket's path has at most 107 characters
+    return {
+        "gcs_address": purchase.gcs_address,
+        "redis_address": purchase.gcs_address,
+        "node_ip_address": purchase.address,
+        "node_name": purchase.node_id,
+        "num_cpus": _whole(resources.pop("CPU", 0)),
+        "num_gpus": _whole(resources.pop("GPU", 0)),
+        "memory": _whole(resources.pop("memory", None)),
+        "object_store_memory": _whole(resources.pop("object_store_memory", _OBJECT_STORE_BYTES)),
+        "resources": resources,
+        "labels": dict(purchase.labels),
+        "raylet_socket_name": f"{sockets}.r",
+        "plasma_store_socket_name": f"{sockets}.p",
+        "node_manager_port": 0,
+        "min_worker_port": 0,
+        "max_worker_port": 0,
+        "metrics_agent_port": metrics,
+        "metrics_export_port": export,
+        "dashboard_agent_listen_port": listen,
+        "runtime_env_agent_port": runtime_env,
+        "include_log_monitor": False,
+        "env_vars": {"RAY_CLOUD_INSTANCE_ID": purchase.node_id, "RAY_NODE_TYPE_NAME": purchase.node_type},
+    }
+
+
+def _ports(purchase: Purchase) -> tuple[int, ...]:
+    """Ports for the agents: a raylet that knows them does not wait until its agents run (3.4 s instead of 5.0 s).
+
+    Some agents listen on every address, so the ports follow from K and N; zeros (Ray chooses) when one is taken.
+    """
+    _, _, k, n = (int(part) for part in purchase.address.split("."))
+    first = _FIRST_PORT + (k * 256 + n) % _NODES * _PORTS_PER_NODE
+    ports = tuple(range(first, first + _PORTS_PER_NODE))
+    return ports if all(_is_free(port) for port in ports) else (0,) * _PORTS_PER_NODE
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+def _whole(amount: float | None) -> int | None:
+    return None if amount is None else int(amount)
+
+
+def _stop(signum: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

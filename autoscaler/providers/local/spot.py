@@ -1,0 +1,52 @@
+"""What a cloud does to its customers, done to local nodes from any process: notices, reclaims and stock-outs."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
+from pathlib import Path
+
+from raytide.autoscaler.providers.local.events import poke
+from raytide.autoscaler.providers.local.files import NodeFolder
+from raytide.core.clock import Clock, SystemClock
+from raytide.core.errors import NotFoundError
+from raytide.core.io.atomic_file import read_json, write_json
+
+Pool = tuple[str, str]
+"""Node type and zone; the zone `*` means all of them."""
+
+
+def give_notice(run_dir: Path, node_id: str, deadline_s: float) -> None:
+    """Announce that the node will be taken back at `deadline_s` (seconds since the epoch). Nothing else happens."""
+    _bought(run_dir, node_id).give_notice(deadline_s)
+    poke(run_dir)
+
+
+def reclaim(run_dir: Path, node_id: str, *, clock: Clock | None = None) -> None:
+    """Take the node back: every process of it is SIGKILLed at once, with or without a notice before."""
+    folder = _bought(run_dir, node_id)
+    if folder.end() is not None:
+        return
+    folder.announce_end("reclaimed")
+    process = folder.process()
+    if process is not None:
+        process.send(signal.SIGKILL)
+    folder.record_end((clock or SystemClock()).now_s())
+    poke(run_dir)
+
+
+def set_stockouts(run_dir: Path, pools: Iterable[Pool]) -> None:
+    """From now on exactly these pools refuse to launch."""
+    write_json(run_dir / "stockouts.json", {"pools": [list(pool) for pool in pools]})
+
+
+def is_out_of_stock(run_dir: Path, node_type: str, zone: str) -> bool:
+    record = read_json(run_dir / "stockouts.json") or {"pools": []}
+    return any(pool in ([node_type, zone], [node_type, "*"]) for pool in record["pools"])
+
+
+def _bought(run_dir: Path, node_id: str) -> NodeFolder:
+    folder = NodeFolder(run_dir / "nodes" / node_id)
+    if folder.purchase() is None:
+        raise NotFoundError(f"the local provider has no node {node_id}.", hint="`raytide status` lists the nodes.")
+    return folder

@@ -1,0 +1,49 @@
+"""AWS, by IMDSv2: a spot interruption is told two minutes before; a rebalance recommendation earlier, if at all."""
+
+from __future__ import annotations
+
+import os
+from datetime import datetime
+
+import httpx
+
+from raytide.autoscaler.providers.notices.base import MetadataService, Told, read
+
+__all__ = ["REBALANCE_S", "AwsMetadata"]
+
+REBALANCE_S = 600.0
+"""A recommendation has no deadline: work gets ten minutes to move before the node is given back."""
+
+_TOKEN_TTL_S = 21_600
+_SPOT = "/latest/meta-data/spot/instance-action"
+_REBALANCE = "/latest/meta-data/events/recommendations/rebalance"
+
+
+class AwsMetadata:
+    def __init__(self, url: str = "") -> None:
+        """AWS_EC2_METADATA_SERVICE_ENDPOINT, as in AWS's own tools, when `url` is empty."""
+        url = url or os.environ.get("AWS_EC2_METADATA_SERVICE_ENDPOINT", "") or "http://169.254.169.254"
+        self._service = MetadataService(url)
+        self._token = ""  # fetched later  # nosec B105
+
+    def told(self, now_s: float) -> Told | None:
+        if (action := self._read(_SPOT)) is not None:
+            return read(action, lambda said: Told(_seconds(said["time"]), f"spot/instance-action {said['action']}"))
+        if (recommended := self._read(_REBALANCE)) is not None:
+            at_s = read(recommended, lambda said: _seconds(said["noticeTime"]))
+            return Told(at_s + REBALANCE_S, "a rebalance recommendation")
+        return None
+
+    def _read(self, path: str) -> str | None:
+        """With a session's token, renewed when the service says that it is over."""
+        if self._token:
+            answer = self._service.get(path, {"X-aws-ec2-metadata-token": self._token})
+            if answer is None or answer.status_code != httpx.codes.UNAUTHORIZED:
+                return None if answer is None else self._service.checked(answer)
+        ttl = {"X-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_TTL_S)}
+        self._token = self._service.text("/latest/api/token", ttl, method="PUT") or ""
+        return self._service.text(path, {"X-aws-ec2-metadata-token": self._token})
+
+
+def _seconds(text: str) -> float:
+    return datetime.fromisoformat(text).timestamp()

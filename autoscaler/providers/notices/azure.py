@@ -1,0 +1,37 @@
+"""Azure, by Scheduled Events: a spot machine is told of its eviction 30 s before, of maintenance minutes before."""
+
+from __future__ import annotations
+
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+from raytide.autoscaler.providers.notices.base import MetadataService, Told, read
+
+__all__ = ["AzureMetadata"]
+
+_EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
+_NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
+_LEAVES = ("Preempt", "Terminate", "Redeploy", "Reboot")
+"""`Freeze` is a pause of seconds."""
+
+
+class AzureMetadata:
+    """The service tells of all machines of a scale set; only this one's events count."""
+
+    def __init__(self, url: str = "") -> None:
+        self._service = MetadataService(url or "http://169.254.169.254", {"Metadata": "true"})
+        self._name = ""
+
+    def told(self, now_s: float) -> Told | None:
+        self._name = self._name or self._service.text(_NAME) or ""
+        return read(self._service.text(_EVENTS) or "{}", lambda said: self._first(said.get("Events", []), now_s))
+
+    def _first(self, events: list[dict[str, Any]], now_s: float) -> Told | None:
+        mine = [e for e in events if e["EventType"] in _LEAVES and self._name in e.get("Resources", [])]
+        told = [Told(_deadline_s(event, now_s), f"scheduled event {event['EventType']}") for event in mine]
+        return min(told, key=lambda each: each.deadline_s, default=None)
+
+
+def _deadline_s(event: dict[str, Any], now_s: float) -> float:
+    """`NotBefore` is empty once the event has begun."""
+    return parsedate_to_datetime(event["NotBefore"]).timestamp() if event.get("NotBefore") else now_s

@@ -1,0 +1,36 @@
+"""GCP: a spot VM learns that it is preempted 30 s before; one that cannot migrate, of its maintenance up to an hour."""
+
+from __future__ import annotations
+
+import os
+
+from raytide.autoscaler.providers.notices.base import MetadataService, Told
+
+__all__ = ["MAINTENANCE_S", "PREEMPTED_S", "GcpMetadata"]
+
+PREEMPTED_S = 30.0
+MAINTENANCE_S = 60.0
+"""The least that Compute Engine gives; machines with GPUs have an hour, which is not said here."""
+
+_INSTANCE = "/computeMetadata/v1/instance"
+
+
+class GcpMetadata:
+    """Events without a time: each deadline counts from when this watcher first saw the event."""
+
+    def __init__(self, url: str = "") -> None:
+        """GCE_METADATA_HOST, as in Google's own tools, when `url` is empty."""
+        host = os.environ.get("GCE_METADATA_HOST") or "metadata.google.internal"
+        self._service = MetadataService(url or f"http://{host}", {"Metadata-Flavor": "Google"})
+        self._since_s: dict[str, float] = {}
+
+    def told(self, now_s: float) -> Told | None:
+        if self._service.text(f"{_INSTANCE}/preempted") == "TRUE":
+            return Told(self._since("preempted", now_s) + PREEMPTED_S, "preempted")
+        event = self._service.text(f"{_INSTANCE}/maintenance-event") or "NONE"
+        if event.startswith("TERMINATE"):  # MIGRATE_ON_HOST_MAINTENANCE keeps it running
+            return Told(self._since(event, now_s) + MAINTENANCE_S, f"maintenance-event {event}")
+        return None
+
+    def _since(self, event: str, now_s: float) -> float:
+        return self._since_s.setdefault(event, now_s)

@@ -1,0 +1,70 @@
+"""The watcher of one node: `python -m raytide.autoscaler.providers.notices.watch CLOUD NODE_ID GCS_ADDRESS`.
+
+It asks the cloud's metadata service every two seconds and pins what it hears to the board, for as long as it stands.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+
+from raytide.autoscaler.providers.notices.aws import AwsMetadata
+from raytide.autoscaler.providers.notices.azure import AzureMetadata
+from raytide.autoscaler.providers.notices.base import Metadata, Told
+from raytide.autoscaler.providers.notices.board import NoticeBoard
+from raytide.autoscaler.providers.notices.gcp import GcpMetadata
+from raytide.core.clock import Clock, SystemClock
+from raytide.core.errors import ClusterError
+from raytide.core.logs import log_to, logger
+from raytide.core.ray_internals import gcs_client
+
+__all__ = ["CLOUDS", "Watch", "board_at"]
+
+CLOUDS: Mapping[str, Callable[[], Metadata]] = {"aws": AwsMetadata, "gcp": GcpMetadata, "azure": AzureMetadata}
+"""By Ray's name of the provider."""
+
+_EVERY_S = 2.0
+
+log = logger(__name__)
+
+
+class Watch:
+    """`look` is one pass. What could not be asked or told is tried again by the next."""
+
+    def __init__(self, node_id: str, metadata: Metadata, board: NoticeBoard, clock: Clock) -> None:
+        self._node_id, self._metadata, self._board, self._clock = node_id, metadata, board, clock
+        self._last: Told | str | None = None
+
+    def look(self) -> Told | None:
+        try:
+            told = self._metadata.told(self._clock.now_s())
+            if told is not None:
+                self._board.pin(self._node_id, told)  # each time: a GCS that was restarted knows nothing of it
+        except ClusterError as error:
+            self._say(str(error))
+            return None
+        self._say(told)
+        return told
+
+    def _say(self, now: Told | str | None) -> None:
+        """Only what is new."""
+        if now != self._last:
+            log.info("the cloud said", extra={"node": self._node_id, "said": "nothing" if now is None else str(now)})
+        self._last = now
+
+
+def board_at(gcs_address: str) -> NoticeBoard:
+    return NoticeBoard(lambda: gcs_client(gcs_address))
+
+
+def main(cloud: str, node_id: str, gcs_address: str) -> None:
+    log_to()
+    clock = SystemClock()
+    watch = Watch(node_id, CLOUDS[cloud](), board_at(gcs_address), clock)
+    while True:
+        watch.look()
+        clock.sleep(_EVERY_S)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

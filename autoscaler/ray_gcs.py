@@ -1,0 +1,193 @@
+"""Ray's cluster state and drains, straight from its GCS.
+
+A call takes about a millisecond and needs no driver connection. Utilisation is not here: GCS knows logical resources
+only, and where each node's agent tells the rest (meters.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Literal, TypeVar
+
+from raytide.autoscaler.ray_node import RayNode
+from raytide.core.errors import ClusterError
+from raytide.core.objects.node import Node, NodeState
+from raytide.core.objects.snapshot import Demand
+from raytide.core.ray_internals import (
+    GcsClient,
+    autoscaler_messages,
+    combine_bundles,
+    gcs_client,
+    label_in_operator,
+    strict_pack,
+)
+
+T = TypeVar("T")
+_Key = tuple[tuple[tuple[str, float], ...], tuple[tuple[str, str], ...], str, str, str]
+"""Resources and labels of one shape of demand, hashable; of a placement group whose bundles belong together, the label
+that they share, and which group it is; of one whose bundles must be apart, the label that nodes with one of them
+carry."""
+
+CALL_TIMEOUT_S = 5.0
+NODE_ID_LABEL = "ray.io/node-id"
+_PINNED = (NODE_ID_LABEL, "raytide.io/node-id")
+_ENDLESS = 1e18
+_GROUP_MARK = "_group_"
+"""In the names of resources inside a placement group, `CPU_group_0_<id>`: work that waits for its group, not a node."""
+
+
+class GcsReader:
+    """Connects on first use, and anew after any error: a GCS that was restarted is found again by the next call."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._client: GcsClient | None = None
+
+    def nodes(self) -> tuple[RayNode, ...]:
+        """Every node that Ray remembers, dead ones included, the head too (its `node_id` is empty)."""
+        return tuple(_node(state) for state in self._state().node_states)
+
+    def demand(self) -> tuple[Demand, ...]:
+        """Work that Ray cannot place and that another node might help, then the room that `request_resources` asks for.
+        raytide's own groups are pinned: never here."""
+        state = self._state()
+        found: dict[_Key, int] = {}
+        for ask in state.pending_resource_requests:
+            _count(found, ask.request, ask.count)
+        for gang in state.pending_gang_resource_requests:
+            for request in combine_bundles(_bundles(gang)):
+                _count(found, request, 1, _together(gang), gang.details)
+        standing: dict[_Key, int] = {}
+        for asked in state.cluster_resource_constraints:
+            for ask in asked.resource_requests:
+                _count(standing, ask.request, ask.count)
+        return (*_demands(found), *(replace(each, is_standing=True) for each in _demands(standing)))
+
+    def metrics_addresses(self) -> dict[str, str]:
+        """Where Ray's agent on each living node tells its metrics, `host:port`, by the id that Ray knows us by."""
+        nodes = self._call("list Ray's nodes", lambda client: client.get_all_node_info(timeout=CALL_TIMEOUT_S))
+        return {
+            node.instance_id: f"{node.node_manager_address}:{node.metrics_export_port}"
+            for node in nodes.values()
+            if node.state == node.ALIVE and node.instance_id and node.metrics_export_port
+        }
+
+    def drain(self, ray_node_id: str, kind: Literal["idle", "notice"], deadline_s: float, why: str) -> bool:
+        """Ask Ray to give the node no more work. False when `kind` is "idle" and something runs there."""
+        reasons = {
+            "idle": autoscaler_messages().DrainNodeReason.DRAIN_NODE_REASON_IDLE_TERMINATION,
+            "notice": autoscaler_messages().DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION,
+        }
+
+        def ask(client: GcsClient) -> bool:
+            accepted, _ = client.drain_node(ray_node_id, reasons[kind], why, int(deadline_s * 1000), CALL_TIMEOUT_S)
+            return bool(accepted)
+
+        return self._call("drain a node", ask)
+
+    def report(self, nodes: Iterable[Node]) -> None:
+        """Let `ray status` and Ray's dashboard show the nodes that are on their way and those that failed to start."""
+        seen = self._state().cluster_resource_state_version
+        state = autoscaler_messages().AutoscalingState(
+            last_seen_cluster_resource_state_version=seen, autoscaler_state_version=seen + 1
+        )
+        for node in nodes:
+            if node.state in (NodeState.REQUESTED, NodeState.LAUNCHING):
+                state.pending_instances.add(
+                    instance_type_name=node.type, ray_node_type_name=node.type, instance_id=node.id, details=node.reason
+                )
+            elif node.state is NodeState.GONE and node.ready_at_s is None and node.ended_at_s is not None:
+                state.failed_instance_requests.add(
+                    instance_type_name=node.type,
+                    ray_node_type_name=node.type,
+                    count=1,
+                    reason=node.reason,
+                    start_ts=int(node.requested_at_s),
+                    failed_ts=int(node.ended_at_s),
+                )
+        self._call("report to Ray", lambda client: client.report_autoscaling_state(state.SerializeToString()))
+
+    def _state(self) -> Any:
+        body = self._call("read Ray's cluster state", lambda client: client.get_cluster_resource_state(CALL_TIMEOUT_S))
+        reply = autoscaler_messages().GetClusterResourceStateReply()
+        reply.ParseFromString(body)
+        return reply.cluster_resource_state
+
+    def _call(self, what: str, ask: Callable[[GcsClient], T]) -> T:
+        try:
+            if self._client is None:
+                self._client = gcs_client(self._address)
+            return ask(self._client)
+        except Exception as error:  # Ray raises RpcError, ConnectionError and bare RuntimeErrors here
+            self._client = None
+            raise ClusterError(
+                f"cannot {what} at {self._address}: {error}", hint="`raytide status` shows whether the head runs."
+            ) from error
+
+
+def _node(state: Any) -> RayNode:
+    status = autoscaler_messages().NodeStatus
+    return RayNode(
+        ray_node_id=state.node_id.hex(),
+        node_id=state.instance_id,
+        is_alive=state.status != status.DEAD,
+        is_draining=state.status == status.DRAINING,
+        total=_resources(state.total_resources),
+        available=_resources(state.available_resources),
+        labels={**state.dynamic_labels, **state.labels},
+        address=state.node_ip_address,
+        idle_ms=state.idle_duration_ms,
+        activity=tuple(state.node_activity),
+    )
+
+
+def _demands(found: Mapping[_Key, int]) -> Iterator[Demand]:
+    for key, count in sorted(found.items()):
+        resources, labels, together, _, apart = key
+        yield Demand(dict(resources), dict(labels), count, together, apart)
+
+
+def _resources(amounts: Mapping[str, float]) -> dict[str, float]:
+    """Without the marks that Ray adds to every node and to every placement group."""
+    return {k: v for k, v in sorted(amounts.items()) if _GROUP_MARK not in k and not k.startswith("node:")}
+
+
+def _asked(amounts: Mapping[str, float]) -> dict[str, float]:
+    """As exact as Ray counts. `request_resources` checks nothing: what is no amount, or less than nothing, is nothing;
+    no node has what is endless."""
+    rounded = {name: max(0.0, round(amount, 4)) for name, amount in _resources(amounts).items()}
+    return {name: min(amount, _ENDLESS) for name, amount in rounded.items()}
+
+
+def _bundles(gang: Any) -> Iterable[Any]:
+    """`requests` is the old form and has no label selectors."""
+    return tuple(gang.bundle_selectors[0].resource_requests if gang.bundle_selectors else gang.requests)
+
+
+def _together(gang: Any) -> str:
+    """The label of `topology_strategy={label: "STRICT_PACK"}`."""
+    if not gang.bundle_selectors or not gang.bundle_selectors[0].HasField("locality_requirement"):
+        return ""
+    constraint = gang.bundle_selectors[0].locality_requirement.locality_constraint
+    return str(constraint.label_name) if constraint.placement_strategy == strict_pack() else ""
+
+
+def _count(found: dict[_Key, int], request: Any, count: int, together: str = "", group: str = "") -> None:
+    labels = _labels(request.label_selectors)
+    if any(key in labels for key in _PINNED) or any(_GROUP_MARK in name for name in request.resources_bundle):
+        return
+    resources = tuple(sorted(_asked(request.resources_bundle).items()))
+    marks = [each.anti_affinity.label_name for each in request.placement_constraints if each.HasField("anti_affinity")]
+    key = resources, tuple(sorted(labels.items())), together, group if together else "", marks[0] if marks else ""
+    found[key] = found.get(key, 0) + count
+
+
+def _labels(selectors: Any) -> dict[str, str]:
+    """The first selector, in the words in which it is asked; further ones are fallbacks. Ray shuffles the values."""
+    labels = {}
+    for constraint in selectors[0].label_constraints if selectors else ():
+        values = sorted(constraint.label_values)
+        body = values[0] if len(values) == 1 else f"in({','.join(values)})"
+        labels[constraint.label_key] = body if constraint.operator == label_in_operator() else f"!{body}"
+    return labels

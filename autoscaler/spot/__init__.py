@@ -1,0 +1,1 @@
+"""What is learned about spot: reclaim hazards, availability, the risk of a pool."""

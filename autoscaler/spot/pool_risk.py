@@ -1,0 +1,105 @@
+"""How often each spot pool takes nodes back, as seen on our own nodes: by the age of its spell, and by neighbours."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from raytide.autoscaler.nodes.instances import was_taken_back
+from raytide.autoscaler.spot.reclaim_hazard import STALE_S, Hazard
+from raytide.core.objects.node import Market, Node, NodeState, NodeType
+from raytide.core.objects.snapshot import Quote
+
+RECENT_S = 900.0
+LOOK_S = STALE_S / 2
+MOST_LOOKS = 2000
+"""At the past: those of a week."""
+SAME_REGION, ELSEWHERE = 0.4, 0.16
+"""Correlation of zones on recorded V100 spot traces: within a region, and across."""
+
+_HELD = (NodeState.READY, NodeState.DRAINING)
+
+
+@dataclass(slots=True)
+class SpotRisk:
+    """Learns from the node records. A new controller replays all that there are."""
+
+    hazard: Hazard = field(default_factory=Hazard)
+    """By `pool_name`."""
+    _lost: set[str] = field(default_factory=set)
+    """Nodes whose loss is counted."""
+    _recent: deque[tuple[float, str, str]] = field(default_factory=deque)
+    """When, node type and zone."""
+    _at_s: float | None = None
+
+    def replay(self, nodes: Iterable[Node], now_s: float) -> None:
+        """All nodes that the store keeps, those that live included, up to now."""
+        spot = [node for node in nodes if node.market is Market.SPOT and node.ready_at_s is not None]
+        at_s = max(min((node.ready_at_s or 0.0 for node in spot), default=now_s), now_s - MOST_LOOKS * LOOK_S)
+        ends = [(node.ended_at_s, node.id, node) for node in spot if node.ended_at_s is not None]
+        for end_s, _, node in sorted(end for end in ends if at_s <= end[0] <= now_s):
+            at_s = self._look_on(spot, at_s, end_s)
+            self.observe((*_held(spot, end_s), node), end_s)
+        self._look_on(spot, at_s, now_s)
+
+    def _look_on(self, spot: Sequence[Node], at_s: float, until_s: float) -> float:
+        """In steps after which no zone counts as new."""
+        while at_s < until_s:
+            self.observe(_held(spot, at_s), at_s)
+            at_s += LOOK_S
+        return until_s
+
+    def observe(self, nodes: Iterable[Node], now_s: float) -> None:
+        spot = [node for node in nodes if node.market is Market.SPOT and node.ready_at_s is not None]
+        lost = [node for node in spot if was_taken_back(node) and node.id not in self._lost]
+        held = Counter(
+            pool_name(node.type, node.zone) for node in spot if node.state in _HELD and not was_taken_back(node)
+        )
+        dt_s = 0.0 if self._at_s is None else max(0.0, now_s - self._at_s)
+        self.hazard.observe(held, Counter(pool_name(node.type, node.zone) for node in lost), now_s, dt_s)
+        self._at_s = now_s
+        self._lost |= {node.id for node in lost}
+        self._recent.extend((now_s, node.type, node.zone) for node in lost)
+        while self._recent and self._recent[0][0] < now_s - RECENT_S:
+            self._recent.popleft()
+
+    def quotes(
+        self, node_types: Iterable[NodeType], prices: Mapping[tuple[str, str], int], now_s: float
+    ) -> tuple[Quote, ...]:
+        """One for each spot pool, and for those of which a price was heard."""
+        found = []
+        for node_type in node_types:
+            for zone in node_type.zones:
+                price = prices.get((node_type.name, zone))
+                if node_type.market is Market.SPOT:
+                    found.append(Quote(node_type.name, zone, price, self._per_h(node_type.name, zone, now_s)))
+                elif price is not None:
+                    found.append(Quote(node_type.name, zone, price))
+        return tuple(found)
+
+    def _per_h(self, node_type: str, zone: str, now_s: float) -> float:
+        """Its own, and an hourly share of the losses that others of its type had a moment ago."""
+        others = {place for at_s, type_, place in self._recent if type_ == node_type and place != zone}
+        near = sum(SAME_REGION if _region(place) == _region(zone) else ELSEWHERE for place in others)
+        return round(self.hazard.per_h(pool_name(node_type, zone), now_s) + near, 2)
+
+
+def _held(nodes: Iterable[Node], at_s: float) -> list[Node]:
+    """Those that were ready at that time, as they were."""
+    return [
+        replace(node, state=NodeState.READY, reason="")
+        for node in nodes
+        if node.ready_at_s is not None and node.ready_at_s <= at_s < (node.ended_at_s or float("inf"))
+    ]
+
+
+def pool_name(node_type: str, zone: str) -> str:
+    """By which `Hazard` knows it: pools of one type in one region go together."""
+    return f"{node_type}/{zone}"
+
+
+def _region(zone: str) -> str:
+    """us-east-1 of us-east-1a."""
+    return re.sub(r"-?[a-z]$", "", zone)

@@ -1,0 +1,79 @@
+"""The ledger's part of a tick: intervals open when the provider starts to bill, and close when it stops. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from raytide.autoscaler.providers.base import Machine
+from raytide.core.money import to_us
+from raytide.core.objects.ledger_entry import Entry, EntryKind, Occupancy, OpenInterval, Share
+from raytide.core.objects.node import Node, NodeState
+from raytide.ledger.book import book, close, cost_of, open_interval
+
+_STARTING: Occupancy = (Share(EntryKind.STARTUP, "", "", 1.0),)
+
+
+@dataclass(frozen=True, slots=True)
+class Booking:
+    entries: tuple[Entry, ...]
+    intervals: tuple[OpenInterval, ...]
+    """New ones, and those that were cut."""
+    closed: tuple[str, ...]
+
+
+def keep_books(
+    nodes: Mapping[str, Node],
+    machines: Mapping[str, Machine],
+    intervals: Mapping[str, OpenInterval],
+    occupancies: Mapping[str, Occupancy],
+    booked_after: Callable[[str, int], Sequence[Entry]],
+    now_us: int,
+    at_once: Collection[str] = (),
+) -> Booking:
+    """`nodes` were not GONE before this tick, so each is closed once, by the commit that makes it GONE. What jobs
+    `at_once` hold is booked up to now."""
+    entries: list[Entry] = []
+    kept: list[OpenInterval] = []
+    closed: list[str] = []
+    for node in nodes.values():
+        machine, before = machines.get(node.id), intervals.get(node.id)
+        if machine is None:
+            if node.state is NodeState.GONE and node.ended_at_s is not None and before is not None:
+                # a provider forgets machines a while after their end; an interval left open would cost for ever
+                end_us = to_us(node.ended_at_s)
+                entries += close(before, end_us, booked_after(node.id, end_us))
+                closed.append(node.id)
+            continue
+        interval = before or _opened(machine, occupancies.get(node.id, _STARTING))
+        at_old_prices, interval = _repriced(interval, machine)
+        entries += at_old_prices
+        if node.state is NodeState.GONE and machine.ended_at_s is not None:
+            end_us = to_us(machine.ended_at_s)
+            origins = to_us(machine.started_at_s), *(to_us(until_s) for until_s, _ in machine.earlier)
+            entries += close(interval, end_us, booked_after(node.id, end_us), origins)
+            closed.append(node.id)
+            continue
+        is_asked = any(share.kind is EntryKind.JOB and share.subject in at_once for share in interval.occupancy)
+        due, after = book(interval, now_us, occupancies.get(node.id, interval.occupancy), at_once=is_asked)
+        entries += due
+        if after != before:
+            kept.append(after)
+    return Booking(tuple(entries), tuple(kept), tuple(closed))
+
+
+def _opened(machine: Machine, occupancy: Occupancy) -> OpenInterval:
+    first = machine.earlier[0][1] if machine.earlier else machine.price_micro_usd_h
+    return open_interval(machine.node_id, first, to_us(machine.started_at_s), occupancy)
+
+
+def _repriced(interval: OpenInterval, machine: Machine) -> tuple[tuple[Entry, ...], OpenInterval]:
+    """Booked up to where the price changed, and open from there on: once, since an interval begins at its price."""
+    entries: tuple[Entry, ...] = ()
+    prices = [*(price for _, price in machine.earlier[1:]), machine.price_micro_usd_h]
+    for (until_s, _), price in zip(machine.earlier, prices, strict=False):
+        if to_us(until_s) > interval.origin_us:
+            until_us = max(to_us(until_s), interval.from_us)
+            entries += cost_of(interval, until_us)
+            interval = open_interval(interval.node_id, price, until_us, interval.occupancy)
+    return entries, interval

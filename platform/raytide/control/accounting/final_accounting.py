@@ -1,0 +1,101 @@
+"""The end of a cluster in its records: nodes that were ended are GONE, what they cost is booked, what ran is FAILED."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from raytide.autoscaler.nodes import instances
+from raytide.autoscaler.providers.base import Machine
+from raytide.control.accounting.billing_intervals import keep_books
+from raytide.control.accounting.cost_report import cost_report
+from raytide.control.reconcile.records import Book
+from raytide.control.views import CostReport
+from raytide.core.errors import ConflictError
+from raytide.core.money import to_us
+from raytide.core.objects.endpoint import EndpointState
+from raytide.core.objects.job import JobState
+from raytide.core.objects.node import Node, NodeState
+from raytide.core.state import Changes, Store
+from raytide.jobs.lifecycle import leases
+from raytide.ledger.reconcile import Difference, reconcile
+
+_WHY = "the cluster was ended"
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """What a cluster leaves behind."""
+
+    nodes: tuple[Node, ...]
+    """Every node there ever was, newest first."""
+    cost: CostReport
+    differences: tuple[Difference, ...]
+    """Where the entries are not what the provider bills; empty, unless something is wrong with the books."""
+
+
+@contextmanager
+def sole_lead(store: Store, holder: str) -> Iterator[None]:
+    """Let no other controller decide meanwhile. ConflictError when one does: its records are not ours to end."""
+    if other := store.lead(holder):
+        raise ConflictError(
+            f"the records were left as they are: {other} decides on the same state.",
+            hint="What ran here was ended. Give each cluster a state_url of its own.",
+        )
+    try:
+        yield
+    finally:
+        store.resign()
+
+
+def close_books(store: Store, machines: tuple[Machine, ...], now_s: float) -> Closed:
+    """Bring the records of a cluster of which nothing runs any more to their end. May be repeated."""
+    book = Book.of(store.load())
+    of = {machine.node_id: machine for machine in machines}
+    book.nodes = {
+        key: _gone(instances.from_provider(n, of.get(key), None, now_s), now_s) for key, n in book.nodes.items()
+    }
+    booking = keep_books(
+        book.nodes,
+        of,
+        book.intervals,
+        {},
+        lambda node_id, end_us: store.books.entries(node_id=node_id, ending_after_us=end_us),
+        to_us(now_s),
+    )
+    store.commit(
+        Changes(
+            at_s=now_s,
+            jobs=tuple(
+                replace(
+                    job,
+                    state=JobState.STOPPED if job.stop_requested else JobState.FAILED,
+                    ended_at_s=now_s,
+                    reason=_WHY,
+                )
+                for job in book.jobs.values()
+            ),
+            leases=tuple(leases.release(lease, _WHY) for lease in book.leases.values()),
+            nodes=tuple(book.nodes.values()),
+            endpoints=tuple(
+                replace(endpoint, state=EndpointState.DELETED, target_replicas=0, ended_at_s=now_s, reason=_WHY)
+                for endpoint in book.endpoints.values()
+            ),
+            entries=booking.entries,
+            intervals=booking.intervals,
+            closed=booking.closed,
+        )
+    )
+    return Closed(
+        nodes=store.nodes(),
+        cost=cost_report(store.books, machines, to_us(now_s)),
+        differences=reconcile(machines, store.books.entries()),
+    )
+
+
+def _gone(node: Node, now_s: float) -> Node:
+    """A node that was decided and never bought is gone too; it cost nothing."""
+    if node.state is NodeState.GONE:
+        return node
+    return replace(node, state=NodeState.GONE, ended_at_s=now_s, reason=_WHY)

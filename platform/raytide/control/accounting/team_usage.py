@@ -1,0 +1,89 @@
+"""What the queue has to know of teams and money, from the configuration, the records and the ledger's sums. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+
+from raytide.control.views import TeamUse
+from raytide.core.objects.cluster_config import ClusterConfig
+from raytide.core.objects.job import Job
+from raytide.core.objects.ledger_entry import Spent
+from raytide.core.objects.snapshot import Snapshot
+from raytide.core.objects.team import Team, TeamSpec, faded, overlaid
+from raytide.core.state.records import StoredTeam
+from raytide.jobs.admission.scheduler import floor_of
+
+_EVERY_S = 30.0
+"""How often the recent use of a team is written down."""
+
+
+def limits(config: ClusterConfig, stored: Iterable[StoredTeam]) -> dict[str, TeamSpec]:
+    """The teams of the configuration, with what each was given since. The tree is the configuration's, and no other:
+    what was stored under an earlier one could close a circle."""
+    given = {team.name: team.given for team in stored if team.given}
+    return {
+        name: overlaid(spec, given[name]) if name in given else spec for name, spec in config.settings.teams.items()
+    }
+
+
+def with_accounts(
+    snapshot: Snapshot, config: ClusterConfig, stored: Iterable[StoredTeam], spent: Spent, old_s: float = 0.0
+) -> Snapshot:
+    """`spent` in this month; `old_s` as in the Snapshot."""
+    teams = {team.name: team for team in stored}
+    return replace(
+        snapshot,
+        teams=tuple(
+            Team(
+                name=name,
+                spec=spec,
+                recent_gpu_s=recent_gpu_s(teams.get(name), snapshot.at_s),
+                spent_micro_usd=spent.teams_month.get(name, 0),
+            )
+            for name, spec in sorted(limits(config, teams.values()).items())
+        ),
+        classes=config.settings.priorities,
+        spent=spent.jobs,
+        spent_month={
+            job.id: spent.jobs_month.get(job.id, 0) for job in snapshot.jobs if job.spec.budget_per == "month"
+        },
+        old_s=old_s,
+    )
+
+
+def recent_gpu_s(stored: StoredTeam | None, now_s: float) -> float:
+    return 0.0 if stored is None else faded(stored.recent_gpu_s, now_s - stored.recent_at_s)
+
+
+def used_lately(stored: Iterable[StoredTeam], jobs: Iterable[Job], now_s: float) -> tuple[StoredTeam, ...]:
+    """Teams whose recent use is to be written down: what it was, faded, and what they have held since."""
+    teams = {team.name: team for team in stored}
+    holds: Counter[str] = Counter()
+    for job in jobs:
+        holds[job.spec.team] += job.spell_gpus  # type: ignore[assignment]  # a Counter of floats
+    found = []
+    for name in sorted(teams.keys() | holds.keys()):
+        team = teams.get(name, StoredTeam(name, recent_at_s=now_s - _EVERY_S))
+        since_s = now_s - team.recent_at_s
+        if since_s >= _EVERY_S and (holds[name] or team.recent_gpu_s):
+            # A controller that was away does not know what was held meanwhile.
+            recent = recent_gpu_s(team, now_s) + holds[name] * min(since_s, 2 * _EVERY_S)
+            found.append(replace(team, recent_gpu_s=recent, recent_at_s=now_s))
+    return tuple(found)
+
+
+def uses(snapshot: Snapshot) -> dict[str, TeamUse]:
+    floor = floor_of(snapshot)
+    names = sorted(floor.quotas.limited)
+    return {
+        team.name: TeamUse(
+            used={name: floor.quotas.held(team.name, name) for name in names},
+            own={name: floor.quotas.own(team.name, name) for name in names},
+            available={name: max(0.0, floor.quotas.available(team.name, name)) for name in names},
+            committed_micro_usd=floor.purse.committed[team.name],
+            recent_gpu_h=team.recent_gpu_s / 3600.0,
+        )
+        for team in snapshot.teams
+    }

@@ -1,0 +1,1 @@
+"""The API without HTTP: one module for each group of routes."""

@@ -1,0 +1,174 @@
+"""What the API looks at of the files that a spec names, before its job or endpoint waits for anything.
+
+Nothing remote is opened: of a URL its form is checked, and the driver reports what is missing behind it. A local file
+is looked at in threads of its own, for a moment: a file system that hangs takes these threads, and specs are then
+accepted unseen. The API may read more than teams may. A team's token therefore learns only of files that every user of
+the machine can read; of any other the driver reports what is wrong with it. Nothing is opened but regular files.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from raytide.control.api.auth import ANY_TEAM, Caller
+from raytide.core.errors import DataError
+from raytide.core.io.private_paths import check_named
+from raytide.core.io.storage import check_url, join, local_path
+from raytide.core.io.token_dataset import MANIFEST, parse_manifest
+from raytide.core.specs.data import DataSpec
+from raytide.core.specs.train import TrainSpec
+
+LOOK_S = 3.0
+"""How long a look at a file may take."""
+THREADS = 4
+_FREE_S = 0.2
+"""How long is waited for one of them: those of a file system that hangs are not free for long."""
+_MOST_BYTES = 2**24
+"""The largest manifest that is read here; the driver reads larger ones."""
+T = TypeVar("T")
+_NO_FILES = ("/proc/", "/sys/", "/dev/")
+"""What is there looks like files; reading it may wait, or do something."""
+_MISSING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EINVAL})
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What one look at a path found; neither when it could not, or may not, tell."""
+
+    content: bytes | None = None
+    is_missing: bool = False
+
+
+_UNSEEN = Look()
+
+
+class Inputs:
+    """One per API process."""
+
+    def __init__(self) -> None:
+        self._free = threading.BoundedSemaphore(THREADS)
+
+    def check_private(self, config: object, where: str, *, is_checked_later: bool) -> None:
+        """DeniedError for paths that are nobody's data; following their links may hang like every other look."""
+
+        def check() -> bool:
+            check_named(config, where, links=not is_checked_later)
+            return True
+
+        if not self._run(check) and not is_checked_later:
+            raise DataError(f"the paths of {where} cannot be looked at.", hint="Try again, or name other paths.")
+
+    def check_training(self, spec: TrainSpec, caller: Caller) -> None:
+        """DataError when its dataset or its conversations are missing or malformed, or a URL's form is not allowed."""
+        tokenizer, template = (spec.chat.tokenizer, spec.chat.template) if spec.chat else (None, None)
+        config = spec.model.config if isinstance(spec.model.config, str) else None
+        for url in (spec.dataset, spec.out, spec.checkpoint_dir, spec.init_from, tokenizer, template, config):
+            if url is not None:
+                check_url(url)
+        if spec.dataset is not None:
+            found = self._look(where := join(spec.dataset, MANIFEST), caller)
+            if found.is_missing:
+                raise DataError(
+                    f"{spec.dataset} holds no token dataset: it has no {MANIFEST}.",
+                    hint="Build it with `raytide data build`; a build that was cut off leaves none.",
+                )
+            if found.content is not None:
+                parse_manifest(found.content, where)
+        elif spec.chat is not None:
+            check_url(spec.chat.file)
+            if self._look(spec.chat.file, caller, most=0).is_missing:
+                raise DataError(f"{spec.chat.file} does not exist.", hint="Check chat.file.")
+
+    def check_build(self, spec: DataSpec) -> None:
+        """DataError when a URL is not of an allowed form; the inputs are many, and the driver lists them."""
+        for url in (*spec.inputs, spec.out, *([spec.tokenizer.file] if spec.tokenizer.file else [])):
+            check_url(url)
+
+    def check_model(self, model: str, caller: Caller) -> None:
+        """DataError when it is no model's directory."""
+        check_url(model)
+        if local_path(model) is None or self._look(join(model, "config.json"), caller, most=0).is_missing:
+            raise DataError(f"{model} is no model directory: it has no config.json.", hint="Give an exported model.")
+
+    def _look(self, url: str, caller: Caller, most: int = _MOST_BYTES) -> Look:
+        """`most`: bytes of its content that are wanted."""
+        path = local_path(url)
+        if path is None:
+            return _UNSEEN
+        return self._run(lambda: look(path, most, for_everybody=caller.team != ANY_TEAM)) or _UNSEEN
+
+    def _run(self, work: Callable[[], T]) -> T | None:
+        """What it returns or raises; None when that takes too long. It runs in a daemon thread: one that hangs for ever
+        must not keep the process from its end."""
+        if not self._free.acquire(timeout=_FREE_S):
+            return None
+        found: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                found.set_result(work())
+            except BaseException as error:
+                found.set_exception(error)
+            finally:
+                self._free.release()
+
+        threading.Thread(target=run, name="look at a file", daemon=True).start()
+        try:
+            return found.result(LOOK_S)
+        except TimeoutError:
+            return None
+
+
+def look(path: str, most: int, *, for_everybody: bool) -> Look:
+    """`for_everybody`: as a user sees it who has no rights of its own on this machine."""
+    try:
+        real = os.path.realpath(path)
+        if real.startswith(_NO_FILES) and not real.startswith("/dev/shm/"):  # read, never written to  # nosec B108
+            return Look(is_missing=True)
+        if for_everybody and not _is_reachable(real):
+            return _UNSEEN
+        about = os.stat(real)
+        if not stat.S_ISREG(about.st_mode):
+            return Look(is_missing=True)
+        if for_everybody and not about.st_mode & stat.S_IROTH:
+            return _UNSEEN
+        return Look(_read(real, most, for_everybody=for_everybody))
+    except OSError as error:
+        return Look(is_missing=error.errno in _MISSING)
+    except ValueError:  # no path at all
+        return Look(is_missing=True)
+
+
+def _is_reachable(real: str) -> bool:
+    """Whether every user may enter all folders above it, as far as they exist."""
+    for folder in reversed(Path(real).parents):
+        try:
+            about = os.stat(folder)
+        except FileNotFoundError:
+            return True
+        if not stat.S_ISDIR(about.st_mode):
+            return True
+        if not about.st_mode & stat.S_IXOTH:
+            return False
+    return True
+
+
+def _read(real: str, most: int, *, for_everybody: bool) -> bytes | None:
+    """Its content; None when it is larger, or is another file than a moment ago."""
+    if not most:
+        return None
+    descriptor = os.open(real, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode) or (for_everybody and not mode & stat.S_IROTH):
+            return None
+        content = file.read(most + 1)
+    return content if len(content) <= most else None

@@ -1,0 +1,268 @@
+"""Leases for drivers that wait until theirs changes: all of them cost the store one small read every tenth of a second.
+
+A watcher reads a counter that every commit moves which touches jobs or leases. When it moved, one query finds those of
+the awaited leases that changed, and only these are read anew, all at once. A lease that nothing changed is answered
+from memory. That a driver of a GANG job waits is its heartbeat: those that are due are written together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from anyio import CapacityLimiter, to_thread
+from starlette.types import Receive
+
+from raytide.control.reconcile.driver_silence import hung_up
+from raytide.control.wire import to_json
+from raytide.core.clock import Clock
+from raytide.core.errors import LeaseLostError, NotFoundError, RaytideError, StorageError
+from raytide.core.objects.gang import Lease, LeaseState
+from raytide.core.objects.job import Job, JobKind, JobState
+from raytide.core.state import Store
+from raytide.core.state.job_queries import LeaseKey
+
+LOOK_S = 0.1
+BEAT_S = 1.0
+_BEATS = 5
+"""Heartbeats that are written within a job's timeout, at most one each BEAT_S."""
+"""How often heartbeats are written at most."""
+_BEATS = 5
+"""Heartbeats within a job's timeout, or one a second."""
+_KEPT_S = 10.0
+"""How long a lease stays in memory that nobody waits for: who waits asks again at once."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Seen:
+    """A job and its lease as they were at a version of the store, and as nothing changed them since."""
+
+    job: Job
+    lease: Lease
+    key: LeaseKey
+    version: int
+    asked_s: float = 0.0
+    beat_s: float = -math.inf
+    """When its last heartbeat was written, by the monotonic clock."""
+    body: bytes = b""
+
+    @property
+    def is_gang(self) -> bool:
+        return self.job.spec.kind is JobKind.GANG
+
+    @property
+    def beat_every_s(self) -> float:
+        return self.job.spec.heartbeat_timeout_s / _BEATS
+
+    def to_bytes(self) -> bytes:
+        """The lease as JSON."""
+        self.body = self.body or json.dumps(to_json(self.lease), ensure_ascii=True).encode()
+        return self.body
+
+
+class Leases:
+    """One per API process."""
+
+    def __init__(self, store: Store, clock: Clock) -> None:
+        self._store, self._clock = store, clock
+        self._seen: dict[str, Seen] = {}
+        self._version, self._is_grown = -1, False
+        """The version at which all of them were looked at, and whether some came since then."""
+        self._waiting: dict[str, set[asyncio.Future[None]]] = {}
+        self._polled: set[str] = set()
+        """GANG jobs whose driver asked since the last heartbeats."""
+        self._left: set[str] = set()
+        """GANG jobs whose driver hung up since then."""
+        self._watcher: asyncio.Task[None] | None = None
+        self._beater: asyncio.Task[None] | None = None
+        self._reads, self._looks, self._beats = CapacityLimiter(8), CapacityLimiter(1), CapacityLimiter(1)
+
+    async def wait(
+        self, job_id: str, check: Callable[[Job], object], newer_than: int, timeout_s: float, receive: Receive
+    ) -> bytes | None:
+        """The job's lease as JSON once its epoch is above `newer_than`, or as it is after the timeout; None when the
+        client went away. `check` refuses callers who may not see it. LeaseLostError when it is over."""
+        deadline_s = time.monotonic() + timeout_s
+        gone: asyncio.Task[None] | None = None
+        try:
+            while True:
+                seen = self._seen.get(job_id) if timeout_s else None
+                seen = seen or await self._first(job_id, is_beat=not timeout_s)
+                check(seen.job)
+                _require_held(seen.job)
+                seen.asked_s = time.monotonic()
+                left_s = deadline_s - seen.asked_s
+                if seen.is_gang and timeout_s:
+                    self._polled.add(job_id)
+                    self._left.discard(job_id)
+                    self._keep_watching()
+                if seen.lease.epoch > newer_than or left_s <= 0:
+                    return seen.to_bytes()
+                gone = gone or asyncio.create_task(_hung_up(receive))
+                if not await self._changed(job_id, gone, left_s):
+                    if seen.is_gang and job_id not in self._waiting:
+                        self._left.add(job_id)
+                    return None
+        finally:
+            if gone is not None:
+                gone.cancel()
+
+    def lease(self, job: Job) -> Lease:
+        """The job's lease; while it has none yet, one that waits, with epoch -1."""
+        _require_held(job)
+        return _lease(job, self._store.lease_of(job.id))
+
+    def hung_up(self, job_ids: Iterable[str]) -> None:
+        """Whoever asked for these leases is gone before the answer, as a driver is that was killed. One that lives asks
+        again at once; it is waited for no longer than a moment."""
+        now_s = self._clock.now_s()
+        jobs = [job for job in self._store.jobs_of(list(job_ids)) if not job.is_final]
+        self._store.heartbeats(
+            {job.id: hung_up(job.heartbeat_at_s, now_s, job.spec.heartbeat_timeout_s) for job in jobs}
+        )
+
+    async def _first(self, job_id: str, *, is_beat: bool) -> Seen:
+        found = await to_thread.run_sync(self._read, [job_id], limiter=self._reads)
+        if job_id not in found:
+            raise NotFoundError(f"there is no job {job_id}.", hint="`raytide ps` lists them.")
+        seen = found[job_id]
+        if is_beat:
+            if seen.is_gang and not seen.job.is_final:
+                await to_thread.run_sync(self._beat, {job_id}, limiter=self._reads)
+            return seen
+        kept = self._seen.get(job_id)
+        if kept is None or kept.version < seen.version:
+            self._seen[job_id], self._is_grown = seen, True
+        return self._seen[job_id]
+
+    async def _changed(self, job_id: str, gone: asyncio.Task[None], timeout_s: float) -> bool:
+        """Waits for the watcher or the time; False when the client hung up."""
+        changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(job_id, set()).add(changed)
+        self._keep_watching()
+        try:
+            await asyncio.wait((changed, gone), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._waiting[job_id].discard(changed)
+            if not self._waiting[job_id]:
+                del self._waiting[job_id]
+        return not gone.done()
+
+    def _keep_watching(self) -> None:
+        loop = asyncio.get_running_loop()
+        if self._watcher is None or self._watcher.done() or self._watcher.get_loop() is not loop:
+            self._watcher = loop.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        """For as long as somebody waits, or did a moment ago."""
+        beat_s = 0.0
+        while self._seen or self._polled or self._left:
+            try:
+                await self._look()
+            except RaytideError as error:
+                _log.warning("leases cannot be looked at: %s", error)
+            if time.monotonic() - beat_s >= BEAT_S:
+                beat_s = time.monotonic()
+                self._start_beats()
+                self._forget(beat_s)
+            await asyncio.sleep(LOOK_S)
+
+    async def _look(self) -> None:
+        version = await to_thread.run_sync(self._store.census.version, limiter=self._looks)
+        if version == self._version and not self._is_grown:
+            return
+        self._is_grown = False  # what comes while this reads is looked at the next time
+        before = dict(self._seen)
+        changed = await to_thread.run_sync(self._read_changed, before, version, limiter=self._looks)
+        self._version = version
+        for seen in before.values():
+            seen.version = max(seen.version, version)
+        for job_id, seen in changed.items():
+            seen.asked_s = self._seen[job_id].asked_s if job_id in self._seen else time.monotonic()
+            self._seen[job_id] = seen
+            for waiter in self._waiting.get(job_id, ()):
+                if not waiter.done():
+                    waiter.set_result(None)
+
+    def _read_changed(self, seen: dict[str, Seen], version: int) -> dict[str, Seen]:
+        oldest = min((each.version for each in seen.values()), default=version)
+        if oldest >= version:
+            return {}
+        touched = self._store.census.touched_since(oldest) & seen.keys()
+        keys = self._store.census.lease_keys(touched)
+        return self._read([job_id for job_id in touched if keys.get(job_id) != seen[job_id].key])
+
+    def _read(self, job_ids: list[str]) -> dict[str, Seen]:
+        """Each as it was at its version, or later."""
+        if not job_ids:
+            return {}
+        version = self._store.census.version()
+        leases = self._store.census.leases(job_ids)
+        jobs = self._store.jobs_of(job_ids)
+        return {job.id: Seen(job, _lease(job, one := leases.get(job.id)), _key(job, one), version) for job in jobs}
+
+    def _start_beats(self) -> None:
+        """In a task of their own: a write may wait for another process's, and who waits for a lease does not."""
+        if self._beater is not None and not self._beater.done():
+            return
+        here = {job_id for job_id in self._waiting if job_id in self._seen and self._seen[job_id].is_gang}
+        left = {job_id for job_id in self._left - here if job_id in self._seen}
+        now_s = time.monotonic()
+        beats = {
+            job_id
+            for job_id in (here | self._polled) - left
+            if (seen := self._seen.get(job_id)) is not None and now_s - seen.beat_s >= seen.beat_every_s
+        }
+        for job_id in beats:
+            self._seen[job_id].beat_s = now_s
+        for job_id in left:
+            self._seen[job_id].beat_s = -math.inf
+        self._polled, self._left = set(), set()
+        if beats or left:
+            self._beater = asyncio.create_task(self._write_beats(beats, left))
+
+    async def _write_beats(self, beats: set[str], left: set[str]) -> None:
+        if beats:
+            await to_thread.run_sync(self._beat, beats, limiter=self._beats)
+        if left:
+            with suppress(StorageError):
+                await to_thread.run_sync(self.hung_up, left, limiter=self._beats)
+
+    def _beat(self, job_ids: set[str]) -> None:
+        with suppress(StorageError):  # leases are told all the same
+            self._store.heartbeats(dict.fromkeys(job_ids, self._clock.now_s()))
+
+    def _forget(self, now_s: float) -> None:
+        for job_id in [job_id for job_id, seen in self._seen.items() if now_s - seen.asked_s > _KEPT_S]:
+            if job_id not in self._waiting:
+                del self._seen[job_id]
+
+
+async def _hung_up(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _require_held(job: Job) -> None:
+    if job.is_final or job.state is JobState.STOPPING:
+        raise LeaseLostError(f"{job.id} is {job.state}: {job.reason}", hint="Submit it again.")
+
+
+def _lease(job: Job, lease: Lease | None) -> Lease:
+    if lease is not None and lease.state is not LeaseState.RELEASED:
+        return lease
+    return Lease(id="", job_id=job.id, shape=job.spec.gang.shapes[0], state=LeaseState.WAITING, members=(), epoch=-1)
+
+
+def _key(job: Job, lease: Lease | None) -> LeaseKey:
+    if lease is None:
+        return LeaseKey(str(job.state))
+    return LeaseKey(str(job.state), lease.id, str(lease.state), lease.epoch)

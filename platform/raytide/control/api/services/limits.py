@@ -1,0 +1,127 @@
+"""What the API does about money and limits: costs by whatever groups them, quotas and budgets of teams."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from raytide.control.accounting.team_usage import limits
+from raytide.control.api.auth import Caller
+from raytide.control.views import CostTable, Live, TeamUse, TeamView
+from raytide.core.errors import ConfigError, ConflictError, UsageError
+from raytide.core.money import month_of
+from raytide.core.objects.cluster_config import ClusterConfig
+from raytide.core.objects.endpoint import Endpoint
+from raytide.core.objects.job import BudgetPer, Job, JobKind, JobSpec
+from raytide.core.objects.team import TeamSpec, merged
+from raytide.core.state import Store
+from raytide.jobs.admission.usage import supply
+from raytide.ledger import report
+from raytide.ledger.cost import accrued
+
+
+class Accounts:
+    def __init__(self, store: Store, config: ClusterConfig) -> None:
+        self._store, self._config = store, config
+
+    def cost(self, by: report.By, caller: Caller, since_us: int, now_us: int) -> CostTable:
+        """Of the caller's team; a token for every team sees all, what is nobody's included."""
+        intervals = self._store.books.intervals()
+        booked = self._store.books.lines(since_us=since_us, with_node=by == "node", with_day=by == "day")
+        pending = [entry for entry in accrued(intervals, now_us) if entry.to_us > since_us]
+        lines = [*booked, *report.as_lines(pending)]
+        rates = report.rates(intervals)
+        lines = [line for line in lines if caller.sees(line.team)]
+        rates = {key: rate for key, rate in rates.items() if caller.sees(key[2])}
+        tags = self._tags({line.subject for line in lines}) if by in ("project", "model") else {}
+        losses = [line for line in self._store.books.losses(since_us=since_us) if caller.sees(line.team)]
+        rows = report.rows(lines, rates, by, tags, now_us, losses)
+        return CostTable(
+            by=by,
+            rows=rows,
+            total_micro_usd=sum(row.amount_micro_usd for row in rows),
+            forecast_micro_usd=sum(row.forecast_micro_usd for row in rows),
+        )
+
+    def teams(self, caller: Caller, live: Live, now_us: int) -> list[TeamView]:
+        spent = self._store.books.spent([], month_of(now_us)).teams_month
+        given = {team.name: tuple(sorted(team.given)) for team in self._store.teams()}
+        return [
+            TeamView(name, spec, spent.get(name, 0), live.teams.get(name, _NOTHING), given.get(name, ()))
+            for name, spec in sorted(self.specs().items())
+            if caller.sees(name)
+        ]
+
+    def change(self, name: str, changes: Mapping[str, object], caller: Caller) -> TeamSpec:
+        """Set some of a team's limits from now on, None as the configuration says; only a token for every team may."""
+        caller.require_all()
+        self.check_team(name)
+        if "parent" in changes:
+            raise ConfigError("the tree of teams is the configuration's.", hint="Set it in metadata.raytide.teams.")
+        self._check_resources(changes)
+        given: dict[str, Any] = next((dict(team.given) for team in self._store.teams() if team.name == name), {})
+        for field, value in changes.items():
+            before = given.get(field)
+            given[field] = {**before, **value} if isinstance(before, dict) and isinstance(value, Mapping) else value
+        given = {field: value for field, value in given.items() if value is not None and field != "parent"}
+        spec = TeamSpec.parse(merged(self._config.settings.teams[name], given), where=f"team {name}")
+        self._store.save_team(name, given)
+        return spec
+
+    def set_job_budget(self, job: Job, usd: float | None, *, soft: bool, per: BudgetPer) -> Job:
+        """Both of its budgets are for the same time."""
+        if job.is_final:
+            raise ConflictError(f"{job.id} is {job.state}: it spends nothing any more.", hint="Set that of another.")
+        name, other = ("soft_budget_usd", "budget_usd") if soft else ("budget_usd", "soft_budget_usd")
+        if (kept := getattr(job.spec, other)) is None:
+            per = "job" if usd is None else per
+        elif usd is None:
+            per = job.spec.budget_per
+        elif per != job.spec.budget_per:
+            kind, option = ("hard", "") if soft else ("soft", " --soft")
+            raise UsageError(
+                f"the {kind} budget of {job.id}, ${kept:g}, is by the {job.spec.budget_per}.",
+                hint=f"Say both alike, or take that one away first: `raytide budget set {job.id} none{option}`.",
+            )
+        limit = {name: usd, "budget_per": per}
+        spec = JobSpec.parse({**job.spec.model_dump(mode="json"), **limit}, where=job.id)
+        return self._store.save_spec(job.id, spec)
+
+    def specs(self) -> dict[str, TeamSpec]:
+        return limits(self._config, self._store.teams())
+
+    def check_team(self, team: str) -> None:
+        known = self.specs()
+        if team not in known:
+            raise ConfigError(
+                f"there is no team {team}.",
+                hint=f"Teams are {', '.join(sorted(known))}; metadata.raytide.teams adds more.",
+            )
+
+    def _check_resources(self, changes: Mapping[str, object]) -> None:
+        """A quota of what no node has would limit nothing."""
+        known = supply(self._config.node_types).keys()
+        for field in ("quota", "borrow", "lend"):
+            amounts = changes.get(field)
+            if isinstance(amounts, Mapping) and (odd := sorted(amounts.keys() - known)):
+                raise ConfigError(
+                    f"no node type has {odd[0]}, of which a {field} is set.",
+                    hint=f"There are {', '.join(sorted(known))}.",
+                )
+
+    def _tags(self, subjects: set[str]) -> dict[str, dict[str, str]]:
+        jobs = {job.id: _tags_of_job(job) for job in self._store.jobs_of(sorted(subjects))}
+        return {**jobs, **{e.name: _tags_of_endpoint(e) for e in self._store.endpoints(ended=True)}}
+
+
+_NOTHING = TeamUse({}, {}, {}, 0, 0.0)
+
+
+def _tags_of_job(job: Job) -> dict[str, str]:
+    """Its labels; a training run without the label is grouped by its name, which is what it makes."""
+    model = {"model": job.spec.name} if job.spec.kind is JobKind.TRAIN else {}
+    return {**model, **job.spec.labels}
+
+
+def _tags_of_endpoint(endpoint: Endpoint) -> dict[str, str]:
+    return {"model": endpoint.spec.model, "project": endpoint.spec.project or "-"}

@@ -1,0 +1,121 @@
+"""The log of a job in parts: what its drivers wrote, one attempt after another. It is never held whole.
+
+A place in it is `attempt:byte`, counted from the first byte that was ever written, also where the oldest were dropped
+(see `log_files`); "" is its beginning.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
+
+from raytide.control.supervision.log_rotation import HEADER_BYTES, dropped_before
+from raytide.control.views import LogPart
+from raytide.core.errors import UsageError
+from raytide.core.objects.job import Job
+from raytide.jobs.lifecycle.jobs import DriverKey
+
+PART_BYTES = 2**20
+TAIL_BYTES = 2**25
+"""How far before the end of a log its last lines are looked for: one without line ends may be of any length."""
+_BLOCK_BYTES = 2**18
+_PLACE = re.compile(r"(\d{1,9}):(\d{1,18})")
+_DROPPED = "[the first {} bytes from here were dropped: of a log, the last megabytes are kept]\n"
+_PREFACE = re.compile(rb"\A(.* -- Runtime env is setting up\.\n)?(Running entrypoint for job .*\n)?")
+"""What Ray writes before a driver does."""
+
+
+class Printed(Protocol):
+    def log(self, key: DriverKey, start: int, most: int) -> tuple[bytes, int]:
+        """Up to so many bytes of what an attempt wrote, from `start` on, and how many it wrote so far."""
+
+
+class _Piece(NamedTuple):
+    start: int
+    """Where the data begins: later than asked for where that was dropped."""
+    data: bytes
+    size: int
+    """How much was written so far, with what was dropped."""
+
+
+def part(printed: Printed, job: Job, after: str) -> LogPart:
+    """What comes after that place."""
+    attempt, wanted = _parsed(after)
+    piece = _piece(printed, DriverKey(job.id, attempt), wanted, PART_BYTES)
+    while (before := 0 if piece.start else _preface(piece.data)) == len(piece.data) and attempt < job.restarts:
+        attempt, wanted = attempt + 1, 0
+        piece = _piece(printed, DriverKey(job.id, attempt), wanted, PART_BYTES)
+    start, data, size = piece
+    if before == len(data):  # nothing, or Ray's first line, whose second comes
+        return LogPart("", f"{attempt}:{start}", has_more=False)
+    has_more = start + len(data) < size
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    is_over = job.is_final or attempt < job.restarts
+    text = decoder.decode(data[before:], final=is_over and not has_more)
+    if start > wanted:
+        text = _DROPPED.format(start - wanted) + text
+    end = start + len(data) - len(decoder.getstate()[0])  # a character of which only a part is there comes next time
+    return LogPart(text, f"{attempt}:{end}", has_more=has_more or attempt < job.restarts)
+
+
+def tail(printed: Printed, job: Job, lines: int) -> str:
+    """The place at which its last lines begin, or where it is looked for no further."""
+    left = TAIL_BYTES
+    for attempt in range(job.restarts, -1, -1):
+        key = DriverKey(job.id, attempt)
+        begin, head, size = _piece(printed, key, 0, _BLOCK_BYTES)
+        preface = begin or _preface(head)
+        if not lines:
+            return f"{attempt}:{size if size > preface else 0}"
+        first = max(preface, size - left)
+        for start in _line_starts(printed, key, first, size):
+            lines -= 1
+            if not lines:
+                return f"{attempt}:{start}"
+        left -= size
+        if left <= 0:
+            return f"{attempt}:{first}"
+    return ""
+
+
+def _line_starts(printed: Printed, key: DriverKey, first: int, size: int) -> Iterator[int]:
+    """Of the last line, of the one before it, and so on until `first`."""
+    end = size
+    while end > first:
+        start = max(first, end - _BLOCK_BYTES)
+        data = _piece(printed, key, start, end - start).data
+        at = len(data) - (end == size and data.endswith(b"\n"))
+        while (at := data.rfind(b"\n", 0, at)) >= 0:
+            yield start + at + 1
+        if start == first:
+            yield first
+        end = start
+
+
+def _piece(printed: Printed, key: DriverKey, start: int, most: int) -> _Piece:
+    """Up to so many bytes from that place on, or from the first that is still there."""
+    head, there = printed.log(key, 0, most if start == 0 else HEADER_BYTES)
+    dropped = dropped_before(head if len(head) >= HEADER_BYTES else printed.log(key, 0, HEADER_BYTES)[0])
+    if dropped is None:
+        if start == 0:
+            return _Piece(0, head, there)
+        if 0 < there < start:  # it was cut, and its writer ended before it could say so
+            return _Piece(start, b"", start)
+        return _Piece(start, *printed.log(key, start, most))
+    size = dropped + there - HEADER_BYTES
+    start = min(max(start, dropped), size)
+    return _Piece(start, printed.log(key, start - dropped + HEADER_BYTES, most)[0], size)
+
+
+def _parsed(after: str) -> tuple[int, int]:
+    found = _PLACE.fullmatch(after or "0:0")
+    if found is None:
+        raise UsageError(f"{after!r} is no place in a log.", hint="Give what the last answer said as `after`.")
+    return int(found[1]), int(found[2])
+
+
+def _preface(data: bytes) -> int:
+    found = _PREFACE.match(data)
+    return found.end() if found else 0

@@ -1,0 +1,161 @@
+"""raytide on the head of a cloud or of a RayCluster: beside a Ray head that runs, the supervisor, controller and API.
+
+`raytide head FILE` is the last of `head_start_ray_commands`; FILE is cluster.yaml as `ray up` completed it.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+from raytide.autoscaler.providers.base import Machine, Provider
+from raytide.control.accounting.final_accounting import Closed, close_books, sole_lead
+from raytide.control.bootstrap.cluster_record import RunningCluster, installed_version, load, run_dir_of
+from raytide.control.bootstrap.exposure import check_running
+from raytide.control.bootstrap.wiring import provider
+from raytide.control.supervision.control_plane import end_children, grant_access, start_supervisor, wait_for_api
+from raytide.control.supervision.daemon import hold_lock
+from raytide.core.clock import SystemClock
+from raytide.core.errors import ClusterError, ConfigError
+from raytide.core.objects.cluster_config import load_cluster
+from raytide.core.ray_internals import dashboard_url, gcs_address_here, gcs_client
+from raytide.core.state import Store
+
+__all__ = ["HeadCluster", "down", "start", "stay"]
+
+API_PORT, SERVE_PORT = 7400, 8000
+_POLL_S = 0.5
+
+
+class HeadCluster(RunningCluster):
+    """Ray is not raytide's here: whoever started it says in RAY_AUTH_MODE whether it asks for a token, or by putting
+    one into Ray's usual place."""
+
+    @property
+    def ray_token_file(self) -> Path | None:
+        mode = os.environ.get("RAY_AUTH_MODE")
+        file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+        return file if (file.exists() if mode is None else mode.lower() == "token") else None
+
+    def environment(self) -> dict[str, str]:
+        return self.marked({key: value for key, value in os.environ.items() if key != "RAY_CLOUD_INSTANCE_ID"})
+
+
+def start(config_path: Path, *, insecure: bool = False, timeout_s: float = 120.0) -> HeadCluster:
+    """Begin with this file, or go on with it: records, ledger and tokens of an earlier start stay.
+
+    ClusterError when Ray is open to other machines, unless that is wanted (`insecure`).
+    """
+    config = load_cluster(config_path)
+    gcs_address = gcs_address_here()
+    if not gcs_address:
+        raise ClusterError(
+            "no Ray runs on this machine.", hint="Start it first: `ray start --head --no-monitor`; or set RAY_ADDRESS."
+        )
+    run_dir = run_dir_of(config.name)
+    for folder in (run_dir, run_dir / "pids", run_dir / "logs"):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    run_dir.chmod(0o700)  # an earlier version's, or made by hand
+    _file_token(run_dir)
+    with hold_lock(run_dir / "head.lock"):
+        before = load(run_dir)
+        if before is not None and not isinstance(before, HeadCluster):
+            raise ConfigError(f"{run_dir} is an embedded cluster's.", hint="Give this one another cluster_name.")
+        if before is not None:
+            end_children(before)
+        shutil.copyfile(config_path, run_dir / "cluster.yaml")
+        cluster = HeadCluster(
+            name=config.name,
+            cluster_id=before.cluster_id if before else f"{config.name}-{secrets.token_hex(6)}",
+            run_dir=run_dir,
+            gcs_address=gcs_address,
+            dashboard_url=_dashboard(gcs_address, timeout_s),
+            api_url=f"http://{_host(gcs_address)}:{API_PORT}",
+            serve_url=f"http://{_host(gcs_address)}:{SERVE_PORT}",
+            state_url=config.settings.state_url or f"sqlite:///{run_dir / 'state.db'}",
+            config_path=run_dir / "cluster.yaml",
+            created_at_s=before.created_at_s if before else time.time(),
+            version=installed_version(),
+        )
+        if not insecure:
+            check_running(cluster.gcs_address, cluster.dashboard_url)
+        provider(cluster).close()  # what cannot be built is an error here, not in the controller's log
+        cluster.save()
+        if not cluster.client_file.exists():
+            grant_access(cluster)
+        start_supervisor(cluster)
+        wait_for_api(cluster, timeout_s=timeout_s)
+    return cluster
+
+
+def stay(cluster: HeadCluster) -> None:
+    """Until the supervisor ends, or this process is asked to: then all of it ends. For containers."""
+    supervisor = cluster.process("supervisor")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        if supervisor is not None:
+            supervisor.wait(None)
+    finally:
+        end_children(cluster)
+
+
+def down(cluster: HeadCluster, *, timeout_s: float = 120.0) -> Closed:
+    """End what raytide runs here and every node that it bought, and close the books. The head and its Ray stay."""
+    with hold_lock(cluster.run_dir / "head.lock"):
+        cluster.client_file.unlink(missing_ok=True)
+        end_children(cluster)
+        machines = _end_nodes(provider(cluster, only_ends=True), time.monotonic() + timeout_s)
+        store = Store.open(cluster.state_url)
+        try:
+            with sole_lead(store, cluster.holder):
+                return close_books(store, machines, SystemClock().now_s())
+        finally:
+            store.close()
+
+
+def _file_token(run_dir: Path) -> None:
+    """What runs here finds Ray's token in a file: in an environment it would be in that of every process below."""
+    if token := os.environ.pop("RAY_AUTH_TOKEN", ""):
+        file = run_dir / "ray_token"
+        file.touch(mode=0o600)
+        file.write_text(token)
+        os.environ["RAY_AUTH_TOKEN_PATH"] = str(file)
+
+
+def _end_nodes(nodes: Provider, deadline: float) -> tuple[Machine, ...]:
+    """A cloud may not list for a minute what it has just sold, so it is asked until all are over."""
+    try:
+        while True:
+            live = [machine.node_id for machine in nodes.machines() if machine.ended_at_s is None]
+            if not live:
+                return nodes.machines()
+            if time.monotonic() >= deadline:
+                raise ClusterError(f"still there: {', '.join(live)}.", hint="Look at the cloud's own console.")
+            for node_id in live:
+                nodes.terminate(node_id)
+            time.sleep(_POLL_S)
+    finally:
+        nodes.close()
+
+
+def _dashboard(gcs_address: str, timeout_s: float) -> str:
+    """Ray's dashboard starts a few seconds after its GCS, which itself may come up beside us."""
+    deadline, missing = time.monotonic() + timeout_s, ""
+    while time.monotonic() < deadline:
+        try:
+            if url := dashboard_url(gcs_client(gcs_address)):
+                return url
+            missing = "its dashboard did not start"
+        except OSError as error:
+            missing = f"it does not answer: {error}"
+        time.sleep(_POLL_S)
+    raise ClusterError(f"Ray at {gcs_address}: {missing}.", hint="`ray status` shows whether its head runs.")
+
+
+def _host(address: str) -> str:
+    return address.rpartition(":")[0]

@@ -1,0 +1,267 @@
+"""Up and down of an embedded cluster. Whatever was killed at whatever moment, `down` leaves nothing running."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from raytide.actors.gang.member_processes import account_of
+from raytide.autoscaler.providers.local.files import node_folders
+from raytide.autoscaler.providers.local.provider import LocalProvider
+from raytide.control.accounting.final_accounting import Closed, close_books, sole_lead
+from raytide.control.bootstrap.cluster_record import MARK, installed_version, load, run_dir_of
+from raytide.control.bootstrap.embedded import AGENT_PORT_BASE, GCS_PORT_BASE, LocalCluster
+from raytide.control.bootstrap.loopback import ANY, FIRST_K, LAST_K, claim
+from raytide.control.bootstrap.ray_head import start_head, wait_for_head
+from raytide.control.supervision.control_plane import end_children, grant_access, start_supervisor, wait_for_api
+from raytide.control.supervision.daemon import hold_lock
+from raytide.control.supervision.owner import ensure_watched
+from raytide.control.supervision.supervisor import CHILDREN
+from raytide.core.clock import Clock, SystemClock
+from raytide.core.config import environment
+from raytide.core.errors import ConflictError, NotFoundError, UsageError
+from raytide.core.io.process import Process, kill_marked
+from raytide.core.io.storage import full_disk_is_an_error
+from raytide.core.objects.cluster_config import load_cluster
+from raytide.core.state import Store
+
+DEFAULT_CONFIG = Path(__file__).with_name("local.yaml")
+DASHBOARD_PORT, API_PORT, SERVE_PORT, RAY_CLIENT_PORT = 8265, 7400, 8000, 10001
+
+
+def up(
+    config_path: str | Path | None = None,
+    name: str = "local",
+    *,
+    k: int | None = None,
+    children: Mapping[str, str] = CHILDREN,
+    timeout_s: float = 120.0,
+    owner: Process | None = None,
+) -> LocalCluster:
+    """Start the cluster of that name, or adopt what a killed supervisor left. On an error, all is ended again.
+
+    A new one that has an `owner` is ended when that process is gone, whoever killed it and how.
+    """
+    _check_name(name)
+    config = load_cluster(config_path or DEFAULT_CONFIG)
+    for user in config.settings.users():
+        account_of(user)  # one that scripts cannot run as is an error here, not of the first script
+    with _exclusive(name):
+        cluster = _load(name)
+        if cluster is not None and cluster.is_alive("head"):
+            if cluster.is_alive("supervisor"):
+                raise ConflictError(
+                    f"cluster {name} is up already ({cluster.api_url}).",
+                    hint=f"End it (`raytide down --name {name}`), or start another beside it (`--name other`).",
+                )
+            start_supervisor(cluster, children)
+            wait_for_api(cluster, timeout_s=timeout_s)
+            return cluster
+        if cluster is not None:
+            _end_everything(cluster)
+            _close_books(cluster)
+            _set_aside(cluster)
+        with full_disk_is_an_error(str(run_dir_of(name))):
+            cluster, claimed = _create(
+                name, Path(config_path or DEFAULT_CONFIG), k, state_url=config.settings.state_url, owner=owner
+            )
+        deadline = time.monotonic() + timeout_s
+        try:
+            ensure_watched(cluster.run_dir, cluster.environment())
+            head = start_head(cluster, environment=cluster.node_environment(), pass_fds=[claimed.fileno()])
+            wait_for_head(cluster, head, timeout_s=timeout_s)
+            start_supervisor(cluster, children, pass_fds=[claimed.fileno()])
+            wait_for_api(cluster, timeout_s=deadline - time.monotonic())
+        except BaseException:
+            with _uninterrupted():
+                _end_everything(cluster)
+            raise
+        finally:
+            claimed.close()
+        return cluster
+
+
+def down(name: str = "local") -> Closed | None:
+    """End the cluster of that name, up, half up or crashed, and close its books. Its folder stays.
+
+    Returns what it leaves behind; None, and nothing happens, when there is no such cluster.
+    """
+    _check_name(name)
+    if not run_dir_of(name).parent.exists():
+        return None
+    with _exclusive(name), _uninterrupted():
+        cluster = _load(name)
+        if cluster is None:
+            return None
+        _end_everything(cluster)
+        return _close_books(cluster)
+
+
+def find(name: str | None = None) -> LocalCluster:
+    """The cluster of that name (RAYTIDE_CLUSTER_NAME, else `local`), if it is up; NotFoundError otherwise."""
+    name = name or environment("CLUSTER_NAME") or "local"
+    cluster = _load(name)
+    if cluster is None or not cluster.is_alive("head"):
+        raise NotFoundError(f"no cluster {name} is up.", hint="Start it: `raytide up --local`.")
+    return cluster
+
+
+def provider(cluster: LocalCluster, clock: Clock | None = None) -> LocalProvider:
+    """The provider of this cluster's nodes."""
+    return LocalProvider(
+        cluster.run_dir,
+        cluster.gcs_address,
+        cluster.k,
+        clock or SystemClock(),
+        temp_dir=cluster.ray_temp_dir,
+        environment=cluster.node_environment(),
+    )
+
+
+@contextmanager
+def temporary(
+    home_dir: Path,
+    config_path: str | Path | None = None,
+    name: str = "local",
+    *,
+    children: Mapping[str, str] = CHILDREN,
+) -> Iterator[LocalCluster]:
+    """A cluster for a `with` block, under a home of its own, which is also this process's for that time."""
+    before = os.environ.get("RAYTIDE_HOME")
+    os.environ["RAYTIDE_HOME"] = str(home_dir)
+    try:
+        yield up(config_path, name, children=children, owner=Process.of(os.getpid()))
+    finally:
+        down(name)
+        if before is None:
+            del os.environ["RAYTIDE_HOME"]
+        else:
+            os.environ["RAYTIDE_HOME"] = before
+
+
+def _load(name: str) -> LocalCluster | None:
+    cluster = load(run_dir_of(name))
+    if cluster is None or isinstance(cluster, LocalCluster):
+        return cluster
+    raise ConflictError(
+        f"{name} is the cluster of which this machine is the head.", hint="Give the embedded one another --name."
+    )
+
+
+def _create(
+    name: str, config_path: Path, k: int | None, *, state_url: str, owner: Process | None
+) -> tuple[LocalCluster, socket.socket]:
+    """A fresh run folder, and the claim on its addresses. Nothing runs yet, but `down` would already find it."""
+    choices = range(FIRST_K, LAST_K + 1) if k is None else [k]
+    k, claimed = claim({choice: _places(choice) for choice in choices})
+    run_dir = run_dir_of(name)
+    for folder in (run_dir, *(run_dir / name for name in ("pids", "nodes", "logs"))):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # an `up` killed right here leaves some of them
+    shutil.copyfile(config_path, run_dir / "cluster.yaml")
+    ip = f"127.0.{k}.1"
+    cluster = LocalCluster(
+        name=name,
+        k=k,
+        cluster_id=f"{name}-{secrets.token_hex(6)}",
+        run_dir=run_dir,
+        temp_dir=Path(tempfile.gettempdir()) / f"rt-{k}-{secrets.token_hex(4)}",
+        gcs_address=f"{ip}:{GCS_PORT_BASE + k}",
+        dashboard_url=f"http://{ip}:{DASHBOARD_PORT}",
+        api_url=f"http://{ip}:{API_PORT}",
+        serve_url=f"http://{ip}:{SERVE_PORT}",
+        state_url=state_url or f"sqlite:///{run_dir / 'state.db'}",
+        config_path=run_dir / "cluster.yaml",
+        created_at_s=time.time(),
+        version=installed_version(),
+        owner_pid=0 if owner is None else owner.pid,
+        owner_start_time=0 if owner is None else owner.start_time,
+    )
+    cluster.save()
+    cluster.temp_dir.mkdir(mode=0o700)
+    cluster.ray_token_file.touch(mode=0o600)
+    cluster.ray_token_file.write_text(secrets.token_hex(32))
+    grant_access(cluster)
+    return cluster, claimed
+
+
+def _places(k: int) -> list[tuple[str, int]]:
+    """Where a cluster listens on its head."""
+    own = (DASHBOARD_PORT, API_PORT, SERVE_PORT, RAY_CLIENT_PORT)
+    return [(ANY, GCS_PORT_BASE + k), (ANY, AGENT_PORT_BASE + k), *((f"127.0.{k}.1", port) for port in own)]
+
+
+def _end_everything(cluster: LocalCluster) -> None:
+    """The supervisor and its children first; then whatever bears the mark.
+
+    A full disk keeps none of it from being ended: what could not be written down then is when the books are closed.
+    """
+    cluster.client_file.unlink(missing_ok=True)
+    end_children(cluster)
+    live = [folder for folder in node_folders(cluster.run_dir) if folder.end() is None]
+    for folder in live:
+        with suppress(OSError):
+            folder.announce_end("terminated")
+    kill_marked(MARK, cluster.cluster_id)
+    for folder in live:
+        with suppress(OSError):
+            folder.record_end(SystemClock().now_s())
+    with suppress(OSError, shutil.Error):
+        _keep_ray_logs(cluster)
+    shutil.rmtree(cluster.temp_dir, ignore_errors=True)
+
+
+def _keep_ray_logs(cluster: LocalCluster) -> None:
+    for logs in cluster.ray_temp_dir.glob("session_2*/logs"):
+        shutil.copytree(logs, cluster.logs_dir / "ray", dirs_exist_ok=True)
+
+
+def _close_books(cluster: LocalCluster) -> Closed:
+    """Book what every node cost up to its end; whatever was still running in the records is over."""
+    store = Store.open(cluster.state_url)
+    try:
+        with full_disk_is_an_error(str(cluster.run_dir)), sole_lead(store, cluster.holder):
+            return close_books(store, provider(cluster).machines(), SystemClock().now_s())
+    finally:
+        store.close()
+
+
+def _set_aside(cluster: LocalCluster) -> None:
+    """Keep the run folder of an earlier cluster, with its ledger and logs, under a name that says when it was."""
+    stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(cluster.created_at_s))
+    cluster.run_dir.rename(cluster.run_dir.with_name(f"{cluster.name}@{stamp}-{cluster.cluster_id[-4:]}"))
+
+
+@contextmanager
+def _exclusive(name: str) -> Iterator[None]:
+    """One `up` or `down` of a name at a time."""
+    folder = run_dir_of(name).parent
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with hold_lock(folder / f".{name}.lock"):
+        yield
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits until the block is done; a second one must not leave half a cluster."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _check_name(name: str) -> None:
+    if not name or not all(char.isalnum() or char in "-_" for char in name) or len(name) > 40:
+        raise UsageError(f"{name!r} is not a cluster name.", hint="Use letters, digits, `-` and `_`, at most 40.")

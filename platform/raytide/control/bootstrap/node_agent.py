@@ -1,0 +1,44 @@
+"""What raytide itself runs on each node of a cloud, besides Ray: the watcher of its cloud's notices."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from raytide.autoscaler.providers.notices.watch import CLOUDS, board_at
+from raytide.control.supervision.daemon import spawn
+from raytide.core.config import home
+from raytide.core.errors import ClusterError, UsageError
+from raytide.core.io.process import Process
+from raytide.core.ray_internals import gcs_address_here
+
+_WHAT = "notices"
+
+
+def watch_notices(cloud: str) -> Process:
+    """Start the watcher of this node, which outlives the caller; the one that runs already if there is one.
+
+    Cloud and GCS are asked once before. What does not answer is only said: the node has joined Ray by now and goes on,
+    and the watcher keeps asking.
+    """
+    if cloud not in CLOUDS:
+        raise UsageError(f"raytide knows no notices of {cloud!r}.", hint=f"It knows those of {', '.join(CLOUDS)}.")
+    node_id, gcs_address = os.environ.get("RAY_CLOUD_INSTANCE_ID", ""), gcs_address_here()
+    if not node_id or not gcs_address:
+        raise UsageError(
+            "this machine is no node of a cluster that raytide started.",
+            hint="raytide runs this command itself, after `worker_start_ray_commands`, with RAY_CLOUD_INSTANCE_ID set.",
+        )
+    folder = home().resolve() / "nodes" / node_id
+    running = Process.read(folder / "pids" / f"{_WHAT}.json")
+    if running is not None and running.alive:
+        return running
+    try:
+        CLOUDS[cloud]().told(0.0)
+        board_at(gcs_address).notices()
+    except ClusterError as error:
+        sys.stderr.write(f"no notices of {cloud} reach raytide yet: {error}\n")
+    for name in ("logs", "pids"):
+        (folder / name).mkdir(mode=0o700, parents=True, exist_ok=True)
+    argv = [sys.executable, "-m", "raytide.autoscaler.providers.notices.watch", cloud, node_id, gcs_address]
+    return spawn(_WHAT, argv, run_dir=folder, environment=os.environ)

@@ -1,0 +1,100 @@
+"""The real ways in and out of a cluster, for its controller: what cluster.yaml names becomes what runs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from raytide.actors.gang.placement_groups import PlacementGroups
+from raytide.actors.serving.ray_serve.control import ServeControl
+from raytide.autoscaler.nodes.utilization import Meters
+from raytide.autoscaler.providers.base import Bill, Provider
+from raytide.autoscaler.providers.cloud.provider import CloudProvider
+from raytide.autoscaler.providers.cloud.setup import CloudSetUp, NoSetUp
+from raytide.autoscaler.providers.fake import FakeProvider
+from raytide.autoscaler.providers.kuberay.kube_api import KubeApi
+from raytide.autoscaler.providers.kuberay.provider import KubeRayProvider
+from raytide.autoscaler.providers.notices.watch import board_at
+from raytide.autoscaler.providers.purchases import Purchases
+from raytide.autoscaler.ray_gcs import GcsReader
+from raytide.control.bootstrap.cluster_record import RunningCluster
+from raytide.control.bootstrap.embedded import LocalCluster
+from raytide.control.bootstrap.local import provider as local_provider
+from raytide.control.ray_jobs import Drivers
+from raytide.control.reconcile.api_probe import Door
+from raytide.control.reconcile.observation import Sources
+from raytide.core import ray_internals
+from raytide.core.clock import SystemClock
+from raytide.core.config import load_yaml
+from raytide.core.errors import ConfigError
+from raytide.core.objects.cluster_config import load_cluster, provider_section
+
+__all__ = ["RAY_NAMESPACE", "bill", "provider", "sources"]
+
+RAY_NAMESPACE = "raytide"
+
+
+def sources(cluster: RunningCluster) -> Sources:
+    """Connects this process to Ray."""
+    import ray
+
+    ray.init(address=cluster.gcs_address, namespace=RAY_NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)
+    serve = urlsplit(cluster.serve_url)
+    return Sources(
+        provider=provider(cluster),
+        gcs=GcsReader(cluster.gcs_address),
+        groups=PlacementGroups(),
+        drivers=Drivers(cluster.dashboard_url, cluster.run_dir, cluster.ray_headers),
+        serve=ServeControl(serve.hostname or cluster.head_ip, serve.port or 8000),
+        door=Door(cluster.api_url),
+        meters=Meters(GcsReader(cluster.gcs_address), SystemClock()),
+    )
+
+
+def provider(cluster: RunningCluster, *, only_ends: bool = False) -> Provider:
+    """What the `provider` section names. On an embedded cluster every node is a process here, whatever it names, except
+    for `fake`, whose nodes are nowhere. One that `only_ends` nodes sets up none."""
+    file: dict[str, Any] = load_yaml(cluster.config_path)
+    section = provider_section(file, where=str(cluster.config_path))
+    clock = SystemClock()
+    if section["type"] == "fake":
+        return FakeProvider(clock)
+    if isinstance(cluster, LocalCluster):
+        return local_provider(cluster, clock)
+    if section["type"] == "local":
+        raise ConfigError(
+            f"{cluster.config_path}: provider local is for one machine.", hint="Start it with `raytide up --local`."
+        )
+    if section["type"] == "kuberay":
+        return KubeRayProvider(_kube_api(section), str(file["cluster_name"]), cluster.run_dir, clock)
+    cloud = ray_internals.node_provider(file["provider"], file["cluster_name"])
+    return CloudProvider(
+        file,
+        cloud,
+        load_cluster(cluster.config_path).node_types,
+        cluster.run_dir,
+        clock,
+        NoSetUp()
+        if only_ends
+        else CloudSetUp(
+            file, cloud, cluster.head_ip, GcsReader(cluster.gcs_address).nodes, token_file=cluster.ray_token_file
+        ),
+        board_at(cluster.gcs_address),
+    )
+
+
+def bill(cluster: RunningCluster) -> Bill:
+    """What is written down of the machines, for processes that must not act on them."""
+    section = provider_section(load_yaml(cluster.config_path), where=str(cluster.config_path))
+    if isinstance(cluster, LocalCluster) or section["type"] == "fake":
+        return provider(cluster)
+    return Purchases(cluster.run_dir / "purchases")
+
+
+def _kube_api(section: Mapping[str, Any]) -> KubeApi:
+    """Of the pod that this runs in, or of `api_url` (`kubectl proxy`), which needs a `namespace`."""
+    if "api_url" not in section:
+        return KubeApi.of_this_pod()
+    return KubeApi(section["api_url"], section.get("namespace", "default"))

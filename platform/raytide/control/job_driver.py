@@ -1,0 +1,196 @@
+"""The driver process of a managed job, run by Ray on the head: `python -m raytide.control.job_driver RUN_DIR JOB`.
+
+It composes what lower floors do with the API client; the job's kind chooses. A RaytideError becomes the job's reason,
+but what befell the cluster (a lost node, an API that restarts) is no fault of the job: the driver dies and runs again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Self
+
+from raytide.control.client import Client
+from raytide.control.supervision.log_rotation import bound_driver_log
+from raytide.core.errors import AuthError, ClusterError, RaytideError, WaitTimeoutError
+from raytide.core.io.environment import all_passed
+from raytide.core.io.private_paths import ROOTS, check_named, restrict_to
+from raytide.core.objects.cluster_config import load_cluster
+from raytide.core.objects.gang import Lease, LeaseState, Member
+from raytide.core.objects.job import Job, JobKind
+from raytide.core.ray_internals import hush_node_deaths
+from raytide.core.specs.data import DataSpec
+from raytide.core.specs.script import ScriptSpec
+from raytide.core.specs.train import TrainSpec
+
+_POLL_S = 110.0
+_DIED = 255
+"""Exit code of a driver that may run again; what it said itself is below 128 (see `drivers`)."""
+
+
+def train(job: Job, client: Client, run_dir: Path) -> None:
+    from raytide.actors.trainer.elastic.driver import run_train
+
+    spec = TrainSpec.parse(job.spec.config, where=job.id)
+    result = run_train(spec, client, job.id)
+    done: dict[str, float | int | str] = {"first_loss": result.first_loss or 0.0, "loss": result.loss or 0.0}
+    client.report(job.id, done if result.model_dir is None else {**done, "model": result.model_dir})
+
+
+def data(job: Job, client: Client, run_dir: Path) -> None:
+    from raytide.actors.gang.placement_groups import bundle
+    from raytide.pipelines.build import Progress, build
+
+    spec = DataSpec.parse(job.spec.config, where=job.id)
+    lease = active_lease(client, job.id)
+    threading.Thread(target=die_with, args=(lease.usable[0], lease.epoch, client, job.id), daemon=True).start()
+    report = Throttle(client, job.id)
+    with Stall(spec.name, spec.stall_timeout_s) as stall:
+
+        def on_progress(progress: Progress) -> None:
+            stall.moved()
+            report(progress.as_report())
+
+        manifest = build(spec, placement_group=bundle(lease.usable[0]), on_progress=on_progress)
+    client.report(job.id, {"stage": "done", "documents": manifest.documents, "tokens": manifest.tokens})
+
+
+def script(job: Job, client: Client, run_dir: Path) -> None:
+    import ray
+
+    from raytide.actors.gang.member_processes import Rights
+    from raytide.actors.gang.script_runner import run_script
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_DIED))  # so that its processes are ended first
+    spec = ScriptSpec.parse(job.spec.config, where=job.id)
+    package = ray.put(client.package(spec.package)) if spec.package else None
+    settings = load_cluster(run_dir / "cluster.yaml").settings
+    rights = Rights(settings.user_of(job.spec.team), all_passed(settings.pass_environment), client.access)
+    run_script(spec, package, client, job.id, done=job.progress, rights=rights)
+
+
+def die_with(member: Member, epoch: int, client: Client, job_id: str) -> None:
+    """End this process once the member that it works on is lost: Ray Data would wait for ever for room in a placement
+    group that is gone. The driver then runs again, on the lease as it is by then.
+    """
+    while True:
+        try:
+            lease = client.wait_lease(job_id, newer_than=epoch, timeout_s=_POLL_S)
+        except ClusterError:
+            time.sleep(random.uniform(0.1, 0.5))
+            continue
+        if member.placement_group_id not in {each.placement_group_id for each in lease.usable}:
+            sys.stderr.write(f"member {member.index} on {member.node_id} is lost\n")
+            sys.stderr.flush()
+            os._exit(_DIED)  # the main thread may be in Ray's code, which nothing else gets out of
+        epoch = lease.epoch
+
+
+DRIVERS: Mapping[JobKind, Callable[[Job, Client, Path], None]] = {
+    JobKind.TRAIN: train,
+    JobKind.DATA: data,
+    JobKind.SCRIPT: script,
+}
+
+
+class Stall:
+    """Inside its `with` block, WaitTimeoutError is raised when `moved` was not called for so long, whatever waits.
+
+    An alarm: the main thread is in Ray's code then, which waits without limit. One at a time, in the main thread.
+    """
+
+    def __init__(self, what: str, timeout_s: float) -> None:
+        self._what, self._timeout_s = what, timeout_s
+
+    def __enter__(self) -> Self:
+        self._before = signal.signal(signal.SIGALRM, self._late)
+        self.moved()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, self._before)
+
+    def moved(self) -> None:
+        signal.setitimer(signal.ITIMER_REAL, self._timeout_s)
+
+    def _late(self, number: int, frame: FrameType | None) -> None:
+        raise WaitTimeoutError(
+            f"{self._what} stalled: nothing new was done for {self._timeout_s:g} s.",
+            hint="See its logs for what it waits for, or raise stall_timeout_s.",
+        )
+
+
+class Throttle:
+    """Report progress at most once a second, and always a new stage."""
+
+    def __init__(self, client: Client, job_id: str) -> None:
+        self._client, self._job_id = client, job_id
+        self._last_s, self._stage = 0.0, ""
+
+    def __call__(self, progress: Mapping[str, float | int | str]) -> None:
+        stage = str(progress.get("stage", ""))
+        if stage != self._stage or time.monotonic() - self._last_s >= 1.0:
+            self._last_s, self._stage = time.monotonic(), stage
+            with suppress(ClusterError):  # the API restarts; the next report says the same and more
+                self._client.report(self._job_id, progress)
+
+
+def active_lease(client: Client, job_id: str) -> Lease:
+    """The job's lease once it is active, however long it waits: a job that is over has none, which is an error."""
+    epoch = -1
+    while True:
+        try:
+            lease = client.wait_lease(job_id, newer_than=epoch, timeout_s=_POLL_S)
+        except ClusterError:  # the API restarts; the lease outlives that
+            time.sleep(random.uniform(0.1, 0.5))
+            continue
+        if lease.state is LeaseState.ACTIVE and lease.usable:
+            return lease
+        epoch = lease.epoch
+
+
+def main(run_dir: str, job_id: str) -> int:
+    import ray
+
+    bound_driver_log()
+    client = Client.of_job(run_dir, job_id)
+    gcs_address = json.loads((Path(run_dir) / "cluster.json").read_text())["gcs_address"]
+    hush_node_deaths()
+    roots = load_cluster(Path(run_dir) / "cluster.yaml").settings.data_roots
+    restrict_to(roots)
+    ray.init(
+        address=gcs_address,
+        namespace="raytide",
+        log_to_driver=False,
+        logging_level=logging.WARNING,
+        runtime_env={"env_vars": {ROOTS: os.environ[ROOTS]}} if roots else None,
+    )
+    try:
+        job = client.job(job_id).job
+        if job.spec.kind is not JobKind.SCRIPT:  # a script reads and writes as whoever it runs as
+            check_named(job.spec.config, job.id, links=job.spec.kind is JobKind.TRAIN)
+        DRIVERS[job.spec.kind](job, client, Path(run_dir))
+    except ClusterError as error:
+        sys.stderr.write(f"{error.code}: {error}\n")
+        return _DIED
+    except RaytideError as error:
+        sys.stderr.write(f"{error.code}: {error}\n")
+        with suppress(AuthError):  # the job is over, and this driver's token with it
+            client.report(job_id, {"error": str(error)})
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

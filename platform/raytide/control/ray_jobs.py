@@ -1,0 +1,132 @@
+"""Managed drivers as Ray jobs: one submission for each attempt of a job, so that starting one twice is impossible.
+
+Speaks Ray's job REST API and does not import Ray.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from raytide.core.errors import ClusterError
+from raytide.jobs.lifecycle.jobs import DriverKey, DriverStatus
+
+_TIMEOUT_S = 10.0
+_PREFIX = "raytide-"
+_MESSAGE_CHARS = 300
+_AGENTS = 1000
+"""Of how many attempts it is known which agent has their log."""
+_LOG = "job-driver-{}.log"
+"""As Ray calls the file with what a driver wrote, in the folder of logs that the agent of its node lets us read."""
+
+
+class Drivers:
+    """Start, look at and stop the drivers of jobs through the dashboard at `dashboard_url`; `headers` let us in."""
+
+    def __init__(self, dashboard_url: str, run_dir: Path, headers: Mapping[str, str]) -> None:
+        # No proxy: the agents' addresses are the cluster's own, and the headers have its token.
+        self._http = httpx.Client(base_url=dashboard_url, timeout=_TIMEOUT_S, headers=headers, trust_env=False)
+        self._run_dir = run_dir
+        self._agents: dict[DriverKey, str] = {}
+
+    def start(self, key: DriverKey) -> None:
+        """Submit the attempt; nothing happens when it was submitted before."""
+        argv = [sys.executable, "-m", "raytide.control.job_driver", str(self._run_dir), key.job_id]
+        body = {
+            "entrypoint": "exec " + shlex.join(argv),
+            "submission_id": _submission_id(key),
+            "metadata": {"raytide_job": key.job_id},
+        }
+        response = self._call("POST", "/api/jobs/", json=body)
+        if not response.is_success and "already exists" not in response.text:
+            raise ClusterError(f"Ray refused the driver of {key.job_id}: {response.text.strip()[-300:]}")
+
+    def statuses(self) -> dict[DriverKey, DriverStatus]:
+        """Every attempt that Ray remembers."""
+        found = {}
+        for entry in _ok(self._call("GET", "/api/jobs/")).json():
+            key = _key(str(entry.get("submission_id") or ""))
+            if key is not None:
+                found[key] = _status(key, entry)
+        return found
+
+    def stop(self, key: DriverKey) -> None:
+        """SIGTERM, and SIGKILL three seconds later."""
+        self._call("POST", f"/api/jobs/{_submission_id(key)}/stop")
+
+    def log(self, key: DriverKey, start: int, most: int) -> tuple[bytes, int]:
+        """Up to so many bytes of what the attempt wrote, from `start` on, and how many it wrote so far; none when Ray
+        does not know it. Ray's job service would read all of it into memory, several times over."""
+        address = self._agents.get(key) or self._agent(key)
+        if not address:
+            return b"", 0
+        if len(self._agents) >= _AGENTS:
+            self._agents.clear()
+        self._agents[key] = address
+        wanted = {"Range": f"bytes={start}-{start + most - 1}"}
+        response = self._call("GET", f"{address}/logs/{_LOG.format(_submission_id(key))}", headers=wanted)
+        if response.status_code == httpx.codes.NOT_FOUND:
+            return b"", 0
+        size = int(response.headers.get("Content-Range", "/0").rpartition("/")[2])
+        if response.status_code == httpx.codes.REQUESTED_RANGE_NOT_SATISFIABLE:
+            return b"", size
+        return _ok(response).content, size
+
+    def _agent(self, key: DriverKey) -> str:
+        """The address of the agent beside the attempt, which does not change; empty while it has none."""
+        response = self._call("GET", f"/api/jobs/{_submission_id(key)}")
+        if response.status_code == httpx.codes.NOT_FOUND:
+            return ""
+        return str(_ok(response).json().get("driver_agent_http_address") or "")
+
+    def close(self) -> None:
+        self._http.close()
+
+    def _call(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
+        try:
+            return self._http.request(method, path, **kwargs)
+        except httpx.HTTPError as error:
+            asked = self._http.base_url.join(path).copy_with(raw_path=b"/")
+            raise ClusterError(f"Ray does not answer at {asked}: {error}.", hint="See logs/head.log.") from None
+
+
+def _ok(response: httpx.Response) -> httpx.Response:
+    if not response.is_success:
+        raise ClusterError(f"Ray's job service answered {response.status_code}: {response.text.strip()[-300:]}")
+    return response
+
+
+def _submission_id(key: DriverKey) -> str:
+    return f"{_PREFIX}{key.job_id}-{key.attempt}"
+
+
+def _key(submission_id: str) -> DriverKey | None:
+    job_id, _, attempt = submission_id.removeprefix(_PREFIX).rpartition("-")
+    if not submission_id.startswith(_PREFIX) or not job_id or not attempt.isdigit():
+        return None
+    return DriverKey(job_id, int(attempt))
+
+
+def _status(key: DriverKey, entry: dict[str, Any]) -> DriverStatus:
+    """FAILED with an exit code of its own is the driver's word; a signal, a lost node or a STOPPED is not."""
+    message = _last_line(str(entry.get("message") or ""))
+    match str(entry.get("status")):
+        case "PENDING" | "RUNNING":
+            return DriverStatus(key, "running")
+        case "SUCCEEDED":
+            return DriverStatus(key, "succeeded")
+        case "FAILED" if 0 < (entry.get("driver_exit_code") or 0) < 128:
+            return DriverStatus(key, "failed", message)
+        case _:
+            return DriverStatus(key, "died", message or "its driver was killed")
+
+
+def _last_line(message: str) -> str:
+    """Ray appends the end of the driver's output to its message; its last line is what went wrong."""
+    lines = [line for line in message.splitlines() if line.strip()]
+    return lines[-1][-_MESSAGE_CHARS:] if lines else ""

@@ -1,0 +1,1 @@
+"""One tick of the controller: observe, decide, record intents, apply."""

@@ -1,0 +1,169 @@
+"""From records and a look at the world to the records as they are now and the Snapshot to decide on. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol, TypeVar
+
+from raytide.autoscaler.endpoints import targets as endpoints
+from raytide.autoscaler.nodes import instances
+from raytide.autoscaler.nodes import launch_backoff as pools
+from raytide.autoscaler.nodes.idleness import IdleClock
+from raytide.autoscaler.nodes.instances import by_node_id
+from raytide.control.accounting.lost_work import nodes_lost, struck
+from raytide.control.reconcile.observation import World
+from raytide.core.objects.cluster_config import ClusterConfig
+from raytide.core.objects.endpoint import Endpoint
+from raytide.core.objects.gang import Lease, LeaseState
+from raytide.core.objects.job import Job
+from raytide.core.objects.ledger_entry import OpenInterval
+from raytide.core.objects.node import Node, NodeState, NodeType
+from raytide.core.objects.snapshot import EndpointView, NodeView, Pool, Snapshot
+from raytide.core.state.records import Records, StoredTeam
+from raytide.jobs.lifecycle import jobs, leases
+from raytide.jobs.lifecycle.jobs import DriverKey, DriverStatus
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Book:
+    """The records of one tick by id: as they were loaded, then moved on step by step."""
+
+    jobs: dict[str, Job] = field(default_factory=dict)
+    leases: dict[str, Lease] = field(default_factory=dict)
+    nodes: dict[str, Node] = field(default_factory=dict)
+    endpoints: dict[str, Endpoint] = field(default_factory=dict)
+    pools: dict[tuple[str, str], Pool] = field(default_factory=dict)
+    intervals: dict[str, OpenInterval] = field(default_factory=dict)
+    teams: tuple[StoredTeam, ...] = ()
+    next_node: int = 1
+    next_lease: int = 1
+
+    @classmethod
+    def of(cls, records: Records) -> Book:
+        return cls(
+            jobs={job.id: job for job in records.jobs},
+            leases={lease.id: lease for lease in records.leases},
+            nodes={node.id: node for node in records.nodes},
+            endpoints={endpoint.name: endpoint for endpoint in records.endpoints},
+            pools={(pool.node_type, pool.zone): pool for pool in records.pools},
+            intervals=dict(records.intervals),
+            teams=records.teams,
+            next_node=records.next_node,
+            next_lease=records.next_lease,
+        )
+
+
+class Guard(Protocol):
+    """Runs what concerns one record; returns the default when that raises, and keeps the error."""
+
+    def __call__(self, record: Job | Endpoint, act: Callable[[], T], default: T, now_s: float) -> T: ...
+
+
+def unguarded(record: Job | Endpoint, act: Callable[[], T], default: T, now_s: float) -> T:
+    return act()
+
+
+def advance(book: Book, world: World, now_s: float, guard: Guard = unguarded) -> None:
+    """Move every record forward by what was seen. One whose move raises stays as it was."""
+    before = tuple(book.nodes.values())
+    moved = instances.observe(before, world.machines, world.ray_nodes, world.notices, now_s)
+    rested = pools.after(tuple(book.pools.values()), before, moved, now_s)
+    book.nodes = {node.id: node for node in moved}
+    book.pools = {(pool.node_type, pool.zone): pool for pool in rested}
+    for lease in tuple(book.leases.values()):
+        _advance_lease(book, lease, world, now_s, guard)
+    _advance_jobs(book, world, now_s, guard)
+    for endpoint in tuple(book.endpoints.values()):
+        observe = partial(endpoints.observe, endpoint, world.loads.get(endpoint.name), now_s)
+        book.endpoints[endpoint.name] = guard(endpoint, observe, endpoint, now_s)
+
+
+def snapshot(
+    book: Book, world: World, idle: IdleClock, config: ClusterConfig, now_s: float, wall_ahead_s: float = 0.0
+) -> Snapshot:
+    """Freeze what is to be decided on."""
+    return Snapshot(
+        at_s=now_s,
+        node_types=config.node_types,
+        nodes=tuple(_views(book, world, idle, config, now_s)),
+        jobs=tuple(job for job in book.jobs.values() if not job.is_final),
+        leases=tuple(lease for lease in book.leases.values() if lease.state is not LeaseState.RELEASED),
+        endpoints=tuple(
+            EndpointView(endpoint, world.loads.get(name))
+            for name, endpoint in book.endpoints.items()
+            if not endpoint.unreadable
+        ),
+        demand=world.demand,
+        pools=tuple(book.pools.values()),
+        unmanaged=config.unmanaged,
+        team_members=config.settings.limits.team_members,
+        next_node=book.next_node,
+        next_lease=book.next_lease,
+        ray_answers=world.ray_nodes is not None,
+        wall_ahead_s=wall_ahead_s,
+    )
+
+
+def metered(book: Book, types: Mapping[str, NodeType]) -> dict[str, NodeType]:
+    """The types of the nodes whose physical use counts."""
+    ready = {node.id: types[node.type] for node in book.nodes.values() if node.ready_at_s and node.type in types}
+    return {node_id: node_type for node_id, node_type in ready.items() if node_type.busy_above}
+
+
+def _advance_lease(book: Book, lease: Lease, world: World, now_s: float, guard: Guard) -> None:
+    move = partial(leases.advance, lease, book.nodes, world.groups, now_s)
+    job = book.jobs.get(lease.job_id)
+    if job is None:
+        book.leases[lease.id] = move()
+        return
+    after = book.leases[lease.id] = guard(job, move, lease, now_s)
+    book.jobs[job.id] = struck(job, nodes_lost(lease, after), now_s)
+
+
+def _advance_jobs(book: Book, world: World, now_s: float, guard: Guard) -> None:
+    held = {lease.job_id: lease for lease in book.leases.values()}
+    for job in tuple(book.jobs.values()):
+        key = DriverKey(job.id, job.restarts)
+        status = DriverStatus(key, "unknown") if world.drivers is None else world.drivers.get(key)
+        silent_s = None if world.silent_s is None else world.silent_s.get(job.id, 0.0)
+        lease = held.get(job.id)
+        move = partial(jobs.advance, job, lease, status, now_s, silent_s=silent_s)
+        after, lease = guard(job, move, (job, lease), now_s)
+        book.jobs[job.id] = after
+        if lease is not None:
+            book.leases[lease.id] = lease
+
+
+def _views(book: Book, world: World, idle: IdleClock, config: ClusterConfig, now_s: float) -> list[NodeView]:
+    in_ray = by_node_id(world.ray_nodes or ())
+    types = {node_type.name: node_type for node_type in config.node_types}
+    carried: dict[tuple[str, str], dict[str, str]] = {}
+    views = []
+    for node in book.nodes.values():
+        if node.state is NodeState.GONE:
+            continue
+        seen = in_ray.get(node.id)
+        node_type = types.get(node.type)
+        resources = node_type.resources if node_type is not None else {}
+        if node_type is not None and (node.type, node.zone) not in carried:
+            carried[node.type, node.zone] = node_type.all_labels(node.zone)
+        labels = carried.get((node.type, node.zone), {})
+        use, idle_s = world.use.get(node.id, {}), idle.idle_s(node.id, now_s)
+        is_up = seen is not None and seen.is_alive and node.ready_at_s is not None
+        views.append(
+            NodeView(
+                node=node,
+                total=seen.total if seen is not None and is_up else resources,
+                available=seen.available if seen is not None and is_up else resources,
+                labels={**labels, **(seen.labels if seen is not None else {})},
+                idle_s=idle_s,
+                is_draining=seen is not None and seen.is_draining,
+                use=use,
+                busy=idle.held(node.id, node_type, use, now_s) if node_type is not None and idle_s > 0 else "",
+            )
+        )
+    return views

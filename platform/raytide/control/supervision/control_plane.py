@@ -1,0 +1,81 @@
+"""The supervisor of a running cluster and its children, controller and API: their start and their end."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+import httpx
+
+from raytide.control.bootstrap.cluster_record import RunningCluster
+from raytide.control.supervision.daemon import spawn
+from raytide.control.supervision.supervisor import CHILDREN
+from raytide.core.errors import ClusterError, ConfigError
+from raytide.core.io.atomic_file import read_json, write_json
+from raytide.core.io.process import Process, end, running
+
+__all__ = ["end_children", "grant_access", "start_supervisor", "wait_for_api"]
+
+_OPERATOR = {"user": "admin", "team": "*"}
+_STOP_GRACE_S = 12.0
+"""Above the supervisor's own grace for its children."""
+
+
+def grant_access(cluster: RunningCluster) -> None:
+    """A token for the cluster's own user, in `client.json`. Tokens that are there stay: those of users, and the one of
+    an earlier start."""
+    try:
+        tokens = read_json(cluster.tokens_file) or {}
+    except ValueError as error:
+        raise ConfigError(
+            f"{cluster.tokens_file} cannot be read: {error}.",
+            hint="Mend it, or move it away: a new one is made, without users.",
+        ) from None
+    token = next((token for token, who in tokens.items() if who == _OPERATOR), None)
+    if token is None:
+        token = secrets.token_urlsafe(24)
+        write_json(cluster.tokens_file, {**tokens, token: _OPERATOR})
+    cluster.tokens_file.chmod(0o600)  # an operator's editor may have written it anew
+    write_json(cluster.client_file, {"address": cluster.api_url, "token": token})
+
+
+def start_supervisor(
+    cluster: RunningCluster, children: Mapping[str, str] = CHILDREN, *, pass_fds: Sequence[int] = ()
+) -> None:
+    argv = [sys.executable, "-m", "raytide.control.supervision.supervisor", str(cluster.run_dir)]
+    argv += [f"{what}={module}" for what, module in children.items()]
+    spawn("supervisor", argv, run_dir=cluster.run_dir, environment=cluster.environment(), pass_fds=pass_fds)
+
+
+def wait_for_api(cluster: RunningCluster, *, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            if httpx.get(f"{cluster.api_url}/health", timeout=2.0).is_success:
+                return
+        except httpx.HTTPError:
+            pass  # it is starting
+        if not cluster.is_alive("supervisor"):
+            raise ClusterError(
+                f"the supervisor of cluster {cluster.name} ended.", hint=f"See {cluster.log('supervisor')}."
+            )
+        time.sleep(0.1)
+    raise ClusterError(
+        f"the API of cluster {cluster.name} did not answer at {cluster.api_url} within {timeout_s:.0f} s.",
+        hint=f"See {cluster.log('api')} and {cluster.log('controller')}.",
+    )
+
+
+def end_children(cluster: RunningCluster) -> None:
+    """The supervisor first, so that nothing restarts what was ended; then its orphans."""
+    for whats in (["supervisor"], list(CHILDREN)):
+        recorded = [process for what in whats if (process := cluster.process(what))]
+        end([*recorded, *_unrecorded(cluster, whats)], grace_s=_STOP_GRACE_S)
+
+
+def _unrecorded(cluster: RunningCluster, whats: Sequence[str]) -> list[Process]:
+    """A full disk may have kept the supervisor from recording its children before it was killed."""
+    modules = [CHILDREN[what] for what in whats if what in CHILDREN]
+    return [process for module in modules for process in running(["-m", module, str(cluster.run_dir)])]

@@ -1,0 +1,153 @@
+"""Keeps a cluster's controller and API alive.
+
+Run as `python -m raytide.control.supervision.supervisor RUN_DIR [NAME=MODULE ...]`.
+
+A killed supervisor leaves its children running; the next one adopts them by their recorded pid and start time, and
+those that a full disk left unrecorded by their command line.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from raytide.control.supervision.daemon import hold_lock, record_of, start
+from raytide.control.supervision.log_rotation import rotate
+from raytide.control.supervision.owner import ensure_watched
+from raytide.core.errors import RaytideError
+from raytide.core.io.atomic_file import sweep
+from raytide.core.io.process import Process, end, running
+
+CHILDREN = {"controller": "raytide.control.controller", "api": "raytide.control.api"}
+"""Module by name; each is run as `python -m MODULE RUN_DIR`."""
+
+_log = logging.getLogger(__name__)
+
+_FIRST_DELAY_S, _LAST_DELAY_S = 0.2, 10.0
+_HEALTHY_S = 30.0
+"""A child that lived this long starts again at the first delay."""
+_STOP_GRACE_S = 8.0
+_CHORES_S = 5.0
+"""How often it looks at what nobody tells it of."""
+
+
+@dataclass(slots=True)
+class Child:
+    """One supervised process, through all its restarts."""
+
+    what: str
+    argv: Sequence[str]
+    process: Process | None = None
+    started_s: float = 0.0
+    delay_s: float = _FIRST_DELAY_S
+    restart_at_s: float = 0.0
+    is_recorded: bool = True
+
+    def on_end(self, now_s: float) -> None:
+        """Back off: each quick death doubles the wait before the next start."""
+        if now_s - self.started_s >= _HEALTHY_S:
+            self.delay_s = _FIRST_DELAY_S
+        self.process = None
+        self.restart_at_s = now_s + self.delay_s
+        self.delay_s = min(2 * self.delay_s, _LAST_DELAY_S)
+
+
+def supervise(run_dir: Path, children: Mapping[str, Sequence[str]]) -> None:
+    """Until SIGTERM, which ends the children too."""
+    sweep([run_dir, run_dir / "pids"])
+    watched = [_found(run_dir, what, argv) for what, argv in children.items()]
+    # SIGTERM is a byte to read, not an exception: one in the middle of a start would lose the child that it started
+    stop, stopped = socket.socketpair()
+    stopped.setblocking(False)
+    signal.set_wakeup_fd(stopped.fileno())
+    signal.signal(signal.SIGTERM, lambda signum, frame: None)
+    try:
+        while not _wait(watched, stop):
+            for child in watched:
+                _step(child, run_dir)
+            _do_chores(run_dir)
+    finally:
+        end([child.process for child in watched if child.process is not None], grace_s=_STOP_GRACE_S)
+
+
+def _do_chores(run_dir: Path) -> None:
+    rotate([*(run_dir / "logs").glob("*.log"), *(run_dir / "nodes").glob("*/log")])
+    try:
+        ensure_watched(run_dir, os.environ)
+    except (OSError, ValueError, RaytideError) as error:  # a full disk: the next time may be better
+        _log.warning("cannot look after what the cluster is owned by: %s", error)
+
+
+def _step(child: Child, run_dir: Path) -> None:
+    now_s = time.monotonic()
+    if child.process is not None and not child.process.alive:
+        child.on_end(now_s)
+        _log.warning("%s ended; it starts again in %g s", child.what, child.restart_at_s - now_s)
+    if child.process is None and now_s >= child.restart_at_s:
+        child.started_s, child.is_recorded = now_s, False
+        try:
+            child.process = start(child.what, child.argv, run_dir=run_dir, environment=os.environ)
+        except OSError as error:  # no process, no memory, no interpreter: the other children are looked after still
+            child.on_end(now_s)
+            _log.warning("%s cannot be started: %s", child.what, error)
+    if child.process is not None and not child.is_recorded:
+        _record(child, run_dir)
+
+
+def _record(child: Child, run_dir: Path) -> None:
+    """A child that a full disk leaves unrecorded runs all the same, and is recorded later."""
+    assert child.process is not None
+    try:
+        child.process.write(record_of(run_dir, child.what))
+        child.is_recorded = True
+    except OSError as error:
+        _log.warning("%s runs as %d and cannot be recorded: %s", child.what, child.process.pid, error)
+
+
+def _wait(children: Sequence[Child], stop: socket.socket) -> bool:
+    """Until a child ends, one is due to start, chores are due, or the supervisor is to stop: whether it is."""
+    fds = [fd for child in children if child.process is not None and (fd := child.process.open()) is not None]
+    due = [child.restart_at_s for child in children if child.process is None]
+    has_ended = len(fds) + len(due) < len(children)
+    timeout_s = 0.0 if has_ended else min([_CHORES_S, *(max(0.0, at_s - time.monotonic()) for at_s in due)])
+    ready, _, _ = select.select([stop.fileno(), *fds], [], [], timeout_s)
+    for fd in fds:
+        os.close(fd)
+    return stop.fileno() in ready
+
+
+def _found(run_dir: Path, what: str, argv: Sequence[str]) -> Child:
+    """The child as an earlier supervisor left it, which may be that it does not run."""
+    child = Child(what, argv, started_s=time.monotonic())
+    recorded = _recorded(run_dir, what)
+    child.process = recorded or next(iter(running(argv[1:])), None)
+    child.is_recorded = child.process == recorded
+    return child
+
+
+def _recorded(run_dir: Path, what: str) -> Process | None:
+    try:
+        process = Process.read(record_of(run_dir, what))
+    except (OSError, ValueError, KeyError):
+        return None
+    return process if process is not None and process.alive else None
+
+
+def main(run_dir: str, *children: str) -> None:
+    modules = dict(child.split("=", 1) for child in children) or CHILDREN
+    folder = Path(run_dir)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
+    with hold_lock(folder / "supervisor.lock"):
+        supervise(folder, {what: [sys.executable, "-m", module, run_dir] for what, module in modules.items()})
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

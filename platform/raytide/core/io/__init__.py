@@ -1,0 +1,1 @@
+"""Files, URLs, processes and the environment."""

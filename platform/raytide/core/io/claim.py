@@ -1,0 +1,323 @@
+"""One writer for an output folder at a time: a claim file in it, at a path or an fsspec URL.
+
+The claim names its holder and changes with every heartbeat. It may be taken over once its holder is over: at once when
+that is the same job, a job that has ended or a process that is gone from this machine, else after no heartbeat was seen
+for WATCH_S. No two machines' clocks are compared. A writer that lost its claim finds that out before it commits
+(`committing`). Object stores cannot compare and swap through fsspec, so at a URL two takers settle it by reading back.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from raytide.core.errors import ConflictError, RaytideError
+from raytide.core.io.atomic_file import write_json
+from raytide.core.io.storage import full_disk_is_an_error, is_local, join
+
+__all__ = ["BEAT_S", "WATCH_S", "Claim", "Held", "committing", "held_at"]
+
+_log = logging.getLogger(__name__)
+
+NAME = ".claim.json"
+BEAT_S = 5.0
+WATCH_S = 3 * BEAT_S
+SETTLE_S = 1.0
+"""At a URL, between writing a claim and reading back who wrote last."""
+LOCK_TIMEOUT_S = 30.0
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a claim file says."""
+
+    holder: str
+    """A job's id, or a name for a process of no job."""
+    token: str
+    """Of this very claim."""
+    epoch: int
+    """How often the folder was claimed so far."""
+    host: str
+    boot: str
+    """Of the machine's kernel and the process's namespace: pids mean something within it."""
+    pid: int
+    started: str
+    """When that process started, in the kernel's ticks: pids are used again."""
+    since_s: float
+    beats: int = 0
+
+    def __str__(self) -> str:
+        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.since_s))
+        return f"{self.holder} (pid {self.pid} on {self.host}, since {since})"
+
+
+class Claim:
+    """Held by this process from its making until `release`, or until another run takes it over.
+
+    ConflictError names the run that writes there.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[str],
+        holder: str = "",
+        *,
+        is_over: Callable[[str], bool] = lambda holder: False,
+        beat_s: float = BEAT_S,
+        watch_s: float = WATCH_S,
+    ) -> None:
+        """`places`: folders or URLs. `is_over` tells of another holder whether its job has ended. Without a `holder`,
+        this process is a run of its own."""
+        self.token = secrets.token_hex(8)
+        self.holder = holder or f"a process without a job, {secrets.token_hex(4)}"
+        self._is_over, self._beat_s, self._watch_s = is_over, beat_s, watch_s
+        self._held: dict[str, Held] = {}
+        self._made: list[str] = []
+        """Folders that were not there before: left empty, they go again."""
+        self._lost: ConflictError | None = None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="claim", daemon=True)
+        try:
+            for place in dict.fromkeys(map(_plain, places)):
+                self._held[place] = self._take(place)
+        except BaseException:
+            self.release()
+            raise
+        self._thread.start()
+
+    @property
+    def epoch(self) -> int:
+        return max(held.epoch for held in self._held.values())
+
+    def check(self) -> None:
+        """ConflictError once another run has taken a place over, as far as the heartbeats have seen."""
+        if self._lost is not None:
+            raise self._lost
+
+    def release(self) -> None:
+        """Leave the places free for the next run, unless another has them already."""
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join(self._beat_s)
+        for place in self._held:
+            with suppress(RaytideError, OSError), _locked(place):
+                held = held_at(place)
+                if held is not None and held.token == self.token:
+                    _remove(place)
+        for place in self._made:
+            with suppress(OSError):
+                os.rmdir(place)
+
+    def _take(self, place: str) -> Held:
+        deadline_s = time.monotonic() + self._watch_s
+        if is_local(place) and not Path(place).exists():
+            self._made.append(place)
+        seen, is_free = (held_at(place), _beat_of(place)), False
+        if seen[0] is not None:
+            is_free = self._may_take(place, seen[0])
+        while True:
+            with _locked(place):
+                found, beat = held_at(place), _beat_of(place)
+                is_same = (found, beat) == seen
+                if found is None or (is_same and (is_free or time.monotonic() >= deadline_s)):
+                    mine = _me(self.holder, self.token, 1 + (found.epoch if found is not None else 0))
+                    _write(place, mine)
+                    break
+            if not is_same:  # it lives
+                raise _taken(place, found)
+            time.sleep(min(_POLL_S * 4, self._beat_s))
+        if not is_local(place):
+            time.sleep(SETTLE_S)
+            last = held_at(place)
+            if last is not None and last.token != self.token:
+                raise _taken(place, last)
+        return mine
+
+    def _may_take(self, place: str, found: Held) -> bool:
+        """Whether its holder is known to be over; False leaves it to the heartbeats. ConflictError when it lives."""
+        if found.holder == self.holder or self._is_over(found.holder):
+            return True
+        if found.boot != _boot() or (alive := _is_alive(found)) is None:
+            return False
+        if alive:
+            raise _taken(place, found)
+        return True
+
+    def _keep(self) -> None:
+        while not self._over.wait(self._beat_s):
+            for place in list(self._held):
+                try:
+                    self._beat(place)
+                except ConflictError as error:
+                    self._lost = error
+                    return
+                except Exception as error:  # a storage that is away for a moment: a commit checks for itself
+                    _log.warning("no heartbeat could be left at %s: %s", place, error)
+
+    def _beat(self, place: str) -> None:
+        found = held_at(place)
+        if found is None or found.token != self.token:
+            raise _lost(place, found)
+        if is_local(place):
+            os.utime(Path(place) / NAME)  # needs no room on the disk
+            return
+        held = self._held[place]
+        self._held[place] = Held(**{**asdict(held), "beats": held.beats + 1})
+        _write(place, self._held[place])
+
+
+@contextmanager
+def committing(places: Sequence[str], token: str) -> Iterator[None]:
+    """Inside the block, what only the holder of this claim may write can be published; ConflictError where the claim is
+    another's by now. In local folders nobody can take it over meanwhile. Without a token nothing is claimed."""
+    with ExitStack() as locks:
+        for place in dict.fromkeys(map(_plain, places if token else ())):
+            locks.enter_context(_locked(place))
+            found = held_at(place)
+            if found is None or found.token != token:
+                raise _lost(place, found)
+        yield
+
+
+def held_at(place: str) -> Held | None:
+    """Who holds a folder; None when nobody does, or when what lies there is no claim."""
+    place = _plain(place)
+    try:
+        if is_local(place):
+            body = json.loads((Path(place) / NAME).read_bytes())
+        else:
+            from raytide.core.io.storage import open_url
+
+            fs, path = open_url(join(place, NAME))
+            fs.invalidate_cache()
+            body = json.loads(fs.cat_file(path))
+        types = {"epoch": int, "pid": int, "since_s": (int, float), "beats": int}
+        values = {field.name: body[field.name] for field in fields(Held)}
+        whole = all(isinstance(value, types.get(name, str)) for name, value in values.items())  # type: ignore[arg-type]
+        return Held(**values) if whole else None
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
+        return None
+
+
+_HINT = "Give this run another out, or stop that one first."
+
+
+def _taken(place: str, found: Held | None) -> ConflictError:
+    return ConflictError(f"{place} is being written by {found or 'another run'}.", hint=_HINT)
+
+
+def _lost(place: str, found: Held | None) -> ConflictError:
+    return ConflictError(
+        f"{place} was taken over by {found or 'a run that has ended'}: this run writes there no more.",
+        hint="Two runs cannot have one out; the other one goes on from the last checkpoint.",
+    )
+
+
+def _me(holder: str, token: str, epoch: int) -> Held:
+    pid = os.getpid()
+    return Held(holder, token, epoch, socket.gethostname(), _boot(), pid, _started(pid), time.time())
+
+
+def _boot() -> str:
+    try:
+        kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{kernel}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return f"unknown-{secrets.token_hex(8)}"  # equal to none: then heartbeats decide
+
+
+def _is_alive(found: Held) -> bool | None:
+    """Of a process of this machine; None where the kernel does not tell."""
+    try:
+        if found.pid < 1:
+            return None
+        os.kill(found.pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return None
+    return _started(found.pid) == found.started
+
+
+def _started(pid: int) -> str:
+    """Empty for a process that is gone, or waits to be reaped."""
+    try:
+        rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if rest[0] in ("Z", "X") else rest[19]
+
+
+def _plain(place: str) -> str:
+    return os.path.realpath(place.removeprefix("file://")) if is_local(place) else place.rstrip("/")
+
+
+def _beat_of(place: str) -> object:
+    """What changes with a heartbeat, beside the claim's own content."""
+    if not is_local(place):
+        return None
+    try:
+        return (Path(place) / NAME).stat().st_mtime_ns
+    except FileNotFoundError:
+        return None
+
+
+def _write(place: str, held: Held) -> None:
+    if is_local(place):
+        with full_disk_is_an_error(place):
+            write_json(Path(place) / NAME, asdict(held), mode=0o644)
+        return
+    from raytide.core.io.storage import open_url
+
+    fs, path = open_url(join(place, NAME))
+    with full_disk_is_an_error(place):
+        fs.makedirs(fs._parent(path), exist_ok=True)
+        fs.pipe_file(path, json.dumps(asdict(held), indent=1).encode())
+
+
+def _remove(place: str) -> None:
+    if is_local(place):
+        (Path(place) / NAME).unlink(missing_ok=True)
+        return
+    from raytide.core.io.storage import open_url
+
+    fs, path = open_url(join(place, NAME))
+    fs.rm_file(path)
+
+
+@contextmanager
+def _locked(place: str) -> Iterator[None]:
+    """Alone at the claim file of a local folder, which is made; nothing at a URL."""
+    if not is_local(place):
+        yield
+        return
+    with full_disk_is_an_error(place):
+        Path(place).mkdir(parents=True, exist_ok=True)
+        handle = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        deadline_s = time.monotonic() + LOCK_TIMEOUT_S
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > deadline_s:
+                    raise ConflictError(f"another process keeps {place} locked.", hint=_HINT) from None
+                time.sleep(_POLL_S)
+                continue
+            except OSError:  # a network filesystem that cannot lock folders: the token alone decides
+                pass
+            break
+        yield
+    finally:
+        os.close(handle)

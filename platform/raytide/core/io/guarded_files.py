@@ -1,0 +1,29 @@
+"""fsspec's local files; what was opened is looked at once more, as links may be exchanged after a path was checked.
+
+Imported when a local file is opened, because fsspec takes its time.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from fsspec.implementations.local import LocalFileSystem
+
+from raytide.core.errors import DeniedError
+from raytide.core.io.private_paths import check_path
+
+__all__ = ["GuardedFiles"]
+
+
+class GuardedFiles(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
+    def _open(self, path: str, mode: str = "rb", block_size: int | None = None, **kwargs: Any) -> Any:
+        check_path(str(path))
+        file = super()._open(path, mode=mode, block_size=block_size, **kwargs)
+        if "r" in mode:
+            try:
+                check_path(os.readlink(f"/proc/self/fd/{file.fileno()}"), path)
+            except DeniedError:
+                file.close()
+                raise
+        return file

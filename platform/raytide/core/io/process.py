@@ -1,0 +1,153 @@
+"""Processes by pid and start time, so that a reused pid is never taken for the process that had it before. Linux only.
+
+Every process of a cluster also carries a mark in its environment (`NAME=value`), inherited by whatever it starts:
+`marked` finds the stragglers that no record names.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from raytide.core.errors import ClusterError
+from raytide.core.io.atomic_file import read_json, write_json
+
+_PROC = Path("/proc")
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    pid: int
+    start_time: int
+    """Clock ticks after boot, from /proc/PID/stat."""
+    what: str = ""
+
+    @classmethod
+    def of(cls, pid: int, what: str = "") -> Process | None:
+        """The process that has this pid now; None when there is none, or only a zombie."""
+        ticks = _start_time(pid)
+        return None if ticks is None else cls(pid, ticks, what)
+
+    @classmethod
+    def read(cls, path: Path) -> Process | None:
+        record = read_json(path)
+        return None if record is None else cls(record["pid"], record["start_time"], record["what"])
+
+    def write(self, path: Path) -> None:
+        write_json(path, {"pid": self.pid, "start_time": self.start_time, "what": self.what})
+
+    @property
+    def alive(self) -> bool:
+        return _start_time(self.pid) == self.start_time
+
+    def open(self) -> int | None:
+        """A pidfd, readable once the process ended; None when it has. The caller closes it."""
+        try:
+            fd = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            return None
+        if self.alive:
+            return fd
+        os.close(fd)
+        return None
+
+    def send(self, signum: signal.Signals) -> None:
+        """Signal it; nothing happens when it is gone."""
+        fd = self.open()
+        if fd is None:
+            return
+        try:
+            signal.pidfd_send_signal(fd, signum)
+        except ProcessLookupError:
+            pass  # it ended between the two calls, which is what was wanted
+        finally:
+            os.close(fd)
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Whether it ended within the time; None waits as long as it lives."""
+        fd = self.open()
+        if fd is None:
+            return True
+        try:
+            return bool(select.select([fd], [], [], None if timeout_s is None else max(0.0, timeout_s))[0])
+        finally:
+            os.close(fd)
+
+
+def end(processes: Iterable[Process], *, grace_s: float) -> None:
+    """SIGTERM all, and SIGKILL those that still run after the grace."""
+    left = [process for process in processes if process.alive]
+    for process in left:
+        process.send(signal.SIGTERM)
+    deadline = time.monotonic() + grace_s
+    stubborn = [process for process in left if not process.wait(deadline - time.monotonic())]
+    for process in stubborn:
+        process.send(signal.SIGKILL)
+    for process in stubborn:
+        process.wait(2.0)
+
+
+def running(arguments: Sequence[str]) -> list[Process]:
+    """This user's living processes whose command line ends with these arguments, the oldest first."""
+    wanted = b"".join(b"\0" + os.fsencode(argument) for argument in arguments) + b"\0"
+    found = []
+    for entry in _PROC.iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            is_it = entry.stat().st_uid == os.geteuid() and (entry / "cmdline").read_bytes().endswith(wanted)
+        except OSError:
+            continue  # it ended meanwhile
+        if is_it and (process := Process.of(int(entry.name), arguments[0])) is not None:
+            found.append(process)
+    return sorted(found, key=lambda process: process.start_time)
+
+
+def marked(name: str, value: str) -> list[Process]:
+    """This user's living processes whose environment holds `name=value`; this process is never one of them."""
+    wanted = f"{name}={value}".encode()
+    found = []
+    for entry in _PROC.iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            environment = (entry / "environ").read_bytes()
+        except OSError:
+            continue  # ended meanwhile, a zombie, or another user's
+        if wanted in environment.split(b"\0"):
+            process = Process.of(int(entry.name), name)
+            if process is not None:
+                found.append(process)
+    return found
+
+
+def kill_marked(name: str, value: str, *, timeout_s: float = 10.0) -> int:
+    """SIGKILL every marked process, again until a scan finds none; how many there were. ClusterError when some stay."""
+    deadline = time.monotonic() + timeout_s
+    killed: set[Process] = set()
+    while left := marked(name, value):
+        if time.monotonic() > deadline:
+            pids = ", ".join(str(process.pid) for process in left)
+            raise ClusterError(
+                f"processes {pids} of {value} do not end.", hint="They hang in the kernel; try again later."
+            )
+        for process in left:
+            process.send(signal.SIGKILL)
+        for process in left:
+            process.wait(0.5)
+        killed.update(left)
+    return len(killed)
+
+
+def _start_time(pid: int) -> int | None:
+    try:
+        stat = (_PROC / str(pid) / "stat").read_bytes()
+    except OSError:
+        return None
+    fields = stat[stat.rindex(b")") + 2 :].split()  # the command name may hold spaces and parentheses
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])

@@ -1,0 +1,152 @@
+"""Files by fsspec URL (`s3://bucket/x`, `memory://x`, a plain path), with writes that are whole or absent."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from raytide.core.errors import DataError, StorageError
+from raytide.core.io.private_paths import check_path
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+
+def open_url(url: str) -> tuple[AbstractFileSystem, str]:
+    """The filesystem of a URL and the path inside it. DeniedError for what is nobody's data (`core.private`)."""
+    import fsspec
+    from fsspec.implementations.local import LocalFileSystem
+
+    for part in url.split("::"):  # `simplecache::file:///x` is a file, too
+        if is_local(part) or part.startswith("local:"):
+            check_path(str(LocalFileSystem._strip_protocol(part)), url)
+
+    try:
+        fs, path = fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise DataError(
+            f"cannot open {url}: {error}.", hint="Use a path or a URL of an installed fsspec protocol."
+        ) from None
+    if type(fs) is LocalFileSystem:
+        from raytide.core.io.guarded_files import GuardedFiles
+
+        fs = GuardedFiles(**fs.storage_options)
+    return fs, str(path)
+
+
+def read_bytes(url: str) -> bytes:
+    fs, path = open_url(url)
+    try:
+        return bytes(fs.cat_file(path))
+    except FileNotFoundError:
+        raise DataError(f"{url} does not exist.", hint="Check the path.") from None
+
+
+def write_bytes(url: str, data: bytes) -> None:
+    """Write to a temporary name beside it, then move: a reader sees the old content or the new, never a part."""
+    fs, path = open_url(url)
+    parent = fs._parent(path)
+    part = f"{path}.{uuid.uuid4().hex}.part"
+    with full_disk_is_an_error(url):
+        fs.makedirs(parent, exist_ok=True)
+        try:
+            fs.pipe_file(part, data)
+            if is_local(url):
+                _sync(part)
+                os.replace(part, path)
+            else:
+                fs.mv(part, path)
+        except BaseException:
+            if fs.exists(part):
+                fs.rm_file(part)
+            raise
+
+
+def join(url: str, *parts: str) -> str:
+    return "/".join([url.rstrip("/"), *parts])
+
+
+def exists(url: str) -> bool:
+    fs, path = open_url(url)
+    return bool(fs.exists(path))
+
+
+LOCAL = frozenset({"file", "local"})
+REMOTE = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "hf"})
+"""What specs may name: object stores whose address and credentials are the operator's, never a URL's."""
+_AZURE_HOSTS = (".core.windows.net", ".core.chinacloudapi.cn", ".core.usgovcloudapi.net", ".fabric.microsoft.com")
+
+
+def check_url(url: str) -> None:
+    """DataError unless it is a local path or the plain URL of an object store.
+
+    http is refused, and so is whatever would make a reader open something else than it says: chained URLs
+    (`simplecache::http://...`), credentials, ports and hosts in a URL, options in its query.
+    """
+    scheme, separator, rest = url.partition("://")
+    scheme = scheme.lower()
+    if "::" in url or url.lower().startswith("data:"):
+        why = "is a chained or inline URL"
+    elif not separator or scheme in LOCAL:
+        return
+    elif scheme not in REMOTE:
+        why = f"is of the protocol {scheme[:20]}, which is not read"
+    else:
+        container, _, host = rest.partition("/")[0].rpartition("@")
+        is_azure = scheme in ("abfs", "abfss", "az") and host.lower().endswith(_AZURE_HOSTS)
+        if ":" in container + host or (container and not is_azure):
+            why = "names credentials, a port or a host"
+        elif "?" in rest and "=" in rest.partition("?")[2]:
+            why = "has options in its query"
+        else:
+            return
+    names = ", ".join(f"{name}://" for name in sorted(REMOTE))
+    raise DataError(f"{url[:200]} {why}.", hint=f"Give a path, or a plain URL of an object store ({names}).")
+
+
+def local_path(url: str) -> str | None:
+    """The path that a local URL names; None of any other."""
+    scheme, separator, rest = url.partition("://")
+    if not separator:
+        return os.path.expanduser(url)
+    return rest if scheme.lower() in LOCAL else None
+
+
+def is_local(url: str) -> bool:
+    return "://" not in url or url.startswith("file://")
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+@contextmanager
+def full_disk_is_an_error(what: str) -> Iterator[None]:
+    """Turn a failed write into a StorageError that names the object and says what to free."""
+    try:
+        yield
+    except OSError as error:
+        if is_full_disk(error):
+            raise StorageError(
+                f"no space left while writing {what}.",
+                hint="Free space there, then resume: what was written before is whole.",
+            ) from error
+        raise StorageError(f"cannot write {what}: {error}.", hint="Check the path and its permissions.") from error
+
+
+def is_full_disk(error: BaseException) -> bool:
+    """Whether a full disk, or a quota that is used up, is what caused it."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__
+    return cause is not None and cause.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def _sync(path: str) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())

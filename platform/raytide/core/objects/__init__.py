@@ -1,0 +1,1 @@
+"""The nouns of raytide: nodes, gangs, jobs, endpoints, teams, snapshots, plans."""

@@ -1,0 +1,266 @@
+"""cluster.yaml: Ray's file, with raytide's part in `metadata.raytide`; here the two become one ClusterConfig."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, model_validator
+
+from raytide.core import bounds
+from raytide.core.config import Config, load_yaml
+from raytide.core.errors import ConfigError
+from raytide.core.io.environment import NAME_PATTERN
+from raytide.core.money import micro_usd
+from raytide.core.objects.node import Market, NodeType
+from raytide.core.objects.signals import Meter
+from raytide.core.objects.snapshot import Unmanaged
+from raytide.core.objects.team import CLASSES, TeamSpec, check_tree
+
+GPU_BUSY_ABOVE = 0.05
+UserName = Annotated[str, Field(pattern=r"^([a-z_][a-z0-9_-]*)?$")]
+
+
+class NodeTypeSection(Config):
+    """`metadata.raytide.node_types.<name>`: what Ray's node type of the same name cannot say."""
+
+    price_usd_h: float = Field(ge=0)
+    market: Market = Market.ON_DEMAND
+    zones: tuple[str, ...] = ("local",)
+    """Tried in this order."""
+    zone_prices_usd_h: dict[str, float] = Field(default_factory=dict)
+    """Of zones with another price."""
+    warm_nodes: int = Field(default=0, ge=0)
+    """So many stand free, ahead of need."""
+    launch_timeout_s: float = Field(default=600.0, gt=0)
+    busy_above: dict[Meter, float] | None = None
+    """Physical use, 0 to 1, above which a node that is idle in Ray stays: `{gpu: 0.05}` for types with GPUs unless
+    given, nothing for others. `{}` for GPUs that Ray's agent cannot measure: else no node of them ever goes.
+    """
+    speed: float = Field(default=1.0, gt=0)
+    """How fast work goes on one of its GPUs (or nodes, without any) beside types of speed 1, until it was measured:
+    what is bought is what costs least for the work, not for the hour.
+    """
+
+
+class LimitsSection(Config):
+    """What the whole fleet may cost and how fast it may change; no limit where left out."""
+
+    soft_usd_h: float | None = Field(default=None, ge=0)
+    """Above it only spot is bought."""
+    hard_usd_h: float | None = Field(default=None, ge=0)
+    """Above it nothing is bought; when the fleet costs 5 % more all the same, the least valuable nodes go."""
+    month_usd: float | None = Field(default=None, ge=0)
+    """For a calendar month (UTC): nothing is bought that would pass it, were all that runs to stay until its end; what
+    would pass it all the same goes like what is above `hard_usd_h`."""
+    launches_per_min: int | None = Field(default=None, ge=1)
+    moves_after_s: float | None = Field(default=600.0, ge=0)
+    """The age from which a node may be left by its replicas or gangs for a cheaper one; null: never."""
+    team_members: int = Field(default=bounds.TEAM_MEMBERS, ge=1)
+    """Members that the leases of one team have together. Jobs beyond that wait: every tick looks at each member."""
+    shrink_for_serving: bool = True
+    """Replicas that find no room take seats of elastic trainers, never below their minimum, until the load falls."""
+
+
+class UnmanagedSection(Config):
+    """What work without a lease (raw tasks, foreign placement groups) may buy."""
+
+    max_nodes: int = Field(default=1, ge=0)
+    gpu: bool = False
+
+
+class RaytideSection(Config):
+    """`metadata.raytide` of cluster.yaml."""
+
+    most_bytes: ClassVar[int] = bounds.MOST_FILE_BYTES
+
+    version: int = Field(default=1, ge=1, le=1)
+    node_types: dict[str, NodeTypeSection]
+    limits: LimitsSection = LimitsSection()
+    unmanaged: UnmanagedSection = UnmanagedSection()
+    teams: dict[str, TeamSpec] = Field(default_factory=lambda: {"default": TeamSpec()})
+    priorities: dict[str, int] = Field(default_factory=lambda: dict(CLASSES))
+    """Priority classes: a higher number goes first, and may preempt a lower one."""
+    max_live_jobs: int = Field(default=bounds.LIVE_JOBS, ge=1, le=100_000)
+    """Jobs of one team that are not over; a submission beyond it is refused. Every tick looks at all of them."""
+    state_url: str = ""
+    """SQLAlchemy URL of the state store; a SQLite file in the run folder when empty."""
+    tick_s: float = Field(default=0.5, gt=0, le=60)
+    """How often the controller decides when nothing wakes it earlier."""
+
+    pass_environment: tuple[Annotated[str, Field(pattern=NAME_PATTERN)], ...] = ()
+    """Variables that go to nodes and to users' commands besides those that raytide passes (docs/security.md). One whose
+    name looks like a secret's is named in full."""
+    data_roots: tuple[Annotated[str, Field(pattern=r"^(/|~/|[a-z0-9]+://[^/])", max_length=4096)], ...] = ()
+    """Paths and URLs of object stores below which specs of trainings, builds and endpoints may name files; everything
+    that raytide's user can read and that is not private when left out."""
+    run_as: UserName | dict[str, UserName] = ""
+    """The user that scripts' processes run as, for all teams or by team; raytide's own when empty. Needs root."""
+
+    @model_validator(mode="after")
+    def _tree(self) -> RaytideSection:
+        check_tree(self.teams)
+        if isinstance(self.run_as, dict) and self.run_as.keys() != self.teams.keys():
+            raise ValueError(f"run_as by team names each team once: {', '.join(sorted(self.teams))}")
+        return self
+
+    def users(self) -> frozenset[str]:
+        """Other users than raytide's own that scripts run as."""
+        named = {self.run_as} if isinstance(self.run_as, str) else set(self.run_as.values())
+        return frozenset(named - {""})
+
+    def user_of(self, team: str) -> str:
+        """Whom scripts of the team run as."""
+        return self.run_as if isinstance(self.run_as, str) else self.run_as[team]
+
+
+class ClusterConfig(Config):
+    """The fleet and the policies of one cluster, as the rest of raytide sees them."""
+
+    name: str
+    node_types: tuple[NodeType, ...]
+    settings: RaytideSection
+
+    @property
+    def unmanaged(self) -> Unmanaged:
+        return Unmanaged(max_nodes=self.settings.unmanaged.max_nodes, gpu=self.settings.unmanaged.gpu)
+
+
+def load_cluster(path: Path | str) -> ClusterConfig:
+    """Read and check a cluster.yaml; a ConfigError names every key that is wrong."""
+    file = load_yaml(path)
+    check_ray_schema(file, where=str(path))
+    section = provider_section(file, where=str(path))
+    metadata = file.get("metadata")
+    raw = metadata.get("raytide") if isinstance(metadata, Mapping) else None
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"{path} has no metadata.raytide.", hint="`raytide schema` prints what belongs there.")
+    settings = RaytideSection.parse(raw, where=f"{path}: metadata.raytide")
+    node_types = _join_node_types(file, settings, where=str(path))
+    if section["type"] == "gcp":
+        _check_gcp(section, file, node_types, where=str(path))
+    return ClusterConfig(name=str(file.get("cluster_name", "raytide")), node_types=node_types, settings=settings)
+
+
+CLOUDS = ("aws", "azure", "gcp", "vsphere", "aliyun", "external")
+"""The types of Ray's cluster launcher that raytide can buy from. Ray's own `local` is not one: it has no node types."""
+_KEEPS_STOPPED = {"aws": True, "azure": True, "gcp": False, "aliyun": True}
+"""What Ray does with machines that it ends when `cache_stopped_nodes` is left out."""
+_GCP_CLUSTER_NAME = 35
+"""The longest: Ray makes `ray-NAME-worker-0123abcd-compute` of it, and a machine's name has at most 63 characters."""
+
+
+def provider_section(file: Mapping[str, object], *, where: str) -> Mapping[str, Any]:
+    """The `provider` section of a cluster.yaml, of a type that raytide knows."""
+    section = file.get("provider")
+    kind = section.get("type") if isinstance(section, Mapping) else None
+    known = ("local", "fake", "kuberay", *CLOUDS)
+    if not isinstance(section, Mapping) or kind not in known:
+        near = get_close_matches(str(kind), known, n=1)
+        raise ConfigError(
+            f"{where}: raytide has no provider of type {kind!r}" + (f" (did you mean {near[0]}?)." if near else "."),
+            hint=f"provider.type is one of {', '.join(known)}.",
+        )
+    keeps = section.get("cache_stopped_nodes", _KEEPS_STOPPED.get(str(kind), False))
+    if kind in _KEEPS_STOPPED and keeps:
+        raise ConfigError(
+            f"{where}: Ray would stop machines of {kind} and keep them, with their disks, instead of ending them.",
+            hint="Say `cache_stopped_nodes: false` in the provider section.",
+        )
+    return section
+
+
+def _check_gcp(
+    section: Mapping[str, Any], file: Mapping[str, object], node_types: Iterable[NodeType], *, where: str
+) -> None:
+    """Ray's GCP provider makes and lists machines in one zone only. It marks them with the names of cluster and node
+    type as labels, which may have no capitals and no dots there, and makes the cluster's a part of their own names."""
+    zone = section.get("availability_zone")
+    for node_type in node_types:
+        if node_type.zones != (zone,):
+            raise ConfigError(
+                f"{where}: node type {node_type.name} has the zones {', '.join(node_type.zones)}, on gcp.",
+                hint=f"Set metadata.raytide.node_types.{node_type.name}.zones to [{zone}], provider.availability_zone.",
+            )
+    types = file.get("available_node_types")
+    for name in types if isinstance(types, Mapping) else ():
+        if not re.fullmatch("[a-z0-9_-]{1,63}", str(name)):
+            able = re.sub("[^a-z0-9_-]", "-", str(name).lower())[:63]
+            raise ConfigError(
+                f"{where}: node type {name} cannot be the label of a machine on gcp: at most 63 lowercase letters, "
+                "digits, - and _.",
+                hint=f"Call it {able}, in metadata.raytide.node_types too.",
+            )
+    cluster = str(file.get("cluster_name", ""))
+    if not re.fullmatch(f"[a-z0-9-]{{1,{_GCP_CLUSTER_NAME}}}", cluster):
+        raise ConfigError(
+            f"{where}: cluster_name {cluster} cannot be a part of a machine's name on gcp.",
+            hint=f"Use at most {_GCP_CLUSTER_NAME} lowercase letters, digits and -.",
+        )
+
+
+def check_ray_schema(file: Mapping[str, object], *, where: str) -> None:
+    """Check against the schema that Ray ships, without importing Ray."""
+    import jsonschema
+
+    spec = find_spec("ray")
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(f"cannot check {where}: ray is not installed.", hint="Run `./dev setup`.")
+    schema = json.loads((Path(spec.submodule_search_locations[0]) / "autoscaler" / "ray-schema.json").read_text())
+    problems = sorted(
+        jsonschema.Draft7Validator(schema).iter_errors(file), key=lambda error: list(map(str, error.path))
+    )
+    if problems:
+        lines = [f"{'.'.join(map(str, error.path)) or '(top)'}: {error.message}" for error in problems]
+        raise ConfigError(
+            f"{where}: " + "; ".join(lines), hint="Correct these keys; raytide's own belong in metadata.raytide."
+        )
+
+
+def _join_node_types(file: Mapping[str, object], settings: RaytideSection, *, where: str) -> tuple[NodeType, ...]:
+    ray_types = file.get("available_node_types")
+    ray_types = ray_types if isinstance(ray_types, Mapping) else {}
+    head = file.get("head_node_type")
+    default_max = file.get("max_workers", 2)  # Ray's own defaults
+    for name in settings.node_types:
+        if name not in ray_types:
+            raise ConfigError(
+                f"{where}: metadata.raytide.node_types.{name} has no node type of that name in available_node_types.",
+                hint="The two must match.",
+            )
+    return tuple(
+        _join(name, ray_type, settings.node_types.get(name), default_max, where=where)
+        for name, ray_type in ray_types.items()
+        if name != head
+    )
+
+
+def _join(
+    name: str, ray_type: Mapping[str, object], section: NodeTypeSection | None, default_max: object, *, where: str
+) -> NodeType:
+    if section is None:
+        raise ConfigError(
+            f"{where}: node type {name} has no price.",
+            hint=f"Add metadata.raytide.node_types.{name} with price_usd_h (0 for a machine you own and do not book).",
+        )
+    fields: dict[str, object] = {
+        "name": name,
+        "resources": ray_type.get("resources", {}),
+        "labels": ray_type.get("labels", {}),
+        "min_nodes": ray_type.get("min_workers", 0),
+        "max_nodes": ray_type.get("max_workers", default_max),
+        "price_micro_usd_h": micro_usd(section.price_usd_h),
+        "zone_prices_micro_usd_h": {zone: micro_usd(usd) for zone, usd in section.zone_prices_usd_h.items()},
+        **section.model_dump(exclude={"price_usd_h", "zone_prices_usd_h"}, exclude_none=True),
+    }
+    if "idle_timeout_s" in ray_type:
+        fields["idle_timeout_s"] = ray_type["idle_timeout_s"]
+    node_type = NodeType.parse(fields, where=f"{where}: node type {name}")
+    if section.busy_above is None and node_type.resources.get("GPU"):
+        return node_type.model_copy(update={"busy_above": {"gpu": GPU_BUSY_ABOVE}})
+    return node_type

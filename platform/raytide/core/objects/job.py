@@ -1,0 +1,182 @@
+"""A job: a gang with work to do. Everything that runs on leased nodes is one, whichever door it came through."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from enum import StrEnum
+from typing import Literal
+
+from pydantic import Field, field_serializer, field_validator, model_validator
+
+from raytide.core import bounds
+from raytide.core.config import Config
+from raytide.core.objects import deadline as due
+from raytide.core.objects.gang import GangSpec
+
+
+class JobKind(StrEnum):
+    TRAIN = "train"  # raytide runs its driver: the elastic trainer
+    DATA = "data"  # raytide runs its driver: a dataset build
+    SCRIPT = "script"  # raytide runs its driver: a command on every member
+    GANG = "gang"  # somebody else's driver holds the lease and keeps it alive by asking for it
+
+
+class JobState(StrEnum):
+    QUEUED = "queued"
+    ADMITTED = "admitted"  # it has a lease; nodes are on their way
+    RUNNING = "running"  # its lease was active at least once
+    STOPPING = "stopping"  # somebody asked; its driver is being ended
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+UNDERESTIMATED = 0.05
+"""Of its estimate, what is left of a job that still runs when that is over."""
+
+_MOST = 1e12
+"""What a job tells beyond this is no number that it counts anything by."""
+_LONGEST_S = 1e9
+
+FINAL_STATES = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.STOPPED})
+
+
+BudgetPer = Literal["job", "month"]
+
+
+class JobSpec(Config):
+    """What is asked for. `config` is the kind's own spec (TrainSpec, DataSpec, ScriptSpec) as JSON."""
+
+    kind: JobKind
+    name: bounds.Name
+    team: bounds.Name = "default"
+    gang: GangSpec
+    config: dict[str, object] = Field(default_factory=dict)
+    priority: bounds.Name = "normal"
+    """A class of `metadata.raytide.priorities`."""
+    preemptible: bool | None = None
+    """Whether it may be asked to checkpoint and give way; training is when left out, nothing else."""
+    budget_per: BudgetPer = "job"
+    """Whether its two budgets are for all of its life, or for each calendar month (UTC)."""
+    budget_usd: bounds.Dollars | None = None
+    """It checkpoints and waits once it cost so much. A job that may not be preempted runs on."""
+    soft_budget_usd: bounds.Dollars | None = None
+    """Once it cost so much it is admitted to spot nodes only, and borrows nothing."""
+    deadline: datetime | timedelta | None = None
+    """When it must be done; a time from now becomes a moment when it is submitted."""
+    estimate_h: float | None = Field(default=None, gt=0)
+    """Hours of work on the whole gang; holds until the job itself reports how much is left."""
+    labels: bounds.Labels = Field(default_factory=dict)
+    """Whatever its owner wants to find it by; `project` and `model` are ways to group costs."""
+    max_restarts: int = Field(default=3, ge=0, le=10_000)
+    """How often a driver that died (not: failed) is started again."""
+    heartbeat_timeout_s: bounds.Seconds = Field(default=10.0, gt=0)
+    """A GANG job whose driver asks for nothing for this long is over."""
+
+    @field_validator("deadline", mode="before")
+    @classmethod
+    def _due(cls, said: object) -> due.Due | None:
+        return None if said is None else due.parse(said)
+
+    @field_serializer("deadline", when_used="json-unless-none")
+    def _due_text(self, deadline: due.Due) -> str:
+        return due.text(deadline)
+
+    @model_validator(mode="after")
+    def _budget(self) -> JobSpec:
+        if self.budget_per == "month" and self.budget_usd is None and self.soft_budget_usd is None:
+            raise ValueError("budget_per without a budget: give budget_usd or soft_budget_usd")
+        return self
+
+    @property
+    def gives_way(self) -> bool:
+        return self.kind is JobKind.TRAIN if self.preemptible is None else self.preemptible
+
+    @property
+    def due_at_s(self) -> float | None:
+        """Seconds since the epoch; None without a deadline, and before it is submitted."""
+        return self.deadline.timestamp() if isinstance(self.deadline, datetime) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    id: str
+    spec: JobSpec
+    user: str
+    state: JobState
+    submitted_at_s: float
+    admitted_at_s: float | None = None
+    started_at_s: float | None = None
+    ended_at_s: float | None = None
+    stop_requested: bool = False
+    reason: str = ""
+    """Why it is in this state, in words; for a failure, what failed and what to do."""
+    restarts: int = 0
+    """Driver attempts after the first."""
+    heartbeat_at_s: float | None = None
+    progress: Mapping[str, float | int | str] = field(default_factory=dict)
+    released_by_driver: str | None = None
+    """A GANG driver gave its lease back: "" when its work is done, else what failed."""
+    attained_gpu_s: float = 0.0
+    """GPU-seconds of its former spells; `raytide.jobs.lifecycle.attained_service` adds the present one."""
+    held_s: float = 0.0
+    """How long it held its gang, in its former spells."""
+    spell_since_s: float | None = None
+    """Since when it has held as many GPUs as now."""
+    spell_gpus: float = 0.0
+    preemptions: int = 0
+    """How often it gave way whole."""
+    preempted_at_s: float | None = None
+    reserved_micro_usd: int = 0
+    """What it may have cost in all before its next reservation: see `raytide.jobs.budget`."""
+    struck_at_s: float | None = None
+    """When it last lost seats: they were asked of it, or their node went."""
+    struck_by: str = ""
+    """Whom it gave way to, or the node."""
+    unreadable: str = ""
+    """The error of its stored spec, which an earlier release took and this one refuses; `spec` stands in for it."""
+    lost_s: float = 0.0
+    """Of its progress's `lost_s` (seconds of work that had to be done again), what the ledger knows."""
+
+    @property
+    def is_final(self) -> bool:
+        return self.state in FINAL_STATES
+
+    def held_for_s(self, now_s: float) -> float:
+        """How long it has held its gang, all its runs together."""
+        return self.held_s + (0.0 if self.spell_since_s is None else max(0.0, now_s - self.spell_since_s))
+
+    def left_s(self, now_s: float) -> float | None:
+        """Work that is left, on the gang that it has: by its own word (`left_s`), else by the pace of its steps, else
+        by its estimate. None when nobody knows."""
+        left_s = self._left_s(now_s)
+        return None if left_s is None else min(max(0.0, left_s), _LONGEST_S)
+
+    def _left_s(self, now_s: float) -> float | None:
+        if (told := self.told("left_s")) is not None:
+            return told
+        step = self.told("step")
+        steps = self.told("steps") or _number(self.spec.config, "steps")
+        if step is not None and steps is not None and 0 < step <= steps:
+            return self.held_for_s(now_s) / step * (steps - step)
+        if self.spec.estimate_h is None:
+            return None
+        estimate_s = self.spec.estimate_h * 3600.0
+        return max(estimate_s - self.held_for_s(now_s), UNDERESTIMATED * estimate_s)
+
+    @property
+    def redo_s(self) -> float:
+        """The most work that is done again when its gang is lost, by its own word."""
+        return min(max(0.0, self.told("redo_s") or 0.0), _LONGEST_S)
+
+    def told(self, name: str) -> float | None:
+        """Of its progress; None when it said none, or one that cannot be meant."""
+        return _number(self.progress, name)
+
+
+def _number(values: Mapping[str, object], name: str) -> float | None:
+    value = values.get(name)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and abs(value) <= _MOST else None  # type: ignore[arg-type]

@@ -1,0 +1,207 @@
+"""What was decided, and why: every action carries its reason in words."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Literal
+
+from raytide.core.objects.gang import Lease
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """What was thought of instead, and why it was not taken."""
+
+    choice: str
+    reason: str
+    extra_micro_usd_h: int | None = None
+    """How much dearer an hour of it is than what was taken; None when it could not be had."""
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """Give a job its lease."""
+
+    job_id: str
+    lease: Lease
+    reason: str
+    reserved_micro_usd: int = 0
+    """What the job may have cost in all before its next reservation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Do nothing for a subject (job, lease or endpoint), and say what it waits for and what would help."""
+
+    subject: str
+    constraint: Literal[
+        "capacity",
+        "stock",
+        "behind",
+        "starting",
+        "impossible",
+        "cap",
+        "signal",
+        "quota",
+        "budget",
+        "rate",
+        "deadline",
+        "quarantined",
+    ]
+    reason: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Assign:
+    """Choose the node of one member of a lease: one that is there, or one that this plan launches."""
+
+    lease_id: str
+    member: int
+    node_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unassign:
+    """Give a member's node back: the rest of its gang cannot be placed, and a part of a gang holds nothing."""
+
+    lease_id: str
+    member: int
+    node_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Requeue:
+    """End a lease of which nothing stands, so that its job may be admitted with another of its shapes."""
+
+    job_id: str
+    lease_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Shrink:
+    """Seats of an elastic gang give way, and the rest goes on: usable until `leaves_at_s`, or until they are left."""
+
+    job_id: str
+    lease_id: str
+    members: tuple[int, ...]
+    leaves_at_s: float
+    reason: str
+    by: tuple[str, ...] = ()
+    """For whom: a job or an endpoint."""
+    rejected: tuple[Rejected, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Preempt:
+    """A whole gang gives way: it checkpoints, and goes back to the queue after `leaves_at_s`."""
+
+    job_id: str
+    lease_id: str
+    leaves_at_s: float
+    reason: str
+    by: tuple[str, ...] = ()
+    """For whom; for nobody when its own budget is spent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grow:
+    """Seats that were given away look for nodes again."""
+
+    job_id: str
+    lease_id: str
+    members: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Buy a node. `node_id` is the idempotency key at the provider."""
+
+    node_id: str
+    node_type: str
+    zone: str
+    subject: str
+    """For whom: a lease, an endpoint, `unmanaged`, `minimum`, `warm`, or `move node-7`, which it replaces."""
+    reason: str
+    cost_micro_usd_h: int = 0
+    """What this changes in the price of the fleet."""
+    rejected: tuple[Rejected, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Publish a replica target."""
+
+    endpoint: str
+    replicas: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """`idle`: Ray refuses it if anything runs there. `notice`: the node leaves at `deadline_s` whatever runs."""
+
+    node_id: str
+    kind: Literal["idle", "notice"]
+    deadline_s: float
+    reason: str
+    cost_micro_usd_h: int = 0
+    rejected: tuple[Rejected, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Terminate:
+    node_id: str
+    reason: str
+    cost_micro_usd_h: int = 0
+    """Of one that was drained, its drain has said it."""
+
+
+Action = Admit | Wait | Shrink | Preempt | Grow | Assign | Unassign | Requeue | Launch | Scale | Drain | Terminate
+
+
+MOST_WAITS = 100
+"""Of jobs, kept of one plan. A queue of thousands is told by `raytide why` job by job."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    at_s: float
+    actions: tuple[Action, ...] = ()
+
+    def to_keep(self) -> Plan:
+        """As it is stored: all but the waits of the jobs far back in the queue, whose number is said."""
+        waits = [action for action in self.actions if isinstance(action, Wait) and action.subject.startswith("job-")]
+        if len(waits) <= MOST_WAITS:
+            return self
+        rest = {id(wait) for wait in waits[MOST_WAITS:]}
+        kept = tuple(action for action in self.actions if id(action) not in rest)
+        return Plan(
+            self.at_s, (*kept, Wait("queue", "behind", f"{len(rest)} more jobs wait", "See `raytide why JOB`."))
+        )
+
+    def to_json(self) -> dict[str, object]:
+        return {"at_s": self.at_s, "actions": [describe(action) for action in self.actions]}
+
+
+def describe(action: Action) -> dict[str, object]:
+    """An action as JSON, its kind first."""
+    if isinstance(action, Admit):
+        lease = {"id": action.lease.id, "shape": action.lease.shape.describe()}
+        return {"action": "admit", **_fields(action), "lease": lease}
+    return {"action": type(action).__name__.lower(), **_fields(action)}
+
+
+def _fields(action: Action) -> dict[str, object]:
+    """What `dataclasses.asdict` gives, without its deep copies, which a gang of thousands of members would feel."""
+    return {field.name: _plain(getattr(action, field.name)) for field in fields(action)}
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, tuple):
+        return [asdict(item) if isinstance(item, Rejected) else item for item in value]
+    return value

@@ -1,0 +1,1 @@
+"""The configuration of data, models, training and scripts, as users write it."""

@@ -1,0 +1,110 @@
+"""Counts, by SQL: what is asked about thousands of jobs reads no more rows than it answers with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import sqlalchemy as sa
+
+from raytide.core.objects.gang import Lease, LeaseState
+from raytide.core.objects.job import FINAL_STATES, JobState
+from raytide.core.state import tables as t
+from raytide.core.state.database import Database
+from raytide.core.state.rows import leases_where, named
+
+CHANGES = "changes"
+"""The counter of commits that touched a job or a lease: their rows' `changed` is the number of the last one."""
+
+
+class LeaseKey(NamedTuple):
+    """A job's state and its newest lease's: as long as it is the same, whoever waits for the lease has nothing new."""
+
+    job_state: str
+    lease_id: str = ""
+    lease_state: str = ""
+    epoch: int = -1
+
+
+class Census:
+    def __init__(self, database: Database) -> None:
+        self._db = database
+
+    def jobs(self) -> dict[str, int]:
+        """How many there ever were, by state."""
+        query = sa.select(t.jobs.c.state, sa.func.count()).group_by(t.jobs.c.state)
+        with self._db.read() as c:
+            return {str(row[0]): int(row[1]) for row in c.execute(query)}
+
+    def live_jobs(self) -> dict[tuple[str, str, str], int]:
+        """How many are not over, by (kind, team, state)."""
+        j = t.jobs.c
+        query = sa.select(j.kind, j.team, j.state, sa.func.count()).group_by(j.kind, j.team, j.state)
+        with self._db.read() as c:
+            rows = c.execute(query.where(j.state.not_in(FINAL_STATES)))
+            return {(str(row[0]), row[1], str(row[2])): int(row[3]) for row in rows}
+
+    def live_members(self) -> dict[str, int]:
+        """How many seats the leases that are not over have, by state."""
+        m = t.members.c
+        held = sa.select(t.leases.c.id).where(t.leases.c.state != LeaseState.RELEASED)
+        query = sa.select(m.state, sa.func.count()).where(m.lease_id.in_(held)).group_by(m.state)
+        with self._db.read() as c:
+            return {str(row[0]): int(row[1]) for row in c.execute(query)}
+
+    def oldest_s(self, share: float, now_s: float) -> float:
+        """How old jobs got until they were over, or are, of all there ever were, but for this share that is older."""
+        c_, j = t.counters.c, t.jobs.c
+        with self._db.read() as c:
+            ever = (c.execute(sa.select(c_.next).where(c_.name == "job")).scalar() or 1) - 1
+            older = int(share * ever)
+            over = sa.select(j.took_s).where(j.took_s.is_not(None)).order_by(j.took_s.desc()).limit(older + 1)
+            live = sa.select(now_s - j.submitted_at_s).where(j.took_s.is_(None))
+            ages = sorted((*c.execute(over).scalars(), *c.execute(live).scalars()), reverse=True)
+        return float(ages[older]) if older < len(ages) else 0.0
+
+    def version(self) -> int:
+        """The number of the newest commit that touched a job or a lease."""
+        with self._db.read() as c:
+            return int(c.execute(_VERSION).scalar() or 1) - 1
+
+    def job_owner(self, job_id: str) -> tuple[str, str, JobState] | None:
+        """Its user, team and state, without its spec: each request of its driver asks for them."""
+        j = t.jobs.c
+        with self._db.read() as c:
+            row = c.execute(sa.select(j.user, j.team, j.state).where(j.id == job_id)).first()
+        return None if row is None else (row[0], row[1], JobState(row[2]))
+
+    def touched_since(self, version: int) -> set[str]:
+        """The jobs whose row, or a lease of theirs, was written by a later commit than this one."""
+        j, x = t.jobs.c, t.leases.c
+        both = sa.union(sa.select(j.id).where(j.changed > version), sa.select(x.job_id).where(x.changed > version))
+        with self._db.read() as c:
+            return {str(job_id) for job_id in c.execute(both).scalars()}
+
+    def lease_keys(self, job_ids: Iterable[str]) -> dict[str, LeaseKey]:
+        """Of those that are jobs."""
+        j, x = t.jobs.c, t.leases.c
+        found: dict[str, LeaseKey] = {}
+        with self._db.read() as c:
+            for part in named(job_ids):
+                newest = sa.select(sa.func.max(x.number)).where(x.job_id.in_(part)).group_by(x.job_id)
+                leases = sa.select(x.job_id, x.id, x.state, x.epoch).where(x.number.in_(newest))
+                held = {row[0]: (row[1], str(row[2]), int(row[3])) for row in c.execute(leases)}
+                for job_id, state in c.execute(sa.select(j.id, j.state).where(j.id.in_(part))):
+                    found[job_id] = LeaseKey(str(state), *held.get(job_id, ()))
+        return found
+
+    def leases(self, job_ids: Iterable[str]) -> dict[str, Lease]:
+        """The newest lease of each of them that was ever admitted, RELEASED ones included; by job."""
+        of_job = t.leases.c.job_id
+        newest = sa.select(sa.func.max(t.leases.c.number)).group_by(of_job)
+        with self._db.read() as c:
+            return {
+                lease.job_id: lease
+                for part in named(job_ids)
+                for lease in leases_where(c, t.leases.c.number.in_(newest.where(of_job.in_(part))))
+            }
+
+
+_VERSION = sa.select(t.counters.c.next).where(t.counters.c.name == CHANGES)

@@ -1,0 +1,1 @@
+"""Admission: which jobs get a lease in this tick, and which jobs are preempted for them."""

@@ -1,0 +1,155 @@
+"""The life of a job, as a pure function of its lease and its driver.
+
+    QUEUED -> ADMITTED -> RUNNING -> SUCCEEDED | FAILED
+       |          |          |  (stop asked)
+       |   preempted         |
+  QUEUED <--------+----------+
+       +----------+----------+-> STOPPING -> STOPPED
+
+TRAIN, DATA and SCRIPT jobs have a driver that raytide runs: `wanted_drivers` says which should be alive. The driver of
+a GANG job is somebody else's: it keeps the job alive by asking for its lease, and gives it back when it is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from raytide.core.objects.gang import Lease, LeaseState
+from raytide.core.objects.job import Job, JobKind, JobState
+from raytide.jobs.lifecycle import attained_service
+from raytide.jobs.lifecycle.leases import let_go, release
+
+_WITH_LEASE = (JobState.ADMITTED, JobState.RUNNING)
+
+
+@dataclass(frozen=True, slots=True)
+class DriverKey:
+    """One attempt at running a job. A controller that restarts finds the same key alive and does not start it twice."""
+
+    job_id: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class DriverStatus:
+    """`died`: it vanished (out of memory, killed, node lost), so it may run again; `failed`: it said so itself.
+
+    `unknown`: nobody could be asked. Nothing is concluded from that, least of all that it has ended.
+    """
+
+    key: DriverKey
+    state: Literal["running", "succeeded", "failed", "died", "unknown"]
+    message: str = ""
+
+
+def advance(
+    job: Job, lease: Lease | None, driver: DriverStatus | None, now_s: float, *, silent_s: float | None = None
+) -> tuple[Job, Lease | None]:
+    """The job as it is now, and its lease, released when the job is over. A status of another attempt is old news.
+
+    `silent_s`: for how long the driver of a gang has not made itself heard; None while it cannot.
+    """
+    if driver is not None and driver.key != DriverKey(job.id, job.restarts):
+        driver = None
+    if lease is not None:
+        lease = let_go(lease, str(job.progress.get("settled", "")), now_s)
+    if job.unreadable and not job.is_final:
+        job = _end(job, JobState.FAILED, f"its spec cannot be read any more: {job.unreadable}", now_s)
+    elif not job.is_final:
+        excused = job.preemptions + (lease is not None and lease.yields)
+        job = _step(_follow_lease(job, lease, now_s), driver, now_s, silent_s, excused)
+    if job.is_final and lease is not None:
+        lease = release(lease, f"{job.id} {job.state}")
+    elif lease is not None and lease.yields and not lease.held and job.state in _WITH_LEASE:
+        job = replace(requeued(job, job.reason), preemptions=job.preemptions + 1, preempted_at_s=now_s)
+        lease = release(lease, job.reason)
+    return attained_service.follow(job, lease, now_s), lease
+
+
+def admitted(job: Job, reason: str, now_s: float, reserved_micro_usd: int = 0) -> Job:
+    """Apply the queue's Admit; its lease is recorded with it."""
+    return replace(
+        job,
+        state=JobState.ADMITTED,
+        admitted_at_s=now_s,
+        reason=reason,
+        reserved_micro_usd=reserved_micro_usd,
+    )
+
+
+def requeued(job: Job, reason: str) -> Job:
+    """Apply the planner's Requeue, or the end of a preemption; its lease is released with it."""
+    return replace(job, state=JobState.QUEUED, reason=reason, reserved_micro_usd=0)
+
+
+def wanted_drivers(jobs: Iterable[Job]) -> frozenset[DriverKey]:
+    """The drivers that should be alive; one that is not there is started, every other one is ended.
+
+    A driver starts as soon as its job is admitted, while the nodes do, and lives on while its job is queued again.
+    """
+    return frozenset(
+        DriverKey(job.id, job.restarts) for job in jobs if job.spec.kind is not JobKind.GANG and _has_driver(job)
+    )
+
+
+def _has_driver(job: Job) -> bool:
+    was_admitted = job.state is JobState.QUEUED and job.admitted_at_s is not None
+    return was_admitted or job.state in (JobState.ADMITTED, JobState.RUNNING)
+
+
+def _follow_lease(job: Job, lease: Lease | None, now_s: float) -> Job:
+    if job.state is JobState.ADMITTED and lease is not None and lease.state is LeaseState.ACTIVE:
+        job = replace(
+            job, state=JobState.RUNNING, started_at_s=job.started_at_s or now_s, reason=f"{lease.id} is active"
+        )
+    return job
+
+
+def _step(job: Job, driver: DriverStatus | None, now_s: float, silent_s: float | None, excused: int) -> Job:
+    if job.spec.kind is JobKind.GANG:
+        return _step_gang(job, now_s, silent_s)
+    if driver is not None and driver.state == "succeeded":
+        return _end(job, JobState.SUCCEEDED, driver.message, now_s)
+    if job.stop_requested:
+        return _stop(job, driver, now_s)
+    if driver is not None and driver.state == "failed":
+        return _end(job, JobState.FAILED, str(job.progress.get("error") or driver.message), now_s)
+    if driver is not None and driver.state == "died":
+        return _restart(job, driver, now_s, job.spec.max_restarts + excused)
+    return job
+
+
+def _step_gang(job: Job, now_s: float, silent_s: float | None) -> Job:
+    if job.released_by_driver is not None:
+        error = job.released_by_driver
+        return _end(
+            job, JobState.FAILED if error else JobState.SUCCEEDED, error or "its driver gave the lease back", now_s
+        )
+    if job.stop_requested:
+        return _end(job, JobState.STOPPED, "stopped on request", now_s)
+    if silent_s is not None and silent_s > job.spec.heartbeat_timeout_s:
+        why = f"its driver has not asked for its lease for {job.spec.heartbeat_timeout_s:g} s: dead, or cut off"
+        return _end(job, JobState.FAILED, why, now_s)
+    return job
+
+
+def _stop(job: Job, driver: DriverStatus | None, now_s: float) -> Job:
+    if driver is not None and driver.state in ("running", "unknown"):
+        return replace(job, state=JobState.STOPPING, reason="its driver is being ended")
+    return _end(job, JobState.STOPPED, "stopped on request", now_s)
+
+
+def _restart(job: Job, driver: DriverStatus, now_s: float, most: int) -> Job:
+    """A driver may die with the seats that its job gave away: each preemption allows one death more."""
+    why = driver.message or "its driver died"
+    if job.restarts >= most:
+        return _end(
+            job, JobState.FAILED, f"{why}; it was started {job.restarts + 1} times, max_restarts allows no more", now_s
+        )
+    return replace(job, restarts=job.restarts + 1, reason=f"{why}; restart {job.restarts + 1} of {most}")
+
+
+def _end(job: Job, state: JobState, reason: str, now_s: float) -> Job:
+    return replace(job, state=state, ended_at_s=now_s, reason=reason, reserved_micro_usd=0)

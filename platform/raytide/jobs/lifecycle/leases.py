@@ -1,0 +1,250 @@
+"""The life of a lease, as a pure function of its nodes and of its placement groups.
+
+All-or-nothing is made here: until enough groups are ready no member is usable, and those that are not ready in time all
+go. Later, lost members are filled anew one by one while the survivors go on. `wanted_groups` is the whole interface to
+Ray: the groups that should exist now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+
+from raytide.actors.gang.group import Group, GroupKey, WantedGroup
+from raytide.core.objects.gang import Lease, LeaseState, Member, MemberState
+from raytide.core.objects.node import Node, NodeState
+from raytide.core.objects.plan import Grow, Preempt, Shrink
+from raytide.scheduling.unattributed import VACATED_S
+
+_WITH_GROUP = frozenset({MemberState.FORMING, MemberState.READY, MemberState.LEAVING})
+
+
+def advance(lease: Lease, nodes: Mapping[str, Node], groups: Mapping[GroupKey, Group] | None, now_s: float) -> Lease:
+    """The lease as it is now. `epoch` grows exactly when its holder has something to react to.
+
+    `groups` is None while Ray cannot be asked: nothing is concluded, and the time to form begins anew when it can.
+    """
+    if lease.state is LeaseState.RELEASED:
+        return lease
+    if groups is None:
+        groups = {}
+        lease = replace(lease, forming_since_s=None if lease.forming_since_s is None else now_s)
+    members = [_follow_node(member, nodes.get(member.node_id), now_s) for member in lease.members]
+    if groups:
+        members = [_follow_group(member, groups.get(_key(lease, member)), now_s) for member in members]
+    settled = _settle(_form(_seated(lease, members), nodes, now_s), groups)
+    after = _time_out(_say(lease, settled), now_s)
+    return after if after is lease or _seen(after) == _seen(lease) else replace(after, epoch=lease.epoch + 1)
+
+
+def assign(lease: Lease, nodes: Mapping[int, str]) -> Lease:
+    """Apply a plan's Assigns to one lease: `nodes` has a node id for each member index. Seats with a node keep it."""
+    members = tuple(
+        replace(m, state=MemberState.ASSIGNED, node_id=nodes[m.index])
+        if m.index in nodes and m.state is MemberState.WAITING
+        else m
+        for m in lease.members
+    )
+    return replace(lease, members=members)
+
+
+def unassign(lease: Lease, index: int) -> Lease:
+    """Apply the planner's Unassign to a seat whose node holds nothing of it yet."""
+    return _with(lease, index, MemberState.ASSIGNED, _vacate)
+
+
+def changed(lease: Lease, action: Shrink | Preempt | Grow, now_s: float) -> Lease:
+    """Apply what the queue decided about seats: some or all give way for a while and are then parked, or come back."""
+    match action:
+        case Shrink(members=members):
+            return _give_way(lease, frozenset(members), action, now_s)
+        case Preempt():
+            return _give_way(lease, frozenset(range(len(lease.members))), action, now_s)
+        case Grow(members=members):
+            back = tuple(_vacate(m) if m.index in members and m.is_parked else m for m in lease.members)
+            return replace(lease, members=back)
+
+
+def let_go(lease: Lease, settled: str, now_s: float) -> Lease:
+    """Seats that are being left are free as soon as their holder says that nothing of it runs there, not only in time:
+    those that give way are parked, and those whose node leaves look for another."""
+    if settled != lease.version or not any(member.state is MemberState.LEAVING for member in lease.members):
+        return lease
+    members = tuple(_let_go(m, now_s) if m.state is MemberState.LEAVING else m for m in lease.members)
+    return _say(lease, replace(lease, members=members, epoch=lease.epoch + 1))
+
+
+def _give_way(lease: Lease, away: frozenset[int], action: Shrink | Preempt, now_s: float) -> Lease:
+    seats = tuple(_leaving(m, action, now_s) if m.index in away else m for m in lease.members)
+    return lease if seats == lease.members else replace(lease, members=seats, epoch=lease.epoch + 1)
+
+
+def _with(lease: Lease, index: int, state: MemberState, change: Callable[[Member], Member]) -> Lease:
+    members = tuple(change(m) if m.index == index and m.state is state else m for m in lease.members)
+    return replace(lease, members=members)
+
+
+def release(lease: Lease, reason: str) -> Lease:
+    """Over: no group of it is wanted any more."""
+    if lease.state is LeaseState.RELEASED:
+        return lease
+    return replace(lease, state=LeaseState.RELEASED, epoch=lease.epoch + 1, forming_since_s=None, reason=reason)
+
+
+def wanted_groups(leases: Iterable[Lease]) -> dict[GroupKey, WantedGroup]:
+    """The placement groups that should exist now; every other one of raytide's is to be removed."""
+    return {
+        key: WantedGroup(key, member.ray_node_id, lease.shape.resources)
+        for lease in leases
+        if lease.state is not LeaseState.RELEASED
+        for member in lease.members
+        if member.state in _WITH_GROUP
+        for key in [_key(lease, member)]
+    }
+
+
+def _seated(lease: Lease, members: Iterable[Member]) -> Lease:
+    """The lease with these members: itself when they are as they were, as nearly all are at nearly every tick."""
+    seats = tuple(members)
+    return lease if seats == lease.members else replace(lease, members=seats)
+
+
+def _key(lease: Lease, member: Member) -> GroupKey:
+    return GroupKey(lease.id, member.index, member.incarnation)
+
+
+def _vacate(member: Member) -> Member:
+    """The seat is free again. Its group, if any, had the old incarnation's name and is not wanted any more."""
+    return Member(member.index, incarnation=member.incarnation + 1)
+
+
+def _park(member: Member, now_s: float) -> Member:
+    """It keeps its node in mind until that is seen to be free."""
+    parked = replace(_vacate(member), state=MemberState.PARKED, leaves_at_s=now_s)
+    return replace(parked, given_to=member.given_to, node_id=member.node_id if member.given_to else "")
+
+
+def _leaving(member: Member, action: Shrink | Preempt, now_s: float) -> Member:
+    """Usable a little longer; a seat that nobody can use yet is away at once."""
+    if member.is_parked or member.gives_way:
+        return member
+    member = replace(member, given_to=", ".join(action.by) if isinstance(action, Shrink) else "")
+    if not member.is_usable:
+        return _park(member, now_s)
+    sooner_s = min(action.leaves_at_s, member.leaves_at_s or action.leaves_at_s)
+    return replace(member, state=MemberState.LEAVING, leaves_at_s=sooner_s, gives_way=True)
+
+
+def _follow_node(member: Member, node: Node | None, now_s: float) -> Member:
+    if not member.holds:
+        is_free = member.is_parked and now_s - (member.leaves_at_s or 0.0) >= VACATED_S
+        return replace(member, node_id="") if is_free and member.node_id else member
+    if member.gives_way and member.leaves_at_s is not None and now_s >= member.leaves_at_s:
+        return _park(member, now_s)
+    if node is None or node.state in (NodeState.TERMINATING, NodeState.GONE):
+        return _let_go(member, now_s)
+    if member.state in _WITH_GROUP and node.ray_node_id != member.ray_node_id:
+        return _let_go(member, now_s)  # its raylet is another one than that of the group
+    if member.gives_way:
+        return member
+    if node.state is NodeState.DRAINING:
+        is_over = node.drain_deadline_s is not None and now_s >= node.drain_deadline_s
+        if not member.is_usable or is_over:
+            return _vacate(member)
+        return replace(member, state=MemberState.LEAVING, leaves_at_s=node.drain_deadline_s)
+    if member.state is MemberState.LEAVING and node.state is NodeState.READY:
+        return replace(member, state=MemberState.READY, leaves_at_s=None)
+    return member
+
+
+def _let_go(member: Member, now_s: float) -> Member:
+    return _park(member, now_s) if member.gives_way else _vacate(member)
+
+
+def _follow_group(member: Member, group: Group | None, now_s: float) -> Member:
+    """A member whose group Ray lost starts over. One that Ray does not list is left: the list may be stale."""
+    if member.state not in _WITH_GROUP or group is None:
+        return member
+    is_lost = group.state == "removed"
+    if member.is_usable:
+        is_lost = group.state != "ready" or group.placement_group_id != member.placement_group_id
+    return _let_go(member, now_s) if is_lost else member
+
+
+def _form(lease: Lease, nodes: Mapping[str, Node], now_s: float) -> Lease:
+    """Once enough members have a ready node, ask for their groups."""
+    able = {m.index for m in lease.members if _is_on_ready_node(m, nodes)}
+    holding = sum(m.state in _WITH_GROUP for m in lease.members)
+    if not able or holding + len(able) < lease.shape.at_least:
+        return lease
+    members = tuple(_start(m, nodes[m.node_id]) if m.index in able else m for m in lease.members)
+    return replace(
+        lease, members=members, forming_since_s=now_s if lease.forming_since_s is None else lease.forming_since_s
+    )
+
+
+def _is_on_ready_node(member: Member, nodes: Mapping[str, Node]) -> bool:
+    return member.state is MemberState.ASSIGNED and nodes[member.node_id].state is NodeState.READY
+
+
+def _start(member: Member, node: Node) -> Member:
+    return replace(member, state=MemberState.FORMING, ray_node_id=node.ray_node_id, address=node.address)
+
+
+def _settle(lease: Lease, groups: Mapping[GroupKey, Group]) -> Lease:
+    """Make members usable, all of them at once the first time, and say what state that makes of the lease."""
+    is_enough = sum(m.is_usable or _is_ready(lease, m, groups) for m in lease.members) >= lease.shape.at_least
+    if is_enough:
+        lease = _seated(lease, (_finish(lease, m, groups) for m in lease.members))
+    is_forming = any(m.state is MemberState.FORMING for m in lease.members)
+    state = LeaseState.ACTIVE if is_enough else LeaseState.FORMING if is_forming else LeaseState.WAITING
+    forming_since_s = lease.forming_since_s if is_forming else None
+    if (state, forming_since_s) == (lease.state, lease.forming_since_s):
+        return lease
+    return replace(lease, state=state, forming_since_s=forming_since_s)
+
+
+def _time_out(lease: Lease, now_s: float) -> Lease:
+    """Groups that did not make it in time all go, those that are ready but not enough too; their seats start over."""
+    if lease.forming_since_s is None or now_s - lease.forming_since_s < lease.form_timeout_s:
+        return lease
+    where = ", ".join(sorted({m.node_id for m in lease.members if m.state is MemberState.FORMING}))
+    return replace(
+        lease,
+        state=LeaseState.WAITING if lease.state is LeaseState.FORMING else lease.state,
+        members=tuple(_vacate(m) if m.state is MemberState.FORMING else m for m in lease.members),
+        forming_since_s=None,
+        reason=f"no room in Ray on {where} within {lease.form_timeout_s:g} s; its members look for other nodes",
+    )
+
+
+def _finish(lease: Lease, member: Member, groups: Mapping[GroupKey, Group]) -> Member:
+    if member.state is not MemberState.FORMING or not _is_ready(lease, member, groups):
+        return member
+    group = groups[_key(lease, member)]
+    return replace(member, state=MemberState.READY, placement_group_id=group.placement_group_id)
+
+
+def _is_ready(lease: Lease, member: Member, groups: Mapping[GroupKey, Group]) -> bool:
+    if member.state is not MemberState.FORMING:
+        return False
+    group = groups.get(_key(lease, member))
+    return group is not None and group.state == "ready"
+
+
+def _say(before: Lease, after: Lease) -> Lease:
+    """The reason follows the state and the number of usable members."""
+    if after is before:
+        return after
+    have, want = len(after.usable), len(after.members)
+    if (after.state, have) == (before.state, len(before.usable)):
+        return after
+    needed = f", {after.shape.at_least} needed" if have < after.shape.at_least else ""
+    making = "; placement groups are being made" if after.state is LeaseState.FORMING else ""
+    return replace(after, reason=f"{have} of {want} members are usable{needed}{making}")
+
+
+def _seen(lease: Lease) -> tuple[object, ...]:
+    """What its holder can see and must react to."""
+    usable = tuple((m.index, m.incarnation, m.state, m.leaves_at_s) for m in lease.usable)
+    return lease.state is LeaseState.ACTIVE, usable

@@ -1,0 +1,83 @@
+"""What an admitted job waits for, and what would help; of one in the queue the decision itself says it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from raytide.core.clock import utc
+from raytide.core.objects.gang import Lease, Member, MemberState
+from raytide.core.objects.job import Job
+from raytide.core.objects.node import NodeState
+from raytide.core.objects.snapshot import Snapshot
+from raytide.scheduling.diagnosis import Shortfall
+from raytide.scheduling.state import Room
+
+
+@dataclass(frozen=True, slots=True)
+class Why:
+    constraint: str
+    """As in `Wait`: the first that is unmet."""
+    reason: str
+    remedy: str = ""
+    """The nearest thing that would meet it."""
+    wait_s: float | None = None
+    """When it would start if nothing else came; None when nobody can tell."""
+
+
+def forming(job: Job, lease: Lease, snapshot: Snapshot) -> Why:
+    """Admitted: some seats have no node yet, or a node that is not ready, or a group that Ray is making."""
+    seatless = [member for member in lease.members if member.state is MemberState.WAITING]
+    needed = lease.shape.at_least - lease.held
+    if needed > 0 and seatless:
+        room = Room.of(snapshot)
+        found = room.place(lease.shape, needed, subject=job.id)
+        if isinstance(found, Shortfall):
+            return _vacated(snapshot) or Why(found.constraint, found.reason, found.remedy)
+    parts = [f"{lease.id} has {len(lease.usable)} of {lease.shape.at_least} members that it needs"]
+    parts += [_waits_for(m, snapshot) for m in lease.members if not (m.is_usable or m.is_parked)]
+    remedy = "Nothing to do: it goes on when they are ready."
+    return Why("starting", "; ".join(_unique(parts)) + ".", remedy)
+
+
+def given_away(lease: Lease) -> str:
+    """Who has which of its seats; empty when it has them all."""
+    to = Counter(member.given_to for member in lease.members if member.gives_way or member.is_parked)
+    gpus = lease.shape.resources.get("GPU", 0.0)
+    each, what = (gpus, "GPUs") if gpus else (1.0, "members")
+    return "; ".join(
+        f"it gave {count * each:g} of {len(lease.members) * each:g} {what} to "
+        + (name if _is_job(name) else f"endpoint {name} until its load falls")
+        for name, count in to.items()
+        if name
+    )
+
+
+def _is_job(name: str) -> bool:
+    """No endpoint may be called like a job."""
+    return name.startswith("job-") and name[4:].isdigit()
+
+
+def _vacated(snapshot: Snapshot) -> Why | None:
+    """It was admitted to seats that others still use until they have given way."""
+    going = [(m.leaves_at_s or 0.0, lease.job_id) for lease in snapshot.leases for m in lease.members if m.gives_way]
+    if not going:
+        return None
+    who = ", ".join(dict.fromkeys(job_id for _, job_id in going))
+    wait_s = max(0.0, max(going)[0] - snapshot.at_s)
+    reason = f"{who} gives way to it and is usable until {utc(max(going)[0])}."
+    return Why("starting", reason, "Nothing to do: it starts then.", wait_s)
+
+
+def _waits_for(member: Member, snapshot: Snapshot) -> str:
+    node = next((view.node for view in snapshot.nodes if view.node.id == member.node_id), None)
+    if not member.holds or node is None:
+        return "a node is being chosen"
+    if node.state in (NodeState.REQUESTED, NodeState.LAUNCHING):
+        return f"{node.id} ({node.type}) is starting since {snapshot.at_s - node.requested_at_s:.0f} s"
+    return f"a placement group on {node.id} ({node.type}) is being made"
+
+
+def _unique(parts: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys(parts))

@@ -1,0 +1,106 @@
+"""Why something cannot be placed, in words: the first unmet constraint and the nearest thing that would meet it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from raytide.core.objects.gang import Shape
+from raytide.core.objects.node import NodeType, Resources, fits, labels_match, whole_shares
+
+ACCELERATOR_LABEL = "ray.io/accelerator-type"
+
+
+@dataclass(frozen=True, slots=True)
+class Shortfall:
+    """`impossible`: no fleet of these node types could; `capacity`: others hold it; `stock`: its pools back off;
+    `budget` and `rate`: it could be bought, but not within the limits; `deadline`: it has the time to wait for spot."""
+
+    constraint: Literal["impossible", "capacity", "stock", "budget", "rate", "quota", "behind", "deadline"]
+    reason: str
+    remedy: str
+
+
+def copies(need: Resources, free: Resources) -> int:
+    """How many times `need` goes into `free`."""
+    need = whole_shares(need)
+    return min((int((free.get(name, 0.0) + 1e-9) // amount) for name, amount in need.items() if amount > 0), default=0)
+
+
+def impossible(shape: Shape, count: int, node_types: Sequence[NodeType], subject: str) -> Shortfall | None:
+    """What stands against `count` members even on an empty fleet with every pool in stock; None when nothing does."""
+    labelled = [t for t in node_types if t.max_nodes > 0 and open_zones(shape, t)]
+    if not labelled:
+        return _no_labels(shape, node_types, subject)
+    capacity = {t.name: copies(shape.resources, t.resources) * t.max_nodes for t in labelled}
+    if not any(capacity.values()):
+        return _too_big(shape, labelled, subject)
+    if (most := sum(capacity.values())) < count:
+        menu = ", ".join(f"{t.max_nodes} x {t.name}" for t in labelled if capacity[t.name])
+        return Shortfall(
+            "impossible",
+            f"no fleet fits {subject}: needs {count} x ({amounts(shape)}) at once; "
+            f"the whole fleet holds {most} ({menu}).",
+            f"Ask for {most}, or raise max_nodes.",
+        )
+    return None
+
+
+def open_zones(shape: Shape, node_type: NodeType) -> tuple[str, ...]:
+    """The zones of a node type in which its nodes would carry the labels that the shape asks for."""
+    return tuple(z for z in node_type.zones if labels_match(shape.labels, node_type.all_labels(z)))
+
+
+def amounts(shape: Shape) -> str:
+    """`8 x H100 + 4 CPU`: what one member needs, accelerators first and by their own name where the shape says it."""
+    ordered = sorted((n for n, amount in shape.resources.items() if amount), key=lambda n: (n != "GPU", n))
+    return " + ".join(_amount(name, shape.resources[name], shape.labels) for name in ordered)
+
+
+def _amount(name: str, amount: float, labels: Mapping[str, str]) -> str:
+    model = labels.get(ACCELERATOR_LABEL, "")
+    if name == "GPU" and model and not model.startswith(("!", "in(")):
+        return f"{amount:g} x {model}"
+    if name in ("memory", "object_store_memory"):
+        return f"{amount / 2**30:.3g} GiB {name.replace('_', ' ')}"
+    return f"{amount:g} {name}"
+
+
+def _no_labels(shape: Shape, node_types: Sequence[NodeType], subject: str) -> Shortfall:
+    kinds = [t.all_labels(zone) for t in node_types if t.max_nodes for zone in t.zones]
+    offered = {key: sorted({labels[key] for labels in kinds if key in labels}) for key in sorted(shape.labels)}
+    lacking = [k for k in offered if not any(labels_match({k: shape.labels[k]}, labels) for labels in kinds)]
+    wanted = ", ".join(f"{k}={shape.labels[k]}" for k in (lacking[:1] or offered)) or "a node"
+    if lacking and offered[lacking[0]]:
+        there, ask = f"the fleet has {', '.join(offered[lacking[0]])}", f"Ask for another {lacking[0]}"
+    elif offered:
+        there, ask = "none has " + ("it" if lacking else "all of them"), "Drop a label"
+    else:
+        there, ask = "every type has max_nodes 0" if node_types else "the fleet has no node types", "Raise max_nodes"
+    return Shortfall(
+        "impossible", f"no node type fits {subject}: needs {wanted}; {there}.", f"{ask}, or add a node type."
+    )
+
+
+def _too_big(shape: Shape, labelled: Sequence[NodeType], subject: str) -> Shortfall:
+    needs = sorted((n for n, amount in shape.resources.items() if amount), key=lambda n: (n != "GPU", n))
+    for name in needs:
+        largest = max(labelled, key=lambda t: (t.resources.get(name, 0.0), -t.price_micro_usd_h))
+        have = largest.resources.get(name, 0.0)
+        if have + 1e-9 < shape.resources[name]:
+            wanted = _amount(name, shape.resources[name], shape.labels)
+            there = f"the largest is {_amount(name, have, shape.labels)} ({largest.name})" if have else "none has any"
+            ask = f"Ask for {have:g}" if have and name == needs[0] else f"Ask for less {name}"
+            return Shortfall(
+                "impossible",
+                f"no node type fits {subject}: needs {wanted} on one node; {there}.",
+                f"{ask}, or add a node type.",
+            )
+    nearest = max(labelled, key=lambda t: (sum(fits({n: shape.resources[n]}, t.resources) for n in needs), t.name))
+    return Shortfall(
+        "impossible",
+        f"no node type fits {subject}: needs {amounts(shape)} on one node; the nearest is "
+        f"{' + '.join(_amount(n, nearest.resources.get(n, 0.0), shape.labels) for n in needs)} ({nearest.name}).",
+        "Ask for less on one node, or add a node type.",
+    )

@@ -1,0 +1,71 @@
+"""Who still waits for a seat in this decision, and what they would pay for what a node leaves over.
+
+Shapes are seated one after another. A node that costs a little more for the first of them may cost less for all, when
+the rest of it holds others that would need nodes of their own: their worth is taken off its price.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from raytide.core.objects.gang import Shape
+from raytide.core.objects.node import Resources, whole_shares
+from raytide.scheduling.market import Market
+from raytide.scheduling.offerings import Floats, Ints
+
+MOST = 16
+"""Shapes that are looked at: the largest."""
+
+_EPS = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    shape: Shape
+    count: int
+    menu: frozenset[str] | None = None
+
+
+class Coming:
+    """Asks in the order in which they will be seated; `next` when it is the turn of the first of them."""
+
+    def __init__(self, market: Market, asks: Sequence[Ask]) -> None:
+        self._shelf = shelf = market.shelf
+        self._needs = np.array([shelf.vector(whole_shares(ask.shape.resources)) for ask in asks])
+        self.left = np.array([ask.count if self._is_known(ask.shape) else 0 for ask in asks], dtype=np.float64)
+        self._worth = np.array([self._alone(ask.shape) for ask in asks])
+        self._able = [shelf.carrying(ask.shape.labels) & shelf.in_menu(ask.menu) for ask in asks]
+        self._dearest_first = sorted(range(len(asks)), key=lambda at: (-self._worth[at], at))
+        self._turn = 0
+
+    def next(self) -> None:
+        self.left[self._turn] = 0.0
+        self._turn += 1
+
+    def worth(self, need: Resources, rows: Ints, members: Ints, left: Floats) -> tuple[Floats, Floats]:
+        """For these offers, with so many members of this need on each: what others would pay for the rest, and how many
+        of each ask it would hold. `left`: how many are left of each."""
+        need_R = self._shelf.vector(whole_shares(need))
+        free_PR = self._shelf.totals_PR[rows] - members[:, None] * need_R
+        worth, fits = np.zeros(len(rows)), np.zeros((len(rows), len(left)))
+        for at in [at for at in self._dearest_first if left[at] > 0][:MOST]:
+            used = self._needs[at] > 0
+            fit = np.floor((free_PR[:, used] + _EPS) / self._needs[at][used]).min(axis=1)
+            fit = np.clip(fit, 0.0, left[at]) * self._able[at][rows]
+            free_PR -= fit[:, None] * self._needs[at]
+            worth += fit * self._worth[at]
+            fits[:, at] = fit
+        return worth, fits
+
+    def _alone(self, shape: Shape) -> float:
+        """What each would pay for nodes of its own."""
+        members = self._shelf.members(shape)
+        able = members > 0
+        return float((self._shelf.cost[able] / members[able]).min()) if able.any() else 0.0
+
+    def _is_known(self, shape: Shape) -> bool:
+        """Whether it asks for something, and for nothing that no node type has: that would look as if it fits."""
+        return any(shape.resources.values()) and shape.resources.keys() <= self._shelf.columns.keys()

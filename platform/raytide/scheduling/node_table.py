@@ -1,0 +1,240 @@
+"""Free resources of all nodes in one table, so that those that fit a shape are found in a few array operations.
+
+Rows are in the order of the nodes' numbers; new ones are added at the end. Among nodes that fit, those come first that
+are usable soonest, then those on which least is cut to pieces (FGD, ATC'23), then the tightest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
+from functools import reduce
+
+import numpy as np
+from numpy.typing import NDArray
+
+from raytide.core.objects.node import Resources, labels_match, whole_shares
+
+GPU = "GPU"
+SHORTLIST = 256
+"""Only the tightest nodes are compared by what is cut on them."""
+
+_EPS = 1e-9
+_RANK = 1000.0
+"""More than all that can be left over on a node, in units of the largest."""
+
+Rows = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Mask = NDArray[np.bool_]
+Need = tuple[tuple[int, float], ...]
+"""Columns of the grid, and how much of each."""
+
+
+class Grid:
+    """`scale`: the most of each resource that one node can have, to compare a GPU left over with a CPU left over.
+
+    `popular`: what members usually ask for, with how many of them there are.
+    """
+
+    def __init__(self, scale: Resources, popular: Sequence[tuple[Resources, float]] = ()) -> None:
+        self._column = {name: at for at, name in enumerate(sorted(scale))}
+        self._per_scale = np.array([1.0 / max(scale[name], _EPS) for name in self._column])
+        self._popular_KR = np.array([self._vector(need) for need, _ in popular]).reshape(len(popular), len(scale))
+        self._weights_K = np.array([weight for _, weight in popular])
+        self._free_RN = np.zeros((len(self._column), 64))
+        self._rank = np.zeros(64, dtype=np.int64)
+        self._labels: list[Mapping[str, str]] = []
+        self._masks: dict[tuple[str, str], Mask] = {}
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def extend(self, free: Sequence[Resources], rank: Sequence[int], labels: Sequence[Mapping[str, str]]) -> None:
+        """More nodes, in rows that follow one another. What is less than nothing counts as nothing."""
+        first, count = len(self), len(self) + len(free)
+        while count > len(self._rank):
+            self._free_RN = np.concatenate([self._free_RN, np.zeros_like(self._free_RN)], axis=1)
+            self._rank = np.concatenate([self._rank, np.zeros_like(self._rank)])
+            self._masks = {key: np.concatenate([mask, np.zeros_like(mask)]) for key, mask in self._masks.items()}
+        for name, at in self._column.items():
+            self._free_RN[at, first:count] = np.maximum(0.0, [amounts.get(name, 0.0) for amounts in free])
+        self._rank[first:count] = rank
+        self._labels.extend(labels)
+        for (key, want), mask in self._masks.items():
+            values = [each.get(key) for each in labels]
+            known = {value: labels_match({key: want}, {} if value is None else {key: value}) for value in set(values)}
+            mask[first:count] = [known[value] for value in values]
+
+    def copy(self) -> Grid:
+        other = copy(self)
+        other._free_RN, other._labels = self._free_RN.copy(), list(self._labels)
+        other._masks = {key: mask.copy() for key, mask in self._masks.items()}
+        return other
+
+    def take(self, row: int, need: Resources, count: int = 1) -> None:
+        for name, amount in whole_shares(need).items():
+            if (at := self._column.get(name)) is not None:
+                self._free_RN[at, row] -= count * amount
+
+    def take_in(self, rows: Sequence[int], need: Resources, counts: Sequence[int]) -> None:
+        """So many members in each of these rows, no row twice."""
+        if len(rows) == 1:
+            self.take(rows[0], need, counts[0])
+            return
+        for name, amount in whole_shares(need).items():
+            if (at := self._column.get(name)) is not None:
+                self._free_RN[at, rows] -= np.array(counts) * amount
+
+    def add(self, row: int, need: Need) -> None:
+        for column, amount in need:
+            self._free_RN[column, row] += amount
+
+    def fitting(self, need: Resources, selector: Mapping[str, str], *, enough: int, but: int = -1) -> tuple[Rows, Rows]:
+        """Rows with room, the best first, and how many members each would hold: for `enough` members, or all."""
+        need = {name: amount for name, amount in whole_shares(need).items() if amount > 0}
+        rows = self._able(need, selector)
+        if but >= 0:
+            rows = rows[rows != but]
+        if len(rows) <= 1:
+            return rows, self._copies(need, rows)
+        free_RN, rank = self._free_RN[:, rows], self._rank[rows]
+        key = (_RANK * rank + self._per_scale @ free_RN).round(9)
+        first = _least(key, SHORTLIST)
+        first = first[np.lexsort((self._cut(free_RN[:, first], need), rank[first]))][:enough]  # each holds one at least
+        copies = self._copies(need, rows[first])
+        if len(rows) > SHORTLIST and copies.sum() < enough:
+            rest = np.argsort(key, kind="stable")[SHORTLIST:]
+            first, copies = np.concatenate([first, rest]), np.concatenate([copies, self._copies(need, rows[rest])])
+        return rows[first], copies
+
+    def holding(self, need: Resources, selector: Mapping[str, str]) -> tuple[Rows, Rows]:
+        """Rows with room, in their order, and how many members each would hold."""
+        need = {name: amount for name, amount in whole_shares(need).items() if amount > 0}
+        rows = self._able(need, selector)
+        return rows, self._copies(need, rows)
+
+    def _able(self, need: Resources, selector: Mapping[str, str]) -> Rows:
+        """Rows with room for one; none when nothing is needed."""
+        if not need or not need.keys() <= self._column.keys():
+            return np.zeros(0, dtype=np.int64)
+        there = len(self)
+        enough = [self._free_RN[self._column[name], :there] >= amount - _EPS for name, amount in need.items()]
+        carrying = [self._mask(key, want)[:there] for key, want in selector.items()]
+        return reduce(np.logical_and, [*enough, *carrying]).nonzero()[0]
+
+    def _copies(self, need: Resources, rows: Rows) -> Rows:
+        if not len(rows):  # perhaps of something that no node has
+            return rows
+        copies = [(self._free_RN[self._column[name], rows] + _EPS) // amount for name, amount in need.items()]
+        return reduce(np.minimum, copies).astype(np.int64) if copies else np.zeros(0, dtype=np.int64)
+
+    def columns(self, need: Resources) -> Need:
+        """The columns of what is needed; none when some of it is on no node."""
+        asked = {name: amount for name, amount in whole_shares(need).items() if amount > 0}
+        if not asked.keys() <= self._column.keys():
+            return ()
+        return tuple((self._column[name], amount) for name, amount in asked.items())
+
+    def free_at(self, row: int) -> list[float]:
+        """By column."""
+        free: list[float] = self._free_RN[:, row].tolist()
+        return free
+
+    def carries(self, row: int, selector: Mapping[str, str]) -> bool:
+        return all(self._mask(key, want)[row] for key, want in selector.items())
+
+    def carrying(self, selector: Mapping[str, str]) -> Mask:
+        """The same of all rows."""
+        masks = [self._mask(key, want)[: len(self)] for key, want in selector.items()]
+        return reduce(np.logical_and, masks, np.ones(len(self), dtype=np.bool_))
+
+    def values(self, key: str, rows: Iterable[int]) -> set[str]:
+        """Of a label, on those nodes that have it."""
+        return {self._labels[row][key] for row in rows if key in self._labels[row]}
+
+    def undo(self) -> Callable[[], None]:
+        """Call the result to have the free resources as they are now."""
+        before = self._free_RN.copy()
+
+        def restore() -> None:
+            self._free_RN[:, : before.shape[1]] = before
+
+        return restore
+
+    def set_free(self, row: int, free: Resources, labels: Mapping[str, str]) -> None:
+        """The node of this row is another one from now on."""
+        self._free_RN[:, row], self._labels[row] = self._vector(free), labels
+        for (key, want), mask in self._masks.items():
+            mask[row] = labels_match({key: want}, labels)
+
+    def share_taken(self, row: int, total: Resources) -> float:
+        """Of the scarcest resource of a node that has `total`."""
+        return max(
+            (1.0 - float(self._free_RN[self._column[n], row]) / amount for n, amount in total.items() if amount > 0),
+            default=1.0,
+        )
+
+    def has(self, row: int, amounts: Resources) -> bool:
+        """Whether so much is free there."""
+        return bool((self._free_RN[:, row] + _EPS >= self._vector(amounts)).all())
+
+    def have(self, amounts: Sequence[Resources]) -> Mask:
+        """By row from the first: whether so much is free there."""
+        have = np.ones(len(amounts), dtype=np.bool_)
+        for name, at in self._column.items():
+            have &= self._free_RN[at, : len(amounts)] + _EPS >= [each.get(name, 0.0) for each in amounts]
+        return have
+
+    def _cut(self, free_RN: Floats, need: Resources) -> Floats:
+        """GPUs that the usual members could no longer use there, for one member placed."""
+        gpu = self._column.get(GPU)
+        if gpu is None or not len(self._weights_K) or not (cut := free_RN[gpu] > _EPS).any():
+            return np.zeros(free_RN.shape[1])
+        after_RN = free_RN - self._vector(need)[:, None]
+        stranded = self._stranded(np.concatenate([free_RN, after_RN], axis=1), gpu)
+        before, after = stranded[: len(cut)], stranded[len(cut) :]
+        return np.where(cut, (after - before).round(9), 0.0)
+
+    def _stranded(self, free_RN: Floats, gpu: int) -> Floats:
+        """GPUs on each node that the usual members could not use, on average."""
+        lacks_KN = self._popular_KR[:, 0, None] > free_RN[0] + _EPS
+        for at in range(1, len(free_RN)):
+            lacks_KN |= self._popular_KR[:, at, None] > free_RN[at] + _EPS
+        return np.asarray(self._weights_K @ lacks_KN * free_RN[gpu])
+
+    def _mask(self, key: str, want: str) -> Mask:
+        if (mask := self._masks.get((key, want))) is None:
+            mask = np.zeros(len(self._rank), dtype=np.bool_)
+            known: dict[str | None, bool] = {}
+            for row, labels in enumerate(self._labels):
+                value = labels.get(key)
+                if value not in known:
+                    known[value] = labels_match({key: want}, labels)
+                mask[row] = known[value]
+            self._masks[(key, want)] = mask
+        return mask
+
+    def _vector(self, amounts: Resources) -> Floats:
+        vector = np.zeros(len(self._column))
+        for name, amount in amounts.items():
+            if (at := self._column.get(name)) is not None:
+                vector[at] = amount
+        return vector
+
+
+def members_in(need: Need, free: Sequence[float]) -> int:
+    """How many members fit into what is free on a node."""
+    least = math.inf
+    for column, amount in need:
+        if (here := (free[column] + _EPS) // amount) < least:
+            least = here
+    return int(least) if least > 0 else 0
+
+
+def _least(key: Floats, count: int) -> Rows:
+    """The places of so many least, the least first; of equals the first."""
+    if len(key) <= count:
+        return np.argsort(key, kind="stable")
+    near = np.flatnonzero(key <= np.partition(key, count - 1)[count - 1])
+    return np.asarray(near[np.argsort(key[near], kind="stable")][:count])

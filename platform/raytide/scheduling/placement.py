@@ -1,0 +1,140 @@
+"""Where members would sit: first on nodes that are there, then on the cheapest that could be bought. Takes nothing."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from raytide.core.objects.gang import Shape
+from raytide.core.objects.snapshot import Paces
+from raytide.scheduling.lookahead import Coming
+from raytide.scheduling.market import Basket, Market
+from raytide.scheduling.node_table import Floats, Grid
+from raytide.scheduling.offerings import Offer
+from raytide.scheduling.throughput import per_work
+from raytide.scheduling.want import Want
+
+SPREAD_EXTRA = 0.2
+"""What a replica may cost more in another zone, while one zone holds half of its endpoint or more."""
+
+Option = tuple[float, float, int]
+"""What an offer costs for each member, and in all, and its place among the offers."""
+
+
+class Seat(NamedTuple):
+    """One member's place. A new node has the id under which the plan buys it, so that members can share it."""
+
+    node_id: str
+    node_type: str
+    zone: str
+    is_new: bool
+
+
+@dataclass(slots=True)
+class Choice:
+    """What one placement would take."""
+
+    shape: Shape
+    there: list[tuple[int, int]] = field(default_factory=list)
+    """Rows of the grid, with members."""
+    new: list[tuple[Offer, int, int]] = field(default_factory=list)
+    """Offers, with nodes and members."""
+    basket: Basket = field(default_factory=Basket)
+    count: int = 0
+    paces: Paces = field(default_factory=dict)
+    left: Floats | None = None
+    """How many of each ask that is coming are not yet thought of as filling up nodes that this buys."""
+
+    @property
+    def rating(self) -> tuple[int, float]:
+        """The smaller the better: most members, then cheapest."""
+        costs = ((offer.cost_micro_usd_h * nodes, offer.node_type.name) for offer, nodes, _ in self.new)
+        return -self.count, sum(per_work(cost, name, self.paces) for cost, name in costs)
+
+    def would_break(self, pace: int, needed: int) -> bool:
+        """Whether with so many new nodes fewer would sit than are needed at least."""
+        members = sum(members for _, members in self.there)
+        sizes = [members // nodes for _, nodes, members in self.new for _ in range(nodes)]
+        return members + sum(sizes[:pace]) < needed
+
+
+def choose(market: Market, grid: Grid, seats: Sequence[Seat], coming: Coming | None, want: Want) -> Choice:
+    """As many of the members that are wanted as there is room for. `seats`: by row of the grid."""
+    choice = Choice(want.shape, paces=want.paces, left=None if coming is None else coming.left)
+    looked_at = want.count if want.apart is None else sys.maxsize  # apart, many rows hold one each, whatever else fits
+    rows, copies = grid.fitting(want.shape.resources, want.shape.labels, enough=looked_at)
+    if want.apart is not None:
+        rows = rows[[seats[row].node_id not in want.apart for row in rows.tolist()]]
+        copies = np.ones_like(rows)
+    for row, fit in zip(rows.tolist(), copies.tolist(), strict=True):
+        if choice.count >= want.count:
+            break
+        choice.there.append((row, min(fit, want.count - choice.count)))
+        choice.count += choice.there[-1][1]
+    zones = None if want.spread_from is None else Counter(want.spread_from)
+    if zones is not None:
+        for row, members in choice.there:
+            zones[seats[row].zone] += members
+    while choice.count < want.count and (want.max_new is None or choice.basket.size < want.max_new):
+        found = _cheapest(market, coming, want, choice, zones)
+        if found is None:
+            break
+        offer, fit, nodes = found
+        members = min(nodes * fit, want.count - choice.count)
+        choice.new.append((offer, nodes, members))
+        choice.basket.add(offer, nodes)
+        choice.count += members
+        if zones is not None:
+            zones[offer.zone] += members
+    return choice
+
+
+def spread_over(options: Sequence[Option], zone: Callable[[int], str], there: Counter[str]) -> Option:
+    """The cheapest. While its zone holds more than half of those that are there, one that costs little more in the zone
+    that holds the fewest."""
+    best = min(options)
+    if there[zone(best[2])] * 2 <= there.total():
+        return best
+    near = [option for option in options if option[0] <= best[0] * (1 + SPREAD_EXTRA)]
+    return min(near, key=lambda option: (there[zone(option[2])], option))
+
+
+def _cheapest(
+    market: Market, coming: Coming | None, want: Want, choice: Choice, zones: Counter[str] | None
+) -> tuple[Offer, int, int] | None:
+    """The best offer, how many members a node of it holds, and how many of its nodes to take at once. `zones`: how many
+    there are in each, when they are spread."""
+    shelf, lacking = market.shelf, want.count - choice.count
+    fits, to_be_had = shelf.members(want.shape), market.can_have(choice.basket)
+    fits = fits if want.apart is None else np.minimum(1, fits)
+    rows = np.flatnonzero((fits > 0) & (to_be_had > 0) & shelf.in_menu(want.menu))
+    if not len(rows):
+        return None
+    members = np.minimum(fits, lacking)
+    if coming is not None and choice.left is not None:
+        worth, shared = coming.worth(want.shape.resources, rows, members[rows], choice.left)
+    else:
+        worth, shared = np.zeros(len(rows)), np.zeros((len(rows), 0))
+    each = np.maximum(0.0, shelf.cost[rows] - worth) / members[rows]
+    if want.paces:
+        names = [shelf.offers[row].node_type.name for row in rows.tolist()]
+        each = np.array([per_work(cost, name, want.paces) for cost, name in zip(each.tolist(), names, strict=True)])
+    if zones is not None:
+        options = list(zip(each.tolist(), shelf.cost[rows].tolist(), rows.tolist(), strict=True))
+        row = spread_over(options, lambda row: shelf.offers[row].zone, zones)[2]
+        return shelf.offers[row], int(fits[row]), 1
+    at = int(np.lexsort((rows, shelf.cost[rows], each))[0])
+    row = int(rows[at])
+    nodes = min(max(1, lacking // int(fits[row])), int(to_be_had[row]))
+    if want.max_new is not None:
+        nodes = min(nodes, want.max_new - choice.basket.size)
+    if choice.left is not None and (there := shared[at] > 0).any():
+        full = choice.left[there] // shared[at][there]
+        nodes = int(min(nodes, max(1.0, full.min())))
+        choice.left = np.maximum(0.0, choice.left - nodes * shared[at])
+    return shelf.offers[row], int(fits[row]), nodes

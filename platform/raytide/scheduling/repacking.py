@@ -1,0 +1,111 @@
+"""Regret of a greedy plan: nodes it would buy whose tenants fit elsewhere after all, or on something cheaper.
+
+Shapes are placed one after another, each as is best for itself alone. Once all are, a node that is not full may be
+given up for room on others, or be swapped for a cheaper one. Nothing has been bought yet, so this costs nothing. Who
+was spread over zones stays in his.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from raytide.core.objects.node import Resources, plus, whole_shares
+from raytide.scheduling.offerings import Offer
+from raytide.scheduling.placement import Seat
+from raytide.scheduling.state import Room, Tenant
+
+FULL = 0.999
+MOST_TENANTS = 64
+"""A node with more is not emptied: nearly full, and long to try."""
+
+
+@dataclass(slots=True)
+class Repaired:
+    moved: dict[str, list[Seat]] = field(default_factory=dict)
+    """By node that is not bought after all: the seats of its tenants, in their order."""
+    swapped: dict[str, Seat] = field(default_factory=dict)
+    """By node that is bought as something else."""
+
+    def seat(self, seat: Seat) -> Seat:
+        """Where this tenant sits now. Ask for the tenants of a node in the order in which they were seated."""
+        if elsewhere := self.moved.get(seat.node_id):
+            seat = elsewhere.pop(0)
+        return self.swapped.get(seat.node_id, seat)
+
+
+def repair(room: Room) -> Repaired:
+    """Empty or swap what can be, the dearest first; the room is changed accordingly."""
+    done = Repaired()
+    kept: set[str] = set()
+    for node_id, offer in sorted(room.bought.items(), key=lambda item: -item[1].cost_micro_usd_h):
+        tenants = room.tenants[node_id]
+        row = room.rows[node_id]
+        if not tenants or len(tenants) > MOST_TENANTS or room.grid.share_taken(row, offer.node_type.resources) > FULL:
+            continue
+        is_free = node_id not in kept and not any(tenant.is_apart for tenant in tenants)
+        if is_free and (seats := _elsewhere(room, row, tenants)):
+            done.moved[node_id] = seats
+            kept.update(seat.node_id for seat in seats)
+            _forget(room, node_id)
+        elif cheaper := _cheaper(room, offer, tenants):
+            done.swapped[node_id] = _swap(room, node_id, cheaper, tenants)
+    room.full.clear()
+    return done
+
+
+def _elsewhere(room: Room, row: int, tenants: list[Tenant]) -> list[Seat]:
+    """Seats for all tenants of this row on other nodes, taken; none when they do not all fit."""
+    restore = room.grid.undo()
+    seats: list[Seat] = []
+    for tenant in tenants:
+        rows, _ = room.grid.fitting(tenant.shape.resources, tenant.labels, enough=1, but=row)
+        if not rows.size:
+            restore()
+            return []
+        room.grid.take(int(rows[0]), tenant.shape.resources)
+        seats.append(room.seats[int(rows[0])])
+    for seat, tenant in zip(seats, tenants, strict=True):
+        if seat.is_new:
+            room.tenants[seat.node_id].append(tenant)
+    return seats
+
+
+def _cheaper(room: Room, offer: Offer, tenants: list[Tenant]) -> Offer | None:
+    """The cheapest offer that holds all of them, if it is cheaper than this one."""
+    market, shelf = room.market, room.market.shelf
+    able = (shelf.cost < offer.cost_micro_usd_h) & shelf.can_ever_hold(_sum(tenants)) & (market.can_have() > 0)
+    for labels, menu in {(tuple(tenant.labels.items()), tenant.menu) for tenant in tenants}:
+        able &= shelf.carrying(dict(labels)) & shelf.in_menu(menu)
+    rows = np.flatnonzero(able)
+    return shelf.offers[rows[shelf.cost[rows].argmin()]] if len(rows) else None
+
+
+def _swap(room: Room, node_id: str, offer: Offer, tenants: list[Tenant]) -> Seat:
+    row = room.rows[node_id]
+    room.market.give_back(room.bought[node_id])
+    room.market.buy(offer)
+    room.bought[node_id] = offer
+    room.grid.set_free(row, _less(offer.node_type.resources, _sum(tenants)), offer.labels)
+    room.seats[row] = room.seats[row]._replace(node_type=offer.node_type.name, zone=offer.zone)
+    return room.seats[row]
+
+
+def _forget(room: Room, node_id: str) -> None:
+    """It is not bought: nobody is seated there any more."""
+    room.market.give_back(room.bought.pop(node_id))
+    del room.tenants[node_id]
+    room.grid.set_free(room.rows.pop(node_id), {}, {})
+
+
+def _sum(tenants: list[Tenant]) -> Resources:
+    total: Resources = {}
+    for tenant in tenants:
+        total = plus(total, whole_shares(tenant.shape.resources))
+    return total
+
+
+def _less(total: Resources, taken: Resources) -> Mapping[str, float]:
+    return {name: amount - taken.get(name, 0.0) for name, amount in total.items()}

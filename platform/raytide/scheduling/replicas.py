@@ -1,0 +1,102 @@
+"""How many replicas of an endpoint still wait for a node: promises that the fleet has made and not kept yet."""
+
+from __future__ import annotations
+
+from raytide.core.objects.endpoint import EndpointLoad, EndpointState, ServeSpec
+from raytide.core.objects.gang import Shape
+from raytide.core.objects.node import NodeState
+from raytide.core.objects.signals import FRESH_S
+from raytide.core.objects.snapshot import Demand, EndpointView, Paces, Snapshot
+
+REPLICA_LABEL = "raytide.io/replica-of"
+"""In a replica's label selector, negated: every node matches it, and Ray's queue shows whose work it is."""
+
+SERVING_STATES = frozenset({EndpointState.DEPLOYING, EndpointState.RUNNING})
+
+
+def is_fresh(load: EndpointLoad | None, now_s: float) -> bool:
+    return load is not None and now_s - load.at_s <= FRESH_S
+
+
+def unheard(load: EndpointLoad, now_s: float) -> int:
+    """How many of the replicas that answer requests said nothing of their own lately."""
+    return max(0, load.ready - sum(now_s - replica.at_s <= FRESH_S for replica in load.replicas))
+
+
+def replica_selector(spec: ServeSpec) -> dict[str, str]:
+    """The label selector that every replica actor of the endpoint is started with."""
+    return {**spec.labels, REPLICA_LABEL: _mark(spec.name)}
+
+
+def replica_shape(view: EndpointView) -> Shape:
+    """One member of a replica, as the fleet has to find room for it."""
+    return Shape(resources=view.endpoint.spec.resources, labels=view.endpoint.spec.labels)
+
+
+def paces_of(view: EndpointView) -> Paces:
+    """How fast its replicas are on each node type, as far as that was heard."""
+    traffic = view.load.traffic if view.load is not None else None
+    return traffic.paces if traffic is not None else {}
+
+
+def members_of(view: EndpointView) -> int:
+    """Of all its published replicas."""
+    return view.endpoint.target_replicas * view.endpoint.spec.members
+
+
+def leaving_nodes(snapshot: Snapshot) -> frozenset[str]:
+    """Ray's ids of the nodes on which no replica stays."""
+    gone = (NodeState.DRAINING, NodeState.TERMINATING)
+    return frozenset(view.node.ray_node_id for view in snapshot.nodes if view.node.state in gone) - {""}
+
+
+def given_up_nodes(snapshot: Snapshot) -> frozenset[str]:
+    """Ray's ids of the nodes that endpoints give up in this decision: none of their replicas stays there either."""
+    given_up = {node_id for view in snapshot.endpoints for node_id in view.given_up}
+    return frozenset(view.node.ray_node_id for view in snapshot.nodes if view.node.id in given_up) - {""}
+
+
+def missing_replicas(view: EndpointView, snapshot: Snapshot, leaving: frozenset[str]) -> int:
+    """Members of published replicas without a node to stay on; those on draining nodes count as missing, Serve moves
+    them. It moves a replica whole, so of one that it moves no member stays.
+
+    Without fresh word from the endpoint only what Ray itself says it cannot place counts, so that a restarted
+    controller does not buy for replicas that run.
+    """
+    if view.endpoint.state not in SERVING_STATES:
+        return 0
+    seated = _staying(view.load, leaving) if view.load else 0
+    missing = max(0, members_of(view) - seated)
+    if is_fresh(view.load, snapshot.at_s):
+        return missing
+    return min(missing, sum(d.count for d in snapshot.demand if is_replica_of(d, view.endpoint.name)))
+
+
+def is_pressed(view: EndpointView, now_s: float) -> bool:
+    """Whether it is asked more now than the replicas that answer are meant to carry."""
+    load, spec = view.load, view.endpoint.spec.replicas
+    if load is None or not is_fresh(load, now_s):
+        return False
+    ttft_s = load.traffic.ttft_s if load.traffic is not None else None
+    is_slow = spec.slo_ttft_s is not None and ttft_s is not None and ttft_s > spec.slo_ttft_s
+    waits = any(replica.waiting > 0 for replica in load.replicas)
+    return is_slow or waits or load.ongoing > load.ready * spec.target_ongoing
+
+
+def is_replica_of(demand: Demand, endpoint: str) -> bool:
+    """Whether work that Ray cannot place is a replica of this endpoint."""
+    return demand.labels.get(REPLICA_LABEL) == _mark(endpoint)
+
+
+def is_replica(demand: Demand) -> bool:
+    return REPLICA_LABEL in demand.labels
+
+
+def _staying(load: EndpointLoad, leaving: frozenset[str]) -> int:
+    there, moving = (sum(node not in leaving for node in nodes) for nodes in (load.replica_nodes, load.moving))
+    return there - moving
+
+
+def _mark(endpoint: str) -> str:
+    """A label value ends in a letter or a digit; the name of an endpoint may not."""
+    return "!" + endpoint.rstrip("._-")

@@ -1,0 +1,134 @@
+"""What is kept for replicas that find no room: who needs more than falls free at a time would never have it beside work
+that takes each seat at once. Pure.
+
+The nodes on which others hold the least of it take no new work, so what it lacks only grows less; replicas of other
+endpoints that fit there are seated all the same.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from raytide.core.objects.gang import Shape
+from raytide.core.objects.node import Resources, whole_shares
+from raytide.core.objects.snapshot import EndpointView, Snapshot
+from raytide.scheduling.node_table import Grid, Rows
+from raytide.scheduling.offerings import Floats
+from raytide.scheduling.replicas import replica_shape
+from raytide.scheduling.state import Room
+
+Kept = tuple[tuple[str, Resources], ...]
+"""Nodes, and what nobody else gets of each: all that is free there, as far as it is needed."""
+
+_EPS = 1e-6
+
+
+def gathered(snapshot: Snapshot, room: Room) -> Snapshot:
+    """With what is kept for the first replica of each endpoint that has no room, as the room is now."""
+    lacking = [view for view in snapshot.endpoints if lacks(room, view) and view.pools is None]
+    if not lacking:
+        return snapshot
+    fleet, kept = _Fleet.of(snapshot, room, {name for view in lacking for name in _need(view)}), dict[str, Kept]()
+    for view in lacking:
+        shape, count = replica_shape(view), members_at_once(view, lacks(room, view))
+        if found := fleet.keep(shape, count, room.market.most(shape)):
+            kept[view.endpoint.name] = found
+    return replace(snapshot, kept=kept)
+
+
+def lacks(room: Room, view: EndpointView) -> int:
+    """Members of published replicas for which there is no room, not even on nodes that can be bought."""
+    name = view.endpoint.name
+    return room.missing.get(name, 0) - len(room.replicas.get(name, ()))
+
+
+def members_at_once(view: EndpointView, lacking: int) -> int:
+    """Of so many, those that belong to one replica: first what a broken one lacks."""
+    return lacking % view.endpoint.spec.members or view.endpoint.spec.members
+
+
+def take(room: Room, kept: Kept) -> None:
+    for node_id, resources in kept:
+        room.take(node_id, resources)
+
+
+def give(room: Room, kept: Kept) -> None:
+    for node_id, resources in kept:
+        room.give(node_id, resources)
+
+
+@dataclass(slots=True, eq=False)
+class _Fleet:
+    """Nodes that are there or coming, in order."""
+
+    ids: Sequence[str]
+    grid: Grid
+    rows: Rows
+    """Of the grid."""
+    free: Mapping[str, Floats]
+    """By resource and node: what is free."""
+    most: Mapping[str, Floats]
+    """And what would be once all has ended that ends: replicas do not."""
+
+    @classmethod
+    def of(cls, snapshot: Snapshot, room: Room, names: Iterable[str]) -> _Fleet:
+        views = [view for view in snapshot.nodes if view.node.id in room.rows]
+        views.sort(key=lambda view: (len(view.node.id), view.node.id))
+        rows = np.array([room.rows[view.node.id] for view in views], dtype=np.int64)
+        free_NR = np.array([room.grid.free_at(row) for row in rows.tolist()])
+        used, free, most = _used_for_good(snapshot, room), dict[str, Floats](), dict[str, Floats]()
+        for name in sorted(names):
+            columns = room.grid.columns({name: 1.0})
+            free[name] = free_NR[:, columns[0][0]] if columns and views else np.zeros(len(views))
+            there = [view.countable.get(name, 0.0) - used[view.node.id][name] for view in views]
+            most[name] = np.array(there, dtype=np.float64)
+        return cls([view.node.id for view in views], room.grid, rows, free, most)
+
+    def keep(self, shape: Shape, count: int, to_buy: int) -> Kept:
+        """The nodes on which the least would have to be left for so many members, of which `to_buy` need none of them.
+        None when there would be no room for all of them even then."""
+        need = {name: amount for name, amount in whole_shares(shape.resources).items() if amount > 0}
+        if not need:
+            return ()
+        holds = np.min([(self.most[name] + _EPS) // amount for name, amount in need.items()], axis=0)
+        holds *= self.grid.carrying(shape.labels)[self.rows]
+        seats: list[tuple[float, int]] = []
+        for number in range(1, count + 1):
+            rows = np.flatnonzero(holds >= number)
+            short = [(number * amount - self.free[name][rows]) / amount for name, amount in need.items()]
+            lack = np.clip(np.max(short, axis=0), 0.0, 1.0)
+            least = np.argsort(lack, kind="stable")[:count]
+            seats += zip(lack[least].tolist(), rows[least].tolist(), strict=True)
+        if len(seats) + to_buy < count:
+            return ()
+        chosen = Counter(row for _, row in sorted(seats)[: max(0, count - to_buy)])
+        return tuple((self.ids[row], self._take(row, number, need)) for row, number in chosen.items())
+
+    def _take(self, row: int, number: int, need: Resources) -> Resources:
+        """Of what is free there, no more than so many members need; and of what will be, all of that."""
+        some = {name: min(float(self.free[name][row]), number * amount) for name, amount in need.items()}
+        for name, amount in some.items():
+            self.free[name][row] -= amount
+            self.most[name][row] -= number * need[name]
+        return {name: amount for name, amount in some.items() if amount > _EPS}
+
+
+def _need(view: EndpointView) -> Resources:
+    return {name: amount for name, amount in view.endpoint.spec.resources.items() if amount > 0}
+
+
+def _used_for_good(snapshot: Snapshot, room: Room) -> Mapping[str, Mapping[str, float]]:
+    """What replicas hold of each node, or are about to."""
+    used: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+    ids = {view.node.ray_node_id: view.node.id for view in snapshot.nodes if view.node.ray_node_id}
+    for view in snapshot.endpoints:
+        hosts = view.load.replica_nodes if view.load else ()
+        coming = [seat.node_id for seat in room.replicas.get(view.endpoint.name, ())]
+        for node_id in [*(ids[host] for host in hosts if host in ids), *coming]:
+            for name, amount in whole_shares(view.endpoint.spec.resources).items():
+                used[node_id][name] += amount
+    return used

@@ -1,0 +1,384 @@
+"""What the fleet can still hold: the one answer that the queue (may it start?) and the planner (where?) share."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field, replace
+
+from raytide.core.errors import CapacityError
+from raytide.core.objects.gang import GangSpec, Lease, Member, MemberState, Shape
+from raytide.core.objects.node import (
+    TYPE_LABEL,
+    ZONE_LABEL,
+    Node,
+    NodeState,
+    NodeType,
+    Resources,
+    fits,
+    minus,
+    whole_shares,
+)
+from raytide.core.objects.snapshot import EndpointView, NodeView, Paces, Snapshot
+from raytide.scheduling.diagnosis import Shortfall, impossible
+from raytide.scheduling.lookahead import Coming
+from raytide.scheduling.market import Market
+from raytide.scheduling.node_table import Grid
+from raytide.scheduling.offerings import Offer
+from raytide.scheduling.placement import Choice, Seat, choose
+from raytide.scheduling.replicas import given_up_nodes, leaving_nodes, missing_replicas, paces_of, replica_shape
+from raytide.scheduling.throughput import no_slower
+from raytide.scheduling.unattributed import Unseen
+from raytide.scheduling.want import Holders, Want, resource_scale, usual_shapes, why_not
+
+_RANK = {NodeState.READY: 0, NodeState.LAUNCHING: 1, NodeState.REQUESTED: 2}
+"""Where members may sit, the soonest usable first."""
+_NEW = len(_RANK)
+
+Placements = tuple[Seat, ...]
+
+_Ask = tuple[
+    tuple[tuple[str, float], ...],
+    tuple[tuple[str, str], ...],
+    str,
+    frozenset[str] | None,
+    int | None,
+    frozenset[str] | None,
+]
+"""A shape, the menu, how many nodes may be bought, and which may not be shared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Somebody who was given a seat on a new node."""
+
+    shape: Shape
+    menu: frozenset[str] | None
+    """The node types that may be bought for it; None for all."""
+    zone: str = ""
+    """Where it stays, so that its endpoint is spread; empty for anywhere."""
+    types: str = ""
+    """A label selector's value for the node types on which its work goes no slower; empty for all."""
+    is_apart: bool = False
+    """It has this node to itself among its fellows, and might meet one on another."""
+
+    @property
+    def labels(self) -> Mapping[str, str]:
+        """What its node must carry."""
+        labels = {TYPE_LABEL: self.types, **self.shape.labels} if self.types else self.shape.labels
+        return {**labels, ZONE_LABEL: self.zone} if self.zone else labels
+
+
+@dataclass(slots=True)
+class Room:
+    """Free resources on nodes that are there or on their way, and nodes that could still be bought.
+
+    `Room.of` has already taken out every promise: members with a node, and published replicas that have none yet.
+    A scratch pad: `place` takes out what it promises, so that no room is promised twice within one decision.
+    """
+
+    snapshot: Snapshot
+    market: Market
+    next_node: int
+    grid: Grid
+    seats: list[Seat] = field(default_factory=list)
+    """By row of the grid."""
+    rows: dict[str, int] = field(default_factory=dict)
+    """By node."""
+    bought: dict[str, Offer] = field(default_factory=dict)
+    tenants: dict[str, list[Tenant]] = field(default_factory=dict)
+    """Of each new node, in the order in which they were seated."""
+    coming: Coming | None = None
+    """Who will be seated later in this decision, when that is known."""
+    missing: dict[str, int] = field(default_factory=dict)
+    """Published replicas of each endpoint that have no node, where there are any."""
+    replicas: dict[str, Placements] = field(default_factory=dict)
+    """Where the published replicas of each endpoint that have no node will find one, as far as there is room."""
+    _holders: Holders | None = None
+    full: set[_Ask] = field(default_factory=set)
+    """What found no seat at all. Seats are only taken, until somebody gives one, or a node is bought that has more."""
+
+    @classmethod
+    def of(cls, snapshot: Snapshot) -> Room:
+        able = [view for view in snapshot.nodes if _takes_work(view.node) and _is_known(view, snapshot)]
+        room = cls(
+            snapshot=snapshot,
+            market=Market.of(snapshot),
+            next_node=snapshot.next_node,
+            grid=Grid(resource_scale(snapshot.node_types, able), usual_shapes(snapshot)),
+        )
+        promised, held = _promised(snapshot.leases), _held(snapshot.leases)
+        able.sort(key=lambda view: _order(view.node.id))
+        room.seats = [Seat(view.node.id, view.node.type, view.node.zone, is_new=False) for view in able]
+        room.rows = {seat.node_id: row for row, seat in enumerate(room.seats)}
+        room.grid.extend(
+            [_unpromised(_within(view, held.get(view.node.id)), promised.get(view.node.id, ())) for view in able],
+            [_RANK[view.node.state] for view in able],
+            [view.labels for view in able],
+        )
+        leaving = leaving_nodes(snapshot) | given_up_nodes(snapshot)
+        zones = {view.node.ray_node_id: view.node.zone for view in snapshot.nodes}
+        unseen = Unseen(snapshot)
+        for served in snapshot.endpoints:
+            missing = missing_replicas(served, snapshot, leaving)
+            starting = unseen.starting(served, missing) if missing else 0
+            if missing := missing - starting:
+                left = unseen.vacated(served, starting)
+                name, hosts = served.endpoint.name, served.load.replica_nodes if served.load else ()
+                there = Counter(zones[node] for node in hosts if node in zones and node not in leaving)
+                for node_id, resources in left:
+                    room.give(node_id, resources)
+                room.missing[name], room.replicas[name] = missing, room._seats_for(served, missing, there)
+                for node_id, resources in left:
+                    room.take(node_id, resources)
+        return room
+
+    def place(
+        self,
+        shape: Shape,
+        count: int,
+        *,
+        subject: str,
+        at_least: int | None = None,
+        menu: Iterable[NodeType] | None = None,
+        max_new: int | None = None,
+        spread_from: Counter[str] | None = None,
+        paces: Paces | None = None,
+        apart: frozenset[str] | None = None,
+    ) -> Placements | Shortfall:
+        """Seats for `count` members, or for as many as there is room for; nothing is taken below `at_least`.
+
+        All or nothing when `at_least` is left out. First nodes that are there, the tightest fit first, then new nodes
+        of the pool that is cheapest for each member it would hold: of `menu` (all types), `max_new` at most (no limit).
+        `spread_from`: how many there are by zone, when they should not all sit in one. `paces`: cheapest for what a
+        member does there. `apart`: each must have a node of its own, none of these.
+        """
+        if count <= 0:
+            return ()
+        needed = count if at_least is None else at_least
+        types = None if menu is None else frozenset(t.name for t in menu)
+        ask = (tuple(shape.resources.items()), tuple(shape.labels.items()), shape.together, types, max_new, apart)
+        if ask in self.full:
+            return () if needed <= 0 else self.why_not(shape, needed, subject)
+        best: Choice | None = None
+        most = 0
+        for bound in self._bound(shape):
+            want = Want(bound, count, types, max_new, spread_from, paces or {}, apart)
+            choice = choose(self.market, self.grid, self.seats, self.coming, want)
+            pace = self.market.launches_left
+            if pace is not None and choice.basket.size > pace and not (pace and choice.would_break(pace, needed)):
+                choice = choose(self.market, self.grid, self.seats, self.coming, replace(want, max_new=pace))
+            most = max(most, choice.count)
+            if choice.count >= needed and (best is None or choice.rating < best.rating):
+                best = choice
+        if not most and self.market.launches_left is None:
+            self.full.add(ask)
+        if best is None:
+            return () if needed <= 0 else self.why_not(shape, needed, subject)
+        return self._commit(best, types, is_spread=spread_from is not None, is_apart=apart is not None)
+
+    def most(self, shape: Shape) -> int:
+        """How many members there would be room for now, nodes to be bought included: at most so many, that is."""
+        return int(self.grid.holding(shape.resources, shape.labels)[1].sum()) + self.market.most(shape)
+
+    def buy(self, node_type: NodeType) -> Seat | None:
+        """One more node of a type, whoever needs it; None when none can be had."""
+        offers = [o for o in self.market.offers if o.node_type.name == node_type.name]
+        able = [o for o in offers if self.market.refusal(o) is None]
+        return self.buy_offer(min(able, key=lambda offer: offer.cost_micro_usd_h)) if able else None
+
+    def buy_offer(self, offer: Offer) -> Seat:
+        return self._buy(offer, 1)[0]
+
+    def why_not(self, shape: Shape, count: int, subject: str) -> Shortfall:
+        """What keeps `count` members from being placed now; capacity when nothing worse does."""
+        if not self.market.could_hold(shape, count):
+            never = impossible(shape, count, self.snapshot.node_types, subject)
+            assert never is not None
+            return never
+        there = max((int(self.grid.holding(b.resources, b.labels)[1].sum()) for b in self._bound(shape)), default=0)
+        if self._holders is None:
+            self._holders = Holders(self.snapshot)
+        return why_not(self.market, self._holders, shape, count, there, subject)
+
+    def copy(self) -> Room:
+        """A scratch pad of the scratch pad."""
+        return replace(
+            self,
+            market=self.market.copy(),
+            coming=copy(self.coming),
+            grid=self.grid.copy(),
+            seats=list(self.seats),
+            rows=dict(self.rows),
+            bought=dict(self.bought),
+            tenants={node_id: list(tenants) for node_id, tenants in self.tenants.items()},
+            missing=dict(self.missing),
+            replicas=dict(self.replicas),
+            full=set(self.full),
+        )
+
+    def give(self, node_id: str, resources: Resources) -> None:
+        """Somebody on that node lets go of these; a node that takes no work is left."""
+        if (row := self.rows.get(node_id)) is not None:
+            self.grid.take(row, resources, -1)
+            self.full.clear()
+
+    def take(self, node_id: str, resources: Resources) -> None:
+        if (row := self.rows.get(node_id)) is not None:
+            self.grid.take(row, resources)
+
+    def _seats_for(self, view: EndpointView, missing: int, there: Counter[str]) -> Placements:
+        """Where it was decided to buy them, or where it is cheapest; whatever is free comes first."""
+        shape, name = replica_shape(view), view.endpoint.name
+        if (members := view.endpoint.spec.members) > 1:
+            return self._whole(shape, missing, members, name)
+        if view.pools is None:
+            return self._placed(shape, missing, name, spread_from=there, paces=paces_of(view))
+        seats = self._placed(shape, missing, name, max_new=0)
+        for (node_type, zone), count in Counter(view.pools[: missing - len(seats)]).items():
+            labels = {**shape.labels, TYPE_LABEL: node_type, ZONE_LABEL: zone}
+            seats += self._placed(shape.model_copy(update={"labels": labels}), count, name)
+        return seats
+
+    def _whole(self, shape: Shape, missing: int, members: int, subject: str) -> Placements:
+        """Replicas of several members, each of them whole or not at all; first what a broken one lacks."""
+        seats: Placements = ()
+        while missing > 0:
+            count = missing % members or members
+            if isinstance(found := self.place(shape, count, subject=subject), Shortfall):
+                break
+            seats, missing = seats + found, missing - count
+        return seats
+
+    def _placed(
+        self,
+        shape: Shape,
+        count: int,
+        subject: str,
+        *,
+        max_new: int | None = None,
+        spread_from: Counter[str] | None = None,
+        paces: Paces | None = None,
+    ) -> Placements:
+        """As many as there is room for."""
+        seats = self.place(
+            shape, count, subject=subject, at_least=0, max_new=max_new, spread_from=spread_from, paces=paces
+        )
+        return () if isinstance(seats, Shortfall) else seats
+
+    def _bound(self, shape: Shape) -> list[Shape]:
+        """The shape with the label that its members share, once for each value; itself when they share none."""
+        if not shape.together:
+            return [shape]
+        rows, _ = self.grid.holding(shape.resources, shape.labels)
+        values = self.grid.values(shape.together, rows)
+        values |= {o.labels[shape.together] for o, _ in self.market.holding(shape) if shape.together in o.labels}
+        return [shape.model_copy(update={"labels": {**shape.labels, shape.together: v}}) for v in sorted(values)]
+
+    def _commit(self, choice: Choice, menu: frozenset[str] | None, *, is_spread: bool, is_apart: bool) -> Placements:
+        seats: list[Seat] = []
+
+        def tenant(seat: Seat) -> Tenant:
+            types = no_slower(seat.node_type, choice.paces)
+            return Tenant(choice.shape, menu, seat.zone if is_spread else "", types, is_apart)
+
+        if self.coming is not None and choice.left is not None:
+            self.coming.left = choice.left
+        self.grid.take_in([row for row, _ in choice.there], choice.shape.resources, [n for _, n in choice.there])
+        for row, members in choice.there:
+            seats += [self.seats[row]] * members
+            if self.seats[row].is_new:
+                self.tenants[self.seats[row].node_id] += [tenant(self.seats[row])] * members
+        for offer, nodes, members in choice.new:
+            fits = [members // nodes + (at < members % nodes) for at in range(nodes)]
+            bought = self._buy(offer, nodes)
+            self.grid.take_in([self.rows[seat.node_id] for seat in bought], choice.shape.resources, fits)
+            for seat, fit in zip(bought, fits, strict=True):
+                self.tenants[seat.node_id] = [tenant(seat)] * fit
+                seats += [seat] * fit
+        return tuple(seats)
+
+    def _buy(self, offer: Offer, count: int) -> list[Seat]:
+        """So many nodes of one pool, in rows that follow one another."""
+        node_type, first = offer.node_type, len(self.seats)
+        numbers = range(self.next_node, self.next_node + count)
+        seats = [Seat(f"node-{number}", node_type.name, offer.zone, is_new=True) for number in numbers]
+        self.next_node += count
+        for at, seat in enumerate(seats):
+            self.market.buy(offer)
+            self.bought[seat.node_id], self.tenants[seat.node_id] = offer, []
+            self.rows[seat.node_id] = first + at
+        self.seats += seats
+        self.grid.extend([node_type.resources] * count, [_NEW] * count, [offer.labels] * count)
+        self.full.clear()
+        return seats
+
+
+def check_possible(spec: GangSpec, node_types: Sequence[NodeType], *, subject: str = "the gang") -> None:
+    """CapacityError when no state of the fleet, not even an empty one, could hold any shape of the gang."""
+    never = [impossible(shape, shape.at_least, node_types, subject) for shape in spec.shapes]
+    if never[0] is not None and all(never):
+        raise CapacityError(never[0].reason, hint=never[0].remedy)
+
+
+def _takes_work(node: Node) -> bool:
+    return node.state in _RANK and node.drain_deadline_s is None
+
+
+def _is_known(view: NodeView, snapshot: Snapshot) -> bool:
+    """Without Ray's word on what is free, a node that runs holds nothing new."""
+    return snapshot.ray_answers or view.node.state is not NodeState.READY
+
+
+def _promised(leases: Sequence[Lease]) -> dict[str, list[tuple[Member, Shape]]]:
+    """Members by node whose placement groups Ray may not count yet."""
+    found: dict[str, list[tuple[Member, Shape]]] = {}
+    for lease in leases:
+        for member in lease.members:
+            if member.state in (MemberState.ASSIGNED, MemberState.FORMING):
+                found.setdefault(member.node_id, []).append((member, lease.shape))
+    return found
+
+
+def _held(leases: Sequence[Lease]) -> dict[str, dict[str, float]]:
+    """What usable members have of each node. Ray shows it a second or two after their placement groups are ready."""
+    found: dict[str, dict[str, float]] = {}
+    for lease in leases:
+        need = lease.shape.resources.items()
+        for member in lease.members:
+            if member.is_usable:
+                taken = found.setdefault(member.node_id, {})
+                for name, amount in need:
+                    taken[name] = taken.get(name, 0.0) + amount
+    return found
+
+
+def _within(view: NodeView, taken: Resources | None) -> Resources:
+    """No more is free of a node than its members leave."""
+    free = view.available
+    if not taken or fits(taken, minus(view.total, free)):
+        return free
+    return {name: min(amount, view.total.get(name, 0.0) - taken.get(name, 0.0)) for name, amount in free.items()}
+
+
+def _unpromised(available: Resources, here: Sequence[tuple[Member, Shape]]) -> Resources:
+    """Free resources without those of members whose placement group Ray does not count yet.
+
+    ASSIGNED has no group: taken out. FORMING has one that Ray may count or not. While the free resources still cover it
+    it is taken out: at worst this hides its room for the second until it is READY, and never promises it twice. When
+    they do not cover it, Ray must have counted it.
+    """
+    free = available
+    for member, shape in here:
+        if member.state is MemberState.ASSIGNED:
+            free = minus(free, whole_shares(shape.resources))
+    for member, shape in here:
+        if member.state is MemberState.FORMING and fits(shape.resources, free):
+            free = minus(free, whole_shares(shape.resources))
+    return free
+
+
+def _order(node_id: str) -> tuple[int, str]:
+    """node-2 before node-10."""
+    return len(node_id), node_id

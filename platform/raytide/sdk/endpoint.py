@@ -1,0 +1,89 @@
+"""A served model in the SDK: wait for it, and talk to it with the official client."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from raytide.control.client import Client
+from raytide.control.views import EndpointStatus
+from raytide.control.wire import to_json
+from raytide.core.errors import EngineError, WaitTimeoutError
+from raytide.core.money import format_usd
+from raytide.core.objects.endpoint import EndpointState
+
+if TYPE_CHECKING:
+    from openai import OpenAI
+
+_POLL_S = 0.3
+
+
+class EndpointHandle:
+    """An endpoint as last seen; `refresh` and `wait` look again."""
+
+    def __init__(self, client: Client, status: EndpointStatus) -> None:
+        self._client = client
+        self.status = status
+
+    @property
+    def name(self) -> str:
+        return self.status.endpoint.name
+
+    @property
+    def base_url(self) -> str:
+        """What an OpenAI client takes as `base_url`."""
+        return self.status.base_url
+
+    def refresh(self) -> EndpointHandle:
+        self.status = self._client.endpoint(self.name)
+        return self
+
+    def wait(self, *, replicas: int = 1, timeout_s: float = 600.0) -> EndpointHandle:
+        """Block until that many replicas answer."""
+        for _ in self.watch(replicas=replicas, timeout_s=timeout_s):
+            pass
+        return self
+
+    def watch(self, *, replicas: int = 1, timeout_s: float = 600.0) -> Iterator[EndpointStatus]:
+        """The endpoint at each look, until that many replicas answer."""
+        deadline = time.monotonic() + timeout_s
+        while self.refresh().status.ready_replicas < replicas:
+            if self.status.endpoint.state is EndpointState.FAILED:
+                raise EngineError(f"endpoint {self.name} failed: {self.status.endpoint.reason}")
+            if time.monotonic() > deadline:
+                waiting = self.status.waiting
+                raise WaitTimeoutError(
+                    f"endpoint {self.name}: {self.status.ready_replicas} of {replicas} replicas after {timeout_s:g} s.",
+                    hint=waiting.reason if waiting else "`raytide status` shows the nodes.",
+                )
+            yield self.status
+            time.sleep(_POLL_S)
+
+    def openai(self, **options: Any) -> OpenAI:
+        """The official client, pointed here."""
+        from openai import OpenAI
+
+        return OpenAI(base_url=self.base_url, api_key=options.pop("api_key", "none"), **options)
+
+    def delete(self) -> None:
+        self.status = self._client.delete_endpoint(self.name)
+
+    def json(self) -> dict[str, Any]:
+        value: dict[str, Any] = to_json(self.status)
+        return value
+
+    def __repr__(self) -> str:
+        return f"EndpointHandle({self.name}, {self.status.endpoint.state}, {self.base_url})"
+
+    def _repr_html_(self) -> str:
+        from raytide.core.io.notebook import table
+
+        rows = [
+            ("state", self.status.endpoint.state),
+            ("replicas", f"{self.status.ready_replicas} of {self.status.endpoint.target_replicas}"),
+            ("requests in flight", f"{self.status.ongoing:g}"),
+            ("url", self.base_url),
+            ("cost", format_usd(self.status.cost_micro_usd)),
+        ]
+        return table(f"endpoint {self.name}", ("", ""), rows)

@@ -1,0 +1,166 @@
+"""A submitted job in the SDK: wait for it, watch it, ask it why. What a training run adds is in train_run.py."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, Self, TypeVar
+
+from raytide.control.client import Client
+from raytide.control.views import JobView, LogPart, WhyView
+from raytide.control.wire import to_json
+from raytide.core.bounds import printable
+from raytide.core.clock import ago
+from raytide.core.errors import ClusterError, RaytideError, WaitTimeoutError
+from raytide.core.money import format_usd
+from raytide.core.objects.job import JobState
+
+_POLL_S = 0.3
+AWAY_S = 60.0
+
+T = TypeVar("T")
+
+
+class Run:
+    """A job as last seen; `refresh`, `wait` and `watch` look again."""
+
+    def __init__(self, client: Client, view: JobView) -> None:
+        self._client = client
+        self.view = view
+
+    @property
+    def id(self) -> str:
+        return self.view.job.id
+
+    @property
+    def state(self) -> JobState:
+        return self.view.job.state
+
+    @property
+    def progress(self) -> Mapping[str, float | int | str]:
+        return self.view.job.progress
+
+    @property
+    def cost_usd(self) -> float:
+        return self.view.cost_micro_usd / 1e6
+
+    @property
+    def out(self) -> str:
+        """Where it writes: its spec's `out`; a script and a gang have none."""
+        return str(self.view.job.spec.config.get("out", ""))
+
+    def refresh(self) -> Self:
+        self.view = self._client.job(self.id)
+        return self
+
+    def watch(self, timeout_s: float = 86_400.0) -> Iterator[JobView]:
+        """The job each time that anything about it changed, until it is over."""
+        deadline = time.monotonic() + timeout_s
+        seen: JobView | None = None
+        while True:
+            view = patiently(self.id, self.refresh).view
+            if view != seen:
+                seen = view
+                yield view
+            if view.job.is_final:
+                return
+            if time.monotonic() > deadline:
+                raise WaitTimeoutError(
+                    f"{self.id} is still {self.state} after {timeout_s:g} s.", hint=f"`raytide why {self.id}` says why."
+                )
+            time.sleep(_POLL_S)
+
+    def wait(self, timeout_s: float = 86_400.0) -> Self:
+        """Block until it is over; raises what made it fail."""
+        for _ in self.watch(timeout_s=timeout_s):
+            pass
+        if self.state is not JobState.SUCCEEDED:
+            raise RaytideError(
+                f"{self.id} {self.state}: {self.view.job.reason}", hint=f"`raytide logs {self.id}` has its output."
+            )
+        return self
+
+    def output(self) -> str:
+        """What it made: the dataset's directory, or the exported model's. Waits for its end."""
+        self.wait()
+        return str(self.progress.get("model", self.out))
+
+    def logs(self, *, tail: int | None = None) -> str:
+        """What it printed, or the last lines of that."""
+        return "".join(part.text for part in self.printed(tail=tail))
+
+    def follow(self, *, tail: int | None = None) -> Iterator[str]:
+        """What it prints, as it does, until it is over; with `tail`, from so many lines before now on."""
+        after, is_over = "", False
+        while not is_over:
+            is_over = patiently(self.id, self.refresh).view.job.is_final  # first: its last words are not missed
+            for part in self.printed(after, tail=tail):
+                after, tail = part.after, None
+                if part.text:
+                    yield part.text
+            if not is_over:
+                time.sleep(_POLL_S)
+
+    def printed(self, after: str = "", *, tail: int | None = None) -> Iterator[LogPart]:
+        """What it printed by now from that place on, part by part: a log may be larger than memory."""
+        part = LogPart("", after, has_more=True)
+        while part.has_more:
+            ask = partial(self._client.log_part, self.id, after=part.after, tail=tail)
+            part = patiently(self.id, ask, goes_on=not self.view.job.is_final)
+            tail = None
+            yield part
+
+    def stop(self) -> Self:
+        self.view = self._client.stop(self.id)
+        return self
+
+    def why(self) -> str:
+        """What it waits for, or why it ended, in words."""
+        return explain(self.refresh().view)
+
+    def waits_for(self) -> WhyView:
+        """The same as data: the first unmet constraint, what would meet it, and when it would start."""
+        return self._client.why(self.id)
+
+    def json(self) -> dict[str, Any]:
+        value: dict[str, Any] = to_json(self.view)
+        return value
+
+    def __repr__(self) -> str:
+        return f"Run({self.id}, {self.state}, {format_usd(self.view.cost_micro_usd)})"
+
+    def _repr_html_(self) -> str:
+        from raytide.core.io.notebook import table
+
+        rows = [("state", self.state), ("why", explain(self.view)), ("cost", format_usd(self.view.cost_micro_usd))]
+        return table(self.id, ("", ""), [*rows, *self.progress.items()])
+
+
+def patiently(job_id: str, ask: Callable[[], T], *, goes_on: bool = True) -> T:
+    """The answer of an API that may be restarting: a job that is not over goes on meanwhile."""
+    deadline = time.monotonic() + AWAY_S
+    while True:
+        try:
+            return ask()
+        except ClusterError as error:
+            if time.monotonic() >= deadline:
+                hint = f"{job_id} goes on: `raytide logs -f {job_id}` follows it." if goes_on else error.hint
+                raise ClusterError(error.message, hint=hint) from None
+            time.sleep(_POLL_S)
+
+
+def explain(view: JobView) -> str:
+    """One line of plain words: the state, its reason, what it waits for and what would help, and its deadline."""
+    job, waiting = view.job, view.waiting
+    parts = [f"{job.id} is {job.state}"]
+    if view.position is not None:
+        parts.append(f"number {view.position} in the queue")
+    text = ", ".join(parts) + "."
+    due = "" if view.stance is None else f"Deadline: {view.stance.reason}."
+    if waiting is not None and not job.is_final:
+        soon = "" if waiting.wait_s is None else f"It starts in {ago(waiting.wait_s)} or so, if nothing else comes."
+        due = "" if waiting.constraint == "deadline" else due
+        return printable(" ".join(part for part in (text, waiting.reason, waiting.remedy, soon, due) if part))
+    reason = f"{job.reason}." if due and job.reason else job.reason
+    return printable(" ".join(part for part in (text, reason, due) if part))

@@ -1,0 +1,73 @@
+"""A training run in the SDK: metrics and their picture, also while it runs, a profile on request, and the result."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from raytide.actors.trainer.run_log import history, plot
+from raytide.actors.trainer.types import RunResult
+from raytide.control.client import Client
+from raytide.control.views import JobView
+from raytide.core.objects.job import JobKind
+from raytide.sdk.job_run import Run
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+class Picture:
+    """A run's plot: shows itself in a notebook, and `str()` is SVG."""
+
+    def __init__(self, svg: str) -> None:
+        self._svg = svg
+
+    def __str__(self) -> str:
+        return self._svg
+
+    def _repr_html_(self) -> str:
+        return self._svg
+
+
+class TrainRun(Run):
+    """A training job. What is read from its files needs a machine that reaches the spec's `out`."""
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The steps so far, one line for each; those done again after a death count once."""
+        return self._history().steps
+
+    def table(self) -> pa.Table:
+        """`metrics()` as an Arrow table."""
+        import pyarrow as pa
+
+        return pa.Table.from_pylist(self.metrics())
+
+    def events(self) -> list[dict[str, Any]]:
+        """What happened to the gang and to single batches, in order."""
+        return self._history().events
+
+    def plot(self) -> Picture:
+        return Picture(plot.svg(self._history(), f"{self.view.job.spec.name} ({self.id})"))
+
+    def profile(self, steps: int = 3) -> None:
+        """Have the next steps profiled: traces and tables appear in `out`/profile. The run goes on as it is."""
+        from raytide.actors.trainer.run_log import profiler as profile
+
+        profile.request(self.out, steps)
+
+    def result(self, timeout_s: float = 86_400.0) -> RunResult:
+        """Wait for its end and say how it ended; raises what made it fail."""
+        self.wait(timeout_s)
+        return history.result(self.out)
+
+    def _history(self) -> history.History:
+        if "step" not in self.refresh().progress:
+            return history.History([], [])
+        return history.read(self.out)
+
+    def _repr_html_(self) -> str:
+        return super()._repr_html_() + (str(self.plot()) if "step" in self.progress else "")
+
+
+def run_of(client: Client, view: JobView) -> Run:
+    """The handle that a job's kind calls for."""
+    return TrainRun(client, view) if view.job.spec.kind is JobKind.TRAIN else Run(client, view)

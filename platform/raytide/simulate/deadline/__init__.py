@@ -1,0 +1,1 @@
+"""Deadline policies on recorded spot prices, beside baselines and the optimum."""

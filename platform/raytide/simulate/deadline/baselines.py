@@ -1,0 +1,69 @@
+"""The deadline policies that raytide is measured against, as published: greedy, and Uniform Progress (NSDI'24).
+
+Uniform Progress keeps the work done in proportion to the time gone. Its three variants differ in when they give an
+on-demand node up: A when the job is ahead, B when it is ahead and there is spot, C as soon as there is spot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from raytide.simulate.deadline.compare import NONE, ON_DEMAND, Outcome, Policy, Runs, Terms, Up, View, replay
+
+
+def greedy(terms: Terms) -> Policy:
+    """Spot when there is some, nothing otherwise; on demand to the end once time gets short."""
+
+    def choose(view: View) -> int:
+        if view.held != NONE:
+            return view.held
+        return ON_DEMAND if _is_short(terms, view) else _first(view, otherwise=NONE)
+
+    return choose
+
+
+def uniform_progress(leaves: Callable[[bool, bool], bool]) -> Callable[[Terms], Policy]:
+    """`leaves(is_ahead, has_spot)` says when an on-demand node is given up."""
+
+    def policy(terms: Terms) -> Policy:
+        pace = terms.work / terms.deadline
+
+        def choose(view: View) -> int:
+            if view.held >= 0:
+                return view.held
+            if _is_short(terms, view):
+                return ON_DEMAND
+            done = terms.work - view.work
+            if view.held == ON_DEMAND:
+                is_ahead = done >= pace * (view.tick + 2 * terms.restart)
+                return _first(view, otherwise=NONE) if leaves(is_ahead, bool(view.up.any())) else ON_DEMAND
+            return _first(view, otherwise=ON_DEMAND if done < pace * view.tick else NONE)
+
+        return choose
+
+    return policy
+
+
+uniform_progress_a = uniform_progress(lambda is_ahead, has_spot: is_ahead)
+uniform_progress_b = uniform_progress(lambda is_ahead, has_spot: is_ahead and has_spot)
+uniform_progress_c = uniform_progress(lambda is_ahead, has_spot: has_spot)
+
+
+def replayed(policy: Callable[[Terms], Policy]) -> Runs:
+    """Runs of a policy that knows nothing of the time before its start."""
+
+    def runs(terms: Terms, up: Up) -> Callable[[int], Outcome]:
+        return lambda start: replay(terms, up[:, start : start + terms.deadline], policy(terms))
+
+    return runs
+
+
+def _is_short(terms: Terms, view: View) -> bool:
+    return terms.deadline - view.tick < view.work + 2 * terms.restart
+
+
+def _first(view: View, *, otherwise: int) -> int:
+    there = np.flatnonzero(view.up)
+    return int(there[0]) if len(there) else otherwise

@@ -1,0 +1,45 @@
+"""The cheapest way to finish in time for who knows the whole trace: a lower bound for every policy.
+
+Backward over the ticks, for all amounts of work left at once. A start is taken only when its zone lives through it:
+who knows that it does not would rather hold nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+
+from raytide.simulate.deadline.compare import ON_DEMAND, Outcome, Terms, Up
+
+
+def optimal(terms: Terms, up: Up) -> Callable[[int], Outcome]:
+    """On demand alone is in time, so the bound never misses."""
+    return lambda start: Outcome(cheapest_usd(terms, up[:, start : start + terms.deadline]))
+
+
+def cheapest_usd(terms: Terms, up: Up) -> float:
+    """V(tick, held, work left) = min(go on, start another one, hold nothing)."""
+    holds = (ON_DEMAND, *range(len(up)))
+    ticks = up.shape[1]
+    free = np.full(terms.work + 1, np.inf)
+    free[0] = 0
+    # By what is held and ready, from the next tick to the end of a restart; at the deadline nothing helps any more.
+    ahead = deque([np.tile(free, (len(holds), 1))], maxlen=terms.restart)
+    for tick in range(ticks - 1, -1, -1):
+        started = tick + terms.restart
+        for row, held in enumerate(holds):
+            if started < ticks and _lives(up, held, tick, started):
+                np.minimum(free, terms.restart * terms.usd(held) + ahead[-1][row], out=free)
+        free[0] = 0
+        ready = np.tile(free, (len(holds), 1))
+        for row, held in enumerate(holds):
+            if _lives(up, held, tick, tick + 1):
+                np.minimum(ready[row, 1:], terms.usd(held) + ahead[0][row, :-1], out=ready[row, 1:])
+        ahead.appendleft(ready)
+    return float(free[terms.work])
+
+
+def _lives(up: Up, held: int, first: int, end: int) -> bool:
+    return held == ON_DEMAND or bool(up[held, first:end].all())

@@ -1,0 +1,67 @@
+"""raytide's deadline policy on a recorded market: the production decision, fed with what was seen up to each tick."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from raytide.autoscaler.deadlines.policy import DeadlineJob, ZoneView, decide
+from raytide.autoscaler.deadlines.value_iteration import Values, solve
+from raytide.autoscaler.spot.availability_model import Floats, Market, Spells
+from raytide.simulate.deadline.compare import NONE, ON_DEMAND, Outcome, Policy, Terms, Up, View, replay
+
+
+def raytide(terms: Terms, up: Up) -> Callable[[int], Outcome]:
+    """The market was watched since the trace began."""
+    ticks, markets, ages_s = _watch(up, terms.tick_s)
+
+    def from_start(start: int) -> Outcome:
+        def market(tick: int) -> Market:
+            return markets[bisect_right(ticks, start + tick) - 1]
+
+        return replay(terms, up[:, start : start + terms.deadline], _policy(terms, ages_s[:, start:], market))
+
+    return from_start
+
+
+def _policy(terms: Terms, ages_s: Floats, market: Callable[[int], Market]) -> Policy:
+    known: list[tuple[Market, Values]] = []
+
+    def values(job: DeadlineJob, tick: int) -> Values:
+        now = market(tick)
+        if not known or known[0][0] is not now:
+            price_ratio = terms.spot_usd_h / terms.ondemand_usd_h
+            table = solve(now, left_s=job.left_s, work_s=job.work_s, restart_s=job.restart_s, price_ratio=price_ratio)
+            known[:] = [(now, table)]
+        return known[0][1]
+
+    def choose(view: View) -> int:
+        job = DeadlineJob(
+            left_s=(terms.deadline - view.tick) * terms.tick_s,
+            work_s=view.work * terms.tick_s,
+            restart_s=terms.restart * terms.tick_s,
+            tick_s=terms.tick_s,
+            held=None if view.held == NONE else "on_demand" if view.held == ON_DEMAND else view.held,
+            starting_s=view.starting * terms.tick_s,
+        )
+        zones = [ZoneView(bool(up), float(age)) for up, age in zip(view.up, ages_s[:, view.tick], strict=True)]
+        held = decide(job, zones, values(job, view.tick)).held
+        return NONE if held is None else ON_DEMAND if held == "on_demand" else held
+
+    return choose
+
+
+def _watch(up: Up, tick_s: float) -> tuple[Sequence[int], Sequence[Market], Floats]:
+    """From which tick on what was learned of the market, and each zone's age in its state at each tick."""
+    spells = Spells(len(up))
+    ticks, markets = [0], [spells.learned(0.0)]
+    ages_s = np.empty(up.shape)
+    for tick in range(up.shape[1]):
+        if (market := spells.learned(tick * tick_s)) is not markets[-1]:
+            ticks.append(tick)
+            markets.append(market)
+        spells.observe(tick * tick_s, up[:, tick])
+        ages_s[:, tick] = spells.ages_s()
+    return ticks, markets, ages_s

@@ -1,0 +1,1 @@
+"""Queue policies on recorded jobs, beside baselines."""

@@ -1,0 +1,120 @@
+"""The queue policies that raytide is measured against: FIFO, EASY, DRF, LAS, and SRPT, which knows durations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from raytide.simulate.jobs.cluster import Ints, Policy, Queue
+
+LAS_LIMITS_GPU_S = np.array([3600.0, 36000.0])
+
+
+def fifo(queue: Queue) -> Ints:
+    """Nothing overtakes the head of the queue."""
+    waiting = queue.waiting
+    fit = int(np.searchsorted(np.cumsum(queue.gpus[waiting]), queue.free, side="right"))
+    return np.concatenate((queue.running, waiting[:fit]))
+
+
+def easy(queue: Queue) -> Ints:
+    """Overtakes the head only by what ends before it can start, or leaves it enough. Durations are known exactly."""
+    started = fifo(queue)
+    waiting = queue.waiting[len(started) - len(queue.running) :]
+    free = queue.gpus_total - int(queue.gpus[started].sum())
+    if not free or len(waiting) < 2:
+        return started
+    ends_s = queue.left_s[started]
+    by_end = np.argsort(ends_s, kind="stable")
+    freed = free + np.cumsum(queue.gpus[started][by_end])
+    at = int(np.searchsorted(freed, queue.gpus[waiting[0]]))
+    shadow_s = float(ends_s[by_end[at]])
+    last = int(np.searchsorted(ends_s[by_end], shadow_s, side="right")) - 1
+    extra = int(freed[last] - queue.gpus[waiting[0]])
+    behind = waiting[1:]
+    behind = behind[(queue.gpus[behind] <= free)]
+    behind = behind[(queue.left_s[behind] <= shadow_s) | (queue.gpus[behind] <= extra)]
+    return np.concatenate((started, _backfilled(queue, behind, free, extra, shadow_s)))
+
+
+def _backfilled(queue: Queue, behind: Ints, free: int, extra: int, shadow_s: float) -> Ints:
+    taken: list[int] = []
+    for job in behind:
+        size = int(queue.gpus[job])
+        is_short = queue.left_s[job] <= shadow_s
+        if size > free or not (is_short or size <= extra):
+            continue
+        taken.append(int(job))
+        free -= size
+        extra -= 0 if is_short else size
+        if not free:
+            break
+    return np.array(taken, dtype=np.int64)
+
+
+def drf(queue: Queue) -> Ints:
+    """To the team that holds least, the first of its jobs, again and again; first come, first served within a team."""
+    waiting, free = queue.waiting, queue.free
+    if not free or not len(waiting):
+        return queue.running
+    held = np.bincount(queue.team[queue.running], weights=queue.gpus[queue.running], minlength=queue.team.max() + 1)
+    heads = {int(team): iter(waiting[queue.team[waiting] == team]) for team in np.unique(queue.team[waiting])}
+    first = {team: next(jobs) for team, jobs in heads.items()}
+    taken: list[int] = []
+    while free and first:
+        team = min(first, key=lambda team: (held[team], team))
+        job = first.pop(team)
+        size = int(queue.gpus[job])
+        if size > free:
+            continue  # the team waits for its head
+        taken.append(int(job))
+        held[team] += size
+        free -= size
+        if (after := next(heads[team], None)) is not None:
+            first[team] = after
+    return np.concatenate((queue.running, np.array(taken, dtype=np.int64)))
+
+
+def las(queue: Queue) -> Ints:
+    """Least attained service first, in three bands; first come, first served within one (NSDI'19)."""
+    band = np.searchsorted(LAS_LIMITS_GPU_S, queue.attained_gpu_s[queue.active], side="right")
+    return _filled(queue, queue.active[np.argsort(band, kind="stable")])
+
+
+def srpt(queue: Queue) -> Ints:
+    """Least remaining GPU-time first."""
+    left = queue.left_s[queue.active] * queue.gpus[queue.active]
+    return _filled(queue, queue.active[np.argsort(left, kind="stable")])
+
+
+def _filled(queue: Queue, order: Ints) -> Ints:
+    """Give GPUs away in this order, to each job all it needs or nothing."""
+    free, rest, taken = queue.gpus_total, order, [order[:0]]
+    while free and len(rest := rest[queue.gpus[rest] <= free]):
+        sums = np.cumsum(queue.gpus[rest])
+        fit = int(np.searchsorted(sums, free, side="right"))
+        taken.append(rest[:fit])
+        free -= int(sums[fit - 1])
+        rest = rest[fit + 1 :]
+    return np.concatenate(taken)
+
+
+def next_band_s(queue: Queue, limits_gpu_s: Iterable[float] = tuple(LAS_LIMITS_GPU_S)) -> float:
+    """When some running job leaves its band of attained service."""
+    running = queue.running
+    found = np.inf
+    for limit in limits_gpu_s:
+        below = running[queue.attained_gpu_s[running] < limit]
+        if len(below):
+            found = min(found, float(((limit - queue.attained_gpu_s[below]) / queue.gpus[below]).min()))
+    return queue.now_s + found
+
+
+BASELINES = {
+    "fifo": Policy(fifo),
+    "easy": Policy(easy),
+    "drf": Policy(drf),
+    "las": Policy(las, preempts=True, wake_s=next_band_s),
+    "srpt": Policy(srpt, preempts=True),
+}

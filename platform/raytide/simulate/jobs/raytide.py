@@ -1,0 +1,120 @@
+"""raytide's queue in the simulator: the production pass over a floor that counts GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from raytide.jobs.admission.cycle import Victims, turn
+from raytide.jobs.admission.priority import (
+    COOL_DOWN_S,
+    LAST_SHARE,
+    MAX_PREEMPTIONS,
+    NEW_GPU_S,
+    OLD_S,
+    SHORT_GPU_S,
+    Bools,
+    Claims,
+    Floats,
+    ranked,
+)
+from raytide.simulate.jobs.baselines import next_band_s
+from raytide.simulate.jobs.cluster import Ints, Policy, Queue
+
+
+def pick(queue: Queue) -> Ints:
+    active = queue.active
+    claims = _claims(queue)
+    floor = Counted.of(claims, queue.gpus_total)
+    turn(claims, floor)
+    return active[floor.holds]
+
+
+@dataclass(slots=True, eq=False)
+class Counted:
+    gpus: Floats
+    holds: Bools
+    free: float
+    order: Ints
+    gives_way: Bools
+    preempts: Bools
+    need: Floats
+    """GPUs that must be free for each row besides those that lower ones hold, if it may take these."""
+
+    @classmethod
+    def of(cls, claims: Claims, gpus_total: int) -> Counted:
+        holds, free = claims.is_held.copy(), gpus_total - float(claims.gpus[claims.is_held].sum())
+        need = np.empty(len(holds))
+        floor = cls(claims.gpus, holds, free, ranked(claims), claims.gives_way, ~claims.is_cooling, need)
+        floor._look_below()
+        return floor
+
+    def first(self, waiting: Ints) -> int | None:
+        """Whose GPUs are free or held by lower ones."""
+        able = self.need[waiting] <= self.free
+        return int(able.argmax()) if able.any() else None
+
+    def _look_below(self) -> None:
+        yielded = np.where(self.holds & self.gives_way, self.gpus, 0.0)[self.order][::-1].cumsum()[::-1]
+        self.need[self.order] = self.gpus[self.order] - yielded * self.preempts[self.order]
+
+    def seat(self, row: int) -> bool:
+        if self.gpus[row] > self.free:
+            return False
+        self.holds[row] = True
+        self.free -= self.gpus[row]
+        return True
+
+    def clear(self, row: int, victims: Victims) -> Sequence[int]:
+        lower = victims()
+        freed = self.free + np.cumsum(self.gpus[lower])
+        enough = int(np.searchsorted(freed, self.gpus[row]))
+        if enough == len(lower):
+            return ()
+        surplus = float(freed[enough] - self.gpus[row])
+        gone = []
+        for other in reversed(lower[: enough + 1]):
+            if self.gpus[other] <= surplus:
+                surplus -= float(self.gpus[other])
+            else:
+                gone.append(other)
+        self.holds[gone] = False
+        self.holds[row] = True
+        self.free = surplus
+        self._look_below()
+        return gone
+
+
+def _claims(queue: Queue) -> Claims:
+    active = queue.active
+    is_held = queue.is_running[active]
+    return Claims(
+        gpus=queue.gpus[active].astype(np.float64),
+        submitted_s=queue.submit_s[active],
+        attained_gpu_s=queue.attained_gpu_s[active],
+        held_s=queue.held_s[active],
+        queued_s=queue.now_s - queue.submit_s[active] - queue.held_s[active],
+        priority=np.zeros(len(active), dtype=np.int64),
+        share=np.zeros(len(active)),
+        is_held=is_held,
+        gives_way=is_held & (queue.preemptions[active] < MAX_PREEMPTIONS),
+        is_cooling=queue.now_s - queue.preempted_s[active] < COOL_DOWN_S,
+        is_urgent=np.zeros(len(active), dtype=bool),
+        is_own=np.zeros(len(active), dtype=bool),
+        old_s=_old_s(queue),
+    )
+
+
+def _old_s(queue: Queue) -> float:
+    """Of the jobs that were submitted so far; 0 where it is `OLD_S` or less, which changes nothing."""
+    until = queue.active.max(initial=-1) + 1
+    end_s = queue.end_s[:until]
+    age_s = np.where(end_s > 0, end_s, queue.now_s) - queue.submit_s[:until]
+    older = age_s[age_s > OLD_S]
+    most = int(LAST_SHARE * until)
+    return float(np.partition(older, len(older) - 1 - most)[len(older) - 1 - most]) if most < len(older) else 0.0
+
+
+RAYTIDE = Policy(pick, preempts=True, wake_s=lambda queue: next_band_s(queue, (NEW_GPU_S, SHORT_GPU_S)))

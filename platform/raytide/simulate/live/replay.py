@@ -1,0 +1,114 @@
+"""What a live cluster does next if nothing new comes in: what it launches, when waiting jobs start, what it costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+
+from raytide.core.errors import UsageError
+from raytide.core.money import cumulative, to_us
+from raytide.core.objects.job import JobState
+from raytide.core.objects.plan import Plan, Wait
+from raytide.core.objects.snapshot import Snapshot
+from raytide.simulate.live.world import LiveWorld
+
+USUAL_LAUNCH_S = 120.0
+_SHORTEST_S, _LONGEST_S = 1.0, 10.0
+"""Between two passes: the shorter after one that said something new, then twice as long each time."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobStart:
+    job_id: str
+    name: str
+    after_s: float | None
+    """None: not within the time that was looked at."""
+    waits_for: str
+    """In the words of the last decision that made it wait; "" when none did."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    at_s: float
+    hours: float
+    launch_s: float
+    """What a new node was taken to need until it joins."""
+    job_hours: float | None
+    plans: tuple[Plan, ...]
+    """Those that do something, or name a new reason to wait."""
+    jobs: tuple[JobStart, ...]
+    """Of every job that waits now."""
+    price_now_micro_usd_h: int
+    price_most_micro_usd_h: int
+    price_end_micro_usd_h: int
+    cost_micro_usd: int
+    """All nodes, over these hours."""
+
+
+def look_ahead(
+    seen: Snapshot, *, hours: float = 1.0, launch_s: float | None = None, job_hours: float | None = None
+) -> Outlook:
+    """Run the production decision forward from this Snapshot, on a virtual clock.
+
+    New nodes join after `launch_s` (left out: as the cluster's own did); jobs end `job_hours` after their start (left
+    out: none does).
+    """
+    if hours <= 0 or (launch_s or 0.0) < 0 or (job_hours is not None and job_hours <= 0):
+        raise UsageError("hours and job hours must be above zero, and the launch time not below it.")
+    launch_s = usual_launch_s(seen) if launch_s is None else launch_s
+    world = LiveWorld(seen, launch_s=launch_s, job_s=None if job_hours is None else job_hours * 3600)
+    prices = [world.price_micro_usd_h()]
+    plans: list[Plan] = []
+    reasons: dict[str, str] = {}
+    step_s, end_s = 0.0, seen.at_s + hours * 3600  # the first pass is now
+    while True:
+        plan = world.step(step_s)
+        waits = {action.subject: action.reason for action in plan.actions if isinstance(action, Wait)}
+        is_news = any(not isinstance(action, Wait) for action in plan.actions) or waits.items() - reasons.items()
+        if is_news:
+            plans.append(plan)
+        reasons |= waits
+        prices.append(world.price_micro_usd_h())
+        left_s = end_s - world.clock.now_s()
+        if left_s <= 0:
+            break
+        step_s = min(left_s, _SHORTEST_S if is_news else max(_SHORTEST_S, min(2 * step_s, _LONGEST_S)))
+    return Outlook(
+        at_s=seen.at_s,
+        hours=hours,
+        launch_s=launch_s,
+        job_hours=job_hours,
+        plans=tuple(plans),
+        jobs=tuple(_starts(seen, world, reasons)),
+        price_now_micro_usd_h=prices[0],
+        price_most_micro_usd_h=max(prices),
+        price_end_micro_usd_h=prices[-1],
+        cost_micro_usd=_cost_micro_usd(world, seen.at_s),
+    )
+
+
+def usual_launch_s(seen: Snapshot) -> float:
+    """What the cluster's own nodes needed from the decision until they joined."""
+    took_s = [
+        view.node.ready_at_s - view.node.requested_at_s for view in seen.nodes if view.node.ready_at_s is not None
+    ]
+    return median(took_s) if took_s else USUAL_LAUNCH_S
+
+
+def _starts(seen: Snapshot, world: LiveWorld, reasons: dict[str, str]) -> list[JobStart]:
+    starts = []
+    for job in seen.jobs:
+        if job.state in (JobState.QUEUED, JobState.ADMITTED) and not job.stop_requested:
+            at_s = world.book.jobs[job.id].started_at_s
+            after_s = None if at_s is None else max(0.0, at_s - seen.at_s)
+            starts.append(JobStart(job.id, job.spec.name, after_s, reasons.get(job.id, "")))
+    return starts
+
+
+def _cost_micro_usd(world: LiveWorld, since_s: float) -> int:
+    cost = 0
+    for machine in world.provider.machines():
+        ended_s = world.clock.now_s() if machine.ended_at_s is None else machine.ended_at_s
+        began_s = max(since_s, machine.started_at_s)
+        cost += cumulative(machine.price_micro_usd_h, to_us(began_s), max(to_us(began_s), to_us(ended_s)))
+    return cost

@@ -1,0 +1,1 @@
+"""Serving policies on recorded requests and spot availability, beside baselines and the bound."""

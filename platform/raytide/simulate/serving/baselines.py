@@ -1,0 +1,146 @@
+"""What to compare with: a fixed fleet, Ray Serve's target on demand or on spot alone, and SkyServe's SpotHedge."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from raytide.core.objects.node import Market
+from raytide.simulate.serving.fleet import Fleet, Replica
+
+TICK_S = 20.0
+"""Every policy decides this often."""
+
+TARGET_ONGOING = 5.0
+UPSCALE_DELAY_S = 30.0
+DOWNSCALE_DELAY_S = 600.0
+
+
+@dataclass(slots=True)
+class ServeTarget:
+    """Ray Serve's rule: requests in flight over the target of a replica, up after 30 s, down after 600 s to the most
+    that was wanted meanwhile."""
+
+    most: int
+    current: int = 1
+    _high_since_s: float | None = None
+    _low: deque[tuple[float, int]] = field(default_factory=deque)
+
+    def update(self, now_s: float, mean_ongoing: float) -> int:
+        wanted = min(max(math.ceil(mean_ongoing / TARGET_ONGOING - 1e-9), 1), self.most)
+        if wanted > self.current:
+            self._low.clear()
+            self._high_since_s = now_s if self._high_since_s is None else self._high_since_s
+            if now_s - self._high_since_s >= UPSCALE_DELAY_S:
+                self.current, self._high_since_s = wanted, None
+            return self.current
+        self._high_since_s = None
+        if wanted == self.current:
+            self._low.clear()
+            return self.current
+        self._low.append((now_s, wanted))
+        if now_s - self._low[0][0] >= DOWNSCALE_DELAY_S:
+            self.current = max(seen for _, seen in self._low)
+            self._low.clear()
+        return self.current
+
+
+@dataclass(slots=True)
+class Static:
+    replicas: int
+
+    def tick(self, fleet: Fleet) -> None:
+        for _ in range(self.replicas - len(fleet.alive)):
+            fleet.launch_ondemand()
+
+
+@dataclass(slots=True)
+class ServeOnDemand:
+    target: ServeTarget
+
+    def tick(self, fleet: Fleet) -> None:
+        target = self.target.update(fleet.now_s, fleet.mean_ongoing())
+        match_ondemand(fleet, target)
+
+
+@dataclass(slots=True)
+class SpotNaive:
+    """Spot alone, zones in turn; one that refuses is left out for the rest of the tick."""
+
+    target: ServeTarget
+    turn: int = 0
+
+    def tick(self, fleet: Fleet) -> None:
+        target = self.target.update(fleet.now_s, fleet.mean_ongoing())
+        spot = fleet.of(Market.SPOT)
+        release(fleet, spot, len(spot) - target)
+        missing, zones = target - len(spot), len(fleet.zones.names)
+        refused: set[int] = set()
+        while missing > 0 and len(refused) < zones:
+            zone, self.turn = self.turn, (self.turn + 1) % zones
+            if zone in refused:
+                continue
+            if fleet.launch_spot(zone) is None:
+                refused.add(zone)
+            else:
+                missing -= 1
+
+
+@dataclass(slots=True)
+class SpotHedge:
+    """SkyServe (EuroSys'25): spot spread over zones that last worked, `extra` of them beyond the target, and on-demand
+    for whatever spot is not ready."""
+
+    target: ServeTarget
+    extra: int
+    active: set[int] = field(default_factory=set)
+    preempted: set[int] = field(default_factory=set)
+    lost_seen: int = 0
+
+    def tick(self, fleet: Fleet) -> None:
+        target = self.target.update(fleet.now_s, fleet.mean_ongoing())
+        if not self.active and not self.preempted:
+            self.active = set(range(len(fleet.zones.names)))
+        tried: set[int] = set()
+        for replica in fleet.lost_nodes[self.lost_seen :]:
+            if replica.zone is not None:
+                self._failed(replica.zone, tried)
+        self.lost_seen = len(fleet.lost_nodes)
+        spot = fleet.of(Market.SPOT)
+        release(fleet, spot, len(spot) - target - self.extra)
+        self._launch(fleet, target + self.extra - len(spot), tried)
+        ready = sum(fleet.is_ready(replica) for replica in fleet.of(Market.SPOT))
+        match_ondemand(fleet, max(0, min(target, target + self.extra - ready)))
+
+    def _launch(self, fleet: Fleet, missing: int, tried: set[int]) -> None:
+        while missing > 0 and (open_zones := self.active - tried):
+            spot = fleet.of(Market.SPOT)
+            zone = min(open_zones, key=lambda zone: (sum(replica.zone == zone for replica in spot), zone))
+            if fleet.launch_spot(zone) is None:
+                self._failed(zone, tried)
+            else:
+                missing -= 1
+
+    def _failed(self, zone: int, tried: set[int]) -> None:
+        self.active.discard(zone)
+        self.preempted.add(zone)
+        tried.add(zone)
+        if len(self.active) < 2:
+            self.active |= self.preempted
+            self.preempted = set()
+
+
+def match_ondemand(fleet: Fleet, target: int) -> None:
+    there = fleet.of(Market.ON_DEMAND)
+    release(fleet, there, len(there) - target)
+    for _ in range(target - len(there)):
+        fleet.launch_ondemand()
+
+
+def release(fleet: Fleet, replicas: Iterable[Replica], count: int) -> None:
+    """End `count` of them: those that are not ready, then the least busy, the youngest first."""
+    order = sorted(replicas, key=lambda r: (fleet.is_ready(r), fleet.busy(r), -r.number))
+    for replica in order[: max(0, count)]:
+        fleet.release(replica)

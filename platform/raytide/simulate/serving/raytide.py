@@ -1,0 +1,135 @@
+"""raytide's own policy in the simulator: the production plan, told what a live controller would be told."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+from raytide.autoscaler.endpoints.queue_simulator import ReplicaSpeed, Served
+from raytide.autoscaler.endpoints.replica_placement import FleetNode, FleetState, ReplicaPool
+from raytide.autoscaler.endpoints.replica_value import TOLD_AFTER_S, Heard, Memory, ServingGoal
+from raytide.autoscaler.spot.reclaim_hazard import Hazard, holds
+from raytide.core.objects.node import Market
+from raytide.simulate.capacity import SpotZones
+from raytide.simulate.serving.fleet import Fleet, Replica
+from raytide.simulate.serving.requests import Workload
+from raytide.simulate.serving.setup import ServingSetup
+from raytide.simulate.zone_backoff import Stock
+
+ONDEMAND = ""
+"""The name of the one pool that is never taken back and never empty."""
+
+_ROUNDS = 12
+"""A launch that was refused, or given, is a reason to decide again at once, so many times."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    at_s: float = 0.0
+    arrived: int = 0
+    judged: int = 0
+    served: int = 0
+    lost: int = 0
+
+
+class RaytidePolicy:
+    def __init__(self, setup: ServingSetup, work: Workload, zones: SpotZones, usd_h: dict[Market, float]) -> None:
+        speed = ReplicaSpeed(setup.prefill_tps, setup.slots, setup.tpot_ms / 1000.0)
+        self.memory = Memory.of(
+            ServingGoal(
+                slo_ttft_s=setup.slo_ttft_s,
+                slo_target=setup.slo_target,
+                min_replicas=1,
+                max_replicas=setup.max_replicas,
+                cold_start_s=setup.cold_start_s,
+                speed=speed,
+                ondemand_usd_h=usd_h[Market.ON_DEMAND],
+                spot_usd_h=dict.fromkeys(zones.names, usd_h[Market.SPOT]),
+            )
+        )
+        self.hazard, self.stock = Hazard(), Stock()
+        self._zones = zones
+        self._slo_ttft_s = setup.slo_ttft_s
+        self._work = work
+        self._seen = _Seen()
+
+    def tick(self, fleet: Fleet) -> None:
+        self._learn(fleet)
+        for _ in range(_ROUNDS):
+            if not self._act(fleet):
+                break
+
+    def state(self, fleet: Fleet) -> FleetState:
+        """What the production plan is asked."""
+        goal = self.memory.goal
+        pools = {
+            zone: ReplicaPool(
+                zone,
+                usd_h,
+                is_spot=True,
+                losses_per_h=self.hazard.per_h(zone, fleet.now_s),
+                most=self.stock.most(zone, fleet.now_s),
+            )
+            for zone, usd_h in goal.spot_usd_h.items()
+        }
+        pools[ONDEMAND] = ReplicaPool(ONDEMAND, goal.ondemand_usd_h, is_spot=False)
+        return FleetState(self.memory.worth(self.hazard), pools, self._nodes(fleet), goal.cold_start_s)
+
+    def _act(self, fleet: Fleet) -> bool:
+        """Whether something was learned that is worth another decision."""
+        decided = self.state(fleet).plan()
+        by_id = {str(replica.number): replica for replica in fleet.alive}
+        for node_id in decided.release:
+            fleet.release(by_id[node_id])
+        refused: set[str] = set()
+        for pool in decided.launch:
+            if pool == ONDEMAND:
+                fleet.launch_ondemand()
+            elif pool not in refused and fleet.launch_spot(self._zones.names.index(pool)) is None:
+                refused.add(pool)
+            elif pool not in refused:
+                self.stock.gave(pool)
+        for zone in refused:
+            self.stock.refused(zone, fleet.now_s)
+        return any(pool != ONDEMAND for pool in decided.launch)
+
+    def _nodes(self, fleet: Fleet) -> list[FleetNode]:
+        staying = [replica for replica in fleet.alive if not replica.is_leaving]
+        return [
+            FleetNode(str(r.number), self._zone(r), r.zone is not None, fleet.is_ready(r), fleet.busy(r))
+            for r in staying
+        ]
+
+    def _zone(self, replica: Replica) -> str:
+        return ONDEMAND if replica.zone is None else self._zones.names[replica.zone]
+
+    def _learn(self, fleet: Fleet) -> None:
+        seen, now_s, arrival_s = self._seen, fleet.now_s, self._work.arrival_s
+        judged, served = np.searchsorted(arrival_s, (now_s - self._slo_ttft_s, now_s - TOLD_AFTER_S), side="right")
+        told = slice(seen.served, int(served))
+        late = range(seen.judged, int(judged))
+        nodes = self._nodes(fleet)
+        heard = Heard(
+            at_s=now_s,
+            dt_s=now_s - seen.at_s,
+            requests=fleet.arrived - seen.arrived,
+            missed=sum(fleet.first_token_s[i] - arrival_s[i] > self._slo_ttft_s for i in late),
+            ongoing=fleet.ongoing,
+            served=Served(
+                max(seen.at_s - TOLD_AFTER_S, 0.0),
+                max(now_s - TOLD_AFTER_S, 0.0),
+                arrival_s[told],
+                self._work.prompt_tokens[told],
+                self._work.output_tokens[told],
+            ),
+            held=holds(node.pool for node in nodes if node.is_spot),
+            ready=sum(node.is_ready for node in nodes),
+        )
+        lost = Counter(self._zone(replica) for replica in fleet.lost_nodes[seen.lost :])
+        self.hazard.observe(heard.held, lost, now_s, heard.dt_s)
+        for zone in lost:
+            self.stock.took_back(zone, now_s)
+        self.memory.learn(heard, self.hazard)
+        self._seen = _Seen(now_s, fleet.arrived, int(judged), int(served), len(fleet.lost_nodes))
