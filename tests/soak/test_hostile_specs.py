@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.control.test_hostile_specs import Attack, assault
+from tests.control.reconcile.test_hostile_specs import Attack, assault
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from tests.actors.engine.families import FAMILIES, save_family
-from tests.actors.engine.test_lora import write_adapter
+from tests.actors.engine.model.test_lora import write_adapter
 from tests.actors.engine.tiny import VOCAB
 
 from raytide.actors.engine import SamplingParams

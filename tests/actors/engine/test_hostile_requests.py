@@ -16,7 +16,7 @@ import pytest
 import pytest_asyncio
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.actors.engine.sampling import sequence
+from tests.actors.engine.sampling_cases import sequence
 from tests.actors.engine.tiny import EOS, VOCAB, save_tokenizer
 
 from raytide.actors.engine import EngineConfig, GenRequest, NativeEngine, SamplingParams, limits

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.autoscaler.notices.key_values import KeyValues
+from tests.autoscaler.providers.notices.key_values import KeyValues
 
 from raytide.autoscaler.providers.base import Notice
 from raytide.autoscaler.providers.cloud.provider import NODE_TAG, CloudProvider
