@@ -37,7 +37,7 @@ def main() -> None:
     arguments.add_argument("--url", help="where the checkpoints go; a temporary directory when left out")
     options = arguments.parse_args()
     torch.set_num_threads(options.threads)
-    with tempfile.TemporaryDirectory() as folder, process_group.alone() as mine:
+    with tempfile.TemporaryDirectory() as folder, process_group.single_process() as mine:
         trainer = Trainer(spec_of(Path(folder), options.mb, options.url), mine)
         trainer.restore()
         trainer.step()

@@ -92,7 +92,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    with tempfile.TemporaryDirectory() as folder, process_group.alone() as mine:
+    with tempfile.TemporaryDirectory() as folder, process_group.single_process() as mine:
         spec = TrainSpec(
             dataset=str(write_dataset(Path(folder) / "data", 2_000_000)),
             out=f"{folder}/run",

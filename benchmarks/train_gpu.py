@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 from raytide.actors.trainer.distributed import process_group
 from raytide.actors.trainer.hf.init_weights import initialise
-from raytide.actors.trainer.hf.model_source import open_data, origin_of
+from raytide.actors.trainer.hf.model_source import open_data, resolve_model
 from raytide.actors.trainer.model.decoder import Decoder
 from raytide.actors.trainer.trainer import Trainer
 from raytide.core.specs.memory_spec import MemorySpec
@@ -142,9 +142,9 @@ def measure(shape: str, what: str, folder: str, args: argparse.Namespace, device
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     spec = spec_of(shape, ROWS.get(what, {}), folder, args.backend)
-    with process_group.alone() as mine:
+    with process_group.single_process() as mine:
         if what == "plain":
-            plain = Plain(spec, origin_of(spec, open_data(spec)).arch, device, args.backend)
+            plain = Plain(spec, resolve_model(spec, open_data(spec)).arch, device, args.backend)
             step, model = plain.step, plain.model
         else:
             trainer = Trainer(spec, mine)

@@ -15,20 +15,20 @@ from typing import Literal
 
 from torch import Tensor
 
-from raytide.actors.trainer.checkpoint.manager import Checkpoints
+from raytide.actors.trainer.checkpoint.manager import CheckpointManager
 from raytide.actors.trainer.checkpoint.peers.snapshot import Snapshots
-from raytide.actors.trainer.checkpoint.train_state import Extra, TrainState
-from raytide.actors.trainer.data.dataloader import Batches
+from raytide.actors.trainer.checkpoint.train_state import Stateful, TrainState
+from raytide.actors.trainer.data.dataloader import DataLoader
 from raytide.actors.trainer.data.token_dataset import Ids, Sampler
 from raytide.actors.trainer.distributed import local_shards
-from raytide.actors.trainer.distributed.process_group import Group
+from raytide.actors.trainer.distributed.process_group import ProcessGroup
 from raytide.actors.trainer.elastic.restart_policy import smaller
 from raytide.actors.trainer.hf.export import export
-from raytide.actors.trainer.hf.model_source import open_data, origin_of
+from raytide.actors.trainer.hf.model_source import open_data, resolve_model
 from raytide.actors.trainer.model import activation_offload, apply
-from raytide.actors.trainer.model.precision import LossScale
+from raytide.actors.trainer.model.precision import GradScaler
 from raytide.actors.trainer.optim import anomaly_guard, registry
-from raytide.actors.trainer.optim.anomaly_guard import Guard, Verdict
+from raytide.actors.trainer.optim.anomaly_guard import AnomalyGuard, Verdict
 from raytide.actors.trainer.optim.lr_schedule import lr_at
 from raytide.actors.trainer.parallel import (
     forward_backward,
@@ -40,10 +40,10 @@ from raytide.actors.trainer.parallel import (
 from raytide.actors.trainer.parallel import grad_norm as gradients
 from raytide.actors.trainer.parallel.validate import validate
 from raytide.actors.trainer.run_log.line_file import LineFile
-from raytide.actors.trainer.run_log.mfu import Meter
+from raytide.actors.trainer.run_log.mfu import MfuMeter
 from raytide.actors.trainer.run_log.profiler import Profiler
-from raytide.actors.trainer.run_log.step_timer import StepClock
-from raytide.actors.trainer.types import Pause, StepResult
+from raytide.actors.trainer.run_log.step_timer import StepTimer
+from raytide.actors.trainer.types import StepResult, StopRequest
 from raytide.core.errors import CheckpointError, StorageError, TrainError
 from raytide.core.io.claim import committing
 from raytide.core.specs.train import TrainSpec
@@ -52,24 +52,26 @@ from raytide.core.specs.train import TrainSpec
 class Trainer:
     """The state of one run on one group. Every method is called by all ranks together."""
 
-    def __init__(self, spec: TrainSpec, group: Group, snapshots: Snapshots | None = None, claim: str = "") -> None:
+    def __init__(
+        self, spec: TrainSpec, group: ProcessGroup, snapshots: Snapshots | None = None, claim: str = ""
+    ) -> None:
         """`claim`: the token of the run's claim on its folders; without one nothing is checked when it commits."""
-        apply.check(spec, group.device)
+        apply.check_supported(spec, group.device)
         self.spec, self.group = spec, group
         self.data = group.together(lambda: open_data(spec))
         self.sampler = Sampler(spec.seed, self.data.n_sequences, spec.global_batch)
-        self.origin = origin_of(spec, self.data)
+        self.origin = resolve_model(spec, self.data)
         validate(spec.layout, self.origin.arch, spec)
         self.micro_batch = spec.first_micro_batch(group.sizes)
         """Sequences at once; it shrinks when memory runs out."""
-        self.loss_scale = LossScale(spec.precision)
+        self.loss_scale = GradScaler(spec.precision)
         self._pool = activation_offload.pool(spec.memory)
-        self._batches = Batches(self.data, self.sampler, group, spec)
+        self._batches = DataLoader(self.data, self.sampler, group, spec)
         self._copies = 1 if spec.memory.compression == "none" else group.sizes.replicate
         """Of each gradient, that no DTensor knows of: replicas that reduce by themselves are not on its mesh."""
         self._applying = False
-        self.guard = Guard(spec.guard)
-        self.extras: dict[str, Extra] = {"guard": self.guard, "loss_scale": self.loss_scale}
+        self.guard = AnomalyGuard(spec.guard)
+        self.extras: dict[str, Stateful] = {"guard": self.guard, "loss_scale": self.loss_scale}
         """What else a checkpoint carries: each has state_dict and load_state_dict of small tensors."""
         self._build()
         self.average = gradient_compression.average(spec.memory, group.replicas, self._trained())
@@ -77,12 +79,12 @@ class Trainer:
             self.extras[f"left_out.{'x'.join(map(str, group.sizes.shape))}.{group.rank}"] = self.average
         digests = {"model, seed or batch": self.origin.digest, "dataset": self.data.digest}
         self._commit = partial(committing, spec.places, claim)
-        self.checkpoints = Checkpoints(spec, digests, group, self._commit)
+        self.checkpoints = CheckpointManager(spec, digests, group, self._commit)
         self.snapshots = snapshots if spec.snapshot_every else None
         if self.snapshots is not None:
             self.snapshots.join(group)
-        self.clock = StepClock(group.device)
-        self.meter = Meter(spec, self.origin.arch, group)
+        self.clock = StepTimer(group.device)
+        self.meter = MfuMeter(spec, self.origin.arch, group)
         self.profiler = Profiler(spec.profile, spec.out, group.rank, group.device)
         self.steps_done = 0
         self.saved_at: int | None = 0
@@ -99,7 +101,7 @@ class Trainer:
         """To pause, by all ranks together, at the last step."""
 
     def _build(self) -> None:
-        self.parts = parallelize.build(self.spec, self.origin, self.group, self._pool)
+        self.parts = parallelize.build_model_parts(self.spec, self.origin, self.group, self._pool)
         """Of the model: what this rank has of it."""
         spec = self.spec.model_copy(update={"micro_batch": self.micro_batch})
         self.compute = forward_backward.build(spec, self.parts, self.group)
@@ -154,17 +156,17 @@ class Trainer:
         """What the last checkpoint took, from the copy to the manifest."""
         return self.checkpoints.save_s
 
-    def hold(self) -> None:
+    def take_snapshot(self) -> None:
         """Begin to give a copy of the state to another member's memory, unless that was done already."""
         if self.snapshots is not None and self.held_at != self.steps_done:
             self.snapshots.take(self.state, self.steps_done)
             self.held_at = self.steps_done
 
-    def secure(self, *, save: bool = True) -> None:
+    def flush(self, *, save: bool = True) -> None:
         """Bring the state to safety and wait for that: into other members' memory, and onto storage too if `save` or if
         there is no other memory."""
         alone = self.snapshots is None or self.group.world == 1
-        self.hold()
+        self.take_snapshot()
         if self.snapshots is not None:
             self.snapshots.wait()
         if not (save or alone):
@@ -186,7 +188,9 @@ class Trainer:
     def export(self) -> str:
         return export(self.parts, self.spec, self.origin, self.data, self.group, self._commit)
 
-    def run(self, *, on_step: Callable[[StepResult], None], paused: Callable[[], Pause] = lambda: Pause.NO) -> bool:
+    def run(
+        self, *, on_step: Callable[[StepResult], None], paused: Callable[[], StopRequest] = lambda: StopRequest.NO
+    ) -> bool:
         """Train to the end, saving as the spec says; False when some rank asked to pause: the state is saved then.
 
         TrainError when the guard stops the run: the weights are then still those of the step before.
@@ -196,11 +200,11 @@ class Trainer:
         finally:
             self.profiler.close(self.steps_done)
 
-    def _run(self, on_step: Callable[[StepResult], None], paused: Callable[[], Pause]) -> bool:
+    def _run(self, on_step: Callable[[StepResult], None], paused: Callable[[], StopRequest]) -> bool:
         while self.steps_done < self.spec.steps:
             result = self.step(pause=paused())
             if result is None:
-                self.secure(save=self._asked >= Pause.SAVE)
+                self.flush(save=self._asked >= StopRequest.SAVE)
                 return False
             on_step(result)
             if result.verdict == "stopped":
@@ -209,14 +213,14 @@ class Trainer:
             if self.steps_done % self.spec.checkpoint_every == 0:
                 self.save()
             if self.group.world > 1 and self.spec.snapshot_every and self.steps_done % self.spec.snapshot_every == 0:
-                self.hold()
+                self.take_snapshot()
         self.save()
         self.checkpoints.wait()
         if self.spec.export:
             self.export()
         return True
 
-    def step(self, *, pause: Pause = Pause.NO) -> StepResult | None:
+    def step(self, *, pause: StopRequest = StopRequest.NO) -> StepResult | None:
         """One optimiser step over the global batch; None, with nothing done, when any rank asks to pause.
 
         A batch that the guard objects to is not applied; the result says so, and why. torch.OutOfMemoryError in a gang,
@@ -246,17 +250,17 @@ class Trainer:
     def _rebuild(self) -> None:
         """The same state in a new model: a backward pass that broke off leaves FSDP's own state in the middle of it."""
         self._before_update()
-        saved = micro_batch.take_out(self.parts, self.optimizer)
+        saved = micro_batch.offload_state(self.parts, self.optimizer)
         self.parts.clear()
         del self.optimizer, self.state, self.compute, self._weights
         self._build()
-        micro_batch.put_in(self.parts, self.optimizer, saved)
+        micro_batch.restore_state(self.parts, self.optimizer, saved)
 
-    def _step(self, pause: Pause) -> StepResult | None:
+    def _step(self, pause: StopRequest) -> StepResult | None:
         began = time.perf_counter()
         self.clock.start()
         spec, step = self.spec, self.steps_done
-        ids, micros, counted = self._batches.take(step, self.micro_batch)
+        ids, micros, counted = self._batches.next_batch(step, self.micro_batch)
         self._record(step, ids)
         data_s = time.perf_counter() - began
         self.clock.lap("data")
@@ -331,7 +335,7 @@ class Trainer:
             return self.guard.judge(loss, grad_norm)
         why = f"gradients overflowed in fp16 at a loss scale of {self.loss_scale.value:g}"
         self.loss_scale.bad(self.steps_done)
-        self.guard.passed_over()
+        self.guard.record_skip()
         return Verdict("skipped", why)
 
     def _update(self, lr: float) -> None:

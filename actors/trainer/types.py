@@ -85,7 +85,7 @@ class RunResult:
     model_dir: str | None
 
 
-class Pause(IntEnum):
+class StopRequest(IntEnum):
     """Whether a generation shall stop before its next step. The ranks add their answers up: the largest wins."""
 
     NO = 0
@@ -94,7 +94,7 @@ class Pause(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class RankAssignment:
     """A rank's place in one generation of the gang."""
 
     generation: int
@@ -110,7 +110,7 @@ class Seat:
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
+class WorkerStatus:
     """What a rank is at: steps since the last look, and where it stands now."""
 
     generation: int
@@ -132,7 +132,7 @@ class Beat:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class WorkerExit:
     """How a generation ended for one rank."""
 
     kind: Literal["done", "paused", "broken", "oom", "failed"]
@@ -141,4 +141,4 @@ class Outcome:
     error: RaytideError | None = None
     timed_out: bool = False
     """broken, since a peer kept it waiting rather than closed its door."""
-    last: Beat | None = None
+    last: WorkerStatus | None = None

@@ -23,17 +23,17 @@ def run_dir(tmp_path: Path) -> Path:
     """A run with checkpoints at 10 and 20."""
     store = LocalStore(tmp_path / "run" / "checkpoints")
     for step in (10, 20):
-        name = manifest.folder(step, "0123abcd")
+        name = manifest.folder_name(step, "0123abcd")
         with store.write(f"{name}/__0_0.distcp") as stream:
             stream.write(BODY)
         record = FileRecord(sha256=hashlib.sha256(BODY).hexdigest(), size=len(BODY))
         body = Manifest(step=step, samples=step, digests={}, world=1, files={"__0_0.distcp": record})
-        manifest.seal(store, name, body)
+        manifest.commit(store, name, body)
     return tmp_path / "run"
 
 
 def file_of(run_dir: Path, step: int) -> Path:
-    return run_dir / "checkpoints" / manifest.folder(step, "0123abcd") / "__0_0.distcp"
+    return run_dir / "checkpoints" / manifest.folder_name(step, "0123abcd") / "__0_0.distcp"
 
 
 def verified(target: Path) -> tuple[list[tuple[int, str]], BaseException | None]:

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 import raytide as rt
-from raytide.actors.trainer.run_log.writer import Record
+from raytide.actors.trainer.run_log.writer import RunLog
 from raytide.actors.trainer.types import StepResult
 from raytide.cli.app import app
 from raytide.control.client import Client
@@ -45,7 +45,7 @@ class One(Client):
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
     spec = TrainSpec(name="tiny", dataset="none", out=str(tmp_path / "run"), steps=2)
-    record = Record(spec, VirtualClock(1000.0))
+    record = RunLog(spec, VirtualClock(1000.0))
     for step, loss in ((1, 3.0), (2, 2.5)):
         record.step(StepResult(step, loss, 1e-3, 0.5, tokens=64, step_s=0.5, data_s=0.0, world=2, times={"data": 0.0}))
     record.event("broke", step=1, why="rank 1 is gone")

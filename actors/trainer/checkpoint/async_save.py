@@ -17,12 +17,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from raytide.actors.trainer.checkpoint import manifest
-from raytide.actors.trainer.checkpoint.background import Background
+from raytide.actors.trainer.checkpoint.background import BackgroundTask
 from raytide.actors.trainer.checkpoint.dcp.planner import SavePieces
-from raytide.actors.trainer.checkpoint.dcp.storage import GivenUp, Writer
+from raytide.actors.trainer.checkpoint.dcp.storage import SaveCancelled, Writer
 from raytide.actors.trainer.checkpoint.manifest import FileRecord, Manifest
-from raytide.actors.trainer.checkpoint.staging import Image
-from raytide.actors.trainer.checkpoint.storage import Store
+from raytide.actors.trainer.checkpoint.staging import StagingBuffer
+from raytide.actors.trainer.checkpoint.storage import CheckpointStorage
 from raytide.core.errors import RaytideError, StorageError
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ Commit = Callable[[], AbstractContextManager[None]]
 """Inside it this run may publish; ConflictError when another one has its folders by now."""
 
 
-class Saves:
+class AsyncSaver:
     """The saves of one generation, as one of its ranks makes them."""
 
     def __init__(
@@ -42,8 +42,8 @@ class Saves:
         keep: int,
         commit: Commit = nullcontext,
     ) -> None:
-        self.image = Image()
-        self.beside = Background("checkpoint")
+        self.image = StagingBuffer()
+        self.beside = BackgroundTask("checkpoint")
         self.last_s = 0.0
         """From the copy to the manifest, of the last save."""
         self.rejected: list[str] = []
@@ -52,7 +52,7 @@ class Saves:
         self._digests, self._keep, self._commit = dict(digests), keep, commit
         self._closed = threading.Event()
 
-    def start(self, store: Store, name: str, step: int, samples: int) -> None:
+    def start(self, store: CheckpointStorage, name: str, step: int, samples: int) -> None:
         """Write the image. The one before must have been waited for."""
         began_s = time.monotonic()
         self.beside.start(lambda: self._save(store, name, step, samples, began_s))
@@ -64,7 +64,7 @@ class Saves:
         except BaseException:  # a dead peer broke it, or this very call: the generation is over either way
             return
 
-    def _save(self, store: Store, name: str, step: int, samples: int, began_s: float) -> None:
+    def _save(self, store: CheckpointStorage, name: str, step: int, samples: int, began_s: float) -> None:
         writer = Writer(store, name, self._go_on)
         try:
             self.image.wait()
@@ -85,11 +85,11 @@ class Saves:
             raise box[0]
         self.last_s = time.monotonic() - began_s
 
-    def _seal(self, store: Store, name: str, body: Manifest) -> None:
+    def _seal(self, store: CheckpointStorage, name: str, body: Manifest) -> None:
         self._go_on()
         try:
             with self._commit():
-                sealed = manifest.seal(store, name, body)
+                sealed = manifest.commit(store, name, body)
         except RaytideError:
             attempt(lambda: manifest.remove(store, name))
             raise
@@ -97,7 +97,7 @@ class Saves:
 
     def _go_on(self) -> None:
         if self._closed.is_set():
-            raise GivenUp("the generation that began this save is over")
+            raise SaveCancelled("the generation that began this save is over")
 
 
 def attempt(work: Callable[[], T]) -> tuple[T | None, RaytideError | None]:
@@ -116,7 +116,7 @@ def _explain(error: CheckpointException, path: str) -> BaseException:
     """The failure inside DCP's bundle, in the words of raytide's own tree."""
     causes = [cause for cause, _ in error.failures.values()]
     for cause in causes:
-        if isinstance(cause, GivenUp):  # nothing is wrong with the storage, and another generation will save
+        if isinstance(cause, SaveCancelled):  # nothing is wrong with the storage, and another generation will save
             return RuntimeError(f"a rank gave up writing {path}: {cause}")
     for cause in causes:
         if isinstance(cause, StorageError):

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 
-class Background:
+class BackgroundTask:
     def __init__(self, name: str) -> None:
         self._name = name
         self._thread: threading.Thread | None = None

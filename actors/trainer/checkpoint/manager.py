@@ -17,13 +17,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from raytide.actors.trainer.checkpoint import manifest
-from raytide.actors.trainer.checkpoint.async_save import Commit, Saves, attempt, first_cause
+from raytide.actors.trainer.checkpoint.async_save import AsyncSaver, Commit, attempt, first_cause
 from raytide.actors.trainer.checkpoint.dcp.planner import LoadPieces
 from raytide.actors.trainer.checkpoint.dcp.storage import Reader
 from raytide.actors.trainer.checkpoint.manifest import Checkpoint
-from raytide.actors.trainer.checkpoint.storage import Store, open_store
-from raytide.actors.trainer.checkpoint.train_state import Piece, TrainState
-from raytide.actors.trainer.distributed.process_group import Group
+from raytide.actors.trainer.checkpoint.storage import CheckpointStorage, open_store
+from raytide.actors.trainer.checkpoint.train_state import TensorShard, TrainState
+from raytide.actors.trainer.distributed.process_group import ProcessGroup
 from raytide.core.errors import CheckpointError, StorageError
 from raytide.core.specs.train import TrainSpec
 
@@ -44,13 +44,15 @@ class Listing:
         return self.sealed[0].manifest.step if self.sealed else 0
 
 
-class Checkpoints:
+class CheckpointManager:
     """A run's checkpoints, as one generation of ranks sees them. All ranks call every method but `close` together."""
 
-    def __init__(self, spec: TrainSpec, digests: Mapping[str, str], group: Group, commit: Commit = nullcontext) -> None:
+    def __init__(
+        self, spec: TrainSpec, digests: Mapping[str, str], group: ProcessGroup, commit: Commit = nullcontext
+    ) -> None:
         self.spec, self.digests, self.group = spec, dict(digests), group
         self.store = open_store(spec.checkpoint_url)
-        self._saves = Saves(group.channel(), group.rank, group.world, digests, spec.keep_checkpoints, commit)
+        self._saves = AsyncSaver(group.channel(), group.rank, group.world, digests, spec.keep_checkpoints, commit)
         self._life = group.from_first(uuid.uuid4().hex)
         self._count = 0
         self._in_flight = False
@@ -85,7 +87,7 @@ class Checkpoints:
         self._count += 1
         attempt_id = hashlib.sha256(f"{self._life}/{self._count}".encode()).hexdigest()[:8]
         samples = step * self.spec.global_batch
-        self._saves.start(self.store, manifest.folder(step, attempt_id), step, samples)
+        self._saves.start(self.store, manifest.folder_name(step, attempt_id), step, samples)
         self._in_flight = True
 
     def before_update(self) -> None:
@@ -132,7 +134,7 @@ class Checkpoints:
     def load(self, state: TrainState, checkpoint: Checkpoint) -> None:
         where = f"{self.store.url}/{checkpoint.name}"
 
-        def fill(pieces: list[Piece]) -> None:
+        def fill(pieces: list[TensorShard]) -> None:
             reader = Reader(self.store, checkpoint)
             load({}, storage_reader=reader, planner=LoadPieces(pieces), process_group=self.group.io)
 
@@ -176,6 +178,6 @@ class Checkpoints:
                 )
 
 
-def _remove(store: Store, names: list[str]) -> None:
+def _remove(store: CheckpointStorage, names: list[str]) -> None:
     for name in names:  # one that cannot be removed harms nobody, and the next generation tries again
         attempt(partial(manifest.remove, store, name))

@@ -16,7 +16,7 @@ from typing import ClassVar
 from pydantic import Field, field_validator
 
 from raytide.actors.trainer.checkpoint.dcp import safe_unpickler
-from raytide.actors.trainer.checkpoint.storage import Store, named_failures
+from raytide.actors.trainer.checkpoint.storage import CheckpointStorage, named_failures
 from raytide.core import bounds
 from raytide.core.config import Config
 from raytide.core.errors import CheckpointError, ConfigError
@@ -80,7 +80,7 @@ class Found:
     rejected: list[CheckpointError] = field(default_factory=list)
 
 
-def folder(step: int, attempt: str) -> str:
+def folder_name(step: int, attempt: str) -> str:
     """`attempt`: eight hexadecimal digits that no other write of this run has."""
     return f"step-{step:08d}-{attempt}"
 
@@ -91,7 +91,7 @@ def step_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def seal(store: Store, name: str, manifest: Manifest) -> Checkpoint:
+def commit(store: CheckpointStorage, name: str, manifest: Manifest) -> Checkpoint:
     """Make what was written a checkpoint. From here on it can be found."""
     body = manifest.model_dump()
     with named_failures(f"{store.url}/{name}"):
@@ -99,7 +99,7 @@ def seal(store: Store, name: str, manifest: Manifest) -> Checkpoint:
     return Checkpoint(name, manifest)
 
 
-def read(store: Store, name: str) -> Checkpoint:
+def read(store: CheckpointStorage, name: str) -> Checkpoint:
     """What a folder's manifest says; CheckpointError when it has none or it was altered. The files are not read."""
     where = f"{store.url}/{name}"
     try:
@@ -122,7 +122,7 @@ def read(store: Store, name: str) -> Checkpoint:
     return Checkpoint(name, manifest)
 
 
-def problems(store: Store, checkpoint: Checkpoint, files: Iterable[str] | None = None) -> list[str]:
+def problems(store: CheckpointStorage, checkpoint: Checkpoint, files: Iterable[str] | None = None) -> list[str]:
     """What is wrong with these files of a checkpoint (all when None), every byte read. Empty when nothing is."""
     found = []
     for name in checkpoint.manifest.files if files is None else files:
@@ -145,7 +145,7 @@ def problems(store: Store, checkpoint: Checkpoint, files: Iterable[str] | None =
     return found
 
 
-def _crafted(store: Store, path: str, size: int) -> list[str]:
+def _crafted(store: CheckpointStorage, path: str, size: int) -> list[str]:
     """The manifest's hashes find damage, but whoever writes a checkpoint also writes those. See `inert_pickle`."""
     try:
         with named_failures(f"{store.url}/{path}"), store.read(path) as stream:
@@ -155,7 +155,7 @@ def _crafted(store: Store, path: str, size: int) -> list[str]:
     return []
 
 
-def verify(store: Store, name: str) -> Checkpoint:
+def verify(store: CheckpointStorage, name: str) -> Checkpoint:
     """A checkpoint, every byte checked; CheckpointError names the first file that is wrong."""
     checkpoint = read(store, name)
     for problem in problems(store, checkpoint):
@@ -167,7 +167,7 @@ def bad(problem: str) -> CheckpointError:
     return CheckpointError(problem, hint=_RESTORE)
 
 
-def latest(store: Store) -> Found:
+def latest(store: CheckpointStorage) -> Found:
     """The newest checkpoint that verifies. Bad ones are skipped and returned, never loaded."""
     rejected: list[CheckpointError] = []
     for name in newest_first(store):
@@ -178,19 +178,19 @@ def latest(store: Store) -> Found:
     return Found(None, rejected)
 
 
-def newest_first(store: Store) -> list[str]:
+def newest_first(store: CheckpointStorage) -> list[str]:
     """The folders of all checkpoints and of unfinished writes."""
     with named_failures(store.url):
         steps = {name: step for name in store.folders() if (step := step_of(name)) is not None}
     return sorted(steps, key=lambda name: (steps[name], name), reverse=True)
 
 
-def unfinished(store: Store) -> list[str]:
+def unfinished(store: CheckpointStorage) -> list[str]:
     """Folders in which a write goes on, or ended before its manifest."""
     return [name for name in newest_first(store) if MANIFEST not in _sizes(store, name)]
 
 
-def prune(store: Store, keep: int, sealed: Checkpoint, rejected: Collection[str] = ()) -> None:
+def prune(store: CheckpointStorage, keep: int, sealed: Checkpoint, rejected: Collection[str] = ()) -> None:
     """Remove what is older than the newest `keep` steps up to the one just sealed, and bad ones that it outdates.
 
     Newer folders are neither counted nor touched: they are another generation's. Nor are unfinished ones: somebody may
@@ -210,13 +210,13 @@ def prune(store: Store, keep: int, sealed: Checkpoint, rejected: Collection[str]
             remove(store, name)
 
 
-def remove(store: Store, name: str) -> None:
+def remove(store: CheckpointStorage, name: str) -> None:
     """The manifest first: what a removal that was cut off leaves is then an unfinished write, not a bad checkpoint."""
     with named_failures(f"{store.url}/{name}"):
         store.remove(name, first=MANIFEST)
 
 
-def _looks_whole(store: Store, name: str, sizes: dict[str, int]) -> bool:
+def _looks_whole(store: CheckpointStorage, name: str, sizes: dict[str, int]) -> bool:
     try:
         files = read(store, name).manifest.files
     except CheckpointError:
@@ -224,12 +224,12 @@ def _looks_whole(store: Store, name: str, sizes: dict[str, int]) -> bool:
     return all(sizes.get(file) == record.size for file, record in files.items())
 
 
-def _sizes(store: Store, name: str) -> dict[str, int]:
+def _sizes(store: CheckpointStorage, name: str) -> dict[str, int]:
     with named_failures(f"{store.url}/{name}"):
         return store.sizes(name)
 
 
-def _sha256(store: Store, path: str) -> tuple[str, int]:
+def _sha256(store: CheckpointStorage, path: str) -> tuple[str, int]:
     digest, size = hashlib.sha256(), 0
     with store.read(path) as stream:
         while chunk := stream.read(_CHUNK):

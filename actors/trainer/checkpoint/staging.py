@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from raytide.actors.trainer.checkpoint.train_state import Piece
+from raytide.actors.trainer.checkpoint.train_state import TensorShard
 
 _ALIGN = 64
 
@@ -34,11 +34,11 @@ class Entry:
         return self.start + self.numel * self.dtype.itemsize
 
 
-class Image:
+class StagingBuffer:
     def __init__(self) -> None:
         self.block = torch.zeros(0, dtype=torch.uint8)
         self.entries: list[Entry] = []
-        self.pieces: list[Piece] = []
+        self.pieces: list[TensorShard] = []
         self._stream: torch.cuda.Stream | None = None
         self._copied: torch.cuda.Event | None = None
 
@@ -59,12 +59,12 @@ class Image:
         if self.size > len(self.block):
             self.block = torch.zeros(self.size, dtype=torch.uint8, pin_memory=pinned)
         memory = self.block.numpy()
-        self.pieces = [Piece(e.name, e.shape, e.offsets, _view(memory, e)) for e in entries]
+        self.pieces = [TensorShard(e.name, e.shape, e.offsets, _view(memory, e)) for e in entries]
 
-    def prepare(self, pieces: Sequence[Piece]) -> None:
+    def prepare(self, pieces: Sequence[TensorShard]) -> None:
         self.lay_out(_entries(pieces), pinned=any(piece.local.is_cuda for piece in pieces))
 
-    def copy(self, pieces: Sequence[Piece]) -> None:
+    def copy(self, pieces: Sequence[TensorShard]) -> None:
         """Take the pieces' values. From a GPU this only starts: see `before_update` and `wait`."""
         self.prepare(pieces)
         if not any(piece.local.is_cuda for piece in pieces):
@@ -86,14 +86,14 @@ class Image:
         if self._copied is not None:
             self._copied.synchronize()
 
-    def _copy(self, pieces: Sequence[Piece]) -> None:
+    def _copy(self, pieces: Sequence[TensorShard]) -> None:
         for mine, live in zip(self.pieces, pieces, strict=True):
             mine.local.copy_(live.local, non_blocking=True)
             if self._stream is not None and live.local.is_cuda:
                 live.local.record_stream(self._stream)  # it may be a temporary of the optimizer's
 
 
-def _entries(pieces: Sequence[Piece]) -> list[Entry]:
+def _entries(pieces: Sequence[TensorShard]) -> list[Entry]:
     entries, at = [], 0
     for piece in pieces:
         sizes = tuple(piece.local.shape)

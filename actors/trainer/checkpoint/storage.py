@@ -21,7 +21,7 @@ from raytide.core.io import storage
 from raytide.core.io.private_paths import check_opened, safe_opener
 
 
-class Store(Protocol):
+class CheckpointStorage(Protocol):
     """Paths are relative to the store and use `/`. FileNotFoundError where there is nothing to read."""
 
     url: str
@@ -49,7 +49,7 @@ class Store(Protocol):
         ...
 
 
-def open_store(url: str) -> Store:
+def open_store(url: str) -> CheckpointStorage:
     return LocalStore(Path(url.removeprefix("file://"))) if storage.is_local(url) else UrlStore(url)
 
 

@@ -19,7 +19,7 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorShard:
     name: str
     shape: tuple[int, ...]
     """Of the whole tensor."""
@@ -40,7 +40,7 @@ class OptimizerState(Protocol):
         ...
 
 
-class Extra(Protocol):
+class Stateful(Protocol):
     """State beside the weights (a loss scale, a guard's window): tensors of fixed shapes, equal on all ranks or under a
     name of each rank's own."""
 
@@ -53,17 +53,17 @@ class TrainState:
     """Built before the first step: FSDP may show other tensors under the same names once the model has run."""
 
     def __init__(
-        self, parts: Sequence[nn.Module], optimizer: OptimizerState, extras: Mapping[str, Extra] | None = None
+        self, parts: Sequence[nn.Module], optimizer: OptimizerState, extras: Mapping[str, Stateful] | None = None
     ) -> None:
         self.optimizer, self.extras = optimizer, {} if extras is None else extras
         self._model = [(f"model.{name}", tensor) for part in parts for name, tensor in _saved(part)]
         self._places: dict[str, tuple[int, ...]] = {}
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[TensorShard]:
         """Of every tensor that this rank has a part of, with the live values."""
         return self._pieces(self.optimizer.tensors(), self._extras())
 
-    def load(self, fill: Callable[[list[Piece]], None]) -> None:
+    def load(self, fill: Callable[[list[TensorShard]], None]) -> None:
         """Have `fill` write every piece in place."""
         moments = self.optimizer.tensors()
         extras = self._extras()
@@ -75,22 +75,22 @@ class TrainState:
     def _extras(self) -> dict[str, Mapping[str, Tensor]]:
         return {name: extra.state_dict() for name, extra in self.extras.items()}
 
-    def _pieces(self, moments: Mapping[str, Tensor], extras: Mapping[str, Mapping[str, Tensor]]) -> list[Piece]:
+    def _pieces(self, moments: Mapping[str, Tensor], extras: Mapping[str, Mapping[str, Tensor]]) -> list[TensorShard]:
         tensors = [*self._model, *((f"optim.{name}", tensor) for name, tensor in moments.items())]
         found = [self._piece(name, tensor) for name, tensor in tensors]
         for name, tensors_of in extras.items():
             for key, tensor in tensors_of.items():
                 place = (0,) * tensor.ndim
-                found.append(Piece(f"extra.{name}.{key}", tuple(tensor.shape), place, tensor, optional=True))
+                found.append(TensorShard(f"extra.{name}.{key}", tuple(tensor.shape), place, tensor, optional=True))
         return found
 
     @torch.no_grad()  # with gradients on, to_local is an operation of its own: half of what a copy takes
-    def _piece(self, name: str, tensor: Tensor) -> Piece:
+    def _piece(self, name: str, tensor: Tensor) -> TensorShard:
         if not isinstance(tensor, DTensor):
-            return Piece(name, tuple(tensor.shape), (0,) * tensor.ndim, tensor.detach())
+            return TensorShard(name, tuple(tensor.shape), (0,) * tensor.ndim, tensor.detach())
         if name not in self._places:  # the same for as long as the layout, and slow to find
             self._places[name] = tuple(tensor.__create_chunk_list__()[0].offsets)
-        return Piece(name, tuple(tensor.shape), self._places[name], tensor.to_local().detach())
+        return TensorShard(name, tuple(tensor.shape), self._places[name], tensor.to_local().detach())
 
 
 def _saved(part: nn.Module) -> Iterator[tuple[str, Tensor]]:

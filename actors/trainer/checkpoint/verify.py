@@ -7,12 +7,12 @@ from typing import Literal
 
 from raytide.actors.trainer.checkpoint import manifest
 from raytide.actors.trainer.checkpoint.manifest import MANIFEST
-from raytide.actors.trainer.checkpoint.storage import Store, named_failures, open_store
+from raytide.actors.trainer.checkpoint.storage import CheckpointStorage, named_failures, open_store
 from raytide.core.errors import CheckpointError, NotFoundError
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class VerifyResult:
     url: str
     step: int
     state: Literal["whole", "bad", "unfinished"]
@@ -24,7 +24,7 @@ class Verdict:
     problems: tuple[str, ...] = ()
 
 
-def verify(target: str) -> list[Verdict]:
+def verify(target: str) -> list[VerifyResult]:
     """Of a checkpoint, of a run or of a folder of checkpoints (a path or an fsspec URL), newest first.
 
     NotFoundError when there are none; StorageError when they cannot be reached.
@@ -44,19 +44,19 @@ def verify(target: str) -> list[Verdict]:
     )
 
 
-def _verdict(store: Store, name: str) -> Verdict:
+def _verdict(store: CheckpointStorage, name: str) -> VerifyResult:
     url, step = f"{store.url}/{name}", manifest.step_of(name)
     assert step is not None
     if MANIFEST not in _sizes(store, name):
-        return Verdict(url, step, "unfinished", problems=(f"it has no {MANIFEST}",))
+        return VerifyResult(url, step, "unfinished", problems=(f"it has no {MANIFEST}",))
     try:
         checkpoint = manifest.read(store, name)
     except CheckpointError as error:
-        return Verdict(url, step, "bad", problems=(error.message,))
+        return VerifyResult(url, step, "bad", problems=(error.message,))
     problems = tuple(manifest.problems(store, checkpoint))
-    return Verdict(url, step, "bad" if problems else "whole", checkpoint.size, checkpoint.manifest.world, problems)
+    return VerifyResult(url, step, "bad" if problems else "whole", checkpoint.size, checkpoint.manifest.world, problems)
 
 
-def _sizes(store: Store, name: str) -> dict[str, int]:
+def _sizes(store: CheckpointStorage, name: str) -> dict[str, int]:
     with named_failures(f"{store.url}/{name}"):
         return store.sizes(name)

@@ -27,12 +27,12 @@ from raytide.core.io.private_paths import safe_opener
 from raytide.core.io.token_dataset import CONFIG
 from raytide.core.specs.model import ChatSpec
 
-__all__ = ["ChatData"]
+__all__ = ["ChatDataset"]
 
 TEMPLATE = "chat_template.jinja"
 
 
-class ChatData:
+class ChatDataset:
     """See `Data`. A conversation is cut at its end to `seq_len` + 1 tokens, and filled up behind it."""
 
     def __init__(self, chat: ChatSpec, tokenizer: Path, seq_len: int) -> None:

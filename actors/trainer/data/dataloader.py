@@ -9,26 +9,26 @@ import torch
 from torch import Tensor
 
 from raytide.actors.trainer.data.prefetch import Prefetch
-from raytide.actors.trainer.data.token_dataset import Data, Ids, Sampler, share
-from raytide.actors.trainer.distributed.process_group import Group
+from raytide.actors.trainer.data.token_dataset import Ids, Sampler, TokenDataset, rank_slice
+from raytide.actors.trainer.distributed.process_group import ProcessGroup
 from raytide.actors.trainer.model.loss import IGNORE
 from raytide.actors.trainer.parallel.forward_backward import Micro
 from raytide.core.errors import DataError
 from raytide.core.specs.train import TrainSpec
 
-__all__ = ["Batches"]
+__all__ = ["DataLoader"]
 
 _ANY: Ids = np.zeros(1, dtype=np.int64)
 """The sequence that fills up a microbatch; it does not count."""
 
 
-class Batches:
-    def __init__(self, data: Data, sampler: Sampler, group: Group, spec: TrainSpec) -> None:
+class DataLoader:
+    def __init__(self, data: TokenDataset, sampler: Sampler, group: ProcessGroup, spec: TrainSpec) -> None:
         self.device, self.layout = group.device, spec.layout
         self._one_shape = group.sizes.pipeline > 1
         self._most = math.ceil(spec.global_batch / group.sizes.data)
         vocab_size = data.vocab_size
-        mine = share(spec.global_batch, group.data_rank, group.sizes.data)
+        mine = rank_slice(spec.global_batch, group.data_rank, group.sizes.data)
 
         def read(step: int) -> tuple[Ids, Ids, Ids]:
             ids = sampler.ids(step)[mine]
@@ -42,7 +42,7 @@ class Batches:
 
         self._rows = Prefetch(read, spec.steps)
 
-    def take(self, step: int, size: int) -> tuple[Ids, list[Micro], int]:
+    def next_batch(self, step: int, size: int) -> tuple[Ids, list[Micro], int]:
         """The sequences of this rank in a step, in microbatches of `size`, and how many targets count in them.
 
         All ranks have equally many microbatches, or their collectives would not match: a rank whose share is smaller

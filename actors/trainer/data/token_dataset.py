@@ -45,16 +45,16 @@ class Sampler:
         out = np.empty_like(place)
         for epoch in np.unique(epochs):
             here = epochs == epoch
-            out[here] = permute(place[here] % self.n_sequences, self.n_sequences, f"{self.seed}/{epoch}")
+            out[here] = feistel_permutation(place[here] % self.n_sequences, self.n_sequences, f"{self.seed}/{epoch}")
         return out
 
 
-def share(count: int, rank: int, world: int) -> slice:
+def rank_slice(count: int, rank: int, world: int) -> slice:
     """Rank's contiguous part of `count` items: the parts are disjoint, cover all, and differ in size by at most one."""
     return slice(count * rank // world, count * (rank + 1) // world)
 
 
-def permute(index: Ids, size: int, key: str) -> Ids:
+def feistel_permutation(index: Ids, size: int, key: str) -> Ids:
     """Where the bijection of [0, size) named by `key` sends each index: a Feistel network over the next power of four,
     walked again from every value that falls outside."""
     half = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
@@ -79,7 +79,7 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-class Data(Protocol):
+class TokenDataset(Protocol):
     """Sequences to train on, by number. Every rank opens them itself and reads what it is asked for."""
 
     @property

@@ -16,13 +16,13 @@ __all__ = ["gather", "gathered", "local", "scatter", "summed"]
 
 def gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """The ranks' parts of `dim`, in their order. Each rank's gradient of the whole is summed: all must use it."""
-    out: Tensor = _Gather.apply(x, dim, group)  # type: ignore[no-untyped-call]
+    out: Tensor = _AllGather.apply(x, dim, group)  # type: ignore[no-untyped-call]
     return out
 
 
 def scatter(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """This rank's part of `dim` of the ranks' sum; the inverse of `gather`."""
-    out: Tensor = _Scatter.apply(x, dim, group)  # type: ignore[no-untyped-call]
+    out: Tensor = _ReduceScatter.apply(x, dim, group)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -52,7 +52,7 @@ def summed(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     return out
 
 
-class _Gather(torch.autograd.Function):
+class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
@@ -63,7 +63,7 @@ class _Gather(torch.autograd.Function):
         return summed(gradients[0], ctx.dim, ctx.group), None, None
 
 
-class _Scatter(torch.autograd.Function):
+class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group

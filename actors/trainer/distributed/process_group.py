@@ -32,7 +32,7 @@ STORE_TIMEOUT = timedelta(seconds=60)
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ProcessGroup:
     rank: int
     world: int
     device: torch.device
@@ -127,12 +127,12 @@ class Group:
         return channel
 
 
-def open_store(address: str, world: int) -> TCPStore:
+def create_store(address: str, world: int) -> TCPStore:
     """A meeting place for `world` ranks on a free port of this host; it lives as long as the object."""
     return TCPStore(address, 0, world, is_master=True, wait_for_workers=False, timeout=STORE_TIMEOUT)
 
 
-def reach_store(address: str, port: int, world: int) -> TCPStore:
+def connect_store(address: str, port: int, world: int) -> TCPStore:
     return TCPStore(address, port, world, is_master=False, timeout=STORE_TIMEOUT)
 
 
@@ -144,7 +144,7 @@ def join(
     timeout_s: float,
     address: str = "127.0.0.1",
     generation: int = 0,
-) -> Group:
+) -> ProcessGroup:
     """Meet the other ranks at `store`. `address` is this rank's own: loopback nodes must not look up a host name."""
     if address.startswith("127."):
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -155,7 +155,7 @@ def join(
     return _joined(sizes, timeout_s, generation)
 
 
-def adopt(layout: Layout, *, timeout_s: float) -> Group:
+def adopt(layout: Layout, *, timeout_s: float) -> ProcessGroup:
     """The group of a process group that somebody else made and will end, such as Ray Train. It has no spares."""
     world = dist.get_world_size()
     sizes = layout.sizes(world)
@@ -174,7 +174,7 @@ def leave() -> None:
     torch_compat.forget_meshes()
 
 
-def _joined(sizes: Sizes, timeout_s: float, generation: int) -> Group:
+def _joined(sizes: Sizes, timeout_s: float, generation: int) -> ProcessGroup:
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     torch_compat.tell_meshes_apart()
@@ -182,7 +182,7 @@ def _joined(sizes: Sizes, timeout_s: float, generation: int) -> Group:
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pipeline", "replicate", "shard", "tensor"))
     io = dist.new_group(backend="gloo", timeout=timedelta(seconds=max(timeout_s, IO_TIMEOUT_S)))
     assert isinstance(io, dist.ProcessGroup)
-    return Group(dist.get_rank(), sizes.world, device, sizes, mesh, io, _context(sizes), generation)
+    return ProcessGroup(dist.get_rank(), sizes.world, device, sizes, mesh, io, _context(sizes), generation)
 
 
 def _context(sizes: Sizes) -> dist.ProcessGroup | None:
@@ -196,7 +196,7 @@ def _context(sizes: Sizes) -> dist.ProcessGroup | None:
 
 
 @contextmanager
-def alone() -> Iterator[Group]:
+def single_process() -> Iterator[ProcessGroup]:
     """A group of one, for a run in this process only."""
     group = join(HashStore(), 0, Sizes(), timeout_s=60.0)
     try:

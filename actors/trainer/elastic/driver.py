@@ -11,15 +11,15 @@ import time
 from functools import partial
 
 from raytide.actors.gang.lease_watch import LeaseWatch, Reporter
-from raytide.actors.trainer.elastic.generation import Ending, Generation
-from raytide.actors.trainer.elastic.pace import Pace
+from raytide.actors.trainer.elastic.generation import Generation, GenerationResult
+from raytide.actors.trainer.elastic.pace import StepRate
 from raytide.actors.trainer.elastic.rank_assignment import most_ranks
 from raytide.actors.trainer.elastic.ray_worker import RayWorker, Start
 from raytide.actors.trainer.elastic.recovery import Recovery
-from raytide.actors.trainer.elastic.restart_policy import Budget, smaller
-from raytide.actors.trainer.elastic.worker_group import Crew, Hand
-from raytide.actors.trainer.run_log.writer import Record
-from raytide.actors.trainer.types import Beat, RunResult, StepResult
+from raytide.actors.trainer.elastic.restart_policy import RestartPolicy, smaller
+from raytide.actors.trainer.elastic.worker_group import WorkerGroup, WorkerHandle
+from raytide.actors.trainer.run_log.writer import RunLog
+from raytide.actors.trainer.types import RunResult, StepResult, WorkerStatus
 from raytide.core.clock import Clock, SystemClock
 from raytide.core.errors import ConflictError, LeaseLostError, RaytideError
 from raytide.core.io.claim import Claim
@@ -49,7 +49,7 @@ def run_train(
 def _run(
     spec: TrainSpec, lease_client: LeaseClient, job_id: str, claim: Claim, clock: Clock, start: Start
 ) -> RunResult:
-    record = Record(spec, clock, logs_steps=False)
+    record = RunLog(spec, clock, logs_steps=False)
     driver = _Driver(spec, lease_client, job_id, record, start, claim)
     try:
         driver.run()
@@ -78,27 +78,27 @@ def _is_over(client: LeaseClient, holder: str) -> bool:
 
 class _Driver:
     def __init__(
-        self, spec: TrainSpec, client: LeaseClient, job_id: str, record: Record, start: Start, claim: Claim
+        self, spec: TrainSpec, client: LeaseClient, job_id: str, record: RunLog, start: Start, claim: Claim
     ) -> None:
         self.spec, self.record, self.claim = spec, record, claim
-        self.crew = Crew(spec, record, start)
+        self.crew = WorkerGroup(spec, record, start)
         self.watch = LeaseWatch(client, job_id)
         self.reporter = Reporter(client, job_id)
-        self.budget = Budget(spec.name, best=record.steps)
+        self.budget = RestartPolicy(spec.name, best=record.steps)
         self.fits: int | None = None
         """Sequences that a rank may have room for at once, once memory ran out."""
         self.number = 0
-        self.hands: list[Hand] = []
+        self.hands: list[WorkerHandle] = []
         """Those that were seated last."""
         self.recovery: Recovery | None = None
         """From the end of a generation until the next step."""
-        self.pace = Pace(record.step_s)
+        self.pace = StepRate(record.step_s)
 
     def run(self) -> None:
         while True:
-            self.hands = self._gather()
+            self.hands = self._wait_for_workers()
             self.number += 1
-            self._tell_who()
+            self._report_membership()
             if self.recovery is not None:
                 self.recovery.seated_s = time.monotonic()
             generation = Generation(
@@ -116,25 +116,25 @@ class _Driver:
             if ending.kind == "done":
                 self.record.finished()
                 return
-            self._account(ending)
+            self._handle_exit(ending)
 
     def close(self) -> None:
         self.watch.close()
         self.crew.close()
         self.reporter.close(self._progress(0))
 
-    def _gather(self) -> list[Hand]:
+    def _wait_for_workers(self) -> list[WorkerHandle]:
         """Wait until enough workers are ready. The first time also for those that are on their way to a seat; later,
         survivors go on at once and the others join them when they come."""
         while True:
             self.claim.check()
             lease = self.watch.latest()
             if lease is not None:
-                lost = self.crew.staff(lease)
+                lost = self.crew.reconcile(lease)
                 self.crew.settle(lease, ())
                 self.budget.lost(hand.filling for hand in lost)
                 for hand, why in self.crew.check():
-                    self.budget.charge(f"{hand.host}: {why}", [hand.filling])
+                    self.budget.record_failure(f"{hand.host}: {why}", [hand.filling])
                 self.budget.check()
                 hands = self.crew.seats(lease.shape, self.hands)
                 if hands and (self.number > 0 or self._is_full(lease, len(hands))):
@@ -147,14 +147,14 @@ class _Driver:
     def _is_full(self, lease: Lease, seated: int) -> bool:
         return self.crew.starting == 0 or seated == most_ranks(self.spec, lease.shape)
 
-    def _tell_who(self) -> None:
+    def _report_membership(self) -> None:
         seats = {"hosts": [hand.host for hand in self.hands], "pids": [hand.pid for hand in self.hands]}
         sizes = str(self.spec.layout.sizes(len(self.hands)))
         spare = self.crew.ready - len(self.hands)
         self.record.event("formed", generation=self.number, world=len(self.hands), layout=sizes, spare=spare, **seats)
         self.reporter.send(self._progress(len(self.hands)))
 
-    def _stepped(self, new: list[StepResult], beat: Beat) -> None:
+    def _stepped(self, new: list[StepResult], beat: WorkerStatus) -> None:
         self.claim.check()
         if self.recovery is not None:
             told = self.recovery.over(time.monotonic(), new[0], beat)
@@ -168,7 +168,7 @@ class _Driver:
         tokens_per_s = sum(step.tokens for step in new) / max(worked_s, 1e-9)
         self.reporter.send(self._progress(new[-1].world, tokens_per_s))
 
-    def _account(self, ending: Ending) -> None:
+    def _handle_exit(self, ending: GenerationResult) -> None:
         if ending.error is not None:
             raise ending.error
         now_s, step = time.monotonic(), self.record.steps

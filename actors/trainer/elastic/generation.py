@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from raytide.actors.gang.lease_watch import LeaseWatch
-from raytide.actors.trainer.elastic.heartbeat import Pulse
-from raytide.actors.trainer.elastic.worker_group import Crew, Hand, reason
-from raytide.actors.trainer.run_log.writer import Record
-from raytide.actors.trainer.types import Beat, Outcome, Pause, Seat, StepResult
+from raytide.actors.trainer.elastic.heartbeat import HeartbeatMonitor
+from raytide.actors.trainer.elastic.worker_group import WorkerGroup, WorkerHandle, reason
+from raytide.actors.trainer.run_log.writer import RunLog
+from raytide.actors.trainer.types import RankAssignment, StepResult, StopRequest, WorkerExit, WorkerStatus
 from raytide.core.errors import RaytideError, TrainError
 from raytide.core.objects.gang import MemberState
 from raytide.core.specs.train import TrainSpec
@@ -37,7 +37,7 @@ Kind = Literal["done", "paused", "broken", "oom", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class GenerationResult:
     kind: Kind
     why: str = ""
     error: RaytideError | None = None
@@ -45,7 +45,7 @@ class Ending:
     """Monotonic: the first sign of it."""
     leave_s: float = 0.0
     """Of the slowest survivor."""
-    dead: tuple[Hand, ...] = ()
+    dead: tuple[WorkerHandle, ...] = ()
     """Those whose process did not survive it."""
 
 
@@ -54,14 +54,14 @@ class Generation:
         self,
         number: int,
         spec: TrainSpec,
-        hands: list[Hand],
-        crew: Crew,
+        hands: list[WorkerHandle],
+        crew: WorkerGroup,
         watch: LeaseWatch,
-        record: Record,
+        record: RunLog,
         *,
         micro_batch: int,
         claim: str = "",
-        on_steps: Callable[[list[StepResult], Beat], None],
+        on_steps: Callable[[list[StepResult], WorkerStatus], None],
     ) -> None:
         self.number, self.spec, self.hands = number, spec, hands
         self.crew, self.watch, self.record = crew, watch, record
@@ -69,21 +69,21 @@ class Generation:
         self.save_s = 0.0
         """Of the last checkpoint that a rank told of."""
         self._last_step = -1
-        self._out: dict[Future[Outcome], int] = {}
-        self._outcomes: dict[int, Outcome] = {}
-        self._dead: dict[int, Hand] = {}
+        self._out: dict[Future[WorkerExit], int] = {}
+        self._outcomes: dict[int, WorkerExit] = {}
+        self._dead: dict[int, WorkerHandle] = {}
         self._failed: tuple[str, RaytideError] | None = None
-        self._pulse = Pulse(hands)
+        self._pulse = HeartbeatMonitor(hands)
         self._broke_s: float | None = None
         self._sign: tuple[float, str] | None = None
         """When and why this generation began to end."""
 
-    def run(self) -> Ending:
+    def run(self) -> GenerationResult:
         """Train to the generation's end."""
         if self._seat():
             while self._out:
                 self._collect()
-                for beat in self._pulse.beats(self._out.values()):
+                for beat in self._pulse.poll(self._out.values()):
                     self._take(beat)
                 self._follow_lease()
                 self._find_hung()
@@ -101,7 +101,7 @@ class Generation:
             return False
         store = first.member.address, opened.result()
         for rank, hand in enumerate(self.hands):
-            seat = Seat(self.number, rank, world, store, hand.member.address, self.micro_batch, self.claim)
+            seat = RankAssignment(self.number, rank, world, store, hand.member.address, self.micro_batch, self.claim)
             self._out[hand.call("train", seat)] = rank
         return True
 
@@ -125,7 +125,7 @@ class Generation:
         lease = self.watch.latest()
         if lease is None:
             return
-        lost = self.crew.staff(lease)
+        lost = self.crew.reconcile(lease)
         self.crew.settle(lease, self.hands)
         for rank, hand in enumerate(self.hands):
             if hand in lost and rank not in self._outcomes:
@@ -136,23 +136,23 @@ class Generation:
             self._note(why)
             self.hands[0].call("pause", self.number, how)
 
-    def _change(self, lease: Lease) -> tuple[Pause, str] | None:
+    def _change(self, lease: Lease) -> tuple[StopRequest, str] | None:
         """Why to form again on purpose, if there is a reason, and how to stop for it."""
         leaving = [hand for hand in self.hands if hand.member.state is MemberState.LEAVING]
         if leaving:
             return self._how_to_leave(leaving), f"{leaving[0].host} leaves soon"
         if self.crew.starting == 0 and len(seats := self.crew.seats(lease.shape, self.hands)) > len(self.hands):
             new = next(hand for hand in seats if hand not in self.hands)
-            return Pause.SAVE, f"{new.host} joins"
+            return StopRequest.SAVE, f"{new.host} joins"
         return None
 
-    def _how_to_leave(self, leaving: list[Hand]) -> Pause:
+    def _how_to_leave(self, leaving: list[WorkerHandle]) -> StopRequest:
         """With a checkpoint, unless the notice is too short for what the last one took."""
         deadline_s = min(hand.member.leaves_at_s or float("inf") for hand in leaving)
         left_s = deadline_s - self.record.clock.now_s()
         fits = left_s > self.save_s * MARGIN
         self.record.event("notice", generation=self.number, left_s=round(left_s, 3), save_s=self.save_s, saves=fits)
-        return Pause.SAVE if fits else Pause.STOP
+        return StopRequest.SAVE if fits else StopRequest.STOP
 
     def _find_hung(self) -> None:
         """Name the ranks that do not answer, that are elsewhere while their peers wait, or do not end like them."""
@@ -186,15 +186,15 @@ class Generation:
     def _drop(self, rank: int, why: str) -> None:
         self._note(why)
         self._broke_s = self._broke_s or time.monotonic()
-        self._outcomes[rank] = Outcome("broken", why)
+        self._outcomes[rank] = WorkerExit("broken", why)
         self._dead[rank] = self.hands[rank]
-        self.crew.dismiss(self.hands[rank])
+        self.crew.kill(self.hands[rank])
 
     def _note(self, why: str) -> None:
         if self._sign is None:
             self._sign = (time.monotonic(), why)
 
-    def _take(self, beat: Beat) -> None:
+    def _take(self, beat: WorkerStatus) -> None:
         """Every rank tells of the same steps; the first to do so is believed."""
         if beat.generation != self.number:
             return
@@ -208,7 +208,7 @@ class Generation:
                 self.record.step(step)
             self.on_steps(new, beat)
 
-    def _ending(self) -> Ending:
+    def _ending(self) -> GenerationResult:
         outcomes = self._outcomes.values()
         kinds = {outcome.kind for outcome in outcomes}
         began_s, why = self._sign or (time.monotonic(), "")
@@ -221,4 +221,4 @@ class Generation:
             failed = next((outcome for outcome in outcomes if outcome.kind == "failed"), None)
             if failed is not None:
                 kind, why, error = "failed", failed.detail, failed.error
-        return Ending(kind, why, error, began_s, leave_s, tuple(self._dead.values()))
+        return GenerationResult(kind, why, error, began_s, leave_s, tuple(self._dead.values()))

@@ -7,17 +7,17 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from raytide.actors.trainer.elastic.worker_group import Hand
-from raytide.actors.trainer.types import Beat
+from raytide.actors.trainer.elastic.worker_group import WorkerHandle
+from raytide.actors.trainer.types import WorkerStatus
 
 EVERY_S = 0.25
 
 
 @dataclass(slots=True)
-class Heard:
+class LastHeartbeat:
     """What a rank said last."""
 
-    beat: Beat = field(default_factory=lambda: Beat(-1, "starting", 0.0))
+    beat: WorkerStatus = field(default_factory=lambda: WorkerStatus(-1, "starting", 0.0))
     elsewhere: int = 0
     """Answers in a row, since its peers began to complain, in which it did not wait for them."""
 
@@ -26,16 +26,16 @@ class Heard:
         return f"{self.beat.phase} for {self.beat.phase_s:.1f} s"
 
 
-class Pulse:
-    def __init__(self, hands: list[Hand]) -> None:
+class HeartbeatMonitor:
+    def __init__(self, hands: list[WorkerHandle]) -> None:
         self._hands = hands
         self._every_s = max(EVERY_S, 0.005 * len(hands))  # a large gang is asked less often
-        self._out: dict[int, tuple[Future[Beat], float]] = {}
+        self._out: dict[int, tuple[Future[WorkerStatus], float]] = {}
         self._next_s = dict.fromkeys(range(len(hands)), 0.0)
-        self._heard = {rank: Heard() for rank in range(len(hands))}
+        self._heard = {rank: LastHeartbeat() for rank in range(len(hands))}
         self._complained_s: float | None = None
 
-    def beats(self, ranks: Iterable[int]) -> list[Beat]:
+    def poll(self, ranks: Iterable[int]) -> list[WorkerStatus]:
         """The answers that have come; asks again those of `ranks` whose turn it is."""
         now = time.monotonic()
         for rank in ranks:
@@ -60,10 +60,10 @@ class Pulse:
         """For how long its question has been waiting."""
         return time.monotonic() - self._out[rank][1] if rank in self._out else 0.0
 
-    def heard(self, rank: int) -> Heard:
+    def heard(self, rank: int) -> LastHeartbeat:
         return self._heard[rank]
 
-    def _read(self, rank: int, beat: Beat, asked_s: float) -> Beat:
+    def _read(self, rank: int, beat: WorkerStatus, asked_s: float) -> WorkerStatus:
         heard = self._heard[rank]
         heard.beat = beat
         if self._complained_s is not None and asked_s >= self._complained_s:

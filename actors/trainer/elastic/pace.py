@@ -9,7 +9,7 @@ HALF = 20
 
 
 @dataclass(slots=True)
-class Pace:
+class StepRate:
     step_s: float | None = None
     """None until a step was seen."""
     _at_s: float | None = None

@@ -39,7 +39,7 @@ def usable(spec: TrainSpec, ranks: int) -> int:
         return 0
 
 
-def choose(
+def assign_ranks(
     able: Iterable[S], shape: Shape, *, most: int, usable: Callable[[int], int], held: Collection[S] = ()
 ) -> list[S]:
     """Those of `able` that train, in rank order; nobody when fewer than the gang's minimum are there.

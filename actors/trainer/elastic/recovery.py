@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from raytide.actors.trainer.types import Beat, StepResult
+from raytide.actors.trainer.types import StepResult, WorkerStatus
 
 LAPS = ("join", "build", "load", "first_step")
 
@@ -22,7 +22,7 @@ class Recovery:
     """The last one that was done before."""
     seated_s: float = 0.0
 
-    def over(self, now_s: float, first: StepResult, beat: Beat) -> dict[str, float | int | str]:
+    def over(self, now_s: float, first: StepResult, beat: WorkerStatus) -> dict[str, float | int | str]:
         """The event that tells of it, once `first` was done."""
         laps = {f"{name}_s": round(beat.laps.get(name, 0.0), 3) for name in LAPS}
         return {

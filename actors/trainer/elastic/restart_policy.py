@@ -18,7 +18,7 @@ Filling = tuple[int, int]
 
 
 @dataclass(slots=True)
-class Budget:
+class RestartPolicy:
     name: str
     best: int = 0
     """The furthest step of the run so far."""
@@ -39,10 +39,10 @@ class Budget:
     def broke(self, why: str, dead: Iterable[Filling]) -> None:
         """A generation broke, and the ranks of `dead` did not survive it."""
         if self.best == self._charged_at:
-            self.charge(why, dead)
+            self.record_failure(why, dead)
         self._charged_at = self.best
 
-    def charge(self, why: str, dead: Iterable[Filling]) -> None:
+    def record_failure(self, why: str, dead: Iterable[Filling]) -> None:
         self._charges.append((why, frozenset(dead)))
 
     def check(self) -> None:

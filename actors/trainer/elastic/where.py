@@ -16,7 +16,7 @@ READERS = "data"
 """How the names of threads begin that read for the one that works."""
 
 
-def place(thread_id: int) -> tuple[str, bool]:
+def stack_summary(thread_id: int) -> tuple[str, bool]:
     """The frames of a thread, the innermost first, and whether it waits for other ranks in them.
 
     A thread that waits for another one to read is shown with that one's frames behind its own.

@@ -15,9 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
-from raytide.actors.trainer.elastic.worker_status import Diary
+from raytide.actors.trainer.elastic.worker_status import StatusRecorder
 from raytide.actors.trainer.run_log.writer import StepLog
-from raytide.actors.trainer.types import Beat, Outcome, Pause, Seat, StepResult
+from raytide.actors.trainer.types import RankAssignment, StepResult, StopRequest, WorkerExit, WorkerStatus
 from raytide.core.clock import SystemClock
 from raytide.core.errors import RaytideError
 from raytide.core.specs.train import TrainSpec
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
     from raytide.actors.trainer.checkpoint.peers.snapshot import Snapshots
-    from raytide.actors.trainer.distributed.process_group import Group
+    from raytide.actors.trainer.distributed.process_group import ProcessGroup
     from raytide.actors.trainer.trainer import Trainer
 
 T = TypeVar("T")
@@ -39,15 +39,15 @@ class TrainWorker:
         self._spec, self._threads, self._host = spec, threads, host
         self._torch = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch", initializer=self._prepare)
         self._store: TCPStore | None = None
-        self._diary = Diary()
-        self._generation, self._pause = -1, Pause.NO
+        self._diary = StatusRecorder()
+        self._generation, self._pause = -1, StopRequest.NO
         self._snapshots: Snapshots | None = None
 
     def ready(self) -> int:
         """The process id, once the imports are done and the worker can take a seat."""
         return self._on_torch(os.getpid)
 
-    def stay(self) -> None:
+    def wait_for_exit(self) -> None:
         """Never answers: the call fails when this process ends."""
         threading.Event().wait()
 
@@ -55,15 +55,15 @@ class TrainWorker:
         """Open the store of a new generation on this rank's host and return its port."""
         return self._on_torch(lambda: self._open_store(address, world))
 
-    def train(self, seat: Seat) -> Outcome:
+    def train(self, seat: RankAssignment) -> WorkerExit:
         """Join the generation, load the newest state, train until something ends it, and leave it."""
         return self._on_torch(lambda: self._train(seat))
 
-    def pause(self, generation: int, how: Pause) -> None:
+    def pause(self, generation: int, how: StopRequest) -> None:
         """Make all ranks of this generation, through this one, stop before their next step."""
         self._generation, self._pause = generation, how
 
-    def poll(self) -> Beat:
+    def poll(self) -> WorkerStatus:
         return self._diary.read()
 
     def _on_torch(self, work: Callable[[], T]) -> T:
@@ -79,40 +79,40 @@ class TrainWorker:
     def _open_store(self, address: str, world: int) -> int:
         from raytide.actors.trainer.distributed import process_group
 
-        self._store = process_group.open_store(address, world)
+        self._store = process_group.create_store(address, world)
         return self._store.port
 
-    def _train(self, seat: Seat) -> Outcome:
+    def _train(self, seat: RankAssignment) -> WorkerExit:
         from raytide.actors.trainer.distributed import process_group
 
         self._diary.open(seat.generation)
         outcome = self._attempt(seat)
-        self._diary.at("leaving", lap="leave")
+        self._diary.enter_phase("leaving", lap="leave")
         gc.collect()  # FSDP's cycles hold the group, and closing its sockets is what wakes the peers
         process_group.leave()
         self._store = None
-        self._diary.at("idle")
+        self._diary.enter_phase("idle")
         return replace(outcome, last=self._diary.read())
 
-    def _attempt(self, seat: Seat) -> Outcome:
+    def _attempt(self, seat: RankAssignment) -> WorkerExit:
         from raytide.actors.trainer.parallel.micro_batch import is_out_of_memory
 
         try:
             return self._run(seat, self._join(seat))
         except RaytideError as error:
-            return Outcome("failed", str(error), error)
+            return WorkerExit("failed", str(error), error)
         except Exception as error:  # torch raises RuntimeError and its kin for a peer that is gone
             detail = "".join(traceback.format_exception(error)).strip()[-2000:]
             if is_out_of_memory(error):
-                return Outcome("oom", detail)
-            return Outcome("broken", detail, timed_out="timed out" in str(error).lower())
+                return WorkerExit("oom", detail)
+            return WorkerExit("broken", detail, timed_out="timed out" in str(error).lower())
 
-    def _join(self, seat: Seat) -> Group:
+    def _join(self, seat: RankAssignment) -> ProcessGroup:
         from raytide.actors.trainer.distributed import process_group
 
-        self._diary.at("joining", lap="join")
+        self._diary.enter_phase("joining", lap="join")
         return process_group.join(
-            self._meet(seat),
+            self._connect_store(seat),
             seat.rank,
             self._spec.layout.sizes(seat.world),
             timeout_s=self._spec.collective_timeout_s * OWN_SHARE,
@@ -120,40 +120,40 @@ class TrainWorker:
             generation=seat.generation,
         )
 
-    def _run(self, seat: Seat, mine: Group) -> Outcome:
+    def _run(self, seat: RankAssignment, mine: ProcessGroup) -> WorkerExit:
         from raytide.actors.trainer.checkpoint.peers.snapshot import Snapshots
         from raytide.actors.trainer.trainer import Trainer
 
-        self._diary.at("building", lap="build")
+        self._diary.enter_phase("building", lap="build")
         self._snapshots = self._snapshots or Snapshots(self._host)
         spec = self._spec.model_copy(update={"micro_batch": seat.micro_batch})
         trainer = Trainer(spec, mine, self._snapshots, seat.claim)
         try:
-            self._diary.at("loading", lap="load")
+            self._diary.enter_phase("loading", lap="load")
             skipped = trainer.restore()
             self._diary.restored(trainer.restored_from, [str(error) for error in skipped])
-            self._diary.at(f"step {trainer.steps_done + 1}", lap="first_step")
+            self._diary.enter_phase(f"step {trainer.steps_done + 1}", lap="first_step")
             log = StepLog(spec, SystemClock()) if mine.is_first else None
-            finished = trainer.run(on_step=self._did(trainer, log), paused=lambda: self._asked(seat))
+            finished = trainer.run(on_step=self._on_step(trainer, log), paused=lambda: self._stop_request(seat))
         finally:
             trainer.close()
-        return Outcome("done" if finished else "paused")
+        return WorkerExit("done" if finished else "paused")
 
-    def _did(self, trainer: Trainer, log: StepLog | None) -> Callable[[StepResult], None]:
+    def _on_step(self, trainer: Trainer, log: StepLog | None) -> Callable[[StepResult], None]:
         def did(result: StepResult) -> None:
             if log is not None:
                 log.add(result)
-            self._diary.did(result, trainer.save_s)
+            self._diary.record_step(result, trainer.save_s)
 
         return did
 
-    def _asked(self, seat: Seat) -> Pause:
-        return self._pause if self._generation == seat.generation else Pause.NO
+    def _stop_request(self, seat: RankAssignment) -> StopRequest:
+        return self._pause if self._generation == seat.generation else StopRequest.NO
 
-    def _meet(self, seat: Seat) -> TCPStore:
+    def _connect_store(self, seat: RankAssignment) -> TCPStore:
         from raytide.actors.trainer.distributed import process_group
 
         if seat.rank == 0:
             assert self._store is not None, "rank 0 opens the store before it takes its seat"
             return self._store
-        return process_group.reach_store(*seat.store, seat.world)
+        return process_group.connect_store(*seat.store, seat.world)

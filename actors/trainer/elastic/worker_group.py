@@ -8,9 +8,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from raytide.actors.trainer.elastic.rank_assignment import Key, choose, most_ranks, slots_of, usable
+from raytide.actors.trainer.elastic.rank_assignment import Key, assign_ranks, most_ranks, slots_of, usable
 from raytide.actors.trainer.elastic.ray_worker import Remote, Start
-from raytide.actors.trainer.run_log.writer import Record
+from raytide.actors.trainer.run_log.writer import RunLog
 from raytide.core.objects.gang import Lease, Member, MemberState, Shape
 from raytide.core.specs.train import TrainSpec
 
@@ -18,7 +18,7 @@ START_TIMEOUT_S = 120.0
 
 
 @dataclass(slots=True, eq=False)
-class Hand:
+class WorkerHandle:
     """One worker."""
 
     key: Key
@@ -47,33 +47,33 @@ class Hand:
         return self.worker.call(method, *args)
 
 
-class Crew:
-    def __init__(self, spec: TrainSpec, record: Record, start: Start) -> None:
+class WorkerGroup:
+    def __init__(self, spec: TrainSpec, record: RunLog, start: Start) -> None:
         self._spec, self._record, self._start = spec, record, start
-        self._hands: dict[Key, Hand] = {}
+        self._hands: dict[Key, WorkerHandle] = {}
         self.settled = ""
         """The version of the lease on which nobody trained any more on seats that it takes away."""
 
-    def staff(self, lease: Lease) -> list[Hand]:
+    def reconcile(self, lease: Lease) -> list[WorkerHandle]:
         """Start a worker for every usable seat that has none, and let go of those whose member is lost: returned."""
         seats = {key_of(member, slot): member for member in lease.usable for slot in range(slots_of(lease.shape))}
         lost = [hand for key, hand in self._hands.items() if key not in seats]
         for hand in lost:
-            self.dismiss(hand)
+            self.kill(hand)
         for key, member in seats.items():
             if key in self._hands:
                 self._hands[key].member = member
             elif member.state is not MemberState.LEAVING:
                 worker = self._start(self._spec, member, lease.shape)
-                self._hands[key] = Hand(key, member, worker, worker.call("ready"), worker.call("stay"))
+                self._hands[key] = WorkerHandle(key, member, worker, worker.call("ready"), worker.call("stay"))
         return lost
 
-    def settle(self, lease: Lease, hands: Collection[Hand]) -> None:
+    def settle(self, lease: Lease, hands: Collection[WorkerHandle]) -> None:
         """These train, on the seats of this lease; whoever else is on a seat that is being left does nothing there."""
         if not any(hand.member.state is MemberState.LEAVING for hand in hands):
             self.settled = lease.version
 
-    def check(self) -> list[tuple[Hand, str]]:
+    def check(self) -> list[tuple[WorkerHandle, str]]:
         """See who is ready now and who died. Those that never came to be ready are returned, with why."""
         failed = []
         for hand in list(self._hands.values()):
@@ -90,16 +90,16 @@ class Crew:
             else:
                 continue
             self._record.event("lost", host=hand.host, why=why)
-            self.dismiss(hand)
+            self.kill(hand)
             if not hand.is_ready:
                 failed.append((hand, why))
         return failed
 
-    def seats(self, shape: Shape, held: Collection[Hand] = ()) -> list[Hand]:
+    def seats(self, shape: Shape, held: Collection[WorkerHandle] = ()) -> list[WorkerHandle]:
         """Who can form a generation now, in rank order: ready, and on a member that is not about to leave."""
         able = [hand for hand in self._hands.values() if hand.is_ready and hand.member.state is MemberState.READY]
         most = most_ranks(self._spec, shape)
-        return choose(able, shape, most=most, usable=lambda ranks: usable(self._spec, ranks), held=held)
+        return assign_ranks(able, shape, most=most, usable=lambda ranks: usable(self._spec, ranks), held=held)
 
     @property
     def starting(self) -> int:
@@ -109,14 +109,14 @@ class Crew:
     def ready(self) -> int:
         return sum(hand.is_ready for hand in self._hands.values())
 
-    def dismiss(self, hand: Hand) -> None:
+    def kill(self, hand: WorkerHandle) -> None:
         if self._hands.get(hand.key) is hand:
             del self._hands[hand.key]
             hand.worker.kill()
 
     def close(self) -> None:
         for hand in list(self._hands.values()):
-            self.dismiss(hand)
+            self.kill(hand)
 
 
 def key_of(member: Member, slot: int) -> Key:

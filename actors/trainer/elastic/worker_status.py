@@ -6,11 +6,11 @@ import threading
 import time
 from collections.abc import Iterable
 
-from raytide.actors.trainer.elastic.where import place
-from raytide.actors.trainer.types import Beat, StepResult
+from raytide.actors.trainer.elastic.where import stack_summary
+from raytide.actors.trainer.types import StepResult, WorkerStatus
 
 
-class Diary:
+class StatusRecorder:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._worker = 0
@@ -27,7 +27,7 @@ class Diary:
             self._worker, self._generation = threading.get_ident(), generation
             self._laps, self._steps, self._skipped, self._source = {}, [], [], ""
 
-    def at(self, phase: str, *, lap: str = "") -> None:
+    def enter_phase(self, phase: str, *, lap: str = "") -> None:
         """From now on it is at `phase`; with `lap`, its seconds go under that name once it is over."""
         with self._lock:
             now = time.monotonic()
@@ -40,19 +40,19 @@ class Diary:
             self._source = source
             self._skipped += skipped
 
-    def did(self, result: StepResult, save_s: float) -> None:
-        self.at(f"after step {result.step}")
+    def record_step(self, result: StepResult, save_s: float) -> None:
+        self.enter_phase(f"after step {result.step}")
         with self._lock:
             self._steps.append(result)
             self._save_s = save_s
 
-    def read(self) -> Beat:
+    def read(self) -> WorkerStatus:
         """Everything since the last look. Steps are handed over once."""
-        where, waits = place(self._worker)
+        where, waits = stack_summary(self._worker)
         with self._lock:
             steps, self._steps = self._steps, []
             skipped, self._skipped = self._skipped, []
-            return Beat(
+            return WorkerStatus(
                 generation=self._generation,
                 phase=self._phase,
                 phase_s=time.monotonic() - self._since_s,

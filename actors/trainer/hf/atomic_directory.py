@@ -14,12 +14,12 @@ from safetensors import SafetensorError
 from raytide.core.errors import RaytideError, StorageError
 from raytide.core.io.storage import full_disk_is_an_error, is_local
 
-__all__ = ["Draft"]
+__all__ = ["AtomicDirectory"]
 
 _CONFIGS = ("config.json", "adapter_config.json")
 
 
-class Draft:
+class AtomicDirectory:
     """Written under a hidden name beside its target, which `publish` gives it; for a URL, in a local directory.
 
     A failure is kept until then, since other ranks may be in the middle of sending what is still to be written.

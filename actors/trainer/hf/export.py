@@ -18,14 +18,14 @@ from torch import Tensor
 
 from raytide.actors.models.tokenizer_files import companions
 from raytide.actors.trainer.checkpoint.async_save import Commit
-from raytide.actors.trainer.data.token_dataset import Data
-from raytide.actors.trainer.distributed.process_group import Group
-from raytide.actors.trainer.hf.atomic_directory import Draft
-from raytide.actors.trainer.hf.full_parameters import Gather
-from raytide.actors.trainer.hf.model_source import Origin
+from raytide.actors.trainer.data.token_dataset import TokenDataset
+from raytide.actors.trainer.distributed.process_group import ProcessGroup
+from raytide.actors.trainer.hf.atomic_directory import AtomicDirectory
+from raytide.actors.trainer.hf.full_parameters import FullParameters
+from raytide.actors.trainer.hf.model_source import ModelSource
 from raytide.actors.trainer.hf.peft_adapter import adapter_config, file_adapters
-from raytide.actors.trainer.hf.safetensors_writer import WeightFiles, save
-from raytide.actors.trainer.hf.weight_mapping import FileTensor, Form, assemble, file_tensors
+from raytide.actors.trainer.hf.safetensors_writer import ShardedSafetensorsWriter, save
+from raytide.actors.trainer.hf.weight_mapping import FamilyFormat, FileTensor, file_tensors, to_hf_tensor
 from raytide.actors.trainer.model.decoder import Decoder
 from raytide.actors.trainer.model.lora import LORA_A, LORA_B, adapted, merged
 from raytide.core.io.private_paths import safe_opener
@@ -40,42 +40,54 @@ _GB = 1e9
 
 
 def export(
-    parts: Sequence[Decoder], spec: TrainSpec, origin: Origin, data: Data, group: Group, commit: Commit = nullcontext
+    parts: Sequence[Decoder],
+    spec: TrainSpec,
+    origin: ModelSource,
+    data: TokenDataset,
+    group: ProcessGroup,
+    commit: Commit = nullcontext,
 ) -> str:
     """Write `out`/model, and with adapters `out`/adapter, each whole or not at all. All ranks call it together."""
-    gather = Gather(parts, group)
+    gather = FullParameters(parts, group)
     if spec.finetune is not None:
         _export_adapter(gather, spec, spec.finetune.lora, origin, group, commit)
     return _export_model(gather, spec, origin, data, group, commit)
 
 
-def _export_model(gather: Gather, spec: TrainSpec, origin: Origin, data: Data, group: Group, commit: Commit) -> str:
-    tensors, dtype = file_tensors(origin.arch, Form.on_the_hub(origin.arch)), _dtype(spec)
-    files = WeightFiles(tensors, dtype, spec.export_shard_gb * _GB)
+def _export_model(
+    gather: FullParameters,
+    spec: TrainSpec,
+    origin: ModelSource,
+    data: TokenDataset,
+    group: ProcessGroup,
+    commit: Commit,
+) -> str:
+    tensors, dtype = file_tensors(origin.arch, FamilyFormat.on_the_hub(origin.arch)), _dtype(spec)
+    files = ShardedSafetensorsWriter(tensors, dtype, spec.export_shard_gb * _GB)
     target = join(spec.out, "model")
-    draft = Draft(target) if group.is_first else None
+    draft = AtomicDirectory(target) if group.is_first else None
     for name, tensor in _contents(tensors, gather, spec, origin):
         if draft is not None:
             assert tensor is not None
             draft.write(partial(files.add, name=name, tensor=tensor))
     if draft is not None:
         draft.write(files.close)
-        draft.write(lambda folder: _companions(folder, origin, data, spec, dtype))
+        draft.write(lambda folder: _copy_tokenizer_files(folder, origin, data, spec, dtype))
     return _publish(draft, target, group, commit)
 
 
 def _export_adapter(
-    gather: Gather, spec: TrainSpec, lora: LoraSpec, origin: Origin, group: Group, commit: Commit
+    gather: FullParameters, spec: TrainSpec, lora: LoraSpec, origin: ModelSource, group: ProcessGroup, commit: Commit
 ) -> None:
     adapters, weights = file_adapters(origin.arch, lora), dict[str, Tensor]()
     for adapter in adapters:
-        whole = {name: gather.whole(name) for name in adapter.needs}
+        whole = {name: gather.gather(name) for name in adapter.needs}
         if group.is_first:
             here = {name: each for name, each in whole.items() if each is not None}
             for kind, tensor in zip("AB", adapter.pair(here.__getitem__), strict=True):
                 weights[f"base_model.model.{adapter.module}.lora_{kind}.weight"] = tensor.to(_dtype(spec))
     target = join(spec.out, "adapter")
-    draft = Draft(target) if group.is_first else None
+    draft = AtomicDirectory(target) if group.is_first else None
     if draft is not None:
         draft.write(lambda folder: save(weights, folder / "adapter_model.safetensors"))
         config = adapter_config(origin.arch, lora, adapters, str(origin.folder))
@@ -84,7 +96,7 @@ def _export_adapter(
 
 
 def _contents(
-    tensors: Sequence[FileTensor], gather: Gather, spec: TrainSpec, origin: Origin
+    tensors: Sequence[FileTensor], gather: FullParameters, spec: TrainSpec, origin: ModelSource
 ) -> Iterator[tuple[str, Tensor | None]]:
     """Each tensor of the files, on rank 0. A parameter is gathered once and kept while a tensor needs it."""
     lora = None if spec.finetune is None else spec.finetune.lora
@@ -97,25 +109,27 @@ def _contents(
                 path = piece.ours.removesuffix(".weight")
                 whole = _whole(gather, piece.ours, path, lora if path in changed else None)
                 held[piece.ours] = torch.empty(0) if whole is None else whole
-        yield tensor.name, None if not gather.is_first else assemble(tensor, held.__getitem__)
+        yield tensor.name, None if not gather.is_first else to_hf_tensor(tensor, held.__getitem__)
         for piece in tensor.pieces:
             left[piece.ours] -= 1
             if not left[piece.ours]:
                 del held[piece.ours]
 
 
-def _whole(gather: Gather, name: str, path: str, lora: LoraSpec | None) -> Tensor | None:
+def _whole(gather: FullParameters, name: str, path: str, lora: LoraSpec | None) -> Tensor | None:
     """A parameter as the model alone needs it: with its adapter in it."""
-    weight = gather.whole(name)
+    weight = gather.gather(name)
     if lora is None:
         return weight
-    a_RI, b_OR = gather.whole(f"{path}.{LORA_A}"), gather.whole(f"{path}.{LORA_B}")
+    a_RI, b_OR = gather.gather(f"{path}.{LORA_A}"), gather.gather(f"{path}.{LORA_B}")
     if weight is None or a_RI is None or b_OR is None:
         return None
     return merged(weight, a_RI, b_OR, lora)
 
 
-def _companions(folder: Path, origin: Origin, data: Data, spec: TrainSpec, dtype: torch.dtype) -> None:
+def _copy_tokenizer_files(
+    folder: Path, origin: ModelSource, data: TokenDataset, spec: TrainSpec, dtype: torch.dtype
+) -> None:
     """Config, tokenizer, chat template: those of the model it began from, where it has them."""
     key = "dtype" if "dtype" in origin.config else "torch_dtype"
     _json(folder / "config.json", {**origin.config, key: str(dtype).removeprefix("torch.")})
@@ -131,7 +145,7 @@ def _companions(folder: Path, origin: Origin, data: Data, spec: TrainSpec, dtype
         )
 
 
-def _publish(draft: Draft | None, target: str, group: Group, commit: Commit) -> str:
+def _publish(draft: AtomicDirectory | None, target: str, group: ProcessGroup, commit: Commit) -> str:
     failed = group.from_first(None if draft is None else draft.publish(commit))
     if failed is not None:
         raise failed

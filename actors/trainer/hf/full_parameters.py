@@ -9,16 +9,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from raytide.actors.trainer.distributed.process_group import Group
+from raytide.actors.trainer.distributed.process_group import ProcessGroup
 from raytide.actors.trainer.model.decoder import Decoder
 
-__all__ = ["Gather"]
+__all__ = ["FullParameters"]
 
 
-class Gather:
+class FullParameters:
     """All ranks ask for the same parameters in the same order; only rank 0 gets them."""
 
-    def __init__(self, parts: Sequence[Decoder], group: Group) -> None:
+    def __init__(self, parts: Sequence[Decoder], group: ProcessGroup) -> None:
         self._group, self.is_first = group, group.is_first
         self._mine = {name: parameter for part in parts for name, parameter in part.named_parameters()}
         held: list[dict[str, torch.Size]] = [{} for _ in range(group.world)]
@@ -27,7 +27,7 @@ class Gather:
         self._shape = {name: shape for shapes in held for name, shape in shapes.items()}
 
     @torch.no_grad()
-    def whole(self, name: str) -> Tensor | None:
+    def gather(self, name: str) -> Tensor | None:
         """In float32 on the CPU. Those that hold shards of it put it together, and the lowest of them sends it."""
         dist.barrier(group=self._group.io)  # rank 0 may be writing a file for longer than a collective may take
         mine, owner = self._mine.get(name), self._owner[name]

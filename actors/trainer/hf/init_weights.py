@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from raytide.actors.trainer.hf.model_source import Origin
+from raytide.actors.trainer.hf.model_source import ModelSource
 from raytide.actors.trainer.hf.weight_mapping import Block, HfWeights
 from raytide.actors.trainer.model.decoder import Decoder
 
@@ -23,7 +23,7 @@ __all__ = ["INIT_STD", "cut", "first_weights", "initialise", "local_block", "pla
 INIT_STD = 0.02
 
 
-def first_weights(part: Decoder, origin: Origin, seed: int) -> None:
+def first_weights(part: Decoder, origin: ModelSource, seed: int) -> None:
     """All parameters of a part, adapters too."""
     if origin.folder is None:
         std = origin.config.get("initializer_range", INIT_STD)

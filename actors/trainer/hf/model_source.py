@@ -12,15 +12,15 @@ from raytide.actors.models.architecture import Architecture
 from raytide.actors.models.content import content_of
 from raytide.actors.models.families import architecture_of
 from raytide.actors.models.model_config import read_json
-from raytide.actors.trainer.data.token_dataset import Data, TokenData
+from raytide.actors.trainer.data.token_dataset import TokenData, TokenDataset
 from raytide.core.errors import ConfigError, DataError
 from raytide.core.specs.train import TrainSpec
 
-__all__ = ["Origin", "open_data", "origin_of"]
+__all__ = ["ModelSource", "open_data", "resolve_model"]
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class ModelSource:
     config: Mapping[str, object]
     """As a Hugging Face `config.json`, whichever way the spec gave it."""
     arch: Architecture
@@ -31,7 +31,7 @@ class Origin:
     and the order of the data."""
 
 
-def origin_of(spec: TrainSpec, data: Data) -> Origin:
+def resolve_model(spec: TrainSpec, data: TokenDataset) -> ModelSource:
     """ConfigError where model, data and spec do not fit each other; DataError for files that cannot be read."""
     folder = None if spec.init_from is None else model_folder(spec.init_from)
     config, where = _config(spec, data, folder)
@@ -39,7 +39,7 @@ def origin_of(spec: TrainSpec, data: Data) -> Origin:
     _check(spec, data, arch, where)
     if folder is not None and not spec.other_tokenizer:
         _check_tokenizer(folder, data)
-    return Origin(config, arch, folder, _digest(spec, arch, folder))
+    return ModelSource(config, arch, folder, _digest(spec, arch, folder))
 
 
 def model_folder(init_from: str) -> Path:
@@ -58,7 +58,7 @@ def model_folder(init_from: str) -> Path:
     )
 
 
-def _config(spec: TrainSpec, data: Data, folder: Path | None) -> tuple[dict[str, object], str]:
+def _config(spec: TrainSpec, data: TokenDataset, folder: Path | None) -> tuple[dict[str, object], str]:
     given = spec.model.config
     if folder is not None:
         replaced = given if isinstance(given, dict) else {}
@@ -74,7 +74,7 @@ def _config(spec: TrainSpec, data: Data, folder: Path | None) -> tuple[dict[str,
     return own | body, where
 
 
-def _check(spec: TrainSpec, data: Data, arch: Architecture, where: str) -> None:
+def _check(spec: TrainSpec, data: TokenDataset, arch: Architecture, where: str) -> None:
     if arch.vocab_size < data.vocab_size:
         raise ConfigError(
             f"{where} has a vocab_size of {arch.vocab_size}, below the {data.vocab_size} of {data.name}.",
@@ -98,7 +98,7 @@ def _check(spec: TrainSpec, data: Data, arch: Architecture, where: str) -> None:
         )
 
 
-def _check_tokenizer(folder: Path, data: Data) -> None:
+def _check_tokenizer(folder: Path, data: TokenDataset) -> None:
     ours, theirs = folder / "tokenizer.json", data.tokenizer_file
     if not ours.is_file() or tokenizer_digest(ours) != tokenizer_digest(theirs):
         raise ConfigError(
@@ -123,12 +123,12 @@ def _digest(spec: TrainSpec, arch: Architecture, folder: Path | None) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-def open_data(spec: TrainSpec) -> Data:
+def open_data(spec: TrainSpec) -> TokenDataset:
     """The dataset or the conversations of a spec."""
     if spec.chat is None:
         assert spec.dataset is not None  # the spec has one of them
         return TokenData(spec.dataset, spec.seq_len)
-    from raytide.actors.trainer.data.chat_dataset import ChatData  # needs tokenizers
+    from raytide.actors.trainer.data.chat_dataset import ChatDataset  # needs tokenizers
 
     tokenizer = Path(spec.chat.tokenizer) if spec.chat.tokenizer else model_folder(spec.init_from or "")
-    return ChatData(spec.chat, tokenizer, spec.seq_len)
+    return ChatDataset(spec.chat, tokenizer, spec.seq_len)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from raytide.actors.models.architecture import Architecture
 from raytide.actors.models.naming import NAMES
-from raytide.actors.trainer.hf.weight_mapping import FileTensor, Form, file_tensors
+from raytide.actors.trainer.hf.weight_mapping import FamilyFormat, FileTensor, file_tensors
 from raytide.actors.trainer.model.lora import LORA_A, LORA_B, adapted
 from raytide.core.specs.model import LoraSpec
 
@@ -51,7 +51,7 @@ class FileAdapter:
 
 def file_adapters(arch: Architecture, lora: LoraSpec) -> list[FileAdapter]:
     paths = set(adapted(arch, lora))
-    found = [(tensor, _parts(tensor, paths)) for tensor in file_tensors(arch, Form.on_the_hub(arch))]
+    found = [(tensor, _parts(tensor, paths)) for tensor in file_tensors(arch, FamilyFormat.on_the_hub(arch))]
     rank = lora.rank * max(len(parts) for _, parts in found)
     return [_adapter(tensor, parts, rank) for tensor, parts in found if parts]
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from raytide.actors.trainer.hf.weight_mapping import FileTensor
 
-__all__ = ["WeightFiles"]
+__all__ = ["ShardedSafetensorsWriter"]
 
 
-class WeightFiles:
+class ShardedSafetensorsWriter:
     """Holds no more than one file's tensors at a time. They must come in the order in which they were announced."""
 
     def __init__(self, tensors: Sequence[FileTensor], dtype: torch.dtype, limit_bytes: float) -> None:

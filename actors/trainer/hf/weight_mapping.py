@@ -18,7 +18,7 @@ from raytide.actors.models.loader import Weights
 from raytide.actors.models.naming import NAMES, Names, projections
 from raytide.core.errors import DataError
 
-__all__ = ["Block", "FileTensor", "Form", "HfWeights", "Piece", "assemble", "file_tensors"]
+__all__ = ["Block", "FamilyFormat", "FileTensor", "HfWeights", "ParameterSlice", "file_tensors", "to_hf_tensor"]
 
 Block = tuple[slice, ...]
 """A part of a parameter: a range of each dimension."""
@@ -27,7 +27,7 @@ _NAMED = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ParameterSlice:
     """`rows` of a file's tensor, from `start` on, are the parameter `ours`, or its expert `expert`."""
 
     ours: str
@@ -42,7 +42,7 @@ class FileTensor:
 
     name: str
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ParameterSlice, ...]
     turned: bool = False
 
     @property
@@ -51,7 +51,7 @@ class FileTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class FamilyFormat:
     """What files of one family may do differently."""
 
     root: str
@@ -59,13 +59,13 @@ class Form:
     fused_experts: bool = False
 
     @classmethod
-    def on_the_hub(cls, arch: Architecture) -> Form:
+    def on_the_hub(cls, arch: Architecture) -> FamilyFormat:
         """In which all that load the family read it."""
         names = NAMES[arch.names]
         return cls(names.root, names.routers[0])
 
     @classmethod
-    def of(cls, arch: Architecture, found: Collection[str]) -> Form:
+    def of(cls, arch: Architecture, found: Collection[str]) -> FamilyFormat:
         """That of the files which hold these tensors."""
         names = NAMES[arch.names]
         root = names.root if f"{names.root}{names.embedding}.weight" in found else ""
@@ -74,7 +74,7 @@ class Form:
         return cls(root, router or names.routers[0], fused)
 
 
-def file_tensors(arch: Architecture, form: Form) -> list[FileTensor]:
+def file_tensors(arch: Architecture, form: FamilyFormat) -> list[FileTensor]:
     """All tensors of the model's files, in the order of the computation."""
     names, width = NAMES[arch.names], arch.hidden_size
     bias = arch.norm_kind == "layer"
@@ -97,7 +97,7 @@ def file_tensors(arch: Architecture, form: Form) -> list[FileTensor]:
     return out
 
 
-def assemble(tensor: FileTensor, whole: Callable[[str], Tensor]) -> Tensor:
+def to_hf_tensor(tensor: FileTensor, whole: Callable[[str], Tensor]) -> Tensor:
     """A tensor as the files have it, from the decoder's whole parameters."""
     parts = []
     for piece in tensor.pieces:
@@ -112,9 +112,9 @@ class HfWeights:
 
     def __init__(self, folder: Path, arch: Architecture) -> None:
         self._weights = Weights(folder, torch.float32, torch.device("cpu"))
-        tensors = file_tensors(arch, Form.of(arch, self._weights.names))
+        tensors = file_tensors(arch, FamilyFormat.of(arch, self._weights.names))
         self._check(folder, arch, tensors)
-        self._places: dict[str, list[tuple[FileTensor, Piece]]] = {}
+        self._places: dict[str, list[tuple[FileTensor, ParameterSlice]]] = {}
         for tensor in tensors:
             for piece in tensor.pieces:
                 self._places.setdefault(piece.ours, []).append((tensor, piece))
@@ -128,7 +128,7 @@ class HfWeights:
         experts = [self._part(tensor, piece, block[1:]) for tensor, piece in places[block[0]]]
         return torch.stack(experts) if experts else torch.empty(0, *(size(each) for each in block[1:]))
 
-    def _part(self, tensor: FileTensor, piece: Piece, block: Block) -> Tensor:
+    def _part(self, tensor: FileTensor, piece: ParameterSlice, block: Block) -> Tensor:
         where = list(reversed(block)) if tensor.turned else list(block)
         rows = where[tensor.rows_dim]
         where[tensor.rows_dim] = slice(piece.start + rows.start, piece.start + rows.stop)
@@ -161,7 +161,7 @@ def size(part: slice) -> int:
 
 
 def _same(ours: str, theirs: str, *shape: int) -> FileTensor:
-    return FileTensor(theirs, shape, (Piece(ours, shape[0]),))
+    return FileTensor(theirs, shape, (ParameterSlice(ours, shape[0]),))
 
 
 def _norm(ours: str, theirs: str, width: int, bias: bool) -> list[FileTensor]:
@@ -178,7 +178,7 @@ def _attention(arch: Architecture, index: int, ours: str, theirs: str, names: Na
     yield from _linear(arch, index, "attention_out", ours, theirs, {"attention.o_proj": arch.hidden_size})
 
 
-def _feed_forward(arch: Architecture, index: int, ours: str, theirs: str, form: Form) -> Iterator[FileTensor]:
+def _feed_forward(arch: Architecture, index: int, ours: str, theirs: str, form: FamilyFormat) -> Iterator[FileTensor]:
     if arch.layers[index].sparse:
         yield from _sparse(arch, ours, theirs, form)
         return
@@ -195,10 +195,10 @@ def _linear(
     for suffix in ("weight", "bias") if projection.bias else ("weight",):
         pieces, start = [], 0
         for name, count in rows.items():
-            pieces.append(Piece(f"{ours}{name}.{suffix}", count, start))
+            pieces.append(ParameterSlice(f"{ours}{name}.{suffix}", count, start))
             start += count
         apart = len(projection.paths) == len(pieces)
-        groups = [(Piece(each.ours, each.rows),) for each in pieces] if apart else [tuple(pieces)]
+        groups = [(ParameterSlice(each.ours, each.rows),) for each in pieces] if apart else [tuple(pieces)]
         for path, group in zip(projection.paths, groups, strict=True):
             total, inner = sum(each.rows for each in group), projection.columns
             matrix = suffix == "weight"
@@ -206,16 +206,16 @@ def _linear(
             yield FileTensor(f"{theirs}{path}.{suffix}", shape, group, turned and matrix)
 
 
-def _sparse(arch: Architecture, ours: str, theirs: str, form: Form) -> Iterator[FileTensor]:
+def _sparse(arch: Architecture, ours: str, theirs: str, form: FamilyFormat) -> Iterator[FileTensor]:
     names, experts, width = NAMES[arch.names], arch.experts, arch.hidden_size
     assert experts is not None
     count, ffn = experts.count, experts.ffn_size
     yield _same(f"{ours}router.weight", f"{theirs}{form.router}.weight", count, width)
     gate, up, down = (f"{ours}{each}_proj" for each in ("gate", "up", "down"))
     if form.fused_experts:
-        both = (Piece(gate, ffn), Piece(up, ffn, ffn))
+        both = (ParameterSlice(gate, ffn), ParameterSlice(up, ffn, ffn))
         yield FileTensor(theirs + names.fused_gate_up, (count, 2 * ffn, width), both)
-        yield FileTensor(theirs + names.fused_down, (count, width, ffn), (Piece(down, width),))
+        yield FileTensor(theirs + names.fused_down, (count, width, ffn), (ParameterSlice(down, width),))
         return
     gate_name, up_name = names.expert_gate_up
     for expert in range(count):
@@ -224,7 +224,7 @@ def _sparse(arch: Architecture, ours: str, theirs: str, form: Form) -> Iterator[
             (up, up_name, ffn, width),
             (down, names.expert_down, width, ffn),
         ):
-            piece = Piece(name, rows, expert=expert)
+            piece = ParameterSlice(name, rows, expert=expert)
             yield FileTensor(f"{theirs}{path.format(expert)}.weight", (rows, columns), (piece,))
 
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from raytide.core.specs.memory_spec import MemorySpec
 
-__all__ = ["compile_layer", "remat", "wrap"]
+__all__ = ["checkpoint_layer", "compile_layer", "wrap"]
 
 aten = torch.ops.aten
 _KEPT = {
@@ -32,7 +32,7 @@ _KEPT = {
 """What selective checkpointing keeps: most of the compute, and less than half of the bytes."""
 
 
-def remat(layer: nn.Module, memory: MemorySpec) -> None:
+def checkpoint_layer(layer: nn.Module, memory: MemorySpec) -> None:
     """Have the layer compute its activations again in the backward pass, as the spec says."""
     if memory.checkpointing == "none":
         return

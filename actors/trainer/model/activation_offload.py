@@ -44,7 +44,7 @@ class Pool(Protocol):
         """Give the room back, whatever is still in it."""
 
 
-class Account:
+class MemoryBudget:
     """What a pool holds, against its bound."""
 
     def __init__(self, max_bytes: int) -> None:
@@ -65,7 +65,7 @@ class Account:
             self.held_bytes -= count
 
 
-class HostPool(Account):
+class HostPool(MemoryBudget):
     """Pinned buffers. Copies are ordered with the computation by the stream they share with it."""
 
     def put(self, tensor: Tensor) -> Slot | None:
@@ -89,7 +89,7 @@ class HostSlot:
         self._pool.give(self._count)
 
 
-class DiskPool(Account):
+class DiskPool(MemoryBudget):
     """One file that was unlinked as soon as it was open: nothing is left of it however the process ends."""
 
     def __init__(self, max_bytes: int, folder: str | None) -> None:

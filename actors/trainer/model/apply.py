@@ -12,10 +12,10 @@ from raytide.actors.trainer.model.loss import loss_sum
 from raytide.core.errors import ConfigError
 from raytide.core.specs.train import TrainSpec
 
-__all__ = ["apply", "check"]
+__all__ = ["apply_memory_options", "check_supported"]
 
 
-def check(spec: TrainSpec, device: torch.device) -> None:
+def check_supported(spec: TrainSpec, device: torch.device) -> None:
     """ConfigError for a technique that would fail on the device, or do nothing there."""
     if spec.precision == "fp8":
         float8.check_device(device)
@@ -28,7 +28,7 @@ def check(spec: TrainSpec, device: torch.device) -> None:
                 )
 
 
-def apply(part: Decoder, spec: TrainSpec, pool: activation_offload.Pool | None) -> None:
+def apply_memory_options(part: Decoder, spec: TrainSpec, pool: activation_offload.Pool | None) -> None:
     """To each layer, after tensor parallelism and before FSDP, whose hooks stay outside of it all."""
     if spec.memory.loss_chunk:
         part.loss = functools.partial(loss_sum, chunk=spec.memory.loss_chunk)
@@ -38,7 +38,7 @@ def apply(part: Decoder, spec: TrainSpec, pool: activation_offload.Pool | None) 
                 f'precision "fp8" needs layers whose widths are multiples of {float8.MULTIPLE}; {spec.name} has none.',
                 hint='Train in "bf16", or choose such widths.',
             )
-        activation_checkpointing.remat(layer, spec.memory)
+        activation_checkpointing.checkpoint_layer(layer, spec.memory)
         activation_checkpointing.compile_layer(layer, spec.memory)
         if pool is not None:
             activation_offload.offload(layer, pool, spec.memory.offload_min_bytes)

@@ -19,7 +19,7 @@ from raytide.actors.models.architecture import Architecture, Experts, LayerSpec
 from raytide.actors.models.rope import cos_sin
 from raytide.actors.trainer.model.attention import attend
 from raytide.actors.trainer.model.loss import loss_sum
-from raytide.actors.trainer.model.moe_balance_loss import Routing, imbalance_sum
+from raytide.actors.trainer.model.moe_balance_loss import Routing, load_balancing_loss
 from raytide.kernels.core import Activation, AttentionSpec
 
 __all__ = ["Attend", "Attention", "Decoder", "Layer", "Loss", "SparseFeedForward"]
@@ -188,7 +188,9 @@ class Decoder(nn.Module):
         x_BTD, cap = self.norm(x_BTD), self.arch.logit_softcap
         if targets_BT is not None:
             loss = self.loss(x_BTD, self.head_weight, targets_BT, cap)
-            return loss if self.balance == 0 else loss + self.balance * imbalance_sum(self._routings(), targets_BT)
+            return (
+                loss if self.balance == 0 else loss + self.balance * load_balancing_loss(self._routings(), targets_BT)
+            )
         logits_BTV = F.linear(x_BTD, self.head_weight)
         return logits_BTV if cap is None else cap * torch.tanh(logits_BTV / cap)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from raytide.actors.trainer.model.loss import IGNORE
 
-__all__ = ["Routing", "imbalance_sum"]
+__all__ = ["Routing", "load_balancing_loss"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Routing:
     chosen_NX: Tensor
 
 
-def imbalance_sum(layers: Sequence[Routing], targets_BT: Tensor) -> Tensor:
+def load_balancing_loss(layers: Sequence[Routing], targets_BT: Tensor) -> Tensor:
     """Summed over the targets that count. 1 for each is perfect balance with one expert a token, X with X of them."""
     counts_BT = targets_BT != IGNORE
     real_BT1 = _until_last(counts_BT).unsqueeze(-1).float()

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from raytide.core.errors import TrainError
 from raytide.core.specs.train import Precision
 
-__all__ = ["LossScale", "policy"]
+__all__ = ["GradScaler", "policy"]
 
 FIRST, SMALLEST, LARGEST = 2.0**16, 1.0, 2.0**24
 GROW_AFTER = 2000
@@ -27,7 +27,7 @@ def policy(precision: Precision) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
 
 
-class LossScale:
+class GradScaler:
     """Doubles after many good steps and halves after a bad one, which is then skipped on all ranks: the global
     gradient norm, that they all have, says which. In any other precision than fp16 it is 1 and stays so."""
 

@@ -33,7 +33,7 @@ class Verdict:
 APPLIED = Verdict("applied")
 
 
-class Guard:
+class AnomalyGuard:
     def __init__(self, spec: GuardSpec) -> None:
         self.spec = spec
         self.skipped = 0
@@ -50,12 +50,12 @@ class Guard:
             return APPLIED
         if policy == "skip" and self._in_row < self.spec.max_skips:
             self._in_row += 1
-            self.passed_over()
+            self.record_skip()
             return Verdict("skipped", why)
         again = f", after {self._in_row} skipped in a row" if self._in_row else ""
         return Verdict("stopped", why + again)
 
-    def passed_over(self) -> None:
+    def record_skip(self) -> None:
         """A batch is used up and nothing was learned from it: the schedule of the learning rate stands still.
 
         Also for a loss scaler's own skips, which are no anomaly and do not count towards max_skips.

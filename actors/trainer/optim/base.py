@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from raytide.actors.trainer.distributed.local_shards import like, local
-from raytide.actors.trainer.optim.state_offload import Home, State
+from raytide.actors.trainer.optim.state_offload import State, StateStorage
 from raytide.core.specs.optim_spec import OptimSpec
 
 __all__ = ["STEP", "Optimizer", "first_step", "grad_of", "zeros"]
@@ -25,7 +25,7 @@ STEP = "step"
 class Optimizer(ABC):
     """`param_groups` hold `params`, `lr` and `weight_decay`, as torch's do. Every rank calls every method."""
 
-    def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], spec: OptimSpec, home: Home) -> None:
+    def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], spec: OptimSpec, home: StateStorage) -> None:
         self.spec, self.home = spec, home
         self.names = {parameter: name for name, parameter in parameters}
         matrices = [parameter for _, parameter in parameters if parameter.ndim >= 2]

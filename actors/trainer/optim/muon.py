@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from raytide.actors.trainer.distributed.local_shards import local, part, whole
 from raytide.actors.trainer.optim.adamw import AdamW
 from raytide.actors.trainer.optim.base import grad_of, zeros
-from raytide.actors.trainer.optim.state_offload import Home, State
+from raytide.actors.trainer.optim.state_offload import State, StateStorage
 from raytide.core.specs.optim_spec import OptimSpec
 
 __all__ = ["Muon", "is_hidden", "orthogonal"]
@@ -31,7 +31,7 @@ EPS = 1e-7
 
 
 class Muon(AdamW):
-    def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], spec: OptimSpec, home: Home) -> None:
+    def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], spec: OptimSpec, home: StateStorage) -> None:
         self._hidden = {parameter: None for name, parameter in parameters if is_hidden(name, parameter)}
         super().__init__(parameters, spec, home)
         for group in self.param_groups:

@@ -19,12 +19,12 @@ from torch import Tensor
 from raytide.core.errors import StorageError
 from raytide.core.specs.memory_spec import Place
 
-__all__ = ["Home", "State", "home"]
+__all__ = ["State", "StateStorage", "home"]
 
 State = dict[str, Tensor]
 
 
-class Home(Protocol):
+class StateStorage(Protocol):
     resident: bool
     """Whether the state is on the device already, so that all parameters can be updated at once."""
 
@@ -38,7 +38,7 @@ class Home(Protocol):
         """Take the changed values back."""
 
 
-class Device:
+class DeviceStorage:
     """On the device: nothing moves."""
 
     resident = True
@@ -53,7 +53,7 @@ class Device:
         """The changes were made in place."""
 
 
-class Host:
+class HostStorage:
     """In host memory, pinned where there is an accelerator."""
 
     resident = False
@@ -73,7 +73,7 @@ class Host:
         return home.copy_(value)
 
 
-class Disk:
+class DiskStorage:
     """In one file without a name, so that nothing is left of it however the process ends."""
 
     resident = False
@@ -116,7 +116,7 @@ class Disk:
         return tensor.copy_(value)
 
 
-def home(place: Place, scratch: str | None = None) -> Home:
+def home(place: Place, scratch: str | None = None) -> StateStorage:
     if place == "none":
-        return Device()
-    return Host() if place == "cpu" else Disk(scratch)
+        return DeviceStorage()
+    return HostStorage() if place == "cpu" else DiskStorage(scratch)

@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from raytide.actors.trainer.distributed.collectives import gather
-from raytide.actors.trainer.distributed.process_group import Group
+from raytide.actors.trainer.distributed.process_group import ProcessGroup
 from raytide.actors.trainer.model.decoder import Attend, Attention, Decoder
 from raytide.kernels.core import AttentionSpec
 
-__all__ = ["divide", "pieces", "positions"]
+__all__ = ["divide", "positions", "shard_sequence"]
 
 
-def divide(part: Decoder, group: Group, length: int) -> None:
+def divide(part: Decoder, group: ProcessGroup, length: int) -> None:
     """Let `part` work on this rank's piece of sequences of `length` tokens."""
     if group.context is None:
         return
@@ -30,7 +30,7 @@ def divide(part: Decoder, group: Group, length: int) -> None:
             module.attend = partial(_attend, rank=group.context_rank, group=group.context, attend=module.attend)
 
 
-def pieces(x_BT: Tensor, group: Group) -> Tensor:
+def shard_sequence(x_BT: Tensor, group: ProcessGroup) -> Tensor:
     """The columns that this rank has of a whole batch."""
     if group.context is None:
         return x_BT

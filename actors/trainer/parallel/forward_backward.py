@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from raytide.actors.trainer.distributed.process_group import Group
+from raytide.actors.trainer.distributed.process_group import ProcessGroup
 from raytide.actors.trainer.model.decoder import Decoder
 from raytide.actors.trainer.parallel import context_parallel
 from raytide.actors.trainer.parallel.pipeline_parallel import Pipeline
@@ -16,27 +16,27 @@ from raytide.actors.trainer.parallel.tensor_parallel import speaks
 from raytide.core.specs.parallelism import Layout
 from raytide.core.specs.train import TrainSpec
 
-__all__ = ["Compute", "Micro", "build"]
+__all__ = ["ForwardBackward", "Micro", "build"]
 
 Micro = tuple[Tensor, Tensor]
 """Inputs and targets, [B, T] each."""
 
 
-class Compute(Protocol):
+class ForwardBackward(Protocol):
     def accumulate(self, micros: list[Micro], factor: float) -> float:
         """Leave the gradients of `factor` times the summed loss; returns this rank's share of that sum, unscaled."""
 
 
-def build(spec: TrainSpec, parts: list[Decoder], group: Group) -> Compute:
+def build(spec: TrainSpec, parts: list[Decoder], group: ProcessGroup) -> ForwardBackward:
     if group.sizes.pipeline > 1:
         return Pipeline(spec, parts, group)
-    return Flat(spec.layout, parts[0], group)
+    return SingleStage(spec.layout, parts[0], group)
 
 
-class Flat:
+class SingleStage:
     """All layers on this rank."""
 
-    def __init__(self, layout: Layout, part: Decoder, group: Group) -> None:
+    def __init__(self, layout: Layout, part: Decoder, group: ProcessGroup) -> None:
         self.layout, self.part, self.group = layout, part, group
 
     def accumulate(self, micros: list[Micro], factor: float) -> float:
@@ -49,7 +49,8 @@ class Flat:
             sharded.set_requires_all_reduce(last)  # among the copies: once a step is enough
             sharded.set_reshard_after_backward(last or self.layout.zero == 3)
             loss = self.part(
-                context_parallel.pieces(inputs_BT, self.group), context_parallel.pieces(targets_BT, self.group)
+                context_parallel.shard_sequence(inputs_BT, self.group),
+                context_parallel.shard_sequence(targets_BT, self.group),
             )
             (loss * (factor * self.group.averaged)).backward()
             total += loss.detach()

@@ -18,7 +18,7 @@ from torch import Tensor
 from raytide.actors.trainer.optim.muon import is_hidden
 from raytide.core.specs.memory_spec import MemorySpec
 
-__all__ = ["Average", "average"]
+__all__ = ["CompressedAllReduce", "average"]
 
 BUCKET = 1 << 24
 """Numbers in one exchange."""
@@ -28,7 +28,7 @@ BLOCK = 256
 Named = Sequence[tuple[str, Tensor]]
 
 
-class Average(Protocol):
+class CompressedAllReduce(Protocol):
     sent_bytes: int
     """By this rank so far."""
 
@@ -167,7 +167,7 @@ class PowerSgd:
             _scatter(flat, [("", tensor) for tensor in tensors])
 
 
-def average(memory: MemorySpec, group: dist.ProcessGroup, weights: Named) -> Average | None:
+def average(memory: MemorySpec, group: dist.ProcessGroup, weights: Named) -> CompressedAllReduce | None:
     """Over the replicas, in the way that the spec says. `weights`: this rank's part of what is trained."""
     if memory.compression == "none":
         return None

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from raytide.actors.trainer.distributed.local_shards import local
 from raytide.actors.trainer.optim.base import Optimizer
 
-__all__ = ["is_out_of_memory", "put_in", "take_out"]
+__all__ = ["is_out_of_memory", "offload_state", "restore_state"]
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -23,7 +23,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
 
-def take_out(parts: Sequence[nn.Module], optimizer: Optimizer) -> dict[str, Tensor]:
+def offload_state(parts: Sequence[nn.Module], optimizer: Optimizer) -> dict[str, Tensor]:
     """This rank's weights and optimiser state, in host memory, once the device's caches are given back."""
     live = _live(parts, optimizer.tensors())
     saved = {name: local(tensor).detach().cpu().clone() for name, tensor in live.items()}
@@ -35,7 +35,7 @@ def take_out(parts: Sequence[nn.Module], optimizer: Optimizer) -> dict[str, Tens
 
 
 @torch.no_grad()
-def put_in(parts: Sequence[nn.Module], optimizer: Optimizer, saved: Mapping[str, Tensor]) -> None:
+def restore_state(parts: Sequence[nn.Module], optimizer: Optimizer, saved: Mapping[str, Tensor]) -> None:
     """What `take_out` gave, into a model of the same layout."""
     tensors = optimizer.tensors()
     for name, tensor in _live(parts, tensors).items():

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch.distributed.fsdp import fully_shard
 
-from raytide.actors.trainer.distributed.process_group import Group
+from raytide.actors.trainer.distributed.process_group import ProcessGroup
 from raytide.actors.trainer.hf.init_weights import first_weights
-from raytide.actors.trainer.hf.model_source import Origin
+from raytide.actors.trainer.hf.model_source import ModelSource
 from raytide.actors.trainer.model import apply, precision
 from raytide.actors.trainer.model.activation_offload import Pool
 from raytide.actors.trainer.model.decoder import Decoder
@@ -15,10 +15,12 @@ from raytide.actors.trainer.model.lora import adapt
 from raytide.actors.trainer.parallel import context_parallel, tensor_parallel
 from raytide.core.specs.train import TrainSpec
 
-__all__ = ["build", "shard"]
+__all__ = ["build_model_parts", "shard"]
 
 
-def build(spec: TrainSpec, origin: Origin, group: Group, pool: Pool | None = None) -> list[Decoder]:
+def build_model_parts(
+    spec: TrainSpec, origin: ModelSource, group: ProcessGroup, pool: Pool | None = None
+) -> list[Decoder]:
     """The parts of the model of `spec` that this rank has, with their first weights: one, or its pipeline stages.
     `pool` takes the activations that are offloaded."""
     parts = []
@@ -29,7 +31,7 @@ def build(spec: TrainSpec, origin: Origin, group: Group, pool: Pool | None = Non
         if group.sizes.tensor > 1:
             tensor_parallel.divide(part, group.mesh["tensor"], spec.seq_len)
         context_parallel.divide(part, group, spec.seq_len)
-        apply.apply(part, spec, pool)
+        apply.apply_memory_options(part, spec, pool)
         shard(part, spec, group)
         part.to_empty(device=group.device)
         first_weights(part, origin, spec.seed)
@@ -37,7 +39,7 @@ def build(spec: TrainSpec, origin: Origin, group: Group, pool: Pool | None = Non
     return parts
 
 
-def shard(part: Decoder, spec: TrainSpec, group: Group) -> None:
+def shard(part: Decoder, spec: TrainSpec, group: ProcessGroup) -> None:
     """One FSDP unit for each layer and one for the rest."""
     policy = precision.policy(spec.precision)
     # Replicas that compress what they exchange do so themselves, see compress.py.

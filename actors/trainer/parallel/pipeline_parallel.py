@@ -21,7 +21,7 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.distributed.tensor import DTensor
 
-from raytide.actors.trainer.distributed.process_group import Group
+from raytide.actors.trainer.distributed.process_group import ProcessGroup
 from raytide.actors.trainer.model import precision
 from raytide.actors.trainer.model.decoder import Decoder
 from raytide.actors.trainer.parallel import context_parallel
@@ -42,10 +42,10 @@ _MULTI: dict[Schedule, type[PipelineScheduleMulti]] = {
 
 
 class Pipeline:
-    def __init__(self, spec: TrainSpec, parts: list[Decoder], group: Group) -> None:
+    def __init__(self, spec: TrainSpec, parts: list[Decoder], group: ProcessGroup) -> None:
         self.spec, self.parts, self.group = spec, parts, group
         self.layout: Layout = spec.layout
-        self.tie = Tie(parts, group, self.layout)
+        self.tie = TiedEmbeddingSync(parts, group, self.layout)
         self._schedules: dict[tuple[int, int], Any] = {}
         self._factor = 1.0
         self._total = torch.zeros(())
@@ -53,7 +53,7 @@ class Pipeline:
     def accumulate(self, micros: list[tuple[Tensor, Tensor]], factor: float) -> float:
         """As `compute.Compute` says. All microbatches have one shape."""
         inputs_BT, targets_BT = (
-            context_parallel.pieces(torch.cat(each), self.group) for each in zip(*micros, strict=True)
+            context_parallel.shard_sequence(torch.cat(each), self.group) for each in zip(*micros, strict=True)
         )
         self._factor = factor * self.group.averaged
         self._total = torch.zeros((), dtype=torch.float64, device=self.group.device)
@@ -113,10 +113,10 @@ class Pipeline:
         return loss * self._factor
 
 
-class Tie:
+class TiedEmbeddingSync:
     """Keeps the two copies of a tied embedding equal: each gets the sum of both gradients."""
 
-    def __init__(self, parts: list[Decoder], group: Group, layout: Layout) -> None:
+    def __init__(self, parts: list[Decoder], group: ProcessGroup, layout: Layout) -> None:
         tied = parts[0].arch.tied_embeddings
         ends = [(part, part.embedding) for part in parts if tied and part.embedding is not None]
         self.mine = [part for part, copy in ends if copy.weight.requires_grad]  # with adapters it does not learn

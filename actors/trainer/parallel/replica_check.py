@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from raytide.actors.trainer.distributed.local_shards import local
-from raytide.actors.trainer.distributed.process_group import Group
+from raytide.actors.trainer.distributed.process_group import ProcessGroup
 from raytide.core.errors import TrainError
 from raytide.core.specs.parallelism import Sizes
 
@@ -23,7 +23,7 @@ __all__ = ["check", "copies", "digest", "odd_ones"]
 _AS_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def check(weights: Iterable[Tensor], group: Group, name: str, step: int) -> None:
+def check(weights: Iterable[Tensor], group: ProcessGroup, name: str, step: int) -> None:
     """Compare the weights of all replicas; all ranks call it together. TrainError, on every rank, when some differ."""
     if group.sizes.replicate == 1:
         return

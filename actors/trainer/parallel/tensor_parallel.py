@@ -18,7 +18,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 
 from raytide.actors.models.architecture import Architecture
 from raytide.actors.trainer.distributed.collectives import gather, local, scatter
-from raytide.actors.trainer.distributed.process_group import Group
+from raytide.actors.trainer.distributed.process_group import ProcessGroup
 from raytide.actors.trainer.model.decoder import Decoder, Layer, SparseFeedForward
 from raytide.actors.trainer.model.lora import LoraLinear
 from raytide.actors.trainer.parallel.vocabulary import VocabularyLoss
@@ -53,7 +53,7 @@ def placement_of(arch: Architecture, name: str, ranks: int) -> Placement:
     return Shard(2) if kind in _COLUMNS else Replicate()
 
 
-def speaks(part: Decoder, group: Group) -> bool:
+def speaks(part: Decoder, group: ProcessGroup) -> bool:
     """Whether this rank's loss counts: where the vocabulary is divided, all ranks of the axis have the same one."""
     return group.tensor_rank == 0 or not divides_vocabulary(part.arch, group.sizes.tensor)
 
@@ -72,7 +72,7 @@ def divide(part: Decoder, mesh: DeviceMesh, length: int) -> None:
             )
             module.register_parameter(name.rpartition(".")[2], nn.Parameter(placed, parameter.requires_grad))
         if own:
-            lend = _Lend()
+            lend = LocalParameters()
             module.register_forward_pre_hook(lend.enter)
             module.register_forward_hook(lend.leave, always_call=True)
     if part.embedding is not None and part.is_first:
@@ -86,7 +86,7 @@ def divide(part: Decoder, mesh: DeviceMesh, length: int) -> None:
         part.loss = VocabularyLoss(group, divides_vocabulary(part.arch, ranks))
 
 
-class _Lend:
+class LocalParameters:
     """While a module runs, its parameters are its local ones."""
 
     def __init__(self) -> None:

@@ -14,18 +14,18 @@ Line = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class History:
+class RunHistory:
     steps: list[Line]
     """One line for each step in order; of a step that was done again after a death, the last."""
     events: list[Line]
 
 
-def read(out: str) -> History:
+def read(out: str) -> RunHistory:
     """The history of the run whose `out` this is, a directory or an fsspec URL."""
     if not exists(out):
         raise DataError(f"there is no run in {out}.", hint="Name a run's `out`, on a machine that reaches it.")
     by_step = {line["step"]: line for line in _lines(join(out, "metrics.jsonl"))}
-    return History([by_step[step] for step in sorted(by_step)], _lines(join(out, "events.jsonl")))
+    return RunHistory([by_step[step] for step in sorted(by_step)], _lines(join(out, "events.jsonl")))
 
 
 def result(out: str) -> RunResult:

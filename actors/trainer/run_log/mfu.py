@@ -11,7 +11,7 @@ import resource
 import torch
 
 from raytide.actors.models.architecture import Architecture
-from raytide.actors.trainer.distributed.process_group import Group
+from raytide.actors.trainer.distributed.process_group import ProcessGroup
 from raytide.core.specs.train import TrainSpec
 
 PEAK_TFLOPS: dict[str, float] = {
@@ -33,10 +33,10 @@ PEAK_TFLOPS: dict[str, float] = {
 """Dense bf16 or fp16 by part of the device's name, from the makers' data sheets; the first that fits holds."""
 
 
-class Meter:
+class MfuMeter:
     """Of one run on one group."""
 
-    def __init__(self, spec: TrainSpec, arch: Architecture, group: Group) -> None:
+    def __init__(self, spec: TrainSpec, arch: Architecture, group: ProcessGroup) -> None:
         self.device = group.device
         self.flops_per_token = flops_per_token(arch, spec.seq_len, frozen=spec.finetune is not None)
         name = torch.cuda.get_device_name(group.device) if group.device.type == "cuda" else ""

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from raytide.actors.trainer.run_log.history import History, Line
+from raytide.actors.trainer.run_log.history import Line, RunHistory
 
 PANELS = (("loss", "loss"), ("lr", "learning rate"), ("grad_norm", "gradient norm"), ("tokens_per_s", "tokens/s"))
 MARKS = {"broke": ("#c0392b", "broke"), "resize": ("#2980b9", "resized"), "not_applied": ("#d68910", "not applied")}
@@ -20,7 +20,7 @@ POINTS = 1500
 Point = tuple[float, float]
 
 
-def svg(history: History, title: str) -> str:
+def svg(history: RunHistory, title: str) -> str:
     """The picture; an empty run has its frame and says so."""
     steps = thinned(history.steps)
     panels = [*PANELS, ("world", "ranks")]
@@ -41,7 +41,7 @@ def svg(history: History, title: str) -> str:
     return "".join([*parts, "</svg>"])
 
 
-def html(history: History, title: str) -> str:
+def html(history: RunHistory, title: str) -> str:
     """The picture as a page of its own."""
     return f"<!doctype html><meta charset=utf-8><title>{escape(title)}</title>{svg(history, title)}\n"
 

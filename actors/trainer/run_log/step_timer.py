@@ -9,7 +9,7 @@ import torch
 Mark = float | torch.cuda.Event
 
 
-class StepClock:
+class StepTimer:
     """Laps between marks: of the host's clock on a CPU, of the device's own on a GPU.
 
     On a GPU the host runs ahead. A lap whose kernels are still running when it is asked for is counted with the next

@@ -45,7 +45,7 @@ class StepLog:
         self._lines.flush()
 
 
-class Record:
+class RunLog:
     """Of one driver. `logs_steps` is False where rank 0 does that."""
 
     def __init__(self, spec: TrainSpec, clock: Clock, *, logs_steps: bool = True) -> None:

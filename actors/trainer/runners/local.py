@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from raytide.actors.trainer.distributed import process_group
-from raytide.actors.trainer.run_log.writer import Record
+from raytide.actors.trainer.run_log.writer import RunLog
 from raytide.actors.trainer.trainer import Trainer
 from raytide.actors.trainer.types import RunResult, StepResult
 from raytide.core.clock import Clock, SystemClock
@@ -21,12 +21,12 @@ def train_local(
     to its `out`."""
     claim = Claim(spec.places)
     try:
-        return _train(spec, claim, Record(spec, clock or SystemClock()), on_step)
+        return _train(spec, claim, RunLog(spec, clock or SystemClock()), on_step)
     finally:
         claim.release()
 
 
-def _train(spec: TrainSpec, claim: Claim, record: Record, on_step: Callable[[StepResult], None]) -> RunResult:
+def _train(spec: TrainSpec, claim: Claim, record: RunLog, on_step: Callable[[StepResult], None]) -> RunResult:
 
     def done(result: StepResult) -> None:
         claim.check()
@@ -34,7 +34,7 @@ def _train(spec: TrainSpec, claim: Claim, record: Record, on_step: Callable[[Ste
         on_step(result)
 
     try:
-        with process_group.alone() as mine:
+        with process_group.single_process() as mine:
             trainer = Trainer(spec, mine, claim=claim.token)
             try:
                 for error in trainer.restore():

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raytide.actors.trainer.checkpoint import manifest
-from raytide.actors.trainer.checkpoint.storage import LocalStore, Store, open_store
+from raytide.actors.trainer.checkpoint.storage import CheckpointStorage, LocalStore, open_store
 from raytide.actors.trainer.types import StepResult, numbers
 from raytide.core.clock import SystemClock
 from raytide.core.errors import CheckpointError, ConflictError, RaytideError
@@ -24,8 +24,8 @@ from raytide.core.specs.train import TrainSpec
 if TYPE_CHECKING:
     from ray.train import Checkpoint
 
-    from raytide.actors.trainer.distributed.process_group import Group
-    from raytide.actors.trainer.run_log.writer import Record
+    from raytide.actors.trainer.distributed.process_group import ProcessGroup
+    from raytide.actors.trainer.run_log.writer import RunLog
     from raytide.actors.trainer.trainer import Trainer
 
 
@@ -43,13 +43,13 @@ def train_loop_per_worker(config: Mapping[str, Any]) -> None:
             claim.release()
 
 
-def _train(spec: TrainSpec, mine: Group, claim: Claim | None) -> None:
+def _train(spec: TrainSpec, mine: ProcessGroup, claim: Claim | None) -> None:
     import ray.train
 
-    from raytide.actors.trainer.run_log.writer import Record
+    from raytide.actors.trainer.run_log.writer import RunLog
     from raytide.actors.trainer.trainer import Trainer
 
-    record = Record(spec, SystemClock()) if mine.is_first else None
+    record = RunLog(spec, SystemClock()) if mine.is_first else None
     try:
         given = ray.train.get_checkpoint()
         bad = mine.from_first(_place(given, spec) if mine.is_first and given is not None else [])
@@ -60,7 +60,7 @@ def _train(spec: TrainSpec, mine: Group, claim: Claim | None) -> None:
                 record.steps = trainer.steps_done
                 for error in rejected:
                     record.event("skipped", why=str(error))
-            reports = _Reports(trainer, record)
+            reports = RayTrainReporter(trainer, record)
             trainer.run(on_step=reports.step)
             reports.send()
         finally:
@@ -75,11 +75,11 @@ def _train(spec: TrainSpec, mine: Group, claim: Claim | None) -> None:
         record.close("done")
 
 
-class _Reports:
+class RayTrainReporter:
     """To Ray Train, by all workers at the same steps. Its report is a barrier and waits for the controller's next look,
     two seconds away at most: each checkpoint has one, a step has not."""
 
-    def __init__(self, trainer: Trainer, record: Record | None) -> None:
+    def __init__(self, trainer: Trainer, record: RunLog | None) -> None:
         self.trainer, self.spec, self.record = trainer, trainer.spec, record
         self._last: StepResult | None = None
         self._reported = ""
@@ -122,14 +122,14 @@ def _place(given: Checkpoint, spec: TrainSpec) -> list[CheckpointError]:
             return [error]
         newest, step = _newest(store), found.manifest.step
         if newest is None or (manifest.step_of(newest) or 0) < step:
-            name = manifest.folder(step, uuid.uuid4().hex[:8])
+            name = manifest.folder_name(step, uuid.uuid4().hex[:8])
             for file in found.manifest.files:
                 with source.read(f"{found.name}/{file}") as old, store.write(f"{name}/{file}") as new:
                     shutil.copyfileobj(old, new)
-            manifest.seal(store, name, found.manifest)
+            manifest.commit(store, name, found.manifest)
     return []
 
 
-def _newest(store: Store) -> str | None:
+def _newest(store: CheckpointStorage) -> str | None:
     unfinished = manifest.unfinished(store)
     return next((name for name in manifest.newest_first(store) if name not in unfinished), None)

@@ -59,9 +59,9 @@ class TrainRun(Run):
         self.wait(timeout_s)
         return history.result(self.out)
 
-    def _history(self) -> history.History:
+    def _history(self) -> history.RunHistory:
         if "step" not in self.refresh().progress:
-            return history.History([], [])
+            return history.RunHistory([], [])
         return history.read(self.out)
 
     def _repr_html_(self) -> str:

@@ -30,7 +30,7 @@ from raytide.core.specs.train import TrainSpec
 KILLS = 4
 
 
-def join(spec: TrainSpec, rank: int, world: int, meet: str, generation: int = 0) -> process_group.Group:
+def join(spec: TrainSpec, rank: int, world: int, meet: str, generation: int = 0) -> process_group.ProcessGroup:
     store = dist.FileStore(meet, world)
     return process_group.join(store, rank, spec.layout.sizes(world), timeout_s=30.0, generation=generation)
 
@@ -187,7 +187,7 @@ def grow(spec: TrainSpec, until: int, rank: int, world: int, meet: str) -> Resum
     return go_on(spec, snapshots, join(spec, rank, world, meet + "-again", 1))
 
 
-def go_on(spec: TrainSpec, snapshots: Snapshots, mine: process_group.Group) -> Resumed:
+def go_on(spec: TrainSpec, snapshots: Snapshots, mine: process_group.ProcessGroup) -> Resumed:
     trainer = Trainer(spec, mine, snapshots)
     trainer.restore()
     found = {"from": trainer.restored_from, "at": trainer.steps_done}

@@ -108,7 +108,7 @@ def _legacy_replicate() -> Iterator[None]:
     completes the gradients of what that axis has replicated. Our own check of it is off here."""
     from torch.distributed._composable.replicate import replicate
 
-    def shard(part: Any, spec: TrainSpec, mine: process_group.Group) -> None:
+    def shard(part: Any, spec: TrainSpec, mine: process_group.ProcessGroup) -> None:
         replicate(part, process_group=mine.mesh["replicate"].get_group())
 
     def unchecked(weight: Tensor) -> Tensor:
@@ -128,8 +128,10 @@ BREAKS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "copies by torch's replicate": _legacy_replicate,
     "weights freed under a split backward": _frees_weights_under_a_split_backward,
     "gradients scaled by torch": _torch_scales_the_gradients,
-    "tied copies apart": lambda: patch.object(pipeline_parallel.Tie, "add_up", lambda self: None),
-    "mean for a sum": lambda: patch.object(process_group.Group, "averaged", new_callable=PropertyMock, return_value=1),
+    "tied copies apart": lambda: patch.object(pipeline_parallel.TiedEmbeddingSync, "add_up", lambda self: None),
+    "mean for a sum": lambda: patch.object(
+        process_group.ProcessGroup, "averaged", new_callable=PropertyMock, return_value=1
+    ),
     "mask not offset": lambda: patch.object(attention, "seen", _mask_from_the_first_key),
     "last microbatch not reduced": lambda: patch.object(forward_backward, "cast", lambda _, part: _NeverReduces(part)),
 }

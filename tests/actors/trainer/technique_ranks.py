@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from raytide.actors.trainer.distributed import local_shards, process_group
-from raytide.actors.trainer.distributed.process_group import Group
+from raytide.actors.trainer.distributed.process_group import ProcessGroup
 from raytide.actors.trainer.parallel.forward_backward import Micro
 from raytide.actors.trainer.trainer import Trainer
 from raytide.core.specs.train import TrainSpec
@@ -80,7 +80,7 @@ def went_on(
             trainer = Trainer(spec, mine)
             for _ in range(3):
                 trainer.step()
-            trainer.secure()
+            trainer.flush()
             first = losses(trainer, 3)
             trainer.close()
         with joined(spec, rank, world, f"{meet}-{index}-b") as mine:
@@ -130,6 +130,6 @@ def follow(trainer: Trainer, look: object = None) -> Run:
 
 
 @contextmanager
-def joined(spec: TrainSpec, rank: int, world: int, meet: str) -> Iterator[Group]:
+def joined(spec: TrainSpec, rank: int, world: int, meet: str) -> Iterator[ProcessGroup]:
     yield process_group.join(dist.FileStore(meet, world), rank, spec.layout.sizes(world), timeout_s=30.0)
     process_group.leave()

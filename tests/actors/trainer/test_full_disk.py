@@ -17,7 +17,7 @@ from raytide.actors.trainer.checkpoint import manifest
 from raytide.actors.trainer.checkpoint.storage import LocalStore
 from raytide.actors.trainer.run_log import line_file
 from raytide.actors.trainer.run_log.line_file import LineFile
-from raytide.actors.trainer.run_log.writer import Record
+from raytide.actors.trainer.run_log.writer import RunLog
 from raytide.actors.trainer.runners.local import train_local
 from raytide.actors.trainer.types import StepResult
 from raytide.core.clock import SystemClock
@@ -138,7 +138,7 @@ def test_lines_that_wait_too_long_are_counted(tmp_path: Path, monkeypatch: pytes
 def test_the_reason_of_a_failed_run_is_not_hidden_by_the_disk_s(
     make_spec: Callable[[Path], TrainSpec], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record = Record(make_spec(tmp_path / "run"), SystemClock())
+    record = RunLog(make_spec(tmp_path / "run"), SystemClock())
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

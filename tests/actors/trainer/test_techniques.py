@@ -107,7 +107,7 @@ def test_an_overflow_on_one_rank_is_skipped_on_all_and_halves_the_scale(spec: Tr
 
 def test_an_overflow_that_no_scale_cures_ends_the_run(spec: TrainSpec) -> None:
     spec = with_(spec, "fp16", precision="fp16")
-    with process_group.alone() as mine:
+    with process_group.single_process() as mine:
         trainer = Trainer(spec, mine)
         trainer.loss_scale.value = 1.0
         trainer.parts[0].norm.weight.register_post_accumulate_grad_hook(lambda weight: weight.grad.mul_(torch.inf))
@@ -144,7 +144,7 @@ def test_out_of_memory_alone_halves_the_microbatch_and_changes_nothing_else(spec
     """Global batch 6: 6 at once, then 3. A broken backward pass leaves nothing behind."""
     spec = with_(spec, "auto", steps=4, micro_batch="auto", optim={"name": "adamw8bit", "lr": 3e-3})
     wanted, losses = alone(spec), []
-    with process_group.alone() as mine:
+    with process_group.single_process() as mine:
         trainer = Trainer(spec, mine)
         if where == "second micro":
             trainer.micro_batch = 3
@@ -182,7 +182,7 @@ def test_out_of_memory_in_a_gang_goes_up_and_with_one_sequence_it_ends_the_run(
     spec: TrainSpec, run_ranks: RunRanks
 ) -> None:
     assert run_ranks(2, out_of_memory, spec) == ["OutOfMemoryError: injected"] * 2
-    with process_group.alone() as mine:
+    with process_group.single_process() as mine:
         trainer = Trainer(with_(spec, "one", micro_batch=1), mine)
         inject(trainer, "forward")
         with pytest.raises(TrainError, match="does not fit into memory with one sequence"):
@@ -194,10 +194,10 @@ def test_a_resume_with_any_optimiser_is_bit_equal(spec: TrainSpec, name: str) ->
     home = "none" if name == "adamw" else "disk"
     spec = with_(spec, name, steps=4, optim={"name": name, "lr": 3e-3}, memory={"optimizer": home})
     whole = alone(spec)
-    with process_group.alone() as mine:
+    with process_group.single_process() as mine:
         first = Trainer(spec, mine)
         before = [result.loss for result in (first.step(), first.step()) if result is not None]
-        first.secure()
+        first.flush()
         again = Trainer(spec, mine)
         assert again.restore() == []
         after = [result.loss for result in (again.step(), again.step()) if result is not None]
@@ -223,16 +223,16 @@ def test_what_does_nothing_on_this_device_is_refused(spec: TrainSpec, monkeypatc
     for field in ("activations", "optimizer"):
         there = with_(spec, "there", memory={field: "cpu"})
         with pytest.raises(ConfigError, match="frees nothing on a CPU"):
-            apply.check(there, cpu)
-        apply.check(there, cuda)
+            apply.check_supported(there, cpu)
+        apply.check_supported(there, cuda)
     fp8 = with_(spec, "fp8", precision="fp8")
-    apply.check(fp8, cpu)
+    apply.check_supported(fp8, cpu)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an old one")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with pytest.raises(ConfigError, match="an old one"):
-        apply.check(fp8, cuda)
+        apply.check_supported(fp8, cuda)
     odd = with_(fp8, "odd", model=ModelSpec(dim=24, layers=1, heads=2, ffn_dim=40, max_seq_len=64))
-    with process_group.alone() as mine, pytest.raises(ConfigError, match="multiples of 16"):
+    with process_group.single_process() as mine, pytest.raises(ConfigError, match="multiples of 16"):
         Trainer(odd, mine)
 
 

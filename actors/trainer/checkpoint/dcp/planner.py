@@ -32,12 +32,12 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from raytide.actors.trainer.checkpoint.train_state import Piece
+from raytide.actors.trainer.checkpoint.train_state import TensorShard
 from raytide.core.errors import CheckpointError
 
 
 class SavePieces(DefaultSavePlanner):
-    def __init__(self, pieces: Sequence[Piece]) -> None:
+    def __init__(self, pieces: Sequence[TensorShard]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._pieces = {MetadataIndex(piece.name, piece.offsets): piece for piece in pieces}
 
@@ -54,7 +54,7 @@ class SavePieces(DefaultSavePlanner):
 
 
 class LoadPieces(DefaultLoadPlanner):
-    def __init__(self, pieces: Sequence[Piece]) -> None:
+    def __init__(self, pieces: Sequence[TensorShard]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._pieces = pieces
 
@@ -72,7 +72,7 @@ class LoadPieces(DefaultLoadPlanner):
         return target(self._pieces, read_item)
 
 
-def reads(pieces: Sequence[Piece], stored: dict[str, Any]) -> list[ReadItem]:
+def reads(pieces: Sequence[TensorShard], stored: dict[str, Any]) -> list[ReadItem]:
     """What fills these pieces. The `dest_index` of an item is the piece's position: names may stand twice (tied).
 
     CheckpointError for a tensor that is not stored, or in another shape.
@@ -96,7 +96,7 @@ def reads(pieces: Sequence[Piece], stored: dict[str, Any]) -> list[ReadItem]:
     return items
 
 
-def target(pieces: Sequence[Piece], item: ReadItem) -> Tensor:
+def target(pieces: Sequence[TensorShard], item: ReadItem) -> Tensor:
     """The part of a piece that an item fills."""
     return narrowed(pieces[int(item.dest_index.fqn)].local, item.dest_offsets, item.lengths)
 
@@ -107,7 +107,7 @@ def narrowed(tensor: Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> 
     return tensor
 
 
-def _write_item(index: MetadataIndex, piece: Piece) -> WriteItem:
+def _write_item(index: MetadataIndex, piece: TensorShard) -> WriteItem:
     chunk = ChunkStorageMetadata(torch.Size(piece.offsets), piece.local.size())
     properties = TensorProperties(dtype=piece.local.dtype)
     return WriteItem(

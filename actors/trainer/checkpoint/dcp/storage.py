@@ -21,18 +21,18 @@ from torch.futures import Future
 from raytide.actors.trainer.checkpoint.dcp.metadata import metadata_of
 from raytide.actors.trainer.checkpoint.dcp.planner import narrowed
 from raytide.actors.trainer.checkpoint.manifest import METADATA, Checkpoint, FileRecord
-from raytide.actors.trainer.checkpoint.storage import Store, named_failures
+from raytide.actors.trainer.checkpoint.storage import CheckpointStorage, named_failures
 from raytide.core.errors import CheckpointError
 
 
-class GivenUp(BaseException):
+class SaveCancelled(BaseException):
     """A write that was cut short on purpose. No Exception, so that nobody takes it for a failure of the storage."""
 
 
 class Writer(FileSystemWriter):
     """Writes into `folder` of a store. `records` has what this rank wrote; `go_on` may raise to cut a write short."""
 
-    def __init__(self, store: Store, folder: str, go_on: Callable[[], None]) -> None:
+    def __init__(self, store: CheckpointStorage, folder: str, go_on: Callable[[], None]) -> None:
         super().__init__(folder, sync_files=False, per_thread_copy_ahead=0)
         self.records: dict[str, FileRecord] = {}
         self.fs: FileSystemBase = _Files(store, folder, self.records, go_on)  # type: ignore[assignment]
@@ -42,7 +42,7 @@ class Writer(FileSystemWriter):
 class Reader(StorageReader):
     """Reads a checkpoint, each stored piece with one request. Its files may be anybody's: none of them is run."""
 
-    def __init__(self, store: Store, checkpoint: Checkpoint) -> None:
+    def __init__(self, store: CheckpointStorage, checkpoint: Checkpoint) -> None:
         self._store, self._folder = store, checkpoint.name
         self._sizes = {name: file.size for name, file in checkpoint.manifest.files.items()}
         self._places: dict[MetadataIndex, Any] = {}
@@ -104,7 +104,9 @@ class Reader(StorageReader):
 
 
 class _Files(FileSystemBase):
-    def __init__(self, store: Store, folder: str, records: dict[str, FileRecord], go_on: Callable[[], None]) -> None:
+    def __init__(
+        self, store: CheckpointStorage, folder: str, records: dict[str, FileRecord], go_on: Callable[[], None]
+    ) -> None:
         self._store, self._folder, self._records, self._go_on = store, folder, records, go_on
         self._unnamed: dict[str, bytes] = {}
         """Small files that DCP renames once they are whole; object stores cannot rename, so they wait for it here."""

@@ -30,7 +30,7 @@ class Holding:
     """Of the whole state, over all ranks: a snapshot that has as many is whole."""
 
 
-def buddies(hosts: Sequence[str]) -> list[int]:
+def assign_peers(hosts: Sequence[str]) -> list[int]:
     """For each rank, the one that keeps its copy: on another host for as many as the hosts allow."""
     world = len(hosts)
     by_host = sorted(range(world), key=lambda rank: (hosts[rank], rank))
@@ -48,7 +48,7 @@ def elements(entries: Iterable[Entry]) -> int:
     return sum({(entry.name, entry.offsets): entry.numel for entry in entries}.values())
 
 
-def newest_whole(holdings: Sequence[Holding]) -> SnapshotId | None:
+def latest_complete(holdings: Sequence[Holding]) -> SnapshotId | None:
     """The newest snapshot of which every element is in somebody's memory."""
     for snapshot in sorted({holding.snapshot for holding in holdings}, reverse=True):
         mine = [holding for holding in holdings if holding.snapshot == snapshot]

@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorPr
 
 from raytide.actors.trainer.checkpoint.dcp import planner
 from raytide.actors.trainer.checkpoint.peers.replication import Holding
-from raytide.actors.trainer.checkpoint.staging import Image
-from raytide.actors.trainer.checkpoint.train_state import Piece
-from raytide.actors.trainer.distributed.process_group import Group
+from raytide.actors.trainer.checkpoint.staging import StagingBuffer
+from raytide.actors.trainer.checkpoint.train_state import TensorShard
+from raytide.actors.trainer.distributed.process_group import ProcessGroup
 
 ROUND_BYTES = 64 << 20
 _ALIGN = 16
@@ -26,7 +26,7 @@ Key = tuple[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class ShardRequest:
     """A part of a stored piece that some rank wants."""
 
     key: Key
@@ -44,7 +44,7 @@ class Wish:
 
 
 class Exchange:
-    def __init__(self, group: Group, offered: Sequence[Holding], images: dict[int, Image]) -> None:
+    def __init__(self, group: ProcessGroup, offered: Sequence[Holding], images: dict[int, StagingBuffer]) -> None:
         self._group = group
         self._holders: dict[Key, list[int]] = defaultdict(list)
         self._stored: dict[str, TensorStorageMetadata] = {}
@@ -60,7 +60,7 @@ class Exchange:
                 self._holders[key].append(holding.holder)
         self._mine = {(p.name, p.offsets): p.local for image in images.values() for p in image.pieces}
 
-    def fill(self, pieces: Sequence[Piece]) -> None:
+    def fill(self, pieces: Sequence[TensorShard]) -> None:
         """All ranks together, each with the pieces of its own place in the new layout."""
         asked = self._group.gather(self._wishes(pieces))
         me, world = self._group.rank, self._group.world
@@ -72,15 +72,15 @@ class Exchange:
         for index in range(count):
             self._round(pieces, _at(incoming, index), _at(outgoing, index))
 
-    def _wishes(self, pieces: Sequence[Piece]) -> list[list[Wish]]:
+    def _wishes(self, pieces: Sequence[TensorShard]) -> list[list[ShardRequest]]:
         """By the rank that is asked: this one where it can, else those that have it in turn."""
-        wishes: list[list[Wish]] = [[] for _ in range(self._group.world)]
+        wishes: list[list[ShardRequest]] = [[] for _ in range(self._group.world)]
         for turn, item in enumerate(planner.reads(pieces, dict(self._stored))):
             key = (item.storage_index.fqn, tuple(item.storage_index.offset or ()))
             holders = self._holders[key]
             asked = self._group.rank if self._group.rank in holders else holders[turn % len(holders)]
             wishes[asked].append(
-                Wish(
+                ShardRequest(
                     key,
                     tuple(item.storage_offsets),
                     tuple(item.lengths),
@@ -91,7 +91,12 @@ class Exchange:
             )
         return wishes
 
-    def _round(self, pieces: Sequence[Piece], incoming: dict[int, list[Wish]], outgoing: dict[int, list[Wish]]) -> None:
+    def _round(
+        self,
+        pieces: Sequence[TensorShard],
+        incoming: dict[int, list[ShardRequest]],
+        outgoing: dict[int, list[ShardRequest]],
+    ) -> None:
         buffers = {rank: torch.empty(_span(wishes), dtype=torch.uint8) for rank, wishes in incoming.items()}
         packed = {rank: self._pack(wishes) for rank, wishes in outgoing.items()}
         works = [dist.irecv(buffer, rank, group=self._group.io) for rank, buffer in buffers.items()]
@@ -104,22 +109,22 @@ class Exchange:
                 flat = buffers[rank][at : at + wish.size].view(wish.dtype)
                 _target(pieces, wish).copy_(flat.view(wish.lengths))
 
-    def _pack(self, wishes: Sequence[Wish]) -> Tensor:
+    def _pack(self, wishes: Sequence[ShardRequest]) -> Tensor:
         buffer = torch.empty(_span(wishes), dtype=torch.uint8)
         for wish, at in zip(wishes, _starts(wishes), strict=True):
             buffer[at : at + wish.size].view(wish.dtype).view(wish.lengths).copy_(self._part(wish))
         return buffer
 
-    def _part(self, wish: Wish) -> Tensor:
+    def _part(self, wish: ShardRequest) -> Tensor:
         return planner.narrowed(self._mine[wish.key], wish.offsets, wish.lengths)
 
 
-def _target(pieces: Sequence[Piece], wish: Wish) -> Tensor:
+def _target(pieces: Sequence[TensorShard], wish: ShardRequest) -> Tensor:
     return planner.narrowed(pieces[wish.piece].local, wish.into, wish.lengths)
 
 
-def _rounds(wishes: Sequence[Wish]) -> list[list[Wish]]:
-    rounds: list[list[Wish]] = []
+def _rounds(wishes: Sequence[ShardRequest]) -> list[list[ShardRequest]]:
+    rounds: list[list[ShardRequest]] = []
     size = ROUND_BYTES
     for wish in wishes:
         if size + wish.size > ROUND_BYTES:
@@ -130,11 +135,11 @@ def _rounds(wishes: Sequence[Wish]) -> list[list[Wish]]:
     return rounds
 
 
-def _at(rounds: dict[int, list[list[Wish]]], index: int) -> dict[int, list[Wish]]:
+def _at(rounds: dict[int, list[list[ShardRequest]]], index: int) -> dict[int, list[ShardRequest]]:
     return {rank: parts[index] for rank, parts in rounds.items() if index < len(parts)}
 
 
-def _starts(wishes: Sequence[Wish]) -> list[int]:
+def _starts(wishes: Sequence[ShardRequest]) -> list[int]:
     starts, at = [], 0
     for wish in wishes:
         starts.append(at)
@@ -142,5 +147,5 @@ def _starts(wishes: Sequence[Wish]) -> list[int]:
     return starts
 
 
-def _span(wishes: Sequence[Wish]) -> int:
+def _span(wishes: Sequence[ShardRequest]) -> int:
     return sum(-(-wish.size // _ALIGN) * _ALIGN for wish in wishes)

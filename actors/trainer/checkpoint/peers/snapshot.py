@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from raytide.actors.trainer.checkpoint.background import Background
+from raytide.actors.trainer.checkpoint.background import BackgroundTask
 from raytide.actors.trainer.checkpoint.peers import replication
 from raytide.actors.trainer.checkpoint.peers.replication import Holding, SnapshotId
 from raytide.actors.trainer.checkpoint.peers.reshard import Exchange
-from raytide.actors.trainer.checkpoint.staging import Entry, Image
+from raytide.actors.trainer.checkpoint.staging import Entry, StagingBuffer
 from raytide.actors.trainer.checkpoint.train_state import TrainState
-from raytide.actors.trainer.distributed.process_group import Group
+from raytide.actors.trainer.distributed.process_group import ProcessGroup
 
 CLOSE_S = 2.0
 
@@ -29,10 +29,10 @@ class _Slot:
 
     snapshot: SnapshotId | None = None
     elements: int = 0
-    own: Image = field(default_factory=Image)
+    own: StagingBuffer = field(default_factory=StagingBuffer)
     own_rank: int = 0
     has_own: bool = False
-    ward: Image = field(default_factory=Image)
+    ward: StagingBuffer = field(default_factory=StagingBuffer)
     """The image of the rank whose buddy this one is."""
     ward_rank: int = 0
     has_ward: bool = False
@@ -81,18 +81,18 @@ class Snapshots:
         self.host = host
         self._slots = [_Slot(), _Slot()]
         self._current = 0
-        self._beside = Background("snapshot")
-        self._group: Group | None = None
+        self._beside = BackgroundTask("snapshot")
+        self._group: ProcessGroup | None = None
         self._exchange: _Exchange | None = None
         self._generation = ""
         self._offered: list[Holding] = []
         self._chosen: SnapshotId | None = None
 
-    def join(self, group: Group) -> None:
+    def join(self, group: ProcessGroup) -> None:
         """Belong to this generation's group from now on."""
         self._group = group
         self._generation = group.from_first(uuid.uuid4().hex)
-        keeper = replication.buddies(group.gather(self.host))
+        keeper = replication.assign_peers(group.gather(self.host))
         self._exchange = _Exchange(group.channel(), group.rank, group.world, keeper)
 
     def take(self, state: TrainState, step: int) -> None:
@@ -129,12 +129,12 @@ class Snapshots:
             self._slots[self._current] = _Slot(
                 old.snapshot, old.elements, old.own, old.own_rank, old.has_own, lent=True
             )
-            self._beside = Background("snapshot")
+            self._beside = BackgroundTask("snapshot")
 
     def newest(self) -> int:
         """The step of the newest snapshot that the ranks hold whole between them; 0 when there is none."""
         self._offered = [holding for part in self._joined.gather(self._holdings()) for holding in part]
-        self._chosen = replication.newest_whole(self._offered)
+        self._chosen = replication.latest_complete(self._offered)
         return self._chosen.step if self._chosen else 0
 
     def load(self, state: TrainState) -> None:
@@ -144,7 +144,7 @@ class Snapshots:
         state.load(Exchange(self._joined, offered, self._images(self._chosen)).fill)
 
     @property
-    def _joined(self) -> Group:
+    def _joined(self) -> ProcessGroup:
         assert self._group is not None, "a snapshot belongs to a generation"
         return self._group
 
@@ -161,9 +161,9 @@ class Snapshots:
                     held.append(Holding(slot.snapshot, self._joined.rank, rank, tuple(image.entries), slot.elements))
         return held
 
-    def _images(self, snapshot: SnapshotId) -> dict[int, Image]:
+    def _images(self, snapshot: SnapshotId) -> dict[int, StagingBuffer]:
         """This rank's images of a snapshot, by the rank that they come from."""
-        found: dict[int, Image] = {}
+        found: dict[int, StagingBuffer] = {}
         for slot in self._slots:
             if slot.snapshot == snapshot:
                 found |= {slot.own_rank: slot.own} if slot.has_own else {}

@@ -40,7 +40,7 @@ class Gate(LocalStore):
 
 @pytest.fixture
 def trainer(spec: TrainSpec) -> Iterator[Trainer]:
-    with process_group.alone() as mine:
+    with process_group.single_process() as mine:
         trainer = Trainer(spec, mine)
         trainer.restore()
         yield trainer

@@ -33,7 +33,7 @@ from raytide.actors.trainer.checkpoint.dcp.metadata import metadata_of
 from raytide.actors.trainer.checkpoint.manifest import FileRecord, Manifest
 from raytide.actors.trainer.checkpoint.storage import LocalStore
 from raytide.actors.trainer.checkpoint.verify import verify
-from raytide.actors.trainer.hf.model_source import open_data, origin_of
+from raytide.actors.trainer.hf.model_source import open_data, resolve_model
 from raytide.actors.trainer.runners.local import train_local
 from raytide.core.errors import CheckpointError, ConfigError, RaytideError
 from raytide.core.specs.train import TrainSpec
@@ -125,7 +125,7 @@ def test_an_export_and_a_new_run_from_its_model_read_no_metadata(trained: TrainS
         train_local(trained.model_copy(update={"export": True}))
     second = trained.model_copy(update={"init_from": trained.out, "out": str(tmp_path / "second")})
     with pytest.raises(RaytideError, match="holds no model"):
-        origin_of(second, open_data(second))
+        resolve_model(second, open_data(second))
     assert not (tmp_path / "ran").exists()
 
 
@@ -190,7 +190,7 @@ def test_pruning_a_link_to_another_runs_checkpoint_leaves_that_alone(trained: Tr
     newest = folders(trained)[0]
     theirs = tmp_path / "theirs"
     shutil.copytree(newest, theirs)
-    link = newest.with_name(manifest.folder(2, "0" * 8))
+    link = newest.with_name(manifest.folder_name(2, "0" * 8))
     link.symlink_to(theirs)
     manifest.remove(LocalStore(newest.parent), link.name)
     assert not link.exists()

@@ -98,7 +98,7 @@ def test_when_no_checkpoint_is_good_the_run_does_not_start_over_in_silence(train
 
 
 def test_a_write_that_was_cut_off_is_never_seen_and_later_removed(trained: TrainSpec) -> None:
-    torn = root(trained).root / manifest.folder(8, "0123abcd")
+    torn = root(trained).root / manifest.folder_name(8, "0123abcd")
     torn.mkdir()
     (torn / "__0_0.distcp").write_bytes(b"half")
     found = manifest.latest(root(trained)).checkpoint

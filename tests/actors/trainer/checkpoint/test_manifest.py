@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from raytide.actors.trainer.checkpoint import manifest
 from raytide.actors.trainer.checkpoint.manifest import MANIFEST, Checkpoint, FileRecord, Manifest
-from raytide.actors.trainer.checkpoint.storage import LocalStore, Store, open_store
+from raytide.actors.trainer.checkpoint.storage import CheckpointStorage, LocalStore, open_store
 from raytide.core.errors import CheckpointError
 
 FILES = {
@@ -63,22 +63,22 @@ class _Until:
         self._store.left -= len(body)
 
 
-def save(store: Store, step: int, *, attempt: str | None = None) -> Checkpoint:
-    name = manifest.folder(step, attempt or uuid.uuid4().hex[:8])
+def save(store: CheckpointStorage, step: int, *, attempt: str | None = None) -> Checkpoint:
+    name = manifest.folder_name(step, attempt or uuid.uuid4().hex[:8])
     for file, body in FILES.items():
         with store.write(f"{name}/{file}") as stream:
             stream.write(body)
     files = {file: FileRecord(sha256=hashlib.sha256(body).hexdigest(), size=len(body)) for file, body in FILES.items()}
     body = Manifest(step=step, samples=6 * step, digests={"dataset": "d"}, world=2, files=files)
-    return manifest.seal(store, name, body)
+    return manifest.commit(store, name, body)
 
 
-def replace(store: Store, path: str, body: bytes) -> None:
+def replace(store: CheckpointStorage, path: str, body: bytes) -> None:
     with store.write(path) as stream:
         stream.write(body)
 
 
-def meet(store: Store, checkpoint: Checkpoint, fate: Fate) -> None:
+def meet(store: CheckpointStorage, checkpoint: Checkpoint, fate: Fate) -> None:
     path = f"{checkpoint.name}/__0_0.distcp"
     if fate == "unfinished":
         store.remove(checkpoint.name, first=MANIFEST)
@@ -88,7 +88,7 @@ def meet(store: Store, checkpoint: Checkpoint, fate: Fate) -> None:
         replace(store, path, body[:-1] if fate == "short" else b"W" + body[1:])
 
 
-def newest(store: Store) -> int | None:
+def newest(store: CheckpointStorage) -> int | None:
     found = manifest.latest(store).checkpoint
     return found.manifest.step if found else None
 

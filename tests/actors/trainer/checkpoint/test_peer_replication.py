@@ -8,13 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytide.actors.trainer.checkpoint.peers.replication import Holding, SnapshotId, buddies, newest_whole
+from raytide.actors.trainer.checkpoint.peers.replication import Holding, SnapshotId, assign_peers, latest_complete
 from raytide.actors.trainer.checkpoint.staging import Entry
 
 
 @given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=12))
 def test_every_rank_has_one_buddy_on_another_host_where_hosts_allow(hosts: list[str]) -> None:
-    keeper = buddies(hosts)
+    keeper = assign_peers(hosts)
     world = len(hosts)
     assert sorted(keeper) == list(range(world))
     if world > 1:
@@ -43,7 +43,7 @@ def test_a_snapshot_counts_if_every_piece_is_left_and_the_newest_such_one_is_tak
     replicas = 2 if replicated and world % 2 == 0 else 1
     layouts = images(world, replicas)
     hosts = data.draw(st.lists(st.sampled_from("ab"), min_size=world, max_size=world))
-    keeper = buddies(hosts)
+    keeper = assign_peers(hosts)
     left = data.draw(st.sets(st.integers(0, world - 1)))
     arrived = data.draw(st.sets(st.integers(0, world - 1)))
     """Whose images of the newer snapshot have reached their buddies."""
@@ -61,4 +61,4 @@ def test_a_snapshot_counts_if_every_piece_is_left_and_the_newest_such_one_is_tak
         return origins == set(range(world // replicas))
 
     expected = next((snapshot for snapshot in (newer, older) if whole(snapshot)), None)
-    assert newest_whole(holdings) == expected
+    assert latest_complete(holdings) == expected

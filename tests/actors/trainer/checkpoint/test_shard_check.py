@@ -19,7 +19,7 @@ from tests.actors.trainer.conftest import VOCAB, write_dataset
 from raytide.actors.trainer.checkpoint.dcp import shard_check
 from raytide.actors.trainer.checkpoint.dcp.shard_check import ShardCheck
 from raytide.actors.trainer.data import local_copy
-from raytide.actors.trainer.data.dataloader import Batches
+from raytide.actors.trainer.data.dataloader import DataLoader
 from raytide.actors.trainer.data.token_dataset import Sampler, TokenData
 from raytide.actors.trainer.runners.local import train_local
 from raytide.core.errors import DataError, StorageError, WaitTimeoutError
@@ -277,6 +277,6 @@ def test_batches_take_any_data_with_its_vocabulary(dataset: Path, spec: TrainSpe
     from raytide.actors.trainer.distributed import process_group
 
     data = TokenData(str(dataset), spec.seq_len)
-    with process_group.alone() as mine:
-        batches = Batches(data, Sampler(0, data.n_sequences, spec.global_batch), mine, spec)
-        assert batches.take(0, 2)[2] == spec.global_batch * spec.seq_len
+    with process_group.single_process() as mine:
+        batches = DataLoader(data, Sampler(0, data.n_sequences, spec.global_batch), mine, spec)
+        assert batches.next_batch(0, 2)[2] == spec.global_batch * spec.seq_len

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from raytide.actors.trainer.checkpoint import manifest
-from raytide.actors.trainer.checkpoint.storage import Store, open_store
+from raytide.actors.trainer.checkpoint.storage import CheckpointStorage, open_store
 from raytide.actors.trainer.checkpoint.verify import verify
 from raytide.actors.trainer.runners.local import train_local
 from raytide.core.errors import NotFoundError, StorageError
@@ -26,7 +26,7 @@ def bucket(aws: None) -> str:
     return f"s3://{name}"
 
 
-def damage(store: Store, path: str) -> None:
+def damage(store: CheckpointStorage, path: str) -> None:
     with store.read(path) as stream:
         body = stream.read()
     store.publish(path, body[:-5] + b"other")
@@ -54,7 +54,7 @@ def test_a_run_saves_resumes_and_verifies_in_a_bucket(spec: TrainSpec, bucket: s
 
 def test_a_write_that_ends_before_its_manifest_is_never_found(bucket: str) -> None:
     store = open_store(f"{bucket}/run")
-    name = manifest.folder(7, "0123abcd")
+    name = manifest.folder_name(7, "0123abcd")
     with store.write(f"{name}/__0_0.distcp") as stream:
         stream.write(b"whole file")
     with suppress(KeyboardInterrupt), store.write(f"{name}/__1_0.distcp") as stream:
@@ -73,7 +73,7 @@ def test_a_store_that_fails_at_reading_is_not_taken_for_a_bad_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = open_store(str(tmp_path))
-    name = manifest.folder(7, "0123abcd")
+    name = manifest.folder_name(7, "0123abcd")
     store.publish(f"{name}/manifest.json", b"{}")
     assert "is no manifest" in str(manifest.latest(store).rejected[0])
 

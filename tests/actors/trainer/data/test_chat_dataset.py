@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.actors.engine.tiny import save_tokenizer
 from tokenizers import Tokenizer
 
-from raytide.actors.trainer.data.chat_dataset import ChatData
+from raytide.actors.trainer.data.chat_dataset import ChatDataset
 from raytide.actors.trainer.model.loss import IGNORE
 from raytide.core.errors import ConfigError, DataError
 from raytide.core.specs.model import ChatSpec
@@ -49,14 +49,14 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def open_chat(folder: Path, seq_len: int = 80, template: str | None = None) -> ChatData:
+def open_chat(folder: Path, seq_len: int = 80, template: str | None = None) -> ChatDataset:
     if template is not None:
         (folder / "own.jinja").write_text(template)
     given = None if template is None else str(folder / "own.jinja")
-    return ChatData(ChatSpec(file=str(folder / "talks.jsonl"), template=given), folder, seq_len)
+    return ChatDataset(ChatSpec(file=str(folder / "talks.jsonl"), template=given), folder, seq_len)
 
 
-def learnt(data: ChatData, folder: Path, index: int = 0) -> str:
+def learnt(data: ChatDataset, folder: Path, index: int = 0) -> str:
     """The text of the targets that count."""
     _, targets = data.examples(np.array([index]))
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -161,7 +161,7 @@ def test_whatever_is_said_exactly_the_answers_are_learnt(talks: list[list[tuple[
     with tempfile.NamedTemporaryFile("w", dir=talks_dir, suffix=".jsonl") as file:
         file.write(lines(*([{"role": role, "content": content} for role, content in talk] for talk in talks)))
         file.flush()
-        data = ChatData(ChatSpec(file=file.name), talks_dir, 400)
+        data = ChatDataset(ChatSpec(file=file.name), talks_dir, 400)
         found = [learnt(data, talks_dir, index) for index in range(len(talks))]
     expected = ["".join(f"{content}<eos>" for role, content in talk if role == "assistant") for talk in talks]
     assert found == expected
@@ -175,8 +175,8 @@ def test_a_remote_file_is_fetched_once_for_each_version(
     fs = fsspec.filesystem("memory")
     for talks in (lines(TALK), lines(TALK), lines(TALK[:2], TALK)):
         fs.pipe_file(f"/{tmp_path.name}/talks.jsonl", talks.encode())
-        data = ChatData(ChatSpec(file=f"memory://{tmp_path.name}/talks.jsonl"), folder, 80)
+        data = ChatDataset(ChatSpec(file=f"memory://{tmp_path.name}/talks.jsonl"), folder, 80)
         assert data.n_sequences == talks.count("\n")
         assert learnt(data, folder, data.n_sequences - 1) == "it is 4<eos>yes, été<eos>"
     with pytest.raises(DataError, match="does not exist"):
-        ChatData(ChatSpec(file="memory://nowhere/talks.jsonl"), folder, 80)
+        ChatDataset(ChatSpec(file="memory://nowhere/talks.jsonl"), folder, 80)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytide.actors.trainer.data.token_dataset import Sampler, TokenData, permute, share
+from raytide.actors.trainer.data.token_dataset import Sampler, TokenData, feistel_permutation, rank_slice
 from raytide.core.errors import DataError
 
 sizes = st.integers(1, 300)
@@ -18,7 +18,7 @@ sizes = st.integers(1, 300)
 
 @given(size=sizes, key=st.text(max_size=8))
 def test_an_epoch_is_a_permutation(size: int, key: str) -> None:
-    assert sorted(permute(np.arange(size), size, key)) == list(range(size))
+    assert sorted(feistel_permutation(np.arange(size), size, key)) == list(range(size))
 
 
 @given(seed=st.integers(0, 2**63 - 1), n=sizes, batch=st.integers(1, 64), steps=st.integers(1, 12))
@@ -35,7 +35,7 @@ def test_every_epoch_uses_each_sequence_once_whatever_the_batch(seed: int, n: in
 @given(seed=st.integers(0, 99), n=sizes, batch=st.integers(1, 64), step=st.integers(0, 99999), world=st.integers(1, 8))
 def test_the_ranks_slices_make_up_the_step_for_any_world(seed: int, n: int, batch: int, step: int, world: int) -> None:
     ids = Sampler(seed, n, batch).ids(step)
-    parts = [ids[share(batch, rank, world)] for rank in range(world)]
+    parts = [ids[rank_slice(batch, rank, world)] for rank in range(world)]
     assert np.array_equal(np.concatenate(parts), ids)
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 

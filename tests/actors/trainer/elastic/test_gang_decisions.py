@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytide.actors.trainer.elastic.rank_assignment import Key, choose, most_ranks, usable
+from raytide.actors.trainer.elastic.rank_assignment import Key, assign_ranks, most_ranks, usable
 from raytide.actors.trainer.elastic.recovery import Recovery
-from raytide.actors.trainer.elastic.restart_policy import MAX_FRUITLESS, Budget
-from raytide.actors.trainer.types import Beat, StepResult
+from raytide.actors.trainer.elastic.restart_policy import MAX_FRUITLESS, RestartPolicy
+from raytide.actors.trainer.types import StepResult, WorkerStatus
 from raytide.core.errors import TrainError
 from raytide.core.objects.gang import GangSpec, Shape
 from raytide.core.specs.parallelism import Layout
@@ -54,7 +54,7 @@ def test_seats_are_usable_in_rank_order_and_go_to_holders_first(
     slots = max(1, gpus)
     able = [of(member, slot) for member in members for slot in range(slots)]
     before = [of(member, slot) for member in held for slot in range(slots)]
-    seats = choose(able, shape(10, at_least, gpus), most=most, usable=multiples_of(size), held=before)
+    seats = assign_ranks(able, shape(10, at_least, gpus), most=most, usable=multiples_of(size), held=before)
     assert seats == sorted(set(seats), key=lambda seat: seat.key)
     assert set(seats) <= set(able)
     if len(members) < at_least:
@@ -67,7 +67,7 @@ def test_seats_are_usable_in_rank_order_and_go_to_holders_first(
 
 def test_a_member_that_lacks_a_rank_takes_no_seat() -> None:
     able = [of(0, 0), of(0, 1), of(1, 1)]
-    assert choose(able, shape(2, 1, gpus=2), most=4, usable=multiples_of(1)) == able[:2]
+    assert assign_ranks(able, shape(2, 1, gpus=2), most=4, usable=multiples_of(1)) == able[:2]
 
 
 def test_spares_are_asked_for_beyond_the_gang_and_never_needed_to_begin() -> None:
@@ -83,7 +83,7 @@ def test_a_layout_uses_what_it_can_and_nobody_when_they_are_too_few() -> None:
 
 
 def test_the_same_step_broken_too_often_ends_the_run() -> None:
-    budget = Budget("run", best=5)
+    budget = RestartPolicy("run", best=5)
     for _ in range(MAX_FRUITLESS + 1):
         budget.broke("why", [(0, 0)])
         budget.check()
@@ -94,7 +94,7 @@ def test_the_same_step_broken_too_often_ends_the_run() -> None:
 
 @given(st.lists(st.sampled_from(["break", "step"]), max_size=60))
 def test_a_step_further_than_ever_clears_what_was_charged(deeds: list[str]) -> None:
-    budget, in_a_row = Budget("run"), -1
+    budget, in_a_row = RestartPolicy("run"), -1
     for deed in deeds:
         if deed == "step":
             budget.reached(budget.best + 1)
@@ -110,7 +110,7 @@ def test_a_step_further_than_ever_clears_what_was_charged(deeds: list[str]) -> N
 
 
 def test_lost_members_never_count_also_when_the_platform_says_so_later() -> None:
-    budget = Budget("run")
+    budget = RestartPolicy("run")
     for incarnation in range(20):
         budget.broke("why", [(0, incarnation)])
         budget.lost([(0, incarnation)])
@@ -127,7 +127,7 @@ def test_a_recovery_says_what_was_lost_and_where_the_time_went() -> None:
     recovery = Recovery(began_s=10.0, leave_s=0.25, ended_s=11.0, step=9, seated_s=11.5)
     first = StepResult(step=8, loss=1.0, lr=0.1, grad_norm=1.0, tokens=1, step_s=1.0, data_s=0.0, world=3)
     laps = {"join": 0.1, "build": 0.2, "load": 0.3, "first_step": 0.4}
-    told = recovery.over(12.5, first, Beat(2, "after step 8", 0.0, laps=laps, source="memory"))
+    told = recovery.over(12.5, first, WorkerStatus(2, "after step 8", 0.0, laps=laps, source="memory"))
     assert told == {
         "seconds": 2.5,
         "world": 3,

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from raytide.actors.trainer.elastic.where import place
+from raytide.actors.trainer.elastic.where import stack_summary
 
 
 class Thing:
@@ -42,7 +42,7 @@ def test_the_innermost_frames_are_named_and_nothing_of_them_is_kept() -> None:
     gc.disable()
     try:
         with stuck("torch-0") as (thread, seen):
-            where, waits = place(thread.ident or 0)
+            where, waits = stack_summary(thread.ident or 0)
             assert where.index("in wait") < where.index("in reads_for_ever")
             assert not waits
         assert seen[0]() is None
@@ -52,10 +52,10 @@ def test_the_innermost_frames_are_named_and_nothing_of_them_is_kept() -> None:
 
 def test_behind_a_lock_the_threads_that_read_are_shown() -> None:
     with stuck("torch-0") as (waiting, _), stuck("data-0"):
-        assert "thread data-0: " in place(waiting.ident or 0)[0]
+        assert "thread data-0: " in stack_summary(waiting.ident or 0)[0]
     with stuck("torch-0") as (waiting, _), stuck("lease-watch"):
-        assert "lease-watch" not in place(waiting.ident or 0)[0]
+        assert "lease-watch" not in stack_summary(waiting.ident or 0)[0]
 
 
 def test_a_thread_that_is_gone_is_nowhere() -> None:
-    assert place(0) == ("", False)
+    assert stack_summary(0) == ("", False)

@@ -8,11 +8,11 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from raytide.actors.trainer.hf.atomic_directory import Draft
+from raytide.actors.trainer.hf.atomic_directory import AtomicDirectory
 from raytide.core.errors import StorageError
 
 
-def write(name: str, body: str, draft: Draft) -> None:
+def write(name: str, body: str, draft: AtomicDirectory) -> None:
     def work(folder: Path) -> None:
         (folder / name).write_text(body)
 
@@ -26,7 +26,7 @@ def fill_up(folder: Path) -> None:
 def test_it_replaces_what_was_there_at_once(tmp_path: Path) -> None:
     target = tmp_path / "run/model"
     for body in ("old", "new"):
-        draft = Draft(str(target))
+        draft = AtomicDirectory(str(target))
         write(f"{body}.json", body, draft)
         assert target.exists() == (body == "new")
         assert draft.publish() is None
@@ -38,7 +38,7 @@ def test_a_failure_leaves_what_was_there_and_is_told_at_the_end(tmp_path: Path) 
     target = tmp_path / "model"
     target.mkdir()
     (target / "config.json").write_text("old")
-    draft = Draft(str(target))
+    draft = AtomicDirectory(str(target))
     write("config.json", "new", draft)
     draft.write(fill_up)
     write("more.json", "x", draft)  # nothing happens any more, and nothing is raised: other ranks are still sending
@@ -62,7 +62,7 @@ def test_at_a_url_the_config_comes_last(monkeypatch: pytest.MonkeyPatch, tmp_pat
         put(self, local, remote, **more)
 
     monkeypatch.setattr(type(fs), "put_file", noted)
-    draft = Draft(url)
+    draft = AtomicDirectory(url)
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         write(name, "new", draft)
     assert draft.publish() is None

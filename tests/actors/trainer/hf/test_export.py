@@ -20,7 +20,7 @@ def test_transformers_loads_it_with_equal_logits(spec: TrainSpec, tied: bool) ->
     from transformers import AutoModelForCausalLM
 
     model = ModelSpec(dim=32, layers=2, heads=4, kv_heads=2, max_seq_len=64, tie_embeddings=tied, rope_theta=5000.0)
-    with process_group.alone() as mine:
+    with process_group.single_process() as mine:
         trainer = Trainer(spec.model_copy(update={"model": model}), mine)
         for _ in range(3):
             trainer.step()
@@ -40,7 +40,7 @@ def test_the_directory_is_complete_and_replaces_an_older_one(spec: TrainSpec) ->
     old = Path(spec.out) / "model"
     old.mkdir(parents=True)
     (old / "stale").touch()
-    with process_group.alone() as mine:
+    with process_group.single_process() as mine:
         path = Path(Trainer(spec.model_copy(update={"precision": "bf16"}), mine).export())
     names = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert {file.name for file in path.iterdir()} == names
@@ -56,11 +56,11 @@ def test_a_link_among_the_files_that_go_along_shows_no_secret(
     secret = tmp_path / "home" / "clusters" / "local" / "tokens.json"
     secret.parent.mkdir(parents=True)
     secret.write_text('{"the operator\'s": {"user": "admin", "team": "*"}}')
-    with process_group.alone() as mine:
+    with process_group.single_process() as mine:
         model = Path(Trainer(spec, mine).export())
     (model / "chat_template.jinja").unlink(missing_ok=True)
     (model / "chat_template.jinja").symlink_to(secret)
     after = spec.model_copy(update={"init_from": str(model), "out": str(tmp_path / "after")})
-    with process_group.alone() as mine, pytest.raises(DeniedError, match="raytide's own"):
+    with process_group.single_process() as mine, pytest.raises(DeniedError, match="raytide's own"):
         Trainer(after, mine).export()
     assert not list((tmp_path / "after").rglob("chat_template.jinja"))

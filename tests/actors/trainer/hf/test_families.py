@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from raytide.actors.models.architecture import Architecture
 from raytide.actors.models.families import read_architecture
-from raytide.actors.trainer.hf.safetensors_writer import WeightFiles
-from raytide.actors.trainer.hf.weight_mapping import Form, HfWeights, assemble, file_tensors
+from raytide.actors.trainer.hf.safetensors_writer import ShardedSafetensorsWriter
+from raytide.actors.trainer.hf.weight_mapping import FamilyFormat, HfWeights, file_tensors, to_hf_tensor
 from raytide.actors.trainer.model.decoder import Decoder
 from raytide.core.errors import DataError
 
@@ -38,16 +38,16 @@ def ids(vocab: int, batch: int = 2) -> Tensor:
 
 def as_in_transformers(arch: Architecture, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Under the names of its modules, which keep all experts together."""
-    form = Form(Form.on_the_hub(arch).root, "mlp.gate", fused_experts=True)
-    return {each.name: assemble(each, tensors.__getitem__) for each in file_tensors(arch, form)}
+    form = FamilyFormat(FamilyFormat.on_the_hub(arch).root, "mlp.gate", fused_experts=True)
+    return {each.name: to_hf_tensor(each, tensors.__getitem__) for each in file_tensors(arch, form)}
 
 
 def write(model: Decoder, folder: Path, limit: float = 1e9) -> None:
-    tensors = file_tensors(model.arch, Form.on_the_hub(model.arch))
-    files = WeightFiles(tensors, torch.float32, limit)
+    tensors = file_tensors(model.arch, FamilyFormat.on_the_hub(model.arch))
+    files = ShardedSafetensorsWriter(tensors, torch.float32, limit)
     weights = dict(model.named_parameters())
     for tensor in tensors:
-        files.add(folder, tensor.name, assemble(tensor, lambda name: weights[name].detach()))
+        files.add(folder, tensor.name, to_hf_tensor(tensor, lambda name: weights[name].detach()))
     files.close(folder)
 
 

@@ -17,7 +17,7 @@ from tests.actors.trainer.model_ranks import export_and_tune
 from raytide.actors.engine import LLM, SamplingParams
 from raytide.actors.models.families import read_architecture
 from raytide.actors.trainer.distributed import process_group
-from raytide.actors.trainer.hf.model_source import open_data, origin_of
+from raytide.actors.trainer.hf.model_source import open_data, resolve_model
 from raytide.actors.trainer.hf.weight_mapping import HfWeights
 from raytide.actors.trainer.model.decoder import Decoder
 from raytide.actors.trainer.runners.local import train_local
@@ -112,7 +112,7 @@ def test_a_resume_is_bit_equal(start: Start, finetune: FinetuneSpec | None) -> N
     spec = start("qwen3-tied", finetune=finetune, export=False)
     whole = losses(spec.model_copy(update={"out": spec.out + "-whole"}))
     before: list[float] = []
-    with process_group.alone() as mine:
+    with process_group.single_process() as mine:
         trainer = Trainer(spec, mine)
         trainer.run(on_step=lambda result: before.append(result.loss), paused=lambda: trainer.steps_done == 2)
     assert len(before) == 2
@@ -121,7 +121,7 @@ def test_a_resume_is_bit_equal(start: Start, finetune: FinetuneSpec | None) -> N
 
 def test_with_adapters_nothing_else_learns_or_is_kept(start: Start) -> None:
     spec = start("llama3-mqa", finetune=LORA, export=False)
-    with process_group.alone() as mine:
+    with process_group.single_process() as mine:
         trainer = Trainer(spec, mine)
         before = {name: each.detach().clone() for name, each in trainer.parts[0].named_parameters()}
         for _ in range(2):
@@ -142,7 +142,7 @@ def test_adapter_and_merged_model_compute_what_was_trained(start: Start, family:
     """Also where the files stack the projections, keep them turned over, or have experts without adapters."""
     spec = start(family, finetune=LORA, optim=OptimSpec(lr=0.05, warmup_steps=0, weight_decay=0.0))
     prompt = list(range(7, 37))
-    with process_group.alone() as mine:
+    with process_group.single_process() as mine:
         trainer = Trainer(spec, mine)
         for _ in range(3):
             trainer.step()
@@ -226,13 +226,13 @@ def test_talk_teaches_the_assistant_s_words(start: Start, tmp_path: Path) -> Non
 )
 def test_what_does_not_fit_is_refused(start: Start, change: dict[str, Any], message: str) -> None:
     spec = start("llama3-mqa", **change)
-    with process_group.alone() as mine, pytest.raises((ConfigError, DataError), match=message):
+    with process_group.single_process() as mine, pytest.raises((ConfigError, DataError), match=message):
         Trainer(spec, mine)
 
 
 def test_a_target_that_the_model_lacks_is_named(start: Start) -> None:
     spec = start("gpt2", finetune=FinetuneSpec(lora=LoraSpec(targets=("q_proj", "gate_proj"))))
-    with process_group.alone() as mine, pytest.raises(ConfigError, match="no gate_proj that an adapter"):
+    with process_group.single_process() as mine, pytest.raises(ConfigError, match="no gate_proj that an adapter"):
         Trainer(spec, mine)
 
 
@@ -240,7 +240,7 @@ def test_another_tokenizer_needs_to_be_wanted(start: Start) -> None:
     spec = start("llama3-mqa")
     assert spec.dataset is not None
     (Path(spec.dataset) / "tokenizer.json").write_text('{"model": "another"}')
-    with process_group.alone() as mine:
+    with process_group.single_process() as mine:
         with pytest.raises(ConfigError, match="another tokenizer"):
             Trainer(spec, mine)
         path = Trainer(spec.model_copy(update={"other_tokenizer": True}), mine).export()
@@ -292,5 +292,5 @@ def test_a_balanced_router_is_refused_where_it_would_not_be_seen_whole(start: St
     for change in ({"layout": Layout(tensor=2)}, {"layout": Layout(pipeline=2)}, {"memory": compiled}):
         other = spec.model_copy(update=change)
         with pytest.raises(ConfigError, match="balancing loss"):
-            origin_of(other, open_data(other))
+            resolve_model(other, open_data(other))
     assert losses(spec)[-1] > 0

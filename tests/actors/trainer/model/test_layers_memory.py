@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from raytide.actors.models.families import architecture_of
 from raytide.actors.trainer.hf.init_weights import initialise
 from raytide.actors.trainer.model import activation_offload
-from raytide.actors.trainer.model.activation_checkpointing import compile_layer, remat
+from raytide.actors.trainer.model.activation_checkpointing import checkpoint_layer, compile_layer
 from raytide.actors.trainer.model.activation_offload import DiskPool, HostPool
 from raytide.actors.trainer.model.decoder import Decoder
 from raytide.core.errors import ConfigError, StorageError
@@ -57,7 +57,7 @@ def decoder(memory: MemorySpec, pool: activation_offload.Pool | None = None) -> 
     model = Decoder(architecture_of(CONFIG, "test"), 64)
     initialise(model, 0)
     for layer in model.layers.values():
-        remat(layer, memory)
+        checkpoint_layer(layer, memory)
         compile_layer(layer, memory)
         if pool is not None:
             activation_offload.offload(layer, pool, memory.offload_min_bytes)

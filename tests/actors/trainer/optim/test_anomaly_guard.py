@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor
 
 from raytide.actors.trainer.distributed import process_group
-from raytide.actors.trainer.optim.anomaly_guard import HISTORY, Guard
+from raytide.actors.trainer.optim.anomaly_guard import HISTORY, AnomalyGuard
 from raytide.actors.trainer.trainer import Trainer
 from raytide.actors.trainer.types import StepResult
 from raytide.core.errors import TrainError
@@ -37,30 +37,30 @@ specs = st.builds(
 Weights = dict[str, torch.Tensor]
 
 
-def kinds(guard: Guard, seen: list[float]) -> list[str]:
+def kinds(guard: AnomalyGuard, seen: list[float]) -> list[str]:
     return [guard.judge(loss, 1.0).kind for loss in seen]
 
 
 def test_a_loss_or_a_gradient_that_is_not_finite_stops_the_run_unless_it_may_be_skipped() -> None:
     for loss, norm in ((math.nan, 1.0), (1.0, math.inf)):
-        assert Guard(GuardSpec()).judge(loss, norm).kind == "stopped"
-        assert Guard(SKIP).judge(loss, norm).kind == "skipped"
+        assert AnomalyGuard(GuardSpec()).judge(loss, norm).kind == "stopped"
+        assert AnomalyGuard(SKIP).judge(loss, norm).kind == "skipped"
 
 
 def test_a_spike_is_far_above_the_median_of_a_full_window() -> None:
-    guard = Guard(SKIP)
+    guard = AnomalyGuard(SKIP)
     assert kinds(guard, [*CALM[:7], 40.0]) == ["applied"] * 8  # the eighth fills the window
-    guard = Guard(SKIP)
+    guard = AnomalyGuard(SKIP)
     assert kinds(guard, [*CALM, 2.4, 4.0, 2.4, 0.1]) == ["applied"] * 9 + ["skipped", "applied", "applied"]
-    assert "is a spike: the limit is" in Guard.judge(guard, 4.0, 1.0).why
+    assert "is a spike: the limit is" in AnomalyGuard.judge(guard, 4.0, 1.0).why
 
 
 def test_a_flat_curve_may_still_rise_a_little() -> None:
-    assert kinds(Guard(SKIP), [1.0] * 8 + [1.5, 1.51]) == ["applied"] * 9 + ["skipped"]
+    assert kinds(AnomalyGuard(SKIP), [1.0] * 8 + [1.5, 1.51]) == ["applied"] * 9 + ["skipped"]
 
 
 def test_after_max_skips_in_a_row_it_stops_and_one_good_batch_starts_the_count_anew() -> None:
-    assert kinds(Guard(SKIP), [math.nan] * 3 + [2.0] + [math.nan] * 4) == [
+    assert kinds(AnomalyGuard(SKIP), [math.nan] * 3 + [2.0] + [math.nan] * 4) == [
         *["skipped"] * 3,
         "applied",
         *["skipped"] * 3,
@@ -74,9 +74,9 @@ def test_after_max_skips_in_a_row_it_stops_and_one_good_batch_starts_the_count_a
 def test_a_guard_from_a_checkpoint_judges_as_the_one_that_wrote_it(
     spec: GuardSpec, before: list[float], after: list[float]
 ) -> None:
-    whole = Guard(spec)
+    whole = AnomalyGuard(spec)
     kinds(whole, before)
-    resumed = Guard(spec)
+    resumed = AnomalyGuard(spec)
     resumed.load_state_dict(whole.state_dict())
     assert [resumed.judge(loss, 1.0) for loss in after] == [whole.judge(loss, 1.0) for loss in after]
     assert resumed.skipped == whole.skipped
@@ -85,14 +85,14 @@ def test_a_guard_from_a_checkpoint_judges_as_the_one_that_wrote_it(
 @given(specs, losses)
 def test_what_was_not_learned_from_is_no_measure_for_what_comes_after(spec: GuardSpec, seen: list[float]) -> None:
     spec = spec.model_copy(update={"max_skips": len(seen)})
-    guard, verdicts = Guard(spec), kinds(Guard(spec), seen)
+    guard, verdicts = AnomalyGuard(spec), kinds(AnomalyGuard(spec), seen)
     learned = [loss for loss, kind in zip(seen, verdicts, strict=True) if kind == "applied"]
     assert kinds(guard, learned) == ["applied"] * len(learned)
 
 
 def poisoned(spec: TrainSpec, steps: set[int], until: int | None = None) -> tuple[list[StepResult], Weights]:
     """A run in this process whose loss is not a number in these steps, counted from 1; it pauses after step `until`."""
-    with process_group.alone() as mine:
+    with process_group.single_process() as mine:
         trainer = Trainer(spec, mine)
         trainer.restore()
         trainer.parts[-1].register_forward_hook(
@@ -142,7 +142,7 @@ def test_a_resume_after_a_skip_is_bit_equal(skipping: TrainSpec, tmp_path: Path)
 def test_a_stop_tells_of_the_batch_and_leaves_the_weights_alone(skipping: TrainSpec, tmp_path: Path) -> None:
     stops = skipping.model_copy(update={"guard": GuardSpec()})
     told: list[StepResult] = []
-    with process_group.alone() as mine:
+    with process_group.single_process() as mine:
         trainer = Trainer(stops, mine)
         trainer.step()
         before = weights(trainer)

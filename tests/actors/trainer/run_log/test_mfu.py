@@ -12,7 +12,7 @@ from raytide.actors.models.architecture import Architecture
 from raytide.actors.models.families import architecture_of
 from raytide.actors.trainer.model.decoder import Decoder
 from raytide.actors.trainer.run_log import mfu
-from raytide.actors.trainer.run_log.step_timer import StepClock
+from raytide.actors.trainer.run_log.step_timer import StepTimer
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -71,7 +71,7 @@ def test_a_device_that_is_not_known_has_no_peak(name: str, precision: str, peak:
 def test_laps_of_one_phase_add_up_and_are_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([0.0, 1.0, 3.0, 4.0, 8.0, 9.0])
     monkeypatch.setattr("raytide.actors.trainer.run_log.step_timer.time.perf_counter", lambda: next(now))
-    clock = StepClock(torch.device("cpu"))
+    clock = StepTimer(torch.device("cpu"))
     clock.start()
     clock.lap("data")
     clock.lap("optimizer")
@@ -109,7 +109,7 @@ class Event:
 def test_on_a_gpu_a_lap_that_still_runs_is_counted_with_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device()
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(device))
-    clock = StepClock(torch.device("cuda"))
+    clock = StepTimer(torch.device("cuda"))
     clock.start()
     for phase in ("forward_backward", "norm", "optimizer"):
         clock.lap(phase)

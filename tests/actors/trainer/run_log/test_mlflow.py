@@ -14,7 +14,7 @@ from urllib.parse import parse_qs, urlparse
 import pytest
 
 from raytide.actors.trainer.run_log import mlflow
-from raytide.actors.trainer.run_log.writer import Record
+from raytide.actors.trainer.run_log.writer import RunLog
 from raytide.actors.trainer.types import StepResult
 from raytide.core.clock import VirtualClock
 from raytide.core.errors import ConfigError, StorageError
@@ -112,8 +112,8 @@ def step(number: int) -> StepResult:
     return StepResult(number, 3.0 / number, 1e-3, 0.5, 64, 0.5, 0.0, world=2, times={"data": 0.25})
 
 
-def record_of(spec: TrainSpec) -> Record:
-    return Record(spec, VirtualClock(1000.0))
+def record_of(spec: TrainSpec) -> RunLog:
+    return RunLog(spec, VirtualClock(1000.0))
 
 
 def losses(server: Server, run_id: str = "run-1") -> dict[int, float]:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytide.actors.trainer.run_log import history, plot
-from raytide.actors.trainer.run_log.history import History
+from raytide.actors.trainer.run_log.history import RunHistory
 from raytide.core.errors import DataError
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -30,7 +30,7 @@ def write(out: Path, metrics: list[dict[str, Any]], events: list[dict[str, Any]]
 
 
 def drawn(steps: list[dict[str, Any]], events: list[dict[str, Any]] | None = None, title: str = "run") -> ET.Element:
-    return ET.fromstring(plot.svg(History(steps, events or []), title))
+    return ET.fromstring(plot.svg(RunHistory(steps, events or []), title))
 
 
 def test_a_step_done_twice_counts_once_and_half_a_line_not_at_all(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_a_run_without_a_step_and_one_of_a_single_step_can_be_drawn() -> None:
 
 
 def test_a_page_of_its_own_holds_the_picture() -> None:
-    assert "<title>a &amp; b</title><svg " in plot.html(History([line(1)], []), "a & b")
+    assert "<title>a &amp; b</title><svg " in plot.html(RunHistory([line(1)], []), "a & b")
 
 
 @given(st.integers(2, 9), st.integers(1, 60), st.data())

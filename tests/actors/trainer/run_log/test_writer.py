@@ -14,18 +14,18 @@ from typing import Any
 import pytest
 
 from raytide.actors.trainer.elastic.driver import _Driver
-from raytide.actors.trainer.elastic.generation import Ending, Generation
-from raytide.actors.trainer.elastic.pace import Pace
+from raytide.actors.trainer.elastic.generation import Generation, GenerationResult
+from raytide.actors.trainer.elastic.pace import StepRate
 from raytide.actors.trainer.run_log import history
-from raytide.actors.trainer.run_log.writer import Record
-from raytide.actors.trainer.types import Beat, StepResult, numbers
+from raytide.actors.trainer.run_log.writer import RunLog
+from raytide.actors.trainer.types import StepResult, WorkerStatus, numbers
 from raytide.core.clock import VirtualClock
 from raytide.core.errors import TrainError
 from raytide.core.specs.train import TrainSpec
 
 
-def record_of(spec: TrainSpec) -> Record:
-    return Record(spec, VirtualClock(1000.0))
+def record_of(spec: TrainSpec) -> RunLog:
+    return RunLog(spec, VirtualClock(1000.0))
 
 
 @pytest.fixture
@@ -82,10 +82,10 @@ def test_a_run_that_was_over_when_its_driver_started_again_shows_all_its_steps(
     driver = object.__new__(_Driver)
     driver.spec, driver.record, driver.number, driver.recovery, driver.hands = small, record_of(small), 0, None, []
     driver.crew, driver.fits, driver.watch = SimpleNamespace(ready=0, settled=""), None, None  # type: ignore[assignment]
-    driver.pace, driver.claim = Pace(), SimpleNamespace(token="")  # type: ignore[assignment]
+    driver.pace, driver.claim = StepRate(), SimpleNamespace(token="")  # type: ignore[assignment]
     monkeypatch.setattr(driver, "_gather", lambda: [SimpleNamespace(host="only")])
     monkeypatch.setattr(driver, "_tell_who", lambda: None)
-    monkeypatch.setattr(Generation, "run", lambda generation: Ending("done"))
+    monkeypatch.setattr(Generation, "run", lambda generation: GenerationResult("done"))
     driver.run()
     progress = driver._progress(0)
     assert (progress["step"], progress["steps"]) == (3, 3)
@@ -97,13 +97,13 @@ def test_a_driver_says_how_much_work_is_left_and_how_much_may_be_done_again(smal
     driver = object.__new__(_Driver)
     driver.crew = SimpleNamespace(settled="")  # type: ignore[assignment]
     driver.spec, driver.record = small.model_copy(update={"steps": 11, "checkpoint_every": 5}), record_of(small)
-    driver.pace = Pace(driver.record.step_s)
+    driver.pace = StepRate(driver.record.step_s)
     progress = driver._progress(1)
     assert (progress["left_s"], progress["redo_s"]) == (10 * done(1, 3.0).step_s, 5 * done(1, 3.0).step_s)
 
 
 def test_the_pace_counts_what_lies_between_steps_but_not_the_time_without_a_gang() -> None:
-    pace = Pace()
+    pace = StepRate()
     pace.stepped(1, 100.0, worked_s=2.0)
     assert pace.step_s == 2.0
     for at_s in range(1, 400):
@@ -121,10 +121,10 @@ def test_a_rank_that_answers_and_gets_nowhere_ends_the_run_with_its_name(small: 
     rest: Any = {"micro_batch": 1, "on_steps": None}
     generation = Generation(1, small, hands, crew, None, record_of(small), **rest)  # type: ignore[arg-type]
     generation._out = {Future(): 0, Future(): 1}
-    generation._pulse.heard(1).beat = Beat(1, "loading", 60.0, where="manifest.py:88 in verify")
+    generation._pulse.heard(1).beat = WorkerStatus(1, "loading", 60.0, where="manifest.py:88 in verify")
     generation._find_stalled()
     assert dismissed == []
-    generation._pulse.heard(1).beat = Beat(1, "loading", 60.1, where="manifest.py:88 in verify")
+    generation._pulse.heard(1).beat = WorkerStatus(1, "loading", 60.1, where="manifest.py:88 in verify")
     generation._find_stalled()
     ending = generation._ending()
     assert dismissed == [hands[1]]
@@ -176,7 +176,7 @@ def test_a_checkpoint_that_could_not_be_written_is_told_once_and_until_one_could
     record = record_of(small)
     driver = object.__new__(_Driver)
     driver.crew = SimpleNamespace(settled="")  # type: ignore[assignment]
-    driver.spec, driver.record, driver.pace = small, record, Pace()
+    driver.spec, driver.record, driver.pace = small, record, StepRate()
     assert "not_saved" not in driver._progress(1)
     for step in (1, 2):
         record.step(replace(done(step, 3.0), unsaved="no space left while writing x."))
