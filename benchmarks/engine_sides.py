@@ -28,11 +28,11 @@ Answer = dict[str, float]
 def native(model_dir: str, dtype: str) -> Callable[[Prompts], Answer]:
     sys.path.insert(0, str(Path(__file__).parents[1] / "platform"))
     from raytide.actors.engine import EngineConfig, GenRequest, SamplingParams
-    from raytide.actors.engine.backends.native.engine_core import EngineLoop
+    from raytide.actors.engine.backends.native.engine_core import EngineCore
     from raytide.actors.engine.types import GenChunk
 
     fields = {"model_dir": model_dir, "dtype": dtype, "prefix_cache": False, "max_model_len": MAX_LEN}
-    loop = EngineLoop(EngineConfig.parse({**fields, "kv_memory_gb": 4.0}, where="engine"))
+    loop = EngineCore(EngineConfig.parse({**fields, "kv_memory_gb": 4.0}, where="engine"))
     sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
     computing_s = [0.0]
 

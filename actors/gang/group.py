@@ -44,7 +44,7 @@ class WantedGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class PlacementGroupInfo:
     key: GroupKey
     state: GroupState
     placement_group_id: str
@@ -52,8 +52,8 @@ class Group:
 
 
 def difference(
-    wanted: Mapping[GroupKey, WantedGroup], there: Mapping[GroupKey, Group]
-) -> tuple[tuple[WantedGroup, ...], tuple[Group, ...]]:
+    wanted: Mapping[GroupKey, WantedGroup], there: Mapping[GroupKey, PlacementGroupInfo]
+) -> tuple[tuple[WantedGroup, ...], tuple[PlacementGroupInfo, ...]]:
     """What to create and what to remove, so that Ray has what is wanted."""
     create = tuple(group for key, group in wanted.items() if key not in there)
     remove = tuple(group for key, group in there.items() if key not in wanted and group.state != "removed")

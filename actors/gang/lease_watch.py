@@ -65,7 +65,7 @@ class LeaseWatch:
                 self._error = ClusterError(f"the lease of {self._job_id} cannot be read: {error!r}.")
 
 
-class Reporter:
+class ProgressReporter:
     """Sends progress at most once a second, and at once when seats were left. It never waits; what fails is replaced by
     the next."""
 

@@ -17,7 +17,7 @@ THREADS = 4
 """`report` and `stop` hold one each for as long as they wait, the others answer."""
 
 
-class MemberHost(Protocol):
+class MemberActor(Protocol):
     def call(self, method: str, *args: object) -> Future[Any]:
         """Start a method of the MemberProcesses there. The future fails with a ClusterError when they are gone, else
         with what the method raised."""
@@ -26,7 +26,7 @@ class MemberHost(Protocol):
         """End them, whatever they are doing."""
 
 
-StartHost = Callable[[Member, Shape], MemberHost]
+StartHost = Callable[[Member, Shape], MemberActor]
 
 
 class RayHost:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from raytide.actors.gang.group import Group, GroupKey, GroupState, WantedGroup
+from raytide.actors.gang.group import GroupKey, GroupState, PlacementGroupInfo, WantedGroup
 from raytide.core.errors import ClusterError
 from raytide.core.io.timeout import within
 from raytide.core.objects.gang import Member, Shape
@@ -27,7 +27,7 @@ LIST_TIMEOUT_S = 5.0
 class PlacementGroups:
     """The actuator of leases. It needs a process that is connected to Ray."""
 
-    def list(self) -> dict[GroupKey, Group]:
+    def list(self) -> dict[GroupKey, PlacementGroupInfo]:
         """Every placement group of raytide's that Ray knows; removed ones for as long as Ray remembers them."""
         table = within(LIST_TIMEOUT_S, "the GCS to list placement groups", _table)
         groups = [group for info in table.values() if (group := _group(info)) is not None]
@@ -52,7 +52,7 @@ class PlacementGroups:
             key, first = refused[0]
             raise ClusterError(f"Ray refused {len(refused)} placement groups, of them {key.name}: {first}") from first
 
-    def remove(self, groups: Iterable[Group]) -> None:
+    def remove(self, groups: Iterable[PlacementGroupInfo]) -> None:
         """Give the resources back; whatever runs in the groups is killed by Ray. One that is gone already is fine."""
         from ray.util.placement_group import remove_placement_group
 
@@ -108,6 +108,10 @@ def _table() -> dict[str, dict[str, Any]]:
     return dict(placement_group_table())
 
 
-def _group(info: dict[str, Any]) -> Group | None:
+def _group(info: dict[str, Any]) -> PlacementGroupInfo | None:
     key = GroupKey.of_name(info["name"])
-    return None if key is None else Group(key, _STATES.get(info["state"], "pending"), info["placement_group_id"])
+    return (
+        None
+        if key is None
+        else PlacementGroupInfo(key, _STATES.get(info["state"], "pending"), info["placement_group_id"])
+    )

@@ -77,7 +77,7 @@ def _guard(folder: str, command: list[str], parent: int, ordered: dict[str, Any]
             if signal.SIGTERM in os.read(wake_read, 100):
                 _kill(-child.pid, signal.SIGTERM)
                 is_asked = True
-            _bury(child.pid)
+            _reap(child.pid)
         elif parent in ready or not os.read(0, 100):
             is_orphan = True
     if is_orphan and not is_asked:
@@ -114,7 +114,7 @@ def _adopt() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def _bury(but: int) -> None:
+def _reap(but: int) -> None:
     """Let go of adopted children that have ended."""
     while (found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and found.si_pid != but:
         os.waitpid(found.si_pid, 0)

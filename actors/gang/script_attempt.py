@@ -9,7 +9,7 @@ from concurrent.futures import wait as wait_futures
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from raytide.actors.gang.member_actor import MemberHost, StartHost
+from raytide.actors.gang.member_actor import MemberActor, StartHost
 from raytide.actors.gang.member_processes import NO_RIGHTS, Exit, Launch, Report, Rights
 from raytide.core.errors import ClusterError
 from raytide.core.objects.gang import Member, Shape
@@ -26,7 +26,7 @@ Seat = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class AttemptResult:
     """`lost`: a member's processes vanished, by no fault of the script's if its node did; `moved`: it has to leave."""
 
     kind: Literal["done", "failed", "lost", "moved"]
@@ -39,9 +39,9 @@ class Ending:
 
 
 @dataclass(slots=True, eq=False)
-class _Place:
+class _MemberRun:
     member: Member
-    host: MemberHost
+    host: MemberActor
     report: Future[Report] | None = None
     is_gone: bool = False
 
@@ -56,7 +56,7 @@ class Attempt:
     say: Callable[[str], None]
     rights: Rights = NO_RIGHTS
     started_s: float = field(default_factory=time.monotonic)
-    _places: list[_Place] = field(default_factory=list)
+    _places: list[_MemberRun] = field(default_factory=list)
     _exits: dict[int, Exit] = field(default_factory=dict)
 
     @property
@@ -67,12 +67,12 @@ class Attempt:
     def seats(self) -> frozenset[Seat]:
         return frozenset(seat_of(member) for member in self.members)
 
-    def launch(self, package: object, environment: dict[str, str]) -> Ending | None:
+    def launch(self, package: object, environment: dict[str, str]) -> AttemptResult | None:
         """Start every process; an Ending when a member cannot. `package`: its bytes or a reference to them."""
-        self._places = [_Place(member, self.start_host(member, self.shape)) for member in self.members]
+        self._places = [_MemberRun(member, self.start_host(member, self.shape)) for member in self.members]
         first = self._places[0]
         port = self._ask([first], "free_port", first.member.address)
-        if isinstance(port, Ending):
+        if isinstance(port, AttemptResult):
             return port
         meet = {"MASTER_ADDR": first.member.address, "MASTER_PORT": str(port[0])}
         started = self._ask(
@@ -81,14 +81,14 @@ class Attempt:
             package,
             each=lambda node_rank: self._launches(node_rank, {**environment, **meet}),
         )
-        return started if isinstance(started, Ending) else None
+        return started if isinstance(started, AttemptResult) else None
 
-    def look(self) -> Ending | None:
+    def look(self) -> AttemptResult | None:
         """Pass on what was printed; how it ended, if it did."""
         lost = self._listen()
         has_failed = any(found.code for found in self._exits.values())
         if len(self._exits) == self.world and not has_failed:
-            return Ending("done")
+            return AttemptResult("done")
         if lost:
             return self._vanished(lost)
         return self._judge() if has_failed else None
@@ -133,12 +133,12 @@ class Attempt:
 
     def _ask(
         self,
-        places: Sequence[_Place],
+        places: Sequence[_MemberRun],
         method: str,
         *args: object,
         each: Callable[[int], object] | None = None,
         timeout_s: float = START_TIMEOUT_S,
-    ) -> list[Any] | Ending:
+    ) -> list[Any] | AttemptResult:
         """Everybody's answer, or an Ending that names those who gave none, or an error."""
         more = [() if each is None else (each(number),) for number in range(len(places))]
         calls = [place.host.call(method, *args, *mine) for place, mine in zip(places, more, strict=True)]
@@ -150,10 +150,10 @@ class Attempt:
                 lost.append((place, _first_line(error)))
             elif error is not None:
                 why = f"{type(error).__name__}: {_first_line(error)}".rstrip(".")
-                return Ending("failed", f"it could not be started on {place.member.node_id}: {why}")
+                return AttemptResult("failed", f"it could not be started on {place.member.node_id}: {why}")
         return self._vanished(lost) if lost else [call.result() for call in calls]
 
-    def _listen(self) -> list[tuple[_Place, str]]:
+    def _listen(self) -> list[tuple[_MemberRun, str]]:
         """Those who are found to be gone, with why."""
         lost = []
         for place in self._places:
@@ -175,7 +175,7 @@ class Attempt:
         for found in report.exits:
             self._exits[found.rank] = found
 
-    def _judge(self) -> Ending:
+    def _judge(self) -> AttemptResult:
         """A process ended with an error. Its own, or because it lost a peer whose node is dying?"""
         deadline = time.monotonic() + SETTLE_S
         while time.monotonic() < deadline and len(self._exits) < self.world:
@@ -183,18 +183,18 @@ class Attempt:
                 return self._vanished(lost)
             time.sleep(0.02)
         answers = self._ask(self._places, "ping", timeout_s=PING_TIMEOUT_S)
-        if isinstance(answers, Ending):
+        if isinstance(answers, AttemptResult):
             return answers
         first = min((found for found in self._exits.values() if found.code), key=lambda found: found.at_s)
         node = self.members[first.rank // self.spec.processes(self.shape)].node_id
-        return Ending("failed", f"rank {first.rank} on {node} ended with exit code {first.code}", exit=first)
+        return AttemptResult("failed", f"rank {first.rank} on {node} ended with exit code {first.code}", exit=first)
 
-    def _vanished(self, lost: Sequence[tuple[_Place, str]]) -> Ending:
+    def _vanished(self, lost: Sequence[tuple[_MemberRun, str]]) -> AttemptResult:
         for place, _ in lost:
             place.is_gone = True
         place, why = lost[0]
         seats = tuple(seat_of(place.member) for place, _ in lost)
-        return Ending("lost", f"the processes on {place.member.node_id} are gone: {why}", seats=seats)
+        return AttemptResult("lost", f"the processes on {place.member.node_id} are gone: {why}", seats=seats)
 
 
 def seat_of(member: Member) -> Seat:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-from raytide.actors.gang.lease_watch import LeaseWatch, Reporter, ready, settled
+from raytide.actors.gang.lease_watch import LeaseWatch, ProgressReporter, ready, settled
 from raytide.actors.gang.member_actor import RayHost, StartHost
 from raytide.actors.gang.member_processes import NO_RIGHTS, Rights
 from raytide.actors.gang.process_shim import ORPHAN_GRACE_S
-from raytide.actors.gang.script_attempt import Attempt, Ending, Seat, seat_of
+from raytide.actors.gang.script_attempt import Attempt, AttemptResult, Seat, seat_of
 from raytide.core.clock import Clock, SystemClock
 from raytide.core.errors import ScriptError
 from raytide.core.objects.gang import Lease, MemberState
@@ -68,7 +68,7 @@ class _Runner:
         self._rights = rights
         self._spec, self._package, self._job_id = spec, package, job_id
         self._start, self._say, self._clock = start, say, clock
-        self._watch, self._reporter = LeaseWatch(client, job_id), Reporter(client, job_id)
+        self._watch, self._reporter = LeaseWatch(client, job_id), ProgressReporter(client, job_id)
         self._attempt: Attempt | None = None
         self._number = int(done.get("attempts", 0))
         self._failures = int(done.get("failures", 0))
@@ -112,7 +112,7 @@ class _Runner:
                 return Attempt(self._spec, lease.shape, members, self._start, self._say, self._rights)
             time.sleep(TICK_S)
 
-    def _follow(self, attempt: Attempt) -> Ending:
+    def _follow(self, attempt: Attempt) -> AttemptResult:
         while True:
             lease = self._watch.latest()
             ending = attempt.look() or (None if lease is None else self._moved(attempt, lease))
@@ -120,26 +120,26 @@ class _Runner:
                 return ending
             time.sleep(TICK_S)
 
-    def _moved(self, attempt: Attempt, lease: Lease) -> Ending | None:
+    def _moved(self, attempt: Attempt, lease: Lease) -> AttemptResult | None:
         """Whether the lease has something else for the script than the members that it is on."""
         there = {seat_of(member): member for member in lease.usable}
         gone = [member for member in attempt.members if seat_of(member) not in there]
         if gone:
             seats = tuple(seat_of(member) for member in gone)
-            return Ending("moved", f"{gone[0].node_id} is lost", seats=seats, grace_s=self._spec.grace_s)
+            return AttemptResult("moved", f"{gone[0].node_id} is lost", seats=seats, grace_s=self._spec.grace_s)
         for seat in attempt.seats:
             leaves_at_s = there[seat].leaves_at_s
             if there[seat].state is MemberState.LEAVING and leaves_at_s is not None:
                 left_s = leaves_at_s - self._clock.now_s()
                 if left_s <= self._spec.grace_s:
                     why = f"{there[seat].node_id} has to be left"
-                    return Ending("moved", why, grace_s=max(0.0, min(self._spec.grace_s, left_s)))
+                    return AttemptResult("moved", why, grace_s=max(0.0, min(self._spec.grace_s, left_s)))
         more = len(ready(lease)) - len(attempt.members)
         if more > 0 and time.monotonic() - attempt.started_s >= GROW_AFTER_S:
-            return Ending("moved", f"{more} more of its members are there", grace_s=self._spec.grace_s)
+            return AttemptResult("moved", f"{more} more of its members are there", grace_s=self._spec.grace_s)
         return None
 
-    def _account(self, ending: Ending) -> None:
+    def _account(self, ending: AttemptResult) -> None:
         if ending.kind == "moved" or (ending.kind == "lost" and self._is_lost(ending.seats)):
             self._say(f"raytide: {ending.why}; it is started again")
             return

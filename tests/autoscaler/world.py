@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Literal
 
-from raytide.actors.gang.group import Group, GroupKey, WantedGroup
+from raytide.actors.gang.group import GroupKey, PlacementGroupInfo, WantedGroup
 from raytide.autoscaler.deadlines.jobs import outlooks
 from raytide.autoscaler.endpoints.slo_controller import SloFleets
 from raytide.autoscaler.nodes import launch_backoff
@@ -147,14 +147,14 @@ class FakeRay:
         self.draining.setdefault(node_id, kind)
         return True
 
-    def list(self) -> dict[GroupKey, Group]:
-        return {key: Group(key, state, key.name) for key, (_, state) in self.groups.items()}  # type: ignore[arg-type]
+    def list(self) -> dict[GroupKey, PlacementGroupInfo]:
+        return {key: PlacementGroupInfo(key, state, key.name) for key, (_, state) in self.groups.items()}  # type: ignore[arg-type]
 
     def create(self, wanted: Iterable[WantedGroup]) -> None:
         for group in wanted:
             self.groups.setdefault(group.key, (group, "pending"))
 
-    def remove(self, groups: Iterable[Group]) -> None:
+    def remove(self, groups: Iterable[PlacementGroupInfo]) -> None:
         for group in groups:
             self.groups[group.key] = (self.groups[group.key][0], "removed")
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from raytide.actors.gang.group import Group, GroupKey, WantedGroup
+from raytide.actors.gang.group import GroupKey, PlacementGroupInfo, WantedGroup
 from raytide.actors.serving.ray_serve.application import Application
 from raytide.autoscaler.providers.base import Machine, Notice
 from raytide.autoscaler.ray_node import RayNode
@@ -180,8 +180,8 @@ class Groups:
     def __init__(self, world: World) -> None:
         self.world = world
 
-    def list(self) -> dict[GroupKey, Group]:
-        return {key: Group(key, state, "00") for key, (_, state) in self.world.placed.items()}  # type: ignore[arg-type]
+    def list(self) -> dict[GroupKey, PlacementGroupInfo]:
+        return {key: PlacementGroupInfo(key, state, "00") for key, (_, state) in self.world.placed.items()}  # type: ignore[arg-type]
 
     def create(self, wanted: Iterable[WantedGroup]) -> None:
         for group in wanted:
@@ -195,7 +195,7 @@ class Groups:
                     self.world.take(group)
             self.world.step()
 
-    def remove(self, groups: Iterable[Group]) -> None:
+    def remove(self, groups: Iterable[PlacementGroupInfo]) -> None:
         for group in groups:
             self.world.step()
             wanted, state = self.world.placed[group.key]

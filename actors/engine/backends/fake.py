@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from raytide.actors.engine.backends.fake_generator import Places, Prompts, Voice, direction
+from raytide.actors.engine.backends.fake_generator import CannedGenerator, PrioritySemaphore, Prompts, direction
 from raytide.actors.engine.base import BasicEngine, Prompt, check_features
 from raytide.actors.engine.kv_cache.handle import KvHandle, KvHeader
 from raytide.actors.engine.types import EngineInfo, EngineStats, Feature, GenChunk, GenRequest, Message, Timing, Usage
@@ -39,7 +39,7 @@ _FEATURES: frozenset[Feature] = frozenset(
 class _Live:
     request: GenRequest
     prompt: bytes
-    voices: list[Voice]
+    voices: list[CannedGenerator]
     aborted: bool = False
 
 
@@ -73,7 +73,7 @@ class FakeEngine(BasicEngine):
         self._fail_on, self._die_on = fail_on, die_on
         self._is_dead = False
         self._kv_tokens = kv_tokens
-        self._places = Places(max_running)
+        self._places = PrioritySemaphore(max_running)
         self._stats = EngineStats(num_blocks=max_running, free_blocks=max_running)
         self._live: dict[str, _Live] = {}
         self._served = Prompts(max_running)
@@ -157,7 +157,9 @@ class FakeEngine(BasicEngine):
                 f"{self._max_model_len - 1}.",
                 hint="Send a shorter prompt, but not an empty one.",
             )
-        return _Live(request, prompt, [Voice(request, i, self._reply, room) for i in range(request.sampling.n)])
+        return _Live(
+            request, prompt, [CannedGenerator(request, i, self._reply, room) for i in range(request.sampling.n)]
+        )
 
     async def _speak(self, live: _Live, queued_s: float) -> AsyncIterator[GenChunk]:
         request, prompt, clock = live.request, live.prompt, asyncio.get_running_loop().time

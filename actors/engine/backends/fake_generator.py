@@ -12,10 +12,10 @@ from collections import deque
 from raytide.actors.engine.text.stop_strings import StopScanner
 from raytide.actors.engine.types import FinishReason, GenChunk, GenRequest, TokenLogprobs
 
-__all__ = ["Places", "Prompts", "Voice", "direction"]
+__all__ = ["CannedGenerator", "PrioritySemaphore", "Prompts", "direction"]
 
 
-class Voice:
+class CannedGenerator:
     """Speaks a token at a time. Its distribution has one token in it, whose log probability is therefore 0."""
 
     def __init__(self, request: GenRequest, index: int, reply: bytes, room: int) -> None:
@@ -50,7 +50,7 @@ class Voice:
         return TokenLogprobs(token, 0.0, 1, ((token, 0.0),) if self._request.sampling.logprobs else ())
 
 
-class Places:
+class PrioritySemaphore:
     """A semaphore whose waiters go by priority, then by arrival."""
 
     def __init__(self, count: int) -> None:

@@ -10,10 +10,10 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-__all__ = ["Tier"]
+__all__ = ["BlockAllocator"]
 
 
-class Tier:
+class BlockAllocator:
     """Every operation is O(1) per block."""
 
     def __init__(self, num_blocks: int) -> None:

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
 
-from raytide.actors.engine.kv_cache.block_allocator import Tier
+from raytide.actors.engine.kv_cache.block_allocator import BlockAllocator
 from raytide.actors.engine.sequence import StepPlan
 from raytide.core.errors import ConfigError
 
@@ -37,7 +37,7 @@ class BlockPool:
             )
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.device, self.host = Tier(num_blocks), Tier(num_host_blocks)
+        self.device, self.host = BlockAllocator(num_blocks), BlockAllocator(num_host_blocks)
         self.keeps_cold = num_host_blocks > 0
         self._moves = StepPlan()
         self._read_on_device: list[int] = []  # held until the moves are done
@@ -100,7 +100,7 @@ class BlockPool:
         refs = self.device.refs
         return sum(on_host or refs[block] == 0 for on_host, block in places)
 
-    def share(self, places: Sequence[Place]) -> None:
+    def add_reference(self, places: Sequence[Place]) -> None:
         """Add one reference each."""
         for on_host, block in places:
             (self.host if on_host else self.device).share(block)
@@ -167,7 +167,7 @@ class BlockPool:
                 self.host.forget(kept)
         return alone
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Forget what every block holds, on the host too; moves that are not done are not wanted any more."""
         self.device.forget_all()
         self.host.forget_all()

@@ -59,7 +59,7 @@ class KvCache:
                 blocks = self._blocks(kv)
                 blocks[:, targets] = blocks[:, sources]
 
-    def scrub(self, blocks: Items[int]) -> None:
+    def zero_blocks(self, blocks: Items[int]) -> None:
         """Zero blocks that may hold NaN: padded attention multiplies what it does not use by 0."""
         for kv in self.layers:
             self._blocks(kv)[:, list(blocks)] = 0.0

@@ -8,10 +8,10 @@ from __future__ import annotations
 from raytide.actors.engine.kv_cache.block_pool import BlockPool, Place, chain_hash
 from raytide.actors.engine.sequence import Rank, Sequence
 
-__all__ = ["Prefixes"]
+__all__ = ["PrefixCache"]
 
 
-class Prefixes:
+class PrefixCache:
     """Hashes are chained over full blocks, from the sequence's salt on."""
 
     def __init__(self, pool: BlockPool, enabled: bool) -> None:

@@ -6,10 +6,10 @@ from raytide.actors.engine.model.lora import Adapter, LoraRows
 from raytide.actors.engine.sequence import Chunk
 from raytide.core.errors import CapacityError, ConflictError, NotFoundError
 
-__all__ = ["Adapters"]
+__all__ = ["LoraManager"]
 
 
-class Adapters:
+class LoraManager:
     """Loading and unloading go on between two steps; sequences of other adapters notice nothing."""
 
     def __init__(self, limit: int) -> None:

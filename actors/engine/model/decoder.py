@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from raytide.actors.engine.model.lora import LoraRows
-from raytide.actors.engine.model.weight_loader import LayerBuilder, SparseFfn
+from raytide.actors.engine.model.weight_loader import SparseFfn, WeightLoader
 from raytide.actors.models.architecture import Architecture
 from raytide.actors.models.loader import Weights
 from raytide.actors.models.rope import cos_sin
@@ -26,7 +26,7 @@ class Decoder:
 
     def __init__(self, arch: Architecture, weights: Weights, ops: Ops, max_len: int) -> None:
         self.arch, self._ops = arch, ops
-        build = LayerBuilder(arch, weights, ops)
+        build = WeightLoader(arch, weights, ops)
         self._embedding = build.embedding()
         self._positions = build.positions()
         self._layers = [build.layer(index) for index in range(arch.num_layers)]

@@ -15,7 +15,7 @@ import torch
 from raytide.actors.engine.sequence import Chunk, Sequence
 from raytide.kernels.core import PagedBatch
 
-__all__ = ["PersistentBatch", "StepInputs"]
+__all__ = ["InputBatch", "StepInputs"]
 
 Ints = npt.NDArray[np.int64]
 
@@ -30,7 +30,7 @@ class StepInputs:
     sampled_rows_R: torch.Tensor
 
 
-class PersistentBatch:
+class InputBatch:
     """Rows are given out on a sequence's first step and taken back by `release`."""
 
     def __init__(self, max_running: int, max_len: int, block_size: int, device: torch.device) -> None:

@@ -15,11 +15,11 @@ import torch
 from raytide.actors.engine.config import EngineConfig
 from raytide.actors.engine.faults import contained
 from raytide.actors.engine.kv_cache.kv_cache import KvCache
-from raytide.actors.engine.model.adapters import Adapters
+from raytide.actors.engine.model.adapters import LoraManager
 from raytide.actors.engine.model.decoder import Decoder
-from raytide.actors.engine.model.input_batch import PersistentBatch
+from raytide.actors.engine.model.input_batch import InputBatch
 from raytide.actors.engine.model.lora import read_adapter
-from raytide.actors.engine.model.pooling import Pooling, WholePrompts
+from raytide.actors.engine.model.pooling import Pooling, PromptRunner
 from raytide.actors.engine.sampling.logprobs import PromptRows
 from raytide.actors.engine.sampling.sampler import Sampler
 from raytide.actors.engine.sampling_params import SamplingParams
@@ -31,12 +31,12 @@ from raytide.core.errors import ConfigError, EngineError
 from raytide.kernels.device import resolve_device
 from raytide.kernels.registry import ops_for
 
-__all__ = ["Runner"]
+__all__ = ["ModelRunner"]
 
 _MEASURED_TOKENS = 256
 
 
-class Runner:
+class ModelRunner:
     """Owns the weights, the KV cache and all device memory. The scheduler tells it what to compute and knows nothing
     of it.
     """
@@ -53,11 +53,11 @@ class Runner:
         self.max_len = min(self.max_len, num_blocks * self.block_size)
         self.cache = KvCache(num_blocks, int(config.host_memory_gb * 1e9) // block_bytes)
         self._ops = ops_for(self._device.kind, config.deterministic)
-        self._adapters = Adapters(config.max_loras)
+        self._adapters = LoraManager(config.max_loras)
         self._model: Decoder | None = None
         self.use(self.load(Path(config.model_dir)))
         self.allocate()
-        self._batch = PersistentBatch(config.max_running, self.max_len, self.block_size, self._device.torch_device)
+        self._batch = InputBatch(config.max_running, self.max_len, self.block_size, self._device.torch_device)
         self._sampler = Sampler()
 
     def load(self, model_dir: Path) -> Decoder:
@@ -103,7 +103,7 @@ class Runner:
         self.release(prompt)
         return SwapCost(move_s / len(pairs) * length / prefill_s)
 
-    def execute_apart(self, chunks: list[Chunk]) -> tuple[dict[str, Sampled], dict[str, Exception]]:
+    def execute_isolating_failures(self, chunks: list[Chunk]) -> tuple[dict[str, Sampled], dict[str, Exception]]:
         """Compute the chunks, and when that fails their halves: down to a batch that fits in memory, or to the one at
         fault. The second dict has the errors, by sequence id.
         """
@@ -118,7 +118,7 @@ class Runner:
             del fault
         # Outside of the handler: the traceback would keep the failed step's tensors alive.
         half = len(chunks) // 2
-        parts = [self.execute_apart(chunks[:half]), self.execute_apart(chunks[half:])]
+        parts = [self.execute_isolating_failures(chunks[:half]), self.execute_isolating_failures(chunks[half:])]
         return parts[0][0] | parts[1][0], parts[0][1] | parts[1][1]
 
     def execute(self, chunks: list[Chunk]) -> dict[str, Sampled]:
@@ -177,8 +177,8 @@ class Runner:
         self._sampler.forget(seq)
 
     @property
-    def _whole(self) -> WholePrompts:
-        return WholePrompts(self._loaded, self.block_size, self._device.torch_device)
+    def _whole(self) -> PromptRunner:
+        return PromptRunner(self._loaded, self.block_size, self._device.torch_device)
 
     @property
     def _loaded(self) -> Decoder:

@@ -16,7 +16,7 @@ from raytide.actors.models.model_config import Fields, read_json
 from raytide.core.errors import ConfigError
 from raytide.kernels.core import PagedBatch
 
-__all__ = ["Pooling", "WholePrompts", "groups", "pooling_of"]
+__all__ = ["Pooling", "PromptRunner", "groups", "pooling_of"]
 
 Tensor = torch.Tensor
 Pooling = Literal["cls", "last", "mean"]
@@ -55,7 +55,7 @@ def groups(prompts: list[list[int]], max_tokens: int) -> Iterator[list[list[int]
         yield group
 
 
-class WholePrompts:
+class PromptRunner:
     """The caller bounds how many tokens come in one call: that is how long the running requests wait."""
 
     def __init__(self, model: Decoder, block_size: int, device: torch.device) -> None:

@@ -16,7 +16,7 @@ from raytide.actors.models.naming import NAMES, Names, Projection, projections
 from raytide.kernels.core import HeadNorms, Norm
 from raytide.kernels.registry import Ops
 
-__all__ = ["Layer", "LayerBuilder", "Linear", "SparseFfn"]
+__all__ = ["Layer", "Linear", "SparseFfn", "WeightLoader"]
 
 Tensor = torch.Tensor
 Linear = Callable[[Tensor], Tensor]
@@ -46,7 +46,7 @@ class Layer:
     post_ffn_norm: Norm | None
 
 
-class LayerBuilder:
+class WeightLoader:
     """Reads what is asked for, in the engine's layout and dtype. Raises DataError for what the files lack."""
 
     def __init__(self, arch: Architecture, weights: Weights, ops: Ops) -> None:

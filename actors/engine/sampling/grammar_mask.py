@@ -13,12 +13,12 @@ from raytide.actors.engine.sequence import Sampled, Sequence
 from raytide.actors.engine.text.structured_output import GrammarState
 from raytide.core.errors import RaytideError, UsageError
 
-__all__ = ["Constraint", "apply_mask"]
+__all__ = ["GrammarMask", "apply_mask"]
 
 _STRIKES = 2
 
 
-class Constraint:
+class GrammarMask:
     """The state of each sequence's grammar, for as long as it runs."""
 
     def __init__(self) -> None:

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from raytide.actors.engine.sampling.banned_tokens import banned_tokens
-from raytide.actors.engine.sampling.grammar_mask import Constraint
+from raytide.actors.engine.sampling.grammar_mask import GrammarMask
 from raytide.actors.engine.sampling.logprobs import token_logprobs
 from raytide.actors.engine.sampling.penalties import Occurrences, penalize
-from raytide.actors.engine.sampling.top_k_top_p import Draws
+from raytide.actors.engine.sampling.top_k_top_p import RandomSampler
 from raytide.actors.engine.sequence import Sampled, Sequence
 from raytide.core.errors import RaytideError, UsageError
 
@@ -32,7 +32,7 @@ class Sampler:
 
     def __init__(self) -> None:
         self._occurrences: dict[str, Occurrences] = {}
-        self._constraint = Constraint()
+        self._constraint = GrammarMask()
         self._batch = _Batch([], torch.device("cpu"))
 
     def forget(self, seq: Sequence) -> None:
@@ -103,7 +103,9 @@ class _Batch:
         self.banning = self._rows(lambda seq: bool(seq.bad_words) or seq.params.min_tokens > 0)
         self.bias = _bias(seqs, device)
         self.drawn = self._rows(lambda seq: not seq.params.is_greedy)
-        self.draws = Draws([seqs[row].params for row in self.drawn], [seqs[row].seed for row in self.drawn], device)
+        self.draws = RandomSampler(
+            [seqs[row].params for row in self.drawn], [seqs[row].seed for row in self.drawn], device
+        )
         shaped = self.reporting or self.penalized or self.structured or self.banning or self.bias
         self.is_plain = not (shaped or self.drawn)
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from raytide.actors.engine.sampling_params import SamplingParams
 
-__all__ = ["Draws", "keep_likely", "uniforms"]
+__all__ = ["RandomSampler", "keep_likely", "uniforms"]
 
 Tensor = torch.Tensor
 
@@ -26,7 +26,7 @@ _SORTED_AT_ONCE = {"cpu": 1}
 """Rows, by the kind of device: on a CPU a row that stays in its cache takes a tenth of the time of one among many."""
 
 
-class Draws:
+class RandomSampler:
     """The parameters of some rows, as columns."""
 
     def __init__(self, params: Items[SamplingParams], seeds: Items[int], device: torch.device) -> None:

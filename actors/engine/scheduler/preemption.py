@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from raytide.actors.engine.kv_cache.block_pool import BlockPool
 from raytide.actors.engine.sequence import Sequence
 
-__all__ = ["Loss", "SwapCost", "choose_victims", "loss"]
+__all__ = ["PreemptionCost", "SwapCost", "choose_victims", "loss"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,14 +21,14 @@ class SwapCost:
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
+class PreemptionCost:
     """Of an eviction. `swap`: it is cheaper to save the blocks on the host than to compute them again."""
 
     tokens: float
     swap: bool
 
 
-def loss(seq: Sequence, pool: BlockPool, hashes: Items[bytes | None], cost: SwapCost) -> Loss:
+def loss(seq: Sequence, pool: BlockPool, hashes: Items[bytes | None], cost: SwapCost) -> PreemptionCost:
     """The cheaper of computing again and swapping. `hashes` are of the blocks that hold computed tokens.
 
     What others hold too, or the host already holds, need not be computed again; the rest of the device's cache is
@@ -43,8 +43,8 @@ def loss(seq: Sequence, pool: BlockPool, hashes: Items[bytes | None], cost: Swap
         if kept:
             recompute -= size - one_way * (not on_device)
     if swap < recompute and pool.can_save(hashes):
-        return Loss(swap, True)
-    return Loss(recompute, False)
+        return PreemptionCost(swap, True)
+    return PreemptionCost(recompute, False)
 
 
 def choose_victims(

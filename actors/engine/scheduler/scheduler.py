@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from typing import Literal
 
 from raytide.actors.engine.kv_cache.block_pool import BlockPool
-from raytide.actors.engine.kv_cache.prefix_cache import Prefixes
+from raytide.actors.engine.kv_cache.prefix_cache import PrefixCache
 from raytide.actors.engine.limits import MAX_PROMPT_LOGPROB_ROWS
 from raytide.actors.engine.scheduler.policy import Policy, is_protected
 from raytide.actors.engine.scheduler.preemption import SwapCost, choose_victims, loss
-from raytide.actors.engine.scheduler.step_builder import Source, StepBuilder, find_source
-from raytide.actors.engine.scheduler.waiting_queue import Waiting
+from raytide.actors.engine.scheduler.step_builder import KvSource, StepBuilder, find_source
+from raytide.actors.engine.scheduler.waiting_queue import WaitingQueue
 from raytide.actors.engine.sequence import Sequence, StepPlan
 from raytide.actors.engine.types import FinishReason
 from raytide.core.errors import UsageError
@@ -51,11 +51,11 @@ class Scheduler:
         self.pool = pool
         self.running: list[Sequence] = []  # by rank
         self.policy = Policy(policy, ageing_s)
-        self.waiting = Waiting(self.policy)
+        self.waiting = WaitingQueue(self.policy)
         self.preemptions = 0
         self._max_running = max_running
         self._budget, self._logprob_rows = max_batch_tokens, max_logprob_rows
-        self._prefixes = Prefixes(pool, prefix_cache)
+        self._prefixes = PrefixCache(pool, prefix_cache)
         self._swap_cost = swap_cost or SwapCost(math.inf)
         # A block that takes longer to move than to compute is not worth keeping.
         pool.keeps_cold = pool.host.num_blocks > 0 and self._swap_cost.tokens_per_block < pool.block_size
@@ -69,7 +69,7 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence, or raise UsageError if it could never run to its `max_len`."""
-        self._number(seq)
+        self._validate(seq)
         self.waiting.push(seq)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -90,7 +90,7 @@ class Scheduler:
         needed = self.pool.blocks_for(len(seq.tokens))
         if len(self.running) >= self._max_running or needed > self.pool.num_free:
             return False
-        self._number(seq)
+        self._validate(seq)
         seq.block_ids = self.pool.allocate_now(needed)
         seq.level = self.policy.priority(seq)
         self._start(seq, num_computed, num_registered=0)
@@ -99,7 +99,7 @@ class Scheduler:
     def invalidate(self) -> None:
         """The weights have changed: nothing that was computed counts any more, cached prefixes neither."""
         for seq in self.running:
-            self._leave(seq)
+            self._withdraw_promises(seq)
             seq.waiting_since_s = self._now_s
             self.waiting.push(seq)
         self._dropped += self.running
@@ -107,7 +107,7 @@ class Scheduler:
         for seq in self.waiting:
             self._release(seq)
             seq.block_hashes = []
-        self.pool.forget()
+        self.pool.reset()
 
     def plan(self, now_s: float = 0.0) -> StepPlan:
         """The next step. Blocks for its tokens are allocated; nothing counts as computed before `commit`."""
@@ -167,11 +167,11 @@ class Scheduler:
                 self.waiting.remove(seq)
             else:
                 self.running.remove(seq)
-            self._leave(seq)
+            self._withdraw_promises(seq)
             self._release(seq)
         seq.finish_reason = reason
 
-    def _number(self, seq: Sequence) -> None:
+    def _validate(self, seq: Sequence) -> None:
         if not seq.tokens:
             raise UsageError(f"request {seq.seq_id}: the prompt is empty.", hint="Send at least one token.")
         if self.pool.blocks_for(seq.max_len) > self.pool.num_blocks:
@@ -237,7 +237,7 @@ class Scheduler:
             return False
         if step.left + sum(victim.num_pending == 1 for victim in victims) == 0 or not self._may_run_to_its_end(seq):
             return False
-        self.pool.share(source.places)
+        self.pool.add_reference(source.places)
         for victim in victims:
             self._evict(victim, step)
         self.waiting.remove(seq)
@@ -251,7 +251,7 @@ class Scheduler:
         step.fill(seq)
         return True
 
-    def _missing(self, seq: Sequence, source: Source, lower: list[Sequence]) -> int:
+    def _missing(self, seq: Sequence, source: KvSource, lower: list[Sequence]) -> int:
         """Free blocks that a waiting sequence lacks for its tokens and one more, beside one for the growth of each
         running sequence that it may not evict.
         """
@@ -291,7 +291,7 @@ class Scheduler:
         """Take a running sequence's blocks. Without a swap they stay cached, so that a quick resume is a prefix hit."""
         step.evict(seq)
         self.running.remove(seq)
-        self._leave(seq)
+        self._withdraw_promises(seq)
         hashes = self._prefixes.computed(seq)
         host_ids: list[int] = []
         if loss(seq, self.pool, hashes, self._swap_cost).swap:
@@ -304,7 +304,7 @@ class Scheduler:
         seq.waiting_since_s = self._now_s
         self.waiting.push(seq)
 
-    def _leave(self, seq: Sequence) -> None:
+    def _withdraw_promises(self, seq: Sequence) -> None:
         """A sequence runs no more: nobody waits for what it would have computed."""
         for block_hash in self._prefixes.withdraw(seq):
             self.waiting.wake(block_hash)

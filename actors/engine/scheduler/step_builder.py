@@ -6,14 +6,14 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from raytide.actors.engine.kv_cache.block_pool import BlockPool, Place
-from raytide.actors.engine.kv_cache.prefix_cache import Prefixes
+from raytide.actors.engine.kv_cache.prefix_cache import PrefixCache
 from raytide.actors.engine.sequence import Chunk, Sequence, StepPlan
 
-__all__ = ["Source", "StepBuilder", "find_source"]
+__all__ = ["KvSource", "StepBuilder", "find_source"]
 
 
 @dataclass(slots=True)
-class Source:
+class KvSource:
     """Where the KV of the first `num_tokens` tokens is: whole blocks at `places`, the rest in the parent's `tail`."""
 
     num_tokens: int
@@ -35,19 +35,19 @@ class Source:
         seq.host_ids = []
 
 
-def find_source(seq: Sequence, pool: BlockPool, prefixes: Prefixes) -> Source:
+def find_source(seq: Sequence, pool: BlockPool, prefixes: PrefixCache) -> KvSource:
     """Its own blocks if it was swapped out, else its parent's while that runs, else the cache."""
     if seq.host_ids:
         hashes = prefixes.computed(seq)
-        return Source(seq.num_computed, pool.saved(seq.host_ids, hashes), hashes)
+        return KvSource(seq.num_computed, pool.saved(seq.host_ids, hashes), hashes)
     parent, most = seq.parent, len(seq.tokens) - 1
     if parent is not None and parent.block_ids and parent.num_computed > most:
         whole, rest = divmod(most, pool.block_size)
         places = [(False, block) for block in parent.block_ids[:whole]]
         tail = parent.block_ids[whole] if rest else None
-        return Source(most, places, [None] * whole, tail)
+        return KvSource(most, places, [None] * whole, tail)
     places = prefixes.cached(seq)
-    return Source(len(places) * pool.block_size, places, seq.block_hashes[: len(places)], is_cache=True)
+    return KvSource(len(places) * pool.block_size, places, seq.block_hashes[: len(places)], is_cache=True)
 
 
 class StepBuilder:

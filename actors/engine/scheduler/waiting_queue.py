@@ -8,13 +8,13 @@ from heapq import heapify, heappop, heappush
 from raytide.actors.engine.scheduler.policy import Policy
 from raytide.actors.engine.sequence import Sequence
 
-__all__ = ["Waiting"]
+__all__ = ["WaitingQueue"]
 
 _Entry = tuple[bool, float, int, Sequence]
 """A newcomer?, due, arrival: the order within a priority, which time does not change."""
 
 
-class Waiting:
+class WaitingQueue:
     """One heap for each priority; finding who is next costs one look at each priority that waits."""
 
     def __init__(self, policy: Policy) -> None:

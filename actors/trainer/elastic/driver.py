@@ -10,7 +10,7 @@ import re
 import time
 from functools import partial
 
-from raytide.actors.gang.lease_watch import LeaseWatch, Reporter
+from raytide.actors.gang.lease_watch import LeaseWatch, ProgressReporter
 from raytide.actors.trainer.elastic.generation import Generation, GenerationResult
 from raytide.actors.trainer.elastic.pace import StepRate
 from raytide.actors.trainer.elastic.rank_assignment import most_ranks
@@ -83,7 +83,7 @@ class _Driver:
         self.spec, self.record, self.claim = spec, record, claim
         self.crew = WorkerGroup(spec, record, start)
         self.watch = LeaseWatch(client, job_id)
-        self.reporter = Reporter(client, job_id)
+        self.reporter = ProgressReporter(client, job_id)
         self.budget = RestartPolicy(spec.name, best=record.steps)
         self.fits: int | None = None
         """Sequences that a rank may have room for at once, once memory ran out."""

@@ -9,7 +9,7 @@ import pytest
 from tests.actors.engine.tiny import VOCAB, save_adapter
 
 from raytide.actors.engine import LLM, RequestOutput, SamplingParams
-from raytide.actors.engine.model.model_runner import Runner
+from raytide.actors.engine.model.model_runner import ModelRunner
 from raytide.actors.engine.sampling_params import Structured
 from raytide.actors.engine.scheduler.preemption import SwapCost
 
@@ -60,7 +60,7 @@ def test_an_option_gives_under_any_condition_what_it_gives_alone(
     sampling = SamplingParams(**(COMMON | REQUESTS[kind]))  # type: ignore[arg-type]
     plain = {"deterministic": True} if condition == "deterministic" else {}
     alone = LLM(model_dir, block_size=4, prefix_cache=False, **plain)
-    monkeypatch.setattr(Runner, "swap_cost", lambda self: SwapCost(0.01) if condition == "swap" else None)
+    monkeypatch.setattr(ModelRunner, "swap_cost", lambda self: SwapCost(0.01) if condition == "swap" else None)
     busy = LLM(model_dir, block_size=4, **options)
     lora = None
     if kind == "lora":

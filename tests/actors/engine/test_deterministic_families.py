@@ -11,17 +11,17 @@ from tests.actors.engine.tiny import VOCAB
 
 from raytide.actors.engine import SamplingParams
 from raytide.actors.engine.config import EngineConfig
-from raytide.actors.engine.model.model_runner import Runner
+from raytide.actors.engine.model.model_runner import ModelRunner
 from raytide.actors.engine.sequence import Chunk, Sequence
 from raytide.actors.models.families import read_architecture
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runner:
+def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     path = tmp_path_factory.mktemp(request.param)
     model = save_family(path, request.param)
     options = {"dtype": "float32", "deterministic": True, "block_size": 16, "max_model_len": 128}
-    made = Runner(EngineConfig.parse({"model_dir": str(path), **options}, where="test"), read_architecture(path))
+    made = ModelRunner(EngineConfig.parse({"model_dir": str(path), **options}, where="test"), read_architecture(path))
     made.load_lora("a", write_adapter(path / "adapter", model, ["o_proj", "attn.c_proj"], rank=5))
     return made
 
@@ -36,7 +36,7 @@ def sequences(loras: list[str | None]) -> Iterator[Sequence]:
         )
 
 
-def logits(runner: Runner, seq: Sequence, cuts: list[int]) -> torch.Tensor:
+def logits(runner: ModelRunner, seq: Sequence, cuts: list[int]) -> torch.Tensor:
     """Of its last token, with its tokens computed in chunks that end at the cuts."""
     ends = sorted({cut for cut in cuts if 0 < cut < len(seq.tokens)} | {len(seq.tokens)})
     starts = [0, *ends[:-1]]
@@ -45,7 +45,7 @@ def logits(runner: Runner, seq: Sequence, cuts: list[int]) -> torch.Tensor:
     return last[0]
 
 
-def test_alone_batched_and_chunked_are_equal_to_the_bit(runner: Runner) -> None:
+def test_alone_batched_and_chunked_are_equal_to_the_bit(runner: ModelRunner) -> None:
     seqs = list(sequences([None, "a", None, "a", "a", None, None]))
     together = runner.logits([Chunk(seq, 0, len(seq.tokens)) for seq in seqs])
     for seq in seqs:

@@ -10,9 +10,9 @@ from tests.actors.engine.tiny import VOCAB
 
 from raytide.actors.engine import EngineConfig, GenRequest, SamplingParams
 from raytide.actors.engine.backends.native import operations
-from raytide.actors.engine.backends.native.engine_core import EngineLoop
+from raytide.actors.engine.backends.native.engine_core import EngineCore
 from raytide.actors.engine.backends.native.kv_transfer import export_kv, import_kv
-from raytide.actors.engine.model.model_runner import Runner
+from raytide.actors.engine.model.model_runner import ModelRunner
 from raytide.actors.engine.scheduler.preemption import SwapCost
 from raytide.actors.engine.sequence import Chunk, StepPlan
 
@@ -29,9 +29,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Logits]:
     """
     found: Logits = {}
     different: list[tuple[int, ...]] = []
-    logits = Runner.logits
+    logits = ModelRunner.logits
 
-    def watched(self: Runner, chunks: list[Chunk], more_rows: list[int]) -> torch.Tensor:
+    def watched(self: ModelRunner, chunks: list[Chunk], more_rows: list[int]) -> torch.Tensor:
         rows = logits(self, chunks, more_rows)
         for seq, row in zip([chunk.seq for chunk in chunks if chunk.samples], rows, strict=False):
             context = tuple(seq.tokens)
@@ -39,24 +39,24 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Logits]:
                 different.append(context)
         return rows
 
-    monkeypatch.setattr(Runner, "logits", watched)
+    monkeypatch.setattr(ModelRunner, "logits", watched)
     yield found
     assert different == []
 
 
-def start(model_dir: Path, dtype: str, **options: object) -> EngineLoop:
+def start(model_dir: Path, dtype: str, **options: object) -> EngineCore:
     fields = {"model_dir": str(model_dir), "dtype": dtype, "block_size": 16, "deterministic": True}
-    return EngineLoop(EngineConfig.parse(fields | options, where="test"))
+    return EngineCore(EngineConfig.parse(fields | options, where="test"))
 
 
-def run(loop: EngineLoop, order: list[int]) -> None:
+def run(loop: EngineCore, order: list[int]) -> None:
     for index in order:
         loop.add(GenRequest(request_id=f"r{index}", prompt=PROMPTS[index], sampling=PARAMS), PROMPTS[index])
     while loop.has_work:
         loop.step()
 
 
-def watch_swaps(loop: EngineLoop, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+def watch_swaps(loop: EngineCore, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Blocks that come back from the host, as they do."""
     back: list[tuple[int, int]] = []
     move = loop.runner.cache.move
@@ -75,7 +75,7 @@ def test_every_logit_is_the_same_to_the_bit(
 ) -> None:
     """The model's heads are wide enough for the attention that is fast and not invariant."""
     model_dir = wide_model_dir
-    monkeypatch.setattr(Runner, "swap_cost", lambda self: SwapCost(0.01) if self.cache.num_host_blocks else None)
+    monkeypatch.setattr(ModelRunner, "swap_cost", lambda self: SwapCost(0.01) if self.cache.num_host_blocks else None)
     everyone = list(range(len(PROMPTS)))
     for index in everyone:
         run(start(model_dir, dtype, prefix_cache=False), [index])

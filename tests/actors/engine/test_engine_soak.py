@@ -15,7 +15,7 @@ import pytest
 from tests.actors.engine.tiny import VOCAB
 
 from raytide.actors.engine import EngineConfig, GenRequest, SamplingParams
-from raytide.actors.engine.backends.native.engine_core import EngineLoop
+from raytide.actors.engine.backends.native.engine_core import EngineCore
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(0)]
 
@@ -32,7 +32,7 @@ def test_ten_thousand_requests_leave_nothing_behind(model_dir: Path, seed: int) 
     config = EngineConfig(
         model_dir=str(model_dir), num_blocks=120, block_size=8, max_model_len=128, host_memory_gb=0.01, max_running=24
     )
-    loop = EngineLoop(config)
+    loop = EngineCore(config)
     alive: set[str] = set()
     ended, warm_mb = 0, 0.0
     for index in range(REQUESTS):

@@ -6,8 +6,8 @@ import pytest
 from tests.actors.engine.tiny import VOCAB
 
 from raytide.actors.engine import LLM, EngineConfig, GenRequest, SamplingParams
-from raytide.actors.engine.backends.native.engine_core import EngineLoop
-from raytide.actors.engine.model.model_runner import Runner
+from raytide.actors.engine.backends.native.engine_core import EngineCore
+from raytide.actors.engine.model.model_runner import ModelRunner
 from raytide.actors.engine.scheduler.preemption import SwapCost
 from raytide.actors.engine.sequence import StepPlan
 
@@ -34,9 +34,9 @@ def alone(model_dir: Path) -> list[list[int]]:
 def moves(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
     """The plans that swapped something."""
     found: list[StepPlan] = []
-    start = EngineLoop.__init__
+    start = EngineCore.__init__
 
-    def watched(self: EngineLoop, config: EngineConfig) -> None:
+    def watched(self: EngineCore, config: EngineConfig) -> None:
         start(self, config)
         move = self.runner.cache.move
 
@@ -46,7 +46,7 @@ def moves(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
 
         monkeypatch.setattr(self.runner.cache, "move", note)
 
-    monkeypatch.setattr(EngineLoop, "__init__", watched)
+    monkeypatch.setattr(EngineCore, "__init__", watched)
     return found
 
 
@@ -54,9 +54,9 @@ def moves(monkeypatch: pytest.MonkeyPatch) -> list[StepPlan]:
 def test_a_high_priority_request_goes_first_and_nobody_loses_a_token(
     how: str, model_dir: Path, alone: list[list[int]], moves: list[StepPlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Runner, "swap_cost", lambda self: SwapCost(0.01) if how == "swap" else None)
+    monkeypatch.setattr(ModelRunner, "swap_cost", lambda self: SwapCost(0.01) if how == "swap" else None)
     fields = {"model_dir": str(model_dir), "block_size": 4, "num_blocks": 46, "max_model_len": 110, "max_running": 6}
-    loop = EngineLoop(EngineConfig.parse(fields | {"max_batch_tokens": BUDGET, "host_memory_gb": 0.01}, where="test"))
+    loop = EngineCore(EngineConfig.parse(fields | {"max_batch_tokens": BUDGET, "host_memory_gb": 0.01}, where="test"))
     tokens: dict[str, list[int]] = {str(i): [] for i in range(7)}
 
     def step() -> None:
@@ -87,7 +87,7 @@ def test_a_high_priority_request_goes_first_and_nobody_loses_a_token(
 def test_everybody_ends_with_the_same_tokens_however_often_they_are_swapped(
     model_dir: Path, alone: list[list[int]], moves: list[StepPlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Runner, "swap_cost", lambda self: SwapCost(0.01))
+    monkeypatch.setattr(ModelRunner, "swap_cost", lambda self: SwapCost(0.01))
     llm = LLM(model_dir, block_size=4, num_blocks=30, max_model_len=110, host_memory_gb=0.01, max_batch_tokens=64)
     answers = llm.generate([*LOW, HIGH], [*(sampling(i) for i in range(6)), sampling(1)])
     assert [answer.token_ids for answer in answers] == alone

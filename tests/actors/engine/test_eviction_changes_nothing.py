@@ -8,17 +8,17 @@ import pytest
 from tests.actors.engine.tiny import VOCAB
 
 from raytide.actors.engine import EngineConfig, GenRequest, SamplingParams
-from raytide.actors.engine.backends.native.engine_core import EngineLoop
-from raytide.actors.engine.model.model_runner import Runner
+from raytide.actors.engine.backends.native.engine_core import EngineCore
+from raytide.actors.engine.model.model_runner import ModelRunner
 from raytide.actors.engine.scheduler.preemption import SwapCost
 from raytide.actors.engine.types import GenChunk
 
 PROMPTS = [[(7 * at + 13 * each) % (VOCAB - 1) + 1 for each in range(10 + at)] for at in range(6)]
 
 
-def serve(model_dir: Path, tokens: dict[str, list[int]], **options: object) -> EngineLoop:
+def serve(model_dir: Path, tokens: dict[str, list[int]], **options: object) -> EngineCore:
     """Low requests first; once they run, high ones. Their tokens are put into `tokens`."""
-    loop = EngineLoop(EngineConfig.parse({"model_dir": str(model_dir), "block_size": 4, **options}, where="test"))
+    loop = EngineCore(EngineConfig.parse({"model_dir": str(model_dir), "block_size": 4, **options}, where="test"))
     for at, prompt in enumerate(PROMPTS):
         sampling = SamplingParams(temperature=0.8, seed=at, max_tokens=24, ignore_eos=True, n=1 + (at == 0))
         loop.add(GenRequest(request_id=f"low{at}", prompt=[], sampling=sampling, priority=5), prompt)
@@ -42,7 +42,7 @@ def test_tokens_survive_eviction(
     alone: dict[str, list[int]] = {}
     serve(model_dir, alone)
     if tokens_per_block is not None:
-        monkeypatch.setattr(Runner, "swap_cost", lambda self: SwapCost(tokens_per_block))
+        monkeypatch.setattr(ModelRunner, "swap_cost", lambda self: SwapCost(tokens_per_block))
     swapped: dict[str, list[int]] = {}
     loop = serve(
         model_dir,

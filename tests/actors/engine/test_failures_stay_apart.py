@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from raytide.actors.engine import LLM, EngineConfig, GenRequest, NativeEngine, SamplingParams
-from raytide.actors.engine.backends.native.engine_core import EngineLoop
+from raytide.actors.engine.backends.native.engine_core import EngineCore
 from raytide.actors.engine.model.decoder import Decoder
-from raytide.actors.engine.model.model_runner import Runner
+from raytide.actors.engine.model.model_runner import ModelRunner
 from raytide.actors.engine.sampling_params import Structured
 from raytide.actors.engine.sequence import Chunk, Sampled, Sequence
 from raytide.actors.engine.text.structured_output import GrammarState
@@ -28,22 +28,22 @@ def healthy(model_dir: Path) -> list[list[int]]:
 
 
 def break_execute(monkeypatch: pytest.MonkeyPatch) -> None:
-    execute = Runner.execute
+    execute = ModelRunner.execute
 
-    def broken(self: Runner, chunks: list[Chunk]) -> dict[str, Sampled]:
+    def broken(self: ModelRunner, chunks: list[Chunk]) -> dict[str, Sampled]:
         if any(chunk.seq.tokens[0] == BAD for chunk in chunks):
             raise MemoryError("no room for this one")
         return execute(self, chunks)
 
-    monkeypatch.setattr(Runner, "execute", broken)
+    monkeypatch.setattr(ModelRunner, "execute", broken)
 
 
 def break_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bad sequence's KV and logits turn to NaN, as an overflow would make them."""
-    logits, forward = Runner.logits, Decoder.forward
+    logits, forward = ModelRunner.logits, Decoder.forward
     rows: list[int] = []
 
-    def watched(self: Runner, chunks: list[Chunk], more_rows: list[int]) -> torch.Tensor:
+    def watched(self: ModelRunner, chunks: list[Chunk], more_rows: list[int]) -> torch.Tensor:
         rows[:] = [i for i, chunk in enumerate(c for c in chunks if c.samples) if chunk.seq.tokens[0] == BAD]
         blocks = [block for chunk in chunks if chunk.seq.tokens[0] == BAD for block in chunk.seq.block_ids]
         out = logits(self, chunks, more_rows)
@@ -57,7 +57,7 @@ def break_logits(monkeypatch: pytest.MonkeyPatch) -> None:
             out[rows] = float("nan")
         return out
 
-    monkeypatch.setattr(Runner, "logits", watched)
+    monkeypatch.setattr(ModelRunner, "logits", watched)
     monkeypatch.setattr(Decoder, "forward", poisoned)
 
 
@@ -97,16 +97,16 @@ def test_only_the_request_at_fault_fails(
 def test_a_batch_that_does_not_fit_in_memory_runs_in_parts(
     healthy: list[list[int]], model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    execute, refused = Runner.execute, []
+    execute, refused = ModelRunner.execute, []
 
-    def short_of_memory(self: Runner, chunks: list[Chunk]) -> dict[str, Sampled]:
+    def short_of_memory(self: ModelRunner, chunks: list[Chunk]) -> dict[str, Sampled]:
         if len(chunks) > 2:
             self.logits(chunks)  # fails late, after the KV is written
             refused.append(len(chunks))
             raise torch.OutOfMemoryError("no room for so many")
         return execute(self, chunks)
 
-    monkeypatch.setattr(Runner, "execute", short_of_memory)
+    monkeypatch.setattr(ModelRunner, "execute", short_of_memory)
     seeded = SamplingParams(temperature=1.0, seed=3, repetition_penalty=1.3, max_tokens=8, ignore_eos=True)
     llm = LLM(model_dir)
     answers = llm.generate([*PROMPTS, PROMPTS[0]], [*[GREEDY] * len(PROMPTS), seeded])
@@ -121,14 +121,14 @@ def test_a_batch_that_does_not_fit_in_memory_runs_in_parts(
 def test_a_request_whose_one_sample_fails_ends_as_a_whole(
     at: int, healthy: list[list[int]], model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    execute = Runner.execute
+    execute = ModelRunner.execute
 
-    def broken(self: Runner, chunks: list[Chunk]) -> dict[str, Sampled]:
+    def broken(self: ModelRunner, chunks: list[Chunk]) -> dict[str, Sampled]:
         if any(chunk.seq.index == 2 and chunk.seq.output_len == at for chunk in chunks):
             raise ValueError("the third sample is cursed")
         return execute(self, chunks)
 
-    monkeypatch.setattr(Runner, "execute", broken)
+    monkeypatch.setattr(ModelRunner, "execute", broken)
     llm = LLM(model_dir, block_size=2)
     cursed = SamplingParams(n=3, best_of=4, temperature=1.0, seed=1, max_tokens=8, ignore_eos=True)
     answers = llm.generate([*PROMPTS, [5, 6, 7]], [*[GREEDY] * len(PROMPTS), cursed])
@@ -168,15 +168,15 @@ async def test_the_async_engine_outlives_a_defect_of_its_own_loop(
 ) -> None:
     engine = NativeEngine(EngineConfig(model_dir=str(model_dir)))
     await engine.start()
-    step = EngineLoop.step
+    step = EngineCore.step
     broken = iter([True])
 
-    def sometimes(self: EngineLoop) -> object:
+    def sometimes(self: EngineCore) -> object:
         if next(broken, False):
             raise RuntimeError("a defect")
         return step(self)
 
-    monkeypatch.setattr(EngineLoop, "step", sometimes)
+    monkeypatch.setattr(EngineCore, "step", sometimes)
 
     async def ask(name: str) -> int:
         request = GenRequest(request_id=name, prompt=[5, 6], sampling=GREEDY)
@@ -197,7 +197,7 @@ async def test_streams_end_when_the_thread_dies(model_dir: Path, monkeypatch: py
     def dead(*_: object) -> None:
         raise SystemExit
 
-    monkeypatch.setattr(EngineLoop, "step", dead)
+    monkeypatch.setattr(EngineCore, "step", dead)
     with pytest.raises(EngineDeadError, match="died"):
         async for _ in engine.generate(GenRequest(request_id="r", prompt=[5])):
             pass
@@ -222,7 +222,7 @@ async def ask(engine: NativeEngine, name: str, prompt: list[int] | None = None) 
     return [token async for chunk in engine.generate(request) for token in chunk.token_ids]
 
 
-@pytest.mark.parametrize("where", [(Runner, "logits"), (EngineLoop, "step"), (EngineLoop, "add")])
+@pytest.mark.parametrize("where", [(ModelRunner, "logits"), (EngineCore, "step"), (EngineCore, "add")])
 async def test_a_panic_ends_its_request_and_not_the_thread(
     where: tuple[type, str], model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,7 +253,7 @@ async def test_a_detokenizer_that_panics_fails_its_request_alone(
     await engine.shutdown()
 
 
-@pytest.mark.parametrize("where", [(Runner, "logits"), (EngineLoop, "step")])
+@pytest.mark.parametrize("where", [(ModelRunner, "logits"), (EngineCore, "step")])
 async def test_an_engine_that_computes_nothing_any_more_says_that_it_is_dead(
     where: tuple[type, str], model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,7 +261,7 @@ async def test_an_engine_that_computes_nothing_any_more_says_that_it_is_dead(
     engine = NativeEngine(EngineConfig(model_dir=str(model_dir)))
     await engine.start()
     monkeypatch.setattr(*where, panicking)
-    monkeypatch.setattr(Runner, "prompt_logits", panicking)
+    monkeypatch.setattr(ModelRunner, "prompt_logits", panicking)
     for name in ("a", "b", "c"):
         with pytest.raises(EngineError):
             await ask(engine, name)

@@ -21,10 +21,10 @@ from tests.actors.engine.tiny import EOS, VOCAB, save_tokenizer
 
 from raytide.actors.engine import EngineConfig, GenRequest, NativeEngine, SamplingParams, limits
 from raytide.actors.engine.backends.native import operations
-from raytide.actors.engine.backends.native.engine_core import EngineLoop
-from raytide.actors.engine.model.model_runner import Runner
+from raytide.actors.engine.backends.native.engine_core import EngineCore
+from raytide.actors.engine.model.model_runner import ModelRunner
 from raytide.actors.engine.sampling.banned_tokens import BadWords, banned_tokens
-from raytide.actors.engine.sampling.grammar_mask import Constraint
+from raytide.actors.engine.sampling.grammar_mask import GrammarMask
 from raytide.actors.engine.sampling_params import Structured
 from raytide.actors.engine.text.structured_output import Grammars
 from raytide.actors.engine.text.tokenizer import Tokenizer
@@ -71,16 +71,16 @@ async def answer(engine: NativeEngine, name: str, prompt: str | list[int] = "x",
 
 def timed(monkeypatch: pytest.MonkeyPatch, method: str, found: list[float]) -> None:
     """Note the engine thread's CPU time in each call."""
-    work = getattr(EngineLoop, method)
+    work = getattr(EngineCore, method)
 
-    def noting(self: EngineLoop, *args: Any) -> Any:
+    def noting(self: EngineCore, *args: Any) -> Any:
         began_s = time.thread_time()
         try:
             return work(self, *args)
         finally:
             found.append(time.thread_time() - began_s)
 
-    monkeypatch.setattr(EngineLoop, method, noting)
+    monkeypatch.setattr(EngineCore, method, noting)
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -148,7 +148,7 @@ async def test_embeddings_do_not_keep_steps_away(engine: NativeEngine, monkeypat
         monkeypatch.setattr(owner, name, lambda *args, **named: order.append(name) or work(*args, **named))
 
     noting(operations, "embed")
-    noting(EngineLoop, "step")
+    noting(EngineCore, "step")
     generating = asyncio.ensure_future(answer(engine, "it", max_tokens=60))
     await asyncio.gather(*(engine.embed([[5] * 200] * 20) for _ in range(6)))
     await generating
@@ -313,14 +313,14 @@ def test_a_grammar_that_takes_too_long_for_a_token_ends_its_request(tokenizer: T
         return list(enumerate(seqs))
 
     def mask(
-        constraint: Constraint, rows: list[tuple[int, Any]], clock: Callable[[], float]
+        constraint: GrammarMask, rows: list[tuple[int, Any]], clock: Callable[[], float]
     ) -> dict[int, RaytideError]:
         constraint._clock = clock
         return constraint.mask(torch.zeros(len(rows), VOCAB), rows)
 
     ticks = iter(range(10**6))
     slow = lambda: next(ticks) * 0.03  # noqa: E731  each mask takes 30 ms
-    many, one, constraint = ask("many", 4), ask("one", 1), Constraint()
+    many, one, constraint = ask("many", 4), ask("one", 1), GrammarMask()
     assert set(mask(constraint, many, slow)) == {2, 3}  # 60 ms are over: the others are not even tried
     assert mask(constraint, one, slow) == {}
     ticks = iter(range(10**6))
@@ -336,9 +336,9 @@ async def test_log_probabilities_of_a_long_prompt_are_computed_in_parts(
     """Each position's logits take the memory of a whole vocabulary, whichever request it belongs to."""
     whole = await _prompt_logprobs(engine, "whole")
     monkeypatch.setattr(engine._started().scheduler, "_logprob_rows", 16)
-    rows, logits = list[int](), Runner.logits
+    rows, logits = list[int](), ModelRunner.logits
     monkeypatch.setattr(
-        Runner, "logits", lambda self, chunks, more=(): rows.append(len(more)) or logits(self, chunks, more)
+        ModelRunner, "logits", lambda self, chunks, more=(): rows.append(len(more)) or logits(self, chunks, more)
     )
     found = await asyncio.gather(*(_prompt_logprobs(engine, f"parts {place}") for place in range(requests)))
     assert max(rows) <= 16
@@ -351,9 +351,9 @@ async def test_log_probabilities_of_a_long_prompt_are_computed_in_parts(
 
 def test_a_large_vocabulary_has_fewer_positions_in_a_step(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = EngineConfig(model_dir=str(model_dir))
-    assert EngineLoop(config).scheduler._logprob_rows == limits.MAX_PROMPT_LOGPROB_ROWS
+    assert EngineCore(config).scheduler._logprob_rows == limits.MAX_PROMPT_LOGPROB_ROWS
     monkeypatch.setattr("raytide.actors.engine.backends.native.engine_core.MAX_PROMPT_LOGITS", VOCAB * 10)
-    assert EngineLoop(config).scheduler._logprob_rows == 10
+    assert EngineCore(config).scheduler._logprob_rows == 10
 
 
 async def _prompt_logprobs(engine: NativeEngine, name: str) -> tuple[TokenLogprobs | None, ...]:

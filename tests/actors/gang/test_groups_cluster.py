@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import raytide
-from raytide.actors.gang.group import Group, GroupKey, WantedGroup, difference
+from raytide.actors.gang.group import GroupKey, PlacementGroupInfo, WantedGroup, difference
 from raytide.actors.gang.placement_groups import PlacementGroups, bundle
 from raytide.core.errors import ClusterError
 from raytide.core.objects.gang import Member, MemberState
@@ -60,8 +60,8 @@ def groups(ray: Any) -> Iterator[PlacementGroups]:
 
 
 def until(
-    groups: PlacementGroups, what: str, holds: Callable[[Mapping[GroupKey, Group]], bool]
-) -> Mapping[GroupKey, Group]:
+    groups: PlacementGroups, what: str, holds: Callable[[Mapping[GroupKey, PlacementGroupInfo]], bool]
+) -> Mapping[GroupKey, PlacementGroupInfo]:
     deadline = time.monotonic() + 60.0
     while not holds(there := groups.list()):
         assert time.monotonic() < deadline, f"waited 60 s for {what}; there are {there}"
@@ -104,7 +104,7 @@ def test_groups_outlive_the_kill_of_their_maker_and_are_found_by_name(ray: Any, 
 
     groups.remove(groups.list().values())
     until(groups, "their removal", lambda there: all(there[k].state == "removed" for k in keys if k in there))
-    groups.remove([Group(GroupKey("lease-1", 0, 0), "ready", ids[GroupKey("lease-1", 0, 0)])])
+    groups.remove([PlacementGroupInfo(GroupKey("lease-1", 0, 0), "ready", ids[GroupKey("lease-1", 0, 0)])])
 
 
 def test_a_group_without_room_is_pending_and_becomes_ready_when_there_is(ray: Any, groups: PlacementGroups) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from raytide.actors.gang.group import Group, GroupKey
+from raytide.actors.gang.group import GroupKey, PlacementGroupInfo
 from raytide.autoscaler.providers.base import Machine
 from raytide.control.reconcile.apply import Outcome, apply
 from raytide.control.reconcile.observation import Sources, World, look
@@ -112,7 +112,7 @@ def test_only_a_node_that_ray_knows_is_drained() -> None:
 
 def test_groups_and_drivers_that_nobody_wants_are_ended() -> None:
     outside = Outside()
-    group = Group(GroupKey("lease-9", 0, 0), "ready", "ab")
+    group = PlacementGroupInfo(GroupKey("lease-9", 0, 0), "ready", "ab")
     driver = DriverKey("job-9", 0)
     world = replace(SILENT, groups={group.key: group}, drivers={driver: DriverStatus(driver, "running")})
     assert done(outside, world).errors == []

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from raytide.actors.gang.group import Group, GroupKey, GroupState, WantedGroup, difference
+from raytide.actors.gang.group import GroupKey, GroupState, PlacementGroupInfo, WantedGroup, difference
 from raytide.core.objects.gang import Lease, LeaseState, Member, MemberState, Shape
 from raytide.core.objects.node import Market, Node, NodeState
 from raytide.core.objects.plan import Shrink
@@ -48,9 +48,12 @@ def seated(lease: Lease) -> Lease:
     return lease
 
 
-def groups_of(lease: Lease, state: GroupState = "ready", **other: GroupState) -> dict[GroupKey, Group]:
+def groups_of(lease: Lease, state: GroupState = "ready", **other: GroupState) -> dict[GroupKey, PlacementGroupInfo]:
     """Ray has done what was wanted; `m1="pending"` for a member that differs."""
-    return {key: Group(key, other.get(f"m{key.member}", state), f"pg-{key.name}") for key in wanted_groups([lease])}
+    return {
+        key: PlacementGroupInfo(key, other.get(f"m{key.member}", state), f"pg-{key.name}")
+        for key in wanted_groups([lease])
+    }
 
 
 def active(members: int = 2, at_least: int | None = None) -> Lease:
@@ -254,7 +257,7 @@ class Life(RuleBasedStateMachine):
         super().__init__()
         self.lease = new(members=3, at_least=2)
         self.nodes: dict[str, Node] = {}
-        self.groups: dict[GroupKey, Group] = {}
+        self.groups: dict[GroupKey, PlacementGroupInfo] = {}
         self.count = 0
         self.now_s = 0.0
 
@@ -285,7 +288,7 @@ class Life(RuleBasedStateMachine):
         for group in remove:
             self.groups[group.key] = replace(group, state="removed")
         for wanted in create:
-            self.groups[wanted.key] = Group(wanted.key, "pending", f"pg-{len(self.groups)}")
+            self.groups[wanted.key] = PlacementGroupInfo(wanted.key, "pending", f"pg-{len(self.groups)}")
 
     @rule(data=st.data(), state=st.sampled_from(["ready", "pending", "removed"]))
     def ray_does_something(self, data: st.DataObject, state: GroupState) -> None:

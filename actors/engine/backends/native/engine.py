@@ -12,7 +12,7 @@ from functools import partial
 from typing import Literal, TypeVar
 
 from raytide.actors.engine.backends.native import kv_transfer, operations
-from raytide.actors.engine.backends.native.engine_core import EngineLoop
+from raytide.actors.engine.backends.native.engine_core import EngineCore
 from raytide.actors.engine.backends.native.input_processor import Prepared
 from raytide.actors.engine.backends.native.output_processor import Failure, Output, aborted_chunks
 from raytide.actors.engine.backends.native.thread import EngineThread
@@ -45,7 +45,7 @@ class NativeEngine(BasicEngine):
         self._idle.set()
         self._accepting = False
         self._thread: EngineThread | None = None
-        self._loop: EngineLoop | None = None
+        self._loop: EngineCore | None = None
 
     async def start(self) -> EngineInfo:
         if self._thread is not None:
@@ -59,7 +59,7 @@ class NativeEngine(BasicEngine):
         return self._stream(request, lambda loop, prompt, prepared: loop.add(request, prompt, prepared))
 
     def import_kv(self, handle: KvHandle, request: GenRequest) -> AsyncIterator[GenChunk]:
-        def enter(loop: EngineLoop, prompt: Sequence[int], prepared: Prepared) -> None:
+        def enter(loop: EngineCore, prompt: Sequence[int], prepared: Prepared) -> None:
             kv_transfer.import_kv(loop, handle, request, prompt, prepared)
 
         return self._stream(request, enter)
@@ -146,18 +146,18 @@ class NativeEngine(BasicEngine):
         if self._thread is not None:
             await self._thread.stop()
 
-    def _started(self) -> EngineLoop:
+    def _started(self) -> EngineCore:
         if self._loop is None:
             raise EngineError("the engine is not running.", hint="Await start() first.")
         return self._loop
 
-    def _call(self, command: Callable[[EngineLoop], T]) -> asyncio.Future[T]:
+    def _call(self, command: Callable[[EngineCore], T]) -> asyncio.Future[T]:
         self._started()
         assert self._thread is not None
         return self._thread.call(command)
 
     async def _stream(
-        self, request: GenRequest, enter: Callable[[EngineLoop, Sequence[int], Prepared], None]
+        self, request: GenRequest, enter: Callable[[EngineCore, Sequence[int], Prepared], None]
     ) -> AsyncIterator[GenChunk]:
         """Have a request enter the loop, and yield what comes of it. It waits for its texts out here, where it holds
         up nobody.

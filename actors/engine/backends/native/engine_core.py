@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raytide.actors.engine.backends.native.features import native_features
-from raytide.actors.engine.backends.native.input_processor import Intake, Prepared, salt_of
-from raytide.actors.engine.backends.native.output_processor import Answer, Failure, Output, Sample
+from raytide.actors.engine.backends.native.input_processor import InputProcessor, Prepared, salt_of
+from raytide.actors.engine.backends.native.output_processor import Failure, Output, RequestState, SampleState
 from raytide.actors.engine.backends.native.weights import WeightsSource
 from raytide.actors.engine.base import check_features
 from raytide.actors.engine.config import EngineConfig
 from raytide.actors.engine.faults import contained
 from raytide.actors.engine.kv_cache.block_pool import BlockPool
 from raytide.actors.engine.limits import MAX_PROMPT_LOGITS, MAX_PROMPT_LOGPROB_ROWS
-from raytide.actors.engine.model.model_runner import Runner
+from raytide.actors.engine.model.model_runner import ModelRunner
 from raytide.actors.engine.scheduler.scheduler import Scheduler
 from raytide.actors.engine.sequence import Sampled, Sequence, StepPlan
 from raytide.actors.engine.text.detokenizer import Vocabulary
@@ -35,7 +35,7 @@ from raytide.core.errors import ConflictError, EngineDeadError, NotFoundError, O
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["EngineLoop"]
+__all__ = ["EngineCore"]
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ _FAILURES_ALONE = 3
 """Steps in a row in which every request failed, before the model itself is tried."""
 
 
-class EngineLoop:
+class EngineCore:
     """Not thread-safe: one thread adds, steps and aborts. `state` says whether there are steps to take."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -54,7 +54,7 @@ class EngineLoop:
         self.state: EngineState = "serving"
         self.weights = WeightsSource.at(model_dir)
         self.vocabulary = Vocabulary(self.tokenizer)
-        self.runner = Runner(config, arch)
+        self.runner = ModelRunner(config, arch)
         self.pool = BlockPool(self.runner.cache.num_blocks, self.runner.block_size, self.runner.cache.num_host_blocks)
         self.scheduler = Scheduler(
             self.pool,
@@ -66,7 +66,7 @@ class EngineLoop:
             swap_cost=self.runner.swap_cost(),
             max_logprob_rows=max(1, min(MAX_PROMPT_LOGPROB_ROWS, MAX_PROMPT_LOGITS // arch.vocab_size)),
         )
-        self.intake = Intake(
+        self.intake = InputProcessor(
             self.tokenizer,
             max_len=self.runner.max_len,
             max_samples=config.max_running,
@@ -75,8 +75,8 @@ class EngineLoop:
             seed=config.seed,
         )
         self._max_waiting = config.max_waiting
-        self._answers: dict[str, Answer] = {}
-        self._samples: dict[str, tuple[Answer, Sample]] = {}  # by sequence id
+        self._answers: dict[str, RequestState] = {}
+        self._samples: dict[str, tuple[RequestState, SampleState]] = {}  # by sequence id
         self._counters = EngineStats(num_blocks=self.pool.num_blocks)
         self._outputs: list[Output] = []
         self.adapter_contents: dict[str, str] = {}  # a hash of each loaded adapter, by name
@@ -113,7 +113,7 @@ class EngineLoop:
         self.scheduler.add(parent)
         for child in children:
             self.scheduler.fork(parent, child)
-        self.answer(request, seqs, now_s)
+        self.track_outputs(request, seqs, now_s)
 
     def salt(self, lora: str | None, cache_salt: str) -> bytes:
         """Raises NotFoundError for an adapter that is not loaded."""
@@ -135,15 +135,15 @@ class EngineLoop:
         if len(self.scheduler.waiting) >= self._max_waiting:
             raise OverloadedError(f"{self._max_waiting} requests are waiting already.", hint="Retry later.")
 
-    def answer(self, request: GenRequest, seqs: Items[Sequence], now_s: float) -> Answer:
+    def track_outputs(self, request: GenRequest, seqs: Items[Sequence], now_s: float) -> RequestState:
         """Begin to collect what sequences that are in the scheduler will say."""
-        samples = [Sample(seq, self.vocabulary.stream(), StopScanner.of(request.sampling)) for seq in seqs]
-        answer = self._answers[request.request_id] = Answer(request, samples, now_s)
+        samples = [SampleState(seq, self.vocabulary.stream(), StopScanner.of(request.sampling)) for seq in seqs]
+        answer = self._answers[request.request_id] = RequestState(request, samples, now_s)
         for sample in samples:
             self._samples[sample.seq.seq_id] = answer, sample
         return answer
 
-    def take(self) -> list[Output]:
+    def drain_outputs(self) -> list[Output]:
         """What there is to tell since the last time."""
         outputs, self._outputs = self._outputs, []
         return outputs
@@ -155,10 +155,10 @@ class EngineLoop:
         for seq in plan.preempted:
             self.runner.release(seq)
         if not self._move(plan):
-            return self.take()
+            return self.drain_outputs()
         for chunk in plan.chunks:
             self._samples[chunk.seq.seq_id][0].start(began)
-        sampled, failures = self.runner.execute_apart(plan.chunks)
+        sampled, failures = self.runner.execute_isolating_failures(plan.chunks)
         for seq_id in [seq_id for seq_id, each in sampled.items() if each.token < 0]:
             failures[seq_id] = sampled.pop(seq_id).error or ArithmeticError("the model's logits are not finite")
         for seq_id, error in failures.items():
@@ -171,7 +171,7 @@ class EngineLoop:
         counters = self._counters
         counters.steps += bool(plan.chunks)
         counters.step_ms += ((now - began) * 1e3 - counters.step_ms) * (0.1 if counters.steps > 1 else 1.0)
-        return self.take()
+        return self.drain_outputs()
 
     def abort(self, request_id: str) -> bool:
         """End a request's samples now. False if it is not here."""
@@ -213,7 +213,7 @@ class EngineLoop:
     def uses_lora(self, name: str) -> bool:
         return any(sample.seq.lora == name for _, sample in self._samples.values())
 
-    def answer_of(self, request_id: str) -> Answer:
+    def answer_of(self, request_id: str) -> RequestState:
         """Raises NotFoundError when no such request is here."""
         if request_id not in self._answers:
             raise NotFoundError(f"no request {request_id} is here.", hint="It may have ended.")
@@ -284,13 +284,13 @@ class EngineLoop:
         for sample in answer.samples:
             if sample.seq.finish_reason is None:
                 # What a broken computation wrote must not be found by the next owner of these blocks.
-                self.runner.cache.scrub(self.pool.discard(sample.seq.block_ids))
+                self.runner.cache.zero_blocks(self.pool.discard(sample.seq.block_ids))
                 self.scheduler.finish(sample.seq, "error")
         self._counters.failed += 1
         self._forget(answer)
         self._outputs.append(Failure.of(answer.request_id, error))
 
-    def _forget(self, answer: Answer) -> None:
+    def _forget(self, answer: RequestState) -> None:
         del self._answers[answer.request_id]
         for sample in answer.samples:
             del self._samples[sample.seq.seq_id]

@@ -20,7 +20,7 @@ from raytide.actors.engine.text.tokenizer import Tokenizer
 from raytide.actors.engine.types import GenRequest
 from raytide.core.errors import UsageError
 
-__all__ = ["Intake", "Prepared", "salt_of"]
+__all__ = ["InputProcessor", "Prepared", "salt_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Prepared:
     bad_words: BadWords | None = None
 
 
-class Intake:
+class InputProcessor:
     """Knows the model's limits, and counts the seeds of requests that bring none."""
 
     def __init__(

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence as Items
 from hashlib import blake2b
 
-from raytide.actors.engine.backends.native.engine_core import EngineLoop
+from raytide.actors.engine.backends.native.engine_core import EngineCore
 from raytide.actors.engine.backends.native.input_processor import Prepared
 from raytide.actors.engine.base import check_features
 from raytide.actors.engine.kv_cache.handle import KvHandle, KvHeader
@@ -17,7 +17,7 @@ from raytide.core.errors import ConflictError, UsageError
 __all__ = ["export_kv", "import_kv"]
 
 
-def export_kv(loop: EngineLoop, request_id: str) -> KvHandle:
+def export_kv(loop: EngineCore, request_id: str) -> KvHandle:
     """End the request here and return its handle. Raises NotFoundError or ConflictError."""
     answer = loop.answer_of(request_id)
     if len(answer.samples) > 1:
@@ -32,7 +32,7 @@ def export_kv(loop: EngineLoop, request_id: str) -> KvHandle:
 
 
 def import_kv(
-    loop: EngineLoop, handle: KvHandle, request: GenRequest, prompt: Items[int], prepared: Prepared | None = None
+    loop: EngineCore, handle: KvHandle, request: GenRequest, prompt: Items[int], prepared: Prepared | None = None
 ) -> None:
     """Go on with an exported request. Where there is no room for its KV now, it queues and is computed again."""
     header, now_s = handle.header, time.monotonic()
@@ -53,12 +53,12 @@ def import_kv(
     else:
         loop.scheduler.add(seq)
     # The first engine has sent this text already; what it held back of it is held back again.
-    sample = loop.answer(request, seqs, now_s).samples[0]
+    sample = loop.track_outputs(request, seqs, now_s).samples[0]
     for token in header.tokens[header.prompt_len :]:
         sample.push(token, ends=False)
 
 
-def _header(loop: EngineLoop, seq: Sequence) -> KvHeader:
+def _header(loop: EngineCore, seq: Sequence) -> KvHeader:
     runner = loop.runner
     num_computed = min(seq.num_computed, len(seq.block_ids) * runner.block_size)
     awaits_prompt_logprobs = seq.params.prompt_logprobs is not None and seq.output_len == 0

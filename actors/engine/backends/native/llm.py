@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raytide.actors.engine.backends.native import operations
-from raytide.actors.engine.backends.native.engine_core import EngineLoop
+from raytide.actors.engine.backends.native.engine_core import EngineCore
 from raytide.actors.engine.backends.native.output_processor import Failure, Output
 from raytide.actors.engine.backends.native.progress import progress_bar
 from raytide.actors.engine.config import EngineConfig
@@ -41,7 +41,7 @@ class LLM:
         }
         config = EngineConfig.parse(fields, where="LLM")
         self._max_tokens = config.max_batch_tokens
-        self._loop = EngineLoop(config)
+        self._loop = EngineCore(config)
         self.info = self._loop.info
         self._count = 0
 
@@ -135,7 +135,7 @@ class LLM:
         except BaseException:
             for request_id in outputs:
                 self._loop.abort(request_id)
-            self._loop.take()
+            self._loop.drain_outputs()
             raise
         return list(outputs.values())
 

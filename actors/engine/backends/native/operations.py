@@ -11,7 +11,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Literal
 
-from raytide.actors.engine.backends.native.engine_core import EngineLoop
+from raytide.actors.engine.backends.native.engine_core import EngineCore
 from raytide.actors.engine.backends.native.weights import WeightsSource
 from raytide.actors.engine.kv_cache.block_pool import chain_hash
 from raytide.actors.engine.model.decoder import Decoder
@@ -34,26 +34,26 @@ __all__ = [
 ]
 
 
-def pause(loop: EngineLoop) -> None:
+def pause(loop: EngineCore) -> None:
     """Take no steps until `resume`."""
     if loop.state == "serving":
         loop.state = "paused"
 
 
-def resume(loop: EngineLoop) -> None:
+def resume(loop: EngineCore) -> None:
     if loop.state == "asleep":
         raise ConflictError("the engine sleeps.", hint="Wake it.")
     loop.state = "serving"
 
 
-def sleep(loop: EngineLoop, level: Literal[1, 2]) -> None:
+def sleep(loop: EngineCore, level: Literal[1, 2]) -> None:
     """Give back the memory of the KV, at level 2 also that of the weights. From level 1 it can go on to 2."""
     loop.scheduler.invalidate()
     loop.state = "asleep"
     loop.runner.sleep(level)
 
 
-def wake(loop: EngineLoop) -> None:
+def wake(loop: EngineCore) -> None:
     """Take the memory again and go on. When that fails the engine sleeps on, and `wake` can be tried again."""
     if loop.state != "asleep":
         return
@@ -64,7 +64,7 @@ def wake(loop: EngineLoop) -> None:
     loop.state = "serving"
 
 
-def read_weights(loop: EngineLoop, source: str, version: str | None) -> tuple[Decoder, WeightsSource]:
+def read_weights(loop: EngineCore, source: str, version: str | None) -> tuple[Decoder, WeightsSource]:
     """Load other weights while the loop goes on with its own; from any thread. Raises ConflictError for another
     architecture, or when the files change under the reader.
     """
@@ -81,7 +81,7 @@ def read_weights(loop: EngineLoop, source: str, version: str | None) -> tuple[De
     return model, weights
 
 
-def use_weights(loop: EngineLoop, model: Decoder, weights: WeightsSource) -> None:
+def use_weights(loop: EngineCore, model: Decoder, weights: WeightsSource) -> None:
     """Compute with these weights from the next step on; running requests go on with them."""
     loop.runner.use(model)
     loop.weights = weights
@@ -90,19 +90,19 @@ def use_weights(loop: EngineLoop, model: Decoder, weights: WeightsSource) -> Non
     loop.scheduler.invalidate()
 
 
-def embed(loop: EngineLoop, prompts: list[list[int]]) -> list[list[float]]:
+def embed(loop: EngineCore, prompts: list[list[int]]) -> list[list[float]]:
     """One vector for each prompt, pooled as the model directory says. The caller bounds how many tokens these are."""
     return loop.runner.embed(prompts, pooling_of(loop.weights.model_dir))
 
 
-def load_lora(loop: EngineLoop, name: str, path: str) -> None:
+def load_lora(loop: EngineCore, name: str, path: str) -> None:
     folder = Path(path)
     loop.runner.load_lora(name, folder)
     content = content_of(folder).encode() + (folder / "adapter_config.json").read_bytes()
     loop.adapter_contents[name] = blake2b(content, digest_size=8).hexdigest()
 
 
-def unload_lora(loop: EngineLoop, name: str) -> None:
+def unload_lora(loop: EngineCore, name: str) -> None:
     """Raises ConflictError while requests use it."""
     if loop.uses_lora(name):
         raise ConflictError(f"requests use adapter {name}.", hint="Unload it when they have ended.")
@@ -110,7 +110,7 @@ def unload_lora(loop: EngineLoop, name: str) -> None:
     del loop.adapter_contents[name]
 
 
-def cached_prefix(loop: EngineLoop, tokens: Items[int], lora: str | None, cache_salt: str) -> int:
+def cached_prefix(loop: EngineCore, tokens: Items[int], lora: str | None, cache_salt: str) -> int:
     """How many of a prompt's first tokens are in the prefix cache; its last one is computed in any case."""
     size, parent, hashes = loop.pool.block_size, loop.salt(lora, cache_salt), list[bytes]()
     for start in range(0, (len(tokens) - 1) // size * size, size):

@@ -10,7 +10,7 @@ from raytide.actors.engine.text.stop_strings import StopScanner
 from raytide.actors.engine.types import GenChunk, GenRequest, Timing, Usage
 from raytide.core.errors import EngineError, RaytideError
 
-__all__ = ["Answer", "Failure", "Output", "Sample", "aborted_chunks"]
+__all__ = ["Failure", "Output", "RequestState", "SampleState", "aborted_chunks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ Output = GenChunk | Failure
 
 
 @dataclass(slots=True, eq=False)
-class Sample:
+class SampleState:
     """One of a request's sequences and the state of its text."""
 
     seq: Sequence
@@ -54,10 +54,10 @@ class Sample:
         return self.logprob_sum / max(1, self.seq.output_len)
 
 
-class Answer:
+class RequestState:
     """All samples of one request, on their way out."""
 
-    def __init__(self, request: GenRequest, samples: list[Sample], added_s: float) -> None:
+    def __init__(self, request: GenRequest, samples: list[SampleState], added_s: float) -> None:
         self.request, self.samples = request, samples
         self._count = request.sampling.n
         self._is_ranked = len(samples) > request.sampling.n
@@ -80,7 +80,7 @@ class Answer:
         """Whether the last chunk is out."""
         return self._open == 0
 
-    def emit(self, sample: Sample, sampled: Sampled, text: str, now_s: float) -> list[GenChunk]:
+    def emit(self, sample: SampleState, sampled: Sampled, text: str, now_s: float) -> list[GenChunk]:
         """What a sample's new token gives the client now."""
         seq = sample.seq
         if self._first_token_s is None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from raytide.actors.engine.backends.native.engine_core import EngineLoop
+from raytide.actors.engine.backends.native.engine_core import EngineCore
 from raytide.actors.engine.backends.native.output_processor import Output
 from raytide.actors.engine.config import EngineConfig
 from raytide.actors.engine.faults import contained
@@ -33,7 +33,7 @@ _JOIN_S = 30.0
 
 @dataclass(slots=True)
 class _Call:
-    command: Callable[[EngineLoop], Any]
+    command: Callable[[EngineCore], Any]
     done: asyncio.Future[Any]
 
 
@@ -69,14 +69,14 @@ class EngineThread:
             return _died("it ended without a word")
         return self._end_error
 
-    async def start(self) -> EngineLoop:
+    async def start(self) -> EngineCore:
         self._events = asyncio.get_running_loop()
-        loaded: concurrent.futures.Future[EngineLoop] = concurrent.futures.Future()
+        loaded: concurrent.futures.Future[EngineCore] = concurrent.futures.Future()
         self._thread = threading.Thread(target=self._serve, args=(loaded,), name="raytide-engine", daemon=True)
         self._thread.start()
         return await asyncio.wrap_future(loaded)
 
-    def call(self, command: Callable[[EngineLoop], T]) -> asyncio.Future[T]:
+    def call(self, command: Callable[[EngineCore], T]) -> asyncio.Future[T]:
         """Have a command run between two steps. What it adds to the loop's outputs is delivered before the future is
         done; EngineError when the thread has ended.
         """
@@ -98,10 +98,10 @@ class EngineThread:
             if self._thread.is_alive():
                 _log.error("the engine's thread did not stop within %g s", _JOIN_S)
 
-    def _serve(self, loaded: concurrent.futures.Future[EngineLoop]) -> None:
+    def _serve(self, loaded: concurrent.futures.Future[EngineCore]) -> None:
         """The thread: commands first, then a step, for as long as there is work."""
         try:
-            loop = EngineLoop(self._config)
+            loop = EngineCore(self._config)
         except BaseException as error:
             loaded.set_exception(error)
             return
@@ -114,9 +114,9 @@ class EngineThread:
             _log.critical("the engine's thread has died", exc_info=error)
             ended = _died(repr(error))
         finally:
-            self._tell(self._end, ended)
+            self._publish(self._end, ended)
 
-    def _turn(self, loop: EngineLoop) -> bool:
+    def _turn(self, loop: EngineCore) -> bool:
         """Obey what has been asked, waiting for it only when there is nothing else to do, then step. False: stop.
 
         What is asked meanwhile waits for the next turn, or commands that follow each other would keep steps away.
@@ -132,9 +132,9 @@ class EngineThread:
             if call is None:
                 for request_id in loop.request_ids:
                     loop.abort(request_id)
-                self._tell(self._deliver, loop.take())
+                self._publish(self._deliver, loop.drain_outputs())
                 return False
-            if not self._obey(loop, call):
+            if not self._run_command(loop, call):
                 return False
         try:
             outputs = loop.step()
@@ -148,10 +148,10 @@ class EngineThread:
                 raise
             _log.exception("engine step failed")
             loop.fail_all(error)
-            outputs = loop.take()
-        return self._tell(self._deliver, outputs)
+            outputs = loop.drain_outputs()
+        return self._publish(self._deliver, outputs)
 
-    def _obey(self, loop: EngineLoop, call: _Call) -> bool:
+    def _run_command(self, loop: EngineCore, call: _Call) -> bool:
         result: Any = None
         error: RaytideError | None = None
         try:
@@ -163,9 +163,9 @@ class EngineThread:
             _log.exception("engine command failed")
             error = EngineError(f"the engine could not do this: {fault!r}.")
         self.commands_done += 1
-        return self._tell(self._report, loop.take(), call.done, result, error)
+        return self._publish(self._report, loop.drain_outputs(), call.done, result, error)
 
-    def _tell(self, callback: Callable[..., None], *args: object) -> bool:
+    def _publish(self, callback: Callable[..., None], *args: object) -> bool:
         """Call back on the event loop; False when that is closed, so that nobody is left to serve."""
         try:
             self._events.call_soon_threadsafe(callback, *args)

@@ -15,8 +15,8 @@ from typing import Any
 
 from raytide.actors.engine.backends.vllm.config import VllmConfig
 from raytide.actors.engine.backends.vllm.launch import VllmCore, launch
-from raytide.actors.engine.backends.vllm.merge import merge
-from raytide.actors.engine.backends.vllm.output import Sample
+from raytide.actors.engine.backends.vllm.merge import merge_streams
+from raytide.actors.engine.backends.vllm.output import SampleOutput
 from raytide.actors.engine.backends.vllm.request import call, died, sample_id, tokens_prompt, translated
 from raytide.actors.engine.base import BasicEngine, check_features, check_prompt, refuse
 from raytide.actors.engine.text.detokenizer import Vocabulary
@@ -41,7 +41,7 @@ class _Live:
 
     request: GenRequest
     prompt: list[int]
-    samples: list[Sample]
+    samples: list[SampleOutput]
 
     @property
     def num_running(self) -> int:
@@ -96,11 +96,11 @@ class VllmEngine(BasicEngine):
         prompt = await self.tokenize(request.prompt) if isinstance(request.prompt, str) else list(request.prompt)
         core = self._admit(request, prompt)
         count = request.sampling.n
-        samples = [Sample(request, index, prompt, self._vocabulary.stream()) for index in range(count)]
+        samples = [SampleOutput(request, index, prompt, self._vocabulary.stream()) for index in range(count)]
         live = self._live[request.request_id] = _Live(request, prompt, samples)
         self._idle.clear()
         try:
-            async with aclosing(merge([self._sample(core, live, each) for each in samples])) as chunks:
+            async with aclosing(merge_streams([self._sample(core, live, each) for each in samples])) as chunks:
                 async for chunk in chunks:
                     count -= chunk.finish_reason is not None
                     yield chunk if count else _last(chunk, live)
@@ -244,7 +244,7 @@ class VllmEngine(BasicEngine):
             raise OverloadedError(f"{self._config.max_waiting} requests are waiting already.", hint="Retry later.")
         return core
 
-    async def _sample(self, core: VllmCore, live: _Live, sample: Sample) -> AsyncGenerator[GenChunk, None]:
+    async def _sample(self, core: VllmCore, live: _Live, sample: SampleOutput) -> AsyncGenerator[GenChunk, None]:
         request = live.request
         lora = self._loras[request.lora] if request.lora else None
         arguments = call(core, request, live.prompt, sample.index, self._end_ids, lora)

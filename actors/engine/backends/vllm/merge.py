@@ -9,12 +9,12 @@ from typing import TypeVar
 
 from raytide.actors.engine.faults import contained
 
-__all__ = ["merge"]
+__all__ = ["merge_streams"]
 
 T = TypeVar("T")
 
 
-async def merge(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+async def merge_streams(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
     """Ends when all have ended, or with the first one's error. Closing it closes them."""
     if len(streams) == 1:
         async with aclosing(streams[0]) as only:

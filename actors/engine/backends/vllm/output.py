@@ -13,12 +13,12 @@ from raytide.actors.engine.text.stop_strings import StopScanner
 from raytide.actors.engine.types import FinishReason, GenChunk, GenRequest, Timing
 from raytide.core.errors import EngineError
 
-__all__ = ["Sample"]
+__all__ = ["SampleOutput"]
 
 _REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort", "repetition": "stop"}
 
 
-class Sample:
+class SampleOutput:
     def __init__(self, request: GenRequest, index: int, prompt: list[int], text: Detokenizer) -> None:
         self.index = index
         self.num_tokens = 0

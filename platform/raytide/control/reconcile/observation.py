@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
-from raytide.actors.gang.group import Group, GroupKey
+from raytide.actors.gang.group import GroupKey, PlacementGroupInfo
 from raytide.actors.gang.placement_groups import PlacementGroups
 from raytide.actors.serving.ray_serve.control import ServeControl
 from raytide.autoscaler.nodes.utilization import Meters
@@ -33,7 +33,7 @@ class World:
     notices: tuple[Notice, ...]
     ray_nodes: tuple[RayNode, ...] | None
     demand: tuple[Demand, ...]
-    groups: Mapping[GroupKey, Group] | None
+    groups: Mapping[GroupKey, PlacementGroupInfo] | None
     drivers: Mapping[DriverKey, DriverStatus] | None
     loads: Mapping[str, EndpointLoad]
     errors: tuple[str, ...] = ()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
-from raytide.actors.gang.group import Group, GroupKey, WantedGroup
+from raytide.actors.gang.group import GroupKey, PlacementGroupInfo, WantedGroup
 from raytide.core.objects.gang import Lease, LeaseState, Member, MemberState
 from raytide.core.objects.node import Node, NodeState
 from raytide.core.objects.plan import Grow, Preempt, Shrink
@@ -19,7 +19,9 @@ from raytide.scheduling.unattributed import VACATED_S
 _WITH_GROUP = frozenset({MemberState.FORMING, MemberState.READY, MemberState.LEAVING})
 
 
-def advance(lease: Lease, nodes: Mapping[str, Node], groups: Mapping[GroupKey, Group] | None, now_s: float) -> Lease:
+def advance(
+    lease: Lease, nodes: Mapping[str, Node], groups: Mapping[GroupKey, PlacementGroupInfo] | None, now_s: float
+) -> Lease:
     """The lease as it is now. `epoch` grows exactly when its holder has something to react to.
 
     `groups` is None while Ray cannot be asked: nothing is concluded, and the time to form begins anew when it can.
@@ -161,7 +163,7 @@ def _let_go(member: Member, now_s: float) -> Member:
     return _park(member, now_s) if member.gives_way else _vacate(member)
 
 
-def _follow_group(member: Member, group: Group | None, now_s: float) -> Member:
+def _follow_group(member: Member, group: PlacementGroupInfo | None, now_s: float) -> Member:
     """A member whose group Ray lost starts over. One that Ray does not list is left: the list may be stale."""
     if member.state not in _WITH_GROUP or group is None:
         return member
@@ -191,7 +193,7 @@ def _start(member: Member, node: Node) -> Member:
     return replace(member, state=MemberState.FORMING, ray_node_id=node.ray_node_id, address=node.address)
 
 
-def _settle(lease: Lease, groups: Mapping[GroupKey, Group]) -> Lease:
+def _settle(lease: Lease, groups: Mapping[GroupKey, PlacementGroupInfo]) -> Lease:
     """Make members usable, all of them at once the first time, and say what state that makes of the lease."""
     is_enough = sum(m.is_usable or _is_ready(lease, m, groups) for m in lease.members) >= lease.shape.at_least
     if is_enough:
@@ -218,14 +220,14 @@ def _time_out(lease: Lease, now_s: float) -> Lease:
     )
 
 
-def _finish(lease: Lease, member: Member, groups: Mapping[GroupKey, Group]) -> Member:
+def _finish(lease: Lease, member: Member, groups: Mapping[GroupKey, PlacementGroupInfo]) -> Member:
     if member.state is not MemberState.FORMING or not _is_ready(lease, member, groups):
         return member
     group = groups[_key(lease, member)]
     return replace(member, state=MemberState.READY, placement_group_id=group.placement_group_id)
 
 
-def _is_ready(lease: Lease, member: Member, groups: Mapping[GroupKey, Group]) -> bool:
+def _is_ready(lease: Lease, member: Member, groups: Mapping[GroupKey, PlacementGroupInfo]) -> bool:
     if member.state is not MemberState.FORMING:
         return False
     group = groups.get(_key(lease, member))

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from raytide.actors.gang.group import Group, GroupKey
+from raytide.actors.gang.group import GroupKey, PlacementGroupInfo
 from raytide.core.objects.endpoint import Endpoint, EndpointLoad, ReplicaLoad
 from raytide.core.objects.gang import Lease
 from raytide.core.objects.node import Node, Resources, fits, labels_match, minus, plus
@@ -87,7 +87,7 @@ class LiveRay:
     def is_empty(self, node: Node) -> bool:
         return not any(self._used(node).values())
 
-    def groups(self) -> dict[GroupKey, Group]:
+    def groups(self) -> dict[GroupKey, PlacementGroupInfo]:
         """By what is wanted: each is ready as soon as its node is there."""
         known = {
             GroupKey(lease.id, member.index, member.incarnation): member.placement_group_id
@@ -96,7 +96,11 @@ class LiveRay:
         }
         there = {node.ray_node_id for node in self._nodes.values()}
         wanted = wanted_groups(self._leases).values()
-        return {w.key: Group(w.key, "ready", known[w.key] or w.key.name) for w in wanted if w.ray_node_id in there}
+        return {
+            w.key: PlacementGroupInfo(w.key, "ready", known[w.key] or w.key.name)
+            for w in wanted
+            if w.ray_node_id in there
+        }
 
     def demand(self) -> tuple[Demand, ...]:
         waiting = (Demand(work.resources, work.selector) for work in self._work if not work.node_id)

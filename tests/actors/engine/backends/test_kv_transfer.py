@@ -9,7 +9,7 @@ from tests.actors.engine.tiny import save_adapter
 
 from raytide.actors.engine import LLM, EngineConfig, GenRequest, SamplingParams
 from raytide.actors.engine.backends.native import operations
-from raytide.actors.engine.backends.native.engine_core import EngineLoop
+from raytide.actors.engine.backends.native.engine_core import EngineCore
 from raytide.actors.engine.backends.native.kv_transfer import export_kv, import_kv
 from raytide.actors.engine.kv_cache.handle import KvHandle
 from raytide.actors.engine.types import FinishReason
@@ -20,16 +20,16 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 SEEDED = SamplingParams(temperature=0.9, top_p=0.9, max_tokens=24, ignore_eos=True, repetition_penalty=1.2)
 
 
-def start(model_dir: Path, **options: object) -> EngineLoop:
+def start(model_dir: Path, **options: object) -> EngineCore:
     fields = {"model_dir": str(model_dir), "block_size": 4, "max_batch_tokens": 16, "max_running": 4, "seed": 5}
-    return EngineLoop(EngineConfig.parse(fields | options, where="test"))
+    return EngineCore(EngineConfig.parse(fields | options, where="test"))
 
 
 def ask(name: str = "r", sampling: SamplingParams = GREEDY) -> GenRequest:
     return GenRequest(request_id=name, prompt=PROMPT, sampling=sampling)
 
 
-def run(loop: EngineLoop, steps: int | None = None) -> tuple[list[int], str, FinishReason | None]:
+def run(loop: EngineCore, steps: int | None = None) -> tuple[list[int], str, FinishReason | None]:
     """Tokens, text and the end of request "r"."""
     tokens, text, reason = list[int](), "", None
     while loop.has_work and steps != 0:
@@ -52,7 +52,7 @@ def test_it_goes_on_at_any_point(model_dir: Path, sampling: SamplingParams, step
     here.add(ask(sampling=sampling), PROMPT)
     first = run(here, steps)
     handle = KvHandle.from_bytes(export_kv(here, "r").to_bytes())
-    last = here.take()[-1]
+    last = here.drain_outputs()[-1]
     assert (last.finish_reason, here.stats().free_blocks) == ("abort", here.stats().num_blocks)  # type: ignore[union-attr]
     there.add(ask("busy", sampling=GREEDY), PROMPT[::-1])
     run(there, 2)

@@ -10,9 +10,9 @@ from tests.actors.engine.tiny import save_llama
 
 from raytide.actors.engine import LLM, EngineConfig, GenRequest, SamplingParams
 from raytide.actors.engine.backends.native import operations
-from raytide.actors.engine.backends.native.engine_core import EngineLoop
+from raytide.actors.engine.backends.native.engine_core import EngineCore
 from raytide.actors.engine.backends.native.weights import WeightsSource
-from raytide.actors.engine.model.model_runner import Runner
+from raytide.actors.engine.model.model_runner import ModelRunner
 from raytide.actors.engine.scheduler.preemption import SwapCost
 from raytide.actors.engine.sequence import StepPlan
 from raytide.core.errors import ConflictError, DataError
@@ -42,15 +42,15 @@ def other(mine: Path, tmp_path: Path) -> Path:
     return path
 
 
-def start(model_dir: Path, **options: object) -> EngineLoop:
-    return EngineLoop(EngineConfig.parse({"model_dir": str(model_dir), "block_size": 4, **options}, where="test"))
+def start(model_dir: Path, **options: object) -> EngineCore:
+    return EngineCore(EngineConfig.parse({"model_dir": str(model_dir), "block_size": 4, **options}, where="test"))
 
 
-def add(loop: EngineLoop, name: str = "r", prompt: list[int] = PROMPT, sampling: SamplingParams = GREEDY) -> None:
+def add(loop: EngineCore, name: str = "r", prompt: list[int] = PROMPT, sampling: SamplingParams = GREEDY) -> None:
     loop.add(GenRequest(request_id=name, prompt=prompt, sampling=sampling), prompt)
 
 
-def finish(loop: EngineLoop) -> dict[str, list[int]]:
+def finish(loop: EngineCore) -> dict[str, list[int]]:
     tokens: dict[str, list[int]] = {}
     while loop.has_work:
         for output in loop.step():
@@ -157,7 +157,7 @@ def test_weights_that_change_while_they_are_read_are_refused(
 
 
 def test_blocks_that_cannot_be_moved_are_computed_again(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Runner, "swap_cost", lambda self: SwapCost(0.01))
+    monkeypatch.setattr(ModelRunner, "swap_cost", lambda self: SwapCost(0.01))
     loop = start(mine, num_blocks=30, max_model_len=100, host_memory_gb=0.01)
     prompts = {f"r{i}": PROMPT[i:] for i in range(4)}
     for name, prompt in prompts.items():

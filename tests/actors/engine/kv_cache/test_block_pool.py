@@ -46,7 +46,7 @@ def test_what_was_used_last_is_forgotten_last() -> None:
     for name in (b"a", b"b", b"c"):
         pool.free(cached(pool, name))
     used = pool.match([b"a"])
-    pool.share(used)
+    pool.add_reference(used)
     pool.free([block for _, block in used])
     pool.allocate(2)
     assert pool.match([b"a"]) and not pool.match([b"b"]) and not pool.match([b"c"])

@@ -13,7 +13,7 @@ from tests.actors.engine.families import save_family
 
 from raytide.actors.engine import LLM, SamplingParams
 from raytide.actors.engine.config import EngineConfig
-from raytide.actors.engine.model.model_runner import Runner
+from raytide.actors.engine.model.model_runner import ModelRunner
 from raytide.actors.engine.sequence import Chunk, Sequence
 from raytide.actors.models.families import read_architecture
 from raytide.core.errors import CapacityError, ConfigError, ConflictError, DataError, NotFoundError
@@ -67,12 +67,12 @@ def merged(model: Any, adapter: Path, scale: float) -> torch.Tensor:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Callable[..., tuple[Runner, Any]]:
-    def runner_and_reference(family: str, **options: Any) -> tuple[Runner, Any]:
+def start(tmp_path: Path) -> Callable[..., tuple[ModelRunner, Any]]:
+    def runner_and_reference(family: str, **options: Any) -> tuple[ModelRunner, Any]:
         path = tmp_path / family
         model = save_family(path, family)
         config = EngineConfig(model_dir=str(path), max_model_len=64, max_running=8, **options)
-        return Runner(config, read_architecture(path)), model
+        return ModelRunner(config, read_architecture(path)), model
 
     return runner_and_reference
 
@@ -84,7 +84,7 @@ def sequence(row: int, lora: str | None, tokens: list[int] = PROMPT) -> Sequence
     )
 
 
-def last_logits(runner: Runner, loras: list[str | None]) -> torch.Tensor:
+def last_logits(runner: ModelRunner, loras: list[str | None]) -> torch.Tensor:
     """The prompt once with each adapter, all in one step."""
     seqs = [sequence(row, lora) for row, lora in enumerate(loras)]
     logits = runner.logits([Chunk(seq, 0, len(PROMPT)) for seq in seqs])
@@ -95,7 +95,7 @@ def last_logits(runner: Runner, loras: list[str | None]) -> torch.Tensor:
 
 @pytest.mark.parametrize("family", ALL)
 def test_adapters_in_one_batch_each_equal_their_merged_weights(
-    family: str, start: Callable[..., tuple[Runner, Any]], tmp_path: Path
+    family: str, start: Callable[..., tuple[ModelRunner, Any]], tmp_path: Path
 ) -> None:
     runner, model = start(family)
     plain = write_adapter(tmp_path / "plain", model, ALL[family], rank=4, seed=1)
@@ -112,7 +112,7 @@ def test_adapters_in_one_batch_each_equal_their_merged_weights(
 
 
 def test_grouped_chunks_give_each_sequence_its_own_token(
-    start: Callable[..., tuple[Runner, Any]], tmp_path: Path
+    start: Callable[..., tuple[ModelRunner, Any]], tmp_path: Path
 ) -> None:
     runner, model = start("llama3-mqa")
     runner.load_lora("a", write_adapter(tmp_path / "a", model, ["q_proj", "up_proj"], seed=3))
@@ -123,7 +123,7 @@ def test_grouped_chunks_give_each_sequence_its_own_token(
 
 
 def test_a_batch_without_adapters_computes_what_it_did_before_any_was_loaded(
-    start: Callable[..., tuple[Runner, Any]], tmp_path: Path
+    start: Callable[..., tuple[ModelRunner, Any]], tmp_path: Path
 ) -> None:
     runner, model = start("mistral-window")
     before = last_logits(runner, [None, None])
@@ -131,7 +131,9 @@ def test_a_batch_without_adapters_computes_what_it_did_before_any_was_loaded(
     assert torch.equal(last_logits(runner, [None, None]), before)
 
 
-def test_an_adapter_comes_and_goes_while_others_stay(start: Callable[..., tuple[Runner, Any]], tmp_path: Path) -> None:
+def test_an_adapter_comes_and_goes_while_others_stay(
+    start: Callable[..., tuple[ModelRunner, Any]], tmp_path: Path
+) -> None:
     runner, model = start("llama3-mqa", max_loras=2)
     paths = [write_adapter(tmp_path / name, model, ["o_proj"], seed=seed) for seed, name in enumerate("abc")]
     runner.load_lora("a", paths[0])
@@ -155,7 +157,7 @@ def test_an_adapter_comes_and_goes_while_others_stay(start: Callable[..., tuple[
 
 
 def test_alpha_may_differ_by_module_and_rank_by_tensor(
-    start: Callable[..., tuple[Runner, Any]], tmp_path: Path
+    start: Callable[..., tuple[ModelRunner, Any]], tmp_path: Path
 ) -> None:
     runner, model = start("llama3-mqa")
     path = write_adapter(
@@ -207,7 +209,7 @@ def test_the_prefix_cache_does_not_cross_adapters(tmp_path: Path) -> None:
     ],
 )
 def test_other_kinds_of_adapters_are_refused(
-    config: dict[str, Any], message: str, start: Callable[..., tuple[Runner, Any]], tmp_path: Path
+    config: dict[str, Any], message: str, start: Callable[..., tuple[ModelRunner, Any]], tmp_path: Path
 ) -> None:
     runner, model = start("llama3-mqa")
     with pytest.raises(ConfigError, match=f"{message}.* is not supported"):
@@ -215,7 +217,7 @@ def test_other_kinds_of_adapters_are_refused(
     runner.load_lora("a", write_adapter(tmp_path / "good", model, ["o_proj"]))
 
 
-def test_a_module_that_takes_no_adapter_is_named(start: Callable[..., tuple[Runner, Any]], tmp_path: Path) -> None:
+def test_a_module_that_takes_no_adapter_is_named(start: Callable[..., tuple[ModelRunner, Any]], tmp_path: Path) -> None:
     runner, model = start("llama3-mqa")
     with pytest.raises(ConfigError, match=r"on lm_head here.*q_proj, k_proj, v_proj, o_proj, gate_proj"):
         runner.load_lora("a", write_adapter(tmp_path / "a", model, ["o_proj", "lm_head"]))
@@ -223,7 +225,7 @@ def test_a_module_that_takes_no_adapter_is_named(start: Callable[..., tuple[Runn
         runner.load_lora("a", write_adapter(tmp_path / "b", model, ["o_proj"], rank=257))
 
 
-def test_an_adapter_of_another_model_is_refused(start: Callable[..., tuple[Runner, Any]], tmp_path: Path) -> None:
+def test_an_adapter_of_another_model_is_refused(start: Callable[..., tuple[ModelRunner, Any]], tmp_path: Path) -> None:
     runner, _ = start("llama3-mqa")
     _, other = start("mistral-window")
     with pytest.raises(DataError, match=r"_proj.*has shape"):

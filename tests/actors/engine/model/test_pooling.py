@@ -14,17 +14,19 @@ from tests.actors.engine.families import save_family
 from tests.actors.engine.tiny import VOCAB
 
 from raytide.actors.engine.config import EngineConfig
-from raytide.actors.engine.model.model_runner import Runner
+from raytide.actors.engine.model.model_runner import ModelRunner
 from raytide.actors.engine.model.pooling import Pooling, groups, pooling_of
 from raytide.actors.models.families import read_architecture
 from raytide.core.errors import ConfigError
 
 
 @pytest.fixture(scope="module", params=["qwen3-tied", "gemma2", "gpt2"])
-def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Runner, Any]:
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelRunner, Any]:
     path = tmp_path_factory.mktemp(request.param)
     model = save_family(path, request.param)
-    return Runner(EngineConfig(model_dir=str(path), max_model_len=128, block_size=8), read_architecture(path)), model
+    return ModelRunner(
+        EngineConfig(model_dir=str(path), max_model_len=128, block_size=8), read_architecture(path)
+    ), model
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -39,7 +41,7 @@ def states_of(model: Any, prompt: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("pooling", ["cls", "last", "mean"])
-def test_vectors_are_pooled_hidden_states(saved: tuple[Runner, Any], pooling: Pooling) -> None:
+def test_vectors_are_pooled_hidden_states(saved: tuple[ModelRunner, Any], pooling: Pooling) -> None:
     runner, model = saved
     whole = prompts(12)
     states = [states_of(model, prompt) for prompt in whole]
@@ -51,7 +53,7 @@ def test_vectors_are_pooled_hidden_states(saved: tuple[Runner, Any], pooling: Po
         assert (torch.tensor(normal) - want / want.norm()).abs().max() < 1e-5
 
 
-def test_a_vector_does_not_depend_on_the_others_in_the_group(saved: tuple[Runner, Any]) -> None:
+def test_a_vector_does_not_depend_on_the_others_in_the_group(saved: tuple[ModelRunner, Any]) -> None:
     runner, whole = saved[0], prompts(6)
     together = torch.tensor(runner.embed(whole, "mean"))
     alone = torch.tensor([runner.embed([prompt], "mean")[0] for prompt in whole])

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from raytide.actors.engine import LLM, EngineConfig, GenChunk, GenRequest, SamplingParams
-from raytide.actors.engine.backends.native.engine_core import EngineLoop
+from raytide.actors.engine.backends.native.engine_core import EngineCore
 from raytide.actors.engine.sampling.logprobs import token_logprobs
 
 PROMPT = [5, 9, 301, 44, 17, 80, 2, 2, 91]
@@ -13,7 +13,7 @@ PROMPT = [5, 9, 301, 44, 17, 80, 2, 2, 91]
 
 def run(model_dir: Path, *requests: GenRequest, **options: object) -> dict[str, list[GenChunk]]:
     """Every chunk of requests that run together."""
-    loop = EngineLoop(EngineConfig.parse({"model_dir": str(model_dir), **options}, where="test"))
+    loop = EngineCore(EngineConfig.parse({"model_dir": str(model_dir), **options}, where="test"))
     chunks: dict[str, list[GenChunk]] = {request.request_id: [] for request in requests}
     for request in requests:
         assert not isinstance(request.prompt, str)

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.actors.engine.sampling_cases import VOCAB, support
 
-from raytide.actors.engine.sampling.top_k_top_p import Draws, keep_likely, uniforms
+from raytide.actors.engine.sampling.top_k_top_p import RandomSampler, keep_likely, uniforms
 from raytide.actors.engine.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
@@ -34,7 +34,7 @@ def test_draws_follow_the_distribution_across_blocks_of_the_vocabulary() -> None
     vocab, rows = 700, 6000
     probs = torch.zeros(vocab)
     probs[[0, 255, 256, 511, 699]] = torch.tensor([0.1, 0.3, 0.2, 0.15, 0.25])
-    draws = Draws([SamplingParams()] * rows, list(range(rows)), CPU)
+    draws = RandomSampler([SamplingParams()] * rows, list(range(rows)), CPU)
     tokens = draws.draw(probs.log().expand(rows, vocab).clone(), [3] * rows)
     counts = np.bincount(tokens.numpy(), minlength=vocab) / rows
     assert np.abs(counts - probs.numpy()).max() < 0.03

@@ -16,7 +16,7 @@ import pytest
 from tests.actors.engine.tiny import save_llama
 
 from raytide.actors.engine import EngineConfig, NativeEngine
-from raytide.actors.engine.backends.native.engine_core import EngineLoop
+from raytide.actors.engine.backends.native.engine_core import EngineCore
 from raytide.actors.engine.backends.native.output_processor import Output
 
 Serve = Callable[..., str]
@@ -115,14 +115,14 @@ def test_clients_of_an_engine_whose_steps_fail_are_told(
 ) -> None:
     """A fault of one step ends the requests in it; what ends the thread is told to them and to all who come."""
     url = serve(engine, "m")
-    step, faults = EngineLoop.step, [fault]
+    step, faults = EngineCore.step, [fault]
 
-    def failing(self: EngineLoop) -> list[Output]:
+    def failing(self: EngineCore) -> list[Output]:
         if faults and any(sample.seq.output_len > 2 for _, sample in self._samples.values()):
             raise faults.pop()
         return step(self)
 
-    monkeypatch.setattr(EngineLoop, "step", failing)
+    monkeypatch.setattr(EngineCore, "step", failing)
     answer = httpx.post(f"{url}/v1/completions", json=LONG | {"stream": True}, timeout=TIMEOUT_S)
     last = answer.text.strip().rpartition("data: ")[2]
     assert answer.status_code == 200
