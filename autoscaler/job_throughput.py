@@ -62,7 +62,7 @@ class _Meter:
                 self.learned, self.paces = {**self.learned, node_type: median(strides)}, None
 
 
-class Strides:
+class JobThroughput:
     """All jobs'. `known`: what was learned before."""
 
     def __init__(self, node_types: Sequence[NodeType], known: Learned | None = None) -> None:

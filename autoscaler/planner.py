@@ -12,9 +12,9 @@ from dataclasses import replace
 
 from raytide.autoscaler.disruption import consolidation, termination
 from raytide.autoscaler.endpoints import slo_policy, targets
-from raytide.autoscaler.nodes.occupancy import Roster
-from raytide.autoscaler.provisioning.plan_builder import Draft
-from raytide.autoscaler.provisioning.provisioner import seat_leases, seat_replicas, seat_unmanaged
+from raytide.autoscaler.nodes.occupancy import NodeOccupancy
+from raytide.autoscaler.provisioning.plan_builder import PlanBuilder
+from raytide.autoscaler.provisioning.provisioner import provision_leases, provision_replicas, seat_unmanaged
 from raytide.autoscaler.provisioning.unmanaged import seat_requested
 from raytide.core.objects.node import NodeState
 from raytide.core.objects.plan import Action, Terminate, Wait
@@ -32,22 +32,22 @@ def plan(snapshot: Snapshot, room: Room | None = None) -> tuple[Action, ...]:
         reason = "Ray does not answer; nodes, leases and replicas stay as they are, only deadlines are kept"
         return (*termination.past_deadline(snapshot), Wait("cluster", "signal", reason, "See `raytide doctor`."))
     ends = tuple(termination.overdue(snapshot))
-    snapshot, scales = targets.publish(snapshot)
+    snapshot, scales = targets.set_targets(snapshot)
     snapshot = _ended(snapshot, {end.node_id for end in ends if isinstance(end, Terminate)})
     if room is None or scales or any(end.node_id in room.rows for end in ends):
         room = Room.of(snapshot)
-    draft = Draft(snapshot, replace(room, snapshot=snapshot), Roster.of(snapshot), [*ends, *scales])
+    draft = PlanBuilder(snapshot, replace(room, snapshot=snapshot), NodeOccupancy.of(snapshot), [*ends, *scales])
     consolidation.reserve(draft)
-    seat_replicas(draft)
-    seat_leases(draft)
+    provision_replicas(draft)
+    provision_leases(draft)
     seat_requested(draft, seat_unmanaged(draft))
     draft.close()
     _keep_minimum(draft)
     _keep_warm(draft)
-    draft.actions += [drain for drain in slo_policy.drains(snapshot) if drain.node_id not in draft.promised]
+    draft.actions += [drain for drain in slo_policy.drains(snapshot) if drain.node_id not in draft.nominated]
     draft.actions += consolidation.to_replacements(draft)
     draft.actions += consolidation.decide(draft)
-    draft.actions += termination.idle(snapshot, keep=draft.promised, leaving=draft.leaving)
+    draft.actions += termination.idle(snapshot, keep=draft.nominated, leaving=draft.leaving)
     return tuple(draft.actions)
 
 
@@ -60,7 +60,7 @@ def _ended(snapshot: Snapshot, node_ids: set[str]) -> Snapshot:
     return replace(snapshot, nodes=views)
 
 
-def _keep_minimum(draft: Draft) -> None:
+def _keep_minimum(draft: PlanBuilder) -> None:
     there = Counter(draft.room.seats[row].node_type for row in draft.room.rows.values())
     for node_type in draft.snapshot.node_types:
         for _ in range(node_type.min_nodes - there[node_type.name]):
@@ -69,7 +69,7 @@ def _keep_minimum(draft: Draft) -> None:
             draft.buy(seat, MINIMUM, f"min_nodes of {node_type.name} is {node_type.min_nodes}")
 
 
-def _keep_warm(draft: Draft) -> None:
+def _keep_warm(draft: PlanBuilder) -> None:
     """Nodes on which nobody sits and to which nobody was promised anything stay, up to `warm_nodes` of each type."""
     room = draft.room
     there = {view.node.id: view.countable for view in draft.snapshot.nodes}  # what joined has what Ray says, not more
@@ -78,7 +78,7 @@ def _keep_warm(draft: Draft) -> None:
             continue
         rows = {id: row for id, row in room.rows.items() if room.seats[row].node_type == node_type.name}
         free = [id for id, row in rows.items() if room.grid.has(row, there.get(id, node_type.resources))]
-        draft.promised.update(free[: node_type.warm_nodes])
+        draft.nominated.update(free[: node_type.warm_nodes])
         for _ in range(node_type.warm_nodes - len(free)):
             if (seat := room.buy(node_type)) is None:
                 break

@@ -39,9 +39,9 @@ from scipy.sparse import lil_array
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "platform"))
 
-from raytide.autoscaler.nodes.occupancy import Roster
+from raytide.autoscaler.nodes.occupancy import NodeOccupancy
 from raytide.autoscaler.planner import plan
-from raytide.autoscaler.provisioning.plan_builder import Draft
+from raytide.autoscaler.provisioning.plan_builder import PlanBuilder
 from raytide.autoscaler.provisioning.provisioner import seat_unmanaged
 from raytide.core.objects.node import NodeType, add, fits, whole_shares
 from raytide.core.objects.plan import Launch
@@ -163,7 +163,7 @@ def by_raytide(types: Sequence[NodeType], work: Work) -> Fleet:
 
 def unseated(seen: Snapshot, types: Sequence[NodeType], nodes: Counter[str]) -> int:
     """Tasks and bundles to which the plan gave no seat; those that it seated on each node are checked to fit there."""
-    draft, of = Draft(seen, Room.of(seen), Roster.of(seen), []), {t.name: t for t in types}
+    draft, of = PlanBuilder(seen, Room.of(seen), NodeOccupancy.of(seen), []), {t.name: t for t in types}
     seat_unmanaged(draft)
     repair(draft.room)
     assert Counter(offer.node_type.name for offer in draft.room.bought.values()) == nodes

@@ -14,12 +14,12 @@ from functools import lru_cache
 
 import numpy as np
 
-from raytide.autoscaler.deadlines.policy import DeadlineJob, Held, ZoneView, decide
+from raytide.autoscaler.deadlines.policy import Allocation, DeadlineJob, ZoneView, decide
 from raytide.autoscaler.deadlines.value_iteration import Values, solve
-from raytide.autoscaler.nodes.occupancy import Roster
-from raytide.autoscaler.spot.availability_model import Market as Rates
-from raytide.autoscaler.spot.availability_model import Spells
-from raytide.autoscaler.spot.pool_availability import SpotWatch, outlook_of, pool_name
+from raytide.autoscaler.nodes.occupancy import NodeOccupancy
+from raytide.autoscaler.spot.availability_model import AvailabilityModel
+from raytide.autoscaler.spot.availability_model import ReclaimRates as Rates
+from raytide.autoscaler.spot.pool_availability import PoolAvailability, outlook_of, pool_name
 from raytide.core.objects.deadline import moment
 from raytide.core.objects.gang import Lease, LeaseState, MemberState
 from raytide.core.objects.job import Job
@@ -43,7 +43,7 @@ MOST_STEPS = 256
 """Of the table of values: who is further from his deadline looks at it in longer steps."""
 
 
-def judged(snapshot: Snapshot) -> Snapshot:
+def with_market_constraints(snapshot: Snapshot) -> Snapshot:
     """With a stance for each job that has a deadline."""
     due = [job for job in snapshot.jobs if job.spec.due_at_s is not None and not job.stop_requested]
     if not due:
@@ -57,7 +57,7 @@ def spot_pools(shop: Shop, job: Job) -> dict[str, Offer]:
     return {pool_name(o.node_type.name, o.zone): o for o in _offers(shop, job) if o.node_type.market is Market.SPOT}
 
 
-def outlooks(watch: SpotWatch, snapshot: Snapshot) -> tuple[SpotOutlook, ...]:
+def outlooks(watch: PoolAvailability, snapshot: Snapshot) -> tuple[SpotOutlook, ...]:
     """What its jobs with a deadline have to know of spot, once for all that could use the same pools."""
     shop = Shop.of(snapshot)
     sets = dict.fromkeys(tuple(spot_pools(shop, job)) for job in snapshot.jobs if job.spec.deadline is not None)
@@ -70,7 +70,7 @@ class _Fleet:
 
     snapshot: Snapshot
     shop: Shop
-    roster: Roster
+    roster: NodeOccupancy
     leases: Mapping[str, Lease]
     """By job."""
     slowest_s: Mapping[str, float]
@@ -90,7 +90,7 @@ class _Fleet:
             if node.ready_at_s is not None:
                 slowest[node.type] = max(slowest.get(node.type, 0.0), node.ready_at_s - node.requested_at_s)
         leases = {lease.job_id: lease for lease in snapshot.leases}
-        return cls(snapshot, Shop.of(snapshot), Roster.of(snapshot), leases, slowest, ready)
+        return cls(snapshot, Shop.of(snapshot), NodeOccupancy.of(snapshot), leases, slowest, ready)
 
     def restart_s(self, job: Job) -> float:
         """What a start takes at most until work goes on where it was."""
@@ -101,7 +101,7 @@ class _Fleet:
         ]
         return 60.0 * math.ceil((max(joins_s, default=0.0) + RESUME_S + job.redo_s) / 60.0)
 
-    def held(self, job: Job, pools: Sequence[str], restart_s: float) -> tuple[Held, float]:
+    def held(self, job: Job, pools: Sequence[str], restart_s: float) -> tuple[Allocation, float]:
         """What its gang sits on and stays on, and what its start still takes. Partly on spot is as safe as spot."""
         lease = self.leases.get(job.id)
         seated = [m.node_id for m in lease.members if m.holds and m.state is not MemberState.LEAVING] if lease else []
@@ -157,7 +157,7 @@ def _stance(fleet: _Fleet, job: Job) -> Stance:
     if left_s is None:
         reason = f"on demand, {due}: how much work it has is not known before its first steps; estimate_h would say it"
         return Stance(PREFERS_ON_DEMAND, False, due_at_s, None, None, reason)
-    case = _Case.of(fleet, job, due_at_s - now_s, left_s * (1.0 + MARGIN))
+    case = JobState.of(fleet, job, due_at_s - now_s, left_s * (1.0 + MARGIN))
     work_s, chosen = case.seen.work_s, case.choose()
     latest_s = due_at_s - work_s - case.seen.restart_s
     reason = f"{case.where(chosen)}: {work_s / 3600:.1f} h of work, {due}"
@@ -172,7 +172,7 @@ def _stance(fleet: _Fleet, job: Job) -> Stance:
 
 
 @dataclass(frozen=True, slots=True)
-class _Case:
+class JobState:
     """One job as the policy sees it."""
 
     seen: DeadlineJob
@@ -184,7 +184,7 @@ class _Case:
     """Whether it can be taken from where it sits."""
 
     @classmethod
-    def of(cls, fleet: _Fleet, job: Job, left_s: float, work_s: float) -> _Case:
+    def of(cls, fleet: _Fleet, job: Job, left_s: float, work_s: float) -> JobState:
         pools, restart_s = spot_pools(fleet.shop, job), fleet.restart_s(job)
         outlook = _outlook(fleet.snapshot, tuple(pools))
         held, starting_s = fleet.held(job, outlook.pools, restart_s)
@@ -197,7 +197,7 @@ class _Case:
     def is_urgent(self) -> bool:
         return self.seen.slack_s < 2.0 * self.seen.restart_s
 
-    def choose(self) -> Held:
+    def choose(self) -> Allocation:
         held = self.seen.held
         if held is not None and not self.may_move:
             return held
@@ -206,7 +206,7 @@ class _Case:
         chosen = decide(self.seen, self.zones, self._values()).held
         return "on_demand" if chosen is None and held == "on_demand" else chosen
 
-    def where(self, chosen: Held) -> str:
+    def where(self, chosen: Allocation) -> str:
         if chosen is None:
             return "waits for spot"
         if self.seen.held is None or (self.seen.held == "on_demand") == (chosen == "on_demand"):
@@ -264,4 +264,6 @@ def _price_ratio(shop: Shop, job: Job) -> float:
 def _outlook(snapshot: Snapshot, pools: tuple[str, ...]) -> SpotOutlook:
     """What was learned of these pools; without it, what is so of spot in general."""
     found = next((outlook for outlook in snapshot.spot if outlook.pools == pools), None)
-    return found or outlook_of(pools, [True] * len(pools), [snapshot.at_s] * len(pools), Spells(len(pools)).market())
+    return found or outlook_of(
+        pools, [True] * len(pools), [snapshot.at_s] * len(pools), AvailabilityModel(len(pools)).market()
+    )

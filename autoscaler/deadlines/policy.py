@@ -13,7 +13,7 @@ from typing import Literal
 from raytide.autoscaler.deadlines.value_iteration import NONE, ON_DEMAND, SPOT, Values
 from raytide.autoscaler.spot.availability_model import BANDS, band
 
-Held = int | Literal["on_demand"] | None
+Allocation = int | Literal["on_demand"] | None
 """The index of a spot zone, an on-demand node, or nothing."""
 Action = Literal["stay", "wait", "spot", "on_demand"]
 
@@ -35,7 +35,7 @@ class DeadlineJob:
     """What a start takes at most until work goes on where it was."""
     tick_s: float
     """Until this is decided again."""
-    held: Held = None
+    held: Allocation = None
     starting_s: float = 0.0
     """What the start of the held node still takes."""
 
@@ -54,7 +54,7 @@ class ZoneView:
 @dataclass(frozen=True, slots=True)
 class Decision:
     action: Action
-    held: Held
+    held: Allocation
     """What to hold until the next decision."""
     reason: str
 
@@ -74,9 +74,9 @@ def decide(job: DeadlineJob, zones: Sequence[ZoneView], values: Values) -> Decis
     return Decision(_action(choice, held), choice, _reason(choice, costs, values))
 
 
-def _costs(job: DeadlineJob, held: Held, zones: Sequence[ZoneView], values: Values) -> dict[Held, float]:
+def _costs(job: DeadlineJob, held: Allocation, zones: Sequence[ZoneView], values: Values) -> dict[Allocation, float]:
     """Expected cost to the end of each thing that may be held without a risk to the deadline."""
-    costs: dict[Held, float] = {}
+    costs: dict[Allocation, float] = {}
     starting_s = 0.0 if held is None else job.starting_s
     around = _around(zones, values)
     if held == "on_demand":
@@ -118,7 +118,7 @@ def _around(zones: Sequence[ZoneView], values: Values) -> int:
     return band(zones[best].age_s)
 
 
-def _action(choice: Held, held: Held) -> Action:
+def _action(choice: Allocation, held: Allocation) -> Action:
     if choice is None:
         return "wait"
     if choice == held:
@@ -126,12 +126,12 @@ def _action(choice: Held, held: Held) -> Action:
     return "on_demand" if choice == "on_demand" else "spot"
 
 
-def _reason(choice: Held, costs: dict[Held, float], values: Values) -> str:
+def _reason(choice: Allocation, costs: dict[Allocation, float], values: Values) -> str:
     hours = {name: f"{cost * values.step_s / 3600:.2f}" for name, cost in costs.items()}
     others = [f"{_name(name)} {hours[name]}" for name in sorted(costs, key=lambda name: costs[name]) if name != choice]
     against = f", with {', '.join(others)}" if others else ""
     return f"with {_name(choice)} the rest costs what {hours[choice]} h on demand cost{against}"
 
 
-def _name(held: Held) -> str:
+def _name(held: Allocation) -> str:
     return "no node" if held is None else "an on-demand node" if held == "on_demand" else f"spot in zone {held}"

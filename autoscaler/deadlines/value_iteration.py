@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from raytide.autoscaler.spot.availability_model import AGES_S, BANDS, Floats, Market
+from raytide.autoscaler.spot.availability_model import AGES_S, BANDS, Floats, ReclaimRates
 
 NONE, SPOT, ON_DEMAND = range(3)
 INFEASIBLE = 1e6
@@ -51,7 +51,7 @@ class Values:
         return np.asarray(np.asarray(weights) @ self.cost[lefts, mode, :, works])
 
 
-def solve(market: Market, *, left_s: float, work_s: float, restart_s: float, price_ratio: float) -> Values:
+def solve(market: ReclaimRates, *, left_s: float, work_s: float, restart_s: float, price_ratio: float) -> Values:
     """The table for every state with at most so long until the deadline, and at most so much work left."""
     lefts, works = int(np.ceil(left_s / restart_s)) + 2, int(np.ceil(work_s / restart_s)) + 1
     kept, moved = _transitions(market, restart_s)
@@ -86,7 +86,7 @@ def _step(
     np.minimum(now, INFEASIBLE, out=now)
 
 
-def _transitions(market: Market, step_s: float) -> tuple[Floats, Floats]:
+def _transitions(market: ReclaimRates, step_s: float) -> tuple[Floats, Floats]:
     """(kept, moved) over one step. A band is left for the next one as if its ages were spread evenly."""
     widths = np.append(np.diff(AGES_S), np.inf)
     older = np.minimum(1.0, step_s / widths)

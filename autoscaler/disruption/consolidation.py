@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from raytide.autoscaler.disruption import market_migration
-from raytide.autoscaler.disruption.consolidation_candidates import MOVE, Relocation, drain_of, may_leave
+from raytide.autoscaler.disruption.consolidation_candidates import MOVE, ConsolidationPlanner, drain_of, may_leave
 from raytide.autoscaler.disruption.disruption_cost import stop_of
 from raytide.autoscaler.disruption.market_migration import is_wanted, stance_of
-from raytide.autoscaler.nodes.occupancy import Occupants, Roster
-from raytide.autoscaler.provisioning.plan_builder import Draft
+from raytide.autoscaler.nodes.occupancy import NodeOccupancy, Tenants
+from raytide.autoscaler.provisioning.plan_builder import PlanBuilder
 from raytide.core.money import format_usd
 from raytide.core.objects.node import NodeState, labels_match
 from raytide.core.objects.plan import Drain, Launch
@@ -32,12 +32,12 @@ def without_kept(snapshot: Snapshot, room: Room) -> Room:
         reservations.take(room, kept)
     if not any(view.node.subject.startswith(MOVE) for view in snapshot.nodes):
         return room
-    draft = Draft(snapshot, room, Roster.of(snapshot), [])
+    draft = PlanBuilder(snapshot, room, NodeOccupancy.of(snapshot), [])
     reserve(draft)
     return draft.room
 
 
-def reserve(draft: Draft) -> None:
+def reserve(draft: PlanBuilder) -> None:
     """What was bought for a move is kept for those who will move there, unless they may not leave any more, or have
     become too many for it."""
     draft.coming.update(_replacements(draft))
@@ -50,23 +50,25 @@ def reserve(draft: Draft) -> None:
             continue
         if (stance := stance_of(draft.snapshot, old)) is not None and not is_wanted(stance, new):
             continue
-        if stop_of(draft.roster, fellows, now_s) and all(labels_match(shape.labels, new.labels) for shape in old.asks):
-            draft.promised.add(new.node.id)
+        if stop_of(draft.roster, fellows, now_s) and all(
+            labels_match(shape.labels, new.labels) for shape in old.shapes
+        ):
+            draft.nominated.add(new.node.id)
             draft.movable.add(node_id)
             draft.room.take(new.node.id, old.need)
 
 
-def to_replacements(draft: Draft) -> list[Drain]:
+def to_replacements(draft: PlanBuilder) -> list[Drain]:
     """Nodes that are left now: what replaces them is ready."""
     return [*_to_replacements(draft, draft.coming), *market_migration.decide(draft, MOVE)]
 
 
-def decide(draft: Draft) -> list[Drain | Launch]:
+def decide(draft: PlanBuilder) -> list[Drain | Launch]:
     """New moves."""
-    return [*Relocation(draft, draft.coming).decide()]
+    return [*ConsolidationPlanner(draft, draft.coming).decide()]
 
 
-def _replacements(draft: Draft) -> dict[str, NodeView]:
+def _replacements(draft: PlanBuilder) -> dict[str, NodeView]:
     """Nodes that were bought for a move, are there or coming, and were not taken by others, by the node that they
     replace."""
     rows, views = draft.room.rows, draft.roster.views
@@ -81,16 +83,16 @@ def _replacements(draft: Draft) -> dict[str, NodeView]:
     return found
 
 
-def _olds(draft: Draft, coming: Mapping[str, NodeView]) -> dict[str, Occupants]:
+def _olds(draft: PlanBuilder, coming: Mapping[str, NodeView]) -> dict[str, Tenants]:
     return {node_id: draft.roster.on(draft.roster.views[node_id]) for node_id in coming}
 
 
-def _to_replacements(draft: Draft, coming: Mapping[str, NodeView]) -> Iterator[Drain]:
+def _to_replacements(draft: PlanBuilder, coming: Mapping[str, NodeView]) -> Iterator[Drain]:
     """Drains of nodes whose replacement is ready, and so are those of the rest of their gangs."""
     olds = _olds(draft, coming)
     free_to_go = {
         node_id
-        for node_id in olds.keys() & draft.movable - draft.promised
+        for node_id in olds.keys() & draft.movable - draft.nominated
         if coming[node_id].node.state is NodeState.READY
     }
     waiting = {lease_id for node_id in olds.keys() - free_to_go for lease_id in olds[node_id].leases}

@@ -15,12 +15,12 @@ from typing import TypeVar
 
 import numpy as np
 
-from raytide.autoscaler.disruption.disruption_cost import NOTICE_S, Stop, stop_of
+from raytide.autoscaler.disruption.disruption_cost import NOTICE_S, DisruptionCost, stop_of
 from raytide.autoscaler.disruption.market_migration import stance_of
-from raytide.autoscaler.disruption.rescheduling import Refuge
-from raytide.autoscaler.nodes.occupancy import Occupants
+from raytide.autoscaler.disruption.rescheduling import ReschedulingSimulator
+from raytide.autoscaler.nodes.occupancy import Tenants
 from raytide.autoscaler.provisioning.alternatives import rejected
-from raytide.autoscaler.provisioning.plan_builder import Draft
+from raytide.autoscaler.provisioning.plan_builder import PlanBuilder
 from raytide.core.money import format_usd
 from raytide.core.objects.gang import Shape
 from raytide.core.objects.node import NodeState
@@ -44,17 +44,17 @@ _Price = TypeVar("_Price", float, Floats)
 
 @dataclass(frozen=True, slots=True)
 class _Purchase:
-    old: Occupants
+    old: Tenants
     offer: Offer
     cost_micro_usd_h: float
     """Of the new node, with what its loss would cost those who move there."""
 
 
-class Relocation:
+class ConsolidationPlanner:
     """At most so many nodes as may be left at once, the dearest first. `coming`: replacements, by the node that
     they are for."""
 
-    def __init__(self, draft: Draft, coming: Mapping[str, NodeView]) -> None:
+    def __init__(self, draft: PlanBuilder, coming: Mapping[str, NodeView]) -> None:
         self.draft, self.now_s = draft, draft.snapshot.at_s
         nodes = draft.snapshot.nodes
         leaving = sum(view.node.state is NodeState.DRAINING for view in nodes)
@@ -69,8 +69,8 @@ class Relocation:
         self._offers: dict[tuple[object, ...], Ints] = {}
 
     @cached_property
-    def refuge(self) -> Refuge:
-        refuge = Refuge(self.draft.room)
+    def refuge(self) -> ReschedulingSimulator:
+        refuge = ReschedulingSimulator(self.draft.room)
         refuge.close(self.going)
         return refuge
 
@@ -83,10 +83,10 @@ class Relocation:
             if self._may_go(view) and self._may_leave(old):
                 yield from self._move(old)
 
-    def _move(self, old: Occupants) -> Sequence[Drain | Launch]:
-        if not len(self._offers_for(old)) and not self.refuge.may_fit(old):
+    def _move(self, old: Tenants) -> Sequence[Drain | Launch]:
+        if not len(self._offers_for(old)) and not self.refuge.could_fit(old):
             return ()
-        for olds, stop in self._parties(old):
+        for olds, stop in self._gang_groups(old):
             if not self._is_within(olds):
                 return ()  # their turn comes, and then they go in one stop
             if self._may_be_left(olds) and (actions := self._to_free_room(olds, stop) or self._buy(olds, stop)):
@@ -103,27 +103,27 @@ class Relocation:
         node, least_s = view.node, self.draft.snapshot.limits.moves_after_s
         if node.state is not NodeState.READY or view.is_draining or node.ready_at_s is None or least_s is None:
             return False
-        is_needed = node.id in self.going or node.id in self.draft.promised or self.spare[node.type] <= 0
+        is_needed = node.id in self.going or node.id in self.draft.nominated or self.spare[node.type] <= 0
         return not is_needed and self.now_s - node.ready_at_s >= least_s
 
-    def _may_leave(self, old: Occupants) -> bool:
+    def _may_leave(self, old: Tenants) -> bool:
         """Where gangs with a deadline sit is decided with that in view: see market_moves."""
         return may_leave(old, self.now_s) and stance_of(self.draft.snapshot, old) is None
 
-    def _is_within(self, olds: Sequence[Occupants]) -> bool:
+    def _is_within(self, olds: Sequence[Tenants]) -> bool:
         """A gang on more nodes than may leave at once moves when nobody else does."""
         return len(olds) <= self.budget or not self.going
 
-    def _may_be_left(self, olds: Sequence[Occupants]) -> bool:
+    def _may_be_left(self, olds: Sequence[Tenants]) -> bool:
         leaving = Counter(old.view.node.type for old in olds)
         return all(self.spare[name] >= count for name, count in leaving.items())
 
-    def _parties(self, old: Occupants) -> Iterator[tuple[tuple[Occupants, ...], Stop]]:
+    def _gang_groups(self, old: Tenants) -> Iterator[tuple[tuple[Tenants, ...], DisruptionCost]]:
         """The node with those of its gang that would cost less elsewhere and can go in the same stop; then it alone."""
         roster = self.draft.roster
         if (alone := stop_of(roster, (old,), self.now_s)) is None:
             return
-        party: tuple[Occupants, ...] = (old,)
+        party: tuple[Tenants, ...] = (old,)
         stop = alone
         nodes = {member.node_id for lease, _ in old.seats for member in lease.members} - {old.view.node.id}
         fellows = [roster.views[node_id] for node_id in nodes if node_id in roster.views]
@@ -138,15 +138,15 @@ class Relocation:
         if len(party) > 1:
             yield (old,), alone
 
-    def _to_free_room(self, olds: Sequence[Occupants], stop: Stop) -> list[Drain | Launch]:
+    def _to_free_room(self, olds: Sequence[Tenants], stop: DisruptionCost) -> list[Drain | Launch]:
         """All of them fit on other nodes that are ready and stay."""
         saved = sum(old.price_micro_usd_h for old in olds)
         if not _pays_back(saved, stop.cost_micro_usd, stop) or (seats := self.refuge.seats(olds)) is None:
             return []
-        self.draft.promised.update(seat.node_id for seat in seats)
+        self.draft.nominated.update(seat.node_id for seat in seats)
         found: list[Drain | Launch] = []
         for old in olds:
-            theirs, seats = seats[: len(old.asks)], seats[len(old.asks) :]
+            theirs, seats = seats[: len(old.shapes)], seats[len(old.shapes) :]
             where = ", ".join(dict.fromkeys(seat.node_id for seat in theirs))
             reason = f"{old.whom} fit on {where}; saves {format_usd(old.price_micro_usd_h)}/h"
             if stop.words:
@@ -154,7 +154,7 @@ class Relocation:
             found.append(drain_of(old, reason, old.price_micro_usd_h, self.now_s))
         return found
 
-    def _buy(self, olds: Sequence[Occupants], stop: Stop) -> list[Drain | Launch]:
+    def _buy(self, olds: Sequence[Tenants], stop: DisruptionCost) -> list[Drain | Launch]:
         """The cheapest nodes that would hold them, if the move pays back."""
         market, purchases = self.draft.room.market, list[_Purchase]()
         for old in olds:
@@ -171,7 +171,7 @@ class Relocation:
         self._offers.clear()
         return [self._launch(purchase, cost, stop) for purchase in purchases]
 
-    def _purchase(self, old: Occupants, others: int, stop: Stop) -> _Purchase | None:
+    def _purchase(self, old: Tenants, others: int, stop: DisruptionCost) -> _Purchase | None:
         """`others`: how many nodes are bought beside it, at about its price."""
         shelf, rows = self.draft.room.market.shelf, self._offers_for(old)
         if not len(rows := rows[self.draft.room.market.can_have()[rows] > 0]):
@@ -184,13 +184,13 @@ class Relocation:
             best = spread_over(options, lambda at: shelf.offers[rows[at]].zone, self._zones_of(old))[2]
         return _Purchase(old, shelf.offers[rows[best]], float(costs[best]))
 
-    def _offers_for(self, old: Occupants) -> Ints:
+    def _offers_for(self, old: Tenants) -> Ints:
         """Those that hold all of its occupants, and can be had, by row; none when none would pay back the time in which
         both nodes are paid for."""
         if old.asked not in self._offers:
             market = self.draft.room.market
             able = (market.shelf.members(Shape.computed(old.need, {})) > 0) & (market.can_have() > 0)
-            for labels in {tuple(shape.labels.items()) for shape in old.asks}:
+            for labels in {tuple(shape.labels.items()) for shape in old.shapes}:
                 able &= market.shelf.carrying(dict(labels))
             has_pace = market.launches_left is None or market.launches_left > 0
             self._offers[old.asked] = np.flatnonzero(able & has_pace)
@@ -198,7 +198,7 @@ class Relocation:
         pays = (price - shelf.cost[found]) * PAYBACK_S > _overlap(price, shelf.price[found].astype(float)) * 3600.0
         return found if pays.any() else found[:0]
 
-    def _zones_of(self, old: Occupants) -> Counter[str]:
+    def _zones_of(self, old: Tenants) -> Counter[str]:
         """Where the other replicas of its endpoints are, or are moving to."""
         roster, here = self.draft.roster, old.view.node.ray_node_id
         hosts = [
@@ -210,14 +210,14 @@ class Relocation:
         ]
         return Counter(self.heading.get(view.node.id, view.node.zone) for view in hosts)
 
-    def _launch(self, purchase: _Purchase, cost_micro_usd: float, stop: Stop) -> Launch:
+    def _launch(self, purchase: _Purchase, cost_micro_usd: float, stop: DisruptionCost) -> Launch:
         old, offer, room = purchase.old, purchase.offer, self.draft.room
         node, saved = old.view.node, old.price_micro_usd_h - offer.price_micro_usd_h
-        asked = Shape.computed(old.need, old.asks[0].labels)
+        asked = Shape.computed(old.need, old.shapes[0].labels)
         others = rejected(room.market, asked, 1, offer)
         seat = room.buy_offer(offer)
         room.take(seat.node_id, old.need)
-        self.draft.promised.add(seat.node_id)
+        self.draft.nominated.add(seat.node_id)
         self.heading[node.id] = offer.zone
         reason = (
             f"{offer.name} ({offer.node_type.market} at {format_usd(offer.price_micro_usd_h)}/h) holds {old.whom} of "
@@ -231,17 +231,19 @@ class Relocation:
         )
 
 
-def may_leave(old: Occupants, now_s: float) -> bool:
+def may_leave(old: Tenants, now_s: float) -> bool:
     """Whether it is known who is there, and that they are replicas or gangs and nobody else."""
     if any(endpoint.worth is not None for endpoint in old.replicas):
         return False  # the serving policy decides where they are: see live_fleet
     if any(endpoint.endpoint.spec.members > 1 for endpoint in old.replicas):
         return False  # Serve cannot move one of a replica's members
     is_one_kind = bool(old.replicas) != bool(old.seats)
-    return is_one_kind and all(is_fresh(endpoint.load, now_s) for endpoint in old.replicas) and old.are_all
+    return (
+        is_one_kind and all(is_fresh(endpoint.load, now_s) for endpoint in old.replicas) and old.accounts_for_all_usage
+    )
 
 
-def drain_of(old: Occupants, reason: str, saved_micro_usd_h: int, now_s: float) -> Drain:
+def drain_of(old: Tenants, reason: str, saved_micro_usd_h: int, now_s: float) -> Drain:
     node_id, more = old.view.node.id, f"costs {format_usd(saved_micro_usd_h)}/h more"
     deadline_s = now_s + (NOTICE_S if old.seats else DRAIN_S)
     stay = Rejected(f"stay on {node_id}", more, saved_micro_usd_h)
@@ -253,7 +255,7 @@ def _overlap(price_micro_usd_h: int, other_micro_usd_h: _Price) -> _Price:
     return (price_micro_usd_h + other_micro_usd_h) * OVERLAP_S / 3600.0
 
 
-def _pays_back(saved_micro_usd_h: float, cost_micro_usd: float, stop: Stop) -> bool:
+def _pays_back(saved_micro_usd_h: float, cost_micro_usd: float, stop: DisruptionCost) -> bool:
     return saved_micro_usd_h * min(PAYBACK_S, stop.stood_s) > cost_micro_usd * 3600.0
 
 

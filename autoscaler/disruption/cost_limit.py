@@ -14,7 +14,7 @@ from typing import Literal
 
 from raytide.autoscaler.disruption.disruption_cost import NOTICE_S
 from raytide.autoscaler.disruption.termination import IDLE_DRAIN_S
-from raytide.autoscaler.nodes.occupancy import Occupants, Roster
+from raytide.autoscaler.nodes.occupancy import NodeOccupancy, Tenants
 from raytide.autoscaler.provisioning.provisioner import UNMANAGED
 from raytide.core.money import format_usd
 from raytide.core.objects.gang import Lease
@@ -32,11 +32,11 @@ EMPTY, UNLEASED, LEASED = range(3)
 _COMING = (NodeState.REQUESTED, NodeState.LAUNCHING)
 _STAYS = (*_COMING, NodeState.READY)
 
-Worth = tuple[int, int, bool]
+DisruptionRank = tuple[int, int, bool]
 """Of a node: what is there, the highest class of it, and whether a gang would have to stop."""
 
 
-def shed(snapshot: Snapshot) -> tuple[Action, ...]:
+def enforce_cost_limit(snapshot: Snapshot) -> tuple[Action, ...]:
     """Nothing while Ray is silent: nobody knows what runs where."""
     most = snapshot.limits.most_micro_usd_h
     if most is None or not snapshot.ray_answers:
@@ -47,7 +47,7 @@ def shed(snapshot: Snapshot) -> tuple[Action, ...]:
     served = [view for view in snapshot.endpoints if view.endpoint.state in SERVING_STATES]
     silent = sorted(view.endpoint.name for view in served if not is_fresh(view.load, snapshot.at_s))
     names = frozenset(view.endpoint.name for view in snapshot.endpoints)
-    return _Shedding(snapshot, Roster.of(snapshot), most, cost, names, silent).decide()
+    return _Shedding(snapshot, NodeOccupancy.of(snapshot), most, cost, names, silent).decide()
 
 
 def without(snapshot: Snapshot, shed: tuple[Action, ...]) -> Snapshot:
@@ -64,7 +64,7 @@ def without(snapshot: Snapshot, shed: tuple[Action, ...]) -> Snapshot:
 @dataclass(slots=True, eq=False)
 class _Shedding:
     snapshot: Snapshot
-    roster: Roster
+    roster: NodeOccupancy
     most_micro_usd_h: int
     cost_micro_usd_h: int
     """Of the nodes that stay."""
@@ -72,9 +72,9 @@ class _Shedding:
     """Of endpoints."""
     silent: list[str]
     """Endpoints of which nobody knows where all their replicas are: any node with strange work may serve them."""
-    staying: dict[Worth, list[Occupants]] = field(default_factory=dict)
+    staying: dict[DisruptionRank, list[Tenants]] = field(default_factory=dict)
     """Who may go, the cheapest first, of one price the newest last."""
-    worth: dict[str, Worth] = field(default_factory=dict)
+    worth: dict[str, DisruptionRank] = field(default_factory=dict)
     gone: dict[str, Action] = field(default_factory=dict)
     away: dict[str, set[int]] = field(default_factory=dict)
     """Members that give way, by lease."""
@@ -97,7 +97,7 @@ class _Shedding:
     def _usd_h(self) -> str:
         return f"{format_usd(self.cost_micro_usd_h)}/h"
 
-    def _sort_in(self, old: Occupants) -> None:
+    def _sort_in(self, old: Tenants) -> None:
         if (worth := self._worth(old)) is not None:
             self.worth[old.view.node.id] = worth
             insort(self.staying.setdefault(worth, []), old, key=_price_and_age)
@@ -106,23 +106,23 @@ class _Shedding:
         stance = self.snapshot.stances.get(job.id)
         return stance is not None and stance.is_urgent
 
-    def _take_out(self, old: Occupants) -> None:
+    def _take_out(self, old: Tenants) -> None:
         worth = self.worth.pop(old.view.node.id)
         self.staying[worth] = [other for other in self.staying[worth] if other.view is not old.view]
         if not self.staying[worth]:
             del self.staying[worth]
 
-    def _worth(self, old: Occupants) -> Worth | None:
+    def _worth(self, old: Tenants) -> DisruptionRank | None:
         """None: it stays."""
         node = old.view.node
         if old.replicas or (node.subject in self.names and not _is_idle(old.view)):
             return None
-        is_known = node.state in _COMING or _is_idle(old.view) or (bool(old.seats) and old.are_all)
+        is_known = node.state in _COMING or _is_idle(old.view) or (bool(old.seats) and old.accounts_for_all_usage)
         if self.silent and not is_known:
             return None
         seats = [(lease, m) for lease, m in old.seats if not m.gives_way and m.index not in self.away.get(lease.id, ())]
         if not seats:
-            is_left = (_is_idle(old.view) or old.seats) and old.are_all
+            is_left = (_is_idle(old.view) or old.seats) and old.accounts_for_all_usage
             is_empty = node.subject != UNMANAGED if node.state in _COMING else is_left
             return (EMPTY if is_empty else UNLEASED), 0, False
         jobs = [self.roster.jobs.get(lease.job_id) for lease, _ in seats]
@@ -131,7 +131,7 @@ class _Shedding:
         highest = max(self.snapshot.classes.get(job.spec.priority, 0) for job in jobs if job is not None)
         return LEASED, highest, any(self._stops(lease, old) for lease, _ in seats)
 
-    def _take(self, worth: Worth, why: str) -> None:
+    def _take(self, worth: DisruptionRank, why: str) -> None:
         """Of the nodes of this worth the cheapest that is enough, else the dearest."""
         able = self.staying[worth]
         at = bisect_left(able, self.cost_micro_usd_h - self.most_micro_usd_h, key=_price)
@@ -148,7 +148,7 @@ class _Shedding:
                 self._take_out(other)
                 self._sort_in(other)
 
-    def _drain(self, old: Occupants, what: int, why: str) -> None:
+    def _drain(self, old: Tenants, what: int, why: str) -> None:
         node, price = old.view.node, old.price_micro_usd_h
         said = f"{old.whom} gives way" if old.seats else "nothing runs here" if what == EMPTY else "no job runs here"
         keep = Rejected(f"keep {node.id}", "whatever else could go is worth more", price)
@@ -168,7 +168,7 @@ class _Shedding:
             else:
                 yield Shrink(lease.job_id, lease_id, tuple(sorted(gone)), until_s, f"{why}; it goes on with the rest")
 
-    def _stops(self, lease: Lease, old: Occupants) -> bool:
+    def _stops(self, lease: Lease, old: Tenants) -> bool:
         """Whether it would fall below its minimum without its members there."""
         going = {member.index for held, member in old.seats if held is lease} | self.away.get(lease.id, set())
         stay = sum(m.holds and not m.gives_way and m.index not in going for m in lease.members)
@@ -179,9 +179,9 @@ def _is_idle(view: NodeView) -> bool:
     return view.idle_s > 0 and not view.busy
 
 
-def _price(old: Occupants) -> int:
+def _price(old: Tenants) -> int:
     return old.price_micro_usd_h
 
 
-def _price_and_age(old: Occupants) -> tuple[int, float, str]:
+def _price_and_age(old: Tenants) -> tuple[int, float, str]:
     return old.price_micro_usd_h, old.view.node.requested_at_s, old.view.node.id

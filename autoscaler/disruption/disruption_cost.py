@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from raytide.autoscaler.nodes.occupancy import Occupants, Roster
+from raytide.autoscaler.nodes.occupancy import NodeOccupancy, Tenants
 from raytide.core.objects.gang import Lease, LeaseState, MemberState
 from raytide.scheduling.market import RESTART_S
 
@@ -22,7 +22,7 @@ _CALM = (MemberState.READY, MemberState.WAITING, MemberState.PARKED)
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class DisruptionCost:
     in_place: bool = True
     """No gang stops: each keeps its minimum."""
     cost_micro_usd: float = 0.0
@@ -36,14 +36,14 @@ class Stop:
     words: str = ""
 
 
-def stop_of(roster: Roster, olds: Sequence[Occupants], now_s: float) -> Stop | None:
+def stop_of(roster: NodeOccupancy, olds: Sequence[Tenants], now_s: float) -> DisruptionCost | None:
     """What it is for the gangs on these nodes that all of them are left; None when one of them may not be disturbed."""
     leaving = Counter(lease.id for old in olds for lease, _ in old.seats)
-    found, words = Stop(), []
+    found, words = DisruptionCost(), []
     for lease_id, count in leaving.items():
         lease = roster.leases[lease_id]
         job = roster.jobs.get(lease.job_id)
-        if job is None or job.stop_requested or not _is_calm(lease):
+        if job is None or job.stop_requested or not _is_stable(lease):
             return None
         price, usable = roster.price_of(lease), len(lease.usable)
         stays = usable - count >= lease.shape.at_least
@@ -56,7 +56,7 @@ def stop_of(roster: Roster, olds: Sequence[Occupants], now_s: float) -> Stop | N
         else:
             return None
         left_s = job.left_s(now_s)
-        found = Stop(
+        found = DisruptionCost(
             in_place=found.in_place and stays,
             cost_micro_usd=found.cost_micro_usd + cost,
             lost_h=max(found.lost_h, (REFORM_S if stays else RESTART_S) / 3600.0),
@@ -67,11 +67,11 @@ def stop_of(roster: Roster, olds: Sequence[Occupants], now_s: float) -> Stop | N
     return found
 
 
-def _is_calm(lease: Lease) -> bool:
+def _is_stable(lease: Lease) -> bool:
     return lease.state is LeaseState.ACTIVE and all(member.state in _CALM for member in lease.members)
 
 
-def _stood_s(roster: Roster, lease: Lease, now_s: float) -> float:
+def _stood_s(roster: NodeOccupancy, lease: Lease, now_s: float) -> float:
     """Since it was admitted, or since the last of its nodes was ready."""
     views = (roster.views.get(member.node_id) for member in lease.members if member.holds)
     ready_at_s = (view.node.ready_at_s for view in views if view is not None)

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from raytide.autoscaler.disruption.disruption_cost import NOTICE_S, stop_of
-from raytide.autoscaler.nodes.occupancy import Occupants
-from raytide.autoscaler.provisioning.plan_builder import Draft
+from raytide.autoscaler.nodes.occupancy import Tenants
+from raytide.autoscaler.provisioning.plan_builder import PlanBuilder
 from raytide.core.objects.gang import Lease, Shape
 from raytide.core.objects.node import NodeState
 from raytide.core.objects.plan import Drain
@@ -22,7 +22,7 @@ from raytide.scheduling.placement import Seat
 from raytide.scheduling.state import Room
 
 
-def stance_of(snapshot: Snapshot, old: Occupants) -> Stance | None:
+def stance_of(snapshot: Snapshot, old: Tenants) -> Stance | None:
     """Of the one gang on this node; None when it has no deadline to keep."""
     stances = (snapshot.stances.get(lease.job_id) for lease, _ in old.seats)
     return next((stance for stance in stances if stance is not None and stance.markets is not None), None)
@@ -33,12 +33,12 @@ def is_wanted(stance: Stance, new: NodeView) -> bool:
     return stance.wanted is new.node.market
 
 
-def drain(old: Occupants, new_ids: Sequence[str], stance: Stance, now_s: float) -> Drain:
+def drain(old: Tenants, new_ids: Sequence[str], stance: Stance, now_s: float) -> Drain:
     reason = f"{', '.join(new_ids)} is ready for {old.whom}: {stance.reason}"
     return Drain(old.view.node.id, "notice", now_s + NOTICE_S, reason, -old.price_micro_usd_h)
 
 
-def decide(draft: Draft, move: str) -> Iterator[Drain]:
+def decide(draft: PlanBuilder, move: str) -> Iterator[Drain]:
     """Buys what is missing, and leaves nodes whose gang has room that is there for all of them."""
     for lease in draft.snapshot.leases:
         stance = draft.snapshot.stances.get(lease.job_id)
@@ -51,7 +51,7 @@ def decide(draft: Draft, move: str) -> Iterator[Drain]:
             continue
         seats = _seats(draft.room, missing, stance)
         assert seats is not None
-        draft.promised.update(seat.node_id for seat in seats)
+        draft.nominated.update(seat.node_id for seat in seats)
         for old, seat in zip(missing, seats, strict=True):
             if seat.is_new:
                 why = f"for {lease.job_id} in place of {old.view.node.id}: {stance.reason}"
@@ -62,13 +62,13 @@ def decide(draft: Draft, move: str) -> Iterator[Drain]:
             yield from (drain(old, [new_ids[old.view.node.id]], stance, draft.snapshot.at_s) for old in olds)
 
 
-def wrong(draft: Draft, lease: Lease, stance: Stance) -> dict[str, NodeView]:
+def wrong(draft: PlanBuilder, lease: Lease, stance: Stance) -> dict[str, NodeView]:
     """Its nodes of other markets than the wanted one."""
     views = ((id, draft.roster.views.get(id)) for id in sorted({m.node_id for m in lease.members if m.holds}))
     return {id: view for id, view in views if view is not None and not is_wanted(stance, view)}
 
 
-def _misplaced(draft: Draft, lease: Lease, stance: Stance) -> list[Occupants]:
+def _misplaced(draft: PlanBuilder, lease: Lease, stance: Stance) -> list[Tenants]:
     """Its nodes of other markets than the wanted one, if it may sit there and can be taken from all of them."""
     if not may_sit(lease.shape, stance):
         return []
@@ -76,11 +76,11 @@ def _misplaced(draft: Draft, lease: Lease, stance: Stance) -> list[Occupants]:
     return olds if all(old.are_only(lease) and old.view.node.state is NodeState.READY for old in olds) else []
 
 
-def _seats(room: Room, olds: Sequence[Occupants], stance: Stance) -> list[Seat] | None:
+def _seats(room: Room, olds: Sequence[Tenants], stance: Stance) -> list[Seat] | None:
     """For all who are on each of these nodes, one node of the wanted market; None when one has none."""
     found: list[Seat] = []
     for old in olds:
-        (shape,) = bound([Shape.computed(old.need, old.asks[0].labels)], stance)[:1]
+        (shape,) = bound([Shape.computed(old.need, old.shapes[0].labels)], stance)[:1]
         seats = room.place(shape, 1, subject="")
         if isinstance(seats, Shortfall):
             return None
@@ -88,6 +88,6 @@ def _seats(room: Room, olds: Sequence[Occupants], stance: Stance) -> list[Seat] 
     return found
 
 
-def _is_ready(draft: Draft, node_id: str) -> bool:
+def _is_ready(draft: PlanBuilder, node_id: str) -> bool:
     view = draft.roster.views.get(node_id)
     return view is not None and view.node.state is NodeState.READY

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from raytide.autoscaler.nodes.occupancy import Occupants
+from raytide.autoscaler.nodes.occupancy import Tenants
 from raytide.core.objects.gang import Shape
 from raytide.core.objects.node import NodeState
 from raytide.scheduling.node_table import Mask, Rows
@@ -24,7 +24,7 @@ MOST_TRIES = 64
 _Key = tuple[tuple[tuple[str, float], ...], tuple[tuple[str, str], ...]]
 
 
-class Refuge:
+class ReschedulingSimulator:
     def __init__(self, room: Room) -> None:
         self._room, self._tries = room, MOST_TRIES
         views = {view.node.id: view for view in room.snapshot.nodes}
@@ -40,17 +40,17 @@ class Refuge:
         self._is_ready[self._rows(node_ids)] = False
         self._sums.clear()
 
-    def seats(self, olds: Sequence[Occupants]) -> list[Seat] | None:
+    def seats(self, olds: Sequence[Tenants]) -> list[Seat] | None:
         """Seats for all who are on these nodes, taken; None when they do not all fit."""
         own = self._rows(old.view.node.id for old in olds)
-        if not self._tries or not all(map(self.may_fit, olds)):
+        if not self._tries or not all(map(self.could_fit, olds)):
             return None
         self._tries -= 1
         restore, found = self._room.grid.undo(), list[Seat]()
         for old in olds:
             able = self._able(old.price_micro_usd_h)
             able[own] = False
-            for shape in old.asks:
+            for shape in old.shapes:
                 rows, _ = self._room.grid.fitting(shape.resources, shape.labels, enough=len(self._room.seats))
                 rows = rows[rows < len(able)]
                 rows = rows[able[rows]]
@@ -63,10 +63,10 @@ class Refuge:
         self._sums.clear()
         return found
 
-    def may_fit(self, old: Occupants) -> bool:
+    def could_fit(self, old: Tenants) -> bool:
         """Whether each shape would if it were alone: quick, and wrong only when it says yes."""
-        own, price, asked = self._rows([old.view.node.id]), old.price_micro_usd_h, {_key(s): s for s in old.asks}
-        for key, count in Counter(map(_key, old.asks)).items():
+        own, price, asked = self._rows([old.view.node.id]), old.price_micro_usd_h, {_key(s): s for s in old.shapes}
+        for key, count in Counter(map(_key, old.shapes)).items():
             if key not in self._members:
                 self._members[key] = self._members_of(asked[key])
             members = self._members[key]

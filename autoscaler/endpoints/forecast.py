@@ -13,7 +13,7 @@ MEMORY_S = 900.0
 
 
 @dataclass(slots=True)
-class UsualRate:
+class RequestRate:
     _sum: float = 0.0
     _weight: float = 0.0
 

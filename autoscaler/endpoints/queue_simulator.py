@@ -63,7 +63,7 @@ class Counted(Config):
     totals: list[NonNegativeFloat]
 
 
-class PaperFleets:
+class CounterfactualFleets:
     def __init__(self, most: int, speed: ReplicaSpeed, slo_ttft_s: float) -> None:
         self._speed, self._most = speed, most
         self._fleets = [_PaperFleet(size, speed.slots, slo_ttft_s) for size in _sizes(most)]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from raytide.autoscaler.endpoints.request_log import Word
+from raytide.autoscaler.endpoints.request_log import CounterDelta
 from raytide.core.objects.endpoint import Counters, ReplicaLoad, Speed
 
 STRETCH_S = 30.0
@@ -41,7 +41,7 @@ class _Waiting:
 
 
 @dataclass(slots=True)
-class SpeedMeter:
+class ThroughputMeter:
     """Of one endpoint on one type of node."""
 
     known: Speed | None = None
@@ -49,7 +49,7 @@ class SpeedMeter:
     stretches: deque[_Stretch] = field(default_factory=lambda: deque(maxlen=MOST))
     _waiting: dict[str, _Waiting] = field(default_factory=dict)
 
-    def hear(self, word: Word) -> None:
+    def hear(self, word: CounterDelta) -> None:
         replica = word.replica
         if replica.waiting < 1:
             self._waiting.pop(replica.id, None)

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from raytide.autoscaler.endpoints.forecast import UsualRate
-from raytide.autoscaler.endpoints.queue_simulator import Counted, Floats, PaperFleets, ReplicaSpeed, Served
+from raytide.autoscaler.endpoints.forecast import RequestRate
+from raytide.autoscaler.endpoints.queue_simulator import Counted, CounterfactualFleets, Floats, ReplicaSpeed, Served
 from raytide.autoscaler.endpoints.replica_placement import NOTICED_S
-from raytide.autoscaler.endpoints.slo_price import SloPrice
-from raytide.autoscaler.endpoints.worth import NodeCount, late_with_losses, spared_by_draining
-from raytide.autoscaler.spot.reclaim_hazard import Hazard
+from raytide.autoscaler.endpoints.slo_price import SloShadowPrice
+from raytide.autoscaler.endpoints.worth import HysteresisCount, late_with_losses, spared_by_draining
+from raytide.autoscaler.spot.reclaim_hazard import ReclaimHazard
 from raytide.core.config import Config
 from raytide.core.objects.endpoint import Worth
 
@@ -39,7 +39,7 @@ class ServingGoal:
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class Observation:
     """What the replicas told since the last look."""
 
     at_s: float
@@ -57,7 +57,7 @@ class Heard:
     """The same of those that answer, whatever they run on."""
 
 
-class Past(Config):
+class SavedModel(Config):
     """What takes days to learn, as it is kept for the next controller."""
 
     slo_ttft_s: float
@@ -69,23 +69,25 @@ class Past(Config):
 
 
 @dataclass(slots=True)
-class Memory:
+class ReplicaValueModel:
     goal: ServingGoal
-    paper: PaperFleets
-    price: SloPrice
-    usual: UsualRate = field(default_factory=UsualRate)
+    paper: CounterfactualFleets
+    price: SloShadowPrice
+    usual: RequestRate = field(default_factory=RequestRate)
     late_per_h: Floats = field(default_factory=lambda: np.zeros(1))
     """That are expected with 0, 1, 2... replicas while nothing is taken back."""
-    spot: NodeCount = field(default_factory=NodeCount)
-    ondemand: NodeCount = field(default_factory=NodeCount)
+    spot: HysteresisCount = field(default_factory=HysteresisCount)
+    ondemand: HysteresisCount = field(default_factory=HysteresisCount)
     _usual_at: deque[tuple[float, float]] = field(default_factory=deque)
     """(when, requests a second), back to one cold start before the last requests that were served."""
 
     @classmethod
-    def of(cls, goal: ServingGoal) -> Memory:
-        return cls(goal, PaperFleets(goal.max_replicas, goal.speed, goal.slo_ttft_s), SloPrice(goal.slo_target))
+    def of(cls, goal: ServingGoal) -> ReplicaValueModel:
+        return cls(
+            goal, CounterfactualFleets(goal.max_replicas, goal.speed, goal.slo_ttft_s), SloShadowPrice(goal.slo_target)
+        )
 
-    def learn(self, heard: Heard, hazard: Hazard) -> None:
+    def learn(self, heard: Observation, hazard: ReclaimHazard) -> None:
         """`hazard` has seen all that was lost until now."""
         self.usual.observe(heard.requests, heard.dt_s)
         self._usual_at.append((heard.at_s, self.usual.rps))
@@ -96,7 +98,7 @@ class Memory:
         self.late_per_h = self.paper.late_per_h(self.usual.rps)
         self._count(heard, hazard)
 
-    def worth(self, hazard: Hazard) -> Worth:
+    def worth(self, hazard: ReclaimHazard) -> Worth:
         return Worth(
             spot=self.spot.count,
             ondemand=self.ondemand.count,
@@ -107,8 +109,8 @@ class Memory:
         )
 
     @property
-    def past(self) -> Past:
-        return Past(
+    def past(self) -> SavedModel:
+        return SavedModel(
             slo_ttft_s=self.goal.slo_ttft_s,
             slo_target=self.goal.slo_target,
             max_replicas=self.goal.max_replicas,
@@ -117,7 +119,7 @@ class Memory:
             day_requests=self.price.day_requests,
         )
 
-    def recall(self, past: Past) -> None:
+    def recall(self, past: SavedModel) -> None:
         """Nothing, if it was of another goal."""
         if _fixed(past) == _fixed(self.goal):
             self.paper.recall(past.paper)
@@ -147,7 +149,7 @@ class Memory:
         """The replicas that the usual requests keep busy; fewer would fall behind for ever."""
         return self.usual.rps * self.paper.request_s
 
-    def _count(self, heard: Heard, hazard: Hazard) -> None:
+    def _count(self, heard: Observation, hazard: ReclaimHazard) -> None:
         """More spot would be spread as what is held; more on demand would not be lost with it."""
         goal, held, total = self.goal, heard.held, np.arange(self.goal.max_replicas + 1)
         losses = list(hazard.losses(held, heard.at_s, self._recovery_s))
@@ -173,5 +175,5 @@ class Memory:
         )
 
 
-def _fixed(goal: ServingGoal | Past) -> tuple[float, float, int]:
+def _fixed(goal: ServingGoal | SavedModel) -> tuple[float, float, int]:
     return goal.slo_ttft_s, goal.slo_target, goal.max_replicas

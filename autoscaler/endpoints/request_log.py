@@ -15,7 +15,7 @@ FORGET_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Word:
+class CounterDelta:
     replica: ReplicaLoad
     from_s: float
     """When it spoke before."""
@@ -24,19 +24,19 @@ class Word:
 
 
 @dataclass(slots=True)
-class Words:
+class CounterDeltas:
     """Of one endpoint."""
 
     before: dict[str, ReplicaLoad] = field(default_factory=dict)
     """What each replica said last."""
 
-    def new(self, load: EndpointLoad) -> list[Word]:
+    def new(self, load: EndpointLoad) -> list[CounterDelta]:
         """What a replica counted before its first word is left out: nobody knows when that was."""
         found = []
         for replica in load.replicas:
             before = self.before.get(replica.id)
             if before is not None and replica.at_s > before.at_s:
-                found.append(Word(replica, before.at_s, replica.counters.since(before.counters)))
+                found.append(CounterDelta(replica, before.at_s, replica.counters.since(before.counters)))
             self.before[replica.id] = replica
         self.before = {id: said for id, said in self.before.items() if load.at_s - said.at_s <= FORGET_S}
         return found
@@ -54,7 +54,7 @@ class Arrivals:
     sizes: deque[tuple[float, float]] = field(default_factory=deque)
     last: tuple[float, float] = (0.0, 0.0)
 
-    def hear(self, word: Word) -> None:
+    def hear(self, word: CounterDelta) -> None:
         count, ended = round(word.counted.requests), round(word.counted.finished)
         self.came_s += spread(count, word.from_s, word.replica.at_s)
         if ended:
@@ -107,7 +107,7 @@ class Queue:
         self.late = max(0, self.late - gone)
         return count
 
-    def late_again(self, first_tokens: int, late: int, in_replicas: int) -> int:
+    def deduplicate_late(self, first_tokens: int, late: int, in_replicas: int) -> int:
         """Of so many first tokens that came now, and so many that came late, how many are of requests that were told to
         be late while they waited here. `in_replicas`: requests there now."""
         answered = [self.taken.popleft() for _ in range(min(first_tokens, len(self.taken)))]

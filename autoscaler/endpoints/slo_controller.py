@@ -15,18 +15,24 @@ from raytide.autoscaler.endpoints.forecast import MEMORY_S
 from raytide.autoscaler.endpoints.load_target import cold_start_s, ready_work
 from raytide.autoscaler.endpoints.queue_simulator import ReplicaSpeed
 from raytide.autoscaler.endpoints.replica_hosts import Hosts
-from raytide.autoscaler.endpoints.replica_value import TOLD_AFTER_S, Heard, Memory, Past, ServingGoal
-from raytide.autoscaler.endpoints.request_log import Arrivals, Queue, Words
+from raytide.autoscaler.endpoints.replica_value import (
+    TOLD_AFTER_S,
+    Observation,
+    ReplicaValueModel,
+    SavedModel,
+    ServingGoal,
+)
+from raytide.autoscaler.endpoints.request_log import Arrivals, CounterDeltas, Queue
 from raytide.autoscaler.endpoints.slo_policy import kv_least, prices, spot_held
 from raytide.autoscaler.endpoints.traffic import Key, key_of
-from raytide.autoscaler.spot.reclaim_hazard import Hazard
+from raytide.autoscaler.spot.reclaim_hazard import ReclaimHazard
 from raytide.core.objects.endpoint import Counters, EndpointLoad, Worth
 from raytide.core.objects.signals import FRESH_S
 from raytide.core.objects.snapshot import EndpointView, Paces, Snapshot
 from raytide.scheduling.market import Market
 from raytide.scheduling.replicas import is_fresh, paces_of
 
-Fleets = dict[Key, Past]
+Fleets = dict[Key, SavedModel]
 """What was learned, by endpoint."""
 
 LOOK_S = 20.0
@@ -39,14 +45,14 @@ MOST_UNITS = 2048
 
 
 @dataclass(slots=True)
-class _Watched:
-    memory: Memory
+class EndpointMonitor:
+    memory: ReplicaValueModel
     since_s: float
     """Since when what is usual is learned."""
     heard_s: float
     """Since when all that came was heard of."""
     looked_s: float
-    words: Words = field(default_factory=Words)
+    words: CounterDeltas = field(default_factory=CounterDeltas)
     arrivals: Arrivals = field(default_factory=Arrivals)
     queue: Queue = field(default_factory=Queue)
     counted: Counters = field(default_factory=Counters)
@@ -78,15 +84,15 @@ class _Watched:
         self.counted, self.queue = Counters(), Queue()
         self.arrivals.came_s.clear()
 
-    def look(self, view: EndpointView, load: EndpointLoad, at_s: float, hosts: Hosts, hazard: Hazard) -> None:
+    def look(self, view: EndpointView, load: EndpointLoad, at_s: float, hosts: Hosts, hazard: ReclaimHazard) -> None:
         """While no replica answers, requests are not counted, and what was usual before stays so."""
         from_s, taken, goal = self.looked_s, round(self.counted.requests), self.memory.goal
         came = self.queue.came(taken, round(load.queued), from_s, at_s)
         late, inside = round(self.counted.late), round(sum(r.running + r.waiting for r in load.replicas))
-        late -= self.queue.late_again(round(self.counted.first_tokens), late, inside)
+        late -= self.queue.deduplicate_late(round(self.counted.first_tokens), late, inside)
         self.arrivals.correct(came - taken, from_s, at_s)
         told_s = (max(at - TOLD_AFTER_S, self.heard_s) for at in (from_s, at_s))
-        heard = Heard(
+        heard = Observation(
             at_s=at_s,
             dt_s=at_s - from_s if load.ready else 0.0,
             requests=came,
@@ -102,19 +108,19 @@ class _Watched:
         self.looked_s, self.counted = at_s, Counters()
 
 
-class SloFleets:
+class SloController:
     """`known`: what an earlier controller learned of each endpoint."""
 
     def __init__(self, known: Fleets | None = None) -> None:
         self._known = known or {}
-        self._watched: dict[Key, _Watched] = {}
+        self._watched: dict[Key, EndpointMonitor] = {}
 
     @property
     def learned(self) -> Fleets:
         """Of endpoints that were not heard of yet, as before."""
         return {**self._known, **{key: watched.memory.past for key, watched in self._watched.items()}}
 
-    def on(self, seen: Snapshot, hazard: Hazard) -> Snapshot:
+    def on(self, seen: Snapshot, hazard: ReclaimHazard) -> Snapshot:
         """The snapshot with what replicas are worth, where that can be told: it takes an SLO, and their speed."""
         served = {key_of(view.endpoint): view for view in seen.endpoints}
         self._known = {key: told for key, told in self._known.items() if key in served}
@@ -138,7 +144,7 @@ class SloFleets:
         load: EndpointLoad,
         at_s: float,
         fleet: Callable[[], tuple[Market, Hosts]],
-        hazard: Hazard,
+        hazard: ReclaimHazard,
     ) -> None:
         watched = self._watched.get(key)
         if watched is not None:
@@ -150,7 +156,7 @@ class SloFleets:
         if (goal := _goal(view, load, market, past.max_replicas if past is not None else 0)) is None:
             return
         if watched is None or not watched.memory.is_for(goal):
-            watched = self._watched[key] = _Watched(Memory.of(goal), at_s, at_s, at_s)
+            watched = self._watched[key] = EndpointMonitor(ReplicaValueModel.of(goal), at_s, at_s, at_s)
             if (past := self._known.pop(key, None)) is not None:
                 watched.memory.recall(past)
             watched.hear(view, load, at_s)

@@ -54,7 +54,7 @@ def decide(view: EndpointView, worth: Worth, snapshot: Snapshot, market: Market,
     is_held = may_not_shrink(view, worth, snapshot.at_s)
     held = min(view.endpoint.target_replicas, spec.max) if is_held else 0
     offers = _offers(view, market)
-    places = tuple(nodes_of(view, hosts, _cheapest_spot(view, offers)))
+    places = tuple(replica_slots(view, hosts, _cheapest_spot(view, offers)))
     least = _work_of(max(held, min(max(kv_least(view), worth.least), spec.max)), places, _next_pace(view))
     state = FleetState(
         worth=replace(worth, spot=max(worth.spot, least), ondemand=max(worth.ondemand, least)),
@@ -149,7 +149,7 @@ def kv_least(view: EndpointView) -> int:
     return 0 if view.load is None else math.ceil(kv_need(view.endpoint.spec.replicas, view.load).replicas - 1e-9)
 
 
-def nodes_of(view: EndpointView, hosts: Hosts, spot_micro_usd_h: float = 0.0) -> Iterator[FleetNode]:
+def replica_slots(view: EndpointView, hosts: Hosts, spot_micro_usd_h: float = 0.0) -> Iterator[FleetNode]:
     """Its replicas that stay, each a place (#), those whose process starts (~), the room of nodes bought for it (+).
 
     A place on a node that others keep costs no more than spot does. `spot_micro_usd_h`: what a replica costs there.
@@ -195,7 +195,7 @@ def spot_held(view: EndpointView, hosts: Hosts) -> dict[str, float]:
     """What places on spot do by pool."""
     spot = {pool_name(v.node.type, v.node.zone) for v in hosts.near(view) if v.node.market is Kind.SPOT}
     held: dict[str, float] = defaultdict(float)
-    for node in nodes_of(view, hosts):
+    for node in replica_slots(view, hosts):
         if node.pool in spot:
             held[node.pool] += node.work
     return held

@@ -21,7 +21,7 @@ _DAY_S = 86400.0
 
 
 @dataclass(slots=True)
-class SloPrice:
+class SloShadowPrice:
     target: float
     moved: float = 0.0
     day_requests: float = 0.0

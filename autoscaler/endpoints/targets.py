@@ -21,7 +21,7 @@ from raytide.scheduling.market import Market
 from raytide.scheduling.replicas import SERVING_STATES, is_fresh, unheard
 
 
-def publish(snapshot: Snapshot) -> tuple[Snapshot, tuple[Scale, ...]]:
+def set_targets(snapshot: Snapshot) -> tuple[Snapshot, tuple[Scale, ...]]:
     """The targets that should be published, and the snapshot in which they are. Again, it finds nothing more to say."""
     if not snapshot.ray_answers:
         return snapshot, ()
@@ -99,7 +99,7 @@ def _planned(
     return replace(view, pools=found.pools, given_up=found.given_up), scale
 
 
-def silence(view: EndpointView, now_s: float) -> str:
+def stale_signal(view: EndpointView, now_s: float) -> str:
     """Why its target is held, when that is because nothing fresh was heard; else empty."""
     endpoint, load = view.endpoint, view.load
     if endpoint.state not in SERVING_STATES:

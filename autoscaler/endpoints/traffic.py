@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from raytide.autoscaler.endpoints.cold_start import Start, StartMeter
-from raytide.autoscaler.endpoints.forecast import UsualRate
+from raytide.autoscaler.endpoints.forecast import RequestRate
 from raytide.autoscaler.endpoints.load_target import request_s
-from raytide.autoscaler.endpoints.replica_throughput import SpeedMeter
-from raytide.autoscaler.endpoints.request_log import Words
+from raytide.autoscaler.endpoints.replica_throughput import ThroughputMeter
+from raytide.autoscaler.endpoints.request_log import CounterDeltas
 from raytide.core.objects.endpoint import Counters, Endpoint, EndpointLoad, ServeSpec, Speed, Traffic
 from raytide.core.objects.gang import Shape
 from raytide.core.objects.node import Node, NodeType
@@ -46,9 +46,9 @@ class TrafficMeter:
     menu: Mapping[str, NodeType] = field(default_factory=dict)
     """Node types that could hold a replica."""
     kinds: Kinds = field(default_factory=Kinds)
-    usual: UsualRate = field(default_factory=UsualRate)
-    words: Words = field(default_factory=Words)
-    speeds: dict[str, SpeedMeter] = field(default_factory=dict)
+    usual: RequestRate = field(default_factory=RequestRate)
+    words: CounterDeltas = field(default_factory=CounterDeltas)
+    speeds: dict[str, ThroughputMeter] = field(default_factory=dict)
     """By node type."""
     starts: StartMeter = field(default_factory=StartMeter)
     total: Counters = field(default_factory=Counters)
@@ -132,7 +132,7 @@ class TrafficMeter:
         for word in self.words.new(load):
             self.total = self.total.plus(word.counted)
             if (host := hosts.get(word.replica.node)) is not None:
-                self.speeds.setdefault(host.type, SpeedMeter()).hear(word)
+                self.speeds.setdefault(host.type, ThroughputMeter()).hear(word)
         for meter in self.speeds.values():
             meter.forget_others(load.replicas)
 
@@ -145,7 +145,7 @@ class TrafficMeter:
             self.request_s = request_s(*each, speed)
 
 
-class Traffics:
+class TrafficMonitor:
     """All endpoints'. `speeds` and `starts`: what was learned of them before."""
 
     def __init__(
@@ -181,7 +181,7 @@ class Traffics:
     def _meter(self, key: Key, spec: ServeSpec) -> TrafficMeter:
         meter = TrafficMeter(spec)
         meter.serve(spec, self._node_types)
-        meter.speeds = {name: SpeedMeter(speed) for name, speed in self._speeds.get(key, {}).items()}
+        meter.speeds = {name: ThroughputMeter(speed) for name, speed in self._speeds.get(key, {}).items()}
         meter.starts.starts.extend(self._starts.get(key, ()))
         return meter
 

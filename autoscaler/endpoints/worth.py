@@ -17,7 +17,7 @@ LEAST_SPARE = 0.25
 
 
 @dataclass(slots=True)
-class NodeCount:
+class HysteresisCount:
     """How many nodes at one price."""
 
     count: int = 0

@@ -100,7 +100,7 @@ def was_taken_back(node: Node) -> bool:
     return node.market is Market.SPOT and (TAKEN_BACK in node.reason or UNASKED in node.reason)
 
 
-def was_given_up(node: Node) -> bool:
+def was_cancelled(node: Node) -> bool:
     """Whether it was ended by us while it still might have joined, which says nothing of its pool."""
     return node.reason.startswith(GIVEN_UP)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from raytide.autoscaler.nodes.instances import was_given_up
+from raytide.autoscaler.nodes.instances import was_cancelled
 from raytide.core.objects.node import Node, NodeState
 from raytide.core.objects.snapshot import Pool
 
@@ -40,7 +40,7 @@ def after(pools: Sequence[Pool], before: Iterable[Node], now_nodes: Iterable[Nod
         if node.state not in _LOST:
             key = (node.type, node.zone)
             table[key] = after_success(table.get(key, Pool(*key)), node.requested_at_s)
-    lost = [node for node in changed if node.state in _LOST and not was_given_up(node)]
+    lost = [node for node in changed if node.state in _LOST and not was_cancelled(node)]
     for key, reason in {(node.type, node.zone): node.reason for node in lost}.items():
         table[key] = after_failure(table.get(key, Pool(*key)), now_s, reason)
     return tuple(table[key] for key in sorted(table))

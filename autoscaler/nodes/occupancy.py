@@ -19,7 +19,7 @@ _EPS = 1e-6
 
 
 @dataclass(frozen=True)
-class Occupants:
+class Tenants:
     """Of one node."""
 
     view: NodeView
@@ -55,7 +55,7 @@ class Occupants:
         return need
 
     @cached_property
-    def asks(self) -> tuple[Shape, ...]:
+    def shapes(self) -> tuple[Shape, ...]:
         """What each needs elsewhere. A gang keeps its accelerator, and what its members share."""
         gangs = (_bound(self._as_fast(lease.shape, self.paces.get(lease.job_id)), self.view) for lease, _ in self.seats)
         return (*(self._as_fast(replica_shape(replica), paces_of(replica)) for replica in self.replicas), *gangs)
@@ -63,11 +63,11 @@ class Occupants:
     @cached_property
     def asked(self) -> tuple[object, ...]:
         """What all of them need, and the labels that each asks for: alike for nodes whose occupants fit the same."""
-        labels = (tuple(sorted(shape.labels.items())) for shape in self.asks)
+        labels = (tuple(sorted(shape.labels.items())) for shape in self.shapes)
         return (*sorted(self.need.items()), *labels)
 
     @cached_property
-    def are_all(self) -> bool:
+    def accounts_for_all_usage(self) -> bool:
         """Whether nothing else of Ray's runs there."""
         theirs: Resources = {}
         for shape in self._shapes:
@@ -79,7 +79,7 @@ class Occupants:
 
     def are_only(self, lease: Lease) -> bool:
         """Whether nobody else is there than members of this gang."""
-        return self.leases == {lease.id} and not self.replicas and self.are_all
+        return self.leases == {lease.id} and not self.replicas and self.accounts_for_all_usage
 
     def _as_fast(self, shape: Shape, paces: Paces | None) -> Shape:
         """Only where its work goes no slower than here: the price of an hour says nothing else."""
@@ -94,7 +94,7 @@ class Occupants:
 
 
 @dataclass(slots=True, eq=False)
-class Roster:
+class NodeOccupancy:
     jobs: Mapping[str, Job]
     leases: Mapping[str, Lease]
     views: Mapping[str, NodeView]
@@ -106,13 +106,13 @@ class Roster:
     """Members by their node."""
     paces: Mapping[str, Paces] = field(default_factory=dict)
     """By job."""
-    _on: dict[str, Occupants] = field(default_factory=dict)
+    _on: dict[str, Tenants] = field(default_factory=dict)
     """By node, as far as they were asked for."""
     _prices: dict[str, float] = field(default_factory=dict)
     """By lease, as far as they were asked for."""
 
     @classmethod
-    def of(cls, snapshot: Snapshot) -> Roster:
+    def of(cls, snapshot: Snapshot) -> NodeOccupancy:
         roster = cls(
             jobs={job.id: job for job in snapshot.jobs},
             leases={lease.id: lease for lease in snapshot.leases},
@@ -131,11 +131,11 @@ class Roster:
                     roster.seats.setdefault(member.node_id, []).append((lease, member))
         return roster
 
-    def on(self, view: NodeView) -> Occupants:
+    def on(self, view: NodeView) -> Tenants:
         node = view.node
         if (found := self._on.get(node.id)) is None:
             replicas, seats = self.hosts.get(node.ray_node_id, ()), self.seats.get(node.id, ())
-            found = self._on[node.id] = Occupants(view, tuple(replicas), tuple(seats), self.paces)
+            found = self._on[node.id] = Tenants(view, tuple(replicas), tuple(seats), self.paces)
         return found
 
     def price_of(self, lease: Lease) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from raytide.autoscaler.nodes.occupancy import Roster
+from raytide.autoscaler.nodes.occupancy import NodeOccupancy
 from raytide.autoscaler.provisioning.alternatives import rejected
 from raytide.core.money import format_usd
 from raytide.core.objects.gang import Lease, Member
@@ -19,7 +19,7 @@ from raytide.scheduling.state import Placements, Room
 
 
 @dataclass(frozen=True, slots=True)
-class Seating:
+class Assignment:
     """Seats of one subject, and what will be said of them."""
 
     subject: str
@@ -33,16 +33,16 @@ class Seating:
 
 
 @dataclass(slots=True)
-class Draft:
+class PlanBuilder:
     snapshot: Snapshot
     room: Room
-    roster: Roster
+    roster: NodeOccupancy
     actions: list[Action]
-    seatings: list[tuple[int, Seating]] = field(default_factory=list)
+    seatings: list[tuple[int, Assignment]] = field(default_factory=list)
     """With the place in `actions` in front of which each belongs."""
     others: dict[tuple[str, str, int], tuple[Rejected, ...]] = field(default_factory=dict)
     """What else could have been bought, by shape, offer and members: nodes are often bought by the dozen."""
-    promised: set[str] = field(default_factory=set)
+    nominated: set[str] = field(default_factory=set)
     """Nodes that this plan counts on: bought by it, or seating somebody whom Ray does not show there yet."""
     coming: dict[str, NodeView] = field(default_factory=dict)
     """Nodes that were bought for a move, by the node that they replace."""
@@ -54,7 +54,7 @@ class Draft:
         """Nodes that this plan drains, as far as it is made."""
         return {action.node_id for action in self.actions if isinstance(action, Drain)}
 
-    def seat(self, seating: Seating) -> None:
+    def seat(self, seating: Assignment) -> None:
         if seating.seats:
             self.seatings.append((len(self.actions), seating))
 
@@ -74,15 +74,15 @@ class Draft:
     def buy(self, seat: Seat, subject: str, why: str) -> None:
         """A node for nobody in particular."""
         self.actions.append(self._launch(seat, subject, why))
-        self.promised.add(seat.node_id)
+        self.nominated.add(seat.node_id)
 
-    def _actions_of(self, seating: Seating, repaired: Repaired) -> list[Action]:
+    def _actions_of(self, seating: Assignment, repaired: Repaired) -> list[Action]:
         seats = [repaired.seat(seat) for seat in seating.seats]
         actions: list[Action] = []
         for seat in seats:
-            if seat.is_new and seat.node_id not in self.promised:
+            if seat.is_new and seat.node_id not in self.nominated:
                 actions.append(self._launch(seat, seating.subject, seating.why))
-            self.promised.add(seat.node_id)
+            self.nominated.add(seat.node_id)
         for member, seat in zip(seating.members, seats, strict=False):
             assert seating.lease is not None
             there = "bought for it" if seat.is_new else "has room"

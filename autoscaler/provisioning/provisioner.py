@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from raytide.autoscaler.endpoints import targets
-from raytide.autoscaler.provisioning.plan_builder import Draft, Seating
+from raytide.autoscaler.provisioning.plan_builder import Assignment, PlanBuilder
 from raytide.core.clock import utc
 from raytide.core.objects.gang import Lease, LeaseState, MemberState, Shape
 from raytide.core.objects.node import Market, NodeState, NodeType, Resources
@@ -36,22 +36,22 @@ class Unleased:
     """The node of each that waits in Ray and has found room."""
 
 
-def seat_replicas(draft: Draft) -> None:
+def provision_replicas(draft: PlanBuilder) -> None:
     """The room has seated them already; here their nodes are launched, or the reason is said why they wait."""
     for view in draft.snapshot.endpoints:
         name, shape = view.endpoint.name, replica_shape(view)
-        if quiet := targets.silence(view, draft.snapshot.at_s):
+        if quiet := targets.stale_signal(view, draft.snapshot.at_s):
             draft.actions.append(Wait(name, "signal", quiet, "See that its replicas and the proxies answer."))
         missing = draft.room.missing.get(name, 0)
         seats = draft.room.replicas.get(name, ())
         what = "replicas" if view.endpoint.spec.members == 1 else "members"
         starting = f"{missing} {what} start" if len(seats) == missing else ""
-        draft.seat(Seating(name, f"endpoint {name} lacks {missing} x ({amounts(shape)})", seats, starting=starting))
+        draft.seat(Assignment(name, f"endpoint {name} lacks {missing} x ({amounts(shape)})", seats, starting=starting))
         if len(seats) < missing:
             short, kept = draft.room.why_not(shape, missing - len(seats), f"endpoint {name}"), draft.snapshot.kept
             draft.wait(name, replace(short, reason=short.reason + _keeps(kept.get(name, ()))))
             reservations.take(draft.room, kept.get(name, ()))
-            draft.promised.update(node_id for node_id, free in kept.get(name, ()) if free)
+            draft.nominated.update(node_id for node_id, free in kept.get(name, ()) if free)
 
 
 def _keeps(kept: reservations.Kept) -> str:
@@ -59,7 +59,7 @@ def _keeps(kept: reservations.Kept) -> str:
     return f" What falls free on {nodes} is kept for it." if kept else ""
 
 
-def seat_leases(draft: Draft) -> None:
+def provision_leases(draft: PlanBuilder) -> None:
     """In the order in which they were admitted."""
     waiting = [(lease, sum(m.state is MemberState.WAITING for m in lease.members)) for lease in draft.snapshot.leases]
     asks = [Ask(lease.shape, count) for lease, count in waiting if count]
@@ -72,7 +72,7 @@ def seat_leases(draft: Draft) -> None:
     draft.room.coming = None
 
 
-def _seat_lease(draft: Draft, lease: Lease) -> None:
+def _seat_lease(draft: PlanBuilder, lease: Lease) -> None:
     """Nodes for the members that have none: all that are needed for its minimum or none, beyond it what can be had."""
     waiting = tuple(member for member in lease.members if member.state is MemberState.WAITING)
     stance = draft.snapshot.stances.get(lease.job_id)
@@ -94,14 +94,14 @@ def _seat_lease(draft: Draft, lease: Lease) -> None:
             return
         why = f"{subject} needs {len(waiting)} x ({amounts(lease.shape)})"
         why += f" ({stance.reason})" if stance is not None else ""
-        draft.seat(Seating(lease.id, why, placed, lease, waiting))
+        draft.seat(Assignment(lease.id, why, placed, lease, waiting))
         if rest := len(waiting) - len(placed):
             draft.wait(lease.job_id, draft.room.why_not(shape, rest, f"the rest of {subject}"))
     _replace_leaving(draft, lease)
 
 
 def _first_that_fits(
-    draft: Draft, shapes: Sequence[Shape], count: int, needed: int, subject: str, paces: Paces | None
+    draft: PlanBuilder, shapes: Sequence[Shape], count: int, needed: int, subject: str, paces: Paces | None
 ) -> tuple[Shape, Placements | Shortfall]:
     """Of some shapes, the best first; when none fits, why the first does not."""
     tried = []
@@ -113,7 +113,7 @@ def _first_that_fits(
     return tried[0]
 
 
-def _turns_around(draft: Draft, lease: Lease, stance: Stance) -> bool:
+def _turns_around(draft: PlanBuilder, lease: Lease, stance: Stance) -> bool:
     """A gang that still waits for spot nodes leaves them when it had better be on demand by now, and can be."""
     market = {view.node.id: view.node.market for view in draft.snapshot.nodes}
     seated = [member for member in lease.members if member.state is MemberState.ASSIGNED]
@@ -129,7 +129,7 @@ def _turns_around(draft: Draft, lease: Lease, stance: Stance) -> bool:
     return True
 
 
-def _replace_leaving(draft: Draft, lease: Lease) -> None:
+def _replace_leaving(draft: PlanBuilder, lease: Lease) -> None:
     """A node that will be taken back is replaced while its member still works there."""
     leaving = [m for m in lease.members if m.state is MemberState.LEAVING and not m.gives_way]
     if not leaving:
@@ -146,10 +146,10 @@ def _replace_leaving(draft: Draft, lease: Lease) -> None:
         node = draining[leaving[0].node_id]
         when = f" at {utc(node.drain_deadline_s)}" if node.drain_deadline_s is not None else ""
         why = f"{subject} loses {', '.join(member.node_id for member in leaving)}{when}"
-        draft.seat(Seating(lease.id, why, placed))
+        draft.seat(Assignment(lease.id, why, placed))
 
 
-def _where_the_rest_is(draft: Draft, lease: Lease) -> Shape:
+def _where_the_rest_is(draft: PlanBuilder, lease: Lease) -> Shape:
     """Members that join others of their gang must share the label with them."""
     label = lease.shape.together
     seated = {member.node_id for member in lease.members if member.node_id}
@@ -162,7 +162,7 @@ def _where_the_rest_is(draft: Draft, lease: Lease) -> Shape:
     return lease.shape.model_copy(update={"labels": labels, "together": ""})
 
 
-def _give_back(draft: Draft, lease: Lease, short: Shortfall) -> None:
+def _give_back(draft: PlanBuilder, lease: Lease, short: Shortfall) -> None:
     """A launch transaction that failed half-way ends here: a gang of which nothing stands yet lets go of its nodes.
 
     When its pools are out of stock and the job named other shapes, they get their turn.
@@ -178,7 +178,7 @@ def _give_back(draft: Draft, lease: Lease, short: Shortfall) -> None:
         draft.actions.append(Requeue(job.id, lease.id, reason))
 
 
-def _is_vacated_for(draft: Draft, shape: Shape, count: int, needed: int) -> bool:
+def _is_vacated_for(draft: PlanBuilder, shape: Shape, count: int, needed: int) -> bool:
     """Whether it has room once the seats that give way are left: it was admitted to them, and waits."""
     seats = [(lease, m.node_id) for lease in draft.snapshot.leases for m in lease.members if m.gives_way]
     if not seats:
@@ -193,7 +193,7 @@ def _stands(lease: Lease) -> bool:
     return any(member.is_usable or member.state is MemberState.FORMING for member in lease.members)
 
 
-def _say_starting(draft: Draft, lease: Lease) -> None:
+def _say_starting(draft: PlanBuilder, lease: Lease) -> None:
     assigned = {m.node_id for m in lease.members if m.state is MemberState.ASSIGNED}
     if not assigned:
         return
@@ -202,7 +202,7 @@ def _say_starting(draft: Draft, lease: Lease) -> None:
         draft.actions.append(Wait(lease.job_id, "starting", f"its nodes start: {', '.join(coming)}"))
 
 
-def seat_unmanaged(draft: Draft) -> Unleased:
+def seat_unmanaged(draft: PlanBuilder) -> Unleased:
     """Raw tasks, actors and foreign placement groups use what is free, and may buy no more than their cap.
 
     The largest first: what they leave over is for the small.
@@ -242,7 +242,7 @@ def seat_unmanaged(draft: Draft) -> Unleased:
         if demand.apart:
             fellows[demand.apart] |= {seat.node_id for seat in placed}
         seats += [(seat.node_id, shape.resources) for seat in placed]
-        draft.seat(Seating(UNMANAGED, f"{what} finds no room", placed))
+        draft.seat(Assignment(UNMANAGED, f"{what} finds no room", placed))
         if rest := demand.count - len(placed):
             is_whole = bool(demand.together or demand.apart)
             is_capped = bought >= cap.max_nodes or (is_whole and _fits_without_cap(draft, demand, shape, menu))
@@ -265,7 +265,7 @@ def _is_unmanaged(demand: Demand) -> bool:
 
 
 def _fits_whole(
-    draft: Draft, group: list[tuple[Demand, Shape]], fellows: frozenset[str], menu: list[NodeType], left: int
+    draft: PlanBuilder, group: list[tuple[Demand, Shape]], fellows: frozenset[str], menu: list[NodeType], left: int
 ) -> bool:
     """Whether all bundles that must be apart find room when so many nodes may be bought: some of them are of no use."""
     if len(group) < 2:
@@ -284,7 +284,7 @@ def _fits_whole(
     return True
 
 
-def _fits_without_cap(draft: Draft, demand: Demand, shape: Shape, menu: list[NodeType]) -> bool:
+def _fits_without_cap(draft: PlanBuilder, demand: Demand, shape: Shape, menu: list[NodeType]) -> bool:
     room, apart = draft.room.copy(), frozenset[str]() if demand.apart else None
     return not isinstance(room.place(shape, demand.count, menu=menu, subject=UNMANAGED, apart=apart), Shortfall)
 
@@ -294,7 +294,7 @@ def _size(demand: Demand, most: dict[str, float]) -> float:
     return max((amount / most[name] for name, amount in demand.resources.items() if most.get(name)), default=0.0)
 
 
-def say_unmanaged(draft: Draft, shape: Shape, rest: int, what: str, *, is_capped: bool) -> None:
+def say_unmanaged(draft: PlanBuilder, shape: Shape, rest: int, what: str, *, is_capped: bool) -> None:
     cap = draft.snapshot.unmanaged
     short = draft.room.why_not(shape, rest, what)
     if short.constraint == "impossible":

@@ -6,7 +6,7 @@ the same cap as that work, and the nodes that hold it do not idle out.
 
 from __future__ import annotations
 
-from raytide.autoscaler.provisioning.plan_builder import Draft, Seating
+from raytide.autoscaler.provisioning.plan_builder import Assignment, PlanBuilder
 from raytide.autoscaler.provisioning.provisioner import UNMANAGED, Unleased, say_unmanaged
 from raytide.core.objects.gang import Shape
 from raytide.core.objects.node import Resources, minus, plus
@@ -16,7 +16,7 @@ from raytide.scheduling.state import Room, Tenant
 from raytide.scheduling.unattributed import Unseen
 
 
-def seat_requested(draft: Draft, unleased: Unleased) -> None:
+def seat_requested(draft: PlanBuilder, unleased: Unleased) -> None:
     """After the work that waits in Ray: `unleased` says how that was seated."""
     asked = [d for d in draft.snapshot.demand if d.is_standing and any(amount > 0 for amount in d.resources.values())]
     if not asked:
@@ -37,12 +37,12 @@ def seat_requested(draft: Draft, unleased: Unleased) -> None:
         seats = tuple(seat for seat in found if not seat.is_new or seat.node_id in bought_here)
         for seat in seats:
             _take(draft.room, seat, shape, unleased, work)
-        draft.seat(Seating(UNMANAGED, f"{what} is not there", seats))
+        draft.seat(Assignment(UNMANAGED, f"{what} is not there", seats))
         if rest := demand.count - len(found):
             say_unmanaged(draft, shape, rest, what, is_capped=bought >= unleased.most_nodes)
 
 
-def _work(draft: Draft, unleased: Unleased) -> dict[str, Resources]:
+def _work(draft: PlanBuilder, unleased: Unleased) -> dict[str, Resources]:
     """What work without a lease has of each node: what it uses, and what it was just promised."""
     unseen, work = Unseen(draft.snapshot), dict[str, Resources]()
     for view in draft.snapshot.nodes:

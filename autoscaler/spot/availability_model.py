@@ -41,7 +41,7 @@ def band(age_s: float) -> int:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Market:
+class ReclaimRates:
     """The learned rates, each a second and by age band."""
 
     lost: Floats
@@ -54,7 +54,7 @@ class Market:
     """By zone and band: how soon that zone goes."""
 
 
-class Spells:
+class AvailabilityModel:
     """Watches the zones of one market. What it learned up to a moment depends on nothing later."""
 
     def __init__(self, zones: int) -> None:
@@ -73,7 +73,7 @@ class Spells:
         self._held_seconds = np.zeros(BANDS)
         self._found = np.zeros(BANDS)
         self._gone_seconds = np.zeros(BANDS)
-        self._learned: tuple[float, int, Market] | None = None
+        self._learned: tuple[float, int, ReclaimRates] | None = None
 
     def observe(self, at_s: float, up: Sequence[bool] | NDArray[np.bool_]) -> None:
         """Which zones can be had now. Calls come in order of time; a state holds until the next call."""
@@ -95,7 +95,7 @@ class Spells:
         """How long each zone has been as it is."""
         return np.asarray(self.at_s - self.since_s)
 
-    def learned(self, at_s: float) -> Market:
+    def learned(self, at_s: float) -> ReclaimRates:
         """The same as before while there is little news: what follows from it takes long to work out."""
         if self._learned is not None:
             since_s, ends, market = self._learned
@@ -104,7 +104,7 @@ class Spells:
         self._learned = (at_s, self.ends, self.market())
         return self._learned[2]
 
-    def market(self) -> Market:
+    def market(self) -> ReclaimRates:
         """The rates by all that was seen."""
         prior = PRIOR_EVENTS * self._weight
         switches = self._switched.sum(axis=1)
@@ -113,7 +113,7 @@ class Spells:
         others = len(self.up) - 1
         share = (switches + prior * others / (others + 2)) / (ends + prior)
         landing = self._switched + prior * 1e-3 * (np.arange(BANDS) == 0)
-        return Market(
+        return ReclaimRates(
             lost=hazard * (1 - share),
             switched=(hazard * share)[:, None] * landing / landing.sum(axis=1, keepdims=True),
             found=_rates(self._found, self._gone_seconds, PRIOR_HAZARD, prior),

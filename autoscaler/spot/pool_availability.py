@@ -10,9 +10,9 @@ from bisect import bisect_right, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from raytide.autoscaler.nodes.instances import was_given_up, was_taken_back
-from raytide.autoscaler.spot.availability_model import Market as Rates
-from raytide.autoscaler.spot.availability_model import Spells
+from raytide.autoscaler.nodes.instances import was_cancelled, was_taken_back
+from raytide.autoscaler.spot.availability_model import AvailabilityModel
+from raytide.autoscaler.spot.availability_model import ReclaimRates as Rates
 from raytide.autoscaler.spot.reclaim_hazard import STALE_S
 from raytide.core.objects.node import Market, Node, NodeState
 from raytide.core.objects.snapshot import SpotOutlook
@@ -45,14 +45,14 @@ def outlook_of(pools: Sequence[str], is_up: Sequence[bool], since_s: Sequence[fl
 
 
 @dataclass(slots=True)
-class SpotWatch:
+class PoolAvailability:
     """Kept from tick to tick. What was seen is kept too, so that pools can be watched as one market later on."""
 
     _told: dict[str, list[tuple[float, bool]]] = field(default_factory=dict)
     """By pool: when it gave a node (True), refused one or took one back."""
     _heard: dict[tuple[str, bool], float] = field(default_factory=dict)
     """Nodes that have told so already, and of when."""
-    _markets: dict[tuple[str, ...], Spells] = field(default_factory=dict)
+    _markets: dict[tuple[str, ...], AvailabilityModel] = field(default_factory=dict)
     _asked_s: dict[tuple[str, ...], float] = field(default_factory=dict)
 
     def observe(self, nodes: Iterable[Node], now_s: float) -> None:
@@ -76,7 +76,7 @@ class SpotWatch:
         pool = pool_name(node.type, node.zone)
         if node.ready_at_s is not None:
             self._note(node.id, pool, node.ready_at_s, now_s, is_given=True)
-        never_was = node.ready_at_s is None and node.state in _LOST and not was_given_up(node)
+        never_was = node.ready_at_s is None and node.state in _LOST and not was_cancelled(node)
         if was_taken_back(node) or never_was:
             self._note(node.id, pool, min(now_s, node.ended_at_s or now_s), now_s, is_given=False)
 
@@ -94,17 +94,17 @@ class SpotWatch:
             self._heard[node_id, is_given] = at_s
             insort(self._told.setdefault(pool, []), (at_s, is_given))
 
-    def _replayed(self, pools: tuple[str, ...], now_s: float) -> Spells:
+    def _replayed(self, pools: tuple[str, ...], now_s: float) -> AvailabilityModel:
         """Watched over the time of which there is word."""
         told = [at_s for pool in pools for at_s, _ in self._told.get(pool, ())]
         began_s = max(min(told, default=now_s), now_s - PAST_S)
         looks = [began_s + LOOK_S * step for step in range(int((now_s - began_s) / LOOK_S) + 1)]
-        spells = Spells(len(pools))
+        spells = AvailabilityModel(len(pools))
         for at_s in sorted({*looks, *(at_s for at_s in told if at_s >= began_s), now_s}):
             self._look(spells, pools, at_s)
         return spells
 
-    def _look(self, spells: Spells, pools: tuple[str, ...], at_s: float) -> None:
+    def _look(self, spells: AvailabilityModel, pools: tuple[str, ...], at_s: float) -> None:
         """Seldom while nothing changes: it is done for every market at every tick."""
         at_s = max(at_s, spells.at_s)  # a clock may be set back
         up = [self._is_up(pool, at_s) for pool in pools]

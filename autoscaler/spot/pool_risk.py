@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from raytide.autoscaler.nodes.instances import was_taken_back
-from raytide.autoscaler.spot.reclaim_hazard import STALE_S, Hazard
+from raytide.autoscaler.spot.reclaim_hazard import STALE_S, ReclaimHazard
 from raytide.core.objects.node import Market, Node, NodeState, NodeType
 from raytide.core.objects.snapshot import Quote
 
@@ -26,7 +26,7 @@ _HELD = (NodeState.READY, NodeState.DRAINING)
 class SpotRisk:
     """Learns from the node records. A new controller replays all that there are."""
 
-    hazard: Hazard = field(default_factory=Hazard)
+    hazard: ReclaimHazard = field(default_factory=ReclaimHazard)
     """By `pool_name`."""
     _lost: set[str] = field(default_factory=set)
     """Nodes whose loss is counted."""
@@ -96,7 +96,7 @@ def _held(nodes: Iterable[Node], at_s: float) -> list[Node]:
 
 
 def pool_name(node_type: str, zone: str) -> str:
-    """By which `Hazard` knows it: pools of one type in one region go together."""
+    """By which `ReclaimHazard` knows it: pools of one type in one region go together."""
     return f"{node_type}/{zone}"
 
 

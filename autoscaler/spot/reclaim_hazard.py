@@ -41,7 +41,7 @@ class _Zone:
 
 
 @dataclass(slots=True)
-class Hazard:
+class ReclaimHazard:
     deaths: list[float] = field(default_factory=lambda: [PRIOR_DEATHS] * len(AGES_S))
     hours: list[float] = field(default_factory=lambda: [PRIOR_DEATHS / rate for rate in PRIOR_PER_H])
     lost_share: float = 0.8

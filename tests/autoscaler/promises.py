@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from raytide.autoscaler.disruption.consolidation_candidates import MOVE
 from raytide.autoscaler.disruption.cost_limit import TOLERANCE
-from raytide.autoscaler.endpoints.targets import publish
+from raytide.autoscaler.endpoints.targets import set_targets
 from raytide.control.reconcile.decide import decide
 from raytide.core.objects.node import Market, NodeState
 from raytide.core.objects.plan import Action, Drain, Launch, Scale, Terminate
@@ -68,7 +68,9 @@ def check_moves(seen: Snapshot, actions: Sequence[Action]) -> None:
     youngest_s = seen.limits.moves_after_s
     assert youngest_s is not None
     coming = {v.node.subject: v.node for v in seen.nodes if v.node.state is NodeState.READY}
-    given_up = {node_id for view in publish(seen)[0].endpoints for node_id in view.given_up}  # by the serving policy
+    given_up = {
+        node_id for view in set_targets(seen)[0].endpoints for node_id in view.given_up
+    }  # by the serving policy
     for action in actions:
         if isinstance(action, Drain) and action.node_id in given_up:
             continue

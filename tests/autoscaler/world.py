@@ -13,13 +13,13 @@ from typing import Literal
 
 from raytide.actors.gang.group import GroupKey, PlacementGroupInfo, WantedGroup
 from raytide.autoscaler.deadlines.jobs import outlooks
-from raytide.autoscaler.endpoints.slo_controller import SloFleets
+from raytide.autoscaler.endpoints.slo_controller import SloController
 from raytide.autoscaler.nodes import launch_backoff
 from raytide.autoscaler.nodes.idleness import IdleClock
 from raytide.autoscaler.providers.base import Machine
 from raytide.autoscaler.providers.fake import FakeProvider
 from raytide.autoscaler.ray_node import RayNode
-from raytide.autoscaler.spot.pool_availability import SpotWatch
+from raytide.autoscaler.spot.pool_availability import PoolAvailability
 from raytide.autoscaler.spot.pool_risk import SpotRisk
 from raytide.control.reconcile.apply import apply
 from raytide.control.reconcile.decide import decide
@@ -211,8 +211,8 @@ class Cluster:
         self.provider.world, self.provider.asked = self, Counter()
         self.ray = FakeRay(self.provider, self.types, self.clock)
         self.book = Book()
-        self.idle, self.risk, self.spot, self.limits = IdleClock(), SpotRisk(), SpotWatch(), Limits()
-        self.fleets = SloFleets()
+        self.idle, self.risk, self.spot, self.limits = IdleClock(), SpotRisk(), PoolAvailability(), Limits()
+        self.fleets = SloController()
         self.ongoing: dict[str, float] = {}
         self.started = 0
         """Replicas."""
@@ -259,7 +259,7 @@ class Cluster:
         self.ray.step()
         self._replicas_speak()
         if crash:
-            self.idle, self.risk, self.spot, self.fleets = IdleClock(), SpotRisk(), SpotWatch(), SloFleets()
+            self.idle, self.risk, self.spot, self.fleets = IdleClock(), SpotRisk(), PoolAvailability(), SloController()
         now_s = self.clock.now_s()
         book, look = _loaded(self.book), self._look()
         self._keep_jobs(book, now_s)

@@ -38,7 +38,7 @@ class Watched(RaytidePolicy):
         if not any(node.is_ready for node in state.nodes):  # the controller replaces nothing while nobody answers
             return super()._act(fleet)
         plan, seen = state.plan(), self._snapshot(state, fleet)
-        (view,) = targets.publish(seen)[0].endpoints
+        (view,) = targets.set_targets(seen)[0].endpoints
         actions = decide(seen).actions
         by_id = {node.id: node for node in state.nodes}
         assert view.endpoint.target_replicas == len(state.nodes) + len(plan.launch) - len(plan.release)

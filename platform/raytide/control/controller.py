@@ -15,9 +15,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from raytide.autoscaler.deadlines.jobs import judged
-from raytide.autoscaler.endpoints.traffic import Traffics
-from raytide.autoscaler.job_throughput import Strides
+from raytide.autoscaler.deadlines.jobs import with_market_constraints
+from raytide.autoscaler.endpoints.traffic import TrafficMonitor
+from raytide.autoscaler.job_throughput import JobThroughput
 from raytide.autoscaler.nodes import launch_backoff
 from raytide.autoscaler.nodes.idleness import IdleClock
 from raytide.autoscaler.provisioning.provisioner import UNMANAGED
@@ -77,8 +77,8 @@ class Controller:
         self._idle, self._leaving, self._silence = IdleClock(), Leaving(), Silence()
         self._learned = Learned(live_path.with_name("learned.json"))
         known = self._learned.known
-        self._traffics = Traffics(config.node_types, known.speeds, known.starts)
-        self._strides = Strides(config.node_types, known.strides)
+        self._traffics = TrafficMonitor(config.node_types, known.speeds, known.starts)
+        self._strides = JobThroughput(config.node_types, known.strides)
         self._names: Mapping[str, str] = {}
         self._outlook = Outlook(store, config, clock.now_s(), known.fleets)
         self._quarantine = Quarantine()
@@ -158,7 +158,7 @@ class Controller:
         old_s = self._store.census.oldest_s(LAST_SHARE, now_s)
 
         def reckon(seen: Snapshot) -> tuple[Snapshot, Plan]:
-            seen = judged(with_accounts(seen, self._config, book.teams, spent, old_s))
+            seen = with_market_constraints(with_accounts(seen, self._config, book.teams, spent, old_s))
             return seen, of_judged(seen)
 
         seen, decided = self._quarantine.run("decision", reckon, seen)

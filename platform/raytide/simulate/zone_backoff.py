@@ -16,7 +16,7 @@ LONGEST_REST_S = 300.0
 
 
 @dataclass(slots=True)
-class Stock:
+class ZoneBackoff:
     node_type: str = "spot"
     _zones: dict[str, Pool] = field(default_factory=dict)
     """Those that did not give the last node."""

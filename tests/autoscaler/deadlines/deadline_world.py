@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 
 from tests.autoscaler.world import Cluster
 
-from raytide.autoscaler.deadlines.jobs import judged
+from raytide.autoscaler.deadlines.jobs import with_market_constraints
 from raytide.core.money import cumulative, to_us
 from raytide.core.objects.gang import LeaseState, Shape
 from raytide.core.objects.node import Market, NodeType
@@ -60,7 +60,9 @@ class Story:
             if done_s < self.work_s:
                 self._open_or_close(tick)
                 self.cluster.tick(TICK_S)
-                self.markets.update(stance.markets for stance in judged(self.cluster.seen).stances.values())
+                self.markets.update(
+                    stance.markets for stance in with_market_constraints(self.cluster.seen).stances.values()
+                )
             tick += 1
         self.ended_s = self.cluster.clock.now_s()
         return self

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tests.autoscaler.deadlines.deadline_world import SOLID, SPOT, Story, spells
 
 from raytide.autoscaler.deadlines import jobs as deadline_jobs
-from raytide.autoscaler.deadlines.jobs import PREFERS_ON_DEMAND, judged, outlooks
-from raytide.autoscaler.spot.pool_availability import SpotWatch
+from raytide.autoscaler.deadlines.jobs import PREFERS_ON_DEMAND, outlooks, with_market_constraints
+from raytide.autoscaler.spot.pool_availability import PoolAvailability
 from raytide.control.wire import from_json, to_json
 from raytide.core.objects.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
 from raytide.core.objects.job import Job, JobSpec, JobState
@@ -51,7 +51,7 @@ def stance(
         leases = (Lease("lease-1", job.id, job.spec.gang.shapes[0], LeaseState.ACTIVE, (member,)),)
         leases += () if is_alone else (replace(leases[0], id="lease-2", job_id="job-2"),)
     seen = Snapshot(NOW_S, types or (SPOT, SOLID), views, (job,), leases, pools=pools)  # type: ignore[arg-type]
-    return judged(seen).stances[job.id]
+    return with_market_constraints(seen).stances[job.id]
 
 
 NO_SPOT = tuple(Pool(SPOT.name, zone, 3, NOW_S + 900.0, "none left") for zone in SPOT.zones)
@@ -146,7 +146,7 @@ def test_the_same_snapshot_is_judged_the_same_and_jobs_without_a_deadline_are_le
     assert stance(job(12, 3)) == stance(job(12, 3))
     plain = replace(job(12), spec=job(12).spec.model_copy(update={"deadline": None}))
     seen = Snapshot(NOW_S, (SPOT, SOLID), jobs=(plain,))
-    assert judged(seen) is seen
+    assert with_market_constraints(seen) is seen
 
 
 def test_a_pool_that_refuses_is_there_for_whom_a_ready_node_of_it_has_room_and_is_looked_through_once(
@@ -157,18 +157,18 @@ def test_a_pool_that_refuses_is_there_for_whom_a_ready_node_of_it_has_room_and_i
     node = Node("node-1", SPOT.name, "b", Market.SPOT, 1, NodeState.READY, NOW_S - 400.0, ready_at_s=NOW_S - 300.0)
     free = NodeView(node, SPOT.resources, SPOT.resources, SPOT.all_labels("b"))
     jobs = tuple(replace(job(12, 3), id=f"job-{at}") for at in range(5))
-    seen = judged(Snapshot(NOW_S, (SPOT, SOLID), (free,), jobs, pools=NO_SPOT))
+    seen = with_market_constraints(Snapshot(NOW_S, (SPOT, SOLID), (free,), jobs, pools=NO_SPOT))
     assert {found.markets for found in seen.stances.values()} == {(Market.SPOT,)}
     assert len(looks) == 1
 
 
 def test_what_is_known_of_spot_and_what_was_decided_survive_the_way_to_another_process() -> None:
     seen = Snapshot(NOW_S, (SPOT, SOLID), jobs=(job(12, 3),))
-    seen = judged(replace(seen, spot=outlooks(SpotWatch(), seen)))
+    seen = with_market_constraints(replace(seen, spot=outlooks(PoolAvailability(), seen)))
     assert seen.spot[0].pools == ("v100.spot/a", "v100.spot/b")
     there = from_json(Snapshot, json.loads(json.dumps(to_json(seen))))
     assert (there.spot, there.stances) == (seen.spot, seen.stances)
-    assert judged(there).stances == seen.stances
+    assert with_market_constraints(there).stances == seen.stances
 
 
 @settings(max_examples=6, deadline=None)

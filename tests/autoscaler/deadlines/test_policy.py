@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raytide.autoscaler.deadlines.policy import DeadlineJob, Decision, Held, ZoneView, decide
+from raytide.autoscaler.deadlines.policy import Allocation, DeadlineJob, Decision, ZoneView, decide
 from raytide.autoscaler.deadlines.value_iteration import Values, solve
-from raytide.autoscaler.spot.availability_model import AGES_S, BANDS, PRIOR_HAZARD, Spells, band
+from raytide.autoscaler.spot.availability_model import AGES_S, BANDS, PRIOR_HAZARD, AvailabilityModel, band
 
 HOUR_S = 3600.0
 RESTART_S = 900.0
@@ -20,7 +20,7 @@ RESTART_S = 900.0
 @cache
 def values(spells: tuple[int, ...] = (), zones: int = 1) -> Values:
     """Learned from zones that were by turns up and gone, for so many ticks of five minutes each."""
-    learned = Spells(zones)
+    learned = AvailabilityModel(zones)
     tick = 0
     for number, ticks in enumerate(spells):
         for _ in range(ticks):
@@ -29,7 +29,7 @@ def values(spells: tuple[int, ...] = (), zones: int = 1) -> Values:
     return solve(learned.market(), left_s=22 * HOUR_S, work_s=10 * HOUR_S, restart_s=RESTART_S, price_ratio=0.3)
 
 
-def job(left_h: float, work_h: float, held: Held = None, starting_s: float = 0.0) -> DeadlineJob:
+def job(left_h: float, work_h: float, held: Allocation = None, starting_s: float = 0.0) -> DeadlineJob:
     return DeadlineJob(left_h * HOUR_S, work_h * HOUR_S, RESTART_S, 300.0, held, starting_s)
 
 
@@ -73,7 +73,7 @@ def test_on_demand_is_left_for_a_steady_zone() -> None:
 
 
 def test_the_zone_that_lived_longer_is_taken() -> None:
-    learned = Spells(2)
+    learned = AvailabilityModel(2)
     for tick in range(2000):
         learned.observe(tick * 900.0, [tick % 40 < 30, tick % 3 == 0])
     table = solve(learned.market(), left_s=22 * HOUR_S, work_s=10 * HOUR_S, restart_s=RESTART_S, price_ratio=0.3)
@@ -122,7 +122,7 @@ def test_no_market_makes_a_job_late_that_could_finish_on_demand(
 
 
 def test_hazards_follow_what_was_seen_and_the_other_ages_where_nothing_was() -> None:
-    learned = Spells(1)
+    learned = AvailabilityModel(1)
     assert learned.market().lost == pytest.approx(PRIOR_HAZARD)
     for tick in range(4000):
         learned.observe(tick * 900.0, [tick % 4 < 2])  # half an hour up, half an hour gone
@@ -136,21 +136,21 @@ def test_hazards_follow_what_was_seen_and_the_other_ages_where_nothing_was() -> 
 
 
 def test_a_zone_never_up_at_two_looks_in_a_row_is_not_expected_to_be() -> None:
-    learned = Spells(1)
+    learned = AvailabilityModel(1)
     for tick in range(6000):
         learned.observe(tick * 900.0, [tick % 3 == 0])
     assert np.exp(-learned.market().lost[0] * 900.0) < 0.2
 
 
 def test_every_spell_and_every_drought_that_ended_is_counted() -> None:
-    learned = Spells(1)
+    learned = AvailabilityModel(1)
     for tick, is_up in enumerate([True, False, False, True, True, False]):
         learned.observe(tick * 900.0, [is_up])
     assert learned.ends == 3
 
 
 def test_a_zone_that_takes_over_is_told_from_a_market_that_is_gone() -> None:
-    learned = Spells(2)
+    learned = AvailabilityModel(2)
     for tick in range(4000):
         learned.observe(tick * 900.0, [tick % 8 < 5, tick % 8 >= 4])  # they overlap: one is always there
     market = learned.market()
@@ -159,7 +159,7 @@ def test_a_zone_that_takes_over_is_told_from_a_market_that_is_gone() -> None:
 
 
 def test_what_was_learned_fades() -> None:
-    learned = Spells(1)
+    learned = AvailabilityModel(1)
     for tick in range(2000):
         learned.observe(tick * 900.0, [tick % 2 == 0])
     before = learned.market().lost[0]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.autoscaler.world import CRASH_POINTS, Cluster
 
-from raytide.autoscaler.endpoints.targets import publish
+from raytide.autoscaler.endpoints.targets import set_targets
 from raytide.control.reconcile.decide import decide
 from raytide.core.objects.cluster_config import UnmanagedSection
 from raytide.core.objects.endpoint import Replicas, ServeSpec
@@ -248,7 +248,7 @@ def test_room_that_ray_does_not_show_yet_is_not_asked_for_twice() -> None:
     assert len(Unseen(still_taken).vacated(view, 0)) == 1, (
         "Ray counts the seat although nobody that is known sits there"
     )
-    asked, _ = publish(still_taken)
+    asked, _ = set_targets(still_taken)
     queued = Demand({"GPU": 1.0}, replica_selector(w.spec))
     room = floor_of(replace(asked, demand=(queued,))).room
     assert room.replicas["chat"][0].node_id == shrunk.members[3].node_id
@@ -313,7 +313,7 @@ def test_a_gang_whose_deadline_leaves_no_time_gives_nothing() -> None:
     w = World()
     w.load(6.0)
     w.after(1)
-    asked, _ = publish(w.c.seen)
+    asked, _ = set_targets(w.c.seen)
     assert [action.job_id for action in admit(asked) if isinstance(action, Shrink)] == [w.job]
     urgent = Stance((Market.ON_DEMAND,), True, 2e3, None, None, "it is late")
     late = replace(asked, stances={w.job: urgent})

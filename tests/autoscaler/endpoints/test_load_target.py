@@ -124,4 +124,4 @@ def test_i8_a_replica_that_said_nothing_lately_takes_none_away_and_it_is_said(
         assert targets.observe(endpoint, said, 100.0).low_since_s is None
         assert targets.decide(EndpointView(endpoint, said), 100.0) is None
         if targets.wanted(SPEC, said) < 8:
-            assert f"{silent} of its 2 replicas" in targets.silence(EndpointView(endpoint, said), 100.0)
+            assert f"{silent} of its 2 replicas" in targets.stale_signal(EndpointView(endpoint, said), 100.0)

@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raytide.autoscaler.endpoints.forecast import MEMORY_S, UsualRate
-from raytide.autoscaler.endpoints.queue_simulator import PaperFleets, ReplicaSpeed, Served, convex
+from raytide.autoscaler.endpoints.forecast import MEMORY_S, RequestRate
+from raytide.autoscaler.endpoints.queue_simulator import CounterfactualFleets, ReplicaSpeed, Served, convex
 from raytide.autoscaler.endpoints.replica_placement import FleetNode, FleetPlan, FleetState, ReplicaPool
-from raytide.autoscaler.endpoints.replica_value import Heard, Memory, Past, ServingGoal
-from raytide.autoscaler.endpoints.slo_price import SloPrice
-from raytide.autoscaler.endpoints.worth import NodeCount, late_with_losses, spared_by_draining
-from raytide.autoscaler.spot.reclaim_hazard import Hazard
+from raytide.autoscaler.endpoints.replica_value import Observation, ReplicaValueModel, SavedModel, ServingGoal
+from raytide.autoscaler.endpoints.slo_price import SloShadowPrice
+from raytide.autoscaler.endpoints.worth import HysteresisCount, late_with_losses, spared_by_draining
+from raytide.autoscaler.spot.reclaim_hazard import ReclaimHazard
 from raytide.core.objects.endpoint import Worth
-from raytide.simulate.zone_backoff import LONGEST_REST_S, Stock
+from raytide.simulate.zone_backoff import LONGEST_REST_S, ZoneBackoff
 
 SPEED = ReplicaSpeed(prefill_tps=1500.0, slots=8, tpot_s=0.06)
 PROMPT_OF_A_SECOND = 1500.0
@@ -37,14 +37,14 @@ def goal(zones: Sequence[str], slo_target: float = 0.99, max_replicas: int = 8) 
     return ServingGoal(5.0, slo_target, 1, max_replicas, 180.0, SPEED, 3.06, dict.fromkeys(zones, 0.918))
 
 
-def busy_memory(zones: Sequence[str], rps: int = 2, slo_target: float = 0.99) -> Memory:
+def busy_memory(zones: Sequence[str], rps: int = 2, slo_target: float = 0.99) -> ReplicaValueModel:
     """An hour and a half of that many requests at the start of every second."""
-    memory = Memory.of(goal(zones, slo_target))
+    memory = ReplicaValueModel.of(goal(zones, slo_target))
     for at_s in range(20, 5400, 20):
         came = served(
             at_s - 20.0, float(at_s), [float(second) for second in range(at_s - 20, at_s) for _ in range(rps)]
         )
-        memory.learn(Heard(float(at_s), 20.0, 20 * rps, 0, 0, came, {}, 0), Hazard())
+        memory.learn(Observation(float(at_s), 20.0, 20 * rps, 0, 0, came, {}, 0), ReclaimHazard())
     return memory
 
 
@@ -53,13 +53,13 @@ def at(id: str, pool: str, is_ready: bool, busy: int = 0) -> FleetNode:
 
 
 def plan(
-    memory: Memory,
+    memory: ReplicaValueModel,
     nodes: Sequence[FleetNode],
-    hazard: Hazard | None = None,
+    hazard: ReclaimHazard | None = None,
     most: Mapping[str, int] | None = None,
     now_s: float = 5400.0,
 ) -> FleetPlan:
-    hazard, most = hazard or Hazard(), most or {}
+    hazard, most = hazard or ReclaimHazard(), most or {}
     prices = memory.goal.spot_usd_h.items()
     pools = [ReplicaPool(z, usd_h, True, hazard.per_h(z, now_s), most.get(z)) for z, usd_h in prices]
     pools.append(ReplicaPool(ONDEMAND, memory.goal.ondemand_usd_h, False, most=most.get(ONDEMAND)))
@@ -67,12 +67,12 @@ def plan(
     return FleetState(memory.worth(hazard), by_name, nodes, memory.goal.cold_start_s).plan()
 
 
-def launched(memory: Memory, **most: int) -> list[str]:
+def launched(memory: ReplicaValueModel, **most: int) -> list[str]:
     return sorted(plan(memory, [], most=most).launch)
 
 
 def test_the_usual_rate_is_a_mean_and_forgets_by_e_in_a_quarter_of_an_hour() -> None:
-    usual = UsualRate()
+    usual = RequestRate()
     for _ in range(1000):
         usual.observe(40, 20.0)
     assert usual.rps == pytest.approx(2.0)
@@ -83,7 +83,7 @@ def test_the_usual_rate_is_a_mean_and_forgets_by_e_in_a_quarter_of_an_hour() -> 
 
 def test_paper_fleets_are_late_for_what_a_burst_makes_late() -> None:
     """Twenty prefills of a second every minute: five of them are in time on each replica, four replicas serve all."""
-    paper = PaperFleets(10, SPEED, 5.0)
+    paper = CounterfactualFleets(10, SPEED, 5.0)
     for at_s in range(0, 60 * 400, 60):
         paper.observe(served(float(at_s), at_s + 60.0, [float(at_s)] * 20), 1 / 3)
     late = paper.late_per_h(1 / 3)
@@ -93,7 +93,7 @@ def test_paper_fleets_are_late_for_what_a_burst_makes_late() -> None:
 
 
 def test_decode_slots_make_requests_wait_too() -> None:
-    paper = PaperFleets(4, ReplicaSpeed(prefill_tps=150000.0, slots=2, tpot_s=1.0), 5.0)
+    paper = CounterfactualFleets(4, ReplicaSpeed(prefill_tps=150000.0, slots=2, tpot_s=1.0), 5.0)
     for at_s in range(0, 60 * 400, 60):
         paper.observe(served(float(at_s), at_s + 60.0, [float(at_s)] * 4, outputs=20.0), 0.1)
     late = paper.late_per_h(0.1)
@@ -102,7 +102,7 @@ def test_decode_slots_make_requests_wait_too() -> None:
 
 
 def test_a_rate_that_was_never_seen_is_as_late_as_a_known_one_with_as_many_replicas_for_each_request() -> None:
-    paper = PaperFleets(20, SPEED, 5.0)
+    paper = CounterfactualFleets(20, SPEED, 5.0)
     for at_s in range(0, 60 * 400, 60):
         paper.observe(served(float(at_s), at_s + 60.0, [float(at_s)] * 20), 1 / 3)
     seen, twice = paper.late_per_h(1 / 3), paper.late_per_h(2 / 3)
@@ -113,7 +113,7 @@ def test_a_rate_that_was_never_seen_is_as_late_as_a_known_one_with_as_many_repli
 @settings(max_examples=40, deadline=None)
 @given(gaps=st.lists(st.floats(0, 30), min_size=1, max_size=60), rate=st.floats(0.001, 50))
 def test_each_replica_spares_something_and_never_more_than_the_one_before(gaps: list[float], rate: float) -> None:
-    paper = PaperFleets(12, SPEED, 5.0)
+    paper = CounterfactualFleets(12, SPEED, 5.0)
     arrivals = np.cumsum(gaps).tolist()
     paper.observe(served(0.0, arrivals[-1] + 1.0, arrivals), 0.5)
     late = paper.late_per_h(rate)
@@ -131,7 +131,7 @@ def test_the_convex_curve_is_below_and_falls_ever_less(values: list[float]) -> N
 
 
 def test_a_node_is_bought_for_more_than_its_price_and_kept_until_a_start_would_have_been_paid() -> None:
-    nodes = NodeCount()
+    nodes = HysteresisCount()
     nodes.update(np.array([9.0, 2.0, 0.5]), 1.0, 0.05, 20.0)
     assert nodes.count == 2
     slack = np.array([9.0, 0.5, 0.1])
@@ -144,7 +144,7 @@ def test_a_node_is_bought_for_more_than_its_price_and_kept_until_a_start_would_h
 
 
 def test_a_node_that_was_worth_its_price_in_between_begins_anew() -> None:
-    nodes = NodeCount()
+    nodes = HysteresisCount()
     for _ in range(20):
         nodes.update(np.array([2.0]), 1.0, 0.05, 20.0)
         for _ in range(17):
@@ -160,7 +160,7 @@ def test_losses_add_what_is_late_without_the_lost_nodes() -> None:
 
 
 def test_a_zone_that_has_held_long_is_trusted_more_than_one_that_was_lost() -> None:
-    hazard = Hazard()
+    hazard = ReclaimHazard()
     for minute in range(24 * 60):
         lost = {"bad": 1} if minute % 60 == 59 else {}
         hazard.observe({"good": 2, "bad": 1}, lost, 60.0 * minute, 60.0)
@@ -169,7 +169,7 @@ def test_a_zone_that_has_held_long_is_trusted_more_than_one_that_was_lost() -> N
 
 
 def test_an_empty_zone_is_asked_ever_less_often_but_never_left_alone_for_long() -> None:
-    stock = Stock()
+    stock = ZoneBackoff()
     asked = []
     for second in range(0, 6 * 3600, 10):
         if stock.most("a", float(second)) != 0:
@@ -181,7 +181,7 @@ def test_an_empty_zone_is_asked_ever_less_often_but_never_left_alone_for_long() 
 
 
 def test_a_zone_that_rested_is_tried_with_one_node_and_with_more_once_that_was_given() -> None:
-    stock = Stock()
+    stock = ZoneBackoff()
     assert stock.most("a", 0.0) is None
     stock.took_back("a", 0.0)
     assert stock.most("a", 10.0) == 0
@@ -191,7 +191,7 @@ def test_a_zone_that_rested_is_tried_with_one_node_and_with_more_once_that_was_g
 
 
 def test_a_missed_request_is_worth_more_while_too_many_are_missed_and_not_without_end() -> None:
-    price = SloPrice(0.99)
+    price = SloShadowPrice(0.99)
     first = price.usd(1.0, 3.06)
     for _ in range(20000):
         price.observe(100, 50, 5.0, 20.0)
@@ -216,7 +216,7 @@ def test_nodes_are_spread_over_regions_when_losing_one_would_hurt() -> None:
 
 
 def test_a_zone_that_loses_nodes_often_is_left_for_one_that_does_not() -> None:
-    memory, hazard = busy_memory("ab", slo_target=0.9), Hazard()
+    memory, hazard = busy_memory("ab", slo_target=0.9), ReclaimHazard()
     for minute in range(24 * 60):
         lost = {"a": 1} if minute % 30 == 29 else {}
         hazard.observe({"a": 2, "b": 2}, lost, 5400.0 + 60.0 * minute, 60.0)
@@ -234,7 +234,7 @@ def test_there_are_always_enough_to_keep_up_with_the_work() -> None:
 
 
 @lru_cache
-def two_zones(target: float) -> Memory:
+def two_zones(target: float) -> ReplicaValueModel:
     return busy_memory("ab", slo_target=target)
 
 
@@ -260,7 +260,7 @@ def test_an_on_demand_node_that_starts_is_not_given_up_for_spot_that_may_be_refu
 
 
 def test_zones_that_were_lost_together_are_expected_to_go_together() -> None:
-    apart, together = Hazard(), Hazard()
+    apart, together = ReclaimHazard(), ReclaimHazard()
     held = {"us-west-2a": 2, "us-west-2b": 2, "eu-west-1a": 2}
     for hour in range(20):
         now_s = 3600.0 * hour
@@ -281,8 +281,8 @@ def test_what_waits_makes_nodes_worth_more_the_more_it_is() -> None:
 
 
 def test_on_demand_stays_until_its_spot_replacement_is_ready() -> None:
-    memory = Memory.of(goal("a"))
-    memory.learn(Heard(20.0, 20.0, 0, 0, 0, served(0.0, 0.0, []), {}, 1), Hazard())
+    memory = ReplicaValueModel.of(goal("a"))
+    memory.learn(Observation(20.0, 20.0, 0, 0, 0, served(0.0, 0.0, []), {}, 1), ReclaimHazard())
     there = [at("1", ONDEMAND, True)]
     first = plan(memory, there)
     assert first.launch == ("a",) and first.release == ()
@@ -366,14 +366,14 @@ def test_plans_for_a_mixed_fleet_do_what_is_worth_it_and_come_to_rest(held: list
 
 
 def test_what_took_days_to_learn_is_known_to_the_next_controller_and_of_another_goal_nothing() -> None:
-    old, new = busy_memory("a"), Memory.of(goal("a"))
+    old, new = busy_memory("a"), ReplicaValueModel.of(goal("a"))
     old.price.observe(1000, 500, 2.0, 20.0)
-    told = Past.model_validate_json(old.past.model_dump_json())
+    told = SavedModel.model_validate_json(old.past.model_dump_json())
     new.recall(told)
     assert new.paper.late_per_h(2.0).tolist() == old.paper.late_per_h(2.0).tolist()
     assert new.paper.request_s == old.paper.request_s
     assert new.price.usd(1.0, 3.0) == old.price.usd(1.0, 3.0)
-    other, blank = Memory.of(goal("a", slo_target=0.5)), Memory.of(goal("a", slo_target=0.5))
+    other, blank = ReplicaValueModel.of(goal("a", slo_target=0.5)), ReplicaValueModel.of(goal("a", slo_target=0.5))
     other.recall(told)
     assert other.past == blank.past
 
@@ -394,8 +394,8 @@ def test_replicas_that_turn_out_to_have_more_slots_or_fewer_keep_what_was_counte
         assert memory.is_for(wider)
         memory.aim(wider)
         assert memory.past == known
-    fleets = {slots: PaperFleets(3, ReplicaSpeed(1e9, slots, 1.0), 5.0) for slots in (1, 2, 4)}
-    fleets[0] = PaperFleets(3, ReplicaSpeed(1e9, 2, 1.0), 5.0)
+    fleets = {slots: CounterfactualFleets(3, ReplicaSpeed(1e9, slots, 1.0), 5.0) for slots in (1, 2, 4)}
+    fleets[0] = CounterfactualFleets(3, ReplicaSpeed(1e9, 2, 1.0), 5.0)
     fleets[0].run_at(ReplicaSpeed(1e9, 4, 1.0))
     came = np.sort(rng.uniform(0.0, 600.0, 300))
     for paper in fleets.values():
@@ -406,7 +406,7 @@ def test_replicas_that_turn_out_to_have_more_slots_or_fewer_keep_what_was_counte
 
 @pytest.mark.parametrize("slots", [1, 3])
 def test_slots_that_are_taken_stay_so_when_it_turns_out_that_there_are_others(slots: int) -> None:
-    paper = PaperFleets(1, ReplicaSpeed(1e9, 2, 1.0), 5.0)
+    paper = CounterfactualFleets(1, ReplicaSpeed(1e9, 2, 1.0), 5.0)
     paper.observe(Served(0.0, 1.0, np.zeros(2), np.ones(2), np.array([20.0, 60.0])), 0.5)
     paper.run_at(ReplicaSpeed(1e9, slots, 1.0))
     paper.observe(Served(1.0, 2.0, np.full(2, 1.0), np.ones(2), np.ones(2)), 0.5)

@@ -12,17 +12,17 @@ import pytest
 from raytide.autoscaler.endpoints.cold_start import Start
 from raytide.autoscaler.endpoints.load_target import request_s
 from raytide.autoscaler.endpoints.queue_simulator import Counted
-from raytide.autoscaler.endpoints.replica_throughput import ENOUGH, STRETCH_S, SpeedMeter
-from raytide.autoscaler.endpoints.replica_value import Past
-from raytide.autoscaler.endpoints.request_log import Word, Words
-from raytide.autoscaler.endpoints.traffic import TrafficMeter, Traffics
+from raytide.autoscaler.endpoints.replica_throughput import ENOUGH, STRETCH_S, ThroughputMeter
+from raytide.autoscaler.endpoints.replica_value import SavedModel
+from raytide.autoscaler.endpoints.request_log import CounterDelta, CounterDeltas
+from raytide.autoscaler.endpoints.traffic import TrafficMeter, TrafficMonitor
 from raytide.control.reconcile.learned_state import PERIOD_S, Knowledge, Learned
 from raytide.core.objects.endpoint import Counters, Endpoint, EndpointLoad, EndpointState, ReplicaLoad, ServeSpec, Speed
 from raytide.core.objects.node import Market, Node, NodeState
 
 PROMPT, OUTPUT = 500.0, 100.0
 KEY = "m", 5.0, ServeSpec(name="m", model="/m").served
-PAST = Past(
+PAST = SavedModel(
     slo_ttft_s=5.0,
     slo_target=0.9,
     max_replicas=8,
@@ -36,20 +36,22 @@ L4 = Node("node-1", "l4", "a", Market.SPOT, 1, NodeState.READY, 0.0, ray_node_id
 SERVED = ServeSpec(name="m", model="/m").served
 
 
-def word(at_s: float, rps: float, running: float, waiting: float, dt_s: float = 1.0) -> Word:
+def word(at_s: float, rps: float, running: float, waiting: float, dt_s: float = 1.0) -> CounterDelta:
     """A second in which so many requests ended."""
     ended = rps * dt_s
     replica = ReplicaLoad("a", at_s, running, waiting)
-    return Word(replica, at_s - dt_s, Counters(0, PROMPT * ended, OUTPUT * ended, finished=ended))
+    return CounterDelta(replica, at_s - dt_s, Counters(0, PROMPT * ended, OUTPUT * ended, finished=ended))
 
 
-def stretch(meter: SpeedMeter, from_s: float, rps: float = 4.0, running: float = 8.0, waiting: float = 3.0) -> None:
+def stretch(
+    meter: ThroughputMeter, from_s: float, rps: float = 4.0, running: float = 8.0, waiting: float = 3.0
+) -> None:
     for second in range(int(STRETCH_S)):
         meter.hear(word(from_s + second + 1.0, rps, running, waiting))
 
 
 def test_nothing_is_said_before_enough_was_seen_and_then_it_explains_the_requests_that_were_served() -> None:
-    meter = SpeedMeter()
+    meter = ThroughputMeter()
     for number in range(ENOUGH):
         assert meter.speed is None
         stretch(meter, 100.0 * number)
@@ -59,14 +61,14 @@ def test_nothing_is_said_before_enough_was_seen_and_then_it_explains_the_request
 
 
 def test_a_replica_on_which_nothing_waits_teaches_nothing_however_slow_it_is() -> None:
-    meter = SpeedMeter()
+    meter = ThroughputMeter()
     for number in range(10):
         stretch(meter, 100.0 * number, rps=0.1, running=1.0, waiting=0.0)
     assert meter.speed is None
 
 
 def test_a_wait_that_is_too_short_for_every_slot_to_have_had_its_turn_goes_on_or_is_forgotten() -> None:
-    meter = SpeedMeter()
+    meter = ThroughputMeter()
     for second in range(1, 200):
         meter.hear(word(float(second), rps=0.01, running=8.0, waiting=1.0))
     assert not meter.stretches
@@ -77,7 +79,7 @@ def test_a_wait_that_is_too_short_for_every_slot_to_have_had_its_turn_goes_on_or
 
 
 def test_a_few_stretches_in_which_the_engine_stood_still_or_rushed_change_little() -> None:
-    meter = SpeedMeter()
+    meter = ThroughputMeter()
     for number in range(16):
         stretch(meter, 100.0 * number, rps=4.0 if number % 4 else 0.3)
     for number in range(16, 18):
@@ -88,7 +90,7 @@ def test_a_few_stretches_in_which_the_engine_stood_still_or_rushed_change_little
 
 def test_speeds_are_learned_by_node_type_and_the_configured_one_wins() -> None:
     own = Speed(prefill_tps=1.0, slots=1, tpot_ms=1.0)
-    traffics = Traffics(())
+    traffics = TrafficMonitor(())
     endpoint = Endpoint(ServeSpec(name="m", model="/m"), "me", EndpointState.RUNNING, 0.0, 1)
     mine = endpoint.spec.replicas.model_copy(update={"speed": {"l4": own}})
     told = Endpoint(endpoint.spec.model_copy(update={"replicas": mine}), "me", EndpointState.RUNNING, 0.0, 1)
@@ -106,7 +108,7 @@ def test_speeds_are_learned_by_node_type_and_the_configured_one_wins() -> None:
 
 def test_a_replica_whose_node_is_not_known_teaches_nothing_about_nodes_that_have_not_joined() -> None:
     nodes = (L4, replace(L4, id="node-2", type="a100", ray_node_id=""))
-    traffics = Traffics(())
+    traffics = TrafficMonitor(())
     endpoint = Endpoint(ServeSpec(name="m", model="/m"), "me", EndpointState.RUNNING, 0.0, 1)
     for second in range(2 * int(STRETCH_S) * ENOUGH):
         counters = Counters(4.0 * second, PROMPT * second, OUTPUT * second, finished=4.0 * second)
@@ -132,11 +134,11 @@ def test_what_was_learned_outlives_the_controller_and_counts_until_there_is_enou
     told = Knowledge({KEY: {"l4": speed}}, {KEY: (start,)}, {KEY: PAST}, {"job-1": {"l4": 0.5}})
     Learned(path).keep(told, PERIOD_S)
     assert Learned(path).known == told
-    traffics = Traffics((), told.speeds, told.starts)
+    traffics = TrafficMonitor((), told.speeds, told.starts)
     endpoint = Endpoint(ServeSpec(name="m", model="/m"), "me", EndpointState.RUNNING, 5.0, 1)
     found = traffics.measured({"m": EndpointLoad(0.0, 0.0, 1, ("ray-1",))}, [endpoint], [L4])["m"].traffic
     assert found is not None and found.speed == speed and traffics.starts == told.starts
-    meter = SpeedMeter(speed)
+    meter = ThroughputMeter(speed)
     for number in range(ENOUGH):
         assert meter.speed == speed
         stretch(meter, 100.0 * number)
@@ -174,7 +176,7 @@ def test_a_disk_that_takes_nothing_does_not_stop_the_controller_and_what_was_lea
 
 
 def test_a_word_is_what_was_counted_since_the_last_one_and_the_same_one_says_nothing_twice() -> None:
-    words = Words()
+    words = CounterDeltas()
     first = EndpointLoad(1.0, 0.0, 1, replicas=(ReplicaLoad("a", 1.0, counters=Counters(7.0)),))
     second = EndpointLoad(2.0, 0.0, 1, replicas=(ReplicaLoad("a", 2.0, counters=Counters(9.0)),))
     assert words.new(first) == []

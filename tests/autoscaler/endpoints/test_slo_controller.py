@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytide.autoscaler.endpoints.request_log import Arrivals, Queue, Word, Words
-from raytide.autoscaler.endpoints.slo_controller import SloFleets
-from raytide.autoscaler.spot.reclaim_hazard import Hazard
+from raytide.autoscaler.endpoints.request_log import Arrivals, CounterDelta, CounterDeltas, Queue
+from raytide.autoscaler.endpoints.slo_controller import SloController
+from raytide.autoscaler.spot.reclaim_hazard import ReclaimHazard
 from raytide.core.objects.endpoint import (
     Counters,
     Endpoint,
@@ -44,7 +44,7 @@ STEP_S = 20.0
 class Watch:
     """Four replicas answer as many requests a second, until something else is said."""
 
-    fleets: SloFleets = field(default_factory=SloFleets)
+    fleets: SloController = field(default_factory=SloController)
     at_s: float = 0.0
     counted: dict[str, float] = field(default_factory=dict)
     kv_use: float = 0.1
@@ -73,7 +73,7 @@ class Watch:
         load = EndpointLoad(self.at_s, queued + 2.0 * len(ids), len(ids), (), tuple(said), traffic, queued)
         endpoint = Endpoint(self.spec, "me", EndpointState.RUNNING, 0.0, len(ids))
         seen = Snapshot(at_s=self.at_s, node_types=(SPOT,), endpoints=(EndpointView(endpoint, load),))
-        (view,) = self.fleets.on(seen, Hazard()).endpoints
+        (view,) = self.fleets.on(seen, ReclaimHazard()).endpoints
         return view
 
     def hear_for(self, seconds: float, **words: float) -> Iterator[Worth]:
@@ -164,10 +164,10 @@ def test_who_was_late_in_the_queue_is_not_late_again_when_a_replica_answers() ->
     queue.came(taken=0, length=6, from_s=0.0, until_s=6.0)
     assert queue.became_late(4.0) == 4
     queue.came(taken=6, length=0, from_s=6.0, until_s=20.0)
-    assert queue.late_again(first_tokens=3, late=3, in_replicas=6) == 3
-    assert queue.late_again(first_tokens=3, late=3, in_replicas=3) == 1  # two of them were in time until then
+    assert queue.deduplicate_late(first_tokens=3, late=3, in_replicas=6) == 3
+    assert queue.deduplicate_late(first_tokens=3, late=3, in_replicas=3) == 1  # two of them were in time until then
     queue.came(taken=2, length=0, from_s=20.0, until_s=21.0)
-    assert queue.late_again(first_tokens=2, late=2, in_replicas=2) == 0
+    assert queue.deduplicate_late(first_tokens=2, late=2, in_replicas=2) == 0
 
 
 def test_requests_that_end_without_a_token_are_forgotten() -> None:
@@ -175,7 +175,7 @@ def test_requests_that_end_without_a_token_are_forgotten() -> None:
     queue.came(taken=0, length=6, from_s=0.0, until_s=6.0)
     queue.became_late(6.0)
     queue.came(taken=6, length=0, from_s=6.0, until_s=20.0)
-    assert queue.late_again(first_tokens=0, late=0, in_replicas=0) == 0
+    assert queue.deduplicate_late(first_tokens=0, late=0, in_replicas=0) == 0
     assert not queue.taken
 
 
@@ -190,7 +190,7 @@ def test_nobody_is_late_more_often_than_once(looks: list[tuple[int, int, int, in
         came += queue.came(min(taken, len(queue.came_s)), length, 10.0 * look, 10.0 * (look + 1))
         unanswered += min(taken, len(queue.came_s))
         late = min(late, tokens, len(queue.taken))
-        told += late - queue.late_again(tokens, late, 10**6) + queue.became_late(10.0 * (look + 1) - 5.0)
+        told += late - queue.deduplicate_late(tokens, late, 10**6) + queue.became_late(10.0 * (look + 1) - 5.0)
         assert told <= came
 
 
@@ -226,14 +226,14 @@ def test_after_a_clock_was_set_back_it_is_watched_anew_with_what_was_learned() -
 def test_those_that_wait_have_come_and_are_not_told_again_when_they_are_taken() -> None:
     arrivals, replica = Arrivals(), ReplicaLoad("a", 40.0)
     arrivals.correct(4, 0.0, 20.0)
-    arrivals.hear(Word(replica, 20.0, Counters(6.0)))
+    arrivals.hear(CounterDelta(replica, 20.0, Counters(6.0)))
     arrivals.correct(-4, 20.0, 40.0)
     came_s = arrivals.served(0.0, 100.0).arrival_s.tolist()
     assert came_s == pytest.approx([2.5, 7.5, 12.5, 17.5, 20.0 + 10 / 6, 25.0])
 
 
 def test_sizes_of_requests_that_nobody_saw_come_are_forgotten() -> None:
-    arrivals, words, counted = Arrivals(), Words(), 0.0
+    arrivals, words, counted = Arrivals(), CounterDeltas(), 0.0
     for second in range(400):
         counted += 1.0
         counters = Counters(counted, 1000.0 * 16 * counted, 100.0 * 16 * counted, finished=16 * counted)

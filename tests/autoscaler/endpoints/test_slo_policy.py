@@ -15,7 +15,7 @@ from tests.autoscaler.world import CRASH_POINTS, Cluster, CrashPoint
 from raytide.autoscaler.endpoints import targets
 from raytide.autoscaler.endpoints.forecast import MEMORY_S
 from raytide.autoscaler.endpoints.replica_hosts import Hosts
-from raytide.autoscaler.endpoints.slo_policy import nodes_of
+from raytide.autoscaler.endpoints.slo_policy import replica_slots
 from raytide.control.reconcile.decide import decide
 from raytide.core.errors import ConfigError
 from raytide.core.objects.endpoint import (
@@ -182,7 +182,11 @@ def test_replicas_of_one_endpoint_that_share_a_node_leave_it_together() -> None:
 def test_a_replica_that_ray_has_not_taken_off_its_node_yet_is_counted_once() -> None:
     early = node(3, SPOT, "us-1b", used=0)
     seen = snapshot(worth(2, 2), node(1, SOLID, "us-1a"), node(2, SPOT, "us-1a"), early, seats=(1, 2, 3), silent=1)
-    assert [place.id for place in nodes_of(seen.endpoints[0], Hosts.of(seen))] == ["node-1#0", "node-2#0", "node-3#0"]
+    assert [place.id for place in replica_slots(seen.endpoints[0], Hosts.of(seen))] == [
+        "node-1#0",
+        "node-2#0",
+        "node-3#0",
+    ]
     there = snapshot(worth(2, 2), node(2, SPOT, "us-1a"), early, seats=(2, 3))
     assert [action for action in decide(there).actions if not isinstance(action, Wait)] == []
 
@@ -190,7 +194,11 @@ def test_a_replica_that_ray_has_not_taken_off_its_node_yet_is_counted_once() -> 
 def test_a_replica_whose_process_starts_is_on_no_node_yet_and_has_its_place_all_the_same() -> None:
     taken = [node(number, SPOT, "us-1b") for number in (2, 3)]
     seen = snapshot(worth(2, 2), node(1, SOLID, "us-1a"), *taken, seats=(1,), target=3)
-    assert [place.id for place in nodes_of(seen.endpoints[0], Hosts.of(seen))] == ["node-1#0", "node-2~0", "node-3~0"]
+    assert [place.id for place in replica_slots(seen.endpoints[0], Hosts.of(seen))] == [
+        "node-1#0",
+        "node-2~0",
+        "node-3~0",
+    ]
     assert bought(decide(seen).actions) == {} and target_of(seen, decide(seen).actions) == 3
     queued = replace(seen, demand=(Demand({"GPU": 1.0}, replica_selector(SPEC), 2),))
     assert sum(bought(decide(queued).actions).values()) == 2  # what is taken there is somebody else's
@@ -468,8 +476,8 @@ def test_what_was_published_needs_no_second_word_and_never_falls_below_what_on_d
 ) -> None:
     nodes = tuple(node(number, kind, "us-1a", state) for number, (kind, state) in enumerate(there, start=1))
     seen = snapshot(worth(*counts), *nodes, silent=silent, target=max(1, len(nodes)))
-    published, scales = targets.publish(seen)
-    again, nothing = targets.publish(published)
+    published, scales = targets.set_targets(seen)
+    again, nothing = targets.set_targets(published)
     assert nothing == () and again.endpoints[0].endpoint == published.endpoints[0].endpoint
     assert published.endpoints[0].endpoint.target_replicas >= counts[1]
     assert decide(seen) == decide(seen)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raytide.autoscaler.endpoints.traffic import TrafficMeter, Traffics, key_of, speed_of
+from raytide.autoscaler.endpoints.traffic import TrafficMeter, TrafficMonitor, key_of, speed_of
 from raytide.core.objects.endpoint import (
     Counters,
     Endpoint,
@@ -110,7 +110,7 @@ def test_an_endpoint_made_anew_under_an_old_name_begins_anew() -> None:
     spec = ServeSpec(
         name="m", model="/m", replicas=Replicas(speed={"l4": Speed(prefill_tps=1000, slots=8, tpot_ms=50)})
     )
-    traffics = Traffics(())
+    traffics = TrafficMonitor(())
 
     def seen(created_at_s: float, at_s: float, count: float) -> Traffic:
         endpoint = Endpoint(spec, "me", EndpointState.RUNNING, created_at_s, 1)
@@ -188,7 +188,7 @@ def test_a_clock_that_is_set_back_does_not_blow_up_the_rates() -> None:
 def test_another_model_under_the_same_name_is_learned_anew_and_another_number_of_replicas_is_not() -> None:
     spec = ServeSpec(name="m", model="/m", resources={"GPU": 1})
     endpoint = Endpoint(spec, "me", EndpointState.RUNNING, 5.0, 1)
-    traffics = Traffics((L4,), {key_of(endpoint): {"l4": SPEED}})
+    traffics = TrafficMonitor((L4,), {key_of(endpoint): {"l4": SPEED}})
 
     def speed(**changes: object) -> Speed | None:
         told = Endpoint(spec.model_copy(update=changes), "me", EndpointState.RUNNING, 5.0, 1)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.autoscaler.world import Cluster
 
-from raytide.autoscaler.endpoints.targets import publish
+from raytide.autoscaler.endpoints.targets import set_targets
 from raytide.core.objects.cluster_config import UnmanagedSection
 from raytide.core.objects.endpoint import Replicas, ServeSpec
 from raytide.core.objects.gang import LeaseState, Shape
@@ -73,7 +73,7 @@ def test_a_replica_finds_its_nodes_though_small_jobs_take_every_seat_that_falls_
 
 def kept(c: Cluster) -> float:
     """GPUs, in the last decision."""
-    seen, _ = publish(c.seen)
+    seen, _ = set_targets(c.seen)
     return sum(free["GPU"] for nodes in gathered(seen, Room.of(seen)).kept.values() for _, free in nodes if free)
 
 
@@ -156,7 +156,7 @@ def test_what_a_node_will_have_for_one_endpoint_it_will_not_have_for_another() -
     c.serve(wide(2, gpus=5.0).model_copy(update={"name": "first"}))
     c.serve(wide(1, gpus=8.0))
     c.settle(3)
-    seen, _ = publish(c.seen)
+    seen, _ = set_targets(c.seen)
     kept = {name: [node for node, _ in nodes] for name, nodes in gathered(seen, Room.of(seen)).kept.items()}
     assert kept == {"first": ["node-1", "node-2"]}
 

@@ -8,7 +8,7 @@ import pytest
 
 from raytide.autoscaler.nodes import launch_backoff
 from raytide.autoscaler.nodes.instances import NEVER_JOINED, TAKEN_BACK, terminating
-from raytide.autoscaler.spot.pool_availability import PAST_S, SpotWatch
+from raytide.autoscaler.spot.pool_availability import PAST_S, PoolAvailability
 from raytide.autoscaler.spot.reclaim_hazard import STALE_S
 from raytide.core.objects.node import Market, Node, NodeState
 from raytide.core.objects.plan import Terminate
@@ -31,7 +31,7 @@ A, B = "v100.spot/a", "v100.spot/b"
 
 
 def test_a_pool_is_gone_from_a_loss_until_it_gives_a_node_again() -> None:
-    watch = SpotWatch()
+    watch = PoolAvailability()
     watch.observe([node(1, "a", 100.0)], 100.0)
     assert watch.outlook([A, B], 100.0).is_up == (True, True)
     lost = node(1, "a", 100.0, 4000.0)
@@ -44,7 +44,7 @@ def test_a_pool_is_gone_from_a_loss_until_it_gives_a_node_again() -> None:
 
 
 def test_a_pool_that_goes_on_refusing_is_gone_and_one_that_nobody_asks_comes_back() -> None:
-    watch = SpotWatch()
+    watch = PoolAvailability()
     watch.observe([node(1, "a", None, 100.0)], 100.0)
     assert watch.outlook([A], 100.0).is_up == (False,)
     watch.observe([node(2, "a", None, 600.0)], 600.0)
@@ -58,7 +58,7 @@ def test_what_happened_before_the_first_question_is_learned_as_if_it_had_been_wa
     nodes = [
         node(number, "a", HOUR_S * 6 * number + 300.0, HOUR_S * (6 * number + 5)) for number in range(20)
     ]  # five hours up, one gone
-    late, live = SpotWatch(), SpotWatch()
+    late, live = PoolAvailability(), PoolAvailability()
     live.outlook([A], 0.0)
     for tick in range(20 * 6 * 12 + 1):
         now_s = tick * 300.0
@@ -82,7 +82,7 @@ def test_our_own_end_of_a_node_that_is_coming_says_nothing_of_its_pool() -> None
     ended = terminating(coming, Terminate("node-1", "the fleet costs too much"))
     late = terminating(coming, Terminate("node-1", f"{NEVER_JOINED} 600 s of its launch"))
     for one, is_up in ((ended, True), (late, False)):
-        watch = SpotWatch()
+        watch = PoolAvailability()
         watch.observe([one], 100.0)
         assert watch.outlook([A], 100.0).is_up == (is_up,)
     assert launch_backoff.after((), [coming], [ended], 100.0) == ()
@@ -90,10 +90,10 @@ def test_our_own_end_of_a_node_that_is_coming_says_nothing_of_its_pool() -> None
 
 
 def test_what_is_long_past_is_forgotten_once() -> None:
-    watch, old = SpotWatch(), node(1, "a", 100.0)
+    watch, old = PoolAvailability(), node(1, "a", 100.0)
     watch.observe([old], 100.0)
     watch.outlook([A], 100.0)
     for tick in range(3):
         watch.observe([old], 200.0 + PAST_S + tick)
-    assert watch == SpotWatch()
+    assert watch == PoolAvailability()
     assert watch.outlook([A], 300.0 + PAST_S).is_up == (True,)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from raytide.autoscaler.deadlines.jobs import judged
+from raytide.autoscaler.deadlines.jobs import with_market_constraints
 from raytide.autoscaler.disruption import consolidation
-from raytide.autoscaler.disruption.cost_limit import shed, without
-from raytide.autoscaler.endpoints.targets import publish
+from raytide.autoscaler.disruption.cost_limit import enforce_cost_limit, without
+from raytide.autoscaler.endpoints.targets import set_targets
 from raytide.autoscaler.planner import plan
 from raytide.core.objects.plan import Action, Admit, Grow, Plan, Preempt, Shrink, Wait
 from raytide.core.objects.snapshot import Snapshot
@@ -25,15 +25,15 @@ from raytide.scheduling.state import Room
 
 def decide(snapshot: Snapshot) -> Plan:
     """Everything to be done now, with reasons. Pure: the same snapshot gives the same plan."""
-    return of_judged(judged(snapshot))
+    return of_judged(with_market_constraints(snapshot))
 
 
 def of_judged(seen: Snapshot) -> Plan:
     """The same, of a snapshot that has its stances already."""
     seen, over_cap = within_member_cap(seen)
-    given_up = shed(seen)
+    given_up = enforce_cost_limit(seen)
     seen = with_leases(without(seen, given_up), given_up) if given_up else seen
-    published, scales = publish(seen)
+    published, scales = set_targets(seen)
     room = Room.of(published)
     published = gathered(published, room)
     admissions = admit(published, consolidation.without_kept(published, room))

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from raytide.autoscaler.deadlines.jobs import outlooks
-from raytide.autoscaler.endpoints.slo_controller import Fleets, SloFleets
+from raytide.autoscaler.endpoints.slo_controller import Fleets, SloController
 from raytide.autoscaler.nodes.spend_limits import limits
-from raytide.autoscaler.spot.pool_availability import SpotWatch
+from raytide.autoscaler.spot.pool_availability import PoolAvailability
 from raytide.autoscaler.spot.pool_risk import SpotRisk
 from raytide.core.money import month_of, to_us
 from raytide.core.objects.cluster_config import ClusterConfig
@@ -30,9 +30,9 @@ class Outlook:
     def __init__(self, store: Store, config: ClusterConfig, now_s: float, known: Fleets | None = None) -> None:
         """`known`: what an earlier controller learned of endpoints with an SLO."""
         self._store, self._books, self._config = store, store.books, config
-        self._risk, self.fleets = SpotRisk(), SloFleets(known)
+        self._risk, self.fleets = SpotRisk(), SloController(known)
         self._risk.replay(store.nodes(limit=_PAST_NODES), now_s)
-        self._spot: SpotWatch | None = None
+        self._spot: PoolAvailability | None = None
         self._spent_micro_usd = 0
         self._summed_at_s: float | None = None
 
@@ -49,7 +49,7 @@ class Outlook:
         if self._spot is None:
             if all(job.spec.deadline is None for job in seen.jobs):
                 return ()
-            self._spot = SpotWatch()
+            self._spot = PoolAvailability()
             self._spot.observe(self._store.nodes(limit=_PAST_NODES), seen.at_s)
         self._spot.observe(nodes, seen.at_s)
         return outlooks(self._spot, seen)

@@ -10,7 +10,7 @@ from typing import ClassVar, TypeVar
 from pydantic import PositiveFloat
 
 from raytide.autoscaler.endpoints.cold_start import Start
-from raytide.autoscaler.endpoints.replica_value import Past
+from raytide.autoscaler.endpoints.replica_value import SavedModel
 from raytide.autoscaler.endpoints.slo_controller import Fleets
 from raytide.autoscaler.endpoints.traffic import Speeds, Starts
 from raytide.autoscaler.job_throughput import Learned as Strides
@@ -36,7 +36,7 @@ class _Entry(Config):
     served: str
     speed: dict[str, Speed]
     starts: tuple[Start, ...] = ()
-    fleet: Past | None
+    fleet: SavedModel | None
 
 
 class _JobEntry(Config):

@@ -9,7 +9,7 @@ import numpy as np
 
 from raytide.autoscaler.deadlines.policy import DeadlineJob, ZoneView, decide
 from raytide.autoscaler.deadlines.value_iteration import Values, solve
-from raytide.autoscaler.spot.availability_model import Floats, Market, Spells
+from raytide.autoscaler.spot.availability_model import AvailabilityModel, Floats, ReclaimRates
 from raytide.simulate.deadline.compare import NONE, ON_DEMAND, Outcome, Policy, Terms, Up, View, replay
 
 
@@ -18,7 +18,7 @@ def raytide(terms: Terms, up: Up) -> Callable[[int], Outcome]:
     ticks, markets, ages_s = _watch(up, terms.tick_s)
 
     def from_start(start: int) -> Outcome:
-        def market(tick: int) -> Market:
+        def market(tick: int) -> ReclaimRates:
             return markets[bisect_right(ticks, start + tick) - 1]
 
         return replay(terms, up[:, start : start + terms.deadline], _policy(terms, ages_s[:, start:], market))
@@ -26,8 +26,8 @@ def raytide(terms: Terms, up: Up) -> Callable[[int], Outcome]:
     return from_start
 
 
-def _policy(terms: Terms, ages_s: Floats, market: Callable[[int], Market]) -> Policy:
-    known: list[tuple[Market, Values]] = []
+def _policy(terms: Terms, ages_s: Floats, market: Callable[[int], ReclaimRates]) -> Policy:
+    known: list[tuple[ReclaimRates, Values]] = []
 
     def values(job: DeadlineJob, tick: int) -> Values:
         now = market(tick)
@@ -53,9 +53,9 @@ def _policy(terms: Terms, ages_s: Floats, market: Callable[[int], Market]) -> Po
     return choose
 
 
-def _watch(up: Up, tick_s: float) -> tuple[Sequence[int], Sequence[Market], Floats]:
+def _watch(up: Up, tick_s: float) -> tuple[Sequence[int], Sequence[ReclaimRates], Floats]:
     """From which tick on what was learned of the market, and each zone's age in its state at each tick."""
-    spells = Spells(len(up))
+    spells = AvailabilityModel(len(up))
     ticks, markets = [0], [spells.learned(0.0)]
     ages_s = np.empty(up.shape)
     for tick in range(up.shape[1]):

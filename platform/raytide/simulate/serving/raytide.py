@@ -9,14 +9,14 @@ import numpy as np
 
 from raytide.autoscaler.endpoints.queue_simulator import ReplicaSpeed, Served
 from raytide.autoscaler.endpoints.replica_placement import FleetNode, FleetState, ReplicaPool
-from raytide.autoscaler.endpoints.replica_value import TOLD_AFTER_S, Heard, Memory, ServingGoal
-from raytide.autoscaler.spot.reclaim_hazard import Hazard, holds
+from raytide.autoscaler.endpoints.replica_value import TOLD_AFTER_S, Observation, ReplicaValueModel, ServingGoal
+from raytide.autoscaler.spot.reclaim_hazard import ReclaimHazard, holds
 from raytide.core.objects.node import Market
 from raytide.simulate.capacity import SpotZones
 from raytide.simulate.serving.fleet import Fleet, Replica
 from raytide.simulate.serving.requests import Workload
 from raytide.simulate.serving.setup import ServingSetup
-from raytide.simulate.zone_backoff import Stock
+from raytide.simulate.zone_backoff import ZoneBackoff
 
 ONDEMAND = ""
 """The name of the one pool that is never taken back and never empty."""
@@ -37,7 +37,7 @@ class _Seen:
 class RaytidePolicy:
     def __init__(self, setup: ServingSetup, work: Workload, zones: SpotZones, usd_h: dict[Market, float]) -> None:
         speed = ReplicaSpeed(setup.prefill_tps, setup.slots, setup.tpot_ms / 1000.0)
-        self.memory = Memory.of(
+        self.memory = ReplicaValueModel.of(
             ServingGoal(
                 slo_ttft_s=setup.slo_ttft_s,
                 slo_target=setup.slo_target,
@@ -49,7 +49,7 @@ class RaytidePolicy:
                 spot_usd_h=dict.fromkeys(zones.names, usd_h[Market.SPOT]),
             )
         )
-        self.hazard, self.stock = Hazard(), Stock()
+        self.hazard, self.stock = ReclaimHazard(), ZoneBackoff()
         self._zones = zones
         self._slo_ttft_s = setup.slo_ttft_s
         self._work = work
@@ -111,7 +111,7 @@ class RaytidePolicy:
         told = slice(seen.served, int(served))
         late = range(seen.judged, int(judged))
         nodes = self._nodes(fleet)
-        heard = Heard(
+        heard = Observation(
             at_s=now_s,
             dt_s=now_s - seen.at_s,
             requests=fleet.arrived - seen.arrived,
