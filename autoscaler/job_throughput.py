@@ -14,8 +14,8 @@ from statistics import median
 from raytide.core.objects.gang import Lease, LeaseState, MemberState
 from raytide.core.objects.job import Job, JobState
 from raytide.core.objects.node import NodeType
-from raytide.core.objects.snapshot import Paces, Snapshot
-from raytide.scheduling.throughput import Kinds
+from raytide.core.objects.snapshot import Snapshot, Throughputs
+from raytide.scheduling.throughput import AcceleratorClasses
 
 STRETCH_S = 60.0
 ENOUGH, MOST = 3, 20
@@ -45,7 +45,7 @@ class _Meter:
     """By node type; as another controller learned it, until there is enough of our own."""
     seen: dict[str, deque[float]] = field(default_factory=dict)
     mark: _Mark | None = None
-    paces: Paces | None = None
+    paces: Throughputs | None = None
     """What follows from `learned`, once it was asked for."""
 
     def hear(self, gang: tuple[str, int], node_type: str, gpus: float, step: float, at_s: float) -> None:
@@ -66,7 +66,10 @@ class JobThroughput:
     """All jobs'. `known`: what was learned before."""
 
     def __init__(self, node_types: Sequence[NodeType], known: Learned | None = None) -> None:
-        on_cpus, on_gpus = Kinds.of(node_types, {"CPU": 1.0}), Kinds.of(node_types, {"GPU": 1.0})
+        on_cpus, on_gpus = (
+            AcceleratorClasses.of(node_types, {"CPU": 1.0}),
+            AcceleratorClasses.of(node_types, {"GPU": 1.0}),
+        )
         self._on = (on_cpus, on_cpus.paces({})), (on_gpus, on_gpus.paces({}))
         """By whether a job asks for GPUs; each with what their `speed` says."""
         self._kinds = len(on_cpus.said)
@@ -92,12 +95,12 @@ class JobThroughput:
                 meter = self._meters.setdefault(job.id, _Meter())
                 meter.hear((lease.id, lease.epoch), node_type, gpus, step, now_s)
 
-    def paces(self, jobs: Iterable[Job]) -> dict[str, Paces]:
+    def paces(self, jobs: Iterable[Job]) -> dict[str, Throughputs]:
         """Of those that are not as fast everywhere, as far as is known."""
         found = ((job.id, self._of(job)) for job in jobs)
         return {job_id: paces for job_id, paces in found if paces}
 
-    def _of(self, job: Job) -> Paces:
+    def _of(self, job: Job) -> Throughputs:
         kinds, said = self._on[any(shape.resources.get("GPU") for shape in job.spec.gang.shapes)]
         if (meter := self._meters.get(job.id)) is None or not meter.learned:
             return said

@@ -19,13 +19,13 @@ from raytide.autoscaler.provisioning.unmanaged import seat_requested
 from raytide.core.objects.node import NodeState
 from raytide.core.objects.plan import Action, Terminate, Wait
 from raytide.core.objects.snapshot import Snapshot
-from raytide.scheduling.state import Room
+from raytide.scheduling.state import SchedulingState
 
 MINIMUM = "minimum"
 WARM = "warm"
 
 
-def plan(snapshot: Snapshot, room: Room | None = None) -> tuple[Action, ...]:
+def plan(snapshot: Snapshot, room: SchedulingState | None = None) -> tuple[Action, ...]:
     """What to do now. `snapshot.leases` already holds those that this decision admitted. `room`: of the snapshot, when
     that is there already; it is changed."""
     if not snapshot.ray_answers:
@@ -35,7 +35,7 @@ def plan(snapshot: Snapshot, room: Room | None = None) -> tuple[Action, ...]:
     snapshot, scales = targets.set_targets(snapshot)
     snapshot = _ended(snapshot, {end.node_id for end in ends if isinstance(end, Terminate)})
     if room is None or scales or any(end.node_id in room.rows for end in ends):
-        room = Room.of(snapshot)
+        room = SchedulingState.of(snapshot)
     draft = PlanBuilder(snapshot, replace(room, snapshot=snapshot), NodeOccupancy.of(snapshot), [*ends, *scales])
     consolidation.reserve(draft)
     provision_replicas(draft)

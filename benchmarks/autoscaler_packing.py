@@ -43,12 +43,12 @@ from raytide.autoscaler.nodes.occupancy import NodeOccupancy
 from raytide.autoscaler.planner import plan
 from raytide.autoscaler.provisioning.plan_builder import PlanBuilder
 from raytide.autoscaler.provisioning.provisioner import seat_unmanaged
-from raytide.core.objects.node import NodeType, add, fits, whole_shares
+from raytide.core.objects.node import NodeType, add, fits, round_up_gpu_share
 from raytide.core.objects.plan import Launch
 from raytide.core.objects.snapshot import Demand, Snapshot, Unmanaged
 from raytide.scheduling.diagnosis import copies
 from raytide.scheduling.repacking import repair
-from raytide.scheduling.state import Room
+from raytide.scheduling.state import SchedulingState
 
 GIB = 2**30
 MOST = 10_000
@@ -111,7 +111,7 @@ def shapes(pods: Path, types: Sequence[NodeType]) -> list[dict[str, float]]:
         for row in csv.DictReader(file):
             gpus = int(row["num_gpu"]) * (int(row["gpu_milli"]) / 1000 if row["num_gpu"] == "1" else 1.0)
             need = {"CPU": int(row["cpu_milli"]) / 1000, "GPU": gpus, "memory": float(row["memory_mib"]) * 2**20}
-            need = {name: amount for name, amount in whole_shares(need).items() if amount > 0}
+            need = {name: amount for name, amount in round_up_gpu_share(need).items() if amount > 0}
             if gpus > 0 and any(fits(need, node_type.resources) for node_type in types):
                 found.append(need)
     return found
@@ -163,14 +163,14 @@ def by_raytide(types: Sequence[NodeType], work: Work) -> Fleet:
 
 def unseated(seen: Snapshot, types: Sequence[NodeType], nodes: Counter[str]) -> int:
     """Tasks and bundles to which the plan gave no seat; those that it seated on each node are checked to fit there."""
-    draft, of = PlanBuilder(seen, Room.of(seen), NodeOccupancy.of(seen), []), {t.name: t for t in types}
+    draft, of = PlanBuilder(seen, SchedulingState.of(seen), NodeOccupancy.of(seen), []), {t.name: t for t in types}
     seat_unmanaged(draft)
     repair(draft.room)
     assert Counter(offer.node_type.name for offer in draft.room.bought.values()) == nodes
     for node_id, tenants in draft.room.tenants.items():
         taken: dict[str, float] = {}
         for tenant in tenants:
-            add(taken, whole_shares(tenant.shape.resources))
+            add(taken, round_up_gpu_share(tenant.shape.resources))
         assert fits(taken, of[draft.room.bought[node_id].node_type.name].resources), node_id
     return sum(demand.count for demand in seen.demand) - sum(map(len, draft.room.tenants.values()))
 

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 
-from raytide.core.objects.node import Market
+from raytide.core.objects.node import CapacityType
 from raytide.simulate.serving.compare import Stage
 from raytide.simulate.serving.plot import Frame, svg
 from raytide.simulate.serving.setup import ServingSetup
@@ -80,7 +80,7 @@ class Runs:
             setup = self.setup.model_copy(update={"slo_target": target})
             stage = Stage(setup, stage.work, stage.zones, stage.usd_h)
         result = stage.play(name)
-        hours = (result.node_hours[Market.ON_DEMAND], result.node_hours[Market.SPOT])
+        hours = (result.node_hours[CapacityType.ON_DEMAND], result.node_hours[CapacityType.SPOT])
         cpu_s = time.process_time() - began_s
         print(f"{self.setup.collection} {self.setup.depth} {self.setup.seed} {name} {cpu_s:.1f} s", file=sys.stderr)
         return Run(result.cost_usd, result.slo_attainment, result.ttft_p99_s, *hours, cpu_s)

@@ -36,7 +36,7 @@ from raytide.core.objects.cluster_config import ClusterConfig, RaytideSection, U
 from raytide.core.objects.endpoint import Endpoint, EndpointLoad, EndpointState, Replicas, ServeSpec
 from raytide.core.objects.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
 from raytide.core.objects.job import Job, JobKind, JobSpec, JobState
-from raytide.core.objects.node import Market, Node, NodeState, NodeType, Resources, fits, minus
+from raytide.core.objects.node import CapacityType, Node, NodeState, NodeType, Resources, fits, minus
 from raytide.core.objects.plan import Drain, Launch
 from raytide.core.objects.snapshot import Demand
 
@@ -65,7 +65,7 @@ def node_types(size: Size, chance: random.Random) -> tuple[NodeType, ...]:
             NodeType(
                 name=f"type{number}",
                 resources=resources,
-                market=chance.choice([Market.SPOT, Market.ON_DEMAND]),
+                market=chance.choice([CapacityType.SPOT, CapacityType.ON_DEMAND]),
                 price_micro_usd_h=int(1e6 * (0.05 * cpus + 1.5 * gpus) * chance.uniform(0.3, 1.2)),
                 zones=ZONES,
                 max_nodes=size.nodes // 10,

@@ -39,7 +39,7 @@ from raytide.core.objects.node import Node, NodeState, NodeType
 from raytide.core.objects.snapshot import EndpointView, NodeView, Snapshot
 from raytide.core.objects.team import Team, TeamSpec
 from raytide.core.state import Store
-from raytide.jobs.admission.scheduler import admit
+from raytide.jobs.admission.scheduler import schedule
 
 LOCAL = Path(__file__).parents[1] / "platform" / "raytide" / "control" / "bootstrap" / "local.yaml"
 MODEL = {"ray.io/accelerator-type": "H100"}
@@ -147,13 +147,13 @@ def main() -> None:
     gc.set_threshold(*GC_THRESHOLDS)  # as the controller does
     print(f"{args.jobs} queued, {args.teams} teams, {args.nodes} nodes of 8 GPUs, seed {args.seed}")
     for what, seen in passes(args):
-        timed(f"pass: {what}", partial(admit, seen), args.repeats)
+        timed(f"pass: {what}", partial(schedule, seen), args.repeats)
     with tempfile.TemporaryDirectory() as folder, api(Path(folder), args.jobs) as client:
         timed("page of 100 jobs over HTTP", lambda: client.get("/v1/jobs?limit=100").raise_for_status(), args.repeats)
     for jobs, nodes in SCALES if args.scale else ():
         print(f"{jobs} queued, {args.teams} teams, {nodes} nodes of 8 GPUs, seed {args.seed}")
         for what, seen in passes(argparse.Namespace(**{**vars(args), "jobs": jobs, "nodes": nodes})):
-            timed(f"pass: {what}", partial(admit, seen), 3)
+            timed(f"pass: {what}", partial(schedule, seen), 3)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from raytide.actors.gang.group import GroupKey, GroupState, PlacementGroupInfo, WantedGroup
 from raytide.core.errors import ClusterError
-from raytide.core.io.timeout import within
+from raytide.core.io.timeout import call_with_timeout
 from raytide.core.objects.gang import Member, Shape
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class PlacementGroups:
 
     def list(self) -> dict[GroupKey, PlacementGroupInfo]:
         """Every placement group of raytide's that Ray knows; removed ones for as long as Ray remembers them."""
-        table = within(LIST_TIMEOUT_S, "the GCS to list placement groups", _table)
+        table = call_with_timeout(LIST_TIMEOUT_S, "the GCS to list placement groups", _table)
         groups = [group for info in table.values() if (group := _group(info)) is not None]
         # A removed group and its successor may bear one name if somebody removed it by hand; the living one counts.
         return {group.key: group for group in sorted(groups, key=lambda g: g.state != "removed")}

@@ -23,11 +23,11 @@ from raytide.autoscaler.spot.pool_availability import PoolAvailability, outlook_
 from raytide.core.objects.deadline import moment
 from raytide.core.objects.gang import Lease, LeaseState, MemberState
 from raytide.core.objects.job import Job
-from raytide.core.objects.node import MARKET_LABEL, Market, NodeState, Resources, fits
-from raytide.core.objects.snapshot import NodeView, Snapshot, SpotOutlook, Stance
-from raytide.scheduling.market import Market as Shop
-from raytide.scheduling.market_constraint import instead
-from raytide.scheduling.offerings import Offer
+from raytide.core.objects.node import MARKET_LABEL, CapacityType, NodeState, Resources, fits
+from raytide.core.objects.snapshot import MarketConstraint, NodeView, Snapshot, SpotForecast
+from raytide.scheduling.market import Offerings as Shop
+from raytide.scheduling.market_constraint import alternatives
+from raytide.scheduling.offerings import Offering
 
 TICK_S = 10.0
 """Until it is decided again, at most."""
@@ -37,7 +37,7 @@ RESUME_S = 90.0
 """From nodes that have joined until work goes on: others give way, the gang forms, the state is loaded."""
 SLOWER = 1.5
 """A node may need so many times what the slowest one of its type needed."""
-PREFERS_ON_DEMAND: tuple[Market, ...] = (Market.ON_DEMAND, Market.SPOT)
+PREFERS_ON_DEMAND: tuple[CapacityType, ...] = (CapacityType.ON_DEMAND, CapacityType.SPOT)
 """Better on spot than nowhere."""
 MOST_STEPS = 256
 """Of the table of values: who is further from his deadline looks at it in longer steps."""
@@ -52,12 +52,14 @@ def with_market_constraints(snapshot: Snapshot) -> Snapshot:
     return replace(snapshot, stances={job.id: _stance(fleet, job) for job in due})
 
 
-def spot_pools(shop: Shop, job: Job) -> dict[str, Offer]:
+def spot_pools(shop: Shop, job: Job) -> dict[str, Offering]:
     """The pools that hold a member of its gang, in the order of the configuration."""
-    return {pool_name(o.node_type.name, o.zone): o for o in _offers(shop, job) if o.node_type.market is Market.SPOT}
+    return {
+        pool_name(o.node_type.name, o.zone): o for o in _offers(shop, job) if o.node_type.market is CapacityType.SPOT
+    }
 
 
-def outlooks(watch: PoolAvailability, snapshot: Snapshot) -> tuple[SpotOutlook, ...]:
+def outlooks(watch: PoolAvailability, snapshot: Snapshot) -> tuple[SpotForecast, ...]:
     """What its jobs with a deadline have to know of spot, once for all that could use the same pools."""
     shop = Shop.of(snapshot)
     sets = dict.fromkeys(tuple(spot_pools(shop, job)) for job in snapshot.jobs if job.spec.deadline is not None)
@@ -110,7 +112,7 @@ class _Fleet:
             return None, 0.0
         asked_s = max(node.requested_at_s for node in nodes)
         starting_s = 0.0 if lease.state is LeaseState.ACTIVE else max(0.0, asked_s + restart_s - self.snapshot.at_s)
-        spot = [pool_name(node.type, node.zone) for node in nodes if node.market is Market.SPOT]
+        spot = [pool_name(node.type, node.zone) for node in nodes if node.market is CapacityType.SPOT]
         known = [pools.index(pool) for pool in spot if pool in pools]
         return (known[0] if known else None if spot else "on_demand"), starting_s
 
@@ -123,9 +125,11 @@ class _Fleet:
         views = [self.roster.views.get(m.node_id) for m in lease.members if m.holds]
         is_alone = all(view is None or self.roster.on(view).are_only(lease) for view in views)
         is_free = is_alone and MARKET_LABEL not in lease.shape.labels
-        return job.spec.gives_way and (is_free or bool(instead(lease.shape, job.spec.gang.shapes, Market.ON_DEMAND)))
+        return job.spec.gives_way and (
+            is_free or bool(alternatives(lease.shape, job.spec.gang.shapes, CapacityType.ON_DEMAND))
+        )
 
-    def zone(self, job: Job, offer: Offer, is_up: bool, since_s: float, *, is_held: bool) -> ZoneView:
+    def zone(self, job: Job, offer: Offering, is_up: bool, since_s: float, *, is_held: bool) -> ZoneView:
         """One that can be asked again after a refusal counts as one that has just come back."""
         can_be_had = is_held or self.shop.refusal(offer) is None or self._has_room(job, offer)
         age_s = max(0.0, self.snapshot.at_s - since_s)
@@ -133,11 +137,11 @@ class _Fleet:
             return ZoneView(can_be_had, age_s)
         return ZoneView(can_be_had, 0.0)
 
-    def _has_room(self, job: Job, offer: Offer) -> bool:
+    def _has_room(self, job: Job, offer: Offering) -> bool:
         """On a node of that pool that is there."""
         return any(self._has_room_for(shape.resources, offer) for shape in job.spec.gang.shapes)
 
-    def _has_room_for(self, need: Resources, offer: Offer) -> bool:
+    def _has_room_for(self, need: Resources, offer: Offering) -> bool:
         key = (offer.row, *sorted(need.items()))
         if key not in self.rooms:
             there = self.ready.get((offer.node_type.name, offer.zone), ())
@@ -145,18 +149,18 @@ class _Fleet:
         return self.rooms[key]
 
 
-def _stance(fleet: _Fleet, job: Job) -> Stance:
+def _stance(fleet: _Fleet, job: Job) -> MarketConstraint:
     now_s = fleet.snapshot.at_s
-    due_at_s, left_s = job.spec.due_at_s, job.left_s(now_s)
+    due_at_s, left_s = job.spec.due_at_s, job.remaining_s(now_s)
     assert due_at_s is not None
     now_s += fleet.snapshot.wall_ahead_s
     due = f"due {moment(due_at_s)}"
     if due_at_s <= now_s:
         reason = f"late: it was {due}; it goes on like any other job"
-        return Stance(None, False, due_at_s, left_s, None, reason)
+        return MarketConstraint(None, False, due_at_s, left_s, None, reason)
     if left_s is None:
         reason = f"on demand, {due}: how much work it has is not known before its first steps; estimate_h would say it"
-        return Stance(PREFERS_ON_DEMAND, False, due_at_s, None, None, reason)
+        return MarketConstraint(PREFERS_ON_DEMAND, False, due_at_s, None, None, reason)
     case = JobState.of(fleet, job, due_at_s - now_s, left_s * (1.0 + MARGIN))
     work_s, chosen = case.seen.work_s, case.choose()
     latest_s = due_at_s - work_s - case.seen.restart_s
@@ -165,10 +169,10 @@ def _stance(fleet: _Fleet, job: Job) -> Stance:
         markets = PREFERS_ON_DEMAND
         reason += f"; {case.why_not_spot}"
     else:
-        markets = () if chosen is None else (Market.SPOT,)
+        markets = () if chosen is None else (CapacityType.SPOT,)
         stays = chosen is not None and not case.may_move
         reason += "; it cannot be taken from there" if stays else f", on demand from {moment(latest_s)} at the latest"
-    return Stance(markets, case.is_urgent, due_at_s, work_s, latest_s, reason)
+    return MarketConstraint(markets, case.is_urgent, due_at_s, work_s, latest_s, reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +181,7 @@ class JobState:
 
     seen: DeadlineJob
     zones: tuple[ZoneView, ...]
-    outlook: SpotOutlook
+    outlook: SpotForecast
     price_ratio: float
     """Spot over on demand; at 1 and above there is no reason to take spot."""
     may_move: bool
@@ -245,7 +249,7 @@ def _table(rates: _Rates, step_s: float, price_ratio: float) -> Values:
     return solve(market, left_s=far_s, work_s=far_s, restart_s=step_s, price_ratio=price_ratio)
 
 
-def _offers(shop: Shop, job: Job) -> list[Offer]:
+def _offers(shop: Shop, job: Job) -> list[Offering]:
     """What holds a member of any of its shapes."""
     return list({o.name: o for shape in job.spec.gang.shapes for o, _ in shop.holding(shape)}.values())
 
@@ -253,15 +257,15 @@ def _offers(shop: Shop, job: Job) -> list[Offer]:
 def _price_ratio(shop: Shop, job: Job) -> float:
     """Of the cheapest spot over the cheapest on demand, a member of the first shape that has both."""
     for shape in job.spec.gang.shapes:
-        prices: dict[Market, list[float]] = {Market.SPOT: [], Market.ON_DEMAND: []}
+        prices: dict[CapacityType, list[float]] = {CapacityType.SPOT: [], CapacityType.ON_DEMAND: []}
         for offer, fit in shop.holding(shape):
             prices[offer.node_type.market].append(offer.price_micro_usd_h / fit)
-        if all(prices.values()) and min(prices[Market.ON_DEMAND]) > 0:
-            return min(prices[Market.SPOT]) / min(prices[Market.ON_DEMAND])
+        if all(prices.values()) and min(prices[CapacityType.ON_DEMAND]) > 0:
+            return min(prices[CapacityType.SPOT]) / min(prices[CapacityType.ON_DEMAND])
     return 1.0
 
 
-def _outlook(snapshot: Snapshot, pools: tuple[str, ...]) -> SpotOutlook:
+def _outlook(snapshot: Snapshot, pools: tuple[str, ...]) -> SpotForecast:
     """What was learned of these pools; without it, what is so of spot in general."""
     found = next((outlook for outlook in snapshot.spot if outlook.pools == pools), None)
     return found or outlook_of(

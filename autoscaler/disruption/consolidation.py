@@ -22,10 +22,10 @@ from raytide.core.objects.node import NodeState, labels_match
 from raytide.core.objects.plan import Drain, Launch
 from raytide.core.objects.snapshot import NodeView, Snapshot
 from raytide.scheduling import reservations
-from raytide.scheduling.state import Room
+from raytide.scheduling.state import SchedulingState
 
 
-def without_kept(snapshot: Snapshot, room: Room) -> Room:
+def without_kept(snapshot: Snapshot, room: SchedulingState) -> SchedulingState:
     """A copy, without what is kept for replicas that have no room yet, and for those who will move."""
     room = replace(room.copy(), snapshot=snapshot, _holders=None)
     for kept in snapshot.kept.values():
@@ -55,7 +55,7 @@ def reserve(draft: PlanBuilder) -> None:
         ):
             draft.nominated.add(new.node.id)
             draft.movable.add(node_id)
-            draft.room.take(new.node.id, old.need)
+            draft.room.reserve(new.node.id, old.need)
 
 
 def to_replacements(draft: PlanBuilder) -> list[Drain]:

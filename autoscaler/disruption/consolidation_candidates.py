@@ -26,7 +26,7 @@ from raytide.core.objects.gang import Shape
 from raytide.core.objects.node import NodeState
 from raytide.core.objects.plan import Drain, Launch, Rejected
 from raytide.core.objects.snapshot import NodeView
-from raytide.scheduling.offerings import Floats, Ints, Offer
+from raytide.scheduling.offerings import Floats, Ints, Offering
 from raytide.scheduling.placement import spread_over
 from raytide.scheduling.replicas import is_fresh
 
@@ -45,7 +45,7 @@ _Price = TypeVar("_Price", float, Floats)
 @dataclass(frozen=True, slots=True)
 class _Purchase:
     old: Tenants
-    offer: Offer
+    offer: Offering
     cost_micro_usd_h: float
     """Of the new node, with what its loss would cost those who move there."""
 
@@ -216,7 +216,7 @@ class ConsolidationPlanner:
         asked = Shape.computed(old.need, old.shapes[0].labels)
         others = rejected(room.market, asked, 1, offer)
         seat = room.buy_offer(offer)
-        room.take(seat.node_id, old.need)
+        room.reserve(seat.node_id, old.need)
         self.draft.nominated.add(seat.node_id)
         self.heading[node.id] = offer.zone
         reason = (

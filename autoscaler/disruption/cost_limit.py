@@ -120,7 +120,9 @@ class _Shedding:
         is_known = node.state in _COMING or _is_idle(old.view) or (bool(old.seats) and old.accounts_for_all_usage)
         if self.silent and not is_known:
             return None
-        seats = [(lease, m) for lease, m in old.seats if not m.gives_way and m.index not in self.away.get(lease.id, ())]
+        seats = [
+            (lease, m) for lease, m in old.seats if not m.is_yielding and m.index not in self.away.get(lease.id, ())
+        ]
         if not seats:
             is_left = (_is_idle(old.view) or old.seats) and old.accounts_for_all_usage
             is_empty = node.subject != UNMANAGED if node.state in _COMING else is_left
@@ -171,7 +173,7 @@ class _Shedding:
     def _stops(self, lease: Lease, old: Tenants) -> bool:
         """Whether it would fall below its minimum without its members there."""
         going = {member.index for held, member in old.seats if held is lease} | self.away.get(lease.id, set())
-        stay = sum(m.holds and not m.gives_way and m.index not in going for m in lease.members)
+        stay = sum(m.holds and not m.is_yielding and m.index not in going for m in lease.members)
         return stay < lease.shape.at_least
 
 

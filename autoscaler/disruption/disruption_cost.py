@@ -55,7 +55,7 @@ def stop_of(roster: NodeOccupancy, olds: Sequence[Tenants], now_s: float) -> Dis
             words.append(f"{job.id} stops for about {NOTICE_S + FORM_S:.0f} s")
         else:
             return None
-        left_s = job.left_s(now_s)
+        left_s = job.remaining_s(now_s)
         found = DisruptionCost(
             in_place=found.in_place and stays,
             cost_micro_usd=found.cost_micro_usd + cost,

@@ -15,25 +15,25 @@ from raytide.autoscaler.provisioning.plan_builder import PlanBuilder
 from raytide.core.objects.gang import Lease, Shape
 from raytide.core.objects.node import NodeState
 from raytide.core.objects.plan import Drain
-from raytide.core.objects.snapshot import NodeView, Snapshot, Stance
-from raytide.scheduling.diagnosis import Shortfall
-from raytide.scheduling.market_constraint import bound, may_sit
-from raytide.scheduling.placement import Seat
-from raytide.scheduling.state import Room
+from raytide.core.objects.snapshot import MarketConstraint, NodeView, Snapshot
+from raytide.scheduling.diagnosis import Unschedulable
+from raytide.scheduling.market_constraint import constrain, is_allowed
+from raytide.scheduling.placement import Slot
+from raytide.scheduling.state import SchedulingState
 
 
-def stance_of(snapshot: Snapshot, old: Tenants) -> Stance | None:
+def stance_of(snapshot: Snapshot, old: Tenants) -> MarketConstraint | None:
     """Of the one gang on this node; None when it has no deadline to keep."""
     stances = (snapshot.stances.get(lease.job_id) for lease, _ in old.seats)
     return next((stance for stance in stances if stance is not None and stance.markets is not None), None)
 
 
-def is_wanted(stance: Stance, new: NodeView) -> bool:
+def is_wanted(stance: MarketConstraint, new: NodeView) -> bool:
     """Whether a node that was bought for a gang is still of the market where that should sit."""
     return stance.wanted is new.node.market
 
 
-def drain(old: Tenants, new_ids: Sequence[str], stance: Stance, now_s: float) -> Drain:
+def drain(old: Tenants, new_ids: Sequence[str], stance: MarketConstraint, now_s: float) -> Drain:
     reason = f"{', '.join(new_ids)} is ready for {old.whom}: {stance.reason}"
     return Drain(old.view.node.id, "notice", now_s + NOTICE_S, reason, -old.price_micro_usd_h)
 
@@ -62,27 +62,27 @@ def decide(draft: PlanBuilder, move: str) -> Iterator[Drain]:
             yield from (drain(old, [new_ids[old.view.node.id]], stance, draft.snapshot.at_s) for old in olds)
 
 
-def wrong(draft: PlanBuilder, lease: Lease, stance: Stance) -> dict[str, NodeView]:
+def wrong(draft: PlanBuilder, lease: Lease, stance: MarketConstraint) -> dict[str, NodeView]:
     """Its nodes of other markets than the wanted one."""
     views = ((id, draft.roster.views.get(id)) for id in sorted({m.node_id for m in lease.members if m.holds}))
     return {id: view for id, view in views if view is not None and not is_wanted(stance, view)}
 
 
-def _misplaced(draft: PlanBuilder, lease: Lease, stance: Stance) -> list[Tenants]:
+def _misplaced(draft: PlanBuilder, lease: Lease, stance: MarketConstraint) -> list[Tenants]:
     """Its nodes of other markets than the wanted one, if it may sit there and can be taken from all of them."""
-    if not may_sit(lease.shape, stance):
+    if not is_allowed(lease.shape, stance):
         return []
     olds = [draft.roster.on(view) for view in wrong(draft, lease, stance).values()]
     return olds if all(old.are_only(lease) and old.view.node.state is NodeState.READY for old in olds) else []
 
 
-def _seats(room: Room, olds: Sequence[Tenants], stance: Stance) -> list[Seat] | None:
+def _seats(room: SchedulingState, olds: Sequence[Tenants], stance: MarketConstraint) -> list[Slot] | None:
     """For all who are on each of these nodes, one node of the wanted market; None when one has none."""
-    found: list[Seat] = []
+    found: list[Slot] = []
     for old in olds:
-        (shape,) = bound([Shape.computed(old.need, old.shapes[0].labels)], stance)[:1]
+        (shape,) = constrain([Shape.computed(old.need, old.shapes[0].labels)], stance)[:1]
         seats = room.place(shape, 1, subject="")
-        if isinstance(seats, Shortfall):
+        if isinstance(seats, Unschedulable):
             return None
         found += seats
     return found

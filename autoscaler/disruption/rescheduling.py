@@ -15,8 +15,8 @@ from raytide.autoscaler.nodes.occupancy import Tenants
 from raytide.core.objects.gang import Shape
 from raytide.core.objects.node import NodeState
 from raytide.scheduling.node_table import Mask, Rows
-from raytide.scheduling.placement import Seat
-from raytide.scheduling.state import Room
+from raytide.scheduling.placement import Slot
+from raytide.scheduling.state import SchedulingState
 
 MOST_TRIES = 64
 """Of placing the occupants of nodes one by one, in one decision."""
@@ -25,7 +25,7 @@ _Key = tuple[tuple[tuple[str, float], ...], tuple[tuple[str, str], ...]]
 
 
 class ReschedulingSimulator:
-    def __init__(self, room: Room) -> None:
+    def __init__(self, room: SchedulingState) -> None:
         self._room, self._tries = room, MOST_TRIES
         views = {view.node.id: view for view in room.snapshot.nodes}
         there = [views[seat.node_id] for seat in room.seats if seat.node_id in views]  # bought ones come last
@@ -40,13 +40,13 @@ class ReschedulingSimulator:
         self._is_ready[self._rows(node_ids)] = False
         self._sums.clear()
 
-    def seats(self, olds: Sequence[Tenants]) -> list[Seat] | None:
+    def seats(self, olds: Sequence[Tenants]) -> list[Slot] | None:
         """Seats for all who are on these nodes, taken; None when they do not all fit."""
         own = self._rows(old.view.node.id for old in olds)
         if not self._tries or not all(map(self.could_fit, olds)):
             return None
         self._tries -= 1
-        restore, found = self._room.grid.undo(), list[Seat]()
+        restore, found = self._room.grid.undo(), list[Slot]()
         for old in olds:
             able = self._able(old.price_micro_usd_h)
             able[own] = False

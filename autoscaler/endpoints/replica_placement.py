@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from raytide.autoscaler.spot.reclaim_hazard import losses, region
-from raytide.core.objects.endpoint import Worth
+from raytide.core.objects.endpoint import ReplicaValue
 
 NOTICED_S = 20.0
 """From a loss to the launch of what replaces it, at most."""
@@ -47,7 +47,7 @@ class FleetNode:
     is_ready: bool
     busy: int = 0
     work: float = 1.0
-    """What it does, in the units in which `Worth` counts replicas: those of a replica where they are slowest."""
+    """What it does, in the units in which `ReplicaValue` counts replicas: those of a replica where they are slowest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class FleetPlan:
 class FleetState:
     """`pools`: those of all `nodes` included. More spot is bought where it costs least, its risk included."""
 
-    worth: Worth
+    worth: ReplicaValue
     pools: Mapping[str, ReplicaPool]
     nodes: Sequence[FleetNode]
     cold_start_s: float

@@ -18,7 +18,7 @@ from raytide.autoscaler.endpoints.slo_price import SloShadowPrice
 from raytide.autoscaler.endpoints.worth import HysteresisCount, late_with_losses, spared_by_draining
 from raytide.autoscaler.spot.reclaim_hazard import ReclaimHazard
 from raytide.core.config import Config
-from raytide.core.objects.endpoint import Worth
+from raytide.core.objects.endpoint import ReplicaValue
 
 TOLD_AFTER_S = 120.0
 """What a request brought is told this long after it arrived: nearly all have their last token by then."""
@@ -98,8 +98,8 @@ class ReplicaValueModel:
         self.late_per_h = self.paper.late_per_h(self.usual.rps)
         self._count(heard, hazard)
 
-    def worth(self, hazard: ReclaimHazard) -> Worth:
-        return Worth(
+    def worth(self, hazard: ReclaimHazard) -> ReplicaValue:
+        return ReplicaValue(
             spot=self.spot.count,
             ondemand=self.ondemand.count,
             late_usd=self._late_usd,

@@ -26,10 +26,10 @@ from raytide.autoscaler.endpoints.request_log import Arrivals, CounterDeltas, Qu
 from raytide.autoscaler.endpoints.slo_policy import kv_least, prices, spot_held
 from raytide.autoscaler.endpoints.traffic import Key, key_of
 from raytide.autoscaler.spot.reclaim_hazard import ReclaimHazard
-from raytide.core.objects.endpoint import Counters, EndpointLoad, Worth
+from raytide.core.objects.endpoint import Counters, EndpointLoad, ReplicaValue
 from raytide.core.objects.signals import FRESH_S
-from raytide.core.objects.snapshot import EndpointView, Paces, Snapshot
-from raytide.scheduling.market import Market
+from raytide.core.objects.snapshot import EndpointView, Snapshot, Throughputs
+from raytide.scheduling.market import Offerings
 from raytide.scheduling.replicas import is_fresh, paces_of
 
 Fleets = dict[Key, SavedModel]
@@ -59,10 +59,10 @@ class EndpointMonitor:
     """Since the last look."""
     kv_least: deque[tuple[float, int]] = field(default_factory=deque)
     """When, and how many replicas the KV caches asked for, over the last `downscale_delay_s`."""
-    _worth: Worth | None = None
+    _worth: ReplicaValue | None = None
 
     @property
-    def worth(self) -> Worth | None:
+    def worth(self) -> ReplicaValue | None:
         least = max((least for _, least in self.kv_least), default=0)
         return None if self._worth is None else replace(self._worth, least=least)
 
@@ -129,7 +129,7 @@ class SloController:
                 del self._watched[key]
             elif not _has_slo(served[key]) or seen.at_s < watched.looked_s:  # no longer; the clock was set back
                 self._known[key] = self._watched.pop(key).memory.past
-        fleet = cache(lambda: (Market.of(seen), Hosts.of(seen)))
+        fleet = cache(lambda: (Offerings.of(seen), Hosts.of(seen)))
         for key, view in served.items():
             if view.load is not None and _has_slo(view):
                 self._watch(key, view, view.load, seen.at_s, fleet, hazard)
@@ -143,7 +143,7 @@ class SloController:
         view: EndpointView,
         load: EndpointLoad,
         at_s: float,
-        fleet: Callable[[], tuple[Market, Hosts]],
+        fleet: Callable[[], tuple[Offerings, Hosts]],
         hazard: ReclaimHazard,
     ) -> None:
         watched = self._watched.get(key)
@@ -170,7 +170,7 @@ def _has_slo(view: EndpointView) -> bool:
     return view.endpoint.spec.replicas.slo_target is not None
 
 
-def _goal(view: EndpointView, load: EndpointLoad, market: Market, most: int) -> ServingGoal | None:
+def _goal(view: EndpointView, load: EndpointLoad, market: Offerings, most: int) -> ServingGoal | None:
     """None while nobody knows how fast a replica is. `most`: of the goal before."""
     spec, speed = view.endpoint.spec.replicas, load.traffic.speed if load.traffic is not None else None
     if speed is None or spec.slo_target is None or spec.slo_ttft_s is None:
@@ -188,7 +188,7 @@ def _goal(view: EndpointView, load: EndpointLoad, market: Market, most: int) -> 
     )
 
 
-def _most(replicas: int, paces: Paces, before: int) -> int:
+def _most(replicas: int, paces: Throughputs, before: int) -> int:
     """What so many do where they do most, in units of where they do least. With room to spare, and kept while it will
     do, also where all seem to do alike for a while: the paper fleets begin anew when it changes."""
     most = min(math.ceil(replicas * max(paces.values(), default=1.0)), max(4 * replicas, MOST_UNITS))

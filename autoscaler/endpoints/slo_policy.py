@@ -16,24 +16,24 @@ from raytide.autoscaler.endpoints.replica_hosts import COMING, Hosts
 from raytide.autoscaler.endpoints.replica_placement import FleetNode, FleetPlan, FleetState, ReplicaPool, work_of
 from raytide.autoscaler.spot.pool_risk import pool_name
 from raytide.core.money import format_usd
-from raytide.core.objects.endpoint import Worth
+from raytide.core.objects.endpoint import ReplicaValue
 from raytide.core.objects.gang import Shape
-from raytide.core.objects.node import Market as Kind
-from raytide.core.objects.node import NodeState, fits, labels_match, minus, whole_shares
+from raytide.core.objects.node import CapacityType as Kind
+from raytide.core.objects.node import NodeState, fits, labels_match, minus, round_up_gpu_share
 from raytide.core.objects.plan import Drain, Rejected
 from raytide.core.objects.snapshot import EndpointView, NodeView, Snapshot
 from raytide.scheduling.diagnosis import copies
-from raytide.scheduling.market import Basket, Market
-from raytide.scheduling.offerings import Offer
+from raytide.scheduling.market import Offerings, Purchase
+from raytide.scheduling.offerings import Offering
 from raytide.scheduling.replicas import is_fresh, paces_of, replica_shape, unheard
-from raytide.scheduling.throughput import per_work
+from raytide.scheduling.throughput import cost_per_work
 
 ELSEWHERE = ""
 """The pool of replicas on nodes that are not ours to buy or end."""
 DRAIN_S = 600.0
 """Requests that go on for longer on a node that is given up are cut off."""
 
-_Offers = Mapping[str, tuple[Offer, int]]
+_Offers = Mapping[str, tuple[Offering, int]]
 """What the market has for a replica, by the name of its pool, and how many replicas a node would hold."""
 
 
@@ -47,7 +47,7 @@ class Decision:
     """Nodes on which all replicas, and nobody else, are to go."""
 
 
-def decide(view: EndpointView, worth: Worth, snapshot: Snapshot, market: Market, hosts: Hosts) -> Decision:
+def decide(view: EndpointView, worth: ReplicaValue, snapshot: Snapshot, market: Offerings, hosts: Hosts) -> Decision:
     """What the policy wants. While something was not heard, or too little was seen, nothing is taken away, and so
     nothing is bought to replace what is there."""
     spec = view.endpoint.spec.replicas
@@ -75,7 +75,7 @@ def decide(view: EndpointView, worth: Worth, snapshot: Snapshot, market: Market,
 
 
 def _of_at_least(
-    least: int, there: int, state: FleetState, market: Market, offers: _Offers, most_pace: float
+    least: int, there: int, state: FleetState, market: Offerings, offers: _Offers, most_pace: float
 ) -> FleetPlan:
     """The plan for the least more work that takes so many replicas, or for all that so many could do."""
 
@@ -137,7 +137,7 @@ def _goes(place: FleetNode, given_up: Collection[str]) -> bool:
     return place.is_spot or not place.is_ready or place.id.partition("#")[0] in given_up
 
 
-def may_not_shrink(view: EndpointView, worth: Worth, now_s: float) -> bool:
+def may_not_shrink(view: EndpointView, worth: ReplicaValue, now_s: float) -> bool:
     load = view.load
     if load is None or not is_fresh(load, now_s) or not worth.is_sure:
         return True
@@ -165,7 +165,7 @@ def replica_slots(view: EndpointView, hosts: Hosts, spot_micro_usd_h: float = 0.
         node, ray_id = node_view.node, node_view.node.ray_node_id
         seated = here.pop(ray_id, 0) if ray_id else 0
         pool, work = pool_name(node.type, node.zone), paces.get(node.type, 1.0)
-        is_cheap = per_work(node.price_micro_usd_h, node.type, paces) <= spot_micro_usd_h * max(
+        is_cheap = cost_per_work(node.price_micro_usd_h, node.type, paces) <= spot_micro_usd_h * max(
             1, copies(shape.resources, node_view.total)
         )
         is_shared = bool(seated) and not _is_alone(node_view, shape, seated)
@@ -186,7 +186,7 @@ def replica_slots(view: EndpointView, hosts: Hosts, spot_micro_usd_h: float = 0.
 
 def _room(view: NodeView, shape: Shape, seated: int) -> int:
     """For more replicas: Ray may not have taken off yet what those that are seated use."""
-    need = whole_shares(shape.resources)
+    need = round_up_gpu_share(shape.resources)
     left = minus(view.total, {name: seated * amount for name, amount in need.items()})
     return min(copies(need, view.available), copies(need, left))
 
@@ -201,7 +201,7 @@ def spot_held(view: EndpointView, hosts: Hosts) -> dict[str, float]:
     return held
 
 
-def prices(view: EndpointView, market: Market) -> tuple[float, dict[str, float]]:
+def prices(view: EndpointView, market: Offerings) -> tuple[float, dict[str, float]]:
     """What a replica's work costs an hour on demand, and by spot pool. What is free is priced as what is not: only then
     is it known what a late request is worth."""
     found = [(offer, _price(view, offer, fit) / 1e6) for offer, fit in _offers(view, market).values()]
@@ -211,7 +211,7 @@ def prices(view: EndpointView, market: Market) -> tuple[float, dict[str, float]]
     return min(paid), {name: usd_h or min(paid) for name, usd_h in spot.items()}
 
 
-def _offers(view: EndpointView, market: Market) -> _Offers:
+def _offers(view: EndpointView, market: Offerings) -> _Offers:
     """Those on which first tokens can be in time."""
     traffic = view.load.traffic if view.load is not None else None
     too_slow = traffic.too_slow if traffic is not None else ()
@@ -219,9 +219,9 @@ def _offers(view: EndpointView, market: Market) -> _Offers:
     return {pool_name(o.node_type.name, o.zone): (o, fit) for o, fit in holding}
 
 
-def _price(view: EndpointView, offer: Offer, fit: int) -> float:
+def _price(view: EndpointView, offer: Offering, fit: int) -> float:
     """Of a replica's work there, in micro-dollars an hour."""
-    return per_work(offer.price_micro_usd_h / fit, offer.node_type.name, paces_of(view))
+    return cost_per_work(offer.price_micro_usd_h / fit, offer.node_type.name, paces_of(view))
 
 
 def _cheapest_spot(view: EndpointView, offers: _Offers) -> float:
@@ -231,14 +231,14 @@ def _cheapest_spot(view: EndpointView, offers: _Offers) -> float:
 
 
 def _pools(
-    view: EndpointView, hosts: Hosts, market: Market, offers: _Offers, *, is_held: bool
+    view: EndpointView, hosts: Hosts, market: Offerings, offers: _Offers, *, is_held: bool
 ) -> dict[str, ReplicaPool]:
     """All that could hold a replica. A pool that failed lately is tried with one; not while the target is held, or
     each try that fails would be made up for on demand."""
     pools, paces = {ELSEWHERE: ReplicaPool(ELSEWHERE, 0.0, is_spot=False, most=0)}, paces_of(view)
     for node in (node_view.node for node_view in hosts.near(view)):
         name, is_spot, usd_h = pool_name(node.type, node.zone), node.market is Kind.SPOT, node.price_micro_usd_h / 1e6
-        pools[name] = ReplicaPool(name, per_work(usd_h, node.type, paces), is_spot, most=0)
+        pools[name] = ReplicaPool(name, cost_per_work(usd_h, node.type, paces), is_spot, most=0)
     to_be_had = market.can_have()
     for name, (offer, fit) in offers.items():
         known = market.pools.get((offer.node_type.name, offer.zone))
@@ -254,10 +254,10 @@ def _pools(
     return pools
 
 
-def _affordable(state: FleetState, market: Market, offers: _Offers) -> FleetPlan:
+def _affordable(state: FleetState, market: Offerings, offers: _Offers) -> FleetPlan:
     """The plan of which all can be had together: zones share a type's maximum, and all share the limits."""
     while True:
-        plan, basket, found = state.plan(), Basket(), Counter[str]()
+        plan, basket, found = state.plan(), Purchase(), Counter[str]()
         for name in plan.launch:
             offer, fit = offers[name]
             if found[name] % fit == 0:
@@ -294,7 +294,7 @@ def _given_up(view: EndpointView, hosts: Hosts, release: tuple[str, ...]) -> Ite
 
 def _is_alone(view: NodeView, shape: Shape, count: int) -> bool:
     """Whether nothing but so many replicas runs there."""
-    each = whole_shares(shape.resources)
+    each = round_up_gpu_share(shape.resources)
     theirs = {name: count * amount for name, amount in each.items()}
     return fits({name: total - view.available.get(name, 0.0) for name, total in view.countable.items()}, theirs)
 

@@ -17,7 +17,7 @@ from raytide.core.objects.endpoint import Endpoint, EndpointLoad, ServeSpec, Tra
 from raytide.core.objects.plan import Scale
 from raytide.core.objects.signals import FRESH_S
 from raytide.core.objects.snapshot import EndpointView, Snapshot
-from raytide.scheduling.market import Market
+from raytide.scheduling.market import Offerings
 from raytide.scheduling.replicas import SERVING_STATES, is_fresh, unheard
 
 
@@ -27,7 +27,7 @@ def set_targets(snapshot: Snapshot) -> tuple[Snapshot, tuple[Scale, ...]]:
         return snapshot, ()
     views, scales = [], []
     has_worth = any(view.worth is not None for view in snapshot.endpoints)
-    fleet = (Market.of(snapshot), Hosts.of(snapshot)) if has_worth else None
+    fleet = (Offerings.of(snapshot), Hosts.of(snapshot)) if has_worth else None
     for view in snapshot.endpoints:
         if fleet is None or (found := _planned(view, snapshot, *fleet)) is None:
             scale = decide(view, snapshot.at_s)
@@ -86,7 +86,7 @@ def decide(view: EndpointView, now_s: float) -> Scale | None:
 
 
 def _planned(
-    view: EndpointView, snapshot: Snapshot, market: Market, hosts: Hosts
+    view: EndpointView, snapshot: Snapshot, market: Offerings, hosts: Hosts
 ) -> tuple[EndpointView, Scale | None] | None:
     """The view with what the serving policy decided for it; None where it has no say."""
     endpoint, worth = view.endpoint, view.worth

@@ -19,9 +19,9 @@ from raytide.autoscaler.endpoints.request_log import CounterDeltas
 from raytide.core.objects.endpoint import Counters, Endpoint, EndpointLoad, ServeSpec, Speed, Traffic
 from raytide.core.objects.gang import Shape
 from raytide.core.objects.node import Node, NodeType
-from raytide.core.objects.snapshot import Paces
+from raytide.core.objects.snapshot import Throughputs
 from raytide.scheduling.diagnosis import copies, open_zones
-from raytide.scheduling.throughput import Kinds, per_work
+from raytide.scheduling.throughput import AcceleratorClasses, cost_per_work
 
 WINDOW_S = 30.0
 MANY = 100
@@ -45,7 +45,7 @@ class TrafficMeter:
     spec: ServeSpec
     menu: Mapping[str, NodeType] = field(default_factory=dict)
     """Node types that could hold a replica."""
-    kinds: Kinds = field(default_factory=Kinds)
+    kinds: AcceleratorClasses = field(default_factory=AcceleratorClasses)
     usual: RequestRate = field(default_factory=RequestRate)
     words: CounterDeltas = field(default_factory=CounterDeltas)
     speeds: dict[str, ThroughputMeter] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class TrafficMeter:
         """From now on."""
         shape = Shape(resources=spec.resources, labels=spec.labels)
         able = [t for t in node_types if t.max_nodes and copies(spec.resources, t.resources) and open_zones(shape, t)]
-        self.spec, self.kinds = spec, Kinds.of(able, spec.resources)
+        self.spec, self.kinds = spec, AcceleratorClasses.of(able, spec.resources)
         self.menu = {node_type.name: node_type for node_type in able}
 
     def observe(self, load: EndpointLoad, hosts: Mapping[str, Node]) -> Traffic:
@@ -106,7 +106,7 @@ class TrafficMeter:
         """By node type."""
         return {name: speed for name, meter in self.speeds.items() if (speed := meter.speed) is not None}
 
-    def _paces(self, speeds: Mapping[str, Speed]) -> tuple[tuple[str, ...], Paces]:
+    def _paces(self, speeds: Mapping[str, Speed]) -> tuple[tuple[str, ...], Throughputs]:
         """Where even the mean prompt is late, if it is not everywhere; and what a replica does on each node type."""
         if self.spec.members > 1 or len(self.kinds.said) < 2:
             return (), {}
@@ -124,9 +124,9 @@ class TrafficMeter:
         done, prompt, output = self.total.finished, self.total.prompt_tokens, self.total.output_tokens
         return TYPICAL if done < MANY or prompt + output <= 0 else (prompt / done, output / done)
 
-    def _next_pace(self, paces: Paces) -> float:
+    def _next_pace(self, paces: Throughputs) -> float:
         costs = {name: t.price_micro_usd_h / copies(self.spec.resources, t.resources) for name, t in self.menu.items()}
-        return paces[min(costs, key=lambda name: (per_work(costs[name], name, paces), -paces[name]))]
+        return paces[min(costs, key=lambda name: (cost_per_work(costs[name], name, paces), -paces[name]))]
 
     def _count(self, load: EndpointLoad, hosts: Mapping[str, Node]) -> None:
         for word in self.words.new(load):
@@ -190,7 +190,7 @@ def key_of(endpoint: Endpoint) -> Key:
     return endpoint.name, endpoint.created_at_s, endpoint.spec.served
 
 
-def _slowest(speeds: Mapping[str, Speed], paces: Paces) -> Speed | None:
+def _slowest(speeds: Mapping[str, Speed], paces: Throughputs) -> Speed | None:
     """Of a replica where it does least; as the slowest that is known says, when that is another one."""
     known = [name for name in speeds if name in paces]
     if not known:

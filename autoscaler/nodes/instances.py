@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from raytide.autoscaler.providers.base import Machine, Notice
 from raytide.autoscaler.ray_node import RayNode
-from raytide.core.objects.node import Market, Node, NodeState, NodeType
+from raytide.core.objects.node import CapacityType, Node, NodeState, NodeType
 from raytide.core.objects.plan import Drain, Launch, Terminate
 
 TAKEN_BACK = "the provider takes it back"
@@ -97,7 +97,7 @@ def requested(launch: Launch, node_type: NodeType, now_s: float) -> Node:
 
 def was_taken_back(node: Node) -> bool:
     """Whether it is a spot node that the provider has ended, or will, without being asked."""
-    return node.market is Market.SPOT and (TAKEN_BACK in node.reason or UNASKED in node.reason)
+    return node.market is CapacityType.SPOT and (TAKEN_BACK in node.reason or UNASKED in node.reason)
 
 
 def was_cancelled(node: Node) -> bool:

@@ -9,8 +9,8 @@ from operator import mul
 
 from raytide.core.objects.gang import Lease, Member, Shape
 from raytide.core.objects.job import Job
-from raytide.core.objects.node import TYPE_LABEL, Resources, dominant, plus, whole_shares
-from raytide.core.objects.snapshot import EndpointView, NodeView, Paces, Snapshot
+from raytide.core.objects.node import TYPE_LABEL, Resources, dominant_share, plus, round_up_gpu_share
+from raytide.core.objects.snapshot import EndpointView, NodeView, Snapshot, Throughputs
 from raytide.scheduling.diagnosis import ACCELERATOR_LABEL
 from raytide.scheduling.replicas import paces_of, replica_shape
 from raytide.scheduling.throughput import no_slower
@@ -26,7 +26,7 @@ class Tenants:
     replicas: tuple[EndpointView, ...] = ()
     """The endpoint of each, by the last word that was heard."""
     seats: tuple[tuple[Lease, Member], ...] = ()
-    paces: Mapping[str, Paces] = field(default_factory=dict)
+    paces: Mapping[str, Throughputs] = field(default_factory=dict)
     """By job."""
 
     def __bool__(self) -> bool:
@@ -51,7 +51,7 @@ class Tenants:
     def need(self) -> Resources:
         need: Resources = {}
         for shape in self._shapes:
-            need = plus(need, whole_shares(shape.resources))
+            need = plus(need, round_up_gpu_share(shape.resources))
         return need
 
     @cached_property
@@ -81,7 +81,7 @@ class Tenants:
         """Whether nobody else is there than members of this gang."""
         return self.leases == {lease.id} and not self.replicas and self.accounts_for_all_usage
 
-    def _as_fast(self, shape: Shape, paces: Paces | None) -> Shape:
+    def _as_fast(self, shape: Shape, paces: Throughputs | None) -> Shape:
         """Only where its work goes no slower than here: the price of an hour says nothing else."""
         if not paces:
             return shape
@@ -104,7 +104,7 @@ class NodeOccupancy:
     """Replicas by Ray's id of their node."""
     seats: dict[str, list[tuple[Lease, Member]]] = field(default_factory=dict)
     """Members by their node."""
-    paces: Mapping[str, Paces] = field(default_factory=dict)
+    paces: Mapping[str, Throughputs] = field(default_factory=dict)
     """By job."""
     _on: dict[str, Tenants] = field(default_factory=dict)
     """By node, as far as they were asked for."""
@@ -142,7 +142,7 @@ class NodeOccupancy:
         """Micro-dollars an hour of what the gang holds, by its share of each node."""
         if lease.id not in self._prices:
             views = [self.views[m.node_id] for m in lease.members if m.holds and m.node_id in self.views]
-            shares = [dominant(lease.shape.resources, view.total) for view in views]
+            shares = [dominant_share(lease.shape.resources, view.total) for view in views]
             prices = [view.node.price_micro_usd_h for view in views]
             self._prices[lease.id] = sum(map(mul, prices, shares))
         return self._prices[lease.id]

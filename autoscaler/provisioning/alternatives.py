@@ -8,15 +8,15 @@ from itertools import islice
 from raytide.core.money import format_usd
 from raytide.core.objects.gang import Shape
 from raytide.core.objects.plan import Rejected
-from raytide.scheduling.market import Market
-from raytide.scheduling.offerings import Offer
+from raytide.scheduling.market import Offerings
+from raytide.scheduling.offerings import Offering
 
 CHEAPER, DEARER = 2, 2
 """How many of each are told."""
 
 
 def rejected(
-    market: Market, shape: Shape, members: int, taken: Offer, *, is_spread: bool = False
+    market: Offerings, shape: Shape, members: int, taken: Offering, *, is_spread: bool = False
 ) -> tuple[Rejected, ...]:
     """Beside `taken`, for a node that holds so many members of the shape; replicas are spread over zones."""
     per_member = taken.cost_micro_usd_h / members
@@ -29,14 +29,14 @@ def rejected(
     return (*islice(filter(None, cheaper), CHEAPER), *islice(filter(None, dearer), DEARER))
 
 
-def _cheaper(market: Market, offer: Offer, extra_micro_usd_h: int, is_spread: bool) -> Rejected | None:
+def _cheaper(market: Offerings, offer: Offering, extra_micro_usd_h: int, is_spread: bool) -> Rejected | None:
     if (refusal := market.refusal(offer)) is not None:
         return Rejected(offer.name, refusal[1])
     why = "costs no more, but too many would be lost there at once"
     return Rejected(offer.name, why, extra_micro_usd_h) if is_spread else None
 
 
-def _dearer(market: Market, offer: Offer, extra_micro_usd_h: int) -> Rejected | None:
+def _dearer(market: Offerings, offer: Offering, extra_micro_usd_h: int) -> Rejected | None:
     if market.refusal(offer) is not None:
         return None
     risk = f", {offer.deaths_per_h:g} losses an hour included" if offer.deaths_per_h else ""

@@ -10,12 +10,12 @@ from raytide.core.money import format_usd
 from raytide.core.objects.gang import Lease, Member
 from raytide.core.objects.plan import Action, Assign, Drain, Launch, Rejected, Wait
 from raytide.core.objects.snapshot import EndpointView, NodeView, Snapshot
-from raytide.scheduling.diagnosis import Shortfall
-from raytide.scheduling.offerings import Offer
-from raytide.scheduling.placement import Seat
-from raytide.scheduling.repacking import Repaired, repair
+from raytide.scheduling.diagnosis import Unschedulable
+from raytide.scheduling.offerings import Offering
+from raytide.scheduling.placement import Slot
+from raytide.scheduling.repacking import Repacking, repair
 from raytide.scheduling.replicas import replica_shape
-from raytide.scheduling.state import Placements, Room
+from raytide.scheduling.state import Placements, SchedulingState
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Assignment:
 @dataclass(slots=True)
 class PlanBuilder:
     snapshot: Snapshot
-    room: Room
+    room: SchedulingState
     roster: NodeOccupancy
     actions: list[Action]
     seatings: list[tuple[int, Assignment]] = field(default_factory=list)
@@ -58,7 +58,7 @@ class PlanBuilder:
         if seating.seats:
             self.seatings.append((len(self.actions), seating))
 
-    def wait(self, subject: str, short: Shortfall) -> None:
+    def wait(self, subject: str, short: Unschedulable) -> None:
         self.actions.append(Wait(subject, short.constraint, short.reason, short.remedy))
 
     def close(self) -> None:
@@ -71,12 +71,12 @@ class PlanBuilder:
         self.actions = [*done, *self.actions[at:]]
         self.seatings = []
 
-    def buy(self, seat: Seat, subject: str, why: str) -> None:
+    def buy(self, seat: Slot, subject: str, why: str) -> None:
         """A node for nobody in particular."""
         self.actions.append(self._launch(seat, subject, why))
         self.nominated.add(seat.node_id)
 
-    def _actions_of(self, seating: Assignment, repaired: Repaired) -> list[Action]:
+    def _actions_of(self, seating: Assignment, repaired: Repacking) -> list[Action]:
         seats = [repaired.seat(seat) for seat in seating.seats]
         actions: list[Action] = []
         for seat in seats:
@@ -93,7 +93,7 @@ class PlanBuilder:
             actions.append(Wait(seating.subject, "starting", f"{seating.starting} on {nodes}"))
         return actions
 
-    def _launch(self, seat: Seat, subject: str, why: str) -> Launch:
+    def _launch(self, seat: Slot, subject: str, why: str) -> Launch:
         offer = self.room.bought[seat.node_id]
         price = f"{offer.node_type.market} at {format_usd(offer.price_micro_usd_h)}/h"
         served = self.roster.endpoints.get(subject)
@@ -105,7 +105,7 @@ class PlanBuilder:
             seat.node_id, seat.node_type, seat.zone, subject, f"{why}; {best}", offer.price_micro_usd_h, others
         )
 
-    def _others(self, seat: Seat, offer: Offer, served: EndpointView | None) -> tuple[Rejected, ...]:
+    def _others(self, seat: Slot, offer: Offering, served: EndpointView | None) -> tuple[Rejected, ...]:
         """Judged by its first tenant's shape, for replicas wherever they might have been bought."""
         shapes = [tenant.shape for tenant in self.room.tenants[seat.node_id]]
         if not shapes:

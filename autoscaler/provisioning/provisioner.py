@@ -9,13 +9,13 @@ from raytide.autoscaler.endpoints import targets
 from raytide.autoscaler.provisioning.plan_builder import Assignment, PlanBuilder
 from raytide.core.clock import utc
 from raytide.core.objects.gang import Lease, LeaseState, MemberState, Shape
-from raytide.core.objects.node import Market, NodeState, NodeType, Resources
+from raytide.core.objects.node import CapacityType, NodeState, NodeType, Resources
 from raytide.core.objects.plan import Requeue, Unassign, Wait
-from raytide.core.objects.snapshot import Demand, Paces, Snapshot, Stance
+from raytide.core.objects.snapshot import Demand, MarketConstraint, Snapshot, Throughputs
 from raytide.scheduling import reservations
-from raytide.scheduling.diagnosis import Shortfall, amounts
-from raytide.scheduling.lookahead import Ask, Coming
-from raytide.scheduling.market_constraint import bound, may_sit
+from raytide.scheduling.diagnosis import Unschedulable, amounts
+from raytide.scheduling.lookahead import PendingDemand, PendingShape
+from raytide.scheduling.market_constraint import constrain, is_allowed
 from raytide.scheduling.replicas import is_replica, replica_shape
 from raytide.scheduling.state import Placements
 
@@ -54,7 +54,7 @@ def provision_replicas(draft: PlanBuilder) -> None:
             draft.nominated.update(node_id for node_id, free in kept.get(name, ()) if free)
 
 
-def _keeps(kept: reservations.Kept) -> str:
+def _keeps(kept: reservations.Reservation) -> str:
     nodes = ", ".join(node_id for node_id, _ in kept)
     return f" What falls free on {nodes} is kept for it." if kept else ""
 
@@ -62,8 +62,8 @@ def _keeps(kept: reservations.Kept) -> str:
 def provision_leases(draft: PlanBuilder) -> None:
     """In the order in which they were admitted."""
     waiting = [(lease, sum(m.state is MemberState.WAITING for m in lease.members)) for lease in draft.snapshot.leases]
-    asks = [Ask(lease.shape, count) for lease, count in waiting if count]
-    draft.room.coming = Coming(draft.room.market, asks) if len(asks) > 1 else None
+    asks = [PendingShape(lease.shape, count) for lease, count in waiting if count]
+    draft.room.coming = PendingDemand(draft.room.market, asks) if len(asks) > 1 else None
     for lease, count in waiting:
         if count and draft.room.coming is not None:
             draft.room.coming.next()
@@ -81,13 +81,13 @@ def _seat_lease(draft: PlanBuilder, lease: Lease) -> None:
             _say_starting(draft, lease)
     else:
         needed = max(0, lease.shape.at_least - lease.held)
-        subject, shapes = f"gang {lease.job_id}", bound([_where_the_rest_is(draft, lease)], stance)
+        subject, shapes = f"gang {lease.job_id}", constrain([_where_the_rest_is(draft, lease)], stance)
         if stance is not None and not shapes:
-            draft.wait(lease.job_id, Shortfall("deadline", f"{subject} {stance.reason}.", "Nothing to do."))
+            draft.wait(lease.job_id, Unschedulable("deadline", f"{subject} {stance.reason}.", "Nothing to do."))
             return
         paces = draft.snapshot.paces.get(lease.job_id)
         shape, placed = _first_that_fits(draft, shapes, len(waiting), needed, subject, paces)
-        if isinstance(placed, Shortfall):
+        if isinstance(placed, Unschedulable):
             draft.wait(lease.job_id, placed)
             if not _stands(lease) and not _is_vacated_for(draft, shape, len(waiting), needed):
                 _give_back(draft, lease, placed)
@@ -101,28 +101,28 @@ def _seat_lease(draft: PlanBuilder, lease: Lease) -> None:
 
 
 def _first_that_fits(
-    draft: PlanBuilder, shapes: Sequence[Shape], count: int, needed: int, subject: str, paces: Paces | None
-) -> tuple[Shape, Placements | Shortfall]:
+    draft: PlanBuilder, shapes: Sequence[Shape], count: int, needed: int, subject: str, paces: Throughputs | None
+) -> tuple[Shape, Placements | Unschedulable]:
     """Of some shapes, the best first; when none fits, why the first does not."""
     tried = []
     for shape in shapes:
         placed = draft.room.place(shape, count, at_least=needed, subject=subject, paces=paces)
-        if placed and not isinstance(placed, Shortfall):
+        if placed and not isinstance(placed, Unschedulable):
             return shape, placed
         tried.append((shape, placed))
     return tried[0]
 
 
-def _turns_around(draft: PlanBuilder, lease: Lease, stance: Stance) -> bool:
+def _turns_around(draft: PlanBuilder, lease: Lease, stance: MarketConstraint) -> bool:
     """A gang that still waits for spot nodes leaves them when it had better be on demand by now, and can be."""
     market = {view.node.id: view.node.market for view in draft.snapshot.nodes}
     seated = [member for member in lease.members if member.state is MemberState.ASSIGNED]
-    is_on_spot = any(market.get(member.node_id) is Market.SPOT for member in seated)
-    is_misplaced = is_on_spot and stance.wanted is Market.ON_DEMAND and may_sit(lease.shape, stance)
+    is_on_spot = any(market.get(member.node_id) is CapacityType.SPOT for member in seated)
+    is_misplaced = is_on_spot and stance.wanted is CapacityType.ON_DEMAND and is_allowed(lease.shape, stance)
     if _stands(lease) or not is_misplaced:
         return False
-    shape = bound([lease.shape], stance)[0]
-    if isinstance(draft.room.copy().place(shape, lease.shape.at_least, subject=""), Shortfall):
+    shape = constrain([lease.shape], stance)[0]
+    if isinstance(draft.room.copy().place(shape, lease.shape.at_least, subject=""), Unschedulable):
         return False
     reason = f"its job is {stance.reason}"
     draft.actions += [Unassign(lease.id, member.index, member.node_id, reason) for member in seated]
@@ -131,7 +131,7 @@ def _turns_around(draft: PlanBuilder, lease: Lease, stance: Stance) -> bool:
 
 def _replace_leaving(draft: PlanBuilder, lease: Lease) -> None:
     """A node that will be taken back is replaced while its member still works there."""
-    leaving = [m for m in lease.members if m.state is MemberState.LEAVING and not m.gives_way]
+    leaving = [m for m in lease.members if m.state is MemberState.LEAVING and not m.is_yielding]
     if not leaving:
         return
     draining = {view.node.id: view.node for view in draft.snapshot.nodes if view.node.state is NodeState.DRAINING}
@@ -139,10 +139,10 @@ def _replace_leaving(draft: PlanBuilder, lease: Lease) -> None:
     if not leaving:
         return
     subject, stance = f"gang {lease.job_id}", draft.snapshot.stances.get(lease.job_id)
-    if not (shapes := bound([_where_the_rest_is(draft, lease)], stance)):
+    if not (shapes := constrain([_where_the_rest_is(draft, lease)], stance)):
         return
     _, placed = _first_that_fits(draft, shapes, len(leaving), 0, subject, draft.snapshot.paces.get(lease.job_id))
-    if not isinstance(placed, Shortfall):
+    if not isinstance(placed, Unschedulable):
         node = draining[leaving[0].node_id]
         when = f" at {utc(node.drain_deadline_s)}" if node.drain_deadline_s is not None else ""
         why = f"{subject} loses {', '.join(member.node_id for member in leaving)}{when}"
@@ -162,7 +162,7 @@ def _where_the_rest_is(draft: PlanBuilder, lease: Lease) -> Shape:
     return lease.shape.model_copy(update={"labels": labels, "together": ""})
 
 
-def _give_back(draft: PlanBuilder, lease: Lease, short: Shortfall) -> None:
+def _give_back(draft: PlanBuilder, lease: Lease, short: Unschedulable) -> None:
     """A launch transaction that failed half-way ends here: a gang of which nothing stands yet lets go of its nodes.
 
     When its pools are out of stock and the job named other shapes, they get their turn.
@@ -180,13 +180,13 @@ def _give_back(draft: PlanBuilder, lease: Lease, short: Shortfall) -> None:
 
 def _is_vacated_for(draft: PlanBuilder, shape: Shape, count: int, needed: int) -> bool:
     """Whether it has room once the seats that give way are left: it was admitted to them, and waits."""
-    seats = [(lease, m.node_id) for lease in draft.snapshot.leases for m in lease.members if m.gives_way]
+    seats = [(lease, m.node_id) for lease in draft.snapshot.leases for m in lease.members if m.is_yielding]
     if not seats:
         return False
     room = draft.room.copy()
     for lease, node_id in seats:
-        room.give(node_id, lease.shape.resources)
-    return not isinstance(room.place(shape, count, at_least=needed, subject=""), Shortfall)
+        room.release(node_id, lease.shape.resources)
+    return not isinstance(room.place(shape, count, at_least=needed, subject=""), Unschedulable)
 
 
 def _stands(lease: Lease) -> bool:
@@ -215,8 +215,8 @@ def seat_unmanaged(draft: PlanBuilder) -> Unleased:
     demands.sort(key=lambda demand: -_size(demand, most))
     shapes = [Shape.computed(d.resources, d.labels, d.together) for d in demands]
     in_menu = frozenset(node_type.name for node_type in menu)
-    asks = [Ask(shape, demand.count, in_menu) for shape, demand in zip(shapes, demands, strict=True)]
-    draft.room.coming = Coming(draft.room.market, asks) if asks else None
+    asks = [PendingShape(shape, demand.count, in_menu) for shape, demand in zip(shapes, demands, strict=True)]
+    draft.room.coming = PendingDemand(draft.room.market, asks) if asks else None
     seats: list[tuple[str, Resources]] = []
     fellows = _fellows(snapshot, {demand.apart for demand in demands if demand.apart})
     broken: dict[str, bool] = {}  # groups that cannot be had whole
@@ -237,7 +237,7 @@ def seat_unmanaged(draft: PlanBuilder) -> Unleased:
             subject=what,
             apart=fellows[demand.apart] if demand.apart else None,
         )
-        placed = () if isinstance(placed, Shortfall) else placed
+        placed = () if isinstance(placed, Unschedulable) else placed
         bought += draft.room.next_node - before
         if demand.apart:
             fellows[demand.apart] |= {seat.node_id for seat in placed}
@@ -277,7 +277,7 @@ def _fits_whole(
     for demand, shape in group:
         before = room.next_node
         seats = room.place(shape, demand.count, menu=menu, max_new=left, subject=UNMANAGED, apart=fellows)
-        if isinstance(seats, Shortfall):
+        if isinstance(seats, Unschedulable):
             return False
         left -= room.next_node - before
         fellows |= {seat.node_id for seat in seats}
@@ -286,7 +286,7 @@ def _fits_whole(
 
 def _fits_without_cap(draft: PlanBuilder, demand: Demand, shape: Shape, menu: list[NodeType]) -> bool:
     room, apart = draft.room.copy(), frozenset[str]() if demand.apart else None
-    return not isinstance(room.place(shape, demand.count, menu=menu, subject=UNMANAGED, apart=apart), Shortfall)
+    return not isinstance(room.place(shape, demand.count, menu=menu, subject=UNMANAGED, apart=apart), Unschedulable)
 
 
 def _size(demand: Demand, most: dict[str, float]) -> float:

@@ -10,10 +10,10 @@ from raytide.autoscaler.provisioning.plan_builder import Assignment, PlanBuilder
 from raytide.autoscaler.provisioning.provisioner import UNMANAGED, Unleased, say_unmanaged
 from raytide.core.objects.gang import Shape
 from raytide.core.objects.node import Resources, minus, plus
-from raytide.scheduling.diagnosis import Shortfall, amounts
-from raytide.scheduling.placement import Seat
-from raytide.scheduling.state import Room, Tenant
-from raytide.scheduling.unattributed import Unseen
+from raytide.scheduling.diagnosis import Unschedulable, amounts
+from raytide.scheduling.placement import Slot
+from raytide.scheduling.state import SchedulingState, Tenant
+from raytide.scheduling.unattributed import UnattributedUsage
 
 
 def seat_requested(draft: PlanBuilder, unleased: Unleased) -> None:
@@ -24,13 +24,13 @@ def seat_requested(draft: PlanBuilder, unleased: Unleased) -> None:
     work, room, bought = _work(draft, unleased), draft.room.copy(), unleased.bought
     room.coming, bought_here = None, set[str]()
     for node_id, resources in work.items():
-        room.give(node_id, resources)
+        room.release(node_id, resources)
     for demand in asked:
         shape = Shape.computed(demand.resources, demand.labels)
         what = f"room for {demand.count} x ({amounts(shape)}), which request_resources asks for,"
         left, first = max(0, unleased.most_nodes - bought), room.next_node
         found = room.place(shape, demand.count, at_least=0, menu=unleased.menu, max_new=left, subject=what)
-        assert not isinstance(found, Shortfall)
+        assert not isinstance(found, Unschedulable)
         for number in range(first, room.next_node):
             bought_here.add(draft.room.buy_offer(room.bought[f"node-{number}"]).node_id)
         bought += room.next_node - first
@@ -44,7 +44,7 @@ def seat_requested(draft: PlanBuilder, unleased: Unleased) -> None:
 
 def _work(draft: PlanBuilder, unleased: Unleased) -> dict[str, Resources]:
     """What work without a lease has of each node: what it uses, and what it was just promised."""
-    unseen, work = Unseen(draft.snapshot), dict[str, Resources]()
+    unseen, work = UnattributedUsage(draft.snapshot), dict[str, Resources]()
     for view in draft.snapshot.nodes:
         if view.node.id in draft.room.rows:
             work[view.node.id] = {name: amount for name, amount in unseen.unknown(view).items() if amount > 0}
@@ -53,11 +53,11 @@ def _work(draft: PlanBuilder, unleased: Unleased) -> dict[str, Resources]:
     return {node_id: resources for node_id, resources in work.items() if resources}
 
 
-def _take(room: Room, seat: Seat, shape: Shape, unleased: Unleased, work: dict[str, Resources]) -> None:
+def _take(room: SchedulingState, seat: Slot, shape: Shape, unleased: Unleased, work: dict[str, Resources]) -> None:
     """What the work does not have already is kept free."""
     if seat.is_new:
         room.tenants[seat.node_id].append(Tenant(shape, frozenset(t.name for t in unleased.menu)))
     has, need = work.get(seat.node_id, {}), shape.resources
     both = {name: min(amount, has.get(name, 0.0)) for name, amount in need.items()}
     work[seat.node_id] = minus(has, both)
-    room.take(seat.node_id, minus(need, both))
+    room.reserve(seat.node_id, minus(need, both))

@@ -14,8 +14,8 @@ from raytide.autoscaler.nodes.instances import was_cancelled, was_taken_back
 from raytide.autoscaler.spot.availability_model import AvailabilityModel
 from raytide.autoscaler.spot.availability_model import ReclaimRates as Rates
 from raytide.autoscaler.spot.reclaim_hazard import STALE_S
-from raytide.core.objects.node import Market, Node, NodeState
-from raytide.core.objects.snapshot import SpotOutlook
+from raytide.core.objects.node import CapacityType, Node, NodeState
+from raytide.core.objects.snapshot import SpotForecast
 
 LOOK_S = STALE_S / 2
 """A spell grows older between two looks only; at the past one looks so often."""
@@ -32,8 +32,8 @@ def pool_name(node_type: str, zone: str) -> str:
     return f"{node_type}/{zone}"
 
 
-def outlook_of(pools: Sequence[str], is_up: Sequence[bool], since_s: Sequence[float], rates: Rates) -> SpotOutlook:
-    return SpotOutlook(
+def outlook_of(pools: Sequence[str], is_up: Sequence[bool], since_s: Sequence[float], rates: Rates) -> SpotForecast:
+    return SpotForecast(
         pools=tuple(pools),
         is_up=tuple(is_up),
         since_s=tuple(since_s),
@@ -57,13 +57,13 @@ class PoolAvailability:
 
     def observe(self, nodes: Iterable[Node], now_s: float) -> None:
         for node in nodes:
-            if node.market is Market.SPOT:
+            if node.market is CapacityType.SPOT:
                 self._hear(node, now_s)
         self._forget(now_s)
         for pools, spells in self._markets.items():
             self._look(spells, pools, now_s)
 
-    def outlook(self, pools: Sequence[str], now_s: float) -> SpotOutlook:
+    def outlook(self, pools: Sequence[str], now_s: float) -> SpotForecast:
         """Of these pools as one market; watched from now on."""
         key = tuple(pools)
         self._asked_s[key] = now_s

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from raytide.autoscaler.nodes.instances import was_taken_back
 from raytide.autoscaler.spot.reclaim_hazard import STALE_S, ReclaimHazard
-from raytide.core.objects.node import Market, Node, NodeState, NodeType
+from raytide.core.objects.node import CapacityType, Node, NodeState, NodeType
 from raytide.core.objects.snapshot import Quote
 
 RECENT_S = 900.0
@@ -36,7 +36,7 @@ class SpotRisk:
 
     def replay(self, nodes: Iterable[Node], now_s: float) -> None:
         """All nodes that the store keeps, those that live included, up to now."""
-        spot = [node for node in nodes if node.market is Market.SPOT and node.ready_at_s is not None]
+        spot = [node for node in nodes if node.market is CapacityType.SPOT and node.ready_at_s is not None]
         at_s = max(min((node.ready_at_s or 0.0 for node in spot), default=now_s), now_s - MOST_LOOKS * LOOK_S)
         ends = [(node.ended_at_s, node.id, node) for node in spot if node.ended_at_s is not None]
         for end_s, _, node in sorted(end for end in ends if at_s <= end[0] <= now_s):
@@ -52,7 +52,7 @@ class SpotRisk:
         return until_s
 
     def observe(self, nodes: Iterable[Node], now_s: float) -> None:
-        spot = [node for node in nodes if node.market is Market.SPOT and node.ready_at_s is not None]
+        spot = [node for node in nodes if node.market is CapacityType.SPOT and node.ready_at_s is not None]
         lost = [node for node in spot if was_taken_back(node) and node.id not in self._lost]
         held = Counter(
             pool_name(node.type, node.zone) for node in spot if node.state in _HELD and not was_taken_back(node)
@@ -73,7 +73,7 @@ class SpotRisk:
         for node_type in node_types:
             for zone in node_type.zones:
                 price = prices.get((node_type.name, zone))
-                if node_type.market is Market.SPOT:
+                if node_type.market is CapacityType.SPOT:
                     found.append(Quote(node_type.name, zone, price, self._per_h(node_type.name, zone, now_s)))
                 elif price is not None:
                     found.append(Quote(node_type.name, zone, price))

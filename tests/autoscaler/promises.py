@@ -12,11 +12,11 @@ from raytide.autoscaler.disruption.consolidation_candidates import MOVE
 from raytide.autoscaler.disruption.cost_limit import TOLERANCE
 from raytide.autoscaler.endpoints.targets import set_targets
 from raytide.control.reconcile.decide import decide
-from raytide.core.objects.node import Market, NodeState
+from raytide.core.objects.node import CapacityType, NodeState
 from raytide.core.objects.plan import Action, Drain, Launch, Scale, Terminate
 from raytide.core.objects.snapshot import Snapshot
-from raytide.scheduling.diagnosis import Shortfall
-from raytide.scheduling.state import Room
+from raytide.scheduling.diagnosis import Unschedulable
+from raytide.scheduling.state import SchedulingState
 
 
 def check(seen: Snapshot, actions: Sequence[Action]) -> None:
@@ -40,7 +40,7 @@ def check_budget(seen: Snapshot, actions: Sequence[Action]) -> None:
         assert launch.cost_micro_usd_h == (prices[launch.node_type].price_in(launch.zone) if known is None else known)
         burn += launch.cost_micro_usd_h
         assert hard is None or burn <= hard, "I6"
-        is_spot = prices[launch.node_type].market is Market.SPOT
+        is_spot = prices[launch.node_type].market is CapacityType.SPOT
         assert soft is None or is_spot or burn <= soft, "I6"
 
 
@@ -110,14 +110,14 @@ def check_capacity(seen: Snapshot, actions: Sequence[Action]) -> None:
         for v in seen.nodes
         if v.node.state is NodeState.READY
     )
-    room = Room.of(replace(seen, nodes=nodes, endpoints=tuple(endpoints)))
+    room = SchedulingState.of(replace(seen, nodes=nodes, endpoints=tuple(endpoints)))
     for name, missing in room.missing.items():
         seats = room.replicas[name]
         assert len(seats) == missing and not any(seat.is_new for seat in seats), "I7"
     for lease in seen.leases:
         members = sum(member.node_id in given_up for member in lease.members)
         placed = room.place(lease.shape, members, subject="") if members else ()
-        assert not isinstance(placed, Shortfall) and not any(seat.is_new for seat in placed), "I7"
+        assert not isinstance(placed, Unschedulable) and not any(seat.is_new for seat in placed), "I7"
 
 
 def check_shed(seen: Snapshot, actions: Sequence[Action]) -> None:
@@ -132,7 +132,7 @@ def check_shed(seen: Snapshot, actions: Sequence[Action]) -> None:
     left = sum(price.values()) - sum(price[node_id] for node_id in shed)
     assert left + max(price[node_id] for node_id in shed) > most
     fixed = {job.id for job in seen.jobs if not job.spec.gives_way}
-    held = {m.node_id for lease in seen.leases if lease.job_id in fixed for m in lease.members if not m.gives_way}
+    held = {m.node_id for lease in seen.leases if lease.job_id in fixed for m in lease.members if not m.is_yielding}
     ids = {v.node.ray_node_id: v.node.id for v in seen.nodes}
     serving = {ids.get(node) for v in seen.endpoints for node in (v.load.replica_nodes if v.load else ())}
     assert not shed & (held | serving)

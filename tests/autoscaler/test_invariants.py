@@ -18,7 +18,7 @@ from tests.autoscaler.world import CRASH_POINTS, Cluster, CrashPoint
 from raytide.core.objects.cluster_config import UnmanagedSection
 from raytide.core.objects.endpoint import Replicas, ServeSpec
 from raytide.core.objects.gang import Shape
-from raytide.core.objects.node import MARKET_LABEL, ZONE_LABEL, Market, NodeType
+from raytide.core.objects.node import MARKET_LABEL, ZONE_LABEL, CapacityType, NodeType
 from raytide.core.objects.plan import Wait
 from raytide.core.objects.snapshot import Limits
 
@@ -28,7 +28,7 @@ CPU = NodeType(
 SPOT = NodeType(
     name="gpu2.spot",
     resources={"CPU": 4, "GPU": 2},
-    market=Market.SPOT,
+    market=CapacityType.SPOT,
     price_micro_usd_h=1_000_000,
     max_nodes=3,
     zones=("a", "b"),
@@ -37,7 +37,7 @@ SPOT = NodeType(
     busy_above={"gpu": 0.05},
 )
 SOLID = SPOT.model_copy(
-    update={"name": "gpu2", "market": Market.ON_DEMAND, "price_micro_usd_h": 3_000_000, "max_nodes": 2}
+    update={"name": "gpu2", "market": CapacityType.ON_DEMAND, "price_micro_usd_h": 3_000_000, "max_nodes": 2}
 )
 FLEET = (CPU, SPOT, SOLID)
 SPEC = ServeSpec(

@@ -9,7 +9,7 @@ import pytest
 from raytide.autoscaler.job_throughput import ENOUGH, STRETCH_S, JobThroughput
 from raytide.core.objects.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
 from raytide.core.objects.job import Job, JobKind, JobSpec, JobState
-from raytide.core.objects.node import Market, Node, NodeState, NodeType
+from raytide.core.objects.node import CapacityType, Node, NodeState, NodeType
 from raytide.core.objects.snapshot import NodeView, Snapshot
 
 L4 = NodeType(name="l4", resources={"GPU": 4}, price_micro_usd_h=1, labels={"ray.io/accelerator-type": "L4"})
@@ -19,7 +19,7 @@ SHAPE = Shape(members=2, resources={"GPU": 4})
 
 
 def view(node_type: NodeType) -> NodeView:
-    record = Node(node_type.name, node_type.name, "a", Market.SPOT, 1, NodeState.READY, 0.0)
+    record = Node(node_type.name, node_type.name, "a", CapacityType.SPOT, 1, NodeState.READY, 0.0)
     return NodeView(record, node_type.resources, node_type.resources, {})
 
 

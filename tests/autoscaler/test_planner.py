@@ -8,15 +8,15 @@ from raytide.autoscaler.planner import plan
 from raytide.core.objects.endpoint import Endpoint, EndpointLoad, EndpointState, ReplicaLoad, Replicas, ServeSpec
 from raytide.core.objects.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
 from raytide.core.objects.job import Job, JobKind, JobSpec, JobState
-from raytide.core.objects.node import Market, Node, NodeState, NodeType
+from raytide.core.objects.node import CapacityType, Node, NodeState, NodeType
 from raytide.core.objects.plan import Action, Assign, Drain, Launch, Rejected, Requeue, Scale, Terminate, Unassign, Wait
 from raytide.core.objects.snapshot import Demand, EndpointView, NodeView, Pool, Snapshot, Unmanaged
 
 CPU4 = NodeType(name="cpu4", resources={"CPU": 4}, price_micro_usd_h=200_000, max_nodes=4)
 SPOT = NodeType(
-    name="gpu.spot", resources={"GPU": 8}, market=Market.SPOT, price_micro_usd_h=8_000_000, zones=("a", "b")
+    name="gpu.spot", resources={"GPU": 8}, market=CapacityType.SPOT, price_micro_usd_h=8_000_000, zones=("a", "b")
 )
-SOLID = SPOT.model_copy(update={"name": "gpu", "market": Market.ON_DEMAND, "price_micro_usd_h": 24_000_000})
+SOLID = SPOT.model_copy(update={"name": "gpu", "market": CapacityType.ON_DEMAND, "price_micro_usd_h": 24_000_000})
 FLEET = (CPU4, SPOT, SOLID)
 
 
@@ -104,7 +104,7 @@ def test_a_broken_transaction_gives_its_nodes_back() -> None:
 
 
 def test_a_gang_that_waits_for_seats_that_give_way_keeps_its_turn() -> None:
-    member = Member(0, MemberState.LEAVING, "node-1", gives_way=True, leaves_at_s=1030.0)
+    member = Member(0, MemberState.LEAVING, "node-1", is_yielding=True, leaves_at_s=1030.0)
     leaves = replace(gang(1, members=(member,)), state=LeaseState.ACTIVE)
     shapes = (Shape(resources={"GPU": 8}), Shape(resources={"GPU": 4}))
     spec = JobSpec(kind=JobKind.TRAIN, name="x", gang=GangSpec(shapes=shapes))

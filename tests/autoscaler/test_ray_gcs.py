@@ -16,7 +16,7 @@ from raytide.autoscaler.ray_gcs import GcsReader
 from raytide.autoscaler.ray_node import RayNode
 from raytide.core.clock import SystemClock
 from raytide.core.errors import ClusterError
-from raytide.core.objects.node import Market, Node, NodeState
+from raytide.core.objects.node import CapacityType, Node, NodeState
 from raytide.core.objects.signals import Signal
 from raytide.core.objects.snapshot import Demand
 from raytide.scheduling.replicas import REPLICA_LABEL
@@ -150,7 +150,7 @@ def test_the_gcs_keeps_what_watchers_pin(ray_cluster: Any) -> None:
 def test_launches_are_shown_by_ray_status(ray_cluster: Any) -> None:
     from ray.autoscaler.v2.sdk import get_cluster_status
 
-    coming = Node("node-2", "cpu4", "local", Market.SPOT, 1, NodeState.LAUNCHING, 1.0)
+    coming = Node("node-2", "cpu4", "local", CapacityType.SPOT, 1, NodeState.LAUNCHING, 1.0)
     GcsReader(ray_cluster.address).report([coming])
     assert [node.instance_id for node in get_cluster_status(ray_cluster.address).pending_nodes] == ["node-2"]
 

@@ -28,8 +28,8 @@ from raytide.core.errors import ClusterError, ConfigError, NotFoundError, Raytid
 from raytide.core.objects.endpoint import Replicas, ServeSpec
 from raytide.core.objects.gang import GangSpec, Shape
 from raytide.core.objects.job import Job, JobKind, JobSpec, JobState
-from raytide.core.objects.node import Market
-from raytide.core.objects.snapshot import Stance
+from raytide.core.objects.node import CapacityType
+from raytide.core.objects.snapshot import MarketConstraint
 from raytide.ledger.reconcile import Difference
 from raytide.sdk.client import Tide
 from raytide.sdk.job_run import Run, explain
@@ -225,7 +225,7 @@ def test_a_deadline_without_a_zone_is_meant_where_it_is_said() -> None:
 
 
 def test_what_is_said_of_a_job_ends_with_how_its_deadline_stands() -> None:
-    stance = Stance((Market.SPOT,), False, 1.0, 1.0, 1.0, "on spot: 3.1 h of work")
+    stance = MarketConstraint((CapacityType.SPOT,), False, 1.0, 1.0, 1.0, "on spot: 3.1 h of work")
     assert explain(replace(view(JobState.RUNNING), stance=stance)).endswith("Deadline: on spot: 3.1 h of work.")
     waits = Waiting("deadline", "it waits for spot: 3.1 h of work.", "Nothing to do: it starts in time.")
     said = explain(replace(view(JobState.QUEUED), stance=stance, waiting=waits))

@@ -13,7 +13,7 @@ from raytide.control.views import ClusterStatus, CostLine, CostReport, CostTable
 from raytide.core.errors import UsageError
 from raytide.core.objects.gang import GangSpec, Shape
 from raytide.core.objects.job import Job, JobKind, JobSpec, JobState
-from raytide.core.objects.node import Market, Node, NodeState
+from raytide.core.objects.node import CapacityType, Node, NodeState
 from raytide.core.objects.team import TeamSpec
 from raytide.ledger.report import CostRow
 
@@ -111,7 +111,7 @@ def test_costs_and_status_show_themselves_in_a_notebook_and_as_json() -> None:
     report = CostReport((CostLine("waste", "job-3", "blue", 2_000_000),), 2_000_000, 0, 0, 0)
     assert "<td>job-3</td><td>blue</td><td>$2.00</td>" in report._repr_html_()
     assert report.json()["lines"][0]["subject"] == "job-3"
-    node = Node("node-1", "h100x8", "a", Market.SPOT, 1, NodeState.READY, 0.0)
+    node = Node("node-1", "h100x8", "a", CapacityType.SPOT, 1, NodeState.READY, 0.0)
     status = ClusterStatus(
         "mine", 1.0, 0.1, (node,), {"queued": 2}, 1, 3_000_000, 0, "http://ray", {}, "", ("no <Ray>",)
     )

@@ -144,7 +144,7 @@ def test_a_package_that_finds_no_room_is_refused_and_leaves_nothing(api: TestCli
 def test_no_node_is_bought_that_cannot_be_recorded(disk: Disk, tmp_path: Path) -> None:
     from raytide.autoscaler.providers.local.provider import LocalProvider
     from raytide.autoscaler.providers.purchases import Purchases
-    from raytide.core.objects.node import Market, Node, NodeState
+    from raytide.core.objects.node import CapacityType, Node, NodeState
 
     (disk.path / "run").mkdir()
     (disk.path / "clouds").mkdir()
@@ -153,7 +153,7 @@ def test_no_node_is_bought_that_cannot_be_recorded(disk: Disk, tmp_path: Path) -
     )
     purchases = Purchases(disk.path / "clouds")
     node_type = CONFIG.node_types[0]
-    node = Node("node-1", node_type.name, "local", Market.ON_DEMAND, 1, NodeState.REQUESTED, 1.0)
+    node = Node("node-1", node_type.name, "local", CapacityType.ON_DEMAND, 1, NodeState.REQUESTED, 1.0)
     disk.fill()
     with pytest.raises(OSError, match="No space left"):
         provider.launch(node, node_type)

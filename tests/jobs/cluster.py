@@ -11,10 +11,10 @@ from raytide.core.objects.gang import GangSpec, Lease, LeaseState, Member, Membe
 from raytide.core.objects.job import Job, JobSpec, JobState
 from raytide.core.objects.node import Node, NodeState, NodeType, minus
 from raytide.core.objects.plan import Action, Admit, Plan, Preempt, Shrink, Wait
-from raytide.core.objects.snapshot import NodeView, Snapshot, Stance
+from raytide.core.objects.snapshot import MarketConstraint, NodeView, Snapshot
 from raytide.core.objects.team import Team, TeamSpec
-from raytide.jobs.admission.scheduler import admit
-from raytide.jobs.admission.start_forecast import starts_in_s
+from raytide.jobs.admission.scheduler import schedule
+from raytide.jobs.admission.start_forecast import forecast_starts
 from raytide.jobs.lifecycle import jobs, leases
 
 H100 = NodeType(
@@ -61,7 +61,7 @@ class Cluster:
     jobs: dict[str, Job] = field(default_factory=dict)
     leases: dict[str, Lease] = field(default_factory=dict)
     spent: dict[str, int] = field(default_factory=dict)
-    stances: dict[str, Stance] = field(default_factory=dict)
+    stances: dict[str, MarketConstraint] = field(default_factory=dict)
     admissions: list[tuple[float, str]] = field(default_factory=list)
 
     def submit(self, *shapes: Shape, **more: object) -> str:
@@ -90,7 +90,7 @@ class Cluster:
         self.now_s += seconds
         self._follow()
         seen = self.snapshot
-        actions = admit(seen)
+        actions = schedule(seen)
         for lease in with_leases(seen, actions).leases:
             self.leases[lease.id] = lease
         for action in actions:
@@ -153,17 +153,17 @@ class Cluster:
 
     def _seat(self) -> None:
         """All that a gang needs at once, or nothing."""
-        from raytide.scheduling.diagnosis import Shortfall
-        from raytide.scheduling.state import Room
+        from raytide.scheduling.diagnosis import Unschedulable
+        from raytide.scheduling.state import SchedulingState
 
         for lease in tuple(self.leases.values()):
             waiting = [member for member in lease.members if member.state is MemberState.WAITING]
             if lease.state is LeaseState.RELEASED or not waiting:
                 continue
             needed = max(0, lease.shape.at_least - lease.held)
-            room = Room.of(replace(self.snapshot, node_types=()))
+            room = SchedulingState.of(replace(self.snapshot, node_types=()))
             placed = room.place(lease.shape, len(waiting), at_least=needed, subject=lease.job_id, menu=())
-            if isinstance(placed, Shortfall):
+            if isinstance(placed, Unschedulable):
                 continue
             seats = dict(zip((member.index for member in waiting), placed, strict=False))
             members = tuple(_ready(m, seats[m.index].node_id) if m.index in seats else m for m in lease.members)
@@ -180,7 +180,7 @@ def told(job_id: str, snapshot: Snapshot) -> Waiting | None:
     """What `raytide why` would say of it after the next decision; None when it waits for nothing."""
     from raytide.control.controller import _waiting
 
-    return _waiting(snapshot, Plan(snapshot.at_s, admit(snapshot)), starts_in_s(snapshot)).get(job_id)
+    return _waiting(snapshot, Plan(snapshot.at_s, schedule(snapshot)), forecast_starts(snapshot)).get(job_id)
 
 
 def brief(actions: Iterable[Action]) -> list[tuple[str, str]]:

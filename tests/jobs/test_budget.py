@@ -12,8 +12,8 @@ from raytide.core.money import micro_usd
 from raytide.core.objects.job import JobState
 from raytide.core.objects.plan import Preempt
 from raytide.core.objects.team import Team
-from raytide.jobs.admission.scheduler import GRACE_S, SETTLE_S, admit
-from raytide.jobs.budget import Purse
+from raytide.jobs.admission.scheduler import GRACE_S, SETTLE_S, schedule
+from raytide.jobs.budget import Budgets
 
 HOUR = micro_usd(80)
 """Of a whole node."""
@@ -22,14 +22,14 @@ HOUR = micro_usd(80)
 def test_what_is_reserved_counts_before_it_is_spent_and_no_longer_after() -> None:
     blue = team("blue", spent_usd=10.0, budget={"hard_usd": 100})
     first = replace(job(1), reserved_micro_usd=micro_usd(50), state=JobState.RUNNING)
-    purse = Purse.of([blue], [first], {"job-1": micro_usd(20)})
+    purse = Budgets.of([blue], [first], {"job-1": micro_usd(20)})
     assert purse.committed["blue"] == micro_usd(10 + 30)
     assert purse.refuses(job(2), micro_usd(60)) is None
     assert purse.reserve(job(2), micro_usd(60)) == micro_usd(60)
     short = purse.refuses(job(3), 1.0)
     assert short is not None
     assert short.constraint == "budget"
-    assert Purse.of([blue], [replace(first, reserved_micro_usd=0)], {}).committed["blue"] == micro_usd(10)
+    assert Budgets.of([blue], [replace(first, reserved_micro_usd=0)], {}).committed["blue"] == micro_usd(10)
 
 
 def test_a_parents_budget_holds_for_all_its_teams() -> None:
@@ -38,7 +38,7 @@ def test_a_parents_budget_holds_for_all_its_teams() -> None:
         team("blue", spent_usd=70.0, parent="org"),
         team("red", parent="org"),
     ]
-    purse = Purse.of(teams, [], {})
+    purse = Budgets.of(teams, [], {})
     short = purse.refuses(job(1, team="red"), micro_usd(40))
     assert short is not None
     assert "team org has spent or reserved $70.00 of $100" in short.reason
@@ -92,7 +92,7 @@ def test_what_is_reserved_is_what_the_budget_was_asked_for() -> None:
     c = Cluster(nodes=1, teams=(team("blue", budget={"hard_usd": 20}),))
     c.submit(gpus(8))
     both = replace(c.snapshot, node_types=(*c.snapshot.node_types, cheap))
-    assert brief(admit(both)) == [("job-1", "budget")]
+    assert brief(schedule(both)) == [("job-1", "budget")]
 
 
 def test_an_elastic_gang_takes_no_more_than_is_paid_for() -> None:

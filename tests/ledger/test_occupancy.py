@@ -6,7 +6,7 @@ from raytide.core.objects.endpoint import Endpoint, EndpointLoad, EndpointState,
 from raytide.core.objects.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
 from raytide.core.objects.job import Job, JobKind, JobSpec, JobState
 from raytide.core.objects.ledger_entry import EntryKind, Share
-from raytide.core.objects.node import Market, Node, NodeState
+from raytide.core.objects.node import CapacityType, Node, NodeState
 from raytide.core.objects.snapshot import EndpointView, NodeView, Snapshot
 from raytide.ledger.occupancy import occupancies
 
@@ -25,7 +25,7 @@ def view(
     state: NodeState = NodeState.READY, available: dict[str, float] | None = None, *, ready: bool = True
 ) -> NodeView:
     node = Node(
-        "node-1", "big", "z", Market.SPOT, 1, state, 0.0, ready_at_s=1.0 if ready else None, ray_node_id="ray-1"
+        "node-1", "big", "z", CapacityType.SPOT, 1, state, 0.0, ready_at_s=1.0 if ready else None, ray_node_id="ray-1"
     )
     return NodeView(node, TOTAL, TOTAL if available is None else available, {})
 

@@ -8,16 +8,16 @@ import pytest
 
 from raytide.core.objects.endpoint import Endpoint, EndpointLoad, EndpointState, Replicas, ServeSpec
 from raytide.core.objects.gang import Lease, LeaseState, Member, MemberState, Shape
-from raytide.core.objects.node import ZONE_LABEL, Market, Node, NodeState, NodeType
+from raytide.core.objects.node import ZONE_LABEL, CapacityType, Node, NodeState, NodeType
 from raytide.core.objects.snapshot import EndpointView, Limits, NodeView, Pool, Quote, Snapshot
-from raytide.scheduling.diagnosis import Shortfall
+from raytide.scheduling.diagnosis import Unschedulable
 from raytide.scheduling.node_table import SHORTLIST
-from raytide.scheduling.state import Placements, Room
+from raytide.scheduling.state import Placements, SchedulingState
 
 SOLID = NodeType(
     name="gpu", resources={"CPU": 8, "GPU": 2}, price_micro_usd_h=3_000_000, max_nodes=9, zones=("us-1a", "us-1b")
 )
-SPOT = SOLID.model_copy(update={"name": "gpu.spot", "market": Market.SPOT, "price_micro_usd_h": 1_000_000})
+SPOT = SOLID.model_copy(update={"name": "gpu.spot", "market": CapacityType.SPOT, "price_micro_usd_h": 1_000_000})
 TWO_GPUS = Shape(resources={"GPU": 2})
 
 
@@ -29,18 +29,18 @@ def view(n: int, node_type: NodeType = SOLID, zone: str = "us-1a", *, age_s: flo
     return NodeView(node, node_type.resources, node_type.resources, {**node_type.all_labels(zone), **labels})
 
 
-def room(*types: NodeType, **snapshot: object) -> Room:
-    return Room.of(Snapshot(at_s=0.0, node_types=types, next_node=50, **snapshot))  # type: ignore[arg-type]
+def room(*types: NodeType, **snapshot: object) -> SchedulingState:
+    return SchedulingState.of(Snapshot(at_s=0.0, node_types=types, next_node=50, **snapshot))  # type: ignore[arg-type]
 
 
-def pools(placed: Placements | Shortfall) -> Counter[tuple[str, str]]:
+def pools(placed: Placements | Unschedulable) -> Counter[tuple[str, str]]:
     """Nodes by pool."""
-    assert not isinstance(placed, Shortfall), placed
+    assert not isinstance(placed, Unschedulable), placed
     return Counter((seat.node_type, seat.zone) for seat in set(placed))
 
 
-def short(placed: Placements | Shortfall) -> Shortfall:
-    assert isinstance(placed, Shortfall), placed
+def short(placed: Placements | Unschedulable) -> Unschedulable:
+    assert isinstance(placed, Unschedulable), placed
     return placed
 
 
@@ -136,7 +136,7 @@ def test_a_small_member_sits_where_it_cuts_nothing_that_others_usually_need() ->
     whole = Lease("lease-3", "job-3", Shape(resources={"GPU": 4}), LeaseState.WAITING, (held[0],))
     nodes = (view(1, big), view(2, big))
     placed = room(big, nodes=nodes, leases=(usual, taken, whole)).place(Shape(resources={"GPU": 1}), 1, subject="g")
-    assert not isinstance(placed, Shortfall)
+    assert not isinstance(placed, Unschedulable)
     assert [seat.node_id for seat in placed] == ["node-2"], "five are free there: one of them is of no use to fours"
 
 
@@ -144,7 +144,7 @@ def test_more_members_than_the_shortlist_of_nodes_holds_are_all_seated() -> None
     count = SHORTLIST + 44
     nodes = tuple(view(n) for n in range(1, count + 1))
     placed = room(SOLID.model_copy(update={"max_nodes": count}), nodes=nodes).place(TWO_GPUS, count, subject="g")
-    assert not isinstance(placed, Shortfall)
+    assert not isinstance(placed, Unschedulable)
     assert len({seat.node_id for seat in placed}) == count
 
 
@@ -154,8 +154,8 @@ def test_a_copy_of_the_room_is_a_room_of_its_own() -> None:
     assert pools(there.place(TWO_GPUS, 3, subject="g")) == {("gpu.spot", "us-1a"): 3}
     assert (here.most(TWO_GPUS), there.most(TWO_GPUS)) == (9, 6)
     assert (here.next_node, here.market.burn_micro_usd_h) == (50, 1_000_000)
-    here.take("node-1", {"GPU": 1})
+    here.reserve("node-1", {"GPU": 1})
     assert here.most(TWO_GPUS) == 8
-    here.give("node-1", {"GPU": 1})
-    here.give("node-99", {"GPU": 1})
+    here.release("node-1", {"GPU": 1})
+    here.release("node-99", {"GPU": 1})
     assert here.most(TWO_GPUS) == 9

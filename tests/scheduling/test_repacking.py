@@ -9,9 +9,9 @@ from raytide.core.objects.gang import Lease, LeaseState, Member, Shape
 from raytide.core.objects.node import TYPE_LABEL, ZONE_LABEL, NodeType
 from raytide.core.objects.plan import Assign, Launch
 from raytide.core.objects.snapshot import Limits, Snapshot
-from raytide.scheduling.diagnosis import Shortfall
+from raytide.scheduling.diagnosis import Unschedulable
 from raytide.scheduling.repacking import repair
-from raytide.scheduling.state import Room
+from raytide.scheduling.state import SchedulingState
 
 SMALL = NodeType(name="gpu1", resources={"GPU": 1}, price_micro_usd_h=1_000_000)
 LARGE = NodeType(name="gpu8", resources={"GPU": 8}, price_micro_usd_h=6_000_000)
@@ -23,8 +23,8 @@ def lease(number: int, gpus: float, members: int = 1) -> Lease:
     return Lease(f"lease-{number}", f"job-{number}", shape, LeaseState.WAITING, seats)
 
 
-def room(*types: NodeType) -> Room:
-    return Room.of(Snapshot(at_s=0.0, node_types=types, next_node=1))
+def room(*types: NodeType) -> SchedulingState:
+    return SchedulingState.of(Snapshot(at_s=0.0, node_types=types, next_node=1))
 
 
 def test_a_node_whose_members_fit_on_what_was_bought_later_is_not_bought() -> None:
@@ -87,7 +87,7 @@ def test_who_found_no_room_finds_the_node_that_is_not_bought_after_all() -> None
     for gpus in (1, 7):
         here.place(Shape(resources={"GPU": gpus}), 1, subject="a")
     small = Shape(resources={"GPU": 2}, labels={TYPE_LABEL: "gpu2"})
-    assert isinstance(here.place(small, 1, subject="b"), Shortfall)
+    assert isinstance(here.place(small, 1, subject="b"), Unschedulable)
     repair(here)
     (seat,) = here.place(small, 1, subject="b")  # type: ignore[misc]
     assert seat.is_new

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from raytide.cli.app import app
 from raytide.core.errors import DataError, UsageError
-from raytide.core.objects.node import Market
+from raytide.core.objects.node import CapacityType
 from raytide.simulate.serving.compare import Stage
 from raytide.simulate.serving.plot import page
 from raytide.simulate.serving.setup import ServingSetup
@@ -25,7 +25,7 @@ def test_a_policy_costs_what_its_node_hours_cost_and_never_less_than_the_bound(
     stage = Stage.of(setup)
     result = stage.play(policy)
     hours = result.node_hours
-    assert result.cost_usd == pytest.approx(hours[Market.ON_DEMAND] * 3.06 + hours[Market.SPOT] * 0.918)
+    assert result.cost_usd == pytest.approx(hours[CapacityType.ON_DEMAND] * 3.06 + hours[CapacityType.SPOT] * 0.918)
     if result.slo_attainment > 0.9:
         assert result.cost_usd > stage.lower_bound_usd() > 0
     assert 0 <= result.slo_attainment <= 1 and result.ttft_p50_s <= result.ttft_p99_s
@@ -44,14 +44,14 @@ def test_the_same_seed_gives_the_same_week_and_another_one_another(setup: Servin
 
 def test_on_demand_alone_never_uses_spot_and_spot_alone_never_buys_on_demand(setup: ServingSetup) -> None:
     stage = Stage.of(setup)
-    assert stage.play("serve-ondemand").node_hours[Market.SPOT] == 0
-    assert stage.play("spot-naive").node_hours[Market.ON_DEMAND] == 0
+    assert stage.play("serve-ondemand").node_hours[CapacityType.SPOT] == 0
+    assert stage.play("spot-naive").node_hours[CapacityType.ON_DEMAND] == 0
 
 
 def test_the_static_fleet_is_the_smallest_that_attains_99_percent(setup: ServingSetup) -> None:
     longer = setup.model_copy(update={"days": 0.4})  # so that the first start does not decide
     chosen = Stage.of(longer).play("static")
-    replicas = chosen.node_hours[Market.ON_DEMAND] / 24 / longer.days
+    replicas = chosen.node_hours[CapacityType.ON_DEMAND] / 24 / longer.days
     assert chosen.slo_attainment >= 0.99 and replicas > 1
     fewer = longer.model_copy(update={"max_replicas": round(replicas) - 1})
     assert Stage.of(fewer).play("static").slo_attainment < 0.99

@@ -16,7 +16,7 @@ from raytide.core.objects.endpoint import (
     ServeSpec,
     Traffic,
 )
-from raytide.core.objects.node import Market, Node, NodeState, NodeType
+from raytide.core.objects.node import CapacityType, Node, NodeState, NodeType
 from raytide.core.objects.plan import Drain, Launch
 from raytide.core.objects.snapshot import EndpointView, NodeView, Pool, Quote, Snapshot
 from raytide.simulate.serving.compare import Stage, _live
@@ -62,7 +62,7 @@ class Watched(RaytidePolicy):
         spot = NodeType(
             name="spot",
             resources={"GPU": 1},
-            market=Market.SPOT,
+            market=CapacityType.SPOT,
             price_micro_usd_h=918_000,
             zones=tuple(goal.spot_usd_h),
             max_nodes=99,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from raytide.core.errors import DataError
-from raytide.core.objects.node import Market
+from raytide.core.objects.node import CapacityType
 from raytide.simulate.capacity import SpotZones, spot_zones
 from raytide.simulate.serving.baselines import ServeTarget, SpotHedge
 from raytide.simulate.serving.bound import lower_bound_usd
@@ -16,7 +16,7 @@ from raytide.simulate.serving.fleet import Fleet
 from raytide.simulate.serving.requests import Workload, workload
 from raytide.simulate.serving.setup import ServingSetup
 
-USD_H = {Market.ON_DEMAND: 3.0, Market.SPOT: 1.0}
+USD_H = {CapacityType.ON_DEMAND: 3.0, CapacityType.SPOT: 1.0}
 
 
 def work(arrivals_s: list[float], prefill_s: float = 1.0, decode_s: float = 2.0) -> Workload:
@@ -83,7 +83,7 @@ def test_what_a_lost_replica_had_not_finished_starts_over_elsewhere(setup: Servi
     both.reclaim()
     assert both.first_token_s == pytest.approx([203.0, 201.1]) or both.first_token_s == pytest.approx([201.0, 203.0])
     assert len(both.lost_nodes) == 1
-    assert both.node_hours()[Market.SPOT] == pytest.approx(202 / 3600)
+    assert both.node_hours()[CapacityType.SPOT] == pytest.approx(202 / 3600)
 
 
 def test_a_zone_gives_no_more_than_it_holds(setup: ServingSetup) -> None:
@@ -98,7 +98,7 @@ def test_a_released_replica_is_billed_until_it_is_done(setup: ServingSetup) -> N
     one.advance(200.5)
     one.release(one.alive[0])
     one.advance(400.0)
-    assert one.node_hours()[Market.ON_DEMAND] == pytest.approx(203 / 3600)
+    assert one.node_hours()[CapacityType.ON_DEMAND] == pytest.approx(203 / 3600)
 
 
 def test_serve_goes_up_after_30_s_and_down_after_600_s_to_the_most_that_was_wanted() -> None:
@@ -113,8 +113,8 @@ def test_spothedge_tries_each_zone_once_a_tick_and_covers_the_rest_on_demand(set
     one = fleet(setup, [1.0], always(0, 1, 0))
     policy = SpotHedge(ServeTarget(24, current=3), extra=1)
     policy.tick(one)
-    assert [replica.zone for replica in one.of(Market.SPOT)] == [1]
-    assert len(one.of(Market.ON_DEMAND)) == 3  # nothing is ready yet
+    assert [replica.zone for replica in one.of(CapacityType.SPOT)] == [1]
+    assert len(one.of(CapacityType.ON_DEMAND)) == 3  # nothing is ready yet
     assert policy.active | policy.preempted == {0, 1, 2}
 
 

@@ -15,7 +15,7 @@ from functools import cache
 from raytide.actors.serving.ray_serve import edge, policy
 from raytide.actors.serving.ray_serve.application import Application
 from raytide.core import ray_internals
-from raytide.core.io.timeout import within
+from raytide.core.io.timeout import call_with_timeout
 from raytide.core.objects.endpoint import Counters, Endpoint, EndpointLoad, ReplicaLoad
 
 __all__ = ["LOOK_TIMEOUT_S", "ServeControl"]
@@ -56,7 +56,7 @@ class ServeControl:
                 },
             )
 
-        within(self._start_timeout_s, "Ray Serve to start", call)
+        call_with_timeout(self._start_timeout_s, "Ray Serve to start", call)
 
     def deploy(self, endpoint: Endpoint, *, is_there: bool) -> bool:
         """Ask Serve for the endpoint; its replicas start in the background. The same one again changes nothing.
@@ -79,12 +79,14 @@ class ServeControl:
             serve.run_many([target], wait_for_applications_running=False)
             self._put(_spec_key(endpoint.name), spec)
 
-        within(self._start_timeout_s, f"Ray Serve to accept endpoint {endpoint.name}", call)
+        call_with_timeout(self._start_timeout_s, f"Ray Serve to accept endpoint {endpoint.name}", call)
         return True
 
     def publish(self, name: str, target: int) -> None:
         """How many replicas the endpoint is to have; Serve's controller acts on it within about a second."""
-        within(self._call_timeout_s, f"the GCS to store the target of {name}", lambda: self._publish(name, target))
+        call_with_timeout(
+            self._call_timeout_s, f"the GCS to store the target of {name}", lambda: self._publish(name, target)
+        )
 
     def loads(self, names: Iterable[str]) -> dict[str, EndpointLoad]:
         """By endpoint, those left out of which Serve has said nothing yet. One look for all of them."""
@@ -99,12 +101,12 @@ class ServeControl:
                 if name in applications and policy.load_key(name) in said
             }
 
-        return within(self._look_timeout_s, "Ray Serve to tell its load", call)
+        return call_with_timeout(self._look_timeout_s, "Ray Serve to tell its load", call)
 
     def applications(self) -> dict[str, Application]:
         """The endpoints that Serve has, those included whose replicas still finish what they answer."""
         timeout_s = self._look_timeout_s
-        return within(timeout_s, "Ray Serve's controller to answer", lambda: _applications(timeout_s))
+        return call_with_timeout(timeout_s, "Ray Serve's controller to answer", lambda: _applications(timeout_s))
 
     def delete(self, name: str, *, is_there: bool) -> None:
         """Forget the endpoint, and take it from Serve if that has it; its replicas finish what they answer."""
@@ -118,7 +120,7 @@ class ServeControl:
             if is_there:
                 serve.delete(name, _blocking=False)
 
-        within(self._start_timeout_s, f"Ray Serve to delete endpoint {name}", call)
+        call_with_timeout(self._start_timeout_s, f"Ray Serve to delete endpoint {name}", call)
 
     def _publish(self, name: str, target: int) -> None:
         self._put(policy.target_key(name), str(target).encode())

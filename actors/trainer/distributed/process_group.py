@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from raytide.actors.trainer.distributed import torch_compat
 from raytide.core.errors import ConfigError, RaytideError
-from raytide.core.specs.parallelism import AXES, Layout, Sizes
+from raytide.core.specs.parallelism import AXES, Parallelism, Sizes
 
 T = TypeVar("T")
 IO_TIMEOUT_S = 600.0
@@ -155,7 +155,7 @@ def join(
     return _joined(sizes, timeout_s, generation)
 
 
-def adopt(layout: Layout, *, timeout_s: float) -> ProcessGroup:
+def adopt(layout: Parallelism, *, timeout_s: float) -> ProcessGroup:
     """The group of a process group that somebody else made and will end, such as Ray Train. It has no spares."""
     world = dist.get_world_size()
     sizes = layout.sizes(world)

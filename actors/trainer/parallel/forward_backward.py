@@ -13,7 +13,7 @@ from raytide.actors.trainer.model.decoder import Decoder
 from raytide.actors.trainer.parallel import context_parallel
 from raytide.actors.trainer.parallel.pipeline_parallel import Pipeline
 from raytide.actors.trainer.parallel.tensor_parallel import speaks
-from raytide.core.specs.parallelism import Layout
+from raytide.core.specs.parallelism import Parallelism
 from raytide.core.specs.train import TrainSpec
 
 __all__ = ["ForwardBackward", "Micro", "build"]
@@ -36,7 +36,7 @@ def build(spec: TrainSpec, parts: list[Decoder], group: ProcessGroup) -> Forward
 class SingleStage:
     """All layers on this rank."""
 
-    def __init__(self, layout: Layout, part: Decoder, group: ProcessGroup) -> None:
+    def __init__(self, layout: Parallelism, part: Decoder, group: ProcessGroup) -> None:
         self.layout, self.part, self.group = layout, part, group
 
     def accumulate(self, micros: list[Micro], factor: float) -> float:

@@ -26,7 +26,7 @@ from raytide.actors.trainer.model import precision
 from raytide.actors.trainer.model.decoder import Decoder
 from raytide.actors.trainer.parallel import context_parallel
 from raytide.actors.trainer.parallel.tensor_parallel import speaks
-from raytide.core.specs.parallelism import Layout, Schedule
+from raytide.core.specs.parallelism import Parallelism, Schedule
 from raytide.core.specs.train import TrainSpec
 
 __all__ = ["Pipeline"]
@@ -44,7 +44,7 @@ _MULTI: dict[Schedule, type[PipelineScheduleMulti]] = {
 class Pipeline:
     def __init__(self, spec: TrainSpec, parts: list[Decoder], group: ProcessGroup) -> None:
         self.spec, self.parts, self.group = spec, parts, group
-        self.layout: Layout = spec.layout
+        self.layout: Parallelism = spec.layout
         self.tie = TiedEmbeddingSync(parts, group, self.layout)
         self._schedules: dict[tuple[int, int], Any] = {}
         self._factor = 1.0
@@ -116,7 +116,7 @@ class Pipeline:
 class TiedEmbeddingSync:
     """Keeps the two copies of a tied embedding equal: each gets the sum of both gradients."""
 
-    def __init__(self, parts: list[Decoder], group: ProcessGroup, layout: Layout) -> None:
+    def __init__(self, parts: list[Decoder], group: ProcessGroup, layout: Parallelism) -> None:
         tied = parts[0].arch.tied_embeddings
         ends = [(part, part.embedding) for part in parts if tied and part.embedding is not None]
         self.mine = [part for part, copy in ends if copy.weight.requires_grad]  # with adapters it does not learn

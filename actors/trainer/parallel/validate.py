@@ -8,19 +8,19 @@ from collections.abc import Iterator
 from raytide.actors.models.architecture import Architecture
 from raytide.core.errors import ConfigError
 from raytide.core.specs.memory_spec import MemorySpec
-from raytide.core.specs.parallelism import LOOPED, SPLIT_BACKWARD, Layout
+from raytide.core.specs.parallelism import LOOPED, SPLIT_BACKWARD, Parallelism
 from raytide.core.specs.train import TrainSpec
 
 __all__ = ["validate"]
 
 
-def validate(layout: Layout, arch: Architecture, spec: TrainSpec) -> None:
+def validate(layout: Parallelism, arch: Architecture, spec: TrainSpec) -> None:
     """ConfigError for the first thing that does not fit, with what to change."""
     for problem, hint in (*_tensor(layout, arch), *_sequence(layout, spec), *_pipeline(layout, arch, spec)):
         raise ConfigError(f"{spec.name}: {problem}.", hint=hint)
 
 
-def _tensor(layout: Layout, arch: Architecture) -> Iterator[tuple[str, str]]:
+def _tensor(layout: Parallelism, arch: Architecture) -> Iterator[tuple[str, str]]:
     ranks, kv_heads = layout.tensor, arch.num_kv_heads
     if ranks == 1:
         return
@@ -41,7 +41,7 @@ def _widths(arch: Architecture) -> Iterator[tuple[int, str]]:
         yield arch.experts.ffn_size, "feed-forward units of each expert"
 
 
-def _sequence(layout: Layout, spec: TrainSpec) -> Iterator[tuple[str, str]]:
+def _sequence(layout: Parallelism, spec: TrainSpec) -> Iterator[tuple[str, str]]:
     """Context ranks take two pieces each, tensor ranks a piece of what their context rank has."""
     pieces = layout.tensor if layout.context == 1 else math.lcm(2 * layout.context, layout.context * layout.tensor)
     if spec.seq_len % pieces:
@@ -51,7 +51,7 @@ def _sequence(layout: Layout, spec: TrainSpec) -> Iterator[tuple[str, str]]:
         )
 
 
-def _pipeline(layout: Layout, arch: Architecture, spec: TrainSpec) -> Iterator[tuple[str, str]]:
+def _pipeline(layout: Parallelism, arch: Architecture, spec: TrainSpec) -> Iterator[tuple[str, str]]:
     if layout.stages is not None and layout.schedule not in LOOPED:
         yield (
             f"layout.stages is for the schedules {', '.join(sorted(LOOPED))}; {layout.schedule} has its own",
@@ -80,7 +80,7 @@ def _pipeline(layout: Layout, arch: Architecture, spec: TrainSpec) -> Iterator[t
         )
 
 
-def _memory(layout: Layout, arch: Architecture, memory: MemorySpec) -> Iterator[tuple[str, str]]:
+def _memory(layout: Parallelism, arch: Architecture, memory: MemorySpec) -> Iterator[tuple[str, str]]:
     """Of a pipeline."""
     split = f"layout.schedule {layout.schedule} runs a layer's backward in two halves"
     if layout.schedule in SPLIT_BACKWARD and memory.checkpointing == "selective":

@@ -11,7 +11,7 @@ from raytide.core.clock import Clock, utc
 from raytide.core.errors import ClusterError
 from raytide.core.logs import logger
 from raytide.core.money import micro_usd
-from raytide.core.objects.node import Market, NodeType
+from raytide.core.objects.node import CapacityType, NodeType
 
 __all__ = ["PERIOD_S", "STALE_S", "SpotPrices", "instance_types"]
 
@@ -98,6 +98,6 @@ def instance_types(config: Mapping[str, Any], node_types: Iterable[NodeType]) ->
     machines = {
         t.name: ray_types[t.name].get("node_config", {}).get("InstanceType")
         for t in node_types
-        if t.market is Market.SPOT
+        if t.market is CapacityType.SPOT
     }
     return {name: str(machine) for name, machine in machines.items() if machine}

@@ -20,7 +20,7 @@ from raytide.autoscaler.providers.local.spot import is_out_of_stock
 from raytide.core.clock import Clock
 from raytide.core.errors import ProviderError
 from raytide.core.io.atomic_file import sweep
-from raytide.core.io.process import Process, end
+from raytide.core.io.process import Process, terminate_all
 from raytide.core.logs import logger
 from raytide.core.objects.node import Node, NodeType
 
@@ -200,7 +200,7 @@ class LocalProvider:
     def _end(self, folder: NodeFolder) -> None:
         process = folder.process()
         if process is not None:
-            end([process], grace_s=_TERMINATE_GRACE_S)
+            terminate_all([process], grace_s=_TERMINATE_GRACE_S)
         self._closing_entry(folder)
 
     def _closing_entry(self, folder: NodeFolder) -> None:

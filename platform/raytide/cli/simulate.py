@@ -148,7 +148,7 @@ def serving(
     Says what a policy costs, how many requests it serves in time, and what an omniscient buyer would pay.
     """
     options: dict[str, Any] = {key: value for key, value in locals().items() if key not in ("plot", "json")}
-    from raytide.core.objects.node import Market
+    from raytide.core.objects.node import CapacityType
     from raytide.simulate.serving.compare import Stage
     from raytide.simulate.serving.setup import ServingSetup
 
@@ -164,8 +164,8 @@ def serving(
         write_page(plot, stage, result, bound_usd)
     shown = {
         **setup.model_dump(mode="json"),
-        "ondemand_usd_h": stage.usd_h[Market.ON_DEMAND],
-        "spot_usd_h": stage.usd_h[Market.SPOT],
+        "ondemand_usd_h": stage.usd_h[CapacityType.ON_DEMAND],
+        "spot_usd_h": stage.usd_h[CapacityType.SPOT],
         **result.to_json(),
         "lower_bound_usd": bound_usd,
     }

@@ -52,7 +52,7 @@ from raytide.core.objects.snapshot import Snapshot
 from raytide.core.state import Changes, Records, Store
 from raytide.jobs.admission.priority import LAST_SHARE
 from raytide.jobs.admission.scheduler import queue
-from raytide.jobs.admission.start_forecast import starts_in_s
+from raytide.jobs.admission.start_forecast import forecast_starts
 from raytide.jobs.lifecycle.pending_reason import forming
 from raytide.ledger.leaving import Leaving
 from raytide.ledger.occupancy import holders, occupancies
@@ -273,7 +273,7 @@ class Controller:
         if not any(isinstance(action, Wait) for action in plan.actions):
             return {}
         if not 0 <= seen.at_s - at_s < _FORESEE_S:
-            at_s, found = self._foreseen = seen.at_s, starts_in_s(seen)
+            at_s, found = self._foreseen = seen.at_s, forecast_starts(seen)
         return {job_id: max(0.0, at_s + in_s - seen.at_s) for job_id, in_s in found.items()}
 
 
@@ -307,7 +307,7 @@ def _waiting(seen: Snapshot, plan: Plan, starts: Mapping[str, float]) -> dict[st
         reasons = " ".join(dict.fromkeys(f"{a.reason}." for a in unmanaged))
         waiting[UNMANAGED] = Waiting(unmanaged[0].constraint, reasons, unmanaged[0].remedy)
     leases = {lease.job_id: lease for lease in seen.leases if lease.state is not LeaseState.ACTIVE}
-    gives_way = any(member.gives_way for lease in seen.leases for member in lease.members)
+    gives_way = any(member.is_yielding for lease in seen.leases for member in lease.members)
     for job in seen.jobs:
         if job.id in leases and not job.stop_requested and (gives_way or job.id not in waiting):
             found = forming(job, leases[job.id], seen)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from raytide.core.io.torch_packages import COMPANIONS, broken_companions, imports, installed_version, removal
+from raytide.core.io.torch_packages import COMPANIONS, broken_torch_packages, imports, installed_version, removal
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -90,7 +90,7 @@ def _torch_companions() -> Finding:
     """A torchvision, torchaudio or torchcodec built for CUDA beside a CPU torch breaks transformers on import."""
     torch = installed_version("torch")
     have = {name: found for name in COMPANIONS if (found := installed_version(name)) is not None}
-    broken = broken_companions()
+    broken = broken_torch_packages()
     if broken:
         versions = ", ".join(f"{name} {have[name]}" for name in broken)
         return Finding(
@@ -174,7 +174,7 @@ def _vllm() -> Finding:
         return Finding("vllm", "ok", "not installed: the native engine is used")
     if imports("vllm.v1.engine.async_llm"):
         return Finding("vllm", "ok", have)
-    broken = broken_companions()
+    broken = broken_torch_packages()
     if broken:
         return Finding(
             "vllm", "fail", f"{have} cannot be imported, because {', '.join(broken)} cannot be", removal(broken)

@@ -15,7 +15,7 @@ from raytide.core.objects.gang import Lease
 from raytide.core.objects.job import Job, JobState
 from raytide.core.objects.node import Node
 from raytide.core.objects.signals import Use
-from raytide.core.objects.snapshot import Stance
+from raytide.core.objects.snapshot import MarketConstraint
 from raytide.core.objects.team import TeamSpec
 from raytide.ledger.report import By, CostRow
 
@@ -55,7 +55,7 @@ class Live:
     queue: tuple[str, ...] = ()
     """Jobs that waited for a lease, in the order in which they get their turn."""
     teams: Mapping[str, TeamUse] = field(default_factory=dict)
-    stances: Mapping[str, Stance] = field(default_factory=dict)
+    stances: Mapping[str, MarketConstraint] = field(default_factory=dict)
     """By job with a deadline."""
     loads: Mapping[str, EndpointLoad] = field(default_factory=dict)
     """By endpoint."""
@@ -90,7 +90,7 @@ class JobView:
     price_micro_usd_h: int
     lease: Lease | None = None
     waiting: Waiting | None = None
-    stance: Stance | None = None
+    stance: MarketConstraint | None = None
     """Of a job with a deadline."""
     month_micro_usd: int | None = None
     """Of its cost, what is booked in this month (UTC); of a job whose budget is by the month."""
@@ -174,7 +174,7 @@ class WhyView:
     remedy: str
     wait_s: float | None
     """When it would start if nothing else came; None when nobody can tell."""
-    stance: Stance | None = None
+    stance: MarketConstraint | None = None
     """Of a job with a deadline: where it may sit, and why."""
 
 

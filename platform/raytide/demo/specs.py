@@ -7,13 +7,13 @@ from pathlib import Path
 
 from raytide.core.objects.endpoint import Replicas, ServeSpec
 from raytide.core.objects.gang import GangSpec, Shape
-from raytide.core.objects.node import MARKET_LABEL, Market
+from raytide.core.objects.node import MARKET_LABEL, CapacityType
 from raytide.core.specs.data import DataSpec, TokenizerSpec, TrainTokenizer
 from raytide.core.specs.model import ModelSpec
 from raytide.core.specs.train import OptimSpec, TrainSpec
 
-ON_DEMAND = {MARKET_LABEL: str(Market.ON_DEMAND)}
-SPOT = {MARKET_LABEL: str(Market.SPOT)}
+ON_DEMAND = {MARKET_LABEL: str(CapacityType.ON_DEMAND)}
+SPOT = {MARKET_LABEL: str(CapacityType.SPOT)}
 GANG = 2
 MODEL = "tide-tiny"
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from raytide.core.money import format_usd, micro_usd
 from raytide.core.objects.job import Job
 from raytide.core.objects.team import Team, TeamSpec
-from raytide.scheduling.diagnosis import Shortfall
+from raytide.scheduling.diagnosis import Unschedulable
 
 RESERVE_S = 3600.0
 LEAD_S = 180.0
@@ -22,7 +22,7 @@ LEAD_S = 180.0
 
 
 @dataclass(slots=True, eq=False)
-class Purse:
+class Budgets:
     specs: Mapping[str, TeamSpec]
     spent: Mapping[str, int]
     """By job, all that it cost."""
@@ -44,7 +44,7 @@ class Purse:
         jobs: Iterable[Job],
         spent: Mapping[str, int],
         spent_month: Mapping[str, int] | None = None,
-    ) -> Purse:
+    ) -> Budgets:
         teams = tuple(teams)
         has_soft = any(team.spec.budget.soft_usd is not None for team in teams)
         has_hard = any(team.spec.budget.hard_usd is not None for team in teams)
@@ -76,7 +76,7 @@ class Purse:
         )
         return limited or job.spec.budget_usd is not None
 
-    def refuses(self, job: Job, micro_usd_h: float) -> Shortfall | None:
+    def refuses(self, job: Job, micro_usd_h: float) -> Unschedulable | None:
         """Why the job may not reserve its next hour at this price."""
         if job.spec.budget_usd is None and not self.has_hard:
             return None
@@ -88,7 +88,7 @@ class Purse:
             is_monthly = job.spec.budget_per == "month"
             remedy = f"`raytide budget set {job.id} USD{'/month' if is_monthly else ''}`."
             wait = "Wait for the next month, or give" if is_monthly else "Give"
-            return Shortfall("budget", limit, f"{wait} it more: {remedy}")
+            return Unschedulable("budget", limit, f"{wait} it more: {remedy}")
         for name in self._line(job.spec.team):
             hard = self.specs[name].budget.hard_usd
             if hard is not None and self.committed[name] + need > micro_usd(hard):
@@ -97,7 +97,7 @@ class Purse:
                     f"an hour of this job is {format_usd(need)}."
                 )
                 remedy = f"Wait for the next month, or raise it: `raytide budget set {name} USD`."
-                return Shortfall("budget", reason, remedy)
+                return Unschedulable("budget", reason, remedy)
         return None
 
     def may_grow(self, job: Job, held_micro_usd_h: float, more_micro_usd_h: float) -> bool:
@@ -114,7 +114,7 @@ class Purse:
         self._commit(job.spec.team, need)
         return self.spent.get(job.id, 0) + need
 
-    def overdrawn(self, jobs: Mapping[str, tuple[Job, float]], teams: Iterable[Team]) -> dict[str, str]:
+    def jobs_over_budget(self, jobs: Mapping[str, tuple[Job, float]], teams: Iterable[Team]) -> dict[str, str]:
         """Which of the jobs (with what each costs an hour) must give way now, and why."""
         burn: defaultdict[str, float] = defaultdict(float)
         spent: defaultdict[str, int] = defaultdict(int)

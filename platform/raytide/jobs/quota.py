@@ -21,7 +21,7 @@ _SLACK = 1e-6
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Account:
+class ResourceNode:
     """What holds for one team and one resource, whatever is used. Its tally stands in `Quotas` under its number."""
 
     number: int
@@ -30,13 +30,13 @@ class Account:
     """Of the resource."""
     own: float
     """Its quota, with what its children lend."""
-    kept: float
+    local_quota: float
     """What of that it does not lend."""
     borrow: float | None
     """How much it may borrow at most; None: all there is."""
     is_named: bool
     """A quota stands at the team or above it; else it lives off what is the root's."""
-    above: Account | None
+    above: ResourceNode | None
     """Of the team above it; None at the root."""
 
 
@@ -49,11 +49,11 @@ class Quotas:
     """The resources that some team names."""
     names: tuple[str, ...] = ()
     """The same, in order."""
-    spare: dict[str, float] = field(default_factory=dict)
+    unassigned: dict[str, float] = field(default_factory=dict)
     """What the fleet could hold of each beyond all quotas."""
     beyond: dict[str, set[str]] = field(default_factory=dict)
     """By limited resource: the teams that hold more than their own of it."""
-    _accounts: dict[str, dict[str, Account]] = field(default_factory=dict)
+    _accounts: dict[str, dict[str, ResourceNode]] = field(default_factory=dict)
     """By limited resource and team."""
     _used: list[float] = field(default_factory=list)
     """By account: what the team holds, and what its children hold beyond what they keep for themselves."""
@@ -122,7 +122,7 @@ class Quotas:
             return math.inf
         if (account := self._account(team, name)).is_named:
             return account.own - self._fixed[account.number]
-        return self.spare[name] - self._fixed[self._account(_ROOT, name).number]
+        return self.unassigned[name] - self._fixed[self._account(_ROOT, name).number]
 
     def left_of_own(self, team: str, name: str) -> float:
         """How much more the team may hold without borrowing; what no team above it has a quota of is not borrowed."""
@@ -153,14 +153,14 @@ class Quotas:
     def own(self, team: str, name: str) -> float:
         return self._account(team, name).own if name in self.limited else 0.0
 
-    def line(self, team: str) -> Iterator[str]:
+    def ancestors(self, team: str) -> Iterator[str]:
         """The team and those above it."""
         while spec := self.specs.get(team):
             yield team
             team = spec.parent
 
-    def _left(self, account: Account) -> float:
-        used, kept = self._used[account.number], account.kept
+    def _left(self, account: ResourceNode) -> float:
+        used, kept = self._used[account.number], account.local_quota
         if account.above is None:
             return account.own - used
         more = self._left(account.above)
@@ -168,10 +168,10 @@ class Quotas:
             more = min(more, account.own - kept - max(0.0, used - kept) + account.borrow)
         return (kept - used if kept > used else 0.0) + more
 
-    def _add(self, account: Account, amount: float) -> None:
+    def _add(self, account: ResourceNode, amount: float) -> None:
         used = self._used
         while amount:
-            number, kept, most = account.number, account.kept, account.own + _SLACK
+            number, kept, most = account.number, account.local_quota, account.own + _SLACK
             before = used[number]
             after = used[number] = before + amount
             if account.above is None:
@@ -182,7 +182,7 @@ class Quotas:
             amount = (after - kept if after > kept else 0.0) - (before - kept if before > kept else 0.0)
             account = account.above
 
-    def _account(self, team: str, name: str) -> Account:
+    def _account(self, team: str, name: str) -> ResourceNode:
         """Of a limited resource; opened for who is first heard of, who has no quota."""
         if (found := self._accounts[name].get(team)) is None:
             found = self._open(team, name, (0.0, 0.0))
@@ -204,22 +204,22 @@ class Quotas:
             return own - kept
 
         promised = sum(spec.quota.get(name, 0.0) for spec in self.specs.values())
-        self.spare[name] = max(0.0, self.supply.get(name, 0.0) - promised)
+        self.unassigned[name] = max(0.0, self.supply.get(name, 0.0) - promised)
         self.beyond[name], self._accounts[name] = set(), {}
-        self._open(_ROOT, name, (sum(lent(team) for team in children[_ROOT]) + self.spare[name], 0.0))
+        self._open(_ROOT, name, (sum(lent(team) for team in children[_ROOT]) + self.unassigned[name], 0.0))
         for team, share in reversed(shares.items()):  # who is above before who is below
             self._open(team, name, share)
 
-    def _open(self, team: str, name: str, share: tuple[float, float]) -> Account:
+    def _open(self, team: str, name: str, share: tuple[float, float]) -> ResourceNode:
         spec = self.specs.get(team, _ANY)
-        account = self._accounts[name][team] = Account(
+        account = self._accounts[name][team] = ResourceNode(
             number=len(self._used),
             team=team,
             name=name,
             own=share[0],
-            kept=share[1],
+            local_quota=share[1],
             borrow=spec.borrow.get(name),
-            is_named=any(name in self.specs[above].quota for above in self.line(team)),
+            is_named=any(name in self.specs[above].quota for above in self.ancestors(team)),
             above=None if team == _ROOT else self._account(spec.parent, name),
         )
         self._used.append(0.0)

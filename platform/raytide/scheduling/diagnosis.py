@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from raytide.core.objects.gang import Shape
-from raytide.core.objects.node import NodeType, Resources, fits, labels_match, whole_shares
+from raytide.core.objects.node import NodeType, Resources, fits, labels_match, round_up_gpu_share
 
 ACCELERATOR_LABEL = "ray.io/accelerator-type"
 
 
 @dataclass(frozen=True, slots=True)
-class Shortfall:
+class Unschedulable:
     """`impossible`: no fleet of these node types could; `capacity`: others hold it; `stock`: its pools back off;
     `budget` and `rate`: it could be bought, but not within the limits; `deadline`: it has the time to wait for spot."""
 
@@ -24,11 +24,11 @@ class Shortfall:
 
 def copies(need: Resources, free: Resources) -> int:
     """How many times `need` goes into `free`."""
-    need = whole_shares(need)
+    need = round_up_gpu_share(need)
     return min((int((free.get(name, 0.0) + 1e-9) // amount) for name, amount in need.items() if amount > 0), default=0)
 
 
-def impossible(shape: Shape, count: int, node_types: Sequence[NodeType], subject: str) -> Shortfall | None:
+def impossible(shape: Shape, count: int, node_types: Sequence[NodeType], subject: str) -> Unschedulable | None:
     """What stands against `count` members even on an empty fleet with every pool in stock; None when nothing does."""
     labelled = [t for t in node_types if t.max_nodes > 0 and open_zones(shape, t)]
     if not labelled:
@@ -38,7 +38,7 @@ def impossible(shape: Shape, count: int, node_types: Sequence[NodeType], subject
         return _too_big(shape, labelled, subject)
     if (most := sum(capacity.values())) < count:
         menu = ", ".join(f"{t.max_nodes} x {t.name}" for t in labelled if capacity[t.name])
-        return Shortfall(
+        return Unschedulable(
             "impossible",
             f"no fleet fits {subject}: needs {count} x ({amounts(shape)}) at once; "
             f"the whole fleet holds {most} ({menu}).",
@@ -67,7 +67,7 @@ def _amount(name: str, amount: float, labels: Mapping[str, str]) -> str:
     return f"{amount:g} {name}"
 
 
-def _no_labels(shape: Shape, node_types: Sequence[NodeType], subject: str) -> Shortfall:
+def _no_labels(shape: Shape, node_types: Sequence[NodeType], subject: str) -> Unschedulable:
     kinds = [t.all_labels(zone) for t in node_types if t.max_nodes for zone in t.zones]
     offered = {key: sorted({labels[key] for labels in kinds if key in labels}) for key in sorted(shape.labels)}
     lacking = [k for k in offered if not any(labels_match({k: shape.labels[k]}, labels) for labels in kinds)]
@@ -78,12 +78,12 @@ def _no_labels(shape: Shape, node_types: Sequence[NodeType], subject: str) -> Sh
         there, ask = "none has " + ("it" if lacking else "all of them"), "Drop a label"
     else:
         there, ask = "every type has max_nodes 0" if node_types else "the fleet has no node types", "Raise max_nodes"
-    return Shortfall(
+    return Unschedulable(
         "impossible", f"no node type fits {subject}: needs {wanted}; {there}.", f"{ask}, or add a node type."
     )
 
 
-def _too_big(shape: Shape, labelled: Sequence[NodeType], subject: str) -> Shortfall:
+def _too_big(shape: Shape, labelled: Sequence[NodeType], subject: str) -> Unschedulable:
     needs = sorted((n for n, amount in shape.resources.items() if amount), key=lambda n: (n != "GPU", n))
     for name in needs:
         largest = max(labelled, key=lambda t: (t.resources.get(name, 0.0), -t.price_micro_usd_h))
@@ -92,13 +92,13 @@ def _too_big(shape: Shape, labelled: Sequence[NodeType], subject: str) -> Shortf
             wanted = _amount(name, shape.resources[name], shape.labels)
             there = f"the largest is {_amount(name, have, shape.labels)} ({largest.name})" if have else "none has any"
             ask = f"Ask for {have:g}" if have and name == needs[0] else f"Ask for less {name}"
-            return Shortfall(
+            return Unschedulable(
                 "impossible",
                 f"no node type fits {subject}: needs {wanted} on one node; {there}.",
                 f"{ask}, or add a node type.",
             )
     nearest = max(labelled, key=lambda t: (sum(fits({n: shape.resources[n]}, t.resources) for n in needs), t.name))
-    return Shortfall(
+    return Unschedulable(
         "impossible",
         f"no node type fits {subject}: needs {amounts(shape)} on one node; the nearest is "
         f"{' + '.join(_amount(n, nearest.resources.get(n, 0.0), shape.labels) for n in needs)} ({nearest.name}).",

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from raytide.core.objects.gang import Shape
-from raytide.core.objects.node import Resources, whole_shares
-from raytide.scheduling.market import Market
+from raytide.core.objects.node import Resources, round_up_gpu_share
+from raytide.scheduling.market import Offerings
 from raytide.scheduling.offerings import Floats, Ints
 
 MOST = 16
@@ -23,18 +23,18 @@ _EPS = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class PendingShape:
     shape: Shape
     count: int
     menu: frozenset[str] | None = None
 
 
-class Coming:
+class PendingDemand:
     """Asks in the order in which they will be seated; `next` when it is the turn of the first of them."""
 
-    def __init__(self, market: Market, asks: Sequence[Ask]) -> None:
+    def __init__(self, market: Offerings, asks: Sequence[PendingShape]) -> None:
         self._shelf = shelf = market.shelf
-        self._needs = np.array([shelf.vector(whole_shares(ask.shape.resources)) for ask in asks])
+        self._needs = np.array([shelf.vector(round_up_gpu_share(ask.shape.resources)) for ask in asks])
         self.left = np.array([ask.count if self._is_known(ask.shape) else 0 for ask in asks], dtype=np.float64)
         self._worth = np.array([self._alone(ask.shape) for ask in asks])
         self._able = [shelf.carrying(ask.shape.labels) & shelf.in_menu(ask.menu) for ask in asks]
@@ -48,7 +48,7 @@ class Coming:
     def worth(self, need: Resources, rows: Ints, members: Ints, left: Floats) -> tuple[Floats, Floats]:
         """For these offers, with so many members of this need on each: what others would pay for the rest, and how many
         of each ask it would hold. `left`: how many are left of each."""
-        need_R = self._shelf.vector(whole_shares(need))
+        need_R = self._shelf.vector(round_up_gpu_share(need))
         free_PR = self._shelf.totals_PR[rows] - members[:, None] * need_R
         worth, fits = np.zeros(len(rows)), np.zeros((len(rows), len(left)))
         for at in [at for at in self._dearest_first if left[at] > 0][:MOST]:

@@ -13,7 +13,7 @@ from raytide.core.clock import utc
 from raytide.core.money import format_usd
 from raytide.core.objects.gang import Shape
 from raytide.core.objects.snapshot import Limits, Pool, Snapshot
-from raytide.scheduling.offerings import Ints, Mask, Offer, Shelf
+from raytide.scheduling.offerings import Ints, Mask, Offering, OfferingTable
 
 RESTART_S = 600.0
 """What the loss of a node costs of its time: a start, and work that is done twice."""
@@ -25,26 +25,26 @@ _NO_CAP = 2**62
 
 
 @dataclass(slots=True)
-class Basket:
+class Purchase:
     """What one placement would buy, before it is known whether all of it can be had."""
 
     size: int = 0
     price_micro_usd_h: int = 0
     of_type: Counter[str] = field(default_factory=Counter)
 
-    def add(self, offer: Offer, nodes: int) -> None:
+    def add(self, offer: Offering, nodes: int) -> None:
         self.size += nodes
         self.price_micro_usd_h += nodes * offer.price_micro_usd_h
         self.of_type[offer.node_type.name] += nodes
 
 
-_NOTHING = Basket()
+_NOTHING = Purchase()
 
 
 @dataclass(slots=True)
-class Market:
+class Offerings:
     at_s: float
-    shelf: Shelf
+    shelf: OfferingTable
     pools: Mapping[tuple[str, str], Pool]
     limits: Limits
     burn_micro_usd_h: int
@@ -53,17 +53,17 @@ class Market:
     """Nodes of each type that its maximum still allows; one counts until the provider has ended it."""
     launches_left: int | None
     """Within the limit of a minute; None without one."""
-    rests: Mask
+    backed_off: Mask
     """By offer."""
     caps: Ints | None
     """What the fleet may cost with a node of each offer; None when it may cost anything."""
 
     @classmethod
-    def of(cls, snapshot: Snapshot) -> Market:
+    def of(cls, snapshot: Snapshot) -> Offerings:
         there = Counter(view.node.type for view in snapshot.nodes)
         pace = snapshot.limits.launches_per_min
         lately = sum(snapshot.at_s - view.node.requested_at_s < RATE_WINDOW_S for view in snapshot.nodes)
-        shelf, pools = Shelf(_offers(snapshot)), {(pool.node_type, pool.zone): pool for pool in snapshot.pools}
+        shelf, pools = OfferingTable(_offers(snapshot)), {(pool.node_type, pool.zone): pool for pool in snapshot.pools}
         most = {node_type.name: node_type.max_nodes for node_type in snapshot.node_types}
         resting = [
             (pool := pools.get((offer.node_type.name, offer.zone))) is not None and pool.retry_at_s > snapshot.at_s
@@ -81,14 +81,14 @@ class Market:
             caps=_caps(shelf, snapshot.limits),
         )
 
-    def copy(self) -> Market:
+    def copy(self) -> Offerings:
         return replace(self, left=self.left.copy())
 
     @property
-    def offers(self) -> tuple[Offer, ...]:
+    def offers(self) -> tuple[Offering, ...]:
         return self.shelf.offers
 
-    def holding(self, shape: Shape) -> list[tuple[Offer, int]]:
+    def holding(self, shape: Shape) -> list[tuple[Offering, int]]:
         """Offers whose nodes would hold members of this shape, with how many each."""
         members = self.shelf.members(shape)
         return [(self.shelf.offers[row], int(members[row])) for row in np.flatnonzero(members).tolist()]
@@ -98,7 +98,7 @@ class Market:
         most = {o.node_type.name: o.node_type.max_nodes * fit for o, fit in self.holding(shape)}
         return sum(most.values()) >= count
 
-    def can_have(self, basket: Basket = _NOTHING) -> Ints:
+    def can_have(self, basket: Purchase = _NOTHING) -> Ints:
         """How many nodes of each offer there are to be had beside what is in the basket."""
         left = self.left[self.shelf.type_of]
         if basket.size:
@@ -109,7 +109,7 @@ class Market:
         if self.caps is not None:
             spare = self.caps - self.burn_micro_usd_h - basket.price_micro_usd_h
             left = np.minimum(left, spare // np.maximum(1, self.shelf.price))
-        left[self.rests] = 0
+        left[self.backed_off] = 0
         return np.maximum(0, left)
 
     def most(self, shape: Shape) -> int:
@@ -121,7 +121,7 @@ class Market:
     def left_of(self, node_type: str) -> int:
         return int(self.left[self.shelf.types[node_type]])
 
-    def refusal(self, offer: Offer) -> Refusal | None:
+    def refusal(self, offer: Offering) -> Refusal | None:
         """Why not one node of it can be had now, in words; None when it can."""
         if (retry_at_s := self.retry_at_s(offer)) > self.at_s:
             why = self.pools[(offer.node_type.name, offer.zone)].reason
@@ -138,20 +138,20 @@ class Market:
             return "rate", f"{self.limits.launches_per_min} nodes were launched within a minute"
         return None
 
-    def buy(self, offer: Offer) -> None:
+    def buy(self, offer: Offering) -> None:
         self.left[self.shelf.types[offer.node_type.name]] -= 1
         self.burn_micro_usd_h += offer.price_micro_usd_h
         if self.launches_left is not None:
             self.launches_left = max(0, self.launches_left - 1)
 
-    def give_back(self, offer: Offer) -> None:
+    def give_back(self, offer: Offering) -> None:
         """Undo `buy`."""
         self.left[self.shelf.types[offer.node_type.name]] += 1
         self.burn_micro_usd_h -= offer.price_micro_usd_h
         if self.launches_left is not None:
             self.launches_left += 1
 
-    def retry_at_s(self, offer: Offer) -> float:
+    def retry_at_s(self, offer: Offering) -> float:
         pool = self.pools.get((offer.node_type.name, offer.zone))
         return pool.retry_at_s if pool else 0.0
 
@@ -163,7 +163,7 @@ class Market:
         return f"the fleet costs {format_usd(self.burn_micro_usd_h)}/h, and {', '.join(words)}" if words else ""
 
 
-def _caps(shelf: Shelf, limits: Limits) -> Ints | None:
+def _caps(shelf: OfferingTable, limits: Limits) -> Ints | None:
     """Spot goes up to the hard limit, the rest up to the soft one."""
     if limits.soft_micro_usd_h is None and limits.hard_micro_usd_h is None:
         return None
@@ -172,10 +172,10 @@ def _caps(shelf: Shelf, limits: Limits) -> Ints | None:
     return np.where(shelf.is_spot, hard, soft)
 
 
-def _offers(snapshot: Snapshot) -> list[Offer]:
+def _offers(snapshot: Snapshot) -> list[Offering]:
     """In the order of node types and of their zones."""
     quotes = {(quote.node_type, quote.zone): quote for quote in snapshot.quotes}
-    found: list[Offer] = []
+    found: list[Offering] = []
     for node_type in snapshot.node_types:
         for zone in node_type.zones:
             quote = quotes.get((node_type.name, zone))
@@ -183,5 +183,5 @@ def _offers(snapshot: Snapshot) -> list[Offer]:
             price = node_type.price_in(zone) if known is None else known
             deaths = quote.deaths_per_h if quote is not None else 0.0
             cost = price * (1.0 + deaths * RESTART_S / 3600.0)
-            found.append(Offer(len(found), node_type, zone, price, deaths, cost, node_type.all_labels(zone)))
+            found.append(Offering(len(found), node_type, zone, price, deaths, cost, node_type.all_labels(zone)))
     return found

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from raytide.core.objects.gang import Shape
-from raytide.core.objects.node import MARKET_LABEL, Market, labels_match
-from raytide.core.objects.snapshot import Stance
+from raytide.core.objects.node import MARKET_LABEL, CapacityType, labels_match
+from raytide.core.objects.snapshot import MarketConstraint
 
 
-def bound(shapes: Sequence[Shape], stance: Stance | None) -> tuple[Shape, ...]:
+def constrain(shapes: Sequence[Shape], stance: MarketConstraint | None) -> tuple[Shape, ...]:
     """The shapes in the markets that are allowed, the wanted market first: none while it waits.
 
     As they are without a stance, for a late job, and when they name another market than all of those.
@@ -22,30 +22,30 @@ def bound(shapes: Sequence[Shape], stance: Stance | None) -> tuple[Shape, ...]:
     return allowed or (tuple(shapes) if stance.markets else ())
 
 
-def may_sit(shape: Shape, stance: Stance) -> bool:
+def is_allowed(shape: Shape, stance: MarketConstraint) -> bool:
     """Whether there is a market that is wanted, and its own labels allow it that."""
     return stance.wanted is not None and _allows(shape, stance.wanted)
 
 
-def unbound(shape: Shape, shapes: Sequence[Shape]) -> Shape:
+def relax(shape: Shape, shapes: Sequence[Shape]) -> Shape:
     """The one of `shapes` that was bound to a market: a lease keeps that, since its market may change. It may change to
     any when they ask for the same in each market."""
     free = _without_market(shape)
     asked = [one for one in shapes if _without_market(one) == free]
-    return free if all(any(_allows(one, market) for one in asked) for market in Market) else asked[0]
+    return free if all(any(_allows(one, market) for one in asked) for market in CapacityType) else asked[0]
 
 
-def instead(shape: Shape, shapes: Sequence[Shape], market: Market) -> tuple[Shape, ...]:
+def alternatives(shape: Shape, shapes: Sequence[Shape], market: CapacityType) -> tuple[Shape, ...]:
     """Of a job's shapes, in a market in which its lease's own may not sit, those that may."""
     return () if _allows(shape, market) else tuple(_in_market(one, market) for one in shapes if _allows(one, market))
 
 
-def _allows(shape: Shape, market: Market) -> bool:
+def _allows(shape: Shape, market: CapacityType) -> bool:
     said = shape.labels.get(MARKET_LABEL)
     return said is None or labels_match({MARKET_LABEL: said}, {MARKET_LABEL: str(market)})
 
 
-def _in_market(shape: Shape, market: Market) -> Shape:
+def _in_market(shape: Shape, market: CapacityType) -> Shape:
     return shape.model_copy(update={"labels": {**shape.labels, MARKET_LABEL: str(market)}})
 
 

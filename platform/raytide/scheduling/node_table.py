@@ -14,7 +14,7 @@ from functools import reduce
 import numpy as np
 from numpy.typing import NDArray
 
-from raytide.core.objects.node import Resources, labels_match, whole_shares
+from raytide.core.objects.node import Resources, labels_match, round_up_gpu_share
 
 GPU = "GPU"
 SHORTLIST = 256
@@ -31,7 +31,7 @@ Need = tuple[tuple[int, float], ...]
 """Columns of the grid, and how much of each."""
 
 
-class Grid:
+class NodeTable:
     """`scale`: the most of each resource that one node can have, to compare a GPU left over with a CPU left over.
 
     `popular`: what members usually ask for, with how many of them there are.
@@ -66,14 +66,14 @@ class Grid:
             known = {value: labels_match({key: want}, {} if value is None else {key: value}) for value in set(values)}
             mask[first:count] = [known[value] for value in values]
 
-    def copy(self) -> Grid:
+    def copy(self) -> NodeTable:
         other = copy(self)
         other._free_RN, other._labels = self._free_RN.copy(), list(self._labels)
         other._masks = {key: mask.copy() for key, mask in self._masks.items()}
         return other
 
     def take(self, row: int, need: Resources, count: int = 1) -> None:
-        for name, amount in whole_shares(need).items():
+        for name, amount in round_up_gpu_share(need).items():
             if (at := self._column.get(name)) is not None:
                 self._free_RN[at, row] -= count * amount
 
@@ -82,7 +82,7 @@ class Grid:
         if len(rows) == 1:
             self.take(rows[0], need, counts[0])
             return
-        for name, amount in whole_shares(need).items():
+        for name, amount in round_up_gpu_share(need).items():
             if (at := self._column.get(name)) is not None:
                 self._free_RN[at, rows] -= np.array(counts) * amount
 
@@ -92,7 +92,7 @@ class Grid:
 
     def fitting(self, need: Resources, selector: Mapping[str, str], *, enough: int, but: int = -1) -> tuple[Rows, Rows]:
         """Rows with room, the best first, and how many members each would hold: for `enough` members, or all."""
-        need = {name: amount for name, amount in whole_shares(need).items() if amount > 0}
+        need = {name: amount for name, amount in round_up_gpu_share(need).items() if amount > 0}
         rows = self._able(need, selector)
         if but >= 0:
             rows = rows[rows != but]
@@ -110,7 +110,7 @@ class Grid:
 
     def holding(self, need: Resources, selector: Mapping[str, str]) -> tuple[Rows, Rows]:
         """Rows with room, in their order, and how many members each would hold."""
-        need = {name: amount for name, amount in whole_shares(need).items() if amount > 0}
+        need = {name: amount for name, amount in round_up_gpu_share(need).items() if amount > 0}
         rows = self._able(need, selector)
         return rows, self._copies(need, rows)
 
@@ -131,7 +131,7 @@ class Grid:
 
     def columns(self, need: Resources) -> Need:
         """The columns of what is needed; none when some of it is on no node."""
-        asked = {name: amount for name, amount in whole_shares(need).items() if amount > 0}
+        asked = {name: amount for name, amount in round_up_gpu_share(need).items() if amount > 0}
         if not asked.keys() <= self._column.keys():
             return ()
         return tuple((self._column[name], amount) for name, amount in asked.items())

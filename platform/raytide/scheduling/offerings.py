@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from raytide.core.objects.gang import Shape
-from raytide.core.objects.node import Market as Kind
-from raytide.core.objects.node import NodeType, Resources, labels_match, whole_shares
+from raytide.core.objects.node import CapacityType as Kind
+from raytide.core.objects.node import NodeType, Resources, labels_match, round_up_gpu_share
 
 _EPS = 1e-9
 
@@ -26,7 +26,7 @@ _Key = tuple[tuple[tuple[str, float], ...], _Labels]
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class Offering:
     """A pool: nodes of one type in one zone."""
 
     row: int
@@ -43,10 +43,10 @@ class Offer:
         return f"{self.node_type.name} in {self.zone}"
 
 
-class Shelf:
+class OfferingTable:
     """Never changes: copies of a market share it."""
 
-    def __init__(self, offers: Sequence[Offer]) -> None:
+    def __init__(self, offers: Sequence[Offering]) -> None:
         self.offers = tuple(offers)
         self.types = {name: at for at, name in enumerate(dict.fromkeys(offer.node_type.name for offer in offers))}
         self.type_of: Ints = np.array([self.types[offer.node_type.name] for offer in offers], dtype=np.int64)
@@ -67,7 +67,7 @@ class Shelf:
         """How many members of this shape a node of each offer would hold; none where it lacks a label."""
         key = tuple(shape.resources.items()), tuple(shape.labels.items())
         if (found := self._members.get(key)) is None:
-            need = {name: amount for name, amount in whole_shares(shape.resources).items() if amount > 0}
+            need = {name: amount for name, amount in round_up_gpu_share(shape.resources).items() if amount > 0}
             found = np.zeros(len(self.offers), dtype=np.int64)
             if need and need.keys() <= self.columns.keys():
                 used = [self.columns[name] for name in need]

@@ -11,13 +11,13 @@ from typing import NamedTuple
 import numpy as np
 
 from raytide.core.objects.gang import Shape
-from raytide.core.objects.snapshot import Paces
-from raytide.scheduling.lookahead import Coming
-from raytide.scheduling.market import Basket, Market
-from raytide.scheduling.node_table import Floats, Grid
-from raytide.scheduling.offerings import Offer
-from raytide.scheduling.throughput import per_work
-from raytide.scheduling.want import Want
+from raytide.core.objects.snapshot import Throughputs
+from raytide.scheduling.lookahead import PendingDemand
+from raytide.scheduling.market import Offerings, Purchase
+from raytide.scheduling.node_table import Floats, NodeTable
+from raytide.scheduling.offerings import Offering
+from raytide.scheduling.throughput import cost_per_work
+from raytide.scheduling.want import PlacementRequest
 
 SPREAD_EXTRA = 0.2
 """What a replica may cost more in another zone, while one zone holds half of its endpoint or more."""
@@ -26,7 +26,7 @@ Option = tuple[float, float, int]
 """What an offer costs for each member, and in all, and its place among the offers."""
 
 
-class Seat(NamedTuple):
+class Slot(NamedTuple):
     """One member's place. A new node has the id under which the plan buys it, so that members can share it."""
 
     node_id: str
@@ -36,17 +36,17 @@ class Seat(NamedTuple):
 
 
 @dataclass(slots=True)
-class Choice:
+class Candidate:
     """What one placement would take."""
 
     shape: Shape
     there: list[tuple[int, int]] = field(default_factory=list)
     """Rows of the grid, with members."""
-    new: list[tuple[Offer, int, int]] = field(default_factory=list)
+    new: list[tuple[Offering, int, int]] = field(default_factory=list)
     """Offers, with nodes and members."""
-    basket: Basket = field(default_factory=Basket)
+    basket: Purchase = field(default_factory=Purchase)
     count: int = 0
-    paces: Paces = field(default_factory=dict)
+    paces: Throughputs = field(default_factory=dict)
     left: Floats | None = None
     """How many of each ask that is coming are not yet thought of as filling up nodes that this buys."""
 
@@ -54,7 +54,7 @@ class Choice:
     def rating(self) -> tuple[int, float]:
         """The smaller the better: most members, then cheapest."""
         costs = ((offer.cost_micro_usd_h * nodes, offer.node_type.name) for offer, nodes, _ in self.new)
-        return -self.count, sum(per_work(cost, name, self.paces) for cost, name in costs)
+        return -self.count, sum(cost_per_work(cost, name, self.paces) for cost, name in costs)
 
     def would_break(self, pace: int, needed: int) -> bool:
         """Whether with so many new nodes fewer would sit than are needed at least."""
@@ -63,9 +63,11 @@ class Choice:
         return members + sum(sizes[:pace]) < needed
 
 
-def choose(market: Market, grid: Grid, seats: Sequence[Seat], coming: Coming | None, want: Want) -> Choice:
+def best_candidate(
+    market: Offerings, grid: NodeTable, seats: Sequence[Slot], coming: PendingDemand | None, want: PlacementRequest
+) -> Candidate:
     """As many of the members that are wanted as there is room for. `seats`: by row of the grid."""
-    choice = Choice(want.shape, paces=want.paces, left=None if coming is None else coming.left)
+    choice = Candidate(want.shape, paces=want.paces, left=None if coming is None else coming.left)
     looked_at = want.count if want.apart is None else sys.maxsize  # apart, many rows hold one each, whatever else fits
     rows, copies = grid.fitting(want.shape.resources, want.shape.labels, enough=looked_at)
     if want.apart is not None:
@@ -105,8 +107,12 @@ def spread_over(options: Sequence[Option], zone: Callable[[int], str], there: Co
 
 
 def _cheapest(
-    market: Market, coming: Coming | None, want: Want, choice: Choice, zones: Counter[str] | None
-) -> tuple[Offer, int, int] | None:
+    market: Offerings,
+    coming: PendingDemand | None,
+    want: PlacementRequest,
+    choice: Candidate,
+    zones: Counter[str] | None,
+) -> tuple[Offering, int, int] | None:
     """The best offer, how many members a node of it holds, and how many of its nodes to take at once. `zones`: how many
     there are in each, when they are spread."""
     shelf, lacking = market.shelf, want.count - choice.count
@@ -123,7 +129,9 @@ def _cheapest(
     each = np.maximum(0.0, shelf.cost[rows] - worth) / members[rows]
     if want.paces:
         names = [shelf.offers[row].node_type.name for row in rows.tolist()]
-        each = np.array([per_work(cost, name, want.paces) for cost, name in zip(each.tolist(), names, strict=True)])
+        each = np.array(
+            [cost_per_work(cost, name, want.paces) for cost, name in zip(each.tolist(), names, strict=True)]
+        )
     if zones is not None:
         options = list(zip(each.tolist(), shelf.cost[rows].tolist(), rows.tolist(), strict=True))
         row = spread_over(options, lambda row: shelf.offers[row].zone, zones)[2]

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from raytide.core.objects.node import Resources, plus, whole_shares
-from raytide.scheduling.offerings import Offer
-from raytide.scheduling.placement import Seat
-from raytide.scheduling.state import Room, Tenant
+from raytide.core.objects.node import Resources, plus, round_up_gpu_share
+from raytide.scheduling.offerings import Offering
+from raytide.scheduling.placement import Slot
+from raytide.scheduling.state import SchedulingState, Tenant
 
 FULL = 0.999
 MOST_TENANTS = 64
@@ -23,22 +23,22 @@ MOST_TENANTS = 64
 
 
 @dataclass(slots=True)
-class Repaired:
-    moved: dict[str, list[Seat]] = field(default_factory=dict)
+class Repacking:
+    moved: dict[str, list[Slot]] = field(default_factory=dict)
     """By node that is not bought after all: the seats of its tenants, in their order."""
-    swapped: dict[str, Seat] = field(default_factory=dict)
+    swapped: dict[str, Slot] = field(default_factory=dict)
     """By node that is bought as something else."""
 
-    def seat(self, seat: Seat) -> Seat:
+    def seat(self, seat: Slot) -> Slot:
         """Where this tenant sits now. Ask for the tenants of a node in the order in which they were seated."""
         if elsewhere := self.moved.get(seat.node_id):
             seat = elsewhere.pop(0)
         return self.swapped.get(seat.node_id, seat)
 
 
-def repair(room: Room) -> Repaired:
+def repair(room: SchedulingState) -> Repacking:
     """Empty or swap what can be, the dearest first; the room is changed accordingly."""
-    done = Repaired()
+    done = Repacking()
     kept: set[str] = set()
     for node_id, offer in sorted(room.bought.items(), key=lambda item: -item[1].cost_micro_usd_h):
         tenants = room.tenants[node_id]
@@ -56,10 +56,10 @@ def repair(room: Room) -> Repaired:
     return done
 
 
-def _elsewhere(room: Room, row: int, tenants: list[Tenant]) -> list[Seat]:
+def _elsewhere(room: SchedulingState, row: int, tenants: list[Tenant]) -> list[Slot]:
     """Seats for all tenants of this row on other nodes, taken; none when they do not all fit."""
     restore = room.grid.undo()
-    seats: list[Seat] = []
+    seats: list[Slot] = []
     for tenant in tenants:
         rows, _ = room.grid.fitting(tenant.shape.resources, tenant.labels, enough=1, but=row)
         if not rows.size:
@@ -73,7 +73,7 @@ def _elsewhere(room: Room, row: int, tenants: list[Tenant]) -> list[Seat]:
     return seats
 
 
-def _cheaper(room: Room, offer: Offer, tenants: list[Tenant]) -> Offer | None:
+def _cheaper(room: SchedulingState, offer: Offering, tenants: list[Tenant]) -> Offering | None:
     """The cheapest offer that holds all of them, if it is cheaper than this one."""
     market, shelf = room.market, room.market.shelf
     able = (shelf.cost < offer.cost_micro_usd_h) & shelf.can_ever_hold(_sum(tenants)) & (market.can_have() > 0)
@@ -83,7 +83,7 @@ def _cheaper(room: Room, offer: Offer, tenants: list[Tenant]) -> Offer | None:
     return shelf.offers[rows[shelf.cost[rows].argmin()]] if len(rows) else None
 
 
-def _swap(room: Room, node_id: str, offer: Offer, tenants: list[Tenant]) -> Seat:
+def _swap(room: SchedulingState, node_id: str, offer: Offering, tenants: list[Tenant]) -> Slot:
     row = room.rows[node_id]
     room.market.give_back(room.bought[node_id])
     room.market.buy(offer)
@@ -93,7 +93,7 @@ def _swap(room: Room, node_id: str, offer: Offer, tenants: list[Tenant]) -> Seat
     return room.seats[row]
 
 
-def _forget(room: Room, node_id: str) -> None:
+def _forget(room: SchedulingState, node_id: str) -> None:
     """It is not bought: nobody is seated there any more."""
     room.market.give_back(room.bought.pop(node_id))
     del room.tenants[node_id]
@@ -103,7 +103,7 @@ def _forget(room: Room, node_id: str) -> None:
 def _sum(tenants: list[Tenant]) -> Resources:
     total: Resources = {}
     for tenant in tenants:
-        total = plus(total, whole_shares(tenant.shape.resources))
+        total = plus(total, round_up_gpu_share(tenant.shape.resources))
     return total
 
 

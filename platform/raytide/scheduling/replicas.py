@@ -6,7 +6,7 @@ from raytide.core.objects.endpoint import EndpointLoad, EndpointState, ServeSpec
 from raytide.core.objects.gang import Shape
 from raytide.core.objects.node import NodeState
 from raytide.core.objects.signals import FRESH_S
-from raytide.core.objects.snapshot import Demand, EndpointView, Paces, Snapshot
+from raytide.core.objects.snapshot import Demand, EndpointView, Snapshot, Throughputs
 
 REPLICA_LABEL = "raytide.io/replica-of"
 """In a replica's label selector, negated: every node matches it, and Ray's queue shows whose work it is."""
@@ -33,7 +33,7 @@ def replica_shape(view: EndpointView) -> Shape:
     return Shape(resources=view.endpoint.spec.resources, labels=view.endpoint.spec.labels)
 
 
-def paces_of(view: EndpointView) -> Paces:
+def paces_of(view: EndpointView) -> Throughputs:
     """How fast its replicas are on each node type, as far as that was heard."""
     traffic = view.load.traffic if view.load is not None else None
     return traffic.paces if traffic is not None else {}

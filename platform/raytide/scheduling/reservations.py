@@ -14,25 +14,28 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from raytide.core.objects.gang import Shape
-from raytide.core.objects.node import Resources, whole_shares
+from raytide.core.objects.node import Resources, round_up_gpu_share
 from raytide.core.objects.snapshot import EndpointView, Snapshot
-from raytide.scheduling.node_table import Grid, Rows
+from raytide.scheduling.node_table import NodeTable, Rows
 from raytide.scheduling.offerings import Floats
 from raytide.scheduling.replicas import replica_shape
-from raytide.scheduling.state import Room
+from raytide.scheduling.state import SchedulingState
 
-Kept = tuple[tuple[str, Resources], ...]
+Reservation = tuple[tuple[str, Resources], ...]
 """Nodes, and what nobody else gets of each: all that is free there, as far as it is needed."""
 
 _EPS = 1e-6
 
 
-def gathered(snapshot: Snapshot, room: Room) -> Snapshot:
+def with_reservations(snapshot: Snapshot, room: SchedulingState) -> Snapshot:
     """With what is kept for the first replica of each endpoint that has no room, as the room is now."""
     lacking = [view for view in snapshot.endpoints if lacks(room, view) and view.pools is None]
     if not lacking:
         return snapshot
-    fleet, kept = _Fleet.of(snapshot, room, {name for view in lacking for name in _need(view)}), dict[str, Kept]()
+    fleet, kept = (
+        _Fleet.of(snapshot, room, {name for view in lacking for name in _need(view)}),
+        dict[str, Reservation](),
+    )
     for view in lacking:
         shape, count = replica_shape(view), members_at_once(view, lacks(room, view))
         if found := fleet.keep(shape, count, room.market.most(shape)):
@@ -40,7 +43,7 @@ def gathered(snapshot: Snapshot, room: Room) -> Snapshot:
     return replace(snapshot, kept=kept)
 
 
-def lacks(room: Room, view: EndpointView) -> int:
+def lacks(room: SchedulingState, view: EndpointView) -> int:
     """Members of published replicas for which there is no room, not even on nodes that can be bought."""
     name = view.endpoint.name
     return room.missing.get(name, 0) - len(room.replicas.get(name, ()))
@@ -51,14 +54,14 @@ def members_at_once(view: EndpointView, lacking: int) -> int:
     return lacking % view.endpoint.spec.members or view.endpoint.spec.members
 
 
-def take(room: Room, kept: Kept) -> None:
+def take(room: SchedulingState, kept: Reservation) -> None:
     for node_id, resources in kept:
-        room.take(node_id, resources)
+        room.reserve(node_id, resources)
 
 
-def give(room: Room, kept: Kept) -> None:
+def give(room: SchedulingState, kept: Reservation) -> None:
     for node_id, resources in kept:
-        room.give(node_id, resources)
+        room.release(node_id, resources)
 
 
 @dataclass(slots=True, eq=False)
@@ -66,7 +69,7 @@ class _Fleet:
     """Nodes that are there or coming, in order."""
 
     ids: Sequence[str]
-    grid: Grid
+    grid: NodeTable
     rows: Rows
     """Of the grid."""
     free: Mapping[str, Floats]
@@ -75,7 +78,7 @@ class _Fleet:
     """And what would be once all has ended that ends: replicas do not."""
 
     @classmethod
-    def of(cls, snapshot: Snapshot, room: Room, names: Iterable[str]) -> _Fleet:
+    def of(cls, snapshot: Snapshot, room: SchedulingState, names: Iterable[str]) -> _Fleet:
         views = [view for view in snapshot.nodes if view.node.id in room.rows]
         views.sort(key=lambda view: (len(view.node.id), view.node.id))
         rows = np.array([room.rows[view.node.id] for view in views], dtype=np.int64)
@@ -88,10 +91,10 @@ class _Fleet:
             most[name] = np.array(there, dtype=np.float64)
         return cls([view.node.id for view in views], room.grid, rows, free, most)
 
-    def keep(self, shape: Shape, count: int, to_buy: int) -> Kept:
+    def keep(self, shape: Shape, count: int, to_buy: int) -> Reservation:
         """The nodes on which the least would have to be left for so many members, of which `to_buy` need none of them.
         None when there would be no room for all of them even then."""
-        need = {name: amount for name, amount in whole_shares(shape.resources).items() if amount > 0}
+        need = {name: amount for name, amount in round_up_gpu_share(shape.resources).items() if amount > 0}
         if not need:
             return ()
         holds = np.min([(self.most[name] + _EPS) // amount for name, amount in need.items()], axis=0)
@@ -121,7 +124,7 @@ def _need(view: EndpointView) -> Resources:
     return {name: amount for name, amount in view.endpoint.spec.resources.items() if amount > 0}
 
 
-def _used_for_good(snapshot: Snapshot, room: Room) -> Mapping[str, Mapping[str, float]]:
+def _used_for_good(snapshot: Snapshot, room: SchedulingState) -> Mapping[str, Mapping[str, float]]:
     """What replicas hold of each node, or are about to."""
     used: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     ids = {view.node.ray_node_id: view.node.id for view in snapshot.nodes if view.node.ray_node_id}
@@ -129,6 +132,6 @@ def _used_for_good(snapshot: Snapshot, room: Room) -> Mapping[str, Mapping[str, 
         hosts = view.load.replica_nodes if view.load else ()
         coming = [seat.node_id for seat in room.replicas.get(view.endpoint.name, ())]
         for node_id in [*(ids[host] for host in hosts if host in ids), *coming]:
-            for name, amount in whole_shares(view.endpoint.spec.resources).items():
+            for name, amount in round_up_gpu_share(view.endpoint.spec.resources).items():
                 used[node_id][name] += amount
     return used

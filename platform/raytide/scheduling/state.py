@@ -18,25 +18,25 @@ from raytide.core.objects.node import (
     Resources,
     fits,
     minus,
-    whole_shares,
+    round_up_gpu_share,
 )
-from raytide.core.objects.snapshot import EndpointView, NodeView, Paces, Snapshot
-from raytide.scheduling.diagnosis import Shortfall, impossible
-from raytide.scheduling.lookahead import Coming
-from raytide.scheduling.market import Market
-from raytide.scheduling.node_table import Grid
-from raytide.scheduling.offerings import Offer
-from raytide.scheduling.placement import Choice, Seat, choose
+from raytide.core.objects.snapshot import EndpointView, NodeView, Snapshot, Throughputs
+from raytide.scheduling.diagnosis import Unschedulable, impossible
+from raytide.scheduling.lookahead import PendingDemand
+from raytide.scheduling.market import Offerings
+from raytide.scheduling.node_table import NodeTable
+from raytide.scheduling.offerings import Offering
+from raytide.scheduling.placement import Candidate, Slot, best_candidate
 from raytide.scheduling.replicas import given_up_nodes, leaving_nodes, missing_replicas, paces_of, replica_shape
 from raytide.scheduling.throughput import no_slower
-from raytide.scheduling.unattributed import Unseen
-from raytide.scheduling.want import Holders, Want, resource_scale, usual_shapes, why_not
+from raytide.scheduling.unattributed import UnattributedUsage
+from raytide.scheduling.want import Holders, PlacementRequest, resource_scale, usual_shapes, why_not
 
 _RANK = {NodeState.READY: 0, NodeState.LAUNCHING: 1, NodeState.REQUESTED: 2}
 """Where members may sit, the soonest usable first."""
 _NEW = len(_RANK)
 
-Placements = tuple[Seat, ...]
+Placements = tuple[Slot, ...]
 
 _Ask = tuple[
     tuple[tuple[str, float], ...],
@@ -71,7 +71,7 @@ class Tenant:
 
 
 @dataclass(slots=True)
-class Room:
+class SchedulingState:
     """Free resources on nodes that are there or on their way, and nodes that could still be bought.
 
     `Room.of` has already taken out every promise: members with a node, and published replicas that have none yet.
@@ -79,17 +79,17 @@ class Room:
     """
 
     snapshot: Snapshot
-    market: Market
+    market: Offerings
     next_node: int
-    grid: Grid
-    seats: list[Seat] = field(default_factory=list)
+    grid: NodeTable
+    seats: list[Slot] = field(default_factory=list)
     """By row of the grid."""
     rows: dict[str, int] = field(default_factory=dict)
     """By node."""
-    bought: dict[str, Offer] = field(default_factory=dict)
+    bought: dict[str, Offering] = field(default_factory=dict)
     tenants: dict[str, list[Tenant]] = field(default_factory=dict)
     """Of each new node, in the order in which they were seated."""
-    coming: Coming | None = None
+    coming: PendingDemand | None = None
     """Who will be seated later in this decision, when that is known."""
     missing: dict[str, int] = field(default_factory=dict)
     """Published replicas of each endpoint that have no node, where there are any."""
@@ -100,17 +100,17 @@ class Room:
     """What found no seat at all. Seats are only taken, until somebody gives one, or a node is bought that has more."""
 
     @classmethod
-    def of(cls, snapshot: Snapshot) -> Room:
+    def of(cls, snapshot: Snapshot) -> SchedulingState:
         able = [view for view in snapshot.nodes if _takes_work(view.node) and _is_known(view, snapshot)]
         room = cls(
             snapshot=snapshot,
-            market=Market.of(snapshot),
+            market=Offerings.of(snapshot),
             next_node=snapshot.next_node,
-            grid=Grid(resource_scale(snapshot.node_types, able), usual_shapes(snapshot)),
+            grid=NodeTable(resource_scale(snapshot.node_types, able), usual_shapes(snapshot)),
         )
         promised, held = _promised(snapshot.leases), _held(snapshot.leases)
         able.sort(key=lambda view: _order(view.node.id))
-        room.seats = [Seat(view.node.id, view.node.type, view.node.zone, is_new=False) for view in able]
+        room.seats = [Slot(view.node.id, view.node.type, view.node.zone, is_new=False) for view in able]
         room.rows = {seat.node_id: row for row, seat in enumerate(room.seats)}
         room.grid.extend(
             [_unpromised(_within(view, held.get(view.node.id)), promised.get(view.node.id, ())) for view in able],
@@ -119,7 +119,7 @@ class Room:
         )
         leaving = leaving_nodes(snapshot) | given_up_nodes(snapshot)
         zones = {view.node.ray_node_id: view.node.zone for view in snapshot.nodes}
-        unseen = Unseen(snapshot)
+        unseen = UnattributedUsage(snapshot)
         for served in snapshot.endpoints:
             missing = missing_replicas(served, snapshot, leaving)
             starting = unseen.starting(served, missing) if missing else 0
@@ -128,10 +128,10 @@ class Room:
                 name, hosts = served.endpoint.name, served.load.replica_nodes if served.load else ()
                 there = Counter(zones[node] for node in hosts if node in zones and node not in leaving)
                 for node_id, resources in left:
-                    room.give(node_id, resources)
+                    room.release(node_id, resources)
                 room.missing[name], room.replicas[name] = missing, room._seats_for(served, missing, there)
                 for node_id, resources in left:
-                    room.take(node_id, resources)
+                    room.reserve(node_id, resources)
         return room
 
     def place(
@@ -144,9 +144,9 @@ class Room:
         menu: Iterable[NodeType] | None = None,
         max_new: int | None = None,
         spread_from: Counter[str] | None = None,
-        paces: Paces | None = None,
+        paces: Throughputs | None = None,
         apart: frozenset[str] | None = None,
-    ) -> Placements | Shortfall:
+    ) -> Placements | Unschedulable:
         """Seats for `count` members, or for as many as there is room for; nothing is taken below `at_least`.
 
         All or nothing when `at_least` is left out. First nodes that are there, the tightest fit first, then new nodes
@@ -161,14 +161,14 @@ class Room:
         ask = (tuple(shape.resources.items()), tuple(shape.labels.items()), shape.together, types, max_new, apart)
         if ask in self.full:
             return () if needed <= 0 else self.why_not(shape, needed, subject)
-        best: Choice | None = None
+        best: Candidate | None = None
         most = 0
         for bound in self._bound(shape):
-            want = Want(bound, count, types, max_new, spread_from, paces or {}, apart)
-            choice = choose(self.market, self.grid, self.seats, self.coming, want)
+            want = PlacementRequest(bound, count, types, max_new, spread_from, paces or {}, apart)
+            choice = best_candidate(self.market, self.grid, self.seats, self.coming, want)
             pace = self.market.launches_left
             if pace is not None and choice.basket.size > pace and not (pace and choice.would_break(pace, needed)):
-                choice = choose(self.market, self.grid, self.seats, self.coming, replace(want, max_new=pace))
+                choice = best_candidate(self.market, self.grid, self.seats, self.coming, replace(want, max_new=pace))
             most = max(most, choice.count)
             if choice.count >= needed and (best is None or choice.rating < best.rating):
                 best = choice
@@ -182,16 +182,16 @@ class Room:
         """How many members there would be room for now, nodes to be bought included: at most so many, that is."""
         return int(self.grid.holding(shape.resources, shape.labels)[1].sum()) + self.market.most(shape)
 
-    def buy(self, node_type: NodeType) -> Seat | None:
+    def buy(self, node_type: NodeType) -> Slot | None:
         """One more node of a type, whoever needs it; None when none can be had."""
         offers = [o for o in self.market.offers if o.node_type.name == node_type.name]
         able = [o for o in offers if self.market.refusal(o) is None]
         return self.buy_offer(min(able, key=lambda offer: offer.cost_micro_usd_h)) if able else None
 
-    def buy_offer(self, offer: Offer) -> Seat:
+    def buy_offer(self, offer: Offering) -> Slot:
         return self._buy(offer, 1)[0]
 
-    def why_not(self, shape: Shape, count: int, subject: str) -> Shortfall:
+    def why_not(self, shape: Shape, count: int, subject: str) -> Unschedulable:
         """What keeps `count` members from being placed now; capacity when nothing worse does."""
         if not self.market.could_hold(shape, count):
             never = impossible(shape, count, self.snapshot.node_types, subject)
@@ -202,7 +202,7 @@ class Room:
             self._holders = Holders(self.snapshot)
         return why_not(self.market, self._holders, shape, count, there, subject)
 
-    def copy(self) -> Room:
+    def copy(self) -> SchedulingState:
         """A scratch pad of the scratch pad."""
         return replace(
             self,
@@ -218,13 +218,13 @@ class Room:
             full=set(self.full),
         )
 
-    def give(self, node_id: str, resources: Resources) -> None:
+    def release(self, node_id: str, resources: Resources) -> None:
         """Somebody on that node lets go of these; a node that takes no work is left."""
         if (row := self.rows.get(node_id)) is not None:
             self.grid.take(row, resources, -1)
             self.full.clear()
 
-    def take(self, node_id: str, resources: Resources) -> None:
+    def reserve(self, node_id: str, resources: Resources) -> None:
         if (row := self.rows.get(node_id)) is not None:
             self.grid.take(row, resources)
 
@@ -246,7 +246,7 @@ class Room:
         seats: Placements = ()
         while missing > 0:
             count = missing % members or members
-            if isinstance(found := self.place(shape, count, subject=subject), Shortfall):
+            if isinstance(found := self.place(shape, count, subject=subject), Unschedulable):
                 break
             seats, missing = seats + found, missing - count
         return seats
@@ -259,13 +259,13 @@ class Room:
         *,
         max_new: int | None = None,
         spread_from: Counter[str] | None = None,
-        paces: Paces | None = None,
+        paces: Throughputs | None = None,
     ) -> Placements:
         """As many as there is room for."""
         seats = self.place(
             shape, count, subject=subject, at_least=0, max_new=max_new, spread_from=spread_from, paces=paces
         )
-        return () if isinstance(seats, Shortfall) else seats
+        return () if isinstance(seats, Unschedulable) else seats
 
     def _bound(self, shape: Shape) -> list[Shape]:
         """The shape with the label that its members share, once for each value; itself when they share none."""
@@ -276,10 +276,10 @@ class Room:
         values |= {o.labels[shape.together] for o, _ in self.market.holding(shape) if shape.together in o.labels}
         return [shape.model_copy(update={"labels": {**shape.labels, shape.together: v}}) for v in sorted(values)]
 
-    def _commit(self, choice: Choice, menu: frozenset[str] | None, *, is_spread: bool, is_apart: bool) -> Placements:
-        seats: list[Seat] = []
+    def _commit(self, choice: Candidate, menu: frozenset[str] | None, *, is_spread: bool, is_apart: bool) -> Placements:
+        seats: list[Slot] = []
 
-        def tenant(seat: Seat) -> Tenant:
+        def tenant(seat: Slot) -> Tenant:
             types = no_slower(seat.node_type, choice.paces)
             return Tenant(choice.shape, menu, seat.zone if is_spread else "", types, is_apart)
 
@@ -299,11 +299,11 @@ class Room:
                 seats += [seat] * fit
         return tuple(seats)
 
-    def _buy(self, offer: Offer, count: int) -> list[Seat]:
+    def _buy(self, offer: Offering, count: int) -> list[Slot]:
         """So many nodes of one pool, in rows that follow one another."""
         node_type, first = offer.node_type, len(self.seats)
         numbers = range(self.next_node, self.next_node + count)
-        seats = [Seat(f"node-{number}", node_type.name, offer.zone, is_new=True) for number in numbers]
+        seats = [Slot(f"node-{number}", node_type.name, offer.zone, is_new=True) for number in numbers]
         self.next_node += count
         for at, seat in enumerate(seats):
             self.market.buy(offer)
@@ -372,10 +372,10 @@ def _unpromised(available: Resources, here: Sequence[tuple[Member, Shape]]) -> R
     free = available
     for member, shape in here:
         if member.state is MemberState.ASSIGNED:
-            free = minus(free, whole_shares(shape.resources))
+            free = minus(free, round_up_gpu_share(shape.resources))
     for member, shape in here:
         if member.state is MemberState.FORMING and fits(shape.resources, free):
-            free = minus(free, whole_shares(shape.resources))
+            free = minus(free, round_up_gpu_share(shape.resources))
     return free
 
 

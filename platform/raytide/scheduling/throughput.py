@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, geometric_mean
 
 from raytide.core.objects.node import NodeType, Resources
-from raytide.core.objects.snapshot import Paces
+from raytide.core.objects.snapshot import Throughputs
 from raytide.scheduling.diagnosis import ACCELERATOR_LABEL
 
 MOST_PACE = 100.0
@@ -21,7 +21,7 @@ MOST_PACE = 100.0
 
 
 @dataclass(frozen=True, slots=True)
-class Kinds:
+class AcceleratorClasses:
     """Of the node types on which some work could go."""
 
     types: Mapping[str, str] = field(default_factory=dict)
@@ -30,7 +30,7 @@ class Kinds:
     """The `speed` of each kind."""
 
     @classmethod
-    def of(cls, node_types: Iterable[NodeType], need: Resources) -> Kinds:
+    def of(cls, node_types: Iterable[NodeType], need: Resources) -> AcceleratorClasses:
         """`need`: what the work asks of a node. The `speed` of a type with GPUs is for work on these."""
         by_kind: dict[str, list[NodeType]] = defaultdict(list)
         for node_type in node_types:
@@ -40,7 +40,7 @@ class Kinds:
             said={kind: fmean(_said(node_type, need) for node_type in types) for kind, types in by_kind.items()},
         )
 
-    def paces(self, measured: Mapping[str, float]) -> Paces:
+    def paces(self, measured: Mapping[str, float]) -> Throughputs:
         """`measured`: what is done on node types, in any unit."""
         found: dict[str, list[float]] = defaultdict(list)
         for name, rate in measured.items():
@@ -54,12 +54,12 @@ class Kinds:
         return {name: relative[kind] for name, kind in self.types.items()} if {*relative.values()} - {1.0} else {}
 
 
-def per_work(cost: float, node_type: str, paces: Paces) -> float:
+def cost_per_work(cost: float, node_type: str, paces: Throughputs) -> float:
     """What a unit of work costs there, when an hour costs so much."""
     return cost / paces.get(node_type, 1.0)
 
 
-def no_slower(node_type: str, paces: Paces) -> str:
+def no_slower(node_type: str, paces: Throughputs) -> str:
     """A label selector's value for the node types on which work goes as fast as on this one, or faster; empty: all."""
     least = paces.get(node_type, 1.0)
     return f"in({','.join(sorted(name for name, pace in paces.items() if pace >= least))})" if paces else ""

@@ -18,7 +18,7 @@ VACATED_S = 3.0
 _COUNTED = (MemberState.FORMING, MemberState.READY, MemberState.LEAVING)
 
 
-class Unseen:
+class UnattributedUsage:
     """Of one snapshot."""
 
     def __init__(self, snapshot: Snapshot) -> None:

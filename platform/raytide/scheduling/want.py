@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 from raytide.core.clock import utc
 from raytide.core.objects.gang import Shape
-from raytide.core.objects.node import NodeType, Resources, whole_shares
-from raytide.core.objects.snapshot import NodeView, Paces, Snapshot
-from raytide.scheduling.diagnosis import Shortfall, amounts
-from raytide.scheduling.market import Market
+from raytide.core.objects.node import NodeType, Resources, round_up_gpu_share
+from raytide.core.objects.snapshot import NodeView, Snapshot, Throughputs
+from raytide.scheduling.diagnosis import Unschedulable, amounts
+from raytide.scheduling.market import Offerings
 from raytide.scheduling.node_table import GPU
 from raytide.scheduling.replicas import members_of, replica_shape
 
@@ -20,13 +20,13 @@ USUAL = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Want:
+class PlacementRequest:
     shape: Shape
     count: int
     menu: frozenset[str] | None = None
     max_new: int | None = None
     spread_from: Counter[str] | None = None
-    paces: Paces = field(default_factory=dict)
+    paces: Throughputs = field(default_factory=dict)
     apart: frozenset[str] | None = None
     """Each member sits on a node of its own, and on none of these; None: they may share."""
 
@@ -54,10 +54,10 @@ def usual_shapes(snapshot: Snapshot) -> list[tuple[Resources, float]]:
     usual = [(dict(key), count) for key, count in counts.items() if count and dict(key).get(GPU)]
     usual = sorted(usual, key=lambda item: (-item[1], sorted(item[0].items())))[:USUAL]
     total = sum(count for _, count in usual)
-    return [(whole_shares(need), count / total) for need, count in usual]
+    return [(round_up_gpu_share(need), count / total) for need, count in usual]
 
 
-def why_not(market: Market, held_by: Holders, shape: Shape, count: int, there: int, subject: str) -> Shortfall:
+def why_not(market: Offerings, held_by: Holders, shape: Shape, count: int, there: int, subject: str) -> Unschedulable:
     """Of a placement that is possible at all. `there`: how many members fit on nodes that are there or coming."""
     holding = market.holding(shape)
     types = {offer.node_type.name: (offer.node_type, fit) for offer, fit in holding}
@@ -70,7 +70,7 @@ def why_not(market: Market, held_by: Holders, shape: Shape, count: int, there: i
         retry_at_s = min(market.retry_at_s(offer) for offer in resting)
         out = {name for name, many in buyable.items() if many and name not in rested}
         waiting = [offer.name for offer in resting if offer.node_type.name in out]
-        return Shortfall(
+        return Unschedulable(
             "stock",
             f"{subject} waits for nodes: {needs}; the provider had no {', '.join(waiting)}; "
             f"asked again at {utc(retry_at_s)}.",
@@ -78,10 +78,10 @@ def why_not(market: Market, held_by: Holders, shape: Shape, count: int, there: i
         )
     if now >= count and not shape.together and market.launches_left == 0:
         pace = f"{market.limits.launches_per_min} nodes were launched within a minute (metadata.raytide.limits)"
-        return Shortfall("rate", f"{subject} waits: it {needs}; {pace}.", "Nothing to do: it goes on in a minute.")
+        return Unschedulable("rate", f"{subject} waits: it {needs}; {pace}.", "Nothing to do: it goes on in a minute.")
     if now >= count and not shape.together and (limits := market.limits_in_words()):
         remedy = "It starts when something else ends. To start now, raise metadata.raytide.limits."
-        return Shortfall("budget", f"{subject} waits: it {needs.partition(',')[0]}; {limits}.", remedy)
+        return Unschedulable("budget", f"{subject} waits: it {needs.partition(',')[0]}; {limits}.", remedy)
     names = " or ".join(types)
     if shape.together:
         where = shape.together.removeprefix("ray.io/")
@@ -89,7 +89,7 @@ def why_not(market: Market, held_by: Holders, shape: Shape, count: int, there: i
     held = held_by.of(tuple(types))
     by = f"; {', '.join(types)} is held by {', '.join(held[:5])}" if held else ""
     more = f" and {len(held) - 5} more" if len(held) > 5 else ""
-    return Shortfall(
+    return Unschedulable(
         "capacity",
         f"{subject} waits for room: {needs}{by}{more}.",
         f"It starts when they end. To start now, raise max_nodes of {names}.",

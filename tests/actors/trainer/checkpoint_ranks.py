@@ -24,7 +24,7 @@ from raytide.actors.trainer.distributed import process_group
 from raytide.actors.trainer.runners.local import train_local
 from raytide.actors.trainer.trainer import Trainer
 from raytide.core.errors import RaytideError
-from raytide.core.specs.parallelism import Layout
+from raytide.core.specs.parallelism import Parallelism
 from raytide.core.specs.train import TrainSpec
 
 KILLS = 4
@@ -89,7 +89,7 @@ class Phase:
     ranks: int
     until: int
     after: tuple[str, int] | None = None
-    layout: Layout = field(default_factory=Layout)
+    layout: Parallelism = field(default_factory=Parallelism)
 
 
 def phases(spec: TrainSpec, plan: list[Phase], rank: int, world: int, meet: str) -> list[Reached | None]:

@@ -28,7 +28,7 @@ from raytide.actors.trainer.parallel import (
     vocabulary,
 )
 from raytide.actors.trainer.trainer import Trainer
-from raytide.core.specs.parallelism import Layout
+from raytide.core.specs.parallelism import Parallelism
 from raytide.core.specs.train import TrainSpec
 
 Weights = dict[str, npt.NDArray[np.float32]]
@@ -82,7 +82,7 @@ def whole(weight: Tensor) -> Tensor:
 
 
 def _frees_weights_under_a_split_backward() -> AbstractContextManager[Any]:
-    return patch.object(Layout, "frees_after_forward", new_callable=PropertyMock, return_value=True)
+    return patch.object(Parallelism, "frees_after_forward", new_callable=PropertyMock, return_value=True)
 
 
 @contextmanager

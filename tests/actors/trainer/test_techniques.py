@@ -17,7 +17,7 @@ from raytide.actors.trainer.runners.local import train_local
 from raytide.actors.trainer.trainer import Trainer
 from raytide.core.errors import ConfigError, TrainError
 from raytide.core.specs.optim_spec import OptimSpec
-from raytide.core.specs.parallelism import Layout
+from raytide.core.specs.parallelism import Parallelism
 from raytide.core.specs.train import ModelSpec, TrainSpec
 
 RunRanks = Callable[..., list[Any]]
@@ -69,7 +69,7 @@ def test_two_ranks_with_each_technique_follow_one_process(spec: TrainSpec, run_r
 
 
 def test_replicas_that_compress_learn_alike_and_send_less(spec: TrainSpec, run_ranks: RunRanks) -> None:
-    spec = with_(spec, "base", steps=60, layout=Layout(replicate=2), optim=OptimSpec(lr=3e-3, warmup_steps=2))
+    spec = with_(spec, "base", steps=60, layout=Parallelism(replicate=2), optim=OptimSpec(lr=3e-3, warmup_steps=2))
     kinds = {"bf16": {}, "int8": {}, "powersgd": {"powersgd_rank": 2}}
     specs = {kind: with_(spec, kind, memory={"compression": kind, **more}) for kind, more in kinds.items()}
     specs["none"] = spec
@@ -88,7 +88,7 @@ def test_replicas_that_compress_learn_alike_and_send_less(spec: TrainSpec, run_r
 
 
 def test_what_compression_left_out_goes_with_the_checkpoint(spec: TrainSpec, run_ranks: RunRanks) -> None:
-    spec = with_(spec, "base", layout=Layout(replicate=2), optim=OptimSpec(lr=3e-3, warmup_steps=2))
+    spec = with_(spec, "base", layout=Parallelism(replicate=2), optim=OptimSpec(lr=3e-3, warmup_steps=2))
     kinds = {"int8": {}, "powersgd": {"powersgd_rank": 2}}
     specs = {kind: with_(spec, kind, memory={"compression": kind, **more}) for kind, more in kinds.items()}
     for by_kind in run_ranks(2, went_on, specs):

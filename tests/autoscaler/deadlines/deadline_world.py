@@ -12,18 +12,18 @@ from tests.autoscaler.world import Cluster
 from raytide.autoscaler.deadlines.jobs import with_market_constraints
 from raytide.core.money import cumulative, to_us
 from raytide.core.objects.gang import LeaseState, Shape
-from raytide.core.objects.node import Market, NodeType
+from raytide.core.objects.node import CapacityType, NodeType
 
 TICK_S = 60.0
 LAUNCH_S = 150.0
 RESUME_S = 60.0
 ZONES = ("a", "b")
 SPOT = NodeType(
-    name="v100.spot", resources={"GPU": 1.0}, market=Market.SPOT, price_micro_usd_h=918_000, zones=ZONES,
+    name="v100.spot", resources={"GPU": 1.0}, market=CapacityType.SPOT, price_micro_usd_h=918_000, zones=ZONES,
     max_nodes=4, idle_timeout_s=30.0, busy_above={},
 )  # fmt: skip
 SOLID = SPOT.model_copy(
-    update={"name": "v100", "market": Market.ON_DEMAND, "price_micro_usd_h": 3_060_000, "zones": ("a",)}
+    update={"name": "v100", "market": CapacityType.ON_DEMAND, "price_micro_usd_h": 3_060_000, "zones": ("a",)}
 )
 
 
@@ -36,7 +36,7 @@ class Story:
     slack_s: float
     reports: bool = True
     """Whether the job says how much is left; else it has an estimate only."""
-    markets: set[tuple[Market, ...] | None] = field(default_factory=set)
+    markets: set[tuple[CapacityType, ...] | None] = field(default_factory=set)
     """Where it was allowed to sit."""
 
     def run(self) -> Story:

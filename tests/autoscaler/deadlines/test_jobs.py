@@ -17,8 +17,8 @@ from raytide.autoscaler.spot.pool_availability import PoolAvailability
 from raytide.control.wire import from_json, to_json
 from raytide.core.objects.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
 from raytide.core.objects.job import Job, JobSpec, JobState
-from raytide.core.objects.node import MARKET_LABEL, Market, Node, NodeState, fits
-from raytide.core.objects.snapshot import NodeView, Pool, Snapshot, Stance
+from raytide.core.objects.node import MARKET_LABEL, CapacityType, Node, NodeState, fits
+from raytide.core.objects.snapshot import MarketConstraint, NodeView, Pool, Snapshot
 
 NOW_S = datetime(2026, 11, 21, 20, tzinfo=UTC).timestamp()
 HOUR_S = 3600.0
@@ -36,15 +36,15 @@ def job(left_h: float, work_h: float | None = None, **more: object) -> Job:
 def stance(
     job: Job,
     *,
-    on: Market | None = None,
+    on: CapacityType | None = None,
     pools: tuple[Pool, ...] = (),
     types: tuple[object, ...] = (),
     is_alone: bool = True,
-) -> Stance:
+) -> MarketConstraint:
     """`on`: where its gang runs now, alone or with another."""
     views, leases = (), ()
     if on is not None:
-        node_type = SPOT if on is Market.SPOT else SOLID
+        node_type = SPOT if on is CapacityType.SPOT else SOLID
         node = Node("node-1", node_type.name, "a", on, 1, NodeState.READY, NOW_S - 400.0, ready_at_s=NOW_S - 300.0)
         views = (NodeView(node, node_type.resources, {}, node_type.all_labels("a")),)
         member = Member(0, MemberState.READY, "node-1")
@@ -59,7 +59,7 @@ NO_SPOT = tuple(Pool(SPOT.name, zone, 3, NOW_S + 900.0, "none left") for zone in
 
 def test_with_time_to_spare_it_runs_on_spot_and_says_until_when() -> None:
     found = stance(job(12, 3))
-    assert (found.markets, found.is_urgent) == ((Market.SPOT,), False)
+    assert (found.markets, found.is_urgent) == ((CapacityType.SPOT,), False)
     assert found.reason == "on spot: 3.1 h of work, due Nov 22 08:00 UTC, on demand from Nov 22 04:39 UTC at the latest"
 
 
@@ -67,19 +67,19 @@ def test_without_spot_it_waits_while_there_is_time_and_then_runs_on_demand() -> 
     waits = stance(job(12, 3), pools=NO_SPOT)
     assert waits.markets == () and waits.reason.startswith("waits for spot: 3.1 h of work, due Nov 22 08:00 UTC")
     late = stance(job(3.3, 3), pools=NO_SPOT)
-    assert (late.markets, late.is_urgent) == ((Market.ON_DEMAND, Market.SPOT), True)
+    assert (late.markets, late.is_urgent) == ((CapacityType.ON_DEMAND, CapacityType.SPOT), True)
     assert late.reason.endswith("; there is no time for another attempt on spot")
 
 
 def test_on_demand_is_left_for_spot_only_by_who_can_be_moved_and_never_to_wait() -> None:
-    assert stance(job(12, 3), on=Market.ON_DEMAND).markets == (Market.SPOT,)
-    assert stance(job(12, 3, preemptible=False), on=Market.ON_DEMAND).markets == PREFERS_ON_DEMAND
-    stays = stance(job(12, 3), on=Market.ON_DEMAND, pools=NO_SPOT)
+    assert stance(job(12, 3), on=CapacityType.ON_DEMAND).markets == (CapacityType.SPOT,)
+    assert stance(job(12, 3, preemptible=False), on=CapacityType.ON_DEMAND).markets == PREFERS_ON_DEMAND
+    stays = stance(job(12, 3), on=CapacityType.ON_DEMAND, pools=NO_SPOT)
     assert stays.markets == PREFERS_ON_DEMAND and not stays.is_urgent
 
 
 def test_spot_is_left_for_on_demand_when_time_runs_out() -> None:
-    found = stance(job(3.2, 3), on=Market.SPOT)
+    found = stance(job(3.2, 3), on=CapacityType.SPOT)
     assert (found.markets, found.is_urgent) == (PREFERS_ON_DEMAND, True)
     assert found.reason.startswith("on spot, moves to on demand: 3.1 h of work")
 
@@ -88,17 +88,17 @@ def test_who_has_another_shape_for_on_demand_leaves_spot_for_it_when_time_runs_o
     spot = Shape(resources={"GPU": 1.0}, labels={MARKET_LABEL: "spot"})
     wide = Shape(members=2, resources={"GPU": 0.5})
     late = job(3.2, 3, gang=GangSpec(shapes=(spot, wide)))
-    assert stance(late, on=Market.SPOT).markets == PREFERS_ON_DEMAND
-    assert stance(job(3.2, 3, gang=GangSpec(shapes=(spot,))), on=Market.SPOT).markets == (Market.SPOT,)
+    assert stance(late, on=CapacityType.SPOT).markets == PREFERS_ON_DEMAND
+    assert stance(job(3.2, 3, gang=GangSpec(shapes=(spot,))), on=CapacityType.SPOT).markets == (CapacityType.SPOT,)
 
 
 def test_who_shares_his_node_is_told_that_he_stays_there() -> None:
-    found = stance(job(3.2, 3), on=Market.SPOT, is_alone=False)
-    assert found.markets == (Market.SPOT,)
+    found = stance(job(3.2, 3), on=CapacityType.SPOT, is_alone=False)
+    assert found.markets == (CapacityType.SPOT,)
     assert found.reason.startswith("on spot: 3.1 h of work") and found.reason.endswith(
         "; it cannot be taken from there"
     )
-    assert stance(job(12, 3), on=Market.ON_DEMAND, is_alone=False).markets == PREFERS_ON_DEMAND
+    assert stance(job(12, 3), on=CapacityType.ON_DEMAND, is_alone=False).markets == PREFERS_ON_DEMAND
 
 
 def test_work_that_nobody_knows_is_done_on_demand_where_that_is_to_be_had() -> None:
@@ -124,12 +124,12 @@ def test_its_own_word_counts_for_more_than_its_estimate() -> None:
 )  # fmt: skip
 def test_no_report_stops_the_judgement(told: dict[str, float]) -> None:
     fixed = replace(job(12, 1e300, preemptible=False), progress=told, spell_since_s=NOW_S - 100.0)
-    found = stance(fixed, on=Market.SPOT)
+    found = stance(fixed, on=CapacityType.SPOT)
     assert found.work_s is not None and 0.0 <= found.work_s < 2e9
 
 
 def test_a_job_that_is_late_goes_on_like_any_other() -> None:
-    found = stance(job(-1, 3), on=Market.SPOT)
+    found = stance(job(-1, 3), on=CapacityType.SPOT)
     assert (found.is_urgent, found.markets) == (False, None)
     assert found.reason.startswith("late: it was due Nov 21 19:00 UTC")
 
@@ -154,11 +154,13 @@ def test_a_pool_that_refuses_is_there_for_whom_a_ready_node_of_it_has_room_and_i
 ) -> None:
     looks: list[object] = []
     monkeypatch.setattr(deadline_jobs, "fits", lambda *at: bool(looks.append(at)) or fits(*at))
-    node = Node("node-1", SPOT.name, "b", Market.SPOT, 1, NodeState.READY, NOW_S - 400.0, ready_at_s=NOW_S - 300.0)
+    node = Node(
+        "node-1", SPOT.name, "b", CapacityType.SPOT, 1, NodeState.READY, NOW_S - 400.0, ready_at_s=NOW_S - 300.0
+    )
     free = NodeView(node, SPOT.resources, SPOT.resources, SPOT.all_labels("b"))
     jobs = tuple(replace(job(12, 3), id=f"job-{at}") for at in range(5))
     seen = with_market_constraints(Snapshot(NOW_S, (SPOT, SOLID), (free,), jobs, pools=NO_SPOT))
-    assert {found.markets for found in seen.stances.values()} == {(Market.SPOT,)}
+    assert {found.markets for found in seen.stances.values()} == {(CapacityType.SPOT,)}
     assert len(looks) == 1
 
 
@@ -194,7 +196,7 @@ def test_where_spot_stays_it_costs_what_spot_costs() -> None:
     story = Story(SOON, work_s=HOUR_S, slack_s=2 * HOUR_S).run()
     assert story.late_s == 0.0
     assert story.cost <= 0.31
-    assert story.markets == {(Market.SPOT,)}
+    assert story.markets == {(CapacityType.SPOT,)}
 
 
 def test_on_zones_that_come_and_go_it_is_in_time_and_cheaper_than_on_demand() -> None:

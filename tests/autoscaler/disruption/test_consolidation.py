@@ -9,12 +9,12 @@ from tests.autoscaler.world import Cluster
 from raytide.autoscaler.planner import plan
 from raytide.core.objects.endpoint import Replicas, ServeSpec, Traffic
 from raytide.core.objects.gang import Lease, LeaseState, Member, Shape
-from raytide.core.objects.node import Market, NodeType
+from raytide.core.objects.node import CapacityType, NodeType
 from raytide.core.objects.plan import Drain, Launch
 from raytide.core.objects.snapshot import EndpointView, Limits, NodeView, Snapshot
 
 SOLID = NodeType(name="gpu", resources={"GPU": 2}, price_micro_usd_h=3_000_000, max_nodes=4, idle_timeout_s=20)
-SPOT = SOLID.model_copy(update={"name": "gpu.spot", "market": Market.SPOT, "price_micro_usd_h": 1_000_000})
+SPOT = SOLID.model_copy(update={"name": "gpu.spot", "market": CapacityType.SPOT, "price_micro_usd_h": 1_000_000})
 SPEC = ServeSpec(
     name="m", model="/m", resources={"GPU": 1}, replicas=Replicas(max=4, target_ongoing=4, downscale_delay_s=10)
 )

@@ -13,11 +13,11 @@ from tests.autoscaler.world import Cluster
 
 from raytide.autoscaler.disruption.consolidation_candidates import MOVE
 from raytide.core.objects.gang import LeaseState, Shape
-from raytide.core.objects.node import ZONE_LABEL, Market, NodeType
+from raytide.core.objects.node import ZONE_LABEL, CapacityType, NodeType
 from raytide.core.objects.plan import Action, Drain, Launch
 
 SOLID = NodeType(name="gpu", resources={"GPU": 2}, price_micro_usd_h=3_000_000, max_nodes=12, idle_timeout_s=20)
-SPOT = SOLID.model_copy(update={"name": "gpu.spot", "market": Market.SPOT, "price_micro_usd_h": 1_000_000})
+SPOT = SOLID.model_copy(update={"name": "gpu.spot", "market": CapacityType.SPOT, "price_micro_usd_h": 1_000_000})
 TWO = Shape(members=2, resources={"GPU": 2})
 ELASTIC = Shape(members=3, min_members=1, resources={"GPU": 2})
 
@@ -34,7 +34,7 @@ def usable(cluster: Cluster) -> int:
 def on_demand_in_need(shape: Shape = TWO, *types: NodeType, preemptible: bool = True, **more: object) -> Cluster:
     """A gang that had to go on demand, because there was no spot; now there is."""
     cluster = Cluster(types or (SOLID, SPOT), watch=promises.check)
-    spot = [(t.name, zone) for t in cluster.node_types if t.market is Market.SPOT for zone in t.zones]
+    spot = [(t.name, zone) for t in cluster.node_types if t.market is CapacityType.SPOT for zone in t.zones]
     for pool in spot:
         cluster.provider.set_stock(*pool, 0)
     cluster.submit(shape, preemptible=preemptible, **more)

@@ -11,9 +11,9 @@ from raytide.autoscaler.planner import plan
 from raytide.control.reconcile.decide import of_judged
 from raytide.core.objects.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
 from raytide.core.objects.job import Job, JobKind, JobSpec, JobState
-from raytide.core.objects.node import MARKET_LABEL, Market, Node, NodeState, NodeType
+from raytide.core.objects.node import MARKET_LABEL, CapacityType, Node, NodeState, NodeType
 from raytide.core.objects.plan import Admit, Drain, Launch, Preempt, Wait
-from raytide.core.objects.snapshot import NodeView, Pool, Snapshot, Stance
+from raytide.core.objects.snapshot import MarketConstraint, NodeView, Pool, Snapshot
 from raytide.core.objects.team import Team, TeamSpec
 
 NOW_S = 10_000.0
@@ -41,14 +41,14 @@ def lease(number: int, node: int) -> Lease:
     return Lease(f"lease-{number}", f"job-{number}", Shape(resources={"GPU": 1.0}), LeaseState.ACTIVE, (member,))
 
 
-def stance(*markets: Market) -> Stance:
-    return Stance(markets, False, NOW_S + 9000.0, 3600.0, NOW_S + 5000.0, "moves: 1.0 h of work")
+def stance(*markets: CapacityType) -> MarketConstraint:
+    return MarketConstraint(markets, False, NOW_S + 9000.0, 3600.0, NOW_S + 5000.0, "moves: 1.0 h of work")
 
 
-TO_SPOT, TO_SOLID = stance(Market.SPOT), stance(Market.ON_DEMAND, Market.SPOT)
+TO_SPOT, TO_SOLID = stance(CapacityType.SPOT), stance(CapacityType.ON_DEMAND, CapacityType.SPOT)
 
 
-def deeds(stance: Stance, *views: NodeView, **more: object) -> list[tuple[object, ...]]:
+def deeds(stance: MarketConstraint, *views: NodeView, **more: object) -> list[tuple[object, ...]]:
     fields = {"jobs": (job(1),), "leases": (lease(1, 1),), "node_types": (SPOT, SOLID), **more}
     seen = Snapshot(NOW_S, nodes=views, stances={"job-1": stance}, next_node=9, **fields)  # type: ignore[arg-type]
     found: list[tuple[object, ...]] = []
@@ -62,7 +62,7 @@ def deeds(stance: Stance, *views: NodeView, **more: object) -> list[tuple[object
 
 @pytest.mark.parametrize(("old", "new", "stance"), [(SOLID, SPOT, TO_SPOT), (SPOT, SOLID, TO_SOLID)])
 def test_the_new_node_is_bought_first_and_the_old_one_left_when_it_is_ready(
-    old: NodeType, new: NodeType, stance: Stance
+    old: NodeType, new: NodeType, stance: MarketConstraint
 ) -> None:
     here = view(1, old, 0.0)
     assert deeds(stance, here) == [("launch", new.name, "move node-1")]
@@ -175,7 +175,7 @@ def test_a_gang_that_may_not_be_preempted_and_a_node_that_others_use_are_left_al
 def test_on_demand_works_until_the_spot_that_came_back_is_ready() -> None:
     story = Story([[False] * 60 + [True]] * 2, work_s=3 * 3600.0, slack_s=5400.0).run()
     nodes = [node for node in story.cluster.book.nodes.values() if node.ready_at_s is not None]
-    assert [node.market for node in nodes] == [Market.ON_DEMAND, Market.SPOT]
+    assert [node.market for node in nodes] == [CapacityType.ON_DEMAND, CapacityType.SPOT]
     assert nodes[1].subject == f"move {nodes[0].id}"
     assert nodes[0].ended_at_s is not None and nodes[1].ready_at_s is not None
     assert nodes[0].ended_at_s > nodes[1].ready_at_s

@@ -14,14 +14,14 @@ from raytide.control.reconcile.decide import decide
 from raytide.core.objects.cluster_config import UnmanagedSection
 from raytide.core.objects.endpoint import Replicas, ServeSpec
 from raytide.core.objects.gang import Lease, LeaseState, Shape
-from raytide.core.objects.node import Market, NodeType
+from raytide.core.objects.node import CapacityType, NodeType
 from raytide.core.objects.plan import Action, Grow, Launch, Scale, Shrink, Wait
-from raytide.core.objects.snapshot import Demand, Limits, Stance
+from raytide.core.objects.snapshot import Demand, Limits, MarketConstraint
 from raytide.core.objects.team import Team, TeamSpec
-from raytide.jobs.admission.scheduler import GRACE_S, SETTLE_S, admit, floor_of
+from raytide.jobs.admission.scheduler import GRACE_S, SETTLE_S, floor_of, schedule
 from raytide.jobs.lifecycle.pending_reason import given_away
 from raytide.scheduling.replicas import replica_selector
-from raytide.scheduling.unattributed import VACATED_S, Unseen
+from raytide.scheduling.unattributed import VACATED_S, UnattributedUsage
 
 GPU4 = NodeType(name="gpu4", resources={"GPU": 4.0}, price_micro_usd_h=4_000_000, max_nodes=1, idle_timeout_s=30)
 ALONE = NodeType(
@@ -240,12 +240,12 @@ def test_room_that_ray_does_not_show_yet_is_not_asked_for_twice() -> None:
     shrunk = w.lease()
     seen = replace(seen, leases=(shrunk,))
     (view,) = seen.endpoints
-    assert Unseen(seen).vacated(view, 0) == [(shrunk.members[3].node_id, {"GPU": 1.0})]
+    assert UnattributedUsage(seen).vacated(view, 0) == [(shrunk.members[3].node_id, {"GPU": 1.0})]
     w.after(1)
     parked = w.lease()
     assert parked.members[3].is_parked
     still_taken = replace(seen, at_s=w.c.clock.now_s(), leases=(parked,))
-    assert len(Unseen(still_taken).vacated(view, 0)) == 1, (
+    assert len(UnattributedUsage(still_taken).vacated(view, 0)) == 1, (
         "Ray counts the seat although nobody that is known sits there"
     )
     asked, _ = set_targets(still_taken)
@@ -258,7 +258,7 @@ def test_room_that_ray_does_not_show_yet_is_not_asked_for_twice() -> None:
     freed = tuple(
         replace(view, available={"GPU": 1.0}) if view.node.type == "gpu4" else view for view in still_taken.nodes
     )
-    assert Unseen(replace(still_taken, nodes=freed)).vacated(view, 0) == []
+    assert UnattributedUsage(replace(still_taken, nodes=freed)).vacated(view, 0) == []
     w.after(int(VACATED_S) + 1)
     assert w.lease().members[3].node_id == ""
 
@@ -297,7 +297,7 @@ def test_whatever_the_load_seats_are_taken_no_oftener_than_it_rises_and_all_come
 def _given(lease: Lease) -> set[tuple[int, int]]:
     """Seats that are given away, by their filling: the same seat, given away again, is another one."""
     return {
-        (m.index, m.incarnation - m.is_parked) for m in lease.members if m.given_to and (m.gives_way or m.is_parked)
+        (m.index, m.incarnation - m.is_parked) for m in lease.members if m.given_to and (m.is_yielding or m.is_parked)
     }
 
 
@@ -314,10 +314,10 @@ def test_a_gang_whose_deadline_leaves_no_time_gives_nothing() -> None:
     w.load(6.0)
     w.after(1)
     asked, _ = set_targets(w.c.seen)
-    assert [action.job_id for action in admit(asked) if isinstance(action, Shrink)] == [w.job]
-    urgent = Stance((Market.ON_DEMAND,), True, 2e3, None, None, "it is late")
+    assert [action.job_id for action in schedule(asked) if isinstance(action, Shrink)] == [w.job]
+    urgent = MarketConstraint((CapacityType.ON_DEMAND,), True, 2e3, None, None, "it is late")
     late = replace(asked, stances={w.job: urgent})
-    assert not [action for action in admit(late) if isinstance(action, Shrink)]
+    assert not [action for action in schedule(late) if isinstance(action, Shrink)]
 
 
 def test_a_replica_whose_process_starts_has_its_room_though_nobody_says_where() -> None:

@@ -8,12 +8,12 @@ from tests.autoscaler.endpoints.test_traffic import meter
 from raytide.autoscaler.endpoints.cold_start import ENOUGH, FORGET_S, LONGEST_S, StartMeter
 from raytide.autoscaler.endpoints.load_target import cold_start_s
 from raytide.core.objects.endpoint import EndpointLoad, ReplicaLoad, Replicas
-from raytide.core.objects.node import Market, Node, NodeState
+from raytide.core.objects.node import CapacityType, Node, NodeState
 
 
 def node(name: str, requested_s: float, ready_s: float, subject: str = "m") -> Node:
     return Node(
-        name, "l4", "a", Market.SPOT, 1, NodeState.READY, requested_s, requested_s, ready_s,
+        name, "l4", "a", CapacityType.SPOT, 1, NodeState.READY, requested_s, requested_s, ready_s,
         ray_node_id=name, subject=subject,
     )  # fmt: skip
 

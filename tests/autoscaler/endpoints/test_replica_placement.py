@@ -19,7 +19,7 @@ from raytide.autoscaler.endpoints.replica_value import Observation, ReplicaValue
 from raytide.autoscaler.endpoints.slo_price import SloShadowPrice
 from raytide.autoscaler.endpoints.worth import HysteresisCount, late_with_losses, spared_by_draining
 from raytide.autoscaler.spot.reclaim_hazard import ReclaimHazard
-from raytide.core.objects.endpoint import Worth
+from raytide.core.objects.endpoint import ReplicaValue
 from raytide.simulate.zone_backoff import LONGEST_REST_S, ZoneBackoff
 
 SPEED = ReplicaSpeed(prefill_tps=1500.0, slots=8, tpot_s=0.06)
@@ -293,7 +293,7 @@ def test_on_demand_stays_until_its_spot_replacement_is_ready() -> None:
 
 
 def test_spot_stays_until_what_replaces_it_on_demand_is_ready() -> None:
-    worth = Worth(spot=1, ondemand=2, late_usd=0.0, late_per_h=(9.0, 4.0, 1.0, 0.0), usual_rps=1.0, together=0.4)
+    worth = ReplicaValue(spot=1, ondemand=2, late_usd=0.0, late_per_h=(9.0, 4.0, 1.0, 0.0), usual_rps=1.0, together=0.4)
     pools = {pool.name: pool for pool in (ReplicaPool("a", 1.0, True), ReplicaPool(ONDEMAND, 3.0, False))}
     spot = [at("1", "a", True), at("2", "a", True)]
     assert FleetState(worth, pools, spot, 60.0).plan().release == ()
@@ -302,7 +302,7 @@ def test_spot_stays_until_what_replaces_it_on_demand_is_ready() -> None:
 
 
 def test_spot_that_is_no_cheaper_than_on_demand_is_not_bought_and_the_cheapest_on_demand_pool_comes_first() -> None:
-    worth = Worth(spot=3, ondemand=3, late_usd=0.0, late_per_h=(9.0, 4.0, 1.0, 0.0), usual_rps=1.0, together=0.4)
+    worth = ReplicaValue(spot=3, ondemand=3, late_usd=0.0, late_per_h=(9.0, 4.0, 1.0, 0.0), usual_rps=1.0, together=0.4)
     pools = [
         ReplicaPool("spot", 2.0, True),
         ReplicaPool("dear", 3.0, False),
@@ -317,7 +317,7 @@ LATE = (90.0, 40.0, 20.0, 10.0, 5.0, 2.0, 1.0, 0.5, 0.2)
 
 def mixed(spot: int, ondemand: int, nodes: Sequence[FleetNode] = (), **usd_h: float) -> FleetPlan:
     """A fast replica does three times what a slow one does. What each costs for that, in dollars an hour."""
-    worth = Worth(spot, ondemand, late_usd=0.0, late_per_h=LATE, usual_rps=1.0, together=0.4)
+    worth = ReplicaValue(spot, ondemand, late_usd=0.0, late_per_h=LATE, usual_rps=1.0, together=0.4)
     prices = {"slow": 1.0, "fast": 0.8, "fast.od": 2.0, **usd_h}
     pools = {
         name: ReplicaPool(name, price, not name.endswith("od"), work=3.0 if name.startswith("fast") else 1.0)

@@ -18,7 +18,7 @@ from raytide.autoscaler.endpoints.request_log import CounterDelta, CounterDeltas
 from raytide.autoscaler.endpoints.traffic import TrafficMeter, TrafficMonitor
 from raytide.control.reconcile.learned_state import PERIOD_S, Knowledge, Learned
 from raytide.core.objects.endpoint import Counters, Endpoint, EndpointLoad, EndpointState, ReplicaLoad, ServeSpec, Speed
-from raytide.core.objects.node import Market, Node, NodeState
+from raytide.core.objects.node import CapacityType, Node, NodeState
 
 PROMPT, OUTPUT = 500.0, 100.0
 KEY = "m", 5.0, ServeSpec(name="m", model="/m").served
@@ -32,7 +32,7 @@ PAST = SavedModel(
 )
 
 
-L4 = Node("node-1", "l4", "a", Market.SPOT, 1, NodeState.READY, 0.0, ray_node_id="ray-1")
+L4 = Node("node-1", "l4", "a", CapacityType.SPOT, 1, NodeState.READY, 0.0, ray_node_id="ray-1")
 SERVED = ServeSpec(name="m", model="/m").served
 
 

@@ -19,18 +19,18 @@ from raytide.core.objects.endpoint import (
     EndpointState,
     ReplicaLoad,
     Replicas,
+    ReplicaValue,
     ServeSpec,
     Speed,
     Traffic,
-    Worth,
 )
-from raytide.core.objects.node import Market, NodeType
+from raytide.core.objects.node import CapacityType, NodeType
 from raytide.core.objects.snapshot import EndpointView, Snapshot
 
 SPOT = NodeType(
     name="gpu.spot",
     resources={"GPU": 1},
-    market=Market.SPOT,
+    market=CapacityType.SPOT,
     price_micro_usd_h=1_000_000,
     zones=("us-1a",),
     max_nodes=20,
@@ -54,7 +54,7 @@ class Watch:
     late: float = 0.0
     """Of the first replica."""
 
-    def hear(self, ids: str = "abcd", queued: float = 0.0, rps: float = 1.0) -> Worth:
+    def hear(self, ids: str = "abcd", queued: float = 0.0, rps: float = 1.0) -> ReplicaValue:
         worth = self.view(ids, queued, rps).worth
         assert worth is not None
         return worth
@@ -76,7 +76,7 @@ class Watch:
         (view,) = self.fleets.on(seen, ReclaimHazard()).endpoints
         return view
 
-    def hear_for(self, seconds: float, **words: float) -> Iterator[Worth]:
+    def hear_for(self, seconds: float, **words: float) -> Iterator[ReplicaValue]:
         for _ in range(int(seconds / STEP_S)):
             yield self.hear(**words)  # type: ignore[arg-type]
 

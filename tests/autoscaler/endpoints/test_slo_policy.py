@@ -25,12 +25,12 @@ from raytide.core.objects.endpoint import (
     EndpointState,
     ReplicaLoad,
     Replicas,
+    ReplicaValue,
     ServeSpec,
     Speed,
     Traffic,
-    Worth,
 )
-from raytide.core.objects.node import Market, Node, NodeState, NodeType
+from raytide.core.objects.node import CapacityType, Node, NodeState, NodeType
 from raytide.core.objects.plan import Action, Drain, Launch, Scale, Wait
 from raytide.core.objects.snapshot import Demand, EndpointView, Limits, NodeView, Pool, Quote, Snapshot
 from raytide.scheduling.replicas import replica_selector
@@ -41,7 +41,7 @@ SOLID = NodeType(
 SPOT = SOLID.model_copy(
     update={
         "name": "gpu.spot",
-        "market": Market.SPOT,
+        "market": CapacityType.SPOT,
         "price_micro_usd_h": 1_000_000,
         "zones": ("us-1a", "us-1b", "eu-1a"),
     }
@@ -59,8 +59,8 @@ NOW_S = 10_000.0
 LATE = (9000.0, 3000.0, 900.0, 200.0, 50.0, 10.0, 2.0, 0.5, 0.1)
 
 
-def worth(spot: int, ondemand: int, *, is_sure: bool = True) -> Worth:
-    return Worth(spot, ondemand, 0.01, LATE, 2.0, 0.4, is_sure)
+def worth(spot: int, ondemand: int, *, is_sure: bool = True) -> ReplicaValue:
+    return ReplicaValue(spot, ondemand, 0.01, LATE, 2.0, 0.4, is_sure)
 
 
 def node(number: int, node_type: NodeType, zone: str, state: NodeState = NodeState.READY, used: int = 1) -> NodeView:
@@ -82,7 +82,7 @@ def node(number: int, node_type: NodeType, zone: str, state: NodeState = NodeSta
 
 
 def snapshot(
-    known: Worth | None,
+    known: ReplicaValue | None,
     *nodes: NodeView,
     seats: tuple[int, ...] | None = None,
     target: int | None = None,
@@ -362,7 +362,7 @@ FAST = SPOT.model_copy(
 PACES = Traffic(speed=SPEED, paces={"gpu": 1.0, "gpu.spot": 1.0, "fast.spot": 3.0}, next_pace=3.0)
 
 
-def on_two_kinds(known: Worth, *nodes: NodeView, traffic: Traffic = PACES, spec: ServeSpec = SPEC) -> Snapshot:
+def on_two_kinds(known: ReplicaValue, *nodes: NodeView, traffic: Traffic = PACES, spec: ServeSpec = SPEC) -> Snapshot:
     seen = snapshot(known, *nodes, types=(SOLID, SPOT, FAST))
     (view,) = seen.endpoints
     assert view.load is not None

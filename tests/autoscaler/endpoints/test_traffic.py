@@ -16,7 +16,7 @@ from raytide.core.objects.endpoint import (
     Speed,
     Traffic,
 )
-from raytide.core.objects.node import Market, Node, NodeState, NodeType
+from raytide.core.objects.node import CapacityType, Node, NodeState, NodeType
 
 SPEED = Speed(prefill_tps=1000.0, slots=8, tpot_ms=50.0)
 SPEEDS = {"l4": SPEED}
@@ -28,7 +28,9 @@ def meter(speeds: dict[str, Speed] | None = None) -> TrafficMeter:
 
 def on(ray_node_id: str, node_type: str) -> Node:
     """A node that joined."""
-    return Node(ray_node_id, node_type, "a", Market.SPOT, 1, NodeState.READY, 0.0, 0.0, 0.0, ray_node_id=ray_node_id)
+    return Node(
+        ray_node_id, node_type, "a", CapacityType.SPOT, 1, NodeState.READY, 0.0, 0.0, 0.0, ray_node_id=ray_node_id
+    )
 
 
 def load(at_s: float, **requests: float) -> EndpointLoad:
@@ -171,7 +173,7 @@ def test_types_on_which_the_mean_prompt_alone_is_late_are_named_while_others_are
 
 
 def test_spot_and_on_demand_of_one_accelerator_are_alike_however_they_were_measured() -> None:
-    spot = L4.model_copy(update={"name": "l4.spot", "market": Market.SPOT})
+    spot = L4.model_copy(update={"name": "l4.spot", "market": CapacityType.SPOT})
     watch = on_gpus(L4, spot, speed={"l4": SPEED, "l4.spot": FAST})
     seen = watch.observe(EndpointLoad(0.0, 0.0, 1, ("ray-1",)), {"ray-1": on("ray-1", "l4")})
     assert (seen.paces, seen.held, seen.next_pace, seen.speed) == ({}, (), 1.0, SPEED)

@@ -14,8 +14,8 @@ from raytide.core.objects.gang import LeaseState, Shape
 from raytide.core.objects.job import JobState
 from raytide.core.objects.node import NodeType
 from raytide.core.objects.plan import Shrink, Wait
-from raytide.scheduling.reservations import gathered
-from raytide.scheduling.state import Room
+from raytide.scheduling.reservations import with_reservations
+from raytide.scheduling.state import SchedulingState
 
 GPU4 = NodeType(name="gpu4", resources={"GPU": 4.0}, price_micro_usd_h=4_000_000, max_nodes=3, idle_timeout_s=30)
 GPU8 = GPU4.model_copy(update={"name": "gpu8", "resources": {"GPU": 8.0}, "max_nodes": 2})
@@ -74,7 +74,12 @@ def test_a_replica_finds_its_nodes_though_small_jobs_take_every_seat_that_falls_
 def kept(c: Cluster) -> float:
     """GPUs, in the last decision."""
     seen, _ = set_targets(c.seen)
-    return sum(free["GPU"] for nodes in gathered(seen, Room.of(seen)).kept.values() for _, free in nodes if free)
+    return sum(
+        free["GPU"]
+        for nodes in with_reservations(seen, SchedulingState.of(seen)).kept.values()
+        for _, free in nodes
+        if free
+    )
 
 
 @settings(max_examples=8, deadline=None)
@@ -157,7 +162,10 @@ def test_what_a_node_will_have_for_one_endpoint_it_will_not_have_for_another() -
     c.serve(wide(1, gpus=8.0))
     c.settle(3)
     seen, _ = set_targets(c.seen)
-    kept = {name: [node for node, _ in nodes] for name, nodes in gathered(seen, Room.of(seen)).kept.items()}
+    kept = {
+        name: [node for node, _ in nodes]
+        for name, nodes in with_reservations(seen, SchedulingState.of(seen)).kept.items()
+    }
     assert kept == {"first": ["node-1", "node-2"]}
 
 

@@ -26,7 +26,7 @@ from raytide.core import ray_internals
 from raytide.core.clock import VirtualClock
 from raytide.core.errors import ClusterError, ConfigError, ProviderError
 from raytide.core.objects.cluster_config import load_cluster
-from raytide.core.objects.node import Market, Node, NodeState, NodeType
+from raytide.core.objects.node import CapacityType, Node, NodeState, NodeType
 from raytide.ledger.reconcile import bill
 
 SHIPPED = Path(__file__).parents[3] / "cluster.yaml"
@@ -85,7 +85,7 @@ def make(config: dict[str, Any], tmp_path: Path, begun: Begun, clock: VirtualClo
 
 
 def wanted(node_id: str, node_type: str = "h100x8.spot", zone: str = "us-east-1b") -> Node:
-    return Node(node_id, node_type, zone, Market.SPOT, 23_140_000, NodeState.REQUESTED, 1_000.0)
+    return Node(node_id, node_type, zone, CapacityType.SPOT, 23_140_000, NodeState.REQUESTED, 1_000.0)
 
 
 def instances() -> list[Any]:

@@ -21,7 +21,7 @@ from raytide.control.reconcile.observation import named, ray_names
 from raytide.core.clock import VirtualClock
 from raytide.core.errors import ClusterError, ConfigError, ProviderError
 from raytide.core.objects.cluster_config import load_cluster
-from raytide.core.objects.node import TYPE_LABEL, Market, Node, NodeState, NodeType
+from raytide.core.objects.node import TYPE_LABEL, CapacityType, Node, NodeState, NodeType
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "kuberay.yaml"
 L4 = NodeType(name="l4", resources={"CPU": 4, "GPU": 1}, price_micro_usd_h=800_000)
@@ -59,7 +59,7 @@ def make(kube: KubeServer, tmp_path: Path, clock: VirtualClock) -> Iterator[Make
 
 def wanted(node_id: str, node_type: NodeType = L4) -> Node:
     price = node_type.price_micro_usd_h
-    return Node(node_id, node_type.name, "local", Market.ON_DEMAND, price, NodeState.REQUESTED, 1_000.0)
+    return Node(node_id, node_type.name, "local", CapacityType.ON_DEMAND, price, NodeState.REQUESTED, 1_000.0)
 
 
 def test_a_launch_raises_the_groups_replicas_once_and_the_pod_becomes_the_node(kube: KubeServer, make: Make) -> None:

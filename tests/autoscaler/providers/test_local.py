@@ -17,10 +17,10 @@ from raytide.autoscaler.providers.local.spot import give_notice, reclaim, set_st
 from raytide.core.clock import VirtualClock
 from raytide.core.errors import NotFoundError, ProviderError
 from raytide.core.io.process import Process, kill_marked, marked
-from raytide.core.objects.node import Market, Node, NodeState, NodeType
+from raytide.core.objects.node import CapacityType, Node, NodeState, NodeType
 
 TYPE = NodeType(
-    name="g1", resources={"CPU": 2, "GPU": 1}, market=Market.SPOT, price_micro_usd_h=900_000, zones=("a", "b")
+    name="g1", resources={"CPU": 2, "GPU": 1}, market=CapacityType.SPOT, price_micro_usd_h=900_000, zones=("a", "b")
 )
 WAIT_S = 20.0
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from raytide.autoscaler.planner import plan
 from raytide.core.objects.endpoint import ServeSpec
 from raytide.core.objects.gang import Lease, LeaseState, Member, MemberState, Shape
-from raytide.core.objects.node import ZONE_LABEL, Market, Node, NodeState, NodeType
+from raytide.core.objects.node import ZONE_LABEL, CapacityType, Node, NodeState, NodeType
 from raytide.core.objects.plan import Action, Drain, Launch, Wait
 from raytide.core.objects.snapshot import Demand, Limits, NodeView, Snapshot, Unmanaged
 from raytide.scheduling.replicas import replica_selector
@@ -59,7 +59,7 @@ def test_a_foreign_group_that_belongs_together_gets_all_its_nodes_in_one_place_o
 
 def test_bundles_that_must_be_apart_get_a_node_each_though_one_would_hold_them_all() -> None:
     large = CPU4.model_copy(update={"name": "cpu64", "resources": {"CPU": 64}, "price_micro_usd_h": 20})
-    node = Node("node-1", "cpu64", "local", Market.ON_DEMAND, 20, NodeState.READY, 0.0, ready_at_s=1.0)
+    node = Node("node-1", "cpu64", "local", CapacityType.ON_DEMAND, 20, NodeState.READY, 0.0, ready_at_s=1.0)
     there = NodeView(node, large.resources, large.resources, {})
     group = (Demand({"CPU": 2.0}, count=2, apart="a"), Demand({"CPU": 1.0}, apart="a"), Demand({"CPU": 1.0}, apart="b"))
 
@@ -107,7 +107,7 @@ def test_a_demand_for_what_no_node_type_has_keeps_nobody_else_from_a_node() -> N
 
 
 def ready(node_id: str, free: float, idle_s: float = 0.0) -> NodeView:
-    node = Node(node_id, "cpu4", "local", Market.ON_DEMAND, 1, NodeState.READY, 0.0, ready_at_s=1.0)
+    node = Node(node_id, "cpu4", "local", CapacityType.ON_DEMAND, 1, NodeState.READY, 0.0, ready_at_s=1.0)
     node = replace(node, subject="unmanaged", ray_node_id=f"ray-{node_id}")
     return NodeView(node, {"CPU": 4}, {"CPU": free}, {}, idle_s)
 

@@ -10,7 +10,7 @@ from raytide.autoscaler.nodes import launch_backoff
 from raytide.autoscaler.nodes.instances import NEVER_JOINED, TAKEN_BACK, terminating
 from raytide.autoscaler.spot.pool_availability import PAST_S, PoolAvailability
 from raytide.autoscaler.spot.reclaim_hazard import STALE_S
-from raytide.core.objects.node import Market, Node, NodeState
+from raytide.core.objects.node import CapacityType, Node, NodeState
 from raytide.core.objects.plan import Terminate
 
 HOUR_S = 3600.0
@@ -22,7 +22,7 @@ def node(number: int, zone: str, ready_at_s: float | None, lost_at_s: float | No
     reason = TAKEN_BACK if lost_at_s is not None and ready_at_s is not None else "has none left"
     asked_s = (ready_at_s if ready_at_s is not None else lost_at_s or 0.0) - 60.0
     return Node(
-        f"node-{number}", "v100.spot", zone, Market.SPOT, 1, state, asked_s,
+        f"node-{number}", "v100.spot", zone, CapacityType.SPOT, 1, state, asked_s,
         ready_at_s=ready_at_s, ended_at_s=lost_at_s, reason=reason,
     )  # fmt: skip
 
@@ -78,7 +78,7 @@ def test_what_happened_before_the_first_question_is_learned_as_if_it_had_been_wa
 
 
 def test_our_own_end_of_a_node_that_is_coming_says_nothing_of_its_pool() -> None:
-    coming = Node("node-1", "v100.spot", "a", Market.SPOT, 1, NodeState.LAUNCHING, 40.0)
+    coming = Node("node-1", "v100.spot", "a", CapacityType.SPOT, 1, NodeState.LAUNCHING, 40.0)
     ended = terminating(coming, Terminate("node-1", "the fleet costs too much"))
     late = terminating(coming, Terminate("node-1", f"{NEVER_JOINED} 600 s of its launch"))
     for one, is_up in ((ended, True), (late, False)):

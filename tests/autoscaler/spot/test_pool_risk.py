@@ -10,13 +10,13 @@ from raytide.autoscaler.nodes import spend_limits
 from raytide.autoscaler.nodes.instances import TAKEN_BACK, UNASKED, was_taken_back
 from raytide.autoscaler.spot.pool_risk import SpotRisk
 from raytide.core.objects.cluster_config import LimitsSection
-from raytide.core.objects.node import Market, Node, NodeState, NodeType
+from raytide.core.objects.node import CapacityType, Node, NodeState, NodeType
 from raytide.core.objects.snapshot import Limits
 
 SPOT = NodeType(
     name="s",
     resources={"GPU": 1},
-    market=Market.SPOT,
+    market=CapacityType.SPOT,
     price_micro_usd_h=1_000_000,
     zones=("us-1a", "us-1b", "eu-1a"),
 )
@@ -24,7 +24,7 @@ HOUR = 3600.0
 
 
 def node(number: int, zone: str = "us-1a", **changes: object) -> Node:
-    made = Node(f"node-{number}", "s", zone, Market.SPOT, 1, NodeState.READY, 0.0, ready_at_s=0.0)
+    made = Node(f"node-{number}", "s", zone, CapacityType.SPOT, 1, NodeState.READY, 0.0, ready_at_s=0.0)
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
@@ -82,7 +82,7 @@ def test_only_spot_nodes_that_went_unasked_were_taken_back() -> None:
     assert was_taken_back(node(1, state=NodeState.GONE, reason=f"{UNASKED}: reclaimed"))
     assert was_taken_back(node(1, state=NodeState.TERMINATING, reason=f"its deadline has passed: {TAKEN_BACK}"))
     assert not was_taken_back(node(1, state=NodeState.GONE, reason="drained and empty: idle for 60 s"))
-    assert not was_taken_back(node(1, market=Market.ON_DEMAND, reason=TAKEN_BACK))
+    assert not was_taken_back(node(1, market=CapacityType.ON_DEMAND, reason=TAKEN_BACK))
 
 
 def test_i6_the_fleet_as_it_is_may_stay_until_the_month_ends() -> None:

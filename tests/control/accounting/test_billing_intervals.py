@@ -13,7 +13,7 @@ from raytide.control.accounting.billing_intervals import keep_books
 from raytide.control.accounting.final_accounting import close_books
 from raytide.core.money import to_us
 from raytide.core.objects.ledger_entry import Entry, EntryKind, OpenInterval, Share
-from raytide.core.objects.node import Market, Node, NodeState
+from raytide.core.objects.node import CapacityType, Node, NodeState
 from raytide.core.state import Changes, Store
 from raytide.ledger.reconcile import bill, reconcile
 
@@ -22,7 +22,9 @@ S = 1_000_000
 
 
 def test_a_node_that_the_provider_forgot_is_closed_at_its_end_and_costs_no_more() -> None:
-    node = Node("node-1", "cpu", "a", Market.SPOT, 3600 * S, NodeState.GONE, 0.0, started_at_s=1.0, ended_at_s=11.0)
+    node = Node(
+        "node-1", "cpu", "a", CapacityType.SPOT, 3600 * S, NodeState.GONE, 0.0, started_at_s=1.0, ended_at_s=11.0
+    )
     interval = OpenInterval("node-1", 3600 * S, 1 * S, 4 * S, IDLE)
     booking = keep_books({"node-1": node}, {}, {"node-1": interval}, {}, lambda *_: (), 99 * S)
     assert booking.closed == ("node-1",)
@@ -30,7 +32,7 @@ def test_a_node_that_the_provider_forgot_is_closed_at_its_end_and_costs_no_more(
 
 
 def test_a_node_that_the_provider_does_not_list_yet_is_left_open() -> None:
-    node = Node("node-1", "cpu", "a", Market.SPOT, 3600 * S, NodeState.READY, 0.0, started_at_s=1.0)
+    node = Node("node-1", "cpu", "a", CapacityType.SPOT, 3600 * S, NodeState.READY, 0.0, started_at_s=1.0)
     interval = OpenInterval("node-1", 3600 * S, 1 * S, 4 * S, IDLE)
     booking = keep_books({"node-1": node}, {}, {"node-1": interval}, {}, lambda *_: (), 99 * S)
     assert (booking.entries, booking.intervals, booking.closed) == ((), (), ())
@@ -46,7 +48,7 @@ def test_a_machine_whose_price_changes_is_booked_each_time_at_its_price_and_in_s
 ) -> None:
     """A price changes when the provider sees it, which is before the look that books it. Of the end it may say later
     that it was `early_s` before."""
-    node = Node("node-1", "cpu", "a", Market.SPOT, 1, NodeState.READY, 0.0, started_at_s=5.0)
+    node = Node("node-1", "cpu", "a", CapacityType.SPOT, 1, NodeState.READY, 0.0, started_at_s=5.0)
     machine, interval, entries, now_s = Machine("node-1", "cpu", "a", 3_600_000, 5.0), None, [], 5.0
     due = list(changes)
     for wait_s in looks:

@@ -29,10 +29,10 @@ from raytide.core.objects.endpoint import EndpointLoad, ReplicaLoad, Traffic
 from raytide.core.objects.gang import Lease, LeaseState, Member, MemberState
 from raytide.core.objects.job import JobSpec, JobState
 from raytide.core.objects.ledger_entry import Entry, EntryKind
-from raytide.core.objects.node import Market
+from raytide.core.objects.node import CapacityType
 from raytide.core.objects.plan import Plan, Wait
 from raytide.core.objects.signals import Signal
-from raytide.core.objects.snapshot import Stance
+from raytide.core.objects.snapshot import MarketConstraint
 from raytide.core.objects.team import TeamSpec
 from raytide.core.state import Changes, Store
 
@@ -265,7 +265,7 @@ class TestJobs:
         asked = {**GANG, "deadline": "8h", "estimate_h": 3}
         job = client.post("/v1/jobs", json=asked).json()["job"]
         assert job["spec"]["deadline"] == "1970-01-01T08:16:40+00:00"
-        stance = Stance((Market.SPOT,), False, 29800.0, 11340.0, 17000.0, "on spot: 3.1 h of work")
+        stance = MarketConstraint((CapacityType.SPOT,), False, 29800.0, 11340.0, 17000.0, "on spot: 3.1 h of work")
         write_json(tmp_path / "live.json", to_json(Live(1000.0, stances={job["id"]: stance})))
         assert client.get(f"/v1/jobs/{job['id']}").json()["stance"]["reason"] == stance.reason
         assert client.get(f"/v1/jobs/{job['id']}/why").json()["stance"]["markets"] == ["spot"]

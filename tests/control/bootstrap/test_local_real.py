@@ -22,12 +22,12 @@ from raytide.control.bootstrap.cluster_record import MARK
 from raytide.control.bootstrap.embedded import LocalCluster
 from raytide.control.bootstrap.loopback import is_listening
 from raytide.core.io.process import marked
-from raytide.core.objects.node import Market, Node, NodeState, NodeType
+from raytide.core.objects.node import CapacityType, Node, NodeState, NodeType
 
 pytestmark = pytest.mark.cluster
 
 TYPE = NodeType(
-    name="g1.spot", resources={"CPU": 1, "GPU": 1, "slots": 2}, market=Market.SPOT, price_micro_usd_h=900_000
+    name="g1.spot", resources={"CPU": 1, "GPU": 1, "slots": 2}, market=CapacityType.SPOT, price_micro_usd_h=900_000
 )
 
 

@@ -11,7 +11,7 @@ from raytide.control.reconcile.apply import Outcome, apply
 from raytide.control.reconcile.observation import Sources, World, look
 from raytide.control.reconcile.records import Book
 from raytide.core.errors import ProviderError
-from raytide.core.objects.node import Market, Node, NodeState, NodeType
+from raytide.core.objects.node import CapacityType, Node, NodeState, NodeType
 from raytide.core.objects.plan import Drain, Plan
 from raytide.jobs.lifecycle.jobs import DriverKey, DriverStatus
 
@@ -20,7 +20,7 @@ NODE = Node(
     id="node-1",
     type="cpu",
     zone="a",
-    market=Market.ON_DEMAND,
+    market=CapacityType.ON_DEMAND,
     price_micro_usd_h=1,
     state=NodeState.REQUESTED,
     requested_at_s=1.0,

@@ -9,10 +9,10 @@ from raytide.autoscaler.nodes.instances import UNASKED
 from raytide.control.reconcile.decision_inputs import SPEND_PERIOD_S, Outlook
 from raytide.core.objects.cluster_config import ClusterConfig, LimitsSection, RaytideSection
 from raytide.core.objects.ledger_entry import Spent
-from raytide.core.objects.node import Market, Node, NodeState, NodeType
+from raytide.core.objects.node import CapacityType, Node, NodeState, NodeType
 from raytide.core.objects.snapshot import Limits, Snapshot
 
-SPOT = NodeType(name="s", resources={"GPU": 1}, market=Market.SPOT, price_micro_usd_h=1_000_000, zones=("a",))
+SPOT = NodeType(name="s", resources={"GPU": 1}, market=CapacityType.SPOT, price_micro_usd_h=1_000_000, zones=("a",))
 NOW_S = 29 * 24 * 3600.0
 """Two days before the end of January 1970."""
 
@@ -68,7 +68,9 @@ def test_without_a_month_s_budget_nobody_looks_into_the_books() -> None:
 
 
 def test_losses_of_nodes_that_are_gone_and_the_price_of_the_moment_are_quoted() -> None:
-    gone = Node("node-1", "s", "a", Market.SPOT, 1, NodeState.GONE, 0.0, ready_at_s=NOW_S - 600.0, ended_at_s=NOW_S)
+    gone = Node(
+        "node-1", "s", "a", CapacityType.SPOT, 1, NodeState.GONE, 0.0, ready_at_s=NOW_S - 600.0, ended_at_s=NOW_S
+    )
     lost = [replace(gone, id=f"node-{n}", reason=UNASKED) for n in range(3)]
     (calm,) = outlook(Books()).on(seen(), (), {}).quotes
     (stormy,) = outlook(Books(gone=tuple(lost))).on(seen(NOW_S + 1.0), (), {("s", "a"): 7}).quotes

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from raytide.core.io.atomic_file import create_json, read_json, write_json
-from raytide.core.io.process import Process, end, kill_marked, marked
+from raytide.core.io.process import Process, kill_marked, marked, terminate_all
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_a_process_with_a_reused_pid_is_not_signalled(sleeper: subprocess.Popen[
     impostor = Process(sleeper.pid, identity(sleeper).start_time - 1)
     assert not impostor.alive
     impostor.send(signal.SIGKILL)
-    end([impostor], grace_s=0.0)
+    terminate_all([impostor], grace_s=0.0)
     assert sleeper.poll() is None
 
 
@@ -58,7 +58,7 @@ def test_what_ignores_sigterm_is_killed_after_the_grace() -> None:
     )
     assert child.stdout is not None
     assert child.stdout.readline() == b"ready\n"
-    end([identity(child)], grace_s=0.1)
+    terminate_all([identity(child)], grace_s=0.1)
     child.stdout.close()
     assert child.wait() == -signal.SIGKILL
 

@@ -16,7 +16,7 @@ import yaml
 from raytide.control.bootstrap.exposure import check_file
 from raytide.core.errors import ConfigError
 from raytide.core.objects.cluster_config import RaytideSection, load_cluster
-from raytide.core.objects.node import Market
+from raytide.core.objects.node import CapacityType
 
 ROOT = Path(__file__).parents[3]
 SHIPPED = [ROOT / "cluster.yaml", ROOT / "platform" / "raytide" / "control" / "bootstrap" / "local.yaml"]
@@ -66,7 +66,7 @@ class TestShippedFiles:
 
     def test_the_fleet_is_heterogeneous(self) -> None:
         types = load_cluster(SHIPPED[0]).node_types
-        assert {t.market for t in types} == {Market.ON_DEMAND, Market.SPOT}
+        assert {t.market for t in types} == {CapacityType.ON_DEMAND, CapacityType.SPOT}
         assert len({t.labels.get("ray.io/accelerator-type") for t in types} - {None}) >= 3
         assert len({zone for t in types for zone in t.zones}) >= 3
         assert all(t.price_micro_usd_h > 0 for t in types)

@@ -8,7 +8,7 @@ from raytide.core.clock import SystemClock, VirtualClock
 from raytide.core.errors import ConfigError
 from raytide.core.objects.endpoint import Replicas, ServeSpec
 from raytide.core.objects.gang import GangSpec, Lease, LeaseState, Member, Shape
-from raytide.core.objects.node import Market, NodeType, fits, labels_match, minus, plus
+from raytide.core.objects.node import CapacityType, NodeType, fits, labels_match, minus, plus
 from raytide.core.objects.plan import Admit, Plan, Wait
 
 
@@ -84,9 +84,9 @@ def test_resources_add_up_by_name() -> None:
 
 
 def test_the_nodes_of_a_type_carry_market_zone_and_type() -> None:
-    labels = NodeType(name="a", resources={}, labels={"rack": "1"}, market=Market.SPOT, price_micro_usd_h=1).all_labels(
-        "z"
-    )
+    labels = NodeType(
+        name="a", resources={}, labels={"rack": "1"}, market=CapacityType.SPOT, price_micro_usd_h=1
+    ).all_labels("z")
     assert labels == {
         "rack": "1",
         "ray.io/market-type": "spot",

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytide.core.errors import ConfigError
-from raytide.core.specs.parallelism import LOOPED, SPLIT_BACKWARD, Layout, Schedule
+from raytide.core.specs.parallelism import LOOPED, SPLIT_BACKWARD, Parallelism, Schedule
 
 SCHEDULES = st.sampled_from(get_args(Schedule))
 SIZES = st.integers(1, 4)
@@ -19,7 +19,7 @@ SIZES = st.integers(1, 4)
 
 @given(SIZES, SIZES, SIZES, SIZES, st.integers(1, 40))
 def test_any_world_that_holds_the_fixed_axes_works(r: int, t: int, p: int, c: int, world: int) -> None:
-    layout = Layout(replicate=r, tensor=t, pipeline=p, context=c)
+    layout = Parallelism(replicate=r, tensor=t, pipeline=p, context=c)
     if world < r * t * p * c:
         with pytest.raises(ConfigError, match=r"needs .* ranks"):
             layout.sizes(world)
@@ -33,7 +33,7 @@ def test_any_world_that_holds_the_fixed_axes_works(r: int, t: int, p: int, c: in
 def test_the_stages_of_all_ranks_have_every_layer_once(
     pipeline: int, schedule: Schedule, stages: int, more: int
 ) -> None:
-    layout = Layout(pipeline=pipeline, schedule=schedule, stages=stages if schedule in LOOPED else None)
+    layout = Parallelism(pipeline=pipeline, schedule=schedule, stages=stages if schedule in LOOPED else None)
     layers = layout.total_stages + more
     of_ranks = [layout.stages_of(rank) for rank in range(pipeline)]
     assert sorted(itertools.chain(*of_ranks)) == list(range(layout.total_stages))
@@ -47,7 +47,7 @@ def test_the_stages_of_all_ranks_have_every_layer_once(
 def test_microbatches_hold_every_row_and_fill_the_pipeline(
     pipeline: int, schedule: Schedule, rows: int, size: int
 ) -> None:
-    layout = Layout(pipeline=pipeline, schedule=schedule)
+    layout = Parallelism(pipeline=pipeline, schedule=schedule)
     count, actual = layout.microbatches(rows, size)
     assert actual <= size
     assert count * actual >= rows
@@ -60,5 +60,5 @@ def test_microbatches_hold_every_row_and_fill_the_pipeline(
 
 @pytest.mark.parametrize("schedule", get_args(Schedule))
 def test_weights_stay_where_the_backward_is_split(schedule: Schedule) -> None:
-    assert Layout(pipeline=2, schedule=schedule).frees_after_forward == (schedule not in SPLIT_BACKWARD)
-    assert not Layout(pipeline=2, schedule=schedule, zero=1).frees_after_forward
+    assert Parallelism(pipeline=2, schedule=schedule).frees_after_forward == (schedule not in SPLIT_BACKWARD)
+    assert not Parallelism(pipeline=2, schedule=schedule, zero=1).frees_after_forward

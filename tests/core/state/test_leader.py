@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import pytest
 
 from raytide.core.errors import ConflictError
-from raytide.core.objects.node import Market, Node, NodeState
+from raytide.core.objects.node import CapacityType, Node, NodeState
 from raytide.core.state import Changes, Store
 from raytide.core.state.leader import LEASE_S, Leader
 
@@ -41,7 +41,7 @@ def stores(url: str) -> Iterator[tuple[Store, Store]]:
 
 
 def changes(number: int) -> Changes:
-    node = Node(f"node-{number}", "cpu2", "local", Market.ON_DEMAND, 1, NodeState.REQUESTED, 1.0)
+    node = Node(f"node-{number}", "cpu2", "local", CapacityType.ON_DEMAND, 1, NodeState.REQUESTED, 1.0)
     return Changes(1.0, nodes=(node,))
 
 

@@ -14,7 +14,7 @@ from raytide.core.objects.endpoint import EndpointState, Replicas, ServeSpec
 from raytide.core.objects.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
 from raytide.core.objects.job import Job, JobKind, JobSpec, JobState
 from raytide.core.objects.ledger_entry import Entry, EntryKind, OpenInterval, Share
-from raytide.core.objects.node import Market, Node, NodeState
+from raytide.core.objects.node import CapacityType, Node, NodeState
 from raytide.core.objects.plan import Launch, Plan, Wait
 from raytide.core.objects.snapshot import Pool
 from raytide.core.state import Changes, Event, Store, tables
@@ -35,7 +35,7 @@ NODE = Node(
     id="node-12",
     type="spot-a",
     zone="z1",
-    market=Market.SPOT,
+    market=CapacityType.SPOT,
     price_micro_usd_h=918_000,
     state=NodeState.DRAINING,
     requested_at_s=1.1,

@@ -14,7 +14,7 @@ from raytide.core.money import micro_usd, month_of
 from raytide.core.objects.gang import Lease, LeaseState, Member, MemberState, Shape
 from raytide.core.objects.job import Job, JobState
 from raytide.core.objects.ledger_entry import Entry, EntryKind
-from raytide.core.objects.node import Market, Node, NodeState, NodeType
+from raytide.core.objects.node import CapacityType, Node, NodeState, NodeType
 from raytide.core.objects.plan import Action, Admit, Drain, Launch, Preempt, Wait
 from raytide.core.objects.snapshot import NodeView, Snapshot
 from raytide.core.objects.team import Team
@@ -22,7 +22,9 @@ from raytide.core.state import Changes, Store
 from raytide.jobs.admission.scheduler import GRACE_S, floor_of
 
 OWNED = NodeType(name="owned", resources={"GPU": 8.0}, price_micro_usd_h=micro_usd(8), max_nodes=4)
-SPOT = NodeType(name="spot", resources={"GPU": 8.0}, price_micro_usd_h=micro_usd(16), max_nodes=4, market=Market.SPOT)
+SPOT = NodeType(
+    name="spot", resources={"GPU": 8.0}, price_micro_usd_h=micro_usd(16), max_nodes=4, market=CapacityType.SPOT
+)
 """Dearer, so that nobody takes it of his own will."""
 LABEL = "ray.io/market-type"
 SOFT = {"budget": {"soft_usd": 50, "hard_usd": 100}}
@@ -106,7 +108,7 @@ def test_a_job_has_a_soft_limit_of_its_own() -> None:
 
 def test_what_the_budget_of_one_job_keeps_it_from_the_next_one_still_gets() -> None:
     held = running(1, priority="low")
-    spot = OWNED.model_copy(update={"market": Market.SPOT})
+    spot = OWNED.model_copy(update={"market": CapacityType.SPOT})
     waiting = [job(2, gpus(8, **{LABEL: "spot"}), soft_budget_usd=5), job(3, gpus(8, **{LABEL: "spot"}))]
     node = replace(held[2], labels=spot.all_labels("local"))
     teams = (team("blue", quota={"GPU": 0}), team("red", quota={"GPU": 8}))

@@ -14,7 +14,7 @@ from raytide.core.objects.plan import Action, Admit, Preempt, Shrink, Wait
 from raytide.jobs.admission import usage
 from raytide.jobs.admission.priority import MAX_PREEMPTIONS, ranked, waiting
 from raytide.jobs.admission.scheduler import GRACE_S, claims_of, floor_of
-from raytide.jobs.admission.state import Floor
+from raytide.jobs.admission.state import AdmissionState
 from raytide.jobs.lifecycle import attained_service
 
 TICK_S = 15.0
@@ -90,7 +90,7 @@ class Queue(RuleBasedStateMachine):
     def _held_by(self, name: str) -> float:
         """Seats that give way are the next one's already."""
         return sum(
-            len(usage.kept(lease)) * lease.shape.resources["GPU"]
+            len(usage.retained_members(lease)) * lease.shape.resources["GPU"]
             for lease in self.c.snapshot.leases
             if self.c.jobs[lease.job_id].spec.team == name
         )
@@ -140,7 +140,7 @@ class Queue(RuleBasedStateMachine):
             fixed = [j for j in self.c.running() if j in above or not self._may_be_asked(floor, first, j)]
             self.head, self.bound_s = first, max(map(self._end_s, fixed), default=self.c.now_s)
 
-    def _may_be_asked(self, floor: Floor, first: str, other: str) -> bool:
+    def _may_be_asked(self, floor: AdmissionState, first: str, other: str) -> bool:
         able = floor.may_ask(self.c.jobs[first])
         return attained_service.gives_way(self.c.jobs[other]) and (able is None or self.c.jobs[other].spec.team in able)
 

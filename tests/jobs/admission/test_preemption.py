@@ -11,10 +11,10 @@ from tests.jobs.cluster import Cluster, brief, gpus, team
 from raytide.core.objects.gang import MemberState, Shape
 from raytide.core.objects.job import JobState
 from raytide.core.objects.plan import Grow, Preempt, Shrink
-from raytide.core.objects.snapshot import Stance
+from raytide.core.objects.snapshot import MarketConstraint
 from raytide.jobs.admission.priority import COOL_DOWN_S, MAX_PREEMPTIONS
-from raytide.jobs.admission.scheduler import GRACE_S, SETTLE_S, _grow, admit, floor_of
-from raytide.scheduling.diagnosis import Shortfall
+from raytide.jobs.admission.scheduler import GRACE_S, SETTLE_S, _grow, floor_of, schedule
+from raytide.scheduling.diagnosis import Unschedulable
 
 
 def test_a_higher_class_shrinks_an_elastic_gang_in_place_and_it_grows_back() -> None:
@@ -55,7 +55,7 @@ def test_nobody_grows_while_one_waits_for_the_fleets_own_limit() -> None:
     for constraint in ("rate", "budget"):
         floor = floor_of(c.snapshot)
         row = next(row for row, job in enumerate(floor.jobs) if job.id == waits)
-        floor.refused[row] = Shortfall(constraint, "the fleet would cost more.", "")  # type: ignore[arg-type]
+        floor.refused[row] = Unschedulable(constraint, "the fleet would cost more.", "")  # type: ignore[arg-type]
         assert list(_grow(floor, order)) == []
 
 
@@ -224,7 +224,7 @@ def test_who_could_not_start_with_room_keeps_nobody_from_borrowing(why: str) -> 
     label = {"ray.io/accelerator-type": "B200"} if why == "impossible" else {}
     waits = c.submit(gpus(1, **label), team="red", priority="high")
     if why == "it waits for spot":
-        c.stances[waits] = Stance((), False, 9e9, 1.0, 8e9, "waits for spot")
+        c.stances[waits] = MarketConstraint((), False, 9e9, 1.0, 8e9, "waits for spot")
     elastic = c.submit(gpus(1, members=12, at_least=1))
     assert (elastic, "admit") in brief(c.step())
     assert c.running() == {elastic: 12}
@@ -259,7 +259,7 @@ def test_a_gang_that_shrinks_goes_on_with_the_seats_that_it_works_on(less: Membe
     first, second = lease.members
     c.leases[lease.id] = replace(lease, members=(replace(first, state=less), second))
     c.submit(gpus(8), priority="high")
-    (shrink,) = [action for action in admit(c.snapshot) if isinstance(action, Shrink)]
+    (shrink,) = [action for action in schedule(c.snapshot) if isinstance(action, Shrink)]
     assert shrink.members == (0,)
 
 

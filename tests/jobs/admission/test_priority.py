@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytide.jobs.admission.cycle import turn
+from raytide.jobs.admission.cycle import run_cycle
 from raytide.jobs.admission.priority import (
     LAST,
     LONGER,
@@ -16,7 +16,7 @@ from raytide.jobs.admission.priority import (
     OVERDUE,
     SHORT,
     URGENT,
-    Claims,
+    QueueTable,
     bands,
     fair_wait_s,
     ranked,
@@ -36,7 +36,7 @@ def claims(
     share: Sequence[float] | None = None,
     own: Sequence[int] = (),
     old_s: float = 0.0,
-) -> Claims:
+) -> QueueTable:
     """(GPUs, GPU-hours attained, hours held, hours queued), in order of submission; `held` and others name rows."""
     gpus, attained_h, held_h, queued_h = (np.array(column, dtype=float) for column in zip(*rows, strict=True))
     n = len(rows)
@@ -44,7 +44,7 @@ def claims(
     def mask(chosen: Sequence[int]) -> np.ndarray:  # type: ignore[type-arg]
         return np.isin(np.arange(n), list(chosen))
 
-    return Claims(
+    return QueueTable(
         gpus=gpus,
         submitted_s=np.arange(n, dtype=float),
         attained_gpu_s=attained_h * HOUR_S,
@@ -54,16 +54,16 @@ def claims(
         share=np.array(share or [0.0] * n),
         is_held=mask(held),
         gives_way=mask(held) & ~mask(fixed),
-        is_cooling=mask(cooling),
+        in_cooldown=mask(cooling),
         is_urgent=mask(urgent),
-        is_own=mask(own),
+        within_nominal_quota=mask(own),
         old_s=old_s,
     )
 
 
-def holders(table: Claims, total: int) -> list[int]:
+def holders(table: QueueTable, total: int) -> list[int]:
     floor = Counted.of(table, total)
-    turn(table, floor)
+    run_cycle(table, floor)
     assert float(table.gpus[floor.holds].sum()) == total - floor.free
     return sorted(np.flatnonzero(floor.holds).tolist())
 
@@ -165,7 +165,7 @@ def test_no_gpu_is_given_twice_and_none_is_left_that_somebody_could_use(
             used += row[0]
     table = claims(*(row[:4] for row in rows), held=held, fixed=[i for row, i in fits if row[5]])
     floor = Counted.of(table, total)
-    turn(table, floor)
+    run_cycle(table, floor)
     assert floor.free >= 0
     order = ranked(table).tolist()
     for place, row in enumerate(order):

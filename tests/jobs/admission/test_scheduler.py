@@ -10,13 +10,15 @@ from tests.jobs.lifecycle.test_pending_reason import why
 from raytide.control.reconcile.decide import decide
 from raytide.core.objects.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
 from raytide.core.objects.job import Job, JobKind, JobSpec, JobState
-from raytide.core.objects.node import Market, Node, NodeState, NodeType
+from raytide.core.objects.node import CapacityType, Node, NodeState, NodeType
 from raytide.core.objects.plan import Admit, Launch, Wait
 from raytide.core.objects.snapshot import NodeView, Pool, Snapshot
-from raytide.jobs.admission.scheduler import admit
+from raytide.jobs.admission.scheduler import schedule
 
 SMALL = NodeType(name="small", resources={"CPU": 2.0}, price_micro_usd_h=100, max_nodes=2)
-BIG = NodeType(name="big", resources={"CPU": 8.0, "GPU": 4.0}, price_micro_usd_h=900, max_nodes=1, market=Market.SPOT)
+BIG = NodeType(
+    name="big", resources={"CPU": 8.0, "GPU": 4.0}, price_micro_usd_h=900, max_nodes=1, market=CapacityType.SPOT
+)
 
 
 def job(number: int, *shapes: Shape, state: JobState = JobState.QUEUED, **changes: object) -> Job:
@@ -50,14 +52,14 @@ def view(
 def brief(s: Snapshot) -> list[tuple[str, str]]:
     return [
         (a.job_id, a.lease.id) if isinstance(a, Admit) else (a.subject, a.constraint)
-        for a in admit(s)
+        for a in schedule(s)
         if isinstance(a, Admit | Wait)
     ]
 
 
 def test_those_that_fit_are_admitted_in_order_each_with_its_own_lease() -> None:
     s = snapshot(job(1, cpus(2, members=2)), job(2, Shape(resources={"GPU": 4.0})))
-    first, second = admit(s)
+    first, second = schedule(s)
     assert isinstance(first, Admit)
     assert first.lease == Lease(
         "lease-4",
@@ -96,7 +98,7 @@ def test_what_fits_beside_the_head_takes_nothing_from_it() -> None:
 def test_an_elastic_gang_that_cannot_be_stopped_takes_what_the_head_leaves() -> None:
     s = snapshot(fixed(job(1, cpus(4))), job(2, cpus(6)), fixed(job(3, cpus(1, members=4, at_least=1))), types=(BIG,))
     assert brief(s) == [("job-1", "lease-4"), ("job-2", "capacity"), ("job-3", "lease-5")]
-    last = admit(s)[-1]
+    last = schedule(s)[-1]
     assert isinstance(last, Admit)
     assert [member.state for member in last.lease.members] == ["waiting"] * 2 + ["parked"] * 2
 
@@ -110,16 +112,16 @@ def test_what_no_fleet_could_hold_blocks_nobody() -> None:
 
 def test_the_first_shape_that_fits_is_taken() -> None:
     shapes = (Shape(resources={"GPU": 8.0}), cpus(8, members=2), cpus(2, members=2), cpus(1))
-    (action,) = admit(snapshot(job(1, *shapes)))
+    (action,) = schedule(snapshot(job(1, *shapes)))
     assert isinstance(action, Admit)
     assert action.lease.shape == shapes[2]
-    (waits,) = admit(snapshot(job(1, *shapes[:2], cpus(8, members=1)), types=(SMALL,)))
+    (waits,) = schedule(snapshot(job(1, *shapes[:2], cpus(8, members=1)), types=(SMALL,)))
     assert isinstance(waits, Wait)
     assert waits.constraint == "impossible"
 
 
 def test_a_gang_starts_with_fewer_when_it_may() -> None:
-    (action,) = admit(snapshot(job(1, cpus(2, members=9, at_least=2)), types=(SMALL,)))
+    (action,) = schedule(snapshot(job(1, cpus(2, members=9, at_least=2)), types=(SMALL,)))
     assert isinstance(action, Admit)
     assert (len(action.lease.members), "2 of them now" in action.reason) == (9, True)
     assert [member.state for member in action.lease.members] == ["waiting"] * 2 + ["parked"] * 7
@@ -133,12 +135,12 @@ def test_seats_that_an_admitted_lease_still_lacks_are_taken() -> None:
 
 
 def test_jobs_that_shall_stop_are_not_admitted() -> None:
-    assert admit(snapshot(job(1, stop_requested=True))) == ()
+    assert schedule(snapshot(job(1, stop_requested=True))) == ()
 
 
 def test_a_pool_without_stock_is_named() -> None:
     s = snapshot(job(1, cpus(2)), types=(SMALL,), pools=(Pool("small", "local", 3, 80.0),))
-    (action,) = admit(s)
+    (action,) = schedule(s)
     assert isinstance(action, Wait)
     assert action.constraint == "stock"
     assert "small in local" in action.reason
@@ -149,14 +151,14 @@ def test_admission_never_promises_more_than_there_is(wishes: list[tuple[int, int
     jobs = tuple(
         job(i + 1, cpus(cpu, members=n, at_least=max(1, n - slack))) for i, (n, cpu, slack) in enumerate(wishes)
     )
-    actions = admit(snapshot(*jobs))
+    actions = schedule(snapshot(*jobs))
     assert [a.job_id if isinstance(a, Admit) else a.subject for a in actions if isinstance(a, Admit | Wait)] == [
         j.id for j in jobs
     ]
     admitted = [a.lease for a in actions if isinstance(a, Admit)]
     # One big node and two small ones are all that can be bought.
     assert sum(lease.shape.at_least * lease.shape.resources["CPU"] for lease in admitted) <= 12
-    assert admit(snapshot(*jobs)) == actions
+    assert schedule(snapshot(*jobs)) == actions
 
 
 def test_why_says_what_would_help() -> None:
@@ -212,7 +214,7 @@ def on(accelerator: str, gpus: float) -> Shape:
 
 
 def admitted(s: Snapshot) -> list[Shape]:
-    return [action.lease.shape for action in admit(s) if isinstance(action, Admit)]
+    return [action.lease.shape for action in schedule(s) if isinstance(action, Admit)]
 
 
 def test_of_its_shapes_a_job_gets_the_one_in_which_its_work_costs_least_and_else_the_one_that_it_prefers() -> None:

@@ -9,28 +9,28 @@ from tests.jobs.cluster import H100, gpus, spec
 
 from raytide.core.errors import CapacityError, UsageError
 from raytide.core.objects.gang import Shape
-from raytide.core.objects.node import MARKET_LABEL, Market
-from raytide.jobs.lifecycle.deadline_check import resolved
+from raytide.core.objects.node import MARKET_LABEL, CapacityType
+from raytide.jobs.lifecycle.deadline_check import resolve_deadline
 
 NOW_S = datetime(2026, 11, 21, 20, tzinfo=UTC).timestamp()
-SPOT = H100.model_copy(update={"name": "h100x8.spot", "market": Market.SPOT})
+SPOT = H100.model_copy(update={"name": "h100x8.spot", "market": CapacityType.SPOT})
 
 
 def test_a_time_from_now_becomes_a_moment() -> None:
-    asked = resolved(spec(gpus(8), deadline="8h", estimate_h=7.5), [H100, SPOT], NOW_S)
+    asked = resolve_deadline(spec(gpus(8), deadline="8h", estimate_h=7.5), [H100, SPOT], NOW_S)
     assert asked.due_at_s == NOW_S + 8 * 3600
-    assert resolved(asked, [H100], NOW_S + 60) == asked
-    assert resolved(spec(gpus(8)), [SPOT], NOW_S).deadline is None
+    assert resolve_deadline(asked, [H100], NOW_S + 60) == asked
+    assert resolve_deadline(spec(gpus(8)), [SPOT], NOW_S).deadline is None
 
 
 def test_a_deadline_in_the_past_is_refused() -> None:
     with pytest.raises(UsageError, match="the deadline of j, Nov 21 19:00 UTC, is past"):
-        resolved(spec(gpus(8), deadline="2026-11-21T19:00Z"), [H100], NOW_S)
+        resolve_deadline(spec(gpus(8), deadline="2026-11-21T19:00Z"), [H100], NOW_S)
 
 
 def test_a_job_that_even_on_demand_could_not_end_in_time_is_refused() -> None:
     with pytest.raises(UsageError, match=r"it needs 9 h by its own estimate, even on demand, and there are 8\.0 h"):
-        resolved(spec(gpus(8), deadline="8h", estimate_h=9), [H100], NOW_S)
+        resolve_deadline(spec(gpus(8), deadline="8h", estimate_h=9), [H100], NOW_S)
 
 
 @pytest.mark.parametrize(
@@ -44,4 +44,4 @@ def test_a_job_that_even_on_demand_could_not_end_in_time_is_refused() -> None:
 )
 def test_without_an_on_demand_node_that_holds_it_no_deadline_is_promised(shape: Shape, types: list[object]) -> None:
     with pytest.raises(CapacityError, match="only spot nodes could hold its gang"):
-        resolved(spec(shape, deadline="8h"), types, NOW_S)  # type: ignore[arg-type]
+        resolve_deadline(spec(shape, deadline="8h"), types, NOW_S)  # type: ignore[arg-type]

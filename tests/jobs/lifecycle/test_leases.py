@@ -8,9 +8,17 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from raytide.actors.gang.group import GroupKey, GroupState, PlacementGroupInfo, WantedGroup, difference
 from raytide.core.objects.gang import Lease, LeaseState, Member, MemberState, Shape
-from raytide.core.objects.node import Market, Node, NodeState
+from raytide.core.objects.node import CapacityType, Node, NodeState
 from raytide.core.objects.plan import Shrink
-from raytide.jobs.lifecycle.leases import advance, assign, changed, let_go, release, unassign, wanted_groups
+from raytide.jobs.lifecycle.leases import (
+    acknowledge_release,
+    advance,
+    assign,
+    changed,
+    release,
+    unassign,
+    wanted_groups,
+)
 from raytide.scheduling.unattributed import VACATED_S
 
 READY, DRAINING, GONE = NodeState.READY, NodeState.DRAINING, NodeState.GONE
@@ -21,7 +29,7 @@ def node(number: int, state: NodeState = READY, deadline_s: float | None = None)
         f"node-{number}",
         "spot",
         "z",
-        Market.SPOT,
+        CapacityType.SPOT,
         1,
         state,
         0.0,
@@ -159,8 +167,8 @@ def test_a_seat_whose_node_leaves_looks_for_another_as_soon_as_its_holder_has_le
     lease = active(members=2, at_least=1)
     there = nodes(node(0), node(1, DRAINING, deadline_s=50.0))
     leaving = advance(lease, there, groups_of(lease), 10.0)
-    assert let_go(leaving, lease.version, 11.0) is leaving
-    left = let_go(leaving, leaving.version, 11.0)
+    assert acknowledge_release(leaving, lease.version, 11.0) is leaving
+    left = acknowledge_release(leaving, leaving.version, 11.0)
     assert (states(left), left.members[1].incarnation, left.epoch) == (["ready", "waiting"], 1, leaving.epoch + 1)
 
 
@@ -169,9 +177,9 @@ def test_a_seat_that_gives_way_is_free_as_soon_as_its_holder_has_left_it_and_no_
     before = active(2, 1)
     lease = changed(before, shrink, 10.0)
     assert [(m.state, m.given_to) for m in lease.members] == [(MemberState.READY, ""), (MemberState.LEAVING, "chat")]
-    assert let_go(lease, before.version, 11.0) is lease, "what it left before it was asked is old news"
-    assert let_go(lease, "lease-0@1", 11.0) is lease
-    left = let_go(lease, lease.version, 12.0)
+    assert acknowledge_release(lease, before.version, 11.0) is lease, "what it left before it was asked is old news"
+    assert acknowledge_release(lease, "lease-0@1", 11.0) is lease
+    left = acknowledge_release(lease, lease.version, 12.0)
     assert (states(left), left.epoch, left.state) == (["ready", "parked"], lease.epoch + 1, LeaseState.ACTIVE)
     assert left.reason == "1 of 2 members are usable"
     assert {key.member for key in wanted_groups([left])} == {0}

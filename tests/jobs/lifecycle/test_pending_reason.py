@@ -9,10 +9,10 @@ from tests.jobs.cluster import H100, Cluster, gpus, job, team, told
 
 from raytide.control.views import Waiting
 from raytide.core.objects.job import JobState
-from raytide.core.objects.node import Market, NodeType
+from raytide.core.objects.node import CapacityType, NodeType
 from raytide.core.objects.snapshot import Pool, Snapshot
 from raytide.jobs.admission.scheduler import GRACE_S
-from raytide.jobs.admission.start_forecast import starts_in_s
+from raytide.jobs.admission.start_forecast import forecast_starts
 
 H = {"ray.io/accelerator-type": "H100"}
 
@@ -48,7 +48,7 @@ def test_3_no_node_has_the_label() -> None:
 
 
 def test_4_no_node_has_all_labels_at_once() -> None:
-    spot = NodeType(name="l4", resources={"GPU": 1.0}, market=Market.SPOT, price_micro_usd_h=1, max_nodes=4)
+    spot = NodeType(name="l4", resources={"GPU": 1.0}, market=CapacityType.SPOT, price_micro_usd_h=1, max_nodes=4)
     waits = job(1, gpus(1, **H, **{"ray.io/market-type": "spot"}))
     found = why(waits.id, Snapshot(0.0, (H100, spot), jobs=(waits,)))
     assert found.constraint == "impossible"
@@ -154,8 +154,8 @@ def test_the_wait_is_what_those_that_run_have_left(step: int, wait_s: float) -> 
     c.step()
     c.step(100.0)
     c.jobs[first] = replace(c.jobs[first], progress={"step": step})
-    assert c.jobs[first].left_s(c.now_s) == wait_s
+    assert c.jobs[first].remaining_s(c.now_s) == wait_s
     second, third = c.submit(gpus(8)), c.submit(gpus(8))
     assert why(second, c.snapshot).wait_s == wait_s
     assert why(third, c.snapshot).wait_s is None, "nobody knows how long the second runs"
-    assert starts_in_s(c.snapshot) == {second: wait_s}
+    assert forecast_starts(c.snapshot) == {second: wait_s}

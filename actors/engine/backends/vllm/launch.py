@@ -15,7 +15,7 @@ from typing import Any
 from raytide.actors.engine.backends.vllm.config import VllmConfig, engine_arguments, environment
 from raytide.actors.engine.types import Feature
 from raytide.core.errors import ConfigError, EngineError, RaytideError
-from raytide.core.io.torch_packages import broken_companions, removal
+from raytide.core.io.torch_packages import broken_torch_packages, removal
 
 __all__ = ["StepRecorder", "VllmCore", "launch"]
 
@@ -165,7 +165,7 @@ def _import() -> dict[str, Any]:
             "sampling_params": import_module("vllm.sampling_params"),
         }
     except Exception as error:  # what a broken library raises on import is anything
-        broken = broken_companions()
+        broken = broken_torch_packages()
         if broken:
             raise ConfigError(
                 f"vLLM cannot be imported, because {', '.join(broken)} cannot be: a build for CUDA beside a CPU torch.",

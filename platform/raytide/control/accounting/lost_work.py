@@ -32,7 +32,7 @@ class Losses:
 def nodes_lost(before: Lease, after: Lease) -> tuple[str, ...]:
     """From under members that were usable and had not been asked to give way."""
     pairs = zip(before.members, after.members, strict=True)
-    gone = [was.node_id for was, now in pairs if was.is_usable and not was.gives_way and now.node_id != was.node_id]
+    gone = [was.node_id for was, now in pairs if was.is_usable and not was.is_yielding and now.node_id != was.node_id]
     return tuple(dict.fromkeys(gone))
 
 

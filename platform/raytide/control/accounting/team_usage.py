@@ -11,7 +11,7 @@ from raytide.core.objects.cluster_config import ClusterConfig
 from raytide.core.objects.job import Job
 from raytide.core.objects.ledger_entry import Spent
 from raytide.core.objects.snapshot import Snapshot
-from raytide.core.objects.team import Team, TeamSpec, faded, overlaid
+from raytide.core.objects.team import Team, TeamSpec, decayed_usage, overlaid
 from raytide.core.state.records import StoredTeam
 from raytide.jobs.admission.scheduler import floor_of
 
@@ -54,7 +54,7 @@ def with_accounts(
 
 
 def recent_gpu_s(stored: StoredTeam | None, now_s: float) -> float:
-    return 0.0 if stored is None else faded(stored.recent_gpu_s, now_s - stored.recent_at_s)
+    return 0.0 if stored is None else decayed_usage(stored.recent_gpu_s, now_s - stored.recent_at_s)
 
 
 def used_lately(stored: Iterable[StoredTeam], jobs: Iterable[Job], now_s: float) -> tuple[StoredTeam, ...]:

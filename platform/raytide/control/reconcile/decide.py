@@ -17,10 +17,10 @@ from raytide.autoscaler.planner import plan
 from raytide.core.objects.plan import Action, Admit, Grow, Plan, Preempt, Shrink, Wait
 from raytide.core.objects.snapshot import Snapshot
 from raytide.jobs.admission.member_cap import within_member_cap
-from raytide.jobs.admission.scheduler import admit
+from raytide.jobs.admission.scheduler import schedule
 from raytide.jobs.lifecycle.leases import changed
-from raytide.scheduling.reservations import gathered
-from raytide.scheduling.state import Room
+from raytide.scheduling.reservations import with_reservations
+from raytide.scheduling.state import SchedulingState
 
 
 def decide(snapshot: Snapshot) -> Plan:
@@ -34,9 +34,9 @@ def of_judged(seen: Snapshot) -> Plan:
     given_up = enforce_cost_limit(seen)
     seen = with_leases(without(seen, given_up), given_up) if given_up else seen
     published, scales = set_targets(seen)
-    room = Room.of(published)
-    published = gathered(published, room)
-    admissions = admit(published, consolidation.without_kept(published, room))
+    room = SchedulingState.of(published)
+    published = with_reservations(published, room)
+    admissions = schedule(published, consolidation.without_kept(published, room))
     are_seats_as_before = all(isinstance(action, Admit | Wait) for action in admissions)
     actions = plan(with_leases(published, admissions), room if are_seats_as_before else None)
     return Plan(at_s=seen.at_s, actions=(*given_up, *scales, *admissions, *over_cap, *actions))

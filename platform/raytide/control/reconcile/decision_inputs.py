@@ -14,7 +14,7 @@ from raytide.autoscaler.spot.pool_risk import SpotRisk
 from raytide.core.money import month_of, to_us
 from raytide.core.objects.cluster_config import ClusterConfig
 from raytide.core.objects.node import Node
-from raytide.core.objects.snapshot import Limits, Snapshot, SpotOutlook
+from raytide.core.objects.snapshot import Limits, Snapshot, SpotForecast
 from raytide.core.state import Store
 from raytide.ledger.cost import accrued
 
@@ -44,7 +44,7 @@ class Outlook:
         spot, limits = self._watched(seen, nodes), self._limits(seen.at_s)
         return self.fleets.on(replace(seen, quotes=quotes, spot=spot, limits=limits), self._risk.hazard)
 
-    def _watched(self, seen: Snapshot, nodes: Iterable[Node]) -> tuple[SpotOutlook, ...]:
+    def _watched(self, seen: Snapshot, nodes: Iterable[Node]) -> tuple[SpotForecast, ...]:
         """What jobs with a deadline have to know of spot. The past is read when the first of them comes."""
         if self._spot is None:
             if all(job.spec.deadline is None for job in seen.jobs):

@@ -14,7 +14,7 @@ from raytide.control.supervision.daemon import spawn
 from raytide.control.supervision.supervisor import CHILDREN
 from raytide.core.errors import ClusterError, ConfigError
 from raytide.core.io.atomic_file import read_json, write_json
-from raytide.core.io.process import Process, end, running
+from raytide.core.io.process import Process, running, terminate_all
 
 __all__ = ["end_children", "grant_access", "start_supervisor", "wait_for_api"]
 
@@ -72,7 +72,7 @@ def end_children(cluster: RunningCluster) -> None:
     """The supervisor first, so that nothing restarts what was ended; then its orphans."""
     for whats in (["supervisor"], list(CHILDREN)):
         recorded = [process for what in whats if (process := cluster.process(what))]
-        end([*recorded, *_unrecorded(cluster, whats)], grace_s=_STOP_GRACE_S)
+        terminate_all([*recorded, *_unrecorded(cluster, whats)], grace_s=_STOP_GRACE_S)
 
 
 def _unrecorded(cluster: RunningCluster, whats: Sequence[str]) -> list[Process]:

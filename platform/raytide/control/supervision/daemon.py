@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from raytide.core.errors import ConflictError
-from raytide.core.io.process import Process, end
+from raytide.core.io.process import Process, terminate_all
 from raytide.core.io.storage import full_disk_is_an_error
 
 _UNRECORDED_GRACE_S = 5.0
@@ -46,7 +46,7 @@ def spawn(
         with full_disk_is_an_error(str(record_of(run_dir, what))):
             process.write(record_of(run_dir, what))
     except BaseException:
-        end([process], grace_s=_UNRECORDED_GRACE_S)
+        terminate_all([process], grace_s=_UNRECORDED_GRACE_S)
         raise
     return process
 

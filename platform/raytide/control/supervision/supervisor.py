@@ -24,7 +24,7 @@ from raytide.control.supervision.log_rotation import rotate
 from raytide.control.supervision.owner import ensure_watched
 from raytide.core.errors import RaytideError
 from raytide.core.io.atomic_file import sweep
-from raytide.core.io.process import Process, end, running
+from raytide.core.io.process import Process, running, terminate_all
 
 CHILDREN = {"controller": "raytide.control.controller", "api": "raytide.control.api"}
 """Module by name; each is run as `python -m MODULE RUN_DIR`."""
@@ -75,7 +75,7 @@ def supervise(run_dir: Path, children: Mapping[str, Sequence[str]]) -> None:
                 _step(child, run_dir)
             _do_chores(run_dir)
     finally:
-        end([child.process for child in watched if child.process is not None], grace_s=_STOP_GRACE_S)
+        terminate_all([child.process for child in watched if child.process is not None], grace_s=_STOP_GRACE_S)
 
 
 def _do_chores(run_dir: Path) -> None:

@@ -79,7 +79,7 @@ class Process:
             os.close(fd)
 
 
-def end(processes: Iterable[Process], *, grace_s: float) -> None:
+def terminate_all(processes: Iterable[Process], *, grace_s: float) -> None:
     """SIGTERM all, and SIGKILL those that still run after the grace."""
     left = [process for process in processes if process.alive]
     for process in left:

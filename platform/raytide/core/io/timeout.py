@@ -11,7 +11,7 @@ from raytide.core.errors import ClusterError, RaytideError, WaitTimeoutError
 T = TypeVar("T")
 
 
-def within(timeout_s: float, what: str, call: Callable[[], T]) -> T:
+def call_with_timeout(timeout_s: float, what: str, call: Callable[[], T]) -> T:
     """The call's result. It runs in a thread that is left behind when it takes too long."""
     done: list[T] = []
     failed: list[Exception] = []

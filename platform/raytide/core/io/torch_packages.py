@@ -20,7 +20,7 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def broken_companions() -> list[str]:
+def broken_torch_packages() -> list[str]:
     """Those that are installed and cannot be imported. Each is tried in a process of its own, which takes seconds."""
     return [name for name in COMPANIONS if installed_version(name) is not None and not imports(name)]
 

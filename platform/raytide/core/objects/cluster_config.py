@@ -17,7 +17,7 @@ from raytide.core.config import Config, load_yaml
 from raytide.core.errors import ConfigError
 from raytide.core.io.environment import NAME_PATTERN
 from raytide.core.money import micro_usd
-from raytide.core.objects.node import Market, NodeType
+from raytide.core.objects.node import CapacityType, NodeType
 from raytide.core.objects.signals import Meter
 from raytide.core.objects.snapshot import Unmanaged
 from raytide.core.objects.team import CLASSES, TeamSpec, check_tree
@@ -30,7 +30,7 @@ class NodeTypeSection(Config):
     """`metadata.raytide.node_types.<name>`: what Ray's node type of the same name cannot say."""
 
     price_usd_h: float = Field(ge=0)
-    market: Market = Market.ON_DEMAND
+    market: CapacityType = CapacityType.ON_DEMAND
     zones: tuple[str, ...] = ("local",)
     """Tried in this order."""
     zone_prices_usd_h: dict[str, float] = Field(default_factory=dict)

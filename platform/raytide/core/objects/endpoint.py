@@ -238,7 +238,7 @@ class EndpointLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class Worth:
+class ReplicaValue:
     """How many replicas of an endpoint with an SLO are worth their price, learned by watching
     (`autoscaler/endpoints/replica_value.py`)."""
 

@@ -119,7 +119,7 @@ class Member:
     incarnation: int = 0
     leaves_at_s: float | None = None
     """Of a parked seat: when it was given away."""
-    gives_way: bool = False
+    is_yielding: bool = False
     """LEAVING, and then PARKED although its node stays."""
     given_to: str = ""
     """The job or the endpoint that a seat gives way to, or was given away to while it is PARKED."""
@@ -132,7 +132,7 @@ class Member:
     @property
     def seeks_a_node(self) -> bool:
         """It has none, or the one that it has leaves."""
-        is_moving = self.state is MemberState.LEAVING and not self.gives_way
+        is_moving = self.state is MemberState.LEAVING and not self.is_yielding
         return is_moving or self.state is MemberState.WAITING
 
     @property
@@ -172,7 +172,7 @@ class Lease:
     @property
     def yields(self) -> bool:
         """Every seat is given away: it is being preempted, and goes back to the queue."""
-        return all(member.gives_way or member.state is MemberState.PARKED for member in self.members)
+        return all(member.is_yielding or member.state is MemberState.PARKED for member in self.members)
 
     @property
     def usable(self) -> tuple[Member, ...]:

@@ -148,7 +148,7 @@ class Job:
         """How long it has held its gang, all its runs together."""
         return self.held_s + (0.0 if self.spell_since_s is None else max(0.0, now_s - self.spell_since_s))
 
-    def left_s(self, now_s: float) -> float | None:
+    def remaining_s(self, now_s: float) -> float | None:
         """Work that is left, on the gang that it has: by its own word (`left_s`), else by the pace of its steps, else
         by its estimate. None when nobody knows."""
         left_s = self._left_s(now_s)

@@ -19,7 +19,7 @@ ZONE_LABEL = "ray.io/availability-zone"
 TYPE_LABEL = "ray.io/node-group"
 
 
-class Market(StrEnum):
+class CapacityType(StrEnum):
     ON_DEMAND = "on-demand"
     SPOT = "spot"
 
@@ -30,7 +30,7 @@ class NodeType(Config):
     name: str
     resources: dict[str, float]
     labels: dict[str, str] = Field(default_factory=dict)
-    market: Market = Market.ON_DEMAND
+    market: CapacityType = CapacityType.ON_DEMAND
     price_micro_usd_h: int = Field(ge=0)
     zone_prices_micro_usd_h: dict[str, int] = Field(default_factory=dict)
     """Where a zone's price is another one."""
@@ -82,7 +82,7 @@ class Node:
     id: str
     type: str
     zone: str
-    market: Market
+    market: CapacityType
     price_micro_usd_h: int
     state: NodeState
     requested_at_s: float
@@ -102,7 +102,7 @@ class Node:
     """Why it is in this state, in words."""
 
 
-def whole_shares(need: Resources) -> Resources:
+def round_up_gpu_share(need: Resources) -> Resources:
     """What a member really takes: Ray never splits a share over two GPUs, so 0.4 of one is one of its two halves."""
     share = need.get("GPU", 0.0)
     if not 0.0 < share < 1.0:
@@ -115,7 +115,7 @@ def fits(need: Resources, free: Resources) -> bool:
     return all(amount <= free.get(name, 0.0) + 1e-9 for name, amount in need.items())
 
 
-def dominant(need: Resources, total: Resources) -> float:
+def dominant_share(need: Resources, total: Resources) -> float:
     """Its share of what it takes most of; of what `total` has none of, nothing counts."""
     return min(1.0, max((n / total[name] for name, n in need.items() if total.get(name)), default=0.0))
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from raytide.core.objects.endpoint import Endpoint, EndpointLoad, Worth
+from raytide.core.objects.endpoint import Endpoint, EndpointLoad, ReplicaValue
 from raytide.core.objects.gang import Lease
 from raytide.core.objects.job import Job
-from raytide.core.objects.node import Market, Node, NodeType, Resources
+from raytide.core.objects.node import CapacityType, Node, NodeType, Resources
 from raytide.core.objects.signals import Use
 from raytide.core.objects.team import CLASSES, Team
 
-Paces = Mapping[str, float]
+Throughputs = Mapping[str, float]
 """What is done on each node type, in units of where it is least; empty when all do alike, or nobody knows better."""
 
 
@@ -46,7 +46,7 @@ class EndpointView:
     endpoint: Endpoint
     load: EndpointLoad | None
     """None when nothing was heard yet."""
-    worth: Worth | None = None
+    worth: ReplicaValue | None = None
     """What replicas of an endpoint with an SLO are worth; None where that is not known."""
     pools: tuple[tuple[str, str], ...] | None = None
     """By a decision: node type and zone in which each new replica is to be bought; None: where it is cheapest."""
@@ -93,8 +93,8 @@ class Quote:
 
 
 @dataclass(frozen=True, slots=True)
-class Stance:
-    markets: tuple[Market, ...] | None
+class MarketConstraint:
+    markets: tuple[CapacityType, ...] | None
     """Where its gang may sit, the wanted one first; none while it waits for spot. None when it is late: then it sits
     where any other job would."""
     is_urgent: bool
@@ -107,13 +107,13 @@ class Stance:
     reason: str
 
     @property
-    def wanted(self) -> Market | None:
+    def wanted(self) -> CapacityType | None:
         """Where it should sit; None while that is nowhere, or anywhere."""
         return self.markets[0] if self.markets else None
 
 
 @dataclass(frozen=True, slots=True)
-class SpotOutlook:
+class SpotForecast:
     """Some spot pools, watched as one market; `raytide.autoscaler.spot.availability_model` says what the rates mean."""
 
     pools: tuple[str, ...]
@@ -167,9 +167,9 @@ class Snapshot:
     pools: tuple[Pool, ...] = ()
     quotes: tuple[Quote, ...] = ()
     """Of the pools of which more is known than their node type says."""
-    spot: tuple[SpotOutlook, ...] = ()
+    spot: tuple[SpotForecast, ...] = ()
     """Of each set of spot pools that a job with a deadline could use."""
-    stances: Mapping[str, Stance] = field(default_factory=dict)
+    stances: Mapping[str, MarketConstraint] = field(default_factory=dict)
     """By job with a deadline; a decision finds them first of all."""
     limits: Limits = Limits()
     unmanaged: Unmanaged = Unmanaged()
@@ -189,7 +189,7 @@ class Snapshot:
     """And in this month: each whose budget is by the month."""
     old_s: float = 0.0
     """How old the oldest of all jobs that there ever were got: see `raytide.jobs.admission.priority`."""
-    paces: Mapping[str, Paces] = field(default_factory=dict)
+    paces: Mapping[str, Throughputs] = field(default_factory=dict)
     """How fast each job of `jobs` is on each node type; those are left out that are as fast on all, as far as is
     known."""
     kept: Mapping[str, tuple[tuple[str, Resources], ...]] = field(default_factory=dict)

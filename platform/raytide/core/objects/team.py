@@ -87,7 +87,7 @@ class Team:
 HALF_LIFE_S = 7 * 86400.0
 
 
-def faded(gpu_s: float, age_s: float) -> float:
+def decayed_usage(gpu_s: float, age_s: float) -> float:
     """What use that old still counts."""
     return gpu_s * float(0.5 ** (max(0.0, age_s) / HALF_LIFE_S))
 

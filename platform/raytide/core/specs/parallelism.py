@@ -11,7 +11,7 @@ from pydantic import Field
 from raytide.core.config import Config
 from raytide.core.errors import ConfigError
 
-__all__ = ["AXES", "LOOPED", "SPLIT_BACKWARD", "V_SHAPED", "Layout", "Schedule", "Sizes"]
+__all__ = ["AXES", "LOOPED", "SPLIT_BACKWARD", "V_SHAPED", "Parallelism", "Schedule", "Sizes"]
 
 Schedule = Literal[
     "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v"
@@ -55,7 +55,7 @@ class Sizes:
         return " x ".join(named) or "1 rank"
 
 
-class Layout(Config):
+class Parallelism(Config):
     """The axes of the mesh. The default shards over all ranks (ZeRO-3)."""
 
     replicate: int = Field(default=1, ge=1)

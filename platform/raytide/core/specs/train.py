@@ -17,7 +17,7 @@ from raytide.core.objects.gang import GangSpec, Shape
 from raytide.core.specs.memory_spec import MemorySpec
 from raytide.core.specs.model import ChatSpec, FinetuneSpec, ModelSpec
 from raytide.core.specs.optim_spec import OptimSpec
-from raytide.core.specs.parallelism import Layout, Sizes
+from raytide.core.specs.parallelism import Parallelism, Sizes
 from raytide.core.specs.record_spec import GuardSpec, MlflowSpec, ProfileSpec
 
 __all__ = ["ExportDtype", "ModelSpec", "OptimSpec", "Precision", "TrainSpec"]
@@ -47,7 +47,7 @@ class TrainSpec(Config):
     finetune: FinetuneSpec | None = None
     """What learns of the model of init_from; all of it when left out."""
     optim: OptimSpec = OptimSpec()
-    layout: Layout = Layout()
+    layout: Parallelism = Parallelism()
     steps: int = Field(ge=1)
     global_batch: int = Field(default=32, ge=1)
     """Sequences in a step, over all ranks."""

@@ -16,7 +16,7 @@ from raytide.core.objects.endpoint import Endpoint, EndpointState, ServeSpec
 from raytide.core.objects.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
 from raytide.core.objects.job import Job, JobKind, JobSpec, JobState
 from raytide.core.objects.ledger_entry import Entry, EntryKind, OpenInterval, Share
-from raytide.core.objects.node import Market, Node, NodeState
+from raytide.core.objects.node import CapacityType, Node, NodeState
 from raytide.core.objects.snapshot import Pool
 from raytide.core.state.records import Event, StoredPlan, StoredTeam
 
@@ -28,7 +28,7 @@ def number_of(id: str) -> int:
     return int(id.rpartition("-")[2])
 
 
-def job_verdict(job: Job) -> Values:
+def job_status_columns(job: Job) -> Values:
     """The columns of a job that are the controller's."""
     return {
         "state": job.state,
@@ -147,7 +147,7 @@ def member_values(lease_id: str, member: Member) -> Values:
         "placement_group_id": member.placement_group_id,
         "incarnation": member.incarnation,
         "leaves_at_s": member.leaves_at_s,
-        "gives_way": member.gives_way,
+        "gives_way": member.is_yielding,
         "given_to": member.given_to,
     }
 
@@ -179,7 +179,7 @@ def _member(row: Row[Any]) -> Member:
         placement_group_id=row.placement_group_id,
         incarnation=row.incarnation,
         leaves_at_s=row.leaves_at_s,
-        gives_way=row.gives_way,
+        is_yielding=row.gives_way,
         given_to=row.given_to,
     )
 
@@ -211,7 +211,7 @@ def node(row: Row[Any]) -> Node:
         id=row.id,
         type=row.type,
         zone=row.zone,
-        market=Market(row.market),
+        market=CapacityType(row.market),
         price_micro_usd_h=row.price_micro_usd_h,
         state=NodeState(row.state),
         requested_at_s=row.requested_at_s,

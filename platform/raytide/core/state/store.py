@@ -236,7 +236,7 @@ class Store:
             ]
             changed = {"changed": next_number(c, CHANGES) if ch.jobs or ch.leases else 0}
             for job in ch.jobs:
-                update(c, t.jobs, {"id": job.id}, {**codec.job_verdict(job), **changed})
+                update(c, t.jobs, {"id": job.id}, {**codec.job_status_columns(job), **changed})
             for endpoint in ch.endpoints:
                 update(c, t.endpoints, {"name": endpoint.name}, codec.endpoint_verdict(endpoint))
             upsert(c, t.leases, [{**codec.lease_values(lease), **changed} for lease in ch.leases])

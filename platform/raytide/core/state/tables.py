@@ -44,7 +44,7 @@ Row = BigInteger().with_variant(Integer, "sqlite")
 """SQLite numbers rows by itself only when the key is an INTEGER."""
 
 
-class Words(TypeDecorator[str]):
+class SafeText(TypeDecorator[str]):
     """Text from outside (an exception, a log's tail), without what a database refuses: NUL, half a surrogate pair."""
 
     impl = Text
@@ -87,13 +87,13 @@ jobs = Table(
     Column("stop_requested", Boolean, nullable=False),  # API
     Column("heartbeat_at_s", Double),  # API
     Column("progress", JSON, nullable=False),  # API
-    Column("released_by_driver", Words),  # API
+    Column("released_by_driver", SafeText),  # API
     Column("state", String, nullable=False),
     Column("admitted_at_s", Double),
     Column("started_at_s", Double),
     Column("ended_at_s", Double),
     Column("took_s", Double),
-    Column("reason", Words, nullable=False),
+    Column("reason", SafeText, nullable=False),
     Column("restarts", Integer, nullable=False),
     Column("attained_gpu_s", Double, nullable=False, default=0.0),
     Column("held_s", Double, nullable=False, default=0.0),
@@ -125,7 +125,7 @@ leases = Table(
     Column("form_timeout_s", Double, nullable=False),
     Column("created_at_s", Double, nullable=False),
     Column("forming_since_s", Double),
-    Column("reason", Words, nullable=False),
+    Column("reason", SafeText, nullable=False),
     Column("changed", BigInteger, nullable=False, default=0),
     Index(None, "job_id"),
     Index(None, "state"),
@@ -177,7 +177,7 @@ nodes = Table(
     Column("ray_node_id", String, nullable=False),
     Column("address", String, nullable=False),
     Column("subject", String, nullable=False),
-    Column("reason", Words, nullable=False),
+    Column("reason", SafeText, nullable=False),
     Index(None, "state"),
 )
 
@@ -195,7 +195,7 @@ endpoints = Table(
     Column("low_since_s", Double),
     Column("high_since_s", Double),
     Column("ended_at_s", Double),
-    Column("reason", Words, nullable=False),
+    Column("reason", SafeText, nullable=False),
 )
 
 pools = Table(
@@ -205,7 +205,7 @@ pools = Table(
     Column("zone", String, primary_key=True),
     Column("failures", Integer, nullable=False),
     Column("retry_at_s", Double, nullable=False),
-    Column("reason", Words, nullable=False),
+    Column("reason", SafeText, nullable=False),
 )
 
 open_intervals = Table(
@@ -267,6 +267,6 @@ events = Table(
     Column("subject", String, nullable=False),
     Column("from_state", String, nullable=False),
     Column("to_state", String, nullable=False),
-    Column("reason", Words, nullable=False),
+    Column("reason", SafeText, nullable=False),
     Index(None, "subject", "number"),
 )

@@ -15,22 +15,22 @@ from typing import Protocol
 
 import numpy as np
 
-from raytide.jobs.admission.priority import Claims, Ints, ranked, waiting
+from raytide.jobs.admission.priority import Ints, QueueTable, ranked, waiting
 
 Victims = Callable[[], Ints]
 """Who gives way, the first one first."""
 
 
-class Floor(Protocol):
+class Capacity(Protocol):
     def first(self, waiting: Ints) -> int | None:
         """The place in `waiting` of the first that may find room; those before it are passed over."""
         ...
 
-    def seat(self, row: int) -> bool:
+    def admit(self, row: int) -> bool:
         """Take room that is free for a waiting row."""
         ...
 
-    def clear(self, row: int, victims: Victims) -> Sequence[int]:
+    def preempt(self, row: int, victims: Victims) -> Sequence[int]:
         """Take room that `victims` give way for: the first of them, and as few as will do.
 
         Those that give way whole are returned; none when it takes none, or when it was enough that some shrink.
@@ -38,7 +38,7 @@ class Floor(Protocol):
         ...
 
 
-def turn(claims: Claims, floor: Floor) -> Ints:
+def run_cycle(claims: QueueTable, floor: Capacity) -> Ints:
     """Seat whom there is room for, in the order that is returned. What came of it is the floor's to tell."""
     order = ranked(claims)
     rank = np.empty(len(order), dtype=np.int64)
@@ -49,16 +49,16 @@ def turn(claims: Claims, floor: Floor) -> Ints:
     tried = left = waiting(claims, order)
     while (at := floor.first(left)) is not None:
         row, left = int(left[at]), left[at + 1 :]
-        if floor.seat(row):
+        if floor.admit(row):
             continue
-        if gone := floor.clear(row, partial(_below, claims, lowest, height, row, rank)):
+        if gone := floor.preempt(row, partial(_below, claims, lowest, height, row, rank)):
             there[list(gone)] = False
             stay = there[lowest]
             lowest, height = lowest[stay], height[stay]
     return tried
 
 
-def _below(claims: Claims, lowest: Ints, height: Ints, row: int, rank: Ints) -> Ints:
+def _below(claims: QueueTable, lowest: Ints, height: Ints, row: int, rank: Ints) -> Ints:
     """Who gives way to the row, of those after it in the order: the lowest class and band first, within one who came
     last. `lowest`: everybody who does, in that order. `height`: where they stand."""
-    return lowest[: 0 if claims.is_cooling[row] else height.searchsorted(-rank[row])]
+    return lowest[: 0 if claims.in_cooldown[row] else height.searchsorted(-rank[row])]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from raytide.jobs.admission.shape_request import Ask
+from raytide.jobs.admission.shape_request import ShapeRequest
 from raytide.scheduling.node_table import Need, members_in
-from raytide.scheduling.state import Room
+from raytide.scheduling.state import SchedulingState
 
 
 @dataclass(slots=True, eq=False)
-class Tally:
+class FitCount:
     """Of one kind of members."""
 
     need: Need
@@ -35,11 +35,11 @@ class Tally:
 
 
 @dataclass(slots=True, eq=False)
-class Space:
-    room: Room
+class FitIndex:
+    room: SchedulingState
     _changed: list[int] = field(default_factory=list)
     """Rows of the grid, in the order in which something was taken or given there."""
-    _tallies: dict[int, Tally] = field(default_factory=dict)
+    _tallies: dict[int, FitCount] = field(default_factory=dict)
     _free: dict[int, list[float]] = field(default_factory=dict)
     """By row of the grid, where it was looked up since it changed."""
 
@@ -54,11 +54,11 @@ class Space:
             found = self._free[at] = self.room.grid.free_at(at)
         return found
 
-    def most(self, ask: Ask) -> int:
+    def most(self, ask: ShapeRequest) -> int:
         """How many members there would be room for, nodes to be bought included: at most so many, that is."""
         return self.tally(ask).total
 
-    def tally(self, ask: Ask) -> Tally:
+    def tally(self, ask: ShapeRequest) -> FitCount:
         if (tally := self._tallies.get(ask.member)) is None:
             tally = self._tallies[ask.member] = self._count(ask)
         if tally.seen < len(self._changed):
@@ -70,16 +70,16 @@ class Space:
             tally.to_buy, tally.bought = self.room.market.most(ask.shape), len(self.room.bought)
         return tally
 
-    def holding(self, tally: Tally, at: int, free: list[float]) -> int:
+    def holding(self, tally: FitCount, at: int, free: list[float]) -> int:
         """How many the node of this row would hold with so much free."""
         if (is_able := tally.is_able.get(at)) is None:
             is_able = tally.is_able[at] = bool(tally.need) and self.room.grid.carries(at, tally.labels)
         return members_in(tally.need, free) if is_able else 0
 
-    def _count(self, ask: Ask) -> Tally:
+    def _count(self, ask: ShapeRequest) -> FitCount:
         grid, shape = self.room.grid, ask.shape
         rows, many = grid.holding(shape.resources, shape.labels)
-        return Tally(
+        return FitCount(
             need=grid.columns(shape.resources),
             labels=shape.labels,
             on=dict(zip(rows.tolist(), many.tolist(), strict=True)),

@@ -14,7 +14,7 @@ from raytide.jobs.lifecycle import attained_service
 
 
 @dataclass(slots=True, eq=False)
-class Givers:
+class PreemptionCandidates:
     """Rows are places among all jobs."""
 
     gives: Bools
@@ -29,7 +29,7 @@ class Givers:
     """Teams, and by row whether it is of one of them."""
 
     @classmethod
-    def of(cls, jobs: Sequence[Job], leases: Mapping[int, Lease]) -> Givers:
+    def of(cls, jobs: Sequence[Job], leases: Mapping[int, Lease]) -> PreemptionCandidates:
         rows = [row for row in leases if attained_service.gives_way(jobs[row])]
         names = {name: number for number, name in enumerate(dict.fromkeys(job.spec.team for job in jobs))}
         gives = np.zeros(len(jobs), dtype=bool)

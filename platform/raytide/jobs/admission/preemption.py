@@ -11,19 +11,19 @@ from raytide.core.objects.gang import Member, Shape
 from raytide.core.objects.job import Job
 from raytide.core.objects.node import Resources, plus
 from raytide.jobs.admission import usage
-from raytide.jobs.admission.fit_index import Space, Tally
+from raytide.jobs.admission.fit_index import FitCount, FitIndex
 from raytide.jobs.admission.priority import Ints
-from raytide.jobs.admission.shape_request import Ask
+from raytide.jobs.admission.shape_request import ShapeRequest
 from raytide.jobs.quota import Quotas
 from raytide.scheduling.node_table import Need
 from raytide.scheduling.state import Placements
 
 if TYPE_CHECKING:
-    from raytide.jobs.admission.state import Floor
+    from raytide.jobs.admission.state import AdmissionState
 
 
 @dataclass(slots=True, eq=False)
-class Unit:
+class Victim:
     """Seats of a gang that can only be taken together: one that it can spare, or all that it cannot."""
 
     row: int
@@ -38,7 +38,7 @@ class Unit:
     """The rows of the grid where they are; without those that wait for a node."""
 
     @classmethod
-    def of(cls, floor: Floor, row: int, members: tuple[Member, ...], need: Need, *, is_rest: bool) -> Unit:
+    def of(cls, floor: AdmissionState, row: int, members: tuple[Member, ...], need: Need, *, is_rest: bool) -> Victim:
         quota: Resources = floor.quota_of(row, members[0])
         for member in members[1:]:
             quota = plus(quota, floor.quota_of(row, member))
@@ -51,21 +51,21 @@ class Unit:
 class Units:
     """What a gang can be asked for: seats that it can spare, the last first, then what is left of it whole."""
 
-    spare: tuple[Unit, ...]
-    rest: tuple[Unit, ...]
+    spare: tuple[Victim, ...]
+    rest: tuple[Victim, ...]
 
     @classmethod
-    def of(cls, floor: Floor, row: int) -> Units:
+    def of(cls, floor: AdmissionState, row: int) -> Units:
         lease, gone = floor.leases[row], floor.away.get(row, ())
-        kept = [member for member in usage.kept(lease) if member.index not in gone]
+        kept = [member for member in usage.retained_members(lease) if member.index not in gone]
         spare, rest = kept[lease.shape.at_least :][::-1], tuple(kept[: lease.shape.at_least])
         need = floor.room.grid.columns(lease.shape.resources)
         return cls(
-            tuple([Unit.of(floor, row, (member,), need, is_rest=False) for member in spare]),
-            (Unit.of(floor, row, rest, need, is_rest=True),) if rest else (),
+            tuple([Victim.of(floor, row, (member,), need, is_rest=False) for member in spare]),
+            (Victim.of(floor, row, rest, need, is_rest=True),) if rest else (),
         )
 
-    def without(self, gone: Collection[Unit]) -> Units:
+    def without(self, gone: Collection[Victim]) -> Units:
         """Once these give way. Who is asked for the rest has let go of all that it can spare."""
         return Units(
             tuple(unit for unit in self.spare if unit not in gone),
@@ -73,7 +73,9 @@ class Units:
         )
 
 
-def enough(floor: Floor, row: int, asks: Sequence[Ask], lower: Ints, *, is_own: bool) -> list[Unit]:
+def select_victims(
+    floor: AdmissionState, row: int, asks: Sequence[ShapeRequest], lower: Ints, *, is_own: bool
+) -> list[Victim]:
     """The seats that make room for one of what the row asks: as few as will do. Empty when not even all of them would.
 
     `lower` are the rows below it in the order, the lowest first. `is_own`: it takes its team's own quota back.
@@ -81,7 +83,7 @@ def enough(floor: Floor, row: int, asks: Sequence[Ask], lower: Ints, *, is_own: 
     units = _units(floor, _asked(floor, floor.jobs[row], lower, is_own=is_own))
     if (first := next(units, None)) is None:
         return []
-    trial, freed = _Trial(floor, row, asks), list[Unit]()
+    trial, freed = Simulation(floor, row, asks), list[Victim]()
     for unit in chain((first,), units) if not trial.fits() else ():
         freed.append(unit)
         if trial.free(unit) and trial.fits():
@@ -92,7 +94,7 @@ def enough(floor: Floor, row: int, asks: Sequence[Ask], lower: Ints, *, is_own: 
     return []
 
 
-def _needed(trial: _Trial, freed: list[Unit]) -> list[Unit]:
+def _needed(trial: Simulation, freed: list[Victim]) -> list[Victim]:
     """Of units that all give way, those that have to. What a gang could spare is of no use to it without the rest."""
     if len(freed) == 1:
         return freed
@@ -103,7 +105,7 @@ def _needed(trial: _Trial, freed: list[Unit]) -> list[Unit]:
     return [*rests, *bound[::-1], *_least(trial, [unit for unit in spare if unit.row not in whole], freed[-1])]
 
 
-def _least(trial: _Trial, units: Sequence[Unit], last: Unit) -> list[Unit]:
+def _least(trial: Simulation, units: Sequence[Victim], last: Victim) -> list[Victim]:
     """From the last on, each that is not needed holds on to its seats. Without the `last` of all there was no room."""
     needed = []
     for unit in reversed(units):
@@ -115,7 +117,7 @@ def _least(trial: _Trial, units: Sequence[Unit], last: Unit) -> list[Unit]:
     return needed
 
 
-def _asked(floor: Floor, job: Job, lower: Ints, *, is_own: bool) -> Iterator[int]:
+def _asked(floor: AdmissionState, job: Job, lower: Ints, *, is_own: bool) -> Iterator[int]:
     """Who is asked, in turn: see `Floor.may_ask`."""
     need = floor.asks.first(job).least
     borrowing = floor.quotas.borrowing(need)
@@ -125,7 +127,7 @@ def _asked(floor: Floor, job: Job, lower: Ints, *, is_own: bool) -> Iterator[int
     return floor.givers.asked(lower, borrowing, job.spec.team, everybody=everybody)
 
 
-def _units(floor: Floor, rows: Iterable[int]) -> Iterator[Unit]:
+def _units(floor: AdmissionState, rows: Iterable[int]) -> Iterator[Victim]:
     """Seats that can be spared one by one, then what is left of each gang whole."""
     seen = []
     for row in rows:
@@ -136,47 +138,47 @@ def _units(floor: Floor, rows: Iterable[int]) -> Iterator[Unit]:
 
 
 @dataclass(slots=True, eq=False)
-class Emptied:
+class PreemptibleCapacity:
     """The space and the quota there would be if everybody gave way who may: who finds none there need not push."""
 
-    space: Space
+    space: FitIndex
     quotas: Quotas
 
     @classmethod
-    def of(cls, floor: Floor) -> Emptied:
+    def of(cls, floor: AdmissionState) -> PreemptibleCapacity:
         room, quotas = floor.space.room.copy(), floor.quotas.copy()
         for row in floor.givers.latest.tolist():
             for unit in (*floor.units(row).spare, *floor.units(row).rest):
                 for at in unit.at:
                     room.grid.add(at, unit.need)
                 quotas.give(unit.team, unit.quota)
-        return cls(Space(room), quotas)
+        return cls(FitIndex(room), quotas)
 
     def take(self, team: str, shape: Shape, need: Resources, placed: Placements, *, gives_way: bool) -> None:
         self.quotas.take(team, need, gives_way=gives_way)
         for seat in placed:
-            self.space.room.take(seat.node_id, shape.resources)
+            self.space.room.reserve(seat.node_id, shape.resources)
             self.space.changed(seat.node_id)
 
-    def has_room(self, team: str, asks: Iterable[Ask], *, gives_way: bool) -> bool:
+    def has_room(self, team: str, asks: Iterable[ShapeRequest], *, gives_way: bool) -> bool:
         return any(
             self.space.most(ask) >= ask.at_least and self.quotas.lacking(team, ask.least, gives_way=gives_way) is None
             for ask in asks
         )
 
 
-class _Trial:
+class Simulation:
     """What if these seats gave way? The space is only looked at; the quotas are changed once there is room, and left as
     they were found."""
 
-    def __init__(self, floor: Floor, row: int, asks: Iterable[Ask]) -> None:
+    def __init__(self, floor: AdmissionState, row: int, asks: Iterable[ShapeRequest]) -> None:
         self.floor, self.row, self.space = floor, row, floor.space
         self.what_ifs = [_WhatIf(ask, self.space.tally(ask)) for ask in asks]
         self.free_on: dict[int, list[float]] = {}
-        self.freed: dict[Unit, None] = {}
-        self.given: dict[Unit, None] = {}
+        self.freed: dict[Victim, None] = {}
+        self.given: dict[Victim, None] = {}
         """Those whose quota was given back."""
-        self.unsettled: list[Unit] = []
+        self.unsettled: list[Victim] = []
         """Freed or held since then."""
 
     def fits(self) -> bool:
@@ -187,13 +189,13 @@ class _Trial:
                     return True
         return False
 
-    def free(self, unit: Unit) -> bool:
+    def free(self, unit: Victim) -> bool:
         """Whether there is room then, quotas aside."""
         self.freed[unit] = None
         self.unsettled.append(unit)
         return self._change(unit, 1.0)
 
-    def hold(self, unit: Unit) -> bool:
+    def hold(self, unit: Victim) -> bool:
         """Whether there still is."""
         del self.freed[unit]
         self.unsettled.append(unit)
@@ -213,7 +215,7 @@ class _Trial:
                 del self.given[unit]
         self.unsettled.clear()
 
-    def _change(self, unit: Unit, sign: float) -> bool:
+    def _change(self, unit: Victim, sign: float) -> bool:
         space, free_on = self.space, self.free_on
         for at in unit.at:
             if (free := free_on.get(at)) is None:
@@ -232,12 +234,12 @@ class _Trial:
 class _WhatIf:
     """How many members there would be room for."""
 
-    ask: Ask
+    ask: ShapeRequest
     least: int
-    tally: Tally
+    tally: FitCount
     total: int
     on: dict[int, int]
     """Where it differs from the tally, by row of the grid."""
 
-    def __init__(self, ask: Ask, tally: Tally) -> None:
+    def __init__(self, ask: ShapeRequest, tally: FitCount) -> None:
         self.ask, self.least, self.tally, self.total, self.on = ask, ask.at_least, tally, tally.total, {}

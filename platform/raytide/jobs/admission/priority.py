@@ -38,7 +38,7 @@ URGENT, NEW, OVERDUE, SHORT, LONGER, LAST = range(6)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Claims:
+class QueueTable:
     """Every job that wants or holds GPUs, a row each."""
 
     gpus: Floats
@@ -56,11 +56,11 @@ class Claims:
     is_held: Bools
     gives_way: Bools
     """It holds GPUs and may be preempted."""
-    is_cooling: Bools
+    in_cooldown: Bools
     """It was preempted a short while ago, so it preempts nobody."""
     is_urgent: Bools
     """It has a deadline and no time to lose."""
-    is_own: Bools
+    within_nominal_quota: Bools
     """It asks for no more than its team's own quota, with those of its team before it in the order."""
     old_s: float = 0.0
     """Only `LAST_SHARE` of all jobs, those that are over included, waited and ran for longer."""
@@ -70,21 +70,21 @@ class Claims:
         return self.held_s + self.queued_s
 
 
-def ranked(claims: Claims) -> Ints:
+def ranked(claims: QueueTable) -> Ints:
     """All rows, who goes first first."""
     return np.asarray(np.lexsort((claims.submitted_s, claims.share, bands(claims), -claims.priority)))
 
 
-def waiting(claims: Claims, order: Ints) -> Ints:
+def waiting(claims: QueueTable, order: Ints) -> Ints:
     """The rows that are to be seated, who is first first: those who ask for their own before those who would borrow it.
 
     Otherwise a borrower would be admitted in one pass, and give it back in the next.
     """
     rows = order[~claims.is_held[order]]
-    return rows[np.argsort(~claims.is_own[rows], kind="stable")]
+    return rows[np.argsort(~claims.within_nominal_quota[rows], kind="stable")]
 
 
-def bands(claims: Claims) -> Ints:
+def bands(claims: QueueTable) -> Ints:
     is_gang = claims.gpus >= GANG
     is_last = ~is_gang & (claims.age_s > max(OLD_S, claims.old_s))
     band = np.where(claims.attained_gpu_s < SHORT_GPU_S, SHORT, LONGER)
@@ -98,7 +98,7 @@ def bands(claims: Claims) -> Ints:
     return np.asarray(band)
 
 
-def fair_wait_s(claims: Claims) -> float:
+def fair_wait_s(claims: QueueTable) -> float:
     """How long one waits where it is first come, first served: so old is the first job that those before it, if they
     all held their GPUs, would leave no room."""
     first = np.argsort(claims.submitted_s, kind="stable")

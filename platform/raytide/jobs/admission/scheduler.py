@@ -14,21 +14,21 @@ import numpy as np
 
 from raytide.core.objects.gang import Lease, LeaseState, Member, MemberState, Shape
 from raytide.core.objects.job import Job, JobState
-from raytide.core.objects.node import Market, Resources, plus
+from raytide.core.objects.node import CapacityType, Resources, plus
 from raytide.core.objects.plan import Action, Admit, Grow, Preempt, Shrink, Wait
 from raytide.core.objects.snapshot import Snapshot
 from raytide.jobs.admission import usage
-from raytide.jobs.admission.cycle import turn
-from raytide.jobs.admission.priority import Bools, Claims, Floats, ranked
-from raytide.jobs.admission.serving_reclaim import absorb
-from raytide.jobs.admission.shape_request import Ask, Asks
-from raytide.jobs.admission.state import Floor
-from raytide.jobs.budget import Purse
+from raytide.jobs.admission.cycle import run_cycle
+from raytide.jobs.admission.priority import Bools, Floats, QueueTable, ranked
+from raytide.jobs.admission.serving_reclaim import reclaim_for_serving
+from raytide.jobs.admission.shape_request import ShapeRequest, ShapeRequests
+from raytide.jobs.admission.state import AdmissionState
+from raytide.jobs.budget import Budgets
 from raytide.jobs.lifecycle import attained_service
 from raytide.jobs.quota import Quotas
-from raytide.scheduling.diagnosis import Shortfall
-from raytide.scheduling.market_constraint import bound, instead, unbound
-from raytide.scheduling.state import Placements, Room
+from raytide.scheduling.diagnosis import Unschedulable
+from raytide.scheduling.market_constraint import alternatives, constrain, relax
+from raytide.scheduling.state import Placements, SchedulingState
 
 GRACE_S = 30.0
 """How long seats that give way are usable at most: for a checkpoint, and for the rest to go on without them."""
@@ -36,7 +36,7 @@ SETTLE_S = 15.0
 """A seat that was given away is not given back sooner."""
 
 
-def admit(snapshot: Snapshot, room: Room | None = None) -> tuple[Action, ...]:
+def schedule(snapshot: Snapshot, room: SchedulingState | None = None) -> tuple[Action, ...]:
     """An Admit or Wait for each job in the queue, in its order; before them who gives way, after them who grows.
 
     `room`: of the snapshot, when that is there already; it is changed.
@@ -47,11 +47,11 @@ def admit(snapshot: Snapshot, room: Room | None = None) -> tuple[Action, ...]:
         return tuple(Wait(job.id, "signal", silent, "See `raytide doctor`.") for job in waiting)
     floor = floor_of(snapshot, room)
     claims = claims_of(floor)
-    for row in np.flatnonzero(claims.is_own).tolist():
+    for row in np.flatnonzero(claims.within_nominal_quota).tolist():
         floor.waits_for_own(row)
-    drained = [*_drain(floor, claims), *_change_shape(floor, claims)]
-    absorb(floor, claims)
-    tried = turn(claims, floor).tolist()
+    drained = [*_enforce_budgets(floor, claims), *_change_shape(floor, claims)]
+    reclaim_for_serving(floor, claims)
+    tried = run_cycle(claims, floor).tolist()
     return (*drained, *_give_way(floor), *_verdicts(floor, tried), *_grow(floor, ranked(claims).tolist()))
 
 
@@ -60,13 +60,13 @@ def queue(snapshot: Snapshot) -> tuple[Job, ...]:
     return tuple(job for job in snapshot.jobs if job.state is JobState.QUEUED and not job.stop_requested)
 
 
-def floor_of(snapshot: Snapshot, room: Room | None = None) -> Floor:
+def floor_of(snapshot: Snapshot, room: SchedulingState | None = None) -> AdmissionState:
     """What is there before this decision: seats that give way already count as free, promised ones as taken."""
-    room, types = room or Room.of(snapshot), usage.types_of(snapshot)
+    room, types = room or SchedulingState.of(snapshot), usage.types_of(snapshot)
     for lease in snapshot.leases:
         for member in lease.members:
-            if member.gives_way:
-                room.give(member.node_id, lease.shape.resources)
+            if member.is_yielding:
+                room.release(member.node_id, lease.shape.resources)
     quotas = Quotas.of(snapshot.teams, usage.supply(snapshot.node_types))
     hosts = usage.types_of_hosts(snapshot)
     for view in snapshot.endpoints:
@@ -77,10 +77,10 @@ def floor_of(snapshot: Snapshot, room: Room | None = None) -> Floor:
         row, seatless = rows.get(lease.job_id), [m.index for m in lease.members if m.state is MemberState.WAITING]
         found: Placements = ()
         count = sum(member.seeks_a_node for member in lease.members)
-        for shape in bound([lease.shape], snapshot.stances.get(lease.job_id)) if count else ():
+        for shape in constrain([lease.shape], snapshot.stances.get(lease.job_id)) if count else ():
             paces = snapshot.paces.get(lease.job_id)
             placed = room.place(shape, count, subject=lease.job_id, at_least=0, paces=paces)
-            assert not isinstance(placed, Shortfall)
+            assert not isinstance(placed, Unschedulable)
             if found := placed:
                 break
         if row is not None:
@@ -90,21 +90,21 @@ def floor_of(snapshot: Snapshot, room: Room | None = None) -> Floor:
                 usage.held_quota(lease, types),
                 gives_way=attained_service.gives_way(snapshot.jobs[row]),
             )
-    return Floor(
+    return AdmissionState(
         snapshot=snapshot,
         jobs=snapshot.jobs,
         leases=_held(snapshot),
         room=room,
         quotas=quotas,
-        purse=Purse.of(snapshot.teams, snapshot.jobs, snapshot.spent, snapshot.spent_month),
-        asks=Asks(snapshot.node_types, snapshot.stances, room.market, snapshot.paces),
+        purse=Budgets.of(snapshot.teams, snapshot.jobs, snapshot.spent, snapshot.spent_month),
+        asks=ShapeRequests(snapshot.node_types, snapshot.stances, room.market, snapshot.paces),
         types=types,
         gives_way=[attained_service.gives_way(job) for job in snapshot.jobs],
         promised=promised,
     )
 
 
-def claims_of(floor: Floor) -> Claims:
+def claims_of(floor: AdmissionState) -> QueueTable:
     """The rows of the order; those that neither wait nor hold (stopping, giving way) claim nothing and are held."""
     now_s, jobs = floor.snapshot.at_s, floor.jobs
     waits = {job.id for job in queue(floor.snapshot)}
@@ -123,7 +123,7 @@ def claims_of(floor: Floor) -> Claims:
     def column(values: Sequence[float]) -> Floats:
         return np.array(values, dtype=np.float64)
 
-    claims = Claims(
+    claims = QueueTable(
         gpus=column([size(row, job) for row, job in enumerate(jobs)]),
         submitted_s=column([job.submitted_at_s for job in jobs]),
         attained_gpu_s=column([attained_service.attained_gpu_s(job, now_s) for job in jobs]),
@@ -135,15 +135,15 @@ def claims_of(floor: Floor) -> Claims:
         gives_way=np.array(
             [gives_way and row in floor.leases for row, gives_way in enumerate(floor.gives_way)], dtype=bool
         ),
-        is_cooling=np.array([attained_service.is_cooling(job, now_s) for job in jobs], dtype=bool),
+        in_cooldown=np.array([attained_service.is_cooling(job, now_s) for job in jobs], dtype=bool),
         is_urgent=np.array([job.id in stances and stances[job.id].is_urgent for job in jobs], dtype=bool),
-        is_own=np.zeros(len(jobs), dtype=bool),
+        within_nominal_quota=np.zeros(len(jobs), dtype=bool),
         old_s=floor.snapshot.old_s,
     )
-    return replace(claims, is_own=_own(floor, claims))
+    return replace(claims, is_own=_within_quota(floor, claims))
 
 
-def _own(floor: Floor, claims: Claims) -> Bools:
+def _within_quota(floor: AdmissionState, claims: QueueTable) -> Bools:
     """After the first of a team that asks for more than what is left of its own, nobody of the team does: a job passes
     no other of its own team by being small. Who could not start on an empty fleet asks for nothing."""
     own = np.zeros(len(floor.jobs), dtype=bool)
@@ -173,34 +173,34 @@ def _held(snapshot: Snapshot) -> dict[int, Lease]:
     }
 
 
-def _drain(floor: Floor, claims: Claims) -> list[Preempt]:
+def _enforce_budgets(floor: AdmissionState, claims: QueueTable) -> list[Preempt]:
     """Whoever's budget is about to run out checkpoints and gives way; what cannot be preempted runs on."""
     held = ((floor.jobs[row], lease) for row, lease in floor.leases.items())
     burning = {job.id: (job, floor.micro_usd_h(lease)) for job, lease in held if floor.purse.is_limited(job)}
-    broke = floor.purse.overdrawn(burning, floor.snapshot.teams)
+    broke = floor.purse.jobs_over_budget(burning, floor.snapshot.teams)
     rows = [row for row in floor.leases if floor.jobs[row].id in broke and claims.gives_way[row]]
     return [_take_back(floor, claims, row, broke[floor.jobs[row].id]) for row in rows]
 
 
-def _change_shape(floor: Floor, claims: Claims) -> list[Preempt]:
+def _change_shape(floor: AdmissionState, claims: QueueTable) -> list[Preempt]:
     """Who should sit on demand by now, and holds a shape that only spot has, starts again on another of his when there
     are room, quota and money for that."""
     found = []
     for row, lease in list(floor.leases.items()):
         job, stance = floor.jobs[row], floor.snapshot.stances.get(lease.job_id)
-        if stance is None or stance.wanted is not Market.ON_DEMAND or not claims.gives_way[row]:
+        if stance is None or stance.wanted is not CapacityType.ON_DEMAND or not claims.gives_way[row]:
             continue
         allowed = _allowed_instead(floor, row)
-        for shape in instead(lease.shape, job.spec.gang.shapes, Market.ON_DEMAND):
+        for shape in alternatives(lease.shape, job.spec.gang.shapes, CapacityType.ON_DEMAND):
             if floor.asks.ask(shape) in allowed and not isinstance(
-                floor.room.copy().place(shape, shape.at_least, subject=""), Shortfall
+                floor.room.copy().place(shape, shape.at_least, subject=""), Unschedulable
             ):
                 found.append(_take_back(floor, claims, row, f"{stance.reason}; it starts again as {shape.describe()}"))
                 break
     return found
 
 
-def _allowed_instead(floor: Floor, row: int) -> list[Ask]:
+def _allowed_instead(floor: AdmissionState, row: int) -> list[ShapeRequest]:
     """What its budgets and its quota would allow it if it held nothing."""
     job, held = floor.jobs[row], usage.held_quota(floor.leases[row], floor.types)
     floor.quotas.give(job.spec.team, held)
@@ -209,20 +209,20 @@ def _allowed_instead(floor: Floor, row: int) -> list[Ask]:
     return allowed
 
 
-def _take_back(floor: Floor, claims: Claims, row: int, why: str) -> Preempt:
+def _take_back(floor: AdmissionState, claims: QueueTable, row: int, why: str) -> Preempt:
     """All that a holder has, for nobody else."""
     lease, claims.gives_way[row] = floor.leases[row], False
-    floor.lets_go(row, usage.kept(lease), by=lease.job_id)
+    floor.release(row, usage.retained_members(lease), by=lease.job_id)
     del floor.leases[row]
     return _preempt(floor, lease, why)
 
 
-def _give_way(floor: Floor) -> Iterator[Action]:
+def _give_way(floor: AdmissionState) -> Iterator[Action]:
     for row, gone in floor.away.items():
         if row not in floor.leases:
             continue  # that was said
         lease = floor.leases[row]
-        if len(gone) == len(usage.kept(lease)):
+        if len(gone) == len(usage.retained_members(lease)):
             by = tuple(dict.fromkeys(gone.values()))
             reason = f"it gives way to {', '.join(by)}, and goes on when there is room again"
             yield _preempt(floor, lease, reason, by)
@@ -230,29 +230,29 @@ def _give_way(floor: Floor) -> Iterator[Action]:
             yield from _shrink(floor, lease, gone)
 
 
-def _shrink(floor: Floor, lease: Lease, gone: Mapping[int, str]) -> Iterator[Shrink]:
+def _shrink(floor: AdmissionState, lease: Lease, gone: Mapping[int, str]) -> Iterator[Shrink]:
     """One for each for whom seats give way."""
-    until_s, left = floor.snapshot.at_s + GRACE_S, len(usage.kept(lease))
+    until_s, left = floor.snapshot.at_s + GRACE_S, len(usage.retained_members(lease))
     for by in dict.fromkeys(gone.values()):
         members = tuple(sorted(index for index, other in gone.items() if other == by))
-        instead, left = floor.instead.get(by), left - len(members)
+        instead, left = floor.alternatives.get(by), left - len(members)
         whom = by if instead is None else f"endpoint {by} until its load falls"
         reason = f"{len(members)} of its {left + len(members)} members give way to {whom}; it goes on with {left}"
         yield Shrink(lease.job_id, lease.id, members, until_s, reason, (by,), instead or ())
 
 
-def _preempt(floor: Floor, lease: Lease, reason: str, by: tuple[str, ...] = ()) -> Preempt:
+def _preempt(floor: AdmissionState, lease: Lease, reason: str, by: tuple[str, ...] = ()) -> Preempt:
     return Preempt(lease.job_id, lease.id, floor.snapshot.at_s + GRACE_S, reason, by)
 
 
-def _verdicts(floor: Floor, order: Sequence[int]) -> Iterator[Action]:
+def _verdicts(floor: AdmissionState, order: Sequence[int]) -> Iterator[Action]:
     number = floor.snapshot.next_lease
     for row in order:
         job = floor.jobs[row]
         if row in floor.taken:
             taken = floor.taken[row]
             may_change = job.id in floor.snapshot.stances and not floor.means(row).soft
-            shape = unbound(taken.shape, job.spec.gang.shapes) if may_change else taken.shape
+            shape = relax(taken.shape, job.spec.gang.shapes) if may_change else taken.shape
             lease = _lease(f"lease-{number}", job, shape, len(taken.seats), floor.snapshot.at_s)
             yield Admit(job.id, lease, _fits(job, taken.shape, taken.seats), taken.reserved_micro_usd)
             number += 1
@@ -261,7 +261,7 @@ def _verdicts(floor: Floor, order: Sequence[int]) -> Iterator[Action]:
             yield Wait(job.id, short.constraint, short.reason, short.remedy)
 
 
-def _grow(floor: Floor, order: Sequence[int]) -> Iterator[Grow]:
+def _grow(floor: AdmissionState, order: Sequence[int]) -> Iterator[Grow]:
     """Parked seats come back to where nobody in the queue waits for room."""
     able = [row for row in order if row in floor.leases and row not in floor.away and _parked(floor, row)]
     wanted = _wanted(floor) if able else set()
@@ -274,7 +274,7 @@ def _grow(floor: Floor, order: Sequence[int]) -> Iterator[Grow]:
             yield Grow(job.id, lease.id, back, f"there is room for {count} more members, and nobody waits for it")
 
 
-def _wanted(floor: Floor) -> set[str]:
+def _wanted(floor: AdmissionState) -> set[str]:
     """The node types for which somebody waits who would get room there."""
     wanted = {name for shape in floor.unseated for name in floor.asks.ask(shape).on}
     for row, short in floor.refused.items():
@@ -284,7 +284,7 @@ def _wanted(floor: Floor) -> set[str]:
     return wanted
 
 
-def _waits_for_room(floor: Floor, row: int, short: Shortfall) -> bool:
+def _waits_for_room(floor: AdmissionState, row: int, short: Unschedulable) -> bool:
     if short.constraint == "budget":
         return bool(floor.means(row).paid)  # the fleet's dollars an hour
     if short.constraint == "quota":
@@ -292,7 +292,7 @@ def _waits_for_room(floor: Floor, row: int, short: Shortfall) -> bool:
     return short.constraint in ("capacity", "stock", "behind", "rate")
 
 
-def _parked(floor: Floor, row: int) -> list[Member]:
+def _parked(floor: AdmissionState, row: int) -> list[Member]:
     return [m for m in floor.leases[row].members if m.is_parked and _has_settled(m, floor.snapshot.at_s)]
 
 

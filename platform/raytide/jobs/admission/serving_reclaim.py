@@ -14,16 +14,16 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from raytide.core.objects.gang import Member, MemberState
-from raytide.core.objects.node import NodeState, Resources, labels_match, whole_shares
+from raytide.core.objects.node import NodeState, Resources, labels_match, round_up_gpu_share
 from raytide.core.objects.plan import Rejected
 from raytide.core.objects.snapshot import EndpointView, NodeView, Snapshot
 from raytide.jobs.admission import usage
-from raytide.jobs.admission.priority import Claims, ranked
-from raytide.jobs.admission.state import Floor
+from raytide.jobs.admission.priority import QueueTable, ranked
+from raytide.jobs.admission.state import AdmissionState
 from raytide.jobs.lifecycle import attained_service
 from raytide.scheduling import reservations
-from raytide.scheduling.diagnosis import Shortfall
-from raytide.scheduling.placement import Seat
+from raytide.scheduling.diagnosis import Unschedulable
+from raytide.scheduling.placement import Slot
 from raytide.scheduling.replicas import is_pressed, replica_shape
 
 LEAVE_S = 5.0
@@ -53,7 +53,7 @@ class _Fleet:
         views = {view.node.id: view for view in snapshot.nodes}
         return cls(snapshot.at_s, views, {name: fmean(times) for name, times in took_s.items()})
 
-    def ready_in_s(self, seat: Seat) -> float:
+    def ready_in_s(self, seat: Slot) -> float:
         """When a node that starts, or would be bought, is there, by what others of its type took; unknown is late."""
         view, took_s = self.views.get(seat.node_id), self.took_s.get(seat.node_type)
         if view is not None and view.node.state is NodeState.READY:
@@ -68,7 +68,7 @@ class _Fleet:
         return view is not None and view.node.state is NodeState.READY and labels_match(labels, view.labels)
 
 
-def absorb(floor: Floor, claims: Claims) -> None:
+def reclaim_for_serving(floor: AdmissionState, claims: QueueTable) -> None:
     """Let seats go until every published replica that needs one has room, the highest class first."""
     rank = {row: at for at, row in enumerate(ranked(claims).tolist())}
     fleet, taken = _Fleet.of(floor.snapshot), dict[str, None]()
@@ -86,21 +86,23 @@ def absorb(floor: Floor, claims: Claims) -> None:
             floor.unseated.append(replica_shape(view))
 
 
-def _seat(floor: Floor, fleet: _Fleet, view: EndpointView, rank: Mapping[int, int], taken: dict[str, None]) -> bool:
+def _seat(
+    floor: AdmissionState, fleet: _Fleet, view: EndpointView, rank: Mapping[int, int], taken: dict[str, None]
+) -> bool:
     """Seats for replicas one by one. False when some find none. `taken`: nodes on which others took seats."""
     if not (lacking := _without_room(floor, fleet, view)):
         return True
     instead = _instead(floor, view, lacking)
-    offers, left = _Offers.of(floor, fleet, view, rank), dict(taken)
+    offers, left = _Donations.of(floor, fleet, view, rank), dict(taken)
     while lacking and (node_id := _take_next(floor, fleet, view, offers, left)):
         taken[node_id], waited_for = None, lacking.pop(0)
         if waited_for is not None:
-            floor.room.give(waited_for.node_id, replica_shape(view).resources)
-        floor.instead[view.endpoint.name] = instead
+            floor.room.release(waited_for.node_id, replica_shape(view).resources)
+        floor.alternatives[view.endpoint.name] = instead
     return None not in lacking
 
 
-def _seat_whole(floor: Floor, fleet: _Fleet, view: EndpointView, rank: Mapping[int, int]) -> bool:
+def _seat_whole(floor: AdmissionState, fleet: _Fleet, view: EndpointView, rank: Mapping[int, int]) -> bool:
     """Seats for replicas of several members, for all that one needs or for none. False when one finds none."""
     name, shape, lacking = view.endpoint.name, replica_shape(view), reservations.lacks(floor.room, view)
     while lacking > 0:
@@ -108,23 +110,23 @@ def _seat_whole(floor: Floor, fleet: _Fleet, view: EndpointView, rank: Mapping[i
         if (given := _given_together(floor, fleet, view, rank, count)) is None:
             return False
         if given:
-            floor.instead[name] = _instead(floor, view, [None] * count)
+            floor.alternatives[name] = _instead(floor, view, [None] * count)
         for row, member in given:
-            floor.lets_go(row, [member], name)
+            floor.release(row, [member], name)
         floor.room.place(shape, count, subject=name)
         lacking -= count
     return True
 
 
 def _given_together(
-    floor: Floor, fleet: _Fleet, view: EndpointView, rank: Mapping[int, int], count: int
+    floor: AdmissionState, fleet: _Fleet, view: EndpointView, rank: Mapping[int, int], count: int
 ) -> Given | None:
     """Seats that leave room for so many members beside what is free and can be bought; None when there are not
     enough."""
     trial = _what_if(floor)
     placed = trial.room.place(replica_shape(view), count, at_least=0, subject=view.endpoint.name)
-    assert not isinstance(placed, Shortfall)
-    offers, left = _Offers.of(trial, fleet, view, rank), dict[str, None]()
+    assert not isinstance(placed, Unschedulable)
+    offers, left = _Donations.of(trial, fleet, view, rank), dict[str, None]()
     for _ in range(count - len(placed)):
         if not _take_next(trial, fleet, view, offers, left):
             return None
@@ -136,7 +138,7 @@ def _given_together(
     ]
 
 
-def _what_if(floor: Floor) -> Floor:
+def _what_if(floor: AdmissionState) -> AdmissionState:
     """A copy on which seats may be taken for a trial."""
     away = {row: dict(gone) for row, gone in floor.away.items()}
     return replace(
@@ -144,32 +146,36 @@ def _what_if(floor: Floor) -> Floor:
     )
 
 
-def _take_next(floor: Floor, fleet: _Fleet, view: EndpointView, offers: _Offers, left: dict[str, None]) -> str | None:
+def _take_next(
+    floor: AdmissionState, fleet: _Fleet, view: EndpointView, offers: _Donations, left: dict[str, None]
+) -> str | None:
     """The node on which one seat more costs least, which is taken. `left`: nodes that may have room over."""
     if (found := _left_over(floor, fleet, view, left) or offers.cheapest()) is None:
         return None
     node_id, given = found
     left[node_id] = None
     for row, member in given:
-        floor.lets_go(row, [member], view.endpoint.name)
-    floor.room.take(node_id, view.endpoint.spec.resources)
+        floor.release(row, [member], view.endpoint.name)
+    floor.room.reserve(node_id, view.endpoint.spec.resources)
     offers.look_again(node_id, given)
     return node_id
 
 
-def _without_room(floor: Floor, fleet: _Fleet, view: EndpointView) -> list[Seat | None]:
+def _without_room(floor: AdmissionState, fleet: _Fleet, view: EndpointView) -> list[Slot | None]:
     """One for each replica that needs a seat now: where it would have to wait for a node, None when nowhere."""
     found = floor.room.replicas.get(view.endpoint.name, ())
-    nowhere: list[Seat | None] = [None] * reservations.lacks(floor.room, view)
+    nowhere: list[Slot | None] = [None] * reservations.lacks(floor.room, view)
     if not is_pressed(view, floor.snapshot.at_s):
         return nowhere if view.pools is None else []  # with pools it was decided what is worth buying
     return nowhere + [seat for seat in found if fleet.ready_in_s(seat) > LEAVE_S]
 
 
-def _left_over(floor: Floor, fleet: _Fleet, view: EndpointView, left: dict[str, None]) -> tuple[str, Given] | None:
+def _left_over(
+    floor: AdmissionState, fleet: _Fleet, view: EndpointView, left: dict[str, None]
+) -> tuple[str, Given] | None:
     """A node on which seats that were taken leave room for a replica more, and no seats; those without are dropped."""
     room, spec = floor.room, view.endpoint.spec
-    need = whole_shares(spec.resources)
+    need = round_up_gpu_share(spec.resources)
     while left:
         node_id = next(iter(left))
         if fleet.is_ready_with(node_id, spec.labels) and room.grid.has(room.rows[node_id], need):
@@ -179,7 +185,7 @@ def _left_over(floor: Floor, fleet: _Fleet, view: EndpointView, left: dict[str, 
 
 
 @dataclass(slots=True, eq=False)
-class _Giver:
+class _Donor:
     """A gang that may be asked."""
 
     nodes: frozenset[str]
@@ -190,13 +196,13 @@ class _Giver:
 
 
 @dataclass(slots=True, eq=False)
-class _Offers:
+class _Donations:
     """What each node would give up for one replica of an endpoint, looked at again only where something changed."""
 
-    floor: Floor
+    floor: AdmissionState
     need: Resources
     rank: Mapping[int, int]
-    givers: dict[int, _Giver]
+    givers: dict[int, _Donor]
     teams: Mapping[str, Sequence[int]]
     there: Mapping[str, Given]
     """By node that a replica could use: the seats of those gangs."""
@@ -204,7 +210,7 @@ class _Offers:
     stale: set[str]
 
     @classmethod
-    def of(cls, floor: Floor, fleet: _Fleet, view: EndpointView, rank: Mapping[int, int]) -> _Offers:
+    def of(cls, floor: AdmissionState, fleet: _Fleet, view: EndpointView, rank: Mapping[int, int]) -> _Donations:
         spec, may_shrink = view.endpoint.spec, floor.snapshot.limits.shrink_for_serving
         there, teams = defaultdict[str, Given](list), defaultdict[str, list[int]](list)
         givers = {}
@@ -214,10 +220,10 @@ class _Offers:
                 there[member.node_id].append((row, member))
             gpus = 0.0 if row in floor.away else _gpus(floor, row)
             nodes = frozenset(member.node_id for member in members)
-            givers[row] = _Giver(nodes, _spare(floor, row), _worth(floor, row), gpus)
+            givers[row] = _Donor(nodes, _spare(floor, row), _worth(floor, row), gpus)
             teams[floor.jobs[row].spec.team].append(row)
         able = {n: on for n, on in there.items() if n in floor.room.rows and fleet.is_ready_with(n, spec.labels)}
-        return cls(floor, whole_shares(spec.resources), rank, givers, teams, able, {}, {*able})
+        return cls(floor, round_up_gpu_share(spec.resources), rank, givers, teams, able, {}, {*able})
 
     def cheapest(self) -> tuple[str, Given] | None:
         """The node on which least is given up for one replica, and the seats: of borrowers, of the lowest class, with
@@ -237,7 +243,7 @@ class _Offers:
             giver = self.givers[row]
             giver.spare, giver.gpus = _spare(self.floor, row), 0.0
             self.stale |= giver.nodes
-        for team in {team for row, _ in given for team in self.floor.quotas.line(self.floor.jobs[row].spec.team)}:
+        for team in {team for row, _ in given for team in self.floor.quotas.ancestors(self.floor.jobs[row].spec.team)}:
             for row in self.teams.get(team, ()):
                 if self.givers[row].worth != (worth := _worth(self.floor, row)):
                     self.givers[row].worth = worth
@@ -259,7 +265,7 @@ class _Offers:
         return (*worth, still, len(given), -max(self.rank[row] for row in rows), len(node_id), node_id)
 
 
-def _enough(floor: Floor, node_id: str, on_node: Given, spare: Mapping[int, int], need: Resources) -> Given:
+def _enough(floor: AdmissionState, node_id: str, on_node: Given, spare: Mapping[int, int], need: Resources) -> Given:
     """As few of these seats as make room for one replica there, the first of them; none when all would not do."""
     room, at = floor.room, floor.room.rows[node_id]
     left = {row: spare[row] for row, _ in on_node}
@@ -270,20 +276,20 @@ def _enough(floor: Floor, node_id: str, on_node: Given, spare: Mapping[int, int]
         if left[row]:
             left[row] -= 1
             taken.append((row, member))
-            room.give(node_id, floor.leases[row].shape.resources)
+            room.release(node_id, floor.leases[row].shape.resources)
     chosen: Given = []
     does = room.grid.has(at, need)
     for row, member in reversed(taken):
-        room.take(node_id, floor.leases[row].shape.resources)
+        room.reserve(node_id, floor.leases[row].shape.resources)
         if does and not room.grid.has(at, need):
-            room.give(node_id, floor.leases[row].shape.resources)
+            room.release(node_id, floor.leases[row].shape.resources)
             chosen.append((row, member))
     for row, _ in chosen:
-        room.take(node_id, floor.leases[row].shape.resources)
+        room.reserve(node_id, floor.leases[row].shape.resources)
     return chosen
 
 
-def _refusal(floor: Floor, view: EndpointView, row: int) -> str:
+def _refusal(floor: AdmissionState, view: EndpointView, row: int) -> str:
     """Why no seat of a gang is taken for this endpoint; empty when one may be."""
     job = floor.jobs[row]
     if not attained_service.gives_way(job):
@@ -298,7 +304,7 @@ def _refusal(floor: Floor, view: EndpointView, row: int) -> str:
     return ""
 
 
-def _instead(floor: Floor, view: EndpointView, lacking: Sequence[Seat | None]) -> tuple[Rejected, ...]:
+def _instead(floor: AdmissionState, view: EndpointView, lacking: Sequence[Slot | None]) -> tuple[Rejected, ...]:
     """What else could have given the replicas room."""
     name, found = view.endpoint.name, []
     if nowhere := sum(seat is None for seat in lacking):
@@ -314,34 +320,34 @@ def _instead(floor: Floor, view: EndpointView, lacking: Sequence[Seat | None]) -
     return tuple(found[:MOST_REJECTED])
 
 
-def _ready(floor: Floor, row: int) -> list[Member]:
+def _ready(floor: AdmissionState, row: int) -> list[Member]:
     """Seats that it uses and that stay."""
     gone = floor.away.get(row, ())
     members = floor.leases[row].members
     return [m for m in members if m.state is MemberState.READY and m.index not in gone]
 
 
-def _spare(floor: Floor, row: int) -> int:
+def _spare(floor: AdmissionState, row: int) -> int:
     """How many of them it can do without."""
     return max(0, len(_ready(floor, row)) - floor.leases[row].shape.at_least)
 
 
-def _worth(floor: Floor, row: int) -> tuple[bool, int]:
+def _worth(floor: AdmissionState, row: int) -> tuple[bool, int]:
     """What is given up last is largest: no borrower, a high class."""
     job, shape = floor.jobs[row], floor.leases[row].shape
     return not floor.quotas.borrows(job.spec.team, usage.quota_of(shape, [None])), _priority(floor, row)
 
 
-def _gpus(floor: Floor, row: int) -> float:
+def _gpus(floor: AdmissionState, row: int) -> float:
     lease = floor.leases[row]
-    return lease.shape.gpus * len(usage.kept(lease))
+    return lease.shape.gpus * len(usage.retained_members(lease))
 
 
-def _priority(floor: Floor, row: int) -> int:
+def _priority(floor: AdmissionState, row: int) -> int:
     return floor.snapshot.classes.get(floor.jobs[row].spec.priority, 0)
 
 
-def _class_of(floor: Floor, view: EndpointView) -> float:
+def _class_of(floor: AdmissionState, view: EndpointView) -> float:
     """Above all others unless the endpoint names its class."""
     priority = view.endpoint.spec.priority
     return math.inf if priority is None else floor.snapshot.classes.get(priority, 0)

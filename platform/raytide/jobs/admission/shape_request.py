@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from raytide.core.objects.gang import Shape
 from raytide.core.objects.job import Job
 from raytide.core.objects.node import MARKET_LABEL, NodeType, Resources
-from raytide.core.objects.node import Market as Kind
-from raytide.core.objects.snapshot import Paces, Stance
+from raytide.core.objects.node import CapacityType as Kind
+from raytide.core.objects.snapshot import MarketConstraint, Throughputs
 from raytide.jobs.admission import usage
 from raytide.jobs.admission.shapes import cheapest_first
-from raytide.scheduling.diagnosis import Shortfall, copies, impossible, open_zones
-from raytide.scheduling.market import Market
-from raytide.scheduling.market_constraint import bound
+from raytide.scheduling.diagnosis import Unschedulable, copies, impossible, open_zones
+from raytide.scheduling.market import Offerings
+from raytide.scheduling.market_constraint import constrain
 
 Key = tuple[object, ...]
 
@@ -22,7 +22,7 @@ _SPOT = {MARKET_LABEL: str(Kind.SPOT)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Ask:
+class ShapeRequest:
     """A shape with all that does not change while a decision is made."""
 
     shape: Shape
@@ -39,51 +39,51 @@ class Ask:
     """The node types that would hold a member."""
     micro_usd_h: float
     """The least that a member costs."""
-    never: Shortfall | None
+    never: Unschedulable | None
     """Why not even an empty fleet would hold it."""
 
 
 @dataclass(slots=True, eq=False)
-class Asks:
+class ShapeRequests:
     node_types: Sequence[NodeType]
-    stances: Mapping[str, Stance]
-    market: Market
-    paces: Mapping[str, Paces]
-    _known: dict[Key, Ask] = field(default_factory=dict)
+    stances: Mapping[str, MarketConstraint]
+    market: Offerings
+    paces: Mapping[str, Throughputs]
+    _known: dict[Key, ShapeRequest] = field(default_factory=dict)
     _numbers: dict[Key, int] = field(default_factory=dict)
-    _plain: dict[str, tuple[Ask, ...]] = field(default_factory=dict)
-    _on_spot: dict[str, tuple[Ask, ...]] = field(default_factory=dict)
+    _plain: dict[str, tuple[ShapeRequest, ...]] = field(default_factory=dict)
+    _on_spot: dict[str, tuple[ShapeRequest, ...]] = field(default_factory=dict)
 
-    def first(self, job: Job) -> Ask:
+    def first(self, job: Job) -> ShapeRequest:
         """The shape that it names first, wherever it may sit now."""
         is_free = job.id not in self.stances and job.id not in self.paces
         return self.of(job)[0] if is_free else self.ask(job.spec.gang.shapes[0])
 
-    def of(self, job: Job) -> tuple[Ask, ...]:
+    def of(self, job: Job) -> tuple[ShapeRequest, ...]:
         """What it may have now, first the shape in which its work costs least; nothing while it has the time to wait
         for spot."""
         if (found := self._plain.get(job.id)) is None:
             wanted = cheapest_first(job.spec.gang.shapes, self.market, self.paces.get(job.id, {}))
-            shapes = bound(wanted, self.stances.get(job.id))
+            shapes = constrain(wanted, self.stances.get(job.id))
             found = self._plain[job.id] = tuple(self.ask(shape) for shape in shapes)
         return found
 
-    def on_spot(self, job: Job) -> tuple[Ask, ...]:
+    def on_spot(self, job: Job) -> tuple[ShapeRequest, ...]:
         """The same, on spot nodes only where it names no market."""
         if (found := self._on_spot.get(job.id)) is None:
             found = self._on_spot[job.id] = tuple(self.ask(_on_spot(ask.shape)) for ask in self.of(job))
         return found
 
-    def ask(self, shape: Shape) -> Ask:
+    def ask(self, shape: Shape) -> ShapeRequest:
         same = (shape.members, shape.min_members, shape.together, *shape.resources.items(), *shape.labels.items())
         if (found := self._known.get(same)) is None:
             found = self._known[same] = self._look_up(shape)
         return found
 
-    def _look_up(self, shape: Shape) -> Ask:
+    def _look_up(self, shape: Shape) -> ShapeRequest:
         fitting = [t for t in self.node_types if copies(shape.resources, t.resources) and open_zones(shape, t)]
         member = (*sorted(shape.resources.items()), *sorted(shape.labels.items()))
-        return Ask(
+        return ShapeRequest(
             shape=shape,
             key=self._number((shape.at_least, shape.together, *member)),
             member=self._number(member),

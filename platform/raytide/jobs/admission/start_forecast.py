@@ -10,25 +10,25 @@ from raytide.core.objects.job import JobState
 from raytide.core.objects.node import plus
 from raytide.core.objects.plan import Admit
 from raytide.core.objects.snapshot import NodeView, Snapshot
-from raytide.jobs.admission.scheduler import admit
+from raytide.jobs.admission.scheduler import schedule
 
 MOST_DECISIONS = 2000
 """Jobs decided on in all: a long queue is looked ahead less far."""
 
 
-def starts_in_s(snapshot: Snapshot) -> Mapping[str, float]:
+def forecast_starts(snapshot: Snapshot) -> Mapping[str, float]:
     """By job of the queue, when it would be admitted if nothing else came; without those of whom nothing is known."""
     jobs = {job.id: job for job in snapshot.jobs}
     ends = sorted(
         (left, lease.job_id)
         for lease in snapshot.leases
-        if lease.job_id in jobs and (left := jobs[lease.job_id].left_s(snapshot.at_s)) is not None
+        if lease.job_id in jobs and (left := jobs[lease.job_id].remaining_s(snapshot.at_s)) is not None
     )
     found: dict[str, float] = {}
     now = snapshot
     for in_s, job_id in [(0.0, ""), *ends][: max(2, MOST_DECISIONS // (1 + len(jobs)))]:
         now = _ended(replace(now, at_s=snapshot.at_s + in_s), job_id)
-        new = [action for action in admit(now) if isinstance(action, Admit)]
+        new = [action for action in schedule(now) if isinstance(action, Admit)]
         found.update({action.job_id: in_s for action in new})
         now = _started(now, new)
     return found

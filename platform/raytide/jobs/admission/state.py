@@ -12,18 +12,18 @@ from raytide.core.objects.plan import Rejected
 from raytide.core.objects.snapshot import Snapshot
 from raytide.jobs.admission import usage as seats
 from raytide.jobs.admission.cycle import Victims
-from raytide.jobs.admission.fit_index import Space
-from raytide.jobs.admission.givers import Givers
-from raytide.jobs.admission.means import Means
-from raytide.jobs.admission.preemption import Emptied, Unit, Units, enough
+from raytide.jobs.admission.fit_index import FitIndex
+from raytide.jobs.admission.givers import PreemptionCandidates
+from raytide.jobs.admission.means import AffordableShapes
+from raytide.jobs.admission.preemption import PreemptibleCapacity, Units, Victim, select_victims
 from raytide.jobs.admission.priority import Ints
-from raytide.jobs.admission.shape_request import Ask, Asks
-from raytide.jobs.budget import Purse
+from raytide.jobs.admission.shape_request import ShapeRequest, ShapeRequests
+from raytide.jobs.budget import Budgets
 from raytide.jobs.lifecycle import attained_service
 from raytide.jobs.quota import Quotas
-from raytide.scheduling.diagnosis import Shortfall
-from raytide.scheduling.market_constraint import bound
-from raytide.scheduling.state import Placements, Room
+from raytide.scheduling.diagnosis import Unschedulable
+from raytide.scheduling.market_constraint import constrain
+from raytide.scheduling.state import Placements, SchedulingState
 
 MOST_PUSHES = 100
 """For so many jobs others give way in one decision at most; the next one, a tick later, goes on. Each asks for
@@ -40,16 +40,16 @@ class Taken:
 
 
 @dataclass(slots=True, eq=False)
-class Floor:
+class AdmissionState:
     """Rows are places in `jobs`; those that hold something have a lease."""
 
     snapshot: Snapshot
     jobs: Sequence[Job]
     leases: dict[int, Lease]
-    room: Room
+    room: SchedulingState
     quotas: Quotas
-    purse: Purse
-    asks: Asks
+    purse: Budgets
+    asks: ShapeRequests
     types: Mapping[str, NodeType]
     """Of each node."""
     gives_way: Sequence[bool]
@@ -57,44 +57,44 @@ class Floor:
     promised: Mapping[tuple[int, int], str] = field(default_factory=dict)
     """By row and index of a seat that waits for a node: the one that it would find, which may have to be bought."""
     taken: dict[int, Taken] = field(default_factory=dict)
-    refused: dict[int, Shortfall] = field(default_factory=dict)
+    refused: dict[int, Unschedulable] = field(default_factory=dict)
     away: dict[int, dict[int, str]] = field(default_factory=dict)
     """By row: its seats that give way, each with the job or the endpoint for whom."""
     unseated: list[Shape] = field(default_factory=list)
     """Of replicas that have no room, and for which nobody gives way."""
-    instead: dict[str, tuple[Rejected, ...]] = field(default_factory=dict)
+    alternatives: dict[str, tuple[Rejected, ...]] = field(default_factory=dict)
     """By endpoint for whom seats give way: what else was thought of."""
-    owners: dict[str, dict[str, set[int]]] = field(default_factory=dict)
+    quota_owners: dict[str, dict[str, set[int]]] = field(default_factory=dict)
     """By resource, then by team: the rows that wait for it of their own quota. No other team borrows it for members
     that it can do without."""
     head: int | None = None
     """The first in the order for whom there is no room: what cannot be stopped again may not take its place."""
-    pushes: int = 0
+    preemptors: int = 0
     """For how many jobs others give way."""
-    _future: Room | None = None
+    _future: SchedulingState | None = None
     """The room that there will be beside the head."""
-    _emptied: Emptied | None = None
-    _full: dict[int, Shortfall] = field(default_factory=dict)
+    _emptied: PreemptibleCapacity | None = None
+    _full: dict[int, Unschedulable] = field(default_factory=dict)
     _stuck: set[tuple[object, ...]] = field(default_factory=set)
-    _givers: Givers | None = None
-    _means: dict[int, Means] = field(default_factory=dict)
-    _space: Space | None = None
+    _givers: PreemptionCandidates | None = None
+    _means: dict[int, AffordableShapes] = field(default_factory=dict)
+    _space: FitIndex | None = None
     _units: dict[int, Units] = field(default_factory=dict)
     _quotas: dict[tuple[int, str], Resources] = field(default_factory=dict)
 
     def first(self, waiting: Ints) -> int | None:
         """Everybody is tried, and told why not, until too many have been asked to give way."""
-        if self.pushes < MOST_PUSHES:
+        if self.preemptors < MOST_PUSHES:
             return 0 if len(waiting) else None
-        reason = f"{self.pushes} jobs that go before it make others give way in this decision."
+        reason = f"{self.preemptors} jobs that go before it make others give way in this decision."
         self.refused |= dict.fromkeys(
-            waiting.tolist(), Shortfall("behind", reason, "Nothing to do: it is looked at in the next.")
+            waiting.tolist(), Unschedulable("behind", reason, "Nothing to do: it is looked at in the next.")
         )
         return None
 
     def seat(self, row: int) -> bool:
         found = self._find(row)
-        if isinstance(found, Shortfall):
+        if isinstance(found, Unschedulable):
             self.refused[row] = found
             return False
         self._take(row, *found)
@@ -112,9 +112,9 @@ class Floor:
 
     def waits_for_own(self, row: int) -> None:
         for name in {name for ask in self.means(row).asks for name in self.quotas.limited & ask.least.keys()}:
-            self.owners.setdefault(name, {}).setdefault(self.jobs[row].spec.team, set()).add(row)
+            self.quota_owners.setdefault(name, {}).setdefault(self.jobs[row].spec.team, set()).add(row)
 
-    def lets_go(self, row: int, members: Iterable[Member], by: str) -> None:
+    def release(self, row: int, members: Iterable[Member], by: str) -> None:
         """These seats of a holder are free for others from now on."""
         lease, job = self.leases[row], self.jobs[row]
         for member in members:
@@ -144,28 +144,28 @@ class Floor:
 
     def micro_usd_h(self, lease: Lease) -> float:
         """What the seats that it keeps cost."""
-        on = [self.types[member.node_id] for member in seats.kept(lease) if member.node_id in self.types]
+        on = [self.types[member.node_id] for member in seats.retained_members(lease) if member.node_id in self.types]
         return seats.price_of(lease.shape, on)
 
     @property
-    def givers(self) -> Givers:
+    def givers(self) -> PreemptionCandidates:
         """The holders that may be asked for seats, and still have some."""
         if self._givers is None:
-            self._givers = Givers.of(self.jobs, self.leases)
+            self._givers = PreemptionCandidates.of(self.jobs, self.leases)
         return self._givers
 
     @property
-    def emptied(self) -> Emptied:
+    def emptied(self) -> PreemptibleCapacity:
         """What there would be if everybody gave way who may."""
         if self._emptied is None:
-            self._emptied = Emptied.of(self)
+            self._emptied = PreemptibleCapacity.of(self)
         return self._emptied
 
     @property
-    def space(self) -> Space:
+    def space(self) -> FitIndex:
         """The room, counted."""
         if self._space is None:
-            self._space = Space(self.room)
+            self._space = FitIndex(self.room)
         return self._space
 
     def is_own(self, job: Job) -> bool:
@@ -183,12 +183,12 @@ class Floor:
     def room_to_grow(self, row: int, most: int) -> int:
         """Take room for as many more members of a holder as quota, nodes and budgets allow."""
         job = self.jobs[row]
-        shape = next(iter(bound([self.leases[row].shape], self.snapshot.stances.get(job.id))), None)
+        shape = next(iter(constrain([self.leases[row].shape], self.snapshot.stances.get(job.id))), None)
         if shape is None or self.lacks(row, (ask := self.asks.ask(shape)).one) is not None:
             return 0
         count, paces = min(most, self._allowed(row, ask)), self.snapshot.paces.get(job.id)
         placed = self.room.place(shape, count, at_least=0, subject="it", paces=paces)
-        assert not isinstance(placed, Shortfall)
+        assert not isinstance(placed, Unschedulable)
         on = seats.placed_types(placed, self.snapshot.node_types)
         held = self.micro_usd_h(self.leases[row])
         prices = {count: seats.price_of(shape, on[:count]) for count in range(len(placed), 0, -1)}
@@ -199,29 +199,29 @@ class Floor:
         self.quotas.take(job.spec.team, seats.quota_of(shape, on[:count]), gives_way=self.gives_way[row])
         return count
 
-    def means(self, row: int) -> Means:
+    def means(self, row: int) -> AffordableShapes:
         """What it may ask for, by its budgets."""
         found = self._means.get(row)
         if found is None or found.version != self.purse.version:
-            found = self._means[row] = Means.of(self.jobs[row], self.asks, self.purse)
+            found = self._means[row] = AffordableShapes.of(self.jobs[row], self.asks, self.purse)
         return found
 
     # Whether a job fits.
 
-    def _find(self, row: int) -> tuple[Shape, Placements] | Shortfall:
+    def _find(self, row: int) -> tuple[Shape, Placements] | Unschedulable:
         shortfalls = []
         means = self.means(row)
         if not means.asks:
             reason = self.snapshot.stances[self.jobs[row].id].reason
-            return Shortfall("deadline", f"it {reason}.", "Nothing to do: it starts in time.")
+            return Unschedulable("deadline", f"it {reason}.", "Nothing to do: it starts in time.")
         for ask, unpaid in zip(means.asks, means.unpaid, strict=True):
             found = ask.never or unpaid or self._fit(row, ask)
-            if not isinstance(found, Shortfall):
+            if not isinstance(found, Unschedulable):
                 return ask.shape, found
             shortfalls.append(found)
         return next((short for short in shortfalls if short.constraint != "impossible"), shortfalls[0])
 
-    def _fit(self, row: int, ask: Ask) -> Placements | Shortfall:
+    def _fit(self, row: int, ask: ShapeRequest) -> Placements | Unschedulable:
         job, shape = self.jobs[row], ask.shape
         if (short := self._short_of(row, ask.least)) is not None:
             return short
@@ -229,7 +229,7 @@ class Floor:
             return full
         count, paces = max(ask.at_least, self._allowed(row, ask)), self.snapshot.paces.get(job.id)
         placed = self.room.place(shape, count, at_least=ask.at_least, subject="it", paces=paces)
-        if isinstance(placed, Shortfall):
+        if isinstance(placed, Unschedulable):
             self._full[ask.key] = placed
             return placed
         for seat in placed:
@@ -237,9 +237,9 @@ class Floor:
         # Which accelerators they are, and what they cost, may show only now.
         on = seats.placed_types(placed, self.snapshot.node_types)
         kept = self._short_of(row, seats.quota_of(shape, on)) or self._afforded(job, shape, placed)
-        if not isinstance(kept, Shortfall):
+        if not isinstance(kept, Unschedulable):
             kept = self._beside_head(row, shape, kept)
-        self._leave(shape, placed if isinstance(kept, Shortfall) else placed[len(kept) :])
+        self._leave(shape, placed if isinstance(kept, Unschedulable) else placed[len(kept) :])
         return kept
 
     def _leave(self, shape: Shape, placed: Placements) -> None:
@@ -247,13 +247,13 @@ class Floor:
             self._give(seat.node_id, shape.resources)
 
     def _give(self, node_id: str, resources: Resources) -> None:
-        self.room.give(node_id, resources)
+        self.room.release(node_id, resources)
         self.space.changed(node_id)
 
-    def _afforded(self, job: Job, shape: Shape, placed: Placements) -> Placements | Shortfall:
+    def _afforded(self, job: Job, shape: Shape, placed: Placements) -> Placements | Unschedulable:
         """All that was placed when its budgets allow an hour of it, else the least that will do."""
 
-        def refused(some: Placements) -> Shortfall | None:
+        def refused(some: Placements) -> Unschedulable | None:
             on = seats.placed_types(some, self.snapshot.node_types)
             return self.purse.refuses(job, seats.price_of(shape, on))
 
@@ -262,7 +262,7 @@ class Floor:
         least = placed[: shape.at_least]
         return refused(least) or least
 
-    def _short_of(self, row: int, need: Resources) -> Shortfall | None:
+    def _short_of(self, row: int, need: Resources) -> Unschedulable | None:
         """Quota, in words."""
         if (name := self.lacks(row, need)) is None:
             return None
@@ -272,12 +272,12 @@ class Floor:
         reason = f"team {team} has {used:g} of its {own:g} {name} in use and it needs {need[name]:g}"
         if need[name] > free:
             reason += f"; {max(0.0, free):g} more may be had, what others leave included"
-            return Shortfall("quota", f"{reason}.", f"It starts when {name} is free; or raise the quota of {team}.")
+            return Unschedulable("quota", f"{reason}.", f"It starts when {name} is free; or raise the quota of {team}.")
         if soft:
             reason += f"; {soft} is beyond its soft budget, and borrows nothing"
-            return Shortfall("budget", f"{reason}.", f"Wait for its own quota, or raise the budget of {soft}.")
+            return Unschedulable("budget", f"{reason}.", f"Wait for its own quota, or raise the budget of {soft}.")
         reason += "; what cannot be preempted may not borrow"
-        return Shortfall("quota", f"{reason}.", "Submit it as preemptible, or wait for the team's own quota.")
+        return Unschedulable("quota", f"{reason}.", "Submit it as preemptible, or wait for the team's own quota.")
 
     def lacks(self, row: int, need: Resources) -> str | None:
         """The resource of which quota allows it less. Who is beyond a soft budget borrows nothing, nor does a job that
@@ -285,21 +285,21 @@ class Floor:
         team, soft = self.jobs[row].spec.team, self.means(row).soft
         return self.quotas.lacking(team, need, gives_way=self.gives_way[row], may_borrow=not soft)
 
-    def _allowed(self, row: int, ask: Ask) -> int:
+    def _allowed(self, row: int, ask: ShapeRequest) -> int:
         """How many members quota allows."""
         quotas, team, most = self.quotas, self.jobs[row].spec.team, float(ask.shape.members)
         for name, amount in ask.one.items():
             if name not in quotas.limited or amount <= 0:
                 continue
             more = quotas.available(team, name)
-            if any(rows for other, rows in self.owners.get(name, {}).items() if other != team):
+            if any(rows for other, rows in self.quota_owners.get(name, {}).items() if other != team):
                 more = min(more, quotas.left_of_own(team, name))
             if not self.gives_way[row]:
                 more = min(more, quotas.never_taken_back(team, name))
             most = min(most, more / amount)
         return max(0, int(most + 1e-6))
 
-    def _beside_head(self, row: int, shape: Shape, placed: Placements) -> Placements | Shortfall:
+    def _beside_head(self, row: int, shape: Shape, placed: Placements) -> Placements | Unschedulable:
         """What cannot be stopped again takes only what leaves the head of the queue its room.
 
         So the head starts at the latest when what was there before it, and cannot be stopped, has ended.
@@ -307,31 +307,31 @@ class Floor:
         if self.head is None or self._future is None or self.gives_way[row]:
             return placed
         beside = self._future.place(shape, len(placed), at_least=shape.at_least, subject="it")
-        if not isinstance(beside, Shortfall):
+        if not isinstance(beside, Unschedulable):
             return placed[: len(beside)]
         head = self.jobs[self.head].id
-        return Shortfall(
+        return Unschedulable(
             "behind",
             f"it cannot be preempted, and would take room that {head} waits for, which is before it in the queue.",
             f"It starts after {head}. Submitted as preemptible it may start before.",
         )
 
-    def _room_of_head(self, head: Job) -> Room:
+    def _room_of_head(self, head: Job) -> SchedulingState:
         """The room once all has ended that was there before the head, and all that gives way has, and the head sits."""
         future = self.room.copy()
         for taken in self.taken.values():
             for seat in taken.seats:
-                future.give(seat.node_id, taken.shape.resources)
+                future.release(seat.node_id, taken.shape.resources)
         since_s = max(head.submitted_at_s, head.preempted_at_s or 0.0)
         able, gives = self.may_ask(head), self.givers.gives
         for row, lease in self.leases.items():
             goes = gives[row] and (able is None or self.jobs[row].spec.team in able)
             if goes or lease.created_at_s <= since_s:
-                for member in seats.kept(lease):
+                for member in seats.retained_members(lease):
                     if member.index not in self.away.get(row, ()):
-                        future.give(self.node_of(row, member), lease.shape.resources)
+                        future.release(self.node_of(row, member), lease.shape.resources)
         for shape in head.spec.gang.shapes:
-            if not isinstance(future.place(shape, shape.at_least, subject="it"), Shortfall):
+            if not isinstance(future.place(shape, shape.at_least, subject="it"), Unschedulable):
                 break
         return future
 
@@ -343,12 +343,12 @@ class Floor:
             self._emptied.take(job.spec.team, shape, need, placed, gives_way=self.gives_way[row])
         self.taken[row] = Taken(shape, placed, self.purse.reserve(job, seats.price_of(shape, on)))
         self.refused.pop(row, None)
-        for waiting in self.owners.values():
+        for waiting in self.quota_owners.values():
             waiting.get(job.spec.team, set()).discard(row)
 
     # Who gives way.
 
-    def _push(self, row: int, victims: Victims, asks: Sequence[Ask]) -> Sequence[int] | None:
+    def _push(self, row: int, victims: Victims, asks: Sequence[ShapeRequest]) -> Sequence[int] | None:
         """Take room that lower ones give way for; those that do so whole. None when that is not to be had."""
         job = self.jobs[row]
         gives_way = self.gives_way[row]
@@ -360,20 +360,20 @@ class Floor:
         if key in self._stuck:
             return None
         has_room = self.emptied.has_room(job.spec.team, asks, gives_way=gives_way)
-        chosen = enough(self, row, asks, victims(), is_own=is_own) if has_room else []
+        chosen = select_victims(self, row, asks, victims(), is_own=is_own) if has_room else []
         gone = self._evict(row, chosen) if chosen else None
         if gone is None and not (chosen and self.refused[row].constraint == "budget"):  # which others may have
             self._stuck.add(key)
         return gone
 
-    def _evict(self, row: int, chosen: Sequence[Unit]) -> list[int] | None:
+    def _evict(self, row: int, chosen: Sequence[Victim]) -> list[int] | None:
         before = {unit.row: (dict(self.away.get(unit.row, {})), self.units(unit.row)) for unit in chosen}
         for unit in chosen:
-            self.lets_go(unit.row, unit.members, self.jobs[row].id)
+            self.release(unit.row, unit.members, self.jobs[row].id)
         for other, (_, units) in before.items():
             self._units[other] = units.without(chosen)
         if self.seat(row):
-            self.pushes += 1
+            self.preemptors += 1
             gone = [other for other in before if not self._units[other].rest]
             self.givers.leave(gone)
             return gone
@@ -381,7 +381,7 @@ class Floor:
         for unit in chosen:
             lease = self.leases[unit.row]
             for member in unit.members:
-                self.room.take(node_id := self.node_of(unit.row, member), lease.shape.resources)
+                self.room.reserve(node_id := self.node_of(unit.row, member), lease.shape.resources)
                 self.space.changed(node_id)
                 self.quotas.take(self.jobs[unit.row].spec.team, self.quota_of(unit.row, member))
             self.away[unit.row], self._units[unit.row] = before[unit.row]

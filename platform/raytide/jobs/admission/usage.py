@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from raytide.core.objects.gang import Lease, Member, MemberState, Shape
-from raytide.core.objects.node import NodeType, Resources, dominant, plus
+from raytide.core.objects.node import NodeType, Resources, dominant_share, plus
 from raytide.core.objects.snapshot import EndpointView, Snapshot
 from raytide.scheduling.diagnosis import ACCELERATOR_LABEL
 from raytide.scheduling.replicas import SERVING_STATES, members_of, replica_shape
 from raytide.scheduling.state import Placements
 
 
-def kept(lease: Lease) -> tuple[Member, ...]:
+def retained_members(lease: Lease) -> tuple[Member, ...]:
     """Seats that are its own and do not give way: first what it works with, last what waits for a node.
 
     Who waits for a node holds quota and the room that was promised to it, and loses nothing by giving way.
     """
-    there = [member for member in lease.members if not (member.is_parked or member.gives_way)]
+    there = [member for member in lease.members if not (member.is_parked or member.is_yielding)]
     return tuple(sorted(there, key=lambda member: _KEPT.index(member.state)))
 
 
@@ -42,7 +42,7 @@ def quota_of(shape: Shape, types: Iterable[NodeType | None]) -> Resources:
 
 def held_quota(lease: Lease, types: Mapping[str, NodeType]) -> Resources:
     """Seats that are promised count like those that are held; given away ones do not."""
-    return quota_of(lease.shape, [types.get(member.node_id) for member in kept(lease)])
+    return quota_of(lease.shape, [types.get(member.node_id) for member in retained_members(lease)])
 
 
 def least_quota(shape: Shape) -> Resources:
@@ -67,7 +67,9 @@ def quota_of_replicas(view: EndpointView, types: Mapping[str, NodeType]) -> Reso
 
 def price_of(shape: Shape, types: Iterable[NodeType]) -> float:
     """Micro-dollars an hour of one member on each of these types, by its share of the dominant resource."""
-    return sum(node_type.price_micro_usd_h * dominant(shape.resources, node_type.resources) for node_type in types)
+    return sum(
+        node_type.price_micro_usd_h * dominant_share(shape.resources, node_type.resources) for node_type in types
+    )
 
 
 def placed_types(placed: Placements, node_types: Sequence[NodeType]) -> list[NodeType]:

@@ -9,11 +9,11 @@ from raytide.core.errors import CapacityError, UsageError
 from raytide.core.objects.deadline import moment
 from raytide.core.objects.gang import Shape
 from raytide.core.objects.job import JobSpec
-from raytide.core.objects.node import Market, NodeType
+from raytide.core.objects.node import CapacityType, NodeType
 from raytide.scheduling.diagnosis import copies, open_zones
 
 
-def resolved(spec: JobSpec, node_types: Sequence[NodeType], now_s: float) -> JobSpec:
+def resolve_deadline(spec: JobSpec, node_types: Sequence[NodeType], now_s: float) -> JobSpec:
     """The spec with its deadline as a moment. UsageError when there is not the time, CapacityError when nothing but
     spot could hold its gang."""
     if spec.deadline is None:
@@ -42,5 +42,5 @@ def resolved(spec: JobSpec, node_types: Sequence[NodeType], now_s: float) -> Job
 
 def _holds(shape: Shape, node_type: NodeType) -> bool:
     """Whether it is on demand and could hold a member."""
-    is_open = node_type.market is Market.ON_DEMAND and node_type.max_nodes > 0 and open_zones(shape, node_type)
+    is_open = node_type.market is CapacityType.ON_DEMAND and node_type.max_nodes > 0 and open_zones(shape, node_type)
     return bool(is_open and copies(shape.resources, node_type.resources))

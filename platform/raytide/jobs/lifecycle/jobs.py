@@ -19,7 +19,7 @@ from typing import Literal
 from raytide.core.objects.gang import Lease, LeaseState
 from raytide.core.objects.job import Job, JobKind, JobState
 from raytide.jobs.lifecycle import attained_service
-from raytide.jobs.lifecycle.leases import let_go, release
+from raytide.jobs.lifecycle.leases import acknowledge_release, release
 
 _WITH_LEASE = (JobState.ADMITTED, JobState.RUNNING)
 
@@ -54,7 +54,7 @@ def advance(
     if driver is not None and driver.key != DriverKey(job.id, job.restarts):
         driver = None
     if lease is not None:
-        lease = let_go(lease, str(job.progress.get("settled", "")), now_s)
+        lease = acknowledge_release(lease, str(job.progress.get("settled", "")), now_s)
     if job.unreadable and not job.is_final:
         job = _end(job, JobState.FAILED, f"its spec cannot be read any more: {job.unreadable}", now_s)
     elif not job.is_final:

@@ -67,7 +67,7 @@ def changed(lease: Lease, action: Shrink | Preempt | Grow, now_s: float) -> Leas
             return replace(lease, members=back)
 
 
-def let_go(lease: Lease, settled: str, now_s: float) -> Lease:
+def acknowledge_release(lease: Lease, settled: str, now_s: float) -> Lease:
     """Seats that are being left are free as soon as their holder says that nothing of it runs there, not only in time:
     those that give way are parked, and those whose node leaves look for another."""
     if settled != lease.version or not any(member.state is MemberState.LEAVING for member in lease.members):
@@ -128,7 +128,7 @@ def _park(member: Member, now_s: float) -> Member:
 
 def _leaving(member: Member, action: Shrink | Preempt, now_s: float) -> Member:
     """Usable a little longer; a seat that nobody can use yet is away at once."""
-    if member.is_parked or member.gives_way:
+    if member.is_parked or member.is_yielding:
         return member
     member = replace(member, given_to=", ".join(action.by) if isinstance(action, Shrink) else "")
     if not member.is_usable:
@@ -141,13 +141,13 @@ def _follow_node(member: Member, node: Node | None, now_s: float) -> Member:
     if not member.holds:
         is_free = member.is_parked and now_s - (member.leaves_at_s or 0.0) >= VACATED_S
         return replace(member, node_id="") if is_free and member.node_id else member
-    if member.gives_way and member.leaves_at_s is not None and now_s >= member.leaves_at_s:
+    if member.is_yielding and member.leaves_at_s is not None and now_s >= member.leaves_at_s:
         return _park(member, now_s)
     if node is None or node.state in (NodeState.TERMINATING, NodeState.GONE):
         return _let_go(member, now_s)
     if member.state in _WITH_GROUP and node.ray_node_id != member.ray_node_id:
         return _let_go(member, now_s)  # its raylet is another one than that of the group
-    if member.gives_way:
+    if member.is_yielding:
         return member
     if node.state is NodeState.DRAINING:
         is_over = node.drain_deadline_s is not None and now_s >= node.drain_deadline_s
@@ -160,7 +160,7 @@ def _follow_node(member: Member, node: Node | None, now_s: float) -> Member:
 
 
 def _let_go(member: Member, now_s: float) -> Member:
-    return _park(member, now_s) if member.gives_way else _vacate(member)
+    return _park(member, now_s) if member.is_yielding else _vacate(member)
 
 
 def _follow_group(member: Member, group: PlacementGroupInfo | None, now_s: float) -> Member:

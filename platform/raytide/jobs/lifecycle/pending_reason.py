@@ -11,8 +11,8 @@ from raytide.core.objects.gang import Lease, Member, MemberState
 from raytide.core.objects.job import Job
 from raytide.core.objects.node import NodeState
 from raytide.core.objects.snapshot import Snapshot
-from raytide.scheduling.diagnosis import Shortfall
-from raytide.scheduling.state import Room
+from raytide.scheduling.diagnosis import Unschedulable
+from raytide.scheduling.state import SchedulingState
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +31,9 @@ def forming(job: Job, lease: Lease, snapshot: Snapshot) -> Why:
     seatless = [member for member in lease.members if member.state is MemberState.WAITING]
     needed = lease.shape.at_least - lease.held
     if needed > 0 and seatless:
-        room = Room.of(snapshot)
+        room = SchedulingState.of(snapshot)
         found = room.place(lease.shape, needed, subject=job.id)
-        if isinstance(found, Shortfall):
+        if isinstance(found, Unschedulable):
             return _vacated(snapshot) or Why(found.constraint, found.reason, found.remedy)
     parts = [f"{lease.id} has {len(lease.usable)} of {lease.shape.at_least} members that it needs"]
     parts += [_waits_for(m, snapshot) for m in lease.members if not (m.is_usable or m.is_parked)]
@@ -43,7 +43,7 @@ def forming(job: Job, lease: Lease, snapshot: Snapshot) -> Why:
 
 def given_away(lease: Lease) -> str:
     """Who has which of its seats; empty when it has them all."""
-    to = Counter(member.given_to for member in lease.members if member.gives_way or member.is_parked)
+    to = Counter(member.given_to for member in lease.members if member.is_yielding or member.is_parked)
     gpus = lease.shape.resources.get("GPU", 0.0)
     each, what = (gpus, "GPUs") if gpus else (1.0, "members")
     return "; ".join(
@@ -61,7 +61,7 @@ def _is_job(name: str) -> bool:
 
 def _vacated(snapshot: Snapshot) -> Why | None:
     """It was admitted to seats that others still use until they have given way."""
-    going = [(m.leaves_at_s or 0.0, lease.job_id) for lease in snapshot.leases for m in lease.members if m.gives_way]
+    going = [(m.leaves_at_s or 0.0, lease.job_id) for lease in snapshot.leases for m in lease.members if m.is_yielding]
     if not going:
         return None
     who = ", ".join(dict.fromkeys(job_id for _, job_id in going))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from raytide.jobs.admission.cycle import Victims, turn
+from raytide.jobs.admission.cycle import Victims, run_cycle
 from raytide.jobs.admission.priority import (
     COOL_DOWN_S,
     LAST_SHARE,
@@ -16,8 +16,8 @@ from raytide.jobs.admission.priority import (
     OLD_S,
     SHORT_GPU_S,
     Bools,
-    Claims,
     Floats,
+    QueueTable,
     ranked,
 )
 from raytide.simulate.jobs.baselines import next_band_s
@@ -28,7 +28,7 @@ def pick(queue: Queue) -> Ints:
     active = queue.active
     claims = _claims(queue)
     floor = Counted.of(claims, queue.gpus_total)
-    turn(claims, floor)
+    run_cycle(claims, floor)
     return active[floor.holds]
 
 
@@ -44,10 +44,10 @@ class Counted:
     """GPUs that must be free for each row besides those that lower ones hold, if it may take these."""
 
     @classmethod
-    def of(cls, claims: Claims, gpus_total: int) -> Counted:
+    def of(cls, claims: QueueTable, gpus_total: int) -> Counted:
         holds, free = claims.is_held.copy(), gpus_total - float(claims.gpus[claims.is_held].sum())
         need = np.empty(len(holds))
-        floor = cls(claims.gpus, holds, free, ranked(claims), claims.gives_way, ~claims.is_cooling, need)
+        floor = cls(claims.gpus, holds, free, ranked(claims), claims.gives_way, ~claims.in_cooldown, need)
         floor._look_below()
         return floor
 
@@ -87,10 +87,10 @@ class Counted:
         return gone
 
 
-def _claims(queue: Queue) -> Claims:
+def _claims(queue: Queue) -> QueueTable:
     active = queue.active
     is_held = queue.is_running[active]
-    return Claims(
+    return QueueTable(
         gpus=queue.gpus[active].astype(np.float64),
         submitted_s=queue.submit_s[active],
         attained_gpu_s=queue.attained_gpu_s[active],
@@ -100,9 +100,9 @@ def _claims(queue: Queue) -> Claims:
         share=np.zeros(len(active)),
         is_held=is_held,
         gives_way=is_held & (queue.preemptions[active] < MAX_PREEMPTIONS),
-        is_cooling=queue.now_s - queue.preempted_s[active] < COOL_DOWN_S,
+        in_cooldown=queue.now_s - queue.preempted_s[active] < COOL_DOWN_S,
         is_urgent=np.zeros(len(active), dtype=bool),
-        is_own=np.zeros(len(active), dtype=bool),
+        within_nominal_quota=np.zeros(len(active), dtype=bool),
         old_s=_old_s(queue),
     )
 

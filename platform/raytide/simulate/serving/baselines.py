@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from raytide.core.objects.node import Market
+from raytide.core.objects.node import CapacityType
 from raytide.simulate.serving.fleet import Fleet, Replica
 
 TICK_S = 20.0
@@ -74,7 +74,7 @@ class SpotNaive:
 
     def tick(self, fleet: Fleet) -> None:
         target = self.target.update(fleet.now_s, fleet.mean_ongoing())
-        spot = fleet.of(Market.SPOT)
+        spot = fleet.of(CapacityType.SPOT)
         release(fleet, spot, len(spot) - target)
         missing, zones = target - len(spot), len(fleet.zones.names)
         refused: set[int] = set()
@@ -108,15 +108,15 @@ class SpotHedge:
             if replica.zone is not None:
                 self._failed(replica.zone, tried)
         self.lost_seen = len(fleet.lost_nodes)
-        spot = fleet.of(Market.SPOT)
+        spot = fleet.of(CapacityType.SPOT)
         release(fleet, spot, len(spot) - target - self.extra)
         self._launch(fleet, target + self.extra - len(spot), tried)
-        ready = sum(fleet.is_ready(replica) for replica in fleet.of(Market.SPOT))
+        ready = sum(fleet.is_ready(replica) for replica in fleet.of(CapacityType.SPOT))
         match_ondemand(fleet, max(0, min(target, target + self.extra - ready)))
 
     def _launch(self, fleet: Fleet, missing: int, tried: set[int]) -> None:
         while missing > 0 and (open_zones := self.active - tried):
-            spot = fleet.of(Market.SPOT)
+            spot = fleet.of(CapacityType.SPOT)
             zone = min(open_zones, key=lambda zone: (sum(replica.zone == zone for replica in spot), zone))
             if fleet.launch_spot(zone) is None:
                 self._failed(zone, tried)
@@ -133,7 +133,7 @@ class SpotHedge:
 
 
 def match_ondemand(fleet: Fleet, target: int) -> None:
-    there = fleet.of(Market.ON_DEMAND)
+    there = fleet.of(CapacityType.ON_DEMAND)
     release(fleet, there, len(there) - target)
     for _ in range(target - len(there)):
         fleet.launch_ondemand()

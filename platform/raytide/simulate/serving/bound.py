@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from raytide.core.objects.node import Market
+from raytide.core.objects.node import CapacityType
 from raytide.simulate.capacity import SpotZones
 from raytide.simulate.serving.requests import Workload
 from raytide.simulate.serving.setup import ServingSetup
@@ -14,7 +14,9 @@ from raytide.simulate.serving.setup import ServingSetup
 SLOT_S = 300.0
 
 
-def lower_bound_usd(setup: ServingSetup, work: Workload, zones: SpotZones, usd_h: Mapping[Market, float]) -> float:
+def lower_bound_usd(
+    setup: ServingSetup, work: Workload, zones: SpotZones, usd_h: Mapping[CapacityType, float]
+) -> float:
     """Cover the work of each slot. Nodes are o (on demand) and s_z (spot), their starts u and v_z; all are >= 0.
 
     min sum dt (c_o o + c_s sum s_z) + cold (c_o u + c_s sum v_z)
@@ -32,7 +34,7 @@ def lower_bound_usd(setup: ServingSetup, work: Workload, zones: SpotZones, usd_h
     rise = diags([np.ones(slots), -np.ones(slots - 1)], [0, -1])
     cover = hstack([kron(np.ones((1, kinds)), -identity(slots)), csr_array((slots, columns))])
     starts = hstack([kron(identity(kinds), rise), -identity(columns)])
-    usd_s = np.array([usd_h[Market.ON_DEMAND], *[usd_h[Market.SPOT]] * (kinds - 1)]) / 3600.0
+    usd_s = np.array([usd_h[CapacityType.ON_DEMAND], *[usd_h[CapacityType.SPOT]] * (kinds - 1)]) / 3600.0
     cost = np.repeat(np.concatenate((usd_s * SLOT_S, usd_s * setup.cold_start_s)), slots)
     upper = np.concatenate((np.full(slots, np.inf), room.T.ravel(), np.full(columns, np.inf)))
     found = linprog(

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from raytide.core.errors import ConfigError
-from raytide.core.objects.node import Market
+from raytide.core.objects.node import CapacityType
 from raytide.simulate.capacity import SpotZones, spot_zones
 from raytide.simulate.serving.baselines import TICK_S, ServeOnDemand, ServeTarget, SpotHedge, SpotNaive, Static
 from raytide.simulate.serving.bound import lower_bound_usd
@@ -47,7 +47,7 @@ class Result:
     slo_attainment: float
     ttft_p50_s: float
     ttft_p99_s: float
-    node_hours: dict[Market, float]
+    node_hours: dict[CapacityType, float]
     request_count: int
     spot_nodes_lost: int
     samples: tuple[Sample, ...] = ()
@@ -65,7 +65,7 @@ class Stage:
     setup: ServingSetup
     work: Workload
     zones: SpotZones
-    usd_h: dict[Market, float]
+    usd_h: dict[CapacityType, float]
 
     @classmethod
     def of(cls, setup: ServingSetup) -> Stage:
@@ -103,7 +103,7 @@ class Stage:
         p50, p99 = np.percentile(ttft, (50, 99))
         return Result(
             policy=name,
-            cost_usd=sum(hours[market] * self.usd_h[market] for market in Market),
+            cost_usd=sum(hours[market] * self.usd_h[market] for market in CapacityType),
             slo_attainment=float(met.mean()),
             ttft_p50_s=float(p50),
             ttft_p99_s=float(p99),
@@ -166,7 +166,7 @@ def _sample(fleet: Fleet) -> Sample:
     return Sample(fleet.now_s, len(fleet.alive) - spot, spot, ready, sum(fleet.zones.at(fleet.now_s)))
 
 
-def _prices(setup: ServingSetup) -> dict[Market, float]:
+def _prices(setup: ServingSetup) -> dict[CapacityType, float]:
     known = USD_H.get(setup.gpu)
     ondemand, spot = setup.ondemand_usd_h, setup.spot_usd_h
     if known is not None:
@@ -174,4 +174,4 @@ def _prices(setup: ServingSetup) -> dict[Market, float]:
         spot = known[1] * setup.gpus_per_node if spot is None else spot
     if ondemand is None or spot is None:
         raise ConfigError(f"no price of {setup.gpu} is known.", hint="Give ondemand_usd_h and spot_usd_h.")
-    return {Market.ON_DEMAND: ondemand, Market.SPOT: spot}
+    return {CapacityType.ON_DEMAND: ondemand, CapacityType.SPOT: spot}

@@ -14,7 +14,7 @@ from heapq import heapreplace
 
 import numpy as np
 
-from raytide.core.objects.node import Market
+from raytide.core.objects.node import CapacityType
 from raytide.simulate.capacity import SpotZones
 from raytide.simulate.serving.requests import Workload
 from raytide.simulate.serving.setup import ServingSetup
@@ -66,9 +66,9 @@ class Fleet:
         self._ongoing: deque[int] = deque([0], maxlen=30)
         self._counted_s = 0
 
-    def of(self, market: Market) -> list[Replica]:
+    def of(self, market: CapacityType) -> list[Replica]:
         """Those that stay, launching ones included."""
-        is_spot = market is Market.SPOT
+        is_spot = market is CapacityType.SPOT
         return [replica for replica in self.alive if not replica.is_leaving and (replica.zone is not None) == is_spot]
 
     def is_ready(self, replica: Replica) -> bool:
@@ -151,11 +151,11 @@ class Fleet:
             ongoing += self._arrivals[self._counted_s] - self._departures[self._counted_s]
             self._ongoing.append(ongoing)
 
-    def node_hours(self) -> dict[Market, float]:
+    def node_hours(self) -> dict[CapacityType, float]:
         """Billed so far, from launch to end."""
-        hours = dict.fromkeys(Market, 0.0)
+        hours = dict.fromkeys(CapacityType, 0.0)
         for replica in self.launched:
-            market = Market.ON_DEMAND if replica.zone is None else Market.SPOT
+            market = CapacityType.ON_DEMAND if replica.zone is None else CapacityType.SPOT
             hours[market] += (min(replica.ended_s, self.now_s) - replica.launched_s) / 3600.0
         return hours
 

@@ -11,7 +11,7 @@ from raytide.autoscaler.endpoints.queue_simulator import ReplicaSpeed, Served
 from raytide.autoscaler.endpoints.replica_placement import FleetNode, FleetState, ReplicaPool
 from raytide.autoscaler.endpoints.replica_value import TOLD_AFTER_S, Observation, ReplicaValueModel, ServingGoal
 from raytide.autoscaler.spot.reclaim_hazard import ReclaimHazard, holds
-from raytide.core.objects.node import Market
+from raytide.core.objects.node import CapacityType
 from raytide.simulate.capacity import SpotZones
 from raytide.simulate.serving.fleet import Fleet, Replica
 from raytide.simulate.serving.requests import Workload
@@ -35,7 +35,7 @@ class _Seen:
 
 
 class RaytidePolicy:
-    def __init__(self, setup: ServingSetup, work: Workload, zones: SpotZones, usd_h: dict[Market, float]) -> None:
+    def __init__(self, setup: ServingSetup, work: Workload, zones: SpotZones, usd_h: dict[CapacityType, float]) -> None:
         speed = ReplicaSpeed(setup.prefill_tps, setup.slots, setup.tpot_ms / 1000.0)
         self.memory = ReplicaValueModel.of(
             ServingGoal(
@@ -45,8 +45,8 @@ class RaytidePolicy:
                 max_replicas=setup.max_replicas,
                 cold_start_s=setup.cold_start_s,
                 speed=speed,
-                ondemand_usd_h=usd_h[Market.ON_DEMAND],
-                spot_usd_h=dict.fromkeys(zones.names, usd_h[Market.SPOT]),
+                ondemand_usd_h=usd_h[CapacityType.ON_DEMAND],
+                spot_usd_h=dict.fromkeys(zones.names, usd_h[CapacityType.SPOT]),
             )
         )
         self.hazard, self.stock = ReclaimHazard(), ZoneBackoff()

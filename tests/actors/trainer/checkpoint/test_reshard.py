@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.actors.trainer.checkpoint_ranks import Phase, Reached, phases
 
-from raytide.core.specs.parallelism import Layout
+from raytide.core.specs.parallelism import Parallelism
 from raytide.core.specs.train import TrainSpec
 
 RunRanks = Callable[..., list[Any]]
@@ -19,14 +19,14 @@ END = 9
 def test_any_layout_goes_on_with_what_any_other_wrote(spec: TrainSpec, run_ranks: RunRanks) -> None:
     model = spec.model.model_copy(update={"layers": 4})
     spec = spec.model_copy(update={"checkpoint_every": 4, "steps": 8, "model": model})
-    v_shaped = Layout(pipeline=2, schedule="zbv_zero_bubble")
+    v_shaped = Parallelism(pipeline=2, schedule="zbv_zero_bubble")
     plan = [
         Phase("whole", 4, END),
         Phase("same", 4, END, after=("whole", 4)),
         Phase("4 to 1", 1, END, after=("whole", 4)),
         Phase("4 to 2", 2, END, after=("whole", 4)),
-        Phase("4 to tensor", 4, 5, after=("whole", 4), layout=Layout(tensor=2)),
-        Phase("tensor to pipeline", 2, 6, after=("4 to tensor", 5), layout=Layout(pipeline=2)),
+        Phase("4 to tensor", 4, 5, after=("whole", 4), layout=Parallelism(tensor=2)),
+        Phase("tensor to pipeline", 2, 6, after=("4 to tensor", 5), layout=Parallelism(pipeline=2)),
         Phase("pipeline to v", 2, 7, after=("tensor to pipeline", 6), layout=v_shaped),
         Phase("v to 1", 1, END, after=("pipeline to v", 7)),
         Phase("one", 1, 4),

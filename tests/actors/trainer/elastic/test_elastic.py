@@ -15,7 +15,7 @@ from tests.actors.trainer.pranks import DiesInStep, HasRoomFor, SleepsInStep, St
 
 from raytide.core.errors import CheckpointError, LeaseLostError, TrainError
 from raytide.core.objects.gang import Shape
-from raytide.core.specs.parallelism import Layout
+from raytide.core.specs.parallelism import Parallelism
 from raytide.core.specs.train import TrainSpec
 
 Start = Callable[..., Run]
@@ -68,7 +68,7 @@ def test_four_become_two_by_a_death_and_a_notice_and_four_again(start: Start) ->
 
 def test_a_warm_spare_takes_the_seat_of_a_dead_rank_at_once(start: Start) -> None:
     """The layout uses two of three ranks: the third is ready and idle until then."""
-    run = start(3, 2, layout=Layout(shard=2))
+    run = start(3, 2, layout=Parallelism(shard=2))
     run.until_step(6)
     assert run.events("formed")[0]["spare"] == 1
     spare = next(event["pid"] for event in run.events("ready") if event["host"].startswith("member 2 "))
@@ -82,7 +82,7 @@ def test_a_warm_spare_takes_the_seat_of_a_dead_rank_at_once(start: Start) -> Non
 
 
 def test_a_spare_that_dies_disturbs_nobody_and_is_replaced(start: Start) -> None:
-    run = start(3, 2, layout=Layout(shard=2), collective_timeout_s=100.0)
+    run = start(3, 2, layout=Parallelism(shard=2), collective_timeout_s=100.0)
     run.until_step(3)
     first, second, spare = (
         next(event["pid"] for event in run.events("ready") if event["host"].startswith(f"member {index} "))

@@ -15,7 +15,7 @@ from raytide.actors.trainer.elastic.restart_policy import MAX_FRUITLESS, Restart
 from raytide.actors.trainer.types import StepResult, WorkerStatus
 from raytide.core.errors import TrainError
 from raytide.core.objects.gang import GangSpec, Shape
-from raytide.core.specs.parallelism import Layout
+from raytide.core.specs.parallelism import Parallelism
 from raytide.core.specs.train import TrainSpec
 
 
@@ -78,7 +78,7 @@ def test_spares_are_asked_for_beyond_the_gang_and_never_needed_to_begin() -> Non
 
 
 def test_a_layout_uses_what_it_can_and_nobody_when_they_are_too_few() -> None:
-    spec = run_spec(layout=Layout(tensor=2, replicate=2))
+    spec = run_spec(layout=Parallelism(tensor=2, replicate=2))
     assert [usable(spec, ranks) for ranks in (0, 1, 3, 4, 7, 8)] == [0, 0, 0, 4, 4, 8]
 
 

@@ -25,7 +25,7 @@ from raytide.actors.trainer.trainer import Trainer
 from raytide.core.errors import CheckpointError, ConfigError, DataError
 from raytide.core.specs.memory_spec import MemorySpec
 from raytide.core.specs.model import ChatSpec, FinetuneSpec, LoraSpec, ModelSpec
-from raytide.core.specs.parallelism import Layout
+from raytide.core.specs.parallelism import Parallelism
 from raytide.core.specs.train import OptimSpec, TrainSpec
 
 RunRanks = Callable[..., list[Any]]
@@ -75,8 +75,8 @@ def losses(spec: TrainSpec) -> list[float]:
 def test_any_layout_reads_its_shards_writes_the_whole_and_tunes_alike(start: Start, run_ranks: RunRanks) -> None:
     """Turned over, stacked and expert by expert, in unequal shards, two ways at once, and tied over the ends of a
     pipeline; written into several files. Adapters learn the same on each layout."""
-    three = Layout(shard=3)
-    square, ends = Layout(pipeline=2, tensor=2), Layout(pipeline=2, schedule="zbv_zero_bubble")
+    three = Parallelism(shard=3)
+    square, ends = Parallelism(pipeline=2, tensor=2), Parallelism(pipeline=2, schedule="zbv_zero_bubble")
     cases = (
         ("gpt2", three),
         ("qwen3-moe", three),
@@ -289,7 +289,7 @@ def test_a_balanced_router_is_refused_where_it_would_not_be_seen_whole(start: St
     body = {"output_router_logits": True}
     spec = start("mixtral", model=ModelSpec(config=body), export=False)
     compiled = MemorySpec(compile=True, checkpointing="full")
-    for change in ({"layout": Layout(tensor=2)}, {"layout": Layout(pipeline=2)}, {"memory": compiled}):
+    for change in ({"layout": Parallelism(tensor=2)}, {"layout": Parallelism(pipeline=2)}, {"memory": compiled}):
         other = spec.model_copy(update=change)
         with pytest.raises(ConfigError, match="balancing loss"):
             resolve_model(other, open_data(other))

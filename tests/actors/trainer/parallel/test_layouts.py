@@ -13,7 +13,7 @@ from tests.actors.trainer import trainer_ranks
 from tests.actors.trainer.layout_ranks import Case, Curve, curves
 
 from raytide.core.specs.memory_spec import MemorySpec
-from raytide.core.specs.parallelism import Layout
+from raytide.core.specs.parallelism import Parallelism
 from raytide.core.specs.train import ModelSpec, OptimSpec, TrainSpec
 
 TOLERANCE = {"fp32": 5e-6, "bf16": 5e-3, "fp16": 1e-3}
@@ -130,7 +130,7 @@ def measure(make_spec: Callable[[Path], TrainSpec], tmp_path_factory: pytest.Tem
 
     def case(options: Options, broken: str = "") -> Case:
         run = {key: value for key, value in options.items() if key in RUN}
-        layout = Layout(**{key: value for key, value in options.items() if key not in (*RUN, "family", "layers")})
+        layout = Parallelism(**{key: value for key, value in options.items() if key not in (*RUN, "family", "layers")})
         depth = {"num_hidden_layers": layers(options), "n_layer": layers(options)}
         model = ModelSpec(config=BASE | FAMILIES[options.get("family", "llama")] | depth)
         change = {"model": model, "optim": OPTIM, "steps": 12, "micro_batch": 3, "layout": layout}

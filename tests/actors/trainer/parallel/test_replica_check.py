@@ -16,11 +16,11 @@ from raytide.actors.trainer.checkpoint import manifest
 from raytide.actors.trainer.checkpoint.storage import LocalStore
 from raytide.actors.trainer.parallel.replica_check import copies, digest, odd_ones
 from raytide.core.specs.memory_spec import MemorySpec
-from raytide.core.specs.parallelism import Layout, Sizes
+from raytide.core.specs.parallelism import Parallelism, Sizes
 from raytide.core.specs.train import TrainSpec
 
 RunRanks = Callable[..., list[Any]]
-DDP = Layout(replicate=2, shard=1)
+DDP = Parallelism(replicate=2, shard=1)
 
 
 def of(spec: TrainSpec, name: str, **changes: object) -> TrainSpec:
@@ -51,11 +51,11 @@ def test_replicas_of_two_are_equal_or_named(spec: TrainSpec, run_ranks: RunRanks
 
 def test_replicas_among_other_axes_are_equal_or_named(spec: TrainSpec, run_ranks: RunRanks) -> None:
     specs = [
-        of(spec, "hybrid", layout=Layout(replicate=2)),
-        of(spec, "tensor", layout=Layout(replicate=2, shard=1, tensor=2)),
-        of(spec, "pipeline", layout=Layout(replicate=2, shard=1, pipeline=2)),
-        of(spec, "flipped", layout=Layout(replicate=2)),
-        of(spec, "of four", layout=Layout(replicate=4, shard=1)),
+        of(spec, "hybrid", layout=Parallelism(replicate=2)),
+        of(spec, "tensor", layout=Parallelism(replicate=2, shard=1, tensor=2)),
+        of(spec, "pipeline", layout=Parallelism(replicate=2, shard=1, pipeline=2)),
+        of(spec, "flipped", layout=Parallelism(replicate=2)),
+        of(spec, "of four", layout=Parallelism(replicate=4, shard=1)),
     ]
     for ended in run_ranks(4, run_all, specs, [None, None, None, 3, 2]):
         assert ended[:3] == [(6, "")] * 3

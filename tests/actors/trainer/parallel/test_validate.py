@@ -13,7 +13,7 @@ from raytide.actors.models.families import architecture_of
 from raytide.actors.trainer.parallel.validate import validate
 from raytide.core.errors import ConfigError
 from raytide.core.specs.memory_spec import MemorySpec
-from raytide.core.specs.parallelism import Layout
+from raytide.core.specs.parallelism import Parallelism
 from raytide.core.specs.train import TrainSpec
 
 DEPTH = {"num_hidden_layers": 4, "n_layer": 4}
@@ -50,7 +50,7 @@ def test_what_cannot_work_is_refused_with_what_to_change(
 ) -> None:
     arch = architecture_of(BASE | {"architectures": ["LlamaForCausalLM"]} | DEPTH | model, "model")
     with pytest.raises(ConfigError, match=problem) as refused:
-        validate(Layout(**layout), arch, some)
+        validate(Parallelism(**layout), arch, some)
     assert hint in str(refused.value.hint)
 
 
@@ -60,11 +60,11 @@ def test_memory_techniques_that_a_pipeline_breaks_are_refused(
 ) -> None:
     arch = architecture_of(BASE | FAMILIES["llama"] | DEPTH, "model")
     with pytest.raises(ConfigError, match=problem):
-        validate(Layout(**layout), arch, some.model_copy(update={"memory": MemorySpec(**memory)}))
+        validate(Parallelism(**layout), arch, some.model_copy(update={"memory": MemorySpec(**memory)}))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_what_trains_is_not_refused(some: TrainSpec, name: str) -> None:
     _, options = LAYOUTS[name]
-    layout = Layout(**{key: options[key] for key in options if key not in (*RUN, "family", "layers")})
+    layout = Parallelism(**{key: options[key] for key in options if key not in (*RUN, "family", "layers")})
     validate(layout, architecture_of(BASE | FAMILIES[options.get("family", "llama")] | DEPTH, "model"), some)

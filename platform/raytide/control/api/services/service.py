@@ -49,7 +49,7 @@ from raytide.core.specs.data import DataSpec
 from raytide.core.specs.script import ScriptSpec
 from raytide.core.specs.train import TrainSpec
 from raytide.core.state import Store
-from raytide.jobs.lifecycle.deadline_check import resolved
+from raytide.jobs.lifecycle.deadline_check import resolve_deadline
 from raytide.jobs.lifecycle.pending_reason import given_away
 from raytide.ledger.cost import accrued, costs, rate_micro_usd_h
 from raytide.ledger.report import By, rates
@@ -96,7 +96,7 @@ class Desk:
         self._check_config(spec, caller)
         now_s = self._clock.now_s()
         digest = digest or hashlib.sha256(spec.model_dump_json().encode()).hexdigest()
-        spec = resolved(spec, self._config.node_types, now_s)
+        spec = resolve_deadline(spec, self._config.node_types, now_s)
         self._intake.take(spec)
         most = self._config.settings.max_live_jobs
         job = self._store.submit_job(spec, caller.user, now_s, key=key, digest=digest, most_live=most)
