@@ -23,7 +23,7 @@ UNMANAGED = "unmanaged"
 
 
 @dataclass(frozen=True, slots=True)
-class Unleased:
+class UnmanagedPlacement:
     """How work without a lease was seated."""
 
     menu: tuple[NodeType, ...]
@@ -202,7 +202,7 @@ def _say_starting(draft: PlanBuilder, lease: Lease) -> None:
         draft.actions.append(Wait(lease.job_id, "starting", f"its nodes start: {', '.join(coming)}"))
 
 
-def seat_unmanaged(draft: PlanBuilder) -> Unleased:
+def seat_unmanaged(draft: PlanBuilder) -> UnmanagedPlacement:
     """Raw tasks, actors and foreign placement groups use what is free, and may buy no more than their cap.
 
     The largest first: what they leave over is for the small.
@@ -247,7 +247,7 @@ def seat_unmanaged(draft: PlanBuilder) -> Unleased:
             is_whole = bool(demand.together or demand.apart)
             is_capped = bought >= cap.max_nodes or (is_whole and _fits_without_cap(draft, demand, shape, menu))
             say_unmanaged(draft, shape, rest, what, is_capped=is_capped)
-    return Unleased(tuple(menu), cap.max_nodes, bought, tuple(seats))
+    return UnmanagedPlacement(tuple(menu), cap.max_nodes, bought, tuple(seats))
 
 
 def _fellows(snapshot: Snapshot, groups: set[str]) -> dict[str, frozenset[str]]:

@@ -7,7 +7,7 @@ the same cap as that work, and the nodes that hold it do not idle out.
 from __future__ import annotations
 
 from raytide.autoscaler.provisioning.plan_builder import Assignment, PlanBuilder
-from raytide.autoscaler.provisioning.provisioner import UNMANAGED, Unleased, say_unmanaged
+from raytide.autoscaler.provisioning.provisioner import UNMANAGED, UnmanagedPlacement, say_unmanaged
 from raytide.core.objects.gang import Shape
 from raytide.core.objects.node import Resources, minus, plus
 from raytide.scheduling.diagnosis import Unschedulable, amounts
@@ -16,7 +16,7 @@ from raytide.scheduling.state import SchedulingState, Tenant
 from raytide.scheduling.unattributed import UnattributedUsage
 
 
-def seat_requested(draft: PlanBuilder, unleased: Unleased) -> None:
+def seat_requested(draft: PlanBuilder, unleased: UnmanagedPlacement) -> None:
     """After the work that waits in Ray: `unleased` says how that was seated."""
     asked = [d for d in draft.snapshot.demand if d.is_standing and any(amount > 0 for amount in d.resources.values())]
     if not asked:
@@ -42,7 +42,7 @@ def seat_requested(draft: PlanBuilder, unleased: Unleased) -> None:
             say_unmanaged(draft, shape, rest, what, is_capped=bought >= unleased.most_nodes)
 
 
-def _work(draft: PlanBuilder, unleased: Unleased) -> dict[str, Resources]:
+def _work(draft: PlanBuilder, unleased: UnmanagedPlacement) -> dict[str, Resources]:
     """What work without a lease has of each node: what it uses, and what it was just promised."""
     unseen, work = UnattributedUsage(draft.snapshot), dict[str, Resources]()
     for view in draft.snapshot.nodes:
@@ -53,7 +53,9 @@ def _work(draft: PlanBuilder, unleased: Unleased) -> dict[str, Resources]:
     return {node_id: resources for node_id, resources in work.items() if resources}
 
 
-def _take(room: SchedulingState, seat: Slot, shape: Shape, unleased: Unleased, work: dict[str, Resources]) -> None:
+def _take(
+    room: SchedulingState, seat: Slot, shape: Shape, unleased: UnmanagedPlacement, work: dict[str, Resources]
+) -> None:
     """What the work does not have already is kept free."""
     if seat.is_new:
         room.tenants[seat.node_id].append(Tenant(shape, frozenset(t.name for t in unleased.menu)))

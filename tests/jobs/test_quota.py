@@ -70,7 +70,7 @@ def test_a_team_lives_within_what_its_parent_may() -> None:
         blue={"parent": "org", "quota": {"GPU": 4}},
         red={"parent": "org"},
     )
-    assert quotas.own("org", "GPU") == 6
+    assert quotas.subtree_quota("org", "GPU") == 6
     assert quotas.available("red", "GPU") == 9
     quotas.take("red", {"GPU": 5})
     assert quotas.available("blue", "GPU") == 4

@@ -28,7 +28,7 @@ class ResourceNode:
     team: str
     name: str
     """Of the resource."""
-    own: float
+    subtree_quota: float
     """Its quota, with what its children lend."""
     local_quota: float
     """What of that it does not lend."""
@@ -121,21 +121,21 @@ class Quotas:
         if name not in self.limited:
             return math.inf
         if (account := self._account(team, name)).is_named:
-            return account.own - self._fixed[account.number]
+            return account.subtree_quota - self._fixed[account.number]
         return self.unassigned[name] - self._fixed[self._account(_ROOT, name).number]
 
     def left_of_own(self, team: str, name: str) -> float:
         """How much more the team may hold without borrowing; what no team above it has a quota of is not borrowed."""
         if name not in self.limited or not (account := self._account(team, name)).is_named:
             return math.inf
-        return account.own - self._used[account.number]
+        return account.subtree_quota - self._used[account.number]
 
     def may_take_back(self, team: str, need: Resources) -> bool:
         """Whether what it lacks is its own, lent to others, or what its place in the fleet is held by them."""
         has_own = False
         for name in self.names:
             if name in need and (account := self._account(team, name)).is_named:
-                if need[name] > account.own - self._used[account.number] + _SLACK:
+                if need[name] > account.subtree_quota - self._used[account.number] + _SLACK:
                     return False
                 has_own = True
         return has_own
@@ -150,8 +150,8 @@ class Quotas:
             found = self._borrowing[limited] = frozenset[str]().union(*[self.beyond[name] for name in limited])
         return found
 
-    def own(self, team: str, name: str) -> float:
-        return self._account(team, name).own if name in self.limited else 0.0
+    def subtree_quota(self, team: str, name: str) -> float:
+        return self._account(team, name).subtree_quota if name in self.limited else 0.0
 
     def ancestors(self, team: str) -> Iterator[str]:
         """The team and those above it."""
@@ -162,16 +162,16 @@ class Quotas:
     def _left(self, account: ResourceNode) -> float:
         used, kept = self._used[account.number], account.local_quota
         if account.above is None:
-            return account.own - used
+            return account.subtree_quota - used
         more = self._left(account.above)
         if account.borrow is not None:
-            more = min(more, account.own - kept - max(0.0, used - kept) + account.borrow)
+            more = min(more, account.subtree_quota - kept - max(0.0, used - kept) + account.borrow)
         return (kept - used if kept > used else 0.0) + more
 
     def _add(self, account: ResourceNode, amount: float) -> None:
         used = self._used
         while amount:
-            number, kept, most = account.number, account.local_quota, account.own + _SLACK
+            number, kept, most = account.number, account.local_quota, account.subtree_quota + _SLACK
             before = used[number]
             after = used[number] = before + amount
             if account.above is None:
@@ -216,7 +216,7 @@ class Quotas:
             number=len(self._used),
             team=team,
             name=name,
-            own=share[0],
+            subtree_quota=share[0],
             local_quota=share[1],
             borrow=spec.borrow.get(name),
             is_named=any(name in self.specs[above].quota for above in self.ancestors(team)),

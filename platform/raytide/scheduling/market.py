@@ -77,7 +77,7 @@ class Offerings:
             burn_micro_usd_h=sum(view.node.price_micro_usd_h for view in snapshot.nodes),
             left=np.array([most[name] - there[name] for name in shelf.types], dtype=np.int64),
             launches_left=None if pace is None else max(0, pace - lately),
-            rests=np.array(resting, dtype=np.bool_),
+            backed_off=np.array(resting, dtype=np.bool_),
             caps=_caps(shelf, snapshot.limits),
         )
 

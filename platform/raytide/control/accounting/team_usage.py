@@ -80,7 +80,7 @@ def uses(snapshot: Snapshot) -> dict[str, TeamUse]:
     return {
         team.name: TeamUse(
             used={name: floor.quotas.held(team.name, name) for name in names},
-            own={name: floor.quotas.own(team.name, name) for name in names},
+            own={name: floor.quotas.subtree_quota(team.name, name) for name in names},
             available={name: max(0.0, floor.quotas.available(team.name, name)) for name in names},
             committed_micro_usd=floor.purse.committed[team.name],
             recent_gpu_h=team.recent_gpu_s / 3600.0,

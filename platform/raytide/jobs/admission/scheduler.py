@@ -140,7 +140,7 @@ def claims_of(floor: AdmissionState) -> QueueTable:
         within_nominal_quota=np.zeros(len(jobs), dtype=bool),
         old_s=floor.snapshot.old_s,
     )
-    return replace(claims, is_own=_within_quota(floor, claims))
+    return replace(claims, within_nominal_quota=_within_quota(floor, claims))
 
 
 def _within_quota(floor: AdmissionState, claims: QueueTable) -> Bools:

@@ -92,7 +92,7 @@ class AdmissionState:
         )
         return None
 
-    def seat(self, row: int) -> bool:
+    def admit(self, row: int) -> bool:
         found = self._find(row)
         if isinstance(found, Unschedulable):
             self.refused[row] = found
@@ -100,7 +100,7 @@ class AdmissionState:
         self._take(row, *found)
         return True
 
-    def clear(self, row: int, victims: Victims) -> Sequence[int]:
+    def preempt(self, row: int, victims: Victims) -> Sequence[int]:
         constraint = self.refused[row].constraint
         if constraint not in ("capacity", "stock", "quota", "budget") or not (asks := self.means(row).paid):
             return ()
@@ -268,7 +268,11 @@ class AdmissionState:
             return None
         job = self.jobs[row]
         team, soft = job.spec.team, self.means(row).soft
-        free, own, used = self.quotas.available(team, name), self.quotas.own(team, name), self.quotas.held(team, name)
+        free, own, used = (
+            self.quotas.available(team, name),
+            self.quotas.subtree_quota(team, name),
+            self.quotas.held(team, name),
+        )
         reason = f"team {team} has {used:g} of its {own:g} {name} in use and it needs {need[name]:g}"
         if need[name] > free:
             reason += f"; {max(0.0, free):g} more may be had, what others leave included"
@@ -372,7 +376,7 @@ class AdmissionState:
             self.release(unit.row, unit.members, self.jobs[row].id)
         for other, (_, units) in before.items():
             self._units[other] = units.without(chosen)
-        if self.seat(row):
+        if self.admit(row):
             self.preemptors += 1
             gone = [other for other in before if not self._units[other].rest]
             self.givers.leave(gone)

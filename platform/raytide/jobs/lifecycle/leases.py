@@ -134,7 +134,7 @@ def _leaving(member: Member, action: Shrink | Preempt, now_s: float) -> Member:
     if not member.is_usable:
         return _park(member, now_s)
     sooner_s = min(action.leaves_at_s, member.leaves_at_s or action.leaves_at_s)
-    return replace(member, state=MemberState.LEAVING, leaves_at_s=sooner_s, gives_way=True)
+    return replace(member, state=MemberState.LEAVING, leaves_at_s=sooner_s, is_yielding=True)
 
 
 def _follow_node(member: Member, node: Node | None, now_s: float) -> Member:

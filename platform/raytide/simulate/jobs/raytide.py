@@ -60,14 +60,14 @@ class Counted:
         yielded = np.where(self.holds & self.gives_way, self.gpus, 0.0)[self.order][::-1].cumsum()[::-1]
         self.need[self.order] = self.gpus[self.order] - yielded * self.preempts[self.order]
 
-    def seat(self, row: int) -> bool:
+    def admit(self, row: int) -> bool:
         if self.gpus[row] > self.free:
             return False
         self.holds[row] = True
         self.free -= self.gpus[row]
         return True
 
-    def clear(self, row: int, victims: Victims) -> Sequence[int]:
+    def preempt(self, row: int, victims: Victims) -> Sequence[int]:
         lower = victims()
         freed = self.free + np.cumsum(self.gpus[lower])
         enough = int(np.searchsorted(freed, self.gpus[row]))
