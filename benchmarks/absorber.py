@@ -33,7 +33,7 @@ from elastic_cpu import lines, until, write_dataset
 import raytide as rt
 from raytide.control.bootstrap import local
 from raytide.control.bootstrap.embedded import LocalCluster
-from raytide.control.client import Client
+from raytide.control.client import ApiClient
 from raytide.core.objects.endpoint import EndpointState, Replicas, ServeSpec
 from raytide.core.objects.gang import GangSpec, Shape
 from raytide.core.specs.train import ModelSpec, TrainSpec
@@ -155,7 +155,7 @@ def disturbed(up: LocalCluster, home: Path, args: argparse.Namespace, shrinks: b
         engine={"kind": "fake", "tokens_per_s": TOKENS_PER_S, "max_running": SLOTS},
     )
     run = Run(shrinks)
-    with rt.Tide(Client.from_run_dir(up.run_dir)) as tide:
+    with rt.Client(ApiClient.from_run_dir(up.run_dir)) as tide:
         job = tide.train(spec)
         until(lambda: world(spec) == MEMBERS, "the whole gang")
         endpoint = tide.serve(served).wait(replicas=1, timeout_s=240.0)
@@ -189,7 +189,7 @@ def _is_back(run: Run, spike_s: float) -> bool:
 def watch(run: Run, up: LocalCluster, job_id: str, spec: TrainSpec, began_s: float, is_over: threading.Event) -> None:
     """Look at the endpoint, at the lease and at the trainer all the time."""
     freed: set[tuple[int, int]] = set()
-    with rt.Tide(Client.from_run_dir(up.run_dir)) as tide:
+    with rt.Client(ApiClient.from_run_dir(up.run_dir)) as tide:
         while not is_over.wait(LOOK_S):
             status, lease = tide.endpoint("chat").status, tide.client.job(job_id).lease
             assert lease is not None
@@ -242,7 +242,7 @@ async def ask(http: httpx.AsyncClient, began_s: float, patience_s: float) -> Ans
     return Answer(asked_s - began_s, ttft_s)
 
 
-def tell(run: Run, tide: rt.Tide, job_id: str, began_s: float) -> None:
+def tell(run: Run, tide: rt.Client, job_id: str, began_s: float) -> None:
     """What was decided, in the controller's words."""
     for plan in tide.client.plans(limit=1000):
         for action in plan["actions"]:

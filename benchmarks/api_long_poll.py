@@ -29,7 +29,7 @@ import psutil
 
 from raytide.control.api.auth import Tokens
 from raytide.control.api.routes import create_app
-from raytide.control.api.services.service import Desk
+from raytide.control.api.services.service import ApiService
 from raytide.core.clock import SystemClock
 from raytide.core.objects.cluster_config import load_cluster
 from raytide.core.objects.gang import GangSpec, Lease, LeaseState, Member, Shape
@@ -48,7 +48,7 @@ class NoMachines:
 
 def serve(folder: Path) -> None:
     """The API as it listens on a head."""
-    desk = Desk(
+    desk = ApiService(
         store=Store.open(f"sqlite:///{folder}/state.db"),
         config=load_cluster(LOCAL),
         bill=NoMachines(),

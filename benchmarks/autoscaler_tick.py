@@ -29,9 +29,9 @@ from raytide.autoscaler.ray_node import RayNode
 from raytide.autoscaler.spot.pool_risk import SpotRisk
 from raytide.control.controller import GC_THRESHOLDS
 from raytide.control.reconcile.decide import decide
-from raytide.control.reconcile.intents import settle
-from raytide.control.reconcile.observation import World
-from raytide.control.reconcile.records import Book, advance, snapshot
+from raytide.control.reconcile.intents import record_intents
+from raytide.control.reconcile.observation import Observation
+from raytide.control.reconcile.records import ClusterRecords, advance, snapshot
 from raytide.core.objects.cluster_config import ClusterConfig, RaytideSection, UnmanagedSection
 from raytide.core.objects.endpoint import Endpoint, EndpointLoad, EndpointState, Replicas, ServeSpec
 from raytide.core.objects.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
@@ -74,9 +74,9 @@ def node_types(size: Size, chance: random.Random) -> tuple[NodeType, ...]:
     return tuple(types)
 
 
-def cluster(size: Size, types: Sequence[NodeType], chance: random.Random) -> tuple[Book, World]:
+def cluster(size: Size, types: Sequence[NodeType], chance: random.Random) -> tuple[ClusterRecords, Observation]:
     """A busy cluster: gangs and replicas hold whole GPUs, tasks hold random shares of the rest of half of the nodes."""
-    book, by_name = Book(next_node=size.nodes + 1), {t.name: t for t in types}
+    book, by_name = ClusterRecords(next_node=size.nodes + 1), {t.name: t for t in types}
     for number in range(1, size.nodes + 1):
         node_type, zone = chance.choice(types), chance.choice(ZONES)
         is_ready, age_s = chance.random() < 0.97, chance.uniform(60.0, 7200.0)
@@ -110,7 +110,7 @@ def cluster(size: Size, types: Sequence[NodeType], chance: random.Random) -> tup
         )
         for node in ready
     ]
-    world = World(
+    world = Observation(
         machines=tuple(
             Machine(n.id, n.type, n.zone, n.price_micro_usd_h, n.started_at_s or NOW_S) for n in book.nodes.values()
         ),
@@ -134,7 +134,7 @@ def _seat(need: Resources, free: dict[str, dict[str, float]], ids: Sequence[str]
     return ""
 
 
-def _add_gangs(book: Book, size: Size, free: dict[str, dict[str, float]], chance: random.Random) -> None:
+def _add_gangs(book: ClusterRecords, size: Size, free: dict[str, dict[str, float]], chance: random.Random) -> None:
     ids = list(free)
     for number in range(1, size.gangs + size.queue + 1):
         gpus, members = chance.choice([1.0, 1.0, 2.0, 2.0, 4.0, 8.0]), chance.choice([1, 2, 4, 8])
@@ -159,7 +159,7 @@ def _member(index: int, node_id: str) -> Member:
 
 
 def _add_endpoints(
-    book: Book, size: Size, free: dict[str, dict[str, float]], chance: random.Random
+    book: ClusterRecords, size: Size, free: dict[str, dict[str, float]], chance: random.Random
 ) -> dict[str, EndpointLoad]:
     loads, ids = {}, list(free)
     for number in range(size.endpoints):
@@ -204,7 +204,7 @@ def main() -> None:
         between = time.process_time()
         plan = decide(seen)
         deciding.append(time.process_time() - between)
-        settle(book, plan, by_name)
+        record_intents(book, plan, by_name)
         whole.append(time.process_time() - began)
         launches += sum(isinstance(action, Launch) for action in plan.actions)
         drains += sum(isinstance(action, Drain) for action in plan.actions)

@@ -36,7 +36,7 @@ from raytide.autoscaler.providers.local.files import NodeFolder, node_folders
 from raytide.autoscaler.providers.local.spot import give_notice
 from raytide.control.bootstrap import local
 from raytide.control.bootstrap.embedded import LocalCluster
-from raytide.control.client import Client
+from raytide.control.client import ApiClient
 from raytide.core.objects.gang import GangSpec, Shape
 from raytide.core.specs.train import ModelSpec, TrainSpec
 
@@ -108,7 +108,7 @@ def ours(up: LocalCluster, args: argparse.Namespace, home: Path, run: int, chanc
             shapes=(Shape(members=args.members, min_members=args.members - 1, resources={"CPU": 1}, labels=SPOT),)
         ),
     )
-    with rt.Tide(Client.from_run_dir(up.run_dir)) as tide:
+    with rt.Client(ApiClient.from_run_dir(up.run_dir)) as tide:
         job = tide.train(spec)
         metrics, events = Path(spec.out) / "metrics.jsonl", Path(spec.out) / "events.jsonl"
         whole_gang(events, args.members)

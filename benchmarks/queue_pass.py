@@ -26,7 +26,7 @@ from fastapi.testclient import TestClient
 
 from raytide.control.api.auth import Tokens
 from raytide.control.api.routes import create_app
-from raytide.control.api.services.service import Desk
+from raytide.control.api.services.service import ApiService
 from raytide.control.controller import GC_THRESHOLDS
 from raytide.control.views import Live, Waiting
 from raytide.control.wire import to_json
@@ -122,7 +122,7 @@ def api(folder: Path, jobs: int) -> TestClient:
     waiting = {job_id: Waiting("capacity", "it waits for room.", "Wait.") for job_id in ids}
     (folder / "live.json").write_text(json.dumps(to_json(Live(2.0, waiting=waiting, queue=tuple(ids)))))
     (folder / "tokens.json").write_text(json.dumps({"t": {"user": "ada", "team": "*"}}))
-    desk = Desk(store, load_cluster(LOCAL), None, None, SystemClock(), folder / "live.json", "", "", {})  # type: ignore[arg-type]
+    desk = ApiService(store, load_cluster(LOCAL), None, None, SystemClock(), folder / "live.json", "", "", {})  # type: ignore[arg-type]
     return TestClient(create_app(desk, Tokens(folder / "tokens.json")), headers={"Authorization": "Bearer t"})
 
 

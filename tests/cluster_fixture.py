@@ -87,11 +87,11 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 
 
 @pytest.fixture
-def tide(live: LocalCluster) -> Iterator[rt.Tide]:
+def tide(live: LocalCluster) -> Iterator[rt.Client]:
     import raytide as rt
-    from raytide.control.client import Client
+    from raytide.control.client import ApiClient
 
-    with rt.Tide(Client.from_run_dir(live.run_dir)) as connected:
+    with rt.Client(ApiClient.from_run_dir(live.run_dir)) as connected:
         yield connected
 
 

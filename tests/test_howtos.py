@@ -97,7 +97,7 @@ def test_every_how_to_is_followed_here() -> None:
     assert {path.stem for path in HOWTOS.glob("*.md")} == followed
 
 
-def test_a_user_trains_and_serves_a_model_on_text_of_their_own(trained: str, tide: rt.Tide) -> None:
+def test_a_user_trains_and_serves_a_model_on_text_of_their_own(trained: str, tide: rt.Client) -> None:
     runs = {run.view.job.spec.name: run for run in tide.jobs()}
     assert runs["my-text"].state is JobState.SUCCEEDED
     assert runs["my-model"].state is JobState.SUCCEEDED
@@ -106,7 +106,7 @@ def test_a_user_trains_and_serves_a_model_on_text_of_their_own(trained: str, tid
     assert f"my-model answers at {endpoint.base_url}" in trained
 
 
-def test_a_driver_holds_a_gang(how_to: HowTo, tide: rt.Tide) -> None:
+def test_a_driver_holds_a_gang(how_to: HowTo, tide: rt.Client) -> None:
     printed = how_to("gang-from-ray-code")
     assert "1 squared is 1, computed on node-" in printed
     assert str({part: sum(range(part * 1000)) for part in range(4)}) in printed
@@ -114,7 +114,7 @@ def test_a_driver_holds_a_gang(how_to: HowTo, tide: rt.Tide) -> None:
     assert runs["squares"].state is runs["stubborn"].state is JobState.SUCCEEDED
 
 
-def test_a_script_runs_on_a_gang(how_to: HowTo, tide: rt.Tide) -> None:
+def test_a_script_runs_on_a_gang(how_to: HowTo, tide: rt.Client) -> None:
     printed = how_to("run-a-script")
     assert "[1] the sum of 2 ranks is 3" in printed
     (run,) = (run for run in tide.jobs() if run.view.job.spec.name == "sum")
@@ -122,7 +122,7 @@ def test_a_script_runs_on_a_gang(how_to: HowTo, tide: rt.Tide) -> None:
 
 
 @pytest.mark.usefixtures("trained")
-def test_a_run_outlives_a_spot_notice(how_to: HowTo, tide: rt.Tide) -> None:
+def test_a_run_outlives_a_spot_notice(how_to: HowTo, tide: rt.Client) -> None:
     printed = how_to("spot-notices")
     assert re.search(r"^node-\S+ was given notice at step \d+$", printed, re.MULTILINE)
     assert re.search(r"^resize .*", printed, re.MULTILINE), printed

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from raytide.actors.engine import LLM, SamplingParams
     from raytide.core.errors import RaytideError
-    from raytide.sdk.client import Tide, connect, local
+    from raytide.sdk.client import Client, connect, local
     from raytide.sdk.endpoint import EndpointHandle
     from raytide.sdk.job_run import Run
     from raytide.sdk.shortcuts import gang, run, scaling_config, task, train
@@ -38,11 +38,11 @@ _HOMES = {
 
 __all__ = [
     "LLM",
+    "Client",
     "EndpointHandle",
     "RaytideError",
     "Run",
     "SamplingParams",
-    "Tide",
     "TrainRun",
     "__version__",
     "connect",

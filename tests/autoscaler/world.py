@@ -23,10 +23,10 @@ from raytide.autoscaler.spot.pool_availability import PoolAvailability
 from raytide.autoscaler.spot.pool_risk import SpotRisk
 from raytide.control.reconcile.apply import apply
 from raytide.control.reconcile.decide import decide
-from raytide.control.reconcile.intents import settle
+from raytide.control.reconcile.intents import record_intents
+from raytide.control.reconcile.observation import Observation as Look
 from raytide.control.reconcile.observation import Sources
-from raytide.control.reconcile.observation import World as Look
-from raytide.control.reconcile.records import Book, advance, metered, snapshot
+from raytide.control.reconcile.records import ClusterRecords, advance, metered, snapshot
 from raytide.core.clock import VirtualClock
 from raytide.core.errors import ClusterError
 from raytide.core.objects.cluster_config import ClusterConfig, RaytideSection, UnmanagedSection
@@ -210,7 +210,7 @@ class Cluster:
         self.provider = StrictProvider(self.clock, launch_delay_s=self.launch_delay_s)
         self.provider.world, self.provider.asked = self, Counter()
         self.ray = FakeRay(self.provider, self.types, self.clock)
-        self.book = Book()
+        self.book = ClusterRecords()
         self.idle, self.risk, self.spot, self.limits = IdleClock(), SpotRisk(), PoolAvailability(), Limits()
         self.fleets = SloController()
         self.ongoing: dict[str, float] = {}
@@ -279,7 +279,7 @@ class Cluster:
         plan = decide(self.seen)
         if any(not isinstance(action, Wait) for action in plan.actions):
             self.watch(self.seen, plan.actions)
-        settle(book, plan, self.types)
+        record_intents(book, plan, self.types)
         if crash == "before persist":
             return ()
         self.book = book
@@ -343,7 +343,7 @@ class Cluster:
             use=self.use,
         )
 
-    def _meters_speak(self, book: Book, since_s: float, now_s: float) -> None:
+    def _meters_speak(self, book: ClusterRecords, since_s: float, now_s: float) -> None:
         """Every five seconds, and now."""
         nodes = metered(book, self.types)
         for at_s in (*range(ceil(since_s), ceil(now_s), 5), now_s):
@@ -351,7 +351,7 @@ class Cluster:
                 self.use[node_id] = {"gpu": Signal(self.gpu_use.get(node_id, 0.0), at_s)}
             self.idle = self.idle.hear(self.use, nodes)
 
-    def _keep_jobs(self, book: Book, now_s: float) -> None:
+    def _keep_jobs(self, book: ClusterRecords, now_s: float) -> None:
         """Every driver asks for its lease all the time, and has left by now what the last pass took from it."""
         versions = {lease.job_id: lease.version for lease in book.leases.values()}
         for job in tuple(book.jobs.values()):
@@ -391,7 +391,7 @@ class Cluster:
                 self.loads[name] = EndpointLoad(now_s, self.ongoing[name], len(first), nodes, spoke, traffic)
 
 
-def _loaded(book: Book) -> Book:
+def _loaded(book: ClusterRecords) -> ClusterRecords:
     """The records are frozen, so copies of their tables are enough."""
     return replace(
         book,

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from raytide.autoscaler.explain import lines
 from raytide.cli.app import app
 from raytide.cli.autoscaler import moment
-from raytide.control.client import Client
+from raytide.control.client import ApiClient
 from raytide.core.errors import UsageError
 from raytide.core.objects.plan import Plan, Preempt, Shrink, Wait
 from raytide.core.objects.snapshot import Snapshot
@@ -21,7 +21,7 @@ runner = CliRunner()
 NOW = datetime(2026, 5, 1, 14, 0, tzinfo=UTC)
 
 
-class Stub(Client):
+class Stub(ApiClient):
     """Two plans: a deed at 100 s that held until 160 s, a wait from 200 s on."""
 
     def __init__(self) -> None: ...
@@ -48,7 +48,7 @@ class Stub(Client):
 
 @pytest.fixture(autouse=True)
 def stub(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Client, "find", lambda name=None: Stub())
+    monkeypatch.setattr(ApiClient, "find", lambda name=None: Stub())
 
 
 def shown(*args: str) -> list[str]:

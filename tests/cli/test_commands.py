@@ -22,7 +22,7 @@ from raytide.cli.app import app
 from raytide.control.accounting.final_accounting import Closed
 from raytide.control.bootstrap.local import DEFAULT_CONFIG
 from raytide.control.bootstrap.rehearsal import Step
-from raytide.control.client import Client
+from raytide.control.client import ApiClient
 from raytide.control.views import CostReport, JobView, LogPart, Waiting
 from raytide.core.errors import ClusterError, ConfigError, NotFoundError, RaytideError, UsageError
 from raytide.core.objects.endpoint import Replicas, ServeSpec
@@ -31,7 +31,7 @@ from raytide.core.objects.job import Job, JobKind, JobSpec, JobState
 from raytide.core.objects.node import CapacityType
 from raytide.core.objects.snapshot import MarketConstraint
 from raytide.ledger.reconcile import Difference
-from raytide.sdk.client import Tide
+from raytide.sdk.client import Client
 from raytide.sdk.job_run import Run, explain
 
 runner = CliRunner()
@@ -67,8 +67,8 @@ def test_no_command_is_described_by_half_a_sentence() -> None:
     "args", ["quota set red GPU=inf", "quota set red GPU", "budget set red nan", "budget set red -- -1"]
 )
 def test_limits_are_finite(args: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Client, "find", lambda _: Client(NOWHERE, ""))
-    monkeypatch.setattr(Client, "teams", lambda _: [])
+    monkeypatch.setattr(ApiClient, "find", lambda _: ApiClient(NOWHERE, ""))
+    monkeypatch.setattr(ApiClient, "teams", lambda _: [])
     assert isinstance(error_of(*args.split()), UsageError)
 
 
@@ -121,19 +121,19 @@ def test_a_dry_run_prints_what_it_would_do(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("replicas", [(3, 1), (0, 1)])
 def test_impossible_replicas_are_refused_before_anything_is_sent(replicas: tuple[int, int]) -> None:
     with pytest.raises(ConfigError, match="replicas"):
-        Tide(Client(NOWHERE, "")).serve("model", replicas=replicas)
+        Client(ApiClient(NOWHERE, "")).serve("model", replicas=replicas)
 
 
 def asked(monkeypatch: pytest.MonkeyPatch, *args: str) -> ServeSpec:
     """What `raytide serve` sends."""
     sent: list[ServeSpec] = []
 
-    def send(self: Tide, spec: ServeSpec) -> None:
+    def send(self: Client, spec: ServeSpec) -> None:
         sent.append(spec)
         raise RaytideError("sent", hint="")
 
-    monkeypatch.setattr(Tide, "serve", send)
-    monkeypatch.setattr(Client, "find", lambda cluster: Client(NOWHERE, ""))
+    monkeypatch.setattr(Client, "serve", send)
+    monkeypatch.setattr(ApiClient, "find", lambda cluster: ApiClient(NOWHERE, ""))
     error = error_of("serve", *args)
     assert sent, error
     return sent[0]
@@ -166,7 +166,7 @@ def test_options_of_serve_that_would_do_nothing_are_refused(args: list[str]) -> 
 
 def test_a_promise_without_a_time_is_refused_before_anything_is_sent() -> None:
     with pytest.raises(ConfigError, match="slo_ttft_s must say what is in time"):
-        Tide(Client(NOWHERE, "")).serve("model", slo_target=0.9)
+        Client(ApiClient(NOWHERE, "")).serve("model", slo_target=0.9)
 
 
 def view(state: JobState, **progress: float | int | str) -> JobView:
@@ -177,7 +177,7 @@ def view(state: JobState, **progress: float | int | str) -> JobView:
     return JobView(job=job, position=None, cost_micro_usd=0, price_micro_usd_h=0)
 
 
-class Script(Client):
+class Script(ApiClient):
     """Answers with these views, one after the other; then the user interrupts."""
 
     def __init__(self, *views: JobView) -> None:
@@ -233,13 +233,13 @@ def test_what_is_said_of_a_job_ends_with_how_its_deadline_stands() -> None:
 
 
 def test_all_that_are_named_are_stopped_whatever_is_wrong_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop(_: Client, job_id: str) -> JobView:
+    def stop(_: ApiClient, job_id: str) -> JobView:
         if job_id == "job-9":
             raise NotFoundError("there is no job job-9.")
         return view(JobState.RUNNING if job_id == "job-1" else JobState.STOPPED)
 
-    monkeypatch.setattr(Client, "find", lambda _: Client(NOWHERE, ""))
-    monkeypatch.setattr(Client, "stop", stop)
+    monkeypatch.setattr(ApiClient, "find", lambda _: ApiClient(NOWHERE, ""))
+    monkeypatch.setattr(ApiClient, "stop", stop)
     done = runner.invoke(app, ["stop", "job-1", "job-9", "job-2"])
     assert done.stdout == "job-1 is being stopped\njob-2 is stopped\n"
     assert isinstance(done.exception, NotFoundError)
@@ -277,7 +277,7 @@ def test_a_demo_whose_terminal_closes_still_cleans_up(number: signal.Signals, mo
     assert cleaned == [True]
 
 
-class Watched(Client):
+class Watched(ApiClient):
     """Two looks at the jobs, and one log that grows until its job is over; then the user interrupts."""
 
     def __init__(self) -> None:
@@ -306,7 +306,7 @@ class Watched(Client):
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Client, "find", lambda _: Watched())
+    monkeypatch.setattr(ApiClient, "find", lambda _: Watched())
     monkeypatch.setattr(jobs, "_FOLLOW_S", 0.0)
     monkeypatch.setattr("raytide.sdk.job_run._POLL_S", 0.0)
 
@@ -320,7 +320,7 @@ def test_a_watched_list_is_shown_again_when_a_job_got_on_and_outlives_the_api() 
 def test_a_watched_list_ends_when_the_api_stays_away_which_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     client, times = Watched(), iter([0.0, 1.0, 59.0, 61.0])
     client.pages = [client.pages[0], None, None, None, None]
-    monkeypatch.setattr(Client, "find", lambda _: client)
+    monkeypatch.setattr(ApiClient, "find", lambda _: client)
     monkeypatch.setattr(jobs, "time", SimpleNamespace(time=time.time, sleep=lambda _: None, monotonic=times.__next__))
     done = runner.invoke(app, ["ps", "-w"])
     assert isinstance(done.exception, ClusterError)
@@ -340,14 +340,14 @@ def test_a_list_that_may_not_be_all_says_what_shows_more(
 ) -> None:
     client = Watched()
     client.pages = [[view(JobState.RUNNING)] * 2]
-    monkeypatch.setattr(Client, "find", lambda _: client)
+    monkeypatch.setattr(ApiClient, "find", lambda _: client)
     assert runner.invoke(app, ["ps", "--limit", "2", *asked]).stderr == said
 
 
 def test_who_lists_as_many_jobs_as_are_ever_shown_is_not_told_to_ask_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
     client = Watched()
     client.pages = [[view(JobState.RUNNING)] * 1000]
-    monkeypatch.setattr(Client, "find", lambda _: client)
+    monkeypatch.setattr(ApiClient, "find", lambda _: client)
     assert runner.invoke(app, ["ps", "--limit", "1000", "--active"]).stderr == "the newest 1000\n"
 
 

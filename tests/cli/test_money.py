@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from raytide.cli import limits
 from raytide.cli.app import app
 from raytide.cli.limits import dollars
-from raytide.control.client import Client
+from raytide.control.client import ApiClient
 from raytide.control.views import ClusterStatus, CostLine, CostReport, CostTable, JobView, TeamUse, TeamView
 from raytide.core.errors import UsageError
 from raytide.core.objects.gang import GangSpec, Shape
@@ -22,14 +22,14 @@ runner = CliRunner()
 
 @pytest.fixture
 def client(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Client, "find", lambda _: Client("http://127.0.0.1:1", ""))
+    monkeypatch.setattr(ApiClient, "find", lambda _: ApiClient("http://127.0.0.1:1", ""))
 
 
 @pytest.mark.usefixtures("client")
 def test_costs_name_what_work_was_lost_to(monkeypatch: pytest.MonkeyPatch) -> None:
     row = CostRow("job-1", 3_000_000, 1_000_000, 0, 1_000_000, ("job-7", "node-4"))
     table = CostTable("job", (row, CostRow("(idle)", 2_000_000, 0, 0)), 5_000_000, 0)
-    monkeypatch.setattr(Client, "costs", lambda *_, **__: table)
+    monkeypatch.setattr(ApiClient, "costs", lambda *_, **__: table)
     lines = runner.invoke(app, ["cost", "--by", "job", "--csv"]).stdout.splitlines()
     assert lines == [
         "job,cost,per_hour,lost,lost_to",
@@ -46,7 +46,7 @@ def test_limits_say_whether_the_file_still_holds(monkeypatch: pytest.MonkeyPatch
         TeamView("blue", TeamSpec(quota={"GPU": 8.0}), 0, use, ("quota",)),
         TeamView("red", TeamSpec(quota={"GPU": 4.0}), 0, use, ("budget",)),
     ]
-    monkeypatch.setattr(Client, "teams", lambda _: teams)
+    monkeypatch.setattr(ApiClient, "teams", lambda _: teams)
     for command, by in (("quota", {"blue"}), ("budget", {"red"})):
         for line in runner.invoke(app, [command]).stdout.splitlines()[1:]:
             shown = f"raytide {command}" if line.split()[0] in by else "cluster.yaml"
@@ -78,8 +78,8 @@ def test_jobs_with_budgets_of_their_own_are_listed_with_what_counts(monkeypatch:
         return JobView(job, None, 9_000_000, 0, month_micro_usd=month)
 
     found = [view(1, None), view(2, None, budget_usd=50), view(3, 1_000_000, soft_budget_usd=5, budget_per="month")]
-    monkeypatch.setattr(Client, "teams", lambda _: [])
-    monkeypatch.setattr(Client, "jobs", lambda *_, active, **__: found if active else [])
+    monkeypatch.setattr(ApiClient, "teams", lambda _: [])
+    monkeypatch.setattr(ApiClient, "jobs", lambda *_, active, **__: found if active else [])
     lines = [line.split() for line in runner.invoke(app, ["budget"]).stdout.splitlines() if line.startswith("job-")]
     assert lines == [
         ["job-2", "j", "default", "job", "-", "$50.00", "$9.00"],
@@ -93,15 +93,15 @@ def test_jobs_with_budgets_are_found_among_however_many(monkeypatch: pytest.Monk
     spec = JobSpec(kind=JobKind.TRAIN, name="j", gang=gang, budget_usd=50)
     found = [JobView(Job(f"job-{at}", spec, "ana", JobState.RUNNING, 0.0), None, 0, 0) for at in range(5)]
     monkeypatch.setattr(limits, "_PAGE", 2)
-    monkeypatch.setattr(Client, "teams", lambda _: [])
-    monkeypatch.setattr(Client, "jobs", lambda _, limit, active, offset=0: found[offset : offset + limit])
+    monkeypatch.setattr(ApiClient, "teams", lambda _: [])
+    monkeypatch.setattr(ApiClient, "jobs", lambda _, limit, active, offset=0: found[offset : offset + limit])
     assert runner.invoke(app, ["budget"]).stdout.count("job-") == 5
 
 
 @pytest.mark.usefixtures("client")
 def test_a_reset_gives_the_file_its_say_again(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, object]] = []
-    monkeypatch.setattr(Client, "change_team", lambda _, name, **changes: (asked.append(changes), TeamSpec())[1])
+    monkeypatch.setattr(ApiClient, "change_team", lambda _, name, **changes: (asked.append(changes), TeamSpec())[1])
     assert runner.invoke(app, ["quota", "reset", "red"]).exit_code == 0
     assert runner.invoke(app, ["budget", "reset", "red"]).exit_code == 0
     assert asked == [dict.fromkeys(("quota", "borrow", "lend", "weight")), {"budget": None}]

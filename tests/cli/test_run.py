@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from raytide.cli.app import app
-from raytide.control.client import Client
+from raytide.control.client import ApiClient
 from raytide.control.views import JobView, LogPart, Waiting
 from raytide.core.errors import ClusterError, ConfigError, RaytideError, UsageError
 from raytide.core.objects.gang import GangSpec, Shape
@@ -19,7 +19,7 @@ from raytide.sdk.script import between, command_of, pairs_of, shape, shape_of
 runner = CliRunner()
 
 
-class Desk(Client):
+class Desk(ApiClient):
     """Takes the submission; each look at the job finds the next of its states and what it printed by then."""
 
     def __init__(self, *looks: tuple[JobState, str]) -> None:
@@ -63,7 +63,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def desk(monkeypatch: pytest.MonkeyPatch) -> Desk:
     desk = Desk((JobState.QUEUED, ""), (JobState.RUNNING, "step 1\n"), (JobState.SUCCEEDED, "step 1\nstep 2\n"))
-    monkeypatch.setattr(Client, "find", lambda _: desk)
+    monkeypatch.setattr(ApiClient, "find", lambda _: desk)
     return desk
 
 

@@ -13,21 +13,21 @@ import raytide as rt
 from raytide.actors.trainer.run_log.writer import RunLog
 from raytide.actors.trainer.types import StepResult
 from raytide.cli.app import app
-from raytide.control.client import Client
+from raytide.control.client import ApiClient
 from raytide.control.views import JobView
 from raytide.core.clock import VirtualClock
 from raytide.core.errors import ConfigError, UsageError
 from raytide.core.objects.gang import GangSpec, Shape
 from raytide.core.objects.job import Job, JobKind, JobSpec, JobState
 from raytide.core.specs.train import TrainSpec
-from raytide.sdk.client import Tide
+from raytide.sdk.client import Client
 from raytide.sdk.job_run import Run
 from raytide.sdk.train_run import TrainRun
 
 runner = CliRunner()
 
 
-class One(Client):
+class One(ApiClient):
     """Knows one job, of that kind and state."""
 
     def __init__(self, out: Path, state: JobState = JobState.SUCCEEDED, kind: JobKind = JobKind.TRAIN) -> None:
@@ -53,8 +53,8 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def handle(client: Client) -> TrainRun:
-    run = Tide(client).job("job-1")
+def handle(client: ApiClient) -> TrainRun:
+    run = Client(client).job("job-1")
     assert isinstance(run, TrainRun)
     return run
 
@@ -75,7 +75,7 @@ def test_a_spec_in_a_file_or_a_mapping_becomes_a_run(
 ) -> None:
     client = One(out)
     sent: list[Any] = []
-    monkeypatch.setattr(Client, "find", lambda name: client)
+    monkeypatch.setattr(ApiClient, "find", lambda name: client)
     monkeypatch.setattr(client, "submit", lambda spec: (sent.append(spec), client.job("job-1"))[1])
     (tmp_path / "t.yaml").write_text(f"{{name: tiny, dataset: none, out: {out}, steps: 2, guard: {{nan: skip}}}}")
     run = rt.train(tmp_path / "t.yaml")
@@ -98,7 +98,7 @@ def test_a_profile_is_asked_for_where_the_run_looks(out: Path) -> None:
 
 
 def test_other_jobs_have_the_plain_handle(out: Path) -> None:
-    run = Tide(One(out, kind=JobKind.DATA)).job("job-1")
+    run = Client(One(out, kind=JobKind.DATA)).job("job-1")
     assert type(run) is Run
     assert run.output() == str(out)
 
@@ -106,7 +106,7 @@ def test_other_jobs_have_the_plain_handle(out: Path) -> None:
 def test_the_commands_take_a_directory_or_a_job(out: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     shown = runner.invoke(app, ["metrics", str(out), "--last", "1"]).stdout.splitlines()
     assert shown[0].split("\t")[:2] == ["STEP", "LOSS"] and shown[1].split("\t")[:2] == ["2", "2.5"]
-    monkeypatch.setattr(Client, "find", lambda name: One(out))
+    monkeypatch.setattr(ApiClient, "find", lambda name: One(out))
     assert [line["step"] for line in json.loads(runner.invoke(app, ["metrics", "job-1", "--json"]).stdout)] == [1, 2]
     for name, start in (("a.svg", "<svg "), ("a.html", "<!doctype html>")):
         done = runner.invoke(app, ["plot", "job-1", "-o", str(tmp_path / name)])
@@ -119,7 +119,7 @@ def test_the_commands_take_a_directory_or_a_job(out: Path, monkeypatch: pytest.M
 def test_what_cannot_be_drawn_says_what_can(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     error = runner.invoke(app, ["plot", str(out), "-o", "a.png"]).exception
     assert isinstance(error, UsageError) and ".svg" in error.hint
-    monkeypatch.setattr(Client, "find", lambda name: One(out, kind=JobKind.DATA))
+    monkeypatch.setattr(ApiClient, "find", lambda name: One(out, kind=JobKind.DATA))
     error = runner.invoke(app, ["metrics", "job-1"]).exception
     assert isinstance(error, UsageError) and "is a data job" in str(error)
 

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from raytide.control import client as module
-from raytide.control.client import Client
+from raytide.control.client import ApiClient
 from raytide.control.views import JobView
 from raytide.control.wire import to_json
 from raytide.core.errors import ClusterError, NotFoundError
@@ -39,8 +39,8 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.time, "sleep", lambda seconds: None)
 
 
-def connected(api: Api) -> Client:
-    client = Client("http://api", "token")
+def connected(api: Api) -> ApiClient:
+    client = ApiClient("http://api", "token")
     client._http = httpx.Client(base_url="http://api", transport=httpx.MockTransport(api))
     return client
 

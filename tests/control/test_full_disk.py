@@ -20,7 +20,7 @@ from tests.disk_fixture import Disk
 
 from raytide.control.api.auth import Tokens
 from raytide.control.api.routes import create_app
-from raytide.control.api.services.service import Desk
+from raytide.control.api.services.service import ApiService
 from raytide.control.supervision.daemon import spawn
 from raytide.core.clock import VirtualClock
 from raytide.core.errors import StorageError
@@ -45,7 +45,7 @@ def loop(disk: Disk) -> Iterator[Loop]:
 
 @pytest.fixture
 def api(disk: Disk, loop: Loop) -> Iterator[TestClient]:
-    desk = Desk(
+    desk = ApiService(
         store=loop.store,
         config=CONFIG,
         bill=NoBill(),  # type: ignore[arg-type]

@@ -140,7 +140,7 @@ def test_a_build_ends_with_the_member_it_works_on_and_not_before(
     for lost in (replace(LEASE, epoch=3), refilled):
         api = Api(active, AWAY, leaving, lost)
         with pytest.raises(SystemExit):
-            job_driver.die_with(member, 1, api, "job-1")  # type: ignore[arg-type]
+            job_driver.exit_when_lost(member, 1, api, "job-1")  # type: ignore[arg-type]
         assert api.answers == []
     assert min(codes) >= 128, "it may run again"
 

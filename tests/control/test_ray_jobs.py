@@ -9,7 +9,7 @@ from threading import Thread
 import httpx
 import pytest
 
-from raytide.control.ray_jobs import Drivers
+from raytide.control.ray_jobs import RayJobs
 from raytide.core.errors import ClusterError
 from raytide.jobs.lifecycle.jobs import DriverKey
 
@@ -41,8 +41,8 @@ class Ray:
         where = f"bytes {first}-{first + len(found) - 1}/{len(self.log)}"
         return httpx.Response(206, headers={"Content-Range": where}, content=found)
 
-    def drivers(self, folder: Path) -> Drivers:
-        drivers = Drivers("http://ray", folder, {})
+    def drivers(self, folder: Path) -> RayJobs:
+        drivers = RayJobs("http://ray", folder, {})
         transport = httpx.MockTransport(self)
         drivers._http = httpx.Client(base_url="http://ray", transport=transport, headers={"Authorization": "Bearer t"})
         return drivers
@@ -82,7 +82,7 @@ def test_it_is_said_who_of_ray_does_not_answer(tmp_path: Path) -> None:
             return httpx.Response(200, json={"driver_agent_http_address": "http://agent:1"})
         raise httpx.ConnectError("refused")
 
-    drivers = Drivers("http://ray", tmp_path, {})
+    drivers = RayJobs("http://ray", tmp_path, {})
     drivers._http = httpx.Client(base_url="http://ray", transport=httpx.MockTransport(dead))
     with pytest.raises(ClusterError, match="Ray does not answer at http://agent:1/: refused"):
         drivers.log(KEY, 0, 4)
@@ -91,7 +91,7 @@ def test_it_is_said_who_of_ray_does_not_answer(tmp_path: Path) -> None:
 def test_agents_of_long_ago_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("raytide.control.ray_jobs._AGENTS", 2)
     agents = httpx.MockTransport(lambda _: httpx.Response(200, json={"driver_agent_http_address": "http://agent:1"}))
-    drivers = Drivers("http://ray", tmp_path, {})
+    drivers = RayJobs("http://ray", tmp_path, {})
     drivers._http = httpx.Client(base_url="http://ray", transport=agents)
     for number in range(9):
         drivers.log(DriverKey(f"job-{number}", 0), 0, 4)
@@ -112,5 +112,5 @@ def test_what_is_asked_of_ray_and_the_token_for_it_go_to_no_proxy(
         server.timeout = 5.0
         thread = Thread(target=server.handle_request)
         thread.start()
-        assert Drivers(f"http://127.0.0.1:{server.server_port}", tmp_path, {"Authorization": "t"}).statuses() == {}
+        assert RayJobs(f"http://127.0.0.1:{server.server_port}", tmp_path, {"Authorization": "t"}).statuses() == {}
         thread.join()

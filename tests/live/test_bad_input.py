@@ -112,7 +112,7 @@ def test_an_unknown_job_and_a_bad_usage_have_their_exit_codes(raytide_cli: Cli) 
 
 
 def test_a_flipped_byte_in_the_only_checkpoint_is_found_and_named(
-    tide: rt.Tide, train_spec: Callable[..., TrainSpec]
+    tide: rt.Client, train_spec: Callable[..., TrainSpec]
 ) -> None:
     spec = train_spec(steps=4, checkpoint_every=2, keep_checkpoints=1, export=False)
     tide.train(spec).wait(timeout_s=120.0)

@@ -78,7 +78,7 @@ with rt.connect() as tide, tide.gang(1, resources={"CPU": 1}, name="held"):
 
 
 def test_a_killed_driver_under_ray_job_submit_frees_its_lease_within_ten_seconds(
-    live: LocalCluster, tide: rt.Tide, tmp_path: Path, eventually: Callable[..., None]
+    live: LocalCluster, tide: rt.Client, tmp_path: Path, eventually: Callable[..., None]
 ) -> None:
     (tmp_path / "hold.py").write_text(HOLD)
     headers, address = live.ray_headers, f"{live.dashboard_url}/api/jobs/"
@@ -100,7 +100,7 @@ def test_a_killed_driver_under_ray_job_submit_frees_its_lease_within_ten_seconds
 
 
 def test_a_token_of_one_team_does_nothing_with_anothers_job(
-    live: LocalCluster, tide: rt.Tide, raytide_cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    live: LocalCluster, tide: rt.Client, raytide_cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "x.py").write_text("print('secret')")
     mine = tide.run(tmp_path / "x.py", working_dir=tmp_path).wait(timeout_s=120.0)
@@ -121,7 +121,7 @@ def test_a_token_of_one_team_does_nothing_with_anothers_job(
 
 
 def test_a_run_is_followed_stopped_and_resumed_without_losing_a_step(
-    tide: rt.Tide, train_spec: Callable[..., TrainSpec], raytide_cli: Cli, eventually: Callable[..., None]
+    tide: rt.Client, train_spec: Callable[..., TrainSpec], raytide_cli: Cli, eventually: Callable[..., None]
 ) -> None:
     spec = train_spec(steps=400, checkpoint_every=5)
     run = tide.train(spec)

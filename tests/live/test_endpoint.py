@@ -46,7 +46,7 @@ def model(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def endpoint(tide: rt.Tide, model: Path, eventually: Callable[..., None]) -> Iterator[rt.EndpointHandle]:
+def endpoint(tide: rt.Client, model: Path, eventually: Callable[..., None]) -> Iterator[rt.EndpointHandle]:
     spec = ServeSpec(name="tiny", model=str(model), replicas=Replicas(min=2, max=2), resources={"CPU": 1})
     handle = tide.serve(spec)
     yield handle.wait(replicas=2, timeout_s=120.0)
@@ -55,7 +55,7 @@ def endpoint(tide: rt.Tide, model: Path, eventually: Callable[..., None]) -> Ite
 
 
 @pytest.fixture
-def mortal(tide: rt.Tide, model: Path, eventually: Callable[..., None]) -> Iterator[rt.EndpointHandle]:
+def mortal(tide: rt.Client, model: Path, eventually: Callable[..., None]) -> Iterator[rt.EndpointHandle]:
     """Two replicas whose engines die of a certain prompt, as a thread does that nobody expected to."""
     spec = ServeSpec(
         name="mortal",
@@ -87,7 +87,7 @@ def stream(handle: rt.EndpointHandle, number: int, began: list[int]) -> End:
 
 
 def test_a_replica_killed_under_32_streams_hangs_none_and_new_requests_succeed(
-    live: LocalCluster, tide: rt.Tide, endpoint: rt.EndpointHandle, eventually: Callable[..., None]
+    live: LocalCluster, tide: rt.Client, endpoint: rt.EndpointHandle, eventually: Callable[..., None]
 ) -> None:
     assert "2 of 2" in endpoint._repr_html_()
     began: list[int] = []

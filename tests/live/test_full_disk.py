@@ -14,7 +14,7 @@ from tests.disk_fixture import Disk, mounted
 
 from raytide.control.bootstrap import local
 from raytide.control.bootstrap.embedded import LocalCluster
-from raytide.control.client import Client
+from raytide.control.client import ApiClient
 from raytide.core.errors import ClusterError, StorageError
 from raytide.core.objects.gang import GangSpec, Shape
 from raytide.core.objects.job import JobKind, JobSpec, JobState
@@ -38,7 +38,7 @@ def spec(name: str) -> JobSpec:
     return JobSpec(kind=JobKind.GANG, name=name, gang=GangSpec(shapes=(SHAPE,)), heartbeat_timeout_s=HEARTBEAT_S)
 
 
-def submit_until_refused(client: Client) -> list[str]:
+def submit_until_refused(client: ApiClient) -> list[str]:
     accepted: list[str] = []
 
     def submit() -> None:
@@ -52,13 +52,13 @@ def submit_until_refused(client: Client) -> list[str]:
 
 @pytest.mark.cluster
 def test_a_cluster_outlives_a_full_disk(there: LocalCluster, disk: Disk, eventually: Callable[..., None]) -> None:
-    client = Client.from_run_dir(there.run_dir)
+    client = ApiClient.from_run_dir(there.run_dir)
     job = client.submit(spec("runs")).job.id
     over = threading.Event()
 
     def ask() -> None:
         """As a gang's driver does."""
-        asker, epoch = Client.from_run_dir(there.run_dir), -1
+        asker, epoch = ApiClient.from_run_dir(there.run_dir), -1
         while not over.is_set():
             try:
                 epoch = asker.wait_lease(job, newer_than=epoch, timeout_s=2.0).epoch

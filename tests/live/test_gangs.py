@@ -27,7 +27,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 SPOT = {"ray.io/market-type": "spot"}
 
 
-def test_a_driver_under_ray_job_submit_gets_its_gang_through_the_queue(live: LocalCluster, tide: rt.Tide) -> None:
+def test_a_driver_under_ray_job_submit_gets_its_gang_through_the_queue(live: LocalCluster, tide: rt.Client) -> None:
     ray = [sys.executable, "-m", "ray.scripts.scripts"]
     command = [*ray, "job", "submit", "--working-dir", "."]
     done = subprocess.run(
@@ -47,7 +47,7 @@ def test_a_driver_under_ray_job_submit_gets_its_gang_through_the_queue(live: Loc
 
 
 def test_a_notice_lets_a_member_leave_and_raytide_ends_the_node_at_its_deadline(
-    live: LocalCluster, tide: rt.Tide, eventually: Callable[..., None]
+    live: LocalCluster, tide: rt.Client, eventually: Callable[..., None]
 ) -> None:
     spec = JobSpec(kind=JobKind.GANG, name="noticed", gang=GangSpec(shapes=(Shape(resources={"CPU": 1}, labels=SPOT),)))
     job = tide.client.submit(spec).job.id
@@ -66,7 +66,7 @@ def test_a_notice_lets_a_member_leave_and_raytide_ends_the_node_at_its_deadline(
     tide.client.release(job)
 
 
-def test_a_gang_that_waits_says_for_what(tide: rt.Tide, eventually: Callable[..., None]) -> None:
+def test_a_gang_that_waits_says_for_what(tide: rt.Client, eventually: Callable[..., None]) -> None:
     """Four of two CPUs are all that the fleet has; a second gang of them waits, and says behind what."""
     shape = Shape(members=4, resources={"CPU": 2}, labels={"ray.io/market-type": "on-demand"})
     spec = JobSpec(kind=JobKind.GANG, name="big", gang=GangSpec(shapes=(shape,)), heartbeat_timeout_s=60)
@@ -81,7 +81,7 @@ def test_a_gang_that_waits_says_for_what(tide: rt.Tide, eventually: Callable[...
 
 
 def test_a_gang_of_two_times_eight_gpus_forms_whole_from_no_node_at_all(
-    tide: rt.Tide, eventually: Callable[..., None]
+    tide: rt.Client, eventually: Callable[..., None]
 ) -> None:
     eventually(lambda: not any(node.type == "gpu8" for node in tide.status().nodes))
     job = tide.client.submit(gang("gpus", Shape(members=2, resources={"GPU": 8}))).job.id
@@ -108,7 +108,7 @@ def test_a_gang_of_two_times_eight_gpus_forms_whole_from_no_node_at_all(
 
 
 def test_idle_nodes_go_away_by_themselves_and_every_other_was_drained_or_taken(
-    live: LocalCluster, tide: rt.Tide, eventually: Callable[..., None]
+    live: LocalCluster, tide: rt.Client, eventually: Callable[..., None]
 ) -> None:
     eventually(lambda: not tide.status().nodes, within_s=120.0)
     report = tide.cost()
@@ -124,7 +124,7 @@ def test_idle_nodes_go_away_by_themselves_and_every_other_was_drained_or_taken(
 
 
 def test_an_exhausted_pool_is_left_for_the_next_one_by_the_next_decisions(
-    live: LocalCluster, tide: rt.Tide, eventually: Callable[..., None]
+    live: LocalCluster, tide: rt.Client, eventually: Callable[..., None]
 ) -> None:
     assert not tide.status().nodes, "the test above has waited for that"
     set_stockouts(live.run_dir, [("cpu1.spot", "*")])
@@ -145,7 +145,7 @@ def test_an_exhausted_pool_is_left_for_the_next_one_by_the_next_decisions(
 
 
 def test_two_gangs_of_six_on_eight_gpus_run_one_after_the_other_and_neither_is_ever_half_placed(
-    live: LocalCluster, tide: rt.Tide, eventually: Callable[..., None]
+    live: LocalCluster, tide: rt.Client, eventually: Callable[..., None]
 ) -> None:
     holder = tide.client.submit(gang("holder", Shape(resources={"GPU": 8}))).job.id
     eventually(lambda: tide.job(holder).state is JobState.RUNNING)
@@ -182,7 +182,7 @@ def gang(name: str, shape: Shape) -> JobSpec:
     return JobSpec(kind=JobKind.GANG, name=name, gang=GangSpec(shapes=(shape,)), heartbeat_timeout_s=60)
 
 
-def launches_for(lease_id: str, tide: rt.Tide) -> list[tuple[int, dict[str, Any]]]:
+def launches_for(lease_id: str, tide: rt.Client) -> list[tuple[int, dict[str, Any]]]:
     """With the number of the decision that made each."""
     return [
         (at, action)

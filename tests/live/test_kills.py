@@ -32,7 +32,7 @@ def kill(live: LocalCluster, what: str) -> None:
 
 def test_the_controller_killed_ten_times_while_a_gang_trains_and_loses_a_node(
     live: LocalCluster,
-    tide: rt.Tide,
+    tide: rt.Client,
     train_spec: Callable[..., TrainSpec],
     eventually: Callable[..., None],
     tmp_path: Path,
@@ -76,7 +76,7 @@ def test_the_controller_killed_ten_times_while_a_gang_trains_and_loses_a_node(
 
 
 def test_a_killed_supervisor_leaves_its_children_and_the_next_up_adopts_them(
-    live: LocalCluster, tide: rt.Tide, eventually: Callable[..., None]
+    live: LocalCluster, tide: rt.Client, eventually: Callable[..., None]
 ) -> None:
     before = {what: live.process(what) for what in ("controller", "api")}
     kill(live, "supervisor")
@@ -87,7 +87,7 @@ def test_a_killed_supervisor_leaves_its_children_and_the_next_up_adopts_them(
 
 
 def test_a_killed_api_is_back_and_what_it_had_accepted_is_there(
-    live: LocalCluster, tide: rt.Tide, eventually: Callable[..., None]
+    live: LocalCluster, tide: rt.Client, eventually: Callable[..., None]
 ) -> None:
     with tide.gang(1, name="survivor") as gang:
         kill(live, "api")
@@ -97,7 +97,7 @@ def test_a_killed_api_is_back_and_what_it_had_accepted_is_there(
     assert tide.job(gang.job_id).refresh().state in (JobState.RUNNING, JobState.SUCCEEDED)
 
 
-def _answers(tide: rt.Tide) -> bool:
+def _answers(tide: rt.Client) -> bool:
     try:
         tide.status()
     except rt.RaytideError:

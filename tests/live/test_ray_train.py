@@ -53,7 +53,7 @@ def driver(live: LocalCluster, *command: str) -> Iterator[subprocess.Popen[str]]
 
 @pytest.mark.soak
 def test_a_torch_trainer_waits_in_the_queue_and_runs_inside_its_lease(
-    live: LocalCluster, tide: rt.Tide, tmp_path: Path
+    live: LocalCluster, tide: rt.Client, tmp_path: Path
 ) -> None:
     with driver(live, str(DRIVER), "leased", str(tmp_path)) as process:
         said, _ = process.communicate(timeout=180)
@@ -75,7 +75,7 @@ def test_a_torch_trainer_waits_in_the_queue_and_runs_inside_its_lease(
 
 
 def test_a_plain_trainer_and_a_ray_data_job_that_ask_for_gpus_buy_no_gpu_node_and_why_says_so(
-    live: LocalCluster, tide: rt.Tide, tmp_path: Path, eventually: Callable[..., None]
+    live: LocalCluster, tide: rt.Client, tmp_path: Path, eventually: Callable[..., None]
 ) -> None:
     eventually(lambda: not any(node.type == "gpu8" for node in tide.status().nodes))
     before = {node.id for node in tide.status().nodes}

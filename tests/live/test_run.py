@@ -37,7 +37,7 @@ time.sleep(600)
 
 
 def test_a_plain_torch_script_runs_over_two_nodes(
-    raytide_cli: Callable[..., subprocess.CompletedProcess[str]], tide: rt.Tide, tmp_path: Path
+    raytide_cli: Callable[..., subprocess.CompletedProcess[str]], tide: rt.Client, tmp_path: Path
 ) -> None:
     (tmp_path / "train.py").write_text(TORCH)
     (tmp_path / "helper.py").write_text("name = 'sum'\n")
@@ -51,7 +51,7 @@ def test_a_plain_torch_script_runs_over_two_nodes(
 
 
 def test_a_script_outlives_a_dead_node_and_its_processes_end_when_it_is_stopped(
-    live: LocalCluster, tide: rt.Tide, tmp_path: Path, eventually: Callable[..., None]
+    live: LocalCluster, tide: rt.Client, tmp_path: Path, eventually: Callable[..., None]
 ) -> None:
     (tmp_path / "stay.py").write_text(STAY)
     run = tide.run(tmp_path / "stay.py", nodes=2, working_dir=tmp_path)
@@ -82,7 +82,7 @@ print("that was all", flush=True)
 
 
 def test_a_script_that_prints_without_end_fills_no_disk(
-    live: LocalCluster, tide: rt.Tide, tmp_path: Path, eventually: Callable[..., None]
+    live: LocalCluster, tide: rt.Client, tmp_path: Path, eventually: Callable[..., None]
 ) -> None:
     """80 MB; its log keeps the last 32 MiB."""
     (tmp_path / "prints.py").write_text(PRINTS)

@@ -27,7 +27,7 @@ GROWING = {"kind": "fake", "tokens_per_s": 50.0, "kv_tokens": 300, "max_model_le
 
 
 @pytest.fixture
-def endpoint(tide: rt.Tide, tmp_path: Path, eventually: Callable[..., None]) -> Iterator[rt.EndpointHandle]:
+def endpoint(tide: rt.Client, tmp_path: Path, eventually: Callable[..., None]) -> Iterator[rt.EndpointHandle]:
     """Each replica takes a GPU node of its own; by requests alone one would do for hundreds."""
     replicas = Replicas(min=1, max=2, target_ongoing=1000, downscale_delay_s=1.0)
     (tmp_path / "config.json").write_text("{}")
@@ -39,7 +39,7 @@ def endpoint(tide: rt.Tide, tmp_path: Path, eventually: Callable[..., None]) -> 
 
 
 def test_full_caches_buy_a_node_and_neither_a_silent_replica_nor_a_busy_or_silent_node_goes(
-    live: LocalCluster, tide: rt.Tide, endpoint: rt.EndpointHandle, eventually: Callable[..., None]
+    live: LocalCluster, tide: rt.Client, endpoint: rt.EndpointHandle, eventually: Callable[..., None]
 ) -> None:
     def nodes() -> set[str]:
         return {n.id for n in tide.status().nodes if n.type == "gpu8" and n.state is NodeState.READY}

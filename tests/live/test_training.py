@@ -26,7 +26,7 @@ SPOT = {"ray.io/market-type": "spot"}
 
 
 def test_four_members_become_two_by_a_dead_raylet_and_a_notice_and_four_again(
-    live: LocalCluster, tide: rt.Tide, train_spec: Callable[..., TrainSpec], eventually: Callable[..., None]
+    live: LocalCluster, tide: rt.Client, train_spec: Callable[..., TrainSpec], eventually: Callable[..., None]
 ) -> None:
     """No replacement can be bought until two are left; they then stand still until the new workers are there.
 

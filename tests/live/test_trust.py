@@ -44,7 +44,7 @@ echo result > result && cat result
 
 
 @pytest.fixture
-def shown(tide: rt.Tide, tmp_path: Path, eventually: Callable[..., None]) -> Iterator[tuple[rt.Run, dict[str, str]]]:
+def shown(tide: rt.Client, tmp_path: Path, eventually: Callable[..., None]) -> Iterator[tuple[rt.Run, dict[str, str]]]:
     """A script that runs, and its environment."""
     (tmp_path / "show.py").write_text(SHOW)
     go = tmp_path / "go"
@@ -128,7 +128,9 @@ def test_a_jobs_token_ends_with_its_job(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can run a script as another user")
-def test_a_script_that_runs_as_another_user_reads_no_secret(live: LocalCluster, tide: rt.Tide, tmp_path: Path) -> None:
+def test_a_script_that_runs_as_another_user_reads_no_secret(
+    live: LocalCluster, tide: rt.Client, tmp_path: Path
+) -> None:
     """The driver reads cluster.yaml when it starts."""
     before = live.config_path.read_text()
     file: dict[str, Any] = yaml.safe_load(before)

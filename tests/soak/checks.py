@@ -16,7 +16,7 @@ from raytide.autoscaler.providers.local.files import node_folders
 from raytide.autoscaler.providers.local.provider import NODE_ID_LABEL
 from raytide.control.bootstrap import local
 from raytide.control.bootstrap.embedded import LocalCluster
-from raytide.control.ray_jobs import Drivers
+from raytide.control.ray_jobs import RayJobs
 from raytide.core.io.process import marked
 from raytide.core.objects.job import FINAL_STATES, Job, JobKind, JobState
 from raytide.core.state import Store
@@ -58,7 +58,7 @@ def _is_as_expected(job: Job, storm: Storm) -> bool:
 def nothing_was_started_twice(cluster: LocalCluster, store: Store) -> None:
     joined = Counter(node_id for node in ray_nodes(cluster) if (node_id := node["labels"].get(NODE_ID_LABEL)))
     assert [node_id for node_id, times in joined.items() if times > 1] == []
-    drivers = Drivers(cluster.dashboard_url, cluster.run_dir, cluster.ray_headers)
+    drivers = RayJobs(cluster.dashboard_url, cluster.run_dir, cluster.ray_headers)
     attempts = defaultdict(set)
     for key, status in drivers.statuses().items():
         assert status.state != "running", key

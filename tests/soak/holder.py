@@ -6,11 +6,11 @@ import sys
 import time
 
 from raytide.actors.gang import Gang
-from raytide.control.client import Client
+from raytide.control.client import ApiClient
 
 
 def main(run_dir: str, job_id: str) -> None:
-    with Gang(Client.from_run_dir(run_dir), job_id):
+    with Gang(ApiClient.from_run_dir(run_dir), job_id):
         time.sleep(3600)
 
 

@@ -24,7 +24,7 @@ from raytide.autoscaler.providers.local.spot import give_notice, reclaim, set_st
 from raytide.control.bootstrap import local
 from raytide.control.bootstrap.cluster_record import MARK
 from raytide.control.bootstrap.embedded import LocalCluster
-from raytide.control.client import Client
+from raytide.control.client import ApiClient
 from raytide.core.errors import ClusterError
 from raytide.core.io.process import Process, marked
 from raytide.core.objects.job import JobSpec
@@ -43,7 +43,7 @@ class Storm:
     config_path: Path
     corpus: work.Corpus
     chance: random.Random
-    client: Client
+    client: ApiClient
     done: Counter[str] = field(default_factory=Counter)
     accepted: list[str] = field(default_factory=list)
     stopped: set[str] = field(default_factory=set)

@@ -12,7 +12,7 @@ import raytide as rt
 from raytide.autoscaler.providers.local.spot import set_stockouts
 from raytide.control.bootstrap import local
 from raytide.control.bootstrap.embedded import LocalCluster
-from raytide.control.client import Client
+from raytide.control.client import ApiClient
 from raytide.core.objects.gang import GangSpec, Shape
 from raytide.core.specs.train import TrainSpec
 
@@ -31,7 +31,7 @@ def test_who_has_time_waits_for_spot_and_who_has_none_runs_on_demand(
 ) -> None:
     gang = GangSpec(shapes=(Shape(members=1, resources={"CPU": 1}),))
     set_stockouts(own.run_dir, [("cpu1.spot", "*")])
-    with rt.Tide(Client.from_run_dir(own.run_dir)) as tide:
+    with rt.Client(ApiClient.from_run_dir(own.run_dir)) as tide:
         calm = tide.train(train_spec(gang=gang, out=str(tmp_path / "calm")), deadline="6h", estimate_h=0.5)
         hasty = tide.train(train_spec(gang=gang, out=str(tmp_path / "hasty"), steps=2000), deadline=900, estimate_h=0.2)
 

@@ -22,7 +22,7 @@ import raytide as rt
 from raytide.control.bootstrap import local
 from raytide.control.bootstrap.cluster_record import MARK, load
 from raytide.control.bootstrap.embedded import LocalCluster
-from raytide.control.client import Client
+from raytide.control.client import ApiClient
 from raytide.core.errors import RaytideError
 from raytide.core.io.process import Process, marked
 from raytide.core.objects.job import Job, JobKind, JobState
@@ -110,7 +110,7 @@ def _kill_while_it_trains(run_dir: Path, demo: subprocess.Popen[bytes], moments:
 def _training(run_dir: Path) -> Job | None:
     """The training once it was asked for; None while nobody can say."""
     try:
-        jobs = rt.Tide(Client.from_run_dir(run_dir)).jobs()
+        jobs = rt.Client(ApiClient.from_run_dir(run_dir)).jobs()
     except RaytideError:
         return None
     return next((run.view.job for run in jobs if run.view.job.spec.kind is JobKind.TRAIN), None)

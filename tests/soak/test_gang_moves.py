@@ -16,7 +16,7 @@ from raytide.actors.trainer.data.token_dataset import Sampler, TokenData
 from raytide.autoscaler.providers.local.spot import set_stockouts
 from raytide.control.bootstrap import local
 from raytide.control.bootstrap.embedded import LocalCluster
-from raytide.control.client import Client
+from raytide.control.client import ApiClient
 from raytide.core.objects.gang import GangSpec, Shape
 from raytide.core.objects.node import NodeState
 from raytide.core.specs.train import TrainSpec
@@ -56,7 +56,7 @@ def test_gangs_work_on_demand_until_their_spot_nodes_are_ready_and_lose_no_step(
 
     set_stockouts(own.run_dir, [("cpu1.spot", "*")])
     specs = {"rigid": spec("rigid", 2), "elastic": spec("elastic", 1)}
-    with rt.Tide(Client.from_run_dir(own.run_dir)) as tide:
+    with rt.Client(ApiClient.from_run_dir(own.run_dir)) as tide:
         runs = {name: tide.train(each) for name, each in specs.items()}
 
         def types(name: str) -> list[str]:

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.soak, pytest.mark.cluster]
 
 
 def test_a_replica_of_two_members_gets_both_its_nodes_or_none(
-    tide: rt.Tide, tmp_path: Path, eventually: Callable[..., None]
+    tide: rt.Client, tmp_path: Path, eventually: Callable[..., None]
 ) -> None:
     """Three nodes are all that there are: while a gang holds two of them, the replica has no room, and buys no half."""
     (tmp_path / "config.json").write_text("{}")

@@ -13,7 +13,7 @@ import raytide as rt
 from raytide.autoscaler.providers.local.spot import set_stockouts
 from raytide.control.bootstrap import local
 from raytide.control.bootstrap.embedded import LocalCluster
-from raytide.control.client import Client
+from raytide.control.client import ApiClient
 from raytide.core.objects.endpoint import ServeSpec
 from raytide.core.objects.node import NodeState
 
@@ -36,7 +36,7 @@ def test_on_demand_serves_until_its_spot_replacement_does(
     (tmp_path / "config.json").write_text("{}")
     spec = ServeSpec(name="moves", model=str(tmp_path), engine={"kind": "fake", "tokens_per_s": 50.0})
     set_stockouts(restless.run_dir, [("cpu1.spot", "*")])
-    with rt.Tide(Client.from_run_dir(restless.run_dir)) as tide:
+    with rt.Client(ApiClient.from_run_dir(restless.run_dir)) as tide:
         handle = tide.serve(spec).wait(replicas=1, timeout_s=180.0)
 
         def types() -> list[str]:

@@ -22,7 +22,7 @@ STEPS = 3000
 
 
 def test_a_higher_class_shrinks_a_trainer_in_place_and_it_grows_back(
-    tide: rt.Tide, tmp_path: Path, eventually: Callable[..., None]
+    tide: rt.Client, tmp_path: Path, eventually: Callable[..., None]
 ) -> None:
     spec = TrainSpec(
         dataset=str(write_dataset(tmp_path / "tokens")),

@@ -20,7 +20,7 @@ import raytide as rt
 from raytide.control.bootstrap import local
 from raytide.control.bootstrap.cluster_record import MARK
 from raytide.control.bootstrap.embedded import LocalCluster
-from raytide.control.client import Client
+from raytide.control.client import ApiClient
 from raytide.core.errors import ClusterError
 from raytide.core.io.process import marked
 from raytide.core.money import format_usd
@@ -40,7 +40,7 @@ def test_a_storm_loses_leaks_and_doubles_nothing(
     stormy: LocalCluster, config_path: Path, corpus: work.Corpus, say: Callable[[str], None]
 ) -> None:
     say(f"\nstorm of {SECONDS:g} s, seed {SEED} (SOAK_SECONDS, SOAK_SEED)")
-    tide = rt.Tide(Client.from_run_dir(stormy.run_dir))
+    tide = rt.Client(ApiClient.from_run_dir(stormy.run_dir))
     endpoint = tide.serve(work.endpoint(corpus))
     endpoint.wait(timeout_s=120.0)
     storm = Storm(stormy, config_path, corpus, random.Random(SEED), tide.client)

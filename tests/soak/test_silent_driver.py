@@ -25,12 +25,12 @@ with rt.gang(1, name="silent"):
 """
 
 
-def named(tide: rt.Tide) -> list[rt.Run]:
+def named(tide: rt.Client) -> list[rt.Run]:
     return [run for run in tide.jobs() if run.view.job.spec.name == "silent"]
 
 
 def test_a_driver_that_falls_silent_loses_its_lease_within_twenty_seconds(
-    live: LocalCluster, tide: rt.Tide, eventually: Callable[..., None]
+    live: LocalCluster, tide: rt.Client, eventually: Callable[..., None]
 ) -> None:
     driver = subprocess.Popen([sys.executable, "-c", HOLD], env={**os.environ, **live.environment()})
     try:

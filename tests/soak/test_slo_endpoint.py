@@ -13,7 +13,7 @@ import raytide as rt
 from raytide.autoscaler.providers.local.spot import reclaim, set_stockouts
 from raytide.control.bootstrap import local
 from raytide.control.bootstrap.embedded import LocalCluster
-from raytide.control.client import Client
+from raytide.control.client import ApiClient
 from raytide.core.objects.endpoint import Replicas, ServeSpec, Speed
 from raytide.core.objects.node import NodeState
 
@@ -36,7 +36,7 @@ def test_lost_spot_is_replaced_on_demand_and_takes_over_again_when_it_is_back(
         min=2, max=2, slo_ttft_s=2.0, slo_target=0.9, cold_start_s=20.0, speed={"cpu2": SPEED, "cpu1.spot": SPEED}
     )
     spec = ServeSpec(name="slo", model=str(tmp_path), engine={"kind": "fake", "tokens_per_s": 50.0}, replicas=replicas)
-    with rt.Tide(Client.from_run_dir(up.run_dir)) as tide:
+    with rt.Client(ApiClient.from_run_dir(up.run_dir)) as tide:
         handle = tide.serve(spec).wait(replicas=2, timeout_s=180.0)
 
         def nodes(state: NodeState = NodeState.READY) -> dict[str, str]:

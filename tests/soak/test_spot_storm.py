@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.soak, pytest.mark.cluster, pytest.mark.timeout(0)]
 
 
 def test_a_storm_that_takes_four_of_six_spot_nodes_leaves_the_others_at_work_until_all_are_back(
-    live: LocalCluster, tide: rt.Tide, eventually: Callable[..., None]
+    live: LocalCluster, tide: rt.Client, eventually: Callable[..., None]
 ) -> None:
     shape = Shape(members=6, min_members=2, resources={"CPU": 1}, labels={"ray.io/market-type": "spot"})
     spec = JobSpec(kind=JobKind.GANG, name="storm", gang=GangSpec(shapes=(shape,)), heartbeat_timeout_s=60)

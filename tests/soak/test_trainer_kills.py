@@ -21,7 +21,7 @@ from tests.soak.work import SPOT, Corpus
 
 import raytide as rt
 from raytide.control.bootstrap.embedded import LocalCluster
-from raytide.control.client import Client
+from raytide.control.client import ApiClient
 from raytide.core.objects.gang import GangSpec, Shape
 from raytide.core.specs.train import ModelSpec, OptimSpec, TrainSpec
 
@@ -78,7 +78,7 @@ def test_five_random_kills_through_ray(
         gang=GangSpec(shapes=(Shape(members=3, min_members=1, resources={"CPU": 1}, labels=SPOT),)),
     )
     say(f"\n5 kills through Ray, seed {SEED} (SOAK_SEED)")
-    with rt.Tide(Client.from_run_dir(stormy.run_dir)) as tide:
+    with rt.Client(ApiClient.from_run_dir(stormy.run_dir)) as tide:
         run = tide.train(spec)
         for kill in range(5):
             _until_step(run, spec, 40 * kill + chance.randint(5, 40))

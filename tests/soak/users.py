@@ -13,7 +13,7 @@ from pathlib import Path
 
 from raytide.actors.gang import Gang
 from raytide.control.bootstrap.embedded import LocalCluster
-from raytide.control.client import Client
+from raytide.control.client import ApiClient
 from raytide.core.errors import LeaseLostError, RaytideError
 
 HOLDER = Path(__file__).with_name("holder.py")
@@ -25,7 +25,7 @@ MOST_ASKING = 12
 class Holder(threading.Thread):
     """Holds the gang of a job for some seconds, in this process."""
 
-    def __init__(self, client: Client, job_id: str, seconds: float) -> None:
+    def __init__(self, client: ApiClient, job_id: str, seconds: float) -> None:
         super().__init__(name=f"holder of {job_id}", daemon=True)
         self.job_id = job_id
         self.error: RaytideError | None = None

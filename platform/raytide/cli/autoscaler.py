@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from raytide.cli.show import ClusterName, Json, as_json, as_lines
-from raytide.control.client import Client
+from raytide.control.client import ApiClient
 from raytide.core.errors import UsageError
 
 
@@ -30,7 +30,7 @@ def options(
     from raytide.autoscaler.explain import AFTER_KIND, lines
     from raytide.control.reconcile.decide import decide
 
-    plan = decide(Client.find(cluster).snapshot()).to_json()
+    plan = decide(ApiClient.find(cluster).snapshot()).to_json()
     if json:
         as_json(plan)
         return
@@ -52,7 +52,7 @@ def explain(
     What was launched, drained, placed or left waiting, why, what it costs, and what was rejected for it.
     """
     until_s = None if at is None else moment(at, datetime.now().astimezone()).timestamp()
-    plans = Client.find(cluster).plans(limit=limit or (20 if at is None else 1), until_s=until_s)
+    plans = ApiClient.find(cluster).plans(limit=limit or (20 if at is None else 1), until_s=until_s)
     if json:
         as_json(plans)
         return

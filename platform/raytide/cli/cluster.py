@@ -140,7 +140,7 @@ def head(
     _warn_of_rights(started.config_path)
     print(f"cluster {started.name} is up: API {started.api_url}, Ray {started.dashboard_url}")
     if block:
-        cloud_head.stay(started)
+        cloud_head.run_foreground(started)
 
 
 def watch_notices(cloud: Annotated[str, typer.Argument(help="aws, gcp or azure.")]) -> None:
@@ -181,10 +181,10 @@ def status(
     json: Json = False,
 ) -> None:
     """Nodes, jobs and dollars of the cluster."""
-    from raytide.control.client import Client
+    from raytide.control.client import ApiClient
     from raytide.control.wire import to_json
 
-    now = Client.find(cluster).status()
+    now = ApiClient.find(cluster).status()
     if ray:
         print("\n".join(f"export {name}={shlex.quote(value)}" for name, value in now.ray_environment.items()))
         return

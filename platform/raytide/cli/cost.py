@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from raytide.cli.show import ClusterName, Json, as_json, as_table
-from raytide.control.client import Client
+from raytide.control.client import ApiClient
 from raytide.control.views import CostReport, CostTable
 from raytide.control.wire import to_json
 from raytide.core.errors import UsageError
@@ -32,7 +32,7 @@ def cost(
     json: Json = False,
 ) -> None:
     """Dollars by job, endpoint and team, or grouped."""
-    client = Client.find(cluster)
+    client = ApiClient.find(cluster)
     if by is None and not (since or forecast or as_csv):
         _show_report(client.cost(), json)
         return

@@ -15,14 +15,14 @@ import typer
 
 from raytide.cli.limits import dollars
 from raytide.cli.show import ClusterName, Json, as_json, as_table
-from raytide.control.client import Client
+from raytide.control.client import ApiClient
 from raytide.control.views import JobView
 from raytide.control.wire import to_json
 from raytide.core.clock import ago
 from raytide.core.errors import ClusterError, RaytideError
 from raytide.core.money import format_usd
 from raytide.core.objects.job import Job, JobState
-from raytide.sdk.client import Tide
+from raytide.sdk.client import Client
 from raytide.sdk.job_run import AWAY_S, Run, explain, patiently
 
 JobId = Annotated[str, typer.Argument(help="A job, as `raytide ps` lists it.")]
@@ -61,7 +61,7 @@ def ps(
     json: Json = False,
 ) -> None:
     """Jobs, with what each waits for and what it costs."""
-    look = partial(Client.find(cluster).jobs, limit=limit, active=active)
+    look = partial(ApiClient.find(cluster).jobs, limit=limit, active=active)
     views = look()
     _show(views, json)
     if len(views) == limit and not json:
@@ -118,7 +118,7 @@ def why(
     json: Json = False,
 ) -> None:
     """Say what a job waits for, or why it ended."""
-    client = Client.find(cluster)
+    client = ApiClient.find(cluster)
     if json:
         as_json(to_json(client.why(job_id)))
     elif job_id == "unmanaged":
@@ -139,7 +139,7 @@ def logs(
     json: Json = False,
 ) -> None:
     """Print what a job's driver wrote."""
-    client = Client.find(cluster)
+    client = ApiClient.find(cluster)
     look = partial(client.job, job_id)
     job = Run(client, patiently(job_id, look) if follow else look())
     if json:
@@ -155,7 +155,7 @@ def stop(
     json: Json = False,
 ) -> None:
     """Stop jobs; their leases are freed."""
-    client = Client.find(cluster)
+    client = ApiClient.find(cluster)
     views: list[JobView] = []
     wrong: list[RaytideError] = []
     for job_id in job_ids:
@@ -179,7 +179,7 @@ def retry(job_id: JobId, cluster: ClusterName = None, json: Json = False) -> Non
 
     Training goes on from its last checkpoint.
     """
-    view = Client.find(cluster).retry(job_id)
+    view = ApiClient.find(cluster).retry(job_id)
     if json:
         as_json(to_json(view))
     else:
@@ -198,7 +198,7 @@ def data_build(
 ) -> None:
     """Build a token dataset from text."""
     job = {"priority": priority, **budgeted(budget), "deadline": due(deadline), "estimate_h": estimate}
-    follow(Tide(Client.find(cluster)).data(spec, **job), wait, json)
+    follow(Client(ApiClient.find(cluster)).data(spec, **job), wait, json)
 
 
 def train(
@@ -213,7 +213,7 @@ def train(
 ) -> None:
     """Train a model on a gang."""
     job = {"priority": priority, **budgeted(budget), "deadline": due(deadline), "estimate_h": estimate}
-    follow(Tide(Client.find(cluster)).train(spec, **job), wait, json)
+    follow(Client(ApiClient.find(cluster)).train(spec, **job), wait, json)
 
 
 def budgeted(said: str | None) -> dict[str, object]:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from raytide.cli.show import ClusterName, Json, as_json, as_table
-from raytide.control.client import Client
+from raytide.control.client import ApiClient
 from raytide.control.views import JobView, TeamView
 from raytide.control.wire import to_json
 from raytide.core.errors import NotFoundError, UsageError
@@ -32,7 +32,7 @@ def quotas(context: typer.Context, cluster: ClusterName = None, json: Json = Fal
     """What teams may hold, and hold."""
     if context.invoked_subcommand is not None:
         return
-    teams = Client.find(cluster).teams()
+    teams = ApiClient.find(cluster).teams()
     if json:
         as_json([to_json(team) for team in teams])
         return
@@ -58,13 +58,13 @@ def set_quota(
             changes[what] = _amounts(given)
     if not changes:
         raise UsageError("nothing was given to set.", hint="Write RESOURCE=AMOUNT, --borrow, --lend or --weight.")
-    _show_quota(team, Client.find(cluster).change_team(team, **changes), json)
+    _show_quota(team, ApiClient.find(cluster).change_team(team, **changes), json)
 
 
 @quota.command("reset")
 def reset_quota(team: Name, cluster: ClusterName = None, json: Json = False) -> None:
     """Forget what `quota set` set: cluster.yaml holds again."""
-    _show_quota(team, Client.find(cluster).change_team(team, **dict.fromkeys(_QUOTA)), json)
+    _show_quota(team, ApiClient.find(cluster).change_team(team, **dict.fromkeys(_QUOTA)), json)
 
 
 @budget.callback(invoke_without_command=True)
@@ -72,7 +72,7 @@ def budgets(context: typer.Context, cluster: ClusterName = None, json: Json = Fa
     """What teams may spend this month, and have; and jobs that are not over and have a budget of their own."""
     if context.invoked_subcommand is not None:
         return
-    client = Client.find(cluster)
+    client = ApiClient.find(cluster)
     teams = client.teams()
     if json:
         as_json([to_json(team) for team in teams])
@@ -100,7 +100,7 @@ def set_budget(
     per: BudgetPer = "job"
     if limit != "none":
         usd, per = dollars(limit)
-    client = Client.find(cluster)
+    client = ApiClient.find(cluster)
     if who in {team.name for team in client.teams()}:
         changed: object = client.change_team(who, budget={"soft_usd" if soft else "hard_usd": usd})
     else:
@@ -120,7 +120,7 @@ def set_budget(
 @budget.command("reset")
 def reset_budget(team: Name, cluster: ClusterName = None, json: Json = False) -> None:
     """Forget what `budget set` set for a team: cluster.yaml holds again."""
-    spec = Client.find(cluster).change_team(team, budget=None)
+    spec = ApiClient.find(cluster).change_team(team, budget=None)
     if json:
         as_json(to_json(spec))
     else:
@@ -183,7 +183,7 @@ def _budget_row(team: TeamView) -> tuple[str, ...]:
     return (team.name, *shown, format_usd(team.spent_micro_usd), format_usd(team.use.committed_micro_usd), by)
 
 
-def _active(client: Client) -> list[JobView]:
+def _active(client: ApiClient) -> list[JobView]:
     """All jobs that are not over. A page may be cut off by its size, so only one without a new job is the last."""
     found: dict[str, JobView] = {}
     while True:

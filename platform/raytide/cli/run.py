@@ -11,9 +11,9 @@ import typer
 
 from raytide.cli.jobs import Budget, Deadline, EstimateH, Priority, Wait, budgeted, due
 from raytide.cli.show import ClusterName, Json, as_json
-from raytide.control.client import Client
+from raytide.control.client import ApiClient
 from raytide.core.objects.job import JobState
-from raytide.sdk.client import Tide
+from raytide.sdk.client import Client
 from raytide.sdk.job_run import Run, explain, patiently
 from raytide.sdk.script import between, pairs_of, shape_of
 
@@ -56,7 +56,7 @@ def run(
     if own := {name for option in context.command.params for name in option.opts}.intersection(args or ()):
         note = f"{', '.join(sorted(own))} after the script is given to it; raytide's own options stand before {script}."
         print(f"raytide: {note}", file=sys.stderr)
-    job = Tide(Client.find(cluster)).run(
+    job = Client(ApiClient.find(cluster)).run(
         script,
         *(args or ()),
         shapes=[shape_of(text) for text in shapes or ()],

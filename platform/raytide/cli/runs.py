@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from raytide.cli.show import ClusterName, Json, as_json, as_table
-from raytide.control.client import Client
+from raytide.control.client import ApiClient
 from raytide.core.errors import UsageError
 from raytide.core.objects.job import JobKind
 
@@ -76,7 +76,7 @@ def _out(which: str, cluster: str | None) -> str:
     """The directory or URL itself, or that of the job."""
     if "://" in which or Path(which).is_dir():
         return which
-    job = Client.find(cluster).job(which).job
+    job = ApiClient.find(cluster).job(which).job
     if job.spec.kind is not JobKind.TRAIN:
         raise UsageError(f"{which} is a {job.spec.kind} job.", hint="Name a training job, or a run's directory.")
     return str(job.spec.config["out"])

@@ -10,13 +10,13 @@ from typing import Annotated
 import typer
 
 from raytide.cli.show import ClusterName, Json, as_json, as_table
-from raytide.control.client import Client
+from raytide.control.client import ApiClient
 from raytide.control.wire import to_json
 from raytide.core.config import load_yaml
 from raytide.core.errors import UsageError
 from raytide.core.money import format_usd
 from raytide.core.objects.endpoint import ServeSpec
-from raytide.sdk.client import Tide
+from raytide.sdk.client import Client
 from raytide.sdk.endpoint import EndpointHandle
 from raytide.sdk.script import between
 
@@ -58,11 +58,11 @@ def serve(
         raise UsageError("what should be served so was not said.", hint="Name the model: `raytide serve MODEL ...`.")
     if model is not None and delete:
         raise UsageError("a model is served or an endpoint deleted, not both.", hint="Make two commands of it.")
-    client = Client.find(cluster)
+    client = ApiClient.find(cluster)
     if delete:
         client.delete_endpoint(delete)
     elif model is not None:
-        handle = Tide(client).serve(_spec(model, {"name": name, "team": team}, counts, shares))
+        handle = Client(client).serve(_spec(model, {"name": name, "team": team}, counts, shares))
         try:
             if wait:
                 _print_changes(handle, quiet=json)

@@ -39,10 +39,10 @@ def options(
         return
     if not from_live:
         raise UsageError("nothing was asked for.", hint="Say --from-live, or what: `raytide simulate --help`.")
-    from raytide.control.client import Client
+    from raytide.control.client import ApiClient
     from raytide.simulate.live.replay import look_ahead
 
-    outlook = look_ahead(Client.find(cluster).snapshot(), hours=hours, launch_s=launch_s, job_hours=job_hours)
+    outlook = look_ahead(ApiClient.find(cluster).snapshot(), hours=hours, launch_s=launch_s, job_hours=job_hours)
     if json:
         as_json({**asdict(replace(outlook, plans=())), "plans": [plan.to_json() for plan in outlook.plans]})
         return

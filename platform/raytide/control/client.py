@@ -42,7 +42,7 @@ _AWAY_S = 10.0
 """An API that was killed is back within seconds; what changes something is asked again for so long."""
 
 
-class Client:
+class ApiClient:
     """One connection to one cluster. Every method raises the error that the API named."""
 
     def __init__(self, address: str, token: str) -> None:
@@ -54,10 +54,10 @@ class Client:
 
     def __reduce__(self) -> tuple[object, ...]:
         """Another process gets a connection of its own."""
-        return Client, (self.address, self._token)
+        return ApiClient, (self.address, self._token)
 
     @classmethod
-    def from_run_dir(cls, run_dir: Path | str) -> Client:
+    def from_run_dir(cls, run_dir: Path | str) -> ApiClient:
         """The client of the cluster whose run folder this is."""
         try:
             file = json.loads((Path(run_dir) / "client.json").read_text())
@@ -69,7 +69,7 @@ class Client:
         return cls(file["address"], file["token"])
 
     @classmethod
-    def of_job(cls, run_dir: Path | str, job_id: str) -> Client:
+    def of_job(cls, run_dir: Path | str, job_id: str) -> ApiClient:
         """The client of a managed driver, which has the rights of its job (docs/security.md) until the job is over.
 
         Only raytide's own user can read the key that is needed."""
@@ -83,7 +83,7 @@ class Client:
         return {"RAYTIDE_API": self.address, "RAYTIDE_TOKEN": self._token}
 
     @classmethod
-    def find(cls, name: str | None = None) -> Client:
+    def find(cls, name: str | None = None) -> ApiClient:
         """RAYTIDE_API and RAYTIDE_TOKEN when set, else the cluster of that name on this machine (`local`)."""
         address, token = environment("API"), environment("TOKEN")
         if address and token and name is None:

@@ -21,20 +21,20 @@ from raytide.autoscaler.job_throughput import JobThroughput
 from raytide.autoscaler.nodes import launch_backoff
 from raytide.autoscaler.nodes.idleness import IdleClock
 from raytide.autoscaler.provisioning.provisioner import UNMANAGED
-from raytide.control.accounting.billing_intervals import Booking, keep_books
-from raytide.control.accounting.lost_work import book_losses, ripe
-from raytide.control.accounting.team_usage import used_lately, uses, with_accounts
+from raytide.control.accounting.billing_intervals import Booking, update_intervals
+from raytide.control.accounting.lost_work import book_losses, settled_losses
+from raytide.control.accounting.team_usage import used_lately, uses, with_team_usage
 from raytide.control.reconcile.apply import Outcome, apply
-from raytide.control.reconcile.decide import of_judged
-from raytide.control.reconcile.decision_inputs import Outlook
-from raytide.control.reconcile.driver_silence import Silence
-from raytide.control.reconcile.intents import settle
+from raytide.control.reconcile.decide import decide_constrained
+from raytide.control.reconcile.decision_inputs import DecisionInputs
+from raytide.control.reconcile.driver_silence import DriverSilence
+from raytide.control.reconcile.intents import record_intents
 from raytide.control.reconcile.learned_state import Knowledge, Learned
-from raytide.control.reconcile.observation import Sources, World, at_our_time, look
+from raytide.control.reconcile.observation import Observation, Sources, at_our_time, observe
 from raytide.control.reconcile.quarantine import Quarantine
-from raytide.control.reconcile.records import Book, advance, metered, snapshot
-from raytide.control.reconcile.retry_loop import Steadily, wait_for_lead
-from raytide.control.reconcile.serve_sync import Serving, follow
+from raytide.control.reconcile.records import ClusterRecords, advance, metered, snapshot
+from raytide.control.reconcile.retry_loop import RetryLoop, wait_for_lead
+from raytide.control.reconcile.serve_sync import ServeSync, follow
 from raytide.control.reconcile.snapshot_request import answer
 from raytide.control.views import Live, TeamUse, Waiting, last_pass_s
 from raytide.control.wire import to_json
@@ -73,20 +73,20 @@ class Controller:
         self._store, self._config, self._sources, self._clock = store, config, sources, clock
         self._live_path = live_path
         self._node_types = {node_type.name: node_type for node_type in config.node_types}
-        self._serving = Serving(sources.serve)
-        self._idle, self._leaving, self._silence = IdleClock(), Leaving(), Silence()
+        self._serving = ServeSync(sources.serve)
+        self._idle, self._leaving, self._silence = IdleClock(), Leaving(), DriverSilence()
         self._learned = Learned(live_path.with_name("learned.json"))
         known = self._learned.known
         self._traffics = TrafficMonitor(config.node_types, known.speeds, known.starts)
         self._strides = JobThroughput(config.node_types, known.strides)
         self._names: Mapping[str, str] = {}
-        self._outlook = Outlook(store, config, clock.now_s(), known.fleets)
+        self._outlook = DecisionInputs(store, config, clock.now_s(), known.fleets)
         self._quarantine = Quarantine()
         self._wake = threading.Event()
         self._stopped = False
         self._foreseen: tuple[float, Mapping[str, float]] = (0.0, {})
         self._ticks = self._errors = 0
-        self._steadily = Steadily(config.settings.tick_s)
+        self._steadily = RetryLoop(config.settings.tick_s)
         self._live = Live(at_s=0.0)
 
     def run(self) -> None:
@@ -109,7 +109,7 @@ class Controller:
         began_s = time.monotonic()
         now_s, wall_ahead_s = self._clock.now_s(), self._clock.wall_ahead_s()
         records = self._store.load()
-        book = Book.of(records)
+        book = ClusterRecords.of(records)
         world = self._look(book, now_s, wall_ahead_s)
         if world.ray_nodes is not None:
             self._idle = self._idle.observe(world.ray_nodes, now_s)
@@ -121,7 +121,7 @@ class Controller:
             book.endpoints[name] = self._quarantine.guard(endpoint, move, endpoint, now_s)
         whole = snapshot(book, world, self._idle, self._config, now_s, wall_ahead_s)
         seen, plan = self._decide(whole, book, world)
-        settle(book, plan, self._node_types)
+        record_intents(book, plan, self._node_types)
         if world.ray_nodes is not None:
             self._leaving = self._leaving.observe(holders(whole), now_s)
         booking = self._quarantine.attempt(
@@ -133,13 +133,13 @@ class Controller:
         _log(plan)
         self._store.check_lead()
         outcome = apply(book, plan, world, self._sources, self._node_types, now_s)
-        self._serving.match(e for e in book.endpoints.values() if _is_wanted(e))
+        self._serving.sync(e for e in book.endpoints.values() if _is_wanted(e))
         if outcome.nodes:
             self._record(book, outcome, now_s)
         self._show(seen, plan, world, outcome, time.monotonic() - began_s)
         return plan
 
-    def _decide(self, whole: Snapshot, book: Book, world: World) -> tuple[Snapshot, Plan]:
+    def _decide(self, whole: Snapshot, book: ClusterRecords, world: Observation) -> tuple[Snapshot, Plan]:
         """Returns what was decided on, and the plan. Records that make either step raise are left out of it."""
         now_s = whole.at_s
 
@@ -158,15 +158,15 @@ class Controller:
         old_s = self._store.census.oldest_s(LAST_SHARE, now_s)
 
         def reckon(seen: Snapshot) -> tuple[Snapshot, Plan]:
-            seen = with_market_constraints(with_accounts(seen, self._config, book.teams, spent, old_s))
-            return seen, of_judged(seen)
+            seen = with_market_constraints(with_team_usage(seen, self._config, book.teams, spent, old_s))
+            return seen, decide_constrained(seen)
 
         seen, decided = self._quarantine.run("decision", reckon, seen)
         seen, plan = (seen, None) if decided is None else decided
         return seen, self._quarantine.plan(plan, now_s)
 
-    def _look(self, book: Book, now_s: float, wall_ahead_s: float) -> World:
-        world = look(
+    def _look(self, book: ClusterRecords, now_s: float, wall_ahead_s: float) -> Observation:
+        world = observe(
             self._sources,
             endpoints=_served(book),
             with_drivers=_has_drivers(book),
@@ -190,12 +190,14 @@ class Controller:
         )
         return replace(world, loads=loads)
 
-    def _keep_books(self, book: Book, world: World, held: dict[str, Occupancy], now_s: float) -> Booking:
+    def _keep_books(
+        self, book: ClusterRecords, world: Observation, held: dict[str, Occupancy], now_s: float
+    ) -> Booking:
         if world.machines is None:
             return Booking((), (), ())
         machines = {machine.node_id: machine for machine in world.machines}
-        books, told = self._store.books, ripe(book.jobs.values(), now_s)
-        booking = keep_books(
+        books, told = self._store.books, settled_losses(book.jobs.values(), now_s)
+        booking = update_intervals(
             book.nodes,
             machines,
             book.intervals,
@@ -213,14 +215,14 @@ class Controller:
         book.jobs |= {job.id: job for job in losses.jobs}
         return replace(booking, entries=(*booking.entries, *losses.entries))
 
-    def _record(self, book: Book, outcome: Outcome, now_s: float) -> None:
+    def _record(self, book: ClusterRecords, outcome: Outcome, now_s: float) -> None:
         """What only the doing could tell, with what it means for the pools."""
         before = [book.nodes[node_id] for node_id in outcome.nodes]
         rested = launch_backoff.after(tuple(book.pools.values()), before, outcome.nodes.values(), now_s)
         changed = tuple(pool for pool in rested if book.pools.get((pool.node_type, pool.zone)) != pool)
         self._store.commit(Changes(at_s=now_s, nodes=tuple(outcome.nodes.values()), pools=changed))
 
-    def _show(self, seen: Snapshot, plan: Plan, world: World, outcome: Outcome, tick_s: float) -> None:
+    def _show(self, seen: Snapshot, plan: Plan, world: Observation, outcome: Outcome, tick_s: float) -> None:
         served = self._serving.served
         queued = {job.id for job in queue(seen)}
         attempt = self._quarantine.attempt
@@ -277,9 +279,9 @@ class Controller:
         return {job_id: max(0.0, at_s + in_s - seen.at_s) for job_id, in_s in found.items()}
 
 
-def _changes(records: Records, book: Book, booking: Booking, plan: Plan, now_s: float) -> Changes:
+def _changes(records: Records, book: ClusterRecords, booking: Booking, plan: Plan, now_s: float) -> Changes:
     """Only what differs from what was loaded is written."""
-    old = Book.of(records)
+    old = ClusterRecords.of(records)
     return Changes(
         at_s=now_s,
         jobs=tuple(job for key, job in book.jobs.items() if old.jobs.get(key) != job),
@@ -334,16 +336,16 @@ def _is_wanted(endpoint: Endpoint) -> bool:
     return not is_over and (not endpoint.unreadable or endpoint.state is EndpointState.DELETING)
 
 
-def _served(book: Book) -> tuple[str, ...]:
+def _served(book: ClusterRecords) -> tuple[str, ...]:
     return tuple(name for name, e in book.endpoints.items() if e.state is not EndpointState.DELETING)
 
 
-def _has_drivers(book: Book) -> bool:
+def _has_drivers(book: ClusterRecords) -> bool:
     """Whether there can be a driver to ask for: a look costs a request, and most clusters are idle most of the time."""
     return any(job.spec.kind is not JobKind.GANG and job.admitted_at_s is not None for job in book.jobs.values())
 
 
-def _has_gangs(book: Book) -> bool:
+def _has_gangs(book: ClusterRecords) -> bool:
     return any(job.spec.kind is JobKind.GANG for job in book.jobs.values())
 
 

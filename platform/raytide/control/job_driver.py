@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Self
 
-from raytide.control.client import Client
+from raytide.control.client import ApiClient
 from raytide.control.supervision.log_rotation import bound_driver_log
 from raytide.core.errors import AuthError, ClusterError, RaytideError, WaitTimeoutError
 from raytide.core.io.environment import all_passed
@@ -38,7 +38,7 @@ _DIED = 255
 """Exit code of a driver that may run again; what it said itself is below 128 (see `drivers`)."""
 
 
-def train(job: Job, client: Client, run_dir: Path) -> None:
+def train(job: Job, client: ApiClient, run_dir: Path) -> None:
     from raytide.actors.trainer.elastic.driver import run_train
 
     spec = TrainSpec.parse(job.spec.config, where=job.id)
@@ -47,13 +47,13 @@ def train(job: Job, client: Client, run_dir: Path) -> None:
     client.report(job.id, done if result.model_dir is None else {**done, "model": result.model_dir})
 
 
-def data(job: Job, client: Client, run_dir: Path) -> None:
+def data(job: Job, client: ApiClient, run_dir: Path) -> None:
     from raytide.actors.gang.placement_groups import bundle
     from raytide.pipelines.build import Progress, build
 
     spec = DataSpec.parse(job.spec.config, where=job.id)
     lease = active_lease(client, job.id)
-    threading.Thread(target=die_with, args=(lease.usable[0], lease.epoch, client, job.id), daemon=True).start()
+    threading.Thread(target=exit_when_lost, args=(lease.usable[0], lease.epoch, client, job.id), daemon=True).start()
     report = Throttle(client, job.id)
     with Stall(spec.name, spec.stall_timeout_s) as stall:
 
@@ -65,7 +65,7 @@ def data(job: Job, client: Client, run_dir: Path) -> None:
     client.report(job.id, {"stage": "done", "documents": manifest.documents, "tokens": manifest.tokens})
 
 
-def script(job: Job, client: Client, run_dir: Path) -> None:
+def script(job: Job, client: ApiClient, run_dir: Path) -> None:
     import ray
 
     from raytide.actors.gang.member_processes import Rights
@@ -79,7 +79,7 @@ def script(job: Job, client: Client, run_dir: Path) -> None:
     run_script(spec, package, client, job.id, done=job.progress, rights=rights)
 
 
-def die_with(member: Member, epoch: int, client: Client, job_id: str) -> None:
+def exit_when_lost(member: Member, epoch: int, client: ApiClient, job_id: str) -> None:
     """End this process once the member that it works on is lost: Ray Data would wait for ever for room in a placement
     group that is gone. The driver then runs again, on the lease as it is by then.
     """
@@ -96,7 +96,7 @@ def die_with(member: Member, epoch: int, client: Client, job_id: str) -> None:
         epoch = lease.epoch
 
 
-DRIVERS: Mapping[JobKind, Callable[[Job, Client, Path], None]] = {
+DRIVERS: Mapping[JobKind, Callable[[Job, ApiClient, Path], None]] = {
     JobKind.TRAIN: train,
     JobKind.DATA: data,
     JobKind.SCRIPT: script,
@@ -134,7 +134,7 @@ class Stall:
 class Throttle:
     """Report progress at most once a second, and always a new stage."""
 
-    def __init__(self, client: Client, job_id: str) -> None:
+    def __init__(self, client: ApiClient, job_id: str) -> None:
         self._client, self._job_id = client, job_id
         self._last_s, self._stage = 0.0, ""
 
@@ -146,7 +146,7 @@ class Throttle:
                 self._client.report(self._job_id, progress)
 
 
-def active_lease(client: Client, job_id: str) -> Lease:
+def active_lease(client: ApiClient, job_id: str) -> Lease:
     """The job's lease once it is active, however long it waits: a job that is over has none, which is an error."""
     epoch = -1
     while True:
@@ -164,7 +164,7 @@ def main(run_dir: str, job_id: str) -> int:
     import ray
 
     bound_driver_log()
-    client = Client.of_job(run_dir, job_id)
+    client = ApiClient.of_job(run_dir, job_id)
     gcs_address = json.loads((Path(run_dir) / "cluster.json").read_text())["gcs_address"]
     hush_node_deaths()
     roots = load_cluster(Path(run_dir) / "cluster.yaml").settings.data_roots

@@ -25,7 +25,7 @@ _LOG = "job-driver-{}.log"
 """As Ray calls the file with what a driver wrote, in the folder of logs that the agent of its node lets us read."""
 
 
-class Drivers:
+class RayJobs:
     """Start, look at and stop the drivers of jobs through the dashboard at `dashboard_url`; `headers` let us in."""
 
     def __init__(self, dashboard_url: str, run_dir: Path, headers: Mapping[str, str]) -> None:

@@ -14,13 +14,13 @@ from rich.console import Console
 
 from raytide.control.bootstrap import local
 from raytide.control.bootstrap.cluster_record import run_dir_of
-from raytide.control.client import Client
+from raytide.control.client import ApiClient
 from raytide.core.errors import RaytideError, WaitTimeoutError
 from raytide.core.io.process import Process
 from raytide.demo import specs, stages
 from raytide.demo.report import Report
 from raytide.demo.view import View
-from raytide.sdk.client import Tide
+from raytide.sdk.client import Client
 
 NAME = "demo"
 TITLES = ["start a cluster", "build a dataset", "train on spot nodes", "serve the model", "load", "calm", "shut down"]
@@ -70,7 +70,7 @@ def _live(view: View, folder: Path, report: Report, *, keep: bool) -> str:
     with view.stage("start a cluster") as say:
         started = local.up(None, name=NAME, owner=None if keep else Process.of(os.getpid()))
         say(f"API {started.api_url}")
-    tide = Tide(Client.from_run_dir(started.run_dir))
+    tide = Client(ApiClient.from_run_dir(started.run_dir))
     finished = False
     try:
         with view.stage("build a dataset") as say:

@@ -14,7 +14,7 @@ from raytide.demo import specs
 from raytide.demo.load import LoadReport, send
 from raytide.demo.report import Report
 from raytide.demo.view import Say
-from raytide.sdk.client import Tide
+from raytide.sdk.client import Client
 from raytide.sdk.endpoint import EndpointHandle
 from raytide.sdk.job_run import Run, explain
 
@@ -25,7 +25,7 @@ _STAGE_TIMEOUT_S = 600.0
 _MOST_WAVES = 6
 
 
-def build_dataset(tide: Tide, out: Path, say: Say, report: Report) -> None:
+def build_dataset(tide: Client, out: Path, say: Say, report: Report) -> None:
     run = tide.data(specs.data(out))
     for view in run.watch(timeout_s=_STAGE_TIMEOUT_S):
         progress = view.job.progress
@@ -37,7 +37,7 @@ def build_dataset(tide: Tide, out: Path, say: Say, report: Report) -> None:
     say(f"{report.documents:,} documents, {report.tokens:,} tokens")
 
 
-def train(tide: Tide, run_dir: Path, out: Path, say: Say, report: Report) -> str:
+def train(tide: Client, run_dir: Path, out: Path, say: Say, report: Report) -> str:
     """Train, and take one node away once a third of the steps is done. Returns the exported model's directory."""
     spec = specs.train(out)
     run = tide.train(spec)
@@ -65,7 +65,7 @@ def train(tide: Tide, run_dir: Path, out: Path, say: Say, report: Report) -> str
     return run.output()
 
 
-def start_endpoint(tide: Tide, model: str, say: Say) -> EndpointHandle:
+def start_endpoint(tide: Client, model: str, say: Say) -> EndpointHandle:
     handle = tide.serve(specs.serve(model))
     for status in handle.watch(timeout_s=_STAGE_TIMEOUT_S):
         say(status.waiting.reason if status.waiting else "loading the model")
@@ -73,7 +73,7 @@ def start_endpoint(tide: Tide, model: str, say: Say) -> EndpointHandle:
     return handle
 
 
-def load(tide: Tide, handle: EndpointHandle, say: Say, report: Report) -> None:
+def load(tide: Client, handle: EndpointHandle, say: Say, report: Report) -> None:
     """Waves of concurrent streams until the replicas have followed; the last wave is the one that is reported."""
     for wave in range(1, _MOST_WAVES + 1):
         report.load = _watched_wave(tide, handle, say, report, wave)
@@ -82,7 +82,7 @@ def load(tide: Tide, handle: EndpointHandle, say: Say, report: Report) -> None:
     say(f"{CONCURRENCY} streams, {report.load.tokens_per_s if report.load else 0:,.0f} tokens/s")
 
 
-def calm(tide: Tide, handle: EndpointHandle, say: Say, report: Report) -> None:
+def calm(tide: Client, handle: EndpointHandle, say: Say, report: Report) -> None:
     """Without load the replicas and their nodes go away again, down to the minimum."""
     deadline = time.monotonic() + _STAGE_TIMEOUT_S
     while time.monotonic() < deadline:
@@ -94,7 +94,7 @@ def calm(tide: Tide, handle: EndpointHandle, say: Say, report: Report) -> None:
         time.sleep(_POLL_S)
 
 
-def _watched_wave(tide: Tide, handle: EndpointHandle, say: Say, report: Report, wave: int) -> LoadReport:
+def _watched_wave(tide: Client, handle: EndpointHandle, say: Say, report: Report, wave: int) -> LoadReport:
     done: list[LoadReport | Exception] = []
 
     def users() -> None:
@@ -117,7 +117,7 @@ def _watched_wave(tide: Tide, handle: EndpointHandle, say: Say, report: Report, 
     return done[0]
 
 
-def _serving_nodes(tide: Tide) -> int:
+def _serving_nodes(tide: Client) -> int:
     """Ready on-demand nodes: while nothing else runs, all of them are there for replicas."""
     return sum(1 for node in tide.status().nodes if node.state is NodeState.READY and node.market == "on-demand")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from raytide.control.client import Client
+from raytide.control.client import ApiClient
 from raytide.control.views import ClusterStatus, CostReport, JobView
 from raytide.core.config import Config, load_yaml
 from raytide.core.errors import UsageError
@@ -39,10 +39,10 @@ SpecSource = Mapping[str, object] | str | Path
 """A spec as a mapping, or the path of a YAML file that holds one."""
 
 
-class Tide:
+class Client:
     """One cluster, seen by one user. A context manager: leaving it ends a cluster that `rt.local()` started."""
 
-    def __init__(self, client: Client, *, on_exit: Callable[[], object] | None = None) -> None:
+    def __init__(self, client: ApiClient, *, on_exit: Callable[[], object] | None = None) -> None:
         self.client = client
         self._on_exit = on_exit
 
@@ -227,7 +227,7 @@ class Tide:
             self._on_exit()
             self._on_exit = None
 
-    def __enter__(self) -> Tide:
+    def __enter__(self) -> Client:
         return self
 
     def __exit__(
@@ -259,15 +259,15 @@ class Tide:
         return self.client.submit(JobSpec.parse(fields, where=name))
 
 
-def connect(cluster: str | None = None) -> Tide:
+def connect(cluster: str | None = None) -> Client:
     """The cluster of that name on this machine, or the one that RAYTIDE_API and RAYTIDE_TOKEN name.
 
     Also for drivers under `ray job submit`, which run on the head of the cluster.
     """
-    return Tide(Client.find(cluster))
+    return Client(ApiClient.find(cluster))
 
 
-def local(config: str | Path | None = None, *, name: str = "local") -> Tide:
+def local(config: str | Path | None = None, *, name: str = "local") -> Client:
     """Start an embedded cluster on this machine. Leaving the `with` block ends it, and so do `.close()` and the end of
     this process.
     """
@@ -275,7 +275,7 @@ def local(config: str | Path | None = None, *, name: str = "local") -> Tide:
     from raytide.core.io.process import Process
 
     started = cluster.up(config, name=name, owner=Process.of(os.getpid()))
-    return Tide(Client.from_run_dir(started.run_dir), on_exit=lambda: cluster.down(name))
+    return Client(ApiClient.from_run_dir(started.run_dir), on_exit=lambda: cluster.down(name))
 
 
 def _team_of(spec: TrainSpec | DataSpec) -> str | None:

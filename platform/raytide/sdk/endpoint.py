@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from raytide.control.client import Client
+from raytide.control.client import ApiClient
 from raytide.control.views import EndpointStatus
 from raytide.control.wire import to_json
 from raytide.core.errors import EngineError, WaitTimeoutError
@@ -22,7 +22,7 @@ _POLL_S = 0.3
 class EndpointHandle:
     """An endpoint as last seen; `refresh` and `wait` look again."""
 
-    def __init__(self, client: Client, status: EndpointStatus) -> None:
+    def __init__(self, client: ApiClient, status: EndpointStatus) -> None:
         self._client = client
         self.status = status
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Self, TypeVar
 
-from raytide.control.client import Client
+from raytide.control.client import ApiClient
 from raytide.control.views import JobView, LogPart, WhyView
 from raytide.control.wire import to_json
 from raytide.core.bounds import printable
@@ -25,7 +25,7 @@ T = TypeVar("T")
 class Run:
     """A job as last seen; `refresh`, `wait` and `watch` look again."""
 
-    def __init__(self, client: Client, view: JobView) -> None:
+    def __init__(self, client: ApiClient, view: JobView) -> None:
         self._client = client
         self.view = view
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from raytide.actors.trainer.run_log import history, plot
 from raytide.actors.trainer.types import RunResult
-from raytide.control.client import Client
+from raytide.control.client import ApiClient
 from raytide.control.views import JobView
 from raytide.core.objects.job import JobKind
 from raytide.sdk.job_run import Run
@@ -68,6 +68,6 @@ class TrainRun(Run):
         return super()._repr_html_() + (str(self.plot()) if "step" in self.progress else "")
 
 
-def run_of(client: Client, view: JobView) -> Run:
+def run_of(client: ApiClient, view: JobView) -> Run:
     """The handle that a job's kind calls for."""
     return TrainRun(client, view) if view.job.spec.kind is JobKind.TRAIN else Run(client, view)

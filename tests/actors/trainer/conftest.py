@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import multiprocessing.util
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,12 @@ from raytide.core.specs.model import ModelSpec
 from raytide.core.specs.train import OptimSpec, TrainSpec
 
 VOCAB = 96
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _short_socket_paths() -> None:
+    """The forkserver's socket lies where temporary files do when it is first used, and some tests move these."""
+    multiprocessing.util.get_temp_dir()
 
 
 @pytest.fixture(autouse=True)

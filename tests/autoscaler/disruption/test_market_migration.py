@@ -8,7 +8,7 @@ import pytest
 from tests.autoscaler.deadlines.deadline_world import SOLID, SPOT, Story
 
 from raytide.autoscaler.planner import plan
-from raytide.control.reconcile.decide import of_judged
+from raytide.control.reconcile.decide import decide_constrained
 from raytide.core.objects.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
 from raytide.core.objects.job import Job, JobKind, JobSpec, JobState
 from raytide.core.objects.node import MARKET_LABEL, CapacityType, Node, NodeState, NodeType
@@ -98,10 +98,12 @@ def test_who_holds_a_shape_of_spot_alone_starts_again_as_another_when_there_is_r
         NOW_S, types, (view(1, SPOT, 0.0),), (mine,), (replace(lease(1, 1), shape=spot),),
         stances={"job-1": TO_SOLID}, next_node=9,
     )  # fmt: skip
-    found = [action for action in of_judged(seen).actions if isinstance(action, Preempt)]
+    found = [action for action in decide_constrained(seen).actions if isinstance(action, Preempt)]
     assert len(found) == goes
     assert all("moves: 1.0 h of work; it starts again as 2 x (0.5 GPU" in action.reason for action in found)
-    assert not any(isinstance(a, Preempt) for a in of_judged(replace(seen, stances={"job-1": TO_SPOT})).actions)
+    assert not any(
+        isinstance(a, Preempt) for a in decide_constrained(replace(seen, stances={"job-1": TO_SPOT})).actions
+    )
 
 
 @pytest.mark.parametrize(
@@ -118,9 +120,9 @@ def test_nobody_leaves_spot_for_a_shape_that_his_budget_or_quota_refuses(
         (replace(lease(1, 1), shape=spot),), stances={"job-1": TO_SOLID}, next_node=9, spent={"job-1": 999_000},
         teams=(Team("a", team),),
     )  # fmt: skip
-    assert [action for action in of_judged(seen).actions if isinstance(action, Preempt)] == []
+    assert [action for action in decide_constrained(seen).actions if isinstance(action, Preempt)] == []
     rich = replace(seen, spent={}, teams=(Team("a", team.model_copy(update={"quota": {"GPU": 2.0}})),))
-    assert [type(a) for a in of_judged(rich).actions if isinstance(a, Preempt)] == [Preempt]
+    assert [type(a) for a in decide_constrained(rich).actions if isinstance(a, Preempt)] == [Preempt]
 
 
 def test_who_is_late_stays_where_he_is() -> None:
@@ -142,9 +144,11 @@ def test_nobody_is_admitted_to_a_replacement() -> None:
     views = view(1, SPOT, 0.0), view(2, SOLID, 1.0, "move node-1", NodeState.LAUNCHING)
     few = SOLID.model_copy(update={"max_nodes": 1}), SPOT.model_copy(update={"max_nodes": 1})
     seen = Snapshot(NOW_S, few, views, (job(1), queued), (lease(1, 1),), stances={"job-1": TO_SOLID}, next_node=9)
-    assert [action.constraint for action in of_judged(seen).actions if isinstance(action, Wait)] == ["capacity"]
+    assert [action.constraint for action in decide_constrained(seen).actions if isinstance(action, Wait)] == [
+        "capacity"
+    ]
     free = replace(seen, leases=(), jobs=(queued,), nodes=views[1:])
-    assert any(isinstance(action, Admit) for action in of_judged(free).actions)
+    assert any(isinstance(action, Admit) for action in decide_constrained(free).actions)
 
 
 def test_a_gang_works_on_until_all_its_nodes_have_a_replacement_that_is_ready() -> None:

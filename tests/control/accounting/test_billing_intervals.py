@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytide.autoscaler.providers.base import Machine
-from raytide.control.accounting.billing_intervals import keep_books
+from raytide.control.accounting.billing_intervals import update_intervals
 from raytide.control.accounting.final_accounting import close_books
 from raytide.core.money import to_us
 from raytide.core.objects.ledger_entry import Entry, EntryKind, OpenInterval, Share
@@ -26,7 +26,7 @@ def test_a_node_that_the_provider_forgot_is_closed_at_its_end_and_costs_no_more(
         "node-1", "cpu", "a", CapacityType.SPOT, 3600 * S, NodeState.GONE, 0.0, started_at_s=1.0, ended_at_s=11.0
     )
     interval = OpenInterval("node-1", 3600 * S, 1 * S, 4 * S, IDLE)
-    booking = keep_books({"node-1": node}, {}, {"node-1": interval}, {}, lambda *_: (), 99 * S)
+    booking = update_intervals({"node-1": node}, {}, {"node-1": interval}, {}, lambda *_: (), 99 * S)
     assert booking.closed == ("node-1",)
     assert [(e.from_us, e.to_us, e.amount_micro_usd) for e in booking.entries] == [(4 * S, 11 * S, 7 * S)]
 
@@ -34,7 +34,7 @@ def test_a_node_that_the_provider_forgot_is_closed_at_its_end_and_costs_no_more(
 def test_a_node_that_the_provider_does_not_list_yet_is_left_open() -> None:
     node = Node("node-1", "cpu", "a", CapacityType.SPOT, 3600 * S, NodeState.READY, 0.0, started_at_s=1.0)
     interval = OpenInterval("node-1", 3600 * S, 1 * S, 4 * S, IDLE)
-    booking = keep_books({"node-1": node}, {}, {"node-1": interval}, {}, lambda *_: (), 99 * S)
+    booking = update_intervals({"node-1": node}, {}, {"node-1": interval}, {}, lambda *_: (), 99 * S)
     assert (booking.entries, booking.intervals, booking.closed) == ((), (), ())
 
 
@@ -59,7 +59,7 @@ def test_a_machine_whose_price_changes_is_booked_each_time_at_its_price_and_in_s
             )
             due.pop(0)
         before = {"node-1": interval} if interval is not None else {}
-        booking = keep_books(
+        booking = update_intervals(
             {"node-1": node}, {"node-1": machine}, before, {"node-1": IDLE}, lambda *_: (), to_us(now_s)
         )
         entries += booking.entries
@@ -69,7 +69,9 @@ def test_a_machine_whose_price_changes_is_booked_each_time_at_its_price_and_in_s
     end_s = max(5.0, now_s + 1.0 - early_s)
     gone, ended = replace(node, state=NodeState.GONE, ended_at_s=end_s), replace(machine, ended_at_s=end_s)
     late = [entry for entry in entries if entry.to_us > to_us(end_s)]
-    last = keep_books({"node-1": gone}, {"node-1": ended}, {"node-1": interval}, {}, lambda *_: late, to_us(now_s + 1))
+    last = update_intervals(
+        {"node-1": gone}, {"node-1": ended}, {"node-1": interval}, {}, lambda *_: late, to_us(now_s + 1)
+    )
     assert [entry.from_us for entry in entries[1:]] == [entry.to_us for entry in entries[:-1]]
     entries += last.entries
     assert sum(entry.amount_micro_usd for entry in entries) == bill(ended)

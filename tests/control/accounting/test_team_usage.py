@@ -13,10 +13,10 @@ from fastapi.testclient import TestClient
 from tests.control.conftest import NoMachines
 from tests.jobs.cluster import Cluster, gpus, spec, team
 
-from raytide.control.accounting.team_usage import limits, recent_gpu_s, used_lately, uses, with_accounts
+from raytide.control.accounting.team_usage import limits, recent_gpu_s, used_lately, uses, with_team_usage
 from raytide.control.api.auth import Tokens
 from raytide.control.api.routes import create_app
-from raytide.control.api.services.service import Desk
+from raytide.control.api.services.service import ApiService
 from raytide.control.views import Live, Waiting
 from raytide.control.wire import to_json
 from raytide.core.clock import VirtualClock
@@ -42,7 +42,7 @@ def client(tmp_path: Path, store: Store) -> Iterator[TestClient]:
         "bob": {"user": "bob", "team": "red"},
     }
     (tmp_path / "tokens.json").write_text(json.dumps(tokens))
-    desk = Desk(
+    desk = ApiService(
         store=store,
         config=configured(red=TeamSpec(quota={"CPU": 2.0})),
         bill=NoMachines(),
@@ -138,7 +138,7 @@ def test_limits_are_set_by_whoever_sees_all_and_hold_at_once(client: TestClient,
         assert client.patch("/v1/teams/red", json=odd, headers=as_("root")).status_code == 400, odd
     (shown,) = client.get("/v1/teams", headers=as_("bob")).json()
     assert (shown["name"], shown["given"]) == ("red", ["budget", "quota", "weight"])
-    snapshot = with_accounts(
+    snapshot = with_team_usage(
         Snapshot(NOW_S, ()), configured(red=TeamSpec()), store.load().teams, Spent(teams_month={"red": 9})
     )
     red = next(team for team in snapshot.teams if team.name == "red")
@@ -159,7 +159,7 @@ def test_the_file_holds_for_all_that_was_not_set_and_again_after_a_reset(client:
 def test_limits_stored_under_another_tree_close_no_circle() -> None:
     stored = [StoredTeam(name, {"parent": above, "quota": {"GPU": 4.0}}) for name, above in (("b", "a"), ("c", "d"))]
     now = configured(b=TeamSpec(), a=TeamSpec(parent="b", quota={"GPU": 2.0}))
-    c = Cluster(teams=with_accounts(Snapshot(NOW_S, ()), now, stored, Spent()).teams)
+    c = Cluster(teams=with_team_usage(Snapshot(NOW_S, ()), now, stored, Spent()).teams)
     assert [(team.name, team.spec.parent) for team in c.teams] == [("a", "b"), ("b", ""), ("default", "")]
     c.submit(gpus(1), team="a")
     c.step()

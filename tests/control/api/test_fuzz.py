@@ -19,7 +19,7 @@ from tests.control.conftest import NoMachines
 
 from raytide.control.api.auth import Tokens
 from raytide.control.api.routes import create_app
-from raytide.control.api.services.service import Desk
+from raytide.control.api.services.service import ApiService
 from raytide.core.clock import VirtualClock
 from raytide.core.objects.cluster_config import load_cluster
 from raytide.core.state import Store
@@ -59,7 +59,7 @@ NUMBERS = (
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
     folder = tmp_path_factory.mktemp("fuzz")
     store = Store.open(f"sqlite:///{folder}/state.db")
-    desk = Desk(
+    desk = ApiService(
         store=store,
         config=load_cluster(LOCAL),
         bill=NoMachines(),

@@ -18,7 +18,7 @@ from tests.control.conftest import NoMachines
 
 from raytide.control.api.auth import JobTokens, Tokens
 from raytide.control.api.routes import create_app
-from raytide.control.api.services.service import Desk
+from raytide.control.api.services.service import ApiService
 from raytide.control.job_tokens import token_of
 from raytide.control.views import Live
 from raytide.control.wire import to_json
@@ -60,8 +60,8 @@ def clock() -> VirtualClock:
 
 
 @pytest.fixture
-def desk(tmp_path: Path, store: Store, clock: VirtualClock) -> Desk:
-    return Desk(
+def desk(tmp_path: Path, store: Store, clock: VirtualClock) -> ApiService:
+    return ApiService(
         store=store,
         config=load_cluster(LOCAL),
         bill=NoMachines(),
@@ -75,7 +75,7 @@ def desk(tmp_path: Path, store: Store, clock: VirtualClock) -> Desk:
 
 
 @pytest.fixture
-def client(tmp_path: Path, desk: Desk) -> Iterator[TestClient]:
+def client(tmp_path: Path, desk: ApiService) -> Iterator[TestClient]:
     tokens = {
         "secret": {"user": "ana", "team": "default"},
         "other": {"user": "bob", "team": "research"},
@@ -124,7 +124,7 @@ class TestTokensOfJobs:
             store.submit_job(JobSpec.parse({**GANG, "team": team}, where="job"), user, 1000.0)
 
     @pytest.fixture
-    def asked(self, jobs: None, tmp_path: Path, store: Store, desk: Desk) -> Iterator[TestClient]:
+    def asked(self, jobs: None, tmp_path: Path, store: Store, desk: ApiService) -> Iterator[TestClient]:
         (tmp_path / "tokens.json").write_text("{}")
         tokens = Tokens(tmp_path / "tokens.json", JobTokens(self.KEY, store))
         with TestClient(create_app(desk, tokens)) as client:
@@ -226,7 +226,7 @@ class TestJobs:
             store.commit(Changes(1000.0, jobs=(job,), leases=(lease,)))
             assert (client.get("/v1/jobs/job-1").json()["waiting"] is not None) == is_shown, states
 
-    def test_what_names_no_team_is_its_tokens(self, client: TestClient, desk: Desk) -> None:
+    def test_what_names_no_team_is_its_tokens(self, client: TestClient, desk: ApiService) -> None:
         desk.accounts._config.settings.teams["research"] = TeamSpec()
         for token, team in (("secret", "default"), ("other", "research"), ("root", "default")):
             body = {name: value for name, value in GANG.items() if name != "team"}
@@ -239,7 +239,7 @@ class TestJobs:
         ids = {client.post("/v1/jobs", json=GANG, params={"key": "k"}).json()["job"]["id"] for _ in range(3)}
         assert ids == {"job-1"}
 
-    def test_a_key_is_its_team_s_and_goes_with_what_was_asked_for(self, client: TestClient, desk: Desk) -> None:
+    def test_a_key_is_its_team_s_and_goes_with_what_was_asked_for(self, client: TestClient, desk: ApiService) -> None:
         desk.accounts._config.settings.teams["research"] = TeamSpec()
 
         def submit(body: dict[str, object], token: str = "secret", key: str = "k") -> httpx.Response:
@@ -329,7 +329,7 @@ class TestJobs:
         new = upload(b"new")
         assert {path.stem for path in (tmp_path / "packages").iterdir()} == {used, new}
 
-    def test_an_upload_that_is_broken_off_leaves_nothing(self, desk: Desk, tmp_path: Path) -> None:
+    def test_an_upload_that_is_broken_off_leaves_nothing(self, desk: ApiService, tmp_path: Path) -> None:
         (tmp_path / "tokens.json").write_text(json.dumps({"secret": {"user": "ana", "team": "default"}}))
         (tmp_path / "tokens.json").chmod(0o600)
         sent: list[Message] = [{"type": "http.request", "body": b"PK", "more_body": True}, {"type": "http.disconnect"}]
@@ -348,7 +348,7 @@ class TestJobs:
         assert sent == [] and list((tmp_path / "packages").iterdir()) == []
 
     def test_a_driver_that_hangs_up_has_a_moment_to_ask_again(
-        self, client: TestClient, clock: VirtualClock, desk: Desk, store: Store
+        self, client: TestClient, clock: VirtualClock, desk: ApiService, store: Store
     ) -> None:
         job = client.post("/v1/jobs", json=GANG).json()["job"]["id"]
         client.get(f"/v1/jobs/{job}/lease")
@@ -545,7 +545,7 @@ class TestCluster:
         assert client.get("/v1/cost").json()["billed_micro_usd"] == 0
 
 
-def test_a_broken_token_file_changes_nothing_until_it_is_whole_again(tmp_path: Path, desk: Desk) -> None:
+def test_a_broken_token_file_changes_nothing_until_it_is_whole_again(tmp_path: Path, desk: ApiService) -> None:
     file = tmp_path / "tokens.json"
     with TestClient(create_app(desk, Tokens(file)), raise_server_exceptions=False) as http:
 

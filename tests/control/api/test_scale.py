@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from tests.control.conftest import NoMachines
 
 from raytide.control.api.auth import Caller
-from raytide.control.api.services.service import Desk
+from raytide.control.api.services.service import ApiService
 from raytide.control.views import Live
 from raytide.control.wire import to_json
 from raytide.core.clock import VirtualClock
@@ -54,11 +54,11 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
 
 
 @pytest.fixture
-def desk(store: Store, tmp_path: Path) -> Desk:
+def desk(store: Store, tmp_path: Path) -> ApiService:
     live = tmp_path / "live.json"
     queue = tuple(f"job-{number}" for number in range(DONE + 1, DONE + QUEUED + 1))
     live.write_text(json.dumps(to_json(Live(9.0, queue=queue))))
-    return Desk(
+    return ApiService(
         store=store,
         config=load_cluster(LOCAL),
         bill=NoMachines(),
@@ -103,7 +103,7 @@ def counted(store: Store) -> Iterator[Reads]:
             sa.event.remove(engine, name, listener)
 
 
-def test_one_job_among_ten_thousand_is_shown_with_its_place_in_a_few_rows(desk: Desk, store: Store) -> None:
+def test_one_job_among_ten_thousand_is_shown_with_its_place_in_a_few_rows(desk: ApiService, store: Store) -> None:
     with counted(store) as reads:
         view = desk.job(f"job-{DONE + 7}", ANA)
     assert view.position == 7
@@ -111,7 +111,9 @@ def test_one_job_among_ten_thousand_is_shown_with_its_place_in_a_few_rows(desk: 
     assert 0 < reads.statements <= 6
 
 
-def test_a_page_of_jobs_reads_as_often_as_one_job_and_no_more_rows_than_it_shows(desk: Desk, store: Store) -> None:
+def test_a_page_of_jobs_reads_as_often_as_one_job_and_no_more_rows_than_it_shows(
+    desk: ApiService, store: Store
+) -> None:
     with counted(store) as one:
         assert len(desk.jobs(ANA, 1, QUEUED)) == 1
     with counted(store) as page:
@@ -122,7 +124,7 @@ def test_a_page_of_jobs_reads_as_often_as_one_job_and_no_more_rows_than_it_shows
     assert page.rows <= 5 * 100
 
 
-def test_the_status_counts_jobs_without_reading_them(desk: Desk, store: Store) -> None:
+def test_the_status_counts_jobs_without_reading_them(desk: ApiService, store: Store) -> None:
     with counted(store) as reads:
         status = desk.status(Caller("root", "*"))
     assert status.jobs == {"queued": QUEUED, "succeeded": DONE}
@@ -130,7 +132,7 @@ def test_the_status_counts_jobs_without_reading_them(desk: Desk, store: Store) -
     assert 0 < reads.rows <= 10
 
 
-def test_metrics_count_jobs_without_reading_them(desk: Desk, store: Store) -> None:
+def test_metrics_count_jobs_without_reading_them(desk: ApiService, store: Store) -> None:
     with counted(store) as reads:
         text = desk.metrics().decode()
     assert f'raytide_jobs{{kind="gang",state="queued",team="default"}} {QUEUED}.0' in text

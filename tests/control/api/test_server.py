@@ -13,7 +13,7 @@ from tests.control.api.test_routes import clock, desk
 from raytide.control.api import server as module
 from raytide.control.api.auth import Tokens
 from raytide.control.api.routes import create_app
-from raytide.control.api.services.service import Desk
+from raytide.control.api.services.service import ApiService
 
 __all__ = ["clock", "desk"]
 
@@ -21,7 +21,7 @@ GET = b"GET /health HTTP/1.1\r\nHost: api\r\n"
 
 
 @pytest.fixture
-def port(desk: Desk, tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+def port(desk: ApiService, tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     monkeypatch.setattr(module, "HEAD_S", 0.3)
     monkeypatch.setattr(module, "MOST_HEADLESS", 4)
     (desk._live_path.parent / "tokens.json").write_text('{"secret": {"user": "ana", "team": "default"}}')

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raytide.control.api.services.submission_rate import BURST_BYTES, BYTES_PER_H, Intake
+from raytide.control.api.services.submission_rate import BURST_BYTES, BYTES_PER_H, SubmissionRate
 from raytide.core.errors import QuotaError
 from raytide.core.objects.job import JobSpec
 
@@ -15,7 +15,7 @@ def spec(team: str, *, chars: int = 0, members: int = 1) -> JobSpec:
     return JobSpec.parse(fields, where="job")
 
 
-def fill(intake: Intake, large: dict[str, int]) -> tuple[int, QuotaError]:
+def fill(intake: SubmissionRate, large: dict[str, int]) -> tuple[int, QuotaError]:
     """How many are taken, and how the next one is refused."""
     for taken in range(10_000):
         try:
@@ -28,7 +28,7 @@ def fill(intake: Intake, large: dict[str, int]) -> tuple[int, QuotaError]:
 @pytest.mark.parametrize("large", [{"chars": 60_000}, {"members": 4096}])
 def test_a_burst_is_taken_then_as_much_as_time_brings(large: dict[str, int]) -> None:
     now_s = 0.0
-    intake = Intake(lambda: now_s)
+    intake = SubmissionRate(lambda: now_s)
     taken, refused = fill(intake, large)
     assert 50 < taken < 2000
     assert "Try again in" in refused.hint
@@ -39,6 +39,6 @@ def test_a_burst_is_taken_then_as_much_as_time_brings(large: dict[str, int]) -> 
 
 
 def test_a_sweep_of_a_thousand_usual_jobs_is_no_burst() -> None:
-    intake = Intake(lambda: 0.0)
+    intake = SubmissionRate(lambda: 0.0)
     for _ in range(1000):
         intake.take(spec("ana", chars=2000, members=8))

@@ -73,7 +73,7 @@ def test_a_container_ends_with_its_supervisor_and_takes_the_children_along(clust
     start(cluster, "controller", 1000.0)
     start(cluster, "supervisor", 0.1)
     try:
-        cloud_head.stay(cluster)
+        cloud_head.run_foreground(cluster)
     finally:
         signal.signal(signal.SIGTERM, before)
     assert not cluster.is_alive("controller")

@@ -25,7 +25,7 @@ import yaml
 from tests.autoscaler.providers.notices.metadata_server import MetadataServer
 
 from raytide.control.bootstrap.loopback import ANY, claim
-from raytide.control.client import Client
+from raytide.control.client import ApiClient
 from raytide.core.io.process import kill_marked
 
 pytestmark = pytest.mark.cluster
@@ -129,7 +129,7 @@ def test_up_brings_a_head_that_buys_sets_up_drains_on_notice_and_ends_its_nodes(
 
     assert raytide("up", str(file)) == {"name": "tide", "head": f"127.0.{k}.1"}
     home = tmp_path / f"127.0.{k}.1" / ".raytide"
-    client = Client.from_run_dir(home / "clusters" / "tide")
+    client = ApiClient.from_run_dir(home / "clusters" / "tide")
 
     def states() -> dict[str, str]:
         return {node.id: str(node.state) for node in client.status().nodes}

@@ -3,12 +3,12 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from raytide.control.reconcile.api_probe import Door
+from raytide.control.reconcile.api_probe import ApiProbe
 
 
 def test_the_door_is_open_while_the_api_answers() -> None:
     codes = [200, 503, 200]
-    door = Door("http://127.0.9.1:7400")
+    door = ApiProbe("http://127.0.9.1:7400")
     transport = httpx.MockTransport(lambda request: httpx.Response(codes.pop(0)))
     door._http = httpx.Client(base_url="http://127.0.9.1:7400", transport=transport)
     assert door.is_open()

@@ -8,8 +8,8 @@ from typing import Any, cast
 from raytide.actors.gang.group import GroupKey, PlacementGroupInfo
 from raytide.autoscaler.providers.base import Machine
 from raytide.control.reconcile.apply import Outcome, apply
-from raytide.control.reconcile.observation import Sources, World, look
-from raytide.control.reconcile.records import Book
+from raytide.control.reconcile.observation import Observation, Sources, observe
+from raytide.control.reconcile.records import ClusterRecords
 from raytide.core.errors import ProviderError
 from raytide.core.objects.node import CapacityType, Node, NodeState, NodeType
 from raytide.core.objects.plan import Drain, Plan
@@ -26,7 +26,7 @@ NODE = Node(
     requested_at_s=1.0,
 )
 MACHINE = Machine("node-2", "cpu", "a", started_at_s=2.0, price_micro_usd_h=1)
-SILENT = World(None, (), None, (), None, None, {})
+SILENT = Observation(None, (), None, (), None, None, {})
 
 
 @dataclass
@@ -50,9 +50,9 @@ class Outside:
         return [call[0] for call in self.calls]
 
 
-def done(outside: Outside, world: World, *nodes: Node, actions: tuple[Drain, ...] = ()) -> Outcome:
+def done(outside: Outside, world: Observation, *nodes: Node, actions: tuple[Drain, ...] = ()) -> Outcome:
     sources = Sources(*cast(Any, [outside] * 7))
-    book = Book(nodes={node.id: node for node in nodes})
+    book = ClusterRecords(nodes={node.id: node for node in nodes})
     return apply(book, Plan(1000.0, actions), world, sources, {"cpu": CPU}, 1000.0)
 
 
@@ -127,7 +127,7 @@ def test_silence_of_a_source_leads_to_no_deed_for_it() -> None:
 
 def test_a_source_that_does_not_answer_is_unknown_and_named_while_the_others_are_heard() -> None:
     outside = Outside(broken={"nodes": TimeoutError("no answer"), "loads": TimeoutError("busy")})
-    world = look(Sources(*cast(Any, [outside] * 7)), endpoints=("m", "n"), with_drivers=False, with_gangs=False)
+    world = observe(Sources(*cast(Any, [outside] * 7)), endpoints=("m", "n"), with_drivers=False, with_gangs=False)
     assert world.ray_nodes is None
     assert world.machines is not None
     assert world.drivers == {}
@@ -138,8 +138,8 @@ def test_a_source_that_does_not_answer_is_unknown_and_named_while_the_others_are
 def test_half_an_answer_of_ray_is_none_and_names_outlast_a_provider_that_is_silent() -> None:
     outside = Outside(broken={"demand": TimeoutError("no answer"), "machines": TimeoutError("busy")})
     sources = Sources(*cast(Any, [outside] * 7))
-    world = look(sources, endpoints=(), with_drivers=False, with_gangs=False, names={"pod-1": "node-1"})
+    world = observe(sources, endpoints=(), with_drivers=False, with_gangs=False, names={"pod-1": "node-1"})
     assert world.ray_nodes is None
     assert world.names == {"pod-1": "node-1"}
     del outside.broken["machines"]
-    assert look(sources, endpoints=(), with_drivers=False, with_gangs=False, names={"pod-1": "node-1"}).names == {}
+    assert observe(sources, endpoints=(), with_drivers=False, with_gangs=False, names={"pod-1": "node-1"}).names == {}

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.control.test_controller import TICK_S, Loop
 
-from raytide.control.reconcile.driver_silence import HUNG_UP_S, Silence, hung_up
+from raytide.control.reconcile.driver_silence import HUNG_UP_S, DriverSilence, hung_up
 from raytide.core.clock import SteadyClock
 from raytide.core.objects.endpoint import Replicas, ServeSpec
 from raytide.core.objects.gang import GangSpec, Shape
@@ -144,7 +144,7 @@ def gang(heartbeat_at_s: float | None, timeout_s: float = 10.0) -> Job:
 
 
 def test_silence_is_counted_from_when_the_last_heartbeat_changed() -> None:
-    silence, job = Silence(), gang(None)
+    silence, job = DriverSilence(), gang(None)
     assert silence.observe([job], 100.0) == {"job-1": 0.0}
     assert silence.observe([job], 101.0) == {"job-1": 1.0}
     job = replace(job, heartbeat_at_s=-5e9)  # whatever it is: there was none before
@@ -155,7 +155,7 @@ def test_silence_is_counted_from_when_the_last_heartbeat_changed() -> None:
 
 
 def test_a_driver_that_hung_up_has_a_moment_left() -> None:
-    silence, job = Silence(), gang(100.0)
+    silence, job = DriverSilence(), gang(100.0)
     silence.observe([job], 100.0)
     gone = replace(job, heartbeat_at_s=hung_up(100.0, 100.5, 10.0))
     assert silence.observe([gone], 100.5)["job-1"] == 10.0 - HUNG_UP_S
@@ -168,7 +168,7 @@ def test_whoever_beats_between_any_two_looks_is_never_silent_for_long(
     looks: list[tuple[float, bool]], timeout_s: float
 ) -> None:
     """However the clocks of controller and API go."""
-    silence, job = Silence(), gang(0.0, timeout_s)
+    silence, job = DriverSilence(), gang(0.0, timeout_s)
     now_s, since_beat = 0.0, 0
     for passed_s, beats in looks:
         now_s += passed_s

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from raytide.autoscaler.nodes.instances import UNASKED
-from raytide.control.reconcile.decision_inputs import SPEND_PERIOD_S, Outlook
+from raytide.control.reconcile.decision_inputs import SPEND_PERIOD_S, DecisionInputs
 from raytide.core.objects.cluster_config import ClusterConfig, LimitsSection, RaytideSection
 from raytide.core.objects.ledger_entry import Spent
 from raytide.core.objects.node import CapacityType, Node, NodeState, NodeType
@@ -40,9 +40,9 @@ class Books:
         return ()
 
 
-def outlook(books: Books, **limits: float) -> Outlook:
+def outlook(books: Books, **limits: float) -> DecisionInputs:
     settings = RaytideSection(node_types={}, limits=LimitsSection.model_validate(limits))
-    return Outlook(cast(Any, books), ClusterConfig(name="c", node_types=(SPOT,), settings=settings), NOW_S)
+    return DecisionInputs(cast(Any, books), ClusterConfig(name="c", node_types=(SPOT,), settings=settings), NOW_S)
 
 
 def seen(at_s: float = NOW_S) -> Snapshot:

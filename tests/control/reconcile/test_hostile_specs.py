@@ -19,8 +19,8 @@ from tests.control.test_controller import CONFIG, Loop
 from raytide.actors.serving.metrics import ServingMetrics  # noqa: F401  # loaded before memory is measured
 from raytide.control.api.auth import Tokens
 from raytide.control.api.routes import create_app
-from raytide.control.api.services.service import Desk
-from raytide.control.api.services.submission_rate import Intake
+from raytide.control.api.services.service import ApiService
+from raytide.control.api.services.submission_rate import SubmissionRate
 from raytide.core import bounds
 from raytide.core.objects.endpoint import EndpointState
 from raytide.core.objects.job import JobState
@@ -46,7 +46,7 @@ class Attack:
         teams = {"default": TeamSpec(), "evil": TeamSpec()}
         config = CONFIG.model_copy(update={"settings": CONFIG.settings.model_copy(update={"teams": teams})})
         self.loop.controller._config = config
-        desk = Desk(
+        desk = ApiService(
             store=self.loop.store,
             config=config,
             bill=NoMachines(),
@@ -57,7 +57,7 @@ class Attack:
             ray_url="http://127.0.9.1:8265",
             ray_environment={},
         )
-        desk._intake = Intake(count(0.0, 3600.0).__next__)  # an hour between any two submissions
+        desk._intake = SubmissionRate(count(0.0, 3600.0).__next__)  # an hour between any two submissions
         tokens = {"evil": {"user": "eve", "team": "evil"}, "root": {"user": "root", "team": "*"}}
         (folder / "tokens.json").write_text(json.dumps(tokens))
         self.http = TestClient(create_app(desk, Tokens(folder / "tokens.json")), raise_server_exceptions=False)

@@ -14,7 +14,7 @@ from tests.control.test_controller import Loop
 
 from raytide.control import controller as controller_module
 from raytide.control.api.services.metrics import samples
-from raytide.control.reconcile.decide import of_judged
+from raytide.control.reconcile.decide import decide_constrained
 from raytide.control.reconcile.quarantine import RETRY_S, Quarantine, without
 from raytide.control.views import Live
 from raytide.control.wire import from_json
@@ -59,7 +59,7 @@ def poisoned(*jobs: str, error: type[BaseException] = AssertionError) -> Decide:
         for job in seen.jobs:
             if job.id in jobs:
                 raise error(f"no case for {job.id}")
-        return of_judged(seen)
+        return decide_constrained(seen)
 
     return decide
 
@@ -119,7 +119,7 @@ class TestDecisions:
         bad = loop.submit()
         monkeypatch.setattr(controller_module, "of_judged", poisoned(bad))
         loop.tick(3)
-        monkeypatch.setattr(controller_module, "of_judged", of_judged)
+        monkeypatch.setattr(controller_module, "of_judged", decide_constrained)
         loop.tick(3)
         assert loop.state(bad) is JobState.QUEUED, "it was not tried yet"
         loop.clock.advance(RETRY_S)
@@ -175,7 +175,7 @@ class TestDecisions:
         def endless(seen: Snapshot) -> Plan:
             while any(job.id == bad for job in seen.jobs):
                 pass
-            return of_judged(seen)
+            return decide_constrained(seen)
 
         loop.controller._quarantine = Quarantine(limit_s=0.5)
         monkeypatch.setattr(controller_module, "of_judged", endless)
@@ -203,7 +203,7 @@ class TestRecords:
 
         def broken(seen: Snapshot) -> Plan:
             assert all(view.endpoint.name != "bad" for view in seen.endpoints)
-            return of_judged(seen)
+            return decide_constrained(seen)
 
         monkeypatch.setattr(controller_module, "of_judged", broken)
         loop.until(lambda: loop.store.endpoint("good").state is EndpointState.RUNNING)
@@ -236,7 +236,7 @@ def test_what_is_left_out_leaves_nothing_of_its_nodes_to_others(loop: Loop, monk
 
     def spy(snapshot: Snapshot) -> Plan:
         seen.append(snapshot)
-        return of_judged(snapshot)
+        return decide_constrained(snapshot)
 
     monkeypatch.setattr(controller_module, "of_judged", spy)
     loop.tick()

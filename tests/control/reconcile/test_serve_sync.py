@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from raytide.actors.serving.ray_serve.application import Application
-from raytide.control.reconcile.observation import World
-from raytide.control.reconcile.serve_sync import Served, Serving, follow
+from raytide.control.reconcile.observation import Observation
+from raytide.control.reconcile.serve_sync import Served, ServeSync, follow
 from raytide.core.objects.endpoint import Endpoint, EndpointLoad, EndpointState, ServeSpec
 
 ENDPOINT = Endpoint(ServeSpec(name="m", model="/models/m"), "ana", EndpointState.DEPLOYING, 0.0, target_replicas=1)
@@ -46,12 +46,12 @@ class Serve:
         self.says = ""
 
 
-def passes(serving: Serving, count: int, *endpoints: Endpoint) -> Served:
+def passes(serving: ServeSync, count: int, *endpoints: Endpoint) -> Served:
     for _ in range(count):
-        serving.match(endpoints or [ENDPOINT])
+        serving.sync(endpoints or [ENDPOINT])
         assert serving._pass is not None
         serving._pass.result(timeout=10)
-    serving.match(endpoints or [ENDPOINT])
+    serving.sync(endpoints or [ENDPOINT])
     assert serving.served is not None
     return serving.served
 
@@ -62,30 +62,30 @@ def serve() -> Serve:
 
 
 def test_serve_is_started_once_and_not_at_every_pass(serve: Serve) -> None:
-    passes(Serving(serve), 5)  # type: ignore[arg-type]
+    passes(ServeSync(serve), 5)  # type: ignore[arg-type]
     assert serve.starts == 1
 
 
 def test_a_model_that_cannot_start_has_failed(serve: Serve) -> None:
     serve.says = "ValueError: no such option"
-    assert passes(Serving(serve), 2).failures == {"m": "ValueError: no such option"}  # type: ignore[arg-type]
+    assert passes(ServeSync(serve), 2).failures == {"m": "ValueError: no such option"}  # type: ignore[arg-type]
     assert serve.deployed == ["m"]
 
 
 def test_an_endpoint_whose_nodes_died_under_its_first_replicas_is_deployed_anew(serve: Serve) -> None:
     serve.says = "failed to start 3 times. The actor died because its node has died. Node Id: 00ff"
-    assert passes(Serving(serve), 3).failures == {}  # type: ignore[arg-type]
+    assert passes(ServeSync(serve), 3).failures == {}  # type: ignore[arg-type]
     assert serve.deployed == ["m", "m"]
 
 
-def world(load: EndpointLoad | None) -> World:
-    return World((), (), (), (), {}, {}, {} if load is None else {"m": load})
+def world(load: EndpointLoad | None) -> Observation:
+    return Observation((), (), (), (), {}, {}, {} if load is None else {"m": load})
 
 
 def test_a_pass_looks_at_serve_once_however_many_endpoints_there_are(serve: Serve) -> None:
     many = [replace(ENDPOINT, spec=ENDPOINT.spec.model_copy(update={"name": f"m{i}"})) for i in range(20)]
     leaving = replace(ENDPOINT, spec=ENDPOINT.spec.model_copy(update={"name": "old"}), state=EndpointState.DELETING)
-    serving = Serving(serve)  # type: ignore[arg-type]
+    serving = ServeSync(serve)  # type: ignore[arg-type]
     passes(serving, 2, *many, leaving)
     assert serving._pass is not None
     serving._pass.result(timeout=10)
@@ -100,13 +100,13 @@ def test_a_new_spec_is_not_blamed_for_what_was_seen_before_it(serve: Serve) -> N
 
     changed = Changed()
     changed.live, changed.says = {"m"}, "ValueError: no such option"
-    assert passes(Serving(changed), 1).failures == {}  # type: ignore[arg-type]
+    assert passes(ServeSync(changed), 1).failures == {}  # type: ignore[arg-type]
 
 
 def test_an_endpoint_that_cannot_be_deployed_keeps_no_other_from_its_turn(serve: Serve) -> None:
     broken = replace(ENDPOINT, spec=ENDPOINT.spec.model_copy(update={"name": "broken"}))
     leaving = replace(ENDPOINT, spec=ENDPOINT.spec.model_copy(update={"name": "old"}), state=EndpointState.DELETING)
-    seen = passes(Serving(serve), 1, broken, ENDPOINT, leaving)  # type: ignore[arg-type]
+    seen = passes(ServeSync(serve), 1, broken, ENDPOINT, leaving)  # type: ignore[arg-type]
     assert serve.deployed == ["m"]
     assert seen.gone == {("old", 0.0)}
     assert seen.errors == ("endpoint broken: no such option",)

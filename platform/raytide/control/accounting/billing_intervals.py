@@ -22,7 +22,7 @@ class Booking:
     closed: tuple[str, ...]
 
 
-def keep_books(
+def update_intervals(
     nodes: Mapping[str, Node],
     machines: Mapping[str, Machine],
     intervals: Mapping[str, OpenInterval],

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from raytide.autoscaler.nodes import instances
 from raytide.autoscaler.providers.base import Machine
-from raytide.control.accounting.billing_intervals import keep_books
+from raytide.control.accounting.billing_intervals import update_intervals
 from raytide.control.accounting.cost_report import cost_report
-from raytide.control.reconcile.records import Book
+from raytide.control.reconcile.records import ClusterRecords
 from raytide.control.views import CostReport
 from raytide.core.errors import ConflictError
 from raytide.core.money import to_us
@@ -51,12 +51,12 @@ def sole_lead(store: Store, holder: str) -> Iterator[None]:
 
 def close_books(store: Store, machines: tuple[Machine, ...], now_s: float) -> Closed:
     """Bring the records of a cluster of which nothing runs any more to their end. May be repeated."""
-    book = Book.of(store.load())
+    book = ClusterRecords.of(store.load())
     of = {machine.node_id: machine for machine in machines}
     book.nodes = {
         key: _gone(instances.from_provider(n, of.get(key), None, now_s), now_s) for key, n in book.nodes.items()
     }
-    booking = keep_books(
+    booking = update_intervals(
         book.nodes,
         of,
         book.intervals,

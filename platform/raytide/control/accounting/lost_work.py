@@ -36,7 +36,7 @@ def nodes_lost(before: Lease, after: Lease) -> tuple[str, ...]:
     return tuple(dict.fromkeys(gone))
 
 
-def struck(job: Job, by: Sequence[str], now_s: float) -> Job:
+def on_disruption(job: Job, by: Sequence[str], now_s: float) -> Job:
     """What strikes a gang that was struck just now did so together with that."""
     if not by:
         return job
@@ -45,14 +45,14 @@ def struck(job: Job, by: Sequence[str], now_s: float) -> Job:
     return replace(job, struck_at_s=now_s, struck_by=", ".join(dict.fromkeys(names)))
 
 
-def asked(job: Job, by: Sequence[str], now_s: float) -> Job:
+def on_preemption(job: Job, by: Sequence[str], now_s: float) -> Job:
     """Of one that is asked to give way. It saves its work before it does: what is lost so soon after a strike was lost
     to that, until it told of it."""
     is_struck = job.struck_at_s is not None and now_s - job.struck_at_s <= PATIENCE_S
-    return job if is_struck and not _told_of_strike(job) else struck(job, by, now_s)
+    return job if is_struck and not _told_of_strike(job) else on_disruption(job, by, now_s)
 
 
-def ripe(jobs: Iterable[Job], now_s: float) -> frozenset[str]:
+def settled_losses(jobs: Iterable[Job], now_s: float) -> frozenset[str]:
     """Who told of a loss whose cause is known, or will not be known any more."""
     return frozenset(
         job.id

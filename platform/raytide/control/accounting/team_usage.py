@@ -28,7 +28,7 @@ def limits(config: ClusterConfig, stored: Iterable[StoredTeam]) -> dict[str, Tea
     }
 
 
-def with_accounts(
+def with_team_usage(
     snapshot: Snapshot, config: ClusterConfig, stored: Iterable[StoredTeam], spent: Spent, old_s: float = 0.0
 ) -> Snapshot:
     """`spent` in this month; `old_s` as in the Snapshot."""

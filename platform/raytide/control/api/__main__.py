@@ -9,11 +9,11 @@ from urllib.parse import urlsplit
 from raytide.control.api.auth import JobTokens, Tokens
 from raytide.control.api.routes import create_app
 from raytide.control.api.server import allow_connections, server
-from raytide.control.api.services.service import Desk
+from raytide.control.api.services.service import ApiService
 from raytide.control.bootstrap.cluster_record import load
 from raytide.control.bootstrap.wiring import bill
 from raytide.control.job_tokens import key_in
-from raytide.control.ray_jobs import Drivers
+from raytide.control.ray_jobs import RayJobs
 from raytide.control.supervision.daemon import hold_lock
 from raytide.control.views import last_pass_s
 from raytide.core.clock import SystemClock
@@ -34,11 +34,11 @@ def main(run_dir: str) -> None:
         clock.go_on_from(last_pass_s(folder / "live.json"))
         config = load_cluster(cluster.config_path)
         restrict_to(config.settings.data_roots)
-        desk = Desk(
+        desk = ApiService(
             store=store,
             config=config.model_copy(update={"name": cluster.name}),
             bill=bill(cluster),
-            drivers=Drivers(cluster.dashboard_url, folder, cluster.ray_headers),
+            drivers=RayJobs(cluster.dashboard_url, folder, cluster.ray_headers),
             clock=clock,
             live=folder / "live.json",
             serve_url=cluster.serve_url,

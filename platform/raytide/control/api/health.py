@@ -16,7 +16,7 @@ from raytide.control.wire import from_json
 from raytide.core.clock import Clock
 from raytide.core.state import Store
 
-__all__ = ["LOW_BYTES", "LOW_FILES", "Trouble", "Watch"]
+__all__ = ["LOW_BYTES", "LOW_FILES", "ControlPlaneHealth", "Watch"]
 
 LOW_BYTES, LOW_FILES = 64 << 20, 100
 """Below this the disk of the run folder counts as full: state, ledger, logs and records of nodes need that much to grow
@@ -28,7 +28,7 @@ _STILL_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Trouble:
+class ControlPlaneHealth:
     code: str
     """`disk`, `store` or `controller`, for `/health`, which asks for no token."""
     text: str
@@ -72,10 +72,10 @@ class Watch:
         found = os.statvfs(self._live_path.parent)
         return found.f_bavail * found.f_frsize
 
-    def troubles(self) -> tuple[Trouble, ...]:
+    def troubles(self) -> tuple[ControlPlaneHealth, ...]:
         return tuple(found for found in (self._disk(), self._writes(), self._controller()) if found is not None)
 
-    def _disk(self) -> Trouble | None:
+    def _disk(self) -> ControlPlaneHealth | None:
         found, folder = os.statvfs(self._live_path.parent), self._live_path.parent
         if found.f_bavail * found.f_frsize < LOW_BYTES:
             left = f"{found.f_bavail * found.f_frsize / 2**20:.1f} MiB"
@@ -83,20 +83,22 @@ class Watch:
             left = f"room for {found.f_favail} more files"
         else:
             return None
-        return Trouble(
+        return ControlPlaneHealth(
             "disk",
             f"the disk of {folder} has {left} left: free space there; what was accepted is kept, and what cannot be "
             "stored is refused until then.",
         )
 
-    def _writes(self) -> Trouble | None:
+    def _writes(self) -> ControlPlaneHealth | None:
         failed = self._store.last_failure()
         if failed is None or failed.age_s > _FAILED_S:
             return None
-        return Trouble("store", f"a write failed {failed.age_s:.0f} s ago: {failed.text}")
+        return ControlPlaneHealth("store", f"a write failed {failed.age_s:.0f} s ago: {failed.text}")
 
-    def _controller(self) -> Trouble | None:
+    def _controller(self) -> ControlPlaneHealth | None:
         age_s = self.controller_age_s()
         if age_s is None or age_s <= _STILL_S:
             return None
-        return Trouble("controller", f"the controller has decided nothing for {age_s:.0f} s: see logs/controller.log.")
+        return ControlPlaneHealth(
+            "controller", f"the controller has decided nothing for {age_s:.0f} s: see logs/controller.log."
+        )

@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect
 from raytide.control.api import queries as q
 from raytide.control.api.auth import Caller, Tokens
 from raytide.control.api.gate import Gate
-from raytide.control.api.services.service import Desk
+from raytide.control.api.services.service import ApiService
 from raytide.control.wire import to_json
 from raytide.core.errors import NotFoundError, RaytideError, UsageError
 from raytide.core.objects.job import BudgetPer
@@ -44,7 +44,7 @@ async def _in(pool: CapacityLimiter, work: Callable[..., T], *args: Any, **kwarg
     return await to_thread.run_sync(partial(work, *args, **kwargs), limiter=pool)
 
 
-def create_app(desk: Desk, tokens: Tokens) -> FastAPI:
+def create_app(desk: ApiService, tokens: Tokens) -> FastAPI:
     app = FastAPI(title="raytide", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(Gate, tokens=tokens)
     pools = Pools()

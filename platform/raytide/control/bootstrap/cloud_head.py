@@ -26,7 +26,7 @@ from raytide.core.objects.cluster_config import load_cluster
 from raytide.core.ray_internals import dashboard_url, gcs_address_here, gcs_client
 from raytide.core.state import Store
 
-__all__ = ["HeadCluster", "down", "start", "stay"]
+__all__ = ["HeadCluster", "down", "run_foreground", "start"]
 
 API_PORT, SERVE_PORT = 7400, 8000
 _POLL_S = 0.5
@@ -43,7 +43,9 @@ class HeadCluster(RunningCluster):
         return file if (file.exists() if mode is None else mode.lower() == "token") else None
 
     def environment(self) -> dict[str, str]:
-        return self.marked({key: value for key, value in os.environ.items() if key != "RAY_CLOUD_INSTANCE_ID"})
+        return self.with_cluster_mark(
+            {key: value for key, value in os.environ.items() if key != "RAY_CLOUD_INSTANCE_ID"}
+        )
 
 
 def start(config_path: Path, *, insecure: bool = False, timeout_s: float = 120.0) -> HeadCluster:
@@ -93,7 +95,7 @@ def start(config_path: Path, *, insecure: bool = False, timeout_s: float = 120.0
     return cluster
 
 
-def stay(cluster: HeadCluster) -> None:
+def run_foreground(cluster: HeadCluster) -> None:
     """Until the supervisor ends, or this process is asked to: then all of it ends. For containers."""
     supervisor = cluster.process("supervisor")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))

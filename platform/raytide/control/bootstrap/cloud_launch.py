@@ -43,9 +43,9 @@ def up(path: Path, name: str | None = None, *, insecure: bool = False) -> Launch
 def dry_run(path: Path, name: str | None = None, *, insecure: bool = False) -> list[Step]:
     """What `up` and then the controller would do to the head and to a node of each type; nothing is done."""
     file, config = _checked(path, name, insecure)
-    from raytide.control.bootstrap.rehearsal import rehearse
+    from raytide.control.bootstrap.rehearsal import dry_run
 
-    return rehearse(file, config.node_types)
+    return dry_run(file, config.node_types)
 
 
 def _checked(path: Path, name: str | None, insecure: bool) -> tuple[dict[str, Any], ClusterConfig]:

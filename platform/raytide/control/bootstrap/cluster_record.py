@@ -95,7 +95,7 @@ class RunningCluster(Config):
         """What raytide's own processes inherit: all that the operator has, cloud credentials too."""
         raise NotImplementedError
 
-    def marked(self, inherited: Mapping[str, str]) -> dict[str, str]:
+    def with_cluster_mark(self, inherited: Mapping[str, str]) -> dict[str, str]:
         """`inherited` with what makes a process one of this cluster's. This interpreter leads PATH: jobs start as
         `python`."""
         return {

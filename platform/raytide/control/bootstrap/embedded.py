@@ -57,7 +57,7 @@ class LocalCluster(RunningCluster):
 
     def environment(self) -> dict[str, str]:
         inherited = {key: value for key, value in os.environ.items() if not key.startswith(_FOREIGN)}
-        return self.marked({**inherited, **RAY_ENVIRONMENT, "RAY_AUTH_TOKEN_PATH": str(self.ray_token_file)})
+        return self.with_cluster_mark({**inherited, **RAY_ENVIRONMENT, "RAY_AUTH_TOKEN_PATH": str(self.ray_token_file)})
 
     def node_environment(self) -> dict[str, str]:
         """What Ray's head and the nodes inherit, and with them drivers, trainers, replicas and scripts."""

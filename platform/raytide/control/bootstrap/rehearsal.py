@@ -19,7 +19,7 @@ from raytide.core import ray_internals
 from raytide.core.errors import ClusterError
 from raytide.core.objects.node import NodeType
 
-__all__ = ["Step", "rehearse"]
+__all__ = ["Step", "dry_run"]
 
 _HEAD_IP, _NODE_ID = "HEAD_IP", "node-1"
 
@@ -33,7 +33,7 @@ class Step:
     text: str
 
 
-def rehearse(file: Mapping[str, Any], node_types: tuple[NodeType, ...]) -> list[Step]:
+def dry_run(file: Mapping[str, Any], node_types: tuple[NodeType, ...]) -> list[Step]:
     """What would be done to the head and to one node of each type. Nothing is asked of the cloud."""
     os.environ.setdefault("RAY_USAGE_STATS_PROMPT_ENABLED", "0")  # a question that nobody would see
     config = ray_internals.prepared_config(file)

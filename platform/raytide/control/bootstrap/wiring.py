@@ -22,8 +22,8 @@ from raytide.autoscaler.ray_gcs import GcsReader
 from raytide.control.bootstrap.cluster_record import RunningCluster
 from raytide.control.bootstrap.embedded import LocalCluster
 from raytide.control.bootstrap.local import provider as local_provider
-from raytide.control.ray_jobs import Drivers
-from raytide.control.reconcile.api_probe import Door
+from raytide.control.ray_jobs import RayJobs
+from raytide.control.reconcile.api_probe import ApiProbe
 from raytide.control.reconcile.observation import Sources
 from raytide.core import ray_internals
 from raytide.core.clock import SystemClock
@@ -46,9 +46,9 @@ def sources(cluster: RunningCluster) -> Sources:
         provider=provider(cluster),
         gcs=GcsReader(cluster.gcs_address),
         groups=PlacementGroups(),
-        drivers=Drivers(cluster.dashboard_url, cluster.run_dir, cluster.ray_headers),
+        drivers=RayJobs(cluster.dashboard_url, cluster.run_dir, cluster.ray_headers),
         serve=ServeControl(serve.hostname or cluster.head_ip, serve.port or 8000),
-        door=Door(cluster.api_url),
+        door=ApiProbe(cluster.api_url),
         meters=Meters(GcsReader(cluster.gcs_address), SystemClock()),
     )
 

@@ -8,7 +8,7 @@ _TIMEOUT_S = 1.0
 """The controller's loop waits for it."""
 
 
-class Door:
+class ApiProbe:
     """The API as drivers see it, looked at from time to time."""
 
     def __init__(self, api_url: str) -> None:

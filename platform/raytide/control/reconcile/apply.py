@@ -13,8 +13,8 @@ from functools import partial
 from raytide.actors.gang.group import difference
 from raytide.autoscaler.nodes import instances
 from raytide.autoscaler.nodes.instances import overdue
-from raytide.control.reconcile.observation import Sources, World
-from raytide.control.reconcile.records import Book
+from raytide.control.reconcile.observation import Observation, Sources
+from raytide.control.reconcile.records import ClusterRecords
 from raytide.core.errors import ProviderError
 from raytide.core.logs import logger
 from raytide.core.objects.node import Node, NodeState, NodeType
@@ -38,7 +38,12 @@ class Outcome:
 
 
 def apply(
-    book: Book, plan: Plan, world: World, sources: Sources, node_types: Mapping[str, NodeType], now_s: float
+    book: ClusterRecords,
+    plan: Plan,
+    world: Observation,
+    sources: Sources,
+    node_types: Mapping[str, NodeType],
+    now_s: float,
 ) -> Outcome:
     """Do what is due. A call that fails is reported and tried again by the next tick; the others go on."""
     outcome = Outcome()
@@ -94,7 +99,7 @@ def _launch(node: Node, sources: Sources, node_types: Mapping[str, NodeType], ou
         outcome.refusals[(node.type, node.zone)] = str(error)
 
 
-def _drain(book: Book, action: Drain, sources: Sources, outcome: Outcome) -> None:
+def _drain(book: ClusterRecords, action: Drain, sources: Sources, outcome: Outcome) -> None:
     node = book.nodes[action.node_id]
     if not node.ray_node_id or node.state not in (NodeState.READY, NodeState.DRAINING):
         return

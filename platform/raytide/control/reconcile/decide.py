@@ -25,10 +25,10 @@ from raytide.scheduling.state import SchedulingState
 
 def decide(snapshot: Snapshot) -> Plan:
     """Everything to be done now, with reasons. Pure: the same snapshot gives the same plan."""
-    return of_judged(with_market_constraints(snapshot))
+    return decide_constrained(with_market_constraints(snapshot))
 
 
-def of_judged(seen: Snapshot) -> Plan:
+def decide_constrained(seen: Snapshot) -> Plan:
     """The same, of a snapshot that has its stances already."""
     seen, over_cap = within_member_cap(seen)
     given_up = enforce_cost_limit(seen)

@@ -24,7 +24,7 @@ _PAST_NODES = 1000
 """The newest nodes, from which the risk and the past of spot are learned; older ones tell little of today's market."""
 
 
-class Outlook:
+class DecisionInputs:
     """Kept from tick to tick; a new controller learns it anew from the records of nodes."""
 
     def __init__(self, store: Store, config: ClusterConfig, now_s: float, known: Fleets | None = None) -> None:

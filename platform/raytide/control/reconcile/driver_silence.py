@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from raytide.core.objects.job import Job, JobKind
 
-__all__ = ["HUNG_UP_S", "Silence"]
+__all__ = ["HUNG_UP_S", "DriverSilence"]
 
 HUNG_UP_S = 4.0
 """How long a driver that hung up without an answer is waited for: see `hung_up`."""
@@ -34,7 +34,7 @@ class _Heard:
     silent_s: float
 
 
-class Silence:
+class DriverSilence:
     """`observe` at every look; `forget` when what was observed could not be acted upon."""
 
     def __init__(self) -> None:

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from raytide.autoscaler.endpoints import targets
 from raytide.autoscaler.nodes import instances, launch_backoff
-from raytide.control.accounting.lost_work import asked
-from raytide.control.reconcile.records import Book
+from raytide.control.accounting.lost_work import on_preemption
+from raytide.control.reconcile.records import ClusterRecords
 from raytide.core.objects.node import NodeState, NodeType
 from raytide.core.objects.plan import (
     Admit,
@@ -27,7 +27,7 @@ from raytide.core.objects.plan import (
 from raytide.jobs.lifecycle import jobs, leases
 
 
-def settle(book: Book, plan: Plan, node_types: Mapping[str, NodeType]) -> None:
+def record_intents(book: ClusterRecords, plan: Plan, node_types: Mapping[str, NodeType]) -> None:
     """Apply every action that is an intent. An idle drain is not one: Ray may still refuse it."""
     now_s = plan.at_s
     before = tuple(book.nodes.values())
@@ -42,7 +42,7 @@ def settle(book: Book, plan: Plan, node_types: Mapping[str, NodeType]) -> None:
                 if isinstance(action, Preempt):
                     book.jobs[action.job_id] = replace(book.jobs[action.job_id], reason=action.reason)
                 if isinstance(action, Preempt | Shrink):
-                    book.jobs[action.job_id] = asked(book.jobs[action.job_id], action.by, now_s)
+                    book.jobs[action.job_id] = on_preemption(book.jobs[action.job_id], action.by, now_s)
             case Launch():
                 book.nodes[action.node_id] = instances.requested(action, node_types[action.node_type], now_s)
             case Assign(lease_id=lease_id, member=member, node_id=node_id):

@@ -14,8 +14,8 @@ from raytide.autoscaler.nodes.utilization import Meters
 from raytide.autoscaler.providers.base import Machine, Notice, Provider
 from raytide.autoscaler.ray_gcs import GcsReader
 from raytide.autoscaler.ray_node import RayNode
-from raytide.control.ray_jobs import Drivers
-from raytide.control.reconcile.api_probe import Door
+from raytide.control.ray_jobs import RayJobs
+from raytide.control.reconcile.api_probe import ApiProbe
 from raytide.core.logs import logger
 from raytide.core.objects.endpoint import EndpointLoad
 from raytide.core.objects.signals import Use
@@ -28,7 +28,7 @@ log = logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class World:
+class Observation:
     machines: tuple[Machine, ...] | None
     notices: tuple[Notice, ...]
     ray_nodes: tuple[RayNode, ...] | None
@@ -56,20 +56,20 @@ class Sources:
     provider: Provider
     gcs: GcsReader
     groups: PlacementGroups
-    drivers: Drivers
+    drivers: RayJobs
     serve: ServeControl
-    door: Door
+    door: ApiProbe
     meters: Meters
 
 
-def look(
+def observe(
     sources: Sources,
     *,
     endpoints: tuple[str, ...],
     with_drivers: bool,
     with_gangs: bool,
     names: Mapping[str, str] | None = None,
-) -> World:
+) -> Observation:
     """Ask everybody once. What did not answer is None (or empty where that is safe): silence proves nothing.
 
     `names`: those of the last look, for when the provider does not answer.
@@ -87,7 +87,7 @@ def look(
     machines = ask("provider", sources.provider.machines)
     ray_nodes, demand = ask("ray", sources.gcs.nodes), ask("ray demand", sources.gcs.demand)
     known = (names or {}) if machines is None else ray_names(machines)
-    return World(
+    return Observation(
         machines=machines,
         notices=ask("provider notices", sources.provider.notices) or (),
         ray_nodes=None if demand is None else named(ray_nodes, known),  # half an answer is none
@@ -103,7 +103,7 @@ def look(
     )
 
 
-def at_our_time(world: World, wall_ahead_s: float) -> World:
+def at_our_time(world: Observation, wall_ahead_s: float) -> Observation:
     """The same, with what others stamped by the wall clock at the controller's own time."""
     if not wall_ahead_s:
         return world

@@ -12,8 +12,8 @@ from raytide.autoscaler.nodes import instances
 from raytide.autoscaler.nodes import launch_backoff as pools
 from raytide.autoscaler.nodes.idleness import IdleClock
 from raytide.autoscaler.nodes.instances import by_node_id
-from raytide.control.accounting.lost_work import nodes_lost, struck
-from raytide.control.reconcile.observation import World
+from raytide.control.accounting.lost_work import nodes_lost, on_disruption
+from raytide.control.reconcile.observation import Observation
 from raytide.core.objects.cluster_config import ClusterConfig
 from raytide.core.objects.endpoint import Endpoint
 from raytide.core.objects.gang import Lease, LeaseState
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class Book:
+class ClusterRecords:
     """The records of one tick by id: as they were loaded, then moved on step by step."""
 
     jobs: dict[str, Job] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class Book:
     next_lease: int = 1
 
     @classmethod
-    def of(cls, records: Records) -> Book:
+    def of(cls, records: Records) -> ClusterRecords:
         return cls(
             jobs={job.id: job for job in records.jobs},
             leases={lease.id: lease for lease in records.leases},
@@ -67,7 +67,7 @@ def unguarded(record: Job | Endpoint, act: Callable[[], T], default: T, now_s: f
     return act()
 
 
-def advance(book: Book, world: World, now_s: float, guard: Guard = unguarded) -> None:
+def advance(book: ClusterRecords, world: Observation, now_s: float, guard: Guard = unguarded) -> None:
     """Move every record forward by what was seen. One whose move raises stays as it was."""
     before = tuple(book.nodes.values())
     moved = instances.observe(before, world.machines, world.ray_nodes, world.notices, now_s)
@@ -83,7 +83,12 @@ def advance(book: Book, world: World, now_s: float, guard: Guard = unguarded) ->
 
 
 def snapshot(
-    book: Book, world: World, idle: IdleClock, config: ClusterConfig, now_s: float, wall_ahead_s: float = 0.0
+    book: ClusterRecords,
+    world: Observation,
+    idle: IdleClock,
+    config: ClusterConfig,
+    now_s: float,
+    wall_ahead_s: float = 0.0,
 ) -> Snapshot:
     """Freeze what is to be decided on."""
     return Snapshot(
@@ -108,23 +113,23 @@ def snapshot(
     )
 
 
-def metered(book: Book, types: Mapping[str, NodeType]) -> dict[str, NodeType]:
+def metered(book: ClusterRecords, types: Mapping[str, NodeType]) -> dict[str, NodeType]:
     """The types of the nodes whose physical use counts."""
     ready = {node.id: types[node.type] for node in book.nodes.values() if node.ready_at_s and node.type in types}
     return {node_id: node_type for node_id, node_type in ready.items() if node_type.busy_above}
 
 
-def _advance_lease(book: Book, lease: Lease, world: World, now_s: float, guard: Guard) -> None:
+def _advance_lease(book: ClusterRecords, lease: Lease, world: Observation, now_s: float, guard: Guard) -> None:
     move = partial(leases.advance, lease, book.nodes, world.groups, now_s)
     job = book.jobs.get(lease.job_id)
     if job is None:
         book.leases[lease.id] = move()
         return
     after = book.leases[lease.id] = guard(job, move, lease, now_s)
-    book.jobs[job.id] = struck(job, nodes_lost(lease, after), now_s)
+    book.jobs[job.id] = on_disruption(job, nodes_lost(lease, after), now_s)
 
 
-def _advance_jobs(book: Book, world: World, now_s: float, guard: Guard) -> None:
+def _advance_jobs(book: ClusterRecords, world: Observation, now_s: float, guard: Guard) -> None:
     held = {lease.job_id: lease for lease in book.leases.values()}
     for job in tuple(book.jobs.values()):
         key = DriverKey(job.id, job.restarts)
@@ -138,7 +143,9 @@ def _advance_jobs(book: Book, world: World, now_s: float, guard: Guard) -> None:
             book.leases[lease.id] = lease
 
 
-def _views(book: Book, world: World, idle: IdleClock, config: ClusterConfig, now_s: float) -> list[NodeView]:
+def _views(
+    book: ClusterRecords, world: Observation, idle: IdleClock, config: ClusterConfig, now_s: float
+) -> list[NodeView]:
     in_ray = by_node_id(world.ray_nodes or ())
     types = {node_type.name: node_type for node_type in config.node_types}
     carried: dict[tuple[str, str], dict[str, str]] = {}

@@ -16,7 +16,7 @@ from raytide.core.io.atomic_file import write_json
 from raytide.core.logs import logger
 from raytide.core.state import Store
 
-__all__ = ["Steadily", "wait_for_lead"]
+__all__ = ["RetryLoop", "wait_for_lead"]
 
 _LAST_DELAY_S = 10.0
 _ASK_S = 1.0
@@ -25,7 +25,7 @@ _MOST_FAULTS = 5
 log = logger(__name__)
 
 
-class Steadily:
+class RetryLoop:
     """`attempt` runs one pass and returns after how many seconds the next is due: `period_s`, or after failures twice
     as long as the last time, up to ten seconds.
 

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from raytide.actors.serving.ray_serve.control import ServeControl
-from raytide.control.reconcile.observation import World
+from raytide.control.reconcile.observation import Observation
 from raytide.core.logs import logger
 from raytide.core.objects.endpoint import Endpoint, EndpointState
 
@@ -33,7 +33,7 @@ class Served:
         return tuple(dict.fromkeys(self.unseen.values()))
 
 
-class Serving:
+class ServeSync:
     """One pass at a time; a pass that is still running when the next is due is left to finish."""
 
     def __init__(self, control: ServeControl) -> None:
@@ -44,7 +44,7 @@ class Serving:
         self.served: Served | None = None
         """None until a pass was made."""
 
-    def match(self, endpoints: Iterable[Endpoint]) -> None:
+    def sync(self, endpoints: Iterable[Endpoint]) -> None:
         """Begin a pass unless one runs; take over what the last one saw."""
         if self._pass is not None:
             if not self._pass.done():
@@ -99,7 +99,7 @@ class Serving:
         return is_new
 
 
-def follow(endpoint: Endpoint, world: World, served: Served | None, now_s: float) -> Endpoint:
+def follow(endpoint: Endpoint, world: Observation, served: Served | None, now_s: float) -> Endpoint:
     """The endpoint's state as Serve shows it. Pure."""
     if endpoint.unreadable and endpoint.state is not EndpointState.DELETING:
         unread = f"its spec cannot be read any more: {endpoint.unreadable}"

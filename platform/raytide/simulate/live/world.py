@@ -15,9 +15,9 @@ from raytide.autoscaler.providers.base import Machine
 from raytide.autoscaler.providers.fake import FakeProvider
 from raytide.autoscaler.ray_node import RayNode
 from raytide.control.reconcile.decide import decide
-from raytide.control.reconcile.intents import settle
-from raytide.control.reconcile.observation import World
-from raytide.control.reconcile.records import Book, advance
+from raytide.control.reconcile.intents import record_intents
+from raytide.control.reconcile.observation import Observation
+from raytide.control.reconcile.records import ClusterRecords, advance
 from raytide.core.clock import VirtualClock
 from raytide.core.objects.gang import LeaseState
 from raytide.core.objects.job import JobKind, JobState
@@ -34,7 +34,7 @@ class LiveWorld:
     def __init__(self, seen: Snapshot, *, launch_s: float, job_s: float | None) -> None:
         self._seen, self._job_s = seen, job_s
         self.clock = VirtualClock(seen.at_s)
-        self.book = Book(
+        self.book = ClusterRecords(
             jobs={job.id: job for job in seen.jobs},
             leases={lease.id: lease for lease in seen.leases},
             nodes={view.node.id: view.node for view in seen.nodes},
@@ -67,7 +67,7 @@ class LiveWorld:
         self._leave_seats()
         advance(book, world, now_s)
         plan = decide(self._snapshot(world))
-        settle(book, plan, self._types)
+        record_intents(book, plan, self._types)
         book.next_node += sum(isinstance(action, Launch) for action in plan.actions)
         book.next_lease += sum(isinstance(action, Admit) for action in plan.actions)
         self._apply(plan)
@@ -76,11 +76,11 @@ class LiveWorld:
     def price_micro_usd_h(self) -> int:
         return sum(machine.price_micro_usd_h for machine in self.provider.machines() if machine.ended_at_s is None)
 
-    def _look(self) -> World:
+    def _look(self) -> Observation:
         nodes = [node for node in self.book.nodes.values() if self._is_up(node)]
         nodes = [node if node.ray_node_id else replace(node, ray_node_id=f"ray-{node.id}") for node in nodes]
         self._ray.move(nodes, self.book.leases.values(), self.book.endpoints.values(), self._draining)
-        return World(
+        return Observation(
             machines=self.provider.machines(),
             notices=(),
             ray_nodes=(*self._left.values(), *(self._ray_node(node) for node in nodes)),
@@ -90,7 +90,7 @@ class LiveWorld:
             loads=self._ray.loads(self.clock.now_s()),
         )
 
-    def _snapshot(self, world: World) -> Snapshot:
+    def _snapshot(self, world: Observation) -> Snapshot:
         """The live one, with all that has changed since."""
         book = self.book
         return replace(

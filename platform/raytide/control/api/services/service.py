@@ -18,9 +18,9 @@ from raytide.control.api.services.input_check import Inputs
 from raytide.control.api.services.leases import Leases
 from raytide.control.api.services.limits import Accounts
 from raytide.control.api.services.metrics import samples
-from raytide.control.api.services.submission_rate import Intake
+from raytide.control.api.services.submission_rate import SubmissionRate
 from raytide.control.api.services.uploads import Packages
-from raytide.control.ray_jobs import Drivers
+from raytide.control.ray_jobs import RayJobs
 from raytide.control.reconcile.snapshot_request import ask
 from raytide.control.views import (
     ClusterStatus,
@@ -58,7 +58,7 @@ from raytide.scheduling.state import check_possible
 _ALL = 2**31 - 1
 
 
-class Desk:
+class ApiService:
     """One per API process. Every method is a few reads and at most one write of the store."""
 
     def __init__(
@@ -66,7 +66,7 @@ class Desk:
         store: Store,
         config: ClusterConfig,
         bill: Bill,
-        drivers: Drivers,
+        drivers: RayJobs,
         clock: Clock,
         live: Path,
         serve_url: str,
@@ -79,7 +79,7 @@ class Desk:
         self._ray_environment = ray_environment
         self._inputs = Inputs()
         self.leases = Leases(store, clock)
-        self._intake = Intake()
+        self._intake = SubmissionRate()
         self.accounts = Accounts(store, config)
         self.watch = Watch(live, store, clock)
         self.packages = Packages(live.parent / "packages")

@@ -15,7 +15,7 @@ MEMBER_BYTES = 250
 """The records of one member of a lease."""
 
 
-class Intake:
+class SubmissionRate:
     """One per API process: a bucket of bytes for each team, which time refills."""
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
