@@ -25,7 +25,7 @@ _HOMES = {
     "RaytideError": "raytide.core.errors",
     "Run": "raytide.sdk.job_run",
     "SamplingParams": "raytide.actors.engine",
-    "Tide": "raytide.sdk.client",
+    "Client": "raytide.sdk.client",
     "TrainRun": "raytide.sdk.train_run",
     "connect": "raytide.sdk.client",
     "gang": "raytide.sdk.shortcuts",

@@ -1,4 +1,4 @@
-"""The SDK: `rt.connect()` gives a Tide, a Tide gives runs and endpoints, and everything shows itself in a notebook."""
+"""The SDK: `rt.connect()` gives a Client, a Client gives runs and endpoints, and everything shows itself in a notebook."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ class Client:
         self.close()
 
     def __repr__(self) -> str:
-        return f"Tide({self.client.address})"
+        return f"Client({self.client.address})"
 
     def _repr_html_(self) -> str:
         from raytide.core.io.notebook import table

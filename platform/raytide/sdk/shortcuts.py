@@ -1,4 +1,4 @@
-"""`rt.train`, `rt.run`, `rt.gang`, ...: what a Tide does, on the cluster that `rt.connect(cluster)` finds."""
+"""`rt.train`, `rt.run`, `rt.gang`, ...: what a Client does, on the cluster that `rt.connect(cluster)` finds."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ T = TypeVar("T")
 
 
 def train(spec: TrainSpec | SpecSource, *, cluster: str | None = None, **job: object) -> TrainRun:
-    """Train; `job` as in `Tide.train`."""
+    """Train; `job` as in `Client.train`."""
     return connect(cluster).train(spec, **job)
 
 
 def run(script: str | Path, *args: str, cluster: str | None = None, **options: Any) -> Run:
-    """Run a script; `options` as in `Tide.run`."""
+    """Run a script; `options` as in `Client.run`."""
     return connect(cluster).run(script, *args, **options)
 
 
 def scaling_config(workers: int | tuple[int, int] = 1, *, cluster: str | None = None, **options: Any) -> ScalingConfig:
-    """For a trainer of Ray Train; `options` as in `Tide.scaling_config`."""
+    """For a trainer of Ray Train; `options` as in `Client.scaling_config`."""
     return connect(cluster).scaling_config(workers, **options)
 
 
 @contextmanager
 def gang(members: int = 1, *, cluster: str | None = None, **options: Any) -> Iterator[Gang]:
-    """Hold a gang; `options` as in `Tide.gang`."""
+    """Hold a gang; `options` as in `Client.gang`."""
     with connect(cluster) as tide, tide.gang(members, **options) as held:
         yield held
 
 
 def task(*, cluster: str | None = None, **options: Any) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """A decorator, as `Tide.task`; each call looks for the cluster."""
+    """A decorator, as `Client.task`; each call looks for the cluster."""
 
     def leased(work: Callable[P, T]) -> Callable[P, T]:
         @wraps(work)
