@@ -27,7 +27,7 @@ from raytide.autoscaler.endpoints.slo_policy import kv_least, prices, spot_held
 from raytide.autoscaler.endpoints.traffic import Key, key_of
 from raytide.autoscaler.spot.reclaim_hazard import ReclaimHazard
 from raytide.core.objects.endpoint import Counters, EndpointLoad, ReplicaValue
-from raytide.core.objects.signals import FRESH_S
+from raytide.core.objects.node import FRESH_S
 from raytide.core.objects.snapshot import EndpointView, Snapshot, Throughputs
 from raytide.scheduling.market import Offerings
 from raytide.scheduling.replicas import is_fresh, paces_of

@@ -14,8 +14,8 @@ from raytide.autoscaler.endpoints.load_target import needed, replicas_for
 from raytide.autoscaler.endpoints.replica_hosts import Hosts
 from raytide.core.clock import utc
 from raytide.core.objects.endpoint import Endpoint, EndpointLoad, ServeSpec, Traffic
+from raytide.core.objects.node import FRESH_S
 from raytide.core.objects.plan import Scale
-from raytide.core.objects.signals import FRESH_S
 from raytide.core.objects.snapshot import EndpointView, Snapshot
 from raytide.scheduling.market import Offerings
 from raytide.scheduling.replicas import SERVING_STATES, is_fresh, unheard

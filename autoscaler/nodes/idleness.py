@@ -10,8 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from raytide.autoscaler.ray_node import RayNode
 from raytide.core.clock import utc
-from raytide.core.objects.node import NodeType
-from raytide.core.objects.signals import FRESH_S, Use
+from raytide.core.objects.node import FRESH_S, NodeType, Use
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from raytide.autoscaler.ray_gcs import GcsReader
 from raytide.core.clock import Clock
 from raytide.core.errors import ClusterError
 from raytide.core.logs import logger
-from raytide.core.objects.signals import Meter, Signal, Use
+from raytide.core.objects.node import Meter, Signal, Use
 
 log = logger(__name__)
 

@@ -16,8 +16,7 @@ from raytide.autoscaler.ray_gcs import GcsReader
 from raytide.autoscaler.ray_node import RayNode
 from raytide.core.clock import SystemClock
 from raytide.core.errors import ClusterError
-from raytide.core.objects.node import CapacityType, Node, NodeState
-from raytide.core.objects.signals import Signal
+from raytide.core.objects.node import CapacityType, Node, NodeState, Signal
 from raytide.core.objects.snapshot import Demand
 from raytide.scheduling.replicas import REPLICA_LABEL
 

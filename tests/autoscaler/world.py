@@ -33,9 +33,8 @@ from raytide.core.objects.cluster_config import ClusterConfig, RaytideSection, U
 from raytide.core.objects.endpoint import Endpoint, EndpointLoad, EndpointState, ReplicaLoad, ServeSpec, Traffic
 from raytide.core.objects.gang import GangSpec, LeaseState, MemberState, Shape
 from raytide.core.objects.job import Job, JobKind, JobSpec, JobState
-from raytide.core.objects.node import Node, NodeState, NodeType, Resources, fits, labels_match, minus
+from raytide.core.objects.node import Node, NodeState, NodeType, Resources, Signal, Use, fits, labels_match, minus
 from raytide.core.objects.plan import Action, Plan, Wait
-from raytide.core.objects.signals import Signal, Use
 from raytide.core.objects.snapshot import Demand, Limits, Snapshot
 from raytide.scheduling.replicas import replica_selector
 

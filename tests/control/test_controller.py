@@ -25,9 +25,8 @@ from raytide.core.objects.endpoint import Endpoint, EndpointLoad, EndpointState,
 from raytide.core.objects.gang import GangSpec, LeaseState, Shape
 from raytide.core.objects.job import JobKind, JobSpec, JobState
 from raytide.core.objects.ledger_entry import EntryKind
-from raytide.core.objects.node import Node, NodeState, NodeType, minus, plus
+from raytide.core.objects.node import Node, NodeState, NodeType, Signal, Use, minus, plus
 from raytide.core.objects.plan import Wait
-from raytide.core.objects.signals import Signal, Use
 from raytide.core.state import Store
 from raytide.jobs.lifecycle.jobs import DriverKey, DriverStatus
 from raytide.ledger.reconcile import reconcile

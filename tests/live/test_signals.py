@@ -18,8 +18,7 @@ from raytide.autoscaler.explain import lines
 from raytide.autoscaler.providers.local.meter import set_use
 from raytide.control.bootstrap.embedded import LocalCluster
 from raytide.core.objects.endpoint import EndpointState, Replicas, ServeSpec
-from raytide.core.objects.node import NodeState
-from raytide.core.objects.signals import FRESH_S
+from raytide.core.objects.node import FRESH_S, NodeState
 
 pytestmark = pytest.mark.cluster
 

@@ -17,9 +17,8 @@ from raytide.core.io.atomic_file import read_json
 from raytide.core.objects.endpoint import Endpoint, EndpointLoad, EndpointState, ReplicaLoad, Replicas, ServeSpec
 from raytide.core.objects.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
 from raytide.core.objects.job import Job, JobKind, JobSpec, JobState
-from raytide.core.objects.node import Node, NodeState, NodeType
+from raytide.core.objects.node import Node, NodeState, NodeType, Signal
 from raytide.core.objects.plan import Launch, Shrink, Terminate
-from raytide.core.objects.signals import Signal
 from raytide.core.objects.snapshot import Demand, EndpointView, NodeView, Quote, Snapshot, Unmanaged
 from raytide.simulate.live.replay import Outlook, look_ahead, usual_launch_s
 from raytide.simulate.live.world import LiveWorld

@@ -13,8 +13,7 @@ from raytide.core.money import format_usd
 from raytide.core.objects.endpoint import Endpoint, EndpointLoad
 from raytide.core.objects.gang import Lease
 from raytide.core.objects.job import Job, JobState
-from raytide.core.objects.node import Node
-from raytide.core.objects.signals import Use
+from raytide.core.objects.node import Node, Use
 from raytide.core.objects.snapshot import MarketConstraint
 from raytide.core.objects.team import TeamSpec
 from raytide.ledger.report import By, CostRow

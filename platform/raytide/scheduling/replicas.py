@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from raytide.core.objects.endpoint import EndpointLoad, EndpointState, ServeSpec
 from raytide.core.objects.gang import Shape
-from raytide.core.objects.node import NodeState
-from raytide.core.objects.signals import FRESH_S
+from raytide.core.objects.node import FRESH_S, NodeState
 from raytide.core.objects.snapshot import Demand, EndpointView, Snapshot, Throughputs
 
 REPLICA_LABEL = "raytide.io/replica-of"

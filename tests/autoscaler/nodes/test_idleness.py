@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytide.autoscaler.nodes.idleness import IdleClock
-from raytide.core.objects.node import NodeType
-from raytide.core.objects.signals import FRESH_S, Meter, Signal
+from raytide.core.objects.node import FRESH_S, Meter, NodeType, Signal
 
 GPU8 = NodeType(
     name="gpu8", resources={"GPU": 8}, price_micro_usd_h=1, idle_timeout_s=20, busy_above={"gpu": 0.05, "cpu": 0.5}

@@ -15,7 +15,7 @@ from raytide.autoscaler.nodes.utilization import MOST_AT_ONCE, Meters, read
 from raytide.autoscaler.providers.base import Machine
 from raytide.core.clock import VirtualClock
 from raytide.core.errors import ClusterError
-from raytide.core.objects.signals import Signal
+from raytide.core.objects.node import Signal
 
 PAGE = """# HELP ray_node_gpus_utilization Total GPUs usage on a ray node
 # TYPE ray_node_gpus_utilization gauge

@@ -9,7 +9,7 @@ import httpx
 from raytide.autoscaler.nodes.utilization import read
 from raytide.autoscaler.providers.local.files import NodeFolder, Purchase
 from raytide.autoscaler.providers.local.meter import set_use, start_meter
-from raytide.core.objects.signals import Signal
+from raytide.core.objects.node import Signal
 
 
 def test_it_says_what_it_was_told_for_each_gpu_and_is_silent_when_told_so(tmp_path: Path) -> None:

@@ -29,9 +29,8 @@ from raytide.core.objects.endpoint import EndpointLoad, ReplicaLoad, Traffic
 from raytide.core.objects.gang import Lease, LeaseState, Member, MemberState
 from raytide.core.objects.job import JobSpec, JobState
 from raytide.core.objects.ledger_entry import Entry, EntryKind
-from raytide.core.objects.node import CapacityType
+from raytide.core.objects.node import CapacityType, Signal
 from raytide.core.objects.plan import Plan, Wait
-from raytide.core.objects.signals import Signal
 from raytide.core.objects.snapshot import MarketConstraint
 from raytide.core.objects.team import TeamSpec
 from raytide.core.state import Changes, Store

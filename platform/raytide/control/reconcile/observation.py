@@ -18,7 +18,7 @@ from raytide.control.ray_jobs import RayJobs
 from raytide.control.reconcile.api_probe import ApiProbe
 from raytide.core.logs import logger
 from raytide.core.objects.endpoint import EndpointLoad
-from raytide.core.objects.signals import Use
+from raytide.core.objects.node import Use
 from raytide.core.objects.snapshot import Demand
 from raytide.jobs.lifecycle.jobs import DriverKey, DriverStatus
 

@@ -17,8 +17,7 @@ from raytide.core.config import Config, load_yaml
 from raytide.core.errors import ConfigError
 from raytide.core.io.environment import NAME_PATTERN
 from raytide.core.money import micro_usd
-from raytide.core.objects.node import CapacityType, NodeType
-from raytide.core.objects.signals import Meter
+from raytide.core.objects.node import CapacityType, Meter, NodeType
 from raytide.core.objects.snapshot import Unmanaged
 from raytide.core.objects.team import CLASSES, TeamSpec, check_tree
 

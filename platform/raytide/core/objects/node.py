@@ -1,15 +1,15 @@
-"""What can be bought (NodeType) and what was bought (Node)."""
+"""Node types, which can be bought, nodes, which were bought, and measurements of them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
 
 from pydantic import Field, model_validator
 
 from raytide.core.config import Config
-from raytide.core.objects.signals import Meter
 
 Resources = Mapping[str, float]
 """Ray's logical resources: {"CPU": 8, "GPU": 1, "memory": bytes}."""
@@ -17,6 +17,27 @@ Resources = Mapping[str, float]
 MARKET_LABEL = "ray.io/market-type"
 ZONE_LABEL = "ray.io/availability-zone"
 TYPE_LABEL = "ray.io/node-group"
+
+FRESH_S = 10.0
+"""The age above which a measurement of a node, replica or router cannot cause a scale-down."""
+
+Meter = Literal["cpu", "gpu"]
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """A measurement and its time."""
+
+    value: float
+    at_s: float
+    """When it was measured, not when it was read."""
+
+    def is_fresh(self, now_s: float) -> bool:
+        return now_s - self.at_s <= FRESH_S
+
+
+Use = Mapping[Meter, Signal]
+"""Physical utilization of one node, 0 to 1: of all its CPUs together, and of its busiest GPU."""
 
 
 class CapacityType(StrEnum):

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from raytide.core.objects.endpoint import Endpoint, EndpointLoad, ReplicaValue
 from raytide.core.objects.gang import Lease
 from raytide.core.objects.job import Job
-from raytide.core.objects.node import CapacityType, Node, NodeType, Resources
-from raytide.core.objects.signals import Use
+from raytide.core.objects.node import CapacityType, Node, NodeType, Resources, Use
 from raytide.core.objects.team import CLASSES, Team
 
 Throughputs = Mapping[str, float]
