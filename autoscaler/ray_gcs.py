@@ -7,12 +7,11 @@ only, and where each node's agent tells the rest (meters.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
-from raytide.autoscaler.ray_node import RayNode
 from raytide.core.errors import ClusterError
-from raytide.core.objects.node import Node, NodeState
+from raytide.core.objects.node import Node, NodeState, Resources
 from raytide.core.objects.snapshot import Demand
 from raytide.core.ray_internals import (
     GcsClient,
@@ -22,6 +21,30 @@ from raytide.core.ray_internals import (
     label_in_operator,
     strict_pack,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class RayNode:
+    ray_node_id: str
+    """Hex, as every other call of Ray wants it."""
+    node_id: str
+    """Ours; empty for the head and for nodes that somebody else started."""
+    is_alive: bool = True
+    is_draining: bool = False
+    total: Resources = field(default_factory=dict)
+    available: Resources = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
+    address: str = ""
+    idle_ms: int = 0
+    """Ray's own clock. It restarts whenever work queues anywhere (ray#60546), so decisions use `IdleClock`."""
+    activity: tuple[str, ...] = ()
+    """Why Ray calls it busy, in its words. They stay when it becomes idle, so they count only while `idle_ms` is 0."""
+
+    @property
+    def is_busy(self) -> bool:
+        is_used = any(self.available.get(name, 0.0) < amount for name, amount in self.total.items())
+        return is_used or (bool(self.activity) and self.idle_ms == 0)
+
 
 T = TypeVar("T")
 _Key = tuple[tuple[tuple[str, float], ...], tuple[tuple[str, str], ...], str, str, str]

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "platform"))
 
 from raytide.autoscaler.nodes.idleness import IdleClock
 from raytide.autoscaler.providers.base import Machine
-from raytide.autoscaler.ray_node import RayNode
+from raytide.autoscaler.ray_gcs import RayNode
 from raytide.autoscaler.spot.pool_risk import SpotRisk
 from raytide.control.controller import GC_THRESHOLDS
 from raytide.control.reconcile.decide import decide

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator
 
-from raytide.autoscaler.nodes.instances import NEVER_JOINED
+from raytide.autoscaler.nodes.lifecycle import NEVER_JOINED
 from raytide.core.money import format_usd
 from raytide.core.objects.node import NodeState, NodeType
 from raytide.core.objects.plan import Drain, Rejected, Terminate, Wait

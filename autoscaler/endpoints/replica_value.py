@@ -11,17 +11,28 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from raytide.autoscaler.endpoints.forecast import RequestRate
 from raytide.autoscaler.endpoints.queue_simulator import Counted, CounterfactualFleets, Floats, ReplicaSpeed, Served
 from raytide.autoscaler.endpoints.replica_placement import NOTICED_S
-from raytide.autoscaler.endpoints.slo_price import SloShadowPrice
-from raytide.autoscaler.endpoints.worth import HysteresisCount, late_with_losses, spared_by_draining
+from raytide.autoscaler.endpoints.traffic import RequestRate
 from raytide.autoscaler.spot.reclaim_hazard import ReclaimHazard
 from raytide.core.config import Config
 from raytide.core.objects.endpoint import ReplicaValue
 
 TOLD_AFTER_S = 120.0
 """What a request brought is told this long after it arrived: nearly all have their last token by then."""
+
+
+LEAST_SPARE = 0.25
+"""Replicas: a fleet without any to spare is taken to work off what waits at this pace."""
+START = 3.0
+"""At the start a miss costs so many times what serving a request on demand costs, over the root of the share of misses
+that is allowed: the ever fewer that are late with ever more replicas need no price beyond all measure."""
+GAIN = 6.0
+"""How far the logarithm moves when a day misses twice what is allowed, times the root of that share: rare misses come
+many at once, with a lost zone, and a day of them tells less."""
+MOST_UP, MOST_DOWN = math.log(3.0), math.log(8.0)
+"""A target that no fleet reaches is not chased at any price."""
+_DAY_S = 86400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +77,44 @@ class SavedModel(Config):
     paper: Counted
     price_moved: float
     day_requests: float
+
+
+@dataclass(slots=True)
+class HysteresisCount:
+    """How many nodes at one price."""
+
+    count: int = 0
+    _regret_usd: Floats = field(default_factory=lambda: np.zeros(0))
+    """By node: what it has cost beyond its worth since it was last worth it."""
+
+    def update(self, worth_usd_h: Floats, usd_h: float, start_usd: float, dt_s: float) -> None:
+        """`worth_usd_h`: of the first node, the second..."""
+        if len(self._regret_usd) != len(worth_usd_h):
+            self._regret_usd = np.zeros(len(worth_usd_h))
+        node = np.arange(1, len(worth_usd_h) + 1)
+        held = node <= self.count
+        lost_usd = (usd_h - worth_usd_h) * dt_s / 3600.0
+        self._regret_usd = np.where(held & (lost_usd > 0), self._regret_usd + lost_usd, 0.0)
+        stays = np.where(held, self._regret_usd < start_usd, worth_usd_h > usd_h)
+        self.count = int(node[stays].max(initial=0))
+
+
+@dataclass(slots=True)
+class SloShadowPrice:
+    target: float
+    moved: float = 0.0
+    day_requests: float = 0.0
+
+    def observe(self, requests: int, missed: int, rate_rps: float, dt_s: float) -> None:
+        allowed = 1.0 - self.target
+        self.day_requests += (rate_rps * _DAY_S - self.day_requests) * min(1.0, dt_s / _DAY_S)
+        day = max(self.day_requests, rate_rps * _DAY_S, 1.0)
+        step = GAIN * math.sqrt(allowed) * (missed / allowed - requests) / day
+        self.moved = min(max(self.moved + step, -MOST_DOWN), MOST_UP)
+
+    def usd(self, request_s: float, ondemand_usd_h: float) -> float:
+        """`request_s`: replica-seconds that one request needs."""
+        return START * request_s * ondemand_usd_h / 3600.0 / math.sqrt(1.0 - self.target) * math.exp(self.moved)
 
 
 @dataclass(slots=True)
@@ -177,3 +226,22 @@ class ReplicaValueModel:
 
 def _fixed(goal: ServingGoal | SavedModel) -> tuple[float, float, int]:
     return goal.slo_ttft_s, goal.slo_target, goal.max_replicas
+
+
+def late_with_losses(late_per_h: Floats, shares: Floats, missing: Floats) -> Floats:
+    """`late_per_h` of 0, 1, 2... nodes when for a `share` [loss] of the time some are `missing` [loss, nodes]."""
+    nodes = np.arange(len(late_per_h))
+    without = np.interp(nodes - missing, nodes, late_per_h)
+    total: Floats = late_per_h + shares @ (without - late_per_h)
+    return total
+
+
+def spared_by_draining(
+    late_usd: float, rate_rps: float, work: float, backlog_s: float, cold_start_s: float, most: int
+) -> Floats:
+    """What the first node, the second... is worth an hour while `backlog_s` replica-seconds wait beside the usual
+    `work` (replicas): all that arrives until then is late, and who is faster is needed for a shorter time."""
+    spare = np.maximum(np.arange(most + 1) - work, LEAST_SPARE)
+    drain_s = backlog_s / spare
+    worth: Floats = late_usd * rate_rps * -np.diff(drain_s) * 3600.0 / (cold_start_s + drain_s[1:])
+    return worth

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
 
-from raytide.autoscaler.endpoints.forecast import MEMORY_S
 from raytide.autoscaler.endpoints.load_target import cold_start_s, ready_work
 from raytide.autoscaler.endpoints.queue_simulator import ReplicaSpeed
 from raytide.autoscaler.endpoints.replica_hosts import Hosts
@@ -24,7 +23,7 @@ from raytide.autoscaler.endpoints.replica_value import (
 )
 from raytide.autoscaler.endpoints.request_log import Arrivals, CounterDeltas, Queue
 from raytide.autoscaler.endpoints.slo_policy import kv_least, prices, spot_held
-from raytide.autoscaler.endpoints.traffic import Key, key_of
+from raytide.autoscaler.endpoints.traffic import MEMORY_S, Key, key_of
 from raytide.autoscaler.spot.reclaim_hazard import ReclaimHazard
 from raytide.core.objects.endpoint import Counters, EndpointLoad, ReplicaValue
 from raytide.core.objects.node import FRESH_S

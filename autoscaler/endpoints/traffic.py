@@ -6,13 +6,13 @@ replicas before.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from raytide.autoscaler.endpoints.cold_start import Start, StartMeter
-from raytide.autoscaler.endpoints.forecast import RequestRate
 from raytide.autoscaler.endpoints.load_target import request_s
 from raytide.autoscaler.endpoints.replica_throughput import ThroughputMeter
 from raytide.autoscaler.endpoints.request_log import CounterDeltas
@@ -22,6 +22,26 @@ from raytide.core.objects.node import Node, NodeType
 from raytide.core.objects.snapshot import Throughputs
 from raytide.scheduling.diagnosis import copies, open_zones
 from raytide.scheduling.throughput import AcceleratorClasses, cost_per_work
+
+MEMORY_S = 900.0
+
+
+@dataclass(slots=True)
+class RequestRate:
+    _sum: float = 0.0
+    _weight: float = 0.0
+
+    def observe(self, requests: int, dt_s: float) -> None:
+        if dt_s <= 0:
+            return
+        fade = math.exp(-dt_s / MEMORY_S)
+        self._sum = self._sum * fade + requests / dt_s * (1.0 - fade)
+        self._weight = self._weight * fade + 1.0 - fade
+
+    @property
+    def rps(self) -> float:
+        return self._sum / self._weight if self._weight else 0.0
+
 
 WINDOW_S = 30.0
 MANY = 100

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from raytide.autoscaler.nodes.instances import was_cancelled
+from raytide.autoscaler.nodes.lifecycle import was_cancelled
 from raytide.core.objects.node import Node, NodeState
 from raytide.core.objects.snapshot import Pool
 

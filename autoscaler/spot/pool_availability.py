@@ -10,7 +10,7 @@ from bisect import bisect_right, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from raytide.autoscaler.nodes.instances import was_cancelled, was_taken_back
+from raytide.autoscaler.nodes.lifecycle import was_cancelled, was_taken_back
 from raytide.autoscaler.spot.availability_model import AvailabilityModel
 from raytide.autoscaler.spot.availability_model import ReclaimRates as Rates
 from raytide.autoscaler.spot.reclaim_hazard import STALE_S

@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from raytide.autoscaler.nodes.instances import was_taken_back
+from raytide.autoscaler.nodes.lifecycle import was_taken_back
 from raytide.autoscaler.spot.reclaim_hazard import STALE_S, ReclaimHazard
 from raytide.core.objects.node import CapacityType, Node, NodeState, NodeType
 from raytide.core.objects.snapshot import Quote

@@ -12,8 +12,7 @@ from raytide.autoscaler.nodes.utilization import Meters
 from raytide.autoscaler.providers.base import Machine, Notice
 from raytide.autoscaler.providers.notices.base import Told
 from raytide.autoscaler.providers.notices.watch import board_at
-from raytide.autoscaler.ray_gcs import GcsReader
-from raytide.autoscaler.ray_node import RayNode
+from raytide.autoscaler.ray_gcs import GcsReader, RayNode
 from raytide.core.clock import SystemClock
 from raytide.core.errors import ClusterError
 from raytide.core.objects.node import CapacityType, Node, NodeState, Signal

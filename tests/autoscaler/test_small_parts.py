@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from raytide.autoscaler.endpoints import targets
 from raytide.autoscaler.explain import lines
 from raytide.autoscaler.nodes.idleness import IdleClock
-from raytide.autoscaler.nodes.instances import requested
+from raytide.autoscaler.nodes.lifecycle import requested
 from raytide.autoscaler.providers.fake import FakeProvider
-from raytide.autoscaler.ray_node import RayNode
+from raytide.autoscaler.ray_gcs import RayNode
 from raytide.core.clock import VirtualClock
 from raytide.core.errors import ProviderError
 from raytide.core.objects.endpoint import Endpoint, EndpointLoad, EndpointState, ReplicaLoad, Replicas, ServeSpec

@@ -18,7 +18,7 @@ from raytide.autoscaler.nodes import launch_backoff
 from raytide.autoscaler.nodes.idleness import IdleClock
 from raytide.autoscaler.providers.base import Machine
 from raytide.autoscaler.providers.fake import FakeProvider
-from raytide.autoscaler.ray_node import RayNode
+from raytide.autoscaler.ray_gcs import RayNode
 from raytide.autoscaler.spot.pool_availability import PoolAvailability
 from raytide.autoscaler.spot.pool_risk import SpotRisk
 from raytide.control.reconcile.apply import apply

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from raytide.actors.gang.group import GroupKey, PlacementGroupInfo, WantedGroup
 from raytide.actors.serving.ray_serve.application import Application
 from raytide.autoscaler.providers.base import Machine, Notice
-from raytide.autoscaler.ray_node import RayNode
+from raytide.autoscaler.ray_gcs import RayNode
 from raytide.control.accounting.final_accounting import close_books
 from raytide.control.controller import Controller
 from raytide.control.reconcile.observation import Sources

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import raytide as rt
-from raytide.autoscaler.nodes.instances import TAKEN_BACK, UNASKED
+from raytide.autoscaler.nodes.lifecycle import TAKEN_BACK, UNASKED
 from raytide.autoscaler.providers.local.spot import give_notice, set_stockouts
 from raytide.control.bootstrap.embedded import LocalCluster
 from raytide.core.objects.gang import GangSpec, LeaseState, MemberState, Shape

@@ -9,12 +9,12 @@ import pytest
 
 from raytide.core.errors import DataError
 from raytide.core.objects.node import CapacityType
-from raytide.simulate.capacity import SpotZones, spot_zones
 from raytide.simulate.serving.baselines import ServeTarget, SpotHedge
 from raytide.simulate.serving.bound import lower_bound_usd
 from raytide.simulate.serving.fleet import Fleet
 from raytide.simulate.serving.requests import Workload, workload
 from raytide.simulate.serving.setup import ServingSetup
+from raytide.simulate.serving.spot_zones import SpotZones, spot_zones
 
 USD_H = {CapacityType.ON_DEMAND: 3.0, CapacityType.SPOT: 1.0}
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from raytide.autoscaler.providers.notices.watch import CLOUDS
-from raytide.autoscaler.ray_node import RayNode
+from raytide.autoscaler.ray_gcs import RayNode
 from raytide.core import ray_internals
 from raytide.core.logs import logger
 from raytide.core.objects.node import NodeType

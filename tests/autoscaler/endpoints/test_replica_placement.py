@@ -12,15 +12,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raytide.autoscaler.endpoints.forecast import MEMORY_S, RequestRate
 from raytide.autoscaler.endpoints.queue_simulator import CounterfactualFleets, ReplicaSpeed, Served, convex
 from raytide.autoscaler.endpoints.replica_placement import FleetNode, FleetPlan, FleetState, ReplicaPool
-from raytide.autoscaler.endpoints.replica_value import Observation, ReplicaValueModel, SavedModel, ServingGoal
-from raytide.autoscaler.endpoints.slo_price import SloShadowPrice
-from raytide.autoscaler.endpoints.worth import HysteresisCount, late_with_losses, spared_by_draining
+from raytide.autoscaler.endpoints.replica_value import (
+    HysteresisCount,
+    Observation,
+    ReplicaValueModel,
+    SavedModel,
+    ServingGoal,
+    SloShadowPrice,
+    late_with_losses,
+    spared_by_draining,
+)
+from raytide.autoscaler.endpoints.traffic import MEMORY_S, RequestRate
 from raytide.autoscaler.spot.reclaim_hazard import ReclaimHazard
 from raytide.core.objects.endpoint import ReplicaValue
-from raytide.simulate.zone_backoff import LONGEST_REST_S, ZoneBackoff
+from raytide.simulate.serving.zone_backoff import LONGEST_REST_S, ZoneBackoff
 
 SPEED = ReplicaSpeed(prefill_tps=1500.0, slots=8, tpot_s=0.06)
 PROMPT_OF_A_SECOND = 1500.0

@@ -13,9 +13,9 @@ from tests.autoscaler import promises
 from tests.autoscaler.world import CRASH_POINTS, Cluster, CrashPoint
 
 from raytide.autoscaler.endpoints import targets
-from raytide.autoscaler.endpoints.forecast import MEMORY_S
 from raytide.autoscaler.endpoints.replica_hosts import Hosts
 from raytide.autoscaler.endpoints.slo_policy import replica_slots
+from raytide.autoscaler.endpoints.traffic import MEMORY_S
 from raytide.control.reconcile.decide import decide
 from raytide.core.errors import ConfigError
 from raytide.core.objects.endpoint import (

@@ -20,7 +20,7 @@ from raytide.autoscaler.providers.cloud.provider import NODE_TAG, CloudProvider
 from raytide.autoscaler.providers.cloud.setup import CloudSetUp
 from raytide.autoscaler.providers.notices.base import Told
 from raytide.autoscaler.providers.notices.board import NoticeBoard
-from raytide.autoscaler.ray_node import RayNode
+from raytide.autoscaler.ray_gcs import RayNode
 from raytide.control.bootstrap.cloud_launch import dry_run
 from raytide.core import ray_internals
 from raytide.core.clock import VirtualClock

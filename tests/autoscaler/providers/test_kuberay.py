@@ -16,7 +16,7 @@ from tests.autoscaler.providers.kube_server import WORKER_GROUP, KubeServer
 from raytide.autoscaler.providers.base import Notice
 from raytide.autoscaler.providers.kuberay.kube_api import KubeApi
 from raytide.autoscaler.providers.kuberay.provider import NODE_LABEL, KubeRayProvider
-from raytide.autoscaler.ray_node import RayNode
+from raytide.autoscaler.ray_gcs import RayNode
 from raytide.control.reconcile.observation import named, ray_names
 from raytide.core.clock import VirtualClock
 from raytide.core.errors import ClusterError, ConfigError, ProviderError

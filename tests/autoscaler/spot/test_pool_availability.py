@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from raytide.autoscaler.nodes import launch_backoff
-from raytide.autoscaler.nodes.instances import NEVER_JOINED, TAKEN_BACK, terminating
+from raytide.autoscaler.nodes.lifecycle import NEVER_JOINED, TAKEN_BACK, terminating
 from raytide.autoscaler.spot.pool_availability import PAST_S, PoolAvailability
 from raytide.autoscaler.spot.reclaim_hazard import STALE_S
 from raytide.core.objects.node import CapacityType, Node, NodeState

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from raytide.autoscaler.nodes import spend_limits
-from raytide.autoscaler.nodes.instances import TAKEN_BACK, UNASKED, was_taken_back
+from raytide.autoscaler.nodes.lifecycle import TAKEN_BACK, UNASKED, was_taken_back
 from raytide.autoscaler.spot.pool_risk import SpotRisk
 from raytide.core.objects.cluster_config import LimitsSection
 from raytide.core.objects.node import CapacityType, Node, NodeState, NodeType

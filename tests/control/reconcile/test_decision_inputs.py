@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from raytide.autoscaler.nodes.instances import UNASKED
+from raytide.autoscaler.nodes.lifecycle import UNASKED
 from raytide.control.reconcile.decision_inputs import SPEND_PERIOD_S, DecisionInputs
 from raytide.core.objects.cluster_config import ClusterConfig, LimitsSection, RaytideSection
 from raytide.core.objects.ledger_entry import Spent

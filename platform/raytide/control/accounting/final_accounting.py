@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from raytide.autoscaler.nodes import instances
+from raytide.autoscaler.nodes import lifecycle
 from raytide.autoscaler.providers.base import Machine
 from raytide.control.accounting.billing_intervals import update_intervals
 from raytide.control.accounting.cost_report import cost_report
@@ -54,7 +54,7 @@ def close_books(store: Store, machines: tuple[Machine, ...], now_s: float) -> Cl
     book = ClusterRecords.of(store.load())
     of = {machine.node_id: machine for machine in machines}
     book.nodes = {
-        key: _gone(instances.from_provider(n, of.get(key), None, now_s), now_s) for key, n in book.nodes.items()
+        key: _gone(lifecycle.from_provider(n, of.get(key), None, now_s), now_s) for key, n in book.nodes.items()
     }
     booking = update_intervals(
         book.nodes,

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from raytide.actors.gang.group import difference
-from raytide.autoscaler.nodes import instances
-from raytide.autoscaler.nodes.instances import overdue
+from raytide.autoscaler.nodes import lifecycle
+from raytide.autoscaler.nodes.lifecycle import overdue
 from raytide.control.reconcile.observation import Observation, Sources
 from raytide.control.reconcile.records import ClusterRecords
 from raytide.core.errors import ProviderError
@@ -59,7 +59,7 @@ def apply(
         due = overdue(book.nodes.values(), world.machines)
         for node in due.launch:
             if refusal := outcome.refusals.get((node.type, node.zone)):
-                outcome.nodes[node.id] = instances.refused(node, refusal, now_s)  # the first one was the probe
+                outcome.nodes[node.id] = lifecycle.refused(node, refusal, now_s)  # the first one was the probe
                 continue
             attempt(f"launch {node.id}", partial(_launch, node, sources, node_types, outcome, now_s))
         for node_id in due.terminate:
@@ -88,14 +88,14 @@ def apply(
 def _launch(node: Node, sources: Sources, node_types: Mapping[str, NodeType], outcome: Outcome, now_s: float) -> None:
     node_type = node_types.get(node.type)
     if node_type is None:
-        outcome.nodes[node.id] = instances.refused(
+        outcome.nodes[node.id] = lifecycle.refused(
             node, f"the configuration has no node type {node.type} any more", now_s
         )
         return
     try:
         sources.provider.launch(node, node_type)
     except ProviderError as error:
-        outcome.nodes[node.id] = instances.refused(node, str(error), now_s)
+        outcome.nodes[node.id] = lifecycle.refused(node, str(error), now_s)
         outcome.refusals[(node.type, node.zone)] = str(error)
 
 
@@ -105,4 +105,4 @@ def _drain(book: ClusterRecords, action: Drain, sources: Sources, outcome: Outco
         return
     accepted = sources.gcs.drain(node.ray_node_id, action.kind, action.deadline_s, action.reason)
     if accepted and action.kind == "idle":
-        outcome.nodes[node.id] = instances.drained(node, action)
+        outcome.nodes[node.id] = lifecycle.drained(node, action)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from raytide.autoscaler.endpoints import targets
-from raytide.autoscaler.nodes import instances, launch_backoff
+from raytide.autoscaler.nodes import launch_backoff, lifecycle
 from raytide.control.accounting.lost_work import on_preemption
 from raytide.control.reconcile.records import ClusterRecords
 from raytide.core.objects.node import NodeState, NodeType
@@ -44,7 +44,7 @@ def record_intents(book: ClusterRecords, plan: Plan, node_types: Mapping[str, No
                 if isinstance(action, Preempt | Shrink):
                     book.jobs[action.job_id] = on_preemption(book.jobs[action.job_id], action.by, now_s)
             case Launch():
-                book.nodes[action.node_id] = instances.requested(action, node_types[action.node_type], now_s)
+                book.nodes[action.node_id] = lifecycle.requested(action, node_types[action.node_type], now_s)
             case Assign(lease_id=lease_id, member=member, node_id=node_id):
                 assigned.setdefault(lease_id, {})[member] = node_id
             case Unassign(lease_id=lease_id, member=member):
@@ -61,7 +61,7 @@ def record_intents(book: ClusterRecords, plan: Plan, node_types: Mapping[str, No
                         node, state=NodeState.DRAINING, drain_deadline_s=deadline_s, reason=reason
                     )
             case Terminate(node_id=node_id):
-                book.nodes[node_id] = instances.terminating(book.nodes[node_id], action)
+                book.nodes[node_id] = lifecycle.terminating(book.nodes[node_id], action)
     for lease_id, nodes in assigned.items():
         book.leases[lease_id] = leases.assign(book.leases[lease_id], nodes)
     for pool in launch_backoff.after(tuple(book.pools.values()), before, book.nodes.values(), now_s):

@@ -12,8 +12,7 @@ from raytide.actors.gang.placement_groups import PlacementGroups
 from raytide.actors.serving.ray_serve.control import ServeControl
 from raytide.autoscaler.nodes.utilization import Meters
 from raytide.autoscaler.providers.base import Machine, Notice, Provider
-from raytide.autoscaler.ray_gcs import GcsReader
-from raytide.autoscaler.ray_node import RayNode
+from raytide.autoscaler.ray_gcs import GcsReader, RayNode
 from raytide.control.ray_jobs import RayJobs
 from raytide.control.reconcile.api_probe import ApiProbe
 from raytide.core.logs import logger

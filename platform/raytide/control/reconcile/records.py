@@ -8,10 +8,10 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from raytide.autoscaler.endpoints import targets as endpoints
-from raytide.autoscaler.nodes import instances
 from raytide.autoscaler.nodes import launch_backoff as pools
+from raytide.autoscaler.nodes import lifecycle
 from raytide.autoscaler.nodes.idleness import IdleClock
-from raytide.autoscaler.nodes.instances import by_node_id
+from raytide.autoscaler.nodes.lifecycle import by_node_id
 from raytide.control.accounting.lost_work import nodes_lost, on_disruption
 from raytide.control.reconcile.observation import Observation
 from raytide.core.objects.cluster_config import ClusterConfig
@@ -70,7 +70,7 @@ def unguarded(record: Job | Endpoint, act: Callable[[], T], default: T, now_s: f
 def advance(book: ClusterRecords, world: Observation, now_s: float, guard: Guard = unguarded) -> None:
     """Move every record forward by what was seen. One whose move raises stays as it was."""
     before = tuple(book.nodes.values())
-    moved = instances.observe(before, world.machines, world.ray_nodes, world.notices, now_s)
+    moved = lifecycle.observe(before, world.machines, world.ray_nodes, world.notices, now_s)
     rested = pools.after(tuple(book.pools.values()), before, moved, now_s)
     book.nodes = {node.id: node for node in moved}
     book.pools = {(pool.node_type, pool.zone): pool for pool in rested}

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from raytide.autoscaler.nodes import instances
+from raytide.autoscaler.nodes import lifecycle
 from raytide.autoscaler.nodes.idleness import IdleClock
-from raytide.autoscaler.nodes.instances import overdue
+from raytide.autoscaler.nodes.lifecycle import overdue
 from raytide.autoscaler.providers.base import Machine
 from raytide.autoscaler.providers.fake import FakeProvider
-from raytide.autoscaler.ray_node import RayNode
+from raytide.autoscaler.ray_gcs import RayNode
 from raytide.control.reconcile.decide import decide
 from raytide.control.reconcile.intents import record_intents
 from raytide.control.reconcile.observation import Observation
@@ -176,7 +176,7 @@ class LiveWorld:
         """Ray refuses an idle drain where something runs; else that raylet leaves at once."""
         node = self.book.nodes[drain.node_id]
         if drain.kind == "idle" and self._ray.is_empty(node):
-            self.book.nodes[node.id] = instances.drained(node, drain)
+            self.book.nodes[node.id] = lifecycle.drained(node, drain)
             self._left[node.id] = replace(self._ray_node(node), is_alive=False)
         if drain.kind == "notice":
             self._draining.add(node.id)

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import numpy as np
 
 from raytide.core.objects.node import CapacityType
-from raytide.simulate.capacity import SpotZones
 from raytide.simulate.serving.requests import Workload
 from raytide.simulate.serving.setup import ServingSetup
+from raytide.simulate.serving.spot_zones import SpotZones
 
 SLOT_S = 300.0
 

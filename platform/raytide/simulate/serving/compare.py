@@ -12,13 +12,13 @@ import numpy as np
 
 from raytide.core.errors import ConfigError
 from raytide.core.objects.node import CapacityType
-from raytide.simulate.capacity import SpotZones, spot_zones
 from raytide.simulate.serving.baselines import TICK_S, ServeOnDemand, ServeTarget, SpotHedge, SpotNaive, Static
 from raytide.simulate.serving.bound import lower_bound_usd
 from raytide.simulate.serving.fleet import Fleet, Replica
 from raytide.simulate.serving.raytide import RaytidePolicy
 from raytide.simulate.serving.requests import Workload, workload
 from raytide.simulate.serving.setup import USD_H, ServingSetup
+from raytide.simulate.serving.spot_zones import SpotZones, spot_zones
 
 STATIC_SLO = 0.99
 """The fixed fleet is the smallest that attains it."""

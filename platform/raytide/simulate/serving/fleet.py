@@ -15,9 +15,9 @@ from heapq import heapreplace
 import numpy as np
 
 from raytide.core.objects.node import CapacityType
-from raytide.simulate.capacity import SpotZones
 from raytide.simulate.serving.requests import Workload
 from raytide.simulate.serving.setup import ServingSetup
+from raytide.simulate.serving.spot_zones import SpotZones
 
 _NEVER_S = float("inf")
 

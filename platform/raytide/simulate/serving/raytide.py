@@ -12,11 +12,11 @@ from raytide.autoscaler.endpoints.replica_placement import FleetNode, FleetState
 from raytide.autoscaler.endpoints.replica_value import TOLD_AFTER_S, Observation, ReplicaValueModel, ServingGoal
 from raytide.autoscaler.spot.reclaim_hazard import ReclaimHazard, holds
 from raytide.core.objects.node import CapacityType
-from raytide.simulate.capacity import SpotZones
 from raytide.simulate.serving.fleet import Fleet, Replica
 from raytide.simulate.serving.requests import Workload
 from raytide.simulate.serving.setup import ServingSetup
-from raytide.simulate.zone_backoff import ZoneBackoff
+from raytide.simulate.serving.spot_zones import SpotZones
+from raytide.simulate.serving.zone_backoff import ZoneBackoff
 
 ONDEMAND = ""
 """The name of the one pool that is never taken back and never empty."""

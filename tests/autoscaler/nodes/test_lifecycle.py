@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from raytide.autoscaler.nodes import instances, launch_backoff
-from raytide.autoscaler.nodes.instances import RAY_GRACE_S, from_provider, from_ray, observe, overdue
+from raytide.autoscaler.nodes import launch_backoff, lifecycle
+from raytide.autoscaler.nodes.lifecycle import RAY_GRACE_S, from_provider, from_ray, observe, overdue
 from raytide.autoscaler.providers.base import Machine, Notice
-from raytide.autoscaler.ray_node import RayNode
+from raytide.autoscaler.ray_gcs import RayNode
 from raytide.core.objects.node import Node, NodeState, NodeType
 from raytide.core.objects.plan import Drain, Launch, Terminate
 from raytide.core.objects.snapshot import Pool
 
 CPU4 = NodeType(name="cpu4", resources={"CPU": 4}, price_micro_usd_h=200_000)
-ASKED = instances.requested(Launch("node-1", "cpu4", "a", "lease-1", "why"), CPU4, 100.0)
+ASKED = lifecycle.requested(Launch("node-1", "cpu4", "a", "lease-1", "why"), CPU4, 100.0)
 MACHINE = Machine("node-1", "cpu4", "a", 150_000, started_at_s=101.0)
 ENDED = replace(MACHINE, ended_at_s=150.0, reason="reclaimed")
 IN_RAY = RayNode("abc", "node-1", address="127.0.9.2")
@@ -60,7 +60,7 @@ def test_a_notice_before_it_joined_ends_it() -> None:
 def test_ray_s_own_word_that_it_drains_is_recorded_after_a_crash() -> None:
     drained = advance(READY, MACHINE, replace(IN_RAY, is_draining=True), None, 120.0)
     assert drained.state is NodeState.DRAINING
-    assert drained.drain_deadline_s == 120.0 + instances.DRAINED_BY_OTHERS_S, "what stays on it does not stay for ever"
+    assert drained.drain_deadline_s == 120.0 + lifecycle.DRAINED_BY_OTHERS_S, "what stays on it does not stay for ever"
 
 
 def test_a_drained_node_whose_raylet_left_is_ended_at_once() -> None:
@@ -81,12 +81,12 @@ def test_it_is_gone_when_the_provider_ended_it_and_billed_until_then(state: Node
     node = advance(replace(READY, state=state), ENDED, IN_RAY, None, 160.0)
     assert (node.state, node.ended_at_s) == (NodeState.GONE, 150.0)
     is_asked = state in (NodeState.DRAINING, NodeState.TERMINATING)
-    assert node.reason == (READY.reason if is_asked else f"{instances.UNASKED}: reclaimed")
+    assert node.reason == (READY.reason if is_asked else f"{lifecycle.UNASKED}: reclaimed")
     assert advance(node, MACHINE, IN_RAY, NOTICE, 170.0) == node
 
 
 def test_one_that_was_ended_before_it_was_bought_is_gone() -> None:
-    node = instances.terminating(ASKED, Terminate("node-1", "too late"))
+    node = lifecycle.terminating(ASKED, Terminate("node-1", "too late"))
     assert advance(node, None, None, None, 130.0).state is NodeState.GONE
 
 
@@ -109,14 +109,14 @@ def test_what_was_decided_and_not_done_is_due_again() -> None:
     assert due.launch == (ASKED,)
     assert due.terminate == ("node-2", "node-3", "node-4")
     done = overdue([replace(ASKED, state=NodeState.LAUNCHING), ending], [MACHINE, replace(ENDED, node_id="node-2")])
-    assert done == instances.Overdue()
+    assert done == lifecycle.Overdue()
 
 
 def test_an_accepted_idle_drain_is_recorded_on_a_ready_node_only() -> None:
     drain = Drain("node-1", "idle", 150.0, "idle for 60 s")
-    assert instances.drained(READY, drain).state is NodeState.DRAINING
-    assert instances.drained(READY, drain).drain_deadline_s is None
-    assert instances.drained(replace(READY, state=NodeState.TERMINATING), drain).state is NodeState.TERMINATING
+    assert lifecycle.drained(READY, drain).state is NodeState.DRAINING
+    assert lifecycle.drained(READY, drain).drain_deadline_s is None
+    assert lifecycle.drained(replace(READY, state=NodeState.TERMINATING), drain).state is NodeState.TERMINATING
 
 
 def test_a_pool_rests_twice_as_long_after_each_failure_up_to_half_an_hour() -> None:
