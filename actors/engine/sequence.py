@@ -11,7 +11,7 @@ from raytide.actors.engine.types import FinishReason, TokenLogprobs
 from raytide.core.errors import RaytideError
 
 if TYPE_CHECKING:
-    from raytide.actors.engine.sampling.banned_tokens import BadWords
+    from raytide.actors.engine.text.bad_words import BadWords
     from raytide.actors.engine.text.structured_output import Grammar
 
 __all__ = ["Chunk", "Rank", "Sampled", "Sequence", "StepPlan"]

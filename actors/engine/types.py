@@ -5,6 +5,7 @@ No torch in here: the scheduler, the router and the tests use these without a de
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import Literal
@@ -25,6 +26,7 @@ __all__ = [
     "Timing",
     "TokenLogprobs",
     "Usage",
+    "contained",
 ]
 
 EngineState = Literal["serving", "paused", "asleep"]
@@ -216,3 +218,17 @@ class EngineStats:
     failed: int = 0
     pending_commands: int = 0
     commands_done: int = 0
+
+
+_NOT_A_FAULT = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError)
+
+
+def contained(error: BaseException) -> Exception:
+    """Returns the error that the request at fault ends with.
+
+    A panic in a Rust library (tokenizers, llguidance) arrives as a BaseException that is no Exception: it is wrapped in
+    a RuntimeError. What asks a thread or task to end is raised again.
+    """
+    if isinstance(error, _NOT_A_FAULT):
+        raise error
+    return error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")

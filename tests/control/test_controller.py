@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from raytide.actors.gang.group import GroupKey, PlacementGroupInfo, WantedGroup
+from raytide.actors.gang.placement_groups import GroupKey, PlacementGroupInfo, WantedGroup
 from raytide.actors.serving.ray_serve.application import Application
 from raytide.autoscaler.providers.base import Machine, Notice
 from raytide.autoscaler.ray_gcs import RayNode

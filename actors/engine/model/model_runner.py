@@ -13,18 +13,17 @@ from typing import Literal
 import torch
 
 from raytide.actors.engine.config import EngineConfig
-from raytide.actors.engine.faults import contained
 from raytide.actors.engine.kv_cache.kv_cache import KvCache
-from raytide.actors.engine.model.adapters import LoraManager
 from raytide.actors.engine.model.decoder import Decoder
 from raytide.actors.engine.model.input_batch import InputBatch
-from raytide.actors.engine.model.lora import read_adapter
+from raytide.actors.engine.model.lora import LoraManager, read_adapter
 from raytide.actors.engine.model.pooling import Pooling, PromptRunner
 from raytide.actors.engine.sampling.logprobs import PromptRows
 from raytide.actors.engine.sampling.sampler import Sampler
 from raytide.actors.engine.sampling_params import SamplingParams
 from raytide.actors.engine.scheduler.preemption import SwapCost
 from raytide.actors.engine.sequence import Chunk, Sampled, Sequence, StepPlan
+from raytide.actors.engine.types import contained
 from raytide.actors.models.architecture import Architecture
 from raytide.actors.models.loader import Weights
 from raytide.core.errors import ConfigError, EngineError

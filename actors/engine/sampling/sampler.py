@@ -12,7 +12,6 @@ from collections.abc import Sequence as Items
 import numpy as np
 import torch
 
-from raytide.actors.engine.sampling.banned_tokens import banned_tokens
 from raytide.actors.engine.sampling.grammar_mask import GrammarMask
 from raytide.actors.engine.sampling.logprobs import token_logprobs
 from raytide.actors.engine.sampling.penalties import Occurrences, penalize
@@ -20,7 +19,7 @@ from raytide.actors.engine.sampling.top_k_top_p import RandomSampler
 from raytide.actors.engine.sequence import Sampled, Sequence
 from raytide.core.errors import RaytideError, UsageError
 
-__all__ = ["Sampler"]
+__all__ = ["Sampler", "banned_tokens"]
 
 Tensor = torch.Tensor
 
@@ -128,6 +127,12 @@ def _bias(seqs: Items[Sequence], device: torch.device) -> tuple[Tensor, Tensor, 
         torch.from_numpy(tokens).to(device),
         torch.from_numpy(values).to(device),
     )
+
+
+def banned_tokens(seq: Sequence) -> list[int]:
+    """Returns the tokens that may not come next: end tokens before `min_tokens`, and the last ones of bad words."""
+    banned = list(seq.stop_token_ids) if seq.output_len < seq.params.min_tokens else []
+    return banned + seq.bad_words.next_banned(seq.tokens, seq.output_len) if seq.bad_words else banned
 
 
 def _ban(logits_RV: Tensor, bans: dict[int, list[int]], structured: Items[int]) -> None:

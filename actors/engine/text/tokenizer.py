@@ -11,9 +11,8 @@ from typing import Any
 
 from tokenizers import Tokenizer as RustTokenizer
 
-from raytide.actors.engine.faults import contained
 from raytide.actors.engine.text.worker_pool import TextPool
-from raytide.actors.engine.types import Message
+from raytide.actors.engine.types import Message, contained
 from raytide.actors.models.chat_template import ChatTemplate
 from raytide.actors.models.model_config import as_ids, read_json
 from raytide.core.errors import DataError, EngineError, RaytideError, UsageError

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from raytide.actors.engine.faults import contained
 from raytide.actors.engine.limits import MAX_TEXT_JOBS
+from raytide.actors.engine.types import contained
 from raytide.core.errors import EngineError, OverloadedError, RaytideError
 
 __all__ = ["TextPool"]

@@ -16,6 +16,7 @@ from raytide.actors.serving.openai_api.answers import ChatAnswer, TextAnswer
 from raytide.actors.serving.openai_api.embeddings import EmbeddingList, EmbeddingRequest, embed
 from raytide.actors.serving.openai_api.errors import ApiError, ErrorBody, invalid, to_api_error, validation_error
 from raytide.actors.serving.openai_api.respond import failed, respond
+from raytide.actors.serving.openai_api.server import Server
 from raytide.actors.serving.openai_api.wire import (
     ChatCompletion,
     ChatRequest,
@@ -24,7 +25,6 @@ from raytide.actors.serving.openai_api.wire import (
     Model,
     ModelList,
 )
-from raytide.actors.serving.server import Server
 from raytide.core.errors import RaytideError
 
 __all__ = ["create_app"]

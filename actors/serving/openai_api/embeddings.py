@@ -10,8 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from raytide.actors.engine.limits import MAX_EMBEDDING_TOKENS, MAX_NAME_CHARS
 from raytide.actors.serving.openai_api.errors import invalid
+from raytide.actors.serving.openai_api.server import Server
 from raytide.actors.serving.openai_api.wire import Inputs
-from raytide.actors.serving.server import Server
 
 __all__ = ["EmbeddingList", "EmbeddingRequest", "embed"]
 

@@ -11,9 +11,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from raytide.actors.engine.base import Engine
-from raytide.actors.engine.faults import contained
 from raytide.actors.engine.limits import MAX_PENDING_ENTRIES
-from raytide.actors.engine.types import FinishReason, GenChunk, GenRequest, Usage
+from raytide.actors.engine.types import FinishReason, GenChunk, GenRequest, Usage, contained
 from raytide.actors.serving.openai_api.logprobs import ScoredToken, TokenBytes
 from raytide.core.errors import EngineError
 

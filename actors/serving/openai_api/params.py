@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from raytide.actors.engine.base import asked_features
 from raytide.actors.engine.sampling_params import SamplingParams
-from raytide.actors.engine.types import Feature, GenRequest
+from raytide.actors.engine.types import Feature, GenRequest, Message
 from raytide.actors.serving.openai_api.errors import invalid
 from raytide.actors.serving.openai_api.structure import structured_of
-from raytide.actors.serving.openai_api.wire import ChatRequest, CompletionRequest, GenerationRequest
+from raytide.actors.serving.openai_api.wire import ChatMessage, ChatRequest, CompletionRequest, GenerationRequest
 
-__all__ = ["refuse_missing", "sampling_of"]
+__all__ = ["messages_of", "refuse_missing", "sampling_of"]
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for plain completions; a chat goes on until the model stops or the context is full."""
@@ -124,3 +124,25 @@ def _refuse_unknown(request: GenerationRequest) -> None:
             raise invalid(f"Unrecognized request argument: {name}.", param=name)
         if not any(value == neutral and type(value) is type(neutral) for neutral in _NEUTRAL[name]):
             raise invalid(f"{name} is not supported by this model server.", param=name)
+
+
+def messages_of(messages: Sequence[ChatMessage]) -> list[Message]:
+    """Text parts are joined; a part that is not text is refused by name. "developer" is OpenAI's newer "system"."""
+    return [
+        Message("system" if message.role == "developer" else message.role, _text(message, index))
+        for index, message in enumerate(messages)
+    ]
+
+
+def _text(message: ChatMessage, index: int) -> str:
+    if message.content is None:
+        if message.role != "assistant":
+            raise invalid(f"messages[{index}].content is missing.", param=f"messages[{index}].content")
+        return ""
+    if isinstance(message.content, str):
+        return message.content
+    for place, part in enumerate(message.content):
+        if part.type != "text" or part.text is None:
+            where = f"messages[{index}].content[{place}]"
+            raise invalid(f"{where}: this model reads text parts only, not {part.type!r}.", param=where)
+    return "".join(part.text or "" for part in message.content)

@@ -19,8 +19,8 @@ from raytide.actors.serving.openai_api.answers import DONE, Answer, Written, usa
 from raytide.actors.serving.openai_api.errors import ApiError, invalid, to_api_error
 from raytide.actors.serving.openai_api.generation import Generation, Piece
 from raytide.actors.serving.openai_api.logprobs import TokenBytes
+from raytide.actors.serving.openai_api.server import Server
 from raytide.actors.serving.openai_api.wire import ChatRequest, CompletionRequest, sse
-from raytide.actors.serving.server import Server
 
 __all__ = ["failed", "respond"]
 

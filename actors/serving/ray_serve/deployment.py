@@ -16,8 +16,8 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, BackpressureC
 from raytide.actors.serving.engines import build_engine
 from raytide.actors.serving.http.app import create_app
 from raytide.actors.serving.openai_api.errors import RETRY_AFTER_S
+from raytide.actors.serving.openai_api.server import Server
 from raytide.actors.serving.ray_serve.application import DEPLOYMENT, SPANNING
-from raytide.actors.serving.server import Server
 from raytide.core.errors import EngineError
 from raytide.core.objects.endpoint import Endpoint, ServeSpec
 from raytide.scheduling.replicas import replica_selector

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from raytide.actors.engine.sampling.banned_tokens import BadWords
 from raytide.actors.engine.sampling_params import SamplingParams
 from raytide.actors.engine.sequence import Sequence
+from raytide.actors.engine.text.bad_words import BadWords
 
 VOCAB = 200
 Row = npt.NDArray[np.float64]

@@ -23,9 +23,10 @@ from raytide.actors.engine import EngineConfig, GenRequest, NativeEngine, Sampli
 from raytide.actors.engine.backends.native import operations
 from raytide.actors.engine.backends.native.engine_core import EngineCore
 from raytide.actors.engine.model.model_runner import ModelRunner
-from raytide.actors.engine.sampling.banned_tokens import BadWords, banned_tokens
 from raytide.actors.engine.sampling.grammar_mask import GrammarMask
+from raytide.actors.engine.sampling.sampler import banned_tokens
 from raytide.actors.engine.sampling_params import Structured
+from raytide.actors.engine.text.bad_words import BadWords
 from raytide.actors.engine.text.structured_output import Grammars
 from raytide.actors.engine.text.tokenizer import Tokenizer
 from raytide.actors.engine.text.worker_pool import TextPool

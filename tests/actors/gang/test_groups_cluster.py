@@ -13,8 +13,14 @@ from typing import Any
 import pytest
 
 import raytide
-from raytide.actors.gang.group import GroupKey, PlacementGroupInfo, WantedGroup, difference
-from raytide.actors.gang.placement_groups import PlacementGroups, bundle
+from raytide.actors.gang.placement_groups import (
+    GroupKey,
+    PlacementGroupInfo,
+    PlacementGroups,
+    WantedGroup,
+    bundle,
+    difference,
+)
 from raytide.core.errors import ClusterError
 from raytide.core.objects.gang import Member, MemberState
 

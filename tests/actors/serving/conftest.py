@@ -12,7 +12,7 @@ from openai import OpenAI
 
 from raytide.actors.engine.base import Engine
 from raytide.actors.serving.http.app import create_app
-from raytide.actors.serving.server import Server
+from raytide.actors.serving.openai_api.server import Server
 
 
 @contextmanager

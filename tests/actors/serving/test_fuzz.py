@@ -23,8 +23,8 @@ from tests.actors.serving.asgi import Answer, ask
 
 from raytide.actors.engine import EngineConfig, NativeEngine
 from raytide.actors.serving.http.app import create_app
+from raytide.actors.serving.openai_api.server import Server
 from raytide.actors.serving.openai_api.wire import ChatRequest, CompletionRequest
-from raytide.actors.serving.server import Server
 
 TEXT, CHAT, EMBED = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 OTHERS = ("/v1/models", "/v1/models/m", "/v1/models/\ufffd", "/health", "/metrics", "/docs", "/nothing")

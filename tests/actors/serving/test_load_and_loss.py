@@ -17,8 +17,8 @@ from openai import OpenAI
 from raytide.actors.engine.backends.fake import FakeEngine
 from raytide.actors.engine.types import EngineStats, GenChunk, GenRequest
 from raytide.actors.serving.health import ProgressWatch
+from raytide.actors.serving.openai_api.server import Server
 from raytide.actors.serving.openai_api.wire import CompletionRequest
-from raytide.actors.serving.server import Server
 from raytide.core.errors import OverloadedError
 
 Serve = Callable[..., str]

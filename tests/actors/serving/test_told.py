@@ -16,10 +16,10 @@ from raytide.actors.engine.sampling_params import SamplingParams
 from raytide.actors.engine.types import GenRequest
 from raytide.actors.serving.http.app import create_app
 from raytide.actors.serving.metrics import ServingMetrics
+from raytide.actors.serving.openai_api.server import Server
 from raytide.actors.serving.ray_serve import policy
 from raytide.actors.serving.ray_serve.application import Application
 from raytide.actors.serving.ray_serve.control import _load
-from raytide.actors.serving.server import Server
 from raytide.core.objects.endpoint import Counters, EndpointLoad, ReplicaLoad
 
 HELLO = [{"role": "user", "content": "hello"}]

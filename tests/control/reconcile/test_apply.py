@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from raytide.actors.gang.group import GroupKey, PlacementGroupInfo
+from raytide.actors.gang.placement_groups import GroupKey, PlacementGroupInfo
 from raytide.autoscaler.providers.base import Machine
 from raytide.control.reconcile.apply import Outcome, apply
 from raytide.control.reconcile.observation import Observation, Sources, observe

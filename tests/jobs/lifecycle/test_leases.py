@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from raytide.actors.gang.group import GroupKey, GroupState, PlacementGroupInfo, WantedGroup, difference
+from raytide.actors.gang.placement_groups import GroupKey, GroupState, PlacementGroupInfo, WantedGroup, difference
 from raytide.core.objects.gang import Lease, LeaseState, Member, MemberState, Shape
 from raytide.core.objects.node import CapacityType, Node, NodeState
 from raytide.core.objects.plan import Shrink

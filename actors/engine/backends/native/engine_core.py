@@ -13,13 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raytide.actors.engine.backends.native.features import native_features
 from raytide.actors.engine.backends.native.input_processor import InputProcessor, Prepared, salt_of
 from raytide.actors.engine.backends.native.output_processor import Failure, Output, RequestState, SampleState
 from raytide.actors.engine.backends.native.weights import WeightsSource
 from raytide.actors.engine.base import check_features
 from raytide.actors.engine.config import EngineConfig
-from raytide.actors.engine.faults import contained
 from raytide.actors.engine.kv_cache.block_pool import BlockPool
 from raytide.actors.engine.limits import MAX_PROMPT_LOGITS, MAX_PROMPT_LOGPROB_ROWS
 from raytide.actors.engine.model.model_runner import ModelRunner
@@ -27,8 +25,9 @@ from raytide.actors.engine.scheduler.scheduler import Scheduler
 from raytide.actors.engine.sequence import Sampled, Sequence, StepPlan
 from raytide.actors.engine.text.detokenizer import Vocabulary
 from raytide.actors.engine.text.stop_strings import StopScanner
+from raytide.actors.engine.text.structured_output import can_structure
 from raytide.actors.engine.text.tokenizer import Tokenizer
-from raytide.actors.engine.types import EngineInfo, EngineState, EngineStats, GenRequest
+from raytide.actors.engine.types import EngineInfo, EngineState, EngineStats, Feature, GenRequest, contained
 from raytide.actors.models.families import read_architecture
 from raytide.core.errors import ConflictError, EngineDeadError, NotFoundError, OverloadedError, UsageError
 
@@ -300,3 +299,35 @@ class EngineCore:
         self._counters.finished += 1
         self._counters.prompt_tokens += parent.prompt_len
         self._counters.cached_tokens += parent.num_cached
+
+
+_ALWAYS: frozenset[Feature] = frozenset(
+    (
+        "bad_words",
+        "best_of",
+        "embeddings",
+        "kv_transfer",
+        "logit_bias",
+        "logprobs",
+        "min_tokens",
+        "n",
+        "pause",
+        "penalties",
+        "priority",
+        "prompt_logprobs",
+        "sampling",
+        "sleep",
+        "stop_strings",
+        "weights_swap",
+    )
+)
+
+
+def native_features(config: EngineConfig) -> frozenset[Feature]:
+    optional: dict[Feature, bool] = {
+        "deterministic": config.deterministic,
+        "lora": config.max_loras > 0,
+        "prefix_cache": config.prefix_cache,
+        "structured": can_structure(),
+    }
+    return _ALWAYS | {name for name, on in optional.items() if on}

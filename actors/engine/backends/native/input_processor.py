@@ -11,9 +11,9 @@ from hashlib import blake2b
 
 from raytide.actors.engine.base import check_prompt
 from raytide.actors.engine.limits import MAX_COPIED_TOKENS
-from raytide.actors.engine.sampling.banned_tokens import BadWords, bad_word_tokens
 from raytide.actors.engine.sampling_params import SamplingParams
 from raytide.actors.engine.sequence import Sequence
+from raytide.actors.engine.text.bad_words import BadWords, bad_word_tokens
 from raytide.actors.engine.text.stop_strings import prepare_stops
 from raytide.actors.engine.text.structured_output import Grammar, Grammars
 from raytide.actors.engine.text.tokenizer import Tokenizer

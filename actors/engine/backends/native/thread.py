@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from raytide.actors.engine.backends.native.engine_core import EngineCore
 from raytide.actors.engine.backends.native.output_processor import Output
 from raytide.actors.engine.config import EngineConfig
-from raytide.actors.engine.faults import contained
+from raytide.actors.engine.types import contained
 from raytide.core.errors import EngineDeadError, EngineError, RaytideError
 
 __all__ = ["EngineThread"]

@@ -11,17 +11,26 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from raytide.actors.engine.backends.vllm.config import VllmConfig
 from raytide.actors.engine.backends.vllm.launch import VllmCore, launch
-from raytide.actors.engine.backends.vllm.merge import merge_streams
 from raytide.actors.engine.backends.vllm.output import SampleOutput
 from raytide.actors.engine.backends.vllm.request import call, died, sample_id, tokens_prompt, translated
 from raytide.actors.engine.base import BasicEngine, check_features, check_prompt, refuse
 from raytide.actors.engine.text.detokenizer import Vocabulary
 from raytide.actors.engine.text.tokenizer import Tokenizer
-from raytide.actors.engine.types import EngineInfo, EngineStats, Feature, GenChunk, GenRequest, Message, Timing, Usage
+from raytide.actors.engine.types import (
+    EngineInfo,
+    EngineStats,
+    Feature,
+    GenChunk,
+    GenRequest,
+    Message,
+    Timing,
+    Usage,
+    contained,
+)
 from raytide.actors.models.model_config import as_ids, read_json
 from raytide.core.errors import (
     ConfigError,
@@ -270,3 +279,47 @@ def _last(chunk: GenChunk, live: _Live) -> GenChunk:
     count = sum(each.num_tokens for each in live.samples)
     usage = Usage(len(live.prompt), count, live.samples[0].num_cached)
     return replace(chunk, usage=usage, timing=live.samples[0].timing or Timing(0.0, 0.0, 0.0))
+
+
+T = TypeVar("T")
+
+
+async def merge_streams(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+    """Ends when all have ended, or with the first one's error. Closing it closes them."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as only:
+            async for item in only:
+                yield item
+        return
+    arrived: asyncio.Queue[T | _End] = asyncio.Queue()
+    tasks = [asyncio.create_task(_pump(stream, arrived)) for stream in streams]
+    try:
+        open_streams = len(tasks)
+        while open_streams:
+            came = await arrived.get()
+            if not isinstance(came, _End):
+                yield came
+            elif came.error is not None:
+                raise came.error
+            else:
+                open_streams -= 1
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _End:
+    def __init__(self, error: Exception | None) -> None:
+        self.error = error
+
+
+async def _pump(stream: AsyncGenerator[T, None], arrived: asyncio.Queue[T | _End]) -> None:
+    error: Exception | None = None
+    try:
+        async with aclosing(stream):
+            async for item in stream:
+                arrived.put_nowait(item)
+    except BaseException as caught:
+        error = contained(caught)
+    arrived.put_nowait(_End(error))

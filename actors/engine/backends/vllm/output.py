@@ -7,7 +7,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-from raytide.actors.engine.backends.vllm.params import token_logprobs
+from raytide.actors.engine.backends.vllm.request import token_logprobs
 from raytide.actors.engine.text.detokenizer import Detokenizer
 from raytide.actors.engine.text.stop_strings import StopScanner
 from raytide.actors.engine.types import FinishReason, GenChunk, GenRequest, Timing

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from raytide.actors.gang.group import difference
+from raytide.actors.gang.placement_groups import difference
 from raytide.autoscaler.nodes import lifecycle
 from raytide.autoscaler.nodes.lifecycle import overdue
 from raytide.control.reconcile.observation import Observation, Sources

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
-from raytide.actors.gang.group import GroupKey, PlacementGroupInfo
-from raytide.actors.gang.placement_groups import PlacementGroups
+from raytide.actors.gang.placement_groups import GroupKey, PlacementGroupInfo, PlacementGroups
 from raytide.actors.serving.ray_serve.control import ServeControl
 from raytide.autoscaler.nodes.utilization import Meters
 from raytide.autoscaler.providers.base import Machine, Notice, Provider

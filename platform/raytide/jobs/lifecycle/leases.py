@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
-from raytide.actors.gang.group import GroupKey, PlacementGroupInfo, WantedGroup
+from raytide.actors.gang.placement_groups import GroupKey, PlacementGroupInfo, WantedGroup
 from raytide.core.objects.gang import Lease, LeaseState, Member, MemberState
 from raytide.core.objects.node import Node, NodeState
 from raytide.core.objects.plan import Grow, Preempt, Shrink

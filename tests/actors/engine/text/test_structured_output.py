@@ -10,11 +10,11 @@ import torch
 from tests.actors.engine.sampling_cases import sequence
 from tests.actors.engine.tiny import EOS, VOCAB, save_tokenizer
 
-from raytide.actors.engine.sampling.banned_tokens import BadWords
 from raytide.actors.engine.sampling.grammar_mask import apply_mask
 from raytide.actors.engine.sampling.sampler import Sampler
 from raytide.actors.engine.sampling_params import SamplingParams, Structured
 from raytide.actors.engine.sequence import Sequence
+from raytide.actors.engine.text.bad_words import BadWords
 from raytide.actors.engine.text.structured_output import Grammars, GrammarState
 from raytide.actors.engine.text.tokenizer import Tokenizer
 from raytide.core.errors import ConfigError, UsageError

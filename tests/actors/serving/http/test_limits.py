@@ -21,7 +21,7 @@ from raytide.actors.serving.http import body
 from raytide.actors.serving.http.app import create_app
 from raytide.actors.serving.http.body import Outline
 from raytide.actors.serving.openai_api.errors import ApiError
-from raytide.actors.serving.server import Server
+from raytide.actors.serving.openai_api.server import Server
 
 TEXT, CHAT, EMBED = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
 PANICS = {"type": "array", "minItems": 5000, "maxItems": 100_000, "items": {"type": "array", "minItems": 1000}}

@@ -1,15 +1,11 @@
-"""Tokens that may not come next: end tokens before `min_tokens`, and those that would complete a bad word."""
+"""The token sequences of bad words, which an output must not contain."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from raytide.actors.engine.sequence import Sequence
-
-__all__ = ["BadWords", "bad_word_tokens", "banned_tokens"]
+__all__ = ["BadWords", "bad_word_tokens"]
 
 
 class BadWords:
@@ -42,12 +38,6 @@ class BadWords:
                 if length <= output_len:
                     banned += by_start.get(tuple(tokens[-length:]), ())
         return banned
-
-
-def banned_tokens(seq: Sequence) -> list[int]:
-    """What the sequence's next token must not be."""
-    banned = list(seq.stop_token_ids) if seq.output_len < seq.params.min_tokens else []
-    return banned + seq.bad_words.next_banned(seq.tokens, seq.output_len) if seq.bad_words else banned
 
 
 def bad_word_tokens(

@@ -14,10 +14,9 @@ from raytide.actors.engine.text.worker_pool import TextPool
 from raytide.actors.engine.types import EngineInfo, Feature, GenRequest
 from raytide.actors.serving.health import ProgressWatch
 from raytide.actors.serving.metrics import ServingMetrics
-from raytide.actors.serving.openai_api.chat import messages_of
 from raytide.actors.serving.openai_api.errors import invalid, refused_by_the_dead
 from raytide.actors.serving.openai_api.generation import Generation
-from raytide.actors.serving.openai_api.params import refuse_missing, sampling_of
+from raytide.actors.serving.openai_api.params import messages_of, refuse_missing, sampling_of
 from raytide.actors.serving.openai_api.wire import ChatRequest, CompletionRequest, Model
 from raytide.core.errors import EngineDeadError
 
