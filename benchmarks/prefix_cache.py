@@ -98,7 +98,7 @@ def replay(requests: list[Recorded], num_blocks: int, num_host_blocks: int) -> t
             scheduler.add(seqs[at])
             at += 1
         plan = scheduler.plan(now_s)
-        scheduler.commit(plan, {chunk.seq.seq_id: -1 for chunk in plan.chunks if chunk.samples})
+        scheduler.commit(plan, {chunk.seq.seq_id: -1 for chunk in plan.chunks if chunk.yields_token})
         now_s += STEP_S
     return sum(seq.num_cached for seq in seqs) / sum(seq.prompt_len for seq in seqs), scheduler.preemptions
 
@@ -126,7 +126,7 @@ def step_cost() -> None:
         began = time.perf_counter()
         plan = scheduler.plan()
         planned = time.perf_counter()
-        sampled = {chunk.seq.seq_id: 1 for chunk in plan.chunks if chunk.samples}
+        sampled = {chunk.seq.seq_id: 1 for chunk in plan.chunks if chunk.yields_token}
         ready = time.perf_counter()
         scheduler.commit(plan, sampled)
         if plan.num_tokens == len(plan.chunks) == 64:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from raytide.kernels import ref
-from raytide.kernels.core import Activation, AttentionSpec, HeadNorms, Norm, PagedBatch, Rope
+from raytide.kernels.core import Activation, AttentionSpec, HeadNorms, NormWeights, PagedBatch, Rope
 from raytide.kernels.library import Library, library
 from raytide.kernels.registry import register
 
@@ -54,20 +54,20 @@ def _fits(x: Tensor, *others: Tensor | None) -> bool:
 
 
 @register("norm", "cpu", priority=20, probe=can_run, invariant=True)
-def norm(x_TN: Tensor, by: Norm) -> Tensor:
+def norm(x_TN: Tensor, by: NormWeights) -> Tensor:
     if not _fits(x_TN, by.weight, by.bias):
         return ref.norm(x_TN, by)
     return _norm(x_TN, None, by)
 
 
 @register("add_norm", "cpu", priority=20, probe=can_run, invariant=True)
-def add_norm(x_TN: Tensor, delta_TN: Tensor, by: Norm) -> Tensor:
+def add_norm(x_TN: Tensor, delta_TN: Tensor, by: NormWeights) -> Tensor:
     if not _fits(x_TN, delta_TN, by.weight, by.bias):
         return ref.add_norm(x_TN, delta_TN, by)
     return _norm(x_TN, delta_TN, by)
 
 
-def _norm(x_TN: Tensor, delta_TN: Tensor | None, by: Norm) -> Tensor:
+def _norm(x_TN: Tensor, delta_TN: Tensor | None, by: NormWeights) -> Tensor:
     out, size = torch.empty_like(x_TN), x_TN.shape[-1]
     _lib().norm(
         x_TN.data_ptr(),

@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-__all__ = ["Activation", "AttentionSpec", "HeadNorms", "Norm", "PagedBatch", "Rope"]
+__all__ = ["Activation", "AttentionSpec", "HeadNorms", "NormWeights", "PagedBatch", "Rope"]
 
 Tensor = torch.Tensor
 
@@ -20,7 +20,7 @@ Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 
 @dataclass(frozen=True, slots=True)
-class Norm:
+class NormWeights:
     """RMSNorm when `kind` is "rms", LayerNorm when "layer". Gemma's 1 + weight is folded into `weight` at load."""
 
     weight: Tensor

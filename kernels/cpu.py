@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from raytide.kernels import ref
-from raytide.kernels.core import AttentionSpec, Norm, PagedBatch
+from raytide.kernels.core import AttentionSpec, NormWeights, PagedBatch
 from raytide.kernels.registry import register
 
 __all__ = ["add_norm", "attention", "can_pack", "linear", "norm"]
@@ -26,12 +26,12 @@ _PACK_ROWS = 64  # the row count that oneDNN is told to pack for
 
 
 @register("norm", "cpu")
-def norm(x_TN: Tensor, by: Norm) -> Tensor:
+def norm(x_TN: Tensor, by: NormWeights) -> Tensor:
     return ref.norm(x_TN, by) if by.kind == "layer" else F.rms_norm(x_TN, by.weight.shape, by.weight, by.eps)
 
 
 @register("add_norm", "cpu")
-def add_norm(x_TN: Tensor, delta_TN: Tensor, by: Norm) -> Tensor:
+def add_norm(x_TN: Tensor, delta_TN: Tensor, by: NormWeights) -> Tensor:
     return norm(x_TN.add_(delta_TN), by)
 
 

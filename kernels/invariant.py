@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from raytide.kernels import ref
-from raytide.kernels.core import Activation, AttentionSpec, Norm, PagedBatch
+from raytide.kernels.core import Activation, AttentionSpec, NormWeights, PagedBatch
 from raytide.kernels.registry import register
 
 __all__ = ["add_norm", "attention", "experts", "linear", "norm"]
@@ -24,12 +24,12 @@ _PRIORITY = -10  # below the references, which are not invariant
 
 
 @register("norm", "any", priority=_PRIORITY, invariant=True)
-def norm(x_TN: Tensor, by: Norm) -> Tensor:
+def norm(x_TN: Tensor, by: NormWeights) -> Tensor:
     return torch.cat([ref.norm(row, by) for row in x_TN.split(1)])
 
 
 @register("add_norm", "any", priority=_PRIORITY, invariant=True)
-def add_norm(x_TN: Tensor, delta_TN: Tensor, by: Norm) -> Tensor:
+def add_norm(x_TN: Tensor, delta_TN: Tensor, by: NormWeights) -> Tensor:
     return norm(x_TN.add_(delta_TN), by)
 
 

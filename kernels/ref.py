@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from raytide.kernels.core import Activation, AttentionSpec, HeadNorms, Norm, PagedBatch, Rope
+from raytide.kernels.core import Activation, AttentionSpec, HeadNorms, NormWeights, PagedBatch, Rope
 from raytide.kernels.registry import register
 
 __all__ = ["activate", "activate_mul", "add_norm", "attention", "experts", "linear", "norm", "rope_write"]
@@ -16,7 +16,7 @@ Tensor = torch.Tensor
 
 
 @register("norm", "any", priority=0)
-def norm(x_TN: Tensor, by: Norm) -> Tensor:
+def norm(x_TN: Tensor, by: NormWeights) -> Tensor:
     """x / rms(x) * weight, or (x - mean) / std * weight + bias; over the last dimension, moments in float32."""
     if by.kind == "layer":
         return F.layer_norm(x_TN, by.weight.shape, by.weight, by.bias, by.eps)
@@ -24,7 +24,7 @@ def norm(x_TN: Tensor, by: Norm) -> Tensor:
 
 
 @register("add_norm", "any", priority=0)
-def add_norm(x_TN: Tensor, delta_TN: Tensor, by: Norm) -> Tensor:
+def add_norm(x_TN: Tensor, delta_TN: Tensor, by: NormWeights) -> Tensor:
     """Add `delta` to the residual stream `x` in place, and return the norm of the sum."""
     return norm(x_TN.add_(delta_TN), by)
 

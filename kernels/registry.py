@@ -18,7 +18,7 @@ import torch
 
 from raytide.core.config import environment
 from raytide.core.errors import ConfigError
-from raytide.kernels.core import Activation, AttentionSpec, HeadNorms, Norm, PagedBatch, Rope
+from raytide.kernels.core import Activation, AttentionSpec, HeadNorms, NormWeights, PagedBatch, Rope
 
 __all__ = ["Ops", "ops_for", "register"]
 
@@ -37,8 +37,8 @@ class Ops:
     them once), the last to one step's batch (a backend may sort it once for all layers).
     """
 
-    norm: Callable[[Tensor, Norm], Tensor]
-    add_norm: Callable[[Tensor, Tensor, Norm], Tensor]
+    norm: Callable[[Tensor, NormWeights], Tensor]
+    add_norm: Callable[[Tensor, Tensor, NormWeights], Tensor]
     linear: Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor]]
     activate: Callable[[Tensor, Activation], Tensor]
     activate_mul: Callable[[Tensor, Activation], Tensor]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from raytide.actors.engine.config import EngineConfig
     from raytide.actors.engine.sampling_params import SamplingParams, Structured
     from raytide.actors.engine.types import (
-        Completion,
+        CompletionOutput,
         EngineInfo,
         EngineStats,
         GenChunk,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
-    "Completion",
+    "CompletionOutput",
     "Engine",
     "EngineConfig",
     "EngineInfo",

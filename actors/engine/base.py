@@ -13,7 +13,7 @@ from raytide.actors.engine.kv_cache.handle import KvHandle
 from raytide.actors.engine.types import EngineInfo, EngineStats, Feature, GenChunk, GenRequest, Message
 from raytide.core.errors import UsageError
 
-__all__ = ["BasicEngine", "Engine", "Prompt", "asked_features", "check_features", "check_prompt", "refuse"]
+__all__ = ["BasicEngine", "Engine", "Prompt", "check_features", "check_prompt", "refuse", "required_features"]
 
 Prompt = str | Sequence[int]
 
@@ -175,7 +175,7 @@ def check_features(request: GenRequest, features: Collection[Feature], backend: 
     """Raise UsageError when a request asks for something that the engine does not declare; nothing is ignored
     silently.
     """
-    for feature in asked_features(request):
+    for feature in required_features(request):
         if feature not in features:
             refuse(backend, feature)
 
@@ -193,7 +193,7 @@ def check_prompt(who: str, prompt: Sequence[int], *, max_len: int, vocab_size: i
         )
 
 
-def asked_features(request: GenRequest) -> list[Feature]:
+def required_features(request: GenRequest) -> list[Feature]:
     """What of an engine's optional abilities a request needs."""
     params = request.sampling
     asked: dict[Feature, bool] = {

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from raytide.actors.engine.text.bad_words import BadWords
     from raytide.actors.engine.text.structured_output import Grammar
 
-__all__ = ["Chunk", "Rank", "Sampled", "Sequence", "StepPlan"]
+__all__ = ["Rank", "Sampled", "ScheduledChunk", "Sequence", "StepPlan"]
 
 Rank = tuple[float, float, int]
 """Level, due, arrival: the smallest goes first."""
@@ -76,7 +76,7 @@ class Sequence:
 
 
 @dataclass(slots=True)
-class Chunk:
+class ScheduledChunk:
     """Positions start to start + length of one sequence, computed in one step."""
 
     seq: Sequence
@@ -84,7 +84,7 @@ class Chunk:
     length: int
 
     @property
-    def samples(self) -> bool:
+    def yields_token(self) -> bool:
         """Whether the step brings the sequence up to date, so that it yields a next token."""
         return self.start + self.length == len(self.seq.tokens)
 
@@ -109,7 +109,7 @@ class StepPlan:
     Blocks move before anything is computed, in this order: swap_out, swap_in, copies.
     """
 
-    chunks: list[Chunk] = field(default_factory=list)
+    chunks: list[ScheduledChunk] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
     swap_out: list[tuple[int, int]] = field(default_factory=list)  # (device block, host block)
     swap_in: list[tuple[int, int]] = field(default_factory=list)  # (host block, device block)

@@ -13,7 +13,7 @@ from typing import Literal
 from raytide.actors.engine.sampling_params import SamplingParams
 
 __all__ = [
-    "Completion",
+    "CompletionOutput",
     "EngineInfo",
     "EngineState",
     "EngineStats",
@@ -25,8 +25,8 @@ __all__ = [
     "RequestOutput",
     "Timing",
     "TokenLogprobs",
-    "Usage",
-    "contained",
+    "TokenUsage",
+    "as_request_error",
 ]
 
 EngineState = Literal["serving", "paused", "asleep"]
@@ -81,7 +81,7 @@ class GenRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class TokenUsage:
     """`cached_tokens` of the prompt came from the prefix cache."""
 
     prompt_tokens: int
@@ -123,7 +123,7 @@ class GenChunk:
     token_ids: list[int]
     text: str
     finish_reason: FinishReason | None = None
-    usage: Usage | None = None
+    usage: TokenUsage | None = None
     timing: Timing | None = None
     index: int = 0
     logprobs: tuple[TokenLogprobs, ...] | None = None
@@ -131,7 +131,7 @@ class GenChunk:
 
 
 @dataclass(slots=True)
-class Completion:
+class CompletionOutput:
     """One answer of the offline `LLM`. `error` says why when `finish_reason` is "error"."""
 
     text: str
@@ -156,8 +156,8 @@ class RequestOutput:
 
     prompt: str | None
     prompt_token_ids: list[int]
-    outputs: list[Completion]
-    usage: Usage
+    outputs: list[CompletionOutput]
+    usage: TokenUsage
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     @property
@@ -223,7 +223,7 @@ class EngineStats:
 _NOT_A_FAULT = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError)
 
 
-def contained(error: BaseException) -> Exception:
+def as_request_error(error: BaseException) -> Exception:
     """Returns the error that the request at fault ends with.
 
     A panic in a Rust library (tokenizers, llguidance) arrives as a BaseException that is no Exception: it is wrapped in

@@ -50,14 +50,14 @@ class Gang:
 
     def actor_options(self, index: int, **options: object) -> dict[str, object]:
         """For `.options(...)` of an actor or a task on member `index`: where, and by default all of its resources."""
-        from raytide.actors.gang.placement_groups import whole_member
+        from raytide.actors.gang.placement_groups import member_options
 
         lease = self.lease
         member = next((m for m in lease.usable if m.index == index), None)
         if member is None:
             hint = "Its node is being replaced: `wait_change`, then ask again."
             raise ClusterError(f"member {index} of {self.job_id} is not usable now ({lease.reason}).", hint=hint)
-        return {**whole_member(member, lease.shape), **options}
+        return {**member_options(member, lease.shape), **options}
 
     def wait_change(self, newer_than: int, *, timeout_s: float) -> Lease:
         """The lease once its epoch is above `newer_than`, or as it is after `timeout_s`."""

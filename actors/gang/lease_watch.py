@@ -17,15 +17,15 @@ RETRY_S = 0.5
 REPORT_EVERY_S = 1.0
 
 
-def ready(lease: Lease) -> list[Member]:
+def ready_members(lease: Lease) -> list[Member]:
     """Members for work that begins now: usable, and not about to leave."""
     return [member for member in lease.members if member.state is MemberState.READY]
 
 
-def settled(lease: Lease) -> list[Member]:
+def settled_members(lease: Lease) -> list[Member]:
     """The same, once they are enough and no other is on its way; nobody before that."""
     coming = any(member.state in (MemberState.ASSIGNED, MemberState.FORMING) for member in lease.members)
-    there = ready(lease)
+    there = ready_members(lease)
     is_enough = lease.state is LeaseState.ACTIVE and len(there) >= lease.shape.at_least
     return there if is_enough and not coming else []
 

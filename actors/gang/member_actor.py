@@ -29,15 +29,15 @@ class MemberActor(Protocol):
 StartHost = Callable[[Member, Shape], MemberActor]
 
 
-class RayHost:
+class RayMemberActor:
     def __init__(self, member: Member, shape: Shape) -> None:
         import ray
 
         from raytide.actors.gang.member_processes import MemberProcesses
-        from raytide.actors.gang.placement_groups import whole_member
+        from raytide.actors.gang.placement_groups import member_options
 
         actor_class: Any = ray.remote(MemberProcesses)
-        options = {**whole_member(member, shape), "max_restarts": 0, "max_concurrency": THREADS}
+        options = {**member_options(member, shape), "max_restarts": 0, "max_concurrency": THREADS}
         self._actor = actor_class.options(**options).remote()
 
     def call(self, method: str, *args: object) -> Future[Any]:

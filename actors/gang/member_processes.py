@@ -1,6 +1,6 @@
 """The processes of a script on one member of a gang: started, listened to, and ended. In an actor of that member.
 
-Each runs under a warden, so that it ends with this process, however this one ends.
+Each runs under a shim, so that it ends with this process, however this one ends.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from raytide.core.errors import ConfigError
 from raytide.core.io.environment import MARKS, WITH_COMMANDS, passed
 from raytide.core.io.working_dir import unpack
 
-_WARDEN = str(Path(process_shim.__file__).resolve())
+_SHIM = str(Path(process_shim.__file__).resolve())
 MOST_LINES = 2000
 """That wait to be fetched: a script that prints faster than its driver reads waits for it."""
 LINE_CHARS = 8192
@@ -57,7 +57,7 @@ NO_RIGHTS = Rights()
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class ProcessLaunch:
     """One process: what to run, with what besides the variables of its node that go to every command."""
 
     rank: int
@@ -67,7 +67,7 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True)
-class Exit:
+class ProcessExit:
     rank: int
     code: int
     """As of a shell: 128 and its number for a signal."""
@@ -78,12 +78,12 @@ class Exit:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ProcessReport:
     """What happened since the last one."""
 
     lines: tuple[tuple[int, str], ...]
     """With the rank that printed each."""
-    exits: tuple[Exit, ...]
+    exits: tuple[ProcessExit, ...]
 
 
 class MemberProcesses:
@@ -92,7 +92,7 @@ class MemberProcesses:
     def __init__(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="raytide-run-"))
         self._running: dict[int, subprocess.Popen[bytes]] = {}
-        self._said: queue.Queue[tuple[int, str] | Exit] = queue.Queue(MOST_LINES)
+        self._said: queue.Queue[tuple[int, str] | ProcessExit] = queue.Queue(MOST_LINES)
 
     def free_port(self, address: str) -> int:
         """Of this host; rank 0 opens it a moment later."""
@@ -100,16 +100,16 @@ class MemberProcesses:
             probe.bind((address, 0))
             return int(probe.getsockname()[1])
 
-    def start(self, package: bytes | None, launches: Sequence[Launch]) -> None:
+    def start(self, package: bytes | None, launches: Sequence[ProcessLaunch]) -> None:
         """They share the member's folder, which is given to the user that they run as."""
         if package is not None:
             unpack(package, self._folder)
         for user in {launch.rights.user for launch in launches} - {""}:
             _give(self._folder, account_of(user))
         for launch in launches:
-            with order(_environment(launch, self._folder), launch.rights.user) as fd:
+            with launch_order(_environment(launch, self._folder), launch.rights.user) as fd:
                 process = subprocess.Popen(
-                    [sys.executable, "-I", _WARDEN, str(self._folder), str(fd), *_resolved(launch.command)],
+                    [sys.executable, "-I", _SHIM, str(self._folder), str(fd), *_resolved(launch.command)],
                     env=passed(os.environ, WITH_COMMANDS),
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
@@ -121,20 +121,20 @@ class MemberProcesses:
             listener = (launch.rank, process, os.pidfd_open(process.pid))
             threading.Thread(target=self._listen, args=listener, daemon=True).start()
 
-    def report(self, timeout_s: float) -> Report:
+    def report(self, timeout_s: float) -> ProcessReport:
         """What was printed and who ended; waits so long for the first of it."""
         lines: list[tuple[int, str]] = []
-        exits: list[Exit] = []
+        exits: list[ProcessExit] = []
         found = self._take(timeout_s)
         while found is not None:
-            if isinstance(found, Exit):
+            if isinstance(found, ProcessExit):
                 exits.append(found)
             else:
                 lines.append(found)
             found = self._take(0.0) if len(lines) < MOST_LINES else None
-        return Report(tuple(lines), tuple(exits))
+        return ProcessReport(tuple(lines), tuple(exits))
 
-    def _take(self, timeout_s: float) -> tuple[int, str] | Exit | None:
+    def _take(self, timeout_s: float) -> tuple[int, str] | ProcessExit | None:
         try:
             return self._said.get(timeout=timeout_s)
         except queue.Empty:
@@ -153,7 +153,7 @@ class MemberProcesses:
                 process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 assert process.stdin is not None
-                process.stdin.close()  # the warden kills
+                process.stdin.close()  # the shim kills
                 process.wait()
         process_shim.remove(str(self._folder))
 
@@ -166,13 +166,13 @@ class MemberProcesses:
         os.close(ended)
         assert process.stdin is not None
         process.stdin.close()
-        self._said.put(Exit(rank, code, "\n".join(tail)[-TAIL_CHARS:], time.time()))
+        self._said.put(ProcessExit(rank, code, "\n".join(tail)[-TAIL_CHARS:], time.time()))
 
 
 @contextmanager
-def order(environment: Mapping[str, str], user: str = "") -> Iterator[int]:
-    """A descriptor from which a warden reads what it cannot have as its own environment: what a user's job puts there
-    (LD_PRELOAD, PYTHONPATH) must not act on the warden, which may be root."""
+def launch_order(environment: Mapping[str, str], user: str = "") -> Iterator[int]:
+    """A descriptor from which a shim reads what it cannot have as its own environment: what a user's job puts there
+    (LD_PRELOAD, PYTHONPATH) must not act on the shim, which may be root."""
     fd = os.memfd_create("order")
     try:
         with os.fdopen(os.dup(fd), "w") as file:
@@ -183,7 +183,7 @@ def order(environment: Mapping[str, str], user: str = "") -> Iterator[int]:
         os.close(fd)
 
 
-def _environment(launch: Launch, folder: Path) -> dict[str, str]:
+def _environment(launch: ProcessLaunch, folder: Path) -> dict[str, str]:
     """Of the command. The marks by which raytide finds its processes are not the job's to change."""
     rights, own = launch.rights, {}
     if rights.user:
@@ -218,7 +218,7 @@ def _give(folder: Path, account: pwd.struct_passwd) -> None:
 
 
 def _lines(process: subprocess.Popen[bytes], ended: int) -> Iterator[str]:
-    """What is printed until the process ends (`ended` is its pidfd). Who got away from its warden, as under sudo, may
+    """What is printed until the process ends (`ended` is its pidfd). Who got away from its shim, as under sudo, may
     hold the pipe for ever."""
     assert process.stdout is not None
     decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")("replace"), translate=True)

@@ -61,7 +61,7 @@ class PlacementGroups:
             remove_placement_group(_handle(group.placement_group_id))
 
 
-def bundle(member: Member) -> PlacementGroup:
+def placement_group_of(member: Member) -> PlacementGroup:
     """The placement group of a usable member, for a driver to schedule into (bundle 0 is all of it)."""
     if not member.placement_group_id:
         raise ClusterError(
@@ -70,13 +70,15 @@ def bundle(member: Member) -> PlacementGroup:
     return _handle(member.placement_group_id)
 
 
-def whole_member(member: Member, shape: Shape) -> dict[str, object]:
+def member_options(member: Member, shape: Shape) -> dict[str, object]:
     """For `.options(...)` of an actor or a task: on this member, with all of its resources."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     rest = dict(shape.resources)
     strategy = PlacementGroupSchedulingStrategy(
-        placement_group=bundle(member), placement_group_bundle_index=0, placement_group_capture_child_tasks=True
+        placement_group=placement_group_of(member),
+        placement_group_bundle_index=0,
+        placement_group_capture_child_tasks=True,
     )
     whole: dict[str, object] = {"num_cpus": rest.pop("CPU", 0), "num_gpus": rest.pop("GPU", 0)}
     if memory := rest.pop("memory", 0):

@@ -1,10 +1,10 @@
-"""Runs one command so that nothing of it outlives its owner: `python -I warden.py FOLDER ORDER COMMAND...`.
+"""Runs one command so that nothing of it outlives its owner: `python -I shim.py FOLDER ORDER COMMAND...`.
 
-ORDER is a descriptor with a JSON object: the command's `environment`, which is never the warden's own, and its `user`.
-Where one is named, the warden is root, and the command is not, and can become nobody else.
+ORDER is a descriptor with a JSON object: the command's `environment`, which is never the shim's own, and its `user`.
+Where one is named, the shim is root, and the command is not, and can become nobody else.
 
 The owner holds the other end of stdin. When that closes, because the owner let go or is dead, the command's processes
-get SIGTERM, and SIGKILL a few seconds later, and FOLDER, in which they ran, is removed; SIGTERM to the warden is passed
+get SIGTERM, and SIGKILL a few seconds later, and FOLDER, in which they ran, is removed; SIGTERM to the shim is passed
 on to them. It ends as the command did: with its exit code, or with 128 and the signal's number. It imports nothing of
 raytide: it starts quickly, and is run as a file.
 

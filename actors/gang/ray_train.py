@@ -18,8 +18,8 @@ from ray.train import ScalingConfig
 from ray.util.placement_group import PlacementGroup
 
 from raytide.actors.gang.gang import Gang
-from raytide.actors.gang.lease_watch import LeaseWatch, ready, settled
-from raytide.actors.gang.placement_groups import bundle
+from raytide.actors.gang.lease_watch import LeaseWatch, ready_members, settled_members
+from raytide.actors.gang.placement_groups import placement_group_of
 from raytide.core.errors import UsageError
 from raytide.core.objects.gang import Member
 from raytide.core.objects.lease_client import GangClient
@@ -109,7 +109,7 @@ class LeasePolicy(_ScalingPolicy):  # type: ignore[misc]
             self._watch.close()
 
     def make_decision_for_non_running_worker_group(self) -> Any:
-        members = self.members(settled)
+        members = self.members(settled_members)
         if not members:
             time.sleep(_WAIT_S)
             return _train.NoopDecision()
@@ -119,7 +119,7 @@ class LeasePolicy(_ScalingPolicy):  # type: ignore[misc]
         """A member that came back is taken in by a restart, as often as `elastic_resize_monitor_interval_s` allows; one
         that goes makes Ray Train restart by itself."""
         age_s = time.monotonic() - worker_group_state.start_time
-        members = self.members(settled)
+        members = self.members(settled_members)
         if age_s < self.scaling_config.elastic_resize_monitor_interval_s:
             return _train.NoopDecision()
         if len(members) <= worker_group_state.num_workers:
@@ -146,8 +146,8 @@ class LeasedWorkers(_WorkerGroup):  # type: ignore[misc]
     """Of this process, which controls one run."""
 
     def _create_placement_group(self, scaling_config: ScalingConfig, worker_group_context: Any) -> Any:
-        there = self.policy.members(ready)
-        self._groups = [bundle(member) for member in there[: worker_group_context.num_workers]]
+        there = self.policy.members(ready_members)
+        self._groups = [placement_group_of(member) for member in there[: worker_group_context.num_workers]]
         return LeasedGroups(self._groups, worker_group_context.num_workers)
 
     def _create_workers(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from raytide.actors.gang.member_actor import MemberActor, StartHost
-from raytide.actors.gang.member_processes import NO_RIGHTS, Exit, Launch, Report, Rights
+from raytide.actors.gang.member_processes import NO_RIGHTS, ProcessExit, ProcessLaunch, ProcessReport, Rights
 from raytide.core.errors import ClusterError
 from raytide.core.objects.gang import Member, Shape
 from raytide.core.specs.script import ScriptSpec
@@ -21,7 +21,7 @@ SETTLE_S = 1.0
 """Ranks that lose a peer end with errors too: so long others may say that they were first."""
 _REPORT_S = 1.0
 
-Seat = tuple[int, int]
+MemberKey = tuple[int, int]
 """A member's index and incarnation."""
 
 
@@ -31,8 +31,8 @@ class AttemptResult:
 
     kind: Literal["done", "failed", "lost", "moved"]
     why: str = ""
-    exit: Exit | None = None
-    seats: tuple[Seat, ...] = ()
+    exit: ProcessExit | None = None
+    seats: tuple[MemberKey, ...] = ()
     """Whose processes vanished."""
     grace_s: float = 0.0
     """What those that are left may take to end."""
@@ -42,7 +42,7 @@ class AttemptResult:
 class _MemberRun:
     member: Member
     host: MemberActor
-    report: Future[Report] | None = None
+    report: Future[ProcessReport] | None = None
     is_gone: bool = False
 
 
@@ -57,15 +57,15 @@ class Attempt:
     rights: Rights = NO_RIGHTS
     started_s: float = field(default_factory=time.monotonic)
     _places: list[_MemberRun] = field(default_factory=list)
-    _exits: dict[int, Exit] = field(default_factory=dict)
+    _exits: dict[int, ProcessExit] = field(default_factory=dict)
 
     @property
     def world(self) -> int:
         return len(self.members) * self.spec.processes(self.shape)
 
     @property
-    def seats(self) -> frozenset[Seat]:
-        return frozenset(seat_of(member) for member in self.members)
+    def seats(self) -> frozenset[MemberKey]:
+        return frozenset(member_key(member) for member in self.members)
 
     def launch(self, package: object, environment: dict[str, str]) -> AttemptResult | None:
         """Start every process; an Ending when a member cannot. `package`: its bytes or a reference to them."""
@@ -93,11 +93,11 @@ class Attempt:
             return self._vanished(lost)
         return self._judge() if has_failed else None
 
-    def end(self, grace_s: float, gone: Sequence[Seat] = ()) -> bool:
+    def end(self, grace_s: float, gone: Sequence[MemberKey] = ()) -> bool:
         """Have all processes end, and pass on what they still print. `gone` are not asked. Whether all others said that
-        they have ended; where not, their wardens see to it within ORPHAN_GRACE_S."""
+        they have ended; where not, their shims see to it within ORPHAN_GRACE_S."""
         for place in self._places:
-            place.is_gone = place.is_gone or seat_of(place.member) in gone
+            place.is_gone = place.is_gone or member_key(place.member) in gone
         stops = [place.host.call("stop", grace_s) for place in self._places if not place.is_gone]
         deadline = time.monotonic() + grace_s + SETTLE_S
         while time.monotonic() < deadline and wait_futures(stops, timeout=0.05).not_done:
@@ -109,7 +109,7 @@ class Attempt:
             place.host.kill()
         return all(stop.done() and stop.exception() is None for stop in stops)
 
-    def _launches(self, node_rank: int, environment: dict[str, str]) -> tuple[Launch, ...]:
+    def _launches(self, node_rank: int, environment: dict[str, str]) -> tuple[ProcessLaunch, ...]:
         """As torchrun names them."""
         local = self.spec.processes(self.shape)
         common = {
@@ -122,7 +122,7 @@ class Attempt:
             "GROUP_WORLD_SIZE": str(len(self.members)),
         }
         return tuple(
-            Launch(
+            ProcessLaunch(
                 rank := node_rank * local + local_rank,
                 self.spec.command,
                 {**common, "RANK": str(rank), "ROLE_RANK": str(rank), "LOCAL_RANK": str(local_rank)},
@@ -169,7 +169,7 @@ class Attempt:
                 place.report = place.host.call("report", _REPORT_S)
         return lost
 
-    def _heard(self, report: Report) -> None:
+    def _heard(self, report: ProcessReport) -> None:
         for rank, line in report.lines:
             self.say(f"[{rank}] {line}" if self.world > 1 else line)
         for found in report.exits:
@@ -193,11 +193,11 @@ class Attempt:
         for place, _ in lost:
             place.is_gone = True
         place, why = lost[0]
-        seats = tuple(seat_of(place.member) for place, _ in lost)
+        seats = tuple(member_key(place.member) for place, _ in lost)
         return AttemptResult("lost", f"the processes on {place.member.node_id} are gone: {why}", seats=seats)
 
 
-def seat_of(member: Member) -> Seat:
+def member_key(member: Member) -> MemberKey:
     return member.index, member.incarnation
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-from raytide.actors.gang.lease_watch import LeaseWatch, ProgressReporter, ready, settled
-from raytide.actors.gang.member_actor import RayHost, StartHost
+from raytide.actors.gang.lease_watch import LeaseWatch, ProgressReporter, ready_members, settled_members
+from raytide.actors.gang.member_actor import RayMemberActor, StartHost
 from raytide.actors.gang.member_processes import NO_RIGHTS, Rights
 from raytide.actors.gang.process_shim import ORPHAN_GRACE_S
-from raytide.actors.gang.script_attempt import Attempt, AttemptResult, Seat, seat_of
+from raytide.actors.gang.script_attempt import Attempt, AttemptResult, MemberKey, member_key
 from raytide.core.clock import Clock, SystemClock
 from raytide.core.errors import ScriptError
 from raytide.core.objects.gang import Lease, MemberState
@@ -35,7 +35,7 @@ def run_script(
     client: LeaseClient,
     job_id: str,
     *,
-    start: StartHost = RayHost,
+    start: StartHost = RayMemberActor,
     say: Callable[[str], None] = print,
     clock: Clock | None = None,
     done: Mapping[str, float | int | str] | None = None,
@@ -108,7 +108,7 @@ class _Runner:
         """Wait until the lease is active and no further member is on its way."""
         while True:
             lease = self._watch.latest()
-            if lease is not None and (members := settled(lease)):
+            if lease is not None and (members := settled_members(lease)):
                 return Attempt(self._spec, lease.shape, members, self._start, self._say, self._rights)
             time.sleep(TICK_S)
 
@@ -122,10 +122,10 @@ class _Runner:
 
     def _moved(self, attempt: Attempt, lease: Lease) -> AttemptResult | None:
         """Whether the lease has something else for the script than the members that it is on."""
-        there = {seat_of(member): member for member in lease.usable}
-        gone = [member for member in attempt.members if seat_of(member) not in there]
+        there = {member_key(member): member for member in lease.usable}
+        gone = [member for member in attempt.members if member_key(member) not in there]
         if gone:
-            seats = tuple(seat_of(member) for member in gone)
+            seats = tuple(member_key(member) for member in gone)
             return AttemptResult("moved", f"{gone[0].node_id} is lost", seats=seats, grace_s=self._spec.grace_s)
         for seat in attempt.seats:
             leaves_at_s = there[seat].leaves_at_s
@@ -134,7 +134,7 @@ class _Runner:
                 if left_s <= self._spec.grace_s:
                     why = f"{there[seat].node_id} has to be left"
                     return AttemptResult("moved", why, grace_s=max(0.0, min(self._spec.grace_s, left_s)))
-        more = len(ready(lease)) - len(attempt.members)
+        more = len(ready_members(lease)) - len(attempt.members)
         if more > 0 and time.monotonic() - attempt.started_s >= GROW_AFTER_S:
             return AttemptResult("moved", f"{more} more of its members are there", grace_s=self._spec.grace_s)
         return None
@@ -154,12 +154,12 @@ class _Runner:
         self._say(f"raytide: {ending.why}")
         self._say(f"raytide: retry {self._failures} of {self._spec.retries}")
 
-    def _is_lost(self, seats: tuple[Seat, ...]) -> bool:
+    def _is_lost(self, seats: tuple[MemberKey, ...]) -> bool:
         """Whether the platform finds so too: then it was the node's end."""
         deadline = time.monotonic() + LOST_WITHIN_S
         while time.monotonic() < deadline:
             lease = self._watch.latest()
-            if lease is not None and not set(seats) <= {seat_of(member) for member in lease.usable}:
+            if lease is not None and not set(seats) <= {member_key(member) for member in lease.usable}:
                 return True
             time.sleep(TICK_S)
         return False

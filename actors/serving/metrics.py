@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from raytide.actors.engine.types import EngineStats
 
-__all__ = ["Outcome", "ServingMetrics", "Track"]
+__all__ = ["Outcome", "RequestTracker", "ServingMetrics"]
 
 Outcome = Literal["ok", "aborted", "invalid", "rejected", "error"]
 """`aborted`: the client went away; `invalid`: 4xx; `rejected`: the queue was full; `error`: the server's fault."""
@@ -45,10 +45,10 @@ class ServingMetrics:
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, text, ("model",), registry=self.registry, buckets=buckets).labels(self._model)
 
-    def track(self, api: str) -> Track:
-        return Track(self, api)
+    def track(self, api: str) -> RequestTracker:
+        return RequestTracker(self, api)
 
-    def said(self, stats: EngineStats) -> dict[str, float]:
+    def load_counters(self, stats: EngineStats) -> dict[str, float]:
         """What raytide's controller is told (`raytide.core.objects.endpoint.ReplicaLoad`): by name, numbers alone."""
         return {
             "running": float(stats.running),
@@ -63,7 +63,7 @@ class ServingMetrics:
             "late": float(self._late),
         }
 
-    def asked(self, prompts: int) -> None:
+    def record_requests(self, prompts: int) -> None:
         self._asked += prompts
 
     def first_token_after(self, seconds: float, prompts: int) -> None:
@@ -86,7 +86,7 @@ class ServingMetrics:
         return generate_latest(engine) + generate_latest(self.registry)
 
 
-class Track:
+class RequestTracker:
     """One HTTP request's clock: call `tokens` as they leave, and `finish` once (later calls change nothing).
 
     The engine, and so the controller, counts each of its prompts as a request.
@@ -103,7 +103,7 @@ class Track:
     def generates(self, prompts: int) -> None:
         """Of so many prompts; of embeddings, and before it is known that nothing is wrong with the request, of none."""
         self._prompts = prompts
-        self._metrics.asked(prompts)
+        self._metrics.record_requests(prompts)
 
     def tokens(self, choice: int, count: int) -> None:
         """`count` new tokens of one choice, sent now."""

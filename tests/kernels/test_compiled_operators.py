@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tests.kernels.paged import batches, num_slots, paged_batch
 
 from raytide.kernels import compiled, ref
-from raytide.kernels.core import Activation, AttentionSpec, HeadNorms, Norm, PagedBatch, Rope
+from raytide.kernels.core import Activation, AttentionSpec, HeadNorms, NormWeights, PagedBatch, Rope
 from raytide.kernels.library import compiler
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C compiler here")
@@ -85,7 +85,7 @@ def test_linear_is_the_references(dtype: torch.dtype, rows: int, size: int, widt
 def test_norms_are_the_references(dtype: torch.dtype, kind: str, size: int, rows: int) -> None:
     x, delta = (3 * random(rows, size, dtype=dtype, seed=seed) + 1 for seed in (0, 1))
     weight, bias = (random(size, dtype=dtype, seed=seed) for seed in (2, 3))
-    by = Norm(weight, bias if kind == "layer" else None, 1e-5, kind)  # type: ignore[arg-type]
+    by = NormWeights(weight, bias if kind == "layer" else None, 1e-5, kind)  # type: ignore[arg-type]
     torch.testing.assert_close(compiled.norm(x, by), ref.norm(x, by), **close(dtype))
     sums = x.clone(), x.clone()
     torch.testing.assert_close(compiled.add_norm(sums[0], delta, by), ref.add_norm(sums[1], delta, by), **close(dtype))

@@ -10,7 +10,7 @@ from tests.kernels.paged import batches, num_slots
 
 from raytide.core.errors import ConfigError
 from raytide.kernels import cpu, ref
-from raytide.kernels.core import Activation, AttentionSpec, Norm, PagedBatch, Rope
+from raytide.kernels.core import Activation, AttentionSpec, NormWeights, PagedBatch, Rope
 from raytide.kernels.device import resolve_device
 from raytide.kernels.registry import Ops, ops_for, register
 
@@ -47,7 +47,7 @@ def test_cpu_linear_and_norm_in_torch_are_the_references(dtype: torch.dtype, row
     close = {"atol": 1e-4, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 0.15, "rtol": 0.02}
     given_bias = bias if biased else None
     torch.testing.assert_close(cpu.linear(weight, given_bias)(x), ref.linear(weight, given_bias)(x), **close)
-    by = Norm(x[0], None, 1e-5)
+    by = NormWeights(x[0], None, 1e-5)
     torch.testing.assert_close(cpu.norm(x, by), ref.norm(x, by), **close)
     torch.testing.assert_close(cpu.add_norm(x.clone(), x, by), ref.add_norm(x.clone(), x, by), **close)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.kernels.paged import num_slots, paged_batch
 from tests.kernels.test_compiled_operators import DTYPES, random
 
-from raytide.kernels.core import AttentionSpec, HeadNorms, Norm, Rope
+from raytide.kernels.core import AttentionSpec, HeadNorms, NormWeights, Rope
 from raytide.kernels.registry import Ops, ops_for
 
 BACKENDS = {"cpu": ops_for("cpu", deterministic=True), "torch": ops_for("abacus", deterministic=True)}
@@ -25,7 +25,7 @@ parametrized = pytest.mark.parametrize("ops", BACKENDS.values(), ids=BACKENDS)
 def test_rows_of_products_norms_and_activations(ops: Ops, dtype: torch.dtype, rows: int) -> None:
     x, delta = random(rows, 192, dtype=dtype), random(rows, 192, dtype=dtype, seed=1)
     weight, bias = random(100, 192, dtype=dtype, seed=2), random(100, dtype=dtype, seed=3)
-    apply, by = ops.linear(weight, bias), Norm(random(192, dtype=dtype, seed=4), None, 1e-5)
+    apply, by = ops.linear(weight, bias), NormWeights(random(192, dtype=dtype, seed=4), None, 1e-5)
     together = apply(x), ops.norm(x, by), ops.add_norm(x.clone(), delta, by), ops.activate_mul(x, "silu")
     for row in range(rows):
         at = slice(row, row + 1)

@@ -12,7 +12,16 @@ from typing import Literal
 from raytide.actors.engine.backends.fake_generator import CannedGenerator, PrioritySemaphore, Prompts, direction
 from raytide.actors.engine.base import BasicEngine, Prompt, check_features
 from raytide.actors.engine.kv_cache.handle import KvHandle, KvHeader
-from raytide.actors.engine.types import EngineInfo, EngineStats, Feature, GenChunk, GenRequest, Message, Timing, Usage
+from raytide.actors.engine.types import (
+    EngineInfo,
+    EngineStats,
+    Feature,
+    GenChunk,
+    GenRequest,
+    Message,
+    Timing,
+    TokenUsage,
+)
 from raytide.core.errors import ConflictError, EngineDeadError, EngineError, NotFoundError, OverloadedError, UsageError
 
 __all__ = ["FakeEngine"]
@@ -188,7 +197,7 @@ class FakeEngine(BasicEngine):
                     self._stats.cached_tokens += cached
                     count = sum(len(each.tokens) for each in live.voices)
                     timing = Timing(started_s - queued_s, 0.0, clock() - started_s)
-                    chunk = replace(chunk, usage=Usage(len(prompt), count, cached), timing=timing)
+                    chunk = replace(chunk, usage=TokenUsage(len(prompt), count, cached), timing=timing)
                 yield chunk
 
     def _header(self, request: GenRequest, tokens: list[int], prompt_len: int) -> KvHeader:

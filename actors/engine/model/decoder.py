@@ -16,12 +16,12 @@ from raytide.actors.models.rope import cos_sin
 from raytide.kernels.core import AttentionSpec, PagedBatch, Rope
 from raytide.kernels.registry import Ops
 
-__all__ = ["Decoder"]
+__all__ = ["PagedDecoder"]
 
 Tensor = torch.Tensor
 
 
-class Decoder:
+class PagedDecoder:
     """Weights and the forward pass. It keeps no state between calls: the KV cache is the caller's."""
 
     def __init__(self, arch: Architecture, weights: Weights, ops: Ops, max_len: int) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from raytide.actors.engine.sequence import Chunk, Sequence
+from raytide.actors.engine.sequence import ScheduledChunk, Sequence
 from raytide.kernels.core import PagedBatch
 
 __all__ = ["InputBatch", "StepInputs"]
@@ -49,7 +49,7 @@ class InputBatch:
         if row is not None:
             self._free.append(row)
 
-    def build(self, chunks: list[Chunk]) -> StepInputs:
+    def build(self, chunks: list[ScheduledChunk]) -> StepInputs:
         rows = np.array([self._sync(chunk.seq) for chunk in chunks])
         lengths = np.array([chunk.length for chunk in chunks])
         starts = np.array([chunk.start for chunk in chunks])
@@ -68,7 +68,7 @@ class InputBatch:
             slots_T=self._to_device(slots_T),
             block_size=self._block_size,
         )
-        sampled = np.array([end - 1 for end, chunk in zip(ends, chunks, strict=True) if chunk.samples], np.int64)
+        sampled = np.array([end - 1 for end, chunk in zip(ends, chunks, strict=True) if chunk.yields_token], np.int64)
         return StepInputs(
             self._to_device(self._tokens[row_T, positions_T]),
             self._to_device(positions_T),

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from raytide.actors.engine.sequence import Chunk
+from raytide.actors.engine.sequence import ScheduledChunk
 from raytide.actors.models.architecture import Architecture
 from raytide.actors.models.loader import Weights
 from raytide.actors.models.model_config import Fields, read_json
@@ -215,13 +215,13 @@ class LoraManager:
         self._get(name)
         return self._ids[name]
 
-    def group(self, chunks: list[Chunk]) -> list[Chunk]:
+    def group(self, chunks: list[ScheduledChunk]) -> list[ScheduledChunk]:
         """The chunks with those of one adapter side by side, so that it computes them together."""
         if not self._by_name:
             return chunks
         return sorted(chunks, key=lambda chunk: chunk.seq.lora or "")
 
-    def rows(self, chunks: list[Chunk]) -> LoraRows | None:
+    def rows(self, chunks: list[ScheduledChunk]) -> LoraRows | None:
         """None when no chunk uses an adapter. Raises NotFoundError for a sequence of one that is not loaded."""
         if all(chunk.seq.lora is None for chunk in chunks):
             return None

@@ -14,7 +14,7 @@ import torch
 
 from raytide.actors.engine.config import EngineConfig
 from raytide.actors.engine.kv_cache.kv_cache import KvCache
-from raytide.actors.engine.model.decoder import Decoder
+from raytide.actors.engine.model.decoder import PagedDecoder
 from raytide.actors.engine.model.input_batch import InputBatch
 from raytide.actors.engine.model.lora import LoraManager, read_adapter
 from raytide.actors.engine.model.pooling import Pooling, PromptRunner
@@ -22,8 +22,8 @@ from raytide.actors.engine.sampling.logprobs import PromptRows
 from raytide.actors.engine.sampling.sampler import Sampler
 from raytide.actors.engine.sampling_params import SamplingParams
 from raytide.actors.engine.scheduler.preemption import SwapCost
-from raytide.actors.engine.sequence import Chunk, Sampled, Sequence, StepPlan
-from raytide.actors.engine.types import contained
+from raytide.actors.engine.sequence import Sampled, ScheduledChunk, Sequence, StepPlan
+from raytide.actors.engine.types import as_request_error
 from raytide.actors.models.architecture import Architecture
 from raytide.actors.models.loader import Weights
 from raytide.core.errors import ConfigError, EngineError
@@ -53,18 +53,18 @@ class ModelRunner:
         self.cache = KvCache(num_blocks, int(config.host_memory_gb * 1e9) // block_bytes)
         self._ops = ops_for(self._device.kind, config.deterministic)
         self._adapters = LoraManager(config.max_loras)
-        self._model: Decoder | None = None
+        self._model: PagedDecoder | None = None
         self.use(self.load(Path(config.model_dir)))
         self.allocate()
         self._batch = InputBatch(config.max_running, self.max_len, self.block_size, self._device.torch_device)
         self._sampler = Sampler()
 
-    def load(self, model_dir: Path) -> Decoder:
+    def load(self, model_dir: Path) -> PagedDecoder:
         """Read weights; what runs goes on with its own meanwhile."""
         weights = Weights(model_dir, self._dtype, self._device.torch_device)
-        return Decoder(self.arch, weights, self._ops, self.max_len)
+        return PagedDecoder(self.arch, weights, self._ops, self.max_len)
 
-    def use(self, model: Decoder) -> None:
+    def use(self, model: PagedDecoder) -> None:
         """Compute with these weights from now on. KV of the former ones means nothing any more."""
         self._model = model
 
@@ -97,12 +97,14 @@ class ModelRunner:
         prompt = Sequence("measured", [0] * length, length, SamplingParams(), self.max_len, frozenset(), 0)
         prompt.block_ids += blocks
         pairs = [(block, block) for block in blocks[: self.cache.num_host_blocks]]
-        prefill_s = _best_s(lambda: self.logits([Chunk(prompt, 0, length)]).cpu())
+        prefill_s = _best_s(lambda: self.logits([ScheduledChunk(prompt, 0, length)]).cpu())
         move_s = _best_s(lambda: self.cache.move(StepPlan(swap_out=pairs, swap_in=pairs)))
         self.release(prompt)
         return SwapCost(move_s / len(pairs) * length / prefill_s)
 
-    def execute_isolating_failures(self, chunks: list[Chunk]) -> tuple[dict[str, Sampled], dict[str, Exception]]:
+    def execute_isolating_failures(
+        self, chunks: list[ScheduledChunk]
+    ) -> tuple[dict[str, Sampled], dict[str, Exception]]:
         """Compute the chunks, and when that fails their halves: down to a batch that fits in memory, or to the one at
         fault. The second dict has the errors, by sequence id.
         """
@@ -111,7 +113,7 @@ class ModelRunner:
         try:
             return self.execute(chunks), {}
         except BaseException as error:
-            fault = contained(error)
+            fault = as_request_error(error)
             if len(chunks) == 1:
                 return {}, {chunks[0].seq.seq_id: fault}
             del fault
@@ -120,7 +122,7 @@ class ModelRunner:
         parts = [self.execute_isolating_failures(chunks[:half]), self.execute_isolating_failures(chunks[half:])]
         return parts[0][0] | parts[1][0], parts[0][1] | parts[1][1]
 
-    def execute(self, chunks: list[Chunk]) -> dict[str, Sampled]:
+    def execute(self, chunks: list[ScheduledChunk]) -> dict[str, Sampled]:
         """Compute the chunks; the next token of each sequence that they bring up to date.
 
         The log probabilities of prompt tokens go into the sequences that ask for them.
@@ -128,14 +130,14 @@ class ModelRunner:
         Executing a chunk again writes the same KV and draws the same token, so a failed step can be retried in parts.
         """
         chunks = self._adapters.group(chunks)
-        due = [chunk.seq for chunk in chunks if chunk.samples]
+        due = [chunk.seq for chunk in chunks if chunk.yields_token]
         prompt = PromptRows.of(chunks)
         logits_RV = self.logits(chunks, prompt.rows)
         prompt.record(logits_RV[len(due) :])
         sampled = self._sampler.sample(logits_RV[: len(due)], due)
         return {seq.seq_id: each for seq, each in zip(due, sampled, strict=True)}
 
-    def logits(self, chunks: list[Chunk], more_rows: Items[int] = ()) -> torch.Tensor:
+    def logits(self, chunks: list[ScheduledChunk], more_rows: Items[int] = ()) -> torch.Tensor:
         """The forward pass alone: a row of float32 logits for each sequence that is brought up to date, then one for
         each of `more_rows` of the flat batch.
         """
@@ -180,7 +182,7 @@ class ModelRunner:
         return PromptRunner(self._loaded, self.block_size, self._device.torch_device)
 
     @property
-    def _loaded(self) -> Decoder:
+    def _loaded(self) -> PagedDecoder:
         if self._model is None:
             raise EngineError("the engine sleeps without its weights.", hint="Wake it.")
         return self._model

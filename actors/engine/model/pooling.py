@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from raytide.actors.engine.model.decoder import Decoder
+from raytide.actors.engine.model.decoder import PagedDecoder
 from raytide.actors.models.model_config import Fields, read_json
 from raytide.core.errors import ConfigError
 from raytide.kernels.core import PagedBatch
@@ -58,7 +58,7 @@ def groups(prompts: list[list[int]], max_tokens: int) -> Iterator[list[list[int]
 class PromptRunner:
     """The caller bounds how many tokens come in one call: that is how long the running requests wait."""
 
-    def __init__(self, model: Decoder, block_size: int, device: torch.device) -> None:
+    def __init__(self, model: PagedDecoder, block_size: int, device: torch.device) -> None:
         self._model, self._block_size, self._device = model, block_size, device
 
     def logits(self, tokens: list[int]) -> Tensor:

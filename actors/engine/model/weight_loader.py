@@ -13,10 +13,10 @@ import torch
 from raytide.actors.models.architecture import Architecture
 from raytide.actors.models.loader import Weights
 from raytide.actors.models.naming import NAMES, Names, Projection, projections
-from raytide.kernels.core import HeadNorms, Norm
+from raytide.kernels.core import HeadNorms, NormWeights
 from raytide.kernels.registry import Ops
 
-__all__ = ["Layer", "Linear", "SparseFfn", "WeightLoader"]
+__all__ = ["LayerWeights", "Linear", "SparseFfn", "WeightLoader"]
 
 Tensor = torch.Tensor
 Linear = Callable[[Tensor], Tensor]
@@ -31,19 +31,19 @@ class SparseFfn:
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class LayerWeights:
     """One layer's weights. Its feed-forward is `sparse`, or `gate_up` (GPT-2: only up) and `down`."""
 
-    input_norm: Norm
+    input_norm: NormWeights
     qkv: Linear
     head_norms: HeadNorms | None
     attention_out: Linear
-    post_attention_norm: Norm | None
-    ffn_norm: Norm
+    post_attention_norm: NormWeights | None
+    ffn_norm: NormWeights
     gate_up: Linear | None
     down: Linear | None
     sparse: SparseFfn | None
-    post_ffn_norm: Norm | None
+    post_ffn_norm: NormWeights | None
 
 
 class WeightLoader:
@@ -64,7 +64,7 @@ class WeightLoader:
             return None
         return self._get(self._root + self._names.positions, arch.max_model_len, arch.hidden_size)
 
-    def final_norm(self) -> Norm:
+    def final_norm(self) -> NormWeights:
         return self._norm(self._root + self._names.norm)
 
     def head(self, embedding: Tensor) -> Linear:
@@ -72,11 +72,11 @@ class WeightLoader:
             return self._ops.linear(embedding, None)
         return self._ops.linear(self._get(self._names.head, self._arch.vocab_size, self._arch.hidden_size), None)
 
-    def layer(self, index: int) -> Layer:
+    def layer(self, index: int) -> LayerWeights:
         arch, names = self._arch, self._names
         at = self._root + names.layer.format(index)
         linears = {name: self._linear(at, each) for name, each in projections(arch, index).items()}
-        return Layer(
+        return LayerWeights(
             input_norm=self._norm(at + names.input_norm),
             qkv=linears["qkv"],
             head_norms=self._head_norms(at) if arch.head_norms else None,
@@ -92,10 +92,10 @@ class WeightLoader:
     def _get(self, path: str, *shape: int) -> Tensor:
         return self._weights.get(f"{path}.weight", *shape)
 
-    def _norm(self, path: str) -> Norm:
+    def _norm(self, path: str) -> NormWeights:
         arch = self._arch
         bias = self._weights.get(f"{path}.bias", arch.hidden_size) if arch.norm_kind == "layer" else None
-        return Norm(self._offset(self._get(path, arch.hidden_size)), bias, arch.norm_eps, arch.norm_kind)
+        return NormWeights(self._offset(self._get(path, arch.hidden_size)), bias, arch.norm_eps, arch.norm_kind)
 
     def _head_norms(self, at: str) -> HeadNorms:
         arch, names = self._arch, self._names

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from raytide.actors.engine.limits import MAX_LOGPROBS
-from raytide.actors.engine.sequence import Chunk, Sequence
+from raytide.actors.engine.sequence import ScheduledChunk, Sequence
 from raytide.actors.engine.types import TokenLogprobs
 
 __all__ = ["PromptRows", "token_logprobs"]
@@ -50,12 +50,12 @@ def _of_rows(logits_RV: torch.Tensor, tokens: Items[int], counts: Items[int]) ->
 class PromptRows:
     """The rows of a step's flat batch whose logits say how likely the prompt token after them was."""
 
-    chunks: list[tuple[Chunk, int]]  # with how many of its positions count, from its first
+    chunks: list[tuple[ScheduledChunk, int]]  # with how many of its positions count, from its first
     rows: list[int]
 
     @classmethod
-    def of(cls, chunks: Items[Chunk]) -> PromptRows:
-        wanted, rows, offset = list[tuple[Chunk, int]](), list[int](), 0
+    def of(cls, chunks: Items[ScheduledChunk]) -> PromptRows:
+        wanted, rows, offset = list[tuple[ScheduledChunk, int]](), list[int](), 0
         for chunk in chunks:
             if (count := _prompt_positions(chunk)) > 0:
                 wanted.append((chunk, count))
@@ -78,7 +78,7 @@ class PromptRows:
             at += count
 
 
-def _prompt_positions(chunk: Chunk) -> int:
+def _prompt_positions(chunk: ScheduledChunk) -> int:
     seq: Sequence = chunk.seq
     if seq.params.prompt_logprobs is None or len(seq.prompt_logprobs) >= seq.prompt_len:
         return 0

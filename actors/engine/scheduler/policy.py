@@ -13,14 +13,14 @@ from typing import Literal
 from raytide.actors.engine.limits import MAX_PRIORITY
 from raytide.actors.engine.sequence import Rank, Sequence
 
-__all__ = ["MOST_EVICTIONS", "Policy", "is_protected"]
+__all__ = ["MOST_EVICTIONS", "SchedulingPolicy", "is_protected"]
 
 MOST_EVICTIONS = 3
 """A sequence that was evicted this often runs to its end the next time."""
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class SchedulingPolicy:
     """`fcfs` knows neither priorities nor deadlines. A request without a deadline counts as due `ageing_s` after its
     arrival, so that those with one cannot keep it waiting for ever.
     """

@@ -15,7 +15,7 @@ from typing import Literal
 from raytide.actors.engine.kv_cache.block_pool import BlockPool
 from raytide.actors.engine.kv_cache.prefix_cache import PrefixCache
 from raytide.actors.engine.limits import MAX_PROMPT_LOGPROB_ROWS
-from raytide.actors.engine.scheduler.policy import Policy, is_protected
+from raytide.actors.engine.scheduler.policy import SchedulingPolicy, is_protected
 from raytide.actors.engine.scheduler.preemption import SwapCost, choose_victims, loss
 from raytide.actors.engine.scheduler.step_builder import KvSource, StepBuilder, find_source
 from raytide.actors.engine.scheduler.waiting_queue import WaitingQueue
@@ -50,7 +50,7 @@ class Scheduler:
         assert max_batch_tokens >= max_running, "the budget must hold one token of every running sequence"
         self.pool = pool
         self.running: list[Sequence] = []  # by rank
-        self.policy = Policy(policy, ageing_s)
+        self.policy = SchedulingPolicy(policy, ageing_s)
         self.waiting = WaitingQueue(self.policy)
         self.preemptions = 0
         self._max_running = max_running

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from raytide.actors.engine.kv_cache.block_pool import BlockPool, Place
 from raytide.actors.engine.kv_cache.prefix_cache import PrefixCache
-from raytide.actors.engine.sequence import Chunk, Sequence, StepPlan
+from raytide.actors.engine.sequence import ScheduledChunk, Sequence, StepPlan
 
 __all__ = ["KvSource", "StepBuilder", "find_source"]
 
@@ -60,11 +60,11 @@ class StepBuilder:
         self.left = budget - sum(len(seq.tokens) - seq.num_computed == 1 for seq in running)
         self.evicted: set[str] = set()
         self._preempted = dropped
-        self._decodes: list[Chunk] = []
-        self._others: list[Chunk] = []
+        self._decodes: list[ScheduledChunk] = []
+        self._others: list[ScheduledChunk] = []
 
     def decode(self, seq: Sequence) -> None:
-        self._decodes.append(Chunk(seq, seq.num_computed, 1))
+        self._decodes.append(ScheduledChunk(seq, seq.num_computed, 1))
 
     def fill(self, seq: Sequence) -> None:
         """Compute as much of a sequence as the budget has room for, perhaps nothing. Where every position's logits are
@@ -76,7 +76,7 @@ class StepBuilder:
             self._logprob_rows -= length
             if length == 0:
                 return
-        self._others.append(Chunk(seq, seq.num_computed, length))
+        self._others.append(ScheduledChunk(seq, seq.num_computed, length))
         self.left -= length
 
     def stall(self, seq: Sequence) -> None:

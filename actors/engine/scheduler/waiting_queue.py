@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 
-from raytide.actors.engine.scheduler.policy import Policy
+from raytide.actors.engine.scheduler.policy import SchedulingPolicy
 from raytide.actors.engine.sequence import Sequence
 
 __all__ = ["WaitingQueue"]
@@ -17,7 +17,7 @@ _Entry = tuple[bool, float, int, Sequence]
 class WaitingQueue:
     """One heap for each priority; finding who is next costs one look at each priority that waits."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: SchedulingPolicy) -> None:
         self._policy = policy
         self._heaps: dict[int, list[_Entry]] = {}
         self._entries: dict[str, _Entry] = {}  # of those not parked; an entry of a heap that is not here is stale

@@ -26,7 +26,7 @@ from raytide.actors.engine.limits import MAX_COMPILING, MAX_GRAMMAR_CHARS, MAX_K
 from raytide.actors.engine.sampling_params import Structured
 from raytide.core.errors import ConfigError, OverloadedError, RaytideError, UsageError
 
-__all__ = ["Grammar", "GrammarState", "Grammars", "can_structure"]
+__all__ = ["Grammar", "GrammarCompiler", "GrammarState", "can_structure"]
 
 _THREADS = 2
 _KEPT = 256
@@ -93,7 +93,7 @@ class Grammar:
         return GrammarState(self._matcher.deep_copy())
 
 
-class Grammars:
+class GrammarCompiler:
     """Compiles the grammars of one model's vocabulary."""
 
     def __init__(

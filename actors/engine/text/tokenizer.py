@@ -12,7 +12,7 @@ from typing import Any
 from tokenizers import Tokenizer as RustTokenizer
 
 from raytide.actors.engine.text.worker_pool import TextPool
-from raytide.actors.engine.types import Message, contained
+from raytide.actors.engine.types import Message, as_request_error
 from raytide.actors.models.chat_template import ChatTemplate
 from raytide.actors.models.model_config import as_ids, read_json
 from raytide.core.errors import DataError, EngineError, RaytideError, UsageError
@@ -83,7 +83,7 @@ class Tokenizer:
         except RaytideError:
             raise
         except BaseException as error:
-            raise EngineError(f"the tokenizer failed: {contained(error)!r}.") from None
+            raise EngineError(f"the tokenizer failed: {as_request_error(error)!r}.") from None
 
     def _cut(self, text: str, enough: int | None) -> str:
         """Slices are counted until they have enough tokens, since the memory for a text's tokens is a hundred times

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from raytide.actors.engine.limits import MAX_TEXT_JOBS
-from raytide.actors.engine.types import contained
+from raytide.actors.engine.types import as_request_error
 from raytide.core.errors import EngineError, OverloadedError, RaytideError
 
 __all__ = ["TextPool"]
@@ -47,4 +47,4 @@ def _guarded(work: Callable[[], T]) -> T:
     except RaytideError:
         raise
     except BaseException as error:
-        raise EngineError(f"the text could not be prepared: {contained(error)!r}.") from None
+        raise EngineError(f"the text could not be prepared: {as_request_error(error)!r}.") from None

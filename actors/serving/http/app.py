@@ -12,10 +12,10 @@ from starlette.exceptions import HTTPException
 
 from raytide.actors.serving.http.body import JsonRoute
 from raytide.actors.serving.http.headers import ResponseHeaders
-from raytide.actors.serving.openai_api.answers import ChatAnswer, TextAnswer
 from raytide.actors.serving.openai_api.embeddings import EmbeddingList, EmbeddingRequest, embed
 from raytide.actors.serving.openai_api.errors import ApiError, ErrorBody, invalid, to_api_error, validation_error
 from raytide.actors.serving.openai_api.respond import failed, respond
+from raytide.actors.serving.openai_api.response_writer import ChatWriter, CompletionWriter
 from raytide.actors.serving.openai_api.server import Server
 from raytide.actors.serving.openai_api.wire import (
     ChatCompletion,
@@ -61,11 +61,11 @@ def create_app(server: Server, *, owns_server: bool = True) -> FastAPI:
 
     @app.post("/v1/completions", response_model=Completion)
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        return await respond(server, body, request, TextAnswer(server.model, includes_usage=body.includes_usage))
+        return await respond(server, body, request, CompletionWriter(server.model, includes_usage=body.includes_usage))
 
     @app.post("/v1/chat/completions", response_model=ChatCompletion)
     async def chat(body: ChatRequest, request: Request) -> Response:
-        return await respond(server, body, request, ChatAnswer(server.model, includes_usage=body.includes_usage))
+        return await respond(server, body, request, ChatWriter(server.model, includes_usage=body.includes_usage))
 
     @app.post("/v1/embeddings")
     async def embeddings(body: EmbeddingRequest) -> EmbeddingList:

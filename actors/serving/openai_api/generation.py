@@ -12,15 +12,15 @@ from dataclasses import dataclass, field
 
 from raytide.actors.engine.base import Engine
 from raytide.actors.engine.limits import MAX_PENDING_ENTRIES
-from raytide.actors.engine.types import FinishReason, GenChunk, GenRequest, Usage, contained
+from raytide.actors.engine.types import FinishReason, GenChunk, GenRequest, TokenUsage, as_request_error
 from raytide.actors.serving.openai_api.logprobs import ScoredToken, TokenBytes
 from raytide.core.errors import EngineError
 
-__all__ = ["Generation", "Piece"]
+__all__ = ["ChoiceDelta", "GenerationStream"]
 
 
 @dataclass(slots=True)
-class Piece:
+class ChoiceDelta:
     """New text of one choice; what came while the client was slow is joined. `usage` is of its prompt's choices
     together, with the last of them.
     """
@@ -29,11 +29,11 @@ class Piece:
     text: str = ""
     tokens: int = 0
     finish_reason: FinishReason | None = None
-    usage: Usage | None = None
+    usage: TokenUsage | None = None
     logprobs: list[ScoredToken] = field(default_factory=list)
 
 
-class Generation:
+class GenerationStream:
     """Choice i of prompt p is number p * n + i, as OpenAI counts them. `echoes`: what the choices of each prompt begin
     with. What comes while nobody reads is joined, and bounded: a client that lets too much of it pile up loses its
     generation.
@@ -54,14 +54,14 @@ class Generation:
         self.choices = self._n * len(requests)
         self._open = len(requests)
         self._echoes = {index: echo for index in range(self.choices) if (echo := echoes[index // self._n])}
-        self._pieces: dict[int, Piece] = {}
+        self._pieces: dict[int, ChoiceDelta] = {}
         self._pending = 0
         self._max_pending = max_pending
         self._failure: Exception | None = None
         self._news = asyncio.Event()
         self._tasks = [asyncio.create_task(self._drain(engine, i, request)) for i, request in enumerate(requests)]
 
-    async def batches(self) -> AsyncIterator[list[Piece]]:
+    async def batches(self) -> AsyncIterator[list[ChoiceDelta]]:
         """Until every choice has finished: all that came since the last batch, one piece for each choice that moved.
 
         Raises what the engine raised; a choice that the engine gave up (drain, failure) is an EngineError. What was
@@ -87,7 +87,7 @@ class Generation:
             raise EngineError(f"request {chunk.request_id} was ended by the server.", hint="Send it again.")
         self._open -= chunk.usage is not None
         index = place * self._n + chunk.index
-        piece = self._pieces.setdefault(index, Piece(index))
+        piece = self._pieces.setdefault(index, ChoiceDelta(index))
         piece.text += self._echoes.pop(index, "") + chunk.text
         piece.tokens += len(chunk.token_ids)
         piece.finish_reason, piece.usage = chunk.finish_reason, chunk.usage
@@ -107,5 +107,5 @@ class Generation:
                     self._take(place, chunk)
                     self._news.set()
         except BaseException as error:  # a task that ends without a word would leave its client waiting for ever
-            self._failure = self._failure or contained(error)
+            self._failure = self._failure or as_request_error(error)
             self._news.set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from raytide.actors.engine.base import asked_features
+from raytide.actors.engine.base import required_features
 from raytide.actors.engine.sampling_params import SamplingParams
 from raytide.actors.engine.types import Feature, GenRequest, Message
 from raytide.actors.serving.openai_api.errors import invalid
@@ -95,7 +95,7 @@ def sampling_of(request: GenerationRequest) -> SamplingParams:
 
 def refuse_missing(request: GenRequest, features: Collection[Feature]) -> None:
     """What the engine behind does not declare is a 400 that says which field asks for it."""
-    for feature in asked_features(request):
+    for feature in required_features(request):
         if feature not in features:
             field = _FIELD_OF.get(feature, feature)
             raise invalid(f"{field} is not supported by this model server.", param=field)

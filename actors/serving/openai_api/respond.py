@@ -14,11 +14,11 @@ from starlette.types import Receive, Scope, Send
 
 from raytide.actors.engine.limits import MAX_LOGPROB_ENTRIES
 from raytide.actors.engine.text.worker_pool import TextPool
-from raytide.actors.serving.metrics import Outcome, Track
-from raytide.actors.serving.openai_api.answers import DONE, Answer, Written, usage_of
+from raytide.actors.serving.metrics import Outcome, RequestTracker
 from raytide.actors.serving.openai_api.errors import ApiError, invalid, to_api_error
-from raytide.actors.serving.openai_api.generation import Generation, Piece
+from raytide.actors.serving.openai_api.generation import ChoiceDelta, GenerationStream
 from raytide.actors.serving.openai_api.logprobs import TokenBytes
+from raytide.actors.serving.openai_api.response_writer import DONE, ChoiceState, ResponseWriter, usage_of
 from raytide.actors.serving.openai_api.server import Server
 from raytide.actors.serving.openai_api.wire import ChatRequest, CompletionRequest, sse
 
@@ -31,7 +31,9 @@ _MANY_ENTRIES = 1000
 """Log probabilities that take milliseconds to write down: more are written in a thread."""
 
 
-async def respond(server: Server, body: CompletionRequest | ChatRequest, request: Request, answer: Answer) -> Response:
+async def respond(
+    server: Server, body: CompletionRequest | ChatRequest, request: Request, answer: ResponseWriter
+) -> Response:
     track = server.metrics.track(answer.api)
     try:
         generation = await server.generate(body)
@@ -68,17 +70,17 @@ async def respond(server: Server, body: CompletionRequest | ChatRequest, request
 class _Reading:
     """A generation as it is read, with all it has said so far."""
 
-    def __init__(self, generation: Generation, track: Track) -> None:
-        self.written = [Written() for _ in range(generation.choices)]
+    def __init__(self, generation: GenerationStream, track: RequestTracker) -> None:
+        self.written = [ChoiceState() for _ in range(generation.choices)]
         self.track = track
         self.token_bytes = generation.token_bytes
         self.entries = 0
         self._generation = generation
         self._batches = generation.batches()
 
-    async def next(self) -> list[Piece]:
+    async def next(self) -> list[ChoiceDelta]:
         """The next batch; empty at the end."""
-        batch: list[Piece] = await anext(self._batches, [])
+        batch: list[ChoiceDelta] = await anext(self._batches, [])
         for piece in batch:
             self.written[piece.index].add(piece)
             self.track.tokens(piece.index, piece.tokens)
@@ -100,12 +102,12 @@ class _Reading:
         self.track.finish("aborted")
 
 
-def _entries(piece: Piece) -> int:
+def _entries(piece: ChoiceDelta) -> int:
     return sum(1 + len(figures.top) for _, figures in piece.logprobs if figures is not None)
 
 
 async def _events(
-    reading: _Reading, first: list[Piece], answer: Answer, includes_usage: bool, texts: TextPool
+    reading: _Reading, first: list[ChoiceDelta], answer: ResponseWriter, includes_usage: bool, texts: TextPool
 ) -> AsyncIterator[bytes]:
     """The body of a stream: one message for each engine step, then usage if asked for, then [DONE], or an error."""
     try:
@@ -122,7 +124,7 @@ async def _events(
         yield sse(failed(error, reading.track).body.model_dump_json())
 
 
-def _rendered(answer: Answer, batch: list[Piece], bytes_of: TokenBytes) -> bytes:
+def _rendered(answer: ResponseWriter, batch: list[ChoiceDelta], bytes_of: TokenBytes) -> bytes:
     return b"".join(answer.chunk(piece, bytes_of) for piece in batch)
 
 
@@ -163,7 +165,7 @@ async def _disconnect(request: Request) -> None:
         pass
 
 
-def failed(error: Exception, track: Track) -> ApiError:
+def failed(error: Exception, track: RequestTracker) -> ApiError:
     """Count and log a failure, and say it as the client is told."""
     api_error = to_api_error(error)
     outcome: Outcome = "rejected" if api_error.status == 429 else "invalid" if api_error.status < 500 else "error"

@@ -15,7 +15,7 @@ from raytide.actors.engine.types import EngineInfo, Feature, GenRequest
 from raytide.actors.serving.health import ProgressWatch
 from raytide.actors.serving.metrics import ServingMetrics
 from raytide.actors.serving.openai_api.errors import invalid, refused_by_the_dead
-from raytide.actors.serving.openai_api.generation import Generation
+from raytide.actors.serving.openai_api.generation import GenerationStream
 from raytide.actors.serving.openai_api.params import messages_of, refuse_missing, sampling_of
 from raytide.actors.serving.openai_api.wire import ChatRequest, CompletionRequest, Model
 from raytide.core.errors import EngineDeadError
@@ -92,7 +92,7 @@ class Server:
         if feature not in self.info.features:
             raise invalid(f"{feature} is not supported by {self.model}.", param=param)
 
-    async def generate(self, request: CompletionRequest | ChatRequest) -> Generation:
+    async def generate(self, request: CompletionRequest | ChatRequest) -> GenerationStream:
         """Everything that can be wrong with the request is found here, before the engine sees any of it."""
         await self.check_alive()
         self.card(request.model)
@@ -118,7 +118,7 @@ class Server:
         refuse_missing(asked[0], self.info.features)
         if request.priority:
             self.require("priority", param="priority")
-        return Generation(self.engine, asked, echoes)
+        return GenerationStream(self.engine, asked, echoes)
 
     async def prompts(self, given: str | list[str] | list[int] | list[list[int]], *, field: str) -> list[list[int]]:
         """OpenAI's four forms of a prompt as token lists that fit into the context."""

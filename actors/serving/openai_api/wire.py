@@ -34,13 +34,13 @@ __all__ = [
     "Completion",
     "CompletionChoice",
     "CompletionRequest",
+    "ContentPart",
     "Delta",
     "FinishReason",
     "GenerationRequest",
     "Inputs",
     "Model",
     "ModelList",
-    "Part",
     "PromptDetails",
     "Prompts",
     "Reply",
@@ -145,14 +145,14 @@ class CompletionRequest(GenerationRequest):
     echo: bool | None = None
 
 
-class Part(_Request):
+class ContentPart(_Request):
     type: Name
     text: str | None = None
 
 
 class ChatMessage(_Request):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | Annotated[list[Part], Field(fail_fast=True, max_length=MAX_MESSAGES)] | None = None
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True, max_length=MAX_MESSAGES)] | None = None
 
 
 class ChatRequest(GenerationRequest):

@@ -22,7 +22,7 @@ from raytide.core.errors import EngineError
 from raytide.core.objects.endpoint import Endpoint, ServeSpec
 from raytide.scheduling.replicas import replica_selector
 
-__all__ = ["Replica", "application"]
+__all__ = ["EngineReplica", "application"]
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ LOAD_WINDOW_S = 1.0
 
 
 @serve.ingress()
-class Replica:
+class EngineReplica:
     async def __init__(self, spec: dict[str, Any]) -> None:  # type: ignore[misc] # Serve awaits it
         parsed = ServeSpec.parse(spec, where="endpoint")
         _limit_threads(parsed.resources.get("CPU", 0.0))
@@ -68,7 +68,7 @@ class Replica:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve asks for them several times a second and shows them to `policy.py` with the time."""
-        return self._server.metrics.said(await self._server.engine.stats())
+        return self._server.metrics.load_counters(await self._server.engine.stats())
 
     async def __del__(self) -> None:
         """Serve calls this once when the replica goes, after its requests have ended."""
@@ -95,7 +95,7 @@ async def _exit_when_broken(server: Server) -> None:
 def application(endpoint: Endpoint) -> serve.Application:
     spec = endpoint.spec
     deployment: Any = serve.deployment(
-        Replica,
+        EngineReplica,
         **_placing(spec),
         max_ongoing_requests=spec.max_ongoing,
         max_queued_requests=spec.max_ongoing * spec.replicas.max,

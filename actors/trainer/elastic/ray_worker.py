@@ -33,7 +33,7 @@ class RayWorker:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        from raytide.actors.gang.placement_groups import bundle
+        from raytide.actors.gang.placement_groups import placement_group_of
         from raytide.actors.trainer.elastic.worker import TrainWorker
 
         need = {name: amount / slots_of(shape) for name, amount in shape.resources.items()}
@@ -46,7 +46,9 @@ class RayWorker:
             resources=need,
             max_restarts=0,
             max_concurrency=THREADS,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(bundle(member), placement_group_bundle_index=0),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                placement_group_of(member), placement_group_bundle_index=0
+            ),
         )
         self._actor = placed.remote(spec, max(1, int(cpus)), member.address)
 

@@ -48,7 +48,7 @@ def train(job: Job, client: ApiClient, run_dir: Path) -> None:
 
 
 def data(job: Job, client: ApiClient, run_dir: Path) -> None:
-    from raytide.actors.gang.placement_groups import bundle
+    from raytide.actors.gang.placement_groups import placement_group_of
     from raytide.pipelines.build import Progress, build
 
     spec = DataSpec.parse(job.spec.config, where=job.id)
@@ -61,7 +61,7 @@ def data(job: Job, client: ApiClient, run_dir: Path) -> None:
             stall.moved()
             report(progress.as_report())
 
-        manifest = build(spec, placement_group=bundle(lease.usable[0]), on_progress=on_progress)
+        manifest = build(spec, placement_group=placement_group_of(lease.usable[0]), on_progress=on_progress)
     client.report(job.id, {"stage": "done", "documents": manifest.documents, "tokens": manifest.tokens})
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from raytide.actors.engine.kv_cache.block_pool import BlockPool, chain_hash
 from raytide.actors.engine.sampling_params import SamplingParams
 from raytide.actors.engine.scheduler.scheduler import Scheduler
-from raytide.actors.engine.sequence import Chunk, Sequence, StepPlan
+from raytide.actors.engine.sequence import ScheduledChunk, Sequence, StepPlan
 
 STOP = 3
 GREEDY = SamplingParams(temperature=0)
@@ -60,7 +60,7 @@ class Memory:
             for to, slots in zip(targets, content, strict=True):
                 target[to] = slots
 
-    def compute(self, chunks: list[Chunk], poisoned: Sequence | None = None) -> None:
+    def compute(self, chunks: list[ScheduledChunk], poisoned: Sequence | None = None) -> None:
         size = self.pool.block_size
         written: set[tuple[int, int]] = set()
         for chunk in chunks:
@@ -147,7 +147,7 @@ class Life:
             for block in self.scheduler.pool.discard(poisoned.block_ids):
                 self.memory.device[block] = ["scrubbed"] * self.scheduler.pool.block_size
             self.scheduler.finish(poisoned, "error")
-        due = {chunk.seq.seq_id: next_token(chunk.seq.tokens) for chunk in plan.chunks if chunk.samples}
+        due = {chunk.seq.seq_id: next_token(chunk.seq.tokens) for chunk in plan.chunks if chunk.yields_token}
         if poisoned is not None:
             due.pop(poisoned.seq_id, None)
         self.scheduler.commit(plan, due)

@@ -12,7 +12,7 @@ from tests.actors.engine.tiny import VOCAB
 from raytide.actors.engine import SamplingParams
 from raytide.actors.engine.config import EngineConfig
 from raytide.actors.engine.model.model_runner import ModelRunner
-from raytide.actors.engine.sequence import Chunk, Sequence
+from raytide.actors.engine.sequence import ScheduledChunk, Sequence
 from raytide.actors.models.families import read_architecture
 
 
@@ -40,14 +40,16 @@ def logits(runner: ModelRunner, seq: Sequence, cuts: list[int]) -> torch.Tensor:
     """Of its last token, with its tokens computed in chunks that end at the cuts."""
     ends = sorted({cut for cut in cuts if 0 < cut < len(seq.tokens)} | {len(seq.tokens)})
     starts = [0, *ends[:-1]]
-    last = [runner.logits([Chunk(seq, start, end - start)]) for start, end in zip(starts, ends, strict=True)][-1]
+    last = [runner.logits([ScheduledChunk(seq, start, end - start)]) for start, end in zip(starts, ends, strict=True)][
+        -1
+    ]
     runner.release(seq)
     return last[0]
 
 
 def test_alone_batched_and_chunked_are_equal_to_the_bit(runner: ModelRunner) -> None:
     seqs = list(sequences([None, "a", None, "a", "a", None, None]))
-    together = runner.logits([Chunk(seq, 0, len(seq.tokens)) for seq in seqs])
+    together = runner.logits([ScheduledChunk(seq, 0, len(seq.tokens)) for seq in seqs])
     for seq in seqs:
         runner.release(seq)
     for row, seq in zip(together, seqs, strict=True):

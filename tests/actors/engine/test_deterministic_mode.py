@@ -14,7 +14,7 @@ from raytide.actors.engine.backends.native.engine_core import EngineCore
 from raytide.actors.engine.backends.native.kv_transfer import export_kv, import_kv
 from raytide.actors.engine.model.model_runner import ModelRunner
 from raytide.actors.engine.scheduler.preemption import SwapCost
-from raytide.actors.engine.sequence import Chunk, StepPlan
+from raytide.actors.engine.sequence import ScheduledChunk, StepPlan
 
 RNG = random.Random(3)
 PROMPTS = [[RNG.randrange(1, VOCAB) for _ in range(length)] for length in (1, 7, 16, 17, 40, 75, 23, 33)]
@@ -31,9 +31,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Logits]:
     different: list[tuple[int, ...]] = []
     logits = ModelRunner.logits
 
-    def watched(self: ModelRunner, chunks: list[Chunk], more_rows: list[int]) -> torch.Tensor:
+    def watched(self: ModelRunner, chunks: list[ScheduledChunk], more_rows: list[int]) -> torch.Tensor:
         rows = logits(self, chunks, more_rows)
-        for seq, row in zip([chunk.seq for chunk in chunks if chunk.samples], rows, strict=False):
+        for seq, row in zip([chunk.seq for chunk in chunks if chunk.yields_token], rows, strict=False):
             context = tuple(seq.tokens)
             if not torch.equal(found.setdefault(context, row.clone()), row):
                 different.append(context)

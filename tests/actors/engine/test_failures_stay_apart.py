@@ -9,10 +9,10 @@ import torch
 
 from raytide.actors.engine import LLM, EngineConfig, GenRequest, NativeEngine, SamplingParams
 from raytide.actors.engine.backends.native.engine_core import EngineCore
-from raytide.actors.engine.model.decoder import Decoder
+from raytide.actors.engine.model.decoder import PagedDecoder
 from raytide.actors.engine.model.model_runner import ModelRunner
 from raytide.actors.engine.sampling_params import Structured
-from raytide.actors.engine.sequence import Chunk, Sampled, Sequence
+from raytide.actors.engine.sequence import Sampled, ScheduledChunk, Sequence
 from raytide.actors.engine.text.structured_output import GrammarState
 from raytide.actors.serving.health import ProgressWatch
 from raytide.core.errors import EngineDeadError, EngineError, OverloadedError, UsageError
@@ -30,7 +30,7 @@ def healthy(model_dir: Path) -> list[list[int]]:
 def break_execute(monkeypatch: pytest.MonkeyPatch) -> None:
     execute = ModelRunner.execute
 
-    def broken(self: ModelRunner, chunks: list[Chunk]) -> dict[str, Sampled]:
+    def broken(self: ModelRunner, chunks: list[ScheduledChunk]) -> dict[str, Sampled]:
         if any(chunk.seq.tokens[0] == BAD for chunk in chunks):
             raise MemoryError("no room for this one")
         return execute(self, chunks)
@@ -40,25 +40,25 @@ def break_execute(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def break_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bad sequence's KV and logits turn to NaN, as an overflow would make them."""
-    logits, forward = ModelRunner.logits, Decoder.forward
+    logits, forward = ModelRunner.logits, PagedDecoder.forward
     rows: list[int] = []
 
-    def watched(self: ModelRunner, chunks: list[Chunk], more_rows: list[int]) -> torch.Tensor:
-        rows[:] = [i for i, chunk in enumerate(c for c in chunks if c.samples) if chunk.seq.tokens[0] == BAD]
+    def watched(self: ModelRunner, chunks: list[ScheduledChunk], more_rows: list[int]) -> torch.Tensor:
+        rows[:] = [i for i, chunk in enumerate(c for c in chunks if c.yields_token) if chunk.seq.tokens[0] == BAD]
         blocks = [block for chunk in chunks if chunk.seq.tokens[0] == BAD for block in chunk.seq.block_ids]
         out = logits(self, chunks, more_rows)
         for kv in self.cache.layers:
             kv.view(2, self.cache.num_blocks, -1)[:, blocks] = float("nan")
         return out
 
-    def poisoned(self: Decoder, *args: torch.Tensor) -> torch.Tensor:
+    def poisoned(self: PagedDecoder, *args: torch.Tensor) -> torch.Tensor:
         out = forward(self, *args)
         with torch.inference_mode():
             out[rows] = float("nan")
         return out
 
     monkeypatch.setattr(ModelRunner, "logits", watched)
-    monkeypatch.setattr(Decoder, "forward", poisoned)
+    monkeypatch.setattr(PagedDecoder, "forward", poisoned)
 
 
 def break_detokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +87,7 @@ def test_only_the_request_at_fault_fails(
     assert (failed.finish_reason, failed.token_ids) == ("error", [])
     assert failed.error is not None
     assert [answer.outputs[0].token_ids for answer in answers] == healthy
-    assert all(kv.isfinite().all() for kv in llm._loop.runner.cache.layers)
+    assert all(kv.isfinite().all() for kv in llm._core.runner.cache.layers)
     again = llm.generate([*PROMPTS, *PROMPTS], GREEDY)
     assert [answer.outputs[0].token_ids for answer in again] == [*healthy, *healthy]
     stats = llm.stats()
@@ -99,7 +99,7 @@ def test_a_batch_that_does_not_fit_in_memory_runs_in_parts(
 ) -> None:
     execute, refused = ModelRunner.execute, []
 
-    def short_of_memory(self: ModelRunner, chunks: list[Chunk]) -> dict[str, Sampled]:
+    def short_of_memory(self: ModelRunner, chunks: list[ScheduledChunk]) -> dict[str, Sampled]:
         if len(chunks) > 2:
             self.logits(chunks)  # fails late, after the KV is written
             refused.append(len(chunks))
@@ -123,7 +123,7 @@ def test_a_request_whose_one_sample_fails_ends_as_a_whole(
 ) -> None:
     execute = ModelRunner.execute
 
-    def broken(self: ModelRunner, chunks: list[Chunk]) -> dict[str, Sampled]:
+    def broken(self: ModelRunner, chunks: list[ScheduledChunk]) -> dict[str, Sampled]:
         if any(chunk.seq.index == 2 and chunk.seq.output_len == at for chunk in chunks):
             raise ValueError("the third sample is cursed")
         return execute(self, chunks)

@@ -27,7 +27,7 @@ from raytide.actors.engine.sampling.grammar_mask import GrammarMask
 from raytide.actors.engine.sampling.sampler import banned_tokens
 from raytide.actors.engine.sampling_params import Structured
 from raytide.actors.engine.text.bad_words import BadWords
-from raytide.actors.engine.text.structured_output import Grammars
+from raytide.actors.engine.text.structured_output import GrammarCompiler
 from raytide.actors.engine.text.tokenizer import Tokenizer
 from raytide.actors.engine.text.worker_pool import TextPool
 from raytide.actors.engine.types import TokenLogprobs
@@ -124,7 +124,7 @@ async def test_no_text_is_worked_on_in_the_engines_thread(
         monkeypatch.setattr(owner, method, noting)
 
     watch(Tokenizer, "encode_all")
-    watch(Grammars, "_compile")
+    watch(GrammarCompiler, "_compile")
     for name, fields in HOSTILE.items():
         await answer(engine, name, **{**fields, "max_tokens": 1, "min_tokens": 0, "n": 1, "best_of": None})
     assert found <= {"raytide-text", "raytide-grammar", "MainThread"}
@@ -171,7 +171,7 @@ async def test_half_a_surrogate_pair_is_refused(engine: NativeEngine) -> None:
 
 async def test_a_bad_word_with_a_special_tokens_name_is_banned_as_text_too(engine: NativeEngine) -> None:
     loop = engine._started()
-    words = loop.intake.bad_words(SamplingParams(bad_words=["<eos>", "a <eos>"]))
+    words = loop.input_processor.bad_words(SamplingParams(bad_words=["<eos>", "a <eos>"]))
     assert words is not None
     assert (EOS,) in words
     texts = {loop.tokenizer.rust.decode(list(word), skip_special_tokens=False) for word in words if EOS not in word}
@@ -246,13 +246,13 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer(path)
 
 
-def kept_chars(grammars: Grammars) -> int:
+def kept_chars(grammars: GrammarCompiler) -> int:
     return sum(len(repr(kept)) for kept in grammars._kept.items())
 
 
 def test_refused_grammars_are_remembered_without_their_text(tokenizer: Tokenizer) -> None:
     pytest.importorskip("llguidance", reason="a dependency; an environment from before it has none")
-    grammars = Grammars(tokenizer.rust.to_str, VOCAB, [EOS])
+    grammars = GrammarCompiler(tokenizer.rust.to_str, VOCAB, [EOS])
     for place in range(140):
         for bad in (
             Structured("regex", "(" * 50_000 + str(place)),
@@ -273,7 +273,7 @@ def test_what_is_kept_of_grammars_is_bounded_by_their_size(
     pytest.importorskip("llguidance", reason="a dependency; an environment from before it has none")
     monkeypatch.setattr("raytide.actors.engine.text.structured_output.MAX_KEPT_GRAMMAR_CHARS", 1000)
     monkeypatch.setattr("raytide.actors.engine.text.structured_output._LEAST_CHARS", 1)
-    grammars = Grammars(tokenizer.rust.to_str, VOCAB, [EOS])
+    grammars = GrammarCompiler(tokenizer.rust.to_str, VOCAB, [EOS])
     first = grammars.compile(Structured("regex", "0" * 300))
     for place in range(1, 4):
         grammars.compile(Structured("regex", str(place) * 300))
@@ -283,7 +283,7 @@ def test_what_is_kept_of_grammars_is_bounded_by_their_size(
 
 def test_short_grammars_count_for_what_they_grow_to(tokenizer: Tokenizer) -> None:
     pytest.importorskip("llguidance", reason="a dependency; an environment from before it has none")
-    grammars = Grammars(tokenizer.rust.to_str, VOCAB, [EOS])
+    grammars = GrammarCompiler(tokenizer.rust.to_str, VOCAB, [EOS])
     for place in range(100):
         grammars.compile(Structured("regex", f"a{place}"))
     assert len(grammars._kept) == 32
@@ -291,8 +291,8 @@ def test_short_grammars_count_for_what_they_grow_to(tokenizer: Tokenizer) -> Non
 
 def test_compilations_wait_in_a_queue_with_an_end(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     hold = threading.Event()
-    monkeypatch.setattr(Grammars, "_compile", lambda self, structured: hold.wait(30))
-    grammars = Grammars(tokenizer.rust.to_str, VOCAB, [EOS])
+    monkeypatch.setattr(GrammarCompiler, "_compile", lambda self, structured: hold.wait(30))
+    grammars = GrammarCompiler(tokenizer.rust.to_str, VOCAB, [EOS])
     waiting = [grammars._submit(Structured("regex", f"a{place}")) for place in range(limits.MAX_COMPILING)]
     with pytest.raises(OverloadedError, match="16 grammars"):
         grammars.compile(Structured("regex", "b"))
@@ -305,7 +305,7 @@ def test_a_grammar_that_takes_too_long_for_a_token_ends_its_request(tokenizer: T
     pytest.importorskip("llguidance", reason="a dependency; an environment from before it has none")
     import torch
 
-    grammar = Grammars(tokenizer.rust.to_str, VOCAB, [EOS]).compile(Structured("regex", "[a-z]+"))
+    grammar = GrammarCompiler(tokenizer.rust.to_str, VOCAB, [EOS]).compile(Structured("regex", "[a-z]+"))
 
     def ask(name: str, samples: int) -> list[tuple[int, Any]]:
         seqs = [sequence(f"{name}#{i}", [5], 1, SamplingParams()) for i in range(samples)]

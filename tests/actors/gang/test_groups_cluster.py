@@ -18,8 +18,8 @@ from raytide.actors.gang.placement_groups import (
     PlacementGroupInfo,
     PlacementGroups,
     WantedGroup,
-    bundle,
     difference,
+    placement_group_of,
 )
 from raytide.core.errors import ClusterError
 from raytide.core.objects.gang import Member, MemberState
@@ -105,7 +105,7 @@ def test_groups_outlive_the_kill_of_their_maker_and_are_found_by_name(ray: Any, 
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     member = Member(0, MemberState.READY, placement_group_id=ids[GroupKey("lease-1", 0, 0)])
-    strategy = PlacementGroupSchedulingStrategy(bundle(member), 0, placement_group_capture_child_tasks=True)
+    strategy = PlacementGroupSchedulingStrategy(placement_group_of(member), 0, placement_group_capture_child_tasks=True)
     assert ray.get(where.options(scheduling_strategy=strategy).remote(), timeout=60) == member.placement_group_id
 
     groups.remove(groups.list().values())
@@ -157,4 +157,4 @@ def test_foreign_groups_are_left_alone(ray: Any, groups: PlacementGroups) -> Non
 
 def test_a_member_without_a_group_has_no_bundle() -> None:
     with pytest.raises(ClusterError, match="member 3 has no placement group"):
-        bundle(Member(3))
+        placement_group_of(Member(3))

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from raytide.actors.gang import member_processes
-from raytide.actors.gang.member_processes import NO_RIGHTS, Exit, Launch, MemberProcesses, Rights, _lines
+from raytide.actors.gang.member_processes import NO_RIGHTS, MemberProcesses, ProcessExit, ProcessLaunch, Rights, _lines
 from raytide.core.errors import ConfigError
 
 
@@ -25,12 +25,12 @@ def member() -> Iterator[MemberProcesses]:
     member.stop(0.0)
 
 
-def ran(member: MemberProcesses, code: str, rights: Rights = NO_RIGHTS, **more: str) -> tuple[list[str], Exit]:
+def ran(member: MemberProcesses, code: str, rights: Rights = NO_RIGHTS, **more: str) -> tuple[list[str], ProcessExit]:
     """What it printed, and its end."""
-    return ended(member, Launch(0, ("python", "-c", code), more, rights))
+    return ended(member, ProcessLaunch(0, ("python", "-c", code), more, rights))
 
 
-def ended(member: MemberProcesses, launch: Launch) -> tuple[list[str], Exit]:
+def ended(member: MemberProcesses, launch: ProcessLaunch) -> tuple[list[str], ProcessExit]:
     member.start(None, [launch])
     lines: list[str] = []
     while True:
@@ -78,11 +78,11 @@ def test_a_command_has_what_is_passed_named_and_its_own(
     assert not {"AWS_SECRET_ACCESS_KEY", "RAY_AUTH_TOKEN", "RAYTIDE_HOME", "NOT_OURS"} & found.keys()
 
 
-def test_a_jobs_environment_does_not_act_on_the_warden(member: MemberProcesses, tmp_path: Path) -> None:
+def test_a_jobs_environment_does_not_act_on_the_shim(member: MemberProcesses, tmp_path: Path) -> None:
     """It may be root, and the command not."""
     (tmp_path / "json.py").write_text(f"open({str(tmp_path / 'acted')!r}, 'w'); raise SystemExit(9)")
     (tmp_path / "sitecustomize.py").write_text(f"open({str(tmp_path / 'acted')!r}, 'a').write('x')")
-    launch = Launch(
+    launch = ProcessLaunch(
         0, ("true",), {"PYTHONPATH": str(tmp_path), "LD_PRELOAD": "/nowhere.so", "PATH": os.environ["PATH"]}
     )
     _, end = ended(member, launch)
@@ -96,7 +96,7 @@ def test_a_command_that_runs_as_another_user_owns_its_folder_and_nothing_else(me
         "id -u; id -G; touch mine && stat -c %U . mine; cat /proc/$PPID/environ; cat /proc/self/fd/0; "
         "grep NoNewPrivs /proc/self/status; echo $HOME $USER"
     )
-    lines, end = ended(member, Launch(0, ("sh", "-c", look), {}, Rights("nobody")))
+    lines, end = ended(member, ProcessLaunch(0, ("sh", "-c", look), {}, Rights("nobody")))
     assert (lines[:4], end.code) == (["65534", "65534", "nobody", "nobody"], 0)
     assert "Permission denied" in lines[4]
     assert lines[5].split() == ["NoNewPrivs:", "1"]
@@ -107,19 +107,19 @@ def test_a_command_that_runs_as_another_user_owns_its_folder_and_nothing_else(me
 @pytest.mark.parametrize(("user", "why"), [("no-such-user", "no such user"), ("root", "that is root")])
 def test_a_user_that_keeps_nothing_apart_is_refused(member: MemberProcesses, user: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
-        ended(member, Launch(0, ("true",), {}, Rights(user)))
+        ended(member, ProcessLaunch(0, ("true",), {}, Rights(user)))
 
 
 def test_another_user_needs_root(member: MemberProcesses, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(ConfigError, match="run as root on this node"):
-        ended(member, Launch(0, ("true",), {}, Rights("nobody")))
+        ended(member, ProcessLaunch(0, ("true",), {}, Rights("nobody")))
 
 
 @needs_root
 def test_processes_of_another_user_end_with_their_owner(member: MemberProcesses) -> None:
     member.start(
-        None, [Launch(0, ("sh", "-c", "trap '' TERM; echo here; sleep 600 & wait; wait"), {}, Rights("nobody"))]
+        None, [ProcessLaunch(0, ("sh", "-c", "trap '' TERM; echo here; sleep 600 & wait; wait"), {}, Rights("nobody"))]
     )
     while not member.report(60.0).lines:
         pass

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from raytide.actors.gang import process_shim
-from raytide.actors.gang.member_processes import order
+from raytide.actors.gang.member_processes import launch_order
 
 STUBBORN = """
 import signal, subprocess, sys, time
@@ -25,7 +25,7 @@ while True:
 
 def guarded(folder: Path, *command: str) -> subprocess.Popen[str]:
     folder.mkdir(exist_ok=True)
-    with order(os.environ) as fd:
+    with launch_order(os.environ) as fd:
         return subprocess.Popen(
             [sys.executable, "-I", str(Path(process_shim.__file__).resolve()), str(folder), str(fd), *command],
             stdin=subprocess.PIPE,
@@ -74,14 +74,14 @@ if len(sys.argv) < 2:
 
 
 @pytest.mark.parametrize("killed", ["the owner's child", "its guard"])
-def test_a_warden_that_is_killed_takes_everything_with_it(tmp_path: Path, killed: str) -> None:
+def test_a_shim_that_is_killed_takes_everything_with_it(tmp_path: Path, killed: str) -> None:
     """Ray kills the direct children of a worker that it kills."""
     with guarded(tmp_path / "there", sys.executable, "-c", DAEMON) as process:
         assert process.stdin is not None and process.stdout is not None
         daemon = psutil.Process(int(process.stdout.readline()))
-        warden_and_below = psutil.Process(process.pid)
-        below = [*warden_and_below.children(recursive=True), daemon]
-        (warden_and_below if killed == "the owner's child" else below[0]).kill()
+        shim_and_below = psutil.Process(process.pid)
+        below = [*shim_and_below.children(recursive=True), daemon]
+        (shim_and_below if killed == "the owner's child" else below[0]).kill()
         assert psutil.wait_procs(below, timeout=30)[1] == []
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from raytide.actors.gang import script_attempt, script_runner
 from raytide.actors.gang.member_actor import pass_on
-from raytide.actors.gang.member_processes import Exit, MemberProcesses, Report
+from raytide.actors.gang.member_processes import MemberProcesses, ProcessExit, ProcessReport
 from raytide.actors.gang.script_runner import run_script
 from raytide.core.clock import VirtualClock
 from raytide.core.errors import ClusterError, LeaseLostError, RaytideError, ScriptError
@@ -378,9 +378,9 @@ class Told:
 
 
 def test_a_member_that_vanishes_after_all_have_ended_well_loses_nothing() -> None:
-    done = [Report((), (Exit(rank, 0, "", 0.0),)) for rank in range(2)]
+    done = [ProcessReport((), (ProcessExit(rank, 0, "", 0.0),)) for rank in range(2)]
     gone = Told(free_port=[1], start=[None], report=[done[0], ClusterError("gone")])
-    late = Told(start=[None], report=[Report((), ()), done[1]])
+    late = Told(start=[None], report=[ProcessReport((), ()), done[1]])
     hosts = iter((gone, late))
     spec = ScriptSpec(command=("true",))
     attempt_ = script_attempt.Attempt(spec, SHAPE, TWO.members, lambda *_: next(hosts), print)

@@ -36,7 +36,7 @@ def told(metrics: ServingMetrics, tokens: int) -> dict[str, float]:
         )
         for _ in range(tokens):
             await anext(speaking)
-        said = metrics.said(await engine.stats())
+        said = metrics.load_counters(await engine.stats())
         await engine.shutdown()
         return said
 
@@ -123,7 +123,7 @@ def test_what_the_controller_hears_of_requests_is_what_the_engine_gets_each_prom
                 ("embeddings", {"model": "fake", "input": ["a", "b"]}),
             ):
                 await client.post(f"/{path}", json=body)
-        said = server.metrics.said(await engine.stats())
+        said = server.metrics.load_counters(await engine.stats())
         await engine.shutdown()
         return said
 

@@ -14,7 +14,7 @@ from typing import Literal, TypeVar
 from raytide.actors.engine.backends.native import kv_transfer, operations
 from raytide.actors.engine.backends.native.engine_core import EngineCore
 from raytide.actors.engine.backends.native.input_processor import Prepared
-from raytide.actors.engine.backends.native.output_processor import Failure, Output, aborted_chunks
+from raytide.actors.engine.backends.native.output_processor import Output, RequestFailure, aborted_chunks
 from raytide.actors.engine.backends.native.thread import EngineThread
 from raytide.actors.engine.base import BasicEngine, Prompt, check_features
 from raytide.actors.engine.config import EngineConfig
@@ -45,58 +45,58 @@ class NativeEngine(BasicEngine):
         self._idle.set()
         self._accepting = False
         self._thread: EngineThread | None = None
-        self._loop: EngineCore | None = None
+        self._core: EngineCore | None = None
 
     async def start(self) -> EngineInfo:
         if self._thread is not None:
             raise ConflictError("this engine has been started already.", hint="Make a new one.")
         self._thread = EngineThread(self._config, self._deliver, self._end)
-        self._loop = await self._thread.start()
+        self._core = await self._thread.start()
         self._accepting = True
-        return self._loop.info
+        return self._core.info
 
     def generate(self, request: GenRequest) -> AsyncIterator[GenChunk]:
-        return self._stream(request, lambda loop, prompt, prepared: loop.add(request, prompt, prepared))
+        return self._stream(request, lambda core, prompt, prepared: core.add(request, prompt, prepared))
 
     def import_kv(self, handle: KvHandle, request: GenRequest) -> AsyncIterator[GenChunk]:
-        def enter(loop: EngineCore, prompt: Sequence[int], prepared: Prepared) -> None:
-            kv_transfer.import_kv(loop, handle, request, prompt, prepared)
+        def enter(core: EngineCore, prompt: Sequence[int], prepared: Prepared) -> None:
+            kv_transfer.import_kv(core, handle, request, prompt, prepared)
 
         return self._stream(request, enter)
 
     async def export_kv(self, request_id: str) -> KvHandle:
-        return await self._call(lambda loop: kv_transfer.export_kv(loop, request_id))
+        return await self._call(lambda core: kv_transfer.export_kv(core, request_id))
 
     async def abort(self, request_id: str) -> bool:
         if request_id in self._preparing:
             self._preparing[request_id].cancel()
             return True
         try:
-            return await self._call(lambda loop: loop.abort(request_id))
+            return await self._call(lambda core: core.abort(request_id))
         except EngineError:  # it has stopped: nothing is here
             return False
 
     async def tokenize(self, text: str) -> list[int]:
-        loop = self._started()
-        return await loop.tokenizer.encode_off_loop(text, enough=loop.info.max_model_len)
+        core = self._started()
+        return await core.tokenizer.encode_off_loop(text, enough=core.info.max_model_len)
 
     def token_bytes(self, token: int) -> bytes:
         return self._started().vocabulary.token_bytes(token)
 
     async def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
-        loop = self._started()
-        return await loop.tokenizer.chat_prompt_off_loop(messages, enough=loop.info.max_model_len)
+        core = self._started()
+        return await core.tokenizer.chat_prompt_off_loop(messages, enough=core.info.max_model_len)
 
     async def stats(self) -> EngineStats:
         """Raises EngineDeadError when the thread has died."""
-        loop, thread = self._started(), self._thread
+        core, thread = self._started(), self._thread
         assert thread is not None
         if thread.death is not None:
             raise copy(thread.death)
-        return replace(loop.stats(), pending_commands=thread.pending_commands, commands_done=thread.commands_done)
+        return replace(core.stats(), pending_commands=thread.pending_commands, commands_done=thread.commands_done)
 
     async def cached_prefix(self, token_ids: Sequence[int], *, lora: str | None = None, cache_salt: str = "") -> int:
-        return await self._call(lambda loop: operations.cached_prefix(loop, token_ids, lora, cache_salt))
+        return await self._call(lambda core: operations.cached_prefix(core, token_ids, lora, cache_salt))
 
     async def pause(self) -> None:
         await self._call(operations.pause)
@@ -105,24 +105,24 @@ class NativeEngine(BasicEngine):
         await self._call(operations.resume)
 
     async def sleep(self, level: Literal[1, 2] = 1) -> None:
-        await self._call(lambda loop: operations.sleep(loop, level))
+        await self._call(lambda core: operations.sleep(core, level))
 
     async def wake(self) -> None:
         await self._call(operations.wake)
 
     async def load_weights(self, source: str, version: str | None = None) -> str:
         model, weights = await asyncio.to_thread(operations.read_weights, self._started(), source, version)
-        await self._call(lambda loop: operations.use_weights(loop, model, weights))
+        await self._call(lambda core: operations.use_weights(core, model, weights))
         return weights.version
 
     async def load_lora(self, name: str, path: str) -> None:
-        await self._call(lambda loop: operations.load_lora(loop, name, path))
+        await self._call(lambda core: operations.load_lora(core, name, path))
 
     async def unload_lora(self, name: str) -> None:
-        await self._call(lambda loop: operations.unload_lora(loop, name))
+        await self._call(lambda core: operations.unload_lora(core, name))
 
     async def embed(self, batch: Sequence[Prompt]) -> list[list[float]]:
-        check, vectors = self._started().intake.checked, list[list[float]]()
+        check, vectors = self._started().input_processor.checked, list[list[float]]()
         prompts = [await self.tokenize(each) if isinstance(each, str) else each for each in batch]
         checked = [check(f"input {index}", prompt) for index, prompt in enumerate(prompts)]
         for group in groups(checked, self._config.max_batch_tokens):
@@ -142,14 +142,14 @@ class NativeEngine(BasicEngine):
         return True
 
     async def shutdown(self) -> None:
-        self._accepting, self._loop = False, None
+        self._accepting, self._core = False, None
         if self._thread is not None:
             await self._thread.stop()
 
     def _started(self) -> EngineCore:
-        if self._loop is None:
+        if self._core is None:
             raise EngineError("the engine is not running.", hint="Await start() first.")
-        return self._loop
+        return self._core
 
     def _call(self, command: Callable[[EngineCore], T]) -> asyncio.Future[T]:
         self._started()
@@ -180,12 +180,12 @@ class NativeEngine(BasicEngine):
                 for chunk in aborted_chunks(request, len(prompt)):
                     yield chunk
                 return
-            entered = self._call(lambda loop: enter(loop, prompt, prepared))
+            entered = self._call(lambda core: enter(core, prompt, prepared))
             entered.add_done_callback(lambda done: _refused(stream, request_id, done))
             while not ended:
                 output = await stream.get()
-                ended = isinstance(output, Failure) or output.usage is not None
-                if isinstance(output, Failure):
+                ended = isinstance(output, RequestFailure) or output.usage is not None
+                if isinstance(output, RequestFailure):
                     raise output.error
                 yield output
         finally:
@@ -197,11 +197,11 @@ class NativeEngine(BasicEngine):
                 await asyncio.shield(closing)
 
     async def _prepare(self, request: GenRequest) -> Prepared | Literal["aborted"]:
-        loop, params = self._started(), request.sampling
-        check_features(request, loop.info.features, self.backend)
+        core, params = self._started(), request.sampling
+        check_features(request, core.info.features, self.backend)
         if not (params.structured or params.bad_words or params.stop):
             return Prepared()
-        preparing = asyncio.ensure_future(loop.intake.prepare(params))
+        preparing = asyncio.ensure_future(core.input_processor.prepare(params))
         self._preparing[request.request_id] = preparing
         try:
             await asyncio.wait({preparing})
@@ -225,7 +225,7 @@ class NativeEngine(BasicEngine):
         """The thread has ended."""
         self._accepting = False
         for request_id, stream in self._streams.items():
-            stream.put_nowait(Failure(request_id, copy(error)))
+            stream.put_nowait(RequestFailure(request_id, copy(error)))
 
 
 def _refused(stream: asyncio.Queue[Output], request_id: str, entered: asyncio.Future[None]) -> None:
@@ -234,4 +234,4 @@ def _refused(stream: asyncio.Queue[Output], request_id: str, entered: asyncio.Fu
         return
     error = entered.exception()
     if isinstance(error, RaytideError):
-        stream.put_nowait(Failure(request_id, error))
+        stream.put_nowait(RequestFailure(request_id, error))

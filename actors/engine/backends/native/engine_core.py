@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from raytide.actors.engine.backends.native.input_processor import InputProcessor, Prepared, salt_of
-from raytide.actors.engine.backends.native.output_processor import Failure, Output, RequestState, SampleState
+from raytide.actors.engine.backends.native.output_processor import Output, RequestFailure, RequestState, SampleState
 from raytide.actors.engine.backends.native.weights import WeightsSource
 from raytide.actors.engine.base import check_features
 from raytide.actors.engine.config import EngineConfig
@@ -27,7 +27,7 @@ from raytide.actors.engine.text.detokenizer import Vocabulary
 from raytide.actors.engine.text.stop_strings import StopScanner
 from raytide.actors.engine.text.structured_output import can_structure
 from raytide.actors.engine.text.tokenizer import Tokenizer
-from raytide.actors.engine.types import EngineInfo, EngineState, EngineStats, Feature, GenRequest, contained
+from raytide.actors.engine.types import EngineInfo, EngineState, EngineStats, Feature, GenRequest, as_request_error
 from raytide.actors.models.families import read_architecture
 from raytide.core.errors import ConflictError, EngineDeadError, NotFoundError, OverloadedError, UsageError
 
@@ -65,7 +65,7 @@ class EngineCore:
             swap_cost=self.runner.swap_cost(),
             max_logprob_rows=max(1, min(MAX_PROMPT_LOGPROB_ROWS, MAX_PROMPT_LOGITS // arch.vocab_size)),
         )
-        self.intake = InputProcessor(
+        self.input_processor = InputProcessor(
             self.tokenizer,
             max_len=self.runner.max_len,
             max_samples=config.max_running,
@@ -74,7 +74,7 @@ class EngineCore:
             seed=config.seed,
         )
         self._max_waiting = config.max_waiting
-        self._answers: dict[str, RequestState] = {}
+        self._requests: dict[str, RequestState] = {}
         self._samples: dict[str, tuple[RequestState, SampleState]] = {}  # by sequence id
         self._counters = EngineStats(num_blocks=self.pool.num_blocks)
         self._outputs: list[Output] = []
@@ -97,7 +97,7 @@ class EngineCore:
 
     @property
     def request_ids(self) -> list[str]:
-        return list(self._answers)
+        return list(self._requests)
 
     def add(self, request: GenRequest, prompt: Items[int], prepared: Prepared | None = None) -> None:
         """Queue a request whose prompt is already token ids, and perhaps its other texts prepared. Raises UsageError,
@@ -105,7 +105,7 @@ class EngineCore:
         """
         now_s = time.monotonic()
         check_features(request, self.info.features, self.info.backend)
-        parent, *children = seqs = self.intake.sequences(
+        parent, *children = seqs = self.input_processor.sequences(
             request, prompt, self.salt(request.lora, request.cache_salt), now_s, prepared
         )
         self.check_room(seqs)
@@ -137,7 +137,7 @@ class EngineCore:
     def track_outputs(self, request: GenRequest, seqs: Items[Sequence], now_s: float) -> RequestState:
         """Begin to collect what sequences that are in the scheduler will say."""
         samples = [SampleState(seq, self.vocabulary.stream(), StopScanner.of(request.sampling)) for seq in seqs]
-        answer = self._answers[request.request_id] = RequestState(request, samples, now_s)
+        answer = self._requests[request.request_id] = RequestState(request, samples, now_s)
         for sample in samples:
             self._samples[sample.seq.seq_id] = answer, sample
         return answer
@@ -174,7 +174,7 @@ class EngineCore:
 
     def abort(self, request_id: str) -> bool:
         """End a request's samples now. False if it is not here."""
-        answer = self._answers.get(request_id)
+        answer = self._requests.get(request_id)
         if answer is None:
             return False
         for sample in answer.samples:
@@ -192,7 +192,7 @@ class EngineCore:
 
     def prompt_logits(self, tokens: Items[int]) -> Tensor:
         """float32 [T, V]: what follows each token of a prompt. Raises UsageError as `add` does."""
-        return self.runner.prompt_logits(self.intake.checked("logits", tokens))
+        return self.runner.prompt_logits(self.input_processor.checked("logits", tokens))
 
     def stats(self) -> EngineStats:
         """A snapshot."""
@@ -212,11 +212,11 @@ class EngineCore:
     def uses_lora(self, name: str) -> bool:
         return any(sample.seq.lora == name for _, sample in self._samples.values())
 
-    def answer_of(self, request_id: str) -> RequestState:
+    def request_state(self, request_id: str) -> RequestState:
         """Raises NotFoundError when no such request is here."""
-        if request_id not in self._answers:
+        if request_id not in self._requests:
             raise NotFoundError(f"no request {request_id} is here.", hint="It may have ended.")
-        return self._answers[request_id]
+        return self._requests[request_id]
 
     def _move(self, plan: StepPlan) -> bool:
         """Move the plan's blocks. When that fails nobody knows what lies where, but the tokens are known: False, and
@@ -225,7 +225,7 @@ class EngineCore:
         try:
             self.runner.cache.move(plan)
         except BaseException as error:
-            contained(error)
+            as_request_error(error)
             self._failed_moves += 1
             if self._failed_moves > _MOVES_MAY_FAIL:
                 raise
@@ -250,7 +250,8 @@ class EngineCore:
             self.runner.prompt_logits([0])
         except BaseException as error:
             raise EngineDeadError(
-                f"the model computes nothing any more: {contained(error)!r}.", hint="Its replica is to be replaced."
+                f"the model computes nothing any more: {as_request_error(error)!r}.",
+                hint="Its replica is to be replaced.",
             ) from error
 
     def _advance(self, seq_id: str, sampled: Sampled, now_s: float) -> None:
@@ -261,7 +262,7 @@ class EngineCore:
         try:
             text = sample.push(sampled.token, sampled.ends)
         except BaseException as error:
-            self._fail(seq_id, contained(error))
+            self._fail(seq_id, as_request_error(error))
             return
         if sampled.ends or sample.stops.stopped:
             self.scheduler.finish(seq, "stop")
@@ -287,10 +288,10 @@ class EngineCore:
                 self.scheduler.finish(sample.seq, "error")
         self._counters.failed += 1
         self._forget(answer)
-        self._outputs.append(Failure.of(answer.request_id, error))
+        self._outputs.append(RequestFailure.of(answer.request_id, error))
 
     def _forget(self, answer: RequestState) -> None:
-        del self._answers[answer.request_id]
+        del self._requests[answer.request_id]
         for sample in answer.samples:
             del self._samples[sample.seq.seq_id]
             self.runner.release(sample.seq)

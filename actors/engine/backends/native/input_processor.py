@@ -15,7 +15,7 @@ from raytide.actors.engine.sampling_params import SamplingParams
 from raytide.actors.engine.sequence import Sequence
 from raytide.actors.engine.text.bad_words import BadWords, bad_word_tokens
 from raytide.actors.engine.text.stop_strings import prepare_stops
-from raytide.actors.engine.text.structured_output import Grammar, Grammars
+from raytide.actors.engine.text.structured_output import Grammar, GrammarCompiler
 from raytide.actors.engine.text.tokenizer import Tokenizer
 from raytide.actors.engine.types import GenRequest
 from raytide.core.errors import UsageError
@@ -44,7 +44,7 @@ class InputProcessor:
         eos: frozenset[int],
         seed: int | None,
     ) -> None:
-        self.grammars = Grammars(tokenizer.rust.to_str, vocab_size, eos)
+        self.grammars = GrammarCompiler(tokenizer.rust.to_str, vocab_size, eos)
         self._tokenizer = tokenizer
         self._max_len, self._max_samples, self._vocab_size, self._eos = max_len, max_samples, vocab_size, eos
         self._seed = secrets.randbits(62) if seed is None else seed

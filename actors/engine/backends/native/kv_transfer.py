@@ -17,30 +17,30 @@ from raytide.core.errors import ConflictError, UsageError
 __all__ = ["export_kv", "import_kv"]
 
 
-def export_kv(loop: EngineCore, request_id: str) -> KvHandle:
+def export_kv(core: EngineCore, request_id: str) -> KvHandle:
     """End the request here and return its handle. Raises NotFoundError or ConflictError."""
-    answer = loop.answer_of(request_id)
+    answer = core.request_state(request_id)
     if len(answer.samples) > 1:
         raise ConflictError(
             f"request {request_id} has {len(answer.samples)} samples.", hint="Only requests of one sample can move."
         )
     seq = answer.samples[0].seq
-    header = _header(loop, seq)
-    layers = loop.runner.cache.read(seq.block_ids[: header.num_blocks])
-    loop.abort(request_id)
+    header = _header(core, seq)
+    layers = core.runner.cache.read(seq.block_ids[: header.num_blocks])
+    core.abort(request_id)
     return KvHandle(header, layers)
 
 
 def import_kv(
-    loop: EngineCore, handle: KvHandle, request: GenRequest, prompt: Items[int], prepared: Prepared | None = None
+    core: EngineCore, handle: KvHandle, request: GenRequest, prompt: Items[int], prepared: Prepared | None = None
 ) -> None:
     """Go on with an exported request. Where there is no room for its KV now, it queues and is computed again."""
     header, now_s = handle.header, time.monotonic()
-    check_features(request, loop.info.features, loop.info.backend)
-    seqs = loop.intake.sequences(request, prompt, loop.salt(request.lora, request.cache_salt), now_s, prepared)
-    loop.check_room(seqs)
+    check_features(request, core.info.features, core.info.backend)
+    seqs = core.input_processor.sequences(request, prompt, core.salt(request.lora, request.cache_salt), now_s, prepared)
+    core.check_room(seqs)
     seq = seqs[0]
-    handle.check_fits(_header(loop, seq))
+    handle.check_fits(_header(core, seq))
     if len(seqs) > 1 or seq.tokens != header.tokens[: header.prompt_len] or len(header.tokens) >= seq.max_len:
         raise UsageError(
             f"request {request.request_id} is not the one that was exported: that had one sample, a prompt of "
@@ -48,24 +48,24 @@ def import_kv(
             hint="Import with the prompt and the parameters of the export.",
         )
     seq.tokens, seq.seed, seq.num_cached = list(header.tokens), header.seed, header.num_cached
-    if header.num_computed and loop.state != "asleep" and loop.scheduler.adopt(seq, header.num_computed):
-        loop.runner.cache.write(seq.block_ids[: header.num_blocks], handle.layers)
+    if header.num_computed and core.state != "asleep" and core.scheduler.adopt(seq, header.num_computed):
+        core.runner.cache.write(seq.block_ids[: header.num_blocks], handle.layers)
     else:
-        loop.scheduler.add(seq)
+        core.scheduler.add(seq)
     # The first engine has sent this text already; what it held back of it is held back again.
-    sample = loop.track_outputs(request, seqs, now_s).samples[0]
+    sample = core.track_outputs(request, seqs, now_s).samples[0]
     for token in header.tokens[header.prompt_len :]:
         sample.push(token, ends=False)
 
 
-def _header(loop: EngineCore, seq: Sequence) -> KvHeader:
-    runner = loop.runner
+def _header(core: EngineCore, seq: Sequence) -> KvHeader:
+    runner = core.runner
     num_computed = min(seq.num_computed, len(seq.block_ids) * runner.block_size)
     awaits_prompt_logprobs = seq.params.prompt_logprobs is not None and seq.output_len == 0
     return KvHeader(
         model=blake2b(repr(runner.arch).encode(), digest_size=8).hexdigest(),
-        weights_version=loop.weights.version,
-        lora=loop.adapter_of(seq),
+        weights_version=core.weights.version,
+        lora=core.adapter_of(seq),
         dtype=runner.dtype_name,
         layout=runner.cache.block_bytes,
         block_size=runner.block_size,

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 from raytide.actors.engine.backends.native import operations
 from raytide.actors.engine.backends.native.engine_core import EngineCore
-from raytide.actors.engine.backends.native.output_processor import Failure, Output
+from raytide.actors.engine.backends.native.output_processor import Output, RequestFailure
 from raytide.actors.engine.config import EngineConfig
 from raytide.actors.engine.model.pooling import groups
 from raytide.actors.engine.sampling_params import SamplingParams
-from raytide.actors.engine.types import Completion, EngineStats, GenRequest, Message, RequestOutput, Usage
+from raytide.actors.engine.types import CompletionOutput, EngineStats, GenRequest, Message, RequestOutput, TokenUsage
 from raytide.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -43,8 +43,8 @@ class LLM:
         }
         config = EngineConfig.parse(fields, where="LLM")
         self._max_tokens = config.max_batch_tokens
-        self._loop = EngineCore(config)
-        self.info = self._loop.info
+        self._core = EngineCore(config)
+        self.info = self._core.info
         self._count = 0
 
     def generate(
@@ -78,39 +78,39 @@ class LLM:
     ) -> RequestOutput:
         """The model's next turn in a conversation, by its chat template."""
         turns = [each if isinstance(each, Message) else Message(each["role"], each["content"]) for each in messages]
-        return self._run([self._loop.tokenizer.chat_prompt(turns)], [sampling or SamplingParams()])[0]
+        return self._run([self._core.tokenizer.chat_prompt(turns)], [sampling or SamplingParams()])[0]
 
     def logits(self, token_ids: Items[int]) -> Tensor:
         """float32 [T, V]: row t is the model's prediction after the first t + 1 tokens of a prompt. For checks."""
-        return self._loop.prompt_logits(token_ids)
+        return self._core.prompt_logits(token_ids)
 
     def embed(self, prompts: str | Items[str] | Items[Items[int]]) -> list[list[float]]:
         """A vector of length 1 for each prompt, pooled as the model directory says (else the last token's)."""
         texts: list[str | Items[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
-        tokens = [self._loop.intake.checked(f"input {i}", self._tokens(text)) for i, text in enumerate(texts)]
-        return [each for group in groups(tokens, self._max_tokens) for each in operations.embed(self._loop, group)]
+        tokens = [self._core.input_processor.checked(f"input {i}", self._tokens(text)) for i, text in enumerate(texts)]
+        return [each for group in groups(tokens, self._max_tokens) for each in operations.embed(self._core, group)]
 
     def load_lora(self, name: str, path: str | Path) -> None:
         """Answer prompts whose adapter is `name` with a PEFT adapter."""
-        operations.load_lora(self._loop, name, str(path))
+        operations.load_lora(self._core, name, str(path))
 
     def unload_lora(self, name: str) -> None:
-        operations.unload_lora(self._loop, name)
+        operations.unload_lora(self._core, name)
 
     def load_weights(self, source: str | Path, version: str | None = None) -> str:
         """Generate with the weights of another directory of the same architecture; returns their version."""
-        model, weights = operations.read_weights(self._loop, str(source), version)
-        operations.use_weights(self._loop, model, weights)
-        self.info = self._loop.info
+        model, weights = operations.read_weights(self._core, str(source), version)
+        operations.use_weights(self._core, model, weights)
+        self.info = self._core.info
         return weights.version
 
     def stats(self) -> EngineStats:
         """Counters since the engine was made."""
-        return self._loop.stats()
+        return self._core.stats()
 
     def _tokens(self, prompt: str | Items[int]) -> list[int]:
         if isinstance(prompt, str):
-            return self._loop.tokenizer.encode(prompt)
+            return self._core.tokenizer.encode(prompt)
         if isinstance(prompt, int):
             raise UsageError("a prompt is one token id.", hint="Give a list of texts, or a list of lists of token ids.")
         return list(prompt)
@@ -124,27 +124,27 @@ class LLM:
             for tokens, each in zip(prompts, params, strict=True):
                 self._count += 1
                 request_id = f"prompt {self._count}"
-                self._loop.add(GenRequest(request_id=request_id, prompt=tokens, sampling=each, lora=lora), tokens)
-                empty = [Completion("", [], "error") for _ in range(each.n)]
-                outputs[request_id] = RequestOutput(None, tokens, empty, Usage(len(tokens), 0))
+                self._core.add(GenRequest(request_id=request_id, prompt=tokens, sampling=each, lora=lora), tokens)
+                empty = [CompletionOutput("", [], "error") for _ in range(each.n)]
+                outputs[request_id] = RequestOutput(None, tokens, empty, TokenUsage(len(tokens), 0))
             with progress_bar(len(prompts), shown=progress) as update:
-                while self._loop.has_work:
-                    for output in self._loop.step():
+                while self._core.has_work:
+                    for output in self._core.step():
                         ended = _take_in(output, outputs[output.request_id])
                         done += ended
-                        made += 0 if isinstance(output, Failure) else len(output.token_ids)
+                        made += 0 if isinstance(output, RequestFailure) else len(output.token_ids)
                     update(done, made)
         except BaseException:
             for request_id in outputs:
-                self._loop.abort(request_id)
-            self._loop.drain_outputs()
+                self._core.abort(request_id)
+            self._core.drain_outputs()
             raise
         return list(outputs.values())
 
 
 def _take_in(output: Output, answer: RequestOutput) -> bool:
     """Add what a step gave to its answer; whether that is complete."""
-    if isinstance(output, Failure):
+    if isinstance(output, RequestFailure):
         for completion in answer.outputs:
             completion.finish_reason, completion.error = "error", str(output.error)
         return True

@@ -14,7 +14,7 @@ from typing import Literal
 from raytide.actors.engine.backends.native.engine_core import EngineCore
 from raytide.actors.engine.backends.native.weights import WeightsSource
 from raytide.actors.engine.kv_cache.block_pool import chain_hash
-from raytide.actors.engine.model.decoder import Decoder
+from raytide.actors.engine.model.decoder import PagedDecoder
 from raytide.actors.engine.model.pooling import pooling_of
 from raytide.actors.models.content import content_of
 from raytide.actors.models.families import read_architecture
@@ -34,86 +34,86 @@ __all__ = [
 ]
 
 
-def pause(loop: EngineCore) -> None:
+def pause(core: EngineCore) -> None:
     """Take no steps until `resume`."""
-    if loop.state == "serving":
-        loop.state = "paused"
+    if core.state == "serving":
+        core.state = "paused"
 
 
-def resume(loop: EngineCore) -> None:
-    if loop.state == "asleep":
+def resume(core: EngineCore) -> None:
+    if core.state == "asleep":
         raise ConflictError("the engine sleeps.", hint="Wake it.")
-    loop.state = "serving"
+    core.state = "serving"
 
 
-def sleep(loop: EngineCore, level: Literal[1, 2]) -> None:
+def sleep(core: EngineCore, level: Literal[1, 2]) -> None:
     """Give back the memory of the KV, at level 2 also that of the weights. From level 1 it can go on to 2."""
-    loop.scheduler.invalidate()
-    loop.state = "asleep"
-    loop.runner.sleep(level)
+    core.scheduler.invalidate()
+    core.state = "asleep"
+    core.runner.sleep(level)
 
 
-def wake(loop: EngineCore) -> None:
+def wake(core: EngineCore) -> None:
     """Take the memory again and go on. When that fails the engine sleeps on, and `wake` can be tried again."""
-    if loop.state != "asleep":
+    if core.state != "asleep":
         return
-    if not loop.runner.has_weights:
-        loop.weights.check_unchanged()
-        loop.runner.use(loop.runner.load(loop.weights.model_dir))
-    loop.runner.allocate()
-    loop.state = "serving"
+    if not core.runner.has_weights:
+        core.weights.check_unchanged()
+        core.runner.use(core.runner.load(core.weights.model_dir))
+    core.runner.allocate()
+    core.state = "serving"
 
 
-def read_weights(loop: EngineCore, source: str, version: str | None) -> tuple[Decoder, WeightsSource]:
+def read_weights(core: EngineCore, source: str, version: str | None) -> tuple[PagedDecoder, WeightsSource]:
     """Load other weights while the loop goes on with its own; from any thread. Raises ConflictError for another
     architecture, or when the files change under the reader.
     """
     model_dir = Path(source)
-    theirs, ours = read_architecture(model_dir), loop.runner.arch
+    theirs, ours = read_architecture(model_dir), core.runner.arch
     if replace(theirs, dtype=ours.dtype, eos_token_ids=ours.eos_token_ids) != ours:
         raise ConflictError(
-            f"{model_dir} holds a model of another architecture than {loop.weights.model_dir}.",
+            f"{model_dir} holds a model of another architecture than {core.weights.model_dir}.",
             hint="Start another engine for it.",
         )
     weights = WeightsSource.at(model_dir, version)
-    model = loop.runner.load(model_dir)
+    model = core.runner.load(model_dir)
     weights.check_unchanged()
     return model, weights
 
 
-def use_weights(loop: EngineCore, model: Decoder, weights: WeightsSource) -> None:
+def use_weights(core: EngineCore, model: PagedDecoder, weights: WeightsSource) -> None:
     """Compute with these weights from the next step on; running requests go on with them."""
-    loop.runner.use(model)
-    loop.weights = weights
-    loop.info = replace(loop.info, weights_version=weights.version)
-    loop.salt_again()
-    loop.scheduler.invalidate()
+    core.runner.use(model)
+    core.weights = weights
+    core.info = replace(core.info, weights_version=weights.version)
+    core.salt_again()
+    core.scheduler.invalidate()
 
 
-def embed(loop: EngineCore, prompts: list[list[int]]) -> list[list[float]]:
+def embed(core: EngineCore, prompts: list[list[int]]) -> list[list[float]]:
     """One vector for each prompt, pooled as the model directory says. The caller bounds how many tokens these are."""
-    return loop.runner.embed(prompts, pooling_of(loop.weights.model_dir))
+    return core.runner.embed(prompts, pooling_of(core.weights.model_dir))
 
 
-def load_lora(loop: EngineCore, name: str, path: str) -> None:
+def load_lora(core: EngineCore, name: str, path: str) -> None:
     folder = Path(path)
-    loop.runner.load_lora(name, folder)
+    core.runner.load_lora(name, folder)
     content = content_of(folder).encode() + (folder / "adapter_config.json").read_bytes()
-    loop.adapter_contents[name] = blake2b(content, digest_size=8).hexdigest()
+    core.adapter_contents[name] = blake2b(content, digest_size=8).hexdigest()
 
 
-def unload_lora(loop: EngineCore, name: str) -> None:
+def unload_lora(core: EngineCore, name: str) -> None:
     """Raises ConflictError while requests use it."""
-    if loop.uses_lora(name):
+    if core.uses_lora(name):
         raise ConflictError(f"requests use adapter {name}.", hint="Unload it when they have ended.")
-    loop.runner.unload_lora(name)
-    del loop.adapter_contents[name]
+    core.runner.unload_lora(name)
+    del core.adapter_contents[name]
 
 
-def cached_prefix(loop: EngineCore, tokens: Items[int], lora: str | None, cache_salt: str) -> int:
+def cached_prefix(core: EngineCore, tokens: Items[int], lora: str | None, cache_salt: str) -> int:
     """How many of a prompt's first tokens are in the prefix cache; its last one is computed in any case."""
-    size, parent, hashes = loop.pool.block_size, loop.salt(lora, cache_salt), list[bytes]()
+    size, parent, hashes = core.pool.block_size, core.salt(lora, cache_salt), list[bytes]()
     for start in range(0, (len(tokens) - 1) // size * size, size):
         parent = chain_hash(parent, tokens[start : start + size])
         hashes.append(parent)
-    return len(loop.pool.match(hashes)) * size
+    return len(core.pool.match(hashes)) * size

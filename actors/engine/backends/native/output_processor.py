@@ -7,28 +7,28 @@ from dataclasses import dataclass, field, replace
 from raytide.actors.engine.sequence import Sampled, Sequence
 from raytide.actors.engine.text.detokenizer import Detokenizer
 from raytide.actors.engine.text.stop_strings import StopScanner
-from raytide.actors.engine.types import GenChunk, GenRequest, Timing, Usage
+from raytide.actors.engine.types import GenChunk, GenRequest, Timing, TokenUsage
 from raytide.core.errors import EngineError, RaytideError
 
-__all__ = ["Failure", "Output", "RequestState", "SampleState", "aborted_chunks"]
+__all__ = ["Output", "RequestFailure", "RequestState", "SampleState", "aborted_chunks"]
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class RequestFailure:
     """A request that ended with an error instead of a last chunk."""
 
     request_id: str
     error: RaytideError
 
     @classmethod
-    def of(cls, request_id: str, error: Exception) -> Failure:
+    def of(cls, request_id: str, error: Exception) -> RequestFailure:
         """Errors that raytide raises on purpose go through as they are."""
         if isinstance(error, RaytideError):
             return cls(request_id, error)
         return cls(request_id, EngineError(f"request {request_id} failed: {error!r}."))
 
 
-Output = GenChunk | Failure
+Output = GenChunk | RequestFailure
 
 
 @dataclass(slots=True, eq=False)
@@ -123,7 +123,7 @@ class RequestState:
         output_len = sum(sample.seq.output_len for sample in self.samples)
         return replace(
             chunk,
-            usage=Usage(parent.prompt_len, output_len, parent.num_cached),
+            usage=TokenUsage(parent.prompt_len, output_len, parent.num_cached),
             timing=Timing(started_s - self._added_s, max(0.0, first_s - started_s), now_s - first_s),
         )
 
@@ -131,7 +131,7 @@ class RequestState:
 def aborted_chunks(request: GenRequest, prompt_len: int) -> list[GenChunk]:
     """Of a request that was aborted before it had sequences."""
     chunks = [GenChunk(request.request_id, [], "", "abort", index=index) for index in range(request.sampling.n)]
-    chunks[-1] = replace(chunks[-1], usage=Usage(prompt_len, 0), timing=Timing(0.0, 0.0, 0.0))
+    chunks[-1] = replace(chunks[-1], usage=TokenUsage(prompt_len, 0), timing=Timing(0.0, 0.0, 0.0))
     return chunks
 
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from raytide.actors.engine.backends.native.engine_core import EngineCore
 from raytide.actors.engine.backends.native.output_processor import Output
 from raytide.actors.engine.config import EngineConfig
-from raytide.actors.engine.types import contained
+from raytide.actors.engine.types import as_request_error
 from raytide.core.errors import EngineDeadError, EngineError, RaytideError
 
 __all__ = ["EngineThread"]
@@ -101,14 +101,14 @@ class EngineThread:
     def _serve(self, loaded: concurrent.futures.Future[EngineCore]) -> None:
         """The thread: commands first, then a step, for as long as there is work."""
         try:
-            loop = EngineCore(self._config)
+            core = EngineCore(self._config)
         except BaseException as error:
             loaded.set_exception(error)
             return
-        loaded.set_result(loop)
+        loaded.set_result(core)
         ended: EngineError = EngineError("the engine has stopped.", hint="Retry elsewhere.")
         try:
-            while self._turn(loop):
+            while self._turn(core):
                 pass
         except BaseException as error:  # whatever it is, nobody else would hear of it
             _log.critical("the engine's thread has died", exc_info=error)
@@ -116,54 +116,54 @@ class EngineThread:
         finally:
             self._publish(self._end, ended)
 
-    def _turn(self, loop: EngineCore) -> bool:
+    def _turn(self, core: EngineCore) -> bool:
         """Obey what has been asked, waiting for it only when there is nothing else to do, then step. False: stop.
 
         What is asked meanwhile waits for the next turn, or commands that follow each other would keep steps away.
         """
         left: int | None = None
         while True:
-            if loop.has_work:  # a command may take the work away, as one that puts the engine to sleep does
+            if core.has_work:  # a command may take the work away, as one that puts the engine to sleep does
                 left = self._calls.qsize() if left is None else left
                 if not left:
                     break
                 left -= 1
             call = self._calls.get()
             if call is None:
-                for request_id in loop.request_ids:
-                    loop.abort(request_id)
-                self._publish(self._deliver, loop.drain_outputs())
+                for request_id in core.request_ids:
+                    core.abort(request_id)
+                self._publish(self._deliver, core.drain_outputs())
                 return False
-            if not self._run_command(loop, call):
+            if not self._run_command(core, call):
                 return False
         try:
-            outputs = loop.step()
+            outputs = core.step()
             self._failed_steps = 0
         except EngineDeadError:
             raise
         except BaseException as raised:  # a defect of the engine: its requests end, it does not
-            error = contained(raised)
+            error = as_request_error(raised)
             self._failed_steps += 1
             if self._failed_steps >= _FAILED_STEPS:
                 raise
             _log.exception("engine step failed")
-            loop.fail_all(error)
-            outputs = loop.drain_outputs()
+            core.fail_all(error)
+            outputs = core.drain_outputs()
         return self._publish(self._deliver, outputs)
 
-    def _run_command(self, loop: EngineCore, call: _Call) -> bool:
+    def _run_command(self, core: EngineCore, call: _Call) -> bool:
         result: Any = None
         error: RaytideError | None = None
         try:
-            result = call.command(loop)
+            result = call.command(core)
         except RaytideError as raised:
             error = raised
         except BaseException as raised:
-            fault = contained(raised)
+            fault = as_request_error(raised)
             _log.exception("engine command failed")
             error = EngineError(f"the engine could not do this: {fault!r}.")
         self.commands_done += 1
-        return self._publish(self._report, loop.drain_outputs(), call.done, result, error)
+        return self._publish(self._report, core.drain_outputs(), call.done, result, error)
 
     def _publish(self, callback: Callable[..., None], *args: object) -> bool:
         """Call back on the event loop; False when that is closed, so that nobody is left to serve."""

@@ -28,8 +28,8 @@ from raytide.actors.engine.types import (
     GenRequest,
     Message,
     Timing,
-    Usage,
-    contained,
+    TokenUsage,
+    as_request_error,
 )
 from raytide.actors.models.model_config import as_ids, read_json
 from raytide.core.errors import (
@@ -277,7 +277,7 @@ class VllmEngine(BasicEngine):
 def _last(chunk: GenChunk, live: _Live) -> GenChunk:
     """The request's last chunk counts all its samples; the first one's prompt is what had to be computed."""
     count = sum(each.num_tokens for each in live.samples)
-    usage = Usage(len(live.prompt), count, live.samples[0].num_cached)
+    usage = TokenUsage(len(live.prompt), count, live.samples[0].num_cached)
     return replace(chunk, usage=usage, timing=live.samples[0].timing or Timing(0.0, 0.0, 0.0))
 
 
@@ -321,5 +321,5 @@ async def _pump(stream: AsyncGenerator[T, None], arrived: asyncio.Queue[T | _End
             async for item in stream:
                 arrived.put_nowait(item)
     except BaseException as caught:
-        error = contained(caught)
+        error = as_request_error(caught)
     arrived.put_nowait(_End(error))

@@ -14,7 +14,7 @@ from tests.actors.engine.families import save_family
 from raytide.actors.engine import LLM, SamplingParams
 from raytide.actors.engine.config import EngineConfig
 from raytide.actors.engine.model.model_runner import ModelRunner
-from raytide.actors.engine.sequence import Chunk, Sequence
+from raytide.actors.engine.sequence import ScheduledChunk, Sequence
 from raytide.actors.models.families import read_architecture
 from raytide.core.errors import CapacityError, ConfigError, ConflictError, DataError, NotFoundError
 
@@ -87,7 +87,7 @@ def sequence(row: int, lora: str | None, tokens: list[int] = PROMPT) -> Sequence
 def last_logits(runner: ModelRunner, loras: list[str | None]) -> torch.Tensor:
     """The prompt once with each adapter, all in one step."""
     seqs = [sequence(row, lora) for row, lora in enumerate(loras)]
-    logits = runner.logits([Chunk(seq, 0, len(PROMPT)) for seq in seqs])
+    logits = runner.logits([ScheduledChunk(seq, 0, len(PROMPT)) for seq in seqs])
     for seq in seqs:
         runner.release(seq)
     return logits
@@ -117,7 +117,7 @@ def test_grouped_chunks_give_each_sequence_its_own_token(
     runner, model = start("llama3-mqa")
     runner.load_lora("a", write_adapter(tmp_path / "a", model, ["q_proj", "up_proj"], seed=3))
     seqs = [sequence(row, lora, PROMPT[row:]) for row, lora in enumerate(["a", None, "a", None])]
-    chunks = [Chunk(seq, 0, len(seq.tokens)) for seq in seqs]
+    chunks = [ScheduledChunk(seq, 0, len(seq.tokens)) for seq in seqs]
     alone = {seq.seq_id: runner.execute([chunk])[seq.seq_id] for seq, chunk in zip(seqs, chunks, strict=True)}
     assert runner.execute(chunks) == alone
 

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 from raytide.actors.engine import LLM, EngineConfig, GenChunk, GenRequest, NativeEngine, SamplingParams, Structured
-from raytide.actors.engine.text.structured_output import Grammar, Grammars
+from raytide.actors.engine.text.structured_output import Grammar, GrammarCompiler
 from raytide.core.errors import UsageError
 
 SCHEMA = {
@@ -37,14 +37,14 @@ async def engine(model_dir: Path) -> AsyncIterator[NativeEngine]:
 @pytest.fixture
 def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Regular expressions are not compiled before this is set."""
-    release, compile_one = threading.Event(), Grammars._compile
+    release, compile_one = threading.Event(), GrammarCompiler._compile
 
-    def slow(self: Grammars, structured: Structured) -> Grammar:
+    def slow(self: GrammarCompiler, structured: Structured) -> Grammar:
         if structured.kind == "regex":
             release.wait(60)
         return compile_one(self, structured)
 
-    monkeypatch.setattr(Grammars, "_compile", slow)
+    monkeypatch.setattr(GrammarCompiler, "_compile", slow)
     yield release
     release.set()
 
@@ -70,7 +70,7 @@ def test_options_survive_preemption(model_dir: Path) -> None:
     assert crowded.stats().preemptions > 0
     assert [each.token_ids for each in found] == [each.token_ids for each in expected]
     assert len(found[3].token_ids) == 40
-    tokenizer = roomy._loop.tokenizer
+    tokenizer = roomy._core.tokenizer
     banned = [tuple(tokenizer.encode(text)) for text in ("a", " a", "th", " th")]
     output = found[2].token_ids
     assert not any(tuple(output[at : at + len(word)]) == word for word in banned for at in range(len(output)))

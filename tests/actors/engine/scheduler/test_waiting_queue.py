@@ -6,7 +6,7 @@ import pytest
 from tests.actors.engine.life import Life, sequence
 
 from raytide.actors.engine.kv_cache.block_pool import BlockPool
-from raytide.actors.engine.scheduler.policy import Policy
+from raytide.actors.engine.scheduler.policy import SchedulingPolicy
 from raytide.actors.engine.scheduler.scheduler import Scheduler
 from raytide.actors.engine.scheduler.waiting_queue import WaitingQueue
 from raytide.actors.engine.sequence import Sequence
@@ -141,7 +141,7 @@ def test_samples_share_the_full_blocks_of_their_prompt_and_copy_the_last(prefix_
 
 
 def test_aborted_requests_leave_nothing_in_the_queue() -> None:
-    waiting = WaitingQueue(Policy())
+    waiting = WaitingQueue(SchedulingPolicy())
     for at in range(1000):
         seq = sequence(f"s{at}", [1], 1, priority=at % 3, arrival=at)
         waiting.push(seq)

@@ -15,7 +15,7 @@ from raytide.actors.engine.sampling.sampler import Sampler
 from raytide.actors.engine.sampling_params import SamplingParams, Structured
 from raytide.actors.engine.sequence import Sequence
 from raytide.actors.engine.text.bad_words import BadWords
-from raytide.actors.engine.text.structured_output import Grammars, GrammarState
+from raytide.actors.engine.text.structured_output import GrammarCompiler, GrammarState
 from raytide.actors.engine.text.tokenizer import Tokenizer
 from raytide.core.errors import ConfigError, UsageError
 
@@ -58,11 +58,11 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def grammars(tokenizer: Tokenizer) -> Grammars:
-    return Grammars(tokenizer.rust.to_str, VOCAB + 3, [EOS])  # the model's vocabulary is padded
+def grammars(tokenizer: Tokenizer) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer.rust.to_str, VOCAB + 3, [EOS])  # the model's vocabulary is padded
 
 
-def structured(grammars: Grammars, name: str, params: SamplingParams, label: str = "s") -> Sequence:
+def structured(grammars: GrammarCompiler, name: str, params: SamplingParams, label: str = "s") -> Sequence:
     seq = sequence(label, [5, 6], 2, params, ends=frozenset({EOS}))
     seq.grammar = grammars.compile(STRUCTURES[name])
     return seq
@@ -89,7 +89,7 @@ def finish(sampler: Sampler, seqs: list[Sequence], seed: int = 0, limit: int = 4
     return list(reasons.values())
 
 
-def test_32_mixed_requests_all_match_what_they_asked_for(grammars: Grammars, tokenizer: Tokenizer) -> None:
+def test_32_mixed_requests_all_match_what_they_asked_for(grammars: GrammarCompiler, tokenizer: Tokenizer) -> None:
     names = [list(STRUCTURES)[place % 4] for place in range(32)]
     seqs = [
         structured(
@@ -103,7 +103,7 @@ def test_32_mixed_requests_all_match_what_they_asked_for(grammars: Grammars, tok
         assert matches(name, tokenizer.decode(seq.tokens[2:])), name
 
 
-def test_a_grammars_tokens_do_not_depend_on_what_else_is_in_the_batch(grammars: Grammars) -> None:
+def test_a_grammars_tokens_do_not_depend_on_what_else_is_in_the_batch(grammars: GrammarCompiler) -> None:
     def run(*others: str) -> list[int]:
         seq = structured(grammars, "schema", SamplingParams(seed=4))
         sampler = Sampler()
@@ -118,19 +118,21 @@ def test_a_grammars_tokens_do_not_depend_on_what_else_is_in_the_batch(grammars: 
     assert run() == run("regex", "choice", "grammar")
 
 
-def test_the_output_ends_at_once_when_nothing_else_can_follow(grammars: Grammars, tokenizer: Tokenizer) -> None:
+def test_the_output_ends_at_once_when_nothing_else_can_follow(grammars: GrammarCompiler, tokenizer: Tokenizer) -> None:
     """Without a further step for an end token, which a request may ignore and a model may lack."""
     seq = structured(grammars, "choice", SamplingParams(seed=1, ignore_eos=True))
     (reason,) = finish(Sampler(), [seq])
     assert reason == "ends" or tokenizer.decode(seq.tokens[2:]) == "yes"
-    nameless = Grammars(tokenizer.rust.to_str, VOCAB, [])
+    nameless = GrammarCompiler(tokenizer.rust.to_str, VOCAB, [])
     free = sequence("free", [5], 1, SamplingParams(seed=3))
     free.grammar = nameless.compile(Structured("regex", "a{3}"))
     assert finish(Sampler(), [free]) == ["ends"]
     assert tokenizer.decode(free.tokens[1:]) == "aaa"
 
 
-def test_an_end_token_comes_only_where_the_grammar_is_satisfied(grammars: Grammars, tokenizer: Tokenizer) -> None:
+def test_an_end_token_comes_only_where_the_grammar_is_satisfied(
+    grammars: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
     for seed in range(20):
         seq, sampler = structured(grammars, "regex", SamplingParams(seed=seed)), Sampler()
         while seq.tokens[-1] != EOS:
@@ -144,7 +146,7 @@ def test_an_end_token_comes_only_where_the_grammar_is_satisfied(grammars: Gramma
 
 
 def test_min_tokens_delays_an_end_that_can_wait_and_yields_to_one_that_cannot(
-    grammars: Grammars, tokenizer: Tokenizer
+    grammars: GrammarCompiler, tokenizer: Tokenizer
 ) -> None:
     growing = sequence("a", [5], 1, SamplingParams(temperature=0, min_tokens=6), ends=frozenset({EOS}))
     growing.grammar = grammars.compile(Structured("regex", "a+"))
@@ -164,7 +166,7 @@ def test_min_tokens_delays_an_end_that_can_wait_and_yields_to_one_that_cannot(
     assert tokenizer.decode(fixed.tokens[1:]) == "ab"
 
 
-def test_a_state_that_was_dropped_or_ran_ahead_is_made_again_from_the_tokens(grammars: Grammars) -> None:
+def test_a_state_that_was_dropped_or_ran_ahead_is_made_again_from_the_tokens(grammars: GrammarCompiler) -> None:
     steady, forgetful, retried = Sampler(), Sampler(), Sampler()
     seq = structured(grammars, "schema", SamplingParams(seed=11))
     for step in range(12):
@@ -192,7 +194,7 @@ def test_a_state_that_was_dropped_or_ran_ahead_is_made_again_from_the_tokens(gra
     ],
     ids=lambda each: f"{each.kind} {str(each.spec)[:16]}",
 )
-def test_a_grammar_that_cannot_be_used_is_refused_by_name(grammars: Grammars, poison: Structured) -> None:
+def test_a_grammar_that_cannot_be_used_is_refused_by_name(grammars: GrammarCompiler, poison: Structured) -> None:
     for _ in range(2):  # the second time from what is kept
         with pytest.raises(UsageError, match=poison.kind):
             grammars.compile(poison)
@@ -208,14 +210,16 @@ SPECIAL = [
 
 
 @pytest.mark.parametrize("spec", SPECIAL, ids=lambda each: f"{each.kind} {each.spec}")
-def test_a_special_tokens_name_in_a_grammar_is_text(grammars: Grammars, tokenizer: Tokenizer, spec: Structured) -> None:
+def test_a_special_tokens_name_in_a_grammar_is_text(
+    grammars: GrammarCompiler, tokenizer: Tokenizer, spec: Structured
+) -> None:
     seq = sequence("s", [5], 1, SamplingParams(seed=2), ends=frozenset({EOS}))
     seq.grammar = grammars.compile(spec)
     assert finish(Sampler(), [seq]) == ["ends"]
     assert tokenizer.decode(seq.tokens[1:]).strip('"') == "a<eos>b"
 
 
-def test_a_special_token_can_be_asked_for_in_a_grammar(grammars: Grammars) -> None:
+def test_a_special_token_can_be_asked_for_in_a_grammar(grammars: GrammarCompiler) -> None:
     seq = sequence("s", [5], 1, SamplingParams(seed=2))
     seq.grammar = grammars.compile(Structured("grammar", 'start: "x" <eos>'))
     assert finish(Sampler(), [seq]) == ["ends"]
@@ -223,7 +227,7 @@ def test_a_special_token_can_be_asked_for_in_a_grammar(grammars: Grammars) -> No
 
 
 @pytest.mark.parametrize("kind", ["choice", "json_schema"])
-def test_a_long_text_without_alternatives_is_not_tokenized_for_each_token(grammars: Grammars, kind: str) -> None:
+def test_a_long_text_without_alternatives_is_not_tokenized_for_each_token(grammars: GrammarCompiler, kind: str) -> None:
     """Then only its first token would be allowed; any that the text begins with is."""
     text = "def " * 20_000
     spec = (
@@ -236,7 +240,7 @@ def test_a_long_text_without_alternatives_is_not_tokenized_for_each_token(gramma
     assert np.unpackbits(mask.view(np.uint8)).sum() >= 2
 
 
-def test_thousands_of_choices_are_one_terminal(grammars: Grammars, tokenizer: Tokenizer) -> None:
+def test_thousands_of_choices_are_one_terminal(grammars: GrammarCompiler, tokenizer: Tokenizer) -> None:
     choices = tuple(f"choice {place} of 7000" for place in range(5000))
     seq = sequence("s", [5], 1, SamplingParams(seed=2), ends=frozenset({EOS}))
     seq.grammar = grammars.compile(Structured("choice", choices))
@@ -247,21 +251,21 @@ def test_thousands_of_choices_are_one_terminal(grammars: Grammars, tokenizer: To
 @pytest.fixture
 def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Regular expressions take for ever to compile."""
-    release, compile_one = threading.Event(), Grammars._compile
+    release, compile_one = threading.Event(), GrammarCompiler._compile
 
-    def slow(self: Grammars, structured: Structured) -> object:
+    def slow(self: GrammarCompiler, structured: Structured) -> object:
         if structured.kind == "regex":
             release.wait(60)
         return compile_one(self, structured)
 
-    monkeypatch.setattr(Grammars, "_compile", slow)
+    monkeypatch.setattr(GrammarCompiler, "_compile", slow)
     yield
     release.set()
 
 
 @pytest.mark.usefixtures("stuck")
 async def test_a_slow_compilation_is_given_up_and_holds_up_no_other(tokenizer: Tokenizer) -> None:
-    grammars = Grammars(tokenizer.rust.to_str, VOCAB, [EOS], timeout_s=0.2)
+    grammars = GrammarCompiler(tokenizer.rust.to_str, VOCAB, [EOS], timeout_s=0.2)
     with pytest.raises(UsageError, match=r"regex.*not compiled within"):
         grammars.compile(STRUCTURES["regex"])
     with pytest.raises(UsageError, match=r"regex.*not compiled within"):
@@ -273,7 +277,7 @@ async def test_a_slow_compilation_is_given_up_and_holds_up_no_other(tokenizer: T
 @pytest.mark.parametrize("method", ["fill", "follow"])
 @pytest.mark.parametrize("crash", [RuntimeError("boom"), BaseException("panic")])
 def test_a_grammar_that_crashes_fails_its_own_row_alone(
-    grammars: Grammars, method: str, crash: BaseException, monkeypatch: pytest.MonkeyPatch
+    grammars: GrammarCompiler, method: str, crash: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seqs = [structured(grammars, "schema", SamplingParams(seed=place), str(place)) for place in range(3)]
     healthy = Sampler().sample(rows(3, 1, 0), seqs)
@@ -309,4 +313,4 @@ def test_without_the_library_the_error_says_what_to_install(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="llguidance"):
-        Grammars(tokenizer.rust.to_str, VOCAB, [EOS]).compile(STRUCTURES["choice"])
+        GrammarCompiler(tokenizer.rust.to_str, VOCAB, [EOS]).compile(STRUCTURES["choice"])

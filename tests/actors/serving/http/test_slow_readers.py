@@ -18,7 +18,7 @@ from raytide.actors.engine.sampling_params import SamplingParams
 from raytide.actors.engine.types import GenChunk, GenRequest, TokenLogprobs
 from raytide.actors.serving.http import headers
 from raytide.actors.serving.http.headers import ResponseHeaders
-from raytide.actors.serving.openai_api.generation import Generation
+from raytide.actors.serving.openai_api.generation import GenerationStream
 from raytide.core.errors import EngineError
 
 READERS = 3
@@ -46,7 +46,7 @@ class Talker(FakeEngine):
 async def test_what_waits_for_a_reader_is_bounded_and_then_its_generation_ends() -> None:
     engine = Talker()
     await engine.start()
-    generation = Generation(engine, [REQUEST], [""], max_pending=2100)
+    generation = GenerationStream(engine, [REQUEST], [""], max_pending=2100)
     await asyncio.wait(generation._tasks, timeout=30)
     assert (engine.said, engine.is_open) == (101, False)
     batches = generation.batches()
@@ -58,7 +58,7 @@ async def test_what_waits_for_a_reader_is_bounded_and_then_its_generation_ends()
 async def test_a_reader_that_keeps_up_is_never_cut_off() -> None:
     engine = Talker()
     await engine.start()
-    generation = Generation(engine, [REQUEST], [""], max_pending=200)
+    generation = GenerationStream(engine, [REQUEST], [""], max_pending=200)
     pieces = 0
     async for _ in generation.batches():
         pieces += 1

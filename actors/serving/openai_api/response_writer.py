@@ -10,7 +10,7 @@ from uuid import uuid4
 from pydantic import BaseModel
 
 from raytide.actors.engine import types
-from raytide.actors.serving.openai_api.generation import Piece
+from raytide.actors.serving.openai_api.generation import ChoiceDelta
 from raytide.actors.serving.openai_api.logprobs import ScoredToken, TokenBytes, chat_logprobs, text_logprobs
 from raytide.actors.serving.openai_api.wire import (
     ChatChoice,
@@ -27,37 +27,37 @@ from raytide.actors.serving.openai_api.wire import (
     sse,
 )
 
-__all__ = ["DONE", "Answer", "ChatAnswer", "TextAnswer", "Written", "usage_of"]
+__all__ = ["DONE", "ChatWriter", "ChoiceState", "CompletionWriter", "ResponseWriter", "usage_of"]
 
 DONE = b"data: [DONE]\n\n"
 
 
-class Written:
+class ChoiceState:
     """What a choice has said so far."""
 
     def __init__(self) -> None:
         self.text = ""
         self.finish_reason: FinishReason = "stop"
-        self.usage: types.Usage | None = None
+        self.usage: types.TokenUsage | None = None
         self.logprobs: list[ScoredToken] = []
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: ChoiceDelta) -> None:
         self.text += piece.text
         self.logprobs += piece.logprobs
         self.usage = piece.usage or self.usage
         self.finish_reason = _finish(piece) or self.finish_reason
 
 
-class Answer(Protocol):
+class ResponseWriter(Protocol):
     id: str
     api: str
 
-    def whole(self, choices: Sequence[Written], usage: Usage, bytes_of: TokenBytes) -> BaseModel: ...
+    def whole(self, choices: Sequence[ChoiceState], usage: Usage, bytes_of: TokenBytes) -> BaseModel: ...
 
     def opening(self, choices: int) -> bytes:
         """What a stream begins with."""
 
-    def chunk(self, piece: Piece, bytes_of: TokenBytes) -> bytes:
+    def chunk(self, piece: ChoiceDelta, bytes_of: TokenBytes) -> bytes:
         """The events for one piece."""
 
     def closing(self, usage: Usage) -> bytes:
@@ -74,14 +74,14 @@ class _Dialect:
         return sse(body.model_dump_json(exclude=self._exclude))
 
 
-class TextAnswer(_Dialect):
+class CompletionWriter(_Dialect):
     api = "completions"
 
     def __init__(self, model: str, *, includes_usage: bool = False) -> None:
         super().__init__(model, prefix="cmpl", includes_usage=includes_usage)
         self._offsets: dict[int, int] = {}  # of each choice's next token in its text
 
-    def whole(self, choices: Sequence[Written], usage: Usage, bytes_of: TokenBytes) -> Completion:
+    def whole(self, choices: Sequence[ChoiceState], usage: Usage, bytes_of: TokenBytes) -> Completion:
         said = [
             CompletionChoice(
                 index=index,
@@ -96,7 +96,7 @@ class TextAnswer(_Dialect):
     def opening(self, choices: int) -> bytes:
         return b""
 
-    def chunk(self, piece: Piece, bytes_of: TokenBytes) -> bytes:
+    def chunk(self, piece: ChoiceDelta, bytes_of: TokenBytes) -> bytes:
         choice = CompletionChoice(index=piece.index, text=piece.text, finish_reason=_finish(piece))
         if piece.logprobs:
             offset = self._offsets.get(piece.index, 0)
@@ -108,13 +108,13 @@ class TextAnswer(_Dialect):
         return self._event(Completion.model_validate({**self._head, "choices": [], "usage": usage}))
 
 
-class ChatAnswer(_Dialect):
+class ChatWriter(_Dialect):
     api = "chat"
 
     def __init__(self, model: str, *, includes_usage: bool = False) -> None:
         super().__init__(model, prefix="chatcmpl", includes_usage=includes_usage)
 
-    def whole(self, choices: Sequence[Written], usage: Usage, bytes_of: TokenBytes) -> ChatCompletion:
+    def whole(self, choices: Sequence[ChoiceState], usage: Usage, bytes_of: TokenBytes) -> ChatCompletion:
         said = [
             ChatChoice(
                 index=index,
@@ -130,7 +130,7 @@ class ChatAnswer(_Dialect):
         role = Delta(role="assistant", content="")
         return b"".join(self._choice(ChunkChoice(index=index, delta=role)) for index in range(choices))
 
-    def chunk(self, piece: Piece, bytes_of: TokenBytes) -> bytes:
+    def chunk(self, piece: ChoiceDelta, bytes_of: TokenBytes) -> bytes:
         """The text first, and the finish reason with an empty delta after it, as OpenAI orders them."""
         events = b""
         if piece.text or piece.logprobs:
@@ -147,7 +147,7 @@ class ChatAnswer(_Dialect):
         return self._event(ChatCompletionChunk.model_validate({**self._head, "choices": [choice]}))
 
 
-def usage_of(choices: Iterable[Written]) -> Usage:
+def usage_of(choices: Iterable[ChoiceState]) -> Usage:
     """The sum over the prompts: one with several choices counts once, as OpenAI bills it."""
     prompts = [choice.usage for choice in choices if choice.usage is not None]
     prompt_tokens = sum(usage.prompt_tokens for usage in prompts)
@@ -160,7 +160,7 @@ def usage_of(choices: Iterable[Written]) -> Usage:
     )
 
 
-def _finish(piece: Piece) -> FinishReason | None:
+def _finish(piece: ChoiceDelta) -> FinishReason | None:
     if piece.finish_reason is None:
         return None
     return "length" if piece.finish_reason == "length" else "stop"
