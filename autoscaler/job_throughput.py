@@ -72,7 +72,7 @@ class JobThroughput:
         )
         self._on = (on_cpus, on_cpus.paces({})), (on_gpus, on_gpus.paces({}))
         """By whether a job asks for GPUs; each with what their `speed` says."""
-        self._kinds = len(on_cpus.said)
+        self._kinds = len(on_cpus.declared)
         self._meters = {job_id: _Meter(dict(by_type)) for job_id, by_type in (known or {}).items()}
 
     @property
@@ -87,7 +87,7 @@ class JobThroughput:
         types = {view.node.id: view.node.type for view in seen.nodes}
         leases = {lease.job_id: lease for lease in seen.leases if lease.state is LeaseState.ACTIVE}
         for job in seen.jobs:
-            lease, step = leases.get(job.id), job.told("step")
+            lease, step = leases.get(job.id), job.progress_number("step")
             if lease is None or step is None or job.state is not JobState.RUNNING:
                 continue
             if (node_type := _type_of(lease, types)) is not None:

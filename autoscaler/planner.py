@@ -61,7 +61,7 @@ def _ended(snapshot: Snapshot, node_ids: set[str]) -> Snapshot:
 
 
 def _keep_minimum(draft: PlanBuilder) -> None:
-    there = Counter(draft.room.seats[row].node_type for row in draft.room.rows.values())
+    there = Counter(draft.room.slots[row].node_type for row in draft.room.rows.values())
     for node_type in draft.snapshot.node_types:
         for _ in range(node_type.min_nodes - there[node_type.name]):
             if (seat := draft.room.buy(node_type)) is None:
@@ -76,8 +76,8 @@ def _keep_warm(draft: PlanBuilder) -> None:
     for node_type in draft.snapshot.node_types:
         if not node_type.warm_nodes:
             continue
-        rows = {id: row for id, row in room.rows.items() if room.seats[row].node_type == node_type.name}
-        free = [id for id, row in rows.items() if room.grid.has(row, there.get(id, node_type.resources))]
+        rows = {id: row for id, row in room.rows.items() if room.slots[row].node_type == node_type.name}
+        free = [id for id, row in rows.items() if room.node_table.has_free(row, there.get(id, node_type.resources))]
         draft.nominated.update(free[: node_type.warm_nodes])
         for _ in range(node_type.warm_nodes - len(free)):
             if (seat := room.buy(node_type)) is None:

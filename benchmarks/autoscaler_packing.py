@@ -46,8 +46,8 @@ from raytide.autoscaler.provisioning.provisioner import seat_unmanaged
 from raytide.core.objects.node import NodeType, add, fits, round_up_gpu_share
 from raytide.core.objects.plan import Launch
 from raytide.core.objects.snapshot import Demand, Snapshot, Unmanaged
-from raytide.scheduling.diagnosis import copies
-from raytide.scheduling.repacking import repair
+from raytide.scheduling.diagnosis import copies_that_fit
+from raytide.scheduling.repacking import repack
 from raytide.scheduling.state import SchedulingState
 
 GIB = 2**30
@@ -165,7 +165,7 @@ def unseated(seen: Snapshot, types: Sequence[NodeType], nodes: Counter[str]) -> 
     """Tasks and bundles to which the plan gave no seat; those that it seated on each node are checked to fit there."""
     draft, of = PlanBuilder(seen, SchedulingState.of(seen), NodeOccupancy.of(seen), []), {t.name: t for t in types}
     seat_unmanaged(draft)
-    repair(draft.room)
+    repack(draft.room)
     assert Counter(offer.node_type.name for offer in draft.room.bought.values()) == nodes
     for node_id, tenants in draft.room.tenants.items():
         taken: dict[str, float] = {}
@@ -180,7 +180,10 @@ def bound_usd_h(types: Sequence[NodeType], work: Work) -> float:
     demand = (*work.groups, *work.tasks)
     kinds = sorted({name for t in types for name in t.resources})
     pairs = [
-        (s, t) for s, d in enumerate(demand) for t, node in enumerate(types) if copies(d.resources, node.resources)
+        (s, t)
+        for s, d in enumerate(demand)
+        for t, node in enumerate(types)
+        if copies_that_fit(d.resources, node.resources)
     ]
     cost = np.array([t.price_micro_usd_h / 1e6 for t in types] + [0.0] * len(pairs))
     holds, seated = lil_array((len(types) * len(kinds), len(cost))), lil_array((len(demand), len(cost)))

@@ -140,8 +140,8 @@ def _add_gangs(book: ClusterRecords, size: Size, free: dict[str, dict[str, float
         gpus, members = chance.choice([1.0, 1.0, 2.0, 2.0, 4.0, 8.0]), chance.choice([1, 2, 4, 8])
         shape = Shape(members=members, min_members=chance.choice([1, members]), resources={"GPU": gpus, "CPU": 4.0})
         gang, is_queued = GangSpec(shapes=(shape,)), number > size.gangs
-        gives_way = chance.random() < 0.5
-        spec = JobSpec(kind=JobKind.GANG, name="g", gang=gang, heartbeat_timeout_s=1e9, preemptible=gives_way)
+        is_preemptible = chance.random() < 0.5
+        spec = JobSpec(kind=JobKind.GANG, name="g", gang=gang, heartbeat_timeout_s=1e9, preemptible=is_preemptible)
         state = JobState.QUEUED if is_queued else JobState.RUNNING
         book.jobs[f"job-{number}"] = Job(f"job-{number}", spec, "me", state, NOW_S - 900, heartbeat_at_s=NOW_S)
         if is_queued:

@@ -47,7 +47,7 @@ SCALES = (1000, 64), (2000, 128), (4000, 256), (5000, 1000)
 """Jobs and nodes."""
 
 
-def snapshot(args: argparse.Namespace, *, held: bool, gives_way: bool) -> Snapshot:
+def snapshot(args: argparse.Namespace, *, held: bool, is_preemptible: bool) -> Snapshot:
     chance = random.Random(args.seed)
     h100 = NodeType(
         name="h100x8",
@@ -61,7 +61,7 @@ def snapshot(args: argparse.Namespace, *, held: bool, gives_way: bool) -> Snapsh
         for i in range(args.teams)
     )
     running = 4 * args.nodes if held else 0
-    jobs = [_job(n, chance, args.teams, JobState.RUNNING, gives_way) for n in range(1, running + 1)]
+    jobs = [_job(n, chance, args.teams, JobState.RUNNING, is_preemptible) for n in range(1, running + 1)]
     leases = [_lease(job, n, args.nodes) for n, job in enumerate(jobs)]
     jobs += [_job(n, chance, args.teams, JobState.QUEUED, True) for n in range(running + 1, running + args.jobs + 1)]
     views = tuple(_view(n, h100, held) for n in range(args.nodes)) if held else ()
@@ -69,10 +69,10 @@ def snapshot(args: argparse.Namespace, *, held: bool, gives_way: bool) -> Snapsh
 
 
 def passes(args: argparse.Namespace) -> Iterator[tuple[str, Snapshot]]:
-    yield "the fleet is held, nobody may be preempted", snapshot(args, held=True, gives_way=False)
-    everybody = snapshot(args, held=True, gives_way=True)
+    yield "the fleet is held, nobody may be preempted", snapshot(args, held=True, is_preemptible=False)
+    everybody = snapshot(args, held=True, is_preemptible=True)
     yield "the fleet is held, everybody may be, and many are", everybody
-    yield "an empty fleet is filled", snapshot(args, held=False, gives_way=False)
+    yield "an empty fleet is filled", snapshot(args, held=False, is_preemptible=False)
     spec = ServeSpec(
         name="chat", model="m", resources={"GPU": 1.0}, labels=MODEL, replicas=Replicas(min=1, max=args.nodes)
     )
@@ -82,14 +82,14 @@ def passes(args: argparse.Namespace) -> Iterator[tuple[str, Snapshot]]:
     yield f"an endpoint takes {args.nodes} seats, nobody waits", replace(everybody, jobs=holders, endpoints=(view,))
 
 
-def _job(number: int, chance: random.Random, teams: int, state: JobState, gives_way: bool) -> Job:
+def _job(number: int, chance: random.Random, teams: int, state: JobState, is_preemptible: bool) -> Job:
     if state is JobState.RUNNING:
         shape = Shape(members=2, min_members=1, resources={"GPU": 1.0}, labels=MODEL)
     else:
         each = float(chance.choice([1, 1, 2, 4, 8]))
         shape = Shape(members=chance.choice([1, 1, 2, 4]), resources={"GPU": each}, labels=MODEL)
     team = f"team-{chance.randrange(teams)}"
-    spec = JobSpec(kind=JobKind.TRAIN, name="b", team=team, gang=GangSpec(shapes=(shape,)), preemptible=gives_way)
+    spec = JobSpec(kind=JobKind.TRAIN, name="b", team=team, gang=GangSpec(shapes=(shape,)), preemptible=is_preemptible)
     attained = 1e6 if state is JobState.RUNNING else 0.0
     return Job(f"job-{number}", spec, "ada", state, float(number), attained_gpu_s=attained)
 

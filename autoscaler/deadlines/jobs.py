@@ -25,9 +25,9 @@ from raytide.core.objects.gang import Lease, LeaseState, MemberState
 from raytide.core.objects.job import Job
 from raytide.core.objects.node import MARKET_LABEL, CapacityType, NodeState, Resources, fits
 from raytide.core.objects.snapshot import MarketConstraint, NodeView, Snapshot, SpotForecast
-from raytide.scheduling.market import Offerings as Shop
 from raytide.scheduling.market_constraint import alternatives
 from raytide.scheduling.offerings import Offering
+from raytide.scheduling.offerings import Offerings as Shop
 
 TICK_S = 10.0
 """Until it is decided again, at most."""
@@ -106,7 +106,9 @@ class _Fleet:
     def held(self, job: Job, pools: Sequence[str], restart_s: float) -> tuple[Allocation, float]:
         """What its gang sits on and stays on, and what its start still takes. Partly on spot is as safe as spot."""
         lease = self.leases.get(job.id)
-        seated = [m.node_id for m in lease.members if m.holds and m.state is not MemberState.LEAVING] if lease else []
+        seated = (
+            [m.node_id for m in lease.members if m.has_node and m.state is not MemberState.LEAVING] if lease else []
+        )
         nodes = [self.roster.views[node_id].node for node_id in seated if node_id in self.roster.views]
         if lease is None or not nodes:
             return None, 0.0
@@ -122,10 +124,10 @@ class _Fleet:
         lease = self.leases.get(job.id)
         if lease is None or not any(m.is_usable or m.state is MemberState.FORMING for m in lease.members):
             return True
-        views = [self.roster.views.get(m.node_id) for m in lease.members if m.holds]
+        views = [self.roster.views.get(m.node_id) for m in lease.members if m.has_node]
         is_alone = all(view is None or self.roster.on(view).are_only(lease) for view in views)
         is_free = is_alone and MARKET_LABEL not in lease.shape.labels
-        return job.spec.gives_way and (
+        return job.spec.is_preemptible and (
             is_free or bool(alternatives(lease.shape, job.spec.gang.shapes, CapacityType.ON_DEMAND))
         )
 
@@ -251,14 +253,14 @@ def _table(rates: _Rates, step_s: float, price_ratio: float) -> Values:
 
 def _offers(shop: Shop, job: Job) -> list[Offering]:
     """What holds a member of any of its shapes."""
-    return list({o.name: o for shape in job.spec.gang.shapes for o, _ in shop.holding(shape)}.values())
+    return list({o.name: o for shape in job.spec.gang.shapes for o, _ in shop.offerings_for(shape)}.values())
 
 
 def _price_ratio(shop: Shop, job: Job) -> float:
     """Of the cheapest spot over the cheapest on demand, a member of the first shape that has both."""
     for shape in job.spec.gang.shapes:
         prices: dict[CapacityType, list[float]] = {CapacityType.SPOT: [], CapacityType.ON_DEMAND: []}
-        for offer, fit in shop.holding(shape):
+        for offer, fit in shop.offerings_for(shape):
             prices[offer.node_type.market].append(offer.price_micro_usd_h / fit)
         if all(prices.values()) and min(prices[CapacityType.ON_DEMAND]) > 0:
             return min(prices[CapacityType.SPOT]) / min(prices[CapacityType.ON_DEMAND])

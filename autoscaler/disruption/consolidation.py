@@ -29,7 +29,7 @@ def without_kept(snapshot: Snapshot, room: SchedulingState) -> SchedulingState:
     """A copy, without what is kept for replicas that have no room yet, and for those who will move."""
     room = replace(room.copy(), snapshot=snapshot, _holders=None)
     for kept in snapshot.kept.values():
-        reservations.take(room, kept)
+        reservations.reserve(room, kept)
     if not any(view.node.subject.startswith(MOVE) for view in snapshot.nodes):
         return room
     draft = PlanBuilder(snapshot, room, NodeOccupancy.of(snapshot), [])
@@ -46,7 +46,7 @@ def reserve(draft: PlanBuilder) -> None:
         new = draft.coming[node_id]
         row = draft.room.rows[new.node.id]
         fellows = [other for other in olds.values() if other is old or other.leases & old.leases]
-        if not draft.room.grid.has(row, old.need) or not may_leave(old, now_s):
+        if not draft.room.node_table.has_free(row, old.need) or not may_leave(old, now_s):
             continue
         if (stance := stance_of(draft.snapshot, old)) is not None and not is_wanted(stance, new):
             continue
@@ -77,8 +77,8 @@ def _replacements(draft: PlanBuilder) -> dict[str, NodeView]:
         old = views.get(new.node.subject.removeprefix(MOVE)) if new.node.subject.startswith(MOVE) else None
         if old is None or old.node.state is not NodeState.READY or (row := rows.get(new.node.id)) is None:
             continue
-        is_whole = draft.room.grid.has(row, new.countable)
-        if is_whole or draft.room.grid.has(row, draft.roster.on(old).need):
+        is_whole = draft.room.node_table.has_free(row, new.countable)
+        if is_whole or draft.room.node_table.has_free(row, draft.roster.on(old).need):
             found[old.node.id] = new
     return found
 

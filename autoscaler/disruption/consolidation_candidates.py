@@ -156,13 +156,13 @@ class ConsolidationPlanner:
 
     def _buy(self, olds: Sequence[Tenants], stop: DisruptionCost) -> list[Drain | Launch]:
         """The cheapest nodes that would hold them, if the move pays back."""
-        market, purchases = self.draft.room.market, list[_Purchase]()
+        market, purchases = self.draft.room.offerings, list[_Purchase]()
         for old in olds:
             if (found := self._purchase(old, len(olds) - 1, stop)) is not None:
                 purchases.append(found)
                 market.buy(found.offer)
         for purchase in purchases:
-            market.give_back(purchase.offer)
+            market.cancel(purchase.offer)
         cost = sum(_overlap(p.old.price_micro_usd_h, p.offer.price_micro_usd_h) for p in purchases)
         cost += stop.cost_micro_usd
         saved = sum(p.old.price_micro_usd_h - p.cost_micro_usd_h for p in purchases)
@@ -173,28 +173,28 @@ class ConsolidationPlanner:
 
     def _purchase(self, old: Tenants, others: int, stop: DisruptionCost) -> _Purchase | None:
         """`others`: how many nodes are bought beside it, at about its price."""
-        shelf, rows = self.draft.room.market.shelf, self._offers_for(old)
-        if not len(rows := rows[self.draft.room.market.can_have()[rows] > 0]):
+        shelf, rows = self.draft.room.offerings.table, self._offers_for(old)
+        if not len(rows := rows[self.draft.room.offerings.can_have()[rows] > 0]):
             return None
         at_risk = stop.staying_micro_usd_h + others * shelf.price[rows]
-        costs = shelf.cost[rows] + shelf.deaths_per_h[rows] * stop.lost_h * at_risk
+        costs = shelf.cost[rows] + shelf.reclaims_per_h[rows] * stop.lost_h * at_risk
         best = int(costs.argmin())
         if old.replicas:
             options = [(cost, cost, at) for at, cost in enumerate(costs.tolist())]
-            best = spread_over(options, lambda at: shelf.offers[rows[at]].zone, self._zones_of(old))[2]
-        return _Purchase(old, shelf.offers[rows[best]], float(costs[best]))
+            best = spread_over(options, lambda at: shelf.offerings[rows[at]].zone, self._zones_of(old))[2]
+        return _Purchase(old, shelf.offerings[rows[best]], float(costs[best]))
 
     def _offers_for(self, old: Tenants) -> Ints:
         """Those that hold all of its occupants, and can be had, by row; none when none would pay back the time in which
         both nodes are paid for."""
         if old.asked not in self._offers:
-            market = self.draft.room.market
-            able = (market.shelf.members(Shape.computed(old.need, {})) > 0) & (market.can_have() > 0)
+            market = self.draft.room.offerings
+            able = (market.table.members(Shape.computed(old.need, {})) > 0) & (market.can_have() > 0)
             for labels in {tuple(shape.labels.items()) for shape in old.shapes}:
-                able &= market.shelf.carrying(dict(labels))
+                able &= market.table.matching(dict(labels))
             has_pace = market.launches_left is None or market.launches_left > 0
             self._offers[old.asked] = np.flatnonzero(able & has_pace)
-        shelf, found, price = self.draft.room.market.shelf, self._offers[old.asked], old.price_micro_usd_h
+        shelf, found, price = self.draft.room.offerings.table, self._offers[old.asked], old.price_micro_usd_h
         pays = (price - shelf.cost[found]) * PAYBACK_S > _overlap(price, shelf.price[found].astype(float)) * 3600.0
         return found if pays.any() else found[:0]
 
@@ -214,7 +214,7 @@ class ConsolidationPlanner:
         old, offer, room = purchase.old, purchase.offer, self.draft.room
         node, saved = old.view.node, old.price_micro_usd_h - offer.price_micro_usd_h
         asked = Shape.computed(old.need, old.shapes[0].labels)
-        others = rejected(room.market, asked, 1, offer)
+        others = rejected(room.offerings, asked, 1, offer)
         seat = room.buy_offer(offer)
         room.reserve(seat.node_id, old.need)
         self.draft.nominated.add(seat.node_id)

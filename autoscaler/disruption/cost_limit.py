@@ -128,7 +128,7 @@ class _Shedding:
             is_empty = node.subject != UNMANAGED if node.state in _COMING else is_left
             return (EMPTY if is_empty else UNLEASED), 0, False
         jobs = [self.roster.jobs.get(lease.job_id) for lease, _ in seats]
-        if not all(job is not None and job.spec.gives_way and not self._is_urgent(job) for job in jobs):
+        if not all(job is not None and job.spec.is_preemptible and not self._is_urgent(job) for job in jobs):
             return None
         highest = max(self.snapshot.classes.get(job.spec.priority, 0) for job in jobs if job is not None)
         return LEASED, highest, any(self._stops(lease, old) for lease, _ in seats)
@@ -173,7 +173,7 @@ class _Shedding:
     def _stops(self, lease: Lease, old: Tenants) -> bool:
         """Whether it would fall below its minimum without its members there."""
         going = {member.index for held, member in old.seats if held is lease} | self.away.get(lease.id, set())
-        stay = sum(m.holds and not m.is_yielding and m.index not in going for m in lease.members)
+        stay = sum(m.has_node and not m.is_yielding and m.index not in going for m in lease.members)
         return stay < lease.shape.at_least
 
 

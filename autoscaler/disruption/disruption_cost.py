@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from raytide.autoscaler.nodes.occupancy import NodeOccupancy, Tenants
 from raytide.core.objects.gang import Lease, LeaseState, MemberState
-from raytide.scheduling.market import RESTART_S
+from raytide.scheduling.offerings import RESTART_S
 
 NOTICE_S = 60.0
 """How long members work on where they are: for a checkpoint, and for the rest to go on without them."""
@@ -50,7 +50,7 @@ def stop_of(roster: NodeOccupancy, olds: Sequence[Tenants], now_s: float) -> Dis
         if stays:
             cost = price * (REFORM_S + NOTICE_S * count / usable) / 3600.0
             words.append(f"{job.id} goes on with {usable - count} of {usable} members meanwhile")
-        elif job.spec.gives_way:
+        elif job.spec.is_preemptible:
             cost = price * (NOTICE_S + FORM_S) / 3600.0
             words.append(f"{job.id} stops for about {NOTICE_S + FORM_S:.0f} s")
         else:
@@ -60,7 +60,7 @@ def stop_of(roster: NodeOccupancy, olds: Sequence[Tenants], now_s: float) -> Dis
             in_place=found.in_place and stays,
             cost_micro_usd=found.cost_micro_usd + cost,
             lost_h=max(found.lost_h, (REFORM_S if stays else RESTART_S) / 3600.0),
-            staying_micro_usd_h=found.staying_micro_usd_h + price * (1.0 - count / lease.held),
+            staying_micro_usd_h=found.staying_micro_usd_h + price * (1.0 - count / lease.member_count),
             stood_s=min(found.stood_s, _stood_s(roster, lease, now_s), float("inf") if left_s is None else left_s),
             words=", ".join(words),
         )
@@ -73,6 +73,6 @@ def _is_stable(lease: Lease) -> bool:
 
 def _stood_s(roster: NodeOccupancy, lease: Lease, now_s: float) -> float:
     """Since it was admitted, or since the last of its nodes was ready."""
-    views = (roster.views.get(member.node_id) for member in lease.members if member.holds)
+    views = (roster.views.get(member.node_id) for member in lease.members if member.has_node)
     ready_at_s = (view.node.ready_at_s for view in views if view is not None)
     return now_s - max([lease.created_at_s, *(at_s for at_s in ready_at_s if at_s is not None)])

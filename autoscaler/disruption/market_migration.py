@@ -64,7 +64,7 @@ def decide(draft: PlanBuilder, move: str) -> Iterator[Drain]:
 
 def wrong(draft: PlanBuilder, lease: Lease, stance: MarketConstraint) -> dict[str, NodeView]:
     """Its nodes of other markets than the wanted one."""
-    views = ((id, draft.roster.views.get(id)) for id in sorted({m.node_id for m in lease.members if m.holds}))
+    views = ((id, draft.roster.views.get(id)) for id in sorted({m.node_id for m in lease.members if m.has_node}))
     return {id: view for id, view in views if view is not None and not is_wanted(stance, view)}
 
 

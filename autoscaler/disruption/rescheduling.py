@@ -28,9 +28,9 @@ class ReschedulingSimulator:
     def __init__(self, room: SchedulingState) -> None:
         self._room, self._tries = room, MOST_TRIES
         views = {view.node.id: view for view in room.snapshot.nodes}
-        there = [views[seat.node_id] for seat in room.seats if seat.node_id in views]  # bought ones come last
+        there = [views[seat.node_id] for seat in room.slots if seat.node_id in views]  # bought ones come last
         self._is_ready = np.array([view.node.state is NodeState.READY for view in there], dtype=np.bool_)
-        self._is_used = ~room.grid.have([view.countable for view in there])
+        self._is_used = ~room.node_table.have_free([view.countable for view in there])
         self._price = np.array([view.node.price_micro_usd_h for view in there], dtype=np.int64)
         self._members: dict[_Key, Rows] = {}
         self._sums: dict[tuple[_Key, int], int] = {}
@@ -46,19 +46,19 @@ class ReschedulingSimulator:
         if not self._tries or not all(map(self.could_fit, olds)):
             return None
         self._tries -= 1
-        restore, found = self._room.grid.undo(), list[Slot]()
+        restore, found = self._room.node_table.checkpoint(), list[Slot]()
         for old in olds:
             able = self._able(old.price_micro_usd_h)
             able[own] = False
             for shape in old.shapes:
-                rows, _ = self._room.grid.fitting(shape.resources, shape.labels, enough=len(self._room.seats))
+                rows, _ = self._room.node_table.fitting(shape.resources, shape.labels, enough=len(self._room.slots))
                 rows = rows[rows < len(able)]
                 rows = rows[able[rows]]
                 if not rows.size:
                     restore()
                     return None
-                self._room.grid.take(int(rows[0]), shape.resources)
-                found.append(self._room.seats[int(rows[0])])
+                self._room.node_table.reserve(int(rows[0]), shape.resources)
+                found.append(self._room.slots[int(rows[0])])
         self._members.clear()
         self._sums.clear()
         return found
@@ -83,8 +83,8 @@ class ReschedulingSimulator:
 
     def _members_of(self, shape: Shape) -> Rows:
         """How many of this shape each node would hold, by row."""
-        rows, members = self._room.grid.holding(shape.resources, shape.labels)
-        found = np.zeros(len(self._room.seats), dtype=np.int64)
+        rows, members = self._room.node_table.rows_with_room(shape.resources, shape.labels)
+        found = np.zeros(len(self._room.slots), dtype=np.int64)
         found[rows] = members
         return found[: len(self._is_ready)]
 

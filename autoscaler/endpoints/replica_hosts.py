@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from raytide.core.objects.node import NodeState
 from raytide.core.objects.snapshot import EndpointView, NodeView, Snapshot
-from raytide.scheduling.replicas import leaving_nodes
+from raytide.scheduling.replicas import departing_nodes
 from raytide.scheduling.unattributed import UnattributedUsage
 
 COMING = (NodeState.REQUESTED, NodeState.LAUNCHING, NodeState.READY)
@@ -37,7 +37,7 @@ class Hosts:
             bought_for[view.node.subject].append(number)
             spare[view.node.type] += view.node.state in COMING
         spare.subtract({node_type.name: node_type.min_nodes for node_type in snapshot.node_types})
-        return cls(snapshot.nodes, leaving_nodes(snapshot), UnattributedUsage(snapshot), spare, at, bought_for)
+        return cls(snapshot.nodes, departing_nodes(snapshot), UnattributedUsage(snapshot), spare, at, bought_for)
 
     def near(self, view: EndpointView) -> list[NodeView]:
         """Those on which its replicas are, and those that were bought for it."""

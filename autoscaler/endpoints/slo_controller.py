@@ -28,8 +28,8 @@ from raytide.autoscaler.spot.reclaim_hazard import ReclaimHazard
 from raytide.core.objects.endpoint import Counters, EndpointLoad, ReplicaValue
 from raytide.core.objects.node import FRESH_S
 from raytide.core.objects.snapshot import EndpointView, Snapshot, Throughputs
-from raytide.scheduling.market import Offerings
-from raytide.scheduling.replicas import is_fresh, paces_of
+from raytide.scheduling.offerings import Offerings
+from raytide.scheduling.replicas import is_fresh, replica_throughputs
 
 Fleets = dict[Key, SavedModel]
 """What was learned, by endpoint."""
@@ -179,7 +179,7 @@ def _goal(view: EndpointView, load: EndpointLoad, market: Offerings, most: int) 
         slo_ttft_s=spec.slo_ttft_s,
         slo_target=spec.slo_target,
         min_replicas=spec.min,
-        max_replicas=_most(spec.max, paces_of(view), most),
+        max_replicas=_most(spec.max, replica_throughputs(view), most),
         cold_start_s=cold_start_s(spec, load),
         speed=ReplicaSpeed(speed.prefill_tps, speed.slots, speed.tpot_ms / 1e3),
         ondemand_usd_h=ondemand_usd_h,

@@ -22,10 +22,9 @@ from raytide.core.objects.node import CapacityType as Kind
 from raytide.core.objects.node import NodeState, fits, labels_match, minus, round_up_gpu_share
 from raytide.core.objects.plan import Drain, Rejected
 from raytide.core.objects.snapshot import EndpointView, NodeView, Snapshot
-from raytide.scheduling.diagnosis import copies
-from raytide.scheduling.market import Offerings, Purchase
-from raytide.scheduling.offerings import Offering
-from raytide.scheduling.replicas import is_fresh, paces_of, replica_shape, unheard
+from raytide.scheduling.diagnosis import copies_that_fit
+from raytide.scheduling.offerings import Offering, Offerings, Purchase
+from raytide.scheduling.replicas import is_fresh, replica_shape, replica_throughputs, silent_replicas
 from raytide.scheduling.throughput import cost_per_work
 
 ELSEWHERE = ""
@@ -64,7 +63,9 @@ def decide(view: EndpointView, worth: ReplicaValue, snapshot: Snapshot, market: 
     )
     asked, plan = state.worth, _affordable(state, market, offers)
     if len(places) + len(plan.launch) - len(plan.release) < spec.min:  # few fast replicas do all that is wanted
-        plan = _of_at_least(spec.min, len(places), state, market, offers, max(paces_of(view).values(), default=0.0))
+        plan = _of_at_least(
+            spec.min, len(places), state, market, offers, max(replica_throughputs(view).values(), default=0.0)
+        )
     given_up = () if is_held else tuple(_given_up(view, hosts, plan.release))
     return Decision(
         replicas=_count(view, replace(state, worth=asked), plan, places, given_up, is_held=is_held),
@@ -101,7 +102,7 @@ def _count(
     is_held: bool,
 ) -> int:
     """The replicas that the plan means, those included that are worth it and cannot be had now."""
-    spec, paces = view.endpoint.spec.replicas, paces_of(view)
+    spec, paces = view.endpoint.spec.replicas, replica_throughputs(view)
     if is_held:  # what nobody sits on is no replica that could be taken away
         going = [place for place in places if "+" in place.id][: len(plan.release)]
     else:
@@ -141,7 +142,7 @@ def may_not_shrink(view: EndpointView, worth: ReplicaValue, now_s: float) -> boo
     load = view.load
     if load is None or not is_fresh(load, now_s) or not worth.is_sure:
         return True
-    return load.ready == 0 or unheard(load, now_s) > 0
+    return load.ready == 0 or silent_replicas(load, now_s) > 0
 
 
 def kv_least(view: EndpointView) -> int:
@@ -154,7 +155,7 @@ def replica_slots(view: EndpointView, hosts: Hosts, spot_micro_usd_h: float = 0.
 
     A place on a node that others keep costs no more than spot does. `spot_micro_usd_h`: what a replica costs there.
     """
-    name, shape, load, paces = view.endpoint.name, replica_shape(view), view.load, paces_of(view)
+    name, shape, load, paces = view.endpoint.name, replica_shape(view), view.load, replica_throughputs(view)
     here = Counter(node for node in load.replica_nodes if node not in hosts.leaving) if load else Counter()
     ready = Counter(replica.node for replica in load.replicas) if load else Counter()
     busy: Counter[str] = Counter()
@@ -166,7 +167,7 @@ def replica_slots(view: EndpointView, hosts: Hosts, spot_micro_usd_h: float = 0.
         seated = here.pop(ray_id, 0) if ray_id else 0
         pool, work = pool_name(node.type, node.zone), paces.get(node.type, 1.0)
         is_cheap = cost_per_work(node.price_micro_usd_h, node.type, paces) <= spot_micro_usd_h * max(
-            1, copies(shape.resources, node_view.total)
+            1, copies_that_fit(shape.resources, node_view.total)
         )
         is_shared = bool(seated) and not _is_alone(node_view, shape, seated)
         is_spot = node.market is Kind.SPOT or is_cheap or is_shared
@@ -188,7 +189,7 @@ def _room(view: NodeView, shape: Shape, seated: int) -> int:
     """For more replicas: Ray may not have taken off yet what those that are seated use."""
     need = round_up_gpu_share(shape.resources)
     left = minus(view.total, {name: seated * amount for name, amount in need.items()})
-    return min(copies(need, view.available), copies(need, left))
+    return min(copies_that_fit(need, view.available), copies_that_fit(need, left))
 
 
 def spot_held(view: EndpointView, hosts: Hosts) -> dict[str, float]:
@@ -215,13 +216,13 @@ def _offers(view: EndpointView, market: Offerings) -> _Offers:
     """Those on which first tokens can be in time."""
     traffic = view.load.traffic if view.load is not None else None
     too_slow = traffic.too_slow if traffic is not None else ()
-    holding = [(o, fit) for o, fit in market.holding(replica_shape(view)) if o.node_type.name not in too_slow]
+    holding = [(o, fit) for o, fit in market.offerings_for(replica_shape(view)) if o.node_type.name not in too_slow]
     return {pool_name(o.node_type.name, o.zone): (o, fit) for o, fit in holding}
 
 
 def _price(view: EndpointView, offer: Offering, fit: int) -> float:
     """Of a replica's work there, in micro-dollars an hour."""
-    return cost_per_work(offer.price_micro_usd_h / fit, offer.node_type.name, paces_of(view))
+    return cost_per_work(offer.price_micro_usd_h / fit, offer.node_type.name, replica_throughputs(view))
 
 
 def _cheapest_spot(view: EndpointView, offers: _Offers) -> float:
@@ -235,7 +236,7 @@ def _pools(
 ) -> dict[str, ReplicaPool]:
     """All that could hold a replica. A pool that failed lately is tried with one; not while the target is held, or
     each try that fails would be made up for on demand."""
-    pools, paces = {ELSEWHERE: ReplicaPool(ELSEWHERE, 0.0, is_spot=False, most=0)}, paces_of(view)
+    pools, paces = {ELSEWHERE: ReplicaPool(ELSEWHERE, 0.0, is_spot=False, most=0)}, replica_throughputs(view)
     for node in (node_view.node for node_view in hosts.near(view)):
         name, is_spot, usd_h = pool_name(node.type, node.zone), node.market is Kind.SPOT, node.price_micro_usd_h / 1e6
         pools[name] = ReplicaPool(name, cost_per_work(usd_h, node.type, paces), is_spot, most=0)
@@ -247,7 +248,7 @@ def _pools(
             name=name,
             usd_h=_price(view, offer, fit) / 1e6,
             is_spot=offer.node_type.market is Kind.SPOT,
-            losses_per_h=offer.deaths_per_h,
+            losses_per_h=offer.reclaims_per_h,
             most=min(most, 0 if is_held else 1) if known is not None and known.failures else most,
             work=paces.get(offer.node_type.name, 1.0),
         )

@@ -17,8 +17,8 @@ from raytide.core.objects.endpoint import Endpoint, EndpointLoad, ServeSpec, Tra
 from raytide.core.objects.node import FRESH_S
 from raytide.core.objects.plan import Scale
 from raytide.core.objects.snapshot import EndpointView, Snapshot
-from raytide.scheduling.market import Offerings
-from raytide.scheduling.replicas import SERVING_STATES, is_fresh, unheard
+from raytide.scheduling.offerings import Offerings
+from raytide.scheduling.replicas import SERVING_STATES, is_fresh, silent_replicas
 
 
 def set_targets(snapshot: Snapshot) -> tuple[Snapshot, tuple[Scale, ...]]:
@@ -52,7 +52,7 @@ def observe(endpoint: Endpoint, load: EndpointLoad | None, now_s: float) -> Endp
     if load is None or not is_fresh(load, now_s):
         return replace(endpoint, low_since_s=None, high_since_s=None)
     need = wanted(endpoint.spec, load)
-    is_low = need < endpoint.target_replicas and not unheard(load, now_s)
+    is_low = need < endpoint.target_replicas and not silent_replicas(load, now_s)
     return replace(
         endpoint,
         low_since_s=_since(endpoint.low_since_s, now_s) if is_low else None,
@@ -79,7 +79,7 @@ def decide(view: EndpointView, now_s: float) -> Scale | None:
     if need > target and _lasted(endpoint.high_since_s, now_s) >= spec.replicas.upscale_delay_s:
         return Scale(endpoint.name, need, f"{target} -> {need}: {because}")
     is_low_for_long = _lasted(endpoint.low_since_s, now_s) >= spec.replicas.downscale_delay_s
-    if need < target and is_low_for_long and not unheard(load, now_s):
+    if need < target and is_low_for_long and not silent_replicas(load, now_s):
         quiet = f", for {_lasted(endpoint.low_since_s, now_s):.0f} s"
         return Scale(endpoint.name, need, f"{target} -> {need}: {because}{quiet}")
     return None
@@ -112,7 +112,7 @@ def stale_signal(view: EndpointView, now_s: float) -> str:
     wish = wanted(endpoint.spec, load) if view.worth is None else _replicas_for(view.worth.ondemand, load)
     if wish >= endpoint.target_replicas:
         return ""
-    if silent := unheard(load, now_s):
+    if silent := silent_replicas(load, now_s):
         said = f"{silent} of its {load.ready} replicas said nothing of their own in the last {FRESH_S:.0f} s"
         return f"{said}; none is taken away"
     if view.worth is not None and load.ready == 0:

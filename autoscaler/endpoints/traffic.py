@@ -20,7 +20,7 @@ from raytide.core.objects.endpoint import Counters, Endpoint, EndpointLoad, Serv
 from raytide.core.objects.gang import Shape
 from raytide.core.objects.node import Node, NodeType
 from raytide.core.objects.snapshot import Throughputs
-from raytide.scheduling.diagnosis import copies, open_zones
+from raytide.scheduling.diagnosis import copies_that_fit, open_zones
 from raytide.scheduling.throughput import AcceleratorClasses, cost_per_work
 
 MEMORY_S = 900.0
@@ -80,7 +80,11 @@ class TrafficMeter:
     def serve(self, spec: ServeSpec, node_types: Iterable[NodeType]) -> None:
         """From now on."""
         shape = Shape(resources=spec.resources, labels=spec.labels)
-        able = [t for t in node_types if t.max_nodes and copies(spec.resources, t.resources) and open_zones(shape, t)]
+        able = [
+            t
+            for t in node_types
+            if t.max_nodes and copies_that_fit(spec.resources, t.resources) and open_zones(shape, t)
+        ]
         self.spec, self.kinds = spec, AcceleratorClasses.of(able, spec.resources)
         self.menu = {node_type.name: node_type for node_type in able}
 
@@ -128,7 +132,7 @@ class TrafficMeter:
 
     def _paces(self, speeds: Mapping[str, Speed]) -> tuple[tuple[str, ...], Throughputs]:
         """Where even the mean prompt is late, if it is not everywhere; and what a replica does on each node type."""
-        if self.spec.members > 1 or len(self.kinds.said) < 2:
+        if self.spec.members > 1 or len(self.kinds.declared) < 2:
             return (), {}
         asked, slo_s = self._asked, self.spec.replicas.slo_ttft_s
         known = {name: speed for name, speed in speeds.items() if name in self.menu}
@@ -145,7 +149,10 @@ class TrafficMeter:
         return TYPICAL if done < MANY or prompt + output <= 0 else (prompt / done, output / done)
 
     def _next_pace(self, paces: Throughputs) -> float:
-        costs = {name: t.price_micro_usd_h / copies(self.spec.resources, t.resources) for name, t in self.menu.items()}
+        costs = {
+            name: t.price_micro_usd_h / copies_that_fit(self.spec.resources, t.resources)
+            for name, t in self.menu.items()
+        }
         return paces[min(costs, key=lambda name: (cost_per_work(costs[name], name, paces), -paces[name]))]
 
     def _count(self, load: EndpointLoad, hosts: Mapping[str, Node]) -> None:

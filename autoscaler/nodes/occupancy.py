@@ -12,7 +12,7 @@ from raytide.core.objects.job import Job
 from raytide.core.objects.node import TYPE_LABEL, Resources, dominant_share, plus, round_up_gpu_share
 from raytide.core.objects.snapshot import EndpointView, NodeView, Snapshot, Throughputs
 from raytide.scheduling.diagnosis import ACCELERATOR_LABEL
-from raytide.scheduling.replicas import paces_of, replica_shape
+from raytide.scheduling.replicas import replica_shape, replica_throughputs
 from raytide.scheduling.throughput import no_slower
 
 _EPS = 1e-6
@@ -58,7 +58,10 @@ class Tenants:
     def shapes(self) -> tuple[Shape, ...]:
         """What each needs elsewhere. A gang keeps its accelerator, and what its members share."""
         gangs = (_bound(self._as_fast(lease.shape, self.paces.get(lease.job_id)), self.view) for lease, _ in self.seats)
-        return (*(self._as_fast(replica_shape(replica), paces_of(replica)) for replica in self.replicas), *gangs)
+        return (
+            *(self._as_fast(replica_shape(replica), replica_throughputs(replica)) for replica in self.replicas),
+            *gangs,
+        )
 
     @cached_property
     def asked(self) -> tuple[object, ...]:
@@ -127,7 +130,7 @@ class NodeOccupancy:
         roster.hosts.pop("", None)
         for lease in snapshot.leases:
             for member in lease.members:
-                if member.holds:
+                if member.has_node:
                     roster.seats.setdefault(member.node_id, []).append((lease, member))
         return roster
 
@@ -141,7 +144,7 @@ class NodeOccupancy:
     def price_of(self, lease: Lease) -> float:
         """Micro-dollars an hour of what the gang holds, by its share of each node."""
         if lease.id not in self._prices:
-            views = [self.views[m.node_id] for m in lease.members if m.holds and m.node_id in self.views]
+            views = [self.views[m.node_id] for m in lease.members if m.has_node and m.node_id in self.views]
             shares = [dominant_share(lease.shape.resources, view.total) for view in views]
             prices = [view.node.price_micro_usd_h for view in views]
             self._prices[lease.id] = sum(map(mul, prices, shares))

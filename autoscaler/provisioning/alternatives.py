@@ -8,8 +8,7 @@ from itertools import islice
 from raytide.core.money import format_usd
 from raytide.core.objects.gang import Shape
 from raytide.core.objects.plan import Rejected
-from raytide.scheduling.market import Offerings
-from raytide.scheduling.offerings import Offering
+from raytide.scheduling.offerings import Offering, Offerings
 
 CHEAPER, DEARER = 2, 2
 """How many of each are told."""
@@ -20,7 +19,9 @@ def rejected(
 ) -> tuple[Rejected, ...]:
     """Beside `taken`, for a node that holds so many members of the shape; replicas are spread over zones."""
     per_member = taken.cost_micro_usd_h / members
-    costs = [(o.cost_micro_usd_h / min(fit, members), o) for o, fit in market.holding(shape) if o.name != taken.name]
+    costs = [
+        (o.cost_micro_usd_h / min(fit, members), o) for o, fit in market.offerings_for(shape) if o.name != taken.name
+    ]
     costs.sort(key=lambda item: (item[0], item[1].name))
     others = [(offer, round((cost - per_member) * members)) for cost, offer in costs]
     first_dearer = bisect_right(costs, per_member, key=lambda item: item[0])
@@ -39,6 +40,6 @@ def _cheaper(market: Offerings, offer: Offering, extra_micro_usd_h: int, is_spre
 def _dearer(market: Offerings, offer: Offering, extra_micro_usd_h: int) -> Rejected | None:
     if market.refusal(offer) is not None:
         return None
-    risk = f", {offer.deaths_per_h:g} losses an hour included" if offer.deaths_per_h else ""
+    risk = f", {offer.reclaims_per_h:g} losses an hour included" if offer.reclaims_per_h else ""
     why = f"costs {format_usd(extra_micro_usd_h)}/h more for the same members{risk}"
     return Rejected(offer.name, why, extra_micro_usd_h)

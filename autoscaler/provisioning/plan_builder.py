@@ -13,7 +13,7 @@ from raytide.core.objects.snapshot import EndpointView, NodeView, Snapshot
 from raytide.scheduling.diagnosis import Unschedulable
 from raytide.scheduling.offerings import Offering
 from raytide.scheduling.placement import Slot
-from raytide.scheduling.repacking import Repacking, repair
+from raytide.scheduling.repacking import Repacking, repack
 from raytide.scheduling.replicas import replica_shape
 from raytide.scheduling.state import Placements, SchedulingState
 
@@ -63,7 +63,7 @@ class PlanBuilder:
 
     def close(self) -> None:
         """Repair what is to be bought, and turn the seatings into actions."""
-        repaired = repair(self.room)
+        repaired = repack(self.room)
         done, at = [], 0
         for before, seating in self.seatings:
             done += [*self.actions[at:before], *self._actions_of(seating, repaired)]
@@ -77,7 +77,7 @@ class PlanBuilder:
         self.nominated.add(seat.node_id)
 
     def _actions_of(self, seating: Assignment, repaired: Repacking) -> list[Action]:
-        seats = [repaired.seat(seat) for seat in seating.seats]
+        seats = [repaired.final_slot(seat) for seat in seating.seats]
         actions: list[Action] = []
         for seat in seats:
             if seat.is_new and seat.node_id not in self.nominated:
@@ -114,5 +114,5 @@ class PlanBuilder:
         shape = shapes[0] if served is None else replica_shape(served)
         key = (shape.describe(), offer.name, members)
         if key not in self.others:
-            self.others[key] = rejected(self.room.market, shape, members, offer, is_spread=served is not None)
+            self.others[key] = rejected(self.room.offerings, shape, members, offer, is_spread=served is not None)
         return self.others[key]

@@ -13,7 +13,7 @@ from raytide.core.objects.node import CapacityType, NodeState, NodeType, Resourc
 from raytide.core.objects.plan import Requeue, Unassign, Wait
 from raytide.core.objects.snapshot import Demand, MarketConstraint, Snapshot, Throughputs
 from raytide.scheduling import reservations
-from raytide.scheduling.diagnosis import Unschedulable, amounts
+from raytide.scheduling.diagnosis import Unschedulable, describe_amounts
 from raytide.scheduling.lookahead import PendingDemand, PendingShape
 from raytide.scheduling.market_constraint import constrain, is_allowed
 from raytide.scheduling.replicas import is_replica, replica_shape
@@ -46,11 +46,13 @@ def provision_replicas(draft: PlanBuilder) -> None:
         seats = draft.room.replicas.get(name, ())
         what = "replicas" if view.endpoint.spec.members == 1 else "members"
         starting = f"{missing} {what} start" if len(seats) == missing else ""
-        draft.seat(Assignment(name, f"endpoint {name} lacks {missing} x ({amounts(shape)})", seats, starting=starting))
+        draft.seat(
+            Assignment(name, f"endpoint {name} lacks {missing} x ({describe_amounts(shape)})", seats, starting=starting)
+        )
         if len(seats) < missing:
             short, kept = draft.room.why_not(shape, missing - len(seats), f"endpoint {name}"), draft.snapshot.kept
             draft.wait(name, replace(short, reason=short.reason + _keeps(kept.get(name, ()))))
-            reservations.take(draft.room, kept.get(name, ()))
+            reservations.reserve(draft.room, kept.get(name, ()))
             draft.nominated.update(node_id for node_id, free in kept.get(name, ()) if free)
 
 
@@ -63,13 +65,13 @@ def provision_leases(draft: PlanBuilder) -> None:
     """In the order in which they were admitted."""
     waiting = [(lease, sum(m.state is MemberState.WAITING for m in lease.members)) for lease in draft.snapshot.leases]
     asks = [PendingShape(lease.shape, count) for lease, count in waiting if count]
-    draft.room.coming = PendingDemand(draft.room.market, asks) if len(asks) > 1 else None
+    draft.room.pending = PendingDemand(draft.room.offerings, asks) if len(asks) > 1 else None
     for lease, count in waiting:
-        if count and draft.room.coming is not None:
-            draft.room.coming.next()
+        if count and draft.room.pending is not None:
+            draft.room.pending.advance()
         if lease.state is not LeaseState.RELEASED:
             _seat_lease(draft, lease)
-    draft.room.coming = None
+    draft.room.pending = None
 
 
 def _seat_lease(draft: PlanBuilder, lease: Lease) -> None:
@@ -80,7 +82,7 @@ def _seat_lease(draft: PlanBuilder, lease: Lease) -> None:
         if stance is None or not _turns_around(draft, lease, stance):
             _say_starting(draft, lease)
     else:
-        needed = max(0, lease.shape.at_least - lease.held)
+        needed = max(0, lease.shape.at_least - lease.member_count)
         subject, shapes = f"gang {lease.job_id}", constrain([_where_the_rest_is(draft, lease)], stance)
         if stance is not None and not shapes:
             draft.wait(lease.job_id, Unschedulable("deadline", f"{subject} {stance.reason}.", "Nothing to do."))
@@ -92,7 +94,7 @@ def _seat_lease(draft: PlanBuilder, lease: Lease) -> None:
             if not _stands(lease) and not _is_vacated_for(draft, shape, len(waiting), needed):
                 _give_back(draft, lease, placed)
             return
-        why = f"{subject} needs {len(waiting)} x ({amounts(lease.shape)})"
+        why = f"{subject} needs {len(waiting)} x ({describe_amounts(lease.shape)})"
         why += f" ({stance.reason})" if stance is not None else ""
         draft.seat(Assignment(lease.id, why, placed, lease, waiting))
         if rest := len(waiting) - len(placed):
@@ -216,14 +218,14 @@ def seat_unmanaged(draft: PlanBuilder) -> UnmanagedPlacement:
     shapes = [Shape.computed(d.resources, d.labels, d.together) for d in demands]
     in_menu = frozenset(node_type.name for node_type in menu)
     asks = [PendingShape(shape, demand.count, in_menu) for shape, demand in zip(shapes, demands, strict=True)]
-    draft.room.coming = PendingDemand(draft.room.market, asks) if asks else None
+    draft.room.pending = PendingDemand(draft.room.offerings, asks) if asks else None
     seats: list[tuple[str, Resources]] = []
     fellows = _fellows(snapshot, {demand.apart for demand in demands if demand.apart})
     broken: dict[str, bool] = {}  # groups that cannot be had whole
     for demand, shape in zip(demands, shapes, strict=True):
-        assert draft.room.coming is not None
-        draft.room.coming.next()
-        what = f"work without a lease ({demand.count} x ({amounts(shape)}){' apart' if demand.apart else ''})"
+        assert draft.room.pending is not None
+        draft.room.pending.advance()
+        what = f"work without a lease ({demand.count} x ({describe_amounts(shape)}){' apart' if demand.apart else ''})"
         before, left = draft.room.next_node, max(0, cap.max_nodes - bought)
         if demand.apart and demand.apart not in broken:
             group = [(d, s) for d, s in zip(demands, shapes, strict=True) if d.apart == demand.apart]
@@ -271,9 +273,9 @@ def _fits_whole(
     if len(group) < 2:
         return True  # it is asked for whole anyhow
     room = draft.room.copy()
-    room.coming = None
-    if room.market.launches_left:
-        room.market.launches_left = None  # the rest follows within minutes
+    room.pending = None
+    if room.offerings.launches_left:
+        room.offerings.launches_left = None  # the rest follows within minutes
     for demand, shape in group:
         before = room.next_node
         seats = room.place(shape, demand.count, menu=menu, max_new=left, subject=UNMANAGED, apart=fellows)

@@ -10,7 +10,7 @@ from raytide.autoscaler.provisioning.plan_builder import Assignment, PlanBuilder
 from raytide.autoscaler.provisioning.provisioner import UNMANAGED, UnmanagedPlacement, say_unmanaged
 from raytide.core.objects.gang import Shape
 from raytide.core.objects.node import Resources, minus, plus
-from raytide.scheduling.diagnosis import Unschedulable, amounts
+from raytide.scheduling.diagnosis import Unschedulable, describe_amounts
 from raytide.scheduling.placement import Slot
 from raytide.scheduling.state import SchedulingState, Tenant
 from raytide.scheduling.unattributed import UnattributedUsage
@@ -22,12 +22,12 @@ def seat_requested(draft: PlanBuilder, unleased: UnmanagedPlacement) -> None:
     if not asked:
         return
     work, room, bought = _work(draft, unleased), draft.room.copy(), unleased.bought
-    room.coming, bought_here = None, set[str]()
+    room.pending, bought_here = None, set[str]()
     for node_id, resources in work.items():
         room.release(node_id, resources)
     for demand in asked:
         shape = Shape.computed(demand.resources, demand.labels)
-        what = f"room for {demand.count} x ({amounts(shape)}), which request_resources asks for,"
+        what = f"room for {demand.count} x ({describe_amounts(shape)}), which request_resources asks for,"
         left, first = max(0, unleased.most_nodes - bought), room.next_node
         found = room.place(shape, demand.count, at_least=0, menu=unleased.menu, max_new=left, subject=what)
         assert not isinstance(found, Unschedulable)

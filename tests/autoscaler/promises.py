@@ -131,7 +131,7 @@ def check_shed(seen: Snapshot, actions: Sequence[Action]) -> None:
     assert most is not None and sum(price.values()) > TOLERANCE * most
     left = sum(price.values()) - sum(price[node_id] for node_id in shed)
     assert left + max(price[node_id] for node_id in shed) > most
-    fixed = {job.id for job in seen.jobs if not job.spec.gives_way}
+    fixed = {job.id for job in seen.jobs if not job.spec.is_preemptible}
     held = {m.node_id for lease in seen.leases if lease.job_id in fixed for m in lease.members if not m.is_yielding}
     ids = {v.node.ray_node_id: v.node.id for v in seen.nodes}
     serving = {ids.get(node) for v in seen.endpoints for node in (v.load.replica_nodes if v.load else ())}

@@ -165,7 +165,7 @@ class Storm(RuleBasedStateMachine):
             for zone in node_type.zones:
                 self.cluster.provider.set_stock(node_type.name, zone, None)
         for job in self.jobs:
-            if self.cluster.book.jobs[job].spec.gives_way:
+            if self.cluster.book.jobs[job].spec.is_preemptible:
                 self.cluster.finish(job)  # the queue gives everybody a turn in time
         self.cluster.settle(45, dt_s=50.0)
         assert self.cluster.settle(15, dt_s=50.0) == [], "I4"

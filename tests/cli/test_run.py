@@ -113,7 +113,7 @@ def test_options_before_the_script_are_raytides_and_those_after_it_the_scripts(s
     runner.invoke(app, [*args.split(), "train.py", "--gpus", "1", "--lr", "3"], catch_exceptions=False)
     (spec,) = desk.specs
     assert spec.kind is JobKind.SCRIPT
-    assert (spec.name, spec.gives_way) == ("train", False)
+    assert (spec.name, spec.is_preemptible) == ("train", False)
     labels = {"ray.io/market-type": "spot"}
     assert spec.gang.shapes == (Shape(members=2, min_members=1, resources={"GPU": 8.0}, labels=labels),)
     assert spec.config["command"] == ["python", "train.py", "--gpus", "1", "--lr", "3"]

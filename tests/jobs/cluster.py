@@ -160,7 +160,7 @@ class Cluster:
             waiting = [member for member in lease.members if member.state is MemberState.WAITING]
             if lease.state is LeaseState.RELEASED or not waiting:
                 continue
-            needed = max(0, lease.shape.at_least - lease.held)
+            needed = max(0, lease.shape.at_least - lease.member_count)
             room = SchedulingState.of(replace(self.snapshot, node_types=()))
             placed = room.place(lease.shape, len(waiting), at_least=needed, subject=lease.job_id, menu=())
             if isinstance(placed, Unschedulable):

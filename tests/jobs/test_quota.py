@@ -11,7 +11,7 @@ from tests.jobs.cluster import team
 from raytide.core.objects.endpoint import Endpoint, EndpointLoad, EndpointState, ServeSpec
 from raytide.core.objects.snapshot import EndpointView
 from raytide.core.objects.team import TeamSpec
-from raytide.jobs.admission.usage import quota_of_replicas
+from raytide.jobs.admission.usage import replica_quota
 from raytide.jobs.quota import Quotas
 
 NAMES = ("org", "blue", "red", "lab", "free")
@@ -30,35 +30,35 @@ def test_a_resource_that_no_team_names_has_no_limit() -> None:
 def test_what_others_leave_may_be_borrowed_and_what_the_fleet_has_beyond_all_quotas() -> None:
     quotas = of(blue={"quota": {"GPU": 8}}, red={"quota": {"GPU": 4}})
     assert [quotas.available(name, "GPU") for name in ("blue", "red", "other")] == [20, 20, 20]
-    quotas.take("red", {"GPU": 15})
+    quotas.reserve("red", {"GPU": 15})
     assert quotas.available("blue", "GPU") == 5
     assert quotas.borrows("red", ["GPU"])
-    assert quotas.may_take_back("blue", {"GPU": 8})
-    assert not quotas.may_take_back("blue", {"GPU": 9})
-    assert not quotas.may_take_back("other", {"GPU": 1}), "it has nothing of its own"
+    assert quotas.may_reclaim("blue", {"GPU": 8})
+    assert not quotas.may_reclaim("blue", {"GPU": 9})
+    assert not quotas.may_reclaim("other", {"GPU": 1}), "it has nothing of its own"
 
 
 def test_every_member_of_a_replica_counts_those_without_a_node_too() -> None:
     spec = ServeSpec(name="m", model="/m", resources={"GPU": 8}, members=2)
     endpoint = Endpoint(spec, "me", EndpointState.RUNNING, 0.0, target_replicas=2)
     load = EndpointLoad(at_s=0.0, ongoing=0.0, ready=1, replica_nodes=("ray-1", "ray-2"))
-    assert quota_of_replicas(EndpointView(endpoint, load), {}) == {"GPU": 32}
-    assert quota_of_replicas(EndpointView(endpoint, None), {}) == {"GPU": 32}
+    assert replica_quota(EndpointView(endpoint, load), {}) == {"GPU": 32}
+    assert replica_quota(EndpointView(endpoint, None), {}) == {"GPU": 32}
 
 
 def test_limits_of_borrowing_and_of_lending() -> None:
     quotas = of(8.0, blue={"quota": {"GPU": 5}, "lend": {"GPU": 2}}, red={"quota": {"GPU": 3}, "borrow": {"GPU": 1}})
     assert quotas.available("red", "GPU") == 4
     assert quotas.available("other", "GPU") == 5, "three of blue's it keeps for itself"
-    quotas.take("other", {"GPU": 5})
+    quotas.reserve("other", {"GPU": 5})
     assert (quotas.available("blue", "GPU"), quotas.available("red", "GPU")) == (3, 0)
 
 
 def test_what_cannot_be_preempted_may_not_borrow() -> None:
     quotas = of(blue={"quota": {"GPU": 4}})
-    assert quotas.lacking("blue", {"GPU": 4}, gives_way=False) is None
-    quotas.take("blue", {"GPU": 3}, gives_way=False)
-    assert quotas.lacking("blue", {"GPU": 2}, gives_way=False) == "GPU"
+    assert quotas.lacking("blue", {"GPU": 4}, is_preemptible=False) is None
+    quotas.reserve("blue", {"GPU": 3}, is_preemptible=False)
+    assert quotas.lacking("blue", {"GPU": 2}, is_preemptible=False) == "GPU"
     assert quotas.lacking("blue", {"GPU": 2}) is None
     assert quotas.lacking("blue", {"GPU": 2}, may_borrow=False) == "GPU"
 
@@ -72,9 +72,9 @@ def test_a_team_lives_within_what_its_parent_may() -> None:
     )
     assert quotas.subtree_quota("org", "GPU") == 6
     assert quotas.available("red", "GPU") == 9
-    quotas.take("red", {"GPU": 5})
+    quotas.reserve("red", {"GPU": 5})
     assert quotas.available("blue", "GPU") == 4
-    assert quotas.may_take_back("blue", {"GPU": 4})
+    assert quotas.may_reclaim("blue", {"GPU": 4})
 
 
 limits = st.dictionaries(st.just("GPU"), st.integers(0, 12).map(float), max_size=1)
@@ -103,10 +103,10 @@ def test_use_never_exceeds_all_quotas_and_giving_back_undoes_it(
     for name, amount in wishes:
         need = {"GPU": float(amount)}
         if quotas.lacking(name, need) is None:
-            quotas.take(name, need)
+            quotas.reserve(name, need)
             taken.append((name, need))
             assert all(quotas.available(other, "GPU") >= -1e-6 for other in ("", name))
     assert sum(need["GPU"] for _, need in taken) <= max(promised, supply) + 1e-6
     for name, need in reversed(taken):
-        quotas.give(name, need)
+        quotas.release(name, need)
     assert {name: quotas.available(name, "GPU") for name in NAMES} == before

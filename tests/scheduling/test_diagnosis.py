@@ -6,7 +6,7 @@ import pytest
 
 from raytide.core.objects.gang import Shape
 from raytide.core.objects.node import NodeType
-from raytide.scheduling.diagnosis import amounts, impossible
+from raytide.scheduling.diagnosis import describe_amounts, why_impossible
 
 KIND = "ray.io/accelerator-type"
 L4 = NodeType(name="l4", resources={"CPU": 8, "GPU": 1, "memory": 32 * 2**30}, labels={KIND: "L4"}, price_micro_usd_h=1)
@@ -15,7 +15,7 @@ CLOSED = L4.model_copy(update={"max_nodes": 0})
 
 
 def said(shape: Shape, *node_types: NodeType) -> tuple[str, str]:
-    short = impossible(shape, shape.members, node_types, "gang job-1")
+    short = why_impossible(shape, shape.members, node_types, "gang job-1")
     assert short is not None
     assert short.constraint == "impossible"
     return short.reason, short.remedy
@@ -49,9 +49,9 @@ def test_memory_is_said_in_gib_and_an_accelerator_by_its_name() -> None:
     shape = Shape(resources={"GPU": 1, "memory": 48 * 2**30, "CPU": 0}, labels={KIND: "L4"})
     told, _ = said(shape, L4)
     assert "48 GiB memory" in told
-    assert "1 x L4" in amounts(shape)
-    assert "CPU" not in amounts(shape)
+    assert "1 x L4" in describe_amounts(shape)
+    assert "CPU" not in describe_amounts(shape)
 
 
 def test_what_an_empty_fleet_could_hold_is_not_impossible() -> None:
-    assert impossible(Shape(members=2, resources={"GPU": 4}), 2, (A100,), "gang job-1") is None
+    assert why_impossible(Shape(members=2, resources={"GPU": 4}), 2, (A100,), "gang job-1") is None

@@ -55,7 +55,7 @@ def test_i6_above_the_soft_limit_only_spot_is_bought_and_above_the_hard_one_noth
     hard = room(SOLID, SPOT, nodes=nodes, limits=Limits(hard_micro_usd_h=7_500_000))
     assert short(hard.place(TWO_GPUS, 4, subject="g")).constraint == "budget"
     assert len(hard.place(TWO_GPUS, 4, at_least=0, subject="g")) == 3  # type: ignore[arg-type]
-    assert hard.market.burn_micro_usd_h == 7_000_000
+    assert hard.offerings.burn_micro_usd_h == 7_000_000
 
 
 def test_no_more_nodes_are_launched_within_a_minute_than_the_pace_and_a_gang_is_not_cut() -> None:
@@ -153,7 +153,7 @@ def test_a_copy_of_the_room_is_a_room_of_its_own() -> None:
     there = here.copy()
     assert pools(there.place(TWO_GPUS, 3, subject="g")) == {("gpu.spot", "us-1a"): 3}
     assert (here.most(TWO_GPUS), there.most(TWO_GPUS)) == (9, 6)
-    assert (here.next_node, here.market.burn_micro_usd_h) == (50, 1_000_000)
+    assert (here.next_node, here.offerings.burn_micro_usd_h) == (50, 1_000_000)
     here.reserve("node-1", {"GPU": 1})
     assert here.most(TWO_GPUS) == 8
     here.release("node-1", {"GPU": 1})

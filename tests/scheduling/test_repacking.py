@@ -10,7 +10,7 @@ from raytide.core.objects.node import TYPE_LABEL, ZONE_LABEL, NodeType
 from raytide.core.objects.plan import Assign, Launch
 from raytide.core.objects.snapshot import Limits, Snapshot
 from raytide.scheduling.diagnosis import Unschedulable
-from raytide.scheduling.repacking import repair
+from raytide.scheduling.repacking import repack
 from raytide.scheduling.state import SchedulingState
 
 SMALL = NodeType(name="gpu1", resources={"GPU": 1}, price_micro_usd_h=1_000_000)
@@ -38,8 +38,8 @@ def test_all_members_of_a_node_move_or_none_and_each_is_told_its_own_seat() -> N
     first = here.place(Shape(resources={"GPU": 3}), 2, subject="a")
     second = here.place(Shape(resources={"GPU": 5}), 1, subject="b")
     third = here.place(Shape(resources={"GPU": 1}), 2, subject="c")
-    repaired = repair(here)
-    seats = [repaired.seat(seat).node_id for seat in (*first, *second, *third)]  # type: ignore[misc]
+    repaired = repack(here)
+    seats = [repaired.final_slot(seat).node_id for seat in (*first, *second, *third)]  # type: ignore[misc]
     assert seats == ["node-1", "node-1", "node-2", "node-1", "node-1"]
     assert sorted(here.bought) == ["node-1", "node-2"]
 
@@ -49,11 +49,11 @@ def test_a_node_that_is_half_used_is_swapped_for_a_cheaper_one_that_holds_the_sa
     here = room(half, LARGE)
     placed = [*here.place(Shape(resources={"GPU": 1}), 8, subject="a")]  # type: ignore[misc]
     here.tenants["node-1"] = here.tenants["node-1"][:4]
-    here.grid.take(0, {"GPU": 4}, -1)
-    repaired = repair(here)
-    assert {repaired.seat(seat).node_type for seat in placed[:4]} == {"gpu4"}
-    assert here.market.burn_micro_usd_h == 4_500_000
-    assert (here.market.left_of("gpu8"), here.market.left_of("gpu4")) == (8, 7)
+    here.node_table.reserve(0, {"GPU": 4}, -1)
+    repaired = repack(here)
+    assert {repaired.final_slot(seat).node_type for seat in placed[:4]} == {"gpu4"}
+    assert here.offerings.burn_micro_usd_h == 4_500_000
+    assert (here.offerings.left_of("gpu8"), here.offerings.left_of("gpu4")) == (8, 7)
 
 
 def test_what_may_not_be_bought_is_not_swapped_in() -> None:
@@ -74,9 +74,9 @@ def test_who_was_spread_over_zones_stays_in_his() -> None:
     here, one = room(pair), Shape(resources={"GPU": 1})
     (alone,) = here.place(one, 1, subject="m", spread_from=Counter({"a": 1}))  # type: ignore[misc]
     assert alone.zone == "b"
-    assert repair(here).seat(alone) == alone, "a node in the other zone is cheaper"
+    assert repack(here).final_slot(alone) == alone, "a node in the other zone is cheaper"
     here.place(Shape(resources={"GPU": 1}, labels={ZONE_LABEL: "a"}), 1, subject="g")
-    assert repair(here).seat(alone) == alone, "there is room on a node in the other zone"
+    assert repack(here).final_slot(alone) == alone, "there is room on a node in the other zone"
     (anywhere,) = here.place(one, 1, subject="g")  # type: ignore[misc]
     assert anywhere.is_new
 
@@ -88,6 +88,6 @@ def test_who_found_no_room_finds_the_node_that_is_not_bought_after_all() -> None
         here.place(Shape(resources={"GPU": gpus}), 1, subject="a")
     small = Shape(resources={"GPU": 2}, labels={TYPE_LABEL: "gpu2"})
     assert isinstance(here.place(small, 1, subject="b"), Unschedulable)
-    repair(here)
+    repack(here)
     (seat,) = here.place(small, 1, subject="b")  # type: ignore[misc]
     assert seat.is_new

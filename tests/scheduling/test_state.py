@@ -14,7 +14,7 @@ from raytide.core.objects.node import CapacityType, Node, NodeState, NodeType
 from raytide.core.objects.snapshot import Demand, EndpointView, NodeView, Pool, Snapshot
 from raytide.scheduling.diagnosis import Unschedulable
 from raytide.scheduling.lookahead import PendingDemand, PendingShape
-from raytide.scheduling.repacking import repair
+from raytide.scheduling.repacking import repack
 from raytide.scheduling.replicas import replica_selector
 from raytide.scheduling.state import Placements, SchedulingState, check_possible
 
@@ -120,7 +120,7 @@ def test_the_seat_of_a_ready_member_is_not_free_although_ray_has_not_counted_it_
     room = SchedulingState.of(Snapshot(at_s=0, node_types=(CPU4,), nodes=(view(1, CPU4),), leases=(gang,), next_node=2))
     assert ids(room.place(cpus(1), 2, subject="g")) == ["node-1", "node-2"]
     worked_on = Snapshot(at_s=0, node_types=(CPU4,), nodes=(view(1, CPU4, CPU=0.5),), leases=(gang,))
-    assert SchedulingState.of(worked_on).grid.has(0, {"CPU": 0.5}), "others use half a CPU there"
+    assert SchedulingState.of(worked_on).node_table.has_free(0, {"CPU": 0.5}), "others use half a CPU there"
 
     other = lease(cpus(1), Member(0, MemberState.ASSIGNED, "node-1"), id="lease-2")
     both = SchedulingState.of(
@@ -198,10 +198,10 @@ def test_without_fresh_word_only_the_replicas_that_ray_cannot_place_are_missing(
 
 def test_a_look_at_what_could_be_leaves_the_others_worth_as_it_was() -> None:
     room = SchedulingState.of(Snapshot(at_s=0, node_types=(CPU4,)))
-    room.coming = PendingDemand(room.market, [PendingShape(cpus(3), 1), PendingShape(cpus(1), 1)])
-    room.coming.next()
+    room.pending = PendingDemand(room.offerings, [PendingShape(cpus(3), 1), PendingShape(cpus(1), 1)])
+    room.pending.advance()
     assert len(ids(room.copy().place(cpus(3), 1, subject="g"))) == 1
-    assert room.coming.left.tolist() == [0.0, 1.0], "nobody sits on the rest of a node that is not bought"
+    assert room.pending.remaining.tolist() == [0.0, 1.0], "nobody sits on the rest of a node that is not bought"
 
 
 def test_too_big_for_every_node_is_said_as_in_the_design() -> None:
@@ -320,8 +320,8 @@ def test_a_fast_node_is_not_swapped_for_a_slow_one_that_holds_who_sits_there() -
         room = SchedulingState.of(Snapshot(at_s=0, node_types=(L4, H100)))
         placed = room.place(ONE, 1, subject="g", paces=paces)
         assert not isinstance(placed, Unschedulable)
-        done = repair(room)
-        assert done.seat(placed[0]).node_type == kept
+        done = repack(room)
+        assert done.final_slot(placed[0]).node_type == kept
 
 
 def test_replicas_go_where_their_work_costs_least_and_stay_there() -> None:
@@ -330,5 +330,5 @@ def test_replicas_go_where_their_work_costs_least_and_stay_there() -> None:
     spec = ServeSpec(name="m", model="/m", resources={"GPU": 1}, replicas=Replicas(max=4))
     served = EndpointView(Endpoint(spec, "me", EndpointState.RUNNING, 0.0, 1), load)
     room = SchedulingState.of(Snapshot(at_s=0, node_types=(L4, H100), endpoints=(served,)))
-    repair(room)
+    repack(room)
     assert [offer.node_type.name for offer in room.bought.values()] == ["h100"]

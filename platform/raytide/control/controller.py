@@ -51,9 +51,9 @@ from raytide.core.objects.plan import Admit, Assign, Plan, Wait, describe
 from raytide.core.objects.snapshot import Snapshot
 from raytide.core.state import Changes, Records, Store
 from raytide.jobs.admission.priority import LAST_SHARE
-from raytide.jobs.admission.scheduler import queue
+from raytide.jobs.admission.scheduler import queued_jobs
 from raytide.jobs.admission.start_forecast import forecast_starts
-from raytide.jobs.lifecycle.pending_reason import forming
+from raytide.jobs.lifecycle.pending_reason import why_forming
 from raytide.ledger.leaving import Leaving
 from raytide.ledger.occupancy import holders, occupancies
 
@@ -224,7 +224,7 @@ class Controller:
 
     def _show(self, seen: Snapshot, plan: Plan, world: Observation, outcome: Outcome, tick_s: float) -> None:
         served = self._serving.served
-        queued = {job.id for job in queue(seen)}
+        queued = {job.id for job in queued_jobs(seen)}
         attempt = self._quarantine.attempt
         starts = attempt("forecast", lambda: dict(self._foresee(seen, plan)), dict[str, float]())
         waiting = attempt("reasons", lambda: _waiting(seen, plan, starts), dict[str, Waiting]())
@@ -293,7 +293,7 @@ def _changes(records: Records, book: ClusterRecords, booking: Booking, plan: Pla
         intervals=booking.intervals,
         closed=booking.closed,
         teams=used_lately(book.teams, book.jobs.values(), now_s),
-        plan=plan.to_keep() if plan.actions else None,
+        plan=plan.for_storage() if plan.actions else None,
     )
 
 
@@ -309,10 +309,10 @@ def _waiting(seen: Snapshot, plan: Plan, starts: Mapping[str, float]) -> dict[st
         reasons = " ".join(dict.fromkeys(f"{a.reason}." for a in unmanaged))
         waiting[UNMANAGED] = Waiting(unmanaged[0].constraint, reasons, unmanaged[0].remedy)
     leases = {lease.job_id: lease for lease in seen.leases if lease.state is not LeaseState.ACTIVE}
-    gives_way = any(member.is_yielding for lease in seen.leases for member in lease.members)
+    is_yielding = any(member.is_yielding for lease in seen.leases for member in lease.members)
     for job in seen.jobs:
-        if job.id in leases and not job.stop_requested and (gives_way or job.id not in waiting):
-            found = forming(job, leases[job.id], seen)
+        if job.id in leases and not job.stop_requested and (is_yielding or job.id not in waiting):
+            found = why_forming(job, leases[job.id], seen)
             if job.id not in waiting or found.wait_s is not None:
                 waiting[job.id] = Waiting(found.constraint, found.reason, found.remedy, found.wait_s)
     return waiting

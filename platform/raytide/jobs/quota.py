@@ -51,13 +51,13 @@ class Quotas:
     """The same, in order."""
     unassigned: dict[str, float] = field(default_factory=dict)
     """What the fleet could hold of each beyond all quotas."""
-    beyond: dict[str, set[str]] = field(default_factory=dict)
+    borrowers: dict[str, set[str]] = field(default_factory=dict)
     """By limited resource: the teams that hold more than their own of it."""
-    _accounts: dict[str, dict[str, ResourceNode]] = field(default_factory=dict)
+    _nodes: dict[str, dict[str, ResourceNode]] = field(default_factory=dict)
     """By limited resource and team."""
     _used: list[float] = field(default_factory=list)
     """By account: what the team holds, and what its children hold beyond what they keep for themselves."""
-    _fixed: list[float] = field(default_factory=list)
+    _nonpreemptible: list[float] = field(default_factory=list)
     """By account: what jobs hold that do not give way, so that it cannot be taken back; without a quota at the root."""
     _borrowing: dict[tuple[str, ...], frozenset[str]] = field(default_factory=dict)
     """What `borrowing` said since that last changed."""
@@ -75,83 +75,85 @@ class Quotas:
         """A tally of its own."""
         return replace(
             self,
-            beyond={name: set(teams) for name, teams in self.beyond.items()},
-            _accounts={name: accounts.copy() for name, accounts in self._accounts.items()},
+            borrowers={name: set(teams) for name, teams in self.borrowers.items()},
+            _nodes={name: accounts.copy() for name, accounts in self._nodes.items()},
             _used=self._used.copy(),
-            _fixed=self._fixed.copy(),
+            _nonpreemptible=self._nonpreemptible.copy(),
             _borrowing={},
         )
 
-    def take(self, team: str, need: Resources, *, gives_way: bool = True) -> None:
+    def reserve(self, team: str, need: Resources, *, is_preemptible: bool = True) -> None:
         for name in self.names:
             if name in need:
-                self._add(account := self._account(team, name), need[name])
-                if not gives_way:
-                    fixed_at = account if account.is_named else self._account(_ROOT, name)
-                    self._fixed[fixed_at.number] += need[name]
+                self._add(account := self._node(team, name), need[name])
+                if not is_preemptible:
+                    fixed_at = account if account.is_named else self._node(_ROOT, name)
+                    self._nonpreemptible[fixed_at.number] += need[name]
 
-    def give(self, team: str, need: Resources) -> None:
+    def release(self, team: str, need: Resources) -> None:
         for name in self.names:
             if name in need:
-                self._add(self._account(team, name), -need[name])
+                self._add(self._node(team, name), -need[name])
 
     def held(self, team: str, name: str) -> float:
         """By it, and by its children beyond what they keep for themselves."""
-        return self._used[self._account(team, name).number] if name in self.limited else 0.0
+        return self._used[self._node(team, name).number] if name in self.limited else 0.0
 
     def available(self, team: str, name: str) -> float:
         """How much more the team may hold."""
-        return self._left(self._account(team, name)) if name in self.limited else math.inf
+        return self._left(self._node(team, name)) if name in self.limited else math.inf
 
-    def lacking(self, team: str, need: Resources, *, gives_way: bool = True, may_borrow: bool = True) -> str | None:
+    def lacking(
+        self, team: str, need: Resources, *, is_preemptible: bool = True, may_borrow: bool = True
+    ) -> str | None:
         """The first resource of which the team may not hold so much more. What cannot be taken back is not borrowed."""
         for name in self.names:
             if name not in need:
                 continue
-            if need[name] > self._left(self._account(team, name)) + _SLACK:
+            if need[name] > self._left(self._node(team, name)) + _SLACK:
                 return name
-            if not gives_way and need[name] > self.never_taken_back(team, name) + _SLACK:
+            if not is_preemptible and need[name] > self.nonpreemptible_left(team, name) + _SLACK:
                 return name
-            if not may_borrow and need[name] > self.left_of_own(team, name) + _SLACK:
+            if not may_borrow and need[name] > self.nominal_left(team, name) + _SLACK:
                 return name
         return None
 
-    def never_taken_back(self, team: str, name: str) -> float:
+    def nonpreemptible_left(self, team: str, name: str) -> float:
         """How much more of what nobody may ask for again the team may hold: its own, or without one what is spare."""
         if name not in self.limited:
             return math.inf
-        if (account := self._account(team, name)).is_named:
-            return account.subtree_quota - self._fixed[account.number]
-        return self.unassigned[name] - self._fixed[self._account(_ROOT, name).number]
+        if (account := self._node(team, name)).is_named:
+            return account.subtree_quota - self._nonpreemptible[account.number]
+        return self.unassigned[name] - self._nonpreemptible[self._node(_ROOT, name).number]
 
-    def left_of_own(self, team: str, name: str) -> float:
+    def nominal_left(self, team: str, name: str) -> float:
         """How much more the team may hold without borrowing; what no team above it has a quota of is not borrowed."""
-        if name not in self.limited or not (account := self._account(team, name)).is_named:
+        if name not in self.limited or not (account := self._node(team, name)).is_named:
             return math.inf
         return account.subtree_quota - self._used[account.number]
 
-    def may_take_back(self, team: str, need: Resources) -> bool:
+    def may_reclaim(self, team: str, need: Resources) -> bool:
         """Whether what it lacks is its own, lent to others, or what its place in the fleet is held by them."""
         has_own = False
         for name in self.names:
-            if name in need and (account := self._account(team, name)).is_named:
+            if name in need and (account := self._node(team, name)).is_named:
                 if need[name] > account.subtree_quota - self._used[account.number] + _SLACK:
                     return False
                 has_own = True
         return has_own
 
     def borrows(self, team: str, names: Iterable[str]) -> bool:
-        return any(team in self.beyond[name] for name in self.limited.intersection(names))
+        return any(team in self.borrowers[name] for name in self.limited.intersection(names))
 
     def borrowing(self, names: Iterable[str]) -> frozenset[str]:
         """The teams that hold more than their own of any of these: the same set until that changes."""
         limited = tuple([name for name in self.names if name in names])
         if (found := self._borrowing.get(limited)) is None:
-            found = self._borrowing[limited] = frozenset[str]().union(*[self.beyond[name] for name in limited])
+            found = self._borrowing[limited] = frozenset[str]().union(*[self.borrowers[name] for name in limited])
         return found
 
     def subtree_quota(self, team: str, name: str) -> float:
-        return self._account(team, name).subtree_quota if name in self.limited else 0.0
+        return self._node(team, name).subtree_quota if name in self.limited else 0.0
 
     def ancestors(self, team: str) -> Iterator[str]:
         """The team and those above it."""
@@ -177,14 +179,14 @@ class Quotas:
             if account.above is None:
                 return
             if (after > most) != (before > most):
-                self.beyond[account.name].symmetric_difference_update((account.team,))
+                self.borrowers[account.name].symmetric_difference_update((account.team,))
                 self._borrowing.clear()
             amount = (after - kept if after > kept else 0.0) - (before - kept if before > kept else 0.0)
             account = account.above
 
-    def _account(self, team: str, name: str) -> ResourceNode:
+    def _node(self, team: str, name: str) -> ResourceNode:
         """Of a limited resource; opened for who is first heard of, who has no quota."""
-        if (found := self._accounts[name].get(team)) is None:
+        if (found := self._nodes[name].get(team)) is None:
             found = self._open(team, name, (0.0, 0.0))
         return found
 
@@ -205,14 +207,14 @@ class Quotas:
 
         promised = sum(spec.quota.get(name, 0.0) for spec in self.specs.values())
         self.unassigned[name] = max(0.0, self.supply.get(name, 0.0) - promised)
-        self.beyond[name], self._accounts[name] = set(), {}
+        self.borrowers[name], self._nodes[name] = set(), {}
         self._open(_ROOT, name, (sum(lent(team) for team in children[_ROOT]) + self.unassigned[name], 0.0))
         for team, share in reversed(shares.items()):  # who is above before who is below
             self._open(team, name, share)
 
     def _open(self, team: str, name: str, share: tuple[float, float]) -> ResourceNode:
         spec = self.specs.get(team, _ANY)
-        account = self._accounts[name][team] = ResourceNode(
+        account = self._nodes[name][team] = ResourceNode(
             number=len(self._used),
             team=team,
             name=name,
@@ -220,10 +222,10 @@ class Quotas:
             local_quota=share[1],
             borrow=spec.borrow.get(name),
             is_named=any(name in self.specs[above].quota for above in self.ancestors(team)),
-            above=None if team == _ROOT else self._account(spec.parent, name),
+            above=None if team == _ROOT else self._node(spec.parent, name),
         )
         self._used.append(0.0)
-        self._fixed.append(0.0)
+        self._nonpreemptible.append(0.0)
         return account
 
 

@@ -44,7 +44,7 @@ def holders(snapshot: Snapshot) -> Held:
     for lease in snapshot.leases:
         holder = (EntryKind.JOB, lease.job_id, team_of.get(lease.job_id, ""))
         for member in lease.members:
-            if member.holds:
+            if member.has_node:
                 on_node = held[member.node_id]
                 on_node[holder] = plus(on_node.get(holder, {}), lease.shape.resources)
     id_of = {view.node.ray_node_id: view.node.id for view in snapshot.nodes if view.node.ray_node_id}

@@ -6,8 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from raytide.core.clock import utc
 from raytide.core.objects.gang import Shape
 from raytide.core.objects.node import NodeType, Resources, fits, labels_match, round_up_gpu_share
+from raytide.core.objects.snapshot import Snapshot
+from raytide.scheduling.offerings import Offerings
 
 ACCELERATOR_LABEL = "ray.io/accelerator-type"
 
@@ -22,25 +25,25 @@ class Unschedulable:
     remedy: str
 
 
-def copies(need: Resources, free: Resources) -> int:
+def copies_that_fit(need: Resources, free: Resources) -> int:
     """How many times `need` goes into `free`."""
     need = round_up_gpu_share(need)
     return min((int((free.get(name, 0.0) + 1e-9) // amount) for name, amount in need.items() if amount > 0), default=0)
 
 
-def impossible(shape: Shape, count: int, node_types: Sequence[NodeType], subject: str) -> Unschedulable | None:
+def why_impossible(shape: Shape, count: int, node_types: Sequence[NodeType], subject: str) -> Unschedulable | None:
     """What stands against `count` members even on an empty fleet with every pool in stock; None when nothing does."""
     labelled = [t for t in node_types if t.max_nodes > 0 and open_zones(shape, t)]
     if not labelled:
         return _no_labels(shape, node_types, subject)
-    capacity = {t.name: copies(shape.resources, t.resources) * t.max_nodes for t in labelled}
+    capacity = {t.name: copies_that_fit(shape.resources, t.resources) * t.max_nodes for t in labelled}
     if not any(capacity.values()):
         return _too_big(shape, labelled, subject)
     if (most := sum(capacity.values())) < count:
         menu = ", ".join(f"{t.max_nodes} x {t.name}" for t in labelled if capacity[t.name])
         return Unschedulable(
             "impossible",
-            f"no fleet fits {subject}: needs {count} x ({amounts(shape)}) at once; "
+            f"no fleet fits {subject}: needs {count} x ({describe_amounts(shape)}) at once; "
             f"the whole fleet holds {most} ({menu}).",
             f"Ask for {most}, or raise max_nodes.",
         )
@@ -52,7 +55,7 @@ def open_zones(shape: Shape, node_type: NodeType) -> tuple[str, ...]:
     return tuple(z for z in node_type.zones if labels_match(shape.labels, node_type.all_labels(z)))
 
 
-def amounts(shape: Shape) -> str:
+def describe_amounts(shape: Shape) -> str:
     """`8 x H100 + 4 CPU`: what one member needs, accelerators first and by their own name where the shape says it."""
     ordered = sorted((n for n, amount in shape.resources.items() if amount), key=lambda n: (n != "GPU", n))
     return " + ".join(_amount(name, shape.resources[name], shape.labels) for name in ordered)
@@ -100,7 +103,77 @@ def _too_big(shape: Shape, labelled: Sequence[NodeType], subject: str) -> Unsche
     nearest = max(labelled, key=lambda t: (sum(fits({n: shape.resources[n]}, t.resources) for n in needs), t.name))
     return Unschedulable(
         "impossible",
-        f"no node type fits {subject}: needs {amounts(shape)} on one node; the nearest is "
+        f"no node type fits {subject}: needs {describe_amounts(shape)} on one node; the nearest is "
         f"{' + '.join(_amount(n, nearest.resources.get(n, 0.0), shape.labels) for n in needs)} ({nearest.name}).",
         "Ask for less on one node, or add a node type.",
+    )
+
+
+class Holders:
+    """Who holds something on nodes of each type."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._of_type, self._said = _holders(snapshot), dict[tuple[str, ...], list[str]]()
+
+    def of(self, types: tuple[str, ...]) -> list[str]:
+        """On those of all these types, in order."""
+        if types not in self._said:
+            self._said[types] = sorted(set().union(*(self._of_type.get(name, set()) for name in types)))
+        return self._said[types]
+
+
+def _holders(snapshot: Snapshot) -> dict[str, set[str]]:
+    type_of = {view.node.id: view.node.type for view in snapshot.nodes}
+    type_of_ray = {view.node.ray_node_id: view.node.type for view in snapshot.nodes if view.node.ray_node_id}
+    found: dict[str, set[str]] = {name: set() for name in type_of.values()}
+    for lease in snapshot.leases:
+        for member in lease.members:
+            if member.node_id in type_of:
+                found[type_of[member.node_id]].add(lease.job_id)
+    for view in snapshot.endpoints:
+        for node in view.load.replica_nodes if view.load else ():
+            if node in type_of_ray:
+                found[type_of_ray[node]].add(view.endpoint.name)
+    for name, kept in snapshot.kept.items():
+        for node_id, _ in kept:
+            found[type_of[node_id]].add(name)
+    return found
+
+
+def why_not(market: Offerings, held_by: Holders, shape: Shape, count: int, there: int, subject: str) -> Unschedulable:
+    """Of a placement that is possible at all. `there`: how many members fit on nodes that are there or coming."""
+    holding = market.offerings_for(shape)
+    types = {offer.node_type.name: (offer.node_type, fit) for offer, fit in holding}
+    resting = [offer for offer, _ in holding if market.retry_at_s(offer) > market.at_s]
+    rested = {offer.node_type.name for offer, _ in holding if offer not in resting}
+    buyable = {name: max(0, market.left_of(name)) * fit for name, (_, fit) in types.items()}
+    now = there + sum(many for name, many in buyable.items() if name in rested)
+    needs = f"needs {count} x ({describe_amounts(shape)}), {min(now, count)} fit now"
+    if now < count and now + sum(many for name, many in buyable.items() if name not in rested) >= count:
+        retry_at_s = min(market.retry_at_s(offer) for offer in resting)
+        out = {name for name, many in buyable.items() if many and name not in rested}
+        waiting = [offer.name for offer in resting if offer.node_type.name in out]
+        return Unschedulable(
+            "stock",
+            f"{subject} waits for nodes: {needs}; the provider had no {', '.join(waiting)}; "
+            f"asked again at {utc(retry_at_s)}.",
+            "Allow another shape, add a zone or a node type, or wait.",
+        )
+    if now >= count and not shape.together and market.launches_left == 0:
+        pace = f"{market.limits.launches_per_min} nodes were launched within a minute (metadata.raytide.limits)"
+        return Unschedulable("rate", f"{subject} waits: it {needs}; {pace}.", "Nothing to do: it goes on in a minute.")
+    if now >= count and not shape.together and (limits := market.limits_in_words()):
+        remedy = "It starts when something else ends. To start now, raise metadata.raytide.limits."
+        return Unschedulable("budget", f"{subject} waits: it {needs.partition(',')[0]}; {limits}.", remedy)
+    names = " or ".join(types)
+    if shape.together:
+        where = shape.together.removeprefix("ray.io/")
+        needs = f"needs {count} x ({describe_amounts(shape)}) in one {where}; no one has room for all of them"
+    held = held_by.of(tuple(types))
+    by = f"; {', '.join(types)} is held by {', '.join(held[:5])}" if held else ""
+    more = f" and {len(held) - 5} more" if len(held) > 5 else ""
+    return Unschedulable(
+        "capacity",
+        f"{subject} waits for room: {needs}{by}{more}.",
+        f"It starts when they end. To start now, raise max_nodes of {names}.",
     )

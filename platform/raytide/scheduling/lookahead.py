@@ -13,8 +13,7 @@ import numpy as np
 
 from raytide.core.objects.gang import Shape
 from raytide.core.objects.node import Resources, round_up_gpu_share
-from raytide.scheduling.market import Offerings
-from raytide.scheduling.offerings import Floats, Ints
+from raytide.scheduling.offerings import Floats, Ints, Offerings
 
 MOST = 16
 """Shapes that are looked at: the largest."""
@@ -26,23 +25,23 @@ _EPS = 1e-9
 class PendingShape:
     shape: Shape
     count: int
-    menu: frozenset[str] | None = None
+    allowed_types: frozenset[str] | None = None
 
 
 class PendingDemand:
     """Asks in the order in which they will be seated; `next` when it is the turn of the first of them."""
 
     def __init__(self, market: Offerings, asks: Sequence[PendingShape]) -> None:
-        self._shelf = shelf = market.shelf
+        self._shelf = shelf = market.table
         self._needs = np.array([shelf.vector(round_up_gpu_share(ask.shape.resources)) for ask in asks])
-        self.left = np.array([ask.count if self._is_known(ask.shape) else 0 for ask in asks], dtype=np.float64)
+        self.remaining = np.array([ask.count if self._is_known(ask.shape) else 0 for ask in asks], dtype=np.float64)
         self._worth = np.array([self._alone(ask.shape) for ask in asks])
-        self._able = [shelf.carrying(ask.shape.labels) & shelf.in_menu(ask.menu) for ask in asks]
+        self._able = [shelf.matching(ask.shape.labels) & shelf.allowed(ask.allowed_types) for ask in asks]
         self._dearest_first = sorted(range(len(asks)), key=lambda at: (-self._worth[at], at))
         self._turn = 0
 
-    def next(self) -> None:
-        self.left[self._turn] = 0.0
+    def advance(self) -> None:
+        self.remaining[self._turn] = 0.0
         self._turn += 1
 
     def worth(self, need: Resources, rows: Ints, members: Ints, left: Floats) -> tuple[Floats, Floats]:

@@ -27,7 +27,7 @@ def is_allowed(shape: Shape, stance: MarketConstraint) -> bool:
     return stance.wanted is not None and _allows(shape, stance.wanted)
 
 
-def relax(shape: Shape, shapes: Sequence[Shape]) -> Shape:
+def without_market_constraint(shape: Shape, shapes: Sequence[Shape]) -> Shape:
     """The one of `shapes` that was bound to a market: a lease keeps that, since its market may change. It may change to
     any when they ask for the same in each market."""
     free = _without_market(shape)

@@ -72,21 +72,21 @@ class NodeTable:
         other._masks = {key: mask.copy() for key, mask in self._masks.items()}
         return other
 
-    def take(self, row: int, need: Resources, count: int = 1) -> None:
+    def reserve(self, row: int, need: Resources, count: int = 1) -> None:
         for name, amount in round_up_gpu_share(need).items():
             if (at := self._column.get(name)) is not None:
                 self._free_RN[at, row] -= count * amount
 
-    def take_in(self, rows: Sequence[int], need: Resources, counts: Sequence[int]) -> None:
+    def reserve_each(self, rows: Sequence[int], need: Resources, counts: Sequence[int]) -> None:
         """So many members in each of these rows, no row twice."""
         if len(rows) == 1:
-            self.take(rows[0], need, counts[0])
+            self.reserve(rows[0], need, counts[0])
             return
         for name, amount in round_up_gpu_share(need).items():
             if (at := self._column.get(name)) is not None:
                 self._free_RN[at, rows] -= np.array(counts) * amount
 
-    def add(self, row: int, need: Need) -> None:
+    def release_columns(self, row: int, need: Need) -> None:
         for column, amount in need:
             self._free_RN[column, row] += amount
 
@@ -108,7 +108,7 @@ class NodeTable:
             first, copies = np.concatenate([first, rest]), np.concatenate([copies, self._copies(need, rows[rest])])
         return rows[first], copies
 
-    def holding(self, need: Resources, selector: Mapping[str, str]) -> tuple[Rows, Rows]:
+    def rows_with_room(self, need: Resources, selector: Mapping[str, str]) -> tuple[Rows, Rows]:
         """Rows with room, in their order, and how many members each would hold."""
         need = {name: amount for name, amount in round_up_gpu_share(need).items() if amount > 0}
         rows = self._able(need, selector)
@@ -141,10 +141,10 @@ class NodeTable:
         free: list[float] = self._free_RN[:, row].tolist()
         return free
 
-    def carries(self, row: int, selector: Mapping[str, str]) -> bool:
+    def matches(self, row: int, selector: Mapping[str, str]) -> bool:
         return all(self._mask(key, want)[row] for key, want in selector.items())
 
-    def carrying(self, selector: Mapping[str, str]) -> Mask:
+    def matching(self, selector: Mapping[str, str]) -> Mask:
         """The same of all rows."""
         masks = [self._mask(key, want)[: len(self)] for key, want in selector.items()]
         return reduce(np.logical_and, masks, np.ones(len(self), dtype=np.bool_))
@@ -153,7 +153,7 @@ class NodeTable:
         """Of a label, on those nodes that have it."""
         return {self._labels[row][key] for row in rows if key in self._labels[row]}
 
-    def undo(self) -> Callable[[], None]:
+    def checkpoint(self) -> Callable[[], None]:
         """Call the result to have the free resources as they are now."""
         before = self._free_RN.copy()
 
@@ -175,11 +175,11 @@ class NodeTable:
             default=1.0,
         )
 
-    def has(self, row: int, amounts: Resources) -> bool:
+    def has_free(self, row: int, amounts: Resources) -> bool:
         """Whether so much is free there."""
         return bool((self._free_RN[:, row] + _EPS >= self._vector(amounts)).all())
 
-    def have(self, amounts: Sequence[Resources]) -> Mask:
+    def have_free(self, amounts: Sequence[Resources]) -> Mask:
         """By row from the first: whether so much is free there."""
         have = np.ones(len(amounts), dtype=np.bool_)
         for name, at in self._column.items():

@@ -1,19 +1,28 @@
-"""All that is on offer in one table, so that what suits a shape is found in a few array operations.
-
-Rows are offers, in the order of node types and of their zones.
-"""
+"""What can be bought, at what price, and within which limits."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from raytide.core.clock import utc
+from raytide.core.money import format_usd
 from raytide.core.objects.gang import Shape
-from raytide.core.objects.node import CapacityType as Kind
-from raytide.core.objects.node import NodeType, Resources, labels_match, round_up_gpu_share
+from raytide.core.objects.node import CapacityType, NodeType, Resources, labels_match, round_up_gpu_share
+from raytide.core.objects.snapshot import Limits, Pool, Snapshot
+
+RESTART_S = 600.0
+"""What the loss of a node costs of its time: a start, and work that is done twice."""
+RATE_WINDOW_S = 60.0
+
+Refusal = tuple[Literal["stock", "capacity", "budget", "rate"], str]
+
+_NO_CAP = 2**62
 
 _EPS = 1e-9
 
@@ -33,7 +42,7 @@ class Offering:
     node_type: NodeType
     zone: str
     price_micro_usd_h: int
-    deaths_per_h: float
+    reclaims_per_h: float
     cost_micro_usd_h: float
     """The price of an hour of use, with what is lost when nodes are taken back."""
     labels: Mapping[str, str]
@@ -47,13 +56,13 @@ class OfferingTable:
     """Never changes: copies of a market share it."""
 
     def __init__(self, offers: Sequence[Offering]) -> None:
-        self.offers = tuple(offers)
+        self.offerings = tuple(offers)
         self.types = {name: at for at, name in enumerate(dict.fromkeys(offer.node_type.name for offer in offers))}
         self.type_of: Ints = np.array([self.types[offer.node_type.name] for offer in offers], dtype=np.int64)
         self.price: Ints = np.array([offer.price_micro_usd_h for offer in offers], dtype=np.int64)
         self.cost: Floats = np.array([offer.cost_micro_usd_h for offer in offers], dtype=np.float64)
-        self.deaths_per_h: Floats = np.array([offer.deaths_per_h for offer in offers], dtype=np.float64)
-        self.is_spot: Mask = np.array([offer.node_type.market is Kind.SPOT for offer in offers], dtype=np.bool_)
+        self.reclaims_per_h: Floats = np.array([offer.reclaims_per_h for offer in offers], dtype=np.float64)
+        self.is_spot: Mask = np.array([offer.node_type.market is CapacityType.SPOT for offer in offers], dtype=np.bool_)
         self.columns = {
             name: at for at, name in enumerate(sorted({name for o in offers for name in o.node_type.resources}))
         }
@@ -68,26 +77,26 @@ class OfferingTable:
         key = tuple(shape.resources.items()), tuple(shape.labels.items())
         if (found := self._members.get(key)) is None:
             need = {name: amount for name, amount in round_up_gpu_share(shape.resources).items() if amount > 0}
-            found = np.zeros(len(self.offers), dtype=np.int64)
+            found = np.zeros(len(self.offerings), dtype=np.int64)
             if need and need.keys() <= self.columns.keys():
                 used = [self.columns[name] for name in need]
                 copies = (self.totals_PR[:, used] + _EPS) // np.array(list(need.values()))
-                found = np.where(self.carrying(shape.labels), copies.min(axis=1), 0.0).astype(np.int64)
+                found = np.where(self.matching(shape.labels), copies.min(axis=1), 0.0).astype(np.int64)
             self._members[key] = found
         return found
 
-    def carrying(self, selector: Mapping[str, str]) -> Mask:
+    def matching(self, selector: Mapping[str, str]) -> Mask:
         """Whether the nodes of each offer carry the labels that are asked for."""
         key = tuple(selector.items())
         if (found := self._carrying.get(key)) is None:
-            found = np.array([labels_match(selector, offer.labels) for offer in self.offers], dtype=np.bool_)
+            found = np.array([labels_match(selector, offer.labels) for offer in self.offerings], dtype=np.bool_)
             self._carrying[key] = found
         return found
 
-    def in_menu(self, menu: frozenset[str] | None) -> Mask:
+    def allowed(self, menu: frozenset[str] | None) -> Mask:
         """Whether the type of each offer is one of these; all are when there is no menu."""
         if (found := self._in_menu.get(menu)) is None:
-            found = np.array([menu is None or o.node_type.name in menu for o in self.offers], dtype=np.bool_)
+            found = np.array([menu is None or o.node_type.name in menu for o in self.offerings], dtype=np.bool_)
             self._in_menu[menu] = found
         return found
 
@@ -99,9 +108,172 @@ class OfferingTable:
                 vector[at] = amount
         return vector
 
-    def can_ever_hold(self, amounts: Resources) -> Mask:
+    def could_hold(self, amounts: Resources) -> Mask:
         """Whether an empty node of each offer has so much."""
         if any(amount > 0 and name not in self.columns for name, amount in amounts.items()):
-            return np.zeros(len(self.offers), dtype=np.bool_)
+            return np.zeros(len(self.offerings), dtype=np.bool_)
         enough = self.totals_PR + _EPS >= self.vector(amounts)
         return np.asarray(enough.all(axis=1))
+
+
+@dataclass(slots=True)
+class Purchase:
+    """What one placement would buy, before it is known whether all of it can be had."""
+
+    size: int = 0
+    price_micro_usd_h: int = 0
+    of_type: Counter[str] = field(default_factory=Counter)
+
+    def add(self, offer: Offering, nodes: int) -> None:
+        self.size += nodes
+        self.price_micro_usd_h += nodes * offer.price_micro_usd_h
+        self.of_type[offer.node_type.name] += nodes
+
+
+_NOTHING = Purchase()
+
+
+@dataclass(slots=True)
+class Offerings:
+    at_s: float
+    table: OfferingTable
+    pools: Mapping[tuple[str, str], Pool]
+    limits: Limits
+    burn_micro_usd_h: int
+    """The price of all nodes that are not gone."""
+    left: Ints
+    """Nodes of each type that its maximum still allows; one counts until the provider has ended it."""
+    launches_left: int | None
+    """Within the limit of a minute; None without one."""
+    backed_off: Mask
+    """By offer."""
+    caps: Ints | None
+    """What the fleet may cost with a node of each offer; None when it may cost anything."""
+
+    @classmethod
+    def of(cls, snapshot: Snapshot) -> Offerings:
+        there = Counter(view.node.type for view in snapshot.nodes)
+        pace = snapshot.limits.launches_per_min
+        lately = sum(snapshot.at_s - view.node.requested_at_s < RATE_WINDOW_S for view in snapshot.nodes)
+        shelf, pools = OfferingTable(_offers(snapshot)), {(pool.node_type, pool.zone): pool for pool in snapshot.pools}
+        most = {node_type.name: node_type.max_nodes for node_type in snapshot.node_types}
+        resting = [
+            (pool := pools.get((offer.node_type.name, offer.zone))) is not None and pool.retry_at_s > snapshot.at_s
+            for offer in shelf.offerings
+        ]
+        return cls(
+            at_s=snapshot.at_s,
+            table=shelf,
+            pools=pools,
+            limits=snapshot.limits,
+            burn_micro_usd_h=sum(view.node.price_micro_usd_h for view in snapshot.nodes),
+            left=np.array([most[name] - there[name] for name in shelf.types], dtype=np.int64),
+            launches_left=None if pace is None else max(0, pace - lately),
+            backed_off=np.array(resting, dtype=np.bool_),
+            caps=_caps(shelf, snapshot.limits),
+        )
+
+    def copy(self) -> Offerings:
+        return replace(self, left=self.left.copy())
+
+    @property
+    def offerings(self) -> tuple[Offering, ...]:
+        return self.table.offerings
+
+    def offerings_for(self, shape: Shape) -> list[tuple[Offering, int]]:
+        """Offers whose nodes would hold members of this shape, with how many each."""
+        members = self.table.members(shape)
+        return [(self.table.offerings[row], int(members[row])) for row in np.flatnonzero(members).tolist()]
+
+    def could_hold(self, shape: Shape, count: int) -> bool:
+        """Whether an empty fleet with every pool in stock would hold so many; `impossible` says why not."""
+        most = {o.node_type.name: o.node_type.max_nodes * fit for o, fit in self.offerings_for(shape)}
+        return sum(most.values()) >= count
+
+    def can_have(self, basket: Purchase = _NOTHING) -> Ints:
+        """How many nodes of each offer there are to be had beside what is in the basket."""
+        left = self.left[self.table.type_of]
+        if basket.size:
+            taken = np.zeros_like(self.left)
+            for name, nodes in basket.of_type.items():
+                taken[self.table.types[name]] = nodes
+            left -= taken[self.table.type_of]
+        if self.caps is not None:
+            spare = self.caps - self.burn_micro_usd_h - basket.price_micro_usd_h
+            left = np.minimum(left, spare // np.maximum(1, self.table.price))
+        left[self.backed_off] = 0
+        return np.maximum(0, left)
+
+    def most(self, shape: Shape) -> int:
+        """How many members of this shape nodes that can be had would hold; of each type in the zone that has most."""
+        best = np.zeros_like(self.left)
+        np.maximum.at(best, self.table.type_of, self.can_have() * self.table.members(shape))
+        return int(best.sum())
+
+    def left_of(self, node_type: str) -> int:
+        return int(self.left[self.table.types[node_type]])
+
+    def refusal(self, offer: Offering) -> Refusal | None:
+        """Why not one node of it can be had now, in words; None when it can."""
+        if (retry_at_s := self.retry_at_s(offer)) > self.at_s:
+            why = self.pools[(offer.node_type.name, offer.zone)].reason
+            return "stock", f"rests until {utc(retry_at_s)}" + (f": {why}" if why else "")
+        if self.left_of(offer.node_type.name) <= 0:
+            return "capacity", f"all {offer.node_type.max_nodes} that max_nodes allows are there"
+        if self.caps is not None and self.burn_micro_usd_h + offer.price_micro_usd_h > (
+            cap := int(self.caps[offer.row])
+        ):
+            kind = "hard" if cap == self.limits.hard_micro_usd_h else "soft"
+            after = format_usd(self.burn_micro_usd_h + offer.price_micro_usd_h)
+            return "budget", f"the fleet would cost {after}/h; the {kind} limit is {format_usd(cap)}/h"
+        if self.launches_left is not None and self.launches_left <= 0:
+            return "rate", f"{self.limits.launches_per_min} nodes were launched within a minute"
+        return None
+
+    def buy(self, offer: Offering) -> None:
+        self.left[self.table.types[offer.node_type.name]] -= 1
+        self.burn_micro_usd_h += offer.price_micro_usd_h
+        if self.launches_left is not None:
+            self.launches_left = max(0, self.launches_left - 1)
+
+    def cancel(self, offer: Offering) -> None:
+        """Undo `buy`."""
+        self.left[self.table.types[offer.node_type.name]] += 1
+        self.burn_micro_usd_h -= offer.price_micro_usd_h
+        if self.launches_left is not None:
+            self.launches_left += 1
+
+    def retry_at_s(self, offer: Offering) -> float:
+        pool = self.pools.get((offer.node_type.name, offer.zone))
+        return pool.retry_at_s if pool else 0.0
+
+    def limits_in_words(self) -> str:
+        """What the fleet costs, and what it may; empty when it may cost anything."""
+        soft, hard = self.limits.soft_micro_usd_h, self.limits.hard_micro_usd_h
+        words = [f"above {format_usd(soft)}/h only spot is bought"] if soft is not None else []
+        words += [f"above {format_usd(hard)}/h nothing is"] if hard is not None else []
+        return f"the fleet costs {format_usd(self.burn_micro_usd_h)}/h, and {', '.join(words)}" if words else ""
+
+
+def _caps(shelf: OfferingTable, limits: Limits) -> Ints | None:
+    """Spot goes up to the hard limit, the rest up to the soft one."""
+    if limits.soft_micro_usd_h is None and limits.hard_micro_usd_h is None:
+        return None
+    hard = _NO_CAP if limits.hard_micro_usd_h is None else limits.hard_micro_usd_h
+    soft = hard if limits.soft_micro_usd_h is None else min(limits.soft_micro_usd_h, hard)
+    return np.where(shelf.is_spot, hard, soft)
+
+
+def _offers(snapshot: Snapshot) -> list[Offering]:
+    """In the order of node types and of their zones."""
+    quotes = {(quote.node_type, quote.zone): quote for quote in snapshot.quotes}
+    found: list[Offering] = []
+    for node_type in snapshot.node_types:
+        for zone in node_type.zones:
+            quote = quotes.get((node_type.name, zone))
+            known = None if quote is None else quote.price_micro_usd_h
+            price = node_type.price_in(zone) if known is None else known
+            deaths = quote.deaths_per_h if quote is not None else 0.0
+            cost = price * (1.0 + deaths * RESTART_S / 3600.0)
+            found.append(Offering(len(found), node_type, zone, price, deaths, cost, node_type.all_labels(zone)))
+    return found

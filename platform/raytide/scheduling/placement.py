@@ -4,26 +4,40 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
 from raytide.core.objects.gang import Shape
-from raytide.core.objects.snapshot import Throughputs
+from raytide.core.objects.node import NodeType, Resources, round_up_gpu_share
+from raytide.core.objects.snapshot import NodeView, Snapshot, Throughputs
 from raytide.scheduling.lookahead import PendingDemand
-from raytide.scheduling.market import Offerings, Purchase
-from raytide.scheduling.node_table import Floats, NodeTable
-from raytide.scheduling.offerings import Offering
+from raytide.scheduling.node_table import GPU, Floats, NodeTable
+from raytide.scheduling.offerings import Offering, Offerings, Purchase
+from raytide.scheduling.replicas import published_members, replica_shape
 from raytide.scheduling.throughput import cost_per_work
-from raytide.scheduling.want import PlacementRequest
 
+USUAL = 4
+"""How many shapes stand for what is usually asked."""
 SPREAD_EXTRA = 0.2
 """What a replica may cost more in another zone, while one zone holds half of its endpoint or more."""
 
 Option = tuple[float, float, int]
 """What an offer costs for each member, and in all, and its place among the offers."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementRequest:
+    shape: Shape
+    count: int
+    menu: frozenset[str] | None = None
+    max_new: int | None = None
+    spread_from: Counter[str] | None = None
+    paces: Throughputs = field(default_factory=dict)
+    apart: frozenset[str] | None = None
+    """Each member sits on a node of its own, and on none of these; None: they may share."""
 
 
 class Slot(NamedTuple):
@@ -40,11 +54,11 @@ class Candidate:
     """What one placement would take."""
 
     shape: Shape
-    there: list[tuple[int, int]] = field(default_factory=list)
+    existing: list[tuple[int, int]] = field(default_factory=list)
     """Rows of the grid, with members."""
     new: list[tuple[Offering, int, int]] = field(default_factory=list)
     """Offers, with nodes and members."""
-    basket: Purchase = field(default_factory=Purchase)
+    purchase: Purchase = field(default_factory=Purchase)
     count: int = 0
     paces: Throughputs = field(default_factory=dict)
     left: Floats | None = None
@@ -58,7 +72,7 @@ class Candidate:
 
     def would_break(self, pace: int, needed: int) -> bool:
         """Whether with so many new nodes fewer would sit than are needed at least."""
-        members = sum(members for _, members in self.there)
+        members = sum(members for _, members in self.existing)
         sizes = [members // nodes for _, nodes, members in self.new for _ in range(nodes)]
         return members + sum(sizes[:pace]) < needed
 
@@ -67,7 +81,7 @@ def best_candidate(
     market: Offerings, grid: NodeTable, seats: Sequence[Slot], coming: PendingDemand | None, want: PlacementRequest
 ) -> Candidate:
     """As many of the members that are wanted as there is room for. `seats`: by row of the grid."""
-    choice = Candidate(want.shape, paces=want.paces, left=None if coming is None else coming.left)
+    choice = Candidate(want.shape, paces=want.paces, left=None if coming is None else coming.remaining)
     looked_at = want.count if want.apart is None else sys.maxsize  # apart, many rows hold one each, whatever else fits
     rows, copies = grid.fitting(want.shape.resources, want.shape.labels, enough=looked_at)
     if want.apart is not None:
@@ -76,20 +90,20 @@ def best_candidate(
     for row, fit in zip(rows.tolist(), copies.tolist(), strict=True):
         if choice.count >= want.count:
             break
-        choice.there.append((row, min(fit, want.count - choice.count)))
-        choice.count += choice.there[-1][1]
+        choice.existing.append((row, min(fit, want.count - choice.count)))
+        choice.count += choice.existing[-1][1]
     zones = None if want.spread_from is None else Counter(want.spread_from)
     if zones is not None:
-        for row, members in choice.there:
+        for row, members in choice.existing:
             zones[seats[row].zone] += members
-    while choice.count < want.count and (want.max_new is None or choice.basket.size < want.max_new):
+    while choice.count < want.count and (want.max_new is None or choice.purchase.size < want.max_new):
         found = _cheapest(market, coming, want, choice, zones)
         if found is None:
             break
         offer, fit, nodes = found
         members = min(nodes * fit, want.count - choice.count)
         choice.new.append((offer, nodes, members))
-        choice.basket.add(offer, nodes)
+        choice.purchase.add(offer, nodes)
         choice.count += members
         if zones is not None:
             zones[offer.zone] += members
@@ -115,10 +129,10 @@ def _cheapest(
 ) -> tuple[Offering, int, int] | None:
     """The best offer, how many members a node of it holds, and how many of its nodes to take at once. `zones`: how many
     there are in each, when they are spread."""
-    shelf, lacking = market.shelf, want.count - choice.count
-    fits, to_be_had = shelf.members(want.shape), market.can_have(choice.basket)
+    shelf, lacking = market.table, want.count - choice.count
+    fits, to_be_had = shelf.members(want.shape), market.can_have(choice.purchase)
     fits = fits if want.apart is None else np.minimum(1, fits)
-    rows = np.flatnonzero((fits > 0) & (to_be_had > 0) & shelf.in_menu(want.menu))
+    rows = np.flatnonzero((fits > 0) & (to_be_had > 0) & shelf.allowed(want.menu))
     if not len(rows):
         return None
     members = np.minimum(fits, lacking)
@@ -128,21 +142,47 @@ def _cheapest(
         worth, shared = np.zeros(len(rows)), np.zeros((len(rows), 0))
     each = np.maximum(0.0, shelf.cost[rows] - worth) / members[rows]
     if want.paces:
-        names = [shelf.offers[row].node_type.name for row in rows.tolist()]
+        names = [shelf.offerings[row].node_type.name for row in rows.tolist()]
         each = np.array(
             [cost_per_work(cost, name, want.paces) for cost, name in zip(each.tolist(), names, strict=True)]
         )
     if zones is not None:
         options = list(zip(each.tolist(), shelf.cost[rows].tolist(), rows.tolist(), strict=True))
-        row = spread_over(options, lambda row: shelf.offers[row].zone, zones)[2]
-        return shelf.offers[row], int(fits[row]), 1
+        row = spread_over(options, lambda row: shelf.offerings[row].zone, zones)[2]
+        return shelf.offerings[row], int(fits[row]), 1
     at = int(np.lexsort((rows, shelf.cost[rows], each))[0])
     row = int(rows[at])
     nodes = min(max(1, lacking // int(fits[row])), int(to_be_had[row]))
     if want.max_new is not None:
-        nodes = min(nodes, want.max_new - choice.basket.size)
+        nodes = min(nodes, want.max_new - choice.purchase.size)
     if choice.left is not None and (there := shared[at] > 0).any():
         full = choice.left[there] // shared[at][there]
         nodes = int(min(nodes, max(1.0, full.min())))
         choice.left = np.maximum(0.0, choice.left - nodes * shared[at])
-    return shelf.offers[row], int(fits[row]), nodes
+    return shelf.offerings[row], int(fits[row]), nodes
+
+
+def resource_scale(node_types: Sequence[NodeType], nodes: Iterable[NodeView]) -> dict[str, float]:
+    """The most of each resource on one node; what no node type has counts for nothing when it is left over."""
+    scale = dict.fromkeys(set().union(*(view.available for view in nodes)), float("inf"))
+    names = {name for t in node_types for name in t.resources}
+    return scale | {name: max(t.resources.get(name, 0.0) for t in node_types) for name in names}
+
+
+def usual_shapes(snapshot: Snapshot) -> list[tuple[Resources, float]]:
+    """The GPU shapes that most members have, running and waiting, with the share of each."""
+    said: Counter[tuple[tuple[str, float], ...]] = Counter()
+    for lease in snapshot.leases:
+        said[tuple(lease.shape.resources.items())] += len(lease.members)
+    for job in snapshot.jobs:
+        shape = job.spec.gang.shapes[0]
+        said[tuple(shape.resources.items())] += shape.members
+    for view in snapshot.endpoints:
+        said[tuple(replica_shape(view).resources.items())] += published_members(view)
+    counts: Counter[tuple[tuple[str, float], ...]] = Counter()
+    for key, count in said.items():
+        counts[tuple(sorted(key))] += count
+    usual = [(dict(key), count) for key, count in counts.items() if count and dict(key).get(GPU)]
+    usual = sorted(usual, key=lambda item: (-item[1], sorted(item[0].items())))[:USUAL]
+    total = sum(count for _, count in usual)
+    return [(round_up_gpu_share(need), count / total) for need, count in usual]

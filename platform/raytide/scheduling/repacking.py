@@ -29,21 +29,25 @@ class Repacking:
     swapped: dict[str, Slot] = field(default_factory=dict)
     """By node that is bought as something else."""
 
-    def seat(self, seat: Slot) -> Slot:
+    def final_slot(self, seat: Slot) -> Slot:
         """Where this tenant sits now. Ask for the tenants of a node in the order in which they were seated."""
         if elsewhere := self.moved.get(seat.node_id):
             seat = elsewhere.pop(0)
         return self.swapped.get(seat.node_id, seat)
 
 
-def repair(room: SchedulingState) -> Repacking:
+def repack(room: SchedulingState) -> Repacking:
     """Empty or swap what can be, the dearest first; the room is changed accordingly."""
     done = Repacking()
     kept: set[str] = set()
     for node_id, offer in sorted(room.bought.items(), key=lambda item: -item[1].cost_micro_usd_h):
         tenants = room.tenants[node_id]
         row = room.rows[node_id]
-        if not tenants or len(tenants) > MOST_TENANTS or room.grid.share_taken(row, offer.node_type.resources) > FULL:
+        if (
+            not tenants
+            or len(tenants) > MOST_TENANTS
+            or room.node_table.share_taken(row, offer.node_type.resources) > FULL
+        ):
             continue
         is_free = node_id not in kept and not any(tenant.is_apart for tenant in tenants)
         if is_free and (seats := _elsewhere(room, row, tenants)):
@@ -58,15 +62,15 @@ def repair(room: SchedulingState) -> Repacking:
 
 def _elsewhere(room: SchedulingState, row: int, tenants: list[Tenant]) -> list[Slot]:
     """Seats for all tenants of this row on other nodes, taken; none when they do not all fit."""
-    restore = room.grid.undo()
+    restore = room.node_table.checkpoint()
     seats: list[Slot] = []
     for tenant in tenants:
-        rows, _ = room.grid.fitting(tenant.shape.resources, tenant.labels, enough=1, but=row)
+        rows, _ = room.node_table.fitting(tenant.shape.resources, tenant.labels, enough=1, but=row)
         if not rows.size:
             restore()
             return []
-        room.grid.take(int(rows[0]), tenant.shape.resources)
-        seats.append(room.seats[int(rows[0])])
+        room.node_table.reserve(int(rows[0]), tenant.shape.resources)
+        seats.append(room.slots[int(rows[0])])
     for seat, tenant in zip(seats, tenants, strict=True):
         if seat.is_new:
             room.tenants[seat.node_id].append(tenant)
@@ -75,29 +79,29 @@ def _elsewhere(room: SchedulingState, row: int, tenants: list[Tenant]) -> list[S
 
 def _cheaper(room: SchedulingState, offer: Offering, tenants: list[Tenant]) -> Offering | None:
     """The cheapest offer that holds all of them, if it is cheaper than this one."""
-    market, shelf = room.market, room.market.shelf
-    able = (shelf.cost < offer.cost_micro_usd_h) & shelf.can_ever_hold(_sum(tenants)) & (market.can_have() > 0)
-    for labels, menu in {(tuple(tenant.labels.items()), tenant.menu) for tenant in tenants}:
-        able &= shelf.carrying(dict(labels)) & shelf.in_menu(menu)
+    market, shelf = room.offerings, room.offerings.table
+    able = (shelf.cost < offer.cost_micro_usd_h) & shelf.could_hold(_sum(tenants)) & (market.can_have() > 0)
+    for labels, menu in {(tuple(tenant.labels.items()), tenant.allowed_types) for tenant in tenants}:
+        able &= shelf.matching(dict(labels)) & shelf.allowed(menu)
     rows = np.flatnonzero(able)
-    return shelf.offers[rows[shelf.cost[rows].argmin()]] if len(rows) else None
+    return shelf.offerings[rows[shelf.cost[rows].argmin()]] if len(rows) else None
 
 
 def _swap(room: SchedulingState, node_id: str, offer: Offering, tenants: list[Tenant]) -> Slot:
     row = room.rows[node_id]
-    room.market.give_back(room.bought[node_id])
-    room.market.buy(offer)
+    room.offerings.cancel(room.bought[node_id])
+    room.offerings.buy(offer)
     room.bought[node_id] = offer
-    room.grid.set_free(row, _less(offer.node_type.resources, _sum(tenants)), offer.labels)
-    room.seats[row] = room.seats[row]._replace(node_type=offer.node_type.name, zone=offer.zone)
-    return room.seats[row]
+    room.node_table.set_free(row, _less(offer.node_type.resources, _sum(tenants)), offer.labels)
+    room.slots[row] = room.slots[row]._replace(node_type=offer.node_type.name, zone=offer.zone)
+    return room.slots[row]
 
 
 def _forget(room: SchedulingState, node_id: str) -> None:
     """It is not bought: nobody is seated there any more."""
-    room.market.give_back(room.bought.pop(node_id))
+    room.offerings.cancel(room.bought.pop(node_id))
     del room.tenants[node_id]
-    room.grid.set_free(room.rows.pop(node_id), {}, {})
+    room.node_table.set_free(room.rows.pop(node_id), {}, {})
 
 
 def _sum(tenants: list[Tenant]) -> Resources:

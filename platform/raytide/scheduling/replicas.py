@@ -17,7 +17,7 @@ def is_fresh(load: EndpointLoad | None, now_s: float) -> bool:
     return load is not None and now_s - load.at_s <= FRESH_S
 
 
-def unheard(load: EndpointLoad, now_s: float) -> int:
+def silent_replicas(load: EndpointLoad, now_s: float) -> int:
     """How many of the replicas that answer requests said nothing of their own lately."""
     return max(0, load.ready - sum(now_s - replica.at_s <= FRESH_S for replica in load.replicas))
 
@@ -32,24 +32,24 @@ def replica_shape(view: EndpointView) -> Shape:
     return Shape(resources=view.endpoint.spec.resources, labels=view.endpoint.spec.labels)
 
 
-def paces_of(view: EndpointView) -> Throughputs:
+def replica_throughputs(view: EndpointView) -> Throughputs:
     """How fast its replicas are on each node type, as far as that was heard."""
     traffic = view.load.traffic if view.load is not None else None
     return traffic.paces if traffic is not None else {}
 
 
-def members_of(view: EndpointView) -> int:
+def published_members(view: EndpointView) -> int:
     """Of all its published replicas."""
     return view.endpoint.target_replicas * view.endpoint.spec.members
 
 
-def leaving_nodes(snapshot: Snapshot) -> frozenset[str]:
+def departing_nodes(snapshot: Snapshot) -> frozenset[str]:
     """Ray's ids of the nodes on which no replica stays."""
     gone = (NodeState.DRAINING, NodeState.TERMINATING)
     return frozenset(view.node.ray_node_id for view in snapshot.nodes if view.node.state in gone) - {""}
 
 
-def given_up_nodes(snapshot: Snapshot) -> frozenset[str]:
+def released_nodes(snapshot: Snapshot) -> frozenset[str]:
     """Ray's ids of the nodes that endpoints give up in this decision: none of their replicas stays there either."""
     given_up = {node_id for view in snapshot.endpoints for node_id in view.given_up}
     return frozenset(view.node.ray_node_id for view in snapshot.nodes if view.node.id in given_up) - {""}
@@ -65,13 +65,13 @@ def missing_replicas(view: EndpointView, snapshot: Snapshot, leaving: frozenset[
     if view.endpoint.state not in SERVING_STATES:
         return 0
     seated = _staying(view.load, leaving) if view.load else 0
-    missing = max(0, members_of(view) - seated)
+    missing = max(0, published_members(view) - seated)
     if is_fresh(view.load, snapshot.at_s):
         return missing
     return min(missing, sum(d.count for d in snapshot.demand if is_replica_of(d, view.endpoint.name)))
 
 
-def is_pressed(view: EndpointView, now_s: float) -> bool:
+def is_overloaded(view: EndpointView, now_s: float) -> bool:
     """Whether it is asked more now than the replicas that answer are meant to carry."""
     load, spec = view.load, view.endpoint.spec.replicas
     if load is None or not is_fresh(load, now_s):

@@ -29,7 +29,7 @@ _EPS = 1e-6
 
 def with_reservations(snapshot: Snapshot, room: SchedulingState) -> Snapshot:
     """With what is kept for the first replica of each endpoint that has no room, as the room is now."""
-    lacking = [view for view in snapshot.endpoints if lacks(room, view) and view.pools is None]
+    lacking = [view for view in snapshot.endpoints if missing_members(room, view) and view.pools is None]
     if not lacking:
         return snapshot
     fleet, kept = (
@@ -37,13 +37,13 @@ def with_reservations(snapshot: Snapshot, room: SchedulingState) -> Snapshot:
         dict[str, Reservation](),
     )
     for view in lacking:
-        shape, count = replica_shape(view), members_at_once(view, lacks(room, view))
-        if found := fleet.keep(shape, count, room.market.most(shape)):
+        shape, count = replica_shape(view), members_at_once(view, missing_members(room, view))
+        if found := fleet.keep(shape, count, room.offerings.most(shape)):
             kept[view.endpoint.name] = found
     return replace(snapshot, kept=kept)
 
 
-def lacks(room: SchedulingState, view: EndpointView) -> int:
+def missing_members(room: SchedulingState, view: EndpointView) -> int:
     """Members of published replicas for which there is no room, not even on nodes that can be bought."""
     name = view.endpoint.name
     return room.missing.get(name, 0) - len(room.replicas.get(name, ()))
@@ -54,12 +54,12 @@ def members_at_once(view: EndpointView, lacking: int) -> int:
     return lacking % view.endpoint.spec.members or view.endpoint.spec.members
 
 
-def take(room: SchedulingState, kept: Reservation) -> None:
+def reserve(room: SchedulingState, kept: Reservation) -> None:
     for node_id, resources in kept:
         room.reserve(node_id, resources)
 
 
-def give(room: SchedulingState, kept: Reservation) -> None:
+def release(room: SchedulingState, kept: Reservation) -> None:
     for node_id, resources in kept:
         room.release(node_id, resources)
 
@@ -82,14 +82,14 @@ class _Fleet:
         views = [view for view in snapshot.nodes if view.node.id in room.rows]
         views.sort(key=lambda view: (len(view.node.id), view.node.id))
         rows = np.array([room.rows[view.node.id] for view in views], dtype=np.int64)
-        free_NR = np.array([room.grid.free_at(row) for row in rows.tolist()])
+        free_NR = np.array([room.node_table.free_at(row) for row in rows.tolist()])
         used, free, most = _used_for_good(snapshot, room), dict[str, Floats](), dict[str, Floats]()
         for name in sorted(names):
-            columns = room.grid.columns({name: 1.0})
+            columns = room.node_table.columns({name: 1.0})
             free[name] = free_NR[:, columns[0][0]] if columns and views else np.zeros(len(views))
             there = [view.countable.get(name, 0.0) - used[view.node.id][name] for view in views]
             most[name] = np.array(there, dtype=np.float64)
-        return cls([view.node.id for view in views], room.grid, rows, free, most)
+        return cls([view.node.id for view in views], room.node_table, rows, free, most)
 
     def keep(self, shape: Shape, count: int, to_buy: int) -> Reservation:
         """The nodes on which the least would have to be left for so many members, of which `to_buy` need none of them.
@@ -98,7 +98,7 @@ class _Fleet:
         if not need:
             return ()
         holds = np.min([(self.most[name] + _EPS) // amount for name, amount in need.items()], axis=0)
-        holds *= self.grid.carrying(shape.labels)[self.rows]
+        holds *= self.grid.matching(shape.labels)[self.rows]
         seats: list[tuple[float, int]] = []
         for number in range(1, count + 1):
             rows = np.flatnonzero(holds >= number)

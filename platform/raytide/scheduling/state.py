@@ -21,16 +21,20 @@ from raytide.core.objects.node import (
     round_up_gpu_share,
 )
 from raytide.core.objects.snapshot import EndpointView, NodeView, Snapshot, Throughputs
-from raytide.scheduling.diagnosis import Unschedulable, impossible
+from raytide.scheduling.diagnosis import Holders, Unschedulable, why_impossible, why_not
 from raytide.scheduling.lookahead import PendingDemand
-from raytide.scheduling.market import Offerings
 from raytide.scheduling.node_table import NodeTable
-from raytide.scheduling.offerings import Offering
-from raytide.scheduling.placement import Candidate, Slot, best_candidate
-from raytide.scheduling.replicas import given_up_nodes, leaving_nodes, missing_replicas, paces_of, replica_shape
+from raytide.scheduling.offerings import Offering, Offerings
+from raytide.scheduling.placement import Candidate, PlacementRequest, Slot, best_candidate, resource_scale, usual_shapes
+from raytide.scheduling.replicas import (
+    departing_nodes,
+    missing_replicas,
+    released_nodes,
+    replica_shape,
+    replica_throughputs,
+)
 from raytide.scheduling.throughput import no_slower
 from raytide.scheduling.unattributed import UnattributedUsage
-from raytide.scheduling.want import Holders, PlacementRequest, resource_scale, usual_shapes, why_not
 
 _RANK = {NodeState.READY: 0, NodeState.LAUNCHING: 1, NodeState.REQUESTED: 2}
 """Where members may sit, the soonest usable first."""
@@ -54,7 +58,7 @@ class Tenant:
     """Somebody who was given a seat on a new node."""
 
     shape: Shape
-    menu: frozenset[str] | None
+    allowed_types: frozenset[str] | None
     """The node types that may be bought for it; None for all."""
     zone: str = ""
     """Where it stays, so that its endpoint is spread; empty for anywhere."""
@@ -79,17 +83,17 @@ class SchedulingState:
     """
 
     snapshot: Snapshot
-    market: Offerings
+    offerings: Offerings
     next_node: int
-    grid: NodeTable
-    seats: list[Slot] = field(default_factory=list)
+    node_table: NodeTable
+    slots: list[Slot] = field(default_factory=list)
     """By row of the grid."""
     rows: dict[str, int] = field(default_factory=dict)
     """By node."""
     bought: dict[str, Offering] = field(default_factory=dict)
     tenants: dict[str, list[Tenant]] = field(default_factory=dict)
     """Of each new node, in the order in which they were seated."""
-    coming: PendingDemand | None = None
+    pending: PendingDemand | None = None
     """Who will be seated later in this decision, when that is known."""
     missing: dict[str, int] = field(default_factory=dict)
     """Published replicas of each endpoint that have no node, where there are any."""
@@ -104,20 +108,20 @@ class SchedulingState:
         able = [view for view in snapshot.nodes if _takes_work(view.node) and _is_known(view, snapshot)]
         room = cls(
             snapshot=snapshot,
-            market=Offerings.of(snapshot),
+            offerings=Offerings.of(snapshot),
             next_node=snapshot.next_node,
-            grid=NodeTable(resource_scale(snapshot.node_types, able), usual_shapes(snapshot)),
+            node_table=NodeTable(resource_scale(snapshot.node_types, able), usual_shapes(snapshot)),
         )
         promised, held = _promised(snapshot.leases), _held(snapshot.leases)
         able.sort(key=lambda view: _order(view.node.id))
-        room.seats = [Slot(view.node.id, view.node.type, view.node.zone, is_new=False) for view in able]
-        room.rows = {seat.node_id: row for row, seat in enumerate(room.seats)}
-        room.grid.extend(
+        room.slots = [Slot(view.node.id, view.node.type, view.node.zone, is_new=False) for view in able]
+        room.rows = {seat.node_id: row for row, seat in enumerate(room.slots)}
+        room.node_table.extend(
             [_unpromised(_within(view, held.get(view.node.id)), promised.get(view.node.id, ())) for view in able],
             [_RANK[view.node.state] for view in able],
             [view.labels for view in able],
         )
-        leaving = leaving_nodes(snapshot) | given_up_nodes(snapshot)
+        leaving = departing_nodes(snapshot) | released_nodes(snapshot)
         zones = {view.node.ray_node_id: view.node.zone for view in snapshot.nodes}
         unseen = UnattributedUsage(snapshot)
         for served in snapshot.endpoints:
@@ -165,14 +169,16 @@ class SchedulingState:
         most = 0
         for bound in self._bound(shape):
             want = PlacementRequest(bound, count, types, max_new, spread_from, paces or {}, apart)
-            choice = best_candidate(self.market, self.grid, self.seats, self.coming, want)
-            pace = self.market.launches_left
-            if pace is not None and choice.basket.size > pace and not (pace and choice.would_break(pace, needed)):
-                choice = best_candidate(self.market, self.grid, self.seats, self.coming, replace(want, max_new=pace))
+            choice = best_candidate(self.offerings, self.node_table, self.slots, self.pending, want)
+            pace = self.offerings.launches_left
+            if pace is not None and choice.purchase.size > pace and not (pace and choice.would_break(pace, needed)):
+                choice = best_candidate(
+                    self.offerings, self.node_table, self.slots, self.pending, replace(want, max_new=pace)
+                )
             most = max(most, choice.count)
             if choice.count >= needed and (best is None or choice.rating < best.rating):
                 best = choice
-        if not most and self.market.launches_left is None:
+        if not most and self.offerings.launches_left is None:
             self.full.add(ask)
         if best is None:
             return () if needed <= 0 else self.why_not(shape, needed, subject)
@@ -180,12 +186,12 @@ class SchedulingState:
 
     def most(self, shape: Shape) -> int:
         """How many members there would be room for now, nodes to be bought included: at most so many, that is."""
-        return int(self.grid.holding(shape.resources, shape.labels)[1].sum()) + self.market.most(shape)
+        return int(self.node_table.rows_with_room(shape.resources, shape.labels)[1].sum()) + self.offerings.most(shape)
 
     def buy(self, node_type: NodeType) -> Slot | None:
         """One more node of a type, whoever needs it; None when none can be had."""
-        offers = [o for o in self.market.offers if o.node_type.name == node_type.name]
-        able = [o for o in offers if self.market.refusal(o) is None]
+        offers = [o for o in self.offerings.offerings if o.node_type.name == node_type.name]
+        able = [o for o in offers if self.offerings.refusal(o) is None]
         return self.buy_offer(min(able, key=lambda offer: offer.cost_micro_usd_h)) if able else None
 
     def buy_offer(self, offer: Offering) -> Slot:
@@ -193,23 +199,25 @@ class SchedulingState:
 
     def why_not(self, shape: Shape, count: int, subject: str) -> Unschedulable:
         """What keeps `count` members from being placed now; capacity when nothing worse does."""
-        if not self.market.could_hold(shape, count):
-            never = impossible(shape, count, self.snapshot.node_types, subject)
+        if not self.offerings.could_hold(shape, count):
+            never = why_impossible(shape, count, self.snapshot.node_types, subject)
             assert never is not None
             return never
-        there = max((int(self.grid.holding(b.resources, b.labels)[1].sum()) for b in self._bound(shape)), default=0)
+        there = max(
+            (int(self.node_table.rows_with_room(b.resources, b.labels)[1].sum()) for b in self._bound(shape)), default=0
+        )
         if self._holders is None:
             self._holders = Holders(self.snapshot)
-        return why_not(self.market, self._holders, shape, count, there, subject)
+        return why_not(self.offerings, self._holders, shape, count, there, subject)
 
     def copy(self) -> SchedulingState:
         """A scratch pad of the scratch pad."""
         return replace(
             self,
-            market=self.market.copy(),
-            coming=copy(self.coming),
-            grid=self.grid.copy(),
-            seats=list(self.seats),
+            offerings=self.offerings.copy(),
+            pending=copy(self.pending),
+            node_table=self.node_table.copy(),
+            slots=list(self.slots),
             rows=dict(self.rows),
             bought=dict(self.bought),
             tenants={node_id: list(tenants) for node_id, tenants in self.tenants.items()},
@@ -221,12 +229,12 @@ class SchedulingState:
     def release(self, node_id: str, resources: Resources) -> None:
         """Somebody on that node lets go of these; a node that takes no work is left."""
         if (row := self.rows.get(node_id)) is not None:
-            self.grid.take(row, resources, -1)
+            self.node_table.reserve(row, resources, -1)
             self.full.clear()
 
     def reserve(self, node_id: str, resources: Resources) -> None:
         if (row := self.rows.get(node_id)) is not None:
-            self.grid.take(row, resources)
+            self.node_table.reserve(row, resources)
 
     def _seats_for(self, view: EndpointView, missing: int, there: Counter[str]) -> Placements:
         """Where it was decided to buy them, or where it is cheapest; whatever is free comes first."""
@@ -234,7 +242,7 @@ class SchedulingState:
         if (members := view.endpoint.spec.members) > 1:
             return self._whole(shape, missing, members, name)
         if view.pools is None:
-            return self._placed(shape, missing, name, spread_from=there, paces=paces_of(view))
+            return self._placed(shape, missing, name, spread_from=there, paces=replica_throughputs(view))
         seats = self._placed(shape, missing, name, max_new=0)
         for (node_type, zone), count in Counter(view.pools[: missing - len(seats)]).items():
             labels = {**shape.labels, TYPE_LABEL: node_type, ZONE_LABEL: zone}
@@ -271,9 +279,11 @@ class SchedulingState:
         """The shape with the label that its members share, once for each value; itself when they share none."""
         if not shape.together:
             return [shape]
-        rows, _ = self.grid.holding(shape.resources, shape.labels)
-        values = self.grid.values(shape.together, rows)
-        values |= {o.labels[shape.together] for o, _ in self.market.holding(shape) if shape.together in o.labels}
+        rows, _ = self.node_table.rows_with_room(shape.resources, shape.labels)
+        values = self.node_table.values(shape.together, rows)
+        values |= {
+            o.labels[shape.together] for o, _ in self.offerings.offerings_for(shape) if shape.together in o.labels
+        }
         return [shape.model_copy(update={"labels": {**shape.labels, shape.together: v}}) for v in sorted(values)]
 
     def _commit(self, choice: Candidate, menu: frozenset[str] | None, *, is_spread: bool, is_apart: bool) -> Placements:
@@ -283,17 +293,19 @@ class SchedulingState:
             types = no_slower(seat.node_type, choice.paces)
             return Tenant(choice.shape, menu, seat.zone if is_spread else "", types, is_apart)
 
-        if self.coming is not None and choice.left is not None:
-            self.coming.left = choice.left
-        self.grid.take_in([row for row, _ in choice.there], choice.shape.resources, [n for _, n in choice.there])
-        for row, members in choice.there:
-            seats += [self.seats[row]] * members
-            if self.seats[row].is_new:
-                self.tenants[self.seats[row].node_id] += [tenant(self.seats[row])] * members
+        if self.pending is not None and choice.left is not None:
+            self.pending.remaining = choice.left
+        self.node_table.reserve_each(
+            [row for row, _ in choice.existing], choice.shape.resources, [n for _, n in choice.existing]
+        )
+        for row, members in choice.existing:
+            seats += [self.slots[row]] * members
+            if self.slots[row].is_new:
+                self.tenants[self.slots[row].node_id] += [tenant(self.slots[row])] * members
         for offer, nodes, members in choice.new:
             fits = [members // nodes + (at < members % nodes) for at in range(nodes)]
             bought = self._buy(offer, nodes)
-            self.grid.take_in([self.rows[seat.node_id] for seat in bought], choice.shape.resources, fits)
+            self.node_table.reserve_each([self.rows[seat.node_id] for seat in bought], choice.shape.resources, fits)
             for seat, fit in zip(bought, fits, strict=True):
                 self.tenants[seat.node_id] = [tenant(seat)] * fit
                 seats += [seat] * fit
@@ -301,23 +313,23 @@ class SchedulingState:
 
     def _buy(self, offer: Offering, count: int) -> list[Slot]:
         """So many nodes of one pool, in rows that follow one another."""
-        node_type, first = offer.node_type, len(self.seats)
+        node_type, first = offer.node_type, len(self.slots)
         numbers = range(self.next_node, self.next_node + count)
         seats = [Slot(f"node-{number}", node_type.name, offer.zone, is_new=True) for number in numbers]
         self.next_node += count
         for at, seat in enumerate(seats):
-            self.market.buy(offer)
+            self.offerings.buy(offer)
             self.bought[seat.node_id], self.tenants[seat.node_id] = offer, []
             self.rows[seat.node_id] = first + at
-        self.seats += seats
-        self.grid.extend([node_type.resources] * count, [_NEW] * count, [offer.labels] * count)
+        self.slots += seats
+        self.node_table.extend([node_type.resources] * count, [_NEW] * count, [offer.labels] * count)
         self.full.clear()
         return seats
 
 
 def check_possible(spec: GangSpec, node_types: Sequence[NodeType], *, subject: str = "the gang") -> None:
     """CapacityError when no state of the fleet, not even an empty one, could hold any shape of the gang."""
-    never = [impossible(shape, shape.at_least, node_types, subject) for shape in spec.shapes]
+    never = [why_impossible(shape, shape.at_least, node_types, subject) for shape in spec.shapes]
     if never[0] is not None and all(never):
         raise CapacityError(never[0].reason, hint=never[0].remedy)
 

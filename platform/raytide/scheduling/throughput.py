@@ -26,7 +26,7 @@ class AcceleratorClasses:
 
     types: Mapping[str, str] = field(default_factory=dict)
     """The kind of each."""
-    said: Mapping[str, float] = field(default_factory=dict)
+    declared: Mapping[str, float] = field(default_factory=dict)
     """The `speed` of each kind."""
 
     @classmethod
@@ -37,7 +37,7 @@ class AcceleratorClasses:
             by_kind[_kind_of(node_type)].append(node_type)
         return cls(
             types={node_type.name: kind for kind, types in by_kind.items() for node_type in types},
-            said={kind: fmean(_said(node_type, need) for node_type in types) for kind, types in by_kind.items()},
+            declared={kind: fmean(_said(node_type, need) for node_type in types) for kind, types in by_kind.items()},
         )
 
     def paces(self, measured: Mapping[str, float]) -> Throughputs:
@@ -47,8 +47,8 @@ class AcceleratorClasses:
             if (kind := self.types.get(name)) is not None:
                 found[kind].append(rate)
         seen = {kind: fmean(rates) for kind, rates in found.items()}
-        scale = geometric_mean(rate / self.said[kind] for kind, rate in seen.items()) if seen else 1.0
-        rates = {kind: seen.get(kind, scale * said) for kind, said in self.said.items()}
+        scale = geometric_mean(rate / self.declared[kind] for kind, rate in seen.items()) if seen else 1.0
+        rates = {kind: seen.get(kind, scale * said) for kind, said in self.declared.items()}
         least = min(rates.values(), default=1.0)
         relative = {kind: min(round(rate / least, 1), MOST_PACE) for kind, rate in rates.items()}
         return {name: relative[kind] for name, kind in self.types.items()} if {*relative.values()} - {1.0} else {}

@@ -9,10 +9,10 @@ from functools import cached_property, partial
 from raytide.core.objects.gang import MemberState
 from raytide.core.objects.node import NodeState, Resources, add, fits, labels_match, minus, plus
 from raytide.core.objects.snapshot import EndpointView, NodeView, Snapshot
-from raytide.scheduling.diagnosis import copies
+from raytide.scheduling.diagnosis import copies_that_fit
 from raytide.scheduling.replicas import is_replica_of
 
-VACATED_S = 3.0
+LAG_S = 3.0
 """So long after a seat was given away Ray may still count it as taken, or Serve not know yet who took it."""
 
 _COUNTED = (MemberState.FORMING, MemberState.READY, MemberState.LEAVING)
@@ -30,7 +30,7 @@ class UnattributedUsage:
         need, found = served.endpoint.spec.resources, []
         gone: Resources = {}
         for node_id, seat, is_hidden in self._given.get(served.endpoint.name, ()):
-            if is_hidden and copies(need, gone) < starting:
+            if is_hidden and copies_that_fit(need, gone) < starting:
                 gone = plus(gone, seat)
             else:
                 found.append((node_id, seat))
@@ -75,7 +75,11 @@ class UnattributedUsage:
         """For how many of its replicas something is taken there that nobody is known to hold."""
         spec = served.endpoint.spec
         is_taken = view.node.state is NodeState.READY and fits(spec.resources, minus(view.total, view.available))
-        return copies(spec.resources, self.unknown(view)) if is_taken and labels_match(spec.labels, view.labels) else 0
+        return (
+            copies_that_fit(spec.resources, self.unknown(view))
+            if is_taken and labels_match(spec.labels, view.labels)
+            else 0
+        )
 
     @cached_property
     def _strange(self) -> list[NodeView]:

@@ -18,10 +18,10 @@ from raytide.core.objects.node import CapacityType, NodeType
 from raytide.core.objects.plan import Action, Grow, Launch, Scale, Shrink, Wait
 from raytide.core.objects.snapshot import Demand, Limits, MarketConstraint
 from raytide.core.objects.team import Team, TeamSpec
-from raytide.jobs.admission.scheduler import GRACE_S, SETTLE_S, floor_of, schedule
-from raytide.jobs.lifecycle.pending_reason import given_away
+from raytide.jobs.admission.scheduler import GRACE_S, SETTLE_S, admission_state, schedule
+from raytide.jobs.lifecycle.pending_reason import given_away_text
 from raytide.scheduling.replicas import replica_selector
-from raytide.scheduling.unattributed import VACATED_S, UnattributedUsage
+from raytide.scheduling.unattributed import LAG_S, UnattributedUsage
 
 GPU4 = NodeType(name="gpu4", resources={"GPU": 4.0}, price_micro_usd_h=4_000_000, max_nodes=1, idle_timeout_s=30)
 ALONE = NodeType(
@@ -80,14 +80,14 @@ def test_a_spike_takes_seats_that_can_be_spared_and_gives_them_back() -> None:
     assert "max_nodes" in shrink.rejected[0].reason or "held by" in shrink.rejected[0].reason
     assert w.after(4) == []
     assert (w.members(), w.seated()) == (2, 3)
-    assert given_away(w.lease()) == "it gave 2 of 4 GPUs to endpoint chat until its load falls"
+    assert given_away_text(w.lease()) == "it gave 2 of 4 GPUs to endpoint chat until its load falls"
     w.after(30)
     assert (w.members(), w.seated()) == (2, 3), "it stays so while the load does"
     w.load(0.0)
     back = w.after(12)
     assert [len(action.members) for action in back if isinstance(action, Grow)] == [2]
     assert (w.members(), w.seated()) == (4, 1)
-    assert given_away(w.lease()) == ""
+    assert given_away_text(w.lease()) == ""
 
 
 def test_seats_are_given_back_before_their_node_goes() -> None:
@@ -250,7 +250,7 @@ def test_room_that_ray_does_not_show_yet_is_not_asked_for_twice() -> None:
     )
     asked, _ = set_targets(still_taken)
     queued = Demand({"GPU": 1.0}, replica_selector(w.spec))
-    room = floor_of(replace(asked, demand=(queued,))).room
+    room = admission_state(replace(asked, demand=(queued,))).room
     assert room.replicas["chat"][0].node_id == shrunk.members[3].node_id
     two = tuple(replace(v, endpoint=replace(v.endpoint, target_replicas=3)) for v in asked.endpoints)
     more = decide(replace(asked, endpoints=two, demand=(queued,)))
@@ -259,7 +259,7 @@ def test_room_that_ray_does_not_show_yet_is_not_asked_for_twice() -> None:
         replace(view, available={"GPU": 1.0}) if view.node.type == "gpu4" else view for view in still_taken.nodes
     )
     assert UnattributedUsage(replace(still_taken, nodes=freed)).vacated(view, 0) == []
-    w.after(int(VACATED_S) + 1)
+    w.after(int(LAG_S) + 1)
     assert w.lease().members[3].node_id == ""
 
 
@@ -304,9 +304,9 @@ def _given(lease: Lease) -> set[tuple[int, int]]:
 def test_replicas_count_against_the_quota_of_their_team() -> None:
     w = World(team="blue", spec=chat(team="blue"))
     blue = Team("blue", TeamSpec(quota={"GPU": 5.0}))
-    quotas = floor_of(replace(w.c.seen, teams=(blue,))).quotas
+    quotas = admission_state(replace(w.c.seen, teams=(blue,))).quotas
     assert quotas.held("blue", "GPU") == 5.0
-    assert quotas.never_taken_back("blue", "GPU") == 4.0, "a replica is not taken back"
+    assert quotas.nonpreemptible_left("blue", "GPU") == 4.0, "a replica is not taken back"
 
 
 def test_a_gang_whose_deadline_leaves_no_time_gives_nothing() -> None:
@@ -330,7 +330,7 @@ def test_a_replica_whose_process_starts_has_its_room_though_nobody_says_where() 
     assert view.load is not None
     starting = replace(view, load=replace(view.load, replica_nodes=view.load.replica_nodes[:-1], ready=2, ongoing=4.0))
     seen = replace(w.c.seen, endpoints=(starting,))
-    assert "chat" not in floor_of(seen).room.missing
+    assert "chat" not in admission_state(seen).room.missing
     assert not [action for action in decide(seen).actions if isinstance(action, Launch | Shrink)]
     queued = replace(seen, demand=(Demand({"GPU": 1.0}, replica_selector(w.spec)),))
     assert [action.members for action in decide(queued).actions if isinstance(action, Shrink)] == [(1,)]

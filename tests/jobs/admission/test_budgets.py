@@ -19,7 +19,7 @@ from raytide.core.objects.plan import Action, Admit, Drain, Launch, Preempt, Wai
 from raytide.core.objects.snapshot import NodeView, Snapshot
 from raytide.core.objects.team import Team
 from raytide.core.state import Changes, Store
-from raytide.jobs.admission.scheduler import GRACE_S, floor_of
+from raytide.jobs.admission.scheduler import GRACE_S, admission_state
 
 OWNED = NodeType(name="owned", resources={"GPU": 8.0}, price_micro_usd_h=micro_usd(8), max_nodes=4)
 SPOT = NodeType(
@@ -182,7 +182,7 @@ def test_a_jobs_budget_by_the_month_counts_this_month_alone(limit: str, decided:
     s = with_running(held, teams=(team("blue", **SOFT),))
     old = replace(s, spent={"job-1": micro_usd(300)}, spent_month={"job-1": micro_usd(2)})
     assert said(old) == []
-    assert floor_of(old).purse.committed["blue"] == micro_usd(8)
+    assert admission_state(old).budgets.committed["blue"] == micro_usd(8)
     late = replace(old, spent={"job-1": micro_usd(308)}, spent_month={"job-1": micro_usd(10)})
     assert [what for _, what in said(late)] == ([decided] if decided else [])
     again = snapshot(job(1, gpus(8), **monthly), teams=(team("blue"),), spent={"job-1": micro_usd(308)})

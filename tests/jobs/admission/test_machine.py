@@ -13,7 +13,7 @@ from raytide.core.objects.job import JobState
 from raytide.core.objects.plan import Action, Admit, Preempt, Shrink, Wait
 from raytide.jobs.admission import usage
 from raytide.jobs.admission.priority import MAX_PREEMPTIONS, ranked, waiting
-from raytide.jobs.admission.scheduler import GRACE_S, claims_of, floor_of
+from raytide.jobs.admission.scheduler import GRACE_S, admission_state, queue_table
 from raytide.jobs.admission.state import AdmissionState
 from raytide.jobs.lifecycle import attained_service
 
@@ -80,10 +80,10 @@ class Queue(RuleBasedStateMachine):
 
     @invariant()
     def quotas_are_kept(self) -> None:
-        floor = floor_of(self.c.snapshot)
+        floor = admission_state(self.c.snapshot)
         for name in ("org", "blue", "red", "free", ""):
             assert floor.quotas.available(name, "GPU") >= -1e-6, name
-            assert floor.quotas.never_taken_back(name, "GPU") >= -1e-6, name
+            assert floor.quotas.nonpreemptible_left(name, "GPU") >= -1e-6, name
         assert sum(self._held_by(name) for name in ("org", "blue", "red", "free")) <= 24
         assert self._held_by("blue") <= 8 + 6
 
@@ -104,11 +104,11 @@ class Queue(RuleBasedStateMachine):
         waits = [self.c.jobs[a.subject] for a in actions if isinstance(a, Wait) and a.constraint == "quota"]
         if not waits:
             return
-        quotas = floor_of(self.c.snapshot).quotas
+        quotas = admission_state(self.c.snapshot).quotas
         for job in waits:
             need = usage.least_quota(job.spec.gang.shapes[0])
-            is_fixed = not attained_service.gives_way(job) or attained_service.is_cooling(job, self.c.now_s)
-            if not is_fixed and quotas.may_take_back(job.spec.team, need):
+            is_fixed = not attained_service.may_be_preempted(job) or attained_service.in_cooldown(job, self.c.now_s)
+            if not is_fixed and quotas.may_reclaim(job.spec.team, need):
                 assert job.id not in before
                 self.waited.add(job.id)
 
@@ -116,17 +116,17 @@ class Queue(RuleBasedStateMachine):
         """Whoever pushes has not been pushed itself a short while ago, and nobody is pushed too often."""
         assert before[action.job_id].preemptions < MAX_PREEMPTIONS
         for by in re.findall(r"job-\d+", action.reason):
-            assert not attained_service.is_cooling(before[by], self.c.now_s), f"{by} pushes {action.job_id}"
+            assert not attained_service.in_cooldown(before[by], self.c.now_s), f"{by} pushes {action.job_id}"
 
     def _watch_head(self, actions: tuple[Action, ...]) -> None:
         """Who is first and finds no room is admitted when those that it cannot push have ended."""
         snapshot = self.c.snapshot
-        floor = floor_of(snapshot)
-        claims = claims_of(floor)
+        floor = admission_state(snapshot)
+        claims = queue_table(floor)
         order = [floor.jobs[row].id for row in ranked(claims)]
         first = next((floor.jobs[row].id for row in waiting(claims, ranked(claims))), "")
         constraint = next((a.constraint for a in actions if isinstance(a, Wait) and a.subject == first), "")
-        if constraint != "capacity" or attained_service.is_cooling(self.c.jobs[first], self.c.now_s):
+        if constraint != "capacity" or attained_service.in_cooldown(self.c.jobs[first], self.c.now_s):
             self.head = ""
         elif first == self.head:
             if not floor.is_own(self.c.jobs[first]):  # meanwhile others may have asked for their own
@@ -142,7 +142,9 @@ class Queue(RuleBasedStateMachine):
 
     def _may_be_asked(self, floor: AdmissionState, first: str, other: str) -> bool:
         able = floor.may_ask(self.c.jobs[first])
-        return attained_service.gives_way(self.c.jobs[other]) and (able is None or self.c.jobs[other].spec.team in able)
+        return attained_service.may_be_preempted(self.c.jobs[other]) and (
+            able is None or self.c.jobs[other].spec.team in able
+        )
 
     def _end_s(self, job_id: str) -> float:
         job = self.c.jobs[job_id]

@@ -13,7 +13,7 @@ from raytide.core.objects.job import JobState
 from raytide.core.objects.plan import Grow, Preempt, Shrink
 from raytide.core.objects.snapshot import MarketConstraint
 from raytide.jobs.admission.priority import COOL_DOWN_S, MAX_PREEMPTIONS
-from raytide.jobs.admission.scheduler import GRACE_S, SETTLE_S, _grow, floor_of, schedule
+from raytide.jobs.admission.scheduler import GRACE_S, SETTLE_S, _grow, admission_state, schedule
 from raytide.scheduling.diagnosis import Unschedulable
 
 
@@ -48,12 +48,12 @@ def test_nobody_grows_while_one_waits_for_the_fleets_own_limit() -> None:
     c.step(GRACE_S)
     c.end(high)
     c.now_s += SETTLE_S
-    floor = floor_of(c.snapshot)
+    floor = admission_state(c.snapshot)
     order = range(len(floor.jobs))
     assert [grow.job_id for grow in _grow(floor, order)] == [low]
     waits = c.submit(gpus(8))
     for constraint in ("rate", "budget"):
-        floor = floor_of(c.snapshot)
+        floor = admission_state(c.snapshot)
         row = next(row for row, job in enumerate(floor.jobs) if job.id == waits)
         floor.refused[row] = Unschedulable(constraint, "the fleet would cost more.", "")  # type: ignore[arg-type]
         assert list(_grow(floor, order)) == []

@@ -53,11 +53,11 @@ def claims(
         priority=np.array(priority or [0] * n),
         share=np.array(share or [0.0] * n),
         is_held=mask(held),
-        gives_way=mask(held) & ~mask(fixed),
+        is_preemptible=mask(held) & ~mask(fixed),
         in_cooldown=mask(cooling),
         is_urgent=mask(urgent),
         within_nominal_quota=mask(own),
-        old_s=old_s,
+        aging_cutoff_s=old_s,
     )
 
 
@@ -170,7 +170,7 @@ def test_no_gpu_is_given_twice_and_none_is_left_that_somebody_could_use(
     order = ranked(table).tolist()
     for place, row in enumerate(order):
         if not floor.holds[row] and not table.is_held[row]:
-            lower = [r for r in order[place + 1 :] if floor.holds[r] and table.is_held[r] and table.gives_way[r]]
+            lower = [r for r in order[place + 1 :] if floor.holds[r] and table.is_held[r] and table.is_preemptible[r]]
             assert table.gpus[row] > floor.free + sum(table.gpus[r] for r in lower), "he could have pushed"
-    for row in np.flatnonzero(table.is_held & ~table.gives_way):
+    for row in np.flatnonzero(table.is_held & ~table.is_preemptible):
         assert floor.holds[row]

@@ -13,13 +13,13 @@ from raytide.core.objects.plan import Shrink
 from raytide.jobs.lifecycle.leases import (
     acknowledge_release,
     advance,
+    apply_action,
     assign,
-    changed,
     release,
     unassign,
     wanted_groups,
 )
-from raytide.scheduling.unattributed import VACATED_S
+from raytide.scheduling.unattributed import LAG_S
 
 READY, DRAINING, GONE = NodeState.READY, NodeState.DRAINING, NodeState.GONE
 
@@ -175,7 +175,7 @@ def test_a_seat_whose_node_leaves_looks_for_another_as_soon_as_its_holder_has_le
 def test_a_seat_that_gives_way_is_free_as_soon_as_its_holder_has_left_it_and_no_sooner() -> None:
     shrink = Shrink("job-1", "lease-1", (1,), 40.0, "a spike", by=("chat",))
     before = active(2, 1)
-    lease = changed(before, shrink, 10.0)
+    lease = apply_action(before, shrink, 10.0)
     assert [(m.state, m.given_to) for m in lease.members] == [(MemberState.READY, ""), (MemberState.LEAVING, "chat")]
     assert acknowledge_release(lease, before.version, 11.0) is lease, "what it left before it was asked is old news"
     assert acknowledge_release(lease, "lease-0@1", 11.0) is lease
@@ -187,7 +187,7 @@ def test_a_seat_that_gives_way_is_free_as_soon_as_its_holder_has_left_it_and_no_
     assert advance(left, there, groups_of(left), 12.5).members[1].node_id == "node-1", (
         "it may not be seen to be free yet"
     )
-    later = advance(left, there, groups_of(left), 12.0 + VACATED_S)
+    later = advance(left, there, groups_of(left), 12.0 + LAG_S)
     assert (later.members[1].node_id, later.members[1].given_to, later.epoch) == ("", "chat", left.epoch)
 
 

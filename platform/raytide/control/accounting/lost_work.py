@@ -93,9 +93,9 @@ def _told_of_strike(job: Job) -> bool:
 
 def _told_s(job: Job) -> float:
     """What the ledger knows when the driver does not say both, how much and when."""
-    lost_s = job.told("lost_s")
-    return job.lost_s if lost_s is None or job.told("lost_at_s") is None else max(0.0, lost_s)
+    lost_s = job.progress_number("lost_s")
+    return job.lost_s if lost_s is None or job.progress_number("lost_at_s") is None else max(0.0, lost_s)
 
 
 def _broke_at_s(job: Job) -> float:
-    return job.told("lost_at_s") or 0.0
+    return job.progress_number("lost_at_s") or 0.0

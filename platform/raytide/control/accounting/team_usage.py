@@ -13,7 +13,7 @@ from raytide.core.objects.ledger_entry import Spent
 from raytide.core.objects.snapshot import Snapshot
 from raytide.core.objects.team import Team, TeamSpec, decayed_usage, overlaid
 from raytide.core.state.records import StoredTeam
-from raytide.jobs.admission.scheduler import floor_of
+from raytide.jobs.admission.scheduler import admission_state
 
 _EVERY_S = 30.0
 """How often the recent use of a team is written down."""
@@ -75,14 +75,14 @@ def used_lately(stored: Iterable[StoredTeam], jobs: Iterable[Job], now_s: float)
 
 
 def uses(snapshot: Snapshot) -> dict[str, TeamUse]:
-    floor = floor_of(snapshot)
+    floor = admission_state(snapshot)
     names = sorted(floor.quotas.limited)
     return {
         team.name: TeamUse(
             used={name: floor.quotas.held(team.name, name) for name in names},
             own={name: floor.quotas.subtree_quota(team.name, name) for name in names},
             available={name: max(0.0, floor.quotas.available(team.name, name)) for name in names},
-            committed_micro_usd=floor.purse.committed[team.name],
+            committed_micro_usd=floor.budgets.committed[team.name],
             recent_gpu_h=team.recent_gpu_s / 3600.0,
         )
         for team in snapshot.teams

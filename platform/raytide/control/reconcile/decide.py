@@ -18,7 +18,7 @@ from raytide.core.objects.plan import Action, Admit, Grow, Plan, Preempt, Shrink
 from raytide.core.objects.snapshot import Snapshot
 from raytide.jobs.admission.member_cap import within_member_cap
 from raytide.jobs.admission.scheduler import schedule
-from raytide.jobs.lifecycle.leases import changed
+from raytide.jobs.lifecycle.leases import apply_action
 from raytide.scheduling.reservations import with_reservations
 from raytide.scheduling.state import SchedulingState
 
@@ -48,5 +48,5 @@ def with_leases(snapshot: Snapshot, actions: tuple[Action, ...]) -> Snapshot:
     leases = {lease.id: lease for lease in snapshot.leases}
     for action in actions:
         if isinstance(action, Shrink | Preempt | Grow):
-            leases[action.lease_id] = changed(leases[action.lease_id], action, snapshot.at_s)
+            leases[action.lease_id] = apply_action(leases[action.lease_id], action, snapshot.at_s)
     return replace(snapshot, leases=(*leases.values(), *new), next_lease=snapshot.next_lease + len(new))

@@ -38,7 +38,7 @@ def record_intents(book: ClusterRecords, plan: Plan, node_types: Mapping[str, No
                 book.jobs[job_id] = jobs.admitted(book.jobs[job_id], action.reason, now_s, action.reserved_micro_usd)
                 book.leases[lease.id] = lease
             case Shrink() | Preempt() | Grow():
-                book.leases[action.lease_id] = leases.changed(book.leases[action.lease_id], action, now_s)
+                book.leases[action.lease_id] = leases.apply_action(book.leases[action.lease_id], action, now_s)
                 if isinstance(action, Preempt):
                     book.jobs[action.job_id] = replace(book.jobs[action.job_id], reason=action.reason)
                 if isinstance(action, Preempt | Shrink):

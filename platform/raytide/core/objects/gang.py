@@ -125,12 +125,12 @@ class Member:
     """The job or the endpoint that a seat gives way to, or was given away to while it is PARKED."""
 
     @property
-    def holds(self) -> bool:
+    def has_node(self) -> bool:
         """Whether it has a node."""
         return self.state not in _WITHOUT_NODE
 
     @property
-    def seeks_a_node(self) -> bool:
+    def needs_node(self) -> bool:
         """It has none, or the one that it has leaves."""
         is_moving = self.state is MemberState.LEAVING and not self.is_yielding
         return is_moving or self.state is MemberState.WAITING
@@ -165,12 +165,12 @@ class Lease:
         return f"{self.id}@{self.epoch}"
 
     @property
-    def held(self) -> int:
+    def member_count(self) -> int:
         """Seats that have a node, usable or not yet."""
         return sum([member.state not in _WITHOUT_NODE for member in self.members])
 
     @property
-    def yields(self) -> bool:
+    def is_preempted(self) -> bool:
         """Every seat is given away: it is being preempted, and goes back to the queue."""
         return all(member.is_yielding or member.state is MemberState.PARKED for member in self.members)
 

@@ -91,7 +91,7 @@ class JobSpec(Config):
         return self
 
     @property
-    def gives_way(self) -> bool:
+    def is_preemptible(self) -> bool:
         return self.kind is JobKind.TRAIN if self.preemptible is None else self.preemptible
 
     @property
@@ -155,10 +155,10 @@ class Job:
         return None if left_s is None else min(max(0.0, left_s), _LONGEST_S)
 
     def _left_s(self, now_s: float) -> float | None:
-        if (told := self.told("left_s")) is not None:
+        if (told := self.progress_number("left_s")) is not None:
             return told
-        step = self.told("step")
-        steps = self.told("steps") or _number(self.spec.config, "steps")
+        step = self.progress_number("step")
+        steps = self.progress_number("steps") or _number(self.spec.config, "steps")
         if step is not None and steps is not None and 0 < step <= steps:
             return self.held_for_s(now_s) / step * (steps - step)
         if self.spec.estimate_h is None:
@@ -169,9 +169,9 @@ class Job:
     @property
     def redo_s(self) -> float:
         """The most work that is done again when its gang is lost, by its own word."""
-        return min(max(0.0, self.told("redo_s") or 0.0), _LONGEST_S)
+        return min(max(0.0, self.progress_number("redo_s") or 0.0), _LONGEST_S)
 
-    def told(self, name: str) -> float | None:
+    def progress_number(self, name: str) -> float | None:
         """Of its progress; None when it said none, or one that cannot be meant."""
         return _number(self.progress, name)
 

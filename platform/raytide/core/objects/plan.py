@@ -173,7 +173,7 @@ class Plan:
     at_s: float
     actions: tuple[Action, ...] = ()
 
-    def to_keep(self) -> Plan:
+    def for_storage(self) -> Plan:
         """As it is stored: all but the waits of the jobs far back in the queue, whose number is said."""
         waits = [action for action in self.actions if isinstance(action, Wait) and action.subject.startswith("job-")]
         if len(waits) <= MOST_WAITS:

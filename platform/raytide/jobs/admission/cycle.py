@@ -43,7 +43,7 @@ def run_cycle(claims: QueueTable, floor: Capacity) -> Ints:
     order = ranked(claims)
     rank = np.empty(len(order), dtype=np.int64)
     rank[order] = np.arange(len(order))
-    there = claims.is_held & claims.gives_way & ~claims.is_urgent
+    there = claims.is_held & claims.is_preemptible & ~claims.is_urgent
     lowest = order[there[order]][::-1]
     height = -rank[lowest]
     tried = left = waiting(claims, order)

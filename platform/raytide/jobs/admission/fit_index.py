@@ -51,7 +51,7 @@ class FitIndex:
     def free_at(self, at: int) -> list[float]:
         """By column of the grid; not to be changed."""
         if (found := self._free.get(at)) is None:
-            found = self._free[at] = self.room.grid.free_at(at)
+            found = self._free[at] = self.room.node_table.free_at(at)
         return found
 
     def most(self, ask: ShapeRequest) -> int:
@@ -67,24 +67,24 @@ class FitIndex:
                 tally.on[at] = now
             tally.seen = len(self._changed)
         if tally.bought < len(self.room.bought):
-            tally.to_buy, tally.bought = self.room.market.most(ask.shape), len(self.room.bought)
+            tally.to_buy, tally.bought = self.room.offerings.most(ask.shape), len(self.room.bought)
         return tally
 
     def holding(self, tally: FitCount, at: int, free: list[float]) -> int:
         """How many the node of this row would hold with so much free."""
         if (is_able := tally.is_able.get(at)) is None:
-            is_able = tally.is_able[at] = bool(tally.need) and self.room.grid.carries(at, tally.labels)
+            is_able = tally.is_able[at] = bool(tally.need) and self.room.node_table.matches(at, tally.labels)
         return members_in(tally.need, free) if is_able else 0
 
     def _count(self, ask: ShapeRequest) -> FitCount:
-        grid, shape = self.room.grid, ask.shape
-        rows, many = grid.holding(shape.resources, shape.labels)
+        grid, shape = self.room.node_table, ask.shape
+        rows, many = grid.rows_with_room(shape.resources, shape.labels)
         return FitCount(
             need=grid.columns(shape.resources),
             labels=shape.labels,
             on=dict(zip(rows.tolist(), many.tolist(), strict=True)),
             there=int(many.sum()),
-            to_buy=self.room.market.most(shape),
+            to_buy=self.room.offerings.most(shape),
             is_able={},
             bought=len(self.room.bought),
             seen=len(self._changed),

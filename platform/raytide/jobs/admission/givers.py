@@ -30,7 +30,7 @@ class PreemptionCandidates:
 
     @classmethod
     def of(cls, jobs: Sequence[Job], leases: Mapping[int, Lease]) -> PreemptionCandidates:
-        rows = [row for row in leases if attained_service.gives_way(jobs[row])]
+        rows = [row for row in leases if attained_service.may_be_preempted(jobs[row])]
         names = {name: number for number, name in enumerate(dict.fromkeys(job.spec.team for job in jobs))}
         gives = np.zeros(len(jobs), dtype=bool)
         gives[rows] = True

@@ -59,7 +59,7 @@ class Units:
         lease, gone = floor.leases[row], floor.away.get(row, ())
         kept = [member for member in usage.retained_members(lease) if member.index not in gone]
         spare, rest = kept[lease.shape.at_least :][::-1], tuple(kept[: lease.shape.at_least])
-        need = floor.room.grid.columns(lease.shape.resources)
+        need = floor.room.node_table.columns(lease.shape.resources)
         return cls(
             tuple([Victim.of(floor, row, (member,), need, is_rest=False) for member in spare]),
             (Victim.of(floor, row, rest, need, is_rest=True),) if rest else (),
@@ -150,19 +150,20 @@ class PreemptibleCapacity:
         for row in floor.givers.latest.tolist():
             for unit in (*floor.units(row).spare, *floor.units(row).rest):
                 for at in unit.at:
-                    room.grid.add(at, unit.need)
-                quotas.give(unit.team, unit.quota)
+                    room.node_table.release_columns(at, unit.need)
+                quotas.release(unit.team, unit.quota)
         return cls(FitIndex(room), quotas)
 
-    def take(self, team: str, shape: Shape, need: Resources, placed: Placements, *, gives_way: bool) -> None:
-        self.quotas.take(team, need, gives_way=gives_way)
+    def take(self, team: str, shape: Shape, need: Resources, placed: Placements, *, is_preemptible: bool) -> None:
+        self.quotas.reserve(team, need, is_preemptible=is_preemptible)
         for seat in placed:
             self.space.room.reserve(seat.node_id, shape.resources)
             self.space.changed(seat.node_id)
 
-    def has_room(self, team: str, asks: Iterable[ShapeRequest], *, gives_way: bool) -> bool:
+    def has_room(self, team: str, asks: Iterable[ShapeRequest], *, is_preemptible: bool) -> bool:
         return any(
-            self.space.most(ask) >= ask.at_least and self.quotas.lacking(team, ask.least, gives_way=gives_way) is None
+            self.space.most(ask) >= ask.at_least
+            and self.quotas.lacking(team, ask.least, is_preemptible=is_preemptible) is None
             for ask in asks
         )
 
@@ -203,15 +204,15 @@ class Simulation:
 
     def end(self) -> None:
         for unit in self.given:
-            self.floor.quotas.take(unit.team, unit.quota)
+            self.floor.quotas.reserve(unit.team, unit.quota)
 
     def _settle(self) -> None:
         for unit in self.unsettled:
             if unit in self.freed and unit not in self.given:
-                self.floor.quotas.give(unit.team, unit.quota)
+                self.floor.quotas.release(unit.team, unit.quota)
                 self.given[unit] = None
             elif unit in self.given and unit not in self.freed:
-                self.floor.quotas.take(unit.team, unit.quota)
+                self.floor.quotas.reserve(unit.team, unit.quota)
                 del self.given[unit]
         self.unsettled.clear()
 

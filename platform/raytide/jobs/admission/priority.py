@@ -54,7 +54,7 @@ class QueueTable:
     share: Floats
     """What its team has used of late, by its weight: the least goes first within a band."""
     is_held: Bools
-    gives_way: Bools
+    is_preemptible: Bools
     """It holds GPUs and may be preempted."""
     in_cooldown: Bools
     """It was preempted a short while ago, so it preempts nobody."""
@@ -62,7 +62,7 @@ class QueueTable:
     """It has a deadline and no time to lose."""
     within_nominal_quota: Bools
     """It asks for no more than its team's own quota, with those of its team before it in the order."""
-    old_s: float = 0.0
+    aging_cutoff_s: float = 0.0
     """Only `LAST_SHARE` of all jobs, those that are over included, waited and ran for longer."""
 
     @property
@@ -86,7 +86,7 @@ def waiting(claims: QueueTable, order: Ints) -> Ints:
 
 def bands(claims: QueueTable) -> Ints:
     is_gang = claims.gpus >= GANG
-    is_last = ~is_gang & (claims.age_s > max(OLD_S, claims.old_s))
+    is_last = ~is_gang & (claims.age_s > max(OLD_S, claims.aging_cutoff_s))
     band = np.where(claims.attained_gpu_s < SHORT_GPU_S, SHORT, LONGER)
     band[~is_gang & (claims.held_s > WELL_IN_S)] = SHORT
     band[is_last] = LAST

@@ -27,7 +27,7 @@ from raytide.jobs.budget import Budgets
 from raytide.jobs.lifecycle import attained_service
 from raytide.jobs.quota import Quotas
 from raytide.scheduling.diagnosis import Unschedulable
-from raytide.scheduling.market_constraint import alternatives, constrain, relax
+from raytide.scheduling.market_constraint import alternatives, constrain, without_market_constraint
 from raytide.scheduling.state import Placements, SchedulingState
 
 GRACE_S = 30.0
@@ -41,12 +41,12 @@ def schedule(snapshot: Snapshot, room: SchedulingState | None = None) -> tuple[A
 
     `room`: of the snapshot, when that is there already; it is changed.
     """
-    waiting = queue(snapshot)
+    waiting = queued_jobs(snapshot)
     if not snapshot.ray_answers:
         silent = "Ray does not answer, so nobody knows what is free."
         return tuple(Wait(job.id, "signal", silent, "See `raytide doctor`.") for job in waiting)
-    floor = floor_of(snapshot, room)
-    claims = claims_of(floor)
+    floor = admission_state(snapshot, room)
+    claims = queue_table(floor)
     for row in np.flatnonzero(claims.within_nominal_quota).tolist():
         floor.waits_for_own(row)
     drained = [*_enforce_budgets(floor, claims), *_change_shape(floor, claims)]
@@ -55,28 +55,28 @@ def schedule(snapshot: Snapshot, room: SchedulingState | None = None) -> tuple[A
     return (*drained, *_give_way(floor), *_verdicts(floor, tried), *_grow(floor, ranked(claims).tolist()))
 
 
-def queue(snapshot: Snapshot) -> tuple[Job, ...]:
+def queued_jobs(snapshot: Snapshot) -> tuple[Job, ...]:
     """Jobs that wait for a lease, who was submitted first first."""
     return tuple(job for job in snapshot.jobs if job.state is JobState.QUEUED and not job.stop_requested)
 
 
-def floor_of(snapshot: Snapshot, room: SchedulingState | None = None) -> AdmissionState:
+def admission_state(snapshot: Snapshot, room: SchedulingState | None = None) -> AdmissionState:
     """What is there before this decision: seats that give way already count as free, promised ones as taken."""
-    room, types = room or SchedulingState.of(snapshot), usage.types_of(snapshot)
+    room, types = room or SchedulingState.of(snapshot), usage.node_types_by_id(snapshot)
     for lease in snapshot.leases:
         for member in lease.members:
             if member.is_yielding:
                 room.release(member.node_id, lease.shape.resources)
-    quotas = Quotas.of(snapshot.teams, usage.supply(snapshot.node_types))
-    hosts = usage.types_of_hosts(snapshot)
+    quotas = Quotas.of(snapshot.teams, usage.fleet_capacity(snapshot.node_types))
+    hosts = usage.node_types_by_ray_id(snapshot)
     for view in snapshot.endpoints:
-        quotas.take(view.endpoint.spec.team, usage.quota_of_replicas(view, hosts), gives_way=False)
+        quotas.reserve(view.endpoint.spec.team, usage.replica_quota(view, hosts), is_preemptible=False)
     rows = {job.id: row for row, job in enumerate(snapshot.jobs)}
     promised: dict[tuple[int, int], str] = {}
     for lease in snapshot.leases:
         row, seatless = rows.get(lease.job_id), [m.index for m in lease.members if m.state is MemberState.WAITING]
         found: Placements = ()
-        count = sum(member.seeks_a_node for member in lease.members)
+        count = sum(member.needs_node for member in lease.members)
         for shape in constrain([lease.shape], snapshot.stances.get(lease.job_id)) if count else ():
             paces = snapshot.paces.get(lease.job_id)
             placed = room.place(shape, count, subject=lease.job_id, at_least=0, paces=paces)
@@ -85,10 +85,10 @@ def floor_of(snapshot: Snapshot, room: SchedulingState | None = None) -> Admissi
                 break
         if row is not None:
             promised |= {(row, index): seat.node_id for index, seat in zip(seatless, found, strict=False)}
-            quotas.take(
+            quotas.reserve(
                 snapshot.jobs[row].spec.team,
-                usage.held_quota(lease, types),
-                gives_way=attained_service.gives_way(snapshot.jobs[row]),
+                usage.lease_quota(lease, types),
+                is_preemptible=attained_service.may_be_preempted(snapshot.jobs[row]),
             )
     return AdmissionState(
         snapshot=snapshot,
@@ -96,18 +96,18 @@ def floor_of(snapshot: Snapshot, room: SchedulingState | None = None) -> Admissi
         leases=_held(snapshot),
         room=room,
         quotas=quotas,
-        purse=Budgets.of(snapshot.teams, snapshot.jobs, snapshot.spent, snapshot.spent_month),
-        asks=ShapeRequests(snapshot.node_types, snapshot.stances, room.market, snapshot.paces),
+        budgets=Budgets.of(snapshot.teams, snapshot.jobs, snapshot.spent, snapshot.spent_month),
+        asks=ShapeRequests(snapshot.node_types, snapshot.stances, room.offerings, snapshot.paces),
         types=types,
-        gives_way=[attained_service.gives_way(job) for job in snapshot.jobs],
+        is_preemptible=[attained_service.may_be_preempted(job) for job in snapshot.jobs],
         promised=promised,
     )
 
 
-def claims_of(floor: AdmissionState) -> QueueTable:
+def queue_table(floor: AdmissionState) -> QueueTable:
     """The rows of the order; those that neither wait nor hold (stopping, giving way) claim nothing and are held."""
     now_s, jobs = floor.snapshot.at_s, floor.jobs
-    waits = {job.id for job in queue(floor.snapshot)}
+    waits = {job.id for job in queued_jobs(floor.snapshot)}
     classes, stances = floor.snapshot.classes, floor.snapshot.stances
 
     # Doublings of recent GPU-hours, so that who was first counts among teams that used about as much.
@@ -132,13 +132,14 @@ def claims_of(floor: AdmissionState) -> QueueTable:
         priority=np.array([classes.get(job.spec.priority, 0) for job in jobs], dtype=np.int64),
         share=column([shares.get(job.spec.team, 0.0) for job in jobs]),
         is_held=np.array([job.id not in waits for job in jobs], dtype=bool),
-        gives_way=np.array(
-            [gives_way and row in floor.leases for row, gives_way in enumerate(floor.gives_way)], dtype=bool
+        is_preemptible=np.array(
+            [is_preemptible and row in floor.leases for row, is_preemptible in enumerate(floor.is_preemptible)],
+            dtype=bool,
         ),
-        in_cooldown=np.array([attained_service.is_cooling(job, now_s) for job in jobs], dtype=bool),
+        in_cooldown=np.array([attained_service.in_cooldown(job, now_s) for job in jobs], dtype=bool),
         is_urgent=np.array([job.id in stances and stances[job.id].is_urgent for job in jobs], dtype=bool),
         within_nominal_quota=np.zeros(len(jobs), dtype=bool),
-        old_s=floor.snapshot.old_s,
+        aging_cutoff_s=floor.snapshot.old_s,
     )
     return replace(claims, within_nominal_quota=_within_quota(floor, claims))
 
@@ -154,7 +155,7 @@ def _within_quota(floor: AdmissionState, claims: QueueTable) -> Bools:
         if claims.is_held[row] or job.spec.team in beyond or not floor.means(row).may_start:
             continue
         need = plus(asked.get(job.spec.team, {}), floor.asks.first(job).least)
-        own[row] = floor.quotas.may_take_back(job.spec.team, need)
+        own[row] = floor.quotas.may_reclaim(job.spec.team, need)
         if own[row]:
             asked[job.spec.team] = need
         else:
@@ -164,7 +165,7 @@ def _within_quota(floor: AdmissionState, claims: QueueTable) -> Bools:
 
 def _held(snapshot: Snapshot) -> dict[int, Lease]:
     """Leases that stay, by the row of their job."""
-    of = {lease.job_id: lease for lease in snapshot.leases if not lease.yields}
+    of = {lease.job_id: lease for lease in snapshot.leases if not lease.is_preempted}
     able = (JobState.ADMITTED, JobState.RUNNING)
     return {
         row: of[job.id]
@@ -176,9 +177,9 @@ def _held(snapshot: Snapshot) -> dict[int, Lease]:
 def _enforce_budgets(floor: AdmissionState, claims: QueueTable) -> list[Preempt]:
     """Whoever's budget is about to run out checkpoints and gives way; what cannot be preempted runs on."""
     held = ((floor.jobs[row], lease) for row, lease in floor.leases.items())
-    burning = {job.id: (job, floor.micro_usd_h(lease)) for job, lease in held if floor.purse.is_limited(job)}
-    broke = floor.purse.jobs_over_budget(burning, floor.snapshot.teams)
-    rows = [row for row in floor.leases if floor.jobs[row].id in broke and claims.gives_way[row]]
+    burning = {job.id: (job, floor.micro_usd_h(lease)) for job, lease in held if floor.budgets.is_limited(job)}
+    broke = floor.budgets.jobs_over_budget(burning, floor.snapshot.teams)
+    rows = [row for row in floor.leases if floor.jobs[row].id in broke and claims.is_preemptible[row]]
     return [_take_back(floor, claims, row, broke[floor.jobs[row].id]) for row in rows]
 
 
@@ -188,7 +189,7 @@ def _change_shape(floor: AdmissionState, claims: QueueTable) -> list[Preempt]:
     found = []
     for row, lease in list(floor.leases.items()):
         job, stance = floor.jobs[row], floor.snapshot.stances.get(lease.job_id)
-        if stance is None or stance.wanted is not CapacityType.ON_DEMAND or not claims.gives_way[row]:
+        if stance is None or stance.wanted is not CapacityType.ON_DEMAND or not claims.is_preemptible[row]:
             continue
         allowed = _allowed_instead(floor, row)
         for shape in alternatives(lease.shape, job.spec.gang.shapes, CapacityType.ON_DEMAND):
@@ -202,16 +203,16 @@ def _change_shape(floor: AdmissionState, claims: QueueTable) -> list[Preempt]:
 
 def _allowed_instead(floor: AdmissionState, row: int) -> list[ShapeRequest]:
     """What its budgets and its quota would allow it if it held nothing."""
-    job, held = floor.jobs[row], usage.held_quota(floor.leases[row], floor.types)
-    floor.quotas.give(job.spec.team, held)
+    job, held = floor.jobs[row], usage.lease_quota(floor.leases[row], floor.types)
+    floor.quotas.release(job.spec.team, held)
     allowed = [ask for ask in floor.means(row).paid if floor.lacks(row, ask.least) is None]
-    floor.quotas.take(job.spec.team, held)
+    floor.quotas.reserve(job.spec.team, held)
     return allowed
 
 
 def _take_back(floor: AdmissionState, claims: QueueTable, row: int, why: str) -> Preempt:
     """All that a holder has, for nobody else."""
-    lease, claims.gives_way[row] = floor.leases[row], False
+    lease, claims.is_preemptible[row] = floor.leases[row], False
     floor.release(row, usage.retained_members(lease), by=lease.job_id)
     del floor.leases[row]
     return _preempt(floor, lease, why)
@@ -252,7 +253,7 @@ def _verdicts(floor: AdmissionState, order: Sequence[int]) -> Iterator[Action]:
         if row in floor.taken:
             taken = floor.taken[row]
             may_change = job.id in floor.snapshot.stances and not floor.means(row).soft
-            shape = relax(taken.shape, job.spec.gang.shapes) if may_change else taken.shape
+            shape = without_market_constraint(taken.shape, job.spec.gang.shapes) if may_change else taken.shape
             lease = _lease(f"lease-{number}", job, shape, len(taken.seats), floor.snapshot.at_s)
             yield Admit(job.id, lease, _fits(job, taken.shape, taken.seats), taken.reserved_micro_usd)
             number += 1

@@ -24,7 +24,7 @@ from raytide.jobs.lifecycle import attained_service
 from raytide.scheduling import reservations
 from raytide.scheduling.diagnosis import Unschedulable
 from raytide.scheduling.placement import Slot
-from raytide.scheduling.replicas import is_pressed, replica_shape
+from raytide.scheduling.replicas import is_overloaded, replica_shape
 
 LEAVE_S = 5.0
 """What a trainer takes to leave a seat: a checkpoint, and a new group without it."""
@@ -74,14 +74,14 @@ def reclaim_for_serving(floor: AdmissionState, claims: QueueTable) -> None:
     fleet, taken = _Fleet.of(floor.snapshot), dict[str, None]()
     for view in sorted(floor.snapshot.endpoints, key=lambda view: -_class_of(floor, view)):
         kept = floor.snapshot.kept.get(view.endpoint.name, ())
-        reservations.give(floor.room, kept)
+        reservations.release(floor.room, kept)
         if view.endpoint.spec.members > 1:
             is_seated = _seat_whole(floor, fleet, view, rank)
         else:
             is_seated = _seat(floor, fleet, view, rank, taken)
         if is_seated:
             continue
-        reservations.take(floor.room, kept)
+        reservations.reserve(floor.room, kept)
         if kept or view.pools is not None:  # else no room that falls free would be enough
             floor.unseated.append(replica_shape(view))
 
@@ -104,7 +104,7 @@ def _seat(
 
 def _seat_whole(floor: AdmissionState, fleet: _Fleet, view: EndpointView, rank: Mapping[int, int]) -> bool:
     """Seats for replicas of several members, for all that one needs or for none. False when one finds none."""
-    name, shape, lacking = view.endpoint.name, replica_shape(view), reservations.lacks(floor.room, view)
+    name, shape, lacking = view.endpoint.name, replica_shape(view), reservations.missing_members(floor.room, view)
     while lacking > 0:
         count = reservations.members_at_once(view, lacking)
         if (given := _given_together(floor, fleet, view, rank, count)) is None:
@@ -164,8 +164,8 @@ def _take_next(
 def _without_room(floor: AdmissionState, fleet: _Fleet, view: EndpointView) -> list[Slot | None]:
     """One for each replica that needs a seat now: where it would have to wait for a node, None when nowhere."""
     found = floor.room.replicas.get(view.endpoint.name, ())
-    nowhere: list[Slot | None] = [None] * reservations.lacks(floor.room, view)
-    if not is_pressed(view, floor.snapshot.at_s):
+    nowhere: list[Slot | None] = [None] * reservations.missing_members(floor.room, view)
+    if not is_overloaded(view, floor.snapshot.at_s):
         return nowhere if view.pools is None else []  # with pools it was decided what is worth buying
     return nowhere + [seat for seat in found if fleet.ready_in_s(seat) > LEAVE_S]
 
@@ -178,7 +178,7 @@ def _left_over(
     need = round_up_gpu_share(spec.resources)
     while left:
         node_id = next(iter(left))
-        if fleet.is_ready_with(node_id, spec.labels) and room.grid.has(room.rows[node_id], need):
+        if fleet.is_ready_with(node_id, spec.labels) and room.node_table.has_free(room.rows[node_id], need):
             return node_id, []
         del left[node_id]
     return None
@@ -271,17 +271,17 @@ def _enough(floor: AdmissionState, node_id: str, on_node: Given, spare: Mapping[
     left = {row: spare[row] for row, _ in on_node}
     taken: Given = []
     for row, member in on_node:
-        if room.grid.has(at, need):
+        if room.node_table.has_free(at, need):
             break
         if left[row]:
             left[row] -= 1
             taken.append((row, member))
             room.release(node_id, floor.leases[row].shape.resources)
     chosen: Given = []
-    does = room.grid.has(at, need)
+    does = room.node_table.has_free(at, need)
     for row, member in reversed(taken):
         room.reserve(node_id, floor.leases[row].shape.resources)
-        if does and not room.grid.has(at, need):
+        if does and not room.node_table.has_free(at, need):
             room.release(node_id, floor.leases[row].shape.resources)
             chosen.append((row, member))
     for row, _ in chosen:
@@ -292,7 +292,7 @@ def _enough(floor: AdmissionState, node_id: str, on_node: Given, spare: Mapping[
 def _refusal(floor: AdmissionState, view: EndpointView, row: int) -> str:
     """Why no seat of a gang is taken for this endpoint; empty when one may be."""
     job = floor.jobs[row]
-    if not attained_service.gives_way(job):
+    if not attained_service.may_be_preempted(job):
         return "it cannot be preempted"
     stance = floor.snapshot.stances.get(job.id)
     if stance is not None and stance.is_urgent:
@@ -335,7 +335,7 @@ def _spare(floor: AdmissionState, row: int) -> int:
 def _worth(floor: AdmissionState, row: int) -> tuple[bool, int]:
     """What is given up last is largest: no borrower, a high class."""
     job, shape = floor.jobs[row], floor.leases[row].shape
-    return not floor.quotas.borrows(job.spec.team, usage.quota_of(shape, [None])), _priority(floor, row)
+    return not floor.quotas.borrows(job.spec.team, usage.quota_usage(shape, [None])), _priority(floor, row)
 
 
 def _gpus(floor: AdmissionState, row: int) -> float:

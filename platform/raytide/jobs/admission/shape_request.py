@@ -12,9 +12,9 @@ from raytide.core.objects.node import CapacityType as Kind
 from raytide.core.objects.snapshot import MarketConstraint, Throughputs
 from raytide.jobs.admission import usage
 from raytide.jobs.admission.shapes import cheapest_first
-from raytide.scheduling.diagnosis import Unschedulable, copies, impossible, open_zones
-from raytide.scheduling.market import Offerings
+from raytide.scheduling.diagnosis import Unschedulable, copies_that_fit, open_zones, why_impossible
 from raytide.scheduling.market_constraint import constrain
+from raytide.scheduling.offerings import Offerings
 
 Key = tuple[object, ...]
 
@@ -81,18 +81,18 @@ class ShapeRequests:
         return found
 
     def _look_up(self, shape: Shape) -> ShapeRequest:
-        fitting = [t for t in self.node_types if copies(shape.resources, t.resources) and open_zones(shape, t)]
+        fitting = [t for t in self.node_types if copies_that_fit(shape.resources, t.resources) and open_zones(shape, t)]
         member = (*sorted(shape.resources.items()), *sorted(shape.labels.items()))
         return ShapeRequest(
             shape=shape,
             key=self._number((shape.at_least, shape.together, *member)),
             member=self._number(member),
             at_least=shape.at_least,
-            one=usage.quota_of(shape, [None]),
+            one=usage.quota_usage(shape, [None]),
             least=usage.least_quota(shape),
             on=frozenset(node_type.name for node_type in fitting),
-            micro_usd_h=min((usage.price_of(shape, [t]) for t in fitting), default=0.0),
-            never=impossible(shape, shape.at_least, self.node_types, "it"),
+            micro_usd_h=min((usage.price_per_hour(shape, [t]) for t in fitting), default=0.0),
+            never=why_impossible(shape, shape.at_least, self.node_types, "it"),
         )
 
     def _number(self, key: Key) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from raytide.core.objects.gang import Shape
 from raytide.core.objects.node import dominant_share
 from raytide.core.objects.snapshot import Throughputs
-from raytide.scheduling.market import Offerings
+from raytide.scheduling.offerings import Offerings
 from raytide.scheduling.throughput import cost_per_work
 
 
@@ -20,7 +20,7 @@ def cheapest_first(shapes: Sequence[Shape], market: Offerings, paces: Throughput
 
 def _cost(shape: Shape, market: Offerings, paces: Throughputs) -> float:
     """Of what one of its GPUs does in an hour where that is slowest; the losses of spot included."""
-    names = [(offer, offer.node_type.name) for offer, _ in market.holding(shape)]
+    names = [(offer, offer.node_type.name) for offer, _ in market.offerings_for(shape)]
     costs = [
         cost_per_work(offer.cost_micro_usd_h * dominant_share(shape.resources, offer.node_type.resources), name, paces)
         for offer, name in names

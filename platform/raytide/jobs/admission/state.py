@@ -48,11 +48,11 @@ class AdmissionState:
     leases: dict[int, Lease]
     room: SchedulingState
     quotas: Quotas
-    purse: Budgets
+    budgets: Budgets
     asks: ShapeRequests
     types: Mapping[str, NodeType]
     """Of each node."""
-    gives_way: Sequence[bool]
+    is_preemptible: Sequence[bool]
     """By row: whether it may be preempted."""
     promised: Mapping[tuple[int, int], str] = field(default_factory=dict)
     """By row and index of a seat that waits for a node: the one that it would find, which may have to be bought."""
@@ -119,7 +119,7 @@ class AdmissionState:
         lease, job = self.leases[row], self.jobs[row]
         for member in members:
             self._give(self.node_of(row, member), lease.shape.resources)
-            self.quotas.give(job.spec.team, self.quota_of(row, member))
+            self.quotas.release(job.spec.team, self.quota_of(row, member))
             self.away.setdefault(row, {})[member.index] = by
         self._full.clear()
         self._units.pop(row, None)
@@ -139,13 +139,13 @@ class AdmissionState:
         node_type = self.types.get(member.node_id)
         key = (row, "" if node_type is None else node_type.name)
         if (found := self._quotas.get(key)) is None:
-            found = self._quotas[key] = seats.quota_of(self.leases[row].shape, [node_type])
+            found = self._quotas[key] = seats.quota_usage(self.leases[row].shape, [node_type])
         return found
 
     def micro_usd_h(self, lease: Lease) -> float:
         """What the seats that it keeps cost."""
         on = [self.types[member.node_id] for member in seats.retained_members(lease) if member.node_id in self.types]
-        return seats.price_of(lease.shape, on)
+        return seats.price_per_hour(lease.shape, on)
 
     @property
     def givers(self) -> PreemptionCandidates:
@@ -170,13 +170,13 @@ class AdmissionState:
 
     def is_own(self, job: Job) -> bool:
         """Whether the least that it asks for is its team's own quota, which others may hold."""
-        return self.quotas.may_take_back(job.spec.team, self.asks.first(job).least)
+        return self.quotas.may_reclaim(job.spec.team, self.asks.first(job).least)
 
     def may_ask(self, job: Job) -> frozenset[str] | None:
         """The teams of whom it may ask seats; None for all. Who would borrow asks nobody of another team that keeps
         within its own: it would only be taken back."""
         need = self.asks.first(job).least
-        if self.quotas.limited.isdisjoint(need) or self.quotas.may_take_back(job.spec.team, need):
+        if self.quotas.limited.isdisjoint(need) or self.quotas.may_reclaim(job.spec.team, need):
             return None
         return self.quotas.borrowing(need) | {job.spec.team}
 
@@ -191,19 +191,21 @@ class AdmissionState:
         assert not isinstance(placed, Unschedulable)
         on = seats.placed_types(placed, self.snapshot.node_types)
         held = self.micro_usd_h(self.leases[row])
-        prices = {count: seats.price_of(shape, on[:count]) for count in range(len(placed), 0, -1)}
-        count = next((count for count, price in prices.items() if self.purse.may_grow(job, held, price)), 0)
-        if count and self.purse.refuses(job, prices[count]) is not None:
+        prices = {count: seats.price_per_hour(shape, on[:count]) for count in range(len(placed), 0, -1)}
+        count = next((count for count, price in prices.items() if self.budgets.may_grow(job, held, price)), 0)
+        if count and self.budgets.refuses(job, prices[count]) is not None:
             count = 0
         self._leave(shape, placed[count:])
-        self.quotas.take(job.spec.team, seats.quota_of(shape, on[:count]), gives_way=self.gives_way[row])
+        self.quotas.reserve(
+            job.spec.team, seats.quota_usage(shape, on[:count]), is_preemptible=self.is_preemptible[row]
+        )
         return count
 
     def means(self, row: int) -> AffordableShapes:
         """What it may ask for, by its budgets."""
         found = self._means.get(row)
-        if found is None or found.version != self.purse.version:
-            found = self._means[row] = AffordableShapes.of(self.jobs[row], self.asks, self.purse)
+        if found is None or found.version != self.budgets.version:
+            found = self._means[row] = AffordableShapes.of(self.jobs[row], self.asks, self.budgets)
         return found
 
     # Whether a job fits.
@@ -236,7 +238,7 @@ class AdmissionState:
             self.space.changed(seat.node_id)
         # Which accelerators they are, and what they cost, may show only now.
         on = seats.placed_types(placed, self.snapshot.node_types)
-        kept = self._short_of(row, seats.quota_of(shape, on)) or self._afforded(job, shape, placed)
+        kept = self._short_of(row, seats.quota_usage(shape, on)) or self._afforded(job, shape, placed)
         if not isinstance(kept, Unschedulable):
             kept = self._beside_head(row, shape, kept)
         self._leave(shape, placed if isinstance(kept, Unschedulable) else placed[len(kept) :])
@@ -255,7 +257,7 @@ class AdmissionState:
 
         def refused(some: Placements) -> Unschedulable | None:
             on = seats.placed_types(some, self.snapshot.node_types)
-            return self.purse.refuses(job, seats.price_of(shape, on))
+            return self.budgets.refuses(job, seats.price_per_hour(shape, on))
 
         if refused(placed) is None:
             return placed
@@ -287,7 +289,7 @@ class AdmissionState:
         """The resource of which quota allows it less. Who is beyond a soft budget borrows nothing, nor does a job that
         cannot be preempted."""
         team, soft = self.jobs[row].spec.team, self.means(row).soft
-        return self.quotas.lacking(team, need, gives_way=self.gives_way[row], may_borrow=not soft)
+        return self.quotas.lacking(team, need, is_preemptible=self.is_preemptible[row], may_borrow=not soft)
 
     def _allowed(self, row: int, ask: ShapeRequest) -> int:
         """How many members quota allows."""
@@ -297,9 +299,9 @@ class AdmissionState:
                 continue
             more = quotas.available(team, name)
             if any(rows for other, rows in self.quota_owners.get(name, {}).items() if other != team):
-                more = min(more, quotas.left_of_own(team, name))
-            if not self.gives_way[row]:
-                more = min(more, quotas.never_taken_back(team, name))
+                more = min(more, quotas.nominal_left(team, name))
+            if not self.is_preemptible[row]:
+                more = min(more, quotas.nonpreemptible_left(team, name))
             most = min(most, more / amount)
         return max(0, int(most + 1e-6))
 
@@ -308,7 +310,7 @@ class AdmissionState:
 
         So the head starts at the latest when what was there before it, and cannot be stopped, has ended.
         """
-        if self.head is None or self._future is None or self.gives_way[row]:
+        if self.head is None or self._future is None or self.is_preemptible[row]:
             return placed
         beside = self._future.place(shape, len(placed), at_least=shape.at_least, subject="it")
         if not isinstance(beside, Unschedulable):
@@ -341,11 +343,11 @@ class AdmissionState:
 
     def _take(self, row: int, shape: Shape, placed: Placements) -> None:
         job, on = self.jobs[row], seats.placed_types(placed, self.snapshot.node_types)
-        need = seats.quota_of(shape, on)
-        self.quotas.take(job.spec.team, need, gives_way=self.gives_way[row])
+        need = seats.quota_usage(shape, on)
+        self.quotas.reserve(job.spec.team, need, is_preemptible=self.is_preemptible[row])
         if self._emptied is not None:
-            self._emptied.take(job.spec.team, shape, need, placed, gives_way=self.gives_way[row])
-        self.taken[row] = Taken(shape, placed, self.purse.reserve(job, seats.price_of(shape, on)))
+            self._emptied.take(job.spec.team, shape, need, placed, is_preemptible=self.is_preemptible[row])
+        self.taken[row] = Taken(shape, placed, self.budgets.reserve(job, seats.price_per_hour(shape, on)))
         self.refused.pop(row, None)
         for waiting in self.quota_owners.values():
             waiting.get(job.spec.team, set()).discard(row)
@@ -355,15 +357,15 @@ class AdmissionState:
     def _push(self, row: int, victims: Victims, asks: Sequence[ShapeRequest]) -> Sequence[int] | None:
         """Take room that lower ones give way for; those that do so whole. None when that is not to be had."""
         job = self.jobs[row]
-        gives_way = self.gives_way[row]
-        is_behind = self.head is not None and not gives_way
-        if is_behind or attained_service.is_cooling(job, self.snapshot.at_s):
+        is_preemptible = self.is_preemptible[row]
+        is_behind = self.head is not None and not is_preemptible
+        if is_behind or attained_service.in_cooldown(job, self.snapshot.at_s):
             return None
         is_own = self.is_own(job)
-        key = (job.spec.team, gives_way, is_own, bool(self.means(row).soft), *[ask.key for ask in asks])
+        key = (job.spec.team, is_preemptible, is_own, bool(self.means(row).soft), *[ask.key for ask in asks])
         if key in self._stuck:
             return None
-        has_room = self.emptied.has_room(job.spec.team, asks, gives_way=gives_way)
+        has_room = self.emptied.has_room(job.spec.team, asks, is_preemptible=is_preemptible)
         chosen = select_victims(self, row, asks, victims(), is_own=is_own) if has_room else []
         gone = self._evict(row, chosen) if chosen else None
         if gone is None and not (chosen and self.refused[row].constraint == "budget"):  # which others may have
@@ -387,7 +389,7 @@ class AdmissionState:
             for member in unit.members:
                 self.room.reserve(node_id := self.node_of(unit.row, member), lease.shape.resources)
                 self.space.changed(node_id)
-                self.quotas.take(self.jobs[unit.row].spec.team, self.quota_of(unit.row, member))
+                self.quotas.reserve(self.jobs[unit.row].spec.team, self.quota_of(unit.row, member))
             self.away[unit.row], self._units[unit.row] = before[unit.row]
         self.away = {other: gone for other, gone in self.away.items() if gone}
         return None

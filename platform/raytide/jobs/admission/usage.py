@@ -8,7 +8,7 @@ from raytide.core.objects.gang import Lease, Member, MemberState, Shape
 from raytide.core.objects.node import NodeType, Resources, dominant_share, plus
 from raytide.core.objects.snapshot import EndpointView, Snapshot
 from raytide.scheduling.diagnosis import ACCELERATOR_LABEL
-from raytide.scheduling.replicas import SERVING_STATES, members_of, replica_shape
+from raytide.scheduling.replicas import SERVING_STATES, published_members, replica_shape
 from raytide.scheduling.state import Placements
 
 
@@ -24,13 +24,13 @@ def retained_members(lease: Lease) -> tuple[Member, ...]:
 _KEPT = (MemberState.READY, MemberState.LEAVING, MemberState.FORMING, MemberState.ASSIGNED, MemberState.WAITING)
 
 
-def types_of(snapshot: Snapshot) -> dict[str, NodeType]:
+def node_types_by_id(snapshot: Snapshot) -> dict[str, NodeType]:
     """The type of each node that is there."""
     types = {node_type.name: node_type for node_type in snapshot.node_types}
     return {view.node.id: types[view.node.type] for view in snapshot.nodes if view.node.type in types}
 
 
-def quota_of(shape: Shape, types: Iterable[NodeType | None]) -> Resources:
+def quota_usage(shape: Shape, types: Iterable[NodeType | None]) -> Resources:
     """What one member on each of these types counts: its resources, and its GPUs by the name of the accelerator."""
     total: Resources = {}
     for node_type in types:
@@ -40,32 +40,32 @@ def quota_of(shape: Shape, types: Iterable[NodeType | None]) -> Resources:
     return total
 
 
-def held_quota(lease: Lease, types: Mapping[str, NodeType]) -> Resources:
+def lease_quota(lease: Lease, types: Mapping[str, NodeType]) -> Resources:
     """Seats that are promised count like those that are held; given away ones do not."""
-    return quota_of(lease.shape, [types.get(member.node_id) for member in retained_members(lease)])
+    return quota_usage(lease.shape, [types.get(member.node_id) for member in retained_members(lease)])
 
 
 def least_quota(shape: Shape) -> Resources:
     """What the least that a gang can do with counts, wherever it sits."""
-    return {name: amount * shape.at_least for name, amount in quota_of(shape, [None]).items()}
+    return {name: amount * shape.at_least for name, amount in quota_usage(shape, [None]).items()}
 
 
-def types_of_hosts(snapshot: Snapshot) -> dict[str, NodeType]:
+def node_types_by_ray_id(snapshot: Snapshot) -> dict[str, NodeType]:
     """The type of each node by Ray's id of it."""
     types = {node_type.name: node_type for node_type in snapshot.node_types}
     return {view.node.ray_node_id: types[view.node.type] for view in snapshot.nodes if view.node.type in types}
 
 
-def quota_of_replicas(view: EndpointView, types: Mapping[str, NodeType]) -> Resources:
+def replica_quota(view: EndpointView, types: Mapping[str, NodeType]) -> Resources:
     """An endpoint's replicas count against its team, those too that still wait for a node. `types`: of hosts."""
     if view.endpoint.state not in SERVING_STATES:
         return {}
     hosts = view.load.replica_nodes if view.load else ()
-    missing = max(0, members_of(view) - len(hosts))
-    return quota_of(replica_shape(view), [*(types.get(host) for host in hosts), *[None] * missing])
+    missing = max(0, published_members(view) - len(hosts))
+    return quota_usage(replica_shape(view), [*(types.get(host) for host in hosts), *[None] * missing])
 
 
-def price_of(shape: Shape, types: Iterable[NodeType]) -> float:
+def price_per_hour(shape: Shape, types: Iterable[NodeType]) -> float:
     """Micro-dollars an hour of one member on each of these types, by its share of the dominant resource."""
     return sum(
         node_type.price_micro_usd_h * dominant_share(shape.resources, node_type.resources) for node_type in types
@@ -77,7 +77,7 @@ def placed_types(placed: Placements, node_types: Sequence[NodeType]) -> list[Nod
     return [types[seat.node_type] for seat in placed if seat.node_type in types]
 
 
-def supply(node_types: Iterable[NodeType]) -> Resources:
+def fleet_capacity(node_types: Iterable[NodeType]) -> Resources:
     """What the whole fleet could hold, accelerators also by name."""
     total: Resources = {}
     for t in node_types:

@@ -33,11 +33,11 @@ def queued_s(job: Job, now_s: float) -> float:
     return max(0.0, now_s - job.submitted_at_s - job.held_for_s(now_s))
 
 
-def gives_way(job: Job) -> bool:
+def may_be_preempted(job: Job) -> bool:
     """Whether it may be preempted: it says so, and has not been too often."""
-    return job.spec.gives_way and job.preemptions < MAX_PREEMPTIONS
+    return job.spec.is_preemptible and job.preemptions < MAX_PREEMPTIONS
 
 
-def is_cooling(job: Job, now_s: float) -> bool:
+def in_cooldown(job: Job, now_s: float) -> bool:
     """It was preempted a short while ago: it takes only what is free."""
     return job.preempted_at_s is not None and now_s - job.preempted_at_s < COOL_DOWN_S

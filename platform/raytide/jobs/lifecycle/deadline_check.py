@@ -10,7 +10,7 @@ from raytide.core.objects.deadline import moment
 from raytide.core.objects.gang import Shape
 from raytide.core.objects.job import JobSpec
 from raytide.core.objects.node import CapacityType, NodeType
-from raytide.scheduling.diagnosis import copies, open_zones
+from raytide.scheduling.diagnosis import copies_that_fit, open_zones
 
 
 def resolve_deadline(spec: JobSpec, node_types: Sequence[NodeType], now_s: float) -> JobSpec:
@@ -43,4 +43,4 @@ def resolve_deadline(spec: JobSpec, node_types: Sequence[NodeType], now_s: float
 def _holds(shape: Shape, node_type: NodeType) -> bool:
     """Whether it is on demand and could hold a member."""
     is_open = node_type.market is CapacityType.ON_DEMAND and node_type.max_nodes > 0 and open_zones(shape, node_type)
-    return bool(is_open and copies(shape.resources, node_type.resources))
+    return bool(is_open and copies_that_fit(shape.resources, node_type.resources))

@@ -58,11 +58,11 @@ def advance(
     if job.unreadable and not job.is_final:
         job = _end(job, JobState.FAILED, f"its spec cannot be read any more: {job.unreadable}", now_s)
     elif not job.is_final:
-        excused = job.preemptions + (lease is not None and lease.yields)
+        excused = job.preemptions + (lease is not None and lease.is_preempted)
         job = _step(_follow_lease(job, lease, now_s), driver, now_s, silent_s, excused)
     if job.is_final and lease is not None:
         lease = release(lease, f"{job.id} {job.state}")
-    elif lease is not None and lease.yields and not lease.held and job.state in _WITH_LEASE:
+    elif lease is not None and lease.is_preempted and not lease.member_count and job.state in _WITH_LEASE:
         job = replace(requeued(job, job.reason), preemptions=job.preemptions + 1, preempted_at_s=now_s)
         lease = release(lease, job.reason)
     return attained_service.follow(job, lease, now_s), lease

@@ -14,7 +14,7 @@ from raytide.actors.gang.placement_groups import GroupKey, PlacementGroupInfo, W
 from raytide.core.objects.gang import Lease, LeaseState, Member, MemberState
 from raytide.core.objects.node import Node, NodeState
 from raytide.core.objects.plan import Grow, Preempt, Shrink
-from raytide.scheduling.unattributed import VACATED_S
+from raytide.scheduling.unattributed import LAG_S
 
 _WITH_GROUP = frozenset({MemberState.FORMING, MemberState.READY, MemberState.LEAVING})
 
@@ -55,7 +55,7 @@ def unassign(lease: Lease, index: int) -> Lease:
     return _with(lease, index, MemberState.ASSIGNED, _vacate)
 
 
-def changed(lease: Lease, action: Shrink | Preempt | Grow, now_s: float) -> Lease:
+def apply_action(lease: Lease, action: Shrink | Preempt | Grow, now_s: float) -> Lease:
     """Apply what the queue decided about seats: some or all give way for a while and are then parked, or come back."""
     match action:
         case Shrink(members=members):
@@ -138,8 +138,8 @@ def _leaving(member: Member, action: Shrink | Preempt, now_s: float) -> Member:
 
 
 def _follow_node(member: Member, node: Node | None, now_s: float) -> Member:
-    if not member.holds:
-        is_free = member.is_parked and now_s - (member.leaves_at_s or 0.0) >= VACATED_S
+    if not member.has_node:
+        is_free = member.is_parked and now_s - (member.leaves_at_s or 0.0) >= LAG_S
         return replace(member, node_id="") if is_free and member.node_id else member
     if member.is_yielding and member.leaves_at_s is not None and now_s >= member.leaves_at_s:
         return _park(member, now_s)

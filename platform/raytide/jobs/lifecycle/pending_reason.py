@@ -16,7 +16,7 @@ from raytide.scheduling.state import SchedulingState
 
 
 @dataclass(frozen=True, slots=True)
-class Why:
+class PendingReason:
     constraint: str
     """As in `Wait`: the first that is unmet."""
     reason: str
@@ -26,22 +26,22 @@ class Why:
     """When it would start if nothing else came; None when nobody can tell."""
 
 
-def forming(job: Job, lease: Lease, snapshot: Snapshot) -> Why:
+def why_forming(job: Job, lease: Lease, snapshot: Snapshot) -> PendingReason:
     """Admitted: some seats have no node yet, or a node that is not ready, or a group that Ray is making."""
     seatless = [member for member in lease.members if member.state is MemberState.WAITING]
-    needed = lease.shape.at_least - lease.held
+    needed = lease.shape.at_least - lease.member_count
     if needed > 0 and seatless:
         room = SchedulingState.of(snapshot)
         found = room.place(lease.shape, needed, subject=job.id)
         if isinstance(found, Unschedulable):
-            return _vacated(snapshot) or Why(found.constraint, found.reason, found.remedy)
+            return _vacated(snapshot) or PendingReason(found.constraint, found.reason, found.remedy)
     parts = [f"{lease.id} has {len(lease.usable)} of {lease.shape.at_least} members that it needs"]
     parts += [_waits_for(m, snapshot) for m in lease.members if not (m.is_usable or m.is_parked)]
     remedy = "Nothing to do: it goes on when they are ready."
-    return Why("starting", "; ".join(_unique(parts)) + ".", remedy)
+    return PendingReason("starting", "; ".join(_unique(parts)) + ".", remedy)
 
 
-def given_away(lease: Lease) -> str:
+def given_away_text(lease: Lease) -> str:
     """Who has which of its seats; empty when it has them all."""
     to = Counter(member.given_to for member in lease.members if member.is_yielding or member.is_parked)
     gpus = lease.shape.resources.get("GPU", 0.0)
@@ -59,7 +59,7 @@ def _is_job(name: str) -> bool:
     return name.startswith("job-") and name[4:].isdigit()
 
 
-def _vacated(snapshot: Snapshot) -> Why | None:
+def _vacated(snapshot: Snapshot) -> PendingReason | None:
     """It was admitted to seats that others still use until they have given way."""
     going = [(m.leaves_at_s or 0.0, lease.job_id) for lease in snapshot.leases for m in lease.members if m.is_yielding]
     if not going:
@@ -67,12 +67,12 @@ def _vacated(snapshot: Snapshot) -> Why | None:
     who = ", ".join(dict.fromkeys(job_id for _, job_id in going))
     wait_s = max(0.0, max(going)[0] - snapshot.at_s)
     reason = f"{who} gives way to it and is usable until {utc(max(going)[0])}."
-    return Why("starting", reason, "Nothing to do: it starts then.", wait_s)
+    return PendingReason("starting", reason, "Nothing to do: it starts then.", wait_s)
 
 
 def _waits_for(member: Member, snapshot: Snapshot) -> str:
     node = next((view.node for view in snapshot.nodes if view.node.id == member.node_id), None)
-    if not member.holds or node is None:
+    if not member.has_node or node is None:
         return "a node is being chosen"
     if node.state in (NodeState.REQUESTED, NodeState.LAUNCHING):
         return f"{node.id} ({node.type}) is starting since {snapshot.at_s - node.requested_at_s:.0f} s"

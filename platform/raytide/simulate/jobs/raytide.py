@@ -38,7 +38,7 @@ class Counted:
     holds: Bools
     free: float
     order: Ints
-    gives_way: Bools
+    is_preemptible: Bools
     preempts: Bools
     need: Floats
     """GPUs that must be free for each row besides those that lower ones hold, if it may take these."""
@@ -47,7 +47,7 @@ class Counted:
     def of(cls, claims: QueueTable, gpus_total: int) -> Counted:
         holds, free = claims.is_held.copy(), gpus_total - float(claims.gpus[claims.is_held].sum())
         need = np.empty(len(holds))
-        floor = cls(claims.gpus, holds, free, ranked(claims), claims.gives_way, ~claims.in_cooldown, need)
+        floor = cls(claims.gpus, holds, free, ranked(claims), claims.is_preemptible, ~claims.in_cooldown, need)
         floor._look_below()
         return floor
 
@@ -57,7 +57,7 @@ class Counted:
         return int(able.argmax()) if able.any() else None
 
     def _look_below(self) -> None:
-        yielded = np.where(self.holds & self.gives_way, self.gpus, 0.0)[self.order][::-1].cumsum()[::-1]
+        yielded = np.where(self.holds & self.is_preemptible, self.gpus, 0.0)[self.order][::-1].cumsum()[::-1]
         self.need[self.order] = self.gpus[self.order] - yielded * self.preempts[self.order]
 
     def admit(self, row: int) -> bool:
@@ -99,11 +99,11 @@ def _claims(queue: Queue) -> QueueTable:
         priority=np.zeros(len(active), dtype=np.int64),
         share=np.zeros(len(active)),
         is_held=is_held,
-        gives_way=is_held & (queue.preemptions[active] < MAX_PREEMPTIONS),
+        is_preemptible=is_held & (queue.preemptions[active] < MAX_PREEMPTIONS),
         in_cooldown=queue.now_s - queue.preempted_s[active] < COOL_DOWN_S,
         is_urgent=np.zeros(len(active), dtype=bool),
         within_nominal_quota=np.zeros(len(active), dtype=bool),
-        old_s=_old_s(queue),
+        aging_cutoff_s=_old_s(queue),
     )
 
 

@@ -15,7 +15,7 @@ from raytide.core.objects.endpoint import Endpoint
 from raytide.core.objects.job import BudgetPer, Job, JobKind, JobSpec
 from raytide.core.objects.team import TeamSpec, merged
 from raytide.core.state import Store
-from raytide.jobs.admission.usage import supply
+from raytide.jobs.admission.usage import fleet_capacity
 from raytide.ledger import report
 from raytide.ledger.cost import accrued
 
@@ -100,7 +100,7 @@ class Accounts:
 
     def _check_resources(self, changes: Mapping[str, object]) -> None:
         """A quota of what no node has would limit nothing."""
-        known = supply(self._config.node_types).keys()
+        known = fleet_capacity(self._config.node_types).keys()
         for field in ("quota", "borrow", "lend"):
             amounts = changes.get(field)
             if isinstance(amounts, Mapping) and (odd := sorted(amounts.keys() - known)):

@@ -50,7 +50,7 @@ from raytide.core.specs.script import ScriptSpec
 from raytide.core.specs.train import TrainSpec
 from raytide.core.state import Store
 from raytide.jobs.lifecycle.deadline_check import resolve_deadline
-from raytide.jobs.lifecycle.pending_reason import given_away
+from raytide.jobs.lifecycle.pending_reason import given_away_text
 from raytide.ledger.cost import accrued, costs, rate_micro_usd_h
 from raytide.ledger.report import By, rates
 from raytide.scheduling.state import check_possible
@@ -136,7 +136,7 @@ class ApiService:
         view = self.view(self._owned(job_id, caller))
         job, waits = view.job, view.waiting
         if waits is None or job.is_final:
-            given = "" if view.lease is None else given_away(view.lease)
+            given = "" if view.lease is None else given_away_text(view.lease)
             reason = f"{job.reason}; {given}" if given else job.reason
             return WhyView(job.id, job.state, view.position, "", reason, "", None, view.stance)
         told = (waits.constraint, waits.reason, waits.remedy, waits.wait_s)
