@@ -20,7 +20,7 @@ def square(number: int) -> tuple[int, str]:
 
 def main() -> None:
     ray.init()
-    with rt.connect() as tide, tide.gang(MEMBERS, resources={"CPU": 1}, name="squares") as gang:
+    with rt.connect() as tide, tide.gang(nodes=MEMBERS, cpus=1, name="squares") as gang:
         print(f"{gang.job_id} has {len(gang.members)} members")
         answers = ray.get([square.options(**gang.actor_options(i)).remote(i) for i in range(MEMBERS)], timeout=60)
     for number, (answer, node) in enumerate(answers):

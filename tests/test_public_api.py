@@ -42,7 +42,7 @@ def test_the_public_names_are_complete() -> None:
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    assert seen == raytide._HOMES
+    assert seen == raytide._HOME_OF
     assert set(raytide.__all__) == {*seen, "__version__"}
     assert dir(raytide) == sorted(raytide.__all__)
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from raytide.actors.engine.base import Engine
 from raytide.core.errors import ConfigError
+from raytide.core.logs import logger
 from raytide.core.objects.endpoint import ServeSpec
 
-__all__ = ["ENGINES", "build_engine"]
+__all__ = ["ENGINES", "EngineChoice", "build_engine", "choose_engine"]
+
+log = logger(__name__)
 
 
 def _native(spec: ServeSpec, options: dict[str, Any]) -> Engine:
@@ -39,27 +44,63 @@ def _fake(spec: ServeSpec, options: dict[str, Any]) -> Engine:
 
 ENGINES: dict[str, Callable[[ServeSpec, dict[str, Any]], Engine]] = {"fake": _fake, "native": _native, "vllm": _vllm}
 SPANNING = frozenset({"fake"})
-"""Those that can use a replica of several members."""
+"""Engines that can use a replica of several members."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineChoice:
+    kind: str
+    why: str
+
+
+def choose_engine(spec: ServeSpec) -> EngineChoice:
+    """Returns the engine of the spec's replicas: the `kind` that it names or, for `auto`, the one that fits its device.
+
+    ConfigError for a kind that does not exist, and for replicas of several members on an engine that computes on one.
+    """
+    asked = str(spec.engine.get("kind", "auto"))
+    if asked == "auto":
+        choice = _automatic(spec)
+    elif asked not in ENGINES:
+        raise ConfigError(
+            f"endpoint {spec.name} asks for engine {asked!r}.",
+            hint=f"The engines are: auto, {', '.join(sorted(ENGINES))}.",
+        )
+    elif asked == "native" and spec.resources.get("GPU"):
+        choice = EngineChoice("native", f"its options name it. {ON_REFERENCE}")
+    else:
+        choice = EngineChoice(asked, "its options name it.")
+    if spec.members > 1 and choice.kind not in SPANNING:
+        raise ConfigError(
+            f"endpoint {spec.name} asks for {spec.members} members a replica; engine {choice.kind} computes on one.",
+            hint="Give one member more resources, or serve a smaller model.",
+        )
+    return choice
+
+
+ON_REFERENCE = "On a GPU it runs on torch's reference operators, which are slow; engine kind vllm is made for GPUs."
+
+
+def _automatic(spec: ServeSpec) -> EngineChoice:
+    """vLLM on a GPU, raytide's own engine on a CPU; options such as `device: cpu` do not change that."""
+    if spec.resources.get("GPU"):
+        return EngineChoice("vllm", "its replicas have GPUs, and vLLM's kernels are made for them.")
+    return EngineChoice("native", "its replicas have no GPU, and on CPUs raytide's own engine is the faster one.")
 
 
 def build_engine(spec: ServeSpec) -> Engine:
-    """Not started yet. Raises ConfigError when the spec's engine options make no sense."""
-    options = dict(spec.engine)
-    kind = check_engine(spec)
-    options.pop("kind", None)
-    return ENGINES[kind](spec, options)
+    """Returns the spec's engine, not started yet.
 
-
-def check_engine(spec: ServeSpec) -> str:
-    """The kind of its engine; ConfigError when there is none of it, or when it cannot use all members of a replica."""
-    kind = str(spec.engine.get("kind", "native"))
-    if kind not in ENGINES:
+    ConfigError when its options make no sense, or when `auto` chose an engine that is not installed on this node.
+    """
+    choice = choose_engine(spec)
+    if choice.kind == "vllm" and find_spec("vllm") is None:
         raise ConfigError(
-            f"endpoint {spec.name} asks for engine {kind!r}.", hint=f"The engines are: {', '.join(sorted(ENGINES))}."
+            f"endpoint {spec.name} runs on vLLM, which is not installed here: {choice.why}",
+            hint="Install it on the nodes (`./dev setup --vllm` for CPUs, `pip install vllm` for GPUs), or serve with "
+            f"engine kind native. {ON_REFERENCE}",
         )
-    if spec.members > 1 and kind not in SPANNING:
-        raise ConfigError(
-            f"endpoint {spec.name} asks for replicas of {spec.members} members, but engine {kind} computes on one.",
-            hint="Give one member more resources, or serve a smaller model.",
-        )
-    return kind
+    if choice.why.endswith(ON_REFERENCE):
+        log.warning("the native engine runs on reference operators", extra={"endpoint": spec.name, "why": choice.why})
+    options = {key: value for key, value in spec.engine.items() if key != "kind"}
+    return ENGINES[choice.kind](spec, options)

@@ -9,9 +9,8 @@ from operator import mul
 
 from raytide.core.objects.gang import Lease, Member, Shape
 from raytide.core.objects.job import Job
-from raytide.core.objects.node import TYPE_LABEL, Resources, dominant_share, plus, round_up_gpu_share
+from raytide.core.objects.node import ACCELERATOR_LABEL, TYPE_LABEL, Resources, dominant_share, plus, round_up_gpu_share
 from raytide.core.objects.snapshot import EndpointView, NodeView, Snapshot, Throughputs
-from raytide.scheduling.diagnosis import ACCELERATOR_LABEL
 from raytide.scheduling.replicas import replica_shape, replica_throughputs
 from raytide.scheduling.throughput import no_slower
 

@@ -11,52 +11,75 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from raytide.actors.engine import LLM, SamplingParams
     from raytide.core.errors import RaytideError
+    from raytide.core.objects.endpoint import Replicas, ServeSpec
+    from raytide.core.objects.gang import GangSpec, Shape
+    from raytide.core.specs.data import DataSpec, TokenizerSpec
+    from raytide.core.specs.model import ModelSpec
+    from raytide.core.specs.parallelism import Parallelism
+    from raytide.core.specs.train import OptimSpec, TrainSpec
     from raytide.sdk.client import Client, connect, local
     from raytide.sdk.endpoint import EndpointHandle
     from raytide.sdk.job_run import Run
-    from raytide.sdk.shortcuts import gang, run, scaling_config, task, train
+    from raytide.sdk.shortcuts import cost, data, gang, jobs, run, scaling_config, serve, status, task, train
     from raytide.sdk.train_run import TrainRun
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "LLM": "raytide.actors.engine",
-    "EndpointHandle": "raytide.sdk.endpoint",
-    "RaytideError": "raytide.core.errors",
-    "Run": "raytide.sdk.job_run",
-    "SamplingParams": "raytide.actors.engine",
-    "Client": "raytide.sdk.client",
-    "TrainRun": "raytide.sdk.train_run",
-    "connect": "raytide.sdk.client",
-    "gang": "raytide.sdk.shortcuts",
-    "local": "raytide.sdk.client",
-    "run": "raytide.sdk.shortcuts",
-    "scaling_config": "raytide.sdk.shortcuts",
-    "task": "raytide.sdk.shortcuts",
-    "train": "raytide.sdk.shortcuts",
+    "raytide.actors.engine": ("LLM", "SamplingParams"),
+    "raytide.core.errors": ("RaytideError",),
+    "raytide.core.objects.endpoint": ("Replicas", "ServeSpec"),
+    "raytide.core.objects.gang": ("GangSpec", "Shape"),
+    "raytide.core.specs.data": ("DataSpec", "TokenizerSpec"),
+    "raytide.core.specs.model": ("ModelSpec",),
+    "raytide.core.specs.parallelism": ("Parallelism",),
+    "raytide.core.specs.train": ("OptimSpec", "TrainSpec"),
+    "raytide.sdk.client": ("Client", "connect", "local"),
+    "raytide.sdk.endpoint": ("EndpointHandle",),
+    "raytide.sdk.job_run": ("Run",),
+    "raytide.sdk.shortcuts": (
+        *("cost", "data", "gang", "jobs", "run", "scaling_config", "serve", "status", "task", "train"),
+    ),
+    "raytide.sdk.train_run": ("TrainRun",),
 }
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "LLM",
     "Client",
+    "DataSpec",
     "EndpointHandle",
+    "GangSpec",
+    "ModelSpec",
+    "OptimSpec",
+    "Parallelism",
     "RaytideError",
+    "Replicas",
     "Run",
     "SamplingParams",
+    "ServeSpec",
+    "Shape",
+    "TokenizerSpec",
     "TrainRun",
+    "TrainSpec",
     "__version__",
     "connect",
+    "cost",
+    "data",
     "gang",
+    "jobs",
     "local",
     "run",
     "scaling_config",
+    "serve",
+    "status",
     "task",
     "train",
 ]
 
 
 def __getattr__(name: str) -> object:
-    home = _HOMES.get(name)
+    home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'raytide' has no attribute {name!r}")
     value: object = getattr(import_module(home), name)

@@ -19,6 +19,7 @@ import raytide
 from raytide import demo
 from raytide.cli import jobs
 from raytide.cli.app import app
+from raytide.cli.options import _with_zone
 from raytide.control.accounting.final_accounting import Closed
 from raytide.control.bootstrap.local import DEFAULT_CONFIG
 from raytide.control.bootstrap.rehearsal import Step
@@ -219,9 +220,9 @@ def test_ps_shows_how_long_there_is_until_a_deadline(state: JobState, at_s: floa
 
 
 def test_a_deadline_without_a_zone_is_meant_where_it_is_said() -> None:
-    said = jobs.due("2026-11-22T08:00")
+    said = _with_zone("2026-11-22T08:00")
     assert said is not None and datetime.fromisoformat(said) == datetime(2026, 11, 22, 8).astimezone()
-    assert (jobs.due("8h"), jobs.due(None)) == ("8h", None)
+    assert (_with_zone("8h"), _with_zone(None)) == ("8h", None)
 
 
 def test_what_is_said_of_a_job_ends_with_how_its_deadline_stands() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from typer.testing import CliRunner
 
-from raytide.cli import limits
+from raytide.cli import money
 from raytide.cli.app import app
-from raytide.cli.limits import dollars
+from raytide.cli.options import parse_limit
 from raytide.control.client import ApiClient
 from raytide.control.views import ClusterStatus, CostLine, CostReport, CostTable, JobView, TeamUse, TeamView
 from raytide.core.errors import UsageError
@@ -58,7 +58,7 @@ def test_limits_say_whether_the_file_still_holds(monkeypatch: pytest.MonkeyPatch
     [("500", (500.0, "job")), ("1.5/month", (1.5, "month")), ("0/month", (0.0, "month"))],
 )
 def test_a_budget_is_dollars_in_all_or_a_month(said: str, expected: tuple[float, str]) -> None:
-    assert dollars(said) == expected
+    assert parse_limit(said) == expected
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_a_budget_is_dollars_in_all_or_a_month(said: str, expected: tuple[float,
 )
 def test_what_is_no_budget_is_refused(said: str) -> None:
     with pytest.raises(UsageError, match="no budget"):
-        dollars(said)
+        parse_limit(said)
 
 
 @pytest.mark.usefixtures("client")
@@ -92,7 +92,7 @@ def test_jobs_with_budgets_are_found_among_however_many(monkeypatch: pytest.Monk
     gang = GangSpec(shapes=(Shape(resources={"CPU": 1.0}),))
     spec = JobSpec(kind=JobKind.TRAIN, name="j", gang=gang, budget_usd=50)
     found = [JobView(Job(f"job-{at}", spec, "ana", JobState.RUNNING, 0.0), None, 0, 0) for at in range(5)]
-    monkeypatch.setattr(limits, "_PAGE", 2)
+    monkeypatch.setattr(money, "_PAGE", 2)
     monkeypatch.setattr(ApiClient, "teams", lambda _: [])
     monkeypatch.setattr(ApiClient, "jobs", lambda _, limit, active, offset=0: found[offset : offset + limit])
     assert runner.invoke(app, ["budget"]).stdout.count("job-") == 5

@@ -10,13 +10,15 @@ from typer.testing import CliRunner
 from raytide.cli.app import app
 from raytide.control.client import ApiClient
 from raytide.control.views import JobView, LogPart, Waiting
-from raytide.core.errors import ClusterError, ConfigError, RaytideError, UsageError
+from raytide.core.errors import ClusterError, RaytideError, UsageError
 from raytide.core.objects.gang import GangSpec, Shape
 from raytide.core.objects.job import Job, JobKind, JobSpec, JobState
 from raytide.sdk.job_run import Run
-from raytide.sdk.script import between, command_of, pairs_of, shape, shape_of
+from raytide.sdk.script import command_of, pairs_of, parse_range, parse_shape
 
 runner = CliRunner()
+
+ONE_CPU = Shape(resources={"CPU": 1.0})
 
 
 class Desk(ApiClient):
@@ -78,7 +80,7 @@ def test_an_api_that_restarts_does_not_end_it(
     script: Path, desk: Desk, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     monkeypatch.setattr("raytide.sdk.job_run._POLL_S", 0.0)
-    desk.specs.append(JobSpec(kind=JobKind.SCRIPT, name="train", gang=GangSpec(shapes=(shape(),))))
+    desk.specs.append(JobSpec(kind=JobKind.SCRIPT, name="train", gang=GangSpec(shapes=(ONE_CPU,))))
     desk.deaths = 3
     done = runner.invoke(app, command.split())
     assert (done.exit_code, done.stdout) == (0, "step 1\nstep 2\n")
@@ -96,7 +98,7 @@ def test_of_a_job_that_is_over_nobody_says_that_it_goes_on(desk: Desk, monkeypat
 
     monkeypatch.setattr("raytide.sdk.job_run.AWAY_S", 0.0)
     monkeypatch.setattr(desk, "log_part", away)
-    desk.specs.append(JobSpec(kind=JobKind.SCRIPT, name="train", gang=GangSpec(shapes=(shape(),))))
+    desk.specs.append(JobSpec(kind=JobKind.SCRIPT, name="train", gang=GangSpec(shapes=(ONE_CPU,))))
     desk.looks = [(JobState.FAILED, "")]
     assert str(runner.invoke(app, ["logs", "job-1"]).exception) == "Ray does not answer. See logs/head.log."
 
@@ -109,11 +111,11 @@ def test_a_failed_script_is_a_failed_command(script: Path, desk: Desk) -> None:
 
 
 def test_options_before_the_script_are_raytides_and_those_after_it_the_scripts(script: Path, desk: Desk) -> None:
-    args = "run --gpus 8 --nodes 1:2 --env A=b=c --select ray.io/market-type=spot --nproc-per-node gpu --retries 2"
+    args = "run --gpus 8 --nodes 1:2 --env A=b=c --spot --tag project=search --nproc-per-node gpu --retries 2"
     runner.invoke(app, [*args.split(), "train.py", "--gpus", "1", "--lr", "3"], catch_exceptions=False)
     (spec,) = desk.specs
     assert spec.kind is JobKind.SCRIPT
-    assert (spec.name, spec.is_preemptible) == ("train", False)
+    assert (spec.name, spec.is_preemptible, spec.labels) == ("train", False, {"project": "search"})
     labels = {"ray.io/market-type": "spot"}
     assert spec.gang.shapes == (Shape(members=2, min_members=1, resources={"GPU": 8.0}, labels=labels),)
     assert spec.config["command"] == ["python", "train.py", "--gpus", "1", "--lr", "3"]
@@ -137,27 +139,19 @@ def test_no_wait_says_how_to_follow(script: Path, desk: Desk) -> None:
     ],
 )
 def test_a_shape_in_one_word(text: str, expected: Shape) -> None:
-    assert shape_of(text) == expected
+    assert parse_shape(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "2x", "GPU", "GPU:many", "2xGPU:8@zone", "4:2xGPU:1", "GPU:-1"])
 def test_what_is_no_shape_is_said_so(text: str) -> None:
     with pytest.raises(UsageError):
-        shape_of(text)
-
-
-def test_nothing_asked_for_is_one_cpu_and_gpus_come_without() -> None:
-    assert shape().resources == {"CPU": 1.0}
-    assert shape(gpus=2).resources == {"GPU": 2.0}
-    assert shape(gpus=2, cpus=4).resources == {"GPU": 2.0, "CPU": 4.0}
-    with pytest.raises(ConfigError):
-        shape(cpus=0)
+        parse_shape(text)
 
 
 @pytest.mark.parametrize("text", ["two", "1:", "1:x", ":2", "-1", "²"])
 def test_a_number_of_nodes_that_is_none(text: str) -> None:
     with pytest.raises(UsageError, match="--nodes"):
-        between(text, "--nodes")
+        parse_range(text, "--nodes")
 
 
 @pytest.mark.parametrize("text", ["A", "=b"])
@@ -191,10 +185,10 @@ def test_a_script_may_be_named_from_the_working_directory_and_be_a_link(tmp_path
     assert command_of(str(tmp_path / "alias" / "real.py"), [], work) == ("python", "real.py")
 
 
-@pytest.mark.parametrize("option", ["--gpus 1", "--cpus 1", "--nodes 2", "--select a=b"])
+@pytest.mark.parametrize("option", ["--gpus 1", "--cpus 1", "--nodes 2", "--labels a=b", "--spot", "--memory 1GiB"])
 def test_a_shape_and_a_part_of_one_exclude_each_other(script: Path, desk: Desk, option: str) -> None:
     done = runner.invoke(app, ["run", *option.split(), "--shape", "GPU:8", "train.py"])
-    assert isinstance(done.exception, UsageError) and "exclude each other" in str(done.exception)
+    assert isinstance(done.exception, UsageError) and "--shape cannot be combined" in str(done.exception)
     assert desk.packages == []
 
 
@@ -221,4 +215,4 @@ def test_an_option_of_raytide_s_after_the_script_is_said_to_be_the_script_s(scri
 @pytest.mark.parametrize("nodes", ["0", "4:2", "0:2"])
 def test_nodes_are_a_range_from_one_on(nodes: str) -> None:
     with pytest.raises(UsageError, match=f"--nodes {nodes} is no range from 1 on"):
-        between(nodes, "--nodes")
+        parse_range(nodes, "--nodes")

@@ -28,7 +28,7 @@ def main(how: str, storage: str) -> None:
     os.environ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.2"
     ray.init()
     if how == "leased":
-        scaling = rt.scaling_config(workers=2, gpus_per_worker=4, name="leased")
+        scaling = rt.scaling_config(nodes=2, gpus=4, name="leased")
     else:
         scaling = ScalingConfig(num_workers=2, use_gpu=True, resources_per_worker={"GPU": 4})
     result = TorchTrainer(

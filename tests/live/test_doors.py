@@ -51,7 +51,7 @@ TASK = """
 import ray
 import raytide as rt
 
-@rt.task(resources={"CPU": 1})
+@rt.task(cpus=1)
 def evaluate(checkpoint):
     return checkpoint, ray.util.get_current_placement_group() is not None
 
@@ -71,7 +71,7 @@ import ray
 import raytide as rt
 
 ray.init()
-with rt.connect() as tide, tide.gang(1, resources={"CPU": 1}, name="held"):
+with rt.connect() as tide, tide.gang(cpus=1, name="held"):
     print("holds", os.getpid(), flush=True)
     time.sleep(600)
 """

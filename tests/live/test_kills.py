@@ -89,7 +89,7 @@ def test_a_killed_supervisor_leaves_its_children_and_the_next_up_adopts_them(
 def test_a_killed_api_is_back_and_what_it_had_accepted_is_there(
     live: LocalCluster, tide: rt.Client, eventually: Callable[..., None]
 ) -> None:
-    with tide.gang(1, name="survivor") as gang:
+    with tide.gang(name="survivor") as gang:
         kill(live, "api")
         eventually(lambda: _answers(tide), within_s=60.0)
         assert tide.job(gang.job_id).state is JobState.RUNNING

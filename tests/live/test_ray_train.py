@@ -19,6 +19,7 @@ from raytide.core.objects.job import JobKind, JobState
 pytestmark = pytest.mark.cluster
 
 DRIVER = Path(__file__).parent / "ray_train_driver.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_train_job.py"
 DATA = """
 import ray
 ray.init()
@@ -72,6 +73,15 @@ def test_a_torch_trainer_waits_in_the_queue_and_runs_inside_its_lease(
     assert not any(a["action"] == "wait" and a["subject"] == "unmanaged" for a in actions), (
         "the lease is all it asks for"
     )
+
+
+def test_the_example_trains_in_a_lease(live: LocalCluster, tide: rt.Client, dataset: Path, tmp_path: Path) -> None:
+    with driver(live, str(EXAMPLE), str(dataset), str(tmp_path / "run")) as process:
+        said, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, said[-3000:]
+    assert "step 60: loss" in said
+    (run,) = (run for run in tide.jobs() if run.view.job.spec.name == "ray-train-example")
+    assert run.state is JobState.SUCCEEDED
 
 
 def test_a_plain_trainer_and_a_ray_data_job_that_ask_for_gpus_buy_no_gpu_node_and_why_says_so(

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytide.core.objects.node import NodeType
-from raytide.scheduling.diagnosis import ACCELERATOR_LABEL
+from raytide.core.objects.node import ACCELERATOR_LABEL, NodeType
 from raytide.scheduling.throughput import AcceleratorClasses, cost_per_work, no_slower
 
 GPU = {"GPU": 1.0}

@@ -44,7 +44,7 @@ def test_a_replica_of_two_members_gets_both_its_nodes_or_none(
         return next(team.use.used["GPU"] for team in tide.client.teams() if team.name == "default")
 
     tide.client.change_team("default", quota={"GPU": 24.0})
-    with tide.gang(2, resources={"GPU": 8}):
+    with tide.gang(nodes=2, gpus=8):
         handle = tide.serve(spec)
         eventually(lambda: "2 x (8 GPU)" in reason())
         assert len(nodes()) == 2

@@ -47,7 +47,7 @@ def test_a_higher_class_shrinks_a_trainer_in_place_and_it_grows_back(
 
     eventually(lambda: world() == 4 and len(lines(spec, "metrics.jsonl")) > 2, within_s=180.0)
     before = formed()[-1]["pids"]
-    with tide.gang(4, resources={"CPU": 1}, labels=SPOT, priority="high", name="urgent") as gang:
+    with tide.gang(nodes=4, cpus=1, labels=SPOT, priority="high", name="urgent") as gang:
         assert len(gang.members) == 4
         assert world() == 2
         assert set(formed()[-1]["pids"]) < set(before), "those that stay are the same processes"  # type: ignore[call-overload]

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.soak, pytest.mark.cluster]
 HOLD = """
 import time
 import raytide as rt
-with rt.gang(1, name="silent"):
+with rt.gang(name="silent"):
     time.sleep(600)
 """
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from raytide.cli import autoscaler, checkpoint, cluster, cost, demo, jobs, limits, run, runs, serve, simulate
+from raytide.cli import autoscaler, cluster, jobs, money, run, runs, serve, simulate
 
 app = typer.Typer(
     name="raytide",
@@ -43,16 +43,16 @@ app.add_typer(data, name="data")
 app.add_typer(scaler, name="autoscaler")
 app.add_typer(simulation, name="simulate")
 app.add_typer(checkpoints, name="checkpoint")
-app.add_typer(limits.quota, name="quota")
-app.add_typer(limits.budget, name="budget")
+app.add_typer(money.quota, name="quota")
+app.add_typer(money.budget, name="budget")
 
-app.command()(demo.demo)
+app.command()(cluster.demo)
 app.command()(cluster.up)
 app.command()(cluster.down)
 app.command()(cluster.head)
 app.command(hidden=True)(cluster.watch_notices)
 app.command()(cluster.status)
-app.command()(cost.cost)
+app.command()(money.cost)
 app.command(context_settings={"allow_interspersed_args": False})(run.run)
 app.command()(jobs.ps)
 app.command()(jobs.why)
@@ -68,7 +68,7 @@ app.command()(serve.serve)
 scaler.command("explain")(autoscaler.explain)
 simulation.command("serving")(simulate.serving)
 simulation.command("deadline")(simulate.deadline)
-checkpoints.command("verify")(checkpoint.verify)
+checkpoints.command("verify")(runs.verify)
 simulation.command("jobs")(simulate.jobs)
 app.command()(cluster.schema)
 app.command()(cluster.doctor)

@@ -1,14 +1,16 @@
-"""up, down, status, schema, doctor."""
+"""up, down, head, status, schema, doctor, demo."""
 
 from __future__ import annotations
 
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Literal
 
 import typer
@@ -56,7 +58,7 @@ def up(
 
 
 def _up_here(config: Path | None, name: str, owner_pid: int | None, *, json: bool) -> None:
-    from raytide.control.bootstrap import local as cluster
+    from raytide.control.bootstrap.local import up as start
     from raytide.core.io.process import Process
 
     owner = None if owner_pid is None else Process.of(owner_pid)
@@ -64,7 +66,7 @@ def _up_here(config: Path | None, name: str, owner_pid: int | None, *, json: boo
         raise UsageError(f"there is no process {owner_pid}.", hint="Name one that runs: `--owner $$` is this shell.")
     if not json:
         print(f"starting cluster {name} ...", file=sys.stderr)
-    started = cluster.up(config, name=name, owner=owner)
+    started = start(config, name=name, owner=owner)
     _warn_of_rights(started.config_path)
     if json:
         as_json({"name": name, "run_dir": str(started.run_dir), "api": started.api_url, "ray": started.dashboard_url})
@@ -156,11 +158,11 @@ def down(name: Name = "local", json: Json = False) -> None:
     On a cloud's head: end every node that raytide bought; `ray down` then ends the head.
     """
     from raytide.control.bootstrap import cloud_head
-    from raytide.control.bootstrap import local as cluster
     from raytide.control.bootstrap.cluster_record import load, run_dir_of
+    from raytide.control.bootstrap.local import down as end
 
-    there = load(run_dir_of(name))
-    closed = cloud_head.down(there) if isinstance(there, cloud_head.HeadCluster) else cluster.down(name)
+    record = load(run_dir_of(name))
+    closed = cloud_head.down(record) if isinstance(record, cloud_head.HeadCluster) else end(name)
     wrong = [] if closed is None else [asdict(difference) for difference in closed.differences]
     if json:
         as_json({"name": name, "state": "down" if closed else "absent", "differences": wrong})
@@ -237,3 +239,25 @@ def doctor(json: Json = False) -> None:
         as_table(("CHECK", "STATUS", "DETAIL", "MEND"), [(f.name, f.status, f.detail, f.mend) for f in findings])
     if any(finding.status == "fail" for finding in findings):
         raise typer.Exit(1)
+
+
+def demo(
+    keep: Annotated[bool, typer.Option("--keep", help="Leave the endpoint up and print a curl line.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Where the dataset and the model go; a temporary folder when left out.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """The whole life of a model, on this machine.
+
+    Build a dataset, train on spot nodes that are reclaimed, serve the model under load, show what it cost.
+    """
+    from raytide.demo import run
+
+    for number in (signal.SIGTERM, signal.SIGHUP):  # as on Ctrl-C, the cluster is ended first
+        signal.signal(number, _leave)
+    raise typer.Exit(run(keep=keep, out=out, json=json))
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)

@@ -6,14 +6,27 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from raytide.cli.limits import dollars
+from raytide.cli.options import (
+    Budget,
+    Cpus,
+    Deadline,
+    EstimateH,
+    Gpus,
+    Labels,
+    Memory,
+    Nodes,
+    Priority,
+    Shapes,
+    Spot,
+    queueing,
+    resources,
+)
 from raytide.cli.show import ClusterName, Json, as_json, as_table
 from raytide.control.client import ApiClient
 from raytide.control.views import JobView
@@ -24,30 +37,11 @@ from raytide.core.money import format_usd
 from raytide.core.objects.job import Job, JobState
 from raytide.sdk.client import Client
 from raytide.sdk.job_run import AWAY_S, Run, explain, patiently
+from raytide.sdk.options import GangOptions
 
 JobId = Annotated[str, typer.Argument(help="A job, as `raytide ps` lists it.")]
 Spec = Annotated[Path, typer.Argument(help="A YAML file.")]
 Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Stay until it is over.")]
-Priority = Annotated[str, typer.Option(help="A class of metadata.raytide.priorities.")]
-Budget = Annotated[
-    str | None,
-    typer.Option(
-        metavar="USD[/month]",
-        help="Dollars, in all or each month: once it cost so much it is not admitted, and what may be preempted "
-        "checkpoints and waits.",
-    ),
-]
-Deadline = Annotated[
-    str | None,
-    typer.Option(
-        help="When it must be done: 8h, 1d12h, or 2026-11-22T08:00 (local time without a zone). It then runs on spot, "
-        "waits, or runs on demand, as is cheapest and in time."
-    ),
-]
-EstimateH = Annotated[
-    float | None,
-    typer.Option("--estimate", help="Hours of work on the whole gang, until the job itself says how far it is."),
-]
 _FOLLOW_S = 0.5
 _MOST = 1000
 """So many jobs the API shows at once."""
@@ -143,9 +137,9 @@ def logs(
     look = partial(client.job, job_id)
     job = Run(client, patiently(job_id, look) if follow else look())
     if json:
-        as_json({"job": job_id, "logs": "".join(job.follow(tail=tail)) if follow else job.logs(tail=tail)})
+        as_json({"job": job_id, "logs": "".join(job.logs(follow=True, tail=tail)) if follow else job.logs(tail=tail)})
         return
-    for text in job.follow(tail=tail) if follow else (part.text for part in job.printed(tail=tail)):
+    for text in job.logs(follow=True, tail=tail) if follow else (part.text for part in job.log_parts(tail=tail)):
         print(text, end="", flush=True)
 
 
@@ -188,6 +182,13 @@ def retry(job_id: JobId, cluster: ClusterName = None, json: Json = False) -> Non
 
 def data_build(
     spec: Spec,
+    gpus: Gpus = None,
+    cpus: Cpus = None,
+    memory: Memory = None,
+    nodes: Nodes = None,
+    spot: Spot = None,
+    labels: Labels = None,
+    shapes: Shapes = None,
     priority: Priority = "normal",
     budget: Budget = None,
     deadline: Deadline = None,
@@ -196,13 +197,24 @@ def data_build(
     cluster: ClusterName = None,
     json: Json = False,
 ) -> None:
-    """Build a token dataset from text."""
-    job = {"priority": priority, **budgeted(budget), "deadline": due(deadline), "estimate_h": estimate}
-    follow(Client(ApiClient.find(cluster)).data(spec, **job), wait, json)
+    """Build a token dataset from text.
+
+    Options for nodes replace the `gang` of the file.
+    """
+    wanted = resources(gpus, cpus, memory, nodes, spot, labels, shapes)
+    options: GangOptions = {**wanted, **queueing(priority, budget, deadline, estimate)}
+    follow(Client(ApiClient.find(cluster)).data(spec, **options), wait, json)
 
 
 def train(
     spec: Spec,
+    gpus: Gpus = None,
+    cpus: Cpus = None,
+    memory: Memory = None,
+    nodes: Nodes = None,
+    spot: Spot = None,
+    labels: Labels = None,
+    shapes: Shapes = None,
     priority: Priority = "normal",
     budget: Budget = None,
     deadline: Deadline = None,
@@ -211,22 +223,13 @@ def train(
     cluster: ClusterName = None,
     json: Json = False,
 ) -> None:
-    """Train a model on a gang."""
-    job = {"priority": priority, **budgeted(budget), "deadline": due(deadline), "estimate_h": estimate}
-    follow(Client(ApiClient.find(cluster)).train(spec, **job), wait, json)
+    """Train a model on a gang.
 
-
-def budgeted(said: str | None) -> dict[str, object]:
-    usd, per = (None, "job") if said is None else dollars(said)
-    return {"budget_usd": usd, "budget_per": per}
-
-
-def due(said: str | None) -> str | None:
-    """A date and time without a zone is meant where it is said."""
-    try:
-        return said if said is None else datetime.fromisoformat(said).astimezone().isoformat()
-    except ValueError:
-        return said  # a time from now; what it is not is said by the job's own check
+    Options for nodes replace the `gang` of the file.
+    """
+    wanted = resources(gpus, cpus, memory, nodes, spot, labels, shapes)
+    options: GangOptions = {**wanted, **queueing(priority, budget, deadline, estimate)}
+    follow(Client(ApiClient.find(cluster)).train(spec, **options), wait, json)
 
 
 def follow(run: Run, wait: bool, json: bool) -> None:

@@ -1,7 +1,8 @@
-"""metrics, plot, profile: what training runs wrote down, by job or by directory."""
+"""metrics, plot, profile, checkpoint verify: what training runs wrote, by job or by directory."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -9,10 +10,11 @@ import typer
 
 from raytide.cli.show import ClusterName, Json, as_json, as_table
 from raytide.control.client import ApiClient
-from raytide.core.errors import UsageError
+from raytide.core.errors import CheckpointError, UsageError
 from raytide.core.objects.job import JobKind
 
 Which = Annotated[str, typer.Argument(metavar="RUN_OR_JOB", help="A training job, or a run's `out` directory.")]
+Target = Annotated[str, typer.Argument(help="A run, its checkpoints folder or one of them: a path or an fsspec URL.")]
 COLUMNS = ("step", "loss", "lr", "grad_norm", "tokens_per_s", "mfu", "data_s", "world")
 
 
@@ -70,6 +72,26 @@ def profile(
         as_json({"out": f"{out}/profile", "steps": steps})
     else:
         print(f"the next {steps} steps are profiled; traces and tables appear in {out}/profile")
+
+
+def verify(target: Target, json: Json = False) -> None:
+    """Read every byte and compare it with the manifests. Exit code 1 if any is bad or none is whole."""
+    from raytide.actors.trainer.checkpoint.verify import verify as read_all
+
+    verdicts = read_all(target)
+    if json:
+        as_json([asdict(verdict) for verdict in verdicts])
+    else:
+        rows = [(v.step, v.state, v.size, v.world or "-", v.url, "; ".join(v.problems) or "-") for v in verdicts]
+        as_table(("STEP", "STATE", "BYTES", "RANKS", "WHERE", "WHY"), rows)
+    bad = [verdict for verdict in verdicts if verdict.state == "bad"]
+    if bad:
+        raise CheckpointError(
+            f"{len(bad)} of {len(verdicts)} checkpoints at {target} are bad.",
+            hint="Delete them: a run passes them over.",
+        )
+    if not any(verdict.state == "whole" for verdict in verdicts):
+        raise CheckpointError(f"no checkpoint at {target} is whole.", hint="The run has not finished its first save.")
 
 
 def _out(which: str, cluster: str | None) -> str:

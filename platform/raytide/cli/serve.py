@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from raytide.cli.options import Labels, Spot, resources
 from raytide.cli.show import ClusterName, Json, as_json, as_table
 from raytide.control.client import ApiClient
 from raytide.control.wire import to_json
@@ -18,9 +19,7 @@ from raytide.core.money import format_usd
 from raytide.core.objects.endpoint import ServeSpec
 from raytide.sdk.client import Client
 from raytide.sdk.endpoint import EndpointHandle
-from raytide.sdk.script import between
-
-Numbers = dict[str, float]
+from raytide.sdk.script import parse_range, with_resources
 
 
 def serve(
@@ -38,9 +37,17 @@ def serve(
     target_ongoing: Annotated[
         float | None, typer.Option(help="Requests that one replica is meant to carry, without --slo-target.")
     ] = None,
-    gpus: Annotated[float | None, typer.Option(min=0, help="Of each replica.")] = None,
-    cpus: Annotated[float | None, typer.Option(min=0, help="Of each replica; 1 when nothing is asked for.")] = None,
-    team: Annotated[str, typer.Option(help="Whose endpoint it is; the token's own when left out.")] = "",
+    gpus: Annotated[str | None, typer.Option(help="GPUs of each replica: 1, H100:8, or 0.5.")] = None,
+    cpus: Annotated[
+        float | None, typer.Option(min=0, help="CPUs of each replica; 1 where nothing is asked for.")
+    ] = None,
+    memory: Annotated[str | None, typer.Option(help="Memory of each replica: 64GiB.")] = None,
+    spot: Spot = None,
+    labels: Labels = None,
+    team: Annotated[str, typer.Option(help="The endpoint's team; the token's own by default.")] = "",
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Print the engine that would run and why; serve nothing.")
+    ] = False,
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Stay until a replica answers.")] = True,
     delete: Annotated[str, typer.Option(help="End the endpoint of this name.")] = "",
     cluster: ClusterName = None,
@@ -52,17 +59,21 @@ def serve(
     """
     asked = {"slo_ttft_s": slo_ttft_s, "slo_target": slo_target, "target_ongoing": target_ongoing}
     if replicas:
-        asked["min"], asked["max"] = between(replicas, "--replicas")
-    counts, shares = _given(asked), _given({"GPU": gpus, "CPU": cpus})
-    if model is None and (name or team or counts or shares):
+        asked["min"], asked["max"] = parse_range(replicas, "--replicas")
+    counts = {key: value for key, value in asked.items() if value is not None}
+    needs = resources(gpus, cpus, memory, None, spot, labels)
+    if model is None and (name or team or counts or needs or explain):
         raise UsageError("what should be served so was not said.", hint="Name the model: `raytide serve MODEL ...`.")
     if model is not None and delete:
         raise UsageError("a model is served or an endpoint deleted, not both.", hint="Make two commands of it.")
+    if model is not None and explain:
+        _explain(_spec(model, {"name": name, "team": team}, counts, needs), json=json)
+        return
     client = ApiClient.find(cluster)
     if delete:
         client.delete_endpoint(delete)
     elif model is not None:
-        handle = Client(client).serve(_spec(model, {"name": name, "team": team}, counts, shares))
+        handle = Client(client).serve(_spec(model, {"name": name, "team": team}, counts, needs))
         try:
             if wait:
                 _print_changes(handle, quiet=json)
@@ -105,22 +116,27 @@ def _print_changes(handle: EndpointHandle, *, quiet: bool) -> None:
             print(line, flush=True)
 
 
-def _spec(model: str, names: Mapping[str, str], replicas: Numbers, resources: Numbers) -> ServeSpec:
-    """The file's, or a folder's, with what was asked for besides."""
+def _explain(spec: ServeSpec, *, json: bool) -> None:
+    from raytide.actors.serving.engines import choose_engine
+
+    choice = choose_engine(spec)
+    if json:
+        as_json({"name": spec.name, "engine": choice.kind, "why": choice.why})
+    else:
+        print(f"{spec.name} runs on the {choice.kind} engine: {choice.why}")
+
+
+def _spec(
+    model: str, names: Mapping[str, str], replicas: Mapping[str, float], needs: Mapping[str, object]
+) -> ServeSpec:
+    """Returns the spec of a file or a model directory, with the options of the command line in place of its own."""
     if model.endswith((".yaml", ".yml")):
         fields, where = dict(load_yaml(model)), model
     else:
         folder = Path(model).resolve()
         fields, where = {"name": folder.name.lower(), "model": str(folder)}, "serve"
     fields |= {key: value for key, value in names.items() if value}
-    told = fields.get("replicas", {})
-    if replicas and isinstance(told, Mapping):  # what else it is, the spec refuses
-        fields["replicas"] = {**told, **replicas}
-    share = fields.get("resources", {})
-    if resources and isinstance(share, Mapping):
-        fields["resources"] = {key: amount for key, amount in {**share, **resources}.items() if amount} or {"CPU": 1.0}
-    return ServeSpec.parse(fields, where=where)
-
-
-def _given(options: Mapping[str, float | None]) -> Numbers:
-    return {name: value for name, value in options.items() if value is not None}
+    own = fields.get("replicas", {})
+    if replicas and isinstance(own, Mapping):  # the spec refuses anything else
+        fields["replicas"] = {**own, **replicas}
+    return with_resources(ServeSpec.parse(fields, where=where), needs)

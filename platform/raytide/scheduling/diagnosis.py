@@ -8,11 +8,9 @@ from typing import Literal
 
 from raytide.core.clock import utc
 from raytide.core.objects.gang import Shape
-from raytide.core.objects.node import NodeType, Resources, fits, labels_match, round_up_gpu_share
+from raytide.core.objects.node import ACCELERATOR_LABEL, NodeType, Resources, fits, labels_match, round_up_gpu_share
 from raytide.core.objects.snapshot import Snapshot
 from raytide.scheduling.offerings import Offerings
-
-ACCELERATOR_LABEL = "ray.io/accelerator-type"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean, geometric_mean
 
-from raytide.core.objects.node import NodeType, Resources
+from raytide.core.objects.node import ACCELERATOR_LABEL, NodeType, Resources
 from raytide.core.objects.snapshot import Throughputs
-from raytide.scheduling.diagnosis import ACCELERATOR_LABEL
 
 MOST_PACE = 100.0
 """No kind is taken to do more than so many times what the slowest does: speeds are also what users say."""

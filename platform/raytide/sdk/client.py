@@ -1,14 +1,14 @@
-"""The SDK: `rt.connect()` gives a Client, a Client gives runs and endpoints, and everything shows itself in a notebook."""
+"""The SDK: `rt.connect()` returns a Client of one cluster; its jobs and endpoints are handles that show themselves in a
+notebook."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import wraps
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar, Unpack
 
 from raytide.control.client import ApiClient
 from raytide.control.views import ClusterStatus, CostReport, JobView
@@ -16,15 +16,16 @@ from raytide.core.config import Config, load_yaml
 from raytide.core.errors import UsageError
 from raytide.core.io.working_dir import pack
 from raytide.core.objects.endpoint import ServeSpec
-from raytide.core.objects.gang import GangSpec, Shape
+from raytide.core.objects.gang import GangSpec
 from raytide.core.objects.job import JobKind, JobSpec
-from raytide.core.ray_internals import is_without_ray, use_ray_at
 from raytide.core.specs.data import DataSpec
 from raytide.core.specs.script import ScriptSpec
 from raytide.core.specs.train import TrainSpec
 from raytide.sdk.endpoint import EndpointHandle
 from raytide.sdk.job_run import Run
-from raytide.sdk.script import command_of, shape, shapes_of
+from raytide.sdk.options import GangOptions, NodeOptions, ServeOptions, gang_of, job_and_gang
+from raytide.sdk.script import command_of
+from raytide.sdk.task import Task
 from raytide.sdk.train_run import TrainRun, run_of
 
 if TYPE_CHECKING:
@@ -40,186 +41,152 @@ SpecSource = Mapping[str, object] | str | Path
 
 
 class Client:
-    """One cluster, seen by one user. A context manager: leaving it ends a cluster that `rt.local()` started."""
+    """One cluster, as one user sees it. Used as a context manager, leaving it ends a cluster that `rt.local()` started.
+
+    The keyword arguments of jobs are typed in `raytide.sdk.options`; `raytide.core.objects.resources` explains the
+    words for resources.
+    """
 
     def __init__(self, client: ApiClient, *, on_exit: Callable[[], object] | None = None) -> None:
         self.client = client
         self._on_exit = on_exit
 
     def status(self) -> ClusterStatus:
+        """Returns the cluster's nodes, with what they cost, and counts of its jobs."""
         return self.client.status()
 
     def cost(self) -> CostReport:
+        """Returns what was spent, by team, job, endpoint and node."""
         return self.client.cost()
 
     def jobs(self, *, limit: int = 100) -> list[Run]:
-        """The latest jobs, newest first."""
+        """Returns the latest jobs, newest first."""
         return [run_of(self.client, view) for view in self.client.jobs(limit=limit)]
 
     def job(self, job_id: str) -> Run:
+        """Returns the job with this id."""
         return run_of(self.client, self.client.job(job_id))
 
-    def data(self, spec: DataSpec | SpecSource, **job: object) -> Run:
-        """Build a token dataset on a leased node; `job` as in `train`."""
+    def data(self, spec: DataSpec | SpecSource, **options: Unpack[GangOptions]) -> Run:
+        """Builds a token dataset on a leased node. Words for resources replace the spec's `gang`."""
         data = spec if isinstance(spec, DataSpec) else _parse(DataSpec, spec)
-        config = data.model_dump(mode="json")
-        return Run(self.client, self._submit(JobKind.DATA, data.name, _team_of(data), data.gang, config, job))
+        job, gang = job_and_gang(options)
+        if gang is not None:
+            data = data.model_copy(update={"gang": gang_of(gang, where="data")})
+        named = {"name": data.name, **_team_of(data), **job}
+        return Run(self.client, self._submit(JobKind.DATA, data.gang, data.model_dump(mode="json"), named))
 
-    def train(self, spec: TrainSpec | SpecSource, **job: object) -> TrainRun:
-        """Train on a gang; it survives the loss of members.
-
-        `job` is for the queue, by the names of JobSpec: priority, preemptible, budget_usd (in all; each month with
-        budget_per="month"), deadline (a datetime with a time zone, or seconds from now), estimate_h, labels,
-        max_restarts.
-        """
+    def train(self, spec: TrainSpec | SpecSource, **options: Unpack[GangOptions]) -> TrainRun:
+        """Trains a model on a gang; losing members does not end it. Words for resources replace the spec's `gang`."""
         train = spec if isinstance(spec, TrainSpec) else _parse(TrainSpec, spec)
-        config = train.model_dump(mode="json")
-        return TrainRun(self.client, self._submit(JobKind.TRAIN, train.name, _team_of(train), train.asks, config, job))
+        job, gang = job_and_gang(options)
+        if gang is not None:
+            train = train.model_copy(update={"gang": gang_of(gang, where="train")})
+        named = {"name": train.name, **_team_of(train), **job}
+        return TrainRun(self.client, self._submit(JobKind.TRAIN, train.asks, train.model_dump(mode="json"), named))
 
     def run(
         self,
         script: str | Path,
         *args: str,
-        shapes: Sequence[Shape] = (),
-        gpus: float = 0.0,
-        cpus: float | None = None,
-        nodes: int | tuple[int, int] = 1,
-        selector: Mapping[str, str] | None = None,
         working_dir: str | Path = ".",
         exclude: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         nproc_per_node: int | str = 1,
         retries: int = 0,
-        name: str = "",
-        team: str | None = None,
-        **job: object,
+        **options: Unpack[GangOptions],
     ) -> Run:
-        """Run a script on every node of a gang, with RANK, WORLD_SIZE and MASTER_ADDR as torchrun sets them.
+        """Runs a script on every node of a gang, with RANK, WORLD_SIZE and MASTER_ADDR as torchrun sets them.
 
-        `gpus` and `cpus` are of each node, `nodes=(1, 4)` is elastic, `selector` is of nodes' labels; or `shapes`, in
-        order of preference. The working directory is uploaded. Without a `team` it is the token's. `job` as in `train`.
+        The working directory is uploaded, without files that match `exclude`. After a failure the script is started up
+        to `retries` times more.
         """
         folder = Path(working_dir)
-        command = command_of(str(script), args, folder)
-        wanted = shapes_of(shapes, gpus=gpus, cpus=cpus, nodes=nodes, selector=selector)
-        fields = {"command": command, "env": dict(env or {}), "nproc_per_node": nproc_per_node, "retries": retries}
+        fields = {
+            "command": command_of(str(script), args, folder),
+            "env": dict(env or {}),
+            "nproc_per_node": nproc_per_node,
+            "retries": retries,
+        }
         spec = ScriptSpec.parse(fields, where="run")
+        job, gang = job_and_gang(options)
+        wanted = gang_of(gang, where="run")
         config = {**spec.model_dump(mode="json"), "package": self.client.upload(pack(folder, tuple(exclude)))}
-        named = name or Path(script).stem
-        return Run(self.client, self._submit(JobKind.SCRIPT, named, team, GangSpec(shapes=wanted), config, job))
+        return Run(self.client, self._submit(JobKind.SCRIPT, wanted, config, {"name": Path(script).stem, **job}))
 
     def serve(
         self,
         model: str | Path | ServeSpec,
         *,
         name: str = "",
-        replicas: tuple[int, int] = (1, 1),
+        replicas: int | tuple[int, int] = 1,
         slo_ttft_s: float | None = None,
         slo_target: float | None = None,
-        **options: object,
+        **options: Unpack[ServeOptions],
     ) -> EndpointHandle:
-        """Serve a Hugging Face directory; `options` are ServeSpec's. The replicas' number follows the load: with
-        `slo_target`, as cheaply as that share of first tokens comes within `slo_ttft_s`. What else can be said of
-        replicas a ServeSpec says."""
+        """Serves a Hugging Face directory over the OpenAI API.
+
+        With `replicas=(1, 8)` their number follows the load; with `slo_target` too, it is the cheapest with which that
+        share of first tokens comes within `slo_ttft_s`. A ServeSpec has the options for the rest.
+        """
         if isinstance(model, ServeSpec):
-            if name or options or replicas != (1, 1) or slo_ttft_s is not None or slo_target is not None:
-                raise UsageError("a ServeSpec says all of it itself.", hint="Give it what else you asked for.")
-            spec = model
-        else:
-            fields = {"name": name or Path(model).name.lower(), "model": str(model), **options}
-            slo = {"slo_ttft_s": slo_ttft_s, "slo_target": slo_target}
-            fields["replicas"] = {"min": replicas[0], "max": replicas[1], **slo}
-            spec = ServeSpec.parse(fields, where="serve")
-        return EndpointHandle(self.client, self.client.serve(spec))
+            if name or options or replicas != 1 or slo_ttft_s is not None or slo_target is not None:
+                raise UsageError("options cannot be combined with a ServeSpec.", hint="Set them in the ServeSpec.")
+            return EndpointHandle(self.client, self.client.serve(model))
+        least, most = (replicas, replicas) if isinstance(replicas, int) else replicas
+        slo = {"slo_ttft_s": slo_ttft_s, "slo_target": slo_target}
+        fields = {
+            "name": name or Path(model).name.lower(),
+            "model": str(model),
+            "replicas": {"min": least, "max": most, **slo},
+            **{key: value for key, value in options.items() if value is not None},
+        }
+        return EndpointHandle(self.client, self.client.serve(ServeSpec.parse(fields, where="serve")))
 
     def endpoint(self, name: str) -> EndpointHandle:
+        """Returns the endpoint of this name."""
         return EndpointHandle(self.client, self.client.endpoint(name))
 
     @contextmanager
-    def gang(
-        self,
-        members: int = 1,
-        *,
-        resources: Mapping[str, float] | None = None,
-        labels: Mapping[str, str] | None = None,
-        name: str = "gang",
-        team: str | None = None,
-        timeout_s: float = 600.0,
-        **job: object,
-    ) -> Iterator[Gang]:
-        """Hold a gang for any Ray code in this process; it goes through the queue like every other job (see `train`).
+    def gang(self, *, timeout_s: float = 600.0, **options: Unpack[GangOptions]) -> Iterator[Gang]:
+        """Holds nodes for any Ray code in this process; they come through the queue like those of every other job.
 
-        The lease ends with the block, or ten seconds after this process stops asking for it.
+        The lease ends with the block, or ten seconds after this process stopped asking for it.
         """
-        from raytide.actors.gang import Gang
-
-        shape = Shape(members=members, resources=dict(resources or {"CPU": 1.0}), labels=dict(labels or {}))
-        view = self._submit(JobKind.GANG, name, team, GangSpec(shapes=(shape,)), {}, job)
-        with Gang(self.client, view.job.id, timeout_s=timeout_s) as gang:
+        with self.submit_gang(options, timeout_s) as gang:
             yield gang
 
     def task(
-        self,
-        *,
-        resources: Mapping[str, float] | None = None,
-        labels: Mapping[str, str] | None = None,
-        name: str = "",
-        team: str | None = None,
-        timeout_s: float = 600.0,
-        retries: int = 3,
-        **job: object,
-    ) -> Callable[[Callable[P, T]], Callable[P, T]]:
-        """A decorator: each call of the function waits in the queue, runs on a leased node, and returns its result.
+        self, *, timeout_s: float = 600.0, retries: int = 3, **options: Unpack[NodeOptions]
+    ) -> Callable[[Callable[P, T]], Task[P, T]]:
+        """A decorator for a function whose calls are jobs: each waits in the queue and runs on a leased node.
 
-        This process, on a machine of the cluster, is its driver, as in `gang`; Ray is entered when it was not. A lost
-        node costs one of `retries`; what the function raises, none.
+        `f(x)` blocks and returns the result, `f.remote(x)` returns a future, and `f.map(xs)` one for each of `xs`. This
+        process, on a machine of the cluster, is the driver. A lost node costs one of `retries`; an exception of the
+        function costs none and is raised.
         """
-        from raytide.sdk.task_call import call
+        return lambda work: client_task(lambda: self, work, timeout_s, retries, options)
 
-        def leased(work: Callable[P, T]) -> Callable[P, T]:
-            @wraps(work)
-            def run(*args: P.args, **kwargs: P.kwargs) -> T:
-                named = name or work.__name__
-                if is_without_ray():
-                    use_ray_at(self.status().ray_environment)
-                with self.gang(
-                    1, resources=resources, labels=labels, name=named, team=team, timeout_s=timeout_s, **job
-                ) as gang:
-                    return call(gang, retries, work, *args, **kwargs)
+    def scaling_config(self, *, timeout_s: float = 30 * 86_400.0, **options: Unpack[GangOptions]) -> ScalingConfig:
+        """Returns the scaling configuration with which Ray Train's `fit()` waits in the queue and runs in the lease.
 
-            return run
-
-        return leased
-
-    def scaling_config(
-        self,
-        workers: int | tuple[int, int] = 1,
-        *,
-        gpus_per_worker: float = 0.0,
-        cpus_per_worker: float | None = None,
-        selector: Mapping[str, str] | None = None,
-        together: str = "",
-        name: str = "ray-train",
-        team: str | None = None,
-        timeout_s: float = 30 * 86_400.0,
-        **job: object,
-    ) -> ScalingConfig:
-        """For a trainer of Ray Train: its `fit()` waits in the queue and runs its workers inside the lease.
-
-        `TorchTrainer(loop, scaling_config=tide.scaling_config(workers=4, gpus_per_worker=1))`; `workers=(2, 4)` is
-        elastic. A worker takes one CPU where nothing is said. `selector`, `together`: see `Shape`; `job` as in `train`.
+        `TorchTrainer(loop, scaling_config=rt.scaling_config(nodes=4, gpus=1))` has four workers with one GPU each;
+        `nodes=(2, 4)` is elastic.
         """
-        from raytide.actors.gang import Gang
         from raytide.actors.gang.ray_train import scaling
 
-        each = shape(gpus=gpus_per_worker, cpus=cpus_per_worker, nodes=workers, selector=selector)
-        gang = GangSpec(shapes=(each.model_copy(update={"together": together}),))
+        named: GangOptions = {"name": "ray-train", **options}
+        shape = gang_of(job_and_gang(named)[1], where="scaling_config").shapes[0]
+        workers = shape.members if shape.at_least == shape.members else (shape.at_least, shape.members)
+        return scaling(lambda: self.submit_gang(named, timeout_s), self.client, workers, dict(shape.resources))
 
-        def hold() -> Gang:
-            view = self._submit(JobKind.GANG, name, team, gang, {}, job)
-            return Gang(self.client, view.job.id, timeout_s=timeout_s)
+    def submit_gang(self, options: GangOptions | NodeOptions, timeout_s: float) -> Gang:
+        """Queues a gang and returns it; entering it waits for its lease, for `timeout_s` at most."""
+        from raytide.actors.gang import Gang
 
-        return scaling(hold, self.client, workers, dict(each.resources))
+        job, gang = job_and_gang(options)
+        view = self._submit(JobKind.GANG, gang_of(gang, where="gang"), {}, {"name": "gang", **job})
+        return Gang(self.client, view.job.id, timeout_s=timeout_s)
 
     def close(self) -> None:
         self.client.close()
@@ -246,41 +213,42 @@ class Client:
         return table(f"cluster {status.name}", ("node", "type", "market", "zone", "state"), rows)
 
     def _submit(
-        self,
-        kind: JobKind,
-        name: str,
-        team: str | None,
-        gang: GangSpec,
-        config: dict[str, object],
-        options: Mapping[str, object],
+        self, kind: JobKind, gang: GangSpec, config: Mapping[str, object], options: Mapping[str, object]
     ) -> JobView:
-        whose = {} if team is None else {"team": team}
-        fields = {"kind": kind, "name": name, **whose, "gang": gang, "config": config, **options}
-        return self.client.submit(JobSpec.parse(fields, where=name))
+        fields = {"kind": kind, "gang": gang, "config": dict(config), **options}
+        return self.client.submit(JobSpec.parse(fields, where=str(options["name"])))
+
+
+def client_task(
+    client: Callable[[], Client], work: Callable[P, T], timeout_s: float, retries: int, options: NodeOptions
+) -> Task[P, T]:
+    """Returns the task of a function whose jobs go to the client that is found at a call."""
+
+    def hold(name: str) -> Gang:
+        named: NodeOptions = {"name": name, **options}
+        return client().submit_gang(named, timeout_s)
+
+    return Task(work, hold, lambda: client().status().ray_environment, retries)
 
 
 def connect(cluster: str | None = None) -> Client:
-    """The cluster of that name on this machine, or the one that RAYTIDE_API and RAYTIDE_TOKEN name.
-
-    Also for drivers under `ray job submit`, which run on the head of the cluster.
-    """
+    """Returns a client of the cluster of that name on this machine, or of the one that RAYTIDE_API and RAYTIDE_TOKEN
+    name. Drivers under `ray job submit`, which run on the head, find their cluster in the same way."""
     return Client(ApiClient.find(cluster))
 
 
 def local(config: str | Path | None = None, *, name: str = "local") -> Client:
-    """Start an embedded cluster on this machine. Leaving the `with` block ends it, and so do `.close()` and the end of
-    this process.
-    """
-    from raytide.control.bootstrap import local as cluster
+    """Starts a cluster on this machine; leaving the `with` block, `.close()` and the end of this process all end it."""
+    from raytide.control.bootstrap.local import down, up
     from raytide.core.io.process import Process
 
-    started = cluster.up(config, name=name, owner=Process.of(os.getpid()))
-    return Client(ApiClient.from_run_dir(started.run_dir), on_exit=lambda: cluster.down(name))
+    started = up(config, name=name, owner=Process.of(os.getpid()))
+    return Client(ApiClient.from_run_dir(started.run_dir), on_exit=lambda: down(name))
 
 
-def _team_of(spec: TrainSpec | DataSpec) -> str | None:
-    """None where nothing was said: the token's own."""
-    return spec.team if "team" in spec.model_fields_set else None
+def _team_of(spec: TrainSpec | DataSpec) -> dict[str, str]:
+    """Empty where the spec names no team: the API then takes the token's."""
+    return {"team": spec.team} if "team" in spec.model_fields_set else {}
 
 
 def _parse(cls: type[_Spec], source: SpecSource) -> _Spec:

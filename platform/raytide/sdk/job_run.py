@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar, overload
 
 from raytide.control.client import ApiClient
 from raytide.control.views import JobView, LogPart, WhyView
@@ -86,24 +86,30 @@ class Run:
         self.wait()
         return str(self.progress.get("model", self.out))
 
-    def logs(self, *, tail: int | None = None) -> str:
-        """What it printed, or the last lines of that."""
-        return "".join(part.text for part in self.printed(tail=tail))
+    @overload
+    def logs(self, *, follow: Literal[False] = False, tail: int | None = None) -> str: ...
 
-    def follow(self, *, tail: int | None = None) -> Iterator[str]:
-        """What it prints, as it does, until it is over; with `tail`, from so many lines before now on."""
+    @overload
+    def logs(self, *, follow: Literal[True], tail: int | None = None) -> Iterator[str]: ...
+
+    def logs(self, *, follow: bool = False, tail: int | None = None) -> str | Iterator[str]:
+        """Returns what the job has printed, or its last `tail` lines; with `follow`, yields the text as it is printed,
+        until the job is over."""
+        return self._follow(tail) if follow else "".join(part.text for part in self.log_parts(tail=tail))
+
+    def _follow(self, tail: int | None) -> Iterator[str]:
         after, is_over = "", False
         while not is_over:
             is_over = patiently(self.id, self.refresh).view.job.is_final  # first: its last words are not missed
-            for part in self.printed(after, tail=tail):
+            for part in self.log_parts(after, tail=tail):
                 after, tail = part.after, None
                 if part.text:
                     yield part.text
             if not is_over:
                 time.sleep(_POLL_S)
 
-    def printed(self, after: str = "", *, tail: int | None = None) -> Iterator[LogPart]:
-        """What it printed by now from that place on, part by part: a log may be larger than memory."""
+    def log_parts(self, after: str = "", *, tail: int | None = None) -> Iterator[LogPart]:
+        """Yields what the job has printed from that place on, in parts: a log may be larger than memory."""
         part = LogPart("", after, has_more=True)
         while part.has_more:
             ask = partial(self._client.log_part, self.id, after=part.after, tail=tail)

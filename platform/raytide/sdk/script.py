@@ -1,4 +1,4 @@
-"""What `raytide run` and `rt.run` submit: a script, its gang and its working directory, from how a user says them."""
+"""The command of a script, and the texts in which the command line writes shapes, ranges and pairs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from raytide.core.errors import UsageError
+from raytide.core.objects.endpoint import ServeSpec
 from raytide.core.objects.gang import Shape
+from raytide.core.objects.resources import RESOURCE_WORDS, expand
 
 _SHAPE = re.compile(r"(?:(?:(\d+):)?(\d+)x)?([^@]+)(?:@(.+))?")
 
@@ -42,40 +44,24 @@ def _below(path: str, folder: str) -> str | None:
     return Path(path).relative_to(folder).as_posix() if Path(path).is_relative_to(folder) else None
 
 
-def shapes_of(
-    shapes: Sequence[Shape],
-    *,
-    gpus: float,
-    cpus: float | None,
-    nodes: int | tuple[int, int],
-    selector: Mapping[str, str] | None,
-) -> tuple[Shape, ...]:
-    """Those, or the one that the others say."""
-    if shapes and (gpus or cpus is not None or nodes not in (1, (1, 1)) or selector):
-        raise UsageError(
-            "shapes and gpus, cpus, nodes or select exclude each other.",
-            hint="Say all of it in the shape: 2xGPU:8,CPU:16@KEY=VALUE.",
-        )
-    return tuple(shapes) or (shape(gpus=gpus, cpus=cpus, nodes=nodes, selector=selector),)
+def with_resources(spec: ServeSpec, words: Mapping[str, object]) -> ServeSpec:
+    """Returns the spec with what these words ask of a replica's node in place of its own amounts and labels."""
+    if not words:
+        return spec
+    try:
+        asked = expand({"cpus": 0, **words}, RESOURCE_WORDS)
+    except ValueError as error:
+        raise UsageError(f"{error}.") from None
+    own = dict(spec.resources) if "resources" in spec.model_fields_set else {}
+    for word, resource in (("gpus", "GPU"), ("cpus", "CPU"), ("memory", "memory")):
+        if word in words:
+            own.pop(resource, None)
+    resources = {**own, **asked["resources"]} or {"CPU": 1.0}
+    fields = {**spec.model_dump(), "resources": resources, "labels": {**spec.labels, **asked["labels"]}}
+    return ServeSpec.parse(fields, where=spec.name)
 
 
-def shape(
-    *,
-    gpus: float = 0.0,
-    cpus: float | None = None,
-    nodes: int | tuple[int, int] = 1,
-    selector: Mapping[str, str] | None = None,
-) -> Shape:
-    """So many nodes (or between so many) with so much on each; one CPU where nothing is said."""
-    least, most = (nodes, nodes) if isinstance(nodes, int) else nodes
-    resources = {"GPU": float(gpus)} if gpus else {}
-    if cpus is not None or not gpus:
-        resources["CPU"] = 1.0 if cpus is None else float(cpus)
-    fields = {"members": most, "min_members": least, "resources": resources, "labels": dict(selector or {})}
-    return Shape.parse(fields, where="shape")
-
-
-def shape_of(text: str) -> Shape:
+def parse_shape(text: str) -> Shape:
     """`2xGPU:8,CPU:16@ray.io/accelerator-type=H100`: two nodes with so much on each, and labels that they must have;
     `1:2x...` is elastic."""
     found = _SHAPE.fullmatch(text.strip())
@@ -100,7 +86,7 @@ def pairs_of(texts: Sequence[str], option: str) -> dict[str, str]:
     return found
 
 
-def between(text: str, option: str) -> tuple[int, int]:
+def parse_range(text: str, option: str) -> tuple[int, int]:
     """`2` or `1:4`."""
     low, _, high = text.partition(":")
     if not (low.isdecimal() and (high.isdecimal() or ":" not in text)):

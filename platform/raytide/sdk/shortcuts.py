@@ -1,16 +1,22 @@
-"""`rt.train`, `rt.run`, `rt.gang`, ...: what a Client does, on the cluster that `rt.connect(cluster)` finds."""
+"""`rt.train`, `rt.run`, `rt.jobs`...: the methods of a Client, on the cluster that `rt.connect(cluster)` finds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar, Unpack
 
+from raytide.control.views import ClusterStatus, CostReport
+from raytide.core.objects.endpoint import ServeSpec
+from raytide.core.specs.data import DataSpec
 from raytide.core.specs.train import TrainSpec
-from raytide.sdk.client import SpecSource, connect
+from raytide.sdk.client import SpecSource, client_task, connect
+from raytide.sdk.endpoint import EndpointHandle
 from raytide.sdk.job_run import Run
+from raytide.sdk.options import GangOptions, NodeOptions, ServeOptions
+from raytide.sdk.task import Task
 from raytide.sdk.train_run import TrainRun
 
 if TYPE_CHECKING:
@@ -22,37 +28,88 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def train(spec: TrainSpec | SpecSource, *, cluster: str | None = None, **job: object) -> TrainRun:
-    """Train; `job` as in `Client.train`."""
-    return connect(cluster).train(spec, **job)
+def status(*, cluster: str | None = None) -> ClusterStatus:
+    """As `Client.status`."""
+    return connect(cluster).status()
 
 
-def run(script: str | Path, *args: str, cluster: str | None = None, **options: Any) -> Run:
-    """Run a script; `options` as in `Client.run`."""
-    return connect(cluster).run(script, *args, **options)
+def cost(*, cluster: str | None = None) -> CostReport:
+    """As `Client.cost`."""
+    return connect(cluster).cost()
 
 
-def scaling_config(workers: int | tuple[int, int] = 1, *, cluster: str | None = None, **options: Any) -> ScalingConfig:
-    """For a trainer of Ray Train; `options` as in `Client.scaling_config`."""
-    return connect(cluster).scaling_config(workers, **options)
+def jobs(*, cluster: str | None = None, limit: int = 100) -> list[Run]:
+    """As `Client.jobs`."""
+    return connect(cluster).jobs(limit=limit)
+
+
+def data(spec: DataSpec | SpecSource, *, cluster: str | None = None, **options: Unpack[GangOptions]) -> Run:
+    """As `Client.data`."""
+    return connect(cluster).data(spec, **options)
+
+
+def train(spec: TrainSpec | SpecSource, *, cluster: str | None = None, **options: Unpack[GangOptions]) -> TrainRun:
+    """As `Client.train`."""
+    return connect(cluster).train(spec, **options)
+
+
+def run(
+    script: str | Path,
+    *args: str,
+    cluster: str | None = None,
+    working_dir: str | Path = ".",
+    exclude: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    nproc_per_node: int | str = 1,
+    retries: int = 0,
+    **options: Unpack[GangOptions],
+) -> Run:
+    """As `Client.run`."""
+    return connect(cluster).run(
+        script,
+        *args,
+        working_dir=working_dir,
+        exclude=exclude,
+        env=env,
+        nproc_per_node=nproc_per_node,
+        retries=retries,
+        **options,
+    )
+
+
+def serve(
+    model: str | Path | ServeSpec,
+    *,
+    cluster: str | None = None,
+    name: str = "",
+    replicas: int | tuple[int, int] = 1,
+    slo_ttft_s: float | None = None,
+    slo_target: float | None = None,
+    **options: Unpack[ServeOptions],
+) -> EndpointHandle:
+    """As `Client.serve`."""
+    return connect(cluster).serve(
+        model, name=name, replicas=replicas, slo_ttft_s=slo_ttft_s, slo_target=slo_target, **options
+    )
 
 
 @contextmanager
-def gang(members: int = 1, *, cluster: str | None = None, **options: Any) -> Iterator[Gang]:
-    """Hold a gang; `options` as in `Client.gang`."""
-    with connect(cluster) as tide, tide.gang(members, **options) as held:
+def gang(*, cluster: str | None = None, timeout_s: float = 600.0, **options: Unpack[GangOptions]) -> Iterator[Gang]:
+    """As `Client.gang`."""
+    with connect(cluster) as client, client.gang(timeout_s=timeout_s, **options) as held:
         yield held
 
 
-def task(*, cluster: str | None = None, **options: Any) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """A decorator, as `Client.task`; each call looks for the cluster."""
+def task(
+    *, cluster: str | None = None, timeout_s: float = 600.0, retries: int = 3, **options: Unpack[NodeOptions]
+) -> Callable[[Callable[P, T]], Task[P, T]]:
+    """As `Client.task`; the cluster is looked for at the first call."""
+    client = cache(lambda: connect(cluster))
+    return lambda work: client_task(client, work, timeout_s, retries, options)
 
-    def leased(work: Callable[P, T]) -> Callable[P, T]:
-        @wraps(work)
-        def run(*args: P.args, **kwargs: P.kwargs) -> T:
-            with connect(cluster) as tide:
-                return tide.task(**options)(work)(*args, **kwargs)
 
-        return run
-
-    return leased
+def scaling_config(
+    *, cluster: str | None = None, timeout_s: float = 30 * 86_400.0, **options: Unpack[GangOptions]
+) -> ScalingConfig:
+    """As `Client.scaling_config`."""
+    return connect(cluster).scaling_config(timeout_s=timeout_s, **options)

@@ -14,6 +14,7 @@ from pydantic import Field, field_validator, model_validator
 from raytide.core import bounds
 from raytide.core.config import Config
 from raytide.core.objects.gang import Needed
+from raytide.core.objects.resources import RESOURCE_WORDS, expand
 
 _NUMBERED = re.compile(r"(job|lease|node)-[0-9]+")
 _RESERVED = frozenset({"cluster", "unmanaged", "minimum", "warm", "queue"})
@@ -94,6 +95,13 @@ class ServeSpec(Config):
     """More at once in one replica wait in the router."""
     min_request_priority: int = Field(default=0, ge=-100, le=0)
     """The most urgent priority that a request may have (lower is more urgent); one that asks for more gets this."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand(cls, fields: object) -> object:
+        """`gpus`, `cpus`, `memory` and `spot` (see `raytide.core.objects.resources`) stand for the replica's resources
+        and labels."""
+        return expand(fields, RESOURCE_WORDS) if isinstance(fields, Mapping) else fields
 
     @property
     def served(self) -> str:

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from raytide.core import bounds
 from raytide.core.config import Config
+from raytide.core.objects.resources import NODE_WORDS, expand
 
 CPUS_OF_A_GPU = 8.0
 """A member without GPUs counts as its CPUs over this, so that jobs without any are ordered too."""
@@ -47,6 +48,12 @@ class Shape(Config):
     together: bounds.Word = ""
     """A label of nodes (rack, NVLink domain, zone): all members sit where it has one value."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _expand(cls, fields: object) -> object:
+        """The words of `raytide.core.objects.resources` stand for the fields."""
+        return expand(fields) if isinstance(fields, Mapping) else fields
+
     @model_validator(mode="after")
     def _order(self) -> Shape:
         if self.min_members is not None and self.min_members > self.members:
@@ -60,6 +67,11 @@ class Shape(Config):
         return cls.model_construct(
             members=1, min_members=None, resources=dict(resources), labels=dict(labels), together=together
         )
+
+    @classmethod
+    def words(cls) -> frozenset[str]:
+        """The keys of a shape in a spec."""
+        return frozenset({*cls.model_fields, *NODE_WORDS})
 
     @property
     def gpus(self) -> float:
@@ -83,6 +95,17 @@ class GangSpec(Config):
     shapes: tuple[Shape, ...] = Field(min_length=1, max_length=bounds.MOST_SHAPES)
     form_timeout_s: bounds.Seconds = Field(default=60.0, gt=0)
     """Placement groups that are not all ready by then are all removed, and the gang waits again."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_shape(cls, fields: object) -> object:
+        """A gang with one shape may say it without `shapes`: `{gpus: "H100:8", nodes: [1, 4]}`."""
+        if not isinstance(fields, Mapping) or not fields.keys() & Shape.words():
+            return fields
+        shape = {key: value for key, value in fields.items() if key in Shape.words()}
+        if "shapes" in fields:
+            raise ValueError(f"shapes and {', '.join(sorted(shape))} exclude each other")
+        return {"shapes": [shape], **{key: value for key, value in fields.items() if key not in shape}}
 
 
 class LeaseState(StrEnum):

@@ -17,6 +17,7 @@ Resources = Mapping[str, float]
 MARKET_LABEL = "ray.io/market-type"
 ZONE_LABEL = "ray.io/availability-zone"
 TYPE_LABEL = "ray.io/node-group"
+ACCELERATOR_LABEL = "ray.io/accelerator-type"
 
 FRESH_S = 10.0
 """The age above which a measurement of a node, replica or router cannot cause a scale-down."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from raytide.core.objects.gang import Lease, Member, MemberState, Shape
-from raytide.core.objects.node import NodeType, Resources, dominant_share, plus
+from raytide.core.objects.node import ACCELERATOR_LABEL, NodeType, Resources, dominant_share, plus
 from raytide.core.objects.snapshot import EndpointView, Snapshot
-from raytide.scheduling.diagnosis import ACCELERATOR_LABEL
 from raytide.scheduling.replicas import SERVING_STATES, published_members, replica_shape
 from raytide.scheduling.state import Placements
 

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
-from raytide.actors.serving.engines import check_engine
+from raytide.actors.serving.engines import choose_engine
 from raytide.autoscaler.endpoints.load_target import cold_start_s
 from raytide.autoscaler.providers.base import Bill
 from raytide.autoscaler.provisioning.provisioner import UNMANAGED
@@ -45,6 +45,7 @@ from raytide.core.objects.endpoint import ServeSpec
 from raytide.core.objects.gang import GangSpec, Lease, LeaseState, Shape
 from raytide.core.objects.job import BudgetPer, Job, JobKind, JobSpec, JobState
 from raytide.core.objects.ledger_entry import Entry, EntryKind
+from raytide.core.objects.resources import resolve_accelerator
 from raytide.core.specs.data import DataSpec
 from raytide.core.specs.script import ScriptSpec
 from raytide.core.specs.train import TrainSpec
@@ -92,6 +93,7 @@ class ApiService:
         caller.require_team(spec.team)
         self.accounts.check_team(spec.team)
         self._check_priority(spec.priority)
+        spec = spec.model_copy(update={"gang": self._on_known_accelerators(spec.gang)})
         check_possible(spec.gang, self._config.node_types, subject=f"{spec.kind} job {spec.name}")
         self._check_config(spec, caller)
         now_s = self._clock.now_s()
@@ -101,6 +103,13 @@ class ApiService:
         most = self._config.settings.max_live_jobs
         job = self._store.submit_job(spec, caller.user, now_s, key=key, digest=digest, most_live=most)
         return self.view(job)
+
+    def _on_known_accelerators(self, gang: GangSpec) -> GangSpec:
+        types = self._config.node_types
+        shapes = [
+            shape.model_copy(update={"labels": resolve_accelerator(shape.labels, types)}) for shape in gang.shapes
+        ]
+        return gang.model_copy(update={"shapes": tuple(shapes)})
 
     def jobs(self, caller: Caller, limit: int, offset: int, *, active: bool = False) -> list[JobView]:
         """Newest first; `active`: those that are not over. Fewer than `limit` when their specs are large."""
@@ -204,7 +213,9 @@ class ApiService:
         self.accounts.check_team(spec.team)
         if spec.priority is not None:
             self._check_priority(spec.priority)
-        check_engine(spec)
+        labels = resolve_accelerator(spec.labels, self._config.node_types)
+        spec = spec.model_copy(update={"labels": labels})
+        choose_engine(spec)
         self._inputs.check_private(spec.model_dump(), spec.name, is_checked_later=False)
         shape = Shape(members=spec.replicas.min * spec.members, resources=spec.resources, labels=spec.labels)
         check_possible(GangSpec(shapes=(shape,)), self._config.node_types, subject=f"endpoint {spec.name}")

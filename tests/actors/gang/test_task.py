@@ -12,7 +12,7 @@ from ray.exceptions import NodeDiedError, RayTaskError
 
 from raytide.core.errors import ClusterError
 from raytide.core.objects.gang import Lease, LeaseState, Member, MemberState, Shape
-from raytide.sdk import task_call
+from raytide.sdk import task as tasks
 
 FIRST = Member(0, MemberState.READY, "node-0", "ray-0", "", "0" * 36)
 LEASE = Lease("lease-1", "job-1", Shape(resources={"CPU": 1.0}), LeaseState.ACTIVE, (FIRST,), epoch=1)
@@ -60,7 +60,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def call(retries: int, gang: Held | None = None) -> object:
-    return task_call.call(gang or Held(), retries, lambda: 0)  # type: ignore[arg-type]
+    return tasks.call(gang or Held(), retries, lambda: 0)  # type: ignore[arg-type]
 
 
 def test_a_lost_node_costs_one_retry_however_late_it_is_known(tried: list[Any]) -> None:
@@ -73,14 +73,14 @@ def test_a_lost_node_costs_one_retry_however_late_it_is_known(tried: list[Any]) 
 def test_a_process_that_dies_on_a_node_that_stays_is_tried_there_again(
     tried: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(task_call, "_REPLACED_WITHIN_S", 0.0)
+    monkeypatch.setattr(tasks, "_REPLACED_WITHIN_S", 0.0)
     tried[:] = ["result", NodeDiedError("died")]
     assert call(1, Held(replaced_after=-1)) == "result"
 
 
 def test_after_its_retries_it_says_why(tried: list[Any]) -> None:
     tried[:] = [NodeDiedError("node-0 died\nmore"), NodeDiedError("died")]
-    with pytest.raises(ClusterError, match="job-1 was started 2 times, and did not end: node-0 died"):
+    with pytest.raises(ClusterError, match="job-1 was started 2 times and did not finish: node-0 died"):
         call(1)
 
 

@@ -1,25 +1,32 @@
-"""quota, budget: what teams may hold and spend, and how much of it they do."""
+"""quota, budget, cost: what teams may hold and spend, how much of it they do, and what it was spent on."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+import csv
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping
 from typing import Annotated
 
 import typer
 
+from raytide.cli.options import finite, parse_limit
 from raytide.cli.show import ClusterName, Json, as_json, as_table
 from raytide.control.client import ApiClient
-from raytide.control.views import JobView, TeamView
+from raytide.control.views import CostReport, CostTable, JobView, TeamView
 from raytide.control.wire import to_json
 from raytide.core.errors import NotFoundError, UsageError
-from raytide.core.money import format_usd, micro_usd
+from raytide.core.money import MICRO, format_usd, micro_usd
 from raytide.core.objects.job import BudgetPer
 from raytide.core.objects.team import TeamSpec
+from raytide.ledger.report import By
 
 Amounts = Annotated[list[str] | None, typer.Argument(help="RESOURCE=AMOUNT: GPU=8, H100=16, CPU=64.")]
 Name = Annotated[str, typer.Argument(help="A team, as cluster.yaml names it.")]
 
+Money = Callable[[int], str]
+_UNITS_S = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 _QUOTA = frozenset({"quota", "borrow", "lend", "weight"})
 _PAGE = 1000
 
@@ -99,7 +106,7 @@ def set_budget(
     usd: float | None = None
     per: BudgetPer = "job"
     if limit != "none":
-        usd, per = dollars(limit)
+        usd, per = parse_limit(limit)
     client = ApiClient.find(cluster)
     if who in {team.name for team in client.teams()}:
         changed: object = client.change_team(who, budget={"soft_usd" if soft else "hard_usd": usd})
@@ -134,29 +141,10 @@ def _show_quota(team: str, spec: TeamSpec, json: bool) -> None:
         print(f"{team}: quota {_words(spec.quota)}, borrows {_words(spec.borrow)}, lends {_words(spec.lend)}")
 
 
-def dollars(text: str) -> tuple[float, BudgetPer]:
-    """`500`, or `500/month`."""
-    amount, slash, period = text.partition("/")
-    wrong, hint = f"{text} is no budget.", "Write 250 or 250/month."
-    if slash and period != "month":
-        raise UsageError(wrong, hint=hint)
-    return _finite(amount, wrong, hint), "month" if slash else "job"
-
-
 def _amounts(given: list[str]) -> dict[str, float]:
     wrong = f"{' '.join(given)} is no list of RESOURCE=AMOUNT."
     pairs = (text.partition("=") for text in given)
-    return {name: _finite(amount, wrong, "Write H100=16.") for name, _, amount in pairs}
-
-
-def _finite(text: str, wrong: str, hint: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not math.isfinite(number) or number < 0:
-        raise UsageError(wrong, hint=hint)
-    return number
+    return {name: finite(amount, wrong, "Write H100=16.") for name, _, amount in pairs}
 
 
 def _quota_rows(team: TeamView) -> list[tuple[object, ...]]:
@@ -211,3 +199,55 @@ def _amounts_of(*limits: float | None) -> list[str]:
 
 def _words(amounts: Mapping[str, float]) -> str:
     return ", ".join(f"{name}={amount:g}" for name, amount in sorted(amounts.items())) or "without limit"
+
+
+def cost(
+    by: Annotated[By | None, typer.Option(help="How to group it.")] = None,
+    since: Annotated[str, typer.Option(help="Only what began since then: 12h, 30d.")] = "",
+    forecast: Annotated[bool, typer.Option("--forecast", help="Also what it will be at the month's end.")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print comma-separated values, in dollars.")] = False,
+    cluster: ClusterName = None,
+    json: Json = False,
+) -> None:
+    """Dollars by job, endpoint and team, or grouped."""
+    client = ApiClient.find(cluster)
+    if by is None and not (since or forecast or as_csv):
+        _show_report(client.cost(), json)
+        return
+    table = client.costs(by or "team", since_s=time.time() - seconds(since) if since else 0.0)
+    if json:
+        as_json(to_json(table))
+    elif as_csv:
+        csv.writer(sys.stdout).writerows(_columns(table, forecast, lambda amount: f"{amount / MICRO:.6f}"))
+    else:
+        head, *rows = _columns(table, forecast, format_usd)
+        as_table([str(name).upper() for name in head], rows)
+
+
+def seconds(text: str) -> float:
+    """`30d` in seconds."""
+    if (found := re.fullmatch(r"(\d+(?:\.\d+)?)([mhdw])", text)) is None:
+        raise UsageError(f"{text!r} is no time.", hint="Write 45m, 12h, 30d or 4w.")
+    return float(found[1]) * _UNITS_S[found[2]]
+
+
+def _columns(table: CostTable, forecast: bool, money: Money) -> list[list[str]]:
+    lines = [[table.by, "cost", "per_hour", *(["forecast"] if forecast else []), "lost", "lost_to"]]
+    for row in table.rows:
+        end = [money(row.forecast_micro_usd)] if forecast else []
+        lost = [money(row.lost_micro_usd), " ".join(row.lost_to) or "-"]
+        lines.append([row.key, money(row.amount_micro_usd), money(row.micro_usd_h), *end, *lost])
+    end = [money(table.forecast_micro_usd)] if forecast else []
+    burn, lost_ = sum(row.micro_usd_h for row in table.rows), sum(row.lost_micro_usd for row in table.rows)
+    return [*lines, ["total", money(table.total_micro_usd), money(burn), *end, money(lost_), "-"]]
+
+
+def _show_report(report: CostReport, json: bool) -> None:
+    if json:
+        as_json(to_json(report))
+        return
+    rows = [
+        (line.kind, line.subject or "-", line.team or "-", format_usd(line.amount_micro_usd)) for line in report.lines
+    ]
+    total = format_usd(report.booked_micro_usd + report.accrued_micro_usd)
+    as_table(("FOR", "WHOSE", "TEAM", "COST"), [*rows, ("total", "-", "-", total)])

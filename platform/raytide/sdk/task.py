@@ -1,0 +1,97 @@
+"""Functions whose calls are jobs of the queue: each runs on a leased node, and again when that node is lost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import update_wrapper
+from typing import Generic, ParamSpec, TypeVar
+
+from raytide.actors.gang import Gang
+from raytide.core.errors import ClusterError
+from raytide.core.objects.gang import Member
+from raytide.core.ray_internals import is_without_ray, use_ray_at
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+MOST_AT_ONCE = 64
+"""Calls of one task that are in the queue together; each has a thread of this process, and further ones follow."""
+_LOOK_S = 1.0
+_REPLACED_WITHIN_S = 30.0
+"""How long the platform may take to report a lost member; if it reports none, the node is alive."""
+
+
+class Task(Generic[P, T]):
+    """A function on leased nodes: a call blocks, `remote` and `map` return futures."""
+
+    def __init__(
+        self,
+        work: Callable[P, T],
+        hold: Callable[[str], Gang],
+        ray_environment: Callable[[], Mapping[str, str]],
+        retries: int,
+    ) -> None:
+        """`hold` queues a gang of that name; `ray_environment` returns the variables with which Ray is entered."""
+        update_wrapper(self, work)
+        self._work, self._hold, self._ray_environment, self._retries = work, hold, ray_environment, retries
+        self._threads = ThreadPoolExecutor(MOST_AT_ONCE, thread_name_prefix=f"task-{work.__name__}")
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Waits for a node and for the function, and returns its result or raises its exception."""
+        if is_without_ray():
+            use_ray_at(self._ray_environment())
+        with self._hold(self._work.__name__) as gang:
+            return call(gang, self._retries, self._work, *args, **kwargs)
+
+    def remote(self, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Submits the call and returns its future at once."""
+        if is_without_ray():  # here, so that threads do not enter Ray together
+            use_ray_at(self._ray_environment())
+        return self._threads.submit(self, *args, **kwargs)
+
+    def map(self, items: Iterable[object]) -> list[Future[T]]:
+        """Submits a call with each item as its only argument, and returns the futures in the order of the items."""
+        return [self.remote(item) for item in items]  # type: ignore[call-arg, arg-type]  # P has one parameter then
+
+
+def call(gang: Gang, retries: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Runs `work` on the gang's only member and returns its result or raises its exception.
+
+    ClusterError when its process or node was lost more than `retries` times. Each incarnation of the member is tried
+    once.
+    """
+    import ray
+    from ray.exceptions import RayError, RayTaskError
+
+    why = ""
+    for _ in range(retries + 1):
+        while not gang.members:
+            gang.wait_change(gang.lease.epoch, timeout_s=_LOOK_S)
+        member = gang.members[0]
+        task = ray.remote(work).options(**gang.actor_options(member.index), max_retries=0)
+        running = task.remote(*args, **kwargs)
+        why = f"{member.node_id} was lost"
+        while any(each.incarnation == member.incarnation for each in gang.members):
+            if not ray.wait([running], timeout=_LOOK_S)[0]:
+                continue
+            try:
+                result: T = ray.get(running)
+            except RayTaskError:
+                raise
+            except RayError as error:
+                why = str(error).partition("\n")[0]
+                _wait_for_replacement(gang, member)
+                break
+            return result
+    raise ClusterError(
+        f"{gang.job_id} was started {retries + 1} times and did not finish: {why}.", hint="Raise `retries`."
+    )
+
+
+def _wait_for_replacement(gang: Gang, lost: Member) -> None:
+    """Waits until the platform, too, has seen that the member is gone."""
+    deadline = time.monotonic() + _REPLACED_WITHIN_S
+    while any(each.incarnation == lost.incarnation for each in gang.members) and time.monotonic() < deadline:
+        gang.wait_change(gang.lease.epoch, timeout_s=_LOOK_S)
