@@ -48,7 +48,7 @@ class _Meter:
     paces: Throughputs | None = None
     """What follows from `learned`, once it was asked for."""
 
-    def hear(self, gang: tuple[str, int], node_type: str, gpus: float, step: float, at_s: float) -> None:
+    def observe(self, gang: tuple[str, int], node_type: str, gpus: float, step: float, at_s: float) -> None:
         mark = self.mark
         if mark is None or mark.gang != gang or step < mark.step or at_s < mark.at_s:
             self.mark = _Mark(gang, step, at_s, is_edge=False)
@@ -93,7 +93,7 @@ class JobThroughput:
             if (node_type := _type_of(lease, types)) is not None:
                 gpus = (lease.shape.gpus or 1.0) * len(lease.usable)  # who asks for neither GPU nor CPU: by member
                 meter = self._meters.setdefault(job.id, _Meter())
-                meter.hear((lease.id, lease.epoch), node_type, gpus, step, now_s)
+                meter.observe((lease.id, lease.epoch), node_type, gpus, step, now_s)
 
     def paces(self, jobs: Iterable[Job]) -> dict[str, Throughputs]:
         """Of those that are not as fast everywhere, as far as is known."""

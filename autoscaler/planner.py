@@ -14,8 +14,8 @@ from raytide.autoscaler.disruption import consolidation, termination
 from raytide.autoscaler.endpoints import slo_policy, targets
 from raytide.autoscaler.nodes.occupancy import NodeOccupancy
 from raytide.autoscaler.provisioning.plan_builder import PlanBuilder
-from raytide.autoscaler.provisioning.provisioner import provision_leases, provision_replicas, seat_unmanaged
-from raytide.autoscaler.provisioning.unmanaged import seat_requested
+from raytide.autoscaler.provisioning.provisioner import provision_leases, provision_replicas, provision_unmanaged
+from raytide.autoscaler.provisioning.unmanaged import provision_requested
 from raytide.core.objects.node import NodeState
 from raytide.core.objects.plan import Action, Terminate, Wait
 from raytide.core.objects.snapshot import Snapshot
@@ -30,24 +30,26 @@ def plan(snapshot: Snapshot, room: SchedulingState | None = None) -> tuple[Actio
     that is there already; it is changed."""
     if not snapshot.ray_answers:
         reason = "Ray does not answer; nodes, leases and replicas stay as they are, only deadlines are kept"
-        return (*termination.past_deadline(snapshot), Wait("cluster", "signal", reason, "See `raytide doctor`."))
-    ends = tuple(termination.overdue(snapshot))
+        return (*termination.expired_drains(snapshot), Wait("cluster", "signal", reason, "See `raytide doctor`."))
+    ends = tuple(termination.overdue_actions(snapshot))
     snapshot, scales = targets.set_targets(snapshot)
     snapshot = _ended(snapshot, {end.node_id for end in ends if isinstance(end, Terminate)})
     if room is None or scales or any(end.node_id in room.rows for end in ends):
         room = SchedulingState.of(snapshot)
-    draft = PlanBuilder(snapshot, replace(room, snapshot=snapshot), NodeOccupancy.of(snapshot), [*ends, *scales])
-    consolidation.reserve(draft)
+    draft = PlanBuilder(
+        snapshot, replace(room, snapshot=snapshot), NodeOccupancy.from_snapshot(snapshot), [*ends, *scales]
+    )
+    consolidation.reserve_replacements(draft)
     provision_replicas(draft)
     provision_leases(draft)
-    seat_requested(draft, seat_unmanaged(draft))
-    draft.close()
+    provision_requested(draft, provision_unmanaged(draft))
+    draft.finish()
     _keep_minimum(draft)
     _keep_warm(draft)
     draft.actions += [drain for drain in slo_policy.drains(snapshot) if drain.node_id not in draft.nominated]
-    draft.actions += consolidation.to_replacements(draft)
-    draft.actions += consolidation.decide(draft)
-    draft.actions += termination.idle(snapshot, keep=draft.nominated, leaving=draft.leaving)
+    draft.actions += consolidation.finish_moves(draft)
+    draft.actions += consolidation.start_moves(draft)
+    draft.actions += termination.idle_drains(snapshot, keep=draft.nominated, leaving=draft.leaving)
     return tuple(draft.actions)
 
 
@@ -61,17 +63,17 @@ def _ended(snapshot: Snapshot, node_ids: set[str]) -> Snapshot:
 
 
 def _keep_minimum(draft: PlanBuilder) -> None:
-    there = Counter(draft.room.slots[row].node_type for row in draft.room.rows.values())
+    there = Counter(draft.state.slots[row].node_type for row in draft.state.rows.values())
     for node_type in draft.snapshot.node_types:
         for _ in range(node_type.min_nodes - there[node_type.name]):
-            if (seat := draft.room.buy(node_type)) is None:
+            if (seat := draft.state.buy(node_type)) is None:
                 break
             draft.buy(seat, MINIMUM, f"min_nodes of {node_type.name} is {node_type.min_nodes}")
 
 
 def _keep_warm(draft: PlanBuilder) -> None:
     """Nodes on which nobody sits and to which nobody was promised anything stay, up to `warm_nodes` of each type."""
-    room = draft.room
+    room = draft.state
     there = {view.node.id: view.countable for view in draft.snapshot.nodes}  # what joined has what Ray says, not more
     for node_type in draft.snapshot.node_types:
         if not node_type.warm_nodes:

@@ -42,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "platform"))
 from raytide.autoscaler.nodes.occupancy import NodeOccupancy
 from raytide.autoscaler.planner import plan
 from raytide.autoscaler.provisioning.plan_builder import PlanBuilder
-from raytide.autoscaler.provisioning.provisioner import seat_unmanaged
+from raytide.autoscaler.provisioning.provisioner import provision_unmanaged
 from raytide.core.objects.node import NodeType, add, fits, round_up_gpu_share
 from raytide.core.objects.plan import Launch
 from raytide.core.objects.snapshot import Demand, Snapshot, Unmanaged
@@ -163,16 +163,19 @@ def by_raytide(types: Sequence[NodeType], work: Work) -> Fleet:
 
 def unseated(seen: Snapshot, types: Sequence[NodeType], nodes: Counter[str]) -> int:
     """Tasks and bundles to which the plan gave no seat; those that it seated on each node are checked to fit there."""
-    draft, of = PlanBuilder(seen, SchedulingState.of(seen), NodeOccupancy.of(seen), []), {t.name: t for t in types}
-    seat_unmanaged(draft)
-    repack(draft.room)
-    assert Counter(offer.node_type.name for offer in draft.room.bought.values()) == nodes
-    for node_id, tenants in draft.room.tenants.items():
+    draft, of = (
+        PlanBuilder(seen, SchedulingState.of(seen), NodeOccupancy.from_snapshot(seen), []),
+        {t.name: t for t in types},
+    )
+    provision_unmanaged(draft)
+    repack(draft.state)
+    assert Counter(offer.node_type.name for offer in draft.state.bought.values()) == nodes
+    for node_id, tenants in draft.state.tenants.items():
         taken: dict[str, float] = {}
         for tenant in tenants:
             add(taken, round_up_gpu_share(tenant.shape.resources))
-        assert fits(taken, of[draft.room.bought[node_id].node_type.name].resources), node_id
-    return sum(demand.count for demand in seen.demand) - sum(map(len, draft.room.tenants.values()))
+        assert fits(taken, of[draft.state.bought[node_id].node_type.name].resources), node_id
+    return sum(demand.count for demand in seen.demand) - sum(map(len, draft.state.tenants.values()))
 
 
 def bound_usd_h(types: Sequence[NodeType], work: Work) -> float:

@@ -21,7 +21,7 @@ from functools import cached_property
 from pathlib import Path
 
 from raytide.core.objects.node import CapacityType
-from raytide.simulate.serving.compare import Stage
+from raytide.simulate.serving.compare import Scenario
 from raytide.simulate.serving.plot import Frame, svg
 from raytide.simulate.serving.setup import ServingSetup
 
@@ -59,8 +59,8 @@ class Runs:
         return self.setup.model_dump_json(exclude={"slo_target", "policy"})
 
     @cached_property
-    def _stage(self) -> Stage:
-        return Stage.of(self.setup)
+    def _stage(self) -> Scenario:
+        return Scenario.of(self.setup)
 
     def of(self, name: str, target: float | None = None) -> Run:
         label = name if target is None else f"{name} {target:g}"
@@ -78,8 +78,8 @@ class Runs:
             return Run(stage.lower_bound_usd())
         if target is not None:
             setup = self.setup.model_copy(update={"slo_target": target})
-            stage = Stage(setup, stage.work, stage.zones, stage.usd_h)
-        result = stage.play(name)
+            stage = Scenario(setup, stage.work, stage.zones, stage.usd_h)
+        result = stage.run(name)
         hours = (result.node_hours[CapacityType.ON_DEMAND], result.node_hours[CapacityType.SPOT])
         cpu_s = time.process_time() - began_s
         print(f"{self.setup.collection} {self.setup.depth} {self.setup.seed} {name} {cpu_s:.1f} s", file=sys.stderr)

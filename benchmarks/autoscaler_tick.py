@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "platform"))
 from raytide.autoscaler.nodes.idleness import IdleClock
 from raytide.autoscaler.providers.base import Machine
 from raytide.autoscaler.ray_gcs import RayNode
-from raytide.autoscaler.spot.pool_risk import SpotRisk
+from raytide.autoscaler.spot.pool_risk import PoolRisk
 from raytide.control.controller import GC_THRESHOLDS
 from raytide.control.reconcile.decide import decide
 from raytide.control.reconcile.intents import record_intents
@@ -197,7 +197,7 @@ def main() -> None:
         book, world = cluster(size, types, chance)
         began = time.process_time()
         advance(book, world, NOW_S)
-        risk = SpotRisk()
+        risk = PoolRisk()
         risk.observe(book.nodes.values(), NOW_S)
         seen = snapshot(book, world, IdleClock(), config, NOW_S)
         seen = replace(seen, quotes=risk.quotes(types, {}, NOW_S))

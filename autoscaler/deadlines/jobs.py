@@ -19,7 +19,7 @@ from raytide.autoscaler.deadlines.value_iteration import Values, solve
 from raytide.autoscaler.nodes.occupancy import NodeOccupancy
 from raytide.autoscaler.spot.availability_model import AvailabilityModel
 from raytide.autoscaler.spot.availability_model import ReclaimRates as Rates
-from raytide.autoscaler.spot.pool_availability import PoolAvailability, outlook_of, pool_name
+from raytide.autoscaler.spot.pool_availability import PoolAvailability, forecast_from_rates, pool_name
 from raytide.core.objects.deadline import moment
 from raytide.core.objects.gang import Lease, LeaseState, MemberState
 from raytide.core.objects.job import Job
@@ -49,7 +49,7 @@ def with_market_constraints(snapshot: Snapshot) -> Snapshot:
     if not due:
         return snapshot
     fleet = _Fleet.of(snapshot)
-    return replace(snapshot, stances={job.id: _stance(fleet, job) for job in due})
+    return replace(snapshot, stances={job.id: _constraint_for(fleet, job) for job in due})
 
 
 def spot_pools(shop: Shop, job: Job) -> dict[str, Offering]:
@@ -59,11 +59,11 @@ def spot_pools(shop: Shop, job: Job) -> dict[str, Offering]:
     }
 
 
-def outlooks(watch: PoolAvailability, snapshot: Snapshot) -> tuple[SpotForecast, ...]:
+def spot_forecasts(watch: PoolAvailability, snapshot: Snapshot) -> tuple[SpotForecast, ...]:
     """What its jobs with a deadline have to know of spot, once for all that could use the same pools."""
     shop = Shop.of(snapshot)
     sets = dict.fromkeys(tuple(spot_pools(shop, job)) for job in snapshot.jobs if job.spec.deadline is not None)
-    return tuple(watch.outlook(pools, snapshot.at_s) for pools in sets if pools)
+    return tuple(watch.forecast(pools, snapshot.at_s) for pools in sets if pools)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +71,13 @@ class _Fleet:
     """The snapshot, as the judgement of each job looks at it."""
 
     snapshot: Snapshot
-    shop: Shop
-    roster: NodeOccupancy
+    offerings: Shop
+    occupancy: NodeOccupancy
     leases: Mapping[str, Lease]
     """By job."""
-    slowest_s: Mapping[str, float]
+    slowest_launch_s: Mapping[str, float]
     """By node type, how long a node of it needed to join at most."""
-    ready: Mapping[tuple[str, str], Sequence[NodeView]]
+    ready_nodes: Mapping[tuple[str, str], Sequence[NodeView]]
     """By node type and zone."""
     rooms: dict[tuple[object, ...], bool] = field(default_factory=dict)
     """Whether a node of a pool has room for a member, for many jobs at once."""
@@ -92,24 +92,26 @@ class _Fleet:
             if node.ready_at_s is not None:
                 slowest[node.type] = max(slowest.get(node.type, 0.0), node.ready_at_s - node.requested_at_s)
         leases = {lease.job_id: lease for lease in snapshot.leases}
-        return cls(snapshot, Shop.of(snapshot), NodeOccupancy.of(snapshot), leases, slowest, ready)
+        return cls(snapshot, Shop.of(snapshot), NodeOccupancy.from_snapshot(snapshot), leases, slowest, ready)
 
     def restart_s(self, job: Job) -> float:
         """What a start takes at most until work goes on where it was."""
-        types = {offer.node_type.name: offer.node_type for offer in _offers(self.shop, job)}
+        types = {offer.node_type.name: offer.node_type for offer in _offers(self.offerings, job)}
         joins_s = [
-            min(SLOWER * self.slowest_s[name], t.launch_timeout_s) if name in self.slowest_s else t.launch_timeout_s
+            min(SLOWER * self.slowest_launch_s[name], t.launch_timeout_s)
+            if name in self.slowest_launch_s
+            else t.launch_timeout_s
             for name, t in types.items()
         ]
         return 60.0 * math.ceil((max(joins_s, default=0.0) + RESUME_S + job.redo_s) / 60.0)
 
-    def held(self, job: Job, pools: Sequence[str], restart_s: float) -> tuple[Allocation, float]:
+    def allocation(self, job: Job, pools: Sequence[str], restart_s: float) -> tuple[Allocation, float]:
         """What its gang sits on and stays on, and what its start still takes. Partly on spot is as safe as spot."""
         lease = self.leases.get(job.id)
         seated = (
             [m.node_id for m in lease.members if m.has_node and m.state is not MemberState.LEAVING] if lease else []
         )
-        nodes = [self.roster.views[node_id].node for node_id in seated if node_id in self.roster.views]
+        nodes = [self.occupancy.views[node_id].node for node_id in seated if node_id in self.occupancy.views]
         if lease is None or not nodes:
             return None, 0.0
         asked_s = max(node.requested_at_s for node in nodes)
@@ -124,16 +126,16 @@ class _Fleet:
         lease = self.leases.get(job.id)
         if lease is None or not any(m.is_usable or m.state is MemberState.FORMING for m in lease.members):
             return True
-        views = [self.roster.views.get(m.node_id) for m in lease.members if m.has_node]
-        is_alone = all(view is None or self.roster.on(view).are_only(lease) for view in views)
+        views = [self.occupancy.views.get(m.node_id) for m in lease.members if m.has_node]
+        is_alone = all(view is None or self.occupancy.tenants_of(view).hosts_only(lease) for view in views)
         is_free = is_alone and MARKET_LABEL not in lease.shape.labels
         return job.spec.is_preemptible and (
             is_free or bool(alternatives(lease.shape, job.spec.gang.shapes, CapacityType.ON_DEMAND))
         )
 
-    def zone(self, job: Job, offer: Offering, is_up: bool, since_s: float, *, is_held: bool) -> ZoneView:
+    def zone_view(self, job: Job, offer: Offering, is_up: bool, since_s: float, *, is_held: bool) -> ZoneView:
         """One that can be asked again after a refusal counts as one that has just come back."""
-        can_be_had = is_held or self.shop.refusal(offer) is None or self._has_room(job, offer)
+        can_be_had = is_held or self.offerings.refusal(offer) is None or self._has_room(job, offer)
         age_s = max(0.0, self.snapshot.at_s - since_s)
         if is_held or is_up == can_be_had:
             return ZoneView(can_be_had, age_s)
@@ -146,12 +148,12 @@ class _Fleet:
     def _has_room_for(self, need: Resources, offer: Offering) -> bool:
         key = (offer.row, *sorted(need.items()))
         if key not in self.rooms:
-            there = self.ready.get((offer.node_type.name, offer.zone), ())
+            there = self.ready_nodes.get((offer.node_type.name, offer.zone), ())
             self.rooms[key] = any(fits(need, view.available) for view in there)
         return self.rooms[key]
 
 
-def _stance(fleet: _Fleet, job: Job) -> MarketConstraint:
+def _constraint_for(fleet: _Fleet, job: Job) -> MarketConstraint:
     now_s = fleet.snapshot.at_s
     due_at_s, left_s = job.spec.due_at_s, job.remaining_s(now_s)
     assert due_at_s is not None
@@ -163,10 +165,10 @@ def _stance(fleet: _Fleet, job: Job) -> MarketConstraint:
     if left_s is None:
         reason = f"on demand, {due}: how much work it has is not known before its first steps; estimate_h would say it"
         return MarketConstraint(PREFERS_ON_DEMAND, False, due_at_s, None, None, reason)
-    case = JobState.of(fleet, job, due_at_s - now_s, left_s * (1.0 + MARGIN))
-    work_s, chosen = case.seen.work_s, case.choose()
-    latest_s = due_at_s - work_s - case.seen.restart_s
-    reason = f"{case.where(chosen)}: {work_s / 3600:.1f} h of work, {due}"
+    case = JobEvaluation.evaluate(fleet, job, due_at_s - now_s, left_s * (1.0 + MARGIN))
+    work_s, chosen = case.policy_job.work_s, case.choose()
+    latest_s = due_at_s - work_s - case.policy_job.restart_s
+    reason = f"{case.describe(chosen)}: {work_s / 3600:.1f} h of work, {due}"
     if chosen == "on_demand":
         markets = PREFERS_ON_DEMAND
         reason += f"; {case.why_not_spot}"
@@ -178,10 +180,10 @@ def _stance(fleet: _Fleet, job: Job) -> MarketConstraint:
 
 
 @dataclass(frozen=True, slots=True)
-class JobState:
+class JobEvaluation:
     """One job as the policy sees it."""
 
-    seen: DeadlineJob
+    policy_job: DeadlineJob
     zones: tuple[ZoneView, ...]
     outlook: SpotForecast
     price_ratio: float
@@ -190,38 +192,38 @@ class JobState:
     """Whether it can be taken from where it sits."""
 
     @classmethod
-    def of(cls, fleet: _Fleet, job: Job, left_s: float, work_s: float) -> JobState:
-        pools, restart_s = spot_pools(fleet.shop, job), fleet.restart_s(job)
-        outlook = _outlook(fleet.snapshot, tuple(pools))
-        held, starting_s = fleet.held(job, outlook.pools, restart_s)
+    def evaluate(cls, fleet: _Fleet, job: Job, left_s: float, work_s: float) -> JobEvaluation:
+        pools, restart_s = spot_pools(fleet.offerings, job), fleet.restart_s(job)
+        outlook = _forecast_for(fleet.snapshot, tuple(pools))
+        held, starting_s = fleet.allocation(job, outlook.pools, restart_s)
         known = enumerate(zip(pools.values(), outlook.is_up, outlook.since_s, strict=True))
-        zones = tuple(fleet.zone(job, o, up, since, is_held=held == at) for at, (o, up, since) in known)
+        zones = tuple(fleet.zone_view(job, o, up, since, is_held=held == at) for at, (o, up, since) in known)
         seen = DeadlineJob(left_s, work_s, restart_s, TICK_S, held, starting_s)
-        return cls(seen, zones, outlook, _price_ratio(fleet.shop, job), fleet.may_move(job))
+        return cls(seen, zones, outlook, _price_ratio(fleet.offerings, job), fleet.may_move(job))
 
     @property
     def is_urgent(self) -> bool:
-        return self.seen.slack_s < 2.0 * self.seen.restart_s
+        return self.policy_job.slack_s < 2.0 * self.policy_job.restart_s
 
     def choose(self) -> Allocation:
-        held = self.seen.held
+        held = self.policy_job.allocation
         if held is not None and not self.may_move:
             return held
-        if not self.zones or self.price_ratio >= 1.0 or self.seen.slack_s < 0.0:
+        if not self.zones or self.price_ratio >= 1.0 or self.policy_job.slack_s < 0.0:
             return "on_demand"
-        chosen = decide(self.seen, self.zones, self._values()).held
+        chosen = decide(self.policy_job, self.zones, self._values()).allocation
         return "on_demand" if chosen is None and held == "on_demand" else chosen
 
-    def where(self, chosen: Allocation) -> str:
+    def describe(self, chosen: Allocation) -> str:
         if chosen is None:
             return "waits for spot"
-        if self.seen.held is None or (self.seen.held == "on_demand") == (chosen == "on_demand"):
+        if self.policy_job.allocation is None or (self.policy_job.allocation == "on_demand") == (chosen == "on_demand"):
             return "on demand" if chosen == "on_demand" else "on spot"
         return "on spot, moves to on demand" if chosen == "on_demand" else "on demand, moves to spot"
 
     @property
     def why_not_spot(self) -> str:
-        if self.seen.slack_s < 0.0:
+        if self.policy_job.slack_s < 0.0:
             return "that is more than there is time for: it will be late"
         if not self.zones:
             return "no spot node type holds it"
@@ -235,7 +237,7 @@ class JobState:
 
     def _values(self) -> Values:
         """Of steps as long as a start, or longer: of few lengths, so that others find their table here too."""
-        o, step_s = self.outlook, max(self.seen.restart_s, self.seen.left_s / MOST_STEPS)
+        o, step_s = self.outlook, max(self.policy_job.restart_s, self.policy_job.left_s / MOST_STEPS)
         rates = (o.lost, o.switched, o.found, o.zone_hazard)
         return _table(rates, 2.0 ** (math.ceil(4.0 * math.log2(step_s)) / 4.0), round(self.price_ratio, 2))
 
@@ -267,9 +269,9 @@ def _price_ratio(shop: Shop, job: Job) -> float:
     return 1.0
 
 
-def _outlook(snapshot: Snapshot, pools: tuple[str, ...]) -> SpotForecast:
+def _forecast_for(snapshot: Snapshot, pools: tuple[str, ...]) -> SpotForecast:
     """What was learned of these pools; without it, what is so of spot in general."""
     found = next((outlook for outlook in snapshot.spot if outlook.pools == pools), None)
-    return found or outlook_of(
-        pools, [True] * len(pools), [snapshot.at_s] * len(pools), AvailabilityModel(len(pools)).market()
+    return found or forecast_from_rates(
+        pools, [True] * len(pools), [snapshot.at_s] * len(pools), AvailabilityModel(len(pools)).current_rates()
     )

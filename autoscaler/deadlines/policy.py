@@ -35,7 +35,7 @@ class DeadlineJob:
     """What a start takes at most until work goes on where it was."""
     tick_s: float
     """Until this is decided again."""
-    held: Allocation = None
+    allocation: Allocation = None
     starting_s: float = 0.0
     """What the start of the held node still takes."""
 
@@ -52,49 +52,49 @@ class ZoneView:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class DeadlineDecision:
     action: Action
-    held: Allocation
+    allocation: Allocation
     """What to hold until the next decision."""
     reason: str
 
 
-def decide(job: DeadlineJob, zones: Sequence[ZoneView], values: Values) -> Decision:
+def decide(job: DeadlineJob, zones: Sequence[ZoneView], values: Values) -> DeadlineDecision:
     """What to hold until the next tick. A held zone that is gone counts as nothing held."""
-    held = None if isinstance(job.held, int) and not zones[job.held].is_up else job.held
+    held = None if isinstance(job.allocation, int) and not zones[job.allocation].is_up else job.allocation
     costs = _costs(job, held, zones, values)
     if not costs:
         late = (
             f"{job.work_s / 3600:.1f} h of work and {job.left_s / 3600:.1f} h left: no time for anything but on demand"
         )
-        return Decision("stay" if held == "on_demand" else "on_demand", "on_demand", late)
+        return DeadlineDecision("stay" if held == "on_demand" else "on_demand", "on_demand", late)
     choice = min(costs, key=lambda name: (costs[name], name != held))
     if held in costs and costs[held] <= costs[choice] + _EVEN:
         choice = held
-    return Decision(_action(choice, held), choice, _reason(choice, costs, values))
+    return DeadlineDecision(_action(choice, held), choice, _reason(choice, costs, values))
 
 
 def _costs(job: DeadlineJob, held: Allocation, zones: Sequence[ZoneView], values: Values) -> dict[Allocation, float]:
     """Expected cost to the end of each thing that may be held without a risk to the deadline."""
     costs: dict[Allocation, float] = {}
     starting_s = 0.0 if held is None else job.starting_s
-    around = _around(zones, values)
+    around = _market_state(zones, values)
     if held == "on_demand":
-        costs[held] = _hold(ON_DEMAND, job, starting_s, around, values)
+        costs[held] = _expected_cost(ON_DEMAND, job, starting_s, around, values)
     elif job.slack_s >= job.restart_s - _S:
-        costs["on_demand"] = _hold(ON_DEMAND, job, job.restart_s, around, values)
+        costs["on_demand"] = _expected_cost(ON_DEMAND, job, job.restart_s, around, values)
     if held is not None and held != "on_demand" and job.slack_s - starting_s >= job.restart_s - _S:
-        costs[held] = _hold(SPOT, job, starting_s, band(zones[held].age_s), values)
+        costs[held] = _expected_cost(SPOT, job, starting_s, band(zones[held].age_s), values)
     if job.slack_s >= 2 * job.restart_s - _S:
         for index, zone in enumerate(zones):
             if zone.is_up and index != held:
-                costs[index] = _hold(SPOT, job, job.restart_s, band(zone.age_s), values)
+                costs[index] = _expected_cost(SPOT, job, job.restart_s, band(zone.age_s), values)
     if job.slack_s - job.tick_s >= job.restart_s - _S:
-        costs[None] = _hold(NONE, job, 0.0, around, values)
+        costs[None] = _expected_cost(NONE, job, 0.0, around, values)
     return costs
 
 
-def _hold(mode: int, job: DeadlineJob, starting_s: float, state: int, values: Values) -> float:
+def _expected_cost(mode: int, job: DeadlineJob, starting_s: float, state: int, values: Values) -> float:
     """Hold this until its start is over, and for a tick at least; then go on as is best."""
     taken = max(job.tick_s, starting_s) / values.step_s
     done = 0.0 if mode == NONE else taken - starting_s / values.step_s
@@ -109,7 +109,7 @@ def _hold(mode: int, job: DeadlineJob, starting_s: float, state: int, values: Va
     return float(price * taken + (1 - passed) * here[state] + passed * after)
 
 
-def _around(zones: Sequence[ZoneView], values: Values) -> int:
+def _market_state(zones: Sequence[ZoneView], values: Values) -> int:
     """The market's state for who holds none of it: its best zone, or how long there has been none."""
     there = [index for index, zone in enumerate(zones) if zone.is_up]
     if not there:

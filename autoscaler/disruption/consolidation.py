@@ -13,8 +13,8 @@ from dataclasses import replace
 
 from raytide.autoscaler.disruption import market_migration
 from raytide.autoscaler.disruption.consolidation_candidates import MOVE, ConsolidationPlanner, drain_of, may_leave
-from raytide.autoscaler.disruption.disruption_cost import stop_of
-from raytide.autoscaler.disruption.market_migration import is_wanted, stance_of
+from raytide.autoscaler.disruption.disruption_cost import disruption_cost
+from raytide.autoscaler.disruption.market_migration import constraint_of, is_wanted
 from raytide.autoscaler.nodes.occupancy import NodeOccupancy, Tenants
 from raytide.autoscaler.provisioning.plan_builder import PlanBuilder
 from raytide.core.money import format_usd
@@ -25,66 +25,66 @@ from raytide.scheduling import reservations
 from raytide.scheduling.state import SchedulingState
 
 
-def without_kept(snapshot: Snapshot, room: SchedulingState) -> SchedulingState:
+def with_reserved(snapshot: Snapshot, room: SchedulingState) -> SchedulingState:
     """A copy, without what is kept for replicas that have no room yet, and for those who will move."""
     room = replace(room.copy(), snapshot=snapshot, _holders=None)
     for kept in snapshot.kept.values():
         reservations.reserve(room, kept)
     if not any(view.node.subject.startswith(MOVE) for view in snapshot.nodes):
         return room
-    draft = PlanBuilder(snapshot, room, NodeOccupancy.of(snapshot), [])
-    reserve(draft)
-    return draft.room
+    draft = PlanBuilder(snapshot, room, NodeOccupancy.from_snapshot(snapshot), [])
+    reserve_replacements(draft)
+    return draft.state
 
 
-def reserve(draft: PlanBuilder) -> None:
+def reserve_replacements(draft: PlanBuilder) -> None:
     """What was bought for a move is kept for those who will move there, unless they may not leave any more, or have
     become too many for it."""
-    draft.coming.update(_replacements(draft))
-    olds, now_s = _olds(draft, draft.coming), draft.snapshot.at_s
+    draft.replacements.update(_replacements(draft))
+    olds, now_s = _olds(draft, draft.replacements), draft.snapshot.at_s
     for node_id, old in olds.items():
-        new = draft.coming[node_id]
-        row = draft.room.rows[new.node.id]
+        new = draft.replacements[node_id]
+        row = draft.state.rows[new.node.id]
         fellows = [other for other in olds.values() if other is old or other.leases & old.leases]
-        if not draft.room.node_table.has_free(row, old.need) or not may_leave(old, now_s):
+        if not draft.state.node_table.has_free(row, old.resources) or not may_leave(old, now_s):
             continue
-        if (stance := stance_of(draft.snapshot, old)) is not None and not is_wanted(stance, new):
+        if (stance := constraint_of(draft.snapshot, old)) is not None and not is_wanted(stance, new):
             continue
-        if stop_of(draft.roster, fellows, now_s) and all(
+        if disruption_cost(draft.occupancy, fellows, now_s) and all(
             labels_match(shape.labels, new.labels) for shape in old.shapes
         ):
             draft.nominated.add(new.node.id)
             draft.movable.add(node_id)
-            draft.room.reserve(new.node.id, old.need)
+            draft.state.reserve(new.node.id, old.resources)
 
 
-def to_replacements(draft: PlanBuilder) -> list[Drain]:
+def finish_moves(draft: PlanBuilder) -> list[Drain]:
     """Nodes that are left now: what replaces them is ready."""
-    return [*_to_replacements(draft, draft.coming), *market_migration.decide(draft, MOVE)]
+    return [*_to_replacements(draft, draft.replacements), *market_migration.migrate(draft, MOVE)]
 
 
-def decide(draft: PlanBuilder) -> list[Drain | Launch]:
+def start_moves(draft: PlanBuilder) -> list[Drain | Launch]:
     """New moves."""
-    return [*ConsolidationPlanner(draft, draft.coming).decide()]
+    return [*ConsolidationPlanner(draft, draft.replacements).decide()]
 
 
 def _replacements(draft: PlanBuilder) -> dict[str, NodeView]:
     """Nodes that were bought for a move, are there or coming, and were not taken by others, by the node that they
     replace."""
-    rows, views = draft.room.rows, draft.roster.views
+    rows, views = draft.state.rows, draft.occupancy.views
     found: dict[str, NodeView] = {}
     for new in draft.snapshot.nodes:
         old = views.get(new.node.subject.removeprefix(MOVE)) if new.node.subject.startswith(MOVE) else None
         if old is None or old.node.state is not NodeState.READY or (row := rows.get(new.node.id)) is None:
             continue
-        is_whole = draft.room.node_table.has_free(row, new.countable)
-        if is_whole or draft.room.node_table.has_free(row, draft.roster.on(old).need):
+        is_whole = draft.state.node_table.has_free(row, new.countable)
+        if is_whole or draft.state.node_table.has_free(row, draft.occupancy.tenants_of(old).resources):
             found[old.node.id] = new
     return found
 
 
 def _olds(draft: PlanBuilder, coming: Mapping[str, NodeView]) -> dict[str, Tenants]:
-    return {node_id: draft.roster.on(draft.roster.views[node_id]) for node_id in coming}
+    return {node_id: draft.occupancy.tenants_of(draft.occupancy.views[node_id]) for node_id in coming}
 
 
 def _to_replacements(draft: PlanBuilder, coming: Mapping[str, NodeView]) -> Iterator[Drain]:
@@ -97,15 +97,17 @@ def _to_replacements(draft: PlanBuilder, coming: Mapping[str, NodeView]) -> Iter
     }
     waiting = {lease_id for node_id in olds.keys() - free_to_go for lease_id in olds[node_id].leases}
     for old in olds.values():
-        if (stance := stance_of(draft.snapshot, old)) is not None:
-            misplaced = {lease.id: {*market_migration.wrong(draft, lease, stance)} for lease, _ in old.seats}
+        if (stance := constraint_of(draft.snapshot, old)) is not None:
+            misplaced = {
+                lease.id: {*market_migration.misplaced_nodes(draft, lease, stance)} for lease, _ in old.members
+            }
             waiting |= {lease_id for lease_id, nodes in misplaced.items() if not nodes <= free_to_go}
     for node_id, old in olds.items():
         if node_id in free_to_go and not old.leases & waiting:
             new = coming[node_id].node
-            if (stance := stance_of(draft.snapshot, old)) is not None:
+            if (stance := constraint_of(draft.snapshot, old)) is not None:
                 yield market_migration.drain(old, [new.id], stance, draft.snapshot.at_s)
                 continue
             saved = old.price_micro_usd_h - new.price_micro_usd_h
-            reason = f"{new.id} ({new.type}) is ready for {old.whom}; saves {format_usd(saved)}/h"
+            reason = f"{new.id} ({new.type}) is ready for {old.description}; saves {format_usd(saved)}/h"
             yield drain_of(old, reason, saved, draft.snapshot.at_s)

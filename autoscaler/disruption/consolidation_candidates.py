@@ -15,8 +15,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from raytide.autoscaler.disruption.disruption_cost import NOTICE_S, DisruptionCost, stop_of
-from raytide.autoscaler.disruption.market_migration import stance_of
+from raytide.autoscaler.disruption.disruption_cost import NOTICE_S, DisruptionCost, disruption_cost
+from raytide.autoscaler.disruption.market_migration import constraint_of
 from raytide.autoscaler.disruption.rescheduling import ReschedulingSimulator
 from raytide.autoscaler.nodes.occupancy import Tenants
 from raytide.autoscaler.provisioning.alternatives import rejected
@@ -36,7 +36,7 @@ OVERLAP_S = 300.0
 """How long both nodes are paid for: the start of the new one, and the drain of the old one."""
 DRAIN_S = 600.0
 """Requests that go on for longer on the old node are cut off."""
-MOST_LEAVING = 0.1
+MAX_LEAVING_SHARE = 0.1
 """Of all nodes, at once; one may always, and all of one gang."""
 
 _Price = TypeVar("_Price", float, Floats)
@@ -58,20 +58,20 @@ class ConsolidationPlanner:
         self.draft, self.now_s = draft, draft.snapshot.at_s
         nodes = draft.snapshot.nodes
         leaving = sum(view.node.state is NodeState.DRAINING for view in nodes)
-        self.budget = max(1, int(MOST_LEAVING * len(nodes))) - leaving - len(coming)
-        self.going = set(coming)
-        self.heading = {node_id: view.node.zone for node_id, view in coming.items()}
+        self.budget = max(1, int(MAX_LEAVING_SHARE * len(nodes))) - leaving - len(coming)
+        self.leaving = set(coming)
+        self.destination_zones = {node_id: view.node.zone for node_id, view in coming.items()}
         """The zone to which the occupants of a node move."""
-        there, gone = (NodeState.READY, NodeState.LAUNCHING), draft.leaving | self.going
+        there, gone = (NodeState.READY, NodeState.LAUNCHING), draft.leaving | self.leaving
         self.spare = Counter(view.node.type for view in nodes if view.node.state in there and view.node.id not in gone)
         self.spare.subtract({node_type.name: node_type.min_nodes for node_type in draft.snapshot.node_types})
         """How many of each type may be left."""
         self._offers: dict[tuple[object, ...], Ints] = {}
 
     @cached_property
-    def refuge(self) -> ReschedulingSimulator:
-        refuge = ReschedulingSimulator(self.draft.room)
-        refuge.close(self.going)
+    def simulator(self) -> ReschedulingSimulator:
+        refuge = ReschedulingSimulator(self.draft.state)
+        refuge.exclude(self.leaving)
         return refuge
 
     def decide(self) -> Iterator[Drain | Launch]:
@@ -79,19 +79,19 @@ class ConsolidationPlanner:
         for view in sorted(views, key=_dearest_first):
             if self.budget <= 0:
                 return
-            old = self.draft.roster.on(view)
+            old = self.draft.occupancy.tenants_of(view)
             if self._may_go(view) and self._may_leave(old):
                 yield from self._move(old)
 
     def _move(self, old: Tenants) -> Sequence[Drain | Launch]:
-        if not len(self._offers_for(old)) and not self.refuge.could_fit(old):
+        if not len(self._offers_for(old)) and not self.simulator.could_fit(old):
             return ()
         for olds, stop in self._gang_groups(old):
             if not self._is_within(olds):
                 return ()  # their turn comes, and then they go in one stop
             if self._may_be_left(olds) and (actions := self._to_free_room(olds, stop) or self._buy(olds, stop)):
-                self.going.update(one.view.node.id for one in olds)
-                self.refuge.close(one.view.node.id for one in olds)
+                self.leaving.update(one.view.node.id for one in olds)
+                self.simulator.exclude(one.view.node.id for one in olds)
                 self.budget -= len(olds)
                 for one in olds:
                     self.spare[one.view.node.type] -= 1
@@ -103,16 +103,16 @@ class ConsolidationPlanner:
         node, least_s = view.node, self.draft.snapshot.limits.moves_after_s
         if node.state is not NodeState.READY or view.is_draining or node.ready_at_s is None or least_s is None:
             return False
-        is_needed = node.id in self.going or node.id in self.draft.nominated or self.spare[node.type] <= 0
+        is_needed = node.id in self.leaving or node.id in self.draft.nominated or self.spare[node.type] <= 0
         return not is_needed and self.now_s - node.ready_at_s >= least_s
 
     def _may_leave(self, old: Tenants) -> bool:
         """Where gangs with a deadline sit is decided with that in view: see market_moves."""
-        return may_leave(old, self.now_s) and stance_of(self.draft.snapshot, old) is None
+        return may_leave(old, self.now_s) and constraint_of(self.draft.snapshot, old) is None
 
     def _is_within(self, olds: Sequence[Tenants]) -> bool:
         """A gang on more nodes than may leave at once moves when nobody else does."""
-        return len(olds) <= self.budget or not self.going
+        return len(olds) <= self.budget or not self.leaving
 
     def _may_be_left(self, olds: Sequence[Tenants]) -> bool:
         leaving = Counter(old.view.node.type for old in olds)
@@ -120,18 +120,18 @@ class ConsolidationPlanner:
 
     def _gang_groups(self, old: Tenants) -> Iterator[tuple[tuple[Tenants, ...], DisruptionCost]]:
         """The node with those of its gang that would cost less elsewhere and can go in the same stop; then it alone."""
-        roster = self.draft.roster
-        if (alone := stop_of(roster, (old,), self.now_s)) is None:
+        roster = self.draft.occupancy
+        if (alone := disruption_cost(roster, (old,), self.now_s)) is None:
             return
         party: tuple[Tenants, ...] = (old,)
         stop = alone
-        nodes = {member.node_id for lease, _ in old.seats for member in lease.members} - {old.view.node.id}
+        nodes = {member.node_id for lease, _ in old.members for member in lease.members} - {old.view.node.id}
         fellows = [roster.views[node_id] for node_id in nodes if node_id in roster.views]
         for view in sorted(fellows if len(self._offers_for(old)) else (), key=_dearest_first):
-            other = roster.on(view)
+            other = roster.tenants_of(view)
             if not self._may_go(view) or not self._may_leave(other) or not len(self._offers_for(other)):
                 continue
-            with_it = stop_of(roster, (*party, other), self.now_s)
+            with_it = disruption_cost(roster, (*party, other), self.now_s)
             if with_it is not None and with_it.in_place == alone.in_place:
                 party, stop = (*party, other), with_it
         yield party, stop
@@ -141,22 +141,22 @@ class ConsolidationPlanner:
     def _to_free_room(self, olds: Sequence[Tenants], stop: DisruptionCost) -> list[Drain | Launch]:
         """All of them fit on other nodes that are ready and stay."""
         saved = sum(old.price_micro_usd_h for old in olds)
-        if not _pays_back(saved, stop.cost_micro_usd, stop) or (seats := self.refuge.seats(olds)) is None:
+        if not _pays_back(saved, stop.cost_micro_usd, stop) or (seats := self.simulator.place(olds)) is None:
             return []
         self.draft.nominated.update(seat.node_id for seat in seats)
         found: list[Drain | Launch] = []
         for old in olds:
             theirs, seats = seats[: len(old.shapes)], seats[len(old.shapes) :]
             where = ", ".join(dict.fromkeys(seat.node_id for seat in theirs))
-            reason = f"{old.whom} fit on {where}; saves {format_usd(old.price_micro_usd_h)}/h"
-            if stop.words:
-                reason += f"; the move costs {format_usd(round(stop.cost_micro_usd))} as {stop.words}"
+            reason = f"{old.description} fit on {where}; saves {format_usd(old.price_micro_usd_h)}/h"
+            if stop.description:
+                reason += f"; the move costs {format_usd(round(stop.cost_micro_usd))} as {stop.description}"
             found.append(drain_of(old, reason, old.price_micro_usd_h, self.now_s))
         return found
 
     def _buy(self, olds: Sequence[Tenants], stop: DisruptionCost) -> list[Drain | Launch]:
         """The cheapest nodes that would hold them, if the move pays back."""
-        market, purchases = self.draft.room.offerings, list[_Purchase]()
+        market, purchases = self.draft.state.offerings, list[_Purchase]()
         for old in olds:
             if (found := self._purchase(old, len(olds) - 1, stop)) is not None:
                 purchases.append(found)
@@ -173,8 +173,8 @@ class ConsolidationPlanner:
 
     def _purchase(self, old: Tenants, others: int, stop: DisruptionCost) -> _Purchase | None:
         """`others`: how many nodes are bought beside it, at about its price."""
-        shelf, rows = self.draft.room.offerings.table, self._offers_for(old)
-        if not len(rows := rows[self.draft.room.offerings.can_have()[rows] > 0]):
+        shelf, rows = self.draft.state.offerings.table, self._offers_for(old)
+        if not len(rows := rows[self.draft.state.offerings.can_have()[rows] > 0]):
             return None
         at_risk = stop.staying_micro_usd_h + others * shelf.price[rows]
         costs = shelf.cost[rows] + shelf.reclaims_per_h[rows] * stop.lost_h * at_risk
@@ -187,20 +187,20 @@ class ConsolidationPlanner:
     def _offers_for(self, old: Tenants) -> Ints:
         """Those that hold all of its occupants, and can be had, by row; none when none would pay back the time in which
         both nodes are paid for."""
-        if old.asked not in self._offers:
-            market = self.draft.room.offerings
-            able = (market.table.members(Shape.computed(old.need, {})) > 0) & (market.can_have() > 0)
+        if old.shape_key not in self._offers:
+            market = self.draft.state.offerings
+            able = (market.table.members(Shape.computed(old.resources, {})) > 0) & (market.can_have() > 0)
             for labels in {tuple(shape.labels.items()) for shape in old.shapes}:
                 able &= market.table.matching(dict(labels))
             has_pace = market.launches_left is None or market.launches_left > 0
-            self._offers[old.asked] = np.flatnonzero(able & has_pace)
-        shelf, found, price = self.draft.room.offerings.table, self._offers[old.asked], old.price_micro_usd_h
+            self._offers[old.shape_key] = np.flatnonzero(able & has_pace)
+        shelf, found, price = self.draft.state.offerings.table, self._offers[old.shape_key], old.price_micro_usd_h
         pays = (price - shelf.cost[found]) * PAYBACK_S > _overlap(price, shelf.price[found].astype(float)) * 3600.0
         return found if pays.any() else found[:0]
 
     def _zones_of(self, old: Tenants) -> Counter[str]:
         """Where the other replicas of its endpoints are, or are moving to."""
-        roster, here = self.draft.roster, old.view.node.ray_node_id
+        roster, here = self.draft.occupancy, old.view.node.ray_node_id
         hosts = [
             roster.in_ray[node]
             for name, endpoint in {e.endpoint.name: e for e in old.replicas}.items()
@@ -208,22 +208,21 @@ class ConsolidationPlanner:
             for node in endpoint.load.replica_nodes
             if node in roster.in_ray and node != here
         ]
-        return Counter(self.heading.get(view.node.id, view.node.zone) for view in hosts)
+        return Counter(self.destination_zones.get(view.node.id, view.node.zone) for view in hosts)
 
     def _launch(self, purchase: _Purchase, cost_micro_usd: float, stop: DisruptionCost) -> Launch:
-        old, offer, room = purchase.old, purchase.offer, self.draft.room
+        old, offer, room = purchase.old, purchase.offer, self.draft.state
         node, saved = old.view.node, old.price_micro_usd_h - offer.price_micro_usd_h
-        asked = Shape.computed(old.need, old.shapes[0].labels)
+        asked = Shape.computed(old.resources, old.shapes[0].labels)
         others = rejected(room.offerings, asked, 1, offer)
         seat = room.buy_offer(offer)
-        room.reserve(seat.node_id, old.need)
+        room.reserve(seat.node_id, old.resources)
         self.draft.nominated.add(seat.node_id)
-        self.heading[node.id] = offer.zone
-        reason = (
-            f"{offer.name} ({offer.node_type.market} at {format_usd(offer.price_micro_usd_h)}/h) holds {old.whom} of "
-        )
+        self.destination_zones[node.id] = offer.zone
+        price = f"{offer.node_type.market} at {format_usd(offer.price_micro_usd_h)}/h"
+        reason = f"{offer.name} ({price}) holds {old.description} of "
         reason += f"{node.id} for {format_usd(saved)}/h less; the move costs {format_usd(round(cost_micro_usd))}"
-        reason += f" as {stop.words}" if stop.words else ""
+        reason += f" as {stop.description}" if stop.description else ""
         stay = Rejected(f"stay on {node.id}", f"costs {format_usd(saved)}/h more", saved)
         subject = f"{MOVE}{node.id}"
         return Launch(
@@ -237,7 +236,7 @@ def may_leave(old: Tenants, now_s: float) -> bool:
         return False  # the serving policy decides where they are: see live_fleet
     if any(endpoint.endpoint.spec.members > 1 for endpoint in old.replicas):
         return False  # Serve cannot move one of a replica's members
-    is_one_kind = bool(old.replicas) != bool(old.seats)
+    is_one_kind = bool(old.replicas) != bool(old.members)
     return (
         is_one_kind and all(is_fresh(endpoint.load, now_s) for endpoint in old.replicas) and old.accounts_for_all_usage
     )
@@ -245,7 +244,7 @@ def may_leave(old: Tenants, now_s: float) -> bool:
 
 def drain_of(old: Tenants, reason: str, saved_micro_usd_h: int, now_s: float) -> Drain:
     node_id, more = old.view.node.id, f"costs {format_usd(saved_micro_usd_h)}/h more"
-    deadline_s = now_s + (NOTICE_S if old.seats else DRAIN_S)
+    deadline_s = now_s + (NOTICE_S if old.members else DRAIN_S)
     stay = Rejected(f"stay on {node_id}", more, saved_micro_usd_h)
     return Drain(node_id, "notice", deadline_s, reason, -old.price_micro_usd_h, (stay,))
 
@@ -256,7 +255,7 @@ def _overlap(price_micro_usd_h: int, other_micro_usd_h: _Price) -> _Price:
 
 
 def _pays_back(saved_micro_usd_h: float, cost_micro_usd: float, stop: DisruptionCost) -> bool:
-    return saved_micro_usd_h * min(PAYBACK_S, stop.stood_s) > cost_micro_usd * 3600.0
+    return saved_micro_usd_h * min(PAYBACK_S, stop.stable_s) > cost_micro_usd * 3600.0
 
 
 def _dearest_first(view: NodeView) -> tuple[int, str]:

@@ -47,7 +47,7 @@ def enforce_cost_limit(snapshot: Snapshot) -> tuple[Action, ...]:
     served = [view for view in snapshot.endpoints if view.endpoint.state in SERVING_STATES]
     silent = sorted(view.endpoint.name for view in served if not is_fresh(view.load, snapshot.at_s))
     names = frozenset(view.endpoint.name for view in snapshot.endpoints)
-    return _Shedding(snapshot, NodeOccupancy.of(snapshot), most, cost, names, silent).decide()
+    return _Shedding(snapshot, NodeOccupancy.from_snapshot(snapshot), most, cost, names, silent).decide()
 
 
 def without(snapshot: Snapshot, shed: tuple[Action, ...]) -> Snapshot:
@@ -83,7 +83,7 @@ class _Shedding:
         why = f"the fleet costs {self._usd_h}, above the hard limit of {format_usd(self.most_micro_usd_h)}/h"
         for view in self.snapshot.nodes:
             if view.node.state in _STAYS and view.node.price_micro_usd_h > 0:
-                self._sort_in(self.roster.on(view))
+                self._sort_in(self.roster.tenants_of(view))
         while self.cost_micro_usd_h > self.most_micro_usd_h and self.staying:
             self._take(min(self.staying), why)
         waits = []
@@ -117,14 +117,14 @@ class _Shedding:
         node = old.view.node
         if old.replicas or (node.subject in self.names and not _is_idle(old.view)):
             return None
-        is_known = node.state in _COMING or _is_idle(old.view) or (bool(old.seats) and old.accounts_for_all_usage)
+        is_known = node.state in _COMING or _is_idle(old.view) or (bool(old.members) and old.accounts_for_all_usage)
         if self.silent and not is_known:
             return None
         seats = [
-            (lease, m) for lease, m in old.seats if not m.is_yielding and m.index not in self.away.get(lease.id, ())
+            (lease, m) for lease, m in old.members if not m.is_yielding and m.index not in self.away.get(lease.id, ())
         ]
         if not seats:
-            is_left = (_is_idle(old.view) or old.seats) and old.accounts_for_all_usage
+            is_left = (_is_idle(old.view) or old.members) and old.accounts_for_all_usage
             is_empty = node.subject != UNMANAGED if node.state in _COMING else is_left
             return (EMPTY if is_empty else UNLEASED), 0, False
         jobs = [self.roster.jobs.get(lease.job_id) for lease, _ in seats]
@@ -141,23 +141,29 @@ class _Shedding:
         self._take_out(old)
         self._drain(old, worth[0], why)
         self.cost_micro_usd_h -= old.price_micro_usd_h
-        for lease in {lease.id: lease for lease, _ in old.seats}.values():
+        for lease in {lease.id: lease for lease, _ in old.members}.values():
             everybody = {member.index for member in lease.members}
-            here = {member.index for held, member in old.seats if held is lease}
+            here = {member.index for held, member in old.members if held is lease}
             self.away.setdefault(lease.id, set()).update(everybody if self._stops(lease, old) else here)
             for node_id in {member.node_id for member in lease.members} & self.worth.keys():
-                other = self.roster.on(self.roster.views[node_id])
+                other = self.roster.tenants_of(self.roster.views[node_id])
                 self._take_out(other)
                 self._sort_in(other)
 
     def _drain(self, old: Tenants, what: int, why: str) -> None:
         node, price = old.view.node, old.price_micro_usd_h
-        said = f"{old.whom} gives way" if old.seats else "nothing runs here" if what == EMPTY else "no job runs here"
+        said = (
+            f"{old.description} gives way"
+            if old.members
+            else "nothing runs here"
+            if what == EMPTY
+            else "no job runs here"
+        )
         keep = Rejected(f"keep {node.id}", "whatever else could go is worth more", price)
         if node.state in _COMING:
             self.gone[node.id] = Terminate(node.id, f"{why}; {said}", -price)
             return
-        kind: Literal["idle", "notice"] = "idle" if what == EMPTY and not old.seats else "notice"
+        kind: Literal["idle", "notice"] = "idle" if what == EMPTY and not old.members else "notice"
         deadline_s = self.snapshot.at_s + (IDLE_DRAIN_S if kind == "idle" else NOTICE_S)
         self.gone[node.id] = Drain(node.id, kind, deadline_s, f"{why}; {said}", -price, (keep,))
 
@@ -172,7 +178,7 @@ class _Shedding:
 
     def _stops(self, lease: Lease, old: Tenants) -> bool:
         """Whether it would fall below its minimum without its members there."""
-        going = {member.index for held, member in old.seats if held is lease} | self.away.get(lease.id, set())
+        going = {member.index for held, member in old.members if held is lease} | self.away.get(lease.id, set())
         stay = sum(m.has_node and not m.is_yielding and m.index not in going for m in lease.members)
         return stay < lease.shape.at_least
 

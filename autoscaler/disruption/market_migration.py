@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from raytide.autoscaler.disruption.disruption_cost import NOTICE_S, stop_of
+from raytide.autoscaler.disruption.disruption_cost import NOTICE_S, disruption_cost
 from raytide.autoscaler.nodes.occupancy import Tenants
 from raytide.autoscaler.provisioning.plan_builder import PlanBuilder
 from raytide.core.objects.gang import Lease, Shape
@@ -22,9 +22,9 @@ from raytide.scheduling.placement import Slot
 from raytide.scheduling.state import SchedulingState
 
 
-def stance_of(snapshot: Snapshot, old: Tenants) -> MarketConstraint | None:
+def constraint_of(snapshot: Snapshot, old: Tenants) -> MarketConstraint | None:
     """Of the one gang on this node; None when it has no deadline to keep."""
-    stances = (snapshot.stances.get(lease.job_id) for lease, _ in old.seats)
+    stances = (snapshot.stances.get(lease.job_id) for lease, _ in old.members)
     return next((stance for stance in stances if stance is not None and stance.markets is not None), None)
 
 
@@ -34,22 +34,22 @@ def is_wanted(stance: MarketConstraint, new: NodeView) -> bool:
 
 
 def drain(old: Tenants, new_ids: Sequence[str], stance: MarketConstraint, now_s: float) -> Drain:
-    reason = f"{', '.join(new_ids)} is ready for {old.whom}: {stance.reason}"
+    reason = f"{', '.join(new_ids)} is ready for {old.description}: {stance.reason}"
     return Drain(old.view.node.id, "notice", now_s + NOTICE_S, reason, -old.price_micro_usd_h)
 
 
-def decide(draft: PlanBuilder, move: str) -> Iterator[Drain]:
+def migrate(draft: PlanBuilder, move: str) -> Iterator[Drain]:
     """Buys what is missing, and leaves nodes whose gang has room that is there for all of them."""
     for lease in draft.snapshot.leases:
         stance = draft.snapshot.stances.get(lease.job_id)
         if stance is None or not (olds := _misplaced(draft, lease, stance)):
             continue
-        missing = [old for old in olds if old.view.node.id not in draft.coming]
-        if not missing or stop_of(draft.roster, olds, draft.snapshot.at_s) is None:
+        missing = [old for old in olds if old.view.node.id not in draft.replacements]
+        if not missing or disruption_cost(draft.occupancy, olds, draft.snapshot.at_s) is None:
             continue
-        if _seats(draft.room.copy(), missing, stance) is None:
+        if _find_slots(draft.state.copy(), missing, stance) is None:
             continue
-        seats = _seats(draft.room, missing, stance)
+        seats = _find_slots(draft.state, missing, stance)
         assert seats is not None
         draft.nominated.update(seat.node_id for seat in seats)
         for old, seat in zip(missing, seats, strict=True):
@@ -57,14 +57,14 @@ def decide(draft: PlanBuilder, move: str) -> Iterator[Drain]:
                 why = f"for {lease.job_id} in place of {old.view.node.id}: {stance.reason}"
                 draft.buy(seat, f"{move}{old.view.node.id}", why)
         new_ids = {old.view.node.id: seat.node_id for old, seat in zip(missing, seats, strict=True)}
-        new_ids |= {id: draft.coming[id].node.id for id in draft.movable & draft.coming.keys()}
+        new_ids |= {id: draft.replacements[id].node.id for id in draft.movable & draft.replacements.keys()}
         if all(_is_ready(draft, new_ids.get(old.view.node.id, "")) for old in olds):
             yield from (drain(old, [new_ids[old.view.node.id]], stance, draft.snapshot.at_s) for old in olds)
 
 
-def wrong(draft: PlanBuilder, lease: Lease, stance: MarketConstraint) -> dict[str, NodeView]:
+def misplaced_nodes(draft: PlanBuilder, lease: Lease, stance: MarketConstraint) -> dict[str, NodeView]:
     """Its nodes of other markets than the wanted one."""
-    views = ((id, draft.roster.views.get(id)) for id in sorted({m.node_id for m in lease.members if m.has_node}))
+    views = ((id, draft.occupancy.views.get(id)) for id in sorted({m.node_id for m in lease.members if m.has_node}))
     return {id: view for id, view in views if view is not None and not is_wanted(stance, view)}
 
 
@@ -72,15 +72,15 @@ def _misplaced(draft: PlanBuilder, lease: Lease, stance: MarketConstraint) -> li
     """Its nodes of other markets than the wanted one, if it may sit there and can be taken from all of them."""
     if not is_allowed(lease.shape, stance):
         return []
-    olds = [draft.roster.on(view) for view in wrong(draft, lease, stance).values()]
-    return olds if all(old.are_only(lease) and old.view.node.state is NodeState.READY for old in olds) else []
+    olds = [draft.occupancy.tenants_of(view) for view in misplaced_nodes(draft, lease, stance).values()]
+    return olds if all(old.hosts_only(lease) and old.view.node.state is NodeState.READY for old in olds) else []
 
 
-def _seats(room: SchedulingState, olds: Sequence[Tenants], stance: MarketConstraint) -> list[Slot] | None:
+def _find_slots(room: SchedulingState, olds: Sequence[Tenants], stance: MarketConstraint) -> list[Slot] | None:
     """For all who are on each of these nodes, one node of the wanted market; None when one has none."""
     found: list[Slot] = []
     for old in olds:
-        (shape,) = constrain([Shape.computed(old.need, old.shapes[0].labels)], stance)[:1]
+        (shape,) = constrain([Shape.computed(old.resources, old.shapes[0].labels)], stance)[:1]
         seats = room.place(shape, 1, subject="")
         if isinstance(seats, Unschedulable):
             return None
@@ -89,5 +89,5 @@ def _seats(room: SchedulingState, olds: Sequence[Tenants], stance: MarketConstra
 
 
 def _is_ready(draft: PlanBuilder, node_id: str) -> bool:
-    view = draft.roster.views.get(node_id)
+    view = draft.occupancy.views.get(node_id)
     return view is not None and view.node.state is NodeState.READY

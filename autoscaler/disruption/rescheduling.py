@@ -18,7 +18,7 @@ from raytide.scheduling.node_table import Mask, Rows
 from raytide.scheduling.placement import Slot
 from raytide.scheduling.state import SchedulingState
 
-MOST_TRIES = 64
+MAX_TRIES = 64
 """Of placing the occupants of nodes one by one, in one decision."""
 
 _Key = tuple[tuple[tuple[str, float], ...], tuple[tuple[str, str], ...]]
@@ -26,7 +26,7 @@ _Key = tuple[tuple[tuple[str, float], ...], tuple[tuple[str, str], ...]]
 
 class ReschedulingSimulator:
     def __init__(self, room: SchedulingState) -> None:
-        self._room, self._tries = room, MOST_TRIES
+        self._room, self._tries = room, MAX_TRIES
         views = {view.node.id: view for view in room.snapshot.nodes}
         there = [views[seat.node_id] for seat in room.slots if seat.node_id in views]  # bought ones come last
         self._is_ready = np.array([view.node.state is NodeState.READY for view in there], dtype=np.bool_)
@@ -35,12 +35,12 @@ class ReschedulingSimulator:
         self._members: dict[_Key, Rows] = {}
         self._sums: dict[tuple[_Key, int], int] = {}
 
-    def close(self, node_ids: Iterable[str]) -> None:
+    def exclude(self, node_ids: Iterable[str]) -> None:
         """Nobody moves there any more."""
         self._is_ready[self._rows(node_ids)] = False
         self._sums.clear()
 
-    def seats(self, olds: Sequence[Tenants]) -> list[Slot] | None:
+    def place(self, olds: Sequence[Tenants]) -> list[Slot] | None:
         """Seats for all who are on these nodes, taken; None when they do not all fit."""
         own = self._rows(old.view.node.id for old in olds)
         if not self._tries or not all(map(self.could_fit, olds)):

@@ -15,10 +15,10 @@ IDLE_DRAIN_S = 30.0
 """Ray wants a deadline for every drain; an idle node has nothing to finish by it."""
 
 
-def overdue(snapshot: Snapshot) -> Iterator[Drain | Terminate]:
+def overdue_actions(snapshot: Snapshot) -> Iterator[Drain | Terminate]:
     """Drained nodes that are out of time or empty, notices that Ray has not heard, launches that never joined."""
     types = {t.name: t for t in snapshot.node_types}
-    yield from past_deadline(snapshot)
+    yield from expired_drains(snapshot)
     for view in snapshot.nodes:
         if view.node.state is NodeState.DRAINING:
             yield from _draining(view, snapshot.at_s)
@@ -26,7 +26,7 @@ def overdue(snapshot: Snapshot) -> Iterator[Drain | Terminate]:
             yield from _launching(view, types[view.node.type], snapshot.at_s)
 
 
-def past_deadline(snapshot: Snapshot) -> Iterator[Terminate]:
+def expired_drains(snapshot: Snapshot) -> Iterator[Terminate]:
     """Nodes that the provider takes back now, whatever else is known."""
     for view in snapshot.nodes:
         deadline_s = view.node.drain_deadline_s
@@ -34,11 +34,11 @@ def past_deadline(snapshot: Snapshot) -> Iterator[Terminate]:
             yield Terminate(view.node.id, f"its deadline has passed: {view.node.reason}")
 
 
-def idle(snapshot: Snapshot, *, keep: Collection[str], leaving: Collection[str]) -> Iterator[Drain | Wait]:
+def idle_drains(snapshot: Snapshot, *, keep: Collection[str], leaving: Collection[str]) -> Iterator[Drain | Wait]:
     """Drains that Ray refuses if anything runs there, so that a task that starts meanwhile is safe. `leaving`: nodes
     that go anyhow."""
     types = {t.name: t for t in snapshot.node_types}
-    kept, gone = {*keep, *_seats_taken(snapshot), *leaving}, (NodeState.TERMINATING, NodeState.DRAINING)
+    kept, gone = {*keep, *_nodes_in_use(snapshot), *leaving}, (NodeState.TERMINATING, NodeState.DRAINING)
     stay = (view.node for view in snapshot.nodes if view.node.state not in gone)
     staying = Counter(node.type for node in stay if node.id not in leaving)
     free = [v for v in snapshot.nodes if v.idle_s > 0 and v.node.state is NodeState.READY and v.node.id not in kept]
@@ -73,7 +73,7 @@ def _launching(view: NodeView, node_type: NodeType, now_s: float) -> Iterator[Te
         yield Terminate(view.node.id, reason, -view.node.price_micro_usd_h)
 
 
-def _seats_taken(snapshot: Snapshot) -> set[str]:
+def _nodes_in_use(snapshot: Snapshot) -> set[str]:
     """Nodes of members, and of replicas by the last word that was heard, however old."""
     seated = {member.node_id for lease in snapshot.leases for member in lease.members if member.node_id}
     hosts = {node for view in snapshot.endpoints if view.load for node in view.load.replica_nodes} - {""}

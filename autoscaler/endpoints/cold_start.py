@@ -39,7 +39,7 @@ class StartMeter:
     """Of one endpoint."""
 
     starts: deque[Start] = field(default_factory=lambda: deque(maxlen=MOST))
-    _spoke: dict[str, tuple[str, float]] | None = None
+    _last_report: dict[str, tuple[str, float]] | None = None
     """By replica that answers, its node and when it last said so; None before the first look."""
     _starting: dict[str, list[float | None]] = field(default_factory=dict)
     """By node: since when each replica that does not answer yet was seen there; None: since before the first look."""
@@ -51,9 +51,9 @@ class StartMeter:
         seen = bought or [start.seconds for start in self.starts]
         return float(np.quantile(seen, QUANTILE)) if len(seen) >= ENOUGH else None
 
-    def hear(self, load: EndpointLoad, hosts: Mapping[str, Node], endpoint: str) -> None:
+    def observe(self, load: EndpointLoad, hosts: Mapping[str, Node], endpoint: str) -> None:
         """`hosts`: by Ray's id of the node."""
-        before = self._spoke
+        before = self._last_report
         spoke = {} if before is None else before
         new = [replica for replica in load.replicas if replica.id not in spoke]
         for replica in new if before is not None else ():
@@ -63,8 +63,8 @@ class StartMeter:
                 is_first = all(node != replica.node for node, _ in spoke.values())
                 self._took(since_s, replica.at_s, host, is_bought=is_first and host.subject == endpoint)
         said = {**spoke, **{replica.id: (replica.node, replica.at_s) for replica in load.replicas}}
-        self._spoke = {id: (node, at_s) for id, (node, at_s) in said.items() if load.at_s - at_s <= FORGET_S}
-        answering = Counter(node for node, _ in self._spoke.values())
+        self._last_report = {id: (node, at_s) for id, (node, at_s) in said.items() if load.at_s - at_s <= FORGET_S}
+        answering = Counter(node for node, _ in self._last_report.values())
         there, at_s = Counter(load.replica_nodes), None if before is None else load.at_s
         for node in {*there, *self._starting}:
             known, count = self._starting.pop(node, []), there[node] - answering[node]

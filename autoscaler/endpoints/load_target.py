@@ -9,20 +9,20 @@ from statistics import fmean
 
 from raytide.core.objects.endpoint import EndpointLoad, Replicas, Speed, Traffic
 
-FULL = 0.95
+MAX_BUSY = 0.95
 """No replica is meant to be busier."""
 DRAIN_S = 120.0
 """In which time work that has piled up should be gone."""
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class LoadTarget:
     replicas: float
     reason: str
 
 
-def needed(spec: Replicas, load: EndpointLoad) -> Need:
-    return max(_needs(spec, load), key=lambda need: need.replicas)
+def load_target(spec: Replicas, load: EndpointLoad) -> LoadTarget:
+    return max(_targets(spec, load), key=lambda need: need.replicas)
 
 
 def request_s(prompt_tokens: float, output_tokens: float, speed: Speed) -> float:
@@ -31,19 +31,19 @@ def request_s(prompt_tokens: float, output_tokens: float, speed: Speed) -> float
     return max(prefill_s, (prefill_s + output_tokens * speed.tpot_ms / 1e3) / speed.slots)
 
 
-def _needs(spec: Replicas, load: EndpointLoad) -> Iterator[Need]:
+def _targets(spec: Replicas, load: EndpointLoad) -> Iterator[LoadTarget]:
     traffic = load.traffic or Traffic()
     each = f"{spec.target_ongoing:g} for each replica"
     in_flight = replicas_for(load.ongoing / spec.target_ongoing, traffic)
-    yield Need(in_flight, f"{load.ongoing:g} requests in flight, {each}{_where(traffic)}")
-    yield kv_need(spec, load)
+    yield LoadTarget(in_flight, f"{load.ongoing:g} requests in flight, {each}{_where(traffic)}")
+    yield kv_target(spec, load)
     if traffic.request_s is not None:
-        yield _work_need(spec, load, traffic.ahead_rps, traffic.request_s)
+        yield _work_target(spec, load, traffic.ahead_rps, traffic.request_s)
     if spec.slo_ttft_s is not None and traffic.ttft_s is not None and traffic.ttft_s > spec.slo_ttft_s:
-        yield Need(load.ready + 1, f"first tokens take {traffic.ttft_s:.2f} s, {spec.slo_ttft_s:g} s are wanted")
+        yield LoadTarget(load.ready + 1, f"first tokens take {traffic.ttft_s:.2f} s, {spec.slo_ttft_s:g} s are wanted")
 
 
-def kv_need(spec: Replicas, load: EndpointLoad) -> Need:
+def kv_target(spec: Replicas, load: EndpointLoad) -> LoadTarget:
     """The caches that are full, and what the requests that wait would fill at the mean of those that run."""
     full = sum(replica.kv_use for replica in load.replicas)
     running = sum(replica.running for replica in load.replicas)
@@ -51,17 +51,17 @@ def kv_need(spec: Replicas, load: EndpointLoad) -> Need:
     asked = full * (1 + waiting / running) if running else full
     queue = f", {waiting:g} requests wait for room" if waiting else ""
     meant = f"{spec.target_kv:.2f} of each is meant to be"
-    return Need(asked / spec.target_kv, f"{full:.2f} KV caches are full{queue}, {meant}")
+    return LoadTarget(asked / spec.target_kv, f"{full:.2f} KV caches are full{queue}, {meant}")
 
 
-def _work_need(spec: Replicas, load: EndpointLoad, rate_rps: float, each_s: float) -> Need:
+def _work_target(spec: Replicas, load: EndpointLoad, rate_rps: float, each_s: float) -> LoadTarget:
     """What keeps up, and works off what will wait when a replica that is asked for now answers."""
     busy, traffic = rate_rps * each_s, load.traffic or Traffic()
     waiting = sum(replica.waiting for replica in load.replicas)
     backlog_s = waiting * each_s + (busy - ready_work(load)) * cold_start_s(spec, load)
     rate = f"{rate_rps:.2f} requests/s of {each_s:.2f} replica-seconds each{_where(traffic)}"
-    asked = replicas_for(busy / FULL + max(0.0, backlog_s) / DRAIN_S, traffic)
-    return Need(asked, f"{rate}, {waiting:g} waiting")
+    asked = replicas_for(busy / MAX_BUSY + max(0.0, backlog_s) / DRAIN_S, traffic)
+    return LoadTarget(asked, f"{rate}, {waiting:g} waiting")
 
 
 def replicas_for(work: float, traffic: Traffic) -> float:

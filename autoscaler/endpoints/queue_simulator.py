@@ -45,7 +45,7 @@ class ReplicaSpeed:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class RequestBatch:
     """The requests that arrived in [from_s, until_s), told when their tokens are known."""
 
     from_s: float
@@ -55,7 +55,7 @@ class Served:
     output_tokens: Floats
 
 
-class Counted(Config):
+class SavedCounts(Config):
     """What paper fleets counted, as it is kept for the next controller."""
 
     late: list[list[NonNegativeFloat]]
@@ -66,7 +66,7 @@ class Counted(Config):
 class CounterfactualFleets:
     def __init__(self, most: int, speed: ReplicaSpeed, slo_ttft_s: float) -> None:
         self._speed, self._most = speed, most
-        self._fleets = [_PaperFleet(size, speed.slots, slo_ttft_s) for size in _sizes(most)]
+        self._fleets = [_SimulatedFleet(size, speed.slots, slo_ttft_s) for size in _sizes(most)]
         self._at = np.array([0, *(fleet.size for fleet in self._fleets)])
         self._late = np.zeros((_BINS, len(self._at)))
         """By rate and size; nobody serves in the first column, so all are late there."""
@@ -74,7 +74,7 @@ class CounterfactualFleets:
         self._totals = np.array([1.0, 1.0, 0.5, 0.5])
         """Requests, and their seconds of work, prefill and decode; before any was told, one that takes a second."""
 
-    def observe(self, served: Served, usual_rps: float) -> None:
+    def observe(self, served: RequestBatch, usual_rps: float) -> None:
         """`usual_rps`: as it was one cold start before."""
         dt_s, speed = served.until_s - served.from_s, self._speed
         fade = 0.5 ** (dt_s / HALF_LIFE_S)
@@ -86,23 +86,23 @@ class CounterfactualFleets:
             return
         prefill_s, decode_s = served.prompt_tokens / speed.prefill_tps, served.output_tokens * speed.tpot_s
         requests = list(zip(served.arrival_s.tolist(), prefill_s.tolist(), decode_s.tolist(), strict=True))
-        self._late[rate_bin] += [len(requests), *(fleet.late(requests) for fleet in self._fleets)]
+        self._late[rate_bin] += [len(requests), *(fleet.count_late(requests) for fleet in self._fleets)]
         work_s = np.maximum(prefill_s, (prefill_s + decode_s) / speed.slots)
         self._totals = self._totals * fade + [len(requests), work_s.sum(), prefill_s.sum(), decode_s.sum()]
 
-    def run_at(self, speed: ReplicaSpeed) -> None:
+    def set_speed(self, speed: ReplicaSpeed) -> None:
         """From now on; what was counted at another speed holds until it fades."""
         if speed.slots != self._speed.slots:
             for fleet in self._fleets:
-                fleet.have_slots(speed.slots)
+                fleet.set_slots(speed.slots)
         self._speed = speed
 
     @property
-    def counted(self) -> Counted:
+    def saved(self) -> SavedCounts:
         """The fleets themselves are as good as new within minutes."""
-        return Counted(late=self._late.tolist(), hours=self._hours.tolist(), totals=self._totals.tolist())
+        return SavedCounts(late=self._late.tolist(), hours=self._hours.tolist(), totals=self._totals.tolist())
 
-    def recall(self, counted: Counted) -> None:
+    def restore(self, counted: SavedCounts) -> None:
         """Nothing, if it is of fleets of other sizes."""
         if len({len(row) for row in counted.late}) > 1:
             return
@@ -148,7 +148,7 @@ class CounterfactualFleets:
             yield float(weights[at]), int(seen[at])
 
 
-class _PaperFleet:
+class _SimulatedFleet:
     def __init__(self, size: int, slots: int, slo_ttft_s: float) -> None:
         self.size = size
         self._slo_ttft_s = slo_ttft_s
@@ -159,12 +159,12 @@ class _PaperFleet:
         """When each slot that was ever needed at the same time as the others is free, the first one first. The rest of
         the slots are free: a fleet may have millions, and is used by no more requests than come."""
 
-    def have_slots(self, each: int) -> None:
+    def set_slots(self, each: int) -> None:
         """Replicas with more slots have free ones, those with fewer lose the ones that are free first."""
         self._slots = self.size * each
         self._slots_free_s = sorted(self._slots_free_s)[-self._slots :]
 
-    def late(self, requests: Iterable[tuple[float, float, float]]) -> int:
+    def count_late(self, requests: Iterable[tuple[float, float, float]]) -> int:
         """How many of (arrival, prefill, decode) get their first token too late. A hot loop."""
         free_s, slots_free_s, slo_s, count = self._free_s, self._slots_free_s, self._slo_ttft_s, 0
         slots = self._slots

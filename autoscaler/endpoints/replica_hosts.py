@@ -15,11 +15,11 @@ COMING = (NodeState.REQUESTED, NodeState.LAUNCHING, NodeState.READY)
 
 
 @dataclass(frozen=True, slots=True)
-class Hosts:
+class EndpointHosts:
     nodes: Sequence[NodeView]
     leaving: frozenset[str]
     """Ray's ids of those on which no replica stays."""
-    unseen: UnattributedUsage
+    unattributed: UnattributedUsage
     spare: Counter[str]
     """How many of each type could still go before there are fewer than its `min_nodes`: what an endpoint gives up is
     taken off."""
@@ -29,7 +29,7 @@ class Hosts:
     """By endpoint."""
 
     @classmethod
-    def of(cls, snapshot: Snapshot) -> Hosts:
+    def of(cls, snapshot: Snapshot) -> EndpointHosts:
         at, bought_for, spare = {}, defaultdict(list), Counter[str]()
         for number, view in enumerate(snapshot.nodes):
             if view.node.ray_node_id:
@@ -39,7 +39,7 @@ class Hosts:
         spare.subtract({node_type.name: node_type.min_nodes for node_type in snapshot.node_types})
         return cls(snapshot.nodes, departing_nodes(snapshot), UnattributedUsage(snapshot), spare, at, bought_for)
 
-    def near(self, view: EndpointView) -> list[NodeView]:
+    def hosting(self, view: EndpointView) -> list[NodeView]:
         """Those on which its replicas are, and those that were bought for it."""
         seats = view.load.replica_nodes if view.load else ()
         found = {self._at[seat] for seat in seats if seat in self._at} | {*self._bought_for.get(view.endpoint.name, ())}

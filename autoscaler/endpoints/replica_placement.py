@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from raytide.autoscaler.spot.reclaim_hazard import losses, region
 from raytide.core.objects.endpoint import ReplicaValue
 
-NOTICED_S = 20.0
+DETECTION_S = 20.0
 """From a loss to the launch of what replaces it, at most."""
 _EPS = 1e-6
 
@@ -63,19 +63,19 @@ class FleetPlan:
 class FleetState:
     """`pools`: those of all `nodes` included. More spot is bought where it costs least, its risk included."""
 
-    worth: ReplicaValue
+    replica_value: ReplicaValue
     pools: Mapping[str, ReplicaPool]
     nodes: Sequence[FleetNode]
     cold_start_s: float
 
     def plan(self) -> FleetPlan:
-        worth, nodes = self.worth, self.nodes
+        worth, nodes = self.replica_value, self.nodes
         spot = [node for node in nodes if node.is_spot]
         ondemand = [node for node in nodes if not node.is_spot]
         launch = self._spot_launches(worth.spot - work_of(spot))
         bought = sum(self.pools[name].work for name in launch)
         launch += self._ondemand_launches(worth.ondemand - work_of(nodes) - bought)
-        release = self._dearest(work_of(spot) - max(worth.spot, worth.ondemand - work_of(_ready(ondemand))))
+        release = self._spot_releases(work_of(spot) - max(worth.spot, worth.ondemand - work_of(_ready(ondemand))))
         ready = work_of(_ready(nodes)) - work_of(_ready(release))
         kept = work_of(spot) - work_of(release)  # what is about to be launched replaces nothing yet
         surplus = work_of(ondemand) - max(0, worth.ondemand - kept)
@@ -128,7 +128,7 @@ class FleetState:
         """How many times the work that is wanted a replica there does, and is paid for."""
         return max(1.0, self.pools[name].work / work)
 
-    def _dearest(self, work: float) -> list[FleetNode]:
+    def _spot_releases(self, work: float) -> list[FleetNode]:
         """The spot nodes to let go, which do no more than that: those that are not ready, then of the zones where one
         more costs most."""
         held, total = self._spot_by_region(self.nodes), work_of(self.nodes)
@@ -167,15 +167,18 @@ class FleetState:
 
         `near`: the work in the spot pools of its region, of `total`.
         """
-        pool, late = self.pools[name], self.worth.late_per_h
+        pool, late = self.pools[name], self.replica_value.late_per_h
         held = {**near, name: near.get(name, 0) + 1}
         rates = {other: self.pools[other].losses_per_h for other in held}
         late_per_h = 0.0
-        for share, names in losses(rates, self.worth.together, self.cold_start_s + NOTICED_S):
+        for share, names in losses(rates, self.replica_value.together, self.cold_start_s + DETECTION_S):
             if name in names:
                 left = min(max(0, int(total + 1 - sum(held[other] for other in names))), len(late) - 2)
                 late_per_h += share * (late[left] - late[left + 1])
-        return pool.usd_h * (1.0 + pool.losses_per_h * self.cold_start_s / 3600.0) + self.worth.late_usd * late_per_h
+        return (
+            pool.usd_h * (1.0 + pool.losses_per_h * self.cold_start_s / 3600.0)
+            + self.replica_value.late_usd * late_per_h
+        )
 
 
 def _less(held: Mapping[str, float], name: str, work: float) -> dict[str, float]:

@@ -49,7 +49,7 @@ class ThroughputMeter:
     stretches: deque[_Stretch] = field(default_factory=lambda: deque(maxlen=MOST))
     _waiting: dict[str, _Waiting] = field(default_factory=dict)
 
-    def hear(self, word: CounterDelta) -> None:
+    def observe(self, word: CounterDelta) -> None:
         replica = word.replica
         if replica.waiting < 1:
             self._waiting.pop(replica.id, None)
@@ -57,14 +57,14 @@ class ThroughputMeter:
         now = self._waiting.setdefault(replica.id, _Waiting(word.from_s))
         if replica.at_s < now.since_s:  # the clock was set back
             now = self._waiting[replica.id] = _Waiting(word.from_s)
-        now.counted = now.counted.plus(word.counted)
+        now.counted = now.counted.plus(word.delta)
         now.running_s += replica.running * (replica.at_s - word.from_s)
         seconds, counted = replica.at_s - now.since_s, now.counted
         if seconds >= STRETCH_S and counted.finished * seconds >= now.running_s and counted.output_tokens > 0:
             self._end(seconds, now)
             del self._waiting[replica.id]
 
-    def forget_others(self, replicas: Iterable[ReplicaLoad]) -> None:
+    def retain(self, replicas: Iterable[ReplicaLoad]) -> None:
         """Who went while requests waited on it will not say that they no longer do."""
         ids = {replica.id for replica in replicas}
         self._waiting = {id: waiting for id, waiting in self._waiting.items() if id in ids}

@@ -11,20 +11,26 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from raytide.autoscaler.endpoints.queue_simulator import Counted, CounterfactualFleets, Floats, ReplicaSpeed, Served
-from raytide.autoscaler.endpoints.replica_placement import NOTICED_S
+from raytide.autoscaler.endpoints.queue_simulator import (
+    CounterfactualFleets,
+    Floats,
+    ReplicaSpeed,
+    RequestBatch,
+    SavedCounts,
+)
+from raytide.autoscaler.endpoints.replica_placement import DETECTION_S
 from raytide.autoscaler.endpoints.traffic import RequestRate
 from raytide.autoscaler.spot.reclaim_hazard import ReclaimHazard
 from raytide.core.config import Config
 from raytide.core.objects.endpoint import ReplicaValue
 
-TOLD_AFTER_S = 120.0
+SETTLE_S = 120.0
 """What a request brought is told this long after it arrived: nearly all have their last token by then."""
 
 
 LEAST_SPARE = 0.25
 """Replicas: a fleet without any to spare is taken to work off what waits at this pace."""
-START = 3.0
+START_PRICE_FACTOR = 3.0
 """At the start a miss costs so many times what serving a request on demand costs, over the root of the share of misses
 that is allowed: the ever fewer that are late with ever more replicas need no price beyond all measure."""
 GAIN = 6.0
@@ -50,7 +56,7 @@ class ServingGoal:
 
 
 @dataclass(frozen=True, slots=True)
-class Observation:
+class IntervalStats:
     """What the replicas told since the last look."""
 
     at_s: float
@@ -60,7 +66,7 @@ class Observation:
     """Requests of which it is certain since the last look that their first token was late."""
     ongoing: float
     """Requests in flight and waiting."""
-    served: Served
+    settled: RequestBatch
     held: Mapping[str, float]
     """Spot replicas that stay, those that start included, by pool; where replicas do not all do alike, what they do,
     in units of one where it does least."""
@@ -74,7 +80,7 @@ class SavedModel(Config):
     slo_ttft_s: float
     slo_target: float
     max_replicas: int
-    paper: Counted
+    paper: SavedCounts
     price_moved: float
     day_requests: float
 
@@ -114,15 +120,22 @@ class SloShadowPrice:
 
     def usd(self, request_s: float, ondemand_usd_h: float) -> float:
         """`request_s`: replica-seconds that one request needs."""
-        return START * request_s * ondemand_usd_h / 3600.0 / math.sqrt(1.0 - self.target) * math.exp(self.moved)
+        return (
+            START_PRICE_FACTOR
+            * request_s
+            * ondemand_usd_h
+            / 3600.0
+            / math.sqrt(1.0 - self.target)
+            * math.exp(self.moved)
+        )
 
 
 @dataclass(slots=True)
 class ReplicaValueModel:
     goal: ServingGoal
-    paper: CounterfactualFleets
+    simulator: CounterfactualFleets
     price: SloShadowPrice
-    usual: RequestRate = field(default_factory=RequestRate)
+    usual_rate: RequestRate = field(default_factory=RequestRate)
     late_per_h: Floats = field(default_factory=lambda: np.zeros(1))
     """That are expected with 0, 1, 2... replicas while nothing is taken back."""
     spot: HysteresisCount = field(default_factory=HysteresisCount)
@@ -131,74 +144,74 @@ class ReplicaValueModel:
     """(when, requests a second), back to one cold start before the last requests that were served."""
 
     @classmethod
-    def of(cls, goal: ServingGoal) -> ReplicaValueModel:
+    def from_goal(cls, goal: ServingGoal) -> ReplicaValueModel:
         return cls(
             goal, CounterfactualFleets(goal.max_replicas, goal.speed, goal.slo_ttft_s), SloShadowPrice(goal.slo_target)
         )
 
-    def learn(self, heard: Observation, hazard: ReclaimHazard) -> None:
+    def learn(self, heard: IntervalStats, hazard: ReclaimHazard) -> None:
         """`hazard` has seen all that was lost until now."""
-        self.usual.observe(heard.requests, heard.dt_s)
-        self._usual_at.append((heard.at_s, self.usual.rps))
-        while len(self._usual_at) > 1 and self._usual_at[1][0] <= heard.served.from_s - self._recovery_s:
+        self.usual_rate.observe(heard.requests, heard.dt_s)
+        self._usual_at.append((heard.at_s, self.usual_rate.rps))
+        while len(self._usual_at) > 1 and self._usual_at[1][0] <= heard.settled.from_s - self._recovery_s:
             self._usual_at.popleft()
-        self.paper.observe(heard.served, self._usual_at[0][1])
-        self.price.observe(heard.requests, heard.missed, self.usual.rps, heard.dt_s)
-        self.late_per_h = self.paper.late_per_h(self.usual.rps)
+        self.simulator.observe(heard.settled, self._usual_at[0][1])
+        self.price.observe(heard.requests, heard.missed, self.usual_rate.rps, heard.dt_s)
+        self.late_per_h = self.simulator.late_per_h(self.usual_rate.rps)
         self._count(heard, hazard)
 
-    def worth(self, hazard: ReclaimHazard) -> ReplicaValue:
+    def value(self, hazard: ReclaimHazard) -> ReplicaValue:
         return ReplicaValue(
             spot=self.spot.count,
             ondemand=self.ondemand.count,
             late_usd=self._late_usd,
             late_per_h=tuple(self.late_per_h.tolist()),
-            usual_rps=self.usual.rps,
-            together=hazard.together,
+            usual_rps=self.usual_rate.rps,
+            together=hazard.region_correlation,
         )
 
     @property
-    def past(self) -> SavedModel:
+    def saved(self) -> SavedModel:
         return SavedModel(
             slo_ttft_s=self.goal.slo_ttft_s,
             slo_target=self.goal.slo_target,
             max_replicas=self.goal.max_replicas,
-            paper=self.paper.counted,
+            paper=self.simulator.saved,
             price_moved=self.price.moved,
             day_requests=self.price.day_requests,
         )
 
-    def recall(self, past: SavedModel) -> None:
+    def restore(self, past: SavedModel) -> None:
         """Nothing, if it was of another goal."""
-        if _fixed(past) == _fixed(self.goal):
-            self.paper.recall(past.paper)
+        if _identity(past) == _identity(self.goal):
+            self.simulator.restore(past.paper)
             self.price.moved, self.price.day_requests = past.price_moved, past.day_requests
 
     def is_for(self, goal: ServingGoal) -> bool:
         """Prices and speeds change with time; what the paper fleets count is another goal's."""
-        return _fixed(self.goal) == _fixed(goal)
+        return _identity(self.goal) == _identity(goal)
 
-    def aim(self, goal: ServingGoal) -> None:
+    def set_goal(self, goal: ServingGoal) -> None:
         """At a goal that it is for."""
         self.goal = goal
-        self.paper.run_at(goal.speed)
+        self.simulator.set_speed(goal.speed)
 
     @property
     def _recovery_s(self) -> float:
         """From a loss to the first request of what replaces it."""
-        return self.goal.cold_start_s + NOTICED_S
+        return self.goal.cold_start_s + DETECTION_S
 
     @property
     def _late_usd(self) -> float:
         """What it is worth that a request is not late."""
-        return self.price.usd(self.paper.request_s, self.goal.ondemand_usd_h)
+        return self.price.usd(self.simulator.request_s, self.goal.ondemand_usd_h)
 
     @property
     def _work(self) -> float:
         """The replicas that the usual requests keep busy; fewer would fall behind for ever."""
-        return self.usual.rps * self.paper.request_s
+        return self.usual_rate.rps * self.simulator.request_s
 
-    def _count(self, heard: Observation, hazard: ReclaimHazard) -> None:
+    def _count(self, heard: IntervalStats, hazard: ReclaimHazard) -> None:
         """More spot would be spread as what is held; more on demand would not be lost with it."""
         goal, held, total = self.goal, heard.held, np.arange(self.goal.max_replicas + 1)
         losses = list(hazard.losses(held, heard.at_s, self._recovery_s))
@@ -215,16 +228,16 @@ class ReplicaValueModel:
 
     def _drained(self, ongoing: float, ready: float) -> Floats:
         """What each node is worth for working off what will wait when a launch of now is ready."""
-        goal, waiting = self.goal, ongoing - self.usual.rps * self.paper.in_flight_s
-        backlog_s = waiting * self.paper.request_s + (self._work - ready) * goal.cold_start_s
+        goal, waiting = self.goal, ongoing - self.usual_rate.rps * self.simulator.in_flight_s
+        backlog_s = waiting * self.simulator.request_s + (self._work - ready) * goal.cold_start_s
         if waiting <= 0 or backlog_s <= 0:
             return np.zeros(goal.max_replicas)
         return spared_by_draining(
-            self._late_usd, self.usual.rps, self._work, backlog_s, goal.cold_start_s, goal.max_replicas
+            self._late_usd, self.usual_rate.rps, self._work, backlog_s, goal.cold_start_s, goal.max_replicas
         )
 
 
-def _fixed(goal: ServingGoal | SavedModel) -> tuple[float, float, int]:
+def _identity(goal: ServingGoal | SavedModel) -> tuple[float, float, int]:
     return goal.slo_ttft_s, goal.slo_target, goal.max_replicas
 
 

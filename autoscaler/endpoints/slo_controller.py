@@ -13,15 +13,15 @@ from functools import cache
 
 from raytide.autoscaler.endpoints.load_target import cold_start_s, ready_work
 from raytide.autoscaler.endpoints.queue_simulator import ReplicaSpeed
-from raytide.autoscaler.endpoints.replica_hosts import Hosts
+from raytide.autoscaler.endpoints.replica_hosts import EndpointHosts
 from raytide.autoscaler.endpoints.replica_value import (
-    TOLD_AFTER_S,
-    Observation,
+    SETTLE_S,
+    IntervalStats,
     ReplicaValueModel,
     SavedModel,
     ServingGoal,
 )
-from raytide.autoscaler.endpoints.request_log import Arrivals, CounterDeltas, Queue
+from raytide.autoscaler.endpoints.request_log import Arrivals, CounterDeltas, RouterQueue
 from raytide.autoscaler.endpoints.slo_policy import kv_least, prices, spot_held
 from raytide.autoscaler.endpoints.traffic import MEMORY_S, Key, key_of
 from raytide.autoscaler.spot.reclaim_hazard import ReclaimHazard
@@ -31,12 +31,12 @@ from raytide.core.objects.snapshot import EndpointView, Snapshot, Throughputs
 from raytide.scheduling.offerings import Offerings
 from raytide.scheduling.replicas import is_fresh, replica_throughputs
 
-Fleets = dict[Key, SavedModel]
+SavedModels = dict[Key, SavedModel]
 """What was learned, by endpoint."""
 
-LOOK_S = 20.0
+LEARN_PERIOD_S = 20.0
 """As often as the policies of the simulator decide."""
-YOUNG_S = 300.0
+NEW_ENDPOINT_S = 300.0
 """An endpoint that is watched since it was so young has no past that is not known."""
 
 MOST_UNITS = 2048
@@ -45,30 +45,30 @@ MOST_UNITS = 2048
 
 @dataclass(slots=True)
 class EndpointMonitor:
-    memory: ReplicaValueModel
-    since_s: float
+    model: ReplicaValueModel
+    usual_since_s: float
     """Since when what is usual is learned."""
-    heard_s: float
+    complete_since_s: float
     """Since when all that came was heard of."""
-    looked_s: float
-    words: CounterDeltas = field(default_factory=CounterDeltas)
+    learned_at_s: float
+    deltas: CounterDeltas = field(default_factory=CounterDeltas)
     arrivals: Arrivals = field(default_factory=Arrivals)
-    queue: Queue = field(default_factory=Queue)
+    queue: RouterQueue = field(default_factory=RouterQueue)
     counted: Counters = field(default_factory=Counters)
     """Since the last look."""
     kv_least: deque[tuple[float, int]] = field(default_factory=deque)
     """When, and how many replicas the KV caches asked for, over the last `downscale_delay_s`."""
-    _worth: ReplicaValue | None = None
+    _replica_value: ReplicaValue | None = None
 
     @property
-    def worth(self) -> ReplicaValue | None:
+    def replica_value(self) -> ReplicaValue | None:
         least = max((least for _, least in self.kv_least), default=0)
-        return None if self._worth is None else replace(self._worth, least=least)
+        return None if self._replica_value is None else replace(self._replica_value, least=least)
 
-    def hear(self, view: EndpointView, load: EndpointLoad, at_s: float) -> None:
-        for word in self.words.new(load):
-            self.arrivals.hear(word)
-            self.counted = self.counted.plus(word.counted)
+    def update(self, view: EndpointView, load: EndpointLoad, at_s: float) -> None:
+        for word in self.deltas.update(load):
+            self.arrivals.add(word)
+            self.counted = self.counted.plus(word.delta)
         if is_fresh(load, at_s):
             self.kv_least.append((at_s, kv_least(view)))
         while self.kv_least and self.kv_least[0][0] < at_s - view.endpoint.spec.replicas.downscale_delay_s:
@@ -77,92 +77,96 @@ class EndpointMonitor:
     def resume(self, at_s: float) -> None:
         """After a silence: what came in it was not seen, whoever answers now. After a long one nobody knows what is
         usual."""
-        if at_s - self.looked_s > MEMORY_S:
-            self.since_s = at_s
-        self.looked_s = self.heard_s = at_s
-        self.counted, self.queue = Counters(), Queue()
-        self.arrivals.came_s.clear()
+        if at_s - self.learned_at_s > MEMORY_S:
+            self.usual_since_s = at_s
+        self.learned_at_s = self.complete_since_s = at_s
+        self.counted, self.queue = Counters(), RouterQueue()
+        self.arrivals.arrival_s.clear()
 
-    def look(self, view: EndpointView, load: EndpointLoad, at_s: float, hosts: Hosts, hazard: ReclaimHazard) -> None:
+    def learn(
+        self, view: EndpointView, load: EndpointLoad, at_s: float, hosts: EndpointHosts, hazard: ReclaimHazard
+    ) -> None:
         """While no replica answers, requests are not counted, and what was usual before stays so."""
-        from_s, taken, goal = self.looked_s, round(self.counted.requests), self.memory.goal
-        came = self.queue.came(taken, round(load.queued), from_s, at_s)
+        from_s, taken, goal = self.learned_at_s, round(self.counted.requests), self.model.goal
+        came = self.queue.record_interval(taken, round(load.queued), from_s, at_s)
         late, inside = round(self.counted.late), round(sum(r.running + r.waiting for r in load.replicas))
         late -= self.queue.deduplicate_late(round(self.counted.first_tokens), late, inside)
         self.arrivals.correct(came - taken, from_s, at_s)
-        told_s = (max(at - TOLD_AFTER_S, self.heard_s) for at in (from_s, at_s))
-        heard = Observation(
+        told_s = (max(at - SETTLE_S, self.complete_since_s) for at in (from_s, at_s))
+        heard = IntervalStats(
             at_s=at_s,
             dt_s=at_s - from_s if load.ready else 0.0,
             requests=came,
-            missed=late + self.queue.became_late(at_s - goal.slo_ttft_s),
+            missed=late + self.queue.count_newly_late(at_s - goal.slo_ttft_s),
             ongoing=load.ongoing,
-            served=self.arrivals.served(*told_s),
+            settled=self.arrivals.take_batch(*told_s),
             held=spot_held(view, hosts),
             ready=ready_work(load),
         )
-        self.memory.learn(heard, hazard)
-        is_sure = at_s - self.since_s >= MEMORY_S or self.since_s - view.endpoint.created_at_s <= YOUNG_S
-        self._worth = replace(self.memory.worth(hazard), is_sure=is_sure)
-        self.looked_s, self.counted = at_s, Counters()
+        self.model.learn(heard, hazard)
+        is_sure = (
+            at_s - self.usual_since_s >= MEMORY_S or self.usual_since_s - view.endpoint.created_at_s <= NEW_ENDPOINT_S
+        )
+        self._replica_value = replace(self.model.value(hazard), is_sure=is_sure)
+        self.learned_at_s, self.counted = at_s, Counters()
 
 
 class SloController:
     """`known`: what an earlier controller learned of each endpoint."""
 
-    def __init__(self, known: Fleets | None = None) -> None:
+    def __init__(self, known: SavedModels | None = None) -> None:
         self._known = known or {}
-        self._watched: dict[Key, EndpointMonitor] = {}
+        self._monitors: dict[Key, EndpointMonitor] = {}
 
     @property
-    def learned(self) -> Fleets:
+    def learned(self) -> SavedModels:
         """Of endpoints that were not heard of yet, as before."""
-        return {**self._known, **{key: watched.memory.past for key, watched in self._watched.items()}}
+        return {**self._known, **{key: watched.model.saved for key, watched in self._monitors.items()}}
 
-    def on(self, seen: Snapshot, hazard: ReclaimHazard) -> Snapshot:
+    def with_replica_values(self, seen: Snapshot, hazard: ReclaimHazard) -> Snapshot:
         """The snapshot with what replicas are worth, where that can be told: it takes an SLO, and their speed."""
         served = {key_of(view.endpoint): view for view in seen.endpoints}
         self._known = {key: told for key, told in self._known.items() if key in served}
-        for key, watched in tuple(self._watched.items()):
+        for key, watched in tuple(self._monitors.items()):
             if key not in served:
-                del self._watched[key]
-            elif not _has_slo(served[key]) or seen.at_s < watched.looked_s:  # no longer; the clock was set back
-                self._known[key] = self._watched.pop(key).memory.past
-        fleet = cache(lambda: (Offerings.of(seen), Hosts.of(seen)))
+                del self._monitors[key]
+            elif not _has_slo(served[key]) or seen.at_s < watched.learned_at_s:  # no longer; the clock was set back
+                self._known[key] = self._monitors.pop(key).model.saved
+        fleet = cache(lambda: (Offerings.of(seen), EndpointHosts.of(seen)))
         for key, view in served.items():
             if view.load is not None and _has_slo(view):
-                self._watch(key, view, view.load, seen.at_s, fleet, hazard)
-        worth = {key: watched.worth for key, watched in self._watched.items()}
+                self._update(key, view, view.load, seen.at_s, fleet, hazard)
+        worth = {key: watched.replica_value for key, watched in self._monitors.items()}
         views = (replace(view, worth=worth[key]) if key in worth else view for key, view in served.items())
         return replace(seen, endpoints=tuple(views))
 
-    def _watch(
+    def _update(
         self,
         key: Key,
         view: EndpointView,
         load: EndpointLoad,
         at_s: float,
-        fleet: Callable[[], tuple[Offerings, Hosts]],
+        fleet: Callable[[], tuple[Offerings, EndpointHosts]],
         hazard: ReclaimHazard,
     ) -> None:
-        watched = self._watched.get(key)
+        watched = self._monitors.get(key)
         if watched is not None:
-            watched.hear(view, load, at_s)
-        if (watched is not None and at_s - watched.looked_s < LOOK_S) or not is_fresh(load, at_s):
+            watched.update(view, load, at_s)
+        if (watched is not None and at_s - watched.learned_at_s < LEARN_PERIOD_S) or not is_fresh(load, at_s):
             return
         market, hosts = fleet()
-        past = self._known.get(key) if watched is None else watched.memory.goal
+        past = self._known.get(key) if watched is None else watched.model.goal
         if (goal := _goal(view, load, market, past.max_replicas if past is not None else 0)) is None:
             return
-        if watched is None or not watched.memory.is_for(goal):
-            watched = self._watched[key] = EndpointMonitor(ReplicaValueModel.of(goal), at_s, at_s, at_s)
+        if watched is None or not watched.model.is_for(goal):
+            watched = self._monitors[key] = EndpointMonitor(ReplicaValueModel.from_goal(goal), at_s, at_s, at_s)
             if (past := self._known.pop(key, None)) is not None:
-                watched.memory.recall(past)
-            watched.hear(view, load, at_s)
-        elif at_s - watched.looked_s > LOOK_S + FRESH_S:
+                watched.model.restore(past)
+            watched.update(view, load, at_s)
+        elif at_s - watched.learned_at_s > LEARN_PERIOD_S + FRESH_S:
             watched.resume(at_s)
-        watched.memory.aim(goal)
-        watched.look(view, load, at_s, hosts, hazard)
+        watched.model.set_goal(goal)
+        watched.learn(view, load, at_s, hosts, hazard)
 
 
 def _has_slo(view: EndpointView) -> bool:

@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from raytide.autoscaler.endpoints.load_target import cold_start_s, cold_start_source, kv_need
-from raytide.autoscaler.endpoints.replica_hosts import COMING, Hosts
+from raytide.autoscaler.endpoints.load_target import cold_start_s, cold_start_source, kv_target
+from raytide.autoscaler.endpoints.replica_hosts import COMING, EndpointHosts
 from raytide.autoscaler.endpoints.replica_placement import FleetNode, FleetPlan, FleetState, ReplicaPool, work_of
 from raytide.autoscaler.spot.pool_risk import pool_name
 from raytide.core.money import format_usd
@@ -37,16 +37,18 @@ _Offers = Mapping[str, tuple[Offering, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class EndpointDecision:
     replicas: int
     reason: str
     pools: tuple[tuple[str, str], ...]
     """Node type and zone in which each replica that is new is to be bought."""
-    given_up: tuple[str, ...]
+    released_nodes: tuple[str, ...]
     """Nodes on which all replicas, and nobody else, are to go."""
 
 
-def decide(view: EndpointView, worth: ReplicaValue, snapshot: Snapshot, market: Offerings, hosts: Hosts) -> Decision:
+def decide(
+    view: EndpointView, worth: ReplicaValue, snapshot: Snapshot, market: Offerings, hosts: EndpointHosts
+) -> EndpointDecision:
     """What the policy wants. While something was not heard, or too little was seen, nothing is taken away, and so
     nothing is bought to replace what is there."""
     spec = view.endpoint.spec.replicas
@@ -56,22 +58,22 @@ def decide(view: EndpointView, worth: ReplicaValue, snapshot: Snapshot, market: 
     places = tuple(replica_slots(view, hosts, _cheapest_spot(view, offers)))
     least = _work_of(max(held, min(max(kv_least(view), worth.least), spec.max)), places, _next_pace(view))
     state = FleetState(
-        worth=replace(worth, spot=max(worth.spot, least), ondemand=max(worth.ondemand, least)),
+        replica_value=replace(worth, spot=max(worth.spot, least), ondemand=max(worth.ondemand, least)),
         pools=_pools(view, hosts, market, offers, is_held=is_held),
         nodes=[replace(place, is_spot=True) for place in places] if is_held else places,
         cold_start_s=cold_start_s(spec, view.load),
     )
-    asked, plan = state.worth, _affordable(state, market, offers)
+    asked, plan = state.replica_value, _affordable(state, market, offers)
     if len(places) + len(plan.launch) - len(plan.release) < spec.min:  # few fast replicas do all that is wanted
         plan = _of_at_least(
             spec.min, len(places), state, market, offers, max(replica_throughputs(view).values(), default=0.0)
         )
-    given_up = () if is_held else tuple(_given_up(view, hosts, plan.release))
-    return Decision(
-        replicas=_count(view, replace(state, worth=asked), plan, places, given_up, is_held=is_held),
+    given_up = () if is_held else tuple(_released_nodes(view, hosts, plan.release))
+    return EndpointDecision(
+        replicas=_count(view, replace(state, replica_value=asked), plan, places, given_up, is_held=is_held),
         reason=f"{plan.reason}; a start takes {state.cold_start_s:.0f} s, as {cold_start_source(view.load)}",
         pools=tuple(_place(name) for name in plan.launch),
-        given_up=given_up,
+        released_nodes=given_up,
     )
 
 
@@ -81,8 +83,10 @@ def _of_at_least(
     """The plan for the least more work that takes so many replicas, or for all that so many could do."""
 
     def plan(more: int) -> FleetPlan:
-        worth = replace(state.worth, spot=state.worth.spot + more, ondemand=state.worth.ondemand + more)
-        return _affordable(replace(state, worth=worth), market, offers)
+        worth = replace(
+            state.replica_value, spot=state.replica_value.spot + more, ondemand=state.replica_value.ondemand + more
+        )
+        return _affordable(replace(state, replica_value=worth), market, offers)
 
     def is_enough(more: int) -> bool:
         found = plan(more)
@@ -108,11 +112,11 @@ def _count(
     else:
         going = [place for place in places if place.id in plan.release and _goes(place, given_up)]
     coming = [state.pools[name] for name in plan.launch]
-    lacking = state.worth.ondemand - work_of(places) + work_of(going) - sum(pool.work for pool in coming)
+    lacking = state.replica_value.ondemand - work_of(places) + work_of(going) - sum(pool.work for pool in coming)
     spot, ondemand = sum(pool.is_spot for pool in coming), sum(not place.is_spot for place in places)
     kept, dear = len(places) - len(going), len(coming) - spot + max(0, math.ceil(lacking / _next_pace(view) - 1e-6))
     most = spec.most
-    if paces or len(state.worth.late_per_h) > spec.max + 1:  # more can be worth it than there may be replicas
+    if paces or len(state.replica_value.late_per_h) > spec.max + 1:  # more can be worth it than there may be replicas
         dear = min(dear, max(0, spec.max - kept - spot))
         most = most if is_held else spec.max + min(ondemand, len(places) - ondemand + spot)
     return max(spec.min, min(kept + spot + dear, most))
@@ -147,10 +151,10 @@ def may_not_shrink(view: EndpointView, worth: ReplicaValue, now_s: float) -> boo
 
 def kv_least(view: EndpointView) -> int:
     """What the KV caches ask for: the policy counts time, and knows nothing of memory."""
-    return 0 if view.load is None else math.ceil(kv_need(view.endpoint.spec.replicas, view.load).replicas - 1e-9)
+    return 0 if view.load is None else math.ceil(kv_target(view.endpoint.spec.replicas, view.load).replicas - 1e-9)
 
 
-def replica_slots(view: EndpointView, hosts: Hosts, spot_micro_usd_h: float = 0.0) -> Iterator[FleetNode]:
+def replica_slots(view: EndpointView, hosts: EndpointHosts, spot_micro_usd_h: float = 0.0) -> Iterator[FleetNode]:
     """Its replicas that stay, each a place (#), those whose process starts (~), the room of nodes bought for it (+).
 
     A place on a node that others keep costs no more than spot does. `spot_micro_usd_h`: what a replica costs there.
@@ -161,8 +165,8 @@ def replica_slots(view: EndpointView, hosts: Hosts, spot_micro_usd_h: float = 0.
     busy: Counter[str] = Counter()
     for replica in load.replicas if load else ():
         busy[replica.node] += round(replica.running + replica.waiting)
-    starting = hosts.unseen.starting(view, max(0, view.endpoint.target_replicas - sum(here.values())))
-    for node_view in hosts.near(view):
+    starting = hosts.unattributed.starting(view, max(0, view.endpoint.target_replicas - sum(here.values())))
+    for node_view in hosts.hosting(view):
         node, ray_id = node_view.node, node_view.node.ray_node_id
         seated = here.pop(ray_id, 0) if ray_id else 0
         pool, work = pool_name(node.type, node.zone), paces.get(node.type, 1.0)
@@ -174,7 +178,9 @@ def replica_slots(view: EndpointView, hosts: Hosts, spot_micro_usd_h: float = 0.
         for at in range(seated):
             yield FleetNode(f"{node.id}#{at}", pool, is_spot, at < ready[ray_id], busy[ray_id], work)
         started = (
-            min(starting, hosts.unseen.room_on(node_view, view)) if starting and ray_id not in hosts.leaving else 0
+            min(starting, hosts.unattributed.room_on(node_view, view))
+            if starting and ray_id not in hosts.leaving
+            else 0
         )
         starting -= started
         yield from (FleetNode(f"{node.id}~{at}", pool, is_spot, False, 0, work) for at in range(started))
@@ -192,9 +198,9 @@ def _room(view: NodeView, shape: Shape, seated: int) -> int:
     return min(copies_that_fit(need, view.available), copies_that_fit(need, left))
 
 
-def spot_held(view: EndpointView, hosts: Hosts) -> dict[str, float]:
+def spot_held(view: EndpointView, hosts: EndpointHosts) -> dict[str, float]:
     """What places on spot do by pool."""
-    spot = {pool_name(v.node.type, v.node.zone) for v in hosts.near(view) if v.node.market is Kind.SPOT}
+    spot = {pool_name(v.node.type, v.node.zone) for v in hosts.hosting(view) if v.node.market is Kind.SPOT}
     held: dict[str, float] = defaultdict(float)
     for node in replica_slots(view, hosts):
         if node.pool in spot:
@@ -232,12 +238,12 @@ def _cheapest_spot(view: EndpointView, offers: _Offers) -> float:
 
 
 def _pools(
-    view: EndpointView, hosts: Hosts, market: Offerings, offers: _Offers, *, is_held: bool
+    view: EndpointView, hosts: EndpointHosts, market: Offerings, offers: _Offers, *, is_held: bool
 ) -> dict[str, ReplicaPool]:
     """All that could hold a replica. A pool that failed lately is tried with one; not while the target is held, or
     each try that fails would be made up for on demand."""
     pools, paces = {ELSEWHERE: ReplicaPool(ELSEWHERE, 0.0, is_spot=False, most=0)}, replica_throughputs(view)
-    for node in (node_view.node for node_view in hosts.near(view)):
+    for node in (node_view.node for node_view in hosts.hosting(view)):
         name, is_spot, usd_h = pool_name(node.type, node.zone), node.market is Kind.SPOT, node.price_micro_usd_h / 1e6
         pools[name] = ReplicaPool(name, cost_per_work(usd_h, node.type, paces), is_spot, most=0)
     to_be_had = market.can_have()
@@ -279,13 +285,13 @@ def _place(name: str) -> tuple[str, str]:
     return node_type, zone
 
 
-def _given_up(view: EndpointView, hosts: Hosts, release: tuple[str, ...]) -> Iterator[str]:
+def _released_nodes(view: EndpointView, hosts: EndpointHosts, release: tuple[str, ...]) -> Iterator[str]:
     """Of other nodes Serve takes the replica away, wherever it thinks best; so it does while a type has no more nodes
     than its minimum, without those that other endpoints give up."""
     going = Counter(place.partition("#")[0] for place in release)
     here = Counter(view.load.replica_nodes) if view.load else Counter()
     shape = replica_shape(view)
-    for node_view in hosts.near(view):
+    for node_view in hosts.hosting(view):
         node, count = node_view.node, here[node_view.node.ray_node_id]
         is_going = node.state is NodeState.READY and count > 0 and going[node.id] >= count
         if is_going and hosts.spare[node.type] > 0 and _is_alone(node_view, shape, count):

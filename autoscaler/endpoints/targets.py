@@ -10,8 +10,8 @@ import math
 from dataclasses import replace
 
 from raytide.autoscaler.endpoints import slo_policy
-from raytide.autoscaler.endpoints.load_target import needed, replicas_for
-from raytide.autoscaler.endpoints.replica_hosts import Hosts
+from raytide.autoscaler.endpoints.load_target import load_target, replicas_for
+from raytide.autoscaler.endpoints.replica_hosts import EndpointHosts
 from raytide.core.clock import utc
 from raytide.core.objects.endpoint import Endpoint, EndpointLoad, ServeSpec, Traffic
 from raytide.core.objects.node import FRESH_S
@@ -27,7 +27,7 @@ def set_targets(snapshot: Snapshot) -> tuple[Snapshot, tuple[Scale, ...]]:
         return snapshot, ()
     views, scales = [], []
     has_worth = any(view.worth is not None for view in snapshot.endpoints)
-    fleet = (Offerings.of(snapshot), Hosts.of(snapshot)) if has_worth else None
+    fleet = (Offerings.of(snapshot), EndpointHosts.of(snapshot)) if has_worth else None
     for view in snapshot.endpoints:
         if fleet is None or (found := _planned(view, snapshot, *fleet)) is None:
             scale = decide(view, snapshot.at_s)
@@ -40,7 +40,7 @@ def set_targets(snapshot: Snapshot) -> tuple[Snapshot, tuple[Scale, ...]]:
 
 def wanted(spec: ServeSpec, load: EndpointLoad) -> int:
     """What the load needs, within the bounds."""
-    return bounded(spec, math.ceil(needed(spec.replicas, load).replicas - 1e-9))
+    return bounded(spec, math.ceil(load_target(spec.replicas, load).replicas - 1e-9))
 
 
 def bounded(spec: ServeSpec, replicas: int) -> int:
@@ -75,7 +75,7 @@ def decide(view: EndpointView, now_s: float) -> Scale | None:
         return Scale(endpoint.name, clamped, f"{spec.replicas.min} to {spec.replicas.max} replicas are asked for")
     if load is None or not is_fresh(load, now_s):
         return None
-    need, because = wanted(spec, load), needed(spec.replicas, load).reason
+    need, because = wanted(spec, load), load_target(spec.replicas, load).reason
     if need > target and _lasted(endpoint.high_since_s, now_s) >= spec.replicas.upscale_delay_s:
         return Scale(endpoint.name, need, f"{target} -> {need}: {because}")
     is_low_for_long = _lasted(endpoint.low_since_s, now_s) >= spec.replicas.downscale_delay_s
@@ -86,7 +86,7 @@ def decide(view: EndpointView, now_s: float) -> Scale | None:
 
 
 def _planned(
-    view: EndpointView, snapshot: Snapshot, market: Offerings, hosts: Hosts
+    view: EndpointView, snapshot: Snapshot, market: Offerings, hosts: EndpointHosts
 ) -> tuple[EndpointView, Scale | None] | None:
     """The view with what the serving policy decided for it; None where it has no say."""
     endpoint, worth = view.endpoint, view.worth
@@ -96,7 +96,7 @@ def _planned(
     target = endpoint.target_replicas
     change = f"{target} -> {found.replicas}: {found.reason}"
     scale = Scale(endpoint.name, found.replicas, change) if found.replicas != target else None
-    return replace(view, pools=found.pools, given_up=found.given_up), scale
+    return replace(view, pools=found.pools, given_up=found.released_nodes), scale
 
 
 def stale_signal(view: EndpointView, now_s: float) -> str:

@@ -63,11 +63,11 @@ class TrafficMeter:
     """Of one endpoint."""
 
     spec: ServeSpec
-    menu: Mapping[str, NodeType] = field(default_factory=dict)
+    node_types: Mapping[str, NodeType] = field(default_factory=dict)
     """Node types that could hold a replica."""
-    kinds: AcceleratorClasses = field(default_factory=AcceleratorClasses)
+    accelerators: AcceleratorClasses = field(default_factory=AcceleratorClasses)
     usual: RequestRate = field(default_factory=RequestRate)
-    words: CounterDeltas = field(default_factory=CounterDeltas)
+    deltas: CounterDeltas = field(default_factory=CounterDeltas)
     speeds: dict[str, ThroughputMeter] = field(default_factory=dict)
     """By node type."""
     starts: StartMeter = field(default_factory=StartMeter)
@@ -77,7 +77,7 @@ class TrafficMeter:
     began_s: float | None = None
     request_s: float | None = None
 
-    def serve(self, spec: ServeSpec, node_types: Iterable[NodeType]) -> None:
+    def set_spec(self, spec: ServeSpec, node_types: Iterable[NodeType]) -> None:
         """From now on."""
         shape = Shape(resources=spec.resources, labels=spec.labels)
         able = [
@@ -85,13 +85,13 @@ class TrafficMeter:
             for t in node_types
             if t.max_nodes and copies_that_fit(spec.resources, t.resources) and open_zones(shape, t)
         ]
-        self.spec, self.kinds = spec, AcceleratorClasses.of(able, spec.resources)
-        self.menu = {node_type.name: node_type for node_type in able}
+        self.spec, self.accelerators = spec, AcceleratorClasses.of(able, spec.resources)
+        self.node_types = {node_type.name: node_type for node_type in able}
 
     def observe(self, load: EndpointLoad, hosts: Mapping[str, Node]) -> Traffic:
         """`hosts`: by Ray's id of the node."""
         self._count(load, hosts)
-        self.starts.hear(load, hosts, self.spec.name)
+        self.starts.observe(load, hosts, self.spec.name)
         if self.window and load.at_s > self.window[-1][0]:
             at_s, total = self.window[-1]
             self.usual.observe(round(self.total.requests - total.requests), load.at_s - at_s)
@@ -132,18 +132,18 @@ class TrafficMeter:
 
     def _paces(self, speeds: Mapping[str, Speed]) -> tuple[tuple[str, ...], Throughputs]:
         """Where even the mean prompt is late, if it is not everywhere; and what a replica does on each node type."""
-        if self.spec.members > 1 or len(self.kinds.declared) < 2:
+        if self.spec.members > 1 or len(self.accelerators.declared) < 2:
             return (), {}
-        asked, slo_s = self._asked, self.spec.replicas.slo_ttft_s
-        known = {name: speed for name, speed in speeds.items() if name in self.menu}
+        asked, slo_s = self._mean_tokens, self.spec.replicas.slo_ttft_s
+        known = {name: speed for name, speed in speeds.items() if name in self.node_types}
         late = {name for name, speed in known.items() if slo_s is not None and asked[0] / speed.prefill_tps > slo_s}
-        kinds = {self.kinds.types[name] for name in late}
-        too_slow = tuple(name for name, kind in self.kinds.types.items() if kind in kinds)
-        paces = self.kinds.paces({name: 1.0 / request_s(*asked, speed) for name, speed in known.items()})
-        return too_slow if len(too_slow) < len(self.menu) else (), paces
+        kinds = {self.accelerators.types[name] for name in late}
+        too_slow = tuple(name for name, kind in self.accelerators.types.items() if kind in kinds)
+        paces = self.accelerators.paces({name: 1.0 / request_s(*asked, speed) for name, speed in known.items()})
+        return too_slow if len(too_slow) < len(self.node_types) else (), paces
 
     @property
-    def _asked(self) -> tuple[float, float]:
+    def _mean_tokens(self) -> tuple[float, float]:
         """Prompt and output tokens of a request, on average."""
         done, prompt, output = self.total.finished, self.total.prompt_tokens, self.total.output_tokens
         return TYPICAL if done < MANY or prompt + output <= 0 else (prompt / done, output / done)
@@ -151,17 +151,17 @@ class TrafficMeter:
     def _next_pace(self, paces: Throughputs) -> float:
         costs = {
             name: t.price_micro_usd_h / copies_that_fit(self.spec.resources, t.resources)
-            for name, t in self.menu.items()
+            for name, t in self.node_types.items()
         }
         return paces[min(costs, key=lambda name: (cost_per_work(costs[name], name, paces), -paces[name]))]
 
     def _count(self, load: EndpointLoad, hosts: Mapping[str, Node]) -> None:
-        for word in self.words.new(load):
-            self.total = self.total.plus(word.counted)
+        for word in self.deltas.update(load):
+            self.total = self.total.plus(word.delta)
             if (host := hosts.get(word.replica.node)) is not None:
-                self.speeds.setdefault(host.type, ThroughputMeter()).hear(word)
+                self.speeds.setdefault(host.type, ThroughputMeter()).observe(word)
         for meter in self.speeds.values():
-            meter.forget_others(load.replicas)
+            meter.retain(load.replicas)
 
     def _price(self, lately: Counters, speed: Speed | None) -> None:
         """The last one holds while nothing is asked."""
@@ -189,7 +189,7 @@ class TrafficMonitor:
     def starts(self) -> Starts:
         return {key: tuple(meter.starts.starts) for key, meter in self._meters.items() if meter.starts.starts}
 
-    def measured(
+    def with_traffic(
         self, loads: Mapping[str, EndpointLoad], endpoints: Iterable[Endpoint], nodes: Iterable[Node]
     ) -> dict[str, EndpointLoad]:
         """The loads with their traffic."""
@@ -200,14 +200,14 @@ class TrafficMonitor:
             key = key_of(endpoint)
             meter = self._meters[key] = before.get(key) or self._meter(key, endpoint.spec)
             if meter.spec != endpoint.spec:
-                meter.serve(endpoint.spec, self._node_types)
+                meter.set_spec(endpoint.spec, self._node_types)
             if (load := loads.get(endpoint.name)) is not None:
                 measured[endpoint.name] = replace(load, traffic=meter.observe(load, hosts))
         return measured
 
     def _meter(self, key: Key, spec: ServeSpec) -> TrafficMeter:
         meter = TrafficMeter(spec)
-        meter.serve(spec, self._node_types)
+        meter.set_spec(spec, self._node_types)
         meter.speeds = {name: ThroughputMeter(speed) for name, speed in self._speeds.get(key, {}).items()}
         meter.starts.starts.extend(self._starts.get(key, ()))
         return meter

@@ -14,7 +14,7 @@ from raytide.core.objects.node import FRESH_S, NodeType, Use
 
 
 @dataclass(frozen=True, slots=True)
-class Quiet:
+class QuietInterval:
     """From the first to the last word, without a break, that no meter was over its limit."""
 
     since_s: float
@@ -26,14 +26,14 @@ class IdleClock:
     """Since when each node has been seen idle without a break. A new controller starts at zero: the safe side."""
 
     since_s: Mapping[str, float] = field(default_factory=dict)
-    quiet: Mapping[str, Quiet] = field(default_factory=dict)
+    quiet: Mapping[str, QuietInterval] = field(default_factory=dict)
 
     def observe(self, ray_nodes: Iterable[RayNode], now_s: float) -> IdleClock:
         """The clock after one look at Ray. After a look that failed keep the old clock: it is not an empty look."""
         idle = [n.node_id for n in ray_nodes if n.node_id and n.is_alive and not n.is_busy]
         return replace(self, since_s={node_id: self.since_s.get(node_id, now_s) for node_id in idle})
 
-    def hear(self, uses: Mapping[str, Use], types: Mapping[str, NodeType]) -> IdleClock:
+    def observe_meters(self, uses: Mapping[str, Use], types: Mapping[str, NodeType]) -> IdleClock:
         """The clock after a look at the meters of these nodes."""
         quiet = {}
         for node_id, node_type in types.items():
@@ -41,14 +41,14 @@ class IdleClock:
             if last_s is not None:
                 before = self.quiet.get(node_id)
                 goes_on = before is not None and last_s - before.last_s <= FRESH_S
-                quiet[node_id] = Quiet(before.since_s if before is not None and goes_on else last_s, last_s)
+                quiet[node_id] = QuietInterval(before.since_s if before is not None and goes_on else last_s, last_s)
         return replace(self, quiet=quiet)
 
     def idle_s(self, node_id: str, now_s: float) -> float:
         since_s = self.since_s.get(node_id)
         return 0.0 if since_s is None else now_s - since_s
 
-    def held(self, node_id: str, node_type: NodeType, use: Use, now_s: float) -> str:
+    def busy_reason(self, node_id: str, node_type: NodeType, use: Use, now_s: float) -> str:
         """Why a node that Ray calls idle is not: it works, or that is not known. Empty when nothing speaks against it.
 
         The same words at every tick while the same is true.

@@ -9,8 +9,8 @@ from raytide.autoscaler.nodes.lifecycle import was_cancelled
 from raytide.core.objects.node import Node, NodeState
 from raytide.core.objects.snapshot import Pool
 
-FIRST_REST_S = 30.0
-LONGEST_REST_S = 1800.0
+FIRST_BACKOFF_S = 30.0
+LONGEST_BACKOFF_S = 1800.0
 
 _COMING = (NodeState.REQUESTED, NodeState.LAUNCHING)
 _LOST = (NodeState.TERMINATING, NodeState.GONE)
@@ -18,17 +18,19 @@ _LOST = (NodeState.TERMINATING, NodeState.GONE)
 
 def after_failure(pool: Pool, now_s: float, reason: str) -> Pool:
     failures = pool.failures + 1
-    return replace(pool, failures=failures, retry_at_s=now_s + _rest_s(failures), reason=reason)
+    return replace(pool, failures=failures, retry_at_s=now_s + _backoff_s(failures), reason=reason)
 
 
 def after_success(pool: Pool, requested_at_s: float) -> Pool:
     """A node that was asked for before the last failure says nothing of the pool as it is now."""
-    if pool.failures and requested_at_s <= pool.retry_at_s - _rest_s(pool.failures):
+    if pool.failures and requested_at_s <= pool.retry_at_s - _backoff_s(pool.failures):
         return pool
     return Pool(pool.node_type, pool.zone)
 
 
-def after(pools: Sequence[Pool], before: Iterable[Node], now_nodes: Iterable[Node], now_s: float) -> tuple[Pool, ...]:
+def update_pools(
+    pools: Sequence[Pool], before: Iterable[Node], now_nodes: Iterable[Node], now_s: float
+) -> tuple[Pool, ...]:
     """The pools once `before` has become `now_nodes`: a node that joined is a success, one that never will a failure.
 
     Several failures at one instant are one: they say the same thing. Persist the result with the nodes, in one go.
@@ -46,5 +48,5 @@ def after(pools: Sequence[Pool], before: Iterable[Node], now_nodes: Iterable[Nod
     return tuple(table[key] for key in sorted(table))
 
 
-def _rest_s(failures: int) -> float:
-    return min(LONGEST_REST_S, FIRST_REST_S * 2.0 ** min(failures - 1, 10))
+def _backoff_s(failures: int) -> float:
+    return min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(failures - 1, 10))

@@ -16,9 +16,9 @@ from raytide.core.objects.node import CapacityType, Node, NodeState, NodeType
 from raytide.core.objects.plan import Drain, Launch, Terminate
 
 TAKEN_BACK = "the provider takes it back"
-UNASKED = "ended by the provider"
+ENDED_BY_PROVIDER = "ended by the provider"
 NEVER_JOINED = "it did not join within"
-GIVEN_UP = "given up before it joined"
+CANCELLED = "given up before it joined"
 
 RAY_GRACE_S = 30.0
 """A machine that runs without its Ray node for longer is of no use to anybody."""
@@ -97,12 +97,12 @@ def requested(launch: Launch, node_type: NodeType, now_s: float) -> Node:
 
 def was_taken_back(node: Node) -> bool:
     """Whether it is a spot node that the provider has ended, or will, without being asked."""
-    return node.market is CapacityType.SPOT and (TAKEN_BACK in node.reason or UNASKED in node.reason)
+    return node.market is CapacityType.SPOT and (TAKEN_BACK in node.reason or ENDED_BY_PROVIDER in node.reason)
 
 
 def was_cancelled(node: Node) -> bool:
     """Whether it was ended by us while it still might have joined, which says nothing of its pool."""
-    return node.reason.startswith(GIVEN_UP)
+    return node.reason.startswith(CANCELLED)
 
 
 def refused(node: Node, why: str, now_s: float) -> Node:
@@ -122,7 +122,7 @@ def terminating(node: Node, terminate: Terminate) -> Node:
     if node.state is NodeState.GONE:
         return node
     is_given_up = node.ready_at_s is None and not terminate.reason.startswith(NEVER_JOINED)
-    reason = f"{GIVEN_UP}: {terminate.reason}" if is_given_up else terminate.reason
+    reason = f"{CANCELLED}: {terminate.reason}" if is_given_up else terminate.reason
     return replace(node, state=NodeState.TERMINATING, reason=reason)
 
 
@@ -187,7 +187,7 @@ def _unlisted(node: Node, now_s: float) -> Node:
 def _why_ended(node: Node, word: str) -> str:
     """Our own reason says more than the provider's word for what we asked of it."""
     is_asked = node.state in (NodeState.DRAINING, NodeState.TERMINATING)
-    return node.reason if is_asked else f"{UNASKED}: {word}" if word else UNASKED
+    return node.reason if is_asked else f"{ENDED_BY_PROVIDER}: {word}" if word else ENDED_BY_PROVIDER
 
 
 def _gone(node: Node, ended_at_s: float, reason: str) -> Node:

@@ -24,12 +24,12 @@ class Tenants:
     view: NodeView
     replicas: tuple[EndpointView, ...] = ()
     """The endpoint of each, by the last word that was heard."""
-    seats: tuple[tuple[Lease, Member], ...] = ()
+    members: tuple[tuple[Lease, Member], ...] = ()
     paces: Mapping[str, Throughputs] = field(default_factory=dict)
     """By job."""
 
     def __bool__(self) -> bool:
-        return bool(self.replicas or self.seats)
+        return bool(self.replicas or self.members)
 
     @property
     def price_micro_usd_h(self) -> int:
@@ -37,17 +37,17 @@ class Tenants:
 
     @property
     def leases(self) -> frozenset[str]:
-        return frozenset(lease.id for lease, _ in self.seats)
+        return frozenset(lease.id for lease, _ in self.members)
 
     @property
-    def whom(self) -> str:
+    def description(self) -> str:
         """In words."""
-        jobs = list(dict.fromkeys(lease.job_id for lease, _ in self.seats))
+        jobs = list(dict.fromkeys(lease.job_id for lease, _ in self.members))
         more = [f"{len(jobs) - 3} more"] if len(jobs) > 3 else []
         return ", ".join([*jobs[:3], *more]) or f"the {len(self.replicas)} replicas"
 
     @cached_property
-    def need(self) -> Resources:
+    def resources(self) -> Resources:
         need: Resources = {}
         for shape in self._shapes:
             need = plus(need, round_up_gpu_share(shape.resources))
@@ -56,17 +56,20 @@ class Tenants:
     @cached_property
     def shapes(self) -> tuple[Shape, ...]:
         """What each needs elsewhere. A gang keeps its accelerator, and what its members share."""
-        gangs = (_bound(self._as_fast(lease.shape, self.paces.get(lease.job_id)), self.view) for lease, _ in self.seats)
+        gangs = (
+            _with_node_labels(self._where_as_fast(lease.shape, self.paces.get(lease.job_id)), self.view)
+            for lease, _ in self.members
+        )
         return (
-            *(self._as_fast(replica_shape(replica), replica_throughputs(replica)) for replica in self.replicas),
+            *(self._where_as_fast(replica_shape(replica), replica_throughputs(replica)) for replica in self.replicas),
             *gangs,
         )
 
     @cached_property
-    def asked(self) -> tuple[object, ...]:
+    def shape_key(self) -> tuple[object, ...]:
         """What all of them need, and the labels that each asks for: alike for nodes whose occupants fit the same."""
         labels = (tuple(sorted(shape.labels.items())) for shape in self.shapes)
-        return (*sorted(self.need.items()), *labels)
+        return (*sorted(self.resources.items()), *labels)
 
     @cached_property
     def accounts_for_all_usage(self) -> bool:
@@ -79,11 +82,11 @@ class Tenants:
             total - free.get(name, 0.0) <= theirs.get(name, 0.0) + _EPS for name, total in self.view.countable.items()
         )
 
-    def are_only(self, lease: Lease) -> bool:
+    def hosts_only(self, lease: Lease) -> bool:
         """Whether nobody else is there than members of this gang."""
         return self.leases == {lease.id} and not self.replicas and self.accounts_for_all_usage
 
-    def _as_fast(self, shape: Shape, paces: Throughputs | None) -> Shape:
+    def _where_as_fast(self, shape: Shape, paces: Throughputs | None) -> Shape:
         """Only where its work goes no slower than here: the price of an hour says nothing else."""
         if not paces:
             return shape
@@ -92,7 +95,7 @@ class Tenants:
 
     @property
     def _shapes(self) -> tuple[Shape, ...]:
-        return (*map(replica_shape, self.replicas), *(lease.shape for lease, _ in self.seats))
+        return (*map(replica_shape, self.replicas), *(lease.shape for lease, _ in self.members))
 
 
 @dataclass(slots=True, eq=False)
@@ -102,19 +105,19 @@ class NodeOccupancy:
     views: Mapping[str, NodeView]
     in_ray: Mapping[str, NodeView]
     endpoints: Mapping[str, EndpointView]
-    hosts: dict[str, list[EndpointView]] = field(default_factory=dict)
+    replicas_by_ray_node: dict[str, list[EndpointView]] = field(default_factory=dict)
     """Replicas by Ray's id of their node."""
-    seats: dict[str, list[tuple[Lease, Member]]] = field(default_factory=dict)
+    members: dict[str, list[tuple[Lease, Member]]] = field(default_factory=dict)
     """Members by their node."""
     paces: Mapping[str, Throughputs] = field(default_factory=dict)
     """By job."""
-    _on: dict[str, Tenants] = field(default_factory=dict)
+    _tenants: dict[str, Tenants] = field(default_factory=dict)
     """By node, as far as they were asked for."""
     _prices: dict[str, float] = field(default_factory=dict)
     """By lease, as far as they were asked for."""
 
     @classmethod
-    def of(cls, snapshot: Snapshot) -> NodeOccupancy:
+    def from_snapshot(cls, snapshot: Snapshot) -> NodeOccupancy:
         roster = cls(
             jobs={job.id: job for job in snapshot.jobs},
             leases={lease.id: lease for lease in snapshot.leases},
@@ -125,19 +128,19 @@ class NodeOccupancy:
         )
         for endpoint in snapshot.endpoints:
             for ray_node_id in endpoint.load.replica_nodes if endpoint.load else ():
-                roster.hosts.setdefault(ray_node_id, []).append(endpoint)
-        roster.hosts.pop("", None)
+                roster.replicas_by_ray_node.setdefault(ray_node_id, []).append(endpoint)
+        roster.replicas_by_ray_node.pop("", None)
         for lease in snapshot.leases:
             for member in lease.members:
                 if member.has_node:
-                    roster.seats.setdefault(member.node_id, []).append((lease, member))
+                    roster.members.setdefault(member.node_id, []).append((lease, member))
         return roster
 
-    def on(self, view: NodeView) -> Tenants:
+    def tenants_of(self, view: NodeView) -> Tenants:
         node = view.node
-        if (found := self._on.get(node.id)) is None:
-            replicas, seats = self.hosts.get(node.ray_node_id, ()), self.seats.get(node.id, ())
-            found = self._on[node.id] = Tenants(view, tuple(replicas), tuple(seats), self.paces)
+        if (found := self._tenants.get(node.id)) is None:
+            replicas, seats = self.replicas_by_ray_node.get(node.ray_node_id, ()), self.members.get(node.id, ())
+            found = self._tenants[node.id] = Tenants(view, tuple(replicas), tuple(seats), self.paces)
         return found
 
     def price_of(self, lease: Lease) -> float:
@@ -150,7 +153,7 @@ class NodeOccupancy:
         return self._prices[lease.id]
 
 
-def _bound(shape: Shape, view: NodeView) -> Shape:
+def _with_node_labels(shape: Shape, view: NodeView) -> Shape:
     kept = [shape.together] if shape.together else []
     kept += [ACCELERATOR_LABEL] if shape.resources.get("GPU") else []
     labels = {key: view.labels[key] for key in kept if key in view.labels}

@@ -25,15 +25,15 @@ log = logger(__name__)
 PERIOD_S = 2.0
 TIMEOUT_S = 2.0
 """For a whole page, from when it is asked."""
-MOST_AT_ONCE = 128
+MAX_CONCURRENT = 128
 """So that a round is short although half of them are silent."""
-MOST_NODES = 256
+MAX_NODES_PER_ROUND = 256
 """Asked in one round: a page of Ray's agent has about 60 KB."""
 _METERS: dict[str, Meter] = {"ray_node_cpu_utilization": "cpu", "ray_node_gpus_utilization": "gpu"}
 """Percent, in the names that Ray's agent gives them."""
 
 
-class Meters:
+class MeterReader:
     """Asks from the first `watch` on. `transport` is for tests."""
 
     def __init__(self, gcs: GcsReader, clock: Clock, transport: httpx.AsyncBaseTransport | None = None) -> None:
@@ -42,7 +42,7 @@ class Meters:
         self._machines: tuple[Machine, ...] = ()
         self._idle: Container[str] = ()
         self._round = 0
-        self._heard: dict[str, Use] = {}
+        self._readings: dict[str, Use] = {}
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="meters", daemon=True)
 
@@ -52,33 +52,33 @@ class Meters:
         if self._machines and not self._thread.is_alive() and not self._stopped.is_set():
             self._thread.start()
 
-    def heard(self) -> Mapping[str, Use]:
+    def last_readings(self) -> Mapping[str, Use]:
         """By node, the last word of each of its meters, however old."""
-        return self._heard
+        return self._readings
 
     def close(self) -> None:
         self._stopped.set()
 
-    def ask(self) -> None:
+    def read_all(self) -> None:
         """One round. Who does not answer in time is left with what it said before."""
-        machines, before = self._machines, self._heard
-        words = asyncio.run(self._ask_all(self._addresses(self._turn(machines))))
-        self._heard = {m.node_id: {**before.get(m.node_id, {}), **words.get(m.node_id, {})} for m in machines}
+        machines, before = self._machines, self._readings
+        words = asyncio.run(self._read_pages(self._addresses(self._next_batch(machines))))
+        self._readings = {m.node_id: {**before.get(m.node_id, {}), **words.get(m.node_id, {})} for m in machines}
 
-    def _turn(self, machines: tuple[Machine, ...]) -> tuple[Machine, ...]:
+    def _next_batch(self, machines: tuple[Machine, ...]) -> tuple[Machine, ...]:
         """Whose turn it is. Of too many idle ones another joins in each round: all have theirs, and each is asked for
         long enough without a break to be seen idle."""
         idle = tuple(machine for machine in machines if machine.node_id in self._idle)
         self._round += 1
-        if len(idle) > MOST_NODES:
+        if len(idle) > MAX_NODES_PER_ROUND:
             at = self._round % len(idle)
-            return (idle[at:] + idle[:at])[:MOST_NODES]
-        return (*idle, *(machine for machine in machines if machine.node_id not in self._idle))[:MOST_NODES]
+            return (idle[at:] + idle[:at])[:MAX_NODES_PER_ROUND]
+        return (*idle, *(machine for machine in machines if machine.node_id not in self._idle))[:MAX_NODES_PER_ROUND]
 
     def _run(self) -> None:
         while not self._stopped.is_set():
             try:
-                self.ask()
+                self.read_all()
             except Exception:  # whatever it was, the next round may go well; until then last words grow old
                 log.exception("meters failed")
             self._stopped.wait(PERIOD_S)
@@ -96,24 +96,24 @@ class Meters:
             return own
         return {**own, **{node_id: agents[ray_id] for node_id, ray_id in rays.items() if ray_id in agents}}
 
-    async def _ask_all(self, pages: Mapping[str, str]) -> dict[str, Use]:
-        turns = asyncio.Semaphore(MOST_AT_ONCE)
-        limits = httpx.Limits(max_connections=MOST_AT_ONCE)
+    async def _read_pages(self, pages: Mapping[str, str]) -> dict[str, Use]:
+        turns = asyncio.Semaphore(MAX_CONCURRENT)
+        limits = httpx.Limits(max_connections=MAX_CONCURRENT)
         client = httpx.AsyncClient(timeout=None, limits=limits, transport=self._transport, trust_env=False)  # nosec B113
         async with client as http:  # each request has its own limit, see _ask_one
-            answers = await asyncio.gather(*(self._ask_one(http, address, turns) for address in pages.values()))
+            answers = await asyncio.gather(*(self._read_page(http, address, turns) for address in pages.values()))
         return dict(zip(pages, answers, strict=True))
 
-    async def _ask_one(self, http: httpx.AsyncClient, address: str, turns: asyncio.Semaphore) -> Use:
+    async def _read_page(self, http: httpx.AsyncClient, address: str, turns: asyncio.Semaphore) -> Use:
         try:
             async with turns, asyncio.timeout(TIMEOUT_S):  # whoever waits for a turn is not late; httpx would say so
                 page = (await http.get(f"http://{address}/metrics")).raise_for_status().text
-            return read(page, self._clock.now_s())
+            return parse_page(page, self._clock.now_s())
         except (httpx.HTTPError, ValueError, TimeoutError):  # silence: its last word grows old
             return {}
 
 
-def read(page: str, now_s: float) -> dict[Meter, Signal]:
+def parse_page(page: str, now_s: float) -> dict[Meter, Signal]:
     """The meters on a page of Prometheus' text format, the busiest GPU for all of a node's.
 
     One that says NaN of any GPU (a driver that fails) knows nothing of the node: the GPU may be in use.

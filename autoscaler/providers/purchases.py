@@ -15,11 +15,11 @@ from raytide.autoscaler.providers.base import Machine
 from raytide.core.io.atomic_file import check_room, create_json, read_json, sweep, write_json
 from raytide.core.io.storage import full_disk_is_an_error
 
-__all__ = ["Purchase", "Purchases", "in_order"]
+__all__ = ["PurchaseRecord", "Purchases", "in_order"]
 
 
 @dataclass(frozen=True, slots=True)
-class Purchase:
+class PurchaseRecord:
     node_id: str
     node_type: str
     zone: str
@@ -60,25 +60,25 @@ class Purchases:
         with full_disk_is_an_error(str(self._folder)):
             check_room(self._folder)
 
-    def record(self, purchase: Purchase) -> None:
+    def record(self, purchase: PurchaseRecord) -> None:
         """The first record of a node stays."""
         bought = {name: value for name, value in asdict(purchase).items() if name != "earlier"}
         create_json(self._folder / f"{purchase.node_id}.json", bought)
 
-    def reprice(self, purchase: Purchase, now_s: float, price_micro_usd_h: int) -> Purchase:
+    def reprice(self, purchase: PurchaseRecord, now_s: float, price_micro_usd_h: int) -> PurchaseRecord:
         """From now on it costs this."""
         earlier = (*purchase.earlier, (now_s, purchase.price_micro_usd_h))
         told = {"price_micro_usd_h": price_micro_usd_h, "earlier": earlier}
         write_json(self._folder / f"{purchase.node_id}.prices.json", told)
         return replace(purchase, price_micro_usd_h=price_micro_usd_h, earlier=earlier)
 
-    def find(self, node_id: str) -> Purchase | None:
+    def find(self, node_id: str) -> PurchaseRecord | None:
         record = read_json(self._folder / f"{node_id}.json")
         if record is None:
             return None
         prices = read_json(self._folder / f"{node_id}.prices.json") or {}
         earlier = tuple((until_s, price) for until_s, price in prices.get("earlier", ()))
-        return Purchase(**{**record, **prices, "earlier": earlier})
+        return PurchaseRecord(**{**record, **prices, "earlier": earlier})
 
     def see(self, node_id: str) -> None:
         """Note that the machine was there: from now on its absence means that it ended."""
@@ -94,7 +94,7 @@ class Purchases:
     def is_over(self, node_id: str) -> bool:
         return (self._folder / f"{node_id}.end.json").exists()
 
-    def open(self) -> list[Purchase]:
+    def open(self) -> list[PurchaseRecord]:
         """Those whose end was not recorded."""
         names = {path.name.removesuffix(".json") for path in self._folder.glob("*.json")}
         over = {name.removesuffix(".end") for name in names if name.endswith(".end")}

@@ -23,8 +23,8 @@ class Assignment:
     """Seats of one subject, and what will be said of them."""
 
     subject: str
-    why: str
-    seats: Placements
+    reason: str
+    slots: Placements
     lease: Lease | None = None
     members: tuple[Member, ...] = ()
     """Who of the lease is assigned to these seats, in their order; the other seats are only kept for it."""
@@ -35,16 +35,16 @@ class Assignment:
 @dataclass(slots=True)
 class PlanBuilder:
     snapshot: Snapshot
-    room: SchedulingState
-    roster: NodeOccupancy
+    state: SchedulingState
+    occupancy: NodeOccupancy
     actions: list[Action]
-    seatings: list[tuple[int, Assignment]] = field(default_factory=list)
+    assignments: list[tuple[int, Assignment]] = field(default_factory=list)
     """With the place in `actions` in front of which each belongs."""
-    others: dict[tuple[str, str, int], tuple[Rejected, ...]] = field(default_factory=dict)
+    alternatives: dict[tuple[str, str, int], tuple[Rejected, ...]] = field(default_factory=dict)
     """What else could have been bought, by shape, offer and members: nodes are often bought by the dozen."""
     nominated: set[str] = field(default_factory=set)
     """Nodes that this plan counts on: bought by it, or seating somebody whom Ray does not show there yet."""
-    coming: dict[str, NodeView] = field(default_factory=dict)
+    replacements: dict[str, NodeView] = field(default_factory=dict)
     """Nodes that were bought for a move, by the node that they replace."""
     movable: set[str] = field(default_factory=set)
     """Nodes whose occupants all have their room on the node that was bought to replace theirs."""
@@ -54,22 +54,22 @@ class PlanBuilder:
         """Nodes that this plan drains, as far as it is made."""
         return {action.node_id for action in self.actions if isinstance(action, Drain)}
 
-    def seat(self, seating: Assignment) -> None:
-        if seating.seats:
-            self.seatings.append((len(self.actions), seating))
+    def assign(self, seating: Assignment) -> None:
+        if seating.slots:
+            self.assignments.append((len(self.actions), seating))
 
     def wait(self, subject: str, short: Unschedulable) -> None:
         self.actions.append(Wait(subject, short.constraint, short.reason, short.remedy))
 
-    def close(self) -> None:
+    def finish(self) -> None:
         """Repair what is to be bought, and turn the seatings into actions."""
-        repaired = repack(self.room)
+        repaired = repack(self.state)
         done, at = [], 0
-        for before, seating in self.seatings:
+        for before, seating in self.assignments:
             done += [*self.actions[at:before], *self._actions_of(seating, repaired)]
             at = before
         self.actions = [*done, *self.actions[at:]]
-        self.seatings = []
+        self.assignments = []
 
     def buy(self, seat: Slot, subject: str, why: str) -> None:
         """A node for nobody in particular."""
@@ -77,11 +77,11 @@ class PlanBuilder:
         self.nominated.add(seat.node_id)
 
     def _actions_of(self, seating: Assignment, repaired: Repacking) -> list[Action]:
-        seats = [repaired.final_slot(seat) for seat in seating.seats]
+        seats = [repaired.final_slot(seat) for seat in seating.slots]
         actions: list[Action] = []
         for seat in seats:
             if seat.is_new and seat.node_id not in self.nominated:
-                actions.append(self._launch(seat, seating.subject, seating.why))
+                actions.append(self._launch(seat, seating.subject, seating.reason))
             self.nominated.add(seat.node_id)
         for member, seat in zip(seating.members, seats, strict=False):
             assert seating.lease is not None
@@ -94,25 +94,25 @@ class PlanBuilder:
         return actions
 
     def _launch(self, seat: Slot, subject: str, why: str) -> Launch:
-        offer = self.room.bought[seat.node_id]
+        offer = self.state.bought[seat.node_id]
         price = f"{offer.node_type.market} at {format_usd(offer.price_micro_usd_h)}/h"
-        served = self.roster.endpoints.get(subject)
-        others = self._others(seat, offer, served)
+        served = self.occupancy.endpoints.get(subject)
+        others = self._alternatives(seat, offer, served)
         is_planned = served is not None and served.pools is not None
         how = "costs it least, what would be lost together included" if is_planned else "is the cheapest to be had"
-        best = f"{offer.name} ({price})" + (f" {how}" if self.room.tenants[seat.node_id] else "")
+        best = f"{offer.name} ({price})" + (f" {how}" if self.state.tenants[seat.node_id] else "")
         return Launch(
             seat.node_id, seat.node_type, seat.zone, subject, f"{why}; {best}", offer.price_micro_usd_h, others
         )
 
-    def _others(self, seat: Slot, offer: Offering, served: EndpointView | None) -> tuple[Rejected, ...]:
+    def _alternatives(self, seat: Slot, offer: Offering, served: EndpointView | None) -> tuple[Rejected, ...]:
         """Judged by its first tenant's shape, for replicas wherever they might have been bought."""
-        shapes = [tenant.shape for tenant in self.room.tenants[seat.node_id]]
+        shapes = [tenant.shape for tenant in self.state.tenants[seat.node_id]]
         if not shapes:
             return ()
         members = sum(shape is shapes[0] for shape in shapes)
         shape = shapes[0] if served is None else replica_shape(served)
         key = (shape.describe(), offer.name, members)
-        if key not in self.others:
-            self.others[key] = rejected(self.room.offerings, shape, members, offer, is_spread=served is not None)
-        return self.others[key]
+        if key not in self.alternatives:
+            self.alternatives[key] = rejected(self.state.offerings, shape, members, offer, is_spread=served is not None)
+        return self.alternatives[key]

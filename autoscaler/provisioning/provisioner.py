@@ -26,13 +26,13 @@ UNMANAGED = "unmanaged"
 class UnmanagedPlacement:
     """How work without a lease was seated."""
 
-    menu: tuple[NodeType, ...]
+    node_types: tuple[NodeType, ...]
     """What it may buy,"""
-    most_nodes: int
+    max_nodes: int
     """how many of them at a time,"""
     bought: int
     """and how many there are."""
-    seats: tuple[tuple[str, Resources], ...]
+    slots: tuple[tuple[str, Resources], ...]
     """The node of each that waits in Ray and has found room."""
 
 
@@ -42,17 +42,17 @@ def provision_replicas(draft: PlanBuilder) -> None:
         name, shape = view.endpoint.name, replica_shape(view)
         if quiet := targets.stale_signal(view, draft.snapshot.at_s):
             draft.actions.append(Wait(name, "signal", quiet, "See that its replicas and the proxies answer."))
-        missing = draft.room.missing.get(name, 0)
-        seats = draft.room.replicas.get(name, ())
+        missing = draft.state.missing.get(name, 0)
+        seats = draft.state.replicas.get(name, ())
         what = "replicas" if view.endpoint.spec.members == 1 else "members"
         starting = f"{missing} {what} start" if len(seats) == missing else ""
-        draft.seat(
+        draft.assign(
             Assignment(name, f"endpoint {name} lacks {missing} x ({describe_amounts(shape)})", seats, starting=starting)
         )
         if len(seats) < missing:
-            short, kept = draft.room.why_not(shape, missing - len(seats), f"endpoint {name}"), draft.snapshot.kept
+            short, kept = draft.state.why_not(shape, missing - len(seats), f"endpoint {name}"), draft.snapshot.kept
             draft.wait(name, replace(short, reason=short.reason + _keeps(kept.get(name, ()))))
-            reservations.reserve(draft.room, kept.get(name, ()))
+            reservations.reserve(draft.state, kept.get(name, ()))
             draft.nominated.update(node_id for node_id, free in kept.get(name, ()) if free)
 
 
@@ -65,25 +65,25 @@ def provision_leases(draft: PlanBuilder) -> None:
     """In the order in which they were admitted."""
     waiting = [(lease, sum(m.state is MemberState.WAITING for m in lease.members)) for lease in draft.snapshot.leases]
     asks = [PendingShape(lease.shape, count) for lease, count in waiting if count]
-    draft.room.pending = PendingDemand(draft.room.offerings, asks) if len(asks) > 1 else None
+    draft.state.pending = PendingDemand(draft.state.offerings, asks) if len(asks) > 1 else None
     for lease, count in waiting:
-        if count and draft.room.pending is not None:
-            draft.room.pending.advance()
+        if count and draft.state.pending is not None:
+            draft.state.pending.advance()
         if lease.state is not LeaseState.RELEASED:
-            _seat_lease(draft, lease)
-    draft.room.pending = None
+            _provision_lease(draft, lease)
+    draft.state.pending = None
 
 
-def _seat_lease(draft: PlanBuilder, lease: Lease) -> None:
+def _provision_lease(draft: PlanBuilder, lease: Lease) -> None:
     """Nodes for the members that have none: all that are needed for its minimum or none, beyond it what can be had."""
     waiting = tuple(member for member in lease.members if member.state is MemberState.WAITING)
     stance = draft.snapshot.stances.get(lease.job_id)
     if not waiting:
-        if stance is None or not _turns_around(draft, lease, stance):
-            _say_starting(draft, lease)
+        if stance is None or not _leaves_spot(draft, lease, stance):
+            _add_starting_wait(draft, lease)
     else:
         needed = max(0, lease.shape.at_least - lease.member_count)
-        subject, shapes = f"gang {lease.job_id}", constrain([_where_the_rest_is(draft, lease)], stance)
+        subject, shapes = f"gang {lease.job_id}", constrain([_beside_its_members(draft, lease)], stance)
         if stance is not None and not shapes:
             draft.wait(lease.job_id, Unschedulable("deadline", f"{subject} {stance.reason}.", "Nothing to do."))
             return
@@ -91,14 +91,14 @@ def _seat_lease(draft: PlanBuilder, lease: Lease) -> None:
         shape, placed = _first_that_fits(draft, shapes, len(waiting), needed, subject, paces)
         if isinstance(placed, Unschedulable):
             draft.wait(lease.job_id, placed)
-            if not _stands(lease) and not _is_vacated_for(draft, shape, len(waiting), needed):
-                _give_back(draft, lease, placed)
+            if not _has_started(lease) and not _fits_after_yielding(draft, shape, len(waiting), needed):
+                _release_lease(draft, lease, placed)
             return
         why = f"{subject} needs {len(waiting)} x ({describe_amounts(lease.shape)})"
         why += f" ({stance.reason})" if stance is not None else ""
-        draft.seat(Assignment(lease.id, why, placed, lease, waiting))
+        draft.assign(Assignment(lease.id, why, placed, lease, waiting))
         if rest := len(waiting) - len(placed):
-            draft.wait(lease.job_id, draft.room.why_not(shape, rest, f"the rest of {subject}"))
+            draft.wait(lease.job_id, draft.state.why_not(shape, rest, f"the rest of {subject}"))
     _replace_leaving(draft, lease)
 
 
@@ -108,23 +108,23 @@ def _first_that_fits(
     """Of some shapes, the best first; when none fits, why the first does not."""
     tried = []
     for shape in shapes:
-        placed = draft.room.place(shape, count, at_least=needed, subject=subject, paces=paces)
+        placed = draft.state.place(shape, count, at_least=needed, subject=subject, paces=paces)
         if placed and not isinstance(placed, Unschedulable):
             return shape, placed
         tried.append((shape, placed))
     return tried[0]
 
 
-def _turns_around(draft: PlanBuilder, lease: Lease, stance: MarketConstraint) -> bool:
+def _leaves_spot(draft: PlanBuilder, lease: Lease, stance: MarketConstraint) -> bool:
     """A gang that still waits for spot nodes leaves them when it had better be on demand by now, and can be."""
     market = {view.node.id: view.node.market for view in draft.snapshot.nodes}
     seated = [member for member in lease.members if member.state is MemberState.ASSIGNED]
     is_on_spot = any(market.get(member.node_id) is CapacityType.SPOT for member in seated)
     is_misplaced = is_on_spot and stance.wanted is CapacityType.ON_DEMAND and is_allowed(lease.shape, stance)
-    if _stands(lease) or not is_misplaced:
+    if _has_started(lease) or not is_misplaced:
         return False
     shape = constrain([lease.shape], stance)[0]
-    if isinstance(draft.room.copy().place(shape, lease.shape.at_least, subject=""), Unschedulable):
+    if isinstance(draft.state.copy().place(shape, lease.shape.at_least, subject=""), Unschedulable):
         return False
     reason = f"its job is {stance.reason}"
     draft.actions += [Unassign(lease.id, member.index, member.node_id, reason) for member in seated]
@@ -141,17 +141,17 @@ def _replace_leaving(draft: PlanBuilder, lease: Lease) -> None:
     if not leaving:
         return
     subject, stance = f"gang {lease.job_id}", draft.snapshot.stances.get(lease.job_id)
-    if not (shapes := constrain([_where_the_rest_is(draft, lease)], stance)):
+    if not (shapes := constrain([_beside_its_members(draft, lease)], stance)):
         return
     _, placed = _first_that_fits(draft, shapes, len(leaving), 0, subject, draft.snapshot.paces.get(lease.job_id))
     if not isinstance(placed, Unschedulable):
         node = draining[leaving[0].node_id]
         when = f" at {utc(node.drain_deadline_s)}" if node.drain_deadline_s is not None else ""
         why = f"{subject} loses {', '.join(member.node_id for member in leaving)}{when}"
-        draft.seat(Assignment(lease.id, why, placed))
+        draft.assign(Assignment(lease.id, why, placed))
 
 
-def _where_the_rest_is(draft: PlanBuilder, lease: Lease) -> Shape:
+def _beside_its_members(draft: PlanBuilder, lease: Lease) -> Shape:
     """Members that join others of their gang must share the label with them."""
     label = lease.shape.together
     seated = {member.node_id for member in lease.members if member.node_id}
@@ -164,7 +164,7 @@ def _where_the_rest_is(draft: PlanBuilder, lease: Lease) -> Shape:
     return lease.shape.model_copy(update={"labels": labels, "together": ""})
 
 
-def _give_back(draft: PlanBuilder, lease: Lease, short: Unschedulable) -> None:
+def _release_lease(draft: PlanBuilder, lease: Lease, short: Unschedulable) -> None:
     """A launch transaction that failed half-way ends here: a gang of which nothing stands yet lets go of its nodes.
 
     When its pools are out of stock and the job named other shapes, they get their turn.
@@ -180,22 +180,22 @@ def _give_back(draft: PlanBuilder, lease: Lease, short: Unschedulable) -> None:
         draft.actions.append(Requeue(job.id, lease.id, reason))
 
 
-def _is_vacated_for(draft: PlanBuilder, shape: Shape, count: int, needed: int) -> bool:
+def _fits_after_yielding(draft: PlanBuilder, shape: Shape, count: int, needed: int) -> bool:
     """Whether it has room once the seats that give way are left: it was admitted to them, and waits."""
     seats = [(lease, m.node_id) for lease in draft.snapshot.leases for m in lease.members if m.is_yielding]
     if not seats:
         return False
-    room = draft.room.copy()
+    room = draft.state.copy()
     for lease, node_id in seats:
         room.release(node_id, lease.shape.resources)
     return not isinstance(room.place(shape, count, at_least=needed, subject=""), Unschedulable)
 
 
-def _stands(lease: Lease) -> bool:
+def _has_started(lease: Lease) -> bool:
     return any(member.is_usable or member.state is MemberState.FORMING for member in lease.members)
 
 
-def _say_starting(draft: PlanBuilder, lease: Lease) -> None:
+def _add_starting_wait(draft: PlanBuilder, lease: Lease) -> None:
     assigned = {m.node_id for m in lease.members if m.state is MemberState.ASSIGNED}
     if not assigned:
         return
@@ -204,7 +204,7 @@ def _say_starting(draft: PlanBuilder, lease: Lease) -> None:
         draft.actions.append(Wait(lease.job_id, "starting", f"its nodes start: {', '.join(coming)}"))
 
 
-def seat_unmanaged(draft: PlanBuilder) -> UnmanagedPlacement:
+def provision_unmanaged(draft: PlanBuilder) -> UnmanagedPlacement:
     """Raw tasks, actors and foreign placement groups use what is free, and may buy no more than their cap.
 
     The largest first: what they leave over is for the small.
@@ -218,19 +218,19 @@ def seat_unmanaged(draft: PlanBuilder) -> UnmanagedPlacement:
     shapes = [Shape.computed(d.resources, d.labels, d.together) for d in demands]
     in_menu = frozenset(node_type.name for node_type in menu)
     asks = [PendingShape(shape, demand.count, in_menu) for shape, demand in zip(shapes, demands, strict=True)]
-    draft.room.pending = PendingDemand(draft.room.offerings, asks) if asks else None
+    draft.state.pending = PendingDemand(draft.state.offerings, asks) if asks else None
     seats: list[tuple[str, Resources]] = []
-    fellows = _fellows(snapshot, {demand.apart for demand in demands if demand.apart})
+    fellows = _bundle_nodes(snapshot, {demand.apart for demand in demands if demand.apart})
     broken: dict[str, bool] = {}  # groups that cannot be had whole
     for demand, shape in zip(demands, shapes, strict=True):
-        assert draft.room.pending is not None
-        draft.room.pending.advance()
+        assert draft.state.pending is not None
+        draft.state.pending.advance()
         what = f"work without a lease ({demand.count} x ({describe_amounts(shape)}){' apart' if demand.apart else ''})"
-        before, left = draft.room.next_node, max(0, cap.max_nodes - bought)
+        before, left = draft.state.next_node, max(0, cap.max_nodes - bought)
         if demand.apart and demand.apart not in broken:
             group = [(d, s) for d, s in zip(demands, shapes, strict=True) if d.apart == demand.apart]
             broken[demand.apart] = not _fits_whole(draft, group, fellows[demand.apart], menu, left)
-        placed = draft.room.place(
+        placed = draft.state.place(
             shape,
             0 if broken.get(demand.apart) else demand.count,
             at_least=demand.count if demand.together or demand.apart else 0,
@@ -240,19 +240,19 @@ def seat_unmanaged(draft: PlanBuilder) -> UnmanagedPlacement:
             apart=fellows[demand.apart] if demand.apart else None,
         )
         placed = () if isinstance(placed, Unschedulable) else placed
-        bought += draft.room.next_node - before
+        bought += draft.state.next_node - before
         if demand.apart:
             fellows[demand.apart] |= {seat.node_id for seat in placed}
         seats += [(seat.node_id, shape.resources) for seat in placed]
-        draft.seat(Assignment(UNMANAGED, f"{what} finds no room", placed))
+        draft.assign(Assignment(UNMANAGED, f"{what} finds no room", placed))
         if rest := demand.count - len(placed):
             is_whole = bool(demand.together or demand.apart)
             is_capped = bought >= cap.max_nodes or (is_whole and _fits_without_cap(draft, demand, shape, menu))
-            say_unmanaged(draft, shape, rest, what, is_capped=is_capped)
+            add_unmanaged_wait(draft, shape, rest, what, is_capped=is_capped)
     return UnmanagedPlacement(tuple(menu), cap.max_nodes, bought, tuple(seats))
 
 
-def _fellows(snapshot: Snapshot, groups: set[str]) -> dict[str, frozenset[str]]:
+def _bundle_nodes(snapshot: Snapshot, groups: set[str]) -> dict[str, frozenset[str]]:
     """The nodes on which each of these groups has a bundle already: it lost others."""
     found = {group: set[str]() for group in groups}
     for view in snapshot.nodes if groups else ():
@@ -272,7 +272,7 @@ def _fits_whole(
     """Whether all bundles that must be apart find room when so many nodes may be bought: some of them are of no use."""
     if len(group) < 2:
         return True  # it is asked for whole anyhow
-    room = draft.room.copy()
+    room = draft.state.copy()
     room.pending = None
     if room.offerings.launches_left:
         room.offerings.launches_left = None  # the rest follows within minutes
@@ -287,7 +287,7 @@ def _fits_whole(
 
 
 def _fits_without_cap(draft: PlanBuilder, demand: Demand, shape: Shape, menu: list[NodeType]) -> bool:
-    room, apart = draft.room.copy(), frozenset[str]() if demand.apart else None
+    room, apart = draft.state.copy(), frozenset[str]() if demand.apart else None
     return not isinstance(room.place(shape, demand.count, menu=menu, subject=UNMANAGED, apart=apart), Unschedulable)
 
 
@@ -296,9 +296,9 @@ def _size(demand: Demand, most: dict[str, float]) -> float:
     return max((amount / most[name] for name, amount in demand.resources.items() if most.get(name)), default=0.0)
 
 
-def say_unmanaged(draft: PlanBuilder, shape: Shape, rest: int, what: str, *, is_capped: bool) -> None:
+def add_unmanaged_wait(draft: PlanBuilder, shape: Shape, rest: int, what: str, *, is_capped: bool) -> None:
     cap = draft.snapshot.unmanaged
-    short = draft.room.why_not(shape, rest, what)
+    short = draft.state.why_not(shape, rest, what)
     if short.constraint == "impossible":
         draft.wait(UNMANAGED, short)
         return

@@ -95,16 +95,16 @@ class AvailabilityModel:
         """How long each zone has been as it is."""
         return np.asarray(self.at_s - self.since_s)
 
-    def learned(self, at_s: float) -> ReclaimRates:
+    def cached_rates(self, at_s: float) -> ReclaimRates:
         """The same as before while there is little news: what follows from it takes long to work out."""
         if self._learned is not None:
             since_s, ends, market = self._learned
             if at_s - since_s < LEARN_EVERY_S and self.ends <= LEARN_GROWTH * ends:
                 return market
-        self._learned = (at_s, self.ends, self.market())
+        self._learned = (at_s, self.ends, self.current_rates())
         return self._learned[2]
 
-    def market(self) -> ReclaimRates:
+    def current_rates(self) -> ReclaimRates:
         """The rates by all that was seen."""
         prior = PRIOR_EVENTS * self._weight
         switches = self._switched.sum(axis=1)

@@ -13,8 +13,8 @@ from raytide.core.objects.node import CapacityType, Node, NodeState, NodeType
 from raytide.core.objects.snapshot import Quote
 
 RECENT_S = 900.0
-LOOK_S = STALE_S / 2
-MOST_LOOKS = 2000
+REPLAY_STEP_S = STALE_S / 2
+MAX_REPLAY_STEPS = 2000
 """At the past: those of a week."""
 SAME_REGION, ELSEWHERE = 0.4, 0.16
 """Correlation of zones on recorded V100 spot traces: within a region, and across."""
@@ -23,7 +23,7 @@ _HELD = (NodeState.READY, NodeState.DRAINING)
 
 
 @dataclass(slots=True)
-class SpotRisk:
+class PoolRisk:
     """Learns from the node records. A new controller replays all that there are."""
 
     hazard: ReclaimHazard = field(default_factory=ReclaimHazard)
@@ -37,18 +37,20 @@ class SpotRisk:
     def replay(self, nodes: Iterable[Node], now_s: float) -> None:
         """All nodes that the store keeps, those that live included, up to now."""
         spot = [node for node in nodes if node.market is CapacityType.SPOT and node.ready_at_s is not None]
-        at_s = max(min((node.ready_at_s or 0.0 for node in spot), default=now_s), now_s - MOST_LOOKS * LOOK_S)
+        at_s = max(
+            min((node.ready_at_s or 0.0 for node in spot), default=now_s), now_s - MAX_REPLAY_STEPS * REPLAY_STEP_S
+        )
         ends = [(node.ended_at_s, node.id, node) for node in spot if node.ended_at_s is not None]
         for end_s, _, node in sorted(end for end in ends if at_s <= end[0] <= now_s):
-            at_s = self._look_on(spot, at_s, end_s)
+            at_s = self._advance(spot, at_s, end_s)
             self.observe((*_held(spot, end_s), node), end_s)
-        self._look_on(spot, at_s, now_s)
+        self._advance(spot, at_s, now_s)
 
-    def _look_on(self, spot: Sequence[Node], at_s: float, until_s: float) -> float:
+    def _advance(self, spot: Sequence[Node], at_s: float, until_s: float) -> float:
         """In steps after which no zone counts as new."""
         while at_s < until_s:
             self.observe(_held(spot, at_s), at_s)
-            at_s += LOOK_S
+            at_s += REPLAY_STEP_S
         return until_s
 
     def observe(self, nodes: Iterable[Node], now_s: float) -> None:

@@ -16,13 +16,13 @@ from functools import lru_cache
 AGES_S = (900.0, 3600.0, 4 * 3600.0, float("inf"))
 """Upper ends of the bins."""
 PRIOR_PER_H = (1.5, 0.8, 0.35, 0.15)
-PRIOR_DEATHS = 3.0
+PRIOR_RECLAIMS = 3.0
 """How many deaths the prior of a bin is worth."""
 PRIOR_FACTOR = 2.0
 """The same for a zone's factor, whose prior is 1."""
-PRIOR_TOGETHER, PRIOR_LOSSES = 0.4, 5.0
+PRIOR_CORRELATION, PRIOR_LOSSES = 0.4, 5.0
 """The chance that another zone of the region goes too, and how many losses this is worth."""
-TOGETHER_S = 600.0
+CORRELATION_WINDOW_S = 600.0
 """Losses within this time are one."""
 STALE_S = 600.0
 """A zone in which nothing of ours has run for longer begins a new spell."""
@@ -35,19 +35,19 @@ class _Zone:
     seen_s: float
     lost_s: float = -math.inf
     """When it last took something back."""
-    deaths: float = 0.0
+    reclaims: float = 0.0
     expected: float = 0.0
     """Deaths that the rates of all zones would have made it."""
 
 
 @dataclass(slots=True)
 class ReclaimHazard:
-    deaths: list[float] = field(default_factory=lambda: [PRIOR_DEATHS] * len(AGES_S))
-    hours: list[float] = field(default_factory=lambda: [PRIOR_DEATHS / rate for rate in PRIOR_PER_H])
+    reclaims: list[float] = field(default_factory=lambda: [PRIOR_RECLAIMS] * len(AGES_S))
+    hours: list[float] = field(default_factory=lambda: [PRIOR_RECLAIMS / rate for rate in PRIOR_PER_H])
     lost_share: float = 0.8
     """Of a zone's nodes, how many go when one goes."""
     zones: dict[str, _Zone] = field(default_factory=dict)
-    _together: float = PRIOR_TOGETHER * PRIOR_LOSSES
+    _correlated_losses: float = PRIOR_CORRELATION * PRIOR_LOSSES
     _losses: float = PRIOR_LOSSES
 
     def observe(self, held: Mapping[str, float], lost: Mapping[str, int], now_s: float, dt_s: float) -> None:
@@ -56,51 +56,51 @@ class ReclaimHazard:
             zone = self.zones.get(name)
             if zone is None or now_s - zone.seen_s > STALE_S:
                 kept = zone or _Zone(now_s, now_s)
-                zone = self.zones[name] = _Zone(now_s, now_s, kept.lost_s, kept.deaths, kept.expected)
+                zone = self.zones[name] = _Zone(now_s, now_s, kept.lost_s, kept.reclaims, kept.expected)
             at = _bin(now_s - zone.since_s)
-            zone.expected += self.deaths[at] / self.hours[at] * dt_s / 3600.0
+            zone.expected += self.reclaims[at] / self.hours[at] * dt_s / 3600.0
             self.hours[at] += dt_s / 3600.0
             zone.seen_s = now_s
             if lost.get(name):
-                zone.deaths += 1
-                self.deaths[at] += 1
+                zone.reclaims += 1
+                self.reclaims[at] += 1
                 self._learn_share(lost[name], held.get(name, 0))
                 zone.since_s = now_s
         for name in lost:
-            self._learn_together(name, held, lost, now_s)
+            self._learn_correlation(name, held, lost, now_s)
         for name in lost:
             self.zones[name].lost_s = now_s
 
     @property
-    def together(self) -> float:
+    def region_correlation(self) -> float:
         """The chance that another zone of the region goes with one."""
-        return min(1.0, self._together / self._losses)
+        return min(1.0, self._correlated_losses / self._losses)
 
     def losses(
         self, held: Mapping[str, float], now_s: float, recovery_s: float
     ) -> Iterator[tuple[float, Sequence[str]]]:
         """Of the zones that hold something; see `losses` below."""
-        return losses({zone: self.per_h(zone, now_s) for zone in held}, self.together, recovery_s)
+        return losses({zone: self.per_h(zone, now_s) for zone in held}, self.region_correlation, recovery_s)
 
     def per_h(self, name: str, now_s: float) -> float:
         """Expected deaths an hour of a zone at its present age; a zone that we do not hold begins at age 0."""
         zone = self.zones.get(name)
         if zone is None:
-            return self.deaths[0] / self.hours[0]
+            return self.reclaims[0] / self.hours[0]
         age_s = now_s - zone.since_s if now_s - zone.seen_s <= STALE_S else 0.0
         at = _bin(age_s)
-        factor = (zone.deaths + PRIOR_FACTOR) / (zone.expected + PRIOR_FACTOR)
-        return factor * self.deaths[at] / self.hours[at]
+        factor = (zone.reclaims + PRIOR_FACTOR) / (zone.expected + PRIOR_FACTOR)
+        return factor * self.reclaims[at] / self.hours[at]
 
-    def _learn_together(self, name: str, held: Mapping[str, float], lost: Mapping[str, int], now_s: float) -> None:
+    def _learn_correlation(self, name: str, held: Mapping[str, float], lost: Mapping[str, int], now_s: float) -> None:
         """Each loss was alone or not, with each other zone of the region in which we had something."""
         for other, zone in self.zones.items():
             if other == name or region(other) != region(name):
                 continue
-            before = now_s - zone.lost_s <= TOGETHER_S and other not in lost
+            before = now_s - zone.lost_s <= CORRELATION_WINDOW_S and other not in lost
             if before or other in lost or held.get(other):
                 self._losses += 1
-                self._together += 2 if before else other in lost  # the one before had counted as alone
+                self._correlated_losses += 2 if before else other in lost  # the one before had counted as alone
 
     def _learn_share(self, lost: int, left: float) -> None:
         if lost + left > 1:

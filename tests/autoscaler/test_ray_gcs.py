@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from raytide.autoscaler.nodes.utilization import Meters
+from raytide.autoscaler.nodes.utilization import MeterReader
 from raytide.autoscaler.providers.base import Machine, Notice
-from raytide.autoscaler.providers.notices.base import Told
+from raytide.autoscaler.providers.notices.base import CloudNotice
 from raytide.autoscaler.providers.notices.watch import board_at
 from raytide.autoscaler.ray_gcs import GcsReader, RayNode
 from raytide.core.clock import SystemClock
@@ -62,19 +62,19 @@ def ours(gcs: GcsReader) -> RayNode:
 def test_ray_s_own_agents_tell_how_busy_their_nodes_are(ray_cluster: Any) -> None:
     """Before the next test drains the node."""
     clock = SystemClock()
-    meters = Meters(GcsReader(ray_cluster.address), clock)
+    meters = MeterReader(GcsReader(ray_cluster.address), clock)
     meters._machines = (Machine("node-1", "cpu4", "local", 1, 0.0),)  # without its thread
 
     def cpu() -> Signal | None:
-        meters.ask()
-        return meters.heard()["node-1"].get("cpu")
+        meters.read_all()
+        return meters.last_readings()["node-1"].get("cpu")
 
     until("the agent of the node to have measured", lambda: cpu() is not None)
     found = cpu()
     assert found is not None
     assert 0.0 <= found.value <= 1.0
     assert found.is_fresh(clock.now_s())
-    assert "gpu" not in meters.heard()["node-1"], "there is none"
+    assert "gpu" not in meters.last_readings()["node-1"], "there is none"
 
 
 def test_nodes_demand_and_the_race_free_idle_drain(ray_cluster: Any) -> None:
@@ -138,8 +138,8 @@ def test_nodes_demand_and_the_race_free_idle_drain(ray_cluster: Any) -> None:
 def test_the_gcs_keeps_what_watchers_pin(ray_cluster: Any) -> None:
     board, reader = board_at(ray_cluster.address), board_at(ray_cluster.address)
     assert reader.notices() == ()
-    board.pin("node-1", Told(120.0, "preempted"))
-    board.pin("node-1", Told(60.0, "preempted"))
+    board.pin("node-1", CloudNotice(120.0, "preempted"))
+    board.pin("node-1", CloudNotice(60.0, "preempted"))
     assert reader.notices() == (Notice("node-1", 60.0),)
     board.remove("node-1")
     assert reader.notices() == ()

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Literal
 
-from raytide.actors.gang.placement_groups import GroupKey, PlacementGroupInfo, WantedGroup
-from raytide.autoscaler.deadlines.jobs import outlooks
+from raytide.actors.gang.group import GroupKey, PlacementGroupInfo, WantedGroup
+
+from raytide.autoscaler.deadlines.jobs import spot_forecasts
 from raytide.autoscaler.endpoints.slo_controller import SloController
 from raytide.autoscaler.nodes import launch_backoff
 from raytide.autoscaler.nodes.idleness import IdleClock
@@ -20,7 +21,7 @@ from raytide.autoscaler.providers.base import Machine
 from raytide.autoscaler.providers.fake import FakeProvider
 from raytide.autoscaler.ray_gcs import RayNode
 from raytide.autoscaler.spot.pool_availability import PoolAvailability
-from raytide.autoscaler.spot.pool_risk import SpotRisk
+from raytide.autoscaler.spot.pool_risk import PoolRisk
 from raytide.control.reconcile.apply import apply
 from raytide.control.reconcile.decide import decide
 from raytide.control.reconcile.intents import record_intents
@@ -210,7 +211,7 @@ class Cluster:
         self.provider.world, self.provider.asked = self, Counter()
         self.ray = FakeRay(self.provider, self.types, self.clock)
         self.book = ClusterRecords()
-        self.idle, self.risk, self.spot, self.limits = IdleClock(), SpotRisk(), PoolAvailability(), Limits()
+        self.idle, self.risk, self.spot, self.limits = IdleClock(), PoolRisk(), PoolAvailability(), Limits()
         self.fleets = SloController()
         self.ongoing: dict[str, float] = {}
         self.started = 0
@@ -258,7 +259,7 @@ class Cluster:
         self.ray.step()
         self._replicas_speak()
         if crash:
-            self.idle, self.risk, self.spot, self.fleets = IdleClock(), SpotRisk(), PoolAvailability(), SloController()
+            self.idle, self.risk, self.spot, self.fleets = IdleClock(), PoolRisk(), PoolAvailability(), SloController()
         now_s = self.clock.now_s()
         book, look = _loaded(self.book), self._look()
         self._keep_jobs(book, now_s)
@@ -272,9 +273,9 @@ class Cluster:
         quotes = self.risk.quotes(self.node_types, self.provider.prices(), now_s)
         self.seen = snapshot(book, look, self.idle, self.config, now_s)
         self.spot.observe(book.nodes.values(), now_s)
-        spot = outlooks(self.spot, self.seen)
+        spot = spot_forecasts(self.spot, self.seen)
         seen = replace(self.seen, quotes=quotes, spot=spot, limits=self.limits)
-        self.seen = self.fleets.on(seen, self.risk.hazard)
+        self.seen = self.fleets.with_replica_values(seen, self.risk.hazard)
         plan = decide(self.seen)
         if any(not isinstance(action, Wait) for action in plan.actions):
             self.watch(self.seen, plan.actions)
@@ -326,7 +327,9 @@ class Cluster:
         if crash == "before recording":
             return
         before = [self.book.nodes[node_id] for node_id in outcome.nodes]
-        for pool in launch_backoff.after(tuple(self.book.pools.values()), before, outcome.nodes.values(), plan.at_s):
+        for pool in launch_backoff.update_pools(
+            tuple(self.book.pools.values()), before, outcome.nodes.values(), plan.at_s
+        ):
             self.book.pools[(pool.node_type, pool.zone)] = pool
         self.book.nodes.update(outcome.nodes)
 
@@ -348,7 +351,7 @@ class Cluster:
         for at_s in (*range(ceil(since_s), ceil(now_s), 5), now_s):
             for node_id in nodes.keys() - self.mute:
                 self.use[node_id] = {"gpu": Signal(self.gpu_use.get(node_id, 0.0), at_s)}
-            self.idle = self.idle.hear(self.use, nodes)
+            self.idle = self.idle.observe_meters(self.use, nodes)
 
     def _keep_jobs(self, book: ClusterRecords, now_s: float) -> None:
         """Every driver asks for its lease all the time, and has left by now what the last pass took from it."""

@@ -142,7 +142,7 @@ class Meters:
     def watch(self, machines: Iterable[Machine], idle: object) -> None:
         self.watched = [machine.node_id for machine in machines]
 
-    def heard(self) -> dict[str, Use]:
+    def last_readings(self) -> dict[str, Use]:
         return {node_id: self.world.use[node_id] for node_id in self.watched if node_id in self.world.use}
 
 

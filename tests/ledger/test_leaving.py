@@ -11,7 +11,7 @@ from tests.ledger.test_occupancy import JOB, TOTAL, lease, view
 from raytide.core.objects.gang import MemberState
 from raytide.core.objects.ledger_entry import EntryKind, Occupancy
 from raytide.core.objects.snapshot import Snapshot
-from raytide.ledger.leaving import GRACE_S, Leaving
+from raytide.ledger.leaving import GRACE_S, RecentlyReleased
 from raytide.ledger.occupancy import holders, occupancies
 
 HELD = Snapshot(
@@ -22,7 +22,7 @@ HELD = Snapshot(
 
 def after(release: Snapshot, *, at_s: float = 11.0) -> dict[str, float]:
     """The node's occupancy at `at_s`, the lease having been seen for the last time at 10 s."""
-    leaving = Leaving().observe(holders(HELD), 10.0).observe(holders(release), 11.0)
+    leaving = RecentlyReleased().observe(holders(HELD), 10.0).observe(holders(release), 11.0)
     if at_s > 11.0:
         leaving = leaving.observe(holders(release), at_s)
     return weights(occupancies(release, leaving.held)["node-1"])
@@ -57,7 +57,7 @@ def test_after_a_while_it_is_somebody_elses() -> None:
 def test_whoever_has_the_seat_now_pays_for_it() -> None:
     other = replace(JOB, id="job-2")
     taken = replace(HELD, jobs=(other,), leases=(replace(lease(MemberState.ASSIGNED), job_id="job-2"),))
-    leaving = Leaving().observe(holders(HELD), 10.0).observe(holders(taken), 11.0)
+    leaving = RecentlyReleased().observe(holders(HELD), 10.0).observe(holders(taken), 11.0)
     shares = occupancies(taken, leaving.held)["node-1"]
     assert {share.subject for share in shares if share.kind is EntryKind.JOB} == {"job-2"}
 
@@ -65,7 +65,7 @@ def test_whoever_has_the_seat_now_pays_for_it() -> None:
 def test_a_job_that_gives_one_of_two_seats_back_pays_for_both_until_the_group_is_gone() -> None:
     both = replace(HELD, nodes=(view(available={"CPU": 6.0, "GPU": 2.0}),), leases=(lease(*[MemberState.READY] * 2),))
     one = replace(both, leases=(lease(MemberState.READY, MemberState.WAITING),))
-    leaving = Leaving().observe(holders(both), 10.0).observe(holders(one), 11.0)
+    leaving = RecentlyReleased().observe(holders(both), 10.0).observe(holders(one), 11.0)
     assert weights(occupancies(one, leaving.held)["node-1"]) == {"job": 0.5, "idle": 0.5}
 
 
@@ -73,7 +73,7 @@ def test_seats_given_back_one_after_the_other_are_all_the_jobs_until_they_are_fr
     busy = (view(available={"CPU": 6.0, "GPU": 2.0}),)
     both = replace(HELD, nodes=busy, leases=(lease(*[MemberState.READY] * 2),))
     one, none = (replace(both, leases=seats) for seats in ((lease(MemberState.READY),), ()))
-    leaving = Leaving()
+    leaving = RecentlyReleased()
     for at_s, seen in enumerate((both, one, none)):
         leaving = leaving.observe(holders(seen), float(at_s))
     assert weights(occupancies(none, leaving.held)["node-1"]) == {"job": 0.5, "idle": 0.5}
@@ -89,5 +89,5 @@ def test_a_node_is_always_booked_whole(cpus: float, gpus: float, seats: int, lea
     both = replace(HELD, leases=(lease(*[MemberState.READY] * 2),))
     now = replace(released({"CPU": cpus, "GPU": gpus}), jobs=(JOB,))
     now = replace(now, leases=() if leave else (lease(*[MemberState.READY] * seats),))
-    leaving = Leaving().observe(holders(both), 10.0).observe(holders(now), 11.0)
+    leaving = RecentlyReleased().observe(holders(both), 10.0).observe(holders(now), 11.0)
     assert sum(share.weight for share in occupancies(now, leaving.held)["node-1"]) >= 1.0 - 1e-6

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import raytide as rt
-from raytide.autoscaler.nodes.lifecycle import TAKEN_BACK, UNASKED
+from raytide.autoscaler.nodes.lifecycle import ENDED_BY_PROVIDER, TAKEN_BACK
 from raytide.autoscaler.providers.local.spot import give_notice, set_stockouts
 from raytide.control.bootstrap.embedded import LocalCluster
 from raytide.core.objects.gang import GangSpec, LeaseState, MemberState, Shape
@@ -118,7 +118,7 @@ def test_idle_nodes_go_away_by_themselves_and_every_other_was_drained_or_taken(
         ends = {node.id: node.reason for node in store.nodes(limit=10_000) if node.ready_at_s is not None}
     finally:
         store.close()
-    known = ("drained and empty", "its deadline has passed", "idle for", UNASKED, TAKEN_BACK, "its Ray node")
+    known = ("drained and empty", "its deadline has passed", "idle for", ENDED_BY_PROVIDER, TAKEN_BACK, "its Ray node")
     assert {node_id: why for node_id, why in ends.items() if not any(words in why for words in known)} == {}, "I1"
     assert any("idle for" in why for why in ends.values())
 

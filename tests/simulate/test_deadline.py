@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from raytide.cli.app import app
 from raytide.core.errors import DataError, UsageError
 from raytide.simulate.deadline.baselines import greedy, uniform_progress_a, uniform_progress_b, uniform_progress_c
-from raytide.simulate.deadline.compare import NONE, ON_DEMAND, Terms, Up, View, replay, run, starts
+from raytide.simulate.deadline.compare import NONE, ON_DEMAND, Terms, TickView, Up, replay, run, starts
 from raytide.simulate.deadline.optimal import cheapest_usd
 from raytide.simulate.deadline.policies import POLICIES, policy
 
@@ -108,17 +108,17 @@ def test_the_variants_of_uniform_progress_differ_in_when_they_leave_on_demand(
     choose = policy(job)  # type: ignore[operator]
     spot, nothing = np.array([True]), np.array([False])
     ahead, behind = 10, 19  # work left at tick 10, where 5 should be done
-    assert choose(View(10, ahead, ON_DEMAND, 0, spot)) == ahead_with_spot
-    assert choose(View(10, ahead, ON_DEMAND, 0, nothing)) == ahead_without
-    assert choose(View(10, behind, ON_DEMAND, 0, spot)) == behind_with_spot
+    assert choose(TickView(10, ahead, ON_DEMAND, 0, spot)) == ahead_with_spot
+    assert choose(TickView(10, ahead, ON_DEMAND, 0, nothing)) == ahead_without
+    assert choose(TickView(10, behind, ON_DEMAND, 0, spot)) == behind_with_spot
 
 
 def test_uniform_progress_goes_on_demand_when_it_is_behind_and_waits_when_it_is_not() -> None:
     job = terms(work=20, restart=1, deadline=41)
     choose = uniform_progress_b(job)
-    assert choose(View(10, 19, NONE, 0, np.array([False]))) == ON_DEMAND
-    assert choose(View(10, 10, NONE, 0, np.array([False]))) == NONE
-    assert choose(View(10, 10, NONE, 0, np.array([False, True]))) == 1
+    assert choose(TickView(10, 19, NONE, 0, np.array([False]))) == ON_DEMAND
+    assert choose(TickView(10, 10, NONE, 0, np.array([False]))) == NONE
+    assert choose(TickView(10, 10, NONE, 0, np.array([False, True]))) == 1
 
 
 def test_a_lost_zone_ends_its_bill_and_its_start() -> None:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from raytide.cli.app import app
 from raytide.core.errors import DataError, UsageError
 from raytide.simulate.jobs import trace as job_trace
-from raytide.simulate.jobs.cluster import RESTART_S, Outcome, lower_bound_s, replay
+from raytide.simulate.jobs.cluster import RESTART_S, ReplayResult, lower_bound_s, replay
 from raytide.simulate.jobs.compare import POLICIES, Setting, simulate
 from raytide.simulate.jobs.trace import DAY_S, JobTrace
 
@@ -28,7 +28,7 @@ def trace(*jobs: tuple[float, float, int], teams: str = "") -> JobTrace:
     return JobTrace(submit_s, duration_s, gpus.astype(np.int64), numbers)
 
 
-def outcome(policy: str, jobs: JobTrace, gpus: int = 8) -> Outcome:
+def outcome(policy: str, jobs: JobTrace, gpus: int = 8) -> ReplayResult:
     return replay(jobs, gpus, POLICIES[policy], days=1)
 
 

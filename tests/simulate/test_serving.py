@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from raytide.cli.app import app
 from raytide.core.errors import DataError, UsageError
 from raytide.core.objects.node import CapacityType
-from raytide.simulate.serving.compare import Stage
+from raytide.simulate.serving.compare import Scenario
 from raytide.simulate.serving.plot import page
 from raytide.simulate.serving.setup import ServingSetup
 
@@ -22,8 +22,8 @@ POLICIES = ("raytide", "serve-ondemand", "spot-naive", "spothedge-1")
 def test_a_policy_costs_what_its_node_hours_cost_and_never_less_than_the_bound(
     setup: ServingSetup, policy: str
 ) -> None:
-    stage = Stage.of(setup)
-    result = stage.play(policy)
+    stage = Scenario.of(setup)
+    result = stage.run(policy)
     hours = result.node_hours
     assert result.cost_usd == pytest.approx(hours[CapacityType.ON_DEMAND] * 3.06 + hours[CapacityType.SPOT] * 0.918)
     if result.slo_attainment > 0.9:
@@ -36,42 +36,44 @@ def test_a_policy_costs_what_its_node_hours_cost_and_never_less_than_the_bound(
 
 def test_the_same_seed_gives_the_same_week_and_another_one_another(setup: ServingSetup) -> None:
     def played(seed: int) -> dict[str, object]:
-        return Stage.of(setup.model_copy(update={"seed": seed})).play("raytide").to_json()
+        return Scenario.of(setup.model_copy(update={"seed": seed})).run("raytide").to_json()
 
     assert played(1) == played(1)
     assert played(1) != played(2)
 
 
 def test_on_demand_alone_never_uses_spot_and_spot_alone_never_buys_on_demand(setup: ServingSetup) -> None:
-    stage = Stage.of(setup)
-    assert stage.play("serve-ondemand").node_hours[CapacityType.SPOT] == 0
-    assert stage.play("spot-naive").node_hours[CapacityType.ON_DEMAND] == 0
+    stage = Scenario.of(setup)
+    assert stage.run("serve-ondemand").node_hours[CapacityType.SPOT] == 0
+    assert stage.run("spot-naive").node_hours[CapacityType.ON_DEMAND] == 0
 
 
 def test_the_static_fleet_is_the_smallest_that_attains_99_percent(setup: ServingSetup) -> None:
     longer = setup.model_copy(update={"days": 0.4})  # so that the first start does not decide
-    chosen = Stage.of(longer).play("static")
+    chosen = Scenario.of(longer).run("static")
     replicas = chosen.node_hours[CapacityType.ON_DEMAND] / 24 / longer.days
     assert chosen.slo_attainment >= 0.99 and replicas > 1
     fewer = longer.model_copy(update={"max_replicas": round(replicas) - 1})
-    assert Stage.of(fewer).play("static").slo_attainment < 0.99
+    assert Scenario.of(fewer).run("static").slo_attainment < 0.99
 
 
 def test_a_higher_target_costs_raytide_more_and_serves_no_fewer_in_time(setup: ServingSetup) -> None:
-    low, high = (Stage.of(setup.model_copy(update={"slo_target": target})).play("raytide") for target in (0.5, 0.9999))
+    low, high = (
+        Scenario.of(setup.model_copy(update={"slo_target": target})).run("raytide") for target in (0.5, 0.9999)
+    )
     assert high.cost_usd > low.cost_usd
     assert high.slo_attainment >= low.slo_attainment
 
 
 def test_a_notice_lets_a_node_finish_what_it_can(setup: ServingSetup) -> None:
-    sudden = Stage.of(setup).play("spot-naive")
-    warned = Stage.of(setup.model_copy(update={"notice_s": 120.0})).play("spot-naive")
+    sudden = Scenario.of(setup).run("spot-naive")
+    warned = Scenario.of(setup.model_copy(update={"notice_s": 120.0})).run("spot-naive")
     assert sudden.spot_nodes_lost > 0 and warned.spot_nodes_lost > 0
     assert warned.to_json() != sudden.to_json()
 
 
 def test_the_page_names_every_policy_and_runs_no_script(setup: ServingSetup) -> None:
-    results = [Stage.of(setup).play(name) for name in ("serve-ondemand", "raytide")]
+    results = [Scenario.of(setup).run(name) for name in ("serve-ondemand", "raytide")]
     text = page(results[1], results[:1], results[1:], 1.0)
     assert text.count("<svg") == 2 and "<script" not in text and "serve-ondemand" in text
 
@@ -123,4 +125,4 @@ def test_bad_input_is_named(setup: ServingSetup, changed: dict[str, object], sai
 def test_a_recording_that_cannot_be_read_says_where(setup: ServingSetup, text: str, said: str) -> None:
     setup.requests.write_text(text)
     with pytest.raises(DataError, match=said):
-        Stage.of(setup)
+        Scenario.of(setup)

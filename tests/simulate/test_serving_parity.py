@@ -19,8 +19,8 @@ from raytide.core.objects.endpoint import (
 from raytide.core.objects.node import CapacityType, Node, NodeState, NodeType
 from raytide.core.objects.plan import Drain, Launch
 from raytide.core.objects.snapshot import EndpointView, NodeView, Pool, Quote, Snapshot
-from raytide.simulate.serving.compare import Stage, _live
-from raytide.simulate.serving.fleet import Fleet
+from raytide.simulate.serving.compare import Scenario, _live
+from raytide.simulate.serving.fleet import SimulatedFleet
 from raytide.simulate.serving.raytide import ONDEMAND, RaytidePolicy
 from raytide.simulate.serving.setup import ServingSetup
 
@@ -33,7 +33,7 @@ class Watched(RaytidePolicy):
 
     compared = launches = releases = 0
 
-    def _act(self, fleet: Fleet) -> bool:
+    def _act(self, fleet: SimulatedFleet) -> bool:
         state = self.state(fleet)
         if not any(node.is_ready for node in state.nodes):  # the controller replaces nothing while nobody answers
             return super()._act(fleet)
@@ -56,9 +56,9 @@ class Watched(RaytidePolicy):
         self.launches += len(plan.launch)
         self.releases += len(plan.release)
 
-    def _snapshot(self, state: FleetState, fleet: Fleet) -> Snapshot:
+    def _snapshot(self, state: FleetState, fleet: SimulatedFleet) -> Snapshot:
         """What the live controller would see of this moment."""
-        goal, now_s = self.memory.goal, START_S + fleet.now_s
+        goal, now_s = self.model.goal, START_S + fleet.now_s
         spot = NodeType(
             name="spot",
             resources={"GPU": 1},
@@ -81,7 +81,7 @@ class Watched(RaytidePolicy):
             at_s=now_s,
             node_types=(SOLID, spot),
             nodes=tuple(_view(node, spot if node.is_spot else SOLID, now_s) for node in state.nodes),
-            endpoints=(EndpointView(endpoint, load, state.worth),),
+            endpoints=(EndpointView(endpoint, load, state.replica_value),),
             pools=tuple(
                 Pool("spot", z.name, 1, now_s + (0.0 if z.most else 60.0)) for z in zones if z.most is not None
             ),
@@ -110,7 +110,7 @@ def _view(node: FleetNode, node_type: NodeType, now_s: float) -> NodeView:
 
 
 def test_the_controller_buys_and_lets_go_what_the_simulator_does(setup: ServingSetup) -> None:
-    stage = Stage.of(setup)
+    stage = Scenario.of(setup)
     policy = Watched(setup, stage.work, stage.zones, stage.usd_h)
-    _live(Fleet(setup, stage.work, stage.zones), policy)
+    _live(SimulatedFleet(setup, stage.work, stage.zones), policy)
     assert policy.compared > 400 and policy.launches > 20 and policy.releases > 5

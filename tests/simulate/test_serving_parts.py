@@ -11,7 +11,7 @@ from raytide.core.errors import DataError
 from raytide.core.objects.node import CapacityType
 from raytide.simulate.serving.baselines import ServeTarget, SpotHedge
 from raytide.simulate.serving.bound import lower_bound_usd
-from raytide.simulate.serving.fleet import Fleet
+from raytide.simulate.serving.fleet import SimulatedFleet
 from raytide.simulate.serving.requests import Workload, workload
 from raytide.simulate.serving.setup import ServingSetup
 from raytide.simulate.serving.spot_zones import SpotZones, spot_zones
@@ -34,11 +34,13 @@ def always(*nodes: int) -> SpotZones:
     return SpotZones(tuple("abcdef"[: len(nodes)]), (0.0,), (nodes,))
 
 
-def fleet(setup: ServingSetup, arrivals_s: list[float], zones: SpotZones | None = None, **kinds: float) -> Fleet:
-    return Fleet(setup, work(arrivals_s, **kinds), zones or always(4))
+def fleet(
+    setup: ServingSetup, arrivals_s: list[float], zones: SpotZones | None = None, **kinds: float
+) -> SimulatedFleet:
+    return SimulatedFleet(setup, work(arrivals_s, **kinds), zones or always(4))
 
 
-def ready(fleet: Fleet, at_s: float, *, zone: int | None = None) -> None:
+def ready(fleet: SimulatedFleet, at_s: float, *, zone: int | None = None) -> None:
     replica = fleet.launch_ondemand() if zone is None else fleet.launch_spot(zone)
     assert replica is not None
     fleet.advance(at_s)

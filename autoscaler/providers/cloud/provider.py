@@ -17,7 +17,7 @@ from raytide.autoscaler.providers.base import Machine, Notice
 from raytide.autoscaler.providers.cloud.spot_prices import SpotPrices, instance_types
 from raytide.autoscaler.providers.notices.board import NoticeBoard
 from raytide.autoscaler.providers.poll import PollWatcher
-from raytide.autoscaler.providers.purchases import Purchase, Purchases, in_order
+from raytide.autoscaler.providers.purchases import PurchaseRecord, Purchases, in_order
 from raytide.core import ray_internals
 from raytide.core.clock import Clock
 from raytide.core.errors import ClusterError, ConfigError, ProviderError, RaytideError
@@ -76,7 +76,7 @@ class CloudProvider:
                 self._purchases.check_room()
                 self._create(node)
                 self._purchases.record(
-                    Purchase(node.id, node.type, node.zone, node.price_micro_usd_h, self._clock.now_s())
+                    PurchaseRecord(node.id, node.type, node.zone, node.price_micro_usd_h, self._clock.now_s())
                 )
                 cloud_ids = self._running().get(node.id)  # Ray's providers learn a node's tags by listing it
         if cloud_ids is not None:
@@ -111,7 +111,7 @@ class CloudProvider:
                     self._purchases.end(purchase.node_id, now_s, "the cloud took it away")
             return in_order([*self._purchases.over(), *live])
 
-    def _at_its_price(self, purchase: Purchase, now_s: float) -> Purchase:
+    def _at_its_price(self, purchase: PurchaseRecord, now_s: float) -> PurchaseRecord:
         """AWS asks the price of the moment for spot machines that run, too."""
         prices = self._spot_prices.last() if self._spot_prices is not None else {}
         price = prices.get((purchase.node_type, purchase.zone), purchase.price_micro_usd_h)
@@ -175,7 +175,7 @@ class CloudProvider:
         tags = self._cloud.node_tags(cloud_id)
         node_type, zone = tags.get(ray_internals.NODE_TYPE_TAG, ""), tags.get(_ZONE_TAG, "")
         if self._purchases.find(node_id) is None:
-            self._purchases.record(Purchase(node_id, node_type, zone, int(tags.get(_PRICE_TAG, 0)), now_s))
+            self._purchases.record(PurchaseRecord(node_id, node_type, zone, int(tags.get(_PRICE_TAG, 0)), now_s))
         if not ray_internals.is_set_up(tags) and node_type in self._types:
             self._set_up.begin(cloud_id, node_id, self._types[node_type], zone)
 

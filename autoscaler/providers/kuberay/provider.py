@@ -18,7 +18,7 @@ from typing import Any
 from raytide.autoscaler.providers.base import Machine, Notice
 from raytide.autoscaler.providers.kuberay.kube_api import KubeApi
 from raytide.autoscaler.providers.poll import PollWatcher
-from raytide.autoscaler.providers.purchases import Purchase, Purchases, in_order
+from raytide.autoscaler.providers.purchases import PurchaseRecord, Purchases, in_order
 from raytide.core.clock import Clock
 from raytide.core.errors import ConfigError, ProviderError
 from raytide.core.objects.node import Node, NodeType
@@ -76,7 +76,9 @@ class KubeRayProvider:
                 raise ProviderError(
                     f"worker group {node.type} is at its maxReplicas.", hint="Raise it in the RayCluster."
                 )
-            self._purchases.record(Purchase(node.id, node.type, node.zone, node.price_micro_usd_h, self._clock.now_s()))
+            self._purchases.record(
+                PurchaseRecord(node.id, node.type, node.zone, node.price_micro_usd_h, self._clock.now_s())
+            )
             self._align(index, group, self._pods())
 
     def terminate(self, node_id: str) -> None:
@@ -189,7 +191,7 @@ class KubeRayProvider:
         found.sort(key=lambda pod: (pod["metadata"].get("creationTimestamp", ""), pod["metadata"]["name"]))
         return [_pod(pod["metadata"], pod.get("spec", {}), pod.get("status", {})) for pod in found]
 
-    def _open(self, group: str) -> list[Purchase]:
+    def _open(self, group: str) -> list[PurchaseRecord]:
         bought = [purchase for purchase in self._purchases.open() if purchase.node_type == group]
         return sorted(bought, key=lambda purchase: (purchase.started_at_s, purchase.node_id))
 

@@ -19,7 +19,7 @@ MARK = "RAYTIDE_NODE"
 
 
 @dataclass(frozen=True, slots=True)
-class Purchase:
+class LocalMachine:
     """What was bought: `machine.json`."""
 
     node_id: str
@@ -55,11 +55,11 @@ class NodeFolder:
     def log(self) -> Path:
         return self.path / "log"
 
-    def purchase(self) -> Purchase | None:
+    def machine(self) -> LocalMachine | None:
         record = read_json(self.path / "machine.json")
-        return None if record is None else Purchase(**record)
+        return None if record is None else LocalMachine(**record)
 
-    def buy(self, purchase: Purchase) -> bool:
+    def buy(self, purchase: LocalMachine) -> bool:
         """Whether this call was the one that bought it."""
         return create_json(self.path / "machine.json", asdict(purchase))
 
@@ -102,7 +102,7 @@ class NodeFolder:
         """
         kill_marked(MARK, self.mark)
         said = read_json(self.path / "reason.json") or {"reason": "its process was killed"}
-        purchase = self.purchase()
+        purchase = self.machine()
         ended_at_s = now_s if purchase is None else max(now_s, purchase.started_at_s)
         create_json(self.path / "ended.json", {"ended_at_s": ended_at_s, "reason": said["reason"]})
         end = self.end()
@@ -135,5 +135,5 @@ def node_names(run_dir: Path) -> list[str]:
 def node_folders(run_dir: Path) -> list[NodeFolder]:
     """Every node that was ever bought, in order of purchase."""
     folders = (NodeFolder(path.parent) for path in (run_dir / "nodes").glob("*/machine.json"))
-    bought = [(purchase, folder) for folder in folders if (purchase := folder.purchase()) is not None]
+    bought = [(purchase, folder) for folder in folders if (purchase := folder.machine()) is not None]
     return [folder for _, folder in sorted(bought, key=lambda item: (item[0].started_at_s, item[0].slot))]

@@ -12,11 +12,11 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import GaugeMetricFamily
 
-from raytide.autoscaler.providers.local.files import NodeFolder, Purchase
+from raytide.autoscaler.providers.local.files import LocalMachine, NodeFolder
 from raytide.core.io.atomic_file import read_json, write_json
 
 
-def start_meter(folder: NodeFolder, purchase: Purchase) -> str:
+def start_meter(folder: NodeFolder, purchase: LocalMachine) -> str:
     """Serve the node's metrics page from a thread of this process; returns its `host:port`."""
     registry = CollectorRegistry()
     registry.register(_Gpus(folder, int(purchase.resources["GPU"])))

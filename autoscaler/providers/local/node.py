@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from raytide.autoscaler.providers.local.files import MARK, NodeFolder, Purchase
+from raytide.autoscaler.providers.local.files import MARK, LocalMachine, NodeFolder
 from raytide.autoscaler.providers.local.meter import start_meter
 from raytide.core import ray_internals
 from raytide.core.errors import ClusterError
@@ -29,7 +29,7 @@ _FIRST_PORT, _PORTS_PER_NODE, _NODES = 10_100, 4, 5_000
 def main(path: str, lock: str) -> int:
     os.set_inheritable(int(lock), False)  # held by this process alone: free means that the node is gone
     folder = NodeFolder(Path(path))
-    purchase = folder.purchase()
+    purchase = folder.machine()
     if purchase is None or folder.end() is not None:
         return 0
     this = Process.of(os.getpid(), f"node {folder.node_id}")
@@ -53,7 +53,7 @@ def main(path: str, lock: str) -> int:
     return 0
 
 
-def start_raylet(purchase: Purchase) -> Process:
+def start_raylet(purchase: LocalMachine) -> Process:
     """Start it and return at once; it joins the cluster a few seconds later."""
     raylet = Process.of(ray_internals.start_raylet(_parameters(purchase)), "raylet")
     if raylet is None:
@@ -61,7 +61,7 @@ def start_raylet(purchase: Purchase) -> Process:
     return raylet
 
 
-def _parameters(purchase: Purchase) -> dict[str, Any]:
+def _parameters(purchase: LocalMachine) -> dict[str, Any]:
     resources = dict(purchase.resources)
     metrics, export, listen, runtime_env = _ports(purchase)
     sockets = f"{purchase.temp_dir}/{purchase.slot}.{os.getpid()}"  # short: a socket's path has at most 107 characters
@@ -90,7 +90,7 @@ def _parameters(purchase: Purchase) -> dict[str, Any]:
     }
 
 
-def _ports(purchase: Purchase) -> tuple[int, ...]:
+def _ports(purchase: LocalMachine) -> tuple[int, ...]:
     """Ports for the agents: a raylet that knows them does not wait until its agents run (3.4 s instead of 5.0 s).
 
     Some agents listen on every address, so the ports follow from K and N; zeros (Ray chooses) when one is taken.

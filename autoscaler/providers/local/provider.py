@@ -15,7 +15,7 @@ from pathlib import Path
 
 from raytide.autoscaler.providers.base import Machine, Notice
 from raytide.autoscaler.providers.local.events import Watcher, poke
-from raytide.autoscaler.providers.local.files import MARK, NodeFolder, Purchase, node_names
+from raytide.autoscaler.providers.local.files import MARK, LocalMachine, NodeFolder, node_names
 from raytide.autoscaler.providers.local.spot import is_out_of_stock
 from raytide.core.clock import Clock
 from raytide.core.errors import ProviderError
@@ -68,7 +68,7 @@ class LocalProvider:
         with self._launching:
             if folder.end() is not None or folder.process() is not None:
                 return
-            if folder.purchase() is None and is_out_of_stock(self._run_dir, node_type.name, node.zone):
+            if folder.machine() is None and is_out_of_stock(self._run_dir, node_type.name, node.zone):
                 raise ProviderError(
                     f"no {node_type.name} to be had in {node.zone}: the pool is out of stock.",
                     hint="Another zone or node type may have some.",
@@ -86,7 +86,7 @@ class LocalProvider:
     def terminate(self, node_id: str) -> None:
         """Ask the node to end and return; a thread sees to it that nothing of it is left within a few seconds."""
         folder = NodeFolder(self._run_dir / "nodes" / node_id)
-        if folder.purchase() is None or folder.end() is not None:
+        if folder.machine() is None or folder.end() is not None:
             return
         with suppress(OSError):  # a full disk keeps the reason from being written, not the node from being ended
             folder.announce_end("terminated")
@@ -98,7 +98,7 @@ class LocalProvider:
     def machines(self) -> tuple[Machine, ...]:
         found = dict(self._over)
         for folder in self._not_over():
-            purchase, over = folder.purchase(), folder.end()
+            purchase, over = folder.machine(), folder.end()
             if purchase is None:
                 continue
             if over is None:
@@ -148,9 +148,9 @@ class LocalProvider:
             self._watcher.close()
             self._watcher = None
 
-    def _purchase(self, node: Node, node_type: NodeType) -> Purchase:
+    def _purchase(self, node: Node, node_type: NodeType) -> LocalMachine:
         live = [folder for folder in self._not_over() if folder.end() is None]
-        taken = {purchase.slot for folder in live if (purchase := folder.purchase()) is not None}
+        taken = {purchase.slot for folder in live if (purchase := folder.machine()) is not None}
         # the next address in turn: a fresh node does not sit where one has just died
         turn = len(node_names(self._run_dir)) - 1  # its own folder is there already
         slots = [_SLOTS[(turn + i) % len(_SLOTS)] for i in range(len(_SLOTS))]
@@ -159,7 +159,7 @@ class LocalProvider:
             raise ProviderError(
                 f"all {len(_SLOTS)} addresses 127.0.{self._k}.N are in use.", hint="End some nodes first."
             )
-        return Purchase(
+        return LocalMachine(
             node_id=node.id,
             node_type=node_type.name,
             zone=node.zone,

@@ -47,6 +47,6 @@ def is_out_of_stock(run_dir: Path, node_type: str, zone: str) -> bool:
 
 def _bought(run_dir: Path, node_id: str) -> NodeFolder:
     folder = NodeFolder(run_dir / "nodes" / node_id)
-    if folder.purchase() is None:
+    if folder.machine() is None:
         raise NotFoundError(f"the local provider has no node {node_id}.", hint="`raytide status` lists the nodes.")
     return folder

@@ -7,7 +7,7 @@ from datetime import datetime
 
 import httpx
 
-from raytide.autoscaler.providers.notices.base import MetadataService, Told, read
+from raytide.autoscaler.providers.notices.base import CloudNotice, MetadataService, read
 
 __all__ = ["REBALANCE_S", "AwsMetadata"]
 
@@ -26,12 +26,14 @@ class AwsMetadata:
         self._service = MetadataService(url)
         self._token = ""  # fetched later  # nosec B105
 
-    def told(self, now_s: float) -> Told | None:
+    def pending_notice(self, now_s: float) -> CloudNotice | None:
         if (action := self._read(_SPOT)) is not None:
-            return read(action, lambda said: Told(_seconds(said["time"]), f"spot/instance-action {said['action']}"))
+            return read(
+                action, lambda said: CloudNotice(_seconds(said["time"]), f"spot/instance-action {said['action']}")
+            )
         if (recommended := self._read(_REBALANCE)) is not None:
             at_s = read(recommended, lambda said: _seconds(said["noticeTime"]))
-            return Told(at_s + REBALANCE_S, "a rebalance recommendation")
+            return CloudNotice(at_s + REBALANCE_S, "a rebalance recommendation")
         return None
 
     def _read(self, path: str) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-from raytide.autoscaler.providers.notices.base import MetadataService, Told, read
+from raytide.autoscaler.providers.notices.base import CloudNotice, MetadataService, read
 
 __all__ = ["AzureMetadata"]
 
@@ -22,13 +22,13 @@ class AzureMetadata:
         self._service = MetadataService(url or "http://169.254.169.254", {"Metadata": "true"})
         self._name = ""
 
-    def told(self, now_s: float) -> Told | None:
+    def pending_notice(self, now_s: float) -> CloudNotice | None:
         self._name = self._name or self._service.text(_NAME) or ""
         return read(self._service.text(_EVENTS) or "{}", lambda said: self._first(said.get("Events", []), now_s))
 
-    def _first(self, events: list[dict[str, Any]], now_s: float) -> Told | None:
+    def _first(self, events: list[dict[str, Any]], now_s: float) -> CloudNotice | None:
         mine = [e for e in events if e["EventType"] in _LEAVES and self._name in e.get("Resources", [])]
-        told = [Told(_deadline_s(event, now_s), f"scheduled event {event['EventType']}") for event in mine]
+        told = [CloudNotice(_deadline_s(event, now_s), f"scheduled event {event['EventType']}") for event in mine]
         return min(told, key=lambda each: each.deadline_s, default=None)
 
 

@@ -11,7 +11,7 @@ import httpx
 
 from raytide.core.errors import ClusterError
 
-__all__ = ["Metadata", "MetadataService", "Told", "read"]
+__all__ = ["CloudNotice", "Metadata", "MetadataService", "read"]
 
 T = TypeVar("T")
 
@@ -19,7 +19,7 @@ _TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class CloudNotice:
     """The machine goes at `deadline_s` (seconds since the epoch), or should be empty by then."""
 
     deadline_s: float
@@ -30,7 +30,7 @@ class Told:
 class Metadata(Protocol):
     """One cloud's metadata service, as seen from one of its machines."""
 
-    def told(self, now_s: float) -> Told | None:
+    def pending_notice(self, now_s: float) -> CloudNotice | None:
         """What it says now, the most urgent if several; ClusterError when it does not answer."""
 
 

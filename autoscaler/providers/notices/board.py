@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from raytide.autoscaler.providers.base import Notice
-from raytide.autoscaler.providers.notices.base import Told
+from raytide.autoscaler.providers.notices.base import CloudNotice
 from raytide.core.errors import ClusterError
 from raytide.core.ray_internals import GcsClient
 
@@ -25,7 +25,7 @@ class NoticeBoard:
         self._connect = connect
         self._client: GcsClient | None = None
 
-    def pin(self, node_id: str, told: Told) -> None:
+    def pin(self, node_id: str, told: CloudNotice) -> None:
         body = json.dumps(asdict(told)).encode()
         self._call(lambda gcs: gcs.internal_kv_put(_PREFIX + node_id.encode(), body, True, _NAMESPACE, _TIMEOUT_S))
 
@@ -37,7 +37,9 @@ class NoticeBoard:
         if not keys:
             return ()
         pinned = self._call(lambda gcs: gcs.internal_kv_multi_get(keys, _NAMESPACE, _TIMEOUT_S))
-        told = {key.decode().removeprefix(_PREFIX.decode()): Told(**json.loads(body)) for key, body in pinned.items()}
+        told = {
+            key.decode().removeprefix(_PREFIX.decode()): CloudNotice(**json.loads(body)) for key, body in pinned.items()
+        }
         return tuple(Notice(node_id, each.deadline_s) for node_id, each in sorted(told.items()))
 
     def _call(self, ask: Callable[[GcsClient], Any]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from raytide.autoscaler.providers.notices.base import MetadataService, Told
+from raytide.autoscaler.providers.notices.base import CloudNotice, MetadataService
 
 __all__ = ["MAINTENANCE_S", "PREEMPTED_S", "GcpMetadata"]
 
@@ -24,12 +24,12 @@ class GcpMetadata:
         self._service = MetadataService(url or f"http://{host}", {"Metadata-Flavor": "Google"})
         self._since_s: dict[str, float] = {}
 
-    def told(self, now_s: float) -> Told | None:
+    def pending_notice(self, now_s: float) -> CloudNotice | None:
         if self._service.text(f"{_INSTANCE}/preempted") == "TRUE":
-            return Told(self._since("preempted", now_s) + PREEMPTED_S, "preempted")
+            return CloudNotice(self._since("preempted", now_s) + PREEMPTED_S, "preempted")
         event = self._service.text(f"{_INSTANCE}/maintenance-event") or "NONE"
         if event.startswith("TERMINATE"):  # MIGRATE_ON_HOST_MAINTENANCE keeps it running
-            return Told(self._since(event, now_s) + MAINTENANCE_S, f"maintenance-event {event}")
+            return CloudNotice(self._since(event, now_s) + MAINTENANCE_S, f"maintenance-event {event}")
         return None
 
     def _since(self, event: str, now_s: float) -> float:

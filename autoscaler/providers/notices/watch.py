@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 from raytide.autoscaler.providers.notices.aws import AwsMetadata
 from raytide.autoscaler.providers.notices.azure import AzureMetadata
-from raytide.autoscaler.providers.notices.base import Metadata, Told
+from raytide.autoscaler.providers.notices.base import CloudNotice, Metadata
 from raytide.autoscaler.providers.notices.board import NoticeBoard
 from raytide.autoscaler.providers.notices.gcp import GcpMetadata
 from raytide.core.clock import Clock, SystemClock
@@ -18,7 +18,7 @@ from raytide.core.errors import ClusterError
 from raytide.core.logs import log_to, logger
 from raytide.core.ray_internals import gcs_client
 
-__all__ = ["CLOUDS", "Watch", "board_at"]
+__all__ = ["CLOUDS", "NoticeWatcher", "board_at"]
 
 CLOUDS: Mapping[str, Callable[[], Metadata]] = {"aws": AwsMetadata, "gcp": GcpMetadata, "azure": AzureMetadata}
 """By Ray's name of the provider."""
@@ -28,16 +28,16 @@ _EVERY_S = 2.0
 log = logger(__name__)
 
 
-class Watch:
+class NoticeWatcher:
     """`look` is one pass. What could not be asked or told is tried again by the next."""
 
     def __init__(self, node_id: str, metadata: Metadata, board: NoticeBoard, clock: Clock) -> None:
         self._node_id, self._metadata, self._board, self._clock = node_id, metadata, board, clock
-        self._last: Told | str | None = None
+        self._last: CloudNotice | str | None = None
 
-    def look(self) -> Told | None:
+    def look(self) -> CloudNotice | None:
         try:
-            told = self._metadata.told(self._clock.now_s())
+            told = self._metadata.pending_notice(self._clock.now_s())
             if told is not None:
                 self._board.pin(self._node_id, told)  # each time: a GCS that was restarted knows nothing of it
         except ClusterError as error:
@@ -46,7 +46,7 @@ class Watch:
         self._say(told)
         return told
 
-    def _say(self, now: Told | str | None) -> None:
+    def _say(self, now: CloudNotice | str | None) -> None:
         """Only what is new."""
         if now != self._last:
             log.info("the cloud said", extra={"node": self._node_id, "said": "nothing" if now is None else str(now)})
@@ -60,7 +60,7 @@ def board_at(gcs_address: str) -> NoticeBoard:
 def main(cloud: str, node_id: str, gcs_address: str) -> None:
     log_to()
     clock = SystemClock()
-    watch = Watch(node_id, CLOUDS[cloud](), board_at(gcs_address), clock)
+    watch = NoticeWatcher(node_id, CLOUDS[cloud](), board_at(gcs_address), clock)
     while True:
         watch.look()
         clock.sleep(_EVERY_S)

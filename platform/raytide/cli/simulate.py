@@ -149,14 +149,14 @@ def serving(
     """
     options: dict[str, Any] = {key: value for key, value in locals().items() if key not in ("plot", "json")}
     from raytide.core.objects.node import CapacityType
-    from raytide.simulate.serving.compare import Stage
+    from raytide.simulate.serving.compare import Scenario
     from raytide.simulate.serving.setup import ServingSetup
 
     setup = ServingSetup.parse(options, where="simulate serving")
     if plot is not None and not plot.parent.is_dir():
         raise UsageError(f"there is no folder {plot.parent} for the page.", hint="Make it, or name another.")
-    stage = Stage.of(setup)
-    result = stage.play(setup.policy)
+    stage = Scenario.of(setup)
+    result = stage.run(setup.policy)
     bound_usd = stage.lower_bound_usd()
     if plot is not None:
         from raytide.simulate.serving.plot import write_page

@@ -54,7 +54,7 @@ from raytide.jobs.admission.priority import LAST_SHARE
 from raytide.jobs.admission.scheduler import queued_jobs
 from raytide.jobs.admission.start_forecast import forecast_starts
 from raytide.jobs.lifecycle.pending_reason import why_forming
-from raytide.ledger.leaving import Leaving
+from raytide.ledger.leaving import RecentlyReleased
 from raytide.ledger.occupancy import holders, occupancies
 
 log = logger(__name__)
@@ -74,7 +74,7 @@ class Controller:
         self._live_path = live_path
         self._node_types = {node_type.name: node_type for node_type in config.node_types}
         self._serving = ServeSync(sources.serve)
-        self._idle, self._leaving, self._silence = IdleClock(), Leaving(), DriverSilence()
+        self._idle, self._leaving, self._silence = IdleClock(), RecentlyReleased(), DriverSilence()
         self._learned = Learned(live_path.with_name("learned.json"))
         known = self._learned.known
         self._traffics = TrafficMonitor(config.node_types, known.speeds, known.starts)
@@ -113,7 +113,7 @@ class Controller:
         world = self._look(book, now_s, wall_ahead_s)
         if world.ray_nodes is not None:
             self._idle = self._idle.observe(world.ray_nodes, now_s)
-        self._idle = self._idle.hear(world.use, metered(book, self._node_types))
+        self._idle = self._idle.observe_meters(world.use, metered(book, self._node_types))
         self._quarantine.begin(book.jobs, book.endpoints, now_s)
         advance(book, world, now_s, self._quarantine.guard)
         for name, endpoint in book.endpoints.items():
@@ -185,7 +185,7 @@ class Controller:
             self._sources.meters.watch(living, self._idle.since_s)
         loads = self._quarantine.attempt(
             "traffic",
-            lambda: self._traffics.measured(world.loads, book.endpoints.values(), book.nodes.values()),
+            lambda: self._traffics.with_traffic(world.loads, book.endpoints.values(), book.nodes.values()),
             dict(world.loads),
         )
         return replace(world, loads=loads)
@@ -218,7 +218,7 @@ class Controller:
     def _record(self, book: ClusterRecords, outcome: Outcome, now_s: float) -> None:
         """What only the doing could tell, with what it means for the pools."""
         before = [book.nodes[node_id] for node_id in outcome.nodes]
-        rested = launch_backoff.after(tuple(book.pools.values()), before, outcome.nodes.values(), now_s)
+        rested = launch_backoff.update_pools(tuple(book.pools.values()), before, outcome.nodes.values(), now_s)
         changed = tuple(pool for pool in rested if book.pools.get((pool.node_type, pool.zone)) != pool)
         self._store.commit(Changes(at_s=now_s, nodes=tuple(outcome.nodes.values()), pools=changed))
 

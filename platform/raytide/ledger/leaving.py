@@ -17,33 +17,33 @@ GRACE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Left:
+class _Released:
     resources: Resources
     until_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class Leaving:
+class RecentlyReleased:
     """`observe` at each look; `held` is what `occupancies` wants."""
 
     before: Held = field(default_factory=dict)
-    left: Mapping[tuple[str, Holder], _Left] = field(default_factory=dict)
+    released: Mapping[tuple[str, Holder], _Released] = field(default_factory=dict)
 
     @property
     def held(self) -> Held:
         held: dict[str, dict[Holder, Resources]] = {}
-        for (node_id, holder), gone in self.left.items():
+        for (node_id, holder), gone in self.released.items():
             held.setdefault(node_id, {})[holder] = gone.resources
         return held
 
-    def observe(self, now: Held, now_s: float) -> Leaving:
+    def observe(self, now: Held, now_s: float) -> RecentlyReleased:
         """Whoever holds less than at the last look has let go of the difference."""
-        left = {key: gone for key, gone in self.left.items() if now_s < gone.until_s}
+        left = {key: gone for key, gone in self.released.items() if now_s < gone.until_s}
         for node_id, holders in self.before.items():
             for holder, had in holders.items():
                 rest = minus(had, now.get(node_id, {}).get(holder, {}))
                 if less := {name: amount for name, amount in rest.items() if amount > 0}:
                     key = (node_id, holder)
                     earlier = left[key].resources if key in left else {}
-                    left[key] = _Left(plus(earlier, less), now_s + GRACE_S)
-        return Leaving(now, left)
+                    left[key] = _Released(plus(earlier, less), now_s + GRACE_S)
+        return RecentlyReleased(now, left)

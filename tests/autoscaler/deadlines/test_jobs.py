@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.autoscaler.deadlines.deadline_world import SOLID, SPOT, Story, spells
 
 from raytide.autoscaler.deadlines import jobs as deadline_jobs
-from raytide.autoscaler.deadlines.jobs import PREFERS_ON_DEMAND, outlooks, with_market_constraints
+from raytide.autoscaler.deadlines.jobs import PREFERS_ON_DEMAND, spot_forecasts, with_market_constraints
 from raytide.autoscaler.spot.pool_availability import PoolAvailability
 from raytide.control.wire import from_json, to_json
 from raytide.core.objects.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
@@ -166,7 +166,7 @@ def test_a_pool_that_refuses_is_there_for_whom_a_ready_node_of_it_has_room_and_i
 
 def test_what_is_known_of_spot_and_what_was_decided_survive_the_way_to_another_process() -> None:
     seen = Snapshot(NOW_S, (SPOT, SOLID), jobs=(job(12, 3),))
-    seen = with_market_constraints(replace(seen, spot=outlooks(PoolAvailability(), seen)))
+    seen = with_market_constraints(replace(seen, spot=spot_forecasts(PoolAvailability(), seen)))
     assert seen.spot[0].pools == ("v100.spot/a", "v100.spot/b")
     there = from_json(Snapshot, json.loads(json.dumps(to_json(seen))))
     assert (there.spot, there.stances) == (seen.spot, seen.stances)

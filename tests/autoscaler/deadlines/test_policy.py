@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raytide.autoscaler.deadlines.policy import Allocation, DeadlineJob, Decision, ZoneView, decide
+from raytide.autoscaler.deadlines.policy import Allocation, DeadlineDecision, DeadlineJob, ZoneView, decide
 from raytide.autoscaler.deadlines.value_iteration import Values, solve
 from raytide.autoscaler.spot.availability_model import AGES_S, BANDS, PRIOR_HAZARD, AvailabilityModel, band
 
@@ -26,7 +26,7 @@ def values(spells: tuple[int, ...] = (), zones: int = 1) -> Values:
         for _ in range(ticks):
             learned.observe(tick * 300.0, [number % 2 == 0] * zones)
             tick += 1
-    return solve(learned.market(), left_s=22 * HOUR_S, work_s=10 * HOUR_S, restart_s=RESTART_S, price_ratio=0.3)
+    return solve(learned.current_rates(), left_s=22 * HOUR_S, work_s=10 * HOUR_S, restart_s=RESTART_S, price_ratio=0.3)
 
 
 def job(left_h: float, work_h: float, held: Allocation = None, starting_s: float = 0.0) -> DeadlineJob:
@@ -60,7 +60,7 @@ def test_a_zone_that_never_lives_through_a_start_is_left_alone() -> None:
 
 def test_a_lost_zone_counts_as_nothing_held() -> None:
     decision = decide(job(15, 10, held=0), [gone(0)], values(STEADY))
-    assert decision.action == "wait" and decision.held is None
+    assert decision.action == "wait" and decision.allocation is None
 
 
 def test_a_short_drought_of_a_steady_market_is_waited_out_only_while_there_is_slack() -> None:
@@ -69,15 +69,15 @@ def test_a_short_drought_of_a_steady_market_is_waited_out_only_while_there_is_sl
 
 
 def test_on_demand_is_left_for_a_steady_zone() -> None:
-    assert decide(job(15, 10, held="on_demand"), [up(5)], values(STEADY)).held == 0
+    assert decide(job(15, 10, held="on_demand"), [up(5)], values(STEADY)).allocation == 0
 
 
 def test_the_zone_that_lived_longer_is_taken() -> None:
     learned = AvailabilityModel(2)
     for tick in range(2000):
         learned.observe(tick * 900.0, [tick % 40 < 30, tick % 3 == 0])
-    table = solve(learned.market(), left_s=22 * HOUR_S, work_s=10 * HOUR_S, restart_s=RESTART_S, price_ratio=0.3)
-    assert decide(job(15, 10), [up(4), up(0.1)], table).held == 0
+    table = solve(learned.current_rates(), left_s=22 * HOUR_S, work_s=10 * HOUR_S, restart_s=RESTART_S, price_ratio=0.3)
+    assert decide(job(15, 10), [up(4), up(0.1)], table).allocation == 0
 
 
 def test_the_reason_names_the_costs_of_the_alternatives() -> None:
@@ -103,7 +103,7 @@ def test_no_market_makes_a_job_late_that_could_finish_on_demand(
     ages = np.zeros(len(zones))
     was = [False] * len(zones)
     tick = 0
-    decision: Decision
+    decision: DeadlineDecision
     while work:
         assert left > 0
         now = [zone[tick % len(zone)] for zone in zones]
@@ -111,9 +111,9 @@ def test_no_market_makes_a_job_late_that_could_finish_on_demand(
         views = [ZoneView(is_up, age) for is_up, age in zip(now, ages, strict=True)]
         here = DeadlineJob(left * 900.0, work * 900.0, restart * 900.0, 900.0, held, starting * 900.0)
         decision = decide(here, views, table)
-        assert not isinstance(decision.held, int) or now[decision.held]
-        if decision.held != held or (isinstance(held, int) and not now[held]):
-            held, starting = decision.held, restart if decision.held is not None else 0
+        assert not isinstance(decision.allocation, int) or now[decision.allocation]
+        if decision.allocation != held or (isinstance(held, int) and not now[held]):
+            held, starting = decision.allocation, restart if decision.allocation is not None else 0
         if starting:
             starting -= 1
         elif held is not None:
@@ -123,10 +123,10 @@ def test_no_market_makes_a_job_late_that_could_finish_on_demand(
 
 def test_hazards_follow_what_was_seen_and_the_other_ages_where_nothing_was() -> None:
     learned = AvailabilityModel(1)
-    assert learned.market().lost == pytest.approx(PRIOR_HAZARD)
+    assert learned.current_rates().lost == pytest.approx(PRIOR_HAZARD)
     for tick in range(4000):
         learned.observe(tick * 900.0, [tick % 4 < 2])  # half an hour up, half an hour gone
-    market = learned.market()
+    market = learned.current_rates()
     assert market.lost[1] > 5 * market.lost[0]
     assert market.found[1] > 5 * market.found[0]
     restless = market.lost[2:] / PRIOR_HAZARD[2:]
@@ -139,7 +139,7 @@ def test_a_zone_never_up_at_two_looks_in_a_row_is_not_expected_to_be() -> None:
     learned = AvailabilityModel(1)
     for tick in range(6000):
         learned.observe(tick * 900.0, [tick % 3 == 0])
-    assert np.exp(-learned.market().lost[0] * 900.0) < 0.2
+    assert np.exp(-learned.current_rates().lost[0] * 900.0) < 0.2
 
 
 def test_every_spell_and_every_drought_that_ended_is_counted() -> None:
@@ -153,7 +153,7 @@ def test_a_zone_that_takes_over_is_told_from_a_market_that_is_gone() -> None:
     learned = AvailabilityModel(2)
     for tick in range(4000):
         learned.observe(tick * 900.0, [tick % 8 < 5, tick % 8 >= 4])  # they overlap: one is always there
-    market = learned.market()
+    market = learned.current_rates()
     assert market.switched.sum() > 20 * market.lost[:3].sum() * 0.1
     assert market.lost[2] < 0.1 * market.switched[2].sum()
 
@@ -162,13 +162,13 @@ def test_what_was_learned_fades() -> None:
     learned = AvailabilityModel(1)
     for tick in range(2000):
         learned.observe(tick * 900.0, [tick % 2 == 0])
-    before = learned.market().lost[0]
+    before = learned.current_rates().lost[0]
     for tick in range(2000, 12000):
         learned.observe(tick * 900.0, [True])
     learned.observe(12000 * 900.0, [False])
     for tick in range(12001, 12200):
         learned.observe(tick * 900.0, [tick % 30 > 0])
-    assert learned.market().lost[0] < before / 3
+    assert learned.current_rates().lost[0] < before / 3
 
 
 def test_bands_begin_at_their_ages() -> None:

@@ -27,15 +27,15 @@ def load(at_s: float, seated: str, answering: str = "") -> EndpointLoad:
 def start(watch: StartMeter, host: Node, at_s: float, took_s: float) -> None:
     """Of a replica on its node: its process is seen, and then it answers."""
     hosts = {host.ray_node_id: host}
-    watch.hear(load(at_s, host.id), hosts, "m")
-    watch.hear(load(at_s + took_s, host.id, host.id), hosts, "m")
-    watch.hear(load(at_s + took_s + 1.0, ""), {}, "m")
-    watch.hear(load(at_s + took_s + FORGET_S + 2.0, ""), {}, "m")
+    watch.observe(load(at_s, host.id), hosts, "m")
+    watch.observe(load(at_s + took_s, host.id, host.id), hosts, "m")
+    watch.observe(load(at_s + took_s + 1.0, ""), {}, "m")
+    watch.observe(load(at_s + took_s + FORGET_S + 2.0, ""), {}, "m")
 
 
 def test_the_time_of_a_bought_node_counts_from_its_order_and_is_a_high_quantile_of_enough_of_them() -> None:
     watch = StartMeter()
-    watch.hear(load(0.0, ""), {}, "m")
+    watch.observe(load(0.0, ""), {}, "m")
     for number, ready_s in enumerate((40.0, 50.0, 60.0, 70.0, 80.0)):
         assert watch.cold_start_s is None
         begin_s = 10_000.0 * (number + 1)
@@ -47,7 +47,7 @@ def test_the_time_of_a_bought_node_counts_from_its_order_and_is_a_high_quantile_
 
 def test_a_node_that_was_there_tells_only_where_none_is_bought() -> None:
     watch = StartMeter()
-    watch.hear(load(0.0, ""), {}, "m")
+    watch.observe(load(0.0, ""), {}, "m")
     for number in range(ENOUGH):
         start(watch, node("a", 0.0, 10.0, subject="minimum"), 10_000.0 * (number + 1), 15.0)
     assert watch.cold_start_s == pytest.approx(15.0)
@@ -57,32 +57,32 @@ def test_a_node_that_was_there_tells_only_where_none_is_bought() -> None:
 
 def test_a_replica_that_comes_to_a_bought_node_later_or_second_found_it_there() -> None:
     watch, hosts = StartMeter(), {"a": node("a", 0.0, 100.0)}
-    watch.hear(load(0.0, ""), {}, "m")
+    watch.observe(load(0.0, ""), {}, "m")
     start(watch, hosts["a"], 5000.0, 15.0)
     assert [(s.is_bought, s.seconds) for s in watch.starts] == [(False, 15.0)]
     both, first = ReplicaLoad("r2", 6030.0, node="a"), ReplicaLoad("r1", 6020.0, node="a")
-    watch.hear(EndpointLoad(6000.0, 0.0, 0, ("a", "a")), hosts, "m")
-    watch.hear(EndpointLoad(6020.0, 0.0, 1, ("a", "a"), (first,)), hosts, "m")
-    watch.hear(EndpointLoad(6030.0, 0.0, 2, ("a", "a"), (first, both)), hosts, "m")
+    watch.observe(EndpointLoad(6000.0, 0.0, 0, ("a", "a")), hosts, "m")
+    watch.observe(EndpointLoad(6020.0, 0.0, 1, ("a", "a"), (first,)), hosts, "m")
+    watch.observe(EndpointLoad(6030.0, 0.0, 2, ("a", "a"), (first, both)), hosts, "m")
     assert [s.seconds for s in watch.starts][1:] == [20.0, 30.0]
 
 
 def test_who_is_there_at_the_first_look_or_only_fell_silent_tells_nothing() -> None:
     watch, hosts = StartMeter(), {"a": node("a", 0.0, 100.0), "b": node("b", 0.0, 100.0)}
-    watch.hear(load(110.0, "ab", "a"), hosts, "m")
-    watch.hear(load(120.0, "ab", "ab"), hosts, "m")
-    watch.hear(load(130.0, "ab", "b"), hosts, "m")
-    watch.hear(load(140.0, "ab", "ab"), hosts, "m")
+    watch.observe(load(110.0, "ab", "a"), hosts, "m")
+    watch.observe(load(120.0, "ab", "ab"), hosts, "m")
+    watch.observe(load(130.0, "ab", "b"), hosts, "m")
+    watch.observe(load(140.0, "ab", "ab"), hosts, "m")
     assert not watch.starts
 
 
 def test_clocks_that_jump_leave_no_start_behind() -> None:
     watch, host = StartMeter(), node("a", 0.0, 10.0)
-    watch.hear(load(0.0, ""), {}, "m")
+    watch.observe(load(0.0, ""), {}, "m")
     for until_s in (5.0, 30.0 + LONGEST_S + 1.0):
-        watch.hear(load(20.0, "a"), {"a": host}, "m")
-        watch.hear(load(until_s, "a", "a"), {"a": host}, "m")
-        watch.hear(load(until_s + 2 * FORGET_S, ""), {}, "m")
+        watch.observe(load(20.0, "a"), {"a": host}, "m")
+        watch.observe(load(until_s, "a", "a"), {"a": host}, "m")
+        watch.observe(load(until_s + 2 * FORGET_S, ""), {}, "m")
     assert not watch.starts
 
 

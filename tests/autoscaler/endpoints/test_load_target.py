@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytide.autoscaler.endpoints import targets
-from raytide.autoscaler.endpoints.load_target import needed, replicas_for, request_s
+from raytide.autoscaler.endpoints.load_target import load_target, replicas_for, request_s
 from raytide.core.objects.endpoint import (
     Endpoint,
     EndpointLoad,
@@ -54,7 +54,7 @@ def test_a_faster_replica_carries_more_requests(
 ) -> None:
     told = load(*(0.1 for _ in held), ongoing=ongoing, traffic=mixed(*held, next_pace=next_pace))
     assert targets.wanted(SPEC, told) == replicas
-    assert "where they are slowest" in needed(REPLICAS, told).reason
+    assert "where they are slowest" in load_target(REPLICAS, told).reason
 
 
 @given(
@@ -76,7 +76,7 @@ def test_more_work_never_asks_for_fewer_replicas_whoever_is_there(
 def test_kv_caches_that_fill_ask_for_more_at_the_same_number_of_requests(kv: tuple[float, ...], replicas: int) -> None:
     assert targets.wanted(SPEC, load(*kv)) == replicas
     if replicas > 1:
-        assert "KV caches are full, 0.85 of each is meant to be" in needed(REPLICAS, load(*kv)).reason
+        assert "KV caches are full, 0.85 of each is meant to be" in load_target(REPLICAS, load(*kv)).reason
 
 
 def test_requests_that_wait_for_room_ask_for_the_room_that_they_will_fill() -> None:
@@ -89,18 +89,18 @@ def test_the_rate_of_work_asks_by_the_measured_speed_and_for_what_piles_up_until
     assert request_s(100.0, 400.0, speed) == pytest.approx(20.1 / 8)
     busy = Traffic(requests_rps=1.0, ahead_rps=1.9, request_s=2.0)
     enough, one = load(0.1, 0.1, 0.1, 0.1, traffic=busy), load(0.1, traffic=busy)
-    assert needed(REPLICAS, enough).replicas == pytest.approx(4.0)
-    assert "1.90 requests/s of 2.00 replica-seconds each" in needed(REPLICAS, enough).reason
-    assert needed(REPLICAS, one).replicas == pytest.approx(4.0 + (3.8 - 1) * REPLICAS.cold_start_s / 120)
+    assert load_target(REPLICAS, enough).replicas == pytest.approx(4.0)
+    assert "1.90 requests/s of 2.00 replica-seconds each" in load_target(REPLICAS, enough).reason
+    assert load_target(REPLICAS, one).replicas == pytest.approx(4.0 + (3.8 - 1) * REPLICAS.cold_start_s / 120)
     queue = replace(one, replicas=tuple(replace(replica, waiting=30.0, kv_use=0.0) for replica in one.replicas))
-    assert needed(REPLICAS, queue).replicas == pytest.approx(4.0 + (2.8 * REPLICAS.cold_start_s + 30 * 2.0) / 120)
+    assert load_target(REPLICAS, queue).replicas == pytest.approx(4.0 + (2.8 * REPLICAS.cold_start_s + 30 * 2.0) / 120)
 
 
 def test_late_first_tokens_ask_for_one_more_than_answer() -> None:
     spec, late = REPLICAS.model_copy(update={"slo_ttft_s": 1.0}), Traffic(ttft_s=1.5)
-    assert needed(spec, load(0.1, 0.1, traffic=late)).replicas == 3
-    assert needed(spec, load(0.1, 0.1, traffic=replace(late, ttft_s=0.5))).replicas < 1
-    assert needed(REPLICAS, load(0.1, 0.1, traffic=late)).replicas < 1
+    assert load_target(spec, load(0.1, 0.1, traffic=late)).replicas == 3
+    assert load_target(spec, load(0.1, 0.1, traffic=replace(late, ttft_s=0.5))).replicas < 1
+    assert load_target(REPLICAS, load(0.1, 0.1, traffic=late)).replicas < 1
 
 
 amounts = st.floats(0, 50)

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raytide.autoscaler.endpoints.queue_simulator import CounterfactualFleets, ReplicaSpeed, Served, convex
+from raytide.autoscaler.endpoints.queue_simulator import CounterfactualFleets, ReplicaSpeed, RequestBatch, convex
 from raytide.autoscaler.endpoints.replica_placement import FleetNode, FleetPlan, FleetState, ReplicaPool
 from raytide.autoscaler.endpoints.replica_value import (
     HysteresisCount,
-    Observation,
+    IntervalStats,
     ReplicaValueModel,
     SavedModel,
     ServingGoal,
@@ -27,17 +27,19 @@ from raytide.autoscaler.endpoints.replica_value import (
 from raytide.autoscaler.endpoints.traffic import MEMORY_S, RequestRate
 from raytide.autoscaler.spot.reclaim_hazard import ReclaimHazard
 from raytide.core.objects.endpoint import ReplicaValue
-from raytide.simulate.serving.zone_backoff import LONGEST_REST_S, ZoneBackoff
+from raytide.simulate.serving.zone_backoff import LONGEST_BACKOFF_S, ZoneBackoff
 
 SPEED = ReplicaSpeed(prefill_tps=1500.0, slots=8, tpot_s=0.06)
 PROMPT_OF_A_SECOND = 1500.0
 ONDEMAND = "on demand"
 
 
-def served(from_s: float, until_s: float, arrivals_s: list[float], outputs: float = 20.0) -> Served:
+def served(from_s: float, until_s: float, arrivals_s: list[float], outputs: float = 20.0) -> RequestBatch:
     """Requests with a prefill of one second each."""
     count = len(arrivals_s)
-    return Served(from_s, until_s, np.array(arrivals_s), np.full(count, PROMPT_OF_A_SECOND), np.full(count, outputs))
+    return RequestBatch(
+        from_s, until_s, np.array(arrivals_s), np.full(count, PROMPT_OF_A_SECOND), np.full(count, outputs)
+    )
 
 
 def goal(zones: Sequence[str], slo_target: float = 0.99, max_replicas: int = 8) -> ServingGoal:
@@ -46,12 +48,12 @@ def goal(zones: Sequence[str], slo_target: float = 0.99, max_replicas: int = 8) 
 
 def busy_memory(zones: Sequence[str], rps: int = 2, slo_target: float = 0.99) -> ReplicaValueModel:
     """An hour and a half of that many requests at the start of every second."""
-    memory = ReplicaValueModel.of(goal(zones, slo_target))
+    memory = ReplicaValueModel.from_goal(goal(zones, slo_target))
     for at_s in range(20, 5400, 20):
         came = served(
             at_s - 20.0, float(at_s), [float(second) for second in range(at_s - 20, at_s) for _ in range(rps)]
         )
-        memory.learn(Observation(float(at_s), 20.0, 20 * rps, 0, 0, came, {}, 0), ReclaimHazard())
+        memory.learn(IntervalStats(float(at_s), 20.0, 20 * rps, 0, 0, came, {}, 0), ReclaimHazard())
     return memory
 
 
@@ -71,7 +73,7 @@ def plan(
     pools = [ReplicaPool(z, usd_h, True, hazard.per_h(z, now_s), most.get(z)) for z, usd_h in prices]
     pools.append(ReplicaPool(ONDEMAND, memory.goal.ondemand_usd_h, False, most=most.get(ONDEMAND)))
     by_name = {pool.name: pool for pool in pools}
-    return FleetState(memory.worth(hazard), by_name, nodes, memory.goal.cold_start_s).plan()
+    return FleetState(memory.value(hazard), by_name, nodes, memory.goal.cold_start_s).plan()
 
 
 def launched(memory: ReplicaValueModel, **most: int) -> list[str]:
@@ -179,22 +181,22 @@ def test_an_empty_zone_is_asked_ever_less_often_but_never_left_alone_for_long() 
     stock = ZoneBackoff()
     asked = []
     for second in range(0, 6 * 3600, 10):
-        if stock.most("a", float(second)) != 0:
+        if stock.max_launches("a", float(second)) != 0:
             asked.append(second)
-            stock.refused("a", float(second))
+            stock.on_refused("a", float(second))
     rests = np.diff(asked)
     assert rests[:4].tolist() == [30, 60, 120, 240]
-    assert (rests[4:] == LONGEST_REST_S).all()
+    assert (rests[4:] == LONGEST_BACKOFF_S).all()
 
 
 def test_a_zone_that_rested_is_tried_with_one_node_and_with_more_once_that_was_given() -> None:
     stock = ZoneBackoff()
-    assert stock.most("a", 0.0) is None
-    stock.took_back("a", 0.0)
-    assert stock.most("a", 10.0) == 0
-    assert stock.most("a", 30.0) == 1
-    stock.gave("a")
-    assert stock.most("a", 31.0) is None
+    assert stock.max_launches("a", 0.0) is None
+    stock.on_reclaimed("a", 0.0)
+    assert stock.max_launches("a", 10.0) == 0
+    assert stock.max_launches("a", 30.0) == 1
+    stock.on_launched("a")
+    assert stock.max_launches("a", 31.0) is None
 
 
 def test_a_missed_request_is_worth_more_while_too_many_are_missed_and_not_without_end() -> None:
@@ -288,8 +290,8 @@ def test_what_waits_makes_nodes_worth_more_the_more_it_is() -> None:
 
 
 def test_on_demand_stays_until_its_spot_replacement_is_ready() -> None:
-    memory = ReplicaValueModel.of(goal("a"))
-    memory.learn(Observation(20.0, 20.0, 0, 0, 0, served(0.0, 0.0, []), {}, 1), ReclaimHazard())
+    memory = ReplicaValueModel.from_goal(goal("a"))
+    memory.learn(IntervalStats(20.0, 20.0, 0, 0, 0, served(0.0, 0.0, []), {}, 1), ReclaimHazard())
     there = [at("1", ONDEMAND, True)]
     first = plan(memory, there)
     assert first.launch == ("a",) and first.release == ()
@@ -373,49 +375,52 @@ def test_plans_for_a_mixed_fleet_do_what_is_worth_it_and_come_to_rest(held: list
 
 
 def test_what_took_days_to_learn_is_known_to_the_next_controller_and_of_another_goal_nothing() -> None:
-    old, new = busy_memory("a"), ReplicaValueModel.of(goal("a"))
+    old, new = busy_memory("a"), ReplicaValueModel.from_goal(goal("a"))
     old.price.observe(1000, 500, 2.0, 20.0)
-    told = SavedModel.model_validate_json(old.past.model_dump_json())
-    new.recall(told)
-    assert new.paper.late_per_h(2.0).tolist() == old.paper.late_per_h(2.0).tolist()
-    assert new.paper.request_s == old.paper.request_s
+    told = SavedModel.model_validate_json(old.saved.model_dump_json())
+    new.restore(told)
+    assert new.simulator.late_per_h(2.0).tolist() == old.simulator.late_per_h(2.0).tolist()
+    assert new.simulator.request_s == old.simulator.request_s
     assert new.price.usd(1.0, 3.0) == old.price.usd(1.0, 3.0)
-    other, blank = ReplicaValueModel.of(goal("a", slo_target=0.5)), ReplicaValueModel.of(goal("a", slo_target=0.5))
-    other.recall(told)
-    assert other.past == blank.past
+    other, blank = (
+        ReplicaValueModel.from_goal(goal("a", slo_target=0.5)),
+        ReplicaValueModel.from_goal(goal("a", slo_target=0.5)),
+    )
+    other.restore(told)
+    assert other.saved == blank.saved
 
 
 def test_a_memory_of_other_sizes_is_not_taken_for_one_s_own() -> None:
     memory = busy_memory("a")
-    before, past = memory.past, memory.past
+    before, past = memory.saved, memory.saved
     for late in ([[1.0]], [[1.0], [1.0, 2.0]], []):
-        memory.recall(past.model_copy(update={"paper": past.paper.model_copy(update={"late": late})}))
-    assert memory.past == before
+        memory.restore(past.model_copy(update={"paper": past.paper.model_copy(update={"late": late})}))
+    assert memory.saved == before
 
 
 def test_replicas_that_turn_out_to_have_more_slots_or_fewer_keep_what_was_counted() -> None:
     memory, rng = busy_memory("a"), np.random.default_rng(0)
-    known = memory.past
+    known = memory.saved
     for slots in (9, 2, 8):
         wider = replace(memory.goal, speed=replace(SPEED, slots=slots))
         assert memory.is_for(wider)
-        memory.aim(wider)
-        assert memory.past == known
+        memory.set_goal(wider)
+        assert memory.saved == known
     fleets = {slots: CounterfactualFleets(3, ReplicaSpeed(1e9, slots, 1.0), 5.0) for slots in (1, 2, 4)}
     fleets[0] = CounterfactualFleets(3, ReplicaSpeed(1e9, 2, 1.0), 5.0)
-    fleets[0].run_at(ReplicaSpeed(1e9, 4, 1.0))
+    fleets[0].set_speed(ReplicaSpeed(1e9, 4, 1.0))
     came = np.sort(rng.uniform(0.0, 600.0, 300))
     for paper in fleets.values():
-        paper.observe(Served(0.0, 600.0, came, np.ones(300), np.full(300, 5.0)), 0.5)
-    late = {slots: sum(map(sum, paper.counted.late)) for slots, paper in fleets.items()}
+        paper.observe(RequestBatch(0.0, 600.0, came, np.ones(300), np.full(300, 5.0)), 0.5)
+    late = {slots: sum(map(sum, paper.saved.late)) for slots, paper in fleets.items()}
     assert late[0] == late[4] < late[2] < late[1]
 
 
 @pytest.mark.parametrize("slots", [1, 3])
 def test_slots_that_are_taken_stay_so_when_it_turns_out_that_there_are_others(slots: int) -> None:
     paper = CounterfactualFleets(1, ReplicaSpeed(1e9, 2, 1.0), 5.0)
-    paper.observe(Served(0.0, 1.0, np.zeros(2), np.ones(2), np.array([20.0, 60.0])), 0.5)
-    paper.run_at(ReplicaSpeed(1e9, slots, 1.0))
-    paper.observe(Served(1.0, 2.0, np.full(2, 1.0), np.ones(2), np.ones(2)), 0.5)
-    late = np.array(paper.counted.late).sum(axis=0)[1]
+    paper.observe(RequestBatch(0.0, 1.0, np.zeros(2), np.ones(2), np.array([20.0, 60.0])), 0.5)
+    paper.set_speed(ReplicaSpeed(1e9, slots, 1.0))
+    paper.observe(RequestBatch(1.0, 2.0, np.full(2, 1.0), np.ones(2), np.ones(2)), 0.5)
+    late = np.array(paper.saved.late).sum(axis=0)[1]
     assert late == pytest.approx({1: 2.0, 3: 0.0}[slots], abs=1e-3)

@@ -11,7 +11,7 @@ import pytest
 
 from raytide.autoscaler.endpoints.cold_start import Start
 from raytide.autoscaler.endpoints.load_target import request_s
-from raytide.autoscaler.endpoints.queue_simulator import Counted
+from raytide.autoscaler.endpoints.queue_simulator import SavedCounts
 from raytide.autoscaler.endpoints.replica_throughput import ENOUGH, STRETCH_S, ThroughputMeter
 from raytide.autoscaler.endpoints.replica_value import SavedModel
 from raytide.autoscaler.endpoints.request_log import CounterDelta, CounterDeltas
@@ -26,7 +26,7 @@ PAST = SavedModel(
     slo_ttft_s=5.0,
     slo_target=0.9,
     max_replicas=8,
-    paper=Counted(late=[[1.0]], hours=[1.0], totals=[0.0]),
+    paper=SavedCounts(late=[[1.0]], hours=[1.0], totals=[0.0]),
     price_moved=0.5,
     day_requests=100.0,
 )
@@ -47,7 +47,7 @@ def stretch(
     meter: ThroughputMeter, from_s: float, rps: float = 4.0, running: float = 8.0, waiting: float = 3.0
 ) -> None:
     for second in range(int(STRETCH_S)):
-        meter.hear(word(from_s + second + 1.0, rps, running, waiting))
+        meter.observe(word(from_s + second + 1.0, rps, running, waiting))
 
 
 def test_nothing_is_said_before_enough_was_seen_and_then_it_explains_the_requests_that_were_served() -> None:
@@ -70,9 +70,9 @@ def test_a_replica_on_which_nothing_waits_teaches_nothing_however_slow_it_is() -
 def test_a_wait_that_is_too_short_for_every_slot_to_have_had_its_turn_goes_on_or_is_forgotten() -> None:
     meter = ThroughputMeter()
     for second in range(1, 200):
-        meter.hear(word(float(second), rps=0.01, running=8.0, waiting=1.0))
+        meter.observe(word(float(second), rps=0.01, running=8.0, waiting=1.0))
     assert not meter.stretches
-    meter.hear(word(200.0, rps=0.0, running=8.0, waiting=0.0))
+    meter.observe(word(200.0, rps=0.0, running=8.0, waiting=0.0))
     stretch(meter, 200.0)
     assert len(meter.stretches) == 1
     assert meter.stretches[0].prompt_tps == pytest.approx(4 * PROMPT)
@@ -99,10 +99,10 @@ def test_speeds_are_learned_by_node_type_and_the_configured_one_wins() -> None:
         counters = Counters(ended, PROMPT * ended, OUTPUT * ended, finished=ended)
         replica = ReplicaLoad("a", float(second), 8.0, 3.0, counters=counters, node="ray-1")
         load = EndpointLoad(float(second), 11.0, 1, ("ray-1",), (replica,))
-        learned = traffics.measured({"m": load}, [endpoint], [L4])["m"].traffic
+        learned = traffics.with_traffic({"m": load}, [endpoint], [L4])["m"].traffic
     assert learned is not None and learned.speed is not None and learned.request_s == pytest.approx(0.25, rel=0.01)
     assert traffics.learned == {("m", 0.0, SERVED): {"l4": learned.speed}}
-    configured = traffics.measured({"m": load}, [told], [L4])["m"].traffic
+    configured = traffics.with_traffic({"m": load}, [told], [L4])["m"].traffic
     assert configured is not None and configured.speed == own
 
 
@@ -113,7 +113,7 @@ def test_a_replica_whose_node_is_not_known_teaches_nothing_about_nodes_that_have
     for second in range(2 * int(STRETCH_S) * ENOUGH):
         counters = Counters(4.0 * second, PROMPT * second, OUTPUT * second, finished=4.0 * second)
         replica = ReplicaLoad("a", float(second), 8.0, 3.0, counters=counters)
-        traffics.measured({"m": EndpointLoad(float(second), 11.0, 1, (), (replica,))}, [endpoint], nodes)
+        traffics.with_traffic({"m": EndpointLoad(float(second), 11.0, 1, (), (replica,))}, [endpoint], nodes)
     assert traffics.learned == {}
 
 
@@ -136,7 +136,7 @@ def test_what_was_learned_outlives_the_controller_and_counts_until_there_is_enou
     assert Learned(path).known == told
     traffics = TrafficMonitor((), told.speeds, told.starts)
     endpoint = Endpoint(ServeSpec(name="m", model="/m"), "me", EndpointState.RUNNING, 5.0, 1)
-    found = traffics.measured({"m": EndpointLoad(0.0, 0.0, 1, ("ray-1",))}, [endpoint], [L4])["m"].traffic
+    found = traffics.with_traffic({"m": EndpointLoad(0.0, 0.0, 1, ("ray-1",))}, [endpoint], [L4])["m"].traffic
     assert found is not None and found.speed == speed and traffics.starts == told.starts
     meter = ThroughputMeter(speed)
     for number in range(ENOUGH):
@@ -179,5 +179,5 @@ def test_a_word_is_what_was_counted_since_the_last_one_and_the_same_one_says_not
     words = CounterDeltas()
     first = EndpointLoad(1.0, 0.0, 1, replicas=(ReplicaLoad("a", 1.0, counters=Counters(7.0)),))
     second = EndpointLoad(2.0, 0.0, 1, replicas=(ReplicaLoad("a", 2.0, counters=Counters(9.0)),))
-    assert words.new(first) == []
-    assert [w.counted.requests for w in (*words.new(second), *words.new(second))] == [2.0]
+    assert words.update(first) == []
+    assert [w.delta.requests for w in (*words.update(second), *words.update(second))] == [2.0]

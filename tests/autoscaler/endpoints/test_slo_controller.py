@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytide.autoscaler.endpoints.request_log import Arrivals, CounterDelta, CounterDeltas, Queue
+from raytide.autoscaler.endpoints.request_log import Arrivals, CounterDelta, CounterDeltas, RouterQueue
 from raytide.autoscaler.endpoints.slo_controller import SloController
 from raytide.autoscaler.spot.reclaim_hazard import ReclaimHazard
 from raytide.core.objects.endpoint import (
@@ -73,7 +73,7 @@ class Watch:
         load = EndpointLoad(self.at_s, queued + 2.0 * len(ids), len(ids), (), tuple(said), traffic, queued)
         endpoint = Endpoint(self.spec, "me", EndpointState.RUNNING, 0.0, len(ids))
         seen = Snapshot(at_s=self.at_s, node_types=(SPOT,), endpoints=(EndpointView(endpoint, load),))
-        (view,) = self.fleets.on(seen, ReclaimHazard()).endpoints
+        (view,) = self.fleets.with_replica_values(seen, ReclaimHazard()).endpoints
         return view
 
     def hear_for(self, seconds: float, **words: float) -> Iterator[ReplicaValue]:
@@ -149,32 +149,32 @@ def test_what_full_kv_caches_ask_for_is_held_for_as_long_as_any_fall_of_the_load
 
 
 def test_requests_in_the_queue_are_counted_once_and_are_late_once() -> None:
-    queue = Queue()
-    assert queue.came(taken=10, length=5, from_s=0.0, until_s=15.0) == 15
-    assert queue.became_late(12.0) == 2 and queue.became_late(12.0) == 0
-    assert queue.came(taken=3, length=2, from_s=15.0, until_s=30.0) == 0
-    assert queue.became_late(30.0) == 2
-    assert queue.came(taken=4, length=2, from_s=30.0, until_s=40.0) == 4
-    assert queue.came(taken=0, length=0, from_s=40.0, until_s=50.0) == 0  # they gave up
-    assert queue.became_late(100.0) == 0
+    queue = RouterQueue()
+    assert queue.record_interval(taken=10, length=5, from_s=0.0, until_s=15.0) == 15
+    assert queue.count_newly_late(12.0) == 2 and queue.count_newly_late(12.0) == 0
+    assert queue.record_interval(taken=3, length=2, from_s=15.0, until_s=30.0) == 0
+    assert queue.count_newly_late(30.0) == 2
+    assert queue.record_interval(taken=4, length=2, from_s=30.0, until_s=40.0) == 4
+    assert queue.record_interval(taken=0, length=0, from_s=40.0, until_s=50.0) == 0  # they gave up
+    assert queue.count_newly_late(100.0) == 0
 
 
 def test_who_was_late_in_the_queue_is_not_late_again_when_a_replica_answers() -> None:
-    queue = Queue()
-    queue.came(taken=0, length=6, from_s=0.0, until_s=6.0)
-    assert queue.became_late(4.0) == 4
-    queue.came(taken=6, length=0, from_s=6.0, until_s=20.0)
+    queue = RouterQueue()
+    queue.record_interval(taken=0, length=6, from_s=0.0, until_s=6.0)
+    assert queue.count_newly_late(4.0) == 4
+    queue.record_interval(taken=6, length=0, from_s=6.0, until_s=20.0)
     assert queue.deduplicate_late(first_tokens=3, late=3, in_replicas=6) == 3
     assert queue.deduplicate_late(first_tokens=3, late=3, in_replicas=3) == 1  # two of them were in time until then
-    queue.came(taken=2, length=0, from_s=20.0, until_s=21.0)
+    queue.record_interval(taken=2, length=0, from_s=20.0, until_s=21.0)
     assert queue.deduplicate_late(first_tokens=2, late=2, in_replicas=2) == 0
 
 
 def test_requests_that_end_without_a_token_are_forgotten() -> None:
-    queue = Queue()
-    queue.came(taken=0, length=6, from_s=0.0, until_s=6.0)
-    queue.became_late(6.0)
-    queue.came(taken=6, length=0, from_s=6.0, until_s=20.0)
+    queue = RouterQueue()
+    queue.record_interval(taken=0, length=6, from_s=0.0, until_s=6.0)
+    queue.count_newly_late(6.0)
+    queue.record_interval(taken=6, length=0, from_s=6.0, until_s=20.0)
     assert queue.deduplicate_late(first_tokens=0, late=0, in_replicas=0) == 0
     assert not queue.taken
 
@@ -185,12 +185,12 @@ def test_requests_that_end_without_a_token_are_forgotten() -> None:
     )
 )
 def test_nobody_is_late_more_often_than_once(looks: list[tuple[int, int, int, int]]) -> None:
-    queue, came, told, unanswered = Queue(), 0, 0, 0
+    queue, came, told, unanswered = RouterQueue(), 0, 0, 0
     for look, (taken, length, tokens, late) in enumerate(looks):
-        came += queue.came(min(taken, len(queue.came_s)), length, 10.0 * look, 10.0 * (look + 1))
-        unanswered += min(taken, len(queue.came_s))
+        came += queue.record_interval(min(taken, len(queue.arrival_s)), length, 10.0 * look, 10.0 * (look + 1))
+        unanswered += min(taken, len(queue.arrival_s))
         late = min(late, tokens, len(queue.taken))
-        told += late - queue.deduplicate_late(tokens, late, 10**6) + queue.became_late(10.0 * (look + 1) - 5.0)
+        told += late - queue.deduplicate_late(tokens, late, 10**6) + queue.count_newly_late(10.0 * (look + 1) - 5.0)
         assert told <= came
 
 
@@ -226,9 +226,9 @@ def test_after_a_clock_was_set_back_it_is_watched_anew_with_what_was_learned() -
 def test_those_that_wait_have_come_and_are_not_told_again_when_they_are_taken() -> None:
     arrivals, replica = Arrivals(), ReplicaLoad("a", 40.0)
     arrivals.correct(4, 0.0, 20.0)
-    arrivals.hear(CounterDelta(replica, 20.0, Counters(6.0)))
+    arrivals.add(CounterDelta(replica, 20.0, Counters(6.0)))
     arrivals.correct(-4, 20.0, 40.0)
-    came_s = arrivals.served(0.0, 100.0).arrival_s.tolist()
+    came_s = arrivals.take_batch(0.0, 100.0).arrival_s.tolist()
     assert came_s == pytest.approx([2.5, 7.5, 12.5, 17.5, 20.0 + 10 / 6, 25.0])
 
 
@@ -238,10 +238,10 @@ def test_sizes_of_requests_that_nobody_saw_come_are_forgotten() -> None:
         counted += 1.0
         counters = Counters(counted, 1000.0 * 16 * counted, 100.0 * 16 * counted, finished=16 * counted)
         load = EndpointLoad(float(second), 0.0, 1, (), (ReplicaLoad("a", float(second), counters=counters),))
-        for word in words.new(load):
-            arrivals.hear(word)
+        for word in words.update(load):
+            arrivals.add(word)
         if second % 20 == 0:
-            arrivals.served(0.0, second - 120.0)
+            arrivals.take_batch(0.0, second - 120.0)
             assert len(arrivals.sizes) <= 160
-    told = replace(arrivals).served(0.0, 400.0)
+    told = replace(arrivals).take_batch(0.0, 400.0)
     assert set(told.prompt_tokens.tolist()) == {1000.0}

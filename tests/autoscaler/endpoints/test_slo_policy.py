@@ -13,7 +13,7 @@ from tests.autoscaler import promises
 from tests.autoscaler.world import CRASH_POINTS, Cluster, CrashPoint
 
 from raytide.autoscaler.endpoints import targets
-from raytide.autoscaler.endpoints.replica_hosts import Hosts
+from raytide.autoscaler.endpoints.replica_hosts import EndpointHosts
 from raytide.autoscaler.endpoints.slo_policy import replica_slots
 from raytide.autoscaler.endpoints.traffic import MEMORY_S
 from raytide.control.reconcile.decide import decide
@@ -182,7 +182,7 @@ def test_replicas_of_one_endpoint_that_share_a_node_leave_it_together() -> None:
 def test_a_replica_that_ray_has_not_taken_off_its_node_yet_is_counted_once() -> None:
     early = node(3, SPOT, "us-1b", used=0)
     seen = snapshot(worth(2, 2), node(1, SOLID, "us-1a"), node(2, SPOT, "us-1a"), early, seats=(1, 2, 3), silent=1)
-    assert [place.id for place in replica_slots(seen.endpoints[0], Hosts.of(seen))] == [
+    assert [place.id for place in replica_slots(seen.endpoints[0], EndpointHosts.of(seen))] == [
         "node-1#0",
         "node-2#0",
         "node-3#0",
@@ -194,7 +194,7 @@ def test_a_replica_that_ray_has_not_taken_off_its_node_yet_is_counted_once() -> 
 def test_a_replica_whose_process_starts_is_on_no_node_yet_and_has_its_place_all_the_same() -> None:
     taken = [node(number, SPOT, "us-1b") for number in (2, 3)]
     seen = snapshot(worth(2, 2), node(1, SOLID, "us-1a"), *taken, seats=(1,), target=3)
-    assert [place.id for place in replica_slots(seen.endpoints[0], Hosts.of(seen))] == [
+    assert [place.id for place in replica_slots(seen.endpoints[0], EndpointHosts.of(seen))] == [
         "node-1#0",
         "node-2~0",
         "node-3~0",

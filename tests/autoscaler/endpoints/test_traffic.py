@@ -70,7 +70,7 @@ def test_without_requests_the_last_price_of_one_holds_and_without_a_speed_there_
     known = watch.observe(load(1.0, a=4.0), {}).request_s
     quiet = watch.observe(load(100.0, a=4.0), {})
     assert (quiet.requests_rps, quiet.ttft_s, quiet.request_s) == (0.0, None, known)
-    watch.serve(ServeSpec(name="m", model="/m"), ())
+    watch.set_spec(ServeSpec(name="m", model="/m"), ())
     assert watch.observe(load(101.0, a=4.0), {}).request_s is None
 
 
@@ -116,14 +116,14 @@ def test_an_endpoint_made_anew_under_an_old_name_begins_anew() -> None:
 
     def seen(created_at_s: float, at_s: float, count: float) -> Traffic:
         endpoint = Endpoint(spec, "me", EndpointState.RUNNING, created_at_s, 1)
-        found = traffics.measured({"m": load(at_s, a=count)}, [endpoint], ())["m"].traffic
+        found = traffics.with_traffic({"m": load(at_s, a=count)}, [endpoint], ())["m"].traffic
         assert found is not None
         return found
 
     seen(0.0, 1.0, 10.0)
     assert seen(0.0, 2.0, 40.0).requests_rps == pytest.approx(1.0)
     assert seen(5.0, 6.0, 30.0).requests_rps == 0.0
-    assert traffics.measured({}, [Endpoint(spec, "me", EndpointState.RUNNING, 0.0, 1)], ()) == {}
+    assert traffics.with_traffic({}, [Endpoint(spec, "me", EndpointState.RUNNING, 0.0, 1)], ()) == {}
 
 
 def test_word_that_stands_still_and_replicas_that_are_gone_take_no_memory() -> None:
@@ -132,7 +132,7 @@ def test_word_that_stands_still_and_replicas_that_are_gone_take_no_memory() -> N
         watch.observe(load(0.0, a=1.0), {})
     assert len(watch.window) == 1
     watch.observe(load(1000.0, b=1.0), {})
-    assert set(watch.words.before) == {"b"}
+    assert set(watch.deltas.last_report) == {"b"}
 
 
 L4 = NodeType(name="l4", resources={"GPU": 1}, price_micro_usd_h=700_000, labels={"ray.io/accelerator-type": "L4"})
@@ -145,7 +145,7 @@ FAST = Speed(prefill_tps=8000.0, slots=64, tpot_ms=50.0)
 def on_gpus(*types: NodeType, **replicas: object) -> TrafficMeter:
     spec = ServeSpec(name="m", model="/m", resources={"GPU": 1}, replicas=Replicas.parse(replicas, where="test"))
     watch = TrafficMeter(spec)
-    watch.serve(spec, types)
+    watch.set_spec(spec, types)
     return watch
 
 
@@ -194,7 +194,7 @@ def test_another_model_under_the_same_name_is_learned_anew_and_another_number_of
 
     def speed(**changes: object) -> Speed | None:
         told = Endpoint(spec.model_copy(update=changes), "me", EndpointState.RUNNING, 5.0, 1)
-        found = traffics.measured({"m": EndpointLoad(0.0, 0.0, 0)}, [told], ())["m"].traffic
+        found = traffics.with_traffic({"m": EndpointLoad(0.0, 0.0, 0)}, [told], ())["m"].traffic
         assert found is not None
         return found.speed
 
@@ -206,7 +206,7 @@ def test_another_model_under_the_same_name_is_learned_anew_and_another_number_of
 def test_requests_without_a_token_of_their_own_say_nothing_of_how_fast_node_types_are() -> None:
     types = [NodeType(name=name, resources={"CPU": cpus}, price_micro_usd_h=1) for name, cpus in (("l4", 4), ("a", 8))]
     watch = meter(SPEEDS)
-    watch.serve(watch.spec, types)
+    watch.set_spec(watch.spec, types)
     for at_s, count in ((0.0, 0.0), (1.0, 200.0)):
         replica = ReplicaLoad("a", at_s, counters=Counters(requests=count, finished=count))
         traffic = watch.observe(EndpointLoad(at_s, 0.0, 1, replicas=(replica,)), {})

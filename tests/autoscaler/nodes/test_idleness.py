@@ -22,8 +22,8 @@ def use(gpu: float, at_s: float, cpu: float = 0.0) -> dict[Meter, Signal]:
 def held(words: list[dict[Meter, Signal]], now_s: float) -> str:
     clock = IdleClock()
     for word in words:
-        clock = clock.hear({"n": word}, {"n": GPU8})
-    return clock.held("n", GPU8, words[-1], now_s)
+        clock = clock.observe_meters({"n": word}, {"n": GPU8})
+    return clock.busy_reason("n", GPU8, words[-1], now_s)
 
 
 def quiet(until_s: float) -> list[dict[Meter, Signal]]:
@@ -31,7 +31,7 @@ def quiet(until_s: float) -> list[dict[Meter, Signal]]:
 
 
 def test_a_type_without_meters_is_held_by_nothing() -> None:
-    assert IdleClock().hear({}, {"n": BARE}).held("n", BARE, {}, 100.0) == ""
+    assert IdleClock().observe_meters({}, {"n": BARE}).busy_reason("n", BARE, {}, 100.0) == ""
 
 
 def test_quiet_for_long_enough_by_fresh_words_is_idle() -> None:
@@ -81,7 +81,7 @@ def test_a_node_is_let_go_only_on_fresh_words_of_unbroken_quiet(
                 unbroken = []
             if gpu <= 0.05:
                 unbroken.append(now_s)
-        clock = clock.hear({"n": word}, {"n": GPU8})
+        clock = clock.observe_meters({"n": word}, {"n": GPU8})
     is_quiet = bool(unbroken) and unbroken[-1] - unbroken[0] >= GPU8.idle_timeout_s
     is_fresh = bool(unbroken) and now_s + late_s - unbroken[-1] <= FRESH_S
-    assert (clock.held("n", GPU8, word, now_s + late_s) == "") == (is_quiet and is_fresh)
+    assert (clock.busy_reason("n", GPU8, word, now_s + late_s) == "") == (is_quiet and is_fresh)

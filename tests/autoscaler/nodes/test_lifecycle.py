@@ -81,7 +81,7 @@ def test_it_is_gone_when_the_provider_ended_it_and_billed_until_then(state: Node
     node = advance(replace(READY, state=state), ENDED, IN_RAY, None, 160.0)
     assert (node.state, node.ended_at_s) == (NodeState.GONE, 150.0)
     is_asked = state in (NodeState.DRAINING, NodeState.TERMINATING)
-    assert node.reason == (READY.reason if is_asked else f"{lifecycle.UNASKED}: reclaimed")
+    assert node.reason == (READY.reason if is_asked else f"{lifecycle.ENDED_BY_PROVIDER}: reclaimed")
     assert advance(node, MACHINE, IN_RAY, NOTICE, 170.0) == node
 
 
@@ -128,7 +128,9 @@ def test_a_pool_rests_twice_as_long_after_each_failure_up_to_half_an_hour() -> N
 
 
 def _moved(node: Node, state: NodeState, pool: Pool | None = None, now_s: float = 120.0) -> Pool:
-    (after,) = launch_backoff.after((pool,) if pool else (), [node], [replace(node, state=state, reason="none")], now_s)
+    (after,) = launch_backoff.update_pools(
+        (pool,) if pool else (), [node], [replace(node, state=state, reason="none")], now_s
+    )
     return after
 
 
@@ -145,4 +147,4 @@ def test_a_node_that_was_asked_for_before_the_failure_does_not_make_up_for_it() 
 
 
 def test_the_end_of_a_node_that_had_joined_is_no_failure() -> None:
-    assert launch_backoff.after((), [READY], [replace(READY, state=NodeState.GONE)], 130.0) == ()
+    assert launch_backoff.update_pools((), [READY], [replace(READY, state=NodeState.GONE)], 130.0) == ()

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from raytide.autoscaler.nodes import utilization
-from raytide.autoscaler.nodes.utilization import MOST_AT_ONCE, Meters, read
+from raytide.autoscaler.nodes.utilization import MAX_CONCURRENT, MeterReader, parse_page
 from raytide.autoscaler.providers.base import Machine
 from raytide.core.clock import VirtualClock
 from raytide.core.errors import ClusterError
@@ -45,14 +45,14 @@ class Agents:
         return httpx.Response(200 if page else 503, text=page)
 
 
-def meters(agents: Agents, clock: VirtualClock) -> Meters:
-    return Meters(agents, clock, httpx.MockTransport(agents.handle))  # type: ignore[arg-type]
+def meters(agents: Agents, clock: VirtualClock) -> MeterReader:
+    return MeterReader(agents, clock, httpx.MockTransport(agents.handle))  # type: ignore[arg-type]
 
 
-def watched(agents: Agents, clock: VirtualClock, *machines: Machine) -> Meters:
+def watched(agents: Agents, clock: VirtualClock, *machines: Machine) -> MeterReader:
     made = meters(agents, clock)
     made._machines = machines  # without its thread
-    made.ask()
+    made.read_all()
     return made
 
 
@@ -61,16 +61,16 @@ def machine(node_id: str, **more: str) -> Machine:
 
 
 def test_the_busiest_gpu_speaks_for_the_node_and_a_page_s_own_time_counts() -> None:
-    assert read(PAGE, 5.0) == {"gpu": Signal(0.97, 5.0), "cpu": Signal(0.125, 5.0)}
-    assert read('ray_node_cpu_utilization{ip="1"} 50 3000\n', 5.0) == {"cpu": Signal(0.5, 3.0)}
-    assert read("", 5.0) == {}
+    assert parse_page(PAGE, 5.0) == {"gpu": Signal(0.97, 5.0), "cpu": Signal(0.125, 5.0)}
+    assert parse_page('ray_node_cpu_utilization{ip="1"} 50 3000\n', 5.0) == {"cpu": Signal(0.5, 3.0)}
+    assert parse_page("", 5.0) == {}
     assert len(list(text_string_to_metric_families(PAGE))) == 3, "Prometheus itself reads the page too"
 
 
 @pytest.mark.parametrize("order", [("NaN", "0.0"), ("0.0", "NaN"), ("+Inf", "0.0")])
 def test_a_gpu_of_which_nothing_is_known_leaves_nothing_known_of_the_node_s(order: tuple[str, str]) -> None:
     page = "".join(f'ray_node_gpus_utilization{{GpuIndex="{at}"}} {value}\n' for at, value in enumerate(order))
-    assert read(page + "ray_node_cpu_utilization 50\n", 5.0) == {"cpu": Signal(0.5, 5.0)}
+    assert parse_page(page + "ray_node_cpu_utilization 50\n", 5.0) == {"cpu": Signal(0.5, 5.0)}
 
 
 def test_every_node_is_asked_where_it_speaks_whoever_is_silent() -> None:
@@ -79,7 +79,7 @@ def test_every_node_is_asked_where_it_speaks_whoever_is_silent() -> None:
     )
     machines = [machine("node-1"), machine("node-2", ray_id="pod-x"), machine("node-6", meter="exporter:9")]
     machines += [machine("node-3"), machine("node-4"), machine("node-5"), machine("node-7")]
-    heard = watched(agents, VirtualClock(5.0), *machines).heard()
+    heard = watched(agents, VirtualClock(5.0), *machines).last_readings()
     assert {node_id for node_id, use in heard.items() if use} == {"node-1", "node-2", "node-6"}
 
 
@@ -89,12 +89,12 @@ def test_a_last_word_keeps_its_time_and_a_machine_that_is_gone_is_forgotten() ->
     clock.advance(60.0)
     agents.pages["node-1"] = None
     made._machines = (machine("node-1"),)
-    made.ask()
-    assert made.heard()["node-1"]["gpu"] == Signal(0.97, 5.0)
-    assert made.heard().keys() == {"node-1"}
+    made.read_all()
+    assert made.last_readings()["node-1"]["gpu"] == Signal(0.97, 5.0)
+    assert made.last_readings().keys() == {"node-1"}
     agents.is_silent = True
-    made.ask()
-    assert made.heard()["node-1"]["gpu"].at_s == 5.0
+    made.read_all()
+    assert made.last_readings()["node-1"]["gpu"].at_s == 5.0
 
 
 class Slow(httpx.AsyncBaseTransport):
@@ -108,24 +108,24 @@ class Slow(httpx.AsyncBaseTransport):
 
 def test_many_that_never_end_their_page_silence_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(utilization, "TIMEOUT_S", 0.05)
-    made = Meters(Agents(), VirtualClock(5.0), Slow())  # type: ignore[arg-type]
-    slow = [machine(f"node-{n}", meter=f"slow-{n}:9") for n in range(MOST_AT_ONCE)]
+    made = MeterReader(Agents(), VirtualClock(5.0), Slow())  # type: ignore[arg-type]
+    slow = [machine(f"node-{n}", meter=f"slow-{n}:9") for n in range(MAX_CONCURRENT)]
     made._machines = (*slow, machine("node-x", meter="quick:9"))
-    made.ask()
-    assert [node_id for node_id, use in made.heard().items() if use] == ["node-x"]
+    made.read_all()
+    assert [node_id for node_id, use in made.last_readings().items() if use] == ["node-x"]
 
 
 def test_of_too_many_nodes_the_idle_ones_are_asked_and_each_in_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(utilization, "MOST_NODES", 2)
+    monkeypatch.setattr(utilization, "MAX_NODES_PER_ROUND", 2)
     agents = Agents({f"node-{n}": PAGE for n in range(5)})
     made = meters(agents, VirtualClock(5.0))
     made._machines, made._idle = tuple(machine(f"node-{n}") for n in range(5)), {"node-4"}
-    made.ask()
-    assert [node_id for node_id, use in made.heard().items() if use] == ["node-0", "node-4"]
+    made.read_all()
+    assert [node_id for node_id, use in made.last_readings().items() if use] == ["node-0", "node-4"]
     made._idle = {"node-1", "node-2", "node-3", "node-4"}
     for _ in range(4):
-        made.ask()
-    assert [node_id for node_id, use in made.heard().items() if use] == [f"node-{n}" for n in range(5)]
+        made.read_all()
+    assert [node_id for node_id, use in made.last_readings().items() if use] == [f"node-{n}" for n in range(5)]
 
 
 def test_watching_waits_for_nobody() -> None:
@@ -136,10 +136,10 @@ def test_watching_waits_for_nobody() -> None:
         go_on.wait(30)
         return httpx.Response(200, text=PAGE)
 
-    made = Meters(Agents(), VirtualClock(), httpx.MockTransport(hang))  # type: ignore[arg-type]
+    made = MeterReader(Agents(), VirtualClock(), httpx.MockTransport(hang))  # type: ignore[arg-type]
     made.watch(machine(f"node-{n}", meter="exporter:9") for n in range(3))
     assert asked.wait(30)
-    assert made.heard() == {}
+    assert made.last_readings() == {}
     made.close()
     go_on.set()
     made._thread.join(30)

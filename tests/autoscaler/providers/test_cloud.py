@@ -18,7 +18,7 @@ from tests.autoscaler.providers.notices.key_values import KeyValues
 from raytide.autoscaler.providers.base import Notice
 from raytide.autoscaler.providers.cloud.provider import NODE_TAG, CloudProvider
 from raytide.autoscaler.providers.cloud.setup import CloudSetUp
-from raytide.autoscaler.providers.notices.base import Told
+from raytide.autoscaler.providers.notices.base import CloudNotice
 from raytide.autoscaler.providers.notices.board import NoticeBoard
 from raytide.autoscaler.ray_gcs import RayNode
 from raytide.control.bootstrap.cloud_launch import dry_run
@@ -247,7 +247,7 @@ def test_what_a_nodes_watcher_pinned_is_its_notice_until_the_node_is_gone(make: 
     for name in ("node-1", "node-2"):
         cloud.launch(wanted(name), TYPES["h100x8.spot"])
     assert cloud.notices() == ()
-    board.pin("node-2", Told(1_120.0, "spot/instance-action terminate"))
+    board.pin("node-2", CloudNotice(1_120.0, "spot/instance-action terminate"))
     assert make().notices() == (Notice("node-2", 1_120.0),)
     cloud.terminate("node-2")
     assert cloud.notices() == ()

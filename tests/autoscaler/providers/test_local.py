@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from raytide.autoscaler.providers.base import Machine
-from raytide.autoscaler.providers.local.files import MARK, NodeFolder, Purchase
+from raytide.autoscaler.providers.local.files import MARK, LocalMachine, NodeFolder
 from raytide.autoscaler.providers.local.provider import NODE_ID_LABEL, LocalProvider
 from raytide.autoscaler.providers.local.spot import give_notice, reclaim, set_stockouts
 from raytide.core.clock import VirtualClock
@@ -95,7 +95,7 @@ def test_a_launch_buys_a_machine_with_its_price_address_and_labels(
     provider = make()
     provider.launch(node("n1", "b"), TYPE)
     assert only(provider) == Machine("n1", "g1", "b", 900_000, started_at_s=1000.0, address="127.0.9.2")
-    purchase = folder_of(tmp_path, "n1").purchase()
+    purchase = folder_of(tmp_path, "n1").machine()
     assert purchase is not None
     assert purchase.resources == {"CPU": 2, "GPU": 1}
     assert purchase.labels == {**TYPE.all_labels("b"), NODE_ID_LABEL: "n1"}
@@ -278,11 +278,11 @@ def test_a_node_that_has_ended_is_read_once_and_billed_for_ever(
     make: Callable[[], LocalProvider], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str] = []
-    purchase_of = NodeFolder.purchase
+    machine_of = NodeFolder.machine
 
-    def purchase(folder: NodeFolder) -> Purchase | None:
+    def machine(folder: NodeFolder) -> LocalMachine | None:
         read.append(folder.node_id)
-        return purchase_of(folder)
+        return machine_of(folder)
 
     provider = make()
     for number in range(20):
@@ -292,7 +292,7 @@ def test_a_node_that_has_ended_is_read_once_and_billed_for_ever(
         folder.record_end(1001.0)
     provider.launch(node("n1"), TYPE)
     first = provider.machines()
-    monkeypatch.setattr(NodeFolder, "purchase", purchase)
+    monkeypatch.setattr(NodeFolder, "machine", machine)
     assert provider.machines() == first == make().machines()
     assert len(first) == 21
     read.clear()

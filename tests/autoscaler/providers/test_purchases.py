@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from raytide.autoscaler.providers import purchases
-from raytide.autoscaler.providers.purchases import Purchase, Purchases
+from raytide.autoscaler.providers.purchases import PurchaseRecord, Purchases
 
 
 def test_what_is_over_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bought = Purchases(tmp_path)
     for name in ("node-1", "node-2"):
-        bought.record(Purchase(name, "cpu", "a", 1, 10.0))
+        bought.record(PurchaseRecord(name, "cpu", "a", 1, 10.0))
     bought.end("node-1", 20.0, "terminated")
     before, read = bought.over(), []
     real = purchases.read_json

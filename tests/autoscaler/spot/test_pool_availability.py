@@ -33,25 +33,25 @@ A, B = "v100.spot/a", "v100.spot/b"
 def test_a_pool_is_gone_from_a_loss_until_it_gives_a_node_again() -> None:
     watch = PoolAvailability()
     watch.observe([node(1, "a", 100.0)], 100.0)
-    assert watch.outlook([A, B], 100.0).is_up == (True, True)
+    assert watch.forecast([A, B], 100.0).is_up == (True, True)
     lost = node(1, "a", 100.0, 4000.0)
     watch.observe([lost], 4000.0)
-    seen = watch.outlook([A, B], 4000.0)
+    seen = watch.forecast([A, B], 4000.0)
     assert (seen.is_up, seen.since_s) == ((False, True), (4000.0, 100.0))
     watch.observe([lost, node(2, "a", 4300.0)], 4300.0)
-    seen = watch.outlook([A, B], 4300.0)
+    seen = watch.forecast([A, B], 4300.0)
     assert (seen.is_up, seen.since_s[0]) == ((True, True), 4300.0)
 
 
 def test_a_pool_that_goes_on_refusing_is_gone_and_one_that_nobody_asks_comes_back() -> None:
     watch = PoolAvailability()
     watch.observe([node(1, "a", None, 100.0)], 100.0)
-    assert watch.outlook([A], 100.0).is_up == (False,)
+    assert watch.forecast([A], 100.0).is_up == (False,)
     watch.observe([node(2, "a", None, 600.0)], 600.0)
     watch.observe([], 600.0 + STALE_S)
-    assert watch.outlook([A], 600.0 + STALE_S).is_up == (False,)
+    assert watch.forecast([A], 600.0 + STALE_S).is_up == (False,)
     watch.observe([], 601.0 + STALE_S)
-    assert watch.outlook([A], 601.0 + STALE_S).is_up == (True,)
+    assert watch.forecast([A], 601.0 + STALE_S).is_up == (True,)
 
 
 def test_what_happened_before_the_first_question_is_learned_as_if_it_had_been_watched() -> None:
@@ -59,7 +59,7 @@ def test_what_happened_before_the_first_question_is_learned_as_if_it_had_been_wa
         node(number, "a", HOUR_S * 6 * number + 300.0, HOUR_S * (6 * number + 5)) for number in range(20)
     ]  # five hours up, one gone
     late, live = PoolAvailability(), PoolAvailability()
-    live.outlook([A], 0.0)
+    live.forecast([A], 0.0)
     for tick in range(20 * 6 * 12 + 1):
         now_s = tick * 300.0
         there = [
@@ -69,7 +69,7 @@ def test_what_happened_before_the_first_question_is_learned_as_if_it_had_been_wa
         ]
         live.observe(there, now_s)
     late.observe(nodes, now_s)
-    replayed, watched = late.outlook([A], now_s), live.outlook([A], now_s)
+    replayed, watched = late.forecast([A], now_s), live.forecast([A], now_s)
     assert replayed.is_up == watched.is_up
     # Old spells go on: an hour of which the fifth is lost in a pool that lives for five.
     for band in range(5):
@@ -84,16 +84,16 @@ def test_our_own_end_of_a_node_that_is_coming_says_nothing_of_its_pool() -> None
     for one, is_up in ((ended, True), (late, False)):
         watch = PoolAvailability()
         watch.observe([one], 100.0)
-        assert watch.outlook([A], 100.0).is_up == (is_up,)
-    assert launch_backoff.after((), [coming], [ended], 100.0) == ()
-    assert launch_backoff.after((), [coming], [late], 100.0)[0].failures == 1
+        assert watch.forecast([A], 100.0).is_up == (is_up,)
+    assert launch_backoff.update_pools((), [coming], [ended], 100.0) == ()
+    assert launch_backoff.update_pools((), [coming], [late], 100.0)[0].failures == 1
 
 
 def test_what_is_long_past_is_forgotten_once() -> None:
     watch, old = PoolAvailability(), node(1, "a", 100.0)
     watch.observe([old], 100.0)
-    watch.outlook([A], 100.0)
+    watch.forecast([A], 100.0)
     for tick in range(3):
         watch.observe([old], 200.0 + PAST_S + tick)
     assert watch == PoolAvailability()
-    assert watch.outlook([A], 300.0 + PAST_S).is_up == (True,)
+    assert watch.forecast([A], 300.0 + PAST_S).is_up == (True,)

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from raytide.autoscaler.nodes import spend_limits
-from raytide.autoscaler.nodes.lifecycle import TAKEN_BACK, UNASKED, was_taken_back
-from raytide.autoscaler.spot.pool_risk import SpotRisk
+from raytide.autoscaler.nodes.lifecycle import ENDED_BY_PROVIDER, TAKEN_BACK, was_taken_back
+from raytide.autoscaler.spot.pool_risk import PoolRisk
 from raytide.core.objects.cluster_config import LimitsSection
 from raytide.core.objects.node import CapacityType, Node, NodeState, NodeType
 from raytide.core.objects.snapshot import Limits
@@ -28,12 +28,12 @@ def node(number: int, zone: str = "us-1a", **changes: object) -> Node:
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
-def per_h(risk: SpotRisk, now_s: float) -> dict[str, float]:
+def per_h(risk: PoolRisk, now_s: float) -> dict[str, float]:
     return {quote.zone: quote.deaths_per_h for quote in risk.quotes((SPOT,), {}, now_s)}
 
 
-def watched(nodes: list[Node], hours: int) -> SpotRisk:
-    risk = SpotRisk()
+def watched(nodes: list[Node], hours: int) -> PoolRisk:
+    risk = PoolRisk()
     for minute in range(0, hours * 60, 5):
         risk.observe(nodes, minute * 60.0)
     return risk
@@ -56,22 +56,27 @@ def test_a_loss_counts_once_raises_the_pool_s_rate_and_that_of_its_neighbours_fo
     assert per_h(risk, 8 * HOUR + 1000)["eu-1a"] > calm["eu-1a"]
     risk.observe([node(1)], 8 * HOUR + 1000)
     assert per_h(risk, 8 * HOUR + 1000)["eu-1a"] < stormy["eu-1a"]
-    assert sum(risk.hazard.deaths) == sum(SpotRisk().hazard.deaths) + 1
+    assert sum(risk.hazard.reclaims) == sum(PoolRisk().hazard.reclaims) + 1
 
 
 def test_a_new_controller_learns_from_the_records_of_nodes_that_are_gone() -> None:
     gone = [
-        node(n, state=NodeState.GONE, ended_at_s=n * HOUR, reason=f"{UNASKED}: reclaimed" if n % 2 else "idle for 60 s")
+        node(
+            n,
+            state=NodeState.GONE,
+            ended_at_s=n * HOUR,
+            reason=f"{ENDED_BY_PROVIDER}: reclaimed" if n % 2 else "idle for 60 s",
+        )
         for n in range(1, 5)
     ]
-    risk = SpotRisk()
+    risk = PoolRisk()
     risk.replay(gone, 5 * HOUR)
-    assert sum(risk.hazard.deaths) == sum(SpotRisk().hazard.deaths) + 2
+    assert sum(risk.hazard.reclaims) == sum(PoolRisk().hazard.reclaims) + 2
 
 
 def test_a_replay_counts_every_hour_at_its_age_those_of_living_nodes_too() -> None:
-    lost = node(1, state=NodeState.GONE, ended_at_s=8 * HOUR, reason=f"{UNASKED}: reclaimed")
-    risk, fresh = SpotRisk(), SpotRisk()
+    lost = node(1, state=NodeState.GONE, ended_at_s=8 * HOUR, reason=f"{ENDED_BY_PROVIDER}: reclaimed")
+    risk, fresh = PoolRisk(), PoolRisk()
     risk.replay([lost, node(2, zone="us-1b")], 10 * HOUR)
     learned = [hours - before for hours, before in zip(risk.hazard.hours, fresh.hazard.hours, strict=True)]
     assert learned == pytest.approx([0.5, 1.5, 6.0, 10.0], abs=0.5)
@@ -79,7 +84,7 @@ def test_a_replay_counts_every_hour_at_its_age_those_of_living_nodes_too() -> No
 
 
 def test_only_spot_nodes_that_went_unasked_were_taken_back() -> None:
-    assert was_taken_back(node(1, state=NodeState.GONE, reason=f"{UNASKED}: reclaimed"))
+    assert was_taken_back(node(1, state=NodeState.GONE, reason=f"{ENDED_BY_PROVIDER}: reclaimed"))
     assert was_taken_back(node(1, state=NodeState.TERMINATING, reason=f"its deadline has passed: {TAKEN_BACK}"))
     assert not was_taken_back(node(1, state=NodeState.GONE, reason="drained and empty: idle for 60 s"))
     assert not was_taken_back(node(1, market=CapacityType.ON_DEMAND, reason=TAKEN_BACK))

@@ -14,7 +14,7 @@ from raytide.autoscaler.providers.cloud.provider import CloudProvider
 from raytide.autoscaler.providers.fake import FakeProvider
 from raytide.autoscaler.providers.kuberay.provider import KubeRayProvider
 from raytide.autoscaler.providers.local.provider import LocalProvider
-from raytide.autoscaler.providers.purchases import Purchase, Purchases
+from raytide.autoscaler.providers.purchases import PurchaseRecord, Purchases
 from raytide.control.bootstrap.cloud_head import HeadCluster
 from raytide.control.bootstrap.cluster_record import RunningCluster, load
 from raytide.control.bootstrap.embedded import LocalCluster
@@ -94,7 +94,7 @@ def test_who_only_reads_the_bill_asks_no_cloud(make: Make) -> None:
     cluster = make(yaml.safe_load(SHIPPED.read_text()))
     purchases = Purchases(cluster.run_dir / "purchases")
     for name in ("node-2", "node-1"):
-        purchases.record(Purchase(name, "l4", "us-east-1a", 804_800, 10.0))
+        purchases.record(PurchaseRecord(name, "l4", "us-east-1a", 804_800, 10.0))
     purchases.end("node-2", 20.0, "terminated")
     billed = [(machine.node_id, machine.ended_at_s) for machine in bill(cluster).machines()]
     assert billed == [("node-1", None), ("node-2", 20.0)]

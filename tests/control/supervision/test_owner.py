@@ -12,7 +12,7 @@ import pytest
 from tests.control.bootstrap.test_local import STANDINS, K, home, idle_head
 from tests.disk_fixture import Disk
 
-from raytide.autoscaler.providers.local.files import NodeFolder, Purchase
+from raytide.autoscaler.providers.local.files import LocalMachine, NodeFolder
 from raytide.control.bootstrap import local
 from raytide.control.bootstrap.cluster_record import MARK
 from raytide.control.bootstrap.embedded import LocalCluster
@@ -114,7 +114,7 @@ def test_a_full_disk_keeps_no_cluster_from_being_ended(
     started = local.up(k=K - 2, children=STANDINS)
     node = NodeFolder(started.run_dir / "nodes" / "node-1")
     node.path.mkdir()
-    node.buy(Purchase("node-1", "cpu2", "local", 1, started.created_at_s, 2, "", {}, {}, "", ""))
+    node.buy(LocalMachine("node-1", "cpu2", "local", 1, started.created_at_s, 2, "", {}, {}, "", ""))
     disk.fill()
     with pytest.raises(StorageError, match=r"[Ff]ree space"):
         local.down()

@@ -21,7 +21,7 @@ from raytide.jobs.admission.priority import (
     fair_wait_s,
     ranked,
 )
-from raytide.simulate.jobs.raytide import Counted
+from raytide.simulate.jobs.raytide import GpuCapacity
 
 HOUR_S = 3600.0
 
@@ -62,7 +62,7 @@ def claims(
 
 
 def holders(table: QueueTable, total: int) -> list[int]:
-    floor = Counted.of(table, total)
+    floor = GpuCapacity.of(table, total)
     run_cycle(table, floor)
     assert float(table.gpus[floor.holds].sum()) == total - floor.free
     return sorted(np.flatnonzero(floor.holds).tolist())
@@ -164,7 +164,7 @@ def test_no_gpu_is_given_twice_and_none_is_left_that_somebody_could_use(
             held.append(i)
             used += row[0]
     table = claims(*(row[:4] for row in rows), held=held, fixed=[i for row, i in fits if row[5]])
-    floor = Counted.of(table, total)
+    floor = GpuCapacity.of(table, total)
     run_cycle(table, floor)
     assert floor.free >= 0
     order = ranked(table).tolist()

@@ -34,7 +34,7 @@ def watch_notices(cloud: str) -> Process:
     if running is not None and running.alive:
         return running
     try:
-        CLOUDS[cloud]().told(0.0)
+        CLOUDS[cloud]().pending_notice(0.0)
         board_at(gcs_address).notices()
     except ClusterError as error:
         sys.stderr.write(f"no notices of {cloud} reach raytide yet: {error}\n")

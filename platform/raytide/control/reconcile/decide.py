@@ -36,7 +36,7 @@ def decide_constrained(seen: Snapshot) -> Plan:
     published, scales = set_targets(seen)
     room = SchedulingState.of(published)
     published = with_reservations(published, room)
-    admissions = schedule(published, consolidation.without_kept(published, room))
+    admissions = schedule(published, consolidation.with_reserved(published, room))
     are_seats_as_before = all(isinstance(action, Admit | Wait) for action in admissions)
     actions = plan(with_leases(published, admissions), room if are_seats_as_before else None)
     return Plan(at_s=seen.at_s, actions=(*given_up, *scales, *admissions, *over_cap, *actions))

@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from raytide.autoscaler.deadlines.jobs import outlooks
-from raytide.autoscaler.endpoints.slo_controller import Fleets, SloController
+from raytide.autoscaler.deadlines.jobs import spot_forecasts
+from raytide.autoscaler.endpoints.slo_controller import SavedModels, SloController
 from raytide.autoscaler.nodes.spend_limits import limits
 from raytide.autoscaler.spot.pool_availability import PoolAvailability
-from raytide.autoscaler.spot.pool_risk import SpotRisk
+from raytide.autoscaler.spot.pool_risk import PoolRisk
 from raytide.core.money import month_of, to_us
 from raytide.core.objects.cluster_config import ClusterConfig
 from raytide.core.objects.node import Node
@@ -27,10 +27,10 @@ _PAST_NODES = 1000
 class DecisionInputs:
     """Kept from tick to tick; a new controller learns it anew from the records of nodes."""
 
-    def __init__(self, store: Store, config: ClusterConfig, now_s: float, known: Fleets | None = None) -> None:
+    def __init__(self, store: Store, config: ClusterConfig, now_s: float, known: SavedModels | None = None) -> None:
         """`known`: what an earlier controller learned of endpoints with an SLO."""
         self._store, self._books, self._config = store, store.books, config
-        self._risk, self.fleets = SpotRisk(), SloController(known)
+        self._risk, self.fleets = PoolRisk(), SloController(known)
         self._risk.replay(store.nodes(limit=_PAST_NODES), now_s)
         self._spot: PoolAvailability | None = None
         self._spent_micro_usd = 0
@@ -42,7 +42,9 @@ class DecisionInputs:
         self._risk.observe(nodes, seen.at_s)
         quotes = self._risk.quotes(seen.node_types, prices, seen.at_s)
         spot, limits = self._watched(seen, nodes), self._limits(seen.at_s)
-        return self.fleets.on(replace(seen, quotes=quotes, spot=spot, limits=limits), self._risk.hazard)
+        return self.fleets.with_replica_values(
+            replace(seen, quotes=quotes, spot=spot, limits=limits), self._risk.hazard
+        )
 
     def _watched(self, seen: Snapshot, nodes: Iterable[Node]) -> tuple[SpotForecast, ...]:
         """What jobs with a deadline have to know of spot. The past is read when the first of them comes."""
@@ -52,7 +54,7 @@ class DecisionInputs:
             self._spot = PoolAvailability()
             self._spot.observe(self._store.nodes(limit=_PAST_NODES), seen.at_s)
         self._spot.observe(nodes, seen.at_s)
-        return outlooks(self._spot, seen)
+        return spot_forecasts(self._spot, seen)
 
     def _limits(self, now_s: float) -> Limits:
         section = self._config.settings.limits

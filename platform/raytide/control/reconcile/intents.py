@@ -64,5 +64,5 @@ def record_intents(book: ClusterRecords, plan: Plan, node_types: Mapping[str, No
                 book.nodes[node_id] = lifecycle.terminating(book.nodes[node_id], action)
     for lease_id, nodes in assigned.items():
         book.leases[lease_id] = leases.assign(book.leases[lease_id], nodes)
-    for pool in launch_backoff.after(tuple(book.pools.values()), before, book.nodes.values(), now_s):
+    for pool in launch_backoff.update_pools(tuple(book.pools.values()), before, book.nodes.values(), now_s):
         book.pools[(pool.node_type, pool.zone)] = pool

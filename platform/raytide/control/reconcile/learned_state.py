@@ -11,7 +11,7 @@ from pydantic import PositiveFloat
 
 from raytide.autoscaler.endpoints.cold_start import Start
 from raytide.autoscaler.endpoints.replica_value import SavedModel
-from raytide.autoscaler.endpoints.slo_controller import Fleets
+from raytide.autoscaler.endpoints.slo_controller import SavedModels
 from raytide.autoscaler.endpoints.traffic import Speeds, Starts
 from raytide.autoscaler.job_throughput import Learned as Strides
 from raytide.core import bounds
@@ -52,7 +52,7 @@ class Knowledge:
     """Of replicas."""
     starts: Starts = field(default_factory=dict)
     """Of replicas."""
-    fleets: Fleets = field(default_factory=dict)
+    fleets: SavedModels = field(default_factory=dict)
     """The memories of the serving policy."""
     strides: Strides = field(default_factory=dict)
     """Of jobs."""

@@ -71,7 +71,7 @@ def advance(book: ClusterRecords, world: Observation, now_s: float, guard: Guard
     """Move every record forward by what was seen. One whose move raises stays as it was."""
     before = tuple(book.nodes.values())
     moved = lifecycle.observe(before, world.machines, world.ray_nodes, world.notices, now_s)
-    rested = pools.after(tuple(book.pools.values()), before, moved, now_s)
+    rested = pools.update_pools(tuple(book.pools.values()), before, moved, now_s)
     book.nodes = {node.id: node for node in moved}
     book.pools = {(pool.node_type, pool.zone): pool for pool in rested}
     for lease in tuple(book.leases.values()):
@@ -170,7 +170,7 @@ def _views(
                 idle_s=idle_s,
                 is_draining=seen is not None and seen.is_draining,
                 use=use,
-                busy=idle.held(node.id, node_type, use, now_s) if node_type is not None and idle_s > 0 else "",
+                busy=idle.busy_reason(node.id, node_type, use, now_s) if node_type is not None and idle_s > 0 else "",
             )
         )
     return views

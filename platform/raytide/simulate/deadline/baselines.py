@@ -10,13 +10,13 @@ from collections.abc import Callable
 
 import numpy as np
 
-from raytide.simulate.deadline.compare import NONE, ON_DEMAND, Outcome, Policy, Runs, Terms, Up, View, replay
+from raytide.simulate.deadline.compare import NONE, ON_DEMAND, RunOutcome, Runs, Terms, TickPolicy, TickView, Up, replay
 
 
-def greedy(terms: Terms) -> Policy:
+def greedy(terms: Terms) -> TickPolicy:
     """Spot when there is some, nothing otherwise; on demand to the end once time gets short."""
 
-    def choose(view: View) -> int:
+    def choose(view: TickView) -> int:
         if view.held != NONE:
             return view.held
         return ON_DEMAND if _is_short(terms, view) else _first(view, otherwise=NONE)
@@ -24,13 +24,13 @@ def greedy(terms: Terms) -> Policy:
     return choose
 
 
-def uniform_progress(leaves: Callable[[bool, bool], bool]) -> Callable[[Terms], Policy]:
+def uniform_progress(leaves: Callable[[bool, bool], bool]) -> Callable[[Terms], TickPolicy]:
     """`leaves(is_ahead, has_spot)` says when an on-demand node is given up."""
 
-    def policy(terms: Terms) -> Policy:
+    def policy(terms: Terms) -> TickPolicy:
         pace = terms.work / terms.deadline
 
-        def choose(view: View) -> int:
+        def choose(view: TickView) -> int:
             if view.held >= 0:
                 return view.held
             if _is_short(terms, view):
@@ -51,19 +51,19 @@ uniform_progress_b = uniform_progress(lambda is_ahead, has_spot: is_ahead and ha
 uniform_progress_c = uniform_progress(lambda is_ahead, has_spot: has_spot)
 
 
-def replayed(policy: Callable[[Terms], Policy]) -> Runs:
+def replayed(policy: Callable[[Terms], TickPolicy]) -> Runs:
     """Runs of a policy that knows nothing of the time before its start."""
 
-    def runs(terms: Terms, up: Up) -> Callable[[int], Outcome]:
+    def runs(terms: Terms, up: Up) -> Callable[[int], RunOutcome]:
         return lambda start: replay(terms, up[:, start : start + terms.deadline], policy(terms))
 
     return runs
 
 
-def _is_short(terms: Terms, view: View) -> bool:
+def _is_short(terms: Terms, view: TickView) -> bool:
     return terms.deadline - view.tick < view.work + 2 * terms.restart
 
 
-def _first(view: View, *, otherwise: int) -> int:
+def _first(view: TickView, *, otherwise: int) -> int:
     there = np.flatnonzero(view.up)
     return int(there[0]) if len(there) else otherwise

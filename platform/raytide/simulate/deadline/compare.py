@@ -54,7 +54,7 @@ class Terms:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class TickView:
     """What a policy sees at a tick. `held` is NONE when the held zone was just lost."""
 
     tick: int
@@ -68,31 +68,31 @@ class View:
     """By zone, now."""
 
 
-Policy = Callable[[View], int]
+TickPolicy = Callable[[TickView], int]
 """What to hold for this tick: NONE, ON_DEMAND or a zone that is up."""
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RunOutcome:
     cost_usd: float
     is_missed: bool = False
 
 
-Runs = Callable[[Terms, Up], Callable[[int], Outcome]]
+Runs = Callable[[Terms, Up], Callable[[int], RunOutcome]]
 """For a job on a market, what comes of it by the tick of its start. What lies before that tick may be known."""
 
 
-def replay(terms: Terms, up: Up, policy: Policy) -> Outcome:
+def replay(terms: Terms, up: Up, policy: TickPolicy) -> RunOutcome:
     """Run the job on `up`, from the job's start, until it is done; past the deadline on demand."""
     held, starting, work, cost_usd, tick = NONE, 0, terms.work, 0.0, 0
     while work:
         if tick >= terms.deadline:
             late = work + (starting if held == ON_DEMAND else terms.restart)
-            return Outcome(cost_usd + late * terms.usd(ON_DEMAND), is_missed=True)
+            return RunOutcome(cost_usd + late * terms.usd(ON_DEMAND), is_missed=True)
         now = up[:, tick]
         if held >= 0 and not now[held]:
             held, starting = NONE, 0
-        choice = policy(View(tick, work, held, starting, now))
+        choice = policy(TickView(tick, work, held, starting, now))
         if choice >= 0 and not now[choice]:
             raise ValueError(f"the policy holds zone {choice}, which is not up at tick {tick}")
         if choice != held:
@@ -103,7 +103,7 @@ def replay(terms: Terms, up: Up, policy: Policy) -> Outcome:
         elif held != NONE:
             work -= 1
         tick += 1
-    return Outcome(cost_usd)
+    return RunOutcome(cost_usd)
 
 
 def starts(ticks: int, terms: Terms, count: int) -> list[int]:
@@ -118,7 +118,7 @@ def starts(ticks: int, terms: Terms, count: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class DeadlineReport:
     policy: str
     collection: str
     zones: list[str]
@@ -143,7 +143,7 @@ def run(
     hours: float,
     restart_h: float,
     count: int,
-) -> Report:
+) -> DeadlineReport:
     """The policy on the pool of these zones, from each start."""
     is_sane = count >= 1 and 0 < hours < math.inf and 0 <= slack < math.inf and 0 < restart_h < math.inf
     if not is_sane:
@@ -153,7 +153,7 @@ def run(
     from_start = runs(terms, up)
     outcomes = [from_start(start) for start in starts(up.shape[1], terms, count)]
     shares = [outcome.cost_usd / terms.ondemand_usd for outcome in outcomes]
-    return Report(
+    return DeadlineReport(
         policy=policy,
         collection=collection,
         zones=[trace.zone for trace in traces],

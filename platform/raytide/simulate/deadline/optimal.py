@@ -11,12 +11,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from raytide.simulate.deadline.compare import ON_DEMAND, Outcome, Terms, Up
+from raytide.simulate.deadline.compare import ON_DEMAND, RunOutcome, Terms, Up
 
 
-def optimal(terms: Terms, up: Up) -> Callable[[int], Outcome]:
+def optimal(terms: Terms, up: Up) -> Callable[[int], RunOutcome]:
     """On demand alone is in time, so the bound never misses."""
-    return lambda start: Outcome(cheapest_usd(terms, up[:, start : start + terms.deadline]))
+    return lambda start: RunOutcome(cheapest_usd(terms, up[:, start : start + terms.deadline]))
 
 
 def cheapest_usd(terms: Terms, up: Up) -> float:

@@ -10,14 +10,14 @@ import numpy as np
 from raytide.autoscaler.deadlines.policy import DeadlineJob, ZoneView, decide
 from raytide.autoscaler.deadlines.value_iteration import Values, solve
 from raytide.autoscaler.spot.availability_model import AvailabilityModel, Floats, ReclaimRates
-from raytide.simulate.deadline.compare import NONE, ON_DEMAND, Outcome, Policy, Terms, Up, View, replay
+from raytide.simulate.deadline.compare import NONE, ON_DEMAND, RunOutcome, Terms, TickPolicy, TickView, Up, replay
 
 
-def raytide(terms: Terms, up: Up) -> Callable[[int], Outcome]:
+def raytide(terms: Terms, up: Up) -> Callable[[int], RunOutcome]:
     """The market was watched since the trace began."""
     ticks, markets, ages_s = _watch(up, terms.tick_s)
 
-    def from_start(start: int) -> Outcome:
+    def from_start(start: int) -> RunOutcome:
         def market(tick: int) -> ReclaimRates:
             return markets[bisect_right(ticks, start + tick) - 1]
 
@@ -26,7 +26,7 @@ def raytide(terms: Terms, up: Up) -> Callable[[int], Outcome]:
     return from_start
 
 
-def _policy(terms: Terms, ages_s: Floats, market: Callable[[int], ReclaimRates]) -> Policy:
+def _policy(terms: Terms, ages_s: Floats, market: Callable[[int], ReclaimRates]) -> TickPolicy:
     known: list[tuple[ReclaimRates, Values]] = []
 
     def values(job: DeadlineJob, tick: int) -> Values:
@@ -37,17 +37,17 @@ def _policy(terms: Terms, ages_s: Floats, market: Callable[[int], ReclaimRates])
             known[:] = [(now, table)]
         return known[0][1]
 
-    def choose(view: View) -> int:
+    def choose(view: TickView) -> int:
         job = DeadlineJob(
             left_s=(terms.deadline - view.tick) * terms.tick_s,
             work_s=view.work * terms.tick_s,
             restart_s=terms.restart * terms.tick_s,
             tick_s=terms.tick_s,
-            held=None if view.held == NONE else "on_demand" if view.held == ON_DEMAND else view.held,
+            allocation=None if view.held == NONE else "on_demand" if view.held == ON_DEMAND else view.held,
             starting_s=view.starting * terms.tick_s,
         )
         zones = [ZoneView(bool(up), float(age)) for up, age in zip(view.up, ages_s[:, view.tick], strict=True)]
-        held = decide(job, zones, values(job, view.tick)).held
+        held = decide(job, zones, values(job, view.tick)).allocation
         return NONE if held is None else ON_DEMAND if held == "on_demand" else held
 
     return choose
@@ -56,10 +56,10 @@ def _policy(terms: Terms, ages_s: Floats, market: Callable[[int], ReclaimRates])
 def _watch(up: Up, tick_s: float) -> tuple[Sequence[int], Sequence[ReclaimRates], Floats]:
     """From which tick on what was learned of the market, and each zone's age in its state at each tick."""
     spells = AvailabilityModel(len(up))
-    ticks, markets = [0], [spells.learned(0.0)]
+    ticks, markets = [0], [spells.cached_rates(0.0)]
     ages_s = np.empty(up.shape)
     for tick in range(up.shape[1]):
-        if (market := spells.learned(tick * tick_s)) is not markets[-1]:
+        if (market := spells.cached_rates(tick * tick_s)) is not markets[-1]:
             ticks.append(tick)
             markets.append(market)
         spells.observe(tick * tick_s, up[:, tick])

@@ -6,19 +6,19 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from raytide.simulate.jobs.cluster import Ints, Policy, Queue
+from raytide.simulate.jobs.cluster import Ints, JobQueue, QueuePolicy
 
 LAS_LIMITS_GPU_S = np.array([3600.0, 36000.0])
 
 
-def fifo(queue: Queue) -> Ints:
+def fifo(queue: JobQueue) -> Ints:
     """Nothing overtakes the head of the queue."""
     waiting = queue.waiting
     fit = int(np.searchsorted(np.cumsum(queue.gpus[waiting]), queue.free, side="right"))
     return np.concatenate((queue.running, waiting[:fit]))
 
 
-def easy(queue: Queue) -> Ints:
+def easy(queue: JobQueue) -> Ints:
     """Overtakes the head only by what ends before it can start, or leaves it enough. Durations are known exactly."""
     started = fifo(queue)
     waiting = queue.waiting[len(started) - len(queue.running) :]
@@ -38,7 +38,7 @@ def easy(queue: Queue) -> Ints:
     return np.concatenate((started, _backfilled(queue, behind, free, extra, shadow_s)))
 
 
-def _backfilled(queue: Queue, behind: Ints, free: int, extra: int, shadow_s: float) -> Ints:
+def _backfilled(queue: JobQueue, behind: Ints, free: int, extra: int, shadow_s: float) -> Ints:
     taken: list[int] = []
     for job in behind:
         size = int(queue.gpus[job])
@@ -53,7 +53,7 @@ def _backfilled(queue: Queue, behind: Ints, free: int, extra: int, shadow_s: flo
     return np.array(taken, dtype=np.int64)
 
 
-def drf(queue: Queue) -> Ints:
+def drf(queue: JobQueue) -> Ints:
     """To the team that holds least, the first of its jobs, again and again; first come, first served within a team."""
     waiting, free = queue.waiting, queue.free
     if not free or not len(waiting):
@@ -76,19 +76,19 @@ def drf(queue: Queue) -> Ints:
     return np.concatenate((queue.running, np.array(taken, dtype=np.int64)))
 
 
-def las(queue: Queue) -> Ints:
+def las(queue: JobQueue) -> Ints:
     """Least attained service first, in three bands; first come, first served within one (NSDI'19)."""
     band = np.searchsorted(LAS_LIMITS_GPU_S, queue.attained_gpu_s[queue.active], side="right")
     return _filled(queue, queue.active[np.argsort(band, kind="stable")])
 
 
-def srpt(queue: Queue) -> Ints:
+def srpt(queue: JobQueue) -> Ints:
     """Least remaining GPU-time first."""
     left = queue.left_s[queue.active] * queue.gpus[queue.active]
     return _filled(queue, queue.active[np.argsort(left, kind="stable")])
 
 
-def _filled(queue: Queue, order: Ints) -> Ints:
+def _filled(queue: JobQueue, order: Ints) -> Ints:
     """Give GPUs away in this order, to each job all it needs or nothing."""
     free, rest, taken = queue.gpus_total, order, [order[:0]]
     while free and len(rest := rest[queue.gpus[rest] <= free]):
@@ -100,7 +100,7 @@ def _filled(queue: Queue, order: Ints) -> Ints:
     return np.concatenate(taken)
 
 
-def next_band_s(queue: Queue, limits_gpu_s: Iterable[float] = tuple(LAS_LIMITS_GPU_S)) -> float:
+def next_band_s(queue: JobQueue, limits_gpu_s: Iterable[float] = tuple(LAS_LIMITS_GPU_S)) -> float:
     """When some running job leaves its band of attained service."""
     running = queue.running
     found = np.inf
@@ -112,9 +112,9 @@ def next_band_s(queue: Queue, limits_gpu_s: Iterable[float] = tuple(LAS_LIMITS_G
 
 
 BASELINES = {
-    "fifo": Policy(fifo),
-    "easy": Policy(easy),
-    "drf": Policy(drf),
-    "las": Policy(las, preempts=True, wake_s=next_band_s),
-    "srpt": Policy(srpt, preempts=True),
+    "fifo": QueuePolicy(fifo),
+    "easy": QueuePolicy(easy),
+    "drf": QueuePolicy(drf),
+    "las": QueuePolicy(las, preempts=True, wake_s=next_band_s),
+    "srpt": QueuePolicy(srpt, preempts=True),
 }

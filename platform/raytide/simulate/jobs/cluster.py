@@ -27,7 +27,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(slots=True, eq=False)
-class Queue:
+class JobQueue:
     """What a policy sees, an array a column for all jobs of the trace; `active` are those submitted and not done."""
 
     now_s: float
@@ -64,16 +64,16 @@ class Queue:
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
-    pick: Callable[[Queue], Ints]
+class QueuePolicy:
+    pick: Callable[[JobQueue], Ints]
     """Who shall hold GPUs now; who holds some and is not picked is preempted."""
     preempts: bool = False
-    wake_s: Callable[[Queue], float] | None = None
+    wake_s: Callable[[JobQueue], float] | None = None
     """When the order changes though no job comes or goes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ReplayResult:
     gpus: int
     mean_jct_s: float
     p99_jct_s: float
@@ -86,7 +86,7 @@ class Outcome:
     restarts: int
 
 
-def replay(trace: JobTrace, gpus: int, policy: Policy, days: int) -> Outcome:
+def replay(trace: JobTrace, gpus: int, policy: QueuePolicy, days: int) -> ReplayResult:
     """Until the last job is done."""
     state = _State.of(trace, gpus)
     while state.arrived < len(trace) or len(state.queue.active):
@@ -94,7 +94,7 @@ def replay(trace: JobTrace, gpus: int, policy: Policy, days: int) -> Outcome:
         state.apply(policy.pick(state.queue))
     jct_s = state.queue.end_s - trace.submit_s
     waits_s = (jct_s - state.queue.held_s)[trace.gpus >= GANG]
-    return Outcome(
+    return ReplayResult(
         gpus=gpus,
         mean_jct_s=float(jct_s.mean()),
         p99_jct_s=float(np.percentile(jct_s, 99)),
@@ -127,7 +127,7 @@ def lower_bound_s(trace: JobTrace, gpus: int) -> float:
 @dataclass(slots=True, eq=False)
 class _State:
     trace: JobTrace
-    queue: Queue
+    queue: JobQueue
     overhead_s: Floats
     """What the restart of a running job still takes."""
     arrived: int = 0
@@ -138,7 +138,7 @@ class _State:
     @classmethod
     def of(cls, trace: JobTrace, gpus: int) -> _State:
         zeros = np.zeros(len(trace))
-        queue = Queue(
+        queue = JobQueue(
             now_s=-QUANTUM_S,  # before the first arrival
             gpus_total=gpus,
             active=np.empty(0, dtype=np.int64),
@@ -155,7 +155,7 @@ class _State:
         )
         return cls(trace, queue, zeros.copy())
 
-    def advance(self, policy: Policy, window_s: float) -> None:
+    def advance(self, policy: QueuePolicy, window_s: float) -> None:
         """On to the next thing that happens."""
         queue = self.queue
         running = queue.running

@@ -8,12 +8,12 @@ from pathlib import Path
 from raytide.core.errors import UsageError
 from raytide.simulate.jobs import trace as job_trace
 from raytide.simulate.jobs.baselines import BASELINES
-from raytide.simulate.jobs.cluster import Policy, replay
+from raytide.simulate.jobs.cluster import QueuePolicy, replay
 from raytide.simulate.jobs.raytide import RAYTIDE
 
 LEAST_LOAD, MOST_LOAD = 1e-4, 1e4
 """What a cluster is sized for; beyond them a number was mistyped."""
-POLICIES: dict[str, Policy] = {"raytide": RAYTIDE, **BASELINES}
+POLICIES: dict[str, QueuePolicy] = {"raytide": RAYTIDE, **BASELINES}
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,19 +21,19 @@ from raytide.jobs.admission.priority import (
     ranked,
 )
 from raytide.simulate.jobs.baselines import next_band_s
-from raytide.simulate.jobs.cluster import Ints, Policy, Queue
+from raytide.simulate.jobs.cluster import Ints, JobQueue, QueuePolicy
 
 
-def pick(queue: Queue) -> Ints:
+def pick(queue: JobQueue) -> Ints:
     active = queue.active
     claims = _claims(queue)
-    floor = Counted.of(claims, queue.gpus_total)
+    floor = GpuCapacity.of(claims, queue.gpus_total)
     run_cycle(claims, floor)
     return active[floor.holds]
 
 
 @dataclass(slots=True, eq=False)
-class Counted:
+class GpuCapacity:
     gpus: Floats
     holds: Bools
     free: float
@@ -44,7 +44,7 @@ class Counted:
     """GPUs that must be free for each row besides those that lower ones hold, if it may take these."""
 
     @classmethod
-    def of(cls, claims: QueueTable, gpus_total: int) -> Counted:
+    def of(cls, claims: QueueTable, gpus_total: int) -> GpuCapacity:
         holds, free = claims.is_held.copy(), gpus_total - float(claims.gpus[claims.is_held].sum())
         need = np.empty(len(holds))
         floor = cls(claims.gpus, holds, free, ranked(claims), claims.is_preemptible, ~claims.in_cooldown, need)
@@ -87,7 +87,7 @@ class Counted:
         return gone
 
 
-def _claims(queue: Queue) -> QueueTable:
+def _claims(queue: JobQueue) -> QueueTable:
     active = queue.active
     is_held = queue.is_running[active]
     return QueueTable(
@@ -107,7 +107,7 @@ def _claims(queue: Queue) -> QueueTable:
     )
 
 
-def _old_s(queue: Queue) -> float:
+def _old_s(queue: JobQueue) -> float:
     """Of the jobs that were submitted so far; 0 where it is `OLD_S` or less, which changes nothing."""
     until = queue.active.max(initial=-1) + 1
     end_s = queue.end_s[:until]
@@ -117,4 +117,4 @@ def _old_s(queue: Queue) -> float:
     return float(np.partition(older, len(older) - 1 - most)[len(older) - 1 - most]) if most < len(older) else 0.0
 
 
-RAYTIDE = Policy(pick, preempts=True, wake_s=lambda queue: next_band_s(queue, (NEW_GPU_S, SHORT_GPU_S)))
+RAYTIDE = QueuePolicy(pick, preempts=True, wake_s=lambda queue: next_band_s(queue, (NEW_GPU_S, SHORT_GPU_S)))

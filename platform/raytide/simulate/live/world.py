@@ -114,7 +114,7 @@ class LiveWorld:
         node_type = self._types.get(view.node.type)
         if node_type is None or not view.idle_s:
             return ""
-        return IdleClock().held(view.node.id, node_type, view.use, self._seen.at_s)
+        return IdleClock().busy_reason(view.node.id, node_type, view.use, self._seen.at_s)
 
     def _view(self, node: Node) -> NodeView:
         total = self._ray.total(node)

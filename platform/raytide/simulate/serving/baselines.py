@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from raytide.core.objects.node import CapacityType
-from raytide.simulate.serving.fleet import Fleet, Replica
+from raytide.simulate.serving.fleet import SimulatedFleet, SimulatedReplica
 
 TICK_S = 20.0
 """Every policy decides this often."""
@@ -51,7 +51,7 @@ class ServeTarget:
 class Static:
     replicas: int
 
-    def tick(self, fleet: Fleet) -> None:
+    def tick(self, fleet: SimulatedFleet) -> None:
         for _ in range(self.replicas - len(fleet.alive)):
             fleet.launch_ondemand()
 
@@ -60,7 +60,7 @@ class Static:
 class ServeOnDemand:
     target: ServeTarget
 
-    def tick(self, fleet: Fleet) -> None:
+    def tick(self, fleet: SimulatedFleet) -> None:
         target = self.target.update(fleet.now_s, fleet.mean_ongoing())
         match_ondemand(fleet, target)
 
@@ -72,7 +72,7 @@ class SpotNaive:
     target: ServeTarget
     turn: int = 0
 
-    def tick(self, fleet: Fleet) -> None:
+    def tick(self, fleet: SimulatedFleet) -> None:
         target = self.target.update(fleet.now_s, fleet.mean_ongoing())
         spot = fleet.of(CapacityType.SPOT)
         release(fleet, spot, len(spot) - target)
@@ -99,7 +99,7 @@ class SpotHedge:
     preempted: set[int] = field(default_factory=set)
     lost_seen: int = 0
 
-    def tick(self, fleet: Fleet) -> None:
+    def tick(self, fleet: SimulatedFleet) -> None:
         target = self.target.update(fleet.now_s, fleet.mean_ongoing())
         if not self.active and not self.preempted:
             self.active = set(range(len(fleet.zones.names)))
@@ -114,7 +114,7 @@ class SpotHedge:
         ready = sum(fleet.is_ready(replica) for replica in fleet.of(CapacityType.SPOT))
         match_ondemand(fleet, max(0, min(target, target + self.extra - ready)))
 
-    def _launch(self, fleet: Fleet, missing: int, tried: set[int]) -> None:
+    def _launch(self, fleet: SimulatedFleet, missing: int, tried: set[int]) -> None:
         while missing > 0 and (open_zones := self.active - tried):
             spot = fleet.of(CapacityType.SPOT)
             zone = min(open_zones, key=lambda zone: (sum(replica.zone == zone for replica in spot), zone))
@@ -132,14 +132,14 @@ class SpotHedge:
             self.preempted = set()
 
 
-def match_ondemand(fleet: Fleet, target: int) -> None:
+def match_ondemand(fleet: SimulatedFleet, target: int) -> None:
     there = fleet.of(CapacityType.ON_DEMAND)
     release(fleet, there, len(there) - target)
     for _ in range(target - len(there)):
         fleet.launch_ondemand()
 
 
-def release(fleet: Fleet, replicas: Iterable[Replica], count: int) -> None:
+def release(fleet: SimulatedFleet, replicas: Iterable[SimulatedReplica], count: int) -> None:
     """End `count` of them: those that are not ready, then the least busy, the youngest first."""
     order = sorted(replicas, key=lambda r: (fleet.is_ready(r), fleet.busy(r), -r.number))
     for replica in order[: max(0, count)]:

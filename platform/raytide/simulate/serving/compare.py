@@ -14,7 +14,7 @@ from raytide.core.errors import ConfigError
 from raytide.core.objects.node import CapacityType
 from raytide.simulate.serving.baselines import TICK_S, ServeOnDemand, ServeTarget, SpotHedge, SpotNaive, Static
 from raytide.simulate.serving.bound import lower_bound_usd
-from raytide.simulate.serving.fleet import Fleet, Replica
+from raytide.simulate.serving.fleet import SimulatedFleet, SimulatedReplica
 from raytide.simulate.serving.raytide import RaytidePolicy
 from raytide.simulate.serving.requests import Workload, workload
 from raytide.simulate.serving.setup import USD_H, ServingSetup
@@ -24,13 +24,13 @@ STATIC_SLO = 0.99
 """The fixed fleet is the smallest that attains it."""
 
 
-class Policy(Protocol):
-    def tick(self, fleet: Fleet) -> None:
+class FleetPolicy(Protocol):
+    def tick(self, fleet: SimulatedFleet) -> None:
         """Launch and release."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class FleetSample:
     """The fleet at one tick."""
 
     at_s: float
@@ -50,7 +50,7 @@ class Result:
     node_hours: dict[CapacityType, float]
     request_count: int
     spot_nodes_lost: int
-    samples: tuple[Sample, ...] = ()
+    samples: tuple[FleetSample, ...] = ()
 
     def to_json(self) -> dict[str, object]:
         """All but the samples."""
@@ -59,7 +59,7 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class Scenario:
     """What every policy of one setup meets."""
 
     setup: ServingSetup
@@ -68,13 +68,13 @@ class Stage:
     usd_h: dict[CapacityType, float]
 
     @classmethod
-    def of(cls, setup: ServingSetup) -> Stage:
+    def of(cls, setup: ServingSetup) -> Scenario:
         return cls(setup, workload(setup), spot_zones(setup), _prices(setup))
 
     def lower_bound_usd(self) -> float:
         return lower_bound_usd(self.setup, self.work, self.zones, self.usd_h)
 
-    def play(self, name: str) -> Result:
+    def run(self, name: str) -> Result:
         if name == "static":
             return self._smallest_static()
         return self._run(name, policy(name, self))
@@ -92,8 +92,8 @@ class Stage:
                 low = middle + 1
         return best
 
-    def _run(self, name: str, chosen: Policy) -> Result:
-        fleet = Fleet(self.setup, self.work, self.zones)
+    def _run(self, name: str, chosen: FleetPolicy) -> Result:
+        fleet = SimulatedFleet(self.setup, self.work, self.zones)
         samples = _live(fleet, chosen)
         hours = fleet.node_hours()
         ttft = np.array(fleet.first_token_s) - self.work.arrival_s
@@ -114,10 +114,10 @@ class Stage:
         )
 
 
-def policy(name: str, stage: Stage) -> Policy:
+def policy(name: str, stage: Scenario) -> FleetPolicy:
     """A policy by its name, `static` excepted: that one is searched for."""
     target = ServeTarget(stage.setup.max_replicas)
-    named: dict[str, Callable[[], Policy]] = {
+    named: dict[str, Callable[[], FleetPolicy]] = {
         "serve-ondemand": lambda: ServeOnDemand(target),
         "spot-naive": lambda: SpotNaive(target),
         "raytide": lambda: RaytidePolicy(stage.setup, stage.work, stage.zones, stage.usd_h),
@@ -128,13 +128,13 @@ def policy(name: str, stage: Stage) -> Policy:
     return named[name]()
 
 
-def _live(fleet: Fleet, chosen: Policy) -> list[Sample]:
+def _live(fleet: SimulatedFleet, chosen: FleetPolicy) -> list[FleetSample]:
     """Step from one thing that happens to the next: capacity that changes, notices, replicas that are ready, ticks."""
     setup, zones = fleet.setup, fleet.zones
     changes = deque(zones.times_s[1:])
     notices = deque(at - setup.notice_s for at in changes if at > setup.notice_s > 0)
-    coming: deque[Replica] = deque()
-    samples: list[Sample] = []
+    coming: deque[SimulatedReplica] = deque()
+    samples: list[FleetSample] = []
     tick_s = 0.0
     while True:
         due_s = [*islice(changes, 1), *islice(notices, 1), *(replica.ready_s for replica in islice(coming, 1))]
@@ -150,7 +150,7 @@ def _live(fleet: Fleet, chosen: Policy) -> list[Sample]:
         while coming and coming[0].ready_s <= now_s:
             fleet.admit(coming.popleft())
         if now_s >= tick_s:
-            fleet.look()
+            fleet.update_counts()
             known = len(fleet.launched)
             chosen.tick(fleet)
             coming += fleet.launched[known:]
@@ -160,10 +160,10 @@ def _live(fleet: Fleet, chosen: Policy) -> list[Sample]:
     return samples
 
 
-def _sample(fleet: Fleet) -> Sample:
+def _sample(fleet: SimulatedFleet) -> FleetSample:
     spot = sum(replica.zone is not None for replica in fleet.alive)
     ready = sum(fleet.is_ready(replica) for replica in fleet.alive)
-    return Sample(fleet.now_s, len(fleet.alive) - spot, spot, ready, sum(fleet.zones.at(fleet.now_s)))
+    return FleetSample(fleet.now_s, len(fleet.alive) - spot, spot, ready, sum(fleet.zones.at(fleet.now_s)))
 
 
 def _prices(setup: ServingSetup) -> dict[CapacityType, float]:

@@ -23,7 +23,7 @@ _NEVER_S = float("inf")
 
 
 @dataclass(slots=True, eq=False)
-class Replica:
+class SimulatedReplica:
     """One replica on its own node. `zone` is the column of its spot zone, None on demand."""
 
     number: int
@@ -40,23 +40,23 @@ class Replica:
     """Billed until then."""
 
 
-class Fleet:
+class SimulatedFleet:
     def __init__(self, setup: ServingSetup, work: Workload, zones: SpotZones) -> None:
         self.setup, self.zones = setup, zones
         self.now_s = 0.0
-        self.launched: list[Replica] = []
+        self.launched: list[SimulatedReplica] = []
         """Every one that was ever launched, in order."""
-        self.alive: list[Replica] = []
+        self.alive: list[SimulatedReplica] = []
         self.first_token_s = [_NEVER_S] * work.count
         self.arrived = 0
         """Requests that have arrived."""
-        self.lost_nodes: list[Replica] = []
+        self.lost_nodes: list[SimulatedReplica] = []
         """Spot nodes that were taken back, in order."""
         self._random = np.random.default_rng([setup.seed, 3])
         self._arrival_s, self._prefill_s = work.arrival_s.tolist(), work.prefill_s.tolist()
         self._decode_s = work.decode_s.tolist()
         self._done_s = [_NEVER_S] * work.count
-        self._routed: list[Replica] = []
+        self._routed: list[SimulatedReplica] = []
         self._starts: list[float] = []
         """When each routed replica can start one more request."""
         self._waiting: list[int] = []
@@ -66,15 +66,15 @@ class Fleet:
         self._ongoing: deque[int] = deque([0], maxlen=30)
         self._counted_s = 0
 
-    def of(self, market: CapacityType) -> list[Replica]:
+    def of(self, market: CapacityType) -> list[SimulatedReplica]:
         """Those that stay, launching ones included."""
         is_spot = market is CapacityType.SPOT
         return [replica for replica in self.alive if not replica.is_leaving and (replica.zone is not None) == is_spot]
 
-    def is_ready(self, replica: Replica) -> bool:
+    def is_ready(self, replica: SimulatedReplica) -> bool:
         return replica.ready_s <= self.now_s and not replica.is_leaving
 
-    def busy(self, replica: Replica) -> int:
+    def busy(self, replica: SimulatedReplica) -> int:
         """Its requests in flight and waiting, and those done behind an older one that is not."""
         return len(replica.jobs)
 
@@ -87,22 +87,22 @@ class Fleet:
         """The same, over the last 30 s."""
         return sum(self._ongoing) / len(self._ongoing)
 
-    def launch_ondemand(self) -> Replica:
+    def launch_ondemand(self) -> SimulatedReplica:
         return self._launch(None)
 
-    def launch_spot(self, zone: int) -> Replica | None:
+    def launch_spot(self, zone: int) -> SimulatedReplica | None:
         """None when the zone cannot hold one more."""
         soon = self.zones.at(self.now_s + self.setup.notice_s)[zone]
         room = min(self.zones.at(self.now_s)[zone], soon)
         there = sum(replica.zone == zone for replica in self.alive)
         return self._launch(zone) if there < room else None
 
-    def release(self, replica: Replica) -> None:
+    def release(self, replica: SimulatedReplica) -> None:
         """End it: now if it has nothing to do or is not ready, else when it is done with what it was sent."""
         last_s = max((self._done_s[job] for job in replica.jobs), default=self.now_s)
         replica.ended_s = min(replica.ended_s, max(self.now_s, last_s))
         self._cordon(replica)
-        self._bury()
+        self._remove_ended()
 
     def advance(self, until_s: float) -> None:
         """Requests that arrive before then find their replicas; the clock stands there afterwards."""
@@ -110,9 +110,9 @@ class Fleet:
         self._send(range(self.arrived, last), 0.0)
         self.arrived = last
         self.now_s = until_s
-        self._bury()
+        self._remove_ended()
 
-    def admit(self, replica: Replica) -> None:
+    def admit(self, replica: SimulatedReplica) -> None:
         """It is ready: it takes requests from now on."""
         if replica.ended_s <= self.now_s or replica.is_leaving:
             return
@@ -125,7 +125,7 @@ class Fleet:
         """Nodes that their zone cannot hold any more are lost, chosen by chance."""
         for zone, room in enumerate(self.zones.at(self.now_s)):
             for replica in self._excess(zone, room, [r for r in self.alive if r.zone == zone]):
-                self._lose(replica)
+                self._on_lost(replica)
 
     def warn(self, deadline_s: float) -> None:
         """Nodes that will be lost then take nothing new, and hand over what they cannot finish."""
@@ -139,7 +139,7 @@ class Fleet:
                 self.lost_nodes.append(replica)
                 self._send_again(handed)
 
-    def look(self) -> None:
+    def update_counts(self) -> None:
         """Forget requests that are done and count those that are not, second by second."""
         for replica in self.alive:
             jobs = replica.jobs
@@ -159,27 +159,27 @@ class Fleet:
             hours[market] += (min(replica.ended_s, self.now_s) - replica.launched_s) / 3600.0
         return hours
 
-    def _launch(self, zone: int | None) -> Replica:
+    def _launch(self, zone: int | None) -> SimulatedReplica:
         ready_s = self.now_s + self.setup.cold_start_s
-        replica = Replica(len(self.launched), zone, self.now_s, ready_s, [self.now_s] * self.setup.slots)
+        replica = SimulatedReplica(len(self.launched), zone, self.now_s, ready_s, [self.now_s] * self.setup.slots)
         self.launched.append(replica)
         self.alive.append(replica)
         return replica
 
-    def _excess(self, zone: int, room: int, there: list[Replica]) -> list[Replica]:
+    def _excess(self, zone: int, room: int, there: list[SimulatedReplica]) -> list[SimulatedReplica]:
         if len(there) <= room:
             return []
         chosen = self._random.choice(len(there), size=len(there) - room, replace=False)
         return [there[i] for i in chosen]
 
-    def _lose(self, replica: Replica) -> None:
+    def _on_lost(self, replica: SimulatedReplica) -> None:
         again = [job for job in replica.jobs if self._done_s[job] > self.now_s]
         replica.jobs.clear()
         replica.ended_s = self.now_s
         if not replica.is_leaving:
             self.lost_nodes.append(replica)
         self._cordon(replica)
-        self._bury()
+        self._remove_ended()
         self._send_again(again)
 
     def _send_again(self, jobs: list[int]) -> None:
@@ -189,13 +189,13 @@ class Fleet:
             self._done_s[job] = self.first_token_s[job] = _NEVER_S
         self._send(jobs, self.now_s)
 
-    def _cordon(self, replica: Replica) -> None:
+    def _cordon(self, replica: SimulatedReplica) -> None:
         replica.is_leaving = True
         if replica in self._routed:
             at = self._routed.index(replica)
             del self._routed[at], self._starts[at]
 
-    def _bury(self) -> None:
+    def _remove_ended(self) -> None:
         if any(replica.ended_s <= self.now_s for replica in self.alive):
             self.alive = [replica for replica in self.alive if replica.ended_s > self.now_s]
 

@@ -8,7 +8,7 @@ from html import escape
 from itertools import pairwise
 from pathlib import Path
 
-from raytide.simulate.serving.compare import Result, Stage
+from raytide.simulate.serving.compare import Result, Scenario
 
 CURVE = (0.95, 0.98, 0.99, 0.995, 0.998, 0.999)
 """The targets that trace raytide's curve."""
@@ -62,11 +62,11 @@ class Frame:
         return f'<circle cx="{px:.1f}" cy="{py:.1f}" r="4" fill="{colour}"/>{label}'
 
 
-def write_page(path: Path, stage: Stage, chosen: Result, bound_usd: float) -> None:
+def write_page(path: Path, stage: Scenario, chosen: Result, bound_usd: float) -> None:
     """Plays the other policies and raytide's targets too, so it takes many times as long as one run."""
-    others = [stage.play(name) for name in OTHERS]
+    others = [stage.run(name) for name in OTHERS]
     setups = [stage.setup.model_copy(update={"slo_target": target}) for target in CURVE]
-    curve = [replace(stage, setup=setup).play("raytide") for setup in setups]
+    curve = [replace(stage, setup=setup).run("raytide") for setup in setups]
     path.write_text(page(chosen, others, curve, bound_usd), encoding="utf-8")
 
 

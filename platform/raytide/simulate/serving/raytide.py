@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from raytide.autoscaler.endpoints.queue_simulator import ReplicaSpeed, Served
+from raytide.autoscaler.endpoints.queue_simulator import ReplicaSpeed, RequestBatch
 from raytide.autoscaler.endpoints.replica_placement import FleetNode, FleetState, ReplicaPool
-from raytide.autoscaler.endpoints.replica_value import TOLD_AFTER_S, Observation, ReplicaValueModel, ServingGoal
+from raytide.autoscaler.endpoints.replica_value import SETTLE_S, IntervalStats, ReplicaValueModel, ServingGoal
 from raytide.autoscaler.spot.reclaim_hazard import ReclaimHazard, holds
 from raytide.core.objects.node import CapacityType
-from raytide.simulate.serving.fleet import Fleet, Replica
+from raytide.simulate.serving.fleet import SimulatedFleet, SimulatedReplica
 from raytide.simulate.serving.requests import Workload
 from raytide.simulate.serving.setup import ServingSetup
 from raytide.simulate.serving.spot_zones import SpotZones
@@ -26,7 +26,7 @@ _ROUNDS = 12
 
 
 @dataclass(slots=True)
-class _Seen:
+class _Progress:
     at_s: float = 0.0
     arrived: int = 0
     judged: int = 0
@@ -37,7 +37,7 @@ class _Seen:
 class RaytidePolicy:
     def __init__(self, setup: ServingSetup, work: Workload, zones: SpotZones, usd_h: dict[CapacityType, float]) -> None:
         speed = ReplicaSpeed(setup.prefill_tps, setup.slots, setup.tpot_ms / 1000.0)
-        self.memory = ReplicaValueModel.of(
+        self.model = ReplicaValueModel.from_goal(
             ServingGoal(
                 slo_ttft_s=setup.slo_ttft_s,
                 slo_target=setup.slo_target,
@@ -49,35 +49,35 @@ class RaytidePolicy:
                 spot_usd_h=dict.fromkeys(zones.names, usd_h[CapacityType.SPOT]),
             )
         )
-        self.hazard, self.stock = ReclaimHazard(), ZoneBackoff()
+        self.hazard, self.backoff = ReclaimHazard(), ZoneBackoff()
         self._zones = zones
         self._slo_ttft_s = setup.slo_ttft_s
         self._work = work
-        self._seen = _Seen()
+        self._seen = _Progress()
 
-    def tick(self, fleet: Fleet) -> None:
+    def tick(self, fleet: SimulatedFleet) -> None:
         self._learn(fleet)
         for _ in range(_ROUNDS):
             if not self._act(fleet):
                 break
 
-    def state(self, fleet: Fleet) -> FleetState:
+    def state(self, fleet: SimulatedFleet) -> FleetState:
         """What the production plan is asked."""
-        goal = self.memory.goal
+        goal = self.model.goal
         pools = {
             zone: ReplicaPool(
                 zone,
                 usd_h,
                 is_spot=True,
                 losses_per_h=self.hazard.per_h(zone, fleet.now_s),
-                most=self.stock.most(zone, fleet.now_s),
+                most=self.backoff.max_launches(zone, fleet.now_s),
             )
             for zone, usd_h in goal.spot_usd_h.items()
         }
         pools[ONDEMAND] = ReplicaPool(ONDEMAND, goal.ondemand_usd_h, is_spot=False)
-        return FleetState(self.memory.worth(self.hazard), pools, self._nodes(fleet), goal.cold_start_s)
+        return FleetState(self.model.value(self.hazard), pools, self._nodes(fleet), goal.cold_start_s)
 
-    def _act(self, fleet: Fleet) -> bool:
+    def _act(self, fleet: SimulatedFleet) -> bool:
         """Whether something was learned that is worth another decision."""
         decided = self.state(fleet).plan()
         by_id = {str(replica.number): replica for replica in fleet.alive}
@@ -90,36 +90,36 @@ class RaytidePolicy:
             elif pool not in refused and fleet.launch_spot(self._zones.names.index(pool)) is None:
                 refused.add(pool)
             elif pool not in refused:
-                self.stock.gave(pool)
+                self.backoff.on_launched(pool)
         for zone in refused:
-            self.stock.refused(zone, fleet.now_s)
+            self.backoff.on_refused(zone, fleet.now_s)
         return any(pool != ONDEMAND for pool in decided.launch)
 
-    def _nodes(self, fleet: Fleet) -> list[FleetNode]:
+    def _nodes(self, fleet: SimulatedFleet) -> list[FleetNode]:
         staying = [replica for replica in fleet.alive if not replica.is_leaving]
         return [
             FleetNode(str(r.number), self._zone(r), r.zone is not None, fleet.is_ready(r), fleet.busy(r))
             for r in staying
         ]
 
-    def _zone(self, replica: Replica) -> str:
+    def _zone(self, replica: SimulatedReplica) -> str:
         return ONDEMAND if replica.zone is None else self._zones.names[replica.zone]
 
-    def _learn(self, fleet: Fleet) -> None:
+    def _learn(self, fleet: SimulatedFleet) -> None:
         seen, now_s, arrival_s = self._seen, fleet.now_s, self._work.arrival_s
-        judged, served = np.searchsorted(arrival_s, (now_s - self._slo_ttft_s, now_s - TOLD_AFTER_S), side="right")
+        judged, served = np.searchsorted(arrival_s, (now_s - self._slo_ttft_s, now_s - SETTLE_S), side="right")
         told = slice(seen.served, int(served))
         late = range(seen.judged, int(judged))
         nodes = self._nodes(fleet)
-        heard = Observation(
+        heard = IntervalStats(
             at_s=now_s,
             dt_s=now_s - seen.at_s,
             requests=fleet.arrived - seen.arrived,
             missed=sum(fleet.first_token_s[i] - arrival_s[i] > self._slo_ttft_s for i in late),
             ongoing=fleet.ongoing,
-            served=Served(
-                max(seen.at_s - TOLD_AFTER_S, 0.0),
-                max(now_s - TOLD_AFTER_S, 0.0),
+            settled=RequestBatch(
+                max(seen.at_s - SETTLE_S, 0.0),
+                max(now_s - SETTLE_S, 0.0),
                 arrival_s[told],
                 self._work.prompt_tokens[told],
                 self._work.output_tokens[told],
@@ -130,6 +130,6 @@ class RaytidePolicy:
         lost = Counter(self._zone(replica) for replica in fleet.lost_nodes[seen.lost :])
         self.hazard.observe(heard.held, lost, now_s, heard.dt_s)
         for zone in lost:
-            self.stock.took_back(zone, now_s)
-        self.memory.learn(heard, self.hazard)
-        self._seen = _Seen(now_s, fleet.arrived, int(judged), int(served), len(fleet.lost_nodes))
+            self.backoff.on_reclaimed(zone, now_s)
+        self.model.learn(heard, self.hazard)
+        self._seen = _Progress(now_s, fleet.arrived, int(judged), int(served), len(fleet.lost_nodes))

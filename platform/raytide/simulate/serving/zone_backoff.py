@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from raytide.autoscaler.nodes import launch_backoff
 from raytide.core.objects.snapshot import Pool
 
-LONGEST_REST_S = 300.0
+LONGEST_BACKOFF_S = 300.0
 
 
 @dataclass(slots=True)
@@ -21,22 +21,22 @@ class ZoneBackoff:
     _zones: dict[str, Pool] = field(default_factory=dict)
     """Those that did not give the last node."""
 
-    def most(self, zone: str, now_s: float) -> int | None:
+    def max_launches(self, zone: str, now_s: float) -> int | None:
         """How many more it is worth asking for now; None when there is no limit."""
         known = self._zones.get(zone)
         if known is None:
             return None
         return 1 if known.retry_at_s <= now_s else 0
 
-    def gave(self, zone: str) -> None:
+    def on_launched(self, zone: str) -> None:
         self._zones.pop(zone, None)
 
-    def refused(self, zone: str, now_s: float) -> None:
-        self._rest(self._zones.get(zone, Pool(self.node_type, zone)), now_s, "refused")
+    def on_refused(self, zone: str, now_s: float) -> None:
+        self._back_off(self._zones.get(zone, Pool(self.node_type, zone)), now_s, "refused")
 
-    def took_back(self, zone: str, now_s: float) -> None:
-        self._rest(Pool(self.node_type, zone), now_s, "taken back")
+    def on_reclaimed(self, zone: str, now_s: float) -> None:
+        self._back_off(Pool(self.node_type, zone), now_s, "taken back")
 
-    def _rest(self, pool: Pool, now_s: float, reason: str) -> None:
+    def _back_off(self, pool: Pool, now_s: float, reason: str) -> None:
         rests = launch_backoff.after_failure(pool, now_s, reason)
-        self._zones[pool.zone] = replace(rests, retry_at_s=min(rests.retry_at_s, now_s + LONGEST_REST_S))
+        self._zones[pool.zone] = replace(rests, retry_at_s=min(rests.retry_at_s, now_s + LONGEST_BACKOFF_S))

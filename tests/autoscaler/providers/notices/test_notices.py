@@ -13,10 +13,10 @@ from tests.autoscaler.providers.notices.metadata_server import NAME, MetadataSer
 from raytide.autoscaler.providers.base import Notice
 from raytide.autoscaler.providers.notices.aws import REBALANCE_S, AwsMetadata
 from raytide.autoscaler.providers.notices.azure import AzureMetadata
-from raytide.autoscaler.providers.notices.base import Told
+from raytide.autoscaler.providers.notices.base import CloudNotice
 from raytide.autoscaler.providers.notices.board import NoticeBoard
 from raytide.autoscaler.providers.notices.gcp import MAINTENANCE_S, PREEMPTED_S, GcpMetadata
-from raytide.autoscaler.providers.notices.watch import Watch
+from raytide.autoscaler.providers.notices.watch import NoticeWatcher
 from raytide.control.bootstrap import node_agent
 from raytide.control.bootstrap.node_agent import watch_notices
 from raytide.core.clock import VirtualClock
@@ -34,20 +34,20 @@ def service() -> Iterator[MetadataServer]:
 
 def test_aws_tells_of_an_interruption_and_before_it_of_a_rebalance(service: MetadataServer) -> None:
     aws = AwsMetadata(service.url)
-    assert aws.told(NOW_S) is None
+    assert aws.pending_notice(NOW_S) is None
     service.recommend_rebalance()
-    assert aws.told(NOW_S) == Told(NOW_S + REBALANCE_S, "a rebalance recommendation")
+    assert aws.pending_notice(NOW_S) == CloudNotice(NOW_S + REBALANCE_S, "a rebalance recommendation")
     service.interrupt()
-    assert aws.told(NOW_S + 5.0) == Told(NOW_S + 120.0, "spot/instance-action terminate")
+    assert aws.pending_notice(NOW_S + 5.0) == CloudNotice(NOW_S + 120.0, "spot/instance-action terminate")
     assert service.sessions == 1
 
 
 def test_a_session_of_aws_that_ran_out_is_renewed(service: MetadataServer) -> None:
     aws = AwsMetadata(service.url)
-    aws.told(NOW_S)
+    aws.pending_notice(NOW_S)
     service.tokens.clear()
     service.interrupt()
-    told = aws.told(NOW_S)
+    told = aws.pending_notice(NOW_S)
     assert told is not None
     assert told.deadline_s == NOW_S + 120.0
     assert service.sessions == 2
@@ -56,44 +56,44 @@ def test_a_session_of_aws_that_ran_out_is_renewed(service: MetadataServer) -> No
 def test_aws_is_found_where_its_own_tools_look(service: MetadataServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", service.url)
     service.interrupt()
-    assert AwsMetadata().told(NOW_S) is not None
+    assert AwsMetadata().pending_notice(NOW_S) is not None
 
 
 def test_gcp_counts_from_when_the_event_was_first_seen(service: MetadataServer) -> None:
     gcp = GcpMetadata(service.url)
     maintenance = "/computeMetadata/v1/instance/maintenance-event"
     service.pages[maintenance] = "MIGRATE_ON_HOST_MAINTENANCE"
-    assert gcp.told(NOW_S) is None  # it goes on running
+    assert gcp.pending_notice(NOW_S) is None  # it goes on running
     service.pages[maintenance] = "TERMINATE_ON_HOST_MAINTENANCE"
     for later_s in (0.0, 7.0):
-        told = gcp.told(NOW_S + later_s)
+        told = gcp.pending_notice(NOW_S + later_s)
         assert told is not None
         assert told.deadline_s == NOW_S + MAINTENANCE_S
     service.pages["/computeMetadata/v1/instance/preempted"] = "TRUE"
-    assert gcp.told(NOW_S + 8.0) == Told(NOW_S + 8.0 + PREEMPTED_S, "preempted")
+    assert gcp.pending_notice(NOW_S + 8.0) == CloudNotice(NOW_S + 8.0 + PREEMPTED_S, "preempted")
 
 
 def test_azure_tells_of_the_whole_scale_set_and_only_this_machines_events_count(service: MetadataServer) -> None:
     azure, at = AzureMetadata(service.url), "Sat, 21 Nov 2026 17:00:30 GMT"
     service.schedule("Preempt", at, "vm-8")
-    assert azure.told(NOW_S) is None
+    assert azure.pending_notice(NOW_S) is None
     service.schedule("Freeze", at, NAME)
-    assert azure.told(NOW_S) is None
+    assert azure.pending_notice(NOW_S) is None
     service.schedule("Preempt", at, "vm-8", NAME)
-    assert azure.told(NOW_S) == Told(NOW_S + 30.0, "scheduled event Preempt")
+    assert azure.pending_notice(NOW_S) == CloudNotice(NOW_S + 30.0, "scheduled event Preempt")
     service.schedule("Terminate", "", NAME)  # it has begun
-    assert azure.told(NOW_S + 31.0) == Told(NOW_S + 31.0, "scheduled event Terminate")
+    assert azure.pending_notice(NOW_S + 31.0) == CloudNotice(NOW_S + 31.0, "scheduled event Terminate")
 
 
 def test_a_service_that_is_not_there_is_named() -> None:
     with pytest.raises(ClusterError, match=r"metadata service at http://127.0.0.1:9 does not answer"):
-        AwsMetadata("http://127.0.0.1:9").told(NOW_S)
+        AwsMetadata("http://127.0.0.1:9").pending_notice(NOW_S)
 
 
 def test_a_notice_is_pinned_for_as_long_as_it_stands_whatever_was_away(service: MetadataServer) -> None:
     kv, clock = KeyValues(), VirtualClock(NOW_S)
     board = NoticeBoard(lambda: kv)
-    watch = Watch("node-3", AwsMetadata(service.url), board, clock)
+    watch = NoticeWatcher("node-3", AwsMetadata(service.url), board, clock)
     watch.look()
     assert board.notices() == ()
     service.interrupt()
@@ -111,7 +111,7 @@ def test_a_notice_is_pinned_for_as_long_as_it_stands_whatever_was_away(service: 
 def test_a_service_that_stops_answering_takes_nothing_back(service: MetadataServer) -> None:
     kv = KeyValues()
     board = NoticeBoard(lambda: kv)
-    watch = Watch("node-3", AwsMetadata(service.url), board, VirtualClock(NOW_S))
+    watch = NoticeWatcher("node-3", AwsMetadata(service.url), board, VirtualClock(NOW_S))
     service.interrupt()
     watch.look()
     service.close()
@@ -124,20 +124,20 @@ def test_what_nobody_can_read_is_an_error_that_a_watcher_outlives(service: Metad
     for said in ("<html>", "[]", "{}", '{"action": "terminate", "time": 7}'):
         service.pages["/latest/meta-data/spot/instance-action"] = said
         with pytest.raises(ClusterError, match="cannot read"):
-            aws.told(NOW_S)
+            aws.pending_notice(NOW_S)
     for said in ("<html>", "[]", '{"Events": [{}]}'):
         service.pages["/metadata/scheduledevents"] = said
         with pytest.raises(ClusterError, match="cannot read"):
-            azure.told(NOW_S)
+            azure.pending_notice(NOW_S)
     service.schedule("Preempt", "soon", NAME)
     with pytest.raises(ClusterError, match="cannot read"):
-        azure.told(NOW_S)
+        azure.pending_notice(NOW_S)
 
 
 def test_a_service_of_aws_that_is_busy_is_asked_again_by_the_next_look(service: MetadataServer) -> None:
     kv = KeyValues()
     board = NoticeBoard(lambda: kv)
-    watch = Watch("node-3", AwsMetadata(service.url), board, VirtualClock(NOW_S))
+    watch = NoticeWatcher("node-3", AwsMetadata(service.url), board, VirtualClock(NOW_S))
     watch.look()
     service.interrupt()
     for status in (429, 503):
