@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Literal
 
-from raytide.actors.gang.group import GroupKey, PlacementGroupInfo, WantedGroup
-
+from raytide.actors.gang.placement_groups import GroupKey, PlacementGroupInfo, WantedGroup
 from raytide.autoscaler.deadlines.jobs import spot_forecasts
 from raytide.autoscaler.endpoints.slo_controller import SloController
 from raytide.autoscaler.nodes import launch_backoff
