@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from raytide.actors.trainer.distributed import process_group
 from raytide.actors.trainer.hf.init_weights import initialise
-from raytide.actors.trainer.model.decoder import Decoder
+from raytide.actors.trainer.model.transformer import Decoder
 from raytide.actors.trainer.trainer import Trainer
 from raytide.core.specs.optim_spec import OptimSpec
 from raytide.core.specs.train import ModelSpec, TrainSpec

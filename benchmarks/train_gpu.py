@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from raytide.actors.trainer.distributed import process_group
 from raytide.actors.trainer.hf.init_weights import initialise
 from raytide.actors.trainer.hf.model_source import open_data, resolve_model
-from raytide.actors.trainer.model.decoder import Decoder
+from raytide.actors.trainer.model.transformer import Decoder
 from raytide.actors.trainer.trainer import Trainer
 from raytide.core.specs.memory_spec import MemorySpec
 from raytide.core.specs.optim_spec import OptimSpec

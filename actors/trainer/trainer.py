@@ -22,7 +22,6 @@ from raytide.actors.trainer.data.dataloader import DataLoader
 from raytide.actors.trainer.data.token_dataset import Ids, Sampler
 from raytide.actors.trainer.distributed import local_shards
 from raytide.actors.trainer.distributed.process_group import ProcessGroup
-from raytide.actors.trainer.elastic.restart_policy import smaller
 from raytide.actors.trainer.hf.export import export
 from raytide.actors.trainer.hf.model_source import open_data, resolve_model
 from raytide.actors.trainer.model import activation_offload, apply
@@ -43,7 +42,7 @@ from raytide.actors.trainer.run_log.line_file import LineFile
 from raytide.actors.trainer.run_log.mfu import MfuMeter
 from raytide.actors.trainer.run_log.profiler import Profiler
 from raytide.actors.trainer.run_log.step_timer import StepTimer
-from raytide.actors.trainer.types import StepResult, StopRequest
+from raytide.actors.trainer.types import StepResult, StopRequest, halve_micro_batch
 from raytide.core.errors import CheckpointError, StorageError, TrainError
 from raytide.core.io.claim import committing
 from raytide.core.specs.train import TrainSpec
@@ -232,7 +231,7 @@ class Trainer:
             except (RuntimeError, MemoryError) as error:
                 if not micro_batch.is_out_of_memory(error) or self._applying or self.group.world > 1:
                     raise
-            self.micro_batch = smaller(self.micro_batch, self.spec.name)
+            self.micro_batch = halve_micro_batch(self.micro_batch, self.spec.name)
             self._rebuild()  # out of the handler, which holds the frames that hold the graph
 
     def _compare_replicas(self) -> None:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from typing import Any, Literal
 
-from raytide.core.errors import RaytideError
+from raytide.core.errors import RaytideError, TrainError
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,3 +142,14 @@ class WorkerExit:
     timed_out: bool = False
     """broken, since a peer kept it waiting rather than closed its door."""
     last: WorkerStatus | None = None
+
+
+def halve_micro_batch(micro_batch: int, name: str) -> int:
+    """Returns half the microbatch, rounded up: the same global batch in half the memory. TrainError when it is 1."""
+    if micro_batch == 1:
+        raise TrainError(
+            f"{name} does not fit into memory with one sequence at a time.",
+            hint="Use memory.checkpointing, memory.loss_chunk or memory.activations, divide the model among more ranks "
+            "(layout), or lower seq_len.",
+        )
+    return -(-micro_batch // 2)

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from pydantic import Field, field_validator
 
-from raytide.actors.trainer.checkpoint.dcp import safe_unpickler
+from raytide.actors.trainer.checkpoint import safe_unpickler
 from raytide.actors.trainer.checkpoint.storage import CheckpointStorage, named_failures
 from raytide.core import bounds
 from raytide.core.config import Config

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from raytide.actors.trainer.data.prefetch import Prefetch
 from raytide.actors.trainer.data.token_dataset import Ids, Sampler, TokenDataset, rank_slice
 from raytide.actors.trainer.distributed.process_group import ProcessGroup
-from raytide.actors.trainer.model.loss import IGNORE
-from raytide.actors.trainer.parallel.forward_backward import Micro
+from raytide.actors.trainer.model.loss import IGNORE, Micro
 from raytide.core.errors import DataError
 from raytide.core.specs.train import TrainSpec
 
 __all__ = ["DataLoader"]
 
+T = TypeVar("T")
 _ANY: Ids = np.zeros(1, dtype=np.int64)
 """The sequence that fills up a microbatch; it does not count."""
 
@@ -63,3 +65,24 @@ class DataLoader:
     def _put(self, rows: Ids) -> Tensor:
         tensor = torch.from_numpy(rows)
         return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
+
+
+class Prefetch(Generic[T]):
+    """`read(step)` on a thread of its own, one step ahead and never more. `read` depends on the step alone."""
+
+    def __init__(self, read: Callable[[int], T], last: int) -> None:
+        self._read, self._last = read, last
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
+        self._ahead: tuple[int, Future[T]] | None = None
+
+    def take(self, step: int) -> T:
+        """What `read(step)` gives, or raises; from now on the step after it is on its way."""
+        ahead, self._ahead = self._ahead, None
+        future = ahead[1] if ahead is not None and ahead[0] == step else self._thread.submit(self._read, step)
+        value = future.result()
+        if step + 1 < self._last:
+            self._ahead = step + 1, self._thread.submit(self._read, step + 1)
+        return value
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)

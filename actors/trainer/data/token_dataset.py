@@ -16,8 +16,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from raytide.actors.trainer.checkpoint.dcp.shard_check import ShardCheck
 from raytide.actors.trainer.data.local_copy import staged
+from raytide.actors.trainer.data.shard_check import ShardCheck
 from raytide.core.errors import DataError
 from raytide.core.io.private_paths import check_opened, safe_opener
 from raytide.core.io.token_dataset import CONFIG, ITEM_BYTES, MANIFEST, TokenManifest, parse_manifest

@@ -12,14 +12,13 @@ from functools import partial
 
 from raytide.actors.gang.lease_watch import LeaseWatch, ProgressReporter
 from raytide.actors.trainer.elastic.generation import Generation, GenerationResult
-from raytide.actors.trainer.elastic.pace import StepRate
 from raytide.actors.trainer.elastic.rank_assignment import most_ranks
 from raytide.actors.trainer.elastic.ray_worker import RayWorker, Start
-from raytide.actors.trainer.elastic.recovery import Recovery
-from raytide.actors.trainer.elastic.restart_policy import RestartPolicy, smaller
+from raytide.actors.trainer.elastic.recovery import Recovery, StepRate
+from raytide.actors.trainer.elastic.restart_policy import RestartPolicy
 from raytide.actors.trainer.elastic.worker_group import WorkerGroup, WorkerHandle
 from raytide.actors.trainer.run_log.writer import RunLog
-from raytide.actors.trainer.types import RunResult, StepResult, WorkerStatus
+from raytide.actors.trainer.types import RunResult, StepResult, WorkerStatus, halve_micro_batch
 from raytide.core.clock import Clock, SystemClock
 from raytide.core.errors import ConflictError, LeaseLostError, RaytideError
 from raytide.core.io.claim import Claim
@@ -192,7 +191,7 @@ class _Driver:
 
     def _shrink_micro_batch(self, why: str) -> None:
         before = self._micro_batch()
-        self.fits = smaller(before, self.spec.name)
+        self.fits = halve_micro_batch(before, self.spec.name)
         self.record.event("oom", generation=self.number, why=why, micro_batch=self.fits, was=before)
 
     def _progress(self, world: int, tokens_per_s: float = 0.0) -> dict[str, float | int | str]:

@@ -53,15 +53,3 @@ class RestartPolicy:
                 f"{self.name} broke {len(counted)} times in a row at step {self.best}; the last time: {counted[-1]}.",
                 hint="Mend that; the run goes on from its last checkpoint.",
             )
-
-
-def smaller(micro_batch: int, name: str) -> int:
-    """Half as many sequences at once and twice as often: the same global batch in about half the memory. TrainError
-    when one was too many."""
-    if micro_batch == 1:
-        raise TrainError(
-            f"{name} does not fit into memory with one sequence at a time.",
-            hint="Use memory.checkpointing, memory.loss_chunk or memory.activations, divide the model among more ranks "
-            "(layout), or lower seq_len.",
-        )
-    return -(-micro_batch // 2)

@@ -65,7 +65,7 @@ class WorkerGroup:
                 self._hands[key].member = member
             elif member.state is not MemberState.LEAVING:
                 worker = self._start(self._spec, member, lease.shape)
-                self._hands[key] = WorkerHandle(key, member, worker, worker.call("ready"), worker.call("stay"))
+                self._hands[key] = WorkerHandle(key, member, worker, worker.call("ready"), worker.call("wait_for_exit"))
         return lost
 
     def settle(self, lease: Lease, hands: Collection[WorkerHandle]) -> None:

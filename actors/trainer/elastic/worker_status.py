@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Iterable
+from pathlib import Path
+from types import FrameType
 
-from raytide.actors.trainer.elastic.where import stack_summary
 from raytide.actors.trainer.types import StepResult, WorkerStatus
+
+INNERMOST_FRAMES = 4
+RAYTIDE_FRAMES = 3
+"""Frames of raytide's own code that are shown even when they lie further out."""
+DATA_THREADS = "data"
+"""The prefix of the names of threads that read for the training thread."""
+_ACTORS = Path(__file__).parents[2]
+_RAYTIDE = (f"{_ACTORS}/trainer/", f"{_ACTORS}/models/")
+_WRAPPERS = ("/torch/_ops.py", "/torch/utils/_contextlib.py", "/torch/distributed/c10d_logger.py")
+_LOCKS = ("/threading.py", "/queue.py", "/concurrent/futures/_base.py")
 
 
 class StatusRecorder:
@@ -64,3 +76,52 @@ class StatusRecorder:
                 source=self._source,
                 save_s=self._save_s,
             )
+
+
+def stack_summary(thread_id: int) -> tuple[str, bool]:
+    """The frames of a thread, the innermost first, and whether it waits for other ranks in them.
+
+    A thread that waits for another one to read is shown with that one's frames behind its own.
+    """
+    frames = _frames(thread_id)
+    shown = _show(frames)
+    if frames and _file(frames[0]).endswith(_LOCKS):
+        for reader in threading.enumerate():
+            if reader.name.startswith(DATA_THREADS) and (there := _frames(reader.ident or 0)):
+                shown += f"; thread {reader.name}: {_show(there)}"
+    return shown, _waits(frames)
+
+
+def _frames(thread_id: int) -> list[FrameType]:
+    """No name for all threads' frames: this one's would then hold itself, and with it every local variable of the run
+    until the next collection, the groups that a broken generation leaves too."""
+    innermost, found = sys._current_frames().get(thread_id), []
+    while innermost is not None:
+        found.append(innermost)
+        innermost = innermost.f_back
+    return found
+
+
+def _show(frames: list[FrameType]) -> str:
+    ours = [frame for frame in frames if _file(frame).startswith(_RAYTIDE)][:RAYTIDE_FRAMES]
+    shown = frames[:INNERMOST_FRAMES] + [frame for frame in ours if frame not in frames[:INNERMOST_FRAMES]]
+    return " < ".join(f"{_short(frame)}:{frame.f_lineno} in {frame.f_code.co_name}" for frame in shown)
+
+
+def _waits(frames: list[FrameType]) -> bool:
+    """In a collective of torch's, or where ours read a collective's result from the device."""
+    if not frames:
+        return False
+    from raytide.actors.trainer.distributed import process_group  # loaded by then: a rank that works has joined
+
+    at = next((_file(frame) for frame in frames if not _file(frame).endswith(_WRAPPERS)), "")
+    in_torch = "/torch/distributed/" in at and "/torch/distributed/checkpoint/" not in at
+    return in_torch or at == process_group.__file__
+
+
+def _file(frame: FrameType) -> str:
+    return frame.f_code.co_filename
+
+
+def _short(frame: FrameType) -> str:
+    return "/".join(_file(frame).rsplit("/", 2)[-2:])

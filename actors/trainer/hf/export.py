@@ -26,8 +26,8 @@ from raytide.actors.trainer.hf.model_source import ModelSource
 from raytide.actors.trainer.hf.peft_adapter import adapter_config, file_adapters
 from raytide.actors.trainer.hf.safetensors_writer import ShardedSafetensorsWriter, save
 from raytide.actors.trainer.hf.weight_mapping import FamilyFormat, FileTensor, file_tensors, to_hf_tensor
-from raytide.actors.trainer.model.decoder import Decoder
 from raytide.actors.trainer.model.lora import LORA_A, LORA_B, adapted, merged
+from raytide.actors.trainer.model.transformer import Decoder
 from raytide.core.io.private_paths import safe_opener
 from raytide.core.io.storage import join
 from raytide.core.specs.model import LoraSpec

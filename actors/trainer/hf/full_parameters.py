@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from raytide.actors.trainer.distributed.process_group import ProcessGroup
-from raytide.actors.trainer.model.decoder import Decoder
+from raytide.actors.trainer.model.transformer import Decoder
 
 __all__ = ["FullParameters"]
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from raytide.actors.trainer.hf.model_source import ModelSource
 from raytide.actors.trainer.hf.weight_mapping import Block, HfWeights
-from raytide.actors.trainer.model.decoder import Decoder
+from raytide.actors.trainer.model.transformer import Decoder
 
 __all__ = ["INIT_STD", "cut", "first_weights", "initialise", "local_block", "place"]
 

@@ -7,8 +7,8 @@ import functools
 import torch
 
 from raytide.actors.trainer.model import activation_checkpointing, activation_offload, float8
-from raytide.actors.trainer.model.decoder import Decoder
 from raytide.actors.trainer.model.loss import loss_sum
+from raytide.actors.trainer.model.transformer import Decoder
 from raytide.core.errors import ConfigError
 from raytide.core.specs.train import TrainSpec
 

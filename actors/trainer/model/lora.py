@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raytide.actors.models.architecture import Architecture
-from raytide.actors.trainer.model.decoder import Decoder
+from raytide.actors.trainer.model.transformer import Decoder
 from raytide.core.errors import ConfigError
 from raytide.core.specs.model import FinetuneSpec, LoraSpec
 

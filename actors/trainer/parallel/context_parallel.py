@@ -14,7 +14,7 @@ from torch import Tensor
 
 from raytide.actors.trainer.distributed.collectives import gather
 from raytide.actors.trainer.distributed.process_group import ProcessGroup
-from raytide.actors.trainer.model.decoder import Attend, Attention, Decoder
+from raytide.actors.trainer.model.transformer import Attend, Attention, Decoder
 from raytide.kernels.core import AttentionSpec
 
 __all__ = ["divide", "positions", "shard_sequence"]

@@ -5,21 +5,18 @@ from __future__ import annotations
 from typing import Protocol, cast
 
 import torch
-from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from raytide.actors.trainer.distributed.process_group import ProcessGroup
-from raytide.actors.trainer.model.decoder import Decoder
+from raytide.actors.trainer.model.loss import Micro
+from raytide.actors.trainer.model.transformer import Decoder
 from raytide.actors.trainer.parallel import context_parallel
 from raytide.actors.trainer.parallel.pipeline_parallel import Pipeline
 from raytide.actors.trainer.parallel.tensor_parallel import speaks
 from raytide.core.specs.parallelism import Parallelism
 from raytide.core.specs.train import TrainSpec
 
-__all__ = ["ForwardBackward", "Micro", "build"]
-
-Micro = tuple[Tensor, Tensor]
-"""Inputs and targets, [B, T] each."""
+__all__ = ["ForwardBackward", "build"]
 
 
 class ForwardBackward(Protocol):

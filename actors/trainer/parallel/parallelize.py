@@ -10,8 +10,8 @@ from raytide.actors.trainer.hf.init_weights import first_weights
 from raytide.actors.trainer.hf.model_source import ModelSource
 from raytide.actors.trainer.model import apply, precision
 from raytide.actors.trainer.model.activation_offload import Pool
-from raytide.actors.trainer.model.decoder import Decoder
 from raytide.actors.trainer.model.lora import adapt
+from raytide.actors.trainer.model.transformer import Decoder
 from raytide.actors.trainer.parallel import context_parallel, tensor_parallel
 from raytide.core.specs.train import TrainSpec
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from raytide.actors.trainer.distributed.process_group import ProcessGroup
 from raytide.actors.trainer.model import precision
-from raytide.actors.trainer.model.decoder import Decoder
+from raytide.actors.trainer.model.transformer import Decoder
 from raytide.actors.trainer.parallel import context_parallel
 from raytide.actors.trainer.parallel.tensor_parallel import speaks
 from raytide.core.specs.parallelism import Parallelism, Schedule

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from raytide.actors.trainer.data.token_dataset import TokenData
-from raytide.actors.trainer.model.decoder import Decoder
+from raytide.actors.trainer.model.transformer import Decoder
 from raytide.actors.trainer.trainer import Trainer
 
 _now = {"step": 0}

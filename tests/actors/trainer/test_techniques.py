@@ -237,7 +237,7 @@ def test_what_does_nothing_on_this_device_is_refused(spec: TrainSpec, monkeypatc
 
 
 def test_a_sequence_of_steps_reads_one_ahead_and_follows_a_jump() -> None:
-    from raytide.actors.trainer.data.prefetch import Prefetch
+    from raytide.actors.trainer.data.dataloader import Prefetch
 
     read: list[int] = []
 

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from raytide.actors.trainer.checkpoint.dcp.safe_unpickler import DTYPES, Made, Name, read
+from raytide.actors.trainer.checkpoint.safe_unpickler import DTYPES, Made, Name, read
 from raytide.core.errors import CheckpointError
 
 __all__ = ["metadata_of"]

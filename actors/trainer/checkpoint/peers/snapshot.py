@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from raytide.actors.trainer.checkpoint.background import BackgroundTask
+from raytide.actors.trainer.checkpoint.async_save import BackgroundTask
 from raytide.actors.trainer.checkpoint.peers import replication
 from raytide.actors.trainer.checkpoint.peers.replication import Holding, SnapshotId
 from raytide.actors.trainer.checkpoint.peers.reshard import Exchange

@@ -27,8 +27,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from raytide.actors.trainer.checkpoint import manifest
-from raytide.actors.trainer.checkpoint.dcp import safe_unpickler
+from raytide.actors.trainer.checkpoint import manifest, safe_unpickler
 from raytide.actors.trainer.checkpoint.dcp.metadata import metadata_of
 from raytide.actors.trainer.checkpoint.manifest import FileRecord, Manifest
 from raytide.actors.trainer.checkpoint.storage import LocalStore

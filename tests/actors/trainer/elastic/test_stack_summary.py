@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from raytide.actors.trainer.elastic.where import stack_summary
+from raytide.actors.trainer.elastic.worker_status import stack_summary
 
 
 class Thing:

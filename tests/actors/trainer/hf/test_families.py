@@ -17,7 +17,7 @@ from raytide.actors.models.architecture import Architecture
 from raytide.actors.models.families import read_architecture
 from raytide.actors.trainer.hf.safetensors_writer import ShardedSafetensorsWriter
 from raytide.actors.trainer.hf.weight_mapping import FamilyFormat, HfWeights, file_tensors, to_hf_tensor
-from raytide.actors.trainer.model.decoder import Decoder
+from raytide.actors.trainer.model.transformer import Decoder
 from raytide.core.errors import DataError
 
 LENGTH = 48

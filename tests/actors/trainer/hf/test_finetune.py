@@ -19,7 +19,7 @@ from raytide.actors.models.families import read_architecture
 from raytide.actors.trainer.distributed import process_group
 from raytide.actors.trainer.hf.model_source import open_data, resolve_model
 from raytide.actors.trainer.hf.weight_mapping import HfWeights
-from raytide.actors.trainer.model.decoder import Decoder
+from raytide.actors.trainer.model.transformer import Decoder
 from raytide.actors.trainer.runners.local import train_local
 from raytide.actors.trainer.trainer import Trainer
 from raytide.core.errors import CheckpointError, ConfigError, DataError

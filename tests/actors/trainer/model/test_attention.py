@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from raytide.actors.trainer.model.attention import attend
-from raytide.actors.trainer.model.flex import flex
+from raytide.actors.trainer.model.attention import attend, flex
 from raytide.kernels.core import AttentionSpec
 
 

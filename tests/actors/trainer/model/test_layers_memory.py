@@ -16,7 +16,7 @@ from raytide.actors.trainer.hf.init_weights import initialise
 from raytide.actors.trainer.model import activation_offload
 from raytide.actors.trainer.model.activation_checkpointing import checkpoint_layer, compile_layer
 from raytide.actors.trainer.model.activation_offload import DiskPool, HostPool
-from raytide.actors.trainer.model.decoder import Decoder
+from raytide.actors.trainer.model.transformer import Decoder
 from raytide.core.errors import ConfigError, StorageError
 from raytide.core.specs.memory_spec import MemorySpec
 

@@ -10,7 +10,7 @@ import torch
 
 from raytide.actors.models.architecture import Architecture
 from raytide.actors.models.families import architecture_of
-from raytide.actors.trainer.model.decoder import Decoder
+from raytide.actors.trainer.model.transformer import Decoder
 from raytide.actors.trainer.run_log import mfu
 from raytide.actors.trainer.run_log.step_timer import StepTimer
 

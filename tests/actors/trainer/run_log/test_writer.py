@@ -15,7 +15,7 @@ import pytest
 
 from raytide.actors.trainer.elastic.driver import _Driver
 from raytide.actors.trainer.elastic.generation import Generation, GenerationResult
-from raytide.actors.trainer.elastic.pace import StepRate
+from raytide.actors.trainer.elastic.recovery import StepRate
 from raytide.actors.trainer.run_log import history
 from raytide.actors.trainer.run_log.writer import RunLog
 from raytide.actors.trainer.types import StepResult, WorkerStatus, numbers

@@ -16,10 +16,9 @@ import numpy as np
 import pytest
 from tests.actors.trainer.conftest import VOCAB, write_dataset
 
-from raytide.actors.trainer.checkpoint.dcp import shard_check
-from raytide.actors.trainer.checkpoint.dcp.shard_check import ShardCheck
-from raytide.actors.trainer.data import local_copy
+from raytide.actors.trainer.data import local_copy, shard_check
 from raytide.actors.trainer.data.dataloader import DataLoader
+from raytide.actors.trainer.data.shard_check import ShardCheck
 from raytide.actors.trainer.data.token_dataset import Sampler, TokenData
 from raytide.actors.trainer.runners.local import train_local
 from raytide.core.errors import DataError, StorageError, WaitTimeoutError
