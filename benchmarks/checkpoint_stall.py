@@ -42,7 +42,7 @@ def main() -> None:
         trainer.restore()
         trainer.step()
         times = measure(trainer, options.runs)
-        size = sum(piece.local.nbytes for piece in trainer.state.pieces())
+        size = sum(piece.local.nbytes for piece in trainer.state.shards())
         trainer.close()
     report(times, size, options.threads)
 
@@ -66,7 +66,7 @@ def spec_of(folder: Path, mb: int, url: str | None) -> TrainSpec:
 
 
 def measure(trainer: Trainer, runs: int) -> dict[str, list[float]]:
-    pieces = trainer.state.pieces()
+    pieces = trainer.state.shards()
     kept = [torch.zeros_like(piece.local) for piece in pieces]
     times: dict[str, list[float]] = {
         name: [] for name in ("copy", "waited save", "stall", "step", "step beside a save")
@@ -86,7 +86,7 @@ def measure(trainer: Trainer, runs: int) -> dict[str, list[float]]:
         times["waited save"].append(timed(waited_save))
         trainer.step()
         times["stall"].append(timed(trainer.save))
-        while trainer.checkpoints.saving:
+        while trainer.checkpoints.is_saving:
             times["step beside a save"].append(timed(trainer.step))
         trainer.checkpoints.wait()
     return times

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from raytide.actors.trainer.distributed import process_group
 from raytide.actors.trainer.hf.init_weights import initialise
-from raytide.actors.trainer.model.transformer import Decoder
+from raytide.actors.trainer.model.transformer import Transformer
 from raytide.actors.trainer.trainer import Trainer
 from raytide.core.specs.optim_spec import OptimSpec
 from raytide.core.specs.train import ModelSpec, TrainSpec
@@ -45,7 +45,7 @@ class Plain:
     def __init__(self, spec: TrainSpec, arch) -> None:
         self.spec, self.lr = spec, spec.optim.lr
         self.tokens = np.memmap(Path(spec.dataset) / "0.bin", dtype="<u2", mode="r")
-        self.model = Decoder(arch, spec.seq_len)
+        self.model = Transformer(arch, spec.seq_len)
         initialise(self.model, spec.seed)
         groups = [
             {"params": [p for p in self.model.parameters() if p.ndim >= 2], "weight_decay": spec.optim.weight_decay},
@@ -104,7 +104,7 @@ def main() -> None:
             seq_len=256,
         )
         trainer = Trainer(spec, mine)
-        plain = Plain(spec, trainer.origin.arch)
+        plain = Plain(spec, trainer.model_source.arch)
         for _ in range(WARM_UP):
             first = trainer.step(), plain.step()
         ratios, waits, results = [], [], []

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from raytide.actors.trainer.distributed import process_group
 from raytide.actors.trainer.hf.init_weights import initialise
 from raytide.actors.trainer.hf.model_source import open_data, resolve_model
-from raytide.actors.trainer.model.transformer import Decoder
+from raytide.actors.trainer.model.transformer import Transformer
 from raytide.actors.trainer.trainer import Trainer
 from raytide.core.specs.memory_spec import MemorySpec
 from raytide.core.specs.optim_spec import OptimSpec
@@ -79,7 +79,7 @@ class Plain:
     def __init__(self, spec: TrainSpec, arch, device: torch.device, backend: str) -> None:
         self.spec, self.device = spec, device
         with torch.device(device):
-            self.model = Decoder(arch, spec.seq_len)
+            self.model = Transformer(arch, spec.seq_len)
         initialise(self.model, spec.seed)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=spec.optim.lr, betas=(0.9, 0.95), fused=True)
         self.run = torch.compile(self.loss, backend=backend)
@@ -130,7 +130,7 @@ def times(step, steps: int, device: torch.device) -> list[float]:
     return out
 
 
-def flops_per_token(spec: TrainSpec, model: Decoder) -> float:
+def flops_per_token(spec: TrainSpec, model: Transformer) -> float:
     weights = sum(weight.numel() for weight in model.parameters())
     lookup = 0 if model.head is None or model.embedding is None else model.embedding.weight.numel()
     return 6 * (weights - lookup) + 12 * spec.model.layers * spec.model.dim * spec.seq_len
@@ -148,7 +148,7 @@ def measure(shape: str, what: str, folder: str, args: argparse.Namespace, device
             step, model = plain.step, plain.model
         else:
             trainer = Trainer(spec, mine)
-            step, model = trainer.step, trainer.parts[0]
+            step, model = trainer.step, trainer.model_parts[0]
         per_token = flops_per_token(spec, model)
         times(step, args.warm_up, device)
         taken = sorted(times(step, args.steps, device))

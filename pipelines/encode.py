@@ -11,7 +11,7 @@ import numpy as np
 from raytide.core.io.token_dataset import TokenDtype
 from raytide.core.specs.data import TrainTokenizer
 from raytide.pipelines.bpe import load_bpe, train_bpe
-from raytide.pipelines.runner import payloads
+from raytide.pipelines.runner import batch_tasks
 from raytide.pipelines.survey import Pick
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Encoder:
         import pyarrow as pa
 
         pick: Pick
-        for pick in payloads(batch):
+        for pick in batch_tasks(batch):
             for piece in pieces(pick.read(self.text_column)):
                 documents = encode_documents(self.tokenizer, piece, self.eos_id)
                 lengths = np.array([len(ids) for ids in documents], np.int64)

@@ -16,7 +16,7 @@ from raytide.core.specs.data import TextFilter
 DIGEST_BYTES = 16
 
 
-class Verdict(IntEnum):
+class FilterVerdict(IntEnum):
     """One byte for each document. The names, in lower case, are the reasons in the manifest."""
 
     KEPT = 0
@@ -42,7 +42,7 @@ class Survey:
 
     @property
     def keep(self) -> NDArray[np.bool_]:
-        return np.equal(self.verdicts, Verdict.KEPT)
+        return np.equal(self.verdicts, FilterVerdict.KEPT)
 
     @property
     def kept(self) -> int:
@@ -50,25 +50,25 @@ class Survey:
 
     def dropped(self) -> dict[str, int]:
         """Counts by reason, reasons that never happened left out."""
-        counts = np.bincount(self.verdicts, minlength=len(Verdict))
-        return {v.name.lower(): int(counts[v]) for v in Verdict if v != Verdict.KEPT and counts[v]}
+        counts = np.bincount(self.verdicts, minlength=len(FilterVerdict))
+        return {v.name.lower(): int(counts[v]) for v in FilterVerdict if v != FilterVerdict.KEPT and counts[v]}
 
 
-def judge(document: bytes | None, rules: TextFilter) -> Verdict:
+def judge(document: bytes | None, rules: TextFilter) -> FilterVerdict:
     """The first rule that the document breaks, or KEPT. Duplicates are for `drop_duplicates`."""
     if document is None:
-        return Verdict.NO_TEXT
+        return FilterVerdict.NO_TEXT
     try:
         text = document.decode()
     except UnicodeDecodeError:
-        return Verdict.NOT_UTF8
+        return FilterVerdict.NOT_UTF8
     if len(text) < rules.min_chars:
-        return Verdict.TOO_SHORT
+        return FilterVerdict.TOO_SHORT
     if rules.max_chars is not None and len(text) > rules.max_chars:
-        return Verdict.TOO_LONG
+        return FilterVerdict.TOO_LONG
     if rules.max_line_chars is not None and max(map(len, text.splitlines()), default=0) > rules.max_line_chars:
-        return Verdict.LONG_LINE
-    return Verdict.KEPT
+        return FilterVerdict.LONG_LINE
+    return FilterVerdict.KEPT
 
 
 def digest(document: bytes | None) -> bytes:
@@ -94,7 +94,7 @@ def drop_duplicates(survey: Survey) -> Survey:
     is_repeat = np.ones(len(kept), np.bool_)
     is_repeat[first] = False
     verdicts = survey.verdicts.copy()
-    verdicts[kept[is_repeat]] = Verdict.DUPLICATE
+    verdicts[kept[is_repeat]] = FilterVerdict.DUPLICATE
     return Survey(verdicts, survey.digests)
 
 

@@ -39,7 +39,7 @@ class InputFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class InputPart:
     """The smallest unit of work: a text file, or one row group of a Parquet file."""
 
     url: str
@@ -48,11 +48,11 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class InputChunk:
     """Consecutive parts that one task handles together; `index` gives the order of the dataset."""
 
     index: int
-    parts: tuple[Part, ...]
+    parts: tuple[InputPart, ...]
 
 
 def find_inputs(spec: DataSpec) -> list[InputFile]:
@@ -66,27 +66,27 @@ def find_inputs(spec: DataSpec) -> list[InputFile]:
     return [found[url] for url in sorted(found)]
 
 
-def split_parts(files: Iterable[InputFile], text_column: str) -> list[Part]:
+def split_parts(files: Iterable[InputFile], text_column: str) -> list[InputPart]:
     """Text files whole, Parquet files by row group. A Parquet file without the text column is a DataError."""
     with ThreadPoolExecutor(FOOTER_THREADS) as pool:
         return [part for parts in pool.map(lambda file: _parts(file, text_column), files) for part in parts]
 
 
-def group_chunks(parts: Sequence[Part], *, chunk_bytes: int, max_parts: int) -> list[Chunk]:
+def group_chunks(parts: Sequence[InputPart], *, chunk_bytes: int, max_parts: int) -> list[InputChunk]:
     """Consecutive parts up to about `chunk_bytes` together, so that a task is worth its overhead."""
-    chunks: list[Chunk] = []
-    held: list[Part] = []
+    chunks: list[InputChunk] = []
+    held: list[InputPart] = []
     held_bytes = 0
     for part in parts:
         if held and (held_bytes + part.size > chunk_bytes or len(held) == max_parts):
-            chunks.append(Chunk(len(chunks), tuple(held)))
+            chunks.append(InputChunk(len(chunks), tuple(held)))
             held, held_bytes = [], 0
         held.append(part)
         held_bytes += part.size
-    return [*chunks, Chunk(len(chunks), tuple(held))] if held else chunks
+    return [*chunks, InputChunk(len(chunks), tuple(held))] if held else chunks
 
 
-def read_documents(parts: Sequence[Part], text_column: str) -> list[list[bytes | None]]:
+def read_documents(parts: Sequence[InputPart], text_column: str) -> list[list[bytes | None]]:
     """The documents of each part in order; None for a row without text. Remote text files are fetched concurrently."""
     texts = _read_text_files([part.url for part in parts if part.row_group is None])
     return [
@@ -120,9 +120,9 @@ def _version(info: dict[str, Any]) -> str:
     return next((str(info[key]) for key in VERSION_KEYS if info.get(key)), "")
 
 
-def _parts(file: InputFile, text_column: str) -> list[Part]:
+def _parts(file: InputFile, text_column: str) -> list[InputPart]:
     if not file.url.endswith(PARQUET):
-        return [Part(file.url, file.size)]
+        return [InputPart(file.url, file.size)]
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -140,7 +140,7 @@ def _parts(file: InputFile, text_column: str) -> list[Part]:
             f"{file.url} has no column {text_column!r}; it has {', '.join(columns)}.",
             hint="Set text_column to the column that holds the text.",
         )
-    return [Part(file.url, footer.row_group(i).total_byte_size, row_group=i) for i in range(footer.num_row_groups)]
+    return [InputPart(file.url, footer.row_group(i).total_byte_size, row_group=i) for i in range(footer.num_row_groups)]
 
 
 def _read_text_files(urls: list[str]) -> dict[str, bytes]:

@@ -66,7 +66,7 @@ def task_batch(task: object) -> pa.Table:
     return pa.table({"task": pa.array([pickle.dumps(task)], pa.large_binary())})
 
 
-def payloads(batch: pa.Table) -> Iterator[Any]:
+def batch_tasks(batch: pa.Table) -> Iterator[Any]:
     """The tasks of a batch."""
     for task in batch.column("task"):
         yield pickle.loads(task.as_py())  # by task_batch, in this job's own Ray  # nosec B301

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from raytide.core.errors import DataError
 from raytide.core.specs.data import TextFilter
 from raytide.pipelines.filter import Survey, drop_duplicates, survey_from_bytes, survey_of
-from raytide.pipelines.read import Chunk, Part, read_documents
-from raytide.pipelines.runner import Runner, payloads
+from raytide.pipelines.read import InputChunk, InputPart, read_documents
+from raytide.pipelines.runner import Runner, batch_tasks
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class Pick:
     """Some parts, and which of their documents are wanted, in order."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[InputPart, ...]
     keep: NDArray[np.bool_]
     digests: NDArray[np.void]
     """Of all documents of the parts: tells whether the text is still what was surveyed."""
@@ -51,7 +51,7 @@ class Pick:
 class Corpus:
     """A surveyed corpus: `found` covers all documents in order, `counts` says how many each part has."""
 
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[InputChunk, ...]
     counts: NDArray[np.int64]
     found: Survey
 
@@ -82,12 +82,16 @@ class Corpus:
     def _starts(self) -> NDArray[np.int64]:
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.counts, dtype=np.int64)])
 
-    def _pick(self, parts: tuple[Part, ...], start: np.int64, end: np.int64) -> Pick:
+    def _pick(self, parts: tuple[InputPart, ...], start: np.int64, end: np.int64) -> Pick:
         return Pick(parts, self.found.keep[start:end].copy(), self.found.digests[start:end])
 
 
 def survey_corpus(
-    runner: Runner, chunks: Sequence[Chunk], rules: TextFilter, text_column: str, on_documents: Callable[[int], None]
+    runner: Runner,
+    chunks: Sequence[InputChunk],
+    rules: TextFilter,
+    text_column: str,
+    on_documents: Callable[[int], None],
 ) -> Corpus:
     """Judge every document of `chunks` on the cluster; duplicates are found here, once all digests are known."""
     counts, verdicts, digests = [np.zeros(0, np.int64)], [], []
@@ -104,7 +108,7 @@ def survey_corpus(
 def _survey_chunk(batch: pa.Table, rules: TextFilter, text_column: str) -> Iterator[pa.Table]:
     import pyarrow as pa
 
-    for chunk in payloads(batch):
+    for chunk in batch_tasks(batch):
         parts = read_documents(chunk.parts, text_column)
         found = survey_of((document for part in parts for document in part), rules)
         yield pa.table(

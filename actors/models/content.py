@@ -8,12 +8,12 @@ from pathlib import Path
 
 from raytide.core.errors import DataError
 
-__all__ = ["content_of"]
+__all__ = ["content_digest"]
 
 _PIECES, _PIECE = 4, 4096  # bytes read of each tensor, spread evenly; smaller tensors are read whole
 
 
-def content_of(model_dir: Path) -> str:
+def content_digest(model_dir: Path) -> str:
     """Covers every tensor's name, dtype, shape and place, and up to 16 KiB of its content.
 
     So files that were swapped for those of another training step, run or merge are told apart in milliseconds, and the

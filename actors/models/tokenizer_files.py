@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["companions"]
+__all__ = ["tokenizer_files"]
 
 _NAMES = (
     "added_tokens.json",
@@ -19,6 +19,6 @@ _NAMES = (
 )
 
 
-def companions(folder: Path) -> dict[str, Path]:
+def tokenizer_files(folder: Path) -> dict[str, Path]:
     """Those that the directory has, by name."""
     return {name: folder / name for name in _NAMES if (folder / name).is_file()}

@@ -47,7 +47,7 @@ class StepResult:
         """Of the whole gang, checkpoints left out."""
         return self.tokens / self.step_s if self.step_s > 0 else 0.0
 
-    def line(self) -> dict[str, Any]:
+    def metrics_line(self) -> dict[str, Any]:
         """As metrics.jsonl has it."""
         line = {**asdict(self), "tokens_per_s": round(self.tokens_per_s, 1)}
         for key in ("samples", "verdict", "why") if self.verdict == "applied" else ("samples",):
@@ -56,7 +56,7 @@ class StepResult:
         return line
 
 
-def numbers(line: Mapping[str, Any]) -> dict[str, float]:
+def scalar_metrics(line: Mapping[str, Any]) -> dict[str, float]:
     """What of a step's line can be drawn over its steps, flat: for MLflow and Ray Train."""
     flat = {f"times/{phase}": float(seconds) for phase, seconds in line["times"].items()}
     names = [name for name, value in line.items() if isinstance(value, int | float) and name not in ("step", "at_s")]
@@ -116,14 +116,14 @@ class WorkerStatus:
     generation: int
     phase: str
     phase_s: float
-    where: str = ""
+    stack: str = ""
     """The innermost frames of its work, the innermost first."""
-    waits: bool = False
+    is_waiting: bool = False
     """Whether it waits there for other ranks."""
     steps: list[StepResult] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)
+    skipped_checkpoints: list[str] = field(default_factory=list)
     """Checkpoints that had to be passed over."""
-    laps: dict[str, float] = field(default_factory=dict)
+    phase_times: dict[str, float] = field(default_factory=dict)
     """Seconds of this generation's join, build, load, first_step and leave, as far as they are over."""
     source: str = ""
     """Where its state came from: "memory", "storage", or nothing for the first step of all."""
@@ -141,7 +141,7 @@ class WorkerExit:
     error: RaytideError | None = None
     timed_out: bool = False
     """broken, since a peer kept it waiting rather than closed its door."""
-    last: WorkerStatus | None = None
+    last_status: WorkerStatus | None = None
 
 
 def halve_micro_batch(micro_batch: int, name: str) -> int:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raytide.core.specs.data import TextFilter
-from raytide.pipelines.filter import Verdict, describe, drop_duplicates, judge, survey_of
+from raytide.pipelines.filter import FilterVerdict, describe, drop_duplicates, judge, survey_of
 
 RULES = TextFilter(min_chars=2, max_chars=10, max_line_chars=4)
 
@@ -14,23 +14,23 @@ RULES = TextFilter(min_chars=2, max_chars=10, max_line_chars=4)
 @pytest.mark.parametrize(
     ("document", "verdict"),
     [
-        (None, Verdict.NO_TEXT),
-        (b"\xff\xfe", Verdict.NOT_UTF8),
-        (b"", Verdict.TOO_SHORT),
-        ("ü".encode(), Verdict.TOO_SHORT),
-        ("üü".encode(), Verdict.KEPT),
-        (b"aaaa\nbbbb\n", Verdict.KEPT),
-        (b"aaaa\nbbbb\n\n", Verdict.TOO_LONG),
-        (b"aaaaa\nb", Verdict.LONG_LINE),
-        (b"\n\n", Verdict.KEPT),
+        (None, FilterVerdict.NO_TEXT),
+        (b"\xff\xfe", FilterVerdict.NOT_UTF8),
+        (b"", FilterVerdict.TOO_SHORT),
+        ("ü".encode(), FilterVerdict.TOO_SHORT),
+        ("üü".encode(), FilterVerdict.KEPT),
+        (b"aaaa\nbbbb\n", FilterVerdict.KEPT),
+        (b"aaaa\nbbbb\n\n", FilterVerdict.TOO_LONG),
+        (b"aaaaa\nb", FilterVerdict.LONG_LINE),
+        (b"\n\n", FilterVerdict.KEPT),
     ],
 )
-def test_a_document_gets_the_first_rule_that_it_breaks(document: bytes | None, verdict: Verdict) -> None:
+def test_a_document_gets_the_first_rule_that_it_breaks(document: bytes | None, verdict: FilterVerdict) -> None:
     assert judge(document, RULES) == verdict
 
 
 def test_without_limits_everything_that_is_text_is_kept() -> None:
-    assert judge(b"x" * 100_000, TextFilter()) == Verdict.KEPT
+    assert judge(b"x" * 100_000, TextFilter()) == FilterVerdict.KEPT
 
 
 @given(st.lists(st.sampled_from([b"a", b"b", b"c", b"", None, b"\xff"])))

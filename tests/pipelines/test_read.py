@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from raytide.core.errors import DataError
 from raytide.core.io.storage import write_bytes
 from raytide.core.specs.data import DataSpec
-from raytide.pipelines.read import Part, find_inputs, group_chunks, read_documents, split_parts
+from raytide.pipelines.read import InputPart, find_inputs, group_chunks, read_documents, split_parts
 
 SpecOf = Callable[..., DataSpec]
 
@@ -95,7 +95,7 @@ def test_parquet_without_the_text_column_says_which_it_has(tmp_path: Path, spec_
 def test_parquet_whose_column_holds_no_strings_is_refused(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "x.parquet", pa.array([1.5]))
     with pytest.raises(DataError, match="cannot read column 'text'"):
-        read_documents([Part(str(path), 1, row_group=0)], "text")
+        read_documents([InputPart(str(path), 1, row_group=0)], "text")
 
 
 def test_a_file_that_is_parquet_by_name_only_is_refused(tmp_path: Path, spec_of: SpecOf) -> None:
@@ -105,14 +105,14 @@ def test_a_file_that_is_parquet_by_name_only_is_refused(tmp_path: Path, spec_of:
 
 
 def test_a_file_that_vanished_since_the_build_began_is_named(tmp_path: Path) -> None:
-    for part in (Part(str(tmp_path / "gone.txt"), 1), Part(str(tmp_path / "gone.parquet"), 1, row_group=0)):
+    for part in (InputPart(str(tmp_path / "gone.txt"), 1), InputPart(str(tmp_path / "gone.parquet"), 1, row_group=0)):
         with pytest.raises(DataError, match=r"gone.* does not exist here"):
             read_documents([part], "text")
 
 
 @given(st.lists(st.integers(0, 50)), st.integers(1, 60), st.integers(1, 5))
 def test_chunks_keep_every_part_in_order_and_within_bounds(sizes: list[int], chunk_bytes: int, max_parts: int) -> None:
-    parts = [Part(str(i), size) for i, size in enumerate(sizes)]
+    parts = [InputPart(str(i), size) for i, size in enumerate(sizes)]
     chunks = group_chunks(parts, chunk_bytes=chunk_bytes, max_parts=max_parts)
     assert [part for chunk in chunks for part in chunk.parts] == parts
     assert [chunk.index for chunk in chunks] == list(range(len(chunks)))

@@ -12,7 +12,7 @@ from tests.actors.trainer.gang_processes import lines, samples
 from tests.live.conftest import dataset, train_spec
 
 import raytide as rt
-from raytide.actors.trainer.data.token_dataset import Sampler, TokenData
+from raytide.actors.trainer.data.token_dataset import BatchSampler, TokenData
 from raytide.autoscaler.providers.local.spot import set_stockouts
 from raytide.control.bootstrap import local
 from raytide.control.bootstrap.embedded import LocalCluster
@@ -83,7 +83,7 @@ def test_gangs_work_on_demand_until_their_spot_nodes_are_ready_and_lose_no_step(
         _check_plans([action for plan in tide.client.plans(limit=1000) for action in plan["actions"]], say)
     for each in specs.values():
         done, begun = [line["step"] for line in lines(each, "metrics.jsonl")], samples(each)
-        sampler = Sampler(each.seed, TokenData(each.dataset, each.seq_len).n_sequences, each.global_batch)
+        sampler = BatchSampler(each.seed, TokenData(each.dataset, each.seq_len).n_sequences, each.global_batch)
         assert done == list(range(1, len(done) + 1))
         assert sorted(begun) in (done, [*done, len(done) + 1]), "the last may have been under way when it was stopped"
         assert {step: begun[step] for step in done} == {step: Counter(sampler.ids(step - 1).tolist()) for step in done}

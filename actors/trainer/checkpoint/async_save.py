@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from raytide.actors.trainer.checkpoint import manifest
-from raytide.actors.trainer.checkpoint.dcp.planner import SavePieces
-from raytide.actors.trainer.checkpoint.dcp.storage import SaveCancelled, Writer
+from raytide.actors.trainer.checkpoint.dcp.planner import ShardSavePlanner
+from raytide.actors.trainer.checkpoint.dcp.storage import DcpWriter, SaveCancelled
 from raytide.actors.trainer.checkpoint.manifest import FileRecord, Manifest
 from raytide.actors.trainer.checkpoint.staging import StagingBuffer
 from raytide.actors.trainer.checkpoint.storage import CheckpointStorage
@@ -41,9 +41,9 @@ class AsyncSaver:
         keep: int,
         commit: Commit = nullcontext,
     ) -> None:
-        self.image = StagingBuffer()
-        self.beside = BackgroundTask("checkpoint")
-        self.last_s = 0.0
+        self.buffer = StagingBuffer()
+        self.task = BackgroundTask("checkpoint")
+        self.last_save_s = 0.0
         """From the copy to the manifest, of the last save."""
         self.rejected: list[str] = []
         """Folders that were found to be bad: they do not count among those that are kept."""
@@ -54,47 +54,47 @@ class AsyncSaver:
     def start(self, store: CheckpointStorage, name: str, step: int, samples: int) -> None:
         """Write the image. The one before must have been waited for."""
         began_s = time.monotonic()
-        self.beside.start(lambda: self._save(store, name, step, samples, began_s))
+        self.task.start(lambda: self._save(store, name, step, samples, began_s))
 
     def close(self, timeout_s: float) -> None:
         self._closed.set()
         try:
-            self.beside.wait(timeout_s)
+            self.task.wait(timeout_s)
         except BaseException:  # a dead peer broke it, or this very call: the generation is over either way
             return
 
     def _save(self, store: CheckpointStorage, name: str, step: int, samples: int, began_s: float) -> None:
-        writer = Writer(store, name, self._go_on)
+        writer = DcpWriter(store, name, self._raise_if_closed)
         try:
-            self.image.wait()
-            save({}, storage_writer=writer, planner=SavePieces(self.image.pieces), process_group=self._channel)
+            self.buffer.wait()
+            save({}, storage_writer=writer, planner=ShardSavePlanner(self.buffer.shards), process_group=self._channel)
         except CheckpointException as error:  # all ranks have it, so none of them still writes
             if self._rank == 0:
-                attempt(lambda: manifest.remove(store, name))
-            raise _explain(error, f"{store.url}/{name}") from error
+                capture_error(lambda: manifest.remove(store, name))
+            raise _unwrap(error, f"{store.url}/{name}") from error
         records: list[dict[str, FileRecord]] = [{}] * self._world
         dist.all_gather_object(records, writer.records, group=self._channel)
         box: list[RaytideError | None] = [None]
         if self._rank == 0:
             files = {file: record for part in records for file, record in sorted(part.items())}
             body = Manifest(step=step, samples=samples, digests=self._digests, world=self._world, files=files)
-            box[0] = attempt(lambda: self._seal(store, name, body))[1]
+            box[0] = capture_error(lambda: self._commit_manifest(store, name, body))[1]
         dist.broadcast_object_list(box, src=0, group=self._channel)
         if box[0] is not None:
             raise box[0]
-        self.last_s = time.monotonic() - began_s
+        self.last_save_s = time.monotonic() - began_s
 
-    def _seal(self, store: CheckpointStorage, name: str, body: Manifest) -> None:
-        self._go_on()
+    def _commit_manifest(self, store: CheckpointStorage, name: str, body: Manifest) -> None:
+        self._raise_if_closed()
         try:
             with self._commit():
                 sealed = manifest.commit(store, name, body)
         except RaytideError:
-            attempt(lambda: manifest.remove(store, name))
+            capture_error(lambda: manifest.remove(store, name))
             raise
         manifest.prune(store, self._keep, sealed, self.rejected)
 
-    def _go_on(self) -> None:
+    def _raise_if_closed(self) -> None:
         if self._closed.is_set():
             raise SaveCancelled("the generation that began this save is over")
 
@@ -106,12 +106,12 @@ class BackgroundTask:
         self._error: BaseException | None = None
 
     @property
-    def failed(self) -> bool:
+    def has_failed(self) -> bool:
         """The last job ended with an error that nobody has been told of yet."""
-        return self._error is not None and not self.running
+        return self._error is not None and not self.is_running
 
     @property
-    def running(self) -> bool:
+    def is_running(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, job: Callable[[], None]) -> None:
@@ -124,7 +124,7 @@ class BackgroundTask:
         """Until the job has ended, and raise its error once. False when it still runs after `timeout_s`."""
         if self._thread is not None:
             self._thread.join(timeout_s)
-        if self.running:
+        if self.is_running:
             return False
         error, self._error = self._error, None
         if error is not None:
@@ -138,7 +138,7 @@ class BackgroundTask:
             self._error = error
 
 
-def attempt(work: Callable[[], T]) -> tuple[T | None, RaytideError | None]:
+def capture_error(work: Callable[[], T]) -> tuple[T | None, RaytideError | None]:
     """For what one rank does while the others wait for the outcome."""
     try:
         return work(), None
@@ -150,7 +150,7 @@ def first_cause(error: CheckpointException) -> BaseException:
     return next((cause for cause, _ in error.failures.values()), error)
 
 
-def _explain(error: CheckpointException, path: str) -> BaseException:
+def _unwrap(error: CheckpointException, path: str) -> BaseException:
     """The failure inside DCP's bundle, in the words of raytide's own tree."""
     causes = [cause for cause, _ in error.failures.values()]
     for cause in causes:

@@ -122,7 +122,7 @@ def read(store: CheckpointStorage, name: str) -> Checkpoint:
     return Checkpoint(name, manifest)
 
 
-def problems(store: CheckpointStorage, checkpoint: Checkpoint, files: Iterable[str] | None = None) -> list[str]:
+def find_problems(store: CheckpointStorage, checkpoint: Checkpoint, files: Iterable[str] | None = None) -> list[str]:
     """What is wrong with these files of a checkpoint (all when None), every byte read. Empty when nothing is."""
     found = []
     for name in checkpoint.manifest.files if files is None else files:
@@ -141,11 +141,11 @@ def problems(store: CheckpointStorage, checkpoint: Checkpoint, files: Iterable[s
         elif digest != wanted.sha256:
             found.append(f"{store.url}/{path} was altered: its SHA-256 is not the manifest's.")
         elif name == METADATA:
-            found += _crafted(store, path, size)
+            found += _metadata_problems(store, path, size)
     return found
 
 
-def _crafted(store: CheckpointStorage, path: str, size: int) -> list[str]:
+def _metadata_problems(store: CheckpointStorage, path: str, size: int) -> list[str]:
     """The manifest's hashes find damage, but whoever writes a checkpoint also writes those. See `inert_pickle`."""
     try:
         with named_failures(f"{store.url}/{path}"), store.read(path) as stream:
@@ -158,19 +158,19 @@ def _crafted(store: CheckpointStorage, path: str, size: int) -> list[str]:
 def verify(store: CheckpointStorage, name: str) -> Checkpoint:
     """A checkpoint, every byte checked; CheckpointError names the first file that is wrong."""
     checkpoint = read(store, name)
-    for problem in problems(store, checkpoint):
-        raise bad(problem)
+    for problem in find_problems(store, checkpoint):
+        raise bad_checkpoint(problem)
     return checkpoint
 
 
-def bad(problem: str) -> CheckpointError:
+def bad_checkpoint(problem: str) -> CheckpointError:
     return CheckpointError(problem, hint=_RESTORE)
 
 
 def latest(store: CheckpointStorage) -> Found:
     """The newest checkpoint that verifies. Bad ones are skipped and returned, never loaded."""
     rejected: list[CheckpointError] = []
-    for name in newest_first(store):
+    for name in folders_newest_first(store):
         try:
             return Found(verify(store, name), rejected)
         except CheckpointError as error:
@@ -178,16 +178,16 @@ def latest(store: CheckpointStorage) -> Found:
     return Found(None, rejected)
 
 
-def newest_first(store: CheckpointStorage) -> list[str]:
+def folders_newest_first(store: CheckpointStorage) -> list[str]:
     """The folders of all checkpoints and of unfinished writes."""
     with named_failures(store.url):
         steps = {name: step for name in store.folders() if (step := step_of(name)) is not None}
     return sorted(steps, key=lambda name: (steps[name], name), reverse=True)
 
 
-def unfinished(store: CheckpointStorage) -> list[str]:
+def unfinished_folders(store: CheckpointStorage) -> list[str]:
     """Folders in which a write goes on, or ended before its manifest."""
-    return [name for name in newest_first(store) if MANIFEST not in _sizes(store, name)]
+    return [name for name in folders_newest_first(store) if MANIFEST not in _sizes(store, name)]
 
 
 def prune(store: CheckpointStorage, keep: int, sealed: Checkpoint, rejected: Collection[str] = ()) -> None:
@@ -197,7 +197,7 @@ def prune(store: CheckpointStorage, keep: int, sealed: Checkpoint, rejected: Col
     be writing there, and only a restart knows better.
     """
     kept: set[int] = set()
-    for name in newest_first(store):
+    for name in folders_newest_first(store):
         step = step_of(name)
         assert step is not None
         sizes = _sizes(store, name)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from raytide.core.errors import CheckpointError
 
-__all__ = ["ALLOWED", "DTYPES", "MAX_BYTES", "Made", "Name", "read"]
+__all__ = ["ALLOWED", "DTYPES", "MAX_BYTES", "GlobalName", "PickledObject", "read"]
 
 MAX_BYTES = 1 << 30
 """A larger `.metadata` is refused: a million stored pieces take 0.13 GiB."""
@@ -43,7 +43,7 @@ ALLOWED: dict[tuple[str, str], str] = {
 _HINT = "Delete the folder, and find out who wrote it: the run goes on from the checkpoint before it."
 
 
-class Name:
+class GlobalName:
     """A global that the pickle names."""
 
     __slots__ = ("name",)
@@ -52,7 +52,7 @@ class Name:
         self.name = name
 
 
-class Made:
+class PickledObject:
     """An object that the pickle would make: by calling `name` with `args`, then setting `state`."""
 
     __slots__ = ("args", "name", "state")
@@ -96,23 +96,23 @@ class _Reader(pickle._Unpickler):
 
         def pop_mark(self) -> list[object]: ...
 
-    def find_class(self, module: str, name: str) -> Name:
+    def find_class(self, module: str, name: str) -> GlobalName:
         known = ALLOWED.get((module, name))
         if known is None:
             raise _ForeignNameError(f"{module}.{name}"[:200])
-        return Name(known)
+        return GlobalName(known)
 
     def make(self) -> None:
         args = self.stack.pop()
         made = self.stack.pop()
-        if not isinstance(made, Name) or not isinstance(args, tuple):
+        if not isinstance(made, GlobalName) or not isinstance(args, tuple):
             raise TypeError("it calls what is no class of the metadata")
-        self.append(Made(made.name, args))
+        self.append(PickledObject(made.name, args))
 
     def build(self) -> None:
         state = self.stack.pop()
         made = self.stack[-1]
-        if not isinstance(made, Made) or made.state is not None:
+        if not isinstance(made, PickledObject) or made.state is not None:
             raise TypeError("it sets the state of what is no object of the metadata")
         made.state = state
 
@@ -128,7 +128,9 @@ class _Reader(pickle._Unpickler):
         if not isinstance(into, dict):
             raise TypeError("it puts an item into what is no mapping")
         for key, value in zip(items[::2], items[1::2], strict=True):
-            if not isinstance(key, str | Made):  # deeply nested tuples would overflow the stack when they are hashed
+            if not isinstance(
+                key, str | PickledObject
+            ):  # deeply nested tuples would overflow the stack when they are hashed
                 raise TypeError(f"a key is a {type(key).__name__}")
             into[key] = value
 

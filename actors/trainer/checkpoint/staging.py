@@ -15,7 +15,7 @@ _ALIGN = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class BufferEntry:
     """Where a piece lies in a block."""
 
     name: str
@@ -37,8 +37,8 @@ class Entry:
 class StagingBuffer:
     def __init__(self) -> None:
         self.block = torch.zeros(0, dtype=torch.uint8)
-        self.entries: list[Entry] = []
-        self.pieces: list[TensorShard] = []
+        self.entries: list[BufferEntry] = []
+        self.shards: list[TensorShard] = []
         self._stream: torch.cuda.Stream | None = None
         self._copied: torch.cuda.Event | None = None
 
@@ -51,7 +51,7 @@ class StagingBuffer:
     def used(self) -> Tensor:
         return self.block[: self.size]
 
-    def lay_out(self, entries: list[Entry], *, pinned: bool = False) -> None:
+    def allocate(self, entries: list[BufferEntry], *, pinned: bool = False) -> None:
         """Make room. Memory is touched here once, so that no copy waits for the kernel to find pages."""
         if entries == self.entries:
             return
@@ -59,12 +59,12 @@ class StagingBuffer:
         if self.size > len(self.block):
             self.block = torch.zeros(self.size, dtype=torch.uint8, pin_memory=pinned)
         memory = self.block.numpy()
-        self.pieces = [TensorShard(e.name, e.shape, e.offsets, _view(memory, e)) for e in entries]
+        self.shards = [TensorShard(e.name, e.shape, e.offsets, _view(memory, e)) for e in entries]
 
     def prepare(self, pieces: Sequence[TensorShard]) -> None:
-        self.lay_out(_entries(pieces), pinned=any(piece.local.is_cuda for piece in pieces))
+        self.allocate(_entries(pieces), pinned=any(piece.local.is_cuda for piece in pieces))
 
-    def copy(self, pieces: Sequence[TensorShard]) -> None:
+    def copy_from(self, pieces: Sequence[TensorShard]) -> None:
         """Take the pieces' values. From a GPU this only starts: see `before_update` and `wait`."""
         self.prepare(pieces)
         if not any(piece.local.is_cuda for piece in pieces):
@@ -87,23 +87,23 @@ class StagingBuffer:
             self._copied.synchronize()
 
     def _copy(self, pieces: Sequence[TensorShard]) -> None:
-        for mine, live in zip(self.pieces, pieces, strict=True):
+        for mine, live in zip(self.shards, pieces, strict=True):
             mine.local.copy_(live.local, non_blocking=True)
             if self._stream is not None and live.local.is_cuda:
                 live.local.record_stream(self._stream)  # it may be a temporary of the optimizer's
 
 
-def _entries(pieces: Sequence[TensorShard]) -> list[Entry]:
+def _entries(pieces: Sequence[TensorShard]) -> list[BufferEntry]:
     entries, at = [], 0
     for piece in pieces:
         sizes = tuple(piece.local.shape)
-        entry = Entry(piece.name, piece.shape, piece.offsets, sizes, piece.local.dtype, at)
+        entry = BufferEntry(piece.name, piece.shape, piece.offsets, sizes, piece.local.dtype, at)
         entries.append(entry)
         at = -(-entry.end // _ALIGN) * _ALIGN
     return entries
 
 
-def _view(memory: object, entry: Entry) -> Tensor:
+def _view(memory: object, entry: BufferEntry) -> Tensor:
     """With a storage of exactly its size: torch.save writes all of a storage."""
     if entry.numel == 0:
         return torch.empty(entry.sizes, dtype=entry.dtype)

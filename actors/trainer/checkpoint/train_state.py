@@ -56,10 +56,10 @@ class TrainState:
         self, parts: Sequence[nn.Module], optimizer: OptimizerState, extras: Mapping[str, Stateful] | None = None
     ) -> None:
         self.optimizer, self.extras = optimizer, {} if extras is None else extras
-        self._model = [(f"model.{name}", tensor) for part in parts for name, tensor in _saved(part)]
+        self._model = [(f"model.{name}", tensor) for part in parts for name, tensor in _saved_tensors(part)]
         self._places: dict[str, tuple[int, ...]] = {}
 
-    def pieces(self) -> list[TensorShard]:
+    def shards(self) -> list[TensorShard]:
         """Of every tensor that this rank has a part of, with the live values."""
         return self._pieces(self.optimizer.tensors(), self._extras())
 
@@ -93,7 +93,7 @@ class TrainState:
         return TensorShard(name, tuple(tensor.shape), self._places[name], tensor.to_local().detach())
 
 
-def _saved(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _saved_tensors(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """What training changes; frozen weights come from where they came first. Tied weights go by their first name."""
     seen: set[int] = set()
     for prefix, module in part.named_modules():
@@ -104,10 +104,10 @@ def _saved(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for key, tensor in [*trained, *buffers]:
             if id(tensor) not in seen:
                 seen.add(id(tensor))
-                yield _plain(f"{prefix}.{key}" if prefix else key), tensor
+                yield _without_wrappers(f"{prefix}.{key}" if prefix else key), tensor
 
 
-def _plain(name: str) -> str:
+def _without_wrappers(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name

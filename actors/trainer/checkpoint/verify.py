@@ -37,7 +37,7 @@ def verify(target: str) -> list[VerifyResult]:
             return [_verdict(store, name)]
     for url in (target, f"{target}/checkpoints"):
         store = open_store(url)
-        if names := manifest.newest_first(store):
+        if names := manifest.folders_newest_first(store):
             return [_verdict(store, name) for name in names]
     raise NotFoundError(
         f"there is no checkpoint at {target}.", hint="Give a run's `out`, its checkpoints folder or one of them."
@@ -53,7 +53,7 @@ def _verdict(store: CheckpointStorage, name: str) -> VerifyResult:
         checkpoint = manifest.read(store, name)
     except CheckpointError as error:
         return VerifyResult(url, step, "bad", problems=(error.message,))
-    problems = tuple(manifest.problems(store, checkpoint))
+    problems = tuple(manifest.find_problems(store, checkpoint))
     return VerifyResult(url, step, "bad" if problems else "whole", checkpoint.size, checkpoint.manifest.world, problems)
 
 

@@ -18,8 +18,8 @@ import numpy as np
 
 from raytide.actors.models.chat_template import ChatTemplate, Turn
 from raytide.actors.models.model_config import as_ids, read_json
-from raytide.actors.models.tokenizer_files import companions
-from raytide.actors.trainer.data.local_copy import staged_file
+from raytide.actors.models.tokenizer_files import tokenizer_files
+from raytide.actors.trainer.data.local_copy import local_file_copy
 from raytide.actors.trainer.data.token_dataset import Ids
 from raytide.actors.trainer.model.loss import IGNORE
 from raytide.core.errors import ConfigError, DataError, RaytideError, UsageError
@@ -43,7 +43,7 @@ class ChatDataset:
         self.tokenizer_file = tokenizer / "tokenizer.json"
         self._config = _optional(tokenizer / CONFIG)
         self.template = {} if chat.template is None else {TEMPLATE: Path(chat.template)}
-        self.files: Mapping[str, Path] = companions(tokenizer)
+        self.files: Mapping[str, Path] = tokenizer_files(tokenizer)
         source = self._template(tokenizer)
         self._chat = ChatTemplate(source, {key: self._special(key) for key in ("bos_token", "eos_token")})
         parts = (self._lines.digest, source, str(self._config), hashlib.sha256(_bytes(self.tokenizer_file)).hexdigest())
@@ -187,7 +187,7 @@ def _staged(file: str) -> Path:
     if not exists(file):
         raise DataError(f"{file} does not exist.", hint="Check chat.file.")
     fs, path = open_url(file)
-    return staged_file(file, hashlib.sha256(f"{file} {fs.ukey(path)}".encode()).hexdigest()[:32], ".jsonl")
+    return local_file_copy(file, hashlib.sha256(f"{file} {fs.ukey(path)}".encode()).hexdigest()[:32], ".jsonl")
 
 
 def _bytes(path: Path) -> bytes:

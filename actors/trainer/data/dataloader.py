@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from raytide.actors.trainer.data.token_dataset import Ids, Sampler, TokenDataset, rank_slice
+from raytide.actors.trainer.data.token_dataset import BatchSampler, Ids, TokenDataset, rank_slice
 from raytide.actors.trainer.distributed.process_group import ProcessGroup
 from raytide.actors.trainer.model.loss import IGNORE, Micro
 from raytide.core.errors import DataError
@@ -25,7 +25,7 @@ _ANY: Ids = np.zeros(1, dtype=np.int64)
 
 
 class DataLoader:
-    def __init__(self, data: TokenDataset, sampler: Sampler, group: ProcessGroup, spec: TrainSpec) -> None:
+    def __init__(self, data: TokenDataset, sampler: BatchSampler, group: ProcessGroup, spec: TrainSpec) -> None:
         self.device, self.layout = group.device, spec.layout
         self._one_shape = group.sizes.pipeline > 1
         self._most = math.ceil(spec.global_batch / group.sizes.data)
@@ -50,7 +50,7 @@ class DataLoader:
         All ranks have equally many microbatches, or their collectives would not match: a rank whose share is smaller
         fills up with sequences that do not count. In a pipeline they also have one shape.
         """
-        ids, inputs, targets = self._rows.take(step)
+        ids, inputs, targets = self._rows.get(step)
         count, size = self.layout.microbatches(self._most, size)
         micros = []
         for start in range(0, count * size, size):
@@ -75,7 +75,7 @@ class Prefetch(Generic[T]):
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
         self._ahead: tuple[int, Future[T]] | None = None
 
-    def take(self, step: int) -> T:
+    def get(self, step: int) -> T:
         """What `read(step)` gives, or raises; from now on the step after it is on its way."""
         ahead, self._ahead = self._ahead, None
         future = ahead[1] if ahead is not None and ahead[0] == step else self._thread.submit(self._read, step)

@@ -21,7 +21,7 @@ from raytide.core.errors import StorageError, WaitTimeoutError
 from raytide.core.io.storage import full_disk_is_an_error, join, open_url, read_bytes
 from raytide.core.io.token_dataset import CONFIG, ITEM_BYTES, MANIFEST, TokenManifest, parse_manifest
 
-__all__ = ["lock", "private_folder", "require_room", "staged", "staged_file", "try_lock"]
+__all__ = ["local_copy", "local_file_copy", "lock", "private_folder", "require_free_space", "try_lock"]
 
 LOCK_TIMEOUT_S = 6 * 3600.0
 """A copy of another process may take this long; the lock goes when that process ends."""
@@ -77,7 +77,7 @@ def lock(path: Path, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
         time.sleep(_POLL_S)
 
 
-def require_room(folder: Path, needed: int, what: str) -> None:
+def require_free_space(folder: Path, needed: int, what: str) -> None:
     """StorageError, with both numbers, when `needed` bytes do not fit into the folder's disk."""
     free = shutil.disk_usage(folder).free
     if free < needed + _MARGIN_BYTES:
@@ -87,7 +87,7 @@ def require_room(folder: Path, needed: int, what: str) -> None:
         )
 
 
-def staged(dataset: str) -> Path:
+def local_copy(dataset: str) -> Path:
     """The dataset's local directory; a remote one is copied once per machine and user, under its manifest's hash.
 
     Only the files that its manifest names are copied. StorageError when they do not fit; nothing half is left.
@@ -106,7 +106,7 @@ def staged(dataset: str) -> Path:
     return home
 
 
-def staged_file(url: str, version: str, suffix: str) -> Path:
+def local_file_copy(url: str, version: str, suffix: str) -> Path:
     """A local copy of one remote file, once per machine, user and version."""
     home = private_folder("datasets") / f"{version}{suffix}"
     if home.exists():
@@ -115,7 +115,7 @@ def staged_file(url: str, version: str, suffix: str) -> Path:
         if not home.exists():
             fs, path = open_url(url)
             part = home.with_suffix(".part")
-            require_room(home.parent, int(fs.size(path) or 0), url)
+            require_free_space(home.parent, int(fs.size(path) or 0), url)
             with full_disk_is_an_error(str(home)):
                 try:
                     fs.get_file(path, str(part))
@@ -138,7 +138,7 @@ def _fetch(dataset: str, files: Mapping[str, int], home: Path, needed: int) -> N
     fs, path = open_url(dataset)
     try:
         shutil.rmtree(part, ignore_errors=True)
-        require_room(home.parent, needed, dataset)
+        require_free_space(home.parent, needed, dataset)
         with full_disk_is_an_error(f"{dataset} to {home}: {needed / 1e9:.3f} GB are needed there"):
             for name in files:
                 (part / name).parent.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from raytide.actors.trainer.data.local_copy import staged
+from raytide.actors.trainer.data.local_copy import local_copy
 from raytide.actors.trainer.data.shard_check import ShardCheck
 from raytide.core.errors import DataError
 from raytide.core.io.private_paths import check_opened, safe_opener
@@ -27,7 +27,7 @@ _ROUNDS = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Sampler:
+class BatchSampler:
     """A fresh order of all sequences in every epoch.
 
     The order is a keyed Feistel permutation: it costs no memory whatever the size of the dataset, and, unlike a
@@ -126,7 +126,7 @@ class TokenData:
     """
 
     def __init__(self, dataset: str, seq_len: int) -> None:
-        self.name, self.path = dataset, staged(dataset)
+        self.name, self.path = dataset, local_copy(dataset)
         self.manifest, self.digest = _manifest(self.path)
         self.vocab_size, self.eos_id = self.manifest.vocab_size, self.manifest.eos_id
         self.tokenizer_file = self.path / self.manifest.tokenizer

@@ -79,7 +79,7 @@ class ProcessGroup:
         return self.mesh.get_local_rank("pipeline")
 
     @property
-    def averaged(self) -> int:
+    def gradient_divisor(self) -> int:
         """FSDP gives the mean of so many ranks' gradients, where their sum is meant."""
         return self.sizes.data * self.sizes.context
 
@@ -107,7 +107,7 @@ class ProcessGroup:
         dist.all_gather_object(values, value, group=self.io)
         return values
 
-    def together(self, work: Callable[[], T]) -> T:
+    def run_on_all(self, work: Callable[[], T]) -> T:
         """What `work` gives on this rank, once it is done on all: the others wait for as long as files may take. Its
         RaytideError on one rank is raised on every rank."""
         done, failed = None, None
@@ -120,7 +120,7 @@ class ProcessGroup:
                 raise each
         return cast(T, done)
 
-    def channel(self) -> dist.ProcessGroup:
+    def new_channel(self) -> dist.ProcessGroup:
         """A group of all ranks for one thread beside the training: two threads that share a gloo group break it."""
         channel = dist.new_group(backend="gloo", timeout=timedelta(seconds=IO_TIMEOUT_S))
         assert isinstance(channel, dist.ProcessGroup)

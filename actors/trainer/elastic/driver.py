@@ -11,9 +11,9 @@ import time
 from functools import partial
 
 from raytide.actors.gang.lease_watch import LeaseWatch, ProgressReporter
-from raytide.actors.trainer.elastic.generation import Generation, GenerationResult
+from raytide.actors.trainer.elastic.generation import GenerationResult, GenerationRunner
 from raytide.actors.trainer.elastic.rank_assignment import most_ranks
-from raytide.actors.trainer.elastic.ray_worker import RayWorker, Start
+from raytide.actors.trainer.elastic.ray_worker import RayWorker, StartWorker
 from raytide.actors.trainer.elastic.recovery import Recovery, StepRate
 from raytide.actors.trainer.elastic.restart_policy import RestartPolicy
 from raytide.actors.trainer.elastic.worker_group import WorkerGroup, WorkerHandle
@@ -30,7 +30,12 @@ TICK_S = 0.05
 
 
 def run_train(
-    spec: TrainSpec, lease_client: LeaseClient, job_id: str, *, clock: Clock | None = None, start: Start = RayWorker
+    spec: TrainSpec,
+    lease_client: LeaseClient,
+    job_id: str,
+    *,
+    clock: Clock | None = None,
+    start: StartWorker = RayWorker,
 ) -> RunResult:
     """Train `spec` on the lease of `job_id` to its end, through deaths, notices and returns of its members.
 
@@ -46,7 +51,7 @@ def run_train(
 
 
 def _run(
-    spec: TrainSpec, lease_client: LeaseClient, job_id: str, claim: Claim, clock: Clock, start: Start
+    spec: TrainSpec, lease_client: LeaseClient, job_id: str, claim: Claim, clock: Clock, start: StartWorker
 ) -> RunResult:
     record = RunLog(spec, clock, logs_steps=False)
     driver = _Driver(spec, lease_client, job_id, record, start, claim)
@@ -77,49 +82,49 @@ def _is_over(client: LeaseClient, holder: str) -> bool:
 
 class _Driver:
     def __init__(
-        self, spec: TrainSpec, client: LeaseClient, job_id: str, record: RunLog, start: Start, claim: Claim
+        self, spec: TrainSpec, client: LeaseClient, job_id: str, record: RunLog, start: StartWorker, claim: Claim
     ) -> None:
         self.spec, self.record, self.claim = spec, record, claim
-        self.crew = WorkerGroup(spec, record, start)
+        self.worker_group = WorkerGroup(spec, record, start)
         self.watch = LeaseWatch(client, job_id)
         self.reporter = ProgressReporter(client, job_id)
-        self.budget = RestartPolicy(spec.name, best=record.steps)
-        self.fits: int | None = None
+        self.restart_policy = RestartPolicy(spec.name, furthest_step=record.steps)
+        self.max_micro_batch: int | None = None
         """Sequences that a rank may have room for at once, once memory ran out."""
-        self.number = 0
-        self.hands: list[WorkerHandle] = []
+        self.generation = 0
+        self.workers: list[WorkerHandle] = []
         """Those that were seated last."""
         self.recovery: Recovery | None = None
         """From the end of a generation until the next step."""
-        self.pace = StepRate(record.step_s)
+        self.step_rate = StepRate(record.step_s)
 
     def run(self) -> None:
         while True:
-            self.hands = self._wait_for_workers()
-            self.number += 1
+            self.workers = self._wait_for_workers()
+            self.generation += 1
             self._report_membership()
             if self.recovery is not None:
-                self.recovery.seated_s = time.monotonic()
-            generation = Generation(
-                self.number,
+                self.recovery.assigned_s = time.monotonic()
+            generation = GenerationRunner(
+                self.generation,
                 self.spec,
-                self.hands,
-                self.crew,
+                self.workers,
+                self.worker_group,
                 self.watch,
                 self.record,
                 micro_batch=self._micro_batch(),
                 claim=self.claim.token,
-                on_steps=self._stepped,
+                on_steps=self._on_steps,
             )
             ending = generation.run()
             if ending.kind == "done":
-                self.record.finished()
+                self.record.mark_finished()
                 return
             self._handle_exit(ending)
 
     def close(self) -> None:
         self.watch.close()
-        self.crew.close()
+        self.worker_group.close()
         self.reporter.close(self._progress(0))
 
     def _wait_for_workers(self) -> list[WorkerHandle]:
@@ -129,41 +134,43 @@ class _Driver:
             self.claim.check()
             lease = self.watch.latest()
             if lease is not None:
-                lost = self.crew.reconcile(lease)
-                self.crew.settle(lease, ())
-                self.budget.lost(hand.filling for hand in lost)
-                for hand, why in self.crew.check():
-                    self.budget.record_failure(f"{hand.host}: {why}", [hand.filling])
-                self.budget.check()
-                hands = self.crew.seats(lease.shape, self.hands)
-                if hands and (self.number > 0 or self._is_full(lease, len(hands))):
-                    return hands
-                if not hands:
+                lost = self.worker_group.reconcile(lease)
+                self.worker_group.settle(lease, ())
+                self.restart_policy.record_lost(worker.incarnation for worker in lost)
+                for worker, why in self.worker_group.check():
+                    self.restart_policy.record_failure(f"{worker.host}: {why}", [worker.incarnation])
+                self.restart_policy.raise_if_exhausted()
+                workers = self.worker_group.assign(lease.shape, self.workers)
+                if workers and (self.generation > 0 or self._is_full(lease, len(workers))):
+                    return workers
+                if not workers:
                     self.spec.layout.sizes(most_ranks(self.spec, lease.shape))  # raises when even all would be too few
                 self.reporter.send(self._progress(0))
             time.sleep(TICK_S)
 
     def _is_full(self, lease: Lease, seated: int) -> bool:
-        return self.crew.starting == 0 or seated == most_ranks(self.spec, lease.shape)
+        return self.worker_group.starting == 0 or seated == most_ranks(self.spec, lease.shape)
 
     def _report_membership(self) -> None:
-        seats = {"hosts": [hand.host for hand in self.hands], "pids": [hand.pid for hand in self.hands]}
-        sizes = str(self.spec.layout.sizes(len(self.hands)))
-        spare = self.crew.ready - len(self.hands)
-        self.record.event("formed", generation=self.number, world=len(self.hands), layout=sizes, spare=spare, **seats)
-        self.reporter.send(self._progress(len(self.hands)))
+        seats = {"hosts": [worker.host for worker in self.workers], "pids": [worker.pid for worker in self.workers]}
+        sizes = str(self.spec.layout.sizes(len(self.workers)))
+        spare = self.worker_group.ready - len(self.workers)
+        self.record.event(
+            "formed", generation=self.generation, world=len(self.workers), layout=sizes, spare=spare, **seats
+        )
+        self.reporter.send(self._progress(len(self.workers)))
 
-    def _stepped(self, new: list[StepResult], beat: WorkerStatus) -> None:
+    def _on_steps(self, new: list[StepResult], status: WorkerStatus) -> None:
         self.claim.check()
         if self.recovery is not None:
-            told = self.recovery.over(time.monotonic(), new[0], beat)
-            self.record.recovered(float(told["seconds"]), self.recovery.steps_lost(new[0]))
+            told = self.recovery.finished_event(time.monotonic(), new[0], status)
+            self.record.record_recovery(float(told["seconds"]), self.recovery.steps_lost(new[0]))
             self.record.event("recovered", **told)
             self.recovery = None
-            self.pace.rest()
-        self.budget.reached(new[-1].step)
+            self.step_rate.pause()
+        self.restart_policy.record_step(new[-1].step)
         worked_s = sum(step.step_s for step in new)
-        self.pace.stepped(len(new), time.monotonic(), worked_s)
+        self.step_rate.record_steps(len(new), time.monotonic(), worked_s)
         tokens_per_s = sum(step.tokens for step in new) / max(worked_s, 1e-9)
         self.reporter.send(self._progress(new[-1].world, tokens_per_s))
 
@@ -177,22 +184,22 @@ class _Driver:
         self.recovery.ended_s = now_s
         if ending.kind == "paused":
             self.record.resizes += 1
-            self.record.event("resize", generation=self.number, step=step, why=ending.why)
+            self.record.event("resize", generation=self.generation, step=step, why=ending.why)
         elif ending.kind == "oom":
             self._shrink_micro_batch(ending.why)
         else:
             self.record.restarts += 1
-            self.record.event("broke", generation=self.number, step=step, why=ending.why)
-            self.budget.broke(ending.why, [hand.filling for hand in ending.dead])
+            self.record.event("broke", generation=self.generation, step=step, why=ending.why)
+            self.restart_policy.record_break(ending.why, [worker.incarnation for worker in ending.dead])
 
     def _micro_batch(self) -> int:
-        first = self.spec.first_micro_batch(self.spec.layout.sizes(len(self.hands)))
-        return first if self.fits is None else min(first, self.fits)
+        first = self.spec.first_micro_batch(self.spec.layout.sizes(len(self.workers)))
+        return first if self.max_micro_batch is None else min(first, self.max_micro_batch)
 
     def _shrink_micro_batch(self, why: str) -> None:
         before = self._micro_batch()
-        self.fits = halve_micro_batch(before, self.spec.name)
-        self.record.event("oom", generation=self.number, why=why, micro_batch=self.fits, was=before)
+        self.max_micro_batch = halve_micro_batch(before, self.spec.name)
+        self.record.event("oom", generation=self.generation, why=why, micro_batch=self.max_micro_batch, was=before)
 
     def _progress(self, world: int, tokens_per_s: float = 0.0) -> dict[str, float | int | str]:
         record = self.record
@@ -205,11 +212,11 @@ class _Driver:
             "steps_lost": record.steps_lost,
             "recovery_s": round(record.recovery_s, 3),
             "world": world,
-            "settled": self.crew.settled,
+            "settled": self.worker_group.settled_version,
         }
         if record.loss is not None:
             progress["loss"] = round(record.loss, 6)
-        if (step_s := self.pace.step_s) is not None:
+        if (step_s := self.step_rate.step_s) is not None:
             progress["left_s"] = round((self.spec.steps - record.steps) * step_s, 3)
             progress["redo_s"] = round(self.spec.checkpoint_every * step_s, 3)
         if record.has_been_unsaved:  # what was told once stays, until something else is

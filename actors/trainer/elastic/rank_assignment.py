@@ -13,12 +13,12 @@ Key = tuple[int, int, int, str]
 """Member index, its incarnation, the rank's slot inside the member, and the member's placement group."""
 
 
-class Seated(Protocol):
+class RankCandidate(Protocol):
     @property
     def key(self) -> Key: ...
 
 
-S = TypeVar("S", bound=Seated)
+S = TypeVar("S", bound=RankCandidate)
 
 
 def slots_of(shape: Shape) -> int:

@@ -17,7 +17,7 @@ THREADS = 8
 """Of an actor: `train` and `stay` hold one each for as long as they last, the others answer."""
 
 
-class Remote(Protocol):
+class RemoteWorker(Protocol):
     def call(self, method: str, *args: object) -> Future[Any]:
         """Start a method of the TrainWorker there. The future fails when that process is gone."""
 
@@ -25,7 +25,7 @@ class Remote(Protocol):
         """End the process, whatever it is doing."""
 
 
-Start = Callable[[TrainSpec, Member, Shape], Remote]
+StartWorker = Callable[[TrainSpec, Member, Shape], RemoteWorker]
 
 
 class RayWorker:

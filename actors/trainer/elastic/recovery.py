@@ -22,20 +22,20 @@ class Recovery:
     """When every rank of the old generation was accounted for."""
     step: int
     """The last one that was done before."""
-    seated_s: float = 0.0
+    assigned_s: float = 0.0
 
-    def over(self, now_s: float, first: StepResult, beat: WorkerStatus) -> dict[str, float | int | str]:
+    def finished_event(self, now_s: float, first: StepResult, status: WorkerStatus) -> dict[str, float | int | str]:
         """The event that tells of it, once `first` was done."""
-        laps = {f"{name}_s": round(beat.laps.get(name, 0.0), 3) for name in LAPS}
+        laps = {f"{name}_s": round(status.phase_times.get(name, 0.0), 3) for name in LAPS}
         return {
             "seconds": round(now_s - self.began_s, 3),
             "world": first.world,
             "step": first.step,
             "steps_lost": self.steps_lost(first),
-            "source": beat.source,
+            "source": status.source,
             "detect_s": round(max(0.0, self.ended_s - self.began_s - self.leave_s), 3),
             "leave_s": round(self.leave_s, 3),
-            "wait_s": round(self.seated_s - self.ended_s, 3),
+            "wait_s": round(self.assigned_s - self.ended_s, 3),
             **laps,
         }
 
@@ -49,11 +49,11 @@ class StepRate:
     """None until a step was seen."""
     _at_s: float | None = None
 
-    def rest(self) -> None:
+    def pause(self) -> None:
         """What lies between the last step and the next is no part of the work: members were lost, or came back."""
         self._at_s = None
 
-    def stepped(self, steps: int, now_s: float, worked_s: float) -> None:
+    def record_steps(self, steps: int, now_s: float, worked_s: float) -> None:
         """So many steps were done since the last call, in which `worked_s` passed inside of them."""
         took_s = (worked_s if self._at_s is None else max(worked_s, now_s - self._at_s)) / steps
         share = 1.0 - 0.5 ** (steps / HALF)

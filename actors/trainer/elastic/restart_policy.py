@@ -11,45 +11,45 @@ from dataclasses import dataclass, field
 
 from raytide.core.errors import TrainError
 
-MAX_FRUITLESS = 5
+MAX_FAILURES = 5
 
-Filling = tuple[int, int]
+Incarnation = tuple[int, int]
 """A member's index and incarnation."""
 
 
 @dataclass(slots=True)
 class RestartPolicy:
     name: str
-    best: int = 0
+    furthest_step: int = 0
     """The furthest step of the run so far."""
-    _charged_at: int = -1
+    _last_break_step: int = -1
     """`best` at the last break; another break with the same is fruitless."""
-    _charges: list[tuple[str, frozenset[Filling]]] = field(default_factory=list)
-    _lost: set[Filling] = field(default_factory=set)
+    _failures: list[tuple[str, frozenset[Incarnation]]] = field(default_factory=list)
+    _lost: set[Incarnation] = field(default_factory=set)
 
-    def reached(self, step: int) -> None:
-        if step > self.best:
-            self.best = step
-            self._charges.clear()
+    def record_step(self, step: int) -> None:
+        if step > self.furthest_step:
+            self.furthest_step = step
+            self._failures.clear()
 
-    def lost(self, fillings: Iterable[Filling]) -> None:
+    def record_lost(self, fillings: Iterable[Incarnation]) -> None:
         """These members are gone. The platform may say so some time after their ranks died."""
         self._lost.update(fillings)
 
-    def broke(self, why: str, dead: Iterable[Filling]) -> None:
+    def record_break(self, why: str, dead: Iterable[Incarnation]) -> None:
         """A generation broke, and the ranks of `dead` did not survive it."""
-        if self.best == self._charged_at:
+        if self.furthest_step == self._last_break_step:
             self.record_failure(why, dead)
-        self._charged_at = self.best
+        self._last_break_step = self.furthest_step
 
-    def record_failure(self, why: str, dead: Iterable[Filling]) -> None:
-        self._charges.append((why, frozenset(dead)))
+    def record_failure(self, why: str, dead: Iterable[Incarnation]) -> None:
+        self._failures.append((why, frozenset(dead)))
 
-    def check(self) -> None:
+    def raise_if_exhausted(self) -> None:
         """TrainError once too many breaks in a row are the run's own."""
-        counted = [why for why, dead in self._charges if not dead & self._lost]
-        if len(counted) > MAX_FRUITLESS:
+        counted = [why for why, dead in self._failures if not dead & self._lost]
+        if len(counted) > MAX_FAILURES:
             raise TrainError(
-                f"{self.name} broke {len(counted)} times in a row at step {self.best}; the last time: {counted[-1]}.",
-                hint="Mend that; the run goes on from its last checkpoint.",
+                f"{self.name} failed {len(counted)} times in a row at step {self.furthest_step}; last: {counted[-1]}.",
+                hint="Fix the cause and submit again: the run resumes from its last checkpoint.",
             )

@@ -39,12 +39,12 @@ class TrainWorker:
         self._spec, self._threads, self._host = spec, threads, host
         self._torch = ThreadPoolExecutor(max_workers=1, thread_name_prefix="torch", initializer=self._prepare)
         self._store: TCPStore | None = None
-        self._diary = StatusRecorder()
-        self._generation, self._pause = -1, StopRequest.NO
+        self._status = StatusRecorder()
+        self._generation, self._stop = -1, StopRequest.NO
         self._snapshots: Snapshots | None = None
 
     def ready(self) -> int:
-        """The process id, once the imports are done and the worker can take a seat."""
+        """The process id, once the imports are done and the worker can take a assignment."""
         return self._on_torch(os.getpid)
 
     def wait_for_exit(self) -> None:
@@ -55,16 +55,16 @@ class TrainWorker:
         """Open the store of a new generation on this rank's host and return its port."""
         return self._on_torch(lambda: self._open_store(address, world))
 
-    def train(self, seat: RankAssignment) -> WorkerExit:
+    def train(self, assignment: RankAssignment) -> WorkerExit:
         """Join the generation, load the newest state, train until something ends it, and leave it."""
-        return self._on_torch(lambda: self._train(seat))
+        return self._on_torch(lambda: self._train(assignment))
 
     def pause(self, generation: int, how: StopRequest) -> None:
         """Make all ranks of this generation, through this one, stop before their next step."""
-        self._generation, self._pause = generation, how
+        self._generation, self._stop = generation, how
 
     def poll(self) -> WorkerStatus:
-        return self._diary.read()
+        return self._status.read()
 
     def _on_torch(self, work: Callable[[], T]) -> T:
         return self._torch.submit(work).result()
@@ -82,23 +82,23 @@ class TrainWorker:
         self._store = process_group.create_store(address, world)
         return self._store.port
 
-    def _train(self, seat: RankAssignment) -> WorkerExit:
+    def _train(self, assignment: RankAssignment) -> WorkerExit:
         from raytide.actors.trainer.distributed import process_group
 
-        self._diary.open(seat.generation)
-        outcome = self._attempt(seat)
-        self._diary.enter_phase("leaving", lap="leave")
+        self._status.open(assignment.generation)
+        outcome = self._attempt(assignment)
+        self._status.enter_phase("leaving", lap="leave")
         gc.collect()  # FSDP's cycles hold the group, and closing its sockets is what wakes the peers
         process_group.leave()
         self._store = None
-        self._diary.enter_phase("idle")
-        return replace(outcome, last=self._diary.read())
+        self._status.enter_phase("idle")
+        return replace(outcome, last_status=self._status.read())
 
-    def _attempt(self, seat: RankAssignment) -> WorkerExit:
+    def _attempt(self, assignment: RankAssignment) -> WorkerExit:
         from raytide.actors.trainer.parallel.micro_batch import is_out_of_memory
 
         try:
-            return self._run(seat, self._join(seat))
+            return self._run(assignment, self._join(assignment))
         except RaytideError as error:
             return WorkerExit("failed", str(error), error)
         except Exception as error:  # torch raises RuntimeError and its kin for a peer that is gone
@@ -107,34 +107,34 @@ class TrainWorker:
                 return WorkerExit("oom", detail)
             return WorkerExit("broken", detail, timed_out="timed out" in str(error).lower())
 
-    def _join(self, seat: RankAssignment) -> ProcessGroup:
+    def _join(self, assignment: RankAssignment) -> ProcessGroup:
         from raytide.actors.trainer.distributed import process_group
 
-        self._diary.enter_phase("joining", lap="join")
+        self._status.enter_phase("joining", lap="join")
         return process_group.join(
-            self._connect_store(seat),
-            seat.rank,
-            self._spec.layout.sizes(seat.world),
+            self._connect_store(assignment),
+            assignment.rank,
+            self._spec.layout.sizes(assignment.world),
             timeout_s=self._spec.collective_timeout_s * OWN_SHARE,
-            address=seat.address,
-            generation=seat.generation,
+            address=assignment.address,
+            generation=assignment.generation,
         )
 
-    def _run(self, seat: RankAssignment, mine: ProcessGroup) -> WorkerExit:
+    def _run(self, assignment: RankAssignment, mine: ProcessGroup) -> WorkerExit:
         from raytide.actors.trainer.checkpoint.peers.snapshot import Snapshots
         from raytide.actors.trainer.trainer import Trainer
 
-        self._diary.enter_phase("building", lap="build")
+        self._status.enter_phase("building", lap="build")
         self._snapshots = self._snapshots or Snapshots(self._host)
-        spec = self._spec.model_copy(update={"micro_batch": seat.micro_batch})
-        trainer = Trainer(spec, mine, self._snapshots, seat.claim)
+        spec = self._spec.model_copy(update={"micro_batch": assignment.micro_batch})
+        trainer = Trainer(spec, mine, self._snapshots, assignment.claim)
         try:
-            self._diary.enter_phase("loading", lap="load")
+            self._status.enter_phase("loading", lap="load")
             skipped = trainer.restore()
-            self._diary.restored(trainer.restored_from, [str(error) for error in skipped])
-            self._diary.enter_phase(f"step {trainer.steps_done + 1}", lap="first_step")
+            self._status.restored(trainer.restored_from, [str(error) for error in skipped])
+            self._status.enter_phase(f"step {trainer.steps_done + 1}", lap="first_step")
             log = StepLog(spec, SystemClock()) if mine.is_first else None
-            finished = trainer.run(on_step=self._on_step(trainer, log), paused=lambda: self._stop_request(seat))
+            finished = trainer.run(on_step=self._on_step(trainer, log), paused=lambda: self._stop_request(assignment))
         finally:
             trainer.close()
         return WorkerExit("done" if finished else "paused")
@@ -143,17 +143,17 @@ class TrainWorker:
         def did(result: StepResult) -> None:
             if log is not None:
                 log.add(result)
-            self._diary.record_step(result, trainer.save_s)
+            self._status.record_step(result, trainer.save_s)
 
         return did
 
-    def _stop_request(self, seat: RankAssignment) -> StopRequest:
-        return self._pause if self._generation == seat.generation else StopRequest.NO
+    def _stop_request(self, assignment: RankAssignment) -> StopRequest:
+        return self._stop if self._generation == assignment.generation else StopRequest.NO
 
-    def _connect_store(self, seat: RankAssignment) -> TCPStore:
+    def _connect_store(self, assignment: RankAssignment) -> TCPStore:
         from raytide.actors.trainer.distributed import process_group
 
-        if seat.rank == 0:
-            assert self._store is not None, "rank 0 opens the store before it takes its seat"
+        if assignment.rank == 0:
+            assert self._store is not None, "rank 0 opens the store before it takes its assignment"
             return self._store
-        return process_group.connect_store(*seat.store, seat.world)
+        return process_group.connect_store(*assignment.store, assignment.world)

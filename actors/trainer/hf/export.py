@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from raytide.actors.models.tokenizer_files import companions
+from raytide.actors.models.tokenizer_files import tokenizer_files
 from raytide.actors.trainer.checkpoint.async_save import Commit
 from raytide.actors.trainer.data.token_dataset import TokenDataset
 from raytide.actors.trainer.distributed.process_group import ProcessGroup
@@ -27,7 +27,7 @@ from raytide.actors.trainer.hf.peft_adapter import adapter_config, file_adapters
 from raytide.actors.trainer.hf.safetensors_writer import ShardedSafetensorsWriter, save
 from raytide.actors.trainer.hf.weight_mapping import FamilyFormat, FileTensor, file_tensors, to_hf_tensor
 from raytide.actors.trainer.model.lora import LORA_A, LORA_B, adapted, merged
-from raytide.actors.trainer.model.transformer import Decoder
+from raytide.actors.trainer.model.transformer import Transformer
 from raytide.core.io.private_paths import safe_opener
 from raytide.core.io.storage import join
 from raytide.core.specs.model import LoraSpec
@@ -40,7 +40,7 @@ _GB = 1e9
 
 
 def export(
-    parts: Sequence[Decoder],
+    parts: Sequence[Transformer],
     spec: TrainSpec,
     origin: ModelSource,
     data: TokenDataset,
@@ -101,19 +101,19 @@ def _contents(
     """Each tensor of the files, on rank 0. A parameter is gathered once and kept while a tensor needs it."""
     lora = None if spec.finetune is None else spec.finetune.lora
     changed = set() if lora is None else set(adapted(origin.arch, lora))
-    left = Counter(piece.ours for tensor in tensors for piece in tensor.pieces)
+    left = Counter(piece.parameter for tensor in tensors for piece in tensor.slices)
     held: dict[str, Tensor] = {}
     for tensor in tensors:
-        for piece in tensor.pieces:
-            if piece.ours not in held:
-                path = piece.ours.removesuffix(".weight")
-                whole = _whole(gather, piece.ours, path, lora if path in changed else None)
-                held[piece.ours] = torch.empty(0) if whole is None else whole
+        for piece in tensor.slices:
+            if piece.parameter not in held:
+                path = piece.parameter.removesuffix(".weight")
+                whole = _whole(gather, piece.parameter, path, lora if path in changed else None)
+                held[piece.parameter] = torch.empty(0) if whole is None else whole
         yield tensor.name, None if not gather.is_first else to_hf_tensor(tensor, held.__getitem__)
-        for piece in tensor.pieces:
-            left[piece.ours] -= 1
-            if not left[piece.ours]:
-                del held[piece.ours]
+        for piece in tensor.slices:
+            left[piece.parameter] -= 1
+            if not left[piece.parameter]:
+                del held[piece.parameter]
 
 
 def _whole(gather: FullParameters, name: str, path: str, lora: LoraSpec | None) -> Tensor | None:
@@ -133,7 +133,7 @@ def _copy_tokenizer_files(
     """Config, tokenizer, chat template: those of the model it began from, where it has them."""
     key = "dtype" if "dtype" in origin.config else "torch_dtype"
     _json(folder / "config.json", {**origin.config, key: str(dtype).removeprefix("torch.")})
-    own = {} if origin.folder is None else companions(origin.folder)
+    own = {} if origin.folder is None else tokenizer_files(origin.folder)
     files = {**own, **data.files} if spec.other_tokenizer else {**data.files, **own}
     for name, source in {**files, **data.template}.items():
         with open(source, "rb", opener=safe_opener) as read, open(folder / name, "xb") as written:

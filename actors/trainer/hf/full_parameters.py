@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from raytide.actors.trainer.distributed.process_group import ProcessGroup
-from raytide.actors.trainer.model.transformer import Decoder
+from raytide.actors.trainer.model.transformer import Transformer
 
 __all__ = ["FullParameters"]
 
@@ -18,7 +18,7 @@ __all__ = ["FullParameters"]
 class FullParameters:
     """All ranks ask for the same parameters in the same order; only rank 0 gets them."""
 
-    def __init__(self, parts: Sequence[Decoder], group: ProcessGroup) -> None:
+    def __init__(self, parts: Sequence[Transformer], group: ProcessGroup) -> None:
         self._group, self.is_first = group, group.is_first
         self._mine = {name: parameter for part in parts for name, parameter in part.named_parameters()}
         held: list[dict[str, torch.Size]] = [{} for _ in range(group.world)]

@@ -16,14 +16,14 @@ from torch.distributed.tensor import DTensor
 
 from raytide.actors.trainer.hf.model_source import ModelSource
 from raytide.actors.trainer.hf.weight_mapping import Block, HfWeights
-from raytide.actors.trainer.model.transformer import Decoder
+from raytide.actors.trainer.model.transformer import Transformer
 
-__all__ = ["INIT_STD", "cut", "first_weights", "initialise", "local_block", "place"]
+__all__ = ["INIT_STD", "cut_block", "initialise", "load_or_initialise", "local_block", "place"]
 
 INIT_STD = 0.02
 
 
-def first_weights(part: Decoder, origin: ModelSource, seed: int) -> None:
+def load_or_initialise(part: Transformer, origin: ModelSource, seed: int) -> None:
     """All parameters of a part, adapters too."""
     if origin.folder is None:
         std = origin.config.get("initializer_range", INIT_STD)
@@ -37,7 +37,7 @@ def first_weights(part: Decoder, origin: ModelSource, seed: int) -> None:
             _put(parameter, weights.read(name, local_block(parameter)))
 
 
-def initialise(part: Decoder, seed: int, std: float = INIT_STD) -> None:
+def initialise(part: Transformer, seed: int, std: float = INIT_STD) -> None:
     """Normal(0, std), less by sqrt(2 * layers) for what writes to the residual stream (GPT-2); norms start at one."""
     for name, parameter in part.named_parameters():
         if parameter.ndim == 1:
@@ -58,14 +58,14 @@ def place(parameter: Tensor, full: Tensor) -> None:
 def local_block(parameter: Tensor) -> Block:
     """Which part of the whole this rank has."""
     if not isinstance(parameter, DTensor):
-        return cut(parameter.shape, ())
+        return cut_block(parameter.shape, ())
     mesh, at = parameter.device_mesh, parameter.device_mesh.get_coordinate()
     assert at is not None
     dims = [getattr(placement, "dim", None) for placement in parameter.placements]  # replicated: none
-    return cut(parameter.shape, list(zip(mesh.shape, at, dims, strict=True)))
+    return cut_block(parameter.shape, list(zip(mesh.shape, at, dims, strict=True)))
 
 
-def cut(shape: Sequence[int], axes: Sequence[tuple[int, int, int | None]]) -> Block:
+def cut_block(shape: Sequence[int], axes: Sequence[tuple[int, int, int | None]]) -> Block:
     """The part of one rank: for each axis of the mesh its size, where the rank is on it, and the dimension it divides.
 
     The innermost axis, that of tensor parallelism, cuts first, then FSDP what that left.

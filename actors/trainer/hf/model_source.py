@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from raytide.actors.models.architecture import Architecture
-from raytide.actors.models.content import content_of
+from raytide.actors.models.content import content_digest
 from raytide.actors.models.families import architecture_of
 from raytide.actors.models.model_config import read_json
 from raytide.actors.trainer.data.token_dataset import TokenData, TokenDataset
@@ -118,7 +118,7 @@ def _digest(spec: TrainSpec, arch: Architecture, folder: Path | None) -> str:
         "arch": {key: value for key, value in asdict(arch).items() if key != "dtype"},
         "finetune": None if spec.finetune is None else spec.finetune.model_dump(),
         "order": spec.digest(),
-        "first_weights": None if folder is None else content_of(folder),
+        "first_weights": None if folder is None else content_digest(folder),
     }
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 

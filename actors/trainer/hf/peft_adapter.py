@@ -75,12 +75,12 @@ def adapter_config(arch: Architecture, lora: LoraSpec, adapters: Sequence[FileAd
 
 
 def _adapter(tensor: FileTensor, parts: tuple[tuple[int, str], ...], rank: int) -> FileAdapter:
-    rows, columns = tensor.shape if not tensor.turned else tensor.shape[::-1]
+    rows, columns = tensor.shape if not tensor.transposed else tensor.shape[::-1]
     return FileAdapter(tensor.name.removesuffix(".weight"), rank, columns, rows, parts)
 
 
 def _parts(tensor: FileTensor, paths: Collection[str]) -> tuple[tuple[int, str], ...]:
-    named = [(piece.start, piece.ours.removesuffix(".weight")) for piece in tensor.pieces]
+    named = [(piece.start, piece.parameter.removesuffix(".weight")) for piece in tensor.slices]
     return tuple((start, path) for start, path in named if path in paths)
 
 

@@ -30,7 +30,7 @@ _NAMED = 5
 class ParameterSlice:
     """`rows` of a file's tensor, from `start` on, are the parameter `ours`, or its expert `expert`."""
 
-    ours: str
+    parameter: str
     rows: int
     start: int = 0
     expert: int | None = None
@@ -42,12 +42,12 @@ class FileTensor:
 
     name: str
     shape: tuple[int, ...]
-    pieces: tuple[ParameterSlice, ...]
-    turned: bool = False
+    slices: tuple[ParameterSlice, ...]
+    transposed: bool = False
 
     @property
     def rows_dim(self) -> int:
-        return 1 if self.turned or len(self.shape) == 3 else 0
+        return 1 if self.transposed or len(self.shape) == 3 else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +100,10 @@ def file_tensors(arch: Architecture, form: FamilyFormat) -> list[FileTensor]:
 def to_hf_tensor(tensor: FileTensor, whole: Callable[[str], Tensor]) -> Tensor:
     """A tensor as the files have it, from the decoder's whole parameters."""
     parts = []
-    for piece in tensor.pieces:
-        part = whole(piece.ours)
+    for piece in tensor.slices:
+        part = whole(piece.parameter)
         part = part if piece.expert is None else part[piece.expert]
-        parts.append(part.t() if tensor.turned else part)
+        parts.append(part.t() if tensor.transposed else part)
     return torch.cat(parts, tensor.rows_dim) if len(parts) > 1 else parts[0]
 
 
@@ -116,8 +116,8 @@ class HfWeights:
         self._check(folder, arch, tensors)
         self._places: dict[str, list[tuple[FileTensor, ParameterSlice]]] = {}
         for tensor in tensors:
-            for piece in tensor.pieces:
-                self._places.setdefault(piece.ours, []).append((tensor, piece))
+            for piece in tensor.slices:
+                self._places.setdefault(piece.parameter, []).append((tensor, piece))
 
     def read(self, ours: str, block: Block) -> Tensor:
         """A block of the parameter `ours`; of the files, only that is read."""
@@ -129,11 +129,11 @@ class HfWeights:
         return torch.stack(experts) if experts else torch.empty(0, *(size(each) for each in block[1:]))
 
     def _part(self, tensor: FileTensor, piece: ParameterSlice, block: Block) -> Tensor:
-        where = list(reversed(block)) if tensor.turned else list(block)
+        where = list(reversed(block)) if tensor.transposed else list(block)
         rows = where[tensor.rows_dim]
         where[tensor.rows_dim] = slice(piece.start + rows.start, piece.start + rows.stop)
         part = self._weights.part(tensor.name, tuple(where))
-        return part.t() if tensor.turned else part
+        return part.t() if tensor.transposed else part
 
     def _check(self, folder: Path, arch: Architecture, tensors: list[FileTensor]) -> None:
         """All that is wrong at once, on every rank alike."""
@@ -198,7 +198,7 @@ def _linear(
             pieces.append(ParameterSlice(f"{ours}{name}.{suffix}", count, start))
             start += count
         apart = len(projection.paths) == len(pieces)
-        groups = [(ParameterSlice(each.ours, each.rows),) for each in pieces] if apart else [tuple(pieces)]
+        groups = [(ParameterSlice(each.parameter, each.rows),) for each in pieces] if apart else [tuple(pieces)]
         for path, group in zip(projection.paths, groups, strict=True):
             total, inner = sum(each.rows for each in group), projection.columns
             matrix = suffix == "weight"

@@ -23,21 +23,21 @@ from raytide.actors.trainer.model.activation_checkpointing import wrap
 from raytide.core.errors import StorageError
 from raytide.core.specs.memory_spec import MemorySpec
 
-__all__ = ["Pool", "offload", "pool"]
+__all__ = ["ActivationPool", "create_pool", "offload"]
 
 
-class Slot(Protocol):
+class StoredTensor(Protocol):
     """A tensor that is away. Its place is free again once nothing refers to the slot."""
 
     def read(self) -> Tensor: ...
 
 
-class Pool(Protocol):
+class ActivationPool(Protocol):
     held_bytes: int
     """Now; never above the pool's bound."""
     peak_bytes: int
 
-    def put(self, tensor: Tensor) -> Slot | None:
+    def put(self, tensor: Tensor) -> StoredTensor | None:
         """Take a copy of the tensor, or None when the pool is full."""
 
     def close(self) -> None:
@@ -52,7 +52,7 @@ class MemoryBudget:
         # Backward passes run on autograd's own threads; the garbage collector may end a slot while its thread has this.
         self._lock = threading.RLock()
 
-    def take(self, count: int) -> bool:
+    def reserve(self, count: int) -> bool:
         with self._lock:
             if self.held_bytes + count > self.max_bytes:
                 return False
@@ -60,7 +60,7 @@ class MemoryBudget:
             self.peak_bytes = max(self.peak_bytes, self.held_bytes)
             return True
 
-    def give(self, count: int) -> None:
+    def release(self, count: int) -> None:
         with self._lock:
             self.held_bytes -= count
 
@@ -68,15 +68,15 @@ class MemoryBudget:
 class HostPool(MemoryBudget):
     """Pinned buffers. Copies are ordered with the computation by the stream they share with it."""
 
-    def put(self, tensor: Tensor) -> Slot | None:
+    def put(self, tensor: Tensor) -> StoredTensor | None:
         count = tensor.numel() * tensor.element_size()
-        return HostSlot(self, tensor, count) if self.take(count) else None
+        return HostTensor(self, tensor, count) if self.reserve(count) else None
 
     def close(self) -> None:
         """Buffers are freed with their slots."""
 
 
-class HostSlot:
+class HostTensor:
     def __init__(self, pool: HostPool, tensor: Tensor, count: int) -> None:
         self._pool, self._count, self._device = pool, count, tensor.device
         self._buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
@@ -86,7 +86,7 @@ class HostSlot:
         return self._buffer.to(self._device, non_blocking=True, copy=True)
 
     def __del__(self) -> None:
-        self._pool.give(self._count)
+        self._pool.release(self._count)
 
 
 class DiskPool(MemoryBudget):
@@ -102,9 +102,9 @@ class DiskPool(MemoryBudget):
         self._free: defaultdict[int, list[int]] = defaultdict(list)
         """Offsets of free places by their size: a model saves the same few shapes again and again."""
 
-    def put(self, tensor: Tensor) -> Slot | None:
+    def put(self, tensor: Tensor) -> StoredTensor | None:
         count = tensor.numel() * tensor.element_size()
-        return DiskSlot(self, tensor, count) if self.take(count) else None
+        return DiskTensor(self, tensor, count) if self.reserve(count) else None
 
     def close(self) -> None:
         self._file.close()
@@ -140,7 +140,7 @@ class DiskPool(MemoryBudget):
             self._free[count].append(start)
 
 
-class DiskSlot:
+class DiskTensor:
     def __init__(self, pool: DiskPool, tensor: Tensor, count: int) -> None:
         self._pool, self._count, self._start = pool, count, -1
         self._device, self._dtype = tensor.device, tensor.dtype
@@ -158,12 +158,12 @@ class DiskSlot:
         return dense.permute(back).to(self._device)
 
     def __del__(self) -> None:
-        self._pool.give(self._count)
+        self._pool.release(self._count)
         if self._start >= 0:
             self._pool.free(self._start, self._count)
 
 
-def pool(memory: MemorySpec) -> Pool | None:
+def create_pool(memory: MemorySpec) -> ActivationPool | None:
     if memory.activations == "none":
         return None
     if memory.activations == "cpu":
@@ -171,13 +171,13 @@ def pool(memory: MemorySpec) -> Pool | None:
     return DiskPool(memory.offload_max_bytes, memory.scratch)
 
 
-def offload(layer: nn.Module, into: Pool, min_bytes: int) -> None:
+def offload(layer: nn.Module, into: ActivationPool, min_bytes: int) -> None:
     """Have what the layer saves wait in the pool."""
 
     def around(forward: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             weights = {StorageWeakRef(local(weight).untyped_storage()) for weight in layer.parameters()}
-            away: dict[object, Slot] = {}  # what several operations save goes once
+            away: dict[object, StoredTensor] = {}  # what several operations save goes once
 
             def pack(tensor: Tensor) -> object:
                 storage = StorageWeakRef(tensor.untyped_storage())  # while it is held, no other gets that address
@@ -199,7 +199,7 @@ def offload(layer: nn.Module, into: Pool, min_bytes: int) -> None:
 
 
 def _unpack(packed: object) -> Tensor:
-    return packed if isinstance(packed, Tensor) else cast(Slot, packed).read()
+    return packed if isinstance(packed, Tensor) else cast(StoredTensor, packed).read()
 
 
 def _bytes(dense: Tensor) -> memoryview:

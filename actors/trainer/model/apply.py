@@ -8,7 +8,7 @@ import torch
 
 from raytide.actors.trainer.model import activation_checkpointing, activation_offload, float8
 from raytide.actors.trainer.model.loss import loss_sum
-from raytide.actors.trainer.model.transformer import Decoder
+from raytide.actors.trainer.model.transformer import Transformer
 from raytide.core.errors import ConfigError
 from raytide.core.specs.train import TrainSpec
 
@@ -28,7 +28,7 @@ def check_supported(spec: TrainSpec, device: torch.device) -> None:
                 )
 
 
-def apply_memory_options(part: Decoder, spec: TrainSpec, pool: activation_offload.Pool | None) -> None:
+def apply_memory_options(part: Transformer, spec: TrainSpec, pool: activation_offload.ActivationPool | None) -> None:
     """To each layer, after tensor parallelism and before FSDP, whose hooks stay outside of it all."""
     if spec.memory.loss_chunk:
         part.loss = functools.partial(loss_sum, chunk=spec.memory.loss_chunk)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raytide.actors.models.architecture import Architecture
-from raytide.actors.trainer.model.transformer import Decoder
+from raytide.actors.trainer.model.transformer import Transformer
 from raytide.core.errors import ConfigError
 from raytide.core.specs.model import FinetuneSpec, LoraSpec
 
@@ -36,7 +36,7 @@ class LoraLinear(nn.Linear):
         return F.linear(input, self.weight, self.bias) + added * self.scale
 
 
-def adapt(part: Decoder, finetune: FinetuneSpec | None) -> None:
+def adapt(part: Transformer, finetune: FinetuneSpec | None) -> None:
     """Freeze a part of the model and give its projections adapters, if the spec says so."""
     if finetune is None:
         return

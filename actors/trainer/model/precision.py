@@ -44,13 +44,13 @@ class GradScaler:
         if self.active and grads:
             torch._foreach_mul_(list(grads), 1 / self.value)
 
-    def good(self) -> None:
+    def record_good_step(self) -> None:
         if self.active:
             self.good_steps += 1
             if self.good_steps >= GROW_AFTER:
                 self.value, self.good_steps = min(self.value * 2, LARGEST), 0
 
-    def bad(self, step: int) -> None:
+    def record_overflow(self, step: int) -> None:
         """TrainError when there is nothing left to halve."""
         if self.value <= SMALLEST:
             raise TrainError(

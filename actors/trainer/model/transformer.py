@@ -22,7 +22,7 @@ from raytide.actors.trainer.model.loss import loss_sum
 from raytide.actors.trainer.model.moe_balance_loss import Routing, load_balancing_loss
 from raytide.kernels.core import Activation, AttentionSpec
 
-__all__ = ["Attend", "Attention", "Decoder", "Layer", "Loss", "SparseFeedForward"]
+__all__ = ["Attend", "Attention", "Loss", "SparseFeedForward", "Transformer", "TransformerBlock"]
 
 Attend = Callable[[Tensor, Tensor, Tensor, AttentionSpec], Tensor]
 Loss = Callable[[Tensor, Tensor, Tensor, float | None], Tensor]
@@ -30,7 +30,7 @@ Rotation = tuple[Tensor, Tensor]
 """Cosines and sines [T, R]: the first R numbers of each head are turned."""
 
 
-class Norm(nn.Module):
+class Normalization(nn.Module):
     """Over the last dimension. `offset` is Gemma's: it multiplies by 1 + weight."""
 
     def __init__(self, size: int, arch: Architecture, *, kind: str | None = None) -> None:
@@ -57,8 +57,8 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(width, arch.num_heads * dim, bias=arch.qkv_bias)
         self.k_proj = nn.Linear(width, kv_width, bias=arch.qkv_bias)
         self.v_proj = nn.Linear(width, kv_width, bias=arch.qkv_bias)
-        self.q_norm = Norm(dim, arch, kind="rms") if arch.head_norms else None
-        self.k_norm = Norm(dim, arch, kind="rms") if arch.head_norms else None
+        self.q_norm = Normalization(dim, arch, kind="rms") if arch.head_norms else None
+        self.k_norm = Normalization(dim, arch, kind="rms") if arch.head_norms else None
         self.o_proj = nn.Linear(arch.num_heads * dim, width, bias=arch.attention_out_bias)
 
     def forward(self, x_BTD: Tensor, rotation: Rotation | None) -> Tensor:
@@ -126,18 +126,18 @@ class SparseFeedForward(nn.Module):
         return out_ND.view_as(x_BTD)
 
 
-class Layer(nn.Module):
+class TransformerBlock(nn.Module):
     def __init__(self, arch: Architecture, index: int) -> None:
         super().__init__()
         spec, width = arch.layers[index], arch.hidden_size
         self.rope = spec.rope
-        self.input_norm = Norm(width, arch)
+        self.input_norm = Normalization(width, arch)
         self.attention = Attention(arch, spec)
-        self.post_attention_norm = Norm(width, arch) if arch.post_norms else None
-        self.ffn_norm = Norm(width, arch)
+        self.post_attention_norm = Normalization(width, arch) if arch.post_norms else None
+        self.ffn_norm = Normalization(width, arch)
         sparse = arch.experts if spec.sparse else None
         self.ffn = FeedForward(arch) if sparse is None else SparseFeedForward(arch, sparse)
-        self.post_ffn_norm = Norm(width, arch) if arch.post_norms else None
+        self.post_ffn_norm = Normalization(width, arch) if arch.post_norms else None
 
     def forward(self, x_BTD: Tensor, rotation: Rotation | None) -> Tensor:
         attended = self.attention(self.input_norm(x_BTD), rotation)
@@ -147,7 +147,7 @@ class Layer(nn.Module):
         return out
 
 
-class Decoder(nn.Module):
+class Transformer(nn.Module):
     """Ids to logits, or to the summed loss when targets are given. With tied embeddings there is no `head`.
 
     `layers` says which this part has (all when None). The first part embeds ids, the last norms and predicts; a part
@@ -164,8 +164,8 @@ class Decoder(nn.Module):
         self.embedding = nn.Embedding(vocab, width) if embeds else None
         learned = arch.learned_positions and self.is_first
         self.positions = nn.Embedding(arch.max_model_len, width) if learned else None
-        self.layers = nn.ModuleDict({str(index): Layer(arch, index) for index in mine})
-        self.norm = Norm(width, arch) if self.is_last else None
+        self.layers = nn.ModuleDict({str(index): TransformerBlock(arch, index) for index in mine})
+        self.norm = Normalization(width, arch) if self.is_last else None
         self.head = nn.Linear(width, vocab, bias=False) if self.is_last and not arch.tied_embeddings else None
         self.balance = 0.0 if arch.experts is None else arch.experts.balance
         self.at_T: Tensor | None = None
@@ -177,9 +177,9 @@ class Decoder(nn.Module):
     def forward(self, x: Tensor, targets_BT: Tensor | None = None) -> Tensor:
         """`x` is ids [B, T], or hidden states [B, T, D] where another part comes before. Gives the summed loss when
         there are targets, else logits [B, T, V], or hidden states [B, T, D] where another part comes after."""
-        at_T = torch.arange(x.shape[1], device=x.device) if self.at_T is None else self.at_T
-        x_BTD = self._embed(x, at_T) if self.is_first else x
-        rotations = self._rotations(at_T, x_BTD)
+        token_positions_T = torch.arange(x.shape[1], device=x.device) if self.at_T is None else self.at_T
+        x_BTD = self._embed(x, token_positions_T) if self.is_first else x
+        rotations = self._rotations(token_positions_T, x_BTD)
         for layer in self.layers.values():
             assert isinstance(layer.rope, int | None)
             x_BTD = layer(x_BTD, None if layer.rope is None else rotations[layer.rope])

@@ -22,7 +22,7 @@ class AdamW(Optimizer):
         return {STEP: step, FIRST: zeros(parameter), SECOND: zeros(parameter)}
 
     def step_group(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
-        if self.home.resident:
+        if self.storage.is_resident:
             grads, states = [grad_of(p) for p in parameters], [self.state[p] for p in parameters]
             self._together([local(p) for p in parameters], grads, states, group)
         else:

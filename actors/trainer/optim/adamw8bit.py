@@ -50,11 +50,11 @@ class AdamW8bit(AdamW):
         return [key for key in state if not key.endswith(SCALE)]
 
     def wide(self, parameter: nn.Parameter, state: State) -> State:
-        return _wide(super().wide(parameter, state))
+        return _wide(super().to_full_precision(parameter, state))
 
     def narrow(self, state: State, key: str, value: Tensor) -> None:
         if key + SCALE not in state:
-            super().narrow(state, key, value)
+            super().from_full_precision(state, key, value)
             return
         codes, scales = quantize(value, signed=key == FIRST)
         state[key].copy_(codes)

@@ -25,12 +25,12 @@ _SIGMA = 1.4826
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class GuardVerdict:
     kind: Literal["applied", "skipped", "stopped"]
     why: str = ""
 
 
-APPLIED = Verdict("applied")
+APPLIED = GuardVerdict("applied")
 
 
 class AnomalyGuard:
@@ -41,7 +41,7 @@ class AnomalyGuard:
         self._in_row = 0
         self._losses: deque[float] = deque(maxlen=HISTORY)
 
-    def judge(self, loss: float, grad_norm: float) -> Verdict:
+    def judge(self, loss: float, grad_norm: float) -> GuardVerdict:
         """The verdict on one batch; it counts as given."""
         why, policy = self._objection(loss, grad_norm)
         if policy == "ignore":
@@ -51,9 +51,9 @@ class AnomalyGuard:
         if policy == "skip" and self._in_row < self.spec.max_skips:
             self._in_row += 1
             self.record_skip()
-            return Verdict("skipped", why)
+            return GuardVerdict("skipped", why)
         again = f", after {self._in_row} skipped in a row" if self._in_row else ""
-        return Verdict("stopped", why + again)
+        return GuardVerdict("stopped", why + again)
 
     def record_skip(self) -> None:
         """A batch is used up and nothing was learned from it: the schedule of the learning rate stands still.
@@ -89,7 +89,7 @@ class AnomalyGuard:
         return f"loss {loss:.4f} is a spike: the limit is {limit:.4f}, the median {middle:.4f}", self.spec.spike
 
 
-def stopped(name: str, result: StepResult) -> TrainError:
+def stopped_error(name: str, result: StepResult) -> TrainError:
     """What ends the run at a batch that was not applied."""
     return TrainError(
         f"step {result.step} of {name} was not applied: {result.why}.",

@@ -26,7 +26,7 @@ class Optimizer(ABC):
     """`param_groups` hold `params`, `lr` and `weight_decay`, as torch's do. Every rank calls every method."""
 
     def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], spec: OptimSpec, home: StateStorage) -> None:
-        self.spec, self.home = spec, home
+        self.spec, self.storage = spec, home
         self.names = {parameter: name for name, parameter in parameters}
         matrices = [parameter for _, parameter in parameters if parameter.ndim >= 2]
         vectors = [parameter for _, parameter in parameters if parameter.ndim < 2]
@@ -35,7 +35,7 @@ class Optimizer(ABC):
             {"params": vectors, "lr": spec.lr, "weight_decay": 0.0},
         ]
         self.state: dict[nn.Parameter, State] = {
-            parameter: home.settle(self.first_state(parameter)) for _, parameter in parameters
+            parameter: home.store(self.first_state(parameter)) for _, parameter in parameters
         }
 
     @abstractmethod
@@ -54,9 +54,9 @@ class Optimizer(ABC):
     def step_group(self, parameters: list[nn.Parameter], group: dict[str, Any]) -> None:
         """Update these parameters of a group, which all have a gradient."""
         for parameter in parameters:
-            state = self.home.visit(self.state[parameter], local(parameter).device)
+            state = self.storage.load(self.state[parameter], local(parameter).device)
             self.update(parameter, grad_of(parameter), state, group)
-            self.home.leave(self.state[parameter], state)
+            self.storage.write_back(self.state[parameter], state)
 
     def zero_grad(self) -> None:
         for parameter in self.state:
@@ -71,29 +71,29 @@ class Optimizer(ABC):
         return {
             f"{self.names[parameter]}.{key}": self.placed(parameter, key, value)
             for parameter, state in self.state.items()
-            for key, value in self.wide(parameter, state).items()
+            for key, value in self.to_full_precision(parameter, state).items()
         }
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over what `tensors` gave, with other values in it since."""
         for parameter, state in self.state.items():
-            for key in self.keys(state):
-                self.narrow(state, key, local(tensors[f"{self.names[parameter]}.{key}"]))
+            for key in self.checkpoint_keys(state):
+                self.from_full_precision(state, key, local(tensors[f"{self.names[parameter]}.{key}"]))
 
     def placed(self, parameter: nn.Parameter, key: str, value: Tensor) -> Tensor:
         """This rank's `value` as a tensor that knows its place in the whole."""
         return value if key == STEP else like(value, parameter)
 
-    def keys(self, state: State) -> list[str]:
+    def checkpoint_keys(self, state: State) -> list[str]:
         """What of the state a checkpoint keeps."""
         return list(state)
 
-    def wide(self, parameter: nn.Parameter, state: State) -> State:
+    def to_full_precision(self, parameter: nn.Parameter, state: State) -> State:
         """The state in full precision, on the device."""
-        return self.home.visit(state, local(parameter).device)
+        return self.storage.load(state, local(parameter).device)
 
-    def narrow(self, state: State, key: str, value: Tensor) -> None:
+    def from_full_precision(self, state: State, key: str, value: Tensor) -> None:
         """Set one key of the state from its full-precision form."""
         if state[key].data_ptr() != value.data_ptr():
             state[key].copy_(value)

@@ -71,9 +71,9 @@ class Muon(AdamW):
     def _momentum(self, parameter: nn.Parameter) -> Tensor:
         """Nesterov's: what the next step would see."""
         grad, kept = grad_of(parameter), self.state[parameter]
-        state = self.home.visit(kept, grad.device)
+        state = self.storage.load(kept, grad.device)
         momentum = state[MOMENTUM].lerp_(grad, 1 - self.spec.momentum)
-        self.home.leave(kept, state)
+        self.storage.write_back(kept, state)
         return grad.lerp(momentum, self.spec.momentum)
 
 

@@ -12,7 +12,7 @@ from raytide.actors.trainer.optim.adamw8bit import AdamW8bit
 from raytide.actors.trainer.optim.base import Optimizer
 from raytide.actors.trainer.optim.lamb import Lamb
 from raytide.actors.trainer.optim.muon import Muon
-from raytide.actors.trainer.optim.state_offload import home
+from raytide.actors.trainer.optim.state_offload import create_storage
 from raytide.core.specs.memory_spec import MemorySpec
 from raytide.core.specs.optim_spec import OptimSpec
 
@@ -30,4 +30,4 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
 def build(parameters: Iterable[tuple[str, nn.Parameter]], spec: OptimSpec, memory: MemorySpec) -> Optimizer:
     """The optimiser of these named parameters, with its state in place already; frozen ones are left out."""
     learning = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
-    return OPTIMIZERS[spec.name](learning, spec, home(memory.optimizer, memory.scratch))
+    return OPTIMIZERS[spec.name](learning, spec, create_storage(memory.optimizer, memory.scratch))

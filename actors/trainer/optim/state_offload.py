@@ -19,52 +19,52 @@ from torch import Tensor
 from raytide.core.errors import StorageError
 from raytide.core.specs.memory_spec import Place
 
-__all__ = ["State", "StateStorage", "home"]
+__all__ = ["State", "StateStorage", "create_storage"]
 
 State = dict[str, Tensor]
 
 
 class StateStorage(Protocol):
-    resident: bool
+    is_resident: bool
     """Whether the state is on the device already, so that all parameters can be updated at once."""
 
-    def settle(self, state: State) -> State:
+    def store(self, state: State) -> State:
         """Take a parameter's first state in; returns what stands for it from now on."""
 
-    def visit(self, state: State, device: torch.device) -> State:
+    def load(self, state: State, device: torch.device) -> State:
         """The state on `device`."""
 
-    def leave(self, state: State, changed: Mapping[str, Tensor]) -> None:
+    def write_back(self, state: State, changed: Mapping[str, Tensor]) -> None:
         """Take the changed values back."""
 
 
 class DeviceStorage:
     """On the device: nothing moves."""
 
-    resident = True
+    is_resident = True
 
-    def settle(self, state: State) -> State:
+    def store(self, state: State) -> State:
         return state
 
-    def visit(self, state: State, device: torch.device) -> State:
+    def load(self, state: State, device: torch.device) -> State:
         return state
 
-    def leave(self, state: State, changed: Mapping[str, Tensor]) -> None:
+    def write_back(self, state: State, changed: Mapping[str, Tensor]) -> None:
         """The changes were made in place."""
 
 
 class HostStorage:
     """In host memory, pinned where there is an accelerator."""
 
-    resident = False
+    is_resident = False
 
-    def settle(self, state: State) -> State:
+    def store(self, state: State) -> State:
         return {key: self._take(value) for key, value in state.items()}
 
-    def visit(self, state: State, device: torch.device) -> State:
+    def load(self, state: State, device: torch.device) -> State:
         return {key: value.to(device, non_blocking=True, copy=True) for key, value in state.items()}
 
-    def leave(self, state: State, changed: Mapping[str, Tensor]) -> None:
+    def write_back(self, state: State, changed: Mapping[str, Tensor]) -> None:
         for key, value in changed.items():
             state[key].copy_(value, non_blocking=True)
 
@@ -76,7 +76,7 @@ class HostStorage:
 class DiskStorage:
     """In one file without a name, so that nothing is left of it however the process ends."""
 
-    resident = False
+    is_resident = False
 
     def __init__(self, folder: str | None) -> None:
         self._folder = folder or tempfile.gettempdir()
@@ -85,13 +85,13 @@ class DiskStorage:
         weakref.finalize(self, self._file.close)
         self._size = 0
 
-    def settle(self, state: State) -> State:
+    def store(self, state: State) -> State:
         return {key: self._map(value) for key, value in state.items()}
 
-    def visit(self, state: State, device: torch.device) -> State:
+    def load(self, state: State, device: torch.device) -> State:
         return {key: value.to(device, copy=True) for key, value in state.items()}
 
-    def leave(self, state: State, changed: Mapping[str, Tensor]) -> None:
+    def write_back(self, state: State, changed: Mapping[str, Tensor]) -> None:
         for key, value in changed.items():
             state[key].copy_(value)
 
@@ -116,7 +116,7 @@ class DiskStorage:
         return tensor.copy_(value)
 
 
-def home(place: Place, scratch: str | None = None) -> StateStorage:
+def create_storage(place: Place, scratch: str | None = None) -> StateStorage:
     if place == "none":
         return DeviceStorage()
     return HostStorage() if place == "cpu" else DiskStorage(scratch)

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from raytide.actors.trainer.distributed.collectives import gather
 from raytide.actors.trainer.distributed.process_group import ProcessGroup
-from raytide.actors.trainer.model.transformer import Attend, Attention, Decoder
+from raytide.actors.trainer.model.transformer import Attend, Attention, Transformer
 from raytide.kernels.core import AttentionSpec
 
 __all__ = ["divide", "positions", "shard_sequence"]
 
 
-def divide(part: Decoder, group: ProcessGroup, length: int) -> None:
+def divide(part: Transformer, group: ProcessGroup, length: int) -> None:
     """Let `part` work on this rank's piece of sequences of `length` tokens."""
     if group.context is None:
         return

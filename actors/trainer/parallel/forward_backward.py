@@ -9,10 +9,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from raytide.actors.trainer.distributed.process_group import ProcessGroup
 from raytide.actors.trainer.model.loss import Micro
-from raytide.actors.trainer.model.transformer import Decoder
+from raytide.actors.trainer.model.transformer import Transformer
 from raytide.actors.trainer.parallel import context_parallel
 from raytide.actors.trainer.parallel.pipeline_parallel import Pipeline
-from raytide.actors.trainer.parallel.tensor_parallel import speaks
+from raytide.actors.trainer.parallel.tensor_parallel import reports_loss
 from raytide.core.specs.parallelism import Parallelism
 from raytide.core.specs.train import TrainSpec
 
@@ -24,7 +24,7 @@ class ForwardBackward(Protocol):
         """Leave the gradients of `factor` times the summed loss; returns this rank's share of that sum, unscaled."""
 
 
-def build(spec: TrainSpec, parts: list[Decoder], group: ProcessGroup) -> ForwardBackward:
+def build(spec: TrainSpec, parts: list[Transformer], group: ProcessGroup) -> ForwardBackward:
     if group.sizes.pipeline > 1:
         return Pipeline(spec, parts, group)
     return SingleStage(spec.layout, parts[0], group)
@@ -33,7 +33,7 @@ def build(spec: TrainSpec, parts: list[Decoder], group: ProcessGroup) -> Forward
 class SingleStage:
     """All layers on this rank."""
 
-    def __init__(self, layout: Parallelism, part: Decoder, group: ProcessGroup) -> None:
+    def __init__(self, layout: Parallelism, part: Transformer, group: ProcessGroup) -> None:
         self.layout, self.part, self.group = layout, part, group
 
     def accumulate(self, micros: list[Micro], factor: float) -> float:
@@ -49,6 +49,6 @@ class SingleStage:
                 context_parallel.shard_sequence(inputs_BT, self.group),
                 context_parallel.shard_sequence(targets_BT, self.group),
             )
-            (loss * (factor * self.group.averaged)).backward()
+            (loss * (factor * self.group.gradient_divisor)).backward()
             total += loss.detach()
-        return float(total) if speaks(self.part, self.group) else 0.0
+        return float(total) if reports_loss(self.part, self.group) else 0.0

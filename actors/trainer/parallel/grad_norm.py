@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from raytide.actors.trainer.model.transformer import Decoder
+from raytide.actors.trainer.model.transformer import Transformer
 
 __all__ = ["clip", "counted", "square_sum"]
 
 
-def square_sum(parts: Sequence[Decoder]) -> float:
+def square_sum(parts: Sequence[Transformer]) -> float:
     """This rank's share of the squared norm: its sum over all ranks counts every number of the model once."""
     weights = [weight for weight in counted(parts) if weight.grad is not None]
     if not weights:
@@ -24,7 +24,7 @@ def square_sum(parts: Sequence[Decoder]) -> float:
     return float((norms.square() / copies).sum())
 
 
-def clip(parts: Sequence[Decoder], norm: float, limit: float) -> None:
+def clip(parts: Sequence[Transformer], norm: float, limit: float) -> None:
     """Scale the gradients so that their global norm, which is `norm`, is at most `limit`."""
     coefficient = limit / (norm + 1e-6)
     if coefficient < 1.0:
@@ -32,7 +32,7 @@ def clip(parts: Sequence[Decoder], norm: float, limit: float) -> None:
         torch._foreach_mul_(grads, coefficient)
 
 
-def counted(parts: Sequence[Decoder]) -> Iterator[nn.Parameter]:
+def counted(parts: Sequence[Transformer]) -> Iterator[nn.Parameter]:
     """All parameters but the last stage's copy of a tied embedding."""
     for part in parts:
         copied = part.arch.tied_embeddings and part.is_last and not part.is_first

@@ -18,7 +18,7 @@ from torch import Tensor
 from raytide.actors.trainer.optim.muon import is_hidden
 from raytide.core.specs.memory_spec import MemorySpec
 
-__all__ = ["CompressedAllReduce", "average"]
+__all__ = ["CompressedAllReduce", "create_all_reduce"]
 
 BUCKET = 1 << 24
 """Numbers in one exchange."""
@@ -35,7 +35,7 @@ class CompressedAllReduce(Protocol):
     def __call__(self, grads: Named) -> None:
         """Replace each gradient by its mean over the replicas, or what is close to it; equal on all of them."""
 
-    def forget(self) -> None:
+    def reset_errors(self) -> None:
         """Start over: the last step was not applied, so what it left out may not be a number."""
 
     def state_dict(self) -> Mapping[str, Tensor]: ...
@@ -54,7 +54,7 @@ class Bf16:
             self.sent_bytes += _all_reduce(flat, self.group)
             _scatter(flat, bucket)
 
-    def forget(self) -> None:
+    def reset_errors(self) -> None:
         """Nothing is carried over."""
 
     def state_dict(self) -> Mapping[str, Tensor]:
@@ -83,7 +83,7 @@ class Int8:
             flat = torch.nn.functional.pad(flat, (0, -count % (BLOCK * self.group.size())))
             _scatter(self._exchange(flat, self._errors[index], self._mean_errors[index])[:count], bucket)
 
-    def forget(self) -> None:
+    def reset_errors(self) -> None:
         for error in self.state_dict().values():
             error.zero_()
 
@@ -137,7 +137,7 @@ class PowerSgd:
             self._errors[name], self._right[name] = matrix.sub_(close), right
             grad.copy_(close.view_as(grad))
 
-    def forget(self) -> None:
+    def reset_errors(self) -> None:
         for name, error in self._errors.items():
             self._right[name] = self._start(name, error.zero_())
 
@@ -167,7 +167,7 @@ class PowerSgd:
             _scatter(flat, [("", tensor) for tensor in tensors])
 
 
-def average(memory: MemorySpec, group: dist.ProcessGroup, weights: Named) -> CompressedAllReduce | None:
+def create_all_reduce(memory: MemorySpec, group: dist.ProcessGroup, weights: Named) -> CompressedAllReduce | None:
     """Over the replicas, in the way that the spec says. `weights`: this rank's part of what is trained."""
     if memory.compression == "none":
         return None

@@ -6,12 +6,12 @@ import torch
 from torch.distributed.fsdp import fully_shard
 
 from raytide.actors.trainer.distributed.process_group import ProcessGroup
-from raytide.actors.trainer.hf.init_weights import first_weights
+from raytide.actors.trainer.hf.init_weights import load_or_initialise
 from raytide.actors.trainer.hf.model_source import ModelSource
 from raytide.actors.trainer.model import apply, precision
-from raytide.actors.trainer.model.activation_offload import Pool
+from raytide.actors.trainer.model.activation_offload import ActivationPool
 from raytide.actors.trainer.model.lora import adapt
-from raytide.actors.trainer.model.transformer import Decoder
+from raytide.actors.trainer.model.transformer import Transformer
 from raytide.actors.trainer.parallel import context_parallel, tensor_parallel
 from raytide.core.specs.train import TrainSpec
 
@@ -19,14 +19,14 @@ __all__ = ["build_model_parts", "shard"]
 
 
 def build_model_parts(
-    spec: TrainSpec, origin: ModelSource, group: ProcessGroup, pool: Pool | None = None
-) -> list[Decoder]:
+    spec: TrainSpec, origin: ModelSource, group: ProcessGroup, pool: ActivationPool | None = None
+) -> list[Transformer]:
     """The parts of the model of `spec` that this rank has, with their first weights: one, or its pipeline stages.
     `pool` takes the activations that are offloaded."""
     parts = []
     for stage in spec.layout.stages_of(group.pipeline_rank):
         with torch.device("meta"):
-            part = Decoder(origin.arch, spec.seq_len, spec.layout.stage_layers(stage, origin.arch.num_layers))
+            part = Transformer(origin.arch, spec.seq_len, spec.layout.stage_layers(stage, origin.arch.num_layers))
             adapt(part, spec.finetune)
         if group.sizes.tensor > 1:
             tensor_parallel.divide(part, group.mesh["tensor"], spec.seq_len)
@@ -34,12 +34,12 @@ def build_model_parts(
         apply.apply_memory_options(part, spec, pool)
         shard(part, spec, group)
         part.to_empty(device=group.device)
-        first_weights(part, origin, spec.seed)
+        load_or_initialise(part, origin, spec.seed)
         parts.append(part)
     return parts
 
 
-def shard(part: Decoder, spec: TrainSpec, group: ProcessGroup) -> None:
+def shard(part: Transformer, spec: TrainSpec, group: ProcessGroup) -> None:
     """One FSDP unit for each layer and one for the rest."""
     policy = precision.policy(spec.precision)
     # Replicas that compress what they exchange do so themselves, see compress.py.

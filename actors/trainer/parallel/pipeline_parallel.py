@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor
 
 from raytide.actors.trainer.distributed.process_group import ProcessGroup
 from raytide.actors.trainer.model import precision
-from raytide.actors.trainer.model.transformer import Decoder
+from raytide.actors.trainer.model.transformer import Transformer
 from raytide.actors.trainer.parallel import context_parallel
-from raytide.actors.trainer.parallel.tensor_parallel import speaks
+from raytide.actors.trainer.parallel.tensor_parallel import reports_loss
 from raytide.core.specs.parallelism import Parallelism, Schedule
 from raytide.core.specs.train import TrainSpec
 
@@ -42,7 +42,7 @@ _MULTI: dict[Schedule, type[PipelineScheduleMulti]] = {
 
 
 class Pipeline:
-    def __init__(self, spec: TrainSpec, parts: list[Decoder], group: ProcessGroup) -> None:
+    def __init__(self, spec: TrainSpec, parts: list[Transformer], group: ProcessGroup) -> None:
         self.spec, self.parts, self.group = spec, parts, group
         self.layout: Parallelism = spec.layout
         self.tie = TiedEmbeddingSync(parts, group, self.layout)
@@ -55,7 +55,7 @@ class Pipeline:
         inputs_BT, targets_BT = (
             context_parallel.shard_sequence(torch.cat(each), self.group) for each in zip(*micros, strict=True)
         )
-        self._factor = factor * self.group.averaged
+        self._factor = factor * self.group.gradient_divisor
         self._total = torch.zeros((), dtype=torch.float64, device=self.group.device)
         schedule = self._schedule(len(micros), len(micros[0][0]))
         begins, ends = any(part.is_first for part in self.parts), any(part.is_last for part in self.parts)
@@ -66,7 +66,7 @@ class Pipeline:
             **({"targets_BT": targets_BT} if ends else {}),
         )
         self.tie.add_up()
-        return float(self._total) if ends and speaks(self.parts[-1], self.group) else 0.0
+        return float(self._total) if ends and reports_loss(self.parts[-1], self.group) else 0.0
 
     def _schedule(self, count: int, size: int) -> Any:
         """Made once for each shape of a step, since stages hold buffers of that shape."""
@@ -81,7 +81,7 @@ class Pipeline:
             )
         return self._schedules[count, size]
 
-    def _stage(self, part: Decoder, index: int, size: int) -> PipelineStage:
+    def _stage(self, part: Transformer, index: int, size: int) -> PipelineStage:
         """Shapes and types are given, or torch would run a forward and a backward to find them. It does not check what
         arrives: another type than the one said here trains on nonsense."""
         length = self.spec.seq_len // self.group.sizes.context
@@ -116,7 +116,7 @@ class Pipeline:
 class TiedEmbeddingSync:
     """Keeps the two copies of a tied embedding equal: each gets the sum of both gradients."""
 
-    def __init__(self, parts: list[Decoder], group: ProcessGroup, layout: Parallelism) -> None:
+    def __init__(self, parts: list[Transformer], group: ProcessGroup, layout: Parallelism) -> None:
         tied = parts[0].arch.tied_embeddings
         ends = [(part, part.embedding) for part in parts if tied and part.embedding is not None]
         self.mine = [part for part, copy in ends if copy.weight.requires_grad]  # with adapters it does not learn
@@ -142,7 +142,7 @@ class TiedEmbeddingSync:
                 work.wait()
             grads[0] += theirs
 
-    def _gradient(self, part: Decoder) -> Tensor:
+    def _gradient(self, part: Transformer) -> Tensor:
         assert part.embedding is not None
         gradient = part.embedding.weight.grad
         assert isinstance(gradient, DTensor)

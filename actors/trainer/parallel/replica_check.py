@@ -18,7 +18,7 @@ from raytide.actors.trainer.distributed.process_group import ProcessGroup
 from raytide.core.errors import TrainError
 from raytide.core.specs.parallelism import Sizes
 
-__all__ = ["check", "copies", "digest", "odd_ones"]
+__all__ = ["check", "find_outliers", "replica_groups", "weight_digest"]
 
 _AS_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -27,12 +27,12 @@ def check(weights: Iterable[Tensor], group: ProcessGroup, name: str, step: int) 
     """Compare the weights of all replicas; all ranks call it together. TrainError, on every rank, when some differ."""
     if group.sizes.replicate == 1:
         return
-    mine = digest(weights, group.device)
+    mine = weight_digest(weights, group.device)
     told = torch.empty(group.world, dtype=torch.int64, device=group.device)
     dist.all_gather_into_tensor(told, mine)
     digests = told.tolist()
-    for ranks in copies(group.sizes):
-        if odd := odd_ones([digests[rank] for rank in ranks]):
+    for ranks in replica_groups(group.sizes):
+        if odd := find_outliers([digests[rank] for rank in ranks]):
             accused = ", ".join(str(ranks[place]) for place in odd)
             others = ", ".join(str(rank) for place, rank in enumerate(ranks) if place not in odd)
             which = (
@@ -46,14 +46,14 @@ def check(weights: Iterable[Tensor], group: ProcessGroup, name: str, step: int) 
             )
 
 
-def copies(sizes: Sizes) -> list[list[int]]:
+def replica_groups(sizes: Sizes) -> list[list[int]]:
     """The ranks that hold copies of the same weights, group by group."""
     shape = (sizes.pipeline, sizes.replicate, sizes.shard * sizes.context * sizes.tensor)
     groups: list[list[int]] = torch.arange(sizes.world).view(shape).movedim(1, -1).reshape(-1, sizes.replicate).tolist()
     return groups
 
 
-def odd_ones(digests: Sequence[int]) -> list[int]:
+def find_outliers(digests: Sequence[int]) -> list[int]:
     """The places of those that differ from most, or all places where no value has a majority; empty when all agree."""
     (value, count), *others = Counter(digests).most_common()
     if not others:
@@ -62,7 +62,7 @@ def odd_ones(digests: Sequence[int]) -> list[int]:
 
 
 @torch.no_grad()
-def digest(weights: Iterable[Tensor], device: torch.device) -> Tensor:
+def weight_digest(weights: Iterable[Tensor], device: torch.device) -> Tensor:
     """[1] in int64: the sum of all bits read as integers, each tensor times an odd number of its own. One changed bit
     changes it by a power of two, so it is always seen. A NaN has a sum as well."""
     total = torch.zeros(1, dtype=torch.int64, device=device)

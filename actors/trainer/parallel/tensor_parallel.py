@@ -22,9 +22,9 @@ from raytide.actors.trainer.distributed.collectives import gather, local, scatte
 from raytide.actors.trainer.distributed.process_group import ProcessGroup
 from raytide.actors.trainer.model.lora import LoraLinear
 from raytide.actors.trainer.model.loss import IGNORE, loss_sum
-from raytide.actors.trainer.model.transformer import Decoder, Layer, SparseFeedForward
+from raytide.actors.trainer.model.transformer import SparseFeedForward, Transformer, TransformerBlock
 
-__all__ = ["divide", "divides_vocabulary", "placement_of", "speaks"]
+__all__ = ["divide", "divides_vocabulary", "placement_of", "reports_loss"]
 
 _ROWS = ("q_proj", "gate_proj", "up_proj")
 _COLUMNS = ("o_proj", "down_proj")
@@ -54,12 +54,12 @@ def placement_of(arch: Architecture, name: str, ranks: int) -> Placement:
     return Shard(2) if kind in _COLUMNS else Replicate()
 
 
-def speaks(part: Decoder, group: ProcessGroup) -> bool:
+def reports_loss(part: Transformer, group: ProcessGroup) -> bool:
     """Whether this rank's loss counts: where the vocabulary is divided, all ranks of the axis have the same one."""
     return group.tensor_rank == 0 or not divides_vocabulary(part.arch, group.sizes.tensor)
 
 
-def divide(part: Decoder, mesh: DeviceMesh, length: int) -> None:
+def divide(part: Transformer, mesh: DeviceMesh, length: int) -> None:
     """Give `part`, whose parameters hold nothing yet, its share of them and of the work on `length` tokens."""
     part.at_T = torch.arange(
         length, device=mesh.device_type
@@ -81,7 +81,7 @@ def divide(part: Decoder, mesh: DeviceMesh, length: int) -> None:
     if part.positions is not None:
         part.positions.register_forward_pre_hook(lambda _, args: (_own(args[0], 0, rank, ranks),))
     for layer in part.layers.values():
-        assert isinstance(layer, Layer)
+        assert isinstance(layer, TransformerBlock)
         _layer(layer, part.arch, rank, ranks, group)
     if part.is_last:
         part.loss = VocabularyLoss(group, divides_vocabulary(part.arch, ranks))
@@ -103,7 +103,7 @@ class LocalParameters:
         module._parameters.update(self._whole)
 
 
-def _layer(layer: Layer, arch: Architecture, rank: int, ranks: int, group: dist.ProcessGroup) -> None:
+def _layer(layer: TransformerBlock, arch: Architecture, rank: int, ranks: int, group: dist.ProcessGroup) -> None:
     """Whole sequences into attention and feed-forward, this rank's piece of the summed result out of them."""
 
     def whole(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -26,25 +26,25 @@ class LineFile:
         self.problem = ""
         """Why the last line is not in the file yet."""
         self.dropped = 0
-        self._kept: deque[str] = deque()
+        self._pending: deque[str] = deque()
 
     def add(self, line: Mapping[str, object]) -> None:
-        self._kept.append(json.dumps(_plain(line)) + "\n")
-        if len(self._kept) > MOST_KEPT:
-            self._kept.popleft()
+        self._pending.append(json.dumps(_plain(line)) + "\n")
+        if len(self._pending) > MOST_KEPT:
+            self._pending.popleft()
             self.dropped += 1
         self.flush()
 
     def flush(self) -> bool:
         """Whether everything is in the file now."""
-        if not self._kept:
+        if not self._pending:
             return True
         try:
-            self._append("".join(self._kept).encode())
+            self._append("".join(self._pending).encode())
         except OSError as error:
             self.problem = f"cannot write {self.path}: {os.strerror(error.errno or 0)}"
             return False
-        self._kept.clear()
+        self._pending.clear()
         self.problem = ""
         return True
 

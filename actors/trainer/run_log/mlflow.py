@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from raytide.actors.trainer.types import numbers
+from raytide.actors.trainer.types import scalar_metrics
 from raytide.core.clock import Clock
 from raytide.core.config import environment
 from raytide.core.errors import ConfigError, NotFoundError, StorageError
@@ -46,16 +46,16 @@ class MlflowRun:
             body = json.loads(state.read_text())
             self.run_id, self._sent = str(body["run_id"]), int(body["sent"])
         else:
-            self.run_id = self._begin(spec)
-            self._remember()
-        self._over: Literal["", "FINISHED", "FAILED"] = ""
+            self.run_id = self._create_run(spec)
+            self._save_position()
+        self._final_status: Literal["", "FINISHED", "FAILED"] = ""
         self._wake = threading.Event()
-        self._thread = threading.Thread(target=self._carry, args=(resumed,), name="mlflow", daemon=True)
+        self._thread = threading.Thread(target=self._send_loop, args=(resumed,), name="mlflow", daemon=True)
         self._thread.start()
 
     def close(self, *, done: bool) -> str:
         """Send what is left and end the MLflow run; what went wrong, or nothing."""
-        self._over = "FINISHED" if done else "FAILED"
+        self._final_status = "FINISHED" if done else "FAILED"
         self._wake.set()
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
@@ -63,7 +63,7 @@ class MlflowRun:
         self._http.close()
         return self._failure
 
-    def _begin(self, spec: TrainSpec) -> str:
+    def _create_run(self, spec: TrainSpec) -> str:
         try:
             found = self._call("GET", "experiments/get-by-name", experiment_name=self.target.experiment)
             experiment = found["experiment"]["experiment_id"]
@@ -77,9 +77,9 @@ class MlflowRun:
             self._call("POST", "runs/log-batch", run_id=run_id, params=params[first : first + PARAMS])
         return run_id
 
-    def _carry(self, resumed: bool) -> None:
+    def _send_loop(self, resumed: bool) -> None:
         while True:
-            over = self._over  # read first: all lines are written before it is set
+            over = self._final_status  # read first: all lines are written before it is set
             try:
                 if resumed:
                     self._update("RUNNING")
@@ -112,14 +112,14 @@ class MlflowRun:
         found = [
             {"key": key, "value": value, "timestamp": round(line["at_s"] * 1000), "step": line["step"]}
             for line in map(json.loads, lines)
-            for key, value in numbers(line).items()
+            for key, value in scalar_metrics(line).items()
         ]
         self._call("POST", "runs/log-batch", run_id=self.run_id, metrics=found)
         self._sent += sum(map(len, lines))
-        self._remember()
+        self._save_position()
         return True
 
-    def _remember(self) -> None:
+    def _save_position(self) -> None:
         part = self.out / f"{STATE}.part"
         part.write_text(json.dumps({"run_id": self.run_id, "sent": self._sent}) + "\n")
         os.replace(part, self.out / STATE)
@@ -132,18 +132,18 @@ class MlflowRun:
         try:
             answer = self._http.request(method, f"api/2.0/mlflow/{what}", **body)
         except httpx.HTTPError as error:
-            raise self._refused(what, str(error)) from None
+            raise self._error(what, str(error)) from None
         if answer.status_code == httpx.codes.NOT_FOUND:
             raise NotFoundError(f"MLflow at {self.target.tracking_uri} does not know what {what} asks for.")
         if not answer.is_success:
             told = f"{answer.status_code} {answer.text[:300]}"
             if answer.status_code in (401, 403) and environment("MLFLOW_TOKEN") and not _credentials(self.target):
                 told += f"; RAYTIDE_MLFLOW_TOKEN is only for {environment('MLFLOW_URI')}"
-            raise self._refused(what, told)
+            raise self._error(what, told)
         found: dict[str, Any] = answer.json()
         return found
 
-    def _refused(self, what: str, why: str) -> StorageError:
+    def _error(self, what: str, why: str) -> StorageError:
         return StorageError(
             f"MLflow at {self.target.tracking_uri} did not take {what}: {why}.",
             hint="Check mlflow.tracking_uri, or leave mlflow out: metrics.jsonl is written in any case.",

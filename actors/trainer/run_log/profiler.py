@@ -46,7 +46,7 @@ class Profiler:
         self._running: profile | None = None
         self._first = self._last = 0
 
-    def asked(self) -> int:
+    def requested_steps(self) -> int:
         """For how many steps somebody asks, to be summed over the ranks: all but rank 0 say 0."""
         if self.rank or self._running is not None:
             return 0

@@ -31,7 +31,7 @@ class StepTimer:
         self._open.append((phase, self._last, now))
         self._last = now
 
-    def take(self) -> dict[str, float]:
+    def drain_times(self) -> dict[str, float]:
         """Seconds by phase, of all laps that are over and were not taken before."""
         times: dict[str, float] = {}
         still = []

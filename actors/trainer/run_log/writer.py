@@ -39,7 +39,7 @@ class StepLog:
 
     def add(self, result: StepResult) -> None:
         if result.verdict != "stopped" and (result.step % self.spec.log_every == 0 or result.step == self.spec.steps):
-            self._lines.add({**result.line(), "at_s": self.clock.now_s()})
+            self._lines.add({**result.metrics_line(), "at_s": self.clock.now_s()})
 
     def flush(self) -> None:
         self._lines.flush()
@@ -66,7 +66,7 @@ class RunLog:
         """Why the last checkpoint could not be written, until a later one could."""
         self.has_been_unsaved = False
         self._events = LineFile(self.out / "events.jsonl")
-        self._go_on()
+        self._resume()
         self._log = StepLog(spec, clock) if logs_steps else None
         self.mlflow = MlflowRun(spec, spec.mlflow, clock) if spec.mlflow is not None else None
 
@@ -94,7 +94,7 @@ class RunLog:
     def event(self, what: str, **details: object) -> None:
         self._events.add({"at_s": self.clock.now_s(), "event": what, **details})
 
-    def recovered(self, seconds: float, steps_lost: int) -> None:
+    def record_recovery(self, seconds: float, steps_lost: int) -> None:
         self.recovery_s = max(self.recovery_s, seconds)
         self.steps_lost += steps_lost
 
@@ -138,11 +138,11 @@ class RunLog:
             finally:
                 part.unlink(missing_ok=True)
 
-    def finished(self) -> None:
+    def mark_finished(self) -> None:
         """All steps are done. A driver that was killed after the last one did not see it, nor does its successor."""
         self.steps = self.spec.steps
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         """A resumed run keeps the steps and losses that it had: they are the run's, not the driver's."""
         metrics = self.out / "metrics.jsonl"
         for file in (metrics, self.out / "events.jsonl"):

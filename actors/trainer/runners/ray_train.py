@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from raytide.actors.trainer.checkpoint import manifest
 from raytide.actors.trainer.checkpoint.storage import CheckpointStorage, LocalStore, open_store
-from raytide.actors.trainer.types import StepResult, numbers
+from raytide.actors.trainer.types import StepResult, scalar_metrics
 from raytide.core.clock import SystemClock
 from raytide.core.errors import CheckpointError, ConflictError, RaytideError
 from raytide.core.io.claim import Claim
@@ -35,7 +35,7 @@ def train_loop_per_worker(config: Mapping[str, Any]) -> None:
 
     spec = TrainSpec.parse(config, where="train_loop_config")
     mine = process_group.adopt(spec.layout, timeout_s=spec.collective_timeout_s)
-    claim = mine.together(lambda: Claim(spec.places) if mine.is_first else None)
+    claim = mine.run_on_all(lambda: Claim(spec.places) if mine.is_first else None)
     try:
         _train(spec, mine, claim)
     finally:
@@ -97,8 +97,10 @@ class RayTrainReporter:
 
         if self._last is None:
             return
-        self.trainer.settle_save()
-        ray.train.report({"step": self._last.step} | numbers(self._last.line()), checkpoint=self._new_checkpoint())
+        self.trainer.wait_for_save()
+        ray.train.report(
+            {"step": self._last.step} | scalar_metrics(self._last.metrics_line()), checkpoint=self._new_checkpoint()
+        )
 
     def _new_checkpoint(self) -> Checkpoint | None:
         import ray.train
@@ -131,5 +133,5 @@ def _place(given: Checkpoint, spec: TrainSpec) -> list[CheckpointError]:
 
 
 def _newest(store: CheckpointStorage) -> str | None:
-    unfinished = manifest.unfinished(store)
-    return next((name for name in manifest.newest_first(store) if name not in unfinished), None)
+    unfinished = manifest.unfinished_folders(store)
+    return next((name for name in manifest.folders_newest_first(store) if name not in unfinished), None)

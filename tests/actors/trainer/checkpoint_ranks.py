@@ -114,7 +114,7 @@ def _reach(spec: TrainSpec, until: int, rank: int, world: int, meet: str) -> Rea
         on_step=lambda result: losses.append(result.loss),
         paused=lambda: rank == world - 1 and trainer.steps_done >= until,
     )
-    state = {piece.name: piece.local.numpy().tobytes() for piece in trainer.state.pieces()}
+    state = {piece.name: piece.local.numpy().tobytes() for piece in trainer.state.shards()}
     reached = Reached(trainer.restored_from, began, losses, state)
     trainer.close()
     trainer = None  # type: ignore[assignment]

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from tests.actors.trainer.trainer_ranks import PRELOAD
 
-from raytide.actors.trainer.data.token_dataset import Sampler, TokenData
+from raytide.actors.trainer.data.token_dataset import BatchSampler, TokenData
 from raytide.actors.trainer.elastic.driver import run_train
 from raytide.actors.trainer.elastic.worker import TrainWorker
 from raytide.actors.trainer.runners.local import train_local
@@ -258,7 +258,7 @@ def assert_undisturbed(spec: TrainSpec, tolerance: float = 1e-5) -> None:
     )
     train_local(alone, on_step=lambda result: reference.append(result.loss))
     assert max(abs(a - b) for a, b in zip(losses(spec), reference, strict=True)) <= tolerance
-    sampler = Sampler(spec.seed, TokenData(spec.dataset, spec.seq_len).n_sequences, spec.global_batch)
+    sampler = BatchSampler(spec.seed, TokenData(spec.dataset, spec.seq_len).n_sequences, spec.global_batch)
     assert samples(spec) == {step + 1: Counter(sampler.ids(step).tolist()) for step in range(spec.steps)}
 
 

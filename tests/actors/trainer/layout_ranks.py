@@ -67,7 +67,7 @@ def curve(case: Case, rank: int, world: int, meet: str) -> Curve:
             assert result is not None
             out.losses.append(result.loss)
             out.norms.append(result.grad_norm)
-    for part in trainer.parts:
+    for part in trainer.model_parts:
         for name, weight in part.named_parameters():
             out.weights[name] = whole(weight).numpy()
     trainer.close()

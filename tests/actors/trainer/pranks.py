@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from raytide.actors.trainer.data.token_dataset import TokenData
-from raytide.actors.trainer.model.transformer import Decoder
+from raytide.actors.trainer.model.transformer import Transformer
 from raytide.actors.trainer.trainer import Trainer
 
 _now = {"step": 0}
@@ -22,14 +22,14 @@ class SleepsInStep:
 
     def __call__(self) -> None:
         _follow_steps()
-        forward = Decoder.forward
+        forward = Transformer.forward
 
-        def sleeps_here(self_: Decoder, *args: Any, **options: Any) -> Any:
+        def sleeps_here(self_: Transformer, *args: Any, **options: Any) -> Any:
             if _now["step"] == self.step:
                 time.sleep(3600)
             return forward(self_, *args, **options)
 
-        Decoder.forward = sleeps_here  # type: ignore[method-assign]
+        Transformer.forward = sleeps_here  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,14 @@ class DiesInStep:
 
     def __call__(self) -> None:
         _follow_steps()
-        forward = Decoder.forward
+        forward = Transformer.forward
 
-        def dies_here(self_: Decoder, *args: Any, **options: Any) -> Any:
+        def dies_here(self_: Transformer, *args: Any, **options: Any) -> Any:
             if _now["step"] == self.step:
                 os._exit(1)
             return forward(self_, *args, **options)
 
-        Decoder.forward = dies_here  # type: ignore[method-assign]
+        Transformer.forward = dies_here  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,14 @@ class HasRoomFor:
     sequences: int
 
     def __call__(self) -> None:
-        forward = Decoder.forward
+        forward = Transformer.forward
 
-        def is_full(self_: Decoder, inputs: torch.Tensor, *args: Any, **options: Any) -> Any:
+        def is_full(self_: Transformer, inputs: torch.Tensor, *args: Any, **options: Any) -> Any:
             if len(inputs) > self.sequences:
                 raise torch.OutOfMemoryError("no room (the test's)")
             return forward(self_, inputs, *args, **options)
 
-        Decoder.forward = is_full  # type: ignore[method-assign]
+        Transformer.forward = is_full  # type: ignore[method-assign]
 
 
 def _follow_steps() -> None:

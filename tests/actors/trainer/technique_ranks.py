@@ -42,7 +42,7 @@ def overflow(spec: TrainSpec, rank: int, world: int, meet: str) -> tuple[Run, bo
     with joined(spec, rank, world, meet + "a") as mine:
         trainer = Trainer(spec.model_copy(update={"steps": 4}), mine)
         step = trainer.compute.accumulate
-        weights = list(trainer.parts[0].parameters())
+        weights = list(trainer.model_parts[0].parameters())
         before: list[torch.Tensor] = []
 
         def poisoned(micros: list[Micro], factor: float) -> float:
@@ -101,7 +101,7 @@ def out_of_memory(spec: TrainSpec, rank: int, world: int, meet: str) -> str:
     """What comes out of a step in which all ranks run out of memory."""
     with joined(spec, rank, world, meet) as mine:
         trainer = Trainer(spec, mine)
-        layer = next(iter(trainer.parts[0].layers.values()))
+        layer = next(iter(trainer.model_parts[0].layers.values()))
 
         def full(*args: object) -> None:
             raise torch.OutOfMemoryError("injected")
@@ -125,7 +125,7 @@ def follow(trainer: Trainer, look: object = None) -> Run:
             look()
 
     trainer.run(on_step=on_step)
-    sent = 0 if trainer.average is None else trainer.average.sent_bytes
+    sent = 0 if trainer.all_reduce is None else trainer.all_reduce.sent_bytes
     return Run(losses, sent, verdicts, scales, trainer.micro_batch)
 
 

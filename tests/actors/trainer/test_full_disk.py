@@ -37,13 +37,13 @@ def events(spec: TrainSpec) -> list[dict[str, Any]]:
 
 
 def steps_saved(spec: TrainSpec) -> list[int | None]:
-    return [manifest.step_of(name) for name in manifest.newest_first(LocalStore(Path(spec.checkpoint_url)))]
+    return [manifest.step_of(name) for name in manifest.folders_newest_first(LocalStore(Path(spec.checkpoint_url)))]
 
 
 def saved(spec: TrainSpec, step: int) -> None:
     """Wait for the save beside the training."""
     for _ in range(1000):
-        if steps_saved(spec)[:1] == [step] and not manifest.unfinished(LocalStore(Path(spec.checkpoint_url))):
+        if steps_saved(spec)[:1] == [step] and not manifest.unfinished_folders(LocalStore(Path(spec.checkpoint_url))):
             return
         time.sleep(0.01)
     raise AssertionError(f"step {step} was not saved within 10 s")

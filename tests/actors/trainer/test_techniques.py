@@ -110,7 +110,9 @@ def test_an_overflow_that_no_scale_cures_ends_the_run(spec: TrainSpec) -> None:
     with process_group.single_process() as mine:
         trainer = Trainer(spec, mine)
         trainer.loss_scale.value = 1.0
-        trainer.parts[0].norm.weight.register_post_accumulate_grad_hook(lambda weight: weight.grad.mul_(torch.inf))
+        trainer.model_parts[0].norm.weight.register_post_accumulate_grad_hook(
+            lambda weight: weight.grad.mul_(torch.inf)
+        )
         with pytest.raises(TrainError, match="overflows in fp16"):
             trainer.step()
 
@@ -171,7 +173,7 @@ def inject(trainer: Trainer, where: str) -> None:
         if calls == (2 if where == "second micro" else 1):
             raise torch.OutOfMemoryError("injected")
 
-    layer = trainer.parts[0].layers["1"]
+    layer = trainer.model_parts[0].layers["1"]
     if where == "backward":
         layer.register_forward_hook(lambda module, args, out: out.register_hook(full) and None)
     else:
@@ -248,8 +250,8 @@ def test_a_sequence_of_steps_reads_one_ahead_and_follows_a_jump() -> None:
         return step * 10
 
     ahead = Prefetch(rows, 10)
-    assert [ahead.take(step) for step in (0, 1, 2, 7)] == [0, 10, 20, 70]
-    assert ahead.take(8) == 80
+    assert [ahead.get(step) for step in (0, 1, 2, 7)] == [0, 10, 20, 70]
+    assert ahead.get(8) == 80
     with pytest.raises(OSError, match="gone"):
-        ahead.take(9)
+        ahead.get(9)
     assert read == [0, 1, 2, 3, 7, 8, 9]

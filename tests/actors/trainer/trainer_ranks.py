@@ -99,7 +99,7 @@ def watched(spec: TrainSpec, rank: int, world: int, meet: str) -> list[StepResul
     Path(spec.out).mkdir(parents=True, exist_ok=True)  # as the driver does
     mine = process_group.join(dist.FileStore(meet, world), rank, spec.layout.sizes(world), timeout_s=30.0)
     trainer = Trainer(spec, mine)
-    trainer.parts[-1].register_forward_hook(
+    trainer.model_parts[-1].register_forward_hook(
         lambda module, inputs, loss: loss * (math.nan if rank == world - 1 and trainer.steps_done == 1 else 1.0)
     )
     results: list[StepResult] = []

@@ -16,7 +16,7 @@ from raytide.actors.engine.backends.native.weights import WeightsSource
 from raytide.actors.engine.kv_cache.block_pool import chain_hash
 from raytide.actors.engine.model.decoder import PagedDecoder
 from raytide.actors.engine.model.pooling import pooling_of
-from raytide.actors.models.content import content_of
+from raytide.actors.models.content import content_digest
 from raytide.actors.models.families import read_architecture
 from raytide.core.errors import ConflictError
 
@@ -98,7 +98,7 @@ def embed(core: EngineCore, prompts: list[list[int]]) -> list[list[float]]:
 def load_lora(core: EngineCore, name: str, path: str) -> None:
     folder = Path(path)
     core.runner.load_lora(name, folder)
-    content = content_of(folder).encode() + (folder / "adapter_config.json").read_bytes()
+    content = content_digest(folder).encode() + (folder / "adapter_config.json").read_bytes()
     core.adapter_contents[name] = blake2b(content, digest_size=8).hexdigest()
 
 

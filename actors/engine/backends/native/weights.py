@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from raytide.actors.models.content import content_of
+from raytide.actors.models.content import content_digest
 from raytide.core.errors import ConflictError
 
 __all__ = ["WeightsSource"]
@@ -21,12 +21,12 @@ class WeightsSource:
 
     @classmethod
     def at(cls, model_dir: Path, version: str | None = None) -> WeightsSource:
-        content = content_of(model_dir)
+        content = content_digest(model_dir)
         return cls(model_dir, content, version or content)
 
     def check_unchanged(self) -> None:
         """Raise ConflictError when the directory now holds other weights."""
-        found = content_of(self.model_dir)
+        found = content_digest(self.model_dir)
         if found != self.content:
             raise ConflictError(
                 f"{self.model_dir} no longer holds the weights {self.version}: their content was {self.content}, "

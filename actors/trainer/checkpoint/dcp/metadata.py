@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from raytide.actors.trainer.checkpoint.safe_unpickler import DTYPES, Made, Name, read
+from raytide.actors.trainer.checkpoint.safe_unpickler import DTYPES, GlobalName, PickledObject, read
 from raytide.core.errors import CheckpointError
 
 __all__ = ["metadata_of"]
@@ -52,7 +52,7 @@ class _Builder:
         return Metadata(state_dict_metadata=tensors, storage_data=places, storage_meta=StorageMeta())
 
     def _stored(self, value: object) -> TensorStorageMetadata | BytesStorageMetadata:
-        if isinstance(value, Made) and value.name == "BytesStorageMetadata":
+        if isinstance(value, PickledObject) and value.name == "BytesStorageMetadata":
             return BytesStorageMetadata()
         state = _state(value, "TensorStorageMetadata")
         chunks = state["chunks"]
@@ -80,7 +80,7 @@ class _Builder:
         return made, _StorageInfo(file, start, length)
 
     def _size(self, value: object) -> torch.Size:
-        if not isinstance(value, Made) or value.name != "Size" or len(value.args) != 1:
+        if not isinstance(value, PickledObject) or value.name != "Size" or len(value.args) != 1:
             raise TypeError("a size is none")
         numbers = value.args[0]
         if not isinstance(numbers, tuple | list) or len(numbers) > _MAX_DIMS:
@@ -92,16 +92,16 @@ class _Builder:
 
 
 def _state(value: object, name: str) -> dict[str, Any]:
-    if not isinstance(value, Made) or value.name != name or not isinstance(value.state, dict):
+    if not isinstance(value, PickledObject) or value.name != name or not isinstance(value.state, dict):
         raise TypeError(f"it has no {name} where one belongs")
     return value.state
 
 
 def _dtype(properties: object) -> torch.dtype:
-    if not isinstance(properties, Made) or properties.name != "TensorProperties":
+    if not isinstance(properties, PickledObject) or properties.name != "TensorProperties":
         raise TypeError("a tensor has no properties")
     state = properties.state
-    if not isinstance(state, tuple) or not state or not isinstance(state[0], Name) or state[0].name not in DTYPES:
+    if not isinstance(state, tuple) or not state or not isinstance(state[0], GlobalName) or state[0].name not in DTYPES:
         raise TypeError("a tensor has no type of numbers")
     found: torch.dtype = getattr(torch, state[0].name)
     return found

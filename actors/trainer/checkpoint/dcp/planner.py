@@ -36,7 +36,7 @@ from raytide.actors.trainer.checkpoint.train_state import TensorShard
 from raytide.core.errors import CheckpointError
 
 
-class SavePieces(DefaultSavePlanner):
+class ShardSavePlanner(DefaultSavePlanner):
     def __init__(self, pieces: Sequence[TensorShard]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._pieces = {MetadataIndex(piece.name, piece.offsets): piece for piece in pieces}
@@ -53,7 +53,7 @@ class SavePieces(DefaultSavePlanner):
         return self._pieces[write_item.index].local
 
 
-class LoadPieces(DefaultLoadPlanner):
+class ShardLoadPlanner(DefaultLoadPlanner):
     def __init__(self, pieces: Sequence[TensorShard]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._pieces = pieces
@@ -66,13 +66,13 @@ class LoadPieces(DefaultLoadPlanner):
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
-        return LoadPlan(reads(self._pieces, self.metadata.state_dict_metadata))
+        return LoadPlan(read_items(self._pieces, self.metadata.state_dict_metadata))
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        return target(self._pieces, read_item)
+        return destination(self._pieces, read_item)
 
 
-def reads(pieces: Sequence[TensorShard], stored: dict[str, Any]) -> list[ReadItem]:
+def read_items(pieces: Sequence[TensorShard], stored: dict[str, Any]) -> list[ReadItem]:
     """What fills these pieces. The `dest_index` of an item is the piece's position: names may stand twice (tied).
 
     CheckpointError for a tensor that is not stored, or in another shape.
@@ -96,12 +96,12 @@ def reads(pieces: Sequence[TensorShard], stored: dict[str, Any]) -> list[ReadIte
     return items
 
 
-def target(pieces: Sequence[TensorShard], item: ReadItem) -> Tensor:
+def destination(pieces: Sequence[TensorShard], item: ReadItem) -> Tensor:
     """The part of a piece that an item fills."""
-    return narrowed(pieces[int(item.dest_index.fqn)].local, item.dest_offsets, item.lengths)
+    return narrow(pieces[int(item.dest_index.fqn)].local, item.dest_offsets, item.lengths)
 
 
-def narrowed(tensor: Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
+def narrow(tensor: Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
     for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
         tensor = tensor.narrow(dim, offset, length)
     return tensor

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from raytide.actors.trainer.checkpoint.dcp.metadata import metadata_of
-from raytide.actors.trainer.checkpoint.dcp.planner import narrowed
+from raytide.actors.trainer.checkpoint.dcp.planner import narrow
 from raytide.actors.trainer.checkpoint.manifest import METADATA, Checkpoint, FileRecord
 from raytide.actors.trainer.checkpoint.storage import CheckpointStorage, named_failures
 from raytide.core.errors import CheckpointError
@@ -29,7 +29,7 @@ class SaveCancelled(BaseException):
     """A write that was cut short on purpose. No Exception, so that nobody takes it for a failure of the storage."""
 
 
-class Writer(FileSystemWriter):
+class DcpWriter(FileSystemWriter):
     """Writes into `folder` of a store. `records` has what this rank wrote; `go_on` may raise to cut a write short."""
 
     def __init__(self, store: CheckpointStorage, folder: str, go_on: Callable[[], None]) -> None:
@@ -39,7 +39,7 @@ class Writer(FileSystemWriter):
         self.path = folder
 
 
-class Reader(StorageReader):
+class DcpReader(StorageReader):
     """Reads a checkpoint, each stored piece with one request. Its files may be anybody's: none of them is run."""
 
     def __init__(self, store: CheckpointStorage, checkpoint: Checkpoint) -> None:
@@ -180,5 +180,5 @@ class _Hashing(io.RawIOBase):
 
 def _fill(stored: Tensor, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
     for item in items:
-        part = narrowed(stored, item.storage_offsets, item.lengths)
+        part = narrow(stored, item.storage_offsets, item.lengths)
         planner.resolve_tensor(item).copy_(part)

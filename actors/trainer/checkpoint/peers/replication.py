@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from raytide.actors.trainer.checkpoint.staging import Entry
+from raytide.actors.trainer.checkpoint.staging import BufferEntry
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -17,7 +17,7 @@ class SnapshotId:
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class SnapshotCopy:
     """One rank's image of one snapshot, and in whose memory it lies."""
 
     snapshot: SnapshotId
@@ -25,7 +25,7 @@ class Holding:
     """A rank of the present generation."""
     origin: int
     """A rank of the generation that took it: two copies of one image have the same."""
-    entries: tuple[Entry, ...]
+    entries: tuple[BufferEntry, ...]
     elements: int
     """Of the whole state, over all ranks: a snapshot that has as many is whole."""
 
@@ -43,15 +43,15 @@ def assign_peers(hosts: Sequence[str]) -> list[int]:
     return keeper
 
 
-def elements(entries: Iterable[Entry]) -> int:
+def count_elements(entries: Iterable[BufferEntry]) -> int:
     """How many different elements of the state these hold; replicas count once."""
     return sum({(entry.name, entry.offsets): entry.numel for entry in entries}.values())
 
 
-def latest_complete(holdings: Sequence[Holding]) -> SnapshotId | None:
+def latest_complete(holdings: Sequence[SnapshotCopy]) -> SnapshotId | None:
     """The newest snapshot of which every element is in somebody's memory."""
     for snapshot in sorted({holding.snapshot for holding in holdings}, reverse=True):
         mine = [holding for holding in holdings if holding.snapshot == snapshot]
-        if elements(entry for holding in mine for entry in holding.entries) == mine[0].elements:
+        if count_elements(entry for holding in mine for entry in holding.entries) == mine[0].elements:
             return snapshot
     return None

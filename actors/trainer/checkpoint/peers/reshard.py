@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 
 from raytide.actors.trainer.checkpoint.dcp import planner
-from raytide.actors.trainer.checkpoint.peers.replication import Holding
+from raytide.actors.trainer.checkpoint.peers.replication import SnapshotCopy
 from raytide.actors.trainer.checkpoint.staging import StagingBuffer
 from raytide.actors.trainer.checkpoint.train_state import TensorShard
 from raytide.actors.trainer.distributed.process_group import ProcessGroup
@@ -43,8 +43,8 @@ class ShardRequest:
         return math.prod(self.lengths) * self.dtype.itemsize
 
 
-class Exchange:
-    def __init__(self, group: ProcessGroup, offered: Sequence[Holding], images: dict[int, StagingBuffer]) -> None:
+class SnapshotReader:
+    def __init__(self, group: ProcessGroup, offered: Sequence[SnapshotCopy], images: dict[int, StagingBuffer]) -> None:
         self._group = group
         self._holders: dict[Key, list[int]] = defaultdict(list)
         self._stored: dict[str, TensorStorageMetadata] = {}
@@ -58,11 +58,11 @@ class Exchange:
                     )
                     found.chunks.append(ChunkStorageMetadata(torch.Size(entry.offsets), torch.Size(entry.sizes)))
                 self._holders[key].append(holding.holder)
-        self._mine = {(p.name, p.offsets): p.local for image in images.values() for p in image.pieces}
+        self._mine = {(p.name, p.offsets): p.local for image in images.values() for p in image.shards}
 
     def fill(self, pieces: Sequence[TensorShard]) -> None:
         """All ranks together, each with the pieces of its own place in the new layout."""
-        asked = self._group.gather(self._wishes(pieces))
+        asked = self._group.gather(self._requests(pieces))
         me, world = self._group.rank, self._group.world
         for wish in asked[me][me]:
             _target(pieces, wish).copy_(self._part(wish))
@@ -72,10 +72,10 @@ class Exchange:
         for index in range(count):
             self._round(pieces, _at(incoming, index), _at(outgoing, index))
 
-    def _wishes(self, pieces: Sequence[TensorShard]) -> list[list[ShardRequest]]:
+    def _requests(self, pieces: Sequence[TensorShard]) -> list[list[ShardRequest]]:
         """By the rank that is asked: this one where it can, else those that have it in turn."""
         wishes: list[list[ShardRequest]] = [[] for _ in range(self._group.world)]
-        for turn, item in enumerate(planner.reads(pieces, dict(self._stored))):
+        for turn, item in enumerate(planner.read_items(pieces, dict(self._stored))):
             key = (item.storage_index.fqn, tuple(item.storage_index.offset or ()))
             holders = self._holders[key]
             asked = self._group.rank if self._group.rank in holders else holders[turn % len(holders)]
@@ -116,11 +116,11 @@ class Exchange:
         return buffer
 
     def _part(self, wish: ShardRequest) -> Tensor:
-        return planner.narrowed(self._mine[wish.key], wish.offsets, wish.lengths)
+        return planner.narrow(self._mine[wish.key], wish.offsets, wish.lengths)
 
 
 def _target(pieces: Sequence[TensorShard], wish: ShardRequest) -> Tensor:
-    return planner.narrowed(pieces[wish.piece].local, wish.into, wish.lengths)
+    return planner.narrow(pieces[wish.piece].local, wish.into, wish.lengths)
 
 
 def _rounds(wishes: Sequence[ShardRequest]) -> list[list[ShardRequest]]:

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from raytide.actors.trainer.checkpoint.async_save import BackgroundTask
 from raytide.actors.trainer.checkpoint.peers import replication
-from raytide.actors.trainer.checkpoint.peers.replication import Holding, SnapshotId
-from raytide.actors.trainer.checkpoint.peers.reshard import Exchange
-from raytide.actors.trainer.checkpoint.staging import Entry, StagingBuffer
+from raytide.actors.trainer.checkpoint.peers.replication import SnapshotCopy, SnapshotId
+from raytide.actors.trainer.checkpoint.peers.reshard import SnapshotReader
+from raytide.actors.trainer.checkpoint.staging import BufferEntry, StagingBuffer
 from raytide.actors.trainer.checkpoint.train_state import TrainState
 from raytide.actors.trainer.distributed.process_group import ProcessGroup
 
@@ -32,11 +32,11 @@ class _Slot:
     own: StagingBuffer = field(default_factory=StagingBuffer)
     own_rank: int = 0
     has_own: bool = False
-    ward: StagingBuffer = field(default_factory=StagingBuffer)
+    peer: StagingBuffer = field(default_factory=StagingBuffer)
     """The image of the rank whose buddy this one is."""
-    ward_rank: int = 0
-    has_ward: bool = False
-    lent: bool = False
+    peer_rank: int = 0
+    has_peer: bool = False
+    is_in_use: bool = False
     """A thread of a broken generation may still read the own image."""
 
 
@@ -47,28 +47,28 @@ class _Exchange:
     channel: dist.ProcessGroup
     rank: int
     world: int
-    keeper: list[int]
-    layouts: list[list[Entry]] = field(default_factory=list)
+    peers: list[int]
+    layouts: list[list[BufferEntry]] = field(default_factory=list)
     """What each rank's image holds; the same for as long as the layout."""
     elements: int = 0
 
     def run(self, slot: _Slot) -> None:
         slot.own.wait()
         if not self.layouts:
-            layouts: list[list[Entry]] = [[]] * self.world
+            layouts: list[list[BufferEntry]] = [[]] * self.world
             dist.all_gather_object(layouts, slot.own.entries, group=self.channel)
-            self.elements = replication.elements(entry for layout in layouts for entry in layout)
+            self.elements = replication.count_elements(entry for layout in layouts for entry in layout)
             self.layouts = layouts
         slot.elements, slot.has_own = self.elements, True
         if self.world == 1:
             return
-        slot.ward_rank = self.keeper.index(self.rank)
-        slot.ward.lay_out(self.layouts[slot.ward_rank])
-        sent = dist.isend(slot.own.used, self.keeper[self.rank], group=self.channel)
-        arrives = dist.irecv(slot.ward.used, slot.ward_rank, group=self.channel)
+        slot.peer_rank = self.peers.index(self.rank)
+        slot.peer.allocate(self.layouts[slot.peer_rank])
+        sent = dist.isend(slot.own.used, self.peers[self.rank], group=self.channel)
+        arrives = dist.irecv(slot.peer.used, slot.peer_rank, group=self.channel)
         assert sent is not None and arrives is not None
         arrives.wait()
-        slot.has_ward = True
+        slot.has_peer = True
         sent.wait()
         dist.all_reduce(torch.zeros(1), group=self.channel)  # from here on nobody needs the snapshot before
 
@@ -81,33 +81,33 @@ class Snapshots:
         self.host = host
         self._slots = [_Slot(), _Slot()]
         self._current = 0
-        self._beside = BackgroundTask("snapshot")
+        self._task = BackgroundTask("snapshot")
         self._group: ProcessGroup | None = None
         self._exchange: _Exchange | None = None
         self._generation = ""
-        self._offered: list[Holding] = []
-        self._chosen: SnapshotId | None = None
+        self._copies: list[SnapshotCopy] = []
+        self._selected: SnapshotId | None = None
 
     def join(self, group: ProcessGroup) -> None:
         """Belong to this generation's group from now on."""
         self._group = group
         self._generation = group.from_first(uuid.uuid4().hex)
         keeper = replication.assign_peers(group.gather(self.host))
-        self._exchange = _Exchange(group.channel(), group.rank, group.world, keeper)
+        self._exchange = _Exchange(group.new_channel(), group.rank, group.world, keeper)
 
-    def take(self, state: TrainState, step: int) -> None:
+    def save(self, state: TrainState, step: int) -> None:
         """Copy the state now, and give the copy to the buddy beside the training. Waits for the exchange before."""
-        self._beside.wait()
+        self._task.wait()
         self._current = 1 - self._current
         slot = self._slots[self._current]
-        if slot.lent:
+        if slot.is_in_use:
             slot = self._slots[self._current] = _Slot()
-        slot.has_own = slot.has_ward = False
-        slot.snapshot, slot.own_rank = SnapshotId(step, self._generation), self._joined.rank
-        slot.own.copy(state.pieces())
+        slot.has_own = slot.has_peer = False
+        slot.snapshot, slot.own_rank = SnapshotId(step, self._generation), self._current_group.rank
+        slot.own.copy_from(state.shards())
         exchange = self._exchange
         assert exchange is not None
-        self._beside.start(lambda: exchange.run(slot))
+        self._task.start(lambda: exchange.run(slot))
 
     def before_update(self) -> None:
         """Call before weights change: a copy may still be under way on the GPU."""
@@ -115,57 +115,59 @@ class Snapshots:
 
     def wait(self) -> None:
         """Until the last snapshot is whole on all ranks."""
-        self._beside.wait()
+        self._task.wait()
 
     def close(self) -> None:
         """Leave the generation, healthy or not. For this rank alone, and quick."""
         self._group = self._exchange = None
         try:
-            ended = self._beside.wait(CLOSE_S)
+            ended = self._task.wait(CLOSE_S)
         except Exception:  # a dead peer broke it; what has arrived by then counts
             ended = True
         if not ended:  # it waits for a peer, and may read and write its images until that one is gone too
             old = self._slots[self._current]
             self._slots[self._current] = _Slot(
-                old.snapshot, old.elements, old.own, old.own_rank, old.has_own, lent=True
+                old.snapshot, old.elements, old.own, old.own_rank, old.has_own, is_in_use=True
             )
-            self._beside = BackgroundTask("snapshot")
+            self._task = BackgroundTask("snapshot")
 
-    def newest(self) -> int:
+    def find_newest(self) -> int:
         """The step of the newest snapshot that the ranks hold whole between them; 0 when there is none."""
-        self._offered = [holding for part in self._joined.gather(self._holdings()) for holding in part]
-        self._chosen = replication.latest_complete(self._offered)
-        return self._chosen.step if self._chosen else 0
+        self._copies = [holding for part in self._current_group.gather(self._own_copies()) for holding in part]
+        self._selected = replication.latest_complete(self._copies)
+        return self._selected.step if self._selected else 0
 
     def load(self, state: TrainState) -> None:
         """Load what `newest` found, from all ranks' memory into this layout."""
-        assert self._chosen is not None
-        offered = [holding for holding in self._offered if holding.snapshot == self._chosen]
-        state.load(Exchange(self._joined, offered, self._images(self._chosen)).fill)
+        assert self._selected is not None
+        offered = [holding for holding in self._copies if holding.snapshot == self._selected]
+        state.load(SnapshotReader(self._current_group, offered, self._buffers(self._selected)).fill)
 
     @property
-    def _joined(self) -> ProcessGroup:
+    def _current_group(self) -> ProcessGroup:
         assert self._group is not None, "a snapshot belongs to a generation"
         return self._group
 
-    def _holdings(self) -> list[Holding]:
+    def _own_copies(self) -> list[SnapshotCopy]:
         held = []
         for slot in self._slots:
             if slot.snapshot is None:
                 continue
             for rank, image, has in (
                 (slot.own_rank, slot.own, slot.has_own),
-                (slot.ward_rank, slot.ward, slot.has_ward),
+                (slot.peer_rank, slot.peer, slot.has_peer),
             ):
                 if has:
-                    held.append(Holding(slot.snapshot, self._joined.rank, rank, tuple(image.entries), slot.elements))
+                    held.append(
+                        SnapshotCopy(slot.snapshot, self._current_group.rank, rank, tuple(image.entries), slot.elements)
+                    )
         return held
 
-    def _images(self, snapshot: SnapshotId) -> dict[int, StagingBuffer]:
+    def _buffers(self, snapshot: SnapshotId) -> dict[int, StagingBuffer]:
         """This rank's images of a snapshot, by the rank that they come from."""
         found: dict[int, StagingBuffer] = {}
         for slot in self._slots:
             if slot.snapshot == snapshot:
                 found |= {slot.own_rank: slot.own} if slot.has_own else {}
-                found |= {slot.ward_rank: slot.ward} if slot.has_ward else {}
+                found |= {slot.peer_rank: slot.peer} if slot.has_peer else {}
         return found

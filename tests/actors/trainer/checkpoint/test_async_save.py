@@ -54,7 +54,7 @@ def gated(trainer: Trainer) -> Gate:
 
 
 def values(trainer: Trainer) -> dict[str, bytes]:
-    return {piece.name: piece.local.numpy().tobytes() for piece in trainer.state.pieces()}
+    return {piece.name: piece.local.numpy().tobytes() for piece in trainer.state.shards()}
 
 
 def test_what_is_saved_is_the_state_at_the_save_although_training_went_on(trainer: Trainer) -> None:
@@ -85,11 +85,11 @@ def test_one_save_is_in_flight_at_most(trainer: Trainer) -> None:
     second.start()
     second.join(0.2)
     assert second.is_alive()
-    assert len(manifest.newest_first(gate)) == 1
+    assert len(manifest.folders_newest_first(gate)) == 1
     gate.opened.set()
     second.join(30.0)
     trainer.checkpoints.wait()
-    assert [manifest.step_of(name) for name in manifest.newest_first(gate)] == [2, 1]
+    assert [manifest.step_of(name) for name in manifest.folders_newest_first(gate)] == [2, 1]
 
 
 def test_a_straggler_of_a_generation_that_is_over_harms_no_newer_checkpoint(trainer: Trainer) -> None:
@@ -128,7 +128,7 @@ def test_a_failed_save_is_told_on_all_ranks_with_its_reason_and_tried_again(
         assert all("no space left while writing" in why and "step-00000004" in why for why in unsaved)
         assert unsaved
     store = open_store(spec.checkpoint_url)
-    assert [manifest.step_of(name) for name in manifest.newest_first(store)] == [8, 6]
+    assert [manifest.step_of(name) for name in manifest.folders_newest_first(store)] == [8, 6]
     assert manifest.latest(store).rejected == []
 
 

@@ -65,7 +65,7 @@ def trained(trained_once: TrainSpec, tmp_path: Path) -> TrainSpec:
 def folders(spec: TrainSpec) -> list[Path]:
     """Of the checkpoints, the newest first."""
     root = Path(spec.checkpoint_url)
-    return [root / name for name in manifest.newest_first(LocalStore(root))]
+    return [root / name for name in manifest.folders_newest_first(LocalStore(root))]
 
 
 def craft(folder: Path, file: str, body: bytes) -> None:

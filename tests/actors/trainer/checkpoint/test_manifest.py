@@ -143,7 +143,7 @@ def test_other_folders_are_no_checkpoints(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     for name in ("step-00000020", "step-20-0123abcd", "step-00000020-0123abcd.part", "else"):
         (tmp_path / name).mkdir()
-    assert manifest.newest_first(store) == []
+    assert manifest.folders_newest_first(store) == []
     assert manifest.latest(LocalStore(tmp_path / "nowhere")).checkpoint is None
 
 
@@ -165,7 +165,7 @@ def test_pruning_keeps_the_newest_whole_steps_and_touches_nothing_newer_or_unfin
     known_bad = [checkpoint.name for checkpoint, fate in found if fate == "altered"]
     manifest.prune(store, keep, sealed, known_bad)
 
-    left = set(manifest.newest_first(store))
+    left = set(manifest.folders_newest_first(store))
     whole = sorted({step, *(at for at, fate in lying if fate == "whole" and at <= step)})[-keep:]
     for checkpoint, fate in found:
         at = checkpoint.manifest.step
@@ -183,5 +183,5 @@ def test_what_a_removal_that_was_cut_off_leaves_is_no_bad_checkpoint(
     old, new = save(store, 10), save(store, 20)
     monkeypatch.setattr("shutil.rmtree", lambda *args, **kwargs: None)
     manifest.prune(store, 1, new)
-    assert manifest.unfinished(store) == [old.name]
+    assert manifest.unfinished_folders(store) == [old.name]
     assert newest(store) == 20

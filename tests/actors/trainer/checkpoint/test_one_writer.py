@@ -18,7 +18,7 @@ from raytide.core.specs.train import TrainSpec
 
 
 def steps_saved(spec: TrainSpec) -> list[int | None]:
-    return [manifest.step_of(name) for name in manifest.newest_first(LocalStore(Path(spec.checkpoint_url)))]
+    return [manifest.step_of(name) for name in manifest.folders_newest_first(LocalStore(Path(spec.checkpoint_url)))]
 
 
 def test_a_run_into_an_out_that_is_written_to_is_refused_and_touches_nothing(spec: TrainSpec) -> None:

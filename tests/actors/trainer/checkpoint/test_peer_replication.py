@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytide.actors.trainer.checkpoint.peers.replication import Holding, SnapshotId, assign_peers, latest_complete
-from raytide.actors.trainer.checkpoint.staging import Entry
+from raytide.actors.trainer.checkpoint.peers.replication import SnapshotCopy, SnapshotId, assign_peers, latest_complete
+from raytide.actors.trainer.checkpoint.staging import BufferEntry
 
 
 @given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=12))
@@ -24,13 +24,13 @@ def test_every_rank_has_one_buddy_on_another_host_where_hosts_allow(hosts: list[
     assert apart == (world if 2 * most <= world else 2 * (world - most))
 
 
-def images(world: int, replicas: int) -> list[tuple[Entry, ...]]:
+def images(world: int, replicas: int) -> list[tuple[BufferEntry, ...]]:
     """Of a tensor of 4 rows a rank and a number that all have; every `replicas` ranks hold the same rows."""
     rows = 4 * (world // replicas)
     return [
         (
-            Entry("model.w", (rows, 3), (4 * (rank // replicas), 0), (4, 3), torch.float32, 0),
-            Entry("optim.w.step", (), (), (), torch.float32, 64),
+            BufferEntry("model.w", (rows, 3), (4 * (rank // replicas), 0), (4, 3), torch.float32, 0),
+            BufferEntry("optim.w.step", (), (), (), torch.float32, 64),
         )
         for rank in range(world)
     ]
@@ -54,7 +54,7 @@ def test_a_snapshot_counts_if_every_piece_is_left_and_the_newest_such_one_is_tak
         ward = keeper.index(holder)
         for snapshot, origin in [(older, holder), (older, ward), (newer, holder), (newer, ward)]:
             if snapshot == older or origin == holder or origin in arrived:
-                holdings.append(Holding(snapshot, holder, origin, layouts[origin], elements))
+                holdings.append(SnapshotCopy(snapshot, holder, origin, layouts[origin], elements))
 
     def whole(snapshot: SnapshotId) -> bool:
         origins = {holding.origin // replicas for holding in holdings if holding.snapshot == snapshot}

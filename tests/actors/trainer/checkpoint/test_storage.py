@@ -41,7 +41,7 @@ def test_a_run_saves_resumes_and_verifies_in_a_bucket(spec: TrainSpec, bucket: s
     assert not Path(spec.out, "checkpoints").exists()
 
     store = open_store(f"{bucket}/run")
-    name = manifest.newest_first(store)[0]
+    name = manifest.folders_newest_first(store)[0]
     damage(store, f"{name}/__0_0.distcp")
     assert verify(verdicts[0].url)[0].state == "bad"
     again: list[float] = []
@@ -64,7 +64,7 @@ def test_a_write_that_ends_before_its_manifest_is_never_found(bucket: str) -> No
     found = manifest.latest(store)
     assert found.checkpoint is None
     assert "torn" in str(found.rejected[0])
-    assert manifest.unfinished(store) == [name]
+    assert manifest.unfinished_folders(store) == [name]
     manifest.remove(store, name)
     assert store.folders() == []
 

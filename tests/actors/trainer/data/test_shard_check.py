@@ -19,7 +19,7 @@ from tests.actors.trainer.conftest import VOCAB, write_dataset
 from raytide.actors.trainer.data import local_copy, shard_check
 from raytide.actors.trainer.data.dataloader import DataLoader
 from raytide.actors.trainer.data.shard_check import ShardCheck
-from raytide.actors.trainer.data.token_dataset import Sampler, TokenData
+from raytide.actors.trainer.data.token_dataset import BatchSampler, TokenData
 from raytide.actors.trainer.runners.local import train_local
 from raytide.core.errors import DataError, StorageError, WaitTimeoutError
 from raytide.core.specs.train import TrainSpec
@@ -184,7 +184,7 @@ def bad_on_one(spec: TrainSpec, rank: int, world: int, meet: str) -> str:
 
     mine = process_group.join(dist.FileStore(meet, world), rank, spec.layout.sizes(world), timeout_s=30.0)
     try:
-        mine.together(work)
+        mine.run_on_all(work)
     except DataError as error:
         return str(error)
     finally:
@@ -238,7 +238,7 @@ def test_a_copy_that_does_not_fit_is_refused_with_both_numbers_and_leaves_nothin
 
 def test_a_copy_that_a_killed_process_left_is_no_dataset(mine: Path) -> None:
     url = remote(mine, "staged-4")
-    home = local_copy.staged(url)
+    home = local_copy.local_copy(url)
     half = home.with_suffix(".part")
     home.rename(half)
     (half / HALF).write_bytes(b"half")
@@ -277,5 +277,5 @@ def test_batches_take_any_data_with_its_vocabulary(dataset: Path, spec: TrainSpe
 
     data = TokenData(str(dataset), spec.seq_len)
     with process_group.single_process() as mine:
-        batches = DataLoader(data, Sampler(0, data.n_sequences, spec.global_batch), mine, spec)
+        batches = DataLoader(data, BatchSampler(0, data.n_sequences, spec.global_batch), mine, spec)
         assert batches.next_batch(0, 2)[2] == spec.global_batch * spec.seq_len

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytide.actors.trainer.data.token_dataset import Sampler, TokenData, feistel_permutation, rank_slice
+from raytide.actors.trainer.data.token_dataset import BatchSampler, TokenData, feistel_permutation, rank_slice
 from raytide.core.errors import DataError
 
 sizes = st.integers(1, 300)
@@ -23,7 +23,7 @@ def test_an_epoch_is_a_permutation(size: int, key: str) -> None:
 
 @given(seed=st.integers(0, 2**63 - 1), n=sizes, batch=st.integers(1, 64), steps=st.integers(1, 12))
 def test_every_epoch_uses_each_sequence_once_whatever_the_batch(seed: int, n: int, batch: int, steps: int) -> None:
-    sampler = Sampler(seed, n, batch)
+    sampler = BatchSampler(seed, n, batch)
     stream = np.concatenate([sampler.ids(step) for step in range(steps)])
     for start in range(0, len(stream), n):
         epoch = stream[start : start + n]
@@ -34,14 +34,18 @@ def test_every_epoch_uses_each_sequence_once_whatever_the_batch(seed: int, n: in
 
 @given(seed=st.integers(0, 99), n=sizes, batch=st.integers(1, 64), step=st.integers(0, 99999), world=st.integers(1, 8))
 def test_the_ranks_slices_make_up_the_step_for_any_world(seed: int, n: int, batch: int, step: int, world: int) -> None:
-    ids = Sampler(seed, n, batch).ids(step)
+    ids = BatchSampler(seed, n, batch).ids(step)
     parts = [ids[rank_slice(batch, rank, world)] for rank in range(world)]
     assert np.array_equal(np.concatenate(parts), ids)
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
 def test_the_order_differs_by_seed_and_by_epoch() -> None:
-    first, second, other = Sampler(1, 1000, 1000).ids(0), Sampler(1, 1000, 1000).ids(1), Sampler(2, 1000, 1000).ids(0)
+    first, second, other = (
+        BatchSampler(1, 1000, 1000).ids(0),
+        BatchSampler(1, 1000, 1000).ids(1),
+        BatchSampler(2, 1000, 1000).ids(0),
+    )
     assert not np.array_equal(first, second)
     assert not np.array_equal(first, other)
     assert not np.array_equal(first, np.arange(1000))
@@ -49,8 +53,8 @@ def test_the_order_differs_by_seed_and_by_epoch() -> None:
 
 def test_the_order_never_changes_between_releases() -> None:
     """A resume by a later release must see the same stream: these are what the first release gave."""
-    assert Sampler(0, 10, 4).ids(0).tolist() == [2, 1, 7, 9]
-    assert Sampler(0, 10, 4).ids(2).tolist() == [8, 6, 3, 6]
+    assert BatchSampler(0, 10, 4).ids(0).tolist() == [2, 1, 7, 9]
+    assert BatchSampler(0, 10, 4).ids(2).tolist() == [8, 6, 3, 6]
 
 
 def test_a_sequence_reads_across_shards(dataset: Path) -> None:

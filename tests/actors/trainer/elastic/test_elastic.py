@@ -136,7 +136,7 @@ def test_a_model_that_does_not_fit_one_sequence_ends_the_run(start: Start) -> No
 def test_a_rank_that_dies_at_the_same_step_each_time_ends_the_run(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("raytide.actors.trainer.elastic.restart_policy.MAX_FRUITLESS", 2)
+    monkeypatch.setattr("raytide.actors.trainer.elastic.restart_policy.MAX_FAILURES", 2)
     run = start(2, 2, {1: [DiesInStep(7)] * 9}, steps=8)
     with pytest.raises(TrainError, match="times in a row at step 6"):
         run.result()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from raytide.actors.trainer.elastic.rank_assignment import Key, assign_ranks, most_ranks, usable
 from raytide.actors.trainer.elastic.recovery import Recovery
-from raytide.actors.trainer.elastic.restart_policy import MAX_FRUITLESS, RestartPolicy
+from raytide.actors.trainer.elastic.restart_policy import MAX_FAILURES, RestartPolicy
 from raytide.actors.trainer.types import StepResult, WorkerStatus
 from raytide.core.errors import TrainError
 from raytide.core.objects.gang import GangSpec, Shape
@@ -83,13 +83,13 @@ def test_a_layout_uses_what_it_can_and_nobody_when_they_are_too_few() -> None:
 
 
 def test_the_same_step_broken_too_often_ends_the_run() -> None:
-    budget = RestartPolicy("run", best=5)
-    for _ in range(MAX_FRUITLESS + 1):
-        budget.broke("why", [(0, 0)])
-        budget.check()
-    budget.broke("the last", [(0, 0)])
+    budget = RestartPolicy("run", furthest_step=5)
+    for _ in range(MAX_FAILURES + 1):
+        budget.record_break("why", [(0, 0)])
+        budget.raise_if_exhausted()
+    budget.record_break("the last", [(0, 0)])
     with pytest.raises(TrainError, match="at step 5; the last time: the last"):
-        budget.check()
+        budget.raise_if_exhausted()
 
 
 @given(st.lists(st.sampled_from(["break", "step"]), max_size=60))
@@ -97,37 +97,37 @@ def test_a_step_further_than_ever_clears_what_was_charged(deeds: list[str]) -> N
     budget, in_a_row = RestartPolicy("run"), -1
     for deed in deeds:
         if deed == "step":
-            budget.reached(budget.best + 1)
+            budget.record_step(budget.furthest_step + 1)
             in_a_row = -1
         else:
-            budget.broke("why", [])
+            budget.record_break("why", [])
             in_a_row += 1
-        if in_a_row > MAX_FRUITLESS:
+        if in_a_row > MAX_FAILURES:
             with pytest.raises(TrainError):
-                budget.check()
+                budget.raise_if_exhausted()
             return
-        budget.check()
+        budget.raise_if_exhausted()
 
 
 def test_lost_members_never_count_also_when_the_platform_says_so_later() -> None:
     budget = RestartPolicy("run")
     for incarnation in range(20):
-        budget.broke("why", [(0, incarnation)])
-        budget.lost([(0, incarnation)])
-    budget.check()
-    for _ in range(MAX_FRUITLESS + 1):
-        budget.broke("why", [(1, 0)])
+        budget.record_break("why", [(0, incarnation)])
+        budget.record_lost([(0, incarnation)])
+    budget.raise_if_exhausted()
+    for _ in range(MAX_FAILURES + 1):
+        budget.record_break("why", [(1, 0)])
     with pytest.raises(TrainError):
-        budget.check()
-    budget.lost([(1, 0)])
-    budget.check()
+        budget.raise_if_exhausted()
+    budget.record_lost([(1, 0)])
+    budget.raise_if_exhausted()
 
 
 def test_a_recovery_says_what_was_lost_and_where_the_time_went() -> None:
-    recovery = Recovery(began_s=10.0, leave_s=0.25, ended_s=11.0, step=9, seated_s=11.5)
+    recovery = Recovery(began_s=10.0, leave_s=0.25, ended_s=11.0, step=9, assigned_s=11.5)
     first = StepResult(step=8, loss=1.0, lr=0.1, grad_norm=1.0, tokens=1, step_s=1.0, data_s=0.0, world=3)
     laps = {"join": 0.1, "build": 0.2, "load": 0.3, "first_step": 0.4}
-    told = recovery.over(12.5, first, WorkerStatus(2, "after step 8", 0.0, laps=laps, source="memory"))
+    told = recovery.finished_event(12.5, first, WorkerStatus(2, "after step 8", 0.0, phase_times=laps, source="memory"))
     assert told == {
         "seconds": 2.5,
         "world": 3,

@@ -27,7 +27,7 @@ def test_transformers_loads_it_with_equal_logits(spec: TrainSpec, tied: bool) ->
         path = Path(trainer.export())
         ids = torch.from_numpy(trainer.data.batch(torch.arange(4).numpy()))
         with torch.no_grad():
-            ours = trainer.parts[0](ids)
+            ours = trainer.model_parts[0](ids)
     theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     assert theirs.config.architectures == ["LlamaForCausalLM"]
     with torch.no_grad():

@@ -17,15 +17,15 @@ from raytide.actors.models.architecture import Architecture
 from raytide.actors.models.families import read_architecture
 from raytide.actors.trainer.hf.safetensors_writer import ShardedSafetensorsWriter
 from raytide.actors.trainer.hf.weight_mapping import FamilyFormat, HfWeights, file_tensors, to_hf_tensor
-from raytide.actors.trainer.model.transformer import Decoder
+from raytide.actors.trainer.model.transformer import Transformer
 from raytide.core.errors import DataError
 
 LENGTH = 48
 
 
-def decoder_of(folder: Path) -> Decoder:
+def decoder_of(folder: Path) -> Transformer:
     arch = read_architecture(folder)
-    model, weights = Decoder(arch, LENGTH), HfWeights(folder, arch)
+    model, weights = Transformer(arch, LENGTH), HfWeights(folder, arch)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weights.read(name, tuple(slice(0, size) for size in parameter.shape)))
@@ -42,7 +42,7 @@ def as_in_transformers(arch: Architecture, tensors: dict[str, Tensor]) -> dict[s
     return {each.name: to_hf_tensor(each, tensors.__getitem__) for each in file_tensors(arch, form)}
 
 
-def write(model: Decoder, folder: Path, limit: float = 1e9) -> None:
+def write(model: Transformer, folder: Path, limit: float = 1e9) -> None:
     tensors = file_tensors(model.arch, FamilyFormat.on_the_hub(model.arch))
     files = ShardedSafetensorsWriter(tensors, torch.float32, limit)
     weights = dict(model.named_parameters())
@@ -96,7 +96,7 @@ def test_a_block_is_that_part_of_the_whole(family: str, tmp_path: Path) -> None:
     save_family(tmp_path, family)
     arch = read_architecture(tmp_path)
     weights = HfWeights(tmp_path, arch)
-    for name, parameter in Decoder(arch, LENGTH).named_parameters():
+    for name, parameter in Transformer(arch, LENGTH).named_parameters():
         whole = weights.read(name, tuple(slice(0, size) for size in parameter.shape))
         block = tuple(slice(size // 3, size // 2 + 1) for size in parameter.shape)
         assert torch.equal(weights.read(name, block), whole[block]), name
@@ -151,4 +151,4 @@ def test_without_the_routers_logits_there_is_no_balancing(tmp_path: Path) -> Non
     save_family(tmp_path, "mixtral")
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["router_aux_loss_coef"] > 0
-    assert Decoder(read_architecture(tmp_path), LENGTH).balance == 0.0
+    assert Transformer(read_architecture(tmp_path), LENGTH).balance == 0.0

@@ -19,7 +19,7 @@ from raytide.actors.models.families import read_architecture
 from raytide.actors.trainer.distributed import process_group
 from raytide.actors.trainer.hf.model_source import open_data, resolve_model
 from raytide.actors.trainer.hf.weight_mapping import HfWeights
-from raytide.actors.trainer.model.transformer import Decoder
+from raytide.actors.trainer.model.transformer import Transformer
 from raytide.actors.trainer.runners.local import train_local
 from raytide.actors.trainer.trainer import Trainer
 from raytide.core.errors import CheckpointError, ConfigError, DataError
@@ -62,7 +62,7 @@ def start(tmp_path: Path) -> Start:
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     arch = read_architecture(folder)
     files = HfWeights(folder, arch)
-    shapes = {name: each.shape for name, each in Decoder(arch, 8).named_parameters()}
+    shapes = {name: each.shape for name, each in Transformer(arch, 8).named_parameters()}
     return {name: files.read(name, tuple(slice(0, size) for size in shape)) for name, shape in shapes.items()}
 
 
@@ -123,12 +123,12 @@ def test_with_adapters_nothing_else_learns_or_is_kept(start: Start) -> None:
     spec = start("llama3-mqa", finetune=LORA, export=False)
     with process_group.single_process() as mine:
         trainer = Trainer(spec, mine)
-        before = {name: each.detach().clone() for name, each in trainer.parts[0].named_parameters()}
+        before = {name: each.detach().clone() for name, each in trainer.model_parts[0].named_parameters()}
         for _ in range(2):
             trainer.step()
         trainer.save()
         trainer.checkpoints.wait()
-        after = dict(trainer.parts[0].named_parameters())
+        after = dict(trainer.model_parts[0].named_parameters())
         changed = {name for name, each in after.items() if not torch.equal(each.detach(), before[name])}
     assert changed == {name for name in after if "lora_" in name}
     assert len(changed) == 3 * 7 * 2
@@ -148,7 +148,7 @@ def test_adapter_and_merged_model_compute_what_was_trained(start: Start, family:
             trainer.step()
         merged = Path(trainer.export())
         with torch.no_grad():
-            trained = trainer.parts[0](torch.tensor([prompt]))[0, -1]
+            trained = trainer.model_parts[0](torch.tensor([prompt]))[0, -1]
     assert spec.init_from is not None
     base = LLM(spec.init_from, max_model_len=32)
     before = base.logits(prompt)[-1]

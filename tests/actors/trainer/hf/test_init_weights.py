@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raytide.actors.trainer.hf.init_weights import cut
+from raytide.actors.trainer.hf.init_weights import cut_block
 
 
 @given(st.data())
@@ -19,5 +19,5 @@ def test_the_ranks_parts_are_the_whole_once_for_each_copy(data: st.DataObject) -
     axes = data.draw(st.lists(st.tuples(st.integers(1, 4), dims), max_size=3))
     seen = np.zeros(shape, dtype=int)
     for at in itertools.product(*(range(ranks) for ranks, _ in axes)):
-        seen[cut(shape, [(ranks, rank, dim) for (ranks, dim), rank in zip(axes, at, strict=True)])] += 1
+        seen[cut_block(shape, [(ranks, rank, dim) for (ranks, dim), rank in zip(axes, at, strict=True)])] += 1
     assert (seen == np.prod([ranks for ranks, dim in axes if dim is None], dtype=int)).all()

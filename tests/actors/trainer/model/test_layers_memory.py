@@ -16,7 +16,7 @@ from raytide.actors.trainer.hf.init_weights import initialise
 from raytide.actors.trainer.model import activation_offload
 from raytide.actors.trainer.model.activation_checkpointing import checkpoint_layer, compile_layer
 from raytide.actors.trainer.model.activation_offload import DiskPool, HostPool
-from raytide.actors.trainer.model.transformer import Decoder
+from raytide.actors.trainer.model.transformer import Transformer
 from raytide.core.errors import ConfigError, StorageError
 from raytide.core.specs.memory_spec import MemorySpec
 
@@ -53,8 +53,8 @@ def disk(tmp_path: Path) -> Iterator[DiskPool]:
         yield pool
 
 
-def decoder(memory: MemorySpec, pool: activation_offload.Pool | None = None) -> Decoder:
-    model = Decoder(architecture_of(CONFIG, "test"), 64)
+def decoder(memory: MemorySpec, pool: activation_offload.ActivationPool | None = None) -> Transformer:
+    model = Transformer(architecture_of(CONFIG, "test"), 64)
     initialise(model, 0)
     for layer in model.layers.values():
         checkpoint_layer(layer, memory)
@@ -96,7 +96,7 @@ def test_activations_on_disk_are_out_of_memory_until_the_backward_pass(
 ) -> None:
     memory = MemorySpec(activations="disk", scratch=str(tmp_path), offload_min_bytes=4096, checkpointing=checkpointing)  # type: ignore[arg-type]
     wanted, most = plainly
-    pool = activation_offload.pool(memory)
+    pool = activation_offload.create_pool(memory)
     assert isinstance(pool, DiskPool)
     with closing(pool):
         grads, peak = train_once(decoder(memory, pool))

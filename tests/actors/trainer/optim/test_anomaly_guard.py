@@ -95,7 +95,7 @@ def poisoned(spec: TrainSpec, steps: set[int], until: int | None = None) -> tupl
     with process_group.single_process() as mine:
         trainer = Trainer(spec, mine)
         trainer.restore()
-        trainer.parts[-1].register_forward_hook(
+        trainer.model_parts[-1].register_forward_hook(
             lambda module, inputs, loss: loss * (math.nan if trainer.steps_done + 1 in steps else 1.0)
         )
         results: list[StepResult] = []
@@ -104,7 +104,7 @@ def poisoned(spec: TrainSpec, steps: set[int], until: int | None = None) -> tupl
 
 
 def weights(trainer: Trainer) -> Weights:
-    named = trainer.parts[0].named_parameters()
+    named = trainer.model_parts[0].named_parameters()
     return {name: (w.full_tensor() if isinstance(w, DTensor) else w).detach().clone() for name, w in named}
 
 
@@ -146,7 +146,7 @@ def test_a_stop_tells_of_the_batch_and_leaves_the_weights_alone(skipping: TrainS
         trainer = Trainer(stops, mine)
         trainer.step()
         before = weights(trainer)
-        trainer.parts[-1].register_forward_hook(lambda module, inputs, loss: loss * math.nan)
+        trainer.model_parts[-1].register_forward_hook(lambda module, inputs, loss: loss * math.nan)
         with pytest.raises(TrainError, match=r"step 2 .* was not applied: loss nan"):
             trainer.run(on_step=told.append)
         assert equal(before, weights(trainer))

@@ -14,7 +14,7 @@ from tests.actors.trainer.replica_ranks import run_all
 
 from raytide.actors.trainer.checkpoint import manifest
 from raytide.actors.trainer.checkpoint.storage import LocalStore
-from raytide.actors.trainer.parallel.replica_check import copies, digest, odd_ones
+from raytide.actors.trainer.parallel.replica_check import find_outliers, replica_groups, weight_digest
 from raytide.core.specs.memory_spec import MemorySpec
 from raytide.core.specs.parallelism import Parallelism, Sizes
 from raytide.core.specs.train import TrainSpec
@@ -45,7 +45,7 @@ def test_replicas_of_two_are_equal_or_named(spec: TrainSpec, run_ranks: RunRanks
         assert ended[6][0] == 4
         assert "after step 4" in ended[6][1]
         assert ended[7] == (6, "")
-    saved = manifest.newest_first(LocalStore(Path(specs[6].checkpoint_url)))
+    saved = manifest.folders_newest_first(LocalStore(Path(specs[6].checkpoint_url)))
     assert [manifest.step_of(name) for name in saved] == [2], "no checkpoint is of replicas that differ"
 
 
@@ -70,7 +70,7 @@ def test_replicas_among_other_axes_are_equal_or_named(spec: TrainSpec, run_ranks
 )
 def test_every_rank_is_a_copy_in_one_group(shape: tuple[int, int, int, int, int]) -> None:
     sizes = Sizes(*shape)
-    groups = copies(sizes)
+    groups = replica_groups(sizes)
     assert sorted(rank for each in groups for rank in each) == list(range(sizes.world))
     assert {len(each) for each in groups} == {sizes.replicate}
     ranks = torch.arange(sizes.world).view(sizes.shape)
@@ -92,7 +92,7 @@ def test_every_rank_is_a_copy_in_one_group(shape: tuple[int, int, int, int, int]
     ],
 )
 def test_who_differs_from_most_is_named(digests: list[int], odd: list[int]) -> None:
-    assert odd_ones(digests) == odd
+    assert find_outliers(digests) == odd
 
 
 @given(
@@ -104,8 +104,8 @@ def test_who_differs_from_most_is_named(digests: list[int], odd: list[int]) -> N
 def test_any_one_bit_changes_the_digest(at: int, bit: int, which: int, seed: int) -> None:
     torch.manual_seed(seed)
     weights = [torch.randn(100), torch.randn(100), torch.randn(100).bfloat16().repeat(2), torch.full((100,), torch.nan)]
-    before = int(digest(weights, torch.device("cpu")))
+    before = int(weight_digest(weights, torch.device("cpu")))
     kind = torch.int16 if weights[which].element_size() == 2 else torch.int32
     bits = weights[which].view(kind)
     bits[at] ^= torch.tensor(1, dtype=kind) << (bit % (8 * kind.itemsize))
-    assert int(digest(weights, torch.device("cpu"))) != before
+    assert int(weight_digest(weights, torch.device("cpu"))) != before

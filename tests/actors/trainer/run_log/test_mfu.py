@@ -10,7 +10,7 @@ import torch
 
 from raytide.actors.models.architecture import Architecture
 from raytide.actors.models.families import architecture_of
-from raytide.actors.trainer.model.transformer import Decoder
+from raytide.actors.trainer.model.transformer import Transformer
 from raytide.actors.trainer.run_log import mfu
 from raytide.actors.trainer.run_log.step_timer import StepTimer
 
@@ -45,7 +45,7 @@ def test_llama_8b_at_the_speed_torchtitan_published_has_the_mfu_it_published() -
 def test_the_counted_weights_are_the_matrices_of_the_model_without_its_embedding(tied: bool) -> None:
     arch = arch_of(**SMALL, num_key_value_heads=2, tie_word_embeddings=tied)
     with torch.device("meta"):
-        model = Decoder(arch, 16)
+        model = Transformer(arch, 16)
     matrices = {name: weight.numel() for name, weight in model.named_parameters() if weight.ndim > 1}
     left_out = 0 if tied else matrices["embedding.weight"]
     assert mfu.matrix_parameters(arch) == sum(matrices.values()) - left_out
@@ -76,9 +76,9 @@ def test_laps_of_one_phase_add_up_and_are_taken_once(monkeypatch: pytest.MonkeyP
     clock.lap("data")
     clock.lap("optimizer")
     clock.lap("data")
-    assert clock.take() == {"data": 6.0, "optimizer": 1.0}
+    assert clock.drain_times() == {"data": 6.0, "optimizer": 1.0}
     clock.lap("data")
-    assert clock.take() == {"data": 1.0}
+    assert clock.drain_times() == {"data": 1.0}
 
 
 @dataclass
@@ -114,8 +114,8 @@ def test_on_a_gpu_a_lap_that_still_runs_is_counted_with_the_next_step(monkeypatc
     for phase in ("forward_backward", "norm", "optimizer"):
         clock.lap(phase)
     device.done = len(device.events) - 2  # the loss was read before the optimizer's kernels ran
-    assert clock.take() == {"forward_backward": 1.0, "norm": 1.0}
+    assert clock.drain_times() == {"forward_backward": 1.0, "norm": 1.0}
     clock.start()
     clock.lap("forward_backward")
     device.done = len(device.events) - 1
-    assert clock.take() == {"optimizer": 1.0, "forward_backward": 1.0}
+    assert clock.drain_times() == {"optimizer": 1.0, "forward_backward": 1.0}

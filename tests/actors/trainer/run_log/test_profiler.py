@@ -62,9 +62,9 @@ def test_a_request_that_cannot_be_read_is_put_aside(tmp_path: Path) -> None:
     import torch
 
     profiler = profile.Profiler(None, str(tmp_path), 0, torch.device("cpu"))
-    assert profiler.asked() == 0
+    assert profiler.requested_steps() == 0
     (tmp_path / profile.REQUEST).write_text("soon")
-    assert profiler.asked() == 0
+    assert profiler.requested_steps() == 0
     assert (tmp_path / f"{profile.REQUEST}.bad").exists()
     profile.request(tmp_path, 2)
-    assert profiler.asked() == 2
+    assert profiler.requested_steps() == 2

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from raytide.actors.trainer.elastic.driver import _Driver
-from raytide.actors.trainer.elastic.generation import Generation, GenerationResult
+from raytide.actors.trainer.elastic.generation import GenerationResult, GenerationRunner
 from raytide.actors.trainer.elastic.recovery import StepRate
 from raytide.actors.trainer.run_log import history
 from raytide.actors.trainer.run_log.writer import RunLog
-from raytide.actors.trainer.types import StepResult, WorkerStatus, numbers
+from raytide.actors.trainer.types import StepResult, WorkerStatus, scalar_metrics
 from raytide.core.clock import VirtualClock
 from raytide.core.errors import TrainError
 from raytide.core.specs.train import TrainSpec
@@ -80,12 +80,18 @@ def test_a_run_that_was_over_when_its_driver_started_again_shows_all_its_steps(
     small: TrainSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver = object.__new__(_Driver)
-    driver.spec, driver.record, driver.number, driver.recovery, driver.hands = small, record_of(small), 0, None, []
-    driver.crew, driver.fits, driver.watch = SimpleNamespace(ready=0, settled=""), None, None  # type: ignore[assignment]
-    driver.pace, driver.claim = StepRate(), SimpleNamespace(token="")  # type: ignore[assignment]
-    monkeypatch.setattr(driver, "_gather", lambda: [SimpleNamespace(host="only")])
-    monkeypatch.setattr(driver, "_tell_who", lambda: None)
-    monkeypatch.setattr(Generation, "run", lambda generation: GenerationResult("done"))
+    driver.spec, driver.record, driver.generation, driver.recovery, driver.workers = (
+        small,
+        record_of(small),
+        0,
+        None,
+        [],
+    )
+    driver.worker_group, driver.max_micro_batch, driver.watch = SimpleNamespace(ready=0, settled=""), None, None  # type: ignore[assignment]
+    driver.step_rate, driver.claim = StepRate(), SimpleNamespace(token="")  # type: ignore[assignment]
+    monkeypatch.setattr(driver, "_wait_for_workers", lambda: [SimpleNamespace(host="only")])
+    monkeypatch.setattr(driver, "_report_membership", lambda: None)
+    monkeypatch.setattr(GenerationRunner, "run", lambda generation: GenerationResult("done"))
     driver.run()
     progress = driver._progress(0)
     assert (progress["step"], progress["steps"]) == (3, 3)
@@ -95,39 +101,39 @@ def test_a_run_that_was_over_when_its_driver_started_again_shows_all_its_steps(
 def test_a_driver_says_how_much_work_is_left_and_how_much_may_be_done_again(small: TrainSpec) -> None:
     record_of(small).step(done(1, 3.0))
     driver = object.__new__(_Driver)
-    driver.crew = SimpleNamespace(settled="")  # type: ignore[assignment]
+    driver.worker_group = SimpleNamespace(settled="")  # type: ignore[assignment]
     driver.spec, driver.record = small.model_copy(update={"steps": 11, "checkpoint_every": 5}), record_of(small)
-    driver.pace = StepRate(driver.record.step_s)
+    driver.step_rate = StepRate(driver.record.step_s)
     progress = driver._progress(1)
     assert (progress["left_s"], progress["redo_s"]) == (10 * done(1, 3.0).step_s, 5 * done(1, 3.0).step_s)
 
 
 def test_the_pace_counts_what_lies_between_steps_but_not_the_time_without_a_gang() -> None:
     pace = StepRate()
-    pace.stepped(1, 100.0, worked_s=2.0)
+    pace.record_steps(1, 100.0, worked_s=2.0)
     assert pace.step_s == 2.0
     for at_s in range(1, 400):
-        pace.stepped(1, 100.0 + 3.0 * at_s, worked_s=2.0)
+        pace.record_steps(1, 100.0 + 3.0 * at_s, worked_s=2.0)
     assert pace.step_s == pytest.approx(3.0)
-    pace.rest()
-    pace.stepped(4, 9000.0, worked_s=12.0)
+    pace.pause()
+    pace.record_steps(4, 9000.0, worked_s=12.0)
     assert pace.step_s == pytest.approx(3.0)
 
 
 def test_a_rank_that_answers_and_gets_nowhere_ends_the_run_with_its_name(small: TrainSpec) -> None:
-    hands: list[Any] = [SimpleNamespace(host=f"member {n}") for n in range(2)]
-    dismissed: list[Any] = []
-    crew: Any = SimpleNamespace(dismiss=dismissed.append)
+    workers: list[Any] = [SimpleNamespace(host=f"member {n}") for n in range(2)]
+    killed: list[Any] = []
+    worker_group: Any = SimpleNamespace(kill=killed.append)
     rest: Any = {"micro_batch": 1, "on_steps": None}
-    generation = Generation(1, small, hands, crew, None, record_of(small), **rest)  # type: ignore[arg-type]
-    generation._out = {Future(): 0, Future(): 1}
-    generation._pulse.heard(1).beat = WorkerStatus(1, "loading", 60.0, where="manifest.py:88 in verify")
+    generation = GenerationRunner(1, small, workers, worker_group, None, record_of(small), **rest)  # type: ignore[arg-type]
+    generation._running = {Future(): 0, Future(): 1}
+    generation._heartbeats.last(1).status = WorkerStatus(1, "loading", 60.0, stack="manifest.py:88 in verify")
     generation._find_stalled()
-    assert dismissed == []
-    generation._pulse.heard(1).beat = WorkerStatus(1, "loading", 60.1, where="manifest.py:88 in verify")
+    assert killed == []
+    generation._heartbeats.last(1).status = WorkerStatus(1, "loading", 60.1, stack="manifest.py:88 in verify")
     generation._find_stalled()
-    ending = generation._ending()
-    assert dismissed == [hands[1]]
+    ending = generation._result()
+    assert killed == [workers[1]]
     assert isinstance(ending.error, TrainError)
     assert "rank 1 on member 1 gets nowhere: loading for 60.1 s, in manifest.py:88" in str(ending.error)
 
@@ -161,8 +167,8 @@ def test_a_line_tells_tokens_per_second_and_the_phases(small: TrainSpec) -> None
     record.step(replace(done(1, 3.0), tokens=100, step_s=0.5, mfu=None, times={"data": 0.1}))
     (line,) = history.read(small.out).steps
     assert (line["tokens_per_s"], line["mfu"], line["times"]) == (200.0, None, {"data": 0.1})
-    assert numbers(line)["times/data"] == 0.1
-    assert "mfu" not in numbers(line)
+    assert scalar_metrics(line)["times/data"] == 0.1
+    assert "mfu" not in scalar_metrics(line)
 
 
 def test_how_a_run_ended_can_be_read_back(small: TrainSpec) -> None:
@@ -175,8 +181,8 @@ def test_how_a_run_ended_can_be_read_back(small: TrainSpec) -> None:
 def test_a_checkpoint_that_could_not_be_written_is_told_once_and_until_one_could_be(small: TrainSpec) -> None:
     record = record_of(small)
     driver = object.__new__(_Driver)
-    driver.crew = SimpleNamespace(settled="")  # type: ignore[assignment]
-    driver.spec, driver.record, driver.pace = small, record, StepRate()
+    driver.worker_group = SimpleNamespace(settled="")  # type: ignore[assignment]
+    driver.spec, driver.record, driver.step_rate = small, record, StepRate()
     assert "not_saved" not in driver._progress(1)
     for step in (1, 2):
         record.step(replace(done(step, 3.0), unsaved="no space left while writing x."))

@@ -85,15 +85,15 @@ def test_a_new_cluster_goes_on_from_what_ray_train_kept_unless_the_run_has_newer
     spec = spec.model_copy(update={"steps": 2, "checkpoint_every": 1})
     train_local(spec)
     store, kept = LocalStore(Path(spec.checkpoint_url)), tmp_path / "kept"
-    newer, older = manifest.newest_first(store)
+    newer, older = manifest.folders_newest_first(store)
     shutil.copytree(store.root / older, kept)
     given: Any = Given(kept)
 
     assert ray_train._place(given, spec) == []
-    assert manifest.newest_first(store) == [newer, older]
+    assert manifest.folders_newest_first(store) == [newer, older]
     shutil.rmtree(store.root)
     assert ray_train._place(given, spec) == []
-    (placed,) = manifest.newest_first(store)
+    (placed,) = manifest.folders_newest_first(store)
     assert manifest.verify(store, placed).manifest.step == 1
     told: list[int] = []
     train_local(spec, on_step=lambda result: told.append(result.step))
