@@ -83,44 +83,44 @@ def test_a_layout_uses_what_it_can_and_nobody_when_they_are_too_few() -> None:
 
 
 def test_the_same_step_broken_too_often_ends_the_run() -> None:
-    budget = RestartPolicy("run", furthest_step=5)
+    policy = RestartPolicy("run", furthest_step=5)
     for _ in range(MAX_FAILURES + 1):
-        budget.record_break("why", [(0, 0)])
-        budget.raise_if_exhausted()
-    budget.record_break("the last", [(0, 0)])
-    with pytest.raises(TrainError, match="at step 5; the last time: the last"):
-        budget.raise_if_exhausted()
+        policy.record_break("why", [(0, 0)])
+        policy.raise_if_exhausted()
+    policy.record_break("the last", [(0, 0)])
+    with pytest.raises(TrainError, match="at step 5; last: the last"):
+        policy.raise_if_exhausted()
 
 
 @given(st.lists(st.sampled_from(["break", "step"]), max_size=60))
 def test_a_step_further_than_ever_clears_what_was_charged(deeds: list[str]) -> None:
-    budget, in_a_row = RestartPolicy("run"), -1
+    policy, in_a_row = RestartPolicy("run"), -1
     for deed in deeds:
         if deed == "step":
-            budget.record_step(budget.furthest_step + 1)
+            policy.record_step(policy.furthest_step + 1)
             in_a_row = -1
         else:
-            budget.record_break("why", [])
+            policy.record_break("why", [])
             in_a_row += 1
         if in_a_row > MAX_FAILURES:
             with pytest.raises(TrainError):
-                budget.raise_if_exhausted()
+                policy.raise_if_exhausted()
             return
-        budget.raise_if_exhausted()
+        policy.raise_if_exhausted()
 
 
 def test_lost_members_never_count_also_when_the_platform_says_so_later() -> None:
-    budget = RestartPolicy("run")
+    policy = RestartPolicy("run")
     for incarnation in range(20):
-        budget.record_break("why", [(0, incarnation)])
-        budget.record_lost([(0, incarnation)])
-    budget.raise_if_exhausted()
+        policy.record_break("why", [(0, incarnation)])
+        policy.record_lost([(0, incarnation)])
+    policy.raise_if_exhausted()
     for _ in range(MAX_FAILURES + 1):
-        budget.record_break("why", [(1, 0)])
+        policy.record_break("why", [(1, 0)])
     with pytest.raises(TrainError):
-        budget.raise_if_exhausted()
-    budget.record_lost([(1, 0)])
-    budget.raise_if_exhausted()
+        policy.raise_if_exhausted()
+    policy.record_lost([(1, 0)])
+    policy.raise_if_exhausted()
 
 
 def test_a_recovery_says_what_was_lost_and_where_the_time_went() -> None:
