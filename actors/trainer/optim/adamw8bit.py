@@ -44,15 +44,15 @@ class AdamW8bit(AdamW):
         wide = _wide(state)
         super().update(parameter, grad, wide, group)
         for key in wide.keys() - {STEP}:
-            self.narrow(state, key, wide[key])
+            self.from_full_precision(state, key, wide[key])
 
-    def keys(self, state: State) -> list[str]:
+    def checkpoint_keys(self, state: State) -> list[str]:
         return [key for key in state if not key.endswith(SCALE)]
 
-    def wide(self, parameter: nn.Parameter, state: State) -> State:
+    def to_full_precision(self, parameter: nn.Parameter, state: State) -> State:
         return _wide(super().to_full_precision(parameter, state))
 
-    def narrow(self, state: State, key: str, value: Tensor) -> None:
+    def from_full_precision(self, state: State, key: str, value: Tensor) -> None:
         if key + SCALE not in state:
             super().from_full_precision(state, key, value)
             return

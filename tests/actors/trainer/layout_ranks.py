@@ -25,7 +25,6 @@ from raytide.actors.trainer.parallel import (
     parallelize,
     pipeline_parallel,
     tensor_parallel,
-    vocabulary,
 )
 from raytide.actors.trainer.trainer import Trainer
 from raytide.core.specs.parallelism import Parallelism
@@ -118,7 +117,6 @@ def _legacy_replicate() -> Iterator[None]:
         patch.object(parallelize, "shard", shard),
         patch.object(forward_backward, "cast", lambda *_: MagicMock()),
         patch.object(tensor_parallel, "local", unchecked),
-        patch.object(vocabulary, "local", unchecked),
     ):
         yield
 

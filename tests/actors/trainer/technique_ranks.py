@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from raytide.actors.trainer.distributed import local_shards, process_group
 from raytide.actors.trainer.distributed.process_group import ProcessGroup
-from raytide.actors.trainer.parallel.forward_backward import Micro
+from raytide.actors.trainer.model.loss import Micro
 from raytide.actors.trainer.trainer import Trainer
 from raytide.core.specs.train import TrainSpec
 
