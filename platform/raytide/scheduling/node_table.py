@@ -141,6 +141,9 @@ class NodeTable:
         free: list[float] = self._free_RN[:, row].tolist()
         return free
 
+    def is_ready(self, row: int) -> bool:
+        return bool(self._rank[row] == 0)
+
     def matches(self, row: int, selector: Mapping[str, str]) -> bool:
         return all(self._mask(key, want)[row] for key, want in selector.items())
 

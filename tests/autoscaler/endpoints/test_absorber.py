@@ -76,7 +76,7 @@ def test_a_spike_takes_seats_that_can_be_spared_and_gives_them_back() -> None:
     (scale,) = [action for action in actions if isinstance(action, Scale)]
     (shrink,) = [action for action in actions if isinstance(action, Shrink)]
     assert (scale.replicas, shrink.members, shrink.by) == (3, (2, 3), ("chat",))
-    assert shrink.reason == "2 of its 4 members give way to endpoint chat until its load falls; it goes on with 2"
+    assert shrink.reason == "2 of its 4 members yield to endpoint chat until its load falls; it continues with 2"
     assert "max_nodes" in shrink.rejected[0].reason or "held by" in shrink.rejected[0].reason
     assert w.after(4) == []
     assert (w.members(), w.seated()) == (2, 3)
@@ -192,7 +192,7 @@ def test_a_replica_whose_node_can_be_bought_waits_for_it_unless_more_is_asked_th
     w.load(6.0)
     actions = w.after(1)
     (shrink,) = [action for action in actions if isinstance(action, Shrink)]
-    assert "more is asked now than the ready replicas (1) carry" in shrink.rejected[0].reason
+    assert "the load is more than the ready replicas (1) can carry" in shrink.rejected[0].reason
     assert not [action for action in actions if isinstance(action, Launch)]
     w.after(4)
     assert (w.members(), w.seated()) == (2, 3)

@@ -12,10 +12,11 @@ from tests.jobs.cluster import Cluster, gpus, team
 from raytide.core.objects.job import JobState
 from raytide.core.objects.plan import Action, Admit, Preempt, Shrink, Wait
 from raytide.jobs.admission import usage
-from raytide.jobs.admission.priority import MAX_PREEMPTIONS, ranked, waiting
+from raytide.jobs.admission.priority import ranked, waiting
 from raytide.jobs.admission.scheduler import GRACE_S, admission_state, queue_table
 from raytide.jobs.admission.state import AdmissionState
 from raytide.jobs.lifecycle import attained_service
+from raytide.jobs.lifecycle.attained_service import MAX_PREEMPTIONS
 
 TICK_S = 15.0
 TEAMS = (
@@ -80,10 +81,10 @@ class Queue(RuleBasedStateMachine):
 
     @invariant()
     def quotas_are_kept(self) -> None:
-        floor = admission_state(self.c.snapshot)
+        state = admission_state(self.c.snapshot)
         for name in ("org", "blue", "red", "free", ""):
-            assert floor.quotas.available(name, "GPU") >= -1e-6, name
-            assert floor.quotas.nonpreemptible_left(name, "GPU") >= -1e-6, name
+            assert state.quotas.available(name, "GPU") >= -1e-6, name
+            assert state.quotas.nonpreemptible_left(name, "GPU") >= -1e-6, name
         assert sum(self._held_by(name) for name in ("org", "blue", "red", "free")) <= 24
         assert self._held_by("blue") <= 8 + 6
 
@@ -121,27 +122,27 @@ class Queue(RuleBasedStateMachine):
     def _watch_head(self, actions: tuple[Action, ...]) -> None:
         """Who is first and finds no room is admitted when those that it cannot push have ended."""
         snapshot = self.c.snapshot
-        floor = admission_state(snapshot)
-        claims = queue_table(floor)
-        order = [floor.jobs[row].id for row in ranked(claims)]
-        first = next((floor.jobs[row].id for row in waiting(claims, ranked(claims))), "")
+        state = admission_state(snapshot)
+        table = queue_table(state)
+        order = [state.jobs[row].id for row in ranked(table)]
+        first = next((state.jobs[row].id for row in waiting(table, ranked(table))), "")
         constraint = next((a.constraint for a in actions if isinstance(a, Wait) and a.subject == first), "")
         if constraint != "capacity" or attained_service.in_cooldown(self.c.jobs[first], self.c.now_s):
             self.head = ""
         elif first == self.head:
-            if not floor.is_own(self.c.jobs[first]):  # meanwhile others may have asked for their own
+            if not state.may_reclaim(self.c.jobs[first]):  # meanwhile others may have asked for their own
                 new = [
-                    a.job_id for a in actions if isinstance(a, Admit) and not self._may_be_asked(floor, first, a.job_id)
+                    a.job_id for a in actions if isinstance(a, Admit) and not self._may_be_asked(state, first, a.job_id)
                 ]
                 self.bound_s = max([self.bound_s, *(self.c.now_s + self.lasts_s[job_id] for job_id in new)])
             assert self.c.now_s <= self.bound_s + GRACE_S + 2 * TICK_S, f"{first} should have started"
         else:
             above = order[: order.index(first)]
-            fixed = [j for j in self.c.running() if j in above or not self._may_be_asked(floor, first, j)]
+            fixed = [j for j in self.c.running() if j in above or not self._may_be_asked(state, first, j)]
             self.head, self.bound_s = first, max(map(self._end_s, fixed), default=self.c.now_s)
 
-    def _may_be_asked(self, floor: AdmissionState, first: str, other: str) -> bool:
-        able = floor.may_ask(self.c.jobs[first])
+    def _may_be_asked(self, state: AdmissionState, first: str, other: str) -> bool:
+        able = state.preemptible_teams(self.c.jobs[first])
         return attained_service.may_be_preempted(self.c.jobs[other]) and (
             able is None or self.c.jobs[other].spec.team in able
         )

@@ -12,8 +12,8 @@ from raytide.core.objects.gang import MemberState, Shape
 from raytide.core.objects.job import JobState
 from raytide.core.objects.plan import Grow, Preempt, Shrink
 from raytide.core.objects.snapshot import MarketConstraint
-from raytide.jobs.admission.priority import COOL_DOWN_S, MAX_PREEMPTIONS
 from raytide.jobs.admission.scheduler import GRACE_S, SETTLE_S, _grow, admission_state, schedule
+from raytide.jobs.lifecycle.attained_service import COOL_DOWN_S, MAX_PREEMPTIONS
 from raytide.scheduling.diagnosis import Unschedulable
 
 
@@ -48,15 +48,15 @@ def test_nobody_grows_while_one_waits_for_the_fleets_own_limit() -> None:
     c.step(GRACE_S)
     c.end(high)
     c.now_s += SETTLE_S
-    floor = admission_state(c.snapshot)
-    order = range(len(floor.jobs))
-    assert [grow.job_id for grow in _grow(floor, order)] == [low]
+    state = admission_state(c.snapshot)
+    order = range(len(state.jobs))
+    assert [grow.job_id for grow in _grow(state, order)] == [low]
     waits = c.submit(gpus(8))
     for constraint in ("rate", "budget"):
-        floor = admission_state(c.snapshot)
-        row = next(row for row, job in enumerate(floor.jobs) if job.id == waits)
-        floor.refused[row] = Unschedulable(constraint, "the fleet would cost more.", "")  # type: ignore[arg-type]
-        assert list(_grow(floor, order)) == []
+        state = admission_state(c.snapshot)
+        row = next(row for row, job in enumerate(state.jobs) if job.id == waits)
+        state.refused[row] = Unschedulable(constraint, "the fleet would cost more.", "")  # type: ignore[arg-type]
+        assert list(_grow(state, order)) == []
 
 
 def test_a_gang_that_cannot_shrink_checkpoints_gives_way_and_is_queued_again() -> None:
@@ -71,7 +71,7 @@ def test_a_gang_that_cannot_shrink_checkpoints_gives_way_and_is_queued_again() -
     assert brief(c.step(GRACE_S / 2)) == [(low, "capacity")]
     assert c.running() == {high: 1}
     assert (c.jobs[low].state, c.jobs[low].preemptions, c.jobs[low].preempted_at_s) == (JobState.QUEUED, 1, c.now_s)
-    assert "gives way to job-2" in c.jobs[low].reason
+    assert "preempted by job-2" in c.jobs[low].reason
     c.end(high)
     c.step(1.0)
     assert c.running() == {low: 2}
@@ -308,7 +308,7 @@ def test_what_is_preempted_goes_on_with_its_service_counted() -> None:
 
 def test_a_storm_is_decided_in_parts_and_comes_to_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     def storm(most: int) -> tuple[Cluster, list[list[tuple[str, str]]]]:
-        monkeypatch.setattr("raytide.jobs.admission.state.MOST_PUSHES", most)
+        monkeypatch.setattr("raytide.jobs.admission.preemption.MOST_PREEMPTORS", most)
         c = Cluster()
         for _ in range(15):
             c.submit(gpus(1), priority="low")

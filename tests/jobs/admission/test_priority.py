@@ -26,7 +26,7 @@ from raytide.simulate.jobs.raytide import GpuCapacity
 HOUR_S = 3600.0
 
 
-def claims(
+def queue_table(
     *rows: tuple[float, float, float, float],
     held: Sequence[int] = (),
     fixed: Sequence[int] = (),
@@ -62,22 +62,22 @@ def claims(
 
 
 def holders(table: QueueTable, total: int) -> list[int]:
-    floor = GpuCapacity.of(table, total)
-    run_cycle(table, floor)
-    assert float(table.gpus[floor.holds].sum()) == total - floor.free
-    return sorted(np.flatnonzero(floor.holds).tolist())
+    state = GpuCapacity.of(table, total)
+    run_cycle(table, state)
+    assert float(table.gpus[state.holds].sum()) == total - state.free
+    return sorted(np.flatnonzero(state.holds).tolist())
 
 
 def test_who_has_no_time_to_lose_goes_first_in_its_class_and_gives_way_to_no_class() -> None:
-    rows = claims((1, 20, 2, 0), (1, 0, 0, 0), (1, 5, 2, 0), urgent=[0], priority=[0, 0, 1])
+    rows = queue_table((1, 20, 2, 0), (1, 0, 0, 0), (1, 5, 2, 0), urgent=[0], priority=[0, 0, 1])
     assert bands(rows).tolist() == [URGENT, NEW, SHORT]
     assert ranked(rows).tolist() == [2, 0, 1]
-    assert holders(claims((1, 20, 2, 0), (1, 0, 0, 1), held=[0], priority=[0, 1]), 1) == [1]
-    assert holders(claims((1, 20, 2, 0), (1, 0, 0, 1), held=[0], urgent=[0], priority=[0, 1]), 1) == [0]
+    assert holders(queue_table((1, 20, 2, 0), (1, 0, 0, 1), held=[0], priority=[0, 1]), 1) == [1]
+    assert holders(queue_table((1, 20, 2, 0), (1, 0, 0, 1), held=[0], urgent=[0], priority=[0, 1]), 1) == [0]
 
 
 def test_least_attained_service_goes_first_and_the_earlier_of_equals() -> None:
-    rows = claims((1, 20, 2, 0), (1, 5, 2, 0), (1, 0, 0, 0), (1, 0.5, 0.5, 0))
+    rows = queue_table((1, 20, 2, 0), (1, 5, 2, 0), (1, 0, 0, 0), (1, 0.5, 0.5, 0))
     assert bands(rows).tolist() == [LONGER, SHORT, NEW, NEW]
     assert ranked(rows).tolist() == [2, 3, 1, 0]
     assert holders(rows, 3) == [1, 2, 3]
@@ -85,66 +85,68 @@ def test_least_attained_service_goes_first_and_the_earlier_of_equals() -> None:
 
 def test_a_higher_class_goes_first_whatever_the_band_and_within_a_band_whose_team_used_less() -> None:
     rows = [(1.0, 0.0, 0.0, 0.0)] * 3
-    assert ranked(claims(*rows, (1, 20, 2, 0), priority=[0, 0, 0, 1])).tolist() == [3, 0, 1, 2]
-    assert ranked(claims(*rows, share=[2.0, 0.0, 1.0])).tolist() == [1, 2, 0]
+    assert ranked(queue_table(*rows, (1, 20, 2, 0), priority=[0, 0, 0, 1])).tolist() == [3, 0, 1, 2]
+    assert ranked(queue_table(*rows, share=[2.0, 0.0, 1.0])).tolist() == [1, 2, 0]
 
 
 def test_a_gang_that_waited_longer_than_the_others_goes_before_all_but_the_new() -> None:
     gang, other, new = (16, 20, 2, 7), (1, 5, 5, 6), (1, 0, 0, 0)
-    assert bands(claims(gang, other, new)).tolist() == [OVERDUE, SHORT, NEW]
-    assert bands(claims(gang, (1, 5, 5, 8), new)).tolist() == [LONGER, SHORT, NEW]
+    assert bands(queue_table(gang, other, new)).tolist() == [OVERDUE, SHORT, NEW]
+    assert bands(queue_table(gang, (1, 5, 5, 8), new)).tolist() == [LONGER, SHORT, NEW]
 
 
 def test_where_it_is_first_come_first_served_the_oldest_that_finds_no_room_waits_for_as_long_as_it_is_there() -> None:
     rows = ((4, 20, 30, 0), (4, 5, 5, 15), (2, 5, 5, 5), (1, 0, 0, 1))
-    assert fair_wait_s(claims(*rows, held=[0, 2])) == 20 * HOUR_S
-    assert fair_wait_s(claims(*rows, held=[0, 1])) == 10 * HOUR_S
-    assert fair_wait_s(claims(*rows, held=[0, 1, 2, 3])) == 0.0
-    assert fair_wait_s(claims((8, 0, 0, 3))) == 3 * HOUR_S
+    assert fair_wait_s(queue_table(*rows, held=[0, 2])) == 20 * HOUR_S
+    assert fair_wait_s(queue_table(*rows, held=[0, 1])) == 10 * HOUR_S
+    assert fair_wait_s(queue_table(*rows, held=[0, 1, 2, 3])) == 0.0
+    assert fair_wait_s(queue_table((8, 0, 0, 3))) == 3 * HOUR_S
 
 
 def test_a_gang_that_waited_longer_than_it_would_among_equals_is_overdue_however_long_the_others_wait() -> None:
     gang, other, late = (16, 20, 2, 7), (1, 5, 5, 8), (1, 0, 0, 6)
-    assert bands(claims(other, gang, late, held=[1])).tolist() == [SHORT, LONGER, NEW], "it would wait for nine hours"
-    assert bands(claims(other, gang, late, held=[0, 1])).tolist() == [SHORT, OVERDUE, NEW], (
+    assert bands(queue_table(other, gang, late, held=[1])).tolist() == [SHORT, LONGER, NEW], (
+        "it would wait for nine hours"
+    )
+    assert bands(queue_table(other, gang, late, held=[0, 1])).tolist() == [SHORT, OVERDUE, NEW], (
         "nobody older than six would"
     )
 
 
 def test_a_gang_is_patient_for_hours_even_where_nobody_else_waits() -> None:
-    assert bands(claims((8, 20, 2, 3.9))).tolist() == [LONGER]
-    assert bands(claims((8, 20, 2, 4.1))).tolist() == [OVERDUE]
+    assert bands(queue_table((8, 20, 2, 3.9))).tolist() == [LONGER]
+    assert bands(queue_table((8, 20, 2, 4.1))).tolist() == [OVERDUE]
 
 
 def test_a_small_job_well_into_its_run_counts_as_short_until_it_ran_for_days() -> None:
-    assert bands(claims((2, 14, 7, 0), (2, 18, 9, 0), (2, 146, 73, 0))).tolist() == [LONGER, SHORT, LAST]
+    assert bands(queue_table((2, 14, 7, 0), (2, 18, 9, 0), (2, 146, 73, 0))).tolist() == [LONGER, SHORT, LAST]
 
 
 def test_only_the_few_that_are_oldest_give_way_to_all_whether_they_ran_or_waited() -> None:
     rows = ((2, 146, 73, 0), (2, 100, 50, 150))
-    assert bands(claims(*rows)).tolist() == [LAST, LAST]
-    assert bands(claims(*rows, old_s=100 * HOUR_S)).tolist() == [SHORT, LAST]
+    assert bands(queue_table(*rows)).tolist() == [LAST, LAST]
+    assert bands(queue_table(*rows, old_s=100 * HOUR_S)).tolist() == [SHORT, LAST]
 
 
 def test_a_gang_that_ran_for_days_does_not_come_last() -> None:
-    assert bands(claims((8, 800, 100, 0))).tolist() == [LONGER]
+    assert bands(queue_table((8, 800, 100, 0))).tolist() == [LONGER]
 
 
 def test_who_runs_for_days_is_not_what_a_gang_is_compared_with() -> None:
-    assert bands(claims((8, 20, 2, 5), (1, 80, 80, 200))).tolist() == [OVERDUE, LAST]
+    assert bands(queue_table((8, 20, 2, 5), (1, 80, 80, 200))).tolist() == [OVERDUE, LAST]
 
 
 def test_a_gang_gets_all_or_nothing_and_smaller_ones_what_it_cannot_use() -> None:
-    assert holders(claims((6, 0, 0, 0), (4, 0, 0, 0), (2, 0, 0, 0)), 8) == [0, 2]
+    assert holders(queue_table((6, 0, 0, 0), (4, 0, 0, 0), (2, 0, 0, 0)), 8) == [0, 2]
 
 
 def test_the_lowest_give_way_and_no_more_of_them_than_must() -> None:
     old, older = (4, 20, 5, 0), (2, 400, 80, 0)
     rows = (old, older, (2, 20, 5, 0), (4, 0, 0, 0))
-    assert holders(claims(*rows, held=[0, 1, 2]), 8) == [0, 3], "the last two are enough"
-    assert holders(claims(*rows, held=[0, 1, 2]), 10) == [0, 2, 3]
-    assert holders(claims(*rows, held=[0, 1, 2], fixed=[1]), 8) == [1, 2, 3]
-    assert holders(claims(*rows, held=[0, 1, 2], cooling=[3]), 8) == [0, 1, 2]
+    assert holders(queue_table(*rows, held=[0, 1, 2]), 8) == [0, 3], "the last two are enough"
+    assert holders(queue_table(*rows, held=[0, 1, 2]), 10) == [0, 2, 3]
+    assert holders(queue_table(*rows, held=[0, 1, 2], fixed=[1]), 8) == [1, 2, 3]
+    assert holders(queue_table(*rows, held=[0, 1, 2], cooling=[3]), 8) == [0, 1, 2]
 
 
 hours = st.floats(0, 200)
@@ -163,14 +165,14 @@ def test_no_gpu_is_given_twice_and_none_is_left_that_somebody_could_use(
         if row[4] and used + row[0] <= total:
             held.append(i)
             used += row[0]
-    table = claims(*(row[:4] for row in rows), held=held, fixed=[i for row, i in fits if row[5]])
-    floor = GpuCapacity.of(table, total)
-    run_cycle(table, floor)
-    assert floor.free >= 0
+    table = queue_table(*(row[:4] for row in rows), held=held, fixed=[i for row, i in fits if row[5]])
+    state = GpuCapacity.of(table, total)
+    run_cycle(table, state)
+    assert state.free >= 0
     order = ranked(table).tolist()
     for place, row in enumerate(order):
-        if not floor.holds[row] and not table.is_held[row]:
-            lower = [r for r in order[place + 1 :] if floor.holds[r] and table.is_held[r] and table.is_preemptible[r]]
-            assert table.gpus[row] > floor.free + sum(table.gpus[r] for r in lower), "he could have pushed"
+        if not state.holds[row] and not table.is_held[row]:
+            lower = [r for r in order[place + 1 :] if state.holds[r] and table.is_held[r] and table.is_preemptible[r]]
+            assert table.gpus[row] > state.free + sum(table.gpus[r] for r in lower), "he could have pushed"
     for row in np.flatnonzero(table.is_held & ~table.is_preemptible):
-        assert floor.holds[row]
+        assert state.holds[row]

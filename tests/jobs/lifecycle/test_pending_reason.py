@@ -83,7 +83,7 @@ def test_7_it_would_take_the_room_of_one_before_it() -> None:
     found = why(c.submit(gpus(1), kind="gang"), c.snapshot)
     assert found.constraint == "behind"
     assert "would take room that job-2 waits for" in found.reason
-    assert "Submitted as preemptible it may start before." in found.remedy
+    assert "A preemptible job may start before." in found.remedy
 
 
 def test_8_the_team_has_used_its_quota_and_others_theirs() -> None:
@@ -94,7 +94,7 @@ def test_8_the_team_has_used_its_quota_and_others_theirs() -> None:
     found = why(c.submit(gpus(4, **H)), c.snapshot)
     assert found.constraint == "quota"
     assert found.reason == (
-        "team blue has 4 of its 4 H100 in use and it needs 4; 0 more may be had, what others leave included."
+        "team blue has 4 of its 4 H100 in use and it needs 4; 0 more are available, borrowing included."
     )
     assert "raise the quota of blue" in found.remedy
 
@@ -103,14 +103,14 @@ def test_9_the_team_may_not_borrow_so_much() -> None:
     c = Cluster(teams=(team("blue", quota={"GPU": 4}, borrow={"GPU": 2}),))
     found = why(c.submit(gpus(8)), c.snapshot)
     assert found.constraint == "quota"
-    assert "it needs 8; 6 more may be had" in found.reason
+    assert "it needs 8; 6 more are available" in found.reason
 
 
 def test_10_what_cannot_be_preempted_may_not_borrow() -> None:
     c = Cluster(teams=(team("blue", quota={"GPU": 4}),))
     found = why(c.submit(gpus(8), kind="gang"), c.snapshot)
     assert found.constraint == "quota"
-    assert "what cannot be preempted may not borrow" in found.reason
+    assert "a job that cannot be preempted may not borrow" in found.reason
     assert found.remedy == "Submit it as preemptible, or wait for the team's own quota."
     assert told(c.submit(gpus(8), kind="gang", preemptible=True), c.snapshot) is None
 

@@ -75,14 +75,14 @@ def used_lately(stored: Iterable[StoredTeam], jobs: Iterable[Job], now_s: float)
 
 
 def uses(snapshot: Snapshot) -> dict[str, TeamUse]:
-    floor = admission_state(snapshot)
-    names = sorted(floor.quotas.limited)
+    state = admission_state(snapshot)
+    names = sorted(state.quotas.limited)
     return {
         team.name: TeamUse(
-            used={name: floor.quotas.held(team.name, name) for name in names},
-            own={name: floor.quotas.subtree_quota(team.name, name) for name in names},
-            available={name: max(0.0, floor.quotas.available(team.name, name)) for name in names},
-            committed_micro_usd=floor.budgets.committed[team.name],
+            used={name: state.quotas.held(team.name, name) for name in names},
+            own={name: state.quotas.subtree_quota(team.name, name) for name in names},
+            available={name: max(0.0, state.quotas.available(team.name, name)) for name in names},
+            committed_micro_usd=state.budgets.committed[team.name],
             recent_gpu_h=team.recent_gpu_s / 3600.0,
         )
         for team in snapshot.teams

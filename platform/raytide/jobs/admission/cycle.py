@@ -1,10 +1,10 @@
-"""One pass over the queue: everybody in order takes room that is free, or room that lower ones give way for. Pure.
+"""One scheduling cycle: each waiting row, in order, is admitted to free room, or preempts lower ones.
 
-It knows nothing of nodes: a Floor says what fits. The live queue's floor has nodes, quotas and budgets (`floor.py`),
-the simulator's counts GPUs.
+The cycle knows nothing of nodes: a `Capacity` does. That of the live queue has nodes, quotas and budgets
+(`preemption.py`), that of the simulator counts GPUs.
 
-There is no cycle: at one instant who gives way stands below, in one order, whom it gives way to; later it preempts
-nobody until its cool-down is over; and nobody is preempted more than `MAX_PREEMPTIONS` times.
+Preemption cannot go in circles: within a cycle victims are below their preemptor in one order; a preempted job preempts
+none until its cool-down is over; and no job is preempted more than `MAX_PREEMPTIONS` times.
 """
 
 from __future__ import annotations
@@ -18,47 +18,46 @@ import numpy as np
 from raytide.jobs.admission.priority import Ints, QueueTable, ranked, waiting
 
 Victims = Callable[[], Ints]
-"""Who gives way, the first one first."""
+"""Returns the rows that may be preempted, in that order."""
 
 
 class Capacity(Protocol):
     def first(self, waiting: Ints) -> int | None:
-        """The place in `waiting` of the first that may find room; those before it are passed over."""
+        """The index in `waiting` of the first row that may find room; those before it are skipped."""
         ...
 
     def admit(self, row: int) -> bool:
-        """Take room that is free for a waiting row."""
+        """Admits a waiting row to free room."""
         ...
 
     def preempt(self, row: int, victims: Victims) -> Sequence[int]:
-        """Take room that `victims` give way for: the first of them, and as few as will do.
+        """Admits a row to the room of as few `victims` as necessary, the first of them.
 
-        Those that give way whole are returned; none when it takes none, or when it was enough that some shrink.
+        Returns the rows that are preempted whole: none if it was not admitted, or if shrinking gangs was enough.
         """
         ...
 
 
-def run_cycle(claims: QueueTable, floor: Capacity) -> Ints:
-    """Seat whom there is room for, in the order that is returned. What came of it is the floor's to tell."""
-    order = ranked(claims)
+def run_cycle(table: QueueTable, capacity: Capacity) -> Ints:
+    """Admits the rows that find room; returns all waiting rows in the order in which they were tried."""
+    order = ranked(table)
     rank = np.empty(len(order), dtype=np.int64)
     rank[order] = np.arange(len(order))
-    there = claims.is_held & claims.is_preemptible & ~claims.is_urgent
-    lowest = order[there[order]][::-1]
+    is_candidate = table.is_held & table.is_preemptible & ~table.is_urgent
+    lowest = order[is_candidate[order]][::-1]
     height = -rank[lowest]
-    tried = left = waiting(claims, order)
-    while (at := floor.first(left)) is not None:
+    tried = left = waiting(table, order)
+    while (at := capacity.first(left)) is not None:
         row, left = int(left[at]), left[at + 1 :]
-        if floor.admit(row):
+        if capacity.admit(row):
             continue
-        if gone := floor.preempt(row, partial(_below, claims, lowest, height, row, rank)):
-            there[list(gone)] = False
-            stay = there[lowest]
+        if gone := capacity.preempt(row, partial(_below, table, lowest, height, row, rank)):
+            is_candidate[list(gone)] = False
+            stay = is_candidate[lowest]
             lowest, height = lowest[stay], height[stay]
     return tried
 
 
-def _below(claims: QueueTable, lowest: Ints, height: Ints, row: int, rank: Ints) -> Ints:
-    """Who gives way to the row, of those after it in the order: the lowest class and band first, within one who came
-    last. `lowest`: everybody who does, in that order. `height`: where they stand."""
-    return lowest[: 0 if claims.in_cooldown[row] else height.searchsorted(-rank[row])]
+def _below(table: QueueTable, lowest: Ints, height: Ints, row: int, rank: Ints) -> Ints:
+    """The candidates after this row in the order, from the end; none during its cool-down."""
+    return lowest[: 0 if table.in_cooldown[row] else height.searchsorted(-rank[row])]

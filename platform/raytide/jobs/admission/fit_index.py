@@ -1,4 +1,4 @@
-"""How many members of each kind a room holds, counted once and then node by node where something changed. Pure."""
+"""How many members of each kind fit: counted once, then updated for the nodes that changed."""
 
 from __future__ import annotations
 
@@ -12,80 +12,84 @@ from raytide.scheduling.state import SchedulingState
 
 @dataclass(slots=True, eq=False)
 class FitCount:
-    """Of one kind of members."""
+    """The count for one kind of member."""
 
     need: Need
-    """None where a node of no type has what they need."""
+    """Empty if no node has a resource that they need."""
     labels: Mapping[str, str]
-    on: dict[int, int]
-    """By row of the grid: how many are free there."""
-    there: int
+    ready_only: bool
+    by_row: dict[int, int]
+    """Free places by row of the node table."""
+    on_nodes: int
     to_buy: int
-    """How many nodes that can be had would hold."""
-    is_able: dict[int, bool]
-    """By row: whether the node carries the labels, where that was looked up."""
+    """Places on nodes that can be bought."""
+    is_eligible: dict[int, bool]
+    """By row: whether the node has the labels (and is ready), where that was looked up."""
     bought: int
-    """How many nodes were bought when that was counted."""
-    seen: int
-    """How many of the changes are counted."""
+    """The number of bought nodes when `to_buy` was computed."""
+    changes_seen: int
 
     @property
     def total(self) -> int:
-        return self.there + self.to_buy
+        return self.on_nodes + self.to_buy
 
 
 @dataclass(slots=True, eq=False)
 class FitIndex:
     room: SchedulingState
     _changed: list[int] = field(default_factory=list)
-    """Rows of the grid, in the order in which something was taken or given there."""
-    _tallies: dict[int, FitCount] = field(default_factory=dict)
+    """Rows whose free resources changed, in order."""
+    _counts: dict[tuple[int, bool], FitCount] = field(default_factory=dict)
     _free: dict[int, list[float]] = field(default_factory=dict)
-    """By row of the grid, where it was looked up since it changed."""
 
-    def changed(self, node_id: str) -> None:
-        if (at := self.room.rows.get(node_id)) is not None:
-            self._changed.append(at)
-            self._free.pop(at, None)
+    def mark_changed(self, node_id: str) -> None:
+        if (row := self.room.rows.get(node_id)) is not None:
+            self._changed.append(row)
+            self._free.pop(row, None)
 
-    def free_at(self, at: int) -> list[float]:
-        """By column of the grid; not to be changed."""
-        if (found := self._free.get(at)) is None:
-            found = self._free[at] = self.room.node_table.free_at(at)
+    def free_at(self, row: int) -> list[float]:
+        """Free resources by column of the node table; callers must not change the list."""
+        if (found := self._free.get(row)) is None:
+            found = self._free[row] = self.room.node_table.free_at(row)
         return found
 
-    def most(self, ask: ShapeRequest) -> int:
-        """How many members there would be room for, nodes to be bought included: at most so many, that is."""
-        return self.tally(ask).total
+    def count(self, request: ShapeRequest, *, ready_only: bool = False) -> FitCount:
+        """An upper bound of the members that fit: on ready nodes only, or on all nodes and those that can be bought."""
+        key = (request.member_key, ready_only)
+        if (count := self._counts.get(key)) is None:
+            count = self._counts[key] = self._count(request, ready_only)
+        if count.changes_seen < len(self._changed):
+            for row in {*self._changed[count.changes_seen :]}:
+                count.on_nodes += (now := self.members_at(count, row, self.free_at(row))) - count.by_row.get(row, 0)
+                count.by_row[row] = now
+            count.changes_seen = len(self._changed)
+        if not ready_only and count.bought < len(self.room.bought):
+            count.to_buy, count.bought = self.room.offerings.most(request.shape), len(self.room.bought)
+        return count
 
-    def tally(self, ask: ShapeRequest) -> FitCount:
-        if (tally := self._tallies.get(ask.member)) is None:
-            tally = self._tallies[ask.member] = self._count(ask)
-        if tally.seen < len(self._changed):
-            for at in {*self._changed[tally.seen :]}:
-                tally.there += (now := self.holding(tally, at, self.free_at(at))) - tally.on.get(at, 0)
-                tally.on[at] = now
-            tally.seen = len(self._changed)
-        if tally.bought < len(self.room.bought):
-            tally.to_buy, tally.bought = self.room.offerings.most(ask.shape), len(self.room.bought)
-        return tally
+    def members_at(self, count: FitCount, row: int, free: list[float]) -> int:
+        """The members that the node of this row would hold with these free resources."""
+        if (is_eligible := count.is_eligible.get(row)) is None:
+            nodes = self.room.node_table
+            is_eligible = bool(count.need) and nodes.matches(row, count.labels)
+            is_eligible = is_eligible and not (count.ready_only and not nodes.is_ready(row))
+            count.is_eligible[row] = is_eligible
+        return members_in(count.need, free) if is_eligible else 0
 
-    def holding(self, tally: FitCount, at: int, free: list[float]) -> int:
-        """How many the node of this row would hold with so much free."""
-        if (is_able := tally.is_able.get(at)) is None:
-            is_able = tally.is_able[at] = bool(tally.need) and self.room.node_table.matches(at, tally.labels)
-        return members_in(tally.need, free) if is_able else 0
-
-    def _count(self, ask: ShapeRequest) -> FitCount:
-        grid, shape = self.room.node_table, ask.shape
-        rows, many = grid.rows_with_room(shape.resources, shape.labels)
+    def _count(self, request: ShapeRequest, ready_only: bool) -> FitCount:
+        nodes, shape = self.room.node_table, request.shape
+        rows, counts = nodes.rows_with_room(shape.resources, shape.labels)
+        by_row = dict(zip(rows.tolist(), counts.tolist(), strict=True))
+        if ready_only:
+            by_row = {row: count for row, count in by_row.items() if nodes.is_ready(row)}
         return FitCount(
-            need=grid.columns(shape.resources),
+            need=nodes.columns(shape.resources),
             labels=shape.labels,
-            on=dict(zip(rows.tolist(), many.tolist(), strict=True)),
-            there=int(many.sum()),
-            to_buy=self.room.offerings.most(shape),
-            is_able={},
+            ready_only=ready_only,
+            by_row=by_row,
+            on_nodes=sum(by_row.values()),
+            to_buy=0 if ready_only else self.room.offerings.most(shape),
+            is_eligible={},
             bought=len(self.room.bought),
-            seen=len(self._changed),
+            changes_seen=len(self._changed),
         )

@@ -1,246 +1,235 @@
-"""Who gives way to a job that finds no room: borrowers first, seats that can be spared before whole gangs. Pure."""
+"""Preemption: which gangs may be victims, in which order, and the eviction of those that are selected."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
-from raytide.core.objects.gang import Member, Shape
+import numpy as np
+
+from raytide.core.objects.gang import Lease
 from raytide.core.objects.job import Job
-from raytide.core.objects.node import Resources, plus
 from raytide.jobs.admission import usage
-from raytide.jobs.admission.fit_index import FitCount, FitIndex
-from raytide.jobs.admission.priority import Ints
+from raytide.jobs.admission.cycle import Victims
+from raytide.jobs.admission.fit_index import FitIndex
+from raytide.jobs.admission.priority import Bools, Ints
 from raytide.jobs.admission.shape_request import ShapeRequest
+from raytide.jobs.admission.state import AdmissionState
+from raytide.jobs.admission.victims import GangVictims, Simulation, Victim, gang_victims_in_order, select_victims
+from raytide.jobs.lifecycle import attained_service
 from raytide.jobs.quota import Quotas
-from raytide.scheduling.node_table import Need
-from raytide.scheduling.state import Placements
+from raytide.scheduling.diagnosis import Unschedulable
+from raytide.scheduling.state import SchedulingState
 
-if TYPE_CHECKING:
-    from raytide.jobs.admission.state import AdmissionState
-
-
-@dataclass(slots=True, eq=False)
-class Victim:
-    """Seats of a gang that can only be taken together: one that it can spare, or all that it cannot."""
-
-    row: int
-    members: tuple[Member, ...]
-    is_rest: bool
-    team: str
-    quota: Resources
-    """What they count."""
-    need: Need
-    """What each of them holds of a node."""
-    at: tuple[int, ...]
-    """The rows of the grid where they are; without those that wait for a node."""
-
-    @classmethod
-    def of(cls, floor: AdmissionState, row: int, members: tuple[Member, ...], need: Need, *, is_rest: bool) -> Victim:
-        quota: Resources = floor.quota_of(row, members[0])
-        for member in members[1:]:
-            quota = plus(quota, floor.quota_of(row, member))
-        rows = [floor.room.rows.get(floor.node_of(row, member)) for member in members]
-        at = tuple([at for at in rows if at is not None])
-        return cls(row, members, is_rest, floor.jobs[row].spec.team, quota, need, at)
+MOST_PREEMPTORS = 100
+"""Jobs that preempt others in one cycle; the next tick continues. This bounds the checkpoints written at once, and the
+time of a cycle."""
 
 
 @dataclass(slots=True, eq=False)
-class Units:
-    """What a gang can be asked for: seats that it can spare, the last first, then what is left of it whole."""
+class PreemptionCandidates:
+    """The rows that hold a lease and may be preempted. Arrays are indexed by row, except `latest`."""
 
-    spare: tuple[Victim, ...]
-    rest: tuple[Victim, ...]
+    is_candidate: Bools
+    team: Ints
+    team_numbers: Mapping[str, int]
+    latest: Ints
+    """The candidates, last admitted first."""
+    _last_lookup: tuple[frozenset[str], Bools] | None = None
+    """Teams, and by row whether it belongs to one of them."""
 
     @classmethod
-    def of(cls, floor: AdmissionState, row: int) -> Units:
-        lease, gone = floor.leases[row], floor.away.get(row, ())
-        kept = [member for member in usage.retained_members(lease) if member.index not in gone]
-        spare, rest = kept[lease.shape.at_least :][::-1], tuple(kept[: lease.shape.at_least])
-        need = floor.room.node_table.columns(lease.shape.resources)
-        return cls(
-            tuple([Victim.of(floor, row, (member,), need, is_rest=False) for member in spare]),
-            (Victim.of(floor, row, rest, need, is_rest=True),) if rest else (),
-        )
+    def of(cls, jobs: Sequence[Job], leases: Mapping[int, Lease]) -> PreemptionCandidates:
+        rows = [row for row in leases if attained_service.may_be_preempted(jobs[row])]
+        names = {name: number for number, name in enumerate(dict.fromkeys(job.spec.team for job in jobs))}
+        is_candidate = np.zeros(len(jobs), dtype=bool)
+        is_candidate[rows] = True
+        latest = sorted(rows, key=lambda row: (-leases[row].created_at_s, -row))
+        team = np.array([names[job.spec.team] for job in jobs], dtype=np.int64)
+        return cls(is_candidate, team, names, np.array(latest, dtype=np.int64))
 
-    def without(self, gone: Collection[Victim]) -> Units:
-        """Once these give way. Who is asked for the rest has let go of all that it can spare."""
-        return Units(
-            tuple(unit for unit in self.spare if unit not in gone),
-            tuple(unit for unit in self.rest if unit not in gone),
-        )
+    def remove(self, rows: Iterable[int]) -> None:
+        self.is_candidate[list(rows)] = False
 
+    def for_borrower(self, lower: Ints, borrowing: frozenset[str], team: str, *, any_team: bool) -> Iterator[int]:
+        """The rows below: borrowers first, then those of any team or of its own only."""
+        borrows = self._belongs_to(borrowing)[lower]
+        yield from lower[borrows].tolist()
+        others = lower[~borrows]
+        yield from (others if any_team else others[self.team[others] == self.team_numbers[team]]).tolist()
 
-def select_victims(
-    floor: AdmissionState, row: int, asks: Sequence[ShapeRequest], lower: Ints, *, is_own: bool
-) -> list[Victim]:
-    """The seats that make room for one of what the row asks: as few as will do. Empty when not even all of them would.
+    def for_owner(self, lower: Ints, borrowing: frozenset[str], team: str) -> Iterator[int]:
+        """Reclaim of nominal quota: all borrowers first, whatever their place in the order, then the rows below."""
+        is_lower = np.zeros(len(self.is_candidate), dtype=bool)
+        is_lower[lower] = True
+        borrowers = self.is_candidate & self._belongs_to(borrowing) & (self.team != self.team_numbers[team])
+        first = self.latest[borrowers[self.latest]]
+        yield from first[is_lower[first]].tolist()
+        yield from first[~is_lower[first]].tolist()
+        yield from lower[~borrowers[lower]].tolist()
 
-    `lower` are the rows below it in the order, the lowest first. `is_own`: it takes its team's own quota back.
-    """
-    units = _units(floor, _asked(floor, floor.jobs[row], lower, is_own=is_own))
-    if (first := next(units, None)) is None:
-        return []
-    trial, freed = Simulation(floor, row, asks), list[Victim]()
-    for unit in chain((first,), units) if not trial.fits() else ():
-        freed.append(unit)
-        if trial.free(unit) and trial.fits():
-            chosen = _needed(trial, freed)
-            trial.end()
-            return chosen[::-1]
-    trial.end()
-    return []
-
-
-def _needed(trial: Simulation, freed: list[Victim]) -> list[Victim]:
-    """Of units that all give way, those that have to. What a gang could spare is of no use to it without the rest."""
-    if len(freed) == 1:
-        return freed
-    rests = _least(trial, [unit for unit in freed if unit.is_rest], freed[-1])
-    whole = {unit.row for unit in rests}
-    spare = [unit for unit in freed if not unit.is_rest]
-    bound = [unit for unit in spare if unit.row in whole]
-    return [*rests, *bound[::-1], *_least(trial, [unit for unit in spare if unit.row not in whole], freed[-1])]
-
-
-def _least(trial: Simulation, units: Sequence[Victim], last: Victim) -> list[Victim]:
-    """From the last on, each that is not needed holds on to its seats. Without the `last` of all there was no room."""
-    needed = []
-    for unit in reversed(units):
-        if unit is not last:
-            if trial.hold(unit) and trial.fits():
-                continue
-            trial.free(unit)
-        needed.append(unit)
-    return needed
-
-
-def _asked(floor: AdmissionState, job: Job, lower: Ints, *, is_own: bool) -> Iterator[int]:
-    """Who is asked, in turn: see `Floor.may_ask`."""
-    need = floor.asks.first(job).least
-    borrowing = floor.quotas.borrowing(need)
-    if is_own:
-        return floor.givers.asked_for_own(lower, borrowing, job.spec.team)
-    everybody = floor.quotas.limited.isdisjoint(need)
-    return floor.givers.asked(lower, borrowing, job.spec.team, everybody=everybody)
-
-
-def _units(floor: AdmissionState, rows: Iterable[int]) -> Iterator[Victim]:
-    """Seats that can be spared one by one, then what is left of each gang whole."""
-    seen = []
-    for row in rows:
-        seen.append(units := floor.units(row))
-        yield from units.spare
-    for units in seen:
-        yield from units.rest
+    def _belongs_to(self, teams: frozenset[str]) -> Bools:
+        """By row: whether its team is one of these, which are mostly those of the previous call."""
+        if self._last_lookup is None or (self._last_lookup[0] is not teams and self._last_lookup[0] != teams):
+            among = np.zeros(len(self.team_numbers) + 1, dtype=bool)
+            among[[self.team_numbers.get(team, -1) for team in teams]] = True
+            among[-1] = False
+            self._last_lookup = teams, among[self.team]
+        return self._last_lookup[1]
 
 
 @dataclass(slots=True, eq=False)
 class PreemptibleCapacity:
-    """The space and the quota there would be if everybody gave way who may: who finds none there need not push."""
+    """The room and quota if every candidate were preempted: an upper bound that most hopeless searches fail."""
 
-    space: FitIndex
+    index: FitIndex
     quotas: Quotas
 
-    @classmethod
-    def of(cls, floor: AdmissionState) -> PreemptibleCapacity:
-        room, quotas = floor.space.room.copy(), floor.quotas.copy()
-        for row in floor.givers.latest.tolist():
-            for unit in (*floor.units(row).spare, *floor.units(row).rest):
-                for at in unit.at:
-                    room.node_table.release_columns(at, unit.need)
-                quotas.release(unit.team, unit.quota)
-        return cls(FitIndex(room), quotas)
+    def add(self, victim: Victim) -> None:
+        for at in victim.at:
+            self.index.room.node_table.release_columns(at, victim.need)
+        self.quotas.release(victim.team, victim.quota)
 
-    def take(self, team: str, shape: Shape, need: Resources, placed: Placements, *, is_preemptible: bool) -> None:
-        self.quotas.reserve(team, need, is_preemptible=is_preemptible)
-        for seat in placed:
-            self.space.room.reserve(seat.node_id, shape.resources)
-            self.space.changed(seat.node_id)
+    def reserve(self, state: AdmissionState, row: int) -> None:
+        """Takes out what was just admitted."""
+        admission, team = state.admitted[row], state.jobs[row].spec.team
+        types = usage.placed_types(admission.placed, state.snapshot.node_types)
+        quota = usage.quota_usage(admission.shape, types)
+        self.quotas.reserve(team, quota, is_preemptible=state.is_preemptible[row])
+        for slot in admission.placed:
+            self.index.room.reserve(slot.node_id, admission.shape.resources)
+            self.index.mark_changed(slot.node_id)
 
-    def has_room(self, team: str, asks: Iterable[ShapeRequest], *, is_preemptible: bool) -> bool:
+    def fits(self, team: str, requests: Iterable[ShapeRequest], *, is_preemptible: bool) -> bool:
         return any(
-            self.space.most(ask) >= ask.at_least
-            and self.quotas.lacking(team, ask.least, is_preemptible=is_preemptible) is None
-            for ask in asks
+            self.index.count(request).total >= request.at_least
+            and self.quotas.lacking(team, request.least, is_preemptible=is_preemptible) is None
+            for request in requests
         )
 
 
-class Simulation:
-    """What if these seats gave way? The space is only looked at; the quotas are changed once there is room, and left as
-    they were found."""
-
-    def __init__(self, floor: AdmissionState, row: int, asks: Iterable[ShapeRequest]) -> None:
-        self.floor, self.row, self.space = floor, row, floor.space
-        self.what_ifs = [_WhatIf(ask, self.space.tally(ask)) for ask in asks]
-        self.free_on: dict[int, list[float]] = {}
-        self.freed: dict[Victim, None] = {}
-        self.given: dict[Victim, None] = {}
-        """Those whose quota was given back."""
-        self.unsettled: list[Victim] = []
-        """Freed or held since then."""
-
-    def fits(self) -> bool:
-        for what_if in self.what_ifs:
-            if what_if.total >= what_if.least:
-                self._settle()
-                if self.floor.lacks(self.row, what_if.ask.least) is None:
-                    return True
-        return False
-
-    def free(self, unit: Victim) -> bool:
-        """Whether there is room then, quotas aside."""
-        self.freed[unit] = None
-        self.unsettled.append(unit)
-        return self._change(unit, 1.0)
-
-    def hold(self, unit: Victim) -> bool:
-        """Whether there still is."""
-        del self.freed[unit]
-        self.unsettled.append(unit)
-        return self._change(unit, -1.0)
-
-    def end(self) -> None:
-        for unit in self.given:
-            self.floor.quotas.reserve(unit.team, unit.quota)
-
-    def _settle(self) -> None:
-        for unit in self.unsettled:
-            if unit in self.freed and unit not in self.given:
-                self.floor.quotas.release(unit.team, unit.quota)
-                self.given[unit] = None
-            elif unit in self.given and unit not in self.freed:
-                self.floor.quotas.reserve(unit.team, unit.quota)
-                del self.given[unit]
-        self.unsettled.clear()
-
-    def _change(self, unit: Victim, sign: float) -> bool:
-        space, free_on = self.space, self.free_on
-        for at in unit.at:
-            if (free := free_on.get(at)) is None:
-                free = free_on[at] = space.free_at(at).copy()
-            for column, amount in unit.need:
-                free[column] += sign * amount
-            for what_if in self.what_ifs:
-                if (before := what_if.on.get(at)) is None:
-                    before = what_if.tally.on.get(at, 0)
-                what_if.on[at] = now = space.holding(what_if.tally, at, free)
-                what_if.total += now - before
-        return any(what_if.total >= what_if.least for what_if in self.what_ifs)
-
-
 @dataclass(slots=True, eq=False)
-class _WhatIf:
-    """How many members there would be room for."""
+class Preemptor:
+    """The `Capacity` of the live queue: admits jobs into free room, or preempts others for them."""
 
-    ask: ShapeRequest
-    least: int
-    tally: FitCount
-    total: int
-    on: dict[int, int]
-    """Where it differs from the tally, by row of the grid."""
+    state: AdmissionState
+    candidates: PreemptionCandidates
+    count: int = 0
+    """Jobs for which others were preempted."""
+    _capacity: PreemptibleCapacity | None = None
+    _hopeless: set[tuple[object, ...]] = field(default_factory=set)
+    """Kinds of requests for which no victims were found."""
+    _gangs: dict[int, GangVictims] = field(default_factory=dict)
 
-    def __init__(self, ask: ShapeRequest, tally: FitCount) -> None:
-        self.ask, self.least, self.tally, self.total, self.on = ask, ask.at_least, tally, tally.total, {}
+    @classmethod
+    def of(cls, state: AdmissionState) -> Preemptor:
+        return cls(state, PreemptionCandidates.of(state.jobs, state.leases))
+
+    def first(self, waiting: Ints) -> int | None:
+        """Every row is tried, and gets its reason, until too many have preempted others."""
+        if self.count < MOST_PREEMPTORS:
+            return 0 if len(waiting) else None
+        reason = f"{self.count} jobs before it preempt others in this decision."
+        refusal = Unschedulable("behind", reason, "No action needed: it is reconsidered on the next tick.")
+        self.state.refused |= dict.fromkeys(waiting.tolist(), refusal)
+        return None
+
+    def admit(self, row: int) -> bool:
+        if not self.state.admit(row):
+            return False
+        if self._capacity is not None:
+            self._capacity.reserve(self.state, row)
+        return True
+
+    def preempt(self, row: int, victims: Victims) -> Sequence[int]:
+        state, constraint = self.state, self.state.refused[row].constraint
+        requests = state.affordable_shapes(row).affordable
+        if constraint not in ("capacity", "stock", "quota", "budget") or not requests:
+            return ()
+        if (gone := self._preempt_for(row, victims, requests)) is not None:
+            return gone
+        if state.head is None and constraint in ("capacity", "stock"):
+            state.head, state.room_after_head = row, self._room_after(state.jobs[row])
+        return ()
+
+    def victims_of(self, row: int) -> GangVictims:
+        """The members of a gang that have not been preempted yet."""
+        if (found := self._gangs.get(row)) is None:
+            found = self._gangs[row] = GangVictims.of(self.state, row)
+        return found
+
+    def evict(self, victims: Sequence[Victim], by: str, place: Callable[[], bool]) -> list[int] | None:
+        """Preempts the victims for `by` and calls `place`. Returns the rows of which nothing is left; None, with
+        everything undone, if `place` fails: members may belong in one domain, or their accelerators exceed a quota."""
+        for victim in victims:
+            self.state.release(victim.row, victim.members, by)
+        if not place():
+            for victim in victims:
+                self.state.undo_release(victim.row, victim.members)
+            return None
+        rows = list(dict.fromkeys(victim.row for victim in victims))
+        for row in rows:
+            self._gangs.pop(row, None)
+        gone = [row for row in rows if not self.victims_of(row).minimum]
+        self.candidates.remove(gone)
+        return gone
+
+    def _preempt_for(self, row: int, victims: Victims, requests: Sequence[ShapeRequest]) -> list[int] | None:
+        """Admits the row in the place of lower ones; returns the rows of which nothing is left, None if it cannot."""
+        state, job, is_preemptible = self.state, self.state.jobs[row], self.state.is_preemptible[row]
+        is_behind_head = state.head is not None and not is_preemptible
+        if is_behind_head or attained_service.in_cooldown(job, state.snapshot.at_s):
+            return None
+        is_owner, over_limit = state.may_reclaim(job), bool(state.affordable_shapes(row).over_soft_limit)
+        key = (job.spec.team, is_preemptible, is_owner, over_limit, *[request.key for request in requests])
+        if key in self._hopeless:
+            return None
+        chosen: list[Victim] = []
+        if self.capacity.fits(job.spec.team, requests, is_preemptible=is_preemptible):
+            simulation = Simulation(state, requests, lambda each: state.lacking_quota(row, each.least) is None)
+            rows = self._rows_in_order(job, victims(), is_owner=is_owner)
+            chosen = select_victims(simulation, gang_victims_in_order(map(self.victims_of, rows)))
+        gone = self.evict(chosen, job.id, partial(self.admit, row)) if chosen else None
+        if gone is not None:
+            self.count += 1
+        elif not (chosen and state.refused[row].constraint == "budget"):  # another job may be able to pay
+            self._hopeless.add(key)
+        return gone
+
+    def _rows_in_order(self, job: Job, lower: Ints, *, is_owner: bool) -> Iterator[int]:
+        """The candidates in the order of preemption: see `AdmissionState.preemptible_teams`."""
+        need = self.state.requests.first(job).least
+        borrowing = self.state.quotas.borrowing(need)
+        if is_owner:
+            return self.candidates.for_owner(lower, borrowing, job.spec.team)
+        any_team = self.state.quotas.limited.isdisjoint(need)
+        return self.candidates.for_borrower(lower, borrowing, job.spec.team, any_team=any_team)
+
+    @property
+    def capacity(self) -> PreemptibleCapacity:
+        if self._capacity is None:
+            self._capacity = PreemptibleCapacity(FitIndex(self.state.room.copy()), self.state.quotas.copy())
+            for row in self.candidates.latest.tolist():
+                for victim in (*self.victims_of(row).spare, *self.victims_of(row).minimum):
+                    self._capacity.add(victim)
+        return self._capacity
+
+    def _room_after(self, head: Job) -> SchedulingState:
+        """The room left once all that the head waits for has ended or yielded, and the head has started."""
+        state, room = self.state, self.state.room.copy()
+        for admission in state.admitted.values():
+            for slot in admission.placed:
+                room.release(slot.node_id, admission.shape.resources)
+        waits_since_s = max(head.submitted_at_s, head.preempted_at_s or 0.0)
+        teams = state.preemptible_teams(head)
+        for row, lease in state.leases.items():
+            may_preempt = self.candidates.is_candidate[row] and (teams is None or state.jobs[row].spec.team in teams)
+            if may_preempt or lease.created_at_s <= waits_since_s:
+                for member in usage.retained_members(lease):
+                    if member.index not in state.yielded.get(row, ()):
+                        room.release(state.node_of(row, member), lease.shape.resources)
+        for shape in head.spec.gang.shapes:
+            if not isinstance(room.place(shape, shape.at_least, subject="it"), Unschedulable):
+                break
+        return room

@@ -1,7 +1,7 @@
-"""Who starts, who gives way and who grows now: the queue's part of a decision. Pure.
+"""The queue's part of a decision: which jobs are admitted, which gangs are preempted or shrink, which grow.
 
-Everybody in the order of `order.py` takes room that is there, may be bought, or is held by lower ones that give way. A
-job may be admitted to seats that are still being vacated: its members get them within `GRACE_S`, and nobody else does.
+In the order of `priority.py`, each job takes room that is free, that can be bought, or that lower ones yield. A job may
+be admitted to slots that are still being vacated: its members get them within `GRACE_S`, and no other job does.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from raytide.core.objects.plan import Action, Admit, Grow, Preempt, Shrink, Wait
 from raytide.core.objects.snapshot import Snapshot
 from raytide.jobs.admission import usage
 from raytide.jobs.admission.cycle import run_cycle
+from raytide.jobs.admission.preemption import Preemptor
 from raytide.jobs.admission.priority import Bools, Floats, QueueTable, ranked
 from raytide.jobs.admission.serving_reclaim import reclaim_for_serving
 from raytide.jobs.admission.shape_request import ShapeRequest, ShapeRequests
@@ -31,37 +32,37 @@ from raytide.scheduling.market_constraint import alternatives, constrain, withou
 from raytide.scheduling.state import Placements, SchedulingState
 
 GRACE_S = 30.0
-"""How long seats that give way are usable at most: for a checkpoint, and for the rest to go on without them."""
+"""How long yielding members stay usable at most: for a checkpoint, and for the rest to form again without them."""
 SETTLE_S = 15.0
-"""A seat that was given away is not given back sooner."""
+"""A parked member does not come back sooner."""
 
 
 def schedule(snapshot: Snapshot, room: SchedulingState | None = None) -> tuple[Action, ...]:
-    """An Admit or Wait for each job in the queue, in its order; before them who gives way, after them who grows.
+    """Preempts and Shrinks, then an Admit or Wait for each queued job in its order, then Grows.
 
-    `room`: of the snapshot, when that is there already; it is changed.
+    `room` is that of the snapshot, if there is one already; it is changed.
     """
-    waiting = queued_jobs(snapshot)
     if not snapshot.ray_answers:
-        silent = "Ray does not answer, so nobody knows what is free."
-        return tuple(Wait(job.id, "signal", silent, "See `raytide doctor`.") for job in waiting)
-    floor = admission_state(snapshot, room)
-    claims = queue_table(floor)
-    for row in np.flatnonzero(claims.within_nominal_quota).tolist():
-        floor.waits_for_own(row)
-    drained = [*_enforce_budgets(floor, claims), *_change_shape(floor, claims)]
-    reclaim_for_serving(floor, claims)
-    tried = run_cycle(claims, floor).tolist()
-    return (*drained, *_give_way(floor), *_verdicts(floor, tried), *_grow(floor, ranked(claims).tolist()))
+        silent = "Ray does not answer, so it is unknown which resources are free."
+        return tuple(Wait(job.id, "signal", silent, "See `raytide doctor`.") for job in queued_jobs(snapshot))
+    state = admission_state(snapshot, room)
+    table = queue_table(state)
+    for row in np.flatnonzero(table.within_nominal_quota).tolist():
+        state.add_quota_owner(row)
+    whole = [*_enforce_budgets(state, table), *_change_shape(state, table)]
+    preemptor = Preemptor.of(state)
+    reclaim_for_serving(preemptor, table)
+    tried = run_cycle(table, preemptor).tolist()
+    return (*whole, *_preemptions(state), *_verdicts(state, tried), *_grow(state, ranked(table).tolist()))
 
 
 def queued_jobs(snapshot: Snapshot) -> tuple[Job, ...]:
-    """Jobs that wait for a lease, who was submitted first first."""
+    """Jobs that wait for a lease, oldest submission first."""
     return tuple(job for job in snapshot.jobs if job.state is JobState.QUEUED and not job.stop_requested)
 
 
 def admission_state(snapshot: Snapshot, room: SchedulingState | None = None) -> AdmissionState:
-    """What is there before this decision: seats that give way already count as free, promised ones as taken."""
+    """The state before the cycle: resources of yielding members are free, those nominated for members are taken."""
     room, types = room or SchedulingState.of(snapshot), usage.node_types_by_id(snapshot)
     for lease in snapshot.leases:
         for member in lease.members:
@@ -71,59 +72,65 @@ def admission_state(snapshot: Snapshot, room: SchedulingState | None = None) -> 
     hosts = usage.node_types_by_ray_id(snapshot)
     for view in snapshot.endpoints:
         quotas.reserve(view.endpoint.spec.team, usage.replica_quota(view, hosts), is_preemptible=False)
+    is_preemptible = [attained_service.may_be_preempted(job) for job in snapshot.jobs]
     rows = {job.id: row for row, job in enumerate(snapshot.jobs)}
-    promised: dict[tuple[int, int], str] = {}
+    nominated: dict[tuple[int, int], str] = {}
     for lease in snapshot.leases:
-        row, seatless = rows.get(lease.job_id), [m.index for m in lease.members if m.state is MemberState.WAITING]
-        found: Placements = ()
-        count = sum(member.needs_node for member in lease.members)
-        for shape in constrain([lease.shape], snapshot.stances.get(lease.job_id)) if count else ():
-            paces = snapshot.paces.get(lease.job_id)
-            placed = room.place(shape, count, subject=lease.job_id, at_least=0, paces=paces)
-            assert not isinstance(placed, Unschedulable)
-            if found := placed:
-                break
-        if row is not None:
-            promised |= {(row, index): seat.node_id for index, seat in zip(seatless, found, strict=False)}
-            quotas.reserve(
-                snapshot.jobs[row].spec.team,
-                usage.lease_quota(lease, types),
-                is_preemptible=attained_service.may_be_preempted(snapshot.jobs[row]),
-            )
+        slots = _nominate(snapshot, room, lease)
+        if (row := rows.get(lease.job_id)) is not None:
+            waiting = [member.index for member in lease.members if member.state is MemberState.WAITING]
+            nominated |= {(row, index): slot.node_id for index, slot in zip(waiting, slots, strict=False)}
+            quota = usage.lease_quota(lease, types)
+            quotas.reserve(snapshot.jobs[row].spec.team, quota, is_preemptible=is_preemptible[row])
     return AdmissionState(
         snapshot=snapshot,
         jobs=snapshot.jobs,
-        leases=_held(snapshot),
+        leases=_leases_by_row(snapshot),
         room=room,
         quotas=quotas,
         budgets=Budgets.of(snapshot.teams, snapshot.jobs, snapshot.spent, snapshot.spent_month),
-        asks=ShapeRequests(snapshot.node_types, snapshot.stances, room.offerings, snapshot.paces),
-        types=types,
-        is_preemptible=[attained_service.may_be_preempted(job) for job in snapshot.jobs],
-        promised=promised,
+        requests=ShapeRequests(snapshot.node_types, snapshot.stances, room.offerings, snapshot.paces),
+        node_types=types,
+        is_preemptible=is_preemptible,
+        nominated=nominated,
     )
 
 
-def queue_table(floor: AdmissionState) -> QueueTable:
-    """The rows of the order; those that neither wait nor hold (stopping, giving way) claim nothing and are held."""
-    now_s, jobs = floor.snapshot.at_s, floor.jobs
-    waits = {job.id for job in queued_jobs(floor.snapshot)}
-    classes, stances = floor.snapshot.classes, floor.snapshot.stances
+def _nominate(snapshot: Snapshot, room: SchedulingState, lease: Lease) -> Placements:
+    """Reserves slots for the members of a lease that need a node, as far as there are any."""
+    count = sum(member.needs_node for member in lease.members)
+    for shape in constrain([lease.shape], snapshot.stances.get(lease.job_id)) if count else ():
+        throughputs = snapshot.paces.get(lease.job_id)
+        slots = room.place(shape, count, subject=lease.job_id, at_least=0, paces=throughputs)
+        assert not isinstance(slots, Unschedulable)
+        if slots:
+            return slots
+    return ()
 
-    # Doublings of recent GPU-hours, so that who was first counts among teams that used about as much.
+
+def queue_table(state: AdmissionState) -> QueueTable:
+    """The jobs as rows. Those that neither wait nor hold a lease that stays (stopping, yielding) count as held."""
+    now_s, jobs = state.snapshot.at_s, state.jobs
+    waits = {job.id for job in queued_jobs(state.snapshot)}
+    classes, stances = state.snapshot.classes, state.snapshot.stances
+
+    # Doublings of recent GPU-hours: among teams that used about as much, the order of submission decides.
     shares = {
         team.name: math.floor(math.log2(1.0 + team.recent_gpu_s / 3600.0 / team.spec.weight))
-        for team in floor.snapshot.teams
+        for team in state.snapshot.teams
     }
 
     def size(row: int, job: Job) -> float:
-        shape = floor.leases[row].shape if row in floor.leases else job.spec.gang.shapes[0]
+        shape = state.leases[row].shape if row in state.leases else job.spec.gang.shapes[0]
         return shape.gpus * shape.at_least
 
     def column(values: Sequence[float]) -> Floats:
         return np.array(values, dtype=np.float64)
 
-    claims = QueueTable(
+    def flags(values: Sequence[bool]) -> Bools:
+        return np.array(values, dtype=bool)
+
+    table = QueueTable(
         gpus=column([size(row, job) for row, job in enumerate(jobs)]),
         submitted_s=column([job.submitted_at_s for job in jobs]),
         attained_gpu_s=column([attained_service.attained_gpu_s(job, now_s) for job in jobs]),
@@ -131,179 +138,182 @@ def queue_table(floor: AdmissionState) -> QueueTable:
         queued_s=column([attained_service.queued_s(job, now_s) for job in jobs]),
         priority=np.array([classes.get(job.spec.priority, 0) for job in jobs], dtype=np.int64),
         share=column([shares.get(job.spec.team, 0.0) for job in jobs]),
-        is_held=np.array([job.id not in waits for job in jobs], dtype=bool),
-        is_preemptible=np.array(
-            [is_preemptible and row in floor.leases for row, is_preemptible in enumerate(floor.is_preemptible)],
-            dtype=bool,
-        ),
-        in_cooldown=np.array([attained_service.in_cooldown(job, now_s) for job in jobs], dtype=bool),
-        is_urgent=np.array([job.id in stances and stances[job.id].is_urgent for job in jobs], dtype=bool),
+        is_held=flags([job.id not in waits for job in jobs]),
+        is_preemptible=flags([may_be and row in state.leases for row, may_be in enumerate(state.is_preemptible)]),
+        in_cooldown=flags([attained_service.in_cooldown(job, now_s) for job in jobs]),
+        is_urgent=flags([job.id in stances and stances[job.id].is_urgent for job in jobs]),
         within_nominal_quota=np.zeros(len(jobs), dtype=bool),
-        aging_cutoff_s=floor.snapshot.old_s,
+        aging_cutoff_s=state.snapshot.old_s,
     )
-    return replace(claims, within_nominal_quota=_within_quota(floor, claims))
+    return replace(table, within_nominal_quota=_within_nominal_quota(state, table))
 
 
-def _within_quota(floor: AdmissionState, claims: QueueTable) -> Bools:
-    """After the first of a team that asks for more than what is left of its own, nobody of the team does: a job passes
-    no other of its own team by being small. Who could not start on an empty fleet asks for nothing."""
-    own = np.zeros(len(floor.jobs), dtype=bool)
-    asked: dict[str, Resources] = {}
-    beyond = set[str]()
-    for row in ranked(claims).tolist() if floor.quotas.limited else ():
-        job = floor.jobs[row]
-        if claims.is_held[row] or job.spec.team in beyond or not floor.means(row).may_start:
+def _within_nominal_quota(state: AdmissionState, table: QueueTable) -> Bools:
+    """By row: whether the job and those of its team before it fit into the team's nominal quota.
+
+    Once one of a team does not fit, no later one counts, so a job cannot overtake its own team by being small. Jobs
+    that could not start on an empty fleet are left out.
+    """
+    within = np.zeros(len(state.jobs), dtype=bool)
+    requested: dict[str, Resources] = {}
+    exceeded = set[str]()
+    for row in ranked(table).tolist() if state.quotas.limited else ():
+        job = state.jobs[row]
+        if table.is_held[row] or job.spec.team in exceeded or not state.affordable_shapes(row).can_start:
             continue
-        need = plus(asked.get(job.spec.team, {}), floor.asks.first(job).least)
-        own[row] = floor.quotas.may_reclaim(job.spec.team, need)
-        if own[row]:
-            asked[job.spec.team] = need
+        need = plus(requested.get(job.spec.team, {}), state.requests.first(job).least)
+        within[row] = state.quotas.may_reclaim(job.spec.team, need)
+        if within[row]:
+            requested[job.spec.team] = need
         else:
-            beyond.add(job.spec.team)
-    return own
+            exceeded.add(job.spec.team)
+    return within
 
 
-def _held(snapshot: Snapshot) -> dict[int, Lease]:
-    """Leases that stay, by the row of their job."""
-    of = {lease.job_id: lease for lease in snapshot.leases if not lease.is_preempted}
-    able = (JobState.ADMITTED, JobState.RUNNING)
+def _leases_by_row(snapshot: Snapshot) -> dict[int, Lease]:
+    """The leases that stay, by the row of their job."""
+    of_job = {lease.job_id: lease for lease in snapshot.leases if not lease.is_preempted}
     return {
-        row: of[job.id]
+        row: of_job[job.id]
         for row, job in enumerate(snapshot.jobs)
-        if job.id in of and job.state in able and not job.stop_requested
+        if job.id in of_job and job.state in (JobState.ADMITTED, JobState.RUNNING) and not job.stop_requested
     }
 
 
-def _enforce_budgets(floor: AdmissionState, claims: QueueTable) -> list[Preempt]:
-    """Whoever's budget is about to run out checkpoints and gives way; what cannot be preempted runs on."""
-    held = ((floor.jobs[row], lease) for row, lease in floor.leases.items())
-    burning = {job.id: (job, floor.micro_usd_h(lease)) for job, lease in held if floor.budgets.is_limited(job)}
-    broke = floor.budgets.jobs_over_budget(burning, floor.snapshot.teams)
-    rows = [row for row in floor.leases if floor.jobs[row].id in broke and claims.is_preemptible[row]]
-    return [_take_back(floor, claims, row, broke[floor.jobs[row].id]) for row in rows]
+def _enforce_budgets(state: AdmissionState, table: QueueTable) -> list[Preempt]:
+    """Preempts the jobs whose budget is about to run out; those that cannot be preempted run on."""
+    leases = ((state.jobs[row], lease) for row, lease in state.leases.items())
+    prices = {job.id: (job, state.micro_usd_h(lease)) for job, lease in leases if state.budgets.is_limited(job)}
+    over = state.budgets.jobs_over_budget(prices, state.snapshot.teams)
+    rows = [row for row in state.leases if state.jobs[row].id in over and table.is_preemptible[row]]
+    return [_preempt_whole(state, table, row, over[state.jobs[row].id]) for row in rows]
 
 
-def _change_shape(floor: AdmissionState, claims: QueueTable) -> list[Preempt]:
-    """Who should sit on demand by now, and holds a shape that only spot has, starts again on another of his when there
-    are room, quota and money for that."""
+def _change_shape(state: AdmissionState, table: QueueTable) -> list[Preempt]:
+    """Preempts deadline jobs that must leave spot but hold a spot-only shape, if an on-demand shape of theirs fits, is
+    within quota and is affordable."""
     found = []
-    for row, lease in list(floor.leases.items()):
-        job, stance = floor.jobs[row], floor.snapshot.stances.get(lease.job_id)
-        if stance is None or stance.wanted is not CapacityType.ON_DEMAND or not claims.is_preemptible[row]:
+    for row, lease in list(state.leases.items()):
+        job, stance = state.jobs[row], state.snapshot.stances.get(lease.job_id)
+        if stance is None or stance.wanted is not CapacityType.ON_DEMAND or not table.is_preemptible[row]:
             continue
-        allowed = _allowed_instead(floor, row)
+        allowed = _allowed_instead(state, row)
         for shape in alternatives(lease.shape, job.spec.gang.shapes, CapacityType.ON_DEMAND):
-            if floor.asks.ask(shape) in allowed and not isinstance(
-                floor.room.copy().place(shape, shape.at_least, subject=""), Unschedulable
+            if state.requests.request(shape) in allowed and not isinstance(
+                state.room.copy().place(shape, shape.at_least, subject=""), Unschedulable
             ):
-                found.append(_take_back(floor, claims, row, f"{stance.reason}; it starts again as {shape.describe()}"))
+                reason = f"{stance.reason}; it starts again as {shape.describe()}"
+                found.append(_preempt_whole(state, table, row, reason))
                 break
     return found
 
 
-def _allowed_instead(floor: AdmissionState, row: int) -> list[ShapeRequest]:
-    """What its budgets and its quota would allow it if it held nothing."""
-    job, held = floor.jobs[row], usage.lease_quota(floor.leases[row], floor.types)
-    floor.quotas.release(job.spec.team, held)
-    allowed = [ask for ask in floor.means(row).paid if floor.lacks(row, ask.least) is None]
-    floor.quotas.reserve(job.spec.team, held)
+def _allowed_instead(state: AdmissionState, row: int) -> list[ShapeRequest]:
+    """The shapes that budgets and quota would allow if the job held nothing."""
+    job, quota = state.jobs[row], usage.lease_quota(state.leases[row], state.node_types)
+    state.quotas.release(job.spec.team, quota)
+    affordable = state.affordable_shapes(row).affordable
+    allowed = [request for request in affordable if state.lacking_quota(row, request.least) is None]
+    state.quotas.reserve(job.spec.team, quota)
     return allowed
 
 
-def _take_back(floor: AdmissionState, claims: QueueTable, row: int, why: str) -> Preempt:
-    """All that a holder has, for nobody else."""
-    lease, claims.is_preemptible[row] = floor.leases[row], False
-    floor.release(row, usage.retained_members(lease), by=lease.job_id)
-    del floor.leases[row]
-    return _preempt(floor, lease, why)
+def _preempt_whole(state: AdmissionState, table: QueueTable, row: int, why: str) -> Preempt:
+    """Preempts a gang, for no other job."""
+    lease, table.is_preemptible[row] = state.leases[row], False
+    state.release(row, usage.retained_members(lease), by=lease.job_id)
+    del state.leases[row]
+    return _preempt(state, lease, why)
 
 
-def _give_way(floor: AdmissionState) -> Iterator[Action]:
-    for row, gone in floor.away.items():
-        if row not in floor.leases:
-            continue  # that was said
-        lease = floor.leases[row]
-        if len(gone) == len(usage.retained_members(lease)):
-            by = tuple(dict.fromkeys(gone.values()))
-            reason = f"it gives way to {', '.join(by)}, and goes on when there is room again"
-            yield _preempt(floor, lease, reason, by)
+def _preemptions(state: AdmissionState) -> Iterator[Action]:
+    for row, yielded in state.yielded.items():
+        if row not in state.leases:
+            continue  # preempted whole, by `_preempt_whole`
+        lease = state.leases[row]
+        if len(yielded) == len(usage.retained_members(lease)):
+            by = tuple(dict.fromkeys(yielded.values()))
+            reason = f"it is preempted by {', '.join(by)}, and continues when there is room again"
+            yield _preempt(state, lease, reason, by)
         else:
-            yield from _shrink(floor, lease, gone)
+            yield from _shrink(state, lease, yielded)
 
 
-def _shrink(floor: AdmissionState, lease: Lease, gone: Mapping[int, str]) -> Iterator[Shrink]:
-    """One for each for whom seats give way."""
-    until_s, left = floor.snapshot.at_s + GRACE_S, len(usage.retained_members(lease))
-    for by in dict.fromkeys(gone.values()):
-        members = tuple(sorted(index for index, other in gone.items() if other == by))
-        instead, left = floor.alternatives.get(by), left - len(members)
-        whom = by if instead is None else f"endpoint {by} until its load falls"
-        reason = f"{len(members)} of its {left + len(members)} members give way to {whom}; it goes on with {left}"
-        yield Shrink(lease.job_id, lease.id, members, until_s, reason, (by,), instead or ())
+def _shrink(state: AdmissionState, lease: Lease, yielded: Mapping[int, str]) -> Iterator[Shrink]:
+    """One Shrink for each preemptor."""
+    until_s, left = state.snapshot.at_s + GRACE_S, len(usage.retained_members(lease))
+    for by in dict.fromkeys(yielded.values()):
+        members = tuple(sorted(index for index, other in yielded.items() if other == by))
+        rejected, left = state.alternatives.get(by), left - len(members)
+        preemptor = by if rejected is None else f"endpoint {by} until its load falls"
+        reason = f"{len(members)} of its {left + len(members)} members yield to {preemptor}; it continues with {left}"
+        yield Shrink(lease.job_id, lease.id, members, until_s, reason, (by,), rejected or ())
 
 
-def _preempt(floor: AdmissionState, lease: Lease, reason: str, by: tuple[str, ...] = ()) -> Preempt:
-    return Preempt(lease.job_id, lease.id, floor.snapshot.at_s + GRACE_S, reason, by)
+def _preempt(state: AdmissionState, lease: Lease, reason: str, by: tuple[str, ...] = ()) -> Preempt:
+    return Preempt(lease.job_id, lease.id, state.snapshot.at_s + GRACE_S, reason, by)
 
 
-def _verdicts(floor: AdmissionState, order: Sequence[int]) -> Iterator[Action]:
-    number = floor.snapshot.next_lease
+def _verdicts(state: AdmissionState, order: Sequence[int]) -> Iterator[Action]:
+    """An Admit or a Wait for each row that was tried."""
+    number = state.snapshot.next_lease
     for row in order:
-        job = floor.jobs[row]
-        if row in floor.taken:
-            taken = floor.taken[row]
-            may_change = job.id in floor.snapshot.stances and not floor.means(row).soft
-            shape = without_market_constraint(taken.shape, job.spec.gang.shapes) if may_change else taken.shape
-            lease = _lease(f"lease-{number}", job, shape, len(taken.seats), floor.snapshot.at_s)
-            yield Admit(job.id, lease, _fits(job, taken.shape, taken.seats), taken.reserved_micro_usd)
+        job = state.jobs[row]
+        if (admission := state.admitted.get(row)) is not None:
+            shape = admission.shape
+            if job.id in state.snapshot.stances and not state.affordable_shapes(row).over_soft_limit:
+                shape = without_market_constraint(shape, job.spec.gang.shapes)
+            lease = _lease(f"lease-{number}", job, shape, len(admission.placed), state.snapshot.at_s)
+            reason = _admission_reason(job, admission.shape, admission.placed)
+            yield Admit(job.id, lease, reason, admission.reserved_micro_usd)
             number += 1
-        elif row in floor.refused:
-            short = floor.refused[row]
-            yield Wait(job.id, short.constraint, short.reason, short.remedy)
+        elif (refusal := state.refused.get(row)) is not None:
+            yield Wait(job.id, refusal.constraint, refusal.reason, refusal.remedy)
 
 
-def _grow(floor: AdmissionState, order: Sequence[int]) -> Iterator[Grow]:
-    """Parked seats come back to where nobody in the queue waits for room."""
-    able = [row for row in order if row in floor.leases and row not in floor.away and _parked(floor, row)]
-    wanted = _wanted(floor) if able else set()
-    for row in able:
-        lease, job, parked = floor.leases[row], floor.jobs[row], _parked(floor, row)
-        if floor.means(row).soft or wanted & floor.asks.ask(lease.shape).on:
+def _grow(state: AdmissionState, order: Sequence[int]) -> Iterator[Grow]:
+    """Brings parked members back on node types for which no job waits."""
+    rows = [row for row in order if row in state.leases and row not in state.yielded and _parked(state, row)]
+    contended = _contended_types(state) if rows else set()
+    for row in rows:
+        lease, job, parked = state.leases[row], state.jobs[row], _parked(state, row)
+        types = state.requests.request(lease.shape).node_types
+        if state.affordable_shapes(row).over_soft_limit or contended & types:
             continue
-        if (count := floor.room_to_grow(row, len(parked))) > 0:
+        if (count := state.reserve_to_grow(row, len(parked))) > 0:
             back = tuple(member.index for member in parked[:count])
-            yield Grow(job.id, lease.id, back, f"there is room for {count} more members, and nobody waits for it")
+            yield Grow(job.id, lease.id, back, f"there is room for {count} more members, and no job waits for it")
 
 
-def _wanted(floor: AdmissionState) -> set[str]:
-    """The node types for which somebody waits who would get room there."""
-    wanted = {name for shape in floor.unseated for name in floor.asks.ask(shape).on}
-    for row, short in floor.refused.items():
-        names = {name for shape in floor.jobs[row].spec.gang.shapes for name in floor.asks.ask(shape).on}
-        if not names <= wanted and _waits_for_room(floor, row, short):
-            wanted |= names
-    return wanted
+def _contended_types(state: AdmissionState) -> set[str]:
+    """The node types that replicas or queued jobs wait for."""
+    contended = {name for shape in state.unplaced for name in state.requests.request(shape).node_types}
+    for row, refusal in state.refused.items():
+        shapes = state.jobs[row].spec.gang.shapes
+        names = {name for shape in shapes for name in state.requests.request(shape).node_types}
+        if not names <= contended and _waits_for_room(state, row, refusal):
+            contended |= names
+    return contended
 
 
-def _waits_for_room(floor: AdmissionState, row: int, short: Unschedulable) -> bool:
-    if short.constraint == "budget":
-        return bool(floor.means(row).paid)  # the fleet's dollars an hour
-    if short.constraint == "quota":
-        return floor.is_own(floor.jobs[row])  # which others have borrowed
-    return short.constraint in ("capacity", "stock", "behind", "rate")
+def _waits_for_room(state: AdmissionState, row: int, refusal: Unschedulable) -> bool:
+    if refusal.constraint == "budget":
+        return bool(state.affordable_shapes(row).affordable)  # it waits for the fleet's limit, not for its own budget
+    if refusal.constraint == "quota":
+        return state.may_reclaim(state.jobs[row])  # it waits for quota that others borrow
+    return refusal.constraint in ("capacity", "stock", "behind", "rate")
 
 
-def _parked(floor: AdmissionState, row: int) -> list[Member]:
-    return [m for m in floor.leases[row].members if m.is_parked and _has_settled(m, floor.snapshot.at_s)]
+def _parked(state: AdmissionState, row: int) -> list[Member]:
+    """The parked members that may come back."""
+    latest_s = state.snapshot.at_s - SETTLE_S
+    members = state.leases[row].members
+    return [m for m in members if m.is_parked and (m.leaves_at_s is None or m.leaves_at_s <= latest_s)]
 
 
-def _has_settled(member: Member, now_s: float) -> bool:
-    return member.leaves_at_s is None or now_s - member.leaves_at_s >= SETTLE_S
-
-
-def _lease(lease_id: str, job: Job, shape: Shape, seated: int, now_s: float) -> Lease:
-    """Members that found no room now are parked until there is."""
-    states = [MemberState.WAITING] * seated + [MemberState.PARKED] * (shape.members - seated)
+def _lease(lease_id: str, job: Job, shape: Shape, placed: int, now_s: float) -> Lease:
+    """A new lease; members beyond the placed ones are parked."""
+    states = [MemberState.WAITING] * placed + [MemberState.PARKED] * (shape.members - placed)
     return Lease(
         id=lease_id,
         job_id=job.id,
@@ -316,11 +326,11 @@ def _lease(lease_id: str, job: Job, shape: Shape, seated: int, now_s: float) -> 
     )
 
 
-def _fits(job: Job, shape: Shape, placed: Placements) -> str:
-    there = sorted({seat.node_id for seat in placed if not seat.is_new})
-    new = sorted({(seat.node_id, seat.node_type) for seat in placed if seat.is_new})
-    places = [", ".join(there)] if there else []
+def _admission_reason(job: Job, shape: Shape, placed: Placements) -> str:
+    existing = sorted({slot.node_id for slot in placed if not slot.is_new})
+    new = sorted({(slot.node_id, slot.node_type) for slot in placed if slot.is_new})
+    places = [", ".join(existing)] if existing else []
     if new:
         places.append(f"{len(new)} new of {', '.join(sorted({node_type for _, node_type in new}))}")
     fewer = f", {len(placed)} of them now" if len(placed) < shape.members else ""
-    return f"{job.id} has its turn and fits: {shape.describe()}{fewer}; on {' and '.join(places)}."
+    return f"{job.id} is next and fits: {shape.describe()}{fewer}; on {' and '.join(places)}."

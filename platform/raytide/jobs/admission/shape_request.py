@@ -1,4 +1,4 @@
-"""What a shape asks of a fleet, looked up once for all jobs that ask for the like. Pure."""
+"""The shapes that a job may ask for now, with what each needs; looked up once for all jobs with equal shapes."""
 
 from __future__ import annotations
 
@@ -7,91 +7,92 @@ from dataclasses import dataclass, field
 
 from raytide.core.objects.gang import Shape
 from raytide.core.objects.job import Job
-from raytide.core.objects.node import MARKET_LABEL, NodeType, Resources
-from raytide.core.objects.node import CapacityType as Kind
+from raytide.core.objects.node import MARKET_LABEL, CapacityType, NodeType, Resources, dominant_share
 from raytide.core.objects.snapshot import MarketConstraint, Throughputs
 from raytide.jobs.admission import usage
-from raytide.jobs.admission.shapes import cheapest_first
+from raytide.jobs.budget import Budgets
 from raytide.scheduling.diagnosis import Unschedulable, copies_that_fit, open_zones, why_impossible
 from raytide.scheduling.market_constraint import constrain
 from raytide.scheduling.offerings import Offerings
+from raytide.scheduling.throughput import cost_per_work
 
 Key = tuple[object, ...]
 
-_SPOT = {MARKET_LABEL: str(Kind.SPOT)}
+_SPOT = {MARKET_LABEL: str(CapacityType.SPOT)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShapeRequest:
-    """A shape with all that does not change while a decision is made."""
+    """A shape and its needs, which do not change within one decision."""
 
     shape: Shape
     key: int
-    """The same for those that fit or do not fit alike."""
-    member: int
-    """The same for those of which one member fits wherever one of the other does."""
+    """Equal for shapes that fit or do not fit alike."""
+    member_key: int
+    """Equal for shapes whose members have the same resources and labels."""
     at_least: int
     one: Resources
-    """What a member counts against quotas, wherever it sits."""
+    """Quota that one member uses, whatever its node type."""
     least: Resources
-    """What the least that a gang can do with counts."""
-    on: frozenset[str]
-    """The node types that would hold a member."""
+    """Quota that `at_least` members use."""
+    node_types: frozenset[str]
+    """The node types that can hold a member."""
     micro_usd_h: float
-    """The least that a member costs."""
+    """The lowest price of a member."""
     never: Unschedulable | None
-    """Why not even an empty fleet would hold it."""
+    """Why not even an empty fleet could hold it."""
 
 
 @dataclass(slots=True, eq=False)
 class ShapeRequests:
     node_types: Sequence[NodeType]
     stances: Mapping[str, MarketConstraint]
-    market: Offerings
-    paces: Mapping[str, Throughputs]
+    offerings: Offerings
+    throughputs: Mapping[str, Throughputs]
     _known: dict[Key, ShapeRequest] = field(default_factory=dict)
     _numbers: dict[Key, int] = field(default_factory=dict)
-    _plain: dict[str, tuple[ShapeRequest, ...]] = field(default_factory=dict)
-    _on_spot: dict[str, tuple[ShapeRequest, ...]] = field(default_factory=dict)
+    _by_job: dict[str, tuple[ShapeRequest, ...]] = field(default_factory=dict)
+    _spot_by_job: dict[str, tuple[ShapeRequest, ...]] = field(default_factory=dict)
 
     def first(self, job: Job) -> ShapeRequest:
-        """The shape that it names first, wherever it may sit now."""
-        is_free = job.id not in self.stances and job.id not in self.paces
-        return self.of(job)[0] if is_free else self.ask(job.spec.gang.shapes[0])
+        """The first shape of its spec, in whatever market."""
+        is_free = job.id not in self.stances and job.id not in self.throughputs
+        return self.for_job(job)[0] if is_free else self.request(job.spec.gang.shapes[0])
 
-    def of(self, job: Job) -> tuple[ShapeRequest, ...]:
-        """What it may have now, first the shape in which its work costs least; nothing while it has the time to wait
-        for spot."""
-        if (found := self._plain.get(job.id)) is None:
-            wanted = cheapest_first(job.spec.gang.shapes, self.market, self.paces.get(job.id, {}))
-            shapes = constrain(wanted, self.stances.get(job.id))
-            found = self._plain[job.id] = tuple(self.ask(shape) for shape in shapes)
+    def for_job(self, job: Job) -> tuple[ShapeRequest, ...]:
+        """The shapes that the job may have now, the cheapest for its work first; none while it waits for spot."""
+        if (found := self._by_job.get(job.id)) is None:
+            shapes = _cheapest_first(job.spec.gang.shapes, self.offerings, self.throughputs.get(job.id, {}))
+            allowed = constrain(shapes, self.stances.get(job.id))
+            found = self._by_job[job.id] = tuple(self.request(shape) for shape in allowed)
         return found
 
     def on_spot(self, job: Job) -> tuple[ShapeRequest, ...]:
-        """The same, on spot nodes only where it names no market."""
-        if (found := self._on_spot.get(job.id)) is None:
-            found = self._on_spot[job.id] = tuple(self.ask(_on_spot(ask.shape)) for ask in self.of(job))
+        """The same shapes, restricted to spot nodes where they name no market."""
+        if (found := self._spot_by_job.get(job.id)) is None:
+            shapes = [each.shape for each in self.for_job(job)]
+            spot = [shape.model_copy(update={"labels": {**_SPOT, **shape.labels}}) for shape in shapes]
+            found = self._spot_by_job[job.id] = tuple(self.request(shape) for shape in spot)
         return found
 
-    def ask(self, shape: Shape) -> ShapeRequest:
+    def request(self, shape: Shape) -> ShapeRequest:
         same = (shape.members, shape.min_members, shape.together, *shape.resources.items(), *shape.labels.items())
         if (found := self._known.get(same)) is None:
             found = self._known[same] = self._look_up(shape)
         return found
 
     def _look_up(self, shape: Shape) -> ShapeRequest:
-        fitting = [t for t in self.node_types if copies_that_fit(shape.resources, t.resources) and open_zones(shape, t)]
+        types = [t for t in self.node_types if copies_that_fit(shape.resources, t.resources) and open_zones(shape, t)]
         member = (*sorted(shape.resources.items()), *sorted(shape.labels.items()))
         return ShapeRequest(
             shape=shape,
             key=self._number((shape.at_least, shape.together, *member)),
-            member=self._number(member),
+            member_key=self._number(member),
             at_least=shape.at_least,
             one=usage.quota_usage(shape, [None]),
             least=usage.least_quota(shape),
-            on=frozenset(node_type.name for node_type in fitting),
-            micro_usd_h=min((usage.price_per_hour(shape, [t]) for t in fitting), default=0.0),
+            node_types=frozenset(node_type.name for node_type in types),
+            micro_usd_h=min((usage.price_per_hour(shape, [t]) for t in types), default=0.0),
             never=why_impossible(shape, shape.at_least, self.node_types, "it"),
         )
 
@@ -99,5 +100,58 @@ class ShapeRequests:
         return self._numbers.setdefault(key, len(self._numbers))
 
 
-def _on_spot(shape: Shape) -> Shape:
-    return shape.model_copy(update={"labels": {**_SPOT, **shape.labels}})
+@dataclass(slots=True, eq=False)
+class AffordableShapes:
+    """A job's shapes under its own budget and its team's. Valid until `Budgets.version` changes."""
+
+    requests: tuple[ShapeRequest, ...]
+    """On spot nodes only beyond a soft limit. Empty while the job waits for spot."""
+    unaffordable: tuple[Unschedulable | None, ...]
+    """For each request, why the budgets refuse it at the lowest price that it can have; None if they allow it."""
+    affordable: Sequence[ShapeRequest]
+    """The requests that the budgets allow."""
+    over_soft_limit: str
+    """The job or team that is beyond a soft limit; "" if none is."""
+    version: int
+
+    @classmethod
+    def of(cls, job: Job, requests: ShapeRequests, budgets: Budgets) -> AffordableShapes:
+        over = budgets.beyond_soft(job)
+        allowed = requests.on_spot(job) if over else requests.for_job(job)
+        refused = tuple([_unaffordable(job, each, budgets, over) for each in allowed])
+        affordable = [each for each, why in zip(allowed, refused, strict=True) if why is None]
+        return cls(allowed, refused, affordable, over, budgets.version)
+
+    @property
+    def can_start(self) -> bool:
+        """True if the job would start once there is room."""
+        return any(request.never is None for request in self.affordable)
+
+
+def _unaffordable(job: Job, request: ShapeRequest, budgets: Budgets, over_soft_limit: str) -> Unschedulable | None:
+    if (refused := budgets.refuses(job, request.micro_usd_h * request.at_least)) is not None:
+        return refused
+    if over_soft_limit and request.shape.labels.get(MARKET_LABEL) != CapacityType.SPOT:
+        reason = f"{over_soft_limit} is beyond its soft budget and may use spot nodes only; {job.id} asks for others"
+        return Unschedulable("budget", f"{reason}.", "Drop the market label, or raise the budget.")
+    return None
+
+
+def _cheapest_first(shapes: Sequence[Shape], offerings: Offerings, throughputs: Throughputs) -> Sequence[Shape]:
+    """The shapes by cost per unit of work; in the job's own order at equal cost, or if no throughput is known."""
+    if len(shapes) < 2 or not throughputs:
+        return shapes
+    return sorted(shapes, key=lambda shape: _cost_per_work(shape, offerings, throughputs))
+
+
+def _cost_per_work(shape: Shape, offerings: Offerings, throughputs: Throughputs) -> float:
+    """Cost of the work that one GPU of the slowest node type does in an hour, losses on spot included."""
+    costs = [
+        cost_per_work(
+            offering.cost_micro_usd_h * dominant_share(shape.resources, offering.node_type.resources),
+            offering.node_type.name,
+            throughputs,
+        )
+        for offering, _ in offerings.offerings_for(shape)
+    ]
+    return float(f"{min(costs, default=float('inf')) / shape.gpus:.4g}") if shape.gpus else 0.0

@@ -1,4 +1,4 @@
-"""What jobs hold and would hold, in resources, in quota and in dollars: the sums that the floor works with. Pure."""
+"""Resources, quota and dollars that gangs and replicas use, or would use."""
 
 from __future__ import annotations
 
@@ -10,27 +10,33 @@ from raytide.core.objects.snapshot import EndpointView, Snapshot
 from raytide.scheduling.replicas import SERVING_STATES, published_members, replica_shape
 from raytide.scheduling.state import Placements
 
+_RETAINED = (MemberState.READY, MemberState.LEAVING, MemberState.FORMING, MemberState.ASSIGNED, MemberState.WAITING)
+
 
 def retained_members(lease: Lease) -> tuple[Member, ...]:
-    """Seats that are its own and do not give way: first what it works with, last what waits for a node.
+    """The members that are neither parked nor yielding, the most useful first.
 
-    Who waits for a node holds quota and the room that was promised to it, and loses nothing by giving way.
+    A member that waits for a node is last: it uses quota and the room reserved for it, and loses nothing by yielding.
     """
-    there = [member for member in lease.members if not (member.is_parked or member.is_yielding)]
-    return tuple(sorted(there, key=lambda member: _KEPT.index(member.state)))
-
-
-_KEPT = (MemberState.READY, MemberState.LEAVING, MemberState.FORMING, MemberState.ASSIGNED, MemberState.WAITING)
+    members = [member for member in lease.members if not (member.is_parked or member.is_yielding)]
+    return tuple(sorted(members, key=lambda member: _RETAINED.index(member.state)))
 
 
 def node_types_by_id(snapshot: Snapshot) -> dict[str, NodeType]:
-    """The type of each node that is there."""
     types = {node_type.name: node_type for node_type in snapshot.node_types}
     return {view.node.id: types[view.node.type] for view in snapshot.nodes if view.node.type in types}
 
 
+def node_types_by_ray_id(snapshot: Snapshot) -> dict[str, NodeType]:
+    types = {node_type.name: node_type for node_type in snapshot.node_types}
+    return {view.node.ray_node_id: types[view.node.type] for view in snapshot.nodes if view.node.type in types}
+
+
 def quota_usage(shape: Shape, types: Iterable[NodeType | None]) -> Resources:
-    """What one member on each of these types counts: its resources, and its GPUs by the name of the accelerator."""
+    """Quota that one member on each of these node types uses: its resources, and its GPUs under the accelerator's name.
+
+    None stands for a node that is not chosen yet.
+    """
     total: Resources = {}
     for node_type in types:
         model = node_type.labels.get(ACCELERATOR_LABEL, "") if node_type else shape.labels.get(ACCELERATOR_LABEL, "")
@@ -40,23 +46,17 @@ def quota_usage(shape: Shape, types: Iterable[NodeType | None]) -> Resources:
 
 
 def lease_quota(lease: Lease, types: Mapping[str, NodeType]) -> Resources:
-    """Seats that are promised count like those that are held; given away ones do not."""
+    """Quota that the retained members use, those without a node included. `types`: by node id."""
     return quota_usage(lease.shape, [types.get(member.node_id) for member in retained_members(lease)])
 
 
 def least_quota(shape: Shape) -> Resources:
-    """What the least that a gang can do with counts, wherever it sits."""
+    """Quota that the minimum of a gang uses, whatever its nodes."""
     return {name: amount * shape.at_least for name, amount in quota_usage(shape, [None]).items()}
 
 
-def node_types_by_ray_id(snapshot: Snapshot) -> dict[str, NodeType]:
-    """The type of each node by Ray's id of it."""
-    types = {node_type.name: node_type for node_type in snapshot.node_types}
-    return {view.node.ray_node_id: types[view.node.type] for view in snapshot.nodes if view.node.type in types}
-
-
 def replica_quota(view: EndpointView, types: Mapping[str, NodeType]) -> Resources:
-    """An endpoint's replicas count against its team, those too that still wait for a node. `types`: of hosts."""
+    """Quota that an endpoint's published replicas use, placed or not. `types`: by Ray's node id."""
     if view.endpoint.state not in SERVING_STATES:
         return {}
     hosts = view.load.replica_nodes if view.load else ()
@@ -73,11 +73,11 @@ def price_per_hour(shape: Shape, types: Iterable[NodeType]) -> float:
 
 def placed_types(placed: Placements, node_types: Sequence[NodeType]) -> list[NodeType]:
     types = {node_type.name: node_type for node_type in node_types}
-    return [types[seat.node_type] for seat in placed if seat.node_type in types]
+    return [types[slot.node_type] for slot in placed if slot.node_type in types]
 
 
 def fleet_capacity(node_types: Iterable[NodeType]) -> Resources:
-    """What the whole fleet could hold, accelerators also by name."""
+    """Resources of the largest fleet that max_nodes allow, accelerators also by name."""
     total: Resources = {}
     for t in node_types:
         model = t.labels.get(ACCELERATOR_LABEL, "")

@@ -1,4 +1,4 @@
-"""How much service a job has had: what the order of the queue looks at. Pure."""
+"""The service that a job has had, and what follows from it: its place in the queue, and whether it may be preempted."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ from dataclasses import replace
 
 from raytide.core.objects.gang import Lease, LeaseState
 from raytide.core.objects.job import Job
-from raytide.jobs.admission.priority import COOL_DOWN_S, MAX_PREEMPTIONS
+
+COOL_DOWN_S = 600.0
+"""For so long after its preemption a job takes free room only: it preempts no other."""
+MAX_PREEMPTIONS = 100
+"""After this many preemptions a job counts as one that cannot be preempted."""
 
 
 def follow(job: Job, lease: Lease | None, now_s: float) -> Job:
-    """A new spell begins whenever the number of GPUs that the job can use changes."""
+    """Closes the job's spell, and opens another, when the number of GPUs that it can use has changed."""
     is_active = lease is not None and lease.state is LeaseState.ACTIVE and not job.is_final
     gpus = lease.shape.gpus * len(lease.usable) if lease is not None and is_active else 0.0
     if gpus == job.spell_gpus:
@@ -29,15 +33,13 @@ def attained_gpu_s(job: Job, now_s: float) -> float:
 
 
 def queued_s(job: Job, now_s: float) -> float:
-    """All that it waited, before it was admitted, between its turns, and while its nodes started."""
+    """All of its waiting time: before admission, between its runs, and while its nodes started."""
     return max(0.0, now_s - job.submitted_at_s - job.held_for_s(now_s))
 
 
 def may_be_preempted(job: Job) -> bool:
-    """Whether it may be preempted: it says so, and has not been too often."""
     return job.spec.is_preemptible and job.preemptions < MAX_PREEMPTIONS
 
 
 def in_cooldown(job: Job, now_s: float) -> bool:
-    """It was preempted a short while ago: it takes only what is free."""
     return job.preempted_at_s is not None and now_s - job.preempted_at_s < COOL_DOWN_S

@@ -8,18 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from raytide.jobs.admission.cycle import Victims, run_cycle
-from raytide.jobs.admission.priority import (
-    COOL_DOWN_S,
-    LAST_SHARE,
-    MAX_PREEMPTIONS,
-    NEW_GPU_S,
-    OLD_S,
-    SHORT_GPU_S,
-    Bools,
-    Floats,
-    QueueTable,
-    ranked,
-)
+from raytide.jobs.admission.priority import LAST_SHARE, NEW_GPU_S, OLD_S, SHORT_GPU_S, Bools, Floats, QueueTable, ranked
+from raytide.jobs.lifecycle.attained_service import COOL_DOWN_S, MAX_PREEMPTIONS
 from raytide.simulate.jobs.baselines import next_band_s
 from raytide.simulate.jobs.cluster import Ints, JobQueue, QueuePolicy
 
