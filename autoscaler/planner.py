@@ -14,8 +14,8 @@ from raytide.autoscaler.disruption import consolidation, termination
 from raytide.autoscaler.endpoints import slo_policy, targets
 from raytide.autoscaler.nodes.occupancy import NodeOccupancy
 from raytide.autoscaler.provisioning.plan_builder import PlanBuilder
-from raytide.autoscaler.provisioning.provisioner import provision_leases, provision_replicas, provision_unmanaged
-from raytide.autoscaler.provisioning.unmanaged import provision_requested
+from raytide.autoscaler.provisioning.provisioner import provision_leases, provision_replicas
+from raytide.autoscaler.provisioning.unmanaged import provision_requested, provision_unmanaged
 from raytide.core.objects.node import NodeState
 from raytide.core.objects.plan import Action, Terminate, Wait
 from raytide.core.objects.snapshot import Snapshot

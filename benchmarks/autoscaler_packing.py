@@ -42,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "platform"))
 from raytide.autoscaler.nodes.occupancy import NodeOccupancy
 from raytide.autoscaler.planner import plan
 from raytide.autoscaler.provisioning.plan_builder import PlanBuilder
-from raytide.autoscaler.provisioning.provisioner import provision_unmanaged
+from raytide.autoscaler.provisioning.unmanaged import provision_unmanaged
 from raytide.core.objects.node import NodeType, add, fits, round_up_gpu_share
 from raytide.core.objects.plan import Launch
 from raytide.core.objects.snapshot import Demand, Snapshot, Unmanaged

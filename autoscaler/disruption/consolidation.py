@@ -32,82 +32,82 @@ def with_reserved(snapshot: Snapshot, room: SchedulingState) -> SchedulingState:
         reservations.reserve(room, kept)
     if not any(view.node.subject.startswith(MOVE) for view in snapshot.nodes):
         return room
-    draft = PlanBuilder(snapshot, room, NodeOccupancy.from_snapshot(snapshot), [])
-    reserve_replacements(draft)
-    return draft.state
+    builder = PlanBuilder(snapshot, room, NodeOccupancy.from_snapshot(snapshot), [])
+    reserve_replacements(builder)
+    return builder.state
 
 
-def reserve_replacements(draft: PlanBuilder) -> None:
+def reserve_replacements(builder: PlanBuilder) -> None:
     """What was bought for a move is kept for those who will move there, unless they may not leave any more, or have
     become too many for it."""
-    draft.replacements.update(_replacements(draft))
-    olds, now_s = _olds(draft, draft.replacements), draft.snapshot.at_s
+    builder.replacements.update(_replacements(builder))
+    olds, now_s = _olds(builder, builder.replacements), builder.snapshot.at_s
     for node_id, old in olds.items():
-        new = draft.replacements[node_id]
-        row = draft.state.rows[new.node.id]
+        new = builder.replacements[node_id]
+        row = builder.state.rows[new.node.id]
         fellows = [other for other in olds.values() if other is old or other.leases & old.leases]
-        if not draft.state.node_table.has_free(row, old.resources) or not may_leave(old, now_s):
+        if not builder.state.node_table.has_free(row, old.resources) or not may_leave(old, now_s):
             continue
-        if (stance := constraint_of(draft.snapshot, old)) is not None and not is_wanted(stance, new):
+        if (stance := constraint_of(builder.snapshot, old)) is not None and not is_wanted(stance, new):
             continue
-        if disruption_cost(draft.occupancy, fellows, now_s) and all(
+        if disruption_cost(builder.occupancy, fellows, now_s) and all(
             labels_match(shape.labels, new.labels) for shape in old.shapes
         ):
-            draft.nominated.add(new.node.id)
-            draft.movable.add(node_id)
-            draft.state.reserve(new.node.id, old.resources)
+            builder.nominated.add(new.node.id)
+            builder.movable.add(node_id)
+            builder.state.reserve(new.node.id, old.resources)
 
 
-def finish_moves(draft: PlanBuilder) -> list[Drain]:
+def finish_moves(builder: PlanBuilder) -> list[Drain]:
     """Nodes that are left now: what replaces them is ready."""
-    return [*_to_replacements(draft, draft.replacements), *market_migration.migrate(draft, MOVE)]
+    return [*_to_replacements(builder, builder.replacements), *market_migration.migrate(builder, MOVE)]
 
 
-def start_moves(draft: PlanBuilder) -> list[Drain | Launch]:
+def start_moves(builder: PlanBuilder) -> list[Drain | Launch]:
     """New moves."""
-    return [*ConsolidationPlanner(draft, draft.replacements).decide()]
+    return [*ConsolidationPlanner(builder, builder.replacements).decide()]
 
 
-def _replacements(draft: PlanBuilder) -> dict[str, NodeView]:
+def _replacements(builder: PlanBuilder) -> dict[str, NodeView]:
     """Nodes that were bought for a move, are there or coming, and were not taken by others, by the node that they
     replace."""
-    rows, views = draft.state.rows, draft.occupancy.views
+    rows, views = builder.state.rows, builder.occupancy.views
     found: dict[str, NodeView] = {}
-    for new in draft.snapshot.nodes:
+    for new in builder.snapshot.nodes:
         old = views.get(new.node.subject.removeprefix(MOVE)) if new.node.subject.startswith(MOVE) else None
         if old is None or old.node.state is not NodeState.READY or (row := rows.get(new.node.id)) is None:
             continue
-        is_whole = draft.state.node_table.has_free(row, new.countable)
-        if is_whole or draft.state.node_table.has_free(row, draft.occupancy.tenants_of(old).resources):
+        is_whole = builder.state.node_table.has_free(row, new.countable)
+        if is_whole or builder.state.node_table.has_free(row, builder.occupancy.tenants_of(old).resources):
             found[old.node.id] = new
     return found
 
 
-def _olds(draft: PlanBuilder, coming: Mapping[str, NodeView]) -> dict[str, Tenants]:
-    return {node_id: draft.occupancy.tenants_of(draft.occupancy.views[node_id]) for node_id in coming}
+def _olds(builder: PlanBuilder, coming: Mapping[str, NodeView]) -> dict[str, Tenants]:
+    return {node_id: builder.occupancy.tenants_of(builder.occupancy.views[node_id]) for node_id in coming}
 
 
-def _to_replacements(draft: PlanBuilder, coming: Mapping[str, NodeView]) -> Iterator[Drain]:
+def _to_replacements(builder: PlanBuilder, coming: Mapping[str, NodeView]) -> Iterator[Drain]:
     """Drains of nodes whose replacement is ready, and so are those of the rest of their gangs."""
-    olds = _olds(draft, coming)
+    olds = _olds(builder, coming)
     free_to_go = {
         node_id
-        for node_id in olds.keys() & draft.movable - draft.nominated
+        for node_id in olds.keys() & builder.movable - builder.nominated
         if coming[node_id].node.state is NodeState.READY
     }
     waiting = {lease_id for node_id in olds.keys() - free_to_go for lease_id in olds[node_id].leases}
     for old in olds.values():
-        if (stance := constraint_of(draft.snapshot, old)) is not None:
+        if (stance := constraint_of(builder.snapshot, old)) is not None:
             misplaced = {
-                lease.id: {*market_migration.misplaced_nodes(draft, lease, stance)} for lease, _ in old.members
+                lease.id: {*market_migration.misplaced_nodes(builder, lease, stance)} for lease, _ in old.members
             }
             waiting |= {lease_id for lease_id, nodes in misplaced.items() if not nodes <= free_to_go}
     for node_id, old in olds.items():
         if node_id in free_to_go and not old.leases & waiting:
             new = coming[node_id].node
-            if (stance := constraint_of(draft.snapshot, old)) is not None:
-                yield market_migration.drain(old, [new.id], stance, draft.snapshot.at_s)
+            if (stance := constraint_of(builder.snapshot, old)) is not None:
+                yield market_migration.drain(old, [new.id], stance, builder.snapshot.at_s)
                 continue
             saved = old.price_micro_usd_h - new.price_micro_usd_h
             reason = f"{new.id} ({new.type}) is ready for {old.description}; saves {format_usd(saved)}/h"
-            yield drain_of(old, reason, saved, draft.snapshot.at_s)
+            yield drain_of(old, reason, saved, builder.snapshot.at_s)

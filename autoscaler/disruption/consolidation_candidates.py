@@ -54,32 +54,32 @@ class ConsolidationPlanner:
     """At most so many nodes as may be left at once, the dearest first. `coming`: replacements, by the node that
     they are for."""
 
-    def __init__(self, draft: PlanBuilder, coming: Mapping[str, NodeView]) -> None:
-        self.draft, self.now_s = draft, draft.snapshot.at_s
-        nodes = draft.snapshot.nodes
+    def __init__(self, builder: PlanBuilder, coming: Mapping[str, NodeView]) -> None:
+        self.builder, self.now_s = builder, builder.snapshot.at_s
+        nodes = builder.snapshot.nodes
         leaving = sum(view.node.state is NodeState.DRAINING for view in nodes)
         self.budget = max(1, int(MAX_LEAVING_SHARE * len(nodes))) - leaving - len(coming)
         self.leaving = set(coming)
         self.destination_zones = {node_id: view.node.zone for node_id, view in coming.items()}
         """The zone to which the occupants of a node move."""
-        there, gone = (NodeState.READY, NodeState.LAUNCHING), draft.leaving | self.leaving
+        there, gone = (NodeState.READY, NodeState.LAUNCHING), builder.leaving | self.leaving
         self.spare = Counter(view.node.type for view in nodes if view.node.state in there and view.node.id not in gone)
-        self.spare.subtract({node_type.name: node_type.min_nodes for node_type in draft.snapshot.node_types})
+        self.spare.subtract({node_type.name: node_type.min_nodes for node_type in builder.snapshot.node_types})
         """How many of each type may be left."""
         self._offers: dict[tuple[object, ...], Ints] = {}
 
     @cached_property
     def simulator(self) -> ReschedulingSimulator:
-        refuge = ReschedulingSimulator(self.draft.state)
+        refuge = ReschedulingSimulator(self.builder.state)
         refuge.exclude(self.leaving)
         return refuge
 
     def decide(self) -> Iterator[Drain | Launch]:
-        views = [view for view in self.draft.snapshot.nodes if self._may_go(view)] if self.budget > 0 else []
+        views = [view for view in self.builder.snapshot.nodes if self._may_go(view)] if self.budget > 0 else []
         for view in sorted(views, key=_dearest_first):
             if self.budget <= 0:
                 return
-            old = self.draft.occupancy.tenants_of(view)
+            old = self.builder.occupancy.tenants_of(view)
             if self._may_go(view) and self._may_leave(old):
                 yield from self._move(old)
 
@@ -100,15 +100,15 @@ class ConsolidationPlanner:
 
     def _may_go(self, view: NodeView) -> bool:
         """As far as can be told without asking who is there."""
-        node, least_s = view.node, self.draft.snapshot.limits.moves_after_s
+        node, least_s = view.node, self.builder.snapshot.limits.moves_after_s
         if node.state is not NodeState.READY or view.is_draining or node.ready_at_s is None or least_s is None:
             return False
-        is_needed = node.id in self.leaving or node.id in self.draft.nominated or self.spare[node.type] <= 0
+        is_needed = node.id in self.leaving or node.id in self.builder.nominated or self.spare[node.type] <= 0
         return not is_needed and self.now_s - node.ready_at_s >= least_s
 
     def _may_leave(self, old: Tenants) -> bool:
         """Where gangs with a deadline sit is decided with that in view: see market_moves."""
-        return may_leave(old, self.now_s) and constraint_of(self.draft.snapshot, old) is None
+        return may_leave(old, self.now_s) and constraint_of(self.builder.snapshot, old) is None
 
     def _is_within(self, olds: Sequence[Tenants]) -> bool:
         """A gang on more nodes than may leave at once moves when nobody else does."""
@@ -120,7 +120,7 @@ class ConsolidationPlanner:
 
     def _gang_groups(self, old: Tenants) -> Iterator[tuple[tuple[Tenants, ...], DisruptionCost]]:
         """The node with those of its gang that would cost less elsewhere and can go in the same stop; then it alone."""
-        roster = self.draft.occupancy
+        roster = self.builder.occupancy
         if (alone := disruption_cost(roster, (old,), self.now_s)) is None:
             return
         party: tuple[Tenants, ...] = (old,)
@@ -143,7 +143,7 @@ class ConsolidationPlanner:
         saved = sum(old.price_micro_usd_h for old in olds)
         if not _pays_back(saved, stop.cost_micro_usd, stop) or (seats := self.simulator.place(olds)) is None:
             return []
-        self.draft.nominated.update(seat.node_id for seat in seats)
+        self.builder.nominated.update(seat.node_id for seat in seats)
         found: list[Drain | Launch] = []
         for old in olds:
             theirs, seats = seats[: len(old.shapes)], seats[len(old.shapes) :]
@@ -156,7 +156,7 @@ class ConsolidationPlanner:
 
     def _buy(self, olds: Sequence[Tenants], stop: DisruptionCost) -> list[Drain | Launch]:
         """The cheapest nodes that would hold them, if the move pays back."""
-        market, purchases = self.draft.state.offerings, list[_Purchase]()
+        market, purchases = self.builder.state.offerings, list[_Purchase]()
         for old in olds:
             if (found := self._purchase(old, len(olds) - 1, stop)) is not None:
                 purchases.append(found)
@@ -173,8 +173,8 @@ class ConsolidationPlanner:
 
     def _purchase(self, old: Tenants, others: int, stop: DisruptionCost) -> _Purchase | None:
         """`others`: how many nodes are bought beside it, at about its price."""
-        shelf, rows = self.draft.state.offerings.table, self._offers_for(old)
-        if not len(rows := rows[self.draft.state.offerings.can_have()[rows] > 0]):
+        shelf, rows = self.builder.state.offerings.table, self._offers_for(old)
+        if not len(rows := rows[self.builder.state.offerings.can_have()[rows] > 0]):
             return None
         at_risk = stop.staying_micro_usd_h + others * shelf.price[rows]
         costs = shelf.cost[rows] + shelf.reclaims_per_h[rows] * stop.lost_h * at_risk
@@ -188,19 +188,19 @@ class ConsolidationPlanner:
         """Those that hold all of its occupants, and can be had, by row; none when none would pay back the time in which
         both nodes are paid for."""
         if old.shape_key not in self._offers:
-            market = self.draft.state.offerings
+            market = self.builder.state.offerings
             able = (market.table.members(Shape.computed(old.resources, {})) > 0) & (market.can_have() > 0)
             for labels in {tuple(shape.labels.items()) for shape in old.shapes}:
                 able &= market.table.matching(dict(labels))
             has_pace = market.launches_left is None or market.launches_left > 0
             self._offers[old.shape_key] = np.flatnonzero(able & has_pace)
-        shelf, found, price = self.draft.state.offerings.table, self._offers[old.shape_key], old.price_micro_usd_h
+        shelf, found, price = self.builder.state.offerings.table, self._offers[old.shape_key], old.price_micro_usd_h
         pays = (price - shelf.cost[found]) * PAYBACK_S > _overlap(price, shelf.price[found].astype(float)) * 3600.0
         return found if pays.any() else found[:0]
 
     def _zones_of(self, old: Tenants) -> Counter[str]:
         """Where the other replicas of its endpoints are, or are moving to."""
-        roster, here = self.draft.occupancy, old.view.node.ray_node_id
+        roster, here = self.builder.occupancy, old.view.node.ray_node_id
         hosts = [
             roster.in_ray[node]
             for name, endpoint in {e.endpoint.name: e for e in old.replicas}.items()
@@ -211,13 +211,13 @@ class ConsolidationPlanner:
         return Counter(self.destination_zones.get(view.node.id, view.node.zone) for view in hosts)
 
     def _launch(self, purchase: _Purchase, cost_micro_usd: float, stop: DisruptionCost) -> Launch:
-        old, offer, room = purchase.old, purchase.offer, self.draft.state
+        old, offer, room = purchase.old, purchase.offer, self.builder.state
         node, saved = old.view.node, old.price_micro_usd_h - offer.price_micro_usd_h
         asked = Shape.computed(old.resources, old.shapes[0].labels)
         others = rejected(room.offerings, asked, 1, offer)
         seat = room.buy_offer(offer)
         room.reserve(seat.node_id, old.resources)
-        self.draft.nominated.add(seat.node_id)
+        self.builder.nominated.add(seat.node_id)
         self.destination_zones[node.id] = offer.zone
         price = f"{offer.node_type.market} at {format_usd(offer.price_micro_usd_h)}/h"
         reason = f"{offer.name} ({price}) holds {old.description} of "

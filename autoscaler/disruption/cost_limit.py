@@ -15,12 +15,11 @@ from typing import Literal
 from raytide.autoscaler.disruption.disruption_cost import NOTICE_S
 from raytide.autoscaler.disruption.termination import IDLE_DRAIN_S
 from raytide.autoscaler.nodes.occupancy import NodeOccupancy, Tenants
-from raytide.autoscaler.provisioning.provisioner import UNMANAGED
 from raytide.core.money import format_usd
 from raytide.core.objects.gang import Lease
 from raytide.core.objects.job import Job
 from raytide.core.objects.node import NodeState
-from raytide.core.objects.plan import Action, Drain, Preempt, Rejected, Shrink, Terminate, Wait
+from raytide.core.objects.plan import UNMANAGED, Action, Drain, Preempt, Rejected, Shrink, Terminate, Wait
 from raytide.core.objects.snapshot import NodeView, Snapshot
 from raytide.scheduling.replicas import SERVING_STATES, is_fresh
 

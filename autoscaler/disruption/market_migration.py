@@ -38,41 +38,41 @@ def drain(old: Tenants, new_ids: Sequence[str], stance: MarketConstraint, now_s:
     return Drain(old.view.node.id, "notice", now_s + NOTICE_S, reason, -old.price_micro_usd_h)
 
 
-def migrate(draft: PlanBuilder, move: str) -> Iterator[Drain]:
+def migrate(builder: PlanBuilder, move: str) -> Iterator[Drain]:
     """Buys what is missing, and leaves nodes whose gang has room that is there for all of them."""
-    for lease in draft.snapshot.leases:
-        stance = draft.snapshot.stances.get(lease.job_id)
-        if stance is None or not (olds := _misplaced(draft, lease, stance)):
+    for lease in builder.snapshot.leases:
+        stance = builder.snapshot.stances.get(lease.job_id)
+        if stance is None or not (olds := _misplaced(builder, lease, stance)):
             continue
-        missing = [old for old in olds if old.view.node.id not in draft.replacements]
-        if not missing or disruption_cost(draft.occupancy, olds, draft.snapshot.at_s) is None:
+        missing = [old for old in olds if old.view.node.id not in builder.replacements]
+        if not missing or disruption_cost(builder.occupancy, olds, builder.snapshot.at_s) is None:
             continue
-        if _find_slots(draft.state.copy(), missing, stance) is None:
+        if _find_slots(builder.state.copy(), missing, stance) is None:
             continue
-        seats = _find_slots(draft.state, missing, stance)
+        seats = _find_slots(builder.state, missing, stance)
         assert seats is not None
-        draft.nominated.update(seat.node_id for seat in seats)
+        builder.nominated.update(seat.node_id for seat in seats)
         for old, seat in zip(missing, seats, strict=True):
             if seat.is_new:
                 why = f"for {lease.job_id} in place of {old.view.node.id}: {stance.reason}"
-                draft.buy(seat, f"{move}{old.view.node.id}", why)
+                builder.buy(seat, f"{move}{old.view.node.id}", why)
         new_ids = {old.view.node.id: seat.node_id for old, seat in zip(missing, seats, strict=True)}
-        new_ids |= {id: draft.replacements[id].node.id for id in draft.movable & draft.replacements.keys()}
-        if all(_is_ready(draft, new_ids.get(old.view.node.id, "")) for old in olds):
-            yield from (drain(old, [new_ids[old.view.node.id]], stance, draft.snapshot.at_s) for old in olds)
+        new_ids |= {id: builder.replacements[id].node.id for id in builder.movable & builder.replacements.keys()}
+        if all(_is_ready(builder, new_ids.get(old.view.node.id, "")) for old in olds):
+            yield from (drain(old, [new_ids[old.view.node.id]], stance, builder.snapshot.at_s) for old in olds)
 
 
-def misplaced_nodes(draft: PlanBuilder, lease: Lease, stance: MarketConstraint) -> dict[str, NodeView]:
+def misplaced_nodes(builder: PlanBuilder, lease: Lease, stance: MarketConstraint) -> dict[str, NodeView]:
     """Its nodes of other markets than the wanted one."""
-    views = ((id, draft.occupancy.views.get(id)) for id in sorted({m.node_id for m in lease.members if m.has_node}))
+    views = ((id, builder.occupancy.views.get(id)) for id in sorted({m.node_id for m in lease.members if m.has_node}))
     return {id: view for id, view in views if view is not None and not is_wanted(stance, view)}
 
 
-def _misplaced(draft: PlanBuilder, lease: Lease, stance: MarketConstraint) -> list[Tenants]:
+def _misplaced(builder: PlanBuilder, lease: Lease, stance: MarketConstraint) -> list[Tenants]:
     """Its nodes of other markets than the wanted one, if it may sit there and can be taken from all of them."""
     if not is_allowed(lease.shape, stance):
         return []
-    olds = [draft.occupancy.tenants_of(view) for view in misplaced_nodes(draft, lease, stance).values()]
+    olds = [builder.occupancy.tenants_of(view) for view in misplaced_nodes(builder, lease, stance).values()]
     return olds if all(old.hosts_only(lease) and old.view.node.state is NodeState.READY for old in olds) else []
 
 
@@ -88,6 +88,6 @@ def _find_slots(room: SchedulingState, olds: Sequence[Tenants], stance: MarketCo
     return found
 
 
-def _is_ready(draft: PlanBuilder, node_id: str) -> bool:
-    view = draft.occupancy.views.get(node_id)
+def _is_ready(builder: PlanBuilder, node_id: str) -> bool:
+    view = builder.occupancy.views.get(node_id)
     return view is not None and view.node.state is NodeState.READY

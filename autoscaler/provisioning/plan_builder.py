@@ -1,4 +1,4 @@
-"""A plan while it is made: who sits where, and what is said. Nothing is final until regret has been repaired."""
+"""The plan under construction. Purchases stay provisional until `finish` repacks them onto fewer or cheaper nodes."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from raytide.scheduling.state import Placements, SchedulingState
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Seats of one subject, and what will be said of them."""
+    """The slots of one subject and the text of the resulting actions."""
 
     subject: str
     reason: str
     slots: Placements
     lease: Lease | None = None
     members: tuple[Member, ...] = ()
-    """Who of the lease is assigned to these seats, in their order; the other seats are only kept for it."""
+    """Members assigned to the first slots, in order; further slots are only reserved for the lease."""
     starting: str = ""
-    """What starts on them, when somebody is to be told that it waits for that."""
+    """Text for a `starting` wait, "" for none."""
 
 
 @dataclass(slots=True)
@@ -39,80 +39,88 @@ class PlanBuilder:
     occupancy: NodeOccupancy
     actions: list[Action]
     assignments: list[tuple[int, Assignment]] = field(default_factory=list)
-    """With the place in `actions` in front of which each belongs."""
+    """Each with its insertion index in `actions`."""
     alternatives: dict[tuple[str, str, int], tuple[Rejected, ...]] = field(default_factory=dict)
-    """What else could have been bought, by shape, offer and members: nodes are often bought by the dozen."""
+    """Rejected offerings by shape, offering and members: many nodes of a plan share them."""
     nominated: set[str] = field(default_factory=set)
-    """Nodes that this plan counts on: bought by it, or seating somebody whom Ray does not show there yet."""
+    """Nodes that this plan needs: bought by it, or with tenants that Ray does not show yet."""
     replacements: dict[str, NodeView] = field(default_factory=dict)
-    """Nodes that were bought for a move, by the node that they replace."""
+    """Nodes bought for a move, by the id of the node that they replace."""
     movable: set[str] = field(default_factory=set)
-    """Nodes whose occupants all have their room on the node that was bought to replace theirs."""
+    """Ids of nodes whose tenants all have a reservation on the replacement."""
 
     @property
     def leaving(self) -> set[str]:
-        """Nodes that this plan drains, as far as it is made."""
+        """Ids of the nodes that this plan drains so far."""
         return {action.node_id for action in self.actions if isinstance(action, Drain)}
 
-    def assign(self, seating: Assignment) -> None:
-        if seating.slots:
-            self.assignments.append((len(self.actions), seating))
+    def assign(self, assignment: Assignment) -> None:
+        if assignment.slots:
+            self.assignments.append((len(self.actions), assignment))
 
-    def wait(self, subject: str, short: Unschedulable) -> None:
-        self.actions.append(Wait(subject, short.constraint, short.reason, short.remedy))
+    def wait(self, subject: str, unschedulable: Unschedulable) -> None:
+        self.actions.append(Wait(subject, unschedulable.constraint, unschedulable.reason, unschedulable.remedy))
 
     def finish(self) -> None:
-        """Repair what is to be bought, and turn the seatings into actions."""
-        repaired = repack(self.state)
+        """Repacks the purchases and turns the assignments into actions."""
+        repacking = repack(self.state)
         done, at = [], 0
-        for before, seating in self.assignments:
-            done += [*self.actions[at:before], *self._actions_of(seating, repaired)]
+        for before, assignment in self.assignments:
+            done += [*self.actions[at:before], *self._actions_of(assignment, repacking)]
             at = before
         self.actions = [*done, *self.actions[at:]]
         self.assignments = []
 
-    def buy(self, seat: Slot, subject: str, why: str) -> None:
-        """A node for nobody in particular."""
-        self.actions.append(self._launch(seat, subject, why))
-        self.nominated.add(seat.node_id)
+    def buy(self, slot: Slot, subject: str, reason: str) -> None:
+        """Launches the node of this slot and keeps it, without tenants."""
+        self.actions.append(self._launch(slot, subject, reason))
+        self.nominated.add(slot.node_id)
 
-    def _actions_of(self, seating: Assignment, repaired: Repacking) -> list[Action]:
-        seats = [repaired.final_slot(seat) for seat in seating.slots]
+    def _actions_of(self, assignment: Assignment, repacking: Repacking) -> list[Action]:
+        slots = [repacking.final_slot(slot) for slot in assignment.slots]
         actions: list[Action] = []
-        for seat in seats:
-            if seat.is_new and seat.node_id not in self.nominated:
-                actions.append(self._launch(seat, seating.subject, seating.reason))
-            self.nominated.add(seat.node_id)
-        for member, seat in zip(seating.members, seats, strict=False):
-            assert seating.lease is not None
-            there = "bought for it" if seat.is_new else "has room"
-            reason = f"{seat.node_id} ({seat.node_type}) {there}"
-            actions.append(Assign(seating.lease.id, member.index, seat.node_id, reason))
-        if seating.starting:
-            nodes = ", ".join(dict.fromkeys(seat.node_id for seat in seats))
-            actions.append(Wait(seating.subject, "starting", f"{seating.starting} on {nodes}"))
+        for slot in slots:
+            if slot.is_new and slot.node_id not in self.nominated:
+                actions.append(self._launch(slot, assignment.subject, assignment.reason))
+            self.nominated.add(slot.node_id)
+        for member, slot in zip(assignment.members, slots, strict=False):
+            assert assignment.lease is not None
+            there = "bought for it" if slot.is_new else "has room"
+            reason = f"{slot.node_id} ({slot.node_type}) {there}"
+            actions.append(Assign(assignment.lease.id, member.index, slot.node_id, reason))
+        if assignment.starting:
+            nodes = ", ".join(dict.fromkeys(slot.node_id for slot in slots))
+            actions.append(Wait(assignment.subject, "starting", f"{assignment.starting} on {nodes}"))
         return actions
 
-    def _launch(self, seat: Slot, subject: str, why: str) -> Launch:
-        offer = self.state.bought[seat.node_id]
-        price = f"{offer.node_type.market} at {format_usd(offer.price_micro_usd_h)}/h"
-        served = self.occupancy.endpoints.get(subject)
-        others = self._alternatives(seat, offer, served)
-        is_planned = served is not None and served.pools is not None
-        how = "costs it least, what would be lost together included" if is_planned else "is the cheapest to be had"
-        best = f"{offer.name} ({price})" + (f" {how}" if self.state.tenants[seat.node_id] else "")
+    def _launch(self, slot: Slot, subject: str, reason: str) -> Launch:
+        offering = self.state.bought[slot.node_id]
+        price = f"{offering.node_type.market} at {format_usd(offering.price_micro_usd_h)}/h"
+        endpoint = self.occupancy.endpoints.get(subject)
+        alternatives = self._alternatives(slot, offering, endpoint)
+        is_planned = endpoint is not None and endpoint.pools is not None
+        how = "costs it least, correlated losses included" if is_planned else "is the cheapest available"
+        best = f"{offering.name} ({price})" + (f" {how}" if self.state.tenants[slot.node_id] else "")
         return Launch(
-            seat.node_id, seat.node_type, seat.zone, subject, f"{why}; {best}", offer.price_micro_usd_h, others
+            slot.node_id,
+            slot.node_type,
+            slot.zone,
+            subject,
+            f"{reason}; {best}",
+            offering.price_micro_usd_h,
+            alternatives,
         )
 
-    def _alternatives(self, seat: Slot, offer: Offering, served: EndpointView | None) -> tuple[Rejected, ...]:
-        """Judged by its first tenant's shape, for replicas wherever they might have been bought."""
-        shapes = [tenant.shape for tenant in self.state.tenants[seat.node_id]]
+    def _alternatives(self, slot: Slot, offering: Offering, endpoint: EndpointView | None) -> tuple[Rejected, ...]:
+        """Returns the rejected offerings for the node's first tenant; for replicas, those of every zone."""
+        shapes = [tenant.shape for tenant in self.state.tenants[slot.node_id]]
         if not shapes:
             return ()
         members = sum(shape is shapes[0] for shape in shapes)
-        shape = shapes[0] if served is None else replica_shape(served)
-        key = (shape.describe(), offer.name, members)
+        shape = shapes[0] if endpoint is None else replica_shape(endpoint)
+        key = (shape.describe(), offering.name, members)
         if key not in self.alternatives:
-            self.alternatives[key] = rejected(self.state.offerings, shape, members, offer, is_spread=served is not None)
+            self.alternatives[key] = rejected(
+                self.state.offerings, shape, members, offering, is_spread=endpoint is not None
+            )
         return self.alternatives[key]

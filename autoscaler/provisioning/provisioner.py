@@ -1,310 +1,191 @@
-"""Who gets a node, subject by subject: published replicas, leases, and work without a lease."""
+"""Provisions nodes for replicas and leases; unmanaged.py does so for work without a lease."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from raytide.autoscaler.endpoints import targets
 from raytide.autoscaler.provisioning.plan_builder import Assignment, PlanBuilder
 from raytide.core.clock import utc
 from raytide.core.objects.gang import Lease, LeaseState, MemberState, Shape
-from raytide.core.objects.node import CapacityType, NodeState, NodeType, Resources
+from raytide.core.objects.node import CapacityType, NodeState
 from raytide.core.objects.plan import Requeue, Unassign, Wait
-from raytide.core.objects.snapshot import Demand, MarketConstraint, Snapshot, Throughputs
+from raytide.core.objects.snapshot import MarketConstraint, Throughputs
 from raytide.scheduling import reservations
 from raytide.scheduling.diagnosis import Unschedulable, describe_amounts
 from raytide.scheduling.lookahead import PendingDemand, PendingShape
 from raytide.scheduling.market_constraint import constrain, is_allowed
-from raytide.scheduling.replicas import is_replica, replica_shape
+from raytide.scheduling.replicas import replica_shape
 from raytide.scheduling.state import Placements
 
-UNMANAGED = "unmanaged"
 
-
-@dataclass(frozen=True, slots=True)
-class UnmanagedPlacement:
-    """How work without a lease was seated."""
-
-    node_types: tuple[NodeType, ...]
-    """What it may buy,"""
-    max_nodes: int
-    """how many of them at a time,"""
-    bought: int
-    """and how many there are."""
-    slots: tuple[tuple[str, Resources], ...]
-    """The node of each that waits in Ray and has found room."""
-
-
-def provision_replicas(draft: PlanBuilder) -> None:
-    """The room has seated them already; here their nodes are launched, or the reason is said why they wait."""
-    for view in draft.snapshot.endpoints:
+def provision_replicas(builder: PlanBuilder) -> None:
+    """Launches the nodes of missing replicas, which `SchedulingState` has placed, or says why they wait."""
+    for view in builder.snapshot.endpoints:
         name, shape = view.endpoint.name, replica_shape(view)
-        if quiet := targets.stale_signal(view, draft.snapshot.at_s):
-            draft.actions.append(Wait(name, "signal", quiet, "See that its replicas and the proxies answer."))
-        missing = draft.state.missing.get(name, 0)
-        seats = draft.state.replicas.get(name, ())
+        if stale := targets.stale_signal(view, builder.snapshot.at_s):
+            builder.actions.append(Wait(name, "signal", stale, "See that its replicas and the proxies answer."))
+        missing = builder.state.missing.get(name, 0)
+        slots = builder.state.replicas.get(name, ())
         what = "replicas" if view.endpoint.spec.members == 1 else "members"
-        starting = f"{missing} {what} start" if len(seats) == missing else ""
-        draft.assign(
-            Assignment(name, f"endpoint {name} lacks {missing} x ({describe_amounts(shape)})", seats, starting=starting)
+        starting = f"{missing} {what} start" if len(slots) == missing else ""
+        builder.assign(
+            Assignment(name, f"endpoint {name} lacks {missing} x ({describe_amounts(shape)})", slots, starting=starting)
         )
-        if len(seats) < missing:
-            short, kept = draft.state.why_not(shape, missing - len(seats), f"endpoint {name}"), draft.snapshot.kept
-            draft.wait(name, replace(short, reason=short.reason + _keeps(kept.get(name, ()))))
-            reservations.reserve(draft.state, kept.get(name, ()))
-            draft.nominated.update(node_id for node_id, free in kept.get(name, ()) if free)
+        if len(slots) < missing:
+            unschedulable, reserved = (
+                builder.state.why_not(shape, missing - len(slots), f"endpoint {name}"),
+                builder.snapshot.kept,
+            )
+            builder.wait(name, replace(unschedulable, reason=unschedulable.reason + _keeps(reserved.get(name, ()))))
+            reservations.reserve(builder.state, reserved.get(name, ()))
+            builder.nominated.update(node_id for node_id, free in reserved.get(name, ()) if free)
 
 
-def _keeps(kept: reservations.Reservation) -> str:
-    nodes = ", ".join(node_id for node_id, _ in kept)
-    return f" What falls free on {nodes} is kept for it." if kept else ""
+def _keeps(reserved: reservations.Reservation) -> str:
+    nodes = ", ".join(node_id for node_id, _ in reserved)
+    return f" Resources that become free on {nodes} are reserved for it." if reserved else ""
 
 
-def provision_leases(draft: PlanBuilder) -> None:
-    """In the order in which they were admitted."""
-    waiting = [(lease, sum(m.state is MemberState.WAITING for m in lease.members)) for lease in draft.snapshot.leases]
-    asks = [PendingShape(lease.shape, count) for lease, count in waiting if count]
-    draft.state.pending = PendingDemand(draft.state.offerings, asks) if len(asks) > 1 else None
+def provision_leases(builder: PlanBuilder) -> None:
+    """Provisions leases in order of admission, each with a view of the demand behind it."""
+    waiting = [(lease, sum(m.state is MemberState.WAITING for m in lease.members)) for lease in builder.snapshot.leases]
+    pending = [PendingShape(lease.shape, count) for lease, count in waiting if count]
+    builder.state.pending = PendingDemand(builder.state.offerings, pending) if len(pending) > 1 else None
     for lease, count in waiting:
-        if count and draft.state.pending is not None:
-            draft.state.pending.advance()
+        if count and builder.state.pending is not None:
+            builder.state.pending.advance()
         if lease.state is not LeaseState.RELEASED:
-            _provision_lease(draft, lease)
-    draft.state.pending = None
+            _provision_lease(builder, lease)
+    builder.state.pending = None
 
 
-def _provision_lease(draft: PlanBuilder, lease: Lease) -> None:
-    """Nodes for the members that have none: all that are needed for its minimum or none, beyond it what can be had."""
+def _provision_lease(builder: PlanBuilder, lease: Lease) -> None:
+    """Assigns nodes to waiting members: all that the minimum needs or none, and beyond it as many as fit."""
     waiting = tuple(member for member in lease.members if member.state is MemberState.WAITING)
-    stance = draft.snapshot.stances.get(lease.job_id)
+    constraint = builder.snapshot.stances.get(lease.job_id)
     if not waiting:
-        if stance is None or not _leaves_spot(draft, lease, stance):
-            _add_starting_wait(draft, lease)
+        if constraint is None or not _leaves_spot(builder, lease, constraint):
+            _add_starting_wait(builder, lease)
     else:
         needed = max(0, lease.shape.at_least - lease.member_count)
-        subject, shapes = f"gang {lease.job_id}", constrain([_beside_its_members(draft, lease)], stance)
-        if stance is not None and not shapes:
-            draft.wait(lease.job_id, Unschedulable("deadline", f"{subject} {stance.reason}.", "Nothing to do."))
+        subject, shapes = f"gang {lease.job_id}", constrain([_beside_its_members(builder, lease)], constraint)
+        if constraint is not None and not shapes:
+            builder.wait(lease.job_id, Unschedulable("deadline", f"{subject} {constraint.reason}.", "Nothing to do."))
             return
-        paces = draft.snapshot.paces.get(lease.job_id)
-        shape, placed = _first_that_fits(draft, shapes, len(waiting), needed, subject, paces)
+        paces = builder.snapshot.paces.get(lease.job_id)
+        shape, placed = _first_that_fits(builder, shapes, len(waiting), needed, subject, paces)
         if isinstance(placed, Unschedulable):
-            draft.wait(lease.job_id, placed)
-            if not _has_started(lease) and not _fits_after_yielding(draft, shape, len(waiting), needed):
-                _release_lease(draft, lease, placed)
+            builder.wait(lease.job_id, placed)
+            if not _has_started(lease) and not _fits_after_yielding(builder, shape, len(waiting), needed):
+                _release_lease(builder, lease, placed)
             return
-        why = f"{subject} needs {len(waiting)} x ({describe_amounts(lease.shape)})"
-        why += f" ({stance.reason})" if stance is not None else ""
-        draft.assign(Assignment(lease.id, why, placed, lease, waiting))
+        reason = f"{subject} needs {len(waiting)} x ({describe_amounts(lease.shape)})"
+        reason += f" ({constraint.reason})" if constraint is not None else ""
+        builder.assign(Assignment(lease.id, reason, placed, lease, waiting))
         if rest := len(waiting) - len(placed):
-            draft.wait(lease.job_id, draft.state.why_not(shape, rest, f"the rest of {subject}"))
-    _replace_leaving(draft, lease)
+            builder.wait(lease.job_id, builder.state.why_not(shape, rest, f"the rest of {subject}"))
+    _replace_leaving(builder, lease)
 
 
 def _first_that_fits(
-    draft: PlanBuilder, shapes: Sequence[Shape], count: int, needed: int, subject: str, paces: Throughputs | None
+    builder: PlanBuilder, shapes: Sequence[Shape], count: int, needed: int, subject: str, paces: Throughputs | None
 ) -> tuple[Shape, Placements | Unschedulable]:
-    """Of some shapes, the best first; when none fits, why the first does not."""
+    """Returns the first shape that fits, with its slots; if none fits, the first shape with its diagnosis."""
     tried = []
     for shape in shapes:
-        placed = draft.state.place(shape, count, at_least=needed, subject=subject, paces=paces)
+        placed = builder.state.place(shape, count, at_least=needed, subject=subject, paces=paces)
         if placed and not isinstance(placed, Unschedulable):
             return shape, placed
         tried.append((shape, placed))
     return tried[0]
 
 
-def _leaves_spot(draft: PlanBuilder, lease: Lease, stance: MarketConstraint) -> bool:
-    """A gang that still waits for spot nodes leaves them when it had better be on demand by now, and can be."""
-    market = {view.node.id: view.node.market for view in draft.snapshot.nodes}
-    seated = [member for member in lease.members if member.state is MemberState.ASSIGNED]
-    is_on_spot = any(market.get(member.node_id) is CapacityType.SPOT for member in seated)
-    is_misplaced = is_on_spot and stance.wanted is CapacityType.ON_DEMAND and is_allowed(lease.shape, stance)
+def _leaves_spot(builder: PlanBuilder, lease: Lease, constraint: MarketConstraint) -> bool:
+    """Unassigns the spot nodes of a gang that has not formed yet, if its deadline now requires on-demand that fits."""
+    market = {view.node.id: view.node.market for view in builder.snapshot.nodes}
+    assigned = [member for member in lease.members if member.state is MemberState.ASSIGNED]
+    is_on_spot = any(market.get(member.node_id) is CapacityType.SPOT for member in assigned)
+    is_misplaced = is_on_spot and constraint.wanted is CapacityType.ON_DEMAND and is_allowed(lease.shape, constraint)
     if _has_started(lease) or not is_misplaced:
         return False
-    shape = constrain([lease.shape], stance)[0]
-    if isinstance(draft.state.copy().place(shape, lease.shape.at_least, subject=""), Unschedulable):
+    shape = constrain([lease.shape], constraint)[0]
+    if isinstance(builder.state.copy().place(shape, lease.shape.at_least, subject=""), Unschedulable):
         return False
-    reason = f"its job is {stance.reason}"
-    draft.actions += [Unassign(lease.id, member.index, member.node_id, reason) for member in seated]
+    reason = f"its job is {constraint.reason}"
+    builder.actions += [Unassign(lease.id, member.index, member.node_id, reason) for member in assigned]
     return True
 
 
-def _replace_leaving(draft: PlanBuilder, lease: Lease) -> None:
-    """A node that will be taken back is replaced while its member still works there."""
+def _replace_leaving(builder: PlanBuilder, lease: Lease) -> None:
+    """Buys replacements for draining nodes while their members still run."""
     leaving = [m for m in lease.members if m.state is MemberState.LEAVING and not m.is_yielding]
     if not leaving:
         return
-    draining = {view.node.id: view.node for view in draft.snapshot.nodes if view.node.state is NodeState.DRAINING}
+    draining = {view.node.id: view.node for view in builder.snapshot.nodes if view.node.state is NodeState.DRAINING}
     leaving = [member for member in leaving if member.node_id in draining]
     if not leaving:
         return
-    subject, stance = f"gang {lease.job_id}", draft.snapshot.stances.get(lease.job_id)
-    if not (shapes := constrain([_beside_its_members(draft, lease)], stance)):
+    subject, constraint = f"gang {lease.job_id}", builder.snapshot.stances.get(lease.job_id)
+    if not (shapes := constrain([_beside_its_members(builder, lease)], constraint)):
         return
-    _, placed = _first_that_fits(draft, shapes, len(leaving), 0, subject, draft.snapshot.paces.get(lease.job_id))
+    _, placed = _first_that_fits(builder, shapes, len(leaving), 0, subject, builder.snapshot.paces.get(lease.job_id))
     if not isinstance(placed, Unschedulable):
         node = draining[leaving[0].node_id]
         when = f" at {utc(node.drain_deadline_s)}" if node.drain_deadline_s is not None else ""
-        why = f"{subject} loses {', '.join(member.node_id for member in leaving)}{when}"
-        draft.assign(Assignment(lease.id, why, placed))
+        reason = f"{subject} loses {', '.join(member.node_id for member in leaving)}{when}"
+        builder.assign(Assignment(lease.id, reason, placed))
 
 
-def _beside_its_members(draft: PlanBuilder, lease: Lease) -> Shape:
-    """Members that join others of their gang must share the label with them."""
+def _beside_its_members(builder: PlanBuilder, lease: Lease) -> Shape:
+    """Returns the shape with the label value that the gang's placed members share, so that others join them."""
     label = lease.shape.together
-    seated = {member.node_id for member in lease.members if member.node_id}
-    if not label or not seated:
+    assigned = {member.node_id for member in lease.members if member.node_id}
+    if not label or not assigned:
         return lease.shape
-    there = {view.labels[label] for view in draft.snapshot.nodes if view.node.id in seated and label in view.labels}
+    there = {view.labels[label] for view in builder.snapshot.nodes if view.node.id in assigned and label in view.labels}
     if len(there) != 1:
         return lease.shape
     labels = {**lease.shape.labels, label: there.pop()}
     return lease.shape.model_copy(update={"labels": labels, "together": ""})
 
 
-def _release_lease(draft: PlanBuilder, lease: Lease, short: Unschedulable) -> None:
-    """A launch transaction that failed half-way ends here: a gang of which nothing stands yet lets go of its nodes.
+def _release_lease(builder: PlanBuilder, lease: Lease, unschedulable: Unschedulable) -> None:
+    """Unassigns the nodes of a gang that can neither form nor run yet, so that a half-failed launch holds nothing.
 
-    When its pools are out of stock and the job named other shapes, they get their turn.
+    If its pools are out of stock and the job has alternative shapes, the job is requeued to try them.
     """
     for member in lease.members:
         if member.state is MemberState.ASSIGNED:
-            reason = f"the rest of its gang cannot be placed: {short.reason}"
-            draft.actions.append(Unassign(lease.id, member.index, member.node_id, reason))
+            reason = f"the rest of its gang cannot be placed: {unschedulable.reason}"
+            builder.actions.append(Unassign(lease.id, member.index, member.node_id, reason))
 
-    job = next((job for job in draft.snapshot.jobs if job.id == lease.job_id), None)
-    if short.constraint == "stock" and job is not None and len(job.spec.gang.shapes) > 1:
-        reason = f"{lease.shape.describe()} cannot be had ({short.reason}); its other shapes get their turn"
-        draft.actions.append(Requeue(job.id, lease.id, reason))
+    job = next((job for job in builder.snapshot.jobs if job.id == lease.job_id), None)
+    if unschedulable.constraint == "stock" and job is not None and len(job.spec.gang.shapes) > 1:
+        reason = f"{lease.shape.describe()} is unavailable ({unschedulable.reason}); its other shapes are tried next"
+        builder.actions.append(Requeue(job.id, lease.id, reason))
 
 
-def _fits_after_yielding(draft: PlanBuilder, shape: Shape, count: int, needed: int) -> bool:
-    """Whether it has room once the seats that give way are left: it was admitted to them, and waits."""
-    seats = [(lease, m.node_id) for lease in draft.snapshot.leases for m in lease.members if m.is_yielding]
-    if not seats:
+def _fits_after_yielding(builder: PlanBuilder, shape: Shape, count: int, needed: int) -> bool:
+    """Tells whether the lease fits once yielding members have left: it was admitted to their nodes, and waits."""
+    slots = [(lease, m.node_id) for lease in builder.snapshot.leases for m in lease.members if m.is_yielding]
+    if not slots:
         return False
-    room = draft.state.copy()
-    for lease, node_id in seats:
-        room.release(node_id, lease.shape.resources)
-    return not isinstance(room.place(shape, count, at_least=needed, subject=""), Unschedulable)
+    state = builder.state.copy()
+    for lease, node_id in slots:
+        state.release(node_id, lease.shape.resources)
+    return not isinstance(state.place(shape, count, at_least=needed, subject=""), Unschedulable)
 
 
 def _has_started(lease: Lease) -> bool:
     return any(member.is_usable or member.state is MemberState.FORMING for member in lease.members)
 
 
-def _add_starting_wait(draft: PlanBuilder, lease: Lease) -> None:
+def _add_starting_wait(builder: PlanBuilder, lease: Lease) -> None:
     assigned = {m.node_id for m in lease.members if m.state is MemberState.ASSIGNED}
     if not assigned:
         return
-    ready = {view.node.id for view in draft.snapshot.nodes if view.node.state is NodeState.READY}
+    ready = {view.node.id for view in builder.snapshot.nodes if view.node.state is NodeState.READY}
     if coming := sorted(assigned - ready):
-        draft.actions.append(Wait(lease.job_id, "starting", f"its nodes start: {', '.join(coming)}"))
-
-
-def provision_unmanaged(draft: PlanBuilder) -> UnmanagedPlacement:
-    """Raw tasks, actors and foreign placement groups use what is free, and may buy no more than their cap.
-
-    The largest first: what they leave over is for the small.
-    """
-    snapshot, cap = draft.snapshot, draft.snapshot.unmanaged
-    bought = sum(view.node.subject == UNMANAGED for view in snapshot.nodes)
-    menu = [t for t in snapshot.node_types if cap.gpu or not t.resources.get("GPU")]
-    demands = [d for d in snapshot.demand if _is_unmanaged(d)]
-    most = {name: max(t.resources.get(name, 0.0) for t in snapshot.node_types) for t in menu for name in t.resources}
-    demands.sort(key=lambda demand: -_size(demand, most))
-    shapes = [Shape.computed(d.resources, d.labels, d.together) for d in demands]
-    in_menu = frozenset(node_type.name for node_type in menu)
-    asks = [PendingShape(shape, demand.count, in_menu) for shape, demand in zip(shapes, demands, strict=True)]
-    draft.state.pending = PendingDemand(draft.state.offerings, asks) if asks else None
-    seats: list[tuple[str, Resources]] = []
-    fellows = _bundle_nodes(snapshot, {demand.apart for demand in demands if demand.apart})
-    broken: dict[str, bool] = {}  # groups that cannot be had whole
-    for demand, shape in zip(demands, shapes, strict=True):
-        assert draft.state.pending is not None
-        draft.state.pending.advance()
-        what = f"work without a lease ({demand.count} x ({describe_amounts(shape)}){' apart' if demand.apart else ''})"
-        before, left = draft.state.next_node, max(0, cap.max_nodes - bought)
-        if demand.apart and demand.apart not in broken:
-            group = [(d, s) for d, s in zip(demands, shapes, strict=True) if d.apart == demand.apart]
-            broken[demand.apart] = not _fits_whole(draft, group, fellows[demand.apart], menu, left)
-        placed = draft.state.place(
-            shape,
-            0 if broken.get(demand.apart) else demand.count,
-            at_least=demand.count if demand.together or demand.apart else 0,
-            menu=menu,
-            max_new=left,
-            subject=what,
-            apart=fellows[demand.apart] if demand.apart else None,
-        )
-        placed = () if isinstance(placed, Unschedulable) else placed
-        bought += draft.state.next_node - before
-        if demand.apart:
-            fellows[demand.apart] |= {seat.node_id for seat in placed}
-        seats += [(seat.node_id, shape.resources) for seat in placed]
-        draft.assign(Assignment(UNMANAGED, f"{what} finds no room", placed))
-        if rest := demand.count - len(placed):
-            is_whole = bool(demand.together or demand.apart)
-            is_capped = bought >= cap.max_nodes or (is_whole and _fits_without_cap(draft, demand, shape, menu))
-            add_unmanaged_wait(draft, shape, rest, what, is_capped=is_capped)
-    return UnmanagedPlacement(tuple(menu), cap.max_nodes, bought, tuple(seats))
-
-
-def _bundle_nodes(snapshot: Snapshot, groups: set[str]) -> dict[str, frozenset[str]]:
-    """The nodes on which each of these groups has a bundle already: it lost others."""
-    found = {group: set[str]() for group in groups}
-    for view in snapshot.nodes if groups else ():
-        for group in groups & view.labels.keys():
-            found[group].add(view.node.id)
-    return {group: frozenset(nodes) for group, nodes in found.items()}
-
-
-def _is_unmanaged(demand: Demand) -> bool:
-    is_work = not is_replica(demand) and not demand.is_standing
-    return is_work and any(amount > 0 for amount in demand.resources.values())
-
-
-def _fits_whole(
-    draft: PlanBuilder, group: list[tuple[Demand, Shape]], fellows: frozenset[str], menu: list[NodeType], left: int
-) -> bool:
-    """Whether all bundles that must be apart find room when so many nodes may be bought: some of them are of no use."""
-    if len(group) < 2:
-        return True  # it is asked for whole anyhow
-    room = draft.state.copy()
-    room.pending = None
-    if room.offerings.launches_left:
-        room.offerings.launches_left = None  # the rest follows within minutes
-    for demand, shape in group:
-        before = room.next_node
-        seats = room.place(shape, demand.count, menu=menu, max_new=left, subject=UNMANAGED, apart=fellows)
-        if isinstance(seats, Unschedulable):
-            return False
-        left -= room.next_node - before
-        fellows |= {seat.node_id for seat in seats}
-    return True
-
-
-def _fits_without_cap(draft: PlanBuilder, demand: Demand, shape: Shape, menu: list[NodeType]) -> bool:
-    room, apart = draft.state.copy(), frozenset[str]() if demand.apart else None
-    return not isinstance(room.place(shape, demand.count, menu=menu, subject=UNMANAGED, apart=apart), Unschedulable)
-
-
-def _size(demand: Demand, most: dict[str, float]) -> float:
-    """Of one, as the largest share that it takes of the largest node."""
-    return max((amount / most[name] for name, amount in demand.resources.items() if most.get(name)), default=0.0)
-
-
-def add_unmanaged_wait(draft: PlanBuilder, shape: Shape, rest: int, what: str, *, is_capped: bool) -> None:
-    cap = draft.snapshot.unmanaged
-    short = draft.state.why_not(shape, rest, what)
-    if short.constraint == "impossible":
-        draft.wait(UNMANAGED, short)
-        return
-    if not is_capped and (cap.gpu or not shape.resources.get("GPU")):
-        draft.wait(UNMANAGED, short)
-        return
-    kinds = "nodes" if cap.gpu else "nodes without a GPU"
-    reason = f"{what} waits: it may buy {cap.max_nodes} {kinds} (metadata.raytide.unmanaged)"
-    draft.actions.append(Wait(UNMANAGED, "cap", reason, "Submit it as a job, or raise the cap."))
+        builder.actions.append(Wait(lease.job_id, "starting", f"its nodes start: {', '.join(coming)}"))

@@ -1,65 +1,196 @@
-"""Room that somebody asked Ray to have (`ray.autoscaler.sdk.request_resources`), whether or not work waits for it.
+"""Provisions nodes for work without a lease: raw tasks, actors and foreign placement groups, then standing requests.
 
-What work without a lease uses counts towards it, as Ray counts it; what jobs and endpoints hold does not. It buys under
-the same cap as that work, and the nodes that hold it do not idle out.
+A standing request is capacity that `ray.autoscaler.sdk.request_resources` asks for, whether or not work waits for it.
+What unmanaged work uses counts towards it, as Ray counts it; what jobs and endpoints hold does not. Both buy under the
+same cap, and nodes that hold a standing request do not idle out.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from raytide.autoscaler.provisioning.plan_builder import Assignment, PlanBuilder
-from raytide.autoscaler.provisioning.provisioner import UNMANAGED, UnmanagedPlacement, add_unmanaged_wait
 from raytide.core.objects.gang import Shape
-from raytide.core.objects.node import Resources, minus, plus
+from raytide.core.objects.node import NodeType, Resources, minus, plus
+from raytide.core.objects.plan import UNMANAGED, Wait
+from raytide.core.objects.snapshot import Demand, Snapshot
 from raytide.scheduling.diagnosis import Unschedulable, describe_amounts
+from raytide.scheduling.lookahead import PendingDemand, PendingShape
 from raytide.scheduling.placement import Slot
+from raytide.scheduling.replicas import is_replica
 from raytide.scheduling.state import SchedulingState, Tenant
 from raytide.scheduling.unattributed import UnattributedUsage
 
 
-def provision_requested(draft: PlanBuilder, unleased: UnmanagedPlacement) -> None:
-    """After the work that waits in Ray: `unleased` says how that was seated."""
-    asked = [d for d in draft.snapshot.demand if d.is_standing and any(amount > 0 for amount in d.resources.values())]
-    if not asked:
+@dataclass(frozen=True, slots=True)
+class UnmanagedPlacement:
+    """Where unmanaged work was placed, and what it may still buy."""
+
+    node_types: tuple[NodeType, ...]
+    """The types that it may buy."""
+    max_nodes: int
+    """The cap on nodes bought for it."""
+    bought: int
+    """Bought nodes, those of this plan included."""
+    slots: tuple[tuple[str, Resources], ...]
+    """Node id and resources of each unit of pending work that was placed."""
+
+
+def provision_unmanaged(builder: PlanBuilder) -> UnmanagedPlacement:
+    """Places unmanaged work, the largest demand first, on free resources and on at most the capped number of nodes."""
+    snapshot, cap = builder.snapshot, builder.snapshot.unmanaged
+    bought = sum(view.node.subject == UNMANAGED for view in snapshot.nodes)
+    node_types = [t for t in snapshot.node_types if cap.gpu or not t.resources.get("GPU")]
+    demands = [d for d in snapshot.demand if _is_unmanaged(d)]
+    most = {
+        name: max(t.resources.get(name, 0.0) for t in snapshot.node_types) for t in node_types for name in t.resources
+    }
+    demands.sort(key=lambda demand: -_size(demand, most))
+    shapes = [Shape.computed(d.resources, d.labels, d.together) for d in demands]
+    allowed = frozenset(node_type.name for node_type in node_types)
+    pending = [PendingShape(shape, demand.count, allowed) for shape, demand in zip(shapes, demands, strict=True)]
+    builder.state.pending = PendingDemand(builder.state.offerings, pending) if pending else None
+    slots: list[tuple[str, Resources]] = []
+    bundle_nodes = _bundle_nodes(snapshot, {demand.apart for demand in demands if demand.apart})
+    unplaceable: dict[str, bool] = {}  # groups that cannot be had whole
+    for demand, shape in zip(demands, shapes, strict=True):
+        assert builder.state.pending is not None
+        builder.state.pending.advance()
+        what = f"work without a lease ({demand.count} x ({describe_amounts(shape)}){' apart' if demand.apart else ''})"
+        before, left = builder.state.next_node, max(0, cap.max_nodes - bought)
+        if demand.apart and demand.apart not in unplaceable:
+            group = [(d, s) for d, s in zip(demands, shapes, strict=True) if d.apart == demand.apart]
+            unplaceable[demand.apart] = not _fits_whole(builder, group, bundle_nodes[demand.apart], node_types, left)
+        placed = builder.state.place(
+            shape,
+            0 if unplaceable.get(demand.apart) else demand.count,
+            at_least=demand.count if demand.together or demand.apart else 0,
+            menu=node_types,
+            max_new=left,
+            subject=what,
+            apart=bundle_nodes[demand.apart] if demand.apart else None,
+        )
+        placed = () if isinstance(placed, Unschedulable) else placed
+        bought += builder.state.next_node - before
+        if demand.apart:
+            bundle_nodes[demand.apart] |= {slot.node_id for slot in placed}
+        slots += [(slot.node_id, shape.resources) for slot in placed]
+        builder.assign(Assignment(UNMANAGED, f"{what} finds no room", placed))
+        if rest := demand.count - len(placed):
+            is_whole = bool(demand.together or demand.apart)
+            is_capped = bought >= cap.max_nodes or (is_whole and _fits_without_cap(builder, demand, shape, node_types))
+            add_unmanaged_wait(builder, shape, rest, what, is_capped=is_capped)
+    return UnmanagedPlacement(tuple(node_types), cap.max_nodes, bought, tuple(slots))
+
+
+def provision_requested(builder: PlanBuilder, placement: UnmanagedPlacement) -> None:
+    """Places standing requests, after the pending work (`placement`)."""
+    standing = [
+        d for d in builder.snapshot.demand if d.is_standing and any(amount > 0 for amount in d.resources.values())
+    ]
+    if not standing:
         return
-    work, room, bought = _work(draft, unleased), draft.state.copy(), unleased.bought
-    room.pending, bought_here = None, set[str]()
+    work, state, bought = _unmanaged_use(builder, placement), builder.state.copy(), placement.bought
+    state.pending, bought_here = None, set[str]()
     for node_id, resources in work.items():
-        room.release(node_id, resources)
-    for demand in asked:
+        state.release(node_id, resources)
+    for demand in standing:
         shape = Shape.computed(demand.resources, demand.labels)
         what = f"room for {demand.count} x ({describe_amounts(shape)}), which request_resources asks for,"
-        left, first = max(0, unleased.max_nodes - bought), room.next_node
-        found = room.place(shape, demand.count, at_least=0, menu=unleased.node_types, max_new=left, subject=what)
+        left, first = max(0, placement.max_nodes - bought), state.next_node
+        found = state.place(shape, demand.count, at_least=0, menu=placement.node_types, max_new=left, subject=what)
         assert not isinstance(found, Unschedulable)
-        for number in range(first, room.next_node):
-            bought_here.add(draft.state.buy_offer(room.bought[f"node-{number}"]).node_id)
-        bought += room.next_node - first
-        seats = tuple(seat for seat in found if not seat.is_new or seat.node_id in bought_here)
-        for seat in seats:
-            _take(draft.state, seat, shape, unleased, work)
-        draft.assign(Assignment(UNMANAGED, f"{what} is not there", seats))
+        for number in range(first, state.next_node):
+            bought_here.add(builder.state.buy_offer(state.bought[f"node-{number}"]).node_id)
+        bought += state.next_node - first
+        slots = tuple(slot for slot in found if not slot.is_new or slot.node_id in bought_here)
+        for slot in slots:
+            _reserve(builder.state, slot, shape, placement, work)
+        builder.assign(Assignment(UNMANAGED, f"{what} is not there", slots))
         if rest := demand.count - len(found):
-            add_unmanaged_wait(draft, shape, rest, what, is_capped=bought >= unleased.max_nodes)
+            add_unmanaged_wait(builder, shape, rest, what, is_capped=bought >= placement.max_nodes)
 
 
-def _work(draft: PlanBuilder, unleased: UnmanagedPlacement) -> dict[str, Resources]:
-    """What work without a lease has of each node: what it uses, and what it was just promised."""
-    unseen, work = UnattributedUsage(draft.snapshot), dict[str, Resources]()
-    for view in draft.snapshot.nodes:
-        if view.node.id in draft.state.rows:
-            work[view.node.id] = {name: amount for name, amount in unseen.unknown(view).items() if amount > 0}
-    for node_id, resources in unleased.slots:
+def _unmanaged_use(builder: PlanBuilder, placement: UnmanagedPlacement) -> dict[str, Resources]:
+    """Returns what unmanaged work has of each node: what it uses, and what this plan placed there."""
+    unattributed, work = UnattributedUsage(builder.snapshot), dict[str, Resources]()
+    for view in builder.snapshot.nodes:
+        if view.node.id in builder.state.rows:
+            work[view.node.id] = {name: amount for name, amount in unattributed.unknown(view).items() if amount > 0}
+    for node_id, resources in placement.slots:
         work[node_id] = plus(work.get(node_id, {}), resources)
     return {node_id: resources for node_id, resources in work.items() if resources}
 
 
-def _take(
-    room: SchedulingState, seat: Slot, shape: Shape, unleased: UnmanagedPlacement, work: dict[str, Resources]
+def _reserve(
+    state: SchedulingState, slot: Slot, shape: Shape, placement: UnmanagedPlacement, work: dict[str, Resources]
 ) -> None:
-    """What the work does not have already is kept free."""
-    if seat.is_new:
-        room.tenants[seat.node_id].append(Tenant(shape, frozenset(t.name for t in unleased.node_types)))
-    has, need = work.get(seat.node_id, {}), shape.resources
+    """Reserves the part of the slot that unmanaged work does not use already."""
+    if slot.is_new:
+        state.tenants[slot.node_id].append(Tenant(shape, frozenset(t.name for t in placement.node_types)))
+    has, need = work.get(slot.node_id, {}), shape.resources
     both = {name: min(amount, has.get(name, 0.0)) for name, amount in need.items()}
-    work[seat.node_id] = minus(has, both)
-    room.reserve(seat.node_id, minus(need, both))
+    work[slot.node_id] = minus(has, both)
+    state.reserve(slot.node_id, minus(need, both))
+
+
+def _bundle_nodes(snapshot: Snapshot, groups: set[str]) -> dict[str, frozenset[str]]:
+    """Returns the nodes on which each placement group still has a bundle, after it lost others."""
+    found = {group: set[str]() for group in groups}
+    for view in snapshot.nodes if groups else ():
+        for group in groups & view.labels.keys():
+            found[group].add(view.node.id)
+    return {group: frozenset(nodes) for group, nodes in found.items()}
+
+
+def _is_unmanaged(demand: Demand) -> bool:
+    is_work = not is_replica(demand) and not demand.is_standing
+    return is_work and any(amount > 0 for amount in demand.resources.values())
+
+
+def _fits_whole(
+    builder: PlanBuilder,
+    group: list[tuple[Demand, Shape]],
+    bundle_nodes: frozenset[str],
+    node_types: list[NodeType],
+    left: int,
+) -> bool:
+    """Tells whether all bundles of a spread group fit with at most `left` new nodes: some of them alone are useless."""
+    if len(group) < 2:
+        return True  # a single demand is placed whole or not at all
+    state = builder.state.copy()
+    state.pending = None
+    if state.offerings.launches_left:
+        state.offerings.launches_left = None  # the launch rate only delays the rest by minutes
+    for demand, shape in group:
+        before = state.next_node
+        slots = state.place(shape, demand.count, menu=node_types, max_new=left, subject=UNMANAGED, apart=bundle_nodes)
+        if isinstance(slots, Unschedulable):
+            return False
+        left -= state.next_node - before
+        bundle_nodes |= {slot.node_id for slot in slots}
+    return True
+
+
+def _fits_without_cap(builder: PlanBuilder, demand: Demand, shape: Shape, node_types: list[NodeType]) -> bool:
+    state, apart = builder.state.copy(), frozenset[str]() if demand.apart else None
+    return not isinstance(
+        state.place(shape, demand.count, menu=node_types, subject=UNMANAGED, apart=apart), Unschedulable
+    )
+
+
+def _size(demand: Demand, most: dict[str, float]) -> float:
+    """Returns the largest share that one unit takes of the largest node."""
+    return max((amount / most[name] for name, amount in demand.resources.items() if most.get(name)), default=0.0)
+
+
+def add_unmanaged_wait(builder: PlanBuilder, shape: Shape, rest: int, what: str, *, is_capped: bool) -> None:
+    cap = builder.snapshot.unmanaged
+    unschedulable = builder.state.why_not(shape, rest, what)
+    is_allowed = not is_capped and (cap.gpu or not shape.resources.get("GPU"))
+    if is_allowed or unschedulable.constraint == "impossible":
+        builder.wait(UNMANAGED, unschedulable)
+        return
+    allowed = "nodes" if cap.gpu else "nodes without a GPU"
+    reason = f"{what} waits: it may buy {cap.max_nodes} {allowed} (metadata.raytide.unmanaged)"
+    builder.actions.append(Wait(UNMANAGED, "cap", reason, "Submit it as a job, or raise the cap."))

@@ -72,7 +72,7 @@ def test_a_gang_gets_nodes_and_seats_in_one_plan_with_the_price_in_the_reason() 
     launch = actions[0]
     assert isinstance(launch, Launch)
     assert (launch.node_type, launch.zone, launch.subject) == ("gpu.spot", "a", "lease-1")
-    assert launch.reason == "gang job-7 needs 2 x (8 GPU); gpu.spot in a (spot at $8.00/h) is the cheapest to be had"
+    assert launch.reason == "gang job-7 needs 2 x (8 GPU); gpu.spot in a (spot at $8.00/h) is the cheapest available"
 
 
 def test_two_members_on_one_new_node_buy_it_once() -> None:

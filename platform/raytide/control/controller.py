@@ -20,7 +20,6 @@ from raytide.autoscaler.endpoints.traffic import TrafficMonitor
 from raytide.autoscaler.job_throughput import JobThroughput
 from raytide.autoscaler.nodes import launch_backoff
 from raytide.autoscaler.nodes.idleness import IdleClock
-from raytide.autoscaler.provisioning.provisioner import UNMANAGED
 from raytide.control.accounting.billing_intervals import Booking, update_intervals
 from raytide.control.accounting.lost_work import book_losses, settled_losses
 from raytide.control.accounting.team_usage import used_lately, uses, with_team_usage
@@ -47,7 +46,7 @@ from raytide.core.objects.endpoint import Endpoint, EndpointState
 from raytide.core.objects.gang import LeaseState
 from raytide.core.objects.job import JobKind
 from raytide.core.objects.ledger_entry import Occupancy
-from raytide.core.objects.plan import Admit, Assign, Plan, Wait, describe
+from raytide.core.objects.plan import UNMANAGED, Admit, Assign, Plan, Wait, describe
 from raytide.core.objects.snapshot import Snapshot
 from raytide.core.state import Changes, Records, Store
 from raytide.jobs.admission.priority import LAST_SHARE

@@ -134,9 +134,9 @@ def test_spot_is_bought_over_regions_up_to_its_count_and_the_decision_says_why()
     assert "1 -> 5: 2.00 requests/s are usual and a late one costs $0.0100" in scale.reason
     assert "5 replicas are worth the price of spot, 3 that of on demand" in scale.reason
     launch = next(action for action in plan.actions if isinstance(action, Launch) and action.zone == "eu-1a")
-    assert "gpu.spot in eu-1a (spot at $1.00/h) costs it least, what would be lost together included" in launch.reason
+    assert "gpu.spot in eu-1a (spot at $1.00/h) costs it least, correlated losses included" in launch.reason
     others = {other.choice: (other.reason, other.extra_micro_usd_h) for other in launch.rejected}
-    assert others["gpu.spot in us-1a"] == ("costs no more, but too many would be lost there at once", 0)
+    assert others["gpu.spot in us-1a"] == ("costs no more, but too many replicas would be lost there at once", 0)
     assert others["gpu in us-1a"][1] == 2_000_000 - round(0.2 / 6 * 1_000_000)
 
 

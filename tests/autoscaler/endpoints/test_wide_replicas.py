@@ -122,7 +122,7 @@ def test_a_node_that_is_free_is_kept_until_the_other_is_too_and_everybody_is_tol
     late = c.submit(ONE)
     assert c.settle(3 * int(GPU4.idle_timeout_s)) == [], "it is neither given away nor called idle"
     waits = {action.subject: action.reason for action in c.tick() if isinstance(action, Wait)}
-    assert waits["wide"].endswith("What falls free on node-2, node-1 is kept for it.")
+    assert waits["wide"].endswith("Resources that become free on node-2, node-1 are reserved for it.")
     assert waits[late].endswith("held by job-1, wide.")
     c.finish(long)
     c.settle(4)

@@ -7,6 +7,9 @@ from typing import Literal
 
 from raytide.core.objects.gang import Lease
 
+UNMANAGED = "unmanaged"
+"""The subject of actions for work in Ray that holds no lease, and of the nodes bought for it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rejected:

@@ -9,7 +9,6 @@ from pathlib import Path
 from raytide.actors.serving.engines import choose_engine
 from raytide.autoscaler.endpoints.load_target import cold_start_s
 from raytide.autoscaler.providers.base import Bill
-from raytide.autoscaler.provisioning.provisioner import UNMANAGED
 from raytide.control.accounting.cost_report import cost_report
 from raytide.control.api.auth import ANY_TEAM, Caller
 from raytide.control.api.health import Watch
@@ -45,6 +44,7 @@ from raytide.core.objects.endpoint import ServeSpec
 from raytide.core.objects.gang import GangSpec, Lease, LeaseState, Shape
 from raytide.core.objects.job import BudgetPer, Job, JobKind, JobSpec, JobState
 from raytide.core.objects.ledger_entry import Entry, EntryKind
+from raytide.core.objects.plan import UNMANAGED
 from raytide.core.objects.resources import resolve_accelerator
 from raytide.core.specs.data import DataSpec
 from raytide.core.specs.script import ScriptSpec
