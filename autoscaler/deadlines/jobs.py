@@ -1,7 +1,7 @@
-"""The deadline policy for the jobs of a live cluster: where each may sit now, and in words why. Pure.
+"""Applies the deadline policy to the jobs of a live cluster and explains each decision.
 
-What a gang is to the policy: one node, which is a spot zone (a node type in a zone), on demand, or nothing. A gang on
-an on-demand node stays there until spot nodes are ready for it, so it is never taken away to wait.
+The policy sees a gang as one node: in a spot zone (a node type in a zone), on demand, or none. A gang on on-demand
+nodes stays there until its spot nodes are ready, so a move never leaves it without nodes.
 """
 
 from __future__ import annotations
@@ -17,73 +17,84 @@ import numpy as np
 from raytide.autoscaler.deadlines.policy import Allocation, DeadlineJob, ZoneView, decide
 from raytide.autoscaler.deadlines.value_iteration import Values, solve
 from raytide.autoscaler.nodes.occupancy import NodeOccupancy
-from raytide.autoscaler.spot.availability_model import AvailabilityModel
-from raytide.autoscaler.spot.availability_model import ReclaimRates as Rates
-from raytide.autoscaler.spot.pool_availability import PoolAvailability, forecast_from_rates, pool_name
+from raytide.autoscaler.spot.availability_model import AvailabilityModel, ReclaimRates
+from raytide.autoscaler.spot.pool_availability import PoolAvailability, forecast_from_rates
+from raytide.autoscaler.spot.reclaim_hazard import pool_name
 from raytide.core.objects.deadline import moment
-from raytide.core.objects.gang import Lease, LeaseState, MemberState
+from raytide.core.objects.gang import Lease, LeaseState, MemberState, Shape
 from raytide.core.objects.job import Job
 from raytide.core.objects.node import MARKET_LABEL, CapacityType, NodeState, Resources, fits
 from raytide.core.objects.snapshot import MarketConstraint, NodeView, Snapshot, SpotForecast
 from raytide.scheduling.market_constraint import alternatives
-from raytide.scheduling.offerings import Offering
-from raytide.scheduling.offerings import Offerings as Shop
+from raytide.scheduling.offerings import Offering, Offerings
 
 TICK_S = 10.0
-"""Until it is decided again, at most."""
+"""The longest time until the next decision."""
 MARGIN = 0.05
-"""What is left may turn out to be so much more."""
+"""Share added to the remaining work, because estimates are low at times."""
 RESUME_S = 90.0
-"""From nodes that have joined until work goes on: others give way, the gang forms, the state is loaded."""
+"""From joined nodes to the first step: victims yield, the gang forms, the checkpoint loads."""
 SLOWER = 1.5
-"""A node may need so many times what the slowest one of its type needed."""
+"""A launch may take this many times the slowest one of its node type."""
 PREFERS_ON_DEMAND: tuple[CapacityType, ...] = (CapacityType.ON_DEMAND, CapacityType.SPOT)
-"""Better on spot than nowhere."""
+"""On demand first, spot rather than nothing."""
 MOST_STEPS = 256
-"""Of the table of values: who is further from his deadline looks at it in longer steps."""
+"""The size of the value table in steps; a deadline that is further away uses longer steps."""
 
 
 def with_market_constraints(snapshot: Snapshot) -> Snapshot:
-    """With a stance for each job that has a deadline."""
-    due = [job for job in snapshot.jobs if job.spec.due_at_s is not None and not job.stop_requested]
-    if not due:
+    """Returns the snapshot with a market constraint for each job that has a deadline."""
+    jobs = [job for job in snapshot.jobs if job.spec.due_at_s is not None and not job.stop_requested]
+    if not jobs:
         return snapshot
-    fleet = _Fleet.of(snapshot)
-    return replace(snapshot, stances={job.id: _constraint_for(fleet, job) for job in due})
+    fleet = _Fleet.from_snapshot(snapshot)
+    return replace(snapshot, stances={job.id: _constraint_for(fleet, job) for job in jobs})
 
 
-def spot_pools(shop: Shop, job: Job) -> dict[str, Offering]:
-    """The pools that hold a member of its gang, in the order of the configuration."""
-    return {
-        pool_name(o.node_type.name, o.zone): o for o in _offers(shop, job) if o.node_type.market is CapacityType.SPOT
-    }
+def spot_forecasts(availability: PoolAvailability, snapshot: Snapshot) -> tuple[SpotForecast, ...]:
+    """Returns a forecast for each set of spot pools that some job with a deadline can use."""
+    offerings = Offerings.of(snapshot)
+    shapes = {_shapes_key(job): job.spec.gang.shapes for job in snapshot.jobs if job.spec.deadline is not None}
+    sets = dict.fromkeys(tuple(_spot_pools(_offerings_for(offerings, each))) for each in shapes.values())
+    return tuple(availability.forecast(pools, snapshot.at_s) for pools in sets if pools)
 
 
-def spot_forecasts(watch: PoolAvailability, snapshot: Snapshot) -> tuple[SpotForecast, ...]:
-    """What its jobs with a deadline have to know of spot, once for all that could use the same pools."""
-    shop = Shop.of(snapshot)
-    sets = dict.fromkeys(tuple(spot_pools(shop, job)) for job in snapshot.jobs if job.spec.deadline is not None)
-    return tuple(watch.forecast(pools, snapshot.at_s) for pools in sets if pools)
+_ShapesKey = tuple[tuple[tuple[tuple[str, float], ...], tuple[tuple[str, str], ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """What the offerings have for one list of gang shapes; shared by all jobs with these shapes."""
+
+    launch_s: float
+    """The longest time that a launch of a fitting node type should take."""
+    zones: tuple[ZoneView, ...]
+    """The spot pools, as seen by a job that holds none of them."""
+    forecast: SpotForecast
+    """Of the same pools, in the same order."""
+    price_ratio: float
+    """Spot over on-demand price; at 1 and above spot is not used."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Fleet:
-    """The snapshot, as the judgement of each job looks at it."""
+    """Indexes of the snapshot that the evaluation of each job uses."""
 
     snapshot: Snapshot
-    offerings: Shop
+    offerings: Offerings
     occupancy: NodeOccupancy
     leases: Mapping[str, Lease]
     """By job."""
     slowest_launch_s: Mapping[str, float]
-    """By node type, how long a node of it needed to join at most."""
+    """By node type."""
     ready_nodes: Mapping[tuple[str, str], Sequence[NodeView]]
     """By node type and zone."""
-    rooms: dict[tuple[object, ...], bool] = field(default_factory=dict)
-    """Whether a node of a pool has room for a member, for many jobs at once."""
+    _options: dict[_ShapesKey, _Options] = field(default_factory=dict)
+    _fits: dict[tuple[object, ...], bool] = field(default_factory=dict)
+    """Whether a ready node of a pool has room for a member, by offering and resources."""
 
     @classmethod
-    def of(cls, snapshot: Snapshot) -> _Fleet:
+    def from_snapshot(cls, snapshot: Snapshot) -> _Fleet:
         slowest, ready = dict[str, float](), defaultdict[tuple[str, str], list[NodeView]](list)
         for view in snapshot.nodes:
             node = view.node
@@ -92,37 +103,38 @@ class _Fleet:
             if node.ready_at_s is not None:
                 slowest[node.type] = max(slowest.get(node.type, 0.0), node.ready_at_s - node.requested_at_s)
         leases = {lease.job_id: lease for lease in snapshot.leases}
-        return cls(snapshot, Shop.of(snapshot), NodeOccupancy.from_snapshot(snapshot), leases, slowest, ready)
+        return cls(snapshot, Offerings.of(snapshot), NodeOccupancy.from_snapshot(snapshot), leases, slowest, ready)
+
+    def options(self, job: Job) -> _Options:
+        key = _shapes_key(job)
+        if key not in self._options:
+            self._options[key] = self._options_for(job.spec.gang.shapes)
+        return self._options[key]
 
     def restart_s(self, job: Job) -> float:
-        """What a start takes at most until work goes on where it was."""
-        types = {offer.node_type.name: offer.node_type for offer in _offers(self.offerings, job)}
-        joins_s = [
-            min(SLOWER * self.slowest_launch_s[name], t.launch_timeout_s)
-            if name in self.slowest_launch_s
-            else t.launch_timeout_s
-            for name, t in types.items()
-        ]
-        return 60.0 * math.ceil((max(joins_s, default=0.0) + RESUME_S + job.redo_s) / 60.0)
+        """The longest time from a launch until the job is back at its present step."""
+        return 60.0 * math.ceil((self.options(job).launch_s + RESUME_S + job.redo_s) / 60.0)
 
     def allocation(self, job: Job, pools: Sequence[str], restart_s: float) -> tuple[Allocation, float]:
-        """What its gang sits on and stays on, and what its start still takes. Partly on spot is as safe as spot."""
+        """What the gang holds and keeps, and the seconds that its start still takes. Partly on spot counts as spot."""
         lease = self.leases.get(job.id)
-        seated = (
-            [m.node_id for m in lease.members if m.has_node and m.state is not MemberState.LEAVING] if lease else []
-        )
-        nodes = [self.occupancy.views[node_id].node for node_id in seated if node_id in self.occupancy.views]
+        held = [m for m in lease.members if m.has_node and m.state is not MemberState.LEAVING] if lease else []
+        views = self.occupancy.views
+        nodes = [views[member.node_id].node for member in held if member.node_id in views]
         if lease is None or not nodes:
             return None, 0.0
-        asked_s = max(node.requested_at_s for node in nodes)
-        starting_s = 0.0 if lease.state is LeaseState.ACTIVE else max(0.0, asked_s + restart_s - self.snapshot.at_s)
+        requested_s = max(node.requested_at_s for node in nodes)
+        starting_s = 0.0 if lease.state is LeaseState.ACTIVE else max(0.0, requested_s + restart_s - self.snapshot.at_s)
         spot = [pool_name(node.type, node.zone) for node in nodes if node.market is CapacityType.SPOT]
         known = [pools.index(pool) for pool in spot if pool in pools]
         return (known[0] if known else None if spot else "on_demand"), starting_s
 
     def may_move(self, job: Job) -> bool:
-        """Whether its gang can be taken from where it sits: nothing of it stands yet, or it may be preempted, and is
-        alone there and asks for no market itself, or has another shape for on demand."""
+        """Tells whether the gang may leave its nodes.
+
+        It may if it has not formed yet, or if it is preemptible, alone on its nodes, and either asks for no market
+        itself or has another shape for on demand.
+        """
         lease = self.leases.get(job.id)
         if lease is None or not any(m.is_usable or m.state is MemberState.FORMING for m in lease.members):
             return True
@@ -133,24 +145,35 @@ class _Fleet:
             is_free or bool(alternatives(lease.shape, job.spec.gang.shapes, CapacityType.ON_DEMAND))
         )
 
-    def zone_view(self, job: Job, offer: Offering, is_up: bool, since_s: float, *, is_held: bool) -> ZoneView:
-        """One that can be asked again after a refusal counts as one that has just come back."""
-        can_be_had = is_held or self.offerings.refusal(offer) is None or self._has_room(job, offer)
-        age_s = max(0.0, self.snapshot.at_s - since_s)
-        if is_held or is_up == can_be_had:
-            return ZoneView(can_be_had, age_s)
-        return ZoneView(can_be_had, 0.0)
+    def _options_for(self, shapes: Sequence[Shape]) -> _Options:
+        offerings = _offerings_for(self.offerings, shapes)
+        launches_s = (
+            min(SLOWER * self.slowest_launch_s.get(t.name, math.inf), t.launch_timeout_s)
+            for t in {offering.node_type.name: offering.node_type for offering in offerings}.values()
+        )
+        pools = _spot_pools(offerings)
+        forecast = _forecast_for(self.snapshot, tuple(pools))
+        known = zip(pools.values(), forecast.is_up, forecast.since_s, strict=True)
+        zones = tuple(self._zone_view(shapes, offering, is_up, since_s) for offering, is_up, since_s in known)
+        return _Options(max(launches_s, default=0.0), zones, forecast, _price_ratio(self.offerings, shapes))
 
-    def _has_room(self, job: Job, offer: Offering) -> bool:
-        """On a node of that pool that is there."""
-        return any(self._has_room_for(shape.resources, offer) for shape in job.spec.gang.shapes)
+    def _zone_view(self, shapes: Sequence[Shape], offering: Offering, is_up: bool, since_s: float) -> ZoneView:
+        """A pool that may be tried again after a refusal counts as one that has just come back."""
+        is_available = self.offerings.refusal(offering) is None or any(
+            self._has_room(shape.resources, offering) for shape in shapes
+        )
+        return ZoneView(is_available, self.age_s(since_s) if is_up == is_available else 0.0)
 
-    def _has_room_for(self, need: Resources, offer: Offering) -> bool:
-        key = (offer.row, *sorted(need.items()))
-        if key not in self.rooms:
-            there = self.ready_nodes.get((offer.node_type.name, offer.zone), ())
-            self.rooms[key] = any(fits(need, view.available) for view in there)
-        return self.rooms[key]
+    def age_s(self, since_s: float) -> float:
+        return max(0.0, self.snapshot.at_s - since_s)
+
+    def _has_room(self, resources: Resources, offering: Offering) -> bool:
+        """Tells whether a ready node of this pool has room for a member."""
+        key = (offering.row, *sorted(resources.items()))
+        if key not in self._fits:
+            views = self.ready_nodes.get((offering.node_type.name, offering.zone), ())
+            self._fits[key] = any(fits(resources, view.available) for view in views)
+        return self._fits[key]
 
 
 def _constraint_for(fleet: _Fleet, job: Job) -> MarketConstraint:
@@ -160,46 +183,45 @@ def _constraint_for(fleet: _Fleet, job: Job) -> MarketConstraint:
     now_s += fleet.snapshot.wall_ahead_s
     due = f"due {moment(due_at_s)}"
     if due_at_s <= now_s:
-        reason = f"late: it was {due}; it goes on like any other job"
+        reason = f"late: it was {due}; it continues like any other job"
         return MarketConstraint(None, False, due_at_s, left_s, None, reason)
     if left_s is None:
-        reason = f"on demand, {due}: how much work it has is not known before its first steps; estimate_h would say it"
+        reason = f"on demand, {due}: its remaining work is unknown before its first steps; estimate_h would give it"
         return MarketConstraint(PREFERS_ON_DEMAND, False, due_at_s, None, None, reason)
-    case = JobEvaluation.evaluate(fleet, job, due_at_s - now_s, left_s * (1.0 + MARGIN))
-    work_s, chosen = case.policy_job.work_s, case.choose()
-    latest_s = due_at_s - work_s - case.policy_job.restart_s
-    reason = f"{case.describe(chosen)}: {work_s / 3600:.1f} h of work, {due}"
+    evaluation = JobEvaluation.evaluate(fleet, job, due_at_s - now_s, left_s * (1.0 + MARGIN))
+    work_s, chosen = evaluation.policy_job.work_s, evaluation.choose()
+    latest_s = due_at_s - work_s - evaluation.policy_job.restart_s
+    reason = f"{evaluation.describe(chosen)}: {work_s / 3600:.1f} h of work, {due}"
     if chosen == "on_demand":
         markets = PREFERS_ON_DEMAND
-        reason += f"; {case.why_not_spot}"
+        reason += f"; {evaluation.why_not_spot}"
     else:
         markets = () if chosen is None else (CapacityType.SPOT,)
-        stays = chosen is not None and not case.may_move
-        reason += "; it cannot be taken from there" if stays else f", on demand from {moment(latest_s)} at the latest"
-    return MarketConstraint(markets, case.is_urgent, due_at_s, work_s, latest_s, reason)
+        stays = chosen is not None and not evaluation.may_move
+        reason += "; it cannot be moved from there" if stays else f", on demand from {moment(latest_s)} at the latest"
+    return MarketConstraint(markets, evaluation.is_urgent, due_at_s, work_s, latest_s, reason)
 
 
 @dataclass(frozen=True, slots=True)
 class JobEvaluation:
-    """One job as the policy sees it."""
+    """The policy's inputs for one job, and its choice."""
 
     policy_job: DeadlineJob
     zones: tuple[ZoneView, ...]
-    outlook: SpotForecast
-    price_ratio: float
-    """Spot over on demand; at 1 and above there is no reason to take spot."""
+    options: _Options
     may_move: bool
-    """Whether it can be taken from where it sits."""
+    """Whether the gang may leave its present nodes."""
 
     @classmethod
     def evaluate(cls, fleet: _Fleet, job: Job, left_s: float, work_s: float) -> JobEvaluation:
-        pools, restart_s = spot_pools(fleet.offerings, job), fleet.restart_s(job)
-        outlook = _forecast_for(fleet.snapshot, tuple(pools))
-        held, starting_s = fleet.allocation(job, outlook.pools, restart_s)
-        known = enumerate(zip(pools.values(), outlook.is_up, outlook.since_s, strict=True))
-        zones = tuple(fleet.zone_view(job, o, up, since, is_held=held == at) for at, (o, up, since) in known)
-        seen = DeadlineJob(left_s, work_s, restart_s, TICK_S, held, starting_s)
-        return cls(seen, zones, outlook, _price_ratio(fleet.offerings, job), fleet.may_move(job))
+        options, restart_s = fleet.options(job), fleet.restart_s(job)
+        forecast, zones = options.forecast, options.zones
+        held, starting_s = fleet.allocation(job, forecast.pools, restart_s)
+        if isinstance(held, int):
+            zone = ZoneView(True, fleet.age_s(forecast.since_s[held]))
+            zones = (*zones[:held], zone, *zones[held + 1 :])
+        policy_job = DeadlineJob(left_s, work_s, restart_s, TICK_S, held, starting_s)
+        return cls(policy_job, zones, options, fleet.may_move(job))
 
     @property
     def is_urgent(self) -> bool:
@@ -209,37 +231,38 @@ class JobEvaluation:
         held = self.policy_job.allocation
         if held is not None and not self.may_move:
             return held
-        if not self.zones or self.price_ratio >= 1.0 or self.policy_job.slack_s < 0.0:
+        if not self.zones or self.options.price_ratio >= 1.0 or self.policy_job.slack_s < 0.0:
             return "on_demand"
-        chosen = decide(self.policy_job, self.zones, self._values()).allocation
+        chosen = decide(self.policy_job, self.zones, self._values())
         return "on_demand" if chosen is None and held == "on_demand" else chosen
 
     def describe(self, chosen: Allocation) -> str:
         if chosen is None:
             return "waits for spot"
-        if self.policy_job.allocation is None or (self.policy_job.allocation == "on_demand") == (chosen == "on_demand"):
+        held = self.policy_job.allocation
+        if held is None or (held == "on_demand") == (chosen == "on_demand"):
             return "on demand" if chosen == "on_demand" else "on spot"
         return "on spot, moves to on demand" if chosen == "on_demand" else "on demand, moves to spot"
 
     @property
     def why_not_spot(self) -> str:
         if self.policy_job.slack_s < 0.0:
-            return "that is more than there is time for: it will be late"
+            return "that is more than the time left: it will be late"
         if not self.zones:
             return "no spot node type holds it"
-        if self.price_ratio >= 1.0:
+        if self.options.price_ratio >= 1.0:
             return "spot is no cheaper"
         if self.is_urgent:
-            return "there is no time for another attempt on spot"
+            return "no time is left for another attempt on spot"
         if not any(zone.is_up for zone in self.zones):
-            return "no spot is to be had, and waiting for it does not pay"
+            return "no spot is available, and waiting for it does not pay"
         return "spot is not worth its risk"
 
     def _values(self) -> Values:
-        """Of steps as long as a start, or longer: of few lengths, so that others find their table here too."""
-        o, step_s = self.outlook, max(self.policy_job.restart_s, self.policy_job.left_s / MOST_STEPS)
+        """Returns the value table; its step is at least one restart, rounded up so that many jobs share a table."""
+        o, step_s = self.options.forecast, max(self.policy_job.restart_s, self.policy_job.left_s / MOST_STEPS)
         rates = (o.lost, o.switched, o.found, o.zone_hazard)
-        return _table(rates, 2.0 ** (math.ceil(4.0 * math.log2(step_s)) / 4.0), round(self.price_ratio, 2))
+        return _table(rates, 2.0 ** (math.ceil(4.0 * math.log2(step_s)) / 4.0), round(self.options.price_ratio, 2))
 
 
 _Rates = tuple[tuple[float, ...], tuple[tuple[float, ...], ...], tuple[float, ...], tuple[tuple[float, ...], ...]]
@@ -247,31 +270,42 @@ _Rates = tuple[tuple[float, ...], tuple[tuple[float, ...], ...], tuple[float, ..
 
 @lru_cache(maxsize=8)
 def _table(rates: _Rates, step_s: float, price_ratio: float) -> Values:
-    """For many ticks: the market is learned anew only now and then."""
+    """Solves the value table. The rates change rarely, so a table serves many ticks."""
     lost, switched, found, zone_hazard = map(np.asarray, rates)
-    market, far_s = Rates(lost, switched, found, zone_hazard), MOST_STEPS * step_s
+    market, far_s = ReclaimRates(lost, switched, found, zone_hazard), MOST_STEPS * step_s
     return solve(market, left_s=far_s, work_s=far_s, restart_s=step_s, price_ratio=price_ratio)
 
 
-def _offers(shop: Shop, job: Job) -> list[Offering]:
-    """What holds a member of any of its shapes."""
-    return list({o.name: o for shape in job.spec.gang.shapes for o, _ in shop.offerings_for(shape)}.values())
+def _shapes_key(job: Job) -> _ShapesKey:
+    """Identifies what decides which offerings hold a member."""
+    shapes = job.spec.gang.shapes
+    return tuple((tuple(shape.resources.items()), tuple(shape.labels.items())) for shape in shapes)
 
 
-def _price_ratio(shop: Shop, job: Job) -> float:
-    """Of the cheapest spot over the cheapest on demand, a member of the first shape that has both."""
-    for shape in job.spec.gang.shapes:
+def _offerings_for(offerings: Offerings, shapes: Sequence[Shape]) -> list[Offering]:
+    """Returns the offerings that hold a member of any of the shapes."""
+    return list({o.name: o for shape in shapes for o, _ in offerings.offerings_for(shape)}.values())
+
+
+def _spot_pools(offerings: Sequence[Offering]) -> dict[str, Offering]:
+    """Returns the spot offerings by pool name, in the order of the configuration."""
+    return {pool_name(o.node_type.name, o.zone): o for o in offerings if o.node_type.market is CapacityType.SPOT}
+
+
+def _price_ratio(offerings: Offerings, shapes: Sequence[Shape]) -> float:
+    """Returns the cheapest spot over the cheapest on-demand price of a member, for the first shape that has both."""
+    for shape in shapes:
         prices: dict[CapacityType, list[float]] = {CapacityType.SPOT: [], CapacityType.ON_DEMAND: []}
-        for offer, fit in shop.offerings_for(shape):
-            prices[offer.node_type.market].append(offer.price_micro_usd_h / fit)
+        for offering, fit in offerings.offerings_for(shape):
+            prices[offering.node_type.market].append(offering.price_micro_usd_h / fit)
         if all(prices.values()) and min(prices[CapacityType.ON_DEMAND]) > 0:
             return min(prices[CapacityType.SPOT]) / min(prices[CapacityType.ON_DEMAND])
     return 1.0
 
 
 def _forecast_for(snapshot: Snapshot, pools: tuple[str, ...]) -> SpotForecast:
-    """What was learned of these pools; without it, what is so of spot in general."""
-    found = next((outlook for outlook in snapshot.spot if outlook.pools == pools), None)
+    """Returns what was learned of these pools, or the prior."""
+    found = next((forecast for forecast in snapshot.spot if forecast.pools == pools), None)
     return found or forecast_from_rates(
         pools, [True] * len(pools), [snapshot.at_s] * len(pools), AvailabilityModel(len(pools)).current_rates()
     )

@@ -1,7 +1,7 @@
-"""What it costs to finish from each state of a deadline job, by dynamic programming over a learned spot market.
+"""The expected cost to finish a deadline job from each state, by dynamic programming over a learned spot market.
 
-Time and work are counted in restarts (`step` = one restart). Work runs at one step a step; the slack is what is left
-until the deadline beyond the work that is left.
+Time and work are counted in steps of one restart; a running job does one step of work a step. The slack is the time
+until the deadline minus the remaining work.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from raytide.autoscaler.spot.availability_model import AGES_S, BANDS, Floats, Re
 NONE, SPOT, ON_DEMAND = range(3)
 INFEASIBLE = 1e6
 STATES = 2 * BANDS
-"""The market as one zone: there for so long (0 .. BANDS-1), or gone for so long (BANDS .. STATES-1)."""
+"""The market seen as one zone: up, by age band (0 .. BANDS-1), or down, by age band (BANDS .. STATES-1)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Values:
-    """Expected cost to finish, in on-demand prices of one step."""
+    """The value table; costs are in on-demand prices of one step."""
 
     cost: NDArray[np.float32]
-    """By steps left until the deadline, mode, market state and steps of work left."""
+    """By steps until the deadline, mode, market state and steps of remaining work."""
     zone_hazard: Floats
-    """By zone and age band, a second; zones are compared by it."""
+    """Reclaims per second by zone and age band, to compare zones."""
     kept: Floats
-    """Chance that a zone in this state is there one step later, and in which state."""
+    """Transition probabilities over one step while the held zone stays up."""
     moved: Floats
-    """The same for the market when the zone in hand is lost, or none was there."""
+    """The same when the held zone is lost, or none was up."""
     step_s: float
     price_ratio: float
     """Spot price over on-demand price."""
     max_left: int
-    """In steps; what is further from the deadline is taken for as far."""
+    """The size of the table in steps; a deadline that is further away counts as this far."""
 
     def at(self, mode: int, slack: float, work: float) -> Floats:
-        """By market state, between the points of the table; `slack` and `work` in steps."""
+        """Returns the cost by market state, interpolated between table points; `slack` and `work` in steps."""
         if work <= 0:
             return np.zeros(STATES)
         slack = min(slack, self.max_left - np.ceil(work - 1e-9) - 1)  # more slack is worth no less
@@ -52,7 +52,7 @@ class Values:
 
 
 def solve(market: ReclaimRates, *, left_s: float, work_s: float, restart_s: float, price_ratio: float) -> Values:
-    """The table for every state with at most so long until the deadline, and at most so much work left."""
+    """Returns the table for all states with at most `left_s` until the deadline and `work_s` of work."""
     lefts, works = int(np.ceil(left_s / restart_s)) + 2, int(np.ceil(work_s / restart_s)) + 1
     kept, moved = _transitions(market, restart_s)
     cost = np.full((lefts + 1, 3, STATES, works + 1), INFEASIBLE, dtype=np.float32)
@@ -73,7 +73,7 @@ def _step(
     slack: NDArray[np.int64],
     price_ratio: float,
 ) -> None:
-    """One step nearer to the deadline: the best of waiting, starting and running on, by work left."""
+    """Fills one step of the table: the best of waiting, starting and running on, by remaining work."""
     idle = (kept + moved) @ after[NONE]
     spot = price_ratio + kept @ after[SPOT] + moved @ after[NONE]
     demand = 1 + (kept + moved) @ after[ON_DEMAND]
@@ -87,7 +87,7 @@ def _step(
 
 
 def _transitions(market: ReclaimRates, step_s: float) -> tuple[Floats, Floats]:
-    """(kept, moved) over one step. A band is left for the next one as if its ages were spread evenly."""
+    """Returns (kept, moved) over one step. Ages are taken to be spread evenly within a band."""
     widths = np.append(np.diff(AGES_S), np.inf)
     older = np.minimum(1.0, step_s / widths)
     ends = market.lost + market.switched.sum(axis=1)

@@ -14,7 +14,7 @@ from statistics import fmean
 from raytide.autoscaler.endpoints.load_target import cold_start_s, cold_start_source, kv_target
 from raytide.autoscaler.endpoints.replica_hosts import COMING, EndpointHosts
 from raytide.autoscaler.endpoints.replica_placement import FleetNode, FleetPlan, FleetState, ReplicaPool, work_of
-from raytide.autoscaler.spot.pool_risk import pool_name
+from raytide.autoscaler.spot.reclaim_hazard import pool_name
 from raytide.core.money import format_usd
 from raytide.core.objects.endpoint import ReplicaValue
 from raytide.core.objects.gang import Shape

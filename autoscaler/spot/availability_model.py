@@ -1,11 +1,12 @@
-"""What is learned of a spot market by watching it: how soon a spell ends, by how long it has lasted.
+"""A model of one spot market: the rates at which up and down intervals of its zones end, by their age.
 
-Spells are heavy-tailed: what has lived long goes on living, so the hazard is kept by age. The market is watched through
-the eyes of one holder who takes the zone least likely to go, keeps it until it is lost, and then takes the next.
+Intervals are heavy-tailed (a long one tends to go on), so rates are kept by age band. The model follows a virtual
+holder, who takes the zone with the lowest hazard, keeps it until it is lost, and then takes the next.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,15 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 AGES_S = (0.0, 900.0, 1800.0, 3600.0, 7200.0, 14400.0, 28800.0, 57600.0)
-"""Where each age band begins."""
+"""Lower ends of the age bands."""
 BANDS = len(AGES_S)
 HALF_LIFE_S = 7 * 86400.0
-"""What was seen so long ago counts half."""
+"""Events of this age count half."""
 LEARN_EVERY_S = 6 * 3600.0
 LEARN_GROWTH = 1.1
-"""What was seen is put into rates anew after so long, or when so many times the ends were seen."""
+"""Rates are recomputed after `LEARN_EVERY_S`, or when the number of ends has grown by this factor."""
 PRIOR_EVENTS = 1.0
-"""The prior of each band weighs as much as so many ends of spells."""
+"""The weight of each band's prior, in ends of intervals."""
 _PRIOR_SCALE_S = 1800.0
 _PRIOR_SHAPE = 0.7
 _BOUNDS = np.asarray(AGES_S[1:])
@@ -32,38 +33,38 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 PRIOR_HAZARD = _PRIOR_SHAPE / (_PRIOR_SCALE_S + _MIDDLES)
-"""Ends per second of a Lomax law, before anything is seen: half the spells end within the hour, some last for days."""
+"""Prior ends per second, of a Lomax law: half the intervals end within the hour, some last for days."""
 
 
 def band(age_s: float) -> int:
-    """The age band of a spell."""
-    return int(np.searchsorted(_BOUNDS, age_s, side="right"))
+    """Returns the age band of an interval of this age."""
+    return bisect_right(AGES_S, age_s, lo=1) - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReclaimRates:
-    """The learned rates, each a second and by age band."""
+    """The learned rates, per second and by age band."""
 
     lost: Floats
-    """A held zone goes and none other is there."""
+    """The held zone is lost and no other is up."""
     switched: Floats
-    """A held zone goes while another is there; by band of the held one, then of the other."""
+    """The held zone is lost while another is up; by band of the held one, then of the other."""
     found: Floats
-    """Some zone comes back while none is there; by the age of the drought."""
+    """Some zone comes up while none is; by the age of the drought."""
     zone_hazard: Floats
-    """By zone and band: how soon that zone goes."""
+    """The loss of each zone, by zone and band."""
 
 
 class AvailabilityModel:
-    """Watches the zones of one market. What it learned up to a moment depends on nothing later."""
+    """The learned state of one market's zones."""
 
     def __init__(self, zones: int) -> None:
         self.up = np.zeros(zones, dtype=bool)
         self.since_s = np.full(zones, np.nan)
         self.at_s = np.nan
         self.ends = 0
-        """How many spells of the holder, and droughts, were seen to end."""
-        self._weight = 1.0  # of what is seen now; it grows, so that nothing stored has to fade
+        """Ended intervals of the holder, and ended droughts."""
+        self._weight = 1.0  # of a new event; it grows, so that stored sums need no decay
         self._held: int | None = None
         self._gone_since_s = np.nan
         self._zone_ends = np.zeros((zones, BANDS))
@@ -76,7 +77,7 @@ class AvailabilityModel:
         self._learned: tuple[float, int, ReclaimRates] | None = None
 
     def observe(self, at_s: float, up: Sequence[bool] | NDArray[np.bool_]) -> None:
-        """Which zones can be had now. Calls come in order of time; a state holds until the next call."""
+        """Records which zones are up. Calls are in order of time; a state holds until the next call."""
         now = np.asarray(up, dtype=bool)
         if np.isnan(self.at_s):
             self.since_s[:] = self._gone_since_s = self.at_s = at_s
@@ -92,11 +93,11 @@ class AvailabilityModel:
             self._take_next(bands, drought)
 
     def ages_s(self) -> Floats:
-        """How long each zone has been as it is."""
+        """Returns how long each zone has been in its state."""
         return np.asarray(self.at_s - self.since_s)
 
     def cached_rates(self, at_s: float) -> ReclaimRates:
-        """The same as before while there is little news: what follows from it takes long to work out."""
+        """Returns the rates as last computed while there is little news: solving for new ones takes long."""
         if self._learned is not None:
             since_s, ends, market = self._learned
             if at_s - since_s < LEARN_EVERY_S and self.ends <= LEARN_GROWTH * ends:
@@ -105,7 +106,7 @@ class AvailabilityModel:
         return self._learned[2]
 
     def current_rates(self) -> ReclaimRates:
-        """The rates by all that was seen."""
+        """Returns the rates from all events."""
         prior = PRIOR_EVENTS * self._weight
         switches = self._switched.sum(axis=1)
         ends = self._lost + switches
@@ -121,7 +122,7 @@ class AvailabilityModel:
         )
 
     def _add_time(self, weight_s: float, now: NDArray[np.bool_], bands: Ints, drought: int) -> None:
-        """What has changed since the last look is taken to have done so midway."""
+        """Adds the time since the last call; a change is taken to have happened midway."""
         there = np.flatnonzero(self.up)
         self._zone_seconds[there, bands[there]] += weight_s * np.where(now[there], 1.0, 0.5)
         self._zone_ends[there, bands[there]] += self._weight * ~now[there]
@@ -131,7 +132,7 @@ class AvailabilityModel:
             self._held_seconds[bands[self._held]] += weight_s * (1.0 if now[self._held] else 0.5)
 
     def _take_next(self, bands: Ints, drought: int) -> None:
-        """The holder has nothing, or just lost it; at the last look, at these ages."""
+        """Moves the holder, who has no zone or lost it at these ages, to the next zone."""
         lost, self._held = self._held, self._best()
         self.ends += lost is not None or self._held is not None
         if lost is None:
@@ -144,7 +145,7 @@ class AvailabilityModel:
             self._switched[bands[lost], self._bands()[self._held]] += self._weight
 
     def _best(self) -> int | None:
-        """The zone that is there and least likely to go, the older one of equals."""
+        """Returns the zone with the lowest hazard among those up, the oldest of equals."""
         there, bands = np.flatnonzero(self.up), self._bands()
         if not len(there):
             return None
@@ -154,7 +155,7 @@ class AvailabilityModel:
         return np.searchsorted(_BOUNDS, self.ages_s(), side="right")
 
     def _zone_hazard(self) -> Floats:
-        """Each zone's own, drawn to that of all zones while little of it was seen."""
+        """Returns the hazard of each zone, shrunk towards that of all zones while it has few events."""
         prior = PRIOR_EVENTS * self._weight
         ends, seconds = self._zone_ends.sum(axis=0), self._zone_seconds.sum(axis=0)
         common = _rates(ends, seconds, PRIOR_HAZARD, prior)
@@ -162,6 +163,6 @@ class AvailabilityModel:
 
 
 def _rates(ends: Floats, seconds: Floats, expected: Floats, prior: float) -> Floats:
-    """Ends a second by band: drawn to what was expected, once that is scaled to all the ends that were seen."""
+    """Returns ends per second by band, shrunk towards `expected` scaled to the total number of ends."""
     level = (ends.sum() + prior) / (seconds @ expected + prior)
     return np.asarray((ends + prior) / (seconds + prior / (level * expected)))

@@ -1,7 +1,7 @@
-"""Spot pools as our own nodes show them.
+"""The availability of spot pools, derived from the cluster's own nodes.
 
-A pool is there while it gives nodes and keeps them, and gone once it refused one or took one back, until it gives one
-again or nobody has asked it for a while.
+A pool is up while it sells nodes and keeps them. It is down from the refusal or reclaim of a node until it sells one
+again, or until that event is older than `STALE_S`.
 """
 
 from __future__ import annotations
@@ -11,29 +11,23 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from raytide.autoscaler.nodes.lifecycle import was_cancelled, was_taken_back
-from raytide.autoscaler.spot.availability_model import AvailabilityModel
-from raytide.autoscaler.spot.availability_model import ReclaimRates as Rates
-from raytide.autoscaler.spot.reclaim_hazard import STALE_S
+from raytide.autoscaler.spot.availability_model import AvailabilityModel, ReclaimRates
+from raytide.autoscaler.spot.reclaim_hazard import STALE_S, pool_name
 from raytide.core.objects.node import CapacityType, Node, NodeState
 from raytide.core.objects.snapshot import SpotForecast
 
 UPDATE_S = STALE_S / 2
-"""A spell grows older between two looks only; at the past one looks so often."""
+"""The period of model updates while nothing changes."""
 PAST_S = 14 * 86400.0
-"""What lies longer ago has no weight."""
-
+"""Older events are forgotten."""
 UNUSED_S = 86400.0
-"""A market of which nobody asks for so long is not watched any more; asked again, it is made up for."""
+"""A model that is unused for this long is dropped; the next request replays its events."""
 
 _LOST = (NodeState.TERMINATING, NodeState.GONE)
 
 
-def pool_name(node_type: str, zone: str) -> str:
-    return f"{node_type}/{zone}"
-
-
 def forecast_from_rates(
-    pools: Sequence[str], is_up: Sequence[bool], since_s: Sequence[float], rates: Rates
+    pools: Sequence[str], is_up: Sequence[bool], since_s: Sequence[float], rates: ReclaimRates
 ) -> SpotForecast:
     return SpotForecast(
         pools=tuple(pools),
@@ -48,12 +42,13 @@ def forecast_from_rates(
 
 @dataclass(slots=True)
 class PoolAvailability:
-    """Kept from tick to tick. What was seen is kept too, so that pools can be watched as one market later on."""
+    """Availability models of sets of pools, kept from tick to tick. Events are kept too, so that a new set of pools can
+    be modelled over the past."""
 
     _events: dict[str, list[tuple[float, bool]]] = field(default_factory=dict)
-    """By pool: when it gave a node (True), refused one or took one back."""
+    """By pool: times at which it sold a node (True), or refused or reclaimed one (False)."""
     _recorded: dict[tuple[str, bool], float] = field(default_factory=dict)
-    """Nodes that have told so already, and of when."""
+    """Event times by node id and kind, so that each counts once."""
     _models: dict[tuple[str, ...], AvailabilityModel] = field(default_factory=dict)
     _last_used_s: dict[tuple[str, ...], float] = field(default_factory=dict)
 
@@ -62,17 +57,17 @@ class PoolAvailability:
             if node.market is CapacityType.SPOT:
                 self._record_node(node, now_s)
         self._forget(now_s)
-        for pools, spells in self._models.items():
-            self._update(spells, pools, now_s)
+        for pools, model in self._models.items():
+            self._update(model, pools, now_s)
 
     def forecast(self, pools: Sequence[str], now_s: float) -> SpotForecast:
-        """Of these pools as one market; watched from now on."""
+        """Returns the forecast of these pools as one market, and keeps modelling them."""
         key = tuple(pools)
         self._last_used_s[key] = now_s
         if key not in self._models:
             self._models[key] = self._replay(key, now_s)
-        spells = self._models[key]
-        return forecast_from_rates(key, spells.up.tolist(), spells.since_s.tolist(), spells.cached_rates(now_s))
+        model = self._models[key]
+        return forecast_from_rates(key, model.up.tolist(), model.since_s.tolist(), model.cached_rates(now_s))
 
     def _record_node(self, node: Node, now_s: float) -> None:
         pool = pool_name(node.type, node.zone)
@@ -84,11 +79,11 @@ class PoolAvailability:
 
     def _forget(self, now_s: float) -> None:
         past_s = now_s - PAST_S
-        if any(told[0][0] < past_s for told in self._events.values()):
-            kept = {pool: [one for one in told if one[0] >= past_s] for pool, told in self._events.items()}
-            self._events = {pool: told for pool, told in kept.items() if told}
+        if any(events[0][0] < past_s for events in self._events.values()):
+            recent = {pool: [event for event in events if event[0] >= past_s] for pool, events in self._events.items()}
+            self._events = {pool: events for pool, events in recent.items() if events}
             self._recorded = {key: at_s for key, at_s in self._recorded.items() if at_s >= past_s}
-        for key in [key for key, asked_s in self._last_used_s.items() if now_s - asked_s > UNUSED_S]:
+        for key in [key for key, used_s in self._last_used_s.items() if now_s - used_s > UNUSED_S]:
             del self._last_used_s[key], self._models[key]
 
     def _record(self, node_id: str, pool: str, at_s: float, now_s: float, *, is_given: bool) -> None:
@@ -97,23 +92,23 @@ class PoolAvailability:
             insort(self._events.setdefault(pool, []), (at_s, is_given))
 
     def _replay(self, pools: tuple[str, ...], now_s: float) -> AvailabilityModel:
-        """Watched over the time of which there is word."""
-        told = [at_s for pool in pools for at_s, _ in self._events.get(pool, ())]
-        began_s = max(min(told, default=now_s), now_s - PAST_S)
-        looks = [began_s + UPDATE_S * step for step in range(int((now_s - began_s) / UPDATE_S) + 1)]
-        spells = AvailabilityModel(len(pools))
-        for at_s in sorted({*looks, *(at_s for at_s in told if at_s >= began_s), now_s}):
-            self._update(spells, pools, at_s)
-        return spells
+        """Returns a model of these pools that has seen all recorded events."""
+        events = [at_s for pool in pools for at_s, _ in self._events.get(pool, ())]
+        began_s = max(min(events, default=now_s), now_s - PAST_S)
+        times = [began_s + UPDATE_S * step for step in range(int((now_s - began_s) / UPDATE_S) + 1)]
+        model = AvailabilityModel(len(pools))
+        for at_s in sorted({*times, *(at_s for at_s in events if at_s >= began_s), now_s}):
+            self._update(model, pools, at_s)
+        return model
 
-    def _update(self, spells: AvailabilityModel, pools: tuple[str, ...], at_s: float) -> None:
-        """Seldom while nothing changes: it is done for every market at every tick."""
-        at_s = max(at_s, spells.at_s)  # a clock may be set back
+    def _update(self, model: AvailabilityModel, pools: tuple[str, ...], at_s: float) -> None:
+        """Updates the model on a change, and otherwise rarely: this runs for every model at every tick."""
+        at_s = max(at_s, model.at_s)  # the clock may be set back
         up = [self._is_up(pool, at_s) for pool in pools]
-        if up != spells.up.tolist() or not at_s - spells.at_s < UPDATE_S:
-            spells.observe(at_s, up)
+        if up != model.up.tolist() or not at_s - model.at_s < UPDATE_S:
+            model.observe(at_s, up)
 
     def _is_up(self, pool: str, at_s: float) -> bool:
-        told = self._events.get(pool, [])
-        place = bisect_right(told, (at_s, True))
-        return place == 0 or told[place - 1][1] or at_s - told[place - 1][0] > STALE_S
+        events = self._events.get(pool, [])
+        place = bisect_right(events, (at_s, True))
+        return place == 0 or events[place - 1][1] or at_s - events[place - 1][0] > STALE_S

@@ -1,21 +1,20 @@
-"""How often each spot pool takes nodes back, as seen on our own nodes: by the age of its spell, and by neighbours."""
+"""The reclaim rate of each spot pool, learned from the cluster's own nodes and raised by losses in other zones."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from raytide.autoscaler.nodes.lifecycle import was_taken_back
-from raytide.autoscaler.spot.reclaim_hazard import STALE_S, ReclaimHazard
+from raytide.autoscaler.spot.reclaim_hazard import STALE_S, ReclaimHazard, pool_name, region
 from raytide.core.objects.node import CapacityType, Node, NodeState, NodeType
 from raytide.core.objects.snapshot import Quote
 
 RECENT_S = 900.0
 REPLAY_STEP_S = STALE_S / 2
 MAX_REPLAY_STEPS = 2000
-"""At the past: those of a week."""
+"""A week of them."""
 SAME_REGION, ELSEWHERE = 0.4, 0.16
 """Correlation of zones on recorded V100 spot traces: within a region, and across."""
 
@@ -24,18 +23,18 @@ _HELD = (NodeState.READY, NodeState.DRAINING)
 
 @dataclass(slots=True)
 class PoolRisk:
-    """Learns from the node records. A new controller replays all that there are."""
+    """Reclaim rates learned from node records. A new controller replays the stored ones."""
 
     hazard: ReclaimHazard = field(default_factory=ReclaimHazard)
     """By `pool_name`."""
     _lost: set[str] = field(default_factory=set)
-    """Nodes whose loss is counted."""
+    """Ids of nodes whose loss has been counted."""
     _recent: deque[tuple[float, str, str]] = field(default_factory=deque)
-    """When, node type and zone."""
+    """Time, node type and zone of recent losses."""
     _at_s: float | None = None
 
     def replay(self, nodes: Iterable[Node], now_s: float) -> None:
-        """All nodes that the store keeps, those that live included, up to now."""
+        """Replays all stored nodes, live ones included, up to now."""
         spot = [node for node in nodes if node.market is CapacityType.SPOT and node.ready_at_s is not None]
         at_s = max(
             min((node.ready_at_s or 0.0 for node in spot), default=now_s), now_s - MAX_REPLAY_STEPS * REPLAY_STEP_S
@@ -47,7 +46,7 @@ class PoolRisk:
         self._advance(spot, at_s, now_s)
 
     def _advance(self, spot: Sequence[Node], at_s: float, until_s: float) -> float:
-        """In steps after which no zone counts as new."""
+        """Observes in steps that are short enough for no zone to count as new."""
         while at_s < until_s:
             self.observe(_held(spot, at_s), at_s)
             at_s += REPLAY_STEP_S
@@ -70,7 +69,7 @@ class PoolRisk:
     def quotes(
         self, node_types: Iterable[NodeType], prices: Mapping[tuple[str, str], int], now_s: float
     ) -> tuple[Quote, ...]:
-        """One for each spot pool, and for those of which a price was heard."""
+        """Returns a quote for each spot pool, and for each other pool with a known price."""
         found = []
         for node_type in node_types:
             for zone in node_type.zones:
@@ -82,26 +81,16 @@ class PoolRisk:
         return tuple(found)
 
     def _per_h(self, node_type: str, zone: str, now_s: float) -> float:
-        """Its own, and an hourly share of the losses that others of its type had a moment ago."""
+        """Returns the pool's own rate plus the correlation with recent losses of its type in other zones."""
         others = {place for at_s, type_, place in self._recent if type_ == node_type and place != zone}
-        near = sum(SAME_REGION if _region(place) == _region(zone) else ELSEWHERE for place in others)
+        near = sum(SAME_REGION if region(place) == region(zone) else ELSEWHERE for place in others)
         return round(self.hazard.per_h(pool_name(node_type, zone), now_s) + near, 2)
 
 
 def _held(nodes: Iterable[Node], at_s: float) -> list[Node]:
-    """Those that were ready at that time, as they were."""
+    """Returns the nodes that were ready at that time, in their state of then."""
     return [
         replace(node, state=NodeState.READY, reason="")
         for node in nodes
         if node.ready_at_s is not None and node.ready_at_s <= at_s < (node.ended_at_s or float("inf"))
     ]
-
-
-def pool_name(node_type: str, zone: str) -> str:
-    """By which `ReclaimHazard` knows it: pools of one type in one region go together."""
-    return f"{node_type}/{zone}"
-
-
-def _region(zone: str) -> str:
-    """us-east-1 of us-east-1a."""
-    return re.sub(r"-?[a-z]$", "", zone)

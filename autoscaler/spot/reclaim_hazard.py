@@ -1,43 +1,43 @@
-"""How soon spot nodes are taken back, and with which others: learned from what happened.
+"""The hazard of spot reclaims by zone and age, and their correlation within a region.
 
-A zone that has held nodes for long goes on holding them (the recorded spells are heavy-tailed), so deaths and time are
-counted in bins of age over all zones, and each zone has a factor of its own. Both begin at a prior and move with
-evidence (gamma priors). Zones of one region are often lost together.
+A zone that has held nodes for long tends to keep them (recorded intervals are heavy-tailed), so reclaims and time are
+counted in age bins over all zones, and each zone has a factor of its own. Both start at a gamma prior. Zones of one
+region are often lost together.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 AGES_S = (900.0, 3600.0, 4 * 3600.0, float("inf"))
-"""Upper ends of the bins."""
+"""Upper ends of the age bins."""
 PRIOR_PER_H = (1.5, 0.8, 0.35, 0.15)
 PRIOR_RECLAIMS = 3.0
-"""How many deaths the prior of a bin is worth."""
+"""The weight of a bin's prior, in reclaims."""
 PRIOR_FACTOR = 2.0
-"""The same for a zone's factor, whose prior is 1."""
+"""The weight of a zone factor's prior, which is 1."""
 PRIOR_CORRELATION, PRIOR_LOSSES = 0.4, 5.0
-"""The chance that another zone of the region goes too, and how many losses this is worth."""
+"""The probability that another zone of the region is lost too, and the weight of this prior in losses."""
 CORRELATION_WINDOW_S = 600.0
-"""Losses within this time are one."""
+"""Losses within this time count as correlated."""
 STALE_S = 600.0
-"""A zone in which nothing of ours has run for longer begins a new spell."""
+"""A zone in which no node has run for longer starts again at age 0."""
 
 
 @dataclass(slots=True)
 class _Zone:
     since_s: float
-    """Since when something of ours has run there, or it took launches."""
+    """Since when nodes have run there, or launches succeeded."""
     seen_s: float
     lost_s: float = -math.inf
-    """When it last took something back."""
+    """When it last reclaimed a node."""
     reclaims: float = 0.0
     expected: float = 0.0
-    """Deaths that the rates of all zones would have made it."""
+    """Reclaims expected at the rates of all zones."""
 
 
 @dataclass(slots=True)
@@ -45,13 +45,13 @@ class ReclaimHazard:
     reclaims: list[float] = field(default_factory=lambda: [PRIOR_RECLAIMS] * len(AGES_S))
     hours: list[float] = field(default_factory=lambda: [PRIOR_RECLAIMS / rate for rate in PRIOR_PER_H])
     lost_share: float = 0.8
-    """Of a zone's nodes, how many go when one goes."""
+    """Share of a zone's nodes that is lost together."""
     zones: dict[str, _Zone] = field(default_factory=dict)
     _correlated_losses: float = PRIOR_CORRELATION * PRIOR_LOSSES
     _losses: float = PRIOR_LOSSES
 
     def observe(self, held: Mapping[str, float], lost: Mapping[str, int], now_s: float, dt_s: float) -> None:
-        """`held`: our nodes by zone now; `lost`: those taken back since the last look."""
+        """`held`: nodes by zone now; `lost`: nodes reclaimed since the last call."""
         for name in sorted({*held, *lost}):
             zone = self.zones.get(name)
             if zone is None or now_s - zone.seen_s > STALE_S:
@@ -73,17 +73,17 @@ class ReclaimHazard:
 
     @property
     def region_correlation(self) -> float:
-        """The chance that another zone of the region goes with one."""
+        """The probability that another zone of the region is lost with one."""
         return min(1.0, self._correlated_losses / self._losses)
 
     def losses(
         self, held: Mapping[str, float], now_s: float, recovery_s: float
     ) -> Iterator[tuple[float, Sequence[str]]]:
-        """Of the zones that hold something; see `losses` below."""
+        """Returns `losses` of the zones that hold nodes."""
         return losses({zone: self.per_h(zone, now_s) for zone in held}, self.region_correlation, recovery_s)
 
     def per_h(self, name: str, now_s: float) -> float:
-        """Expected deaths an hour of a zone at its present age; a zone that we do not hold begins at age 0."""
+        """Returns the expected reclaims per hour of a zone at its present age; an unused zone starts at age 0."""
         zone = self.zones.get(name)
         if zone is None:
             return self.reclaims[0] / self.hours[0]
@@ -93,7 +93,7 @@ class ReclaimHazard:
         return factor * self.reclaims[at] / self.hours[at]
 
     def _learn_correlation(self, name: str, held: Mapping[str, float], lost: Mapping[str, int], now_s: float) -> None:
-        """Each loss was alone or not, with each other zone of the region in which we had something."""
+        """Counts the loss as correlated or not with each other zone of the region that held nodes."""
         for other, zone in self.zones.items():
             if other == name or region(other) != region(name):
                 continue
@@ -110,7 +110,7 @@ class ReclaimHazard:
 def losses(
     deaths_per_h: Mapping[str, float], together: float, recovery_s: float
 ) -> Iterator[tuple[float, Sequence[str]]]:
-    """(share of the time, zones whose nodes are missing in it): each alone, and those of a region together."""
+    """Yields (share of the time, zones whose nodes are missing in it): each zone alone, then all of a region."""
     regions: dict[str, list[str]] = {}
     for zone in deaths_per_h:
         regions.setdefault(region(zone), []).append(zone)
@@ -122,19 +122,16 @@ def losses(
             yield sum(shares) * together / len(zones), zones
 
 
+def pool_name(node_type: str, zone: str) -> str:
+    """Returns the name of a spot pool; pools of one type in one region share their prefix."""
+    return f"{node_type}/{zone}"
+
+
 @lru_cache(maxsize=4096)
 def region(zone: str) -> str:
-    """us-west-2 of us-west-2a, us-central1 of us-central1-b."""
+    """Returns us-west-2 for us-west-2a, us-central1 for us-central1-b."""
     return re.sub("-?[a-z]$", "", zone)
 
 
 def _bin(age_s: float) -> int:
     return next(at for at, end_s in enumerate(AGES_S) if age_s < end_s)
-
-
-def holds(names: Iterable[str]) -> dict[str, int]:
-    """Nodes by zone."""
-    counts: dict[str, int] = {}
-    for name in names:
-        counts[name] = counts.get(name, 0) + 1
-    return counts

@@ -46,7 +46,7 @@ def test_who_has_time_waits_for_spot_and_who_has_none_runs_on_demand(
 
         eventually(lambda: hasty.refresh().progress.get("step", 0) > 0, within_s=180.0)
         assert bought()[hasty.id] == {"cpu2"}
-        assert "no time for another attempt on spot" in hasty.why()
+        assert "no time is left for another attempt on spot" in hasty.why()
         eventually(lambda: "left_s" in hasty.refresh().progress)
         eventually(lambda: "waits for spot: 0.5 h of work" in calm.why(), within_s=120.0)
         assert not calm.refresh().progress.get("step")

@@ -68,7 +68,7 @@ def test_without_spot_it_waits_while_there_is_time_and_then_runs_on_demand() -> 
     assert waits.markets == () and waits.reason.startswith("waits for spot: 3.1 h of work, due Nov 22 08:00 UTC")
     late = stance(job(3.3, 3), pools=NO_SPOT)
     assert (late.markets, late.is_urgent) == ((CapacityType.ON_DEMAND, CapacityType.SPOT), True)
-    assert late.reason.endswith("; there is no time for another attempt on spot")
+    assert late.reason.endswith("; no time is left for another attempt on spot")
 
 
 def test_on_demand_is_left_for_spot_only_by_who_can_be_moved_and_never_to_wait() -> None:
@@ -96,7 +96,7 @@ def test_who_shares_his_node_is_told_that_he_stays_there() -> None:
     found = stance(job(3.2, 3), on=CapacityType.SPOT, is_alone=False)
     assert found.markets == (CapacityType.SPOT,)
     assert found.reason.startswith("on spot: 3.1 h of work") and found.reason.endswith(
-        "; it cannot be taken from there"
+        "; it cannot be moved from there"
     )
     assert stance(job(12, 3), on=CapacityType.ON_DEMAND, is_alone=False).markets == PREFERS_ON_DEMAND
 
@@ -104,7 +104,7 @@ def test_who_shares_his_node_is_told_that_he_stays_there() -> None:
 def test_work_that_nobody_knows_is_done_on_demand_where_that_is_to_be_had() -> None:
     found = stance(job(12))
     assert (found.markets, found.work_s) == (PREFERS_ON_DEMAND, None)
-    assert "estimate_h would say it" in found.reason
+    assert "estimate_h would give it" in found.reason
 
 
 def test_its_own_word_counts_for_more_than_its_estimate() -> None:
@@ -207,3 +207,12 @@ def test_on_zones_that_come_and_go_it_is_in_time_and_cheaper_than_on_demand() ->
     assert [story.late_s for story in stories] == [0.0] * 2
     assert max(story.cost for story in stories) <= 1.05
     assert sum(story.cost for story in stories) / 2 <= 0.75
+
+
+def test_jobs_with_the_same_shapes_share_one_look_at_the_offerings(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+    original = deadline_jobs._offerings_for
+    monkeypatch.setattr(deadline_jobs, "_offerings_for", lambda *args: calls.append(args) or original(*args))
+    jobs = tuple(replace(job(12, 3), id=f"job-{number}") for number in range(50))
+    with_market_constraints(Snapshot(NOW_S, (SPOT, SOLID), (), jobs))
+    assert len(calls) == 1

@@ -47,7 +47,7 @@ def _policy(terms: Terms, ages_s: Floats, market: Callable[[int], ReclaimRates])
             starting_s=view.starting * terms.tick_s,
         )
         zones = [ZoneView(bool(up), float(age)) for up, age in zip(view.up, ages_s[:, view.tick], strict=True)]
-        held = decide(job, zones, values(job, view.tick)).allocation
+        held = decide(job, zones, values(job, view.tick))
         return NONE if held is None else ON_DEMAND if held == "on_demand" else held
 
     return choose
@@ -55,13 +55,13 @@ def _policy(terms: Terms, ages_s: Floats, market: Callable[[int], ReclaimRates])
 
 def _watch(up: Up, tick_s: float) -> tuple[Sequence[int], Sequence[ReclaimRates], Floats]:
     """From which tick on what was learned of the market, and each zone's age in its state at each tick."""
-    spells = AvailabilityModel(len(up))
-    ticks, markets = [0], [spells.cached_rates(0.0)]
+    model = AvailabilityModel(len(up))
+    ticks, markets = [0], [model.cached_rates(0.0)]
     ages_s = np.empty(up.shape)
     for tick in range(up.shape[1]):
-        if (market := spells.cached_rates(tick * tick_s)) is not markets[-1]:
+        if (market := model.cached_rates(tick * tick_s)) is not markets[-1]:
             ticks.append(tick)
             markets.append(market)
-        spells.observe(tick * tick_s, up[:, tick])
-        ages_s[:, tick] = spells.ages_s()
+        model.observe(tick * tick_s, up[:, tick])
+        ages_s[:, tick] = model.ages_s()
     return ticks, markets, ages_s

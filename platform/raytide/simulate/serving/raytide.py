@@ -10,7 +10,7 @@ import numpy as np
 from raytide.autoscaler.endpoints.queue_simulator import ReplicaSpeed, RequestBatch
 from raytide.autoscaler.endpoints.replica_placement import FleetNode, FleetState, ReplicaPool
 from raytide.autoscaler.endpoints.replica_value import SETTLE_S, IntervalStats, ReplicaValueModel, ServingGoal
-from raytide.autoscaler.spot.reclaim_hazard import ReclaimHazard, holds
+from raytide.autoscaler.spot.reclaim_hazard import ReclaimHazard
 from raytide.core.objects.node import CapacityType
 from raytide.simulate.serving.fleet import SimulatedFleet, SimulatedReplica
 from raytide.simulate.serving.requests import Workload
@@ -124,7 +124,7 @@ class RaytidePolicy:
                 self._work.prompt_tokens[told],
                 self._work.output_tokens[told],
             ),
-            held=holds(node.pool for node in nodes if node.is_spot),
+            held=Counter(node.pool for node in nodes if node.is_spot),
             ready=sum(node.is_ready for node in nodes),
         )
         lost = Counter(self._zone(replica) for replica in fleet.lost_nodes[seen.lost :])
