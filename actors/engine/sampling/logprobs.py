@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from raytide.actors.engine.limits import MAX_LOGPROBS
@@ -19,12 +20,14 @@ __all__ = ["PromptRows", "token_logprobs"]
 _ROWS_AT_ONCE = 8  # so that what is computed in between stays small: fresh memory takes longer than the computation
 
 
-def token_logprobs(logits_RV: torch.Tensor, tokens: Items[int], counts: Items[int]) -> list[TokenLogprobs]:
-    """For each row its token's log probability and rank, and the `counts[row]` most likely tokens."""
+def token_logprobs(
+    logits_RV: torch.Tensor, rows: Items[int], tokens: Items[int], counts: Items[int]
+) -> list[TokenLogprobs]:
+    """Returns, for each of `rows`, its token's log probability and rank, and its `counts` most likely tokens."""
     found: list[TokenLogprobs] = []
-    for at in range(0, len(tokens), _ROWS_AT_ONCE):
-        rows = slice(at, at + _ROWS_AT_ONCE)
-        found += _of_rows(logits_RV[rows], tokens[rows], counts[rows])
+    for start in range(0, len(tokens), _ROWS_AT_ONCE):
+        chunk = slice(start, start + _ROWS_AT_ONCE)
+        found += _of_rows(logits_RV[rows[chunk]], tokens[chunk], counts[chunk])
     return found
 
 
@@ -32,18 +35,25 @@ def _of_rows(logits_RV: torch.Tensor, tokens: Items[int], counts: Items[int]) ->
     logprobs_RV = logits_RV.log_softmax(-1)
     chosen_R1 = torch.tensor(tokens, device=logits_RV.device)[:, None]
     logprobs_R1 = logprobs_RV.gather(-1, chosen_R1)
-    # As floats, which are exact up to 2^24: on a CPU torch sums booleans five times as slowly.
-    ranks = (logprobs_RV > logprobs_R1).float().sum(-1).int().add_(1).tolist()
+    ranks = _counts(logprobs_RV > logprobs_R1)
     # Always as many, so that among equals the order is the same whatever the other rows ask for.
     best_RK = logprobs_RV.topk(min(MAX_LOGPROBS, logprobs_RV.shape[-1])) if any(counts) else None
     values = best_RK.values.tolist() if best_RK else [[]] * len(tokens)
     ids = best_RK.indices.tolist() if best_RK else [[]] * len(tokens)
     return [
-        TokenLogprobs(token, logprob, rank, tuple(zip(ids[row][:count], values[row][:count], strict=True)))
+        TokenLogprobs(token, logprob, 1 + rank, tuple(zip(ids[row][:count], values[row][:count], strict=True)))
         for row, (token, logprob, rank, count) in enumerate(
             zip(tokens, logprobs_R1.squeeze(1).tolist(), ranks, counts, strict=True)
         )
     ]
+
+
+def _counts(true_RV: torch.Tensor) -> list[int]:
+    """Returns how many of each row are true."""
+    if true_RV.device.type == "cpu":  # numpy's takes a tenth of the time of torch's
+        return [int(np.count_nonzero(row)) for row in true_RV.numpy()]
+    counts: list[int] = true_RV.sum(-1).tolist()
+    return counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +81,8 @@ class PromptRows:
             assert len(seq.prompt_logprobs) > start or start == 0, "a prompt position was not computed"
             seq.prompt_logprobs[0:1] = [None]
             seq.prompt_logprobs[start + 1 :] = token_logprobs(
-                logits_RV[at : at + count],
+                logits_RV,
+                range(at, at + count),
                 seq.tokens[start + 1 : start + 1 + count],
                 [seq.params.prompt_logprobs or 0] * count,
             )

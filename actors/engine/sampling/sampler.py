@@ -33,6 +33,7 @@ class Sampler:
         self._occurrences: dict[str, Occurrences] = {}
         self._constraint = GrammarMask()
         self._batch = _Batch([], torch.device("cpu"))
+        self._copy_RV = torch.empty(0, 0)
 
     def forget(self, seq: Sequence) -> None:
         self._occurrences.pop(seq.seq_id, None)
@@ -51,7 +52,7 @@ class Sampler:
         if batch.is_plain:
             return _greedy(logits_RV)
         is_broken_R = ~logits_RV.amax(-1).isfinite()
-        untouched_RV = logits_RV[batch.reporting] if batch.reporting else logits_RV
+        reported = self._reported(logits_RV, batch)
         errors = self._shape(logits_RV, batch)
         tokens = _choose(logits_RV, batch)
         tokens[is_broken_R] = -1
@@ -60,11 +61,22 @@ class Sampler:
             sampled[row] = Sampled(-1, error=error)
         self._constraint.advance([(seqs[row], sampled[row]) for row in batch.structured])
         chosen = [max(0, sampled[row].token) for row in batch.reporting]
-        for row, logprobs in zip(
-            batch.reporting, token_logprobs(untouched_RV, chosen, batch.logprob_counts), strict=True
-        ):
+        for row, logprobs in zip(batch.reporting, token_logprobs(*reported, chosen, batch.logprob_counts), strict=True):
             sampled[row].logprobs = logprobs
         return sampled
+
+    def _reported(self, logits_RV: Tensor, batch: _Batch) -> tuple[Tensor, list[int]]:
+        """Returns the model's own logits, and which of their rows log probabilities are wanted of: a copy only if
+        `_shape` changes them. The copy's memory is kept, since fresh memory takes longer than the copy.
+        """
+        if not (batch.reporting and batch.is_shaped):
+            return logits_RV, batch.reporting
+        rows, vocab = len(batch.reporting), logits_RV.shape[1]
+        if self._copy_RV.shape[0] < rows or self._copy_RV.shape[1] != vocab:
+            self._copy_RV = logits_RV.new_empty(rows, vocab)
+        reporting_R = torch.tensor(batch.reporting, device=logits_RV.device)
+        torch.index_select(logits_RV, 0, reporting_R, out=self._copy_RV[:rows])
+        return self._copy_RV, list(range(rows))
 
     def _shape(self, logits_RV: Tensor, batch: _Batch) -> dict[int, RaytideError]:
         """Change the logits as the parameters ask; the rows for which that fails."""
@@ -105,8 +117,8 @@ class _Batch:
         self.draws = RandomSampler(
             [seqs[row].params for row in self.drawn], [seqs[row].seed for row in self.drawn], device
         )
-        shaped = self.reporting or self.penalized or self.structured or self.banning or self.bias
-        self.is_plain = not (shaped or self.drawn)
+        self.is_shaped = bool(self.penalized or self.structured or self.banning or self.bias)
+        self.is_plain = not (self.is_shaped or self.reporting or self.drawn)
 
     def _rows(self, holds: Callable[[Sequence], bool]) -> list[int]:
         return [row for row, seq in enumerate(self.seqs) if holds(seq)]
@@ -153,7 +165,7 @@ def _choose(logits_RV: Tensor, batch: _Batch) -> Tensor:
         return batch.draws.draw(logits_RV, positions)
     tokens = _argmax(logits_RV)
     if batch.drawn:
-        tokens[batch.drawn] = batch.draws.draw(logits_RV[batch.drawn], positions)
+        tokens[batch.drawn] = batch.draws.draw(logits_RV, positions, batch.drawn)
     return tokens
 
 

@@ -16,14 +16,17 @@ import torch.nn.functional as F
 
 from raytide.actors.engine.sampling_params import SamplingParams
 
-__all__ = ["RandomSampler", "keep_likely", "uniforms"]
+__all__ = ["RandomSampler", "keep_likely", "rank_floor", "uniforms"]
 
 Tensor = torch.Tensor
+Row = npt.NDArray[np.float32]
 
-_FIRST_CANDIDATES = 64
 _BLOCK = 256
-_SORTED_AT_ONCE = {"cpu": 1}
-"""Rows, by the kind of device: on a CPU a row that stays in its cache takes a tenth of the time of one among many."""
+_CHUNK_ELEMENTS = 1 << 19
+"""Probabilities that a CPU filters and draws from at once: they stay in its cache and in memory that is not fresh."""
+_SAMPLE, _SPREAD = 1024, 48
+_SORTED = 4096
+"""Probabilities that are sorted rather than sampled again."""
 
 
 class RandomSampler:
@@ -33,24 +36,28 @@ class RandomSampler:
         self._seeds = np.array([seed & 0xFFFF_FFFF_FFFF_FFFF for seed in seeds], np.uint64)
         self._device = device
         temperatures = [max(each.temperature, 1e-5) for each in params]
-        self._temperature_R1 = None if set(temperatures) == {1.0} else self._column(temperatures)
-        self._filtered = [row for row, each in enumerate(params) if each.has_filters]
-        self._filters = [params[row] for row in self._filtered]
+        self._temperature_R1 = None
+        if set(temperatures) != {1.0}:
+            self._temperature_R1 = torch.tensor(temperatures, device=device)[:, None]
+        self._params = list(params)
 
-    def draw(self, logits_RV: Tensor, positions: Items[int]) -> Tensor:
-        """A token for each row; `positions` are the lengths of the sequences so far. The logits are its to change."""
-        if self._temperature_R1 is not None:
-            logits_RV = logits_RV.div_(self._temperature_R1)
-        probs_RV = logits_RV.softmax(-1)
-        if len(self._filtered) == len(probs_RV):
-            probs_RV = keep_likely(probs_RV, self._filters)
-        elif self._filtered:
-            probs_RV[self._filtered] = keep_likely(probs_RV[self._filtered], self._filters)
-        points = torch.from_numpy(uniforms(self._seeds, positions)).to(self._device)
-        return _invert(probs_RV, points[:, None])
-
-    def _column(self, values: Items[float]) -> Tensor:
-        return torch.tensor(values, device=self._device)[:, None]
+    def draw(self, logits_RV: Tensor, positions: Items[int], rows: Items[int] | None = None) -> Tensor:
+        """Returns a token for each row of `logits_RV`, or for each of `rows`; `positions` are the lengths of the
+        sequences so far.
+        """
+        points_R1 = torch.from_numpy(uniforms(self._seeds, positions)).to(self._device)[:, None]
+        size = len(self._params)
+        if self._device.type == "cpu":
+            size = max(1, _CHUNK_ELEMENTS // logits_RV.shape[1])
+        tokens = []
+        for start in range(0, len(self._params), size):
+            chunk = slice(start, start + size)
+            part_RV = logits_RV[chunk if rows is None else rows[chunk]]
+            if self._temperature_R1 is not None:
+                part_RV = part_RV / self._temperature_R1[chunk]
+            probs_RV = keep_likely(part_RV.softmax(-1), self._params[chunk])
+            tokens.append(_invert(probs_RV, points_R1[chunk]))
+        return torch.cat(tokens)
 
 
 def _invert(probs_RV: Tensor, point_R1: Tensor) -> Tensor:
@@ -80,56 +87,69 @@ def _first_above(upto_RC: Tensor, point_R1: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def keep_likely(probs_RV: Tensor, params: Items[SamplingParams]) -> Tensor:
-    """Zero, in place, what top_k, then top_p, and min_p exclude. Ties with the least token kept are kept too."""
-    min_p = torch.tensor([each.min_p for each in params], device=probs_RV.device)
-    floor_R = min_p * probs_RV.amax(-1)
-    ranked = [row for row, each in enumerate(params) if each.top_k or each.top_p < 1.0]
-    if len(ranked) == len(params):
-        floor_R = torch.maximum(floor_R, _rank_floor(probs_RV, params))
-    elif ranked:
-        floors = _rank_floor(probs_RV[ranked], [params[row] for row in ranked])
-        floor_R[ranked] = torch.maximum(floor_R[ranked], floors)
+    """Zeroes, in place, what top_k, then top_p, and min_p exclude. Ties with the least token kept are kept too."""
+    filtered = [row for row, each in enumerate(params) if each.has_filters]
+    if not filtered:
+        return probs_RV
+    if probs_RV.device.type == "cpu":
+        for row in filtered:
+            probs_V = probs_RV[row].numpy()
+            probs_V *= probs_V >= _floor(probs_V, params[row])
+        return probs_RV
+    min_p_R = torch.tensor([each.min_p for each in params], device=probs_RV.device)
+    floor_R = torch.maximum(min_p_R * probs_RV.amax(-1), rank_floor(probs_RV, params))
     return probs_RV.masked_fill_(probs_RV < floor_R[:, None], 0.0)
 
 
-def _rank_floor(probs_RV: Tensor, params: Items[SamplingParams]) -> Tensor:
-    """The least probability that top_k and then top_p (of what top_k left) keep.
-
-    Sorting the vocabulary is dear, so the largest few are tried first, and the rows that need more are sorted whole;
-    which way a row went does not change its answer.
-    """
+def rank_floor(probs_RV: Tensor, params: Items[SamplingParams]) -> Tensor:
+    """Returns the least probability that top_k, and then top_p of what top_k left, keep in each row, by sorting it."""
     device, vocab = probs_RV.device, probs_RV.shape[-1]
     top_k_R1 = torch.tensor([min(each.top_k or vocab, vocab) for each in params], device=device)[:, None]
     top_p_R1 = torch.tensor([each.top_p for each in params], dtype=torch.float64, device=device)[:, None]
-    best_RC = probs_RV.topk(min(_FIRST_CANDIDATES, vocab)).values
-    cuts = any(each.top_k for each in params)
-    floor_R, is_found_R = _floor_among(best_RC, top_k_R1, top_p_R1, vocab, cuts)
-    if not bool(is_found_R.all()):
-        for rest in (~is_found_R).nonzero().squeeze(1).split(_SORTED_AT_ONCE.get(device.type, len(probs_RV))):
-            floor_R[rest], _ = _floor_among(_descending(probs_RV[rest]), top_k_R1[rest], top_p_R1[rest], vocab, cuts)
-    return floor_R
+    best_RV = probs_RV.sort(-1, descending=True).values * (torch.arange(vocab, device=device) < top_k_R1)
+    mass_RV = best_RV.cumsum(-1, dtype=torch.float64)
+    total_R1 = torch.where(top_k_R1 < vocab, mass_RV[:, -1:], 1.0)
+    kept_R1 = torch.where(top_p_R1 < 1.0, torch.searchsorted(mass_RV, top_p_R1 * total_R1) + 1, vocab)
+    return best_RV.gather(-1, torch.minimum(kept_R1, top_k_R1) - 1).squeeze(1)
 
 
-def _floor_among(best_RC: Tensor, top_k_R1: Tensor, top_p_R1: Tensor, vocab: int, cuts: bool) -> tuple[Tensor, Tensor]:
-    """The floor of each row by its largest probabilities in order, and whether they were enough to tell. `cuts` is
-    False when no row has a top_k.
+def _floor(probs_V: Row, params: SamplingParams) -> np.float32:
+    """Returns the least probability that the filters keep in one row on a CPU, without sorting it."""
+    vocab, best, mass = len(probs_V), probs_V, params.top_p
+    floor = np.float32(params.min_p) * probs_V.max()
+    if 0 < params.top_k < vocab:
+        best = np.partition(probs_V, vocab - params.top_k)[vocab - params.top_k :]
+        mass *= best.sum(dtype=np.float64)
+    if params.top_p < 1.0:
+        return max(floor, _nucleus_floor(best, mass))
+    return max(floor, best.min()) if params.top_k else floor
+
+
+def _nucleus_floor(probs: Row, mass: float) -> np.float32:
+    """Returns the largest probability such that those not below it sum to `mass`.
+
+    A quickselect by sums: two values from a sorted sample, between which the floor should lie, part the probabilities
+    into three, and the part that it does lie in is looked at further.
     """
-    count = best_RC.shape[1]
-    if cuts:
-        best_RC = best_RC * (torch.arange(count, device=best_RC.device) < top_k_R1)
-    mass_RC = best_RC.cumsum(-1, dtype=torch.float64)
-    total_R1 = torch.where(top_k_R1 < vocab, mass_RC[:, -1:], 1.0)
-    kept_R1 = torch.where(top_p_R1 < 1.0, torch.searchsorted(mass_RC, top_p_R1 * total_R1) + 1, vocab)
-    # With fewer than top_k in hand the total is not known.
-    is_enough_R1 = (top_k_R1 <= count) | ((top_k_R1 == vocab) & (kept_R1 <= count))
-    kept_R1 = torch.minimum(kept_R1, top_k_R1).clamp_max(count)
-    return best_RC.gather(-1, kept_R1 - 1).squeeze(1), (is_enough_R1 | (count == vocab)).squeeze(1)
-
-
-def _descending(probs_RV: Tensor) -> Tensor:
-    if probs_RV.device.type == "cpu":  # numpy's takes a fifth of the time of torch's
-        return torch.from_numpy(np.sort(probs_RV.numpy(), axis=-1)).flip(-1)
-    return probs_RV.sort(-1, descending=True).values
+    above = 0.0  # the sum of what is known to be kept
+    size = len(probs) + 1
+    while _SORTED < len(probs) < size:  # equal ones cannot be parted
+        size = len(probs)
+        sample = np.sort(probs[:: size // _SAMPLE])[::-1]
+        sums = np.cumsum(sample, dtype=np.float64)
+        place = int(np.searchsorted(sums, sums[-1] * (mass - above) / probs.sum(dtype=np.float64)))
+        is_high = probs > sample[max(place - _SPREAD, 0)]
+        with_high = above + float((probs * is_high).sum(dtype=np.float64))
+        if with_high >= mass:
+            probs = probs.compress(is_high)
+            continue
+        is_low = probs <= sample[min(place + _SPREAD, len(sample) - 1)]
+        middle = probs.compress(~(is_high | is_low))
+        with_middle = with_high + float(middle.sum(dtype=np.float64))
+        above, probs = (with_high, middle) if with_middle >= mass else (with_middle, probs.compress(is_low))
+    best = np.sort(probs)[::-1]
+    at = int(np.searchsorted(above + np.cumsum(best, dtype=np.float64), mass))
+    return np.float32(best[min(at, len(best) - 1)])
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], positions: Items[int]) -> npt.NDArray[np.float64]:

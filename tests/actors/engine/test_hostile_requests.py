@@ -45,6 +45,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "logit bias": {"logit_bias": dict.fromkeys(range(VOCAB), -1.0), "n": 32},
     "stop tokens": {"stop_token_ids": list(range(1, 257)), "min_tokens": 20, "n": 32},
     "log probabilities": {"logprobs": 20, "n": 32},
+    "filters": {"top_p": 0.9, "top_k": 300, "min_p": 1e-4, "temperature": 2.0, "n": 32},
     "samples": {"n": 32, "best_of": 32},
     "penalties": {"repetition_penalty": 1.3, "frequency_penalty": 1.0, "presence_penalty": 1.0, "n": 32},
     "a regular expression": {"structured": Structured("regex", "(a|b)*a(a|b){20}"), "n": 32},

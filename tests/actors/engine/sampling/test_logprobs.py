@@ -76,7 +76,7 @@ def test_a_rows_figures_do_not_depend_on_the_other_rows() -> None:
     # Rounded, as bfloat16 leaves them, so that many are equal.
     logits = torch.from_numpy(np.random.default_rng(0).normal(size=(70, 300)).round(1).astype(np.float32))
     tokens, counts = list(range(70)), [row % 21 for row in range(70)]
-    together = token_logprobs(logits, tokens, counts)
-    alone = [token_logprobs(logits[row : row + 1], [row], [row % 21])[0] for row in range(70)]
+    together = token_logprobs(logits, range(len(tokens)), tokens, counts)
+    alone = [token_logprobs(logits, [row], [row], [row % 21])[0] for row in range(70)]
     assert together == alone
     assert [len(each.top) for each in together] == counts
