@@ -31,6 +31,10 @@ class EngineConfig(Config):
     )
     ageing_s: float = Field(default=30.0, gt=0.0, description="a waiting request gains one priority each such time")
     deterministic: bool = Field(default=False, description="bit-equal whatever is in the batch or the prefix cache")
+    any_whitespace: bool = Field(
+        default=False,
+        description="JSON answers may have white space outside of strings, in which small models get lost",
+    )
     max_loras: int = Field(default=8, ge=0, description="adapters loaded at once")
     seed: int | None = Field(default=None, description="of requests that bring none; default: from the system")
 

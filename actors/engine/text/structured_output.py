@@ -41,6 +41,7 @@ _LIMITS: dict[str, Any] = {
 }
 """The library's own limits, lowered: on the work for one token, and on what is kept of it."""
 _NO_FORCING = '%llguidance {"no_forcing": true}\n'
+_COMPACT = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
 _MAX_REASON_CHARS = 300
 _END = "<|raytide: end|>"
 
@@ -102,12 +103,13 @@ class GrammarCompiler:
         vocab_size: int,
         eos_token_ids: Collection[int],
         *,
+        any_whitespace: bool = False,
         timeout_s: float = 10.0,
     ) -> None:
         self._tokenizer_json = tokenizer_json
         self._vocab_size = vocab_size
         self._eos = sorted(eos_token_ids)
-        self._timeout_s = timeout_s
+        self._any_whitespace, self._timeout_s = any_whitespace, timeout_s
         self._tokenizer: Any = None
         self._pool: ThreadPoolExecutor | None = None
         self._lock, self._tokenizer_lock = Lock(), Lock()
@@ -185,7 +187,7 @@ class GrammarCompiler:
         import llguidance
 
         try:
-            text = _grammar_text(structured)
+            text = _grammar_text(structured, self._any_whitespace)
             limits = llguidance.LLParserLimits(verbose_errors=False, **_LIMITS)
             matcher = llguidance.LLMatcher(self._vocabulary(), text, log_level=0, limits=limits)
             grammar = Grammar(matcher, self._vocabulary().vocab_size)
@@ -224,7 +226,7 @@ def _vocabulary(tokenizer_json: str, vocab_size: int, eos: list[int]) -> Any:
     return llguidance.LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=eos)
 
 
-def _grammar_text(structured: Structured) -> str:
+def _grammar_text(structured: Structured, any_whitespace: bool) -> str:
     """The grammar in llguidance's own language, with its masks computed from bytes alone. Otherwise it tokenizes, for
     each token, all of the text that is the only one possible from there, which takes as long as that is, and takes a
     special token's name in it for the special token, which stands for no text.
@@ -234,7 +236,11 @@ def _grammar_text(structured: Structured) -> str:
     spec, grammars = _spec_text(structured), list[dict[str, Any]]()
     if structured.kind == "json_schema":
         text = "start: @schema"
-        grammars = [{"name": "schema", "json_schema": json.loads(spec)}]
+        schema = json.loads(spec)
+        if not any_whitespace and schema is not False:
+            schema = {} if schema is True else schema
+            schema = {**schema, "x-guidance": {**_COMPACT, **schema.get("x-guidance", {})}}
+        grammars = [{"name": "schema", "json_schema": schema}]
     elif structured.kind == "choice":  # one terminal: a rule would be an item of the parser for each choice
         text = "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, structured.spec))
     elif structured.kind == "regex":

@@ -72,6 +72,7 @@ class EngineCore:
             vocab_size=arch.vocab_size,
             eos=frozenset(self.tokenizer.eos_token_ids | set(arch.eos_token_ids)),
             seed=config.seed,
+            any_whitespace=config.any_whitespace,
         )
         self._max_waiting = config.max_waiting
         self._requests: dict[str, RequestState] = {}

@@ -43,8 +43,9 @@ class InputProcessor:
         vocab_size: int,
         eos: frozenset[int],
         seed: int | None,
+        any_whitespace: bool = False,
     ) -> None:
-        self.grammars = GrammarCompiler(tokenizer.rust.to_str, vocab_size, eos)
+        self.grammars = GrammarCompiler(tokenizer.rust.to_str, vocab_size, eos, any_whitespace=any_whitespace)
         self._tokenizer = tokenizer
         self._max_len, self._max_samples, self._vocab_size, self._eos = max_len, max_samples, vocab_size, eos
         self._seed = secrets.randbits(62) if seed is None else seed

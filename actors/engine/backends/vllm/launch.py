@@ -97,9 +97,11 @@ def launch(config: VllmConfig) -> VllmCore:
             config, inspect.signature(arguments_class).parameters, is_cpu=platform.device_type == "cpu"
         )
         try:
-            llm = modules["async_llm"].AsyncLLM.from_engine_args(
-                arguments_class(**arguments), stat_loggers=[lambda *_: recorder]
-            )
+            built = arguments_class(**arguments)
+            if not (config.any_whitespace or "structured_outputs_config" in config.vllm):
+                compact = {"backend": "guidance", "disable_any_whitespace": True}  # "auto" cannot do without
+                built.structured_outputs_config = type(built.structured_outputs_config)(**compact)
+            llm = modules["async_llm"].AsyncLLM.from_engine_args(built, stat_loggers=[lambda *_: recorder])
         except (ValueError, TypeError, NotImplementedError) as error:
             raise ConfigError(f"vLLM refuses this model or these options: {_first(error)}") from error
         except RaytideError:

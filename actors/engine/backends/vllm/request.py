@@ -115,7 +115,7 @@ def structured_fields(structured: Structured) -> dict[str, Any]:
     if structured.kind == "choice":
         return {"choice": [structured.spec] if isinstance(structured.spec, str) else list(structured.spec)}
     if structured.kind == "json_schema":
-        return {"json": structured.spec or "{}"}
+        return {"json": "{}" if structured.spec in ("", "true") else structured.spec}
     return {structured.kind: structured.spec}
 
 

@@ -93,6 +93,9 @@ async def test_log_probabilities_are_the_native_engine_s(vllm_cores: SharedCores
     )
 
 
+PAIR = Structured("json_schema", '{"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 2}')
+
+
 @needs_vllm
 @pytest.mark.parametrize(
     ("structured", "pattern"),
@@ -101,6 +104,7 @@ async def test_log_probabilities_are_the_native_engine_s(vllm_cores: SharedCores
         (Structured("regex", "[0-9]{3}x"), "[0-9]{3}x"),
         (Structured("grammar", 'root ::= "ab" | "cd"'), "ab|cd"),
         (Structured("json_schema", json.dumps({"enum": ["a", "b"]})), '"[ab]"'),
+        (PAIR, r"\[[12],[12]\]"),
     ],
 )
 async def test_output_matches_what_was_asked(vllm_cores: SharedCores, structured: Structured, pattern: str) -> None:

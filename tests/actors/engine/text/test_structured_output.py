@@ -103,6 +103,34 @@ def test_32_mixed_requests_all_match_what_they_asked_for(grammars: GrammarCompil
         assert matches(name, tokenizer.decode(seq.tokens[2:])), name
 
 
+LOOSE = {"type": "object", "additionalProperties": {"type": "array", "items": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize("spec", [json.dumps(LOOSE), '{"type": "object"}', "", "true"])
+def test_json_has_no_white_space_outside_of_strings(spec: str, grammars: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    """A model that prefers white space to all else can put none: it used to write nothing else to the end."""
+    state = grammars.compile(Structured("json_schema", spec)).state()
+    spacious = GrammarCompiler(tokenizer.rust.to_str, VOCAB + 3, [EOS], any_whitespace=True)
+    free = spacious.compile(Structured("json_schema", spec)).state()
+    for text in ('{"a":[1,', '{"a":', '{"a":[1,2],'):
+        for each, takes in ((state, ""), (free, " \n")):
+            each.follow(tokenizer.encode(text))
+            mask = np.zeros(-(-(VOCAB + 3) // 32), np.int32)
+            each.fill(mask)
+            allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")
+            spaces = [char for char in " \n\t\r" if allowed[tokenizer.encode(char)[0]]]
+            assert set(takes) <= set(spaces) if takes else spaces == []
+            each.follow([])
+
+
+def test_a_schema_may_say_itself_what_white_space_it_has(grammars: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    spec = json.dumps(LOOSE | {"x-guidance": {"item_separator": ", ", "key_separator": ": "}})
+    state = grammars.compile(Structured("json_schema", spec)).state()
+    state.follow(tokenizer.encode('{"a": [1, 2]}'))
+    with pytest.raises(UsageError):
+        state.follow(tokenizer.encode('{"a":[1'))
+
+
 def test_a_grammars_tokens_do_not_depend_on_what_else_is_in_the_batch(grammars: GrammarCompiler) -> None:
     def run(*others: str) -> list[int]:
         seq = structured(grammars, "schema", SamplingParams(seed=4))
