@@ -21,6 +21,7 @@ __all__ = ["Tokenizer"]
 
 _INLINE_CHARS = 2000
 _SLICE_CHARS = 1 << 16
+_MARKS = [chr(code) for code in range(0xFDD2, 0xFDF0)]
 _TORN_TOKENS = 16
 """More than a slice has at its ends because a word of the text is cut there."""
 
@@ -106,17 +107,50 @@ class Tokenizer:
         return await self.pool.run(lambda: self.chat_prompt(messages, enough=enough))
 
     def chat_prompt(self, messages: Sequence[Message], *, enough: int | None = None) -> list[int]:
-        """A conversation's token ids, cut as `encode` does. A model without a chat template (a base model) gets plain
-        `role: content` lines.
+        """Returns a conversation's token ids, cut as `encode` does. A model without a chat template (a base model) gets
+        plain `role: content` lines.
+
+        A special token's name in a message is text: only the template writes special tokens, so that no message can
+        forge a turn.
         """
         if not messages:
             raise UsageError("the conversation is empty.", hint="Send at least one message.")
-        turns = [{"role": message.role, "content": message.content} for message in messages]
-        if not self._template:
-            lines = "".join(f"{turn['role']}: {turn['content']}\n" for turn in turns)
-            return self.encode(lines + "assistant:", enough=enough)
-        text = _checked(self._chat.render(turns, prompt=True))
-        return self.encode_all([self._cut(text, enough)], plain=True)[0]
+        contents, mark = self._break_names([message.content for message in messages])
+        turns = [{"role": m.role, "content": content} for m, content in zip(messages, contents, strict=True)]
+        if self._template:
+            text = self._chat.render(turns, prompt=True)
+        else:
+            text = "".join(f"{turn['role']}: {turn['content']}\n" for turn in turns) + "assistant:"
+        text, plain = self._cut(_checked(text), enough), bool(self._template)
+        return self._encode_without(mark, text, plain) if mark else self.encode_all([text], plain=plain)[0]
+
+    def _break_names(self, contents: list[str]) -> tuple[list[str], str]:
+        """Puts a mark, which is returned too, into each special token's name, so that it matches no more. The mark is a
+        non-character of Unicode that the contents lack; it is empty when they have no such name.
+        """
+        names = [name for name in self._special_names if any(name in content for content in contents)]
+        if not names:
+            return contents, ""
+        mark = next((char for char in _MARKS if not any(char in content for content in contents)), "")
+        if not mark:
+            raise UsageError("the messages hold every non-character of Unicode.", hint="Leave them out.")
+        for name in names:
+            contents = [content.replace(name, f"{name[0]}{mark}{name[1:]}") for content in contents]
+        return contents, mark
+
+    def _encode_without(self, mark: str, text: str, plain: bool) -> list[int]:
+        """Returns the token ids of a text without those of its marks."""
+        (encoding,) = self.rust.encode_batch([text], add_special_tokens=not plain)
+        ids = []
+        for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            if mark not in text[start:end]:
+                ids.append(token)
+            elif end - start > 1:
+                raise UsageError(
+                    "a message has the name of a special token, which this model's tokenizer cannot read as text.",
+                    hint="Leave it out.",
+                )
+        return ids
 
     @cached_property
     def _chat(self) -> ChatTemplate:
