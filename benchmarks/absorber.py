@@ -32,7 +32,7 @@ from elastic_cpu import lines, until, write_dataset
 
 import raytide as rt
 from raytide.control.bootstrap import local
-from raytide.control.bootstrap.embedded import LocalCluster
+from raytide.control.bootstrap.cluster_record import LocalCluster
 from raytide.control.client import ApiClient
 from raytide.core.objects.endpoint import EndpointState, Replicas, ServeSpec
 from raytide.core.objects.gang import GangSpec, Shape

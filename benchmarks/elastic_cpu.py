@@ -35,7 +35,7 @@ import raytide as rt
 from raytide.autoscaler.providers.local.files import NodeFolder, node_folders
 from raytide.autoscaler.providers.local.spot import give_notice
 from raytide.control.bootstrap import local
-from raytide.control.bootstrap.embedded import LocalCluster
+from raytide.control.bootstrap.cluster_record import LocalCluster
 from raytide.control.client import ApiClient
 from raytide.core.objects.gang import GangSpec, Shape
 from raytide.core.specs.train import ModelSpec, TrainSpec

@@ -28,8 +28,7 @@ from raytide.control.api.auth import Tokens
 from raytide.control.api.routes import create_app
 from raytide.control.api.services.service import ApiService
 from raytide.control.controller import GC_THRESHOLDS
-from raytide.control.views import Live, Waiting
-from raytide.control.wire import to_json
+from raytide.control.views import Live, Waiting, to_json
 from raytide.core.clock import SystemClock
 from raytide.core.objects.cluster_config import load_cluster
 from raytide.core.objects.endpoint import Endpoint, EndpointLoad, EndpointState, Replicas, ServeSpec

@@ -22,8 +22,7 @@ from raytide.actors.trainer.distributed import process_group
 from raytide.actors.trainer.hf.init_weights import initialise
 from raytide.actors.trainer.model.transformer import Transformer
 from raytide.actors.trainer.trainer import Trainer
-from raytide.core.specs.optim_spec import OptimSpec
-from raytide.core.specs.train import ModelSpec, TrainSpec
+from raytide.core.specs.train import ModelSpec, OptimSpec, TrainSpec
 
 VOCAB = 4096
 WARM_UP = 2

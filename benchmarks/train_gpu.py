@@ -26,9 +26,7 @@ from raytide.actors.trainer.hf.init_weights import initialise
 from raytide.actors.trainer.hf.model_source import open_data, resolve_model
 from raytide.actors.trainer.model.transformer import Transformer
 from raytide.actors.trainer.trainer import Trainer
-from raytide.core.specs.memory_spec import MemorySpec
-from raytide.core.specs.optim_spec import OptimSpec
-from raytide.core.specs.train import ModelSpec, TrainSpec
+from raytide.core.specs.train import MemorySpec, ModelSpec, OptimSpec, TrainSpec
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 VOCAB = 32768

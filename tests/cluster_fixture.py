@@ -19,7 +19,7 @@ import pytest
 
 if TYPE_CHECKING:
     import raytide as rt
-    from raytide.control.bootstrap.embedded import LocalCluster
+    from raytide.control.bootstrap.cluster_record import LocalCluster
 
 NAME = "live"
 OPERATORS = {"AWS_SECRET_ACCESS_KEY": "the operator's own", "OPERATORS_OWN": "nobody else's"}

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import raytide as rt
-from raytide.control.bootstrap.embedded import LocalCluster
+from raytide.control.bootstrap.cluster_record import LocalCluster
 from raytide.core.objects.job import JobState
 
 pytestmark = pytest.mark.cluster

@@ -10,8 +10,7 @@ import pytest
 
 from raytide.control import client as module
 from raytide.control.client import ApiClient
-from raytide.control.views import JobView
-from raytide.control.wire import to_json
+from raytide.control.views import JobView, to_json
 from raytide.core.errors import ClusterError, NotFoundError
 from raytide.core.objects.gang import GangSpec, Shape
 from raytide.core.objects.job import Job, JobKind, JobSpec, JobState

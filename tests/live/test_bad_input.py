@@ -13,7 +13,7 @@ import yaml
 
 import raytide as rt
 from raytide.control.bootstrap import local
-from raytide.control.bootstrap.embedded import LocalCluster
+from raytide.control.bootstrap.cluster_record import LocalCluster
 from raytide.core.errors import ConflictError
 from raytide.core.specs.train import TrainSpec
 

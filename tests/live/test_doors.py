@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 import raytide as rt
-from raytide.control.bootstrap.embedded import LocalCluster
+from raytide.control.bootstrap.cluster_record import LocalCluster
 from raytide.core.errors import LeaseLostError
 from raytide.core.io.atomic_file import write_json
 from raytide.core.objects.job import JobState

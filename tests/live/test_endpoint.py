@@ -16,7 +16,7 @@ from tests.cluster_fixture import replica_pids
 
 import raytide as rt
 from raytide.actors.trainer.runners.local import train_local
-from raytide.control.bootstrap.embedded import LocalCluster
+from raytide.control.bootstrap.cluster_record import LocalCluster
 from raytide.core.objects.endpoint import EndpointState, Replicas, ServeSpec
 from raytide.core.specs.model import ModelSpec
 from raytide.core.specs.train import TrainSpec

@@ -13,7 +13,7 @@ import pytest
 from tests.disk_fixture import Disk, mounted
 
 from raytide.control.bootstrap import local
-from raytide.control.bootstrap.embedded import LocalCluster
+from raytide.control.bootstrap.cluster_record import LocalCluster
 from raytide.control.client import ApiClient
 from raytide.core.errors import ClusterError, StorageError
 from raytide.core.objects.gang import GangSpec, Shape

@@ -15,7 +15,7 @@ import pytest
 import raytide as rt
 from raytide.autoscaler.nodes.lifecycle import ENDED_BY_PROVIDER, TAKEN_BACK
 from raytide.autoscaler.providers.local.spot import give_notice, set_stockouts
-from raytide.control.bootstrap.embedded import LocalCluster
+from raytide.control.bootstrap.cluster_record import LocalCluster
 from raytide.core.objects.gang import GangSpec, LeaseState, MemberState, Shape
 from raytide.core.objects.job import JobKind, JobSpec, JobState
 from raytide.core.objects.node import NodeState

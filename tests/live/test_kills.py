@@ -13,7 +13,7 @@ import pytest
 import raytide as rt
 from raytide.autoscaler.providers.local.spot import reclaim
 from raytide.control.bootstrap import local
-from raytide.control.bootstrap.embedded import LocalCluster
+from raytide.control.bootstrap.cluster_record import LocalCluster
 from raytide.core.objects.job import JobState
 from raytide.core.specs.train import TrainSpec
 from raytide.core.state import Store

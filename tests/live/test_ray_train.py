@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import raytide as rt
-from raytide.control.bootstrap.embedded import LocalCluster
+from raytide.control.bootstrap.cluster_record import LocalCluster
 from raytide.core.objects.gang import LeaseState
 from raytide.core.objects.job import JobKind, JobState
 

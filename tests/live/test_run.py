@@ -11,7 +11,7 @@ import pytest
 from tests.cluster_fixture import kill_raylet
 
 import raytide as rt
-from raytide.control.bootstrap.embedded import LocalCluster
+from raytide.control.bootstrap.cluster_record import LocalCluster
 from raytide.control.supervision.log_rotation import DRIVER_KEPT_BYTES
 from raytide.core.objects.job import JobKind, JobState
 

@@ -16,7 +16,7 @@ from tests.cluster_fixture import replica_pids
 import raytide as rt
 from raytide.autoscaler.explain import lines
 from raytide.autoscaler.providers.local.meter import set_use
-from raytide.control.bootstrap.embedded import LocalCluster
+from raytide.control.bootstrap.cluster_record import LocalCluster
 from raytide.core.objects.endpoint import EndpointState, Replicas, ServeSpec
 from raytide.core.objects.node import FRESH_S, NodeState
 

@@ -14,7 +14,7 @@ from tests.cluster_fixture import kill_raylet
 import raytide as rt
 from raytide.autoscaler.providers.local.spot import give_notice, set_stockouts
 from raytide.control.bootstrap import local
-from raytide.control.bootstrap.embedded import LocalCluster
+from raytide.control.bootstrap.cluster_record import LocalCluster
 from raytide.core.objects.gang import GangSpec, Shape
 from raytide.core.specs.train import TrainSpec
 from raytide.core.state import Store

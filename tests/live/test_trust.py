@@ -15,8 +15,7 @@ import yaml
 from tests.cluster_fixture import OPERATORS
 
 import raytide as rt
-from raytide.control.bootstrap.cluster_record import MARK
-from raytide.control.bootstrap.embedded import LocalCluster
+from raytide.control.bootstrap.cluster_record import MARK, LocalCluster
 from raytide.control.job_tokens import PREFIX
 from raytide.core.io.process import marked
 from raytide.core.objects.job import JobState

@@ -7,7 +7,7 @@ import os
 import time
 from pathlib import Path
 
-from raytide.control.bootstrap.embedded import LocalCluster
+from raytide.control.bootstrap.cluster_record import LocalCluster
 
 
 def test_waits(live: LocalCluster) -> None:

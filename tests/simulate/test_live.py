@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.control.test_controller import BOOT_S, Loop
 
 from raytide.control.reconcile.decide import decide
-from raytide.control.wire import from_json, to_json
+from raytide.control.views import from_json, to_json
 from raytide.core.errors import UsageError
 from raytide.core.io.atomic_file import read_json
 from raytide.core.objects.endpoint import Endpoint, EndpointLoad, EndpointState, ReplicaLoad, Replicas, ServeSpec

@@ -15,7 +15,7 @@ from raytide.autoscaler.providers.local.files import MARK as NODE_MARK
 from raytide.autoscaler.providers.local.files import node_folders
 from raytide.autoscaler.providers.local.provider import NODE_ID_LABEL
 from raytide.control.bootstrap import local
-from raytide.control.bootstrap.embedded import LocalCluster
+from raytide.control.bootstrap.cluster_record import LocalCluster
 from raytide.control.ray_jobs import RayJobs
 from raytide.core.io.process import marked
 from raytide.core.objects.job import FINAL_STATES, Job, JobKind, JobState

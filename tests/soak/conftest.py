@@ -12,7 +12,7 @@ from tests.soak.work import Corpus
 
 from raytide.actors.trainer.runners.local import train_local
 from raytide.control.bootstrap import local
-from raytide.control.bootstrap.embedded import LocalCluster
+from raytide.control.bootstrap.cluster_record import LocalCluster
 from raytide.core.specs.data import DataSpec, TokenizerSpec, TrainTokenizer
 from raytide.core.specs.model import ModelSpec
 from raytide.core.specs.train import TrainSpec

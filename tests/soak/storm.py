@@ -22,8 +22,7 @@ from tests.soak.users import Holder, hold_elsewhere
 from raytide.autoscaler.providers.local.files import NodeFolder, node_folders
 from raytide.autoscaler.providers.local.spot import give_notice, reclaim, set_stockouts
 from raytide.control.bootstrap import local
-from raytide.control.bootstrap.cluster_record import MARK
-from raytide.control.bootstrap.embedded import LocalCluster
+from raytide.control.bootstrap.cluster_record import MARK, LocalCluster
 from raytide.control.client import ApiClient
 from raytide.core.errors import ClusterError
 from raytide.core.io.process import Process, marked

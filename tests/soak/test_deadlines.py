@@ -11,7 +11,7 @@ from tests.live.conftest import dataset, train_spec
 import raytide as rt
 from raytide.autoscaler.providers.local.spot import set_stockouts
 from raytide.control.bootstrap import local
-from raytide.control.bootstrap.embedded import LocalCluster
+from raytide.control.bootstrap.cluster_record import LocalCluster
 from raytide.control.client import ApiClient
 from raytide.core.objects.gang import GangSpec, Shape
 from raytide.core.specs.train import TrainSpec

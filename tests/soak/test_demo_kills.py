@@ -20,8 +20,7 @@ import pytest
 
 import raytide as rt
 from raytide.control.bootstrap import local
-from raytide.control.bootstrap.cluster_record import MARK, load
-from raytide.control.bootstrap.embedded import LocalCluster
+from raytide.control.bootstrap.cluster_record import MARK, LocalCluster, load
 from raytide.control.client import ApiClient
 from raytide.core.errors import RaytideError
 from raytide.core.io.process import Process, marked

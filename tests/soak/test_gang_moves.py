@@ -15,7 +15,7 @@ import raytide as rt
 from raytide.actors.trainer.data.token_dataset import BatchSampler, TokenData
 from raytide.autoscaler.providers.local.spot import set_stockouts
 from raytide.control.bootstrap import local
-from raytide.control.bootstrap.embedded import LocalCluster
+from raytide.control.bootstrap.cluster_record import LocalCluster
 from raytide.control.client import ApiClient
 from raytide.core.objects.gang import GangSpec, Shape
 from raytide.core.objects.node import NodeState

@@ -18,8 +18,7 @@ from tests.soak.users import Clients
 
 import raytide as rt
 from raytide.control.bootstrap import local
-from raytide.control.bootstrap.cluster_record import MARK
-from raytide.control.bootstrap.embedded import LocalCluster
+from raytide.control.bootstrap.cluster_record import MARK, LocalCluster
 from raytide.control.client import ApiClient
 from raytide.core.errors import ClusterError
 from raytide.core.io.process import marked

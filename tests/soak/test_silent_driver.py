@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 
 import raytide as rt
-from raytide.control.bootstrap.embedded import LocalCluster
+from raytide.control.bootstrap.cluster_record import LocalCluster
 from raytide.core.objects.job import JobState
 
 pytestmark = [pytest.mark.soak, pytest.mark.cluster]

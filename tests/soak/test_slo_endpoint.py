@@ -12,7 +12,7 @@ import pytest
 import raytide as rt
 from raytide.autoscaler.providers.local.spot import reclaim, set_stockouts
 from raytide.control.bootstrap import local
-from raytide.control.bootstrap.embedded import LocalCluster
+from raytide.control.bootstrap.cluster_record import LocalCluster
 from raytide.control.client import ApiClient
 from raytide.core.objects.endpoint import Replicas, ServeSpec, Speed
 from raytide.core.objects.node import NodeState

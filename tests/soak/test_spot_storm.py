@@ -8,7 +8,7 @@ import pytest
 
 import raytide as rt
 from raytide.autoscaler.providers.local.spot import reclaim
-from raytide.control.bootstrap.embedded import LocalCluster
+from raytide.control.bootstrap.cluster_record import LocalCluster
 from raytide.core.objects.gang import GangSpec, Shape
 from raytide.core.objects.job import JobKind, JobSpec, JobState
 

@@ -20,7 +20,7 @@ from tests.cluster_fixture import kill_raylet
 from tests.soak.work import SPOT, Corpus
 
 import raytide as rt
-from raytide.control.bootstrap.embedded import LocalCluster
+from raytide.control.bootstrap.cluster_record import LocalCluster
 from raytide.control.client import ApiClient
 from raytide.core.objects.gang import GangSpec, Shape
 from raytide.core.specs.train import ModelSpec, OptimSpec, TrainSpec

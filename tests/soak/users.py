@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 from raytide.actors.gang import Gang
-from raytide.control.bootstrap.embedded import LocalCluster
+from raytide.control.bootstrap.cluster_record import LocalCluster
 from raytide.control.client import ApiClient
 from raytide.core.errors import LeaseLostError, RaytideError
 

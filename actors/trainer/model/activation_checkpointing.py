@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from raytide.core.specs.memory_spec import MemorySpec
+from raytide.core.specs.train import MemorySpec
 
 __all__ = ["checkpoint_layer", "compile_layer", "wrap"]
 

@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from raytide.actors.trainer.distributed.local_shards import local
 from raytide.actors.trainer.model.activation_checkpointing import wrap
 from raytide.core.errors import StorageError
-from raytide.core.specs.memory_spec import MemorySpec
+from raytide.core.specs.train import MemorySpec
 
 __all__ = ["ActivationPool", "create_pool", "offload"]
 

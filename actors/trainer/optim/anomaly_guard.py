@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from raytide.actors.trainer.types import StepResult
 from raytide.core.errors import TrainError
-from raytide.core.specs.record_spec import GuardSpec
+from raytide.core.specs.train import GuardSpec
 
 if TYPE_CHECKING:
     from torch import Tensor

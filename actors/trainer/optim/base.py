@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from raytide.actors.trainer.distributed.local_shards import like, local
 from raytide.actors.trainer.optim.state_offload import State, StateStorage
-from raytide.core.specs.optim_spec import OptimSpec
+from raytide.core.specs.train import OptimSpec
 
 __all__ = ["STEP", "Optimizer", "first_step", "grad_of", "zeros"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from raytide.core.specs.optim_spec import OptimSpec
+from raytide.core.specs.train import OptimSpec
 
 __all__ = ["lr_at"]
 

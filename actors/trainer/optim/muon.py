@@ -20,7 +20,7 @@ from raytide.actors.trainer.distributed.local_shards import local, part, whole
 from raytide.actors.trainer.optim.adamw import AdamW
 from raytide.actors.trainer.optim.base import grad_of, zeros
 from raytide.actors.trainer.optim.state_offload import State, StateStorage
-from raytide.core.specs.optim_spec import OptimSpec
+from raytide.core.specs.train import OptimSpec
 
 __all__ = ["Muon", "is_hidden", "orthogonal"]
 

@@ -13,8 +13,7 @@ from raytide.actors.trainer.optim.base import Optimizer
 from raytide.actors.trainer.optim.lamb import Lamb
 from raytide.actors.trainer.optim.muon import Muon
 from raytide.actors.trainer.optim.state_offload import create_storage
-from raytide.core.specs.memory_spec import MemorySpec
-from raytide.core.specs.optim_spec import OptimSpec
+from raytide.core.specs.train import MemorySpec, OptimSpec
 
 __all__ = ["OPTIMIZERS", "build"]
 

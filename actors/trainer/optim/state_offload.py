@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from raytide.core.errors import StorageError
-from raytide.core.specs.memory_spec import Place
+from raytide.core.specs.train import Place
 
 __all__ = ["State", "StateStorage", "create_storage"]
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from raytide.actors.trainer.optim.muon import is_hidden
-from raytide.core.specs.memory_spec import MemorySpec
+from raytide.core.specs.train import MemorySpec
 
 __all__ = ["CompressedAllReduce", "create_all_reduce"]
 

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 
 from raytide.actors.models.architecture import Architecture
 from raytide.core.errors import ConfigError
-from raytide.core.specs.memory_spec import MemorySpec
 from raytide.core.specs.parallelism import LOOPED, SPLIT_BACKWARD, Parallelism
-from raytide.core.specs.train import TrainSpec
+from raytide.core.specs.train import MemorySpec, TrainSpec
 
 __all__ = ["validate"]
 

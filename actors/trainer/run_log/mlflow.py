@@ -18,8 +18,7 @@ from raytide.actors.trainer.types import scalar_metrics
 from raytide.core.clock import Clock
 from raytide.core.config import environment
 from raytide.core.errors import ConfigError, NotFoundError, StorageError
-from raytide.core.specs.record_spec import MlflowSpec
-from raytide.core.specs.train import TrainSpec
+from raytide.core.specs.train import MlflowSpec, TrainSpec
 
 if TYPE_CHECKING:
     import httpx

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from raytide.core.errors import UsageError
 from raytide.core.io.storage import full_disk_is_an_error
-from raytide.core.specs.record_spec import ProfileSpec
+from raytide.core.specs.train import ProfileSpec
 
 if TYPE_CHECKING:
     import torch

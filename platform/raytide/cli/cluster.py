@@ -184,7 +184,7 @@ def status(
 ) -> None:
     """Nodes, jobs and dollars of the cluster."""
     from raytide.control.client import ApiClient
-    from raytide.control.wire import to_json
+    from raytide.control.views import to_json
 
     now = ApiClient.find(cluster).status()
     if ray:

@@ -29,8 +29,7 @@ from raytide.cli.options import (
 )
 from raytide.cli.show import ClusterName, Json, as_json, as_table
 from raytide.control.client import ApiClient
-from raytide.control.views import JobView
-from raytide.control.wire import to_json
+from raytide.control.views import JobView, to_json
 from raytide.core.clock import ago
 from raytide.core.errors import ClusterError, RaytideError
 from raytide.core.money import format_usd

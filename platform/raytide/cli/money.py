@@ -14,8 +14,7 @@ import typer
 from raytide.cli.options import finite, parse_limit
 from raytide.cli.show import ClusterName, Json, as_json, as_table
 from raytide.control.client import ApiClient
-from raytide.control.views import CostReport, CostTable, JobView, TeamView
-from raytide.control.wire import to_json
+from raytide.control.views import CostReport, CostTable, JobView, TeamView, to_json
 from raytide.core.errors import NotFoundError, UsageError
 from raytide.core.money import MICRO, format_usd, micro_usd
 from raytide.core.objects.job import BudgetPer

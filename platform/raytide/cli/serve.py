@@ -12,7 +12,7 @@ import typer
 from raytide.cli.options import Labels, Spot, resources
 from raytide.cli.show import ClusterName, Json, as_json, as_table
 from raytide.control.client import ApiClient
-from raytide.control.wire import to_json
+from raytide.control.views import to_json
 from raytide.core.config import load_yaml
 from raytide.core.errors import UsageError
 from raytide.core.money import format_usd

@@ -23,8 +23,8 @@ from raytide.control.views import (
     LogPart,
     TeamView,
     WhyView,
+    from_json,
 )
-from raytide.control.wire import from_json
 from raytide.core import errors
 from raytide.core.config import environment, home
 from raytide.core.errors import ClusterError, NotFoundError, StorageError

@@ -35,8 +35,7 @@ from raytide.control.reconcile.records import ClusterRecords, advance, metered, 
 from raytide.control.reconcile.retry_loop import RetryLoop, wait_for_lead
 from raytide.control.reconcile.serve_sync import ServeSync, follow
 from raytide.control.reconcile.snapshot_request import answer
-from raytide.control.views import Live, TeamUse, Waiting, last_pass_s
-from raytide.control.wire import to_json
+from raytide.control.views import Live, TeamUse, Waiting, last_pass_s, to_json
 from raytide.core.clock import Clock, SystemClock
 from raytide.core.io.atomic_file import write_json
 from raytide.core.logs import log_to, logger

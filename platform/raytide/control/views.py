@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from raytide.control.wire import to_json
+from raytide.control.views import to_json
 from raytide.core.io.atomic_file import read_json
 from raytide.core.money import format_usd
 from raytide.core.objects.endpoint import Endpoint, EndpointLoad

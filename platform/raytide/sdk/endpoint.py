@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from raytide.control.client import ApiClient
-from raytide.control.views import EndpointStatus
-from raytide.control.wire import to_json
+from raytide.control.views import EndpointStatus, to_json
 from raytide.core.errors import EngineError, WaitTimeoutError
 from raytide.core.money import format_usd
 from raytide.core.objects.endpoint import EndpointState

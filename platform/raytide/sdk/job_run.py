@@ -8,8 +8,7 @@ from functools import partial
 from typing import Any, Literal, Self, TypeVar, overload
 
 from raytide.control.client import ApiClient
-from raytide.control.views import JobView, LogPart, WhyView
-from raytide.control.wire import to_json
+from raytide.control.views import JobView, LogPart, WhyView, to_json
 from raytide.core.bounds import printable
 from raytide.core.clock import ago
 from raytide.core.errors import ClusterError, RaytideError, WaitTimeoutError

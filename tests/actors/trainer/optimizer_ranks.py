@@ -12,8 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from raytide.actors.trainer.distributed.local_shards import like, local, part
 from raytide.actors.trainer.optim import registry
-from raytide.core.specs.memory_spec import MemorySpec
-from raytide.core.specs.optim_spec import OptimSpec
+from raytide.core.specs.train import MemorySpec, OptimSpec
 
 SHAPES = {
     "embedding.weight": (40, 24),

@@ -153,7 +153,7 @@ def test_the_reason_of_a_failed_run_is_not_hidden_by_the_disk_s(
 def test_a_profile_without_room_is_given_up_and_logged(
     make_spec: Callable[[Path], TrainSpec], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from raytide.core.specs.record_spec import ProfileSpec
+    from raytide.core.specs.train import ProfileSpec
 
     spec = make_spec(tmp_path / "run").model_copy(update={"profile": ProfileSpec(first=1, last=1), "steps": 2})
     Path(spec.out).mkdir()

@@ -16,9 +16,8 @@ from raytide.actors.trainer.optim import registry
 from raytide.actors.trainer.runners.local import train_local
 from raytide.actors.trainer.trainer import Trainer
 from raytide.core.errors import ConfigError, TrainError
-from raytide.core.specs.optim_spec import OptimSpec
 from raytide.core.specs.parallelism import Parallelism
-from raytide.core.specs.train import ModelSpec, TrainSpec
+from raytide.core.specs.train import ModelSpec, OptimSpec, TrainSpec
 
 RunRanks = Callable[..., list[Any]]
 EXACT: dict[str, dict[str, Any]] = {

@@ -14,7 +14,7 @@ from tests.autoscaler.deadlines.deadline_world import SOLID, SPOT, Story, spells
 from raytide.autoscaler.deadlines import jobs as deadline_jobs
 from raytide.autoscaler.deadlines.jobs import PREFERS_ON_DEMAND, spot_forecasts, with_market_constraints
 from raytide.autoscaler.spot.pool_availability import PoolAvailability
-from raytide.control.wire import from_json, to_json
+from raytide.control.views import from_json, to_json
 from raytide.core.objects.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
 from raytide.core.objects.job import Job, JobSpec, JobState
 from raytide.core.objects.node import MARKET_LABEL, CapacityType, Node, NodeState, fits

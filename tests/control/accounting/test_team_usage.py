@@ -17,8 +17,7 @@ from raytide.control.accounting.team_usage import limits, recent_gpu_s, used_lat
 from raytide.control.api.auth import Tokens
 from raytide.control.api.routes import create_app
 from raytide.control.api.services.service import ApiService
-from raytide.control.views import Live, Waiting
-from raytide.control.wire import to_json
+from raytide.control.views import Live, Waiting, to_json
 from raytide.core.clock import VirtualClock
 from raytide.core.objects.cluster_config import ClusterConfig, load_cluster
 from raytide.core.objects.endpoint import ServeSpec

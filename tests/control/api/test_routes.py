@@ -20,8 +20,7 @@ from raytide.control.api.auth import JobTokens, Tokens
 from raytide.control.api.routes import create_app
 from raytide.control.api.services.service import ApiService
 from raytide.control.job_tokens import token_of
-from raytide.control.views import Live
-from raytide.control.wire import to_json
+from raytide.control.views import Live, to_json
 from raytide.core.clock import VirtualClock
 from raytide.core.io.atomic_file import write_json
 from raytide.core.objects.cluster_config import load_cluster

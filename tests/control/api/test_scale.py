@@ -15,8 +15,7 @@ from tests.control.conftest import NoMachines
 
 from raytide.control.api.auth import Caller
 from raytide.control.api.services.service import ApiService
-from raytide.control.views import Live
-from raytide.control.wire import to_json
+from raytide.control.views import Live, to_json
 from raytide.core.clock import VirtualClock
 from raytide.core.objects.cluster_config import load_cluster
 from raytide.core.objects.gang import GangSpec, Lease, LeaseState, Member, Shape

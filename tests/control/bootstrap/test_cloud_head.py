@@ -12,8 +12,7 @@ import pytest
 import yaml
 
 from raytide.control.bootstrap import cloud_head
-from raytide.control.bootstrap.cloud_head import HeadCluster
-from raytide.control.bootstrap.cluster_record import MARK, run_dir_of
+from raytide.control.bootstrap.cluster_record import MARK, HeadCluster, run_dir_of
 from raytide.control.bootstrap.local import DEFAULT_CONFIG
 from raytide.control.supervision.control_plane import grant_access
 from raytide.control.supervision.daemon import spawn

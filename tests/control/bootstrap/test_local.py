@@ -14,8 +14,7 @@ import pytest
 import yaml
 
 from raytide.control.bootstrap import local
-from raytide.control.bootstrap.cluster_record import MARK, load, run_dir_of
-from raytide.control.bootstrap.embedded import LocalCluster
+from raytide.control.bootstrap.cluster_record import MARK, LocalCluster, load, run_dir_of
 from raytide.control.bootstrap.loopback import ANY, claim, is_free
 from raytide.control.supervision.daemon import hold_lock, spawn
 from raytide.core.errors import ClusterError, ConfigError, ConflictError, NotFoundError, UsageError

@@ -18,8 +18,7 @@ from raytide.autoscaler.providers.local.files import MARK as NODE_MARK
 from raytide.autoscaler.providers.local.provider import NODE_ID_LABEL, LocalProvider
 from raytide.autoscaler.providers.local.spot import reclaim
 from raytide.control.bootstrap import local
-from raytide.control.bootstrap.cluster_record import MARK
-from raytide.control.bootstrap.embedded import LocalCluster
+from raytide.control.bootstrap.cluster_record import MARK, LocalCluster
 from raytide.control.bootstrap.loopback import is_listening
 from raytide.core.io.process import marked
 from raytide.core.objects.node import CapacityType, Node, NodeState, NodeType

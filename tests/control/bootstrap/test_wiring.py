@@ -15,9 +15,7 @@ from raytide.autoscaler.providers.fake import FakeProvider
 from raytide.autoscaler.providers.kuberay.provider import KubeRayProvider
 from raytide.autoscaler.providers.local.provider import LocalProvider
 from raytide.autoscaler.providers.purchases import PurchaseRecord, Purchases
-from raytide.control.bootstrap.cloud_head import HeadCluster
-from raytide.control.bootstrap.cluster_record import RunningCluster, load
-from raytide.control.bootstrap.embedded import LocalCluster
+from raytide.control.bootstrap.cluster_record import HeadCluster, LocalCluster, RunningCluster, load
 from raytide.control.bootstrap.local import DEFAULT_CONFIG
 from raytide.control.bootstrap.wiring import bill, provider
 from raytide.core.errors import ConfigError

@@ -3,7 +3,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from raytide.control.reconcile.api_probe import ApiProbe
+from raytide.control.reconcile.observation import ApiProbe
 
 
 def test_the_door_is_open_while_the_api_answers() -> None:

@@ -16,8 +16,7 @@ from raytide.control import controller as controller_module
 from raytide.control.api.services.metrics import samples
 from raytide.control.reconcile.decide import decide_constrained
 from raytide.control.reconcile.quarantine import RETRY_S, Quarantine, without
-from raytide.control.views import Live
-from raytide.control.wire import from_json
+from raytide.control.views import Live, from_json
 from raytide.core.metrics import QUARANTINED
 from raytide.core.objects.endpoint import EndpointState, ServeSpec
 from raytide.core.objects.job import JobState

@@ -10,7 +10,7 @@ import pytest
 from tests.simulate.test_live import cluster, job, ready, running
 
 from raytide.control.reconcile.snapshot_request import answer, ask
-from raytide.control.wire import from_json, to_json
+from raytide.control.views import from_json, to_json
 from raytide.core.errors import ClusterError
 from raytide.core.io.atomic_file import read_json
 from raytide.core.objects.snapshot import Demand, Pool, Snapshot

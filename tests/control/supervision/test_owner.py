@@ -14,8 +14,7 @@ from tests.disk_fixture import Disk
 
 from raytide.autoscaler.providers.local.files import LocalMachine, NodeFolder
 from raytide.control.bootstrap import local
-from raytide.control.bootstrap.cluster_record import MARK
-from raytide.control.bootstrap.embedded import LocalCluster
+from raytide.control.bootstrap.cluster_record import MARK, LocalCluster
 from raytide.core.errors import StorageError
 from raytide.core.io.process import Process, marked, running
 

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from raytide.control.views import Live
-from raytide.control.wire import from_json
+from raytide.control.views import Live, from_json
 from raytide.core.clock import Clock
 from raytide.core.state import Store
 

@@ -18,7 +18,7 @@ from raytide.control.api import queries as q
 from raytide.control.api.auth import Caller, Tokens
 from raytide.control.api.gate import Gate
 from raytide.control.api.services.service import ApiService
-from raytide.control.wire import to_json
+from raytide.control.views import to_json
 from raytide.core.errors import NotFoundError, RaytideError, UsageError
 from raytide.core.objects.job import BudgetPer
 from raytide.ledger.report import By

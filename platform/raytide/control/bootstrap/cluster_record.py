@@ -119,8 +119,7 @@ def run_dir_of(name: str) -> Path:
 
 def load(run_dir: Path) -> RunningCluster | None:
     """The cluster that has this run folder, up or not; None when there is none."""
-    from raytide.control.bootstrap.cloud_head import HeadCluster
-    from raytide.control.bootstrap.embedded import LocalCluster
+    from raytide.control.bootstrap.cluster_record import HeadCluster, LocalCluster
 
     record = read_json(run_dir / "cluster.json")
     if record is None:

@@ -18,8 +18,15 @@ from raytide.actors.gang.member_processes import account_of
 from raytide.autoscaler.providers.local.files import node_folders
 from raytide.autoscaler.providers.local.provider import LocalProvider
 from raytide.control.accounting.final_accounting import Closed, close_books, sole_lead
-from raytide.control.bootstrap.cluster_record import MARK, installed_version, load, run_dir_of
-from raytide.control.bootstrap.embedded import AGENT_PORT_BASE, GCS_PORT_BASE, LocalCluster
+from raytide.control.bootstrap.cluster_record import (
+    AGENT_PORT_BASE,
+    GCS_PORT_BASE,
+    MARK,
+    LocalCluster,
+    installed_version,
+    load,
+    run_dir_of,
+)
 from raytide.control.bootstrap.loopback import ANY, FIRST_K, LAST_K, claim
 from raytide.control.bootstrap.ray_head import start_head, wait_for_head
 from raytide.control.supervision.control_plane import end_children, grant_access, start_supervisor, wait_for_api

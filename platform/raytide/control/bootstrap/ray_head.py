@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import httpx
 
-from raytide.control.bootstrap.embedded import LocalCluster
+from raytide.control.bootstrap.cluster_record import LocalCluster
 from raytide.control.bootstrap.loopback import is_listening
 from raytide.control.supervision.daemon import spawn
 from raytide.core.errors import ClusterError

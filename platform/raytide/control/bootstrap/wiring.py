@@ -19,12 +19,10 @@ from raytide.autoscaler.providers.kuberay.provider import KubeRayProvider
 from raytide.autoscaler.providers.notices.watch import board_at
 from raytide.autoscaler.providers.purchases import Purchases
 from raytide.autoscaler.ray_gcs import GcsReader
-from raytide.control.bootstrap.cluster_record import RunningCluster
-from raytide.control.bootstrap.embedded import LocalCluster
+from raytide.control.bootstrap.cluster_record import LocalCluster, RunningCluster
 from raytide.control.bootstrap.local import provider as local_provider
 from raytide.control.ray_jobs import RayJobs
-from raytide.control.reconcile.api_probe import ApiProbe
-from raytide.control.reconcile.observation import Sources
+from raytide.control.reconcile.observation import ApiProbe, Sources
 from raytide.core import ray_internals
 from raytide.core.clock import SystemClock
 from raytide.core.config import load_yaml

@@ -13,7 +13,7 @@ from raytide.autoscaler.nodes.utilization import MeterReader
 from raytide.autoscaler.providers.base import Machine, Notice, Provider
 from raytide.autoscaler.ray_gcs import GcsReader, RayNode
 from raytide.control.ray_jobs import RayJobs
-from raytide.control.reconcile.api_probe import ApiProbe
+from raytide.control.reconcile.observation import ApiProbe
 from raytide.core.logs import logger
 from raytide.core.objects.endpoint import EndpointLoad
 from raytide.core.objects.node import Use

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from raytide.control.views import Live
-from raytide.control.wire import to_json
+from raytide.control.views import Live, to_json
 from raytide.core.clock import Clock
 from raytide.core.errors import StorageError
 from raytide.core.io.atomic_file import write_json

@@ -9,7 +9,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from raytide.control.wire import to_json
+from raytide.control.views import to_json
 from raytide.core.errors import ClusterError
 from raytide.core.io.atomic_file import write_json
 from raytide.core.io.storage import full_disk_is_an_error

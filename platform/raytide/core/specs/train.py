@@ -1,6 +1,6 @@
-"""What a training run is: the model, the data order, the optimiser and the gang. No torch: the CLI reads it.
+"""The spec of a training run: model, data order, optimizer, memory, guards and gang. No torch: the CLI reads it.
 
-Data order belongs to the spec, never to the gang: `global_batch` sequences make a step, whatever the number of ranks.
+The data order belongs to the spec, never to the gang: `global_batch` sequences make a step at any number of ranks.
 """
 
 from __future__ import annotations
@@ -10,96 +10,209 @@ import json
 import math
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from raytide.core.config import Config
 from raytide.core.objects.gang import GangSpec, Shape
-from raytide.core.specs.memory_spec import MemorySpec
 from raytide.core.specs.model import ChatSpec, FinetuneSpec, ModelSpec
-from raytide.core.specs.optim_spec import OptimSpec
 from raytide.core.specs.parallelism import Parallelism, Sizes
-from raytide.core.specs.record_spec import GuardSpec, MlflowSpec, ProfileSpec
 
 __all__ = ["ExportDtype", "ModelSpec", "OptimSpec", "Precision", "TrainSpec"]
 
 Precision = Literal["bf16", "fp16", "fp32", "fp8"]
 ExportDtype = Literal["bf16", "fp16", "fp32"]
+OptimName = Literal["adamw", "adamw8bit", "adafactor", "lamb", "muon"]
+Schedule = Literal["cosine", "linear", "constant", "wsd"]
+Remat = Literal["none", "selective", "full"]
+Place = Literal["none", "cpu", "disk"]
+Compression = Literal["none", "bf16", "int8", "powersgd"]
+
+
+class OptimSpec(Config):
+    """The optimizer and its learning rate: a linear warm-up to `lr`, then the schedule."""
+
+    name: OptimName = "adamw"
+    """adamw8bit keeps both moments in 8 bits; adafactor keeps a row and a column of the second one; lamb is for very
+    large batches; muon orthogonalizes the updates of hidden matrices and leaves the rest to AdamW."""
+    lr: float = Field(default=3e-4, gt=0)
+    schedule: Schedule = "cosine"
+    """cosine and linear fall to `lr * min_lr_ratio` at the last step; wsd holds `lr`, then falls linearly to it over
+    the last `decay_ratio` of the steps; constant holds `lr`."""
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+    warmup_steps: int = Field(default=10, ge=0)
+    decay_ratio: float = Field(default=0.2, gt=0, le=1)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    eps: float = Field(default=1e-8, gt=0)
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    """muon's momentum."""
+    weight_decay: float = Field(default=0.1, ge=0)
+    """Applies to matrices, not to norms and biases."""
+    clip: float = Field(default=1.0, gt=0)
+    """The largest global gradient norm."""
+    fused: bool = True
+    """Run AdamW as one fused kernel instead of multi-tensor (foreach) kernels."""
+
+    @model_validator(mode="after")
+    def _fused_is_of_adamw(self) -> OptimSpec:
+        if not self.fused and self.name != "adamw":
+            raise ValueError(f"fused is an option of adamw only, not of {self.name}")
+        return self
+
+
+class MemorySpec(Config):
+    """Trade-offs of memory against speed. Only `compression` changes the result: it is lossy."""
+
+    checkpointing: Remat = "none"
+    """Recompute activations in the backward pass, layer by layer: all of them (full, about a third more compute), or
+    all but the results of matrix products and attention (selective)."""
+    activations: Place = "none"
+    """Offload saved activations to host memory or disk until the backward pass."""
+    offload_min_bytes: int = Field(default=1 << 20, ge=1)
+    """Smaller activations stay on the device."""
+    offload_max_bytes: int = Field(default=64 << 30, ge=1)
+    """The most that one rank offloads at once; activations above it stay on the device."""
+    optimizer: Place = "none"
+    """Where the optimizer state is kept. It is copied to the device one parameter at a time."""
+    scratch: str | None = None
+    """A fast local directory for what is offloaded to disk; the system's temporary directory by default."""
+    loss_chunk: int = Field(default=0, ge=0)
+    """The number of tokens whose logits exist at once; 0 means all of a micro-batch."""
+    compile: bool = False
+    """Compile each layer with torch.compile."""
+    compile_backend: Literal["inductor", "aot_eager"] = "inductor"
+    """aot_eager runs the captured graph operator by operator: for tests, and to tell capture from code generation."""
+    compression: Compression = "none"
+    """Compression of the gradients that replicas exchange; int8 and powersgd carry their error to the next step."""
+    powersgd_rank: int = Field(default=4, ge=1)
+
+    @model_validator(mode="after")
+    def _one_way_for_activations(self) -> MemorySpec:
+        if self.checkpointing == "selective" and self.activations != "none":
+            raise ValueError("selective checkpointing cannot be combined with offloaded activations: use full or none")
+        return self
+
+
+class MlflowSpec(Config):
+    """An MLflow server that receives the metrics too; `metrics.jsonl` is always written.
+
+    RAYTIDE_MLFLOW_TOKEN, set by the operator, is sent as bearer token only to the server of RAYTIDE_MLFLOW_URI.
+    """
+
+    tracking_uri: str = Field(pattern="^https?://")
+    """The address of an MLflow server."""
+    experiment: str = Field(default="raytide", min_length=1)
+
+
+class ProfileSpec(Config):
+    """Runs torch's profiler in steps `from` to `to`, counted from 1, both included."""
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    first: int = Field(alias="from", ge=1)
+    last: int = Field(alias="to", ge=1)
+
+    @model_validator(mode="after")
+    def _in_order(self) -> ProfileSpec:
+        if self.last < self.first:
+            raise ValueError(f"to ({self.last}) must not be before from ({self.first})")
+        return self
+
+
+class GuardSpec(Config):
+    """The reaction to a batch whose loss is not finite, or far above the losses before it.
+
+    `skip` keeps weights, optimizer and learning rate unchanged and continues with the next batch.
+    """
+
+    nan: Literal["stop", "skip"] = "stop"
+    """The reaction to a loss or gradient norm that is not finite."""
+    spike: Literal["stop", "skip", "ignore"] = "ignore"
+    """The reaction to a loss above median + max(sigmas * deviation, rise) of the last `window` losses learned from."""
+    sigmas: float = Field(default=8.0, gt=0)
+    """Multiplies the deviation: 1.4826 times the median absolute deviation, a normal distribution's sigma."""
+    rise: float = Field(default=0.5, ge=0)
+    """The smallest rise that counts as a spike, in nats, because a flat curve has hardly any deviation."""
+    window: int = Field(default=64, ge=8, le=128)
+    """The number of losses compared with. Spikes are not detected before it is full."""
+    max_skips: int = Field(default=5, ge=1)
+    """The longest run of skipped batches; one more stops the run."""
 
 
 class TrainSpec(Config):
-    """One run. Everything that decides its losses is here, so a resume with the same spec repeats them."""
+    """One training run. It holds all that decides the losses, so a resume with the same spec repeats them."""
 
     name: str = Field(default="train", min_length=1, max_length=100)
     team: str = "default"
     dataset: str | None = None
     """A token dataset: a directory or an fsspec URL."""
     chat: ChatSpec | None = None
-    """Conversations to train on, instead of a dataset."""
+    """Conversations to train on, in place of a dataset."""
     out: str
-    """A directory that every member reaches: metrics, the exported model and, if nothing else is said, checkpoints."""
+    """A directory that every member reaches, for metrics, the exported model and, by default, checkpoints."""
     checkpoint_dir: str | None = None
-    """Where checkpoints go: a directory or an fsspec URL (`s3://bucket/run`); `out`/checkpoints when left out."""
+    """A directory or an fsspec URL (`s3://bucket/run`) for checkpoints; `out`/checkpoints by default."""
     model: ModelSpec = ModelSpec()
     init_from: str | None = None
-    """A Hugging Face directory, or the `out` of a run that exported one: its config, weights and tokenizer."""
+    """A Hugging Face directory, or the `out` of a run that exported one, for config, weights and tokenizer."""
     other_tokenizer: bool = False
-    """Train although the dataset was made with another tokenizer than that of init_from; the dataset's is exported."""
+    """Allow a dataset made with another tokenizer than that of init_from; the dataset's tokenizer is exported."""
     finetune: FinetuneSpec | None = None
-    """What learns of the model of init_from; all of it when left out."""
+    """The part of init_from's model that is trained; all of it by default."""
     optim: OptimSpec = OptimSpec()
     layout: Parallelism = Parallelism()
     steps: int = Field(ge=1)
     global_batch: int = Field(default=32, ge=1)
-    """Sequences in a step, over all ranks."""
+    """Sequences in a step, summed over all ranks."""
     micro_batch: Annotated[int, Field(ge=1)] | Literal["auto"] = 8
-    """Sequences that a rank begins to hold at once; its share of a step is cut into so many. "auto" begins with all of
-    the share. Either is halved when memory runs out, at the same global batch."""
+    """Sequences that a rank computes at once; "auto" starts with the rank's whole share of a step. Either is halved
+    when memory runs out; the global batch stays the same."""
     seq_len: int = Field(default=256, ge=2)
     precision: Precision = "fp32"
-    """What is computed in; weights, gradient sums and optimiser are fp32 with all of them. fp8 is bf16 with the layers'
-    matrix products in FP8."""
+    """The dtype of computation; weights, gradient sums and optimizer state are always fp32. fp8 is bf16 with the
+    layers' matrix products in FP8."""
     memory: MemorySpec = MemorySpec()
     seed: int = Field(default=0, ge=0, lt=2**63)
     checkpoint_every: int = Field(default=100, ge=1)
-    """Steps. The last step is always saved."""
+    """In steps. The last step is always saved."""
     keep_checkpoints: int = Field(default=2, ge=1)
     snapshot_every: int = Field(default=10, ge=0)
-    """Steps between copies of the state in other members' memory, from which a gang that lost one goes on. 0: none."""
+    """Steps between copies of the state in peers' memory, from which a gang recovers a lost member. 0: none."""
     replica_check_every: int = Field(default=100, ge=0)
-    """Steps between comparisons of the replicas' weights, which also come before each checkpoint where layout.replicate
-    is above 1; a difference ends the run. 0: none."""
+    """Steps between comparisons of the replicas' weights, which also precede each checkpoint if layout.replicate is
+    above 1. A difference ends the run. 0: none."""
     log_every: int = Field(default=1, ge=1)
     export: bool = True
-    """Write a Hugging Face directory to `out`/model at the end; with adapters, those alone to `out`/adapter too."""
+    """Write a Hugging Face directory to `out`/model at the end, and adapters, if any, also to `out`/adapter."""
     export_dtype: ExportDtype | None = None
-    """That of `precision` when left out."""
+    """The dtype of `precision` by default."""
     export_shard_gb: float = Field(default=5.0, gt=0)
-    """The largest file of weights that an export writes; a tensor is never split."""
+    """The largest weight file of an export; a tensor is never split."""
     record_samples: bool = False
-    """Every rank writes the sample ids of each step: the audit that a resize changed nothing."""
+    """Every rank writes the sample ids of each step, which proves that a resize kept the data order."""
     guard: GuardSpec = GuardSpec()
     profile: ProfileSpec | None = None
     mlflow: MlflowSpec | None = None
     peak_tflops: float | None = Field(default=None, gt=0)
-    """What one device can do at this precision, for the MFU; needed where the device is not a known GPU."""
+    """The peak of one device at this precision, for the MFU; needed if the device is not a known GPU."""
     collective_timeout_s: float = Field(default=20.0, gt=0)
-    """A rank that keeps the others waiting for longer is taken for hung."""
+    """A rank that keeps the others waiting for longer counts as hung."""
     stall_timeout_s: float = Field(default=1800.0, gt=0)
-    """A run of which a rank is at one step, load or export for longer fails."""
+    """The run fails if a rank spends longer in one step, load or export."""
     gang: GangSpec = GangSpec(shapes=(Shape(resources={"CPU": 1.0}),))
     spares: int = Field(default=0, ge=0, le=1024)
-    """Members kept warm beyond those of the gang: started and idle, seated the moment that another one dies."""
+    """Idle members started beyond those of the gang, which replace a lost member at once."""
 
     @model_validator(mode="after")
     def _source(self) -> TrainSpec:
         if (self.dataset is None) == (self.chat is None):
-            raise ValueError("give a dataset or chat: one of the two")
+            raise ValueError("give either dataset or chat")
         if self.init_from is not None and (self.model.numbers or isinstance(self.model.config, str)):
-            raise ValueError("init_from has a config of its own; model.config may only replace fields of it")
+            raise ValueError("init_from brings its own model config; model.config may only override fields of it")
         if self.finetune is not None and self.init_from is None:
-            raise ValueError("finetune adapts the model of init_from, which is missing")
+            raise ValueError("finetune needs init_from, the model that it adapts")
         if self.chat is not None and self.chat.tokenizer is None and self.init_from is None:
-            raise ValueError("chat.tokenizer is missing: there is no init_from to take it from")
+            raise ValueError("chat.tokenizer is required without init_from")
         return self
 
     @model_validator(mode="after")
@@ -113,13 +226,16 @@ class TrainSpec(Config):
     def _work_together(self) -> TrainSpec:
         tensor = self.layout.tensor > 1
         for wrong, why in (
-            (tensor and self.memory.compile, "memory.compile fails in the backward pass of a tensor-parallel layer"),
-            (tensor and self.precision == "fp8", "precision fp8 has no tensor-parallel products"),
-            (self.finetune is not None and self.precision == "fp8", "precision fp8 has no products with adapters"),
-            (tensor and self.memory.loss_chunk, "memory.loss_chunk: with layout.tensor the logits are divided already"),
+            (tensor and self.memory.compile, "memory.compile cannot be combined with layout.tensor above 1"),
+            (tensor and self.precision == "fp8", "precision fp8 cannot be combined with layout.tensor above 1"),
+            (self.finetune is not None and self.precision == "fp8", "precision fp8 cannot be combined with finetune"),
+            (
+                tensor and self.memory.loss_chunk,
+                "memory.loss_chunk is not needed with layout.tensor: logits are already sharded",
+            ),
             (
                 self.memory.compression != "none" and self.layout.replicate == 1,
-                "memory.compression is for what replicas exchange, and layout.replicate is 1",
+                "memory.compression needs layout.replicate above 1: it compresses what replicas exchange",
             ),
         ):
             if wrong:
@@ -128,7 +244,7 @@ class TrainSpec(Config):
 
     @property
     def asks(self) -> GangSpec:
-        """What the job asks the platform for: the gang and its spares, none of which is needed to begin."""
+        """The gang that the job requests: its own and the spares, which are not needed to start."""
         if not self.spares:
             return self.gang
         shapes = (
@@ -143,16 +259,16 @@ class TrainSpec(Config):
 
     @property
     def places(self) -> tuple[str, ...]:
-        """The folders that it writes to, which no other run may write to meanwhile."""
+        """The folders that the run writes to; no other run may write to them meanwhile."""
         return (self.out,) if self.checkpoint_dir is None else (self.out, self.checkpoint_dir)
 
     def first_micro_batch(self, sizes: Sizes) -> int:
-        """What ranks begin with. A pipeline needs a rank's share in as many pieces as it has stages."""
+        """The micro-batch that ranks start with. A pipeline needs at least one micro-batch for each stage."""
         if self.micro_batch != "auto":
             return self.micro_batch
         return max(1, math.ceil(self.global_batch / sizes.data) // sizes.pipeline)
 
     def digest(self) -> str:
-        """Of what a checkpoint cannot be resumed without, beside the model and the data themselves: the data order."""
+        """A hash of the fields that decide the data order; a checkpoint resumes only with the same digest."""
         keys = {"seed", "global_batch", "seq_len"}
         return hashlib.sha256(json.dumps(self.model_dump(include=keys), sort_keys=True).encode()).hexdigest()

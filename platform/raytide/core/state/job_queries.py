@@ -11,7 +11,7 @@ from raytide.core.objects.gang import Lease, LeaseState
 from raytide.core.objects.job import FINAL_STATES, JobState
 from raytide.core.state import tables as t
 from raytide.core.state.database import Database
-from raytide.core.state.rows import leases_where, named
+from raytide.core.state.job_queries import leases_where, named
 
 CHANGES = "changes"
 """The counter of commits that touched a job or a lease: their rows' `changed` is the number of the last one."""

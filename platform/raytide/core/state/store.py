@@ -23,11 +23,10 @@ from raytide.core.state import codec
 from raytide.core.state import tables as t
 from raytide.core.state.caps import check_live_endpoints, check_live_jobs, check_progress
 from raytide.core.state.database import Database, Failure
-from raytide.core.state.job_queries import CHANGES, Census
+from raytide.core.state.job_queries import CHANGES, Census, leases_where, named
 from raytide.core.state.leader import Leader
 from raytide.core.state.ledger_queries import Books
 from raytide.core.state.records import Changes, Event, Records, StoredPlan, StoredTeam
-from raytide.core.state.rows import leases_where, named
 from raytide.core.state.write import (
     add_up,
     append,

@@ -9,8 +9,8 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
 from raytide.core.state.codec import event_values
+from raytide.core.state.job_queries import named
 from raytide.core.state.records import Event
-from raytide.core.state.rows import named
 from raytide.core.state.tables import counters, events
 
 Values = Mapping[str, Any]

@@ -23,10 +23,9 @@ from raytide.actors.trainer.model.transformer import Transformer
 from raytide.actors.trainer.runners.local import train_local
 from raytide.actors.trainer.trainer import Trainer
 from raytide.core.errors import CheckpointError, ConfigError, DataError
-from raytide.core.specs.memory_spec import MemorySpec
 from raytide.core.specs.model import ChatSpec, FinetuneSpec, LoraSpec, ModelSpec
 from raytide.core.specs.parallelism import Parallelism
-from raytide.core.specs.train import OptimSpec, TrainSpec
+from raytide.core.specs.train import MemorySpec, OptimSpec, TrainSpec
 
 RunRanks = Callable[..., list[Any]]
 Start = Callable[..., TrainSpec]

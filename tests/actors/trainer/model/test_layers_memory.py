@@ -18,7 +18,7 @@ from raytide.actors.trainer.model.activation_checkpointing import checkpoint_lay
 from raytide.actors.trainer.model.activation_offload import DiskPool, HostPool
 from raytide.actors.trainer.model.transformer import Transformer
 from raytide.core.errors import ConfigError, StorageError
-from raytide.core.specs.memory_spec import MemorySpec
+from raytide.core.specs.train import MemorySpec
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

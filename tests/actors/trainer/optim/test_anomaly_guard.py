@@ -16,8 +16,7 @@ from raytide.actors.trainer.optim.anomaly_guard import HISTORY, AnomalyGuard
 from raytide.actors.trainer.trainer import Trainer
 from raytide.actors.trainer.types import StepResult
 from raytide.core.errors import TrainError
-from raytide.core.specs.record_spec import GuardSpec
-from raytide.core.specs.train import TrainSpec
+from raytide.core.specs.train import GuardSpec, TrainSpec
 
 SKIP = GuardSpec(nan="skip", spike="skip", window=8, max_skips=3)
 CALM = [2.0, 2.1, 1.9, 2.05, 1.95, 2.0, 2.02, 1.98]

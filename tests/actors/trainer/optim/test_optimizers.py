@@ -17,8 +17,7 @@ from raytide.actors.trainer.optim import registry, state_offload
 from raytide.actors.trainer.optim.adamw8bit import dequantize, quantize
 from raytide.actors.trainer.optim.lr_schedule import lr_at
 from raytide.core.errors import ConfigError, StorageError
-from raytide.core.specs.memory_spec import MemorySpec
-from raytide.core.specs.optim_spec import OptimSpec
+from raytide.core.specs.train import MemorySpec, OptimSpec
 
 RunRanks = Callable[..., list[Any]]
 ALL = list(registry.OPTIMIZERS)

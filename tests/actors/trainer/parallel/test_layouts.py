@@ -12,9 +12,8 @@ import pytest
 from tests.actors.trainer import trainer_ranks
 from tests.actors.trainer.layout_ranks import Case, Curve, curves
 
-from raytide.core.specs.memory_spec import MemorySpec
 from raytide.core.specs.parallelism import Parallelism
-from raytide.core.specs.train import ModelSpec, OptimSpec, TrainSpec
+from raytide.core.specs.train import MemorySpec, ModelSpec, OptimSpec, TrainSpec
 
 TOLERANCE = {"fp32": 5e-6, "bf16": 5e-3, "fp16": 1e-3}
 BASE: dict[str, Any] = {

@@ -15,9 +15,8 @@ from tests.actors.trainer.replica_ranks import run_all
 from raytide.actors.trainer.checkpoint import manifest
 from raytide.actors.trainer.checkpoint.storage import LocalStore
 from raytide.actors.trainer.parallel.replica_check import find_outliers, replica_groups, weight_digest
-from raytide.core.specs.memory_spec import MemorySpec
 from raytide.core.specs.parallelism import Parallelism, Sizes
-from raytide.core.specs.train import TrainSpec
+from raytide.core.specs.train import MemorySpec, TrainSpec
 
 RunRanks = Callable[..., list[Any]]
 DDP = Parallelism(replicate=2, shard=1)

@@ -12,9 +12,8 @@ from tests.actors.trainer.parallel.test_layouts import BASE, FAMILIES, LAYOUTS, 
 from raytide.actors.models.families import architecture_of
 from raytide.actors.trainer.parallel.validate import validate
 from raytide.core.errors import ConfigError
-from raytide.core.specs.memory_spec import MemorySpec
 from raytide.core.specs.parallelism import Parallelism
-from raytide.core.specs.train import TrainSpec
+from raytide.core.specs.train import MemorySpec, TrainSpec
 
 DEPTH = {"num_hidden_layers": 4, "n_layer": 4}
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [

@@ -18,8 +18,7 @@ from raytide.actors.trainer.run_log.writer import RunLog
 from raytide.actors.trainer.types import StepResult
 from raytide.core.clock import VirtualClock
 from raytide.core.errors import ConfigError, StorageError
-from raytide.core.specs.record_spec import MlflowSpec
-from raytide.core.specs.train import TrainSpec
+from raytide.core.specs.train import MlflowSpec, TrainSpec
 
 
 class Server(ThreadingHTTPServer):

@@ -13,8 +13,7 @@ from tests.actors.trainer.trainer_ranks import watched
 from raytide.actors.trainer.run_log import profiler as profile
 from raytide.actors.trainer.runners.local import train_local
 from raytide.core.errors import ConfigError, UsageError
-from raytide.core.specs.record_spec import GuardSpec, ProfileSpec
-from raytide.core.specs.train import TrainSpec
+from raytide.core.specs.train import GuardSpec, ProfileSpec, TrainSpec
 
 
 def traces(out: str) -> set[str]:

@@ -20,7 +20,7 @@ from anyio import CapacityLimiter, to_thread
 from starlette.types import Receive
 
 from raytide.control.reconcile.driver_silence import hung_up
-from raytide.control.wire import to_json
+from raytide.control.views import to_json
 from raytide.core.clock import Clock
 from raytide.core.errors import LeaseLostError, NotFoundError, RaytideError, StorageError
 from raytide.core.objects.gang import Lease, LeaseState
