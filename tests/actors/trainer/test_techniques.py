@@ -208,10 +208,10 @@ def test_a_resume_with_any_optimiser_is_bit_equal(spec: TrainSpec, name: str) ->
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"memory": {"compile": True}, "layout": {"tensor": 2}}, "memory.compile fails"),
-        ({"precision": "fp8", "layout": {"tensor": 2}}, "no tensor-parallel products"),
-        ({"memory": {"loss_chunk": 8}, "layout": {"tensor": 2}}, "divided already"),
-        ({"memory": {"compression": "int8"}}, "layout.replicate is 1"),
+        ({"memory": {"compile": True}, "layout": {"tensor": 2}}, "memory.compile cannot"),
+        ({"precision": "fp8", "layout": {"tensor": 2}}, "fp8 cannot be combined with layout.tensor"),
+        ({"memory": {"loss_chunk": 8}, "layout": {"tensor": 2}}, "loss_chunk cannot"),
+        ({"memory": {"compression": "int8"}}, "compression needs layout.replicate"),
     ],
 )
 def test_what_does_not_work_together_is_refused(spec: TrainSpec, changes: dict[str, Any], why: str) -> None:

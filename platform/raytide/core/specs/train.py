@@ -231,7 +231,7 @@ class TrainSpec(Config):
             (self.finetune is not None and self.precision == "fp8", "precision fp8 cannot be combined with finetune"),
             (
                 tensor and self.memory.loss_chunk,
-                "memory.loss_chunk is not needed with layout.tensor: logits are already sharded",
+                "memory.loss_chunk cannot be combined with layout.tensor above 1",
             ),
             (
                 self.memory.compression != "none" and self.layout.replicate == 1,

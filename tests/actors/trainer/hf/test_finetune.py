@@ -264,12 +264,12 @@ def test_a_checkpoint_belongs_to_its_first_weights_and_its_adapters(start: Start
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({}, "give a dataset or chat"),
-        ({"dataset": "d", "chat": {"file": "c"}}, "give a dataset or chat"),
-        ({"chat": {"file": "c"}}, "chat.tokenizer is missing"),
+        ({}, "give either dataset or chat"),
+        ({"dataset": "d", "chat": {"file": "c"}}, "give either dataset or chat"),
+        ({"chat": {"file": "c"}}, "chat.tokenizer is required"),
         ({"dataset": "d", "finetune": {"lora": {}}}, "init_from, which is missing"),
-        ({"dataset": "d", "init_from": "m", "model": {"dim": 64}}, "init_from has a config of its own"),
-        ({"dataset": "d", "init_from": "m", "model": {"config": "c"}}, "init_from has a config of its own"),
+        ({"dataset": "d", "init_from": "m", "model": {"dim": 64}}, "init_from brings its own model config"),
+        ({"dataset": "d", "init_from": "m", "model": {"config": "c"}}, "init_from brings its own model config"),
         ({"dataset": "d", "model": {"config": "c", "layers": 3}}, "a config says what layers would"),
         ({"dataset": "d", "init_from": "m", "finetune": {"lora": {"targets": ["lm_head"]}}}, "q_proj"),
     ],

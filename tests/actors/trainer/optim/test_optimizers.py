@@ -187,7 +187,7 @@ def test_frozen_parameters_have_no_state() -> None:
 
 
 def test_only_adamw_has_a_choice_of_kernels() -> None:
-    with pytest.raises(ConfigError, match="fused is a choice for adamw alone"):
+    with pytest.raises(ConfigError, match="fused is an option of adamw only"):
         OptimSpec.parse({"name": "lamb", "fused": False}, where="spec")
 
 
