@@ -30,7 +30,7 @@ from raytide.autoscaler.spot.pool_risk import PoolRisk
 from raytide.control.controller import GC_THRESHOLDS
 from raytide.control.reconcile.decide import decide
 from raytide.control.reconcile.intents import record_intents
-from raytide.control.reconcile.observation import Observation
+from raytide.control.reconcile.observation import ClusterObservation
 from raytide.control.reconcile.records import ClusterRecords, advance, snapshot
 from raytide.core.objects.cluster_config import ClusterConfig, RaytideSection, UnmanagedSection
 from raytide.core.objects.endpoint import Endpoint, EndpointLoad, EndpointState, Replicas, ServeSpec
@@ -74,7 +74,7 @@ def node_types(size: Size, chance: random.Random) -> tuple[NodeType, ...]:
     return tuple(types)
 
 
-def cluster(size: Size, types: Sequence[NodeType], chance: random.Random) -> tuple[ClusterRecords, Observation]:
+def cluster(size: Size, types: Sequence[NodeType], chance: random.Random) -> tuple[ClusterRecords, ClusterObservation]:
     """A busy cluster: gangs and replicas hold whole GPUs, tasks hold random shares of the rest of half of the nodes."""
     book, by_name = ClusterRecords(next_node=size.nodes + 1), {t.name: t for t in types}
     for number in range(1, size.nodes + 1):
@@ -110,7 +110,7 @@ def cluster(size: Size, types: Sequence[NodeType], chance: random.Random) -> tup
         )
         for node in ready
     ]
-    world = Observation(
+    world = ClusterObservation(
         machines=tuple(
             Machine(n.id, n.type, n.zone, n.price_micro_usd_h, n.started_at_s or NOW_S) for n in book.nodes.values()
         ),

@@ -24,7 +24,7 @@ from raytide.autoscaler.spot.pool_risk import PoolRisk
 from raytide.control.reconcile.apply import apply
 from raytide.control.reconcile.decide import decide
 from raytide.control.reconcile.intents import record_intents
-from raytide.control.reconcile.observation import Observation as Look
+from raytide.control.reconcile.observation import ClusterObservation as Look
 from raytide.control.reconcile.observation import Sources
 from raytide.control.reconcile.records import ClusterRecords, advance, metered, snapshot
 from raytide.core.clock import VirtualClock

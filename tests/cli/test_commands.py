@@ -21,8 +21,8 @@ from raytide.cli import jobs
 from raytide.cli.app import app
 from raytide.cli.options import _with_zone
 from raytide.control.accounting.final_accounting import Closed
+from raytide.control.bootstrap.cloud_launch import SetUpStep
 from raytide.control.bootstrap.local import DEFAULT_CONFIG
-from raytide.control.bootstrap.rehearsal import Step
 from raytide.control.client import ApiClient
 from raytide.control.views import CostReport, JobView, LogPart, Waiting
 from raytide.core.errors import ClusterError, ConfigError, NotFoundError, RaytideError, UsageError
@@ -112,7 +112,7 @@ def test_an_up_that_names_no_place_says_the_whole_command(args: list[str], said:
 
 
 def test_a_dry_run_prints_what_it_would_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = [Step("head", "buy", "{}"), Step("l4", "run", "ray start")]
+    steps = [SetUpStep("head", "buy", "{}"), SetUpStep("l4", "run", "ray start")]
     monkeypatch.setattr("raytide.control.bootstrap.cloud_launch.dry_run", lambda config, name, **_: steps)
     assert runner.invoke(app, ["up", "c.yaml", "--dry-run"]).stdout == "head: buy {}\nl4: run ray start\n"
     shown = json.loads(runner.invoke(app, ["up", "c.yaml", "--dry-run", "--json"]).stdout)

@@ -248,11 +248,11 @@ class Serve:
         self.world.serving.pop(name, None)
 
 
-class Door:
+class Api:
     def __init__(self, world: World) -> None:
         self.world = world
 
-    def is_open(self) -> bool:
+    def answers(self) -> bool:
         if not self.world.api_answers:
             raise ConnectionError("connection refused")
         return True
@@ -270,7 +270,7 @@ class Loop:
 
     def fresh(self) -> Controller:
         w = self.world
-        sources = Sources(Provider(w), Gcs(w), Groups(w), Drivers(w), Serve(w), Door(w), Meters(w))  # type: ignore[arg-type]
+        sources = Sources(Provider(w), Gcs(w), Groups(w), Drivers(w), Serve(w), Api(w), Meters(w))  # type: ignore[arg-type]
         return Controller(self.store, CONFIG, sources, self.clock, self.folder / "live.json")
 
     def tick(self, count: int = 1) -> None:

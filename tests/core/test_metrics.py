@@ -7,12 +7,16 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 import raytide
-from raytide.core.metrics import BOOKED, CATALOGUE, NODES, Sample, render
+from raytide.core.metrics import BOOKED, CATALOGUE, NODES, MetricSample, render
 
 
 def test_what_is_rendered_is_what_prometheus_reads() -> None:
     text = render(
-        [Sample(BOOKED, 1.5, ("job",)), Sample(NODES, 2, ("spot-a", "spot", "ready")), Sample(BOOKED, 2.0, ("idle",))]
+        [
+            MetricSample(BOOKED, 1.5, ("job",)),
+            MetricSample(NODES, 2, ("spot-a", "spot", "ready")),
+            MetricSample(BOOKED, 2.0, ("idle",)),
+        ]
     )
     families = {family.name: family for family in text_string_to_metric_families(text.decode())}
     assert set(families) == {"raytide_nodes", "raytide_booked_usd"}

@@ -14,6 +14,7 @@ import raytide as rt
 from raytide.autoscaler.providers.local.spot import reclaim
 from raytide.control.bootstrap import local
 from raytide.control.bootstrap.cluster_record import LocalCluster
+from raytide.control.bootstrap.wiring import local_provider
 from raytide.core.objects.job import JobState
 from raytide.core.specs.train import TrainSpec
 from raytide.core.state import Store
@@ -62,7 +63,7 @@ def test_the_controller_killed_ten_times_while_a_gang_trains_and_loses_a_node(
     assert [each.wait(timeout_s=60.0).state for each in small] == [JobState.SUCCEEDED] * 4
     assert [(tmp_path / f"{number}").read_text() for number in range(0, KILLS, 3)] == ["ran\n"] * 4, "once each"
     eventually(lambda: not tide.status().nodes, within_s=120.0)
-    machines = local.provider(live).machines()
+    machines = local_provider(live).machines()
     store = Store.open(live.state_url)
     try:
         nodes = store.nodes(limit=10_000)

@@ -13,8 +13,8 @@ from tests.cluster_fixture import kill_raylet
 
 import raytide as rt
 from raytide.autoscaler.providers.local.spot import give_notice, set_stockouts
-from raytide.control.bootstrap import local
 from raytide.control.bootstrap.cluster_record import LocalCluster
+from raytide.control.bootstrap.wiring import local_provider
 from raytide.core.objects.gang import GangSpec, Shape
 from raytide.core.specs.train import TrainSpec
 from raytide.core.state import Store
@@ -70,6 +70,6 @@ def test_four_members_become_two_by_a_dead_raylet_and_a_notice_and_four_again(
     store = Store.open(live.state_url)
     try:
         assert {line.cause for line in store.books.losses() if line.subject == run.id} == {nodes[1]}
-        eventually(lambda: reconcile(local.provider(live).machines(), store.books.entries()) == ())
+        eventually(lambda: reconcile(local_provider(live).machines(), store.books.entries()) == ())
     finally:
         store.close()

@@ -14,8 +14,8 @@ from tests.soak.storm import Storm
 from raytide.autoscaler.providers.local.files import MARK as NODE_MARK
 from raytide.autoscaler.providers.local.files import node_folders
 from raytide.autoscaler.providers.local.provider import NODE_ID_LABEL
-from raytide.control.bootstrap import local
 from raytide.control.bootstrap.cluster_record import LocalCluster
+from raytide.control.bootstrap.wiring import local_provider
 from raytide.control.ray_jobs import RayJobs
 from raytide.core.io.process import marked
 from raytide.core.objects.job import FINAL_STATES, Job, JobKind, JobState
@@ -73,7 +73,7 @@ def nothing_was_started_twice(cluster: LocalCluster, store: Store) -> None:
 
 def machines_are_the_records(cluster: LocalCluster, store: Store) -> None:
     """And none of them runs on, as a machine or as a process."""
-    machines = local.provider(cluster).machines()
+    machines = local_provider(cluster).machines()
     bought = [node for node in store.nodes(limit=10_000) if node.started_at_s is not None]
     assert sorted(machine.node_id for machine in machines) == sorted(node.id for node in bought)
     assert {m.node_id: m.ended_at_s for m in machines} == {node.id: node.ended_at_s for node in bought}
@@ -84,7 +84,7 @@ def machines_are_the_records(cluster: LocalCluster, store: Store) -> None:
 
 def the_ledger_is_the_bill(cluster: LocalCluster, store: Store) -> int:
     """The bill in micro-dollars."""
-    machines = local.provider(cluster).machines()
+    machines = local_provider(cluster).machines()
     entries = store.books.entries()
     assert reconcile(machines, entries) == ()
     billed = sum(bill(machine) for machine in machines)

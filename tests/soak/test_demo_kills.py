@@ -21,6 +21,7 @@ import pytest
 import raytide as rt
 from raytide.control.bootstrap import local
 from raytide.control.bootstrap.cluster_record import MARK, LocalCluster, load
+from raytide.control.bootstrap.wiring import local_provider
 from raytide.control.client import ApiClient
 from raytide.core.errors import RaytideError
 from raytide.core.io.process import Process, marked
@@ -129,7 +130,7 @@ def _no_job_was_lost(store: Store) -> None:
 
 
 def _no_node_leaked_or_was_launched_twice(ended: LocalCluster, store: Store) -> None:
-    machines = local.provider(ended).machines()
+    machines = local_provider(ended).machines()
     assert [machine.node_id for machine in machines if machine.ended_at_s is None] == []
     bought = [node.id for node in store.nodes(limit=10_000) if node.started_at_s is not None]
     assert sorted(bought) == sorted(machine.node_id for machine in machines)
@@ -140,7 +141,7 @@ def _no_node_leaked_or_was_launched_twice(ended: LocalCluster, store: Store) -> 
 
 
 def _entries_are_the_bill(ended: LocalCluster, store: Store) -> None:
-    machines, entries = local.provider(ended).machines(), store.books.entries()
+    machines, entries = local_provider(ended).machines(), store.books.entries()
     assert reconcile(machines, entries) == ()
     assert sum(entry.amount_micro_usd for entry in entries) == sum(bill(machine) for machine in machines) > 0
     booked = Counter((e.node_id, e.from_us, e.kind, e.subject, e.is_reversal, e.cause) for e in entries)

@@ -157,12 +157,11 @@ def down(name: Name = "local", json: Json = False) -> None:
 
     On a cloud's head: end every node that raytide bought; `ray down` then ends the head.
     """
-    from raytide.control.bootstrap import cloud_head
-    from raytide.control.bootstrap.cluster_record import load, run_dir_of
-    from raytide.control.bootstrap.local import down as end
+    from raytide.control.bootstrap import cloud_head, local
+    from raytide.control.bootstrap.cluster_record import HeadCluster, load, run_dir_of
 
-    record = load(run_dir_of(name))
-    closed = cloud_head.down(record) if isinstance(record, cloud_head.HeadCluster) else end(name)
+    cluster = load(run_dir_of(name))
+    closed = cloud_head.down(cluster) if isinstance(cluster, HeadCluster) else local.down(name)
     wrong = [] if closed is None else [asdict(difference) for difference in closed.differences]
     if json:
         as_json({"name": name, "state": "down" if closed else "absent", "differences": wrong})

@@ -23,13 +23,13 @@ from raytide.autoscaler.nodes.idleness import IdleClock
 from raytide.control.accounting.billing_intervals import Booking, update_intervals
 from raytide.control.accounting.lost_work import book_losses, settled_losses
 from raytide.control.accounting.team_usage import used_lately, uses, with_team_usage
-from raytide.control.reconcile.apply import Outcome, apply
+from raytide.control.reconcile.apply import ApplyResult, apply
 from raytide.control.reconcile.decide import decide_constrained
 from raytide.control.reconcile.decision_inputs import DecisionInputs
 from raytide.control.reconcile.driver_silence import DriverSilence
 from raytide.control.reconcile.intents import record_intents
 from raytide.control.reconcile.learned_state import Knowledge, Learned
-from raytide.control.reconcile.observation import Observation, Sources, at_our_time, observe
+from raytide.control.reconcile.observation import ClusterObservation, Sources, at_our_time, observe
 from raytide.control.reconcile.quarantine import Quarantine
 from raytide.control.reconcile.records import ClusterRecords, advance, metered, snapshot
 from raytide.control.reconcile.retry_loop import RetryLoop, wait_for_lead
@@ -137,7 +137,7 @@ class Controller:
         self._show(seen, plan, world, outcome, time.monotonic() - began_s)
         return plan
 
-    def _decide(self, whole: Snapshot, book: ClusterRecords, world: Observation) -> tuple[Snapshot, Plan]:
+    def _decide(self, whole: Snapshot, book: ClusterRecords, world: ClusterObservation) -> tuple[Snapshot, Plan]:
         """Returns what was decided on, and the plan. Records that make either step raise are left out of it."""
         now_s = whole.at_s
 
@@ -163,7 +163,7 @@ class Controller:
         seen, plan = (seen, None) if decided is None else decided
         return seen, self._quarantine.plan(plan, now_s)
 
-    def _look(self, book: ClusterRecords, now_s: float, wall_ahead_s: float) -> Observation:
+    def _look(self, book: ClusterRecords, now_s: float, wall_ahead_s: float) -> ClusterObservation:
         world = observe(
             self._sources,
             endpoints=_served(book),
@@ -189,7 +189,7 @@ class Controller:
         return replace(world, loads=loads)
 
     def _keep_books(
-        self, book: ClusterRecords, world: Observation, held: dict[str, Occupancy], now_s: float
+        self, book: ClusterRecords, world: ClusterObservation, held: dict[str, Occupancy], now_s: float
     ) -> Booking:
         if world.machines is None:
             return Booking((), (), ())
@@ -213,14 +213,14 @@ class Controller:
         book.jobs |= {job.id: job for job in losses.jobs}
         return replace(booking, entries=(*booking.entries, *losses.entries))
 
-    def _record(self, book: ClusterRecords, outcome: Outcome, now_s: float) -> None:
+    def _record(self, book: ClusterRecords, outcome: ApplyResult, now_s: float) -> None:
         """What only the doing could tell, with what it means for the pools."""
         before = [book.nodes[node_id] for node_id in outcome.nodes]
         rested = launch_backoff.update_pools(tuple(book.pools.values()), before, outcome.nodes.values(), now_s)
         changed = tuple(pool for pool in rested if book.pools.get((pool.node_type, pool.zone)) != pool)
         self._store.commit(Changes(at_s=now_s, nodes=tuple(outcome.nodes.values()), pools=changed))
 
-    def _show(self, seen: Snapshot, plan: Plan, world: Observation, outcome: Outcome, tick_s: float) -> None:
+    def _show(self, seen: Snapshot, plan: Plan, world: ClusterObservation, outcome: ApplyResult, tick_s: float) -> None:
         served = self._serving.served
         queued = {job.id for job in queued_jobs(seen)}
         attempt = self._quarantine.attempt

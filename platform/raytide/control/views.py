@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from raytide.control.views import to_json
+from pydantic import TypeAdapter
+
 from raytide.core.io.atomic_file import read_json
 from raytide.core.money import format_usd
 from raytide.core.objects.endpoint import Endpoint, EndpointLoad
@@ -17,6 +18,27 @@ from raytide.core.objects.node import Node, Use
 from raytide.core.objects.snapshot import MarketConstraint
 from raytide.core.objects.team import TeamSpec
 from raytide.ledger.report import By, CostRow
+
+T = TypeVar("T")
+
+_adapters: dict[Any, TypeAdapter[Any]] = {}
+
+
+def _adapter(cls: Any) -> TypeAdapter[Any]:
+    """Built once for each type: that is the slow part."""
+    if cls not in _adapters:
+        _adapters[cls] = TypeAdapter(cls)
+    return _adapters[cls]
+
+
+def to_json(value: object) -> Any:
+    """A core dataclass or Config as plain JSON values."""
+    return _adapter(type(value)).dump_python(value, mode="json")
+
+
+def from_json(cls: type[T], data: object) -> T:
+    value: T = _adapter(cls).validate_python(data)
+    return value
 
 
 @dataclass(frozen=True, slots=True)

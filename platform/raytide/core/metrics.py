@@ -24,7 +24,7 @@ class Metric:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class MetricSample:
     metric: Metric
     value: float
     labels: tuple[str, ...] = ()
@@ -92,7 +92,7 @@ CATALOGUE: tuple[Metric, ...] = (
 )
 
 
-def render(samples: Iterable[Sample]) -> bytes:
+def render(samples: Iterable[MetricSample]) -> bytes:
     """Prometheus' text format, metrics in the order of the catalogue."""
     from prometheus_client import CollectorRegistry, generate_latest
 
@@ -102,13 +102,13 @@ def render(samples: Iterable[Sample]) -> bytes:
 
 
 class _Collector:
-    def __init__(self, samples: tuple[Sample, ...]) -> None:
+    def __init__(self, samples: tuple[MetricSample, ...]) -> None:
         self._samples = samples
 
     def collect(self) -> Iterator[Family]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        of: defaultdict[Metric, list[Sample]] = defaultdict(list)
+        of: defaultdict[Metric, list[MetricSample]] = defaultdict(list)
         for sample in self._samples:
             of[sample.metric].append(sample)
         for metric in CATALOGUE:

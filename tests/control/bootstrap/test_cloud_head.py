@@ -13,8 +13,8 @@ import yaml
 
 from raytide.control.bootstrap import cloud_head
 from raytide.control.bootstrap.cluster_record import MARK, HeadCluster, run_dir_of
+from raytide.control.bootstrap.control_plane import grant_access
 from raytide.control.bootstrap.local import DEFAULT_CONFIG
-from raytide.control.supervision.control_plane import grant_access
 from raytide.control.supervision.daemon import spawn
 from raytide.core.errors import ClusterError, ConfigError
 from raytide.core.io.process import kill_marked

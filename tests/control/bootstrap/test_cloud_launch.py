@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from raytide.control.bootstrap.cloud_launch import dry_run, up
+from raytide.control.bootstrap.cloud_launch import SetUpStep, dry_run, up
 from raytide.control.bootstrap.exposure import check_file
-from raytide.control.bootstrap.rehearsal import Step
 from raytide.core.errors import ConfigError, RaytideError, UsageError
 
 ROOT = Path(__file__).parents[3]
@@ -31,7 +30,7 @@ def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def of(steps: list[Step], machine: str) -> list[str]:
+def of(steps: list[SetUpStep], machine: str) -> list[str]:
     return [f"{step.what} {step.text}" for step in steps if step.machine == machine]
 
 
@@ -119,7 +118,7 @@ def head_commands(*commands: str) -> Change:
         (head_commands("ray start --head"), "Ray's own autoscaler"),
         (head_commands("ray start --head --no-monitor"), "does not start raytide"),
         (lambda file: file["provider"].update(type="asw"), r"no provider of type 'asw' \(did you mean aws\?\)"),
-        (lambda file: file.update(file_mounts={"~/raytide": "nowhere"}), "there is no nowhere"),
+        (lambda file: file.update(file_mounts={"~/raytide": "nowhere"}), "nowhere does not exist"),
         (lambda file: file["provider"].pop("cache_stopped_nodes"), "instead of ending them"),
     ],
 )

@@ -20,6 +20,7 @@ from raytide.autoscaler.providers.local.spot import reclaim
 from raytide.control.bootstrap import local
 from raytide.control.bootstrap.cluster_record import MARK, LocalCluster
 from raytide.control.bootstrap.loopback import is_listening
+from raytide.control.bootstrap.wiring import local_provider
 from raytide.core.io.process import marked
 from raytide.core.objects.node import CapacityType, Node, NodeState, NodeType
 
@@ -47,7 +48,7 @@ def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalClust
 
 @pytest.fixture
 def provider(ray_cluster: LocalCluster) -> Iterator[LocalProvider]:
-    provider = local.provider(ray_cluster)
+    provider = local_provider(ray_cluster)
     yield provider
     for machine in provider.machines():
         provider.terminate(machine.node_id)

@@ -7,8 +7,8 @@ from typing import Any, cast
 
 from raytide.actors.gang.placement_groups import GroupKey, PlacementGroupInfo
 from raytide.autoscaler.providers.base import Machine
-from raytide.control.reconcile.apply import Outcome, apply
-from raytide.control.reconcile.observation import Observation, Sources, observe
+from raytide.control.reconcile.apply import ApplyResult, apply
+from raytide.control.reconcile.observation import ClusterObservation, Sources, observe
 from raytide.control.reconcile.records import ClusterRecords
 from raytide.core.errors import ProviderError
 from raytide.core.objects.node import CapacityType, Node, NodeState, NodeType
@@ -26,7 +26,7 @@ NODE = Node(
     requested_at_s=1.0,
 )
 MACHINE = Machine("node-2", "cpu", "a", started_at_s=2.0, price_micro_usd_h=1)
-SILENT = Observation(None, (), None, (), None, None, {})
+SILENT = ClusterObservation(None, (), None, (), None, None, {})
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Outside:
         return [call[0] for call in self.calls]
 
 
-def done(outside: Outside, world: Observation, *nodes: Node, actions: tuple[Drain, ...] = ()) -> Outcome:
+def done(outside: Outside, world: ClusterObservation, *nodes: Node, actions: tuple[Drain, ...] = ()) -> ApplyResult:
     sources = Sources(*cast(Any, [outside] * 7))
     book = ClusterRecords(nodes={node.id: node for node in nodes})
     return apply(book, Plan(1000.0, actions), world, sources, {"cpu": CPU}, 1000.0)
@@ -121,7 +121,7 @@ def test_groups_and_drivers_that_nobody_wants_are_ended() -> None:
 
 def test_silence_of_a_source_leads_to_no_deed_for_it() -> None:
     outside = Outside()
-    assert done(outside, SILENT, NODE) == Outcome()
+    assert done(outside, SILENT, NODE) == ApplyResult()
     assert outside.calls == []
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from raytide.actors.serving.ray_serve.application import Application
-from raytide.control.reconcile.observation import Observation
-from raytide.control.reconcile.serve_sync import Served, ServeSync, follow
+from raytide.control.reconcile.observation import ClusterObservation
+from raytide.control.reconcile.serve_sync import ServeObservation, ServeSync, follow
 from raytide.core.objects.endpoint import Endpoint, EndpointLoad, EndpointState, ServeSpec
 
 ENDPOINT = Endpoint(ServeSpec(name="m", model="/models/m"), "ana", EndpointState.DEPLOYING, 0.0, target_replicas=1)
@@ -46,7 +46,7 @@ class Serve:
         self.says = ""
 
 
-def passes(serving: ServeSync, count: int, *endpoints: Endpoint) -> Served:
+def passes(serving: ServeSync, count: int, *endpoints: Endpoint) -> ServeObservation:
     for _ in range(count):
         serving.sync(endpoints or [ENDPOINT])
         assert serving._pass is not None
@@ -78,8 +78,8 @@ def test_an_endpoint_whose_nodes_died_under_its_first_replicas_is_deployed_anew(
     assert serve.deployed == ["m", "m"]
 
 
-def world(load: EndpointLoad | None) -> Observation:
-    return Observation((), (), (), (), {}, {}, {} if load is None else {"m": load})
+def world(load: EndpointLoad | None) -> ClusterObservation:
+    return ClusterObservation((), (), (), (), {}, {}, {} if load is None else {"m": load})
 
 
 def test_a_pass_looks_at_serve_once_however_many_endpoints_there_are(serve: Serve) -> None:
@@ -116,18 +116,20 @@ def test_an_endpoint_that_cannot_be_deployed_keeps_no_other_from_its_turn(serve:
 
 def test_an_endpoint_is_deleted_only_once_a_pass_has_deleted_it() -> None:
     leaving = replace(ENDPOINT, state=EndpointState.DELETING)
-    before = Served()
+    before = ServeObservation()
     assert follow(leaving, world(None), before, 9.0) == leaving, "a pass may be deploying it right now"
-    assert follow(leaving, world(None), Served(gone=frozenset({("m", -1.0)})), 9.0) == leaving, "its namesake's end"
+    assert follow(leaving, world(None), ServeObservation(gone=frozenset({("m", -1.0)})), 9.0) == leaving, (
+        "its namesake's end"
+    )
 
 
 def test_an_endpoint_of_which_nothing_was_heard_runs_on() -> None:
     running = replace(ENDPOINT, state=EndpointState.RUNNING)
-    assert follow(running, world(None), Served(), 9.0) == running
-    assert follow(running, world(EndpointLoad(9.0, 0.0, 0)), Served(), 9.0).state is EndpointState.DEPLOYING
+    assert follow(running, world(None), ServeObservation(), 9.0) == running
+    assert follow(running, world(EndpointLoad(9.0, 0.0, 0)), ServeObservation(), 9.0).state is EndpointState.DEPLOYING
 
 
 def test_an_endpoint_that_serve_takes_up_again_has_failed_no_more() -> None:
     failed = replace(ENDPOINT, state=EndpointState.FAILED, reason="no such option")
-    again = follow(failed, world(None), Served(), 9.0)
+    again = follow(failed, world(None), ServeObservation(), 9.0)
     assert (again.state, again.reason) == (EndpointState.DEPLOYING, "")

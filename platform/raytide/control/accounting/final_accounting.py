@@ -10,7 +10,6 @@ from raytide.autoscaler.nodes import lifecycle
 from raytide.autoscaler.providers.base import Machine
 from raytide.control.accounting.billing_intervals import update_intervals
 from raytide.control.accounting.cost_report import cost_report
-from raytide.control.reconcile.records import ClusterRecords
 from raytide.control.views import CostReport
 from raytide.core.errors import ConflictError
 from raytide.core.money import to_us
@@ -51,15 +50,15 @@ def sole_lead(store: Store, holder: str) -> Iterator[None]:
 
 def close_books(store: Store, machines: tuple[Machine, ...], now_s: float) -> Closed:
     """Bring the records of a cluster of which nothing runs any more to their end. May be repeated."""
-    book = ClusterRecords.of(store.load())
-    of = {machine.node_id: machine for machine in machines}
-    book.nodes = {
-        key: _gone(lifecycle.from_provider(n, of.get(key), None, now_s), now_s) for key, n in book.nodes.items()
+    records = store.load()
+    by_id = {machine.node_id: machine for machine in machines}
+    nodes = {
+        node.id: _gone(lifecycle.from_provider(node, by_id.get(node.id), None, now_s), now_s) for node in records.nodes
     }
     booking = update_intervals(
-        book.nodes,
-        of,
-        book.intervals,
+        nodes,
+        by_id,
+        dict(records.intervals),
         {},
         lambda node_id, end_us: store.books.entries(node_id=node_id, ending_after_us=end_us),
         to_us(now_s),
@@ -74,13 +73,13 @@ def close_books(store: Store, machines: tuple[Machine, ...], now_s: float) -> Cl
                     ended_at_s=now_s,
                     reason=_WHY,
                 )
-                for job in book.jobs.values()
+                for job in records.jobs
             ),
-            leases=tuple(leases.release(lease, _WHY) for lease in book.leases.values()),
-            nodes=tuple(book.nodes.values()),
+            leases=tuple(leases.release(lease, _WHY) for lease in records.leases),
+            nodes=tuple(nodes.values()),
             endpoints=tuple(
                 replace(endpoint, state=EndpointState.DELETED, target_replicas=0, ended_at_s=now_s, reason=_WHY)
-                for endpoint in book.endpoints.values()
+                for endpoint in records.endpoints
             ),
             entries=booking.entries,
             intervals=booking.intervals,

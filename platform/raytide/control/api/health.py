@@ -15,7 +15,7 @@ from raytide.control.views import Live, from_json
 from raytide.core.clock import Clock
 from raytide.core.state import Store
 
-__all__ = ["LOW_BYTES", "LOW_FILES", "ControlPlaneHealth", "Watch"]
+__all__ = ["LOW_BYTES", "LOW_FILES", "ControlPlaneHealth", "HealthMonitor"]
 
 LOW_BYTES, LOW_FILES = 64 << 20, 100
 """Below this the disk of the run folder counts as full: state, ledger, logs and records of nodes need that much to grow
@@ -33,7 +33,7 @@ class ControlPlaneHealth:
     text: str
 
 
-class Watch:
+class HealthMonitor:
     """Looks at the run folder, the store and live.json, when it is asked."""
 
     def __init__(

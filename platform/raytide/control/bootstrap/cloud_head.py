@@ -15,10 +15,10 @@ from pathlib import Path
 
 from raytide.autoscaler.providers.base import Machine, Provider
 from raytide.control.accounting.final_accounting import Closed, close_books, sole_lead
-from raytide.control.bootstrap.cluster_record import RunningCluster, installed_version, load, run_dir_of
+from raytide.control.bootstrap.cluster_record import HeadCluster, installed_version, load, run_dir_of
+from raytide.control.bootstrap.control_plane import end_children, grant_access, start_supervisor, wait_for_api
 from raytide.control.bootstrap.exposure import check_running
 from raytide.control.bootstrap.wiring import provider
-from raytide.control.supervision.control_plane import end_children, grant_access, start_supervisor, wait_for_api
 from raytide.control.supervision.daemon import hold_lock
 from raytide.core.clock import SystemClock
 from raytide.core.errors import ClusterError, ConfigError
@@ -26,26 +26,10 @@ from raytide.core.objects.cluster_config import load_cluster
 from raytide.core.ray_internals import dashboard_url, gcs_address_here, gcs_client
 from raytide.core.state import Store
 
-__all__ = ["HeadCluster", "down", "run_foreground", "start"]
+__all__ = ["down", "run_foreground", "start"]
 
 API_PORT, SERVE_PORT = 7400, 8000
 _POLL_S = 0.5
-
-
-class HeadCluster(RunningCluster):
-    """Ray is not raytide's here: whoever started it says in RAY_AUTH_MODE whether it asks for a token, or by putting
-    one into Ray's usual place."""
-
-    @property
-    def ray_token_file(self) -> Path | None:
-        mode = os.environ.get("RAY_AUTH_MODE")
-        file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
-        return file if (file.exists() if mode is None else mode.lower() == "token") else None
-
-    def environment(self) -> dict[str, str]:
-        return self.with_cluster_mark(
-            {key: value for key, value in os.environ.items() if key != "RAY_CLOUD_INSTANCE_ID"}
-        )
 
 
 def start(config_path: Path, *, insecure: bool = False, timeout_s: float = 120.0) -> HeadCluster:

@@ -1,21 +1,33 @@
-"""`raytide up cluster.yaml` on a cloud: Ray's cluster launcher brings up the head, which runs raytide's controller."""
+"""Implements `raytide up cluster.yaml`: Ray's cluster launcher starts the head, which runs raytide's controller.
+
+A dry run is Ray's launcher and updater themselves, on a provider whose machines only record what is done to them.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from raytide.control.bootstrap.exposure import check_file
+from ray.autoscaler.command_runner import CommandRunnerInterface
+from ray.autoscaler.node_provider import NodeProvider
+
+from raytide.autoscaler.providers.cloud.setup import RAY_TOKEN, start_commands
+from raytide.control.bootstrap.exposure import check_file, uses_token
+from raytide.core import ray_internals
 from raytide.core.config import load_yaml
-from raytide.core.errors import ConfigError, ProviderError, UsageError
+from raytide.core.errors import ClusterError, ConfigError, ProviderError, UsageError
 from raytide.core.objects.cluster_config import ClusterConfig, load_cluster, provider_section
+from raytide.core.objects.node import NodeType
 
-if TYPE_CHECKING:
-    from raytide.control.bootstrap.rehearsal import Step
+__all__ = ["LaunchedHead", "SetUpStep", "dry_run", "up"]
 
-__all__ = ["LaunchedHead", "dry_run", "up"]
+_HEAD_IP, _NODE_ID = "HEAD_IP", "node-1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,35 +36,55 @@ class LaunchedHead:
     ip: str
 
 
+@dataclass(frozen=True, slots=True)
+class SetUpStep:
+    """One step of a machine's set-up."""
+
+    machine: str
+    """The node type."""
+    what: str
+    """`buy`, `copy` or `run`."""
+    text: str
+
+
 def up(path: Path, name: str | None = None, *, insecure: bool = False) -> LaunchedHead:
-    """Start the head, or bring one that runs up to date. Raises before anything is done when the file cannot work, or
-    would start a Ray that is open to others, unless that is wanted (`insecure`)."""
+    """Starts the head, or updates one that runs.
+
+    Raises before anything is done when the file cannot work, or would start a Ray that is open to others, unless
+    `insecure`.
+    """
     file, _ = _checked(path, name, insecure)
     from ray.autoscaler import sdk
 
     try:
         completed = sdk.create_or_update_cluster(file, no_config_cache=True)
         ip = sdk.get_head_node_ip(file)
-    except Exception as error:  # each cloud's library has errors of its own, and Ray's launcher its own way to give up
+    except Exception as error:  # each cloud's library and Ray's launcher have exceptions of their own
         raise ProviderError(
-            f"`ray up` of {path} failed: {error}", hint="Mend what is said above and repeat: what is there is used."
+            f"`ray up` of {path} failed: {error}", hint="Correct that and repeat: machines that exist are reused."
         ) from error
     return LaunchedHead(str(completed["cluster_name"]), str(ip))
 
 
-def dry_run(path: Path, name: str | None = None, *, insecure: bool = False) -> list[Step]:
-    """What `up` and then the controller would do to the head and to a node of each type; nothing is done."""
+def dry_run(path: Path, name: str | None = None, *, insecure: bool = False) -> list[SetUpStep]:
+    """Returns what `up` and then the controller would do to the head and to one node of each type; it does nothing."""
     file, config = _checked(path, name, insecure)
-    from raytide.control.bootstrap.rehearsal import dry_run
-
-    return dry_run(file, config.node_types)
+    os.environ.setdefault("RAY_USAGE_STATS_PROMPT_ENABLED", "0")  # Ray would wait for an answer to its prompt
+    prepared = ray_internals.prepared_config(file)
+    head = _RecordingCloud(prepared, str(prepared["head_node_type"]))
+    steps = _recorded(head, lambda: ray_internals.set_up_head(head, prepared))
+    for node_type in config.node_types:
+        steps += _worker_steps(prepared, node_type)
+    return steps
 
 
 def _checked(path: Path, name: str | None, insecure: bool) -> tuple[dict[str, Any], ClusterConfig]:
     config, file = load_cluster(path), load_yaml(path)
     section = provider_section(file, where=str(path))
     if section["type"] in ("local", "fake"):
-        raise UsageError(f"provider {section['type']} is this machine.", hint=f"Say `raytide up {path} --local`.")
+        raise UsageError(
+            f"provider {section['type']} is for this machine alone.", hint=f"Use `raytide up {path} --local`."
+        )
     if section["type"] == "kuberay":
         raise UsageError(
             f"{path} is for a RayCluster, which Kubernetes starts.",
@@ -64,22 +96,105 @@ def _checked(path: Path, name: str | None, insecure: bool) -> tuple[dict[str, An
     for target, source in dict(file.get("file_mounts") or {}).items():  # type: ignore[call-overload]
         if not Path(source).expanduser().exists():
             raise ConfigError(
-                f"{path}: file_mounts.{target}: there is no {source}.",
-                hint="Commands look for it from the present folder. `pip wheel --no-deps -w dist .` makes raytide's.",
+                f"{path}: file_mounts.{target}: {source} does not exist.",
+                hint="Paths are relative to the current folder. `pip wheel --no-deps -w dist .` makes raytide's wheel.",
             )
     return (file | {"cluster_name": name} if name else file), config
 
 
 def _check_head(file: Mapping[str, Any], path: Path) -> None:
-    """The one thing that must not go wrong quietly: two autoscalers on one cluster, or none."""
+    """Raises a ConfigError if the cluster would have two autoscalers, or none."""
     start = "\n".join(file.get("head_start_ray_commands") or ())
     if "--no-monitor" not in start or "--autoscaling-config" in start:
         raise ConfigError(
             f"{path}: head_start_ray_commands would start Ray's own autoscaler beside raytide's.",
-            hint="Say `ray start --head --no-monitor` there, without --autoscaling-config.",
+            hint="Use `ray start --head --no-monitor` there, without --autoscaling-config.",
         )
     if "raytide head" not in start:
         raise ConfigError(
             f"{path}: head_start_ray_commands does not start raytide.",
             hint="Add `raytide head ~/ray_bootstrap_config.yaml` after `ray start`.",
         )
+
+
+def _worker_steps(config: Mapping[str, Any], node_type: NodeType) -> list[SetUpStep]:
+    cloud = _RecordingCloud(config, node_type.name)
+    cloud.create_node(config["available_node_types"][node_type.name]["node_config"], {}, 1)
+    has_token = uses_token(config, "head")
+    commands = start_commands(config, _HEAD_IP, _NODE_ID, node_type, node_type.zones[0], has_token=has_token)
+    if has_token:  # only the head has the file
+        cloud.note("copy", f"{RAY_TOKEN} to {RAY_TOKEN}")
+    return _recorded(
+        cloud, lambda: ray_internals.set_up_worker(cloud, config, _NODE_ID, node_type.name, commands, None)
+    )
+
+
+def _recorded(cloud: _RecordingCloud, act: Any) -> list[SetUpStep]:
+    """Runs `act` and returns its steps; what Ray prints is shown only in an error."""
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            act()
+    except Exception as error:  # Ray's launcher raises any exception of its steps
+        raise ClusterError(
+            f"Ray's launcher failed: {error}\n{printed.getvalue().strip()[-2000:]}", hint="Correct the file."
+        ) from error
+    return cloud.steps
+
+
+class _RecordingCloud(NodeProvider):
+    """A provider with one machine, which is up as soon as it is created."""
+
+    def __init__(self, config: Mapping[str, Any], node_type: str) -> None:
+        super().__init__({}, str(config["cluster_name"]))
+        self.steps: list[SetUpStep] = []
+        self._node_type = node_type
+        self._tags: dict[str, dict[str, str]] = {}
+
+    def note(self, what: str, text: str) -> None:
+        self.steps.append(SetUpStep(self._node_type, what, text))
+
+    def non_terminated_nodes(self, tag_filters: dict[str, str]) -> list[str]:
+        return list(self._tags)
+
+    def is_running(self, node_id: str) -> bool:
+        return True
+
+    def is_terminated(self, node_id: str) -> bool:
+        return False
+
+    def node_tags(self, node_id: str) -> dict[str, str]:
+        return self._tags[node_id]
+
+    def set_node_tags(self, node_id: str, tags: dict[str, str]) -> None:
+        self._tags[node_id] |= tags
+
+    def external_ip(self, node_id: str) -> str:
+        return _HEAD_IP
+
+    internal_ip = external_ip
+
+    def create_node(self, node_config: dict[str, Any], tags: dict[str, str], count: int) -> None:
+        self.note("buy", json.dumps(node_config, sort_keys=True))
+        self._tags[_NODE_ID] = dict(tags)
+
+    def get_command_runner(self, *args: Any, **kwargs: Any) -> CommandRunnerInterface:
+        return _RecordingRunner(self)
+
+
+class _RecordingRunner(CommandRunnerInterface):
+    def __init__(self, cloud: _RecordingCloud) -> None:
+        self._cloud = cloud
+
+    def run(
+        self, cmd: str | None = None, *_: Any, environment_variables: dict[str, object] | None = None, **__: Any
+    ) -> str:
+        self._cloud.note("run", ray_internals.with_environment(cmd or "", environment_variables or {}))
+        return ""
+
+    def run_rsync_up(self, source: str, target: str, options: dict[str, Any] | None = None) -> None:
+        """Names the file that Ray generates, which has another name each time, as `this file`."""
+        self._cloud.note("copy", f"{'this file' if 'ray-bootstrap-' in source else source} to {target}")
+
+    def run_init(self, *, as_head: bool, file_mounts: dict[str, str], sync_run_yet: bool) -> bool | None:
+        return None

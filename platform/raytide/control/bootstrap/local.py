@@ -16,7 +16,6 @@ from pathlib import Path
 
 from raytide.actors.gang.member_processes import account_of
 from raytide.autoscaler.providers.local.files import node_folders
-from raytide.autoscaler.providers.local.provider import LocalProvider
 from raytide.control.accounting.final_accounting import Closed, close_books, sole_lead
 from raytide.control.bootstrap.cluster_record import (
     AGENT_PORT_BASE,
@@ -27,13 +26,13 @@ from raytide.control.bootstrap.cluster_record import (
     load,
     run_dir_of,
 )
+from raytide.control.bootstrap.control_plane import end_children, grant_access, start_supervisor, wait_for_api
 from raytide.control.bootstrap.loopback import ANY, FIRST_K, LAST_K, claim
 from raytide.control.bootstrap.ray_head import start_head, wait_for_head
-from raytide.control.supervision.control_plane import end_children, grant_access, start_supervisor, wait_for_api
+from raytide.control.bootstrap.wiring import local_provider
 from raytide.control.supervision.daemon import hold_lock
-from raytide.control.supervision.owner import ensure_watched
-from raytide.control.supervision.supervisor import CHILDREN
-from raytide.core.clock import Clock, SystemClock
+from raytide.control.supervision.supervisor import CHILDREN, ensure_owner_watched
+from raytide.core.clock import SystemClock
 from raytide.core.config import environment
 from raytide.core.errors import ConflictError, NotFoundError, UsageError
 from raytide.core.io.process import Process, kill_marked
@@ -83,7 +82,7 @@ def up(
             )
         deadline = time.monotonic() + timeout_s
         try:
-            ensure_watched(cluster.run_dir, cluster.environment())
+            ensure_owner_watched(cluster.run_dir, cluster.environment())
             head = start_head(cluster, environment=cluster.node_environment(), pass_fds=[claimed.fileno()])
             wait_for_head(cluster, head, timeout_s=timeout_s)
             start_supervisor(cluster, children, pass_fds=[claimed.fileno()])
@@ -120,18 +119,6 @@ def find(name: str | None = None) -> LocalCluster:
     if cluster is None or not cluster.is_alive("head"):
         raise NotFoundError(f"no cluster {name} is up.", hint="Start it: `raytide up --local`.")
     return cluster
-
-
-def provider(cluster: LocalCluster, clock: Clock | None = None) -> LocalProvider:
-    """The provider of this cluster's nodes."""
-    return LocalProvider(
-        cluster.run_dir,
-        cluster.gcs_address,
-        cluster.k,
-        clock or SystemClock(),
-        temp_dir=cluster.ray_temp_dir,
-        environment=cluster.node_environment(),
-    )
 
 
 @contextmanager
@@ -236,7 +223,7 @@ def _close_books(cluster: LocalCluster) -> Closed:
     store = Store.open(cluster.state_url)
     try:
         with full_disk_is_an_error(str(cluster.run_dir)), sole_lead(store, cluster.holder):
-            return close_books(store, provider(cluster).machines(), SystemClock().now_s())
+            return close_books(store, local_provider(cluster).machines(), SystemClock().now_s())
     finally:
         store.close()
 

@@ -9,18 +9,18 @@ from urllib.parse import urlsplit
 
 from raytide.actors.gang.placement_groups import PlacementGroups
 from raytide.actors.serving.ray_serve.control import ServeControl
-from raytide.autoscaler.nodes.utilization import MeterReader
+from raytide.autoscaler.nodes.utilization import Meters
 from raytide.autoscaler.providers.base import Bill, Provider
 from raytide.autoscaler.providers.cloud.provider import CloudProvider
 from raytide.autoscaler.providers.cloud.setup import CloudSetUp, NoSetUp
 from raytide.autoscaler.providers.fake import FakeProvider
 from raytide.autoscaler.providers.kuberay.kube_api import KubeApi
 from raytide.autoscaler.providers.kuberay.provider import KubeRayProvider
+from raytide.autoscaler.providers.local.provider import LocalProvider
 from raytide.autoscaler.providers.notices.watch import board_at
 from raytide.autoscaler.providers.purchases import Purchases
 from raytide.autoscaler.ray_gcs import GcsReader
 from raytide.control.bootstrap.cluster_record import LocalCluster, RunningCluster
-from raytide.control.bootstrap.local import provider as local_provider
 from raytide.control.ray_jobs import RayJobs
 from raytide.control.reconcile.observation import ApiProbe, Sources
 from raytide.core import ray_internals
@@ -29,7 +29,7 @@ from raytide.core.config import load_yaml
 from raytide.core.errors import ConfigError
 from raytide.core.objects.cluster_config import load_cluster, provider_section
 
-__all__ = ["RAY_NAMESPACE", "bill", "provider", "sources"]
+__all__ = ["RAY_NAMESPACE", "bill", "local_provider", "provider", "sources"]
 
 RAY_NAMESPACE = "raytide"
 
@@ -46,8 +46,8 @@ def sources(cluster: RunningCluster) -> Sources:
         groups=PlacementGroups(),
         drivers=RayJobs(cluster.dashboard_url, cluster.run_dir, cluster.ray_headers),
         serve=ServeControl(serve.hostname or cluster.head_ip, serve.port or 8000),
-        door=ApiProbe(cluster.api_url),
-        meters=MeterReader(GcsReader(cluster.gcs_address), SystemClock()),
+        api=ApiProbe(cluster.api_url),
+        meters=Meters(GcsReader(cluster.gcs_address), SystemClock()),
     )
 
 
@@ -60,7 +60,7 @@ def provider(cluster: RunningCluster, *, only_ends: bool = False) -> Provider:
     if section["type"] == "fake":
         return FakeProvider(clock)
     if isinstance(cluster, LocalCluster):
-        return local_provider(cluster, clock)
+        return local_provider(cluster)
     if section["type"] == "local":
         raise ConfigError(
             f"{cluster.config_path}: provider local is for one machine.", hint="Start it with `raytide up --local`."
@@ -80,6 +80,18 @@ def provider(cluster: RunningCluster, *, only_ends: bool = False) -> Provider:
             file, cloud, cluster.head_ip, GcsReader(cluster.gcs_address).nodes, token_file=cluster.ray_token_file
         ),
         board_at(cluster.gcs_address),
+    )
+
+
+def local_provider(cluster: LocalCluster) -> LocalProvider:
+    """Returns the provider whose nodes are processes of this machine."""
+    return LocalProvider(
+        cluster.run_dir,
+        cluster.gcs_address,
+        cluster.k,
+        SystemClock(),
+        temp_dir=cluster.ray_temp_dir,
+        environment=cluster.node_environment(),
     )
 
 

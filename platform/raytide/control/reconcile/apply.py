@@ -13,7 +13,7 @@ from functools import partial
 from raytide.actors.gang.placement_groups import difference
 from raytide.autoscaler.nodes import lifecycle
 from raytide.autoscaler.nodes.lifecycle import overdue
-from raytide.control.reconcile.observation import Observation, Sources
+from raytide.control.reconcile.observation import ClusterObservation, Sources
 from raytide.control.reconcile.records import ClusterRecords
 from raytide.core.errors import ProviderError
 from raytide.core.logs import logger
@@ -29,7 +29,7 @@ MOST_GROUPS, MOST_DRIVERS = 512, 32
 
 
 @dataclass(slots=True)
-class Outcome:
+class ApplyResult:
     nodes: dict[str, Node] = field(default_factory=dict)
     """Nodes whose record changed by the doing."""
     refusals: dict[tuple[str, str], str] = field(default_factory=dict)
@@ -40,33 +40,33 @@ class Outcome:
 def apply(
     book: ClusterRecords,
     plan: Plan,
-    world: Observation,
+    world: ClusterObservation,
     sources: Sources,
     node_types: Mapping[str, NodeType],
     now_s: float,
-) -> Outcome:
+) -> ApplyResult:
     """Do what is due. A call that fails is reported and tried again by the next tick; the others go on."""
-    outcome = Outcome()
+    result = ApplyResult()
 
     def attempt(what: str, act: Callable[[], object]) -> None:
         try:
             act()
         except Exception as error:  # any outside system may fail in any way
             log.warning("action failed", extra={"what": what, "error": str(error)})
-            outcome.errors.append(f"{what}: {error}")
+            result.errors.append(f"{what}: {error}")
 
     if world.machines is not None:
         due = overdue(book.nodes.values(), world.machines)
         for node in due.launch:
-            if refusal := outcome.refusals.get((node.type, node.zone)):
-                outcome.nodes[node.id] = lifecycle.refused(node, refusal, now_s)  # the first one was the probe
+            if refusal := result.refusals.get((node.type, node.zone)):
+                result.nodes[node.id] = lifecycle.refused(node, refusal, now_s)  # the first one was the probe
                 continue
-            attempt(f"launch {node.id}", partial(_launch, node, sources, node_types, outcome, now_s))
+            attempt(f"launch {node.id}", partial(_launch, node, sources, node_types, result, now_s))
         for node_id in due.terminate:
             attempt(f"terminate {node_id}", partial(sources.provider.terminate, node_id))
     for action in plan.actions:
         if isinstance(action, Drain):
-            attempt(f"drain {action.node_id}", partial(_drain, book, action, sources, outcome))
+            attempt(f"drain {action.node_id}", partial(_drain, book, action, sources, result))
     if world.groups is not None:
         create, remove = difference(wanted_groups(book.leases.values()), world.groups)
         if remove:
@@ -82,27 +82,29 @@ def apply(
                 attempt(f"stop the driver of {key.job_id}", partial(sources.drivers.stop, key))
     if world.ray_nodes is not None:
         attempt("report to Ray", partial(sources.gcs.report, tuple(book.nodes.values())))
-    return outcome
+    return result
 
 
-def _launch(node: Node, sources: Sources, node_types: Mapping[str, NodeType], outcome: Outcome, now_s: float) -> None:
+def _launch(
+    node: Node, sources: Sources, node_types: Mapping[str, NodeType], result: ApplyResult, now_s: float
+) -> None:
     node_type = node_types.get(node.type)
     if node_type is None:
-        outcome.nodes[node.id] = lifecycle.refused(
+        result.nodes[node.id] = lifecycle.refused(
             node, f"the configuration has no node type {node.type} any more", now_s
         )
         return
     try:
         sources.provider.launch(node, node_type)
     except ProviderError as error:
-        outcome.nodes[node.id] = lifecycle.refused(node, str(error), now_s)
-        outcome.refusals[(node.type, node.zone)] = str(error)
+        result.nodes[node.id] = lifecycle.refused(node, str(error), now_s)
+        result.refusals[(node.type, node.zone)] = str(error)
 
 
-def _drain(book: ClusterRecords, action: Drain, sources: Sources, outcome: Outcome) -> None:
+def _drain(book: ClusterRecords, action: Drain, sources: Sources, result: ApplyResult) -> None:
     node = book.nodes[action.node_id]
     if not node.ray_node_id or node.state not in (NodeState.READY, NodeState.DRAINING):
         return
     accepted = sources.gcs.drain(node.ray_node_id, action.kind, action.deadline_s, action.reason)
     if accepted and action.kind == "idle":
-        outcome.nodes[node.id] = lifecycle.drained(node, action)
+        result.nodes[node.id] = lifecycle.drained(node, action)

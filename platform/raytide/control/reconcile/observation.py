@@ -7,13 +7,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
+import httpx
+
 from raytide.actors.gang.placement_groups import GroupKey, PlacementGroupInfo, PlacementGroups
 from raytide.actors.serving.ray_serve.control import ServeControl
-from raytide.autoscaler.nodes.utilization import MeterReader
+from raytide.autoscaler.nodes.utilization import Meters
 from raytide.autoscaler.providers.base import Machine, Notice, Provider
 from raytide.autoscaler.ray_gcs import GcsReader, RayNode
 from raytide.control.ray_jobs import RayJobs
-from raytide.control.reconcile.observation import ApiProbe
 from raytide.core.logs import logger
 from raytide.core.objects.endpoint import EndpointLoad
 from raytide.core.objects.node import Use
@@ -26,7 +27,7 @@ log = logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Observation:
+class ClusterObservation:
     machines: tuple[Machine, ...] | None
     notices: tuple[Notice, ...]
     ray_nodes: tuple[RayNode, ...] | None
@@ -47,6 +48,18 @@ class Observation:
     """Our node id by what Ray calls the machine, where the two differ; from the provider's last answer."""
 
 
+class ApiProbe:
+    """Checks whether drivers can reach the API; their silence means nothing while they cannot."""
+
+    def __init__(self, api_url: str) -> None:
+        self._http = httpx.Client(base_url=api_url, timeout=1.0)  # a tick waits for it
+
+    def answers(self) -> bool:
+        """Returns True, or raises when the API does not answer."""
+        self._http.get("/health").raise_for_status()
+        return True
+
+
 @dataclass(frozen=True, slots=True)
 class Sources:
     """Every way in and out of the controller. Tests put fakes here."""
@@ -56,8 +69,8 @@ class Sources:
     groups: PlacementGroups
     drivers: RayJobs
     serve: ServeControl
-    door: ApiProbe
-    meters: MeterReader
+    api: ApiProbe
+    meters: Meters
 
 
 def observe(
@@ -67,7 +80,7 @@ def observe(
     with_drivers: bool,
     with_gangs: bool,
     names: Mapping[str, str] | None = None,
-) -> Observation:
+) -> ClusterObservation:
     """Ask everybody once. What did not answer is None (or empty where that is safe): silence proves nothing.
 
     `names`: those of the last look, for when the provider does not answer.
@@ -85,7 +98,7 @@ def observe(
     machines = ask("provider", sources.provider.machines)
     ray_nodes, demand = ask("ray", sources.gcs.nodes), ask("ray demand", sources.gcs.demand)
     known = (names or {}) if machines is None else ray_names(machines)
-    return Observation(
+    return ClusterObservation(
         machines=machines,
         notices=ask("provider notices", sources.provider.notices) or (),
         ray_nodes=None if demand is None else named(ray_nodes, known),  # half an answer is none
@@ -93,15 +106,15 @@ def observe(
         groups=ask("placement groups", sources.groups.list),
         drivers=ask("drivers", sources.drivers.statuses) if with_drivers else {},
         loads=(ask("Ray Serve", partial(sources.serve.loads, endpoints)) if endpoints else None) or {},
-        api_answers=with_gangs and bool(ask("API", sources.door.is_open)),
+        api_answers=with_gangs and bool(ask("API", sources.api.answers)),
         prices=ask("provider prices", sources.provider.prices) or {},
-        use=sources.meters.last_readings(),
+        use=sources.meters.heard(),
         names=known,
         errors=tuple(errors),
     )
 
 
-def at_our_time(world: Observation, wall_ahead_s: float) -> Observation:
+def at_our_time(world: ClusterObservation, wall_ahead_s: float) -> ClusterObservation:
     """The same, with what others stamped by the wall clock at the controller's own time."""
     if not wall_ahead_s:
         return world

@@ -13,7 +13,7 @@ from raytide.autoscaler.nodes import lifecycle
 from raytide.autoscaler.nodes.idleness import IdleClock
 from raytide.autoscaler.nodes.lifecycle import by_node_id
 from raytide.control.accounting.lost_work import nodes_lost, on_disruption
-from raytide.control.reconcile.observation import Observation
+from raytide.control.reconcile.observation import ClusterObservation
 from raytide.core.objects.cluster_config import ClusterConfig
 from raytide.core.objects.endpoint import Endpoint
 from raytide.core.objects.gang import Lease, LeaseState
@@ -67,7 +67,7 @@ def unguarded(record: Job | Endpoint, act: Callable[[], T], default: T, now_s: f
     return act()
 
 
-def advance(book: ClusterRecords, world: Observation, now_s: float, guard: Guard = unguarded) -> None:
+def advance(book: ClusterRecords, world: ClusterObservation, now_s: float, guard: Guard = unguarded) -> None:
     """Move every record forward by what was seen. One whose move raises stays as it was."""
     before = tuple(book.nodes.values())
     moved = lifecycle.observe(before, world.machines, world.ray_nodes, world.notices, now_s)
@@ -84,7 +84,7 @@ def advance(book: ClusterRecords, world: Observation, now_s: float, guard: Guard
 
 def snapshot(
     book: ClusterRecords,
-    world: Observation,
+    world: ClusterObservation,
     idle: IdleClock,
     config: ClusterConfig,
     now_s: float,
@@ -119,7 +119,7 @@ def metered(book: ClusterRecords, types: Mapping[str, NodeType]) -> dict[str, No
     return {node_id: node_type for node_id, node_type in ready.items() if node_type.busy_above}
 
 
-def _advance_lease(book: ClusterRecords, lease: Lease, world: Observation, now_s: float, guard: Guard) -> None:
+def _advance_lease(book: ClusterRecords, lease: Lease, world: ClusterObservation, now_s: float, guard: Guard) -> None:
     move = partial(leases.advance, lease, book.nodes, world.groups, now_s)
     job = book.jobs.get(lease.job_id)
     if job is None:
@@ -129,7 +129,7 @@ def _advance_lease(book: ClusterRecords, lease: Lease, world: Observation, now_s
     book.jobs[job.id] = on_disruption(job, nodes_lost(lease, after), now_s)
 
 
-def _advance_jobs(book: ClusterRecords, world: Observation, now_s: float, guard: Guard) -> None:
+def _advance_jobs(book: ClusterRecords, world: ClusterObservation, now_s: float, guard: Guard) -> None:
     held = {lease.job_id: lease for lease in book.leases.values()}
     for job in tuple(book.jobs.values()):
         key = DriverKey(job.id, job.restarts)
@@ -144,7 +144,7 @@ def _advance_jobs(book: ClusterRecords, world: Observation, now_s: float, guard:
 
 
 def _views(
-    book: ClusterRecords, world: Observation, idle: IdleClock, config: ClusterConfig, now_s: float
+    book: ClusterRecords, world: ClusterObservation, idle: IdleClock, config: ClusterConfig, now_s: float
 ) -> list[NodeView]:
     in_ray = by_node_id(world.ray_nodes or ())
     types = {node_type.name: node_type for node_type in config.node_types}

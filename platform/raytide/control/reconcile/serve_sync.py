@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from raytide.actors.serving.ray_serve.control import ServeControl
-from raytide.control.reconcile.observation import Observation
+from raytide.control.reconcile.observation import ClusterObservation
 from raytide.core.logs import logger
 from raytide.core.objects.endpoint import Endpoint, EndpointState
 
@@ -18,7 +18,7 @@ _NODE_DIED = "its node has died"
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServeObservation:
     """What the last pass saw."""
 
     gone: frozenset[tuple[str, float]] = frozenset()
@@ -39,9 +39,9 @@ class ServeSync:
     def __init__(self, control: ServeControl) -> None:
         self._control = control
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="serving")
-        self._pass: Future[Served] | None = None
+        self._pass: Future[ServeObservation] | None = None
         self._published: dict[str, int] = {}
-        self.served: Served | None = None
+        self.served: ServeObservation | None = None
         """None until a pass was made."""
 
     def sync(self, endpoints: Iterable[Endpoint]) -> None:
@@ -58,7 +58,7 @@ class ServeSync:
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _do(self, endpoints: tuple[Endpoint, ...]) -> Served:
+    def _do(self, endpoints: tuple[Endpoint, ...]) -> ServeObservation:
         """All endpoints after one look at Serve: what they did not have then is for the next pass to see."""
         gone: set[tuple[str, float]] = set()
         failures: dict[str, str] = {}
@@ -69,7 +69,7 @@ class ServeSync:
                 self._control.start()
         except Exception as error:  # Serve may fail in any way; the next pass tries again
             log.warning("serving pass failed", extra={"error": str(error)})
-            return Served(unseen={endpoint.name: f"Ray Serve: {error}" for endpoint in endpoints})
+            return ServeObservation(unseen={endpoint.name: f"Ray Serve: {error}" for endpoint in endpoints})
         for endpoint in endpoints:
             seen = there.get(endpoint.name)
             try:
@@ -88,7 +88,7 @@ class ServeSync:
             except Exception as error:  # as above; the other endpoints have nothing to do with it
                 log.warning("endpoint failed", extra={"endpoint": endpoint.name, "error": str(error)})
                 unseen[endpoint.name] = f"endpoint {endpoint.name}: {error}"
-        return Served(frozenset(gone), failures, unseen)
+        return ServeObservation(frozenset(gone), failures, unseen)
 
     def _match_one(self, endpoint: Endpoint, *, is_there: bool) -> bool:
         """Whether it was deployed just now: then what was seen before says nothing about it."""
@@ -99,7 +99,7 @@ class ServeSync:
         return is_new
 
 
-def follow(endpoint: Endpoint, world: Observation, served: Served | None, now_s: float) -> Endpoint:
+def follow(endpoint: Endpoint, world: ClusterObservation, served: ServeObservation | None, now_s: float) -> Endpoint:
     """The endpoint's state as Serve shows it. Pure."""
     if endpoint.unreadable and endpoint.state is not EndpointState.DELETING:
         unread = f"its spec cannot be read any more: {endpoint.unreadable}"

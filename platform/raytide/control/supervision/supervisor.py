@@ -19,11 +19,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from raytide.control.supervision.daemon import hold_lock, record_of, start
+from raytide.control.supervision.daemon import hold_lock, record_of, spawn, start
 from raytide.control.supervision.log_rotation import rotate
-from raytide.control.supervision.owner import ensure_watched
 from raytide.core.errors import RaytideError
-from raytide.core.io.atomic_file import sweep
+from raytide.core.io.atomic_file import read_json, sweep
 from raytide.core.io.process import Process, running, terminate_all
 
 CHILDREN = {"controller": "raytide.control.controller", "api": "raytide.control.api"}
@@ -60,6 +59,33 @@ class Child:
         self.delay_s = min(2 * self.delay_s, _LAST_DELAY_S)
 
 
+@dataclass(frozen=True, slots=True)
+class OwnedCluster:
+    """A cluster that ends with the process that owns it."""
+
+    name: str
+    cluster_id: str
+    owner: Process
+
+
+def owner_of(run_dir: Path, cluster_id: str | None = None) -> OwnedCluster | None:
+    """Returns None when the cluster has no owner, or is no longer the one of this id."""
+    record = read_json(run_dir / "cluster.json") or {}
+    if not record.get("owner_pid") or cluster_id not in (None, record["cluster_id"]):
+        return None
+    owner = Process(record["owner_pid"], record["owner_start_time"], "owner")
+    return OwnedCluster(record["name"], record["cluster_id"], owner)
+
+
+def ensure_owner_watched(run_dir: Path, environment: Mapping[str, str]) -> None:
+    """Starts the watcher of the cluster's owner, if the cluster has an owner and none runs."""
+    if (owned := owner_of(run_dir)) is None:
+        return
+    arguments = ["-m", "raytide.control.bootstrap.owner_watch", str(run_dir), owned.cluster_id]
+    if not running(arguments):
+        spawn("owner", [sys.executable, *arguments], run_dir=run_dir, environment=environment)
+
+
 def supervise(run_dir: Path, children: Mapping[str, Sequence[str]]) -> None:
     """Until SIGTERM, which ends the children too."""
     sweep([run_dir, run_dir / "pids"])
@@ -81,7 +107,7 @@ def supervise(run_dir: Path, children: Mapping[str, Sequence[str]]) -> None:
 def _do_chores(run_dir: Path) -> None:
     rotate([*(run_dir / "logs").glob("*.log"), *(run_dir / "nodes").glob("*/log")])
     try:
-        ensure_watched(run_dir, os.environ)
+        ensure_owner_watched(run_dir, os.environ)
     except (OSError, ValueError, RaytideError) as error:  # a full disk: the next time may be better
         _log.warning("cannot look after what the cluster is owned by: %s", error)
 

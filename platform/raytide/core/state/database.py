@@ -29,7 +29,7 @@ _UPGRADE_LOCK = 7_283_118_433
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class WriteFailure:
     """A write that the store could not take."""
 
     text: str
@@ -44,10 +44,10 @@ class Database:
         self._failed: tuple[str, float] | None = None
 
     @property
-    def last_failure(self) -> Failure | None:
+    def last_failure(self) -> WriteFailure | None:
         """Why the last write failed, unless one has succeeded since."""
         failed = self._failed
-        return None if failed is None else Failure(failed[0], time.monotonic() - failed[1])
+        return None if failed is None else WriteFailure(failed[0], time.monotonic() - failed[1])
 
     @contextmanager
     def read(self) -> Iterator[sa.Connection]:

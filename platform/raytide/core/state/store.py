@@ -22,7 +22,7 @@ from raytide.core.objects.snapshot import Pool
 from raytide.core.state import codec
 from raytide.core.state import tables as t
 from raytide.core.state.caps import check_live_endpoints, check_live_jobs, check_progress
-from raytide.core.state.database import Database, Failure
+from raytide.core.state.database import Database, WriteFailure
 from raytide.core.state.job_queries import CHANGES, Census, leases_where, named
 from raytide.core.state.leader import Leader
 from raytide.core.state.ledger_queries import Books
@@ -66,7 +66,7 @@ class Store:
     def close(self) -> None:
         self._db.engine.dispose()
 
-    def last_failure(self) -> Failure | None:
+    def last_failure(self) -> WriteFailure | None:
         """Why the last write of this process failed, unless one has succeeded since."""
         return self._db.last_failure
 

@@ -16,7 +16,7 @@ from raytide.autoscaler.providers.fake import FakeProvider
 from raytide.autoscaler.ray_gcs import RayNode
 from raytide.control.reconcile.decide import decide
 from raytide.control.reconcile.intents import record_intents
-from raytide.control.reconcile.observation import Observation
+from raytide.control.reconcile.observation import ClusterObservation
 from raytide.control.reconcile.records import ClusterRecords, advance
 from raytide.core.clock import VirtualClock
 from raytide.core.objects.gang import LeaseState
@@ -76,11 +76,11 @@ class LiveWorld:
     def price_micro_usd_h(self) -> int:
         return sum(machine.price_micro_usd_h for machine in self.provider.machines() if machine.ended_at_s is None)
 
-    def _look(self) -> Observation:
+    def _look(self) -> ClusterObservation:
         nodes = [node for node in self.book.nodes.values() if self._is_up(node)]
         nodes = [node if node.ray_node_id else replace(node, ray_node_id=f"ray-{node.id}") for node in nodes]
         self._ray.move(nodes, self.book.leases.values(), self.book.endpoints.values(), self._draining)
-        return Observation(
+        return ClusterObservation(
             machines=self.provider.machines(),
             notices=(),
             ray_nodes=(*self._left.values(), *(self._ray_node(node) for node in nodes)),
@@ -90,7 +90,7 @@ class LiveWorld:
             loads=self._ray.loads(self.clock.now_s()),
         )
 
-    def _snapshot(self, world: Observation) -> Snapshot:
+    def _snapshot(self, world: ClusterObservation) -> Snapshot:
         """The live one, with all that has changed since."""
         book = self.book
         return replace(

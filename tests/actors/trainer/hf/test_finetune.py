@@ -267,7 +267,7 @@ def test_a_checkpoint_belongs_to_its_first_weights_and_its_adapters(start: Start
         ({}, "give either dataset or chat"),
         ({"dataset": "d", "chat": {"file": "c"}}, "give either dataset or chat"),
         ({"chat": {"file": "c"}}, "chat.tokenizer is required"),
-        ({"dataset": "d", "finetune": {"lora": {}}}, "init_from, which is missing"),
+        ({"dataset": "d", "finetune": {"lora": {}}}, "finetune needs init_from"),
         ({"dataset": "d", "init_from": "m", "model": {"dim": 64}}, "init_from brings its own model config"),
         ({"dataset": "d", "init_from": "m", "model": {"config": "c"}}, "init_from brings its own model config"),
         ({"dataset": "d", "model": {"config": "c", "layers": 3}}, "a config says what layers would"),

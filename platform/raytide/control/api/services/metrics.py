@@ -6,57 +6,57 @@ from collections import Counter
 from collections.abc import Iterator
 from statistics import fmean
 
-from raytide.control.api.health import Watch
+from raytide.control.api.health import HealthMonitor
 from raytide.control.views import Live
 from raytide.core import metrics as m
-from raytide.core.metrics import Sample
+from raytide.core.metrics import MetricSample
 from raytide.core.money import MICRO
 from raytide.core.objects.endpoint import EndpointLoad
 from raytide.core.state import Store
 
 
-def samples(store: Store, live: Live, watch: Watch) -> Iterator[Sample]:
-    yield Sample(m.DISK_FREE, watch.free_bytes())
+def samples(store: Store, live: Live, watch: HealthMonitor) -> Iterator[MetricSample]:
+    yield MetricSample(m.DISK_FREE, watch.free_bytes())
     troubles = {trouble.code for trouble in watch.troubles()}
-    yield from (Sample(m.TROUBLE, code in troubles, (code,)) for code in ("disk", "store", "controller"))
+    yield from (MetricSample(m.TROUBLE, code in troubles, (code,)) for code in ("disk", "store", "controller"))
     nodes = store.nodes(live=True)
     counts = Counter((node.type, str(node.market), str(node.state)) for node in nodes)
-    yield from (Sample(m.NODES, count, labels) for labels, count in sorted(counts.items()))
+    yield from (MetricSample(m.NODES, count, labels) for labels, count in sorted(counts.items()))
     prices: Counter[tuple[str, str]] = Counter()
     for node in nodes:
         if node.started_at_s is not None:
             prices[(node.type, str(node.market))] += node.price_micro_usd_h
-    yield from (Sample(m.NODE_PRICE, price / MICRO, labels) for labels, price in sorted(prices.items()))
-    yield from (Sample(m.JOBS, count, labels) for labels, count in sorted(store.census.live_jobs().items()))
+    yield from (MetricSample(m.NODE_PRICE, price / MICRO, labels) for labels, price in sorted(prices.items()))
+    yield from (MetricSample(m.JOBS, count, labels) for labels, count in sorted(store.census.live_jobs().items()))
     members = store.census.live_members()
-    yield from (Sample(m.LEASE_MEMBERS, count, (state,)) for state, count in sorted(members.items()))
+    yield from (MetricSample(m.LEASE_MEMBERS, count, (state,)) for state, count in sorted(members.items()))
     for endpoint in store.endpoints():
-        yield Sample(m.REPLICAS_TARGET, endpoint.target_replicas, (endpoint.name,))
+        yield MetricSample(m.REPLICAS_TARGET, endpoint.target_replicas, (endpoint.name,))
         load = live.loads.get(endpoint.name)
-        yield Sample(m.REPLICAS_READY, load.ready if load else 0, (endpoint.name,))
+        yield MetricSample(m.REPLICAS_READY, load.ready if load else 0, (endpoint.name,))
         if load is not None:
             yield from _told(endpoint.name, load)
     for node_id, use in live.use.items():
-        yield from (Sample(m.NODE_USE, word.value, (node_id, meter)) for meter, word in use.items())
-    yield from (Sample(m.POOL_FAILURES, pool.failures, (pool.node_type, pool.zone)) for pool in store.pools())
+        yield from (MetricSample(m.NODE_USE, word.value, (node_id, meter)) for meter, word in use.items())
+    yield from (MetricSample(m.POOL_FAILURES, pool.failures, (pool.node_type, pool.zone)) for pool in store.pools())
     booked = store.books.booked("kind")
-    yield from (Sample(m.BOOKED, amount / MICRO, (kind,)) for kind, amount in sorted(booked.items()))
-    yield Sample(m.TICKS, live.ticks)
-    yield Sample(m.TICK_SECONDS, live.tick_s)
+    yield from (MetricSample(m.BOOKED, amount / MICRO, (kind,)) for kind, amount in sorted(booked.items()))
+    yield MetricSample(m.TICKS, live.ticks)
+    yield MetricSample(m.TICK_SECONDS, live.tick_s)
     kinds = Counter({"job": 0, "endpoint": 0})
     kinds.update(live.quarantined.values())
-    yield from (Sample(m.QUARANTINED, count, (kind,)) for kind, count in sorted(kinds.items()))
-    yield Sample(m.ERRORS, live.errors_total)
+    yield from (MetricSample(m.QUARANTINED, count, (kind,)) for kind, count in sorted(kinds.items()))
+    yield MetricSample(m.ERRORS, live.errors_total)
 
 
-def _told(endpoint: str, load: EndpointLoad) -> Iterator[Sample]:
+def _told(endpoint: str, load: EndpointLoad) -> Iterator[MetricSample]:
     """What the replicas and the router said."""
-    yield Sample(m.ONGOING, load.ongoing, (endpoint,))
+    yield MetricSample(m.ONGOING, load.ongoing, (endpoint,))
     if load.replicas:
-        yield Sample(m.KV_USE, fmean(replica.kv_use for replica in load.replicas), (endpoint,))
+        yield MetricSample(m.KV_USE, fmean(replica.kv_use for replica in load.replicas), (endpoint,))
     if (traffic := load.traffic) is not None:
-        yield Sample(m.REQUEST_RATE, traffic.requests_rps, (endpoint,))
-        yield Sample(m.REQUEST_FORECAST, traffic.ahead_rps, (endpoint,))
-        yield Sample(m.OUTPUT_RATE, traffic.output_tps, (endpoint,))
+        yield MetricSample(m.REQUEST_RATE, traffic.requests_rps, (endpoint,))
+        yield MetricSample(m.REQUEST_FORECAST, traffic.ahead_rps, (endpoint,))
+        yield MetricSample(m.OUTPUT_RATE, traffic.output_tps, (endpoint,))
         if traffic.ttft_s is not None:
-            yield Sample(m.FIRST_TOKEN, traffic.ttft_s, (endpoint,))
+            yield MetricSample(m.FIRST_TOKEN, traffic.ttft_s, (endpoint,))

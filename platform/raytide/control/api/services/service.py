@@ -11,7 +11,7 @@ from raytide.autoscaler.endpoints.load_target import cold_start_s
 from raytide.autoscaler.providers.base import Bill
 from raytide.control.accounting.cost_report import cost_report
 from raytide.control.api.auth import ANY_TEAM, Caller
-from raytide.control.api.health import Watch
+from raytide.control.api.health import HealthMonitor
 from raytide.control.api.services import logs
 from raytide.control.api.services.input_check import Inputs
 from raytide.control.api.services.leases import Leases
@@ -82,7 +82,7 @@ class ApiService:
         self.leases = Leases(store, clock)
         self._intake = SubmissionRate()
         self.accounts = Accounts(store, config)
-        self.watch = Watch(live, store, clock)
+        self.watch = HealthMonitor(live, store, clock)
         self.packages = Packages(live.parent / "packages")
 
     # Jobs.

@@ -83,7 +83,7 @@ class Packages:
         return left
 
     @contextmanager
-    def receive(self, digest: str, team: str = "") -> Iterator[Part]:
+    def receive(self, digest: str, team: str = "") -> Iterator[PackageWriter]:
         """A file to write to; it becomes the package at the end, if it is what its digest says. `team`: whose it is,
         unless it is there already."""
         final = self._file(digest)
@@ -92,7 +92,7 @@ class Packages:
             with full_disk_is_an_error(str(final)):
                 self._folder.mkdir(mode=0o700, exist_ok=True)
                 with staged.open("wb") as file:
-                    part = Part(file)
+                    part = PackageWriter(file)
                     yield part
                     file.flush()
                     os.fsync(file.fileno())  # a job that is accepted next has its package, whoever loses power
@@ -129,7 +129,7 @@ class Packages:
                 yield path, stat.st_mtime, max(stat.st_size, LEAST_BYTES)
 
 
-class Part:
+class PackageWriter:
     """A package while it arrives."""
 
     def __init__(self, file: IO[bytes]) -> None:

@@ -36,7 +36,7 @@ def owned(idle_head: None, owner: subprocess.Popen[bytes]) -> Iterator[LocalClus
 
 
 def watcher(of: LocalCluster) -> Process | None:
-    return next(iter(running(["-m", "raytide.control.supervision.owner", str(of.run_dir), of.cluster_id])), None)
+    return next(iter(running(["-m", "raytide.control.bootstrap.owner_watch", str(of.run_dir), of.cluster_id])), None)
 
 
 def nothing_is_left(of: LocalCluster) -> bool:
@@ -87,7 +87,7 @@ cluster.up(k={K - 3}, owner=Process.of(os.getpid()))
 """
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == -9
     run_dir = local.run_dir_of("local")
-    eventually(lambda: not running(["-m", "raytide.control.supervision.owner", str(run_dir), _id(run_dir)]))
+    eventually(lambda: not running(["-m", "raytide.control.bootstrap.owner_watch", str(run_dir), _id(run_dir)]))
     assert marked(MARK, _id(run_dir)) == []
 
 

@@ -6,12 +6,12 @@ import pytest
 from raytide.control.reconcile.observation import ApiProbe
 
 
-def test_the_door_is_open_while_the_api_answers() -> None:
+def test_the_probe_raises_while_the_api_does_not_answer() -> None:
     codes = [200, 503, 200]
-    door = ApiProbe("http://127.0.9.1:7400")
+    probe = ApiProbe("http://127.0.9.1:7400")
     transport = httpx.MockTransport(lambda request: httpx.Response(codes.pop(0)))
-    door._http = httpx.Client(base_url="http://127.0.9.1:7400", transport=transport)
-    assert door.is_open()
+    probe._http = httpx.Client(base_url="http://127.0.9.1:7400", transport=transport)
+    assert probe.answers()
     with pytest.raises(httpx.HTTPStatusError):
-        door.is_open()
-    assert door.is_open()
+        probe.answers()
+    assert probe.answers()
