@@ -48,7 +48,7 @@ def test_another_ray_is_refused_with_the_one_to_install(monkeypatch: pytest.Monk
 
 def test_a_companion_that_cannot_be_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "installed_version", {"torch": "2.13.0+cpu", "torchvision": "0.28.0+cu130"}.get)
-    monkeypatch.setattr(doctor, "broken_companions", lambda: ["torchvision"])
+    monkeypatch.setattr(doctor, "broken_torch_packages", lambda: ["torchvision"])
     finding = doctor._torch_companions()
     assert finding.status == "warn"
     assert "torchvision 0.28.0+cu130" in finding.detail
@@ -74,7 +74,7 @@ def test_vllm_is_absent_or_works_or_what_breaks_it_is_named(
 ) -> None:
     monkeypatch.setattr(doctor, "installed_version", installed.get)
     monkeypatch.setattr(doctor, "imports", lambda name: works)
-    monkeypatch.setattr(doctor, "broken_companions", lambda: broken)
+    monkeypatch.setattr(doctor, "broken_torch_packages", lambda: broken)
     finding = doctor._vllm()
     assert (finding.status, word in finding.detail) == (status, True)
     assert all(name in finding.mend for name in broken)

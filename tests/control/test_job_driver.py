@@ -73,7 +73,7 @@ def run(monkeypatch: pytest.MonkeyPatch, folder: Path, api: Api, error: Exceptio
     (folder / "cluster.yaml").write_text((Path(job_driver.__file__).parent / "bootstrap" / "local.yaml").read_text())
     monkeypatch.setenv(ROOTS, "[]")  # restored afterwards
     monkeypatch.setattr("ray.init", lambda **_: None)
-    monkeypatch.setattr("raytide.control.job_driver.Client.of_job", lambda *_: api)
+    monkeypatch.setattr("raytide.control.job_driver.ApiClient.of_job", lambda *_: api)
     monkeypatch.setattr(job_driver, "DRIVERS", {JobKind.DATA: work})
     return job_driver.main(str(folder), "job-1")
 
@@ -113,7 +113,7 @@ def test_a_build_that_gets_nowhere_fails_with_that_reason(monkeypatch: pytest.Mo
     active = replace(LEASE, state=LeaseState.ACTIVE, epoch=1, members=(replace(LEASE.members[0], state=READY),))
     api = Api(active)
     monkeypatch.setattr("raytide.pipelines.build.build", build)
-    monkeypatch.setattr(job_driver, "die_with", lambda *_: None)
+    monkeypatch.setattr(job_driver, "exit_when_lost", lambda *_: None)
     monkeypatch.setattr("raytide.actors.gang.placement_groups.bundle", lambda member: None)
     job = replace(JOB, spec=JOB.spec.model_copy(update={"config": spec.model_dump(mode="json")}))
     with pytest.raises(WaitTimeoutError, match=r"stuck stalled: nothing new was done for 0\.05 s"):
@@ -166,7 +166,7 @@ def test_what_a_job_names_is_looked_at_again_where_it_runs(monkeypatch: pytest.M
     named = replace(JOB, spec=JOB.spec.model_copy(update={"config": config}))
     monkeypatch.setattr(api, "job", lambda _: type("View", (), {"job": named}))
     assert run(monkeypatch, tmp_path, api, None) == DeniedError("").exit_code
-    assert "in a place that is raytide's own, or of the system" in str(api.reports)
+    assert "in a folder of raytide or the system" in str(api.reports)
 
 
 def test_a_job_that_is_over_takes_no_last_word(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""The bounds on what a user may send. One table, so that specs, errors and docs/security.md say the same.
+"""Limits on user input. Specs, error messages and docs/security.md all use this table.
 
-Each is far above what a real cluster needs and low enough that one tick stays well below a second.
+Each limit is far above what a real cluster needs, and low enough that a tick stays well below a second.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Annotated
 from pydantic import AfterValidator, Field, StringConstraints
 
 MOST_SPEC_BYTES = 256 << 10
-"""The size of one spec, everything nested in it included."""
+"""The size of one spec, including everything nested in it."""
 MOST_FILE_BYTES = 64 << 20
-"""The size of a file of raytide's own: a manifest, what was learned."""
+"""The size of a file that raytide writes itself, such as a manifest."""
 MOST_DEPTH = 32
-"""Levels of lists and mappings in one spec."""
+"""The nesting depth of lists and mappings in one spec."""
 MOST_CHARS = 64 << 10
-"""The length of any one text in a spec."""
+"""The length of any text in a spec."""
 MOST_LABELS = 64
 MOST_SHAPES = 16
 MOST_RESOURCES = 16
@@ -30,30 +30,30 @@ MOST_DELAY_S = 36525 * 86400.0
 """The longest timeout or delay: a hundred years."""
 MOST_USD = 1e9
 LEAST_AMOUNT, MOST_AMOUNT = 1e-4, 1e15
-"""Ray counts resources in ten-thousandths; the largest amount is a petabyte of memory."""
+"""Ray counts resources in units of 1/10,000; the largest amount is a petabyte of memory."""
 
 MOST_REPORTED = 128
-"""Names in the progress of one job."""
+"""The number of names in the progress of one job."""
 MOST_REPORTED_CHARS = 4000
-"""The length of one reported text; the rest is cut off."""
+"""The length of one reported text; longer text is truncated."""
 MOST_REPORTED_BYTES = 16 << 10
 """The size of the progress of one job, as JSON."""
 
 MOST_PAGE_BYTES = 16 << 20
-"""Of specs in one answer of the API."""
+"""The total size of the specs in one API response."""
 
 LIVE_JOBS = 1000
-"""Jobs of one team that are not over, unless `metadata.raytide.max_live_jobs` says otherwise."""
+"""Unfinished jobs of one team; the default of `metadata.raytide.max_live_jobs`."""
 TEAM_MEMBERS = 8192
-"""Members of all leases of one team, unless `metadata.raytide.limits.team_members` says otherwise."""
+"""Members of all leases of one team; the default of `metadata.raytide.limits.team_members`."""
 LIVE_ENDPOINTS = 200
 """Endpoints of one team that are not deleted."""
 TEAM_REPLICAS = 8192
 """Member processes of all replicas that a team's endpoints may have at most."""
 LIVE_SHAPES = 4096
-"""Shapes of all these jobs together: each is looked at when the queue is gone through."""
+"""Shapes of all unfinished jobs of a team, because each scheduling cycle considers every shape."""
 LIVE_SPEC_BYTES = 16 << 20
-"""Bytes of the specs of all jobs that are not over: every tick reads them."""
+"""The total size of the specs of a team's unfinished jobs, because every tick reads them."""
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 _UNSTORABLE = re.compile("[\0\ud800-\udfff]")
@@ -63,7 +63,7 @@ _BARE_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 def _one_line(text: str) -> str:
     if found := _CONTROL.search(text):
-        raise ValueError(f"{found[0]!r} is a control character, which a terminal would obey")
+        raise ValueError(f"{found[0]!r} is a control character; use printable text")
     return text
 
 
@@ -74,18 +74,18 @@ Word = Annotated[str, StringConstraints(max_length=256), AfterValidator(_one_lin
 Location = Annotated[str, StringConstraints(max_length=4096), AfterValidator(_one_line)]
 """A path or URL."""
 Labels = Annotated[dict[Name, Word], Field(max_length=MOST_LABELS)]
-"""Names with one line of text each."""
+"""Names, each with one line of text."""
 Seconds = Annotated[float, Field(ge=0, le=MOST_DELAY_S)]
 Dollars = Annotated[float, Field(gt=0, le=MOST_USD)]
 
 
 def storable(text: str) -> str:
-    """The text without what no database or JSON encoder takes: NUL is dropped, half a surrogate pair becomes U+FFFD."""
+    """Returns the text without what databases and JSON encoders reject: no NUL, and U+FFFD for lone surrogates."""
     return _UNSTORABLE.sub(lambda found: "" if found[0] == "\0" else "\ufffd", text)
 
 
 def encodable(text: str) -> str:
-    """The text with U+FFFD for each half of a surrogate pair, which no encoder takes."""
+    """Returns the text with lone surrogates replaced by U+FFFD."""
     return _LONE_SURROGATE.sub("\ufffd", text)
 
 
@@ -94,14 +94,14 @@ def shortened(text: str, most: int = MOST_REPORTED_CHARS) -> str:
 
 
 def printable(text: str, most: int = MOST_REPORTED_CHARS) -> str:
-    """The text as a terminal may show it: storable, without escape sequences, cut to `most` characters."""
+    """Returns the text in a form safe for a terminal: storable, without escape sequences, at most `most` characters."""
     return _BARE_CONTROL.sub("\ufffd", storable(shortened(text, most)))
 
 
 def problem_of(data: object, most_bytes: int = MOST_SPEC_BYTES) -> str:
-    """Returns what makes a spec's raw data unacceptable whatever its schema says; empty when nothing does.
+    """Returns why a spec's raw data is unacceptable regardless of its schema; empty if it is acceptable.
 
-    Checked are its size, its depth, and values that JSON or a database cannot hold.
+    It checks size, depth, and values that JSON or a database cannot hold.
     """
     left, stack = most_bytes, [(data, 0)]
     while stack:
@@ -110,7 +110,7 @@ def problem_of(data: object, most_bytes: int = MOST_SPEC_BYTES) -> str:
             if depth == MOST_DEPTH:
                 return f"it is nested deeper than {MOST_DEPTH} levels"
             left -= 2
-            if len(value) > left:  # before its entries are put on the stack
+            if len(value) > left:  # before its entries go on the stack
                 return _too_large(most_bytes)
             entries = value if not isinstance(value, Mapping) else (*value.keys(), *value.values())
             stack.extend((entry, depth + 1) for entry in entries)
@@ -119,11 +119,11 @@ def problem_of(data: object, most_bytes: int = MOST_SPEC_BYTES) -> str:
             if len(value) > MOST_CHARS:
                 return f"a text has {len(value):,} characters; {MOST_CHARS:,} are allowed"
             if found := _UNSTORABLE.search(value):
-                return f"a text holds {found[0]!r}, which is no character"
+                return f"a text holds {found[0]!r}, which is not a valid character"
         else:
             left -= 8
             if isinstance(value, float) and not math.isfinite(value):
-                return f"{value} is no finite number"
+                return f"{value} is not a finite number"
             if isinstance(value, int) and value.bit_length() > 64:
                 return "a number needs more than 64 bits"
         if left < 0:

@@ -1,4 +1,4 @@
-"""The one source of time. Decisions read it from a Snapshot; loops get a Clock, tests a VirtualClock."""
+"""Clocks. Decisions read the time from a Snapshot; loops get a Clock, and tests a VirtualClock."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from typing import Protocol
 
 class Clock(Protocol):
     def now_s(self) -> float:
-        """Seconds since the epoch."""
+        """Returns seconds since the epoch."""
 
     def wall_ahead_s(self) -> float:
-        """How far the wall clock is ahead of `now_s`: what others stamp by it is that much later here."""
+        """Returns how far the wall clock is ahead of `now_s`, in seconds; timestamps of other processes are ahead by it
+        too."""
 
     def sleep(self, seconds: float) -> None: ...
 
 
 SLEW = 0.25
-"""How much faster or slower than time itself a SteadyClock runs until it agrees with the wall clock again."""
+"""The relative speed at which a SteadyClock catches up with the wall clock."""
 STEP_S = 1.0
-"""A smaller difference is no step: it is taken over at once."""
+"""Smaller differences are not steps and are adopted at once."""
 MOST_S = 86_400.0
 
 
 class SteadyClock:
-    """Wall time without its steps: durations measured with it are true whoever sets the machine's clock, and it never
-    goes back.
+    """Wall time without steps: it never goes back, and durations are right even if the machine's clock is set.
 
-    A step of the wall clock (NTP, a suspended machine, an operator) is taken up gradually: after one of an hour it runs
-    a quarter faster, or slower, for four hours. Until then `wall_ahead_s` tells the difference. Safe for threads.
+    A step of the wall clock (NTP, suspend, an operator) is caught up gradually: a step of one hour makes this clock run
+    a quarter faster, or slower, for four hours. Until then `wall_ahead_s` is the difference. Thread-safe.
     """
 
     def __init__(self, wall_s: Callable[[], float] = time.time, monotonic_s: Callable[[], float] = time.monotonic):
@@ -41,13 +41,14 @@ class SteadyClock:
         self._now_s, self._at_s = wall_s(), monotonic_s()
 
     def go_on_from(self, at_s: float) -> None:
-        """Be no earlier than a process before this one was, if that is within a day: a clock that far off was wrong."""
+        """Advances to the last time of an earlier process, unless that is over a day ahead, which means its clock was
+        wrong."""
         with self._lock:
             if self._now_s < at_s <= self._now_s + MOST_S:
                 self._now_s = at_s
 
     def read(self) -> tuple[float, float]:
-        """(now, how far the wall clock is ahead of that)."""
+        """Returns the time, and how far the wall clock is ahead of it, in seconds."""
         with self._lock:
             wall_s, at_s = self._wall_s(), self._monotonic_s()
             passed_s = max(0.0, at_s - self._at_s)
@@ -63,7 +64,7 @@ class SteadyClock:
 
 @functools.cache
 def _steady() -> SteadyClock:
-    """One for a process: all of its parts agree on what time it is."""
+    """One clock for the process, so that all its parts agree on the time."""
     return SteadyClock()
 
 
@@ -85,7 +86,7 @@ class SystemClock:
 
 
 class VirtualClock:
-    """Time that moves only when told to."""
+    """Time that only `sleep` and `advance` move."""
 
     def __init__(self, start_s: float = 0.0) -> None:
         self._now_s = start_s
@@ -103,12 +104,12 @@ class VirtualClock:
 
 
 def utc(at_s: float) -> str:
-    """`14:03:07 UTC`, for reasons: a point in time reads the same in every tick, a count of seconds does not."""
+    """Formats a time as `14:03:07 UTC`. Reasons use it because, unlike a duration, it reads the same in every tick."""
     return datetime.fromtimestamp(at_s, tz=UTC).strftime("%H:%M:%S UTC")
 
 
 def ago(seconds: float | None) -> str:
-    """`7s`, `3m`, `2h05m`."""
+    """Formats a duration as `7s`, `3m` or `2h05m`."""
     if seconds is None:
         return "-"
     whole = max(0, int(seconds))

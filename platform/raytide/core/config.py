@@ -1,4 +1,4 @@
-"""The base of every config file and spec, and the one place that reads raytide's environment variables."""
+"""The base class of config files and specs, and the only place that reads raytide's environment variables."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ from raytide.core.errors import ConfigError
 
 
 class Config(BaseModel):
-    """Frozen, and closed: an unknown key is an error that names the nearest known one. Numbers are finite, and texts
-    are bounded, which also makes pydantic refuse half a surrogate pair in any of them."""
+    """A frozen model. An unknown key is an error that names the closest known key.
+
+    Numbers are finite and texts are bounded, which also makes pydantic reject lone surrogates.
+    """
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False, str_max_length=bounds.MOST_CHARS
     )
 
     most_bytes: ClassVar[int] = bounds.MOST_SPEC_BYTES
-    """The size of what `parse` takes; larger for files that raytide writes itself."""
+    """The largest input of `parse`; higher for files that raytide writes itself."""
 
     @classmethod
     def parse(cls, data: Mapping[str, object], *, where: str) -> Self:
-        """Validate, or raise one ConfigError that names each bad field of `where` and what to write instead."""
+        """Validates the data. Raises one ConfigError that names each bad field of `where`."""
         if problem := bounds.problem_of(data, cls.most_bytes):
-            raise ConfigError(f"{bounds.printable(where, 200)}: {problem}.", hint="Send less, or leave that out.")
+            raise ConfigError(f"{bounds.printable(where, 200)}: {problem}.", hint="Reduce or remove it.")
         try:
             return cls.model_validate(data)
         except ValidationError as error:
@@ -40,7 +42,7 @@ class Config(BaseModel):
 
 
 def load_yaml(path: Path | str) -> dict[str, object]:
-    """A YAML file's top mapping, or a ConfigError that says where it breaks."""
+    """Returns a YAML file's top-level mapping. Raises ConfigError if it cannot be read or parsed."""
     import yaml
 
     try:
@@ -52,29 +54,29 @@ def load_yaml(path: Path | str) -> dict[str, object]:
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}", hint="Correct the file.") from None
     if not isinstance(data, dict):
-        raise ConfigError(f"{path} holds no mapping at its top.", hint="Start from the shipped example.")
+        raise ConfigError(f"{path} has no mapping at the top level.", hint="Start from the shipped example.")
     return data
 
 
 def home() -> Path:
-    """Where clusters keep their run folders: RAYTIDE_HOME, else ~/.raytide."""
+    """Returns the folder of the clusters' run folders: RAYTIDE_HOME, else ~/.raytide."""
     return Path(os.environ.get("RAYTIDE_HOME") or Path.home() / ".raytide")
 
 
 def environment(name: str) -> str | None:
-    """RAYTIDE_<name>, or None when it is unset or empty."""
+    """Returns the value of RAYTIDE_<name>; None if it is unset or empty."""
     return os.environ.get(f"RAYTIDE_{name}") or None
 
 
 def _describe(error: ValidationError, cls: type[BaseModel]) -> list[str]:
     lines = []
     for item in error.errors(include_url=False):
-        where = ".".join(str(part) for part in item["loc"]) or "(top)"
+        field = ".".join(str(part) for part in item["loc"]) or "(top level)"
         if item["type"] == "extra_forbidden":
             near = difflib.get_close_matches(str(item["loc"][-1]), _known_keys(cls), n=1)
-            lines.append(f"unknown key {where}" + (f" (did you mean {near[0]}?)" if near else ""))
+            lines.append(f"unknown key {field}" + (f" (did you mean {near[0]}?)" if near else ""))
         else:
-            lines.append(f"{where}: {item['msg'].removeprefix('Value error, ').rstrip('.')}")
+            lines.append(f"{field}: {item['msg'].removeprefix('Value error, ').rstrip('.')}")
     return lines
 
 

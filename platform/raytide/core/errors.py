@@ -1,30 +1,30 @@
-"""Every error that raytide raises on purpose.
+"""The exceptions that raytide raises on purpose.
 
 RaytideError                 error                1  500
 ├── UsageError               usage                2  400   the request itself is wrong
 │   ├── ConfigError          bad_config           2  400   a file or spec names an unknown key or a bad value
 │   ├── DataError            bad_data             2  400   a missing file, an empty corpus, a malformed dataset
 │   ├── CapacityError        cannot_fit           2  400   no node type can ever hold what is asked
-│   ├── TooLargeError        too_large            2  413   a request's body is above what its route takes
+│   ├── TooLargeError        too_large            2  413   a request's body is larger than its route allows
 │   └── TooSlowError         too_slow             2  408   a request's body did not arrive in time
 ├── AuthError                not_authenticated    1  401
 ├── DeniedError              denied               1  403   the token's team may not do this
-├── QuotaError               quota                3  429   a team has as many live jobs or endpoints as it may
+├── QuotaError               quota                3  429   a team has reached a limit on jobs, endpoints or members
 ├── NotFoundError            not_found            4  404
 ├── ConflictError            conflict             1  409   it exists, it is running, or a port is taken
-├── WaitTimeoutError         timeout              5  504   a wait ended before the thing happened
+├── WaitTimeoutError         timeout              5  504   a wait timed out
 ├── CheckpointError          bad_checkpoint       1  500   a checkpoint is missing, torn or altered
 ├── StorageError             storage              1  507   a write failed: full disk, lost bucket
-├── TrainError               training             1  500  a run cannot go on: not-a-number, a gang that keeps breaking
+├── TrainError               training             1  500  a run cannot continue: NaN loss, repeated failures
 ├── ScriptError              script               1  500  a process of a script ended with an error
 ├── EngineError              engine               1  500   one request failed inside the inference engine
-│   └── EngineDeadError      engine_dead          1  503   the engine serves nothing any more: it is to be replaced
-├── OverloadedError          overloaded           1  503   the queue is full, or the server is draining: try again
+│   └── EngineDeadError      engine_dead          1  503   the engine is dead and must be replaced
+├── OverloadedError          overloaded           1  503   the queue is full, or the server is draining; retry
 ├── LeaseLostError           lease_lost           1  410   the gang's lease is over
 ├── ProviderError            provider             1  502   a cloud refused or failed a call
 └── ClusterError             cluster              1  503   Ray, a cloud, the controller or the API does not answer
 
-Columns: class, `code`, `exit_code`, `http_status`. `hint` says what to do next.
+Columns: class, `code`, `exit_code`, `http_status`, meaning.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from typing import ClassVar
 
 
 class RaytideError(Exception):
-    """What happened, to which object; `hint` is what to do about it."""
+    """An error with a message that names the object, and a hint that tells the user what to do."""
 
     code: ClassVar[str] = "error"
     exit_code: ClassVar[int] = 1
@@ -51,7 +51,7 @@ class RaytideError(Exception):
         return _rebuild, (type(self), self.message, self.hint)
 
     def to_json(self) -> dict[str, str]:
-        """The wire form, turned back into the same class by `from_json`."""
+        """Returns the wire format, which `from_json` turns back into the same class."""
         return {"code": self.code, "message": self.message, "hint": self.hint}
 
 
@@ -174,6 +174,6 @@ def _tree(cls: type[RaytideError]) -> dict[str, type[RaytideError]]:
 
 
 def from_json(body: dict[str, str]) -> RaytideError:
-    """The error that `to_json` described; an unknown code becomes a plain RaytideError."""
+    """Returns the error that `to_json` described; an unknown code becomes a plain RaytideError."""
     cls = _tree(RaytideError).get(body.get("code", ""), RaytideError)
     return cls(body.get("message", "unknown error"), hint=body.get("hint", ""))

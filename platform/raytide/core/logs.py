@@ -1,7 +1,7 @@
-"""Logs as JSON lines: one object a line, so that a person greps them and a machine reads them.
+"""JSON-lines logging: one object a line, for people who grep and for machines.
 
-Modules say `log = logger(__name__)` and `log.info("lease is active", extra={"lease": "lease-3"})`: the message is
-constant, what varies is a field. A process calls `log_to` once; one that does not has Python's usual logging.
+Modules use `log = logger(__name__)` and `log.info("lease is active", extra={"lease": "lease-3"})`: the message is
+constant, and fields hold what varies. A process calls `log_to` once; otherwise Python's usual logging applies.
 """
 
 from __future__ import annotations
@@ -18,22 +18,21 @@ _WRITTEN_LATER = frozenset({"message", "asctime", "taskName"})
 
 
 def _fields_of(record: logging.LogRecord) -> dict[str, object]:
-    """What its caller gave it, without what every record of this process has: Python's own attributes, those of a
-    library's record factory (vLLM's), and the private ones that Ray adds.
-    """
+    """Returns the fields that the caller passed: all attributes but Python's own, those of a library's record factory
+    (vLLM's), and the private ones that Ray adds."""
     usual = vars(logging.makeLogRecord({})).keys() | _WRITTEN_LATER
     return {name: value for name, value in vars(record).items() if name not in usual and not name.startswith("_")}
 
 
 class Log(logging.LoggerAdapter[logging.Logger]):
-    """A logger with fields that every line of it carries."""
+    """A logger with fields that are part of each of its lines."""
 
     def __init__(self, logger: logging.Logger, fields: MutableMapping[str, object]) -> None:
         super().__init__(logger, fields)
         self._fields = fields
 
     def bind(self, **fields: object) -> Log:
-        """The same with more fields: `log.bind(job=job.id)`."""
+        """Returns a logger with more fields, as in `log.bind(job=job.id)`."""
         return Log(self.logger, {**self._fields, **fields})
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
@@ -45,7 +44,7 @@ def logger(name: str, **fields: object) -> Log:
 
 
 class JsonLines(logging.Formatter):
-    """{"at": ..., "level": ..., "logger": ..., "message": ..., then the fields, and "error" with a traceback}."""
+    """Formats {"at", "level", "logger", "message", then the fields, and "traceback" if there is an exception}."""
 
     def __init__(self, **fields: object) -> None:
         super().__init__()
@@ -63,11 +62,11 @@ class JsonLines(logging.Formatter):
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         text = json.dumps(line, default=str, ensure_ascii=False)
-        return text.encode(errors="backslashreplace").decode()  # half a surrogate pair cannot be written
+        return text.encode(errors="backslashreplace").decode()  # lone surrogates cannot be encoded
 
 
 def log_to(target: Path | IO[str] = sys.stderr, *, level: str = "INFO", **fields: object) -> None:
-    """Send raytide's logs of this process to a file or a stream, in place of where they went before."""
+    """Sends the logs of this process to a file or stream, in place of earlier handlers."""
     handler: logging.Handler = (
         logging.FileHandler(target) if isinstance(target, Path) else logging.StreamHandler(target)
     )

@@ -1,7 +1,6 @@
-"""The control plane's metrics: every name, type, label and meaning in one table, for the page, Prometheus and Grafana.
+"""The control plane's metrics: names, types, labels and help texts, for `/metrics`, Prometheus and Grafana.
 
-Plain data; prometheus_client loads when something is rendered. What an endpoint's replicas measure is theirs
-(`raytide.actors.serving.metrics`).
+prometheus_client is imported only by `render`. `raytide.actors.serving.metrics` defines the metrics of replicas.
 """
 
 from __future__ import annotations
@@ -28,42 +27,44 @@ class MetricSample:
     metric: Metric
     value: float
     labels: tuple[str, ...] = ()
-    """In the order of the metric's."""
+    """In the order of the metric's labels."""
 
 
 NODES = Metric("raytide_nodes", "gauge", "Nodes by type, market and state", ("type", "market", "state"))
-NODE_PRICE = Metric(
-    "raytide_price_usd_per_hour", "gauge", "What the nodes that are billed cost an hour", ("type", "market")
+NODE_PRICE = Metric("raytide_price_usd_per_hour", "gauge", "Hourly price of the billed nodes", ("type", "market"))
+JOBS = Metric("raytide_jobs", "gauge", "Unfinished jobs by kind, team and state", ("kind", "team", "state"))
+LEASE_MEMBERS = Metric("raytide_lease_members", "gauge", "Members of leases in use, by state", ("state",))
+REPLICAS_TARGET = Metric("raytide_replicas_target", "gauge", "Target number of replicas", ("endpoint",))
+REPLICAS_READY = Metric("raytide_replicas_ready", "gauge", "Ready replicas", ("endpoint",))
+ONGOING = Metric("raytide_endpoint_requests", "gauge", "Requests running or waiting", ("endpoint",))
+REQUEST_RATE = Metric(
+    "raytide_endpoint_requests_per_second", "gauge", "Request rate of the last 30 seconds", ("endpoint",)
 )
-JOBS = Metric("raytide_jobs", "gauge", "Jobs that are not over, by kind, team and state", ("kind", "team", "state"))
-LEASE_MEMBERS = Metric("raytide_lease_members", "gauge", "Seats of leases that are not over, by state", ("state",))
-REPLICAS_TARGET = Metric("raytide_replicas_target", "gauge", "Replicas that the controller wants", ("endpoint",))
-REPLICAS_READY = Metric("raytide_replicas_ready", "gauge", "Replicas that answer", ("endpoint",))
-ONGOING = Metric("raytide_endpoint_requests", "gauge", "Requests being answered or waiting anywhere", ("endpoint",))
-REQUEST_RATE = Metric("raytide_endpoint_requests_per_second", "gauge", "Over the last half minute", ("endpoint",))
 REQUEST_FORECAST = Metric(
     "raytide_endpoint_forecast_requests_per_second",
     "gauge",
-    "At the end of a cold start, never below now",
+    "Forecast request rate after one cold start",
     ("endpoint",),
 )
-OUTPUT_RATE = Metric("raytide_endpoint_output_tokens_per_second", "gauge", "Tokens generated", ("endpoint",))
-FIRST_TOKEN = Metric("raytide_endpoint_first_token_seconds", "gauge", "Mean over the last half minute", ("endpoint",))
-KV_USE = Metric("raytide_endpoint_kv_use_ratio", "gauge", "Mean of the replicas that answer", ("endpoint",))
-NODE_USE = Metric("raytide_node_use_ratio", "gauge", "Physical use, as the node's meters said last", ("node", "meter"))
-POOL_FAILURES = Metric("raytide_pool_failures", "gauge", "Launches of a pool that failed in a row", ("type", "zone"))
-BOOKED = Metric("raytide_booked_usd", "counter", "Money in the ledger by kind of entry", ("kind",))
-TICKS = Metric("raytide_controller_ticks", "counter", "Passes of the controller's loop")
-TICK_SECONDS = Metric("raytide_controller_tick_seconds", "gauge", "How long the last pass took")
-QUARANTINED = Metric(
-    "raytide_quarantined", "gauge", "Records whose handling raised and that no decision considers, by kind", ("kind",)
+OUTPUT_RATE = Metric("raytide_endpoint_output_tokens_per_second", "gauge", "Generated tokens per second", ("endpoint",))
+FIRST_TOKEN = Metric(
+    "raytide_endpoint_first_token_seconds", "gauge", "Mean time to first token in the last 30 seconds", ("endpoint",)
 )
-ERRORS = Metric("raytide_controller_errors", "counter", "Calls to Ray or to the provider that failed")
-DISK_FREE = Metric("raytide_disk_free_bytes", "gauge", "What can still be written to the disk of the run folder")
+KV_USE = Metric("raytide_endpoint_kv_use_ratio", "gauge", "Mean KV cache usage of the ready replicas", ("endpoint",))
+NODE_USE = Metric("raytide_node_use_ratio", "gauge", "Last measured physical utilization", ("node", "meter"))
+POOL_FAILURES = Metric("raytide_pool_failures", "gauge", "Consecutive failed launches of a pool", ("type", "zone"))
+BOOKED = Metric("raytide_booked_usd", "counter", "Cost booked in the ledger, by kind of entry", ("kind",))
+TICKS = Metric("raytide_controller_ticks", "counter", "Ticks of the controller")
+TICK_SECONDS = Metric("raytide_controller_tick_seconds", "gauge", "Duration of the last tick")
+QUARANTINED = Metric(
+    "raytide_quarantined", "gauge", "Records excluded from decisions after an error, by kind", ("kind",)
+)
+ERRORS = Metric("raytide_controller_errors", "counter", "Failed calls to Ray or to the provider")
+DISK_FREE = Metric("raytide_disk_free_bytes", "gauge", "Free space on the disk of the run folder")
 TROUBLE = Metric(
     "raytide_trouble",
     "gauge",
-    "1 while the disk is full, the store refuses writes, or the controller stands still",
+    "1 while the disk is full, the store refuses writes, or the controller is stalled",
     ("what",),
 )
 
@@ -93,7 +94,7 @@ CATALOGUE: tuple[Metric, ...] = (
 
 
 def render(samples: Iterable[MetricSample]) -> bytes:
-    """Prometheus' text format, metrics in the order of the catalogue."""
+    """Returns Prometheus' text format, with metrics in the order of the catalogue."""
     from prometheus_client import CollectorRegistry, generate_latest
 
     registry = CollectorRegistry(auto_describe=False)
@@ -108,13 +109,13 @@ class _Collector:
     def collect(self) -> Iterator[Family]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        of: defaultdict[Metric, list[MetricSample]] = defaultdict(list)
+        by_metric: defaultdict[Metric, list[MetricSample]] = defaultdict(list)
         for sample in self._samples:
-            of[sample.metric].append(sample)
+            by_metric[sample.metric].append(sample)
         for metric in CATALOGUE:
             family_of = CounterMetricFamily if metric.type == "counter" else GaugeMetricFamily
             family = family_of(metric.name, metric.help, labels=metric.labels)
-            for sample in of[metric]:
+            for sample in by_metric[metric]:
                 family.add_metric(sample.labels, sample.value)
-            if of[metric]:
+            if by_metric[metric]:
                 yield family

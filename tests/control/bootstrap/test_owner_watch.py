@@ -73,7 +73,7 @@ def test_an_up_that_is_killed_half_way_leaves_nothing(home: Path, eventually: Ca
     """Nobody else could end it: there is no supervisor yet."""
     script = f"""
 import os, signal
-from raytide.control import cluster
+from raytide.control.bootstrap import local as cluster
 from raytide.control.supervision.daemon import spawn
 from raytide.core.errors import StorageError
 from raytide.core.io.process import Process

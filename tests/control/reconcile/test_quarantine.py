@@ -68,7 +68,7 @@ class TestDecisions:
         self, loop: Loop, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         before, bad, after = loop.submit(), loop.submit(members=1), loop.submit(members=1)
-        monkeypatch.setattr(controller_module, "of_judged", poisoned(bad))
+        monkeypatch.setattr(controller_module, "decide_constrained", poisoned(bad))
         loop.until(lambda: loop.state(before) is loop.state(after) is JobState.RUNNING)
         assert loop.state(bad) is JobState.QUEUED
         waits = live(loop).waiting[bad]
@@ -83,7 +83,7 @@ class TestDecisions:
         bad = loop.submit(members=2)
         loop.until(lambda: loop.state(bad) is JobState.RUNNING)
         held = {member.node_id for member in loop.store.lease_of(bad).usable}  # type: ignore[union-attr]
-        monkeypatch.setattr(controller_module, "of_judged", poisoned(bad))
+        monkeypatch.setattr(controller_module, "decide_constrained", poisoned(bad))
         other = loop.submit(members=2)
         loop.until(lambda: loop.state(other) is JobState.RUNNING)
         loop.tick(300)
@@ -100,14 +100,14 @@ class TestDecisions:
     def test_many_are_found_within_a_few_passes(self, loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
         every = [loop.submit(members=1) for _ in range(60)]
         bad = set(every[::3])
-        monkeypatch.setattr(controller_module, "of_judged", poisoned(*bad))
+        monkeypatch.setattr(controller_module, "decide_constrained", poisoned(*bad))
         loop.tick(12)
         assert {subject for subject, what in live(loop).waiting.items() if what.constraint == "quarantined"} == bad
         assert any(loop.state(job) is not JobState.QUEUED for job in every)
 
     def test_one_that_is_stopped_ends(self, loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
         bad = loop.submit()
-        monkeypatch.setattr(controller_module, "of_judged", poisoned(bad))
+        monkeypatch.setattr(controller_module, "decide_constrained", poisoned(bad))
         loop.tick(3)
         loop.store.request_stop(bad)
         loop.tick(3)
@@ -116,9 +116,9 @@ class TestDecisions:
 
     def test_it_is_tried_again_after_a_while(self, loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
         bad = loop.submit()
-        monkeypatch.setattr(controller_module, "of_judged", poisoned(bad))
+        monkeypatch.setattr(controller_module, "decide_constrained", poisoned(bad))
         loop.tick(3)
-        monkeypatch.setattr(controller_module, "of_judged", decide_constrained)
+        monkeypatch.setattr(controller_module, "decide_constrained", decide_constrained)
         loop.tick(3)
         assert loop.state(bad) is JobState.QUEUED, "it was not tried yet"
         loop.clock.advance(RETRY_S)
@@ -130,7 +130,7 @@ class TestDecisions:
     ) -> None:
         """Two stages see it: one that passes before the one that fails must not count as success."""
         bad = loop.submit()
-        monkeypatch.setattr(controller_module, "of_judged", poisoned(bad))
+        monkeypatch.setattr(controller_module, "decide_constrained", poisoned(bad))
         tries: list[float] = []
         put = Quarantine._put
 
@@ -160,7 +160,7 @@ class TestDecisions:
         def broken(seen: Snapshot) -> Plan:
             raise ZeroDivisionError("the decision itself is broken")
 
-        monkeypatch.setattr(controller_module, "of_judged", broken)
+        monkeypatch.setattr(controller_module, "decide_constrained", broken)
         loop.tick(2)
         assert any("the decision itself is broken" in error for error in live(loop).errors)
         loop.until(lambda: bool(loop.world.running))
@@ -177,7 +177,7 @@ class TestDecisions:
             return decide_constrained(seen)
 
         loop.controller._quarantine = Quarantine(limit_s=0.5)
-        monkeypatch.setattr(controller_module, "of_judged", endless)
+        monkeypatch.setattr(controller_module, "decide_constrained", endless)
         loop.until(lambda: loop.state(good) is JobState.RUNNING)
         assert "computed for more than" in live(loop).waiting[bad].reason
 
@@ -204,7 +204,7 @@ class TestRecords:
             assert all(view.endpoint.name != "bad" for view in seen.endpoints)
             return decide_constrained(seen)
 
-        monkeypatch.setattr(controller_module, "of_judged", broken)
+        monkeypatch.setattr(controller_module, "decide_constrained", broken)
         loop.until(lambda: loop.store.endpoint("good").state is EndpointState.RUNNING)
         assert live(loop).quarantined == {"bad": "endpoint"}
         assert "raytide serve --delete bad" in live(loop).waiting["bad"].remedy
@@ -237,7 +237,7 @@ def test_what_is_left_out_leaves_nothing_of_its_nodes_to_others(loop: Loop, monk
         seen.append(snapshot)
         return decide_constrained(snapshot)
 
-    monkeypatch.setattr(controller_module, "of_judged", spy)
+    monkeypatch.setattr(controller_module, "decide_constrained", spy)
     loop.tick()
     rest = without(seen[0], {job})
     assert rest.jobs == rest.leases == ()

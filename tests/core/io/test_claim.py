@@ -15,7 +15,7 @@ import pytest
 
 from raytide.core.errors import ConflictError
 from raytide.core.io import claim as claims
-from raytide.core.io.claim import Claim, Held, committing, held_at
+from raytide.core.io.claim import Claim, ClaimRecord, committing, read_claim
 
 Make = Callable[..., Claim]
 FAST: dict[str, float] = {"beat_s": 0.05, "watch_s": 0.4}
@@ -42,10 +42,10 @@ def claim() -> Iterator[Callable[..., Claim]]:
 
 def rewrite(place: str, **changes: object) -> None:
     """As a process elsewhere would have written it."""
-    held = held_at(place)
+    held = read_claim(place)
     assert held is not None
-    body = {name: getattr(held, name) for name in Held.__dataclass_fields__} | changes
-    claims._write(place, Held(**body))
+    body = {name: getattr(held, name) for name in ClaimRecord.__dataclass_fields__} | changes
+    claims._write(place, ClaimRecord(**body))
 
 
 def elsewhere(place: str, claim: Make, holder: str = "job-1") -> Claim:
@@ -72,7 +72,7 @@ def test_two_runs_of_one_process_are_two_runs(place: str, claim: Make) -> None:
 
 def test_a_run_that_released_it_leaves_it_free(place: str, claim: Make) -> None:
     claim(place, holder="job-1").release()
-    assert held_at(place) is None
+    assert read_claim(place) is None
     assert claim(place, holder="job-2").epoch == 1
 
 
@@ -85,7 +85,7 @@ def test_the_same_job_takes_over_at_once_and_its_former_driver_commits_nothing(p
     with committing([place], again.token):
         pass
     wait_until(lambda: former._lost is not None)
-    with pytest.raises(ConflictError, match="writes there no more"):
+    with pytest.raises(ConflictError, match="no longer writes there"):
         former.check()
     former.release()
     with committing([place], again.token):
@@ -111,7 +111,7 @@ def test_a_killed_process_of_this_machine_does_not_block(place: str, tmp_path: P
     subprocess.run(
         [sys.executable, "-c", code], check=False, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     )
-    held = held_at(place)
+    held = read_claim(place)
     assert held is not None
     assert held.holder == "job-1"
     assert claim(place, holder="job-2", watch_s=1000.0).epoch == 2
@@ -184,7 +184,7 @@ def test_of_many_that_begin_together_one_gets_it(place: str, claim: Make) -> Non
     for each in threads:
         each.join(30)
     assert len(won) + len(refused) == 6
-    held = held_at(place)
+    held = read_claim(place)
     assert held is not None
     wait_until(lambda: sum(one._lost is None for one in won) == 1)
     assert [one.token for one in won if one._lost is None] == [held.token]
@@ -195,8 +195,8 @@ def test_what_is_refused_in_one_place_leaves_the_other_free(tmp_path: Path, clai
     claim(second, holder="job-1")
     with pytest.raises(ConflictError):
         claim(first, second, holder="job-2")
-    assert held_at(first) is None
-    held = held_at(second)
+    assert read_claim(first) is None
+    held = read_claim(second)
     assert held is not None
     assert held.holder == "job-1"
 

@@ -1,4 +1,4 @@
-"""Small JSON files that are either whole or absent, whoever is killed while writing them."""
+"""Small JSON files that are written atomically, so that a killed writer leaves the old text or the new one."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from typing import Any
 
 _STAGED = re.compile(r"\..+\.(\d+)\.[0-9a-f]{8}\.part")
 _LEFT_BEHIND_S = 60.0
-"""The age at which a staged file of a writer that cannot be found is taken for a leftover."""
+"""The age at which a staged file counts as left behind if its writer is not found."""
 
 
 def write_json(path: Path, data: Mapping[str, object], *, mode: int = 0o600, is_kept: bool = True) -> None:
-    """Replace the file at once: readers see the old or the new text, never a part.
+    """Replaces the file atomically.
 
-    When this returns, the new text outlives a loss of power, unless not `is_kept`: then the machine may come back with
-    the old text, or with an empty file. OSError leaves the old text, and nothing beside it.
+    The new text survives a power loss once this returns, unless `is_kept` is false: then the machine may come back with
+    the old text or an empty file. An OSError leaves the old text and no other file.
     """
     staged = _staged(path, data, mode, is_kept=is_kept)
     try:
@@ -34,7 +34,7 @@ def write_json(path: Path, data: Mapping[str, object], *, mode: int = 0o600, is_
 
 
 def create_json(path: Path, data: Mapping[str, object], *, mode: int = 0o600) -> bool:
-    """Write the file unless it exists. Of several writers one gets True, and its text stays."""
+    """Writes the file unless it exists. Exactly one of several writers gets True, and its text stays."""
     staged = _staged(path, data, mode, is_kept=True)
     try:
         os.link(staged, path)
@@ -47,18 +47,18 @@ def create_json(path: Path, data: Mapping[str, object], *, mode: int = 0o600) ->
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The file's mapping, or None when there is no such file. ValueError when it holds no mapping."""
+    """Returns the file's mapping, or None if the file does not exist. Raises ValueError if it holds no mapping."""
     try:
         data = json.loads(path.read_text())
     except FileNotFoundError:
         return None
     if not isinstance(data, dict):
-        raise ValueError(f"{path} holds no mapping at its top")
+        raise ValueError(f"{path} has no mapping at the top level")
     return data
 
 
 def check_room(folder: Path, size: int = 4096) -> None:
-    """Raise OSError when a file of this many bytes cannot be written there now; nothing of it stays."""
+    """Raises OSError if a file of `size` bytes cannot be written there now. Leaves no file."""
     staged = folder / f".room.{os.getpid()}.{secrets.token_hex(4)}.part"
     try:
         _write(staged, b"\0" * size, 0o600, is_kept=True)
@@ -67,7 +67,7 @@ def check_room(folder: Path, size: int = 4096) -> None:
 
 
 def sweep(folders: Iterable[Path]) -> int:
-    """Remove what writers that were killed half-way left in these folders; returns how many files that were."""
+    """Removes the staged files of killed writers from these folders; returns their number."""
     removed = 0
     for folder in folders:
         with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
@@ -80,7 +80,7 @@ def sweep(folders: Iterable[Path]) -> int:
 
 
 def _is_left_behind(staged: Path, pid: int) -> bool:
-    """A pid may be another container's, hence the age too."""
+    """Checks the age too, because the pid may belong to another container."""
     try:
         return not Path("/proc", str(pid)).exists() and abs(time.time() - staged.stat().st_mtime) > _LEFT_BEHIND_S
     except FileNotFoundError:
@@ -88,7 +88,7 @@ def _is_left_behind(staged: Path, pid: int) -> bool:
 
 
 def _staged(path: Path, data: Mapping[str, object], mode: int, *, is_kept: bool) -> Path:
-    """The text beside its final place; nothing is left there when it cannot be written."""
+    """Writes the text beside its final path; leaves no file on an error."""
     staged = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.part")
     text = json.dumps(data, indent=1, sort_keys=True)
     try:
@@ -110,7 +110,7 @@ def _write(path: Path, data: bytes, mode: int, *, is_kept: bool) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """A file's name is on disk once its folder is."""
+    """Makes a file's name durable."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

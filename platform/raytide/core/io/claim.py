@@ -1,9 +1,9 @@
-"""One writer for an output folder at a time: a claim file in it, at a path or an fsspec URL.
+"""A claim file that gives an output folder, at a path or an fsspec URL, one writer at a time.
 
-The claim names its holder and changes with every heartbeat. It may be taken over once its holder is over: at once when
-that is the same job, a job that has ended or a process that is gone from this machine, else after no heartbeat was seen
-for WATCH_S. No two machines' clocks are compared. A writer that lost its claim finds that out before it commits
-(`committing`). Object stores cannot compare and swap through fsspec, so at a URL two takers settle it by reading back.
+The claim names its holder and changes with every heartbeat. It may be taken over at once if its holder is the same job,
+a job that has ended or a dead process of this machine, and otherwise after WATCH_S without a heartbeat. Clocks of
+different machines are never compared. A writer that lost its claim learns it before it commits (`committing`). fsspec
+has no compare-and-swap for object stores, so concurrent takers of a URL read the file back to see which one won.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from raytide.core.errors import ConflictError, RaytideError
 from raytide.core.io.atomic_file import write_json
 from raytide.core.io.storage import full_disk_is_an_error, is_local, join
 
-__all__ = ["BEAT_S", "WATCH_S", "Claim", "Held", "committing", "held_at"]
+__all__ = ["BEAT_S", "WATCH_S", "Claim", "ClaimRecord", "committing", "read_claim"]
 
 _log = logging.getLogger(__name__)
 
@@ -33,27 +33,27 @@ NAME = ".claim.json"
 BEAT_S = 5.0
 WATCH_S = 3 * BEAT_S
 SETTLE_S = 1.0
-"""At a URL, between writing a claim and reading back who wrote last."""
+"""At a URL, the time between writing a claim and reading it back."""
 LOCK_TIMEOUT_S = 30.0
 _POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """What a claim file says."""
+class ClaimRecord:
+    """The content of a claim file."""
 
     holder: str
-    """A job's id, or a name for a process of no job."""
+    """A job's id, or a name for a process without a job."""
     token: str
-    """Of this very claim."""
+    """Identifies this claim."""
     epoch: int
-    """How often the folder was claimed so far."""
+    """The number of claims of this folder so far."""
     host: str
     boot: str
-    """Of the machine's kernel and the process's namespace: pids mean something within it."""
+    """Identifies the machine's boot and the pid namespace, which give the pid its meaning."""
     pid: int
     started: str
-    """When that process started, in the kernel's ticks: pids are used again."""
+    """The process's start time in kernel ticks, because pids are reused."""
     since_s: float
     beats: int = 0
 
@@ -63,9 +63,9 @@ class Held:
 
 
 class Claim:
-    """Held by this process from its making until `release`, or until another run takes it over.
+    """The claim of this process, held until `release` or until another run takes it over.
 
-    ConflictError names the run that writes there.
+    Raises a ConflictError that names the other run if the folder is in use.
     """
 
     def __init__(
@@ -77,14 +77,14 @@ class Claim:
         beat_s: float = BEAT_S,
         watch_s: float = WATCH_S,
     ) -> None:
-        """`places`: folders or URLs. `is_over` tells of another holder whether its job has ended. Without a `holder`,
-        this process is a run of its own."""
+        """`places` are folders or URLs, `is_over(holder)` tells whether another holder's job has ended. Without a
+        `holder` this process counts as a run of its own."""
         self.token = secrets.token_hex(8)
         self.holder = holder or f"a process without a job, {secrets.token_hex(4)}"
         self._is_over, self._beat_s, self._watch_s = is_over, beat_s, watch_s
-        self._held: dict[str, Held] = {}
+        self._held: dict[str, ClaimRecord] = {}
         self._made: list[str] = []
-        """Folders that were not there before: left empty, they go again."""
+        """Folders that this claim created; `release` removes them if they are empty."""
         self._lost: ConflictError | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="claim", daemon=True)
@@ -101,51 +101,52 @@ class Claim:
         return max(held.epoch for held in self._held.values())
 
     def check(self) -> None:
-        """ConflictError once another run has taken a place over, as far as the heartbeats have seen."""
+        """Raises ConflictError if a heartbeat found that another run took a folder over."""
         if self._lost is not None:
             raise self._lost
 
     def release(self) -> None:
-        """Leave the places free for the next run, unless another has them already."""
+        """Frees the folders for the next run, except those that another run holds."""
         self._over.set()
         if self._thread.is_alive():
             self._thread.join(self._beat_s)
         for place in self._held:
             with suppress(RaytideError, OSError), _locked(place):
-                held = held_at(place)
+                held = read_claim(place)
                 if held is not None and held.token == self.token:
                     _remove(place)
         for place in self._made:
             with suppress(OSError):
                 os.rmdir(place)
 
-    def _take(self, place: str) -> Held:
+    def _take(self, place: str) -> ClaimRecord:
         deadline_s = time.monotonic() + self._watch_s
         if is_local(place) and not Path(place).exists():
             self._made.append(place)
-        seen, is_free = (held_at(place), _beat_of(place)), False
+        seen, is_free = (read_claim(place), _beat_of(place)), False
         if seen[0] is not None:
             is_free = self._may_take(place, seen[0])
         while True:
             with _locked(place):
-                found, beat = held_at(place), _beat_of(place)
+                found, beat = read_claim(place), _beat_of(place)
                 is_same = (found, beat) == seen
                 if found is None or (is_same and (is_free or time.monotonic() >= deadline_s)):
-                    mine = _me(self.holder, self.token, 1 + (found.epoch if found is not None else 0))
-                    _write(place, mine)
+                    claim = _own(self.holder, self.token, 1 + (found.epoch if found is not None else 0))
+                    _write(place, claim)
                     break
-            if not is_same:  # it lives
+            if not is_same:  # the holder is alive
                 raise _taken(place, found)
             time.sleep(min(_POLL_S * 4, self._beat_s))
         if not is_local(place):
             time.sleep(SETTLE_S)
-            last = held_at(place)
+            last = read_claim(place)
             if last is not None and last.token != self.token:
                 raise _taken(place, last)
-        return mine
+        return claim
 
-    def _may_take(self, place: str, found: Held) -> bool:
-        """Whether its holder is known to be over; False leaves it to the heartbeats. ConflictError when it lives."""
+    def _may_take(self, place: str, found: ClaimRecord) -> bool:
+        """Returns whether the holder is known to be over; if unknown, heartbeats decide. Raises ConflictError if it
+        lives."""
         if found.holder == self.holder or self._is_over(found.holder):
             return True
         if found.boot != _boot() or (alive := _is_alive(found)) is None:
@@ -162,36 +163,38 @@ class Claim:
                 except ConflictError as error:
                     self._lost = error
                     return
-                except Exception as error:  # a storage that is away for a moment: a commit checks for itself
-                    _log.warning("no heartbeat could be left at %s: %s", place, error)
+                except Exception as error:  # storage may be briefly unavailable; commits check again
+                    _log.warning("cannot write a heartbeat to %s: %s", place, error)
 
     def _beat(self, place: str) -> None:
-        found = held_at(place)
+        found = read_claim(place)
         if found is None or found.token != self.token:
             raise _lost(place, found)
         if is_local(place):
-            os.utime(Path(place) / NAME)  # needs no room on the disk
+            os.utime(Path(place) / NAME)  # needs no disk space
             return
         held = self._held[place]
-        self._held[place] = Held(**{**asdict(held), "beats": held.beats + 1})
+        self._held[place] = ClaimRecord(**{**asdict(held), "beats": held.beats + 1})
         _write(place, self._held[place])
 
 
 @contextmanager
 def committing(places: Sequence[str], token: str) -> Iterator[None]:
-    """Inside the block, what only the holder of this claim may write can be published; ConflictError where the claim is
-    another's by now. In local folders nobody can take it over meanwhile. Without a token nothing is claimed."""
+    """A context in which the holder of this claim may publish. Raises ConflictError if another run holds the claim.
+
+    In local folders the claim cannot be taken over inside the context. An empty token disables the check.
+    """
     with ExitStack() as locks:
         for place in dict.fromkeys(map(_plain, places if token else ())):
             locks.enter_context(_locked(place))
-            found = held_at(place)
+            found = read_claim(place)
             if found is None or found.token != token:
                 raise _lost(place, found)
         yield
 
 
-def held_at(place: str) -> Held | None:
-    """Who holds a folder; None when nobody does, or when what lies there is no claim."""
+def read_claim(place: str) -> ClaimRecord | None:
+    """Returns the claim of a folder; None if there is none, or the file is not a claim."""
     place = _plain(place)
     try:
         if is_local(place):
@@ -203,30 +206,30 @@ def held_at(place: str) -> Held | None:
             fs.invalidate_cache()
             body = json.loads(fs.cat_file(path))
         types = {"epoch": int, "pid": int, "since_s": (int, float), "beats": int}
-        values = {field.name: body[field.name] for field in fields(Held)}
-        whole = all(isinstance(value, types.get(name, str)) for name, value in values.items())  # type: ignore[arg-type]
-        return Held(**values) if whole else None
+        values = {field.name: body[field.name] for field in fields(ClaimRecord)}
+        is_valid = all(isinstance(value, types.get(name, str)) for name, value in values.items())  # type: ignore[arg-type]
+        return ClaimRecord(**values) if is_valid else None
     except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
         return None
 
 
-_HINT = "Give this run another out, or stop that one first."
+_HINT = "Give this run another `out`, or stop the other run first."
 
 
-def _taken(place: str, found: Held | None) -> ConflictError:
+def _taken(place: str, found: ClaimRecord | None) -> ConflictError:
     return ConflictError(f"{place} is being written by {found or 'another run'}.", hint=_HINT)
 
 
-def _lost(place: str, found: Held | None) -> ConflictError:
+def _lost(place: str, found: ClaimRecord | None) -> ConflictError:
     return ConflictError(
-        f"{place} was taken over by {found or 'a run that has ended'}: this run writes there no more.",
-        hint="Two runs cannot have one out; the other one goes on from the last checkpoint.",
+        f"{place} was taken over by {found or 'a run that has ended'}: this run no longer writes there.",
+        hint="Two runs cannot share one `out`; the other one continues from the last checkpoint.",
     )
 
 
-def _me(holder: str, token: str, epoch: int) -> Held:
+def _own(holder: str, token: str, epoch: int) -> ClaimRecord:
     pid = os.getpid()
-    return Held(holder, token, epoch, socket.gethostname(), _boot(), pid, _started(pid), time.time())
+    return ClaimRecord(holder, token, epoch, socket.gethostname(), _boot(), pid, _started(pid), time.time())
 
 
 def _boot() -> str:
@@ -234,11 +237,11 @@ def _boot() -> str:
         kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{kernel}/{os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:
-        return f"unknown-{secrets.token_hex(8)}"  # equal to none: then heartbeats decide
+        return f"unknown-{secrets.token_hex(8)}"  # never equal, so heartbeats decide
 
 
-def _is_alive(found: Held) -> bool | None:
-    """Of a process of this machine; None where the kernel does not tell."""
+def _is_alive(found: ClaimRecord) -> bool | None:
+    """Returns whether the process of this machine is alive; None if the kernel does not tell."""
     try:
         if found.pid < 1:
             return None
@@ -251,7 +254,7 @@ def _is_alive(found: Held) -> bool | None:
 
 
 def _started(pid: int) -> str:
-    """Empty for a process that is gone, or waits to be reaped."""
+    """Returns the start time of a process; empty if it is gone or a zombie."""
     try:
         rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -264,7 +267,7 @@ def _plain(place: str) -> str:
 
 
 def _beat_of(place: str) -> object:
-    """What changes with a heartbeat, beside the claim's own content."""
+    """Returns the part of a heartbeat that is not in the claim's content: the modification time of a local file."""
     if not is_local(place):
         return None
     try:
@@ -273,7 +276,7 @@ def _beat_of(place: str) -> object:
         return None
 
 
-def _write(place: str, held: Held) -> None:
+def _write(place: str, held: ClaimRecord) -> None:
     if is_local(place):
         with full_disk_is_an_error(place):
             write_json(Path(place) / NAME, asdict(held), mode=0o644)
@@ -315,7 +318,7 @@ def _locked(place: str) -> Iterator[None]:
                     raise ConflictError(f"another process keeps {place} locked.", hint=_HINT) from None
                 time.sleep(_POLL_S)
                 continue
-            except OSError:  # a network filesystem that cannot lock folders: the token alone decides
+            except OSError:  # a network file system without folder locks: the token decides
                 pass
             break
         yield

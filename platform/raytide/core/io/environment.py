@@ -1,6 +1,6 @@
-"""Which environment variables go from the operator's shell to the cluster's nodes, and from a node to users' commands.
+"""Selects the environment variables that pass from the operator's shell to nodes, and from a node to users' commands.
 
-An allowlist: what is not named stays behind, so that the operator's credentials reach the controller alone.
+It is an allowlist, so that the operator's credentials reach only the controller.
 """
 
 from __future__ import annotations
@@ -28,36 +28,38 @@ _LIBRARIES = (
     *("TORCH*", "PYTORCH*", "TRITON*", "VLLM_*", "HF_*", "HUGGINGFACE_HUB_CACHE", "TRANSFORMERS_*", "JAX_*", "XLA_*"),
 )
 MARKS = ("RAYTIDE_CLUSTER", "RAYTIDE_NODE")
-"""By these the processes of a cluster and of a node are found, however far they are detached."""
+"""Variables by which all processes of a cluster or node are found, even detached ones."""
 
 WITH_COMMANDS = (*_SYSTEM, *_DEVICES, *_LIBRARIES, *MARKS)
-"""What a user's command on a node gets. Nothing of Ray, whose token lets whoever has it do anything in it."""
+"""The environment of users' commands. It excludes Ray's variables, because Ray's token allows everything in Ray."""
 ON_NODES = (*WITH_COMMANDS, "RAYTIDE_HOME", "RAYTIDE_CLUSTER_NAME", "RAYTIDE_PASS", "RAYTIDE_MLFLOW_*")
-"""What a raylet gets, and with it the drivers, trainers and replicas below it, which are raytide's own programs."""
+"""The environment of raylets, and so of the drivers, trainers and replicas below them, which are raytide's programs."""
 
 _SECRET = re.compile("TOKEN|SECRET|PASSW|CREDENTIAL|KEY|AUTH", re.IGNORECASE)
 _NOT_SECRET = {"TOKENIZERS_PARALLELISM", "RAYTIDE_MLFLOW_TOKEN"}
 
 NAME_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*\*?$"
-"""A variable's name, or how names begin: `OUR_*`."""
+"""The pattern of a variable's name or prefix (`OUR_*`)."""
 
 
 def passed(inherited: Mapping[str, str], allowed: Iterable[str], named: Iterable[str] = ()) -> dict[str, str]:
-    """The variables that a pattern of `allowed` matches, and those that the operator `named`. A name that looks like a
-    secret's must be `named` in full, since `HF_*` means the caches and not HF_TOKEN."""
+    """Returns the variables that match a pattern of `allowed`, and those that the operator `named`.
+
+    A name that looks like a secret must be `named` in full, because `HF_*` is meant for caches and not for HF_TOKEN.
+    """
     patterns, exact = tuple(allowed), set(named)
     more = tuple(name for name in exact if name.endswith("*"))
 
-    def goes(name: str) -> bool:
+    def is_passed(name: str) -> bool:
         if name in exact or (name in _NOT_SECRET and _matches(name, patterns)):
             return True
         return not _SECRET.search(name) and _matches(name, (*patterns, *more))
 
-    return {name: value for name, value in inherited.items() if goes(name)}
+    return {name: value for name, value in inherited.items() if is_passed(name)}
 
 
 def all_passed(configured: Iterable[str]) -> tuple[str, ...]:
-    """`pass_environment` of cluster.yaml, and the names (with commas between) in RAYTIDE_PASS, for one start."""
+    """Returns `pass_environment` of cluster.yaml and the comma-separated names in RAYTIDE_PASS."""
     extra = (environment("PASS") or "").split(",")
     return tuple(dict.fromkeys((*configured, *(name.strip() for name in extra if name.strip()))))
 

@@ -1,6 +1,6 @@
-"""fsspec's local files; what was opened is looked at once more, as links may be exchanged after a path was checked.
+"""fsspec's local file system, which checks each opened file again, because links may change after the path was checked.
 
-Imported when a local file is opened, because fsspec takes its time.
+Import this module lazily: importing fsspec is slow.
 """
 
 from __future__ import annotations

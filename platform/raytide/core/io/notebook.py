@@ -1,4 +1,4 @@
-"""Tables for notebooks, in the notebook's own style."""
+"""HTML tables for notebooks."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Places on a machine that users' specs must not name: raytide's own secrets and those of whoever started it.
+"""Paths that users' specs must not name, because they hold the secrets of raytide, the system or the operator.
 
-Trainers, builds and endpoints read and write what a spec names as raytide's user. A dataset built from `client.json`
-would show its builder the operator's token. With `metadata.raytide.data_roots` they may name what lies below these
-alone.
+Trainers, builds and endpoints access the paths of a spec as raytide's user. A dataset built from `client.json` would
+reveal the operator's token. `metadata.raytide.data_roots` restricts specs to the paths below these roots.
 """
 
 from __future__ import annotations
@@ -25,59 +24,58 @@ from raytide.core.errors import DeniedError
 __all__ = ["ROOTS", "check_links", "check_named", "check_opened", "check_path", "restrict_to", "safe_opener"]
 
 ROOTS = "RAYTIDE_DATA_ROOTS"
-"""The environment variable in which the data roots travel, as JSON, from the driver to its actors and tasks."""
+"""The environment variable that carries the data roots, as JSON, from the driver to its actors and tasks."""
 MOST_ENTRIES = 10_000
-"""Entries of one folder, and of those in it, that are looked at for links."""
+"""The number of entries of a folder tree that are checked for links."""
 _LEVELS = 3
 
 _DATA_IN_HOME = (".cache", ".local/share")
-"""Entries of a home that begin with a dot are its owner's settings and secrets, except these."""
+"""The hidden entries of a home that are not private; all others may hold settings and secrets."""
 _SECRETS = (
     *(".ray", ".raytide", ".ssh", ".aws", ".azure", ".config", ".docker", ".git-credentials", ".gnupg", ".kube"),
     *(".netrc", ".npmrc", ".pypirc", ".boto", ".s3cfg", ".oci", ".pgpass", ".my.cnf"),
 )
-"""Names that are private in whatever folder they lie, as in another user's home."""
+"""Names that are private in every folder, such as another user's home."""
 _IN_CACHE = (".cache/huggingface/token", ".cache/huggingface/stored_tokens")
 _OF_SYSTEM = ("/proc", "/sys", "/dev", "/etc", "/run", "/boot", "/var/log", "/var/run", "/var/spool")
 _ALLOWED = ("/dev/shm", "/dev/null")  # nosec B108
 """The parts of `/dev` that specs may name."""
 _NAMED = re.compile(r"session_\d{4}-\d\d-\d\d_.*|raytide-run-.*|rt-\d+-[0-9a-f]+")
-"""Ray's sessions, with every job's logs, and the folders of other scripts."""
+"""Ray's sessions, which hold the logs of all jobs, and the folders of other scripts."""
 _LOCAL = re.compile(r"^(file|local)://?", re.IGNORECASE)
 _STORE = re.compile(r"^(s3|s3a|gs|gcs|abfs|abfss|az|hf)://", re.IGNORECASE)
 
 
 def restrict_to(roots: Iterable[str]) -> None:
-    """Keep what specs name below these paths and URLs, in this process and those that get its `ROOTS`; no roots lift
-    that."""
+    """Restricts specs to these paths and URLs, in this process and those that inherit `ROOTS`. No roots lifts it."""
     os.environ[ROOTS] = json.dumps([*roots])
 
 
 def check_path(path: str, what: str = "") -> None:
-    """DeniedError when the path, once its links are followed, lies in a private place or outside the data roots.
-    `safe_opener` and `guarded_files` look at what is then opened."""
+    """Raises DeniedError if the resolved path is private or outside the data roots.
+
+    `safe_opener` and `guarded_files` check again what is actually opened.
+    """
     real = os.path.realpath(os.path.expanduser(path))
     if _is_in(real, _staged()):
-        raise DeniedError(f"{what or path} is raytide's own copy of data.", hint="Name the data itself.")
+        raise DeniedError(f"{what or path} is a local copy made by raytide.", hint="Name the original data.")
     check_opened(real, what or path)
 
 
 def check_opened(path: str, what: str = "") -> None:
-    """The same for what is opened in the end, which may be raytide's own local copy of a URL's data."""
+    """Checks the path of an opened file as `check_path` does, but allows raytide's own local copies."""
     real = os.path.realpath(path)
     if _is_in(real, _staged()):
         return
     if _is_private(real):
-        raise DeniedError(
-            f"{what or path} is in a place that is raytide's own, or of the system.", hint="Name another path."
-        )
+        raise DeniedError(f"{what or path} is in a folder of raytide or the system.", hint="Name another path.")
     roots = _roots()
     if roots and not any(_is_in(real, root) for root in roots):
         raise _outside(what or path, roots)
 
 
 def check_links(folder: str, what: str = "") -> None:
-    """The same for the links in a folder and in those below it, as far as it exists: its files are opened by name."""
+    """Checks the links in a folder and its subfolders, to a limited depth, because its files are opened by name."""
     left, level = MOST_ENTRIES, [folder]
     for _ in range(_LEVELS):
         below: list[str] = []
@@ -93,13 +91,12 @@ def check_links(folder: str, what: str = "") -> None:
                         elif entry.is_dir(follow_symlinks=False):
                             below.append(entry.path)
             except OSError:
-                continue  # it is no folder, or nobody's to read
+                continue  # not a folder, or not readable
         level = below
 
 
 def check_named(config: object, where: str, *, links: bool = False) -> None:
-    """The same for every text of a spec, however deep, that names a place; with `links`, for those in it too, which
-    matters where its files are opened by name."""
+    """Checks every path or URL in a spec, at any depth, and with `links` also the links below them."""
     if isinstance(config, Mapping):
         for key, value in config.items():
             check_named(value, f"{where}.{key}", links=links)
@@ -117,21 +114,23 @@ def _check_part(part: str, what: str, *, links: bool) -> None:
     if _STORE.match(path):
         _check_url(path, what)
     elif is_path or ("://" not in path and _exists(path) and not _is_private(os.path.realpath("."))):
-        check_path(path, what)  # a text that names nothing is taken for no path
+        check_path(path, what)  # relative texts that name no file are not paths
         if links:
             check_links(path, what)
 
 
 def safe_opener(path: str, flags: int) -> int:
-    """For `open(..., opener=safe_opener)`: DeniedError when what was opened is private, whatever links were exchanged
-    since the path was checked. A link at the end of a path is not written through; a pipe is no file."""
+    """An opener for `open` that raises DeniedError if the opened file is private, even if links changed after a check.
+
+    It refuses to write through a final link, and to open anything but regular files.
+    """
     is_written = flags & (os.O_WRONLY | os.O_RDWR)
     emptied = flags & os.O_TRUNC
     flags = flags & ~os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_NOFOLLOW if is_written else 0)
     handle = os.open(path, flags, 0o666)
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise OSError(errno.EINVAL, "it is no regular file", path)
+            raise OSError(errno.EINVAL, "not a regular file", path)
         check_opened(os.readlink(f"/proc/self/fd/{handle}"), path)
         if emptied:
             os.ftruncate(handle, 0)
@@ -159,7 +158,8 @@ def _is_private(real: str) -> bool:
 
 @lru_cache
 def _python() -> tuple[str, ...]:
-    """The installed Python and its packages, which pyenv, conda and virtual environments keep in hidden folders."""
+    """Returns the folders of the installed Python, which pyenv, conda and virtual environments put into hidden
+    folders."""
     places = (sys.prefix, sys.base_prefix, *sysconfig.get_paths().values())
     inside = (os.path.realpath(place) for place in places)
     return tuple(place for place in inside if not _is_in(os.path.realpath(Path.home()), place))
@@ -170,7 +170,7 @@ def _places() -> tuple[str, ...]:
 
 
 def _staged() -> str:
-    """Where `trainer.staging` keeps local copies."""
+    """Returns the folder in which `trainer.staging` keeps local copies."""
     return f"{os.path.realpath(tempfile.gettempdir())}/raytide-{os.getuid()}"
 
 
@@ -191,7 +191,7 @@ def _roots() -> tuple[str, ...]:
 
 @lru_cache
 def _parsed(text: str) -> tuple[str, ...]:
-    """URLs as they are, paths with their links followed."""
+    """Returns the roots: URLs unchanged, paths with links resolved."""
     roots = json.loads(text) if text else []
     return tuple(root.rstrip("/") if "://" in root else os.path.realpath(os.path.expanduser(root)) for root in roots)
 
@@ -206,14 +206,14 @@ def _check_url(url: str, what: str) -> None:
 def _outside(what: str, roots: Iterable[str]) -> DeniedError:
     return DeniedError(
         f"{what} is outside the data roots of this cluster.",
-        hint=f"Name something below {', '.join(roots)}, or ask the operator for another one "
+        hint=f"Use a path below {', '.join(roots)}, or ask the operator for another data root "
         "(metadata.raytide.data_roots).",
     )
 
 
 def _exists(path: str) -> bool:
     try:
-        return bool(path) and os.path.lexists(Path(path))  # which leaves out `./`
+        return bool(path) and os.path.lexists(Path(path))  # Path drops `./`
     except (OSError, ValueError):
         return False
 

@@ -1,7 +1,8 @@
-"""Processes by pid and start time, so that a reused pid is never taken for the process that had it before. Linux only.
+"""Processes identified by pid and start time, so that a reused pid is never mistaken for an earlier process. Linux
+only.
 
-Every process of a cluster also carries a mark in its environment (`NAME=value`), inherited by whatever it starts:
-`marked` finds the stragglers that no record names.
+Every process of a cluster carries a mark in its environment (`NAME=value`), which its children inherit: `marked` finds
+processes that are in no record.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ _PROC = Path("/proc")
 class Process:
     pid: int
     start_time: int
-    """Clock ticks after boot, from /proc/PID/stat."""
+    """In clock ticks after boot, from /proc/PID/stat."""
     what: str = ""
 
     @classmethod
     def of(cls, pid: int, what: str = "") -> Process | None:
-        """The process that has this pid now; None when there is none, or only a zombie."""
+        """Returns the process that has this pid now; None if there is none, or only a zombie."""
         ticks = _start_time(pid)
         return None if ticks is None else cls(pid, ticks, what)
 
@@ -46,7 +47,7 @@ class Process:
         return _start_time(self.pid) == self.start_time
 
     def open(self) -> int | None:
-        """A pidfd, readable once the process ended; None when it has. The caller closes it."""
+        """Returns a pidfd, readable once the process has ended; None if it has ended. The caller closes it."""
         try:
             fd = os.pidfd_open(self.pid)
         except ProcessLookupError:
@@ -57,19 +58,19 @@ class Process:
         return None
 
     def send(self, signum: signal.Signals) -> None:
-        """Signal it; nothing happens when it is gone."""
+        """Sends a signal, unless the process has ended."""
         fd = self.open()
         if fd is None:
             return
         try:
             signal.pidfd_send_signal(fd, signum)
         except ProcessLookupError:
-            pass  # it ended between the two calls, which is what was wanted
+            pass  # it ended between the two calls
         finally:
             os.close(fd)
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Whether it ended within the time; None waits as long as it lives."""
+        """Waits for the process to end; returns False on a timeout. None waits without limit."""
         fd = self.open()
         if fd is None:
             return True
@@ -80,12 +81,12 @@ class Process:
 
 
 def terminate_all(processes: Iterable[Process], *, grace_s: float) -> None:
-    """SIGTERM all, and SIGKILL those that still run after the grace."""
-    left = [process for process in processes if process.alive]
-    for process in left:
+    """Sends SIGTERM to all, and SIGKILL to those that still run after the grace period."""
+    alive = [process for process in processes if process.alive]
+    for process in alive:
         process.send(signal.SIGTERM)
     deadline = time.monotonic() + grace_s
-    stubborn = [process for process in left if not process.wait(deadline - time.monotonic())]
+    stubborn = [process for process in alive if not process.wait(deadline - time.monotonic())]
     for process in stubborn:
         process.send(signal.SIGKILL)
     for process in stubborn:
@@ -93,7 +94,7 @@ def terminate_all(processes: Iterable[Process], *, grace_s: float) -> None:
 
 
 def running(arguments: Sequence[str]) -> list[Process]:
-    """This user's living processes whose command line ends with these arguments, the oldest first."""
+    """Returns this user's processes whose command line ends with these arguments, oldest first."""
     wanted = b"".join(b"\0" + os.fsencode(argument) for argument in arguments) + b"\0"
     found = []
     for entry in _PROC.iterdir():
@@ -109,7 +110,7 @@ def running(arguments: Sequence[str]) -> list[Process]:
 
 
 def marked(name: str, value: str) -> list[Process]:
-    """This user's living processes whose environment holds `name=value`; this process is never one of them."""
+    """Returns this user's processes whose environment contains `name=value`, except this process."""
     wanted = f"{name}={value}".encode()
     found = []
     for entry in _PROC.iterdir():
@@ -127,14 +128,14 @@ def marked(name: str, value: str) -> list[Process]:
 
 
 def kill_marked(name: str, value: str, *, timeout_s: float = 10.0) -> int:
-    """SIGKILL every marked process, again until a scan finds none; how many there were. ClusterError when some stay."""
+    """Sends SIGKILL to marked processes until none is left; returns their number. Raises ClusterError if some stay."""
     deadline = time.monotonic() + timeout_s
     killed: set[Process] = set()
     while left := marked(name, value):
         if time.monotonic() > deadline:
             pids = ", ".join(str(process.pid) for process in left)
             raise ClusterError(
-                f"processes {pids} of {value} do not end.", hint="They hang in the kernel; try again later."
+                f"processes {pids} of {value} did not end.", hint="They are blocked in the kernel; try again later."
             )
         for process in left:
             process.send(signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Files by fsspec URL (`s3://bucket/x`, `memory://x`, a plain path), with writes that are whole or absent."""
+"""Files by fsspec URL (`s3://bucket/x`, `memory://x`, a plain path), with atomic writes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 def open_url(url: str) -> tuple[AbstractFileSystem, str]:
-    """The filesystem of a URL and the path inside it. DeniedError for what is nobody's data (`core.private`)."""
+    """Returns the file system of a URL and the path in it. Raises DeniedError for private paths."""
     import fsspec
     from fsspec.implementations.local import LocalFileSystem
 
-    for part in url.split("::"):  # `simplecache::file:///x` is a file, too
+    for part in url.split("::"):  # `simplecache::file:///x` is a file too
         if is_local(part) or part.startswith("local:"):
             check_path(str(LocalFileSystem._strip_protocol(part)), url)
 
@@ -48,7 +48,7 @@ def read_bytes(url: str) -> bytes:
 
 
 def write_bytes(url: str, data: bytes) -> None:
-    """Write to a temporary name beside it, then move: a reader sees the old content or the new, never a part."""
+    """Writes the file atomically: to a temporary name, which is then moved."""
     fs, path = open_url(url)
     parent = fs._parent(path)
     part = f"{path}.{uuid.uuid4().hex}.part"
@@ -78,14 +78,14 @@ def exists(url: str) -> bool:
 
 LOCAL = frozenset({"file", "local"})
 REMOTE = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "hf"})
-"""What specs may name: object stores whose address and credentials are the operator's, never a URL's."""
+"""The protocols that specs may use: object stores whose address and credentials come from the operator, not the URL."""
 _AZURE_HOSTS = (".core.windows.net", ".core.chinacloudapi.cn", ".core.usgovcloudapi.net", ".fabric.microsoft.com")
 
 
 def check_url(url: str) -> None:
-    """DataError unless it is a local path or the plain URL of an object store.
+    """Raises DataError unless the URL is a local path or a plain URL of an object store.
 
-    http is refused, and so is whatever would make a reader open something else than it says: chained URLs
+    It refuses http, and everything that could make a reader open something else: chained URLs
     (`simplecache::http://...`), credentials, ports and hosts in a URL, options in its query.
     """
     scheme, separator, rest = url.partition("://")
@@ -95,7 +95,7 @@ def check_url(url: str) -> None:
     elif not separator or scheme in LOCAL:
         return
     elif scheme not in REMOTE:
-        why = f"is of the protocol {scheme[:20]}, which is not read"
+        why = f"uses the protocol {scheme[:20]}, which is not supported"
     else:
         container, _, host = rest.partition("/")[0].rpartition("@")
         is_azure = scheme in ("abfs", "abfss", "az") and host.lower().endswith(_AZURE_HOSTS)
@@ -106,11 +106,11 @@ def check_url(url: str) -> None:
         else:
             return
     names = ", ".join(f"{name}://" for name in sorted(REMOTE))
-    raise DataError(f"{url[:200]} {why}.", hint=f"Give a path, or a plain URL of an object store ({names}).")
+    raise DataError(f"{url[:200]} {why}.", hint=f"Use a path, or a plain URL of an object store ({names}).")
 
 
 def local_path(url: str) -> str | None:
-    """The path that a local URL names; None of any other."""
+    """Returns the path of a local URL; None for other URLs."""
     scheme, separator, rest = url.partition("://")
     if not separator:
         return os.path.expanduser(url)
@@ -127,20 +127,20 @@ def sha256(data: bytes) -> str:
 
 @contextmanager
 def full_disk_is_an_error(what: str) -> Iterator[None]:
-    """Turn a failed write into a StorageError that names the object and says what to free."""
+    """Turns a failed write into a StorageError that names the object."""
     try:
         yield
     except OSError as error:
         if is_full_disk(error):
             raise StorageError(
                 f"no space left while writing {what}.",
-                hint="Free space there, then resume: what was written before is whole.",
+                hint="Free space there, then resume: earlier files are complete.",
             ) from error
         raise StorageError(f"cannot write {what}: {error}.", hint="Check the path and its permissions.") from error
 
 
 def is_full_disk(error: BaseException) -> bool:
-    """Whether a full disk, or a quota that is used up, is what caused it."""
+    """Returns whether a full disk or an exhausted quota caused the error."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__

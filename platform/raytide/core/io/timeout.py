@@ -1,4 +1,4 @@
-"""An end to waiting for calls that have none."""
+"""A timeout for calls that have none."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def call_with_timeout(timeout_s: float, what: str, call: Callable[[], T]) -> T:
-    """The call's result. It runs in a thread that is left behind when it takes too long."""
+    """Returns the call's result. The call runs in a thread, which is abandoned on a timeout."""
     done: list[T] = []
     failed: list[Exception] = []
 
@@ -26,9 +26,11 @@ def call_with_timeout(timeout_s: float, what: str, call: Callable[[], T]) -> T:
     thread.start()
     thread.join(timeout_s)
     if thread.is_alive():
-        raise WaitTimeoutError(f"waited {timeout_s:g} s for {what}.", hint="`raytide status` says how the cluster is.")
+        raise WaitTimeoutError(
+            f"waited {timeout_s:g} s for {what}.", hint="`raytide status` shows the cluster's state."
+        )
     if not failed:
         return done[0]
     if isinstance(failed[0], RaytideError):
         raise failed[0]
-    raise ClusterError(f"while waiting for {what}: {failed[0]}", hint="Ray's own logs have more.") from failed[0]
+    raise ClusterError(f"while waiting for {what}: {failed[0]}", hint="Ray's logs have details.") from failed[0]

@@ -1,6 +1,5 @@
-"""torchvision, torchaudio and torchcodec beside torch: vLLM asks for them, and builds for CUDA beside a CPU torch break
-whatever imports them, transformers and vLLM among it.
-"""
+"""Checks torchvision, torchaudio and torchcodec, which vLLM requires: CUDA builds of them beside a CPU torch break vLLM
+and transformers."""
 
 from __future__ import annotations
 
@@ -21,12 +20,12 @@ def installed_version(package: str) -> str | None:
 
 
 def broken_torch_packages() -> list[str]:
-    """Those that are installed and cannot be imported. Each is tried in a process of its own, which takes seconds."""
+    """Returns the packages that are installed but cannot be imported. Each takes seconds, in a process of its own."""
     return [name for name in COMPANIONS if installed_version(name) is not None and not imports(name)]
 
 
 def imports(module: str) -> bool:
-    """Whether a fresh interpreter can import it."""
+    """Tests whether a fresh interpreter can import the module."""
     if find_spec(module.partition(".")[0]) is None:
         return False
     done = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, timeout=120, check=False)
@@ -34,5 +33,5 @@ def imports(module: str) -> bool:
 
 
 def removal(names: Iterable[str]) -> str:
-    """The command that mends it: nothing of raytide's needs them."""
+    """Returns the command that removes these packages, which raytide itself does not need."""
     return f"{sys.executable} -m pip uninstall -y {' '.join(names)}"

@@ -1,4 +1,4 @@
-"""The state store: what survives the death of any process. Only the controller and the API open it."""
+"""The state store: the records that survive the death of any process. Only the controller and the API open it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Changes", "Event", "Records", "Store", "StoredPlan"]
 
 
 def __getattr__(name: str) -> object:
-    """`Store` brings SQLAlchemy in, so it loads when first named."""
+    """Loads `Store` on first use, because it imports SQLAlchemy."""
     if name == "Store":
         from raytide.core.state.store import Store
 

@@ -1,6 +1,6 @@
-"""Where the store lives: an engine for SQLite or PostgreSQL, its transactions, and the schema brought up to date.
+"""The store's database: the engine for SQLite or PostgreSQL, its transactions and its migrations.
 
-SQLite: write-ahead log, a write takes the lock when it begins (a lock taken half-way cannot wait and fails at once).
+SQLite uses a write-ahead log. Writes take the lock when they begin, because a lock requested later fails at once.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ _JSON: dict[str, Any] = {"json_serializer": dumps, "json_deserializer": loads}
 BUSY_TIMEOUT_S = 30.0
 _MIGRATIONS = Path(__file__).parent / "migrations"
 _UPGRADE_LOCK = 7_283_118_433
-"""Any number that nobody else on the PostgreSQL server locks on."""
+"""The key of the advisory lock that serializes migrations on PostgreSQL."""
 
 
 @dataclass(frozen=True, slots=True)
 class WriteFailure:
-    """A write that the store could not take."""
+    """The store's last failed write."""
 
     text: str
     age_s: float
 
 
 class Database:
-    """An engine and its two kinds of transaction."""
+    """An engine with read and write transactions."""
 
     def __init__(self, url: str) -> None:
         self.engine = _engine(url)
@@ -45,13 +45,13 @@ class Database:
 
     @property
     def last_failure(self) -> WriteFailure | None:
-        """Why the last write failed, unless one has succeeded since."""
+        """Returns the failure of the last write; None if it succeeded."""
         failed = self._failed
         return None if failed is None else WriteFailure(failed[0], time.monotonic() - failed[1])
 
     @contextmanager
     def read(self) -> Iterator[sa.Connection]:
-        """One consistent view."""
+        """A transaction with one consistent view."""
         with _clear_errors(self.engine), self.engine.connect() as plain:
             level = None if self.is_sqlite else "REPEATABLE READ"
             connection = plain.execution_options(isolation_level=level) if level else plain
@@ -60,7 +60,7 @@ class Database:
 
     @contextmanager
     def write(self) -> Iterator[sa.Connection]:
-        """All of it, or nothing when it raises."""
+        """A transaction that is committed as a whole, or rolled back when the block raises."""
         try:
             with _clear_errors(self.engine), self.engine.connect() as plain:
                 connection = plain.execution_options(raytide_write=True)
@@ -76,7 +76,8 @@ class Database:
         return self.engine.dialect.name == "sqlite"
 
     def upgrade(self) -> None:
-        """Run the migrations that are missing, one process at a time; refuse a schema from the future."""
+        """Runs the missing migrations, one process at a time. Raises ConflictError if a newer raytide wrote the
+        schema."""
         from alembic import command
         from alembic.config import Config
         from alembic.runtime.migration import MigrationContext
@@ -85,13 +86,13 @@ class Database:
         config = Config()
         config.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
         known = ScriptDirectory.from_config(config)
-        with self._alone() as connection:
+        with self._exclusive() as connection:
             have = MigrationContext.configure(connection).get_current_revision()
             if have == known.get_current_head():
                 return
             if have is not None and have not in {script.revision for script in known.walk_revisions()}:
                 raise ConflictError(
-                    f"the state at {self.engine.url.render_as_string()} is of a newer raytide (schema {have}); "
+                    f"the state at {self.engine.url.render_as_string()} was written by a newer raytide (schema {have}); "
                     f"this one knows schemas up to {known.get_current_head()}.",
                     hint="Run the newer raytide, or name another state URL.",
                 )
@@ -99,8 +100,8 @@ class Database:
             command.upgrade(config, "head")
 
     @contextmanager
-    def _alone(self) -> Iterator[sa.Connection]:
-        """A write while no other process opens the store."""
+    def _exclusive(self) -> Iterator[sa.Connection]:
+        """A write transaction while no other process opens the store."""
         if not self.is_sqlite:
             with self.write() as connection:
                 connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_UPGRADE_LOCK)))
@@ -108,9 +109,9 @@ class Database:
             return
         with _clear_errors(self.engine), open(f"{self.engine.url.database}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            # It stays so in the file. SQLite does not wait for others when it changes the mode, hence the lock file.
-            # A migration copies a table whose constraints change. While the old one is dropped other tables' foreign
-            # keys lead nowhere, so they are looked at when it is done.
+            # The mode is stored in the file. SQLite does not wait for others when it changes it, hence the lock file.
+            # Migrations replace tables whose constraints change, which breaks foreign keys until they are done, so
+            # the keys are checked at the end.
             with self.engine.connect() as connection:
                 plain = connection.connection.driver_connection
                 assert isinstance(plain, sqlite3.Connection)
@@ -120,7 +121,7 @@ class Database:
                     with connection.execution_options(raytide_write=True).begin():
                         yield connection
                         if lost := connection.exec_driver_sql("PRAGMA foreign_key_check").first():
-                            raise StorageError(f"the upgrade would leave {lost[0]} without its {lost[2]}.")
+                            raise StorageError(f"the upgrade would leave rows of {lost[0]} without their {lost[2]}.")
                 finally:
                     plain.execute("PRAGMA foreign_keys=ON").close()
 
@@ -136,24 +137,24 @@ def _engine(url: str) -> sa.Engine:
             return sa.create_engine(parsed, pool_pre_ping=True, **_JSON)
     except sa.exc.ArgumentError:
         raise ConfigError(
-            f"{url!r} is not a state URL.", hint="Write sqlite:////path/state.db or postgresql://host/db."
+            f"{url!r} is not a state URL.", hint="Use sqlite:////path/state.db or postgresql://host/db."
         ) from None
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"PostgreSQL state needs {error.name}, which is not installed.", hint="Install raytide[postgres]."
         ) from None
     raise ConfigError(
-        f"state cannot live in {parsed.get_backend_name()}.",
-        hint="Write sqlite:////path/state.db or postgresql://host/db.",
+        f"state cannot be stored in {parsed.get_backend_name()}.",
+        hint="Use sqlite:////path/state.db or postgresql://host/db.",
     )
 
 
 def _sqlite(url: sa.URL) -> sa.Engine:
     if not url.database or url.database == ":memory:":
-        raise ConfigError("state needs a file: it outlives its process.", hint="Write sqlite:////path/state.db.")
+        raise ConfigError("state must be a file: in-memory state would be lost.", hint="Use sqlite:////path/state.db.")
     with _clear_errors(None):
         Path(url.database).parent.mkdir(parents=True, exist_ok=True)
-    # autocommit: the driver opens no transactions of its own, `_begin` does.
+    # Autocommit: `_begin` opens transactions, not the driver.
     engine = sa.create_engine(url, connect_args={"timeout": BUSY_TIMEOUT_S, "isolation_level": None}, **_JSON)
     sa.event.listen(engine, "connect", _configure)
     sa.event.listen(engine, "begin", _begin)
@@ -182,5 +183,5 @@ def _clear_errors(engine: sa.Engine | None) -> Iterator[None]:
         what = error.orig if isinstance(error, DBAPIError) else error
         raise StorageError(
             f"the state at {where} cannot be read or written: {what}.",
-            hint="Free space there, check its permissions, or start its server; nothing half-written is kept.",
+            hint="Free space there, check its permissions, or start its server; no partial write was kept.",
         ) from error

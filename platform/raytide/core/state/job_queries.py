@@ -93,7 +93,7 @@ class Census:
         j, x = t.jobs.c, t.leases.c
         found: dict[str, LeaseKey] = {}
         with self._db.read() as c:
-            for part in named(job_ids):
+            for part in chunked(job_ids):
                 newest = sa.select(sa.func.max(x.number)).where(x.job_id.in_(part)).group_by(x.job_id)
                 leases = sa.select(x.job_id, x.id, x.state, x.epoch).where(x.number.in_(newest))
                 held = {row[0]: (row[1], str(row[2]), int(row[3])) for row in c.execute(leases)}
@@ -108,7 +108,7 @@ class Census:
         with self._db.read() as c:
             return {
                 lease.job_id: lease
-                for part in named(job_ids)
+                for part in chunked(job_ids)
                 for lease in leases_where(c, t.leases.c.number.in_(newest.where(of_job.in_(part))))
             }
 
@@ -116,7 +116,7 @@ class Census:
 _VERSION = sa.select(t.counters.c.next).where(t.counters.c.name == CHANGES)
 
 
-def named(values: Iterable[T]) -> Iterator[list[T]]:
+def chunked(values: Iterable[T]) -> Iterator[list[T]]:
     """The values in parts that one statement can name, each value once."""
     left = iter(dict.fromkeys(values))
     while part := list(islice(left, MOST_NAMED)):

@@ -1,4 +1,4 @@
-"""JSON columns: what cannot be stored is replaced when it is written, and what was stored can always be read."""
+"""JSON columns: unstorable values are replaced on writing, and every stored value can be read."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 from raytide.core.bounds import encodable
 
 _SUSPECT = re.compile(r"\\u[dD][89a-fA-F]")
-"""An escaped surrogate: one of a pair, mostly."""
+"""An escaped surrogate, usually one of a valid pair."""
 
 
 def dumps(value: Any) -> str:
-    """JSON text that every database takes: non-finite numbers become words, and texts are storable."""
+    """Returns JSON text that every database accepts: non-finite numbers become strings, and texts are storable."""
     try:
         text = json.dumps(value, allow_nan=False)
-    except ValueError:  # a number that JSON has no word for
+    except ValueError:  # NaN or infinity
         text = json.dumps(_storable(value))
     return json.dumps(_storable(value)) if _SUSPECT.search(text) else text
 
 
 def loads(stored: str | bytes) -> Any:
-    """The stored value; None for one nested so deeply that it cannot be read."""
+    """Returns the stored value; None if it is nested too deeply to be read."""
     text = stored if isinstance(stored, str) else stored.decode()
     try:
         value = json.loads(text)

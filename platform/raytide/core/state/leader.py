@@ -1,9 +1,9 @@
-"""Which of several controllers on one store decides: a lease that its holder renews, and an epoch that fences the rest.
+"""Leader election among controllers on one store: a lease that its holder renews, and an epoch that fences the others.
 
-Each controller that takes over raises the epoch. Every commit of a controller checks in its own transaction that the
-epoch is still the one that it took: one that was cut off or paused while another took over writes nothing any more, and
-so does nothing any more, since what is not persisted is not done. Clocks of several machines are never compared: who
-waits watches whether the lease changes.
+A controller that takes over raises the epoch. Each commit checks, in its own transaction, that the epoch is still its
+own: a controller that was replaced while paused or cut off can no longer write, and so no longer act, because intents
+are persisted before they are executed. Clocks of different machines are never compared: a waiting controller watches
+whether the lease changes.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from raytide.core.state.tables import leaders
 __all__ = ["LEASE_S", "Leader"]
 
 LEASE_S = 30.0
-"""A holder that has renewed nothing for so long may be replaced. Above the longest pass on the largest clusters."""
+"""The time without renewal after which a holder may be replaced. It exceeds the longest tick of the largest clusters.
+"""
 _RENEW_S = 3.0
 _NAME = "controller"
 
 
 class Leader:
-    """The claim of one controller. `holder` names it; one of the same name is its own predecessor on the same machine,
-    which a lock there has shown to be over.
+    """The leadership of one controller.
+
+    A holder of the same name is the predecessor on the same machine, which a lock there has shown to be dead.
     """
 
     def __init__(self, database: Database, holder: str, monotonic_s: Callable[[], float] = time.monotonic) -> None:
@@ -38,7 +40,7 @@ class Leader:
         self._watched_s = 0.0
 
     def take(self) -> str:
-        """Become the one that decides; empty when that is so, else the name of the one that does. Ask again later."""
+        """Tries to become the leader. Returns an empty string on success, else the leader's name."""
         try:
             with self._db.write() as c:
                 row = c.execute(sa.select(leaders).where(leaders.c.name == _NAME).with_for_update()).first()
@@ -50,33 +52,35 @@ class Leader:
                     self._update(c, epoch=epoch, holder=self._holder)
                 else:
                     return str(row.holder)
-        except ConflictError:  # two found the table empty: the other one was first
+        except ConflictError:  # another controller inserted the first row
             return "another controller"
         self._epoch, self._renewed_s = epoch, self._monotonic_s()
         return ""
 
     def fence(self, c: sa.Connection) -> None:
-        """Let the rest of this transaction be written only if nobody has taken over; renew the lease when that is due.
-        ConflictError otherwise: whoever gets it decides nothing any more."""
+        """Raises ConflictError if another controller took over, else renews the lease when due.
+
+        The check holds until the end of this transaction.
+        """
         row = c.execute(sa.select(leaders).where(leaders.c.name == _NAME).with_for_update(read=True)).first()
         if row is None or row.epoch != self._epoch:
-            holder = "nobody" if row is None or not row.holder else row.holder
+            holder = "no controller" if row is None or not row.holder else row.holder
             raise ConflictError(
-                f"this controller ({self._holder}) was replaced: {holder} decides now.",
-                hint="It starts again and waits. Only one cluster should use a state URL.",
+                f"this controller ({self._holder}) was replaced: {holder} leads now.",
+                hint="It restarts and waits. Give each cluster its own state URL.",
             )
         if self._monotonic_s() - self._renewed_s >= _RENEW_S:
             self._update(c, renewals=row.renewals + 1)
             self._renewed_s = self._monotonic_s()
 
     def check(self) -> None:
-        """Raise ConflictError if somebody took over since the last commit; asked before something is done."""
+        """Raises ConflictError if another controller took over since the last commit. Call it before acting."""
         if self._monotonic_s() - self._renewed_s > LEASE_S / 2:
             with self._db.write() as c:
                 self.fence(c)
 
     def resign(self) -> None:
-        """Let the next one begin at once; nothing happens when this one was replaced."""
+        """Lets the next controller take over at once. Does nothing if this one was replaced."""
         if self._epoch is not None:
             with self._db.write() as c:
                 mine = sa.and_(leaders.c.name == _NAME, leaders.c.epoch == self._epoch)
@@ -84,7 +88,7 @@ class Leader:
             self._epoch = None
 
     def _is_over(self, epoch: int, renewals: int) -> bool:
-        """Whether the lease has stood still for long enough, as far as this process has watched it."""
+        """Returns whether the lease was not renewed for LEASE_S while this process watched it."""
         if self._watched != (epoch, renewals):
             self._watched, self._watched_s = (epoch, renewals), self._monotonic_s()
         return self._monotonic_s() - self._watched_s >= LEASE_S

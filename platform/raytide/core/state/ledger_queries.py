@@ -1,4 +1,4 @@
-"""What the store keeps for the ledger, to read. It is written by `Store.commit` alone, together with what caused it."""
+"""Read queries of the ledger. Only `Store.commit` writes it, in one transaction with the cause."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from raytide.core.objects.ledger_entry import DAY_US, CostBy, Entry, EntryKind, 
 from raytide.core.state import codec
 from raytide.core.state import tables as t
 from raytide.core.state.database import Database
-from raytide.core.state.job_queries import named
+from raytide.core.state.job_queries import chunked
 
 
 class Books:
@@ -21,7 +21,7 @@ class Books:
     def entries(
         self, *, node_id: str | None = None, subject: str | None = None, ending_after_us: int = 0
     ) -> tuple[Entry, ...]:
-        """In the order in which they were booked."""
+        """Returns entries in the order of booking."""
         query = t.entries.select().where(t.entries.c.to_us > ending_after_us).order_by(t.entries.c.number)
         if node_id is not None:
             query = query.where(t.entries.c.node_id == node_id)
@@ -31,13 +31,15 @@ class Books:
             return tuple(codec.entry(row) for row in c.execute(query))
 
     def intervals(self) -> tuple[OpenInterval, ...]:
-        """What is not booked yet, one per node that the provider bills."""
+        """Returns the open intervals, one per billed node, which are not booked yet."""
         with self._db.read() as c:
             return tuple(codec.interval(row) for row in c.execute(t.open_intervals.select()))
 
     def booked(self, by: CostBy, *, only: Sequence[str] | None = None, team: str | None = None) -> dict[str, int]:
-        """Micro-dollars of all entries by kind, job, endpoint, team or node: all of its values, or `only` these; of all
-        teams, or of one. A name that an endpoint had may be another team's now."""
+        """Returns the sum of all entries in micro-dollars by kind, job, endpoint, team or node.
+
+        `only` selects values, and `team` a team: an endpoint's name may belong to another team later.
+        """
         s = t.entries.c if by == "node" else t.totals.c
         key = {"kind": s.kind, "team": s.team, "node": t.entries.c.node_id}.get(by, s.subject)
         query = sa.select(key, sa.func.sum(s.amount_micro_usd)).group_by(key)
@@ -46,19 +48,19 @@ class Books:
             query = query.where(s.subject != "")
         if team is not None:
             query = query.where(s.team == team)
-        some = (query,) if only is None else (query.where(key.in_(part)) for part in named(only))
+        some = (query,) if only is None else (query.where(key.in_(part)) for part in chunked(only))
         with self._db.read() as c:
             return {row[0]: int(row[1]) for each in some for row in c.execute(each)}
 
     def spent(self, jobs: Sequence[str], month: str) -> Spent:
-        """What was lost included."""
+        """Returns the spending of jobs and teams in micro-dollars, lost work included."""
         s = t.totals.c
         amount = sa.func.sum(s.amount_micro_usd)
         in_month = sa.func.sum(sa.case((s.month == month, s.amount_micro_usd), else_=0))
         of_job = sa.select(s.subject, amount, in_month).where(s.kind.in_(_OF_JOB)).group_by(s.subject)
         of_team = sa.select(s.team, amount).where(s.month == month).group_by(s.team)
         with self._db.read() as c:
-            found = [row for part in named(jobs) for row in c.execute(of_job.where(s.subject.in_(part)))]
+            found = [row for part in chunked(jobs) for row in c.execute(of_job.where(s.subject.in_(part)))]
             return Spent(
                 jobs={row[0]: int(row[1]) for row in found},
                 jobs_month={row[0]: int(row[2]) for row in found},
@@ -66,8 +68,7 @@ class Books:
             )
 
     def lines(self, *, since_us: int = 0, with_node: bool = False, with_day: bool = False) -> tuple[Line, ...]:
-        """Micro-dollars of the entries that began at `since_us` or later, by whose they are and, if asked, where or
-        on which day (UTC)."""
+        """Returns sums in micro-dollars by owner and optionally node or day (UTC), of entries from `since_us` on."""
         e = t.entries.c
         if not (since_us or with_node or with_day):
             e = t.totals.c
@@ -83,7 +84,7 @@ class Books:
             )
 
     def losses(self, *, since_us: int = 0) -> tuple[Line, ...]:
-        """Of the waste that lines tell of: the work that jobs lost, where, on which day (UTC) and to what."""
+        """Returns the part of waste that is lost work of jobs, by node, day (UTC) and cause."""
         e = t.entries.c
         keys = (e.kind, e.subject, e.team, e.node_id, (e.from_us // DAY_US).label("day"), e.cause)
         query = sa.select(*keys, sa.func.sum(e.amount_micro_usd)).group_by(*keys)
@@ -96,4 +97,4 @@ class Books:
 
 
 _OF_JOB = (EntryKind.JOB, EntryKind.WASTE)
-"""What counts as a job's cost; waste without a subject is nobody's."""
+"""Kinds that count as a job's cost; waste without a subject belongs to no job."""

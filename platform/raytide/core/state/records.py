@@ -1,4 +1,4 @@
-"""What goes into the store and comes out of it in one piece."""
+"""The dataclasses that the store reads and writes as a whole."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raytide.core.objects.snapshot import Pool
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """All that is not final, read in one transaction: what a controller that was killed goes on from."""
+    """All records that are not final, read in one transaction, from which a restarted controller continues."""
 
     jobs: tuple[Job, ...] = ()
     """In order of submission."""
@@ -27,7 +27,7 @@ class Records:
     endpoints: tuple[Endpoint, ...] = ()
     pools: tuple[Pool, ...] = ()
     intervals: Mapping[str, OpenInterval] = field(default_factory=dict)
-    """By node id; also of a node that is gone and whose last interval is not booked yet."""
+    """By node id; includes gone nodes whose last interval is not booked yet."""
     teams: tuple[StoredTeam, ...] = ()
     next_node: int = 1
     next_lease: int = 1
@@ -35,33 +35,33 @@ class Records:
 
 @dataclass(frozen=True, slots=True)
 class StoredTeam:
-    """What is kept of a team beside its configuration."""
+    """The stored part of a team, besides its configuration."""
 
     name: str
     given: Mapping[str, Any] = field(default_factory=dict)
-    """The fields of TeamSpec that somebody set while the cluster ran, and of amounts those that he set."""
+    """The TeamSpec fields that were set while the cluster ran; for amounts, only the resources that were set."""
     recent_gpu_s: float = 0.0
-    """As it was at `recent_at_s`."""
+    """The value at `recent_at_s`."""
     recent_at_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A subject (job, lease, node, endpoint) went from one state to another."""
+    """A state transition of a job, lease, node or endpoint."""
 
     at_s: float
     subject: str
     from_state: str
-    """"" when it is new."""
+    """Empty for a new subject."""
     to_state: str
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What one pass of the controller writes, all of it or nothing.
+    """The changes of one tick, written in one transaction.
 
-    Transitions of jobs, leases, nodes and endpoints become events by themselves; `events` is for others.
+    Transitions of jobs, leases, nodes and endpoints become events automatically; `events` is for others.
     """
 
     at_s: float
@@ -72,18 +72,18 @@ class Changes:
     pools: tuple[Pool, ...] = ()
     entries: tuple[Entry, ...] = ()
     intervals: tuple[OpenInterval, ...] = ()
-    """Open from now on, in place of the node's former one."""
+    """Open intervals that replace the nodes' former ones."""
     closed: tuple[str, ...] = ()
-    teams: tuple[StoredTeam, ...] = ()
-    """Their recent use alone is written."""
     """Nodes whose last interval is booked."""
+    teams: tuple[StoredTeam, ...] = ()
+    """Only their recent usage is written."""
     plan: Plan | None = None
     events: tuple[Event, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class StoredPlan:
-    """A plan as it was stored; passes that decided the same again only move `last_at_s`."""
+    """A stored plan. Ticks with an equal plan only update `last_at_s`."""
 
     at_s: float
     last_at_s: float

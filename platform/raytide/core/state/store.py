@@ -23,7 +23,7 @@ from raytide.core.state import codec
 from raytide.core.state import tables as t
 from raytide.core.state.caps import check_live_endpoints, check_live_jobs, check_progress
 from raytide.core.state.database import Database, WriteFailure
-from raytide.core.state.job_queries import CHANGES, Census, leases_where, named
+from raytide.core.state.job_queries import CHANGES, Census, chunked, leases_where
 from raytide.core.state.leader import Leader
 from raytide.core.state.ledger_queries import Books
 from raytide.core.state.records import Changes, Event, Records, StoredPlan, StoredTeam
@@ -114,7 +114,7 @@ class Store:
         time: two that write many rows would wait for each other."""
         with self._db.write() as c:
             for moment in sorted(set(at_s.values())):
-                for part in named(job_id for job_id, each in at_s.items() if each == moment):
+                for part in chunked(job_id for job_id, each in at_s.items() if each == moment):
                     free = sa.select(t.jobs.c.id).where(t.jobs.c.id.in_(part)).with_for_update(skip_locked=True)
                     c.execute(t.jobs.update().where(t.jobs.c.id.in_(free)).values(heartbeat_at_s=moment))
 
@@ -249,7 +249,7 @@ class Store:
             for team in ch.teams:
                 _write_team(c, team.name, recent_gpu_s=team.recent_gpu_s, recent_at_s=team.recent_at_s)
             upsert(c, t.open_intervals, [codec.interval_values(interval) for interval in ch.intervals])
-            for part in named(ch.closed):
+            for part in chunked(ch.closed):
                 c.execute(t.open_intervals.delete().where(t.open_intervals.c.node_id.in_(part)))
             note(c, events)
             if ch.plan is not None:
@@ -288,7 +288,7 @@ class Store:
     def jobs_of(self, ids: Sequence[str]) -> tuple[Job, ...]:
         """Those of these ids that are jobs."""
         with self._db.read() as c:
-            which = (t.jobs.select().where(t.jobs.c.id.in_(part)) for part in named(ids))
+            which = (t.jobs.select().where(t.jobs.c.id.in_(part)) for part in chunked(ids))
             return tuple(codec.job(row) for query in which for row in c.execute(query))
 
     def lease_of(self, job_id: str) -> Lease | None:

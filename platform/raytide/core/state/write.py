@@ -1,4 +1,4 @@
-"""The few ways in which rows are written, the same on SQLite and PostgreSQL."""
+"""Write helpers that work on SQLite and PostgreSQL."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
 from raytide.core.state.codec import event_values
-from raytide.core.state.job_queries import named
+from raytide.core.state.job_queries import chunked
 from raytide.core.state.records import Event
 from raytide.core.state.tables import counters, events
 
 Values = Mapping[str, Any]
 
 KEPT_EVENTS = 500
-"""Of each job, lease, node and endpoint: the newest."""
+"""The number of newest events kept for each job, lease, node and endpoint."""
 
 
 def append(c: sa.Connection, table: sa.Table, rows: Sequence[Values]) -> None:
@@ -25,7 +25,7 @@ def append(c: sa.Connection, table: sa.Table, rows: Sequence[Values]) -> None:
 
 
 def note(c: sa.Connection, noted: Sequence[Event]) -> None:
-    """Append events, and forget the oldest of their subjects. What the ledger books is never forgotten."""
+    """Appends events and deletes the oldest events of their subjects. Ledger entries are never deleted."""
     append(c, events, [event_values(event) for event in noted])
     for subject in {event.subject for event in noted}:
         newest = sa.select(events.c.number).where(events.c.subject == subject).order_by(events.c.number.desc())
@@ -38,7 +38,7 @@ def update(c: sa.Connection, table: sa.Table, key: Values, values: Values) -> No
 
 
 def upsert(c: sa.Connection, table: sa.Table, rows: Sequence[Values]) -> None:
-    """Insert, or replace the row with the same primary key."""
+    """Inserts rows, or replaces those with the same primary key."""
     if not rows:
         return
     insert = sqlite.insert(table) if c.dialect.name == "sqlite" else postgresql.insert(table)
@@ -48,7 +48,7 @@ def upsert(c: sa.Connection, table: sa.Table, rows: Sequence[Values]) -> None:
 
 
 def add_up(c: sa.Connection, table: sa.Table, rows: Sequence[Values], amount: str) -> None:
-    """Insert, or add `amount` to that of the row with the same primary key."""
+    """Inserts rows, or adds `amount` to the rows with the same primary key."""
     if not rows:
         return
     insert = sqlite.insert(table) if c.dialect.name == "sqlite" else postgresql.insert(table)
@@ -60,7 +60,7 @@ def add_up(c: sa.Connection, table: sa.Table, rows: Sequence[Values], amount: st
 
 
 def next_number(c: sa.Connection, name: str) -> int:
-    """Take a number. Rolled back with its transaction, so that none is skipped; never given twice."""
+    """Returns the next number of a counter. A rollback returns it, so numbers have no gaps and no duplicates."""
     upsert_first = sqlite.insert(counters) if c.dialect.name == "sqlite" else postgresql.insert(counters)
     taken = upsert_first.values(name=name, next=2).on_conflict_do_update(
         index_elements=["name"], set_={"next": counters.c.next + 1}
@@ -69,7 +69,7 @@ def next_number(c: sa.Connection, name: str) -> int:
 
 
 def number_reached(c: sa.Connection, name: str, number: int) -> None:
-    """The controller names its own nodes and leases: remember the highest number, also when its row will be gone."""
+    """Records the highest number of the nodes or leases that the controller named, so that numbers are never reused."""
     if number == 0:
         return
     reached = c.execute(sa.select(counters.c.next).where(counters.c.name == name)).scalar()
@@ -84,11 +84,11 @@ def transitions(
     after: Mapping[str, tuple[str, str]],
     at_s: float,
 ) -> list[Event]:
-    """Events for those of `after` ({id: (state, reason)}) whose stored state is another one."""
+    """Returns events for those of `after` ({id: (state, reason)}) whose stored state differs."""
     if not after:
         return []
     states = sa.select(key, state)
-    before = {row[0]: row[1] for part in named(after) for row in c.execute(states.where(key.in_(part)))}
+    before = {row[0]: row[1] for part in chunked(after) for row in c.execute(states.where(key.in_(part)))}
     return [
         Event(at_s, subject, before.get(subject, ""), str(new), reason)
         for subject, (new, reason) in after.items()

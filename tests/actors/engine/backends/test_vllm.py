@@ -209,7 +209,7 @@ async def test_a_companion_that_breaks_vllm_is_named(wide_model_dir: Path, monke
 
     monkeypatch.setattr(launch, "find_spec", lambda name: object())
     monkeypatch.setattr(launch, "import_module", broken)
-    monkeypatch.setattr(launch, "broken_companions", lambda: ["torchvision"])
+    monkeypatch.setattr(launch, "broken_torch_packages", lambda: ["torchvision"])
     with pytest.raises(ConfigError, match=r"torchvision.*pip uninstall -y torchvision"):
         await VllmEngine(VllmConfig(model_dir=str(wide_model_dir))).start()
 

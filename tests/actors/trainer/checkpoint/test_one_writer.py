@@ -13,7 +13,7 @@ from raytide.actors.trainer.runners.local import train_local
 from raytide.actors.trainer.types import StepResult
 from raytide.core.errors import ConflictError, DeniedError, LeaseLostError, NotFoundError
 from raytide.core.io import claim
-from raytide.core.io.claim import Claim, held_at
+from raytide.core.io.claim import Claim, read_claim
 from raytide.core.specs.train import TrainSpec
 
 
@@ -32,7 +32,7 @@ def test_a_run_into_an_out_that_is_written_to_is_refused_and_touches_nothing(spe
         first.release()
     assert {path: path.read_bytes() for path in Path(spec.out).rglob("*") if path.is_file()} == before
     assert train_local(spec).steps == spec.steps
-    assert held_at(spec.out) is None
+    assert read_claim(spec.out) is None
 
 
 def test_two_runs_with_one_checkpoint_dir_are_two_writers_too(spec: TrainSpec, tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_a_run_whose_out_was_taken_over_seals_nothing_and_leaves_the_other_one_s
     assert all(step in (None, 2) for step in steps_saved(spec))
     assert not (Path(spec.out) / "model").exists()
     assert not (Path(spec.out) / "run.json").exists()
-    held = held_at(spec.out)
+    held = read_claim(spec.out)
     assert held is not None
     assert held.token == other[0].token
     other[0].release()
