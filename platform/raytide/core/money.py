@@ -1,6 +1,6 @@
-"""Money is an integer number of micro-dollars; prices are micro-dollars an hour, times integer microseconds.
+"""Money as integer micro-dollars: prices in micro-dollars an hour, times in integer microseconds.
 
-Amounts of an interval are differences of cumulative roundings: however often it is cut, the pieces sum to the whole.
+The cost of an interval is a difference of rounded cumulative costs, so the costs of its parts sum to it exactly.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ _HOUR_US = 3600 * MICRO
 
 
 def micro_usd(usd: float | str | Decimal) -> int:
-    """Dollars to micro-dollars: `micro_usd("3.06") == 3_060_000`."""
+    """Converts dollars to micro-dollars: `micro_usd("3.06") == 3_060_000`."""
     return int((Decimal(str(usd)) * MICRO).to_integral_value(ROUND_HALF_EVEN))
 
 
 def to_us(seconds: float) -> int:
-    """Seconds to whole microseconds, the grid on which intervals are billed."""
+    """Converts seconds to whole microseconds, the resolution of billing."""
     return round(seconds * MICRO)
 
 
 def month_of(us: int) -> str:
-    """`2026-11`, in UTC: the month whose budget pays for what began then."""
+    """Returns the month in UTC, such as `2026-11`, whose budget pays for an interval that began at `us`."""
     return datetime.fromtimestamp(us // MICRO, UTC).strftime("%Y-%m")
 
 
 def cumulative(price_micro_usd_h: int, since_us: int, until_us: int) -> int:
-    """Cost of [since, until) rounded half up to a micro-dollar."""
+    """Returns the cost of [since, until), rounded half up to a micro-dollar."""
     if until_us < since_us:
         raise ValueError(f"an interval cannot end ({until_us}) before it starts ({since_us})")
     return (price_micro_usd_h * (until_us - since_us) + _HOUR_US // 2) // _HOUR_US
 
 
 def interval_cost(price_micro_usd_h: int, origin_us: int, from_us: int, to_us: int) -> int:
-    """Cost of the piece [from, to) of a lifetime that began at `origin`; pieces telescope exactly."""
+    """Returns the cost of the part [from, to) of a lifetime that began at `origin`; the costs of parts sum exactly."""
     return cumulative(price_micro_usd_h, origin_us, to_us) - cumulative(price_micro_usd_h, origin_us, from_us)
 
 
 def split(amount: int, weights: Mapping[str, float]) -> dict[str, int]:
-    """Divide an amount by weight with largest remainders; the parts sum to it exactly. Ties go to the smaller key."""
+    """Splits an amount by weight with largest remainders; the parts sum to it exactly. Ties go to the smaller key."""
     total = sum(weights.values())
     if total <= 0:
         raise ValueError("weights must sum to more than zero")
@@ -54,6 +54,6 @@ def split(amount: int, weights: Mapping[str, float]) -> dict[str, int]:
 
 
 def format_usd(amount_micro_usd: int) -> str:
-    """`$1.23`, with six digits below a cent so that small runs do not look free."""
+    """Formats as `$1.23`, with six digits below ten cents so that small runs do not look free."""
     usd = amount_micro_usd / MICRO
     return f"${usd:,.2f}" if amount_micro_usd == 0 or abs(usd) >= 0.1 else f"${usd:.6f}"

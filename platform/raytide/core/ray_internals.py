@@ -1,7 +1,7 @@
-"""What raytide uses of Ray that is not Ray's public API, all in one place. Checked against ray 2.60.
+"""All uses of Ray's private APIs, checked against ray 2.60. Review this file for a new Ray version.
 
-A new Ray is checked here. Nothing is imported before it is used. Only serving/policy.py has a private import of its
-own: Serve runs it by value, where raytide may not be installed.
+Ray is imported lazily. The only other private import is in ray_serve/policy.py, which Serve runs by value where raytide
+may not be installed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ GcsClient = Any
 
 
 def gcs_client(address: str, *, timeout_s: float = 5.0) -> GcsClient:
-    """A client without a driver's connection. OSError when nobody listens there: Ray's own would block for 40 s."""
+    """Returns a client that needs no driver connection. Raises OSError at once if nothing listens; Ray would block for
+    40 s."""
     from ray import _raylet
 
     host, _, port = address.rpartition(":")
@@ -25,7 +26,7 @@ def gcs_client(address: str, *, timeout_s: float = 5.0) -> GcsClient:
 
 
 def gcs_address_here() -> str:
-    """The cluster that this machine belongs to: RAY_ADDRESS, else what `ray start` noted here; empty when neither."""
+    """Returns this machine's cluster: RAY_ADDRESS, else the address that `ray start` noted; empty if there is none."""
     from ray._private.services import canonicalize_bootstrap_address, find_bootstrap_address
 
     address = os.environ.get("RAY_ADDRESS") or find_bootstrap_address(None)
@@ -33,7 +34,7 @@ def gcs_address_here() -> str:
 
 
 def dashboard_url(client: GcsClient) -> str:
-    """Where Ray's dashboard listens, with the job service; empty while it starts."""
+    """Returns the URL of Ray's dashboard and job service; empty until it has started."""
     from ray._private import ray_constants
 
     key, namespace = ray_constants.DASHBOARD_ADDRESS.encode(), ray_constants.KV_NAMESPACE_DASHBOARD
@@ -42,7 +43,7 @@ def dashboard_url(client: GcsClient) -> str:
 
 
 def connected_gcs() -> GcsClient:
-    """This process's own client, after `ray.init`."""
+    """Returns the client of this process, after `ray.init`."""
     from ray._private.worker import global_worker
 
     worker: Any = global_worker
@@ -51,22 +52,24 @@ def connected_gcs() -> GcsClient:
 
 
 def is_without_ray() -> bool:
-    """Whether Ray would start a cluster of its own in this process when it is used."""
+    """Returns whether Ray would start its own cluster in this process on first use."""
     import ray
 
     return not ray.is_initialized() and "RAY_ADDRESS" not in os.environ
 
 
 def hush_node_deaths() -> None:
-    """Ray prints on the stdout of every driver, also with `log_to_driver=False`, the last lines of each raylet that
-    ends anywhere in the cluster. Ours know of their nodes by their leases, and what they print is their user's."""
+    """Stops Ray from printing the last lines of dead raylets on every driver's stdout, even with `log_to_driver=False`.
+
+    raytide's drivers learn of lost nodes from their leases, and their output belongs to the user.
+    """
     from ray._private import worker
 
     worker.print_to_stdstream = lambda *_, **__: None
 
 
 def use_ray_at(environment: Mapping[str, str]) -> None:
-    """Ray will connect to what this says; it reads whether there are tokens when it is imported, and here again."""
+    """Makes Ray connect as these variables say. Ray reads its token settings at import, so they are read again."""
     from ray import _raylet
 
     os.environ.update(environment)
@@ -74,7 +77,7 @@ def use_ray_at(environment: Mapping[str, str]) -> None:
 
 
 def autoscaler_messages() -> Any:
-    """Ray's generated protobuf module, whose classes are made at import and have no types."""
+    """Returns Ray's generated protobuf module, which has no types."""
     from ray.core.generated import autoscaler_pb2
 
     return autoscaler_pb2
@@ -87,7 +90,7 @@ def label_in_operator() -> int:
 
 
 def combine_bundles(requests: Iterable[Any]) -> list[Any]:
-    """The bundles of a placement group with those that must share a node (STRICT_PACK) as one."""
+    """Returns the bundles of a placement group, with those that must share a node (STRICT_PACK) combined."""
     from ray.autoscaler.v2.utils import ResourceRequestUtil
 
     return list(ResourceRequestUtil.combine_requests_with_affinity(list(requests)))
@@ -100,7 +103,7 @@ def strict_pack() -> int:
 
 
 def serve_controller() -> Any:
-    """The handle of Serve's controller; ValueError when Serve does not run."""
+    """Returns the handle of Serve's controller. Raises ValueError if Serve is not running."""
     import ray
     from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
@@ -108,7 +111,8 @@ def serve_controller() -> Any:
 
 
 def replica_node(actor_name: str) -> str:
-    """Ray's id of the node on which a replica of Serve starts, which Serve itself says only later; empty if nowhere."""
+    """Returns Ray's id of the node of a starting Serve replica, which Serve reports only later; empty if it has none
+    yet."""
     import ray
     from ray._private import state
     from ray.serve._private.constants import SERVE_NAMESPACE
@@ -118,11 +122,11 @@ def replica_node(actor_name: str) -> str:
     except ValueError:
         return ""
     known = state.actors(actor._actor_id.hex()) or {}
-    return str(known["Address"]["NodeID"]) if known.get("Pid") else ""  # while it waits, the node is one that was asked
+    return str(known["Address"]["NodeID"]) if known.get("Pid") else ""  # without a pid, the node is only a candidate
 
 
 def nodes_of_groups() -> dict[str, tuple[str, ...]]:
-    """By the name of each placement group that Ray has not removed: Ray's ids of the nodes on which its bundles are."""
+    """Returns Ray's ids of the nodes of each placement group's bundles, by the group's name."""
     from ray.util.placement_group import placement_group_table
 
     return {
@@ -139,16 +143,15 @@ _NODE_PORTS = (
     "metrics_export_port",
     "dashboard_agent_listen_port",
 )
-"""What Ray asks of a node that joined."""
+"""The ports that Ray reads from a node that joined."""
 
 
 def start_raylet(parameters: Mapping[str, Any]) -> int:
-    """Start a node's raylet with these RayParams and return its pid at once; it joins the cluster a few seconds later.
+    """Starts a node's raylet with these RayParams and returns its pid at once; it joins the cluster seconds later.
 
-    Two `ray start` in one second pick the same socket name, which it cannot set, and one of them dies. Ray would wait
-    for the node to join, and end it after 30 s: a busy machine may take longer, and whoever bought it waits anyhow. And
-    it does not tell the raylet on which port the dashboard's agent will listen, though it is told: the raylet would
-    wait for the agent to say so, and abort after 15 s.
+    This replaces `ray start`, which has three problems. Two of them in one second choose the same socket name, and one
+    dies. Ray ends a node that does not join within 30 s, which a busy machine may need. And Ray does not pass on the
+    port of the dashboard agent, so the raylet waits for the agent to report it, and aborts after 15 s.
     """
     from ray import _raylet
     from ray._private import services
@@ -172,7 +175,7 @@ NODE_KIND_TAG, NODE_TYPE_TAG, _STATUS_TAG = "ray-node-type", "ray-user-node-type
 
 
 def prepared_config(file: Mapping[str, Any]) -> dict[str, Any]:
-    """cluster.yaml with Ray's defaults filled in. Nothing is asked of the cloud and nothing is made there."""
+    """Returns cluster.yaml with Ray's defaults filled in, without calling the cloud."""
     from ray.autoscaler._private.util import prepare_config
 
     prepared: dict[str, Any] = prepare_config(dict(file))
@@ -180,28 +183,28 @@ def prepared_config(file: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def set_up_head(cloud: Any, config: Mapping[str, Any]) -> None:
-    """What `ray up` does to the head, on the machines of this NodeProvider."""
+    """Sets up the head as `ray up` does, on the machines of this NodeProvider."""
     from ray.autoscaler._private.commands import get_or_create_head_node
 
     get_or_create_head_node(dict(config), "cluster.yaml", False, False, True, None, _provider=cloud)
 
 
 def with_environment(command: str, variables: Mapping[str, Any]) -> str:
-    """The command as Ray's updater sends it."""
+    """Returns the command as Ray's updater sends it."""
     from ray.autoscaler._private.command_runner import _with_environment_variables
 
     return str(_with_environment_variables(command, dict(variables)))
 
 
 def node_provider(section: Mapping[str, Any], cluster_name: str) -> Any:
-    """The NodeProvider of a `provider` section; a new one each time, since Ray's cache has only one for each type."""
+    """Returns a new NodeProvider for a `provider` section; Ray's cache would hold only one for each type."""
     from ray.autoscaler._private.providers import _get_node_provider
 
     return _get_node_provider(dict(section), cluster_name, use_cache=False)
 
 
 def worker_tags(config: Mapping[str, Any], node_type: str) -> dict[str, str]:
-    """What Ray's own autoscaler tags a new worker with, so that `ray down` and `ray exec` know it."""
+    """Returns the tags that Ray's autoscaler gives a new worker, which `ray down` and `ray exec` look for."""
     from ray.autoscaler import tags
     from ray.autoscaler._private.util import hash_launch_conf
 
@@ -222,7 +225,7 @@ def is_set_up(tags: Mapping[str, str]) -> bool:
 def set_up_worker(
     cloud: Any, config: Mapping[str, Any], cloud_id: str, node_type: str, commands: list[str], process_runner: Any
 ) -> None:
-    """Files, initialization, set-up and these start commands, over ssh; raises what failed."""
+    """Copies files and runs the initialization, set-up and start commands over ssh. Raises if a command fails."""
     from ray.autoscaler._private.updater import NodeUpdater
     from ray.autoscaler._private.util import hash_runtime_conf
 
@@ -254,12 +257,12 @@ def set_up_worker(
         docker_config=config.get("docker"),
     )
     updater.run()
-    if updater.update_time is None:  # Ray swallows the failure of a command
+    if updater.update_time is None:  # Ray does not raise when a command fails
         raise RuntimeError(f"{cloud_id}: a set-up or start command failed; its output is in the log above")
 
 
 def ray_train() -> Any:
-    """What Ray Train's `fit` is made of, by name, to be derived from and put in place of itself."""
+    """Returns the internals of Ray Train's `fit` that raytide extends and replaces, by name."""
     from types import SimpleNamespace
 
     from ray.train.v2._internal.execution.controller.controller import TrainController

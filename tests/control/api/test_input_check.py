@@ -63,7 +63,7 @@ def train(dataset: object, **config: object) -> dict[str, object]:
     ],
 )
 def test_a_url_that_leads_elsewhere_is_refused(client: TestClient, url: str) -> None:
-    with pytest.raises(DataError, match="Give a path"):
+    with pytest.raises(DataError, match="Use a path"):
         check_url(url)
     data = {**GANG, "kind": "data", "gang": {"shapes": [{"resources": {"CPU": 1}}]}}
     for body in (

@@ -259,7 +259,7 @@ class TestCaps:
         monkeypatch.setattr(bounds, "LIVE_SHAPES", 40)
         many = {**GANG, "gang": {"shapes": [{"resources": {"CPU": 1 + n / 100}} for n in range(16)]}}
         assert [attack.send("POST", "/v1/jobs", many) for _ in range(3)] == [200, 200, 429]
-        assert attack.send("POST", "/v1/jobs", GANG) == 200, "one with a single shape is taken"
+        assert attack.send("POST", "/v1/jobs", GANG) == 200, "a job with a single shape is accepted"
         attack.loop.store.request_stop("job-1")
         attack.loop.tick(2)
         assert attack.send("POST", "/v1/jobs", many) == 200

@@ -61,7 +61,7 @@ def test_a_second_run_is_refused_and_told_who_writes_there_and_since_when(place:
         ConflictError, match=rf"is being written by job-1 \(pid {os.getpid()} on .*, since \d{{4}}-"
     ) as caught:
         claim(place, holder="job-2")
-    assert "another out" in caught.value.hint
+    assert "another `out`" in caught.value.hint
 
 
 def test_two_runs_of_one_process_are_two_runs(place: str, claim: Make) -> None:

@@ -100,7 +100,7 @@ def test_a_directory_without_a_manifest_is_no_dataset(tmp_path: Path) -> None:
         ({"surprise": 1}, "surprise"),
         ({"tokenizer": "../../secret"}, "the tokenizer lies inside its dataset"),
         ({"tokenizer": "/etc/hostname"}, "the tokenizer lies inside its dataset"),
-        ({"tokenizer": "manifest.json"}, "two of its files have one name"),
+        ({"tokenizer": "manifest.json"}, "two files have the same name"),
         ({"tokens": -5}, "tokens"),
         ({"tokens": 1e400}, "tokens"),
         ({"documents": -1}, "documents"),
@@ -126,7 +126,7 @@ def test_a_shard_s_name_stays_inside_its_dataset(dataset: Path, file: str) -> No
 def test_no_two_shards_are_one_file(dataset: Path) -> None:
     one = {"file": "shards/00000.bin", "sha256": "0" * 64}
     edit(dataset, shards=[{**one, "tokens": 2}, {**one, "tokens": 3}])
-    with pytest.raises(DataError, match="two of its files have one name"):
+    with pytest.raises(DataError, match="two files have the same name"):
         load_manifest(str(dataset))
 
 

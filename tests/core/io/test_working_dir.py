@@ -112,7 +112,7 @@ def test_a_large_file_is_named_with_what_to_do(folder: Path, monkeypatch: pytest
 
 
 def test_too_much_in_all_and_no_directory_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(DataError, match="no directory"):
+    with pytest.raises(DataError, match="not a directory"):
         working_dir.pack(folder / "train.py")
     monkeypatch.setattr(working_dir, "MOST_BYTES", 1000)
     (folder / "noise").write_bytes(os.urandom(2000))
@@ -138,7 +138,7 @@ def test_a_package_that_would_fill_the_node_is_refused_before_it_is_unpacked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, most: int
 ) -> None:
     monkeypatch.setattr(working_dir, limit, most)
-    with pytest.raises(DataError, match="are the most"):
+    with pytest.raises(DataError, match="the limits are"):
         working_dir.unpack(zipped(*((name, b"0" * 1000) for name in "abc")), tmp_path / "there")
     assert not (tmp_path / "there").exists()
 
@@ -181,6 +181,6 @@ def test_methods_that_packages_do_not_have_are_not_unpacked(method: int, tmp_pat
     body = io.BytesIO()
     with zipfile.ZipFile(body, "w", method) as archive:
         archive.writestr("x", b"x" * 1000)
-    with pytest.raises(DataError, match="another way"):
+    with pytest.raises(DataError, match="unsupported compression"):
         unpack(body.getvalue(), tmp_path / "folder")
     assert not list(tmp_path.glob("*/*"))

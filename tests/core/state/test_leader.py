@@ -64,7 +64,7 @@ def test_the_first_is_fenced_off_once_the_second_took_over(stores: tuple[Store, 
     assert second.lead("b") == "a"
     hand.now_s += 1.0
     assert second.lead("b") == "", "the first has stood still"
-    with pytest.raises(ConflictError, match="was replaced: b decides"):
+    with pytest.raises(ConflictError, match="was replaced: b leads"):
         first.commit(changes(2))
     with pytest.raises(ConflictError, match="was replaced"):
         first.check_lead()

@@ -465,7 +465,7 @@ def test_a_full_disk_is_a_clear_error_and_what_was_written_before_stays(tmp_path
     big = SPEC.model_copy(update={"config": {"x": "y" * 1_000_000}})
     with pytest.raises(StorageError, match="full") as caught:
         store.submit_job(big, "ada", 1.0)
-    assert "nothing half-written" in caught.value.hint
+    assert "no partial write" in caught.value.hint
     assert store.job("job-1").spec == SPEC
     store.close()
 

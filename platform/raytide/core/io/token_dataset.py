@@ -1,8 +1,8 @@
-"""A token dataset on disk: what the pipeline writes and the trainer reads.
+"""The token dataset format, which the pipeline writes and the trainer reads.
 
-A directory (a path or an fsspec URL) with `manifest.json`, `tokenizer.json`, `tokenizer_config.json` and shards of raw
-little-endian token ids. Each document ends with `eos_id`; shard boundaries fall anywhere. The manifest is written
-last, so a directory without one holds nothing that may be read.
+A dataset is a directory (a path or an fsspec URL) with `manifest.json`, `tokenizer.json`, `tokenizer_config.json` and
+shards of raw little-endian token ids. Each document ends with `eos_id`; shards may split documents. The manifest is
+written last: a directory without one is incomplete.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ ITEM_BYTES: dict[str, int] = {"uint16": 2, "uint32": 4}
 CHUNK_BYTES = 1 << 20
 
 MAX_MANIFEST_BYTES = 256 << 20
-"""A shard takes 0.15 KiB in it."""
+"""A shard takes 0.15 KiB of it."""
 
 _REBUILD = "Build the dataset again."
 _NAME = re.compile(r"[^\x00-\x1f\x7f\\/:]{1,255}")
 
 
 def inside(value: str) -> str:
-    """A path that stays inside its folder, whoever wrote it; ValueError for any other."""
+    """Returns a path that stays inside its folder; raises ValueError for any other."""
     parts = value.split("/")
     if len(value) > 1024 or any(not _NAME.fullmatch(part) or part in (".", "..") for part in parts):
         raise ValueError("lies inside its dataset")
@@ -45,7 +45,7 @@ def inside(value: str) -> str:
 
 
 class Shard(Config):
-    """One file of tokens, its path relative to the dataset."""
+    """A file of tokens; its path is relative to the dataset."""
 
     file: str
     tokens: int = Field(ge=0, lt=1 << 60)
@@ -61,18 +61,18 @@ class Shard(Config):
 
 
 class Source(Config):
-    """Where the tokens came from: enough to tell whether a build would repeat this one."""
+    """The origin of the tokens, which tells whether a build would give the same dataset again."""
 
     digest: str = ""
-    """Of the spec and of what it read (names, sizes, versions of the input files)."""
+    """A hash of the spec and its inputs (names, sizes, versions)."""
     read: int = Field(default=0, ge=0)
     kept: int = Field(default=0, ge=0)
     dropped: dict[str, int] = Field(default_factory=dict)
-    """Documents by the reason why they were left out."""
+    """The number of documents by the reason for dropping them."""
 
 
 class TokenManifest(Config):
-    """`manifest.json`. Shard order is token order: token i of the dataset is the same for every reader."""
+    """The content of `manifest.json`. Tokens are numbered in shard order, the same for every reader."""
 
     most_bytes: ClassVar[int] = bounds.MOST_FILE_BYTES
 
@@ -101,9 +101,9 @@ class TokenManifest(Config):
         names = [shard.file for shard in self.shards]
         taken = {MANIFEST, CONFIG, self.tokenizer}
         if len(set(names)) < len(names) or not taken.isdisjoint(names) or self.tokenizer in (MANIFEST, CONFIG):
-            raise ValueError("two of its files have one name")
+            raise ValueError("two files have the same name")
         if sum(shard.tokens for shard in self.shards) != self.tokens:
-            raise ValueError(f"its shards hold {sum(s.tokens for s in self.shards)} tokens, not {self.tokens}")
+            raise ValueError(f"the shards hold {sum(s.tokens for s in self.shards)} tokens, not {self.tokens}")
         if self.eos_id >= self.vocab_size:
             raise ValueError(f"eos_id {self.eos_id} is outside the vocabulary of {self.vocab_size}")
         if self.dtype == "uint16" and self.vocab_size > 1 << 16:
@@ -111,31 +111,31 @@ class TokenManifest(Config):
         return self
 
     def to_bytes(self) -> bytes:
-        """Stable: the same manifest gives the same bytes."""
+        """Serializes the manifest; equal manifests give equal bytes."""
         return (json.dumps(self.model_dump(mode="json"), indent=2, sort_keys=True) + "\n").encode()
 
 
 def dtype_for(vocab_size: int) -> TokenDtype:
-    """The narrowest type that holds every id."""
+    """Returns the narrowest dtype that holds every token id."""
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
 def load_manifest(url: str) -> TokenManifest:
-    """The manifest of the dataset at `url`, or a DataError that says what is wrong with it."""
+    """Returns the manifest of the dataset at `url`. Raises DataError if it is missing or malformed."""
     where = join(url, MANIFEST)
     if not exists(where):
         raise DataError(
-            f"{url} holds no token dataset: it has no {MANIFEST}.",
-            hint="Build it with `raytide data build`; a build that was cut off leaves none.",
+            f"{url} is not a token dataset: it has no {MANIFEST}.",
+            hint="Build it with `raytide data build`; an interrupted build leaves none.",
         )
     return parse_manifest(read_bytes(where), where)
 
 
 def parse_manifest(text: bytes, where: str) -> TokenManifest:
-    """The manifest in `text`, or a DataError that says what is wrong with it."""
+    """Returns the manifest in `text`. Raises DataError if it is malformed."""
     try:
         if len(text) > MAX_MANIFEST_BYTES:
-            raise ValueError(f"it has {len(text)} bytes, above {MAX_MANIFEST_BYTES}")
+            raise ValueError(f"its {len(text)} bytes exceed {MAX_MANIFEST_BYTES}")
         body = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where} is not JSON: {error}.", hint=_REBUILD) from None
@@ -154,7 +154,7 @@ def parse_manifest(text: bytes, where: str) -> TokenManifest:
 
 
 def verify(url: str) -> TokenManifest:
-    """Read every shard and the tokenizer back; a DataError names the first whose size or hash is not the manifest's."""
+    """Reads all shards and the tokenizer. Raises DataError if the size or hash of one differs from the manifest."""
     manifest = load_manifest(url)
     if manifest.tokenizer_sha256 is not None:
         _check(join(url, manifest.tokenizer), None, manifest.tokenizer_sha256)
@@ -175,6 +175,6 @@ def _check(url: str, size: int | None, sha256: str) -> None:
     except FileNotFoundError:
         raise DataError(f"{url} is missing.", hint=_REBUILD) from None
     if size is not None and read != size:
-        raise DataError(f"{url} has {read} bytes where its manifest says {size}.", hint=_REBUILD)
+        raise DataError(f"{url} has {read} bytes; its manifest has {size}.", hint=_REBUILD)
     if digest.hexdigest() != sha256:
-        raise DataError(f"{url} is not what was written: its SHA-256 is not the manifest's.", hint=_REBUILD)
+        raise DataError(f"{url} was changed: its SHA-256 differs from the manifest's.", hint=_REBUILD)

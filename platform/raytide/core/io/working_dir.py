@@ -1,6 +1,6 @@
-"""A working directory as one file: packed where a job is submitted, unpacked on every member that runs it.
+"""Packs a working directory into one file at submission and unpacks it on every member.
 
-The same files give the same digest, whenever they are packed.
+The same files always give the same digest.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from raytide.core.errors import DataError, StorageError
 from raytide.core.io.storage import is_full_disk
 
 MOST_BYTES = 200 * 2**20
-"""Of a package, compressed."""
+"""The compressed size of a package."""
 MOST_FILE_BYTES = 50 * 2**20
 MOST_UNPACKED_BYTES = 4 * 2**30
 MOST_ENTRIES = 100_000
@@ -40,12 +40,12 @@ _EPOCH = (1980, 1, 1, 0, 0, 0)
 
 
 def pack(folder: Path, exclude: tuple[str, ...] = ()) -> bytes:
-    """The folder as a zip file. `exclude`: patterns of names, or of paths below the folder, beside `LEFT_OUT`.
+    """Returns the folder as a zip file. `exclude` holds patterns of names or relative paths, in addition to `LEFT_OUT`.
 
-    DataError when a file cannot be read, or when it, or all of it, is too large to travel with a job.
+    Raises DataError if a file cannot be read, or if a file or the package is too large.
     """
     if not folder.is_dir():
-        raise DataError(f"the working directory {folder} is no directory.", hint="Check --working-dir.")
+        raise DataError(f"the working directory {folder} is not a directory.", hint="Check --working-dir.")
     left_out = (*LEFT_OUT, *(pattern.removeprefix("./").rstrip("/") for pattern in exclude))
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
@@ -56,48 +56,48 @@ def pack(folder: Path, exclude: tuple[str, ...] = ()) -> bytes:
             if buffer.tell() > MOST_BYTES:
                 raise DataError(
                     f"the working directory {folder} is too large: more than {_mb(MOST_BYTES)} when compressed.",
-                    hint="Leave files out with --exclude, or name a smaller --working-dir.",
+                    hint="Leave files out with --exclude, or use a smaller --working-dir.",
                 )
     return buffer.getvalue()
 
 
 def unpack(package: bytes, folder: Path) -> None:
-    """Write the files below `folder`; those that could be run there can be run here.
+    """Unpacks a package below `folder`; executable files stay executable.
 
-    DataError for what `pack` would not have made: whoever may upload may have made it otherwise.
+    Raises DataError for packages that `pack` would not make, because users may upload anything.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(package)) as archive:
             entries = archive.infolist()
-            sizes = [entry.file_size for entry in entries]  # what an archive declares is the most that is read of it
+            sizes = [entry.file_size for entry in entries]  # zipfile reads no more than the declared sizes
             if (
                 len(entries) > MOST_ENTRIES
                 or sum(sizes) > MOST_UNPACKED_BYTES
                 or max(sizes, default=0) > MOST_FILE_BYTES
             ):
                 raise DataError(
-                    f"the package has {len(entries)} files with {_mb(sum(sizes))} in all; {MOST_ENTRIES} with "
-                    f"{_mb(MOST_UNPACKED_BYTES)}, and {_mb(MOST_FILE_BYTES)} each, are the most.",
+                    f"the package has {len(entries)} files with {_mb(sum(sizes))}; the limits are {MOST_ENTRIES} files, "
+                    f"{_mb(MOST_UNPACKED_BYTES)} in total and {_mb(MOST_FILE_BYTES)} each.",
                     hint="Leave files out with --exclude, and read them from shared storage.",
                 )
             for entry in entries:
-                if entry.compress_type not in _PACKED:  # others ask for memory in proportion to a number in the file
-                    raise ValueError(f"{entry.filename[:100]!r} is packed in another way than packages are")
+                if entry.compress_type not in _PACKED:  # other methods may allocate memory as the file demands
+                    raise ValueError(f"{entry.filename[:100]!r} uses an unsupported compression method")
                 path = Path(archive.extract(entry, folder))
                 if mode := entry.external_attr >> 16 & 0o777:
                     path.chmod(mode | (0o700 if entry.is_dir() else 0o600))
     except OSError as error:
         if is_full_disk(error):
             raise StorageError(
-                f"no space left while unpacking into {folder}.", hint="Free space on that node, or send less."
+                f"no space left while unpacking into {folder}.", hint="Free space on that node, or upload less."
             ) from error
-        raise _broken(error.strerror) from None  # a name that is too long, or a file's and a folder's at once
+        raise _broken(error.strerror) from None  # a name that is too long, or both a file and a folder
     except (zipfile.BadZipFile, zlib.error, ArithmeticError, LookupError, RuntimeError, EOFError, ValueError) as error:
         raise _broken(error) from None
 
 
 def _broken(why: object) -> DataError:
-    return DataError(f"the package is broken: {why}.", hint="Submit the script anew: it is uploaded again.")
+    return DataError(f"the package is broken: {why}.", hint="Submit the script again, which uploads a new package.")
 
 
 def digest_of(package: bytes) -> str:
@@ -105,7 +105,7 @@ def digest_of(package: bytes) -> str:
 
 
 def _below(place: Path, folder: Path, left_out: tuple[str, ...], above: frozenset[str]) -> Iterator[Path]:
-    """Files, and directories that have nothing in them. Links are followed, but not back to where they are."""
+    """Yields files and empty folders. Links are followed unless they form a circle."""
     above |= {os.path.realpath(place)}
     with _named(place, place.relative_to(folder).as_posix()):
         kept = [path for path in sorted(place.iterdir()) if not _is_left_out(path, folder, left_out)]
@@ -126,7 +126,7 @@ def _add(archive: zipfile.ZipFile, path: Path, name: str) -> None:
     stat = path.stat()
     if stat.st_size > MOST_FILE_BYTES:
         raise DataError(
-            f"{path} has {_mb(stat.st_size)}; a file of a working directory may have {_mb(MOST_FILE_BYTES)}.",
+            f"{path} has {_mb(stat.st_size)}; files of a working directory may have at most {_mb(MOST_FILE_BYTES)}.",
             hint=f"Leave it out (`--exclude '{name}'`) and read it from shared storage, or name a smaller "
             "--working-dir.",
         )
@@ -138,13 +138,13 @@ def _add(archive: zipfile.ZipFile, path: Path, name: str) -> None:
 
 @contextmanager
 def _named(path: Path, name: str) -> Iterator[None]:
-    """What cannot travel is said with its name."""
+    """Turns an error on reading `path` into a DataError that names it."""
     try:
         yield
     except OSError as error:
         why = error.strerror
     except UnicodeEncodeError:
-        why = "its name is no UTF-8"
+        why = "its name is not valid UTF-8"
     else:
         return
     raise DataError(
@@ -153,7 +153,7 @@ def _named(path: Path, name: str) -> Iterator[None]:
 
 
 def _printable(name: str) -> str:
-    """What is no UTF-8 in it as `?`, which is also a pattern that matches it."""
+    """Returns the name with `?` for bytes that are not UTF-8, which is also a pattern that matches it."""
     return name.encode(errors="replace").decode()
 
 

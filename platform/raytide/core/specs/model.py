@@ -1,4 +1,4 @@
-"""What is trained: a model's form, which of its weights learn, and conversations to learn from. No torch."""
+"""The specs of the model, of finetuning and of chat data. No torch."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj",
 
 
 class ModelSpec(Config):
-    """A Llama-style decoder in a few numbers, or any supported family by its Hugging Face config."""
+    """The model: a Llama-style decoder given by a few numbers, or any supported family given by a Hugging Face
+    config."""
 
     config: str | dict[str, JsonValue] | None = None
-    """A `config.json` (path, or directory with one) or its contents, instead of the numbers below. Beside `init_from`:
-    fields that replace those of its config."""
+    """A `config.json` (path, or its directory) or its contents, in place of the numbers below. With `init_from`, fields
+    that override those of its config."""
     vocab_size: int | None = Field(default=None, ge=2)
-    """The dataset's own when left out."""
+    """The dataset's vocabulary size by default."""
     dim: int = Field(default=256, ge=2)
     layers: int = Field(default=6, ge=1)
     heads: int = Field(default=8, ge=1)
     kv_heads: int | None = Field(default=None, ge=1)
-    """As many as heads when left out; fewer is grouped-query attention."""
+    """Equal to `heads` by default; fewer is grouped-query attention."""
     ffn_dim: int | None = Field(default=None, ge=1)
-    """8/3 of dim, rounded up to a multiple of 64, when left out."""
+    """By default 8/3 of `dim`, rounded up to a multiple of 64."""
     max_seq_len: int = Field(default=1024, ge=1)
     rope_theta: float = Field(default=10000.0, gt=0)
     norm_eps: float = Field(default=1e-5, gt=0)
@@ -37,16 +38,16 @@ class ModelSpec(Config):
     def _one_form(self) -> ModelSpec:
         numbers = sorted(self.numbers)
         if self.config is not None and numbers:
-            raise ValueError(f"a config says what {', '.join(numbers)} would; give one or the other")
+            raise ValueError(f"{', '.join(numbers)} cannot be combined with config")
         if self.dim % self.heads or (self.dim // self.heads) % 2:
-            raise ValueError(f"dim {self.dim} over heads {self.heads} must give an even head size")
+            raise ValueError(f"dim {self.dim} divided by heads {self.heads} must be an even number")
         if self.heads % self.n_kv_heads:
             raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.n_kv_heads}")
         return self
 
     @property
     def numbers(self) -> frozenset[str]:
-        """The fields of the short form that were given."""
+        """The numeric fields that differ from their defaults."""
         return frozenset(name for name in self.model_fields_set - {"config"} if getattr(self, name) != _default(name))
 
     @property
@@ -62,8 +63,8 @@ class ModelSpec(Config):
         return self.ffn_dim if self.ffn_dim is not None else -(-self.dim * 8 // 3 // 64) * 64
 
     def hf_config(self, vocab_size: int, eos_id: int) -> dict[str, object]:
-        """The short form as LlamaForCausalLM's `config.json`. Documents are only ever separated by eos, so
-        that is also what begins one."""
+        """Returns the short form as LlamaForCausalLM's `config.json`. The eos token separates documents, so it is also
+        bos."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -89,13 +90,13 @@ class ModelSpec(Config):
 
 
 class LoraSpec(Config):
-    """Low-rank adapters (Hu et al. 2021): the model's own weights stay as they are."""
+    """Low-rank adapters (Hu et al. 2021). The model's own weights stay frozen."""
 
     rank: int = Field(default=8, ge=1, le=256)
     alpha: float = Field(default=16.0, gt=0)
-    """What an adapter adds is scaled by alpha / rank."""
+    """The adapter's output is scaled by alpha / rank."""
     targets: tuple[Target, ...] | None = Field(default=None, min_length=1)
-    """Projections that get one; all when left out, of a model with experts those of attention."""
+    """The projections with adapters: all by default; only those of attention in a model with experts."""
 
 
 class FinetuneSpec(Config):
@@ -103,15 +104,17 @@ class FinetuneSpec(Config):
 
 
 class ChatSpec(Config):
-    """Conversations: a line of JSON each, `{"messages": [{"role": ..., "content": ...}, ...]}`. Only what the assistant
-    says is learnt; a conversation longer than seq_len is cut at its end."""
+    """Chat data: one JSON line for each conversation, `{"messages": [{"role": ..., "content": ...}, ...]}`.
+
+    The loss covers only the assistant's messages. A conversation longer than seq_len is truncated at its end.
+    """
 
     file: str
     """A path or an fsspec URL."""
     tokenizer: str | None = None
-    """The directory of `tokenizer.json` and the chat template; that of `init_from` when left out."""
+    """The directory of `tokenizer.json` and the chat template; that of `init_from` by default."""
     template: str | None = None
-    """A file with a jinja2 chat template, instead of the tokenizer's; the exported model gets it."""
+    """A file with a jinja2 chat template, in place of the tokenizer's. The exported model gets it too."""
 
 
 def _default(name: str) -> object:

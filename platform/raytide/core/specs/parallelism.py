@@ -1,4 +1,4 @@
-"""How the ranks of a gang share a model and a batch: five axes, as a pure function of how many ranks there are."""
+"""The parallel layout of a training gang: five mesh axes as a function of the number of ranks."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ Schedule = Literal[
     "gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v"
 ]
 LOOPED: frozenset[Schedule] = frozenset({"interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble"})
-"""Each rank has several stages, `pipeline` apart."""
+"""Schedules with several stages on each rank, `pipeline` apart."""
 V_SHAPED: frozenset[Schedule] = frozenset({"zbv_zero_bubble", "dualpipe_v"})
-"""Each rank has two stages; the first rank has the first and the last."""
+"""Schedules with two stages on each rank; the first rank has the first and the last stage."""
 SPLIT_BACKWARD: frozenset[Schedule] = frozenset({"interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v"})
-"""Gradients of inputs come first and those of weights later, which fills the pipeline's bubbles."""
+"""Schedules that compute input gradients first and weight gradients later, to fill the pipeline's bubbles."""
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
-"""Outermost first: neighbours in rank talk most."""
+"""Outermost first: neighbouring ranks communicate most."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How many ranks each axis has."""
+    """The number of ranks on each axis."""
 
     pipeline: int = 1
     replicate: int = 1
@@ -42,12 +42,12 @@ class Sizes:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """In the order of AXES."""
+        """The sizes in the order of AXES."""
         return tuple(getattr(self, axis) for axis in AXES)
 
     @property
     def data(self) -> int:
-        """How many parts a global batch is cut into."""
+        """The number of parts of a global batch."""
         return self.replicate * self.shard
 
     def __str__(self) -> str:
@@ -56,29 +56,29 @@ class Sizes:
 
 
 class Parallelism(Config):
-    """The axes of the mesh. The default shards over all ranks (ZeRO-3)."""
+    """The axes of the mesh. By default the model is sharded over all ranks (ZeRO-3)."""
 
     replicate: int = Field(default=1, ge=1)
-    """Copies of the sharded model, whose gradients are summed: HSDP, or DDP where shard is 1."""
+    """Copies of the sharded model, whose gradients are summed: HSDP, or DDP if shard is 1."""
     shard: int | None = Field(default=None, ge=1)
-    """Ranks among which each copy's weights, gradients and optimizer state are divided; None takes what the other axes
-    leave, which lets the gang grow and shrink."""
+    """Ranks that shard each copy's weights, gradients and optimizer state. None uses the ranks that the other axes
+    leave, so the gang can grow and shrink."""
     tensor: int = Field(default=1, ge=1)
-    """Ranks among which each matrix is divided, and between layers the sequence."""
+    """Ranks that shard each matrix and, between layers, the sequence."""
     pipeline: int = Field(default=1, ge=1)
     """Ranks that each hold some of the layers."""
     context: int = Field(default=1, ge=1)
-    """Ranks among which each sequence is divided."""
+    """Ranks that shard each sequence."""
     zero: Literal[1, 2, 3] = 3
-    """What stays divided during a step: the optimizer's state (1), also the gradients (2), also the weights (3)."""
+    """The state that stays sharded during a step: optimizer state (1), also gradients (2), also weights (3)."""
     schedule: Schedule = "1f1b"
-    """Of the pipeline's microbatches."""
+    """The order of the pipeline's micro-batches."""
     stages: int | None = Field(default=None, ge=2)
-    """How many stages each pipeline rank has: 2 when left out in the looped schedules; the others fix it."""
+    """The stages of each pipeline rank: 2 by default in looped schedules; other schedules fix it."""
 
     @property
     def rank_stages(self) -> int:
-        """Stages on each rank of the pipeline."""
+        """The number of stages on each pipeline rank."""
         if self.schedule in LOOPED:
             return self.stages or 2
         return 2 if self.schedule in V_SHAPED and self.pipeline > 1 else 1
@@ -89,19 +89,22 @@ class Parallelism(Config):
 
     @property
     def frees_after_forward(self) -> bool:
-        """Whether weights are resharded between forward and backward. A schedule that splits its backward would then
-        lose gradients in silence (measured: a loss off by 0.2 after 10 steps), so there they stay whatever zero says.
+        """Whether weights are resharded between forward and backward.
+
+        Not with a schedule that splits its backward, which would silently lose gradients (measured: a loss off by 0.2
+        after 10 steps).
         """
         return self.zero == 3 and not (self.pipeline > 1 and self.schedule in SPLIT_BACKWARD)
 
     def stages_of(self, rank: int) -> list[int]:
-        """The stages of one rank of the pipeline, in their order."""
+        """Returns the stages of one pipeline rank, in order."""
         if self.pipeline > 1 and self.schedule in V_SHAPED:
             return [rank, 2 * self.pipeline - 1 - rank]
         return [rank + turn * self.pipeline for turn in range(self.rank_stages if self.pipeline > 1 else 1)]
 
     def stage_layers(self, stage: int, layers: int) -> range:
-        """The layers of one stage. Middle stages take the remainder: the first embeds and the last predicts."""
+        """Returns the layers of one stage. Middle stages take the remainder, because the first embeds and the last
+        predicts."""
         count, more = divmod(layers, self.total_stages)
         skip = (self.total_stages - more) // 2
         sizes = [count + (skip <= index < skip + more) for index in range(self.total_stages)]
@@ -109,10 +112,10 @@ class Parallelism(Config):
         return range(first, first + sizes[stage])
 
     def microbatches(self, rows: int, size: int) -> tuple[int, int]:
-        """(How many, of how many sequences) for `rows` sequences of a data rank in microbatches of at most `size`.
+        """Returns the number and size of the micro-batches for `rows` sequences of a data rank; none exceeds `size`.
 
-        A pipeline wants at least as many as it has stages, and full rounds of them: smaller ones when there are rows
-        enough, else some that do not count.
+        A pipeline needs at least as many as it has stages, and full rounds of them: micro-batches get smaller if there
+        are enough rows, else some are padding.
         """
         if self.pipeline == 1:
             return math.ceil(rows / size), size
@@ -124,11 +127,11 @@ class Parallelism(Config):
 
     @property
     def min_microbatches(self) -> int:
-        """Fewer than so many leave stages without work."""
+        """The fewest micro-batches that give every stage work."""
         return self.total_stages if self.schedule == "dualpipe_v" else self.pipeline
 
     def sizes(self, world: int) -> Sizes:
-        """The largest mesh that `world` ranks can form; ConfigError when they are too few for any."""
+        """Returns the largest mesh that `world` ranks can form. Raises ConfigError if there are too few ranks."""
         fixed = self.replicate * self.tensor * self.pipeline * self.context
         shard = self.shard or max(1, world // fixed)
         sizes = Sizes(self.pipeline, self.replicate, shard, self.context, self.tensor)

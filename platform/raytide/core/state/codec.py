@@ -1,4 +1,4 @@
-"""Nouns to rows and back: what comes out equals what went in, type by type."""
+"""Converts core objects to rows and back, without loss."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ Values = dict[str, Any]
 
 
 def number_of(id: str) -> int:
-    """7 of `job-7`: ids are never given twice, so the number also orders them."""
+    """Returns 7 for `job-7`. Ids are never reused, so the number also orders them."""
     return int(id.rpartition("-")[2])
 
 
 def job_status_columns(job: Job) -> Values:
-    """The columns of a job that are the controller's."""
+    """Returns the columns of a job that the controller writes."""
     return {
         "state": job.state,
         "admitted_at_s": job.admitted_at_s,
@@ -71,11 +71,12 @@ def new_job(number: int, spec: JobSpec, user: str, now_s: float, key: str | None
 
 
 _ONE_CPU = Shape(resources={"CPU": 1.0})
-"""The shape that stands in for one that cannot be read."""
+"""Replaces a shape that cannot be read."""
 
 
 def job(row: Row[Any]) -> Job:
-    """A row always becomes a job: what stands in for a spec that this release refuses is `unreadable`."""
+    """Returns the job of any row. If this release rejects the stored spec, the job is `unreadable` and has a
+    placeholder."""
     spec, unreadable = _read(JobSpec, row.spec)
     if spec is None:
         name, gang = printable(row.name, 100) or row.id, GangSpec(shapes=(_ONE_CPU,))
@@ -110,8 +111,7 @@ def job(row: Row[Any]) -> Job:
 
 
 def finite(progress: Mapping[str, float | int | str]) -> dict[str, float | int | str]:
-    """JSON has no NaN and no infinity, and a loss may be either: they are kept as words. Long text is
-    cut."""
+    """Returns progress that JSON can hold: NaN and infinity become strings, and long texts are truncated."""
     return {shortened(encodable(name), 100): _finite(value) for name, value in progress.items()}
 
 
@@ -153,11 +153,11 @@ def member_values(lease_id: str, member: Member) -> Values:
 
 
 def lease(row: Row[Any], members: Iterable[Row[Any]]) -> Lease:
-    """`members` in the order of their index."""
+    """`members` must be ordered by index."""
     return Lease(
         id=row.id,
         job_id=row.job_id,
-        shape=_read(Shape, row.shape)[0] or _ONE_CPU,  # its job is unreadable, too, and ends
+        shape=_read(Shape, row.shape)[0] or _ONE_CPU,  # its job is unreadable too, and ends
         state=LeaseState(row.state),
         members=tuple(_member(member) for member in members),
         epoch=row.epoch,
@@ -245,7 +245,7 @@ def new_endpoint(spec: ServeSpec, user: str, now_s: float) -> Values:
 
 
 def endpoint_verdict(endpoint: Endpoint) -> Values:
-    """The columns of an endpoint that are the controller's."""
+    """Returns the columns of an endpoint that the controller writes."""
     return {
         "state": endpoint.state,
         "target_replicas": endpoint.target_replicas,
@@ -257,7 +257,7 @@ def endpoint_verdict(endpoint: Endpoint) -> Values:
 
 
 def endpoint(row: Row[Any]) -> Endpoint:
-    """A delete request shows as DELETING at once, whatever the controller wrote last."""
+    """Returns the endpoint of a row. A delete request shows as DELETING before the controller has acted on it."""
     state = EndpointState(row.state)
     if row.delete_requested and state is not EndpointState.DELETED:
         state = EndpointState.DELETING
@@ -338,7 +338,7 @@ def entry(row: Row[Any]) -> Entry:
 
 
 def totals_of(entries: Iterable[Entry]) -> list[Values]:
-    """Their sums, by the month in which each began."""
+    """Returns the sums of the entries by kind, subject, team and the month in which each began."""
     sums: defaultdict[tuple[str, str, str, str], int] = defaultdict(int)
     for entry in entries:
         sums[(entry.kind, entry.subject, entry.team, month_of(entry.from_us))] += entry.amount_micro_usd
@@ -372,7 +372,7 @@ S = TypeVar("S", bound=BaseModel)
 
 
 def _read(cls: type[S], stored: object) -> tuple[S | None, str]:
-    """The spec, or None and why this release refuses it."""
+    """Returns the spec, or None and the reason why this release rejects it."""
     try:
         return cls.model_validate(stored), ""
     except (ValueError, TypeError, RecursionError) as error:

@@ -92,7 +92,7 @@ class Database:
                 return
             if have is not None and have not in {script.revision for script in known.walk_revisions()}:
                 raise ConflictError(
-                    f"the state at {self.engine.url.render_as_string()} was written by a newer raytide (schema {have}); "
+                    f"a newer raytide (schema {have}) wrote the state at {self.engine.url.render_as_string()}; "
                     f"this one knows schemas up to {known.get_current_head()}.",
                     hint="Run the newer raytide, or name another state URL.",
                 )

@@ -1,4 +1,4 @@
-"""Counts, by SQL: what is asked about thousands of jobs reads no more rows than it answers with."""
+"""Queries on jobs and leases that read few rows however many jobs there are."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from raytide.core.state.database import Database
 T = TypeVar("T")
 
 MOST_NAMED = 1000
-"""Values in one statement's IN: databases limit them (SQLite 32,766 or 250,000, PostgreSQL 65,535)."""
+"""The most values in one statement's IN, because databases limit them (SQLite 32,766 or 250,000, PostgreSQL 65,535)."""
 
 CHANGES = "changes"
-"""The counter of commits that touched a job or a lease: their rows' `changed` is the number of the last one."""
+"""The counter of commits that touched a job or a lease. `changed` in their rows is the number of the last one."""
 
 
 class LeaseKey(NamedTuple):
-    """A job's state and its newest lease's: as long as it is the same, whoever waits for the lease has nothing new."""
+    """The state of a job and of its newest lease. A driver that waits for its lease gets an answer when it changes."""
 
     job_state: str
     lease_id: str = ""
@@ -37,13 +37,13 @@ class Census:
         self._db = database
 
     def jobs(self) -> dict[str, int]:
-        """How many there ever were, by state."""
+        """Returns the number of all jobs ever submitted, by state."""
         query = sa.select(t.jobs.c.state, sa.func.count()).group_by(t.jobs.c.state)
         with self._db.read() as c:
             return {str(row[0]): int(row[1]) for row in c.execute(query)}
 
     def live_jobs(self) -> dict[tuple[str, str, str], int]:
-        """How many are not over, by (kind, team, state)."""
+        """Returns the number of unfinished jobs by (kind, team, state)."""
         j = t.jobs.c
         query = sa.select(j.kind, j.team, j.state, sa.func.count()).group_by(j.kind, j.team, j.state)
         with self._db.read() as c:
@@ -51,7 +51,7 @@ class Census:
             return {(str(row[0]), row[1], str(row[2])): int(row[3]) for row in rows}
 
     def live_members(self) -> dict[str, int]:
-        """How many seats the leases that are not over have, by state."""
+        """Returns the number of members of unreleased leases, by state."""
         m = t.members.c
         held = sa.select(t.leases.c.id).where(t.leases.c.state != LeaseState.RELEASED)
         query = sa.select(m.state, sa.func.count()).where(m.lease_id.in_(held)).group_by(m.state)
@@ -59,7 +59,7 @@ class Census:
             return {str(row[0]): int(row[1]) for row in c.execute(query)}
 
     def oldest_s(self, share: float, now_s: float) -> float:
-        """How old jobs got until they were over, or are, of all there ever were, but for this share that is older."""
+        """Returns the age in seconds (at its end, or now) below which all jobs are but this share."""
         c_, j = t.counters.c, t.jobs.c
         with self._db.read() as c:
             ever = (c.execute(sa.select(c_.next).where(c_.name == "job")).scalar() or 1) - 1
@@ -70,26 +70,26 @@ class Census:
         return float(ages[older]) if older < len(ages) else 0.0
 
     def version(self) -> int:
-        """The number of the newest commit that touched a job or a lease."""
+        """Returns the number of the newest commit that touched a job or a lease."""
         with self._db.read() as c:
             return int(c.execute(_VERSION).scalar() or 1) - 1
 
     def job_owner(self, job_id: str) -> tuple[str, str, JobState] | None:
-        """Its user, team and state, without its spec: each request of its driver asks for them."""
+        """Returns a job's user, team and state, but not its spec, because every request of a driver needs them."""
         j = t.jobs.c
         with self._db.read() as c:
             row = c.execute(sa.select(j.user, j.team, j.state).where(j.id == job_id)).first()
         return None if row is None else (row[0], row[1], JobState(row[2]))
 
     def touched_since(self, version: int) -> set[str]:
-        """The jobs whose row, or a lease of theirs, was written by a later commit than this one."""
+        """Returns the ids of the jobs that were changed, or whose lease was changed, by a commit after this one."""
         j, x = t.jobs.c, t.leases.c
         both = sa.union(sa.select(j.id).where(j.changed > version), sa.select(x.job_id).where(x.changed > version))
         with self._db.read() as c:
             return {str(job_id) for job_id in c.execute(both).scalars()}
 
     def lease_keys(self, job_ids: Iterable[str]) -> dict[str, LeaseKey]:
-        """Of those that are jobs."""
+        """Returns the keys of those ids that are jobs."""
         j, x = t.jobs.c, t.leases.c
         found: dict[str, LeaseKey] = {}
         with self._db.read() as c:
@@ -102,7 +102,7 @@ class Census:
         return found
 
     def leases(self, job_ids: Iterable[str]) -> dict[str, Lease]:
-        """The newest lease of each of them that was ever admitted, RELEASED ones included; by job."""
+        """Returns the newest lease of each job, including released leases, by job."""
         of_job = t.leases.c.job_id
         newest = sa.select(sa.func.max(t.leases.c.number)).group_by(of_job)
         with self._db.read() as c:
@@ -117,14 +117,14 @@ _VERSION = sa.select(t.counters.c.next).where(t.counters.c.name == CHANGES)
 
 
 def chunked(values: Iterable[T]) -> Iterator[list[T]]:
-    """The values in parts that one statement can name, each value once."""
+    """Yields the distinct values in parts that fit into one statement."""
     left = iter(dict.fromkeys(values))
     while part := list(islice(left, MOST_NAMED)):
         yield part
 
 
 def leases_where(c: sa.Connection, which: sa.ColumnElement[bool]) -> tuple[Lease, ...]:
-    """In order of admission; two statements, however many there are."""
+    """Returns leases in the order of admission, with two statements for any number of leases."""
     rows = c.execute(t.leases.select().where(which).order_by(t.leases.c.number)).all()
     ids = sa.select(t.leases.c.id).where(which)
     by_index = t.members.select().where(t.members.c.lease_id.in_(ids)).order_by(t.members.c.index)

@@ -1,6 +1,6 @@
-"""The store's verbs: first what the API may do, then what is the controller's, then what everybody reads.
+"""The state store. Its methods are grouped: first those of the API, then those of the controller, then reads.
 
-Each verb is one transaction. Columns have one writer each (see `tables`), so the two processes never undo each other.
+Each method is one transaction. Each column has one writer (see `tables`), so the two processes never conflict.
 """
 
 from __future__ import annotations
@@ -42,19 +42,20 @@ KEPT_PLANS = 1000
 
 
 class Store:
-    """Open it with `Store.open(url)`. Safe for threads."""
+    """The database of a cluster; open it with `Store.open(url)`. Thread-safe."""
 
     def __init__(self, database: Database) -> None:
         self._db = database
         self.books = Books(database)
-        """The ledger's tables: entries, open intervals, sums."""
+        """Queries on the ledger: entries, open intervals, sums."""
         self.census = Census(database)
-        """Counts."""
+        """Queries on jobs and leases."""
         self._leader: Leader | None = None
 
     @classmethod
     def open(cls, url: str) -> Self:
-        """Bring the schema up to date, one process at a time, then open. ConflictError if a newer raytide wrote it."""
+        """Opens the store after migrating its schema, one process at a time. Raises ConflictError if a newer raytide
+        wrote it."""
         database = Database(url)
         try:
             database.upgrade()
@@ -67,10 +68,10 @@ class Store:
         self._db.engine.dispose()
 
     def last_failure(self) -> WriteFailure | None:
-        """Why the last write of this process failed, unless one has succeeded since."""
+        """Returns the failure of this process's last write; None if it succeeded."""
         return self._db.last_failure
 
-    # The API's.
+    # API.
 
     def submit_job(
         self,
@@ -82,16 +83,16 @@ class Store:
         digest: str | None = None,
         most_live: int = bounds.LIVE_JOBS,
     ) -> Job:
-        """Queue a job. The same team's same `key` again returns the first job, so that a client may retry.
+        """Queues a job. Returns the existing job if the team used the same `key` before, so that clients may retry.
 
-        ConflictError when `digest`, of what was asked for, is another than that job's; QuotaError when the team has
-        `most_live` jobs that are not over, or these are too large together.
+        Raises ConflictError if that job's request had another `digest`, and QuotaError if the team has `most_live`
+        unfinished jobs or their specs are too large together.
         """
         with self._db.write() as c:
             if key is not None and (row := c.execute(_job_of_key(spec.team, key)).first()):
                 if row.client_digest not in (None, digest):
                     raise ConflictError(
-                        f"the key {key} of team {spec.team} is {row.id}'s, which asked for something else.",
+                        f"the key {key} of team {spec.team} was used for {row.id}, with another request.",
                         hint="Use a new key for a new job.",
                     )
                 return codec.job(row)
@@ -102,16 +103,18 @@ class Store:
             return codec.job(c.execute(_job(f"job-{number}")).one())
 
     def request_stop(self, job_id: str) -> Job:
-        """Ask for the end of a job; nothing happens when it is over."""
+        """Requests the end of a job; has no effect on a final job."""
         return self._write_job(job_id, stop_requested=True)
 
     def heartbeat(self, job_id: str, now_s: float) -> Job:
-        """Its driver is alive."""
+        """Records that the job's driver is alive."""
         return self._write_job(job_id, heartbeat_at_s=now_s)
 
     def heartbeats(self, at_s: Mapping[str, float]) -> None:
-        """Drivers of many jobs are alive, each at its time. A row that another process is writing is left for the next
-        time: two that write many rows would wait for each other."""
+        """Records that the drivers of these jobs were alive at these times.
+
+        Skips rows that another process is writing: two such statements could deadlock.
+        """
         with self._db.write() as c:
             for moment in sorted(set(at_s.values())):
                 for part in chunked(job_id for job_id, each in at_s.items() if each == moment):
@@ -119,7 +122,7 @@ class Store:
                     c.execute(t.jobs.update().where(t.jobs.c.id.in_(free)).values(heartbeat_at_s=moment))
 
     def report(self, job_id: str, progress: Mapping[str, float | int | str], now_s: float) -> None:
-        """Add to the job's progress, name by name; also a heartbeat."""
+        """Merges into the job's progress, name by name; counts as a heartbeat."""
         with self._db.write() as c:
             row = c.execute(_job(job_id).with_for_update()).first()
             if row is None:
@@ -129,12 +132,14 @@ class Store:
             update(c, t.jobs, {"id": job_id}, {"progress": merged, "heartbeat_at_s": now_s})
 
     def release(self, job_id: str, *, error: str = "") -> Job:
-        """The driver of a GANG job says that its work is done, or what failed."""
+        """Records that the driver of a GANG job finished its work, or the error that it failed with."""
         return self._write_job(job_id, released_by_driver=error)
 
     def save_endpoint(self, spec: ServeSpec, user: str, now_s: float) -> Endpoint:
-        """Create an endpoint, or give a live one a new spec. ConflictError while one of that name is being deleted, or
-        when it is another team's."""
+        """Creates an endpoint, or gives an existing one a new spec.
+
+        Raises ConflictError if an endpoint of that name is being deleted or belongs to another team.
+        """
         with self._db.write() as c:
             row = c.execute(_endpoint(spec.name).with_for_update()).first()
             if row is None or row.team == spec.team or row.state == EndpointState.DELETED:
@@ -144,20 +149,20 @@ class Store:
             elif row.state == EndpointState.DELETED:
                 update(c, t.endpoints, {"name": spec.name}, codec.new_endpoint(spec, user, now_s))
             elif row.delete_requested:
-                raise ConflictError(f"endpoint {spec.name} is being deleted.", hint="Try again when it is gone.")
+                raise ConflictError(f"endpoint {spec.name} is being deleted.", hint="Try again when it is deleted.")
             elif row.team != spec.team:
-                raise ConflictError(f"endpoint {spec.name} is team {row.team}'s.", hint="Choose another name.")
+                raise ConflictError(f"endpoint {spec.name} belongs to team {row.team}.", hint="Choose another name.")
             else:
                 values: dict[str, Any] = {"spec": spec.model_dump(mode="json")}
-                if row.state == EndpointState.FAILED:  # Serve gave it up for good: it is created anew
+                if row.state == EndpointState.FAILED:  # Serve never retries a failed one: create it anew
                     values["created_at_s"] = now_s
                 update(c, t.endpoints, {"name": spec.name}, values)
             if row is None or row.state == EndpointState.DELETED:
-                note(c, [Event(now_s, spec.name, "", "deploying", f"asked for by {user}")])
+                note(c, [Event(now_s, spec.name, "", "deploying", f"requested by {user}")])
             return codec.endpoint(c.execute(_endpoint(spec.name)).one())
 
     def request_delete(self, name: str) -> Endpoint:
-        """Ask for the end of an endpoint; nothing happens when it is over."""
+        """Requests the end of an endpoint; has no effect on a deleted endpoint."""
         with self._db.write() as c:
             update(c, t.endpoints, {"name": name}, {"delete_requested": True})
             if (row := c.execute(_endpoint(name)).first()) is None:
@@ -165,24 +170,24 @@ class Store:
             return codec.endpoint(row)
 
     def save_team(self, name: str, given: Mapping[str, Any]) -> None:
-        """What goes before the team's configuration from now on; nothing when it is empty."""
+        """Sets the fields that override the team's configuration; an empty mapping removes them."""
         with self._db.write() as c:
             _write_team(c, name, spec=dict(given) or None)
 
     def save_spec(self, job_id: str, spec: JobSpec) -> Job:
-        """Ask for something else than when it was submitted."""
+        """Replaces the job's spec."""
         return self._write_job(job_id, spec=spec.model_dump(mode="json"))
 
-    # The controller's.
+    # Controller.
 
     def lead(self, holder: str) -> str:
-        """Become the only one whose commits are taken; empty when that is so, else who that is: then ask again."""
+        """Tries to become the leader. Returns an empty string on success, else the leader's name: try again later."""
         if self._leader is None:
             self._leader = Leader(self._db, holder)
         return self._leader.take()
 
     def check_lead(self) -> None:
-        """ConflictError when another controller may have taken over since the last commit."""
+        """Raises ConflictError if another controller may have taken over since the last commit."""
         if self._leader is not None:
             self._leader.check()
 
@@ -191,7 +196,7 @@ class Store:
             self._leader.resign()
 
     def load(self) -> Records:
-        """All that is not final, and the numbers that come next."""
+        """Returns all records that are not final, and the next numbers."""
         with self._db.read() as c:
             leases = leases_where(c, t.leases.c.state != LeaseState.RELEASED)
             live_jobs = t.jobs.select().where(t.jobs.c.state.not_in(FINAL_STATES)).order_by(t.jobs.c.number)
@@ -210,9 +215,9 @@ class Store:
             )
 
     def commit(self, changes: Changes) -> None:
-        """Write one pass of the controller. When this returns it is durable; when it raises nothing of it is.
+        """Writes the changes of one tick, durably and atomically.
 
-        ConflictError when this one had the lead and another controller has it now.
+        Raises ConflictError if another controller has taken over the lead.
         """
         ch = changes
         with self._db.write() as c:
@@ -255,7 +260,7 @@ class Store:
             if ch.plan is not None:
                 _store_plan(c, ch.plan)
 
-    # Everybody's.
+    # Reads.
 
     def job(self, job_id: str) -> Job:
         with self._db.read() as c:
@@ -272,7 +277,8 @@ class Store:
         offset: int = 0,
         most_bytes: int | None = None,
     ) -> tuple[Job, ...]:
-        """A page, newest first. It is cut off, after its first job, where the specs have more than `most_bytes`."""
+        """Returns a page of jobs, newest first, shortened (but never below one job) to specs of `most_bytes` in
+        total."""
         query = t.jobs.select().order_by(t.jobs.c.number.desc()).limit(limit).offset(offset)
         if active:
             query = query.where(t.jobs.c.state.not_in(FINAL_STATES))
@@ -286,13 +292,13 @@ class Store:
             return tuple(codec.job(row) for row in c.execute(query))
 
     def jobs_of(self, ids: Sequence[str]) -> tuple[Job, ...]:
-        """Those of these ids that are jobs."""
+        """Returns the jobs among these ids."""
         with self._db.read() as c:
             which = (t.jobs.select().where(t.jobs.c.id.in_(part)) for part in chunked(ids))
             return tuple(codec.job(row) for query in which for row in c.execute(query))
 
     def lease_of(self, job_id: str) -> Lease | None:
-        """The newest lease of a job, RELEASED ones included; None before it was admitted."""
+        """Returns the newest lease of a job, including a released one; None if the job was never admitted."""
         return self.census.leases([job_id]).get(job_id)
 
     def endpoint(self, name: str) -> Endpoint:
@@ -302,12 +308,12 @@ class Store:
             return codec.endpoint(row)
 
     def endpoints(self, *, ended: bool = False) -> tuple[Endpoint, ...]:
-        """By name; DELETED ones too when `ended`."""
+        """Returns endpoints by name; with `ended`, deleted ones too."""
         with self._db.read() as c:
             return self._endpoints(c, ended=ended)
 
     def nodes(self, *, live: bool = False, limit: int | None = None) -> tuple[Node, ...]:
-        """Newest first, all or the first `limit`; those that are gone included, unless `live`."""
+        """Returns nodes, newest first; with `live`, only those that are not gone."""
         query = t.nodes.select().order_by(t.nodes.c.number.desc()).limit(limit)
         if live:
             query = query.where(t.nodes.c.state != NodeState.GONE)
@@ -323,7 +329,7 @@ class Store:
             return tuple(codec.pool(row) for row in c.execute(t.pools.select()))
 
     def events(self, subject: str | None = None, *, limit: int = 100) -> tuple[Event, ...]:
-        """The newest, oldest of them first: of one subject, or of all."""
+        """Returns the newest events of a subject, or of all, oldest first."""
         query = t.events.select().order_by(t.events.c.number.desc()).limit(limit)
         if subject is not None:
             query = query.where(t.events.c.subject == subject)
@@ -331,7 +337,7 @@ class Store:
             return tuple(codec.event(row) for row in c.execute(query))[::-1]
 
     def plans(self, *, limit: int = 20, since_s: float = 0.0, until_s: float | None = None) -> tuple[StoredPlan, ...]:
-        """The newest that still held at `since_s` (and were made by `until_s`), oldest of them first."""
+        """Returns the newest plans that were valid at `since_s` or later and made by `until_s`, oldest first."""
         query = t.plans.select().where(t.plans.c.last_at_s >= since_s).order_by(t.plans.c.number.desc()).limit(limit)
         if until_s is not None:
             query = query.where(t.plans.c.at_s <= until_s)
@@ -357,7 +363,7 @@ def _teams(c: sa.Connection) -> tuple[StoredTeam, ...]:
 
 
 def _write_team(c: sa.Connection, name: str, **values: object) -> None:
-    """The API writes the spec and the controller the use, so a row that is there keeps what is not written."""
+    """Writes some columns. The API writes the spec and the controller the usage; other columns keep their values."""
     if c.execute(sa.select(t.teams.c.name).where(t.teams.c.name == name)).first() is None:
         c.execute(t.teams.insert(), {"name": name, "spec": None, "recent_gpu_s": 0.0, "recent_at_s": 0.0, **values})
     else:
@@ -377,15 +383,15 @@ def _endpoint(name: str) -> sa.Select[Any]:
 
 
 def _no_job(job_id: str) -> NotFoundError:
-    return NotFoundError(f"there is no job {job_id}.", hint="`raytide ps` lists them.")
+    return NotFoundError(f"job {job_id} does not exist.", hint="`raytide ps` lists jobs.")
 
 
 def _no_endpoint(name: str) -> NotFoundError:
-    return NotFoundError(f"there is no endpoint {name}.", hint="`raytide status` lists them.")
+    return NotFoundError(f"endpoint {name} does not exist.", hint="`raytide status` lists endpoints.")
 
 
 def _store_plan(c: sa.Connection, plan: Plan) -> None:
-    """Append it, or note that the last one still holds; forget the oldest."""
+    """Appends a plan, or extends the last one if it is equal; deletes the oldest plans."""
     actions = plan.to_json()["actions"]
     last = c.execute(t.plans.select().order_by(t.plans.c.number.desc()).limit(1)).first()
     if last is not None and last.actions == actions:

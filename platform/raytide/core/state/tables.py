@@ -1,8 +1,8 @@
 """The tables, as the newest migration leaves them.
 
-Two processes write, each its own columns, so that neither undoes the other: the API inserts jobs and endpoints and
-writes what is marked `API` here; the controller writes everything else. Times are seconds since the epoch, ledger times
-whole microseconds, money whole micro-dollars. Nothing secret is kept here.
+Two processes write, each its own columns, so that they never conflict: the API inserts jobs and endpoints and writes
+the columns marked `API`; the controller writes all others. Times are seconds since the epoch, ledger times whole
+microseconds, money whole micro-dollars. The tables hold no secrets.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ metadata = MetaData(
 )
 
 Row = BigInteger().with_variant(Integer, "sqlite")
-"""SQLite numbers rows by itself only when the key is an INTEGER."""
+"""SQLite assigns row numbers only if the key is an INTEGER."""
 
 
 class SafeText(TypeDecorator[str]):
-    """Text from outside (an exception, a log's tail), without what a database refuses: NUL, half a surrogate pair."""
+    """Text from outside (an exception, the end of a log), without NUL and lone surrogates, which databases reject."""
 
     impl = Text
     cache_ok = True
@@ -69,7 +69,7 @@ leaders = Table(
     Column("holder", String, nullable=False),
     Column("renewals", BigInteger, nullable=False),
 )
-"""Which controller decides: see `leader`."""
+"""The leader among controllers; see `leader`."""
 
 jobs = Table(
     "jobs",
@@ -156,7 +156,7 @@ teams = Table(
     Column("recent_gpu_s", Double, nullable=False),
     Column("recent_at_s", Double, nullable=False),
 )
-"""What was set in place of the configuration (`spec`), and the recent use that the fair share looks at."""
+"""The fields that override a team's configuration (`spec`), and its recent usage for fair share."""
 
 nodes = Table(
     "nodes",
@@ -248,7 +248,7 @@ totals = Table(
     Column("amount_micro_usd", BigInteger, nullable=False),
     Index(None, "month"),
 )
-"""Sums of the entries by the month (`2026-11`, UTC) in which each began, written with them."""
+"""Sums of the entries by the month (`2026-11`, UTC) in which each began. Written together with the entries."""
 
 plans = Table(
     "plans",

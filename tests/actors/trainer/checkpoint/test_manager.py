@@ -119,7 +119,7 @@ def test_a_full_disk_is_a_storage_error_and_loses_nothing(trained: TrainSpec, mo
         patch.setattr("torch.distributed.checkpoint.filesystem._write_item", full)
         with pytest.raises(StorageError, match=r"no space left while writing .*step-00000008") as caught:
             train_local(longer)
-    assert "what was written before is whole" in caught.value.hint
+    assert "earlier files are complete" in caught.value.hint
     assert manifest.latest(root(trained)).checkpoint == before
     assert steps(trained) == [4, 6]
     assert train_local(longer).steps == 8
