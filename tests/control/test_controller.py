@@ -464,7 +464,7 @@ class TestEndpoints:
                 if settled(count):
                     return
                 loop.tick()
-                served = loop.controller._serving._pass
+                served = loop.controller._serve_sync._pass
                 if served is not None:
                     served.result(timeout=10)  # the pass has a thread of its own
             raise AssertionError(f"never settled at {count}")

@@ -1,4 +1,5 @@
-"""The API's client: the only door for the SDK, the CLI and drivers. Also the LeaseClient of every gang's driver."""
+"""The HTTP client of the API, used by the SDK, the CLI and drivers. It is also the LeaseClient of every gang's
+driver."""
 
 from __future__ import annotations
 
@@ -39,11 +40,11 @@ from raytide.ledger.report import By
 _TIMEOUT_S = 15.0
 _UPLOAD_TIMEOUT_S = 300.0
 _AWAY_S = 10.0
-"""An API that was killed is back within seconds; what changes something is asked again for so long."""
+"""How long writes are retried, because an API that was killed is back within seconds."""
 
 
 class ApiClient:
-    """One connection to one cluster. Every method raises the error that the API named."""
+    """A client of one cluster. Its methods raise the errors that the API returns."""
 
     def __init__(self, address: str, token: str) -> None:
         self.address = address
@@ -53,12 +54,12 @@ class ApiClient:
         self._http = httpx.Client(base_url=address, headers=headers, timeout=_TIMEOUT_S, transport=transport)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Another process gets a connection of its own."""
+        """Pickles as address and token, so that another process opens its own connection."""
         return ApiClient, (self.address, self._token)
 
     @classmethod
     def from_run_dir(cls, run_dir: Path | str) -> ApiClient:
-        """The client of the cluster whose run folder this is."""
+        """Returns the client of the cluster with this run folder."""
         try:
             file = json.loads((Path(run_dir) / "client.json").read_text())
         except OSError:
@@ -70,21 +71,23 @@ class ApiClient:
 
     @classmethod
     def of_job(cls, run_dir: Path | str, job_id: str) -> ApiClient:
-        """The client of a managed driver, which has the rights of its job (docs/security.md) until the job is over.
+        """Returns the client of a managed driver, which has the rights of its job (docs/security.md) until the job is
+        over.
 
-        Only raytide's own user can read the key that is needed."""
+        It reads the cluster's key, which only raytide's own user can read.
+        """
         folder = Path(run_dir)
         record = json.loads((folder / "cluster.json").read_text())
         return cls(record["api_url"], token_of(job_id, key_in(folder)))
 
     @property
     def access(self) -> dict[str, str]:
-        """With this environment `Client.find` has the same rights."""
+        """Environment variables that give `ApiClient.find` the same rights."""
         return {"RAYTIDE_API": self.address, "RAYTIDE_TOKEN": self._token}
 
     @classmethod
     def find(cls, name: str | None = None) -> ApiClient:
-        """RAYTIDE_API and RAYTIDE_TOKEN when set, else the cluster of that name on this machine (`local`)."""
+        """Returns a client for RAYTIDE_API and RAYTIDE_TOKEN if set, else for the local cluster of that name."""
         address, token = environment("API"), environment("TOKEN")
         if address and token and name is None:
             return cls(address, token)
@@ -94,12 +97,12 @@ class ApiClient:
         return from_json(ClusterStatus, self._get("/v1/status"))
 
     def submit(self, spec: JobSpec, *, key: str | None = None) -> JobView:
-        """Queue a job. The same `key` never queues a second one."""
+        """Queues a job. The same `key` never queues a second job."""
         query = {"key": key or secrets.token_hex(8)}
-        return from_json(JobView, self._post("/v1/jobs", _said(spec), query))
+        return from_json(JobView, self._post("/v1/jobs", _to_body(spec), query))
 
     def upload(self, package: bytes) -> str:
-        """Keep a packed working directory for jobs to come; returns its digest."""
+        """Uploads a packed working directory for later jobs; returns its digest."""
         digest = digest_of(package)
         self._call("PUT", f"/v1/packages/{digest}", patience_s=_AWAY_S, content=package, timeout=_UPLOAD_TIMEOUT_S)
         return digest
@@ -109,7 +112,7 @@ class ApiClient:
         return self._respond("GET", path, patience_s=_AWAY_S, timeout=_UPLOAD_TIMEOUT_S).content
 
     def jobs(self, *, limit: int = 100, offset: int = 0, active: bool = False) -> list[JobView]:
-        """Newest first; `active`: those that are not over."""
+        """Returns jobs, newest first; with `active`, only unfinished jobs."""
         query = {"limit": limit, "offset": offset, "active": active}
         return from_json(list[JobView], self._get("/v1/jobs", query))
 
@@ -120,7 +123,7 @@ class ApiClient:
         return from_json(JobView, self._post(f"/v1/jobs/{job_id}/stop"))
 
     def retry(self, job_id: str, *, key: str | None = None) -> JobView:
-        """Submit what it was again."""
+        """Submits the job's spec again."""
         query = {"key": key or secrets.token_hex(8)}
         return from_json(JobView, self._post(f"/v1/jobs/{job_id}/retry", query=query))
 
@@ -128,12 +131,12 @@ class ApiClient:
         return from_json(WhyView, self._get(f"/v1/jobs/{job_id}/why"))
 
     def set_job_budget(self, job_id: str, usd: float | None, *, soft: bool = False, per: BudgetPer = "job") -> JobView:
-        """What it may cost in all or each month, or before it is limited to spot; None takes the limit away."""
+        """Sets the most that the job may cost in total or per month (`soft`: on demand); None removes the limit."""
         params = {"soft": soft} if usd is None else {"usd": usd, "soft": soft, "per": per}
         return from_json(JobView, self._call("PUT", f"/v1/jobs/{job_id}/budget", patience_s=_AWAY_S, params=params))
 
     def log_part(self, job_id: str, *, after: str = "", tail: int | None = None) -> LogPart:
-        """What its driver wrote from that place on, or from so many lines before its end: a megabyte at most."""
+        """Returns at most a megabyte of the driver's output, from `after` on, or the last `tail` lines."""
         where = {"after": after} if tail is None else {"tail": tail}
         return from_json(LogPart, self._get(f"/v1/jobs/{job_id}/logs", where))
 
@@ -154,7 +157,7 @@ class ApiClient:
             self._post(f"/v1/jobs/{job_id}/release", {"error": _clean(error)})
 
     def serve(self, spec: ServeSpec) -> EndpointStatus:
-        return from_json(EndpointStatus, self._post("/v1/endpoints", _said(spec)))
+        return from_json(EndpointStatus, self._post("/v1/endpoints", _to_body(spec)))
 
     def endpoints(self) -> list[EndpointStatus]:
         return from_json(list[EndpointStatus], self._get("/v1/endpoints"))
@@ -166,26 +169,26 @@ class ApiClient:
         return from_json(EndpointStatus, self._call("DELETE", f"/v1/endpoints/{name}", patience_s=_AWAY_S))
 
     def plans(self, *, limit: int = 50, until_s: float | None = None) -> list[dict[str, Any]]:
-        """The latest decisions (made by `until_s`) that said anything, newest last, as Plan.to_json wrote them."""
+        """Returns the latest plans (made by `until_s`) with actions, newest last, in the format of Plan.to_json."""
         query = {"limit": limit} if until_s is None else {"limit": limit, "until_s": until_s}
         return list(self._get("/v1/plans", query))
 
     def snapshot(self) -> Snapshot:
-        """What the controller decides on in its next tick, without the jobs' own configuration."""
+        """Returns the input of the controller's next decision, without the jobs' configurations."""
         return from_json(Snapshot, self._get("/v1/snapshot"))
 
     def cost(self) -> CostReport:
         return from_json(CostReport, self._get("/v1/cost"))
 
     def costs(self, by: By, *, since_s: float = 0.0) -> CostTable:
-        """Grouped; of what began at `since_s` (seconds since the epoch) or later."""
+        """Returns costs by group, of intervals that began at `since_s` (seconds since the epoch) or later."""
         return from_json(CostTable, self._get(f"/v1/cost/{by}", {"since_s": since_s}))
 
     def teams(self) -> list[TeamView]:
         return from_json(list[TeamView], self._get("/v1/teams"))
 
     def change_team(self, name: str, **changes: object) -> TeamSpec:
-        """Set some of its limits, by the names of TeamSpec."""
+        """Sets some fields of the team's TeamSpec."""
         return from_json(TeamSpec, self._call("PATCH", f"/v1/teams/{name}", patience_s=_AWAY_S, json=changes))
 
     def close(self) -> None:
@@ -201,7 +204,8 @@ class ApiClient:
         return self._respond(method, path, patience_s=patience_s, **kwargs).json()
 
     def _respond(self, method: str, path: str, *, patience_s: float, **kwargs: Any) -> httpx.Response:
-        """Every request may be repeated: submissions bear a key, and the others say how it shall be."""
+        """Sends a request until the API answers. Every request may be repeated: submissions have a key, others are
+        idempotent."""
         deadline = time.monotonic() + patience_s
         while True:
             try:
@@ -223,19 +227,19 @@ T = TypeVar("T")
 
 
 def _clean(value: T) -> T | str:
-    """Text of an exception or a file's name may hold NUL and bytes that are no UTF-8; the API refuses both."""
+    """Replaces NUL and invalid UTF-8, which exceptions and file names may contain and the API rejects."""
     return value.encode(errors="replace").decode().replace("\0", "") if isinstance(value, str) else value
 
 
-def _said(spec: JobSpec | ServeSpec) -> dict[str, Any]:
-    """Without a team where none was named: the API knows whose token it is."""
+def _to_body(spec: JobSpec | ServeSpec) -> dict[str, Any]:
+    """Returns the spec without its default team, because the API takes the token's team."""
     return spec.model_dump(mode="json", exclude=None if "team" in spec.model_fields_set else {"team"})
 
 
 @contextmanager
 def _cluster_storage() -> Iterator[None]:
-    """A driver whose cluster has no room for its records is no failed driver: it rides that out as it does an API that
-    restarts."""
+    """Turns a StorageError of the cluster into a ClusterError, which drivers survive as they do a restart of the
+    API."""
     try:
         yield
     except StorageError as error:

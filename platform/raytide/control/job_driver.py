@@ -1,7 +1,7 @@
-"""The driver process of a managed job, run by Ray on the head: `python -m raytide.control.job_driver RUN_DIR JOB`.
+"""The driver process of a managed job, which Ray runs on the head: `python -m raytide.control.job_driver RUN_DIR JOB`.
 
-It composes what lower floors do with the API client; the job's kind chooses. A RaytideError becomes the job's reason,
-but what befell the cluster (a lost node, an API that restarts) is no fault of the job: the driver dies and runs again.
+It runs the trainer, build or script of the job's kind with the API client. A RaytideError becomes the job's reason.
+After a failure of the cluster (a lost node, an API that restarts) the driver exits and is started again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from raytide.core.specs.train import TrainSpec
 
 _POLL_S = 110.0
 _DIED = 255
-"""Exit code of a driver that may run again; what it said itself is below 128 (see `drivers`)."""
+"""The exit code of a driver that is to be started again; exit codes of failed jobs are below 128 (see `ray_jobs`)."""
 
 
 def train(job: Job, client: ApiClient, run_dir: Path) -> None:
@@ -71,7 +71,7 @@ def script(job: Job, client: ApiClient, run_dir: Path) -> None:
     from raytide.actors.gang.member_processes import Rights
     from raytide.actors.gang.script_runner import run_script
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_DIED))  # so that its processes are ended first
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_DIED))  # lets `finally` blocks end its processes
     spec = ScriptSpec.parse(job.spec.config, where=job.id)
     package = ray.put(client.package(spec.package)) if spec.package else None
     settings = load_cluster(run_dir / "cluster.yaml").settings
@@ -80,8 +80,9 @@ def script(job: Job, client: ApiClient, run_dir: Path) -> None:
 
 
 def exit_when_lost(member: Member, epoch: int, client: ApiClient, job_id: str) -> None:
-    """End this process once the member that it works on is lost: Ray Data would wait for ever for room in a placement
-    group that is gone. The driver then runs again, on the lease as it is by then.
+    """Ends this process once its member is lost, because Ray Data would wait forever for a removed placement group.
+
+    The driver is then started again with the current lease.
     """
     while True:
         try:
@@ -92,7 +93,7 @@ def exit_when_lost(member: Member, epoch: int, client: ApiClient, job_id: str) -
         if member.placement_group_id not in {each.placement_group_id for each in lease.usable}:
             sys.stderr.write(f"member {member.index} on {member.node_id} is lost\n")
             sys.stderr.flush()
-            os._exit(_DIED)  # the main thread may be in Ray's code, which nothing else gets out of
+            os._exit(_DIED)  # nothing else interrupts a main thread that waits in Ray
         epoch = lease.epoch
 
 
@@ -104,9 +105,9 @@ DRIVERS: Mapping[JobKind, Callable[[Job, ApiClient, Path], None]] = {
 
 
 class Stall:
-    """Inside its `with` block, WaitTimeoutError is raised when `moved` was not called for so long, whatever waits.
+    """A context that raises WaitTimeoutError when `moved` is not called for `timeout_s` seconds.
 
-    An alarm: the main thread is in Ray's code then, which waits without limit. One at a time, in the main thread.
+    It uses an alarm signal, because the main thread waits in Ray's code. Use one at a time, in the main thread.
     """
 
     def __init__(self, what: str, timeout_s: float) -> None:
@@ -126,13 +127,13 @@ class Stall:
 
     def _late(self, number: int, frame: FrameType | None) -> None:
         raise WaitTimeoutError(
-            f"{self._what} stalled: nothing new was done for {self._timeout_s:g} s.",
-            hint="See its logs for what it waits for, or raise stall_timeout_s.",
+            f"{self._what} stalled: no progress for {self._timeout_s:g} s.",
+            hint="See its logs for the cause, or raise stall_timeout_s.",
         )
 
 
 class Throttle:
-    """Report progress at most once a second, and always a new stage."""
+    """Reports progress at most once a second, except for a new stage, which is reported at once."""
 
     def __init__(self, client: ApiClient, job_id: str) -> None:
         self._client, self._job_id = client, job_id
@@ -142,17 +143,17 @@ class Throttle:
         stage = str(progress.get("stage", ""))
         if stage != self._stage or time.monotonic() - self._last_s >= 1.0:
             self._last_s, self._stage = time.monotonic(), stage
-            with suppress(ClusterError):  # the API restarts; the next report says the same and more
+            with suppress(ClusterError):  # the API restarts; the next report includes this one
                 self._client.report(self._job_id, progress)
 
 
 def active_lease(client: ApiClient, job_id: str) -> Lease:
-    """The job's lease once it is active, however long it waits: a job that is over has none, which is an error."""
+    """Waits without limit until the job's lease is active, and returns it. Raises when the job is over."""
     epoch = -1
     while True:
         try:
             lease = client.wait_lease(job_id, newer_than=epoch, timeout_s=_POLL_S)
-        except ClusterError:  # the API restarts; the lease outlives that
+        except ClusterError:  # the API restarts; the lease stays
             time.sleep(random.uniform(0.1, 0.5))
             continue
         if lease.state is LeaseState.ACTIVE and lease.usable:
@@ -178,7 +179,7 @@ def main(run_dir: str, job_id: str) -> int:
     )
     try:
         job = client.job(job_id).job
-        if job.spec.kind is not JobKind.SCRIPT:  # a script reads and writes as whoever it runs as
+        if job.spec.kind is not JobKind.SCRIPT:  # scripts may run as another user
             check_named(job.spec.config, job.id, links=job.spec.kind is JobKind.TRAIN)
         DRIVERS[job.spec.kind](job, client, Path(run_dir))
     except ClusterError as error:
@@ -186,7 +187,7 @@ def main(run_dir: str, job_id: str) -> int:
         return _DIED
     except RaytideError as error:
         sys.stderr.write(f"{error.code}: {error}\n")
-        with suppress(AuthError):  # the job is over, and this driver's token with it
+        with suppress(AuthError):  # the job is over, so this token is invalid
             client.report(job_id, {"error": str(error)})
         return error.exit_code
     return 0

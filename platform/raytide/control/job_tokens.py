@@ -1,7 +1,7 @@
-"""API tokens of jobs: for a managed driver and the processes of a script, instead of anybody's own token.
+"""API tokens of jobs, which managed drivers and the processes of scripts use in place of a user's token.
 
-A token is the job's id with a code over it (HMAC-SHA256) under a key that only raytide's own user can read. Nothing is
-stored for it: the API takes it for as long as the job is not over.
+A token is the job's id and its HMAC-SHA256 under a key that only raytide's own user can read. Tokens are not stored:
+the API accepts them until the job is over.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _FILE = "job_key.json"
 
 
 def key_in(run_dir: Path) -> bytes:
-    """The cluster's key for the tokens of its jobs; made, with mode 0600, when there is none yet."""
+    """Returns the cluster's key for job tokens. Creates it with mode 0600 if it is missing."""
     path = run_dir / _FILE
     record = read_json(path)
     if record is None:
-        create_json(path, {"key": secrets.token_hex(32)})  # of two processes that find none, one writes it
+        create_json(path, {"key": secrets.token_hex(32)})  # one of two concurrent processes writes it
         record = read_json(path)
         assert record is not None
     return bytes.fromhex(record["key"])
@@ -35,7 +35,7 @@ def token_of(job_id: str, key: bytes) -> str:
 
 
 def job_named_by(token: str, key: bytes) -> str | None:
-    """The job whose token this is; None when it is no job's, or was not made with this key."""
+    """Returns the job of this token; None if it is not a job token or was made with another key."""
     job_id, _, code = token.removeprefix(PREFIX).rpartition(".")
     if not token.startswith(PREFIX) or not job_id:
         return None

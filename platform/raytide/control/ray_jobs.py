@@ -1,6 +1,6 @@
-"""Managed drivers as Ray jobs: one submission for each attempt of a job, so that starting one twice is impossible.
+"""Runs managed drivers as Ray jobs: one submission for each attempt of a job, so that none is started twice.
 
-Speaks Ray's job REST API and does not import Ray.
+It uses Ray's job REST API and does not import Ray.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ _TIMEOUT_S = 10.0
 _PREFIX = "raytide-"
 _MESSAGE_CHARS = 300
 _AGENTS = 1000
-"""Of how many attempts it is known which agent has their log."""
+"""The number of attempts whose agent's address is cached."""
 _LOG = "job-driver-{}.log"
-"""As Ray calls the file with what a driver wrote, in the folder of logs that the agent of its node lets us read."""
+"""Ray's name of the file with a driver's output, which the agent of its node serves."""
 
 
 class RayJobs:
-    """Start, look at and stop the drivers of jobs through the dashboard at `dashboard_url`; `headers` let us in."""
+    """Starts, lists and stops the drivers of jobs through Ray's dashboard; `headers` authenticate the requests."""
 
     def __init__(self, dashboard_url: str, run_dir: Path, headers: Mapping[str, str]) -> None:
-        # No proxy: the agents' addresses are the cluster's own, and the headers have its token.
+        # No proxy: the addresses are internal, and the headers contain the cluster's token.
         self._http = httpx.Client(base_url=dashboard_url, timeout=_TIMEOUT_S, headers=headers, trust_env=False)
         self._run_dir = run_dir
         self._agents: dict[DriverKey, str] = {}
 
     def start(self, key: DriverKey) -> None:
-        """Submit the attempt; nothing happens when it was submitted before."""
+        """Submits the attempt; has no effect if it was submitted before."""
         argv = [sys.executable, "-m", "raytide.control.job_driver", str(self._run_dir), key.job_id]
         body = {
             "entrypoint": "exec " + shlex.join(argv),
@@ -47,7 +47,7 @@ class RayJobs:
             raise ClusterError(f"Ray refused the driver of {key.job_id}: {response.text.strip()[-300:]}")
 
     def statuses(self) -> dict[DriverKey, DriverStatus]:
-        """Every attempt that Ray remembers."""
+        """Returns the status of every attempt that Ray remembers."""
         found = {}
         for entry in _ok(self._call("GET", "/api/jobs/")).json():
             key = _key(str(entry.get("submission_id") or ""))
@@ -56,12 +56,14 @@ class RayJobs:
         return found
 
     def stop(self, key: DriverKey) -> None:
-        """SIGTERM, and SIGKILL three seconds later."""
+        """Sends SIGTERM, and SIGKILL three seconds later."""
         self._call("POST", f"/api/jobs/{_submission_id(key)}/stop")
 
     def log(self, key: DriverKey, start: int, most: int) -> tuple[bytes, int]:
-        """Up to so many bytes of what the attempt wrote, from `start` on, and how many it wrote so far; none when Ray
-        does not know it. Ray's job service would read all of it into memory, several times over."""
+        """Returns up to `most` bytes of the attempt's output from `start` on, and the output's total size.
+
+        Both are empty if Ray does not know the attempt. Ray's job service would read the whole output into memory.
+        """
         address = self._agents.get(key) or self._agent(key)
         if not address:
             return b"", 0
@@ -78,7 +80,7 @@ class RayJobs:
         return _ok(response).content, size
 
     def _agent(self, key: DriverKey) -> str:
-        """The address of the agent beside the attempt, which does not change; empty while it has none."""
+        """Returns the address of the agent on the attempt's node, which never changes; empty if it has none yet."""
         response = self._call("GET", f"/api/jobs/{_submission_id(key)}")
         if response.status_code == httpx.codes.NOT_FOUND:
             return ""
@@ -91,8 +93,8 @@ class RayJobs:
         try:
             return self._http.request(method, path, **kwargs)
         except httpx.HTTPError as error:
-            asked = self._http.base_url.join(path).copy_with(raw_path=b"/")
-            raise ClusterError(f"Ray does not answer at {asked}: {error}.", hint="See logs/head.log.") from None
+            url = self._http.base_url.join(path).copy_with(raw_path=b"/")
+            raise ClusterError(f"Ray does not answer at {url}: {error}.", hint="See logs/head.log.") from None
 
 
 def _ok(response: httpx.Response) -> httpx.Response:
@@ -113,7 +115,7 @@ def _key(submission_id: str) -> DriverKey | None:
 
 
 def _status(key: DriverKey, entry: dict[str, Any]) -> DriverStatus:
-    """FAILED with an exit code of its own is the driver's word; a signal, a lost node or a STOPPED is not."""
+    """Returns the status of a Ray job. Only FAILED with an exit code below 128 is the job's failure; the rest died."""
     message = _last_line(str(entry.get("message") or ""))
     match str(entry.get("status")):
         case "PENDING" | "RUNNING":
@@ -127,6 +129,6 @@ def _status(key: DriverKey, entry: dict[str, Any]) -> DriverStatus:
 
 
 def _last_line(message: str) -> str:
-    """Ray appends the end of the driver's output to its message; its last line is what went wrong."""
+    """Returns the last line of the driver's output, which Ray appends to its message and which names the error."""
     lines = [line for line in message.splitlines() if line.strip()]
     return lines[-1][-_MESSAGE_CHARS:] if lines else ""
