@@ -31,7 +31,7 @@ from raytide.control.controller import GC_THRESHOLDS
 from raytide.control.reconcile.decide import decide
 from raytide.control.reconcile.intents import record_intents
 from raytide.control.reconcile.observation import ClusterObservation
-from raytide.control.reconcile.records import ClusterRecords, advance, snapshot
+from raytide.control.reconcile.records import ClusterRecords, advance, take_snapshot
 from raytide.core.objects.cluster_config import ClusterConfig, RaytideSection, UnmanagedSection
 from raytide.core.objects.endpoint import Endpoint, EndpointLoad, EndpointState, Replicas, ServeSpec
 from raytide.core.objects.gang import GangSpec, Lease, LeaseState, Member, MemberState, Shape
@@ -199,7 +199,7 @@ def main() -> None:
         advance(book, world, NOW_S)
         risk = PoolRisk()
         risk.observe(book.nodes.values(), NOW_S)
-        seen = snapshot(book, world, IdleClock(), config, NOW_S)
+        seen = take_snapshot(book, world, IdleClock(), config, NOW_S)
         seen = replace(seen, quotes=risk.quotes(types, {}, NOW_S))
         between = time.process_time()
         plan = decide(seen)

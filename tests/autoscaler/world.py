@@ -26,7 +26,7 @@ from raytide.control.reconcile.decide import decide
 from raytide.control.reconcile.intents import record_intents
 from raytide.control.reconcile.observation import ClusterObservation as Look
 from raytide.control.reconcile.observation import Sources
-from raytide.control.reconcile.records import ClusterRecords, advance, metered, snapshot
+from raytide.control.reconcile.records import ClusterRecords, advance, metered, take_snapshot
 from raytide.core.clock import VirtualClock
 from raytide.core.errors import ClusterError
 from raytide.core.objects.cluster_config import ClusterConfig, RaytideSection, UnmanagedSection
@@ -270,7 +270,7 @@ class Cluster:
         advance(book, look, now_s)
         self.risk.observe(book.nodes.values(), now_s)
         quotes = self.risk.quotes(self.node_types, self.provider.prices(), now_s)
-        self.seen = snapshot(book, look, self.idle, self.config, now_s)
+        self.seen = take_snapshot(book, look, self.idle, self.config, now_s)
         self.spot.observe(book.nodes.values(), now_s)
         spot = spot_forecasts(self.spot, self.seen)
         seen = replace(self.seen, quotes=quotes, spot=spot, limits=self.limits)

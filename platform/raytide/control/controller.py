@@ -28,13 +28,13 @@ from raytide.control.reconcile.decide import decide_constrained
 from raytide.control.reconcile.decision_inputs import DecisionInputs
 from raytide.control.reconcile.driver_silence import DriverSilence
 from raytide.control.reconcile.intents import record_intents
-from raytide.control.reconcile.learned_state import Knowledge, Learned
-from raytide.control.reconcile.observation import ClusterObservation, Sources, at_our_time, observe
+from raytide.control.reconcile.learned_state import Knowledge, LearnedState
+from raytide.control.reconcile.observation import ClusterObservation, Sources, at_controller_time, observe
 from raytide.control.reconcile.quarantine import Quarantine
-from raytide.control.reconcile.records import ClusterRecords, advance, metered, snapshot
+from raytide.control.reconcile.records import ClusterRecords, advance, metered, take_snapshot
 from raytide.control.reconcile.retry_loop import RetryLoop, wait_for_lead
-from raytide.control.reconcile.serve_sync import ServeSync, follow
-from raytide.control.reconcile.snapshot_request import answer
+from raytide.control.reconcile.serve_sync import ServeSync, follow_serve
+from raytide.control.reconcile.snapshot_request import answer_request
 from raytide.control.views import Live, TeamUse, Waiting, last_pass_s, to_json
 from raytide.core.clock import Clock, SystemClock
 from raytide.core.io.atomic_file import write_json
@@ -52,7 +52,6 @@ from raytide.jobs.admission.priority import LAST_SHARE
 from raytide.jobs.admission.scheduler import queued_jobs
 from raytide.jobs.admission.start_forecast import forecast_starts
 from raytide.jobs.lifecycle.pending_reason import why_forming
-from raytide.ledger.leaving import RecentlyReleased
 from raytide.ledger.occupancy import holders, occupancies
 
 log = logger(__name__)
@@ -73,7 +72,7 @@ class Controller:
         self._node_types = {node_type.name: node_type for node_type in config.node_types}
         self._serve_sync = ServeSync(sources.serve)
         self._idle, self._departures, self._silence = IdleClock(), Leaving(), DriverSilence()
-        self._learned = Learned(live_path.with_name("learned.json"))
+        self._learned = LearnedState(live_path.with_name("learned.json"))
         known = self._learned.known
         self._traffic = TrafficMonitor(config.node_types, known.speeds, known.starts)
         self._throughput = JobThroughput(config.node_types, known.strides)
@@ -108,131 +107,135 @@ class Controller:
         """
         began_s = time.monotonic()
         now_s, wall_ahead_s = self._clock.now_s(), self._clock.wall_ahead_s()
-        records = self._store.load()
-        book = ClusterRecords.of(records)
-        world = self._observe(book, now_s, wall_ahead_s)
-        if world.ray_nodes is not None:
-            self._idle = self._idle.observe(world.ray_nodes, now_s)
-        self._idle = self._idle.observe_meters(world.use, metered(book, self._node_types))
-        self._quarantine.begin(book.jobs, book.endpoints, now_s)
-        advance(book, world, now_s, self._quarantine.guard)
-        for name, endpoint in book.endpoints.items():
-            move = partial(follow, endpoint, world, self._serve_sync.served, now_s)
-            book.endpoints[name] = self._quarantine.guard(endpoint, move, endpoint, now_s)
-        whole = snapshot(book, world, self._idle, self._config, now_s, wall_ahead_s)
-        seen, plan = self._decide(whole, book, world)
-        record_intents(book, plan, self._node_types)
-        if world.ray_nodes is not None:
-            self._departures = self._departures.observe(holders(whole), now_s)
+        stored = self._store.load()
+        records = ClusterRecords.of(stored)
+        observed = self._observe(records, now_s, wall_ahead_s)
+        if observed.ray_nodes is not None:
+            self._idle = self._idle.observe(observed.ray_nodes, now_s)
+        self._idle = self._idle.hear(observed.use, metered(records, self._node_types))
+        self._quarantine.begin_tick(records.jobs, records.endpoints, now_s)
+        advance(records, observed, now_s, self._quarantine.guard)
+        for name, endpoint in records.endpoints.items():
+            move = partial(follow_serve, endpoint, observed, self._serve_sync.served, now_s)
+            records.endpoints[name] = self._quarantine.guard(endpoint, move, endpoint, now_s)
+        snapshot = take_snapshot(records, observed, self._idle, self._config, now_s, wall_ahead_s)
+        decided_on, plan = self._decide(snapshot, records, observed)
+        record_intents(records, plan, self._node_types)
+        if observed.ray_nodes is not None:
+            self._departures = self._departures.observe(holders(snapshot), now_s)
         booking = self._quarantine.attempt(
             "ledger",  # a later tick books what this one does not: the interval stays open
-            lambda: self._book_costs(book, world, occupancies(whole, self._departures.held), now_s),
+            lambda: self._book_costs(records, observed, occupancies(snapshot, self._departures.held), now_s),
             Booking((), (), ()),
         )
-        self._store.commit(_changes(records, book, booking, plan, now_s))
+        self._store.commit(_changes(stored, records, booking, plan, now_s))
         _log(plan)
         self._store.check_lead()
-        outcome = apply(book, plan, world, self._sources, self._node_types, now_s)
-        self._serve_sync.sync(e for e in book.endpoints.values() if _is_wanted(e))
-        if outcome.nodes:
-            self._record(book, outcome, now_s)
-        self._publish(seen, plan, world, outcome, time.monotonic() - began_s)
+        result = apply(records, plan, observed, self._sources, self._node_types, now_s)
+        self._serve_sync.sync(e for e in records.endpoints.values() if _is_wanted(e))
+        if result.nodes:
+            self._record(records, result, now_s)
+        self._publish(decided_on, plan, observed, result, time.monotonic() - began_s)
         return plan
 
-    def _decide(self, whole: Snapshot, book: ClusterRecords, world: ClusterObservation) -> tuple[Snapshot, Plan]:
+    def _decide(
+        self, snapshot: Snapshot, records: ClusterRecords, observed: ClusterObservation
+    ) -> tuple[Snapshot, Plan]:
         """Returns the decision's input and the plan. Records that make a step raise are left out of both."""
-        now_s = whole.at_s
+        now_s = snapshot.at_s
 
-        def learn(seen: Snapshot) -> Snapshot:
-            seen = self._inputs.on(seen, book.nodes.values(), world.prices)
-            self._throughput.observe(seen, now_s)
-            return replace(seen, paces=self._throughput.paces(seen.jobs))
+        def learn(snapshot: Snapshot) -> Snapshot:
+            snapshot = self._inputs.add_to(snapshot, records.nodes.values(), observed.prices)
+            self._throughput.observe(snapshot, now_s)
+            return replace(snapshot, paces=self._throughput.paces(snapshot.jobs))
 
-        seen, learned = self._quarantine.run("learning", learn, whole)
-        seen = learned or seen
+        snapshot, learned = self._quarantine.run_stage("learning", learn, snapshot)
+        snapshot = learned or snapshot
         known = Knowledge(
             self._traffic.learned, self._traffic.starts, self._inputs.fleets.learned, self._throughput.learned
         )
-        self._quarantine.attempt("learning", lambda: self._learned.keep(known, now_s), None)
-        spent = self._store.books.spent([job.id for job in seen.jobs], month_of(to_us(now_s)))
+        self._quarantine.attempt("learning", lambda: self._learned.save(known, now_s), None)
+        spent = self._store.books.spent([job.id for job in snapshot.jobs], month_of(to_us(now_s)))
         old_s = self._store.census.oldest_s(LAST_SHARE, now_s)
 
-        def reckon(seen: Snapshot) -> tuple[Snapshot, Plan]:
-            seen = with_market_constraints(with_team_usage(seen, self._config, book.teams, spent, old_s))
-            return seen, decide_constrained(seen)
+        def decide(snapshot: Snapshot) -> tuple[Snapshot, Plan]:
+            snapshot = with_market_constraints(with_team_usage(snapshot, self._config, records.teams, spent, old_s))
+            return snapshot, decide_constrained(snapshot)
 
-        seen, decided = self._quarantine.run("decision", reckon, seen)
-        seen, plan = (seen, None) if decided is None else decided
-        return seen, self._quarantine.plan(plan, now_s)
+        snapshot, decided = self._quarantine.run_stage("decision", decide, snapshot)
+        snapshot, plan = (snapshot, None) if decided is None else decided
+        return snapshot, self._quarantine.end_tick(plan, now_s)
 
-    def _observe(self, book: ClusterRecords, now_s: float, wall_ahead_s: float) -> ClusterObservation:
-        world = observe(
+    def _observe(self, records: ClusterRecords, now_s: float, wall_ahead_s: float) -> ClusterObservation:
+        observed = observe(
             self._sources,
-            endpoints=_served_names(book),
-            with_drivers=_has_drivers(book),
-            with_gangs=_has_gangs(book),
+            endpoints=_served_names(records),
+            with_drivers=_has_drivers(records),
+            with_gangs=_has_gangs(records),
             names=self._names,
         )
-        self._names = world.names
-        world = at_our_time(world, wall_ahead_s)
-        if world.api_answers:
-            world = replace(world, silent_s=self._silence.observe(book.jobs.values(), now_s))
+        self._names = observed.names
+        observed = at_controller_time(observed, wall_ahead_s)
+        if observed.api_answers:
+            observed = replace(observed, silent_s=self._silence.observe(records.jobs.values(), now_s))
         else:
             self._silence.forget()
-        if world.machines is not None:
-            nodes = metered(book, self._node_types)
-            living = [m for m in world.machines if m.node_id in nodes and m.ended_at_s is None]
+        if observed.machines is not None:
+            nodes = metered(records, self._node_types)
+            living = [m for m in observed.machines if m.node_id in nodes and m.ended_at_s is None]
             self._sources.meters.watch(living, self._idle.since_s)
         loads = self._quarantine.attempt(
             "traffic",
-            lambda: self._traffic.measured(world.loads, book.endpoints.values(), book.nodes.values()),
-            dict(world.loads),
+            lambda: self._traffic.measured(observed.loads, records.endpoints.values(), records.nodes.values()),
+            dict(observed.loads),
         )
-        return replace(world, loads=loads)
+        return replace(observed, loads=loads)
 
     def _book_costs(
-        self, book: ClusterRecords, world: ClusterObservation, held: dict[str, Occupancy], now_s: float
+        self, records: ClusterRecords, observed: ClusterObservation, held: dict[str, Occupancy], now_s: float
     ) -> Booking:
-        if world.machines is None:
+        if observed.machines is None:
             return Booking((), (), ())
-        machines = {machine.node_id: machine for machine in world.machines}
-        books, told = self._store.books, settled_losses(book.jobs.values(), now_s)
+        machines = {machine.node_id: machine for machine in observed.machines}
+        books, told = self._store.books, settled_losses(records.jobs.values(), now_s)
         booking = update_intervals(
-            book.nodes,
+            records.nodes,
             machines,
-            book.intervals,
+            records.intervals,
             held,
             lambda node_id, end_us: books.entries(node_id=node_id, ending_after_us=end_us),
             to_us(now_s),
             at_once=told,
         )
         losses = book_losses(
-            [book.jobs[job_id] for job_id in sorted(told)],
+            [records.jobs[job_id] for job_id in sorted(told)],
             booking.entries,
             lambda job_id, after_us: books.entries(subject=job_id, ending_after_us=after_us),
             now_s,
         )
-        book.jobs |= {job.id: job for job in losses.jobs}
+        records.jobs |= {job.id: job for job in losses.jobs}
         return replace(booking, entries=(*booking.entries, *losses.entries))
 
-    def _record(self, book: ClusterRecords, outcome: ApplyResult, now_s: float) -> None:
+    def _record(self, records: ClusterRecords, result: ApplyResult, now_s: float) -> None:
         """Persists what only the execution could tell, with its effect on launch back-off."""
-        before = [book.nodes[node_id] for node_id in outcome.nodes]
-        rested = launch_backoff.update_pools(tuple(book.pools.values()), before, outcome.nodes.values(), now_s)
-        changed = tuple(pool for pool in rested if book.pools.get((pool.node_type, pool.zone)) != pool)
-        self._store.commit(Changes(at_s=now_s, nodes=tuple(outcome.nodes.values()), pools=changed))
+        before = [records.nodes[node_id] for node_id in result.nodes]
+        rested = launch_backoff.after(tuple(records.pools.values()), before, result.nodes.values(), now_s)
+        changed = tuple(pool for pool in rested if records.pools.get((pool.node_type, pool.zone)) != pool)
+        self._store.commit(Changes(at_s=now_s, nodes=tuple(result.nodes.values()), pools=changed))
 
-    def _publish(self, seen: Snapshot, plan: Plan, world: ClusterObservation, outcome: ApplyResult, tick_s: float) -> None:
+    def _publish(
+        self, snapshot: Snapshot, plan: Plan, observed: ClusterObservation, result: ApplyResult, tick_s: float
+    ) -> None:
         served = self._serve_sync.served
-        queued = {job.id for job in queued_jobs(seen)}
+        queued = {job.id for job in queued_jobs(snapshot)}
         attempt = self._quarantine.attempt
-        starts = attempt("forecast", lambda: dict(self._forecast_starts(seen, plan)), dict[str, float]())
-        waiting = attempt("reasons", lambda: _waiting(seen, plan, starts), dict[str, Waiting]())
-        used = attempt("teams", lambda: uses(seen), dict[str, TeamUse]())
-        errors = (*world.errors, *outcome.errors, *(served.errors if served else ()), *self._quarantine.errors)
+        starts = attempt("forecast", lambda: dict(self._forecast_starts(snapshot, plan)), dict[str, float]())
+        waiting = attempt("reasons", lambda: _waiting(snapshot, plan, starts), dict[str, Waiting]())
+        used = attempt("teams", lambda: uses(snapshot), dict[str, TeamUse]())
+        errors = (*observed.errors, *result.errors, *(served.errors if served else ()), *self._quarantine.errors)
         self._ticks, self._errors = self._ticks + 1, self._errors + len(errors)
         live = Live(
-            at_s=seen.at_s,
+            at_s=snapshot.at_s,
             waiting=waiting,
             queue=tuple(
                 a.job_id if isinstance(a, Admit) else a.subject
@@ -240,9 +243,9 @@ class Controller:
                 if isinstance(a, Admit) or (isinstance(a, Wait) and a.subject in queued)
             ),
             teams=used,
-            stances=seen.stances,
-            loads=world.loads,
-            use=world.use,
+            stances=snapshot.stances,
+            loads=observed.loads,
+            use=observed.use,
             errors=errors,
             quarantined={subject: entry.kind for subject, entry in self._quarantine.held.items()},
             ticks=self._ticks,
@@ -252,16 +255,16 @@ class Controller:
         self._live = live
         self._write(live)
         try:
-            answer(self._live_path.parent, seen)
+            answer_request(self._live_path.parent, snapshot)
         except OSError as error:
-            log.warning("cannot show the snapshot", extra={"error": str(error)})
+            log.warning("cannot write the snapshot", extra={"error": str(error)})
 
     def _write(self, live: Live) -> None:
         """Writes live.json. Without disk space the API keeps showing the last one, and its age."""
         try:
             write_json(self._live_path, to_json(live), is_kept=False)
         except OSError as error:
-            log.warning("cannot show what was seen", extra={"path": str(self._live_path), "error": str(error)})
+            log.warning("cannot write live.json", extra={"path": str(self._live_path), "error": str(error)})
 
     def _publish_failure(self, why: str) -> None:
         """Shows the last observation with the reason why no decision is made."""
@@ -269,35 +272,35 @@ class Controller:
         self._silence.forget()  # heartbeats may not have been stored meanwhile
         self._write(replace(self._live, errors=(why, *self._live.errors), errors_total=self._errors))
 
-    def _forecast_starts(self, seen: Snapshot, plan: Plan) -> Mapping[str, float]:
+    def _forecast_starts(self, snapshot: Snapshot, plan: Plan) -> Mapping[str, float]:
         """Returns when waiting jobs would start, in seconds. The forecast is reused for a while, because it is slow."""
         at_s, found = self._forecast
         if not any(isinstance(action, Wait) for action in plan.actions):
             return {}
-        if not 0 <= seen.at_s - at_s < _FORECAST_S:
-            at_s, found = self._forecast = seen.at_s, forecast_starts(seen)
-        return {job_id: max(0.0, at_s + in_s - seen.at_s) for job_id, in_s in found.items()}
+        if not 0 <= snapshot.at_s - at_s < _FORECAST_S:
+            at_s, found = self._forecast = snapshot.at_s, forecast_starts(snapshot)
+        return {job_id: max(0.0, at_s + in_s - snapshot.at_s) for job_id, in_s in found.items()}
 
 
-def _changes(records: Records, book: ClusterRecords, booking: Booking, plan: Plan, now_s: float) -> Changes:
+def _changes(stored: Records, records: ClusterRecords, booking: Booking, plan: Plan, now_s: float) -> Changes:
     """Returns the records that differ from what was loaded."""
-    old = ClusterRecords.of(records)
+    old = ClusterRecords.of(stored)
     return Changes(
         at_s=now_s,
-        jobs=tuple(job for key, job in book.jobs.items() if old.jobs.get(key) != job),
-        leases=tuple(lease for key, lease in book.leases.items() if old.leases.get(key) != lease),
-        nodes=tuple(node for key, node in book.nodes.items() if old.nodes.get(key) != node),
-        endpoints=tuple(e for key, e in book.endpoints.items() if old.endpoints.get(key) != e),
-        pools=tuple(pool for pool_key, pool in book.pools.items() if old.pools.get(pool_key) != pool),
+        jobs=tuple(job for key, job in records.jobs.items() if old.jobs.get(key) != job),
+        leases=tuple(lease for key, lease in records.leases.items() if old.leases.get(key) != lease),
+        nodes=tuple(node for key, node in records.nodes.items() if old.nodes.get(key) != node),
+        endpoints=tuple(e for key, e in records.endpoints.items() if old.endpoints.get(key) != e),
+        pools=tuple(pool for pool_key, pool in records.pools.items() if old.pools.get(pool_key) != pool),
         entries=booking.entries,
         intervals=booking.intervals,
         closed=booking.closed,
-        teams=used_lately(book.teams, book.jobs.values(), now_s),
+        teams=used_lately(records.teams, records.jobs.values(), now_s),
         plan=plan.for_storage() if plan.actions else None,
     )
 
 
-def _waiting(seen: Snapshot, plan: Plan, starts: Mapping[str, float]) -> dict[str, Waiting]:
+def _waiting(snapshot: Snapshot, plan: Plan, starts: Mapping[str, float]) -> dict[str, Waiting]:
     """Returns what each subject waits for: the plan's reason, and for an admitted job that of its lease."""
     waiting = {
         a.subject: Waiting(a.constraint, a.reason, a.remedy, starts.get(a.subject))
@@ -308,11 +311,11 @@ def _waiting(seen: Snapshot, plan: Plan, starts: Mapping[str, float]) -> dict[st
     if unmanaged:  # one Wait for each kind of work
         reasons = " ".join(dict.fromkeys(f"{a.reason}." for a in unmanaged))
         waiting[UNMANAGED] = Waiting(unmanaged[0].constraint, reasons, unmanaged[0].remedy)
-    leases = {lease.job_id: lease for lease in seen.leases if lease.state is not LeaseState.ACTIVE}
-    is_yielding = any(member.is_yielding for lease in seen.leases for member in lease.members)
-    for job in seen.jobs:
+    leases = {lease.job_id: lease for lease in snapshot.leases if lease.state is not LeaseState.ACTIVE}
+    is_yielding = any(member.is_yielding for lease in snapshot.leases for member in lease.members)
+    for job in snapshot.jobs:
         if job.id in leases and not job.stop_requested and (is_yielding or job.id not in waiting):
-            found = why_forming(job, leases[job.id], seen)
+            found = why_forming(job, leases[job.id], snapshot)
             if job.id not in waiting or found.wait_s is not None:
                 waiting[job.id] = Waiting(found.constraint, found.reason, found.remedy, found.wait_s)
     return waiting
@@ -336,17 +339,17 @@ def _is_wanted(endpoint: Endpoint) -> bool:
     return not is_over and (not endpoint.unreadable or endpoint.state is EndpointState.DELETING)
 
 
-def _served_names(book: ClusterRecords) -> tuple[str, ...]:
-    return tuple(name for name, e in book.endpoints.items() if e.state is not EndpointState.DELETING)
+def _served_names(records: ClusterRecords) -> tuple[str, ...]:
+    return tuple(name for name, e in records.endpoints.items() if e.state is not EndpointState.DELETING)
 
 
-def _has_drivers(book: ClusterRecords) -> bool:
+def _has_drivers(records: ClusterRecords) -> bool:
     """Returns whether any driver may exist: idle clusters save the request."""
-    return any(job.spec.kind is not JobKind.GANG and job.admitted_at_s is not None for job in book.jobs.values())
+    return any(job.spec.kind is not JobKind.GANG and job.admitted_at_s is not None for job in records.jobs.values())
 
 
-def _has_gangs(book: ClusterRecords) -> bool:
-    return any(job.spec.kind is JobKind.GANG for job in book.jobs.values())
+def _has_gangs(records: ClusterRecords) -> bool:
+    return any(job.spec.kind is JobKind.GANG for job in records.jobs.values())
 
 
 def main(run_dir: str) -> None:

@@ -16,7 +16,7 @@ from raytide.autoscaler.endpoints.replica_throughput import ENOUGH, STRETCH_S, T
 from raytide.autoscaler.endpoints.replica_value import SavedModel
 from raytide.autoscaler.endpoints.request_log import CounterDelta, CounterDeltas
 from raytide.autoscaler.endpoints.traffic import TrafficMeter, TrafficMonitor
-from raytide.control.reconcile.learned_state import PERIOD_S, Knowledge, Learned
+from raytide.control.reconcile.learned_state import PERIOD_S, Knowledge, LearnedState
 from raytide.core.objects.endpoint import Counters, Endpoint, EndpointLoad, EndpointState, ReplicaLoad, ServeSpec, Speed
 from raytide.core.objects.node import CapacityType, Node, NodeState
 
@@ -132,8 +132,8 @@ def test_what_was_learned_outlives_the_controller_and_counts_until_there_is_enou
     path, speed = tmp_path / "learned.json", Speed(prefill_tps=2000.0, slots=8, tpot_ms=20.0)
     start = Start(node_type="l4", is_bought=True, seconds=90.0)
     told = Knowledge({KEY: {"l4": speed}}, {KEY: (start,)}, {KEY: PAST}, {"job-1": {"l4": 0.5}})
-    Learned(path).keep(told, PERIOD_S)
-    assert Learned(path).known == told
+    LearnedState(path).save(told, PERIOD_S)
+    assert LearnedState(path).known == told
     traffics = TrafficMonitor((), told.speeds, told.starts)
     endpoint = Endpoint(ServeSpec(name="m", model="/m"), "me", EndpointState.RUNNING, 5.0, 1)
     found = traffics.with_traffic({"m": EndpointLoad(0.0, 0.0, 1, ("ray-1",))}, [endpoint], [L4])["m"].traffic
@@ -150,29 +150,29 @@ def test_what_was_learned_outlives_the_controller_and_counts_until_there_is_enou
 )
 def test_a_file_that_says_nothing_useful_is_nothing_learned(tmp_path: Path, text: str) -> None:
     (tmp_path / "learned.json").write_text(text)
-    assert Learned(tmp_path / "learned.json").known == Knowledge()
+    assert LearnedState(tmp_path / "learned.json").known == Knowledge()
 
 
 @pytest.mark.parametrize("change", [{"paper": {}}, {"price_moved": None}, {"price_moved": float("nan")}, {"x": 1}, []])
 def test_what_was_learned_in_another_shape_is_dropped_and_the_rest_is_taken(tmp_path: Path, change: Any) -> None:
     path, other = tmp_path / "learned.json", ("other", 1.0, "")
-    Learned(path).keep(Knowledge(fleets={KEY: PAST, other: PAST}), PERIOD_S)
+    LearnedState(path).save(Knowledge(fleets={KEY: PAST, other: PAST}), PERIOD_S)
     told = json.loads(path.read_text())
     told["endpoints"][0]["fleet"] = {**PAST.model_dump(), **change} if change else change
     path.write_text(json.dumps(told))
-    assert Learned(path).known.fleets == {other: PAST}
+    assert LearnedState(path).known.fleets == {other: PAST}
 
 
 def test_a_disk_that_takes_nothing_does_not_stop_the_controller_and_what_was_learned_is_kept_later(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "full" / "learned.json"
-    learned = Learned(path)
-    learned.keep(Knowledge(fleets={KEY: PAST}), PERIOD_S)
+    learned = LearnedState(path)
+    learned.save(Knowledge(fleets={KEY: PAST}), PERIOD_S)
     path.parent.mkdir()
-    learned.keep(Knowledge(fleets={KEY: PAST}), 2 * PERIOD_S)
-    assert Learned(path).known.fleets == {KEY: PAST}
-    assert Learned(path.parent).known == Knowledge()
+    learned.save(Knowledge(fleets={KEY: PAST}), 2 * PERIOD_S)
+    assert LearnedState(path).known.fleets == {KEY: PAST}
+    assert LearnedState(path.parent).known == Knowledge()
 
 
 def test_a_word_is_what_was_counted_since_the_last_one_and_the_same_one_says_nothing_twice() -> None:

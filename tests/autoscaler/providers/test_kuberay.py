@@ -17,7 +17,7 @@ from raytide.autoscaler.providers.base import Notice
 from raytide.autoscaler.providers.kuberay.kube_api import KubeApi
 from raytide.autoscaler.providers.kuberay.provider import NODE_LABEL, KubeRayProvider
 from raytide.autoscaler.ray_gcs import RayNode
-from raytide.control.reconcile.observation import named, ray_names
+from raytide.control.reconcile.observation import ray_names, with_node_ids
 from raytide.core.clock import VirtualClock
 from raytide.core.errors import ClusterError, ConfigError, ProviderError
 from raytide.core.objects.cluster_config import load_cluster
@@ -75,7 +75,7 @@ def test_a_launch_raises_the_groups_replicas_once_and_the_pod_becomes_the_node(k
     assert (machine.node_id, machine.ray_id, machine.address) == ("a", "tide-l4-worker-001", "10.0.0.1")
     assert kube.pods["tide-l4-worker-001"]["metadata"]["labels"][NODE_LABEL] == "a"
     joined = (RayNode("ff", "tide-l4-worker-001"), RayNode("00", ""))
-    assert [node.node_id for node in named(joined, ray_names(provider.machines())) or ()] == ["a", ""]
+    assert [node.node_id for node in with_node_ids(joined, ray_names(provider.machines())) or ()] == ["a", ""]
 
 
 def test_a_termination_names_its_pod(kube: KubeServer, make: Make, clock: VirtualClock) -> None:

@@ -84,7 +84,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The waits of the API last no time."""
     monkeypatch.setattr("raytide.control.api.routes._LONGEST_POLL_S", 0.0)
-    monkeypatch.setattr("raytide.control.api.services.service.ask", lambda folder: "{}")
+    monkeypatch.setattr("raytide.control.api.services.service.request_snapshot", lambda folder: "{}")
 
 
 def routes(client: TestClient) -> list[BaseRoute]:

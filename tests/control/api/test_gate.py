@@ -122,7 +122,7 @@ HOSTILE = {
     "no object": b"[]",
     "nothing": b"",
     "no JSON": b"{",
-    "no UTF-8": b'{"a": "\xff"}',
+    "not valid UTF-8": b'{"a": "\xff"}',
     "UTF-16": '{"a": 1}'.encode("utf-16"),
     "a lone surrogate": b'{"a": "\\ud800"}',
     "a lone surrogate in a key": b'{"a": {"\\udfff": 1}}',

@@ -533,7 +533,8 @@ class TestCluster:
     ) -> None:
         asked: list[Path] = []
         monkeypatch.setattr(
-            "raytide.control.api.services.service.ask", lambda folder: asked.append(folder) or '{"at_s": 7.0}'
+            "raytide.control.api.services.service.request_snapshot",
+            lambda folder: asked.append(folder) or '{"at_s": 7.0}',
         )
         assert client.get("/v1/snapshot").status_code == 403, "it shows every team's jobs"
         assert client.get("/v1/snapshot", headers={"Authorization": "Bearer root"}).json() == {"at_s": 7.0}

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.control.test_controller import TICK_S, Loop
 
-from raytide.control.reconcile.driver_silence import HUNG_UP_S, DriverSilence, hung_up
+from raytide.control.reconcile.driver_silence import DISCONNECT_GRACE_S, DriverSilence, disconnected_heartbeat_s
 from raytide.core.clock import SteadyClock
 from raytide.core.objects.endpoint import Replicas, ServeSpec
 from raytide.core.objects.gang import GangSpec, Shape
@@ -157,8 +157,8 @@ def test_silence_is_counted_from_when_the_last_heartbeat_changed() -> None:
 def test_a_driver_that_hung_up_has_a_moment_left() -> None:
     silence, job = DriverSilence(), gang(100.0)
     silence.observe([job], 100.0)
-    gone = replace(job, heartbeat_at_s=hung_up(100.0, 100.5, 10.0))
-    assert silence.observe([gone], 100.5)["job-1"] == 10.0 - HUNG_UP_S
+    gone = replace(job, heartbeat_at_s=disconnected_heartbeat_s(100.0, 100.5, 10.0))
+    assert silence.observe([gone], 100.5)["job-1"] == 10.0 - DISCONNECT_GRACE_S
     assert silence.observe([replace(job, heartbeat_at_s=101.0)], 101.0)["job-1"] == 0.0
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from raytide.autoscaler.nodes.lifecycle import ENDED_BY_PROVIDER
 from raytide.control.reconcile.decision_inputs import SPEND_PERIOD_S, DecisionInputs
 from raytide.core.objects.cluster_config import ClusterConfig, LimitsSection, RaytideSection
 from raytide.core.objects.ledger_entry import Spent
@@ -52,16 +51,16 @@ def seen(at_s: float = NOW_S) -> Snapshot:
 def test_i6_a_month_s_budget_becomes_what_the_fleet_may_cost_an_hour_and_is_summed_once_a_minute() -> None:
     books = Books(booked_micro_usd=520_000_000)
     watched = outlook(books, month_usd=1000.0)
-    assert watched.on(seen(), (), {}).limits == Limits(8_000_000, 10_000_000, most_micro_usd_h=10_000_000)
+    assert watched.add_to(seen(), (), {}).limits == Limits(8_000_000, 10_000_000, most_micro_usd_h=10_000_000)
     books.booked_micro_usd = 1_000_000_000
-    assert watched.on(seen(NOW_S + 1.0), (), {}).limits.hard_micro_usd_h == 10_000_057
-    assert watched.on(seen(NOW_S + SPEND_PERIOD_S), (), {}).limits == Limits(0, 0, most_micro_usd_h=0)
+    assert watched.add_to(seen(NOW_S + 1.0), (), {}).limits.hard_micro_usd_h == 10_000_057
+    assert watched.add_to(seen(NOW_S + SPEND_PERIOD_S), (), {}).limits == Limits(0, 0, most_micro_usd_h=0)
     assert books.asked == ["1970-01", "1970-01"]
 
 
 def test_without_a_month_s_budget_nobody_looks_into_the_books() -> None:
     books = Books()
-    assert outlook(books, hard_usd_h=3.0).on(seen(), (), {}).limits == Limits(
+    assert outlook(books, hard_usd_h=3.0).add_to(seen(), (), {}).limits == Limits(
         None, 3_000_000, most_micro_usd_h=3_000_000
     )
     assert books.asked == []
@@ -71,8 +70,8 @@ def test_losses_of_nodes_that_are_gone_and_the_price_of_the_moment_are_quoted() 
     gone = Node(
         "node-1", "s", "a", CapacityType.SPOT, 1, NodeState.GONE, 0.0, ready_at_s=NOW_S - 600.0, ended_at_s=NOW_S
     )
-    lost = [replace(gone, id=f"node-{n}", reason=ENDED_BY_PROVIDER) for n in range(3)]
-    (calm,) = outlook(Books()).on(seen(), (), {}).quotes
-    (stormy,) = outlook(Books(gone=tuple(lost))).on(seen(NOW_S + 1.0), (), {("s", "a"): 7}).quotes
+    lost = [replace(gone, id=f"node-{n}", reason=UNASKED) for n in range(3)]
+    (calm,) = outlook(Books()).add_to(seen(), (), {}).quotes
+    (stormy,) = outlook(Books(gone=tuple(lost))).add_to(seen(NOW_S + 1.0), (), {("s", "a"): 7}).quotes
     assert stormy.deaths_per_h > calm.deaths_per_h
     assert (calm.price_micro_usd_h, stormy.price_micro_usd_h) == (None, 7)

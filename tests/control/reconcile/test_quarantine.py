@@ -15,7 +15,7 @@ from tests.control.test_controller import Loop
 from raytide.control import controller as controller_module
 from raytide.control.api.services.metrics import samples
 from raytide.control.reconcile.decide import decide_constrained
-from raytide.control.reconcile.quarantine import RETRY_S, Quarantine, without
+from raytide.control.reconcile.quarantine import RETRY_S, Quarantine, without_subjects
 from raytide.control.views import Live, from_json
 from raytide.core.metrics import QUARANTINED
 from raytide.core.objects.endpoint import EndpointState, ServeSpec
@@ -132,7 +132,7 @@ class TestDecisions:
         bad = loop.submit()
         monkeypatch.setattr(controller_module, "decide_constrained", poisoned(bad))
         tries: list[float] = []
-        put = Quarantine._put
+        put = Quarantine._add
 
         def count(self: Quarantine, *args: Any) -> None:
             tries.append(args[-1])
@@ -179,7 +179,7 @@ class TestDecisions:
         loop.controller._quarantine = Quarantine(limit_s=0.5)
         monkeypatch.setattr(controller_module, "decide_constrained", endless)
         loop.until(lambda: loop.state(good) is JobState.RUNNING)
-        assert "computed for more than" in live(loop).waiting[bad].reason
+        assert "took more than" in live(loop).waiting[bad].reason
 
 
 class TestRecords:
@@ -239,7 +239,7 @@ def test_what_is_left_out_leaves_nothing_of_its_nodes_to_others(loop: Loop, monk
 
     monkeypatch.setattr(controller_module, "decide_constrained", spy)
     loop.tick()
-    rest = without(seen[0], {job})
+    rest = without_subjects(seen[0], {job})
     assert rest.jobs == rest.leases == ()
     assert all(amount == 0 for view in rest.nodes for amount in view.available.values())
     assert all(view.idle_s == 0 and view.busy for view in rest.nodes)

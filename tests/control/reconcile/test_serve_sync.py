@@ -8,7 +8,7 @@ import pytest
 
 from raytide.actors.serving.ray_serve.application import Application
 from raytide.control.reconcile.observation import ClusterObservation
-from raytide.control.reconcile.serve_sync import ServeObservation, ServeSync, follow
+from raytide.control.reconcile.serve_sync import ServeObservation, ServeSync, follow_serve
 from raytide.core.objects.endpoint import Endpoint, EndpointLoad, EndpointState, ServeSpec
 
 ENDPOINT = Endpoint(ServeSpec(name="m", model="/models/m"), "ana", EndpointState.DEPLOYING, 0.0, target_replicas=1)
@@ -110,26 +110,29 @@ def test_an_endpoint_that_cannot_be_deployed_keeps_no_other_from_its_turn(serve:
     assert serve.deployed == ["m"]
     assert seen.gone == {("old", 0.0)}
     assert seen.errors == ("endpoint broken: no such option",)
-    assert follow(broken, world(None), seen, 9.0) == broken
-    assert follow(leaving, world(None), seen, 9.0).state is EndpointState.DELETED
+    assert follow_serve(broken, world(None), seen, 9.0) == broken
+    assert follow_serve(leaving, world(None), seen, 9.0).state is EndpointState.DELETED
 
 
 def test_an_endpoint_is_deleted_only_once_a_pass_has_deleted_it() -> None:
     leaving = replace(ENDPOINT, state=EndpointState.DELETING)
     before = ServeObservation()
-    assert follow(leaving, world(None), before, 9.0) == leaving, "a pass may be deploying it right now"
-    assert follow(leaving, world(None), ServeObservation(gone=frozenset({("m", -1.0)})), 9.0) == leaving, (
+    assert follow_serve(leaving, world(None), before, 9.0) == leaving, "a pass may be deploying it right now"
+    assert follow_serve(leaving, world(None), ServeObservation(gone=frozenset({("m", -1.0)})), 9.0) == leaving, (
         "its namesake's end"
     )
 
 
 def test_an_endpoint_of_which_nothing_was_heard_runs_on() -> None:
     running = replace(ENDPOINT, state=EndpointState.RUNNING)
-    assert follow(running, world(None), ServeObservation(), 9.0) == running
-    assert follow(running, world(EndpointLoad(9.0, 0.0, 0)), ServeObservation(), 9.0).state is EndpointState.DEPLOYING
+    assert follow_serve(running, world(None), ServeObservation(), 9.0) == running
+    assert (
+        follow_serve(running, world(EndpointLoad(9.0, 0.0, 0)), ServeObservation(), 9.0).state
+        is EndpointState.DEPLOYING
+    )
 
 
 def test_an_endpoint_that_serve_takes_up_again_has_failed_no_more() -> None:
     failed = replace(ENDPOINT, state=EndpointState.FAILED, reason="no such option")
-    again = follow(failed, world(None), ServeObservation(), 9.0)
+    again = follow_serve(failed, world(None), ServeObservation(), 9.0)
     assert (again.state, again.reason) == (EndpointState.DEPLOYING, "")

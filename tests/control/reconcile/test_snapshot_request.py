@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.simulate.test_live import cluster, job, ready, running
 
-from raytide.control.reconcile.snapshot_request import answer, ask
+from raytide.control.reconcile.snapshot_request import answer_request, request_snapshot
 from raytide.control.views import from_json, to_json
 from raytide.core.errors import ClusterError
 from raytide.core.io.atomic_file import read_json
@@ -31,16 +31,16 @@ def test_a_snapshot_goes_over_the_wire_and_comes_back_whole() -> None:
 
 
 def test_nothing_is_written_unless_somebody_asked(tmp_path: Path) -> None:
-    answer(tmp_path, SEEN)
+    answer_request(tmp_path, SEEN)
     assert not any(tmp_path.iterdir())
 
 
 def test_who_asks_gets_the_next_tick_s_snapshot_without_the_jobs_own_configuration(tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as pool:
         for number in (1, 2):  # the second time an old answer lies there
-            asked = pool.submit(ask, tmp_path)
+            asked = pool.submit(request_snapshot, tmp_path)
             while not asked.done():
-                answer(tmp_path, replace(cluster(jobs=(job(1),)), next_lease=number))
+                answer_request(tmp_path, replace(cluster(jobs=(job(1),)), next_lease=number))
             assert f'"next_lease": {number}' in asked.result()
     told = from_json(Snapshot, read_json(tmp_path / "snapshot.json"))
     assert told.jobs[0].spec.config == {} and told.jobs[0].spec.gang == job(1).spec.gang
@@ -48,5 +48,5 @@ def test_who_asks_gets_the_next_tick_s_snapshot_without_the_jobs_own_configurati
 
 
 def test_a_controller_that_does_not_tick_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ClusterError, match="the controller made no pass"):
-        ask(tmp_path, patience_s=0.0)
+    with pytest.raises(ClusterError, match="the controller made no tick"):
+        request_snapshot(tmp_path, patience_s=0.0)

@@ -138,7 +138,7 @@ def test_a_package_that_would_fill_the_node_is_refused_before_it_is_unpacked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, most: int
 ) -> None:
     monkeypatch.setattr(working_dir, limit, most)
-    with pytest.raises(DataError, match="the limits are"):
+    with pytest.raises(DataError, match="limits:"):
         working_dir.unpack(zipped(*((name, b"0" * 1000) for name in "abc")), tmp_path / "there")
     assert not (tmp_path / "there").exists()
 

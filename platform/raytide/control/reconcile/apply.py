@@ -1,7 +1,7 @@
-"""Make the world match the records: launches, drains, terminations, placement groups, drivers, endpoints.
+"""Executes what the records ask for: launches, drains, terminations, placement groups and drivers.
 
-Level-triggered: everything is derived from the records and a look at the world, so whatever a crash or a failed call
-left undone is done by the next tick. Returns what only the doing could tell: refused launches and accepted drains.
+Level-triggered: everything is derived from the records and the observation, so the next tick repeats what a crash or a
+failed call left undone.
 """
 
 from __future__ import annotations
@@ -25,63 +25,63 @@ from raytide.jobs.lifecycle.leases import wanted_groups
 log = logger(__name__)
 
 MOST_GROUPS, MOST_DRIVERS = 512, 32
-"""The placement groups and drivers that one pass asks for: each is a call to Ray, and the pass waits for it."""
+"""The most placement groups and drivers that one tick starts, because each is a call to Ray that the tick waits for."""
 
 
 @dataclass(slots=True)
 class ApplyResult:
     nodes: dict[str, Node] = field(default_factory=dict)
-    """Nodes whose record changed by the doing."""
+    """Nodes whose record changed during execution."""
     refusals: dict[tuple[str, str], str] = field(default_factory=dict)
-    """Pools that gave no node, in the provider's words: they are not asked again in this pass."""
+    """Pools that refused a node, with the provider's message; this tick does not try them again."""
     errors: list[str] = field(default_factory=list)
 
 
 def apply(
-    book: ClusterRecords,
+    records: ClusterRecords,
     plan: Plan,
-    world: ClusterObservation,
+    observed: ClusterObservation,
     sources: Sources,
     node_types: Mapping[str, NodeType],
     now_s: float,
 ) -> ApplyResult:
-    """Do what is due. A call that fails is reported and tried again by the next tick; the others go on."""
+    """Executes all that is due. Failed calls are reported, and the next tick retries them; the others go on."""
     result = ApplyResult()
 
     def attempt(what: str, act: Callable[[], object]) -> None:
         try:
             act()
-        except Exception as error:  # any outside system may fail in any way
+        except Exception as error:  # outside systems may raise anything
             log.warning("action failed", extra={"what": what, "error": str(error)})
             result.errors.append(f"{what}: {error}")
 
-    if world.machines is not None:
-        due = overdue(book.nodes.values(), world.machines)
+    if observed.machines is not None:
+        due = overdue(records.nodes.values(), observed.machines)
         for node in due.launch:
             if refusal := result.refusals.get((node.type, node.zone)):
-                result.nodes[node.id] = lifecycle.refused(node, refusal, now_s)  # the first one was the probe
+                result.nodes[node.id] = lifecycle.refused(node, refusal, now_s)  # do not try this pool again
                 continue
             attempt(f"launch {node.id}", partial(_launch, node, sources, node_types, result, now_s))
         for node_id in due.terminate:
             attempt(f"terminate {node_id}", partial(sources.provider.terminate, node_id))
     for action in plan.actions:
         if isinstance(action, Drain):
-            attempt(f"drain {action.node_id}", partial(_drain, book, action, sources, result))
-    if world.groups is not None:
-        create, remove = difference(wanted_groups(book.leases.values()), world.groups)
+            attempt(f"drain {action.node_id}", partial(_drain, records, action, sources, result))
+    if observed.groups is not None:
+        create, remove = difference(wanted_groups(records.leases.values()), observed.groups)
         if remove:
             attempt("remove placement groups", partial(sources.groups.remove, remove))
         if create:
             attempt("create placement groups", partial(sources.groups.create, create[:MOST_GROUPS]))
-    if world.drivers is not None:
-        wanted = wanted_drivers(book.jobs.values())
-        for key in sorted(wanted - world.drivers.keys(), key=str)[:MOST_DRIVERS]:
+    if observed.drivers is not None:
+        wanted = wanted_drivers(records.jobs.values())
+        for key in sorted(wanted - observed.drivers.keys(), key=str)[:MOST_DRIVERS]:
             attempt(f"start the driver of {key.job_id}", partial(sources.drivers.start, key))
-        for key, status in world.drivers.items():
+        for key, status in observed.drivers.items():
             if status.state == "running" and key not in wanted:
                 attempt(f"stop the driver of {key.job_id}", partial(sources.drivers.stop, key))
-    if world.ray_nodes is not None:
-        attempt("report to Ray", partial(sources.gcs.report, tuple(book.nodes.values())))
+    if observed.ray_nodes is not None:
+        attempt("report to Ray", partial(sources.gcs.report, tuple(records.nodes.values())))
     return result
 
 
@@ -91,7 +91,7 @@ def _launch(
     node_type = node_types.get(node.type)
     if node_type is None:
         result.nodes[node.id] = lifecycle.refused(
-            node, f"the configuration has no node type {node.type} any more", now_s
+            node, f"node type {node.type} was removed from the configuration", now_s
         )
         return
     try:
@@ -101,8 +101,8 @@ def _launch(
         result.refusals[(node.type, node.zone)] = str(error)
 
 
-def _drain(book: ClusterRecords, action: Drain, sources: Sources, result: ApplyResult) -> None:
-    node = book.nodes[action.node_id]
+def _drain(records: ClusterRecords, action: Drain, sources: Sources, result: ApplyResult) -> None:
+    node = records.nodes[action.node_id]
     if not node.ray_node_id or node.state not in (NodeState.READY, NodeState.DRAINING):
         return
     accepted = sources.gcs.drain(node.ray_node_id, action.kind, action.deadline_s, action.reason)

@@ -1,13 +1,11 @@
-"""What the controller knows beside the fleet: how often pools take nodes back, what may be spent, what replicas are
-worth."""
+"""Adds to the Snapshot what its records do not hold: spot risk, spending limits, and the value of replicas."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from raytide.autoscaler.deadlines.jobs import spot_forecasts
-from raytide.autoscaler.endpoints.slo_controller import SavedModels, SloController
+from raytide.autoscaler.endpoints.slo_controller import SloController
 from raytide.autoscaler.nodes.spend_limits import limits
 from raytide.autoscaler.spot.pool_availability import PoolAvailability
 from raytide.autoscaler.spot.pool_risk import PoolRisk
@@ -19,16 +17,17 @@ from raytide.core.state import Store
 from raytide.ledger.cost import accrued
 
 SPEND_PERIOD_S = 60.0
-"""How often the month's spending is summed."""
+"""How often the month's spending is summed, in seconds."""
 _PAST_NODES = 1000
-"""The newest nodes, from which the risk and the past of spot are learned; older ones tell little of today's market."""
+"""The number of newest nodes from which spot risk is learned; older ones say little about today's market."""
 
 
 class DecisionInputs:
-    """Kept from tick to tick; a new controller learns it anew from the records of nodes."""
+    """The state behind these inputs, kept from tick to tick. A new controller learns it again from the records of
+    nodes."""
 
-    def __init__(self, store: Store, config: ClusterConfig, now_s: float, known: SavedModels | None = None) -> None:
-        """`known`: what an earlier controller learned of endpoints with an SLO."""
+    def __init__(self, store: Store, config: ClusterConfig, now_s: float, known: Fleets | None = None) -> None:
+        """`known` holds what an earlier controller learned of endpoints with an SLO."""
         self._store, self._books, self._config = store, store.books, config
         self._risk, self.fleets = PoolRisk(), SloController(known)
         self._risk.replay(store.nodes(limit=_PAST_NODES), now_s)
@@ -36,25 +35,24 @@ class DecisionInputs:
         self._spent_micro_usd = 0
         self._summed_at_s: float | None = None
 
-    def on(self, seen: Snapshot, nodes: Iterable[Node], prices: Mapping[tuple[str, str], int]) -> Snapshot:
-        """The snapshot with it. `nodes`: those that ended since the last tick included."""
+    def add_to(self, snapshot: Snapshot, nodes: Iterable[Node], prices: Mapping[tuple[str, str], int]) -> Snapshot:
+        """Returns the snapshot with spot quotes, forecasts, limits and replica values. `nodes` includes those that just
+        ended."""
         nodes = tuple(nodes)
-        self._risk.observe(nodes, seen.at_s)
-        quotes = self._risk.quotes(seen.node_types, prices, seen.at_s)
-        spot, limits = self._watched(seen, nodes), self._limits(seen.at_s)
-        return self.fleets.with_replica_values(
-            replace(seen, quotes=quotes, spot=spot, limits=limits), self._risk.hazard
-        )
+        self._risk.observe(nodes, snapshot.at_s)
+        quotes = self._risk.quotes(snapshot.node_types, prices, snapshot.at_s)
+        spot, limits = self._spot_forecasts(snapshot, nodes), self._limits(snapshot.at_s)
+        return self.fleets.on(replace(snapshot, quotes=quotes, spot=spot, limits=limits), self._risk.hazard)
 
-    def _watched(self, seen: Snapshot, nodes: Iterable[Node]) -> tuple[SpotForecast, ...]:
-        """What jobs with a deadline have to know of spot. The past is read when the first of them comes."""
+    def _spot_forecasts(self, snapshot: Snapshot, nodes: Iterable[Node]) -> tuple[SpotForecast, ...]:
+        """Returns the spot forecasts for deadline jobs. The past is read when the first such job appears."""
         if self._spot is None:
-            if all(job.spec.deadline is None for job in seen.jobs):
+            if all(job.spec.deadline is None for job in snapshot.jobs):
                 return ()
             self._spot = PoolAvailability()
-            self._spot.observe(self._store.nodes(limit=_PAST_NODES), seen.at_s)
-        self._spot.observe(nodes, seen.at_s)
-        return spot_forecasts(self._spot, seen)
+            self._spot.observe(self._store.nodes(limit=_PAST_NODES), snapshot.at_s)
+        self._spot.observe(nodes, snapshot.at_s)
+        return outlooks(self._spot, snapshot)
 
     def _limits(self, now_s: float) -> Limits:
         section = self._config.settings.limits

@@ -1,7 +1,7 @@
-"""How long the drivers of gangs have not asked for their leases, counted look by look.
+"""Measures for how long the drivers of gangs have not polled their leases, in the controller's time.
 
-A heartbeat is a time by the API's clock. It is only ever compared with the one before: whether it changed says that the
-driver lives, and no step of any clock makes it look dead.
+A heartbeat is a time of the API's clock and is only compared with the previous heartbeat: a change shows that the
+driver is alive, and no step of a clock can make it look dead.
 """
 
 from __future__ import annotations
@@ -12,54 +12,56 @@ from dataclasses import dataclass
 
 from raytide.core.objects.job import Job, JobKind
 
-__all__ = ["HUNG_UP_S", "DriverSilence"]
+__all__ = ["DISCONNECT_GRACE_S", "DriverSilence"]
 
-HUNG_UP_S = 4.0
-"""How long a driver that hung up without an answer is waited for: see `hung_up`."""
-_LOOKS = 3
-"""The fewest looks that a whole silence consists of: while nobody looked (the controller was paused, or its machine),
-nobody could be heard."""
+DISCONNECT_GRACE_S = 4.0
+"""The time that a driver has left after it disconnected from a pending poll."""
+_MIN_OBSERVATIONS = 3
+"""The fewest observations in a timeout, so that a paused controller or machine does not count as the driver's
+silence."""
 
 
-def hung_up(heartbeat_at_s: float | None, now_s: float, timeout_s: float) -> float:
-    """The heartbeat of a driver that vanished while it waited for an answer: an earlier one than it had, so that only a
-    moment is left of its time."""
-    told_s = now_s - timeout_s + min(HUNG_UP_S, timeout_s)
-    return told_s if heartbeat_at_s is None else min(told_s, heartbeat_at_s - 1e-3)
+def disconnected_heartbeat_s(heartbeat_at_s: float | None, now_s: float, timeout_s: float) -> float:
+    """Returns the heartbeat to store for a driver that disconnected from a pending poll.
+
+    It is older than the driver's last one, so that DISCONNECT_GRACE_S is left of its timeout.
+    """
+    earlier_s = now_s - timeout_s + min(DISCONNECT_GRACE_S, timeout_s)
+    return earlier_s if heartbeat_at_s is None else min(earlier_s, heartbeat_at_s - 1e-3)
 
 
 @dataclass(frozen=True, slots=True)
-class _Heard:
+class _Silence:
     heartbeat_at_s: float
     silent_s: float
 
 
 class DriverSilence:
-    """`observe` at every look; `forget` when what was observed could not be acted upon."""
+    """The silence of all drivers. Call `observe` on every tick, and `forget` when a tick could not act on it."""
 
     def __init__(self) -> None:
-        self._heard: dict[str, _Heard] = {}
-        self._looked_s: float | None = None
+        self._silences: dict[str, _Silence] = {}
+        self._observed_s: float | None = None
 
     def observe(self, jobs: Iterable[Job], now_s: float) -> Mapping[str, float]:
-        """By gang, for how long its driver has been silent while it could be heard."""
-        passed_s = 0.0 if self._looked_s is None else max(0.0, now_s - self._looked_s)
-        self._looked_s = now_s
+        """Returns the silence of each gang's driver in seconds, by job."""
+        passed_s = 0.0 if self._observed_s is None else max(0.0, now_s - self._observed_s)
+        self._observed_s = now_s
         gangs = [job for job in jobs if job.spec.kind is JobKind.GANG and not job.is_final]
-        self._heard = {job.id: _after(self._heard.get(job.id), job, passed_s) for job in gangs}
-        return {job_id: heard.silent_s for job_id, heard in self._heard.items()}
+        self._silences = {job.id: _after(self._silences.get(job.id), job, passed_s) for job in gangs}
+        return {job_id: heard.silent_s for job_id, heard in self._silences.items()}
 
     def forget(self) -> None:
-        """Every driver has its whole time again: it could not make itself heard, or not be listened to."""
-        self._heard, self._looked_s = {}, None
+        """Resets all silences, because drivers could not reach the API or the controller could not store heartbeats."""
+        self._silences, self._observed_s = {}, None
 
 
-def _after(before: _Heard | None, job: Job, passed_s: float) -> _Heard:
+def _after(before: _Silence | None, job: Job, passed_s: float) -> _Silence:
     heartbeat_at_s = -math.inf if job.heartbeat_at_s is None else job.heartbeat_at_s
     timeout_s = job.spec.heartbeat_timeout_s
     if before is None or heartbeat_at_s > before.heartbeat_at_s:
-        return _Heard(heartbeat_at_s, 0.0)
-    silent_s = before.silent_s + min(passed_s, timeout_s / _LOOKS)
-    if heartbeat_at_s < before.heartbeat_at_s:  # it hung up, or the API started anew with an earlier clock
-        silent_s = max(silent_s, timeout_s - min(HUNG_UP_S, timeout_s))
-    return _Heard(heartbeat_at_s, silent_s)
+        return _Silence(heartbeat_at_s, 0.0)
+    silent_s = before.silent_s + min(passed_s, timeout_s / _MIN_OBSERVATIONS)
+    if heartbeat_at_s < before.heartbeat_at_s:  # it disconnected, or the API restarted with an earlier clock
+        silent_s = max(silent_s, timeout_s - min(DISCONNECT_GRACE_S, timeout_s))
+    return _Silence(heartbeat_at_s, silent_s)

@@ -1,4 +1,4 @@
-"""What the controller learned of endpoints and jobs and could not learn again soon, in a file beside its records."""
+"""Persists what the controller learned of endpoints and jobs (`learned.json`), because learning it again takes long."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pydantic import PositiveFloat
 
 from raytide.autoscaler.endpoints.cold_start import Start
 from raytide.autoscaler.endpoints.replica_value import SavedModel
-from raytide.autoscaler.endpoints.slo_controller import SavedModels
 from raytide.autoscaler.endpoints.traffic import Speeds, Starts
 from raytide.autoscaler.job_throughput import Learned as Strides
 from raytide.core import bounds
@@ -48,18 +47,16 @@ class _JobEntry(Config):
 
 @dataclass(frozen=True, slots=True)
 class Knowledge:
+    """What was learned of replicas (speeds, starts), of endpoints with an SLO (fleets) and of jobs (strides)."""
+
     speeds: Speeds = field(default_factory=dict)
-    """Of replicas."""
     starts: Starts = field(default_factory=dict)
-    """Of replicas."""
-    fleets: SavedModels = field(default_factory=dict)
-    """The memories of the serving policy."""
+    fleets: Fleets = field(default_factory=dict)
     strides: Strides = field(default_factory=dict)
-    """Of jobs."""
 
 
-class Learned:
-    """What cannot be read is nothing learned."""
+class LearnedState:
+    """The file of what was learned. Parts that cannot be read are dropped."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -68,7 +65,7 @@ class Learned:
         try:
             kept = read_json(path) or {}
         except (ValueError, OSError) as error:
-            self._complain("cannot read what was learned", error)
+            self._warn("cannot read what was learned", error)
             return
         endpoints = {(e.endpoint, e.created_at_s, e.served): e for e in self._entries(kept, "endpoints", _Entry)}
         self.known = Knowledge(
@@ -78,8 +75,9 @@ class Learned:
             strides={entry.job: entry.strides for entry in self._entries(kept, "jobs", _JobEntry)},
         )
 
-    def keep(self, known: Knowledge, now_s: float) -> None:
-        """Once a minute, and only what changed. Without it a new controller learns anew: no reason to stop this one."""
+    def save(self, known: Knowledge, now_s: float) -> None:
+        """Writes what changed, at most once a minute. A failure is only logged, because a new controller can learn it
+        again."""
         if 0.0 <= now_s - self._written_s < PERIOD_S or known == self.known:
             return
         self._written_s = now_s
@@ -101,7 +99,7 @@ class Learned:
                 {"endpoints": [entry.model_dump() for entry in entries], "jobs": [job.model_dump() for job in jobs]},
             )
         except OSError as error:
-            self._complain("cannot keep what was learned", error)
+            self._warn("cannot keep what was learned", error)
             return
         self.known = known
 
@@ -111,7 +109,7 @@ class Learned:
             try:
                 yield kind.parse(entry, where="what was learned")
             except ConfigError as error:
-                self._complain(f"cannot read what was learned of one of the {name}", error)
+                self._warn(f"cannot read what was learned of one of the {name}", error)
 
-    def _complain(self, what: str, error: Exception) -> None:
+    def _warn(self, what: str, error: Exception) -> None:
         log.warning(what, extra={"path": str(self._path), "error": str(error)})

@@ -1,4 +1,4 @@
-"""One look at everything outside: provider, Ray, Serve, drivers. A source that fails is None, and is named."""
+"""Observes the provider, Ray, Serve and drivers once per tick. A source that fails gives None and an error."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ class ClusterObservation:
     loads: Mapping[str, EndpointLoad]
     errors: tuple[str, ...] = ()
     api_answers: bool = False
-    """Only then can drivers make themselves heard."""
+    """Whether drivers can reach the API."""
     silent_s: Mapping[str, float] | None = None
-    """By gang, for how long its driver has not made itself heard; None while it cannot."""
+    """The silence of each gang's driver in seconds, by job; None while drivers cannot reach the API."""
     prices: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    """Present ones by node type and zone, micro-dollars an hour; of those left out the configured one holds."""
+    """Current prices by node type and zone in micro-dollars an hour; the configured price applies to others."""
     use: Mapping[str, Use] = field(default_factory=dict)
-    """What the meters of each node said last."""
+    """The last measured utilization of each node."""
     names: Mapping[str, str] = field(default_factory=dict)
-    """Our node id by what Ray calls the machine, where the two differ; from the provider's last answer."""
+    """Node ids by Ray's name of the machine where the two differ, from the provider's last answer."""
 
 
 class ApiProbe:
@@ -62,7 +62,7 @@ class ApiProbe:
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Every way in and out of the controller. Tests put fakes here."""
+    """The controller's connections to everything outside it. Tests use fakes."""
 
     provider: Provider
     gcs: GcsReader
@@ -81,62 +81,62 @@ def observe(
     with_gangs: bool,
     names: Mapping[str, str] | None = None,
 ) -> ClusterObservation:
-    """Ask everybody once. What did not answer is None (or empty where that is safe): silence proves nothing.
+    """Queries every source once. A source that fails is None (or empty where that is safe), which proves nothing.
 
-    `names`: those of the last look, for when the provider does not answer.
+    `names` are those of the last observation, for when the provider does not answer.
     """
     errors: list[str] = []
 
-    def ask(what: str, question: Callable[[], T]) -> T | None:
+    def query(what: str, call: Callable[[], T]) -> T | None:
         try:
-            return question()
-        except Exception as error:  # any source may fail in any way; the loop goes on with what it has
+            return call()
+        except Exception as error:  # sources may raise anything; the tick goes on
             log.warning("source failed", extra={"source": what, "error": str(error)})
             errors.append(f"{what}: {error}")
             return None
 
-    machines = ask("provider", sources.provider.machines)
-    ray_nodes, demand = ask("ray", sources.gcs.nodes), ask("ray demand", sources.gcs.demand)
+    machines = query("provider", sources.provider.machines)
+    ray_nodes, demand = query("ray", sources.gcs.nodes), query("ray demand", sources.gcs.demand)
     known = (names or {}) if machines is None else ray_names(machines)
     return ClusterObservation(
         machines=machines,
-        notices=ask("provider notices", sources.provider.notices) or (),
-        ray_nodes=None if demand is None else named(ray_nodes, known),  # half an answer is none
+        notices=query("provider notices", sources.provider.notices) or (),
+        ray_nodes=None if demand is None else with_node_ids(ray_nodes, known),  # one is useless without the other
         demand=demand or (),
-        groups=ask("placement groups", sources.groups.list),
-        drivers=ask("drivers", sources.drivers.statuses) if with_drivers else {},
-        loads=(ask("Ray Serve", partial(sources.serve.loads, endpoints)) if endpoints else None) or {},
-        api_answers=with_gangs and bool(ask("API", sources.api.answers)),
-        prices=ask("provider prices", sources.provider.prices) or {},
+        groups=query("placement groups", sources.groups.list),
+        drivers=query("drivers", sources.drivers.statuses) if with_drivers else {},
+        loads=(query("Ray Serve", partial(sources.serve.loads, endpoints)) if endpoints else None) or {},
+        api_answers=with_gangs and bool(query("API", sources.api.answers)),
+        prices=query("provider prices", sources.provider.prices) or {},
         use=sources.meters.heard(),
         names=known,
         errors=tuple(errors),
     )
 
 
-def at_our_time(world: ClusterObservation, wall_ahead_s: float) -> ClusterObservation:
-    """The same, with what others stamped by the wall clock at the controller's own time."""
+def at_controller_time(observed: ClusterObservation, wall_ahead_s: float) -> ClusterObservation:
+    """Returns the observation with wall-clock timestamps of others converted to the controller's clock."""
     if not wall_ahead_s:
-        return world
+        return observed
     loads = {
         name: replace(
             load,
             at_s=load.at_s - wall_ahead_s,
             replicas=tuple(replace(each, at_s=each.at_s - wall_ahead_s) for each in load.replicas),
         )
-        for name, load in world.loads.items()
+        for name, load in observed.loads.items()
     }
-    notices = tuple(replace(notice, deadline_s=notice.deadline_s - wall_ahead_s) for notice in world.notices)
-    return replace(world, loads=loads, notices=notices)
+    notices = tuple(replace(notice, deadline_s=notice.deadline_s - wall_ahead_s) for notice in observed.notices)
+    return replace(observed, loads=loads, notices=notices)
 
 
 def ray_names(machines: Iterable[Machine]) -> dict[str, str]:
-    """Our node id by what Ray calls the machine, where the two differ."""
+    """Returns node ids by Ray's name of the machine, where the two differ."""
     return {machine.ray_id: machine.node_id for machine in machines if machine.ray_id}
 
 
-def named(ray_nodes: tuple[RayNode, ...] | None, names: Mapping[str, str]) -> tuple[RayNode, ...] | None:
-    """Ray's nodes under raytide's ids, also where the provider let Ray call them something else."""
+def with_node_ids(ray_nodes: tuple[RayNode, ...] | None, names: Mapping[str, str]) -> tuple[RayNode, ...] | None:
+    """Returns Ray's nodes under raytide's node ids."""
     if ray_nodes is None or not names:
         return ray_nodes
     return tuple(replace(node, node_id=names.get(node.node_id, node.node_id)) for node in ray_nodes)

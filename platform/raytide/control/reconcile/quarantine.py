@@ -1,8 +1,7 @@
-"""Isolates records: one whose handling raises is left out of the decision, and every other one is served.
+"""Isolates records whose handling raises, so that all others are still served.
 
-A stage of the tick is a function of the Snapshot. When it raises, halves of the records are tried until those that
-make it raise are found. They stay in quarantine, with the error that `raytide ps` and `raytide why` show, until they
-change or their next try is due.
+A stage of the tick is a function of the Snapshot. When it raises, bisection finds the records that make it raise. They
+stay in quarantine, with an error that `raytide ps` and `raytide why` show, until they change or their retry is due.
 """
 
 from __future__ import annotations
@@ -27,25 +26,25 @@ T = TypeVar("T")
 log = logger(__name__)
 
 DEMAND = "unmanaged"
-"""The subject of all demand without a lease: it is one record here."""
+"""The subject of all demand without a lease, which counts as one record."""
 RETRY_S, LAST_RETRY_S = 60.0, 3600.0
-"""The wait before a record is tried again; it doubles with each failure."""
+"""The wait in seconds before a record is retried; it doubles with each failure."""
 CHANGED_RETRY_S = 10.0
-"""The least time from one try to the next of a record that its owner changes again and again."""
+"""The shortest time between retries of a record that its owner keeps changing."""
 STAGE_LIMIT_S = 10.0
-"""A stage that computes for longer is taken for one that raised."""
+"""The longest run of a stage; a longer one counts as a failure."""
 MOST_TRIALS, SEARCH_LIMIT_S = 48, 15.0
-"""Runs of a stage within one tick that look for the records at fault, and how long they may take together. Records of
-which it is not known by then are left out of this tick only."""
+"""The most runs, and seconds, of one tick's search for records at fault. Records not yet checked are left out of this
+tick only."""
 
 
 class StageOvertimeError(Exception):
-    """A stage computed for longer than its limit."""
+    """Raised when a stage exceeds its time limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quarantined:
-    """A record that no decision considers, and why."""
+    """A record that is excluded from decisions, with the error."""
 
     kind: str
     """`job`, `endpoint` or `unmanaged`."""
@@ -55,23 +54,23 @@ class Quarantined:
     retry_at_s: float
     failures: int
     was: object
-    """What decides whether the record has changed since."""
+    """The part of the record whose change triggers a retry."""
 
 
 @dataclass(slots=True)
 class Quarantine:
-    """The records in quarantine, from tick to tick. A new controller finds them anew."""
+    """The quarantine, kept from tick to tick. A new controller finds the records again."""
 
     limit_s: float = STAGE_LIMIT_S
     held: dict[str, Quarantined] = field(default_factory=dict)
     """By job id or endpoint name."""
     trying: set[str] = field(default_factory=set)
-    """Those of `held` that this tick tries again, as long as no stage of it has failed on them."""
+    """The records of `held` that this tick retries and that have not failed yet."""
     errors: list[str] = field(default_factory=list)
-    """Faults of this tick that belong to no record."""
+    """Errors of this tick that belong to no record."""
 
-    def begin(self, jobs: Mapping[str, Job], endpoints: Mapping[str, Endpoint], now_s: float) -> None:
-        """Begin a tick: forget records that are over, and choose those that are tried again."""
+    def begin_tick(self, jobs: Mapping[str, Job], endpoints: Mapping[str, Endpoint], now_s: float) -> None:
+        """Begins a tick: forgets records that are over, and selects those to retry."""
         self.errors = []
         for subject, entry in tuple(self.held.items()):
             record: Job | Endpoint | None = jobs.get(subject) or endpoints.get(subject)
@@ -85,76 +84,77 @@ class Quarantine:
         self.trying = {subject for subject, entry in self.held.items() if entry.retry_at_s <= now_s}
 
     def attempt(self, what: str, act: Callable[[], T], default: T) -> T:
-        """The result of `act`; `default`, and an error of this tick, when it raises. It concerns no one record."""
+        """Returns the result of `act`, which concerns no single record. If it raises, returns `default` and notes the
+        error."""
         try:
             return act()
-        except Exception as error:  # any fault here must not stop the tick
+        except Exception as error:  # must not stop the tick
             log.exception("part of the tick failed", extra={"what": what})
-            self.errors.append(printable(f"{what}: {_words(error)}"))
+            self.errors.append(printable(f"{what}: {_error_text(error)}"))
             return default
 
     def guard(self, record: Job | Endpoint, act: Callable[[], T], default: T, now_s: float) -> T:
-        """The result of `act` on this one record; `default` when it raises, and the record goes into quarantine."""
+        """Returns the result of `act` on one record. If it raises, returns `default` and quarantines the record."""
         try:
             return act()
-        except Exception as error:  # whatever it is, it concerns this record alone
+        except Exception as error:  # it concerns only this record
             subject = record.id if isinstance(record, Job) else record.name
-            self._put(subject, _kind_of(record), _state_of(record), error, now_s)
+            self._add(subject, _kind_of(record), _state_of(record), error, now_s)
             return default
 
-    def run(self, what: str, stage: Callable[[Snapshot], T], seen: Snapshot) -> tuple[Snapshot, T | None]:
-        """Returns the snapshot that the stage took, and its result; None when it raises without any record, too.
+    def run_stage(self, what: str, stage: Callable[[Snapshot], T], snapshot: Snapshot) -> tuple[Snapshot, T | None]:
+        """Returns the snapshot that the stage handled, and its result; None if the stage raises even without records.
 
-        Records in quarantine are left out until they are due for another try.
+        Quarantined records are left out until their retry is due.
         """
         known = self.held.keys() - self.trying
-        subjects = [subject for subject in _subjects(seen) if subject not in known]
-        first = seen if not known else without(seen, known)
+        subjects = [subject for subject in _subjects(snapshot) if subject not in known]
+        first = snapshot if not known else without_subjects(snapshot, known)
         try:
             result = self._timed(stage, first)
-        except Exception as error:  # found below
+        except Exception as error:  # the search finds the cause
             log.exception("a stage failed; looking for the records at fault", extra={"what": what})
-            return self._search(what, stage, seen, subjects, error)
+            return self._search(what, stage, snapshot, subjects, error)
         return first, result
 
     def _search(
-        self, what: str, stage: Callable[[Snapshot], T], seen: Snapshot, subjects: list[str], error: Exception
+        self, what: str, stage: Callable[[Snapshot], T], snapshot: Snapshot, subjects: list[str], error: Exception
     ) -> tuple[Snapshot, T | None]:
-        records: dict[str, Job | Endpoint] = {job.id: job for job in seen.jobs}
-        records |= {view.endpoint.name: view.endpoint for view in seen.endpoints}
-        everything = frozenset(_subjects(seen))
+        records: dict[str, Job | Endpoint] = {job.id: job for job in snapshot.jobs}
+        records |= {view.endpoint.name: view.endpoint for view in snapshot.endpoints}
+        everything = frozenset(_subjects(snapshot))
         good: set[str] = set()
-        taken = without(seen, everything)
+        taken = without_subjects(snapshot, everything)
         try:
             result: T | None = self._timed(stage, taken)
         except Exception as empty:  # no record is at fault
-            self.errors.append(printable(f"{what}: {_words(empty)}"))
+            self.errors.append(printable(f"{what}: {_error_text(empty)}"))
             return taken, None
         parts, trials, until_s = [subjects], 1, time.monotonic() + SEARCH_LIMIT_S
         while parts and trials < MOST_TRIALS and time.monotonic() < until_s:
             part = parts.pop()
-            trial = without(seen, everything - good - set(part))
+            trial = without_subjects(snapshot, everything - good - set(part))
             trials += 1
             try:
                 result, taken = self._timed(stage, trial), trial
                 good |= set(part)
-            except Exception as found:  # it has a record at fault, or is one
+            except Exception as found:  # it contains a record at fault, or is one
                 error = found
                 if len(part) > 1:
                     parts += [part[len(part) // 2 :], part[: len(part) // 2]]
                 elif part:
                     record = records.get(part[0])
                     kind = DEMAND if record is None else _kind_of(record)
-                    self._put(part[0], kind, None if record is None else _state_of(record), error, seen.at_s)
+                    self._add(part[0], kind, None if record is None else _state_of(record), error, snapshot.at_s)
         left = sum(len(part) for part in parts)
         if left:
             self.errors.append(
-                f"{what}: {left} records are not considered in this pass, until those at fault are found"
+                f"{what}: {left} records are not considered in this tick, until those at fault are found"
             )
         return taken, result
 
-    def plan(self, plan: Plan | None, at_s: float) -> Plan:
-        """End a tick: the plan with a Wait for each record in quarantine; an empty one where none could be made."""
+    def end_tick(self, plan: Plan | None, at_s: float) -> Plan:
+        """Ends a tick: returns the plan with a Wait for each quarantined record; an empty plan if there is none."""
         for subject in self.trying:
             self.held.pop(subject, None)
         self.trying = set()
@@ -164,56 +164,57 @@ class Quarantine:
         kept = tuple(a for a in actions if not (isinstance(a, Wait) and a.subject in known))
         return Plan(at_s=at_s if plan is None else plan.at_s, actions=(*kept, *waits))
 
-    def _put(self, subject: str, kind: str, was: object, error: Exception, now_s: float) -> None:
+    def _add(self, subject: str, kind: str, was: object, error: Exception, now_s: float) -> None:
         before = self.held.get(subject)
         failures = 1 if before is None else before.failures + 1
         retry_at_s = now_s + min(RETRY_S * 2 ** min(failures - 1, 16), LAST_RETRY_S)
         since_s = now_s if before is None else before.since_s
         self.trying.discard(subject)
-        self.held[subject] = Quarantined(kind, _words(error), since_s, now_s, retry_at_s, failures, was)
+        self.held[subject] = Quarantined(kind, _error_text(error), since_s, now_s, retry_at_s, failures, was)
         log.error("quarantined", extra={"subject": subject, "error": self.held[subject].error}, exc_info=error)
 
-    def _timed(self, stage: Callable[[Snapshot], T], seen: Snapshot) -> T:
-        with _time_limit(self.limit_s):
-            return stage(seen)
+    def _timed(self, stage: Callable[[Snapshot], T], snapshot: Snapshot) -> T:
+        with _raise_after(self.limit_s):
+            return stage(snapshot)
 
 
-def without(seen: Snapshot, subjects: Collection[str]) -> Snapshot:
-    """The snapshot without these jobs and endpoints. What they hold stays theirs: nodes with seats of such a job have
-    nothing free for others, and are not idle."""
-    jobs = tuple(job for job in seen.jobs if job.id not in subjects)
-    leases = tuple(lease for lease in seen.leases if lease.job_id not in subjects)
+def without_subjects(snapshot: Snapshot, subjects: Collection[str]) -> Snapshot:
+    """Returns the snapshot without these jobs and endpoints. They keep their nodes, which have no free resources for
+    others and are not idle."""
+    jobs = tuple(job for job in snapshot.jobs if job.id not in subjects)
+    leases = tuple(lease for lease in snapshot.leases if lease.job_id not in subjects)
     occupied = {
         member.node_id
-        for lease in seen.leases
+        for lease in snapshot.leases
         if lease.job_id in subjects
         for member in lease.members
         if member.node_id
     }
-    endpoints = tuple(view for view in seen.endpoints if view.endpoint.name not in subjects)
+    endpoints = tuple(view for view in snapshot.endpoints if view.endpoint.name not in subjects)
     hosts = {
         host
-        for view in seen.endpoints
+        for view in snapshot.endpoints
         if view.endpoint.name in subjects and view.load is not None
         for host in view.load.replica_nodes
     }
     nodes = tuple(
-        _occupied(view) if view.node.id in occupied or view.node.ray_node_id in hosts else view for view in seen.nodes
+        _occupied(view) if view.node.id in occupied or view.node.ray_node_id in hosts else view
+        for view in snapshot.nodes
     )
-    demand = () if DEMAND in subjects else seen.demand
-    return replace(seen, jobs=jobs, leases=leases, endpoints=endpoints, nodes=nodes, demand=demand)
+    demand = () if DEMAND in subjects else snapshot.demand
+    return replace(snapshot, jobs=jobs, leases=leases, endpoints=endpoints, nodes=nodes, demand=demand)
 
 
 def _occupied(view: NodeView) -> NodeView:
     nothing = dict.fromkeys(view.available, 0.0)
-    return replace(view, available=nothing, idle_s=0.0, busy="a record in quarantine holds it")
+    return replace(view, available=nothing, idle_s=0.0, busy="used by a quarantined record")
 
 
-def _subjects(seen: Snapshot) -> Iterator[str]:
-    """The oldest records first: new ones are the likeliest to be at fault, and end up together."""
-    yield from (view.endpoint.name for view in seen.endpoints)
-    yield from (job.id for job in seen.jobs)
-    if seen.demand:
+def _subjects(snapshot: Snapshot) -> Iterator[str]:
+    """Yields the oldest records first: new ones are likelier to be at fault, and so end up in one half."""
+    yield from (view.endpoint.name for view in snapshot.endpoints)
+    yield from (job.id for job in snapshot.jobs)
+    if snapshot.demand:
         yield DEMAND
 
 
@@ -230,28 +231,28 @@ def _kind_of(record: Job | Endpoint) -> str:
 def _wait(subject: str, entry: Quarantined) -> Wait:
     what = "work without a lease" if subject == DEMAND else f"{entry.kind} {subject}"
     end = f"raytide stop {subject}" if entry.kind == "job" else f"raytide serve --delete {subject}"
-    remedy = "" if subject == DEMAND else f"`{end}` ends it; send it again with other values. "
+    remedy = "" if subject == DEMAND else f"`{end}` ends it; submit it again with other values. "
     return Wait(
         subject,
         "quarantined",
         f"the controller cannot handle {what}: {entry.error}.",
-        f"{remedy}Everything else goes on. Please report it with the traceback in logs/controller.log.",
+        f"{remedy}Everything else continues. Please report it with the traceback in logs/controller.log.",
     )
 
 
-def _words(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return printable(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__, 300)
 
 
 @contextmanager
-def _time_limit(limit_s: float) -> Iterator[None]:
-    """StageOvertimeError is raised in the block after that long. Only the main thread can be interrupted."""
+def _raise_after(limit_s: float) -> Iterator[None]:
+    """Raises StageOvertimeError in the block after `limit_s` seconds. Only the main thread can be interrupted."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def late(*_: object) -> None:
-        raise StageOvertimeError(f"it computed for more than {limit_s:g} s")
+        raise StageOvertimeError(f"took more than {limit_s:g} s")
 
     before = signal.signal(signal.SIGALRM, late)
     signal.setitimer(signal.ITIMER_REAL, limit_s)

@@ -1,4 +1,4 @@
-"""From records and a look at the world to the records as they are now and the Snapshot to decide on. Pure."""
+"""Advances the records by an observation, and takes the Snapshot on which the tick decides."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class ClusterRecords:
-    """The records of one tick by id: as they were loaded, then moved on step by step."""
+    """The records of one tick by id, which each step of the tick updates."""
 
     jobs: dict[str, Job] = field(default_factory=dict)
     leases: dict[str, Lease] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class ClusterRecords:
 
 
 class Guard(Protocol):
-    """Runs what concerns one record; returns the default when that raises, and keeps the error."""
+    """Calls `act` for one record; if it raises, returns the default and keeps the error."""
 
     def __call__(self, record: Job | Endpoint, act: Callable[[], T], default: T, now_s: float) -> T: ...
 
@@ -67,90 +67,92 @@ def unguarded(record: Job | Endpoint, act: Callable[[], T], default: T, now_s: f
     return act()
 
 
-def advance(book: ClusterRecords, world: ClusterObservation, now_s: float, guard: Guard = unguarded) -> None:
-    """Move every record forward by what was seen. One whose move raises stays as it was."""
-    before = tuple(book.nodes.values())
-    moved = lifecycle.observe(before, world.machines, world.ray_nodes, world.notices, now_s)
-    rested = pools.update_pools(tuple(book.pools.values()), before, moved, now_s)
-    book.nodes = {node.id: node for node in moved}
-    book.pools = {(pool.node_type, pool.zone): pool for pool in rested}
-    for lease in tuple(book.leases.values()):
-        _advance_lease(book, lease, world, now_s, guard)
-    _advance_jobs(book, world, now_s, guard)
-    for endpoint in tuple(book.endpoints.values()):
-        observe = partial(endpoints.observe, endpoint, world.loads.get(endpoint.name), now_s)
-        book.endpoints[endpoint.name] = guard(endpoint, observe, endpoint, now_s)
+def advance(records: ClusterRecords, observed: ClusterObservation, now_s: float, guard: Guard = unguarded) -> None:
+    """Updates every record from the observation. A record whose update raises stays unchanged."""
+    before = tuple(records.nodes.values())
+    moved = lifecycle.observe(before, observed.machines, observed.ray_nodes, observed.notices, now_s)
+    rested = pools.after(tuple(records.pools.values()), before, moved, now_s)
+    records.nodes = {node.id: node for node in moved}
+    records.pools = {(pool.node_type, pool.zone): pool for pool in rested}
+    for lease in tuple(records.leases.values()):
+        _advance_lease(records, lease, observed, now_s, guard)
+    _advance_jobs(records, observed, now_s, guard)
+    for endpoint in tuple(records.endpoints.values()):
+        observe = partial(endpoints.observe, endpoint, observed.loads.get(endpoint.name), now_s)
+        records.endpoints[endpoint.name] = guard(endpoint, observe, endpoint, now_s)
 
 
-def snapshot(
-    book: ClusterRecords,
-    world: ClusterObservation,
+def take_snapshot(
+    records: ClusterRecords,
+    observed: ClusterObservation,
     idle: IdleClock,
     config: ClusterConfig,
     now_s: float,
     wall_ahead_s: float = 0.0,
 ) -> Snapshot:
-    """Freeze what is to be decided on."""
+    """Returns the immutable input of the decision."""
     return Snapshot(
         at_s=now_s,
         node_types=config.node_types,
-        nodes=tuple(_views(book, world, idle, config, now_s)),
-        jobs=tuple(job for job in book.jobs.values() if not job.is_final),
-        leases=tuple(lease for lease in book.leases.values() if lease.state is not LeaseState.RELEASED),
+        nodes=tuple(_views(records, observed, idle, config, now_s)),
+        jobs=tuple(job for job in records.jobs.values() if not job.is_final),
+        leases=tuple(lease for lease in records.leases.values() if lease.state is not LeaseState.RELEASED),
         endpoints=tuple(
-            EndpointView(endpoint, world.loads.get(name))
-            for name, endpoint in book.endpoints.items()
+            EndpointView(endpoint, observed.loads.get(name))
+            for name, endpoint in records.endpoints.items()
             if not endpoint.unreadable
         ),
-        demand=world.demand,
-        pools=tuple(book.pools.values()),
+        demand=observed.demand,
+        pools=tuple(records.pools.values()),
         unmanaged=config.unmanaged,
         team_members=config.settings.limits.team_members,
-        next_node=book.next_node,
-        next_lease=book.next_lease,
-        ray_answers=world.ray_nodes is not None,
+        next_node=records.next_node,
+        next_lease=records.next_lease,
+        ray_answers=observed.ray_nodes is not None,
         wall_ahead_s=wall_ahead_s,
     )
 
 
-def metered(book: ClusterRecords, types: Mapping[str, NodeType]) -> dict[str, NodeType]:
-    """The types of the nodes whose physical use counts."""
-    ready = {node.id: types[node.type] for node in book.nodes.values() if node.ready_at_s and node.type in types}
+def metered(records: ClusterRecords, types: Mapping[str, NodeType]) -> dict[str, NodeType]:
+    """Returns the types of nodes whose physical utilization counts."""
+    ready = {node.id: types[node.type] for node in records.nodes.values() if node.ready_at_s and node.type in types}
     return {node_id: node_type for node_id, node_type in ready.items() if node_type.busy_above}
 
 
-def _advance_lease(book: ClusterRecords, lease: Lease, world: ClusterObservation, now_s: float, guard: Guard) -> None:
-    move = partial(leases.advance, lease, book.nodes, world.groups, now_s)
-    job = book.jobs.get(lease.job_id)
+def _advance_lease(
+    records: ClusterRecords, lease: Lease, observed: ClusterObservation, now_s: float, guard: Guard
+) -> None:
+    move = partial(leases.advance, lease, records.nodes, observed.groups, now_s)
+    job = records.jobs.get(lease.job_id)
     if job is None:
-        book.leases[lease.id] = move()
+        records.leases[lease.id] = move()
         return
-    after = book.leases[lease.id] = guard(job, move, lease, now_s)
-    book.jobs[job.id] = on_disruption(job, nodes_lost(lease, after), now_s)
+    after = records.leases[lease.id] = guard(job, move, lease, now_s)
+    records.jobs[job.id] = on_disruption(job, nodes_lost(lease, after), now_s)
 
 
-def _advance_jobs(book: ClusterRecords, world: ClusterObservation, now_s: float, guard: Guard) -> None:
-    held = {lease.job_id: lease for lease in book.leases.values()}
-    for job in tuple(book.jobs.values()):
+def _advance_jobs(records: ClusterRecords, observed: ClusterObservation, now_s: float, guard: Guard) -> None:
+    held = {lease.job_id: lease for lease in records.leases.values()}
+    for job in tuple(records.jobs.values()):
         key = DriverKey(job.id, job.restarts)
-        status = DriverStatus(key, "unknown") if world.drivers is None else world.drivers.get(key)
-        silent_s = None if world.silent_s is None else world.silent_s.get(job.id, 0.0)
+        status = DriverStatus(key, "unknown") if observed.drivers is None else observed.drivers.get(key)
+        silent_s = None if observed.silent_s is None else observed.silent_s.get(job.id, 0.0)
         lease = held.get(job.id)
         move = partial(jobs.advance, job, lease, status, now_s, silent_s=silent_s)
         after, lease = guard(job, move, (job, lease), now_s)
-        book.jobs[job.id] = after
+        records.jobs[job.id] = after
         if lease is not None:
-            book.leases[lease.id] = lease
+            records.leases[lease.id] = lease
 
 
 def _views(
-    book: ClusterRecords, world: ClusterObservation, idle: IdleClock, config: ClusterConfig, now_s: float
+    records: ClusterRecords, observed: ClusterObservation, idle: IdleClock, config: ClusterConfig, now_s: float
 ) -> list[NodeView]:
-    in_ray = by_node_id(world.ray_nodes or ())
+    in_ray = by_node_id(observed.ray_nodes or ())
     types = {node_type.name: node_type for node_type in config.node_types}
     carried: dict[tuple[str, str], dict[str, str]] = {}
     views = []
-    for node in book.nodes.values():
+    for node in records.nodes.values():
         if node.state is NodeState.GONE:
             continue
         seen = in_ray.get(node.id)
@@ -159,7 +161,7 @@ def _views(
         if node_type is not None and (node.type, node.zone) not in carried:
             carried[node.type, node.zone] = node_type.all_labels(node.zone)
         labels = carried.get((node.type, node.zone), {})
-        use, idle_s = world.use.get(node.id, {}), idle.idle_s(node.id, now_s)
+        use, idle_s = observed.use.get(node.id, {}), idle.idle_s(node.id, now_s)
         is_up = seen is not None and seen.is_alive and node.ready_at_s is not None
         views.append(
             NodeView(

@@ -1,6 +1,4 @@
-"""What keeps a controller from deciding without being its fault: a store that takes nothing, or one on which another
-controller decides.
-"""
+"""Retries the controller's tick while the store fails or another controller leads."""
 
 from __future__ import annotations
 
@@ -18,18 +16,18 @@ from raytide.core.state import Store
 __all__ = ["RetryLoop", "wait_for_lead"]
 
 _LAST_DELAY_S = 10.0
-_ASK_S = 1.0
+_POLL_S = 1.0
 _MOST_FAULTS = 5
 
 log = logger(__name__)
 
 
 class RetryLoop:
-    """`attempt` runs one pass and returns after how many seconds the next is due: `period_s`, or after failures twice
-    as long as the last time, up to ten seconds.
+    """Runs ticks with back-off. `attempt` returns the seconds until the next: `period_s`, or after failures twice the
+    last delay, up to ten seconds.
 
-    What room, a server or a lock mends by itself is ridden out for as long as it lasts. Any other fault is one of the
-    program: the fifth in a row is raised, so that the supervisor starts it anew.
+    Storage errors are retried without limit, because they end by themselves. Any other exception is a bug: the fifth in
+    a row is raised, so that the supervisor restarts the process.
     """
 
     def __init__(self, period_s: float) -> None:
@@ -42,28 +40,28 @@ class RetryLoop:
         except Exception as error:
             self._failures += 1
             if not isinstance(error, StorageError | OSError):
-                log.exception("a pass failed")
+                log.exception("a tick failed")
                 if self._failures >= _MOST_FAULTS:
                     raise
-            why = f"nothing is decided until this is mended: {error}"
-            log.error("stands still", extra={"failures": self._failures, "error": str(error)})
+            why = f"no decisions are made until this is fixed: {error}"
+            log.error("stalled", extra={"failures": self._failures, "error": str(error)})
             on_failure(why)
             delay_s, self._delay_s = self._delay_s, min(2 * self._delay_s, _LAST_DELAY_S)
             return delay_s
         if self._failures:
-            log.info("goes on", extra={"failures": self._failures})
+            log.info("resumed", extra={"failures": self._failures})
         self._failures, self._delay_s = 0, self._period_s
         return self._period_s
 
 
 def wait_for_lead(store: Store, holder: str, clock: Clock, live_path: Path) -> None:
-    """Return once no other controller decides on this store; until then say which one does."""
-    told = ""
+    """Returns once this process leads; meanwhile logs and shows which controller leads."""
+    logged = ""
     while other := store.lead(holder):
-        if other != told:
-            log.warning("waits: another controller decides", extra={"holder": other})
-            told = other
-        why = f"this controller waits: {other} decides on the same state. Give each cluster a state_url of its own."
+        if other != logged:
+            log.warning("waiting: another controller leads", extra={"holder": other})
+            logged = other
+        why = f"this controller waits: {other} leads on the same state. Give each cluster a state_url of its own."
         with suppress(OSError):
             write_json(live_path, to_json(Live(at_s=clock.now_s(), errors=(why,))), is_kept=False)
-        clock.sleep(_ASK_S)
+        clock.sleep(_POLL_S)

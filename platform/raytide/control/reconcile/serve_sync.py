@@ -1,4 +1,4 @@
-"""Keep Ray Serve at what the endpoints' records say, in a thread of its own: a deployment takes seconds."""
+"""Makes Ray Serve match the endpoints' records, in a thread of its own, because a deployment takes seconds."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from raytide.core.objects.endpoint import Endpoint, EndpointState
 log = logger(__name__)
 
 _NODE_DIED = "its node has died"
-"""Ray's words. Serve counts a replica that dies with its node while it starts against the model."""
+"""Ray's message. Serve blames the model for a replica that dies with its node during its start."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServeObservation:
-    """What the last pass saw."""
+    """The result of the last pass."""
 
     gone: frozenset[tuple[str, float]] = frozenset()
-    """Deleted endpoints that Serve has no more, by name and time of creation: a later one of that name is another."""
+    """Deleted endpoints that are gone from Serve, by name and creation time, because names are reused."""
     failures: Mapping[str, str] = field(default_factory=dict)
-    """What Serve gave up, and why."""
+    """The errors of endpoints that Serve gave up."""
     unseen: Mapping[str, str] = field(default_factory=dict)
-    """Endpoints of which nothing can be said, and what went wrong."""
+    """The errors of endpoints whose state is unknown."""
 
     @property
     def errors(self) -> tuple[str, ...]:
@@ -34,7 +34,7 @@ class ServeObservation:
 
 
 class ServeSync:
-    """One pass at a time; a pass that is still running when the next is due is left to finish."""
+    """Runs one pass at a time; the next starts when it has finished."""
 
     def __init__(self, control: ServeControl) -> None:
         self._control = control
@@ -42,10 +42,10 @@ class ServeSync:
         self._pass: Future[ServeObservation] | None = None
         self._published: dict[str, int] = {}
         self.served: ServeObservation | None = None
-        """None until a pass was made."""
+        """None before the first pass has finished."""
 
     def sync(self, endpoints: Iterable[Endpoint]) -> None:
-        """Begin a pass unless one runs; take over what the last one saw."""
+        """Starts a pass unless one runs, and takes over the result of the last one."""
         if self._pass is not None:
             if not self._pass.done():
                 return
@@ -53,21 +53,21 @@ class ServeSync:
             self._pass = None
         wanted = tuple(endpoints)
         if wanted:
-            self._pass = self._pool.submit(self._do, wanted)
+            self._pass = self._pool.submit(self._run_pass, wanted)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _do(self, endpoints: tuple[Endpoint, ...]) -> ServeObservation:
-        """All endpoints after one look at Serve: what they did not have then is for the next pass to see."""
+    def _run_pass(self, endpoints: tuple[Endpoint, ...]) -> ServeObservation:
+        """Syncs all endpoints with one list of Serve's applications."""
         gone: set[tuple[str, float]] = set()
         failures: dict[str, str] = {}
         unseen: dict[str, str] = {}
         try:
             there = self._control.applications()
-            if not there:  # each start of a Serve that runs is a line in its log
+            if not there:  # avoids a log line of Serve on each pass
                 self._control.start()
-        except Exception as error:  # Serve may fail in any way; the next pass tries again
+        except Exception as error:  # Serve may raise anything; the next pass retries
             log.warning("serving pass failed", extra={"error": str(error)})
             return ServeObservation(unseen={endpoint.name: f"Ray Serve: {error}" for endpoint in endpoints})
         for endpoint in endpoints:
@@ -78,20 +78,20 @@ class ServeSync:
                     self._published.pop(endpoint.name, None)
                     if seen is None:
                         gone.add((endpoint.name, endpoint.created_at_s))
-                elif not self._match_one(endpoint, is_there=seen is not None) and seen is not None:
+                elif not self._sync_endpoint(endpoint, is_there=seen is not None) and seen is not None:
                     if _NODE_DIED in seen.failure:
-                        self._control.delete(
-                            endpoint.name, is_there=True
-                        )  # the next pass deploys it anew, with a fresh count
+                        # The next pass deploys it again, with a fresh failure count.
+                        self._control.delete(endpoint.name, is_there=True)
                     elif seen.failure:
                         failures[endpoint.name] = seen.failure
-            except Exception as error:  # as above; the other endpoints have nothing to do with it
+            except Exception as error:  # must not affect other endpoints
                 log.warning("endpoint failed", extra={"endpoint": endpoint.name, "error": str(error)})
                 unseen[endpoint.name] = f"endpoint {endpoint.name}: {error}"
         return ServeObservation(frozenset(gone), failures, unseen)
 
-    def _match_one(self, endpoint: Endpoint, *, is_there: bool) -> bool:
-        """Whether it was deployed just now: then what was seen before says nothing about it."""
+    def _sync_endpoint(self, endpoint: Endpoint, *, is_there: bool) -> bool:
+        """Deploys and scales one endpoint. Returns whether it was just deployed, which makes its earlier status
+        stale."""
         is_new = self._control.deploy(endpoint, is_there=is_there)
         if self._published.get(endpoint.name) != endpoint.target_replicas:
             self._control.publish(endpoint.name, endpoint.target_replicas)
@@ -99,10 +99,12 @@ class ServeSync:
         return is_new
 
 
-def follow(endpoint: Endpoint, world: ClusterObservation, served: ServeObservation | None, now_s: float) -> Endpoint:
-    """The endpoint's state as Serve shows it. Pure."""
+def follow_serve(
+    endpoint: Endpoint, observed: ClusterObservation, served: ServeObservation | None, now_s: float
+) -> Endpoint:
+    """Returns the endpoint with the state that Serve shows."""
     if endpoint.unreadable and endpoint.state is not EndpointState.DELETING:
-        unread = f"its spec cannot be read any more: {endpoint.unreadable}"
+        unread = f"its spec cannot be read by this version: {endpoint.unreadable}"
         return replace(endpoint, state=EndpointState.FAILED, reason=unread)
     if served is None or endpoint.name in served.unseen:
         return endpoint
@@ -110,12 +112,12 @@ def follow(endpoint: Endpoint, world: ClusterObservation, served: ServeObservati
         if (endpoint.name, endpoint.created_at_s) not in served.gone:
             return endpoint
         return replace(endpoint, state=EndpointState.DELETED, ended_at_s=now_s, target_replicas=0, reason="deleted")
-    load = world.loads.get(endpoint.name)
+    load = observed.loads.get(endpoint.name)
     reason = "" if endpoint.state is EndpointState.FAILED else endpoint.reason
     if load is not None and load.ready > 0:
         return replace(endpoint, state=EndpointState.RUNNING, reason=reason)
     if why := served.failures.get(endpoint.name):
         return replace(endpoint, state=EndpointState.FAILED, reason=why)
     if load is None and endpoint.state is EndpointState.RUNNING:
-        return endpoint  # nobody said that its replicas are gone
+        return endpoint  # no report says that its replicas are gone
     return replace(endpoint, state=EndpointState.DEPLOYING, reason=reason)

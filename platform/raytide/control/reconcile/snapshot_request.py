@@ -1,6 +1,6 @@
-"""The Snapshot of a running controller, for who wants to decide on it elsewhere: asked for by a file, answered by one.
+"""Requests and answers the Snapshot of a running controller through files, for decisions made elsewhere.
 
-Only the controller looks at the world, and writing a large Snapshot at every tick would cost more than deciding on it.
+Only the controller observes the cluster, and writing a large Snapshot on every tick would cost more than the decision.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ _ASKED, _ANSWER = "snapshot.asked", "snapshot.json"
 _POLL_S = 0.05
 
 
-def answer(folder: Path, seen: Snapshot) -> None:
-    """The controller's part of every tick: write what it decided on, if somebody asked."""
+def answer_request(folder: Path, snapshot: Snapshot) -> None:
+    """Writes the decision's input if it was requested. Part of every tick."""
     asked = folder / _ASKED
     if asked.exists():
-        asked.unlink()  # first, so that who asks from now on is answered by the next tick
-        write_json(folder / _ANSWER, to_json(_shared(seen)), is_kept=False)
+        asked.unlink()  # first, so that the next tick answers later requests
+        write_json(folder / _ANSWER, to_json(_shared(snapshot)), is_kept=False)
 
 
-def ask(folder: Path, patience_s: float = 10.0) -> str:
-    """What the controller sees in its next tick, as JSON. ClusterError when it does not tick."""
+def request_snapshot(folder: Path, patience_s: float = 10.0) -> str:
+    """Returns the input of the controller's next decision, as JSON. Raises ClusterError if the controller does not
+    tick."""
     before = _written_ns(folder)
     with full_disk_is_an_error(str(folder / _ASKED)):
         (folder / _ASKED).touch()
@@ -36,21 +37,21 @@ def ask(folder: Path, patience_s: float = 10.0) -> str:
     while _written_ns(folder) == before:
         if time.monotonic() >= deadline_s:
             raise ClusterError(
-                f"the controller made no pass within {patience_s:g} s.",
+                f"the controller made no tick within {patience_s:g} s.",
                 hint="See `raytide status` and `raytide doctor`.",
             )
         time.sleep(_POLL_S)
     return (folder / _ANSWER).read_text()
 
 
-def _shared(seen: Snapshot) -> Snapshot:
-    """Without what users configured and no decision looks at."""
-    jobs = tuple(replace(job, spec=job.spec.model_copy(update={"config": {}})) for job in seen.jobs)
+def _shared(snapshot: Snapshot) -> Snapshot:
+    """Removes the user's configurations, which decisions do not read."""
+    jobs = tuple(replace(job, spec=job.spec.model_copy(update={"config": {}})) for job in snapshot.jobs)
     endpoints = tuple(
         replace(view, endpoint=replace(view.endpoint, spec=view.endpoint.spec.model_copy(update={"engine": {}})))
-        for view in seen.endpoints
+        for view in snapshot.endpoints
     )
-    return replace(seen, jobs=jobs, endpoints=endpoints)
+    return replace(snapshot, jobs=jobs, endpoints=endpoints)
 
 
 def _written_ns(folder: Path) -> int:

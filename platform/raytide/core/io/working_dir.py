@@ -76,7 +76,7 @@ def unpack(package: bytes, folder: Path) -> None:
                 or max(sizes, default=0) > MOST_FILE_BYTES
             ):
                 raise DataError(
-                    f"the package has {len(entries)} files with {_mb(sum(sizes))}; the limits are {MOST_ENTRIES} files, "
+                    f"the package has {len(entries)} files with {_mb(sum(sizes))}; limits: {MOST_ENTRIES} files, "
                     f"{_mb(MOST_UNPACKED_BYTES)} in total and {_mb(MOST_FILE_BYTES)} each.",
                     hint="Leave files out with --exclude, and read them from shared storage.",
                 )

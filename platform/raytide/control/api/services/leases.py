@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from anyio import CapacityLimiter, to_thread
 from starlette.types import Receive
 
-from raytide.control.reconcile.driver_silence import hung_up
+from raytide.control.reconcile.driver_silence import disconnected_heartbeat_s
 from raytide.control.views import to_json
 from raytide.core.clock import Clock
 from raytide.core.errors import LeaseLostError, NotFoundError, RaytideError, StorageError
@@ -126,7 +126,7 @@ class Leases:
         now_s = self._clock.now_s()
         jobs = [job for job in self._store.jobs_of(list(job_ids)) if not job.is_final]
         self._store.heartbeats(
-            {job.id: hung_up(job.heartbeat_at_s, now_s, job.spec.heartbeat_timeout_s) for job in jobs}
+            {job.id: disconnected_heartbeat_s(job.heartbeat_at_s, now_s, job.spec.heartbeat_timeout_s) for job in jobs}
         )
 
     async def _first(self, job_id: str, *, is_beat: bool) -> Seen:

@@ -20,7 +20,7 @@ from raytide.control.api.services.metrics import samples
 from raytide.control.api.services.submission_rate import SubmissionRate
 from raytide.control.api.services.uploads import Packages
 from raytide.control.ray_jobs import RayJobs
-from raytide.control.reconcile.snapshot_request import ask
+from raytide.control.reconcile.snapshot_request import request_snapshot
 from raytide.control.views import (
     ClusterStatus,
     CostReport,
@@ -289,7 +289,7 @@ class ApiService:
     def snapshot(self, caller: Caller) -> str:
         """What the controller decides on in its next tick, as JSON; it shows every team's jobs."""
         caller.require_all()
-        return ask(self._live_path.parent)
+        return request_snapshot(self._live_path.parent)
 
     def cost(self, caller: Caller) -> CostReport:
         team = caller.only_team
