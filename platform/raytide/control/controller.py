@@ -52,6 +52,7 @@ from raytide.jobs.admission.priority import LAST_SHARE
 from raytide.jobs.admission.scheduler import queued_jobs
 from raytide.jobs.admission.start_forecast import forecast_starts
 from raytide.jobs.lifecycle.pending_reason import why_forming
+from raytide.ledger.leaving import RecentlyReleased
 from raytide.ledger.occupancy import holders, occupancies
 
 log = logger(__name__)
@@ -71,7 +72,7 @@ class Controller:
         self._live_path = live_path
         self._node_types = {node_type.name: node_type for node_type in config.node_types}
         self._serve_sync = ServeSync(sources.serve)
-        self._idle, self._departures, self._silence = IdleClock(), Leaving(), DriverSilence()
+        self._idle, self._departures, self._silence = IdleClock(), RecentlyReleased(), DriverSilence()
         self._learned = LearnedState(live_path.with_name("learned.json"))
         known = self._learned.known
         self._traffic = TrafficMonitor(config.node_types, known.speeds, known.starts)
@@ -112,7 +113,7 @@ class Controller:
         observed = self._observe(records, now_s, wall_ahead_s)
         if observed.ray_nodes is not None:
             self._idle = self._idle.observe(observed.ray_nodes, now_s)
-        self._idle = self._idle.hear(observed.use, metered(records, self._node_types))
+        self._idle = self._idle.observe_meters(observed.use, metered(records, self._node_types))
         self._quarantine.begin_tick(records.jobs, records.endpoints, now_s)
         advance(records, observed, now_s, self._quarantine.guard)
         for name, endpoint in records.endpoints.items():
@@ -186,7 +187,7 @@ class Controller:
             self._sources.meters.watch(living, self._idle.since_s)
         loads = self._quarantine.attempt(
             "traffic",
-            lambda: self._traffic.measured(observed.loads, records.endpoints.values(), records.nodes.values()),
+            lambda: self._traffic.with_traffic(observed.loads, records.endpoints.values(), records.nodes.values()),
             dict(observed.loads),
         )
         return replace(observed, loads=loads)
@@ -219,7 +220,7 @@ class Controller:
     def _record(self, records: ClusterRecords, result: ApplyResult, now_s: float) -> None:
         """Persists what only the execution could tell, with its effect on launch back-off."""
         before = [records.nodes[node_id] for node_id in result.nodes]
-        rested = launch_backoff.after(tuple(records.pools.values()), before, result.nodes.values(), now_s)
+        rested = launch_backoff.update_pools(tuple(records.pools.values()), before, result.nodes.values(), now_s)
         changed = tuple(pool for pool in rested if records.pools.get((pool.node_type, pool.zone)) != pool)
         self._store.commit(Changes(at_s=now_s, nodes=tuple(result.nodes.values()), pools=changed))
 

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from raytide.actors.gang.placement_groups import PlacementGroups
 from raytide.actors.serving.ray_serve.control import ServeControl
-from raytide.autoscaler.nodes.utilization import Meters
+from raytide.autoscaler.nodes.utilization import MeterReader
 from raytide.autoscaler.providers.base import Bill, Provider
 from raytide.autoscaler.providers.cloud.provider import CloudProvider
 from raytide.autoscaler.providers.cloud.setup import CloudSetUp, NoSetUp
@@ -47,7 +47,7 @@ def sources(cluster: RunningCluster) -> Sources:
         drivers=RayJobs(cluster.dashboard_url, cluster.run_dir, cluster.ray_headers),
         serve=ServeControl(serve.hostname or cluster.head_ip, serve.port or 8000),
         api=ApiProbe(cluster.api_url),
-        meters=Meters(GcsReader(cluster.gcs_address), SystemClock()),
+        meters=MeterReader(GcsReader(cluster.gcs_address), SystemClock()),
     )
 
 

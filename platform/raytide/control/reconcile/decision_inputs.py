@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from raytide.autoscaler.endpoints.slo_controller import SloController
+from raytide.autoscaler.deadlines.jobs import spot_forecasts
+from raytide.autoscaler.endpoints.slo_controller import SavedModels, SloController
 from raytide.autoscaler.nodes.spend_limits import limits
 from raytide.autoscaler.spot.pool_availability import PoolAvailability
 from raytide.autoscaler.spot.pool_risk import PoolRisk
@@ -26,7 +27,7 @@ class DecisionInputs:
     """The state behind these inputs, kept from tick to tick. A new controller learns it again from the records of
     nodes."""
 
-    def __init__(self, store: Store, config: ClusterConfig, now_s: float, known: Fleets | None = None) -> None:
+    def __init__(self, store: Store, config: ClusterConfig, now_s: float, known: SavedModels | None = None) -> None:
         """`known` holds what an earlier controller learned of endpoints with an SLO."""
         self._store, self._books, self._config = store, store.books, config
         self._risk, self.fleets = PoolRisk(), SloController(known)
@@ -42,7 +43,9 @@ class DecisionInputs:
         self._risk.observe(nodes, snapshot.at_s)
         quotes = self._risk.quotes(snapshot.node_types, prices, snapshot.at_s)
         spot, limits = self._spot_forecasts(snapshot, nodes), self._limits(snapshot.at_s)
-        return self.fleets.on(replace(snapshot, quotes=quotes, spot=spot, limits=limits), self._risk.hazard)
+        return self.fleets.with_replica_values(
+            replace(snapshot, quotes=quotes, spot=spot, limits=limits), self._risk.hazard
+        )
 
     def _spot_forecasts(self, snapshot: Snapshot, nodes: Iterable[Node]) -> tuple[SpotForecast, ...]:
         """Returns the spot forecasts for deadline jobs. The past is read when the first such job appears."""
@@ -52,7 +55,7 @@ class DecisionInputs:
             self._spot = PoolAvailability()
             self._spot.observe(self._store.nodes(limit=_PAST_NODES), snapshot.at_s)
         self._spot.observe(nodes, snapshot.at_s)
-        return outlooks(self._spot, snapshot)
+        return spot_forecasts(self._spot, snapshot)
 
     def _limits(self, now_s: float) -> Limits:
         section = self._config.settings.limits

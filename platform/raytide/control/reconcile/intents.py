@@ -66,5 +66,5 @@ def record_intents(records: ClusterRecords, plan: Plan, node_types: Mapping[str,
                 records.nodes[node_id] = lifecycle.terminating(records.nodes[node_id], action)
     for lease_id, nodes in assigned.items():
         records.leases[lease_id] = leases.assign(records.leases[lease_id], nodes)
-    for pool in launch_backoff.after(tuple(records.pools.values()), before, records.nodes.values(), now_s):
+    for pool in launch_backoff.update_pools(tuple(records.pools.values()), before, records.nodes.values(), now_s):
         records.pools[(pool.node_type, pool.zone)] = pool

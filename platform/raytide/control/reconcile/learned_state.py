@@ -11,6 +11,7 @@ from pydantic import PositiveFloat
 
 from raytide.autoscaler.endpoints.cold_start import Start
 from raytide.autoscaler.endpoints.replica_value import SavedModel
+from raytide.autoscaler.endpoints.slo_controller import SavedModels
 from raytide.autoscaler.endpoints.traffic import Speeds, Starts
 from raytide.autoscaler.job_throughput import Learned as Strides
 from raytide.core import bounds
@@ -51,7 +52,7 @@ class Knowledge:
 
     speeds: Speeds = field(default_factory=dict)
     starts: Starts = field(default_factory=dict)
-    fleets: Fleets = field(default_factory=dict)
+    fleets: SavedModels = field(default_factory=dict)
     strides: Strides = field(default_factory=dict)
 
 

@@ -11,7 +11,7 @@ import httpx
 
 from raytide.actors.gang.placement_groups import GroupKey, PlacementGroupInfo, PlacementGroups
 from raytide.actors.serving.ray_serve.control import ServeControl
-from raytide.autoscaler.nodes.utilization import Meters
+from raytide.autoscaler.nodes.utilization import MeterReader
 from raytide.autoscaler.providers.base import Machine, Notice, Provider
 from raytide.autoscaler.ray_gcs import GcsReader, RayNode
 from raytide.control.ray_jobs import RayJobs
@@ -70,7 +70,7 @@ class Sources:
     drivers: RayJobs
     serve: ServeControl
     api: ApiProbe
-    meters: Meters
+    meters: MeterReader
 
 
 def observe(
@@ -108,7 +108,7 @@ def observe(
         loads=(query("Ray Serve", partial(sources.serve.loads, endpoints)) if endpoints else None) or {},
         api_answers=with_gangs and bool(query("API", sources.api.answers)),
         prices=query("provider prices", sources.provider.prices) or {},
-        use=sources.meters.heard(),
+        use=sources.meters.last_readings(),
         names=known,
         errors=tuple(errors),
     )

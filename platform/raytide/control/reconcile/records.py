@@ -71,7 +71,7 @@ def advance(records: ClusterRecords, observed: ClusterObservation, now_s: float,
     """Updates every record from the observation. A record whose update raises stays unchanged."""
     before = tuple(records.nodes.values())
     moved = lifecycle.observe(before, observed.machines, observed.ray_nodes, observed.notices, now_s)
-    rested = pools.after(tuple(records.pools.values()), before, moved, now_s)
+    rested = pools.update_pools(tuple(records.pools.values()), before, moved, now_s)
     records.nodes = {node.id: node for node in moved}
     records.pools = {(pool.node_type, pool.zone): pool for pool in rested}
     for lease in tuple(records.leases.values()):
