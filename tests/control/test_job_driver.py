@@ -116,7 +116,7 @@ def test_a_build_that_gets_nowhere_fails_with_that_reason(monkeypatch: pytest.Mo
     monkeypatch.setattr(job_driver, "exit_when_lost", lambda *_: None)
     monkeypatch.setattr("raytide.actors.gang.placement_groups.placement_group_of", lambda member: None)
     job = replace(JOB, spec=JOB.spec.model_copy(update={"config": spec.model_dump(mode="json")}))
-    with pytest.raises(WaitTimeoutError, match=r"stuck stalled: nothing new was done for 0\.05 s"):
+    with pytest.raises(WaitTimeoutError, match=r"stuck stalled: no progress for 0\.05 s"):
         job_driver.data(job, api, tmp_path)  # type: ignore[arg-type]
     assert list(moves) == []
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)

@@ -97,7 +97,7 @@ def test_a_node_whose_type_left_the_configuration_is_not_launched() -> None:
     outcome = done(outside, replace(SILENT, machines=()), replace(NODE, type="gpu"))
     assert "launch" not in outside.names
     assert outcome.nodes["node-1"].state is NodeState.GONE
-    assert "no node type gpu any more" in outcome.nodes["node-1"].reason
+    assert "node type gpu was removed" in outcome.nodes["node-1"].reason
 
 
 def test_only_a_node_that_ray_knows_is_drained() -> None:

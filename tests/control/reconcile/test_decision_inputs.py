@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
+from raytide.autoscaler.nodes.lifecycle import ENDED_BY_PROVIDER
 from raytide.control.reconcile.decision_inputs import SPEND_PERIOD_S, DecisionInputs
 from raytide.core.objects.cluster_config import ClusterConfig, LimitsSection, RaytideSection
 from raytide.core.objects.ledger_entry import Spent
@@ -70,7 +71,7 @@ def test_losses_of_nodes_that_are_gone_and_the_price_of_the_moment_are_quoted() 
     gone = Node(
         "node-1", "s", "a", CapacityType.SPOT, 1, NodeState.GONE, 0.0, ready_at_s=NOW_S - 600.0, ended_at_s=NOW_S
     )
-    lost = [replace(gone, id=f"node-{n}", reason=UNASKED) for n in range(3)]
+    lost = [replace(gone, id=f"node-{n}", reason=ENDED_BY_PROVIDER) for n in range(3)]
     (calm,) = outlook(Books()).add_to(seen(), (), {}).quotes
     (stormy,) = outlook(Books(gone=tuple(lost))).add_to(seen(NOW_S + 1.0), (), {("s", "a"): 7}).quotes
     assert stormy.deaths_per_h > calm.deaths_per_h

@@ -84,7 +84,7 @@ def test_the_second_says_for_whom_it_waits_and_begins_when_the_first_ends(
 
     wait_for_lead(other, "head-2", Clock(5.0), tmp_path / "waits.json")
     assert len(shown) == 1
-    assert "head-1 decides on the same state" in shown[0]
+    assert "head-1 leads on the same state" in shown[0]
 
 
 def test_the_end_of_one_cluster_leaves_the_records_of_the_other_alone(loop: Loop, other: Store) -> None:

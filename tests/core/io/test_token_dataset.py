@@ -58,14 +58,14 @@ def test_a_flipped_byte_in_a_shard_is_found_and_the_shard_named(dataset: Path, b
     data = bytearray(shard.read_bytes())
     data[byte] ^= 1
     shard.write_bytes(data)
-    with pytest.raises(DataError, match=r"00001\.bin is not what was written"):
+    with pytest.raises(DataError, match=r"00001\.bin was changed"):
         verify(str(dataset))
 
 
 def test_a_shard_that_was_cut_off_is_found_with_both_sizes(dataset: Path) -> None:
     shard = dataset / "shards" / "00000.bin"
     shard.write_bytes(shard.read_bytes()[:-1])
-    with pytest.raises(DataError, match="has 5 bytes where its manifest says 6"):
+    with pytest.raises(DataError, match="has 5 bytes; its manifest has 6"):
         verify(str(dataset))
 
 
@@ -78,12 +78,12 @@ def test_a_file_that_is_gone_is_named(dataset: Path, file: str) -> None:
 
 def test_an_altered_tokenizer_is_found(dataset: Path) -> None:
     (dataset / "tokenizer.json").write_bytes(b"[]")
-    with pytest.raises(DataError, match=r"tokenizer\.json is not what was written"):
+    with pytest.raises(DataError, match=r"tokenizer\.json was changed"):
         verify(str(dataset))
 
 
 def test_a_directory_without_a_manifest_is_no_dataset(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no token dataset: it has no manifest\.json") as caught:
+    with pytest.raises(DataError, match=r"not a token dataset: it has no manifest\.json") as caught:
         load_manifest(str(tmp_path))
     assert "raytide data build" in caught.value.hint
 
@@ -92,7 +92,7 @@ def test_a_directory_without_a_manifest_is_no_dataset(tmp_path: Path) -> None:
     ("changes", "said"),
     [
         ({"version": 2}, "has version 2; this raytide reads 1"),
-        ({"tokens": 6}, "its shards hold 5 tokens, not 6"),
+        ({"tokens": 6}, "the shards hold 5 tokens, not 6"),
         ({"eos_id": 300}, "eos_id 300 is outside the vocabulary of 300"),
         ({"vocab_size": 70_000}, "uint16 cannot hold a vocabulary of 70000"),
         ({"dtype": "float32"}, "dtype"),
@@ -161,8 +161,8 @@ def test_an_unknown_key_of_a_spec_names_the_nearest_known_one() -> None:
         ({"tokenizer": {}}, "exactly one of train and file"),
         ({"tokenizer": {"file": "t.json", "train": {}}}, "exactly one of train and file"),
         ({"tokenizer": {"train": {"vocab_size": 200}}}, "vocab_size"),
-        ({"gang": {"shapes": [{"members": 2, "resources": {"CPU": 1}}]}}, "runs in one member, not 2"),
-        ({"gang": {"shapes": [{"resources": {"GPU": 1}}]}}, "a member with CPUs"),
+        ({"gang": {"shapes": [{"members": 2, "resources": {"CPU": 1}}]}}, "has one member, not 2"),
+        ({"gang": {"shapes": [{"resources": {"GPU": 1}}]}}, "a build needs CPUs"),
         ({"workers": 0}, "workers"),
         ({"shard_tokens": 0}, "shard_tokens"),
     ],

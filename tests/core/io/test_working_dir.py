@@ -97,7 +97,7 @@ def test_what_cannot_be_read_is_named_with_what_to_do(folder: Path, monkeypatch:
 
 def test_a_name_that_is_no_text_is_named_by_a_pattern_that_leaves_it_out(folder: Path) -> None:
     Path(os.fsdecode(os.fsencode(folder) + b"/caf\xe9.txt")).write_text("x")
-    with pytest.raises(DataError, match=r"caf\?\.txt cannot be read: its name is no UTF-8"):
+    with pytest.raises(DataError, match=r"caf\?\.txt cannot be read: its name is not valid UTF-8"):
         working_dir.pack(folder)
     working_dir.pack(folder, ("caf?.txt",))
 

@@ -20,8 +20,7 @@ from raytide.core.objects.snapshot import Pool
 from raytide.core.state import Changes, Event, Store, tables
 from raytide.core.state.database import Database
 from raytide.core.state.ledger_queries import Books
-from raytide.core.state.store import KEPT_PLANS
-from raytide.core.state.write import transitions
+from raytide.core.state.write import KEPT_PLANS, transitions
 
 SHAPE = Shape(members=2, min_members=1, resources={"CPU": 1.5, "GPU": 1.0}, labels={"ray.io/market-type": "spot"})
 SPEC = JobSpec(
@@ -165,7 +164,7 @@ def test_submitting_again_with_the_same_key_returns_the_first_job(store: Store) 
 def test_a_key_names_what_was_asked_for_with_it(store: Store) -> None:
     first = store.submit_job(SPEC, "ada", 1.0, key="k", digest="abc")
     assert store.submit_job(SPEC, "ada", 2.0, key="k", digest="abc") == first
-    with pytest.raises(ConflictError, match="key k of team blue is job-1's"):
+    with pytest.raises(ConflictError, match="key k of team blue was used for job-1"):
         store.submit_job(SPEC, "ada", 2.0, key="k", digest="def")
     assert store.jobs() == (first,)
 

@@ -17,7 +17,6 @@ from raytide.core.objects.endpoint import Endpoint, EndpointState, ServeSpec
 from raytide.core.objects.gang import Lease, LeaseState
 from raytide.core.objects.job import FINAL_STATES, Job, JobSpec
 from raytide.core.objects.node import Node, NodeState
-from raytide.core.objects.plan import Plan
 from raytide.core.objects.snapshot import Pool
 from raytide.core.state import codec
 from raytide.core.state import tables as t
@@ -33,12 +32,11 @@ from raytide.core.state.write import (
     next_number,
     note,
     number_reached,
+    store_plan,
     transitions,
     update,
     upsert,
 )
-
-KEPT_PLANS = 1000
 
 
 class Store:
@@ -258,7 +256,7 @@ class Store:
                 c.execute(t.open_intervals.delete().where(t.open_intervals.c.node_id.in_(part)))
             note(c, events)
             if ch.plan is not None:
-                _store_plan(c, ch.plan)
+                store_plan(c, ch.plan)
 
     # Reads.
 
@@ -388,15 +386,3 @@ def _no_job(job_id: str) -> NotFoundError:
 
 def _no_endpoint(name: str) -> NotFoundError:
     return NotFoundError(f"endpoint {name} does not exist.", hint="`raytide status` lists endpoints.")
-
-
-def _store_plan(c: sa.Connection, plan: Plan) -> None:
-    """Appends a plan, or extends the last one if it is equal; deletes the oldest plans."""
-    actions = plan.to_json()["actions"]
-    last = c.execute(t.plans.select().order_by(t.plans.c.number.desc()).limit(1)).first()
-    if last is not None and last.actions == actions:
-        update(c, t.plans, {"number": last.number}, {"last_at_s": plan.at_s})
-        return
-    append(c, t.plans, [{"at_s": plan.at_s, "last_at_s": plan.at_s, "actions": actions}])
-    if last is not None:
-        c.execute(t.plans.delete().where(t.plans.c.number <= last.number + 1 - KEPT_PLANS))

@@ -8,13 +8,15 @@ from typing import Any
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
+from raytide.core.objects.plan import Plan
 from raytide.core.state.codec import event_values
 from raytide.core.state.job_queries import chunked
 from raytide.core.state.records import Event
-from raytide.core.state.tables import counters, events
+from raytide.core.state.tables import counters, events, plans
 
 Values = Mapping[str, Any]
 
+KEPT_PLANS = 1000
 KEPT_EVENTS = 500
 """The number of newest events kept for each job, lease, node and endpoint."""
 
@@ -94,3 +96,15 @@ def transitions(
         for subject, (new, reason) in after.items()
         if before.get(subject) != new
     ]
+
+
+def store_plan(c: sa.Connection, plan: Plan) -> None:
+    """Appends a plan, or extends the last one if it is equal; deletes the oldest plans."""
+    actions = plan.to_json()["actions"]
+    last = c.execute(plans.select().order_by(plans.c.number.desc()).limit(1)).first()
+    if last is not None and last.actions == actions:
+        update(c, plans, {"number": last.number}, {"last_at_s": plan.at_s})
+        return
+    append(c, plans, [{"at_s": plan.at_s, "last_at_s": plan.at_s, "actions": actions}])
+    if last is not None:
+        c.execute(plans.delete().where(plans.c.number <= last.number + 1 - KEPT_PLANS))
