@@ -366,7 +366,7 @@ def test_only_the_newest_plans_are_kept(store: Store) -> None:
     for second in range(5):
         store.commit(Changes(second, plan=Plan(second, (Wait("job-1", "capacity", f"{second}"),))))
     assert len(store.plans(limit=KEPT_PLANS)) == 5
-    from raytide.core.state import store as module
+    from raytide.core.state import write as module
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "KEPT_PLANS", 3)
