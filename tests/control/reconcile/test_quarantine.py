@@ -220,10 +220,10 @@ class TestRecords:
         loop.until(lambda: loop.state(good) is JobState.RUNNING)
         job = loop.store.job(bad)
         assert job.state is JobState.FAILED
-        assert "cannot be read by this version" in job.reason
+        assert "cannot be read any more" in job.reason
         old = loop.store.endpoint("old")
         assert old.state is EndpointState.FAILED
-        assert "cannot be read by this version" in old.reason
+        assert "cannot be read any more" in old.reason
         loop.store.request_delete("old")
         loop.until(lambda: not loop.store.endpoints())
 

@@ -412,7 +412,7 @@ def test_an_endpoint_that_failed_is_created_anew_when_it_is_asked_for_again(stor
 
 def test_another_team_cannot_take_over_an_endpoint_by_its_name(store: Store) -> None:
     mine = store.save_endpoint(SERVE, "ada", 1.0)
-    with pytest.raises(ConflictError, match=f"team {SERVE.team}'s"):
+    with pytest.raises(ConflictError, match=f"belongs to team {SERVE.team}"):
         store.save_endpoint(SERVE.model_copy(update={"team": "theirs", "model": "/other"}), "eve", 2.0)
     assert store.endpoint("tiny") == mine
 

@@ -104,7 +104,7 @@ def follow_serve(
 ) -> Endpoint:
     """Returns the endpoint with the state that Serve shows."""
     if endpoint.unreadable and endpoint.state is not EndpointState.DELETING:
-        unread = f"its spec cannot be read by this version: {endpoint.unreadable}"
+        unread = f"its spec cannot be read any more: {endpoint.unreadable}"
         return replace(endpoint, state=EndpointState.FAILED, reason=unread)
     if served is None or endpoint.name in served.unseen:
         return endpoint
